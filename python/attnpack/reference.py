@@ -1,0 +1,327 @@
+"""The semantics of attnpack in plain PyTorch: what tests, notebooks and benchmarks compare the native code with.
+
+Nothing of attnpack is imported here. Everything computes in the dtype of its inputs, so that the same lines give the fp64
+truth and the error that plain PyTorch makes in a low dtype. Written to be read and trusted, not to be fast.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+INF = float("inf")
+
+
+# ---- the operator ------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    query: Tensor,  # [B, Hq, Lq, D]
+    key: Tensor,  # [B, Hkv, Lkv, D]
+    value: Tensor,  # [B, Hkv, Lkv, Dv]
+    mask: Tensor | None = None,  # bool (True = may attend) or additive float, broadcastable to [B, Hq, Lq, Lkv]
+    *,
+    causal: bool = False,
+    q_offset: int | Tensor | str = 0,
+    window: tuple[int, int] = (-1, -1),
+    kv_lens: Tensor | None = None,  # [B]
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,  # [Hq]
+    alibi_slopes: Tensor | None = None,  # [Hq]
+    head_map: Sequence[int] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention, `[B, Hq, Lq, Dv]`; with `return_lse` also the log of its denominator, `[B, Hq, Lq]`.
+
+    A key that a row may not attend never influences that row or any gradient, whatever it holds. A row without keys gives
+    0, and an lse of -inf or its head's sink.
+    """
+    heads = _head_map(query, key, head_map)
+    key, value = key[:, heads], value[:, heads]
+    allowed = _allowed(query, key, mask, causal, q_offset, window, kv_lens)
+    scores = _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, scale)
+    probs, lse = _softmax(scores, sinks)
+    out = _weighted_sum(probs, value, allowed)
+    return (out, lse) if return_lse else out
+
+
+def attention_scores(
+    query: Tensor,  # [B, Hq, Lq, D]
+    key: Tensor,  # [B, Hkv, Lkv, D]
+    mask: Tensor | None = None,
+    *,
+    stage: str = "probs",
+    causal: bool = False,
+    q_offset: int | Tensor | str = 0,
+    window: tuple[int, int] = (-1, -1),
+    kv_lens: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    head_map: Sequence[int] | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`[B, Hq, Lq, Lkv]` after one stage: "scaled" and "capped" (all keys), "masked" (-inf where excluded), "probs"."""
+    key = key[:, _head_map(query, key, head_map)]
+    everything = torch.ones((), dtype=torch.bool, device=query.device)
+    if stage == "scaled":
+        return _scaled_dot(query, key, everything, scale)
+    if stage == "capped":
+        return _cap(_scaled_dot(query, key, everything, scale), softcap)
+    allowed = _allowed(query, key, mask, causal, q_offset, window, kv_lens)
+    scores = _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, scale)
+    if stage == "masked":
+        return scores
+    if stage == "probs":
+        return _softmax(scores, sinks)[0]
+    raise ValueError(f"stage: got {stage!r}, expected one of 'scaled', 'capped', 'masked', 'probs'")
+
+
+def _head_map(query: Tensor, key: Tensor, head_map: Sequence[int] | None) -> list[int]:
+    """The kv head that each query head reads; by default consecutive heads share one."""
+    if head_map is not None:
+        return list(head_map)
+    group = query.shape[1] // max(key.shape[1], 1)
+    return [head // group for head in range(query.shape[1])]
+
+
+def _positions(
+    query: Tensor, key: Tensor, q_offset: int | Tensor | str, kv_lens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Where rows stand, `[B or 1, 1, Lq, 1]`, and columns, `[Lkv]`."""
+    columns = torch.arange(key.shape[2], device=query.device)
+    rows = torch.arange(query.shape[2], device=query.device)
+    if isinstance(q_offset, str):
+        valid = key.shape[2] if kv_lens is None else kv_lens
+        q_offset = valid - query.shape[2]
+    offset = torch.as_tensor(q_offset, device=query.device).long()
+    return rows.view(1, 1, -1, 1) + offset.view(-1, 1, 1, 1), columns
+
+
+def _allowed(query, key, mask, causal, q_offset, window, kv_lens) -> Tensor:
+    """Which keys each row may attend: bool `[B, Hq, Lq, Lkv]`, the intersection of all rules."""
+    rows, columns = _positions(query, key, q_offset, kv_lens)
+    left, right = window
+    allowed = torch.ones(*query.shape[:3], key.shape[2], dtype=torch.bool, device=query.device)
+    if causal:
+        allowed = allowed & (columns <= rows)
+    if left >= 0:
+        allowed = allowed & (columns >= rows - left)
+    if right >= 0:
+        allowed = allowed & (columns <= rows + right)
+    if kv_lens is not None:
+        allowed = allowed & (columns < kv_lens.view(-1, 1, 1, 1))
+    if mask is not None:
+        keep = mask if mask.dtype == torch.bool else mask.to(torch.promote_types(query.dtype, torch.float32)) != -INF
+        allowed = allowed & keep
+    return allowed
+
+
+def _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, scale) -> Tensor:
+    """Scale, softcap, ALiBi, mask, in this order."""
+    scores = _cap(_scaled_dot(query, key, allowed, scale), softcap)
+    if alibi_slopes is not None:
+        rows, columns = _positions(query, key, q_offset, kv_lens)
+        scores = scores - alibi_slopes.to(scores).view(-1, 1, 1) * (rows - columns).abs().to(scores)
+    if mask is not None and mask.dtype != torch.bool:
+        bias = mask.to(scores.dtype).clamp(min=torch.finfo(scores.dtype).min)
+        scores = scores + torch.where(allowed, bias, 0)
+    return scores.masked_fill(~allowed, -INF)
+
+
+def _scaled_dot(query: Tensor, key: Tensor, allowed: Tensor, scale: float | None) -> Tensor:
+    """scale * q.k; an excluded pair with NaN or Inf in it reads as 0, so that neither value nor gradient spreads it."""
+    scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
+    if query.isfinite().all() and key.isfinite().all():
+        return query @ key.transpose(-2, -1) * scale
+    pairs = allowed.unsqueeze(-1)  # [B, Hq, Lq, Lkv, 1]
+    products = torch.where(pairs, query.unsqueeze(3), 0) * torch.where(pairs, key.unsqueeze(2), 0)
+    return products.sum(-1) * scale
+
+
+def _cap(scores: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(scores / softcap) if softcap > 0 else scores
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities and lse over the last dimension joined by the sink, a column of its own that reads no value."""
+    batch, num_heads, q_len, _ = scores.shape
+    sink = scores.new_full((num_heads,), -INF) if sinks is None else sinks.to(scores.dtype)
+    logits = torch.cat([scores, sink.view(1, -1, 1, 1).expand(batch, -1, q_len, 1)], dim=-1)
+    peak = logits.detach().amax(-1, keepdim=True)
+    peak = torch.where(peak == -INF, 0, peak)
+    terms = torch.exp(logits - peak)
+    total = terms.sum(-1, keepdim=True)
+    empty = total == 0
+    total = torch.where(empty, 1, total)
+    lse = torch.where(empty, -INF, peak + total.log()).squeeze(-1)
+    return terms[..., :-1] / total, lse.to(torch.promote_types(lse.dtype, torch.float32))
+
+
+def _weighted_sum(probs: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+    """probs @ value; an excluded pair with NaN or Inf in its value counts nothing."""
+    if value.isfinite().all():
+        return probs @ value
+    chosen = torch.where(allowed.unsqueeze(-1), value.unsqueeze(2), 0)  # [B, Hq, Lq, Lkv, Dv]
+    return (probs.unsqueeze(-1) * chosen).sum(-2)
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins the results over two disjoint sets of keys: out `[B, H, L, Dv]`, lse `[B, H, L]`."""
+    peak = torch.maximum(lse_a, lse_b)
+    peak = torch.where(peak == -INF, 0, peak)
+    weight_a, weight_b = torch.exp(lse_a - peak), torch.exp(lse_b - peak)
+    total = weight_a + weight_b
+    empty = total == 0
+    total = torch.where(empty, 1, total)
+    out = out_a * (weight_a / total).unsqueeze(-1) + out_b * (weight_b / total).unsqueeze(-1)
+    return out.to(out_a.dtype), torch.where(empty, -INF, peak + total.log())
+
+
+# ---- rotary position embedding -----------------------------------------------------------------------------------------
+
+
+def rope_table(
+    positions: Tensor,  # [..., L]
+    dim: int,
+    *,
+    base: float = 10000.0,
+    factor: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin `[..., L, dim/2]` of (position / factor) * base^(-2i/dim), from fp64 angles. Source: Su et al., 2021."""
+    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
+    angles = (positions.double() / factor).unsqueeze(-1) * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotates the first r dims of x `[..., L, D]` by cos, sin `[..., L, r/2]`, in at least fp32; the layout is kept.
+
+    Pairs are (i, i + r/2), or (2i, 2i + 1) with `interleaved`.
+    """
+    half = cos.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    cos, sin = cos.to(wide), sin.to(wide)
+    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.split(half, dim=-1)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+
+# ---- layers ------------------------------------------------------------------------------------------------------------
+
+
+class GQA(nn.Module):
+    """Grouped-query attention over `[B, L, d_model]`: `num_groups` key-value heads, each read by some query heads."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_groups: int,
+        *,
+        bias: bool = False,
+        head_map: Sequence[int] | None = None,
+    ):
+        super().__init__()
+        self.d_head = d_model // num_heads
+        self.head_map = head_map
+        self.W_q = nn.Linear(d_model, num_heads * self.d_head, bias=bias)
+        self.W_k = nn.Linear(d_model, num_groups * self.d_head, bias=bias)
+        self.W_v = nn.Linear(d_model, num_groups * self.d_head, bias=bias)
+        self.W_o = nn.Linear(num_heads * self.d_head, d_model, bias=bias)
+
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """`context` `[B, Lkv, d_model]` makes it cross-attention."""
+        source = x if context is None else context
+        q, k, v = self._heads(self.W_q(x)), self._heads(self.W_k(source)), self._heads(self.W_v(source))
+        out = attention(q, k, v, mask, causal=causal, head_map=self.head_map)
+        return self.W_o(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)  # [B, H, L, d_head]
+
+
+class MHA(GQA):
+    """Multi-head attention: every head has its own keys and values."""
+
+    def __init__(self, d_model: int, num_heads: int, *, bias: bool = False):
+        super().__init__(d_model, num_heads, num_heads, bias=bias)
+
+
+class MQA(GQA):
+    """Multi-query attention: all heads read one key and one value head."""
+
+    def __init__(self, d_model: int, num_heads: int, *, bias: bool = False):
+        super().__init__(d_model, num_heads, 1, bias=bias)
+
+
+# ---- the multi-query notebook's three versions -------------------------------------------------------------------------
+# They tell what they see through `say`, one text a call: print in the notebook, a list's append in the tests.
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+class MQAV1(nn.Module):
+    """Version 1: neither cache nor mask. Tells the row sums of the attention matrix, all 1 if the softmax is right."""
+
+    def __init__(self, d_model: int, num_heads: int, *, say: Callable[[str], None] = _silent):
+        super().__init__()
+        self.num_heads, self.d_kv, self.say = num_heads, d_model // num_heads, say
+        self.W_q = nn.Linear(d_model, d_model, bias=False)
+        self.W_k = nn.Linear(d_model, self.d_kv, bias=False)
+        self.W_v = nn.Linear(d_model, self.d_kv, bias=False)
+        self.W_o = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        probs = (q @ k.transpose(-2, -1) / math.sqrt(self.d_kv)).softmax(dim=-1)
+        self.say(f"should be 1 if correct: {probs.sum(dim=-1)}")
+        return self.combine(probs, v)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q `[B, H, L, d_kv]` and the one head of k and v `[B, 1, L, d_kv]`."""
+        q = self.W_q(x).unflatten(-1, (self.num_heads, self.d_kv)).transpose(1, 2)
+        return q, self.W_k(x).unsqueeze(1), self.W_v(x).unsqueeze(1)
+
+    def combine(self, probs: Tensor, v: Tensor) -> Tensor:
+        """The heads' weighted values side by side, through W_o: `[B, L, d_model]`."""
+        out = self.W_o((probs @ v).transpose(1, 2).flatten(2))
+        self.say(f"shape of out : {out.shape}")
+        return out
+
+
+Cache = tuple[Tensor, Tensor]  # keys and values so far, detached, each [B, 1, past, d_kv]
+
+
+class MQAV2(MQAV1):
+    """Version 2: with a cache. No mask, so it is causal only when the tokens come one at a time."""
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = self.project(x)
+        if cache is not None:
+            k, v = torch.cat([cache[0], k], dim=2), torch.cat([cache[1], v], dim=2)
+        self.say(f"Q shape : {q.shape}\nK.shape: {k.shape}\nV.shape: {v.shape}")
+        scores = q @ k.transpose(-2, -1) / math.sqrt(self.d_kv)
+        probs = self.hide_future(scores).softmax(dim=-1)
+        return self.combine(probs, v), (k.detach(), v.detach())
+
+    def hide_future(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+class MQAV3(MQAV2):
+    """Version 3: cache and causal mask, so that tokens may come in chunks. Here True means hidden."""
+
+    def hide_future(self, scores: Tensor) -> Tensor:
+        new, total = scores.shape[-2:]
+        hidden = torch.ones(new, total, dtype=torch.bool, device=scores.device).triu(diagonal=total - new + 1)
+        return scores.masked_fill(hidden, -INF)
