@@ -1,7 +1,7 @@
 """The semantics of attnpack in plain PyTorch: what tests, notebooks and benchmarks compare the native code with.
 
-Nothing of attnpack is imported here. Everything computes in the dtype of its inputs, so that the same lines give the fp64
-truth and the error that plain PyTorch makes in a low dtype. Written to be read and trusted, not to be fast.
+Nothing of attnpack is imported here. Everything computes in the dtype of its inputs, so that the same lines give the
+fp64 truth and the error that plain PyTorch makes in a low dtype. Written to be read and trusted, not to be fast.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 INF = float("inf")
 
 
-# ---- the operator ------------------------------------------------------------------------------------------------------
+# ---- the operator --------------------------------------------------------------------
 
 
 def attention(
@@ -35,8 +35,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, `[B, Hq, Lq, Dv]`; with `return_lse` also the log of its denominator, `[B, Hq, Lq]`.
 
-    A key that a row may not attend never influences that row or any gradient, whatever it holds. A row without keys gives
-    0, and an lse of -inf or its head's sink.
+    A key that a row may not attend never influences that row or any gradient, whatever it holds. A row without keys
+    gives 0, and an lse of -inf or its head's sink.
     """
     heads = _head_map(query, key, head_map)
     key, value = key[:, heads], value[:, heads]
@@ -180,7 +180,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return out.to(out_a.dtype), torch.where(empty, -INF, peak + total.log())
 
 
-# ---- rotary position embedding -----------------------------------------------------------------------------------------
+# ---- rotary position embedding -------------------------------------------------------
 
 
 def rope_table(
@@ -191,7 +191,7 @@ def rope_table(
     factor: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin `[..., L, dim/2]` of (position / factor) * base^(-2i/dim), from fp64 angles. Source: Su et al., 2021."""
+    """cos, sin `[..., L, dim/2]` of (position / factor) * base^(-2i/dim), from fp64 angles. Source: Su et al. 2021."""
     frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
     angles = (positions.double() / factor).unsqueeze(-1) * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -212,7 +212,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
 
 
-# ---- layers ------------------------------------------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------
 
 
 class GQA(nn.Module):
