@@ -1,0 +1,49 @@
+"""In-tree PEP 517 backend: setuptools, building against the torch that the user already has.
+
+pip builds in an environment of its own, which hides the user's packages. Listing torch as a build requirement would
+download gigabytes and might pick another torch than the one that runs; so this backend asks the interpreter, as the
+user would start it, where its torch is, and hands that folder to setup.py in ATTNPACK_TORCH_DIR.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+from setuptools import build_meta
+from setuptools.build_meta import *  # noqa: F403 (the hooks that need no torch)
+
+NO_TORCH = (
+    "attnpack: there is no torch in this environment; install one (pip install torch, version 2.11 or newer) and try "
+    "again: attnpack is built against the torch that you use. With uv, add --no-build-isolation."
+)
+_FIND = "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
+
+
+def find_torch() -> str:
+    """Folder of the torch to build against, seen from here or from outside pip's build environment; exits if none."""
+    outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    for environment in (None, outside):
+        found = subprocess.run([sys.executable, "-c", _FIND], env=environment, text=True, stdout=subprocess.PIPE)
+        if found.stdout.strip():
+            return found.stdout.strip()
+    sys.exit(NO_TORCH)
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    find_torch()  # says so now, before anything is downloaded or compiled
+    tools = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
+    return build_meta.get_requires_for_build_wheel(config_settings) + tools
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel
+
+
+def build_wheel(*args, **kwargs):
+    os.environ["ATTNPACK_TORCH_DIR"] = find_torch()
+    return build_meta.build_wheel(*args, **kwargs)
+
+
+def build_editable(*args, **kwargs):
+    os.environ["ATTNPACK_TORCH_DIR"] = find_torch()
+    return build_meta.build_editable(*args, **kwargs)

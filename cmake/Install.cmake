@@ -1,0 +1,16 @@
+# What "cmake --install" and the wheel carry: library, headers, the package for find_package(attnpack), and build.json,
+# which tells Python what the build was made for before anything of it is loaded.
+include(CMakePackageConfigHelpers)
+set(config_dir share/cmake/attnpack)
+
+install(TARGETS attnpack EXPORT attnpackTargets LIBRARY DESTINATION lib)
+install(DIRECTORY csrc/ DESTINATION include/attnpack FILES_MATCHING PATTERN "*.h"
+        REGEX "/(cpu|cuda|meta|autograd|autocast|bindings)$" EXCLUDE)
+install(EXPORT attnpackTargets NAMESPACE attnpack:: DESTINATION ${config_dir})
+configure_package_config_file(cmake/attnpackConfig.cmake.in attnpackConfig.cmake INSTALL_DESTINATION ${config_dir}
+                              NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
+write_basic_package_version_file(attnpackConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/attnpackConfig.cmake ${CMAKE_CURRENT_BINARY_DIR}/attnpackConfigVersion.cmake
+        cmake/TorchTargets.cmake DESTINATION ${config_dir})
+configure_file(cmake/build.json.in build.json @ONLY)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/build.json DESTINATION share/attnpack)

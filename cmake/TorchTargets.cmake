@@ -1,0 +1,30 @@
+# Imported targets for the torch in ATTNPACK_TORCH_DIR (the folder of the torch package or of a LibTorch download):
+# attnpack::torch and, where it has a Python part, attnpack::torch_python. Sets ATTNPACK_TORCH_VERSION, "0" where it
+# cannot be read. Used by the build and by attnpackConfig.cmake. find_package(Torch) is not: it is fatal for a CUDA
+# torch without a CUDA toolkit, which is what a plain "pip install torch" gives.
+set(ATTNPACK_TORCH_VERSION 0)
+if(EXISTS "${ATTNPACK_TORCH_DIR}/include/torch/headeronly/version.h")
+  file(STRINGS "${ATTNPACK_TORCH_DIR}/include/torch/headeronly/version.h" attnpack_lines
+       REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
+  string(REGEX MATCHALL "[0-9]+" attnpack_numbers "${attnpack_lines}")
+  list(JOIN attnpack_numbers "." ATTNPACK_TORCH_VERSION)
+endif()
+
+if(NOT TARGET attnpack::torch)
+  foreach(name torch torch_cpu c10)
+    add_library(attnpack::${name}_lib SHARED IMPORTED)
+    set_target_properties(attnpack::${name}_lib PROPERTIES IMPORTED_LOCATION "${ATTNPACK_TORCH_DIR}/lib/lib${name}.so")
+  endforeach()
+  add_library(attnpack::torch INTERFACE IMPORTED)
+  set_target_properties(attnpack::torch PROPERTIES
+    INTERFACE_INCLUDE_DIRECTORIES
+      "${ATTNPACK_TORCH_DIR}/include;${ATTNPACK_TORCH_DIR}/include/torch/csrc/api/include"
+    INTERFACE_LINK_LIBRARIES "attnpack::torch_lib;attnpack::torch_cpu_lib;attnpack::c10_lib"
+    # libtorch's own dependencies (CUDA's, for one) are the loader's business, not the linker's.
+    INTERFACE_LINK_OPTIONS "LINKER:--allow-shlib-undefined")
+  if(EXISTS "${ATTNPACK_TORCH_DIR}/lib/libtorch_python.so")
+    add_library(attnpack::torch_python SHARED IMPORTED)
+    set_target_properties(attnpack::torch_python PROPERTIES
+      IMPORTED_LOCATION "${ATTNPACK_TORCH_DIR}/lib/libtorch_python.so" INTERFACE_LINK_LIBRARIES attnpack::torch)
+  endif()
+endif()

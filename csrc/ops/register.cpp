@@ -1,0 +1,7 @@
+#include <attnpack/ops/register.h>
+
+namespace attnpack {
+
+void register_ops() {}
+
+}  // namespace attnpack

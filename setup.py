@@ -1,0 +1,95 @@
+"""The extension attnpack._C, built by CMake: one build for the C++ library, its headers and the binding."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import setuptools
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent.resolve()
+sys.path.insert(0, str(ROOT / "build_backend"))
+from attnpack_build import find_torch  # noqa: E402
+
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # without build isolation: what a new venv of Python 3.11 holds
+    sys.exit(f"attnpack: setuptools {setuptools.__version__} is too old; pip install 'setuptools>=77' and try again.")
+
+
+class FreshBuildPy(build_py):
+    """Starts a wheel from an empty folder: what an earlier build left there would be packed again."""
+
+    def run(self):
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+class CMakeBuild(build_ext):
+    """Drives CMake. The build tree stays in build/ (ATTNPACK_BUILD_DIR), so that a second build is incremental.
+
+    MAX_JOBS limits the compilers at work (default: all cores); CMAKE_ARGS adds CMake arguments.
+    """
+
+    def run(self):
+        self.in_source = self.inplace or self.editable_mode  # setuptools clears inplace while it builds
+        super().run()
+
+    def build_extension(self, ext):
+        package = (ROOT / "python" if self.in_source else Path(self.build_lib).resolve()) / "attnpack"
+        tree = Path(os.environ.get("ATTNPACK_BUILD_DIR", ROOT / "build")).resolve()
+        jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+        self.configure(tree, wheel=not self.in_source)
+        self.cmake("--build", tree, "--parallel", jobs)
+        self.cmake("--install", tree, "--prefix", package)
+
+    def configure(self, tree: Path, wheel: bool):
+        ninja = shutil.which("ninja")
+        settings = {
+            "CMAKE_BUILD_TYPE": "Release",
+            "Python_EXECUTABLE": sys.executable,
+            "ATTNPACK_TORCH_DIR": os.environ.get("ATTNPACK_TORCH_DIR") or find_torch(),
+            "ATTNPACK_PYTHON": "ON",
+            "ATTNPACK_WHEEL": "ON" if wheel else "OFF",
+        }
+        generator = "Ninja" if ninja else "Unix Makefiles"
+        if ninja:  # the one of an earlier build may be gone with pip's build environment
+            settings["CMAKE_MAKE_PROGRAM"] = ninja
+        forget_cache_of_another(tree, generator)
+        arguments = [f"-D{name}={value}" for name, value in settings.items()]
+        self.cmake("-S", ROOT, "-B", tree, "-G", generator, *arguments, *os.environ.get("CMAKE_ARGS", "").split())
+
+    def cmake(self, *arguments):
+        cmake = shutil.which("cmake")
+        if cmake is None:
+            sys.exit("attnpack: the build needs cmake 3.22 or newer; install it (pip install cmake ninja).")
+        if subprocess.call([cmake, *map(str, arguments)]) != 0:
+            sys.exit("attnpack: the build stopped; the reason stands above.")
+
+    def copy_extensions_to_source(self):
+        """Nothing to do: an in-place build was installed into python/attnpack by CMake."""
+
+
+def forget_cache_of_another(tree: Path, generator: str):
+    """CMake refuses a cache made with another generator or in another place; compiled files stay."""
+    cache = tree / "CMakeCache.txt"
+    if cache.exists():
+        text = cache.read_text()
+        if f"CMAKE_GENERATOR:INTERNAL={generator}\n" not in text or f"CMAKE_CACHEFILE_DIR:INTERNAL={tree}\n" not in text:
+            cache.unlink()
+
+
+def version() -> str:
+    return re.search(r'ATTNPACK_VERSION "(.+)"', (ROOT / "csrc/version.h").read_text())[1]
+
+
+setup(
+    version=version(),
+    ext_modules=[Extension("attnpack._C", sources=[])],
+    cmdclass={"build_py": FreshBuildPy, "build_ext": CMakeBuild},
+)
