@@ -1,0 +1,30 @@
+#pragma once
+
+#include <attnpack/cache/kv_cache.h>
+
+namespace attnpack {
+
+// Grows with what is appended, by doubling its capacity; takes shape, dtype and device from the first append, and
+// again from the first one after reset().
+class DynamicCache : public KVCache {
+ public:
+  DynamicCache();
+
+  CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
+  void commit(int64_t new_len, const std::optional<at::Tensor>& new_lens) override;
+
+  int64_t len() const override { return len_; }
+  // Of the len positions that are held, not of the capacity behind them.
+  int64_t nbytes() const override;
+  void reset() override;
+  void crop(int64_t n) override;
+  void reorder(const at::Tensor& index) override;
+  std::shared_ptr<KVCache> clone() const override;
+  void take_back(const at::Tensor& lengths) override;
+
+ private:
+  CacheTensors room_;  // what reserve made, held from commit on
+  int64_t len_ = 0;  // kept here so that no call waits for the device
+};
+
+}  // namespace attnpack

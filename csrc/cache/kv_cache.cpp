@@ -1,0 +1,41 @@
+#include <attnpack/cache/kv_cache.h>
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+
+namespace attnpack {
+
+namespace {
+
+void check_part(const char* name, const at::Tensor& held, const at::Tensor& added) {
+  const bool same = added.dim() == 4 && added.size(0) == held.size(0) && added.size(1) == held.size(1) &&
+                    added.size(3) == held.size(3);
+  TORCH_CHECK_VALUE(same, "cache: got ", name, " of shape ", added.sizes(), ", want [", held.size(0), ", ",
+                    held.size(1), ", L, ", held.size(3),
+                    "] as the cache holds; use a cache of this layer's shape, or reset() it");
+  TORCH_CHECK_VALUE(added.scalar_type() == held.scalar_type() && added.device() == held.device(), "cache: got ", name,
+                    " in ", added.scalar_type(), " on ", added.device(), ", want ", held.scalar_type(), " on ",
+                    held.device(), " as the cache holds; use a cache of the module's dtype and device");
+}
+
+}  // namespace
+
+void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tensor& value) {
+  check_part("keys", cache.key, key);
+  check_part("values", cache.value, value);
+}
+
+at::Tensor cache_zeros(int64_t batch, int64_t heads, int64_t capacity, int64_t head_dim,
+                       const at::TensorOptions& options) {
+  c10::InferenceMode normal(false);
+  return at::zeros({batch, heads, capacity, head_dim}, options);
+}
+
+CacheTensors copy_tensors(const CacheTensors& tensors) {
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  const auto copy = [](const at::Tensor& t) { return t.defined() ? t.clone() : t; };
+  return {copy(tensors.key), copy(tensors.value), copy(tensors.lengths)};
+}
+
+}  // namespace attnpack

@@ -1,0 +1,55 @@
+#include <attnpack/cache/model_cache.h>
+
+#include <ATen/ATen.h>
+
+namespace attnpack {
+
+ModelCache::ModelCache(int64_t num_layers) {
+  TORCH_CHECK_VALUE(num_layers > 0, "num_layers: got ", num_layers, ", want at least 1");
+  for (int64_t i = 0; i < num_layers; ++i) layers_.push_back(std::make_shared<DynamicCache>());
+}
+
+ModelCache::ModelCache(int64_t num_layers, const StaticCacheOptions& options) {
+  TORCH_CHECK_VALUE(num_layers > 0, "num_layers: got ", num_layers, ", want at least 1");
+  for (int64_t i = 0; i < num_layers; ++i) layers_.push_back(std::make_shared<StaticCache>(options));
+}
+
+ModelCache::ModelCache(std::vector<std::shared_ptr<KVCache>> layers) : layers_(std::move(layers)) {
+  TORCH_CHECK_VALUE(!layers_.empty(), "layers: got none, want the cache of each layer");
+}
+
+int64_t ModelCache::nbytes() const {
+  int64_t bytes = 0;
+  for (const auto& layer : layers_) bytes += layer->nbytes();
+  return bytes;
+}
+
+void ModelCache::reset() {
+  for (const auto& layer : layers_) layer->reset();
+}
+
+void ModelCache::crop(int64_t n) {
+  for (const auto& layer : layers_) layer->crop(n);
+}
+
+void ModelCache::reorder(const at::Tensor& index) {
+  for (const auto& layer : layers_) layer->reorder(index);
+}
+
+std::shared_ptr<ModelCache> ModelCache::clone() const {
+  std::vector<std::shared_ptr<KVCache>> copies;
+  for (const auto& layer : layers_) copies.push_back(layer->clone());
+  return std::make_shared<ModelCache>(std::move(copies));
+}
+
+std::vector<at::Tensor> ModelCache::lengths_of_layers() const {
+  std::vector<at::Tensor> lengths;
+  for (const auto& layer : layers_) lengths.push_back(layer->lengths().clone());
+  return lengths;
+}
+
+void ModelCache::take_back(const std::vector<at::Tensor>& lengths) {
+  for (size_t i = 0; i < layers_.size(); ++i) layers_[i]->take_back(lengths[i]);
+}
+
+}  // namespace attnpack

@@ -1,0 +1,54 @@
+#include <attnpack/cache/static_cache.h>
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+
+namespace attnpack {
+
+StaticCache::StaticCache(const StaticCacheOptions& o) {
+  TORCH_CHECK_VALUE(o.batch() >= 0 && o.num_kv_heads() > 0 && o.max_len() > 0 && o.head_dim() > 0,
+                    "StaticCache: got batch ", o.batch(), ", num_kv_heads ", o.num_kv_heads(), ", max_len ",
+                    o.max_len(), ", head_dim ", o.head_dim(), ", want numbers above 0");
+  const auto zeros = [&](int64_t width) {
+    return cache_zeros(o.batch(), o.num_kv_heads(), o.max_len(), width, o.tensor());
+  };
+  tensors_.key = zeros(o.head_dim());
+  tensors_.value = zeros(o.v_head_dim().value_or(o.head_dim()));
+  c10::InferenceMode normal(false);
+  tensors_.lengths = at::zeros({o.batch()}, o.tensor().dtype(at::kLong));
+}
+
+CacheTensors StaticCache::reserve(const at::Tensor& key, const at::Tensor& value) {
+  check_fits(tensors_, key, value);
+  return tensors_;
+}
+
+int64_t StaticCache::len() const { return tensors_.lengths.numel() ? tensors_.lengths.max().item<int64_t>() : 0; }
+
+int64_t StaticCache::nbytes() const {
+  return static_cast<int64_t>(tensors_.key.numel() * tensors_.key.element_size() +
+                              tensors_.value.numel() * tensors_.value.element_size());
+}
+
+void StaticCache::crop(int64_t n) {
+  TORCH_CHECK_VALUE(n >= 0, "n: got ", n, ", want how many positions to keep, 0 or more");
+  tensors_.lengths.clamp_max_(n);
+}
+
+void StaticCache::reorder(const at::Tensor& index) {
+  TORCH_CHECK_VALUE(index.dim() == 1 && index.scalar_type() == at::kLong && index.size(0) == lengths().size(0),
+                    "index: got ", index.scalar_type(), " of shape ", index.sizes(), ", want int64 [",
+                    lengths().size(0), "]: a StaticCache keeps its batch size");
+  at::NoGradGuard no_grad;
+  for (auto* tensor : {&tensors_.key, &tensors_.value, &tensors_.lengths}) {
+    tensor->copy_(tensor->index_select(0, index));
+  }
+}
+
+std::shared_ptr<KVCache> StaticCache::clone() const {
+  auto copy = std::make_shared<StaticCache>(*this);
+  copy->tensors_ = copy_tensors(tensors_);
+  return copy;
+}
+
+}  // namespace attnpack

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <torch/csrc/api/include/torch/arg.h>
+
+#include <attnpack/cache/kv_cache.h>
+
+namespace attnpack {
+
+struct StaticCacheOptions {
+  StaticCacheOptions(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim)
+      : batch_(batch), num_kv_heads_(num_kv_heads), max_len_(max_len), head_dim_(head_dim) {}
+  TORCH_ARG(int64_t, batch);
+  TORCH_ARG(int64_t, num_kv_heads);
+  TORCH_ARG(int64_t, max_len);
+  TORCH_ARG(int64_t, head_dim);
+  TORCH_ARG(std::optional<int64_t>, v_head_dim);  // default head_dim
+  TORCH_ARG(at::TensorOptions, tensor);           // dtype and device
+};
+
+// Room for max_len positions, allocated once; an append past it raises.
+class StaticCache : public KVCache {
+ public:
+  StaticCache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim)
+      : StaticCache(StaticCacheOptions(batch, num_kv_heads, max_len, head_dim)) {}
+  explicit StaticCache(const StaticCacheOptions& options);
+
+  CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
+  void commit(int64_t, const std::optional<at::Tensor>&) override {}
+
+  // Reads the length tensor: on CUDA this waits for the device.
+  int64_t len() const override;
+  // Of all max_len positions: what is allocated.
+  int64_t nbytes() const override;
+  int64_t max_len() const { return tensors_.key.size(2); }
+  void reset() override { tensors_.lengths.zero_(); }
+  void crop(int64_t n) override;
+  // In place; the batch keeps its size.
+  void reorder(const at::Tensor& index) override;
+  std::shared_ptr<KVCache> clone() const override;
+  void take_back(const at::Tensor& lengths) override { tensors_.lengths.copy_(lengths); }
+};
+
+}  // namespace attnpack

@@ -1,0 +1,76 @@
+#include <attnpack/modules/block.h>
+
+#include <attnpack/modules/norm.h>
+
+namespace attnpack {
+
+namespace {
+
+// x + f(norm(x)), or norm(x + f(x)).
+template <typename F>
+at::Tensor residual(const at::Tensor& x, const Part<TokenModule>& norm, bool pre_norm, const F& f) {
+  return pre_norm ? x + f(norm->forward(x)) : norm->forward(x + f(x));
+}
+
+template <typename Options>
+Part<TokenModule> norm_beside(const Options& options) {
+  const auto& attention = options.attention();
+  return make_norm(options.norm(),
+                   NormOptions(attention->embed_dim()).eps(options.eps()).factory(attention->factory()));
+}
+
+}  // namespace
+
+EncoderBlockImpl::EncoderBlockImpl(const EncoderBlockOptions& options)
+    : pre_norm(options.pre_norm()),
+      self_attn(options.attention()),
+      mlp(options.feed_forward()),
+      input_layernorm(norm_beside(options)),
+      post_attention_layernorm(norm_beside(options)) {
+  register_parts();
+}
+
+at::Tensor EncoderBlockImpl::forward(const at::Tensor& x, const EncoderInputs& inputs) {
+  const auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {
+    return self_attn->forward(t, AttentionInputs()
+                                     .causal(false)
+                                     .mask(inputs.mask())
+                                     .positions(inputs.positions())
+                                     .kv_lens(inputs.kv_lens()));
+  });
+  return residual(h, post_attention_layernorm, pre_norm, [&](const at::Tensor& t) { return mlp->forward(t); });
+}
+
+DecoderBlockImpl::DecoderBlockImpl(const DecoderBlockOptions& options)
+    : pre_norm(options.pre_norm()),
+      self_attn(options.attention()),
+      cross_attn(options.cross_attention()),
+      mlp(options.feed_forward()),
+      input_layernorm(norm_beside(options)),
+      post_attention_layernorm(norm_beside(options)) {
+  if (cross_attn) cross_attention_layernorm = norm_beside(options);
+  register_parts();
+}
+
+at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInputs& inputs) {
+  TORCH_CHECK_VALUE(bool(cross_attn) == inputs.context().has_value(), "context: ",
+                    cross_attn ? "got none, but this block has cross-attention; give what it reads"
+                               : "got a tensor, but this block has no cross-attention; give it cross_attention");
+  auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {
+    return self_attn->forward(t, AttentionInputs()
+                                     .causal(true)
+                                     .mask(inputs.mask())
+                                     .cache(inputs.cache())
+                                     .positions(inputs.positions())
+                                     .kv_lens(inputs.kv_lens()));
+  });
+  if (cross_attn) {
+    h = residual(h, cross_attention_layernorm, pre_norm, [&](const at::Tensor& t) {
+      return cross_attn->forward(
+          t, AttentionInputs(*inputs.context()).mask(inputs.context_mask()).kv_lens(inputs.context_lens()));
+    });
+  }
+  return residual(h, post_attention_layernorm, pre_norm, [&](const at::Tensor& t) { return mlp->forward(t); });
+}
+
+}  // namespace attnpack

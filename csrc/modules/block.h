@@ -1,0 +1,114 @@
+#pragma once
+
+#include <attnpack/modules/attention_module.h>
+#include <attnpack/modules/part.h>
+
+#include <string>
+
+namespace attnpack {
+
+// What the forward of an encoder (block or stack) may be given beside x.
+struct EncoderInputs {
+  TORCH_ARG(std::optional<at::Tensor>, mask);       // broadcastable to [B, Hq, L, L]
+  TORCH_ARG(std::optional<at::Tensor>, positions);  // int64 [L] or [B, L], for RoPE
+  TORCH_ARG(std::optional<at::Tensor>, kv_lens);    // valid tokens of each sequence, [B]
+};
+
+// The same for a decoder; Cache is KVCache for a block, ModelCache for a stack.
+template <typename Cache>
+struct DecoderInputsOf {
+  DecoderInputsOf() = default;
+  /* implicit */ DecoderInputsOf(at::Tensor context) : context_(std::move(context)) {}
+
+  TORCH_ARG(std::optional<at::Tensor>, context);        // what cross-attention reads, [B, Lc, E]
+  TORCH_ARG(std::optional<at::Tensor>, mask);           // broadcastable to [B, Hq, L, keys], on top of causality
+  TORCH_ARG(std::shared_ptr<Cache>, cache);             // of self-attention
+  TORCH_ARG(std::optional<at::Tensor>, positions);      // int64 [L] or [B, L], for RoPE
+  TORCH_ARG(std::optional<at::Tensor>, kv_lens);        // valid new tokens of each sequence, [B]
+  TORCH_ARG(std::optional<at::Tensor>, context_mask);   // broadcastable to [B, Hq, L, Lc]
+  TORCH_ARG(std::optional<at::Tensor>, context_lens);   // valid context tokens of each sequence, [B]
+};
+using DecoderBlockInputs = DecoderInputsOf<KVCache>;
+
+struct EncoderBlockOptions {
+  EncoderBlockOptions(Part<AttentionModule> attention, Part<TokenModule> feed_forward)
+      : attention_(std::move(attention)), feed_forward_(std::move(feed_forward)) {}
+  TORCH_ARG(Part<AttentionModule>, attention);
+  TORCH_ARG(Part<TokenModule>, feed_forward);
+  TORCH_ARG(std::string, norm) = "rms";  // or "layer"
+  // x + f(norm(x)); false: norm(x + f(x)), as in Vaswani et al. 2017.
+  TORCH_ARG(bool, pre_norm) = true;
+  TORCH_ARG(double, eps) = 1e-6;
+};
+
+// Self-attention without a causal mask, then the feed-forward, each with a norm and a residual.
+class EncoderBlockImpl : public Container<EncoderBlockImpl> {
+ public:
+  EncoderBlockImpl(Part<AttentionModule> attention, Part<TokenModule> feed_forward)
+      : EncoderBlockImpl(EncoderBlockOptions(std::move(attention), std::move(feed_forward))) {}
+  explicit EncoderBlockImpl(const EncoderBlockOptions& options);
+
+  at::Tensor forward(const at::Tensor& x, const EncoderInputs& inputs = {});  // [B, L, E] -> [B, L, E]
+
+  template <typename F>
+  void for_each_part(const F& f) {
+    f("self_attn", self_attn);
+    f("mlp", mlp);
+    f("input_layernorm", input_layernorm);
+    f("post_attention_layernorm", post_attention_layernorm);
+  }
+  void pretty_print(std::ostream& stream) const override { stream << "attnpack::EncoderBlock"; }
+
+  bool pre_norm;
+  Part<AttentionModule> self_attn;
+  Part<TokenModule> mlp, input_layernorm, post_attention_layernorm;
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(EncoderInputs())})
+};
+TORCH_MODULE(EncoderBlock);
+
+struct DecoderBlockOptions {
+  DecoderBlockOptions(Part<AttentionModule> attention, Part<TokenModule> feed_forward)
+      : attention_(std::move(attention)), feed_forward_(std::move(feed_forward)) {}
+  TORCH_ARG(Part<AttentionModule>, attention);
+  TORCH_ARG(Part<TokenModule>, feed_forward);
+  TORCH_ARG(std::string, norm) = "rms";  // or "layer"
+  TORCH_ARG(bool, pre_norm) = true;      // as in EncoderBlockOptions
+  TORCH_ARG(Part<AttentionModule>, cross_attention);
+  TORCH_ARG(double, eps) = 1e-6;
+};
+
+// Causal self-attention, cross-attention where one is given, then the feed-forward, each with a norm and a residual.
+// Without cross-attention its parameter names are those of a Llama layer.
+class DecoderBlockImpl : public Container<DecoderBlockImpl> {
+ public:
+  DecoderBlockImpl(Part<AttentionModule> attention, Part<TokenModule> feed_forward)
+      : DecoderBlockImpl(DecoderBlockOptions(std::move(attention), std::move(feed_forward))) {}
+  explicit DecoderBlockImpl(const DecoderBlockOptions& options);
+
+  at::Tensor forward(const at::Tensor& x, const DecoderBlockInputs& inputs = {});  // [B, L, E] -> [B, L, E]
+
+  template <typename F>
+  void for_each_part(const F& f) {
+    f("self_attn", self_attn);
+    f("mlp", mlp);
+    f("input_layernorm", input_layernorm);
+    f("post_attention_layernorm", post_attention_layernorm);
+    if (cross_attn) {
+      f("cross_attn", cross_attn);
+      f("cross_attention_layernorm", cross_attention_layernorm);
+    }
+  }
+  void pretty_print(std::ostream& stream) const override { stream << "attnpack::DecoderBlock"; }
+
+  bool pre_norm;
+  Part<AttentionModule> self_attn, cross_attn;
+  Part<TokenModule> mlp, input_layernorm, post_attention_layernorm, cross_attention_layernorm;
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(DecoderBlockInputs())})
+};
+TORCH_MODULE(DecoderBlock);
+
+}  // namespace attnpack

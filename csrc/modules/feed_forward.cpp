@@ -1,0 +1,21 @@
+#include <attnpack/modules/feed_forward.h>
+
+namespace attnpack {
+
+void FeedForwardImpl::reset() {
+  const auto& o = options;
+  TORCH_CHECK_VALUE(o.activation() == "swiglu" || o.activation() == "gelu", "activation: got '", o.activation(),
+                    "', want 'swiglu' or 'gelu'");
+  const auto linear = [&](const char* name, int64_t in, int64_t out) {
+    return register_module(name, Linear(LinearOptions(in, out).bias(o.bias()).factory(o.factory())));
+  };
+  if (o.activation() == "swiglu") gate_proj = linear("gate_proj", o.embed_dim(), o.hidden_dim());
+  up_proj = linear("up_proj", o.embed_dim(), o.hidden_dim());
+  down_proj = linear("down_proj", o.hidden_dim(), o.embed_dim());
+}
+
+at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
+  return down_proj(gate_proj ? at::silu(gate_proj(x)) * up_proj(x) : at::gelu(up_proj(x)));
+}
+
+}  // namespace attnpack

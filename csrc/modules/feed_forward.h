@@ -1,0 +1,35 @@
+#pragma once
+
+#include <attnpack/modules/linear.h>
+#include <attnpack/modules/part.h>
+
+#include <string>
+
+namespace attnpack {
+
+struct FeedForwardOptions {
+  FeedForwardOptions(int64_t embed_dim, int64_t hidden_dim) : embed_dim_(embed_dim), hidden_dim_(hidden_dim) {}
+  TORCH_ARG(int64_t, embed_dim);
+  TORCH_ARG(int64_t, hidden_dim);
+  TORCH_ARG(std::string, activation) = "swiglu";  // or "gelu"
+  TORCH_ARG(bool, bias) = false;
+  TORCH_ARG(Factory, factory);
+};
+
+// swiglu: down(silu(gate(x)) * up(x)) (Shazeer 2020); gelu: down(gelu(up(x))), the exact gelu.
+class FeedForwardImpl : public torch::nn::Cloneable<FeedForwardImpl>, public TokenModule {
+ public:
+  FeedForwardImpl(int64_t embed_dim, int64_t hidden_dim) : FeedForwardImpl(FeedForwardOptions(embed_dim, hidden_dim)) {}
+  explicit FeedForwardImpl(FeedForwardOptions options) : options(std::move(options)) { reset(); }
+
+  at::Tensor forward(const at::Tensor& x) override;
+
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override { stream << "attnpack::FeedForward"; }
+
+  FeedForwardOptions options;
+  Linear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
+};
+TORCH_MODULE(FeedForward);
+
+}  // namespace attnpack

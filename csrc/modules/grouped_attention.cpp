@@ -1,0 +1,93 @@
+#include <attnpack/modules/grouped_attention.h>
+
+#include <attnpack/modules/checks.h>
+#include <attnpack/modules/heads.h>
+
+namespace attnpack {
+
+template <typename Derived, Sharing sharing>
+void GroupedAttentionImpl<Derived, sharing>::reset() {
+  const auto& o = options;
+  refuse_unbuilt({o.window(), o.softcap(), o.dropout(), o.sinks(), o.alibi()});
+  const auto head_dim = resolve_head_dim(o.embed_dim(), o.num_heads(), o.head_dim());
+  check_heads(o.num_heads(), o.num_kv_heads(), o.head_map());
+  options.head_dim(head_dim);
+
+  const auto linear = [&](const char* name, int64_t in, int64_t out, bool bias) {
+    return this->register_module(name, Linear(LinearOptions(in, out).bias(bias).factory(o.factory())));
+  };
+  q_proj = linear("q_proj", o.embed_dim(), o.num_heads() * head_dim, o.bias());
+  k_proj = linear("k_proj", o.kdim().value_or(o.embed_dim()), o.num_kv_heads() * head_dim, o.bias());
+  v_proj = linear("v_proj", o.vdim().value_or(o.embed_dim()), o.num_kv_heads() * head_dim, o.bias());
+  o_proj = linear("o_proj", o.num_heads() * head_dim, o.embed_dim(), o.out_bias().value_or(o.bias()));
+  if (o.qk_norm()) {
+    q_norm = this->register_module("q_norm", RMSNorm(RMSNormOptions(head_dim).factory(o.factory())));
+    k_norm = this->register_module("k_norm", RMSNorm(RMSNormOptions(head_dim).factory(o.factory())));
+  }
+  if (o.rope()) {
+    TORCH_CHECK_VALUE(o.rope()->options.dim() <= head_dim, "rope: got dim ", o.rope()->options.dim(),
+                      ", want at most head_dim ", head_dim);
+    rope = this->register_module("rope", RotaryEmbedding(o.rope()->options));
+  }
+}
+
+template <typename Derived, Sharing sharing>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::heads(
+    const at::Tensor& x, const AttentionInputs& inputs) {
+  const auto& context = inputs.context() ? *inputs.context() : x;
+  const auto& value_context = inputs.value_context() ? *inputs.value_context() : context;
+  check_input("x", x, q_proj->options.in_features(), q_proj->weight);
+  check_input("context", context, k_proj->options.in_features(), k_proj->weight);
+  check_input("value_context", value_context, v_proj->options.in_features(), v_proj->weight);
+  check_inputs(x, inputs);
+
+  const auto head_dim = *options.head_dim();
+  auto q = split_heads(q_proj(x), options.num_heads(), head_dim);
+  auto k = split_heads(k_proj(context), options.num_kv_heads(), head_dim);
+  auto v = split_heads(v_proj(value_context), options.num_kv_heads(), head_dim);
+  if (q_norm) q = q_norm(q), k = k_norm(k);
+  return {q, k, v};
+}
+
+template <typename Derived, Sharing sharing>
+AttendOptions GroupedAttentionImpl<Derived, sharing>::settings(const AttentionInputs& inputs) const {
+  auto result = attend_options(inputs, options.causal())
+                    .window(options.window().value_or(Window{-1, -1}))
+                    .softcap(options.softcap())
+                    .head_map(options.head_map())
+                    .dropout_p(this->is_training() ? options.dropout() : 0.0)
+                    .scale(options.scale());
+  if (rope) result.rope(rope->settings);
+  return result;
+}
+
+template <typename Derived, Sharing sharing>
+at::Tensor GroupedAttentionImpl<Derived, sharing>::forward(const at::Tensor& x, const AttentionInputs& inputs) {
+  auto [q, k, v] = heads(x, inputs);
+  return o_proj(with_cache(inputs.cache(), k, v, settings(inputs),
+                           [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return attend(q, k, v, o); }));
+}
+
+template <typename Derived, Sharing sharing>
+std::tuple<at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::forward_with_weights(
+    const at::Tensor& x, const AttentionInputs& inputs) {
+  auto [q, k, v] = heads(x, inputs);
+  auto [out, weights] =
+      with_cache(inputs.cache(), k, v, settings(inputs),
+                 [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return attend_with_weights(q, k, v, o); });
+  return {o_proj(out), weights};
+}
+
+template <typename Derived, Sharing sharing>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::project(
+    const at::Tensor& x, const AttentionInputs& inputs) {
+  auto [q, k, v] = heads(x, inputs);
+  auto [rotated_q, rotated_k] = rotate(q, k, settings(inputs));
+  return {rotated_q, rotated_k, v};
+}
+
+template class GroupedAttentionImpl<MultiHeadAttentionImpl, Sharing::kNone>;
+template class GroupedAttentionImpl<GroupedQueryAttentionImpl, Sharing::kGrouped>;
+template class GroupedAttentionImpl<MultiQueryAttentionImpl, Sharing::kAll>;
+
+}  // namespace attnpack

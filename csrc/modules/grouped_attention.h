@@ -1,0 +1,118 @@
+#pragma once
+
+#include <torch/nn/pimpl.h>
+
+#include <attnpack/modules/attention_module.h>
+#include <attnpack/modules/linear.h>
+#include <attnpack/modules/norm.h>
+#include <attnpack/modules/rotary_embedding.h>
+
+#include <optional>
+#include <vector>
+
+namespace attnpack {
+
+// How many kv heads the query heads share: each its own, num_kv_heads, or one.
+enum class Sharing { kNone, kGrouped, kAll };
+
+// Options of the family; MultiHeadAttentionOptions and the other two below are the names to use.
+template <Sharing sharing>
+struct GroupedOptions {
+  GroupedOptions(int64_t embed_dim, int64_t num_heads)
+      : embed_dim_(embed_dim), num_heads_(num_heads), num_kv_heads_(sharing == Sharing::kAll ? 1 : num_heads) {
+    static_assert(sharing != Sharing::kGrouped, "GroupedQueryAttentionOptions(embed_dim, num_heads, num_kv_heads)");
+  }
+  GroupedOptions(int64_t embed_dim, int64_t num_heads, int64_t num_kv_heads)
+      : embed_dim_(embed_dim), num_heads_(num_heads), num_kv_heads_(num_kv_heads) {
+    static_assert(sharing == Sharing::kGrouped, "only GroupedQueryAttentionOptions takes num_kv_heads");
+  }
+  TORCH_ARG(int64_t, embed_dim);
+  TORCH_ARG(int64_t, num_heads);
+  TORCH_ARG(int64_t, num_kv_heads);
+  // kv head read by each query head, for uneven groups; default: consecutive heads share one.
+  TORCH_ARG(std::optional<std::vector<int64_t>>, head_map);
+  // Default embed_dim / num_heads.
+  TORCH_ARG(std::optional<int64_t>, head_dim);
+  // Widths of context and value_context; default embed_dim.
+  TORCH_ARG(std::optional<int64_t>, kdim);
+  TORCH_ARG(std::optional<int64_t>, vdim);
+  TORCH_ARG(bool, bias) = false;
+  // Default: as bias.
+  TORCH_ARG(std::optional<bool>, out_bias);
+  TORCH_ARG(double, dropout) = 0.0;
+  TORCH_ARG(bool, causal) = false;
+  TORCH_ARG(std::optional<Window>, window);
+  TORCH_ARG(double, softcap) = 0.0;
+  TORCH_ARG(bool, sinks) = false;
+  TORCH_ARG(bool, alibi) = false;
+  // RMSNorm over head_dim on q and k before RoPE, eps 1e-6.
+  TORCH_ARG(bool, qk_norm) = false;
+  TORCH_ARG(RotaryEmbedding, rope) = nullptr;
+  // Default 1 / sqrt(head_dim).
+  TORCH_ARG(std::optional<double>, scale);
+  TORCH_ARG(Factory, factory);
+};
+
+// Projections, then attend: multi-head (Vaswani et al. 2017), grouped-query (Ainslie et al. 2023) and multi-query
+// attention (Shazeer 2019) differ in num_kv_heads alone.
+template <typename Derived, Sharing sharing>
+class GroupedAttentionImpl : public torch::nn::Cloneable<Derived>, public AttentionModule {
+ public:
+  explicit GroupedAttentionImpl(GroupedOptions<sharing> options) : options(std::move(options)) { reset(); }
+
+  at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) override;
+  std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
+                                                          const AttentionInputs& inputs = {}) override;
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
+                                                         const AttentionInputs& inputs = {}) override;
+  int64_t embed_dim() const override { return options.embed_dim(); }
+  const Factory& factory() const override { return options.factory(); }
+
+  void reset() override;
+
+  GroupedOptions<sharing> options;
+  Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
+  RMSNorm q_norm{nullptr}, k_norm{nullptr};
+  RotaryEmbedding rope{nullptr};
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInputs())})
+
+ private:
+  // q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D], normed, not rotated.
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> heads(const at::Tensor& x, const AttentionInputs& inputs);
+  AttendOptions settings(const AttentionInputs& inputs) const;
+};
+
+using MultiHeadAttentionOptions = GroupedOptions<Sharing::kNone>;
+using GroupedQueryAttentionOptions = GroupedOptions<Sharing::kGrouped>;
+using MultiQueryAttentionOptions = GroupedOptions<Sharing::kAll>;
+
+class MultiHeadAttentionImpl : public GroupedAttentionImpl<MultiHeadAttentionImpl, Sharing::kNone> {
+ public:
+  using GroupedAttentionImpl::GroupedAttentionImpl;
+  MultiHeadAttentionImpl(int64_t embed_dim, int64_t num_heads)
+      : GroupedAttentionImpl(MultiHeadAttentionOptions(embed_dim, num_heads)) {}
+  void pretty_print(std::ostream& stream) const override { stream << "attnpack::MultiHeadAttention"; }
+};
+TORCH_MODULE(MultiHeadAttention);
+
+class GroupedQueryAttentionImpl : public GroupedAttentionImpl<GroupedQueryAttentionImpl, Sharing::kGrouped> {
+ public:
+  using GroupedAttentionImpl::GroupedAttentionImpl;
+  GroupedQueryAttentionImpl(int64_t embed_dim, int64_t num_heads, int64_t num_kv_heads)
+      : GroupedAttentionImpl(GroupedQueryAttentionOptions(embed_dim, num_heads, num_kv_heads)) {}
+  void pretty_print(std::ostream& stream) const override { stream << "attnpack::GroupedQueryAttention"; }
+};
+TORCH_MODULE(GroupedQueryAttention);
+
+class MultiQueryAttentionImpl : public GroupedAttentionImpl<MultiQueryAttentionImpl, Sharing::kAll> {
+ public:
+  using GroupedAttentionImpl::GroupedAttentionImpl;
+  MultiQueryAttentionImpl(int64_t embed_dim, int64_t num_heads)
+      : GroupedAttentionImpl(MultiQueryAttentionOptions(embed_dim, num_heads)) {}
+  void pretty_print(std::ostream& stream) const override { stream << "attnpack::MultiQueryAttention"; }
+};
+TORCH_MODULE(MultiQueryAttention);
+
+}  // namespace attnpack

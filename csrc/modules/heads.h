@@ -1,0 +1,33 @@
+#pragma once
+
+#include <attnpack/modules/attention_module.h>
+
+namespace attnpack {
+
+// [B, L, H * D] -> [B, H, L, D], a view
+inline at::Tensor split_heads(const at::Tensor& x, int64_t num_heads, int64_t head_dim) {
+  return x.unflatten(-1, {num_heads, head_dim}).transpose(1, 2);
+}
+
+// The part of attend's options that forward's inputs decide.
+inline AttendOptions attend_options(const AttentionInputs& inputs, bool causal) {
+  return AttendOptions()
+      .positions(inputs.positions())
+      .cross(inputs.context().has_value())
+      .mask(inputs.mask())
+      .causal(inputs.causal().value_or(causal && !inputs.context()))
+      .kv_lens(inputs.kv_lens());
+}
+
+// Runs call with the cache's tensors, with room for key and value, in its options; the cache counts them only where
+// the call succeeds.
+template <typename Call>
+auto with_cache(const std::shared_ptr<KVCache>& cache, const at::Tensor& key, const at::Tensor& value,
+                AttendOptions options, const Call& call) {
+  if (cache) options.cache(cache->reserve(key, value));
+  auto result = call(options);
+  if (cache) cache->commit(key.size(2), options.kv_lens());
+  return result;
+}
+
+}  // namespace attnpack

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <torch/nn/cloneable.h>
+
+#include <string>
+
+namespace attnpack {
+
+// Where and in which dtype a module's parameters are made; unset means torch's defaults.
+struct Factory {
+  std::optional<at::Device> device;
+  std::optional<at::ScalarType> dtype;
+
+  at::TensorOptions options() const { return at::TensorOptions().device(device).dtype(dtype); }
+};
+
+// A module that owns parameters which another tensor may replace (torch::nn::Module can only copy into them).
+class ParameterOwner {
+ public:
+  virtual ~ParameterOwner() = default;
+  virtual void assign_parameter(const std::string& name, const at::Tensor& tensor) = 0;
+};
+
+// Base of the modules that own parameters. Derived::bind_members() reads its tensor members back from parameters_.
+template <typename Derived>
+class LeafModule : public torch::nn::Cloneable<Derived>, public ParameterOwner {
+ public:
+  void assign_parameter(const std::string& name, const at::Tensor& tensor) override {
+    this->parameters_[name] = tensor;
+    static_cast<Derived*>(this)->bind_members();
+  }
+
+ protected:
+  // A clone is allocated where the original lies, which .to() or an assignment may have moved from the options' device.
+  at::Tensor allocate(at::IntArrayRef sizes, const at::Tensor& before, const Factory& factory) const {
+    return at::empty(sizes, before.defined() ? before.options().requires_grad(false) : factory.options());
+  }
+};
+
+}  // namespace attnpack

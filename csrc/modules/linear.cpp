@@ -1,0 +1,39 @@
+#include <attnpack/modules/linear.h>
+
+#include <torch/nn/init.h>
+
+#include <cmath>
+
+namespace attnpack {
+
+LinearImpl::LinearImpl(LinearOptions options) : options(std::move(options)) { reset(); }
+
+void LinearImpl::reset() {
+  const auto out = options.out_features(), in = options.in_features();
+  register_parameter("weight", allocate({out, in}, weight, options.factory()));
+  if (options.bias()) register_parameter("bias", allocate({out}, bias, options.factory()));
+  bind_members();
+  reset_parameters();
+}
+
+void LinearImpl::reset_parameters() {
+  const double bound = options.in_features() > 0 ? 1 / std::sqrt(static_cast<double>(options.in_features())) : 0;
+  torch::nn::init::uniform_(weight, -bound, bound);
+  if (bias.defined()) torch::nn::init::uniform_(bias, -bound, bound);
+}
+
+void LinearImpl::bind_members() {
+  weight = parameters_["weight"];
+  bias = options.bias() ? parameters_["bias"] : at::Tensor();
+}
+
+at::Tensor LinearImpl::forward(const at::Tensor& x) {
+  return at::linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+}
+
+void LinearImpl::pretty_print(std::ostream& stream) const {
+  stream << "attnpack::Linear(" << options.in_features() << ", " << options.out_features()
+         << (options.bias() ? ", bias=true)" : ")");
+}
+
+}  // namespace attnpack

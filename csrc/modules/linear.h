@@ -1,0 +1,35 @@
+#pragma once
+
+#include <torch/nn/pimpl.h>
+
+#include <attnpack/modules/leaf.h>
+
+namespace attnpack {
+
+struct LinearOptions {
+  LinearOptions(int64_t in_features, int64_t out_features) : in_features_(in_features), out_features_(out_features) {}
+  TORCH_ARG(int64_t, in_features);
+  TORCH_ARG(int64_t, out_features);
+  TORCH_ARG(bool, bias) = false;
+  TORCH_ARG(Factory, factory);
+};
+
+// x W^T + b, initialised as torch's Linear; unlike it, made on any device (meta included) and in any dtype.
+class LinearImpl : public LeafModule<LinearImpl> {
+ public:
+  explicit LinearImpl(LinearOptions options);
+
+  at::Tensor forward(const at::Tensor& x);  // [..., in_features] -> [..., out_features]
+
+  void reset() override;
+  void reset_parameters();
+  void bind_members();
+  void pretty_print(std::ostream& stream) const override;
+
+  LinearOptions options;
+  at::Tensor weight;  // [out_features, in_features]
+  at::Tensor bias;    // [out_features], undefined without bias
+};
+TORCH_MODULE(Linear);
+
+}  // namespace attnpack

@@ -1,0 +1,47 @@
+#include <attnpack/modules/norm.h>
+
+namespace attnpack {
+
+RMSNormImpl::RMSNormImpl(RMSNormOptions options) : options(std::move(options)) { reset(); }
+
+void RMSNormImpl::reset() {
+  register_parameter("weight", allocate({options.dim()}, weight, options.factory()).fill_(1));
+  bind_members();
+}
+
+at::Tensor RMSNormImpl::forward(const at::Tensor& x) {
+  return at::rms_norm(x, {options.dim()}, weight, options.eps());
+}
+
+void RMSNormImpl::pretty_print(std::ostream& stream) const {
+  stream << "attnpack::RMSNorm(" << options.dim() << ", eps=" << options.eps() << ")";
+}
+
+LayerNormImpl::LayerNormImpl(LayerNormOptions options) : options(std::move(options)) { reset(); }
+
+void LayerNormImpl::reset() {
+  register_parameter("weight", allocate({options.dim()}, weight, options.factory()).fill_(1));
+  register_parameter("bias", allocate({options.dim()}, bias, options.factory()).zero_());
+  bind_members();
+}
+
+void LayerNormImpl::bind_members() {
+  weight = parameters_["weight"];
+  bias = parameters_["bias"];
+}
+
+at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
+  return at::layer_norm(x, {options.dim()}, weight, bias, options.eps());
+}
+
+void LayerNormImpl::pretty_print(std::ostream& stream) const {
+  stream << "attnpack::LayerNorm(" << options.dim() << ", eps=" << options.eps() << ")";
+}
+
+Part<TokenModule> make_norm(const std::string& kind, const NormOptions& options) {
+  if (kind == "rms") return RMSNorm(options);
+  TORCH_CHECK_VALUE(kind == "layer", "norm: got '", kind, "', want 'rms' or 'layer'");
+  return LayerNorm(options);
+}
+
+}  // namespace attnpack

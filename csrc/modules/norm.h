@@ -1,0 +1,59 @@
+#pragma once
+
+#include <torch/nn/pimpl.h>
+
+#include <attnpack/modules/leaf.h>
+#include <attnpack/modules/part.h>
+
+#include <string>
+
+namespace attnpack {
+
+struct NormOptions {
+  explicit NormOptions(int64_t dim) : dim_(dim) {}
+  TORCH_ARG(int64_t, dim);
+  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(Factory, factory);
+};
+using RMSNormOptions = NormOptions;
+using LayerNormOptions = NormOptions;
+
+
+// x / sqrt(mean(x^2) + eps) * weight over the last dim. (Zhang and Sennrich 2019.)
+class RMSNormImpl : public LeafModule<RMSNormImpl>, public TokenModule {
+ public:
+  explicit RMSNormImpl(int64_t dim) : RMSNormImpl(RMSNormOptions(dim)) {}
+  explicit RMSNormImpl(RMSNormOptions options);
+
+  at::Tensor forward(const at::Tensor& x) override;
+
+  void reset() override;
+  void bind_members() { weight = parameters_["weight"]; }
+  void pretty_print(std::ostream& stream) const override;
+
+  RMSNormOptions options;
+  at::Tensor weight;  // [dim]
+};
+TORCH_MODULE(RMSNorm);
+
+// (x - mean) / sqrt(variance + eps) * weight + bias over the last dim. (Ba et al. 2016.)
+class LayerNormImpl : public LeafModule<LayerNormImpl>, public TokenModule {
+ public:
+  explicit LayerNormImpl(int64_t dim) : LayerNormImpl(LayerNormOptions(dim)) {}
+  explicit LayerNormImpl(LayerNormOptions options);
+
+  at::Tensor forward(const at::Tensor& x) override;
+
+  void reset() override;
+  void bind_members();
+  void pretty_print(std::ostream& stream) const override;
+
+  LayerNormOptions options;
+  at::Tensor weight, bias;  // [dim]
+};
+TORCH_MODULE(LayerNorm);
+
+// "rms" or "layer"; anything else raises.
+Part<TokenModule> make_norm(const std::string& kind, const NormOptions& options);
+
+}  // namespace attnpack

@@ -1,0 +1,48 @@
+#include <attnpack/modules/rotary_embedding.h>
+
+#include <attnpack/ops/rope.h>
+
+#include <cmath>
+
+namespace attnpack {
+
+RopeSettings rope_settings(const RotaryEmbeddingOptions& options) {
+  const auto dim = options.dim();
+  TORCH_CHECK_VALUE(dim >= 0 && dim % 2 == 0, "dim: got ", dim, ", want an even number of dims to rotate in pairs");
+  TORCH_CHECK_VALUE(options.base() > 0, "base: got ", options.base(), ", want a number above 0");
+  const auto scaling = options.scaling().value_or(RopeScaling());
+  const auto& type = scaling.rope_type();
+  TORCH_CHECK_VALUE(type == "default" || type == "linear", "scaling: rope_type '", type,
+                    "' is not built in this version; want 'default' or 'linear'");
+  TORCH_CHECK_VALUE(scaling.factor() > 0, "scaling: got factor ", scaling.factor(), ", want a number above 0");
+
+  const double stretch = type == "linear" ? scaling.factor() : 1.0;
+  RopeSettings settings;
+  settings.interleaved = options.interleaved();
+  for (int64_t i = 0; i < dim; i += 2) {
+    settings.inv_freq.push_back(std::pow(options.base(), -static_cast<double>(i) / dim) / stretch);
+  }
+  return settings;
+}
+
+RotaryEmbeddingImpl::RotaryEmbeddingImpl(RotaryEmbeddingOptions options) : options(std::move(options)) { reset(); }
+
+void RotaryEmbeddingImpl::reset() { settings = rope_settings(options); }
+
+at::Tensor RotaryEmbeddingImpl::forward(const at::Tensor& x, const std::optional<at::Tensor>& positions) {
+  TORCH_CHECK_VALUE(x.dim() == 4, "x: got shape ", x.sizes(), ", want [B, H, L, D]");
+  auto at = positions ? *positions : at::arange(x.size(2), x.options().dtype(at::kLong));
+  auto [cos, sin] = rope_table(at, settings.inv_freq, settings.factor);
+  if (at.dim() == 2) cos = cos.unsqueeze(1), sin = sin.unsqueeze(1);
+  return apply_rope(x, cos, sin, settings.interleaved);
+}
+
+void RotaryEmbeddingImpl::pretty_print(std::ostream& stream) const {
+  stream << "attnpack::RotaryEmbedding(" << options.dim() << ", base=" << options.base();
+  if (options.scaling()) {
+    stream << ", scaling={" << options.scaling()->rope_type() << ", factor=" << options.scaling()->factor() << "}";
+  }
+  stream << (options.interleaved() ? ", interleaved=true)" : ")");
+}
+
+}  // namespace attnpack

@@ -1,0 +1,106 @@
+#pragma once
+
+#include <torch/nn/modules/container/modulelist.h>
+
+#include <attnpack/cache/model_cache.h>
+#include <attnpack/modules/block.h>
+#include <attnpack/modules/embedding.h>
+
+#include <string>
+#include <vector>
+
+namespace attnpack {
+
+using DecoderInputs = DecoderInputsOf<ModelCache>;
+
+// Blocks of one kind, and what stands around them.
+template <typename Block>
+struct StackOptions {
+  explicit StackOptions(std::vector<Block> layers) : layers_(std::move(layers)) {}
+  TORCH_ARG(std::vector<Block>, layers);
+  TORCH_ARG(std::string, norm) = "rms";  // after the last block: "rms", "layer" or "none"
+  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(Embedding, embed_tokens) = nullptr;  // with it the stack takes token ids [B, L]
+};
+using EncoderOptions = StackOptions<EncoderBlock>;
+using DecoderOptions = StackOptions<DecoderBlock>;
+
+// Children embed_tokens, layers and norm, as in a Llama model.
+template <typename Derived, typename Block>
+class StackImpl : public Container<Derived> {
+ public:
+  explicit StackImpl(const StackOptions<Block>& options);
+
+  template <typename F>
+  void for_each_part(const F& f) {
+    if (embed_tokens) f("embed_tokens", embed_tokens);
+    f("layers", layers);
+    if (norm) f("norm", norm);
+  }
+
+  Part<EmbeddingImpl> embed_tokens;
+  Part<torch::nn::ModuleListImpl> layers;
+  Part<TokenModule> norm;
+
+ protected:
+  using BlockImpl = typename Block::ContainedType;
+  at::Tensor embed(const at::Tensor& x) const { return embed_tokens ? embed_tokens->forward(x) : x; }
+  at::Tensor finish(const at::Tensor& x) const { return norm ? norm->forward(x) : x; }
+  BlockImpl& block(size_t i) const { return *layers->template ptr<BlockImpl>(i); }
+};
+
+class EncoderImpl : public StackImpl<EncoderImpl, EncoderBlock> {
+ public:
+  using StackImpl::StackImpl;
+  at::Tensor forward(const at::Tensor& x,  // [B, L, E], or ids [B, L] with embed_tokens
+                     const EncoderInputs& inputs = {});  // -> [B, L, E]
+  void pretty_print(std::ostream& stream) const override { stream << "attnpack::Encoder"; }
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(EncoderInputs())})
+};
+TORCH_MODULE(Encoder);
+
+class DecoderImpl : public StackImpl<DecoderImpl, DecoderBlock> {
+ public:
+  using StackImpl::StackImpl;
+  at::Tensor forward(const at::Tensor& x,  // [B, L, E], or ids [B, L] with embed_tokens
+                     const DecoderInputs& inputs = {});  // -> [B, L, E]; a call that raises leaves the cache as it was
+  void pretty_print(std::ostream& stream) const override { stream << "attnpack::Decoder"; }
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(DecoderInputs())})
+};
+TORCH_MODULE(Decoder);
+
+struct EncoderDecoderInputs {
+  TORCH_ARG(std::optional<at::Tensor>, source_lens);  // valid source tokens of each sequence, [B]
+  TORCH_ARG(std::optional<at::Tensor>, target_lens);  // valid new target tokens of each sequence, [B]
+  TORCH_ARG(std::shared_ptr<ModelCache>, cache);      // of the decoder's self-attention
+};
+
+// The encoder reads the source, the decoder writes the target with the encoder's output as context.
+class EncoderDecoderImpl : public Container<EncoderDecoderImpl> {
+ public:
+  EncoderDecoderImpl(Part<EncoderImpl> encoder, Part<DecoderImpl> decoder);
+
+  at::Tensor forward(const at::Tensor& source,  // [B, Ls, E], or ids [B, Ls]
+                     const at::Tensor& target,  // [B, Lt, E], or ids [B, Lt]
+                     const EncoderDecoderInputs& inputs = {});  // -> [B, Lt, E]
+
+  template <typename F>
+  void for_each_part(const F& f) {
+    f("encoder", encoder);
+    f("decoder", decoder);
+  }
+  void pretty_print(std::ostream& stream) const override { stream << "attnpack::EncoderDecoder"; }
+
+  Part<EncoderImpl> encoder;
+  Part<DecoderImpl> decoder;
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({2, torch::nn::AnyValue(EncoderDecoderInputs())})
+};
+TORCH_MODULE(EncoderDecoder);
+
+}  // namespace attnpack
