@@ -1,0 +1,22 @@
+#pragma once
+
+// The umbrella for C++ users: LibTorch, the operators, the caches and the modules. C++17.
+#include <torch/torch.h>
+
+#include <attnpack/cache/model_cache.h>
+#include <attnpack/io/state_dict.h>
+#include <attnpack/modules/projected_attention.h>
+#include <attnpack/modules/self_attention.h>
+#include <attnpack/modules/stack.h>
+#include <attnpack/ops/attention.h>
+#include <attnpack/ops/kv_cache.h>
+#include <attnpack/ops/merge.h>
+#include <attnpack/ops/register.h>
+#include <attnpack/ops/rope.h>
+#include <attnpack/version.h>
+
+namespace attnpack {
+namespace {
+[[maybe_unused]] const bool ops_registered = (register_ops(), true);
+}
+}  // namespace attnpack

@@ -1,0 +1,66 @@
+"""Loads the native code, attnpack._C, or says in one sentence why it cannot.
+
+`build.json` lies beside the library and says what it was built for, so a misfit is found before the loader meets an
+undefined symbol.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = Path(__file__).parent
+LIBRARY = PACKAGE / "lib" / "libattnpack.so"
+_AGAIN = "build it again: run `pip install .` in attnpack's source folder"
+
+
+def build_record() -> dict[str, str]:
+    """What the build was made with: version, torch, pybind11, python, compiler, build_type, instruction_sets."""
+    try:
+        return json.loads((PACKAGE / "share" / "attnpack" / "build.json").read_text())
+    except FileNotFoundError:
+        raise ImportError(
+            f"attnpack's native code is not built in {PACKAGE}: run `pip install .`, or `pip install -e .` to work on "
+            "it, in attnpack's source folder"
+        ) from None
+
+
+def loaded_copies() -> list[str]:
+    """Paths of every libattnpack.so mapped into this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split(maxsplit=5)[-1] for line in lines if line.endswith("/libattnpack.so")})
+
+
+def load() -> ModuleType:
+    """The module attnpack._C. Raises ImportError: no torch, no build, another Python, another torch, a second copy."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError("attnpack needs torch >= 2.11, which is not installed: run `pip install torch`") from None
+    build = build_record()
+    for name, here in (("torch", torch.__version__), ("python", "%d.%d.%d" % sys.version_info[:3])):
+        if _minor(build[name]) != _minor(here):
+            raise ImportError(f"attnpack was built for {name} {_minor(build[name])}, but this is {name} {here}: {_AGAIN}")
+    for path in loaded_copies():
+        if not (LIBRARY.exists() and os.path.samefile(path, LIBRARY)):
+            raise ImportError(
+                f"another copy of attnpack is loaded already, {path}, and operators can be registered only once: load "
+                f"{LIBRARY} instead, or nothing before `import attnpack`"
+            )
+    try:
+        return importlib.import_module("attnpack._C")
+    except ImportError as error:
+        reason = "" if "undefined symbol" in str(error) else f" ({error})"
+        raise ImportError(f"attnpack's native code does not fit torch {torch.__version__}{reason}: {_AGAIN}") from None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+_C = load()
+__version__ = build_record()["version"]

