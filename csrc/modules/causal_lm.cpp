@@ -1,0 +1,75 @@
+#include <attnpack/modules/causal_lm.h>
+
+#include <attnpack/modules/checks.h>
+#include <attnpack/modules/feed_forward.h>
+#include <attnpack/modules/grouped_attention.h>
+
+namespace attnpack {
+
+namespace {
+
+DecoderBlock make_block(const CausalLMOptions& o, const RotaryEmbedding& rope) {
+  GroupedQueryAttention attention(GroupedQueryAttentionOptions(o.embed_dim(), o.num_heads(), *o.num_kv_heads())
+                                      .head_dim(o.head_dim())
+                                      .bias(o.bias())
+                                      .out_bias(o.out_bias())
+                                      .qk_norm(o.qk_norm())
+                                      .rope(rope)
+                                      .causal(true)
+                                      .factory(o.factory()));
+  FeedForward feed_forward(
+      FeedForwardOptions(o.embed_dim(), *o.hidden_dim()).bias(o.mlp_bias()).factory(o.factory()));
+  return DecoderBlock(DecoderBlockOptions(attention, feed_forward).eps(o.eps()));
+}
+
+}  // namespace
+
+void CausalLMImpl::reset() {
+  auto& o = options;
+  TORCH_CHECK_VALUE(o.vocab_size() > 0, "vocab_size: got ", o.vocab_size(), ", want at least 1");
+  TORCH_CHECK_VALUE(o.num_layers() > 0, "num_layers: got ", o.num_layers(), ", want at least 1");
+  o.num_kv_heads(o.num_kv_heads().value_or(o.num_heads()));
+  o.head_dim(resolve_head_dim(o.embed_dim(), o.num_heads(), o.head_dim()));
+  o.hidden_dim(o.hidden_dim().value_or(4 * o.embed_dim()));
+
+  RotaryEmbedding rope(RotaryEmbeddingOptions(*o.head_dim())
+                           .base(o.rope_base())
+                           .max_positions(o.max_positions())
+                           .scaling(o.rope_scaling()));
+  Embedding embedding(EmbeddingOptions(o.vocab_size(), o.embed_dim()).factory(o.factory()));
+  std::vector<DecoderBlock> layers;
+  for (int64_t i = 0; i < o.num_layers(); ++i) layers.push_back(make_block(o, rope));
+  model = register_module("model", Decoder(DecoderOptions(layers).eps(o.eps()).embed_tokens(embedding)));
+  if (!o.tie_embeddings()) {
+    lm_head = register_module("lm_head",
+                              Linear(LinearOptions(o.embed_dim(), o.vocab_size()).factory(o.factory())));
+  }
+}
+
+at::Tensor CausalLMImpl::hidden(const at::Tensor& ids, const CausalLMInputs& inputs) {
+  return model->forward(ids, DecoderInputs()
+                                 .cache(inputs.cache())
+                                 .mask(inputs.mask())
+                                 .positions(inputs.positions())
+                                 .kv_lens(inputs.lengths()));
+}
+
+at::Tensor CausalLMImpl::head(const at::Tensor& hidden) {
+  return lm_head ? lm_head(hidden) : at::linear(hidden, model->embed_tokens->weight);
+}
+
+at::Tensor CausalLMImpl::forward(const at::Tensor& ids, const CausalLMInputs& inputs) {
+  return head(hidden(ids, inputs));
+}
+
+std::shared_ptr<ModelCache> CausalLMImpl::dynamic_cache() const {
+  return std::make_shared<ModelCache>(options.num_layers());
+}
+
+std::shared_ptr<ModelCache> CausalLMImpl::static_cache(int64_t batch, int64_t max_len) const {
+  return std::make_shared<ModelCache>(
+      options.num_layers(), StaticCacheOptions(batch, *options.num_kv_heads(), max_len, *options.head_dim())
+                                .tensor(model->embed_tokens->weight.options().requires_grad(false)));
+}
+
+}  // namespace attnpack

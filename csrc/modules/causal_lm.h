@@ -1,0 +1,65 @@
+#pragma once
+
+#include <attnpack/modules/linear.h>
+#include <attnpack/modules/rotary_embedding.h>
+#include <attnpack/modules/stack.h>
+
+namespace attnpack {
+
+struct CausalLMOptions {
+  CausalLMOptions(int64_t vocab_size, int64_t embed_dim, int64_t num_layers, int64_t num_heads)
+      : vocab_size_(vocab_size), embed_dim_(embed_dim), num_layers_(num_layers), num_heads_(num_heads) {}
+  TORCH_ARG(int64_t, vocab_size);
+  TORCH_ARG(int64_t, embed_dim);
+  TORCH_ARG(int64_t, num_layers);
+  TORCH_ARG(int64_t, num_heads);
+  TORCH_ARG(std::optional<int64_t>, num_kv_heads);  // default num_heads
+  TORCH_ARG(std::optional<int64_t>, head_dim);      // default embed_dim / num_heads
+  TORCH_ARG(std::optional<int64_t>, hidden_dim);    // of the feed-forward; default 4 * embed_dim
+  TORCH_ARG(int64_t, max_positions) = 2048;
+  TORCH_ARG(double, rope_base) = 10000.0;
+  TORCH_ARG(std::optional<RopeScaling>, rope_scaling);
+  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(bool, tie_embeddings) = false;
+  TORCH_ARG(bool, qk_norm) = false;
+  TORCH_ARG(bool, bias) = false;              // on q, k and v
+  TORCH_ARG(std::optional<bool>, out_bias);   // default: as bias
+  TORCH_ARG(bool, mlp_bias) = false;
+  TORCH_ARG(Factory, factory);
+};
+
+struct CausalLMInputs {
+  TORCH_ARG(std::shared_ptr<ModelCache>, cache);
+  TORCH_ARG(std::optional<at::Tensor>, mask);       // broadcastable to [B, Hq, L, keys], on top of causality
+  TORCH_ARG(std::optional<at::Tensor>, positions);  // int64 [L] or [B, L], for RoPE
+  TORCH_ARG(std::optional<at::Tensor>, lengths);    // valid tokens of each right-padded row of ids, [B]
+};
+
+// A decoder-only language model with the layers and names of Llama (Touvron et al. 2023). With tie_embeddings the
+// embedding is the head too, and there is no lm_head.
+class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
+ public:
+  explicit CausalLMImpl(CausalLMOptions options) : options(std::move(options)) { reset(); }
+
+  at::Tensor forward(const at::Tensor& ids, const CausalLMInputs& inputs = {});  // [B, L] -> logits [B, L, V]
+  // The same before the head, [B, L, E]; head takes any [..., E] to logits.
+  at::Tensor hidden(const at::Tensor& ids, const CausalLMInputs& inputs = {});
+  at::Tensor head(const at::Tensor& hidden);
+
+  // Caches of the right shape for every layer: growing, or with room for max_len positions.
+  std::shared_ptr<ModelCache> dynamic_cache() const;
+  std::shared_ptr<ModelCache> static_cache(int64_t batch, int64_t max_len) const;
+
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override { stream << "attnpack::CausalLM"; }
+
+  CausalLMOptions options;
+  Decoder model{nullptr};
+  Linear lm_head{nullptr};
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(CausalLMInputs())})
+};
+TORCH_MODULE(CausalLM);
+
+}  // namespace attnpack

@@ -1,0 +1,96 @@
+#include <attnpack/modules/generate.h>
+
+#include <attnpack/modules/sampling.h>
+
+namespace attnpack {
+
+namespace {
+
+std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tensor& ids, const GenerateOptions& o) {
+  if (o.model_cache()) return o.model_cache();
+  if (o.cache() == "dynamic") return model.dynamic_cache();
+  if (o.cache() == "static") return model.static_cache(ids.size(0), ids.size(1) + o.max_new_tokens());
+  TORCH_CHECK_VALUE(o.cache() == "none", "cache: got '", o.cache(), "', want 'dynamic', 'static' or 'none'");
+  return nullptr;
+}
+
+at::Tensor check_lengths(const at::Tensor& ids, const GenerateOptions& o) {
+  if (!o.lengths()) return at::full({ids.size(0)}, ids.size(1), ids.options());
+  const auto& lengths = *o.lengths();
+  TORCH_CHECK_VALUE(lengths.dim() == 1 && lengths.size(0) == ids.size(0) && !lengths.is_floating_point(),
+                    "lengths: got ", lengths.scalar_type(), " of shape ", lengths.sizes(), ", want integers [",
+                    ids.size(0), "], the valid tokens of each row of ids");
+  const auto whole = lengths.to(ids.options());
+  TORCH_CHECK_VALUE(ids.size(0) == 0 || (whole.min().item<int64_t>() >= 1 &&
+                                         whole.max().item<int64_t>() <= ids.size(1)),
+                    "lengths: got ", lengths, ", want 1 to ", ids.size(1));
+  return whole;
+}
+
+// The last valid state of each row, [B, L, E] -> [B, E].
+at::Tensor last(const at::Tensor& hidden, const at::Tensor& lengths) {
+  const auto index = (lengths - 1).view({-1, 1, 1}).expand({-1, 1, hidden.size(2)});
+  return hidden.gather(1, index).squeeze(1);
+}
+
+// Gives the state that each next token is chosen from: from a cache, or computed anew.
+class Stepper {
+ public:
+  Stepper(CausalLMImpl& model, std::shared_ptr<ModelCache> cache, const at::Tensor& ids, const at::Tensor& lengths,
+          bool ragged)
+      : model_(model), cache_(std::move(cache)), ids_(ids), lengths_(lengths), ragged_(ragged) {}
+
+  at::Tensor prompt() {
+    auto inputs = CausalLMInputs().cache(cache_);
+    if (ragged_) inputs.lengths(lengths_);
+    const auto hidden = model_.hidden(ids_, inputs);
+    return ragged_ ? last(hidden, lengths_) : hidden.select(1, ids_.size(1) - 1);
+  }
+
+  at::Tensor next(const at::Tensor& tokens) {  // [B] -> [B, E]
+    if (cache_) return model_.hidden(tokens.unsqueeze(1), CausalLMInputs().cache(cache_)).select(1, 0);
+    ids_ = at::cat({ids_, tokens.unsqueeze(1)}, 1);
+    // Padding stands between a short prompt and its new tokens: each goes where its row ends.
+    if (ragged_) ids_.scatter_(1, lengths_.unsqueeze(1), tokens.unsqueeze(1));
+    lengths_ = lengths_ + 1;
+    return prompt();
+  }
+
+ private:
+  CausalLMImpl& model_;
+  std::shared_ptr<ModelCache> cache_;
+  at::Tensor ids_, lengths_;
+  bool ragged_;
+};
+
+}  // namespace
+
+at::Tensor generate(CausalLMImpl& model, const at::Tensor& ids, const GenerateOptions& options) {
+  TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(1) > 0 && ids.scalar_type() == at::kLong, "ids: got ",
+                    ids.scalar_type(), " of shape ", ids.sizes(),
+                    ", want int64 token numbers [B, L] with L at least 1; for one sequence pass ids.unsqueeze(0)");
+  TORCH_CHECK_VALUE(options.max_new_tokens() >= 0, "max_new_tokens: got ", options.max_new_tokens(),
+                    ", want 0 or more");
+  at::NoGradGuard no_grad;
+  const auto lengths = check_lengths(ids, options);
+  Stepper stepper(model, make_cache(model, ids, options), ids, lengths, options.lengths().has_value());
+  Sampler sample(options.temperature(), options.top_k(), options.top_p(), options.seed(), ids.device());
+  const auto stop_tokens = at::tensor(options.stop_tokens(), ids.options());
+  auto stopped = at::zeros({ids.size(0)}, ids.options().dtype(at::kBool));
+
+  std::vector<at::Tensor> pieces{ids};
+  at::Tensor tokens;
+  for (int64_t step = 0; step < options.max_new_tokens(); ++step) {
+    const auto chosen = sample(model.head(step == 0 ? stepper.prompt() : stepper.next(tokens)));
+    tokens = step == 0 ? chosen : at::where(stopped, tokens, chosen);
+    pieces.push_back(tokens.unsqueeze(1));
+    if (options.callback() && !options.callback()(tokens)) break;
+    if (!options.stop_tokens().empty()) {
+      stopped = stopped | at::isin(tokens, stop_tokens);
+      if (stopped.all().item<bool>()) break;
+    }
+  }
+  return at::cat(pieces, 1);
+}
+
+}  // namespace attnpack

@@ -1,0 +1,45 @@
+#include <attnpack/modules/sampling.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace attnpack {
+
+Sampler::Sampler(std::optional<double> temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
+                 std::optional<uint64_t> seed, at::Device device)
+    : greedy_(temperature ? *temperature == 0 : !top_k && !top_p),
+      temperature_(temperature.value_or(1)),
+      top_p_(top_p.value_or(1)),
+      top_k_(top_k.value_or(0)) {
+  TORCH_CHECK_VALUE(temperature_ >= 0, "temperature: got ", temperature_, ", want 0 (greedy) or more");
+  TORCH_CHECK_VALUE(top_k_ >= 0, "top_k: got ", top_k_, ", want 0 (all tokens) or more");
+  TORCH_CHECK_VALUE(top_p_ > 0 && top_p_ <= 1, "top_p: got ", top_p_, ", want a number in (0, 1]");
+  if (seed) {
+    generator_ = at::globalContext().defaultGenerator(device).clone();
+    generator_->set_current_seed(*seed);
+  }
+}
+
+at::Tensor Sampler::operator()(const at::Tensor& logits) {
+  if (greedy_) return logits.argmax(-1);
+  return at::multinomial(probabilities(logits), 1, false, generator_).squeeze(-1);
+}
+
+at::Tensor Sampler::probabilities(const at::Tensor& logits) const {
+  auto scores = logits.to(at::kFloat) / temperature_;
+  if (top_k_ > 0 && top_k_ < scores.size(-1)) {
+    const auto kth = std::get<0>(scores.topk(top_k_, -1)).narrow(-1, top_k_ - 1, 1);
+    scores = scores.masked_fill(scores < kth, -std::numeric_limits<float>::infinity());
+  }
+  auto probs = scores.softmax(-1);
+  if (top_p_ < 1) {
+    // A token stays where those likelier than it hold less than top_p.
+    auto [sorted, order] = probs.sort(-1, /*descending=*/true);
+    const auto before = sorted.cumsum(-1) - sorted;
+    probs = at::zeros_like(probs).scatter(-1, order, sorted.masked_fill(before >= top_p_, 0));
+  }
+  return probs;  // multinomial takes weights, so they need not sum to 1
+}
+
+}  // namespace attnpack
