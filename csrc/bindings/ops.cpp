@@ -1,0 +1,126 @@
+#include <torch/extension.h>
+
+#include <attnpack/functional/attend.h>
+#include <attnpack/ops/attention.h>
+#include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/merge.h>
+#include <attnpack/ops/null.h>
+#include <attnpack/ops/rope.h>
+
+// The operators for eager Python: through here, not torch.ops, because this way in costs a third.
+namespace attnpack {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using HeadMap = std::optional<std::vector<int64_t>>;
+
+// int, tensor [B] or "end".
+QOffset to_q_offset(const py::object& q_offset) {
+  if (py::isinstance<py::int_>(q_offset)) return q_offset.cast<int64_t>();
+  if (THPVariable_Check(q_offset.ptr())) return q_offset.cast<Tensor>();
+  if (py::isinstance<py::str>(q_offset) && q_offset.cast<std::string>() == "end") return End{};
+  throw py::value_error("attnpack: q_offset is " + py::repr(q_offset).cast<std::string>() +
+                        ", wants an int, an integer tensor [batch] or \"end\"");
+}
+
+AttentionOptions make_options(const OptionalTensor& mask, bool causal, const py::object& q_offset, Window window,
+                              const OptionalTensor& kv_lens, double softcap, const OptionalTensor& sinks,
+                              const OptionalTensor& alibi_slopes, const HeadMap& head_map, double dropout_p,
+                              std::optional<double> scale) {
+  return AttentionOptions()
+      .mask(mask)
+      .causal(causal)
+      .q_offset(to_q_offset(q_offset))
+      .window(window)
+      .kv_lens(kv_lens)
+      .softcap(softcap)
+      .sinks(sinks)
+      .alibi_slopes(alibi_slopes)
+      .head_map(head_map)
+      .dropout_p(dropout_p)
+      .scale(scale);
+}
+
+py::object attention_py(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+                        bool causal, const py::object& q_offset, Window window, const OptionalTensor& kv_lens,
+                        double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
+                        const HeadMap& head_map, double dropout_p, std::optional<double> scale, bool return_lse) {
+  const AttentionOptions options = make_options(mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
+                                                head_map, dropout_p, scale);
+  std::tuple<Tensor, Tensor> result;
+  {
+    const py::gil_scoped_release no_gil;
+    result = attention_with_lse(query, key, value, options);
+  }
+  return return_lse ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
+}
+
+Tensor attention_scores_py(const Tensor& query, const Tensor& key, const OptionalTensor& mask,
+                           const std::string& stage, bool causal, const py::object& q_offset, Window window,
+                           const OptionalTensor& kv_lens, double softcap, const OptionalTensor& sinks,
+                           const OptionalTensor& alibi_slopes, const HeadMap& head_map, double dropout_p,
+                           std::optional<double> scale) {
+  const AttentionOptions options = make_options(mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
+                                                head_map, dropout_p, scale);
+  const py::gil_scoped_release no_gil;
+  return attention_scores(query, key, options, stage);
+}
+
+// (inv_freq, factor, interleaved)
+using Rope = std::optional<std::tuple<std::vector<double>, double, bool>>;
+using Cache = std::optional<std::tuple<Tensor, Tensor, Tensor>>;
+
+py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value, const Rope& rope,
+                     const OptionalTensor& positions, bool cross, const Cache& cache, const OptionalTensor& mask,
+                     bool causal, const OptionalTensor& kv_lens, Window window, double softcap,
+                     const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, const HeadMap& head_map,
+                     double dropout_p, std::optional<double> scale, bool need_weights) {
+  AttendOptions options;
+  if (rope) options.rope(RopeSettings{std::get<0>(*rope), std::get<1>(*rope), std::get<2>(*rope)});
+  if (cache) options.cache(CacheTensors{std::get<0>(*cache), std::get<1>(*cache), std::get<2>(*cache)});
+  options.positions(positions).cross(cross).mask(mask).causal(causal).kv_lens(kv_lens).window(window);
+  options.softcap(softcap).sinks(sinks).alibi_slopes(alibi_slopes).head_map(head_map).dropout_p(dropout_p).scale(scale);
+  std::tuple<Tensor, Tensor> result;
+  {
+    const py::gil_scoped_release no_gil;
+    if (need_weights)
+      result = attend_with_weights(query, key, value, options);
+    else
+      std::get<0>(result) = attend(query, key, value, options);
+  }
+  return need_weights ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
+}
+
+}  // namespace
+
+void register_ops(py::module_& m) {
+  using py::arg;
+  const auto none = py::none();
+  const Window unbounded{-1, -1};
+  m.def("attention", &attention_py, arg("query"), arg("key"), arg("value"), arg("mask") = none, arg("causal") = false,
+        arg("q_offset") = 0, arg("window") = unbounded, arg("kv_lens") = none, arg("softcap") = 0.0,
+        arg("sinks") = none, arg("alibi_slopes") = none, arg("head_map") = none, arg("dropout_p") = 0.0,
+        arg("scale") = none, arg("return_lse") = false);
+  m.def("attention_scores", &attention_scores_py, arg("query"), arg("key"), arg("mask") = none,
+        arg("stage") = "probs", arg("causal") = false, arg("q_offset") = 0, arg("window") = unbounded,
+        arg("kv_lens") = none, arg("softcap") = 0.0, arg("sinks") = none, arg("alibi_slopes") = none,
+        arg("head_map") = none, arg("dropout_p") = 0.0, arg("scale") = none);
+  m.def("attend", &attend_py, arg("query"), arg("key"), arg("value"), arg("rope") = none, arg("positions") = none,
+        arg("cross") = false, arg("cache") = none, arg("mask") = none, arg("causal") = false, arg("kv_lens") = none,
+        arg("window") = unbounded, arg("softcap") = 0.0, arg("sinks") = none, arg("alibi_slopes") = none,
+        arg("head_map") = none, arg("dropout_p") = 0.0, arg("scale") = none, arg("need_weights") = false);
+  const auto released = py::call_guard<py::gil_scoped_release>();
+  m.def("merge_states", &merge_states, arg("out_a"), arg("lse_a"), arg("out_b"), arg("lse_b"), released);
+  m.def("apply_rope", &apply_rope, arg("x"), arg("cos"), arg("sin"), arg("interleaved") = false, released);
+  m.def(
+      "rope_table",
+      [](const Tensor& positions, const std::vector<double>& inv_freq, double factor) {
+        return rope_table(positions, inv_freq, factor);
+      },
+      arg("positions"), arg("inv_freq"), arg("factor") = 1.0, released);
+  m.def("null", &null, arg("x"), released);
+  m.def("isa", &isa_name);
+}
+
+}  // namespace attnpack

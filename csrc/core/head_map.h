@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace attnpack {
+
+// Which query heads read which kv head, as the kernels want it: query heads sorted by kv head.
+// Groups may be uneven or empty: group g holds heads[start[g]] ... heads[start[g + 1] - 1].
+struct HeadGroups {
+  std::vector<int64_t> start;  // [num_kv_heads + 1]
+  std::vector<int64_t> heads;  // [num_heads]
+};
+
+// kv head of each query head; without a map consecutive heads share one: h / (num_heads / num_kv_heads).
+inline std::vector<int64_t> default_head_map(int64_t num_heads, int64_t num_kv_heads) {
+  std::vector<int64_t> map(num_heads);
+  for (int64_t h = 0; h < num_heads; ++h) map[h] = h * num_kv_heads / num_heads;
+  return map;
+}
+
+inline HeadGroups group_heads(const std::vector<int64_t>& map, int64_t num_kv_heads) {
+  HeadGroups groups{std::vector<int64_t>(num_kv_heads + 1, 0), std::vector<int64_t>(map.size())};
+  for (int64_t kv_head : map) ++groups.start[kv_head + 1];
+  for (int64_t g = 0; g < num_kv_heads; ++g) groups.start[g + 1] += groups.start[g];
+  auto next = groups.start;
+  for (size_t h = 0; h < map.size(); ++h) groups.heads[next[map[h]]++] = static_cast<int64_t>(h);
+  return groups;
+}
+
+}  // namespace attnpack

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstdint>
+
+// What the kernels read: sizes, strides, pointers and settings. No tensors, no framework headers.
+namespace attnpack {
+
+enum class DType : int32_t { kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
+
+// Element strides of a [batch, head, row, column] tensor; the kernels want column == 1 except for masks.
+struct Strides {
+  int64_t batch = 0, head = 0, row = 0, column = 1;
+};
+
+struct AttentionParams {
+  int64_t batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, v_head_dim;
+  DType dtype;  // of query, key, value and what has their shape
+
+  const void* query;  // [batch, num_heads, q_len, head_dim]
+  const void* key;    // [batch, num_kv_heads, kv_len, head_dim]
+  const void* value;  // [batch, num_kv_heads, kv_len, v_head_dim]
+  Strides query_strides, key_strides, value_strides;
+
+  void* out;  // [batch, num_heads, q_len, v_head_dim]
+  Strides out_strides;
+  void* lse;  // [batch, num_heads, q_len], contiguous, accumulation type
+
+  // Query heads sorted by kv head (core/head_map.h); null: consecutive heads in equal groups.
+  const int64_t* group_start;  // [num_kv_heads + 1]
+  const int64_t* group_heads;  // [num_heads]
+
+  double scale;
+  double softcap;  // 0: off
+
+  const void* mask;  // broadcast to [batch, num_heads, q_len, kv_len] by strides; null: none
+  DType mask_dtype;
+  Strides mask_strides;
+
+  bool causal;
+  int64_t q_offset;
+  const int64_t* q_offsets;  // [batch], instead of q_offset
+  int64_t window_left, window_right;  // -1: unbounded
+  const int64_t* kv_lens;    // [batch] valid keys; null: kv_len
+
+  const double* sinks;         // [num_heads] or null
+  const double* alibi_slopes;  // [num_heads] or null
+
+  double dropout_p;
+  uint64_t dropout_seed;
+};
+
+struct AttentionBackwardParams {
+  AttentionParams forward;  // out and lse are read here
+  const void* grad_out;     // as out
+  Strides grad_out_strides;
+  const void* delta;  // [batch, num_heads, q_len]: rowsum(grad_out * out) - grad_lse, accumulation type
+  void* grad_query;   // as query
+  void* grad_key;     // as key
+  void* grad_value;   // as value
+  Strides grad_query_strides, grad_key_strides, grad_value_strides;
+  void* grad_scores;  // [batch, num_heads, q_len, kv_len] contiguous, accumulation type, for the mask's gradient; or null
+};
+
+// A range of keys or queries.
+struct Range {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+// Mask by ranges: the keys that causality, window and kv_lens leave to query row i of sequence b.
+static inline Range key_range(const AttentionParams& p, int64_t b, int64_t i) {
+  const int64_t position = i + (p.q_offsets ? p.q_offsets[b] : p.q_offset);
+  Range keys{0, p.kv_lens ? p.kv_lens[b] : p.kv_len};
+  if (p.causal && position + 1 < keys.end) keys.end = position + 1;
+  if (p.window_right >= 0 && position + p.window_right + 1 < keys.end) keys.end = position + p.window_right + 1;
+  if (p.window_left >= 0 && position - p.window_left > keys.begin) keys.begin = position - p.window_left;
+  if (keys.end < keys.begin) keys.end = keys.begin;
+  return keys;
+}
+
+static inline int64_t group_size(const AttentionParams& p, int64_t kv_head) {
+  return p.group_start ? p.group_start[kv_head + 1] - p.group_start[kv_head] : p.num_heads / p.num_kv_heads;
+}
+
+static inline int64_t group_head(const AttentionParams& p, int64_t kv_head, int64_t member) {
+  return p.group_start ? p.group_heads[p.group_start[kv_head] + member]
+                       : kv_head * (p.num_heads / p.num_kv_heads) + member;
+}
+
+}  // namespace attnpack

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/api/include/torch/arg.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <variant>
+#include <vector>
+
+namespace attnpack {
+
+// q_offset: the last query row stands at the last valid key (bottom-right causality).
+struct End {};
+using QOffset = std::variant<int64_t, at::Tensor, End>;
+using Window = std::array<int64_t, 2>;  // {left, right}, inclusive, -1 = unbounded
+
+// What may be said to the operator beside query, key and value. B batch, Hq / Hkv query / kv heads.
+struct AttentionOptions {
+  // bool (true = may attend) or additive float, broadcastable to [B, Hq, Lq, Lkv], right-aligned.
+  TORCH_ARG(std::optional<at::Tensor>, mask);
+  // Keep keys j <= i + q_offset.
+  TORCH_ARG(bool, causal) = false;
+  // Position of query row 0: an int, an integer tensor [B], or End{} (valid keys - Lq).
+  TORCH_ARG(QOffset, q_offset) = int64_t{0};
+  // Keep keys pos - left <= j <= pos + right.
+  TORCH_ARG(Window, window) = {-1, -1};
+  // Valid keys of each sequence, integer tensor [B].
+  TORCH_ARG(std::optional<at::Tensor>, kv_lens);
+  // c > 0: scores become c * tanh(score / c).
+  TORCH_ARG(double, softcap) = 0.0;
+  // One logit a query head that joins the softmax denominator only, [Hq].
+  TORCH_ARG(std::optional<at::Tensor>, sinks);
+  // Adds -slope * |pos - j|, [Hq].
+  TORCH_ARG(std::optional<at::Tensor>, alibi_slopes);
+  // kv head read by each query head, Hq ints; default h / (Hq / Hkv).
+  TORCH_ARG(std::optional<std::vector<int64_t>>, head_map);
+  // Dropout on the probabilities.
+  TORCH_ARG(double, dropout_p) = 0.0;
+  // Default 1 / sqrt(D).
+  TORCH_ARG(std::optional<double>, scale);
+};
+
+// softmax(scale * query key^T + mask) value, grouped heads native (no repeated keys), nothing of size Lq x Lkv in
+// memory. fp64, fp32, bf16 or fp16, one dtype; any strides; D and Dv may differ. Errors: c10::Error that names the
+// argument. (Vaswani et al. 2017, section 3.2; Ainslie et al. 2023; tiling: Dao et al. 2022.)
+at::Tensor attention(const at::Tensor& query,  // [B, Hq, Lq, D]
+                     const at::Tensor& key,    // [B, Hkv, Lkv, D]
+                     const at::Tensor& value,  // [B, Hkv, Lkv, Dv]
+                     const AttentionOptions& options = {});  // -> [B, Hq, Lq, Dv]
+
+// The same with the natural log of the softmax denominator: (out, lse [B, Hq, Lq] in fp32, fp64 for fp64 inputs).
+std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query, const at::Tensor& key,
+                                                      const at::Tensor& value, const AttentionOptions& options = {});
+
+// The scores themselves, [B, Hq, Lq, Lkv], for plots, tests and study: stage "scaled", "capped" (all keys), "masked"
+// (-inf where excluded) or "probs" (before dropout).
+at::Tensor attention_scores(const at::Tensor& query, const at::Tensor& key, const AttentionOptions& options = {},
+                            const std::string& stage = "probs");
+
+}  // namespace attnpack

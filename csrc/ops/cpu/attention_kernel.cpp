@@ -1,0 +1,165 @@
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <atomic>
+
+#include <attnpack/ops/cpu/attention_params.h>
+#include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/cpu/scratch.h>
+
+namespace attnpack {
+namespace {
+
+// Below this many multiply-adds a call stays on its thread.
+constexpr double kSerialWork = 1 << 17;
+
+// Hands out units 0 .. count - 1, one at a time, to the threads; each has its own scratch. A unit's result does not
+// depend on who computes it.
+template <class F>
+void for_each_unit(int64_t count, double work, size_t scratch_bytes, F&& unit) {
+  std::atomic<int64_t> next{0};
+  const auto worker = [&](int64_t, int64_t) {
+    const Scratch<0> scratch(scratch_bytes);
+    if (scratch_bytes >= sizeof(int64_t)) *static_cast<int64_t*>(scratch.data()) = 0;
+    for (int64_t i = next++; i < count; i = next++) unit(i, scratch.data());
+  };
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
+  if (threads <= 1 || work < kSerialWork)
+    worker(0, 1);
+  else
+    at::parallel_for(0, threads, 1, worker);
+}
+
+struct Tiling {
+  int64_t kv_heads, rows, tiles;  // (batch, kv head) pairs; most rows of one; tiles of rows of one
+  double work;                    // multiply-adds of one product, roughly
+};
+
+Tiling tile_rows(const AttentionParams& p) {
+  int64_t group = p.num_kv_heads ? group_size(p, 0) : 0;
+  for (int64_t h = 1; p.group_start && h < p.num_kv_heads; ++h) group = std::max(group, group_size(p, h));
+  const int64_t rows = group * p.q_len;
+  return {p.batch * p.num_kv_heads, rows, (rows + kTileQueryRows - 1) / kTileQueryRows,
+          static_cast<double>(p.batch) * p.num_heads * p.q_len * p.kv_len * (p.head_dim + p.v_head_dim)};
+}
+
+// Calls f(b, kv_head, rows) for tile `index` counted from the last (with causality the longest come first).
+template <class F>
+void with_row_tile(const AttentionParams& p, const Tiling& t, int64_t index, F&& f) {
+  const int64_t b = index / t.tiles / p.num_kv_heads, kv_head = index / t.tiles % p.num_kv_heads;
+  const int64_t begin = (t.tiles - 1 - index % t.tiles) * kTileQueryRows;
+  const Range rows{begin, std::min(begin + kTileQueryRows, group_size(p, kv_head) * p.q_len)};
+  if (!rows.empty()) f(b, kv_head, rows);
+}
+
+void run_prefill(const AttentionParams& p, const Tiling& t) {
+  const auto& kernels = attention_kernels();
+  for_each_unit(t.kv_heads * t.tiles, t.work, kernels.prefill_scratch(p), [&](int64_t index, void* scratch) {
+    with_row_tile(p, t, index, [&](int64_t b, int64_t kv_head, Range rows) {
+      kernels.prefill(p, b, kv_head, rows, scratch);
+    });
+  });
+}
+
+void run_decode(const AttentionParams& p, const Tiling& t) {
+  const auto& kernels = attention_kernels();
+  const int64_t ranges = std::max<int64_t>(1, (p.kv_len + kDecodeKeys - 1) / kDecodeKeys);
+  const size_t row_bytes = (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
+  const Scratch<1> partials(t.kv_heads * ranges * t.rows * row_bytes);
+  const auto partial = [&](int64_t head, int64_t range) {
+    const int64_t rows = group_size(p, head % p.num_kv_heads) * p.q_len;
+    return static_cast<char*>(partials.data()) + (head * ranges * t.rows + range * rows) * row_bytes;
+  };
+  for_each_unit(t.kv_heads * ranges, t.work, kernels.decode_scratch(p), [&](int64_t unit, void* scratch) {
+    const int64_t head = unit / ranges, range = unit % ranges;
+    kernels.decode(p, head / p.num_kv_heads, head % p.num_kv_heads,
+                   {range * kDecodeKeys, std::min((range + 1) * kDecodeKeys, p.kv_len)}, partial(head, range), scratch);
+  });
+  for_each_unit(t.kv_heads, static_cast<double>(t.kv_heads * ranges * t.rows * p.v_head_dim), 0,
+                [&](int64_t head, void*) {
+                  kernels.merge(p, head / p.num_kv_heads, head % p.num_kv_heads, partial(head, 0), ranges);
+                });
+}
+
+AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
+  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  PreparedAttention prepared = prepare_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  AttentionParams& p = prepared.params;
+  const Tensor out = empty_heads_inside({p.batch, p.num_heads, p.q_len, p.v_head_dim}, query.options());
+  const Tensor lse = at::empty({p.batch, p.num_heads, p.q_len},
+                               query.options().dtype(accumulation_type(query.scalar_type())));
+  p.out = out.mutable_data_ptr();
+  p.out_strides = kernel_strides(out);
+  p.lse = lse.mutable_data_ptr();
+  const Tiling t = tile_rows(p);
+  if (t.rows <= kDecodeRows)
+    run_decode(p, t);
+  else
+    run_prefill(p, t);
+  return {out, lse};
+}
+
+AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                          const Tensor& query, const Tensor& key, const Tensor& value,
+                                          const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
+                                          bool mask_gradient, bool sinks_gradient) {
+  PreparedAttention prepared = prepare_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  AttentionBackwardParams bp{};
+  AttentionParams& p = bp.forward = prepared.params;
+  const auto accumulation = accumulation_type(query.scalar_type());
+  const Tensor lse_rows = lse.contiguous(), gradient = unit_last_stride(grad_out.to(query.scalar_type()));
+  // D = rowsum(dO * O) - dlse: what every score of a row has in common.
+  Tensor delta = grad_out.to(accumulation).mul(out).sum(-1);
+  if (grad_lse) delta = delta.sub(*grad_lse);
+  delta = delta.contiguous();
+  p.lse = lse_rows.data_ptr();
+  bp.grad_out = gradient.const_data_ptr();
+  bp.grad_out_strides = kernel_strides(gradient);
+  bp.delta = delta.const_data_ptr();
+  const auto like = [](const Tensor& t) { return empty_heads_inside(t.sym_sizes(), t.options()); };
+  const Tensor grad_query = like(query), grad_key = like(key), grad_value = like(value);
+  bp.grad_query = grad_query.mutable_data_ptr();
+  bp.grad_key = grad_key.mutable_data_ptr();
+  bp.grad_value = grad_value.mutable_data_ptr();
+  bp.grad_query_strides = kernel_strides(grad_query);
+  bp.grad_key_strides = kernel_strides(grad_key);
+  bp.grad_value_strides = kernel_strides(grad_value);
+  Tensor grad_scores;
+  if (mask_gradient) {
+    grad_scores = at::zeros({p.batch, p.num_heads, p.q_len, p.kv_len}, query.options().dtype(accumulation));
+    bp.grad_scores = grad_scores.mutable_data_ptr();
+  }
+  const auto& kernels = attention_kernels();
+  const Tiling t = tile_rows(p);
+  const int64_t blocks = (p.kv_len + kBackwardKeys - 1) / kBackwardKeys;
+  const int64_t key_units = t.kv_heads * blocks;
+  for_each_unit(key_units + t.kv_heads * t.tiles, 4 * t.work, kernels.backward_scratch(p),
+                [&](int64_t unit, void* scratch) {
+                  if (unit < key_units) {
+                    const int64_t head = unit / blocks, begin = unit % blocks * kBackwardKeys;
+                    kernels.backward_keys(bp, head / p.num_kv_heads, head % p.num_kv_heads,
+                                          {begin, std::min(begin + kBackwardKeys, p.kv_len)}, scratch);
+                  } else {
+                    with_row_tile(p, t, unit - key_units, [&](int64_t b, int64_t kv_head, Range rows) {
+                      kernels.backward_rows(bp, b, kv_head, rows, scratch);
+                    });
+                  }
+                });
+  Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
+  if (mask_gradient) grad_mask = grad_scores.sum_to_size(mask->sizes()).to(mask->scalar_type());
+  if (sinks_gradient) {
+    // The sink's probability exp(sink - lse) takes part in nothing but the denominator: its score gets -P_sink * D.
+    const Tensor probability = (sinks->to(accumulation).view({-1, 1}) - lse).exp();
+    grad_sinks = probability.mul(delta).sum({0, 2}).neg().to(sinks->scalar_type());
+  }
+  return {grad_query, grad_key, grad_value, grad_mask, grad_sinks};
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, CPU, m) {
+  m.impl("attention", attnpack::attention_cpu);
+  m.impl("attention_backward", attnpack::attention_backward_cpu);
+}

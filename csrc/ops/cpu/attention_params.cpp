@@ -1,0 +1,81 @@
+#include <ATen/ATen.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/cpu/attention_params.h>
+
+namespace attnpack {
+
+DType kernel_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBool:
+      return DType::kBool;
+    default:
+      ATTNPACK_CHECK(false, "mask has dtype ", dtype, ", wants bool, float64, float32, bfloat16 or float16");
+  }
+}
+
+Strides kernel_strides(const Tensor& t) { return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)}; }
+
+Tensor unit_last_stride(const Tensor& t) { return t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous(); }
+
+PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    ATTNPACK_ATTENTION_PARAMS) {
+  PreparedAttention r;
+  AttentionParams& p = r.params;
+  r.query = unit_last_stride(query);
+  r.key = unit_last_stride(key);
+  r.value = unit_last_stride(value);
+  p.batch = query.size(0);
+  p.num_heads = query.size(1);
+  p.num_kv_heads = key.size(1);
+  p.q_len = query.size(2);
+  p.kv_len = key.size(2);
+  p.head_dim = query.size(3);
+  p.v_head_dim = value.size(3);
+  p.dtype = kernel_dtype(query.scalar_type());
+  p.query = r.query.const_data_ptr();
+  p.key = r.key.const_data_ptr();
+  p.value = r.value.const_data_ptr();
+  p.query_strides = kernel_strides(r.query);
+  p.key_strides = kernel_strides(r.key);
+  p.value_strides = kernel_strides(r.value);
+  p.scale = scale ? *scale : p.head_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(p.head_dim)) : 1.0;
+  p.softcap = softcap;
+  p.causal = causal;
+  p.window_left = window_left;
+  p.window_right = window_right;
+  p.dropout_p = dropout_p;
+  if (dropout_p > 0) p.dropout_seed = static_cast<uint64_t>(dropout_seed->item<int64_t>());
+  if (head_map) {
+    r.groups = group_heads(head_map->vec(), p.num_kv_heads);
+    p.group_start = r.groups.start.data();
+    p.group_heads = r.groups.heads.data();
+  }
+  if (mask) {
+    r.mask = mask->expand({p.batch, p.num_heads, p.q_len, p.kv_len});
+    p.mask = r.mask.const_data_ptr();
+    p.mask_dtype = kernel_dtype(r.mask.scalar_type());
+    p.mask_strides = kernel_strides(r.mask);
+  }
+  const auto as_long = [](const Tensor& t) { return t.to(at::kLong).contiguous(); };
+  p.q_offset = q_offset.expect_int();
+  if (q_offsets) p.q_offsets = (r.q_offsets = as_long(*q_offsets)).const_data_ptr<int64_t>();
+  if (kv_lens) {
+    p.kv_lens = (r.kv_lens = as_long(*kv_lens)).const_data_ptr<int64_t>();
+    check_kv_lens_values(p.kv_lens, p.batch, p.kv_len);
+  }
+  const auto as_double = [](const Tensor& t) { return t.detach().to(at::kDouble).contiguous(); };
+  if (sinks) p.sinks = (r.sinks = as_double(*sinks)).const_data_ptr<double>();
+  if (alibi_slopes) p.alibi_slopes = (r.alibi_slopes = as_double(*alibi_slopes)).const_data_ptr<double>();
+  return r;
+}
+
+}  // namespace attnpack

@@ -1,0 +1,12 @@
+#pragma once
+
+#include <attnpack/ops/cpu/isa/kernels.h>
+
+namespace attnpack {
+
+// The instruction set in use: "baseline", "avx2" or "avx512"; the widest that the CPU has, or what the environment
+// variable ATTNPACK_ISA asks for.
+const char* isa_name();
+const AttentionKernels& attention_kernels();
+
+}  // namespace attnpack

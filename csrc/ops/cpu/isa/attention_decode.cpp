@@ -1,0 +1,236 @@
+#include <attnpack/ops/cpu/isa/softmax.h>
+
+// Decode: few rows, so keys and values are streamed once, as they lie; a unit is a range of keys, and the partial
+// results of the ranges are joined at the end (Flash-Decoding, Dao et al. 2023).
+namespace attnpack::ATTNPACK_ISA {
+namespace {
+
+constexpr int64_t kBlock = 64;     // keys between two updates of the softmax
+constexpr int64_t kAhead = 8;      // rows of key or value that are prefetched ahead
+constexpr int kRowsAtOnce = 4;     // rows that share a load of a key or value
+constexpr int kColumnVectors = 4;  // vectors of a value row that are accumulated at once
+
+template <class A, class S>
+inline Vec<A> load_some(const S* p, int64_t count) {
+  Vec<A> v{};
+  for (int64_t i = 0; i < count; ++i) v[i] = load_one(p + i);
+  return v;
+}
+
+// One prefetch a cache line of row `ahead`.
+template <class S>
+inline void prefetch(const S* row, int64_t element) {
+  if (element * static_cast<int64_t>(sizeof(S)) % 64 == 0) __builtin_prefetch(row + element);
+}
+
+// s[r, j] = q[r] . k[j] for Rows rows and count <= kBlock keys.
+template <class S, class A, int Rows>
+inline void multiply_keys(const A* q, int64_t ldq, const S* k, int64_t stride, int64_t count, int64_t dim, A* s) {
+  constexpr int kKeys = 4;
+  const int64_t whole = dim / kLanes<A> * kLanes<A>;
+  for (int64_t j = 0; j < count; j += kKeys) {
+    const S* key[kKeys];
+    for (int i = 0; i < kKeys; ++i) key[i] = k + (j + i < count ? j + i : count - 1) * stride;
+    Vec<A> sum[kKeys][Rows] = {};
+    for (int64_t d = 0; d < whole; d += kLanes<A>) {
+      Vec<A> row[Rows];
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) row[r] = load<A>(q + r * ldq + d);
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) {
+        const Vec<A> element = load<A>(key[i] + d);
+        prefetch(key[i] + kAhead * stride, d);
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r) sum[i][r] += element * row[r];
+      }
+    }
+    if (whole < dim)
+      for (int i = 0; i < kKeys; ++i) {
+        const Vec<A> element = load_some<A>(key[i] + whole, dim - whole);
+        for (int r = 0; r < Rows; ++r) sum[i][r] += element * load<A>(q + r * ldq + whole);
+      }
+    for (int i = 0; i < kKeys && j + i < count; ++i)
+      for (int r = 0; r < Rows; ++r) s[r * kBlock + j + i] = sum_lanes<A>(sum[i][r]);
+  }
+}
+
+// out[r, :] += sum over j of p[r, j] * v[j, :].
+template <class S, class A, int Rows, bool Skip>
+inline void add_values(const A* p, const S* v, int64_t stride, int64_t count, int64_t dim, A* out, int64_t ldo) {
+  int64_t d = 0;
+  for (; d + kColumnVectors * kLanes<A> <= dim; d += kColumnVectors * kLanes<A>) {
+    Vec<A> sum[Rows][kColumnVectors];
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumnVectors; ++c) sum[r][c] = load<A>(out + r * ldo + d + c * kLanes<A>);
+    for (int64_t j = 0; j < count; ++j) {
+      const S* value = v + j * stride + d;
+      Vec<A> element[kColumnVectors];
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumnVectors; ++c) {
+        element[c] = load<A>(value + c * kLanes<A>);
+        prefetch(value + kAhead * stride, c * kLanes<A>);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) {
+        const A x = p[r * kBlock + j];
+        if (Skip && x == 0 && __builtin_signbit(x)) continue;
+#pragma GCC unroll 4
+        for (int c = 0; c < kColumnVectors; ++c) sum[r][c] += x * element[c];
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumnVectors; ++c) store<A>(out + r * ldo + d + c * kLanes<A>, sum[r][c]);
+  }
+  for (; d < dim; ++d)
+    for (int r = 0; r < Rows; ++r) {
+      A sum = out[r * ldo + d];
+      for (int64_t j = 0; j < count; ++j) {
+        const A x = p[r * kBlock + j];
+        if (!(Skip && x == 0 && __builtin_signbit(x))) sum += x * load_one(v + j * stride + d);
+      }
+      out[r * ldo + d] = sum;
+    }
+}
+
+// A row's result over a range of keys: max, sum, values[v_head_dim].
+inline int64_t partial_size(const AttentionParams& p) { return p.v_head_dim + 2; }
+
+template <class S, class A>
+struct Scratch {
+  int64_t query_width;
+  A *query, *scores;
+  Scratch(const AttentionParams& p, Arena& arena) {
+    query_width = padded<A>(p.head_dim);
+    query = arena.take<A>(kDecodeRows * query_width);
+    scores = arena.take<A>(kDecodeRows * kBlock);
+  }
+};
+
+template <class S, class A>
+class DecodeRange {
+ public:
+  DecodeRange(const AttentionParams& p, int64_t b, int64_t kv_head, void* partial, void* scratch)
+      : p_(p), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_), partial_(static_cast<A*>(partial)) {
+    make_rows(p, b, kv_head, {0, group_size(p, kv_head) * p.q_len}, tile_);
+    pack_rows<A, S>(tile_, p.query, p.query_strides, b, p.head_dim, w_.query, w_.query_width);
+  }
+
+  void run(Range keys) {
+    keys = {larger(keys.begin, tile_.keys.begin / kBlock * kBlock), smaller(keys.end, tile_.keys.end)};
+    attend<false>(keys);
+    for (int64_t r = 0; r < tile_.count; ++r)  // an excluded key's NaN or Inf may have come in as 0 * NaN
+      if (!all_finite(values(r), 0, 1, p_.v_head_dim)) return attend<true>(keys);
+  }
+
+ private:
+  A& max(int64_t r) { return partial_[r * partial_size(p_)]; }
+  A& sum(int64_t r) { return partial_[r * partial_size(p_) + 1]; }
+  A* values(int64_t r) { return partial_ + r * partial_size(p_) + 2; }
+
+  template <bool Skip>
+  void attend(Range keys) {
+    for (int64_t r = 0; r < tile_.count; ++r) {
+      max(r) = A(-kInfinity);
+      sum(r) = 0;
+      for (int64_t d = 0; d < p_.v_head_dim; ++d) values(r)[d] = 0;
+    }
+    for (int64_t begin = keys.begin; begin < keys.end; begin += kBlock) {
+      const int64_t count = smaller(kBlock, keys.end - begin);
+      if constexpr (Skip)
+        for (int64_t r = 0; r < tile_.count; ++r) attend_rows<1, Skip>(r, begin, count);
+      else
+        attend_all_rows(begin, count);
+    }
+  }
+
+  void attend_all_rows(int64_t begin, int64_t count) {
+    int64_t r = 0;
+    for (; r + kRowsAtOnce <= tile_.count; r += kRowsAtOnce) attend_rows<kRowsAtOnce, false>(r, begin, count);
+    switch (tile_.count - r) {
+      case 3:
+        return attend_rows<3, false>(r, begin, count);
+      case 2:
+        return attend_rows<2, false>(r, begin, count);
+      case 1:
+        return attend_rows<1, false>(r, begin, count);
+    }
+  }
+
+  template <int Rows, bool Skip>
+  void attend_rows(int64_t first, int64_t begin, int64_t count) {
+    A* s = w_.scores + first * kBlock;
+    multiply_keys<S, A, Rows>(w_.query + first * w_.query_width, w_.query_width,
+                              at<S>(p_.key, p_.key_strides, b_, kv_head_, begin), p_.key_strides.row, count,
+                              p_.head_dim, s);
+    const int64_t whole = (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
+    for (int r = 0; r < Rows; ++r) {
+      const Row& row = tile_.rows[first + r];
+      A* row_scores = s + r * kBlock;
+      finish_scores<A>(p_, b_, row, begin, count, row_scores);
+      const A factor = online_softmax<A>(row_scores, whole, max(first + r), sum(first + r));
+      if (p_.dropout_p > 0) drop<A>(p_, b_, row, begin, count, row_scores);
+      if (factor != 1)
+        for (int64_t d = 0; d < p_.v_head_dim; ++d) values(first + r)[d] *= factor;
+    }
+    add_values<S, A, Rows, Skip>(s, at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row,
+                                 count, p_.v_head_dim, values(first), partial_size(p_));
+  }
+
+  const AttentionParams& p_;
+  int64_t b_, kv_head_;
+  Arena arena_;
+  Scratch<S, A> w_;
+  A* partial_;
+  RowTile tile_;
+};
+
+template <class S, class A>
+void merge_rows(const AttentionParams& p, int64_t b, int64_t kv_head, const A* partials, int64_t count) {
+  const int64_t group = group_size(p, kv_head), rows = group * p.q_len, size = partial_size(p);
+  for (int64_t r = 0; r < rows; ++r) {
+    const A* parts = partials + r * size;
+    const int64_t step = rows * size;
+    A top = A(-kInfinity), sum = 0;
+    for (int64_t i = 0; i < count; ++i) top = parts[i * step] > top ? parts[i * step] : top;
+    // The first part takes the sum: the caller's buffer is scratch.
+    A* values = const_cast<A*>(parts) + 2;
+    for (int64_t i = 0; i < count; ++i) {
+      const A* part = parts + i * step;
+      const A weight = part[0] == top ? A(1) : exp_one<A>(part[0] - top);
+      sum += part[1] * weight;
+      for (int64_t d = 0; d < p.v_head_dim; ++d) values[d] = (i ? values[d] : A(0)) + part[2 + d] * weight;
+    }
+    finish_row<A, S>(p, b, group_head(p, kv_head, r % group), r / group, top, sum, values);
+  }
+}
+
+}  // namespace
+
+size_t decode_scratch(const AttentionParams& p) {
+  size_t used = 0;
+  dispatch(p.dtype, [&](auto storage, auto accumulation) {
+    Arena arena(nullptr);
+    Scratch<decltype(storage), decltype(accumulation)>(p, arena);
+    used = arena.used();
+  });
+  return used;
+}
+
+void decode(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch) {
+  dispatch(p.dtype, [&](auto storage, auto accumulation) {
+    DecodeRange<decltype(storage), decltype(accumulation)>(p, b, kv_head, partial, scratch).run(keys);
+  });
+}
+
+void merge(const AttentionParams& p, int64_t b, int64_t kv_head, const void* partials, int64_t count) {
+  dispatch(p.dtype, [&](auto storage, auto accumulation) {
+    using A = decltype(accumulation);
+    merge_rows<decltype(storage), A>(p, b, kv_head, static_cast<const A*>(partials), count);
+  });
+}
+
+}  // namespace attnpack::ATTNPACK_ISA

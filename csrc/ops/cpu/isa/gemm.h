@@ -1,0 +1,135 @@
+#pragma once
+
+#include <attnpack/ops/cpu/isa/math.h>
+
+// The one matrix product of all tiles: C [M, N] (+)= A [M, K] B [K, N], on padded, packed scratch.
+namespace attnpack::ATTNPACK_ISA {
+
+// Rows and vectors of the register tile: 12 x 2 fills the 32 registers of AVX-512, 6 x 2 the 16 of the others.
+constexpr int kTileRows = kVectorBytes == 64 ? 12 : 6;
+constexpr int kTileVectors = 2;
+template <class T>
+constexpr int64_t kPanel = kTileVectors * kLanes<T>;  // columns of B are padded to a multiple of this
+
+template <class T>
+inline int64_t padded(int64_t n) {
+  return (n + kPanel<T> - 1) / kPanel<T> * kPanel<T>;
+}
+
+// An operand read element by element: row and column strides, so that a transposed one costs nothing.
+template <class T>
+struct Operand {
+  const T* data;
+  int64_t row, column;
+};
+
+// skip: leave out terms whose A is -0.0. That marks an excluded key, whose row of B may hold NaN.
+template <class T, int Rows, bool Skip>
+inline void register_tile(Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t depth, bool accumulate) {
+  Vec<T> sum[Rows][kTileVectors];
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v)
+      sum[r][v] = accumulate ? load<T>(c + r * ldc + v * kLanes<T>) : Vec<T>{};
+  for (int64_t k = 0; k < depth; ++k) {
+    const Vec<T> b0 = load<T>(b + k * ldb), b1 = load<T>(b + k * ldb + kLanes<T>);
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+      const T x = a.data[r * a.row + k * a.column];
+      if (Skip && x == 0 && __builtin_signbit(x)) continue;
+      sum[r][0] += x * b0;
+      sum[r][1] += x * b1;
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kTileVectors; ++v) store<T>(c + r * ldc + v * kLanes<T>, sum[r][v]);
+}
+
+template <class T, int Rows, bool Skip>
+inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc,
+                         int64_t depth, bool accumulate) {
+  for (; begin + Rows <= rows; begin += Rows)
+    register_tile<T, Rows, Skip>({a.data + begin * a.row, a.row, a.column}, b, ldb, c + begin * ldc, ldc, depth,
+                                 accumulate);
+  return begin;
+}
+
+// One row at a time where terms are skipped: that path is rare, and a tile with branches would be slow anyway.
+template <class T, bool Skip>
+void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc,
+          bool accumulate) {
+  for (int64_t n = 0; n < columns; n += kPanel<T>) {
+    int64_t r = 0;
+    if constexpr (!Skip) {
+      r = row_tiles<T, kTileRows, Skip>(r, rows, a, b + n, ldb, c + n, ldc, depth, accumulate);
+      r = row_tiles<T, 4, Skip>(r, rows, a, b + n, ldb, c + n, ldc, depth, accumulate);
+    }
+    row_tiles<T, 1, Skip>(r, rows, a, b + n, ldb, c + n, ldc, depth, accumulate);
+  }
+}
+
+template <class T>
+inline void gemm(bool skip, int64_t rows, int64_t columns, int64_t depth, Operand<T> a, const T* b, int64_t ldb, T* c,
+                 int64_t ldc, bool accumulate) {
+  if (skip)
+    gemm<T, true>(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
+  else
+    gemm<T, false>(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
+}
+
+// rows x columns of any storage type -> accumulation type, columns padded with zeros to ld.
+template <class A, class S>
+inline void pack(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to, int64_t ld) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const S* source = from + r * row_stride;
+    A* target = to + r * ld;
+    int64_t c = 0;
+    for (; c + kLanes<A> <= columns; c += kLanes<A>) store<A>(target + c, load<A>(source + c));
+    for (; c < columns; ++c) target[c] = load_one(source + c);
+    for (; c < ld; ++c) target[c] = 0;
+  }
+}
+
+// The transpose in panels: column block p of kPanel rows of `from` stands at to + p * kPanel * columns as
+// [columns, kPanel], missing rows zero. from: [rows, columns].
+template <class A, class S>
+inline void pack_transposed(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to) {
+  constexpr int64_t kBlock = kLanes<A>;
+  A block[kBlock * kBlock];
+  for (int64_t r0 = 0; r0 < rows; r0 += kPanel<A>) {
+    A* panel = to + r0 * columns;
+    for (int64_t half = 0; half < kPanel<A>; half += kBlock) {
+      const int64_t present = rows - r0 - half < 0 ? 0 : (rows - r0 - half < kBlock ? rows - r0 - half : kBlock);
+      for (int64_t c0 = 0; c0 < columns; c0 += kBlock) {
+        const int64_t width = columns - c0 < kBlock ? columns - c0 : kBlock;
+        for (int64_t r = 0; r < kBlock; ++r) {
+          const S* source = from + (r0 + half + r) * row_stride + c0;
+          if (r >= present)
+            store<A>(block + r * kBlock, Vec<A>{});
+          else if (width == kBlock)
+            store<A>(block + r * kBlock, load<A>(source));
+          else
+            for (int64_t c = 0; c < width; ++c) block[r * kBlock + c] = load_one(source + c);
+        }
+        for (int64_t c = 0; c < width; ++c)
+          for (int64_t r = 0; r < kBlock; ++r) panel[(c0 + c) * kPanel<A> + half + r] = block[r * kBlock + c];
+      }
+    }
+  }
+}
+
+// Any NaN or Inf in rows x columns?
+template <class T>
+inline bool all_finite(const T* x, int64_t ld, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; ++r) {
+    T sum = 0;
+    for (int64_t c = 0; c < columns; ++c) sum += x[r * ld + c] * 0;
+    if (sum != 0) return false;
+  }
+  return true;
+}
+
+}  // namespace attnpack::ATTNPACK_ISA

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <attnpack/core/params.h>
+#include <attnpack/ops/cpu/isa/math.h>
+
+// From q.k to the scores that the softmax sees, one row at a time: scale, softcap, ALiBi, mask. Excluded keys: -inf.
+namespace attnpack::ATTNPACK_ISA {
+
+// One row of a tile: which query it is and which keys its ranges leave.
+struct Row {
+  int64_t head, query, position;
+  Range keys;
+};
+
+inline Row make_row(const AttentionParams& p, int64_t b, int64_t head, int64_t query) {
+  return {head, query, query + (p.q_offsets ? p.q_offsets[b] : p.q_offset), key_range(p, b, query)};
+}
+
+template <class T>
+inline T mask_value(const AttentionParams& p, int64_t offset) {
+  switch (p.mask_dtype) {
+    case DType::kFloat64:
+      return static_cast<T>(static_cast<const double*>(p.mask)[offset]);
+    case DType::kFloat32:
+      return static_cast<T>(static_cast<const float*>(p.mask)[offset]);
+    case DType::kBFloat16:
+      return load_one(static_cast<const BFloat16*>(p.mask) + offset);
+    case DType::kFloat16:
+      return load_one(static_cast<const Float16*>(p.mask) + offset);
+    case DType::kBool:
+      return static_cast<const bool*>(p.mask)[offset] ? T(0) : T(-kInfinity);
+  }
+  return 0;
+}
+
+// s: products of row with keys [begin, begin + count), rewritten as scores; cap_slope, if given, receives d(capped) /
+// d(scaled) for the backward pass. s and cap_slope are padded to whole vectors.
+template <class T>
+inline void finish_scores(const AttentionParams& p, int64_t b, const Row& row, int64_t begin, int64_t count, T* s,
+                          T* cap_slope = nullptr) {
+  const int64_t end = begin + count;
+  const int64_t vectors = (count + kLanes<T> - 1) / kLanes<T>;
+  const T scale = static_cast<T>(p.scale), cap = static_cast<T>(p.softcap);
+  if (p.softcap > 0) {
+    for (int64_t v = 0; v < vectors; ++v) {
+      const Vec<T> t = tanh(load<T>(s + v * kLanes<T>) * (scale / cap));
+      store<T>(s + v * kLanes<T>, cap * t);
+      if (cap_slope) store<T>(cap_slope + v * kLanes<T>, T(1) - t * t);
+    }
+  } else {
+    for (int64_t v = 0; v < vectors; ++v) store<T>(s + v * kLanes<T>, scale * load<T>(s + v * kLanes<T>));
+  }
+  if (p.alibi_slopes) {
+    const T slope = static_cast<T>(p.alibi_slopes[row.head]);
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t distance = row.position - begin - j;
+      s[j] -= slope * static_cast<T>(distance < 0 ? -distance : distance);
+    }
+  }
+  if (p.mask) {
+    const int64_t offset = b * p.mask_strides.batch + row.head * p.mask_strides.head + row.query * p.mask_strides.row;
+    for (int64_t j = 0; j < count; ++j) {
+      const T m = mask_value<T>(p, offset + (begin + j) * p.mask_strides.column);
+      s[j] = m == -kInfinity ? m : s[j] + m;
+    }
+  }
+  for (int64_t j = begin; j < end && j < row.keys.begin; ++j) s[j - begin] = -kInfinity;
+  for (int64_t j = row.keys.end > begin ? row.keys.end : begin; j < end; ++j) s[j - begin] = -kInfinity;
+  for (int64_t j = count; j < vectors * kLanes<T>; ++j) s[j] = -kInfinity;
+}
+
+// Dropout's draw for one probability: a hash of the seed and the element's place (splitmix64, Steele et al. 2014), so
+// that forward and backward see the same mask whatever the tiling.
+inline bool dropped(const AttentionParams& p, int64_t b, const Row& row, int64_t key) {
+  uint64_t x = p.dropout_seed + 0x9e3779b97f4a7c15u *
+                                    (((static_cast<uint64_t>(b) * p.num_heads + row.head) * p.q_len + row.query) *
+                                         p.kv_len + key + 1);
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  x ^= x >> 31;
+  return static_cast<double>(x >> 11) * 0x1p-53 < p.dropout_p;
+}
+
+}  // namespace attnpack::ATTNPACK_ISA

@@ -1,0 +1,157 @@
+#pragma once
+
+#include <cstdint>
+
+#if defined(__F16C__)
+#include <attnpack/ops/cpu/isa/simd_x86.h>
+#endif
+
+// Vectors of the widest kind that this instruction set has, by the compilers' vector extensions: the same source gives
+// SSE2, AVX2, AVX-512 or NEON code. Each instruction set has its own namespace, so that no symbol is shared.
+namespace attnpack::ATTNPACK_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+template <class T>
+struct VectorTypes;
+template <>
+struct VectorTypes<float> {
+  typedef float Real __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+  typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
+  typedef uint16_t Half __attribute__((vector_size(kVectorBytes / 2)));
+};
+template <>
+struct VectorTypes<double> {
+  typedef double Real __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
+};
+
+template <class T>
+using Vec = typename VectorTypes<T>::Real;
+template <class T>
+constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
+
+template <class V, class T>
+inline V load_bits(const T* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+template <class To, class From>
+inline To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+template <class T>
+inline Vec<T> broadcast(T x) {
+  return Vec<T>{} + x;
+}
+
+inline Vec<float> widen(VectorTypes<float>::Half half, BFloat16) {
+  return bit_cast<Vec<float>>(__builtin_convertvector(half, VectorTypes<float>::Bits) << 16);
+}
+inline Vec<float> widen(VectorTypes<float>::Half half, Float16) {
+#if defined(__F16C__)
+  return half_to_float(half);
+#else
+  using Bits = VectorTypes<float>::Bits;
+  const Bits h = __builtin_convertvector(half, Bits);
+  const Bits sign = (h & 0x8000u) << 16;
+  const Vec<float> scaled = bit_cast<Vec<float>>((h & 0x7fffu) << 13) * 0x1p112f;  // exact, subnormals too
+  const Bits special = (h & 0x7fffu) >= 0x7c00u ? ((h & 0x7fffu) << 13) | 0x7f800000u : bit_cast<Bits>(scaled);
+  return bit_cast<Vec<float>>(special | sign);
+#endif
+}
+// kLanes<A> elements of storage type S, widened to the accumulation type A.
+template <class A, class S>
+inline Vec<A> load(const S* p) {
+  if constexpr (sizeof(S) == sizeof(A))
+    return load_bits<Vec<A>>(p);
+  else
+    return widen(load_bits<VectorTypes<float>::Half>(p), S{});
+}
+
+template <class T>
+inline void store(T* p, Vec<T> v) {
+  __builtin_memcpy(p, &v, sizeof(v));
+}
+
+// One element, to and from the accumulation type; rounding to nearest even.
+inline double load_one(const double* p) { return *p; }
+inline float load_one(const float* p) { return *p; }
+inline float load_one(const BFloat16* p) {
+  return bit_cast<float>(static_cast<uint32_t>(p->bits) << 16);
+}
+inline float load_one(const Float16* p) {
+  const uint32_t h = p->bits, magnitude = (h & 0x7fffu) << 13;
+  const float scaled = bit_cast<float>(magnitude) * 0x1p112f;
+  const uint32_t bits = (h & 0x7fffu) >= 0x7c00u ? magnitude | 0x7f800000u : bit_cast<uint32_t>(scaled);
+  return bit_cast<float>(bits | (h & 0x8000u) << 16);
+}
+inline void store_one(double* p, double x) { *p = x; }
+inline void store_one(float* p, float x) { *p = x; }
+inline void store_one(BFloat16* p, float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  p->bits = static_cast<uint16_t>(nan ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+inline void store_one(Float16* p, float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u;
+  } else if (magnitude >= 0x477ff000u) {
+    half = 0x7c00u;  // rounds to infinity
+  } else if (magnitude < 0x38800000u) {
+    half = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;  // subnormal: 0.5 has ulp 2^-24
+  } else {
+    half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
+  }
+  p->bits = static_cast<uint16_t>(half | sign);
+}
+
+// Sums of the lanes of several vectors at once: v[0 .. kLanes - 1] -> one vector whose lane i is the sum of v[i].
+// Halving: add the two halves of each vector of a pair, side by side; always in the same order.
+template <class T>
+inline T sum_lanes(Vec<T> v) {
+  T x[kLanes<T>];
+  store(x, v);
+  for (int width = kLanes<T> / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) x[i] += x[i + width];
+  return x[0];
+}
+
+template <class T>
+inline Vec<T> select_max(Vec<T> a, Vec<T> b) {
+  return a > b ? a : b;
+}
+
+// Largest lane; NaN lanes may be dropped (the sum of exponentials carries them).
+template <class T>
+inline T max_lanes(Vec<T> v) {
+  T x[kLanes<T>];
+  store(x, v);
+  for (int width = kLanes<T> / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+  return x[0];
+}
+
+}  // namespace attnpack::ATTNPACK_ISA

@@ -1,0 +1,92 @@
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/rope_args.h>
+
+namespace attnpack {
+namespace {
+
+using at::Tensor;
+
+// x with its leading dimensions as exactly two: [B, H, L, D].
+Tensor four_dimensions(Tensor x) {
+  while (x.dim() < 4) x = x.unsqueeze(0);
+  return x.dim() == 4 ? x : x.flatten(0, x.dim() - 4);
+}
+
+// x [B, H, L, D] -> out, rows rotated by cos and sin [B, H, L, half], all by strides.
+template <class T, class Table>
+void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out) {
+  using A = at::opmath_type<T>;
+  const int64_t heads = x.size(1), length = x.size(2), dim = x.size(3), half = cos.size(3);
+  const int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
+  const int64_t xs = x.stride(3), os = out.stride(3), ts = cos.stride(3), ss = sin.stride(3);
+  at::parallel_for(0, x.size(0) * heads * length, std::max<int64_t>(1, 16384 / std::max<int64_t>(dim, 1)),
+                   [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t b = row / length / heads, h = row / length % heads, l = row % length;
+      const auto at_row = [&](const Tensor& t) { return b * t.stride(0) + h * t.stride(1) + l * t.stride(2); };
+      const T* from = x.const_data_ptr<T>() + at_row(x);
+      T* to = out.mutable_data_ptr<T>() + at_row(out);
+      const Table *c = cos.const_data_ptr<Table>() + at_row(cos), *s = sin.const_data_ptr<Table>() + at_row(sin);
+      for (int64_t i = 0; i < half; ++i) {
+        const A first = from[i * step * xs], second = from[(i * step + partner) * xs];
+        const A ci = static_cast<A>(c[i * ts]), si = static_cast<A>(s[i * ss]);
+        to[i * step * os] = static_cast<T>(first * ci - second * si);
+        to[(i * step + partner) * os] = static_cast<T>(second * ci + first * si);
+      }
+      for (int64_t d = 2 * half; d < dim; ++d) to[d * os] = from[d * xs];
+    }
+  });
+}
+
+Tensor apply_rope_cpu(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
+  check_rope(x, cos, sin);
+  const Tensor out = at::empty_like(x);
+  auto shape = x.sizes().vec();
+  shape.back() = cos.size(-1);
+  // Both have one shape before their leading dimensions are joined, so rows agree.
+  const Tensor flat = four_dimensions(x), c = four_dimensions(cos.expand(shape)), s = four_dimensions(sin.expand(shape));
+  Tensor target = x.dim() <= 4 ? four_dimensions(out) : at::empty_like(flat);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, x.scalar_type(), "apply_rope", [&] {
+    if (cos.scalar_type() == at::kDouble)
+      rotate_rows<scalar_t, double>(flat, c, s, interleaved, target);
+    else
+      rotate_rows<scalar_t, float>(flat, c, s, interleaved, target);
+  });
+  if (x.dim() > 4) out.copy_(target.view(x.sizes()));
+  return out;
+}
+
+std::tuple<Tensor, Tensor> rope_table_cpu(const Tensor& positions, at::ArrayRef<double> inv_freq, double factor) {
+  ATTNPACK_CHECK(positions.scalar_type() == at::kLong, "positions has dtype ", positions.scalar_type(),
+                 ", wants int64: call .long() on it");
+  auto shape = positions.sizes().vec();
+  const int64_t half = static_cast<int64_t>(inv_freq.size());
+  shape.push_back(half);
+  const Tensor cos = at::empty(shape, positions.options().dtype(at::kFloat)), sin = at::empty_like(cos);
+  const Tensor flat = positions.contiguous();
+  const int64_t* position = flat.const_data_ptr<int64_t>();
+  float *c = cos.mutable_data_ptr<float>(), *s = sin.mutable_data_ptr<float>();
+  at::parallel_for(0, flat.numel(), 64, [&](int64_t begin, int64_t end) {
+    for (int64_t l = begin; l < end; ++l)
+      for (int64_t i = 0; i < half; ++i) {
+        const double angle = static_cast<double>(position[l]) * inv_freq[i];
+        c[l * half + i] = static_cast<float>(std::cos(angle) * factor);
+        s[l * half + i] = static_cast<float>(std::sin(angle) * factor);
+      }
+  });
+  return {cos, sin};
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, CPU, m) {
+  m.impl("apply_rope", attnpack::apply_rope_cpu);
+  m.impl("rope_table", attnpack::rope_table_cpu);
+}

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+
+namespace attnpack {
+
+// Working memory of one thread: kept between calls up to kKept bytes, so that a small call allocates nothing. One of
+// each Slot may live on a thread at a time.
+template <int Slot>
+class Scratch {
+ public:
+  explicit Scratch(size_t bytes) : kept_(bytes <= kKept) {
+    if (!kept_) {
+      data_ = allocate(bytes);
+      return;
+    }
+    static thread_local Buffer buffer;
+    if (buffer.size < bytes) {
+      std::free(buffer.data);
+      buffer.data = nullptr;
+      buffer.data = allocate(bytes);
+      buffer.size = bytes;
+    }
+    data_ = buffer.data;
+  }
+  ~Scratch() {
+    if (!kept_) std::free(data_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  static constexpr size_t kKept = size_t{4} << 20;
+  struct Buffer {
+    void* data = nullptr;
+    size_t size = 0;
+    ~Buffer() { std::free(data); }
+  };
+  static void* allocate(size_t bytes) {
+    void* data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (!data) throw std::bad_alloc();
+    return data;
+  }
+  bool kept_;
+  void* data_;
+};
+
+}  // namespace attnpack

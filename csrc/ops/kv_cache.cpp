@@ -1,0 +1,58 @@
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/kv_cache.h>
+
+namespace attnpack {
+
+using at::Tensor;
+
+void check_kv_cache_append(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
+                           const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens) {
+  const auto check_one = [](const char* name, const Tensor& cache, const Tensor& x) {
+    ATTNPACK_CHECK(x.dim() == 4 && cache.dim() == 4, name, " has shape ", x.sym_sizes(), ", its cache ",
+                   cache.sym_sizes(), ", both want [batch, num_kv_heads, length, head_dim]");
+    ATTNPACK_CHECK(x.sym_size(0) == cache.sym_size(0) && x.sym_size(1) == cache.sym_size(1) &&
+                       x.sym_size(3) == cache.sym_size(3),
+                   name, " has shape ", x.sym_sizes(), ", the cache holds [batch, num_kv_heads, capacity, head_dim] = ",
+                   cache.sym_sizes(), ": batch, heads and head_dim must agree; call reset() or make a new cache");
+    ATTNPACK_CHECK(x.scalar_type() == cache.scalar_type(), name, " has dtype ", x.scalar_type(), ", the cache ",
+                   cache.scalar_type(), ": make the cache in the model's dtype");
+    ATTNPACK_CHECK(x.device() == cache.device(), name, " is on ", x.device(), ", the cache on ", cache.device(),
+                   ": make the cache on the model's device");
+  };
+  check_one("key", cache_key, key);
+  check_one("value", cache_value, value);
+  ATTNPACK_CHECK(key.sym_size(2) == value.sym_size(2) && cache_key.sym_size(2) == cache_value.sym_size(2),
+                 "key has length ", key.sym_size(2), ", value ", value.sym_size(2), ", their caches ",
+                 cache_key.sym_size(2), " and ", cache_value.sym_size(2), ": they must agree");
+  ATTNPACK_CHECK(lengths.dim() == 1 && lengths.sym_size(0) == key.sym_size(0) && lengths.scalar_type() == at::kLong,
+                 "the cache's lengths have shape ", lengths.sym_sizes(), " and dtype ", lengths.scalar_type(),
+                 ", wants int64 [batch]");
+  if (!new_lens) return;
+  ATTNPACK_CHECK(new_lens->dim() == 1 && new_lens->sym_size(0) == key.sym_size(0) &&
+                     (new_lens->scalar_type() == at::kLong || new_lens->scalar_type() == at::kInt),
+                 "kv_lens has shape ", new_lens->sym_sizes(), " and dtype ", new_lens->scalar_type(),
+                 ", wants int32 or int64 [batch]: the valid new tokens of each sequence");
+}
+
+void kv_cache_append_(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
+                      const Tensor& value, const std::optional<Tensor>& new_lens,
+                      const std::optional<c10::SymInt>& limit) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("attnpack::kv_cache_append_", "")
+          .typed<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                      const std::optional<Tensor>&, std::optional<c10::SymInt>)>();
+  op.call(cache_key, cache_value, lengths, key, value, new_lens, limit);
+}
+
+}  // namespace attnpack
+
+TORCH_LIBRARY_FRAGMENT(attnpack, m) {
+  m.def(
+      "kv_cache_append_(Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) lengths, Tensor key, Tensor value, "
+      "Tensor? new_lens, SymInt? limit) -> ()");
+}

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+
+#include <optional>
+
+namespace attnpack {
+
+// Writes the new keys and values behind what each sequence of the cache holds and raises lengths; everything is checked
+// before the first write. Values are stored detached.
+void kv_cache_append_(const at::Tensor& cache_key,    // [B, Hkv, capacity, D], written
+                      const at::Tensor& cache_value,  // [B, Hkv, capacity, Dv], written
+                      const at::Tensor& lengths,      // [B] int64, written
+                      const at::Tensor& key,          // [B, Hkv, L, D]
+                      const at::Tensor& value,        // [B, Hkv, L, Dv]
+                      // how many of the L new positions of each sequence are valid, [B] int32 or int64; default: all
+                      const std::optional<at::Tensor>& new_lens = std::nullopt,
+                      // most positions that a sequence may have afterwards (a mask may cover fewer than the capacity)
+                      const std::optional<c10::SymInt>& limit = std::nullopt);
+
+void check_kv_cache_append(const at::Tensor& cache_key, const at::Tensor& cache_value, const at::Tensor& lengths,
+                           const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& new_lens);
+
+}  // namespace attnpack

@@ -1,0 +1,42 @@
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/merge.h>
+
+namespace attnpack {
+namespace {
+
+using at::Tensor;
+using States = std::tuple<Tensor, Tensor>;
+
+States merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
+  ATTNPACK_CHECK(out_a.sym_sizes() == out_b.sym_sizes() && lse_a.sym_sizes() == lse_b.sym_sizes(),
+                 "merge_states: out_a ", out_a.sym_sizes(), " and out_b ", out_b.sym_sizes(), ", lse_a ",
+                 lse_a.sym_sizes(), " and lse_b ", lse_b.sym_sizes(), " must have the same shapes");
+  ATTNPACK_CHECK(lse_a.sym_sizes() == out_a.sym_sizes().slice(0, out_a.dim() - 1), "merge_states: lse_a has shape ",
+                 lse_a.sym_sizes(), ", wants that of out_a without its last dimension");
+  const Tensor lse = at::logaddexp(lse_a, lse_b);
+  // A part without keys (-inf) weighs nothing, also where both are empty.
+  const auto weight = [&](const Tensor& part) {
+    return (part - lse).exp().masked_fill(part == -std::numeric_limits<double>::infinity(), 0).unsqueeze(-1);
+  };
+  const Tensor out = out_a.to(lse.scalar_type()) * weight(lse_a) + out_b.to(lse.scalar_type()) * weight(lse_b);
+  return {out.to(out_a.scalar_type()), lse};
+}
+
+}  // namespace
+
+States merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("attnpack::merge_states", "")
+                             .typed<States(const Tensor&, const Tensor&, const Tensor&, const Tensor&)>();
+  return op.call(out_a, lse_a, out_b, lse_b);
+}
+
+}  // namespace attnpack
+
+TORCH_LIBRARY_FRAGMENT(attnpack, m) {
+  m.def("merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)", &attnpack::merge);
+}

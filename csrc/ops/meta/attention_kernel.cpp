@@ -1,0 +1,33 @@
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <attnpack/ops/attention_args.h>
+#include <attnpack/ops/layout.h>
+
+namespace attnpack {
+namespace {
+
+AttentionResult attention_meta(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
+  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  const c10::SymInt batch = query.sym_size(0), num_heads = query.sym_size(1), q_len = query.sym_size(2);
+  return {empty_heads_inside({batch, num_heads, q_len, value.sym_size(3)}, query.options()),
+          at::empty_symint({batch, num_heads, q_len}, query.options().dtype(accumulation_type(query.scalar_type())))};
+}
+
+AttentionGradients attention_backward_meta(const Tensor&, const std::optional<Tensor>&, const Tensor& query,
+                                           const Tensor& key, const Tensor& value, const Tensor&, const Tensor&,
+                                           ATTNPACK_ATTENTION_PARAMS, bool mask_gradient, bool sinks_gradient) {
+  const auto like = [](const Tensor& t) { return empty_heads_inside(t.sym_sizes(), t.options()); };
+  const auto none = [&] { return at::empty({0}, query.options()); };
+  return {like(query), like(key), like(value),
+          mask_gradient ? at::empty_symint(mask->sym_sizes(), mask->options()) : none(),
+          sinks_gradient ? at::empty_symint(sinks->sym_sizes(), sinks->options()) : none()};
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, Meta, m) {
+  m.impl("attention", attnpack::attention_meta);
+  m.impl("attention_backward", attnpack::attention_backward_meta);
+}

@@ -1,0 +1,18 @@
+#include <torch/library.h>
+
+#include <attnpack/ops/kv_cache.h>
+
+namespace attnpack {
+namespace {
+
+using at::Tensor;
+
+void kv_cache_append_meta(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
+                          const Tensor& value, const std::optional<Tensor>& new_lens, std::optional<c10::SymInt>) {
+  check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, Meta, m) { m.impl("kv_cache_append_", attnpack::kv_cache_append_meta); }

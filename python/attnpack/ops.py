@@ -1,0 +1,222 @@
+"""The operators as Python functions: C++ through pybind in eager mode, through ``torch.ops`` while compiling.
+
+B batch, Hq / Hkv query / kv heads, Lq / Lkv lengths, D head dim of queries and keys, Dv of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _C
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    q_offset: int | Tensor | str = 0,
+    window: tuple[int, int] = (-1, -1),
+    kv_lens: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    head_map: Sequence[int] | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * query key^T + mask) value, with grouped heads and nothing of size Lq x Lkv in memory.
+
+    Args:
+        query: [B, Hq, Lq, D], float64, float32, bfloat16 or float16; any strides.
+        key: [B, Hkv, Lkv, D], value: [B, Hkv, Lkv, Dv], in query's dtype.
+        mask: bool (True = may attend) or additive float, broadcastable to [B, Hq, Lq, Lkv], right-aligned.
+        causal: keep keys j <= i + q_offset.
+        q_offset: position of query row 0: an int, an integer tensor [B], or "end" (valid keys - Lq). 0 is top-left.
+        window: (left, right): keep pos - left <= j <= pos + right, inclusive; -1 = unbounded.
+        kv_lens: [B] int32 or int64, valid keys of each sequence; what lies beyond is never read into the result.
+        softcap: c > 0: scores become c * tanh(score / c).
+        sinks: [Hq], one logit a head that joins the softmax denominator only.
+        alibi_slopes: [Hq], adds -slope * abs(pos - j); no gradient.
+        head_map: Hq ints, the kv head that each query head reads; default h // (Hq // Hkv). Groups may be uneven.
+        dropout_p: dropout on the probabilities; the seed comes from torch's generator.
+        scale: default 1 / sqrt(D).
+        return_lse: also return the natural log of the softmax denominator.
+
+    Returns:
+        out [B, Hq, Lq, Dv], or (out, lse [B, Hq, Lq] in fp32, fp64 for fp64 inputs). A row with no allowed key gives
+        0, and lse -inf or the head's sink.
+
+    Raises:
+        ValueError: a shape, dtype, device or length does not fit; the message names the argument and the fix.
+
+    Order: scale, softcap, ALiBi, mask, softmax, dropout, times value. Vaswani et al. 2017, section 3.2; grouped heads:
+    Ainslie et al. 2023.
+    """
+    if _is_compiling():
+        return _traced_attention(
+            query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
+            dropout_p, scale, return_lse,
+        )  # fmt: skip
+    return _C.attention(
+        query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map, dropout_p,
+        scale, return_lse,
+    )  # fmt: skip
+
+
+def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
+                  dropout_p, scale):  # fmt: skip
+    """The arguments of torch.ops.attnpack.attention after the tensors: "end" resolved, dropout's seed drawn."""
+    q_offsets = None
+    if isinstance(q_offset, Tensor):
+        q_offset, q_offsets = 0, q_offset
+    elif q_offset == "end":
+        if kv_lens is None:
+            q_offset = key.size(2) - query.size(2)
+        else:
+            q_offset, q_offsets = 0, kv_lens - query.size(2)
+    seed = torch.randint(2**63 - 1, (1,)) if dropout_p > 0 else None
+    return (mask, causal, q_offset, q_offsets, window[0], window[1], kv_lens, softcap, sinks, alibi_slopes, head_map,
+            dropout_p, seed, scale)  # fmt: skip
+
+
+def _traced_attention(query, key, value, *arguments):
+    *settings, return_lse = arguments
+    result = torch.ops.attnpack.attention(query, key, value, *_op_arguments(query, key, *settings))
+    return result if return_lse else result[0]
+
+
+def attention_scores(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None = None,
+    *,
+    stage: str = "probs",
+    causal: bool = False,
+    q_offset: int | Tensor | str = 0,
+    window: tuple[int, int] = (-1, -1),
+    kv_lens: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    head_map: Sequence[int] | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """The scores behind :func:`attention`, [B, Hq, Lq, Lkv], for plots, tests and study.
+
+    Args:
+        stage: "scaled" or "capped" (both for all keys), "masked" (ALiBi and mask in; -inf where excluded) or "probs"
+            (before dropout).
+
+    The other arguments are those of :func:`attention`. This one does hold Lq x Lkv numbers.
+    """
+    if _is_compiling():
+        settings = _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
+                                 head_map, dropout_p, scale)  # fmt: skip
+        return torch.ops.attnpack.attention_scores(query, key, *settings, stage)
+    return _C.attention_scores(
+        query, key, mask, stage, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map, dropout_p,
+        scale,
+    )  # fmt: skip
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins the results of two :func:`attention` calls over disjoint keys (give sinks to one part only).
+
+    Args:
+        out_a, out_b: [B, H, L, Dv]; lse_a, lse_b: [B, H, L].
+
+    Returns:
+        (out, lse) as if all keys had been given at once; a part with lse -inf weighs nothing.
+    """
+    if _is_compiling():
+        return torch.ops.attnpack.merge_states(out_a, lse_a, out_b, lse_b)
+    return _C.merge_states(out_a, lse_a, out_b, lse_b)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotates the first r dims of x by the angles behind cos and sin (Su et al. 2021, section 3.4.2).
+
+    Args:
+        x: [..., L, D].
+        cos, sin: float32 or float64, broadcast to [..., L, r/2].
+        interleaved: pairs (2i, 2i + 1) instead of (i, i + r/2).
+
+    Returns:
+        The rotated x, in its dtype; computed in fp32 (fp64 for fp64).
+    """
+    if _is_compiling():
+        return torch.ops.attnpack.apply_rope(x, cos, sin, interleaved)
+    return _C.apply_rope(x, cos, sin, interleaved)
+
+
+def rope_table(positions: Tensor, inv_freq: Sequence[float], factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * inv_freq, times factor: angles in fp64, tables in fp32.
+
+    Args:
+        positions: int64 [...].
+        inv_freq: r/2 frequencies.
+
+    Returns:
+        (cos, sin), each [..., r/2].
+    """
+    if _is_compiling():
+        return torch.ops.attnpack.rope_table(positions, list(inv_freq), factor)
+    return _C.rope_table(positions, inv_freq, factor)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    rope: tuple[Sequence[float], float, bool] | None = None,
+    positions: Tensor | None = None,
+    cross: bool = False,
+    cache: tuple[Tensor, Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    kv_lens: Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    head_map: Sequence[int] | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    need_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What follows the projections of every attention layer: rotate, append to the cache, attend, join the heads.
+
+    Args:
+        query: [B, Hq, L, D], key: [B, Hkv, Lkv, D], value: [B, Hkv, Lkv, Dv], before rotation.
+        rope: (inv_freq, factor, interleaved), or None for no rotation.
+        positions: int64 [L] or [B, L], for RoPE only; default: behind the cache, else 0..L-1.
+        cross: keys come from another sequence and are rotated at 0..Lkv-1.
+        cache: (key [B, Hkv, capacity, D], value [B, Hkv, capacity, Dv], lengths [B] int64), written.
+        kv_lens: [B], valid new tokens (cross: valid context keys) of each sequence.
+
+    Returns:
+        out [B, L, Hq * Dv], or (out, probabilities before dropout [B, Hq, L, keys]) with need_weights.
+    """
+    if not _is_compiling():
+        return _C.attend(
+            query, key, value, rope, positions, cross, cache, mask, causal, kv_lens, window, softcap, sinks,
+            alibi_slopes, head_map, dropout_p, scale, need_weights,
+        )  # fmt: skip
+    inv_freq, factor, interleaved = rope if rope is not None else (None, 1.0, False)
+    cache_key, cache_value, lengths = cache if cache is not None else (None, None, None)
+    op = torch.ops.attnpack.attend_with_weights if need_weights else torch.ops.attnpack.attend
+    return op(
+        query, key, value, inv_freq, factor, interleaved, positions, cross, cache_key, cache_value, lengths, mask,
+        causal, kv_lens, window[0], window[1], softcap, sinks, alibi_slopes, head_map, dropout_p, scale,
+    )  # fmt: skip
