@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT / "build_backend"))
 from attnpack_build import find_torch  # noqa: E402
 
-
 if int(setuptools.__version__.split(".")[0]) < 77:  # without build isolation: what a new venv of Python 3.11 holds
     sys.exit(f"attnpack: setuptools {setuptools.__version__} is too old; pip install 'setuptools>=77' and try again.")
 
@@ -79,8 +78,9 @@ def forget_cache_of_another(tree: Path, generator: str):
     """CMake refuses a cache made with another generator or in another place; compiled files stay."""
     cache = tree / "CMakeCache.txt"
     if cache.exists():
-        text = cache.read_text()
-        if f"CMAKE_GENERATOR:INTERNAL={generator}\n" not in text or f"CMAKE_CACHEFILE_DIR:INTERNAL={tree}\n" not in text:
+        lines = cache.read_text().splitlines()
+        wanted = {f"CMAKE_GENERATOR:INTERNAL={generator}", f"CMAKE_CACHEFILE_DIR:INTERNAL={tree}"}
+        if not wanted.issubset(lines):
             cache.unlink()
 
 

@@ -7,7 +7,7 @@ undefined symbol.
 import importlib
 import json
 import os
-import sys
+import platform
 from pathlib import Path
 from types import ModuleType
 
@@ -42,9 +42,10 @@ def load() -> ModuleType:
             raise
         raise ImportError("attnpack needs torch >= 2.11, which is not installed: run `pip install torch`") from None
     build = build_record()
-    for name, here in (("torch", torch.__version__), ("python", "%d.%d.%d" % sys.version_info[:3])):
-        if _minor(build[name]) != _minor(here):
-            raise ImportError(f"attnpack was built for {name} {_minor(build[name])}, but this is {name} {here}: {_AGAIN}")
+    for name, here in (("torch", torch.__version__), ("python", platform.python_version())):
+        wanted = _minor(build[name])
+        if _minor(here) != wanted:
+            raise ImportError(f"attnpack was built for {name} {wanted}, but this is {name} {here}: {_AGAIN}")
     for path in loaded_copies():
         if not (LIBRARY.exists() and os.path.samefile(path, LIBRARY)):
             raise ImportError(

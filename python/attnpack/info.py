@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._load import LIBRARY, PACKAGE, _C, build_record
+from ._load import _C, LIBRARY, PACKAGE, build_record
 
 # optional package: the extra that brings it
 _OPTIONAL = {

@@ -18,13 +18,15 @@ int main() {
   // Token by token with a cache: the same values.
   auto cache = std::make_shared<attnpack::DynamicCache>();
   std::vector<torch::Tensor> steps;
-  for (const auto& token : x.split(1, 1)) steps.push_back(layer->forward(token, attnpack::AttentionInputs().cache(cache)));
+  for (const auto& token : x.split(1, 1))
+    steps.push_back(layer->forward(token, attnpack::AttentionInputs().cache(cache)));
   const bool same = torch::allclose(torch::cat(steps, 1), out, 1e-4, 1e-5);
   std::cout << "steps     " << (same ? "agree with the whole sequence" : "differ from the whole sequence") << "\n";
 
   // The operator itself.
   const auto q = torch::randn({1, 8, 10, 64}), k = torch::randn({1, 2, 10, 64}), v = torch::randn({1, 2, 10, 64});
   std::cout << "operator  " << attnpack::attention(q, k, v, attnpack::AttentionOptions().causal(true)).sizes() << "\n";
-  std::cout << "schema    " << c10::Dispatcher::singleton().findSchemaOrThrow("attnpack::attention", "").schema() << "\n";
+  std::cout << "schema    " << c10::Dispatcher::singleton().findSchemaOrThrow("attnpack::attention", "").schema()
+            << "\n";
   return same ? 0 : 1;
 }
