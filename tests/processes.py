@@ -1,0 +1,39 @@
+"""Helpers for tests that start other programs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+TORCH_DIR = Path(torch.__file__).parent
+
+
+def run(*command, **options) -> subprocess.CompletedProcess:
+    """The finished process, with `.text`: both streams, line breaks (CMake's, inside a message) made spaces."""
+    process = subprocess.run(list(map(str, command)), text=True, capture_output=True, timeout=600, **options)
+    process.text = re.sub(r"\s+", " ", process.stdout + process.stderr)
+    return process
+
+
+def run_python(code: str, first: Path | None = None) -> subprocess.CompletedProcess:
+    """`code` in a new interpreter, outside the repository, with the folder `first` before all others on the path."""
+    path = [str(first)] if first else []
+    inherited = os.environ.get("PYTHONPATH")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path + ([inherited] if inherited else []))}
+    return run(sys.executable, "-c", code, env=environment, cwd="/")
+
+
+def fake_torch(folder: Path, version: str) -> Path:
+    """What CMake looks at in a torch of that version."""
+    header = folder / "include/torch/headeronly/version.h"
+    header.parent.mkdir(parents=True)
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+    header.write_text("".join(f"#define TORCH_VERSION_{name} {number}\n" for name, number in numbers))
+    (folder / "lib").mkdir()
+    for name in ("torch", "torch_cpu", "c10"):
+        (folder / f"lib/lib{name}.so").touch()
+    return folder

@@ -1,0 +1,96 @@
+"""The build: what it says it found, and the one sentence with which it stops."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+from attnpack._load import build_record
+from processes import ROOT, TORCH_DIR, fake_torch, run
+
+NEEDS = "attnpack: Linux x86-64 (ARM compiles), Python >= 3.11, torch >= 2.11"
+
+
+def configure(build: Path, *arguments: str):
+    return run("cmake", "-S", ROOT, "-B", build, "-DCMAKE_BUILD_TYPE=Release", *arguments)
+
+
+def on(system: str, processor: str) -> list[str]:
+    return [f"-DCMAKE_SYSTEM_NAME={system}", f"-DCMAKE_SYSTEM_PROCESSOR={processor}"]
+
+
+@pytest.mark.parametrize("system, processor", [("Linux", "riscv64"), ("Darwin", "arm64"), ("Windows", "AMD64")])
+def test_stops_on_other_platforms(system, processor):
+    stopped = run("cmake", *on(system, processor), "-P", ROOT / "cmake/Platform.cmake")
+    assert stopped.returncode != 0
+    assert f"{NEEDS}; this is {system} {processor}." in stopped.text
+
+
+@pytest.mark.parametrize("processor", ["x86_64", "aarch64"])
+def test_goes_on_where_it_is_supported(processor):
+    assert run("cmake", *on("Linux", processor), "-P", ROOT / "cmake/Platform.cmake").returncode == 0
+
+
+def test_stops_on_an_old_python(tmp_path):
+    script = tmp_path / "check.cmake"
+    script.write_text(f'include("{ROOT}/cmake/Platform.cmake")\nattnpack_require(Python 3.10.13 3.11)\n')
+    stopped = run("cmake", *on("Linux", "x86_64"), "-P", script)
+    assert stopped.returncode != 0
+    assert f"{NEEDS}; this is Python 3.10.13." in stopped.text
+
+
+def test_stops_on_an_old_torch(tmp_path):
+    torch_dir = fake_torch(tmp_path / "torch", "2.10.0")
+    stopped = configure(tmp_path / "b", "-DATTNPACK_PYTHON=OFF", f"-DATTNPACK_TORCH_DIR={torch_dir}")
+    assert stopped.returncode != 0
+    assert f"{NEEDS}; this is torch 2.10.0." in stopped.text
+
+
+def test_stops_where_there_is_no_torch(tmp_path):
+    stopped = configure(tmp_path / "b", "-DATTNPACK_PYTHON=OFF", "-DATTNPACK_TORCH_DIR=/nowhere")
+    assert stopped.returncode != 0
+    assert "attnpack: no torch found (looked in '/nowhere'). Install one (pip install torch)" in stopped.text
+
+
+def test_names_pybind11_and_catch2(tmp_path):
+    python = [f"-DPython_EXECUTABLE={sys.executable}", f"-DATTNPACK_TORCH_DIR={TORCH_DIR}"]
+    configured = configure(tmp_path / "b", *python, "-DATTNPACK_TESTS=ON")
+    assert configured.returncode == 0, configured.text
+    assert f"pybind11 {build_record()['pybind11']}: torch's bundled headers" in configured.text
+    assert re.search(r"Catch2 [23]\.\d+\.\d+: /", configured.text)
+
+
+def hide_packages(folder: Path) -> dict[str, str]:
+    """An environment in which Python sees setuptools but not the user's packages, made as pip makes it."""
+    folder.mkdir()
+    for package in ("setuptools", "_distutils_hack"):
+        (folder / package).symlink_to(Path(setuptools.__file__).parents[1] / package)
+    (folder / "sitecustomize.py").write_text(
+        "import sys\nsys.path = [path for path in sys.path if not path.endswith('site-packages')]\n"
+    )
+    hidden = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "build_backend")]), "PYTHONNOUSERSITE": "1"}
+    return os.environ | hidden
+
+
+BACKEND = "import attnpack_build as b; print(b.get_requires_for_build_wheel()); print(b.find_torch())"
+
+
+def test_backend_finds_the_torch_that_pip_hides(tmp_path):
+    environment = hide_packages(tmp_path / "overlay")
+    assert "No module named 'torch'" in run(sys.executable, "-c", "import torch", env=environment, cwd="/").text
+    found = run(sys.executable, "-c", BACKEND, env=environment, cwd=ROOT)
+    assert found.returncode == 0, found.text
+    requirements, torch_dir = found.stdout.splitlines()[-2:]
+    assert torch_dir == str(TORCH_DIR)
+    assert "torch" not in requirements
+
+
+def test_backend_says_what_to_do_where_there_is_no_torch(tmp_path):
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare")
+    environment = hide_packages(tmp_path / "overlay")
+    stopped = run(tmp_path / "bare/bin/python", "-c", BACKEND, env=environment, cwd=ROOT)
+    assert stopped.returncode == 1
+    assert stopped.stderr.startswith("attnpack: there is no torch in this environment; install one (pip install torch")
+    assert len(stopped.stderr.strip().splitlines()) == 1

@@ -1,0 +1,102 @@
+"""How the native code gets into a process: one copy, one OpenMP, any order, and a sentence where it does not fit."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from attnpack._load import LIBRARY, PACKAGE, build_record
+from processes import ROOT, run, run_python
+
+BUILD = Path(os.environ.get("ATTNPACK_BUILD_DIR", ROOT / "build"))
+ATTEND = "q = torch.ones(1, 2, 300, 64); torch.ops.attnpack.null(q); attnpack.attention(q, q, q)"
+
+
+def copy_package(folder: Path, **build: str) -> Path:
+    """A copy of the installed package whose build.json says something else."""
+    shutil.copytree(PACKAGE, folder / "attnpack", ignore=shutil.ignore_patterns("include", "__pycache__"))
+    record = folder / "attnpack/share/attnpack/build.json"
+    record.write_text(json.dumps(build_record() | build))
+    return folder
+
+
+def import_error(process) -> str:
+    """The message of the ImportError that ended the process; nothing else may have been raised on the way."""
+    assert process.returncode == 1, process.text
+    assert "During handling" not in process.text and "undefined symbol" not in process.text
+    last = process.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: ")
+    return last.removeprefix("ImportError: ")
+
+
+def test_without_torch():
+    message = import_error(run_python("import sys; sys.modules['torch'] = None; import attnpack"))
+    assert message == "attnpack needs torch >= 2.11, which is not installed: run `pip install torch`"
+
+
+def test_without_a_build(tmp_path):
+    shutil.rmtree(copy_package(tmp_path) / "attnpack/share")
+    message = import_error(run_python("import attnpack", first=tmp_path))
+    assert message.startswith(f"attnpack's native code is not built in {tmp_path / 'attnpack'}: run `pip install .`")
+
+
+@pytest.mark.parametrize("name, other", [("torch", "2.99.0"), ("python", "3.99.0")])
+def test_built_for_another_version(tmp_path, name, other):
+    message = import_error(run_python("import attnpack", first=copy_package(tmp_path, **{name: other})))
+    assert message.startswith(f"attnpack was built for {name} {other[:4]}, but this is {name} ")
+    assert message.endswith("build it again: run `pip install .` in attnpack's source folder")
+
+
+def test_a_library_that_lacks_symbols(tmp_path):
+    """The version agrees but the symbols do not, as between two development builds of torch."""
+    library = copy_package(tmp_path) / "attnpack/lib/libattnpack.so"
+    source = tmp_path / "empty.cpp"
+    source.write_text("")
+    compiler = os.environ.get("CXX", "c++")
+    assert run(compiler, "-shared", "-fPIC", f"-Wl,-soname,{library.name}", source, "-o", library).returncode == 0
+    message = import_error(run_python("import attnpack", first=tmp_path))
+    assert re.fullmatch(
+        r"attnpack's native code does not fit torch \S+: build it again: run `pip install .` in .*", message
+    )
+
+
+@pytest.mark.parametrize(
+    "load", ["torch.ops.load_library({!r})", "import ctypes; ctypes.CDLL({!r})"], ids=["torch", "ctypes"]
+)
+def test_library_first_then_python(load):
+    code = (
+        f"import torch; {load.format(str(LIBRARY))}; torch.ops.attnpack.null(torch.ones(2)); import attnpack; {ATTEND}"
+    )
+    process = run_python(code)
+    assert process.returncode == 0, process.text
+
+
+def test_python_first_then_library():
+    process = run_python(f"import torch, attnpack; torch.ops.load_library({str(LIBRARY)!r}); {ATTEND}")
+    assert process.returncode == 0, process.text
+
+
+def test_a_second_copy_is_refused(tmp_path):
+    copy = tmp_path / LIBRARY.name
+    shutil.copy(LIBRARY, copy)
+    message = import_error(run_python(f"import torch; torch.ops.load_library({str(copy)!r}); import attnpack"))
+    assert message.startswith(f"another copy of attnpack is loaded already, {copy}, ")
+
+
+def test_one_openmp():
+    """Two libgomp in one process mean two thread pools, and one of them ignores torch.set_num_threads."""
+    code = f"import torch, attnpack; {ATTEND}; print(open('/proc/self/maps').read())"
+    assert len(set(re.findall(r"/\S*lib(?:gomp|omp|iomp5)\S*", run_python(code).stdout))) == 1
+
+
+@pytest.mark.parametrize("isa", [isa for isa in build_record()["instruction_sets"].split(";") if isa != "baseline"])
+def test_kernels_leak_no_code_of_their_instruction_set(isa):
+    """A weak symbol outside its own namespace may be the one the linker keeps, and then runs on a CPU without it."""
+    objects = list((BUILD / f"CMakeFiles/attnpack_{isa}.dir").rglob("*.o"))
+    assert objects, f"no objects of attnpack_{isa} in {BUILD}: run scripts/test.sh, which builds there"
+    symbols = run("nm", "--demangle", "--defined-only", *objects).stdout
+    weak = re.findall(r"^[0-9a-f]+ [WVu] (.*)$", symbols, re.MULTILINE)
+    assert [name for name in weak if f"attnpack::{isa}::" not in name] == []
+    assert f"attnpack::{isa}::" in symbols

@@ -1,0 +1,136 @@
+"""What the wheel carries, what a C++ program gets from it, and `attnpack info`."""
+
+import argparse
+import json
+import os
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+import attnpack
+import pytest
+import torch
+from attnpack import info
+from processes import ROOT, TORCH_DIR, fake_torch, run, run_python
+
+EXAMPLE = ROOT / "examples/cpp/hello_attention"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The package unpacked from a wheel that pip has built; compiled files of build/ are used again."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", folder, ROOT]
+    built = run(*pip)
+    assert built.returncode == 0, built.text
+    site = folder / "site-packages"
+    zipfile.ZipFile(next(folder.glob("attnpack-*.whl"))).extractall(site)
+    return site
+
+
+def test_wheel_carries_both_languages(wheel):
+    package = wheel / "attnpack"
+    for file in ("include/attnpack/attnpack.h", "include/attnpack/ops/attention.h", "lib/libattnpack.so", "py.typed",
+                 "share/cmake/attnpack/attnpackConfig.cmake", "data/smollm2_reference.json", "cli.py"):  # fmt: skip
+        assert (package / file).is_file(), file
+    assert list(package.glob("_C.*.so"))
+    assert not list(package.glob("include/attnpack/bindings")), "bindings need Python, the installed headers do not"
+    metadata = next(wheel.glob("*.dist-info/METADATA")).read_text()
+    assert f"Version: {attnpack.__version__}\n" in metadata
+    assert re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, re.MULTILINE) == ["torch>=2.11"]
+    assert "attnpack = attnpack.cli:main" in next(wheel.glob("*.dist-info/entry_points.txt")).read_text()
+
+
+def test_wheel_names_no_folder_of_this_machine(wheel):
+    for file in [wheel / "attnpack/lib/libattnpack.so", *wheel.glob("attnpack/_C.*.so")]:
+        runpath = re.search(r"R(?:UN)?PATH\)\s+Library r(?:un)?path: \[(.*)\]", run("readelf", "-d", file).stdout)[1]
+        assert all(entry.startswith("$ORIGIN") for entry in runpath.split(":")), runpath
+
+
+def test_wheel_runs_in_python(wheel):
+    code = "import attnpack, torch; q = torch.ones(1, 2, 3, 4); out = attnpack.attention(q, q, q)"
+    process = run_python(f"{code}; print(out.sum().item(), attnpack.__file__)", first=wheel)
+    assert process.stdout.split() == ["24.0", str(wheel / "attnpack/__init__.py")], process.text
+
+
+def test_cpp_program_against_the_wheel(wheel, tmp_path):
+    """The example is C++17 and finds the operator by name although it is linked against the library alone."""
+    prefix = run_python(
+        "import sys; from attnpack.cli import main; sys.exit(main(['info', '--cmake-prefix']))", first=wheel
+    )
+    assert prefix.stdout.strip() == str(wheel / "attnpack")
+    configured = run("cmake", "-S", EXAMPLE, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix.stdout.strip()}")
+    assert configured.returncode == 0, configured.text
+    built = run("cmake", "--build", tmp_path)
+    assert built.returncode == 0, built.text
+    without_python = {"PATH": "/nowhere"}
+    hello = run(tmp_path / "hello_attention", env=without_python)
+    assert hello.returncode == 0, hello.text
+    lines = [line.split(maxsplit=1) for line in hello.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["layer", "steps", "operator", "schema"]
+    assert lines[0][1] == "[1, 10, 512]"
+    assert lines[2][1] == "[1, 8, 10, 64]"
+    assert lines[3][1] == str(torch.ops.attnpack.attention.default._schema)
+
+
+def test_example_is_short():
+    assert len((EXAMPLE / "main.cpp").read_text().splitlines()) < 40
+
+
+def test_find_package_refuses_another_torch(wheel, tmp_path):
+    torch_dir = fake_torch(tmp_path / "torch", "2.99.0")
+    arguments = [f"-DCMAKE_PREFIX_PATH={wheel / 'attnpack'}", f"-DATTNPACK_TORCH_DIR={torch_dir}"]
+    stopped = run("cmake", "-S", EXAMPLE, "-B", tmp_path / "b", *arguments)
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert stopped.returncode != 0
+    assert f"attnpack was built for torch {minor}, but {torch_dir} is torch 2.99.0" in stopped.text
+
+
+@pytest.mark.long
+def test_without_python(tmp_path):
+    """-DATTNPACK_PYTHON=OFF builds, passes ctest and installs with no Python on the PATH."""
+    path = tmp_path / "bin"
+    path.mkdir()
+    for folder in os.environ["PATH"].split(os.pathsep):
+        for program in Path(folder).glob("*") if Path(folder).is_dir() else ():
+            link = path / program.name
+            if not link.exists() and "python" not in program.name and os.access(program, os.X_OK):
+                link.symlink_to(program)
+    environment = {"PATH": str(path)}
+    assert run("sh", "-c", "command -v python3 || command -v python", env=environment).returncode != 0
+    build, prefix = tmp_path / "b", tmp_path / "prefix"
+    arguments = ["-DATTNPACK_PYTHON=OFF", "-DATTNPACK_TESTS=ON", f"-DATTNPACK_TORCH_DIR={TORCH_DIR}"]
+    for command in (
+        ("cmake", "-S", ROOT, "-B", build, *arguments),
+        ("cmake", "--build", build, "--parallel", "2"),
+        ("ctest", "--test-dir", build, "--output-on-failure", "--no-tests=error"),
+        ("cmake", "--install", build, "--prefix", prefix),
+        ("cmake", "-S", EXAMPLE, "-B", tmp_path / "hello", f"-DCMAKE_PREFIX_PATH={prefix}"),
+        ("cmake", "--build", tmp_path / "hello"),
+        (tmp_path / "hello/hello_attention",),
+    ):
+        process = run(*command, env=environment)
+        assert process.returncode == 0, process.text
+
+
+def test_info_says_what_is_loaded_and_why_not():
+    collected = info.collect()
+    assert collected["attnpack"] == attnpack.__version__
+    assert collected["torch"]["running"] == torch.__version__
+    assert collected["instruction_set"]["chosen"] in collected["instruction_set"]["built"]
+    assert collected["threads"] == torch.get_num_threads()
+    assert collected["libraries"]["libattnpack.so"]["loaded"]
+    cuda = collected["libraries"]["libattnpack_cuda.so"]
+    assert cuda == {"loaded": False, "why": "not built; CUDA tensors run through ATen"}
+
+
+def test_info_prints_lines_or_json(capsys):
+    info.main(argparse.Namespace(json=True, cmake_prefix=False))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(info.collect()))
+    info.main(argparse.Namespace(json=False, cmake_prefix=False))
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"^libattnpack_cuda.so +not loaded: not built; CUDA tensors run through ATen$", printed, re.MULTILINE
+    )
+    assert re.search(rf"^torch +{re.escape(torch.__version__)}, built for \d", printed, re.MULTILINE)
