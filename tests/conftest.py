@@ -1,0 +1,39 @@
+"""The real model, SmolLM2-135M-Instruct, loaded once a session: by transformers and by attnpack, from the same file."""
+
+import importlib.util
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "make_reference_tokens.py"
+
+
+@pytest.fixture(scope="session")
+def reference_script():
+    """scripts/make_reference_tokens.py as a module."""
+    spec = importlib.util.spec_from_file_location("make_reference_tokens", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def smollm2_hf(reference_script):
+    """(model, tokenizer) of transformers, fp32."""
+    return reference_script.load()
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """attnpack's CausalLM, fp32."""
+    import attnpack
+    from attnpack.causal_lm_io import smollm2_path
+
+    return attnpack.CausalLM.from_gguf(smollm2_path())
+
+
+@pytest.fixture(scope="session")
+def topics_text() -> str:
+    """English prose without a network: the standard library's help topics, in the order of their names."""
+    return "\n".join(topics[name] for name in sorted(topics))

