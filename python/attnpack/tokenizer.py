@@ -145,6 +145,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     tokens, merges = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.merges"]
     types = data.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     pre = data.get("tokenizer.ggml.pre", "gpt-2")
+    pre_tokenizer = _pre_tokenizer(path, pre)
 
     backend = Backend(
         models.BPE(
@@ -152,7 +153,7 @@ def _from_gguf(path: Path) -> Tokenizer:
             merges=[tuple(merge.split(" ", 1)) for merge in merges],
         )
     )
-    backend.pre_tokenizer = _pre_tokenizer(path, pre)
+    backend.pre_tokenizer = pre_tokenizer
     backend.decoder = decoders.ByteLevel()
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()

@@ -1,0 +1,256 @@
+"""from_hf against the transformers model that saved the checkpoint, and checkpoints that are refused."""
+
+import json
+from pathlib import Path
+
+import attnpack
+import pytest
+import torch
+from memory_growth import growth
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 2000.0, "factor": 3.0}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama-linear-rope": LlamaConfig(**SIZES, rope_parameters=LINEAR),
+    "llama-mha": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral-wide-heads": MistralConfig(**SIZES, head_dim=24, sliding_window=128),
+    "qwen2": Qwen2Config(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True, use_sliding_window=False, sliding_window=16),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "qwen3-biases": Qwen3Config(**SIZES, head_dim=16, attention_bias=True, tie_word_embeddings=True),
+}
+
+
+def random_model(config):
+    """A transformers model whose biases and norms are not trivial."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A saved tiny Llama: (transformers model, directory)."""
+    model = random_model(CONFIGS["llama"])
+    model.save_pretrained(tmp_path / "llama")
+    return model, tmp_path / "llama"
+
+
+def edit_config(directory: Path, *, drop: tuple[str, ...] = (), **values) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in config.items() if key not in drop}))
+
+
+def edit_weights(directory: Path, change) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def assert_same_logits(model, reference) -> None:
+    ids = torch.randint(96, (2, 50))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), reference(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name, tmp_path):
+    reference = random_model(CONFIGS[name])
+    reference.save_pretrained(tmp_path)
+    model = attnpack.CausalLM.from_hf(tmp_path)
+    assert_same_logits(model, reference)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
+    assert not model.training
+
+
+def test_state_dict_names_are_those_of_llama(llama):
+    reference, directory = llama
+    expected = reference.state_dict()
+    found = attnpack.CausalLM.from_hf(str(directory)).state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_shards(tmp_path):
+    reference = random_model(CONFIGS["qwen3"])
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_same_logits(attnpack.CausalLM.from_hf(tmp_path), reference)
+
+
+def test_config_of_transformers_4(llama):
+    reference, directory = llama
+    stretched = AutoModelForCausalLM.from_config(CONFIGS["llama-linear-rope"]).eval()
+    stretched.load_state_dict(reference.state_dict())
+    scaling = {"type": "linear", "factor": 3.0}
+    edit_config(directory, drop=("rope_parameters",), rope_theta=2000.0, rope_scaling=scaling)
+    assert_same_logits(attnpack.CausalLM.from_hf(directory), stretched)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_dtypes_convert_as_torch_does(llama, stored, wanted, monkeypatch):
+    monkeypatch.setattr("attnpack.hf_io._CHUNK_ELEMENTS", 1000)  # several pieces a tensor
+    reference, directory = llama
+    reference.to(stored).save_pretrained(directory)
+    found = attnpack.CausalLM.from_hf(directory, dtype=wanted).state_dict()
+    for name, tensor in reference.state_dict().items():
+        assert found[name].dtype == wanted
+        assert torch.equal(found[name], tensor.to(wanted)), name
+
+
+def test_tied_head_that_is_stored_too(tmp_path):
+    reference = random_model(CONFIGS["llama-tied"])
+    reference.save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert_same_logits(attnpack.CausalLM.from_hf(tmp_path), reference)
+    edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+    refused(tmp_path, "tie_word_embeddings", "lm_head.weight")
+
+
+def test_resident_memory_grows_by_the_weights_and_at_most_a_fifth(tmp_path):
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=8,
+        num_attention_heads=12, num_key_value_heads=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    grown, weights = growth("from_hf", tmp_path, "float32")
+    assert weights == 4 * sum(p.numel() for p in model.parameters())
+    assert grown <= 1.2 * weights, f"{grown / weights:.3f} times the weights"
+
+
+# ---- what is refused -----------------------------------------------------------------
+
+
+def refused(path, *words, **keywords):
+    with pytest.raises(ValueError) as caught:
+        attnpack.CausalLM.from_hf(path, **keywords)
+    message = str(caught.value)
+    assert str(path) in message
+    for word in words:
+        assert word in message, message
+
+
+def test_no_checkpoint(tmp_path):
+    refused(tmp_path / "none", "config.json")
+    refused(tmp_path, "config.json")
+    (tmp_path / "config.json").write_text("no json")
+    refused(tmp_path, "config.json", "JSON")
+    (tmp_path / "config.json").write_text("[]")
+    refused(tmp_path, "config.json", "JSON")
+
+
+def test_no_weights(llama):
+    directory = llama[1]
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    refused(directory, "model.safetensors", "save_pretrained")
+
+
+def test_other_model_types_are_refused_with_the_list(llama):
+    edit_config(llama[1], model_type="gemma2")
+    refused(llama[1], "'gemma2'", "llama, mistral, qwen2, qwen3")
+
+
+def test_missing_setting(llama):
+    edit_config(llama[1], drop=("intermediate_size",))
+    refused(llama[1], "lacks intermediate_size")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"attn_logit_softcapping": 50.0},
+        {"final_logit_softcapping": 30.0},
+        {"attention_dropout": 0.1},
+        {"hidden_act": "gelu"},
+        {"quantization_config": {"bits": 4}},
+        {"partial_rotary_factor": 0.5},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_of_later_issues_are_named(llama, setting):
+    edit_config(llama[1], **setting)
+    refused(llama[1], next(iter(setting)))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "yarn", "llama3", "longrope"])
+def test_rope_types_of_later_issues_are_named(llama, kind):
+    edit_config(llama[1], rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
+    refused(llama[1], f"'{kind}'", "rope_type")
+    edit_config(llama[1], drop=("rope_parameters",), rope_scaling={"type": kind, "factor": 2.0})
+    refused(llama[1], f"'{kind}'", "rope_type")
+
+
+@pytest.mark.parametrize(
+    ("config", "slides"),
+    [
+        (MistralConfig(**SIZES, sliding_window=64), True),
+        (MistralConfig(**SIZES, sliding_window=128), False),
+        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=64, max_window_layers=1), True),
+        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=64, max_window_layers=3), False),
+        (Qwen3Config(**SIZES, use_sliding_window=False, sliding_window=64, max_window_layers=1), False),
+    ],
+)
+def test_sliding_window_shorter_than_the_context(config, slides, tmp_path):
+    reference = random_model(config)
+    reference.save_pretrained(tmp_path)
+    if slides:
+        refused(tmp_path, "sliding_window", "64", "max_positions=64")
+    model = attnpack.CausalLM.from_hf(tmp_path, max_positions=64 if slides else None)
+    assert_same_logits(model, reference)  # 50 tokens, within the window
+
+
+def test_missing_and_unexpected_tensors(llama):
+    directory = llama[1]
+    edit_weights(directory, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}))
+    refused(directory, "unexpected model.layers.0.self_attn.q_proj.bias")
+    edit_weights(directory, lambda t: t.pop("model.layers.0.self_attn.q_proj.bias"))
+    edit_weights(directory, lambda t: t.pop("model.norm.weight"))
+    refused(directory, "lacks model.norm.weight")
+
+
+def test_wrong_shape(llama):
+    edit_weights(llama[1], lambda t: t.update({"model.norm.weight": torch.ones(31)}))
+    refused(llama[1], "model.norm.weight", "[31]", "[32]")
+
+
+def test_unreadable_dtype(llama):
+    edit_weights(llama[1], lambda t: t.update({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}))
+    refused(llama[1], "model.norm.weight", "F8_E4M3")
+
+
+def test_truncated_and_foreign_weights(llama):
+    directory = llama[1]
+    path = directory / "model.safetensors"
+    data = path.read_bytes()
+    for length in [0, 4, 100, len(data) // 2, len(data) - 1]:
+        path.write_bytes(data[:length])
+        refused(directory, "model.safetensors")
+    path.write_bytes(b"\x80\x02}q\x00." * 100)  # a pickle
+    refused(directory, "model.safetensors")
+
+
+def test_missing_shard(tmp_path):
+    random_model(CONFIGS["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
+    sorted(tmp_path.glob("*.safetensors"))[0].unlink()
+    refused(tmp_path, "model-00001-of-")

@@ -1,0 +1,152 @@
+"""Tokenizers against those of transformers, from the GGUF file and from a saved directory."""
+
+import re
+import sys
+import unicodedata
+
+import gguf
+import pytest
+from attnpack.causal_lm_io import load_tokenizer, smollm2_path
+from transformers import Qwen2Tokenizer
+
+TEXTS = [
+    "",
+    "Hello, world! It's 7 o'clock; we've 1,234.5 reasons.",
+    "Grüße, 你好, привет, \u0645\u0631\u062d\u0628\u0627 e\u0301",
+    "\U0001f642 \U0001f469\u200d\U0001f469\u200d\U0001f467",
+    "def f(x):\n\treturn {'a': x ** 2}  # \u03c0\n\n\nprint(f(3))\r\n",
+    "   leading and trailing   \n \n",
+    "<|im_start|>user\nHi<|im_end|>\n<|endoftext|>",
+    "tabs\t\tand\u00a0odd\u2003spaces",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(smollm2_path())
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_equal_transformers(text, tokenizer, smollm2_hf):
+    assert tokenizer.encode(text) == smollm2_hf[1](text).input_ids
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+def test_digits_stand_alone_as_in_training(tokenizer, smollm2_hf, topics_text):
+    """transformers ignores the file's tokenizer.ggml.pre, `smollm`: every digit is cut off first, then GPT-2's rule."""
+    hf = smollm2_hf[1]
+    text = topics_text + " \u00bd\u00b2  \u0663"
+    numbers = "".join({c for c in text if unicodedata.category(c).startswith("N")})
+    pieces = re.split(f"([{numbers}])", text)
+    assert tokenizer.encode(text) == [i for piece in pieces if piece for i in hf(piece).input_ids]
+    assert tokenizer.encode("a  1") != hf("a  1").input_ids
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens_are_left_out_of_text(tokenizer):
+    assert tokenizer.decode(tokenizer.encode("<|im_start|>user\nHi<|im_end|>")) == "user\nHi"
+    assert tokenizer.stop_tokens == (2,)
+    assert tokenizer.decode([2], skip_special_tokens=False) == "<|im_end|>"
+
+
+@pytest.mark.parametrize("jinja", [True, False])
+def test_chat_equals_transformers(jinja, tokenizer, smollm2_hf, monkeypatch):
+    if not jinja:
+        monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
+    prompt = "Why is {{ 1 }} <b>so</b>\nlonely?\n"
+    messages = [{"role": "user", "content": prompt}]
+    expected = smollm2_hf[1].apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    assert tokenizer.chat(prompt) == expected["input_ids"]
+
+
+def test_stream_gives_whole_characters(tokenizer):
+    text = "na\u00efve \U0001f469\u200d\U0001f467 \u4f60\u597d!"
+    pieces = []
+    step = tokenizer.stream(pieces.append)
+    for token in tokenizer.encode(text):
+        step(token)
+    assert "".join(pieces) == text
+    assert len(pieces) > 3
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_directory(tmp_path, smollm2_hf):
+    hf = smollm2_hf[1]
+    hf.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == hf(text).input_ids
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.chat_text("Hi") == hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.stop_tokens == (2,)
+
+
+def write_vocabulary(path, tokens, merges, **values):
+    """A GGUF file that holds a vocabulary only."""
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_tokenizer_model(values.get("model", "gpt2"))
+    writer.add_tokenizer_pre(values.get("pre", "qwen2"))
+    writer.add_token_list(tokens)
+    writer.add_token_merges(merges)
+    writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
+    writer.add_bos_token_id(0)
+    writer.add_add_bos_token(values.get("add_bos", False))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    """SmolLM2's tokens and merges."""
+    from attnpack.gguf_io import GgufFile
+
+    data = GgufFile(smollm2_path()).metadata
+    return data["tokenizer.ggml.tokens"], data["tokenizer.ggml.merges"]
+
+
+def test_qwen2_rule_equals_transformers(vocabulary, tmp_path):
+    tokens, merges = vocabulary
+    ours = load_tokenizer(write_vocabulary(tmp_path / "q.gguf", tokens, merges))
+    theirs = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[tuple(merge.split(" ")) for merge in merges],
+        additional_special_tokens=[token for token in tokens if token.startswith("<|")],
+    )
+    for text in [*TEXTS, "a  1\n\n  22 It'S"]:
+        assert ours.encode(text) == theirs(text).input_ids
+
+
+def test_bos_is_added_where_the_file_asks_for_it(vocabulary, tmp_path):
+    tokens, merges = vocabulary
+    plain = load_tokenizer(write_vocabulary(tmp_path / "a.gguf", tokens, merges)).encode("Hi there")
+    assert load_tokenizer(write_vocabulary(tmp_path / "b.gguf", tokens, merges, add_bos=True)).encode("Hi there") == [
+        0,
+        *plain,
+    ]
+
+
+def test_other_vocabularies_are_refused(vocabulary, tmp_path):
+    tokens, merges = vocabulary[0][:10], vocabulary[1][:1]
+    with pytest.raises(ValueError, match="tokenizer.ggml.model is 'llama'"):
+        load_tokenizer(write_vocabulary(tmp_path / "a.gguf", tokens, merges, model="llama"))
+    with pytest.raises(ValueError, match="tokenizer.ggml.pre is 'tekken'; known are gpt-2, smollm and qwen2"):
+        load_tokenizer(write_vocabulary(tmp_path / "b.gguf", tokens, merges, pre="tekken"))
+    with pytest.raises(ValueError, match="no tokenizer.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="no such file"):
+        load_tokenizer(tmp_path / "none.gguf")
+
+
+def test_chat_without_template(vocabulary, tmp_path):
+    tokenizer = load_tokenizer(write_vocabulary(tmp_path / "a.gguf", *vocabulary))
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer.chat("Hi")
+
+
+def test_missing_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match="pip install tokenizers"):
+        load_tokenizer(smollm2_path())
