@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include <attnpack/core/check.h>
+
 namespace attnpack {
 
 namespace {
@@ -19,6 +21,9 @@ at::Tensor grown(const at::Tensor& held, int64_t len, int64_t capacity) {
 }  // namespace
 
 DynamicCache::DynamicCache() { reset(); }
+
+DynamicCache::DynamicCache(CacheTensors tensors)
+    : KVCache(std::move(tensors)), len_(lengths().numel() > 0 ? lengths().max().item<int64_t>() : 0) {}
 
 CacheTensors DynamicCache::reserve(const at::Tensor& key, const at::Tensor& value) {
   const int64_t need = len_ + key.size(2);
@@ -58,15 +63,15 @@ void DynamicCache::reset() {
 }
 
 void DynamicCache::crop(int64_t n) {
-  TORCH_CHECK_VALUE(n >= 0, "n: got ", n, ", want how many positions to keep, 0 or more");
+  ATTNPACK_CHECK(n >= 0, "n: got ", n, ", want how many positions to keep, 0 or more");
   if (n == 0) return reset();
   tensors_.lengths.clamp_max_(n);
   len_ = std::min(len_, n);
 }
 
 void DynamicCache::reorder(const at::Tensor& index) {
-  TORCH_CHECK_VALUE(index.dim() == 1 && index.scalar_type() == at::kLong, "index: got ", index.scalar_type(),
-                    " of shape ", index.sizes(), ", want int64 sequence numbers [B]");
+  ATTNPACK_CHECK(index.dim() == 1 && index.scalar_type() == at::kLong, "index: got ", index.scalar_type(), " of shape ",
+                 index.sizes(), ", want int64 sequence numbers [B]");
   if (len_ == 0) return;
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;

@@ -9,6 +9,8 @@ namespace attnpack {
 class DynamicCache : public KVCache {
  public:
   DynamicCache();
+  // Over tensors that somebody else holds too; they are written until they are outgrown.
+  explicit DynamicCache(CacheTensors tensors);
 
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
   void commit(int64_t new_len, const std::optional<at::Tensor>& new_lens) override;
@@ -24,7 +26,7 @@ class DynamicCache : public KVCache {
 
  private:
   CacheTensors room_;  // what reserve made, held from commit on
-  int64_t len_ = 0;  // kept here so that no call waits for the device
+  int64_t len_ = 0;    // kept here so that no call waits for the device
 };
 
 }  // namespace attnpack

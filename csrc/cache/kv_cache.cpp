@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
+#include <attnpack/core/check.h>
+
 namespace attnpack {
 
 namespace {
@@ -10,12 +12,11 @@ namespace {
 void check_part(const char* name, const at::Tensor& held, const at::Tensor& added) {
   const bool same = added.dim() == 4 && added.size(0) == held.size(0) && added.size(1) == held.size(1) &&
                     added.size(3) == held.size(3);
-  TORCH_CHECK_VALUE(same, "cache: got ", name, " of shape ", added.sizes(), ", want [", held.size(0), ", ",
-                    held.size(1), ", L, ", held.size(3),
-                    "] as the cache holds; use a cache of this layer's shape, or reset() it");
-  TORCH_CHECK_VALUE(added.scalar_type() == held.scalar_type() && added.device() == held.device(), "cache: got ", name,
-                    " in ", added.scalar_type(), " on ", added.device(), ", want ", held.scalar_type(), " on ",
-                    held.device(), " as the cache holds; use a cache of the module's dtype and device");
+  ATTNPACK_CHECK(same, "cache: got ", name, " of shape ", added.sizes(), ", want [", held.size(0), ", ", held.size(1),
+                 ", L, ", held.size(3), "] as the cache holds; use a cache of this layer's shape, or reset() it");
+  ATTNPACK_CHECK(added.scalar_type() == held.scalar_type() && added.device() == held.device(), "cache: got ", name,
+                 " in ", added.scalar_type(), " on ", added.device(), ", want ", held.scalar_type(), " on ",
+                 held.device(), " as the cache holds; use a cache of the module's dtype and device");
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ class KVCache {
   virtual ~KVCache() = default;
 
   // Tensors with room for key.size(2) more positions; raises where key or value do not fit the cache.
-  virtual CacheTensors reserve(const at::Tensor& key,      // [B, Hkv, L, D]
+  virtual CacheTensors reserve(const at::Tensor& key,         // [B, Hkv, L, D]
                                const at::Tensor& value) = 0;  // [B, Hkv, L, Dv]
   // After attend has written new_len positions, or new_lens [B] valid ones of them.
   virtual void commit(int64_t new_len, const std::optional<at::Tensor>& new_lens) = 0;
@@ -42,8 +42,14 @@ class KVCache {
   at::Tensor v() const { return tensors_.value.defined() ? tensors_.value.narrow(2, 0, len()) : tensors_.value; }
   // [B] int64
   const at::Tensor& lengths() const { return tensors_.lengths; }
+  // With the capacity behind what is held.
+  const CacheTensors& tensors() const { return tensors_; }
 
  protected:
+  KVCache() = default;
+  explicit KVCache(CacheTensors tensors) : tensors_(std::move(tensors)) {}
+  KVCache(const KVCache&) = default;
+
   CacheTensors tensors_;
 };
 

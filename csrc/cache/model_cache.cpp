@@ -2,20 +2,22 @@
 
 #include <ATen/ATen.h>
 
+#include <attnpack/core/check.h>
+
 namespace attnpack {
 
 ModelCache::ModelCache(int64_t num_layers) {
-  TORCH_CHECK_VALUE(num_layers > 0, "num_layers: got ", num_layers, ", want at least 1");
+  ATTNPACK_CHECK(num_layers > 0, "num_layers: got ", num_layers, ", want at least 1");
   for (int64_t i = 0; i < num_layers; ++i) layers_.push_back(std::make_shared<DynamicCache>());
 }
 
 ModelCache::ModelCache(int64_t num_layers, const StaticCacheOptions& options) {
-  TORCH_CHECK_VALUE(num_layers > 0, "num_layers: got ", num_layers, ", want at least 1");
+  ATTNPACK_CHECK(num_layers > 0, "num_layers: got ", num_layers, ", want at least 1");
   for (int64_t i = 0; i < num_layers; ++i) layers_.push_back(std::make_shared<StaticCache>(options));
 }
 
 ModelCache::ModelCache(std::vector<std::shared_ptr<KVCache>> layers) : layers_(std::move(layers)) {
-  TORCH_CHECK_VALUE(!layers_.empty(), "layers: got none, want the cache of each layer");
+  ATTNPACK_CHECK(!layers_.empty(), "layers: got none, want the cache of each layer");
 }
 
 int64_t ModelCache::nbytes() const {

@@ -3,12 +3,14 @@
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
+#include <attnpack/core/check.h>
+
 namespace attnpack {
 
 StaticCache::StaticCache(const StaticCacheOptions& o) {
-  TORCH_CHECK_VALUE(o.batch() >= 0 && o.num_kv_heads() > 0 && o.max_len() > 0 && o.head_dim() > 0,
-                    "StaticCache: got batch ", o.batch(), ", num_kv_heads ", o.num_kv_heads(), ", max_len ",
-                    o.max_len(), ", head_dim ", o.head_dim(), ", want numbers above 0");
+  ATTNPACK_CHECK(o.batch() >= 0 && o.num_kv_heads() > 0 && o.max_len() > 0 && o.head_dim() > 0,
+                 "StaticCache: got batch ", o.batch(), ", num_kv_heads ", o.num_kv_heads(), ", max_len ", o.max_len(),
+                 ", head_dim ", o.head_dim(), ", want numbers above 0");
   const auto zeros = [&](int64_t width) {
     return cache_zeros(o.batch(), o.num_kv_heads(), o.max_len(), width, o.tensor());
   };
@@ -31,14 +33,14 @@ int64_t StaticCache::nbytes() const {
 }
 
 void StaticCache::crop(int64_t n) {
-  TORCH_CHECK_VALUE(n >= 0, "n: got ", n, ", want how many positions to keep, 0 or more");
+  ATTNPACK_CHECK(n >= 0, "n: got ", n, ", want how many positions to keep, 0 or more");
   tensors_.lengths.clamp_max_(n);
 }
 
 void StaticCache::reorder(const at::Tensor& index) {
-  TORCH_CHECK_VALUE(index.dim() == 1 && index.scalar_type() == at::kLong && index.size(0) == lengths().size(0),
-                    "index: got ", index.scalar_type(), " of shape ", index.sizes(), ", want int64 [",
-                    lengths().size(0), "]: a StaticCache keeps its batch size");
+  ATTNPACK_CHECK(index.dim() == 1 && index.scalar_type() == at::kLong && index.size(0) == lengths().size(0),
+                 "index: got ", index.scalar_type(), " of shape ", index.sizes(), ", want int64 [", lengths().size(0),
+                 "]: a StaticCache keeps its batch size");
   at::NoGradGuard no_grad;
   for (auto* tensor : {&tensors_.key, &tensors_.value, &tensors_.lengths}) {
     tensor->copy_(tensor->index_select(0, index));

@@ -23,6 +23,8 @@ class StaticCache : public KVCache {
   StaticCache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim)
       : StaticCache(StaticCacheOptions(batch, num_kv_heads, max_len, head_dim)) {}
   explicit StaticCache(const StaticCacheOptions& options);
+  // Over tensors that somebody else holds too.
+  explicit StaticCache(CacheTensors tensors) : KVCache(std::move(tensors)) {}
 
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
   void commit(int64_t, const std::optional<at::Tensor>&) override {}

@@ -1,5 +1,6 @@
 #include <attnpack/io/state_dict.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/modules/leaf.h>
 
 namespace attnpack {
@@ -15,14 +16,14 @@ LoadResult compare(const StateDict& own, const StateDict& given, bool strict) {
       result.missing.push_back(name);
       continue;
     }
-    TORCH_CHECK(found->second.sizes() == tensor.sizes(), "state dict: got ", name, " of shape ",
-                found->second.sizes(), ", want ", tensor.sizes());
+    ATTNPACK_CHECK(found->second.sizes() == tensor.sizes(), "state dict: got ", name, " of shape ", found->second.sizes(),
+                ", want ", tensor.sizes());
   }
   for (const auto& [name, tensor] : given) {
     if (!own.count(name)) result.unexpected.push_back(name);
   }
-  TORCH_CHECK(!strict || (result.missing.empty() && result.unexpected.empty()), "state dict: missing ",
-              result.missing, ", unexpected ", result.unexpected, "; want exactly the module's names (or strict=false)");
+  ATTNPACK_CHECK(!strict || (result.missing.empty() && result.unexpected.empty()), "state dict: missing ", result.missing,
+              ", unexpected ", result.unexpected, "; want exactly the module's names (or strict=false)");
   return result;
 }
 
@@ -32,7 +33,7 @@ std::pair<ParameterOwner*, std::string> owner_of(
   const auto dot = name.rfind('.');
   const auto* found = modules.find(dot == std::string::npos ? "" : name.substr(0, dot));
   auto* owner = found ? dynamic_cast<ParameterOwner*>(found->get()) : nullptr;
-  TORCH_CHECK(owner, "state dict: ", name, " belongs to a module that is not attnpack's; use load_state_dict");
+  ATTNPACK_CHECK(owner, "state dict: ", name, " belongs to a module that is not attnpack's; use load_state_dict");
   return {owner, dot == std::string::npos ? name : name.substr(dot + 1)};
 }
 

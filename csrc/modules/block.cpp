@@ -1,5 +1,6 @@
 #include <attnpack/modules/block.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/modules/norm.h>
 
 namespace attnpack {
@@ -32,11 +33,8 @@ EncoderBlockImpl::EncoderBlockImpl(const EncoderBlockOptions& options)
 
 at::Tensor EncoderBlockImpl::forward(const at::Tensor& x, const EncoderInputs& inputs) {
   const auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {
-    return self_attn->forward(t, AttentionInputs()
-                                     .causal(false)
-                                     .mask(inputs.mask())
-                                     .positions(inputs.positions())
-                                     .kv_lens(inputs.kv_lens()));
+    return self_attn->forward(
+        t, AttentionInputs().causal(false).mask(inputs.mask()).positions(inputs.positions()).kv_lens(inputs.kv_lens()));
   });
   return residual(h, post_attention_layernorm, pre_norm, [&](const at::Tensor& t) { return mlp->forward(t); });
 }
@@ -53,9 +51,9 @@ DecoderBlockImpl::DecoderBlockImpl(const DecoderBlockOptions& options)
 }
 
 at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInputs& inputs) {
-  TORCH_CHECK_VALUE(bool(cross_attn) == inputs.context().has_value(), "context: ",
-                    cross_attn ? "got none, but this block has cross-attention; give what it reads"
-                               : "got a tensor, but this block has no cross-attention; give it cross_attention");
+  ATTNPACK_CHECK(bool(cross_attn) == inputs.context().has_value(), "context: ",
+                 cross_attn ? "got none, but this block has cross-attention; give what it reads"
+                            : "got a tensor, but this block has no cross-attention; give it cross_attention");
   auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {
     return self_attn->forward(t, AttentionInputs()
                                      .causal(true)

@@ -1,5 +1,6 @@
 #include <attnpack/modules/causal_lm.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/modules/checks.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/grouped_attention.h>
@@ -17,8 +18,7 @@ DecoderBlock make_block(const CausalLMOptions& o, const RotaryEmbedding& rope) {
                                       .rope(rope)
                                       .causal(true)
                                       .factory(o.factory()));
-  FeedForward feed_forward(
-      FeedForwardOptions(o.embed_dim(), *o.hidden_dim()).bias(o.mlp_bias()).factory(o.factory()));
+  FeedForward feed_forward(FeedForwardOptions(o.embed_dim(), *o.hidden_dim()).bias(o.mlp_bias()).factory(o.factory()));
   return DecoderBlock(DecoderBlockOptions(attention, feed_forward).eps(o.eps()));
 }
 
@@ -26,8 +26,8 @@ DecoderBlock make_block(const CausalLMOptions& o, const RotaryEmbedding& rope) {
 
 void CausalLMImpl::reset() {
   auto& o = options;
-  TORCH_CHECK_VALUE(o.vocab_size() > 0, "vocab_size: got ", o.vocab_size(), ", want at least 1");
-  TORCH_CHECK_VALUE(o.num_layers() > 0, "num_layers: got ", o.num_layers(), ", want at least 1");
+  ATTNPACK_CHECK(o.vocab_size() > 0, "vocab_size: got ", o.vocab_size(), ", want at least 1");
+  ATTNPACK_CHECK(o.num_layers() > 0, "num_layers: got ", o.num_layers(), ", want at least 1");
   o.num_kv_heads(o.num_kv_heads().value_or(o.num_heads()));
   o.head_dim(resolve_head_dim(o.embed_dim(), o.num_heads(), o.head_dim()));
   o.hidden_dim(o.hidden_dim().value_or(4 * o.embed_dim()));
@@ -41,8 +41,7 @@ void CausalLMImpl::reset() {
   for (int64_t i = 0; i < o.num_layers(); ++i) layers.push_back(make_block(o, rope));
   model = register_module("model", Decoder(DecoderOptions(layers).eps(o.eps()).embed_tokens(embedding)));
   if (!o.tie_embeddings()) {
-    lm_head = register_module("lm_head",
-                              Linear(LinearOptions(o.embed_dim(), o.vocab_size()).factory(o.factory())));
+    lm_head = register_module("lm_head", Linear(LinearOptions(o.embed_dim(), o.vocab_size()).factory(o.factory())));
   }
 }
 
@@ -67,9 +66,9 @@ std::shared_ptr<ModelCache> CausalLMImpl::dynamic_cache() const {
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::static_cache(int64_t batch, int64_t max_len) const {
-  return std::make_shared<ModelCache>(
-      options.num_layers(), StaticCacheOptions(batch, *options.num_kv_heads(), max_len, *options.head_dim())
-                                .tensor(model->embed_tokens->weight.options().requires_grad(false)));
+  return std::make_shared<ModelCache>(options.num_layers(),
+                                      StaticCacheOptions(batch, *options.num_kv_heads(), max_len, *options.head_dim())
+                                          .tensor(model->embed_tokens->weight.options().requires_grad(false)));
 }
 
 }  // namespace attnpack

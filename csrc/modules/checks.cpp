@@ -2,11 +2,13 @@
 
 #include <ATen/autocast_mode.h>
 
+#include <attnpack/core/check.h>
+
 namespace attnpack {
 
 void refuse_unbuilt(const UnbuiltArguments& arguments) {
   const auto refuse = [](bool given, const char* name, const char* neutral) {
-    TORCH_CHECK_VALUE(!given, name, ": not built in this version of attnpack; leave it at ", neutral);
+    ATTNPACK_CHECK(!given, name, ": not built in this version of attnpack; leave it at ", neutral);
   };
   refuse(arguments.window && *arguments.window != Window{-1, -1}, "window", "None");
   refuse(arguments.softcap != 0, "softcap", "0");
@@ -16,55 +18,55 @@ void refuse_unbuilt(const UnbuiltArguments& arguments) {
 }
 
 int64_t resolve_head_dim(int64_t embed_dim, int64_t num_heads, const std::optional<int64_t>& head_dim) {
-  TORCH_CHECK_VALUE(num_heads > 0, "num_heads: got ", num_heads, ", want at least 1");
+  ATTNPACK_CHECK(num_heads > 0, "num_heads: got ", num_heads, ", want at least 1");
   if (head_dim) {
-    TORCH_CHECK_VALUE(*head_dim > 0, "head_dim: got ", *head_dim, ", want at least 1");
+    ATTNPACK_CHECK(*head_dim > 0, "head_dim: got ", *head_dim, ", want at least 1");
     return *head_dim;
   }
-  TORCH_CHECK_VALUE(embed_dim > 0 && embed_dim % num_heads == 0, "num_heads: got ", num_heads,
-                    ", which does not divide embed_dim ", embed_dim, "; choose a divisor or give head_dim");
+  ATTNPACK_CHECK(embed_dim > 0 && embed_dim % num_heads == 0, "num_heads: got ", num_heads,
+                 ", which does not divide embed_dim ", embed_dim, "; choose a divisor or give head_dim");
   return embed_dim / num_heads;
 }
 
 void check_heads(int64_t num_heads, int64_t num_kv_heads, const std::optional<std::vector<int64_t>>& head_map) {
-  TORCH_CHECK_VALUE(num_kv_heads > 0, "num_kv_heads: got ", num_kv_heads, ", want at least 1");
+  ATTNPACK_CHECK(num_kv_heads > 0, "num_kv_heads: got ", num_kv_heads, ", want at least 1");
   if (!head_map) {
-    TORCH_CHECK_VALUE(num_heads % num_kv_heads == 0, "num_kv_heads: got ", num_kv_heads,
-                      ", which does not divide num_heads ", num_heads, "; for uneven groups give head_map");
+    ATTNPACK_CHECK(num_heads % num_kv_heads == 0, "num_kv_heads: got ", num_kv_heads,
+                   ", which does not divide num_heads ", num_heads, "; for uneven groups give head_map");
     return;
   }
-  TORCH_CHECK_VALUE(static_cast<int64_t>(head_map->size()) == num_heads, "head_map: got ", head_map->size(),
-                    " entries, want one kv head for each of the ", num_heads, " heads");
+  ATTNPACK_CHECK(static_cast<int64_t>(head_map->size()) == num_heads, "head_map: got ", head_map->size(),
+                 " entries, want one kv head for each of the ", num_heads, " heads");
   for (int64_t kv_head : *head_map) {
-    TORCH_CHECK_VALUE(kv_head >= 0 && kv_head < num_kv_heads, "head_map: got kv head ", kv_head, ", want 0 to ",
-                      num_kv_heads - 1);
+    ATTNPACK_CHECK(kv_head >= 0 && kv_head < num_kv_heads, "head_map: got kv head ", kv_head, ", want 0 to ",
+                   num_kv_heads - 1);
   }
 }
 
 void check_input(const char* name, const at::Tensor& input, int64_t width, const at::Tensor& weight) {
-  TORCH_CHECK_VALUE(input.dim() == 3 && input.size(2) == width, name, ": got shape ", input.sizes(),
-                    ", want [batch, length, ", width, "]");
+  ATTNPACK_CHECK(input.dim() == 3 && input.size(2) == width, name, ": got shape ", input.sizes(),
+                 ", want [batch, length, ", width, "]");
   if (!weight.defined()) return;
-  TORCH_CHECK_VALUE(input.device() == weight.device(), name, ": got device ", input.device(),
-                    ", want the module's device ", weight.device(), "; move one of them with .to()");
+  ATTNPACK_CHECK(input.device() == weight.device(), name, ": got device ", input.device(),
+                 ", want the module's device ", weight.device(), "; move one of them with .to()");
   // Autocast casts both to its own dtype.
   const auto type = input.device().type();
-  TORCH_CHECK_VALUE(input.scalar_type() == weight.scalar_type() || at::autocast::is_autocast_enabled(type), name,
-                    ": got dtype ", input.scalar_type(), ", want the module's dtype ", weight.scalar_type(),
-                    "; convert one of them with .to()");
+  ATTNPACK_CHECK(input.scalar_type() == weight.scalar_type() || at::autocast::is_autocast_enabled(type), name,
+                 ": got dtype ", input.scalar_type(), ", want the module's dtype ", weight.scalar_type(),
+                 "; convert one of them with .to()");
 }
 
 void check_inputs(const at::Tensor& x, const AttentionInputs& inputs) {
   const auto same_batch = [&](const char* name, const std::optional<at::Tensor>& other) {
-    TORCH_CHECK_VALUE(!other || other->size(0) == x.size(0), name, ": got batch ", other->size(0), ", want ", x.size(0),
-                      " as in x");
+    ATTNPACK_CHECK(!other || other->size(0) == x.size(0), name, ": got batch ", other->size(0), ", want ", x.size(0),
+                   " as in x");
   };
   same_batch("context", inputs.context());
   same_batch("value_context", inputs.value_context());
-  TORCH_CHECK_VALUE(!inputs.value_context() || inputs.context(),
-                    "value_context: got a tensor without context; give context, where the keys come from, too");
-  TORCH_CHECK_VALUE(!inputs.context() || !inputs.cache(),
-                    "cache: got one together with context; a cache holds self-attention's keys, leave it out");
+  ATTNPACK_CHECK(!inputs.value_context() || inputs.context(),
+                 "value_context: got a tensor without context; give context, where the keys come from, too");
+  ATTNPACK_CHECK(!inputs.context() || !inputs.cache(),
+                 "cache: got one together with context; a cache holds self-attention's keys, leave it out");
 }
 
 }  // namespace attnpack

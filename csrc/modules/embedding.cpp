@@ -13,8 +13,8 @@ void EmbeddingImpl::reset() {
 }
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
-  TORCH_CHECK(ids.dim() == 2 && (ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt),
-              "ids: got ", ids.scalar_type(), " of shape ", ids.sizes(),
+  TORCH_CHECK(ids.dim() == 2 && (ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt), "ids: got ",
+              ids.scalar_type(), " of shape ", ids.sizes(),
               ", want int64 token numbers [B, L]; for one sequence pass ids.unsqueeze(0)");
   return at::embedding(weight, ids);
 }

@@ -1,11 +1,13 @@
 #include <attnpack/modules/feed_forward.h>
 
+#include <attnpack/core/check.h>
+
 namespace attnpack {
 
 void FeedForwardImpl::reset() {
   const auto& o = options;
-  TORCH_CHECK_VALUE(o.activation() == "swiglu" || o.activation() == "gelu", "activation: got '", o.activation(),
-                    "', want 'swiglu' or 'gelu'");
+  ATTNPACK_CHECK(o.activation() == "swiglu" || o.activation() == "gelu", "activation: got '", o.activation(),
+                 "', want 'swiglu' or 'gelu'");
   const auto linear = [&](const char* name, int64_t in, int64_t out) {
     return register_module(name, Linear(LinearOptions(in, out).bias(o.bias()).factory(o.factory())));
   };

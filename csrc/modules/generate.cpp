@@ -1,5 +1,6 @@
 #include <attnpack/modules/generate.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/modules/sampling.h>
 
 namespace attnpack {
@@ -10,20 +11,19 @@ std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tens
   if (o.model_cache()) return o.model_cache();
   if (o.cache() == "dynamic") return model.dynamic_cache();
   if (o.cache() == "static") return model.static_cache(ids.size(0), ids.size(1) + o.max_new_tokens());
-  TORCH_CHECK_VALUE(o.cache() == "none", "cache: got '", o.cache(), "', want 'dynamic', 'static' or 'none'");
+  ATTNPACK_CHECK(o.cache() == "none", "cache: got '", o.cache(), "', want 'dynamic', 'static' or 'none'");
   return nullptr;
 }
 
 at::Tensor check_lengths(const at::Tensor& ids, const GenerateOptions& o) {
   if (!o.lengths()) return at::full({ids.size(0)}, ids.size(1), ids.options());
   const auto& lengths = *o.lengths();
-  TORCH_CHECK_VALUE(lengths.dim() == 1 && lengths.size(0) == ids.size(0) && !lengths.is_floating_point(),
-                    "lengths: got ", lengths.scalar_type(), " of shape ", lengths.sizes(), ", want integers [",
-                    ids.size(0), "], the valid tokens of each row of ids");
+  ATTNPACK_CHECK(lengths.dim() == 1 && lengths.size(0) == ids.size(0) && !lengths.is_floating_point(), "lengths: got ",
+                 lengths.scalar_type(), " of shape ", lengths.sizes(), ", want integers [", ids.size(0),
+                 "], the valid tokens of each row of ids");
   const auto whole = lengths.to(ids.options());
-  TORCH_CHECK_VALUE(ids.size(0) == 0 || (whole.min().item<int64_t>() >= 1 &&
-                                         whole.max().item<int64_t>() <= ids.size(1)),
-                    "lengths: got ", lengths, ", want 1 to ", ids.size(1));
+  ATTNPACK_CHECK(ids.size(0) == 0 || (whole.min().item<int64_t>() >= 1 && whole.max().item<int64_t>() <= ids.size(1)),
+                 "lengths: got ", lengths, ", want 1 to ", ids.size(1));
   return whole;
 }
 
@@ -66,11 +66,10 @@ class Stepper {
 }  // namespace
 
 at::Tensor generate(CausalLMImpl& model, const at::Tensor& ids, const GenerateOptions& options) {
-  TORCH_CHECK_VALUE(ids.dim() == 2 && ids.size(1) > 0 && ids.scalar_type() == at::kLong, "ids: got ",
-                    ids.scalar_type(), " of shape ", ids.sizes(),
-                    ", want int64 token numbers [B, L] with L at least 1; for one sequence pass ids.unsqueeze(0)");
-  TORCH_CHECK_VALUE(options.max_new_tokens() >= 0, "max_new_tokens: got ", options.max_new_tokens(),
-                    ", want 0 or more");
+  ATTNPACK_CHECK(ids.dim() == 2 && ids.size(1) > 0 && ids.scalar_type() == at::kLong, "ids: got ", ids.scalar_type(),
+                 " of shape ", ids.sizes(),
+                 ", want int64 token numbers [B, L] with L at least 1; for one sequence pass ids.unsqueeze(0)");
+  ATTNPACK_CHECK(options.max_new_tokens() >= 0, "max_new_tokens: got ", options.max_new_tokens(), ", want 0 or more");
   at::NoGradGuard no_grad;
   const auto lengths = check_lengths(ids, options);
   Stepper stepper(model, make_cache(model, ids, options), ids, lengths, options.lengths().has_value());

@@ -1,5 +1,6 @@
 #include <attnpack/modules/grouped_attention.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/modules/checks.h>
 #include <attnpack/modules/heads.h>
 
@@ -25,8 +26,8 @@ void GroupedAttentionImpl<Derived, sharing>::reset() {
     k_norm = this->register_module("k_norm", RMSNorm(RMSNormOptions(head_dim).factory(o.factory())));
   }
   if (o.rope()) {
-    TORCH_CHECK_VALUE(o.rope()->options.dim() <= head_dim, "rope: got dim ", o.rope()->options.dim(),
-                      ", want at most head_dim ", head_dim);
+    ATTNPACK_CHECK(o.rope()->options.dim() <= head_dim, "rope: got dim ", o.rope()->options.dim(),
+                   ", want at most head_dim ", head_dim);
     rope = this->register_module("rope", RotaryEmbedding(o.rope()->options));
   }
 }

@@ -1,5 +1,7 @@
 #include <attnpack/modules/norm.h>
 
+#include <attnpack/core/check.h>
+
 namespace attnpack {
 
 RMSNormImpl::RMSNormImpl(RMSNormOptions options) : options(std::move(options)) { reset(); }
@@ -9,9 +11,7 @@ void RMSNormImpl::reset() {
   bind_members();
 }
 
-at::Tensor RMSNormImpl::forward(const at::Tensor& x) {
-  return at::rms_norm(x, {options.dim()}, weight, options.eps());
-}
+at::Tensor RMSNormImpl::forward(const at::Tensor& x) { return at::rms_norm(x, {options.dim()}, weight, options.eps()); }
 
 void RMSNormImpl::pretty_print(std::ostream& stream) const {
   stream << "attnpack::RMSNorm(" << options.dim() << ", eps=" << options.eps() << ")";
@@ -40,7 +40,7 @@ void LayerNormImpl::pretty_print(std::ostream& stream) const {
 
 Part<TokenModule> make_norm(const std::string& kind, const NormOptions& options) {
   if (kind == "rms") return RMSNorm(options);
-  TORCH_CHECK_VALUE(kind == "layer", "norm: got '", kind, "', want 'rms' or 'layer'");
+  ATTNPACK_CHECK(kind == "layer", "norm: got '", kind, "', want 'rms' or 'layer'");
   return LayerNorm(options);
 }
 

@@ -18,7 +18,6 @@ struct NormOptions {
 using RMSNormOptions = NormOptions;
 using LayerNormOptions = NormOptions;
 
-
 // x / sqrt(mean(x^2) + eps) * weight over the last dim. (Zhang and Sennrich 2019.)
 class RMSNormImpl : public LeafModule<RMSNormImpl>, public TokenModule {
  public:

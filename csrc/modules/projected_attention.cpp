@@ -1,5 +1,6 @@
 #include <attnpack/modules/projected_attention.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/modules/checks.h>
 #include <attnpack/modules/heads.h>
 
@@ -10,8 +11,8 @@ void ProjectedAttentionImpl::reset() {
   resolve_head_dim(0, options.num_heads(), options.head_dim());
   check_heads(options.num_heads(), options.num_kv_heads(), options.head_map());
   if (options.rope()) {
-    TORCH_CHECK_VALUE(options.rope()->options.dim() <= options.head_dim(), "rope: got dim ",
-                      options.rope()->options.dim(), ", want at most head_dim ", options.head_dim());
+    ATTNPACK_CHECK(options.rope()->options.dim() <= options.head_dim(), "rope: got dim ", options.rope()->options.dim(),
+                   ", want at most head_dim ", options.head_dim());
     rope = register_module("rope", RotaryEmbedding(options.rope()->options));
   }
 }
@@ -22,16 +23,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> ProjectedAttentionImpl::heads(con
   check_input("q", q, options.num_heads() * head_dim, {});
   check_input("k", k, options.num_kv_heads() * head_dim, q);
   check_input("v", v, options.num_kv_heads() * head_dim, q);
-  TORCH_CHECK_VALUE(k.size(0) == q.size(0), "k: got batch ", k.size(0), ", want ", q.size(0), " as in q");
-  TORCH_CHECK_VALUE(v.size(0) == q.size(0) && v.size(1) == k.size(1), "v: got shape ", v.sizes(),
-                    ", want batch and length of k ", k.sizes());
+  ATTNPACK_CHECK(k.size(0) == q.size(0), "k: got batch ", k.size(0), ", want ", q.size(0), " as in q");
+  ATTNPACK_CHECK(v.size(0) == q.size(0) && v.size(1) == k.size(1), "v: got shape ", v.sizes(),
+                 ", want batch and length of k ", k.sizes());
   return {split_heads(q, options.num_heads(), head_dim), split_heads(k, options.num_kv_heads(), head_dim),
           split_heads(v, options.num_kv_heads(), head_dim)};
 }
 
 AttendOptions ProjectedAttentionImpl::settings(const at::Tensor& query, const at::Tensor& key,
                                                const AttentionInputs& inputs) const {
-  TORCH_CHECK_VALUE(!inputs.context(), "context: ProjectedAttention is given k and v; leave it out");
+  ATTNPACK_CHECK(!inputs.context(), "context: ProjectedAttention is given k and v; leave it out");
   auto result = attend_options(inputs, options.causal())
                     .cross(!inputs.cache() && query.size(2) != key.size(2))
                     .window(options.window().value_or(Window{-1, -1}))
@@ -46,10 +47,9 @@ AttendOptions ProjectedAttentionImpl::settings(const at::Tensor& query, const at
 at::Tensor ProjectedAttentionImpl::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                            const AttentionInputs& inputs) {
   auto [query, key, value] = heads(q, k, v);
-  return with_cache(inputs.cache(), key, value, settings(query, key, inputs),
-                    [&, &query = query, &key = key, &value = value](const AttendOptions& o) {
-                      return attend(query, key, value, o);
-                    });
+  return with_cache(
+      inputs.cache(), key, value, settings(query, key, inputs),
+      [&, &query = query, &key = key, &value = value](const AttendOptions& o) { return attend(query, key, value, o); });
 }
 
 std::tuple<at::Tensor, at::Tensor> ProjectedAttentionImpl::forward_with_weights(const at::Tensor& q,
@@ -63,8 +63,7 @@ std::tuple<at::Tensor, at::Tensor> ProjectedAttentionImpl::forward_with_weights(
                     });
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> ProjectedAttentionImpl::project(const at::Tensor& q,
-                                                                               const at::Tensor& k,
+std::tuple<at::Tensor, at::Tensor, at::Tensor> ProjectedAttentionImpl::project(const at::Tensor& q, const at::Tensor& k,
                                                                                const at::Tensor& v,
                                                                                const AttentionInputs& inputs) {
   auto [query, key, value] = heads(q, k, v);

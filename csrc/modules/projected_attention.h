@@ -37,10 +37,10 @@ class ProjectedAttentionImpl : public torch::nn::Cloneable<ProjectedAttentionImp
                      const at::Tensor& k,  // [B, Lkv, Hkv * D]
                      const at::Tensor& v,  // [B, Lkv, Hkv * D]
                      const AttentionInputs& inputs = {});
-  std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& q, const at::Tensor& k,
-                                                          const at::Tensor& v, const AttentionInputs& inputs = {});
-  std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& q, const at::Tensor& k,
-                                                         const at::Tensor& v, const AttentionInputs& inputs = {});
+  std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                          const AttentionInputs& inputs = {});
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                         const AttentionInputs& inputs = {});
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;

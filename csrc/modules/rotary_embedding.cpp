@@ -1,5 +1,6 @@
 #include <attnpack/modules/rotary_embedding.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/ops/rope.h>
 
 #include <cmath>
@@ -8,13 +9,13 @@ namespace attnpack {
 
 RopeSettings rope_settings(const RotaryEmbeddingOptions& options) {
   const auto dim = options.dim();
-  TORCH_CHECK_VALUE(dim >= 0 && dim % 2 == 0, "dim: got ", dim, ", want an even number of dims to rotate in pairs");
-  TORCH_CHECK_VALUE(options.base() > 0, "base: got ", options.base(), ", want a number above 0");
+  ATTNPACK_CHECK(dim >= 0 && dim % 2 == 0, "dim: got ", dim, ", want an even number of dims to rotate in pairs");
+  ATTNPACK_CHECK(options.base() > 0, "base: got ", options.base(), ", want a number above 0");
   const auto scaling = options.scaling().value_or(RopeScaling());
   const auto& type = scaling.rope_type();
-  TORCH_CHECK_VALUE(type == "default" || type == "linear", "scaling: rope_type '", type,
-                    "' is not built in this version; want 'default' or 'linear'");
-  TORCH_CHECK_VALUE(scaling.factor() > 0, "scaling: got factor ", scaling.factor(), ", want a number above 0");
+  ATTNPACK_CHECK(type == "default" || type == "linear", "scaling: rope_type '", type,
+                 "' is not built in this version; want 'default' or 'linear'");
+  ATTNPACK_CHECK(scaling.factor() > 0, "scaling: got factor ", scaling.factor(), ", want a number above 0");
 
   const double stretch = type == "linear" ? scaling.factor() : 1.0;
   RopeSettings settings;
@@ -30,7 +31,7 @@ RotaryEmbeddingImpl::RotaryEmbeddingImpl(RotaryEmbeddingOptions options) : optio
 void RotaryEmbeddingImpl::reset() { settings = rope_settings(options); }
 
 at::Tensor RotaryEmbeddingImpl::forward(const at::Tensor& x, const std::optional<at::Tensor>& positions) {
-  TORCH_CHECK_VALUE(x.dim() == 4, "x: got shape ", x.sizes(), ", want [B, H, L, D]");
+  ATTNPACK_CHECK(x.dim() == 4, "x: got shape ", x.sizes(), ", want [B, H, L, D]");
   auto at = positions ? *positions : at::arange(x.size(2), x.options().dtype(at::kLong));
   auto [cos, sin] = rope_table(at, settings.inv_freq, settings.factor);
   if (at.dim() == 2) cos = cos.unsqueeze(1), sin = sin.unsqueeze(1);

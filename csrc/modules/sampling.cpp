@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include <attnpack/core/check.h>
+
 namespace attnpack {
 
 Sampler::Sampler(std::optional<double> temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
@@ -12,9 +14,9 @@ Sampler::Sampler(std::optional<double> temperature, std::optional<int64_t> top_k
       temperature_(temperature.value_or(1)),
       top_p_(top_p.value_or(1)),
       top_k_(top_k.value_or(0)) {
-  TORCH_CHECK_VALUE(temperature_ >= 0, "temperature: got ", temperature_, ", want 0 (greedy) or more");
-  TORCH_CHECK_VALUE(top_k_ >= 0, "top_k: got ", top_k_, ", want 0 (all tokens) or more");
-  TORCH_CHECK_VALUE(top_p_ > 0 && top_p_ <= 1, "top_p: got ", top_p_, ", want a number in (0, 1]");
+  ATTNPACK_CHECK(temperature_ >= 0, "temperature: got ", temperature_, ", want 0 (greedy) or more");
+  ATTNPACK_CHECK(top_k_ >= 0, "top_k: got ", top_k_, ", want 0 (all tokens) or more");
+  ATTNPACK_CHECK(top_p_ > 0 && top_p_ <= 1, "top_p: got ", top_p_, ", want a number in (0, 1]");
   if (seed) {
     generator_ = at::globalContext().defaultGenerator(device).clone();
     generator_->set_current_seed(*seed);

@@ -9,9 +9,8 @@ void SelfAttentionImpl::reset() {
   const auto head_dim = resolve_head_dim(options.embed_dim(), 1, options.head_dim());
   options.head_dim(head_dim);
   const auto linear = [&](const char* name) {
-    return register_module(name, Linear(LinearOptions(options.embed_dim(), head_dim)
-                                            .bias(options.bias())
-                                            .factory(options.factory())));
+    return register_module(
+        name, Linear(LinearOptions(options.embed_dim(), head_dim).bias(options.bias()).factory(options.factory())));
   };
   q_proj = linear("q_proj");
   k_proj = linear("k_proj");

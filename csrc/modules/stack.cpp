@@ -1,20 +1,21 @@
 #include <attnpack/modules/stack.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/modules/norm.h>
 
 namespace attnpack {
 
 template <typename Derived, typename Block>
 StackImpl<Derived, Block>::StackImpl(const StackOptions<Block>& options) {
-  TORCH_CHECK_VALUE(!options.layers().empty(), "layers: got none, want at least one block");
+  ATTNPACK_CHECK(!options.layers().empty(), "layers: got none, want at least one block");
   torch::nn::ModuleList list;
   for (const auto& layer : options.layers()) list->push_back(layer);
   layers = list;
   if (options.embed_tokens()) embed_tokens = options.embed_tokens();
   if (options.norm() != "none") {
     const auto& attention = block(0).self_attn;
-    norm = make_norm(options.norm(),
-                     NormOptions(attention->embed_dim()).eps(options.eps()).factory(attention->factory()));
+    norm =
+        make_norm(options.norm(), NormOptions(attention->embed_dim()).eps(options.eps()).factory(attention->factory()));
   }
   this->register_parts();
 }
@@ -27,8 +28,8 @@ at::Tensor EncoderImpl::forward(const at::Tensor& x, const EncoderInputs& inputs
 
 at::Tensor DecoderImpl::forward(const at::Tensor& x, const DecoderInputs& inputs) {
   const auto& cache = inputs.cache();
-  TORCH_CHECK_VALUE(!cache || cache->layers().size() == layers->size(), "cache: got one of ",
-                    cache ? cache->layers().size() : 0, " layers, want ", layers->size(), " as the model has");
+  ATTNPACK_CHECK(!cache || cache->layers().size() == layers->size(), "cache: got one of ",
+                 cache ? cache->layers().size() : 0, " layers, want ", layers->size(), " as the model has");
   const auto run = [&] {
     auto h = embed(x);
     for (size_t i = 0; i < layers->size(); ++i) {
@@ -55,10 +56,9 @@ EncoderDecoderImpl::EncoderDecoderImpl(Part<EncoderImpl> encoder, Part<DecoderIm
 at::Tensor EncoderDecoderImpl::forward(const at::Tensor& source, const at::Tensor& target,
                                        const EncoderDecoderInputs& inputs) {
   const auto memory = encoder->forward(source, EncoderInputs().kv_lens(inputs.source_lens()));
-  return decoder->forward(target, DecoderInputs(memory)
-                                      .context_lens(inputs.source_lens())
-                                      .kv_lens(inputs.target_lens())
-                                      .cache(inputs.cache()));
+  return decoder->forward(
+      target,
+      DecoderInputs(memory).context_lens(inputs.source_lens()).kv_lens(inputs.target_lens()).cache(inputs.cache()));
 }
 
 template class StackImpl<EncoderImpl, EncoderBlock>;

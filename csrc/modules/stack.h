@@ -52,7 +52,7 @@ class StackImpl : public Container<Derived> {
 class EncoderImpl : public StackImpl<EncoderImpl, EncoderBlock> {
  public:
   using StackImpl::StackImpl;
-  at::Tensor forward(const at::Tensor& x,  // [B, L, E], or ids [B, L] with embed_tokens
+  at::Tensor forward(const at::Tensor& x,                // [B, L, E], or ids [B, L] with embed_tokens
                      const EncoderInputs& inputs = {});  // -> [B, L, E]
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::Encoder"; }
 
@@ -64,7 +64,7 @@ TORCH_MODULE(Encoder);
 class DecoderImpl : public StackImpl<DecoderImpl, DecoderBlock> {
  public:
   using StackImpl::StackImpl;
-  at::Tensor forward(const at::Tensor& x,  // [B, L, E], or ids [B, L] with embed_tokens
+  at::Tensor forward(const at::Tensor& x,                // [B, L, E], or ids [B, L] with embed_tokens
                      const DecoderInputs& inputs = {});  // -> [B, L, E]; a call that raises leaves the cache as it was
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::Decoder"; }
 
@@ -84,8 +84,8 @@ class EncoderDecoderImpl : public Container<EncoderDecoderImpl> {
  public:
   EncoderDecoderImpl(Part<EncoderImpl> encoder, Part<DecoderImpl> decoder);
 
-  at::Tensor forward(const at::Tensor& source,  // [B, Ls, E], or ids [B, Ls]
-                     const at::Tensor& target,  // [B, Lt, E], or ids [B, Lt]
+  at::Tensor forward(const at::Tensor& source,                  // [B, Ls, E], or ids [B, Ls]
+                     const at::Tensor& target,                  // [B, Lt, E], or ids [B, Lt]
                      const EncoderDecoderInputs& inputs = {});  // -> [B, Lt, E]
 
   template <typename F>

@@ -1,0 +1,64 @@
+#include <attnpack/bindings/common.h>
+#include <attnpack/bindings/register.h>
+#include <attnpack/cache/model_cache.h>
+
+namespace attnpack {
+
+namespace {
+
+// DynamicCache and StaticCache over given tensors: how a Python cache lends its own to the C++ loop.
+template <typename Cache>
+void bind_tensors(py::class_<Cache, KVCache, std::shared_ptr<Cache>>& cls) {
+  cls.def_static(
+         "from_tensors",
+         [](const at::Tensor& key, const at::Tensor& value, const at::Tensor& lengths) {
+           return std::make_shared<Cache>(CacheTensors{key, value, lengths});
+         },
+         py::arg("key"), py::arg("value"), py::arg("lengths"))
+      .def("tensors", [](Cache& self) {
+        const auto& t = self.tensors();
+        return py::make_tuple(t.key, t.value, t.lengths);
+      });
+}
+
+template <typename T>
+void bind_common(py::class_<T, std::shared_ptr<T>>& cls) {
+  cls.def("__len__", &T::len)
+      .def_property_readonly("lengths", &T::lengths)
+      .def_property_readonly("nbytes", &T::nbytes)
+      .def("reset", &T::reset)
+      .def("crop", &T::crop, py::arg("n"))
+      .def("reorder", &T::reorder, py::arg("index"))
+      .def("clone", &T::clone);
+}
+
+}  // namespace
+
+void register_caches(py::module_& m) {
+  py::class_<KVCache, std::shared_ptr<KVCache>> base(m, "KVCache");
+  bind_common(base);
+  base.def_property_readonly("k", &KVCache::k).def_property_readonly("v", &KVCache::v);
+
+  py::class_<DynamicCache, KVCache, std::shared_ptr<DynamicCache>> dynamic(m, "DynamicCache");
+  dynamic.def(py::init<>());
+  bind_tensors(dynamic);
+
+  py::class_<StaticCache, KVCache, std::shared_ptr<StaticCache>> fixed(m, "StaticCache");
+  fixed.def(py::init([](int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
+                        std::optional<int64_t> v_head_dim, const py::object& dtype, const py::object& device) {
+              return StaticCache(StaticCacheOptions(batch, num_kv_heads, max_len, head_dim)
+                                     .v_head_dim(v_head_dim)
+                                     .tensor(make_factory(device, dtype).options()));
+            }),
+            py::arg("batch"), py::arg("num_kv_heads"), py::arg("max_len"), py::arg("head_dim"), py::kw_only(),
+            py::arg("v_head_dim") = py::none(), py::arg("dtype") = py::none(), py::arg("device") = py::none());
+  bind_tensors(fixed);
+
+  py::class_<ModelCache, std::shared_ptr<ModelCache>> model(m, "ModelCache");
+  model.def(py::init<int64_t>(), py::arg("num_layers"))
+      .def(py::init<std::vector<std::shared_ptr<KVCache>>>(), py::arg("layers"))
+      .def_property_readonly("layers", &ModelCache::layers);
+  bind_common(model);
+}
+
+}  // namespace attnpack

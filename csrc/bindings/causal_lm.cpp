@@ -1,0 +1,78 @@
+#include <attnpack/bindings/common.h>
+#include <attnpack/bindings/register.h>
+#include <attnpack/bindings/rope_scaling.h>
+#include <attnpack/modules/generate.h>
+
+namespace attnpack {
+
+namespace {
+
+using ModelCachePtr = std::shared_ptr<ModelCache>;
+
+at::Tensor generate_py(CausalLMImpl& self, const at::Tensor& ids, int64_t max_new_tokens, const py::object& cache,
+                       const OptionalTensor& lengths, const std::vector<int64_t>& stop_tokens,
+                       std::optional<double> temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
+                       std::optional<uint64_t> seed, const py::object& callback) {
+  GenerateOptions options(max_new_tokens);
+  options.lengths(lengths).stop_tokens(stop_tokens).temperature(temperature).top_k(top_k).top_p(top_p).seed(seed);
+  if (py::isinstance<py::str>(cache)) {
+    options.cache(cache.cast<std::string>());
+  } else {
+    options.model_cache(cache.cast<ModelCachePtr>());
+  }
+  // Each step takes the GIL once: for Ctrl-C, and for the callback, which goes on unless it returns False.
+  options.callback([&callback](const at::Tensor& tokens) {
+    py::gil_scoped_acquire acquired;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    return callback.is_none() || !callback(tokens).is(py::bool_(false));
+  });
+  py::gil_scoped_release released;
+  return generate(self, ids, options);
+}
+
+}  // namespace
+
+void register_causal_lm(py::module_& m) {
+  bind_module<CausalLMImpl>(m, "CausalLM", "A decoder-only language model with Llama's layers and names.")
+      .def(py::init([](int64_t vocab_size, int64_t embed_dim, int64_t num_layers, int64_t num_heads,
+                       std::optional<int64_t> num_kv_heads, std::optional<int64_t> head_dim,
+                       std::optional<int64_t> hidden_dim, int64_t max_positions, double rope_base,
+                       const py::object& rope_scaling, double eps, bool tie_embeddings, bool qk_norm, bool bias,
+                       std::optional<bool> out_bias, bool mlp_bias, const py::object& device, const py::object& dtype) {
+             return CausalLMImpl(CausalLMOptions(vocab_size, embed_dim, num_layers, num_heads)
+                                     .num_kv_heads(num_kv_heads)
+                                     .head_dim(head_dim)
+                                     .hidden_dim(hidden_dim)
+                                     .max_positions(max_positions)
+                                     .rope_base(rope_base)
+                                     .rope_scaling(parse_scaling(rope_scaling))
+                                     .eps(eps)
+                                     .tie_embeddings(tie_embeddings)
+                                     .qk_norm(qk_norm)
+                                     .bias(bias)
+                                     .out_bias(out_bias)
+                                     .mlp_bias(mlp_bias)
+                                     .factory(make_factory(device, dtype)));
+           }),
+           py::arg("vocab_size"), py::arg("embed_dim"), py::arg("num_layers"), py::arg("num_heads"),
+           py::arg("num_kv_heads") = py::none(), py::kw_only(), py::arg("head_dim") = py::none(),
+           py::arg("hidden_dim") = py::none(), py::arg("max_positions") = 2048, py::arg("rope_base") = 10000.0,
+           py::arg("rope_scaling") = py::none(), py::arg("eps") = 1e-6, py::arg("tie_embeddings") = false,
+           py::arg("qk_norm") = false, py::arg("bias") = false, py::arg("out_bias") = py::none(),
+           py::arg("mlp_bias") = false, py::arg("device") = py::none(), py::arg("dtype") = py::none())
+      .def(
+          "forward",
+          [](CausalLMImpl& self, const at::Tensor& ids, const ModelCachePtr& cache, const OptionalTensor& mask,
+             const OptionalTensor& positions, const OptionalTensor& lengths) {
+            return self.forward(ids, CausalLMInputs().cache(cache).mask(mask).positions(positions).lengths(lengths));
+          },
+          py::arg("ids"), py::arg("cache") = py::none(), py::kw_only(), py::arg("mask") = py::none(),
+          py::arg("positions") = py::none(), py::arg("lengths") = py::none(), py::call_guard<py::gil_scoped_release>())
+      .def("generate", &generate_py, py::arg("ids"), py::kw_only(), py::arg("max_new_tokens"),
+           py::arg("cache") = "dynamic", py::arg("lengths") = py::none(),
+           py::arg("stop_tokens") = std::vector<int64_t>(), py::arg("temperature") = py::none(),
+           py::arg("top_k") = py::none(), py::arg("top_p") = py::none(), py::arg("seed") = py::none(),
+           py::arg("callback") = py::none());
+}
+
+}  // namespace attnpack

@@ -1,0 +1,39 @@
+#include <attnpack/bindings/common.h>
+
+namespace attnpack {
+
+namespace {
+
+at::Device to_device(const py::object& device) {
+  return py::module_::import("torch").attr("device")(device).cast<at::Device>();
+}
+
+}  // namespace
+
+Factory make_factory(const py::object& device, const py::object& dtype) {
+  Factory factory;
+  factory.device = device.is_none() ? py::module_::import("torch").attr("get_default_device")().cast<at::Device>()
+                                    : to_device(device);
+  if (!dtype.is_none()) factory.dtype = dtype.cast<at::ScalarType>();
+  return factory;
+}
+
+Factory parse_to(const py::args& args, const py::kwargs& kwargs) {
+  Factory target;
+  const auto read = [&](const py::object& value) {
+    if (THPDtype_Check(value.ptr())) {
+      target.dtype = value.cast<at::ScalarType>();
+    } else if (!value.is_none()) {
+      target.device = to_device(value);
+    }
+  };
+  for (const auto& value : args) read(py::reinterpret_borrow<py::object>(value));
+  for (const auto& [name, value] : kwargs) {
+    TORCH_CHECK_TYPE(name.cast<std::string>() == "device" || name.cast<std::string>() == "dtype", "to: got keyword ",
+                     name.cast<std::string>(), ", want device or dtype");
+    read(py::reinterpret_borrow<py::object>(value));
+  }
+  return target;
+}
+
+}  // namespace attnpack

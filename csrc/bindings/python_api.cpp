@@ -1,0 +1,12 @@
+#include <attnpack/bindings/register.h>
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "The native side of attnpack.";
+  attnpack::register_ops(m);
+  auto cpp = m.def_submodule("cpp", "attnpack's C++ modules and caches, bound as they are.");
+  attnpack::register_caches(cpp);
+  attnpack::register_layers(cpp);
+  attnpack::register_attention(cpp);
+  attnpack::register_blocks(cpp);
+  attnpack::register_causal_lm(cpp);
+}

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <torch/extension.h>
+
+namespace attnpack {
+
+// One function a topic, defined in the file of that name.
+void register_ops(py::module_& m);
+void register_caches(py::module_& m);
+void register_layers(py::module_& m);
+void register_attention(py::module_& m);
+void register_blocks(py::module_& m);
+void register_causal_lm(py::module_& m);
+
+}  // namespace attnpack

@@ -1,0 +1,45 @@
+"""attnpack: attention variants in C++ for PyTorch, one operator, LibTorch modules, and ``nn.Module``s on the same code."""
+
+from ._load import _C, __version__
+from . import cpp  # isort: skip
+from .attention import (
+    GroupedQueryAttention,
+    MultiHeadAttention,
+    MultiQueryAttention,
+    ProjectedAttention,
+    SelfAttention,
+)
+from .blocks import DecoderBlock, EncoderBlock
+from .cache import DynamicCache, ModelCache, StaticCache
+from .causal_lm import CausalLM
+from .feed_forward import FeedForward
+from .norm import RMSNorm
+from .ops import apply_rope, attention, attention_scores, merge_states
+from .rope import RotaryEmbedding
+from .stacks import Decoder, Encoder, EncoderDecoder
+
+__all__ = [
+    "CausalLM",
+    "Decoder",
+    "DecoderBlock",
+    "DynamicCache",
+    "Encoder",
+    "EncoderBlock",
+    "EncoderDecoder",
+    "FeedForward",
+    "GroupedQueryAttention",
+    "ModelCache",
+    "MultiHeadAttention",
+    "MultiQueryAttention",
+    "ProjectedAttention",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SelfAttention",
+    "StaticCache",
+    "__version__",
+    "apply_rope",
+    "attention",
+    "attention_scores",
+    "cpp",
+    "merge_states",
+]

@@ -1,0 +1,170 @@
+"""Transformer blocks: attention and a feed-forward, each with a norm and a residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import cpp
+from .cache import KVCache
+from .native import NativeModule
+from .norm import make_norm
+
+
+class _Block(NativeModule):
+    def __init__(
+        self,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        norm: str,
+        pre_norm: bool,
+        cross_attention: nn.Module | None,
+        eps: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self._config = {"norm": norm, "pre_norm": pre_norm, "eps": eps}
+        self.pre_norm = pre_norm
+        self.embed_dim = attention.embed_dim
+        self.self_attn = attention
+        self.mlp = feed_forward
+        # Norms lie where the attention does, unless told otherwise.
+        beside = next(attention.parameters(), torch.empty(0))
+        factory = (beside.device if device is None else device, beside.dtype if dtype is None else dtype)
+        self.input_layernorm = make_norm(norm, self.embed_dim, eps, *factory)
+        self.post_attention_layernorm = make_norm(norm, self.embed_dim, eps, *factory)
+        if cross_attention is not None:
+            self.cross_attn = cross_attention
+            self.cross_attention_layernorm = make_norm(norm, self.embed_dim, eps, *factory)
+
+    def _residual(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + layer(norm(x)) if self.pre_norm else norm(x + layer(x))
+
+    def extra_repr(self) -> str:
+        return f"pre_norm={self.pre_norm}"
+
+
+class EncoderBlock(_Block):
+    """Self-attention without a causal mask, then the feed-forward, each with a norm and a residual.
+
+    Args:
+        attention: an attention module; child self_attn.
+        feed_forward: a module [..., E] -> [..., E]; child mlp.
+        norm: "rms" or "layer"; children input_layernorm, post_attention_layernorm.
+        pre_norm: x + f(norm(x)); False is norm(x + f(x)), as in Vaswani et al. 2017.
+        eps: of the norms.
+        device, dtype: of the norms; default those of attention.
+    """
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        *,
+        norm: str = "rms",
+        pre_norm: bool = True,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(attention, feed_forward, norm, pre_norm, None, eps, device, dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+    ) -> Tensor:
+        """[B, L, E] -> [B, L, E].
+
+        Args:
+            mask: broadcastable to [B, Hq, L, L].
+            positions: int64 [L] or [B, L], for RoPE.
+            kv_lens: [B], valid tokens of each sequence.
+        """
+        x = self._residual(
+            x,
+            self.input_layernorm,
+            lambda h: self.self_attn(h, causal=False, mask=mask, positions=positions, kv_lens=kv_lens),
+        )
+        return self._residual(x, self.post_attention_layernorm, self.mlp)
+
+    def _make_cpp(self, device: str | None) -> Any:
+        return cpp.EncoderBlock(self.self_attn.cpp(), self.mlp.cpp(), **self._config)
+
+
+class DecoderBlock(_Block):
+    """Causal self-attention, cross-attention where one is given, then the feed-forward, each with a norm and a
+    residual. Without cross-attention its state dict is that of a Llama layer.
+
+    Args:
+        attention, feed_forward, norm, pre_norm, eps, device, dtype: as in EncoderBlock.
+        cross_attention: an attention module that reads the context; children cross_attn, cross_attention_layernorm.
+    """
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        *,
+        norm: str = "rms",
+        pre_norm: bool = True,
+        cross_attention: nn.Module | None = None,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(attention, feed_forward, norm, pre_norm, cross_attention, eps, device, dtype)
+        self.has_cross_attention = cross_attention is not None
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_lens: Tensor | None = None,
+    ) -> Tensor:
+        """[B, L, E] -> [B, L, E].
+
+        Args:
+            context: [B, Lc, E], what cross-attention reads.
+            mask: broadcastable to [B, Hq, L, keys], on top of causality.
+            cache: of self-attention.
+            positions: int64 [L] or [B, L], for RoPE.
+            kv_lens: [B], valid new tokens of each sequence.
+            context_mask: broadcastable to [B, Hq, L, Lc].
+            context_lens: [B], valid context tokens of each sequence.
+        """
+        if self.has_cross_attention != (context is not None):
+            raise ValueError(
+                "attnpack: context: got none, but this block has cross-attention; give what it reads"
+                if self.has_cross_attention
+                else "attnpack: context: got a tensor, but this block has no cross-attention; give it cross_attention"
+            )
+        x = self._residual(
+            x,
+            self.input_layernorm,
+            lambda h: self.self_attn(h, causal=True, mask=mask, cache=cache, positions=positions, kv_lens=kv_lens),
+        )
+        if self.has_cross_attention:
+            x = self._residual(
+                x,
+                self.cross_attention_layernorm,
+                lambda h: self.cross_attn(h, context, mask=context_mask, kv_lens=context_lens),
+            )
+        return self._residual(x, self.post_attention_layernorm, self.mlp)
+
+    def _make_cpp(self, device: str | None) -> Any:
+        cross = self.cross_attn.cpp() if self.has_cross_attention else None
+        return cpp.DecoderBlock(self.self_attn.cpp(), self.mlp.cpp(), cross_attention=cross, **self._config)

@@ -1,0 +1,331 @@
+"""KV caches: plain tensors and a length tensor, handed to forward; one an attention layer.
+
+A call asks for room with `reserve`, lets the native op write, and counts the new positions with `commit`; where the op
+raises, the cache is as it was. B batch, Hkv kv heads, D head dim, Dv head dim of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from . import cpp
+
+
+class KVCache:
+    """What all caches of one layer have in common."""
+
+    lengths: Tensor
+    """Positions held of each sequence, int64 [B]."""
+    _key: Tensor | None
+    _value: Tensor | None
+
+    def reserve(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(key, value, lengths) with room for the new key [B, Hkv, L, D] and value [B, Hkv, L, Dv]; ValueError where
+        they do not fit the cache."""
+        raise NotImplementedError
+
+    def commit(self, new_len: int, new_lens: Tensor | None) -> None:
+        """After `new_len` positions were written, or `new_lens` [B] valid ones of them."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Most positions seen by any sequence; a StaticCache on CUDA waits for the device to know."""
+        raise NotImplementedError
+
+    def __bool__(self) -> bool:
+        """True: an empty cache is a cache."""
+        return True
+
+    @property
+    def k(self) -> Tensor | None:
+        """Keys [B, Hkv, len, D], a view; None before the first append. Where sequences differ in length, what lies
+        behind the shorter ones is unspecified."""
+        return None if self._key is None else self._key[:, :, : len(self)]
+
+    @property
+    def v(self) -> Tensor | None:
+        """Values [B, Hkv, len, Dv], as `k`."""
+        return None if self._value is None else self._value[:, :, : len(self)]
+
+    def crop(self, n: int) -> None:
+        """Keeps the first n positions of each sequence."""
+        _check_crop(n)
+        self.lengths.clamp_(max=n)
+
+    def take_back(self, lengths: Tensor) -> None:
+        """Forgets what was appended since `lengths` was copied."""
+        self.lengths.copy_(lengths)
+
+    def clone(self) -> KVCache:
+        """A deep copy."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        with torch.inference_mode(False), torch.no_grad():
+            for name in ("_key", "_value", "lengths"):
+                tensor = getattr(self, name)
+                setattr(other, name, None if tensor is None else tensor.clone())
+        return other
+
+    def _check_fits(self, key: Tensor, value: Tensor) -> None:
+        for name, held, new in (("keys", self._key, key), ("values", self._value, value)):
+            batch, heads, _, dim = held.shape
+            if new.dim() != 4 or (new.size(0), new.size(1), new.size(3)) != (batch, heads, dim):
+                raise ValueError(
+                    f"attnpack: cache: got {name} of shape {list(new.shape)}, want [{batch}, {heads}, L, {dim}] as the "
+                    "cache holds; use a cache of this layer's shape, or reset() it"
+                )
+            if (new.dtype, new.device) != (held.dtype, held.device):
+                raise ValueError(
+                    f"attnpack: cache: got {name} in {new.dtype} on {new.device}, want {held.dtype} on {held.device} "
+                    "as the cache holds; use a cache of the module's dtype and device"
+                )
+
+
+class DynamicCache(KVCache):
+    """Grows with what is appended, by doubling its capacity; takes shape, dtype and device from the first append, and
+    again from the first one after `reset()`."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reserve(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        need = self._len + key.size(2)
+        if self._len == 0:
+            lengths = _zeros((key.size(0),), torch.int64, key.device)
+            self._room = _grown(key, 0, need), _grown(value, 0, need), lengths
+        else:
+            self._check_fits(key, value)
+            capacity = self._key.size(2)
+            if need <= capacity:
+                self._room = self._key, self._value, self.lengths
+            else:
+                capacity = max(need, 2 * capacity)
+                grown = (_grown(held, self._len, capacity) for held in (self._key, self._value))
+                self._room = *grown, self.lengths
+        # As long as the cache will be, so that a mask over its keys fits.
+        keys, values, lengths = self._room
+        return keys[:, :, :need], values[:, :, :need], lengths
+
+    def commit(self, new_len: int, new_lens: Tensor | None) -> None:
+        self._key, self._value, self.lengths = self._room
+        self._room = None
+        self._len = _longest(self.lengths) if new_lens is not None else self._len + new_len
+
+    def __len__(self) -> int:
+        return self._len
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the len positions that are held, not of the capacity behind them."""
+        return self.k.nbytes + self.v.nbytes if self._len else 0
+
+    def reset(self) -> None:
+        """Forgets everything, shape and memory too."""
+        self._len = 0  # kept here so that no call waits for the device
+        self._room = self._key = self._value = None
+        self.lengths = _zeros((0,), torch.int64, None)
+
+    def crop(self, n: int) -> None:
+        if n == 0:
+            self.reset()
+            return
+        super().crop(n)
+        self._len = min(self._len, n)
+
+    def reorder(self, index: Tensor) -> None:
+        """Sequence b becomes what index[b] was (beam search); index int64 [B], whose length may differ from before."""
+        _check_index(index, None)
+        if self._len:
+            with torch.inference_mode(False), torch.no_grad():
+                self._key, self._value, self.lengths = (
+                    held.index_select(0, index) for held in (self._key, self._value, self.lengths)
+                )
+
+    def take_back(self, lengths: Tensor) -> None:
+        if lengths.numel() == 0:
+            self.reset()
+            return
+        super().take_back(lengths)
+        self._len = _longest(lengths)
+
+    def _lend(self) -> cpp.DynamicCache:
+        return cpp.DynamicCache.from_tensors(self._key, self._value, self.lengths) if self._len else cpp.DynamicCache()
+
+    def _take(self, native: cpp.DynamicCache) -> None:
+        self._key, self._value, self.lengths = native.tensors()
+        self._len = len(native)
+
+
+class StaticCache(KVCache):
+    """Room for `max_len` positions, allocated once; an append past it raises. Compiles with `fullgraph=True` and does
+    not recompile as it fills.
+
+    Args:
+        batch, num_kv_heads, max_len, head_dim: the shape of the keys, [batch, num_kv_heads, max_len, head_dim].
+        v_head_dim: the same for the values; default head_dim.
+        dtype, device: those of the module it serves; default torch's defaults.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        max_len: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        for name, size in (("num_kv_heads", num_kv_heads), ("max_len", max_len), ("head_dim", head_dim)):
+            if size < 1:
+                raise ValueError(f"attnpack: {name}: got {size}, want at least 1")
+        width = head_dim if v_head_dim is None else v_head_dim
+        self._key = _zeros((batch, num_kv_heads, max_len, head_dim), dtype, device)
+        self._value = _zeros((batch, num_kv_heads, max_len, width), dtype, device)
+        self.lengths = _zeros((batch,), torch.int64, device)
+
+    @property
+    def max_len(self) -> int:
+        return self._key.size(2)
+
+    def reserve(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self._check_fits(key, value)
+        return self._key, self._value, self.lengths
+
+    def commit(self, new_len: int, new_lens: Tensor | None) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return _longest(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all max_len positions: what is allocated."""
+        return self._key.nbytes + self._value.nbytes
+
+    def reset(self) -> None:
+        """Forgets everything, keeps the memory."""
+        self.lengths.zero_()
+
+    def reorder(self, index: Tensor) -> None:
+        """Sequence b becomes what index[b] was (beam search); index int64 [B]. In place: the batch keeps its size."""
+        _check_index(index, self.lengths.size(0))
+        with torch.no_grad():
+            for held in (self._key, self._value, self.lengths):
+                held.copy_(held.index_select(0, index))
+
+    def _lend(self) -> cpp.StaticCache:
+        return cpp.StaticCache.from_tensors(self._key, self._value, self.lengths)
+
+    def _take(self, native: cpp.StaticCache) -> None:
+        pass
+
+
+class ModelCache:
+    """The caches of a model's layers, first layer first.
+
+    Args:
+        layers: how many layers, each of which gets a DynamicCache, or the caches themselves.
+    """
+
+    def __init__(self, layers: int | Iterable[KVCache]) -> None:
+        self.layers = [DynamicCache() for _ in range(layers)] if isinstance(layers, int) else list(layers)
+        if not self.layers:
+            raise ValueError("attnpack: layers: got none, want the number of the model's layers or a cache for each")
+
+    def __len__(self) -> int:
+        """Most positions seen by any sequence (not the number of layers: that is `len(cache.layers)`)."""
+        return len(self.layers[0])
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[KVCache]:
+        return iter(self.layers)
+
+    def __getitem__(self, layer: int) -> KVCache:
+        return self.layers[layer]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Positions held of each sequence, int64 [B]; the same in all layers."""
+        return self.layers[0].lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def reset(self) -> None:
+        for layer in self.layers:
+            layer.reset()
+
+    def crop(self, n: int) -> None:
+        """Keeps the first n positions of each sequence."""
+        for layer in self.layers:
+            layer.crop(n)
+
+    def reorder(self, index: Tensor) -> None:
+        """Sequence b becomes what index[b] was (beam search); index int64 [B]."""
+        for layer in self.layers:
+            layer.reorder(index)
+
+    def clone(self) -> ModelCache:
+        """A deep copy."""
+        return ModelCache([layer.clone() for layer in self.layers])
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Takes every layer back to where it was, should the body raise."""
+        before = [layer.lengths.clone() for layer in self.layers]
+        try:
+            yield
+        except BaseException:
+            for layer, lengths in zip(self.layers, before, strict=True):
+                layer.take_back(lengths)
+            raise
+
+    @contextmanager
+    def lent(self) -> Iterator[cpp.ModelCache]:
+        """A C++ cache on the same tensors; what it holds in the end, this one holds."""
+        native = [layer._lend() for layer in self.layers]
+        try:
+            yield cpp.ModelCache(native)
+        finally:
+            for layer, twin in zip(self.layers, native, strict=True):
+                layer._take(twin)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
+    """A normal tensor also under inference_mode, so that a cache made there can be written anywhere."""
+    with torch.inference_mode(False):
+        return torch.zeros(size, dtype=dtype, device=device)
+
+
+def _grown(like: Tensor, length: int, capacity: int) -> Tensor:
+    """Zeros with room for `capacity` positions and the first `length` ones of `like`, [B, H, capacity, D]."""
+    larger = _zeros((*like.shape[:2], capacity, like.size(3)), like.dtype, like.device)
+    if length:
+        with torch.no_grad():
+            larger[:, :, :length] = like[:, :, :length]
+    return larger
+
+
+def _longest(lengths: Tensor) -> int:
+    return int(lengths.max()) if lengths.numel() else 0
+
+
+def _check_crop(n: int) -> None:
+    if n < 0:
+        raise ValueError(f"attnpack: n: got {n}, want how many positions to keep, 0 or more")
+
+
+def _check_index(index: Tensor, batch: int | None) -> None:
+    if index.dim() != 1 or index.dtype != torch.int64 or batch not in (None, index.size(0)):
+        want = "int64 sequence numbers [B]" if batch is None else f"int64 [{batch}]: a StaticCache keeps its batch size"
+        raise ValueError(f"attnpack: index: got {index.dtype} of shape {list(index.shape)}, want {want}")

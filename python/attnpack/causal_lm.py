@@ -1,0 +1,235 @@
+"""A decoder-only language model, whose generation runs in C++."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import cpp
+from .attention import GroupedQueryAttention
+from .blocks import DecoderBlock
+from .cache import ModelCache
+from .feed_forward import FeedForward
+from .native import NativeModule
+from .rope import RotaryEmbedding
+from .stacks import Decoder
+
+
+class CausalLM(NativeModule):
+    """A language model with the layers and state dict names of Llama (Touvron et al. 2023).
+
+    Args:
+        vocab_size, embed_dim, num_layers, num_heads: the sizes.
+        num_kv_heads: default num_heads.
+        head_dim: default embed_dim / num_heads.
+        hidden_dim: of the feed-forwards; default 4 * embed_dim.
+        max_positions: length of training; longer is legal.
+        rope_base, rope_scaling: of the RotaryEmbedding.
+        eps: of the norms.
+        tie_embeddings: the embedding is the head too; there is no lm_head then, and one in a state dict is ignored.
+        qk_norm: RMSNorm on queries and keys.
+        bias: on q, k and v; out_bias: on o_proj, default as bias; mlp_bias: in the feed-forwards.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_dim: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        hidden_dim: int | None = None,
+        max_positions: int = 2048,
+        rope_base: float = 10000.0,
+        rope_scaling: dict[str, Any] | None = None,
+        eps: float = 1e-6,
+        tie_embeddings: bool = False,
+        qk_norm: bool = False,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        mlp_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self._config = {
+            "vocab_size": vocab_size,
+            "embed_dim": embed_dim,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "hidden_dim": hidden_dim,
+            "max_positions": max_positions,
+            "rope_base": rope_base,
+            "rope_scaling": rope_scaling,
+            "eps": eps,
+            "tie_embeddings": tie_embeddings,
+            "qk_norm": qk_norm,
+            "bias": bias,
+            "out_bias": out_bias,
+            "mlp_bias": mlp_bias,
+        }
+        self._make_cpp("meta")
+        factory = {"device": device, "dtype": dtype}
+        head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        rope = RotaryEmbedding(head_dim, base=rope_base, max_positions=max_positions, scaling=rope_scaling)
+
+        def block() -> DecoderBlock:
+            attention = GroupedQueryAttention(
+                embed_dim,
+                num_heads,
+                num_kv_heads,
+                head_dim=head_dim,
+                bias=bias,
+                out_bias=out_bias,
+                qk_norm=qk_norm,
+                rope=rope,
+                causal=True,
+                **factory,
+            )
+            hidden = 4 * embed_dim if hidden_dim is None else hidden_dim
+            return DecoderBlock(attention, FeedForward(embed_dim, hidden, bias=mlp_bias, **factory), eps=eps)
+
+        embedding = nn.Embedding(vocab_size, embed_dim, **factory)
+        self.model = Decoder([block() for _ in range(num_layers)], eps=eps, embed_tokens=embedding)
+        self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=False, **factory)
+        self._kinds = self._kinds_of_children()
+        self.register_load_state_dict_pre_hook(_drop_tied_head)
+
+    @classmethod
+    def from_gguf(
+        cls,
+        path: str | os.PathLike,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        max_positions: int | None = None,
+    ) -> CausalLM:
+        """The model of a GGUF file (architectures llama, qwen2, qwen3), in evaluation mode; see causal_lm_io."""
+        from . import causal_lm_io
+
+        return causal_lm_io.from_gguf(cls, path, dtype=dtype, device=device, max_positions=max_positions)
+
+    @classmethod
+    def from_hf(
+        cls,
+        directory: str | os.PathLike,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        max_positions: int | None = None,
+    ) -> CausalLM:
+        """The model of a Hugging Face directory (Llama, Mistral, Qwen2, Qwen3), in evaluation mode; see causal_lm_io."""
+        from . import causal_lm_io
+
+        return causal_lm_io.from_hf(cls, directory, dtype=dtype, device=device, max_positions=max_positions)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder blocks."""
+        return self.model.layers
+
+    def forward(
+        self,
+        ids: Tensor,
+        cache: ModelCache | None = None,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, L, vocab_size].
+
+        Args:
+            ids: int64 [B, L].
+            cache: the tokens go on behind what it holds; left as it was by a call that raises.
+            mask: broadcastable to [B, Hq, L, keys], on top of causality.
+            positions: int64 [L] or [B, L], for RoPE; default behind the cache.
+            lengths: [B], valid tokens of each right-padded row.
+        """
+        if ids.dim() != 2:
+            raise ValueError(
+                f"attnpack: ids: got shape {list(ids.shape)}, want token numbers [B, L]; for one sequence pass "
+                "ids.unsqueeze(0)"
+            )
+        hidden = self.model(ids, cache=cache, mask=mask, positions=positions, kv_lens=lengths)
+        return F.linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
+
+    def generate(
+        self,
+        ids: Tensor,
+        *,
+        max_new_tokens: int,
+        cache: str | ModelCache = "dynamic",
+        lengths: Tensor | None = None,
+        stop_tokens: Sequence[int] = (),
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        callback: Callable[[Tensor], bool | None] | None = None,
+    ) -> Tensor:
+        """The prompt and new tokens behind it, [B, L + new]; the whole loop runs in C++.
+
+        Args:
+            ids: the prompt, int64 [B, L].
+            max_new_tokens: fewer come where all rows have stopped, or the callback ends it.
+            cache: "dynamic", "static" (allocated at once), "none" (everything computed anew for each token), or a
+                ModelCache: the prompt then goes on behind what that holds.
+            lengths: [B], valid tokens of each right-padded prompt. A row goes on at its own position; its new tokens
+                stand from column L on nevertheless.
+            stop_tokens: a row that gives one of them stops, and is filled with it while others go on.
+            temperature, top_k, top_p: sampling from softmax(logits / temperature), of the top_k likeliest tokens and of
+                the fewest that hold top_p of the probability. Greedy where none is given, or at temperature 0.
+            seed: of the draws; default torch's generator.
+            callback: called with each step's tokens [B]; returning False ends generation.
+
+        Raises:
+            ValueError: an argument does not fit. TypeError: C++ cannot run this model, see `cpp()`.
+        """
+        with contextlib.ExitStack() as stack:
+            native_cache = stack.enter_context(cache.lent()) if isinstance(cache, ModelCache) else cache
+            return self.cpp().generate(
+                ids,
+                max_new_tokens=max_new_tokens,
+                cache=native_cache,
+                lengths=lengths,
+                stop_tokens=list(stop_tokens),
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                callback=callback,
+            )
+
+    def cpp(self) -> cpp.CausalLM:
+        if self._kinds_of_children() != self._kinds:
+            raise TypeError(
+                "attnpack: CausalLM has other layers than it was made with, and its C++ twin is made from the same "
+                "arguments. Build the model with the arguments that give these layers, or call the Python module"
+            )
+        return super().cpp()
+
+    def _kinds_of_children(self) -> list[tuple]:
+        """Type and arguments of attnpack's own modules below this one."""
+        own = [child for child in self.modules() if isinstance(child, NativeModule)]
+        return [(type(child).__name__, getattr(child, "_config", None)) for child in own]
+
+    def _make_cpp(self, device: str | None) -> Any:
+        return cpp.CausalLM(**self._config, device=device)
+
+
+def _drop_tied_head(model: CausalLM, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Tied checkpoints may carry the embedding a second time, as the head."""
+    if model.lm_head is None:
+        state_dict.pop(prefix + "lm_head.weight", None)

@@ -1,0 +1,54 @@
+"""The feed-forward of a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import cpp
+from .native import NativeModule
+
+
+class FeedForward(NativeModule):
+    """down(silu(gate(x)) * up(x)) for "swiglu" (Shazeer 2020), down(gelu(up(x))) for "gelu".
+
+    Args:
+        embed_dim, hidden_dim: widths outside and inside.
+        activation: "swiglu" (children gate_proj, up_proj, down_proj) or "gelu" (up_proj, down_proj; the exact gelu).
+        bias: on all of them.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = embed_dim
+        self.hidden_dim = hidden_dim
+        self.activation = activation
+        self.bias = bias
+        self._make_cpp("meta")
+        if activation == "swiglu":
+            self.gate_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., embed_dim] -> [..., embed_dim]"""
+        if self.activation == "swiglu":
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+    def _make_cpp(self, device: str | None) -> Any:
+        return cpp.FeedForward(
+            self.embed_dim, self.hidden_dim, activation=self.activation, bias=self.bias, device=device
+        )

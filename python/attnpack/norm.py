@@ -1,0 +1,48 @@
+"""RMSNorm, and the choice between it and torch's LayerNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import cpp
+from .native import NativeModule
+
+
+class RMSNorm(NativeModule):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich 2019); weight [dim] starts at 1."""
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]"""
+        return F.rms_norm(x, (self.dim,), self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps:g}"
+
+    def _make_cpp(self, device: str | None) -> Any:
+        return cpp.RMSNorm(self.dim, eps=self.eps, device=device)
+
+
+def make_norm(kind: str, dim: int, eps: float, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+    """RMSNorm for "rms", torch's LayerNorm for "layer"."""
+    if kind == "rms":
+        return RMSNorm(dim, eps=eps, device=device, dtype=dtype)
+    if kind == "layer":
+        return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
+    raise ValueError(f"attnpack: norm: got {kind!r}, want 'rms' or 'layer'")

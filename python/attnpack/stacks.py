@@ -1,0 +1,157 @@
+"""Stacks of blocks: Encoder, Decoder, and the two together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import cpp
+from .cache import ModelCache
+from .native import NativeModule
+from .norm import make_norm
+
+
+class _Stack(NativeModule):
+    """Blocks of one kind and what stands around them; children embed_tokens, layers, norm, as in a Llama model."""
+
+    _cpp_class: type
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        *,
+        norm: str | None = "rms",
+        eps: float = 1e-6,
+        embed_tokens: nn.Embedding | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        layers = list(layers)
+        if not layers:
+            raise ValueError("attnpack: layers: got none, want at least one block")
+        self._config = {"norm": norm, "eps": eps}
+        self.embed_tokens = embed_tokens
+        self.layers = nn.ModuleList(layers)
+        beside = layers[0].input_layernorm.weight
+        factory = (beside.device if device is None else device, beside.dtype if dtype is None else dtype)
+        self.norm = None if norm is None else make_norm(norm, layers[0].embed_dim, eps, *factory)
+
+    def _embed(self, x: Tensor) -> Tensor:
+        return x if self.embed_tokens is None else self.embed_tokens(x)
+
+    def _finish(self, x: Tensor) -> Tensor:
+        return x if self.norm is None else self.norm(x)
+
+    def _make_cpp(self, device: str | None) -> Any:
+        embedding = None
+        if self.embed_tokens is not None:
+            embedding = cpp.Embedding(*self.embed_tokens.weight.shape, device=device)
+        layers = [layer.cpp() for layer in self.layers]
+        return self._cpp_class(layers, embed_tokens=embedding, **self._config)
+
+
+class Encoder(_Stack):
+    """Encoder blocks and a last norm.
+
+    Args:
+        layers: EncoderBlocks.
+        norm: after the last block: "rms", "layer" or None.
+        eps: of that norm.
+        embed_tokens: an nn.Embedding; with it forward takes token ids.
+        device, dtype: of the norm; default those of the first block.
+    """
+
+    _cpp_class = cpp.Encoder
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+    ) -> Tensor:
+        """[B, L, E], or ids [B, L] with embed_tokens -> [B, L, E]; arguments as in EncoderBlock."""
+        h = self._embed(x)
+        for layer in self.layers:
+            h = layer(h, mask=mask, positions=positions, kv_lens=kv_lens)
+        return self._finish(h)
+
+
+class Decoder(_Stack):
+    """Decoder blocks and a last norm; arguments as in Encoder, with DecoderBlocks."""
+
+    _cpp_class = cpp.Decoder
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        cache: ModelCache | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_lens: Tensor | None = None,
+    ) -> Tensor:
+        """[B, L, E], or ids [B, L] with embed_tokens -> [B, L, E]; arguments as in DecoderBlock, cache a ModelCache.
+
+        A call that raises leaves the cache as it was (in eager mode).
+        """
+        if cache is not None and len(cache.layers) != len(self.layers):
+            raise ValueError(
+                f"attnpack: cache: got one of {len(cache.layers)} layers, want {len(self.layers)} as the model has"
+            )
+        inputs = {
+            "mask": mask,
+            "positions": positions,
+            "kv_lens": kv_lens,
+            "context_mask": context_mask,
+            "context_lens": context_lens,
+        }
+        if cache is None or torch.compiler.is_compiling():
+            return self._run(x, context, cache, inputs)
+        with cache.all_or_none():
+            return self._run(x, context, cache, inputs)
+
+    def _run(self, x: Tensor, context: Tensor | None, cache: ModelCache | None, inputs: dict[str, Any]) -> Tensor:
+        h = self._embed(x)
+        for i, layer in enumerate(self.layers):
+            h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs)
+        return self._finish(h)
+
+
+class EncoderDecoder(NativeModule):
+    """The encoder reads the source, the decoder writes the target with the encoder's output as its context."""
+
+    def __init__(self, encoder: Encoder, decoder: Decoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.decoder = decoder
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        source_lens: Tensor | None = None,
+        target_lens: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """Decoder states [B, Lt, E].
+
+        Args:
+            source: [B, Ls, E], or ids [B, Ls] if the encoder embeds; target alike, [B, Lt, E] or [B, Lt].
+            source_lens, target_lens: [B], valid source and new target tokens of each sequence.
+            cache: of the decoder's self-attention.
+        """
+        memory = self.encoder(source, kv_lens=source_lens)
+        return self.decoder(target, memory, kv_lens=target_lens, context_lens=source_lens, cache=cache)
+
+    def _make_cpp(self, device: str | None) -> Any:
+        return cpp.EncoderDecoder(self.encoder.cpp(), self.decoder.cpp())
