@@ -1,0 +1,298 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Multi-query attention: three versions, in plain PyTorch and in C++
+#
+# In multi-head attention every head owns a query, a key and a value projection. Multi-query attention (Shazeer 2019)
+# keeps one query projection a head, but lets all heads read **one** key head and **one** value head. Heads can still
+# look for different things; they can no longer disagree about what a token offers. That costs some expressive power.
+# What it buys is memory: a language model that writes token by token reads all cached keys and values at every step,
+# and that reading, not the arithmetic, takes the time. With one shared head the cache is `num_heads` times smaller.
+#
+# Three versions follow: V1 without cache and mask, V2 with a cache, V3 with a cache and a causal mask. Each runs
+# twice, as a plain class of `attnpack.reference` whose every line can be read, and as the native
+# `attnpack.MultiQueryAttention` with the same weights. Values are compared, not only shapes.
+
+# %%
+import inspect
+
+import attnpack
+import matplotlib.pyplot as plt
+import torch
+from attnpack import reference
+
+torch.manual_seed(0)
+batch, seq, d_model, num_heads = 2, 10, 64, 8
+d_kv = d_model // num_heads
+x = torch.randn(batch, seq, d_model)
+
+
+def load_weights(native, plain):
+    """W_q, W_k, W_v, W_o of a plain class into q_proj, k_proj, v_proj, o_proj of a native module."""
+    native.load_state_dict({f"{name[2]}_proj.weight": weight for name, weight in plain.state_dict().items()})
+    return native
+
+
+def largest_difference(a, b):
+    return f"{(a - b).abs().max().item():.1e}"
+
+
+# %% [markdown]
+# ## V1: no cache, no mask
+#
+# The whole forward pass fits on a page. `W_k` and `W_v` map to `d_kv = 8` numbers, not to 64: there is one head of
+# them. The matrix product broadcasts that head over the eight query heads, nothing is copied.
+
+# %%
+print(inspect.getsource(reference.MQAV1))
+
+# %%
+v1 = reference.MQAV1(d_model, num_heads, say=print)
+print(f"x.shape : {x.shape}")
+out_v1 = v1(x)
+
+# %% [markdown]
+# A row of the attention matrix is a softmax, so it sums to 1: that is what the printed tensor shows, for each of the
+# 2 sequences, 8 heads and 10 query rows.
+#
+# Now the native module with the same weights. `module.project` gives q, k and v as they enter the operator and
+# `attention_scores` gives the matrix that the operator itself never writes to memory: `attnpack.attention` walks over
+# the keys in tiles and keeps a running softmax.
+
+# %%
+native = load_weights(attnpack.MultiQueryAttention(d_model, num_heads), v1)
+q, k, v = native.project(x)
+probs = attnpack.attention_scores(q, k)
+out_native = native(x)
+print(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+print(f"x.shape : {x.shape}")
+print(f"should be 1 if correct: {probs.sum(dim=-1)}")
+print(f"shape of out : {out_native.shape}")
+print("\nlargest difference, native against plain:", largest_difference(out_native, out_v1))
+torch.testing.assert_close(out_native, out_v1)
+
+# %% [markdown]
+# The eight heads read the same keys and still attend differently, because their queries differ. Each panel is one
+# head of the first sequence; a row is a query, a column a key.
+
+# %%
+figure, panels = plt.subplots(1, num_heads, figsize=(9, 1.6), dpi=70, layout="constrained")
+for head, panel in enumerate(panels):
+    panel.imshow(probs[0, head].detach(), cmap="cividis", vmin=0)
+    panel.set_title(f"head {head}", fontsize=8)
+    panel.set_xticks([])
+    panel.set_yticks([])
+panels[0].set_ylabel("query")
+panels[0].set_xlabel("key")
+plt.show()
+
+# %% [markdown]
+# ## V2: with a cache
+#
+# When tokens come one at a time, the keys and values of the earlier ones do not change. They are kept, and a step
+# projects the new token only. In the plain class the cache is a pair of detached `[batch, 1, seq, d_kv]` tensors; in
+# attnpack it is a `DynamicCache`, handed to `forward`, which appends first and then attends. In both, gradients flow
+# through this call's own keys and values and never into the past.
+
+# %%
+v2 = reference.MQAV2(d_model, num_heads)
+v2.load_state_dict(v1.state_dict())
+
+
+def run_steps(module, x):
+    """One token at a time through a native module; prints the shapes it hands out."""
+    cache, outs = attnpack.DynamicCache(), []
+    print(f"x.shape : {x.shape}")
+    for token in x.split(1, dim=1):
+        q, _, _ = module.project(token)
+        outs.append(module(token, cache=cache))
+        print(f"\n{'-' * 20}\nQ shape : {q.shape}\nK.shape: {cache.k.shape}\nV.shape: {cache.v.shape}")
+        print(f"shape of out : {outs[-1].shape}")
+    return torch.cat(outs, dim=1), cache
+
+
+with torch.no_grad():
+    steps_native, cache = run_steps(native, x)
+
+# %% [markdown]
+# Only K and V grow. The same steps through the plain class give the same outputs, and the two caches hold the same
+# numbers:
+
+# %%
+with torch.no_grad():
+    plain_cache, outs = None, []
+    for token in x.split(1, dim=1):
+        out, plain_cache = v2(token, plain_cache)
+        outs.append(out)
+    steps_plain = torch.cat(outs, dim=1)
+print("outputs:", largest_difference(steps_native, steps_plain))
+print("keys:   ", largest_difference(cache.k, plain_cache[0]))
+print("values: ", largest_difference(cache.v, plain_cache[1]))
+torch.testing.assert_close(steps_native, steps_plain)
+torch.testing.assert_close((cache.k, cache.v), plain_cache)
+
+# %% [markdown]
+# ### V2 has no mask, and is causal all the same
+#
+# At step t the cache simply holds nothing later than t. V1 sees all ten tokens from every row. So V2 by steps and V1
+# are different functions; they agree in the last row alone, which may see everything in both.
+
+# %%
+per_row = (steps_native - out_native).detach().abs().amax(dim=(0, 2))
+figure, axes = plt.subplots(figsize=(5, 2.2), dpi=70, layout="constrained")
+axes.bar(range(1, seq + 1), per_row, color="#0072B2")
+axes.set_xticks(range(1, seq + 1))
+axes.set_xlabel("query row")
+axes.set_ylabel("largest difference")
+axes.set_title("V2 by steps against V1: equal in the last row only")
+plt.show()
+print("last row:", largest_difference(steps_native[:, -1], out_native[:, -1]))
+torch.testing.assert_close(steps_native[:, -1], out_native[:, -1])
+assert per_row[:-1].min() > 1e-3
+
+# %% [markdown]
+# And feeding V2 a chunk of several tokens breaks it: the first token of a chunk sees the others. That is what V3
+# repairs.
+
+# %%
+with torch.no_grad():
+    chunk_cache = attnpack.DynamicCache()
+    chunks = torch.cat([native(part, cache=chunk_cache) for part in x.split([4, 6], dim=1)], dim=1)
+print("V2, chunks of 4 and 6 against steps of 1:", largest_difference(chunks, steps_native))
+assert (chunks - steps_native).abs().max() > 1e-3
+
+# %% [markdown]
+# ## Masking
+#
+# A causal mask hides key j from row i where j > i. Hidden scores become -inf, and exp(-inf) = 0.
+
+# %%
+q5, k5 = torch.randn(2, 1, 1, 5, d_kv).unbind(0)
+scores = attnpack.attention_scores(q5, k5, stage="scaled")[0, 0]
+print(scores)
+hidden = torch.triu(torch.ones(5, 5, dtype=torch.bool), diagonal=1)
+print(f"\n{hidden}")
+masked = scores.masked_fill(hidden, float("-inf"))
+print(f"\n{masked}")
+assert torch.equal(masked, attnpack.attention_scores(q5, k5, stage="masked", causal=True)[0, 0])
+
+# %% [markdown]
+# ### True = hidden, or True = may attend?
+#
+# Above, True means **hidden**: that is what `masked_fill` wants, and what `torch.nn.MultiheadAttention` calls
+# `attn_mask`. In attnpack, as in PyTorch's `scaled_dot_product_attention`, True means **may attend**. Both
+# conventions are in wide use, and nothing raises when they are mixed up: the shapes fit. So hand over `~hidden`. The
+# picture on the right is what comes of forgetting the `~`: every row attends to the future, and the last row, which
+# may then attend nothing, is zero.
+
+# %%
+right = attnpack.attention_scores(q5, k5, ~hidden)[0, 0]
+wrong = attnpack.attention_scores(q5, k5, hidden)[0, 0]
+figure, panels = plt.subplots(1, 2, figsize=(5, 2.4), dpi=70, layout="constrained")
+for panel, picture, title in zip(panels, (right, wrong), ("mask=~hidden: right", "mask=hidden: wrong"), strict=True):
+    panel.imshow(picture, cmap="cividis", vmin=0, vmax=1)
+    panel.set_title(title, fontsize=9)
+    panel.set_xlabel("key")
+    panel.set_ylabel("query")
+plt.show()
+assert torch.equal(right, attnpack.attention_scores(q5, k5, causal=True)[0, 0])
+assert not right.triu(1).any() and not wrong.tril().any()
+
+# %% [markdown]
+# ## V3: cache and causal mask
+#
+# With `past_len` tokens in the cache, row i of a chunk stands at position i + past_len and may attend the keys up to
+# there: the mask's diagonal moves right by `past_len`. For a chunk of one token nothing is hidden, so the mask may be
+# applied always; no special case for single tokens is needed.
+
+# %%
+print(inspect.getsource(reference.MQAV3))
+print(torch.ones(1, 4, dtype=torch.bool).triu(diagonal=4))
+
+# %% [markdown]
+# In attnpack the module is made with `causal=True`; behind a cache the queries stand after what was there. (Without a
+# module, `attention(..., causal=True, q_offset=past_len)` says the same. It is never guessed from the shapes.)
+
+# %%
+causal = load_weights(attnpack.MultiQueryAttention(d_model, num_heads, causal=True), v1)
+v3 = reference.MQAV3(d_model, num_heads)
+v3.load_state_dict(v1.state_dict())
+with torch.no_grad():
+    steps_v3, _ = run_steps(causal, x)
+
+# %% [markdown]
+# Steps of one token never reach the mask. Chunks do, so they are the test: ten tokens at once, in two parts, in
+# three.
+
+# %%
+with torch.no_grad():
+    full = causal(x)
+    plain_full, _ = v3(x)
+    print("in full, native against plain:", largest_difference(full, plain_full))
+    print("in full against steps of 1:   ", largest_difference(full, steps_v3))
+    for parts in ([10], [4, 6], [1, 3, 6]):
+        cache, plain_cache, outs, plain_outs = attnpack.DynamicCache(), None, [], []
+        for part in x.split(parts, dim=1):
+            outs.append(causal(part, cache=cache))
+            out, plain_cache = v3(part, plain_cache)
+            plain_outs.append(out)
+        outs, plain_outs = torch.cat(outs, dim=1), torch.cat(plain_outs, dim=1)
+        against_full, against_plain = largest_difference(outs, full), largest_difference(outs, plain_outs)
+        print(
+            f"chunks of {'+'.join(map(str, parts)):<6} against in full: {against_full}, against plain: {against_plain}"
+        )
+        torch.testing.assert_close(outs, full)
+        torch.testing.assert_close(outs, plain_outs)
+torch.testing.assert_close(steps_v3, full)
+torch.testing.assert_close(steps_v3, steps_native)
+
+# %% [markdown]
+# ## The same module in C++
+#
+# `attnpack.cpp.MultiQueryAttention` is the C++ `torch::nn::Module` itself, bound to Python. The Python class and it
+# run the same native code after the projections, so with the same weights they give the same bits. The plain class's
+# W_* weights go in by parameter name:
+
+# %%
+bound = load_weights(attnpack.cpp.MultiQueryAttention(d_model, num_heads, causal=True), v1)
+with torch.no_grad():
+    out_bound = bound(x)
+print("C++ module against the Python class:", largest_difference(out_bound, full))
+print("C++ module against plain PyTorch:   ", largest_difference(out_bound, plain_full))
+assert torch.equal(out_bound, full)
+torch.testing.assert_close(out_bound, plain_full)
+
+# %% [markdown]
+# ## What it saves
+#
+# Keys and values of one layer, one sequence, in fp32: `2 * seq * kv heads * d_kv * 4` bytes. Measured on the caches
+# themselves, for multi-head attention with eight kv heads, for four and two groups, and for multi-query attention.
+
+# %%
+sizes = {}
+for kv_heads in (8, 4, 2, 1):
+    layer = attnpack.GroupedQueryAttention(d_model, num_heads, kv_heads, causal=True)
+    cache = attnpack.DynamicCache()
+    with torch.no_grad():
+        layer(x[:1], cache=cache)
+    sizes[f"{kv_heads} kv head{'s' if kv_heads > 1 else ''}"] = cache.nbytes
+    assert sizes[list(sizes)[-1]] == 2 * seq * kv_heads * d_kv * 4
+figure, axes = plt.subplots(figsize=(5, 1.8), dpi=70, layout="constrained")
+bars = axes.barh(list(sizes), list(sizes.values()), color="#0072B2")
+axes.bar_label(bars, padding=3)
+axes.set_xlim(0, 6000)
+axes.invert_yaxis()
+axes.set_xlabel("bytes for 10 tokens")
+axes.set_title("8 query heads: MHA, two groupings, MQA")
+plt.show()

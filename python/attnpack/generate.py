@@ -1,0 +1,94 @@
+"""Text from a language model: what `attnpack generate` and the demo's third part do."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from . import CausalLM, ModelCache, causal_lm_io
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    seconds_to_first_token: float
+    tokens_per_second: float  # after the first
+    positions: int  # held by the cache at the end
+    kv_bytes: int  # of their keys and values, all layers
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    """The model of a Hugging Face directory or a GGUF file, in evaluation mode."""
+    loader = CausalLM.from_hf if path.is_dir() else CausalLM.from_gguf
+    return loader(path, dtype=dtype)
+
+
+def answer(
+    model: CausalLM,
+    tokenizer: causal_lm_io.Tokenizer,
+    prompt: str,
+    *,
+    write: Callable[[str], object],
+    max_new_tokens: int = 128,
+    **sampling,
+) -> Answer:
+    """Answers one user message, handing `write` each piece of text as it comes; `sampling` goes to `model.generate`."""
+    ids = tokenizer.chat(prompt) if tokenizer.chat_template else tokenizer.encode(prompt)
+    pieces: list[str] = []
+    moments = [time.perf_counter()]
+
+    def write_piece(piece: str) -> None:
+        pieces.append(piece)
+        write(piece)
+
+    step = tokenizer.stream(write_piece)
+
+    def on_token(token: torch.Tensor) -> None:
+        moments.append(time.perf_counter())
+        step(int(token))
+
+    cache = ModelCache(len(model.layers))
+    model.generate(
+        torch.tensor([ids]),
+        max_new_tokens=max_new_tokens,
+        cache=cache,
+        stop_tokens=tokenizer.stop_tokens,
+        callback=on_token,
+        **sampling,
+    )
+    new_tokens = len(moments) - 1
+    return Answer(
+        text="".join(pieces),
+        prompt_tokens=len(ids),
+        new_tokens=new_tokens,
+        seconds_to_first_token=moments[1] - moments[0],
+        tokens_per_second=(new_tokens - 1) / max(moments[-1] - moments[1], 1e-9),
+        positions=len(cache),
+        kv_bytes=cache.nbytes,
+    )
+
+
+def main(args: argparse.Namespace) -> None:
+    """`attnpack generate`: streams the answer; with `args.json` prints one JSON object with its figures."""
+    path = args.model or causal_lm_io.smollm2_path()
+    tokenizer = causal_lm_io.load_tokenizer(path)
+    model = load(path, DTYPES[args.dtype])
+    sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    write = (lambda piece: None) if args.json else write_to_stdout
+    found = answer(model, tokenizer, args.prompt, write=write, max_new_tokens=args.max_new_tokens, **sampling)
+    print(json.dumps(asdict(found), indent=2) if args.json else "")
+
+
+def write_to_stdout(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()

@@ -1,0 +1,70 @@
+"""Pictures of what the variants cost. Needs matplotlib, which attnpack itself does not."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from . import StaticCache
+
+# Okabe and Ito's colours, told apart by the colour-blind; line styles and labels say the same without colour.
+STYLES = (("#D55E00", "-"), ("#0072B2", "--"), ("#009E73", "-."), ("#CC79A7", ":"))
+
+
+def kv_bytes(num_kv_heads: int, context: int, *, num_layers: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of keys and values of one sequence of `context` tokens in all layers, read off attnpack's own cache."""
+    cache = StaticCache(1, num_kv_heads, context, head_dim, dtype=dtype, device="meta")
+    return num_layers * cache.nbytes
+
+
+def plot_kv_memory(
+    path: str | Path,
+    variants: Mapping[str, int] | None = None,
+    contexts: Sequence[int] = (1024, 4096, 16384, 65536, 131072),
+    *,
+    num_layers: int = 32,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, list[int]]:
+    """Writes one PNG, KV memory against context, a line a variant, and returns its points in bytes.
+
+    `variants` maps a name to its number of kv heads; by default 32 query heads as MHA, GQA-8 and MQA.
+    """
+    variants = variants or {"MHA (32 kv heads)": 32, "GQA-8 (8 kv heads)": 8, "MQA (1 kv head)": 1}
+    points = {
+        name: [kv_bytes(heads, n, num_layers=num_layers, head_dim=head_dim, dtype=dtype) for n in contexts]
+        for name, heads in variants.items()
+    }
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4.5), dpi=120, layout="constrained")
+    for (name, sizes), (colour, line) in zip(points.items(), STYLES, strict=False):
+        gibibytes = [size / 2**30 for size in sizes]
+        axes.plot(contexts, gibibytes, line, color=colour, marker="o", markersize=4, label=name)
+        axes.annotate(f"{gibibytes[-1]:.3g}", (contexts[-1], gibibytes[-1]), xytext=(6, -3), textcoords="offset points")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(contexts, [f"{n // 1024}k" for n in contexts])
+    axes.yaxis.set_major_formatter(lambda size, _: f"{size:.3g}")
+    axes.set_xlabel("context (tokens)")
+    axes.set_ylabel("KV cache of one sequence (GiB)")
+    axes.set_title(f"KV memory against context: {num_layers} layers, head dim {head_dim}, {dtype_name(dtype)}")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+    plt.close(figure)
+    return points
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _pyplot():
+    try:
+        import matplotlib
+    except ImportError:
+        raise RuntimeError("pictures need matplotlib, which is not installed: pip install matplotlib") from None
+    matplotlib.use("agg")  # no display
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot

