@@ -18,6 +18,11 @@ Factory make_factory(const py::object& device, const py::object& dtype);
 // The arguments of module.to(...): a dtype, a device or its name, in any order.
 Factory parse_to(const py::args& args, const py::kwargs& kwargs);
 
+template <typename Impl>
+std::string describe(const Impl& module) {
+  return c10::str(static_cast<const torch::nn::Module&>(module));
+}
+
 // What every bound module can do; the rest comes from torch's own binding of torch::nn::Module.
 template <typename Impl>
 py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_module(py::module_& m, const char* name,
@@ -65,7 +70,8 @@ py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_module(py::modul
              return self;
            })
       .def("clone", [](Impl& self) { return std::dynamic_pointer_cast<Impl>(self.clone()); })
-      .def("__repr__", [](Impl& self) { return c10::str(static_cast<const torch::nn::Module&>(self)); })
+      .def("__repr__", &describe<Impl>)
+      .def("__str__", &describe<Impl>)
       .def("__call__", [](const py::object& self, const py::args& args, const py::kwargs& kwargs) {
         return self.attr("forward")(*args, **kwargs);
       });

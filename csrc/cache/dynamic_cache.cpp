@@ -11,6 +11,8 @@ namespace attnpack {
 
 namespace {
 
+int64_t longest(const at::Tensor& lengths) { return lengths.numel() > 0 ? lengths.max().item<int64_t>() : 0; }
+
 // held's positions in a buffer with room for `capacity` of them.
 at::Tensor grown(const at::Tensor& held, int64_t len, int64_t capacity) {
   auto larger = cache_zeros(held.size(0), held.size(1), capacity, held.size(3), held.options());
@@ -22,8 +24,7 @@ at::Tensor grown(const at::Tensor& held, int64_t len, int64_t capacity) {
 
 DynamicCache::DynamicCache() { reset(); }
 
-DynamicCache::DynamicCache(CacheTensors tensors)
-    : KVCache(std::move(tensors)), len_(lengths().numel() > 0 ? lengths().max().item<int64_t>() : 0) {}
+DynamicCache::DynamicCache(CacheTensors tensors) : KVCache(std::move(tensors)), len_(longest(lengths())) {}
 
 CacheTensors DynamicCache::reserve(const at::Tensor& key, const at::Tensor& value) {
   const int64_t need = len_ + key.size(2);
@@ -49,7 +50,7 @@ CacheTensors DynamicCache::reserve(const at::Tensor& key, const at::Tensor& valu
 void DynamicCache::commit(int64_t new_len, const std::optional<at::Tensor>& new_lens) {
   tensors_ = std::move(room_);
   room_ = {};
-  len_ = new_lens && tensors_.lengths.numel() > 0 ? tensors_.lengths.max().item<int64_t>() : len_ + new_len;
+  len_ = new_lens ? longest(tensors_.lengths) : len_ + new_len;
 }
 
 int64_t DynamicCache::nbytes() const {
@@ -77,6 +78,7 @@ void DynamicCache::reorder(const at::Tensor& index) {
   at::NoGradGuard no_grad;
   tensors_ = {tensors_.key.index_select(0, index), tensors_.value.index_select(0, index),
               tensors_.lengths.index_select(0, index)};
+  len_ = longest(tensors_.lengths);
 }
 
 std::shared_ptr<KVCache> DynamicCache::clone() const {
@@ -88,7 +90,7 @@ std::shared_ptr<KVCache> DynamicCache::clone() const {
 void DynamicCache::take_back(const at::Tensor& lengths) {
   if (lengths.numel() == 0) return reset();
   tensors_.lengths.copy_(lengths);
-  len_ = lengths.max().item<int64_t>();
+  len_ = longest(lengths);
 }
 
 }  // namespace attnpack

@@ -16,14 +16,15 @@ LoadResult compare(const StateDict& own, const StateDict& given, bool strict) {
       result.missing.push_back(name);
       continue;
     }
-    ATTNPACK_CHECK(found->second.sizes() == tensor.sizes(), "state dict: got ", name, " of shape ", found->second.sizes(),
-                ", want ", tensor.sizes());
+    ATTNPACK_CHECK(found->second.sizes() == tensor.sizes(), "state dict: got ", name, " of shape ",
+                   found->second.sizes(), ", want ", tensor.sizes());
   }
   for (const auto& [name, tensor] : given) {
     if (!own.count(name)) result.unexpected.push_back(name);
   }
-  ATTNPACK_CHECK(!strict || (result.missing.empty() && result.unexpected.empty()), "state dict: missing ", result.missing,
-              ", unexpected ", result.unexpected, "; want exactly the module's names (or strict=false)");
+  ATTNPACK_CHECK(!strict || (result.missing.empty() && result.unexpected.empty()), "state dict: missing ",
+                 result.missing, ", unexpected ", result.unexpected,
+                 "; want exactly the module's names (or strict=false)");
   return result;
 }
 

@@ -17,7 +17,9 @@ void FeedForwardImpl::reset() {
 }
 
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
-  return down_proj(gate_proj ? at::silu(gate_proj(x)) * up_proj(x) : at::gelu(up_proj(x)));
+  if (!gate_proj) return down_proj(at::gelu(up_proj(x)));
+  const auto gate = at::silu(gate_proj(x));
+  return down_proj(gate * up_proj(x));
 }
 
 }  // namespace attnpack

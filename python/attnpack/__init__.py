@@ -1,7 +1,7 @@
-"""attnpack: attention variants in C++ for PyTorch, one operator, LibTorch modules, and ``nn.Module``s on the same code."""
+"""attnpack: attention variants in C++ for PyTorch: one operator, LibTorch modules, ``nn.Module``s on the same code."""
 
-from ._load import _C, __version__
-from . import cpp  # isort: skip
+from . import cpp
+from ._load import __version__
 from .attention import (
     GroupedQueryAttention,
     MultiHeadAttention,

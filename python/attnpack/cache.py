@@ -144,6 +144,7 @@ class DynamicCache(KVCache):
                 self._key, self._value, self.lengths = (
                     held.index_select(0, index) for held in (self._key, self._value, self.lengths)
                 )
+            self._len = _longest(self.lengths)
 
     def take_back(self, lengths: Tensor) -> None:
         if lengths.numel() == 0:

@@ -129,7 +129,7 @@ class CausalLM(NativeModule):
         device: torch.device | str | None = None,
         max_positions: int | None = None,
     ) -> CausalLM:
-        """The model of a Hugging Face directory (Llama, Mistral, Qwen2, Qwen3), in evaluation mode; see causal_lm_io."""
+        """A Hugging Face directory's model (llama, mistral, qwen2, qwen3), in evaluation mode; see causal_lm_io."""
         from . import causal_lm_io
 
         return causal_lm_io.from_hf(cls, directory, dtype=dtype, device=device, max_positions=max_positions)

@@ -45,5 +45,7 @@ def reject_keywords(unknown: dict[str, Any]) -> None:
     if not unknown:
         return
     name = next(iter(unknown))
-    hint = "; use cache= with an attnpack.DynamicCache() or StaticCache" if name in ("kv_cache", "past_key_value") else ""
+    hint = (
+        "; use cache= with an attnpack.DynamicCache() or StaticCache" if name in ("kv_cache", "past_key_value") else ""
+    )
     raise TypeError(f"forward() got an unexpected keyword argument '{name}'{hint}")

@@ -1,7 +1,7 @@
 """attnpack's C++ modules and caches as they are: ``torch::nn::Module`` classes, bound without a Python shell.
 
-Same names and arguments as the Python modules. For parity tests, and for running without Python in the loop; in a Python
-model use the ``nn.Module`` classes of ``attnpack``, whose ``.cpp()`` gives one of these on the same storage.
+Same names and arguments as the Python modules. For parity tests, and for running without Python in the loop; in a
+Python model use the ``nn.Module`` classes of ``attnpack``, whose ``.cpp()`` gives one of these on the same storage.
 """
 
 from ._load import _C

@@ -1,0 +1,124 @@
+"""Every module with inputs it can be called with: what the parity and module tests run over."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import attnpack
+import torch
+from torch import Tensor, nn
+
+EMBED = 24
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    build: Callable[..., nn.Module]  # takes device and dtype
+    inputs: Callable[[], tuple[Tensor, ...]]
+    attends: bool = True
+
+
+def _x(length: int = 5, width: int = EMBED) -> Tensor:
+    return torch.randn(2, length, width, requires_grad=True)
+
+
+def _rope(**settings) -> attnpack.RotaryEmbedding:
+    return attnpack.RotaryEmbedding(6, **settings)
+
+
+def _attention(**factory) -> attnpack.GroupedQueryAttention:
+    return attnpack.GroupedQueryAttention(EMBED, 4, 2, rope=_rope(), **factory)
+
+
+def _decoder_block(cross: bool = False, norm: str = "rms", pre_norm: bool = True, **factory) -> attnpack.DecoderBlock:
+    other = attnpack.MultiHeadAttention(EMBED, 4, **factory) if cross else None
+    feed_forward = attnpack.FeedForward(EMBED, 32, **factory)
+    return attnpack.DecoderBlock(
+        _attention(**factory), feed_forward, norm=norm, pre_norm=pre_norm, cross_attention=other
+    )
+
+
+def _encoder_block(norm: str = "rms", **factory) -> attnpack.EncoderBlock:
+    feed_forward = attnpack.FeedForward(EMBED, 32, activation="gelu", bias=True, **factory)
+    return attnpack.EncoderBlock(attnpack.MultiHeadAttention(EMBED, 4, **factory), feed_forward, norm=norm)
+
+
+def _encoder_decoder(**factory) -> attnpack.EncoderDecoder:
+    encoder = attnpack.Encoder([_encoder_block(**factory)])
+    return attnpack.EncoderDecoder(encoder, attnpack.Decoder([_decoder_block(cross=True, **factory)], norm="layer"))
+
+
+def _causal_lm(**settings) -> attnpack.CausalLM:
+    return attnpack.CausalLM(32, EMBED, 2, 4, 2, hidden_dim=32, **settings)
+
+
+def _ids() -> Tensor:
+    return torch.randint(32, (2, 5))
+
+
+CASES = [
+    Case("self_attention", lambda **f: attnpack.SelfAttention(EMBED, 16, causal=True, **f), lambda: (_x(),)),
+    Case("self_attention_bias", lambda **f: attnpack.SelfAttention(EMBED, bias=True, **f), lambda: (_x(),)),
+    Case("multi_head", lambda **f: attnpack.MultiHeadAttention(EMBED, 4, causal=True, **f), lambda: (_x(),)),
+    Case(
+        "multi_head_cross",
+        lambda **f: attnpack.MultiHeadAttention(EMBED, 4, kdim=10, vdim=10, bias=True, out_bias=False, **f),
+        lambda: (_x(), _x(7, 10)),
+    ),
+    Case(
+        "grouped",
+        lambda **f: attnpack.GroupedQueryAttention(EMBED, 4, 2, causal=True, qk_norm=True, rope=_rope(), **f),
+        lambda: (_x(),),
+    ),
+    Case(
+        "grouped_uneven",
+        lambda **f: attnpack.GroupedQueryAttention(EMBED, 4, 2, head_map=[0, 1, 0, 0], scale=0.3, head_dim=8, **f),
+        lambda: (_x(),),
+    ),
+    Case(
+        "multi_query",
+        lambda **f: attnpack.MultiQueryAttention(
+            EMBED, 4, bias=True, rope=_rope(interleaved=True, scaling={"type": "linear", "factor": 2.0}), **f
+        ),
+        lambda: (_x(),),
+    ),
+    Case(
+        "projected",
+        lambda **f: attnpack.ProjectedAttention(4, 2, 6, causal=True, rope=_rope(), **f),
+        lambda: (_x(), _x(5, 12), _x(5, 12)),
+    ),
+    Case("encoder_block", _encoder_block, lambda: (_x(),)),
+    Case("encoder_block_layer_norm", lambda **f: _encoder_block("layer", **f), lambda: (_x(),)),
+    Case("decoder_block", _decoder_block, lambda: (_x(),)),
+    Case("decoder_block_post_norm", lambda **f: _decoder_block(pre_norm=False, **f), lambda: (_x(),)),
+    Case("decoder_block_cross", lambda **f: _decoder_block(cross=True, **f), lambda: (_x(), _x(7))),
+    Case("encoder", lambda **f: attnpack.Encoder([_encoder_block(**f)], norm=None), lambda: (_x(),)),
+    Case("decoder", lambda **f: attnpack.Decoder([_decoder_block(**f), _decoder_block(**f)]), lambda: (_x(),)),
+    Case("encoder_decoder", _encoder_decoder, lambda: (_x(), _x(7))),
+    Case("causal_lm", _causal_lm, lambda: (_ids(),)),
+    Case("causal_lm_tied", lambda **f: _causal_lm(tie_embeddings=True, bias=True, **f), lambda: (_ids(),)),
+    Case("rms_norm", lambda **f: attnpack.RMSNorm(EMBED, **f), lambda: (_x(),), attends=False),
+    Case("swiglu", lambda **f: attnpack.FeedForward(EMBED, 32, **f), lambda: (_x(),), attends=False),
+    Case(
+        "gelu",
+        lambda **f: attnpack.FeedForward(EMBED, 32, activation="gelu", bias=True, **f),
+        lambda: (_x(),),
+        attends=False,
+    ),
+    Case(
+        "rotary",
+        lambda **f: attnpack.RotaryEmbedding(4, base=500.0, **f),
+        lambda: (torch.randn(2, 3, 5, 6, requires_grad=True),),
+        attends=False,
+    ),
+]
+
+
+def make(case: Case, seed: int = 0, **factory) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The module with random parameters (norm weights too, which start at 1), and inputs."""
+    torch.manual_seed(seed)
+    module = case.build(**factory)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return module, case.inputs()

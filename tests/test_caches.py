@@ -1,0 +1,320 @@
+"""Caches: against a list of tensors that is appended to by hand, and what calls that fail leave behind."""
+
+import copy
+import pickle
+
+import attnpack
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+BATCH, HEADS, DIM, V_DIM, ROOM = 3, 2, 4, 5, 24
+
+
+def append(cache, key, value, new_lens=None):
+    """What a module does with a cache, without attention."""
+    keys, values, lengths = cache.reserve(key, value)
+    torch.ops.attnpack.attend(
+        key.new_zeros(key.shape), key, value, None, 1.0, False, None, False, keys, values, lengths, None, False,
+        new_lens, -1, -1, 0.0, None, None, None, 0.0, None,
+    )  # fmt: skip
+    cache.commit(key.size(2), new_lens)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """A cache beside a list of rows for each sequence; after every step both hold the same."""
+
+    def make(self):
+        raise NotImplementedError
+
+    @initialize(seed=st.integers(0, 2**16))
+    def start(self, seed):
+        self.random = torch.Generator().manual_seed(seed)
+        self.cache = self.make()
+        self.rows = [(torch.zeros(HEADS, 0, DIM), torch.zeros(HEADS, 0, V_DIM)) for _ in range(BATCH)]
+
+    @property
+    def longest(self):
+        return max(keys.size(1) for keys, _ in self.rows)
+
+    @rule(length=st.integers(1, 5), ragged=st.lists(st.integers(0, 5), min_size=BATCH, max_size=BATCH) | st.none())
+    def append(self, length, ragged):
+        key = torch.randn(BATCH, HEADS, length, DIM, generator=self.random)
+        value = torch.randn(BATCH, HEADS, length, V_DIM, generator=self.random)
+        valid = [length] * BATCH if ragged is None else [min(n, length) for n in ragged]
+        new_lens = None if ragged is None else torch.tensor(valid)
+        full = any(keys.size(1) + n > ROOM for (keys, _), n in zip(self.rows, valid, strict=True))
+        if full and isinstance(self.cache, attnpack.StaticCache):
+            with pytest.raises(ValueError, match="cache"):
+                append(self.cache, key, value, new_lens)
+            return
+        append(self.cache, key, value, new_lens)
+        self.rows = [
+            (torch.cat([keys, key[b, :, :n]], 1), torch.cat([values, value[b, :, :n]], 1))
+            for b, ((keys, values), n) in enumerate(zip(self.rows, valid, strict=True))
+        ]
+
+    @rule(n=st.integers(0, 12))
+    def crop(self, n):
+        self.cache.crop(n)
+        self.rows = [(keys[:, :n], values[:, :n]) for keys, values in self.rows]
+
+    @rule(index=st.lists(st.integers(0, BATCH - 1), min_size=BATCH, max_size=BATCH))
+    def reorder(self, index):
+        self.cache.reorder(torch.tensor(index))
+        self.rows = [self.rows[i] for i in index]
+
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.rows = [(keys[:, :0], values[:, :0]) for keys, values in self.rows]
+
+    @rule(how=st.sampled_from(["clone", "deepcopy", "pickle"]))
+    def copy(self, how):
+        before = self.cache
+        self.cache = {
+            "clone": lambda cache: cache.clone(),
+            "deepcopy": copy.deepcopy,
+            "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+        }[how](before)
+        before.reset()  # the copy must not notice
+
+    @rule()
+    def roll_back(self):
+        cache = attnpack.ModelCache([self.cache])
+        key, value = torch.randn(BATCH, HEADS, 1, DIM), torch.randn(BATCH, HEADS, 1, V_DIM)
+        with pytest.raises(RuntimeError, match="stop"), cache.all_or_none():
+            if self.longest < ROOM:
+                append(self.cache, key, value)
+            raise RuntimeError("stop")
+
+    @precondition(lambda self: self.longest > 0)
+    @rule(wrong=st.sampled_from(["heads", "dim", "v_dim", "batch", "dtype"]))
+    def wrong_append(self, wrong):
+        shape = {"heads": HEADS + (wrong == "heads"), "batch": BATCH + (wrong == "batch")}
+        key = torch.zeros(shape["batch"], shape["heads"], 1, DIM + (wrong == "dim"))
+        value = torch.zeros(shape["batch"], shape["heads"], 1, V_DIM + (wrong == "v_dim"))
+        if wrong == "dtype":
+            key, value = key.bfloat16(), value.bfloat16()
+        with pytest.raises(ValueError, match="cache: got"):
+            self.cache.reserve(key, value)
+
+    @invariant()
+    def same(self):
+        if not hasattr(self, "cache"):
+            return
+        assert len(self.cache) == self.longest
+        if self.longest == 0:
+            assert self.cache.lengths.sum() == 0
+            return
+        assert self.cache.lengths.tolist() == [keys.size(1) for keys, _ in self.rows]
+        assert self.cache.k.shape == (BATCH, HEADS, self.longest, DIM)
+        for b, (keys, values) in enumerate(self.rows):
+            assert torch.equal(self.cache.k[b, :, : keys.size(1)], keys)
+            assert torch.equal(self.cache.v[b, :, : keys.size(1)], values)
+        held = BATCH * HEADS * (DIM + V_DIM) * 4
+        assert self.cache.nbytes == held * (ROOM if isinstance(self.cache, attnpack.StaticCache) else self.longest)
+
+
+class DynamicMachine(CacheMachine):
+    def make(self):
+        return attnpack.DynamicCache()
+
+
+class StaticMachine(CacheMachine):
+    def make(self):
+        return attnpack.StaticCache(BATCH, HEADS, ROOM, DIM, v_head_dim=V_DIM)
+
+
+for machine in (DynamicMachine, StaticMachine):
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestDynamicCache = DynamicMachine.TestCase
+TestStaticCache = StaticMachine.TestCase
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(0)
+    return attnpack.GroupedQueryAttention(24, 4, 2, causal=True, rope=attnpack.RotaryEmbedding(6)).eval()
+
+
+def caches(batch=2, room=16):
+    return [attnpack.DynamicCache(), attnpack.StaticCache(batch, 2, room, 6)]
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
+@pytest.mark.parametrize("chunks", [[9], [1] * 9, [4, 1, 3, 1]])
+def test_steps_equal_the_whole(layer, kind, chunks):
+    x, cache = torch.randn(2, 9, 24), caches()[kind]
+    with torch.no_grad():
+        out = torch.cat([layer(part, cache=cache) for part in x.split(chunks, 1)], 1)
+        torch.testing.assert_close(out, layer(x), rtol=1e-5, atol=1e-6)
+    _, keys, values = layer.project(x)
+    torch.testing.assert_close(cache.k, keys.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(cache.v, values.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
+def test_ragged_rows_go_on_at_their_own_position(layer, kind):
+    x, more = torch.randn(2, 5, 24), torch.randn(2, 2, 24)
+    lens, cache = torch.tensor([3, 5]), caches()[kind]
+    with torch.no_grad():
+        layer(x, cache=cache, kv_lens=lens)
+        assert cache.lengths.tolist() == [3, 5] and len(cache) == 5
+        out = layer(more, cache=cache)
+        for b, length in enumerate(lens.tolist()):
+            whole = layer(torch.cat([x[b : b + 1, :length], more[b : b + 1]], 1))[:, length:]
+            torch.testing.assert_close(out[b : b + 1], whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
+def test_mask_covers_all_keys_after_the_append(layer, kind):
+    x, mask = torch.randn(2, 6, 24), torch.rand(2, 1, 1, 6) > 0.3
+    cache = caches()[kind]
+    with torch.no_grad():
+        layer(x[:, :4], cache=cache, mask=mask[..., :4])
+        out, weights = layer(x[:, 4:], cache=cache, mask=mask, need_weights=True)
+        wanted, all_weights = layer(x, mask=mask, need_weights=True)
+        torch.testing.assert_close(out, wanted[:, 4:], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights[..., :6], all_weights[:, :, 4:], rtol=1e-5, atol=1e-6)
+        if kind == 1:
+            wide = torch.cat([mask, torch.ones(2, 1, 1, 10, dtype=torch.bool)], -1)
+            cache.crop(4)
+            torch.testing.assert_close(layer(x[:, 4:], cache=cache, mask=wide), out, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
+def test_gradients_flow_through_this_call_only(layer, kind):
+    past, new = torch.randn(2, 4, 24, requires_grad=True), torch.randn(2, 3, 24, requires_grad=True)
+    cache = caches()[kind]
+    layer(past, cache=cache)
+    assert not cache.k.requires_grad
+    layer(new, cache=cache).square().sum().backward()
+    assert past.grad is None
+    # The same by hand: the past's keys and values as constants.
+    x = new.detach().clone().requires_grad_()
+    q, k, v = layer.project(x, positions=torch.arange(4, 7))
+    with torch.no_grad():
+        _, old_k, old_v = layer.project(past)
+    out = attnpack.attention(q, torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), causal=True, q_offset=4)
+    layer.o_proj(out.transpose(1, 2).flatten(2)).square().sum().backward()
+    torch.testing.assert_close(new.grad, x.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
+@pytest.mark.parametrize("filled", [False, True])
+def test_failed_call_leaves_the_cache_as_it_was(layer, kind, filled):
+    x, cache = torch.randn(2, 3, 24), caches(room=7)[kind]
+    if filled:
+        layer(x, cache=cache)
+    before = cache.clone()
+    wrong = [
+        dict(mask=torch.ones(2, 1, 1, 99, dtype=torch.bool)),
+        dict(kv_lens=torch.tensor([-1, 2])),
+        dict(kv_lens=torch.tensor([1, 4])),
+        dict(positions=torch.arange(7)),
+    ]
+    for arguments in wrong:
+        with pytest.raises(ValueError, match="attnpack"):
+            layer(x, cache=cache, **arguments)
+    if filled or kind == 1:  # an empty DynamicCache takes any shape
+        with pytest.raises(ValueError, match="cache: got keys of shape"):
+            layer(x[:1], cache=cache)
+    with pytest.raises(ValueError, match="n: got -1"):
+        cache.crop(-1)
+    if kind == 1:
+        with pytest.raises(ValueError, match="(?i)cache.*(room|full|capacity|holds|wants)"):
+            layer(torch.randn(2, 8, 24), cache=cache)
+    assert len(cache) == len(before) and torch.equal(cache.lengths, before.lengths)
+    assert (cache.k is None and before.k is None) or torch.equal(cache.k, before.k)
+    with torch.no_grad():
+        assert torch.equal(layer(x, cache=cache), layer(x, cache=before))
+
+
+def test_model_cache_takes_all_layers_back():
+    torch.manual_seed(0)
+    model = attnpack.CausalLM(32, 24, 3, 4, 2, hidden_dim=32).eval()
+    ids = torch.randint(32, (2, 4))
+    for native in (False, True):
+        package, run = (attnpack.cpp, model.cpp().forward) if native else (attnpack, model)
+        # The last layer has too little room: the first two have appended when it raises.
+        cache = package.ModelCache([package.StaticCache(2, 2, room, 6) for room in (16, 16, 6)])
+        with torch.no_grad():
+            run(ids, cache)
+            before = [layer.lengths.tolist() for layer in cache.layers]
+            with pytest.raises(ValueError, match="cache"):
+                run(ids, cache)
+        assert [layer.lengths.tolist() for layer in cache.layers] == before == [[4, 4]] * 3
+        with pytest.raises(ValueError, match="cache: got one of 2 layers, want 3"):
+            run(ids, package.ModelCache(2))
+
+
+def test_model_cache_is_the_sum_of_its_layers():
+    cache = attnpack.ModelCache(2)
+    key = torch.randn(1, 2, 3, 4)
+    for layer in cache:
+        append(layer, key, key)
+    assert len(cache) == 3 and cache.nbytes == 2 * 2 * key.nbytes and cache.lengths.tolist() == [3]
+    copied = cache.clone()
+    cache.crop(1)
+    cache.reorder(torch.tensor([0, 0]))
+    assert len(cache) == 1 and cache[1].k.shape == (2, 2, 1, 4) and len(copied) == 3
+    cache.reset()
+    assert len(cache) == 0 and cache[0].k is None
+    with pytest.raises(ValueError, match="layers: got none"):
+        attnpack.ModelCache([])
+
+
+def test_empty_caches():
+    for cache in (attnpack.DynamicCache(), attnpack.StaticCache(2, 2, 8, 4), attnpack.ModelCache(1)):
+        assert cache and len(cache) == 0
+    assert attnpack.DynamicCache().k is None and attnpack.DynamicCache().nbytes == 0
+    with pytest.raises(ValueError, match="max_len: got 0"):
+        attnpack.StaticCache(2, 2, 0, 4)
+    with pytest.raises(ValueError, match="index"):
+        attnpack.StaticCache(2, 2, 8, 4).reorder(torch.tensor([0]))
+
+
+def test_dynamic_cache_grows_by_doubling():
+    cache, grown = attnpack.DynamicCache(), set()
+    for _ in range(100):
+        append(cache, torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4))
+        grown.add(cache._key.size(2))
+    assert grown == {1, 2, 4, 8, 16, 32, 64, 128}
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
+def test_cache_made_under_inference_mode_can_be_written_outside(layer, kind):
+    with torch.inference_mode():
+        cache = caches()[kind]
+        layer(torch.randn(2, 3, 24), cache=cache)
+    layer(torch.randn(2, 3, 24, requires_grad=True), cache=cache).sum().backward()
+    assert len(cache) == 6
+
+
+def test_static_cache_compiles_once_for_all_steps(layer):
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True)
+    x, cache, eager = torch.randn(2, 12, 24), attnpack.StaticCache(2, 2, 12, 6), attnpack.StaticCache(2, 2, 12, 6)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        for token in x.split(1, 1):
+            torch.testing.assert_close(compiled(token, cache=cache), layer(token, cache=eager), rtol=1e-5, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert len(cache) == 12 and torch.equal(cache.lengths, eager.lengths)
+
+
+def test_static_model_cache_compiles_once_for_all_steps():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = attnpack.CausalLM(32, 24, 2, 4, 2, hidden_dim=32).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    cache = attnpack.ModelCache([attnpack.StaticCache(1, 2, 8, 6) for _ in range(2)])
+    ids = torch.randint(32, (1, 8))
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        steps = torch.cat([compiled(token, cache) for token in ids.split(1, 1)], 1)
+        torch.testing.assert_close(steps, model(ids), rtol=1e-5, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -1,0 +1,217 @@
+"""CausalLM.generate: greedy and sampled, every cache, ragged prompts, stop tokens, callback, bad input."""
+
+import copy
+import pickle
+import threading
+
+import attnpack
+import pytest
+import torch
+from torch import nn
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = attnpack.CausalLM(50, 24, 2, 4, 2, hidden_dim=48).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # so that tokens differ
+    return model
+
+
+IDS = torch.tensor([[3, 14, 15, 9, 26], [5, 35, 8, 9, 7]])
+
+
+@torch.no_grad()
+def greedy(model, ids, new):
+    """Token by token, everything computed anew, by the Python module."""
+    for _ in range(new):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+def test_greedy(model, cache):
+    tokens = model.generate(IDS, max_new_tokens=12, cache=cache)
+    assert tokens.dtype == torch.int64 and torch.equal(tokens, greedy(model, IDS, 12))
+    assert tokens[:, 5:].unique().numel() > 4
+    assert torch.equal(model.generate(IDS, max_new_tokens=0, cache=cache), IDS)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+def test_right_padded_prompts_go_on_at_their_own_position(model, cache):
+    tokens = model.generate(IDS, max_new_tokens=6, cache=cache, lengths=torch.tensor([3, 5]))
+    assert torch.equal(tokens[:, :5], IDS)
+    assert torch.equal(tokens[0, 5:], greedy(model, IDS[:1, :3], 6)[0, 3:])
+    assert torch.equal(tokens[1, 5:], greedy(model, IDS[1:], 6)[0, 5:])
+
+
+def test_forward_takes_lengths_and_cache(model):
+    lengths, cache = torch.tensor([3, 5]), attnpack.ModelCache(2)
+    with torch.no_grad():
+        model(IDS, cache, lengths=lengths)
+        assert cache.lengths.tolist() == [3, 5]
+        token = torch.tensor([[11], [12]])
+        out = model(token, cache)
+        whole = model(torch.cat([IDS[:1, :3], token[:1]], 1))
+        torch.testing.assert_close(out[:1], whole[:, -1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_of_ones_own_is_filled_and_continued(model, kind):
+    cache = attnpack.ModelCache(2)
+    if kind == "static":
+        cache = attnpack.ModelCache([attnpack.StaticCache(2, 2, 32, 6) for _ in range(2)])
+    first = model.generate(IDS, max_new_tokens=4, cache=cache)
+    assert len(cache) == 8 and cache[1].k.shape == (2, 2, 8, 6)  # the last token was not fed back
+    with torch.no_grad():
+        fresh = attnpack.ModelCache(2)
+        model(first[:, :-1], fresh)
+    torch.testing.assert_close(cache[1].k, fresh[1].k, rtol=1e-4, atol=1e-5)
+    more = model.generate(first[:, -1:], max_new_tokens=3, cache=cache)
+    assert torch.equal(torch.cat([first, more[:, 1:]], 1), greedy(model, IDS, 7))
+
+
+def test_a_full_cache_is_left_usable(model):
+    cache = attnpack.ModelCache([attnpack.StaticCache(2, 2, 7, 6) for _ in range(2)])
+    with pytest.raises(ValueError, match="cache"):
+        model.generate(IDS, max_new_tokens=9, cache=cache)
+    assert [layer.lengths.tolist() for layer in cache] == [[7, 7]] * 2
+
+
+def test_stop_tokens_end_rows_and_the_loop(model):
+    free = model.generate(IDS, max_new_tokens=12)
+    stop = int(free[0, 7])
+    at = [row[5:].tolist().index(stop) if stop in row[5:] else 12 for row in free]
+    tokens = model.generate(IDS, max_new_tokens=12, stop_tokens=(stop, 49))
+    for row, wanted, first in zip(tokens, free, at, strict=True):
+        assert torch.equal(row[: 5 + first], wanted[: tokens.size(1)][: 5 + first])
+        assert (row[5 + first :] == stop).all()
+    alone = model.generate(IDS[:1], max_new_tokens=12, stop_tokens=[stop])
+    assert alone.size(1) == 5 + at[0] + 1
+
+
+def test_callback_streams_and_ends(model):
+    seen = []
+    tokens = model.generate(IDS, max_new_tokens=6, callback=seen.append)
+    assert torch.equal(torch.stack(seen, 1), tokens[:, 5:])
+    assert model.generate(IDS, max_new_tokens=6, callback=lambda step: False).size(1) == 6
+
+    def broken(step):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        model.generate(IDS, max_new_tokens=6, callback=broken)
+
+
+def test_other_threads_run_meanwhile(model):
+    """The loop holds no GIL: a thread that sets an event gets its turn before the callback goes on."""
+    asked, answered = threading.Event(), threading.Event()
+
+    def other():
+        asked.wait(30)
+        answered.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    model.generate(IDS, max_new_tokens=2, callback=lambda step: asked.set() or answered.wait(30))
+    thread.join()
+    assert answered.is_set()
+
+
+def test_sampling_follows_its_seed_and_leaves_torchs_generator_alone(model):
+    settings = dict(max_new_tokens=10, temperature=1.5)
+    before = torch.get_rng_state()
+    one, same, other = (model.generate(IDS, seed=seed, **settings) for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    free = model.generate(IDS, **settings)
+    torch.manual_seed(5)
+    assert torch.equal(free, model.generate(IDS, **settings))
+
+
+def test_sampling_limits():
+    """One token after one prompt, drawn 4000 times at once, against the probabilities."""
+    torch.manual_seed(0)
+    model = attnpack.CausalLM(8, 12, 1, 2, hidden_dim=16).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(6)
+        ids = torch.tensor([[1, 2]])
+        logits = model(ids)[0, -1]
+    many = ids.expand(4000, 2).contiguous()
+
+    def drawn(**settings):
+        counts = model.generate(many, max_new_tokens=1, seed=0, **settings)[:, -1].bincount(minlength=8)
+        return counts / 4000
+
+    order = logits.argsort(descending=True)
+    probs = (logits / 0.7).softmax(-1)
+    torch.testing.assert_close(drawn(temperature=0.7), probs, rtol=0, atol=0.03)
+    top = torch.zeros(8).index_put((order[:3],), logits[order[:3]].softmax(-1))
+    torch.testing.assert_close(drawn(top_k=3), top, rtol=0, atol=0.03)
+    probs = logits.softmax(-1)
+    kept = order[: int((probs[order].cumsum(0) < 0.6).sum()) + 1]
+    nucleus = torch.zeros(8).index_put((kept,), probs[kept] / probs[kept].sum())
+    torch.testing.assert_close(drawn(top_p=0.6), nucleus, rtol=0, atol=0.03)
+    for settings in (dict(top_k=1), dict(temperature=0.0), dict(top_p=1e-6)):
+        assert drawn(**settings)[order[0]] == 1
+
+
+def test_one_bit_the_same_alone_and_in_a_batch(model):
+    both = model.generate(IDS, max_new_tokens=8)
+    for row in range(2):
+        assert torch.equal(model.generate(IDS[row : row + 1], max_new_tokens=8)[0], both[row])
+
+
+def test_bad_input(model):
+    for settings, message in (
+        (dict(cache="paged"), "cache: got 'paged'"),
+        (dict(max_new_tokens=-1), "max_new_tokens: got -1"),
+        (dict(top_p=0.0), "top_p: got 0"),
+        (dict(top_k=-1), "top_k: got -1"),
+        (dict(temperature=-1.0), "temperature: got -1"),
+        (dict(lengths=torch.tensor([0, 5])), "lengths"),
+        (dict(lengths=torch.tensor([5, 6])), "lengths"),
+        (dict(lengths=torch.tensor([5])), "lengths"),
+        (dict(cache=attnpack.ModelCache(3)), "cache: got one of 3 layers, want 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(IDS, **{"max_new_tokens": 2} | settings)
+    for wrong in (IDS[0], IDS.float(), IDS[:, :0]):
+        with pytest.raises(ValueError, match="ids: got"):
+            model.generate(wrong, max_new_tokens=2)
+    with pytest.raises(ValueError, match="ids: got shape"):
+        model(IDS[0])
+
+
+def test_changed_models_are_not_run_as_if_unchanged(model):
+    changed = copy.deepcopy(model)
+    changed.layers[0].self_attn.q_proj = nn.Sequential(changed.layers[0].self_attn.q_proj)
+    with pytest.raises(TypeError, match="q_proj is a Sequential"):
+        changed.generate(IDS, max_new_tokens=2)
+    changed = copy.deepcopy(model)
+    changed.model.layers = changed.model.layers[:1]
+    with pytest.raises(TypeError, match="other layers"):
+        changed.generate(IDS, max_new_tokens=2)
+
+
+def test_tied_head_is_one_tensor():
+    torch.manual_seed(0)
+    model = attnpack.CausalLM(50, 24, 1, 4, tie_embeddings=True)
+    assert "lm_head.weight" not in model.state_dict()
+    weight = model.model.embed_tokens.weight
+    state = dict(model.state_dict()) | {"lm_head.weight": weight.detach()}
+    model.load_state_dict(state, strict=True, assign=True)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(IDS), model(IDS))
+    assert torch.equal(model.cpp().forward(IDS), model(IDS))
+
+
+def test_bfloat16_generates():
+    torch.manual_seed(0)
+    model = attnpack.CausalLM(50, 24, 2, 4, 2, hidden_dim=48, dtype=torch.bfloat16).eval()
+    for cache in ("dynamic", "static"):
+        assert torch.equal(
+            model.generate(IDS, max_new_tokens=4, cache=cache), model.cpp().generate(IDS, max_new_tokens=4)
+        )

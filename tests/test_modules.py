@@ -1,0 +1,299 @@
+"""The modules as torch.nn.Modules: their mathematics, and everything a user may do to an nn.Module."""
+
+import copy
+import pickle
+
+import attnpack
+import pytest
+import torch
+import torch.nn.functional as F
+from attnpack import reference
+from module_cases import CASES, EMBED, make
+from torch import nn
+
+attending = pytest.mark.parametrize("case", [case for case in CASES if case.attends], ids=lambda case: case.name)
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def heads(x, num_heads):
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def plain(module, x, context=None, *, positions=None, **arguments):
+    """A family module's forward in plain PyTorch, from its parameters alone."""
+    source = x if context is None else context
+    q = heads(F.linear(x, module.q_proj.weight, module.q_proj.bias), module.num_heads)
+    k = heads(F.linear(source, module.k_proj.weight, module.k_proj.bias), module.num_kv_heads)
+    v = heads(F.linear(source, module.v_proj.weight, module.v_proj.bias), module.num_kv_heads)
+    if getattr(module, "q_norm", None) is not None:
+        q, k = (
+            t * torch.rsqrt(t.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.weight
+            for t, norm in ((q, module.q_norm), (k, module.k_norm))
+        )
+    if module.rope is not None:
+        own = torch.arange(x.size(1)) if positions is None else positions
+        theirs = own if context is None else torch.arange(context.size(1))
+        q, k = rotated(module.rope, q, own), rotated(module.rope, k, theirs)
+    out = reference.attention(q, k, v, head_map=module.head_map, scale=module.scale, **arguments)
+    joined = out.transpose(1, 2).flatten(2)
+    return F.linear(joined, module.o_proj.weight, module.o_proj.bias) if hasattr(module, "o_proj") else joined
+
+
+def rotated(rope, x, positions):
+    """x as complex numbers, times exp(i * position * theta), pair by pair."""
+    dims = torch.arange(0, rope.dim, 2, dtype=torch.float64)
+    stretch = (rope.scaling or {}).get("factor", 1.0)
+    angles = positions.double().unsqueeze(-1) / stretch * rope.base ** (-dims / rope.dim)
+    turned, rest = x[..., : rope.dim].double(), x[..., rope.dim :]
+    shape = (-1, 2) if rope.interleaved else (2, -1)
+    pairs = turned.unflatten(-1, shape)
+    pairs = pairs if rope.interleaved else pairs.transpose(-1, -2)
+    turned = torch.view_as_real(
+        torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    )
+    turned = turned if rope.interleaved else turned.transpose(-1, -2)
+    return torch.cat([turned.flatten(-2).to(x.dtype), rest], -1)
+
+
+FAMILY = {
+    "plain": dict(causal=True),
+    "bias": dict(bias=True, out_bias=False),
+    "out_bias": dict(out_bias=True, head_dim=5),
+    "qk_norm": dict(qk_norm=True, causal=True, scale=0.7),
+    "rope": dict(rope=attnpack.RotaryEmbedding(6, base=100.0), causal=True),
+    "partial_rope": dict(rope=attnpack.RotaryEmbedding(4), causal=True),
+    "interleaved": dict(rope=attnpack.RotaryEmbedding(6, interleaved=True)),
+    "linear": dict(rope=attnpack.RotaryEmbedding(6, scaling={"rope_type": "linear", "factor": 4.0, "rope_theta": 1.0})),
+}
+
+
+@pytest.mark.parametrize("kind", ["multi_head", "grouped", "uneven", "multi_query"])
+@pytest.mark.parametrize("settings", FAMILY.values(), ids=FAMILY)
+def test_family_is_the_plain_formula(kind, settings):
+    torch.manual_seed(0)
+    settings = settings | {"dtype": torch.float64}
+    module = {
+        "multi_head": lambda: attnpack.MultiHeadAttention(EMBED, 4, **settings),
+        "grouped": lambda: attnpack.GroupedQueryAttention(EMBED, 4, 2, **settings),
+        "uneven": lambda: attnpack.GroupedQueryAttention(EMBED, 4, 3, head_map=[2, 0, 2, 2], **settings),
+        "multi_query": lambda: attnpack.MultiQueryAttention(EMBED, 4, **settings),
+    }[kind]()
+    x = torch.randn(2, 6, EMBED, dtype=torch.float64)
+    torch.testing.assert_close(module(x), plain(module, x, causal=module.causal), rtol=1e-6, atol=1e-7)
+    context = torch.randn(2, 3, EMBED, dtype=torch.float64)
+    torch.testing.assert_close(module(x, context), plain(module, x, context), rtol=1e-6, atol=1e-7)
+
+
+def test_self_attention_is_the_plain_formula():
+    torch.manual_seed(0)
+    module = attnpack.SelfAttention(EMBED, 16, causal=True)
+    x = torch.randn(4, 8, EMBED)
+    assert module(x).shape == (4, 8, 16)
+    torch.testing.assert_close(module(x), plain(module, x, causal=True))
+
+
+def test_projected_attention_is_the_plain_formula():
+    torch.manual_seed(0)
+    module = attnpack.ProjectedAttention(4, 2, 6, head_map=[0, 1, 1, 1], causal=True)
+    q, k, v = torch.randn(2, 5, 24), torch.randn(2, 5, 12), torch.randn(2, 5, 12)
+    wanted = reference.attention(heads(q, 4), heads(k, 2), heads(v, 2), head_map=[0, 1, 1, 1], causal=True)
+    torch.testing.assert_close(module(q, k, v), wanted.transpose(1, 2).flatten(2))
+
+
+def test_masks_lengths_positions_and_weights():
+    torch.manual_seed(0)
+    module = attnpack.GroupedQueryAttention(EMBED, 4, 2, rope=attnpack.RotaryEmbedding(6), causal=True)
+    x, mask = torch.randn(2, 6, EMBED), torch.rand(2, 1, 1, 6) > 0.4
+    positions, lens = torch.tensor([[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]]), torch.tensor([4, 6])
+    close = torch.testing.assert_close
+    close(module(x, mask=mask), plain(module, x, mask=mask, causal=True))
+    close(module(x, kv_lens=lens), plain(module, x, kv_lens=lens, causal=True))
+    close(
+        module(x, positions=positions, causal=False),
+        plain(module, x, positions=positions.unsqueeze(1), causal=False),
+    )
+    out, weights = module(x, mask=mask, need_weights=True)
+    assert torch.equal(out, module(x, mask=mask)) and weights.shape == (2, 4, 6, 6)
+    q, k, _ = module.project(x)
+    close(weights, attnpack.attention_scores(q, k, mask, causal=True))
+
+
+def test_relative_positions_alone_matter_to_rope():
+    torch.manual_seed(0)
+    module = attnpack.MultiHeadAttention(EMBED, 4, rope=attnpack.RotaryEmbedding(6), causal=True, dtype=torch.float64)
+    x = torch.randn(1, 5, EMBED, dtype=torch.float64)
+    shifted = module(x, positions=torch.arange(100, 105))
+    torch.testing.assert_close(shifted, module(x), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(module(x, positions=torch.tensor([0, 2, 4, 6, 8])), module(x), rtol=1e-3)
+
+
+@attending
+def test_native_op_runs(case):
+    module, inputs = make(case)
+    module(*inputs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        module(*inputs)
+    assert "attnpack::attention" in {event.name for event in profile.events()}
+
+
+@by_name
+def test_state_dict_copy_and_pickle(case):
+    module, inputs = make(case)
+    out = module(*inputs)
+    other, _ = make(case, seed=1)
+    other.load_state_dict(module.state_dict(), strict=True)
+    assert torch.equal(other(*inputs), out)
+    assigned, _ = make(case, seed=2)
+    assigned.load_state_dict(copy.deepcopy(module.state_dict()), strict=True, assign=True)
+    assert torch.equal(assigned(*inputs), out)
+    assert torch.equal(copy.deepcopy(module)(*inputs), out)
+    assert torch.equal(pickle.loads(pickle.dumps(module))(*inputs), out)
+
+
+@by_name
+def test_bfloat16(case):
+    module, inputs = make(case)
+    out = module(*inputs)
+    module.to(torch.bfloat16)
+    low = module(*(x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs))
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), out, rtol=0.1, atol=0.1 * out.abs().max().item())
+
+
+@by_name
+def test_functional_call_takes_the_given_parameters(case):
+    module, inputs = make(case)
+    other, _ = make(case, seed=1)
+    out = torch.func.functional_call(module, dict(other.named_parameters()), inputs)
+    assert torch.equal(out, other(*inputs))
+
+
+@by_name
+def test_meta_device(case):
+    with torch.device("meta"):
+        by_context = case.build()
+    by_argument = case.build(device="meta", dtype=torch.bfloat16)
+    for module in (by_context, by_argument):
+        assert all(parameter.is_meta for parameter in module.parameters())
+    assert all(parameter.dtype == torch.bfloat16 for parameter in by_argument.parameters())
+    inputs = [x.to("meta") for x in case.inputs()]
+    assert by_context(*inputs).shape == case.build()(*case.inputs()).shape
+
+
+@by_name
+def test_optimiser_moves_python_and_cpp_alike(case):
+    module, inputs = make(case)
+    if not list(module.parameters()):
+        assert case.name in ("projected", "rotary")
+        return
+    twin = module.cpp()
+    before = twin.forward(*inputs)
+    optimiser = torch.optim.SGD(module.parameters(), lr=0.1)
+    twin.forward(*inputs).square().sum().backward()
+    optimiser.step()
+    assert not torch.equal(module(*inputs), before)
+    assert torch.equal(module(*inputs), twin.forward(*inputs))
+
+
+class LowRank(nn.Module):
+    """A linear with a low-rank addition, as LoRA puts it in place of a projection."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(2, base.in_features))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def test_replaced_projections_run_and_learn():
+    torch.manual_seed(0)
+    module = attnpack.GroupedQueryAttention(EMBED, 4, 2, causal=True)
+    merged = copy.deepcopy(module)
+    module.v_proj = LowRank(module.v_proj)
+    with torch.no_grad():
+        merged.v_proj.weight += module.v_proj.up @ module.v_proj.down
+    x = torch.randn(2, 5, EMBED)
+    torch.testing.assert_close(module(x), merged(x), rtol=1e-4, atol=1e-4)
+    module(x).sum().backward()
+    assert module.v_proj.up.grad.abs().sum() > 0
+    with pytest.raises(TypeError, match="v_proj is a LowRank, which C"):
+        module.cpp()
+
+
+def test_hooks_run():
+    module, seen = attnpack.MultiHeadAttention(EMBED, 4), []
+    module.q_proj.register_forward_hook(lambda *args: seen.append("projection"))
+    module.register_forward_pre_hook(lambda *args: seen.append("module"))
+    module(torch.randn(1, 2, EMBED))
+    assert seen == ["module", "projection"]
+    with pytest.raises(TypeError, match="has hooks"):
+        module.cpp()
+
+
+def test_parametrised_projection_is_refused_by_cpp():
+    module = attnpack.MultiHeadAttention(EMBED, 4)
+    nn.utils.parametrizations.weight_norm(module.q_proj)
+    module(torch.randn(1, 2, EMBED))
+    with pytest.raises(TypeError, match="ParametrizedLinear"):
+        module.cpp()
+
+
+@attending
+def test_compiles_whole_and_settles(case):
+    """One graph, and after the second length no further one."""
+    module, inputs = make(case)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")  # what other backends make of it: below
+    torch._dynamo.utils.counters.clear()
+    graphs = []
+    for length in (4, 6, 9):
+        torch.manual_seed(length)
+        data = [
+            torch.randint(32, (2, length)) if not x.is_floating_point() else torch.randn(2, length, x.size(2))
+            for x in inputs
+        ]
+        torch.testing.assert_close(compiled(*data), module(*data))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == 1 and graphs[2] == graphs[1] <= 2
+
+
+def test_compiled_with_inductor_trains():
+    torch.manual_seed(0)
+    module = attnpack.GroupedQueryAttention(EMBED, 4, 2, causal=True, qk_norm=True, rope=attnpack.RotaryEmbedding(6))
+    x = torch.randn(2, 5, EMBED, requires_grad=True)
+    module(x).square().sum().backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    torch._dynamo.reset()
+    torch.compile(module, fullgraph=True)(x).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-4)
+
+
+def test_autocast():
+    torch.manual_seed(0)
+    module, x = attnpack.MultiHeadAttention(EMBED, 4, causal=True), torch.randn(2, 5, EMBED)
+    with torch.autocast("cpu", torch.bfloat16):
+        low, native = module(x), module.cpp().forward(x)
+    assert low.dtype == torch.bfloat16 and torch.equal(low, native)
+    torch.testing.assert_close(low.float(), module(x), rtol=0.05, atol=0.05)
+
+
+def test_rope_keeps_its_precision():
+    rope = attnpack.RotaryEmbedding(64, base=1e5)
+    before = rope.inv_freq
+    assert not rope.to(torch.bfloat16).state_dict() and rope.inv_freq == before
+    assert before[1] == 1e5 ** (-2 / 64) and len(before) == 32
+    x, positions = torch.randn(2, 3, 4, 64), torch.tensor([[0, 1, 2, 3], [4096, 4097, 4098, 4099]])
+    torch.testing.assert_close(rope(x, positions), rotated(rope, x, positions.unsqueeze(1)), rtol=1e-4, atol=1e-5)
+
+
+def test_names_are_those_of_hugging_face():
+    module = attnpack.GroupedQueryAttention(EMBED, 4, 2, bias=True, out_bias=False, qk_norm=True)
+    projections = {f"{name}.{kind}" for name in ("q_proj", "k_proj", "v_proj") for kind in ("weight", "bias")}
+    assert set(module.state_dict()) == projections | {"o_proj.weight", "q_norm.weight", "k_norm.weight"}
+    assert module.k_proj.weight.shape == (12, EMBED)
+    assert all(type(getattr(module, name)) is nn.Linear for name in ("q_proj", "k_proj", "v_proj", "o_proj"))

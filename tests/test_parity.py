@@ -1,0 +1,145 @@
+"""Each Python module and its C++ twin: the same parameters by name, bitwise the same outputs and gradients."""
+
+import attnpack
+import pytest
+import torch
+from module_cases import CASES, EMBED, make
+
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def gradients(module, inputs, call):
+    """Output, and gradients by name of parameters and inputs."""
+    named = dict(module.named_parameters())
+    leaves = {**named, **{f"input {i}": x for i, x in enumerate(inputs) if x.requires_grad}}
+    for leaf in leaves.values():
+        leaf.grad = None
+    out = call(*inputs)
+    weight = torch.linspace(-1, 1, out.numel()).view_as(out)
+    (out * weight).sum().backward()
+    return out.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@by_name
+def test_twin_has_the_same_parameters(case):
+    module, _ = make(case)
+    twin = module.cpp()
+    ours, theirs = dict(module.named_parameters()), dict(twin.named_parameters())
+    assert set(ours) == set(theirs)
+    assert all(theirs[name].data_ptr() == ours[name].data_ptr() for name in ours)
+    assert twin.training == module.training
+
+
+@by_name
+def test_twin_gives_bitwise_the_same(case):
+    module, inputs = make(case)
+    out, grads = gradients(module, inputs, module)
+    native_out, native_grads = gradients(module, inputs, module.cpp())
+    assert torch.equal(out, native_out)
+    assert set(grads) == set(native_grads)
+    for name in grads:
+        assert grads[name] is not None and torch.equal(grads[name], native_grads[name]), name
+
+
+SINGLE = [case for case in CASES if case.name.split("_")[0] not in ("encoder", "decoder")]
+
+
+@pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
+def test_twin_of_its_own_loads_and_agrees(case):
+    """A C++ module with its own storage, filled by name, in another dtype."""
+    module, inputs = make(case, dtype=torch.float64)
+    twin = module._make_cpp("cpu").to(torch.float64)
+    assert twin.load_state_dict(module.state_dict()) == ([], [])
+    inputs = tuple(x.detach().double() if x.is_floating_point() else x for x in inputs)
+    assert torch.equal(module(*inputs), twin.forward(*inputs))
+    parameters = dict(twin.named_parameters())
+    assert all(parameters[name].data_ptr() != ours.data_ptr() for name, ours in module.named_parameters())
+
+
+@by_name
+def test_clone_keeps_the_type_and_copies(case):
+    module, inputs = make(case)
+    twin = module.cpp()
+    copy = twin.clone()
+    assert type(copy) is type(twin)
+    assert torch.equal(twin.forward(*inputs), copy.forward(*inputs))
+    originals = dict(twin.named_parameters())
+    for name, parameter in copy.named_parameters():
+        assert parameter.data_ptr() != originals[name].data_ptr()
+        with torch.no_grad():
+            parameter.add_(1.0)
+    if originals:
+        assert not torch.equal(twin.forward(*inputs), copy.forward(*inputs))
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
+def test_initial_values_are_those_of_the_python_module(name):
+    torch.manual_seed(3)
+    module = attnpack.MultiHeadAttention(EMBED, 4, bias=True)
+    torch.manual_seed(3)
+    twin = dict(attnpack.cpp.MultiHeadAttention(EMBED, 4, bias=True).named_parameters())
+    for kind in ("weight", "bias"):
+        torch.testing.assert_close(twin[f"{name}.{kind}"], getattr(getattr(module, name), kind), rtol=1e-6, atol=1e-7)
+
+
+def test_arguments_of_forward_reach_the_twin():
+    torch.manual_seed(0)
+    module = attnpack.GroupedQueryAttention(EMBED, 4, 2, rope=attnpack.RotaryEmbedding(6))
+    twin = module.cpp()
+    x, context, value_context = torch.randn(2, 5, EMBED), torch.randn(2, 7, EMBED), torch.randn(2, 7, EMBED)
+    mask = torch.rand(2, 1, 5, 7) > 0.3
+    for arguments in (
+        {"context": context, "value_context": value_context, "mask": mask},
+        {"context": context, "kv_lens": torch.tensor([3, 7])},
+        {"causal": True, "positions": torch.tensor([3, 4, 9, 1, 0])},
+        {"causal": True, "kv_lens": torch.tensor([3, 5])},
+    ):
+        out, weights = module(x, need_weights=True, **arguments)
+        native_out, native_weights = twin.forward(x, need_weights=True, **arguments)
+        assert torch.equal(out, native_out) and torch.equal(weights, native_weights)
+        assert torch.equal(twin.forward_with_weights(x, **arguments)[1], weights)
+        assert not torch.equal(out, module(x))
+        if set(arguments) <= {"context", "positions"}:
+            for ours, theirs in zip(module.project(x, **arguments), twin.project(x, **arguments), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def test_project_is_what_enters_the_operator():
+    torch.manual_seed(0)
+    for case in CASES:
+        module, inputs = make(case)
+        if not hasattr(module, "project"):
+            continue
+        query, key, value = module.project(*inputs)
+        for ours, theirs in zip((query, key, value), module.cpp().project(*inputs), strict=True):
+            assert torch.equal(ours, theirs)
+        causal = module.causal and not (hasattr(module, "kdim") and len(inputs) > 1)
+        out = attnpack.attention(query, key, value, causal=causal, head_map=module.head_map, scale=module.scale)
+        joined = out.transpose(1, 2).flatten(2)
+        joined = module.o_proj(joined) if hasattr(module, "o_proj") else joined
+        assert torch.equal(joined, module(*inputs)), case.name
+
+
+def test_caches_of_both_languages_agree():
+    torch.manual_seed(0)
+    module = attnpack.GroupedQueryAttention(EMBED, 4, 2, causal=True, rope=attnpack.RotaryEmbedding(6)).eval()
+    twin, x = module.cpp(), torch.randn(2, 9, EMBED)
+    pairs = [
+        (attnpack.DynamicCache(), attnpack.cpp.DynamicCache()),
+        (attnpack.StaticCache(2, 2, 12, 6), attnpack.cpp.StaticCache(2, 2, 12, 6)),
+    ]
+    with torch.no_grad():
+        for ours, theirs in pairs:
+            for chunk, lens in zip(x.split([4, 1, 3, 1], 1), (None, None, torch.tensor([1, 3]), None), strict=True):
+                out = module(chunk, cache=ours, kv_lens=lens)
+                assert torch.equal(out, twin.forward(chunk, cache=theirs, kv_lens=lens))
+                assert len(ours) == len(theirs) and torch.equal(ours.lengths, theirs.lengths)
+                assert ours.nbytes == theirs.nbytes
+                for b, length in enumerate(ours.lengths.tolist()):
+                    assert torch.equal(ours.k[b, :, :length], theirs.k[b, :, :length])
+                    assert torch.equal(ours.v[b, :, :length], theirs.v[b, :, :length])
+
+
+def test_repr_shows_the_children():
+    text = repr(attnpack.cpp.GroupedQueryAttention(EMBED, 4, 2, qk_norm=True))
+    assert "GroupedQueryAttention" in text and "q_proj" in text and "RMSNorm(6" in text
