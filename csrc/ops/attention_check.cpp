@@ -91,8 +91,8 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
                  key.sym_size(2), ": they must agree");
   check_heads(query, key, head_map);
   if (mask) check_mask(*mask, query, key.sym_size(2));
+  check_lengths("kv_lens", kv_lens, query);  // first: q_offset "end" was made from it
   check_lengths("q_offset", q_offsets, query);
-  check_lengths("kv_lens", kv_lens, query);
   ATTNPACK_CHECK(window_left >= -1 && window_right >= -1, "window is (", window_left, ", ", window_right,
                  "), wants numbers >= 0, or -1 for unbounded");
   ATTNPACK_CHECK(softcap >= 0 && std::isfinite(softcap), "softcap is ", softcap,

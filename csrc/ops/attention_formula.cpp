@@ -1,7 +1,7 @@
 #include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 
 #include <attnpack/core/check.h>
-#include <attnpack/core/head_map.h>
 #include <attnpack/ops/attention_args.h>
 #include <attnpack/ops/layout.h>
 
@@ -12,9 +12,13 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // [B, Hkv, L, D] -> [B, Hq, L, D], the kv head of every query head.
 Tensor expand_heads(const Tensor& x, int64_t num_heads, at::OptionalIntArrayRef head_map) {
-  if (!head_map && x.size(1) == num_heads) return x;
-  const auto map = head_map ? head_map->vec() : default_head_map(num_heads, x.size(1));
-  return x.index_select(1, at::tensor(map, at::TensorOptions(at::kLong).device(x.device())));
+  if (head_map) {
+    std::vector<Tensor> heads;
+    for (int64_t kv_head : *head_map) heads.push_back(x.select(1, kv_head));
+    return heads.empty() ? x.narrow(1, 0, 0) : at::stack(heads, 1);
+  }
+  if (x.size(1) == num_heads) return x;
+  return x.unsqueeze(2).expand_symint({-1, -1, num_heads / x.size(1), -1, -1}).flatten(1, 2);
 }
 
 // Zero where x is not finite, and whether a row of x has such an element: an excluded key must not come in as 0 * NaN.
@@ -32,8 +36,8 @@ std::optional<Tensor> allowed_by_range(const Tensor& query, const Tensor& key, b
   std::optional<Tensor> allowed;
   const auto keep = [&](const Tensor& condition) { allowed = allowed ? *allowed & condition : condition; };
   if (causal) keep(*column <= *position);
-  if (window_left >= 0) keep(*column >= *position - window_left);
-  if (window_right >= 0) keep(*column <= *position + window_right);
+  if (window_left >= 0) keep(*position - *column <= window_left);
+  if (window_right >= 0) keep(*column - *position <= window_right);
   if (kv_lens) keep(*column < kv_lens->to(at::kLong).view({-1, 1, 1, 1}));
   return allowed;
 }
@@ -82,7 +86,12 @@ std::tuple<Tensor, Tensor> softmax(const Tensor& scores, const std::optional<Ten
 }  // namespace
 
 Tensor scores_formula(const Tensor& query, const Tensor& key, ATTNPACK_ATTENTION_PARAMS, c10::string_view stage) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   check_attention(query, key, key, ATTNPACK_ATTENTION_ARGS);
+  if (kv_lens && kv_lens->is_cpu() && !at::isTensorSubclassLike(*kv_lens)) {
+    const Tensor lengths = kv_lens->to(at::kLong).contiguous();
+    check_kv_lens_values(lengths.const_data_ptr<int64_t>(), lengths.size(0), key.size(2));
+  }
   ATTNPACK_CHECK(stage == "scaled" || stage == "capped" || stage == "masked" || stage == "probs", "stage is '", stage,
                  "', wants 'scaled', 'capped', 'masked' or 'probs'");
   const Tensor scores = masked_scores(query, key, ATTNPACK_ATTENTION_ARGS, stage);
@@ -91,6 +100,7 @@ Tensor scores_formula(const Tensor& query, const Tensor& key, ATTNPACK_ATTENTION
 
 AttentionResult attention_formula(const Tensor& query, const Tensor& key, const Tensor& value,
                                   ATTNPACK_ATTENTION_PARAMS) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
   const Tensor scores = masked_scores(query, key, ATTNPACK_ATTENTION_ARGS, "masked");
   auto [probs, lse] = softmax(scores, sinks);

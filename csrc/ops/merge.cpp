@@ -17,13 +17,17 @@ States merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, cons
                  lse_a.sym_sizes(), " and lse_b ", lse_b.sym_sizes(), " must have the same shapes");
   ATTNPACK_CHECK(lse_a.sym_sizes() == out_a.sym_sizes().slice(0, out_a.dim() - 1), "merge_states: lse_a has shape ",
                  lse_a.sym_sizes(), ", wants that of out_a without its last dimension");
-  const Tensor lse = at::logaddexp(lse_a, lse_b);
-  // A part without keys (-inf) weighs nothing, also where both are empty.
-  const auto weight = [&](const Tensor& part) {
-    return (part - lse).exp().masked_fill(part == -std::numeric_limits<double>::infinity(), 0).unsqueeze(-1);
+  constexpr double kEmpty = -std::numeric_limits<double>::infinity();
+  const Tensor empty = (lse_a == kEmpty).logical_and(lse_b == kEmpty);
+  const Tensor lse = at::logaddexp(lse_a.masked_fill(empty, 0), lse_b.masked_fill(empty, 0));
+  // A part without keys weighs nothing, whatever it holds, also where both are empty.
+  const auto share = [&](const Tensor& out, const Tensor& part) {
+    const Tensor none = part == kEmpty;
+    const Tensor weight = (part.masked_fill(none, 0) - lse).exp().masked_fill(none, 0);
+    return out.to(lse.scalar_type()).masked_fill(none.unsqueeze(-1), 0) * weight.unsqueeze(-1);
   };
-  const Tensor out = out_a.to(lse.scalar_type()) * weight(lse_a) + out_b.to(lse.scalar_type()) * weight(lse_b);
-  return {out.to(out_a.scalar_type()), lse};
+  const Tensor out = share(out_a, lse_a) + share(out_b, lse_b);
+  return {out.to(out_a.scalar_type()), lse.masked_fill(empty, kEmpty)};
 }
 
 }  // namespace

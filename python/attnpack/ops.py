@@ -66,10 +66,39 @@ def attention(
             query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
             dropout_p, scale, return_lse,
         )  # fmt: skip
-    return _C.attention(
-        query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map, dropout_p,
-        scale, return_lse,
-    )  # fmt: skip
+    try:
+        return _C.attention(
+            query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
+            dropout_p, scale, return_lse,
+        )  # fmt: skip
+    except TypeError:
+        _explain(locals())
+        raise
+
+
+_WANTED = {
+    "query": (Tensor, "a tensor [batch, num_heads, q_len, head_dim]"),
+    "key": (Tensor, "a tensor [batch, num_kv_heads, kv_len, head_dim]"),
+    "value": (Tensor, "a tensor [batch, num_kv_heads, kv_len, v_head_dim]"),
+    "mask": (Tensor | None, "a bool or float tensor that broadcasts to [batch, num_heads, q_len, kv_len], or None"),
+    "kv_lens": (Tensor | None, "an int32 or int64 tensor [batch], or None"),
+    "sinks": (Tensor | None, "a float tensor [num_heads], or None"),
+    "alibi_slopes": (Tensor | None, "a float tensor [num_heads], or None"),
+    "window": (Sequence, "two ints (left, right), -1 for unbounded"),
+    "head_map": (Sequence | None, "a list of num_heads ints, or None: call .tolist() on a tensor"),
+    "softcap": (float | int, "a number, 0 for none"),
+    "dropout_p": (float | int, "a number, 0 <= dropout_p < 1"),
+    "scale": (float | int | None, "a number, or None for 1 / sqrt(head_dim)"),
+    "stage": (str, "'scaled', 'capped', 'masked' or 'probs'"),
+}
+
+
+def _explain(arguments: dict[str, object]) -> None:
+    """Raises a sentence for the argument that pybind could not convert."""
+    for name, (kind, wanted) in _WANTED.items():
+        if name in arguments and not isinstance(arguments[name], kind):
+            got = arguments[name]
+            raise TypeError(f"attnpack: {name} is {got!r} ({type(got).__name__}), wants {wanted}") from None
 
 
 def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
@@ -123,10 +152,14 @@ def attention_scores(
         settings = _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
                                  head_map, dropout_p, scale)  # fmt: skip
         return torch.ops.attnpack.attention_scores(query, key, *settings, stage)
-    return _C.attention_scores(
-        query, key, mask, stage, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map, dropout_p,
-        scale,
-    )  # fmt: skip
+    try:
+        return _C.attention_scores(
+            query, key, mask, stage, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
+            dropout_p, scale,
+        )  # fmt: skip
+    except TypeError:
+        _explain(locals())
+        raise
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

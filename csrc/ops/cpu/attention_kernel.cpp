@@ -150,7 +150,8 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::opt
   if (mask_gradient) grad_mask = grad_scores.sum_to_size(mask->sizes()).to(mask->scalar_type());
   if (sinks_gradient) {
     // The sink's probability exp(sink - lse) takes part in nothing but the denominator: its score gets -P_sink * D.
-    const Tensor probability = (sinks->to(accumulation).view({-1, 1}) - lse).exp();
+    const Tensor probability =
+        (sinks->to(accumulation).view({-1, 1}) - lse).exp().masked_fill(lse == -std::numeric_limits<double>::infinity(), 0);
     grad_sinks = probability.mul(delta).sum({0, 2}).neg().to(sinks->scalar_type());
   }
   return {grad_query, grad_key, grad_value, grad_mask, grad_sinks};

@@ -4,6 +4,14 @@
 #include <attnpack/ops/cpu/attention_params.h>
 
 namespace attnpack {
+namespace {
+
+// Windows and offsets beyond any length mean the same as this one, and sums of three of them do not overflow.
+constexpr int64_t kFar = int64_t{1} << 60;
+
+int64_t near(int64_t x) { return std::clamp(x, -kFar, kFar); }
+
+}  // namespace
 
 DType kernel_dtype(at::ScalarType dtype) {
   switch (dtype) {
@@ -50,8 +58,8 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   p.scale = scale ? *scale : p.head_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(p.head_dim)) : 1.0;
   p.softcap = softcap;
   p.causal = causal;
-  p.window_left = window_left;
-  p.window_right = window_right;
+  p.window_left = near(window_left);
+  p.window_right = near(window_right);
   p.dropout_p = dropout_p;
   if (dropout_p > 0) p.dropout_seed = static_cast<uint64_t>(dropout_seed->item<int64_t>());
   if (head_map) {
@@ -66,7 +74,7 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
     p.mask_strides = kernel_strides(r.mask);
   }
   const auto as_long = [](const Tensor& t) { return t.to(at::kLong).contiguous(); };
-  p.q_offset = q_offset.expect_int();
+  p.q_offset = near(q_offset.expect_int());
   if (q_offsets) p.q_offsets = (r.q_offsets = as_long(*q_offsets)).const_data_ptr<int64_t>();
   if (kv_lens) {
     p.kv_lens = (r.kv_lens = as_long(*kv_lens)).const_data_ptr<int64_t>();

@@ -54,10 +54,10 @@ class Backward {
           if (tile_.keys.begin >= keys.begin + used || tile_.keys.end <= keys.begin) continue;
           load_rows();
           differentiate(keys.begin, used, false);
-          gemm<A>(skip, used, w_.value_width, tile_.count, {w_.scores, 1, w_.block}, w_.grad_out, w_.value_width,
-                  w_.grad_b, w_.value_width, true);
-          gemm<A>(skip, used, w_.key_width, tile_.count, {w_.grad_scores, 1, w_.block}, w_.query, w_.key_width,
-                  w_.grad_a, w_.key_width, true);
+          gemm<A>(skip, used, w_.value_width, tile_.count, {w_.scores, 1, w_.block},
+                  {w_.grad_out, w_.value_width, kPanel<A>}, w_.grad_b, w_.value_width, true);
+          gemm<A>(skip, used, w_.key_width, tile_.count, {w_.grad_scores, 1, w_.block},
+                  {w_.query, w_.key_width, kPanel<A>}, w_.grad_a, w_.key_width, true);
         }
       }
       // 0 * NaN of an excluded pair: once more without such terms.
@@ -84,8 +84,8 @@ class Backward {
         const int64_t count = smaller(kBackwardKeys, tile_.keys.end - begin);
         load_keys(begin, count);
         differentiate(begin, count, bp_.grad_scores != nullptr);
-        gemm<A>(skip, tile_.count, w_.key_width, count, {w_.grad_scores, w_.block, 1}, w_.keys, w_.key_width,
-                w_.grad_a, w_.key_width, true);
+        gemm<A>(skip, tile_.count, w_.key_width, count, {w_.grad_scores, w_.block, 1},
+                {w_.keys, w_.key_width, kPanel<A>}, w_.grad_a, w_.key_width, true);
       }
       if (all_finite(w_.grad_a, w_.key_width, tile_.count, p_.head_dim)) break;
     }
@@ -122,12 +122,10 @@ class Backward {
 
   // scores <- P (what multiplied the values), grad_scores <- scale * dS, both [rows, count], excluded pairs -0.0.
   void differentiate(int64_t begin, int64_t count, bool write_mask_gradient) {
-    for (int64_t j = 0; j < count; j += kPanel<A>) {
-      gemm<A>(false, tile_.count, kPanel<A>, p_.head_dim, {w_.query, w_.key_width, 1}, w_.keys_t + j * p_.head_dim,
-              kPanel<A>, w_.scores + j, w_.block, false);
-      gemm<A>(false, tile_.count, kPanel<A>, p_.v_head_dim, {w_.grad_out, w_.value_width, 1},
-              w_.values_t + j * p_.v_head_dim, kPanel<A>, w_.grad_scores + j, w_.block, false);
-    }
+    gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, w_.key_width, 1},
+            {w_.keys_t, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false);
+    gemm<A>(false, tile_.count, count, p_.v_head_dim, {w_.grad_out, w_.value_width, 1},
+            {w_.values_t, kPanel<A>, kPanel<A> * p_.v_head_dim}, w_.grad_scores, w_.block, false);
     for (int64_t r = 0; r < tile_.count; ++r) differentiate_row(r, begin, count, write_mask_gradient);
   }
 

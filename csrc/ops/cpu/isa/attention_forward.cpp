@@ -33,18 +33,14 @@ struct Scratch {
     max = arena.take<A>(kTileQueryRows);
     sum = arena.take<A>(kTileQueryRows);
     keys = arena.take<A>(blocks * block * key_width);
-    values = arena.take<A>(direct_values(p) ? 0 : blocks * block * value_width);
+    values = arena.take<A>(blocks * block * value_width);
   }
-
-  // Values that already are rows of whole panels in the accumulation type are read where they lie.
-  bool direct_values(const AttentionParams& p) const { return sizeof(S) == sizeof(A) && value_width == p.v_head_dim; }
 
   void pack_block(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t begin, int64_t count, int64_t slot) {
     pack_transposed<A>(at<S>(p.key, p.key_strides, b, kv_head, begin), p.key_strides.row, count, p.head_dim,
                        keys + slot * block * key_width);
-    if (!direct_values(p))
-      pack<A>(at<S>(p.value, p.value_strides, b, kv_head, begin), p.value_strides.row, count, p.v_head_dim,
-              values + slot * block * value_width, value_width);
+    pack_panels<A>(at<S>(p.value, p.value_strides, b, kv_head, begin), p.value_strides.row, count, p.v_head_dim,
+                   values + slot * block * value_width, block);
   }
 };
 
@@ -90,15 +86,12 @@ class PrefillTile {
       w_.packed[slot] = 1;
     }
     const A* keys = w_.keys + slot * w_.block * w_.key_width;
-    for (int64_t j = 0; j < count; j += kPanel<A>)
-      gemm<A>(false, tile_.count, kPanel<A>, p_.head_dim, {w_.query, p_.head_dim, 1}, keys + j * w_.key_width,
-              kPanel<A>, w_.scores + j, w_.block, false);
+    gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, p_.head_dim, 1},
+            {keys, kPanel<A>, kPanel<A> * w_.key_width}, w_.scores, w_.block, false);
     for (int64_t r = 0; r < tile_.count; ++r) softmax_row(r, begin, count);
-    const bool direct = w_.direct_values(p_);
-    const A* values = direct ? reinterpret_cast<const A*>(at<S>(p_.value, p_.value_strides, b_, kv_head_, begin))
-                             : w_.values + slot * w_.block * w_.value_width;
-    gemm<A>(skip_excluded, tile_.count, w_.value_width, count, {w_.scores, w_.block, 1}, values,
-            direct ? p_.value_strides.row : w_.value_width, w_.out, w_.value_width, true);
+    const A* values = w_.values + slot * w_.block * w_.value_width;
+    gemm<A>(skip_excluded, tile_.count, w_.value_width, count, {w_.scores, w_.block, 1},
+            {values, kPanel<A>, kPanel<A> * w_.block}, w_.out, w_.value_width, true);
   }
 
   void softmax_row(int64_t r, int64_t begin, int64_t count) {

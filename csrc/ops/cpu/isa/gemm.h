@@ -57,27 +57,44 @@ inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<T> a, const T* b, 
   return begin;
 }
 
+// The right-hand side, in panels of kPanel columns: element (k, n) of panel p is data[p * panel + k * row + n].
+template <class T>
+struct Panels {
+  const T* data;
+  int64_t row, panel;
+};
+
+// Rows of B that a panel's register tiles share: with kPanel columns they stay in the L1 cache.
+constexpr int64_t kDepth = 128;
+
 // One row at a time where terms are skipped: that path is rare, and a tile with branches would be slow anyway.
 template <class T, bool Skip>
-void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc,
-          bool accumulate) {
-  for (int64_t n = 0; n < columns; n += kPanel<T>) {
-    int64_t r = 0;
-    if constexpr (!Skip) {
-      r = row_tiles<T, kTileRows, Skip>(r, rows, a, b + n, ldb, c + n, ldc, depth, accumulate);
-      r = row_tiles<T, 4, Skip>(r, rows, a, b + n, ldb, c + n, ldc, depth, accumulate);
+void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<T> a, Panels<T> b, T* c, int64_t ldc, bool accumulate) {
+  if (depth == 0 && !accumulate)
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t n = 0; n < columns; ++n) c[r * ldc + n] = 0;
+  for (int64_t n = 0; n < columns; n += kPanel<T>)
+    for (int64_t k = 0; k < depth; k += kDepth) {
+      const Operand<T> left{a.data + k * a.column, a.row, a.column};
+      const T* right = b.data + n / kPanel<T> * b.panel + k * b.row;
+      const int64_t part = depth - k < kDepth ? depth - k : kDepth;
+      const bool add = accumulate || k > 0;
+      int64_t r = 0;
+      if constexpr (!Skip) {
+        r = row_tiles<T, kTileRows, Skip>(r, rows, left, right, b.row, c + n, ldc, part, add);
+        r = row_tiles<T, 4, Skip>(r, rows, left, right, b.row, c + n, ldc, part, add);
+      }
+      row_tiles<T, 1, Skip>(r, rows, left, right, b.row, c + n, ldc, part, add);
     }
-    row_tiles<T, 1, Skip>(r, rows, a, b + n, ldb, c + n, ldc, depth, accumulate);
-  }
 }
 
 template <class T>
-inline void gemm(bool skip, int64_t rows, int64_t columns, int64_t depth, Operand<T> a, const T* b, int64_t ldb, T* c,
-                 int64_t ldc, bool accumulate) {
+inline void gemm(bool skip, int64_t rows, int64_t columns, int64_t depth, Operand<T> a, Panels<T> b, T* c, int64_t ldc,
+                 bool accumulate) {
   if (skip)
-    gemm<T, true>(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
+    gemm<T, true>(rows, columns, depth, a, b, c, ldc, accumulate);
   else
-    gemm<T, false>(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
+    gemm<T, false>(rows, columns, depth, a, b, c, ldc, accumulate);
 }
 
 // rows x columns of any storage type -> accumulation type, columns padded with zeros to ld.
@@ -91,6 +108,13 @@ inline void pack(const S* from, int64_t row_stride, int64_t rows, int64_t column
     for (; c < columns; ++c) target[c] = load_one(source + c);
     for (; c < ld; ++c) target[c] = 0;
   }
+}
+
+// The same in panels: columns [p * kPanel, ...) of row r stand at to + (p * height + r) * kPanel, missing ones zero.
+template <class A, class S>
+inline void pack_panels(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to, int64_t height) {
+  for (int64_t c = 0; c < columns; c += kPanel<A>)
+    pack<A>(from + c, row_stride, rows, columns - c < kPanel<A> ? columns - c : kPanel<A>, to + c * height, kPanel<A>);
 }
 
 // The transpose in panels: column block p of kPanel rows of `from` stands at to + p * kPanel * columns as
