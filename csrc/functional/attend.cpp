@@ -10,7 +10,7 @@
 
 // The arguments of attend after query, key, value, in the schema's order.
 #define ATTNPACK_ATTEND_PARAMS                                                                                      \
-  at::OptionalArrayRef<double> rope_inv_freq, double rope_factor, bool rope_interleaved,                            \
+  std::optional<at::ArrayRef<double>> rope_inv_freq, double rope_factor, bool rope_interleaved,                            \
       const std::optional<Tensor>&positions, bool cross, const std::optional<Tensor>&cache_key,                     \
       const std::optional<Tensor>&cache_value, const std::optional<Tensor>&cache_lengths,                           \
       const std::optional<Tensor>&mask, bool causal, const std::optional<Tensor>&kv_lens, int64_t window_left,      \
@@ -35,7 +35,7 @@ struct Rotated {
   Tensor query, key;
 };
 
-Rotated rotate_both(const Tensor& query, const Tensor& key, at::OptionalArrayRef<double> inv_freq, double factor,
+Rotated rotate_both(const Tensor& query, const Tensor& key, std::optional<at::ArrayRef<double>> inv_freq, double factor,
                     bool interleaved, const std::optional<Tensor>& positions, bool cross,
                     const std::optional<Tensor>& past) {
   if (!inv_freq) return {query, key};
@@ -155,7 +155,7 @@ Result call(const char* name, const Tensor& query, const Tensor& key, const Tens
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow(name, "")
                              .typed<Result(const Tensor&, const Tensor&, const Tensor&, ATTNPACK_ATTEND_PARAMS)>();
-  at::OptionalArrayRef<double> inv_freq;
+  std::optional<at::ArrayRef<double>> inv_freq;
   if (o.rope()) inv_freq = o.rope()->inv_freq;
   at::OptionalIntArrayRef head_map;
   if (o.head_map()) head_map = *o.head_map();
@@ -183,7 +183,7 @@ std::tuple<Tensor, Tensor> attend_with_weights(const Tensor& query, const Tensor
 }
 
 std::tuple<Tensor, Tensor> rotate(const Tensor& query, const Tensor& key, const AttendOptions& o) {
-  at::OptionalArrayRef<double> inv_freq;
+  std::optional<at::ArrayRef<double>> inv_freq;
   if (o.rope()) inv_freq = o.rope()->inv_freq;
   const std::optional<Tensor> past = o.cache() ? std::make_optional(o.cache()->lengths) : std::nullopt;
   auto [q, k] = rotate_both(query, key, inv_freq, o.rope() ? o.rope()->factor : 1.0,
