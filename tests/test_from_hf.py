@@ -6,6 +6,7 @@ from pathlib import Path
 import attnpack
 import pytest
 import torch
+import torch.nn.functional as F
 from memory_growth import growth
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -79,6 +80,32 @@ def test_logits_equal_transformers(name, tmp_path):
     assert_same_logits(model, reference)
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
     assert not model.training
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_gradients_equal_transformers(name, tmp_path):
+    reference = random_model(CONFIGS[name])
+    reference.save_pretrained(tmp_path)
+    model = attnpack.CausalLM.from_hf(tmp_path)
+    ids = torch.randint(96, (2, 20))
+    for logits in (model(ids), reference(ids).logits):
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    expected = dict(reference.named_parameters())
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[parameter_name].grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_greedy_tokens_equal_transformers(name, cache, tmp_path):
+    reference = random_model(CONFIGS[name])
+    reference.generation_config.eos_token_id = None
+    reference.save_pretrained(tmp_path)
+    ids = torch.randint(96, (2, 10))
+    mask = torch.ones_like(ids)
+    expected = reference.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=16, pad_token_id=0)
+    assert expected.shape == (2, 26)
+    assert torch.equal(attnpack.CausalLM.from_hf(tmp_path).generate(ids, max_new_tokens=16, cache=cache), expected)
 
 
 def test_state_dict_names_are_those_of_llama(llama):
@@ -169,6 +196,11 @@ def test_no_weights(llama):
 def test_other_model_types_are_refused_with_the_list(llama):
     edit_config(llama[1], model_type="gemma2")
     refused(llama[1], "'gemma2'", "llama, mistral, qwen2, qwen3")
+
+
+def test_norms_of_queries_and_keys_with_another_eps(tmp_path):
+    random_model(Qwen3Config(**SIZES, head_dim=16, rms_norm_eps=1e-3)).save_pretrained(tmp_path)
+    refused(tmp_path, "eps", "0.001")
 
 
 def test_missing_setting(llama):

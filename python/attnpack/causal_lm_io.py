@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from pathlib import Path
 
@@ -69,22 +70,23 @@ def smollm2_path() -> Path:
 def _build(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype | None, device):
     dtype = torch.float32 if dtype is None else dtype
     if not dtype.is_floating_point:
-        raise ValueError(f"dtype is {dtype}; weights are loaded as a floating dtype such as torch.float32")
+        raise ValueError(f"attnpack: dtype: got {dtype}, want a floating dtype such as torch.float32")
     device = torch.get_default_device() if device is None else torch.device(device)
+    if checkpoint.config["qk_norm"] and not math.isclose(checkpoint.config["eps"], 1e-6, rel_tol=1e-3):
+        raise ValueError(
+            f"{checkpoint.path}: its norms have eps {checkpoint.config['eps']}, but those of queries and keys are "
+            "computed with 1e-6; other values are not supported with them"
+        )
     with _SkipInit():
         model = cls(**checkpoint.config, dtype=dtype, device="meta")
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if checkpoint.config["tie_embeddings"]:
-        expected.pop("lm_head.weight", None)
     _check_shapes(checkpoint, expected)
 
     state = {}
     for name in progress(expected, f"loading {checkpoint.path.name}"):
         weight = torch.empty(expected[name], dtype=dtype, device=device)
         checkpoint.read(name, weight)
-        state[name] = torch.nn.Parameter(weight)
-    if checkpoint.config["tie_embeddings"] and "lm_head.weight" in model.state_dict():
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]  # the same Parameter: they stay tied
+        state[name] = weight
     model.load_state_dict(state, strict=True, assign=True)
     return model.eval()
 

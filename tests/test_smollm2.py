@@ -1,0 +1,94 @@
+"""The real model: SmolLM2-135M-Instruct on attnpack against transformers, from the same GGUF file."""
+
+import copy
+import json
+import math
+from importlib import resources
+
+import attnpack
+import pytest
+import torch
+import torch.nn.functional as F
+from attnpack.causal_lm_io import load_tokenizer, smollm2_path
+
+REFERENCE = json.loads(resources.files("attnpack").joinpath("data/smollm2_reference.json").read_text(encoding="utf-8"))
+PROMPTS = {prompt["name"]: prompt for prompt in REFERENCE["prompts"]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(smollm2_path())
+
+
+@pytest.fixture(scope="module")
+def topics_ids(tokenizer, topics_text):
+    """[1, about 5000]"""
+    return torch.tensor([tokenizer.encode(topics_text[:20000])])
+
+
+def test_logits_of_512_tokens_equal_transformers(smollm2, smollm2_hf, topics_ids):
+    ids = topics_ids[:, :512]
+    with torch.no_grad():
+        torch.testing.assert_close(smollm2(ids), smollm2_hf[0](ids).logits, rtol=0, atol=2e-3)
+
+
+def test_perplexity_of_1024_tokens_equals_transformers(smollm2, smollm2_hf, topics_ids, topics_text):
+    ids = topics_ids[:, :1024]
+    assert ids[0].tolist() == smollm2_hf[1](topics_text[:20000]).input_ids[:1024]
+
+    def perplexity(logits):
+        return F.cross_entropy(logits[0, :-1], ids[0, 1:]).exp().item()
+
+    with torch.no_grad():
+        ours, theirs = perplexity(smollm2(ids)), perplexity(smollm2_hf[0](ids).logits)
+    print(f"perplexity {ours:.4f}, of transformers {theirs:.4f}")
+    assert math.isclose(ours, theirs, rel_tol=1e-4)
+    assert 10 < ours < 16  # 12.72 on the text of Python 3.11
+
+
+def test_stored_reference_is_what_transformers_gives(reference_script, smollm2_hf):
+    made = reference_script.reference(*smollm2_hf)
+    assert made["model"] == REFERENCE["model"]
+    for new, stored in zip(made["prompts"], REFERENCE["prompts"], strict=True):
+        for key in ("name", "prompt", "chat", "prompt_ids", "tokens", "text"):
+            assert new[key] == stored[key], (stored["name"], key)
+
+
+def test_our_tokenizer_gives_the_reference_prompts(tokenizer):
+    for prompt in PROMPTS.values():
+        encode = tokenizer.chat if prompt["chat"] else tokenizer.encode
+        assert encode(prompt["prompt"]) == prompt["prompt_ids"]
+        assert tokenizer.decode(prompt["tokens"], skip_special_tokens=False) == prompt["text"]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_greedy_tokens_equal_transformers(name, cache, smollm2):
+    prompt = torch.tensor([PROMPTS[name]["prompt_ids"]])
+    out = smollm2.generate(prompt, max_new_tokens=64, cache=cache)
+    assert out[0, prompt.size(1) :].tolist() == PROMPTS[name]["tokens"]
+    assert torch.equal(out[:, : prompt.size(1)], prompt)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_prompts_of_different_lengths_in_one_batch(cache, smollm2):
+    lengths = torch.tensor([len(prompt["prompt_ids"]) for prompt in PROMPTS.values()])
+    assert lengths.unique().numel() == len(PROMPTS)
+    batch = torch.zeros(len(PROMPTS), int(lengths.max()), dtype=torch.int64)
+    for row, prompt in zip(batch, PROMPTS.values(), strict=True):
+        row[: len(prompt["prompt_ids"])] = torch.tensor(prompt["prompt_ids"])
+    out = smollm2.generate(batch, max_new_tokens=32, lengths=lengths, cache=cache)
+    for row, prompt in zip(out, PROMPTS.values(), strict=True):
+        assert row[batch.size(1) :].tolist() == prompt["tokens"][:32]
+
+
+def test_bf16_is_as_close_to_fp32_as_transformers(smollm2_hf, topics_ids):
+    ids = topics_ids[:, :256]
+    hf = smollm2_hf[0]
+    ours = attnpack.CausalLM.from_gguf(smollm2_path(), dtype=torch.bfloat16)
+    with torch.no_grad():
+        truth = hf(ids).logits
+        theirs = copy.deepcopy(hf).to(torch.bfloat16)(ids).logits.float()
+        found = ours(ids)
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - truth).abs().mean() <= 1.2 * (theirs - truth).abs().mean()
