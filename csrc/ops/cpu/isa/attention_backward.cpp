@@ -11,17 +11,23 @@ constexpr bool kTwice[] = {false, true};  // fast, then leaving excluded pairs o
 template <class S, class A>
 struct Scratch {
   int64_t key_width, value_width, block;
-  A *query, *grad_out, *keys, *keys_t, *values_t, *scores, *grad_scores, *cap, *grad_a, *grad_b, *lse, *delta;
+  PackedBlocks blocks;
+  // Rows: as they are (left-hand sides), and in panels (right-hand sides).
+  A *query, *grad_out, *query_panels, *grad_out_panels;
+  A *keys, *keys_t, *values_t;  // slots of blocks: keys in panels, keys and values transposed
+  A *scores, *grad_scores, *cap, *grad_a, *grad_b, *lse, *delta;
 
-  Scratch(const AttentionParams& p, Arena& arena) {
+  Scratch(const AttentionParams& p, Arena& arena)
+      : block(padded<A>(kBackwardKeys)), blocks(p.kv_len, kBackwardKeys, arena) {
     key_width = padded<A>(p.head_dim);
     value_width = padded<A>(p.v_head_dim);
-    block = padded<A>(kBackwardKeys);
-    query = arena.take<A>(kTileQueryRows * key_width);
-    grad_out = arena.take<A>(kTileQueryRows * value_width);
-    keys = arena.take<A>(block * key_width);
-    keys_t = arena.take<A>(block * p.head_dim);
-    values_t = arena.take<A>(block * p.v_head_dim);
+    query = arena.take<A>(kTileQueryRows * p.head_dim);
+    grad_out = arena.take<A>(kTileQueryRows * p.v_head_dim);
+    query_panels = arena.take<A>(kTileQueryRows * key_width);
+    grad_out_panels = arena.take<A>(kTileQueryRows * value_width);
+    keys = arena.take<A>(blocks.slots() * block * key_width);
+    keys_t = arena.take<A>(blocks.slots() * block * p.head_dim);
+    values_t = arena.take<A>(blocks.slots() * block * p.v_head_dim);
     scores = arena.take<A>(kTileQueryRows * block);
     grad_scores = arena.take<A>(kTileQueryRows * block);
     cap = arena.take<A>(block);
@@ -36,28 +42,29 @@ template <class S, class A>
 class Backward {
  public:
   Backward(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, void* scratch)
-      : bp_(bp), p_(bp.forward), b_(b), kv_head_(kv_head), arena_(scratch), w_(p_, arena_) {}
+      : bp_(bp), p_(bp.forward), b_(b), kv_head_(kv_head), arena_(scratch), w_(p_, arena_) {
+    w_.blocks.enter(b * p_.num_kv_heads + kv_head);
+  }
 
   // dK and dV of keys [begin, end).
   void run_keys(Range keys) {
-    const int64_t valid = p_.kv_lens ? p_.kv_lens[b_] : p_.kv_len;
     const int64_t count = keys.end - keys.begin;
-    const int64_t used = smaller(keys.end, valid) - keys.begin;
+    const int64_t used = smaller(keys.end, valid_keys(p_, b_)) - keys.begin;
     for (const bool skip : kTwice) {
       clear(w_.grad_a, count * w_.key_width);
       clear(w_.grad_b, count * w_.value_width);
       if (used > 0) {
-        load_keys(keys.begin, used);
         const int64_t rows = group_size(p_, kv_head_) * p_.q_len;
         for (int64_t r = 0; r < rows; r += kTileQueryRows) {
           make_rows(p_, b_, kv_head_, {r, smaller(rows, r + kTileQueryRows)}, tile_);
           if (tile_.keys.begin >= keys.begin + used || tile_.keys.end <= keys.begin) continue;
           load_rows();
+          load_row_panels();
           differentiate(keys.begin, used, false);
           gemm<A>(skip, used, w_.value_width, tile_.count, {w_.scores, 1, w_.block},
-                  {w_.grad_out, w_.value_width, kPanel<A>}, w_.grad_b, w_.value_width, true);
+                  {w_.grad_out_panels, kPanel<A>, kTileQueryRows * kPanel<A>}, w_.grad_b, w_.value_width, true);
           gemm<A>(skip, used, w_.key_width, tile_.count, {w_.grad_scores, 1, w_.block},
-                  {w_.query, w_.key_width, kPanel<A>}, w_.grad_a, w_.key_width, true);
+                  {w_.query_panels, kPanel<A>, kTileQueryRows * kPanel<A>}, w_.grad_a, w_.key_width, true);
         }
       }
       // 0 * NaN of an excluded pair: once more without such terms.
@@ -82,10 +89,10 @@ class Backward {
       for (int64_t begin = tile_.keys.begin / kBackwardKeys * kBackwardKeys; begin < tile_.keys.end;
            begin += kBackwardKeys) {
         const int64_t count = smaller(kBackwardKeys, tile_.keys.end - begin);
-        load_keys(begin, count);
-        differentiate(begin, count, bp_.grad_scores != nullptr);
+        const int64_t slot = differentiate(begin, count, bp_.grad_scores != nullptr);
         gemm<A>(skip, tile_.count, w_.key_width, count, {w_.grad_scores, w_.block, 1},
-                {w_.keys, w_.key_width, kPanel<A>}, w_.grad_a, w_.key_width, true);
+                {w_.keys + slot * w_.block * w_.key_width, kPanel<A>, w_.block * kPanel<A>}, w_.grad_a, w_.key_width,
+                true);
       }
       if (all_finite(w_.grad_a, w_.key_width, tile_.count, p_.head_dim)) break;
     }
@@ -102,17 +109,18 @@ class Backward {
     for (int64_t i = 0; i < count; ++i) store_one(to + i, from[i]);
   }
 
-  void load_keys(int64_t begin, int64_t count) {
+  void pack_block(int64_t begin, int64_t slot) {
+    const int64_t count = smaller(kBackwardKeys, valid_keys(p_, b_) - begin);
     const S* keys = at<S>(p_.key, p_.key_strides, b_, kv_head_, begin);
-    pack<A>(keys, p_.key_strides.row, count, p_.head_dim, w_.keys, w_.key_width);
-    pack_transposed<A>(keys, p_.key_strides.row, count, p_.head_dim, w_.keys_t);
+    pack_panels<A>(keys, p_.key_strides.row, count, p_.head_dim, w_.keys + slot * w_.block * w_.key_width, w_.block);
+    pack_transposed<A>(keys, p_.key_strides.row, count, p_.head_dim, w_.keys_t + slot * w_.block * p_.head_dim);
     pack_transposed<A>(at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row, count,
-                       p_.v_head_dim, w_.values_t);
+                       p_.v_head_dim, w_.values_t + slot * w_.block * p_.v_head_dim);
   }
 
   void load_rows() {
-    pack_rows<A, S>(tile_, p_.query, p_.query_strides, b_, p_.head_dim, w_.query, w_.key_width);
-    pack_rows<A, S>(tile_, bp_.grad_out, bp_.grad_out_strides, b_, p_.v_head_dim, w_.grad_out, w_.value_width);
+    pack_rows<A, S>(tile_, p_.query, p_.query_strides, b_, p_.head_dim, w_.query, p_.head_dim);
+    pack_rows<A, S>(tile_, bp_.grad_out, bp_.grad_out_strides, b_, p_.v_head_dim, w_.grad_out, p_.v_head_dim);
     for (int64_t r = 0; r < tile_.count; ++r) {
       const int64_t index = (b_ * p_.num_heads + tile_.rows[r].head) * p_.q_len + tile_.rows[r].query;
       w_.lse[r] = static_cast<const A*>(p_.lse)[index];
@@ -120,13 +128,21 @@ class Backward {
     }
   }
 
+  void load_row_panels() {
+    pack_panels<A>(w_.query, p_.head_dim, tile_.count, p_.head_dim, w_.query_panels, kTileQueryRows);
+    pack_panels<A>(w_.grad_out, p_.v_head_dim, tile_.count, p_.v_head_dim, w_.grad_out_panels, kTileQueryRows);
+  }
+
   // scores <- P (what multiplied the values), grad_scores <- scale * dS, both [rows, count], excluded pairs -0.0.
-  void differentiate(int64_t begin, int64_t count, bool write_mask_gradient) {
-    gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, w_.key_width, 1},
-            {w_.keys_t, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false);
-    gemm<A>(false, tile_.count, count, p_.v_head_dim, {w_.grad_out, w_.value_width, 1},
-            {w_.values_t, kPanel<A>, kPanel<A> * p_.v_head_dim}, w_.grad_scores, w_.block, false);
+  // Returns the slot of the packed block of keys.
+  int64_t differentiate(int64_t begin, int64_t count, bool write_mask_gradient) {
+    const int64_t slot = w_.blocks.slot(begin, [&](int64_t slot) { pack_block(begin, slot); });
+    gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, p_.head_dim, 1},
+            {w_.keys_t + slot * w_.block * p_.head_dim, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false);
+    gemm<A>(false, tile_.count, count, p_.v_head_dim, {w_.grad_out, p_.v_head_dim, 1},
+            {w_.values_t + slot * w_.block * p_.v_head_dim, kPanel<A>, kPanel<A> * p_.v_head_dim}, w_.grad_scores, w_.block, false);
     for (int64_t r = 0; r < tile_.count; ++r) differentiate_row(r, begin, count, write_mask_gradient);
+    return slot;
   }
 
   void differentiate_row(int64_t r, int64_t begin, int64_t count, bool write_mask_gradient) {

@@ -12,35 +12,19 @@ int64_t block_keys(const AttentionParams& p) {
 
 template <class S, class A>
 struct Scratch {
-  int64_t block, blocks, key_width, value_width;
-  bool resident;  // all blocks stay packed for the next tile
-  int64_t* head;  // b * num_kv_heads + kv_head + 1 of what is packed
-  char* packed;   // [blocks]
+  int64_t block, value_width;
+  PackedBlocks blocks;
   A *query, *scores, *out, *max, *sum, *keys, *values;
 
-  Scratch(const AttentionParams& p, Arena& arena) {
-    block = block_keys(p);
-    const int64_t all = (p.kv_len + block - 1) / block;
-    resident = all * block <= kPackedKeys;
-    blocks = resident ? larger(all, 1) : 1;
-    key_width = p.head_dim;
+  Scratch(const AttentionParams& p, Arena& arena) : block(block_keys(p)), blocks(p.kv_len, block, arena) {
     value_width = padded<A>(p.v_head_dim);
-    head = arena.take<int64_t>(1);
-    packed = arena.take<char>(blocks);
     query = arena.take<A>(kTileQueryRows * p.head_dim);
     scores = arena.take<A>(kTileQueryRows * block);
     out = arena.take<A>(kTileQueryRows * value_width);
     max = arena.take<A>(kTileQueryRows);
     sum = arena.take<A>(kTileQueryRows);
-    keys = arena.take<A>(blocks * block * key_width);
-    values = arena.take<A>(blocks * block * value_width);
-  }
-
-  void pack_block(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t begin, int64_t count, int64_t slot) {
-    pack_transposed<A>(at<S>(p.key, p.key_strides, b, kv_head, begin), p.key_strides.row, count, p.head_dim,
-                       keys + slot * block * key_width);
-    pack_panels<A>(at<S>(p.value, p.value_strides, b, kv_head, begin), p.value_strides.row, count, p.v_head_dim,
-                   values + slot * block * value_width, block);
+    keys = arena.take<A>(blocks.slots() * block * p.head_dim);
+    values = arena.take<A>(blocks.slots() * block * value_width);
   }
 };
 
@@ -49,11 +33,7 @@ class PrefillTile {
  public:
   PrefillTile(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
       : p_(p), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_) {
-    const int64_t head = b * p.num_kv_heads + kv_head + 1;
-    if (*w_.head != head) {
-      *w_.head = head;
-      for (int64_t i = 0; i < w_.blocks; ++i) w_.packed[i] = 0;
-    }
+    w_.blocks.enter(b * p.num_kv_heads + kv_head);
     make_rows(p, b, kv_head, rows, tile_);
     pack_rows<A, S>(tile_, p.query, p.query_strides, b, p.head_dim, w_.query, p.head_dim);
   }
@@ -79,19 +59,22 @@ class PrefillTile {
   }
 
   void attend_block(int64_t begin, int64_t count, bool skip_excluded) {
-    const int64_t slot = w_.resident ? begin / w_.block : 0;
-    if (!w_.resident || !w_.packed[slot]) {
-      const int64_t all = smaller(w_.block, p_.kv_len - begin);
-      w_.pack_block(p_, b_, kv_head_, begin, p_.kv_lens ? smaller(all, p_.kv_lens[b_] - begin) : all, slot);
-      w_.packed[slot] = 1;
-    }
-    const A* keys = w_.keys + slot * w_.block * w_.key_width;
-    gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, p_.head_dim, 1},
-            {keys, kPanel<A>, kPanel<A> * w_.key_width}, w_.scores, w_.block, false);
-    for (int64_t r = 0; r < tile_.count; ++r) softmax_row(r, begin, count);
+    const int64_t slot = w_.blocks.slot(begin, [&](int64_t slot) { pack_block(begin, slot); });
+    const A* keys = w_.keys + slot * w_.block * p_.head_dim;
     const A* values = w_.values + slot * w_.block * w_.value_width;
+    gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, p_.head_dim, 1},
+            {keys, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false);
+    for (int64_t r = 0; r < tile_.count; ++r) softmax_row(r, begin, count);
     gemm<A>(skip_excluded, tile_.count, w_.value_width, count, {w_.scores, w_.block, 1},
             {values, kPanel<A>, kPanel<A> * w_.block}, w_.out, w_.value_width, true);
+  }
+
+  void pack_block(int64_t begin, int64_t slot) {
+    const int64_t count = smaller(w_.block, valid_keys(p_, b_) - begin);
+    pack_transposed<A>(at<S>(p_.key, p_.key_strides, b_, kv_head_, begin), p_.key_strides.row, count, p_.head_dim,
+                       w_.keys + slot * w_.block * p_.head_dim);
+    pack_panels<A>(at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row, count, p_.v_head_dim,
+                   w_.values + slot * w_.block * w_.value_width, w_.block);
   }
 
   void softmax_row(int64_t r, int64_t begin, int64_t count) {

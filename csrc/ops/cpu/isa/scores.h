@@ -16,21 +16,45 @@ inline Row make_row(const AttentionParams& p, int64_t b, int64_t head, int64_t q
   return {head, query, query + (p.q_offsets ? p.q_offsets[b] : p.q_offset), key_range(p, b, query)};
 }
 
+inline bool allows(bool m) { return m; }
+template <class S>
+inline bool allows(S m) {
+  return load_one(&m) != -kInfinity;
+}
 template <class T>
-inline T mask_value(const AttentionParams& p, int64_t offset) {
+inline T added(bool) {
+  return 0;
+}
+template <class T, class S>
+inline T added(S m) {
+  return static_cast<T>(load_one(&m));
+}
+
+// s += mask, or -inf where it excludes; mask: `count` elements `stride` apart.
+template <class T, class S>
+inline void add_mask(const S* mask, int64_t stride, int64_t count, T* s) {
+  if (stride == 1)
+    for (int64_t j = 0; j < count; ++j) s[j] = allows(mask[j]) ? s[j] + added<T>(mask[j]) : T(-kInfinity);
+  else
+    for (int64_t j = 0; j < count; ++j)
+      s[j] = allows(mask[j * stride]) ? s[j] + added<T>(mask[j * stride]) : T(-kInfinity);
+}
+
+template <class T>
+inline void add_mask(const AttentionParams& p, int64_t offset, int64_t count, T* s) {
+  const int64_t stride = p.mask_strides.column;
   switch (p.mask_dtype) {
     case DType::kFloat64:
-      return static_cast<T>(static_cast<const double*>(p.mask)[offset]);
+      return add_mask(static_cast<const double*>(p.mask) + offset, stride, count, s);
     case DType::kFloat32:
-      return static_cast<T>(static_cast<const float*>(p.mask)[offset]);
+      return add_mask(static_cast<const float*>(p.mask) + offset, stride, count, s);
     case DType::kBFloat16:
-      return load_one(static_cast<const BFloat16*>(p.mask) + offset);
+      return add_mask(static_cast<const BFloat16*>(p.mask) + offset, stride, count, s);
     case DType::kFloat16:
-      return load_one(static_cast<const Float16*>(p.mask) + offset);
+      return add_mask(static_cast<const Float16*>(p.mask) + offset, stride, count, s);
     case DType::kBool:
-      return static_cast<const bool*>(p.mask)[offset] ? T(0) : T(-kInfinity);
+      return add_mask(static_cast<const bool*>(p.mask) + offset, stride, count, s);
   }
-  return 0;
 }
 
 // s: products of row with keys [begin, begin + count), rewritten as scores; cap_slope, if given, receives d(capped) /
@@ -58,11 +82,8 @@ inline void finish_scores(const AttentionParams& p, int64_t b, const Row& row, i
     }
   }
   if (p.mask) {
-    const int64_t offset = b * p.mask_strides.batch + row.head * p.mask_strides.head + row.query * p.mask_strides.row;
-    for (int64_t j = 0; j < count; ++j) {
-      const T m = mask_value<T>(p, offset + (begin + j) * p.mask_strides.column);
-      s[j] = m == -kInfinity ? m : s[j] + m;
-    }
+    add_mask<T>(p, b * p.mask_strides.batch + row.head * p.mask_strides.head + row.query * p.mask_strides.row +
+                       begin * p.mask_strides.column, count, s);
   }
   for (int64_t j = begin; j < end && j < row.keys.begin; ++j) s[j - begin] = -kInfinity;
   for (int64_t j = row.keys.end > begin ? row.keys.end : begin; j < end; ++j) s[j - begin] = -kInfinity;

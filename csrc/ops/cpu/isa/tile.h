@@ -7,6 +7,9 @@
 // What forward and backward share: dispatch on the dtype, addresses, scratch, the rows of a tile.
 namespace attnpack::ATTNPACK_ISA {
 
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
 // Calls f(storage, accumulation) with one value of each type.
 template <class F>
 inline void dispatch(DType dtype, F&& f) {
@@ -47,6 +50,42 @@ class Arena {
   uintptr_t next_;
 };
 
+// Which blocks of a head's keys lie packed in scratch: all of them stay for the next tile of the same head where
+// kPackedKeys suffices, otherwise one slot is packed anew each time.
+class PackedBlocks {
+ public:
+  PackedBlocks(int64_t kv_len, int64_t block, Arena& arena) : block_(block) {
+    const int64_t all = larger((kv_len + block - 1) / block, 1);
+    stay_ = all * block <= kPackedKeys;
+    slots_ = stay_ ? all : 1;
+    head_ = arena.take<int64_t>(1);  // first in scratch: its owner clears it
+    packed_ = arena.take<char>(slots_);
+  }
+  int64_t slots() const { return slots_; }
+  // b * num_kv_heads + kv_head of the tile that begins.
+  void enter(int64_t head) {
+    if (*head_ == head + 1) return;
+    *head_ = head + 1;
+    for (int64_t i = 0; i < slots_; ++i) packed_[i] = 0;
+  }
+  // The slot of the block that begins at key `begin`; calls pack(slot) where it is not there yet.
+  template <class F>
+  int64_t slot(int64_t begin, F&& pack) {
+    const int64_t slot = stay_ ? begin / block_ : 0;
+    if (!stay_ || !packed_[slot]) pack(slot);
+    packed_[slot] = 1;
+    return slot;
+  }
+
+ private:
+  int64_t block_, slots_;
+  bool stay_;
+  int64_t* head_;
+  char* packed_;
+};
+
+inline int64_t valid_keys(const AttentionParams& p, int64_t b) { return p.kv_lens ? p.kv_lens[b] : p.kv_len; }
+
 // The rows [begin, end) of a kv head.
 struct RowTile {
   Row rows[kTileQueryRows];
@@ -74,8 +113,5 @@ inline void pack_rows(const RowTile& tile, const void* base, const Strides& stri
   for (int64_t r = 0; r < tile.count; ++r)
     pack<A>(at<S>(base, strides, b, tile.rows[r].head, tile.rows[r].query), 0, 1, columns, to + r * ld, ld);
 }
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 }  // namespace attnpack::ATTNPACK_ISA
