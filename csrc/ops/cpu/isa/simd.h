@@ -60,9 +60,10 @@ inline To bit_cast(From from) {
   return to;
 }
 
+// x - 0, not 0 + x, which would lose the sign of -0.0.
 template <class T>
 inline Vec<T> broadcast(T x) {
-  return Vec<T>{} + x;
+  return x - Vec<T>{};
 }
 
 inline Vec<float> widen(VectorTypes<float>::Half half, BFloat16) {
