@@ -1,0 +1,260 @@
+"""Cases of the operator, a pairwise covering of what a user varies, and the rule by which results are judged."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import attnpack
+import torch
+from attnpack import reference
+from torch import Tensor
+
+INF, NAN = float("inf"), float("nan")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# (query heads, kv heads, head map)
+HEADS = {
+    "one": (1, 1, None),
+    "mha": (3, 3, None),
+    "gqa": (4, 2, None),
+    "mqa": (5, 1, None),
+    "uneven": (5, 3, [2, 0, 0, 1, 0]),
+    "empty_group": (4, 3, [0, 2, 2, 0]),
+}
+# Decode (few rows, also over 512-key ranges), and prefill around tiles of 96 rows and blocks of 128 and 256 keys.
+LENGTHS = [(1, 1), (1, 2), (2, 3), (3, 7), (7, 17), (17, 7), (33, 33), (63, 65), (65, 63), (127, 129), (129, 127)]
+LENGTHS += [(1, 129), (1, 600), (2, 1100), (33, 260), (97, 257)]
+AXES = {
+    "dtype": DTYPES,
+    "heads": list(HEADS),
+    "lengths": LENGTHS,
+    "dims": [(8, 8), (1, 1), (16, 5), (7, 33), (64, 64), (65, 17), (24, 130)],
+    "mask": [None, "bool", "bool padding", "own", "own -inf", "float64 rows", "float32 heads", "bfloat16", "float16"],
+    "positions": [
+        {},
+        {"causal": True},
+        {"causal": True, "q_offset": 3},
+        {"causal": True, "q_offset": -2},
+        {"causal": True, "q_offset": "tensor"},
+        {"causal": True, "q_offset": "end"},
+        {"window": (3, 0)},
+        {"window": (2, 40), "q_offset": 5},
+        {"window": (-1, 1), "q_offset": "tensor"},
+        {"window": (70, -1), "causal": True, "q_offset": "end"},
+        {"window": (0, 0)},
+    ],
+    "kv_lens": [None, torch.int64, torch.int32],
+    "scores": [
+        {},
+        {"softcap": 2.0},
+        {"sinks": True},
+        {"alibi": True},
+        {"scale": -0.3},
+        {"softcap": 0.7, "sinks": True, "alibi": True},
+    ],
+    "layout": ["contiguous", "heads inside", "sliced", "expanded batch", "expanded heads", "offset", "columns outside"],
+}
+
+
+def covering(axes: dict[str, list]) -> Iterator[dict]:
+    """Rows in which every two values of different axes meet at least once: greedy, the same at every run."""
+    sizes = [len(values) for values in axes.values()]
+    pairs = itertools.combinations(range(len(sizes)), 2)
+    missing = {(a, i, b, j) for a, b in pairs for i in range(sizes[a]) for j in range(sizes[b])}
+    while missing:
+        a, i, b, j = min(missing)
+        row = {a: i, b: j}
+        for axis in set(range(len(sizes))) - {a, b}:
+
+            def gain(value, axis=axis, row=row, missing=missing):
+                return sum(sum(sorted([(axis, value), other]), ()) in missing for other in row.items())
+
+            turn = len(missing) % sizes[axis]  # among equals another one each time
+            row[axis] = max(range(sizes[axis]), key=lambda value: (gain(value), (value + turn) % sizes[axis]))
+        missing -= {(a, row[a], b, row[b]) for a, b in itertools.combinations(range(len(sizes)), 2)}
+        yield {name: values[row[n]] for n, (name, values) in enumerate(axes.items())}
+
+
+@dataclass
+class Inputs:
+    query: Tensor  # [B, Hq, Lq, D]
+    key: Tensor  # [B, Hkv, Lkv, D]
+    value: Tensor  # [B, Hkv, Lkv, Dv]
+    mask: Tensor | None = None
+    settings: dict = field(default_factory=dict)
+    grad_out: Tensor | None = None  # [B, Hq, Lq, Dv]
+    grad_lse: Tensor | None = None  # [B, Hq, Lq]
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """All floats in another dtype: with float64 the truth's inputs, with exactly these values."""
+
+        def cast(x):
+            return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+        settings = {name: cast(x) for name, x in self.settings.items()}
+        tensors = (self.query, self.key, self.value, self.mask)
+        return Inputs(*map(cast, tensors), settings, cast(self.grad_out), cast(self.grad_lse))
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Normal numbers that depend on nothing but shape and seed."""
+    generator = torch.Generator().manual_seed(seed + 1000 * sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """[B, H, L, D] with other strides; expanded ones repeat the first sequence or head."""
+    batch, heads, length, width = x.shape
+    if layout == "heads inside":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":
+        room = x.new_full((batch, heads, 2 * length, width + 3), NAN)
+        return room[:, :, ::2, 2 : width + 2].copy_(x)
+    if layout == "expanded batch":
+        return x[:1].expand(x.shape)
+    if layout == "expanded heads":
+        return x[:, :1].expand(x.shape)
+    if layout == "offset":
+        return torch.cat([x.new_full((5,), NAN), x.flatten()])[5:].view(x.shape)
+    if layout == "columns outside":
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+    return x
+
+
+def make_mask(kind: str | None, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor | None:
+    """One of AXES["mask"]; shape [B, Hq, Lq, Lkv], to which the result broadcasts."""
+    batch, heads, q_len, kv_len = shape
+    if kind is None:
+        return None
+    if kind == "bool":
+        return draw(*shape, seed=7) > -0.5
+    if kind == "bool padding":
+        return draw(batch, 1, 1, kv_len, seed=7) > -0.8
+    if kind == "own":
+        return draw(*shape, dtype=dtype, seed=7)
+    if kind == "own -inf":
+        mask = draw(1, heads, q_len, kv_len, dtype=dtype, seed=7)
+        return mask.masked_fill(mask > 0.5, -INF)
+    if kind == "float64 rows":
+        return draw(q_len, 1, dtype=torch.float64, seed=7)
+    if kind == "float32 heads":
+        return draw(heads, 1, kv_len, dtype=torch.float32, seed=7)
+    return draw(q_len, kv_len, dtype=getattr(torch, kind), seed=7).t().contiguous().t()
+
+
+def make_inputs(
+    dtype: torch.dtype = torch.float32,
+    heads: str = "gqa",
+    lengths: tuple[int, int] = (5, 7),
+    dims: tuple[int, int] = (8, 6),
+    mask: str | None = None,
+    positions: dict | None = None,
+    kv_lens: torch.dtype | None = None,
+    scores: dict | None = None,
+    layout: str = "contiguous",
+    batch: int = 2,
+) -> Inputs:
+    (num_heads, num_kv_heads, head_map), (q_len, kv_len), (dim, v_dim) = HEADS[heads], lengths, dims
+    settings = dict(positions or {})
+    if settings.get("q_offset") == "tensor":
+        settings["q_offset"] = torch.tensor([kv_len // 2, -1, 4], dtype=kv_lens or torch.int64).repeat(batch)[:batch]
+    if kv_lens:
+        settings["kv_lens"] = torch.tensor([kv_len, kv_len // 2, 0], dtype=kv_lens).repeat(batch)[:batch]
+    for name, setting in (scores or {}).items():
+        if name == "sinks":
+            settings["sinks"] = draw(num_heads, dtype=dtype, seed=8)
+        elif name == "alibi":
+            settings["alibi_slopes"] = 2.0 ** -torch.arange(1, num_heads + 1, dtype=torch.float32)
+        else:
+            settings[name] = setting
+    if head_map:
+        settings["head_map"] = head_map
+    query = draw(batch, num_heads, q_len, dim, dtype=dtype, seed=1)
+    key, value = (draw(batch, num_kv_heads, kv_len, d, dtype=dtype, seed=2 + n) for n, d in enumerate((dim, v_dim)))
+    shape = (batch, num_heads, q_len, kv_len)
+    grad_out = laid_out(draw(*shape[:3], v_dim, dtype=dtype, seed=4), layout)
+    grad_lse = draw(*shape[:3], dtype=torch.promote_types(dtype, torch.float32), seed=5)
+    query, key, value = (laid_out(x, layout) for x in (query, key, value))
+    return Inputs(query, key, value, make_mask(mask, shape, dtype), settings, grad_out, grad_lse)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run(attend: Callable, inputs: Inputs, *, gradients: bool = True) -> dict[str, Tensor]:
+    """out and lse of attnpack.attention or reference.attention, and the gradients of everything that has one."""
+
+    def leaf(x):
+        wanted = gradients and isinstance(x, Tensor) and x.is_floating_point()
+        return x.detach().requires_grad_() if wanted else x
+
+    tensors = {name: leaf(getattr(inputs, name)) for name in ("query", "key", "value", "mask")}
+    settings = dict(inputs.settings)
+    if "sinks" in settings:
+        tensors["sinks"] = settings["sinks"] = leaf(settings["sinks"])
+    sources = {name: x for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad}
+    out, lse = attend(*(tensors[name] for name in ("query", "key", "value", "mask")), return_lse=True, **settings)
+    results = {"out": out.detach(), "lse": lse.detach()}
+    if gradients:
+        grads = torch.autograd.grad((out, lse), list(sources.values()), (inputs.grad_out, inputs.grad_lse))
+        results |= {f"grad of {name}": grad for name, grad in zip(sources, grads, strict=True)}
+    return results
+
+
+def floor(truth: Tensor, dtype: torch.dtype, accumulation: torch.dtype) -> float:
+    """What rounding alone may do: FlashAttention 3's max |(x + 0.3 - 0.3) - x|, twice, for the worst x of this size,
+    and some steps of the accumulation dtype."""
+    largest = truth.abs().max().item()
+    ulp = torch.finfo(dtype).eps * 2 ** math.floor(math.log2(largest + 0.3))
+    return ulp + 64 * torch.finfo(accumulation).eps * max(1.0, largest)
+
+
+def check(ours: dict[str, Tensor], plain: dict[str, Tensor], truth: dict[str, Tensor], dtype: torch.dtype):
+    """Each error against the fp64 truth is at most twice that of plain PyTorch in the same dtype, plus the floor."""
+    accumulation = torch.promote_types(dtype, torch.float32)
+    for name, exact in truth.items():
+        got, simple = ours[name], plain[name]
+        assert got.shape == exact.shape and got.dtype == simple.dtype, (name, got.shape, got.dtype)
+        empty = exact == -INF
+        assert torch.equal(got == -INF, empty), f"{name}: -inf at other places than the truth"
+        if empty.all():
+            continue
+        got, simple, exact = (x.double().masked_fill(empty, 0) for x in (got, simple, exact))
+        error, allowed = (got - exact).abs().max().item(), 2 * (simple - exact).abs().max().item()
+        # lse comes from the inputs, everything else from something stored in their dtype.
+        allowed += floor(exact, accumulation if name == "lse" else dtype, accumulation)
+        assert error <= allowed and math.isfinite(error), f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def check_against_reference(inputs: Inputs, *, gradients: bool = True) -> dict[str, Tensor]:
+    """attnpack.attention on the inputs, judged; returns what it gave."""
+    ours = run(attnpack.attention, inputs, gradients=gradients)
+    with threads(1):  # plain PyTorch on small tensors is several times faster so on a busy machine
+        plain = run(reference.attention, inputs, gradients=gradients)
+        truth = run(reference.attention, inputs.to(torch.float64), gradients=gradients)
+    check(ours, plain, truth, inputs.query.dtype)
+    return ours
+
+
+def describe(case: dict) -> str:
+    """A test's name."""
+
+    def word(x):
+        if isinstance(x, dict):
+            return "+".join(f"{k}={v}" for k, v in x.items()) or "plain"
+        return str(x).removeprefix("torch.").replace(", ", "x").strip("()")
+
+    return "-".join(word(x).replace(" ", "_") for x in case.values())
+
+
+COVERING = list(covering(AXES))

@@ -1,0 +1,159 @@
+"""The operator's backward against the reference's autograd and finite differences, for all that has a gradient."""
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from attnpack import attention
+from op_cases import COVERING, check_against_reference, describe, draw, make_inputs, run
+from torch.testing import assert_close
+
+
+@pytest.mark.parametrize("case", COVERING, ids=describe)
+def test_error_is_at_most_twice_plain_pytorchs(case):
+    check_against_reference(make_inputs(**case))
+
+
+FEATURES = {
+    "plain": {},
+    "causal": {"positions": {"causal": True, "q_offset": 1}},
+    "window": {"positions": {"window": (1, 1), "q_offset": "tensor"}},
+    "kv_lens": {"kv_lens": torch.int64},
+    "float mask": {"mask": "own"},
+    "broadcast mask": {"mask": "float64 rows"},
+    "mask with -inf": {"mask": "own -inf"},
+    "softcap": {"scores": {"softcap": 0.8}},
+    "sinks": {"scores": {"sinks": True}},
+    "alibi": {"scores": {"alibi": True}},
+    "scale": {"scores": {"scale": -0.6}},
+    "uneven heads": {"heads": "uneven"},
+    "empty group": {"heads": "empty_group"},
+    "all": {"mask": "own", "positions": {"causal": True, "window": (3, -1)}, "scores": {"softcap": 1.5, "sinks": True}},
+}
+
+
+@pytest.mark.parametrize("lengths", [(2, 5), (18, 4)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_gradients_by_finite_differences(feature, lengths):
+    """Of out and lse with respect to query, key, value, mask and sinks."""
+    inputs = make_inputs(**{"dtype": torch.float64, "lengths": lengths, "dims": (3, 2)} | FEATURES[feature])
+    settings = dict(inputs.settings)
+    leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "mask")}
+    leaves["sinks"] = settings.pop("sinks", None)
+    leaves = {name: x.clone().requires_grad_() for name, x in leaves.items() if x is not None}
+
+    def call(*tensors):
+        out, lse = attention(return_lse=True, **dict(zip(leaves, tensors, strict=True)), **settings)
+        return out, lse.masked_fill(lse == -float("inf"), 0)  # no difference quotient there
+
+    assert torch.autograd.gradcheck(call, tuple(leaves.values()), fast_mode=lengths[0] > 4)
+
+
+def test_dropouts_gradient_by_finite_differences():
+    inputs = make_inputs(torch.float64, dims=(3, 2))
+
+    def call(*tensors):
+        torch.manual_seed(0)
+        return attention(*tensors, dropout_p=0.4)
+
+    leaves = tuple(x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("alone", ["query", "key", "value", "mask", "sinks"])
+def test_a_gradient_does_not_depend_on_which_others_are_asked_for(alone):
+    inputs = make_inputs(lengths=(40, 70), mask="own", scores={"sinks": True})
+    expected = run(attention, inputs)[f"grad of {alone}"]
+    tensors = {name: getattr(inputs, name) for name in ("query", "key", "value", "mask")} | inputs.settings
+    tensors[alone] = tensors[alone].clone().requires_grad_()
+    out, lse = attention(**tensors, return_lse=True)
+    (grad,) = torch.autograd.grad((out, lse), tensors[alone], (inputs.grad_out, inputs.grad_lse))
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("part", ["out", "lse"])
+def test_out_alone_and_lse_alone(part):
+    inputs = make_inputs(torch.float64, lengths=(40, 70), mask="own", scores={"sinks": True})
+    unused = "grad_lse" if part == "out" else "grad_out"
+    setattr(inputs, unused, torch.zeros_like(getattr(inputs, unused)))
+    expected = run(attention, inputs)
+    tensors = {name: getattr(inputs, name) for name in ("query", "key", "value", "mask")} | inputs.settings
+    tensors = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    out, lse = attention(**tensors, return_lse=True)
+    result, grad = (out, inputs.grad_out) if part == "out" else (lse, inputs.grad_lse)
+    for name, got in zip(tensors, torch.autograd.grad(result, list(tensors.values()), grad), strict=True):
+        assert_close(got, expected[f"grad of {name}"])
+
+
+@pytest.mark.parametrize("layout", ["columns outside", "sliced", "expanded batch", "offset"])
+@pytest.mark.parametrize("lengths", [(2, 9), (40, 70)], ids=["decode", "prefill"])
+def test_any_layout_of_the_incoming_gradient(layout, lengths):
+    inputs = make_inputs(torch.float64, lengths=lengths, layout=layout)
+    assert not inputs.grad_out.is_contiguous() or layout == "offset"
+    got = run(attention, inputs)
+    inputs.grad_out = inputs.grad_out.contiguous()
+    for name, expected in run(attention, inputs).items():
+        assert_close(got[name], expected)
+
+
+def test_sum_sends_one_number_expanded():
+    inputs = make_inputs(torch.float64)
+    q = inputs.query.clone().requires_grad_()
+    attention(q, inputs.key, inputs.value).sum().backward()
+    (expected,) = torch.autograd.grad(attention(q, inputs.key, inputs.value), q, torch.ones(2, 4, 5, 6).double())
+    assert_close(q.grad, expected)
+
+
+@pytest.mark.parametrize("lengths", [(2, 7), (50, 7)], ids=["decode", "prefill"])
+def test_a_row_without_keys_gives_zero_gradients(lengths):
+    inputs = make_inputs(lengths=lengths, mask="own", scores={"sinks": True})
+    inputs.settings |= {"causal": True, "q_offset": torch.tensor([-100, -100])}
+    results = run(attention, inputs)
+    for name in ("query", "key", "value", "mask"):
+        assert (results[f"grad of {name}"] == 0).all(), name
+    # There lse is the sink itself.
+    assert_close(results["grad of sinks"], inputs.grad_lse.sum((0, 2)))
+
+
+def test_a_sink_of_minus_infinity_has_no_gradient():
+    inputs = make_inputs(kv_lens=torch.int64, scores={"sinks": True})
+    inputs.settings |= {"kv_lens": torch.tensor([7, 0]), "sinks": torch.full((4,), -float("inf"))}
+    assert (run(attention, inputs)["grad of sinks"] == 0).all()
+
+
+def test_backward_runs_twice_only_if_asked():
+    inputs = make_inputs()
+    q = inputs.query.clone().requires_grad_()
+    out = attention(q, inputs.key, inputs.value)
+    first, second = (torch.autograd.grad(out.sum(), q, retain_graph=again)[0] for again in (True, False))
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), q)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "mask", "kv_lens", "sinks"])
+def test_an_input_changed_before_backward_is_noticed(name):
+    inputs = make_inputs(mask="own", kv_lens=torch.int64, scores={"sinks": True})
+    tensors = {n: getattr(inputs, n).clone() for n in ("query", "key", "value", "mask")} | inputs.settings
+    leaf = tensors["query"].requires_grad_()
+    tensors["query"] = leaf * 1
+    out = attention(**tensors)
+    tensors[name].add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), leaf)
+
+
+def test_self_attention_on_one_tensor_sums_its_three_roles():
+    x = draw(2, 3, 9, 8, dtype=torch.float64).requires_grad_()
+    three = [x.detach().clone().requires_grad_() for _ in range(3)]
+    (together,) = torch.autograd.grad(attention(x, x, x).square().sum(), x)
+    apart = torch.autograd.grad(attention(*three).square().sum(), three)
+    assert_close(together, sum(apart))
+
+
+def test_checkpointing_gives_the_same_gradients():
+    inputs = make_inputs()
+    leaves = [x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
+    direct = torch.autograd.grad(attention(*leaves).square().sum(), leaves)
+    out = torch.utils.checkpoint.checkpoint(attention, *leaves, use_reentrant=False)
+    for a, b in zip(direct, torch.autograd.grad(out.square().sum(), leaves), strict=True):
+        assert torch.equal(a, b)
