@@ -5,9 +5,12 @@
 
 #include <attnpack/cache/model_cache.h>
 #include <attnpack/io/state_dict.h>
+#include <attnpack/modules/feed_forward.h>
+#include <attnpack/modules/generate.h>
+#include <attnpack/modules/grouped_attention.h>
+#include <attnpack/modules/norm.h>
 #include <attnpack/modules/projected_attention.h>
 #include <attnpack/modules/self_attention.h>
-#include <attnpack/modules/stack.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/kv_cache.h>
 #include <attnpack/ops/merge.h>

@@ -127,9 +127,19 @@ class Decoder(_Stack):
 
 
 class EncoderDecoder(NativeModule):
-    """The encoder reads the source, the decoder writes the target with the encoder's output as its context."""
+    """The encoder reads the source, the decoder writes the target with the encoder's output as its context.
 
-    def __init__(self, encoder: Encoder, decoder: Decoder) -> None:
+    `device` and `dtype` are taken for uniformity: both parts exist already.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        decoder: Decoder,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.encoder = encoder
         self.decoder = decoder

@@ -1,0 +1,171 @@
+// The modules in a program without Python: options, shapes, clone, training, caches, generation, errors.
+#include <torch/torch.h>
+
+#include "catch.h"
+
+#include <attnpack/attnpack.h>
+
+namespace attnpack {
+
+namespace {
+
+bool same(const at::Tensor& a, const at::Tensor& b) { return at::equal(a, b); }
+
+bool close(const at::Tensor& a, const at::Tensor& b) { return at::allclose(a, b, 1e-4, 1e-5); }
+
+DecoderBlock make_block(bool cross = false) {
+  auto options = DecoderBlockOptions(
+      GroupedQueryAttention(GroupedQueryAttentionOptions(24, 4, 2).rope(RotaryEmbedding(6)).qk_norm(true)),
+      FeedForward(24, 32));
+  if (cross) options.cross_attention(MultiHeadAttention(24, 4)).norm("layer");
+  return DecoderBlock(options);
+}
+
+CausalLM make_model() {
+  torch::manual_seed(0);
+  CausalLM model(CausalLMOptions(32, 24, 2, 4).num_kv_heads(2).hidden_dim(32));
+  model->eval();
+  return model;
+}
+
+}  // namespace
+
+TEST_CASE("attention modules are the operator between projections") {
+  torch::manual_seed(0);
+  GroupedQueryAttention layer(GroupedQueryAttentionOptions(24, 4, 2).causal(true).bias(true).out_bias(false));
+  REQUIRE(layer->o_proj->bias.defined() == false);
+  REQUIRE(layer->k_proj->weight.sizes() == at::IntArrayRef({12, 24}));
+  const auto x = torch::randn({2, 5, 24});
+  const auto heads = [](const at::Tensor& t, int64_t n) { return t.view({2, 5, n, 6}).transpose(1, 2); };
+  const auto q = heads(at::linear(x, layer->q_proj->weight, layer->q_proj->bias), 4);
+  const auto k = heads(at::linear(x, layer->k_proj->weight, layer->k_proj->bias), 2).repeat_interleave(2, 1);
+  const auto v = heads(at::linear(x, layer->v_proj->weight, layer->v_proj->bias), 2).repeat_interleave(2, 1);
+  const auto scores = at::matmul(q, k.transpose(2, 3)) / std::sqrt(6.0);
+  const auto hidden = at::ones({5, 5}, at::kBool).triu(1);
+  const auto probs = scores.masked_fill(hidden, -INFINITY).softmax(-1);
+  const auto wanted = at::linear(at::matmul(probs, v).transpose(1, 2).flatten(2), layer->o_proj->weight);
+  REQUIRE(close(layer->forward(x), wanted));
+  const auto [out, weights] = layer->forward_with_weights(x);
+  REQUIRE(same(out, layer(x)));
+  REQUIRE(close(weights, probs));
+  REQUIRE(close(std::get<0>(layer->project(x)), q));
+}
+
+TEST_CASE("every kind of attention runs with and without a context") {
+  torch::manual_seed(0);
+  const auto x = torch::randn({2, 5, 24}), context = torch::randn({2, 7, 10});
+  MultiHeadAttention cross(MultiHeadAttentionOptions(24, 4).kdim(10).vdim(10));
+  REQUIRE(cross->forward(x, context).sizes() == x.sizes());
+  const auto mask = at::zeros({2, 1, 1, 7}, at::kBool);
+  REQUIRE(cross->forward(x, AttentionInputs(context).mask(mask)).abs().max().item<float>() == 0);
+  REQUIRE(SelfAttention(24, 16)->forward(x).sizes() == at::IntArrayRef({2, 5, 16}));
+  REQUIRE(MultiQueryAttention(MultiQueryAttentionOptions(24, 4).head_dim(8))->forward(x).sizes() == x.sizes());
+  const auto kv = torch::randn({2, 5, 12});
+  REQUIRE(ProjectedAttention(4, 2, 6)->forward(x, kv, kv).sizes() == x.sizes());
+  torch::nn::Sequential stacked(MultiHeadAttention(24, 4), MultiQueryAttention(24, 4), FeedForward(24, 48));
+  REQUIRE(stacked->forward(x).sizes() == x.sizes());
+}
+
+TEST_CASE("clone copies parts and keeps the type") {
+  torch::manual_seed(0);
+  Decoder decoder(DecoderOptions({make_block(), make_block()}));
+  const auto x = torch::randn({2, 5, 24});
+  auto copy = std::dynamic_pointer_cast<DecoderImpl>(decoder->clone());
+  REQUIRE(copy != nullptr);
+  REQUIRE(same(copy->forward(x), decoder->forward(x)));
+  REQUIRE(copy->parameters().size() == decoder->parameters().size());
+  {
+    torch::NoGradGuard no_grad;
+    for (auto& parameter : copy->parameters()) parameter.mul_(2);
+  }
+  REQUIRE_FALSE(close(copy->forward(x), decoder->forward(x)));
+  auto model = make_model();
+  auto twin = std::dynamic_pointer_cast<CausalLMImpl>(model->clone());
+  const auto ids = torch::randint(32, {1, 4}, at::kLong);
+  REQUIRE(same(twin->forward(ids), model->forward(ids)));
+}
+
+TEST_CASE("a module made on meta takes tensors by name and shares them") {
+  torch::manual_seed(0);
+  MultiHeadAttention layer(24, 4);
+  Factory meta;
+  meta.device = at::kMeta;
+  MultiHeadAttention twin(MultiHeadAttentionOptions(24, 4).factory(meta));
+  REQUIRE(twin->q_proj->weight.is_meta());
+  assign_state_dict(*twin, state_dict(*layer));
+  const auto x = torch::randn({2, 5, 24});
+  REQUIRE(same(twin->forward(x), layer->forward(x)));
+  twin->forward(x).sum().backward();
+  REQUIRE(layer->q_proj->weight.grad().defined());
+  REQUIRE(same(std::dynamic_pointer_cast<MultiHeadAttentionImpl>(twin->clone())->forward(x), layer->forward(x)));
+}
+
+TEST_CASE("steps behind a cache equal the whole") {
+  torch::manual_seed(0);
+  torch::NoGradGuard no_grad;
+  auto block = make_block();
+  const auto x = torch::randn({2, 6, 24});
+  const auto whole = block->forward(x);
+  const std::vector<std::shared_ptr<KVCache>> caches = {std::make_shared<DynamicCache>(),
+                                                        std::make_shared<StaticCache>(2, 2, 6, 6)};
+  for (const auto& cache : caches) {
+    std::vector<at::Tensor> steps;
+    for (const auto& token : x.split(2, 1)) steps.push_back(block->forward(token, DecoderBlockInputs().cache(cache)));
+    REQUIRE(close(at::cat(steps, 1), whole));
+    REQUIRE(cache->len() == 6);
+    REQUIRE(cache->k().sizes() == at::IntArrayRef({2, 2, 6, 6}));
+    auto copy = cache->clone();
+    cache->crop(2);
+    REQUIRE(cache->len() == 2);
+    REQUIRE(copy->len() == 6);
+    cache->reorder(at::tensor({1, 0}, at::kLong));
+    REQUIRE(same(cache->k()[0], copy->k()[1].narrow(1, 0, 2)));
+  }
+  REQUIRE_THROWS_WITH(block->forward(torch::randn({2, 7, 24}), DecoderBlockInputs().cache(caches[1])),
+                      Catch::Matchers::Contains("cache"));
+  REQUIRE(caches[1]->len() == 2);
+}
+
+TEST_CASE("an encoder-decoder trains") {
+  torch::manual_seed(0);
+  Encoder encoder(EncoderOptions({EncoderBlock(MultiHeadAttention(24, 4), FeedForward(24, 32))}));
+  EncoderDecoder model(encoder, Decoder(DecoderOptions({make_block(true)}).norm("none")));
+  const auto source = torch::randn({2, 7, 24}), target = torch::randn({2, 5, 24}), wanted = torch::randn({2, 5, 24});
+  torch::optim::Adam optimiser(model->parameters(), torch::optim::AdamOptions(1e-2));
+  float first = 0, last = 0;
+  for (int step = 0; step < 20; ++step) {
+    optimiser.zero_grad();
+    auto loss = (model->forward(source, target) - wanted).square().mean();
+    loss.backward();
+    optimiser.step();
+    (step == 0 ? first : last) = loss.item<float>();
+  }
+  REQUIRE(last < first);
+}
+
+TEST_CASE("generation is the same with every cache") {
+  auto model = make_model();
+  const auto ids = torch::randint(32, {2, 4}, at::kLong);
+  const auto tokens = generate(*model, ids, GenerateOptions(6));
+  REQUIRE(tokens.sizes() == at::IntArrayRef({2, 10}));
+  for (const char* cache : {"static", "none"}) {
+    REQUIRE(same(generate(*model, ids, GenerateOptions(6).cache(cache)), tokens));
+  }
+  int calls = 0;
+  generate(*model, ids, GenerateOptions(6).callback([&](const at::Tensor&) { return ++calls < 2; }));
+  REQUIRE(calls == 2);
+  REQUIRE_THROWS_WITH(generate(*model, ids, GenerateOptions(6).cache("paged")), Catch::Matchers::Contains("paged"));
+}
+
+TEST_CASE("wrong arguments are named") {
+  using Catch::Matchers::Contains;
+  REQUIRE_THROWS_WITH(MultiHeadAttention(24, 5), Contains("num_heads: got 5"));
+  REQUIRE_THROWS_WITH(GroupedQueryAttention(24, 4, 3), Contains("num_kv_heads: got 3"));
+  REQUIRE_THROWS_WITH(MultiHeadAttention(MultiHeadAttentionOptions(24, 4).softcap(30)), Contains("softcap: not built"));
+  MultiHeadAttention layer(24, 4);
+  REQUIRE_THROWS_WITH(layer->forward(torch::randn({5, 24})), Contains("x: got shape [5, 24]"));
+  REQUIRE_THROWS_WITH(DecoderBlock(FeedForward(24, 32).ptr(), FeedForward(24, 32)), Contains("does not do"));
+  REQUIRE_THROWS_WITH(load_state_dict(*layer, {}), Contains("missing"));
+}
+
+}  // namespace attnpack
