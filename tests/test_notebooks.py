@@ -51,7 +51,7 @@ def test_committed_notebook_is_the_script_with_outputs(script):
     written, committed = jupytext.read(script), nbformat.read(script.with_suffix(".ipynb"), as_version=4)
     assert committed.metadata.kernelspec.name == "python3"
     cells = [[(cell.cell_type, cell.source) for cell in notebook.cells] for notebook in (written, committed)]
-    assert cells[0] == cells[1], f"out of step: run python scripts/run_notebooks.py"
+    assert cells[0] == cells[1], "out of step: run python scripts/run_notebooks.py"
     assert [cell.execution_count for cell in code_cells(committed)] == list(range(1, len(code_cells(committed)) + 1))
     assert len(pictures(committed)) == script.read_text().count("plt.show()")
     assert "should be 1 if correct: tensor([[[1.0000" in texts(committed) and "Error" not in texts(committed)
