@@ -81,6 +81,16 @@ def test_notebook_keyword_is_explained(module):
         module(X, masks=None)
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["python", "cpp"])
+def test_cross_attention_without_its_context_is_explained(native):
+    module = attnpack.MultiHeadAttention(24, 4, kdim=10)
+    with pytest.raises(ValueError, match=r"x, taken as context: got shape \[2, 5, 24\], want \[batch, length, 10\]"):
+        (module.cpp() if native else module).forward(X)
+    module = attnpack.MultiHeadAttention(24, 4, kdim=24, vdim=10)
+    with pytest.raises(ValueError, match="x or context, taken as value_context: got shape"):
+        (module.cpp() if native else module).forward(X, X)
+
+
 def test_projected_attention_checks_widths():
     for module in (attnpack.ProjectedAttention(4, 2, 6), attnpack.cpp.ProjectedAttention(4, 2, 6)):
         with pytest.raises(ValueError, match=r"k: got shape \[2, 5, 24\], want \[batch, length, 12\]"):

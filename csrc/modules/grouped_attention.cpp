@@ -38,8 +38,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sha
   const auto& context = inputs.context() ? *inputs.context() : x;
   const auto& value_context = inputs.value_context() ? *inputs.value_context() : context;
   check_input("x", x, q_proj->options.in_features(), q_proj->weight);
-  check_input("context", context, k_proj->options.in_features(), k_proj->weight);
-  check_input("value_context", value_context, v_proj->options.in_features(), v_proj->weight);
+  check_input(inputs.context() ? "context" : "x, taken as context", context, k_proj->options.in_features(),
+              k_proj->weight);
+  check_input(inputs.value_context() ? "value_context" : "x or context, taken as value_context", value_context,
+              v_proj->options.in_features(), v_proj->weight);
   check_inputs(x, inputs);
 
   const auto head_dim = *options.head_dim();

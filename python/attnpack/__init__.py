@@ -6,7 +6,6 @@ from .attention import (
     GroupedQueryAttention,
     MultiHeadAttention,
     MultiQueryAttention,
-    ProjectedAttention,
     SelfAttention,
 )
 from .blocks import DecoderBlock, EncoderBlock
@@ -15,6 +14,7 @@ from .causal_lm import CausalLM
 from .feed_forward import FeedForward
 from .norm import RMSNorm
 from .ops import apply_rope, attention, attention_scores, merge_states
+from .projected_attention import ProjectedAttention
 from .rope import RotaryEmbedding
 from .stacks import Decoder, Encoder, EncoderDecoder
 

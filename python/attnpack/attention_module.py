@@ -1,0 +1,169 @@
+"""What attention modules share: the way from heads through the one native op, ``attnpack.ops.attend``.
+
+B batch, L / Lkv lengths of x and context, Hq / Hkv query / kv heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from . import ops
+from .cache import KVCache
+from .checks import check_context, check_input, reject_keywords
+from .native import NativeModule
+from .rope import RotaryEmbedding
+
+
+class NativeAttention(NativeModule):
+    """What the modules share: the way from heads through the op. Subclasses set these and `_config`."""
+
+    causal: bool
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    dropout: float = 0.0
+    scale: float | None = None
+    head_map: tuple[int, ...] | None = None
+    rope: RotaryEmbedding | None
+    _config: dict[str, Any]  # arguments of the twin, without rope and device
+    _cpp_class: type
+
+    def _attend(
+        self,
+        query: Tensor,  # [B, Hq, L, D]
+        key: Tensor,  # [B, Hkv, Lkv, D]
+        value: Tensor,  # [B, Hkv, Lkv, D]
+        cache: KVCache | None,
+        kv_lens: Tensor | None,
+        **inputs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        room = None if cache is None else cache.reserve(key, value)
+        result = ops.attend(
+            query,
+            key,
+            value,
+            rope=None if self.rope is None else self.rope.settings,
+            cache=room,
+            kv_lens=kv_lens,
+            window=(-1, -1) if self.window is None else self.window,
+            softcap=self.softcap,
+            head_map=self.head_map,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            **inputs,
+        )
+        if cache is not None:
+            cache.commit(key.size(2), kv_lens)
+        return result
+
+    def _rotate(self, query: Tensor, key: Tensor, positions: Tensor | None, cross: bool) -> tuple[Tensor, Tensor]:
+        if self.rope is None:
+            return query, key
+        return self.rope(query, positions), self.rope(key, None if cross else positions)
+
+    def _make_cpp(self, device: str | None) -> Any:
+        rope = {} if self.rope is None else {"rope": self.rope.cpp()}
+        return self._cpp_class(**self._config, **rope, device=device)
+
+    def extra_repr(self) -> str:
+        shown = {name: value for name, value in self._config.items() if value not in (None, False, 0.0)}
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+class ContextAttention(NativeAttention):
+    """Modules that are called with x and, for cross-attention, a context."""
+
+    embed_dim: int
+    kdim: int
+    vdim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        value_context: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        need_weights: bool = False,
+        **unknown: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Self-attention of x, or, with a context, attention of x over it.
+
+        Args:
+            x: [B, L, embed_dim].
+            context: [B, Lkv, kdim], where keys and values come from; RoPE rotates its keys at 0..Lkv-1.
+            value_context: [B, Lkv, vdim], where values come from; default context.
+            mask: bool (True = may attend) or additive float, broadcastable to [B, Hq, L, keys]. A padding mask has
+                shape [B, 1, 1, Lkv]. With a cache it covers all keys after the append, `len(cache)` of them.
+            causal: default the module's own setting, with context False.
+            cache: the new keys and values are appended first; the queries stand behind what was there.
+            positions: int64 [L] or [B, L], for RoPE only; default behind the cache, else 0..L-1.
+            kv_lens: [B], valid new tokens (with context: valid context keys) of each sequence.
+            need_weights: also return the probabilities before dropout.
+
+        Returns:
+            out [B, L, embed_dim] ([B, L, head_dim] of SelfAttention), or (out, weights [B, Hq, L, keys]).
+
+        Raises:
+            ValueError: a shape, dtype, device or length does not fit; nothing has been written then.
+        """
+        reject_keywords(unknown)
+        check_context(x, context, value_context, cache)
+        query, key, value = self._heads(x, context, value_context)
+        result = self._attend(
+            query,
+            key,
+            value,
+            cache,
+            kv_lens,
+            positions=positions,
+            cross=context is not None,
+            mask=mask,
+            causal=(self.causal and context is None) if causal is None else causal,
+            need_weights=need_weights,
+        )
+        if not need_weights:
+            return self._output(result)
+        out, weights = result
+        return self._output(out), weights
+
+    def project(
+        self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]) as they enter the operator."""
+        check_context(x, context, None, None)
+        query, key, value = self._heads(x, context, None)
+        query, key = self._rotate(query, key, positions, context is not None)
+        return query, key, value
+
+    def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v by head, normed, not rotated."""
+        names = ["context", "value_context"]
+        if context is None:
+            context, names[0] = x, "x, taken as context"
+        if value_context is None:
+            value_context, names[1] = context, "x or context, taken as value_context"
+        check_input("x", x, self.embed_dim, self.q_proj)
+        check_input(names[0], context, self.kdim, self.k_proj)
+        check_input(names[1], value_context, self.vdim, self.v_proj)
+        return (
+            split_heads(self.q_proj(x), self.num_heads),
+            split_heads(self.k_proj(context), self.num_kv_heads),
+            split_heads(self.v_proj(value_context), self.num_kv_heads),
+        )
+
+    def _output(self, joined: Tensor) -> Tensor:
+        return joined
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[B, L, H * D] -> [B, H, L, D], a view."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
