@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .gguf_io import GgufCheckpoint
 from .hf_io import HfCheckpoint
@@ -91,12 +91,16 @@ def _build(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dt
     return model.eval()
 
 
-class _SkipInit(TorchFunctionMode):
-    """Leaves initial values out: meta tensors have none, yet for `normal_` torch imports 70 MB of decompositions."""
+class _SkipInit(TorchDispatchMode):
+    """Leaves normal values out: meta tensors have none, yet torch would import 70 MB of Dynamo to draw them."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", None) in ("normal_", "uniform_", "kaiming_uniform_"):
-            return args[0] if args else kwargs["tensor"]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's default imports Dynamo here
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.normal_.default:
+            return args[0]
         return func(*args, **(kwargs or {}))
 
 

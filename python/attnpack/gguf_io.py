@@ -22,7 +22,7 @@ ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_CHUNK_BYTES = 4 << 20  # of dequantised fp32 at a time
+_CHUNK_BYTES = 1 << 20  # of dequantised fp32 at a time
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
