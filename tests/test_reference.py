@@ -100,6 +100,21 @@ def test_equals_numbers_worked_by_hand(keywords, out, denominator):
         assert_close(lse, tensor(float(denominator)).log().view(1, 1, 1))
 
 
+def test_end_lines_the_last_row_up_with_each_sequences_last_key():
+    q, k, v = qkv(q_len=3, kv_len=7)
+    lens = tensor([7, 4])
+    ours = attention(q, k, v, causal=True, q_offset="end", kv_lens=lens)
+    columns, rows = torch.arange(7), torch.arange(3)
+    keep = columns <= rows.view(3, 1) + lens.view(2, 1, 1, 1) - 3
+    assert_close(ours, F.scaled_dot_product_attention(q, k, v, keep, enable_gqa=True))
+
+
+def test_finfo_min_excludes_nothing_even_where_the_dtype_cannot_hold_it():
+    q, k, v = qkv(dtype=torch.bfloat16)
+    out = attention(q, k, v, torch.full((7,), torch.finfo(torch.float32).min))
+    assert_close(out, v.mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out), atol=2e-2, rtol=2e-2)
+
+
 def test_stages():
     q, k, _ = one_head([1.0, 2.0, 3.0], VALUES)
     keywords = {"softcap": 2.0, "kv_lens": tensor([2]), "scale": 2.0}
