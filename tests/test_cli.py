@@ -67,6 +67,12 @@ def test_version_and_info():
     assert run("info").returncode == 0
 
 
+def test_a_reader_that_leaves_early_gets_no_message():
+    command = f"{sys.executable} -m attnpack info | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert result.stderr == "" and result.returncode in (0, 141)
+
+
 def test_generate_streams_and_counts():
     arguments = ["generate", "--max-new-tokens", "8", "Name one animal."]
     text, figures = run(*arguments), json.loads(run(*arguments, "--json").stdout)

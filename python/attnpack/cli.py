@@ -1,6 +1,8 @@
 """The command line: `attnpack` and `python -m attnpack`. Each command imports what it needs when it runs."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +17,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         args.run(args)
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read our output, `head` say, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:
         if args.debug:
             raise
