@@ -262,7 +262,7 @@ class MQA(GQA):
         super().__init__(d_model, num_heads, 1, bias=bias)
 
 
-# ---- the multi-query notebook's three versions -------------------------------------------------------------------------
+# ---- the multi-query notebook's three versions -------------------------------------------------------------------
 # They tell what they see through `say`, one text a call: print in the notebook, a list's append in the tests.
 
 
