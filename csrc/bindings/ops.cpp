@@ -47,8 +47,8 @@ py::object attention_py(const Tensor& query, const Tensor& key, const Tensor& va
                         bool causal, const py::object& q_offset, Window window, const OptionalTensor& kv_lens,
                         double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
                         const HeadMap& head_map, double dropout_p, std::optional<double> scale, bool return_lse) {
-  const AttentionOptions options = make_options(mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
-                                                head_map, dropout_p, scale);
+  const AttentionOptions options =
+      make_options(mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map, dropout_p, scale);
   std::tuple<Tensor, Tensor> result;
   {
     const py::gil_scoped_release no_gil;
@@ -57,13 +57,12 @@ py::object attention_py(const Tensor& query, const Tensor& key, const Tensor& va
   return return_lse ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
 }
 
-Tensor attention_scores_py(const Tensor& query, const Tensor& key, const OptionalTensor& mask,
-                           const std::string& stage, bool causal, const py::object& q_offset, Window window,
-                           const OptionalTensor& kv_lens, double softcap, const OptionalTensor& sinks,
-                           const OptionalTensor& alibi_slopes, const HeadMap& head_map, double dropout_p,
-                           std::optional<double> scale) {
-  const AttentionOptions options = make_options(mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
-                                                head_map, dropout_p, scale);
+Tensor attention_scores_py(const Tensor& query, const Tensor& key, const OptionalTensor& mask, const std::string& stage,
+                           bool causal, const py::object& q_offset, Window window, const OptionalTensor& kv_lens,
+                           double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
+                           const HeadMap& head_map, double dropout_p, std::optional<double> scale) {
+  const AttentionOptions options =
+      make_options(mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map, dropout_p, scale);
   const py::gil_scoped_release no_gil;
   return attention_scores(query, key, options, stage);
 }
@@ -103,10 +102,10 @@ void register_ops(py::module_& m) {
         arg("q_offset") = 0, arg("window") = unbounded, arg("kv_lens") = none, arg("softcap") = 0.0,
         arg("sinks") = none, arg("alibi_slopes") = none, arg("head_map") = none, arg("dropout_p") = 0.0,
         arg("scale") = none, arg("return_lse") = false);
-  m.def("attention_scores", &attention_scores_py, arg("query"), arg("key"), arg("mask") = none,
-        arg("stage") = "probs", arg("causal") = false, arg("q_offset") = 0, arg("window") = unbounded,
-        arg("kv_lens") = none, arg("softcap") = 0.0, arg("sinks") = none, arg("alibi_slopes") = none,
-        arg("head_map") = none, arg("dropout_p") = 0.0, arg("scale") = none);
+  m.def("attention_scores", &attention_scores_py, arg("query"), arg("key"), arg("mask") = none, arg("stage") = "probs",
+        arg("causal") = false, arg("q_offset") = 0, arg("window") = unbounded, arg("kv_lens") = none,
+        arg("softcap") = 0.0, arg("sinks") = none, arg("alibi_slopes") = none, arg("head_map") = none,
+        arg("dropout_p") = 0.0, arg("scale") = none);
   m.def("attend", &attend_py, arg("query"), arg("key"), arg("value"), arg("rope") = none, arg("positions") = none,
         arg("cross") = false, arg("cache") = none, arg("mask") = none, arg("causal") = false, arg("kv_lens") = none,
         arg("window") = unbounded, arg("softcap") = 0.0, arg("sinks") = none, arg("alibi_slopes") = none,

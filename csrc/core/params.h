@@ -38,9 +38,9 @@ struct AttentionParams {
 
   bool causal;
   int64_t q_offset;
-  const int64_t* q_offsets;  // [batch], instead of q_offset
+  const int64_t* q_offsets;           // [batch], instead of q_offset
   int64_t window_left, window_right;  // -1: unbounded
-  const int64_t* kv_lens;    // [batch] valid keys; null: kv_len
+  const int64_t* kv_lens;             // [batch] valid keys; null: kv_len
 
   const double* sinks;         // [num_heads] or null
   const double* alibi_slopes;  // [num_heads] or null
@@ -58,7 +58,8 @@ struct AttentionBackwardParams {
   void* grad_key;     // as key
   void* grad_value;   // as value
   Strides grad_query_strides, grad_key_strides, grad_value_strides;
-  void* grad_scores;  // [batch, num_heads, q_len, kv_len] contiguous, accumulation type, for the mask's gradient; or null
+  void*
+      grad_scores;  // [batch, num_heads, q_len, kv_len] contiguous, accumulation type, for the mask's gradient; or null
 };
 
 // A range of keys or queries.

@@ -9,23 +9,23 @@
 #include <attnpack/ops/rope.h>
 
 // The arguments of attend after query, key, value, in the schema's order.
-#define ATTNPACK_ATTEND_PARAMS                                                                                      \
-  std::optional<at::ArrayRef<double>> rope_inv_freq, double rope_factor, bool rope_interleaved,                            \
-      const std::optional<Tensor>&positions, bool cross, const std::optional<Tensor>&cache_key,                     \
-      const std::optional<Tensor>&cache_value, const std::optional<Tensor>&cache_lengths,                           \
-      const std::optional<Tensor>&mask, bool causal, const std::optional<Tensor>&kv_lens, int64_t window_left,      \
-      int64_t window_right, double softcap, const std::optional<Tensor>&sinks,                                      \
-      const std::optional<Tensor>&alibi_slopes, at::OptionalIntArrayRef head_map, double dropout_p,                 \
+#define ATTNPACK_ATTEND_PARAMS                                                                                 \
+  std::optional<at::ArrayRef<double>> rope_inv_freq, double rope_factor, bool rope_interleaved,                \
+      const std::optional<Tensor>&positions, bool cross, const std::optional<Tensor>&cache_key,                \
+      const std::optional<Tensor>&cache_value, const std::optional<Tensor>&cache_lengths,                      \
+      const std::optional<Tensor>&mask, bool causal, const std::optional<Tensor>&kv_lens, int64_t window_left, \
+      int64_t window_right, double softcap, const std::optional<Tensor>&sinks,                                 \
+      const std::optional<Tensor>&alibi_slopes, at::OptionalIntArrayRef head_map, double dropout_p,            \
       std::optional<double> scale
 
-#define ATTNPACK_ATTEND_ARGS                                                                                         \
+#define ATTNPACK_ATTEND_ARGS                                                                                           \
   rope_inv_freq, rope_factor, rope_interleaved, positions, cross, cache_key, cache_value, cache_lengths, mask, causal, \
       kv_lens, window_left, window_right, softcap, sinks, alibi_slopes, head_map, dropout_p, scale
 
-#define ATTNPACK_ATTEND_SCHEMA                                                                                      \
-  "(Tensor query, Tensor key, Tensor value, float[]? rope_inv_freq, float rope_factor, bool rope_interleaved, "     \
-  "Tensor? positions, bool cross, Tensor(a!)? cache_key, Tensor(b!)? cache_value, Tensor(c!)? cache_lengths, "      \
-  "Tensor? mask, bool causal, Tensor? kv_lens, int window_left, int window_right, float softcap, Tensor? sinks, "   \
+#define ATTNPACK_ATTEND_SCHEMA                                                                                    \
+  "(Tensor query, Tensor key, Tensor value, float[]? rope_inv_freq, float rope_factor, bool rope_interleaved, "   \
+  "Tensor? positions, bool cross, Tensor(a!)? cache_key, Tensor(b!)? cache_value, Tensor(c!)? cache_lengths, "    \
+  "Tensor? mask, bool causal, Tensor? kv_lens, int window_left, int window_right, float softcap, Tensor? sinks, " \
   "Tensor? alibi_slopes, int[]? head_map, float dropout_p, float? scale)"
 
 namespace attnpack {
@@ -50,12 +50,13 @@ Rotated rotate_both(const Tensor& query, const Tensor& key, std::optional<at::Ar
     return std::make_pair(cos, sin);
   };
   if (positions) {
-    ATTNPACK_CHECK(positions->scalar_type() == at::kLong &&
-                       (positions->dim() == 1 || (positions->dim() == 2 && (positions->sym_size(0) == query.sym_size(0) ||
-                                                                            positions->sym_size(0) == 1))) &&
-                       positions->sym_size(-1) == query.sym_size(2),
-                   "positions has shape ", positions->sym_sizes(), " and dtype ", positions->scalar_type(),
-                   ", wants int64 [length] or [batch, length] with length ", query.sym_size(2));
+    ATTNPACK_CHECK(
+        positions->scalar_type() == at::kLong &&
+            (positions->dim() == 1 ||
+             (positions->dim() == 2 && (positions->sym_size(0) == query.sym_size(0) || positions->sym_size(0) == 1))) &&
+            positions->sym_size(-1) == query.sym_size(2),
+        "positions has shape ", positions->sym_sizes(), " and dtype ", positions->scalar_type(),
+        ", wants int64 [length] or [batch, length] with length ", query.sym_size(2));
   }
   const Tensor where = positions ? *positions : past ? past->unsqueeze(-1) + count(query) : count(query);
   const auto [cos, sin] = table(where);
@@ -67,8 +68,8 @@ Rotated rotate_both(const Tensor& query, const Tensor& key, std::optional<at::Ar
 
 // A copy of the cache that is differentiable in its new rows, and only in them: [B, Hkv, capacity, D].
 Tensor with_new_rows(const Tensor& cache,
-                     const Tensor& rows,                      // [B, Hkv, L, D]
-                     const Tensor& past,                      // [B], lengths before the append
+                     const Tensor& rows,                       // [B, Hkv, L, D]
+                     const Tensor& past,                       // [B], lengths before the append
                      const std::optional<Tensor>& new_lens) {  // [B]
   const c10::SymInt capacity = cache.sym_size(2);
   const Tensor step = at::arange(rows.sym_size(2), past.options());
@@ -102,7 +103,8 @@ Layer prepare(const Tensor& query, const Tensor& key, const Tensor& value, ATTNP
   // A mask over fewer positions than the cache has room for says which may be read.
   Tensor keys = *cache_key, values = *cache_value;
   std::optional<c10::SymInt> limit;
-  if (mask && mask->dim() > 0 && mask->sym_size(-1) != 1 && mask->sym_size(-1) < keys.sym_size(2)) limit = mask->sym_size(-1);
+  if (mask && mask->dim() > 0 && mask->sym_size(-1) != 1 && mask->sym_size(-1) < keys.sym_size(2))
+    limit = mask->sym_size(-1);
   if (limit) {
     keys = keys.narrow_symint(2, 0, *limit);
     values = values.narrow_symint(2, 0, *limit);
@@ -121,15 +123,14 @@ Layer prepare(const Tensor& query, const Tensor& key, const Tensor& value, ATTNP
 Tensor join_heads(const Tensor& out) { return out.transpose(1, 2).flatten(2); }
 
 // The operator's arguments after the mask, as attend has them.
-#define ATTNPACK_FROM_LAYER(layer, seed)                                                                        \
+#define ATTNPACK_FROM_LAYER(layer, seed)                                                                              \
   mask, causal, 0, layer.q_offsets, window_left, window_right, layer.kv_lens, softcap, sinks, alibi_slopes, head_map, \
       dropout_p, seed, scale
 
 Tensor run(const Layer& layer, ATTNPACK_ATTEND_PARAMS) {
   std::optional<Tensor> seed;
   if (dropout_p > 0) seed = at::randint(std::numeric_limits<int64_t>::max(), {1}, at::kLong);
-  return join_heads(
-      std::get<0>(attention_op(layer.query, layer.key, layer.value, ATTNPACK_FROM_LAYER(layer, seed))));
+  return join_heads(std::get<0>(attention_op(layer.query, layer.key, layer.value, ATTNPACK_FROM_LAYER(layer, seed))));
 }
 
 Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTEND_PARAMS) {
@@ -186,8 +187,8 @@ std::tuple<Tensor, Tensor> rotate(const Tensor& query, const Tensor& key, const 
   std::optional<at::ArrayRef<double>> inv_freq;
   if (o.rope()) inv_freq = o.rope()->inv_freq;
   const std::optional<Tensor> past = o.cache() ? std::make_optional(o.cache()->lengths) : std::nullopt;
-  auto [q, k] = rotate_both(query, key, inv_freq, o.rope() ? o.rope()->factor : 1.0,
-                            o.rope() && o.rope()->interleaved, o.positions(), o.cross(), past);
+  auto [q, k] = rotate_both(query, key, inv_freq, o.rope() ? o.rope()->factor : 1.0, o.rope() && o.rope()->interleaved,
+                            o.positions(), o.cross(), past);
   return {q, k};
 }
 

@@ -36,7 +36,7 @@ struct AttendOptions {
   TORCH_ARG(bool, causal) = false;
   // Valid new tokens (cross: valid context keys) of each sequence, [B].
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);
-  TORCH_ARG(Window, window) = {-1, -1};
+  TORCH_ARG(Window, window) = { -1, -1 };
   TORCH_ARG(double, softcap) = 0.0;
   TORCH_ARG(std::optional<at::Tensor>, sinks);
   TORCH_ARG(std::optional<at::Tensor>, alibi_slopes);
@@ -46,17 +46,16 @@ struct AttendOptions {
 };
 
 // What follows the projections of every MHA / GQA / MQA layer: rotate, append to the cache, attend, join the heads.
-at::Tensor attend(const at::Tensor& query,                     // [B, Hq, L, D], before rotation
-                  const at::Tensor& key,                       // [B, Hkv, Lkv, D], before rotation
-                  const at::Tensor& value,                     // [B, Hkv, Lkv, Dv]
-                  const AttendOptions& options = {});          // -> [B, L, Hq * Dv]
+at::Tensor attend(const at::Tensor& query,             // [B, Hq, L, D], before rotation
+                  const at::Tensor& key,               // [B, Hkv, Lkv, D], before rotation
+                  const at::Tensor& value,             // [B, Hkv, Lkv, Dv]
+                  const AttendOptions& options = {});  // -> [B, L, Hq * Dv]
 
 // The same and the probabilities before dropout, [B, Hq, L, keys].
 std::tuple<at::Tensor, at::Tensor> attend_with_weights(const at::Tensor& query, const at::Tensor& key,
                                                        const at::Tensor& value, const AttendOptions& options = {});
 
 // Query and key as they enter the operator.
-std::tuple<at::Tensor, at::Tensor> rotate(const at::Tensor& query, const at::Tensor& key,
-                                          const AttendOptions& options);
+std::tuple<at::Tensor, at::Tensor> rotate(const at::Tensor& query, const at::Tensor& key, const AttendOptions& options);
 
 }  // namespace attnpack

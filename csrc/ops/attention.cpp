@@ -8,23 +8,22 @@
 namespace attnpack {
 
 AttentionResult attention_op(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("attnpack::attention", "")
-                             .typed<AttentionResult(const Tensor&, const Tensor&, const Tensor&,
-                                                    ATTNPACK_ATTENTION_PARAMS)>();
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("attnpack::attention", "")
+          .typed<AttentionResult(const Tensor&, const Tensor&, const Tensor&, ATTNPACK_ATTENTION_PARAMS)>();
   return op.call(query, key, value, ATTNPACK_ATTENTION_ARGS);
 }
 
 AttentionGradients attention_backward_op(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
-                                         const Tensor& query, const Tensor& key, const Tensor& value,
-                                         const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
-                                         bool mask_gradient, bool sinks_gradient) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("attnpack::attention_backward", "")
-          .typed<AttentionGradients(const Tensor&, const std::optional<Tensor>&, const Tensor&, const Tensor&,
-                                    const Tensor&, const Tensor&, const Tensor&, ATTNPACK_ATTENTION_PARAMS, bool,
-                                    bool)>();
+                                         const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
+                                         const Tensor& lse, ATTNPACK_ATTENTION_PARAMS, bool mask_gradient,
+                                         bool sinks_gradient) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("attnpack::attention_backward", "")
+                             .typed<AttentionGradients(const Tensor&, const std::optional<Tensor>&, const Tensor&,
+                                                       const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                       ATTNPACK_ATTENTION_PARAMS, bool, bool)>();
   return op.call(grad_out, grad_lse, query, key, value, out, lse, ATTNPACK_ATTENTION_ARGS, mask_gradient,
                  sinks_gradient);
 }
@@ -49,8 +48,8 @@ auto with_arguments(const Tensor& query, const Tensor& key, const AttentionOptio
   if (o.dropout_p() > 0) seed = at::randint(std::numeric_limits<int64_t>::max(), {1}, at::kLong);
   at::OptionalIntArrayRef head_map;
   if (o.head_map()) head_map = *o.head_map();
-  return f(o.mask(), o.causal(), q_offset, q_offsets, o.window()[0], o.window()[1], o.kv_lens(), o.softcap(),
-           o.sinks(), o.alibi_slopes(), head_map, o.dropout_p(), seed, o.scale());
+  return f(o.mask(), o.causal(), q_offset, q_offsets, o.window()[0], o.window()[1], o.kv_lens(), o.softcap(), o.sinks(),
+           o.alibi_slopes(), head_map, o.dropout_p(), seed, o.scale());
 }
 
 }  // namespace
@@ -68,12 +67,12 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
 
 Tensor attention_scores(const Tensor& query, const Tensor& key, const AttentionOptions& options,
                         const std::string& stage) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("attnpack::attention_scores", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, ATTNPACK_ATTENTION_PARAMS, c10::string_view)>();
-  return with_arguments(query, key, options, [&](ATTNPACK_ATTENTION_PARAMS) {
-    return op.call(query, key, ATTNPACK_ATTENTION_ARGS, stage);
-  });
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("attnpack::attention_scores", "")
+          .typed<Tensor(const Tensor&, const Tensor&, ATTNPACK_ATTENTION_PARAMS, c10::string_view)>();
+  return with_arguments(query, key, options,
+                        [&](ATTNPACK_ATTENTION_PARAMS) { return op.call(query, key, ATTNPACK_ATTENTION_ARGS, stage); });
 }
 
 }  // namespace attnpack

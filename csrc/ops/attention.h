@@ -24,9 +24,9 @@ struct AttentionOptions {
   // Keep keys j <= i + q_offset.
   TORCH_ARG(bool, causal) = false;
   // Position of query row 0: an int, an integer tensor [B], or End{} (valid keys - Lq).
-  TORCH_ARG(QOffset, q_offset) = int64_t{0};
+  TORCH_ARG(QOffset, q_offset) = int64_t { 0 };
   // Keep keys pos - left <= j <= pos + right.
-  TORCH_ARG(Window, window) = {-1, -1};
+  TORCH_ARG(Window, window) = { -1, -1 };
   // Valid keys of each sequence, integer tensor [B].
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);
   // c > 0: scores become c * tanh(score / c).
@@ -46,9 +46,9 @@ struct AttentionOptions {
 // softmax(scale * query key^T + mask) value, grouped heads native (no repeated keys), nothing of size Lq x Lkv in
 // memory. fp64, fp32, bf16 or fp16, one dtype; any strides; D and Dv may differ. Errors: c10::Error that names the
 // argument. (Vaswani et al. 2017, section 3.2; Ainslie et al. 2023; tiling: Dao et al. 2022.)
-at::Tensor attention(const at::Tensor& query,  // [B, Hq, Lq, D]
-                     const at::Tensor& key,    // [B, Hkv, Lkv, D]
-                     const at::Tensor& value,  // [B, Hkv, Lkv, Dv]
+at::Tensor attention(const at::Tensor& query,                // [B, Hq, Lq, D]
+                     const at::Tensor& key,                  // [B, Hkv, Lkv, D]
+                     const at::Tensor& value,                // [B, Hkv, Lkv, Dv]
                      const AttentionOptions& options = {});  // -> [B, Hq, Lq, Dv]
 
 // The same with the natural log of the softmax denominator: (out, lse [B, Hq, Lq] in fp32, fp64 for fp64 inputs).

@@ -15,13 +15,13 @@
       at::OptionalIntArrayRef head_map, double dropout_p, const std::optional<at::Tensor>&dropout_seed,               \
       std::optional<double> scale
 
-#define ATTNPACK_ATTENTION_ARGS                                                                                \
+#define ATTNPACK_ATTENTION_ARGS                                                                                  \
   mask, causal, q_offset, q_offsets, window_left, window_right, kv_lens, softcap, sinks, alibi_slopes, head_map, \
       dropout_p, dropout_seed, scale
 
-#define ATTNPACK_ATTENTION_SCHEMA                                                                                  \
-  "Tensor? mask, bool causal, SymInt q_offset, Tensor? q_offsets, int window_left, int window_right, Tensor? "      \
-  "kv_lens, float softcap, Tensor? sinks, Tensor? alibi_slopes, int[]? head_map, float dropout_p, Tensor? "        \
+#define ATTNPACK_ATTENTION_SCHEMA                                                                              \
+  "Tensor? mask, bool causal, SymInt q_offset, Tensor? q_offsets, int window_left, int window_right, Tensor? " \
+  "kv_lens, float softcap, Tensor? sinks, Tensor? alibi_slopes, int[]? head_map, float dropout_p, Tensor? "    \
   "dropout_seed, float? scale"
 
 namespace attnpack {
@@ -35,9 +35,9 @@ using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 // The ops, through the dispatcher.
 AttentionResult attention_op(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS);
 AttentionGradients attention_backward_op(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
-                                         const Tensor& query, const Tensor& key, const Tensor& value,
-                                         const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
-                                         bool mask_gradient, bool sinks_gradient);
+                                         const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
+                                         const Tensor& lse, ATTNPACK_ATTENTION_PARAMS, bool mask_gradient,
+                                         bool sinks_gradient);
 
 // Shapes, dtypes, devices and settings, for every backend.
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS);

@@ -14,8 +14,8 @@ void check_lengths(const char* name, const std::optional<Tensor>& lengths, const
                  lengths->sym_sizes(), ", wants [batch] = [", query.sym_size(0), "]: one number a sequence");
   ATTNPACK_CHECK(is_length(*lengths), name, " has dtype ", lengths->scalar_type(),
                  ", wants int32 or int64: call .long() on it");
-  ATTNPACK_CHECK(lengths->device() == query.device(), name, " is on ", lengths->device(), ", query on ",
-                 query.device(), ": move one of them");
+  ATTNPACK_CHECK(lengths->device() == query.device(), name, " is on ", lengths->device(), ", query on ", query.device(),
+                 ": move one of them");
 }
 
 void check_per_head(const char* name, const std::optional<Tensor>& x, const Tensor& query) {
@@ -29,8 +29,9 @@ void check_per_head(const char* name, const std::optional<Tensor>& x, const Tens
 
 void check_mask(const Tensor& mask, const Tensor& query, const c10::SymInt& kv_len) {
   ATTNPACK_CHECK(mask.scalar_type() == at::kBool || at::isFloatingType(mask.scalar_type()), "mask has dtype ",
-                 mask.scalar_type(), ", wants bool (True = may attend) or a float dtype (added to the scores): call "
-                                     ".bool() on it, or .float()");
+                 mask.scalar_type(),
+                 ", wants bool (True = may attend) or a float dtype (added to the scores): call "
+                 ".bool() on it, or .float()");
   ATTNPACK_CHECK(mask.device() == query.device(), "mask is on ", mask.device(), ", query on ", query.device(),
                  ": move one of them");
   const std::array<c10::SymInt, 4> full{query.sym_size(0), query.sym_size(1), query.sym_size(2), kv_len};
@@ -85,8 +86,8 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
   check_like_query("value", value);
   ATTNPACK_CHECK(key.sym_size(3) == query.sym_size(3), "key has head_dim ", key.sym_size(3), ", query ",
                  query.sym_size(3), ": they must agree (value's may differ)");
-  ATTNPACK_CHECK(value.sym_size(1) == key.sym_size(1), "value has ", value.sym_size(1), " heads, key ",
-                 key.sym_size(1), ": they must agree");
+  ATTNPACK_CHECK(value.sym_size(1) == key.sym_size(1), "value has ", value.sym_size(1), " heads, key ", key.sym_size(1),
+                 ": they must agree");
   ATTNPACK_CHECK(value.sym_size(2) == key.sym_size(2), "value has length ", value.sym_size(2), ", key ",
                  key.sym_size(2), ": they must agree");
   check_heads(query, key, head_map);

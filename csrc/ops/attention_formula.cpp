@@ -52,8 +52,8 @@ Tensor masked_scores(const Tensor& query, const Tensor& key, ATTNPACK_ATTENTION_
   if (softcap > 0) scores = softcap * (scores / softcap).tanh();
   if (stage == "capped") return scores;
   Tensor position, column;
-  const auto allowed = allowed_by_range(query, key, causal, q_offset, q_offsets, window_left, window_right, kv_lens,
-                                        &position, &column);
+  const auto allowed =
+      allowed_by_range(query, key, causal, q_offset, q_offsets, window_left, window_right, kv_lens, &position, &column);
   if (alibi_slopes) {
     const Tensor distance = (position - column).abs().to(accumulation);
     scores = scores - alibi_slopes->detach().to(accumulation).view({-1, 1, 1}) * distance;
@@ -75,7 +75,8 @@ std::tuple<Tensor, Tensor> softmax(const Tensor& scores, const std::optional<Ten
     const Tensor sink = sinks->to(scores.scalar_type()).view({-1, 1, 1});
     all = at::cat({scores, sink.expand_symint({sizes[0], sizes[1], sizes[2], 1})}, -1);
   }
-  if (all.sym_size(-1) == 0) return {scores, at::full_symint(scores.sym_sizes().slice(0, 3), -kInfinity, scores.options())};
+  if (all.sym_size(-1) == 0)
+    return {scores, at::full_symint(scores.sym_sizes().slice(0, 3), -kInfinity, scores.options())};
   const Tensor lse = at::logsumexp(all, {-1});
   const Tensor empty = (all == -kInfinity).all(-1);
   const Tensor excluded = scores == -kInfinity;

@@ -9,15 +9,16 @@ namespace attnpack {
 
 using at::Tensor;
 
-void check_kv_cache_append(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
-                           const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens) {
+void check_kv_cache_append(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
+                           const Tensor& value, const std::optional<Tensor>& new_lens) {
   const auto check_one = [](const char* name, const Tensor& cache, const Tensor& x) {
     ATTNPACK_CHECK(x.dim() == 4 && cache.dim() == 4, name, " has shape ", x.sym_sizes(), ", its cache ",
                    cache.sym_sizes(), ", both want [batch, num_kv_heads, length, head_dim]");
-    ATTNPACK_CHECK(x.sym_size(0) == cache.sym_size(0) && x.sym_size(1) == cache.sym_size(1) &&
-                       x.sym_size(3) == cache.sym_size(3),
-                   name, " has shape ", x.sym_sizes(), ", the cache holds [batch, num_kv_heads, capacity, head_dim] = ",
-                   cache.sym_sizes(), ": batch, heads and head_dim must agree; call reset() or make a new cache");
+    ATTNPACK_CHECK(
+        x.sym_size(0) == cache.sym_size(0) && x.sym_size(1) == cache.sym_size(1) && x.sym_size(3) == cache.sym_size(3),
+        name, " has shape ", x.sym_sizes(),
+        ", the cache holds [batch, num_kv_heads, capacity, head_dim] = ", cache.sym_sizes(),
+        ": batch, heads and head_dim must agree; call reset() or make a new cache");
     ATTNPACK_CHECK(x.scalar_type() == cache.scalar_type(), name, " has dtype ", x.scalar_type(), ", the cache ",
                    cache.scalar_type(), ": make the cache in the model's dtype");
     ATTNPACK_CHECK(x.device() == cache.device(), name, " is on ", x.device(), ", the cache on ", cache.device(),
@@ -41,11 +42,10 @@ void check_kv_cache_append(const Tensor& cache_key, const Tensor& cache_value, c
 void kv_cache_append_(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
                       const Tensor& value, const std::optional<Tensor>& new_lens,
                       const std::optional<c10::SymInt>& limit) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("attnpack::kv_cache_append_", "")
-          .typed<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                      const std::optional<Tensor>&, std::optional<c10::SymInt>)>();
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("attnpack::kv_cache_append_", "")
+                             .typed<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                         const std::optional<Tensor>&, std::optional<c10::SymInt>)>();
   op.call(cache_key, cache_value, lengths, key, value, new_lens, limit);
 }
 

@@ -10,6 +10,8 @@ inline at::Tensor empty_heads_inside(c10::SymIntArrayRef shape, const at::Tensor
   return at::empty_symint({shape[0], shape[2], shape[1], shape[3]}, options).transpose(1, 2);
 }
 
-inline at::ScalarType accumulation_type(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+inline at::ScalarType accumulation_type(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 }  // namespace attnpack

@@ -46,10 +46,9 @@ Tensor apply_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool in
 }
 
 std::tuple<Tensor, Tensor> rope_table(const Tensor& positions, at::ArrayRef<double> inv_freq, double factor) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("attnpack::rope_table", "")
-          .typed<std::tuple<Tensor, Tensor>(const Tensor&, at::ArrayRef<double>, double)>();
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("attnpack::rope_table", "")
+                             .typed<std::tuple<Tensor, Tensor>(const Tensor&, at::ArrayRef<double>, double)>();
   return op.call(positions, inv_freq, factor);
 }
 

@@ -15,8 +15,8 @@ at::Tensor apply_rope(const at::Tensor& x,    // [..., L, D]
                       bool interleaved = false);
 
 // cos and sin of position * inv_freq, times factor: angles in fp64, tables in fp32.
-std::tuple<at::Tensor, at::Tensor> rope_table(const at::Tensor& positions,      // [...] int64
-                                              at::ArrayRef<double> inv_freq,    // r/2 frequencies
-                                              double factor = 1.0);             // -> two of [..., r/2]
+std::tuple<at::Tensor, at::Tensor> rope_table(const at::Tensor& positions,    // [...] int64
+                                              at::ArrayRef<double> inv_freq,  // r/2 frequencies
+                                              double factor = 1.0);           // -> two of [..., r/2]
 
 }  // namespace attnpack

@@ -25,10 +25,22 @@ class SavedOptional {
 struct AttentionBackward : torch::autograd::Node {
   AttentionBackward(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS)
       : Node(torch::autograd::collect_next_edges(query, key, value, mask, sinks)),
-        query_(query, false), key_(key, false), value_(value, false), mask_(mask), q_offsets_(q_offsets),
-        kv_lens_(kv_lens), sinks_(sinks), alibi_slopes_(alibi_slopes), dropout_seed_(dropout_seed), causal_(causal),
-        q_offset_(q_offset), window_left_(window_left), window_right_(window_right), softcap_(softcap),
-        dropout_p_(dropout_p), scale_(scale) {
+        query_(query, false),
+        key_(key, false),
+        value_(value, false),
+        mask_(mask),
+        q_offsets_(q_offsets),
+        kv_lens_(kv_lens),
+        sinks_(sinks),
+        alibi_slopes_(alibi_slopes),
+        dropout_seed_(dropout_seed),
+        causal_(causal),
+        q_offset_(q_offset),
+        window_left_(window_left),
+        window_right_(window_right),
+        softcap_(softcap),
+        dropout_p_(dropout_p),
+        scale_(scale) {
     if (head_map) head_map_ = head_map->vec();
   }
 

@@ -56,25 +56,28 @@ void with_row_tile(const AttentionParams& p, const Tiling& t, int64_t index, F&&
 void run_prefill(const AttentionParams& p, const Tiling& t) {
   const auto& kernels = attention_kernels();
   for_each_unit(t.kv_heads * t.tiles, t.work, kernels.prefill_scratch(p), [&](int64_t index, void* scratch) {
-    with_row_tile(p, t, index, [&](int64_t b, int64_t kv_head, Range rows) {
-      kernels.prefill(p, b, kv_head, rows, scratch);
-    });
+    with_row_tile(p, t, index,
+                  [&](int64_t b, int64_t kv_head, Range rows) { kernels.prefill(p, b, kv_head, rows, scratch); });
   });
 }
 
-void run_decode(const AttentionParams& p, const Tiling& t) {
+// One tile of rows a kv head, or fewer: its keys are cut into ranges, whose results are joined at the end.
+void run_ranges(const AttentionParams& p, const Tiling& t) {
   const auto& kernels = attention_kernels();
-  const int64_t ranges = std::max<int64_t>(1, (p.kv_len + kDecodeKeys - 1) / kDecodeKeys);
+  const bool streaming = t.rows <= kDecodeRows;
+  const auto run = streaming ? kernels.decode : kernels.prefill_range;
+  const size_t scratch_bytes = streaming ? kernels.decode_scratch(p) : kernels.prefill_scratch(p);
+  const int64_t ranges = std::max<int64_t>(1, (p.kv_len + kRangeKeys - 1) / kRangeKeys);
   const size_t row_bytes = (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
   const Scratch<1> partials(t.kv_heads * ranges * t.rows * row_bytes);
   const auto partial = [&](int64_t head, int64_t range) {
     const int64_t rows = group_size(p, head % p.num_kv_heads) * p.q_len;
     return static_cast<char*>(partials.data()) + (head * ranges * t.rows + range * rows) * row_bytes;
   };
-  for_each_unit(t.kv_heads * ranges, t.work, kernels.decode_scratch(p), [&](int64_t unit, void* scratch) {
+  for_each_unit(t.kv_heads * ranges, t.work, scratch_bytes, [&](int64_t unit, void* scratch) {
     const int64_t head = unit / ranges, range = unit % ranges;
-    kernels.decode(p, head / p.num_kv_heads, head % p.num_kv_heads,
-                   {range * kDecodeKeys, std::min((range + 1) * kDecodeKeys, p.kv_len)}, partial(head, range), scratch);
+    run(p, head / p.num_kv_heads, head % p.num_kv_heads,
+        {range * kRangeKeys, std::min((range + 1) * kRangeKeys, p.kv_len)}, partial(head, range), scratch);
   });
   for_each_unit(t.kv_heads, static_cast<double>(t.kv_heads * ranges * t.rows * p.v_head_dim), 0,
                 [&](int64_t head, void*) {
@@ -87,14 +90,14 @@ AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tens
   PreparedAttention prepared = prepare_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
   AttentionParams& p = prepared.params;
   const Tensor out = empty_heads_inside({p.batch, p.num_heads, p.q_len, p.v_head_dim}, query.options());
-  const Tensor lse = at::empty({p.batch, p.num_heads, p.q_len},
-                               query.options().dtype(accumulation_type(query.scalar_type())));
+  const Tensor lse =
+      at::empty({p.batch, p.num_heads, p.q_len}, query.options().dtype(accumulation_type(query.scalar_type())));
   p.out = out.mutable_data_ptr();
   p.out_strides = kernel_strides(out);
   p.lse = lse.mutable_data_ptr();
   const Tiling t = tile_rows(p);
-  if (t.rows <= kDecodeRows)
-    run_decode(p, t);
+  if (t.tiles <= 1)
+    run_ranges(p, t);
   else
     run_prefill(p, t);
   return {out, lse};
@@ -150,8 +153,9 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::opt
   if (mask_gradient) grad_mask = grad_scores.sum_to_size(mask->sizes()).to(mask->scalar_type());
   if (sinks_gradient) {
     // The sink's probability exp(sink - lse) takes part in nothing but the denominator: its score gets -P_sink * D.
-    const Tensor probability =
-        (sinks->to(accumulation).view({-1, 1}) - lse).exp().masked_fill(lse == -std::numeric_limits<double>::infinity(), 0);
+    const Tensor probability = (sinks->to(accumulation).view({-1, 1}) - lse)
+                                   .exp()
+                                   .masked_fill(lse == -std::numeric_limits<double>::infinity(), 0);
     grad_sinks = probability.mul(delta).sum({0, 2}).neg().to(sinks->scalar_type());
   }
   return {grad_query, grad_key, grad_value, grad_mask, grad_sinks};

@@ -24,7 +24,7 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
                                     ATTNPACK_ATTENTION_PARAMS);
 
 DType kernel_dtype(at::ScalarType dtype);
-Strides kernel_strides(const Tensor& t);      // of a [batch, heads, length, width] tensor
-Tensor unit_last_stride(const Tensor& t);     // t itself, or a contiguous copy
+Strides kernel_strides(const Tensor& t);   // of a [batch, heads, length, width] tensor
+Tensor unit_last_stride(const Tensor& t);  // t itself, or a contiguous copy
 
 }  // namespace attnpack

@@ -13,11 +13,9 @@ struct Isa {
   AttentionKernels kernels;
 };
 
-#define ATTNPACK_KERNELS(isa)                                                                    \
-  {                                                                                              \
-    isa::prefill_scratch, isa::prefill, isa::decode_scratch, isa::decode, isa::merge,            \
-        isa::backward_scratch, isa::backward_keys, isa::backward_rows                            \
-  }
+#define ATTNPACK_KERNELS(isa)                                                                         \
+  {isa::prefill_scratch, isa::prefill,          isa::prefill_range, isa::decode_scratch, isa::decode, \
+   isa::merge,           isa::backward_scratch, isa::backward_keys, isa::backward_rows}
 
 // From the plainest to the widest.
 const Isa kIsas[] = {

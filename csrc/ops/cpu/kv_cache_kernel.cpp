@@ -27,8 +27,7 @@ void copy_rows(const Tensor& cache, const Tensor& x, int64_t b, int64_t position
 }
 
 void kv_cache_append_cpu(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
-                         const Tensor& value, const std::optional<Tensor>& new_lens,
-                         std::optional<c10::SymInt> limit) {
+                         const Tensor& value, const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit) {
   check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
   const int64_t batch = key.size(0), new_positions = key.size(2), capacity = cache_key.size(2);
   const int64_t most = limit ? limit->expect_int() : capacity;

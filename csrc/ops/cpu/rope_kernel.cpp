@@ -25,23 +25,24 @@ void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, bool int
   const int64_t heads = x.size(1), length = x.size(2), dim = x.size(3), half = cos.size(3);
   const int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
   const int64_t xs = x.stride(3), os = out.stride(3), ts = cos.stride(3), ss = sin.stride(3);
-  at::parallel_for(0, x.size(0) * heads * length, std::max<int64_t>(1, 16384 / std::max<int64_t>(dim, 1)),
-                   [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t b = row / length / heads, h = row / length % heads, l = row % length;
-      const auto at_row = [&](const Tensor& t) { return b * t.stride(0) + h * t.stride(1) + l * t.stride(2); };
-      const T* from = x.const_data_ptr<T>() + at_row(x);
-      T* to = out.mutable_data_ptr<T>() + at_row(out);
-      const Table *c = cos.const_data_ptr<Table>() + at_row(cos), *s = sin.const_data_ptr<Table>() + at_row(sin);
-      for (int64_t i = 0; i < half; ++i) {
-        const A first = from[i * step * xs], second = from[(i * step + partner) * xs];
-        const A ci = static_cast<A>(c[i * ts]), si = static_cast<A>(s[i * ss]);
-        to[i * step * os] = static_cast<T>(first * ci - second * si);
-        to[(i * step + partner) * os] = static_cast<T>(second * ci + first * si);
-      }
-      for (int64_t d = 2 * half; d < dim; ++d) to[d * os] = from[d * xs];
-    }
-  });
+  at::parallel_for(
+      0, x.size(0) * heads * length, std::max<int64_t>(1, 16384 / std::max<int64_t>(dim, 1)),
+      [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t b = row / length / heads, h = row / length % heads, l = row % length;
+          const auto at_row = [&](const Tensor& t) { return b * t.stride(0) + h * t.stride(1) + l * t.stride(2); };
+          const T* from = x.const_data_ptr<T>() + at_row(x);
+          T* to = out.mutable_data_ptr<T>() + at_row(out);
+          const Table *c = cos.const_data_ptr<Table>() + at_row(cos), *s = sin.const_data_ptr<Table>() + at_row(sin);
+          for (int64_t i = 0; i < half; ++i) {
+            const A first = from[i * step * xs], second = from[(i * step + partner) * xs];
+            const A ci = static_cast<A>(c[i * ts]), si = static_cast<A>(s[i * ss]);
+            to[i * step * os] = static_cast<T>(first * ci - second * si);
+            to[(i * step + partner) * os] = static_cast<T>(second * ci + first * si);
+          }
+          for (int64_t d = 2 * half; d < dim; ++d) to[d * os] = from[d * xs];
+        }
+      });
 }
 
 Tensor apply_rope_cpu(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
@@ -50,7 +51,8 @@ Tensor apply_rope_cpu(const Tensor& x, const Tensor& cos, const Tensor& sin, boo
   auto shape = x.sizes().vec();
   shape.back() = cos.size(-1);
   // Both have one shape before their leading dimensions are joined, so rows agree.
-  const Tensor flat = four_dimensions(x), c = four_dimensions(cos.expand(shape)), s = four_dimensions(sin.expand(shape));
+  const Tensor flat = four_dimensions(x), c = four_dimensions(cos.expand(shape)),
+               s = four_dimensions(sin.expand(shape));
   Tensor target = x.dim() <= 4 ? four_dimensions(out) : at::empty_like(flat);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, x.scalar_type(), "apply_rope", [&] {
     if (cos.scalar_type() == at::kDouble)

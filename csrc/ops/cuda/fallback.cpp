@@ -11,8 +11,9 @@ namespace attnpack {
 namespace {
 
 void warn_once() {
-  TORCH_WARN_ONCE("attnpack: no CUDA kernels in this build; CUDA tensors run through a composition of ATen ops with "
-                  "the same results, which holds the scores [batch, num_heads, q_len, kv_len] in memory.");
+  TORCH_WARN_ONCE(
+      "attnpack: no CUDA kernels in this build; CUDA tensors run through a composition of ATen ops with "
+      "the same results, which holds the scores [batch, num_heads, q_len, kv_len] in memory.");
 }
 
 AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
@@ -25,8 +26,9 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
                                            const Tensor& query, const Tensor& key, const Tensor& value,
                                            const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
                                            bool mask_gradient, bool sinks_gradient) {
-  ATTNPACK_CHECK(dropout_p == 0, "dropout_p is ", dropout_p, ", wants 0 on CUDA under torch.compile: the composition "
-                                 "of ATen ops cannot draw the same mask twice");
+  ATTNPACK_CHECK(dropout_p == 0, "dropout_p is ", dropout_p,
+                 ", wants 0 on CUDA under torch.compile: the composition "
+                 "of ATen ops cannot draw the same mask twice");
   const at::AutoGradMode enable(true);
   const auto leaf = [](const Tensor& t, bool wanted) { return t.detach().requires_grad_(wanted); };
   const Tensor q = leaf(query, true), k = leaf(key, true), v = leaf(value, true);

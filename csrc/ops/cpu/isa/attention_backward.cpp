@@ -1,8 +1,8 @@
 #include <attnpack/ops/cpu/isa/tile.h>
 
 // Backward (Dao et al. 2022, algorithm 4): probabilities are recomputed from lse, tile by tile. With P the
-// probabilities, D = rowsum(dO * O) - dlse and dS = P * (dO V^T - D):  dV = P^T dO,  dQ = scale dS K,  dK = scale dS^T Q.
-// Blocks of keys and tiles of rows are units of their own, so that every sum has one fixed order.
+// probabilities, D = rowsum(dO * O) - dlse and dS = P * (dO V^T - D):  dV = P^T dO,  dQ = scale dS K,  dK = scale dS^T
+// Q. Blocks of keys and tiles of rows are units of their own, so that every sum has one fixed order.
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
@@ -32,7 +32,7 @@ struct Scratch {
     grad_scores = arena.take<A>(kTileQueryRows * block);
     cap = arena.take<A>(block);
     grad_a = arena.take<A>(larger(kTileQueryRows, block) * key_width);  // of keys, or of queries
-    grad_b = arena.take<A>(block * value_width);                       // of values
+    grad_b = arena.take<A>(block * value_width);                        // of values
     lse = arena.take<A>(kTileQueryRows);
     delta = arena.take<A>(kTileQueryRows);
   }
@@ -75,8 +75,8 @@ class Backward {
     for (int64_t j = 0; j < count; ++j) {
       write(at<S>(bp_.grad_key, bp_.grad_key_strides, b_, kv_head_, keys.begin + j), w_.grad_a + j * w_.key_width,
             p_.head_dim);
-      write(at<S>(bp_.grad_value, bp_.grad_value_strides, b_, kv_head_, keys.begin + j),
-            w_.grad_b + j * w_.value_width, p_.v_head_dim);
+      write(at<S>(bp_.grad_value, bp_.grad_value_strides, b_, kv_head_, keys.begin + j), w_.grad_b + j * w_.value_width,
+            p_.v_head_dim);
     }
   }
 
@@ -138,9 +138,11 @@ class Backward {
   int64_t differentiate(int64_t begin, int64_t count, bool write_mask_gradient) {
     const int64_t slot = w_.blocks.slot(begin, [&](int64_t slot) { pack_block(begin, slot); });
     gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, p_.head_dim, 1},
-            {w_.keys_t + slot * w_.block * p_.head_dim, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false);
+            {w_.keys_t + slot * w_.block * p_.head_dim, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block,
+            false);
     gemm<A>(false, tile_.count, count, p_.v_head_dim, {w_.grad_out, p_.v_head_dim, 1},
-            {w_.values_t + slot * w_.block * p_.v_head_dim, kPanel<A>, kPanel<A> * p_.v_head_dim}, w_.grad_scores, w_.block, false);
+            {w_.values_t + slot * w_.block * p_.v_head_dim, kPanel<A>, kPanel<A> * p_.v_head_dim}, w_.grad_scores,
+            w_.block, false);
     for (int64_t r = 0; r < tile_.count; ++r) differentiate_row(r, begin, count, write_mask_gradient);
     return slot;
   }
@@ -156,15 +158,16 @@ class Backward {
       const Vec<A> x = load<A>(s + j);
       store<A>(s + j, x == A(-kInfinity) ? excluded : exp(x - w_.lse[r]));
     }
-    if (p_.dropout_p > 0) drop_row(row, begin, count, s, g, w_.delta[r]);
+    if (p_.dropout_p > 0)
+      drop_row(row, begin, count, s, g, w_.delta[r]);
     else
       for (int64_t j = 0; j < whole; j += kLanes<A>) {
         const Vec<A> prob = load<A>(s + j);
         store<A>(g + j, masked(prob, prob * (load<A>(g + j) - w_.delta[r])));
       }
     if (write_mask_gradient) {
-      A* out = static_cast<A*>(bp_.grad_scores) +
-               ((b_ * p_.num_heads + row.head) * p_.q_len + row.query) * p_.kv_len + begin;
+      A* out = static_cast<A*>(bp_.grad_scores) + ((b_ * p_.num_heads + row.head) * p_.q_len + row.query) * p_.kv_len +
+               begin;
       for (int64_t j = 0; j < count; ++j) out[j] = g[j];
     }
     const A scale = static_cast<A>(p_.scale);

@@ -1,3 +1,4 @@
+#include <attnpack/ops/cpu/isa/dot.h>
 #include <attnpack/ops/cpu/isa/softmax.h>
 
 // Decode: few rows, so keys and values are streamed once, as they lie; a unit is a range of keys, and the partial
@@ -7,52 +8,7 @@ namespace {
 
 constexpr int64_t kBlock = 64;     // keys between two updates of the softmax
 constexpr int64_t kAhead = 8;      // rows of key or value that are prefetched ahead
-constexpr int kRowsAtOnce = 4;     // rows that share a load of a key or value
 constexpr int kColumnVectors = 4;  // vectors of a value row that are accumulated at once
-
-template <class A, class S>
-inline Vec<A> load_some(const S* p, int64_t count) {
-  Vec<A> v{};
-  for (int64_t i = 0; i < count; ++i) v[i] = load_one(p + i);
-  return v;
-}
-
-// One prefetch a cache line of row `ahead`.
-template <class S>
-inline void prefetch(const S* row, int64_t element) {
-  if (element * static_cast<int64_t>(sizeof(S)) % 64 == 0) __builtin_prefetch(row + element);
-}
-
-// s[r, j] = q[r] . k[j] for Rows rows and count <= kBlock keys.
-template <class S, class A, int Rows>
-inline void multiply_keys(const A* q, int64_t ldq, const S* k, int64_t stride, int64_t count, int64_t dim, A* s) {
-  constexpr int kKeys = 4;
-  const int64_t whole = dim / kLanes<A> * kLanes<A>;
-  for (int64_t j = 0; j < count; j += kKeys) {
-    const S* key[kKeys];
-    for (int i = 0; i < kKeys; ++i) key[i] = k + (j + i < count ? j + i : count - 1) * stride;
-    Vec<A> sum[kKeys][Rows] = {};
-    for (int64_t d = 0; d < whole; d += kLanes<A>) {
-      Vec<A> row[Rows];
-#pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) row[r] = load<A>(q + r * ldq + d);
-#pragma GCC unroll 4
-      for (int i = 0; i < kKeys; ++i) {
-        const Vec<A> element = load<A>(key[i] + d);
-        prefetch(key[i] + kAhead * stride, d);
-#pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r) sum[i][r] += element * row[r];
-      }
-    }
-    if (whole < dim)
-      for (int i = 0; i < kKeys; ++i) {
-        const Vec<A> element = load_some<A>(key[i] + whole, dim - whole);
-        for (int r = 0; r < Rows; ++r) sum[i][r] += element * load<A>(q + r * ldq + whole);
-      }
-    for (int i = 0; i < kKeys && j + i < count; ++i)
-      for (int r = 0; r < Rows; ++r) s[r * kBlock + j + i] = sum_lanes<A>(sum[i][r]);
-  }
-}
 
 // out[r, :] += sum over j of p[r, j] * v[j, :].
 template <class S, class A, int Rows, bool Skip>
@@ -163,9 +119,10 @@ class DecodeRange {
   template <int Rows, bool Skip>
   void attend_rows(int64_t first, int64_t begin, int64_t count) {
     A* s = w_.scores + first * kBlock;
-    multiply_keys<S, A, Rows>(w_.query + first * w_.query_width, w_.query_width,
-                              at<S>(p_.key, p_.key_strides, b_, kv_head_, begin), p_.key_strides.row, count,
-                              p_.head_dim, s);
+    const int64_t stride = p_.key_strides.row;
+    dot_products<S, A, Rows>(w_.query + first * w_.query_width, w_.query_width,
+                             at<S>(p_.key, p_.key_strides, b_, kv_head_, begin), stride, count, p_.head_dim,
+                             kAhead * stride, s, kBlock);
     const int64_t whole = (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
     for (int r = 0; r < Rows; ++r) {
       const Row& row = tile_.rows[first + r];
@@ -176,8 +133,8 @@ class DecodeRange {
       if (factor != 1)
         for (int64_t d = 0; d < p_.v_head_dim; ++d) values(first + r)[d] *= factor;
     }
-    add_values<S, A, Rows, Skip>(s, at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row,
-                                 count, p_.v_head_dim, values(first), partial_size(p_));
+    add_values<S, A, Rows, Skip>(s, at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row, count,
+                                 p_.v_head_dim, values(first), partial_size(p_));
   }
 
   const AttentionParams& p_;

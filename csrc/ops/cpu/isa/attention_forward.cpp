@@ -39,15 +39,30 @@ class PrefillTile {
   }
 
   void run() {
-    attend(false);
-    // An excluded key's NaN or Inf may have come in as 0 * NaN: once more, leaving such terms out.
-    if (!all_finite(w_.out, w_.value_width, tile_.count, p_.v_head_dim)) attend(true);
+    attend();
     for (int64_t r = 0; r < tile_.count; ++r)
       finish_row<A, S>(p_, b_, tile_.rows[r].head, tile_.rows[r].query, w_.max[r], w_.sum[r],
                        w_.out + r * w_.value_width);
   }
 
+  // Only keys of the range; what comes out is left in partial, for merge.
+  void run_range(Range keys, A* partial) {
+    tile_.keys = {larger(keys.begin, tile_.keys.begin), smaller(keys.end, tile_.keys.end)};
+    attend();
+    for (int64_t r = 0; r < tile_.count; ++r, partial += p_.v_head_dim + 2) {
+      partial[0] = w_.max[r];
+      partial[1] = w_.sum[r];
+      for (int64_t d = 0; d < p_.v_head_dim; ++d) partial[2 + d] = w_.out[r * w_.value_width + d];
+    }
+  }
+
  private:
+  void attend() {
+    attend(false);
+    // An excluded key's NaN or Inf may have come in as 0 * NaN: once more, leaving such terms out.
+    if (!all_finite(w_.out, w_.value_width, tile_.count, p_.v_head_dim)) attend(true);
+  }
+
   void attend(bool skip_excluded) {
     for (int64_t r = 0; r < tile_.count; ++r) {
       w_.max[r] = A(-kInfinity);
@@ -110,6 +125,14 @@ size_t prefill_scratch(const AttentionParams& p) {
 void prefill(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch) {
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     PrefillTile<decltype(storage), decltype(accumulation)>(p, b, kv_head, rows, scratch).run();
+  });
+}
+
+void prefill_range(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch) {
+  dispatch(p.dtype, [&](auto storage, auto accumulation) {
+    using A = decltype(accumulation);
+    const Range rows{0, group_size(p, kv_head) * p.q_len};
+    PrefillTile<decltype(storage), A>(p, b, kv_head, rows, scratch).run_range(keys, static_cast<A*>(partial));
   });
 }
 

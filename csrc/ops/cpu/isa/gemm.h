@@ -30,8 +30,7 @@ inline void register_tile(Operand<T> a, const T* b, int64_t ldb, T* c, int64_t l
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < kTileVectors; ++v)
-      sum[r][v] = accumulate ? load<T>(c + r * ldc + v * kLanes<T>) : Vec<T>{};
+    for (int v = 0; v < kTileVectors; ++v) sum[r][v] = accumulate ? load<T>(c + r * ldc + v * kLanes<T>) : Vec<T>{};
   for (int64_t k = 0; k < depth; ++k) {
     const Vec<T> b0 = load<T>(b + k * ldb), b1 = load<T>(b + k * ldb + kLanes<T>);
 #pragma GCC unroll 12
@@ -117,6 +116,32 @@ inline void pack_panels(const S* from, int64_t row_stride, int64_t rows, int64_t
     pack<A>(from + c, row_stride, rows, columns - c < kPanel<A> ? columns - c : kPanel<A>, to + c * height, kPanel<A>);
 }
 
+// to[c * kPanel + r] = block[r * kLanes + c] for kLanes rows and `width` columns, in pieces of 4 x 4.
+template <class A>
+inline void transpose_block(const A* block, int64_t width, A* to) {
+  constexpr int64_t kBlock = kLanes<A>;
+  int64_t c = 0;
+  if constexpr (kBlock >= 4) {
+    typedef A Four __attribute__((vector_size(4 * sizeof(A))));
+    for (; c + 4 <= width; c += 4)
+      for (int64_t r = 0; r < kBlock; r += 4) {
+        Four x[4];
+        for (int i = 0; i < 4; ++i) x[i] = load_bits<Four>(block + (r + i) * kBlock + c);
+        const Four even_low = ATTNPACK_SHUFFLE(x[0], x[2], 0, 4, 1, 5),
+                   odd_low = ATTNPACK_SHUFFLE(x[1], x[3], 0, 4, 1, 5);
+        const Four even_high = ATTNPACK_SHUFFLE(x[0], x[2], 2, 6, 3, 7),
+                   odd_high = ATTNPACK_SHUFFLE(x[1], x[3], 2, 6, 3, 7);
+        x[0] = ATTNPACK_SHUFFLE(even_low, odd_low, 0, 4, 1, 5);
+        x[1] = ATTNPACK_SHUFFLE(even_low, odd_low, 2, 6, 3, 7);
+        x[2] = ATTNPACK_SHUFFLE(even_high, odd_high, 0, 4, 1, 5);
+        x[3] = ATTNPACK_SHUFFLE(even_high, odd_high, 2, 6, 3, 7);
+        for (int i = 0; i < 4; ++i) __builtin_memcpy(to + (c + i) * kPanel<A> + r, &x[i], sizeof(Four));
+      }
+  }
+  for (; c < width; ++c)
+    for (int64_t r = 0; r < kBlock; ++r) to[c * kPanel<A> + r] = block[r * kBlock + c];
+}
+
 // The transpose in panels: column block p of kPanel rows of `from` stands at to + p * kPanel * columns as
 // [columns, kPanel], missing rows zero. from: [rows, columns].
 template <class A, class S>
@@ -138,8 +163,7 @@ inline void pack_transposed(const S* from, int64_t row_stride, int64_t rows, int
           else
             for (int64_t c = 0; c < width; ++c) block[r * kBlock + c] = load_one(source + c);
         }
-        for (int64_t c = 0; c < width; ++c)
-          for (int64_t r = 0; r < kBlock; ++r) panel[(c0 + c) * kPanel<A> + half + r] = block[r * kBlock + c];
+        transpose_block(block, width, panel + c0 * kPanel<A> + half);
       }
     }
   }

@@ -15,7 +15,11 @@ struct AttentionKernels {
   size_t (*prefill_scratch)(const AttentionParams&);
   void (*prefill)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, void* scratch);
 
-  // Forward, few rows: all rows of a kv head against a range of keys. partial, per row: max, sum, v_head_dim values.
+  // Forward, one tile of rows: all rows of a kv head against a range of keys, which leave in partial, per row: max,
+  // sum, v_head_dim values.
+  void (*prefill_range)(const AttentionParams&, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch);
+
+  // The same for few rows, which stream keys and values as they lie instead of packing them.
   size_t (*decode_scratch)(const AttentionParams&);
   void (*decode)(const AttentionParams&, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch);
   // Joins the partials of a kv head, [count, rows, v_head_dim + 2], in their order, into out and lse.
@@ -28,22 +32,23 @@ struct AttentionKernels {
 };
 
 // How work is cut, from one sequence's shapes alone.
-constexpr int64_t kTileQueryRows = 96;    // rows of a prefill or backward tile
-constexpr int64_t kDecodeRows = 32;       // up to so many rows of a kv head take the decode path
-constexpr int64_t kDecodeKeys = 512;      // keys of a decode unit
-constexpr int64_t kBackwardKeys = 128;    // keys of a backward block
-constexpr int64_t kPackedKeys = 8192;     // keys of a head that stay packed in scratch between tiles
+constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
+constexpr int64_t kDecodeRows = 8;      // up to so many rows of a kv head stream the keys
+constexpr int64_t kRangeKeys = 512;     // keys of a unit where a kv head has one tile of rows, or fewer
+constexpr int64_t kBackwardKeys = 128;  // keys of a backward block
+constexpr int64_t kPackedKeys = 8192;   // keys of a head that stay packed in scratch between tiles
 
-#define ATTNPACK_DECLARE_ISA(isa)                                                                    \
-  namespace isa {                                                                                    \
-  size_t prefill_scratch(const AttentionParams&);                                                    \
-  void prefill(const AttentionParams&, int64_t, int64_t, Range, void*);                              \
-  size_t decode_scratch(const AttentionParams&);                                                     \
-  void decode(const AttentionParams&, int64_t, int64_t, Range, void*, void*);                        \
-  void merge(const AttentionParams&, int64_t, int64_t, const void*, int64_t);                        \
-  size_t backward_scratch(const AttentionParams&);                                                   \
-  void backward_keys(const AttentionBackwardParams&, int64_t, int64_t, Range, void*);                \
-  void backward_rows(const AttentionBackwardParams&, int64_t, int64_t, Range, void*);                \
+#define ATTNPACK_DECLARE_ISA(isa)                                                     \
+  namespace isa {                                                                     \
+  size_t prefill_scratch(const AttentionParams&);                                     \
+  void prefill(const AttentionParams&, int64_t, int64_t, Range, void*);               \
+  void prefill_range(const AttentionParams&, int64_t, int64_t, Range, void*, void*);  \
+  size_t decode_scratch(const AttentionParams&);                                      \
+  void decode(const AttentionParams&, int64_t, int64_t, Range, void*, void*);         \
+  void merge(const AttentionParams&, int64_t, int64_t, const void*, int64_t);         \
+  size_t backward_scratch(const AttentionParams&);                                    \
+  void backward_keys(const AttentionBackwardParams&, int64_t, int64_t, Range, void*); \
+  void backward_rows(const AttentionBackwardParams&, int64_t, int64_t, Range, void*); \
   }
 ATTNPACK_DECLARE_ISA(baseline)
 #if defined(__x86_64__)

@@ -82,8 +82,10 @@ inline void finish_scores(const AttentionParams& p, int64_t b, const Row& row, i
     }
   }
   if (p.mask) {
-    add_mask<T>(p, b * p.mask_strides.batch + row.head * p.mask_strides.head + row.query * p.mask_strides.row +
-                       begin * p.mask_strides.column, count, s);
+    add_mask<T>(p,
+                b * p.mask_strides.batch + row.head * p.mask_strides.head + row.query * p.mask_strides.row +
+                    begin * p.mask_strides.column,
+                count, s);
   }
   for (int64_t j = begin; j < end && j < row.keys.begin; ++j) s[j - begin] = -kInfinity;
   for (int64_t j = row.keys.end > begin ? row.keys.end : begin; j < end; ++j) s[j - begin] = -kInfinity;
@@ -93,9 +95,9 @@ inline void finish_scores(const AttentionParams& p, int64_t b, const Row& row, i
 // Dropout's draw for one probability: a hash of the seed and the element's place (splitmix64, Steele et al. 2014), so
 // that forward and backward see the same mask whatever the tiling.
 inline bool dropped(const AttentionParams& p, int64_t b, const Row& row, int64_t key) {
-  uint64_t x = p.dropout_seed + 0x9e3779b97f4a7c15u *
-                                    (((static_cast<uint64_t>(b) * p.num_heads + row.head) * p.q_len + row.query) *
-                                         p.kv_len + key + 1);
+  uint64_t x = p.dropout_seed +
+               0x9e3779b97f4a7c15u *
+                   (((static_cast<uint64_t>(b) * p.num_heads + row.head) * p.q_len + row.query) * p.kv_len + key + 1);
   x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
   x = (x ^ x >> 27) * 0x94d049bb133111ebu;
   x ^= x >> 31;

@@ -6,6 +6,12 @@
 #include <attnpack/ops/cpu/isa/simd_x86.h>
 #endif
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define ATTNPACK_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define ATTNPACK_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, typename LaneNumbers<sizeof((a)[0])>::type{__VA_ARGS__})
+#endif
+
 // Vectors of the widest kind that this instruction set has, by the compilers' vector extensions: the same source gives
 // SSE2, AVX2, AVX-512 or NEON code. Each instruction set has its own namespace, so that no symbol is shared.
 namespace attnpack::ATTNPACK_ISA {
@@ -38,6 +44,17 @@ template <>
 struct VectorTypes<double> {
   typedef double Real __attribute__((vector_size(kVectorBytes)));
   typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
+};
+
+template <int Bytes>
+struct LaneNumbers;  // of a vector of four, for compilers without __builtin_shufflevector
+template <>
+struct LaneNumbers<4> {
+  typedef int32_t type __attribute__((vector_size(16)));
+};
+template <>
+struct LaneNumbers<8> {
+  typedef int64_t type __attribute__((vector_size(32)));
 };
 
 template <class T>
@@ -98,9 +115,7 @@ inline void store(T* p, Vec<T> v) {
 // One element, to and from the accumulation type; rounding to nearest even.
 inline double load_one(const double* p) { return *p; }
 inline float load_one(const float* p) { return *p; }
-inline float load_one(const BFloat16* p) {
-  return bit_cast<float>(static_cast<uint32_t>(p->bits) << 16);
-}
+inline float load_one(const BFloat16* p) { return bit_cast<float>(static_cast<uint32_t>(p->bits) << 16); }
 inline float load_one(const Float16* p) {
   const uint32_t h = p->bits, magnitude = (h & 0x7fffu) << 13;
   const float scaled = bit_cast<float>(magnitude) * 0x1p112f;
@@ -129,8 +144,7 @@ inline void store_one(Float16* p, float x) {
   p->bits = static_cast<uint16_t>(half | sign);
 }
 
-// Sums of the lanes of several vectors at once: v[0 .. kLanes - 1] -> one vector whose lane i is the sum of v[i].
-// Halving: add the two halves of each vector of a pair, side by side; always in the same order.
+// The sum of the lanes: the upper half is added to the lower one, until one is left.
 template <class T>
 inline T sum_lanes(Vec<T> v) {
   T x[kLanes<T>];
@@ -138,6 +152,30 @@ inline T sum_lanes(Vec<T> v) {
   for (int width = kLanes<T> / 2; width; width /= 2)
     for (int i = 0; i < width; ++i) x[i] += x[i + width];
   return x[0];
+}
+
+// Four such sums at once, out[i] = sum_lanes(v[i]), in the same order of additions.
+template <class T>
+inline void sum_four(const Vec<T> v[4], T out[4]) {
+  if constexpr (kLanes<T> < 4) {
+    for (int i = 0; i < 4; ++i) out[i] = sum_lanes<T>(v[i]);
+  } else {
+    typedef T Four __attribute__((vector_size(4 * sizeof(T))));
+    Four f[4];
+    for (int i = 0; i < 4; ++i) {
+      struct Quarters {
+        Four part[kLanes<T> / 4];
+      } x = bit_cast<Quarters>(v[i]);
+      for (int width = kLanes<T> / 8; width; width /= 2)
+        for (int k = 0; k < width; ++k) x.part[k] += x.part[k + width];
+      f[i] = x.part[0];
+    }
+    // A 4 x 4 transpose, adding on the way.
+    const Four ab = ATTNPACK_SHUFFLE(f[0], f[1], 0, 4, 1, 5) + ATTNPACK_SHUFFLE(f[0], f[1], 2, 6, 3, 7);
+    const Four cd = ATTNPACK_SHUFFLE(f[2], f[3], 0, 4, 1, 5) + ATTNPACK_SHUFFLE(f[2], f[3], 2, 6, 3, 7);
+    const Four all = ATTNPACK_SHUFFLE(ab, cd, 0, 1, 4, 5) + ATTNPACK_SHUFFLE(ab, cd, 2, 3, 6, 7);
+    __builtin_memcpy(out, &all, sizeof(all));
+  }
 }
 
 template <class T>

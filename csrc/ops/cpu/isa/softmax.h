@@ -30,7 +30,8 @@ template <class T>
 inline void drop(const AttentionParams& p, int64_t b, const Row& row, int64_t begin, int64_t count, T* probs) {
   const T keep = static_cast<T>(1 / (1 - p.dropout_p));
   for (int64_t j = 0; j < count; ++j)
-    if (!(probs[j] == 0 && __builtin_signbit(probs[j]))) probs[j] = dropped(p, b, row, begin + j) ? T(0) : probs[j] * keep;
+    if (!(probs[j] == 0 && __builtin_signbit(probs[j])))
+      probs[j] = dropped(p, b, row, begin + j) ? T(0) : probs[j] * keep;
 }
 
 // out = values / sum and lse = max + log(sum), the head's sink taken in; no key at all gives 0 and -inf or the sink.

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <attnpack/ops/cpu/isa/simd.h>
+
+// Dot products of few rows with many that are streamed from memory once: queries with keys, inputs with weights.
+namespace attnpack::ATTNPACK_ISA {
+
+constexpr int kRowsAtOnce = 4;  // rows that share a load of what is streamed
+
+// The first count < kLanes elements, zeros behind them.
+template <class A, class S>
+inline Vec<A> load_some(const S* p, int64_t count) {
+  Vec<A> v{};
+  for (int64_t i = 0; i < count; ++i) v[i] = load_one(p + i);
+  return v;
+}
+
+// One prefetch a cache line.
+template <class S>
+inline void prefetch(const S* row, int64_t element) {
+  if (element * static_cast<int64_t>(sizeof(S)) % 64 == 0) __builtin_prefetch(row + element);
+}
+
+// s[r, j] = x[r] . w[j] for Rows rows of x, padded with zeros to whole vectors, and count rows of w, stride apart.
+// ahead: how many elements ahead of its use w is prefetched.
+template <class S, class A, int Rows>
+inline void dot_products(const A* x, int64_t ldx, const S* w, int64_t stride, int64_t count, int64_t dim, int64_t ahead,
+                         A* s, int64_t lds) {
+  constexpr int kStreams = 4;
+  const int64_t whole = dim / kLanes<A> * kLanes<A>;
+  for (int64_t j = 0; j < count; j += kStreams) {
+    const S* row[kStreams];
+    for (int i = 0; i < kStreams; ++i) row[i] = w + (j + i < count ? j + i : count - 1) * stride;
+    Vec<A> sum[Rows][kStreams] = {};
+    for (int64_t d = 0; d < whole; d += kLanes<A>) {
+      Vec<A> left[Rows];
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) left[r] = load<A>(x + r * ldx + d);
+#pragma GCC unroll 4
+      for (int i = 0; i < kStreams; ++i) {
+        const Vec<A> right = load<A>(row[i] + d);
+        prefetch(row[i] + ahead, d);
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r) sum[r][i] += right * left[r];
+      }
+    }
+    if (whole < dim)
+      for (int i = 0; i < kStreams; ++i) {
+        const Vec<A> right = load_some<A>(row[i] + whole, dim - whole);
+        for (int r = 0; r < Rows; ++r) sum[r][i] += right * load<A>(x + r * ldx + whole);
+      }
+    for (int r = 0; r < Rows; ++r) {
+      A total[kStreams];
+      sum_four<A>(sum[r], total);
+      for (int i = 0; i < kStreams && j + i < count; ++i) s[r * lds + j + i] = total[i];
+    }
+  }
+}
+
+}  // namespace attnpack::ATTNPACK_ISA
