@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attnpack
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -20,10 +21,8 @@ def run(*command, **options) -> subprocess.CompletedProcess:
 
 
 def run_python(code: str, first: Path | None = None) -> subprocess.CompletedProcess:
-    """`code` in a new interpreter, outside the repository, with the folder `first` before all others on the path."""
-    path = [str(first)] if first else []
-    inherited = os.environ.get("PYTHONPATH")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path + ([inherited] if inherited else []))}
+    """`code` in a new interpreter, outside the repository, with the attnpack of folder `first`, or the one in use."""
+    environment = os.environ | {"PYTHONPATH": str(first or Path(attnpack.__file__).parents[1])}
     return run(sys.executable, "-c", code, env=environment, cwd="/")
 
 

@@ -65,8 +65,9 @@ def test_names_pybind11_and_catch2(tmp_path):
 def hide_packages(folder: Path) -> dict[str, str]:
     """An environment in which Python sees setuptools but not the user's packages, made as pip makes it."""
     folder.mkdir()
-    for package in ("setuptools", "_distutils_hack"):
-        (folder / package).symlink_to(Path(setuptools.__file__).parents[1] / package)
+    site = Path(setuptools.__file__).parents[1]
+    for part in [*site.glob("setuptools*"), site / "_distutils_hack"]:
+        (folder / part.name).symlink_to(part)
     (folder / "sitecustomize.py").write_text(
         "import sys\nsys.path = [path for path in sys.path if not path.endswith('site-packages')]\n"
     )
