@@ -14,9 +14,8 @@ def resident(field: str) -> int:
 
 
 def measure(loader: str, path: str, dtype: str) -> None:
-    import torch
-
     import attnpack
+    import torch
 
     load = getattr(attnpack.CausalLM, loader)
     before = resident("VmRSS")

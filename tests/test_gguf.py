@@ -3,16 +3,15 @@
 import json
 import sys
 
+import attnpack
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
-
-import attnpack
 from attnpack import causal_lm_io
 from attnpack.gguf_io import GgufFile
 from memory_growth import growth
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 SIZES = {
     "vocab_size": 96,
