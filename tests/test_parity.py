@@ -143,3 +143,16 @@ def test_caches_of_both_languages_agree():
 def test_repr_shows_the_children():
     text = repr(attnpack.cpp.GroupedQueryAttention(EMBED, 4, 2, qk_norm=True))
     assert "GroupedQueryAttention" in text and "q_proj" in text and "RMSNorm(6" in text
+
+
+def test_device_dtype_and_mode_of_a_bound_module():
+    with torch.device("meta"):
+        by_context = attnpack.cpp.MultiHeadAttention(EMBED, 4)
+    by_argument = attnpack.cpp.MultiHeadAttention(EMBED, 4, device="meta", dtype=torch.bfloat16)
+    assert all(tensor.is_meta for module in (by_context, by_argument) for tensor in module.state_dict().values())
+    assert by_argument.state_dict()["q_proj.weight"].dtype == torch.bfloat16
+    module = attnpack.cpp.MultiHeadAttention(EMBED, 4).to("cpu", torch.float64).eval()
+    assert module.state_dict()["o_proj.weight"].dtype == torch.float64 and not module.training
+    assert module.train().training and not module.to(dtype=torch.float32).train(False).training
+    with pytest.raises(TypeError, match="to: got keyword memory"):
+        module.to(memory="cpu")

@@ -13,6 +13,17 @@ bool same(const at::Tensor& a, const at::Tensor& b) { return at::equal(a, b); }
 
 bool close(const at::Tensor& a, const at::Tensor& b) { return at::allclose(a, b, 1e-4, 1e-5); }
 
+// Whether f raises with these words. (The matchers of Catch2 2 and 3 have different names.)
+template <typename F>
+bool complains(const std::string& words, const F& f) {
+  try {
+    f();
+  } catch (const std::exception& error) {
+    return std::string(error.what()).find(words) != std::string::npos;
+  }
+  return false;
+}
+
 DecoderBlock make_block(bool cross = false) {
   auto options = DecoderBlockOptions(
       GroupedQueryAttention(GroupedQueryAttentionOptions(24, 4, 2).rope(RotaryEmbedding(6)).qk_norm(true)),
@@ -121,8 +132,7 @@ TEST_CASE("steps behind a cache equal the whole") {
     cache->reorder(at::tensor({1, 0}, at::kLong));
     REQUIRE(same(cache->k()[0], copy->k()[1].narrow(1, 0, 2)));
   }
-  REQUIRE_THROWS_WITH(block->forward(torch::randn({2, 7, 24}), DecoderBlockInputs().cache(caches[1])),
-                      Catch::Matchers::Contains("cache"));
+  REQUIRE(complains("cache", [&] { block->forward(torch::randn({2, 7, 24}), DecoderBlockInputs().cache(caches[1])); }));
   REQUIRE(caches[1]->len() == 2);
 }
 
@@ -154,18 +164,17 @@ TEST_CASE("generation is the same with every cache") {
   int calls = 0;
   generate(*model, ids, GenerateOptions(6).callback([&](const at::Tensor&) { return ++calls < 2; }));
   REQUIRE(calls == 2);
-  REQUIRE_THROWS_WITH(generate(*model, ids, GenerateOptions(6).cache("paged")), Catch::Matchers::Contains("paged"));
+  REQUIRE(complains("paged", [&] { generate(*model, ids, GenerateOptions(6).cache("paged")); }));
 }
 
 TEST_CASE("wrong arguments are named") {
-  using Catch::Matchers::Contains;
-  REQUIRE_THROWS_WITH(MultiHeadAttention(24, 5), Contains("num_heads: got 5"));
-  REQUIRE_THROWS_WITH(GroupedQueryAttention(24, 4, 3), Contains("num_kv_heads: got 3"));
-  REQUIRE_THROWS_WITH(MultiHeadAttention(MultiHeadAttentionOptions(24, 4).softcap(30)), Contains("softcap: not built"));
+  REQUIRE(complains("num_heads: got 5", [&] { MultiHeadAttention(24, 5); }));
+  REQUIRE(complains("num_kv_heads: got 3", [&] { GroupedQueryAttention(24, 4, 3); }));
+  REQUIRE(complains("softcap: not built", [&] { MultiHeadAttention(MultiHeadAttentionOptions(24, 4).softcap(30)); }));
   MultiHeadAttention layer(24, 4);
-  REQUIRE_THROWS_WITH(layer->forward(torch::randn({5, 24})), Contains("x: got shape [5, 24]"));
-  REQUIRE_THROWS_WITH(DecoderBlock(FeedForward(24, 32).ptr(), FeedForward(24, 32)), Contains("does not do"));
-  REQUIRE_THROWS_WITH(load_state_dict(*layer, {}), Contains("missing"));
+  REQUIRE(complains("x: got shape [5, 24]", [&] { layer->forward(torch::randn({5, 24})); }));
+  REQUIRE(complains("does not do", [&] { DecoderBlock(FeedForward(24, 32).ptr(), FeedForward(24, 32)); }));
+  REQUIRE(complains("missing", [&] { load_state_dict(*layer, {}); }));
 }
 
 }  // namespace attnpack
