@@ -10,46 +10,49 @@ constexpr int64_t kBlock = 64;     // keys between two updates of the softmax
 constexpr int64_t kAhead = 8;      // rows of key or value that are prefetched ahead
 constexpr int kColumnVectors = 4;  // vectors of a value row that are accumulated at once
 
-// out[r, :] += sum over j of p[r, j] * v[j, :].
+// out[r, d ...] += sum over j of p[r, j] * v[j, d ...], for Vectors whole vectors of columns or the first `some`
+// elements of one. Always in vectors, so that every element sees the same arithmetic.
+template <class S, class A, int Rows, bool Skip, int Vectors>
+inline void add_columns(const A* p, const S* v, int64_t stride, int64_t count, A* out, int64_t ldo,
+                        int64_t some = kLanes<A>) {
+  Vec<A> sum[Rows][Vectors];
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < Vectors; ++c)
+      sum[r][c] = some < kLanes<A> ? load_some<A>(out + r * ldo, some) : load<A>(out + r * ldo + c * kLanes<A>);
+  for (int64_t j = 0; j < count; ++j) {
+    const S* value = v + j * stride;
+    Vec<A> element[Vectors];
+#pragma GCC unroll 4
+    for (int c = 0; c < Vectors; ++c) {
+      element[c] = some < kLanes<A> ? load_some<A>(value, some) : load<A>(value + c * kLanes<A>);
+      prefetch(value + kAhead * stride, c * kLanes<A>);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      const A x = p[r * kBlock + j];
+      if (Skip && x == 0 && __builtin_signbit(x)) continue;
+#pragma GCC unroll 4
+      for (int c = 0; c < Vectors; ++c) sum[r][c] += x * element[c];
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < Vectors; ++c) {
+      if (some == kLanes<A>) store<A>(out + r * ldo + c * kLanes<A>, sum[r][c]);
+      for (int64_t i = 0; some < kLanes<A> && i < some; ++i) out[r * ldo + i] = sum[r][c][i];
+    }
+}
+
 template <class S, class A, int Rows, bool Skip>
 inline void add_values(const A* p, const S* v, int64_t stride, int64_t count, int64_t dim, A* out, int64_t ldo) {
   int64_t d = 0;
-  for (; d + kColumnVectors * kLanes<A> <= dim; d += kColumnVectors * kLanes<A>) {
-    Vec<A> sum[Rows][kColumnVectors];
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 4
-      for (int c = 0; c < kColumnVectors; ++c) sum[r][c] = load<A>(out + r * ldo + d + c * kLanes<A>);
-    for (int64_t j = 0; j < count; ++j) {
-      const S* value = v + j * stride + d;
-      Vec<A> element[kColumnVectors];
-#pragma GCC unroll 4
-      for (int c = 0; c < kColumnVectors; ++c) {
-        element[c] = load<A>(value + c * kLanes<A>);
-        prefetch(value + kAhead * stride, c * kLanes<A>);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) {
-        const A x = p[r * kBlock + j];
-        if (Skip && x == 0 && __builtin_signbit(x)) continue;
-#pragma GCC unroll 4
-        for (int c = 0; c < kColumnVectors; ++c) sum[r][c] += x * element[c];
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 4
-      for (int c = 0; c < kColumnVectors; ++c) store<A>(out + r * ldo + d + c * kLanes<A>, sum[r][c]);
-  }
-  for (; d < dim; ++d)
-    for (int r = 0; r < Rows; ++r) {
-      A sum = out[r * ldo + d];
-      for (int64_t j = 0; j < count; ++j) {
-        const A x = p[r * kBlock + j];
-        if (!(Skip && x == 0 && __builtin_signbit(x))) sum += x * load_one(v + j * stride + d);
-      }
-      out[r * ldo + d] = sum;
-    }
+  for (; d + kColumnVectors * kLanes<A> <= dim; d += kColumnVectors * kLanes<A>)
+    add_columns<S, A, Rows, Skip, kColumnVectors>(p, v + d, stride, count, out + d, ldo);
+  for (; d + kLanes<A> <= dim; d += kLanes<A>) add_columns<S, A, Rows, Skip, 1>(p, v + d, stride, count, out + d, ldo);
+  if (d < dim) add_columns<S, A, Rows, Skip, 1>(p, v + d, stride, count, out + d, ldo, dim - d);
 }
 
 // A row's result over a range of keys: max, sum, values[v_head_dim].
