@@ -222,8 +222,8 @@ class GgufCheckpoint:
         return self.file.metadata.get(f"{self.arch}.{key}", default)
 
     def _need(self, key: str) -> Any:
-        if (value := self._get(key)) is None:
-            raise ValueError(f"{self.path}: metadata lacks {self.arch}.{key}; the file is damaged or incomplete")
+        if not (value := self._get(key)):
+            raise ValueError(f"{self.path}: metadata lacks {self.arch}.{key}, or it is 0; the file is damaged")
         return value
 
     def _config(self, max_positions: int | None) -> dict[str, Any]:
