@@ -1,0 +1,129 @@
+"""Bitwise the same result for any thread count, batch size and batch position, with or without gradients and lse."""
+
+import pytest
+import torch
+from attnpack import apply_rope, attention
+from op_cases import DTYPES, Inputs, draw, make_inputs, run, threads
+
+# Enough work for several threads: decode, decode over ranges, prefill, many tiles, keys beyond what stays packed.
+LENGTHS = {"decode": (1, 700), "split decode": (4, 2100), "prefill": (70, 300), "tiles": (260, 260), "long": (40, 8400)}
+CASES = {
+    "plain": {},
+    "causal mqa": {"heads": "mqa", "positions": {"causal": True, "q_offset": "end"}},
+    "uneven mask": {"heads": "uneven", "mask": "own -inf", "layout": "columns outside"},
+    "padding": {"kv_lens": torch.int64, "mask": "bool padding", "scores": {"softcap": 2.0, "alibi": True}},
+    "sinks": {"mask": "bfloat16", "scores": {"sinks": True}, "layout": "heads inside"},
+}
+
+
+def assert_same(got: dict, expected: dict):
+    for name, x in expected.items():
+        assert torch.equal(got[name], x), name
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("case", CASES)
+def test_threads_change_no_bit(case, lengths):
+    for dtype in DTYPES[1:3] if lengths == "long" else DTYPES:
+        inputs = make_inputs(dtype, lengths=LENGTHS[lengths], dims=(20, 12), **({"heads": "gqa"} | CASES[case]))
+        with threads(1):
+            expected = run(attention, inputs)
+        for count in (2, 4, 3):
+            with threads(count):
+                assert_same(run(attention, inputs), expected)
+
+
+@pytest.mark.parametrize("where", ["mask", "sinks"])
+def test_threads_change_no_bit_of_a_gradient_that_is_one_number(where):
+    """A sum over everything: the easiest place to let the number of threads in."""
+    scores = {"sinks": True} if where == "sinks" else {}
+    lengths = (40000, 2) if where == "sinks" else (300, 300)
+    inputs = make_inputs(heads="one", lengths=lengths, dims=(2, 2), scores=scores)
+    if where == "mask":
+        inputs.mask = torch.zeros(1, 1)
+    grads = []
+    for count in (1, 2, 4):
+        with threads(count):
+            grads.append(run(attention, inputs)[f"grad of {where}"])
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+
+
+def rows(inputs: Inputs, index: list[int]) -> Inputs:
+    """The same call for some sequences of the batch, in this order."""
+    size = inputs.query.shape[0]
+
+    def pick(x):
+        return x[index] if isinstance(x, torch.Tensor) and x.dim() > 0 and x.shape[0] == size else x
+
+    settings = {k: x if k in ("sinks", "alibi_slopes") else pick(x) for k, x in inputs.settings.items()}
+    mask = inputs.mask if inputs.mask is None or inputs.mask.dim() < 4 else pick(inputs.mask)
+    query, key, value, grad_out, grad_lse = map(
+        pick, (inputs.query, inputs.key, inputs.value, inputs.grad_out, inputs.grad_lse)
+    )
+    return Inputs(query, key, value, mask, settings, grad_out, grad_lse)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("case", CASES)
+def test_neither_the_batch_nor_the_place_in_it_changes_a_bit(case, lengths):
+    """Of what belongs to a sequence; the gradients of what sequences share are sums over them."""
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = make_inputs(dtype, lengths=LENGTHS[lengths], dims=(20, 12), batch=3, **CASES[case])
+        expected = run(attention, whole)
+        own = ["out", "lse", "grad of query", "grad of key", "grad of value"]
+        own += ["grad of mask"] if CASES[case].get("mask") == "own" else []
+        for index in ([0], [1], [2], [2, 0], [1, 1, 2, 0]):
+            got = run(attention, rows(whole, index))
+            assert_same({name: got[name] for name in own}, {name: expected[name][index] for name in own})
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_gradients_and_lse_change_no_bit_of_out(lengths):
+    for dtype in DTYPES:
+        inputs = make_inputs(dtype, lengths=LENGTHS[lengths])
+        arguments = inputs.query, inputs.key, inputs.value
+        alone = attention(*arguments)
+        with torch.inference_mode():
+            assert torch.equal(attention(*arguments), alone)
+        out, lse = attention(*arguments, return_lse=True)
+        trained = attention(*(x.clone().requires_grad_() for x in arguments), return_lse=True)
+        assert torch.equal(out, alone) and torch.equal(trained[0], alone) and torch.equal(trained[1], lse)
+
+
+def test_many_runs_give_one_result():
+    inputs = make_inputs(lengths=(130, 300), mask="own", scores={"sinks": True, "softcap": 2.0})
+    first = run(attention, inputs)
+    for _ in range(20):
+        assert_same(run(attention, inputs), first)
+
+
+def test_what_ran_before_changes_no_bit():
+    """Scratch memory is kept between calls: nothing of an earlier one may be seen."""
+    inputs = make_inputs(lengths=(50, 130), dims=(9, 7))
+    first = run(attention, inputs)
+    for lengths, dims in (((300, 700), (64, 64)), ((3, 900), (5, 3)), ((50, 130), (9, 7))):
+        other = make_inputs(lengths=lengths, dims=dims)
+        other.key = torch.full_like(other.key, float("nan"))
+        other.value = torch.full_like(other.value, float("nan"))
+        run(attention, other)
+        assert_same(run(attention, inputs), first)
+
+
+def test_dropout_does_not_depend_on_threads():
+    inputs = make_inputs(lengths=(200, 300))
+    results = []
+    for count in (1, 2, 4):
+        torch.manual_seed(3)
+        with threads(count):
+            results.append(run(lambda *x, **k: attention(*x, dropout_p=0.3, **k), inputs))
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+def test_rope_does_not_depend_on_threads():
+    x, angle = draw(2, 4, 700, 64), draw(700, 32)
+    results = []
+    for count in (1, 2, 4):
+        with threads(count):
+            results.append(apply_rope(x, angle.cos(), angle.sin()))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

@@ -1,0 +1,187 @@
+"""torch.func transforms and forward mode run the plain formula; a double backward says what to do instead."""
+
+import warnings
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from attnpack import apply_rope, attention, reference
+from op_cases import INF, NAN, draw, make_inputs
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.testing import assert_close
+
+FEATURES = {
+    "plain": {},
+    "mha": {"heads": "mha"},
+    "uneven": {"heads": "uneven"},
+    "empty group": {"heads": "empty_group"},
+    "causal": {"positions": {"causal": True, "q_offset": "end"}},
+    "window": {"positions": {"window": (1, 1), "q_offset": "tensor"}},
+    "kv_lens": {"kv_lens": torch.int64},
+    "bool mask": {"mask": "bool"},
+    "float mask": {"mask": "own -inf"},
+    "sinks": {"scores": {"sinks": True}},
+    "all scores": {"scores": {"softcap": 0.7, "sinks": True, "alibi": True}},
+}
+
+
+def differentiated(attend, inputs):
+    """A number of query, key, value, float mask and sinks, and these."""
+    settings = dict(inputs.settings)
+    sinks = settings.pop("sinks", None)
+    leaves = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+    if inputs.mask is not None and inputs.mask.is_floating_point():
+        leaves["mask"] = inputs.mask
+    elif inputs.mask is not None:
+        settings["mask"] = inputs.mask
+    if sinks is not None:
+        leaves["sinks"] = sinks
+
+    def number(*tensors):
+        out, lse = attend(**dict(zip(leaves, tensors, strict=True)), return_lse=True, **settings)
+        lse = torch.where(lse == -INF, 0, lse)
+        return (out * inputs.grad_out).sum() + (lse * inputs.grad_lse).sum()
+
+    return number, tuple(leaves.values())
+
+
+def both(inputs):
+    (ours, leaves), (theirs, _) = (differentiated(attend, inputs) for attend in (attention, reference.attention))
+    return ours, theirs, leaves
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_grad_and_vjp(feature):
+    ours, theirs, leaves = both(make_inputs(torch.float64, **FEATURES[feature]))
+    places = tuple(range(len(leaves)))
+    expected = torch.autograd.grad(theirs(*(roots := [x.clone().requires_grad_() for x in leaves])), roots)
+    assert_close(grad(ours, places)(*leaves), expected)
+    value, pull = vjp(ours, *leaves)
+    assert_close(value, theirs(*leaves))
+    assert_close(pull(torch.ones_like(value)), expected)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_jvp(feature):
+    ours, theirs, leaves = both(make_inputs(torch.float64, **FEATURES[feature]))
+    tangents = tuple(draw(*x.shape, dtype=x.dtype, seed=20) for x in leaves)
+    assert_close(jvp(ours, leaves, tangents), jvp(theirs, leaves, tangents))
+
+
+@pytest.mark.parametrize("feature", ["plain", "uneven", "causal", "all scores"])
+def test_hessian(feature):
+    inputs = make_inputs(torch.float64, lengths=(2, 3), dims=(2, 2), batch=1, **FEATURES[feature])
+    ours, theirs, leaves = both(inputs)
+    for place in range(len(leaves)):
+        assert_close(hessian(ours, place)(*leaves), hessian(theirs, place)(*leaves))
+
+
+def test_forward_mode_by_dual_numbers():
+    inputs = make_inputs(torch.float64, positions={"causal": True})
+    tangent = draw(*inputs.query.shape, dtype=torch.float64, seed=20)
+    with forward_ad.dual_level():
+        out = attention(forward_ad.make_dual(inputs.query, tangent), inputs.key, inputs.value, causal=True)
+        moved = forward_ad.unpack_dual(out).tangent
+    expected = jvp(
+        lambda q: reference.attention(q, inputs.key, inputs.value, causal=True), (inputs.query,), (tangent,)
+    )[1]
+    assert_close(moved, expected)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 1, 2)], ids=str)
+def test_vmap(in_dims):
+    shapes = (2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 6)
+    tensors = []
+    for n, (shape, dim) in enumerate(zip(shapes, in_dims, strict=True)):
+        x = draw(3, *shape, dtype=torch.float64, seed=n)
+        tensors.append(x[0] if dim is None else x.movedim(0, dim))
+
+    def one(*x):
+        return attention(*x, causal=True, return_lse=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, on batching rules
+        got = vmap(one, in_dims)(*tensors)
+    each = [one(*(x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True))) for i in range(3)]
+    assert_close(got, tuple(torch.stack(parts) for parts in zip(*each, strict=True)))
+
+
+def test_per_sample_gradients():
+    inputs = make_inputs(torch.float64, batch=3)
+
+    def loss(q, k, v):
+        return attention(q[None], k[None], v[None], causal=True).square().sum()
+
+    got = vmap(grad(loss, (0, 1, 2)))(inputs.query, inputs.key, inputs.value)
+    leaves = [x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
+    assert_close(got, torch.autograd.grad(attention(*leaves, causal=True).square().sum(), leaves))
+
+
+def test_jacobians_forward_and_reverse_agree():
+    inputs = make_inputs(torch.float64, lengths=(2, 3), dims=(2, 2), batch=1)
+
+    def call(q):
+        return attention(q, inputs.key, inputs.value, causal=True)
+
+    assert_close(jacfwd(call)(inputs.query), jacrev(call)(inputs.query))
+
+
+def test_rope():
+    x, angle = draw(2, 3, 5, 8, dtype=torch.float64), draw(5, 3, dtype=torch.float64)
+    tangent = draw(2, 3, 5, 8, dtype=torch.float64, seed=1)
+
+    def call(x, rotate=apply_rope):
+        return rotate(x, angle.cos(), angle.sin())
+
+    assert_close(jvp(call, (x,), (tangent,))[1], call(tangent))
+    assert_close(grad(lambda x: call(x).square().sum())(x), 2 * x)
+    assert_close(vmap(call)(x), call(x))
+
+
+def test_functional_call_of_a_layer():
+    class Layer(torch.nn.Linear):
+        def forward(self, x):
+            x = super().forward(x).view(1, 2, -1, 4)
+            return attention(x, x, x)
+
+    layer, x = Layer(4, 4), draw(6, 4)
+    weights = dict(layer.named_parameters())
+    got = grad(lambda w: functional_call(layer, w, x).square().sum())(weights)
+    layer(x).square().sum().backward()
+    assert_close(got, {name: p.grad for name, p in layer.named_parameters()})
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("feature", ["causal", "kv_lens", "float mask", "all scores"])
+def test_excluded_keys_stay_unread(feature, bad):
+    inputs = make_inputs(torch.float64, **FEATURES[feature])
+    inputs.settings |= {"kv_lens": torch.tensor([4, 3])}
+    good, leaves = differentiated(attention, inputs)
+    places = tuple(range(len(leaves)))
+    expected = grad(good, places)(*leaves)
+    inputs.key[0, :, 4:], inputs.value[0, :, 4:] = bad, bad
+    inputs.key[1, :, 3:], inputs.value[1, :, 3:] = bad, bad
+    number, leaves = differentiated(attention, inputs)
+    assert_close(grad(number, places)(*leaves), expected)
+
+
+def test_a_row_without_keys_may_hold_nan():
+    inputs = make_inputs(
+        torch.float64, heads="mha", positions={"causal": True, "q_offset": -2}, scores={"softcap": 2.0}
+    )
+    number, leaves = differentiated(attention, inputs)
+    expected = grad(number, (0, 1, 2))(*leaves)
+    inputs.query[:, :, :2] = NAN
+    number, leaves = differentiated(attention, inputs)
+    assert_close(grad(number, (0, 1, 2))(*leaves), expected)
+
+
+@pytest.mark.parametrize("which", ["query", "key", "value", "mask", "sinks"])
+def test_a_double_backward_says_what_to_do(which):
+    inputs = make_inputs(mask="own", scores={"sinks": True})
+    tensors = {n: getattr(inputs, n) for n in ("query", "key", "value", "mask")} | inputs.settings
+    tensors[which] = tensors[which].clone().requires_grad_()
+    (first,) = torch.autograd.grad(attention(**tensors).square().sum(), tensors[which], create_graph=True)
+    message = "attnpack: attention has no double backward: use attnpack.reference, or torch.func transforms"
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(first.square().sum(), tensors[which])

@@ -1,0 +1,117 @@
+"""torch.ops.attnpack.kv_cache_append_: what it writes, and that a refused append writes nothing."""
+
+import pytest
+import torch
+from op_cases import DTYPES, draw, laid_out
+
+append = torch.ops.attnpack.kv_cache_append_
+
+
+def make_cache(batch=2, heads=3, capacity=8, dim=4, v_dim=5, dtype=torch.float32, filled=(2, 5)):
+    """(key, value, lengths) whose free slots hold -1."""
+    cache_key, cache_value = (torch.full((batch, heads, capacity, d), -1.0, dtype=dtype) for d in (dim, v_dim))
+    for b, n in enumerate(filled[:batch]):
+        cache_key[b, :, :n], cache_value[b, :, :n] = 7, 8
+    return cache_key, cache_value, torch.tensor(filled[:batch], dtype=torch.int64)
+
+
+def new(length=3, batch=2, heads=3, dim=4, v_dim=5, dtype=torch.float32):
+    return draw(batch, heads, length, dim, dtype=dtype), draw(batch, heads, length, v_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("new_lens", [None, torch.tensor([3, 0]), torch.tensor([1, 3], dtype=torch.int32)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "heads inside", "sliced", "columns outside"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_writes_behind_what_each_sequence_holds(dtype, layout, new_lens):
+    cache_key, cache_value, lengths = make_cache(dtype=dtype)
+    key, value = new(dtype=dtype)
+    expected = cache_key.clone(), cache_value.clone()
+    counts = [3, 3] if new_lens is None else new_lens.tolist()
+    for cache, x in zip(expected, (key, value), strict=True):
+        for b, (start, count) in enumerate(zip((2, 5), counts, strict=True)):
+            cache[b, :, start : start + count] = x[b, :, :count]
+    append(cache_key, cache_value, lengths, laid_out(key, layout), laid_out(value, layout), new_lens, None)
+    assert torch.equal(cache_key, expected[0]) and torch.equal(cache_value, expected[1])
+    assert lengths.tolist() == [2 + counts[0], 5 + counts[1]]
+
+
+@pytest.mark.parametrize("layout", ["heads inside", "sliced", "columns outside"])
+def test_layout_of_the_cache(layout):
+    plain = make_cache()
+    cache_key, cache_value = (laid_out(x, layout) for x in plain[:2])
+    lengths = torch.stack([plain[2], plain[2]], 1)[:, 0]  # stride 2
+    key, value = new()
+    append(cache_key, cache_value, lengths, key, value, None, None)
+    append(*plain, key, value, None, None)
+    for got, expected in zip((cache_key, cache_value, lengths), plain, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_filling_to_the_brim_and_appending_nothing():
+    cache = make_cache(filled=(5, 5))
+    append(*cache, *new(3), None, None)
+    assert cache[2].tolist() == [8, 8]
+    append(*cache, *new(0), None, None)
+    assert cache[2].tolist() == [8, 8]
+    append(*make_cache(batch=0), *new(3, batch=0), None, None)
+
+
+def test_stores_without_history_and_counts_as_a_write():
+    cache_key, cache_value, lengths = make_cache()
+    key, value = new()
+    versions = [x._version for x in (cache_key, cache_value, lengths)]
+    append(cache_key, cache_value, lengths, key.requires_grad_(), value, None, None)
+    assert not cache_key.requires_grad
+    assert [x._version for x in (cache_key, cache_value, lengths)] == [v + 1 for v in versions]
+
+
+def test_inference_mode():
+    cache = make_cache()
+    with torch.inference_mode():
+        append(*cache, *new(), None, None)
+        append(*make_cache(), *new(), None, None)
+    assert cache[2].tolist() == [5, 8]
+
+
+REFUSED = {
+    "full": (
+        dict(new=new(4)),
+        "cache is full: sequence 1 holds 5 of 8 positions and 4 are to be appended.*max_len.*crop",
+    ),
+    "over the mask": (dict(limit=7), "mask covers 7 keys, sequence 1 has 8 after the append"),
+    "too many new": (dict(new_lens=torch.tensor([0, 4])), r"kv_lens\[1\] is 4, wants 0 to the number of new tokens, 3"),
+    "negative new": (dict(new_lens=torch.tensor([-1, 0])), r"kv_lens\[0\] is -1, wants 0 to"),
+    "lens of another batch": (
+        dict(new_lens=torch.tensor([1])),
+        r"kv_lens has shape \[1\].*wants int32 or int64 \[batch\]",
+    ),
+    "float lens": (dict(new_lens=torch.tensor([1.0, 2.0])), "kv_lens has .* dtype Float"),
+    "other batch": (dict(new=new(batch=1)), "key has shape .* the cache holds .* must agree; call reset"),
+    "other heads": (dict(new=new(heads=1)), "key has shape .* the cache holds"),
+    "other head_dim": (dict(new=new(dim=5)), "key has shape .* the cache holds"),
+    "other v_head_dim": (dict(new=new(v_dim=4)), "value has shape .* the cache holds"),
+    "other dtype": (dict(new=new(dtype=torch.bfloat16)), "key has dtype BFloat16, the cache Float: make the cache"),
+    "rank": (dict(new=(new()[0][0], new()[1])), r"key has shape \[3, 3, 4\].* both want \[batch"),
+    "lengths differ": (dict(new=(new(3)[0], new(2)[1])), "key has length 3, value 2"),
+    "device": (dict(new=(new()[0].to("meta"), new()[1])), "key is on meta, the cache on cpu"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_append_leaves_the_cache_as_it_was(case):
+    changes, message = REFUSED[case]
+    cache = make_cache()
+    before = [x.clone() for x in cache]
+    error = (ValueError, RuntimeError, NotImplementedError) if case == "device" else ValueError
+    with pytest.raises(error, match=message if case != "device" else None):
+        append(*cache, *changes.get("new", new()), changes.get("new_lens"), changes.get("limit"))
+    for x, expected in zip(cache, before, strict=True):
+        assert torch.equal(x, expected)
+
+
+def test_lengths_must_be_int64_of_the_batch():
+    cache_key, cache_value, lengths = make_cache()
+    for wrong in (lengths.int(), lengths[:1], lengths.view(2, 1)):
+        with pytest.raises(ValueError, match=r"the cache's lengths have shape .* wants int64 \[batch\]"):
+            append(cache_key, cache_value, wrong, *new(), None, None)
+    assert (cache_key[0, :, 2:] == -1).all()
