@@ -236,9 +236,11 @@ def check(ours: dict[str, Tensor], plain: dict[str, Tensor], truth: dict[str, Te
         assert error <= allowed and math.isfinite(error), f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
-def check_against_reference(inputs: Inputs, *, gradients: bool = True) -> dict[str, Tensor]:
-    """attnpack.attention on the inputs, judged; returns what it gave."""
-    ours = run(attnpack.attention, inputs, gradients=gradients)
+def check_against_reference(
+    inputs: Inputs, *, gradients: bool = True, attend: Callable = attnpack.attention
+) -> dict[str, Tensor]:
+    """The operator on the inputs, judged; returns what it gave."""
+    ours = run(attend, inputs, gradients=gradients)
     with threads(1):  # plain PyTorch on small tensors is several times faster so on a busy machine
         plain = run(reference.attention, inputs, gradients=gradients)
         truth = run(reference.attention, inputs.to(torch.float64), gradients=gradients)

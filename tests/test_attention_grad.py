@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.utils.checkpoint
-from attnpack import attention
+from attnpack import attention, attention_scores, reference
 from op_cases import COVERING, check_against_reference, describe, draw, make_inputs, run
 from torch.testing import assert_close
 
@@ -157,3 +157,76 @@ def test_checkpointing_gives_the_same_gradients():
     out = torch.utils.checkpoint.checkpoint(attention, *leaves, use_reentrant=False)
     for a, b in zip(direct, torch.autograd.grad(out.square().sum(), leaves), strict=True):
         assert torch.equal(a, b)
+
+
+# ---- dropout -------------------------------------------------------------------------
+
+
+def dropped_probs(inputs, p, seed=0):
+    """What multiplies the values: read off with unit vectors as values, [B, Hq, Lq, Lkv]."""
+    batch, num_kv_heads, kv_len, _ = inputs.key.shape
+    torch.manual_seed(seed)
+    unit = torch.eye(kv_len, dtype=inputs.key.dtype).expand(batch, num_kv_heads, kv_len, kv_len)
+    return attention(inputs.query, inputs.key, unit, inputs.mask, dropout_p=p, **inputs.settings)
+
+
+DROPOUT = {
+    "decode": {"lengths": (3, 90)},
+    "split decode": {"lengths": (2, 1100), "heads": "one"},
+    "prefill": {"lengths": (40, 90), "positions": {"causal": True, "q_offset": 50}},
+    "all": {"lengths": (40, 300), "heads": "uneven", "mask": "own -inf", "scores": {"softcap": 2.0, "sinks": True}},
+}
+
+
+@pytest.mark.parametrize("case", DROPOUT)
+def test_dropout_keeps_or_zeroes_each_probability(case):
+    inputs = make_inputs(torch.float64, **DROPOUT[case])
+    probs = attention_scores(inputs.query, inputs.key, inputs.mask, **inputs.settings)
+    dropped = dropped_probs(inputs, 0.25)
+    kept = dropped != 0
+    assert_close(dropped, torch.where(kept, probs / 0.75, 0))
+    rate = 1 - kept[probs > 0].double().mean().item()
+    count = (probs > 0).sum().item()
+    assert abs(rate - 0.25) < 4 * (0.25 * 0.75 / count) ** 0.5
+    # Neither two heads, nor two rows, nor two sequences share a draw.
+    for dim in range(3):
+        if kept.shape[dim] > 1:
+            assert not torch.equal(kept.select(dim, 0), kept.select(dim, 1))
+
+
+@pytest.mark.parametrize("case", DROPOUT)
+def test_dropouts_backward_sees_the_draw_of_its_forward(case):
+    inputs = make_inputs(torch.float64, **DROPOUT[case])
+    kept = dropped_probs(inputs, 0.4) != 0
+
+    def plain(query, key, value, mask=None, return_lse=True, **settings):
+        heads = settings.get("head_map") or [h * key.shape[1] // query.shape[1] for h in range(query.shape[1])]
+        probs = reference.attention_scores(query, key, mask, **settings)
+        lse = reference.attention(query, key, value, mask, return_lse=True, **settings)[1]
+        return (probs * kept / 0.6) @ value[:, heads], lse
+
+    def ours(*tensors, **settings):
+        torch.manual_seed(0)
+        return attention(*tensors, dropout_p=0.4, **settings)
+
+    expected = run(plain, inputs)
+    for name, x in run(ours, inputs).items():
+        assert_close(x, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_dropout_follows_torchs_seed():
+    inputs = make_inputs(lengths=(40, 90))
+    first, again, other = (dropped_probs(inputs, 0.5, seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    torch.manual_seed(1)
+    in_a_row = [attention(inputs.query, inputs.key, inputs.value, dropout_p=0.5) for _ in range(2)]
+    assert not torch.equal(*in_a_row)
+
+
+def test_dropout_leaves_lse_and_scores_alone():
+    inputs = make_inputs(lengths=(40, 90))
+    arguments = inputs.query, inputs.key, inputs.value
+    dropped, plain = (attention(*arguments, dropout_p=p, return_lse=True) for p in (0.5, 0.0))
+    assert torch.equal(dropped[1], plain[1]) and not torch.equal(dropped[0], plain[0])
+    scores = [attention_scores(inputs.query, inputs.key, dropout_p=p) for p in (0.5, 0.0)]
+    assert torch.equal(*scores)

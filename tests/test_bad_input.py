@@ -1,0 +1,170 @@
+"""Every complaint of the operator names the argument, what it got, what it wants and the fix."""
+
+import attnpack
+import pytest
+import torch
+from attnpack import attention, attention_scores
+from op_cases import draw
+
+
+def arguments(**changes):
+    """A good call (query [2, 4, 5, 8], key [2, 2, 7, 8], value [2, 2, 7, 6]) with changes."""
+    good = {"query": draw(2, 4, 5, 8), "key": draw(2, 2, 7, 8), "value": draw(2, 2, 7, 6)}
+    return good | changes
+
+
+BAD = {
+    "query of rank 3": (
+        {"query": draw(2, 5, 32)},
+        r"query has shape \[2, 5, 32\], wants 4 dimensions \[batch, heads, length, head_dim\]: .*unflatten.*transpose",
+    ),
+    "key of rank 5": ({"key": draw(1, 2, 2, 7, 8)}, r"key has shape \[1, 2, 2, 7, 8\], wants 4 dimensions"),
+    "value of rank 2": ({"value": draw(7, 6)}, r"value has shape \[7, 6\], wants 4 dimensions"),
+    "integers": (
+        {"query": torch.ones(2, 4, 5, 8, dtype=torch.int64)},
+        "query has dtype Long, wants float64, float32, bfloat16 or float16",
+    ),
+    "complex": ({"query": draw(2, 4, 5, 8) + 0j}, "query has dtype ComplexFloat, wants"),
+    "key in another dtype": (
+        {"key": draw(2, 2, 7, 8).bfloat16()},
+        r"key has dtype BFloat16, query Float: cast one .*\.to\(\)",
+    ),
+    "value in another dtype": ({"value": draw(2, 2, 7, 6).double()}, r"value has dtype Double, query Float: cast"),
+    "key on another device": (
+        {"key": draw(2, 2, 7, 8).to("meta")},
+        r"key is on meta, query on cpu: move one .*\.to\(\)",
+    ),
+    "value on another device": ({"value": draw(2, 2, 7, 6).to("meta")}, "value is on meta, query on cpu: move"),
+    "key of another batch": ({"key": draw(3, 2, 7, 8)}, "key has batch 3, query 2: expand one"),
+    "value of another batch": ({"value": draw(1, 2, 7, 6)}, "value has batch 1, query 2: expand one"),
+    "key of another head_dim": ({"key": draw(2, 2, 7, 9)}, "key has head_dim 9, query 8: they must agree"),
+    "value of other heads": ({"value": draw(2, 4, 7, 6)}, "value has 4 heads, key 2: they must agree"),
+    "value of another length": ({"value": draw(2, 2, 6, 6)}, "value has length 6, key 7: they must agree"),
+    "heads that do not divide": (
+        {"query": draw(2, 5, 5, 8)},
+        "query has 5 heads, key 2, and 2 does not divide 5: pass head_map",
+    ),
+    "no kv heads": ({"key": draw(2, 0, 7, 8), "value": draw(2, 0, 7, 6)}, "query has 4 heads, key 0"),
+    "short head_map": ({"head_map": [0, 1]}, "head_map has 2 entries, wants one for each of the 4 query heads"),
+    "head_map too high": ({"head_map": [0, 1, 2, 0]}, "head_map names kv head 2, key has heads 0 to 1"),
+    "head_map below 0": ({"head_map": [0, 1, -1, 0]}, "head_map names kv head -1, key has heads 0 to 1"),
+    "integer mask": (
+        {"mask": torch.ones(5, 7, dtype=torch.int64)},
+        r"mask has dtype Long, wants bool .* or a float .*\.bool\(\)",
+    ),
+    "odd float mask": ({"mask": torch.ones(5, 7).to(torch.float8_e4m3fn)}, "mask has dtype Float8_e4m3fn, wants bool"),
+    "mask on another device": ({"mask": torch.ones(5, 7, device="meta")}, "mask is on meta, query on cpu: move"),
+    "mask of another shape": (
+        {"mask": torch.ones(7, 5)},
+        r"mask has shape \[7, 5\], which does not broadcast to .* = \[2, 4, 5, 7\]; a padding mask is \[batch, 1, 1",
+    ),
+    "padding mask of rank 2": (
+        {"mask": torch.ones(2, 7, dtype=torch.bool)},
+        r"mask has shape \[2, 7\], which does not",
+    ),
+    "mask of rank 5": ({"mask": torch.ones(1, 1, 1, 5, 7)}, r"mask has shape \[1, 1, 1, 5, 7\], which does not"),
+    "short kv_lens": ({"kv_lens": torch.tensor([3])}, r"kv_lens has shape \[1\], wants \[batch\] = \[2\]"),
+    "float kv_lens": (
+        {"kv_lens": torch.tensor([3.0, 4.0])},
+        r"kv_lens has dtype Float, wants int32 or int64: .*\.long\(\)",
+    ),
+    "kv_lens on another device": (
+        {"kv_lens": torch.ones(2, device="meta").long()},
+        "kv_lens is on meta, query on cpu: move",
+    ),
+    "negative kv_lens": ({"kv_lens": torch.tensor([7, -1])}, r"kv_lens\[1\] is -1, wants 0 to kv_len = 7"),
+    "large kv_lens": (
+        {"kv_lens": torch.tensor([8, 7], dtype=torch.int32)},
+        r"kv_lens\[0\] is 8, wants 0 to kv_len = 7",
+    ),
+    "short q_offset": ({"q_offset": torch.tensor([3])}, r"q_offset has shape \[1\], wants \[batch\] = \[2\]"),
+    "q_offset of rank 0": ({"q_offset": torch.tensor(3)}, r"q_offset has shape \[\], wants \[batch\] = \[2\]"),
+    "float q_offset": ({"q_offset": torch.tensor([3.0, 4.0])}, "q_offset has dtype Float, wants int32 or int64"),
+    "a word for q_offset": (
+        {"q_offset": "start"},
+        "q_offset is 'start', wants an int, an integer tensor .* or \"end\"",
+    ),
+    "a fraction for q_offset": ({"q_offset": 1.5}, "q_offset is 1.5, wants an int"),
+    "end with short kv_lens": (
+        {"q_offset": "end", "kv_lens": torch.tensor([3])},
+        r"kv_lens has shape \[1\], wants \[batch\]",
+    ),
+    "end with float kv_lens": ({"q_offset": "end", "kv_lens": torch.tensor([3.0, 1.0])}, "kv_lens has dtype Float"),
+    "end with query of rank 3": ({"q_offset": "end", "query": draw(2, 5, 8)}, r"query has shape \[2, 5, 8\], wants 4"),
+    "window below -1": ({"window": (-2, 0)}, r"window is \(-2, 0\), wants numbers >= 0, or -1 for unbounded"),
+    "window below -1 on the right": ({"window": (0, -5)}, r"window is \(0, -5\), wants"),
+    "negative softcap": ({"softcap": -1.0}, "softcap is -1, wants a finite number > 0, or 0 for none"),
+    "infinite softcap": ({"softcap": float("inf")}, "softcap is inf, wants a finite number"),
+    "softcap that is no number": ({"softcap": float("nan")}, "softcap is -?nan, wants a finite number"),
+    "sinks for kv heads": ({"sinks": draw(2)}, r"sinks has shape \[2\], wants \[num_heads\] = \[4\]"),
+    "integer sinks": ({"sinks": torch.ones(4).long()}, "sinks has dtype Long, wants a float dtype"),
+    "sinks on another device": ({"sinks": torch.ones(4, device="meta")}, "sinks is on meta, query on cpu: move"),
+    "slopes of rank 2": ({"alibi_slopes": draw(4, 1)}, r"alibi_slopes has shape \[4, 1\], wants \[num_heads\]"),
+    "slopes that learn": (
+        {"alibi_slopes": torch.ones(4, requires_grad=True)},
+        r"alibi_slopes requires a gradient and has none: pass alibi_slopes\.detach\(\)",
+    ),
+    "dropout of 1": ({"dropout_p": 1.0}, "dropout_p is 1, wants 0 <= dropout_p < 1"),
+    "negative dropout": ({"dropout_p": -0.1}, "dropout_p is -0.1, wants"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_attention_says_what_is_wrong(case):
+    changes, message = BAD[case]
+    with pytest.raises(ValueError, match=message) as error:
+        attention(**arguments(**changes))
+    assert str(error.value).startswith("attnpack: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("case", [name for name in BAD if "value" not in name and name != "odd float mask"])
+def test_attention_scores_says_the_same(case):
+    changes, message = BAD[case]
+    call = arguments(**changes)
+    del call["value"]
+    with pytest.raises(ValueError, match=message):
+        attention_scores(**call)
+
+
+def test_an_unknown_stage():
+    with pytest.raises(ValueError, match="stage is 'raw', wants 'scaled', 'capped', 'masked' or 'probs'"):
+        attention_scores(draw(1, 1, 2, 3), draw(1, 1, 2, 3), stage="raw")
+
+
+def test_dropout_without_its_seed():
+    x = draw(1, 1, 2, 3)
+    with pytest.raises(ValueError, match="dropout_seed is missing: dropout_p > 0 wants an int64 tensor"):
+        torch.ops.attnpack.attention(
+            x, x, x, None, False, 0, None, -1, -1, None, 0.0, None, None, None, 0.5, None, None
+        )
+
+
+@pytest.mark.parametrize("changes", [{"query": [1.0]}, {"window": 3}, {"head_map": 3}, {"scale": "large"}], ids=str)
+def test_a_value_of_the_wrong_kind_is_a_type_error(changes):
+    with pytest.raises(TypeError):
+        attention(**arguments(**changes))
+
+
+def test_an_unknown_keyword_is_a_type_error():
+    with pytest.raises(TypeError, match="is_causal"):
+        attention(**arguments(), is_causal=True)
+    with pytest.raises(TypeError):
+        attention(draw(1, 1, 2, 3), draw(1, 1, 2, 3), draw(1, 1, 2, 3), None, True)  # after mask: keyword only
+
+
+def test_requires_grad_changes_no_message():
+    call = arguments(query=draw(2, 5, 5, 8).requires_grad_())
+    with pytest.raises(ValueError, match="does not divide 5: pass head_map"):
+        attention(**call)
+
+
+def test_a_refused_call_leaves_torchs_generator_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="dropout_p"):
+        attention(**arguments(dropout_p=-0.5))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_names_that_are_reserved_are_not_there_yet():
+    assert not hasattr(attnpack, "attention_varlen")
