@@ -81,17 +81,17 @@ def main() -> None:
     ids = load_tokenizer(smollm2_path()).encode(text)[: args.prompt_tokens * args.batch]
     ids = torch.tensor(ids).view(args.batch, args.prompt_tokens)
     hf = load_transformers()
-    rows = [compare(hf, dtype, ids, args.new_tokens, args.rounds) for dtype in args.dtypes]
+    say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
+    say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens a row")
+    say("dtype   attnpack tok/s   transformers tok/s   ratio   same tokens")
+    rows = []
+    for dtype in args.dtypes:
+        row = compare(hf, dtype, ids, args.new_tokens, args.rounds)
+        ours, theirs = row["attnpack_tokens_per_second"], row["transformers_tokens_per_second"]
+        say(f"{dtype:<6}  {ours:14.1f}   {theirs:18.1f}   {row['ratio']:5.2f}   {row['same_tokens']}")
+        rows.append(row)
     if args.json:
         print(json.dumps({"threads": torch.get_num_threads(), "shape": list(ids.shape), "rows": rows}, indent=2))
-        return
-    print(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens a row")
-    print("dtype   attnpack tok/s   transformers tok/s   ratio   same tokens")
-    for row in rows:
-        print(
-            f"{row['dtype']:<6}  {row['attnpack_tokens_per_second']:14.1f}   "
-            f"{row['transformers_tokens_per_second']:18.1f}   {row['ratio']:5.2f}   {row['same_tokens']}"
-        )
 
 
 if __name__ == "__main__":
