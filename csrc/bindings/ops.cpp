@@ -1,8 +1,9 @@
-#include <torch/extension.h>
+#include <attnpack/bindings/torch_pybind.h>
 
 #include <attnpack/functional/attend.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge.h>
 #include <attnpack/ops/null.h>
 #include <attnpack/ops/rope.h>
@@ -119,6 +120,7 @@ void register_ops(py::module_& m) {
         return rope_table(positions, inv_freq, factor);
       },
       arg("positions"), arg("inv_freq"), arg("factor") = 1.0, released);
+  m.def("linear", &linear, arg("input"), arg("weight"), arg("bias") = none, released);
   m.def("null", &null, arg("x"), released);
   m.def("isa", &isa_name);
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <torch/extension.h>
+#include <attnpack/bindings/torch_pybind.h>
 
 namespace attnpack {
 

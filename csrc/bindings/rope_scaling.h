@@ -1,6 +1,6 @@
 #pragma once
 
-#include <torch/extension.h>
+#include <attnpack/bindings/torch_pybind.h>
 
 #include <attnpack/core/check.h>
 #include <attnpack/modules/rotary_embedding.h>
