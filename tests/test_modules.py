@@ -296,4 +296,4 @@ def test_names_are_those_of_hugging_face():
     projections = {f"{name}.{kind}" for name in ("q_proj", "k_proj", "v_proj") for kind in ("weight", "bias")}
     assert set(module.state_dict()) == projections | {"o_proj.weight", "q_norm.weight", "k_norm.weight"}
     assert module.k_proj.weight.shape == (12, EMBED)
-    assert all(type(getattr(module, name)) is nn.Linear for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert all(isinstance(getattr(module, name), nn.Linear) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))

@@ -62,6 +62,17 @@ struct AttentionBackwardParams {
       grad_scores;  // [batch, num_heads, q_len, kv_len] contiguous, accumulation type, for the mask's gradient; or null
 };
 
+// out [rows, outputs] = input [rows, inputs] weight^T + bias, for few rows; all but the weight contiguous.
+struct LinearParams {
+  int64_t rows, inputs, outputs;
+  DType dtype;
+  const void* input;
+  const void* weight;  // [outputs, inputs], rows weight_stride apart
+  int64_t weight_stride;
+  const void* bias;  // [outputs] or null
+  void* out;
+};
+
 // A range of keys or queries.
 struct Range {
   int64_t begin, end;

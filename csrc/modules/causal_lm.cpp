@@ -4,6 +4,7 @@
 #include <attnpack/modules/checks.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/grouped_attention.h>
+#include <attnpack/ops/linear.h>
 
 namespace attnpack {
 
@@ -54,7 +55,7 @@ at::Tensor CausalLMImpl::hidden(const at::Tensor& ids, const CausalLMInputs& inp
 }
 
 at::Tensor CausalLMImpl::head(const at::Tensor& hidden) {
-  return lm_head ? lm_head(hidden) : at::linear(hidden, model->embed_tokens->weight);
+  return lm_head ? lm_head(hidden) : attnpack::linear(hidden, model->embed_tokens->weight);
 }
 
 at::Tensor CausalLMImpl::forward(const at::Tensor& ids, const CausalLMInputs& inputs) {

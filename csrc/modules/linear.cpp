@@ -1,5 +1,7 @@
 #include <attnpack/modules/linear.h>
 
+#include <attnpack/ops/linear.h>
+
 #include <torch/nn/init.h>
 
 #include <cmath>
@@ -28,7 +30,7 @@ void LinearImpl::bind_members() {
 }
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
-  return at::linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+  return attnpack::linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
 }
 
 void LinearImpl::pretty_print(std::ostream& stream) const {

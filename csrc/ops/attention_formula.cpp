@@ -46,8 +46,10 @@ Tensor masked_scores(const Tensor& query, const Tensor& key, ATTNPACK_ATTENTION_
   const auto accumulation = accumulation_type(query.scalar_type());
   const Tensor keys = expand_heads(key, query.size(1), head_map).to(accumulation);
   const double factor = scale ? *scale : query.size(3) > 0 ? 1.0 / std::sqrt(static_cast<double>(query.size(3))) : 1.0;
-  Tensor scores = query.to(accumulation).matmul(finite_part(keys).transpose(-2, -1)) * factor;
+  const Tensor queries = query.to(accumulation);
+  Tensor scores = finite_part(queries).matmul(finite_part(keys).transpose(-2, -1)) * factor;
   scores = scores.masked_fill(keys.isfinite().all(-1).logical_not().unsqueeze(-2), std::nan(""));
+  scores = scores.masked_fill(queries.isfinite().all(-1).logical_not().unsqueeze(-1), std::nan(""));
   if (stage == "scaled") return scores;
   if (softcap > 0) scores = softcap * (scores / softcap).tanh();
   if (stage == "capped") return scores;

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import cpp
 from .attention_module import ContextAttention
+from .linear import Linear
 from .norm import RMSNorm
 from .rope import RotaryEmbedding
 
@@ -66,7 +67,7 @@ class SelfAttention(ContextAttention):
         self.rope = None
         self._make_cpp("meta")
         for name in ("q_proj", "k_proj", "v_proj"):
-            setattr(self, name, nn.Linear(embed_dim, self.head_dim, bias=bias, device=device, dtype=dtype))
+            setattr(self, name, Linear(embed_dim, self.head_dim, bias=bias, device=device, dtype=dtype))
 
 
 class GroupedQueryAttention(ContextAttention):
@@ -147,10 +148,10 @@ class GroupedQueryAttention(ContextAttention):
 
         factory = {"device": device, "dtype": dtype}
         width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(embed_dim, width, bias=bias, **factory)
-        self.k_proj = nn.Linear(self.kdim, kv_width, bias=bias, **factory)
-        self.v_proj = nn.Linear(self.vdim, kv_width, bias=bias, **factory)
-        self.o_proj = nn.Linear(width, embed_dim, bias=bias if out_bias is None else out_bias, **factory)
+        self.q_proj = Linear(embed_dim, width, bias=bias, **factory)
+        self.k_proj = Linear(self.kdim, kv_width, bias=bias, **factory)
+        self.v_proj = Linear(self.vdim, kv_width, bias=bias, **factory)
+        self.o_proj = Linear(width, embed_dim, bias=bias if out_bias is None else out_bias, **factory)
         self.q_norm = RMSNorm(self.head_dim, **factory) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, **factory) if qk_norm else None
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import cpp
@@ -16,6 +15,7 @@ from .attention import GroupedQueryAttention
 from .blocks import DecoderBlock
 from .cache import ModelCache
 from .feed_forward import FeedForward
+from .linear import Linear, linear
 from .native import NativeModule
 from .rope import RotaryEmbedding
 from .stacks import Decoder
@@ -102,7 +102,7 @@ class CausalLM(NativeModule):
 
         embedding = nn.Embedding(vocab_size, embed_dim, **factory)
         self.model = Decoder([block() for _ in range(num_layers)], eps=eps, embed_tokens=embedding)
-        self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=False, **factory)
+        self.lm_head = None if tie_embeddings else Linear(embed_dim, vocab_size, bias=False, **factory)
         self._kinds = self._kinds_of_children()
         self.register_load_state_dict_pre_hook(_drop_tied_head)
 
@@ -163,7 +163,7 @@ class CausalLM(NativeModule):
                 "ids.unsqueeze(0)"
             )
         hidden = self.model(ids, cache=cache, mask=mask, positions=positions, kv_lens=lengths)
-        return F.linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
+        return linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
 
     def generate(
         self,

@@ -5,12 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .linear import Linear
+
 
 def check_input(name: str, tensor: Tensor, width: int, projection: nn.Module | None) -> None:
     """Raises unless `tensor` is [B, L, width] in the dtype and on the device of a plain linear `projection`."""
     if tensor.dim() != 3 or tensor.size(-1) != width:
         raise ValueError(f"attnpack: {name}: got shape {list(tensor.shape)}, want [batch, length, {width}]")
-    if type(projection) is not nn.Linear:
+    if type(projection) not in (nn.Linear, Linear):
         return
     weight = projection.weight
     if tensor.device != weight.device:

@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from .linear import Linear
+
 # The leaves that a C++ twin has too; a class derived from one of them may compute something else.
-_PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList)
+_PLAIN = (Linear, nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList)
 
 
 class NativeModule(nn.Module):

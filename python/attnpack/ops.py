@@ -207,6 +207,20 @@ def rope_table(positions: Tensor, inv_freq: Sequence[float], factor: float = 1.0
     return _C.rope_table(positions, inv_freq, factor)
 
 
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input weight^T + bias, as torch's linear; up to 16 rows of input without gradients stream the weight once.
+
+    Args:
+        input: [..., in], weight: [out, in], bias: [out].
+
+    Returns:
+        [..., out], accumulated in fp32 and rounded once.
+    """
+    if _is_compiling():
+        return torch.ops.attnpack.linear(input, weight, bias)
+    return _C.linear(input, weight, bias)
+
+
 def attend(
     query: Tensor,
     key: Tensor,

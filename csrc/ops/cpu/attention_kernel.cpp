@@ -1,35 +1,12 @@
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
-
-#include <atomic>
 
 #include <attnpack/ops/cpu/attention_params.h>
 #include <attnpack/ops/cpu/isa.h>
-#include <attnpack/ops/cpu/scratch.h>
+#include <attnpack/ops/cpu/parallel.h>
 
 namespace attnpack {
 namespace {
-
-// Below this many multiply-adds a call stays on its thread.
-constexpr double kSerialWork = 1 << 17;
-
-// Hands out units 0 .. count - 1, one at a time, to the threads; each has its own scratch. A unit's result does not
-// depend on who computes it.
-template <class F>
-void for_each_unit(int64_t count, double work, size_t scratch_bytes, F&& unit) {
-  std::atomic<int64_t> next{0};
-  const auto worker = [&](int64_t, int64_t) {
-    const Scratch<0> scratch(scratch_bytes);
-    if (scratch_bytes >= sizeof(int64_t)) *static_cast<int64_t*>(scratch.data()) = 0;
-    for (int64_t i = next++; i < count; i = next++) unit(i, scratch.data());
-  };
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
-  if (threads <= 1 || work < kSerialWork)
-    worker(0, 1);
-  else
-    at::parallel_for(0, threads, 1, worker);
-}
 
 struct Tiling {
   int64_t kv_heads, rows, tiles;  // (batch, kv head) pairs; most rows of one; tiles of rows of one
@@ -54,7 +31,7 @@ void with_row_tile(const AttentionParams& p, const Tiling& t, int64_t index, F&&
 }
 
 void run_prefill(const AttentionParams& p, const Tiling& t) {
-  const auto& kernels = attention_kernels();
+  const auto& kernels = kernels_in_use();
   for_each_unit(t.kv_heads * t.tiles, t.work, kernels.prefill_scratch(p), [&](int64_t index, void* scratch) {
     with_row_tile(p, t, index,
                   [&](int64_t b, int64_t kv_head, Range rows) { kernels.prefill(p, b, kv_head, rows, scratch); });
@@ -63,7 +40,7 @@ void run_prefill(const AttentionParams& p, const Tiling& t) {
 
 // One tile of rows a kv head, or fewer: its keys are cut into ranges, whose results are joined at the end.
 void run_ranges(const AttentionParams& p, const Tiling& t) {
-  const auto& kernels = attention_kernels();
+  const auto& kernels = kernels_in_use();
   const bool streaming = t.rows <= kDecodeRows;
   const auto run = streaming ? kernels.decode : kernels.prefill_range;
   const size_t scratch_bytes = streaming ? kernels.decode_scratch(p) : kernels.prefill_scratch(p);
@@ -103,6 +80,14 @@ AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tens
   return {out, lse};
 }
 
+// The sum of all elements, [1]. at::sum splits a sum to one number over the threads, and rounds by their number.
+Tensor sum_in_order(const Tensor& x) {
+  const Tensor terms = x.to(at::kDouble).contiguous();
+  double sum = 0;
+  for (int64_t i = 0; i < terms.numel(); ++i) sum += terms.const_data_ptr<double>()[i];
+  return at::full({1}, sum, x.options());
+}
+
 AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
                                           const Tensor& query, const Tensor& key, const Tensor& value,
                                           const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
@@ -133,7 +118,7 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::opt
     grad_scores = at::zeros({p.batch, p.num_heads, p.q_len, p.kv_len}, query.options().dtype(accumulation));
     bp.grad_scores = grad_scores.mutable_data_ptr();
   }
-  const auto& kernels = attention_kernels();
+  const auto& kernels = kernels_in_use();
   const Tiling t = tile_rows(p);
   const int64_t blocks = (p.kv_len + kBackwardKeys - 1) / kBackwardKeys;
   const int64_t key_units = t.kv_heads * blocks;
@@ -150,13 +135,17 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::opt
                   }
                 });
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
-  if (mask_gradient) grad_mask = grad_scores.sum_to_size(mask->sizes()).to(mask->scalar_type());
+  if (mask_gradient)
+    grad_mask =
+        (mask->numel() == 1 ? sum_in_order(grad_scores).view(mask->sizes()) : grad_scores.sum_to_size(mask->sizes()))
+            .to(mask->scalar_type());
   if (sinks_gradient) {
     // The sink's probability exp(sink - lse) takes part in nothing but the denominator: its score gets -P_sink * D.
     const Tensor probability = (sinks->to(accumulation).view({-1, 1}) - lse)
                                    .exp()
                                    .masked_fill(lse == -std::numeric_limits<double>::infinity(), 0);
-    grad_sinks = probability.mul(delta).sum({0, 2}).neg().to(sinks->scalar_type());
+    const Tensor terms = probability.mul(delta).neg();
+    grad_sinks = (p.num_heads == 1 ? sum_in_order(terms) : terms.sum({0, 2})).to(sinks->scalar_type());
   }
   return {grad_query, grad_key, grad_value, grad_mask, grad_sinks};
 }

@@ -10,12 +10,12 @@ namespace {
 struct Isa {
   const char* name;
   bool present;
-  AttentionKernels kernels;
+  Kernels kernels;
 };
 
-#define ATTNPACK_KERNELS(isa)                                                                         \
-  {isa::prefill_scratch, isa::prefill,          isa::prefill_range, isa::decode_scratch, isa::decode, \
-   isa::merge,           isa::backward_scratch, isa::backward_keys, isa::backward_rows}
+#define ATTNPACK_KERNELS(isa)                                                                                       \
+  {isa::prefill_scratch,  isa::prefill,       isa::prefill_range, isa::decode_scratch, isa::decode,     isa::merge, \
+   isa::backward_scratch, isa::backward_keys, isa::backward_rows, isa::linear_scratch, isa::linear_rows}
 
 // From the plainest to the widest.
 const Isa kIsas[] = {
@@ -51,6 +51,6 @@ const Isa& chosen() {
 }  // namespace
 
 const char* isa_name() { return chosen().name; }
-const AttentionKernels& attention_kernels() { return chosen().kernels; }
+const Kernels& kernels_in_use() { return chosen().kernels; }
 
 }  // namespace attnpack

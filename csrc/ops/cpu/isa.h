@@ -7,6 +7,6 @@ namespace attnpack {
 // The instruction set in use: "baseline", "avx2" or "avx512"; the widest that the CPU has, or what the environment
 // variable ATTNPACK_ISA asks for.
 const char* isa_name();
-const AttentionKernels& attention_kernels();
+const Kernels& kernels_in_use();
 
 }  // namespace attnpack

@@ -10,7 +10,7 @@ namespace attnpack {
 
 // Rows of a kv head: all (query, member of the group) pairs that share it, row = query * group_size + member, so that
 // keys and values are read once a group and neighbouring rows see almost the same keys.
-struct AttentionKernels {
+struct Kernels {
   // Forward, many rows: a tile of rows against all keys. scratch: prefill_scratch bytes, zeroed flags at its start.
   size_t (*prefill_scratch)(const AttentionParams&);
   void (*prefill)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, void* scratch);
@@ -29,6 +29,10 @@ struct AttentionKernels {
   size_t (*backward_scratch)(const AttentionParams&);
   void (*backward_keys)(const AttentionBackwardParams&, int64_t b, int64_t kv_head, Range keys, void* scratch);
   void (*backward_rows)(const AttentionBackwardParams&, int64_t b, int64_t kv_head, Range rows, void* scratch);
+
+  // A range of outputs of a linear layer for few rows.
+  size_t (*linear_scratch)(const LinearParams&);
+  void (*linear_rows)(const LinearParams&, Range outputs, void* scratch);
 };
 
 // How work is cut, from one sequence's shapes alone.
@@ -49,6 +53,8 @@ constexpr int64_t kPackedKeys = 8192;   // keys of a head that stay packed in sc
   size_t backward_scratch(const AttentionParams&);                                    \
   void backward_keys(const AttentionBackwardParams&, int64_t, int64_t, Range, void*); \
   void backward_rows(const AttentionBackwardParams&, int64_t, int64_t, Range, void*); \
+  size_t linear_scratch(const LinearParams&);                                         \
+  void linear_rows(const LinearParams&, Range, void*);                                \
   }
 ATTNPACK_DECLARE_ISA(baseline)
 #if defined(__x86_64__)

@@ -1,0 +1,17 @@
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+namespace attnpack {
+namespace {
+
+// Under autocast torch's linear, which knows what to cast.
+at::Tensor linear_autocast(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  return at::linear(input, weight, bias);
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, AutocastCPU, m) { m.impl("linear", attnpack::linear_autocast); }
+TORCH_LIBRARY_IMPL(attnpack, AutocastCUDA, m) { m.impl("linear", attnpack::linear_autocast); }

@@ -1,0 +1,15 @@
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+namespace attnpack {
+namespace {
+
+at::Tensor linear_meta(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  return at::linear(input, weight, bias);
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, Meta, m) { m.impl("linear", attnpack::linear_meta); }
+TORCH_LIBRARY_IMPL(attnpack, CUDA, m) { m.impl("linear", attnpack::linear_meta); }
