@@ -6,6 +6,7 @@ user would start it, where its torch is, and hands that folder to setup.py in AT
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,9 +31,17 @@ def find_torch() -> str:
     sys.exit(NO_TORCH)
 
 
+def has_cmake() -> bool:
+    """Whether the PATH holds a cmake that is new enough for CMakeLists.txt."""
+    if shutil.which("cmake") is None:
+        return False
+    said = subprocess.run(["cmake", "--version"], text=True, stdout=subprocess.PIPE).stdout
+    return tuple(map(int, re.search(r"(\d+)\.(\d+)", said).groups())) >= (3, 22)
+
+
 def get_requires_for_build_wheel(config_settings=None):
     find_torch()  # says so now, before anything is downloaded or compiled
-    tools = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
+    tools = ([] if has_cmake() else ["cmake"]) + ([] if shutil.which("ninja") else ["ninja"])
     return build_meta.get_requires_for_build_wheel(config_settings) + tools
 
 

@@ -3,6 +3,8 @@
 
 TORCH=torch==2.13.0  # the tested version; a torch >= 2.11 that is there already is used as it is
 
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
 say() { printf '\n== %s\n' "$*"; }
 stop() {
   printf 'attnpack: %s\n' "$*" >&2
@@ -80,7 +82,7 @@ need_torch() {
 
 need_build_tools() {
   local tools=("setuptools>=77")
-  command -v cmake >/dev/null || tools+=(cmake)
+  echo 'cmake_minimum_required(VERSION 3.22)' | cmake -P /dev/stdin 2>/dev/null || tools+=(cmake)
   command -v ninja >/dev/null || tools+=(ninja)
   python -m pip install -q "${tools[@]}"
 }
