@@ -82,9 +82,13 @@ need_torch() {
 
 need_build_tools() {
   local tools=("setuptools>=77")
-  echo 'cmake_minimum_required(VERSION 3.22)' | cmake -P /dev/stdin 2>/dev/null || tools+=(cmake)
+  has_cmake || tools+=(cmake)
   command -v ninja >/dev/null || tools+=(ninja)
   python -m pip install -q "${tools[@]}"
+}
+
+has_cmake() {
+  [[ "$(cmake --version 2>/dev/null)" =~ ([0-9]+)\.([0-9]+) ]] && ((BASH_REMATCH[1] > 3 || BASH_REMATCH[2] >= 22))
 }
 
 # The C++ tests' framework, a system package.
@@ -95,7 +99,7 @@ need_catch2() {
     apt-get update -qq </dev/null || true
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq catch2 </dev/null >/dev/null || true
   fi
-  has_catch2 || stop "the C++ tests need Catch2 (version 2 or 3): install it (Debian, Ubuntu: sudo apt-get install catch2)."
+  has_catch2 || stop "the C++ tests need Catch2, version 2 or 3; on Debian and Ubuntu: sudo apt-get install catch2."
 }
 
 has_catch2() {
