@@ -6,7 +6,7 @@ from attnpack import attention, attention_scores, reference
 from op_cases import DTYPES, INF, NAN, draw, make_inputs, run
 
 POISON = [NAN, INF, -INF]
-LENGTHS = {"decode": (3, 70), "split decode": (2, 1100), "prefill": (60, 300), "square": (130, 130)}
+LENGTHS = {"decode": (3, 70), "split decode": (3, 1100), "prefill": (60, 300), "square": (130, 130)}
 
 
 def excluded_keys(rule, inputs):
