@@ -1,0 +1,53 @@
+"""The code is as the formatters want it (.clang-format, ruff in pyproject.toml) and as DESIGN's layers allow."""
+
+import re
+import sysconfig
+from pathlib import Path
+
+import pytest
+from processes import ROOT, run
+
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+CPP = [
+    file
+    for folder in ("csrc", "tests/cpp", "examples/cpp")
+    for file in (ROOT / folder).rglob("*")
+    if file.suffix in (".h", ".cpp", ".cu")
+]
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["format", "--check"]], ids=" ".join)
+def test_python(arguments):
+    checked = run(SCRIPTS / "ruff", *arguments, "--no-cache", ROOT)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_cpp():
+    checked = run(SCRIPTS / "clang-format", "--dry-run", "--Werror", *CPP)
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize(
+    "header, allowed",
+    [
+        (r"pybind11/|torch/extension\.h|torch/python\.h|torch/csrc/utils/pybind\.h", "bindings"),
+        (r"torch/(?:nn|all|torch)\.h|torch/nn/", "modules|bindings|io|convert|attnpack.h"),
+    ],
+    ids=["pybind11", "torch.nn"],
+)
+def test_layers(header, allowed):
+    """pybind11 stays in bindings; torch's modules stay above the operators."""
+    files = [file for file in CPP if file.is_relative_to(ROOT / "csrc")]
+    users = [
+        str(file.relative_to(ROOT / "csrc"))
+        for file in files
+        if re.search(rf"#include [<\"](?:{header})", file.read_text())
+    ]
+    assert users, "the pattern finds nothing at all"
+    assert [user for user in users if not re.match(allowed, user)] == []
+
+
+def test_no_build_for_this_machine_alone():
+    """-march=native in what is installed would crash on another CPU."""
+    files = [ROOT / "CMakeLists.txt", ROOT / "setup.py", *(ROOT / "cmake").iterdir()]
+    assert [file.name for file in files if "march=native" in file.read_text()] == []
