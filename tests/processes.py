@@ -36,3 +36,15 @@ def fake_torch(folder: Path, version: str) -> Path:
     for name in ("torch", "torch_cpu", "c10"):
         (folder / f"lib/lib{name}.so").touch()
     return folder
+
+
+def without_python(folder: Path) -> dict[str, str]:
+    """An environment whose PATH holds every program that ours has, but no Python; `folder` is filled with links."""
+    folder.mkdir()
+    for directory in map(Path, os.environ["PATH"].split(os.pathsep)):
+        for program in directory.iterdir() if directory.is_dir() else ():
+            if "python" not in program.name and not (folder / program.name).is_symlink():
+                (folder / program.name).symlink_to(program)
+    environment = {"PATH": str(folder)}
+    assert run("sh", "-c", "command -v python3 || command -v python", env=environment).returncode != 0
+    return environment

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import setuptools
 from attnpack._load import build_record
-from processes import ROOT, TORCH_DIR, fake_torch, run
+from processes import ROOT, TORCH_DIR, fake_torch, run, without_python
 
 NEEDS = "attnpack: Linux x86-64 (ARM compiles), Python >= 3.11, torch >= 2.11"
 
 
-def configure(build: Path, *arguments: str):
-    return run("cmake", "-S", ROOT, "-B", build, "-DCMAKE_BUILD_TYPE=Release", *arguments)
+def configure(build: Path, *arguments: str, **options):
+    return run("cmake", "-S", ROOT, "-B", build, *arguments, **options)
 
 
 def on(system: str, processor: str) -> list[str]:
@@ -60,6 +60,14 @@ def test_names_pybind11_and_catch2(tmp_path):
     assert configured.returncode == 0, configured.text
     assert f"pybind11 {build_record()['pybind11']}: torch's bundled headers" in configured.text
     assert re.search(r"Catch2 [23]\.\d+\.\d+: /", configured.text)
+
+
+def test_needs_no_python_for_cpp_alone(tmp_path):
+    """That it also builds and passes its tests that way takes minutes: test_packaging.py, test_cpp_without_python."""
+    arguments = ["-DATTNPACK_PYTHON=OFF", f"-DATTNPACK_TORCH_DIR={TORCH_DIR}"]
+    configured = configure(tmp_path / "b", *arguments, env=without_python(tmp_path / "bin"))
+    assert configured.returncode == 0, configured.text
+    assert "pybind11" not in configured.text and "Python" not in configured.text
 
 
 def hide_packages(folder: Path) -> dict[str, str]:
