@@ -1,5 +1,7 @@
 """Bitwise the same result for any thread count, batch size and batch position, with or without gradients and lse."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from attnpack import apply_rope, attention
@@ -118,6 +120,14 @@ def test_dropout_does_not_depend_on_threads():
             results.append(run(lambda *x, **k: attention(*x, dropout_p=0.3, **k), inputs))
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
+
+
+def test_many_python_threads_at_once():
+    inputs = make_inputs(lengths=(40, 300), mask="own")
+    expected = run(attention, inputs)
+    with ThreadPoolExecutor(8) as pool:
+        for results in pool.map(lambda _: run(attention, inputs), range(64)):
+            assert_same(results, expected)
 
 
 def test_rope_does_not_depend_on_threads():
