@@ -20,8 +20,9 @@ if(NOT TARGET attnpack::torch)
     INTERFACE_INCLUDE_DIRECTORIES
       "${ATTNPACK_TORCH_DIR}/include;${ATTNPACK_TORCH_DIR}/include/torch/csrc/api/include"
     INTERFACE_LINK_LIBRARIES "attnpack::torch_lib;attnpack::torch_cpu_lib;attnpack::c10_lib"
-    # libtorch's own dependencies (CUDA's, for one) are the loader's business, not the linker's.
-    INTERFACE_LINK_OPTIONS "LINKER:--allow-shlib-undefined")
+    # libtorch.so has no symbols of its own but brings CUDA's libraries along: keep it where as-needed is the default.
+    # What those libraries need in turn is the loader's business, not the linker's.
+    INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed;LINKER:--allow-shlib-undefined")
   if(EXISTS "${ATTNPACK_TORCH_DIR}/lib/libtorch_python.so")
     add_library(attnpack::torch_python SHARED IMPORTED)
     set_target_properties(attnpack::torch_python PROPERTIES
