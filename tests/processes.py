@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[1]
 TORCH_DIR = Path(torch.__file__).parent
 
 
-def run(*command, **options) -> subprocess.CompletedProcess:
+def run(*command, timeout: float = 600, **options) -> subprocess.CompletedProcess:
     """The finished process, with `.text`: both streams, line breaks (CMake's, inside a message) made spaces."""
-    process = subprocess.run(list(map(str, command)), text=True, capture_output=True, timeout=600, **options)
+    process = subprocess.run(list(map(str, command)), text=True, capture_output=True, timeout=timeout, **options)
     process.text = re.sub(r"\s+", " ", process.stdout + process.stderr)
     return process
 

@@ -86,6 +86,7 @@ def test_find_package_refuses_another_torch(wheel, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2400)
 def test_cpp_without_python(tmp_path):
     """-DATTNPACK_PYTHON=OFF builds, passes ctest and installs with no Python on the PATH."""
     environment = without_python(tmp_path / "bin")
@@ -100,7 +101,7 @@ def test_cpp_without_python(tmp_path):
         ("cmake", "--build", tmp_path / "hello"),
         (tmp_path / "hello/hello_attention",),
     ):
-        process = run(*command, env=environment)
+        process = run(*command, env=environment, timeout=1800)
         assert process.returncode == 0, process.text
 
 
