@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from . import ops
-from .cache import KVCache
+from .cache import KVCache, check_kind
 from .checks import check_context, check_input, reject_keywords
 from .native import NativeModule
 from .rope import RotaryEmbedding
@@ -38,6 +38,7 @@ class NativeAttention(NativeModule):
         kv_lens: Tensor | None,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        check_kind(cache, KVCache, type(self).__name__)
         room = None if cache is None else cache.reserve(key, value)
         result = ops.attend(
             query,

@@ -321,6 +321,14 @@ def _longest(lengths: Tensor) -> int:
     return int(lengths.max()) if lengths.numel() else 0
 
 
+def check_kind(cache: object, wanted: type, where: str) -> None:
+    """Raises TypeError unless cache is None or of the kind that `where` takes."""
+    if cache is None or isinstance(cache, wanted):
+        return
+    fix = "a DynamicCache or StaticCache, one a layer" if wanted is KVCache else "a ModelCache, the list of its layers'"
+    raise TypeError(f"attnpack: cache is a {type(cache).__name__}, {where} wants {fix}")
+
+
 def _check_crop(n: int) -> None:
     if n < 0:
         raise ValueError(f"attnpack: n: got {n}, want how many positions to keep, 0 or more")

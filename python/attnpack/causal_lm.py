@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import cpp
 from .attention import GroupedQueryAttention
 from .blocks import DecoderBlock
-from .cache import ModelCache
+from .cache import ModelCache, check_kind
 from .feed_forward import FeedForward
 from .linear import Linear, linear
 from .native import NativeModule
@@ -198,6 +198,8 @@ class CausalLM(NativeModule):
             ValueError: an argument does not fit. TypeError: C++ cannot run this model, see `cpp()`.
         """
         with contextlib.ExitStack() as stack:
+            if not isinstance(cache, str):
+                check_kind(cache, ModelCache, "generate")
             native_cache = stack.enter_context(cache.lent()) if isinstance(cache, ModelCache) else cache
             return self.cpp().generate(
                 ids,

@@ -38,6 +38,10 @@ class RotaryEmbedding(NativeModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if scaling and not {"rope_type", "type"} & scaling.keys():
+            raise ValueError(
+                f"attnpack: scaling: got {scaling} without rope_type, want one, as in {{'rope_type': 'linear'}}"
+            )
         self.dim = dim
         self.base = base
         self.max_positions = max_positions

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import cpp
-from .cache import ModelCache
+from .cache import ModelCache, check_kind
 from .native import NativeModule
 from .norm import make_norm
 
@@ -103,6 +103,7 @@ class Decoder(_Stack):
 
         A call that raises leaves the cache as it was (in eager mode).
         """
+        check_kind(cache, ModelCache, type(self).__name__)
         if cache is not None and len(cache.layers) != len(self.layers):
             raise ValueError(
                 f"attnpack: cache: got one of {len(cache.layers)} layers, want {len(self.layers)} as the model has"
