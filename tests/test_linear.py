@@ -86,3 +86,8 @@ def test_decoding_uses_it_in_cpp_too():
     with torch.no_grad(), torch.profiler.profile() as profile:
         module.forward(torch.randn(1, 1, 16))
     assert "attnpack::linear" in {event.key for event in profile.key_averages()}
+
+
+def test_a_bias_that_does_not_fit_raises_as_in_torch():
+    with pytest.raises(RuntimeError):
+        ops.linear(torch.randn(1, 8), torch.randn(300, 8), torch.randn(2))

@@ -16,9 +16,9 @@ constexpr int64_t kOutputs = 256;  // of a unit
 bool fits(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const auto dtype = input.scalar_type();
   return (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && weight.scalar_type() == dtype &&
-         (!bias || (bias->scalar_type() == dtype && bias->dim() == 1)) && input.dim() >= 1 && weight.dim() == 2 &&
-         weight.stride(1) == 1 && input.size(-1) == weight.size(1) && weight.size(1) > 0 && input.numel() > 0 &&
-         input.numel() / weight.size(1) <= kFewRows;
+         (!bias || (bias->scalar_type() == dtype && bias->dim() == 1 && bias->size(0) == weight.size(0))) &&
+         input.dim() >= 1 && weight.dim() == 2 && weight.stride(1) == 1 && input.size(-1) == weight.size(1) &&
+         weight.size(1) > 0 && input.numel() > 0 && input.numel() / weight.size(1) <= kFewRows;
 }
 
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
