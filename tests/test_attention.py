@@ -78,6 +78,17 @@ def test_dtypes_of_out_and_lse(dtype):
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+@pytest.mark.parametrize("size", [1.0, 2.0**-22], ids=["normal", "subnormal"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 4), (50, 4)], ids=["decode", "prefill"])
+def test_out_is_rounded_to_nearest_even(lengths, dtype, size):
+    """The mean of four values of one size is exact in fp32 and often halfway between two low numbers."""
+    value = ((1 + torch.rand(1, 1, 4, 500, generator=torch.Generator().manual_seed(0))) * size).to(dtype)
+    q, k = torch.zeros(1, 1, lengths[0], 8, dtype=dtype), torch.zeros(1, 1, 4, 8, dtype=dtype)
+    expected = value.float().mean(2, True).to(dtype)
+    assert torch.equal(attention(q, k, value), expected.expand(-1, -1, lengths[0], -1))
+
+
 # ---- heads ---------------------------------------------------------------------------
 
 
