@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 namespace attnpack {
@@ -12,13 +11,6 @@ struct HeadGroups {
   std::vector<int64_t> start;  // [num_kv_heads + 1]
   std::vector<int64_t> heads;  // [num_heads]
 };
-
-// kv head of each query head; without a map consecutive heads share one: h / (num_heads / num_kv_heads).
-inline std::vector<int64_t> default_head_map(int64_t num_heads, int64_t num_kv_heads) {
-  std::vector<int64_t> map(num_heads);
-  for (int64_t h = 0; h < num_heads; ++h) map[h] = h * num_kv_heads / num_heads;
-  return map;
-}
 
 inline HeadGroups group_heads(const std::vector<int64_t>& map, int64_t num_kv_heads) {
   HeadGroups groups{std::vector<int64_t>(num_kv_heads + 1, 0), std::vector<int64_t>(map.size())};

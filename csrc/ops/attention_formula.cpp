@@ -21,7 +21,7 @@ Tensor expand_heads(const Tensor& x, int64_t num_heads, at::OptionalIntArrayRef 
   return x.unsqueeze(2).expand_symint({-1, -1, num_heads / x.size(1), -1, -1}).flatten(1, 2);
 }
 
-// Zero where x is not finite, and whether a row of x has such an element: an excluded key must not come in as 0 * NaN.
+// x with zeros where it is not finite: an excluded key must not come in as 0 * NaN.
 Tensor finite_part(const Tensor& x) { return x.masked_fill(x.isfinite().logical_not(), 0); }
 
 // Which keys query i of sequence b may attend by causality, window and kv_lens: broadcasts to [B, 1, Lq, Lkv].
