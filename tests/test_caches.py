@@ -233,6 +233,25 @@ def test_failed_call_leaves_the_cache_as_it_was(layer, kind, filled):
         assert torch.equal(layer(x, cache=cache), layer(x, cache=before))
 
 
+@pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
+@pytest.mark.parametrize("filled", [False, True])
+def test_failure_behind_the_append_takes_it_back(layer, kind, filled):
+    x, cache = torch.randn(2, 3, 24), caches()[kind]
+    if filled:
+        layer(x, cache=cache)
+    broken = layer.o_proj.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        layer(x, cache=cache)
+    broken.remove()
+    assert len(cache) == 3 * filled and cache.lengths.tolist() in ([3 * filled] * 2, [])
+    twin = layer.cpp()
+    layer.o_proj.weight.data = torch.randn(24, 7)  # fits no heads; the twin shares it
+    native = [attnpack.cpp.DynamicCache(), attnpack.cpp.StaticCache(2, 2, 16, 6)][kind]
+    with pytest.raises(RuntimeError, match="shape|size"):
+        twin.forward(x, cache=native)
+    assert len(native) == 0 and not native.lengths.any()
+
+
 def test_model_cache_takes_all_layers_back():
     torch.manual_seed(0)
     model = attnpack.CausalLM(32, 24, 3, 4, 2, hidden_dim=32).eval()

@@ -73,11 +73,15 @@ def test_a_cache_of_ones_own_is_filled_and_continued(model, kind):
     assert torch.equal(torch.cat([first, more[:, 1:]], 1), greedy(model, IDS, 7))
 
 
-def test_a_full_cache_is_left_usable(model):
-    cache = attnpack.ModelCache([attnpack.StaticCache(2, 2, 7, 6) for _ in range(2)])
-    with pytest.raises(ValueError, match="cache"):
-        model.generate(IDS, max_new_tokens=9, cache=cache)
-    assert [layer.lengths.tolist() for layer in cache] == [[7, 7]] * 2
+def test_a_short_cache_is_refused_before_anything_is_written(model):
+    need = IDS.size(1) + 4  # the last new token is not appended
+    short, long = (
+        attnpack.ModelCache([attnpack.StaticCache(2, 2, room, 6) for _ in range(2)]) for room in (need - 1, need)
+    )
+    with pytest.raises(ValueError, match=f"cache: got room for {need - 1} positions, want {need}.*longer"):
+        model.generate(IDS, max_new_tokens=5, cache=short)
+    assert [layer.lengths.tolist() for layer in short] == [[0, 0]] * 2
+    assert torch.equal(model.generate(IDS, max_new_tokens=5, cache=long), model.generate(IDS, max_new_tokens=5))
 
 
 def test_stop_tokens_end_rows_and_the_loop(model):
@@ -195,6 +199,18 @@ def test_changed_models_are_not_run_as_if_unchanged(model):
     changed.model.layers = changed.model.layers[:1]
     with pytest.raises(TypeError, match="other layers"):
         changed.generate(IDS, max_new_tokens=2)
+    for part, name, value in [
+        ("0.self_attn", "scale", 3.0),
+        ("1.input_layernorm", "eps", 0.5),
+        ("0", "pre_norm", False),
+    ]:
+        changed = copy.deepcopy(model)
+        setattr(changed.layers.get_submodule(part), name, value)
+        with pytest.raises(TypeError, match="other layers or settings"):
+            changed.generate(IDS, max_new_tokens=2)
+    changed = copy.deepcopy(model)
+    changed.layers[0].note = "a user's own attribute is no setting"
+    assert torch.equal(changed.generate(IDS, max_new_tokens=2), model.generate(IDS, max_new_tokens=2))
 
 
 def test_tied_head_is_one_tensor():

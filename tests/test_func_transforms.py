@@ -2,12 +2,13 @@
 
 import warnings
 
+import attnpack
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from attnpack import apply_rope, attention, reference
 from op_cases import INF, NAN, draw, make_inputs
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.testing import assert_close
 
 FEATURES = {
@@ -104,6 +105,19 @@ def test_vmap(in_dims):
         got = vmap(one, in_dims)(*tensors)
     each = [one(*(x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True))) for i in range(3)]
     assert_close(got, tuple(torch.stack(parts) for parts in zip(*each, strict=True)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_over_modules_and_models():
+    torch.manual_seed(0)
+    layers = [attnpack.MultiHeadAttention(16, 4, causal=True, rope=attnpack.RotaryEmbedding(4)) for _ in range(3)]
+    x = torch.randn(3, 2, 5, 16)
+    assert_close(vmap(layers[0])(x), torch.stack([layers[0](one) for one in x]))
+    weights = vmap(lambda one: layers[0](one, need_weights=True)[1])(x)
+    assert_close(weights, torch.stack([layers[0](one, need_weights=True)[1] for one in x]))
+    stacked, _ = stack_module_state(layers)
+    got = vmap(lambda state: functional_call(layers[0], (state,), (x[0],)))(stacked)
+    assert_close(got, torch.stack([layer(x[0]) for layer in layers]))
 
 
 def test_per_sample_gradients():

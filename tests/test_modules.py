@@ -260,6 +260,26 @@ def test_compiles_whole_and_settles(case):
     assert graphs[0] == 1 and graphs[2] == graphs[1] <= 2
 
 
+def test_compiled_weights_and_scores_settle_too():
+    module = attnpack.GroupedQueryAttention(EMBED, 4, 2, causal=True, rope=attnpack.RotaryEmbedding(6)).eval()
+
+    def weights(x):
+        return module(x, need_weights=True)[1]
+
+    def scores(x):
+        query, key, _ = module.project(x)
+        return attnpack.attention_scores(query, key, causal=True, softcap=3.0)
+
+    for function in (weights, scores):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="eager")
+        torch._dynamo.utils.counters.clear()
+        for length in (4, 6, 9, 11):
+            x = torch.randn(2, length, EMBED)
+            torch.testing.assert_close(compiled(x), function(x))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
 def test_compiled_with_inductor_trains():
     torch.manual_seed(0)
     module = attnpack.GroupedQueryAttention(EMBED, 4, 2, causal=True, qk_norm=True, rope=attnpack.RotaryEmbedding(6))

@@ -140,6 +140,25 @@ def test_caches_of_both_languages_agree():
                     assert torch.equal(ours.v[b, :, :length], theirs.v[b, :, :length])
 
 
+def test_settings_changed_later_reach_the_twin():
+    torch.manual_seed(0)
+    attention = attnpack.MultiHeadAttention(EMBED, 4, causal=True, rope=attnpack.RotaryEmbedding(6))
+    block = attnpack.DecoderBlock(attention, attnpack.FeedForward(EMBED, 32))
+    x = torch.randn(2, 5, EMBED)
+    before = block(x)
+    attention.scale, attention.rope.interleaved, block.pre_norm = 0.1, True, False
+    block.input_layernorm.eps = 0.5
+    with pytest.raises(TypeError, match="norms: got .*side by side"):
+        block.cpp()
+    block.post_attention_layernorm.eps = 0.5
+    assert torch.equal(block(x), block.cpp().forward(x)) and not torch.equal(block(x), before)
+    attention.causal = False
+    assert torch.equal(attention(x), attention.cpp().forward(x))
+    attention.rope.inv_freq = (1.0, 0.5, 0.1)
+    with pytest.raises(TypeError, match="inv_freq"):
+        block.cpp()
+
+
 def test_repr_shows_the_children():
     text = repr(attnpack.cpp.GroupedQueryAttention(EMBED, 4, 2, qk_norm=True))
     assert "GroupedQueryAttention" in text and "q_proj" in text and "RMSNorm(6" in text

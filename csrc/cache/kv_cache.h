@@ -25,6 +25,8 @@ class KVCache {
 
   // Most positions seen by any sequence.
   virtual int64_t len() const = 0;
+  // Most positions that it can hold; none where it grows.
+  virtual std::optional<int64_t> capacity() const { return std::nullopt; }
   // Bytes of keys and values.
   virtual int64_t nbytes() const = 0;
   virtual void reset() = 0;
@@ -55,6 +57,9 @@ class KVCache {
 
 // Raises unless key and value have the shape (but for the length), dtype and device of the cache.
 void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tensor& value);
+
+// index [B] on the device of lengths, once it names sequences of which there are lengths; with same_batch as many.
+at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch);
 
 // Zeros [batch, heads, capacity, head_dim]; normal tensors also under inference_mode, so that a cache made there can be
 // written anywhere.

@@ -34,6 +34,7 @@ class StaticCache : public KVCache {
   // Of all max_len positions: what is allocated.
   int64_t nbytes() const override;
   int64_t max_len() const { return tensors_.key.size(2); }
+  std::optional<int64_t> capacity() const override { return max_len(); }
   void reset() override { tensors_.lengths.zero_(); }
   void crop(int64_t n) override;
   // In place; the batch keeps its size.

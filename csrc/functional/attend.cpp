@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
@@ -140,7 +141,8 @@ Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& va
 std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, const Tensor& key, const Tensor& value,
                                                          ATTNPACK_ATTEND_PARAMS) {
   Layer layer = prepare(query, key, value, ATTNPACK_ATTEND_ARGS);
-  if (cache_key && !mask && layer.kv_lens->numel() > 0) {  // as many columns as the longest sequence has keys
+  // As many columns as the longest sequence has keys; all that there is room for where tracing knows no values.
+  if (cache_key && !mask && !at::isTensorSubclassLike(*layer.kv_lens) && layer.kv_lens->numel() > 0) {
     const int64_t longest = layer.kv_lens->max().item<int64_t>();
     layer.key = layer.key.narrow(2, 0, longest);
     layer.value = layer.value.narrow(2, 0, longest);
@@ -197,4 +199,10 @@ std::tuple<Tensor, Tensor> rotate(const Tensor& query, const Tensor& key, const 
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("attend" ATTNPACK_ATTEND_SCHEMA " -> Tensor", &attnpack::attend_composite);
   m.def("attend_with_weights" ATTNPACK_ATTEND_SCHEMA " -> (Tensor, Tensor)", &attnpack::attend_with_weights_composite);
+}
+
+// The schema names the cache's tensors as written, for which vmap has no rule; without a cache nothing is.
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) {
+  m.impl("attend", &attnpack::attend_composite);
+  m.impl("attend_with_weights", &attnpack::attend_with_weights_composite);
 }

@@ -7,8 +7,24 @@ namespace attnpack {
 
 namespace {
 
-std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tensor& ids, const GenerateOptions& o) {
-  if (o.model_cache()) return o.model_cache();
+// The last new token is not appended: nobody asks for what follows it.
+void check_room(const ModelCache& cache, const at::Tensor& lengths, int64_t max_new_tokens) {
+  if (lengths.numel() == 0) return;
+  for (const auto& layer : cache.layers()) {
+    const auto held = layer->lengths().size(0) == lengths.size(0) ? layer->lengths().to(lengths.device()) : lengths * 0;
+    const auto need = (held + lengths).max().item<int64_t>() + std::max<int64_t>(max_new_tokens - 1, 0);
+    ATTNPACK_CHECK(need <= layer->capacity().value_or(need), "cache: got room for ", *layer->capacity(),
+                   " positions, want ", need, " for what it holds, the prompt and ", max_new_tokens,
+                   " new tokens: make it longer, ask for fewer, or pass cache=\"dynamic\"");
+  }
+}
+
+std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tensor& ids, const at::Tensor& lengths,
+                                       const GenerateOptions& o) {
+  if (o.model_cache()) {
+    if (o.max_new_tokens() > 0) check_room(*o.model_cache(), lengths, o.max_new_tokens());
+    return o.model_cache();
+  }
   if (o.cache() == "dynamic") return model.dynamic_cache();
   if (o.cache() == "static") return model.static_cache(ids.size(0), ids.size(1) + o.max_new_tokens());
   ATTNPACK_CHECK(o.cache() == "none", "cache: got '", o.cache(), "', want 'dynamic', 'static' or 'none'");
@@ -72,7 +88,7 @@ at::Tensor generate(CausalLMImpl& model, const at::Tensor& ids, const GenerateOp
   ATTNPACK_CHECK(options.max_new_tokens() >= 0, "max_new_tokens: got ", options.max_new_tokens(), ", want 0 or more");
   at::NoGradGuard no_grad;
   const auto lengths = check_lengths(ids, options);
-  Stepper stepper(model, make_cache(model, ids, options), ids, lengths, options.lengths().has_value());
+  Stepper stepper(model, make_cache(model, ids, lengths, options), ids, lengths, options.lengths().has_value());
   Sampler sample(options.temperature(), options.top_k(), options.top_p(), options.seed(), ids.device());
   const auto stop_tokens = at::tensor(options.stop_tokens(), ids.options());
   auto stopped = at::zeros({ids.size(0)}, ids.options().dtype(at::kBool));

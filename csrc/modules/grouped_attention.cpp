@@ -67,18 +67,19 @@ AttendOptions GroupedAttentionImpl<Derived, sharing>::settings(const AttentionIn
 template <typename Derived, Sharing sharing>
 at::Tensor GroupedAttentionImpl<Derived, sharing>::forward(const at::Tensor& x, const AttentionInputs& inputs) {
   auto [q, k, v] = heads(x, inputs);
-  return o_proj(with_cache(inputs.cache(), k, v, settings(inputs),
-                           [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return attend(q, k, v, o); }));
+  return with_cache(inputs.cache(), k, v, settings(inputs),
+                    [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return o_proj(attend(q, k, v, o)); });
 }
 
 template <typename Derived, Sharing sharing>
 std::tuple<at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::forward_with_weights(
     const at::Tensor& x, const AttentionInputs& inputs) {
   auto [q, k, v] = heads(x, inputs);
-  auto [out, weights] =
-      with_cache(inputs.cache(), k, v, settings(inputs),
-                 [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return attend_with_weights(q, k, v, o); });
-  return {o_proj(out), weights};
+  return with_cache(inputs.cache(), k, v, settings(inputs),
+                    [&, &q = q, &k = k, &v = v](const AttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
+                      auto [out, weights] = attend_with_weights(q, k, v, o);
+                      return {o_proj(out), weights};
+                    });
 }
 
 template <typename Derived, Sharing sharing>
@@ -87,6 +88,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sha
   auto [q, k, v] = heads(x, inputs);
   auto [rotated_q, rotated_k] = rotate(q, k, settings(inputs));
   return {rotated_q, rotated_k, v};
+}
+
+template <typename Derived, Sharing sharing>
+void GroupedAttentionImpl<Derived, sharing>::print(std::ostream& stream, const char* name) const {
+  stream << name << "(embed_dim=" << options.embed_dim() << ", num_heads=" << options.num_heads()
+         << ", num_kv_heads=" << options.num_kv_heads() << (options.causal() ? ", causal=true)" : ")");
 }
 
 template class GroupedAttentionImpl<MultiHeadAttentionImpl, Sharing::kNone>;

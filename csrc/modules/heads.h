@@ -19,15 +19,22 @@ inline AttendOptions attend_options(const AttentionInputs& inputs, bool causal) 
       .kv_lens(inputs.kv_lens());
 }
 
-// Runs call with the cache's tensors, with room for key and value, in its options; the cache counts them only where
-// the call succeeds.
+// Runs call with the cache's tensors, with room for key and value, in its options; where call raises, the cache is as it
+// was.
 template <typename Call>
 auto with_cache(const std::shared_ptr<KVCache>& cache, const at::Tensor& key, const at::Tensor& value,
                 AttendOptions options, const Call& call) {
-  if (cache) options.cache(cache->reserve(key, value));
-  auto result = call(options);
-  if (cache) cache->commit(key.size(2), options.kv_lens());
-  return result;
+  if (!cache) return call(options);
+  const auto before = cache->lengths().clone();
+  try {
+    options.cache(cache->reserve(key, value));
+    auto result = call(options);
+    cache->commit(key.size(2), options.kv_lens());
+    return result;
+  } catch (...) {
+    cache->take_back(before);
+    throw;
+  }
 }
 
 }  // namespace attnpack

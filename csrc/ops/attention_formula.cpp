@@ -10,6 +10,9 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+// A size as a number. Tensor::size would fix every size of a traced tensor, and the graph to one length.
+int64_t known_size(const Tensor& x, int64_t dim) { return x.sym_size(dim).guard_int(__FILE__, __LINE__); }
+
 // [B, Hkv, L, D] -> [B, Hq, L, D], the kv head of every query head.
 Tensor expand_heads(const Tensor& x, int64_t num_heads, at::OptionalIntArrayRef head_map) {
   if (head_map) {
@@ -17,8 +20,14 @@ Tensor expand_heads(const Tensor& x, int64_t num_heads, at::OptionalIntArrayRef 
     for (int64_t kv_head : *head_map) heads.push_back(x.select(1, kv_head));
     return heads.empty() ? x.narrow(1, 0, 0) : at::stack(heads, 1);
   }
-  if (x.size(1) == num_heads) return x;
-  return x.unsqueeze(2).expand_symint({-1, -1, num_heads / x.size(1), -1, -1}).flatten(1, 2);
+  if (x.sym_size(1) == num_heads) return x;
+  return x.unsqueeze(2).expand_symint({-1, -1, num_heads / known_size(x, 1), -1, -1}).flatten(1, 2);
+}
+
+// [B, H, M, K] [B, H, K, N] -> [B, H, M, N]; torch's matmul reads plain sizes.
+Tensor product(const Tensor& a, const Tensor& b) {
+  return at::bmm(a.flatten(0, 1), b.flatten(0, 1))
+      .view_symint({a.sym_size(0), a.sym_size(1), a.sym_size(2), b.sym_size(3)});
 }
 
 // x with zeros where it is not finite: an excluded key must not come in as 0 * NaN.
@@ -44,10 +53,10 @@ std::optional<Tensor> allowed_by_range(const Tensor& query, const Tensor& key, b
 
 Tensor masked_scores(const Tensor& query, const Tensor& key, ATTNPACK_ATTENTION_PARAMS, c10::string_view stage) {
   const auto accumulation = accumulation_type(query.scalar_type());
-  const Tensor keys = expand_heads(key, query.size(1), head_map).to(accumulation);
-  const double factor = scale ? *scale : query.size(3) > 0 ? 1.0 / std::sqrt(static_cast<double>(query.size(3))) : 1.0;
+  const Tensor keys = expand_heads(key, known_size(query, 1), head_map).to(accumulation);
+  const double factor = scale ? *scale : known_size(query, 3) > 0 ? 1.0 / std::sqrt(static_cast<double>(known_size(query, 3))) : 1.0;
   const Tensor queries = query.to(accumulation);
-  Tensor scores = finite_part(queries).matmul(finite_part(keys).transpose(-2, -1)) * factor;
+  Tensor scores = product(finite_part(queries), finite_part(keys).transpose(-2, -1)) * factor;
   scores = scores.masked_fill(keys.isfinite().all(-1).logical_not().unsqueeze(-2), std::nan(""));
   scores = scores.masked_fill(queries.isfinite().all(-1).logical_not().unsqueeze(-1), std::nan(""));
   if (stage == "scaled") return scores;
@@ -107,12 +116,12 @@ AttentionResult attention_formula(const Tensor& query, const Tensor& key, const 
   check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
   const Tensor scores = masked_scores(query, key, ATTNPACK_ATTENTION_ARGS, "masked");
   auto [probs, lse] = softmax(scores, sinks);
-  const Tensor values = expand_heads(value, query.size(1), head_map).to(scores.scalar_type());
+  const Tensor values = expand_heads(value, known_size(query, 1), head_map).to(scores.scalar_type());
   const Tensor broken = values.isfinite().logical_not().to(scores.scalar_type());
   if (dropout_p > 0) probs = probs * at::empty_like(probs).bernoulli_(1 - dropout_p).div(1 - dropout_p);
-  Tensor out = probs.matmul(finite_part(values));
+  Tensor out = product(probs, finite_part(values));
   // What is not finite reaches exactly the rows that attend it.
-  const Tensor touched = (scores != -kInfinity).to(scores.scalar_type()).matmul(broken) > 0;
+  const Tensor touched = product((scores != -kInfinity).to(scores.scalar_type()), broken) > 0;
   out = out.masked_fill(touched, std::nan(""));
   return {out.to(query.scalar_type()).transpose(1, 2).contiguous().transpose(1, 2), lse};
 }

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from . import ops
-from .cache import KVCache, check_kind
+from .cache import KVCache, check_kind, unchanged_on_error
 from .checks import check_context, check_input, reject_keywords
 from .native import NativeModule
 from .rope import RotaryEmbedding
@@ -26,8 +26,6 @@ class NativeAttention(NativeModule):
     scale: float | None = None
     head_map: tuple[int, ...] | None = None
     rope: RotaryEmbedding | None
-    _config: dict[str, Any]  # arguments of the twin, without rope and device
-    _cpp_class: type
 
     def _attend(
         self,
@@ -65,10 +63,10 @@ class NativeAttention(NativeModule):
 
     def _make_cpp(self, device: str | None) -> Any:
         rope = {} if self.rope is None else {"rope": self.rope.cpp()}
-        return self._cpp_class(**self._config, **rope, device=device)
+        return self._cpp_class(**self._live_config(), **rope, device=device)
 
     def extra_repr(self) -> str:
-        shown = {name: value for name, value in self._config.items() if value not in (None, False, 0.0)}
+        shown = {name: value for name, value in self._live_config().items() if value not in (None, False, 0.0)}
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
@@ -119,22 +117,23 @@ class ContextAttention(NativeAttention):
         reject_keywords(unknown)
         check_context(x, context, value_context, cache)
         query, key, value = self._heads(x, context, value_context)
-        result = self._attend(
-            query,
-            key,
-            value,
-            cache,
-            kv_lens,
-            positions=positions,
-            cross=context is not None,
-            mask=mask,
-            causal=(self.causal and context is None) if causal is None else causal,
-            need_weights=need_weights,
-        )
-        if not need_weights:
-            return self._output(result)
-        out, weights = result
-        return self._output(out), weights
+        with unchanged_on_error(cache):
+            result = self._attend(
+                query,
+                key,
+                value,
+                cache,
+                kv_lens,
+                positions=positions,
+                cross=context is not None,
+                mask=mask,
+                causal=(self.causal and context is None) if causal is None else causal,
+                need_weights=need_weights,
+            )
+            if not need_weights:
+                return self._output(result)
+            out, weights = result
+            return self._output(out), weights
 
     def project(
         self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import cpp
 from .cache import KVCache
 from .native import NativeModule
-from .norm import make_norm
+from .norm import make_norm, norm_settings
 
 
 class _Block(NativeModule):
@@ -27,7 +27,6 @@ class _Block(NativeModule):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self._config = {"norm": norm, "pre_norm": pre_norm, "eps": eps}
         self.pre_norm = pre_norm
         self.embed_dim = attention.embed_dim
         self.self_attn = attention
@@ -40,6 +39,10 @@ class _Block(NativeModule):
         if cross_attention is not None:
             self.cross_attn = cross_attention
             self.cross_attention_layernorm = make_norm(norm, self.embed_dim, eps, *factory)
+
+    def _live_config(self) -> dict[str, Any]:
+        norms = [self.input_layernorm, self.post_attention_layernorm, getattr(self, "cross_attention_layernorm", None)]
+        return {"pre_norm": self.pre_norm, **norm_settings(norm for norm in norms if norm is not None)}
 
     def _residual(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
         return x + layer(norm(x)) if self.pre_norm else norm(x + layer(x))
@@ -96,7 +99,7 @@ class EncoderBlock(_Block):
         return self._residual(x, self.post_attention_layernorm, self.mlp)
 
     def _make_cpp(self, device: str | None) -> Any:
-        return cpp.EncoderBlock(self.self_attn.cpp(), self.mlp.cpp(), **self._config)
+        return cpp.EncoderBlock(self.self_attn.cpp(), self.mlp.cpp(), **self._live_config())
 
 
 class DecoderBlock(_Block):
@@ -167,4 +170,4 @@ class DecoderBlock(_Block):
 
     def _make_cpp(self, device: str | None) -> Any:
         cross = self.cross_attn.cpp() if self.has_cross_attention else None
-        return cpp.DecoderBlock(self.self_attn.cpp(), self.mlp.cpp(), cross_attention=cross, **self._config)
+        return cpp.DecoderBlock(self.self_attn.cpp(), self.mlp.cpp(), cross_attention=cross, **self._live_config())

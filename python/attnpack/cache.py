@@ -7,7 +7,7 @@ raises, the cache is as it was. B batch, Hkv kv heads, D head dim, Dv head dim o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -59,6 +59,16 @@ class KVCache:
     def take_back(self, lengths: Tensor) -> None:
         """Forgets what was appended since `lengths` was copied."""
         self.lengths.copy_(lengths)
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Takes the cache back to where it was, should the body raise."""
+        before = self.lengths.clone()
+        try:
+            yield
+        except BaseException:
+            self.take_back(before)
+            raise
 
     def clone(self) -> KVCache:
         """A deep copy."""
@@ -327,6 +337,12 @@ def check_kind(cache: object, wanted: type, where: str) -> None:
         return
     fix = "a DynamicCache or StaticCache, one a layer" if wanted is KVCache else "a ModelCache, the list of its layers'"
     raise TypeError(f"attnpack: cache is a {type(cache).__name__}, {where} wants {fix}")
+
+
+def unchanged_on_error(cache: KVCache | ModelCache | None) -> AbstractContextManager[None]:
+    """Around a forward: should it raise, the cache is as it was. A compiled graph has no way back, and none is made."""
+    caches = isinstance(cache, KVCache | ModelCache) and not torch.compiler.is_compiling()
+    return cache.all_or_none() if caches else nullcontext()
 
 
 def _check_crop(n: int) -> None:

@@ -37,6 +37,8 @@ class CausalLM(NativeModule):
         bias: on q, k and v; out_bias: on o_proj, default as bias; mlp_bias: in the feed-forwards.
     """
 
+    _cpp_class = cpp.CausalLM
+
     def __init__(
         self,
         vocab_size: int,
@@ -103,7 +105,7 @@ class CausalLM(NativeModule):
         embedding = nn.Embedding(vocab_size, embed_dim, **factory)
         self.model = Decoder([block() for _ in range(num_layers)], eps=eps, embed_tokens=embedding)
         self.lm_head = None if tie_embeddings else Linear(embed_dim, vocab_size, bias=False, **factory)
-        self._kinds = self._kinds_of_children()
+        self._made_with = _parts(self)
         self.register_load_state_dict_pre_hook(_drop_tied_head)
 
     @classmethod
@@ -215,20 +217,28 @@ class CausalLM(NativeModule):
             )
 
     def cpp(self) -> cpp.CausalLM:
-        if self._kinds_of_children() != self._kinds:
+        if not _same_parts(self._made_with, _parts(self)):
             raise TypeError(
-                "attnpack: CausalLM has other layers than it was made with, and its C++ twin is made from the same "
-                "arguments. Build the model with the arguments that give these layers, or call the Python module"
+                "attnpack: CausalLM has other layers or settings than it was made with, and its C++ twin is made from "
+                "the same arguments. Build the model with the arguments that give these, or call the Python module"
             )
         return super().cpp()
 
-    def _kinds_of_children(self) -> list[tuple]:
-        """Type and arguments of attnpack's own modules below this one."""
-        own = [child for child in self.modules() if isinstance(child, NativeModule)]
-        return [(type(child).__name__, getattr(child, "_config", None)) for child in own]
 
-    def _make_cpp(self, device: str | None) -> Any:
-        return cpp.CausalLM(**self._config, device=device)
+def _parts(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """Type and plain attributes (causal, scale, eps ...) of attnpack's own modules in the model."""
+    own = (child for child in model.modules() if isinstance(child, NativeModule))
+    return [
+        (type(child).__name__, {k: v for k, v in vars(child).items() if not k.startswith("_") and k != "training"})
+        for child in own
+    ]
+
+
+def _same_parts(before: list[tuple[str, dict[str, Any]]], now: list[tuple[str, dict[str, Any]]]) -> bool:
+    """Attributes that came since are nobody's setting."""
+    return [kind for kind, _ in before] == [kind for kind, _ in now] and all(
+        was.items() <= settings.items() for (_, was), (_, settings) in zip(before, now, strict=True)
+    )
 
 
 def _drop_tied_head(model: CausalLM, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +20,8 @@ class FeedForward(NativeModule):
         bias: on all of them.
     """
 
+    _cpp_class = cpp.FeedForward
+
     def __init__(
         self,
         embed_dim: int,
@@ -33,6 +33,7 @@ class FeedForward(NativeModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._config = {"embed_dim": embed_dim, "hidden_dim": hidden_dim, "activation": activation, "bias": bias}
         self.embed_dim = embed_dim
         self.hidden_dim = hidden_dim
         self.activation = activation
@@ -48,8 +49,3 @@ class FeedForward(NativeModule):
         if self.activation == "swiglu":
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return self.down_proj(F.gelu(self.up_proj(x)))
-
-    def _make_cpp(self, device: str | None) -> Any:
-        return cpp.FeedForward(
-            self.embed_dim, self.hidden_dim, activation=self.activation, bias=self.bias, device=device
-        )

@@ -18,9 +18,16 @@ class NativeModule(nn.Module):
     The twin's constructor is the judge of the arguments, so that both languages complain in the same words.
     """
 
+    _cpp_class: type
+    _config: dict[str, Any]  # the twin's arguments as they were given, without modules and device
+
+    def _live_config(self) -> dict[str, Any]:
+        """The twin's arguments, with what was changed since: `module.scale = 2` is the twin's scale too."""
+        return {name: self.__dict__.get(name, given) for name, given in self._config.items()}
+
     def _make_cpp(self, device: str | None) -> Any:
         """The twin with parameters of its own; called on "meta", where they cost nothing."""
-        raise NotImplementedError
+        return self._cpp_class(**self._live_config(), device=device)
 
     def cpp(self) -> Any:
         """The C++ module on this module's storage: shared parameters and gradients, no Python in its forward.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from .native import NativeModule
 class RMSNorm(NativeModule):
     """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich 2019); weight [dim] starts at 1."""
 
+    _cpp_class = cpp.RMSNorm
+
     def __init__(
         self,
         dim: int,
@@ -24,6 +27,7 @@ class RMSNorm(NativeModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._config = {"dim": dim, "eps": eps}
         self.dim = dim
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
@@ -35,9 +39,6 @@ class RMSNorm(NativeModule):
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps:g}"
 
-    def _make_cpp(self, device: str | None) -> Any:
-        return cpp.RMSNorm(self.dim, eps=self.eps, device=device)
-
 
 def make_norm(kind: str, dim: int, eps: float, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
     """RMSNorm for "rms", torch's LayerNorm for "layer"."""
@@ -46,3 +47,14 @@ def make_norm(kind: str, dim: int, eps: float, device: torch.device | None, dtyp
     if kind == "layer":
         return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
     raise ValueError(f"attnpack: norm: got {kind!r}, want 'rms' or 'layer'")
+
+
+def norm_settings(norms: Iterable[nn.Module]) -> dict[str, Any]:
+    """Kind and eps that all of them have, as C++ blocks and stacks take them."""
+    found = {("layer" if isinstance(norm, nn.LayerNorm) else "rms", norm.eps) for norm in norms}
+    if len(found) > 1:
+        raise TypeError(
+            f"attnpack: norms: got {sorted(found)} side by side, C++ wants one kind and eps for all of them"
+        )
+    ((kind, eps),) = found
+    return {"norm": kind, "eps": eps}

@@ -26,6 +26,8 @@ class RotaryEmbedding(NativeModule):
     `device` and `dtype` are taken for uniformity and have no effect.
     """
 
+    _cpp_class = cpp.RotaryEmbedding
+
     def __init__(
         self,
         dim: int,
@@ -42,6 +44,13 @@ class RotaryEmbedding(NativeModule):
             raise ValueError(
                 f"attnpack: scaling: got {scaling} without rope_type, want one, as in {{'rope_type': 'linear'}}"
             )
+        self._config = {
+            "dim": dim,
+            "base": base,
+            "max_positions": max_positions,
+            "scaling": scaling,
+            "interleaved": interleaved,
+        }
         self.dim = dim
         self.base = base
         self.max_positions = max_positions
@@ -69,11 +78,11 @@ class RotaryEmbedding(NativeModule):
         scaling = f", scaling={self.scaling}" if self.scaling else ""
         return f"{self.dim}, base={self.base:g}{scaling}" + (", interleaved=True" if self.interleaved else "")
 
-    def _make_cpp(self, device: str | None) -> Any:
-        return cpp.RotaryEmbedding(
-            self.dim,
-            base=self.base,
-            max_positions=self.max_positions,
-            scaling=self.scaling,
-            interleaved=self.interleaved,
-        )
+    def cpp(self) -> cpp.RotaryEmbedding:
+        twin = super().cpp()
+        if (tuple(twin.inv_freq), twin.factor) != (self.inv_freq, self.factor):
+            raise TypeError(
+                "attnpack: RotaryEmbedding's inv_freq or factor are not those of its base and scaling, which C++ makes "
+                "its own from. Build a new one, or call the Python module"
+            )
+        return twin

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from . import cpp
-from .cache import ModelCache, check_kind
+from .cache import ModelCache, check_kind, unchanged_on_error
 from .native import NativeModule
-from .norm import make_norm
+from .norm import make_norm, norm_settings
 
 
 class _Stack(NativeModule):
     """Blocks of one kind and what stands around them; children embed_tokens, layers, norm, as in a Llama model."""
-
-    _cpp_class: type
 
     def __init__(
         self,
@@ -33,7 +31,6 @@ class _Stack(NativeModule):
         layers = list(layers)
         if not layers:
             raise ValueError("attnpack: layers: got none, want at least one block")
-        self._config = {"norm": norm, "eps": eps}
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         beside = layers[0].input_layernorm.weight
@@ -46,12 +43,15 @@ class _Stack(NativeModule):
     def _finish(self, x: Tensor) -> Tensor:
         return x if self.norm is None else self.norm(x)
 
+    def _live_config(self) -> dict[str, Any]:
+        return {"norm": None} if self.norm is None else norm_settings([self.norm])
+
     def _make_cpp(self, device: str | None) -> Any:
         embedding = None
         if self.embed_tokens is not None:
             embedding = cpp.Embedding(*self.embed_tokens.weight.shape, device=device)
         layers = [layer.cpp() for layer in self.layers]
-        return self._cpp_class(layers, embed_tokens=embedding, **self._config)
+        return self._cpp_class(layers, embed_tokens=embedding, **self._live_config())
 
 
 class Encoder(_Stack):
@@ -115,16 +115,11 @@ class Decoder(_Stack):
             "context_mask": context_mask,
             "context_lens": context_lens,
         }
-        if cache is None or torch.compiler.is_compiling():
-            return self._run(x, context, cache, inputs)
-        with cache.all_or_none():
-            return self._run(x, context, cache, inputs)
-
-    def _run(self, x: Tensor, context: Tensor | None, cache: ModelCache | None, inputs: dict[str, Any]) -> Tensor:
-        h = self._embed(x)
-        for i, layer in enumerate(self.layers):
-            h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs)
-        return self._finish(h)
+        with unchanged_on_error(cache):
+            h = self._embed(x)
+            for i, layer in enumerate(self.layers):
+                h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs)
+            return self._finish(h)
 
 
 class EncoderDecoder(NativeModule):
