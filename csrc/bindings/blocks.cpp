@@ -8,6 +8,26 @@ namespace {
 
 using ModulePtr = std::shared_ptr<torch::nn::Module>;
 
+// A part of a block, named where it is something else.
+template <typename Interface>
+Part<Interface> as_part(const char* name, const py::object& module, const char* wanted) {
+  if (module.is_none()) return nullptr;
+  if (py::isinstance<torch::nn::Module>(module)) {
+    const auto ptr = module.cast<ModulePtr>();
+    if (dynamic_cast<Interface*>(ptr.get())) return ptr;
+  }
+  TORCH_CHECK_TYPE(false, "attnpack: ", name, " is ", shown(module), ", wants ", wanted,
+                   ": one of attnpack.cpp, which .cpp() of a Python module gives");
+}
+
+Part<AttentionModule> as_attention(const char* name, const py::object& module) {
+  return as_part<AttentionModule>(name, module, "an attention module");
+}
+
+Part<TokenModule> as_feed_forward(const py::object& module) {
+  return as_part<TokenModule>("feed_forward", module, "a module such as FeedForward");
+}
+
 // forward of an encoder block or stack.
 template <typename Impl, typename Class>
 void bind_encoder_forward(Class& cls) {
@@ -66,9 +86,11 @@ py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_stack(py::module
 void register_blocks(py::module_& m) {
   auto encoder_block = bind_module<EncoderBlockImpl>(m, "EncoderBlock", "Self-attention without a mask, feed-forward.");
   encoder_block.def(
-      py::init([](const ModulePtr& attention, const ModulePtr& feed_forward, const std::string& norm, bool pre_norm,
+      py::init([](const py::object& attention, const py::object& feed_forward, const std::string& norm, bool pre_norm,
                   double eps) {
-        return EncoderBlockImpl(EncoderBlockOptions(attention, feed_forward).norm(norm).pre_norm(pre_norm).eps(eps));
+        const auto self_attention = as_attention("attention", attention);  // first, as it is named first
+        return EncoderBlockImpl(
+            EncoderBlockOptions(self_attention, as_feed_forward(feed_forward)).norm(norm).pre_norm(pre_norm).eps(eps));
       }),
       py::arg("attention"), py::arg("feed_forward"), py::kw_only(), py::arg("norm") = "rms", py::arg("pre_norm") = true,
       py::arg("eps") = 1e-6);
@@ -76,12 +98,13 @@ void register_blocks(py::module_& m) {
 
   auto block =
       bind_module<DecoderBlockImpl>(m, "DecoderBlock", "Causal self-attention, cross-attention, feed-forward.");
-  block.def(py::init([](const ModulePtr& attention, const ModulePtr& feed_forward, const std::string& norm,
-                        bool pre_norm, const ModulePtr& cross_attention, double eps) {
-              return DecoderBlockImpl(DecoderBlockOptions(attention, feed_forward)
+  block.def(py::init([](const py::object& attention, const py::object& feed_forward, const std::string& norm,
+                        bool pre_norm, const py::object& cross_attention, double eps) {
+              const auto self_attention = as_attention("attention", attention);
+              return DecoderBlockImpl(DecoderBlockOptions(self_attention, as_feed_forward(feed_forward))
                                           .norm(norm)
                                           .pre_norm(pre_norm)
-                                          .cross_attention(cross_attention)
+                                          .cross_attention(as_attention("cross_attention", cross_attention))
                                           .eps(eps));
             }),
             py::arg("attention"), py::arg("feed_forward"), py::kw_only(), py::arg("norm") = "rms",

@@ -1,6 +1,7 @@
 #include <attnpack/bindings/common.h>
 #include <attnpack/bindings/register.h>
 #include <attnpack/bindings/rope_scaling.h>
+#include <attnpack/modules/checks.h>
 #include <attnpack/modules/generate.h>
 
 namespace attnpack {
@@ -10,14 +11,23 @@ namespace {
 using ModelCachePtr = std::shared_ptr<ModelCache>;
 
 at::Tensor generate_py(CausalLMImpl& self, const at::Tensor& ids, int64_t max_new_tokens, const py::object& cache,
-                       const OptionalTensor& lengths, const std::vector<int64_t>& stop_tokens,
+                       const OptionalTensor& lengths, const std::variant<std::vector<int64_t>, int64_t>& stop_tokens,
                        std::optional<double> temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
                        std::optional<uint64_t> seed, const py::object& callback) {
+  if (lengths && ids.dim() == 2) {
+    check_lengths("lengths", lengths, ids);
+    check_length_values("lengths", *lengths, 1, ids.size(1));
+  }
   GenerateOptions options(max_new_tokens);
-  options.lengths(lengths).stop_tokens(stop_tokens).temperature(temperature).top_k(top_k).top_p(top_p).seed(seed);
+  const auto* one = std::get_if<int64_t>(&stop_tokens);
+  options.stop_tokens(one ? std::vector<int64_t>{*one} : std::get<0>(stop_tokens));
+  options.lengths(lengths).temperature(temperature).top_k(top_k).top_p(top_p).seed(seed);
   if (py::isinstance<py::str>(cache)) {
     options.cache(cache.cast<std::string>());
   } else {
+    TORCH_CHECK_TYPE(py::isinstance<ModelCache>(cache), "attnpack: cache is ", shown(cache),
+                     ", generate wants 'dynamic', 'static', 'none' (everything is computed anew for each token) or a "
+                     "ModelCache");
     options.model_cache(cache.cast<ModelCachePtr>());
   }
   // Each step takes the GIL once: for Ctrl-C, and for the callback, which goes on unless it returns False.

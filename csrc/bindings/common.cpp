@@ -18,6 +18,14 @@ Factory make_factory(const py::object& device, const py::object& dtype) {
   return factory;
 }
 
+std::string shown(const py::object& argument) {
+  const auto type = py::type::of(argument).attr("__name__").cast<std::string>();
+  const auto text = py::repr(argument).cast<std::string>();
+  return text.size() > 60 || text.find('\n') != std::string::npos
+             ? (std::string("AEIOUaeiou").find(type[0]) == std::string::npos ? "a " : "an ") + type
+             : text + " (" + type + ")";
+}
+
 Factory parse_to(const py::args& args, const py::kwargs& kwargs) {
   Factory target;
   const auto read = [&](const py::object& value) {

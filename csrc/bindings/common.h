@@ -18,6 +18,9 @@ Factory make_factory(const py::object& device, const py::object& dtype);
 // The arguments of module.to(...): a dtype, a device or its name, in any order.
 Factory parse_to(const py::args& args, const py::kwargs& kwargs);
 
+// A wrong argument as a sentence shows it: `'yes' (str)`, or a module's or tensor's type alone, whose text is long.
+std::string shown(const py::object& argument);
+
 template <typename Impl>
 std::string describe(const Impl& module) {
   return c10::str(static_cast<const torch::nn::Module&>(module));

@@ -46,6 +46,8 @@ class AttentionModule {
   virtual std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
                                                                  const AttentionInputs& inputs = {}) = 0;
   virtual int64_t embed_dim() const = 0;
+  // Width of what forward gives.
+  virtual int64_t out_dim() const { return embed_dim(); }
   virtual const Factory& factory() const = 0;
 };
 

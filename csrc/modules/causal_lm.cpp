@@ -47,6 +47,7 @@ void CausalLMImpl::reset() {
 }
 
 at::Tensor CausalLMImpl::hidden(const at::Tensor& ids, const CausalLMInputs& inputs) {
+  check_lengths("lengths", inputs.lengths(), ids);
   return model->forward(ids, DecoderInputs()
                                  .cache(inputs.cache())
                                  .mask(inputs.mask())

@@ -67,6 +67,38 @@ void check_inputs(const at::Tensor& x, const AttentionInputs& inputs) {
                  "value_context: got a tensor without context; give context, where the keys come from, too");
   ATTNPACK_CHECK(!inputs.context() || !inputs.cache(),
                  "cache: got one together with context; a cache holds self-attention's keys, leave it out");
+  ATTNPACK_CHECK(!inputs.value_context() || inputs.value_context()->size(1) == inputs.context()->size(1),
+                 "value_context: got length ", inputs.value_context()->size(1), ", want ", inputs.context()->size(1),
+                 " as context has: each of its keys needs one value");
+  check_positions(inputs.positions(), x);
+}
+
+void check_positions(const std::optional<at::Tensor>& positions, const at::Tensor& x) {
+  if (!positions) return;
+  const auto& p = *positions;
+  const auto length = x.size(1);
+  const bool flat = p.dim() == 1 && p.size(0) == length;
+  const bool by_sequence = p.dim() == 2 && (p.size(0) == x.size(0) || p.size(0) == 1) && p.size(1) == length;
+  ATTNPACK_CHECK(p.scalar_type() == at::kLong && (flat || by_sequence), "positions has shape ", p.sizes(),
+                 " and dtype ", p.scalar_type(), ", wants int64 [length] or [batch, length] with length ", length,
+                 ": one number for each new token");
+}
+
+void check_lengths(const char* name, const std::optional<at::Tensor>& lengths, const at::Tensor& x) {
+  if (!lengths || x.dim() == 0) return;
+  ATTNPACK_CHECK(lengths->scalar_type() == at::kLong || lengths->scalar_type() == at::kInt, name, " has dtype ",
+                 lengths->scalar_type(), ", wants int32 or int64: call .long() on it");
+  ATTNPACK_CHECK(lengths->dim() == 1 && lengths->size(0) == x.size(0), name, " has shape ", lengths->sizes(),
+                 ", wants [batch] = [", x.size(0), "]: the valid tokens of each sequence");
+}
+
+void check_length_values(const char* name, const at::Tensor& lengths, int64_t low, int64_t high) {
+  const auto read = lengths.to(at::kCPU, at::kLong).contiguous();
+  const auto* length = read.const_data_ptr<int64_t>();
+  for (int64_t b = 0; b < read.numel(); ++b) {
+    ATTNPACK_CHECK(length[b] >= low && length[b] <= high, name, "[", b, "] is ", length[b], ", wants ", low, " to ",
+                   high, ": the valid tokens of that row");
+  }
 }
 
 }  // namespace attnpack

@@ -27,7 +27,16 @@ void check_heads(int64_t num_heads, int64_t num_kv_heads, const std::optional<st
 // input is [B, L, width] in the dtype and on the device of weight.
 void check_input(const char* name, const at::Tensor& input, int64_t width, const at::Tensor& weight);
 
-// Context and cache exclude each other, value_context needs a context, and batches agree.
+// Context and cache exclude each other, value_context needs a context of its length, and batches agree.
 void check_inputs(const at::Tensor& x, const AttentionInputs& inputs);
+
+// positions, where given, are int64 [L] or [B, L] for x [B, L, E]: also where there is no RoPE to read them.
+void check_positions(const std::optional<at::Tensor>& positions, const at::Tensor& x);
+
+// lengths, where given, are int32 or int64, one for each sequence of x [B, ...].
+void check_lengths(const char* name, const std::optional<at::Tensor>& lengths, const at::Tensor& x);
+
+// Every one of lengths is low to high; reads them, so that a call waits for the device.
+void check_length_values(const char* name, const at::Tensor& lengths, int64_t low, int64_t high);
 
 }  // namespace attnpack

@@ -2,6 +2,8 @@
 
 #include <torch/nn/init.h>
 
+#include <attnpack/core/check.h>
+
 namespace attnpack {
 
 EmbeddingImpl::EmbeddingImpl(EmbeddingOptions options) : options(std::move(options)) { reset(); }
@@ -9,14 +11,24 @@ EmbeddingImpl::EmbeddingImpl(EmbeddingOptions options) : options(std::move(optio
 void EmbeddingImpl::reset() {
   register_parameter("weight", allocate({options.vocab_size(), options.embed_dim()}, weight, options.factory()));
   bind_members();
-  torch::nn::init::normal_(weight);
+  // On meta it draws nothing, and torch's Python side for it imports Dynamo, which is slow.
+  if (!weight.is_meta()) torch::nn::init::normal_(weight);
 }
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
-  TORCH_CHECK(ids.dim() == 2 && (ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt), "ids: got ",
-              ids.scalar_type(), " of shape ", ids.sizes(),
-              ", want int64 token numbers [B, L]; for one sequence pass ids.unsqueeze(0)");
-  return at::embedding(weight, ids);
+  ATTNPACK_CHECK(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt, "ids has dtype ", ids.scalar_type(),
+                 ", wants int64 token numbers: call .long() on it");
+  ATTNPACK_CHECK(ids.dim() == 2, "ids: got shape ", ids.sizes(),
+                 ", want token numbers [B, L]; for one sequence pass ids.unsqueeze(0)");
+  try {
+    return at::embedding(weight, ids);
+  } catch (const c10::IndexError&) {  // found while reading: no check of our own, for which CUDA would have to wait
+    const auto vocab_size = weight.size(0);
+    const auto outside = ids.masked_select((ids < 0).logical_or(ids >= vocab_size));
+    ATTNPACK_CHECK(outside.numel() == 0, "ids holds ", outside[0].item<int64_t>(), ", wants 0 to ", vocab_size - 1,
+                   ", the tokens of vocab_size ", vocab_size, ": use the tokenizer that belongs to the model");
+    throw;
+  }
 }
 
 void EmbeddingImpl::pretty_print(std::ostream& stream) const {

@@ -23,6 +23,7 @@ class FeedForwardImpl : public torch::nn::Cloneable<FeedForwardImpl>, public Tok
   explicit FeedForwardImpl(FeedForwardOptions options) : options(std::move(options)) { reset(); }
 
   at::Tensor forward(const at::Tensor& x) override;
+  std::optional<int64_t> embed_dim() const override { return options.embed_dim(); }
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::FeedForward"; }

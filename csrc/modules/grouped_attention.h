@@ -76,6 +76,9 @@ class GroupedAttentionImpl : public torch::nn::Cloneable<Derived>, public Attent
   RotaryEmbedding rope{nullptr};
 
  protected:
+  // The name and the sizes, for pretty_print.
+  void print(std::ostream& stream, const char* name) const;
+
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInputs())})
 
  private:
@@ -93,7 +96,7 @@ class MultiHeadAttentionImpl : public GroupedAttentionImpl<MultiHeadAttentionImp
   using GroupedAttentionImpl::GroupedAttentionImpl;
   MultiHeadAttentionImpl(int64_t embed_dim, int64_t num_heads)
       : GroupedAttentionImpl(MultiHeadAttentionOptions(embed_dim, num_heads)) {}
-  void pretty_print(std::ostream& stream) const override { stream << "attnpack::MultiHeadAttention"; }
+  void pretty_print(std::ostream& stream) const override { print(stream, "attnpack::MultiHeadAttention"); }
 };
 TORCH_MODULE(MultiHeadAttention);
 
@@ -102,7 +105,7 @@ class GroupedQueryAttentionImpl : public GroupedAttentionImpl<GroupedQueryAttent
   using GroupedAttentionImpl::GroupedAttentionImpl;
   GroupedQueryAttentionImpl(int64_t embed_dim, int64_t num_heads, int64_t num_kv_heads)
       : GroupedAttentionImpl(GroupedQueryAttentionOptions(embed_dim, num_heads, num_kv_heads)) {}
-  void pretty_print(std::ostream& stream) const override { stream << "attnpack::GroupedQueryAttention"; }
+  void pretty_print(std::ostream& stream) const override { print(stream, "attnpack::GroupedQueryAttention"); }
 };
 TORCH_MODULE(GroupedQueryAttention);
 
@@ -111,7 +114,7 @@ class MultiQueryAttentionImpl : public GroupedAttentionImpl<MultiQueryAttentionI
   using GroupedAttentionImpl::GroupedAttentionImpl;
   MultiQueryAttentionImpl(int64_t embed_dim, int64_t num_heads)
       : GroupedAttentionImpl(MultiQueryAttentionOptions(embed_dim, num_heads)) {}
-  void pretty_print(std::ostream& stream) const override { stream << "attnpack::MultiQueryAttention"; }
+  void pretty_print(std::ostream& stream) const override { print(stream, "attnpack::MultiQueryAttention"); }
 };
 TORCH_MODULE(MultiQueryAttention);
 

@@ -25,6 +25,7 @@ class RMSNormImpl : public LeafModule<RMSNormImpl>, public TokenModule {
   explicit RMSNormImpl(RMSNormOptions options);
 
   at::Tensor forward(const at::Tensor& x) override;
+  std::optional<int64_t> embed_dim() const override { return options.dim(); }
 
   void reset() override;
   void bind_members() { weight = parameters_["weight"]; }
@@ -42,6 +43,7 @@ class LayerNormImpl : public LeafModule<LayerNormImpl>, public TokenModule {
   explicit LayerNormImpl(LayerNormOptions options);
 
   at::Tensor forward(const at::Tensor& x) override;
+  std::optional<int64_t> embed_dim() const override { return options.dim(); }
 
   void reset() override;
   void bind_members();

@@ -4,6 +4,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace attnpack {
@@ -13,6 +14,8 @@ class TokenModule {
  public:
   virtual ~TokenModule() = default;
   virtual at::Tensor forward(const at::Tensor& x) = 0;  // [..., E] -> [..., E]
+  // E, where the module has one.
+  virtual std::optional<int64_t> embed_dim() const { return std::nullopt; }
 };
 
 // A module handed to a container: holder or shared_ptr, as long as it also is an Interface.
@@ -25,7 +28,7 @@ class Part {
   /* implicit */ Part(const torch::nn::ModuleHolder<Impl>& holder) : Part(holder.ptr()) {}
   /* implicit */ Part(std::shared_ptr<torch::nn::Module> module)
       : module_(std::move(module)), interface_(dynamic_cast<Interface*>(module_.get())) {
-    TORCH_CHECK_TYPE(!module_ || interface_, "got a module of type ", module_->name(),
+    TORCH_CHECK_TYPE(!module_ || interface_, "attnpack: got a module of type ", module_->name(),
                      ", which does not do what its place needs (", c10::demangle(typeid(Interface).name()), ")");
   }
   // One more step than the language converts by itself.

@@ -31,10 +31,14 @@ class SelfAttentionImpl : public torch::nn::Cloneable<SelfAttentionImpl>, public
   std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
                                                          const AttentionInputs& inputs = {}) override;
   int64_t embed_dim() const override { return options.embed_dim(); }
+  int64_t out_dim() const override { return *options.head_dim(); }
   const Factory& factory() const override { return options.factory(); }
 
   void reset() override;
-  void pretty_print(std::ostream& stream) const override { stream << "attnpack::SelfAttention"; }
+  void pretty_print(std::ostream& stream) const override {
+    stream << "attnpack::SelfAttention(embed_dim=" << options.embed_dim() << ", head_dim=" << *options.head_dim()
+           << (options.causal() ? ", causal=true)" : ")");
+  }
 
   SelfAttentionOptions options;
   Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr};

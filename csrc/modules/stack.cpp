@@ -1,6 +1,7 @@
 #include <attnpack/modules/stack.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/modules/checks.h>
 #include <attnpack/modules/norm.h>
 
 namespace attnpack {
@@ -55,6 +56,8 @@ EncoderDecoderImpl::EncoderDecoderImpl(Part<EncoderImpl> encoder, Part<DecoderIm
 
 at::Tensor EncoderDecoderImpl::forward(const at::Tensor& source, const at::Tensor& target,
                                        const EncoderDecoderInputs& inputs) {
+  check_lengths("source_lens", inputs.source_lens(), source);
+  check_lengths("target_lens", inputs.target_lens(), target);
   const auto memory = encoder->forward(source, EncoderInputs().kv_lens(inputs.source_lens()));
   return decoder->forward(
       target,
