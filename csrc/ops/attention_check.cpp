@@ -27,11 +27,16 @@ void check_per_head(const char* name, const std::optional<Tensor>& x, const Tens
                  ": move one of them");
 }
 
+// The dtypes that every kernel reads.
+bool is_element(at::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
 void check_mask(const Tensor& mask, const Tensor& query, const c10::SymInt& kv_len) {
-  ATTNPACK_CHECK(mask.scalar_type() == at::kBool || at::isFloatingType(mask.scalar_type()), "mask has dtype ",
+  ATTNPACK_CHECK(mask.scalar_type() == at::kBool || is_element(mask.scalar_type()), "mask has dtype ",
                  mask.scalar_type(),
-                 ", wants bool (True = may attend) or a float dtype (added to the scores): call "
-                 ".bool() on it, or .float()");
+                 ", wants bool (True = may attend), or float64, float32, bfloat16 or float16 (added to the scores): "
+                 "call .bool() on it, or .float()");
   ATTNPACK_CHECK(mask.device() == query.device(), "mask is on ", mask.device(), ", query on ", query.device(),
                  ": move one of them");
   const std::array<c10::SymInt, 4> full{query.sym_size(0), query.sym_size(1), query.sym_size(2), kv_len};
@@ -47,6 +52,8 @@ void check_mask(const Tensor& mask, const Tensor& query, const c10::SymInt& kv_l
 
 void check_heads(const Tensor& query, const Tensor& key, at::OptionalIntArrayRef head_map) {
   const c10::SymInt num_heads = query.sym_size(1), num_kv_heads = key.sym_size(1);
+  ATTNPACK_CHECK(num_kv_heads > 0 || num_heads == 0, "key has 0 heads, query ", num_heads,
+                 ": pass key and value with at least one head for them to read");
   if (!head_map) {
     ATTNPACK_CHECK(num_kv_heads == 0 ? num_heads == 0 : num_heads % num_kv_heads == 0, "query has ", num_heads,
                    " heads, key ", num_kv_heads, ", and ", num_kv_heads, " does not divide ", num_heads,
@@ -72,8 +79,7 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
   check_rank("key", key);
   check_rank("value", value);
   const auto dtype = query.scalar_type();
-  ATTNPACK_CHECK(dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
-                 "query has dtype ", dtype, ", wants float64, float32, bfloat16 or float16");
+  ATTNPACK_CHECK(is_element(dtype), "query has dtype ", dtype, ", wants float64, float32, bfloat16 or float16");
   const auto check_like_query = [&](const char* name, const Tensor& t) {
     ATTNPACK_CHECK(t.scalar_type() == dtype, name, " has dtype ", t.scalar_type(), ", query ", dtype,
                    ": cast one of them with .to()");

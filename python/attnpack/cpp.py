@@ -5,6 +5,7 @@ Python model use the ``nn.Module`` classes of ``attnpack``, whose ``.cpp()`` giv
 """
 
 from ._load import _C
+from .explain import explained, or_none
 
 Linear = _C.cpp.Linear
 Embedding = _C.cpp.Embedding
@@ -25,6 +26,38 @@ Decoder = _C.cpp.Decoder
 EncoderDecoder = _C.cpp.EncoderDecoder
 CausalLM = _C.cpp.CausalLM
 
+KVCache = _C.cpp.KVCache
 DynamicCache = _C.cpp.DynamicCache
 StaticCache = _C.cpp.StaticCache
 ModelCache = _C.cpp.ModelCache
+
+
+def _are(values: object, kind: type) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
+
+
+def _explain_in_sentences() -> None:
+    """Methods that pybind refuses to call say which argument does not fit."""
+
+    def one_of(kind: type, words: str):
+        return or_none(lambda value: isinstance(value, kind)), words
+
+    rope = one_of(RotaryEmbedding, "a RotaryEmbedding of attnpack.cpp, or None: .cpp() of a Python one gives it")
+    layer = one_of(KVCache, "an attnpack.cpp.DynamicCache() or StaticCache, or None")
+    model = one_of(ModelCache, "an attnpack.cpp.ModelCache(num_layers), or None")
+    parts = {Encoder: EncoderBlock, Decoder: DecoderBlock}
+    for kind in vars(_C.cpp).values():
+        if isinstance(kind, type):
+            part = parts.get(kind, object)
+            special = {
+                "rope": rope,
+                "cache": model if kind in (Decoder, EncoderDecoder, CausalLM) else layer,
+                "layers": (lambda value, part=part: _are(value, part), f"a list of {part.__name__}s of attnpack.cpp"),
+            }
+            for name in vars(kind).keys() & {"__init__", "forward", "project", "crop"}:
+                setattr(kind, name, explained(getattr(kind, name), **special))
+    # Its cache may be a word too, which it judges by itself.
+    CausalLM.generate = explained(CausalLM.generate, cache=(lambda value: True, model[1]))
+
+
+_explain_in_sentences()

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from . import _C
+from .explain import explain, is_tensor, or_none
 
 _is_compiling = torch.compiler.is_compiling
+
+# Arguments that want something else here than under that name elsewhere.
+_POSITIONS = (is_tensor, "an int64 tensor: torch.tensor() makes one of a list")
+_BIAS = (or_none(is_tensor), "a tensor [out], or None")
+_ROPE = (or_none(lambda rope: isinstance(rope, tuple)), "(inv_freq, factor, interleaved), or None")
+_CACHE = (or_none(lambda cache: isinstance(cache, tuple)), "the tensors (key, value, lengths), or None")
 
 
 def attention(
@@ -72,33 +79,8 @@ def attention(
             dropout_p, scale, return_lse,
         )  # fmt: skip
     except TypeError:
-        _explain(locals())
+        explain(locals())
         raise
-
-
-_WANTED = {
-    "query": (Tensor, "a tensor [batch, num_heads, q_len, head_dim]"),
-    "key": (Tensor, "a tensor [batch, num_kv_heads, kv_len, head_dim]"),
-    "value": (Tensor, "a tensor [batch, num_kv_heads, kv_len, v_head_dim]"),
-    "mask": (Tensor | None, "a bool or float tensor that broadcasts to [batch, num_heads, q_len, kv_len], or None"),
-    "kv_lens": (Tensor | None, "an int32 or int64 tensor [batch], or None"),
-    "sinks": (Tensor | None, "a float tensor [num_heads], or None"),
-    "alibi_slopes": (Tensor | None, "a float tensor [num_heads], or None"),
-    "window": (Sequence, "two ints (left, right), -1 for unbounded"),
-    "head_map": (Sequence | None, "a list of num_heads ints, or None: call .tolist() on a tensor"),
-    "softcap": (float | int, "a number, 0 for none"),
-    "dropout_p": (float | int, "a number, 0 <= dropout_p < 1"),
-    "scale": (float | int | None, "a number, or None for 1 / sqrt(head_dim)"),
-    "stage": (str, "'scaled', 'capped', 'masked' or 'probs'"),
-}
-
-
-def _explain(arguments: dict[str, object]) -> None:
-    """Raises a sentence for the argument that pybind could not convert."""
-    for name, (kind, wanted) in _WANTED.items():
-        if name in arguments and not isinstance(arguments[name], kind):
-            got = arguments[name]
-            raise TypeError(f"attnpack: {name} is {got!r} ({type(got).__name__}), wants {wanted}") from None
 
 
 def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
@@ -158,7 +140,7 @@ def attention_scores(
             dropout_p, scale,
         )  # fmt: skip
     except TypeError:
-        _explain(locals())
+        explain(locals())
         raise
 
 
@@ -173,7 +155,11 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     """
     if _is_compiling():
         return torch.ops.attnpack.merge_states(out_a, lse_a, out_b, lse_b)
-    return _C.merge_states(out_a, lse_a, out_b, lse_b)
+    try:
+        return _C.merge_states(out_a, lse_a, out_b, lse_b)
+    except TypeError:
+        explain(locals())
+        raise
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -189,7 +175,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     """
     if _is_compiling():
         return torch.ops.attnpack.apply_rope(x, cos, sin, interleaved)
-    return _C.apply_rope(x, cos, sin, interleaved)
+    try:
+        return _C.apply_rope(x, cos, sin, interleaved)
+    except TypeError:
+        explain(locals())
+        raise
 
 
 def rope_table(positions: Tensor, inv_freq: Sequence[float], factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -204,7 +194,11 @@ def rope_table(positions: Tensor, inv_freq: Sequence[float], factor: float = 1.0
     """
     if _is_compiling():
         return torch.ops.attnpack.rope_table(positions, list(inv_freq), factor)
-    return _C.rope_table(positions, inv_freq, factor)
+    try:
+        return _C.rope_table(positions, inv_freq, factor)
+    except TypeError:
+        explain(locals(), positions=_POSITIONS)
+        raise
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -218,7 +212,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if _is_compiling():
         return torch.ops.attnpack.linear(input, weight, bias)
-    return _C.linear(input, weight, bias)
+    try:
+        return _C.linear(input, weight, bias)
+    except TypeError:
+        explain(locals(), bias=_BIAS)
+        raise
 
 
 def attend(
@@ -256,10 +254,14 @@ def attend(
         out [B, L, Hq * Dv], or (out, probabilities before dropout [B, Hq, L, keys]) with need_weights.
     """
     if not _is_compiling():
-        return _C.attend(
-            query, key, value, rope, positions, cross, cache, mask, causal, kv_lens, window, softcap, sinks,
-            alibi_slopes, head_map, dropout_p, scale, need_weights,
-        )  # fmt: skip
+        try:
+            return _C.attend(
+                query, key, value, rope, positions, cross, cache, mask, causal, kv_lens, window, softcap, sinks,
+                alibi_slopes, head_map, dropout_p, scale, need_weights,
+            )  # fmt: skip
+        except TypeError:
+            explain(locals(), rope=_ROPE, cache=_CACHE)
+            raise
     inv_freq, factor, interleaved = rope if rope is not None else (None, 1.0, False)
     cache_key, cache_value, lengths = cache if cache is not None else (None, None, None)
     op = torch.ops.attnpack.attend_with_weights if need_weights else torch.ops.attnpack.attend
