@@ -296,6 +296,62 @@ def test_empty_caches():
         attnpack.StaticCache(2, 2, 8, 4).reorder(torch.tensor([0]))
 
 
+def filled(package, kind):
+    """A cache of two sequences with 5 positions each: [2, 2, 5, 6]."""
+    cache = {"dynamic": package.DynamicCache, "static": lambda: package.StaticCache(2, 2, 8, 6)}.get(kind)
+    cache = cache() if cache else package.ModelCache([package.DynamicCache()])
+    torch.manual_seed(0)
+    layer = package.GroupedQueryAttention(24, 4, 2)
+    layer.forward(torch.randn(2, 5, 24), cache=cache.layers[0] if kind == "model" else cache)
+    return cache
+
+
+packages = pytest.mark.parametrize("package", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+kinds = pytest.mark.parametrize("kind", ["dynamic", "static", "model"])
+WRONG_INDEX = {
+    r"index\[1\] is 2, wants 0 to 1: a sequence that the cache holds": torch.tensor([0, 2]),
+    r"index\[0\] is -1, wants 0 to 1": [-1, 0],
+    r"index: got .*[Ff]loat.* of shape \[2\], want int64": torch.tensor([0.0, 1.0]),
+    r"index: got .* of shape \[1, 2\], want int64": torch.tensor([[0, 1]]),
+    r"index is \[1.5, 0\] \(list\), wants int64 .*: a tensor, or a list of ints": [1.5, 0],
+    r"index is 'ab' \(str\), wants int64": "ab",
+}
+
+
+@packages
+@kinds
+@pytest.mark.parametrize("message", WRONG_INDEX)
+def test_reorder_names_what_does_not_fit(package, kind, message):
+    cache = filled(package, kind)
+    layer = cache.layers[0] if kind == "model" else cache
+    before = layer.k.clone()
+    with pytest.raises((ValueError, TypeError), match="attnpack: " + message):
+        cache.reorder(WRONG_INDEX[message])
+    assert torch.equal(layer.k, before)
+
+
+@packages
+@kinds
+def test_reorder_takes_a_list(package, kind):
+    cache, tensor_cache = filled(package, kind), filled(package, kind)
+    cache.reorder([1, 0])
+    tensor_cache.reorder(torch.tensor([1, 0]))
+    if kind == "model":
+        cache, tensor_cache = cache.layers[0], tensor_cache.layers[0]
+    assert torch.equal(cache.k, tensor_cache.k) and cache.lengths.tolist() == [5, 5]
+
+
+@packages
+def test_caches_are_true_and_say_what_they_hold(package):
+    for empty in (package.DynamicCache(), package.StaticCache(2, 2, 8, 6), package.ModelCache(2)):
+        assert empty and len(empty) == 0
+    assert repr(package.DynamicCache()) == "DynamicCache(len=0)"
+    held = "(batch=2, num_kv_heads=2, len=5, head_dim=6, dtype=torch.float32, bytes="
+    assert repr(filled(package, "dynamic")) == f"DynamicCache{held}960)"
+    assert repr(filled(package, "static")) == f"StaticCache{held}1536)"
+    assert repr(filled(package, "model")) == f"ModelCache(1 layers, bytes=960, first: DynamicCache{held}960))"
+
+
 def test_dynamic_cache_grows_by_doubling():
     cache, grown = attnpack.DynamicCache(), set()
     for _ in range(100):

@@ -21,14 +21,36 @@ void bind_tensors(py::class_<Cache, KVCache, std::shared_ptr<Cache>>& cls) {
       });
 }
 
+// A tensor, or a list of ints.
+at::Tensor as_index(const py::object& index) {
+  if (THPVariable_Check(index.ptr())) return index.cast<at::Tensor>();
+  try {
+    return at::tensor(index.cast<std::vector<int64_t>>(), at::kLong);
+  } catch (const py::cast_error&) {
+    TORCH_CHECK_TYPE(false, "attnpack: index is ", shown(index),
+                     ", wants int64 sequence numbers [B]: a tensor, or a list of ints");
+  }
+}
+
+// DynamicCache(batch=1, num_kv_heads=2, len=3, head_dim=4, dtype=torch.float32, bytes=192), as Python's.
+std::string describe_cache(const char* name, const KVCache& cache) {
+  if (!cache.k().defined()) return c10::str(name, "(len=0)");
+  const auto k = cache.k();
+  return c10::str(name, "(batch=", k.size(0), ", num_kv_heads=", k.size(1), ", len=", k.size(2),
+                  ", head_dim=", k.size(3), ", dtype=", py::str(py::cast(k.scalar_type())).cast<std::string>(),
+                  ", bytes=", cache.nbytes(), ")");
+}
+
 template <typename T>
 void bind_common(py::class_<T, std::shared_ptr<T>>& cls) {
   cls.def("__len__", &T::len)
+      .def("__bool__", [](const T&) { return true; })  // an empty cache is a cache
       .def_property_readonly("lengths", &T::lengths)
       .def_property_readonly("nbytes", &T::nbytes)
       .def("reset", &T::reset)
       .def("crop", &T::crop, py::arg("n"))
-      .def("reorder", &T::reorder, py::arg("index"))
+      .def(
+          "reorder", [](T& self, const py::object& index) { self.reorder(as_index(index)); }, py::arg("index"))
       .def("clone", &T::clone);
 }
 
@@ -40,7 +62,9 @@ void register_caches(py::module_& m) {
   base.def_property_readonly("k", &KVCache::k).def_property_readonly("v", &KVCache::v);
 
   py::class_<DynamicCache, KVCache, std::shared_ptr<DynamicCache>> dynamic(m, "DynamicCache");
-  dynamic.def(py::init<>());
+  dynamic.def(py::init<>()).def("__repr__", [](const DynamicCache& self) {
+    return describe_cache("DynamicCache", self);
+  });
   bind_tensors(dynamic);
 
   py::class_<StaticCache, KVCache, std::shared_ptr<StaticCache>> fixed(m, "StaticCache");
@@ -52,12 +76,17 @@ void register_caches(py::module_& m) {
             }),
             py::arg("batch"), py::arg("num_kv_heads"), py::arg("max_len"), py::arg("head_dim"), py::kw_only(),
             py::arg("v_head_dim") = py::none(), py::arg("dtype") = py::none(), py::arg("device") = py::none());
+  fixed.def("__repr__", [](const StaticCache& self) { return describe_cache("StaticCache", self); });
   bind_tensors(fixed);
 
   py::class_<ModelCache, std::shared_ptr<ModelCache>> model(m, "ModelCache");
   model.def(py::init<int64_t>(), py::arg("num_layers"))
       .def(py::init<std::vector<std::shared_ptr<KVCache>>>(), py::arg("layers"))
-      .def_property_readonly("layers", &ModelCache::layers);
+      .def_property_readonly("layers", &ModelCache::layers)
+      .def("__repr__", [](const ModelCache& self) {
+        const auto first = py::repr(py::cast(self.layers().front())).cast<std::string>();
+        return c10::str("ModelCache(", self.layers().size(), " layers, bytes=", self.nbytes(), ", first: ", first, ")");
+      });
   bind_common(model);
 }
 

@@ -71,13 +71,12 @@ void DynamicCache::crop(int64_t n) {
 }
 
 void DynamicCache::reorder(const at::Tensor& index) {
-  ATTNPACK_CHECK(index.dim() == 1 && index.scalar_type() == at::kLong, "index: got ", index.scalar_type(), " of shape ",
-                 index.sizes(), ", want int64 sequence numbers [B]");
+  const auto rows = check_index(index, lengths(), /*same_batch=*/false);
   if (len_ == 0) return;
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
-  tensors_ = {tensors_.key.index_select(0, index), tensors_.value.index_select(0, index),
-              tensors_.lengths.index_select(0, index)};
+  tensors_ = {tensors_.key.index_select(0, rows), tensors_.value.index_select(0, rows),
+              tensors_.lengths.index_select(0, rows)};
   len_ = longest(tensors_.lengths);
 }
 

@@ -26,6 +26,23 @@ void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tens
   check_part("values", cache.value, value);
 }
 
+at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch) {
+  const auto batch = lengths.size(0);
+  ATTNPACK_CHECK(index.dim() == 1 && index.scalar_type() == at::kLong && (!same_batch || index.size(0) == batch),
+                 "index: got ", index.scalar_type(), " of shape ", index.sizes(), ", want int64 ",
+                 same_batch ? c10::str("[", batch, "]: a StaticCache keeps its batch size")
+                            : "sequence numbers [B]: call .long()");
+  if (batch > 0 && index.is_cpu()) {  // elsewhere reading would wait for the device
+    const auto read = index.contiguous();
+    for (int64_t b = 0; b < read.numel(); ++b) {
+      const auto row = read.const_data_ptr<int64_t>()[b];
+      ATTNPACK_CHECK(row >= 0 && row < batch, "index[", b, "] is ", row, ", wants 0 to ", batch - 1,
+                     ": a sequence that the cache holds");
+    }
+  }
+  return index.to(lengths.device());
+}
+
 at::Tensor cache_zeros(int64_t batch, int64_t heads, int64_t capacity, int64_t head_dim,
                        const at::TensorOptions& options) {
   c10::InferenceMode normal(false);

@@ -38,12 +38,10 @@ void StaticCache::crop(int64_t n) {
 }
 
 void StaticCache::reorder(const at::Tensor& index) {
-  ATTNPACK_CHECK(index.dim() == 1 && index.scalar_type() == at::kLong && index.size(0) == lengths().size(0),
-                 "index: got ", index.scalar_type(), " of shape ", index.sizes(), ", want int64 [", lengths().size(0),
-                 "]: a StaticCache keeps its batch size");
+  const auto rows = check_index(index, lengths(), /*same_batch=*/true);
   at::NoGradGuard no_grad;
   for (auto* tensor : {&tensors_.key, &tensors_.value, &tensors_.lengths}) {
-    tensor->copy_(tensor->index_select(0, index));
+    tensor->copy_(tensor->index_select(0, rows));
   }
 }
 

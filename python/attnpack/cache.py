@@ -6,13 +6,14 @@ raises, the cache is as it was. B batch, Hkv kv heads, D head dim, Dv head dim o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from . import cpp
+from .explain import with_article, wrong_kind
 
 
 class KVCache:
@@ -39,6 +40,15 @@ class KVCache:
     def __bool__(self) -> bool:
         """True: an empty cache is a cache."""
         return True
+
+    def __repr__(self) -> str:
+        if self.k is None:
+            return f"{type(self).__name__}(len=0)"
+        batch, heads, length, dim = self.k.shape
+        return (
+            f"{type(self).__name__}(batch={batch}, num_kv_heads={heads}, len={length}, head_dim={dim}, "
+            f"dtype={self.k.dtype}, bytes={self.nbytes})"
+        )
 
     @property
     def k(self) -> Tensor | None:
@@ -146,13 +156,13 @@ class DynamicCache(KVCache):
         super().crop(n)
         self._len = min(self._len, n)
 
-    def reorder(self, index: Tensor) -> None:
+    def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Sequence b becomes what index[b] was (beam search); index int64 [B], whose length may differ from before."""
-        _check_index(index, None)
+        rows = _check_index(index, self.lengths, same_batch=False)
         if self._len:
             with torch.inference_mode(False), torch.no_grad():
                 self._key, self._value, self.lengths = (
-                    held.index_select(0, index) for held in (self._key, self._value, self.lengths)
+                    held.index_select(0, rows) for held in (self._key, self._value, self.lengths)
                 )
             self._len = _longest(self.lengths)
 
@@ -223,12 +233,12 @@ class StaticCache(KVCache):
         """Forgets everything, keeps the memory."""
         self.lengths.zero_()
 
-    def reorder(self, index: Tensor) -> None:
+    def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Sequence b becomes what index[b] was (beam search); index int64 [B]. In place: the batch keeps its size."""
-        _check_index(index, self.lengths.size(0))
+        rows = _check_index(index, self.lengths, same_batch=True)
         with torch.no_grad():
             for held in (self._key, self._value, self.lengths):
-                held.copy_(held.index_select(0, index))
+                held.copy_(held.index_select(0, rows))
 
     def _lend(self) -> cpp.StaticCache:
         return cpp.StaticCache.from_tensors(self._key, self._value, self.lengths)
@@ -256,6 +266,9 @@ class ModelCache:
     def __bool__(self) -> bool:
         return True
 
+    def __repr__(self) -> str:
+        return f"ModelCache({len(self.layers)} layers, bytes={self.nbytes}, first: {self.layers[0]!r})"
+
     def __iter__(self) -> Iterator[KVCache]:
         return iter(self.layers)
 
@@ -281,7 +294,7 @@ class ModelCache:
         for layer in self.layers:
             layer.crop(n)
 
-    def reorder(self, index: Tensor) -> None:
+    def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Sequence b becomes what index[b] was (beam search); index int64 [B]."""
         for layer in self.layers:
             layer.reorder(index)
@@ -335,8 +348,9 @@ def check_kind(cache: object, wanted: type, where: str) -> None:
     """Raises TypeError unless cache is None or of the kind that `where` takes."""
     if cache is None or isinstance(cache, wanted):
         return
+    kind = "attnpack.cpp." * isinstance(cache, cpp.KVCache | cpp.ModelCache) + type(cache).__name__
     fix = "a DynamicCache or StaticCache, one a layer" if wanted is KVCache else "a ModelCache, the list of its layers'"
-    raise TypeError(f"attnpack: cache is a {type(cache).__name__}, {where} wants {fix}")
+    raise TypeError(f"attnpack: cache is {with_article(kind)}, {where} wants {fix}")
 
 
 def unchanged_on_error(cache: KVCache | ModelCache | None) -> AbstractContextManager[None]:
@@ -350,7 +364,21 @@ def _check_crop(n: int) -> None:
         raise ValueError(f"attnpack: n: got {n}, want how many positions to keep, 0 or more")
 
 
-def _check_index(index: Tensor, batch: int | None) -> None:
-    if index.dim() != 1 or index.dtype != torch.int64 or batch not in (None, index.size(0)):
-        want = "int64 sequence numbers [B]" if batch is None else f"int64 [{batch}]: a StaticCache keeps its batch size"
-        raise ValueError(f"attnpack: index: got {index.dtype} of shape {list(index.shape)}, want {want}")
+def _check_index(index: Tensor | Sequence[int], lengths: Tensor, same_batch: bool) -> Tensor:
+    """index [B] on the device of lengths, once it names sequences of which there are lengths."""
+    batch = lengths.size(0)
+    if isinstance(index, list | tuple | range) and all(isinstance(row, int) for row in index):
+        index = torch.tensor(index, dtype=torch.int64)
+    if not isinstance(index, Tensor):
+        raise wrong_kind("index", index, "int64 sequence numbers [B]: a tensor, or a list of ints")
+    if index.dim() != 1 or index.dtype != torch.int64 or (same_batch and index.size(0) != batch):
+        want = f"[{batch}]: a StaticCache keeps its batch size" if same_batch else "sequence numbers [B]: call .long()"
+        raise ValueError(f"attnpack: index: got {index.dtype} of shape {list(index.shape)}, want int64 {want}")
+    # Elsewhere reading would wait for the device.
+    if batch and index.device.type == "cpu" and not torch.compiler.is_compiling():
+        for b, row in enumerate(index.tolist()):
+            if not 0 <= row < batch:
+                raise ValueError(
+                    f"attnpack: index[{b}] is {row}, wants 0 to {batch - 1}: a sequence that the cache holds"
+                )
+    return index.to(lengths.device)
