@@ -60,6 +60,18 @@ CALLS = {
     "cache: got one together with context": lambda m, c: m.forward(X, X, cache=c.DynamicCache()),
     "mask": lambda m, c: m.forward(X, mask=torch.ones(3, 1, 5, 5, dtype=torch.bool)),
     "kv_lens": lambda m, c: m.forward(X, kv_lens=torch.tensor([-1, 5])),
+    "value_context: got length 3, want 5 as context has: each of its keys needs one": lambda m, c: m.forward(
+        X, X, value_context=X[:, :3]
+    ),
+    r"positions has shape \[4\] and dtype .*, wants int64 \[length\] or \[batch, length\] with length 5": lambda m, c: (
+        m.forward(X, positions=torch.arange(4))
+    ),
+    r"positions has shape \[5\] and dtype .*, wants int64 \[length\]": lambda m, c: m.forward(
+        X, positions=torch.arange(5.0)
+    ),
+    r"positions has shape \[3, 5\]": lambda m, c: m.forward(X, positions=torch.arange(5).expand(3, 5)),
+    r"positions has shape \[6\]": lambda m, c: m.project(X, positions=torch.arange(6)),
+    r"context: got shape \[\]": lambda m, c: m.forward(X, torch.tensor(1.0)),
     "kv_lens.*": lambda m, c: m.forward(X, kv_lens=torch.tensor([6, 5])),
 }
 
@@ -116,5 +128,5 @@ def test_load_state_dict_checks_before_it_writes():
 
 
 def test_block_needs_an_attention_module():
-    with pytest.raises(TypeError, match="which does not do what its place needs"):
+    with pytest.raises(TypeError, match="attention is a FeedForward, wants an attention module"):
         attnpack.cpp.DecoderBlock(attnpack.cpp.FeedForward(24, 32), attnpack.cpp.FeedForward(24, 32))

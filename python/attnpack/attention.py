@@ -69,6 +69,10 @@ class SelfAttention(ContextAttention):
         for name in ("q_proj", "k_proj", "v_proj"):
             setattr(self, name, Linear(embed_dim, self.head_dim, bias=bias, device=device, dtype=dtype))
 
+    @property
+    def out_dim(self) -> int:
+        return self.head_dim
+
 
 class GroupedQueryAttention(ContextAttention):
     """Groups of query heads share a kv head (Ainslie et al. 2023). Children q_proj, k_proj, v_proj, o_proj.

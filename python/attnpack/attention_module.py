@@ -12,6 +12,7 @@ from torch import Tensor
 from . import ops
 from .cache import KVCache, check_kind, unchanged_on_error
 from .checks import check_context, check_input, reject_keywords
+from .explain import wrong_kind
 from .native import NativeModule
 from .rope import RotaryEmbedding
 
@@ -62,6 +63,8 @@ class NativeAttention(NativeModule):
         return self.rope(query, positions), self.rope(key, None if cross else positions)
 
     def _make_cpp(self, device: str | None) -> Any:
+        if not isinstance(self.rope, RotaryEmbedding | None):
+            raise wrong_kind("rope", self.rope, "an attnpack.RotaryEmbedding(dim), or None for no rotation")
         rope = {} if self.rope is None else {"rope": self.rope.cpp()}
         return self._cpp_class(**self._live_config(), **rope, device=device)
 
@@ -115,7 +118,7 @@ class ContextAttention(NativeAttention):
             ValueError: a shape, dtype, device or length does not fit; nothing has been written then.
         """
         reject_keywords(unknown)
-        check_context(x, context, value_context, cache)
+        self._check(x, context, value_context, cache, positions)
         query, key, value = self._heads(x, context, value_context)
         with unchanged_on_error(cache):
             result = self._attend(
@@ -139,21 +142,32 @@ class ContextAttention(NativeAttention):
         self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]) as they enter the operator."""
-        check_context(x, context, None, None)
+        self._check(x, context, None, None, positions)
         query, key, value = self._heads(x, context, None)
         query, key = self._rotate(query, key, positions, context is not None)
         return query, key, value
 
+    def _check(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        value_context: Tensor | None,
+        cache: KVCache | None,
+        positions: Tensor | None,
+    ) -> None:
+        keys, key_name = (x, "x, taken as context") if context is None else (context, "context")
+        values, value_name = value_context, "value_context"
+        if value_context is None:
+            values, value_name = keys, "x or context, taken as value_context"
+        check_input("x", x, self.embed_dim, self.q_proj)
+        check_input(key_name, keys, self.kdim, self.k_proj)
+        check_input(value_name, values, self.vdim, self.v_proj)
+        check_context(x, context, value_context, cache, positions)
+
     def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v by head, normed, not rotated."""
-        names = ["context", "value_context"]
-        if context is None:
-            context, names[0] = x, "x, taken as context"
-        if value_context is None:
-            value_context, names[1] = context, "x or context, taken as value_context"
-        check_input("x", x, self.embed_dim, self.q_proj)
-        check_input(names[0], context, self.kdim, self.k_proj)
-        check_input(names[1], value_context, self.vdim, self.v_proj)
+        context = x if context is None else context
+        value_context = context if value_context is None else value_context
         return (
             split_heads(self.q_proj(x), self.num_heads),
             split_heads(self.k_proj(context), self.num_kv_heads),
@@ -162,6 +176,11 @@ class ContextAttention(NativeAttention):
 
     def _output(self, joined: Tensor) -> Tensor:
         return joined
+
+    @property
+    def out_dim(self) -> int:
+        """Width of what forward gives."""
+        return self.embed_dim
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:

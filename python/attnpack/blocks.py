@@ -9,9 +9,37 @@ import torch
 from torch import Tensor, nn
 
 from . import cpp
+from .attention_module import NativeAttention
 from .cache import KVCache
+from .checks import check_lengths, reject_keywords
+from .explain import wrong_kind
+from .feed_forward import FeedForward
 from .native import NativeModule
 from .norm import make_norm, norm_settings
+
+
+def _check_parts(attention: nn.Module, feed_forward: nn.Module, cross_attention: nn.Module | None) -> None:
+    """The parts are of their kinds, and of one width: what they give is added to x."""
+    if isinstance(attention, FeedForward) or not (isinstance(attention, nn.Module) and hasattr(attention, "embed_dim")):
+        wanted = "an attention module with an embed_dim, such as attnpack.MultiHeadAttention"
+        raise wrong_kind("attention", attention, wanted)
+    if isinstance(cross_attention, FeedForward) or not isinstance(cross_attention, nn.Module | None):
+        raise wrong_kind("cross_attention", cross_attention, "an attention module, or None")
+    if isinstance(feed_forward, NativeAttention) or not isinstance(feed_forward, nn.Module):
+        raise wrong_kind("feed_forward", feed_forward, "a module [..., E] -> [..., E], such as attnpack.FeedForward")
+    embed_dim = attention.embed_dim
+    if getattr(attention, "out_dim", embed_dim) != embed_dim:
+        raise ValueError(
+            f"attnpack: attention: gives width {attention.out_dim}, want its embed_dim {embed_dim}; a block adds it to "
+            "x, leave head_dim out or take a module with an output projection"
+        )
+    for name, part in (("feed_forward", feed_forward), ("cross_attention", cross_attention)):
+        for width in (getattr(part, "embed_dim", embed_dim), getattr(part, "out_dim", embed_dim)):
+            if width != embed_dim:
+                raise ValueError(
+                    f"attnpack: {name}: got width {width}, want {embed_dim} as attention has; a block's parts add up, "
+                    "make them of one embed_dim"
+                )
 
 
 class _Block(NativeModule):
@@ -27,6 +55,7 @@ class _Block(NativeModule):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        _check_parts(attention, feed_forward, cross_attention)
         self.pre_norm = pre_norm
         self.embed_dim = attention.embed_dim
         self.self_attn = attention
@@ -83,6 +112,7 @@ class EncoderBlock(_Block):
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
+        **unknown: Any,
     ) -> Tensor:
         """[B, L, E] -> [B, L, E].
 
@@ -91,6 +121,7 @@ class EncoderBlock(_Block):
             positions: int64 [L] or [B, L], for RoPE.
             kv_lens: [B], valid tokens of each sequence.
         """
+        reject_keywords(unknown, cache=None)
         x = self._residual(
             x,
             self.input_layernorm,
@@ -137,6 +168,7 @@ class DecoderBlock(_Block):
         kv_lens: Tensor | None = None,
         context_mask: Tensor | None = None,
         context_lens: Tensor | None = None,
+        **unknown: Any,
     ) -> Tensor:
         """[B, L, E] -> [B, L, E].
 
@@ -149,12 +181,15 @@ class DecoderBlock(_Block):
             context_mask: broadcastable to [B, Hq, L, Lc].
             context_lens: [B], valid context tokens of each sequence.
         """
+        reject_keywords(unknown)
         if self.has_cross_attention != (context is not None):
             raise ValueError(
                 "attnpack: context: got none, but this block has cross-attention; give what it reads"
                 if self.has_cross_attention
                 else "attnpack: context: got a tensor, but this block has no cross-attention; give it cross_attention"
             )
+        if context is not None:
+            check_lengths("context_lens", context_lens, context)
         x = self._residual(
             x,
             self.input_layernorm,

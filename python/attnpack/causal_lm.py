@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from . import cpp
 from .attention import GroupedQueryAttention
 from .blocks import DecoderBlock
 from .cache import ModelCache, check_kind
+from .checks import MODEL_CACHE, check_ids, check_lengths, reject_keywords
 from .feed_forward import FeedForward
 from .linear import Linear, linear
 from .native import NativeModule
@@ -149,6 +150,7 @@ class CausalLM(NativeModule):
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         lengths: Tensor | None = None,
+        **unknown: Any,
     ) -> Tensor:
         """Logits [B, L, vocab_size].
 
@@ -159,11 +161,9 @@ class CausalLM(NativeModule):
             positions: int64 [L] or [B, L], for RoPE; default behind the cache.
             lengths: [B], valid tokens of each right-padded row.
         """
-        if ids.dim() != 2:
-            raise ValueError(
-                f"attnpack: ids: got shape {list(ids.shape)}, want token numbers [B, L]; for one sequence pass "
-                "ids.unsqueeze(0)"
-            )
+        reject_keywords(unknown, MODEL_CACHE)
+        check_ids(ids)
+        check_lengths("lengths", lengths, ids)
         hidden = self.model(ids, cache=cache, mask=mask, positions=positions, kv_lens=lengths)
         return linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
 
@@ -174,12 +174,13 @@ class CausalLM(NativeModule):
         max_new_tokens: int,
         cache: str | ModelCache = "dynamic",
         lengths: Tensor | None = None,
-        stop_tokens: Sequence[int] = (),
+        stop_tokens: int | Iterable[int] = (),
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
         callback: Callable[[Tensor], bool | None] | None = None,
+        **unknown: Any,
     ) -> Tensor:
         """The prompt and new tokens behind it, [B, L + new]; the whole loop runs in C++.
 
@@ -187,18 +188,22 @@ class CausalLM(NativeModule):
             ids: the prompt, int64 [B, L].
             max_new_tokens: fewer come where all rows have stopped, or the callback ends it.
             cache: "dynamic", "static" (allocated at once), "none" (everything computed anew for each token), or a
-                ModelCache: the prompt then goes on behind what that holds.
+                ModelCache: the prompt then goes on behind what that holds. Rows that have stopped go on appending to it
+                what they are filled with, for as long as others run.
             lengths: [B], valid tokens of each right-padded prompt. A row goes on at its own position; its new tokens
                 stand from column L on nevertheless.
-            stop_tokens: a row that gives one of them stops, and is filled with it while others go on.
+            stop_tokens: a number or several; a row that gives one of them stops, and is filled with it while others
+                go on.
             temperature, top_k, top_p: sampling from softmax(logits / temperature), of the top_k likeliest tokens and of
-                the fewest that hold top_p of the probability. Greedy where none is given, or at temperature 0.
-            seed: of the draws; default torch's generator.
+                the fewest that hold top_p of the probability. Greedy where none is given, or at temperature 0. top_k=0
+                is no limit, as in transformers: sampling over all tokens.
+            seed: of the draws, 0 to 2**64 - 1; default torch's generator.
             callback: called with each step's tokens [B]; returning False ends generation.
 
         Raises:
             ValueError: an argument does not fit. TypeError: C++ cannot run this model, see `cpp()`.
         """
+        reject_keywords(unknown, MODEL_CACHE, "generate")
         with contextlib.ExitStack() as stack:
             if not isinstance(cache, str):
                 check_kind(cache, ModelCache, "generate")
@@ -208,7 +213,7 @@ class CausalLM(NativeModule):
                 max_new_tokens=max_new_tokens,
                 cache=native_cache,
                 lengths=lengths,
-                stop_tokens=list(stop_tokens),
+                stop_tokens=list(stop_tokens) if isinstance(stop_tokens, Iterable) else stop_tokens,
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,

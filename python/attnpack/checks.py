@@ -5,11 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .explain import unexpected_keyword, wrong_kind
 from .linear import Linear
 
 
 def check_input(name: str, tensor: Tensor, width: int, projection: nn.Module | None) -> None:
     """Raises unless `tensor` is [B, L, width] in the dtype and on the device of a plain linear `projection`."""
+    if not isinstance(tensor, Tensor):
+        raise wrong_kind(name, tensor, f"a tensor [batch, length, {width}]: torch.tensor() makes one of a list")
     if tensor.dim() != 3 or tensor.size(-1) != width:
         raise ValueError(f"attnpack: {name}: got shape {list(tensor.shape)}, want [batch, length, {width}]")
     if type(projection) not in (nn.Linear, Linear):
@@ -27,8 +30,14 @@ def check_input(name: str, tensor: Tensor, width: int, projection: nn.Module | N
         )
 
 
-def check_context(x: Tensor, context: Tensor | None, value_context: Tensor | None, cache: object | None) -> None:
-    """Context and cache exclude each other, value_context needs a context, and batches agree."""
+def check_context(
+    x: Tensor,
+    context: Tensor | None,
+    value_context: Tensor | None,
+    cache: object | None,
+    positions: Tensor | None,
+) -> None:
+    """Context and cache exclude each other, value_context needs a context of its length, and batches agree."""
     for name, other in (("context", context), ("value_context", value_context)):
         if other is not None and other.size(0) != x.size(0):
             raise ValueError(f"attnpack: {name}: got batch {other.size(0)}, want {x.size(0)} as in x")
@@ -40,14 +49,75 @@ def check_context(x: Tensor, context: Tensor | None, value_context: Tensor | Non
         raise ValueError(
             "attnpack: cache: got one together with context; a cache holds self-attention's keys, leave it out"
         )
+    if value_context is not None and value_context.size(1) != context.size(1):
+        raise ValueError(
+            f"attnpack: value_context: got length {value_context.size(1)}, want {context.size(1)} as context has: each "
+            "of its keys needs one value"
+        )
+    check_positions(positions, x)
 
 
-def reject_keywords(unknown: dict[str, Any]) -> None:
-    """Raises TypeError for keywords that forward does not have."""
-    if not unknown:
+def check_positions(positions: Tensor | None, x: Tensor) -> None:
+    """positions, where given, are int64 [L] or [B, L] for x [B, L, E]: also where there is no RoPE to read them."""
+    if positions is None:
         return
-    name = next(iter(unknown))
-    hint = (
-        "; use cache= with an attnpack.DynamicCache() or StaticCache" if name in ("kv_cache", "past_key_value") else ""
-    )
-    raise TypeError(f"forward() got an unexpected keyword argument '{name}'{hint}")
+    if not isinstance(positions, Tensor):
+        raise wrong_kind(
+            "positions", positions, "an int64 tensor [length] or [batch, length]: torch.tensor() makes one of a list"
+        )
+    length = x.size(1)
+    flat = positions.dim() == 1 and positions.size(0) == length
+    by_sequence = positions.dim() == 2 and positions.size(0) in (1, x.size(0)) and positions.size(1) == length
+    if positions.dtype != torch.int64 or not (flat or by_sequence):
+        raise ValueError(
+            f"attnpack: positions has shape {list(positions.shape)} and dtype {positions.dtype}, wants int64 [length] "
+            f"or [batch, length] with length {length}: one number for each new token"
+        )
+
+
+def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
+    """lengths, where given, are int32 or int64, one for each sequence of x [B, ...]."""
+    if lengths is None:
+        return
+    if not isinstance(lengths, Tensor):
+        raise wrong_kind(name, lengths, "an int32 or int64 tensor [batch]: torch.tensor() makes one of a list")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"attnpack: {name} has dtype {lengths.dtype}, wants int32 or int64: call .long() on it")
+    if lengths.dim() != 1 or lengths.size(0) != x.size(0):
+        raise ValueError(
+            f"attnpack: {name} has shape {list(lengths.shape)}, wants [batch] = [{x.size(0)}]: the valid tokens of "
+            "each sequence"
+        )
+
+
+def check_ids(ids: Tensor) -> None:
+    """ids are token numbers [B, L]; their values are read by the embedding, see explain_ids."""
+    if not isinstance(ids, Tensor):
+        raise wrong_kind("ids", ids, "an int64 tensor [batch, length] of token numbers: torch.tensor() makes one")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"attnpack: ids has dtype {ids.dtype}, wants int64 token numbers: call .long() on it")
+    if ids.dim() != 2:
+        raise ValueError(
+            f"attnpack: ids: got shape {list(ids.shape)}, want token numbers [B, L]; for one sequence pass "
+            "ids.unsqueeze(0)"
+        )
+
+
+def explain_ids(ids: Tensor, vocab_size: int) -> None:
+    """Raises for ids out of the vocabulary; called once an embedding has failed, so that no good call waits for it."""
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.numel():
+        raise ValueError(
+            f"attnpack: ids holds {int(outside[0])}, wants 0 to {vocab_size - 1}, the tokens of vocab_size "
+            f"{vocab_size}: use the tokenizer that belongs to the model"
+        ) from None
+
+
+LAYER_CACHE = "an attnpack.DynamicCache() or StaticCache"
+MODEL_CACHE = "an attnpack.ModelCache(num_layers)"
+
+
+def reject_keywords(unknown: dict[str, Any], cache: str | None = LAYER_CACHE, function: str = "forward") -> None:
+    """Raises TypeError for keywords that `function` does not have; `cache` is what its cache= takes, if it has one."""
+    for name in unknown:
+        raise unexpected_keyword(function, name, ("mask",) if cache is None else ("mask", "cache"), cache or "")

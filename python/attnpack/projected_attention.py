@@ -11,7 +11,7 @@ from torch import Tensor
 from . import cpp
 from .attention_module import NativeAttention, split_heads
 from .cache import KVCache
-from .checks import check_input, reject_keywords
+from .checks import check_input, check_positions, reject_keywords
 from .rope import RotaryEmbedding
 
 
@@ -90,6 +90,7 @@ class ProjectedAttention(NativeAttention):
         """
         reject_keywords(unknown)
         query, key, value = self._heads(q, k, v)
+        check_positions(positions, q)
         return self._attend(
             query,
             key,
@@ -108,6 +109,7 @@ class ProjectedAttention(NativeAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]) as they enter the operator."""
         query, key, value = self._heads(q, k, v)
+        check_positions(positions, q)
         query, key = self._rotate(query, key, positions, q.size(1) != k.size(1))
         return query, key, value
 
@@ -115,6 +117,13 @@ class ProjectedAttention(NativeAttention):
         check_input("q", q, self.num_heads * self.head_dim, None)
         check_input("k", k, self.num_kv_heads * self.head_dim, None)
         check_input("v", v, self.num_kv_heads * self.head_dim, None)
+        if k.size(0) != q.size(0):
+            raise ValueError(f"attnpack: k: got batch {k.size(0)}, want {q.size(0)} as in q")
+        if v.shape[:2] != k.shape[:2]:
+            raise ValueError(
+                f"attnpack: v: got shape {list(v.shape)}, want batch and length of k {list(k.shape)}: each key needs "
+                "one value"
+            )
         return (
             split_heads(q, self.num_heads),
             split_heads(k, self.num_kv_heads),

@@ -9,13 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from . import cpp
+from .blocks import DecoderBlock, EncoderBlock
 from .cache import ModelCache, check_kind, unchanged_on_error
+from .checks import MODEL_CACHE, check_ids, check_lengths, explain_ids, reject_keywords
+from .explain import with_article, wrong_kind
 from .native import NativeModule
 from .norm import make_norm, norm_settings
 
 
 class _Stack(NativeModule):
     """Blocks of one kind and what stands around them; children embed_tokens, layers, norm, as in a Llama model."""
+
+    _block: type
 
     def __init__(
         self,
@@ -31,6 +36,10 @@ class _Stack(NativeModule):
         layers = list(layers)
         if not layers:
             raise ValueError("attnpack: layers: got none, want at least one block")
+        for i, layer in enumerate(layers):
+            other = EncoderBlock if self._block is DecoderBlock else DecoderBlock
+            if isinstance(layer, other) or not isinstance(layer, nn.Module):
+                raise wrong_kind(f"layers[{i}]", layer, with_article(self._block.__name__))
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         beside = layers[0].input_layernorm.weight
@@ -38,7 +47,15 @@ class _Stack(NativeModule):
         self.norm = None if norm is None else make_norm(norm, layers[0].embed_dim, eps, *factory)
 
     def _embed(self, x: Tensor) -> Tensor:
-        return x if self.embed_tokens is None else self.embed_tokens(x)
+        if self.embed_tokens is None:
+            return x
+        check_ids(x)
+        try:
+            return self.embed_tokens(x)
+        except IndexError:
+            if isinstance(self.embed_tokens, nn.Embedding):
+                explain_ids(x, self.embed_tokens.num_embeddings)
+            raise
 
     def _finish(self, x: Tensor) -> Tensor:
         return x if self.norm is None else self.norm(x)
@@ -66,6 +83,7 @@ class Encoder(_Stack):
     """
 
     _cpp_class = cpp.Encoder
+    _block = EncoderBlock
 
     def forward(
         self,
@@ -74,8 +92,10 @@ class Encoder(_Stack):
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
+        **unknown: Any,
     ) -> Tensor:
         """[B, L, E], or ids [B, L] with embed_tokens -> [B, L, E]; arguments as in EncoderBlock."""
+        reject_keywords(unknown, cache=None)
         h = self._embed(x)
         for layer in self.layers:
             h = layer(h, mask=mask, positions=positions, kv_lens=kv_lens)
@@ -86,6 +106,7 @@ class Decoder(_Stack):
     """Decoder blocks and a last norm; arguments as in Encoder, with DecoderBlocks."""
 
     _cpp_class = cpp.Decoder
+    _block = DecoderBlock
 
     def forward(
         self,
@@ -98,11 +119,13 @@ class Decoder(_Stack):
         kv_lens: Tensor | None = None,
         context_mask: Tensor | None = None,
         context_lens: Tensor | None = None,
+        **unknown: Any,
     ) -> Tensor:
         """[B, L, E], or ids [B, L] with embed_tokens -> [B, L, E]; arguments as in DecoderBlock, cache a ModelCache.
 
         A call that raises leaves the cache as it was (in eager mode).
         """
+        reject_keywords(unknown, MODEL_CACHE)
         check_kind(cache, ModelCache, type(self).__name__)
         if cache is not None and len(cache.layers) != len(self.layers):
             raise ValueError(
@@ -148,6 +171,7 @@ class EncoderDecoder(NativeModule):
         source_lens: Tensor | None = None,
         target_lens: Tensor | None = None,
         cache: ModelCache | None = None,
+        **unknown: Any,
     ) -> Tensor:
         """Decoder states [B, Lt, E].
 
@@ -156,6 +180,9 @@ class EncoderDecoder(NativeModule):
             source_lens, target_lens: [B], valid source and new target tokens of each sequence.
             cache: of the decoder's self-attention.
         """
+        reject_keywords(unknown, MODEL_CACHE)
+        check_lengths("source_lens", source_lens, source)
+        check_lengths("target_lens", target_lens, target)
         memory = self.encoder(source, kv_lens=source_lens)
         return self.decoder(target, memory, kv_lens=target_lens, context_lens=source_lens, cache=cache)
 

@@ -177,4 +177,29 @@ TEST_CASE("wrong arguments are named") {
   REQUIRE(complains("missing", [&] { load_state_dict(*layer, {}); }));
 }
 
+TEST_CASE("what does not fit is named before anything is written") {
+  REQUIRE(complains("feed_forward: got width 20, want 24",
+                    [] { EncoderBlock(EncoderBlockOptions(MultiHeadAttention(24, 4), FeedForward(20, 32))); }));
+  REQUIRE(complains("attention: gives width 1, want its embed_dim 24",
+                    [] { EncoderBlock(EncoderBlockOptions(SelfAttention(24, 1), FeedForward(24, 32))); }));
+  REQUIRE(complains("attention: got none", [] { DecoderBlock(DecoderBlockOptions(nullptr, FeedForward(24, 32))); }));
+
+  MultiHeadAttention layer(24, 4);
+  const auto x = torch::randn({2, 5, 24});
+  REQUIRE(complains("positions has shape [4]",
+                    [&] { layer->forward(x, AttentionInputs().positions(at::arange(4, at::kLong))); }));
+  REQUIRE(complains("value_context: got length 3, want 5",
+                    [&] { layer->forward(x, AttentionInputs(x).value_context(x.narrow(1, 0, 3))); }));
+
+  auto model = make_model();
+  auto cache = model->dynamic_cache();
+  const auto ids = at::arange(1, 7, at::kLong).view({2, 3});
+  model->forward(ids, CausalLMInputs().cache(cache));
+  REQUIRE(complains("ids holds 32, wants 0 to 31", [&] { model->forward(ids + 26, CausalLMInputs().cache(cache)); }));
+  REQUIRE(complains("lengths has shape [1], wants [batch] = [2]",
+                    [&] { model->forward(ids, CausalLMInputs().cache(cache).lengths(at::tensor({3}, at::kLong))); }));
+  REQUIRE(complains("index[1] is 2, wants 0 to 1", [&] { cache->reorder(at::tensor({0, 2}, at::kLong)); }));
+  REQUIRE(cache->len() == 3);
+}
+
 }  // namespace attnpack
