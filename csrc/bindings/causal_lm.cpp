@@ -1,7 +1,6 @@
 #include <attnpack/bindings/common.h>
 #include <attnpack/bindings/register.h>
 #include <attnpack/bindings/rope_scaling.h>
-#include <attnpack/modules/checks.h>
 #include <attnpack/modules/generate.h>
 
 namespace attnpack {
@@ -14,10 +13,6 @@ at::Tensor generate_py(CausalLMImpl& self, const at::Tensor& ids, int64_t max_ne
                        const OptionalTensor& lengths, const std::variant<std::vector<int64_t>, int64_t>& stop_tokens,
                        std::optional<double> temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
                        std::optional<uint64_t> seed, const py::object& callback) {
-  if (lengths && ids.dim() == 2) {
-    check_lengths("lengths", lengths, ids);
-    check_length_values("lengths", *lengths, 1, ids.size(1));
-  }
   GenerateOptions options(max_new_tokens);
   const auto* one = std::get_if<int64_t>(&stop_tokens);
   options.stop_tokens(one ? std::vector<int64_t>{*one} : std::get<0>(stop_tokens));

@@ -1,6 +1,7 @@
 #include <attnpack/modules/generate.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/modules/checks.h>
 #include <attnpack/modules/sampling.h>
 
 namespace attnpack {
@@ -31,16 +32,11 @@ std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tens
   return nullptr;
 }
 
-at::Tensor check_lengths(const at::Tensor& ids, const GenerateOptions& o) {
+at::Tensor prompt_lengths(const at::Tensor& ids, const GenerateOptions& o) {
   if (!o.lengths()) return at::full({ids.size(0)}, ids.size(1), ids.options());
-  const auto& lengths = *o.lengths();
-  ATTNPACK_CHECK(lengths.dim() == 1 && lengths.size(0) == ids.size(0) && !lengths.is_floating_point(), "lengths: got ",
-                 lengths.scalar_type(), " of shape ", lengths.sizes(), ", want integers [", ids.size(0),
-                 "], the valid tokens of each row of ids");
-  const auto whole = lengths.to(ids.options());
-  ATTNPACK_CHECK(ids.size(0) == 0 || (whole.min().item<int64_t>() >= 1 && whole.max().item<int64_t>() <= ids.size(1)),
-                 "lengths: got ", lengths, ", want 1 to ", ids.size(1));
-  return whole;
+  check_lengths("lengths", o.lengths(), ids);
+  check_length_values("lengths", *o.lengths(), 1, ids.size(1));
+  return o.lengths()->to(ids.options());
 }
 
 // The last valid state of each row, [B, L, E] -> [B, E].
@@ -87,7 +83,7 @@ at::Tensor generate(CausalLMImpl& model, const at::Tensor& ids, const GenerateOp
                  ", want int64 token numbers [B, L] with L at least 1; for one sequence pass ids.unsqueeze(0)");
   ATTNPACK_CHECK(options.max_new_tokens() >= 0, "max_new_tokens: got ", options.max_new_tokens(), ", want 0 or more");
   at::NoGradGuard no_grad;
-  const auto lengths = check_lengths(ids, options);
+  const auto lengths = prompt_lengths(ids, options);
   Stepper stepper(model, make_cache(model, ids, lengths, options), ids, lengths, options.lengths().has_value());
   Sampler sample(options.temperature(), options.top_k(), options.top_p(), options.seed(), ids.device());
   const auto stop_tokens = at::tensor(options.stop_tokens(), ids.options());

@@ -19,8 +19,8 @@ inline AttendOptions attend_options(const AttentionInputs& inputs, bool causal) 
       .kv_lens(inputs.kv_lens());
 }
 
-// Runs call with the cache's tensors, with room for key and value, in its options; where call raises, the cache is as it
-// was.
+// Runs call with the cache's tensors, with room for key and value, in its options; where call raises, the cache is as
+// it was.
 template <typename Call>
 auto with_cache(const std::shared_ptr<KVCache>& cache, const at::Tensor& key, const at::Tensor& value,
                 AttendOptions options, const Call& call) {

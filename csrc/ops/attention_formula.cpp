@@ -54,7 +54,9 @@ std::optional<Tensor> allowed_by_range(const Tensor& query, const Tensor& key, b
 Tensor masked_scores(const Tensor& query, const Tensor& key, ATTNPACK_ATTENTION_PARAMS, c10::string_view stage) {
   const auto accumulation = accumulation_type(query.scalar_type());
   const Tensor keys = expand_heads(key, known_size(query, 1), head_map).to(accumulation);
-  const double factor = scale ? *scale : known_size(query, 3) > 0 ? 1.0 / std::sqrt(static_cast<double>(known_size(query, 3))) : 1.0;
+  const double factor = scale                      ? *scale
+                        : known_size(query, 3) > 0 ? 1.0 / std::sqrt(static_cast<double>(known_size(query, 3)))
+                                                   : 1.0;
   const Tensor queries = query.to(accumulation);
   Tensor scores = product(finite_part(queries), finite_part(keys).transpose(-2, -1)) * factor;
   scores = scores.masked_fill(keys.isfinite().all(-1).logical_not().unsqueeze(-2), std::nan(""));

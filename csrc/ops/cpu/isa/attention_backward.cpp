@@ -152,11 +152,12 @@ class Backward {
     A *s = w_.scores + r * w_.block, *g = w_.grad_scores + r * w_.block;
     A* cap = p_.softcap > 0 ? w_.cap : nullptr;
     finish_scores<A>(p_, b_, row, begin, count, s, cap);
+    const A factor = scale_left<A>(p_);
     const int64_t whole = (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
     const Vec<A> excluded = broadcast(A(-0.0));
     for (int64_t j = 0; j < whole; j += kLanes<A>) {
       const Vec<A> x = load<A>(s + j);
-      store<A>(s + j, x == A(-kInfinity) ? excluded : exp(x - w_.lse[r]));
+      store<A>(s + j, x == A(-kInfinity) ? excluded : exp(x * factor - w_.lse[r]));
     }
     if (p_.dropout_p > 0)
       drop_row(row, begin, count, s, g, w_.delta[r]);

@@ -127,14 +127,19 @@ class DecodeRange {
                              at<S>(p_.key, p_.key_strides, b_, kv_head_, begin), stride, count, p_.head_dim,
                              kAhead * stride, s, kBlock);
     const int64_t whole = (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
+    A top[kSoftmaxRows<A>] = {}, total[kSoftmaxRows<A>] = {}, factor[kSoftmaxRows<A>];
     for (int r = 0; r < Rows; ++r) {
-      const Row& row = tile_.rows[first + r];
-      A* row_scores = s + r * kBlock;
-      finish_scores<A>(p_, b_, row, begin, count, row_scores);
-      const A factor = online_softmax<A>(row_scores, whole, max(first + r), sum(first + r));
-      if (p_.dropout_p > 0) drop<A>(p_, b_, row, begin, count, row_scores);
-      if (factor != 1)
-        for (int64_t d = 0; d < p_.v_head_dim; ++d) values(first + r)[d] *= factor;
+      finish_scores<A>(p_, b_, tile_.rows[first + r], begin, count, s + r * kBlock);
+      top[r] = max(first + r);
+      total[r] = sum(first + r);
+    }
+    online_softmax<A>(s, kBlock, Rows, whole, scale_left<A>(p_), top, total, factor);
+    for (int r = 0; r < Rows; ++r) {
+      max(first + r) = top[r];
+      sum(first + r) = total[r];
+      if (p_.dropout_p > 0) drop<A>(p_, b_, tile_.rows[first + r], begin, count, s + r * kBlock);
+      if (factor[r] != 1)
+        for (int64_t d = 0; d < p_.v_head_dim; ++d) values(first + r)[d] *= factor[r];
     }
     add_values<S, A, Rows, Skip>(s, at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row, count,
                                  p_.v_head_dim, values(first), partial_size(p_));

@@ -64,7 +64,7 @@ class PrefillTile {
   }
 
   void attend(bool skip_excluded) {
-    for (int64_t r = 0; r < tile_.count; ++r) {
+    for (int64_t r = 0; r < kTileQueryRows; ++r) {
       w_.max[r] = A(-kInfinity);
       w_.sum[r] = 0;
     }
@@ -79,7 +79,8 @@ class PrefillTile {
     const A* values = w_.values + slot * w_.block * w_.value_width;
     gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, p_.head_dim, 1},
             {keys, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false);
-    for (int64_t r = 0; r < tile_.count; ++r) softmax_row(r, begin, count);
+    for (int64_t r = 0; r < tile_.count; r += kSoftmaxRows<A>)
+      softmax_rows(r, smaller(kSoftmaxRows<A>, tile_.count - r), begin, count);
     gemm<A>(skip_excluded, tile_.count, w_.value_width, count, {w_.scores, w_.block, 1},
             {values, kPanel<A>, kPanel<A> * w_.block}, w_.out, w_.value_width, true);
   }
@@ -92,15 +93,19 @@ class PrefillTile {
                    w_.values + slot * w_.block * w_.value_width, w_.block);
   }
 
-  void softmax_row(int64_t r, int64_t begin, int64_t count) {
-    A* s = w_.scores + r * w_.block;
-    finish_scores<A>(p_, b_, tile_.rows[r], begin, count, s);
+  void softmax_rows(int64_t first, int64_t rows, int64_t begin, int64_t count) {
+    A* s = w_.scores + first * w_.block;
+    const Row* row = tile_.rows + first;
+    for (int64_t r = 0; r < rows; ++r) finish_scores<A>(p_, b_, row[r], begin, count, s + r * w_.block);
     const int64_t whole = (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
-    const A factor = online_softmax<A>(s, whole, w_.max[r], w_.sum[r]);
-    if (p_.dropout_p > 0) drop<A>(p_, b_, tile_.rows[r], begin, count, s);
-    if (factor == 1) return;
-    A* out = w_.out + r * w_.value_width;
-    for (int64_t d = 0; d < w_.value_width; d += kLanes<A>) store<A>(out + d, factor * load<A>(out + d));
+    A factor[kSoftmaxRows<A>];
+    online_softmax<A>(s, w_.block, rows, whole, scale_left<A>(p_), w_.max + first, w_.sum + first, factor);
+    for (int64_t r = 0; r < rows; ++r) {
+      if (p_.dropout_p > 0) drop<A>(p_, b_, row[r], begin, count, s + r * w_.block);
+      if (factor[r] == 1) continue;
+      A* out = w_.out + (first + r) * w_.value_width;
+      for (int64_t d = 0; d < w_.value_width; d += kLanes<A>) store<A>(out + d, factor[r] * load<A>(out + d));
+    }
   }
 
   const AttentionParams& p_;

@@ -51,7 +51,7 @@ inline void dot_products(const A* x, int64_t ldx, const S* w, int64_t stride, in
       }
     for (int r = 0; r < Rows; ++r) {
       A total[kStreams];
-      sum_four<A>(sum[r], total);
+      fold_four<A>(sum[r], total, Add());
       for (int i = 0; i < kStreams && j + i < count; ++i) s[r * lds + j + i] = total[i];
     }
   }

@@ -57,8 +57,18 @@ inline void add_mask(const AttentionParams& p, int64_t offset, int64_t count, T*
   }
 }
 
-// s: products of row with keys [begin, begin + count), rewritten as scores; cap_slope, if given, receives d(capped) /
-// d(scaled) for the backward pass. s and cap_slope are padded to whole vectors.
+// Where scores need a scale above 0 and nothing else, the exponential takes it in, for nothing.
+inline bool only_scaled(const AttentionParams& p) {
+  return p.softcap == 0 && !p.alibi_slopes && !p.mask && p.scale > 0;
+}
+template <class T>
+inline T scale_left(const AttentionParams& p) {
+  return only_scaled(p) ? static_cast<T>(p.scale) : T(1);
+}
+
+// s: products of row with keys [begin, begin + count), rewritten as scores, but for the factor scale_left.
+// cap_slope, if given, receives d(capped) / d(scaled) for the backward pass. s and cap_slope are padded to whole
+// vectors.
 template <class T>
 inline void finish_scores(const AttentionParams& p, int64_t b, const Row& row, int64_t begin, int64_t count, T* s,
                           T* cap_slope = nullptr) {
@@ -71,7 +81,7 @@ inline void finish_scores(const AttentionParams& p, int64_t b, const Row& row, i
       store<T>(s + v * kLanes<T>, cap * t);
       if (cap_slope) store<T>(cap_slope + v * kLanes<T>, T(1) - t * t);
     }
-  } else {
+  } else if (!only_scaled(p)) {
     for (int64_t v = 0; v < vectors; ++v) store<T>(s + v * kLanes<T>, scale * load<T>(s + v * kLanes<T>));
   }
   if (p.alibi_slopes) {

@@ -144,21 +144,21 @@ inline void store_one(Float16* p, float x) {
   p->bits = static_cast<uint16_t>(half | sign);
 }
 
-// The sum of the lanes: the upper half is added to the lower one, until one is left.
-template <class T>
-inline T sum_lanes(Vec<T> v) {
+// The lanes folded into one number: the upper half onto the lower one, until one is left.
+template <class T, class Fold>
+inline T fold_lanes(Vec<T> v, Fold&& fold) {
   T x[kLanes<T>];
   store(x, v);
   for (int width = kLanes<T> / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) x[i] += x[i + width];
+    for (int i = 0; i < width; ++i) x[i] = fold(x[i], x[i + width]);
   return x[0];
 }
 
-// Four such sums at once, out[i] = sum_lanes(v[i]), in the same order of additions.
-template <class T>
-inline void sum_four(const Vec<T> v[4], T out[4]) {
+// Four such numbers at once, out[i] = fold_lanes(v[i]), by the same folds in the same order.
+template <class T, class Fold>
+inline void fold_four(const Vec<T> v[4], T out[4], Fold&& fold) {
   if constexpr (kLanes<T> < 4) {
-    for (int i = 0; i < 4; ++i) out[i] = sum_lanes<T>(v[i]);
+    for (int i = 0; i < 4; ++i) out[i] = fold_lanes<T>(v[i], fold);
   } else {
     typedef T Four __attribute__((vector_size(4 * sizeof(T))));
     Four f[4];
@@ -167,30 +167,29 @@ inline void sum_four(const Vec<T> v[4], T out[4]) {
         Four part[kLanes<T> / 4];
       } x = bit_cast<Quarters>(v[i]);
       for (int width = kLanes<T> / 8; width; width /= 2)
-        for (int k = 0; k < width; ++k) x.part[k] += x.part[k + width];
+        for (int k = 0; k < width; ++k) x.part[k] = fold(x.part[k], x.part[k + width]);
       f[i] = x.part[0];
     }
-    // A 4 x 4 transpose, adding on the way.
-    const Four ab = ATTNPACK_SHUFFLE(f[0], f[1], 0, 4, 1, 5) + ATTNPACK_SHUFFLE(f[0], f[1], 2, 6, 3, 7);
-    const Four cd = ATTNPACK_SHUFFLE(f[2], f[3], 0, 4, 1, 5) + ATTNPACK_SHUFFLE(f[2], f[3], 2, 6, 3, 7);
-    const Four all = ATTNPACK_SHUFFLE(ab, cd, 0, 1, 4, 5) + ATTNPACK_SHUFFLE(ab, cd, 2, 3, 6, 7);
+    // A 4 x 4 transpose, folding on the way.
+    const Four ab = fold(ATTNPACK_SHUFFLE(f[0], f[1], 0, 4, 1, 5), ATTNPACK_SHUFFLE(f[0], f[1], 2, 6, 3, 7));
+    const Four cd = fold(ATTNPACK_SHUFFLE(f[2], f[3], 0, 4, 1, 5), ATTNPACK_SHUFFLE(f[2], f[3], 2, 6, 3, 7));
+    const Four all = fold(ATTNPACK_SHUFFLE(ab, cd, 0, 1, 4, 5), ATTNPACK_SHUFFLE(ab, cd, 2, 3, 6, 7));
     __builtin_memcpy(out, &all, sizeof(all));
   }
 }
 
-template <class T>
-inline Vec<T> select_max(Vec<T> a, Vec<T> b) {
-  return a > b ? a : b;
-}
-
-// Largest lane; NaN lanes may be dropped (the sum of exponentials carries them).
-template <class T>
-inline T max_lanes(Vec<T> v) {
-  T x[kLanes<T>];
-  store(x, v);
-  for (int width = kLanes<T> / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
-  return x[0];
-}
+// Folds: of numbers, or of vectors lane by lane. The larger one may drop a NaN (the sum of exponentials carries it).
+struct Add {
+  template <class V>
+  V operator()(V a, V b) const {
+    return a + b;
+  }
+};
+struct Larger {
+  template <class V>
+  V operator()(V a, V b) const {
+    return a > b ? a : b;
+  }
+};
 
 }  // namespace attnpack::ATTNPACK_ISA

@@ -11,6 +11,14 @@ namespace attnpack::ATTNPACK_ISA {
 typedef uint16_t HalfBits __attribute__((vector_size(32)));
 typedef float FloatVector __attribute__((vector_size(64)));
 inline FloatVector half_to_float(HalfBits half) { return (FloatVector)_mm512_cvtph_ps((__m256i)half); }
+// The larger one of x and least; NaN stays.
+inline FloatVector at_least(FloatVector x, float least) {
+  return (FloatVector)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);
+}
+// x 2^n, rounded once.
+inline FloatVector times_power_of_two(FloatVector x, FloatVector n) {
+  return (FloatVector)_mm512_scalef_ps((__m512)x, (__m512)n);
+}
 #else
 typedef uint16_t HalfBits __attribute__((vector_size(16)));
 typedef float FloatVector __attribute__((vector_size(32)));

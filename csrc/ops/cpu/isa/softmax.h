@@ -5,25 +5,69 @@
 // The online softmax (Milakov and Gimelshein 2018): running maximum and sum of a row, and how it ends.
 namespace attnpack::ATTNPACK_ISA {
 
-// One row's block of scores -> exp(score - max), in place; -inf (excluded) -> -0.0. Raises max and sum, and returns
-// the factor that earlier results of the row are to be multiplied with. count: whole vectors, padded with -inf.
+// Rows that go through the softmax together: their maxima, sums and factors fill one vector.
 template <class T>
-inline T online_softmax(T* s, int64_t count, T& max, T& sum) {
-  Vec<T> top = load<T>(s);
-  for (int64_t j = kLanes<T>; j < count; j += kLanes<T>) top = select_max<T>(load<T>(s + j), top);
-  const T block_max = max_lanes<T>(top);
-  const T new_max = block_max > max ? block_max : max;
-  Vec<T> total{};
-  for (int64_t j = 0; j < count; j += kLanes<T>) {
-    const Vec<T> x = load<T>(s + j);
-    const Vec<T> e = x == T(-kInfinity) ? broadcast(T(-0.0)) : exp(x - new_max);
-    total += e;
-    store<T>(s + j, e);
+constexpr int64_t kSoftmaxRows = kLanes<T> < 4 ? 4 : kLanes<T>;
+
+template <class T>
+inline Vec<T> largest(const T* s, int64_t count) {
+  constexpr int64_t kChains = 4;  // of comparisons, each waiting for its last one
+  Vec<T> top[kChains] = {load<T>(s), load<T>(s), load<T>(s), load<T>(s)};
+  int64_t j = 0;
+  for (; j + kChains * kLanes<T> <= count; j += kChains * kLanes<T>)
+#pragma GCC unroll 4
+    for (int i = 0; i < kChains; ++i) top[i] = Larger()(load<T>(s + j + i * kLanes<T>), top[i]);
+  for (; j < count; j += kLanes<T>) top[0] = Larger()(load<T>(s + j), top[0]);
+  return Larger()(Larger()(top[0], top[1]), Larger()(top[2], top[3]));
+}
+
+template <class T, class Fold>
+inline void fold_rows(const Vec<T>* v, T* out, Fold fold) {
+  for (int64_t r = 0; r < kSoftmaxRows<T>; r += 4) fold_four<T>(v + r, out + r, fold);
+}
+
+// Count vectors of scores -> exp(scale * score - max), -inf -> -0.0; total grows by them.
+template <int Count, class T>
+inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
+  Vec<T> x[Count];
+#pragma GCC unroll 4
+  for (int i = 0; i < Count; ++i) x[i] = load<T>(s + i * kLanes<T>) * scale - max;
+  exp_each(x);
+#pragma GCC unroll 4
+  for (int i = 0; i < Count; ++i) {
+    x[i] = load<T>(s + i * kLanes<T>) == T(-kInfinity) ? broadcast(T(-0.0)) : x[i];
+    total += x[i];
+    store<T>(s + i * kLanes<T>, x[i]);
   }
-  const T factor = new_max == max ? T(1) : exp_one<T>(max - new_max);
-  sum = sum * factor + sum_lanes<T>(total);
-  max = new_max;
-  return factor;
+}
+
+// Blocks of scores of up to kSoftmaxRows rows, lds apart and still to be multiplied with scale > 0 -> exp(score - max),
+// in place; -inf (excluded) -> -0.0. Raises max and sum; factor is what earlier results of a row are to be multiplied
+// with. count: whole vectors, padded with -inf. max, sum and factor hold kSoftmaxRows numbers.
+template <class T>
+inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T scale, T* max, T* sum, T* factor) {
+  Vec<T> of_row[kSoftmaxRows<T>];
+  T folded[kSoftmaxRows<T>];
+  for (int64_t r = 0; r < kSoftmaxRows<T>; ++r)
+    of_row[r] = r < rows ? largest(s + r * lds, count) : broadcast(T(-kInfinity));
+  fold_rows<T>(of_row, folded, Larger());
+  for (int64_t r = 0; r < kSoftmaxRows<T>; r += kLanes<T>) {
+    const Vec<T> old = load<T>(max + r), raised = Larger()(scale * load<T>(folded + r), old);
+    store<T>(factor + r, raised == old ? broadcast(T(1)) : exp(old - raised));
+    store<T>(max + r, raised);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    T* row = s + r * lds;
+    const T top = max[r];
+    int64_t j = 0;
+    of_row[r] = Vec<T>{};
+    for (; j + 4 * kLanes<T> <= count; j += 4 * kLanes<T>) exponentials<4>(row + j, scale, top, of_row[r]);
+    for (; j < count; j += kLanes<T>) exponentials<1>(row + j, scale, top, of_row[r]);
+  }
+  for (int64_t r = rows; r < kSoftmaxRows<T>; ++r) of_row[r] = Vec<T>{};
+  fold_rows<T>(of_row, folded, Add());
+  for (int64_t r = 0; r < kSoftmaxRows<T>; r += kLanes<T>)
+    store<T>(sum + r, load<T>(sum + r) * load<T>(factor + r) + load<T>(folded + r));
 }
 
 template <class T>
