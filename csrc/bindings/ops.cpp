@@ -1,8 +1,10 @@
 #include <attnpack/bindings/torch_pybind.h>
 
+#include <attnpack/functional/alibi.h>
 #include <attnpack/functional/attend.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/cpu/limits.h>
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge.h>
 #include <attnpack/ops/null.h>
@@ -114,6 +116,7 @@ void register_ops(py::module_& m) {
   const auto released = py::call_guard<py::gil_scoped_release>();
   m.def("merge_states", &merge_states, arg("out_a"), arg("lse_a"), arg("out_b"), arg("lse_b"), released);
   m.def("apply_rope", &apply_rope, arg("x"), arg("cos"), arg("sin"), arg("interleaved") = false, released);
+  m.def("alibi_slopes", &alibi_slopes, py::arg("num_heads"));
   m.def(
       "rope_table",
       [](const Tensor& positions, const std::vector<double>& inv_freq, double factor) {
@@ -123,6 +126,13 @@ void register_ops(py::module_& m) {
   m.def("linear", &linear, arg("input"), arg("weight"), arg("bias") = none, released);
   m.def("null", &null, arg("x"), released);
   m.def("isa", &isa_name);
+  m.def("limits", [] {
+    const Limits limits = [] {
+      py::gil_scoped_release free;
+      return measure_limits();
+    }();
+    return std::make_pair(limits.flops, limits.bytes_per_second);
+  });
 }
 
 }  // namespace attnpack

@@ -58,8 +58,13 @@ struct AttentionBackwardParams {
   void* grad_key;     // as key
   void* grad_value;   // as value
   Strides grad_query_strides, grad_key_strides, grad_value_strides;
-  void*
-      grad_scores;  // [batch, num_heads, q_len, kv_len] contiguous, accumulation type, for the mask's gradient; or null
+  // grad_query while it grows, accumulation type: the rows of each sequence's kv heads one after the other, as tiles
+  // take them; and how many blocks of keys each tile of a [batch, kv head] has in it, 0 at first.
+  void* grad_query_sums;
+  int32_t* blocks_done;  // [batch, num_kv_heads, tiles]
+  int64_t tiles;
+  // For the mask's gradient, or null: [batch, num_heads, q_len, kv_len], contiguous, accumulation type.
+  void* grad_scores;
 };
 
 // out [rows, outputs] = input [rows, inputs] weight^T + bias, for few rows; all but the weight contiguous.

@@ -120,20 +120,21 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::opt
   }
   const auto& kernels = kernels_in_use();
   const Tiling t = tile_rows(p);
-  const int64_t blocks = (p.kv_len + kBackwardKeys - 1) / kBackwardKeys;
-  const int64_t key_units = t.kv_heads * blocks;
-  for_each_unit(key_units + t.kv_heads * t.tiles, 4 * t.work, kernels.backward_scratch(p),
-                [&](int64_t unit, void* scratch) {
-                  if (unit < key_units) {
-                    const int64_t head = unit / blocks, begin = unit % blocks * kBackwardKeys;
-                    kernels.backward_keys(bp, head / p.num_kv_heads, head % p.num_kv_heads,
-                                          {begin, std::min(begin + kBackwardKeys, p.kv_len)}, scratch);
-                  } else {
-                    with_row_tile(p, t, unit - key_units, [&](int64_t b, int64_t kv_head, Range rows) {
-                      kernels.backward_rows(bp, b, kv_head, rows, scratch);
-                    });
-                  }
-                });
+  const int64_t step = backward_block(p.head_dim, p.v_head_dim), blocks = (p.kv_len + step - 1) / step;
+  if (t.kv_heads * blocks == 0) grad_query.zero_();
+  const Tensor sums =
+      at::empty({p.batch * p.num_heads * p.q_len, sums_width(p.head_dim)}, query.options().dtype(accumulation));
+  const Tensor done = at::zeros({t.kv_heads * t.tiles}, at::kInt);
+  bp.grad_query_sums = sums.mutable_data_ptr();
+  bp.blocks_done = done.mutable_data_ptr<int32_t>();
+  bp.tiles = t.tiles;
+  // Blocks outside, heads inside: neighbours in time seldom wait for each other, and under causality the longest come
+  // first.
+  for_each_unit(blocks * t.kv_heads, 4 * t.work, kernels.backward_scratch(p), [&](int64_t unit, void* scratch) {
+    const int64_t head = unit % t.kv_heads, begin = unit / t.kv_heads * step;
+    kernels.backward(bp, head / p.num_kv_heads, head % p.num_kv_heads, {begin, std::min(begin + step, p.kv_len)},
+                     scratch);
+  });
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
   if (mask_gradient)
     grad_mask =

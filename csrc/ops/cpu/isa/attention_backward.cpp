@@ -1,38 +1,39 @@
+#include <sched.h>
+
 #include <attnpack/ops/cpu/isa/tile.h>
 
 // Backward (Dao et al. 2022, algorithm 4): probabilities are recomputed from lse, tile by tile. With P the
 // probabilities, D = rowsum(dO * O) - dlse and dS = P * (dO V^T - D):  dV = P^T dO,  dQ = scale dS K,  dK = scale dS^T
-// Q. Blocks of keys and tiles of rows are units of their own, so that every sum has one fixed order.
+// Q. A unit is a block of keys, which meets the tiles of rows one after the other. A tile's dQ grows by one block at a
+// time, in the order of the blocks, so that every sum has one fixed order whoever computes it.
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
-constexpr bool kTwice[] = {false, true};  // fast, then leaving excluded pairs out
-
 template <class S, class A>
 struct Scratch {
-  int64_t key_width, value_width, block;
-  PackedBlocks blocks;
-  // Rows: as they are (left-hand sides), and in panels (right-hand sides).
-  A *query, *grad_out, *query_panels, *grad_out_panels;
-  A *keys, *keys_t, *values_t;  // slots of blocks: keys in panels, keys and values transposed
-  A *scores, *grad_scores, *cap, *grad_a, *grad_b, *lse, *delta;
+  int64_t key_width, value_width;  // of sums: whole panels
+  int64_t key_ld, value_ld;        // of rows: not a power of two, or they would share few lines of the L1 cache
+  int64_t block;
+  A *query, *grad_out;          // of the tile, [rows, ld]
+  A *keys, *keys_t, *values_t;  // of the block: keys as rows, keys and values transposed in panels
+  A *scores, *grad_scores, *cap, *grad_key, *grad_value, *lse, *delta;
 
   Scratch(const AttentionParams& p, Arena& arena)
-      : block(padded<A>(kBackwardKeys)), blocks(p.kv_len, kBackwardKeys, arena) {
-    key_width = padded<A>(p.head_dim);
-    value_width = padded<A>(p.v_head_dim);
-    query = arena.take<A>(kTileQueryRows * p.head_dim);
-    grad_out = arena.take<A>(kTileQueryRows * p.v_head_dim);
-    query_panels = arena.take<A>(kTileQueryRows * key_width);
-    grad_out_panels = arena.take<A>(kTileQueryRows * value_width);
-    keys = arena.take<A>(blocks.slots() * block * key_width);
-    keys_t = arena.take<A>(blocks.slots() * block * p.head_dim);
-    values_t = arena.take<A>(blocks.slots() * block * p.v_head_dim);
+      : key_width(padded<A>(p.head_dim)),
+        value_width(padded<A>(p.v_head_dim)),
+        key_ld(key_width + kLanes<A>),
+        value_ld(value_width + kLanes<A>),
+        block(padded<A>(backward_block(p.head_dim, p.v_head_dim))) {
+    query = arena.take<A>(kTileQueryRows * key_ld);
+    grad_out = arena.take<A>(kTileQueryRows * value_ld);
+    keys = arena.take<A>(block * key_ld);
+    keys_t = arena.take<A>(block * p.head_dim);
+    values_t = arena.take<A>(block * p.v_head_dim);
     scores = arena.take<A>(kTileQueryRows * block);
     grad_scores = arena.take<A>(kTileQueryRows * block);
     cap = arena.take<A>(block);
-    grad_a = arena.take<A>(larger(kTileQueryRows, block) * key_width);  // of keys, or of queries
-    grad_b = arena.take<A>(block * value_width);                        // of values
+    grad_key = arena.take<A>(block * key_width);
+    grad_value = arena.take<A>(block * value_width);
     lse = arena.take<A>(kTileQueryRows);
     delta = arena.take<A>(kTileQueryRows);
   }
@@ -42,63 +43,24 @@ template <class S, class A>
 class Backward {
  public:
   Backward(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, void* scratch)
-      : bp_(bp), p_(bp.forward), b_(b), kv_head_(kv_head), arena_(scratch), w_(p_, arena_) {
-    w_.blocks.enter(b * p_.num_kv_heads + kv_head);
-  }
+      : bp_(bp), p_(bp.forward), b_(b), kv_head_(kv_head), arena_(scratch), w_(p_, arena_) {}
 
-  // dK and dV of keys [begin, end).
-  void run_keys(Range keys) {
-    const int64_t count = keys.end - keys.begin;
-    const int64_t used = smaller(keys.end, valid_keys(p_, b_)) - keys.begin;
-    for (const bool skip : kTwice) {
-      clear(w_.grad_a, count * w_.key_width);
-      clear(w_.grad_b, count * w_.value_width);
-      if (used > 0) {
-        const int64_t rows = group_size(p_, kv_head_) * p_.q_len;
-        for (int64_t r = 0; r < rows; r += kTileQueryRows) {
-          make_rows(p_, b_, kv_head_, {r, smaller(rows, r + kTileQueryRows)}, tile_);
-          if (tile_.keys.begin >= keys.begin + used || tile_.keys.end <= keys.begin) continue;
-          load_rows();
-          load_row_panels();
-          differentiate(keys.begin, used, false);
-          gemm<A>(skip, used, w_.value_width, tile_.count, {w_.scores, 1, w_.block},
-                  {w_.grad_out_panels, kPanel<A>, kTileQueryRows * kPanel<A>}, w_.grad_b, w_.value_width, true);
-          gemm<A>(skip, used, w_.key_width, tile_.count, {w_.grad_scores, 1, w_.block},
-                  {w_.query_panels, kPanel<A>, kTileQueryRows * kPanel<A>}, w_.grad_a, w_.key_width, true);
-        }
-      }
-      // 0 * NaN of an excluded pair: once more without such terms.
-      if (all_finite(w_.grad_a, w_.key_width, count, p_.head_dim) &&
-          all_finite(w_.grad_b, w_.value_width, count, p_.v_head_dim))
-        break;
+  void run(Range keys) {
+    count_ = smaller(keys.end, valid_keys(p_, b_)) - keys.begin;
+    clear(w_.grad_key, (keys.end - keys.begin) * w_.key_width);
+    clear(w_.grad_value, (keys.end - keys.begin) * w_.value_width);
+    if (count_ > 0) load_block(keys.begin);
+    const int64_t rows = group_size(p_, kv_head_) * p_.q_len;
+    for (int64_t r = 0; r < rows; r += kTileQueryRows) {
+      make_rows(p_, b_, kv_head_, {r, smaller(rows, r + kTileQueryRows)}, tile_);
+      meet_tile(r, keys.begin);
     }
-    for (int64_t j = 0; j < count; ++j) {
-      write(at<S>(bp_.grad_key, bp_.grad_key_strides, b_, kv_head_, keys.begin + j), w_.grad_a + j * w_.key_width,
+    for (int64_t j = 0; j < keys.end - keys.begin; ++j) {
+      write(at<S>(bp_.grad_key, bp_.grad_key_strides, b_, kv_head_, keys.begin + j), w_.grad_key + j * w_.key_width,
             p_.head_dim);
-      write(at<S>(bp_.grad_value, bp_.grad_value_strides, b_, kv_head_, keys.begin + j), w_.grad_b + j * w_.value_width,
-            p_.v_head_dim);
+      write(at<S>(bp_.grad_value, bp_.grad_value_strides, b_, kv_head_, keys.begin + j),
+            w_.grad_value + j * w_.value_width, p_.v_head_dim);
     }
-  }
-
-  // dQ of a tile of rows, and the gradient of the masked scores where it is asked for.
-  void run_rows(Range rows) {
-    make_rows(p_, b_, kv_head_, rows, tile_);
-    load_rows();
-    for (const bool skip : kTwice) {
-      clear(w_.grad_a, tile_.count * w_.key_width);
-      for (int64_t begin = tile_.keys.begin / kBackwardKeys * kBackwardKeys; begin < tile_.keys.end;
-           begin += kBackwardKeys) {
-        const int64_t count = smaller(kBackwardKeys, tile_.keys.end - begin);
-        const int64_t slot = differentiate(begin, count, bp_.grad_scores != nullptr);
-        gemm<A>(skip, tile_.count, w_.key_width, count, {w_.grad_scores, w_.block, 1},
-                {w_.keys + slot * w_.block * w_.key_width, kPanel<A>, w_.block * kPanel<A>}, w_.grad_a, w_.key_width,
-                true);
-      }
-      if (all_finite(w_.grad_a, w_.key_width, tile_.count, p_.head_dim)) break;
-    }
-    for (int64_t r = 0; r < tile_.count; ++r)
-      write(at<S>(bp_.grad_query, bp_.grad_query_strides, b_, tile_.rows[r].head, tile_.rows[r].query),
-            w_.grad_a + r * w_.key_width, p_.head_dim);
   }
 
  private:
@@ -109,18 +71,64 @@ class Backward {
     for (int64_t i = 0; i < count; ++i) store_one(to + i, from[i]);
   }
 
-  void pack_block(int64_t begin, int64_t slot) {
-    const int64_t count = smaller(kBackwardKeys, valid_keys(p_, b_) - begin);
+  // The tile that starts at row `first` of the kv head, and the block that starts at key `begin`.
+  void meet_tile(int64_t first, int64_t begin) {
+    if (tile_.keys.empty()) {
+      if (begin == 0)
+        for (int64_t r = 0; r < tile_.count; ++r) clear_query_row(r);
+      return;
+    }
+    const int64_t step = backward_block(p_.head_dim, p_.v_head_dim), block = begin / step;
+    const int64_t first_block = tile_.keys.begin / step, last_block = (tile_.keys.end - 1) / step;
+    if (block < first_block || block > last_block) return;
+    load_rows();
+    differentiate(begin, count_);
+    // -0.0 marks an excluded pair. Only where it would meet NaN or Inf need such terms be left out, which is slow.
+    const bool query_finite = all_finite(w_.query, w_.key_ld, tile_.count, p_.head_dim);
+    const bool grad_out_finite = all_finite(w_.grad_out, w_.value_ld, tile_.count, p_.v_head_dim);
+    gemm<A>(!grad_out_finite, count_, w_.value_width, tile_.count, {w_.scores, 1, w_.block},
+            {w_.grad_out, w_.value_ld, kPanel<A>}, w_.grad_value, w_.value_width, true);
+    gemm<A>(!query_finite, count_, w_.key_width, tile_.count, {w_.grad_scores, 1, w_.block},
+            {w_.query, w_.key_ld, kPanel<A>}, w_.grad_key, w_.key_width, true);
+
+    int32_t* done = bp_.blocks_done + (b_ * p_.num_kv_heads + kv_head_) * bp_.tiles + first / kTileQueryRows;
+    const int64_t width = sums_width(p_.head_dim);
+    const int64_t group_begin = p_.group_start ? p_.group_start[kv_head_] : kv_head_ * group_size(p_, kv_head_);
+    A* sums = static_cast<A*>(bp_.grad_query_sums) + ((b_ * p_.num_heads + group_begin) * p_.q_len + first) * width;
+    wait_for(done, static_cast<int32_t>(block - first_block));
+    gemm<A>(!keys_finite_, tile_.count, w_.key_width, count_, {w_.grad_scores, w_.block, 1},
+            {w_.keys, w_.key_ld, kPanel<A>}, sums, width, block > first_block);
+    __atomic_store_n(done, static_cast<int32_t>(block - first_block) + 1, __ATOMIC_RELEASE);
+    if (block == last_block)
+      for (int64_t r = 0; r < tile_.count; ++r) write(query_gradient(r), sums + r * width, p_.head_dim);
+  }
+
+  // Until the blocks before have added their part. Units are handed out in the order of the blocks, so that whoever is
+  // waited for has begun.
+  static void wait_for(const int32_t* done, int32_t count) {
+    for (int spins = 0; __atomic_load_n(done, __ATOMIC_ACQUIRE) != count; ++spins)
+      if (spins > 1000) sched_yield();
+  }
+
+  S* query_gradient(int64_t r) const {
+    return at<S>(bp_.grad_query, bp_.grad_query_strides, b_, tile_.rows[r].head, tile_.rows[r].query);
+  }
+  void clear_query_row(int64_t r) {
+    for (int64_t d = 0; d < p_.head_dim; ++d) store_one(query_gradient(r) + d, A(0));
+  }
+
+  void load_block(int64_t begin) {
     const S* keys = at<S>(p_.key, p_.key_strides, b_, kv_head_, begin);
-    pack_panels<A>(keys, p_.key_strides.row, count, p_.head_dim, w_.keys + slot * w_.block * w_.key_width, w_.block);
-    pack_transposed<A>(keys, p_.key_strides.row, count, p_.head_dim, w_.keys_t + slot * w_.block * p_.head_dim);
-    pack_transposed<A>(at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row, count,
-                       p_.v_head_dim, w_.values_t + slot * w_.block * p_.v_head_dim);
+    pack<A>(keys, p_.key_strides.row, count_, p_.head_dim, w_.keys, w_.key_ld);
+    pack_transposed<A>(keys, p_.key_strides.row, count_, p_.head_dim, w_.keys_t);
+    pack_transposed<A>(at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row, count_,
+                       p_.v_head_dim, w_.values_t);
+    keys_finite_ = all_finite(w_.keys, w_.key_ld, count_, p_.head_dim);
   }
 
   void load_rows() {
-    pack_rows<A, S>(tile_, p_.query, p_.query_strides, b_, p_.head_dim, w_.query, p_.head_dim);
-    pack_rows<A, S>(tile_, bp_.grad_out, bp_.grad_out_strides, b_, p_.v_head_dim, w_.grad_out, p_.v_head_dim);
+    pack_rows<A, S>(tile_, p_.query, p_.query_strides, b_, p_.head_dim, w_.query, w_.key_ld);
+    pack_rows<A, S>(tile_, bp_.grad_out, bp_.grad_out_strides, b_, p_.v_head_dim, w_.grad_out, w_.value_ld);
     for (int64_t r = 0; r < tile_.count; ++r) {
       const int64_t index = (b_ * p_.num_heads + tile_.rows[r].head) * p_.q_len + tile_.rows[r].query;
       w_.lse[r] = static_cast<const A*>(p_.lse)[index];
@@ -128,26 +136,16 @@ class Backward {
     }
   }
 
-  void load_row_panels() {
-    pack_panels<A>(w_.query, p_.head_dim, tile_.count, p_.head_dim, w_.query_panels, kTileQueryRows);
-    pack_panels<A>(w_.grad_out, p_.v_head_dim, tile_.count, p_.v_head_dim, w_.grad_out_panels, kTileQueryRows);
-  }
-
   // scores <- P (what multiplied the values), grad_scores <- scale * dS, both [rows, count], excluded pairs -0.0.
-  // Returns the slot of the packed block of keys.
-  int64_t differentiate(int64_t begin, int64_t count, bool write_mask_gradient) {
-    const int64_t slot = w_.blocks.slot(begin, [&](int64_t slot) { pack_block(begin, slot); });
-    gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, p_.head_dim, 1},
-            {w_.keys_t + slot * w_.block * p_.head_dim, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block,
-            false);
-    gemm<A>(false, tile_.count, count, p_.v_head_dim, {w_.grad_out, p_.v_head_dim, 1},
-            {w_.values_t + slot * w_.block * p_.v_head_dim, kPanel<A>, kPanel<A> * p_.v_head_dim}, w_.grad_scores,
-            w_.block, false);
-    for (int64_t r = 0; r < tile_.count; ++r) differentiate_row(r, begin, count, write_mask_gradient);
-    return slot;
+  void differentiate(int64_t begin, int64_t count) {
+    gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, w_.key_ld, 1},
+            {w_.keys_t, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false);
+    gemm<A>(false, tile_.count, count, p_.v_head_dim, {w_.grad_out, w_.value_ld, 1},
+            {w_.values_t, kPanel<A>, kPanel<A> * p_.v_head_dim}, w_.grad_scores, w_.block, false);
+    for (int64_t r = 0; r < tile_.count; ++r) differentiate_row(r, begin, count);
   }
 
-  void differentiate_row(int64_t r, int64_t begin, int64_t count, bool write_mask_gradient) {
+  void differentiate_row(int64_t r, int64_t begin, int64_t count) {
     const Row& row = tile_.rows[r];
     A *s = w_.scores + r * w_.block, *g = w_.grad_scores + r * w_.block;
     A* cap = p_.softcap > 0 ? w_.cap : nullptr;
@@ -166,7 +164,7 @@ class Backward {
         const Vec<A> prob = load<A>(s + j);
         store<A>(g + j, masked(prob, prob * (load<A>(g + j) - w_.delta[r])));
       }
-    if (write_mask_gradient) {
+    if (bp_.grad_scores) {
       A* out = static_cast<A*>(bp_.grad_scores) + ((b_ * p_.num_heads + row.head) * p_.q_len + row.query) * p_.kv_len +
                begin;
       for (int64_t j = 0; j < count; ++j) out[j] = g[j];
@@ -201,7 +199,8 @@ class Backward {
 
   const AttentionBackwardParams& bp_;
   const AttentionParams& p_;
-  int64_t b_, kv_head_;
+  int64_t b_, kv_head_, count_ = 0;  // count: keys of the block that are there
+  bool keys_finite_ = true;
   Arena arena_;
   Scratch<S, A> w_;
   RowTile tile_;
@@ -219,15 +218,9 @@ size_t backward_scratch(const AttentionParams& p) {
   return used;
 }
 
-void backward_keys(const AttentionBackwardParams& p, int64_t b, int64_t kv_head, Range keys, void* scratch) {
+void backward(const AttentionBackwardParams& p, int64_t b, int64_t kv_head, Range keys, void* scratch) {
   dispatch(p.forward.dtype, [&](auto storage, auto accumulation) {
-    Backward<decltype(storage), decltype(accumulation)>(p, b, kv_head, scratch).run_keys(keys);
-  });
-}
-
-void backward_rows(const AttentionBackwardParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch) {
-  dispatch(p.forward.dtype, [&](auto storage, auto accumulation) {
-    Backward<decltype(storage), decltype(accumulation)>(p, b, kv_head, scratch).run_rows(rows);
+    Backward<decltype(storage), decltype(accumulation)>(p, b, kv_head, scratch).run(keys);
   });
 }
 

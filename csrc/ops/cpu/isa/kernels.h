@@ -25,36 +25,48 @@ struct Kernels {
   // Joins the partials of a kv head, [count, rows, v_head_dim + 2], in their order, into out and lse.
   void (*merge)(const AttentionParams&, int64_t b, int64_t kv_head, const void* partials, int64_t count);
 
-  // Backward: the gradients of a block of keys, or of a tile of rows.
+  // Backward: the gradients of a block of keys, and its part of those of all rows. The units of a kv head must begin in
+  // the order of their keys: each waits, tile by tile, for those before it.
   size_t (*backward_scratch)(const AttentionParams&);
-  void (*backward_keys)(const AttentionBackwardParams&, int64_t b, int64_t kv_head, Range keys, void* scratch);
-  void (*backward_rows)(const AttentionBackwardParams&, int64_t b, int64_t kv_head, Range rows, void* scratch);
+  void (*backward)(const AttentionBackwardParams&, int64_t b, int64_t kv_head, Range keys, void* scratch);
 
   // A range of outputs of a linear layer for few rows.
   size_t (*linear_scratch)(const LinearParams&);
   void (*linear_rows)(const LinearParams&, Range outputs, void* scratch);
+
+  // For benchmarks; what they compute goes to sink, so that no compiler leaves it out.
+  double (*multiply_adds)(int64_t rounds, float* sink);
+  void (*read_through)(const float* data, int64_t count, float* sink);
 };
 
 // How work is cut, from one sequence's shapes alone.
 constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
 constexpr int64_t kDecodeRows = 8;      // up to so many rows of a kv head stream the keys
 constexpr int64_t kRangeKeys = 512;     // keys of a unit where a kv head has one tile of rows, or fewer
-constexpr int64_t kBackwardKeys = 128;  // keys of a backward block
 constexpr int64_t kPackedKeys = 8192;   // keys of a head that stay packed in scratch between tiles
 
-#define ATTNPACK_DECLARE_ISA(isa)                                                     \
-  namespace isa {                                                                     \
-  size_t prefill_scratch(const AttentionParams&);                                     \
-  void prefill(const AttentionParams&, int64_t, int64_t, Range, void*);               \
-  void prefill_range(const AttentionParams&, int64_t, int64_t, Range, void*, void*);  \
-  size_t decode_scratch(const AttentionParams&);                                      \
-  void decode(const AttentionParams&, int64_t, int64_t, Range, void*, void*);         \
-  void merge(const AttentionParams&, int64_t, int64_t, const void*, int64_t);         \
-  size_t backward_scratch(const AttentionParams&);                                    \
-  void backward_keys(const AttentionBackwardParams&, int64_t, int64_t, Range, void*); \
-  void backward_rows(const AttentionBackwardParams&, int64_t, int64_t, Range, void*); \
-  size_t linear_scratch(const LinearParams&);                                         \
-  void linear_rows(const LinearParams&, Range, void*);                                \
+// Keys of a backward block: with the rows of a tile and their sums they stay in an L2 cache of 1 MiB.
+constexpr int64_t backward_block(int64_t head_dim, int64_t v_head_dim) {
+  const int64_t width = head_dim + v_head_dim;
+  return width <= 128 ? 256 : width <= 512 ? 128 : 64;
+}
+// Row width of grad_query_sums: whole panels of the matrix product, whatever the instruction set.
+constexpr int64_t sums_width(int64_t head_dim) { return (head_dim + 31) / 32 * 32; }
+
+#define ATTNPACK_DECLARE_ISA(isa)                                                    \
+  namespace isa {                                                                    \
+  size_t prefill_scratch(const AttentionParams&);                                    \
+  void prefill(const AttentionParams&, int64_t, int64_t, Range, void*);              \
+  void prefill_range(const AttentionParams&, int64_t, int64_t, Range, void*, void*); \
+  size_t decode_scratch(const AttentionParams&);                                     \
+  void decode(const AttentionParams&, int64_t, int64_t, Range, void*, void*);        \
+  void merge(const AttentionParams&, int64_t, int64_t, const void*, int64_t);        \
+  size_t backward_scratch(const AttentionParams&);                                   \
+  void backward(const AttentionBackwardParams&, int64_t, int64_t, Range, void*);     \
+  size_t linear_scratch(const LinearParams&);                                        \
+  void linear_rows(const LinearParams&, Range, void*);                               \
+  double multiply_adds(int64_t, float*);                                             \
+  void read_through(const float*, int64_t, float*);                                  \
   }
 ATTNPACK_DECLARE_ISA(baseline)
 #if defined(__x86_64__)

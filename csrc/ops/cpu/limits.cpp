@@ -1,0 +1,51 @@
+#include <attnpack/ops/cpu/limits.h>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include <attnpack/ops/cpu/isa.h>
+
+namespace attnpack {
+namespace {
+
+constexpr int kTries = 5;
+
+// Most work a second of call(thread), done by all threads at once; call returns its work.
+template <class F>
+double best_rate(int64_t threads, F&& call) {
+  double best = 0;
+  for (int i = 0; i < kTries; ++i) {
+    std::vector<double> work(threads, 0.0);
+    const auto start = std::chrono::steady_clock::now();
+    at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) work[t] = call(t);
+    });
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    double sum = 0;
+    for (const double done : work) sum += done;
+    best = std::max(best, sum / seconds);
+  }
+  return best;
+}
+
+}  // namespace
+
+Limits measure_limits() {
+  const auto& kernels = kernels_in_use();
+  const int64_t threads = at::get_num_threads();
+  std::vector<float> sink(threads * 16);  // a cache line each
+  const double flops = 2 * best_rate(threads, [&](int64_t t) { return kernels.multiply_adds(1 << 20, &sink[t * 16]); });
+  const int64_t count = int64_t{1} << 26;  // 256 MiB
+  const at::Tensor data = at::ones({count}, at::kFloat);
+  const int64_t share = count / threads;
+  const double bytes = best_rate(threads, [&](int64_t t) {
+    kernels.read_through(data.const_data_ptr<float>() + t * share, share, &sink[t * 16]);
+    return static_cast<double>(share) * sizeof(float);
+  });
+  return {flops, bytes};
+}
+
+}  // namespace attnpack

@@ -1,0 +1,12 @@
+#pragma once
+
+namespace attnpack {
+
+// What this machine reaches with torch's threads and the instruction set in use, the best of several tries.
+struct Limits {
+  double flops;             // fp32 fused multiply-adds in registers, two operations each, a second
+  double bytes_per_second;  // read in order from memory, far more than the caches hold
+};
+Limits measure_limits();
+
+}  // namespace attnpack
