@@ -83,6 +83,23 @@ CASES = [
         lambda: (_x(),),
     ),
     Case(
+        "windowed",
+        lambda **f: attnpack.GroupedQueryAttention(
+            EMBED, 4, 2, causal=True, window=(2, 0), softcap=2.0, sinks=True, rope=_rope(), **f
+        ),
+        lambda: (_x(),),
+    ),
+    Case(
+        "alibi",
+        lambda **f: attnpack.MultiHeadAttention(EMBED, 6, causal=True, alibi=True, **f),
+        lambda: (_x(),),
+    ),
+    Case(
+        "projected_windowed",
+        lambda **f: attnpack.ProjectedAttention(4, 2, 6, window=(1, 2), softcap=1.5, **f),
+        lambda: (_x(), _x(5, 12), _x(5, 12)),
+    ),
+    Case(
         "projected",
         lambda **f: attnpack.ProjectedAttention(4, 2, 6, causal=True, rope=_rope(), **f),
         lambda: (_x(), _x(5, 12), _x(5, 12)),

@@ -24,11 +24,9 @@ CONSTRUCTIONS = {
     ),
     "layers: got none": lambda m: m.Encoder([]),
     "num_layers: got 0": lambda m: m.CausalLM(10, 24, 0, 4),
-    "window: not built": lambda m: m.MultiHeadAttention(24, 4, window=(3, 0)),
-    "softcap: not built": lambda m: m.MultiQueryAttention(24, 4, softcap=30.0),
-    "sinks: not built": lambda m: m.GroupedQueryAttention(24, 4, 2, sinks=True),
-    "alibi: not built": lambda m: m.MultiHeadAttention(24, 4, alibi=True),
-    "dropout: not built": lambda m: m.ProjectedAttention(4, 2, 6, dropout=0.1),
+    r"window: got \(-2, 0\), want how many keys": lambda m: m.MultiHeadAttention(24, 4, window=(-2, 0)),
+    "softcap: got -30, want a number above 0": lambda m: m.MultiQueryAttention(24, 4, softcap=-30.0),
+    "dropout: got 1, want 0 <= dropout < 1": lambda m: m.ProjectedAttention(4, 2, 6, dropout=1.0),
 }
 
 

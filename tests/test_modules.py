@@ -1,6 +1,7 @@
 """The modules as torch.nn.Modules: their mathematics, and everything a user may do to an nn.Module."""
 
 import copy
+import math
 import pickle
 
 import attnpack
@@ -34,9 +35,29 @@ def plain(module, x, context=None, *, positions=None, **arguments):
         own = torch.arange(x.size(1)) if positions is None else positions
         theirs = own if context is None else torch.arange(context.size(1))
         q, k = rotated(module.rope, q, own), rotated(module.rope, k, theirs)
-    out = reference.attention(q, k, v, head_map=module.head_map, scale=module.scale, **arguments)
+    if module.alibi:
+        arguments["alibi_slopes"] = slopes(module.num_heads)
+    out = reference.attention(
+        q,
+        k,
+        v,
+        window=module.window or (-1, -1),
+        softcap=module.softcap,
+        sinks=getattr(module, "sinks", None),
+        head_map=module.head_map,
+        scale=module.scale,
+        **arguments,
+    )
     joined = out.transpose(1, 2).flatten(2)
     return F.linear(joined, module.o_proj.weight, module.o_proj.bias) if hasattr(module, "o_proj") else joined
+
+
+def slopes(num_heads):
+    """Of ALiBi: a geometric series for a power of two; else the series below, filled up from the one above."""
+    n = 2 ** int(math.log2(num_heads))
+    series = [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
+    between = [2.0 ** (-8.0 * (i + 1) / (2 * n)) for i in range(0, 2 * n, 2)]
+    return torch.tensor(series + between[: num_heads - n], dtype=torch.float64)
 
 
 def rotated(rope, x, positions):
@@ -63,6 +84,11 @@ FAMILY = {
     "rope": dict(rope=attnpack.RotaryEmbedding(6, base=100.0), causal=True),
     "partial_rope": dict(rope=attnpack.RotaryEmbedding(4), causal=True),
     "interleaved": dict(rope=attnpack.RotaryEmbedding(6, interleaved=True)),
+    "window": dict(window=(2, 1), rope=attnpack.RotaryEmbedding(6)),
+    "window_causal": dict(window=(2, 0), causal=True, softcap=0.8),
+    "sinks": dict(sinks=True, causal=True),
+    "alibi": dict(alibi=True, causal=True),
+    "alibi_both_ways": dict(alibi=True, softcap=3.0, sinks=True),
     "linear": dict(rope=attnpack.RotaryEmbedding(6, scaling={"rope_type": "linear", "factor": 4.0, "rope_theta": 1.0})),
 }
 
@@ -78,10 +104,48 @@ def test_family_is_the_plain_formula(kind, settings):
         "uneven": lambda: attnpack.GroupedQueryAttention(EMBED, 4, 3, head_map=[2, 0, 2, 2], **settings),
         "multi_query": lambda: attnpack.MultiQueryAttention(EMBED, 4, **settings),
     }[kind]()
+    if module.sinks is not None:
+        nn.init.normal_(module.sinks)
     x = torch.randn(2, 6, EMBED, dtype=torch.float64)
     torch.testing.assert_close(module(x), plain(module, x, causal=module.causal), rtol=1e-6, atol=1e-7)
     context = torch.randn(2, 3, EMBED, dtype=torch.float64)
     torch.testing.assert_close(module(x, context), plain(module, x, context), rtol=1e-6, atol=1e-7)
+
+
+def test_dropout_acts_in_training_and_alike_in_both_languages():
+    torch.manual_seed(0)
+    module = attnpack.MultiQueryAttention(EMBED, 4, dropout=0.4, sinks=True, bias=True)
+    x = torch.randn(2, 30, EMBED)
+    twin, calm = module.cpp(), module.eval()(x)
+    assert torch.equal(calm, module(x)) and torch.equal(calm, twin.eval().forward(x))
+    module.train(), twin.train()
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        draws.append(module(x))
+    torch.manual_seed(3)
+    assert torch.equal(draws[0], draws[1]) and torch.equal(draws[0], twin.forward(x))
+    many = torch.stack([module(x) for _ in range(400)])
+    assert not torch.equal(many[0], many[1])
+    torch.testing.assert_close(many.mean(0), calm, rtol=0, atol=6 * float(many.std(0).max()) / 20)
+    _, weights = module(x, need_weights=True)
+    torch.testing.assert_close(weights, module.eval()(x, need_weights=True)[1])  # those before dropout
+
+
+def test_window_and_alibi_by_steps_equal_the_whole():
+    torch.manual_seed(0)
+    for settings in ({"window": (2, 0)}, {"alibi": True}, {"window": (3, 0), "sinks": True, "softcap": 2.0}):
+        module = attnpack.GroupedQueryAttention(EMBED, 4, 2, causal=True, **settings).eval()
+        x, cache = torch.randn(2, 7, EMBED), attnpack.DynamicCache()
+        with torch.no_grad():
+            steps = torch.cat([module(part, cache=cache) for part in x.split([3, 1, 2, 1], 1)], 1)
+            torch.testing.assert_close(steps, module(x))
+
+
+def test_slopes_are_those_of_the_paper():
+    for num_heads in (1, 2, 6, 8, 12, 16, 25):
+        assert attnpack.ops.alibi_slopes(num_heads) == pytest.approx(slopes(num_heads).tolist(), rel=1e-12)
+    assert attnpack.ops.alibi_slopes(8) == tuple(2.0**-i for i in range(1, 9))  # Press et al. 2022, section 3
 
 
 def test_self_attention_is_the_plain_formula():
@@ -184,7 +248,7 @@ def test_meta_device(case):
 def test_optimiser_moves_python_and_cpp_alike(case):
     module, inputs = make(case)
     if not list(module.parameters()):
-        assert case.name in ("projected", "rotary")
+        assert case.name in ("projected", "projected_windowed", "rotary")
         return
     twin = module.cpp()
     before = twin.forward(*inputs)

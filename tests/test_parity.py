@@ -114,7 +114,18 @@ def test_project_is_what_enters_the_operator():
         for ours, theirs in zip((query, key, value), module.cpp().project(*inputs), strict=True):
             assert torch.equal(ours, theirs)
         causal = module.causal and not (hasattr(module, "kdim") and len(inputs) > 1)
-        out = attnpack.attention(query, key, value, causal=causal, head_map=module.head_map, scale=module.scale)
+        out = attnpack.attention(
+            query,
+            key,
+            value,
+            causal=causal,
+            window=module.window or (-1, -1),
+            softcap=module.softcap,
+            sinks=getattr(module, "sinks", None),
+            alibi_slopes=torch.tensor(attnpack.ops.alibi_slopes(module.num_heads)) if module.alibi else None,
+            head_map=module.head_map,
+            scale=module.scale,
+        )
         joined = out.transpose(1, 2).flatten(2)
         joined = module.o_proj(joined) if hasattr(module, "o_proj") else joined
         assert torch.equal(joined, module(*inputs)), case.name

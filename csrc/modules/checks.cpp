@@ -2,19 +2,19 @@
 
 #include <ATen/autocast_mode.h>
 
+#include <cmath>
+
 #include <attnpack/core/check.h>
 
 namespace attnpack {
 
-void refuse_unbuilt(const UnbuiltArguments& arguments) {
-  const auto refuse = [](bool given, const char* name, const char* neutral) {
-    ATTNPACK_CHECK(!given, name, ": not built in this version of attnpack; leave it at ", neutral);
-  };
-  refuse(arguments.window && *arguments.window != Window{-1, -1}, "window", "None");
-  refuse(arguments.softcap != 0, "softcap", "0");
-  refuse(arguments.dropout != 0, "dropout", "0");
-  refuse(arguments.sinks, "sinks", "False");
-  refuse(arguments.alibi, "alibi", "False");
+void check_settings(const std::optional<Window>& window, double softcap, double dropout) {
+  const auto [left, right] = window.value_or(Window{-1, -1});
+  ATTNPACK_CHECK(left >= -1 && right >= -1, "window: got (", left, ", ", right,
+                 "), want how many keys before and behind, -1 for all of them");
+  ATTNPACK_CHECK(softcap >= 0 && std::isfinite(softcap), "softcap: got ", softcap,
+                 ", want a number above 0, or 0 for none");
+  ATTNPACK_CHECK(dropout >= 0 && dropout < 1, "dropout: got ", dropout, ", want 0 <= dropout < 1");
 }
 
 int64_t resolve_head_dim(int64_t embed_dim, int64_t num_heads, const std::optional<int64_t>& head_dim) {

@@ -10,13 +10,8 @@
 
 namespace attnpack {
 
-// Arguments whose mathematics this version does not have; each raises a sentence that names it.
-struct UnbuiltArguments {
-  std::optional<Window> window;
-  double softcap = 0, dropout = 0;
-  bool sinks = false, alibi = false;
-};
-void refuse_unbuilt(const UnbuiltArguments& arguments);
+// Settings of the scores that no input can make right.
+void check_settings(const std::optional<Window>& window, double softcap, double dropout);
 
 // head_dim as given, else embed_dim / num_heads, which must be whole.
 int64_t resolve_head_dim(int64_t embed_dim, int64_t num_heads, const std::optional<int64_t>& head_dim);

@@ -1,6 +1,7 @@
 #include <attnpack/modules/grouped_attention.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/functional/alibi.h>
 #include <attnpack/modules/checks.h>
 #include <attnpack/modules/heads.h>
 
@@ -9,7 +10,7 @@ namespace attnpack {
 template <typename Derived, Sharing sharing>
 void GroupedAttentionImpl<Derived, sharing>::reset() {
   const auto& o = options;
-  refuse_unbuilt({o.window(), o.softcap(), o.dropout(), o.sinks(), o.alibi()});
+  check_settings(o.window(), o.softcap(), o.dropout());
   const auto head_dim = resolve_head_dim(o.embed_dim(), o.num_heads(), o.head_dim());
   check_heads(o.num_heads(), o.num_kv_heads(), o.head_map());
   options.head_dim(head_dim);
@@ -25,6 +26,9 @@ void GroupedAttentionImpl<Derived, sharing>::reset() {
     q_norm = this->register_module("q_norm", RMSNorm(RMSNormOptions(head_dim).factory(o.factory())));
     k_norm = this->register_module("k_norm", RMSNorm(RMSNormOptions(head_dim).factory(o.factory())));
   }
+  if (o.sinks()) this->register_parameter("sinks", this->allocate({o.num_heads()}, sinks, o.factory()).zero_());
+  bind_members();
+  slopes_ = alibi_slopes(o.num_heads());
   if (o.rope()) {
     ATTNPACK_CHECK(o.rope()->options.dim() <= head_dim, "rope: got dim ", o.rope()->options.dim(),
                    ", want at most head_dim ", head_dim);
@@ -61,6 +65,8 @@ AttendOptions GroupedAttentionImpl<Derived, sharing>::settings(const AttentionIn
                     .dropout_p(this->is_training() ? options.dropout() : 0.0)
                     .scale(options.scale());
   if (rope) result.rope(rope->settings);
+  if (sinks.defined()) result.sinks(sinks);
+  if (options.alibi()) result.alibi_slopes(at::tensor(slopes_, at::kDouble).to(q_proj->weight.device()));
   return result;
 }
 

@@ -39,11 +39,16 @@ struct GroupedOptions {
   TORCH_ARG(bool, bias) = false;
   // Default: as bias.
   TORCH_ARG(std::optional<bool>, out_bias);
+  // Of the probabilities, in training.
   TORCH_ARG(double, dropout) = 0.0;
   TORCH_ARG(bool, causal) = false;
+  // How many keys before and behind its own position each token sees, -1 for all.
   TORCH_ARG(std::optional<Window>, window);
+  // c > 0: scores become c * tanh(score / c).
   TORCH_ARG(double, softcap) = 0.0;
+  // A learned logit a head that joins the softmax denominator only; parameter sinks [num_heads], 0 at first.
   TORCH_ARG(bool, sinks) = false;
+  // Scores fall by alibi_slopes * distance (functional/alibi.h).
   TORCH_ARG(bool, alibi) = false;
   // RMSNorm over head_dim on q and k before RoPE, eps 1e-6.
   TORCH_ARG(bool, qk_norm) = false;
@@ -56,7 +61,7 @@ struct GroupedOptions {
 // Projections, then attend: multi-head (Vaswani et al. 2017), grouped-query (Ainslie et al. 2023) and multi-query
 // attention (Shazeer 2019) differ in num_kv_heads alone.
 template <typename Derived, Sharing sharing>
-class GroupedAttentionImpl : public torch::nn::Cloneable<Derived>, public AttentionModule {
+class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule {
  public:
   explicit GroupedAttentionImpl(GroupedOptions<sharing> options) : options(std::move(options)) { reset(); }
 
@@ -69,11 +74,13 @@ class GroupedAttentionImpl : public torch::nn::Cloneable<Derived>, public Attent
   const Factory& factory() const override { return options.factory(); }
 
   void reset() override;
+  void bind_members() { sinks = options.sinks() ? this->parameters_["sinks"] : at::Tensor(); }
 
   GroupedOptions<sharing> options;
   Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
   RMSNorm q_norm{nullptr}, k_norm{nullptr};
   RotaryEmbedding rope{nullptr};
+  at::Tensor sinks;  // [num_heads], undefined without sinks
 
  protected:
   // The name and the sizes, for pretty_print.
@@ -85,6 +92,8 @@ class GroupedAttentionImpl : public torch::nn::Cloneable<Derived>, public Attent
   // q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D], normed, not rotated.
   std::tuple<at::Tensor, at::Tensor, at::Tensor> heads(const at::Tensor& x, const AttentionInputs& inputs);
   AttendOptions settings(const AttentionInputs& inputs) const;
+
+  std::vector<double> slopes_;  // of ALiBi, not rounded by .to(kBFloat16)
 };
 
 using MultiHeadAttentionOptions = GroupedOptions<Sharing::kNone>;

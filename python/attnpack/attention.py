@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import cpp
 from .attention_module import ContextAttention
 from .linear import Linear
 from .norm import RMSNorm
+from .ops import alibi_slopes
 from .rope import RotaryEmbedding
 
 
@@ -88,7 +89,13 @@ class GroupedQueryAttention(ContextAttention):
         qk_norm: RMSNorm over head_dim on q and k before RoPE, eps 1e-6 (children q_norm, k_norm).
         rope: a RotaryEmbedding, or None for no rotation.
         scale: of the scores; default 1 / sqrt(head_dim).
-        dropout, window, softcap, sinks, alibi: not built in this version; other than the default they raise.
+        dropout: on the probabilities, in training only.
+        window: (left, right), how many keys before and behind its own position each token sees; -1 for all, None for
+            no window. "W tokens, its own included" is (W - 1, 0).
+        softcap: c > 0: scores become c * tanh(score / c).
+        sinks: one learned logit a head that joins the softmax denominator only (parameter sinks [num_heads], 0 at
+            first; the name in gpt-oss).
+        alibi: scores fall by the head's slope times the distance (Press et al. 2022; `ops.alibi_slopes`).
     """
 
     _cpp_class = cpp.GroupedQueryAttention
@@ -148,6 +155,8 @@ class GroupedQueryAttention(ContextAttention):
         self.causal = causal
         self.window = window
         self.softcap = softcap
+        self.alibi = alibi
+        self._slopes = alibi_slopes(num_heads)
         self.scale = scale
 
         factory = {"device": device, "dtype": dtype}
@@ -156,6 +165,7 @@ class GroupedQueryAttention(ContextAttention):
         self.k_proj = Linear(self.kdim, kv_width, bias=bias, **factory)
         self.v_proj = Linear(self.vdim, kv_width, bias=bias, **factory)
         self.o_proj = Linear(width, embed_dim, bias=bias if out_bias is None else out_bias, **factory)
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
         self.q_norm = RMSNorm(self.head_dim, **factory) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, **factory) if qk_norm else None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import ops
@@ -23,6 +24,8 @@ class NativeAttention(NativeModule):
     causal: bool
     window: tuple[int, int] | None = None
     softcap: float = 0.0
+    alibi: bool = False
+    _slopes: tuple[float, ...]
     dropout: float = 0.0
     scale: float | None = None
     head_map: tuple[int, ...] | None = None
@@ -48,6 +51,8 @@ class NativeAttention(NativeModule):
             kv_lens=kv_lens,
             window=(-1, -1) if self.window is None else self.window,
             softcap=self.softcap,
+            sinks=getattr(self, "sinks", None),
+            alibi_slopes=self._alibi_slopes(query),
             head_map=self.head_map,
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.scale,
@@ -56,6 +61,10 @@ class NativeAttention(NativeModule):
         if cache is not None:
             cache.commit(key.size(2), kv_lens)
         return result
+
+    def _alibi_slopes(self, like: Tensor) -> Tensor | None:
+        """[Hq], made of numbers each time: nothing in the state dict, nothing that `.to(bfloat16)` rounds."""
+        return torch.tensor(self._slopes, dtype=torch.float64, device=like.device) if self.alibi else None
 
     def _rotate(self, query: Tensor, key: Tensor, positions: Tensor | None, cross: bool) -> tuple[Tensor, Tensor]:
         if self.rope is None:

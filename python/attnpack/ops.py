@@ -201,6 +201,11 @@ def rope_table(positions: Tensor, inv_freq: Sequence[float], factor: float = 1.0
         raise
 
 
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """The ALiBi slope of every head, 2^(-8 i / n) for i = 1 .. n where n is a power of two (Press et al. 2022)."""
+    return tuple(_C.alibi_slopes(num_heads))
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input weight^T + bias, as torch's linear; up to 16 rows of input without gradients stream the weight once.
 

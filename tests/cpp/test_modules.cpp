@@ -170,7 +170,7 @@ TEST_CASE("generation is the same with every cache") {
 TEST_CASE("wrong arguments are named") {
   REQUIRE(complains("num_heads: got 5", [&] { MultiHeadAttention(24, 5); }));
   REQUIRE(complains("num_kv_heads: got 3", [&] { GroupedQueryAttention(24, 4, 3); }));
-  REQUIRE(complains("softcap: not built", [&] { MultiHeadAttention(MultiHeadAttentionOptions(24, 4).softcap(30)); }));
+  REQUIRE(complains("softcap: got -30", [&] { MultiHeadAttention(MultiHeadAttentionOptions(24, 4).softcap(-30)); }));
   MultiHeadAttention layer(24, 4);
   REQUIRE(complains("x: got shape [5, 24]", [&] { layer->forward(torch::randn({5, 24})); }));
   REQUIRE(complains("does not do", [&] { DecoderBlock(FeedForward(24, 32).ptr(), FeedForward(24, 32)); }));
