@@ -1,0 +1,86 @@
+"""Eight Python threads that call at once, each other shapes at a time: bitwise what one thread gets."""
+
+import random
+import threading
+
+import pytest
+import torch
+from attnpack import apply_rope, attention, attention_scores
+from op_cases import draw, make_inputs, run
+
+THREADS, CALLS = 8, 200
+MIXED = [
+    dict(dtype=torch.float32, lengths=(1, 700), dims=(20, 12)),  # decode over two ranges
+    dict(dtype=torch.bfloat16, heads="mqa", lengths=(4, 130), positions={"causal": True, "q_offset": "end"}),
+    dict(dtype=torch.float16, heads="uneven", lengths=(5, 9), mask="own -inf"),
+    dict(dtype=torch.float32, lengths=(100, 130), scores={"softcap": 2.0, "sinks": True, "alibi": True}),
+    dict(dtype=torch.float64, heads="mha", lengths=(17, 33), kv_lens=torch.int64, mask="bool padding"),
+    dict(dtype=torch.bfloat16, lengths=(33, 65), positions={"window": (7, 0)}, layout="columns outside"),
+    dict(dtype=torch.float32, heads="one", lengths=(2, 3), mask="float32 heads"),
+    dict(dtype=torch.float32, lengths=(0, 5)),
+]
+
+
+def call(number: int) -> dict[str, torch.Tensor]:
+    """One of different calls, all small: forward alone, with gradients, and the other ops."""
+    inputs = make_inputs(**MIXED[number % len(MIXED)])
+    results = run(attention, inputs, gradients=number % 3 > 0)
+    if number % 3 == 2:
+        results["scores"] = attention_scores(inputs.query, inputs.key, inputs.mask, **inputs.settings)
+        angle = draw(inputs.query.shape[2], inputs.query.shape[3] // 2)
+        results["rope"] = apply_rope(inputs.query, angle.cos(), angle.sin())
+    return results
+
+
+def in_threads(work) -> None:
+    """work(thread number) in all of them, which start together; raises what the first to fail raised."""
+    ready, failures = threading.Barrier(THREADS), []
+
+    def one(number):
+        try:
+            ready.wait()
+            work(number)
+        except BaseException as error:
+            failures.append(error)
+
+    pool = [threading.Thread(target=one, args=(n,)) for n in range(THREADS)]
+    for thread in pool:
+        thread.start()
+    for thread in pool:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_mixed_shapes_change_no_bit():
+    """Scratch memory, which is kept between calls, belongs to one call at a time."""
+    kinds = 3 * len(MIXED)
+    expected = [call(n) for n in range(kinds)]
+
+    def work(thread):
+        order = random.Random(thread)
+        for _ in range(CALLS):
+            n = order.randrange(kinds)
+            for name, got in call(n).items():
+                assert torch.equal(got, expected[n][name]), (n, name)
+
+    in_threads(work)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_errors_in_some_threads_leave_the_others_alone(gradients):
+    inputs = make_inputs(lengths=(40, 70), kv_lens=torch.int64)
+    bad = make_inputs(lengths=(40, 70))
+    bad.settings = {"kv_lens": torch.tensor([71, 3])}
+    expected = run(attention, inputs, gradients=gradients)
+
+    def work(thread):
+        for _ in range(50):
+            if thread % 2:
+                with pytest.raises(ValueError, match=r"kv_lens\[0\] is 71"):
+                    run(attention, bad, gradients=gradients)
+                continue
+            for name, got in run(attention, inputs, gradients=gradients).items():
+                assert torch.equal(got, expected[name]), name
+
+    in_threads(work)
