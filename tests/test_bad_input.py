@@ -100,6 +100,8 @@ BAD = {
         r"kv_lens has shape \[1\], wants \[batch\]",
     ),
     "end with float kv_lens": ({"q_offset": "end", "kv_lens": torch.tensor([3.0, 1.0])}, "kv_lens has dtype Float"),
+    "end with bool kv_lens": ({"q_offset": "end", "kv_lens": torch.tensor([True, True])}, "kv_lens has dtype Bool"),
+    "a q_offset beyond 64 bits": ({"q_offset": 2**64}, "q_offset is 18446744073709551616, wants an int"),
     "end with query of rank 3": ({"q_offset": "end", "query": draw(2, 5, 8)}, r"query has shape \[2, 5, 8\], wants 4"),
     "window below -1": ({"window": (-2, 0)}, r"window is \(-2, 0\), wants numbers >= 0, or -1 for unbounded"),
     "window below -1 on the right": ({"window": (0, -5)}, r"window is \(0, -5\), wants"),
@@ -155,6 +157,8 @@ WRONG_KIND = {
     "mask": ([True], r"mask is \[True\] \(list\), wants a bool or float tensor .*torch.tensor\(\) makes one"),
     "kv_lens": ([3, 4], r"kv_lens is \[3, 4\] \(list\), wants an int32 or int64 tensor .*torch.tensor\(\) makes one"),
     "window": (3, r"window is 3 \(int\), wants two ints \(left, right\)"),
+    "window of nothing": (None, r"window is None \(NoneType\), wants two ints"),
+    "window of huge ints": ((2**64, 0), r"window is \(18446744073709551616, 0\) \(tuple\), wants two ints"),
     "window of words": (("a", "b"), r"window is \('a', 'b'\) \(tuple\), wants two ints"),
     "softcap": ("c", r"softcap is 'c' \(str\), wants a number, 0 for none"),
     "sinks": ([0.0] * 4, r"sinks is .* \(list\), wants a float tensor \[num_heads\]"),
@@ -163,6 +167,8 @@ WRONG_KIND = {
     "head_map of a tensor": (torch.zeros(4), r"head_map is tensor.* \(Tensor\), wants a list .*: call .tolist\(\)"),
     "dropout_p": ("d", r"dropout_p is 'd' \(str\), wants a number"),
     "scale": ("large", r"scale is 'large' \(str\), wants a number, or None for 1 / sqrt\(head_dim\)"),
+    "head_map of a word": ("", r"head_map is '' \(str\), wants a list of num_heads ints"),
+    "causal of a tensor": (torch.ones(2), r"causal is tensor.* \(Tensor\), wants True or False"),
     "causal": ("yes", r"causal is 'yes' \(str\), wants True or False"),
 }
 

@@ -20,9 +20,12 @@ using HeadMap = std::optional<std::vector<int64_t>>;
 
 // int, tensor [B] or "end".
 QOffset to_q_offset(const py::object& q_offset) {
-  if (PyLong_Check(q_offset.ptr())) return q_offset.cast<int64_t>();
   if (THPVariable_Check(q_offset.ptr())) return q_offset.cast<Tensor>();
-  if (PyIndex_Check(q_offset.ptr())) return py::int_(q_offset).cast<int64_t>();  // numpy's, for one
+  if (PyIndex_Check(q_offset.ptr())) {  // numpy's ints too
+    int overflow = 0;
+    const auto number = PyLong_AsLongLongAndOverflow(py::int_(q_offset).ptr(), &overflow);
+    if (overflow == 0) return static_cast<int64_t>(number);
+  }
   if (py::isinstance<py::str>(q_offset) && q_offset.cast<std::string>() == "end") return End{};
   throw py::value_error("attnpack: q_offset is " + py::repr(q_offset).cast<std::string>() +
                         ", wants an int, an integer tensor [batch] or \"end\"");

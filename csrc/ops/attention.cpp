@@ -40,7 +40,7 @@ auto with_arguments(const Tensor& query, const Tensor& key, const AttentionOptio
   } else if (const auto* tensor = std::get_if<Tensor>(&o.q_offset())) {
     q_offsets = *tensor;
   } else if (query.dim() == 4 && key.dim() == 4) {  // otherwise the op's own check says what is wrong
-    if (o.kv_lens())
+    if (o.kv_lens() && at::isIntegralType(o.kv_lens()->scalar_type(), /*includeBool=*/false))
       q_offsets = o.kv_lens()->sub(query.sym_size(2));
     else
       q_offset = key.sym_size(2) - query.sym_size(2);

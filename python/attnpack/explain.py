@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 from torch import Tensor
@@ -42,28 +43,41 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
+def _converts(to: Callable[[Any], Any], value: object) -> bool:
+    """A tensor has every conversion and refuses most: only trying tells."""
+    try:
+        to(value)
+    except Exception:
+        return False
+    return True
+
+
 def _is_int(value: object) -> bool:
-    return hasattr(value, "__index__")
+    return _converts(index, value) and -(2**63) <= index(value) < 2**63
 
 
 def _is_number(value: object) -> bool:
-    return hasattr(value, "__float__") or _is_int(value)
+    return not isinstance(value, str | bytes) and _converts(float, value)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _are_ints(value: object) -> bool:
-    return isinstance(value, Sequence) and all(map(_is_int, value))
+    return _is_list(value) and all(map(_is_int, value))
 
 
 def _are_numbers(value: object) -> bool:
-    return isinstance(value, Sequence) and all(map(_is_number, value))
+    return _is_list(value) and all(map(_is_number, value))
 
 
-def _is_pair(value: object) -> bool:
+def is_pair(value: object) -> bool:
     return _are_ints(value) and len(value) == 2
 
 
 def _is_bool(value: object) -> bool:
-    return hasattr(value, "__bool__")
+    return hasattr(value, "__bool__") and _converts(bool, value)
 
 
 def _is_word(value: object) -> bool:
@@ -109,7 +123,7 @@ _WANTED: dict[str, Wanted] = {
     "inv_freq": (_are_numbers, "a list of numbers: call .tolist() on a tensor"),
     "sinks": (or_none(is_tensor), "a float tensor [num_heads], or None" + _MAKE),
     "alibi_slopes": (or_none(is_tensor), "a float tensor [num_heads], or None" + _MAKE),
-    "window": (or_none(_is_pair), "two ints (left, right), -1 for unbounded"),
+    "window": (or_none(is_pair), "two ints (left, right), -1 for unbounded"),
     "head_map": (or_none(_are_ints), "a list of num_heads ints, or None: call .tolist() on a tensor"),
     "softcap": (_is_number, "a number, 0 for none"),
     "dropout_p": (_is_number, "a number, 0 <= dropout_p < 1"),

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from . import _C
-from .explain import explain, is_tensor, or_none
+from .explain import explain, is_pair, is_tensor, or_none
 
 _is_compiling = torch.compiler.is_compiling
 
 # Arguments that want something else here than under that name elsewhere.
 _POSITIONS = (is_tensor, "an int64 tensor: torch.tensor() makes one of a list")
 _BIAS = (or_none(is_tensor), "a tensor [out], or None")
+_WINDOW = (is_pair, "two ints (left, right), -1 for unbounded")
 _ROPE = (or_none(lambda rope: isinstance(rope, tuple)), "(inv_freq, factor, interleaved), or None")
 _CACHE = (or_none(lambda cache: isinstance(cache, tuple)), "the tensors (key, value, lengths), or None")
 
@@ -79,7 +80,7 @@ def attention(
             dropout_p, scale, return_lse,
         )  # fmt: skip
     except TypeError:
-        explain(locals())
+        explain(locals(), window=_WINDOW)
         raise
 
 
@@ -140,7 +141,7 @@ def attention_scores(
             dropout_p, scale,
         )  # fmt: skip
     except TypeError:
-        explain(locals())
+        explain(locals(), window=_WINDOW)
         raise
 
 
@@ -265,7 +266,7 @@ def attend(
                 alibi_slopes, head_map, dropout_p, scale, need_weights,
             )  # fmt: skip
         except TypeError:
-            explain(locals(), rope=_ROPE, cache=_CACHE)
+            explain(locals(), rope=_ROPE, cache=_CACHE, window=_WINDOW)
             raise
     inv_freq, factor, interleaved = rope if rope is not None else (None, 1.0, False)
     cache_key, cache_value, lengths = cache if cache is not None else (None, None, None)

@@ -108,9 +108,9 @@ def _allowed(query, key, mask, causal, q_offset, window, kv_lens) -> Tensor:
     if causal:
         allowed = allowed & (columns <= rows)
     if left >= 0:
-        allowed = allowed & (columns >= rows - left)
+        allowed = allowed & (rows - columns <= left)
     if right >= 0:
-        allowed = allowed & (columns <= rows + right)
+        allowed = allowed & (columns - rows <= right)
     if kv_lens is not None:
         allowed = allowed & (columns < kv_lens.view(-1, 1, 1, 1))
     if mask is not None:
