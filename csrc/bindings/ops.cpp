@@ -8,6 +8,7 @@
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge.h>
 #include <attnpack/ops/null.h>
+#include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>
 
 // The operators for eager Python: through here, not torch.ops, because this way in costs a third.
@@ -127,6 +128,7 @@ void register_ops(py::module_& m) {
       },
       arg("positions"), arg("inv_freq"), arg("factor") = 1.0, released);
   m.def("linear", &linear, arg("input"), arg("weight"), arg("bias") = none, released);
+  m.def("rms_norm", &rms_norm, arg("x"), arg("weight"), arg("eps"), released);
   m.def("null", &null, arg("x"), released);
   m.def("isa", &isa_name);
   m.def("limits", [] {

@@ -78,6 +78,16 @@ struct LinearParams {
   void* out;
 };
 
+// out = x / sqrt(mean(x^2) + eps) * weight over rows of dim elements, all contiguous.
+struct RmsNormParams {
+  int64_t dim;
+  DType dtype;
+  double eps;
+  const void* x;
+  const void* weight;  // [dim]
+  void* out;
+};
+
 // A range of keys or queries.
 struct Range {
   int64_t begin, end;

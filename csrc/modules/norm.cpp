@@ -1,6 +1,7 @@
 #include <attnpack/modules/norm.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/ops/rms_norm.h>
 
 namespace attnpack {
 
@@ -11,7 +12,7 @@ void RMSNormImpl::reset() {
   bind_members();
 }
 
-at::Tensor RMSNormImpl::forward(const at::Tensor& x) { return at::rms_norm(x, {options.dim()}, weight, options.eps()); }
+at::Tensor RMSNormImpl::forward(const at::Tensor& x) { return rms_norm(x, weight, options.eps()); }
 
 void RMSNormImpl::pretty_print(std::ostream& stream) const {
   stream << "attnpack::RMSNorm(" << options.dim() << ", eps=" << options.eps() << ")";

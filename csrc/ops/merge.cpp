@@ -17,6 +17,10 @@ States merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, cons
                  lse_a.sym_sizes(), " and lse_b ", lse_b.sym_sizes(), " must have the same shapes");
   ATTNPACK_CHECK(lse_a.sym_sizes() == out_a.sym_sizes().slice(0, out_a.dim() - 1), "merge_states: lse_a has shape ",
                  lse_a.sym_sizes(), ", wants that of out_a without its last dimension");
+  ATTNPACK_CHECK(out_a.scalar_type() == out_b.scalar_type() && lse_a.scalar_type() == lse_b.scalar_type(),
+                 "merge_states: out_b is ", out_b.scalar_type(), " with lse_b ", lse_b.scalar_type(), ", wants ",
+                 out_a.scalar_type(), " and ", lse_a.scalar_type(),
+                 " as the other part: convert one of them with .to()");
   constexpr double kEmpty = -std::numeric_limits<double>::infinity();
   const Tensor empty = (lse_a == kEmpty).logical_and(lse_b == kEmpty);
   const Tensor lse = at::logaddexp(lse_a.masked_fill(empty, 0), lse_b.masked_fill(empty, 0));

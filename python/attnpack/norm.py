@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import cpp
+from . import cpp, ops
 from .native import NativeModule
 
 
@@ -34,7 +34,9 @@ class RMSNorm(NativeModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]"""
-        return F.rms_norm(x, (self.dim,), self.weight, self.eps)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return F.rms_norm(x, (self.dim,), self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps:g}"

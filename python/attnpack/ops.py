@@ -225,6 +225,20 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich 2019), one pass without gradients.
+
+    Args:
+        x: [..., dim], weight: [dim].
+
+    Returns:
+        [..., dim] in x's dtype, computed in fp32 (fp64 for fp64).
+    """
+    if _is_compiling():
+        return torch.ops.attnpack.rms_norm(x, weight, eps)
+    return _C.rms_norm(x, weight, eps)
+
+
 def attend(
     query: Tensor,
     key: Tensor,

@@ -11,7 +11,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kOutputs = 256;  // of a unit
+constexpr int64_t kOutputs = 32;  // of a unit: a small layer has some for every thread
 
 bool fits(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const auto dtype = input.scalar_type();
@@ -38,7 +38,8 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const std::optional
   p.bias = bias ? offsets.const_data_ptr() : nullptr;
   p.out = out.mutable_data_ptr();
   const auto& kernels = kernels_in_use();
-  for_each_unit((p.outputs + kOutputs - 1) / kOutputs, static_cast<double>(p.rows) * p.inputs * p.outputs,
+  // A weight that comes from memory takes as long as some multiply-adds.
+  for_each_unit((p.outputs + kOutputs - 1) / kOutputs, static_cast<double>(p.rows + 3) * p.inputs * p.outputs,
                 kernels.linear_scratch(p), [&](int64_t unit, void* scratch) {
                   kernels.linear_rows(p, {unit * kOutputs, std::min((unit + 1) * kOutputs, p.outputs)}, scratch);
                 });

@@ -6,6 +6,7 @@
 namespace attnpack::ATTNPACK_ISA {
 
 constexpr int kRowsAtOnce = 4;  // rows that share a load of what is streamed
+constexpr int kStreams = 4;     // rows that are streamed side by side
 
 // The first count < kLanes elements, zeros behind them.
 template <class A, class S>
@@ -26,7 +27,6 @@ inline void prefetch(const S* row, int64_t element) {
 template <class S, class A, int Rows>
 inline void dot_products(const A* x, int64_t ldx, const S* w, int64_t stride, int64_t count, int64_t dim, int64_t ahead,
                          A* s, int64_t lds) {
-  constexpr int kStreams = 4;
   const int64_t whole = dim / kLanes<A> * kLanes<A>;
   for (int64_t j = 0; j < count; j += kStreams) {
     const S* row[kStreams];

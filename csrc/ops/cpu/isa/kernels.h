@@ -34,6 +34,8 @@ struct Kernels {
   size_t (*linear_scratch)(const LinearParams&);
   void (*linear_rows)(const LinearParams&, Range outputs, void* scratch);
 
+  void (*rms_norm_rows)(const RmsNormParams&, Range rows);
+
   // For benchmarks; what they compute goes to sink, so that no compiler leaves it out.
   double (*multiply_adds)(int64_t rounds, float* sink);
   void (*read_through)(const float* data, int64_t count, float* sink);
@@ -65,6 +67,7 @@ constexpr int64_t sums_width(int64_t head_dim) { return (head_dim + 31) / 32 * 3
   void backward(const AttentionBackwardParams&, int64_t, int64_t, Range, void*);     \
   size_t linear_scratch(const LinearParams&);                                        \
   void linear_rows(const LinearParams&, Range, void*);                               \
+  void rms_norm_rows(const RmsNormParams&, Range);                                   \
   double multiply_adds(int64_t, float*);                                             \
   void read_through(const float*, int64_t, float*);                                  \
   }

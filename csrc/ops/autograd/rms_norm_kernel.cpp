@@ -1,0 +1,23 @@
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <attnpack/ops/autograd/node.h>
+#include <attnpack/ops/rms_norm.h>
+
+namespace attnpack {
+namespace {
+
+using at::Tensor;
+
+// With gradients it is torch's rms_norm and its derivatives.
+Tensor rms_norm_autograd(const Tensor& x, const Tensor& weight, double eps) {
+  if (wants_formula({&x, &weight}) || torch::autograd::compute_requires_grad(x, weight))
+    return at::rms_norm_symint(x, weight.sym_sizes(), weight, eps);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return attnpack::rms_norm(x, weight, eps);
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, Autograd, m) { m.impl("rms_norm", attnpack::rms_norm_autograd); }

@@ -1,0 +1,32 @@
+#include <attnpack/ops/cpu/isa/dot.h>
+#include <attnpack/ops/cpu/isa/tile.h>
+
+// RMSNorm, a row at a time: the sum of its squares, then one pass that scales it.
+namespace attnpack::ATTNPACK_ISA {
+namespace {
+
+template <class S, class A>
+void normalise(const S* x, const S* weight, int64_t dim, A eps, S* out) {
+  const int64_t whole = dim / kLanes<A> * kLanes<A>;
+  Vec<A> squares{};
+  for (int64_t d = 0; d < whole; d += kLanes<A>) squares += load<A>(x + d) * load<A>(x + d);
+  const Vec<A> rest = load_some<A>(x + whole, dim - whole);
+  const A mean = fold_lanes<A>(squares + rest * rest, Add()) / static_cast<A>(dim);
+  const A factor = A(1) / static_cast<A>(__builtin_sqrt(static_cast<double>(mean + eps)));
+  for (int64_t d = 0; d < dim; ++d)
+    store_one(out + d, static_cast<A>(load_one(x + d)) * factor * static_cast<A>(load_one(weight + d)));
+}
+
+}  // namespace
+
+void rms_norm_rows(const RmsNormParams& p, Range rows) {
+  dispatch(p.dtype, [&](auto storage, auto accumulation) {
+    using S = decltype(storage);
+    using A = decltype(accumulation);
+    for (int64_t r = rows.begin; r < rows.end; ++r)
+      normalise<S, A>(static_cast<const S*>(p.x) + r * p.dim, static_cast<const S*>(p.weight), p.dim,
+                      static_cast<A>(p.eps), static_cast<S*>(p.out) + r * p.dim);
+  });
+}
+
+}  // namespace attnpack::ATTNPACK_ISA

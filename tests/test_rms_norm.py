@@ -1,0 +1,58 @@
+"""The one-pass RMSNorm: values against fp64, and what goes to torch's instead."""
+
+import attnpack
+import pytest
+import torch
+from attnpack import ops
+from torch.nn import functional as F
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", (1, 3, 16, 31, 64, 577))
+def test_error_is_at_most_twice_that_of_torch(dtype, dim):
+    torch.manual_seed(dim)
+    x, weight = torch.randn(2, 35, dim, dtype=dtype), torch.randn(dim, dtype=dtype)
+    exact = F.rms_norm(x.double(), (dim,), weight.double(), 1e-6)
+    error, theirs = (
+        (y - exact).abs().max() for y in (ops.rms_norm(x, weight, 1e-6), F.rms_norm(x, (dim,), weight, 1e-6))
+    )
+    if dtype == torch.float64:  # theirs is what we took for exact
+        theirs = 2 * torch.finfo(dtype).eps * exact.abs().max()
+    assert error <= 2 * theirs + 1e-7 * exact.abs().max() * (dtype == torch.float32)
+
+
+def test_layouts_empty_inputs_and_eps():
+    x, weight = torch.randn(4, 6, 10).transpose(0, 1)[..., ::2], torch.randn(10)[::2]
+    torch.testing.assert_close(ops.rms_norm(x, weight, 0.5), F.rms_norm(x, (5,), weight, 0.5))
+    assert ops.rms_norm(torch.empty(0, 5), weight, 1e-6).shape == (0, 5)
+    assert torch.equal(ops.rms_norm(torch.zeros(2, 5), weight, 1e-6), torch.zeros(2, 5))
+    assert ops.rms_norm(torch.full((1, 5), torch.nan), weight, 1e-6).isnan().all()
+    mixed = ops.rms_norm(x.bfloat16(), weight, 1e-6)  # weights of another dtype: torch decides
+    torch.testing.assert_close(mixed, F.rms_norm(x.bfloat16(), (5,), weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_others(dtype):
+    x, weight = torch.randn(300, 1000, dtype=dtype), torch.randn(1000, dtype=dtype)
+    whole = ops.rms_norm(x, weight, 1e-6)
+    assert torch.equal(torch.cat([ops.rms_norm(row[None], weight, 1e-6) for row in x]), whole)
+
+
+def test_gradients_transforms_and_compilation_are_torchs():
+    x, weight = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (5,)))
+    assert torch.autograd.gradcheck(lambda x, w: ops.rms_norm(x, w, 1e-6), (x, weight))
+    torch.library.opcheck(torch.ops.attnpack.rms_norm.default, (x.detach(), weight.detach(), 1e-6))
+    module = attnpack.RMSNorm(5).double()
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), F.rms_norm(x, (5,), module.weight, 1e-6))
+        torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))
+        torch.testing.assert_close(torch.func.vmap(module)(x), module(x))
+
+
+def test_the_layer_uses_it_without_gradients():
+    module = attnpack.RMSNorm(8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+        module(torch.randn(2, 8))
+    assert "attnpack::rms_norm" in {event.name for event in profile.events()}
