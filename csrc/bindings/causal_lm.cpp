@@ -25,6 +25,8 @@ at::Tensor generate_py(CausalLMImpl& self, const at::Tensor& ids, int64_t max_ne
                      "ModelCache");
     options.model_cache(cache.cast<ModelCachePtr>());
   }
+  TORCH_CHECK_TYPE(callback.is_none() || PyCallable_Check(callback.ptr()), "attnpack: callback is ", shown(callback),
+                   ", wants a function of each step's tokens [B], or None");
   // Each step takes the GIL once: for Ctrl-C, and for the callback, which goes on unless it returns False.
   options.callback([&callback](const at::Tensor& tokens) {
     py::gil_scoped_acquire acquired;
@@ -42,8 +44,9 @@ void register_causal_lm(py::module_& m) {
       .def(py::init([](int64_t vocab_size, int64_t embed_dim, int64_t num_layers, int64_t num_heads,
                        std::optional<int64_t> num_kv_heads, std::optional<int64_t> head_dim,
                        std::optional<int64_t> hidden_dim, int64_t max_positions, double rope_base,
-                       const py::object& rope_scaling, double eps, bool tie_embeddings, bool qk_norm, bool bias,
-                       std::optional<bool> out_bias, bool mlp_bias, const py::object& device, const py::object& dtype) {
+                       const py::object& rope_scaling, double eps, bool tie_embeddings, bool qk_norm,
+                       std::optional<Window> window, bool bias, std::optional<bool> out_bias, bool mlp_bias,
+                       const py::object& device, const py::object& dtype) {
              return CausalLMImpl(CausalLMOptions(vocab_size, embed_dim, num_layers, num_heads)
                                      .num_kv_heads(num_kv_heads)
                                      .head_dim(head_dim)
@@ -54,6 +57,7 @@ void register_causal_lm(py::module_& m) {
                                      .eps(eps)
                                      .tie_embeddings(tie_embeddings)
                                      .qk_norm(qk_norm)
+                                     .window(window)
                                      .bias(bias)
                                      .out_bias(out_bias)
                                      .mlp_bias(mlp_bias)
@@ -63,8 +67,9 @@ void register_causal_lm(py::module_& m) {
            py::arg("num_kv_heads") = py::none(), py::kw_only(), py::arg("head_dim") = py::none(),
            py::arg("hidden_dim") = py::none(), py::arg("max_positions") = 2048, py::arg("rope_base") = 10000.0,
            py::arg("rope_scaling") = py::none(), py::arg("eps") = 1e-6, py::arg("tie_embeddings") = false,
-           py::arg("qk_norm") = false, py::arg("bias") = false, py::arg("out_bias") = py::none(),
-           py::arg("mlp_bias") = false, py::arg("device") = py::none(), py::arg("dtype") = py::none())
+           py::arg("qk_norm") = false, py::arg("window") = py::none(), py::arg("bias") = false,
+           py::arg("out_bias") = py::none(), py::arg("mlp_bias") = false, py::arg("device") = py::none(),
+           py::arg("dtype") = py::none())
       .def(
           "forward",
           [](CausalLMImpl& self, const at::Tensor& ids, const ModelCachePtr& cache, const OptionalTensor& mask,

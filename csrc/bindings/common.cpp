@@ -1,5 +1,7 @@
 #include <attnpack/bindings/common.h>
 
+#include <attnpack/core/check.h>
+
 namespace attnpack {
 
 namespace {
@@ -14,7 +16,13 @@ Factory make_factory(const py::object& device, const py::object& dtype) {
   Factory factory;
   factory.device = device.is_none() ? py::module_::import("torch").attr("get_default_device")().cast<at::Device>()
                                     : to_device(device);
-  if (!dtype.is_none()) factory.dtype = dtype.cast<at::ScalarType>();
+  if (!dtype.is_none()) {
+    TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "attnpack: dtype is ", shown(dtype),
+                     ", wants a torch.dtype such as torch.float32, or None");
+    factory.dtype = dtype.cast<at::ScalarType>();
+    ATTNPACK_CHECK(at::isFloatingType(*factory.dtype), "dtype is ", *factory.dtype,
+                   ", wants a floating one such as torch.float32");
+  }
   return factory;
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <attnpack/bindings/torch_pybind.h>
+#include <attnpack/bindings/common.h>
 
 #include <attnpack/core/check.h>
 #include <attnpack/modules/rotary_embedding.h>
@@ -13,19 +13,25 @@ namespace attnpack {
 // "rope_theta" in it is ignored: the base is an argument of its own.
 inline std::optional<RopeScaling> parse_scaling(const py::object& scaling) {
   if (scaling.is_none()) return std::nullopt;
-  TORCH_CHECK_TYPE(py::isinstance<py::dict>(scaling), "scaling: got ",
-                   py::str(py::type::of(scaling)).cast<std::string>(),
-                   ", want None or a dict such as {'rope_type': 'linear', 'factor': 2.0}");
+  TORCH_CHECK_TYPE(py::isinstance<py::dict>(scaling), "attnpack: scaling is ", shown(scaling),
+                   ", wants None or a dict such as {'rope_type': 'linear', 'factor': 2.0}");
   const py::dict dict = scaling;
+  const auto read = [&](const char* key, auto value, const char* wanted) {
+    const py::object held = dict[key];
+    py::detail::make_caster<decltype(value)> caster;
+    TORCH_CHECK_TYPE(!py::isinstance<py::bool_>(held) && caster.load(held, /*convert=*/true),
+                     "attnpack: scaling: ", key, " is ", shown(held), ", wants ", wanted);
+    return py::detail::cast_op<decltype(value)>(caster);
+  };
   RopeScaling result;
   for (const char* key : {"type", "rope_type"}) {
-    if (dict.contains(key)) result.rope_type(dict[key].cast<std::string>());
+    if (dict.contains(key)) result.rope_type(read(key, std::string(), "a word such as 'linear'"));
   }
-  if (dict.contains("factor")) result.factor(dict["factor"].cast<double>());
+  if (dict.contains("factor")) result.factor(read("factor", double(), "a number"));
   ATTNPACK_CHECK(result.rope_type() == "default" || dict.contains("factor"), "scaling: rope_type '", result.rope_type(),
                  "' needs 'factor'");
   if (dict.contains("original_max_position_embeddings")) {
-    result.original_max_position_embeddings(dict["original_max_position_embeddings"].cast<int64_t>());
+    result.original_max_position_embeddings(read("original_max_position_embeddings", int64_t(), "an int"));
   }
   return result;
 }

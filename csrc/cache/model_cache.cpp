@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <set>
+
 #include <attnpack/core/check.h>
 
 namespace attnpack {
@@ -18,6 +20,12 @@ ModelCache::ModelCache(int64_t num_layers, const StaticCacheOptions& options) {
 
 ModelCache::ModelCache(std::vector<std::shared_ptr<KVCache>> layers) : layers_(std::move(layers)) {
   ATTNPACK_CHECK(!layers_.empty(), "layers: got none, want the cache of each layer");
+  std::set<const KVCache*> seen;
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    ATTNPACK_CHECK(layers_[i], "layers[", i, "]: got none, want the cache of that layer");
+    ATTNPACK_CHECK(seen.insert(layers_[i].get()).second, "layers[", i,
+                   "]: got the cache of an earlier layer, want one for each layer");
+  }
 }
 
 int64_t ModelCache::nbytes() const {

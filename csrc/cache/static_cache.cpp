@@ -8,9 +8,16 @@
 namespace attnpack {
 
 StaticCache::StaticCache(const StaticCacheOptions& o) {
-  ATTNPACK_CHECK(o.batch() >= 0 && o.num_kv_heads() > 0 && o.max_len() > 0 && o.head_dim() > 0,
-                 "StaticCache: got batch ", o.batch(), ", num_kv_heads ", o.num_kv_heads(), ", max_len ", o.max_len(),
-                 ", head_dim ", o.head_dim(), ", want numbers above 0");
+  ATTNPACK_CHECK(o.batch() >= 0, "batch: got ", o.batch(), ", want 0 or more");
+  const auto check_size = [](const char* name, int64_t size) {
+    ATTNPACK_CHECK(size > 0, name, ": got ", size, ", want at least 1");
+  };
+  check_size("num_kv_heads", o.num_kv_heads());
+  check_size("max_len", o.max_len());
+  check_size("head_dim", o.head_dim());
+  check_size("v_head_dim", o.v_head_dim().value_or(o.head_dim()));
+  const auto dtype = c10::typeMetaToScalarType(o.tensor().dtype());
+  ATTNPACK_CHECK(at::isFloatingType(dtype), "dtype: got ", dtype, ", want a floating one, that of the module");
   const auto zeros = [&](int64_t width) {
     return cache_zeros(o.batch(), o.num_kv_heads(), o.max_len(), width, o.tensor());
   };

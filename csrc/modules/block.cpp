@@ -51,6 +51,7 @@ EncoderBlockImpl::EncoderBlockImpl(const EncoderBlockOptions& options)
 }
 
 at::Tensor EncoderBlockImpl::forward(const at::Tensor& x, const EncoderInputs& inputs) {
+  check_input("x", x, self_attn->embed_dim(), {});
   const auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {
     return self_attn->forward(
         t, AttentionInputs().causal(false).mask(inputs.mask()).positions(inputs.positions()).kv_lens(inputs.kv_lens()));
@@ -77,6 +78,7 @@ at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInpu
   ATTNPACK_CHECK(bool(cross_attn) == inputs.context().has_value(), "context: ",
                  cross_attn ? "got none, but this block has cross-attention; give what it reads"
                             : "got a tensor, but this block has no cross-attention; give it cross_attention");
+  check_input("x", x, self_attn->embed_dim(), {});
   if (cross_attn) check_lengths("context_lens", inputs.context_lens(), *inputs.context());
   auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {
     return self_attn->forward(t, AttentionInputs()

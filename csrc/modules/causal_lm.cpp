@@ -16,6 +16,7 @@ DecoderBlock make_block(const CausalLMOptions& o, const RotaryEmbedding& rope) {
                                       .bias(o.bias())
                                       .out_bias(o.out_bias())
                                       .qk_norm(o.qk_norm())
+                                      .window(o.window())
                                       .rope(rope)
                                       .causal(true)
                                       .factory(o.factory()));
@@ -27,8 +28,9 @@ DecoderBlock make_block(const CausalLMOptions& o, const RotaryEmbedding& rope) {
 
 void CausalLMImpl::reset() {
   auto& o = options;
-  ATTNPACK_CHECK(o.vocab_size() > 0, "vocab_size: got ", o.vocab_size(), ", want at least 1");
-  ATTNPACK_CHECK(o.num_layers() > 0, "num_layers: got ", o.num_layers(), ", want at least 1");
+  check_size("vocab_size", o.vocab_size());
+  check_size("embed_dim", o.embed_dim());
+  check_size("num_layers", o.num_layers());
   o.num_kv_heads(o.num_kv_heads().value_or(o.num_heads()));
   o.head_dim(resolve_head_dim(o.embed_dim(), o.num_heads(), o.head_dim()));
   o.hidden_dim(o.hidden_dim().value_or(4 * o.embed_dim()));

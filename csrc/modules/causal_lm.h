@@ -22,6 +22,7 @@ struct CausalLMOptions {
   TORCH_ARG(double, eps) = 1e-6;
   TORCH_ARG(bool, tie_embeddings) = false;
   TORCH_ARG(bool, qk_norm) = false;
+  TORCH_ARG(std::optional<Window>, window);  // of every layer; "W tokens, its own included" is {W - 1, 0}
   TORCH_ARG(bool, bias) = false;             // on q, k and v
   TORCH_ARG(std::optional<bool>, out_bias);  // default: as bias
   TORCH_ARG(bool, mlp_bias) = false;

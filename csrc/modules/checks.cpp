@@ -1,5 +1,6 @@
 #include <attnpack/modules/checks.h>
 
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
 
 #include <cmath>
@@ -8,28 +9,33 @@
 
 namespace attnpack {
 
-void check_settings(const std::optional<Window>& window, double softcap, double dropout) {
+void check_settings(const std::optional<Window>& window, double softcap, double dropout,
+                    const std::optional<double>& scale) {
   const auto [left, right] = window.value_or(Window{-1, -1});
   ATTNPACK_CHECK(left >= -1 && right >= -1, "window: got (", left, ", ", right,
                  "), want how many keys before and behind, -1 for all of them");
   ATTNPACK_CHECK(softcap >= 0 && std::isfinite(softcap), "softcap: got ", softcap,
                  ", want a number above 0, or 0 for none");
   ATTNPACK_CHECK(dropout >= 0 && dropout < 1, "dropout: got ", dropout, ", want 0 <= dropout < 1");
+  ATTNPACK_CHECK(!scale || std::isfinite(*scale), "scale: got ", *scale,
+                 ", want a finite number, or none for 1 / sqrt(head_dim)");
 }
 
+void check_size(const char* name, int64_t size) { ATTNPACK_CHECK(size > 0, name, ": got ", size, ", want at least 1"); }
+
 int64_t resolve_head_dim(int64_t embed_dim, int64_t num_heads, const std::optional<int64_t>& head_dim) {
-  ATTNPACK_CHECK(num_heads > 0, "num_heads: got ", num_heads, ", want at least 1");
+  check_size("num_heads", num_heads);
   if (head_dim) {
-    ATTNPACK_CHECK(*head_dim > 0, "head_dim: got ", *head_dim, ", want at least 1");
+    check_size("head_dim", *head_dim);
     return *head_dim;
   }
-  ATTNPACK_CHECK(embed_dim > 0 && embed_dim % num_heads == 0, "num_heads: got ", num_heads,
-                 ", which does not divide embed_dim ", embed_dim, "; choose a divisor or give head_dim");
+  ATTNPACK_CHECK(embed_dim % num_heads == 0, "num_heads: got ", num_heads, ", which does not divide embed_dim ",
+                 embed_dim, "; choose a divisor or give head_dim");
   return embed_dim / num_heads;
 }
 
 void check_heads(int64_t num_heads, int64_t num_kv_heads, const std::optional<std::vector<int64_t>>& head_map) {
-  ATTNPACK_CHECK(num_kv_heads > 0, "num_kv_heads: got ", num_kv_heads, ", want at least 1");
+  check_size("num_kv_heads", num_kv_heads);
   if (!head_map) {
     ATTNPACK_CHECK(num_heads % num_kv_heads == 0, "num_kv_heads: got ", num_kv_heads,
                    ", which does not divide num_heads ", num_heads, "; for uneven groups give head_map");
@@ -43,9 +49,9 @@ void check_heads(int64_t num_heads, int64_t num_kv_heads, const std::optional<st
   }
 }
 
-void check_input(const char* name, const at::Tensor& input, int64_t width, const at::Tensor& weight) {
-  ATTNPACK_CHECK(input.dim() == 3 && input.size(2) == width, name, ": got shape ", input.sizes(),
-                 ", want [batch, length, ", width, "]");
+namespace {
+
+void check_place(const char* name, const at::Tensor& input, const at::Tensor& weight) {
   if (!weight.defined()) return;
   ATTNPACK_CHECK(input.device() == weight.device(), name, ": got device ", input.device(),
                  ", want the module's device ", weight.device(), "; move one of them with .to()");
@@ -54,6 +60,20 @@ void check_input(const char* name, const at::Tensor& input, int64_t width, const
   ATTNPACK_CHECK(input.scalar_type() == weight.scalar_type() || at::autocast::is_autocast_enabled(type), name,
                  ": got dtype ", input.scalar_type(), ", want the module's dtype ", weight.scalar_type(),
                  "; convert one of them with .to()");
+}
+
+}  // namespace
+
+void check_input(const char* name, const at::Tensor& input, int64_t width, const at::Tensor& weight) {
+  ATTNPACK_CHECK(input.dim() == 3 && input.size(2) == width, name, ": got shape ", input.sizes(),
+                 ", want [batch, length, ", width, "]");
+  check_place(name, input, weight);
+}
+
+void check_tokens(const char* name, const at::Tensor& input, int64_t width, const at::Tensor& weight) {
+  ATTNPACK_CHECK(input.dim() > 0 && input.size(-1) == width, name, ": got shape ", input.sizes(), ", want [..., ",
+                 width, "]");
+  check_place(name, input, weight);
 }
 
 void check_inputs(const at::Tensor& x, const AttentionInputs& inputs) {
@@ -84,12 +104,13 @@ void check_positions(const std::optional<at::Tensor>& positions, const at::Tenso
                  ": one number for each new token");
 }
 
-void check_lengths(const char* name, const std::optional<at::Tensor>& lengths, const at::Tensor& x) {
-  if (!lengths || x.dim() == 0) return;
+void check_lengths(const char* name, const std::optional<at::Tensor>& lengths, const at::Tensor& x, int64_t low) {
+  if (!lengths || x.dim() < 2) return;  // such an x is refused where it is read
   ATTNPACK_CHECK(lengths->scalar_type() == at::kLong || lengths->scalar_type() == at::kInt, name, " has dtype ",
                  lengths->scalar_type(), ", wants int32 or int64: call .long() on it");
   ATTNPACK_CHECK(lengths->dim() == 1 && lengths->size(0) == x.size(0), name, " has shape ", lengths->sizes(),
                  ", wants [batch] = [", x.size(0), "]: the valid tokens of each sequence");
+  if (lengths->is_cpu() && !at::isTensorSubclassLike(*lengths)) check_length_values(name, *lengths, low, x.size(1));
 }
 
 void check_length_values(const char* name, const at::Tensor& lengths, int64_t low, int64_t high) {

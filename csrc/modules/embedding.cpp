@@ -3,12 +3,15 @@
 #include <torch/nn/init.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/modules/checks.h>
 
 namespace attnpack {
 
 EmbeddingImpl::EmbeddingImpl(EmbeddingOptions options) : options(std::move(options)) { reset(); }
 
 void EmbeddingImpl::reset() {
+  check_size("vocab_size", options.vocab_size());
+  check_size("embed_dim", options.embed_dim());
   register_parameter("weight", allocate({options.vocab_size(), options.embed_dim()}, weight, options.factory()));
   bind_members();
   // On meta it draws nothing, and torch's Python side for it imports Dynamo, which is slow.

@@ -1,6 +1,7 @@
 #include <attnpack/modules/feed_forward.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/modules/checks.h>
 
 namespace attnpack {
 
@@ -8,6 +9,8 @@ void FeedForwardImpl::reset() {
   const auto& o = options;
   ATTNPACK_CHECK(o.activation() == "swiglu" || o.activation() == "gelu", "activation: got '", o.activation(),
                  "', want 'swiglu' or 'gelu'");
+  check_size("embed_dim", o.embed_dim());
+  check_size("hidden_dim", o.hidden_dim());
   const auto linear = [&](const char* name, int64_t in, int64_t out) {
     return register_module(name, Linear(LinearOptions(in, out).bias(o.bias()).factory(o.factory())));
   };
@@ -17,6 +20,7 @@ void FeedForwardImpl::reset() {
 }
 
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
+  check_tokens("x", x, options.embed_dim(), up_proj->weight);
   if (!gate_proj) return down_proj(at::gelu(up_proj(x)));
   const auto gate = at::silu(gate_proj(x));
   return down_proj(gate * up_proj(x));

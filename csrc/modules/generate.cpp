@@ -34,7 +34,7 @@ std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tens
 
 at::Tensor prompt_lengths(const at::Tensor& ids, const GenerateOptions& o) {
   if (!o.lengths()) return at::full({ids.size(0)}, ids.size(1), ids.options());
-  check_lengths("lengths", o.lengths(), ids);
+  check_lengths("lengths", o.lengths(), ids, 1);
   check_length_values("lengths", *o.lengths(), 1, ids.size(1));
   return o.lengths()->to(ids.options());
 }
@@ -77,10 +77,12 @@ class Stepper {
 
 }  // namespace
 
-at::Tensor generate(CausalLMImpl& model, const at::Tensor& ids, const GenerateOptions& options) {
-  ATTNPACK_CHECK(ids.dim() == 2 && ids.size(1) > 0 && ids.scalar_type() == at::kLong, "ids: got ", ids.scalar_type(),
-                 " of shape ", ids.sizes(),
+at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const GenerateOptions& options) {
+  const bool integers = prompt.scalar_type() == at::kLong || prompt.scalar_type() == at::kInt;
+  ATTNPACK_CHECK(prompt.dim() == 2 && prompt.size(1) > 0 && integers, "ids: got ", prompt.scalar_type(), " of shape ",
+                 prompt.sizes(),
                  ", want int64 token numbers [B, L] with L at least 1; for one sequence pass ids.unsqueeze(0)");
+  const auto ids = prompt.to(at::kLong);
   ATTNPACK_CHECK(options.max_new_tokens() >= 0, "max_new_tokens: got ", options.max_new_tokens(), ", want 0 or more");
   at::NoGradGuard no_grad;
   const auto lengths = prompt_lengths(ids, options);

@@ -31,8 +31,9 @@ struct GenerateOptions {
   TORCH_ARG(std::function<bool(const at::Tensor&)>, callback);
 };
 
-// ids [B, L] and behind them the new tokens, [B, L + new], new <= max_new_tokens: the loop ends early where all rows
-// have stopped. A right-padded row goes on at its own position; its new tokens still stand from column L on.
-at::Tensor generate(CausalLMImpl& model, const at::Tensor& ids, const GenerateOptions& options);
+// prompt [B, L] (int32 or int64) and behind it the new tokens, int64 [B, L + new], new <= max_new_tokens: the loop ends
+// early where all rows have stopped. A right-padded row goes on at its own position; its new tokens still stand from
+// column L on.
+at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const GenerateOptions& options);
 
 }  // namespace attnpack

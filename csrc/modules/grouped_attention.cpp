@@ -10,8 +10,18 @@ namespace attnpack {
 template <typename Derived, Sharing sharing>
 void GroupedAttentionImpl<Derived, sharing>::reset() {
   const auto& o = options;
-  check_settings(o.window(), o.softcap(), o.dropout());
+  check_settings(o.window(), o.softcap(), o.dropout(), o.scale());
+  check_size("embed_dim", o.embed_dim());
+  check_size("kdim", o.kdim().value_or(1));
+  check_size("vdim", o.vdim().value_or(1));
   const auto head_dim = resolve_head_dim(o.embed_dim(), o.num_heads(), o.head_dim());
+  if (sharing != Sharing::kGrouped) {
+    const char* name = sharing == Sharing::kAll ? "MultiQueryAttention" : "MultiHeadAttention";
+    const auto own = sharing == Sharing::kAll ? 1 : o.num_heads();
+    ATTNPACK_CHECK(o.num_kv_heads() == own, "num_kv_heads: got ", o.num_kv_heads(), ", ", name, " has ", own,
+                   "; use GroupedQueryAttention");
+    ATTNPACK_CHECK(!o.head_map(), "head_map: got one, ", name, " has none; use GroupedQueryAttention");
+  }
   check_heads(o.num_heads(), o.num_kv_heads(), o.head_map());
   options.head_dim(head_dim);
 

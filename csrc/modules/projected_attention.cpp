@@ -7,7 +7,7 @@
 namespace attnpack {
 
 void ProjectedAttentionImpl::reset() {
-  check_settings(options.window(), options.softcap(), options.dropout());
+  check_settings(options.window(), options.softcap(), options.dropout(), options.scale());
   resolve_head_dim(0, options.num_heads(), options.head_dim());
   check_heads(options.num_heads(), options.num_kv_heads(), options.head_map());
   if (options.rope()) {

@@ -1,6 +1,7 @@
 #include <attnpack/modules/rotary_embedding.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/modules/checks.h>
 #include <attnpack/ops/rope.h>
 
 #include <cmath>
@@ -9,13 +10,16 @@ namespace attnpack {
 
 RopeSettings rope_settings(const RotaryEmbeddingOptions& options) {
   const auto dim = options.dim();
-  ATTNPACK_CHECK(dim >= 0 && dim % 2 == 0, "dim: got ", dim, ", want an even number of dims to rotate in pairs");
-  ATTNPACK_CHECK(options.base() > 0, "base: got ", options.base(), ", want a number above 0");
+  ATTNPACK_CHECK(dim > 0 && dim % 2 == 0, "dim: got ", dim, ", want an even number of dims to rotate in pairs");
+  ATTNPACK_CHECK(options.base() > 0 && std::isfinite(options.base()), "base: got ", options.base(),
+                 ", want a number above 0");
+  check_size("max_positions", options.max_positions());
   const auto scaling = options.scaling().value_or(RopeScaling());
   const auto& type = scaling.rope_type();
   ATTNPACK_CHECK(type == "default" || type == "linear", "scaling: rope_type '", type,
                  "' is not built in this version; want 'default' or 'linear'");
-  ATTNPACK_CHECK(scaling.factor() > 0, "scaling: got factor ", scaling.factor(), ", want a number above 0");
+  ATTNPACK_CHECK(scaling.factor() > 0 && std::isfinite(scaling.factor()), "scaling: got factor ", scaling.factor(),
+                 ", want a number above 0");
 
   const double stretch = type == "linear" ? scaling.factor() : 1.0;
   RopeSettings settings;

@@ -2,11 +2,22 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
+#include <cmath>
 
 #include <attnpack/core/check.h>
 
 namespace attnpack {
+
+namespace {
+
+// A model that overflows gives tokens all the same, unless somebody looks.
+void check_numbers(const at::Tensor& logits) {
+  ATTNPACK_CHECK(!logits.isnan().any().item<bool>(),
+                 "logits: got NaN from the model, want numbers to choose a token by: look for NaN in its weights, or "
+                 "use a wider dtype");
+}
+
+}  // namespace
 
 Sampler::Sampler(std::optional<double> temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
                  std::optional<uint64_t> seed, at::Device device)
@@ -14,7 +25,8 @@ Sampler::Sampler(std::optional<double> temperature, std::optional<int64_t> top_k
       temperature_(temperature.value_or(1)),
       top_p_(top_p.value_or(1)),
       top_k_(top_k.value_or(0)) {
-  ATTNPACK_CHECK(temperature_ >= 0, "temperature: got ", temperature_, ", want 0 (greedy) or more");
+  ATTNPACK_CHECK(temperature_ >= 0 && std::isfinite(temperature_), "temperature: got ", temperature_,
+                 ", want 0 (greedy) or more");
   ATTNPACK_CHECK(top_k_ >= 0, "top_k: got ", top_k_, ", want 0 (all tokens) or more");
   ATTNPACK_CHECK(top_p_ > 0 && top_p_ <= 1, "top_p: got ", top_p_, ", want a number in (0, 1]");
   if (seed) {
@@ -24,8 +36,16 @@ Sampler::Sampler(std::optional<double> temperature, std::optional<int64_t> top_k
 }
 
 at::Tensor Sampler::operator()(const at::Tensor& logits) {
-  if (greedy_) return logits.argmax(-1);
-  return at::multinomial(probabilities(logits), 1, false, generator_).squeeze(-1);
+  if (greedy_) {
+    const auto tokens = logits.argmax(-1);
+    check_numbers(logits.gather(-1, tokens.unsqueeze(-1)));  // a NaN counts as the largest
+    return tokens;
+  }
+  check_numbers(logits);
+  const auto probs = probabilities(logits);
+  ATTNPACK_CHECK(!probs.isnan().any().item<bool>(), "temperature: got ", temperature_, " for logits up to ",
+                 logits.max().item<double>(), ", want one that keeps logits / temperature finite, or 0 for greedy");
+  return at::multinomial(probs, 1, false, generator_).squeeze(-1);
 }
 
 at::Tensor Sampler::probabilities(const at::Tensor& logits) const {

@@ -6,6 +6,7 @@
 namespace attnpack {
 
 void SelfAttentionImpl::reset() {
+  check_size("embed_dim", options.embed_dim());
   const auto head_dim = resolve_head_dim(options.embed_dim(), 1, options.head_dim());
   options.head_dim(head_dim);
   const auto linear = [&](const char* name) {

@@ -38,13 +38,16 @@ class StackImpl : public Container<Derived> {
     if (norm) f("norm", norm);
   }
 
+  // What complaints call the input of forward.
+  const char* input_name() const { return embed_tokens ? "ids" : "x"; }
+
   Part<EmbeddingImpl> embed_tokens;
   Part<torch::nn::ModuleListImpl> layers;
   Part<TokenModule> norm;
 
  protected:
   using BlockImpl = typename Block::ContainedType;
-  at::Tensor embed(const at::Tensor& x) const { return embed_tokens ? embed_tokens->forward(x) : x; }
+  at::Tensor embed(const at::Tensor& x) const;
   at::Tensor finish(const at::Tensor& x) const { return norm ? norm->forward(x) : x; }
   BlockImpl& block(size_t i) const { return *layers->template ptr<BlockImpl>(i); }
 };

@@ -167,10 +167,25 @@ TEST_CASE("generation is the same with every cache") {
   REQUIRE(complains("paged", [&] { generate(*model, ids, GenerateOptions(6).cache("paged")); }));
 }
 
+TEST_CASE("a window of the model is that of its layers") {
+  auto model = make_model();
+  CausalLM windowed(CausalLMOptions(32, 24, 2, 4).num_kv_heads(2).hidden_dim(32).window(Window{2, 0}));
+  load_state_dict(*windowed, state_dict(*model));
+  const auto ids = torch::randint(32, {2, 9}, at::kLong);
+  const auto near = torch::ones({9, 9}, at::kBool).triu(-2);  // causality cuts the other side
+  REQUIRE(close(windowed->forward(ids), model->forward(ids, CausalLMInputs().mask(near))));
+  REQUIRE(!close(windowed->forward(ids), model->forward(ids)));
+}
+
 TEST_CASE("wrong arguments are named") {
   REQUIRE(complains("num_heads: got 5", [&] { MultiHeadAttention(24, 5); }));
   REQUIRE(complains("num_kv_heads: got 3", [&] { GroupedQueryAttention(24, 4, 3); }));
   REQUIRE(complains("softcap: got -30", [&] { MultiHeadAttention(MultiHeadAttentionOptions(24, 4).softcap(-30)); }));
+  REQUIRE(complains("num_kv_heads: got 2, MultiHeadAttention has 4; use GroupedQueryAttention",
+                    [&] { MultiHeadAttention(MultiHeadAttentionOptions(24, 4).num_kv_heads(2)); }));
+  const std::vector<int64_t> map{0, 0, 0, 0};
+  REQUIRE(complains("head_map: got one, MultiQueryAttention has none",
+                    [&] { MultiQueryAttention(MultiQueryAttentionOptions(24, 4).head_map(map)); }));
   MultiHeadAttention layer(24, 4);
   REQUIRE(complains("x: got shape [5, 24]", [&] { layer->forward(torch::randn({5, 24})); }));
   REQUIRE(complains("does not do", [&] { DecoderBlock(FeedForward(24, 32).ptr(), FeedForward(24, 32)); }));
