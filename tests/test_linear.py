@@ -1,10 +1,12 @@
 """The few-row linear: values against fp64, and who may see it."""
 
+import copy
+
 import attnpack
 import pytest
 import torch
 from attnpack import ops
-from attnpack.linear import Linear, linear
+from attnpack.linear import linear, project
 from torch import nn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,20 +58,107 @@ def test_opcheck(dtype, rows):
     torch.library.opcheck(torch.ops.attnpack.linear.default, arguments)
 
 
-def test_layer_is_an_nn_linear_that_uses_the_op_only_without_gradients():
-    layer = Linear(24, 10)
-    assert isinstance(layer, nn.Linear) and repr(layer) == repr(nn.Linear(24, 10))
-    x = torch.randn(2, 24)
+def uses_the_op(call) -> bool:
+    with torch.profiler.profile() as profile:
+        call()
+    return "attnpack::linear" in {event.key for event in profile.key_averages()}
 
-    def seen(call):
-        with torch.profiler.profile() as profile:
-            call()
-        return "attnpack::linear" in {event.key for event in profile.key_averages()}
 
-    assert not seen(lambda: layer(x))
+def test_the_op_is_used_only_without_gradients():
+    layer, x = nn.Linear(24, 10), torch.randn(2, 24)
+    assert not uses_the_op(lambda: project(layer, x))
     with torch.no_grad():
-        assert seen(lambda: layer(x))
-        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+        assert uses_the_op(lambda: project(layer, x))
+        torch.testing.assert_close(project(layer, x), layer(x))
+
+
+def every_linear(module):
+    return [child for child in module.modules() if isinstance(child, nn.Linear)]
+
+
+def test_projections_are_torchs_own_so_that_quantisers_find_them():
+    """quantize_dynamic, as others, maps the exact type."""
+    torch.manual_seed(0)
+    model = attnpack.CausalLM(11, 24, 2, 4, hidden_dim=32).eval()
+    assert {type(layer) for layer in every_linear(model)} == {nn.Linear}
+    assert {type(layer) for layer in every_linear(attnpack.SelfAttention(24))} == {nn.Linear}
+    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})
+    assert not every_linear(quantised)
+    assert type(quantised.layers[0].self_attn.q_proj) is torch.ao.nn.quantized.dynamic.Linear
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        error = (quantised(ids) - model(ids)).abs().max()
+        assert 0 < error < 0.1 * model(ids).abs().max()
+    with pytest.raises(TypeError, match="q_proj is a Linear, which C\\+\\+ cannot run"):
+        quantised.generate(ids, max_new_tokens=1)
+
+
+class Doubled(nn.Module):
+    """What LoRA does: holds the layer and adds to what it gives."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, x):
+        return 2 * self.base(x)
+
+
+def watch_all(module):
+    return torch.nn.modules.module.register_module_forward_hook(
+        lambda layer, inputs, out: 2 * out if layer is module.v_proj else None
+    )
+
+
+def own_forward(layer):
+    layer.forward = lambda x: 2 * nn.functional.linear(x, layer.weight)
+
+
+CHANGES = {
+    "replaced": lambda m: setattr(m, "v_proj", Doubled(m.v_proj)),
+    "forward hook": lambda m: m.v_proj.register_forward_hook(lambda layer, inputs, out: 2 * out),
+    "pre-hook": lambda m: m.v_proj.register_forward_pre_hook(lambda layer, inputs: (2 * inputs[0],)),
+    "hook on all modules": watch_all,
+    "parametrised": lambda m: nn.utils.parametrize.register_parametrization(m.v_proj, "weight", Twice()),
+    "a forward of its own": lambda m: own_forward(m.v_proj),
+    "a subclass": lambda m: setattr(m.v_proj, "__class__", type("Other", (nn.Linear,), {"forward": twice})),
+}
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def twice(self, x):
+    return 2 * nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("gradients", [True, False], ids=["gradients", "no_grad"])
+def test_what_is_done_to_a_projection_takes_effect(change, gradients):
+    """Each doubles the values, hence the result, which is linear in them."""
+    torch.manual_seed(0)
+    module, x = attnpack.MultiHeadAttention(24, 4), torch.randn(1, 3, 24)
+    with torch.set_grad_enabled(gradients):
+        before = module(x)
+        handle = CHANGES[change](module)
+        torch.testing.assert_close(module(x), 2 * before)
+    if change == "hook on all modules":
+        handle.remove()
+
+
+def test_a_forward_of_its_own_is_not_run_by_cpp():
+    module = attnpack.MultiHeadAttention(24, 4)
+    own_forward(module.v_proj)
+    with pytest.raises(TypeError, match="v_proj has a forward of its own"):
+        module.cpp()
+
+
+def test_decoding_compiles_whole():
+    module, x = attnpack.MultiHeadAttention(24, 4), torch.randn(1, 1, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(module, fullgraph=True)(x), module(x))
 
 
 def test_weights_that_are_not_plain_tensors_go_to_torch():
@@ -83,9 +172,8 @@ def test_weights_that_are_not_plain_tensors_go_to_torch():
 
 def test_decoding_uses_it_in_cpp_too():
     module = attnpack.MultiQueryAttention(16, 4).cpp()
-    with torch.no_grad(), torch.profiler.profile() as profile:
-        module.forward(torch.randn(1, 1, 16))
-    assert "attnpack::linear" in {event.key for event in profile.key_averages()}
+    with torch.no_grad():
+        assert uses_the_op(lambda: module.forward(torch.randn(1, 1, 16)))
 
 
 def test_a_bias_that_does_not_fit_raises_as_in_torch():

@@ -1,20 +1,24 @@
-"""A linear layer that is torch's own, but streams its weight at the speed of memory where decoding needs it."""
+"""Linear layers are torch's own; where decoding needs it, their weights stream at the speed of memory."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
 
 from . import ops
 
+_FORWARD = nn.Linear.forward
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-class Linear(nn.Linear):
-    """``nn.Linear``: the same arguments, parameters, hooks and repr. Up to 16 rows of input without gradients go
-    through ``attnpack.ops.linear``, everything else through torch's."""
 
-    def forward(self, input: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
-        return linear(input, self.weight, self.bias)
+def project(layer: nn.Module, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
+    """layer(x). A plain ``nn.Linear`` that nobody watches goes through ``attnpack.ops.linear`` without gradients: a
+    subclass of ours would do the same, but quantisers and LoRA look for that very type."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _is_plain(layer):
+        return layer(x)
+    return linear(x, layer.weight, layer.bias)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,3 +28,15 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not plain or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return F.linear(input, weight, bias)
     return ops.linear(input, weight, bias)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether calling layer is torch's linear and nothing else: no other type, no forward of its own, no hooks."""
+    own = layer.__dict__
+    return (
+        type(layer) is nn.Linear
+        and nn.Linear.forward is _FORWARD
+        and "forward" not in own
+        and not any(own[name] for name in _HOOKS)
+        and not torch_module._has_any_global_hook()
+    )
