@@ -231,3 +231,53 @@ def test_bfloat16_generates():
         assert torch.equal(
             model.generate(IDS, max_new_tokens=4, cache=cache), model.cpp().generate(IDS, max_new_tokens=4)
         )
+
+
+def test_a_window_is_the_mask_of_every_layer(model):
+    """Against the model without one under that mask, in both languages, whole, by steps and in generate."""
+    windowed = attnpack.CausalLM(50, 24, 2, 4, 2, hidden_dim=48, window=(2, 0)).eval()
+    windowed.load_state_dict(model.state_dict())
+    ids = torch.randint(50, (2, 9))
+    row, column = torch.arange(9).unsqueeze(1), torch.arange(9)
+    near = (row - column).abs() <= 2  # causality cuts the other side
+    with torch.no_grad():
+        expected = model(ids, mask=near)
+        torch.testing.assert_close(windowed(ids), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(windowed.cpp().forward(ids), expected, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(model(ids), expected, atol=1e-2)
+        cache = attnpack.ModelCache(2)
+        steps = torch.cat([windowed(token, cache) for token in ids.split(1, dim=1)], 1)
+    torch.testing.assert_close(steps, expected, rtol=1e-4, atol=1e-4)
+    own = attnpack.cpp.CausalLM(50, 24, 2, 4, 2, hidden_dim=48, window=(2, 0))
+    own.load_state_dict(windowed.state_dict())
+    expected = greedy(windowed, IDS, 6)
+    for cache in ("dynamic", "static", "none"):
+        for each in (windowed, own):
+            assert torch.equal(each.generate(IDS, max_new_tokens=6, cache=cache), expected)
+
+
+def test_int32_ids_are_ids(model):
+    for each in (model, model.cpp()):
+        assert torch.equal(each.forward(IDS.int()), each.forward(IDS))
+        tokens = each.generate(IDS.int(), max_new_tokens=3)
+        assert tokens.dtype == torch.int64 and torch.equal(tokens, each.generate(IDS, max_new_tokens=3))
+
+
+SAMPLED = [{}, {"temperature": 1.0}, {"top_k": 3}]
+
+
+@pytest.mark.parametrize("settings", SAMPLED, ids=str)
+def test_nan_logits_choose_no_token(settings):
+    model = attnpack.CausalLM(50, 24, 1, 4).eval()
+    with torch.no_grad():
+        model.lm_head.weight[7, 0] = float("nan")
+    for each in (model, model.cpp()):
+        with pytest.raises(ValueError, match="^attnpack: logits: got NaN from the model"):
+            each.generate(IDS, max_new_tokens=2, **settings)
+
+
+def test_a_temperature_that_overflows(model):
+    with pytest.raises(ValueError, match="^attnpack: temperature: got 1e-40 for logits up to .*, or 0 for greedy"):
+        model.generate(IDS, max_new_tokens=2, temperature=1e-40)
+    with pytest.raises(ValueError, match="^attnpack: temperature: got inf"):
+        model.generate(IDS, max_new_tokens=2, temperature=float("inf"))

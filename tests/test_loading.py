@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,23 @@ def test_built_for_another_version(tmp_path, name, other):
     message = import_error(run_python("import attnpack", first=copy_package(tmp_path, **{name: other})))
     assert message.startswith(f"attnpack was built for {name} {other[:4]}, but this is {name} ")
     assert message.endswith("build it again: run `pip install .` in attnpack's source folder")
+
+
+def test_the_command_line_of_a_misfit_says_so_without_a_traceback(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(copy_package(tmp_path, torch="2.99.0"))}
+
+    def command(*arguments):
+        process = run(sys.executable, "-m", "attnpack", *arguments, env=environment, cwd="/")
+        assert process.returncode == 2 and "Traceback" not in process.text
+        return process
+
+    why = "attnpack was built for torch 2.99, but this is torch "
+    lines = dict(line.split(maxsplit=1) for line in command("info").stdout.splitlines())
+    assert lines["attnpack._C"].startswith(f"not loaded: {why}") and lines["libattnpack.so"] == lines["attnpack._C"]
+    assert lines["torch"].endswith("built for 2.99.0") and "gguf" in lines
+    libraries = json.loads(command("info", "--json").stdout)["libraries"]
+    assert not libraries["attnpack._C"]["loaded"] and not libraries["libattnpack.so"]["loaded"]
+    assert command("generate", "hello").stderr.startswith(f"attnpack: {why}")
 
 
 def test_a_library_that_lacks_symbols(tmp_path):

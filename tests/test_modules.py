@@ -305,6 +305,15 @@ def test_parametrised_projection_is_refused_by_cpp():
         module.cpp()
 
 
+@pytest.mark.parametrize(("name", "norm"), [("q_norm", attnpack.RMSNorm(6, eps=0.5)), ("k_norm", nn.LayerNorm(6))])
+def test_norms_of_queries_and_keys_that_cpp_does_not_have(name, norm):
+    module = attnpack.MultiHeadAttention(24, 4, qk_norm=True)
+    module.cpp()
+    setattr(module, name, norm)
+    with pytest.raises(TypeError, match="q_norm or k_norm is .*, C.. has RMSNorm with eps 1e-06 there"):
+        module.cpp()
+
+
 @attending
 def test_compiles_whole_and_settles(case):
     """One graph, and after the second length no further one."""

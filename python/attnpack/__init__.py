@@ -1,7 +1,15 @@
 """attnpack: attention variants in C++ for PyTorch: one operator, LibTorch modules, ``nn.Module``s on the same code."""
 
+from . import _load
+
+try:
+    _load.load()
+except ImportError as error:
+    _load.end_command(error)
+    raise
+__version__ = _load.build_record()["version"]
+
 from . import cpp
-from ._load import __version__
 from .attention import (
     GroupedQueryAttention,
     MultiHeadAttention,

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import platform
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -63,5 +64,16 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-_C = load()
-__version__ = build_record()["version"]
+def end_command(error: ImportError) -> None:
+    """Where this process is the command `attnpack`, ends it: a sentence rather than a traceback, and for `attnpack
+    info` the table that says what is loaded and why not."""
+    module = sys.argv[0] == "-m" and sys.orig_argv[1:3] == ["-m", "attnpack"]
+    if not module and Path(sys.argv[0]).name != "attnpack":
+        return
+    if sys.argv[1:2] == ["info"] and "torch" in sys.modules:
+        from . import info
+
+        info.show(info.collect(str(error)), as_json="--json" in sys.argv)
+    else:
+        print(f"attnpack: {error}", file=sys.stderr)
+    raise SystemExit(2)

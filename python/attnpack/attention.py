@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from . import cpp
 from .attention_module import ContextAttention
-from .linear import Linear
+from .explain import explain
+from .linear import project
 from .norm import RMSNorm
 from .ops import alibi_slopes
 from .rope import RotaryEmbedding
+from .sizes import check_dtype
+
+_QK_NORM_EPS = 1e-6
 
 
 class AttentionSettings(TypedDict, total=False):
@@ -67,8 +71,9 @@ class SelfAttention(ContextAttention):
         self.causal = causal
         self.rope = None
         self._make_cpp("meta")
+        check_dtype(dtype)
         for name in ("q_proj", "k_proj", "v_proj"):
-            setattr(self, name, Linear(embed_dim, self.head_dim, bias=bias, device=device, dtype=dtype))
+            setattr(self, name, nn.Linear(embed_dim, self.head_dim, bias=bias, device=device, dtype=dtype))
 
     @property
     def out_dim(self) -> int:
@@ -125,6 +130,7 @@ class GroupedQueryAttention(ContextAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        explain({"head_map": head_map})
         self._config = {
             **self._sizes(embed_dim, num_heads, num_kv_heads),
             "head_map": None if head_map is None else tuple(head_map),
@@ -144,6 +150,7 @@ class GroupedQueryAttention(ContextAttention):
         }
         self.rope = rope
         self._make_cpp("meta")
+        check_dtype(dtype)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -161,18 +168,28 @@ class GroupedQueryAttention(ContextAttention):
 
         factory = {"device": device, "dtype": dtype}
         width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        self.q_proj = Linear(embed_dim, width, bias=bias, **factory)
-        self.k_proj = Linear(self.kdim, kv_width, bias=bias, **factory)
-        self.v_proj = Linear(self.vdim, kv_width, bias=bias, **factory)
-        self.o_proj = Linear(width, embed_dim, bias=bias if out_bias is None else out_bias, **factory)
+        self.q_proj = nn.Linear(embed_dim, width, bias=bias, **factory)
+        self.k_proj = nn.Linear(self.kdim, kv_width, bias=bias, **factory)
+        self.v_proj = nn.Linear(self.vdim, kv_width, bias=bias, **factory)
+        self.o_proj = nn.Linear(width, embed_dim, bias=bias if out_bias is None else out_bias, **factory)
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
-        self.q_norm = RMSNorm(self.head_dim, **factory) if qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, **factory) if qk_norm else None
+        self.q_norm = RMSNorm(self.head_dim, eps=_QK_NORM_EPS, **factory) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=_QK_NORM_EPS, **factory) if qk_norm else None
 
     @staticmethod
     def _sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> dict[str, int]:
         """The positional arguments of the twin."""
         return {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+
+    def _make_cpp(self, device: str | None) -> Any:
+        norms = [norm for norm in (getattr(self, "q_norm", None), getattr(self, "k_norm", None)) if norm is not None]
+        for norm in norms:
+            if not isinstance(norm, RMSNorm) or norm.eps != _QK_NORM_EPS:
+                raise TypeError(
+                    f"attnpack: q_norm or k_norm is {norm}, C++ has RMSNorm with eps {_QK_NORM_EPS:g} there. Set that "
+                    "eps, or call the Python module"
+                )
+        return super()._make_cpp(device)
 
     def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = super()._heads(x, context, value_context)
@@ -181,7 +198,14 @@ class GroupedQueryAttention(ContextAttention):
         return query, key, value
 
     def _output(self, joined: Tensor) -> Tensor:
-        return self.o_proj(joined)
+        return project(self.o_proj, joined)
+
+
+def _reject_settings(name: str, settings: AttentionSettings) -> None:
+    """Raises TypeError for keywords that `name` does not have."""
+    for setting in settings.keys() - AttentionSettings.__annotations__.keys():
+        fix = ": use GroupedQueryAttention" if setting in ("head_map", "num_kv_heads") else ""
+        raise TypeError(f"attnpack: {name}() got an unexpected keyword argument '{setting}'{fix}")
 
 
 class MultiHeadAttention(GroupedQueryAttention):
@@ -191,7 +215,8 @@ class MultiHeadAttention(GroupedQueryAttention):
     _cpp_class = cpp.MultiHeadAttention
 
     def __init__(self, embed_dim: int, num_heads: int, **settings: Unpack[AttentionSettings]) -> None:
-        super().__init__(embed_dim, num_heads, num_heads, head_map=None, **settings)
+        _reject_settings("MultiHeadAttention", settings)
+        super().__init__(embed_dim, num_heads, num_heads, **settings)
 
     @staticmethod
     def _sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> dict[str, int]:
@@ -205,7 +230,8 @@ class MultiQueryAttention(GroupedQueryAttention):
     _cpp_class = cpp.MultiQueryAttention
 
     def __init__(self, embed_dim: int, num_heads: int, **settings: Unpack[AttentionSettings]) -> None:
-        super().__init__(embed_dim, num_heads, 1, head_map=None, **settings)
+        _reject_settings("MultiQueryAttention", settings)
+        super().__init__(embed_dim, num_heads, 1, **settings)
 
     @staticmethod
     def _sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> dict[str, int]:

@@ -14,6 +14,7 @@ from . import ops
 from .cache import KVCache, check_kind, unchanged_on_error
 from .checks import check_context, check_input, reject_keywords
 from .explain import wrong_kind
+from .linear import project
 from .native import NativeModule
 from .rope import RotaryEmbedding
 
@@ -178,9 +179,9 @@ class ContextAttention(NativeAttention):
         context = x if context is None else context
         value_context = context if value_context is None else value_context
         return (
-            split_heads(self.q_proj(x), self.num_heads),
-            split_heads(self.k_proj(context), self.num_kv_heads),
-            split_heads(self.v_proj(value_context), self.num_kv_heads),
+            split_heads(project(self.q_proj, x), self.num_heads),
+            split_heads(project(self.k_proj, context), self.num_kv_heads),
+            split_heads(project(self.v_proj, value_context), self.num_kv_heads),
         )
 
     def _output(self, joined: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import cpp
 from .attention_module import NativeAttention
 from .cache import KVCache
-from .checks import check_lengths, reject_keywords
+from .checks import check_input, check_lengths, reject_keywords
 from .explain import wrong_kind
 from .feed_forward import FeedForward
 from .native import NativeModule
@@ -20,10 +20,14 @@ from .norm import make_norm, norm_settings
 
 def _check_parts(attention: nn.Module, feed_forward: nn.Module, cross_attention: nn.Module | None) -> None:
     """The parts are of their kinds, and of one width: what they give is added to x."""
-    if isinstance(attention, FeedForward) or not (isinstance(attention, nn.Module) and hasattr(attention, "embed_dim")):
+    # torch's takes query, key and value, and knows no cache.
+    other = isinstance(attention, FeedForward | nn.MultiheadAttention)
+    if other or not (isinstance(attention, nn.Module) and hasattr(attention, "embed_dim")):
         wanted = "an attention module with an embed_dim, such as attnpack.MultiHeadAttention"
         raise wrong_kind("attention", attention, wanted)
-    if isinstance(cross_attention, FeedForward) or not isinstance(cross_attention, nn.Module | None):
+    if isinstance(cross_attention, FeedForward | nn.MultiheadAttention) or not isinstance(
+        cross_attention, nn.Module | None
+    ):
         raise wrong_kind("cross_attention", cross_attention, "an attention module, or None")
     if isinstance(feed_forward, NativeAttention) or not isinstance(feed_forward, nn.Module):
         raise wrong_kind("feed_forward", feed_forward, "a module [..., E] -> [..., E], such as attnpack.FeedForward")
@@ -42,7 +46,7 @@ def _check_parts(attention: nn.Module, feed_forward: nn.Module, cross_attention:
                 )
 
 
-class _Block(NativeModule):
+class Block(NativeModule):
     def __init__(
         self,
         attention: nn.Module,
@@ -73,6 +77,9 @@ class _Block(NativeModule):
         norms = [self.input_layernorm, self.post_attention_layernorm, getattr(self, "cross_attention_layernorm", None)]
         return {"pre_norm": self.pre_norm, **norm_settings(norm for norm in norms if norm is not None)}
 
+    def _check(self, x: Tensor) -> None:
+        check_input("x", x, self.embed_dim, getattr(self.self_attn, "q_proj", None))
+
     def _residual(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
         return x + layer(norm(x)) if self.pre_norm else norm(x + layer(x))
 
@@ -80,7 +87,7 @@ class _Block(NativeModule):
         return f"pre_norm={self.pre_norm}"
 
 
-class EncoderBlock(_Block):
+class EncoderBlock(Block):
     """Self-attention without a causal mask, then the feed-forward, each with a norm and a residual.
 
     Args:
@@ -122,6 +129,7 @@ class EncoderBlock(_Block):
             kv_lens: [B], valid tokens of each sequence.
         """
         reject_keywords(unknown, cache=None)
+        self._check(x)
         x = self._residual(
             x,
             self.input_layernorm,
@@ -133,7 +141,7 @@ class EncoderBlock(_Block):
         return cpp.EncoderBlock(self.self_attn.cpp(), self.mlp.cpp(), **self._live_config())
 
 
-class DecoderBlock(_Block):
+class DecoderBlock(Block):
     """Causal self-attention, cross-attention where one is given, then the feed-forward, each with a norm and a
     residual. Without cross-attention its state dict is that of a Llama layer.
 
@@ -182,6 +190,7 @@ class DecoderBlock(_Block):
             context_lens: [B], valid context tokens of each sequence.
         """
         reject_keywords(unknown)
+        self._check(x)
         if self.has_cross_attention != (context is not None):
             raise ValueError(
                 "attnpack: context: got none, but this block has cross-attention; give what it reads"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import cpp
 from .explain import with_article, wrong_kind
+from .sizes import check_dtype, check_size
 
 
 class KVCache:
@@ -150,6 +151,7 @@ class DynamicCache(KVCache):
         self.lengths = _zeros((0,), torch.int64, None)
 
     def crop(self, n: int) -> None:
+        _check_crop(n)
         if n == 0:
             self.reset()
             return
@@ -202,10 +204,12 @@ class StaticCache(KVCache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        for name, size in (("num_kv_heads", num_kv_heads), ("max_len", max_len), ("head_dim", head_dim)):
-            if size < 1:
-                raise ValueError(f"attnpack: {name}: got {size}, want at least 1")
         width = head_dim if v_head_dim is None else v_head_dim
+        check_size("batch", batch, least=0)
+        sizes = {"num_kv_heads": num_kv_heads, "max_len": max_len, "head_dim": head_dim, "v_head_dim": width}
+        for name, size in sizes.items():
+            check_size(name, size)
+        check_dtype(dtype)
         self._key = _zeros((batch, num_kv_heads, max_len, head_dim), dtype, device)
         self._value = _zeros((batch, num_kv_heads, max_len, width), dtype, device)
         self.lengths = _zeros((batch,), torch.int64, device)
@@ -255,9 +259,17 @@ class ModelCache:
     """
 
     def __init__(self, layers: int | Iterable[KVCache]) -> None:
+        wanted = "the number of the model's layers, or a list with an attnpack cache for each"
+        if not isinstance(layers, int | Iterable):
+            raise wrong_kind("layers", layers, wanted)
         self.layers = [DynamicCache() for _ in range(layers)] if isinstance(layers, int) else list(layers)
         if not self.layers:
             raise ValueError("attnpack: layers: got none, want the number of the model's layers or a cache for each")
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, KVCache):
+                raise wrong_kind(f"layers[{i}]", layer, "an attnpack.DynamicCache() or StaticCache")
+            if any(layer is other for other in self.layers[:i]):
+                raise ValueError(f"attnpack: layers[{i}]: got the cache of an earlier layer, want one for each layer")
 
     def __len__(self) -> int:
         """Most positions seen by any sequence (not the number of layers: that is `len(cache.layers)`)."""
@@ -360,6 +372,8 @@ def unchanged_on_error(cache: KVCache | ModelCache | None) -> AbstractContextMan
 
 
 def _check_crop(n: int) -> None:
+    if not isinstance(n, int):
+        raise wrong_kind("n", n, "an int, how many positions to keep")
     if n < 0:
         raise ValueError(f"attnpack: n: got {n}, want how many positions to keep, 0 or more")
 

@@ -16,7 +16,7 @@ from .blocks import DecoderBlock
 from .cache import ModelCache, check_kind
 from .checks import MODEL_CACHE, check_ids, check_lengths, reject_keywords
 from .feed_forward import FeedForward
-from .linear import Linear, linear
+from .linear import linear, project
 from .native import NativeModule
 from .rope import RotaryEmbedding
 from .stacks import Decoder
@@ -35,6 +35,8 @@ class CausalLM(NativeModule):
         eps: of the norms.
         tie_embeddings: the embedding is the head too; there is no lm_head then, and one in a state dict is ignored.
         qk_norm: RMSNorm on queries and keys.
+        window: (left, right) of every layer, as in GroupedQueryAttention; a checkpoint's sliding_window of W tokens is
+            (W - 1, 0).
         bias: on q, k and v; out_bias: on o_proj, default as bias; mlp_bias: in the feed-forwards.
     """
 
@@ -56,6 +58,7 @@ class CausalLM(NativeModule):
         eps: float = 1e-6,
         tie_embeddings: bool = False,
         qk_norm: bool = False,
+        window: tuple[int, int] | None = None,
         bias: bool = False,
         out_bias: bool | None = None,
         mlp_bias: bool = False,
@@ -78,6 +81,7 @@ class CausalLM(NativeModule):
             "eps": eps,
             "tie_embeddings": tie_embeddings,
             "qk_norm": qk_norm,
+            "window": window,
             "bias": bias,
             "out_bias": out_bias,
             "mlp_bias": mlp_bias,
@@ -96,6 +100,7 @@ class CausalLM(NativeModule):
                 bias=bias,
                 out_bias=out_bias,
                 qk_norm=qk_norm,
+                window=window,
                 rope=rope,
                 causal=True,
                 **factory,
@@ -105,7 +110,7 @@ class CausalLM(NativeModule):
 
         embedding = nn.Embedding(vocab_size, embed_dim, **factory)
         self.model = Decoder([block() for _ in range(num_layers)], eps=eps, embed_tokens=embedding)
-        self.lm_head = None if tie_embeddings else Linear(embed_dim, vocab_size, bias=False, **factory)
+        self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=False, **factory)
         self._made_with = _parts(self)
         self.register_load_state_dict_pre_hook(_drop_tied_head)
 
@@ -165,7 +170,7 @@ class CausalLM(NativeModule):
         check_ids(ids)
         check_lengths("lengths", lengths, ids)
         hidden = self.model(ids, cache=cache, mask=mask, positions=positions, kv_lens=lengths)
-        return linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
+        return linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else project(self.lm_head, hidden)
 
     def generate(
         self,

@@ -1,12 +1,13 @@
 """Sentences for wrong inputs of the Python modules; wrong constructor arguments are found by their C++ twins."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .explain import unexpected_keyword, wrong_kind
-from .linear import Linear
 
 
 def check_input(name: str, tensor: Tensor, width: int, projection: nn.Module | None) -> None:
@@ -15,7 +16,21 @@ def check_input(name: str, tensor: Tensor, width: int, projection: nn.Module | N
         raise wrong_kind(name, tensor, f"a tensor [batch, length, {width}]: torch.tensor() makes one of a list")
     if tensor.dim() != 3 or tensor.size(-1) != width:
         raise ValueError(f"attnpack: {name}: got shape {list(tensor.shape)}, want [batch, length, {width}]")
-    if type(projection) not in (nn.Linear, Linear):
+    _check_place(name, tensor, projection)
+
+
+def check_tokens(name: str, tensor: Tensor, width: int, projection: nn.Module | None) -> None:
+    """The same for [..., width], which norms and feed-forwards map token by token."""
+    if not isinstance(tensor, Tensor):
+        raise wrong_kind(name, tensor, f"a tensor [..., {width}]: torch.tensor() makes one of a list")
+    if tensor.dim() == 0 or tensor.size(-1) != width:
+        raise ValueError(f"attnpack: {name}: got shape {list(tensor.shape)}, want [..., {width}]")
+    _check_place(name, tensor, projection)
+
+
+def _check_place(name: str, tensor: Tensor, projection: nn.Module | None) -> None:
+    """Dtype and device; what stands in a replaced projection's place may want others."""
+    if type(projection) is not nn.Linear:
         return
     weight = projection.weight
     if tensor.device != weight.device:
@@ -76,8 +91,9 @@ def check_positions(positions: Tensor | None, x: Tensor) -> None:
 
 
 def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
-    """lengths, where given, are int32 or int64, one for each sequence of x [B, ...]."""
-    if lengths is None:
+    """lengths, where given, are int32 or int64, one for each sequence of x [B, L, ...], and 0 to L where they lie on
+    the CPU: elsewhere reading would wait for the device."""
+    if lengths is None or not isinstance(x, Tensor) or x.dim() < 2:  # such an x is refused where it is read
         return
     if not isinstance(lengths, Tensor):
         raise wrong_kind(name, lengths, "an int32 or int64 tensor [batch]: torch.tensor() makes one of a list")
@@ -88,6 +104,32 @@ def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
             f"attnpack: {name} has shape {list(lengths.shape)}, wants [batch] = [{x.size(0)}]: the valid tokens of "
             "each sequence"
         )
+    # A traced tensor has no values; those of its runs are the op's to check.
+    if type(lengths) is not Tensor or lengths.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    try:
+        values = lengths.tolist()
+    except RuntimeError:  # a transform of torch.func
+        return
+    for b, length in enumerate(values):
+        if not 0 <= length <= x.size(1):
+            raise ValueError(f"attnpack: {name}[{b}] is {length}, wants 0 to {x.size(1)}: the valid tokens of that row")
+
+
+@contextmanager
+def _renaming(own: str, callers: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        start, text = f"attnpack: {own}", str(error)
+        if type(error) not in (TypeError, ValueError) or not text.startswith((start + ":", start + " ")):
+            raise
+        raise type(error)(f"attnpack: {callers}{text.removeprefix(start)}") from None
+
+
+def naming(own: str, callers: str) -> AbstractContextManager[None]:
+    """Around a part of a module: its complaint about an argument of its own names the caller's instead."""
+    return nullcontext() if torch.compiler.is_compiling() else _renaming(own, callers)
 
 
 def check_ids(ids: Tensor) -> None:

@@ -4,8 +4,8 @@ Same names and arguments as the Python modules. For parity tests, and for runnin
 Python model use the ``nn.Module`` classes of ``attnpack``, whose ``.cpp()`` gives one of these on the same storage.
 """
 
-from ._load import _C
-from .explain import explained, or_none
+from . import _C
+from .explain import SWITCH, explained, or_none
 
 Linear = _C.cpp.Linear
 Embedding = _C.cpp.Embedding
@@ -52,10 +52,15 @@ def _explain_in_sentences() -> None:
             special = {
                 "rope": rope,
                 "cache": model if kind in (Decoder, EncoderDecoder, CausalLM) else layer,
+                "encoder": (lambda value: isinstance(value, Encoder), "an Encoder of attnpack.cpp"),
+                "decoder": (lambda value: isinstance(value, Decoder), "a Decoder of attnpack.cpp"),
                 "layers": (lambda value, part=part: _are(value, part), f"a list of {part.__name__}s of attnpack.cpp"),
             }
             for name in vars(kind).keys() & {"__init__", "forward", "project", "crop"}:
-                setattr(kind, name, explained(getattr(kind, name), **special))
+                made = name == "__init__"
+                switches = {"sinks": SWITCH} if made else {}  # the op takes their values
+                called = kind.__name__ if made else name
+                setattr(kind, name, explained(getattr(kind, name), called, **special, **switches))
     # Its cache may be a word too, which it judges by itself.
     CausalLM.generate = explained(CausalLM.generate, cache=(lambda value: True, model[1]))
 

@@ -103,7 +103,7 @@ _OR_NONE = (or_none(is_tensor), "a tensor, or None" + _MAKE)
 _MASK = "a bool or float tensor that broadcasts to [batch, num_heads, q_len, kv_len], or None" + _MAKE
 _INT = (_is_int, "an int")
 _INT_OR_NONE = (or_none(_is_int), "an int, or None")
-_BOOL = (or_none(_is_bool), "True or False")
+SWITCH = (or_none(_is_bool), "True or False")
 _NUMBER = (_is_number, "a number")
 
 # What the arguments of that name want, wherever they stand.
@@ -134,6 +134,7 @@ _WANTED: dict[str, Wanted] = {
     "activation": (_is_word, "'swiglu' or 'gelu'"),
     "stop_tokens": (_are_tokens, "a token number or a list of them, () for none"),
     "temperature": (or_none(_is_number), "a number, 0 for greedy, or None"),
+    "callback": (or_none(callable), "a function of each step's tokens [B], or None"),
     "top_k": _INT_OR_NONE,
     "top_p": (or_none(_is_number), "a number in (0, 1], or None"),
     "seed": (or_none(_is_seed), "an int from 0 to 2**64 - 1, or None for torch's own generator"),
@@ -145,8 +146,8 @@ _WANTED: dict[str, Wanted] = {
     ),
     **dict.fromkeys(
         ("causal", "need_weights", "return_lse", "cross", "interleaved", "bias", "out_bias", "mlp_bias", "qk_norm",
-         "tie_embeddings", "pre_norm"),
-        _BOOL,
+         "alibi", "tie_embeddings", "pre_norm"),
+        SWITCH,
     ),
     **dict.fromkeys(("eps", "base", "rope_base", "factor"), _NUMBER),
 }  # fmt: skip
@@ -160,8 +161,9 @@ def explain(arguments: Mapping[str, object], **special: Wanted) -> None:
             raise wrong_kind(name, value, wanted) from None
 
 
-def explained(function: Callable[..., Any], **special: Wanted) -> Callable[..., Any]:
-    """`function` of pybind, with a sentence for arguments that it cannot take."""
+def explained(function: Callable[..., Any], called: str | None = None, /, **special: Wanted) -> Callable[..., Any]:
+    """`function` of pybind, with a sentence for arguments that it cannot take; `called` is what users call it."""
+    called = called or function.__name__
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -173,10 +175,10 @@ def explained(function: Callable[..., Any], **special: Wanted) -> Callable[..., 
         names = _parameters(function)
         for name in kwargs:
             if name not in names:
-                raise unexpected_keyword(function.__name__, name, names, special.get("cache", (None, ""))[1])
+                raise unexpected_keyword(called, name, names, special.get("cache", (None, ""))[1])
         explain(dict(zip(names, args, strict=False)) | kwargs, **special)
         raise TypeError(
-            f"attnpack: {function.__name__}() lacks an argument, or has one of the wrong kind or too many: it takes "
+            f"attnpack: {called}() lacks an argument, or has one of the wrong kind or too many: it takes "
             + ", ".join(name for name in names if name != "self")
         )
 

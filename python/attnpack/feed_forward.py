@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import cpp
-from .linear import Linear
+from .checks import check_tokens
+from .linear import project
 from .native import NativeModule
+from .sizes import check_dtype
 
 
 class FeedForward(NativeModule):
@@ -39,13 +41,15 @@ class FeedForward(NativeModule):
         self.activation = activation
         self.bias = bias
         self._make_cpp("meta")
+        check_dtype(dtype)
         if activation == "swiglu":
-            self.gate_proj = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
-        self.up_proj = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
-        self.down_proj = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+            self.gate_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., embed_dim] -> [..., embed_dim]"""
+        check_tokens("x", x, self.embed_dim, self.up_proj)
         if self.activation == "swiglu":
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(F.gelu(self.up_proj(x)))
+            return project(self.down_proj, F.silu(project(self.gate_proj, x)) * project(self.up_proj, x))
+        return project(self.down_proj, F.gelu(project(self.up_proj, x)))

@@ -3,12 +3,15 @@
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from ._load import _C, LIBRARY, PACKAGE, build_record
+from ._load import LIBRARY, PACKAGE, build_record, loaded_copies
 
 # optional package: the extra that brings it
 _OPTIONAL = {
@@ -21,9 +24,13 @@ _OPTIONAL = {
 }
 
 
-def collect() -> dict[str, Any]:
-    """Versions, instruction set, threads, libraries and optional packages, as plain values that JSON can hold."""
-    build = build_record()
+def collect(failure: str = "") -> dict[str, Any]:
+    """Versions, instruction set, threads, libraries and optional packages, as plain values that JSON can hold;
+    `failure` says why the native code could not be loaded, where it could not."""
+    try:
+        build = build_record()
+    except ImportError:
+        build = dict.fromkeys(("version", "torch", "pybind11", "compiler", "build_type"), "nothing is built")
     return {
         "attnpack": build["version"],
         "torch": {"running": torch.__version__, "built_for": build["torch"]},
@@ -31,11 +38,14 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "pybind11": build["pybind11"],
         "compiler": f"{build['compiler']}, {build['build_type']}",
-        "instruction_set": {"chosen": _C.isa(), "built": build["instruction_sets"].split(";")},
+        "instruction_set": {
+            "chosen": None if failure else _native().isa(),
+            "built": build.get("instruction_sets", "none").split(";"),
+        },
         "threads": torch.get_num_threads(),
         "libraries": {
-            "attnpack._C": {"loaded": True, "path": _C.__file__},
-            "libattnpack.so": {"loaded": True, "path": str(LIBRARY)},
+            "attnpack._C": {"loaded": False, "why": failure} if failure else _loaded(_native().__file__),
+            "libattnpack.so": _loaded(str(LIBRARY)) if _is_mapped(LIBRARY) else {"loaded": False, "why": failure},
             "libattnpack_cuda.so": {"loaded": False, "why": "not built; CUDA tensors run through ATen"},
         },
         "optional": {name: _optional(name, extra) for name, extra in _OPTIONAL.items()},
@@ -47,10 +57,26 @@ def main(args: argparse.Namespace) -> None:
     """Prints the CMake prefix alone (`--cmake-prefix`), JSON (`--json`) or lines to read."""
     if args.cmake_prefix:
         print(PACKAGE)
-    elif args.json:
-        print(json.dumps(collect(), indent=2))
     else:
-        print("\n".join(_lines(collect())))
+        show(collect(), args.json)
+
+
+def show(info: dict[str, Any], as_json: bool) -> None:
+    print(json.dumps(info, indent=2) if as_json else "\n".join(_lines(info)))
+
+
+def _native() -> ModuleType:
+    from . import _C
+
+    return _C
+
+
+def _loaded(path: str) -> dict[str, Any]:
+    return {"loaded": True, "path": path}
+
+
+def _is_mapped(library: Path) -> bool:
+    return library.exists() and any(os.path.samefile(path, library) for path in loaded_copies())
 
 
 def _lines(info: dict[str, Any]) -> list[str]:
@@ -61,7 +87,7 @@ def _lines(info: dict[str, Any]) -> list[str]:
         ("python", f"{info['python']} on {info['platform']}"),
         ("pybind11", f"{info['pybind11']}, torch's bundled headers"),
         ("compiler", info["compiler"]),
-        ("instruction set", f"{isa['chosen']}, of {', '.join(isa['built'])}"),
+        ("instruction set", f"{isa['chosen'] or 'none'}, of {', '.join(isa['built'])}"),
         ("threads", info["threads"]),
     ]
     for name, library in info["libraries"].items():

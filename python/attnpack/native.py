@@ -6,10 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from .linear import Linear
-
 # The leaves that a C++ twin has too; a class derived from one of them may compute something else.
-_PLAIN = (Linear, nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList)
+_PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList)
 
 
 class NativeModule(nn.Module):
@@ -49,6 +47,11 @@ def _refuse_foreign(module: nn.Module) -> None:
             raise TypeError(
                 f"attnpack: {where} is a {type(child).__name__}, which C++ cannot run: it knows plain nn.Linear, "
                 "nn.Embedding, nn.LayerNorm and attnpack's own modules. Merge or unwrap it, or call the Python module"
+            )
+        if "forward" in child.__dict__:
+            raise TypeError(
+                f"attnpack: {where} has a forward of its own, which C++ would not run. Remove it, or call the Python "
+                "module"
             )
         if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
             raise TypeError(

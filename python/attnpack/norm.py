@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import cpp, ops
+from .checks import check_tokens
 from .native import NativeModule
+from .sizes import check_dtype
 
 
 class RMSNorm(NativeModule):
@@ -28,12 +30,15 @@ class RMSNorm(NativeModule):
     ) -> None:
         super().__init__()
         self._config = {"dim": dim, "eps": eps}
+        self._make_cpp("meta")
+        check_dtype(dtype)
         self.dim = dim
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]"""
+        check_tokens("x", x, self.dim, None)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return F.rms_norm(x, (self.dim,), self.weight, self.eps)
         return ops.rms_norm(x, self.weight, self.eps)
@@ -47,6 +52,7 @@ def make_norm(kind: str, dim: int, eps: float, device: torch.device | None, dtyp
     if kind == "rms":
         return RMSNorm(dim, eps=eps, device=device, dtype=dtype)
     if kind == "layer":
+        check_dtype(dtype)
         return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
     raise ValueError(f"attnpack: norm: got {kind!r}, want 'rms' or 'layer'")
 

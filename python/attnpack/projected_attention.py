@@ -12,6 +12,7 @@ from . import cpp
 from .attention_module import NativeAttention, split_heads
 from .cache import KVCache
 from .checks import check_input, check_positions, reject_keywords
+from .explain import explain
 from .rope import RotaryEmbedding
 
 
@@ -42,6 +43,7 @@ class ProjectedAttention(NativeAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        explain({"head_map": head_map})
         self._config = {
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import cpp, ops
+from .explain import wrong_kind
 from .native import NativeModule
 
 
@@ -40,6 +41,9 @@ class RotaryEmbedding(NativeModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(scaling, dict | None):
+            wanted = "None or a dict such as {'rope_type': 'linear', 'factor': 2.0}"
+            raise wrong_kind("scaling", scaling, wanted)
         if scaling and not {"rope_type", "type"} & scaling.keys():
             raise ValueError(
                 f"attnpack: scaling: got {scaling} without rope_type, want one, as in {{'rope_type': 'linear'}}"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from . import cpp
-from .blocks import DecoderBlock, EncoderBlock
+from .blocks import Block, DecoderBlock, EncoderBlock
 from .cache import ModelCache, check_kind, unchanged_on_error
-from .checks import MODEL_CACHE, check_ids, check_lengths, explain_ids, reject_keywords
+from .checks import MODEL_CACHE, check_ids, check_lengths, explain_ids, naming, reject_keywords
 from .explain import with_article, wrong_kind
 from .native import NativeModule
 from .norm import make_norm, norm_settings
@@ -33,6 +33,8 @@ class _Stack(NativeModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(layers, Iterable) or isinstance(layers, str | bytes):
+            raise wrong_kind("layers", layers, f"a list of {self._block.__name__}s")
         layers = list(layers)
         if not layers:
             raise ValueError("attnpack: layers: got none, want at least one block")
@@ -40,6 +42,17 @@ class _Stack(NativeModule):
             other = EncoderBlock if self._block is DecoderBlock else DecoderBlock
             if isinstance(layer, other) or not isinstance(layer, nn.Module):
                 raise wrong_kind(f"layers[{i}]", layer, with_article(self._block.__name__))
+            first, width = getattr(layers[0], "embed_dim", None), getattr(layer, "embed_dim", None)
+            if first is not None and width is not None and width != first:
+                raise ValueError(
+                    f"attnpack: layers[{i}]: got width {width}, want {first} as the first block has; each reads "
+                    "what the one before it gives"
+                )
+        width = getattr(embed_tokens, "embedding_dim", None)
+        if width is not None and width != layers[0].embed_dim:
+            raise ValueError(
+                f"attnpack: embed_tokens: got width {width}, want {layers[0].embed_dim} as the blocks have"
+            )
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         beside = layers[0].input_layernorm.weight
@@ -48,6 +61,11 @@ class _Stack(NativeModule):
 
     def _embed(self, x: Tensor) -> Tensor:
         if self.embed_tokens is None:
+            if isinstance(x, Tensor) and not x.is_floating_point():
+                raise ValueError(
+                    f"attnpack: x: got {x.dtype} of shape {list(x.shape)}, want states [batch, length, "
+                    f"{self.layers[0].embed_dim}]; to take token numbers give the stack embed_tokens"
+                )
             return x
         check_ids(x)
         try:
@@ -66,6 +84,11 @@ class _Stack(NativeModule):
     def _make_cpp(self, device: str | None) -> Any:
         embedding = None
         if self.embed_tokens is not None:
+            if getattr(self.embed_tokens, "max_norm", None) is not None:
+                raise TypeError(
+                    "attnpack: embed_tokens has max_norm, which C++ does not know. Leave it out, or call the Python "
+                    "module"
+                )
             embedding = cpp.Embedding(*self.embed_tokens.weight.shape, device=device)
         layers = [layer.cpp() for layer in self.layers]
         return self._cpp_class(layers, embed_tokens=embedding, **self._live_config())
@@ -160,6 +183,9 @@ class EncoderDecoder(NativeModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, part, other in (("encoder", encoder, Decoder), ("decoder", decoder, Encoder)):
+            if isinstance(part, other | Block) or not isinstance(part, nn.Module):
+                raise wrong_kind(name, part, f"an attnpack.{name.capitalize()}")
         self.encoder = encoder
         self.decoder = decoder
 
@@ -183,8 +209,15 @@ class EncoderDecoder(NativeModule):
         reject_keywords(unknown, MODEL_CACHE)
         check_lengths("source_lens", source_lens, source)
         check_lengths("target_lens", target_lens, target)
-        memory = self.encoder(source, kv_lens=source_lens)
-        return self.decoder(target, memory, kv_lens=target_lens, context_lens=source_lens, cache=cache)
+        with naming(_input_name(self.encoder), "source"):
+            memory = self.encoder(source, kv_lens=source_lens)
+        with naming(_input_name(self.decoder), "target"):
+            return self.decoder(target, memory, kv_lens=target_lens, context_lens=source_lens, cache=cache)
 
     def _make_cpp(self, device: str | None) -> Any:
         return cpp.EncoderDecoder(self.encoder.cpp(), self.decoder.cpp())
+
+
+def _input_name(stack: nn.Module) -> str:
+    """What complaints call the input of a stack's forward."""
+    return "x" if getattr(stack, "embed_tokens", None) is None else "ids"

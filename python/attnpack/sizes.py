@@ -1,0 +1,32 @@
+"""Sentences for sizes, dtypes and paths where no C++ twin judges them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from .explain import wrong_kind
+
+
+def check_dtype(dtype: object) -> None:
+    """dtype of a module, where given: that of parameters, which have gradients."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise wrong_kind("dtype", dtype, "a torch.dtype such as torch.float32, or None")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"attnpack: dtype is {dtype}, wants a floating one such as torch.float32")
+
+
+def check_size(name: str, size: object, least: int = 1) -> None:
+    """A size is an int and large enough."""
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise wrong_kind(name, size, "an int")
+    if size < least:
+        raise ValueError(f"attnpack: {name}: got {size}, want {'at least 1' if least else '0 or more'}")
+
+
+def as_path(name: str, path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise wrong_kind(name, path, "a path: a str or a pathlib.Path")
+    return Path(path)
