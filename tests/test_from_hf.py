@@ -233,23 +233,142 @@ def test_rope_types_of_later_issues_are_named(llama, kind):
     refused(llama[1], f"'{kind}'", "rope_type")
 
 
+SLIDING = {"use_sliding_window": True, "sliding_window": 8}
+
+
 @pytest.mark.parametrize(
-    ("config", "slides"),
+    "config",
     [
-        (MistralConfig(**SIZES, sliding_window=64), True),
+        MistralConfig(**SIZES, sliding_window=8),
+        Qwen2Config(**SIZES, **SLIDING, max_window_layers=0),
+        Qwen3Config(**SIZES, **SLIDING, max_window_layers=0, head_dim=16),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_sliding_window_is_that_of_transformers(config, tmp_path):
+    reference = random_model(config)
+    reference.generation_config.eos_token_id = None
+    reference.save_pretrained(tmp_path)
+    model = attnpack.CausalLM.from_hf(tmp_path)
+    assert model.layers[2].self_attn.window == (7, 0)
+    ids = torch.randint(96, (2, 20))
+    with torch.no_grad():
+        expected = reference(ids).logits
+        torch.testing.assert_close(model(ids), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(model.cpp().forward(ids), expected, rtol=0, atol=1e-4)
+        model.layers[0].self_attn.window = None
+        assert not torch.allclose(model(ids), expected, rtol=0, atol=1e-2)
+        model.layers[0].self_attn.window = (7, 0)
+        cache = attnpack.ModelCache(3)
+        steps = [model(part, cache) for part in (ids[:, :13], *ids[:, 13:].split(1, dim=1))]
+    torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=0, atol=1e-4)
+    prompt = ids[:, :5]
+    mask = torch.ones_like(prompt)
+    tokens = reference.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=16, pad_token_id=0)
+    for kind in ("dynamic", "static", "none"):
+        assert torch.equal(model.generate(prompt, max_new_tokens=16, cache=kind), tokens)
+
+
+def test_a_window_holds_beyond_the_positions_that_were_asked_for(tmp_path):
+    """from_hf(max_positions=8) once gave a model without a window, which ran on past 8 tokens."""
+    reference = random_model(MistralConfig(**SIZES, sliding_window=8))
+    reference.save_pretrained(tmp_path)
+    assert_same_logits(attnpack.CausalLM.from_hf(tmp_path, max_positions=8), reference)  # 50 tokens
+
+
+@pytest.mark.parametrize(
+    ("config", "some"),
+    [
         (MistralConfig(**SIZES, sliding_window=128), False),
         (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=64, max_window_layers=1), True),
         (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=64, max_window_layers=3), False),
         (Qwen3Config(**SIZES, use_sliding_window=False, sliding_window=64, max_window_layers=1), False),
     ],
 )
-def test_sliding_window_shorter_than_the_context(config, slides, tmp_path):
+def test_a_sliding_window_of_some_layers_only(config, some, tmp_path):
     reference = random_model(config)
     reference.save_pretrained(tmp_path)
-    if slides:
-        refused(tmp_path, "sliding_window", "64", "max_positions=64")
-    model = attnpack.CausalLM.from_hf(tmp_path, max_positions=64 if slides else None)
+    if some:
+        refused(tmp_path, "sliding_window is 64 in some layers only", "max_positions=64")
+    model = attnpack.CausalLM.from_hf(tmp_path, max_positions=64 if some else None)
     assert_same_logits(model, reference)  # 50 tokens, within the window
+
+
+def test_rope_parameters_of_kinds_of_layers_are_named(llama):
+    edit_config(llama[1], rope_parameters={"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}})
+    refused(llama[1], "rope_parameters", "full_attention")
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"hidden_size": "32"}, ("hidden_size", "'32'", "an int of at least 1")),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers", "is 0", "at least 1")),
+        ({"num_key_value_heads": 2.0}, ("num_key_value_heads", "is 2.0", "an int")),
+        ({"rms_norm_eps": "1e-6"}, ("rms_norm_eps", "'1e-6'", "a number")),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, ("factor of rope_scaling", "None", "a number")),
+        ({"rope_parameters": [1]}, ("rope_parameters", "[1]", "an object")),
+        ({"model_type": "mistral", "sliding_window": "8"}, ("sliding_window", "'8'", "an int")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_of_the_wrong_kind_are_named(llama, setting, words):
+    edit_config(llama[1], **setting)
+    refused(llama[1], *words)
+
+
+def test_arguments_of_the_wrong_kind(llama):
+    for call, message in (
+        (lambda: attnpack.CausalLM.from_hf(None), "directory is None .*, wants a path"),
+        (lambda: attnpack.CausalLM.from_hf(llama[1], dtype="bf16"), r"dtype is 'bf16' \(str\), wants a torch.dtype"),
+        (
+            lambda: attnpack.CausalLM.from_hf(llama[1], max_positions=1.5),
+            r"max_positions is 1.5 \(float\), wants an int",
+        ),
+    ):
+        with pytest.raises(TypeError, match=f"^attnpack: {message}"):
+            call()
+
+
+def edit_header(directory: Path, change) -> None:
+    """Changes the safetensors header; the data stay what they are."""
+    path = directory / "model.safetensors"
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "F16"}, ("F16", "takes 6144 bytes")),  # 96 * 32 numbers of 2 bytes
+        ({"dtype": "F64"}, ("F64", "takes 24576 bytes")),
+        ({"data_offsets": [10, 2]}, ("[10, 2]", "takes 12288 bytes")),
+        ({"data_offsets": [-4, 124]}, ("[-4, 124]",)),
+        ({"data_offsets": [-4, 12284]}, ("[-4, 12284]",)),
+        ({"data_offsets": [0, 1]}, ("[0, 1]",)),
+        ({"data_offsets": [0, 10**9]}, ("truncated",)),
+        ({"data_offsets": [0]}, ("described as",)),
+        ({"data_offsets": None}, ("described as",)),
+        ({"shape": [-96, -32]}, ("described as",)),
+        ({"shape": "96"}, ("described as",)),
+        ({"dtype": 3}, ("described as",)),
+    ],
+    ids=str,
+)
+def test_a_header_that_its_bytes_contradict(llama, change, words):
+    """Such files gave weights that are other tensors' bytes, or none at all."""
+    llama[0].float().save_pretrained(llama[1])  # the configuration remembers what other tests stored
+    edit_header(llama[1], lambda header: header["lm_head.weight"].update(change))
+    refused(llama[1], "model.safetensors: tensor lm_head.weight", *words)
+
+
+def test_a_header_that_is_no_table(llama):
+    edit_header(llama[1], lambda header: header.update({"lm_head.weight": 3}))
+    refused(llama[1], "model.safetensors: tensor lm_head.weight is described as 3")
 
 
 def test_missing_and_unexpected_tensors(llama):

@@ -1,6 +1,7 @@
 """GGUF files: header against the package gguf, weights and logits against transformers, files that are refused."""
 
 import json
+import struct
 import sys
 
 import attnpack
@@ -11,7 +12,7 @@ import torch
 from attnpack import causal_lm_io
 from attnpack.gguf_io import GgufFile
 from memory_growth import growth
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 SIZES = {
     "vocab_size": 96,
@@ -250,7 +251,6 @@ def test_missing_metadata(tiny_gguf):
         {"attn_logit_softcapping": 50.0},
         {"final_logit_softcapping": 30.0},
         {"attention__scale": 0.5},
-        {"attention__sliding_window": 64},
         {"attention__value_length": 16},
         {"rope__dimension_count": 4},
         {"expert_count": 8},
@@ -266,10 +266,38 @@ def test_llama3_frequencies_are_named(tiny_gguf):
     refused(tiny_gguf(lambda t: t.update(table)), "rope_freqs.weight")
 
 
-def test_sliding_window_is_no_hindrance_within_it(tiny_gguf):
-    path = tiny_gguf(attention__sliding_window=64)
-    refused(path, "max_positions=64")
-    attnpack.CausalLM.from_gguf(path, max_positions=64)
+def test_a_sliding_window_is_that_of_transformers(tiny_gguf):
+    """llama.cpp runs Mistral as llama with a window."""
+    model = attnpack.CausalLM.from_gguf(tiny_gguf(attention__sliding_window=8))
+    llama = tiny_model("llama")
+    mistral = AutoModelForCausalLM.from_config(
+        MistralConfig(**SIZES, sliding_window=8, rope_parameters=llama.config.rope_parameters)
+    ).eval()
+    mistral.load_state_dict(llama.state_dict())
+    ids = torch.randint(96, (1, 30))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), mistral(ids).logits, rtol=0, atol=1e-4)
+        assert not torch.allclose(model(ids), llama(ids).logits, rtol=0, atol=1e-2)
+
+
+def test_a_sliding_window_of_some_layers_only(tiny_gguf):
+    path = tiny_gguf(attention__sliding_window=64, attention__sliding_window_pattern=2)
+    refused(path, "llama.attention.sliding_window is 64 in some layers only", "max_positions=64")
+    assert attnpack.CausalLM.from_gguf(path, max_positions=64).layers[0].self_attn.window is None
+
+
+def test_a_directory(tmp_path):
+    refused(tmp_path, "is a directory", "from_hf")
+    with pytest.raises(TypeError, match="attnpack: path is None .*, wants a path"):
+        attnpack.CausalLM.from_gguf(None)
+
+
+def test_arrays_in_arrays_without_end(tmp_path):
+    path = tmp_path / "deep.gguf"
+    array, one = struct.pack("<I", 9), struct.pack("<Q", 1)
+    key = struct.pack("<Q", 1) + b"k"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + array + 5000 * (array + one))
+    refused(path, "arrays in arrays", "16 deep")
 
 
 def test_dtype_must_be_floating(tiny_gguf):

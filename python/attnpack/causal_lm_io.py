@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .gguf_io import GgufCheckpoint
 from .hf_io import HfCheckpoint
 from .progress import progress
+from .sizes import check_dtype, check_size
 from .tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Tokenizer", "from_gguf", "from_hf", "load_tokenizer", "smollm2_path"]
@@ -34,6 +35,7 @@ def from_gguf(
     Resident memory grows by the weights in `dtype` and little more. Raises ValueError, naming the file, for a file that
     is foreign, truncated, incomplete or of another architecture; ImportError without the package `gguf`.
     """
+    _check_request(dtype, max_positions)
     return _build(cls, GgufCheckpoint(path, max_positions), dtype, device)
 
 
@@ -48,9 +50,10 @@ def from_hf(
     """A `cls` (CausalLM) in evaluation mode from a Hugging Face directory: config.json and safetensors, also in shards.
 
     Layouts: llama, mistral, qwen2, qwen3. `dtype` (fp32 unless given), `max_positions`, memory and errors as in
-    `from_gguf`; a setting whose mathematics is not here (a RoPE scaling other than linear, a sliding window shorter
-    than the context, a softcap) raises ValueError and is named.
+    `from_gguf`; a setting whose mathematics is not here (a RoPE scaling other than linear, a sliding window of some
+    layers only that is shorter than the context, a softcap) raises ValueError and is named.
     """
+    _check_request(dtype, max_positions)
     return _build(cls, HfCheckpoint(directory, max_positions), dtype, device)
 
 
@@ -67,10 +70,14 @@ def smollm2_path() -> Path:
     return path
 
 
+def _check_request(dtype: torch.dtype | None, max_positions: int | None) -> None:
+    check_dtype(dtype)
+    if max_positions is not None:
+        check_size("max_positions", max_positions)
+
+
 def _build(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype | None, device):
     dtype = torch.float32 if dtype is None else dtype
-    if not dtype.is_floating_point:
-        raise ValueError(f"attnpack: dtype: got {dtype}, want a floating dtype such as torch.float32")
     device = torch.get_default_device() if device is None else torch.device(device)
     if checkpoint.config["qk_norm"] and not math.isclose(checkpoint.config["eps"], 1e-6, rel_tol=1e-3):
         raise ValueError(

@@ -17,11 +17,14 @@ from typing import Any, BinaryIO
 
 import torch
 
+from .sizes import as_path
+
 # GGUF architecture -> whether q and k rows are stored with the two RoPE halves interleaved.
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_DEEPEST = 16  # arrays in arrays
 _CHUNK_BYTES = 1 << 20  # of dequantised fp32 at a time
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -81,16 +84,18 @@ class _Header:
     def string(self) -> str:
         return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
+            if depth == _DEEPEST:
+                raise ValueError(f"{self.path}: metadata with arrays in arrays, {depth} deep; the file is damaged")
             item, count = self.scalar("I"), self.scalar("Q")
             if item in _SCALARS:
                 code = _SCALARS[item]
                 data = self.take(count * struct.calcsize("<" + code))
                 return list(struct.unpack(f"<{count}{code}", data))
-            return [self.value(item) for _ in range(count)]
+            return [self.value(item, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
             raise ValueError(f"{self.path}: metadata of type {kind}, which GGUF does not define; the file is damaged")
         return self.scalar(_SCALARS[kind])
@@ -103,7 +108,9 @@ class GgufFile:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self.path = Path(path)
+        self.path = as_path("path", path)
+        if self.path.is_dir():
+            raise ValueError(f"{self.path}: is a directory; give the path of a .gguf file, or use from_hf")
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file; give the path of a .gguf file")
         with self.path.open("rb") as file:
@@ -240,12 +247,6 @@ class GgufCheckpoint:
                 raise ValueError(f"{self.path}: {self.arch}.{key} is {self._get(key)}, head_dim is {head_dim}; "
                                  "models where they differ are not supported")  # fmt: skip
         positions = min(self._need("context_length"), max_positions or math.inf)
-        window = self._get("attention.sliding_window")
-        if window and window < positions:
-            raise ValueError(
-                f"{self.path}: {self.arch}.attention.sliding_window is {window}, shorter than the context of "
-                f"{positions}; sliding windows are not supported yet, pass max_positions={window} or less"
-            )
         shapes = self.shapes
         return {
             "vocab_size": shapes.get("model.embed_tokens.weight", (0,))[0],
@@ -260,11 +261,29 @@ class GgufCheckpoint:
             "rope_scaling": self._rope_scaling(),
             "eps": self._need("attention.layer_norm_rms_epsilon"),
             "tie_embeddings": "lm_head.weight" not in shapes,
+            "window": self._window(positions),
             "qk_norm": "model.layers.0.self_attn.q_norm.weight" in shapes,
             "bias": "model.layers.0.self_attn.q_proj.bias" in shapes,
             "out_bias": "model.layers.0.self_attn.o_proj.bias" in shapes,
             "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in shapes,
         }
+
+    def _window(self, positions: int) -> tuple[int, int] | None:
+        """The window of every layer for a sliding_window of W tokens, their own included."""
+        key = f"{self.arch}.attention.sliding_window"
+        width, pattern = self._get("attention.sliding_window"), self._get("attention.sliding_window_pattern")
+        if not width:
+            return None
+        if not isinstance(width, int):
+            raise ValueError(f"{self.path}: {key} that differs from layer to layer is not supported")
+        if pattern is None:
+            return width - 1, 0
+        if width < positions:
+            raise ValueError(
+                f"{self.path}: {key} is {width} in some layers only, which is not supported yet, and shorter than the "
+                f"context of {positions}; pass max_positions={width} or less"
+            )
+        return None
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         factor = self._get("rope.scaling.factor", self._get("rope.scale_linear", 1.0))

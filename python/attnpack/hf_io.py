@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .sizes import as_path
+
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -33,7 +35,7 @@ _UNSUPPORTED_KEYS = {
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error}); get the checkpoint again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds a {type(value).__name__}, a JSON object is needed")
@@ -50,20 +52,16 @@ class SafetensorsFile:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length)) if 8 + length <= size else None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: is not a safetensors file ({error}); get the checkpoint again") from error
         if not isinstance(header, dict):
             raise ValueError(f"{path}: is no whole safetensors file (it has {size} bytes); get the checkpoint again")
         header.pop("__metadata__", None)
-        self.entries = header
-        self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
         self.start = 8 + length
         for name, entry in header.items():
-            if self.start + entry["data_offsets"][1] > size:
-                raise ValueError(
-                    f"{path}: tensor {name} ends at byte {self.start + entry['data_offsets'][1]}, but the file has "
-                    f"{size}; the file is truncated, get it again"
-                )
+            _check_entry(path, name, entry, size - self.start)
+        self.entries = header
+        self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
 
     def chunks(self, name: str):
         """The tensor's elements in order, as 1-D tensors of its stored dtype."""
@@ -86,11 +84,40 @@ class SafetensorsFile:
             first += chunk.numel()
 
 
+def _check_entry(path: Path, name: str, entry: Any, size: int) -> None:
+    """Raises unless a header's entry is whole, and its bytes are as many as its dtype and shape need, among `size`."""
+    values = [entry.get(key) for key in ("dtype", "shape", "data_offsets")] if isinstance(entry, dict) else [None] * 3
+    dtype, shape, offsets = values
+    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
+    if (
+        not isinstance(dtype, str)
+        or any(type(n) is not int for n in numbers)
+        or len(offsets) != 2
+        or min(shape, default=0) < 0
+    ):
+        raise ValueError(
+            f"{path}: tensor {name} is described as {str(entry)[:80]}, not by dtype, shape and two data_offsets; the "
+            "file is damaged, get it again"
+        )
+    begin, end = offsets
+    if end > size:
+        raise ValueError(
+            f"{path}: tensor {name} ends at byte {end} of the data, which has {size}; the file is truncated, get it "
+            "again"
+        )
+    needs = math.prod(shape) * _DTYPES[dtype].itemsize if dtype in _DTYPES else end - begin
+    if not 0 <= begin <= end or end - begin != needs:
+        raise ValueError(
+            f"{path}: tensor {name} has data_offsets {offsets}, but {dtype} of shape {shape} takes {needs} bytes; the "
+            "file is damaged, get it again"
+        )
+
+
 class HfCheckpoint:
     """A checkpoint directory seen as a CausalLM: `config` (its keywords), `shapes` by state_dict name, `read(...)`."""
 
     def __init__(self, directory: str | os.PathLike, max_positions: int | None = None) -> None:
-        self.path = Path(directory)
+        self.path = as_path("directory", directory)
         if not (self.path / "config.json").is_file():
             raise ValueError(f"{self.path}: has no config.json; give the directory of a Hugging Face checkpoint")
         self.config = _model_config(self.path, _read_json(self.path / "config.json"), max_positions)
@@ -140,14 +167,16 @@ def _model_config(path: Path, config: dict[str, Any], max_positions: int | None)
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise ValueError(f"{path}: hidden_act {act!r} in config.json is not supported; it must be 'silu'")
 
-    def need(key: str) -> Any:
-        if config.get(key) is None:
+    def need(key: str, default: int | None = None) -> int:
+        value = default if config.get(key) is None else config[key]
+        if value is None:
             raise ValueError(f"{path}: config.json lacks {key}")
-        return config[key]
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{path}: {key} in config.json is {value!r}, wants an int of at least 1")
+        return value
 
     num_heads = need("num_attention_heads")
     positions = min(need("max_position_embeddings"), max_positions or math.inf)
-    _check_window(path, config, positions)
     base, scaling = _rope(path, config)
     bias = {"mistral": False, "qwen2": True}.get(model_type, bool(config.get("attention_bias")))
     return {
@@ -155,42 +184,59 @@ def _model_config(path: Path, config: dict[str, Any], max_positions: int | None)
         "embed_dim": need("hidden_size"),
         "num_layers": need("num_hidden_layers"),
         "num_heads": num_heads,
-        "num_kv_heads": config.get("num_key_value_heads") or num_heads,
-        "head_dim": config.get("head_dim") or (128 if model_type == "qwen3" else need("hidden_size") // num_heads),
+        "num_kv_heads": need("num_key_value_heads", num_heads),
+        "head_dim": need("head_dim", 128 if model_type == "qwen3" else need("hidden_size") // num_heads),
         "hidden_dim": need("intermediate_size"),
         "max_positions": positions,
         "rope_base": base,
         "rope_scaling": scaling,
-        "eps": config.get("rms_norm_eps", 1e-6),
+        "eps": _number(path, "rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
         "qk_norm": model_type == "qwen3",
+        "window": _window(path, config, positions),
         "bias": bias,
         "out_bias": bias and model_type != "qwen2",
         "mlp_bias": model_type == "llama" and bool(config.get("mlp_bias")),
     }
 
 
-def _check_window(path: Path, config: dict[str, Any], positions: int) -> None:
-    """Raises if a layer's sliding window (of W tokens, its own included) is shorter than the context asked for."""
-    window = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
-    if config["model_type"] in ("qwen2", "qwen3"):
-        types = config.get("layer_types") or []
-        later = config.get("max_window_layers", 28) < config["num_hidden_layers"]
-        slides = "sliding_attention" in types if types else later
-        window = window if config.get("use_sliding_window") and slides else None
-    elif config["model_type"] == "llama":
-        window = None
-    if window and window < positions:
+def _window(path: Path, config: dict[str, Any], positions: int) -> tuple[int, int] | None:
+    """The window of every layer for a sliding_window of W tokens, their own included; raises where only some layers
+    slide and the context asked for is longer."""
+    width = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
+    some, every = False, config["model_type"] == "mistral"
+    if config["model_type"] in ("qwen2", "qwen3") and config.get("use_sliding_window"):
+        first = config.get("max_window_layers", 28)
+        kinds = config.get("layer_types") or [
+            "full_attention" if layer < first else "sliding_attention" for layer in range(config["num_hidden_layers"])
+        ]
+        some = "sliding_attention" in kinds
+        every = some and set(kinds) == {"sliding_attention"}
+    if width is None or not (some or every):
+        return None
+    if type(width) is not int or width < 1:
+        raise ValueError(f"{path}: sliding_window in config.json is {width!r}, wants an int of at least 1, or null")
+    if every:
+        return width - 1, 0
+    if width < positions:
         raise ValueError(
-            f"{path}: sliding_window is {window}, shorter than the context of {positions}; sliding windows are not "
-            f"supported yet, pass max_positions={window} or less"
+            f"{path}: sliding_window is {width} in some layers only, which is not supported yet, and shorter than the "
+            f"context of {positions}; pass max_positions={width} or less"
         )
+    return None
 
 
 def _rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    source = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(source) or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{path}: {source} in config.json is {rope!r}, wants an object with rope_type, or null")
+    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
+        raise ValueError(
+            f"{path}: {source} for kinds of layers ({', '.join(nested)}) in config.json is not supported yet"
+        )
+    base = _number(path, "rope_theta", rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{path}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported yet")
@@ -198,4 +244,10 @@ def _rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | N
         return base, None
     if kind != "linear":
         raise ValueError(f"{path}: rope_type {kind!r} in config.json is not supported yet; only 'default' and 'linear'")
-    return base, {"rope_type": "linear", "factor": rope["factor"]}
+    return base, {"rope_type": "linear", "factor": _number(path, f"factor of {source}", rope.get("factor"))}
+
+
+def _number(path: Path, name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"{path}: {name} in config.json is {value!r}, wants a number above 0")
+    return float(value)
