@@ -60,7 +60,16 @@ def test_linked_files_and_scripts_exist():
 @pytest.mark.parametrize(
     "keyword, value", [("window", (3, 0)), ("softcap", 30.0), ("sinks", True), ("alibi", True), ("dropout", 0.1)]
 )
-def test_what_is_said_to_be_missing_raises_a_sentence(keyword, value):
+def test_what_modules_are_said_to_take_they_take(keyword, value):
     assert f"`{keyword}`" in README
-    with pytest.raises((ValueError, NotImplementedError, RuntimeError), match=keyword):
-        attnpack.MultiHeadAttention(16, 2, **{keyword: value})(torch.zeros(1, 2, 16))
+    for module in (attnpack.MultiHeadAttention, attnpack.cpp.MultiHeadAttention):
+        assert module(16, 2, **{keyword: value}).forward(torch.zeros(1, 2, 16)).shape == (1, 2, 16)
+    if keyword not in ("sinks", "alibi"):
+        attnpack.ProjectedAttention(2, 2, 8, **{keyword: value})
+
+
+def test_what_is_said_to_be_missing_raises_a_sentence():
+    assert "RoPE scaling other than linear raises a sentence" in README
+    for kind in ("ntk", "dynamic", "yarn", "llama3", "longrope"):
+        with pytest.raises(ValueError, match=f"rope_type '{kind}' is not built"):
+            attnpack.RotaryEmbedding(8, scaling={"rope_type": kind, "factor": 2.0})
