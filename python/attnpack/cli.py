@@ -91,9 +91,12 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, at least 1")
     return number
 
 

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -17,6 +19,7 @@ def main(args: argparse.Namespace) -> None:
     """Runs the four parts; with `args.json` prints their figures as one JSON object instead of text."""
     say: Callable[..., None] = _quiet if args.json else _print
     figures: dict = {}
+    _check_writable(args.out)
     if not args.no_model:
         smollm2_path()  # raises now, rather than after half the demo
 
@@ -40,6 +43,15 @@ def main(args: argparse.Namespace) -> None:
     say(f"wrote {args.out}")
     if args.json:
         print(json.dumps(figures, indent=2))
+
+
+def _check_writable(picture: Path) -> None:
+    """Raises now, rather than after the whole demo."""
+    folder = picture.parent
+    if not folder.is_dir():
+        raise ValueError(f"--out: {picture} lies in no folder that exists; make {folder} first, or choose another")
+    if picture.is_dir() or not os.access(picture if picture.exists() else folder, os.W_OK):
+        raise ValueError(f"--out: {picture} cannot be written; choose another file")
 
 
 def _print(text: str, end: str = "\n") -> None:

@@ -79,6 +79,10 @@ def answer(
 
 def main(args: argparse.Namespace) -> None:
     """`attnpack generate`: streams the answer; with `args.json` prints one JSON object with its figures."""
+    if args.seed is not None and (args.temperature, args.top_k, args.top_p) == (None, None, None):
+        raise ValueError(
+            f"--seed: got {args.seed} without sampling, so that nothing is drawn; add --temperature, --top-k or --top-p"
+        )
     path = args.model or causal_lm_io.smollm2_path()
     tokenizer = causal_lm_io.load_tokenizer(path)
     model = load(path, DTYPES[args.dtype])
