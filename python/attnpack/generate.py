@@ -79,7 +79,8 @@ def answer(
 
 def main(args: argparse.Namespace) -> None:
     """`attnpack generate`: streams the answer; with `args.json` prints one JSON object with its figures."""
-    if args.seed is not None and (args.temperature, args.top_k, args.top_p) == (None, None, None):
+    greedy = args.temperature == 0 or (args.temperature, args.top_k, args.top_p) == (None, None, None)
+    if args.seed is not None and greedy:
         raise ValueError(
             f"--seed: got {args.seed} without sampling, so that nothing is drawn; add --temperature, --top-k or --top-p"
         )
