@@ -38,12 +38,9 @@ void run_prefill(const AttentionParams& p, const Tiling& t) {
   });
 }
 
-// One tile of rows a kv head, or fewer: its keys are cut into ranges, whose results are joined at the end.
+// Few rows a kv head: its keys are cut into ranges, whose results are joined at the end.
 void run_ranges(const AttentionParams& p, const Tiling& t) {
   const auto& kernels = kernels_in_use();
-  const bool streaming = t.rows <= kDecodeRows;
-  const auto run = streaming ? kernels.decode : kernels.prefill_range;
-  const size_t scratch_bytes = streaming ? kernels.decode_scratch(p) : kernels.prefill_scratch(p);
   const int64_t ranges = std::max<int64_t>(1, (p.kv_len + kRangeKeys - 1) / kRangeKeys);
   const size_t row_bytes = (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
   const Scratch<1> partials(t.kv_heads * ranges * t.rows * row_bytes);
@@ -51,10 +48,10 @@ void run_ranges(const AttentionParams& p, const Tiling& t) {
     const int64_t rows = group_size(p, head % p.num_kv_heads) * p.q_len;
     return static_cast<char*>(partials.data()) + (head * ranges * t.rows + range * rows) * row_bytes;
   };
-  for_each_unit(t.kv_heads * ranges, t.work, scratch_bytes, [&](int64_t unit, void* scratch) {
+  for_each_unit(t.kv_heads * ranges, t.work, kernels.decode_scratch(p), [&](int64_t unit, void* scratch) {
     const int64_t head = unit / ranges, range = unit % ranges;
-    run(p, head / p.num_kv_heads, head % p.num_kv_heads,
-        {range * kRangeKeys, std::min((range + 1) * kRangeKeys, p.kv_len)}, partial(head, range), scratch);
+    kernels.decode(p, head / p.num_kv_heads, head % p.num_kv_heads,
+                   {range * kRangeKeys, std::min((range + 1) * kRangeKeys, p.kv_len)}, partial(head, range), scratch);
   });
   for_each_unit(t.kv_heads, static_cast<double>(t.kv_heads * ranges * t.rows * p.v_head_dim), 0,
                 [&](int64_t head, void*) {
@@ -73,7 +70,7 @@ AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tens
   p.out_strides = kernel_strides(out);
   p.lse = lse.mutable_data_ptr();
   const Tiling t = tile_rows(p);
-  if (t.tiles <= 1)
+  if (t.rows <= kDecodeRows)
     run_ranges(p, t);
   else
     run_prefill(p, t);

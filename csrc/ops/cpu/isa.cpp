@@ -13,10 +13,10 @@ struct Isa {
   Kernels kernels;
 };
 
-#define ATTNPACK_KERNELS(isa)                                                                              \
-  {isa::prefill_scratch, isa::prefill,          isa::prefill_range, isa::decode_scratch, isa::decode,      \
-   isa::merge,           isa::backward_scratch, isa::backward,      isa::linear_scratch, isa::linear_rows, \
-   isa::rms_norm_rows,   isa::multiply_adds,    isa::read_through}
+#define ATTNPACK_KERNELS(isa)                                                             \
+  {isa::prefill_scratch, isa::prefill,          isa::decode_scratch, isa::decode,         \
+   isa::merge,           isa::backward_scratch, isa::backward,       isa::linear_scratch, \
+   isa::linear_rows,     isa::rms_norm_rows,    isa::multiply_adds,  isa::read_through}
 
 // From the plainest to the widest.
 const Isa kIsas[] = {

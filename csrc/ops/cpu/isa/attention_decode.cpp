@@ -27,7 +27,7 @@ inline void add_columns(const A* p, const S* v, int64_t stride, int64_t count, A
 #pragma GCC unroll 4
     for (int c = 0; c < Vectors; ++c) {
       element[c] = some < kLanes<A> ? load_some<A>(value, some) : load<A>(value + c * kLanes<A>);
-      prefetch(value + kAhead * stride, c * kLanes<A>);
+      prefetch(value, c * kLanes<A>, kAhead * stride);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
@@ -60,96 +60,132 @@ inline int64_t partial_size(const AttentionParams& p) { return p.v_head_dim + 2;
 
 template <class S, class A>
 struct Scratch {
-  int64_t query_width;
-  A *query, *scores;
+  int64_t query_width, value_width;
+  A *query, *query_panels, *scores, *scores_t, *out, *max, *sum, *keys, *values;
   Scratch(const AttentionParams& p, Arena& arena) {
     query_width = padded<A>(p.head_dim);
-    query = arena.take<A>(kDecodeRows * query_width);
-    scores = arena.take<A>(kDecodeRows * kBlock);
+    value_width = padded<A>(p.v_head_dim);
+    query = arena.take<A>(kTileQueryRows * query_width);
+    query_panels = arena.take<A>(kTileQueryRows * query_width);
+    scores = arena.take<A>(kTileQueryRows * kBlock);
+    scores_t = arena.take<A>(kBlock * kTileQueryRows);
+    out = arena.take<A>(kTileQueryRows * value_width);
+    max = arena.take<A>(kTileQueryRows);
+    sum = arena.take<A>(kTileQueryRows);
+    keys = arena.take<A>(kBlock * query_width);
+    values = arena.take<A>(kBlock * value_width);
   }
 };
 
 template <class S, class A>
 class DecodeRange {
  public:
-  DecodeRange(const AttentionParams& p, int64_t b, int64_t kv_head, void* partial, void* scratch)
-      : p_(p), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_), partial_(static_cast<A*>(partial)) {
-    make_rows(p, b, kv_head, {0, group_size(p, kv_head) * p.q_len}, tile_);
+  DecodeRange(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
+      : p_(p), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_) {
+    make_rows(p, b, kv_head, rows, tile_);
     pack_rows<A, S>(tile_, p.query, p.query_strides, b, p.head_dim, w_.query, w_.query_width);
+    if (tile_.count > kRowsAtOnce)
+      pack_transposed<A>(w_.query, w_.query_width, tile_.count, p.head_dim, w_.query_panels);
   }
 
-  void run(Range keys) {
+  void run(Range keys, A* partial) {
     keys = {larger(keys.begin, tile_.keys.begin / kBlock * kBlock), smaller(keys.end, tile_.keys.end)};
     attend<false>(keys);
-    for (int64_t r = 0; r < tile_.count; ++r)  // an excluded key's NaN or Inf may have come in as 0 * NaN
-      if (!all_finite(values(r), 0, 1, p_.v_head_dim)) return attend<true>(keys);
+    // An excluded key's NaN or Inf may have come in as 0 * NaN: once more, leaving such terms out.
+    if (!all_finite(w_.out, w_.value_width, tile_.count, p_.v_head_dim)) attend<true>(keys);
+    for (int64_t r = 0; r < tile_.count; ++r, partial += partial_size(p_)) {
+      partial[0] = w_.max[r];
+      partial[1] = w_.sum[r];
+      for (int64_t d = 0; d < p_.v_head_dim; ++d) partial[2 + d] = w_.out[r * w_.value_width + d];
+    }
   }
 
  private:
-  A& max(int64_t r) { return partial_[r * partial_size(p_)]; }
-  A& sum(int64_t r) { return partial_[r * partial_size(p_) + 1]; }
-  A* values(int64_t r) { return partial_ + r * partial_size(p_) + 2; }
-
   template <bool Skip>
   void attend(Range keys) {
-    for (int64_t r = 0; r < tile_.count; ++r) {
-      max(r) = A(-kInfinity);
-      sum(r) = 0;
-      for (int64_t d = 0; d < p_.v_head_dim; ++d) values(r)[d] = 0;
+    for (int64_t r = 0; r < kTileQueryRows; ++r) {
+      w_.max[r] = A(-kInfinity);
+      w_.sum[r] = 0;
     }
+    for (int64_t i = 0; i < tile_.count * w_.value_width; ++i) w_.out[i] = 0;
     for (int64_t begin = keys.begin; begin < keys.end; begin += kBlock) {
       const int64_t count = smaller(kBlock, keys.end - begin);
-      if constexpr (Skip)
-        for (int64_t r = 0; r < tile_.count; ++r) attend_rows<1, Skip>(r, begin, count);
+      const S* k = at<S>(p_.key, p_.key_strides, b_, kv_head_, begin);
+      const S* v = at<S>(p_.value, p_.value_strides, b_, kv_head_, begin);
+      if (tile_.count > kRowsAtOnce)
+        multiply_block<Skip>(k, v, begin, count);
+      else if constexpr (Skip)
+        for (int64_t r = 0; r < tile_.count; ++r) stream_block<1, Skip>(r, k, v, begin, count);
       else
-        attend_all_rows(begin, count);
+        stream_all_rows(k, v, begin, count);
     }
   }
 
-  void attend_all_rows(int64_t begin, int64_t count) {
-    int64_t r = 0;
-    for (; r + kRowsAtOnce <= tile_.count; r += kRowsAtOnce) attend_rows<kRowsAtOnce, false>(r, begin, count);
-    switch (tile_.count - r) {
+  void stream_all_rows(const S* k, const S* v, int64_t begin, int64_t count) {
+    static_assert(kRowsAtOnce == 4);
+    switch (tile_.count) {
+      case 4:
+        return stream_block<4, false>(0, k, v, begin, count);
       case 3:
-        return attend_rows<3, false>(r, begin, count);
+        return stream_block<3, false>(0, k, v, begin, count);
       case 2:
-        return attend_rows<2, false>(r, begin, count);
+        return stream_block<2, false>(0, k, v, begin, count);
       case 1:
-        return attend_rows<1, false>(r, begin, count);
+        return stream_block<1, false>(0, k, v, begin, count);
     }
   }
 
+  // As few rows as share a load: dot products with the keys, then sums of values.
   template <int Rows, bool Skip>
-  void attend_rows(int64_t first, int64_t begin, int64_t count) {
+  void stream_block(int64_t first, const S* k, const S* v, int64_t begin, int64_t count) {
     A* s = w_.scores + first * kBlock;
-    const int64_t stride = p_.key_strides.row;
-    dot_products<S, A, Rows>(w_.query + first * w_.query_width, w_.query_width,
-                             at<S>(p_.key, p_.key_strides, b_, kv_head_, begin), stride, count, p_.head_dim,
-                             kAhead * stride, s, kBlock);
+    dot_products<S, A, Rows>(w_.query + first * w_.query_width, w_.query_width, k, p_.key_strides.row, count,
+                             p_.head_dim, kAhead * p_.key_strides.row, s, kBlock);
+    softmax_rows(first, Rows, begin, count);
+    add_values<S, A, Rows, Skip>(s, v, p_.value_strides.row, count, p_.v_head_dim, w_.out + first * w_.value_width,
+                                 w_.value_width);
+  }
+
+  // More rows: two matrix products. The first gives the scores transposed, [keys, rows], since the rows were packed
+  // once and the keys, element by element, need no packing; the second takes the values as they lie.
+  template <bool Skip>
+  void multiply_block(const S* k, const S* v, int64_t begin, int64_t count) {
+    Operand<A> keys{w_.keys, w_.query_width, 1};
+    Panels<A> values{w_.values, w_.value_width, kPanel<A>};
+    if constexpr (sizeof(S) == sizeof(A))
+      keys = {reinterpret_cast<const A*>(k), p_.key_strides.row, 1};
+    else
+      pack<A>(k, p_.key_strides.row, count, p_.head_dim, w_.keys, w_.query_width);
+    if (sizeof(S) == sizeof(A) && p_.v_head_dim == w_.value_width)
+      values = {reinterpret_cast<const A*>(v), p_.value_strides.row, kPanel<A>};
+    else
+      pack<A>(v, p_.value_strides.row, count, p_.v_head_dim, w_.values, w_.value_width);
+    const int64_t width = padded<A>(tile_.count);
+    gemm<A>(false, count, tile_.count, p_.head_dim, keys, {w_.query_panels, kPanel<A>, kPanel<A> * p_.head_dim},
+            w_.scores_t, width, false);
+    transpose(w_.scores_t, width, count, tile_.count, w_.scores, kBlock);
+    for (int64_t r = 0; r < tile_.count; r += kSoftmaxRows<A>)
+      softmax_rows(r, smaller(kSoftmaxRows<A>, tile_.count - r), begin, count);
+    gemm<A>(Skip, tile_.count, w_.value_width, count, {w_.scores, kBlock, 1}, values, w_.out, w_.value_width, true);
+  }
+
+  void softmax_rows(int64_t first, int64_t rows, int64_t begin, int64_t count) {
+    A* s = w_.scores + first * kBlock;
+    const Row* row = tile_.rows + first;
+    for (int64_t r = 0; r < rows; ++r) finish_scores<A>(p_, b_, row[r], begin, count, s + r * kBlock);
     const int64_t whole = (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
-    A top[kSoftmaxRows<A>] = {}, total[kSoftmaxRows<A>] = {}, factor[kSoftmaxRows<A>];
-    for (int r = 0; r < Rows; ++r) {
-      finish_scores<A>(p_, b_, tile_.rows[first + r], begin, count, s + r * kBlock);
-      top[r] = max(first + r);
-      total[r] = sum(first + r);
+    A factor[kSoftmaxRows<A>];
+    online_softmax<A>(s, kBlock, rows, whole, scale_left<A>(p_), w_.max + first, w_.sum + first, factor);
+    for (int64_t r = 0; r < rows; ++r) {
+      if (p_.dropout_p > 0) drop<A>(p_, b_, row[r], begin, count, s + r * kBlock);
+      if (factor[r] != 1) multiply_row(w_.out + (first + r) * w_.value_width, w_.value_width, factor[r]);
     }
-    online_softmax<A>(s, kBlock, Rows, whole, scale_left<A>(p_), top, total, factor);
-    for (int r = 0; r < Rows; ++r) {
-      max(first + r) = top[r];
-      sum(first + r) = total[r];
-      if (p_.dropout_p > 0) drop<A>(p_, b_, tile_.rows[first + r], begin, count, s + r * kBlock);
-      if (factor[r] != 1)
-        for (int64_t d = 0; d < p_.v_head_dim; ++d) values(first + r)[d] *= factor[r];
-    }
-    add_values<S, A, Rows, Skip>(s, at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row, count,
-                                 p_.v_head_dim, values(first), partial_size(p_));
   }
 
   const AttentionParams& p_;
   int64_t b_, kv_head_;
   Arena arena_;
   Scratch<S, A> w_;
-  A* partial_;
   RowTile tile_;
 };
 
@@ -187,7 +223,11 @@ size_t decode_scratch(const AttentionParams& p) {
 
 void decode(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch) {
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
-    DecodeRange<decltype(storage), decltype(accumulation)>(p, b, kv_head, partial, scratch).run(keys);
+    using A = decltype(accumulation);
+    const int64_t rows = group_size(p, kv_head) * p.q_len;
+    for (int64_t r = 0; r < rows; r += kTileQueryRows)
+      DecodeRange<decltype(storage), A>(p, b, kv_head, {r, smaller(r + kTileQueryRows, rows)}, scratch)
+          .run(keys, static_cast<A*>(partial) + r * partial_size(p));
   });
 }
 

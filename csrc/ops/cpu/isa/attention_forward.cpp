@@ -45,17 +45,6 @@ class PrefillTile {
                        w_.out + r * w_.value_width);
   }
 
-  // Only keys of the range; what comes out is left in partial, for merge.
-  void run_range(Range keys, A* partial) {
-    tile_.keys = {larger(keys.begin, tile_.keys.begin), smaller(keys.end, tile_.keys.end)};
-    attend();
-    for (int64_t r = 0; r < tile_.count; ++r, partial += p_.v_head_dim + 2) {
-      partial[0] = w_.max[r];
-      partial[1] = w_.sum[r];
-      for (int64_t d = 0; d < p_.v_head_dim; ++d) partial[2 + d] = w_.out[r * w_.value_width + d];
-    }
-  }
-
  private:
   void attend() {
     attend(false);
@@ -102,9 +91,7 @@ class PrefillTile {
     online_softmax<A>(s, w_.block, rows, whole, scale_left<A>(p_), w_.max + first, w_.sum + first, factor);
     for (int64_t r = 0; r < rows; ++r) {
       if (p_.dropout_p > 0) drop<A>(p_, b_, row[r], begin, count, s + r * w_.block);
-      if (factor[r] == 1) continue;
-      A* out = w_.out + (first + r) * w_.value_width;
-      for (int64_t d = 0; d < w_.value_width; d += kLanes<A>) store<A>(out + d, factor[r] * load<A>(out + d));
+      if (factor[r] != 1) multiply_row(w_.out + (first + r) * w_.value_width, w_.value_width, factor[r]);
     }
   }
 
@@ -130,14 +117,6 @@ size_t prefill_scratch(const AttentionParams& p) {
 void prefill(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch) {
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     PrefillTile<decltype(storage), decltype(accumulation)>(p, b, kv_head, rows, scratch).run();
-  });
-}
-
-void prefill_range(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch) {
-  dispatch(p.dtype, [&](auto storage, auto accumulation) {
-    using A = decltype(accumulation);
-    const Range rows{0, group_size(p, kv_head) * p.q_len};
-    PrefillTile<decltype(storage), A>(p, b, kv_head, rows, scratch).run_range(keys, static_cast<A*>(partial));
   });
 }
 

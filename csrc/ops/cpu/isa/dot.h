@@ -16,10 +16,10 @@ inline Vec<A> load_some(const S* p, int64_t count) {
   return v;
 }
 
-// One prefetch a cache line.
+// One prefetch a cache line, `ahead` elements before its use.
 template <class S>
-inline void prefetch(const S* row, int64_t element) {
-  if (element * static_cast<int64_t>(sizeof(S)) % 64 == 0) __builtin_prefetch(row + element);
+inline void prefetch(const S* row, int64_t element, int64_t ahead) {
+  if (element * static_cast<int64_t>(sizeof(S)) % 64 == 0) __builtin_prefetch(row + element + ahead);
 }
 
 // s[r, j] = x[r] . w[j] for Rows rows of x, padded with zeros to whole vectors, and count rows of w, stride apart.
@@ -39,7 +39,7 @@ inline void dot_products(const A* x, int64_t ldx, const S* w, int64_t stride, in
 #pragma GCC unroll 4
       for (int i = 0; i < kStreams; ++i) {
         const Vec<A> right = load<A>(row[i] + d);
-        prefetch(row[i] + ahead, d);
+        prefetch(row[i], d, ahead);
 #pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r) sum[r][i] += right * left[r];
       }
@@ -49,10 +49,12 @@ inline void dot_products(const A* x, int64_t ldx, const S* w, int64_t stride, in
         const Vec<A> right = load_some<A>(row[i] + whole, dim - whole);
         for (int r = 0; r < Rows; ++r) sum[r][i] += right * load<A>(x + r * ldx + whole);
       }
-    for (int r = 0; r < Rows; ++r) {
-      A total[kStreams];
-      fold_four<A>(sum[r], total, Add());
-      for (int i = 0; i < kStreams && j + i < count; ++i) s[r * lds + j + i] = total[i];
+    constexpr int kTogether = Rows == 3 ? 1 : Rows;  // rows whose sums are folded at once
+    for (int r = 0; r < Rows; r += kTogether) {
+      A total[kTogether * kStreams];
+      fold_each<A, kTogether * kStreams>(sum[r], total, Add());
+      for (int k = 0; k < kTogether; ++k)
+        for (int i = 0; i < kStreams && j + i < count; ++i) s[(r + k) * lds + j + i] = total[k * kStreams + i];
     }
   }
 }

@@ -24,35 +24,37 @@ struct Operand {
 };
 
 // skip: leave out terms whose A is -0.0. That marks an excluded key, whose row of B may hold NaN.
-template <class T, int Rows, bool Skip>
+template <class T, int Rows, int Vectors, bool Skip>
 inline void register_tile(Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t depth, bool accumulate) {
-  Vec<T> sum[Rows][kTileVectors];
+  Vec<T> sum[Rows][Vectors];
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < kTileVectors; ++v) sum[r][v] = accumulate ? load<T>(c + r * ldc + v * kLanes<T>) : Vec<T>{};
+    for (int v = 0; v < Vectors; ++v) sum[r][v] = accumulate ? load<T>(c + r * ldc + v * kLanes<T>) : Vec<T>{};
   for (int64_t k = 0; k < depth; ++k) {
-    const Vec<T> b0 = load<T>(b + k * ldb), b1 = load<T>(b + k * ldb + kLanes<T>);
+    Vec<T> right[Vectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < Vectors; ++v) right[v] = load<T>(b + k * ldb + v * kLanes<T>);
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
       const T x = a.data[r * a.row + k * a.column];
       if (Skip && x == 0 && __builtin_signbit(x)) continue;
-      sum[r][0] += x * b0;
-      sum[r][1] += x * b1;
+#pragma GCC unroll 2
+      for (int v = 0; v < Vectors; ++v) sum[r][v] += x * right[v];
     }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < kTileVectors; ++v) store<T>(c + r * ldc + v * kLanes<T>, sum[r][v]);
+    for (int v = 0; v < Vectors; ++v) store<T>(c + r * ldc + v * kLanes<T>, sum[r][v]);
 }
 
-template <class T, int Rows, bool Skip>
+template <class T, int Rows, int Vectors, bool Skip>
 inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc,
                          int64_t depth, bool accumulate) {
   for (; begin + Rows <= rows; begin += Rows)
-    register_tile<T, Rows, Skip>({a.data + begin * a.row, a.row, a.column}, b, ldb, c + begin * ldc, ldc, depth,
-                                 accumulate);
+    register_tile<T, Rows, Vectors, Skip>({a.data + begin * a.row, a.row, a.column}, b, ldb, c + begin * ldc, ldc,
+                                          depth, accumulate);
   return begin;
 }
 
@@ -67,6 +69,17 @@ struct Panels {
 constexpr int64_t kDepth = 128;
 
 // One row at a time where terms are skipped: that path is rare, and a tile with branches would be slow anyway.
+template <class T, int Vectors, bool Skip>
+inline void all_rows(int64_t rows, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t depth,
+                     bool accumulate) {
+  int64_t r = 0;
+  if constexpr (!Skip) {
+    r = row_tiles<T, kTileRows, Vectors, Skip>(r, rows, a, b, ldb, c, ldc, depth, accumulate);
+    r = row_tiles<T, 4, Vectors, Skip>(r, rows, a, b, ldb, c, ldc, depth, accumulate);
+  }
+  row_tiles<T, 1, Vectors, Skip>(r, rows, a, b, ldb, c, ldc, depth, accumulate);
+}
+
 template <class T, bool Skip>
 void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<T> a, Panels<T> b, T* c, int64_t ldc, bool accumulate) {
   if (depth == 0 && !accumulate)
@@ -77,13 +90,10 @@ void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<T> a, Panels<T> 
       const Operand<T> left{a.data + k * a.column, a.row, a.column};
       const T* right = b.data + n / kPanel<T> * b.panel + k * b.row;
       const int64_t part = depth - k < kDepth ? depth - k : kDepth;
-      const bool add = accumulate || k > 0;
-      int64_t r = 0;
-      if constexpr (!Skip) {
-        r = row_tiles<T, kTileRows, Skip>(r, rows, left, right, b.row, c + n, ldc, part, add);
-        r = row_tiles<T, 4, Skip>(r, rows, left, right, b.row, c + n, ldc, part, add);
-      }
-      row_tiles<T, 1, Skip>(r, rows, left, right, b.row, c + n, ldc, part, add);
+      if (columns - n > kLanes<T>)
+        all_rows<T, kTileVectors, Skip>(rows, left, right, b.row, c + n, ldc, part, accumulate || k > 0);
+      else
+        all_rows<T, 1, Skip>(rows, left, right, b.row, c + n, ldc, part, accumulate || k > 0);
     }
 }
 
@@ -116,9 +126,9 @@ inline void pack_panels(const S* from, int64_t row_stride, int64_t rows, int64_t
     pack<A>(from + c, row_stride, rows, columns - c < kPanel<A> ? columns - c : kPanel<A>, to + c * height, kPanel<A>);
 }
 
-// to[c * kPanel + r] = block[r * kLanes + c] for kLanes rows and `width` columns, in pieces of 4 x 4.
+// to[c * ld + r] = block[r * kLanes + c] for kLanes rows and `width` columns, in pieces of 4 x 4.
 template <class A>
-inline void transpose_block(const A* block, int64_t width, A* to) {
+inline void transpose_block(const A* block, int64_t width, A* to, int64_t ld) {
   constexpr int64_t kBlock = kLanes<A>;
   int64_t c = 0;
   if constexpr (kBlock >= 4) {
@@ -135,11 +145,11 @@ inline void transpose_block(const A* block, int64_t width, A* to) {
         x[1] = ATTNPACK_SHUFFLE(even_low, odd_low, 2, 6, 3, 7);
         x[2] = ATTNPACK_SHUFFLE(even_high, odd_high, 0, 4, 1, 5);
         x[3] = ATTNPACK_SHUFFLE(even_high, odd_high, 2, 6, 3, 7);
-        for (int i = 0; i < 4; ++i) __builtin_memcpy(to + (c + i) * kPanel<A> + r, &x[i], sizeof(Four));
+        for (int i = 0; i < 4; ++i) __builtin_memcpy(to + (c + i) * ld + r, &x[i], sizeof(Four));
       }
   }
   for (; c < width; ++c)
-    for (int64_t r = 0; r < kBlock; ++r) to[c * kPanel<A> + r] = block[r * kBlock + c];
+    for (int64_t r = 0; r < kBlock; ++r) to[c * ld + r] = block[r * kBlock + c];
 }
 
 // The transpose in panels: column block p of kPanel rows of `from` stands at to + p * kPanel * columns as
@@ -163,10 +173,21 @@ inline void pack_transposed(const S* from, int64_t row_stride, int64_t rows, int
           else
             for (int64_t c = 0; c < width; ++c) block[r * kBlock + c] = load_one(source + c);
         }
-        transpose_block(block, width, panel + c0 * kPanel<A> + half);
+        transpose_block(block, width, panel + c0 * kPanel<A> + half, kPanel<A>);
       }
     }
   }
+}
+
+// to[c, r] = from[r, c]; rows and columns are padded to whole vectors on both sides.
+template <class A>
+inline void transpose(const A* from, int64_t from_ld, int64_t rows, int64_t columns, A* to, int64_t to_ld) {
+  A block[kLanes<A> * kLanes<A>];
+  for (int64_t r = 0; r < rows; r += kLanes<A>)
+    for (int64_t c = 0; c < columns; c += kLanes<A>) {
+      for (int64_t i = 0; i < kLanes<A>; ++i) store<A>(block + i * kLanes<A>, load<A>(from + (r + i) * from_ld + c));
+      transpose_block(block, kLanes<A>, to + c * to_ld + r, to_ld);
+    }
 }
 
 // No NaN or Inf in rows x columns? Those times 0 give NaN.

@@ -15,11 +15,8 @@ struct Kernels {
   size_t (*prefill_scratch)(const AttentionParams&);
   void (*prefill)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, void* scratch);
 
-  // Forward, one tile of rows: all rows of a kv head against a range of keys, which leave in partial, per row: max,
-  // sum, v_head_dim values.
-  void (*prefill_range)(const AttentionParams&, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch);
-
-  // The same for few rows, which stream keys and values as they lie instead of packing them.
+  // Forward, few rows: all rows of a kv head against a range of keys, which are streamed as they lie; per row leaves
+  // max, sum, v_head_dim values in partial.
   size_t (*decode_scratch)(const AttentionParams&);
   void (*decode)(const AttentionParams&, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch);
   // Joins the partials of a kv head, [count, rows, v_head_dim + 2], in their order, into out and lse.
@@ -43,8 +40,8 @@ struct Kernels {
 
 // How work is cut, from one sequence's shapes alone.
 constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
-constexpr int64_t kDecodeRows = 8;      // up to so many rows of a kv head stream the keys
-constexpr int64_t kRangeKeys = 512;     // keys of a unit where a kv head has one tile of rows, or fewer
+constexpr int64_t kDecodeRows = 192;    // up to so many rows of a kv head stream the keys: packing them would cost more
+constexpr int64_t kRangeKeys = 512;     // keys of a unit that streams them
 constexpr int64_t kPackedKeys = 8192;   // keys of a head that stay packed in scratch between tiles
 
 // Keys of a backward block: with the rows of a tile and their sums they stay in an L2 cache of 1 MiB.
@@ -55,21 +52,20 @@ constexpr int64_t backward_block(int64_t head_dim, int64_t v_head_dim) {
 // Row width of grad_query_sums: whole panels of the matrix product, whatever the instruction set.
 constexpr int64_t sums_width(int64_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
-#define ATTNPACK_DECLARE_ISA(isa)                                                    \
-  namespace isa {                                                                    \
-  size_t prefill_scratch(const AttentionParams&);                                    \
-  void prefill(const AttentionParams&, int64_t, int64_t, Range, void*);              \
-  void prefill_range(const AttentionParams&, int64_t, int64_t, Range, void*, void*); \
-  size_t decode_scratch(const AttentionParams&);                                     \
-  void decode(const AttentionParams&, int64_t, int64_t, Range, void*, void*);        \
-  void merge(const AttentionParams&, int64_t, int64_t, const void*, int64_t);        \
-  size_t backward_scratch(const AttentionParams&);                                   \
-  void backward(const AttentionBackwardParams&, int64_t, int64_t, Range, void*);     \
-  size_t linear_scratch(const LinearParams&);                                        \
-  void linear_rows(const LinearParams&, Range, void*);                               \
-  void rms_norm_rows(const RmsNormParams&, Range);                                   \
-  double multiply_adds(int64_t, float*);                                             \
-  void read_through(const float*, int64_t, float*);                                  \
+#define ATTNPACK_DECLARE_ISA(isa)                                                \
+  namespace isa {                                                                \
+  size_t prefill_scratch(const AttentionParams&);                                \
+  void prefill(const AttentionParams&, int64_t, int64_t, Range, void*);          \
+  size_t decode_scratch(const AttentionParams&);                                 \
+  void decode(const AttentionParams&, int64_t, int64_t, Range, void*, void*);    \
+  void merge(const AttentionParams&, int64_t, int64_t, const void*, int64_t);    \
+  size_t backward_scratch(const AttentionParams&);                               \
+  void backward(const AttentionBackwardParams&, int64_t, int64_t, Range, void*); \
+  size_t linear_scratch(const LinearParams&);                                    \
+  void linear_rows(const LinearParams&, Range, void*);                           \
+  void rms_norm_rows(const RmsNormParams&, Range);                               \
+  double multiply_adds(int64_t, float*);                                         \
+  void read_through(const float*, int64_t, float*);                              \
   }
 ATTNPACK_DECLARE_ISA(baseline)
 #if defined(__x86_64__)

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #if defined(__F16C__)
 #include <attnpack/ops/cpu/isa/simd_x86.h>
@@ -84,7 +85,11 @@ inline Vec<T> broadcast(T x) {
 }
 
 inline Vec<float> widen(VectorTypes<float>::Half half, BFloat16) {
+#if defined(__F16C__)
+  return bfloat_to_float(half);
+#else
   return bit_cast<Vec<float>>(__builtin_convertvector(half, VectorTypes<float>::Bits) << 16);
+#endif
 }
 inline Vec<float> widen(VectorTypes<float>::Half half, Float16) {
 #if defined(__F16C__)
@@ -154,27 +159,57 @@ inline T fold_lanes(Vec<T> v, Fold&& fold) {
   return x[0];
 }
 
-// Four such numbers at once, out[i] = fold_lanes(v[i]), by the same folds in the same order.
-template <class T, class Fold>
-inline void fold_four(const Vec<T> v[4], T out[4], Fold&& fold) {
-  if constexpr (kLanes<T> < 4) {
-    for (int i = 0; i < 4; ++i) out[i] = fold_lanes<T>(v[i], fold);
+// Shuffles by a rule: lane p of the result is lane Rule::lane(p) of a, followed by b.
+template <class T, class Rule, int... Lane>
+inline Vec<T> shuffle_by(Vec<T> a, Vec<T> b, std::integer_sequence<int, Lane...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, Rule::lane(Lane)...);
+#else
+  return __builtin_shuffle(a, b, typename VectorTypes<T>::Int{Rule::lane(Lane)...});
+#endif
+}
+
+// The first (Half 0) or second halves of groups of Group lanes, one of a and one of b in turn.
+template <int Lanes, int Group, int Half>
+struct Halves {
+  static constexpr int lane(int p) {
+    const int half = Group / 2, group = p / half;
+    return (group % 2 ? Lanes : 0) + group / 2 * Group + Half * half + p % half;
+  }
+};
+// The other half of each group of Group lanes.
+template <int Group>
+struct OtherHalf {
+  static constexpr int lane(int p) { return p ^ Group / 2; }
+};
+
+// Count vectors, a power of two, become one with groups of kLanes / Count lanes, and each group folds to the number
+// that fold_lanes gives for its vector: the first lane of group i is fold_lanes(v[i]).
+template <class T, int Count, int Group, class Fold>
+inline Vec<T> fold_groups(Vec<T>* v, Fold fold) {
+  constexpr auto kAll = std::make_integer_sequence<int, kLanes<T>>{};
+  if constexpr (Count > 1) {
+#pragma GCC unroll 8
+    for (int i = 0; i < Count / 2; ++i)
+      v[i] = fold(shuffle_by<T, Halves<kLanes<T>, Group, 0>>(v[i], v[i + Count / 2], kAll),
+                  shuffle_by<T, Halves<kLanes<T>, Group, 1>>(v[i], v[i + Count / 2], kAll));
+    return fold_groups<T, Count / 2, Group / 2>(v, fold);
+  } else if constexpr (Group > 1) {
+    v[0] = fold(v[0], shuffle_by<T, OtherHalf<Group>>(v[0], v[0], kAll));
+    return fold_groups<T, 1, Group / 2>(v, fold);
   } else {
-    typedef T Four __attribute__((vector_size(4 * sizeof(T))));
-    Four f[4];
-    for (int i = 0; i < 4; ++i) {
-      struct Quarters {
-        Four part[kLanes<T> / 4];
-      } x = bit_cast<Quarters>(v[i]);
-      for (int width = kLanes<T> / 8; width; width /= 2)
-        for (int k = 0; k < width; ++k) x.part[k] = fold(x.part[k], x.part[k + width]);
-      f[i] = x.part[0];
-    }
-    // A 4 x 4 transpose, folding on the way.
-    const Four ab = fold(ATTNPACK_SHUFFLE(f[0], f[1], 0, 4, 1, 5), ATTNPACK_SHUFFLE(f[0], f[1], 2, 6, 3, 7));
-    const Four cd = fold(ATTNPACK_SHUFFLE(f[2], f[3], 0, 4, 1, 5), ATTNPACK_SHUFFLE(f[2], f[3], 2, 6, 3, 7));
-    const Four all = fold(ATTNPACK_SHUFFLE(ab, cd, 0, 1, 4, 5), ATTNPACK_SHUFFLE(ab, cd, 2, 3, 6, 7));
-    __builtin_memcpy(out, &all, sizeof(all));
+    return v[0];
+  }
+}
+
+// out[i] = fold_lanes(v[i]) for Count vectors, a power of two; v is used up.
+template <class T, int Count, class Fold>
+inline void fold_each(Vec<T>* v, T* out, Fold fold) {
+  constexpr int kTogether = Count < kLanes<T> ? Count : kLanes<T>, kStep = kLanes<T> / kTogether;
+  for (int first = 0; first < Count; first += kTogether) {
+    T lanes[kLanes<T>];
+    store<T>(lanes, fold_groups<T, kTogether, kLanes<T>>(v + first, fold));
+    for (int i = 0; i < kTogether; ++i) out[first + i] = lanes[i * kStep];
   }
 }
 

@@ -11,6 +11,9 @@ namespace attnpack::ATTNPACK_ISA {
 typedef uint16_t HalfBits __attribute__((vector_size(32)));
 typedef float FloatVector __attribute__((vector_size(64)));
 inline FloatVector half_to_float(HalfBits half) { return (FloatVector)_mm512_cvtph_ps((__m256i)half); }
+inline FloatVector bfloat_to_float(HalfBits half) {
+  return (FloatVector)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
+}
 // The larger one of x and least; NaN stays.
 inline FloatVector at_least(FloatVector x, float least) {
   return (FloatVector)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);
@@ -23,6 +26,9 @@ inline FloatVector times_power_of_two(FloatVector x, FloatVector n) {
 typedef uint16_t HalfBits __attribute__((vector_size(16)));
 typedef float FloatVector __attribute__((vector_size(32)));
 inline FloatVector half_to_float(HalfBits half) { return (FloatVector)_mm256_cvtph_ps((__m128i)half); }
+inline FloatVector bfloat_to_float(HalfBits half) {
+  return (FloatVector)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)half), 16);
+}
 #endif
 
 }  // namespace attnpack::ATTNPACK_ISA

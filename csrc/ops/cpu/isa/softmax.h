@@ -21,11 +21,6 @@ inline Vec<T> largest(const T* s, int64_t count) {
   return Larger()(Larger()(top[0], top[1]), Larger()(top[2], top[3]));
 }
 
-template <class T, class Fold>
-inline void fold_rows(const Vec<T>* v, T* out, Fold fold) {
-  for (int64_t r = 0; r < kSoftmaxRows<T>; r += 4) fold_four<T>(v + r, out + r, fold);
-}
-
 // Count vectors of scores -> exp(scale * score - max), -inf -> -0.0; total grows by them.
 template <int Count, class T>
 inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
@@ -50,7 +45,7 @@ inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T sca
   T folded[kSoftmaxRows<T>];
   for (int64_t r = 0; r < kSoftmaxRows<T>; ++r)
     of_row[r] = r < rows ? largest(s + r * lds, count) : broadcast(T(-kInfinity));
-  fold_rows<T>(of_row, folded, Larger());
+  fold_each<T, kSoftmaxRows<T>>(of_row, folded, Larger());
   for (int64_t r = 0; r < kSoftmaxRows<T>; r += kLanes<T>) {
     const Vec<T> old = load<T>(max + r), raised = Larger()(scale * load<T>(folded + r), old);
     store<T>(factor + r, raised == old ? broadcast(T(1)) : exp(old - raised));
@@ -65,9 +60,15 @@ inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T sca
     for (; j < count; j += kLanes<T>) exponentials<1>(row + j, scale, top, of_row[r]);
   }
   for (int64_t r = rows; r < kSoftmaxRows<T>; ++r) of_row[r] = Vec<T>{};
-  fold_rows<T>(of_row, folded, Add());
+  fold_each<T, kSoftmaxRows<T>>(of_row, folded, Add());
   for (int64_t r = 0; r < kSoftmaxRows<T>; r += kLanes<T>)
     store<T>(sum + r, load<T>(sum + r) * load<T>(factor + r) + load<T>(folded + r));
+}
+
+// x *= factor, whole vectors.
+template <class T>
+inline void multiply_row(T* x, int64_t count, T factor) {
+  for (int64_t i = 0; i < count; i += kLanes<T>) store<T>(x + i, factor * load<T>(x + i));
 }
 
 template <class T>
