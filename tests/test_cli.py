@@ -9,7 +9,7 @@ import attnpack
 import pytest
 from attnpack import cli
 
-COMMANDS = ["demo", "info", "generate"]
+COMMANDS = ["demo", "info", "generate", "bench"]
 
 
 def run(*arguments):

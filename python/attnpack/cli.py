@@ -59,6 +59,16 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=_positive, metavar="K", help="sample from the K likeliest tokens")
     generate.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of joint mass P")
     generate.add_argument("--seed", type=int, help="of the sampling")
+
+    example = "attnpack bench decode prefill --dtypes fp32 bf16 --out roofline.png"
+    bench = _command(commands, "bench", _bench, "time attention beside this machine's limits and its peers", example)
+    bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")
+    bench.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=["fp32", "bf16"])
+    peers = ("sdpa", "packed", "flex", "onnxruntime")
+    bench.add_argument("--peers", nargs="*", choices=peers, default=["sdpa", "packed"], help="[sdpa packed]")
+    bench.add_argument("--threads", type=_positive, metavar="N", help="of torch [as torch takes]")
+    bench.add_argument("--quick", action="store_true", help="fewer and smaller cases, less time for each")
+    bench.add_argument("--out", type=Path, metavar="PNG", help="also draw a roofline")
     return parser
 
 
@@ -88,6 +98,16 @@ def _generate(args: argparse.Namespace) -> None:
     from . import generate
 
     generate.main(args)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from . import bench
+    from .bench_cases import SECTIONS
+
+    for section in args.sections:
+        if section not in SECTIONS:
+            raise ValueError(f"SECTION is {section!r}, wants one of {', '.join(SECTIONS)}")
+    bench.main(args)
 
 
 def _positive(text: str) -> int:

@@ -2,10 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import StaticCache
+
+if TYPE_CHECKING:
+    from .bench import Result
 
 # Okabe and Ito's colours, told apart by the colour-blind; line styles and labels say the same without colour.
 STYLES = (("#D55E00", "-"), ("#0072B2", "--"), ("#009E73", "-."), ("#CC79A7", ":"))
@@ -53,6 +57,40 @@ def plot_kv_memory(
     figure.savefig(path)
     plt.close(figure)
     return points
+
+
+def plot_roofline(path: str | Path, limits: tuple[float, float], results: Sequence["Result"]) -> None:
+    """Writes one PNG: what each case of a benchmark reaches against its operations a byte, under the machine's roof
+    (Williams et al. 2009). `limits`: flops and bytes a second."""
+    flops, read = limits
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4.5), dpi=120, layout="constrained")
+    intensities = [2.0**n for n in range(-2, 12)]
+    axes.plot(intensities, [min(flops, read * x) / 1e9 for x in intensities], color="black", label="limit")
+    markers = dict(zip(dict.fromkeys(each.case.section for each in results), "os^Dv", strict=False))
+    for (section, dtype), colour in zip(
+        dict.fromkeys((each.case.section, each.case.dtype) for each in results),
+        (colour for _ in range(9) for colour, _ in STYLES),
+        strict=False,
+    ):
+        points = [each for each in results if (each.case.section, each.case.dtype) == (section, dtype)]
+        axes.scatter(
+            [each.case.flops / each.case.bytes for each in points],
+            [each.case.flops / each.seconds / 1e9 for each in points],
+            marker=markers[section],
+            color=colour,
+            s=28,
+            label=f"{section}, {dtype}",
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("operations for each byte that must be read (FLOP/B)")
+    axes.set_ylabel("GFLOP/s")
+    axes.set_title("Attention on this machine, under its limits")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path)
+    plt.close(figure)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

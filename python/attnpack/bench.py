@@ -1,0 +1,165 @@
+"""`attnpack bench`: attention calls beside the limits of this machine and beside other libraries, in one run.
+
+All figures of a case are taken in turn, so that a busy machine slows all of them; a ratio is the median over the
+rounds. The limits (multiply-adds in registers, bytes read in order) are measured before and after, and the better ones
+taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from . import _C, __version__
+from .bench_cases import SECTIONS, Case, cases
+from .bench_peers import PEERS, Call, make_inputs, ours
+from .progress import progress
+
+ROUND_SECONDS = 2.0  # of one case, all peers together; at least MIN_ROUNDS rounds whatever they take
+MIN_ROUNDS, MAX_ROUNDS = 3, 200
+
+
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    seconds: float
+    ratios: dict[str, float]  # how many times faster than each peer
+    peak_bytes: int | None  # of resident memory above its tensors, one call
+
+    def share(self, limits: tuple[float, float]) -> float:
+        """Of what the machine can do: 1 is as fast as its multiply-adds or its memory allow."""
+        return self.case.limit_seconds(*limits) / self.seconds
+
+
+def run(
+    sections: list[str], dtypes: list[str], peers: list[str], *, quick: bool = False
+) -> tuple[tuple[float, float], list[Result]]:
+    """((flops, bytes a second), results)."""
+    limits = _C.limits()
+    todo = list(cases(sections, dtypes, quick=quick))
+    results = [_measure(case, peers, ROUND_SECONDS / (4 if quick else 1)) for case in progress(todo, "cases")]
+    return tuple(map(max, limits, _C.limits())), results
+
+
+def _measure(case: Case, peers: list[str], budget: float) -> Result:
+    query, key, value, grad = make_inputs(case)
+    calls = {"attnpack": ours(case, query, key, value)}
+    for name in peers:
+        call = PEERS[name](case, query, key, value)
+        if call is not None:
+            calls[name] = call
+    if case.backward:
+        calls = {name: _with_backward(call, (query, key, value), grad) for name, call in calls.items()}
+    with torch.set_grad_enabled(case.backward):
+        wanted = calls["attnpack"]()
+        for call in calls.values():  # also warms up
+            torch.testing.assert_close(call(), wanted, atol=5e-2, rtol=5e-2)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        end = time.perf_counter() + budget
+        while len(times["attnpack"]) < MIN_ROUNDS or (
+            time.perf_counter() < end and len(times["attnpack"]) < MAX_ROUNDS
+        ):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - start)
+        peak = _peak_bytes(calls["attnpack"])
+    mine = times.pop("attnpack")
+    ratios = {
+        name: statistics.median(theirs / us for theirs, us in zip(each, mine, strict=True))
+        for name, each in times.items()
+    }
+    return Result(case, statistics.median(mine), ratios, peak)
+
+
+def _with_backward(call: Call, leaves: tuple[torch.Tensor, ...], grad: torch.Tensor) -> Call:
+    def both() -> torch.Tensor:
+        for leaf in leaves:
+            leaf.grad = None
+        out = call()
+        out.backward(grad)
+        return out.detach()
+
+    return both
+
+
+def _peak_bytes(call: Call) -> int | None:
+    """How far one call raises the resident memory of this process; None where Linux does not tell."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed does not count as there already
+        reset.write_text("5")  # forgets the peak so far
+        before = _status_bytes(status, "VmRSS")
+        call()
+        return max(0, _status_bytes(status, "VmHWM") - before)
+    except (OSError, AttributeError):
+        return None
+
+
+def _status_bytes(status: Path, field: str) -> int:
+    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(field))
+
+
+def format_table(limits: tuple[float, float], results: list[Result], peers: list[str]) -> str:
+    flops, read = limits
+    lines = [
+        f"{machine()}, {torch.get_num_threads()} threads, instruction set {_C.isa()}, torch {torch.__version__}",
+        f"limits measured in this run: {flops / 1e9:.0f} GFLOP/s fp32, {read / 1e9:.1f} GB/s read",
+        "share: of the limit that binds; times faster than each peer; memory: peak above the tensors of the call",
+        f"{'case':<48}{'dtype':>6}{'ms':>10}{'GFLOP/s':>9}{'GB/s':>7}{'share':>7}"
+        + "".join(f"{name:>13}" for name in peers)
+        + f"{'memory':>10}",
+    ]
+    for result in results:
+        case, seconds = result.case, result.seconds
+        rates = f"{case.flops / seconds / 1e9:>9.1f}{case.bytes / seconds / 1e9:>7.1f}"
+        ratios = "".join(f"{result.ratios[name]:>12.2f}x" if name in result.ratios else f"{'-':>13}" for name in peers)
+        memory = "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.1f} MiB"
+        head = f"{case.name:<48}{case.dtype:>6}{seconds * 1e3:>10.3f}"
+        lines.append(f"{head}{rates}{result.share(limits):>7.0%}{ratios}{memory:>10}")
+    return "\n".join(lines)
+
+
+def as_dict(limits: tuple[float, float], results: list[Result]) -> dict:
+    return {
+        "attnpack": __version__,
+        "torch": torch.__version__,
+        "machine": machine(),
+        "isa": _C.isa(),
+        "threads": torch.get_num_threads(),
+        "limits": {"flops": limits[0], "bytes_per_second": limits[1]},
+        "results": [
+            asdict(result) | {"flops": result.case.flops, "bytes": result.case.bytes, "share": result.share(limits)}
+            for result in results
+        ],
+    }
+
+
+def machine() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    limits, results = run(args.sections or list(SECTIONS), args.dtypes, args.peers, quick=args.quick)
+    if args.out:
+        from .plot import plot_roofline
+
+        plot_roofline(args.out, limits, results)
+    print(json.dumps(as_dict(limits, results)) if args.json else format_table(limits, results, args.peers))

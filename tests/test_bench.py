@@ -1,0 +1,59 @@
+"""`attnpack bench`: what it counts, that it compares like with like, and what it prints."""
+
+import dataclasses
+import json
+
+import attnpack.bench as bench
+import pytest
+import torch
+from attnpack import cli
+from attnpack.bench_cases import SECTIONS, Case, cases
+from attnpack.bench_peers import PEERS, make_inputs, ours
+
+TINY = Case("decode", "tiny", "fp32", 8, 2, 1, 40, 16, 16)
+
+
+def test_work_and_traffic_by_hand():
+    assert TINY.flops == 2 * 8 * 40 * 32
+    assert TINY.bytes == (2 * 40 * 32 + 8 * 32) * 4
+    assert dataclasses.replace(TINY, causal=True).flops == TINY.flops / 2
+    assert dataclasses.replace(TINY, backward=True).flops == TINY.flops * 3.5
+    latent = Case("latent", "tiny", "bf16", 4, 1, 1, 10, 24, 16, latent=True)
+    assert latent.bytes == (10 * 24 + 4 * 40) * 2
+    assert TINY.limit_seconds(1e9, 1e12) == TINY.flops / 1e9 and TINY.limit_seconds(1e15, 1e9) == TINY.bytes / 1e9
+
+
+@pytest.mark.parametrize("peer", ["sdpa", "packed"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_peers_compute_the_same(peer, dtype):
+    for case in (dataclasses.replace(TINY, dtype=dtype), Case("latent", "", dtype, 4, 1, 1, 10, 24, 16, latent=True)):
+        query, key, value, _ = make_inputs(case)
+        assert (value.data_ptr() == key.data_ptr()) == case.latent
+        theirs, mine = PEERS[peer](case, query, key, value)(), ours(case, query, key, value)()
+        torch.testing.assert_close(theirs, mine, atol=2e-2, rtol=2e-2)
+
+
+def test_every_section_has_cases_of_each_dtype():
+    for section in SECTIONS:
+        for quick in (False, True):
+            found = list(cases([section], ["fp32", "fp16"], quick=quick))
+            assert {case.dtype for case in found} == {"fp32", "fp16"} and {case.section for case in found} == {section}
+
+
+def test_table_json_and_picture(capsys, monkeypatch, tmp_path):
+    tiny = [TINY, dataclasses.replace(TINY, section="train", q_len=40, backward=True, causal=True)]
+    monkeypatch.setattr(bench, "cases", lambda *_, **__: iter(tiny))
+    picture = tmp_path / "roofline.png"
+    assert cli.main(["bench", "decode", "--quick", "--json", "--out", str(picture)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["limits"]["flops"] > 1e9 and printed["limits"]["bytes_per_second"] > 1e8
+    first, second = printed["results"]
+    assert 0 < first["share"] < 2 and set(first["ratios"]) == {"sdpa", "packed"} and set(second["ratios"]) == {"sdpa"}
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    assert cli.main(["bench", "--quick", "--peers"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["tiny", "tiny"]
+
+
+def test_unknown_section_is_named(capsys):
+    assert cli.main(["bench", "speed"]) == 2
+    assert "SECTION is 'speed', wants one of decode, prefill" in capsys.readouterr().err
