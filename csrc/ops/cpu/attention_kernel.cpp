@@ -2,62 +2,17 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/cpu/attention_params.h>
+#include <attnpack/ops/cpu/attention_units.h>
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/cpu/parallel.h>
 
 namespace attnpack {
 namespace {
 
-struct Tiling {
-  int64_t kv_heads, rows, tiles;  // (batch, kv head) pairs; most rows of one; tiles of rows of one
-  double work;                    // multiply-adds of one product, roughly
+// Hands units to torch's threads.
+constexpr auto kTorchThreads = [](int64_t count, double work, size_t scratch_bytes, auto&& unit) {
+  for_each_unit(count, work, scratch_bytes, unit);
 };
-
-Tiling tile_rows(const AttentionParams& p) {
-  int64_t group = p.num_kv_heads ? group_size(p, 0) : 0;
-  for (int64_t h = 1; p.group_start && h < p.num_kv_heads; ++h) group = std::max(group, group_size(p, h));
-  const int64_t rows = group * p.q_len;
-  return {p.batch * p.num_kv_heads, rows, (rows + kTileQueryRows - 1) / kTileQueryRows,
-          static_cast<double>(p.batch) * p.num_heads * p.q_len * p.kv_len * (p.head_dim + p.v_head_dim)};
-}
-
-// Calls f(b, kv_head, rows) for tile `index` counted from the last (with causality the longest come first).
-template <class F>
-void with_row_tile(const AttentionParams& p, const Tiling& t, int64_t index, F&& f) {
-  const int64_t b = index / t.tiles / p.num_kv_heads, kv_head = index / t.tiles % p.num_kv_heads;
-  const int64_t begin = (t.tiles - 1 - index % t.tiles) * kTileQueryRows;
-  const Range rows{begin, std::min(begin + kTileQueryRows, group_size(p, kv_head) * p.q_len)};
-  if (!rows.empty()) f(b, kv_head, rows);
-}
-
-void run_prefill(const AttentionParams& p, const Tiling& t) {
-  const auto& kernels = kernels_in_use();
-  for_each_unit(t.kv_heads * t.tiles, t.work, kernels.prefill_scratch(p), [&](int64_t index, void* scratch) {
-    with_row_tile(p, t, index,
-                  [&](int64_t b, int64_t kv_head, Range rows) { kernels.prefill(p, b, kv_head, rows, scratch); });
-  });
-}
-
-// Few rows a kv head: its keys are cut into ranges, whose results are joined at the end.
-void run_ranges(const AttentionParams& p, const Tiling& t) {
-  const auto& kernels = kernels_in_use();
-  const int64_t ranges = std::max<int64_t>(1, (p.kv_len + kRangeKeys - 1) / kRangeKeys);
-  const size_t row_bytes = (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
-  const Scratch<1> partials(t.kv_heads * ranges * t.rows * row_bytes);
-  const auto partial = [&](int64_t head, int64_t range) {
-    const int64_t rows = group_size(p, head % p.num_kv_heads) * p.q_len;
-    return static_cast<char*>(partials.data()) + (head * ranges * t.rows + range * rows) * row_bytes;
-  };
-  for_each_unit(t.kv_heads * ranges, t.work, kernels.decode_scratch(p), [&](int64_t unit, void* scratch) {
-    const int64_t head = unit / ranges, range = unit % ranges;
-    kernels.decode(p, head / p.num_kv_heads, head % p.num_kv_heads,
-                   {range * kRangeKeys, std::min((range + 1) * kRangeKeys, p.kv_len)}, partial(head, range), scratch);
-  });
-  for_each_unit(t.kv_heads, static_cast<double>(t.kv_heads * ranges * t.rows * p.v_head_dim), 0,
-                [&](int64_t head, void*) {
-                  kernels.merge(p, head / p.num_kv_heads, head % p.num_kv_heads, partial(head, 0), ranges);
-                });
-}
 
 AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
   check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
@@ -69,11 +24,7 @@ AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tens
   p.out = out.mutable_data_ptr();
   p.out_strides = kernel_strides(out);
   p.lse = lse.mutable_data_ptr();
-  const Tiling t = tile_rows(p);
-  if (t.rows <= kDecodeRows)
-    run_ranges(p, t);
-  else
-    run_prefill(p, t);
+  run_forward(kernels_in_use(), p, kTorchThreads);
   return {out, lse};
 }
 
@@ -115,23 +66,15 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::opt
     grad_scores = at::zeros({p.batch, p.num_heads, p.q_len, p.kv_len}, query.options().dtype(accumulation));
     bp.grad_scores = grad_scores.mutable_data_ptr();
   }
-  const auto& kernels = kernels_in_use();
   const Tiling t = tile_rows(p);
-  const int64_t step = backward_block(p.head_dim, p.v_head_dim), blocks = (p.kv_len + step - 1) / step;
-  if (t.kv_heads * blocks == 0) grad_query.zero_();
+  if (t.kv_heads * p.kv_len == 0) grad_query.zero_();
   const Tensor sums =
       at::empty({p.batch * p.num_heads * p.q_len, sums_width(p.head_dim)}, query.options().dtype(accumulation));
   const Tensor done = at::zeros({t.kv_heads * t.tiles}, at::kInt);
   bp.grad_query_sums = sums.mutable_data_ptr();
   bp.blocks_done = done.mutable_data_ptr<int32_t>();
   bp.tiles = t.tiles;
-  // Blocks outside, heads inside: neighbours in time seldom wait for each other, and under causality the longest come
-  // first.
-  for_each_unit(blocks * t.kv_heads, 4 * t.work, kernels.backward_scratch(p), [&](int64_t unit, void* scratch) {
-    const int64_t head = unit % t.kv_heads, begin = unit / t.kv_heads * step;
-    kernels.backward(bp, head / p.num_kv_heads, head % p.num_kv_heads, {begin, std::min(begin + step, p.kv_len)},
-                     scratch);
-  });
+  run_backward(kernels_in_use(), bp, kTorchThreads);
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
   if (mask_gradient)
     grad_mask =

@@ -13,11 +13,6 @@ struct Isa {
   Kernels kernels;
 };
 
-#define ATTNPACK_KERNELS(isa)                                                             \
-  {isa::prefill_scratch, isa::prefill,          isa::decode_scratch, isa::decode,         \
-   isa::merge,           isa::backward_scratch, isa::backward,       isa::linear_scratch, \
-   isa::linear_rows,     isa::rms_norm_rows,    isa::multiply_adds,  isa::read_through}
-
 // From the plainest to the widest.
 const Isa kIsas[] = {
     {"baseline", true, ATTNPACK_KERNELS(baseline)},

@@ -24,6 +24,16 @@ inline Vec<double> scale_by_power(Vec<double> x, VectorTypes<double>::Int n) {
   return x * bit_cast<Vec<double>>((half + 1023) << 52) * bit_cast<Vec<double>>((n - half + 1023) << 52);
 }
 
+// A product that is rounded before it is used: compilers would fuse it with the addition that follows.
+template <class T>
+inline Vec<T> unfused(Vec<T> product) {
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+  return __builtin_assoc_barrier(product);
+#else
+  return product;
+#endif
+}
+
 // x[i] <- exp(x[i]) for x <= 88: within 2 ulp, subnormal results too, exp(-inf) = 0, NaN stays NaN. With
 // n = round(x / ln 2) and r = x - n ln 2: 2^n exp(r), exp(r) by a polynomial that is minimax in relative error (3e-9)
 // over abs(r) <= ln 2 / 2. Count vectors step by step: one alone is a long chain in which every operation waits for the

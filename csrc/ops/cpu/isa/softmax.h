@@ -26,7 +26,11 @@ template <int Count, class T>
 inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
   Vec<T> x[Count];
 #pragma GCC unroll 4
-  for (int i = 0; i < Count; ++i) x[i] = load<T>(s + i * kLanes<T>) * scale - max;
+  for (int i = 0; i < Count; ++i) {
+    // Rounded as max was, so that the largest score gives exactly 1.
+    const Vec<T> score = unfused<T>(load<T>(s + i * kLanes<T>) * scale);
+    x[i] = score - max;
+  }
   exp_each(x);
 #pragma GCC unroll 4
   for (int i = 0; i < Count; ++i) {
@@ -94,8 +98,10 @@ inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_
     max = top;
   }
   S* out = at<S>(p.out, p.out_strides, b, head, query);
-  const T inverse = sum == 0 ? T(0) : factor / sum;
-  for (int64_t d = 0; d < p.v_head_dim; ++d) store_one(out + d, values[d] * inverse);
+  // Divided, not multiplied with the inverse: one rounding less.
+  const T divisor = sum == 0 ? T(1) : sum;
+  if (sum == 0) factor = 0;
+  for (int64_t d = 0; d < p.v_head_dim; ++d) store_one(out + d, values[d] * factor / divisor);
   static_cast<T*>(p.lse)[(b * p.num_heads + head) * p.q_len + query] =
       sum == 0 ? T(-kInfinity) : max + static_cast<T>(__builtin_log(static_cast<double>(sum)));
 }

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <algorithm>
+
+#include <attnpack/ops/cpu/isa/kernels.h>
+#include <attnpack/ops/cpu/scratch.h>
+
+// How an attention call falls into units of work. Nothing of torch: for_each(count, work, scratch_bytes, unit) hands
+// the units 0 .. count - 1, in this order, to whatever threads there are, and calls unit(index, scratch).
+namespace attnpack {
+
+struct Tiling {
+  int64_t kv_heads, rows, tiles;  // (batch, kv head) pairs; most rows of one; tiles of rows of one
+  double work;                    // multiply-adds of one product, roughly
+};
+
+inline Tiling tile_rows(const AttentionParams& p) {
+  int64_t group = p.num_kv_heads ? group_size(p, 0) : 0;
+  for (int64_t h = 1; p.group_start && h < p.num_kv_heads; ++h) group = std::max(group, group_size(p, h));
+  const int64_t rows = group * p.q_len;
+  return {p.batch * p.num_kv_heads, rows, (rows + kTileQueryRows - 1) / kTileQueryRows,
+          static_cast<double>(p.batch) * p.num_heads * p.q_len * p.kv_len * (p.head_dim + p.v_head_dim)};
+}
+
+// Tiles of rows, the last first: with causality they are the longest.
+template <class ForEach>
+void run_prefill(const Kernels& kernels, const AttentionParams& p, const Tiling& t, ForEach&& for_each) {
+  for_each(t.kv_heads * t.tiles, t.work, kernels.prefill_scratch(p), [&](int64_t index, void* scratch) {
+    const int64_t b = index / t.tiles / p.num_kv_heads, kv_head = index / t.tiles % p.num_kv_heads;
+    const int64_t begin = (t.tiles - 1 - index % t.tiles) * kTileQueryRows;
+    const Range rows{begin, std::min(begin + kTileQueryRows, group_size(p, kv_head) * p.q_len)};
+    if (!rows.empty()) kernels.prefill(p, b, kv_head, rows, scratch);
+  });
+}
+
+// Few rows a kv head: its keys are cut into ranges, whose results are joined at the end.
+template <class ForEach>
+void run_ranges(const Kernels& kernels, const AttentionParams& p, const Tiling& t, ForEach&& for_each) {
+  const int64_t ranges = std::max<int64_t>(1, (p.kv_len + kRangeKeys - 1) / kRangeKeys);
+  const size_t row_bytes = (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
+  const Scratch<1> partials(t.kv_heads * ranges * t.rows * row_bytes);
+  const auto partial = [&](int64_t head, int64_t range) {
+    const int64_t rows = group_size(p, head % p.num_kv_heads) * p.q_len;
+    return static_cast<char*>(partials.data()) + (head * ranges * t.rows + range * rows) * row_bytes;
+  };
+  for_each(t.kv_heads * ranges, t.work, kernels.decode_scratch(p), [&](int64_t unit, void* scratch) {
+    const int64_t head = unit / ranges, range = unit % ranges;
+    kernels.decode(p, head / p.num_kv_heads, head % p.num_kv_heads,
+                   {range * kRangeKeys, std::min((range + 1) * kRangeKeys, p.kv_len)}, partial(head, range), scratch);
+  });
+  for_each(t.kv_heads, static_cast<double>(t.kv_heads * ranges * t.rows * p.v_head_dim), 0, [&](int64_t head, void*) {
+    kernels.merge(p, head / p.num_kv_heads, head % p.num_kv_heads, partial(head, 0), ranges);
+  });
+}
+
+template <class ForEach>
+void run_forward(const Kernels& kernels, const AttentionParams& p, ForEach&& for_each) {
+  const Tiling t = tile_rows(p);
+  if (t.rows <= kDecodeRows)
+    run_ranges(kernels, p, t, for_each);
+  else
+    run_prefill(kernels, p, t, for_each);
+}
+
+// p.tiles is that of tile_rows. Without keys nothing runs, and nothing is written.
+template <class ForEach>
+void run_backward(const Kernels& kernels, const AttentionBackwardParams& bp, ForEach&& for_each) {
+  const AttentionParams& p = bp.forward;
+  const Tiling t = tile_rows(p);
+  const int64_t step = backward_block(p.head_dim, p.v_head_dim), blocks = (p.kv_len + step - 1) / step;
+  // Blocks outside, heads inside: neighbours in time seldom wait for each other, and under causality the longest come
+  // first.
+  for_each(blocks * t.kv_heads, 4 * t.work, kernels.backward_scratch(p), [&](int64_t unit, void* scratch) {
+    const int64_t head = unit % t.kv_heads, begin = unit / t.kv_heads * step;
+    kernels.backward(bp, head / p.num_kv_heads, head % p.num_kv_heads, {begin, std::min(begin + step, p.kv_len)},
+                     scratch);
+  });
+}
+
+}  // namespace attnpack

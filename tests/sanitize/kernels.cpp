@@ -1,0 +1,299 @@
+// The kernels without torch, for the sanitizers: every buffer ends at a page that may not be touched, sizes are odd,
+// and the results of every instruction set are compared with the formula. Built and run by scripts/sanitize.sh.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include <attnpack/ops/cpu/attention_units.h>
+
+using namespace attnpack;
+
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr int64_t kSizes[] = {1, 2, 3, 7, 17, 33, 63, 65, 127, 129, 1030};
+
+// Memory whose last byte lies before a page without access, and whose first one behind such a page.
+class Guarded {
+ public:
+  explicit Guarded(size_t bytes) : bytes_(bytes) {
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    size_ = (bytes + page - 1) / page * page + 2 * page;
+    base_ = static_cast<char*>(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (base_ == MAP_FAILED) std::abort();
+    mprotect(base_, page, PROT_NONE);
+    mprotect(base_ + size_ - page, page, PROT_NONE);
+    data_ = base_ + size_ - page - bytes;
+  }
+  ~Guarded() { munmap(base_, size_); }
+  Guarded(const Guarded&) = delete;
+  void* data() { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  size_t bytes_, size_;
+  char *base_, *data_;
+};
+
+size_t width(DType d) { return d == DType::kFloat64 ? 8 : d == DType::kFloat32 ? 4 : d == DType::kBool ? 1 : 2; }
+
+// Numbers of any storage type; 16-bit ones as bf16 by truncation, or small fp16 by scaling.
+double get(const void* p, DType d, int64_t i) {
+  switch (d) {
+    case DType::kFloat64:
+      return static_cast<const double*>(p)[i];
+    case DType::kFloat32:
+      return static_cast<const float*>(p)[i];
+    case DType::kBFloat16: {
+      const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(p)[i]) << 16;
+      float x;
+      std::memcpy(&x, &bits, 4);
+      return x;
+    }
+    default: {  // fp16
+      const uint16_t h = static_cast<const uint16_t*>(p)[i];
+      const int exponent = h >> 10 & 31, fraction = h & 1023;
+      const double x = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
+      return h >> 15 ? -x : x;
+    }
+  }
+}
+void put(void* p, DType d, int64_t i, double x) {
+  if (d == DType::kFloat64) {
+    static_cast<double*>(p)[i] = x;
+  } else if (d == DType::kFloat32) {
+    static_cast<float*>(p)[i] = static_cast<float>(x);
+  } else if (d == DType::kBFloat16) {
+    const float f = static_cast<float>(x);
+    uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    static_cast<uint16_t*>(p)[i] = static_cast<uint16_t>(bits >> 16);
+  } else {  // fp16: eighths in [-2, 2], which are exact
+    const double eighths = std::round(x * 8);
+    int exponent;
+    const double fraction = std::frexp(std::fabs(eighths), &exponent);
+    const int bits = eighths == 0 ? 0 : (exponent + 11) << 10 | (static_cast<int>(fraction * 2048) & 1023);
+    static_cast<uint16_t*>(p)[i] = static_cast<uint16_t>(bits | (eighths < 0 ? 0x8000 : 0));
+  }
+}
+
+std::mt19937_64 generator(7);
+double uniform(double low, double high) { return std::uniform_real_distribution<double>(low, high)(generator); }
+int64_t pick(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(generator); }
+
+void fill(Guarded& g, DType d) {
+  for (size_t i = 0; i < g.bytes() / width(d); ++i) put(g.data(), d, static_cast<int64_t>(i), uniform(-2, 2));
+}
+
+// Hands units to threads of its own, in order.
+struct Threads {
+  int count;
+  template <class F>
+  void operator()(int64_t units, double, size_t scratch_bytes, F&& unit) const {
+    std::atomic<int64_t> next{0};
+    const auto work = [&] {
+      Guarded scratch((scratch_bytes + 63) / 64 * 64 + 64);
+      for (int64_t i = next++; i < units; i = next++) unit(i, scratch.data());
+    };
+    std::vector<std::thread> threads;
+    for (int i = 1; i < count; ++i) threads.emplace_back(work);
+    work();
+    for (auto& thread : threads) thread.join();
+  }
+};
+
+Strides contiguous(int64_t heads, int64_t rows, int64_t columns) {
+  return {heads * rows * columns, rows * columns, columns, 1};
+}
+
+int failures = 0;
+void expect(bool good, const char* isa, const char* what, int64_t n) {
+  if (good) return;
+  std::printf("%s: %s wrong in problem %lld\n", isa, what, static_cast<long long>(n));
+  ++failures;
+}
+
+void attend(const char* isa, const Kernels& kernels, int64_t n) {
+  const auto size = [](int64_t most) {
+    int64_t s = kSizes[pick(0, 10)];
+    while (s > most) s = kSizes[pick(0, 10)];
+    return s;
+  };
+  AttentionParams p{};
+  p.batch = pick(1, 2);
+  p.num_kv_heads = pick(1, 3);
+  p.num_heads = p.num_kv_heads * pick(1, 5);
+  p.q_len = n % 9 == 0 ? 1030 : size(129);
+  p.kv_len = n % 7 == 0 ? 1030 : size(129);
+  p.head_dim = n % 11 == 0 ? 576 : size(129);
+  p.v_head_dim = n % 11 == 0 ? 512 : size(129);
+  if (p.q_len * p.kv_len * p.num_heads > 400000) p.num_heads = p.num_kv_heads = p.batch = 1;
+  p.dtype = static_cast<DType>(pick(0, 3));
+  p.scale = uniform(0.02, 0.3);
+  p.softcap = n % 4 == 0 ? 3 : 0;
+  p.causal = n % 3 == 0;
+  p.q_offset = p.causal ? p.kv_len - p.q_len : 0;
+  p.window_left = n % 5 == 0 ? pick(0, 9) : -1;
+  p.window_right = n % 6 == 0 ? pick(0, 9) : -1;
+  const DType accumulation = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  const size_t w = width(p.dtype), aw = width(accumulation);
+  const int64_t rows = p.batch * p.num_heads * p.q_len, keys = p.batch * p.num_kv_heads * p.kv_len;
+  Guarded q(rows * p.head_dim * w), k(keys * p.head_dim * w), v(keys * p.v_head_dim * w), out(rows * p.v_head_dim * w);
+  Guarded lse(rows * aw), mask(p.num_heads * p.q_len * p.kv_len), grad_out(rows * p.v_head_dim * w), delta(rows * aw);
+  Guarded dq(rows * p.head_dim * w), dk(keys * p.head_dim * w), dv(keys * p.v_head_dim * w);
+  for (auto* g : {&q, &k, &v, &grad_out}) fill(*g, p.dtype);
+  fill(delta, accumulation);
+  for (size_t i = 0; i < mask.bytes(); ++i) static_cast<bool*>(mask.data())[i] = pick(0, 3) > 0;
+  std::vector<int64_t> kv_lens(p.batch);
+  for (auto& length : kv_lens) length = pick(0, p.kv_len);
+  std::vector<double> sinks(p.num_heads), slopes(p.num_heads);
+  for (auto& x : sinks) x = uniform(-2, 2);
+  for (auto& x : slopes) x = uniform(0, 0.2);
+  p.query = q.data(), p.key = k.data(), p.value = v.data(), p.out = out.data(), p.lse = lse.data();
+  p.query_strides = contiguous(p.num_heads, p.q_len, p.head_dim);
+  p.key_strides = contiguous(p.num_kv_heads, p.kv_len, p.head_dim);
+  p.value_strides = contiguous(p.num_kv_heads, p.kv_len, p.v_head_dim);
+  p.out_strides = contiguous(p.num_heads, p.q_len, p.v_head_dim);
+  if (n % 2) p.kv_lens = kv_lens.data();
+  if (n % 8 == 1) p.sinks = sinks.data();
+  if (n % 8 == 2) p.alibi_slopes = slopes.data();
+  if (n % 8 == 3)
+    p.mask = mask.data(), p.mask_dtype = DType::kBool, p.mask_strides = {0, p.q_len * p.kv_len, p.kv_len, 1};
+  const Threads threads{static_cast<int>(pick(1, 4))};
+  run_forward(kernels, p, threads);
+
+  const int64_t group = p.num_heads / p.num_kv_heads;
+  double worst = 0;
+  for (int check = 0; check < 20; ++check) {  // some rows against the formula
+    const int64_t b = pick(0, p.batch - 1), h = pick(0, p.num_heads - 1), i = pick(0, p.q_len - 1);
+    const int64_t position = i + p.q_offset, kv = (b * p.num_kv_heads + h / group) * p.kv_len;
+    const int64_t row = (b * p.num_heads + h) * p.q_len + i;
+    std::vector<double> s(p.kv_len);
+    double top = p.sinks ? sinks[h] : -kInf, sum = 0;
+    for (int64_t j = 0; j < p.kv_len; ++j) {
+      double x = 0;
+      for (int64_t d = 0; d < p.head_dim; ++d)
+        x += get(p.query, p.dtype, row * p.head_dim + d) * get(p.key, p.dtype, (kv + j) * p.head_dim + d);
+      x *= p.scale;
+      if (p.softcap > 0) x = p.softcap * std::tanh(x / p.softcap);
+      if (p.alibi_slopes) x -= slopes[h] * static_cast<double>(std::llabs(position - j));
+      const bool allowed = (!p.causal || j <= position) && (p.window_left < 0 || position - j <= p.window_left) &&
+                           (p.window_right < 0 || j - position <= p.window_right) && (!p.kv_lens || j < kv_lens[b]) &&
+                           (!p.mask || static_cast<bool*>(mask.data())[(h * p.q_len + i) * p.kv_len + j]);
+      s[j] = allowed ? x : -kInf;
+      top = std::max(top, s[j]);
+    }
+    for (auto& x : s) sum += x = x == -kInf ? 0 : std::exp(x - top);
+    if (p.sinks) sum += std::exp(sinks[h] - top);
+    for (int64_t d = 0; d < p.v_head_dim; ++d) {
+      double wanted = 0;
+      for (int64_t j = 0; j < p.kv_len; ++j) wanted += s[j] * get(p.value, p.dtype, (kv + j) * p.v_head_dim + d);
+      wanted = sum > 0 ? wanted / sum : 0;
+      worst = std::max(worst, std::fabs(get(p.out, p.dtype, row * p.v_head_dim + d) - wanted));
+    }
+  }
+  expect(worst < (w == 2 ? 0.05 : 1e-3), isa, "out", n);
+
+  AttentionBackwardParams bp{};
+  bp.forward = p;
+  if (n % 10 == 4) bp.forward.dropout_p = 0.3, bp.forward.dropout_seed = static_cast<uint64_t>(n);
+  bp.grad_out = grad_out.data(), bp.delta = delta.data();
+  bp.grad_query = dq.data(), bp.grad_key = dk.data(), bp.grad_value = dv.data();
+  bp.grad_out_strides = p.out_strides, bp.grad_query_strides = p.query_strides;
+  bp.grad_key_strides = p.key_strides, bp.grad_value_strides = p.value_strides;
+  const Tiling t = tile_rows(p);
+  Guarded sums(rows * sums_width(p.head_dim) * aw), scores(rows * p.kv_len * aw);
+  std::vector<int32_t> done(t.kv_heads * t.tiles);
+  bp.grad_query_sums = sums.data(), bp.blocks_done = done.data(), bp.tiles = t.tiles;
+  if (p.mask) bp.grad_scores = scores.data();
+  run_backward(kernels, bp, threads);
+  // Sums of dV over keys are those of P^T dO: with one allowed key a row, or many, each row's probabilities add up
+  // to 1.
+  bool finite = true;
+  for (int64_t i = 0; i < rows * p.head_dim; ++i) finite &= std::isfinite(get(dq.data(), p.dtype, i));
+  for (int64_t i = 0; i < keys * p.head_dim; ++i) finite &= std::isfinite(get(dk.data(), p.dtype, i));
+  for (int64_t i = 0; i < keys * p.v_head_dim; ++i) finite &= std::isfinite(get(dv.data(), p.dtype, i));
+  expect(finite || bp.forward.dtype == DType::kFloat16, isa, "gradient not finite", n);  // fp16 may overflow
+  if (!p.sinks && bp.forward.dropout_p == 0 && w > 2) {
+    double given = 0, got = 0;
+    const auto* l = static_cast<const char*>(p.lse);
+    for (int64_t r = 0; r < rows; ++r) {
+      if (get(l, accumulation, r) == -kInf) continue;  // attends nothing
+      for (int64_t d = 0; d < p.v_head_dim; ++d) given += get(grad_out.data(), p.dtype, r * p.v_head_dim + d);
+    }
+    for (int64_t i = 0; i < keys * p.v_head_dim; ++i) got += get(dv.data(), p.dtype, i);
+    expect(std::fabs(given - got) < 1e-2 * std::sqrt(static_cast<double>(rows * p.v_head_dim)) + 1e-2, isa, "dv", n);
+  }
+}
+
+void few_rows(const char* isa, const Kernels& kernels, int64_t n) {
+  LinearParams p{};
+  p.rows = pick(1, 16), p.inputs = kSizes[pick(0, 10)], p.outputs = kSizes[pick(0, 9)];
+  p.dtype = static_cast<DType>(pick(1, 3));
+  const size_t w = width(p.dtype);
+  p.weight_stride = p.inputs;
+  Guarded x(p.rows * p.inputs * w), weight(p.outputs * p.inputs * w), bias(p.outputs * w), out(p.rows * p.outputs * w);
+  for (auto* g : {&x, &weight, &bias}) fill(*g, p.dtype);
+  p.input = x.data(), p.weight = weight.data(), p.bias = n % 2 ? bias.data() : nullptr, p.out = out.data();
+  Guarded scratch((kernels.linear_scratch(p) + 63) / 64 * 64);
+  kernels.linear_rows(p, {0, p.outputs}, scratch.data());
+  const int64_t r = pick(0, p.rows - 1), o = pick(0, p.outputs - 1);
+  double wanted = p.bias ? get(p.bias, p.dtype, o) : 0;
+  for (int64_t i = 0; i < p.inputs; ++i)
+    wanted += get(p.input, p.dtype, r * p.inputs + i) * get(p.weight, p.dtype, o * p.inputs + i);
+  expect(std::fabs(get(p.out, p.dtype, r * p.outputs + o) - wanted) < (w == 2 ? 0.02 : 1e-4) * (1 + std::fabs(wanted)),
+         isa, "linear", n);
+
+  RmsNormParams norm{};
+  norm.dim = p.inputs, norm.dtype = p.dtype, norm.eps = 1e-6, norm.x = x.data(), norm.weight = weight.data();
+  Guarded normed(p.rows * p.inputs * w);
+  norm.out = normed.data();
+  kernels.rms_norm_rows(norm, {0, p.rows});
+  double squares = 0;
+  for (int64_t i = 0; i < p.inputs; ++i) squares += std::pow(get(p.input, p.dtype, r * p.inputs + i), 2);
+  const double first = get(p.input, p.dtype, r * p.inputs) * get(p.weight, p.dtype, 0) /
+                       std::sqrt(squares / static_cast<double>(p.inputs) + 1e-6);
+  expect(std::fabs(get(norm.out, p.dtype, r * p.inputs) - first) < (w == 2 ? 0.05 : 1e-3), isa, "rms_norm", n);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const int64_t problems = count > 1 ? std::atoll(arguments[1]) : 100;
+  const struct {
+    const char* name;
+    bool present;
+    Kernels kernels;
+  } isas[] = {
+      {"baseline", true, ATTNPACK_KERNELS(baseline)},
+#if defined(__x86_64__)
+      {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"),
+       ATTNPACK_KERNELS(avx2)},
+      {"avx512",
+       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq"),
+       ATTNPACK_KERNELS(avx512)},
+#endif
+  };
+  for (const auto& isa : isas) {
+    if (!isa.present) {
+      std::printf("%s: not on this CPU\n", isa.name);
+      continue;
+    }
+    for (int64_t n = 0; n < problems; ++n) {
+      attend(isa.name, isa.kernels, n);
+      few_rows(isa.name, isa.kernels, n);
+    }
+    std::printf("%s: %lld problems\n", isa.name, static_cast<long long>(problems));
+  }
+  std::printf("%d failed\n", failures);
+  return failures > 0;
+}
