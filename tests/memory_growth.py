@@ -8,20 +8,16 @@ import sys
 from pathlib import Path
 
 
-def resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
 def measure(loader: str, path: str, dtype: str) -> None:
     import attnpack
     import torch
+    from attnpack.memory import resident_bytes
 
     load = getattr(attnpack.CausalLM, loader)
-    before = resident("VmRSS")
+    before = resident_bytes("VmRSS")
     model = load(path, dtype=getattr(torch, dtype))
     weights = sum(p.untyped_storage().nbytes() for p in {p.data_ptr(): p for p in model.parameters()}.values())
-    print(resident("VmHWM") - before, weights)
+    print(resident_bytes("VmHWM") - before, weights)
 
 
 def growth(loader: str, path: Path, dtype: str) -> tuple[int, int]:

@@ -39,29 +39,38 @@ class NativeAttention(NativeModule):
         value: Tensor,  # [B, Hkv, Lkv, D]
         cache: KVCache | None,
         kv_lens: Tensor | None,
+        need_weights: bool,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         check_kind(cache, KVCache, type(self).__name__)
-        room = None if cache is None else cache.reserve(key, value)
-        result = ops.attend(
-            query,
-            key,
-            value,
-            rope=None if self.rope is None else self.rope.settings,
-            cache=room,
-            kv_lens=kv_lens,
-            window=(-1, -1) if self.window is None else self.window,
-            softcap=self.softcap,
-            sinks=getattr(self, "sinks", None),
-            alibi_slopes=self._alibi_slopes(query),
-            head_map=self.head_map,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scale,
-            **inputs,
-        )
-        if cache is not None:
-            cache.commit(key.size(2), kv_lens)
-        return result
+        with unchanged_on_error(cache):
+            result = ops.attend(
+                query,
+                key,
+                value,
+                rope=None if self.rope is None else self.rope.settings,
+                cache=None if cache is None else cache.reserve(key, value),
+                kv_lens=kv_lens,
+                window=(-1, -1) if self.window is None else self.window,
+                softcap=self.softcap,
+                sinks=getattr(self, "sinks", None),
+                alibi_slopes=self._alibi_slopes(query),
+                head_map=self.head_map,
+                dropout_p=self.dropout if self.training else 0.0,
+                scale=self.scale,
+                need_weights=need_weights,
+                **inputs,
+            )
+            if cache is not None:
+                cache.commit(key.size(2), kv_lens)
+            if not need_weights:
+                return self._output(result)
+            out, weights = result
+            return self._output(out), weights
+
+    def _output(self, joined: Tensor) -> Tensor:
+        """What follows the heads, joined [B, L, Hq * D]."""
+        return joined
 
     def _alibi_slopes(self, like: Tensor) -> Tensor | None:
         """[Hq], made of numbers each time: nothing in the state dict, nothing that `.to(bfloat16)` rounds."""
@@ -130,23 +139,18 @@ class ContextAttention(NativeAttention):
         reject_keywords(unknown)
         self._check(x, context, value_context, cache, positions)
         query, key, value = self._heads(x, context, value_context)
-        with unchanged_on_error(cache):
-            result = self._attend(
-                query,
-                key,
-                value,
-                cache,
-                kv_lens,
-                positions=positions,
-                cross=context is not None,
-                mask=mask,
-                causal=(self.causal and context is None) if causal is None else causal,
-                need_weights=need_weights,
-            )
-            if not need_weights:
-                return self._output(result)
-            out, weights = result
-            return self._output(out), weights
+        return self._attend(
+            query,
+            key,
+            value,
+            cache,
+            kv_lens,
+            need_weights,
+            positions=positions,
+            cross=context is not None,
+            mask=mask,
+            causal=(self.causal and context is None) if causal is None else causal,
+        )
 
     def project(
         self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
@@ -183,9 +187,6 @@ class ContextAttention(NativeAttention):
             split_heads(project(self.k_proj, context), self.num_kv_heads),
             split_heads(project(self.v_proj, value_context), self.num_kv_heads),
         )
-
-    def _output(self, joined: Tensor) -> Tensor:
-        return joined
 
     @property
     def out_dim(self) -> int:

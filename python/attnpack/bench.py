@@ -22,6 +22,7 @@ import torch
 from . import _C, __version__
 from .bench_cases import SECTIONS, Case, cases
 from .bench_peers import PEERS, Call, make_inputs, ours
+from .memory import resident_bytes
 from .progress import progress
 
 ROUND_SECONDS = 2.0  # of one case, all peers together; at least MIN_ROUNDS rounds whatever they take
@@ -94,20 +95,15 @@ def _with_backward(call: Call, leaves: tuple[torch.Tensor, ...], grad: torch.Ten
 
 def _peak_bytes(call: Call) -> int | None:
     """How far one call raises the resident memory of this process; None where Linux does not tell."""
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed does not count as there already
-        reset.write_text("5")  # forgets the peak so far
-        before = _status_bytes(status, "VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        before = resident_bytes("VmRSS")
         call()
-        return max(0, _status_bytes(status, "VmHWM") - before)
+        return max(0, resident_bytes("VmHWM") - before)
     except (OSError, AttributeError):
         return None
-
-
-def _status_bytes(status: Path, field: str) -> int:
-    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(field))
 
 
 def format_table(limits: tuple[float, float], results: list[Result], peers: list[str]) -> str:

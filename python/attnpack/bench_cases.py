@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
+from .generate import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COLD_BYTES = 96 << 20  # of keys and values: more than a last-level cache holds
 WARM_BYTES = 1 << 20  # stays in the cache of a core
 

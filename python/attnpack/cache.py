@@ -7,7 +7,7 @@ raises, the cache is as it was. B batch, Hkv kv heads, D head dim, Dv head dim o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -318,13 +318,10 @@ class ModelCache:
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
         """Takes every layer back to where it was, should the body raise."""
-        before = [layer.lengths.clone() for layer in self.layers]
-        try:
+        with ExitStack() as layers:
+            for layer in self.layers:
+                layers.enter_context(layer.all_or_none())
             yield
-        except BaseException:
-            for layer, lengths in zip(self.layers, before, strict=True):
-                layer.take_back(lengths)
-            raise
 
     @contextmanager
     def lent(self) -> Iterator[cpp.ModelCache]:

@@ -64,8 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench = _command(commands, "bench", _bench, "time attention beside this machine's limits and its peers", example)
     bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")
     bench.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=["fp32", "bf16"])
-    peers = ("sdpa", "packed", "flex", "onnxruntime")
-    bench.add_argument("--peers", nargs="*", choices=peers, default=["sdpa", "packed"], help="[sdpa packed]")
+    peers = "sdpa packed flex onnxruntime"
+    bench.add_argument("--peers", nargs="*", metavar="PEER", default=["sdpa", "packed"], help=f"{peers} [sdpa packed]")
     bench.add_argument("--threads", type=_positive, metavar="N", help="of torch [as torch takes]")
     bench.add_argument("--quick", action="store_true", help="fewer and smaller cases, less time for each")
     bench.add_argument("--out", type=Path, metavar="PNG", help="also draw a roofline")
@@ -103,10 +103,12 @@ def _generate(args: argparse.Namespace) -> None:
 def _bench(args: argparse.Namespace) -> None:
     from . import bench
     from .bench_cases import SECTIONS
+    from .bench_peers import PEERS
 
-    for section in args.sections:
-        if section not in SECTIONS:
-            raise ValueError(f"SECTION is {section!r}, wants one of {', '.join(SECTIONS)}")
+    for kind, given, known in (("SECTION", args.sections, SECTIONS), ("PEER", args.peers, PEERS)):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{kind} is {name!r}, wants one of {', '.join(known)}")
     bench.main(args)
 
 

@@ -16,18 +16,26 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def project(layer: nn.Module, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
     """layer(x). A plain ``nn.Linear`` that nobody watches goes through ``attnpack.ops.linear`` without gradients: a
     subclass of ours would do the same, but quantisers and LoRA look for that very type."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _is_plain(layer):
-        return layer(x)
-    return linear(x, layer.weight, layer.bias)
+    if _only_values() and _is_plain(layer) and _are_plain(x, layer.weight):
+        return ops.linear(x, layer.weight, layer.bias)
+    return layer(x)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input [..., in] times weight [out, in] plus bias [out]; what is not a plain tensor (a quantised weight, say) and
     what is compiled goes to torch's linear, which knows it."""
-    plain = type(weight) in (Tensor, nn.Parameter) and type(input) is Tensor
-    if not plain or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return F.linear(input, weight, bias)
-    return ops.linear(input, weight, bias)
+    if _only_values() and _are_plain(input, weight):
+        return ops.linear(input, weight, bias)
+    return F.linear(input, weight, bias)
+
+
+def _only_values() -> bool:
+    """No gradients to record and no graph to trace."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+
+
+def _are_plain(input: Tensor, weight: Tensor) -> bool:
+    return type(weight) in (Tensor, nn.Parameter) and type(input) is Tensor
 
 
 def _is_plain(layer: nn.Module) -> bool:

@@ -99,11 +99,11 @@ class ProjectedAttention(NativeAttention):
             value,
             cache,
             kv_lens,
+            need_weights,
             positions=positions,
             cross=cache is None and q.size(1) != k.size(1),
             mask=mask,
             causal=self.causal if causal is None else causal,
-            need_weights=need_weights,
         )
 
     def project(
