@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <attnpack/ops/cpu/attention_units.h>
+#include <attnpack/ops/cpu/isa_table.h>
 
 using namespace attnpack;
 
@@ -268,22 +269,7 @@ void few_rows(const char* isa, const Kernels& kernels, int64_t n) {
 
 int main(int count, char** arguments) {
   const int64_t problems = count > 1 ? std::atoll(arguments[1]) : 100;
-  const struct {
-    const char* name;
-    bool present;
-    Kernels kernels;
-  } isas[] = {
-      {"baseline", true, ATTNPACK_KERNELS(baseline)},
-#if defined(__x86_64__)
-      {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"),
-       ATTNPACK_KERNELS(avx2)},
-      {"avx512",
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq"),
-       ATTNPACK_KERNELS(avx512)},
-#endif
-  };
-  for (const auto& isa : isas) {
+  for (const Isa& isa : kIsas) {
     if (!isa.present) {
       std::printf("%s: not on this CPU\n", isa.name);
       continue;

@@ -1,6 +1,6 @@
 #include <sched.h>
 
-#include <attnpack/ops/cpu/isa/tile.h>
+#include <attnpack/ops/cpu/isa/softmax.h>
 
 // Backward (Dao et al. 2022, algorithm 4): probabilities are recomputed from lse, tile by tile. With P the
 // probabilities, D = rowsum(dO * O) - dlse and dS = P * (dO V^T - D):  dV = P^T dO,  dQ = scale dS K,  dK = scale dS^T
@@ -150,13 +150,8 @@ class Backward {
     A *s = w_.scores + r * w_.block, *g = w_.grad_scores + r * w_.block;
     A* cap = p_.softcap > 0 ? w_.cap : nullptr;
     finish_scores<A>(p_, b_, row, begin, count, s, cap);
-    const A factor = scale_left<A>(p_);
     const int64_t whole = (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
-    const Vec<A> excluded = broadcast(A(-0.0));
-    for (int64_t j = 0; j < whole; j += kLanes<A>) {
-      const Vec<A> x = load<A>(s + j);
-      store<A>(s + j, x == A(-kInfinity) ? excluded : exp(x * factor - w_.lse[r]));
-    }
+    exponentials_of_row(s, whole, scale_left<A>(p_), w_.lse[r]);
     if (p_.dropout_p > 0)
       drop_row(row, begin, count, s, g, w_.delta[r]);
     else

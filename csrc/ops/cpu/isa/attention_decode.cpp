@@ -103,11 +103,7 @@ class DecodeRange {
  private:
   template <bool Skip>
   void attend(Range keys) {
-    for (int64_t r = 0; r < kTileQueryRows; ++r) {
-      w_.max[r] = A(-kInfinity);
-      w_.sum[r] = 0;
-    }
-    for (int64_t i = 0; i < tile_.count * w_.value_width; ++i) w_.out[i] = 0;
+    start(state_, tile_.count);
     for (int64_t begin = keys.begin; begin < keys.end; begin += kBlock) {
       const int64_t count = smaller(kBlock, keys.end - begin);
       const S* k = at<S>(p_.key, p_.key_strides, b_, kv_head_, begin);
@@ -141,7 +137,7 @@ class DecodeRange {
     A* s = w_.scores + first * kBlock;
     dot_products<S, A, Rows>(w_.query + first * w_.query_width, w_.query_width, k, p_.key_strides.row, count,
                              p_.head_dim, kAhead * p_.key_strides.row, s, kBlock);
-    softmax_rows(first, Rows, begin, count);
+    softmax_rows<A>(p_, b_, tile_, state_, first, Rows, begin, count);
     add_values<S, A, Rows, Skip>(s, v, p_.value_strides.row, count, p_.v_head_dim, w_.out + first * w_.value_width,
                                  w_.value_width);
   }
@@ -164,28 +160,15 @@ class DecodeRange {
     gemm<A>(false, count, tile_.count, p_.head_dim, keys, {w_.query_panels, kPanel<A>, kPanel<A> * p_.head_dim},
             w_.scores_t, width, false);
     transpose(w_.scores_t, width, count, tile_.count, w_.scores, kBlock);
-    for (int64_t r = 0; r < tile_.count; r += kSoftmaxRows<A>)
-      softmax_rows(r, smaller(kSoftmaxRows<A>, tile_.count - r), begin, count);
+    softmax_rows<A>(p_, b_, tile_, state_, 0, tile_.count, begin, count);
     gemm<A>(Skip, tile_.count, w_.value_width, count, {w_.scores, kBlock, 1}, values, w_.out, w_.value_width, true);
-  }
-
-  void softmax_rows(int64_t first, int64_t rows, int64_t begin, int64_t count) {
-    A* s = w_.scores + first * kBlock;
-    const Row* row = tile_.rows + first;
-    for (int64_t r = 0; r < rows; ++r) finish_scores<A>(p_, b_, row[r], begin, count, s + r * kBlock);
-    const int64_t whole = (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
-    A factor[kSoftmaxRows<A>];
-    online_softmax<A>(s, kBlock, rows, whole, scale_left<A>(p_), w_.max + first, w_.sum + first, factor);
-    for (int64_t r = 0; r < rows; ++r) {
-      if (p_.dropout_p > 0) drop<A>(p_, b_, row[r], begin, count, s + r * kBlock);
-      if (factor[r] != 1) multiply_row(w_.out + (first + r) * w_.value_width, w_.value_width, factor[r]);
-    }
   }
 
   const AttentionParams& p_;
   int64_t b_, kv_head_;
   Arena arena_;
   Scratch<S, A> w_;
+  const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, kBlock, w_.value_width};
   RowTile tile_;
 };
 

@@ -53,11 +53,7 @@ class PrefillTile {
   }
 
   void attend(bool skip_excluded) {
-    for (int64_t r = 0; r < kTileQueryRows; ++r) {
-      w_.max[r] = A(-kInfinity);
-      w_.sum[r] = 0;
-    }
-    for (int64_t i = 0; i < tile_.count * w_.value_width; ++i) w_.out[i] = 0;
+    start(state_, tile_.count);
     for (int64_t begin = tile_.keys.begin / w_.block * w_.block; begin < tile_.keys.end; begin += w_.block)
       attend_block(begin, smaller(w_.block, tile_.keys.end - begin), skip_excluded);
   }
@@ -68,8 +64,7 @@ class PrefillTile {
     const A* values = w_.values + slot * w_.block * w_.value_width;
     gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, p_.head_dim, 1},
             {keys, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false);
-    for (int64_t r = 0; r < tile_.count; r += kSoftmaxRows<A>)
-      softmax_rows(r, smaller(kSoftmaxRows<A>, tile_.count - r), begin, count);
+    softmax_rows<A>(p_, b_, tile_, state_, 0, tile_.count, begin, count);
     gemm<A>(skip_excluded, tile_.count, w_.value_width, count, {w_.scores, w_.block, 1},
             {values, kPanel<A>, kPanel<A> * w_.block}, w_.out, w_.value_width, true);
   }
@@ -82,23 +77,11 @@ class PrefillTile {
                    w_.values + slot * w_.block * w_.value_width, w_.block);
   }
 
-  void softmax_rows(int64_t first, int64_t rows, int64_t begin, int64_t count) {
-    A* s = w_.scores + first * w_.block;
-    const Row* row = tile_.rows + first;
-    for (int64_t r = 0; r < rows; ++r) finish_scores<A>(p_, b_, row[r], begin, count, s + r * w_.block);
-    const int64_t whole = (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
-    A factor[kSoftmaxRows<A>];
-    online_softmax<A>(s, w_.block, rows, whole, scale_left<A>(p_), w_.max + first, w_.sum + first, factor);
-    for (int64_t r = 0; r < rows; ++r) {
-      if (p_.dropout_p > 0) drop<A>(p_, b_, row[r], begin, count, s + r * w_.block);
-      if (factor[r] != 1) multiply_row(w_.out + (first + r) * w_.value_width, w_.value_width, factor[r]);
-    }
-  }
-
   const AttentionParams& p_;
   int64_t b_, kv_head_;
   Arena arena_;
   Scratch<S, A> w_;
+  const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, w_.block, w_.value_width};
   RowTile tile_;
 };
 

@@ -74,10 +74,4 @@ ATTNPACK_DECLARE_ISA(avx512)
 #endif
 #undef ATTNPACK_DECLARE_ISA
 
-// The table of one of them.
-#define ATTNPACK_KERNELS(isa)                                                             \
-  {isa::prefill_scratch, isa::prefill,          isa::decode_scratch, isa::decode,         \
-   isa::merge,           isa::backward_scratch, isa::backward,       isa::linear_scratch, \
-   isa::linear_rows,     isa::rms_norm_rows,    isa::multiply_adds,  isa::read_through}
-
 }  // namespace attnpack

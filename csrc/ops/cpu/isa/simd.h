@@ -10,7 +10,8 @@
 #if defined(__clang__) || __GNUC__ >= 12
 #define ATTNPACK_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define ATTNPACK_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, typename LaneNumbers<sizeof((a)[0])>::type{__VA_ARGS__})
+// A comparison has the type of the numbers that name lanes.
+#define ATTNPACK_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, decltype((a) == (b)){__VA_ARGS__})
 #endif
 
 // Vectors of the widest kind that this instruction set has, by the compilers' vector extensions: the same source gives
@@ -45,17 +46,6 @@ template <>
 struct VectorTypes<double> {
   typedef double Real __attribute__((vector_size(kVectorBytes)));
   typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
-};
-
-template <int Bytes>
-struct LaneNumbers;  // of a vector of four, for compilers without __builtin_shufflevector
-template <>
-struct LaneNumbers<4> {
-  typedef int32_t type __attribute__((vector_size(16)));
-};
-template <>
-struct LaneNumbers<8> {
-  typedef int64_t type __attribute__((vector_size(32)));
 };
 
 template <class T>
@@ -149,24 +139,10 @@ inline void store_one(Float16* p, float x) {
   p->bits = static_cast<uint16_t>(half | sign);
 }
 
-// The lanes folded into one number: the upper half onto the lower one, until one is left.
-template <class T, class Fold>
-inline T fold_lanes(Vec<T> v, Fold&& fold) {
-  T x[kLanes<T>];
-  store(x, v);
-  for (int width = kLanes<T> / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) x[i] = fold(x[i], x[i + width]);
-  return x[0];
-}
-
 // Shuffles by a rule: lane p of the result is lane Rule::lane(p) of a, followed by b.
 template <class T, class Rule, int... Lane>
 inline Vec<T> shuffle_by(Vec<T> a, Vec<T> b, std::integer_sequence<int, Lane...>) {
-#if defined(__clang__) || __GNUC__ >= 12
-  return __builtin_shufflevector(a, b, Rule::lane(Lane)...);
-#else
-  return __builtin_shuffle(a, b, typename VectorTypes<T>::Int{Rule::lane(Lane)...});
-#endif
+  return ATTNPACK_SHUFFLE(a, b, Rule::lane(Lane)...);
 }
 
 // The first (Half 0) or second halves of groups of Group lanes, one of a and one of b in turn.
@@ -202,7 +178,7 @@ inline Vec<T> fold_groups(Vec<T>* v, Fold fold) {
   }
 }
 
-// out[i] = fold_lanes(v[i]) for Count vectors, a power of two; v is used up.
+// out[i] is what the lanes of v[i] fold to, for Count vectors, a power of two; v is used up.
 template <class T, int Count, class Fold>
 inline void fold_each(Vec<T>* v, T* out, Fold fold) {
   constexpr int kTogether = Count < kLanes<T> ? Count : kLanes<T>, kStep = kLanes<T> / kTogether;
@@ -213,7 +189,13 @@ inline void fold_each(Vec<T>* v, T* out, Fold fold) {
   }
 }
 
-// Folds: of numbers, or of vectors lane by lane. The larger one may drop a NaN (the sum of exponentials carries it).
+// The lanes of one vector, folded.
+template <class T, class Fold>
+inline T fold_lanes(Vec<T> v, Fold fold) {
+  return fold_groups<T, 1, kLanes<T>>(&v, fold)[0];
+}
+
+// Folds of vectors, lane by lane. The larger one may drop a NaN (the sum of exponentials carries it).
 struct Add {
   template <class V>
   V operator()(V a, V b) const {

@@ -40,6 +40,16 @@ inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
   }
 }
 
+// The same for a row of count scores, whole vectors; returns their sum, lane by lane.
+template <class T>
+inline Vec<T> exponentials_of_row(T* s, int64_t count, T scale, T max) {
+  Vec<T> total{};
+  int64_t j = 0;
+  for (; j + 4 * kLanes<T> <= count; j += 4 * kLanes<T>) exponentials<4>(s + j, scale, max, total);
+  for (; j < count; j += kLanes<T>) exponentials<1>(s + j, scale, max, total);
+  return total;
+}
+
 // Blocks of scores of up to kSoftmaxRows rows, lds apart and still to be multiplied with scale > 0 -> exp(score - max),
 // in place; -inf (excluded) -> -0.0. Raises max and sum; factor is what earlier results of a row are to be multiplied
 // with. count: whole vectors, padded with -inf. max, sum and factor hold kSoftmaxRows numbers.
@@ -55,15 +65,8 @@ inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T sca
     store<T>(factor + r, raised == old ? broadcast(T(1)) : exp(old - raised));
     store<T>(max + r, raised);
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    T* row = s + r * lds;
-    const T top = max[r];
-    int64_t j = 0;
-    of_row[r] = Vec<T>{};
-    for (; j + 4 * kLanes<T> <= count; j += 4 * kLanes<T>) exponentials<4>(row + j, scale, top, of_row[r]);
-    for (; j < count; j += kLanes<T>) exponentials<1>(row + j, scale, top, of_row[r]);
-  }
-  for (int64_t r = rows; r < kSoftmaxRows<T>; ++r) of_row[r] = Vec<T>{};
+  for (int64_t r = 0; r < kSoftmaxRows<T>; ++r)
+    of_row[r] = r < rows ? exponentials_of_row(s + r * lds, count, scale, max[r]) : Vec<T>{};
   fold_each<T, kSoftmaxRows<T>>(of_row, folded, Add());
   for (int64_t r = 0; r < kSoftmaxRows<T>; r += kLanes<T>)
     store<T>(sum + r, load<T>(sum + r) * load<T>(factor + r) + load<T>(folded + r));
@@ -81,6 +84,42 @@ inline void drop(const AttentionParams& p, int64_t b, const Row& row, int64_t be
   for (int64_t j = 0; j < count; ++j)
     if (!(probs[j] == 0 && __builtin_signbit(probs[j])))
       probs[j] = dropped(p, b, row, begin + j) ? T(0) : probs[j] * keep;
+}
+
+// What a tile of rows has at hand while it goes through its keys, for kTileQueryRows rows.
+template <class T>
+struct RowState {
+  T *scores, *out, *max, *sum;
+  int64_t scores_ld, out_ld;
+};
+
+template <class T>
+inline void start(const RowState<T>& state, int64_t rows) {
+  for (int64_t r = 0; r < kTileQueryRows; ++r) {
+    state.max[r] = T(-kInfinity);
+    state.sum[r] = 0;
+  }
+  for (int64_t i = 0; i < rows * state.out_ld; ++i) state.out[i] = 0;
+}
+
+// Products of rows [first, first + rows) with keys [begin, begin + count) -> probabilities, still to be divided by the
+// sum; what the rows have gathered so far is brought to their new maximum.
+template <class T>
+inline void softmax_rows(const AttentionParams& p, int64_t b, const RowTile& tile, const RowState<T>& state,
+                         int64_t first, int64_t rows, int64_t begin, int64_t count) {
+  const int64_t end = first + rows, whole = (count + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+  for (; first < end; first += kSoftmaxRows<T>) {
+    const int64_t some = smaller(kSoftmaxRows<T>, end - first);
+    T* s = state.scores + first * state.scores_ld;
+    const Row* row = tile.rows + first;
+    for (int64_t r = 0; r < some; ++r) finish_scores<T>(p, b, row[r], begin, count, s + r * state.scores_ld);
+    T factor[kSoftmaxRows<T>];
+    online_softmax<T>(s, state.scores_ld, some, whole, scale_left<T>(p), state.max + first, state.sum + first, factor);
+    for (int64_t r = 0; r < some; ++r) {
+      if (p.dropout_p > 0) drop<T>(p, b, row[r], begin, count, s + r * state.scores_ld);
+      if (factor[r] != 1) multiply_row(state.out + (first + r) * state.out_ld, state.out_ld, factor[r]);
+    }
+  }
 }
 
 // out = values / sum and lse = max + log(sum), the head's sink taken in; no key at all gives 0 and -inf or the sink.

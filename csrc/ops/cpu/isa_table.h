@@ -1,0 +1,34 @@
+#pragma once
+
+#include <attnpack/ops/cpu/isa/kernels.h>
+
+// Every instruction set that is built, and whether this CPU has it. Nothing of torch.
+namespace attnpack {
+
+#define ATTNPACK_KERNELS(isa)                                                             \
+  {isa::prefill_scratch, isa::prefill,          isa::decode_scratch, isa::decode,         \
+   isa::merge,           isa::backward_scratch, isa::backward,       isa::linear_scratch, \
+   isa::linear_rows,     isa::rms_norm_rows,    isa::multiply_adds,  isa::read_through}
+
+struct Isa {
+  const char* name;
+  bool present;
+  Kernels kernels;
+};
+
+// From the plainest to the widest.
+inline const Isa kIsas[] = {
+    {"baseline", true, ATTNPACK_KERNELS(baseline)},
+#if defined(__x86_64__)
+    {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"),
+     ATTNPACK_KERNELS(avx2)},
+    {"avx512",
+     __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq"),
+     ATTNPACK_KERNELS(avx512)},
+#endif
+};
+
+#undef ATTNPACK_KERNELS
+
+}  // namespace attnpack
