@@ -259,9 +259,9 @@ def test_the_trained_length_is_the_checkpoints(tmp_path):
     ("rope", "words"),
     [
         ({"rope_type": "proportional"}, ("rope_type 'proportional'", "'llama3'")),
-        ({"rope_type": "yarn", "factor": "4"}, ("rope_parameters", "factor is '4'", "a number")),
-        ({"rope_type": "longrope", "short_factor": [1.0]}, ("rope_parameters", "0 numbers as long_factor")),
-        ({"rope_type": "llama3", "factor": 2.0, "mrope_section": [1]}, ("rope_parameters", "'mrope_section'")),
+        ({"rope_type": "yarn", "factor": "4"}, ("scaling: factor is '4'", "a number")),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, ("scaling: got 1 numbers as short_factor, want 4",)),
+        ({"rope_type": "llama3", "factor": 2.0, "mrope_section": [1]}, ("scaling: got 'mrope_section'",)),
         ({"rope_type": "yarn", "original_max_position_embeddings": "4"}, ("original_max_position_embeddings", "'4'")),
     ],
 )

@@ -180,6 +180,11 @@ def _model_config(path: Path, config: dict[str, Any], max_positions: int | None)
     num_heads = need("num_attention_heads")
     positions = min(need("max_position_embeddings"), max_positions or math.inf)
     base, scaling = _rope(path, config)
+    head_dim = need("head_dim", 128 if model_type == "qwen3" else need("hidden_size") // num_heads)
+    try:
+        RotaryEmbedding(head_dim, base=base, scaling=scaling)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: RoPE in config.json: {str(error).removeprefix('attnpack: ')}") from None
     bias = {"mistral": False, "qwen2": True}.get(model_type, bool(config.get("attention_bias")))
     return {
         "vocab_size": need("vocab_size"),
@@ -187,7 +192,7 @@ def _model_config(path: Path, config: dict[str, Any], max_positions: int | None)
         "num_layers": need("num_hidden_layers"),
         "num_heads": num_heads,
         "num_kv_heads": need("num_key_value_heads", num_heads),
-        "head_dim": need("head_dim", 128 if model_type == "qwen3" else need("hidden_size") // num_heads),
+        "head_dim": head_dim,
         "hidden_dim": need("intermediate_size"),
         "max_positions": positions,
         "rope_base": base,
@@ -265,10 +270,6 @@ def _scaling(path: Path, source: str, kind: str, rope: dict[str, Any], config: d
     scaling |= {"rope_type": kind, "original_max_position_embeddings": trained}
     if kind in ("yarn", "longrope") and "factor" not in scaling:
         scaling["factor"] = longest / _number(path, f"original_max_position_embeddings of {source}", trained)
-    try:
-        RotaryEmbedding(2 * max(2, len(rope.get("long_factor") or ())), scaling=scaling)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {source} in config.json: {str(error).removeprefix('attnpack: scaling: ')}") from None
     return scaling
 
 
