@@ -65,12 +65,16 @@ class SafetensorsFile:
         self.entries = header
         self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
 
+    def dtype(self, name: str) -> torch.dtype:
+        """As the tensor is stored."""
+        stored = self.entries[name]["dtype"]
+        if stored not in _DTYPES:
+            raise ValueError(f"{self.path}: tensor {name} is {stored}; readable are {', '.join(_DTYPES)}")
+        return _DTYPES[stored]
+
     def chunks(self, name: str):
         """The tensor's elements in order, as 1-D tensors of its stored dtype."""
-        entry = self.entries[name]
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{self.path}: tensor {name} is {entry['dtype']}; readable are {', '.join(_DTYPES)}")
-        dtype = _DTYPES[entry["dtype"]]
+        entry, dtype = self.entries[name], self.dtype(name)
         remaining = math.prod(entry["shape"])
         with self.path.open("rb") as file:
             file.seek(self.start + entry["data_offsets"][0])
