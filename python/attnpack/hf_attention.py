@@ -32,6 +32,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # [Hq]
     position_bias: Tensor | None = None,  # [1 or B, Hq, Lq, Lkv]
+    indices: Tensor | None = None,  # [B, Lq, n]
     output_attentions: bool | None = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -44,6 +45,7 @@ def attention_forward(
         scaling: default 1 / sqrt(D).
         s_aux: one logit a head that joins the softmax denominator only.
         position_bias: added to the scores.
+        indices: the keys that each query may attend, where a model selects them (DeepSeek-V3.2's sparse attention).
         output_attentions: also return the probabilities, before dropout.
 
     Returns:
@@ -58,6 +60,8 @@ def attention_forward(
         ranges, mask = _NO_RANGES._replace(causal=bool(causal) and query.size(2) > 1), None
     else:
         ranges, mask = _split(attention_mask)
+    if indices is not None:
+        mask = _selected(indices, key.size(2), mask)
     if position_bias is not None:
         mask = _biased(position_bias, mask)
     if query.size(0) != key.size(0):
@@ -85,7 +89,7 @@ def _refuse(others: dict[str, Any], attention_mask: Tensor | None) -> None:
             continue
         fix = "pass position_ids instead" if name in _PACKED else 'call model.set_attn_implementation("eager")'
         raise ValueError(
-            f"attnpack: {name}: got {type(value).__name__}, which attnpack's attention does not honour; want None: {fix}"
+            f"attnpack: {name}: got {type(value).__name__}, which attnpack cannot honour; want None: {fix}"
         )
 
 
@@ -99,6 +103,19 @@ def _split(mask: Tensor) -> tuple[Ranges, Tensor | None]:
             "padding [batch, kv_len] goes to the model, not to its attention"
         )
     return _NO_RANGES, mask
+
+
+def _selected(
+    indices: Tensor,  # [B, Lq, n]
+    kv_len: int,
+    mask: Tensor | None,
+) -> Tensor:
+    """`mask` for the selected keys alone, [B, 1, Lq, Lkv]."""
+    chosen = torch.zeros(*indices.shape[:2], kv_len, dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask is None:
+        return chosen
+    return chosen & mask if mask.dtype == torch.bool else torch.where(chosen, mask, -torch.inf)
 
 
 def _biased(

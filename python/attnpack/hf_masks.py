@@ -1,8 +1,8 @@
 """The mask function that transformers calls under the name "attnpack", and the mask that it makes.
 
-transformers describes a mask by a function of positions and a padding mask [B, keys]. Where that is a causal or windowed
-pattern the operator takes it as ranges and skips what they exclude; everything else becomes a bool mask, built once and
-only if somebody reads it. B batch, Lq / Lkv lengths of queries and keys.
+transformers describes a mask by a function of positions and a padding mask [B, keys]. Where that is causality, a window
+or both, the operator takes it as ranges and skips what they exclude; everything else becomes a bool mask, built once
+and only if somebody reads it. B batch, Lq / Lkv lengths of queries and keys.
 """
 
 from __future__ import annotations
@@ -121,21 +121,20 @@ def _ranges(
         # The length of a static cache. Reading it is free on the CPU and would wait for any other device.
         q_offset = int(q_offset) if q_offset.device.type == "cpu" else q_offset.reshape(-1).expand(batch)
     q_offset = q_offset - kv_offset
-    kv_lens, key_mask = _padding(padding, kv_len, kv_offset)
+    kv_lens, key_mask = _padding(padding, batch, kv_len, kv_offset)
     return Ranges(causal, window, q_offset, kv_lens, key_mask)
 
 
-def _padding(padding: Tensor | None, kv_len: int, kv_offset: int) -> tuple[Tensor | None, Tensor | None]:
+def _padding(padding: Tensor | None, batch: int, kv_len: int, kv_offset: int) -> tuple[Tensor | None, Tensor | None]:
     """(kv_lens, key_mask) of the keys at kv_offset..: lengths where all padding is on the right, else a mask."""
     if padding is None:
         return None, None
     valid = padding[:, kv_offset : kv_offset + kv_len].bool()
-    if valid.all():
-        # Keys past the end of the padding mask are not there yet.
-        seen = valid.size(1)
-        return (None if seen == kv_len else torch.full((valid.size(0),), seen, device=valid.device)), None
+    if valid.size(1) == kv_len and valid.all():
+        return None, None
     if (valid[:, 1:] <= valid[:, :-1]).all():
-        return valid.sum(1), None
+        return valid.sum(1).expand(batch), None
+    # Keys past the end of the padding mask are not there yet.
     return None, torch.nn.functional.pad(valid, (0, kv_len - valid.size(1)))[:, None, None]
 
 
