@@ -27,6 +27,7 @@ SIZES = {
     "num_heads": 4,
     "num_key_value_heads": 2,
     "sliding_window": 6,
+    "num_kv_shared_layers": 0,
     "rotary_dim": 4,
     "image_size": 32,
     "patch_size": 8,
@@ -37,17 +38,26 @@ SIZES = {
 }
 
 DECODERS = """
-    afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cwm diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4
-    exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite
-    granite_swa granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jais2 jetmoe llama llama4_text
-    mimo_v2_flash minimax_m2 ministral mistral mixtral modernbert-decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe
-    opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma
+    afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 ctrl cwm diffllama doge dots1 ernie4_5 ernie4_5_moe
+    exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox
+    gpt_oss granite granite_swa granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jais2 jetmoe lfm2
+    llama llama4_text mimo_v2_flash minimax minimax_m2 ministral mistral mixtral modernbert-decoder moshi nanochat
+    nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
+    smollm3 stablelm starcoder2 vaultgemma
 """.split()
-# Latent attention: one kv head a query head, as these configurations call it.
-LATENT = "deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu".split()
-ENCODERS = "bert camembert data2vec-text electra ernie roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl".split()
-ENCODER_DECODERS = "bart bigbird_pegasus blenderbot marian mbart pegasus plbart t5".split()
-VISION = "vit deit dinov2".split()
+# Latent attention, some of it over selected keys only.
+LATENT = """
+    axk1 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa hy_v4 longcat_flash minicpm3 youtu
+""".split()
+ENCODERS = """
+    albert bert camembert data2vec-text distilbert electra ernie esm eurobert gte jina_embeddings_v3 layoutlm mobilebert
+    modernbert nomic_bert roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl
+""".split()
+ENCODER_DECODERS = """
+    bart blenderbot blenderbot-small longt5 m2m_100 marian mbart mt5 nllb-moe pegasus pegasus_x plbart
+    switch_transformers t5 umt5
+""".split()
+VISION = "dinov2 dinov2_with_registers ijepa vit vit_msn".split()
 FAMILIES = [*DECODERS, *LATENT, *ENCODERS, *ENCODER_DECODERS, *VISION]
 
 _KINDS = [
@@ -70,23 +80,26 @@ def make_config(family: str, **changes):
     taken = set(inspect.signature(kind.__init__).parameters)
     for base in kind.__mro__:
         taken |= set(getattr(base, "__annotations__", ()))
-    sizes = SIZES | ({"num_key_value_heads": 4} if family in LATENT else {})
+    # Latent attention has a kv head for every query head; 4 selected keys are fewer than the prompts have.
+    sizes = SIZES | ({"num_key_value_heads": 4, "index_topk": 4} if family in LATENT else {})
     # An alias is left to the name that it stands for, where that is there.
     sizes = {name: size for name, size in sizes.items() if kind.attribute_map.get(name, "") not in sizes}
     return kind(**{name: size for name, size in sizes.items() if name in taken | set(kind.attribute_map)} | changes)
 
 
-def make_model(family: str, **changes):
-    """A model in evaluation mode, whose biases and norms are not trivial and whose scores are not all alike."""
+def make_model(family: str, spread: float = 0.1, **changes):
+    """A model in evaluation mode. `spread` is added to its weights, so that biases and norms are not trivial and scores
+    not all alike; with 0 they are as transformers draws them."""
     torch.manual_seed(0)
     config = make_config(family, **changes)
     model = _kind(family)[type(config)]._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.add_(spread * torch.randn_like(parameter))
     if hasattr(model, "generation_config") and model.generation_config is not None:
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
+        model.generation_config.decoder_start_token_id = 1
     return model
 
 

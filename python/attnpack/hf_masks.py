@@ -48,7 +48,7 @@ class LazyMask(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
-            raise TypeError(
+            raise ValueError(  # a TypeError would end as torch's "unsupported operand"
                 'attnpack: this model adds its mask to scores of its own, so attn_implementation="attnpack" does not '
                 'reach its attention; call model.set_attn_implementation("eager")'
             )
