@@ -23,6 +23,9 @@ SIZES = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "num_decoder_layers", "type_vocab_size"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    # As the testers of transformers set them where the default does not suit a model so narrow.
+    **dict.fromkeys(("initializer_range", "embedding_initializer_range"), 0.02),
+    "initializer_factor": 0.002,
     "vocab_size": VOCABULARY,
     "num_heads": 4,
     "num_key_value_heads": 2,
@@ -129,10 +132,20 @@ def inputs(family: str, mask: torch.Tensor) -> dict[str, torch.Tensor]:
 def logits(model, family: str, implementation: str, mask: torch.Tensor) -> torch.Tensor:
     """[rows, classes] of the real tokens."""
     model.set_attn_implementation(implementation)
-    out = model(**_cast(inputs(family, mask), model.dtype)).logits
-    if out.shape[:2] == mask.shape:
-        return out[mask.bool()]
-    return out.flatten(0, -2)
+    return _real_tokens(model(**_cast(inputs(family, mask), model.dtype)).logits, mask)
+
+
+@torch.no_grad()
+def states(model, family: str, implementation: str, mask: torch.Tensor) -> torch.Tensor:
+    """The last hidden states [rows, hidden_size] of the real tokens."""
+    model.set_attn_implementation(implementation)
+    out = model(**_cast(inputs(family, mask), model.dtype), output_hidden_states=True)
+    hidden = out.decoder_hidden_states if family in ENCODER_DECODERS else out.hidden_states
+    return _real_tokens(hidden[-1], mask)
+
+
+def _real_tokens(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return out[mask.bool()] if out.shape[:2] == mask.shape else out.flatten(0, -2)
 
 
 def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
