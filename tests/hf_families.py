@@ -67,7 +67,7 @@ _KINDS = [
     (DECODERS, auto.MODEL_FOR_CAUSAL_LM_MAPPING),
     (LATENT, auto.MODEL_FOR_CAUSAL_LM_MAPPING),
     (ENCODERS, auto.MODEL_FOR_MASKED_LM_MAPPING),
-    (ENCODER_DECODERS, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+    ([*ENCODER_DECODERS, "bigbird_pegasus"], auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
     (VISION, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING),
 ]
 
@@ -158,3 +158,16 @@ def generated(model, implementation: str, mask: torch.Tensor, **settings) -> tor
     model.set_attn_implementation(implementation)
     prompt = inputs("llama", mask)
     return model.generate(**prompt, do_sample=False, min_new_tokens=8, max_new_tokens=8, **settings)
+
+
+def backward(model, family: str, implementation: str) -> None:
+    """Gradients of the loss of a left-padded batch where a real token predicts one: what stands before the first real
+    token has no key to attend, and whatever eager makes of that is not compared."""
+    model.zero_grad()
+    model.set_attn_implementation(implementation)
+    mask = padding("left")
+    batch = inputs(family, mask)
+    predicted = torch.zeros_like(mask)
+    predicted[:, 1:] = mask[:, :-1] * mask[:, 1:]
+    labels = batch["input_ids"].masked_fill(predicted == 0, -100)
+    model(**batch, labels=labels).loss.backward()

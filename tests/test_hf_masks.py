@@ -30,8 +30,8 @@ PATTERNS = {
     "union": (or_masks(causal_mask_function, bidirectional_mask_function), None),
     "a user's": (lambda batch, head, query, key: key <= query, None),
 }
-# (q_length, kv_length, q_offset, kv_offset): whole prompts, a step and a chunk behind a cache, a static cache, a sliding
-# one that dropped its first keys.
+# (q_length, kv_length, q_offset, kv_offset): a whole prompt, a step and a chunk behind a cache, a static cache, a
+# sliding one that dropped its first keys.
 PLACES = [(14, 14, 0, 0), (1, 14, 13, 0), (4, 14, 10, 0), (4, 20, 10, 0), (1, 6, 13, 8), (3, 7, 11, 7)]
 
 
