@@ -26,11 +26,11 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "make_reference_tokens.py"
 
 
 def load_transformers():
-    """The model of transformers from the same file, fp32."""
+    """(model, tokenizer) of transformers from the same file, fp32."""
     spec = importlib.util.spec_from_file_location("make_reference_tokens", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    return script.load()[0]
+    return script.load()
 
 
 def timed(generate: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
@@ -80,7 +80,7 @@ def main() -> None:
     text = "\n".join(topics[name] for name in sorted(topics))
     ids = load_tokenizer(smollm2_path()).encode(text)[: args.prompt_tokens * args.batch]
     ids = torch.tensor(ids).view(args.batch, args.prompt_tokens)
-    hf = load_transformers()
+    hf = load_transformers()[0]
     say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
     say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens a row")
     say("dtype   attnpack tok/s   transformers tok/s   ratio   same tokens")

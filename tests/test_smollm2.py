@@ -6,6 +6,7 @@ import math
 from importlib import resources
 
 import attnpack
+import attnpack.hf
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,6 +81,19 @@ def test_prompts_of_different_lengths_in_one_batch(cache, smollm2):
     out = smollm2.generate(batch, max_new_tokens=32, lengths=lengths, cache=cache)
     for row, prompt in zip(out, PROMPTS.values(), strict=True):
         assert row[batch.size(1) :].tolist() == prompt["tokens"][:32]
+
+
+@pytest.mark.parametrize("way", ["register", "replace_attention"])
+def test_transformers_writes_the_same_text_on_our_operator(way, smollm2_hf):
+    model = copy.deepcopy(smollm2_hf[0], {id(parameter): parameter for parameter in smollm2_hf[0].parameters()})
+    attnpack.hf.register()
+    model.set_attn_implementation("attnpack")
+    if way == "replace_attention":
+        attnpack.hf.replace_attention(model)
+    for prompt in PROMPTS.values():
+        ids = torch.tensor([prompt["prompt_ids"]])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32)
+        assert out[0, ids.size(1) :].tolist() == prompt["tokens"][:32], prompt["name"]
 
 
 def test_bf16_is_as_close_to_fp32_as_transformers(smollm2_hf, topics_ids):

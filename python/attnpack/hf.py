@@ -1,0 +1,57 @@
+"""attnpack inside Hugging Face transformers.
+
+`register()` makes ``attn_implementation="attnpack"`` known; `replace_attention(model)` swaps whole layers.
+"""
+
+from __future__ import annotations
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+except ImportError as error:
+    raise ImportError(
+        "attnpack.hf needs transformers 5, which is not installed or is older: pip install 'attnpack[hf]'"
+    ) from error
+
+from . import hf_layers
+from .explain import wrong_kind
+from .hf_attention import attention_forward
+from .hf_masks import mask
+
+NAME = "attnpack"
+
+
+def register() -> None:
+    """Makes `attn_implementation="attnpack"` and `model.set_attn_implementation("attnpack")` known to transformers.
+
+    Both the attention and the mask function are registered: without a mask function of its own an attention function
+    gets no mask at all, so that padding and causality vanish without an error.
+    """
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Swaps the model's attention layers for attnpack's modules, in place: the same parameters under the same names.
+
+    Args:
+        model: of the Llama, Mistral, Mixtral, Qwen2 and Qwen3 families (`hf_layers.GROUPED` names the layers' classes).
+
+    Returns:
+        The model, which now has `attn_implementation="attnpack"` too, so that its masks are ours. It works with the
+        caches of transformers; attentions that `output_attentions=True` asks for are not recorded.
+
+    Raises:
+        TypeError: model is no transformers model.
+        ValueError: none of its layers is known.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise wrong_kind("model", model, "a model of transformers")
+    if hf_layers.replace(model) == 0:
+        raise ValueError(
+            f"attnpack: model: got a {type(model).__name__} without a layer that replace_attention knows "
+            f"({', '.join(hf_layers.GROUPED)}); call attnpack.hf.register() and "
+            'model.set_attn_implementation("attnpack") instead'
+        )
+    register()
+    model.set_attn_implementation(NAME)
+    return model

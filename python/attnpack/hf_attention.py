@@ -1,0 +1,130 @@
+"""The attention function that transformers calls under the name "attnpack"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .hf_masks import LazyMask, Ranges
+from .ops import attention, attention_scores
+
+# Keywords that models hand on to every attention function and that do not change what attention is.
+_HARMLESS = frozenset(
+    ("position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "output_router_logits",
+     "num_items_in_batch", "deterministic", "sliding_window", "layer_idx", "past_key_values", "labels")
+)  # fmt: skip
+# Lengths of sequences packed into one row. The mask keeps them apart; without a mask nothing would.
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_NO_RANGES = Ranges(causal=False, window=(-1, -1), q_offset=0, kv_lens=None, key_mask=None)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,  # [B, Hq, Lq, D]
+    key: Tensor,  # [B, Hkv, Lkv, D]
+    value: Tensor,  # [B, Hkv, Lkv, Dv]
+    attention_mask: Tensor | None,  # [B, 1 or Hq, Lq, Lkv]
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [Hq]
+    position_bias: Tensor | None = None,  # [1 or B, Hq, Lq, Lkv]
+    indices: Tensor | None = None,  # [B, Lq, n]
+    output_attentions: bool | None = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`attnpack.attention` as `transformers.AttentionInterface` wants it.
+
+    Args:
+        attention_mask: a mask of `attnpack.hf`, a bool mask (True = may attend) or an additive float one. None means
+            causal (`is_causal`, default the module's own, default True) for more than one query, as in transformers'
+            sdpa: query i attends keys 0..i.
+        scaling: default 1 / sqrt(D).
+        s_aux: one logit a head that joins the softmax denominator only.
+        position_bias: added to the scores.
+        indices: the keys that each query may attend, where a model selects them (DeepSeek-V3.2's sparse attention).
+        output_attentions: also return the probabilities, before dropout.
+
+    Returns:
+        (out [B, Lq, Hq, Dv], probabilities [B, Hq, Lq, Lkv] or None).
+
+    Raises:
+        ValueError: names an argument that the operator cannot honour. Windows need no argument: the mask has them.
+    """
+    _refuse(others, attention_mask)
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        ranges, mask = _NO_RANGES._replace(causal=bool(causal) and query.size(2) > 1), None
+    else:
+        ranges, mask = _split(attention_mask)
+    if indices is not None:
+        mask = _selected(indices, key.size(2), mask)
+    if position_bias is not None:
+        mask = _biased(position_bias, mask)
+    if query.size(0) != key.size(0):
+        query = query.expand(key.size(0), -1, -1, -1)  # learned queries, one set for the whole batch
+    settings = {
+        "causal": ranges.causal,
+        "q_offset": ranges.q_offset,
+        "window": ranges.window,
+        "kv_lens": ranges.kv_lens,
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+        "scale": scaling,
+    }
+    out = attention(query, key, value, mask, dropout_p=dropout, **settings)
+    weights = attention_scores(query, key, mask, **settings) if output_attentions else None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _refuse(others: dict[str, Any], attention_mask: Tensor | None) -> None:
+    """Raises for the first argument that would change the result and is not honoured."""
+    for name, value in others.items():
+        if value is None or value is False or name in _HARMLESS:
+            continue
+        if name in _PACKED and attention_mask is not None:
+            continue
+        fix = "pass position_ids instead" if name in _PACKED else 'call model.set_attn_implementation("eager")'
+        raise ValueError(
+            f"attnpack: {name}: got {type(value).__name__}, which attnpack cannot honour; want None: {fix}"
+        )
+
+
+def _split(mask: Tensor) -> tuple[Ranges, Tensor | None]:
+    """A mask as ranges and what they leave to a tensor."""
+    if isinstance(mask, LazyMask):
+        return (_NO_RANGES, mask.materialise()) if mask.ranges is None else (mask.ranges, mask.ranges.key_mask)
+    if mask.dim() != 4:
+        raise ValueError(
+            f"attnpack: attention_mask: got shape {list(mask.shape)}, want [batch, 1 or num_heads, q_len, kv_len]: "
+            "padding [batch, kv_len] goes to the model, not to its attention"
+        )
+    return _NO_RANGES, mask
+
+
+def _selected(
+    indices: Tensor,  # [B, Lq, n]
+    kv_len: int,
+    mask: Tensor | None,
+) -> Tensor:
+    """`mask` for the selected keys alone, [B, 1, Lq, Lkv]."""
+    chosen = torch.zeros(*indices.shape[:2], kv_len, dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask is None:
+        return chosen
+    return chosen & mask if mask.dtype == torch.bool else torch.where(chosen, mask, -torch.inf)
+
+
+def _biased(
+    bias: Tensor,  # [1 or B, Hq, Lq, Lkv]
+    mask: Tensor | None,
+) -> Tensor:
+    """One additive mask of both: -inf where a bool mask excludes."""
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, -torch.inf)
+    return bias + mask

@@ -1,0 +1,173 @@
+"""The mask function that transformers calls under the name "attnpack", and the mask that it makes.
+
+transformers describes a mask by a function of positions and a padding mask [B, keys]. Where that is causality, a window
+or both, the operator takes it as ranges and skips what they exclude; everything else becomes a bool mask, built once
+and only if somebody reads it. B batch, Lq / Lkv lengths of queries and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from transformers import masking_utils
+from transformers.utils.import_utils import is_tracing
+
+
+class Ranges(NamedTuple):
+    """Arguments of `attnpack.attention` that together say what a mask says."""
+
+    causal: bool
+    window: tuple[int, int]
+    q_offset: int | Tensor
+    kv_lens: Tensor | None  # [B]
+    key_mask: Tensor | None  # [B, 1, 1, Lkv], bool
+
+
+class LazyMask(Tensor):
+    """A bool mask [B, 1, Lq, Lkv], True = may attend, without memory until a model computes with it.
+
+    `ranges` says the same to the operator, or is None where only the mask itself can.
+    """
+
+    ranges: Ranges | None
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], device: torch.device, ranges: Ranges | None, build: Callable[[], Tensor]):
+        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.ranges = ranges
+        mask._build = build
+        mask._built = None
+        return mask
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+            raise ValueError(  # a TypeError would end as torch's "unsupported operand"
+                'attnpack: this model adds its mask to scores of its own, so attn_implementation="attnpack" does not '
+                'reach its attention; call model.set_attn_implementation("eager")'
+            )
+        plain = (tree_map(_plain, part) for part in (args, kwargs or {}))
+        return func(*next(plain), **next(plain))
+
+    def materialise(self) -> Tensor:
+        """The mask as a plain tensor."""
+        if self._built is None:
+            self._built = self._build()
+        return self._built
+
+
+def _plain(value: Any) -> Any:
+    return value.materialise() if isinstance(value, LazyMask) else value
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,  # [B, keys]
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **settings: Any,
+) -> Tensor | None:
+    """The mask of queries at q_offset.. over keys at kv_offset.., as `transformers.AttentionMaskInterface` wants it.
+
+    Returns:
+        A LazyMask [batch_size, 1, q_length, kv_length]; a plain bool tensor, or None for plain causal, while a graph is
+        being traced; None where every query may attend every key and `allow_is_bidirectional_skip`.
+    """
+
+    def build(**skips: bool) -> Tensor | None:
+        return masking_utils.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device,
+            **{**settings, **skips},
+        )  # fmt: skip
+
+    if is_tracing(q_offset if attention_mask is None else attention_mask):
+        return build(allow_is_bidirectional_skip=allow_is_bidirectional_skip)
+    ranges = _ranges(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    if allow_is_bidirectional_skip and ranges is not None and _all_allowed(ranges):
+        return None
+    plain = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return LazyMask((batch_size, 1, q_length, kv_length), torch.device(device), ranges, lambda: build(**plain))
+
+
+def _all_allowed(ranges: Ranges) -> bool:
+    return not ranges.causal and ranges.window == (-1, -1) and ranges.kv_lens is None and ranges.key_mask is None
+
+
+def _ranges(
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    mask_function: Callable,
+    padding: Tensor | None,  # [B, keys]
+) -> Ranges | None:
+    pattern = _pattern(mask_function)
+    if pattern is None or (padding is not None and padding.dim() != 2):
+        return None
+    causal, window = pattern
+    if isinstance(q_offset, Tensor):
+        # The length of a static cache. Reading it is free on the CPU and would wait for any other device.
+        q_offset = int(q_offset) if q_offset.device.type == "cpu" else q_offset.reshape(-1).expand(batch)
+    q_offset = q_offset - kv_offset
+    kv_lens, key_mask = _padding(padding, batch, kv_len, kv_offset)
+    return Ranges(causal, window, q_offset, kv_lens, key_mask)
+
+
+def _padding(padding: Tensor | None, batch: int, kv_len: int, kv_offset: int) -> tuple[Tensor | None, Tensor | None]:
+    """(kv_lens, key_mask) of the keys at kv_offset..: lengths where all padding is on the right, else a mask."""
+    if padding is None:
+        return None, None
+    valid = padding[:, kv_offset : kv_offset + kv_len].bool()
+    if valid.size(1) == kv_len and valid.all():
+        return None, None
+    if (valid[:, 1:] <= valid[:, :-1]).all():
+        return valid.sum(1).expand(batch), None
+    # Keys past the end of the padding mask are not there yet.
+    return None, torch.nn.functional.pad(valid, (0, kv_len - valid.size(1)))[:, None, None]
+
+
+def _pattern(mask_function: Callable) -> tuple[bool, tuple[int, int]] | None:
+    """(causal, window) of a mask function of transformers, None for what is neither.
+
+    Its overlays are closures without a public mark, so that their names and cells are read. What is not recognised is
+    built as a mask: slower, never wrong.
+    """
+    if mask_function is masking_utils.causal_mask_function:
+        return True, (-1, -1)
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return False, (-1, -1)
+    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
+        return None
+    name, held = mask_function.__qualname__.partition(".")[0], _cells(mask_function)
+    if name == "and_masks":
+        patterns = [_pattern(part) for part in held["mask_functions"]]
+        if None in patterns:
+            return None
+        causal, windows = any(causal for causal, _ in patterns), [window for _, window in patterns]
+        left, right = (min((side for side in sides if side >= 0), default=-1) for sides in zip(*windows, strict=True))
+        return causal, (left, right)
+    width = held.get("sliding_window")
+    if not isinstance(width, int) or width < 1:
+        return None
+    if name == "sliding_window_overlay":  # keeps key > query - width
+        return False, (width - 1, -1)
+    if name == "sliding_window_bidirectional_overlay":  # keeps abs(query - key) <= width
+        return False, (width, width)
+    return None
+
+
+def _cells(function: Callable) -> Mapping[str, Any]:
+    """The variables that a closure holds, by name."""
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))

@@ -1,0 +1,173 @@
+"""Tiny random models of transformers, a family by its model_type, for the tests of attnpack.hf."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto as auto
+
+VOCABULARY = 96
+
+# What configurations call their sizes; each takes those that it has.
+SIZES = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "encoder_layers", "decoder_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("head_dim", "d_kv", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "num_decoder_layers", "type_vocab_size"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    # As the testers of transformers set them where the default does not suit a model so narrow.
+    **dict.fromkeys(("initializer_range", "embedding_initializer_range"), 0.02),
+    "initializer_factor": 0.002,
+    "vocab_size": VOCABULARY,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 6,
+    "num_kv_shared_layers": 0,
+    "rotary_dim": 4,
+    "image_size": 32,
+    "patch_size": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+
+DECODERS = """
+    afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 ctrl cwm diffllama doge dots1 ernie4_5 ernie4_5_moe
+    exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox
+    gpt_oss granite granite_swa granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jais2 jetmoe lfm2
+    llama llama4_text mimo_v2_flash minimax minimax_m2 ministral mistral mixtral modernbert-decoder moshi nanochat
+    nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
+    smollm3 stablelm starcoder2 vaultgemma
+""".split()
+# Latent attention, some of it over selected keys only.
+LATENT = """
+    axk1 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa hy_v4 longcat_flash minicpm3 youtu
+""".split()
+ENCODERS = """
+    albert bert camembert data2vec-text distilbert electra ernie esm eurobert gte jina_embeddings_v3 layoutlm mobilebert
+    modernbert nomic_bert roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl
+""".split()
+ENCODER_DECODERS = """
+    bart blenderbot blenderbot-small longt5 m2m_100 marian mbart mt5 nllb-moe pegasus pegasus_x plbart
+    switch_transformers t5 umt5
+""".split()
+VISION = "dinov2 dinov2_with_registers ijepa vit vit_msn".split()
+FAMILIES = [*DECODERS, *LATENT, *ENCODERS, *ENCODER_DECODERS, *VISION]
+
+_KINDS = [
+    (DECODERS, auto.MODEL_FOR_CAUSAL_LM_MAPPING),
+    (LATENT, auto.MODEL_FOR_CAUSAL_LM_MAPPING),
+    (ENCODERS, auto.MODEL_FOR_MASKED_LM_MAPPING),
+    ([*ENCODER_DECODERS, "bigbird_pegasus"], auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+    (VISION, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING),
+]
+
+
+@functools.cache
+def _kind(family: str):
+    return next(mapping for families, mapping in _KINDS if family in families)
+
+
+def make_config(family: str, **changes):
+    """A tiny configuration, with the settings that it takes from SIZES."""
+    kind = CONFIG_MAPPING[family]
+    taken = set(inspect.signature(kind.__init__).parameters)
+    for base in kind.__mro__:
+        taken |= set(getattr(base, "__annotations__", ()))
+    # Latent attention has a kv head for every query head; 4 selected keys are fewer than the prompts have.
+    sizes = SIZES | ({"num_key_value_heads": 4, "index_topk": 4} if family in LATENT else {})
+    # An alias is left to the name that it stands for, where that is there.
+    sizes = {name: size for name, size in sizes.items() if kind.attribute_map.get(name, "") not in sizes}
+    return kind(**{name: size for name, size in sizes.items() if name in taken | set(kind.attribute_map)} | changes)
+
+
+def make_model(family: str, spread: float = 0.1, **changes):
+    """A model in evaluation mode. `spread` is added to its weights, so that biases and norms are not trivial and scores
+    not all alike; with 0 they are as transformers draws them."""
+    torch.manual_seed(0)
+    config = make_config(family, **changes)
+    model = _kind(family)[type(config)]._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(spread * torch.randn_like(parameter))
+    if hasattr(model, "generation_config") and model.generation_config is not None:
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        model.generation_config.decoder_start_token_id = 1
+    return model
+
+
+def padding(kind: str, batch: int = 3, length: int = 14) -> torch.Tensor:
+    """[batch, length], 1 for real tokens; "left" and "right" pad the first row by 5 and the second by 1."""
+    mask = torch.ones(batch, length, dtype=torch.int64)
+    for row, count in ((0, 5), (1, 1)):
+        if kind == "left":
+            mask[row, :count] = 0
+        elif kind == "right":
+            mask[row, -count:] = 0
+    return mask
+
+
+def inputs(family: str, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the family's forward takes, for a padding mask [B, L]."""
+    generator = torch.Generator().manual_seed(1)
+    if family in VISION:
+        return {"pixel_values": torch.randn(len(mask), 3, 32, 32, generator=generator)}
+    ids = torch.randint(3, VOCABULARY, mask.shape, generator=generator)
+    if family in ENCODER_DECODERS:
+        return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :7]}
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def logits(model, family: str, implementation: str, mask: torch.Tensor) -> torch.Tensor:
+    """[rows, classes] of the real tokens."""
+    model.set_attn_implementation(implementation)
+    return _real_tokens(model(**_cast(inputs(family, mask), model.dtype)).logits, mask)
+
+
+@torch.no_grad()
+def states(model, family: str, implementation: str, mask: torch.Tensor) -> torch.Tensor:
+    """The last hidden states [rows, hidden_size] of the real tokens."""
+    model.set_attn_implementation(implementation)
+    out = model(**_cast(inputs(family, mask), model.dtype), output_hidden_states=True)
+    hidden = out.decoder_hidden_states if family in ENCODER_DECODERS else out.hidden_states
+    return _real_tokens(hidden[-1], mask)
+
+
+def _real_tokens(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return out[mask.bool()] if out.shape[:2] == mask.shape else out.flatten(0, -2)
+
+
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def generated(model, implementation: str, mask: torch.Tensor, **settings) -> torch.Tensor:
+    """8 greedy tokens behind a prompt, [B, prompt + 8]; for an encoder-decoder behind its start token."""
+    model.set_attn_implementation(implementation)
+    prompt = inputs("llama", mask)
+    return model.generate(**prompt, do_sample=False, min_new_tokens=8, max_new_tokens=8, **settings)
+
+
+def backward(model, family: str, implementation: str) -> None:
+    """Gradients of the loss of a left-padded batch where a real token predicts one: what stands before the first real
+    token has no key to attend, and whatever eager makes of that is not compared."""
+    model.zero_grad()
+    model.set_attn_implementation(implementation)
+    mask = padding("left")
+    batch = inputs(family, mask)
+    predicted = torch.zeros_like(mask)
+    predicted[:, 1:] = mask[:, :-1] * mask[:, 1:]
+    labels = batch["input_ids"].masked_fill(predicted == 0, -100)
+    model(**batch, labels=labels).loss.backward()

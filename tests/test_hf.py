@@ -1,0 +1,235 @@
+"""attn_implementation="attnpack" against transformers' eager attention, on tiny random models of many families."""
+
+import copy
+import functools
+
+import attnpack
+import attnpack.hf
+import pytest
+import torch
+from hf_families import (
+    DECODERS,
+    ENCODER_DECODERS,
+    FAMILIES,
+    LATENT,
+    VISION,
+    backward,
+    generated,
+    inputs,
+    logits,
+    make_model,
+    padding,
+    states,
+)
+from transformers import AttentionInterface, AttentionMaskInterface
+
+attnpack.hf.register()
+
+FP32 = {"rtol": 1e-4, "atol": 2e-5}
+BF16 = 1e-2  # rtol and atol with which transformers compares eager with sdpa, in tests/test_modeling_common.py
+
+
+_model = functools.lru_cache(maxsize=2)(make_model)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request):
+    """(family, model in fp32); built once for the tests of a family, which pytest runs one after the other."""
+    return request.param, _model(request.param)
+
+
+def paddings(family):
+    return ["none"] if family in VISION else ["none", "left", "right"]
+
+
+def test_fp32_logits_equal_eager(case):
+    family, model = case
+    for kind in paddings(family):
+        expected, found = (logits(model, family, name, padding(kind)) for name in ("eager", "attnpack"))
+        torch.testing.assert_close(found, expected, **FP32, msg=lambda text, kind=kind: f"{kind} padding: {text}")
+        assert not torch.equal(found, expected), "eager itself ran"
+
+
+def test_bf16_logits_equal_eager(case):
+    """Weights as transformers draws them, and its rule: four of five tokens close, which leaves room for a
+    router that the rounding sends another way."""
+    family, _ = case
+    model = make_model(family, spread=0.0).to(torch.bfloat16)
+    for kind in paddings(family):
+        expected, found = (logits(model, family, name, padding(kind)) for name in ("eager", "attnpack"))
+        assert torch.isclose(found, expected, rtol=BF16, atol=BF16).all(-1).float().mean() >= 0.8
+
+
+def test_bf16_is_as_close_to_fp32_as_eager(case):
+    family, model = case
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    for kind in paddings(family):
+        truth = states(model, family, "eager", padding(kind))
+        theirs, ours = (
+            (states(rounded, family, name, padding(kind)) - truth).abs().mean(-1).median()
+            for name in ("eager", "attnpack")
+        )
+        assert ours <= 2 * theirs
+
+
+def test_these_models_show_a_wrong_mask(case):
+    """Without its mask, or for vision its scores, attention gives logits far from eager's: what is compared matters."""
+    family, model = case
+
+    def wrong(module, query, key, value, attention_mask, **settings):
+        if family in VISION:
+            return attnpack.attention(query * 0, key, value).transpose(1, 2), None
+        settings["is_causal"] = False
+        return attnpack.hf.attention_forward(module, query, key, value, None, **settings)
+
+    AttentionInterface.register("attnpack_wrong", wrong)
+    AttentionMaskInterface.register("attnpack_wrong", attnpack.hf.mask)
+    mask = padding("none" if family in VISION else "left")
+    expected, found = (logits(model, family, name, mask) for name in ("eager", "attnpack_wrong"))
+    assert (found - expected).abs().max() > 100 * FP32["atol"]
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "right"])
+@pytest.mark.parametrize("family", [*DECODERS, *LATENT, *ENCODER_DECODERS])
+def test_generate_equals_eager(family, kind):
+    model = _model(family)
+    expected, found = (generated(model, name, padding(kind)) for name in ("eager", "attnpack"))
+    assert expected.size(1) >= 8
+    assert torch.equal(found, expected)
+
+
+STATIC = "llama mistral gemma2 gemma3_text gpt_oss olmo3 qwen2 qwen3_moe deepseek_v3 phi3".split()
+CHOICES = {
+    "static cache": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+    "prompt in chunks": {"prefill_chunk_size": 5},
+    "no cache": {"use_cache": False},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("family", STATIC)
+def test_ways_to_generate_equal_eager(family, choice):
+    """Sliding caches too: mistral, gemma and gpt-oss drop what their window of 6 has left behind."""
+    model = _model(family)
+    mask = padding("none", batch=1) if choice == "prompt lookup" else padding("left")
+    expected, found = (generated(model, name, mask, **CHOICES[choice]) for name in ("eager", "attnpack"))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"])
+def test_gradients_equal_eager(family):
+    model = make_model(family)
+    gradients = []
+    for name in ("eager", "attnpack"):
+        backward(model, family, name)
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_selected_keys_are_the_only_ones():
+    """deepseek_v32 attends the 4 keys that its indexer chooses; with all of them its logits are others."""
+    mask = padding("none")
+    some, every = (make_model("deepseek_v32", index_topk=keys) for keys in (4, 64))
+    found = logits(some, "deepseek_v32", "attnpack", mask)
+    torch.testing.assert_close(found, logits(some, "deepseek_v32", "eager", mask), **FP32)
+    assert (found - logits(every, "deepseek_v32", "attnpack", mask)).abs().max() > 1e-3
+
+
+def test_packed_sequences_do_not_see_each_other():
+    """positions that start again mean a new sequence in the same row, as in padding-free training."""
+    model = _model("llama")
+    ids = inputs("llama", padding("none", batch=1, length=12))["input_ids"]
+    positions = torch.tensor([[*range(5), *range(7)]])
+    model.set_attn_implementation("attnpack")
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, use_cache=False).logits
+        parts = [model(part, use_cache=False).logits for part in ids.split([5, 7], dim=1)]
+    torch.testing.assert_close(packed, torch.cat(parts, dim=1), **FP32)
+
+
+def test_compiled_forward_is_one_graph():
+    model = make_model("llama")
+    batch = inputs("llama", padding("left"))
+    real = batch["attention_mask"].bool()
+    model.set_attn_implementation("attnpack")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        found, expected = (run(**batch, use_cache=False).logits[real] for run in (compiled, model))
+    torch.testing.assert_close(found, expected, **FP32)
+
+
+def test_dropout_acts_in_training_with_torchs_generator():
+    model = make_model("llama", attention_dropout=0.5)
+    model.set_attn_implementation("attnpack")
+    batch = inputs("llama", padding("left"))
+
+    def run(seed):
+        torch.manual_seed(seed)
+        return model(**batch).logits
+
+    assert torch.equal(run(1), run(2))
+    model.train()
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+def test_attentions_are_given_where_asked_for():
+    model = _model("llama")
+    found = []
+    for name in ("eager", "attnpack"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            found.append(model(**inputs("llama", padding("right")), output_attentions=True).attentions)
+    assert len(found[1]) == 2
+    real = padding("right").bool()
+    for expected, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours.transpose(1, 2)[real], expected.transpose(1, 2)[real], **FP32)
+
+
+@pytest.mark.parametrize(
+    "name, value, fix",
+    [
+        ("sinks", torch.zeros(2, 4, 1), "eager"),
+        ("block_indices", torch.zeros(2, 1, 3, 1), "eager"),
+        ("cache", object(), "eager"),
+        ("cu_seq_lens_q", torch.tensor([0, 3]), "pass position_ids"),
+        ("something_new", 1.0, "eager"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(name, value, fix):
+    heads = torch.zeros(2, 4, 3, 8)
+    with pytest.raises(ValueError, match=f"attnpack: {name}: got .*cannot honour.*{fix}"):
+        attnpack.hf.attention_forward(torch.nn.Module(), heads, heads, heads, None, **{name: value})
+
+
+def test_a_padding_mask_in_the_place_of_the_attention_mask_is_refused():
+    heads = torch.zeros(2, 4, 3, 8)
+    with pytest.raises(ValueError, match=r"attention_mask: got shape \[2, 3\], want \[batch, 1 or num_heads"):
+        attnpack.hf.attention_forward(torch.nn.Module(), heads, heads, heads, torch.ones(2, 3))
+
+
+def test_without_a_mask_attention_is_causal_from_the_first_key():
+    """transformers' rule: for several queries, unless the module or the call says no; a single query sees all keys."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
+    module = torch.nn.Module()
+
+    def attend(query, **settings):
+        return attnpack.hf.attention_forward(module, query, key, key, None, **settings)[0].transpose(1, 2)
+
+    causal, full = (attnpack.attention(query, key, key, causal=causal) for causal in (True, False))
+    assert torch.equal(attend(query), causal)
+    assert torch.equal(attend(query, is_causal=False), full)
+    torch.testing.assert_close(attend(query[:, :, :1]), full[:, :, :1])
+    module.is_causal = False
+    assert torch.equal(attend(query), full)
+
+
+def test_a_model_with_attention_of_its_own_is_refused():
+    """bigbird_pegasus' encoder adds its mask to scores itself: a bool mask would only add 1 to them."""
+    model = make_model("bigbird_pegasus")
+    with pytest.raises(ValueError, match="does not reach its attention; call model.set_attn_implementation"):
+        logits(model, "bigbird_pegasus", "attnpack", padding("left"))

@@ -1,0 +1,111 @@
+"""attnpack.hf.replace_attention: our modules in the place of transformers' layers, around the same parameters."""
+
+import copy
+
+import attnpack
+import attnpack.hf
+import pytest
+import torch
+from hf_families import backward, generated, inputs, logits, make_model, padding
+
+FAMILIES = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request):
+    """(family, transformers' model, the same one with our layers)."""
+    model = make_model(request.param)
+    return request.param, model, attnpack.hf.replace_attention(copy.deepcopy(model))
+
+
+def layers(model):
+    return [layer.self_attn for layer in model.model.layers]
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "right"])
+def test_logits_are_equal(pair, kind):
+    family, theirs, ours = pair
+    assert all(isinstance(layer, attnpack.GroupedQueryAttention) for layer in layers(ours))
+    expected, found = logits(theirs, family, "eager", padding(kind)), logits(ours, family, "attnpack", padding(kind))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["none", "left"])
+def test_generate_is_equal(pair, kind, cache):
+    family, theirs, ours = pair
+    expected = generated(theirs, "eager", padding(kind), cache_implementation=cache)
+    assert torch.equal(generated(ours, "attnpack", padding(kind), cache_implementation=cache), expected)
+
+
+def test_gradients_are_equal(pair):
+    family, theirs, ours = pair
+    for model, name in ((theirs, "eager"), (ours, "attnpack")):
+        backward(model, family, name)
+    found = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_parameters_are_the_same_objects_under_the_same_names():
+    model = make_model("qwen3")
+    before = dict(model.named_parameters())
+    state = model.state_dict()
+    assert attnpack.hf.replace_attention(model) is model
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is parameter for name, parameter in before.items())
+    model.load_state_dict(state, strict=True)
+    assert model.config._attn_implementation == "attnpack"
+
+
+def test_rope_of_any_kind_stays_the_models():
+    theirs = make_model("llama", rope_parameters=LLAMA3)
+    ours = attnpack.hf.replace_attention(copy.deepcopy(theirs))
+    plain = make_model("llama")
+    plain.load_state_dict(theirs.state_dict())
+    expected = logits(theirs, "llama", "eager", padding("none"))
+    torch.testing.assert_close(logits(ours, "llama", "attnpack", padding("none")), expected, rtol=1e-4, atol=2e-5)
+    assert (logits(plain, "llama", "eager", padding("none")) - expected).abs().max() > 1e-3
+
+
+def test_save_and_load_again(tmp_path):
+    model = make_model("llama")
+    expected = logits(model, "llama", "eager", padding("none"))
+    attnpack.hf.replace_attention(model).save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="attnpack")
+    torch.testing.assert_close(logits(again, "llama", "attnpack", padding("none")), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_compiles_to_one_graph():
+    model = attnpack.hf.replace_attention(make_model("llama"))
+    batch = inputs("llama", padding("left"))
+    with torch.no_grad():
+        expected = model(**batch, use_cache=False).logits
+        found = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch, use_cache=False).logits
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=2e-5)
+
+
+def test_what_cannot_be_replaced_is_said():
+    with pytest.raises(ValueError, match=r"model: got a BertForMaskedLM without a layer .*LlamaAttention"):
+        attnpack.hf.replace_attention(make_model("bert"))
+    with pytest.raises(TypeError, match="model is .*wants a model of transformers"):
+        attnpack.hf.replace_attention(torch.nn.Linear(2, 2))
+
+
+def test_a_cache_of_ours_and_a_cpp_twin_are_refused():
+    layer = layers(attnpack.hf.replace_attention(make_model("llama")))[0]
+    x, table = torch.zeros(1, 2, 32), torch.zeros(1, 2, 8)
+    with pytest.raises(TypeError, match="is an attnpack DynamicCache, a replaced layer wants a cache of transf"):
+        layer(x, (table, table), None, attnpack.DynamicCache())
+    with pytest.raises(TypeError, match="no C.. twin, because the model rotates for it"):
+        layer.cpp()
