@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 EMBED = 24
+LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 5, "qk_rope_head_dim": 6, "v_head_dim": 7}
 YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}
 
 
@@ -32,8 +33,7 @@ def _attention(**factory) -> attnpack.GroupedQueryAttention:
 
 
 def _latent(rotated: int = 6, **settings) -> attnpack.MultiHeadLatentAttention:
-    sizes = {"kv_lora_rank": 10, "qk_nope_head_dim": 5, "qk_rope_head_dim": rotated, "v_head_dim": 7}
-    return attnpack.MultiHeadLatentAttention(EMBED, 4, **sizes, **settings)
+    return attnpack.MultiHeadLatentAttention(EMBED, 4, **{**LATENT, "qk_rope_head_dim": rotated}, **settings)
 
 
 def _decoder_block(cross: bool = False, norm: str = "rms", pre_norm: bool = True, **factory) -> attnpack.DecoderBlock:
@@ -143,6 +143,11 @@ CASES = [
     Case("encoder_decoder", _encoder_decoder, lambda: (_x(), _x(7))),
     Case("causal_lm", _causal_lm, lambda: (_ids(),)),
     Case("causal_lm_tied", lambda **f: _causal_lm(tie_embeddings=True, bias=True, **f), lambda: (_ids(),)),
+    Case(
+        "causal_lm_latent",
+        lambda **f: attnpack.CausalLM(32, EMBED, 2, 4, hidden_dim=32, rope_interleaved=True, latent=LATENT, **f),
+        lambda: (_ids(),),
+    ),
     Case("rms_norm", lambda **f: attnpack.RMSNorm(EMBED, **f), lambda: (_x(),), attends=False),
     Case("swiglu", lambda **f: attnpack.FeedForward(EMBED, 32, **f), lambda: (_x(),), attends=False),
     Case(

@@ -494,6 +494,49 @@ def test_in_a_decoder_with_a_model_cache():
         assert len(latent) == 9 and latent[0].c.shape == (2, 1, 9, 16)
 
 
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+
+
+@pytest.mark.parametrize("latent", [LATENT, LATENT | {"qk_rope_head_dim": 0, "latent_norm": False}])
+@torch.no_grad()
+def test_a_language_model_of_latent_attention(latent):
+    torch.manual_seed(0)
+    model = attnpack.CausalLM(60, E, 2, HEADS, hidden_dim=64, rope_interleaved=True, latent=latent).eval()
+    ids, twin = torch.randint(60, (2, 9)), model.cpp()
+    assert torch.equal(model(ids), twin.forward(ids))
+    tokens = model.generate(ids, max_new_tokens=6)
+    for cache in ("static", "none", attnpack.ModelCache([attnpack.LatentCache() for _ in range(2)])):
+        assert torch.equal(model.generate(ids, max_new_tokens=6, cache=cache), tokens)
+    assert cache.nbytes == 2 * 2 * 14 * (16 + latent["qk_rope_head_dim"]) * 4
+    assert len(set(tokens[0, 9:].tolist())) > 1
+    lengths = torch.tensor([5, 9])
+    ragged = model.generate(ids, max_new_tokens=4, lengths=lengths)
+    assert torch.equal(ragged[0, 9:], model.generate(ids[:1, :5], max_new_tokens=4)[0, 5:])
+    copied = twin.clone()
+    assert torch.equal(copied.generate(ids, max_new_tokens=6), tokens)
+
+
+@pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+def test_bad_models_of_latent_attention_are_named(module):
+    for name, value in (
+        ("head_dim", 8),
+        ("qk_norm", True),
+        ("window", (3, 0)),
+        ("num_kv_heads", 2),
+        ("out_bias", True),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: got one together with latent"):
+            module.CausalLM(60, E, 2, HEADS, latent=LATENT, **{name: value})
+    with pytest.raises(ValueError, match="latent: got 'rank', want keywords of MultiHeadLatentAttention"):
+        module.CausalLM(60, E, 2, HEADS, latent={"rank": 3})
+    with pytest.raises(ValueError, match="v_head_dim: got none, MultiHeadLatentAttention needs it"):
+        module.CausalLM(60, E, 2, HEADS, latent={k: v for k, v in LATENT.items() if k != "v_head_dim"})
+    with pytest.raises(TypeError, match="latent is 3 .*, wants None or a dict such as"):
+        module.CausalLM(60, E, 2, HEADS, latent=3)
+    with pytest.raises(TypeError, match="latent: v_head_dim is 2.5 .*, wants an int"):
+        module.CausalLM(60, E, 2, HEADS, latent=LATENT | {"v_head_dim": 2.5})
+
+
 # ---- wrong arguments ---------------------------------------------------------------------
 
 BAD = {
