@@ -433,10 +433,44 @@ def test_compiled_with_a_static_cache_is_one_graph(path):
     for token in x.split(1, 1):
         assert_close(compiled(token, cache=caches[0]), module(token, cache=caches[1]))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert torch.equal(caches[0].k, caches[1].k)
+    assert_close(caches[0].k, caches[1].k)
     latents = attnpack.LatentCache()
     module(x, cache=latents)
     assert_close(caches[0].k, latents.k)
+
+
+@pytest.mark.parametrize("raw_keys", [None, False])
+@torch.no_grad()
+def test_dynamic_rope_by_steps_equals_a_full_recompute(raw_keys):
+    """Past the trained length of 8, where the rotated keys are cached unrotated; rotated ones do not."""
+    torch.manual_seed(0)
+    rope = attnpack.RotaryEmbedding(
+        8, max_positions=8, scaling={"rope_type": "dynamic", "factor": 4.0}, raw_keys=raw_keys
+    )
+    module = attnpack.MultiHeadLatentAttention(E, HEADS, **SIZES, rope=rope, causal=True)
+    for path in PATHS:
+        module.path, cache, x = path, attnpack.LatentCache(), torch.randn(2, 14, E)
+        errors = []
+        for i in range(14):
+            step, whole = module(x[:, i : i + 1], cache=cache)[:, 0], module(x[:, : i + 1])[:, -1]
+            errors.append(float((step - whole).abs().max()))
+        assert max(errors[:8]) < 1e-5 and (max(errors) < 1e-5) == (raw_keys is None)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("path", ["auto", *PATHS])
+def test_opcheck(path, cached):
+    """The layer's ops, of which all but latent_expand may write a cache."""
+    ops = torch.ops.attnpack
+    draw = torch.randn
+    query, latent, k_rope, kv_b = draw(2, 3, 4, 7), draw(2, 4, 5), draw(2, 4, 2), draw(3 * (5 + 6), 5)
+    cache = (draw(2, 1, 9, 7), torch.tensor([2, 5])) if cached else (None, None)
+    place = ([0.5], 1.0, True, None, 0.0, 1, False, None, False, *cache, None, True, None, 0.0, 0.3)
+    for op in (ops.latent_attend.default, ops.latent_attend_with_weights.default):
+        torch.library.opcheck(op, (query, latent, k_rope, kv_b, 6, path, *place))
+    if path == "auto":
+        torch.library.opcheck(ops.latent_append.default, (query, latent, k_rope, *place))
+        torch.library.opcheck(ops.latent_expand.default, (draw(2, 1, 4, 7), draw(2, 4, 33), 5, 3, 6))
 
 
 def test_compiled_with_inductor_trains():
