@@ -1,6 +1,7 @@
 """The command line: `attnpack` and `python -m attnpack`. Each command imports what it needs when it runs."""
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -76,6 +77,18 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("--tokens", type=_count, default=2048, metavar="N", help="of it; 0 measures nothing [2048]")
     convert.add_argument("--encoder", action="store_true", help="of an encoder-decoder model convert the encoder too")
 
+    example = "attnpack uptrain converted --text corpus.txt --minutes 30"
+    uptrain = _command(commands, "uptrain", _uptrain, "train a converted model to do what its original does", example)
+    uptrain.add_argument("directory", type=Path, metavar="DIR", help="what attnpack convert made; gets the new weights")
+    uptrain.add_argument("--text", type=Path, metavar="FILE", help="to train on [Python's help topics]")
+    uptrain.add_argument("--minutes", type=_minutes, required=True, metavar="N", help="of training, all runs together")
+    teacher = "the original, a directory or GGUF file [the one that convert read]"
+    uptrain.add_argument("--teacher", type=Path, metavar="DIR|FILE.gguf", help=teacher)
+    uptrain.add_argument("--length", type=_positive, default=512, metavar="N", help="tokens a step [%(default)s]")
+    uptrain.add_argument("--learning-rate", type=float, default=5e-4, metavar="R", help="[%(default)s]")
+    uptrain.add_argument("--seed", type=int, default=0, help="of the order of the text [%(default)s]")
+    uptrain.add_argument("--restart", action="store_true", help="forget an unfinished training")
+
     example = "attnpack bench decode prefill --dtypes fp32 bf16 --out roofline.png"
     bench = _command(commands, "bench", _bench, "time attention beside this machine's limits and its peers", example)
     bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")
@@ -122,6 +135,12 @@ def _convert(args: argparse.Namespace) -> None:
     command.main(args)
 
 
+def _uptrain(args: argparse.Namespace) -> None:
+    from .convert import uptrain
+
+    uptrain.main(args)
+
+
 def _bench(args: argparse.Namespace) -> None:
     from . import bench
     from .bench_cases import SECTIONS
@@ -146,6 +165,16 @@ def _positive(text: str) -> int:
 
 def _count(text: str) -> int:
     return 0 if text == "0" else _positive(text)
+
+
+def _minutes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of minutes above 0")
+    return number
 
 
 def _heads(text: str) -> list[int]:
