@@ -205,10 +205,15 @@ def test_what_cannot_be_honoured_is_named(name, value, fix):
         attnpack.hf.attention_forward(torch.nn.Module(), heads, heads, heads, None, **{name: value})
 
 
-def test_a_padding_mask_in_the_place_of_the_attention_mask_is_refused():
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(2, 3), torch.ones(2, 1, 3, 7).bool(), attnpack.hf.mask(2, 3, 7)],
+    ids=["padding", "tensor", "ours"],
+)
+def test_a_mask_of_another_shape_is_refused(mask):
     heads = torch.zeros(2, 4, 3, 8)
-    with pytest.raises(ValueError, match=r"attention_mask: got shape \[2, 3\], want \[batch, 1 or num_heads"):
-        attnpack.hf.attention_forward(torch.nn.Module(), heads, heads, heads, torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"attention_mask: got shape .* want \[batch, 1 or num_heads, 3, 3\]"):
+        attnpack.hf.attention_forward(torch.nn.Module(), heads, heads, heads, mask)
 
 
 def test_without_a_mask_attention_is_causal_from_the_first_key():
