@@ -102,11 +102,12 @@ def test_a_lazy_mask_is_a_mask_to_models_that_compute_with_it():
     assert torch.equal(mask.expand(2, 4, 3, 5), expected.expand(2, 4, 3, 5))
 
 
-def test_adding_a_lazy_mask_to_scores_is_refused():
-    mask = attnpack.hf.mask(2, 3, 5, 2)
-    for add in (lambda: torch.zeros(2, 4, 3, 5) + mask, lambda: mask + torch.zeros(3, 5)):
-        with pytest.raises(ValueError, match="this model adds its mask to scores of its own"):
-            add()
+def test_putting_a_lazy_mask_on_scores_is_refused():
+    mask, scores = attnpack.hf.mask(2, 3, 5, 2), torch.zeros(2, 4, 3, 5)
+    for use in (lambda: scores + mask, lambda: mask + scores, lambda: scores.masked_fill(mask, -1.0)):
+        with pytest.raises(ValueError, match="this model puts its mask on scores of its own"):
+            use()
+    assert torch.equal(scores.masked_fill(~mask, -1.0), scores.masked_fill(~mask.materialise(), -1.0))
 
 
 def test_no_memory_for_a_long_prompt():

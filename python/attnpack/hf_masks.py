@@ -16,6 +16,10 @@ from torch.utils._pytree import tree_map
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
+# What attention code of a model's own does with a float mask, or with a bool one that is True where it excludes.
+_ADDS = (torch.ops.aten.add, torch.ops.aten.add_)
+_FILLS = (torch.ops.aten.masked_fill, torch.ops.aten.masked_fill_)
+
 
 class Ranges(NamedTuple):
     """Arguments of `attnpack.attention` that together say what a mask says."""
@@ -47,9 +51,9 @@ class LazyMask(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+        if func.overloadpacket in _ADDS or (func.overloadpacket in _FILLS and isinstance(args[1], cls)):
             raise ValueError(  # a TypeError would end as torch's "unsupported operand"
-                'attnpack: this model adds its mask to scores of its own, so attn_implementation="attnpack" does not '
+                'attnpack: this model puts its mask on scores of its own, so attn_implementation="attnpack" does not '
                 'reach its attention; call model.set_attn_implementation("eager")'
             )
         plain = (tree_map(_plain, part) for part in (args, kwargs or {}))
