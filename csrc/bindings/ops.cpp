@@ -2,6 +2,8 @@
 
 #include <attnpack/functional/alibi.h>
 #include <attnpack/functional/attend.h>
+#include <attnpack/functional/latent.h>
+#include <attnpack/functional/latent_attend.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/cpu/limits.h>
@@ -74,8 +76,13 @@ Tensor attention_scores_py(const Tensor& query, const Tensor& key, const Optiona
   return attention_scores(query, key, options, stage);
 }
 
-// (inv_freq, factor, interleaved)
-using Rope = std::optional<std::tuple<std::vector<double>, double, bool>>;
+// RopeSettings in Python: (inv_freq, factor, interleaved, long_inv_freq, growth, trained_len, raw_keys)
+using Numbers = std::vector<double>;
+using Rope = std::optional<std::tuple<Numbers, double, bool, Numbers, double, int64_t, bool>>;
+
+RopeSettings to_rope(const Rope& rope) {
+  return std::apply([](const auto&... parts) { return RopeSettings{parts...}; }, *rope);
+}
 using Cache = std::optional<std::tuple<Tensor, Tensor, Tensor>>;
 
 py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value, const Rope& rope,
@@ -84,7 +91,7 @@ py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value
                      const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, const HeadMap& head_map,
                      double dropout_p, std::optional<double> scale, bool need_weights) {
   AttendOptions options;
-  if (rope) options.rope(RopeSettings{std::get<0>(*rope), std::get<1>(*rope), std::get<2>(*rope)});
+  if (rope) options.rope(to_rope(rope));
   if (cache) options.cache(CacheTensors{std::get<0>(*cache), std::get<1>(*cache), std::get<2>(*cache)});
   options.positions(positions).cross(cross).mask(mask).causal(causal).kv_lens(kv_lens).window(window);
   options.softcap(softcap).sinks(sinks).alibi_slopes(alibi_slopes).head_map(head_map).dropout_p(dropout_p).scale(scale);
@@ -95,6 +102,40 @@ py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value
       result = attend_with_weights(query, key, value, options);
     else
       std::get<0>(result) = attend(query, key, value, options);
+  }
+  return need_weights ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
+}
+
+// latent_attend and latent_project share what says how and where: everything but window, softcap and their like.
+AttendOptions latent_options(const Rope& rope, const OptionalTensor& positions, bool cross,
+                             const std::optional<std::tuple<Tensor, Tensor>>& cache, const OptionalTensor& mask,
+                             bool causal, const OptionalTensor& kv_lens, double dropout_p,
+                             std::optional<double> scale) {
+  AttendOptions options;
+  if (rope) options.rope(to_rope(rope));
+  if (cache) options.cache(CacheTensors{std::get<0>(*cache), Tensor(), std::get<1>(*cache)});
+  return options.positions(positions)
+      .cross(cross)
+      .mask(mask)
+      .causal(causal)
+      .kv_lens(kv_lens)
+      .dropout_p(dropout_p)
+      .scale(scale);
+}
+
+py::object latent_attend_py(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const OptionalTensor& kv_b,
+                            int64_t v_dim, const std::string& path, const Rope& rope, const OptionalTensor& positions,
+                            bool cross, const std::optional<std::tuple<Tensor, Tensor>>& cache,
+                            const OptionalTensor& mask, bool causal, const OptionalTensor& kv_lens, double dropout_p,
+                            std::optional<double> scale, bool need_weights) {
+  const auto options = latent_options(rope, positions, cross, cache, mask, causal, kv_lens, dropout_p, scale);
+  std::tuple<Tensor, Tensor> result;
+  {
+    const py::gil_scoped_release no_gil;
+    if (need_weights)
+      result = latent_attend_with_weights(query, latent, k_rope, kv_b, v_dim, path, options);
+    else
+      std::get<0>(result) = latent_attend(query, latent, k_rope, kv_b, v_dim, path, options);
   }
   return need_weights ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
 }
@@ -117,7 +158,22 @@ void register_ops(py::module_& m) {
         arg("cross") = false, arg("cache") = none, arg("mask") = none, arg("causal") = false, arg("kv_lens") = none,
         arg("window") = unbounded, arg("softcap") = 0.0, arg("sinks") = none, arg("alibi_slopes") = none,
         arg("head_map") = none, arg("dropout_p") = 0.0, arg("scale") = none, arg("need_weights") = false);
+  m.def("latent_attend", &latent_attend_py, arg("query"), arg("latent"), arg("k_rope"), arg("kv_b"), arg("v_dim"),
+        arg("path"), arg("rope") = none, arg("positions") = none, arg("cross") = false, arg("cache") = none,
+        arg("mask") = none, arg("causal") = false, arg("kv_lens") = none, arg("dropout_p") = 0.0, arg("scale") = none,
+        arg("need_weights") = false);
   const auto released = py::call_guard<py::gil_scoped_release>();
+  m.def(
+      "latent_project",
+      [](const Tensor& query, const Tensor& latent, const Tensor& k_rope, const OptionalTensor& kv_b, int64_t v_dim,
+         const std::string& path, const Rope& rope, const OptionalTensor& positions, bool cross) {
+        const auto options =
+            latent_options(rope, positions, cross, std::nullopt, std::nullopt, false, std::nullopt, 0.0, std::nullopt);
+        return latent_project(query, latent, k_rope, kv_b, v_dim, path, options);
+      },
+      arg("query"), arg("latent"), arg("k_rope"), arg("kv_b"), arg("v_dim"), arg("path"), arg("rope"), arg("positions"),
+      arg("cross"), released);
+  m.def("fold_latent", &fold_weights, arg("query"), arg("kv_b"), arg("out"), arg("num_heads"), released);
   m.def("merge_states", &merge_states, arg("out_a"), arg("lse_a"), arg("out_b"), arg("lse_b"), released);
   m.def("apply_rope", &apply_rope, arg("x"), arg("cos"), arg("sin"), arg("interleaved") = false, released);
   m.def("alibi_slopes", &alibi_slopes, py::arg("num_heads"));
@@ -127,6 +183,14 @@ void register_ops(py::module_& m) {
         return rope_table(positions, inv_freq, factor);
       },
       arg("positions"), arg("inv_freq"), arg("factor") = 1.0, released);
+  m.def(
+      "rope_table_by_length",
+      [](const Tensor& positions, const OptionalTensor& lengths, const std::vector<double>& inv_freq, double factor,
+         const std::vector<double>& long_inv_freq, double growth, int64_t trained_len) {
+        return rope_table_by_length(positions, lengths, inv_freq, factor, long_inv_freq, growth, trained_len);
+      },
+      arg("positions"), arg("lengths"), arg("inv_freq"), arg("factor"), arg("long_inv_freq"), arg("growth"),
+      arg("trained_len"), released);
   m.def("linear", &linear, arg("input"), arg("weight"), arg("bias") = none, released);
   m.def("rms_norm", &rms_norm, arg("x"), arg("weight"), arg("eps"), released);
   m.def("null", &null, arg("x"), released);

@@ -50,8 +50,8 @@ def from_hf(
     """A `cls` (CausalLM) in evaluation mode from a Hugging Face directory: config.json and safetensors, also in shards.
 
     Layouts: llama, mistral, qwen2, qwen3. `dtype` (fp32 unless given), `max_positions`, memory and errors as in
-    `from_gguf`; a setting whose mathematics is not here (a RoPE scaling other than linear, a sliding window of some
-    layers only that is shorter than the context, a softcap) raises ValueError and is named.
+    `from_gguf`; a setting whose mathematics is not here (a sliding window of some layers only that is shorter than
+    the context, a softcap, partial rotation) raises ValueError and is named.
     """
     _check_request(dtype, max_positions)
     return _build(cls, HfCheckpoint(directory, max_positions), dtype, device)
