@@ -77,9 +77,13 @@ def test_a_mask_says_what_transformers_own_says(name, pad, place):
     assert torch.equal(weights > 0, expected.expand_as(weights))
 
 
-def test_a_tensor_offset_is_the_length_of_a_static_cache():
-    plain = attnpack.hf.mask(2, 3, 10, 4)
-    assert attnpack.hf.mask(2, 3, 10, torch.tensor(4)).ranges == plain.ranges
+def test_a_tensor_offset_is_the_length_of_a_static_cache_at_the_time():
+    """The cache adds to it in place when the first layer runs, before anybody reads the mask."""
+    length = torch.tensor(4)
+    mask = attnpack.hf.mask(2, 3, 10, length)
+    length += 3
+    assert mask.ranges == attnpack.hf.mask(2, 3, 10, 4).ranges
+    assert torch.equal(mask.materialise(), sdpa_mask(2, 3, 10, 4, allow_is_causal_skip=False))
 
 
 def test_bidirectional_masks_vanish_where_transformers_allows_it():
@@ -100,6 +104,16 @@ def test_a_lazy_mask_is_a_mask_to_models_that_compute_with_it():
     assert torch.equal(~mask, ~expected)
     assert torch.equal(torch.where(mask, 0.0, -1.0), torch.where(expected, 0.0, -1.0))
     assert torch.equal(mask.expand(2, 4, 3, 5), expected.expand(2, 4, 3, 5))
+
+
+def test_what_a_model_writes_into_its_mask_counts():
+    mask = attnpack.hf.mask(2, 5, 5)
+    expected = sdpa_mask(2, 5, 5, allow_is_causal_skip=False).clone()
+    for tensor in (mask, expected):
+        tensor[:, :, :, 3] = True
+    query = torch.randn(2, 2, 5, 8)
+    found, _ = attnpack.hf.attention_forward(torch.nn.Module(), query, query, query, mask)
+    torch.testing.assert_close(found.transpose(1, 2), attnpack.attention(query, query, query, expected))
 
 
 def test_putting_a_lazy_mask_on_scores_is_refused():

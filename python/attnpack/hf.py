@@ -34,7 +34,7 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Swaps the model's attention layers for attnpack's modules, in place: the same parameters under the same names.
 
     Args:
-        model: of the Llama, Mistral, Mixtral, Qwen2 and Qwen3 families (`hf_layers.KNOWN` names the layers' classes).
+        model: of the Llama, Mistral, Qwen and DeepSeek families (`hf_layers.KNOWN` names the layers' classes).
 
     Returns:
         The model, which now has `attn_implementation="attnpack"` too, so that its masks are ours. It works with the

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from .hf_grouped import HfGroupedQueryAttention
+from .hf_latent import HfLatentAttention
 
 # Classes of transformers whose layers are q_proj, k_proj, v_proj, o_proj, RoPE on half-split pairs and, if at all,
 # norms over head_dim before it; their masks carry the windows.
@@ -17,7 +18,12 @@ _GROUPED = (
     "Qwen3Attention",
     "Qwen3MoeAttention",
 )
-KNOWN: dict[str, type[nn.Module]] = dict.fromkeys(_GROUPED, HfGroupedQueryAttention)
+# Classes whose layers are those of DeepSeek-V2 and V3.
+_LATENT = ("DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention", "YoutuAttention")
+KNOWN: dict[str, type[nn.Module]] = {
+    **dict.fromkeys(_GROUPED, HfGroupedQueryAttention),
+    **dict.fromkeys(_LATENT, HfLatentAttention),
+}
 
 
 def replace(model: nn.Module) -> int:

@@ -67,7 +67,11 @@ class LazyMask(Tensor):
 
 
 def _plain(value: Any) -> Any:
-    return value.materialise() if isinstance(value, LazyMask) else value
+    """A mask's tensor in its place. Whoever has that may write to it, so that from then on it alone counts."""
+    if not isinstance(value, LazyMask):
+        return value
+    value.ranges = None
+    return value.materialise()
 
 
 def mask(
@@ -97,6 +101,10 @@ def mask(
 
     if is_tracing(q_offset if attention_mask is None else attention_mask):
         return build(allow_is_bidirectional_skip=allow_is_bidirectional_skip)
+    if isinstance(q_offset, Tensor):
+        # The length of a static cache, which the first layer advances in place: to be kept as it is now. Reading it is
+        # free on the CPU and would wait for any other device.
+        q_offset = int(q_offset) if q_offset.device.type == "cpu" else q_offset.clone()
     ranges = _ranges(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     if allow_is_bidirectional_skip and ranges is not None and _all_allowed(ranges):
         return None
@@ -121,10 +129,9 @@ def _ranges(
     if pattern is None or (padding is not None and padding.dim() != 2):
         return None
     causal, window = pattern
-    if isinstance(q_offset, Tensor):
-        # The length of a static cache. Reading it is free on the CPU and would wait for any other device.
-        q_offset = int(q_offset) if q_offset.device.type == "cpu" else q_offset.reshape(-1).expand(batch)
     q_offset = q_offset - kv_offset
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.reshape(-1).expand(batch)
     kv_lens, key_mask = _padding(padding, batch, kv_len, kv_offset)
     return Ranges(causal, window, q_offset, kv_lens, key_mask)
 
