@@ -24,6 +24,7 @@ def main(args: argparse.Namespace) -> None:
         dtype=None if args.dtype is None else DTYPES[args.dtype],
         text=args.text,
         tokens=args.tokens,
+        encoder=args.encoder,
     )
     report = convert_checkpoint(args.source, args.out, request)
     print(json.dumps(asdict(report)) if args.json else "\n".join(describe(report)))
