@@ -102,6 +102,8 @@ def split_mask(mask: Tensor, q_len: int, kv_len: int) -> tuple[Ranges, Tensor | 
         )
     if not isinstance(mask, LazyMask):
         return _NO_RANGES, mask
+    if torch.compiler.is_compiling():
+        return _NO_RANGES, mask._built
     return (_NO_RANGES, mask.materialise()) if mask.ranges is None else (mask.ranges, mask.ranges.key_mask)
 
 
