@@ -1,4 +1,4 @@
-"""MultiHeadLatentAttention: against transformers' DeepSeek layers, a formula in fp64, and its own two paths."""
+"""MultiHeadLatentAttention: against a formula in fp64 and its own two paths, and as any module."""
 
 import copy
 import pickle
@@ -7,156 +7,9 @@ import attnpack
 import pytest
 import torch
 from attnpack import reference
+from latent_cases import HEADS, PATHS, SIZES, YARN, E, make
 from torch import nn
 from torch.testing import assert_close
-from transformers import DeepseekV2Config, DeepseekV3Config
-from transformers import DynamicCache as HfCache
-from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
-
-E, HEADS = 48, 4
-SIZES = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
-YARN = {
-    "rope_type": "yarn",
-    "factor": 40.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.707,
-}
-PATHS = ("expanded", "absorbed")
-
-
-def make(rope=True, scaling=None, seed=0, interleaved=True, **settings):
-    torch.manual_seed(seed)
-    sizes = {**SIZES, "causal": True, **settings}
-    if rope:
-        sizes["rope"] = attnpack.RotaryEmbedding(
-            sizes["qk_rope_head_dim"], max_positions=64, scaling=scaling, interleaved=interleaved
-        )
-    module = attnpack.MultiHeadLatentAttention(E, HEADS, **sizes)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return module
-
-
-# ---- transformers ----------------------------------------------------------------------
-
-
-def theirs(version, q_lora_rank, scaling, **settings):
-    """A DeepSeek attention layer of transformers, and a function from x and a cache to its output."""
-    config = {2: DeepseekV2Config, 3: DeepseekV3Config}[version](
-        hidden_size=E,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        q_lora_rank=q_lora_rank,
-        max_position_embeddings=64,
-        rope_parameters={"rope_theta": 10000.0, **(scaling or {"rope_type": "default"})},
-        attn_implementation="eager",
-        **SIZES,
-        **settings,
-    )
-    torch.manual_seed(0)
-    modeling = {2: v2, 3: v3}[version]
-    layer = getattr(modeling, f"DeepseekV{version}Attention")(config, 0).eval()
-    rotary = getattr(modeling, f"DeepseekV{version}RotaryEmbedding")(config)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn_like(parameter) / parameter.size(-1) ** 0.5)
-
-    def call(x, cache=None):
-        past = cache.get_seq_length() if cache is not None else 0
-        positions = past + torch.arange(x.size(1)).expand(x.size(0), -1)
-        seen = torch.arange(past + x.size(1)) <= positions[0].unsqueeze(-1)
-        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        return layer(
-            hidden_states=x,
-            position_embeddings=rotary(x, positions),
-            attention_mask=mask[None, None].expand(x.size(0), 1, -1, -1),
-            past_key_values=cache,
-        )[0]
-
-    return layer, call
-
-
-CHECKPOINTS = [
-    (2, 24, None, {}),
-    (2, None, YARN, {}),
-    (3, 24, None, {"attention_bias": True}),
-    (3, 24, YARN, {}),
-    (3, None, None, {}),
-    (3, None, YARN, {"rope_interleave": False}),
-]
-
-
-@pytest.mark.parametrize("version, q_lora_rank, scaling, settings", CHECKPOINTS, ids=str)
-@torch.no_grad()
-def test_equal_to_transformers_full_by_chunks_and_by_tokens(version, q_lora_rank, scaling, settings):
-    layer, call = theirs(version, q_lora_rank, scaling, **settings)
-    ours = make(
-        scaling=scaling,
-        q_lora_rank=q_lora_rank,
-        bias=settings.get("attention_bias", False),
-        interleaved=settings.get("rope_interleave", True),
-    ).eval()
-    ours.load_state_dict(layer.state_dict(), strict=True)
-    assert ours.softmax_scale == pytest.approx(layer.scaling, rel=1e-12)
-    x = torch.randn(2, 20, E)
-    wanted = call(x)
-    for path in ("auto", *PATHS):
-        ours.path = path
-        assert_close(ours(x), wanted, rtol=0, atol=2e-5)
-        assert_close(ours.cpp().forward(x), wanted, rtol=0, atol=2e-5)
-        for sizes in ([7, 13], [9, 1, 10], [1] * 20):
-            cache, native = attnpack.LatentCache(), attnpack.cpp.LatentCache()
-            out = torch.cat([ours(part, cache=cache) for part in x.split(sizes, 1)], 1)
-            assert_close(out, wanted, rtol=0, atol=2e-5)
-            twin = ours.cpp()
-            assert torch.equal(out, torch.cat([twin.forward(part, cache=native) for part in x.split(sizes, 1)], 1))
-
-
-@pytest.mark.parametrize("version", [2, 3])
-@torch.no_grad()
-def test_caches_are_exchanged_with_transformers(version):
-    """Each side goes on from what the other has cached."""
-    layer, call = theirs(version, None, None)
-    ours, x, half_split = make().eval(), torch.randn(2, 9, E), version == 3
-    ours.load_state_dict(layer.state_dict())
-    mine, hf = attnpack.LatentCache(), HfCache()
-    ours(x[:, :6], cache=mine), call(x[:, :6], hf)
-    c, k_rope = mine.to_latents(half_split=half_split)
-    assert_close(c, hf.layers[0].keys, rtol=0, atol=2e-5)
-    assert_close(k_rope, hf.layers[0].values, rtol=0, atol=2e-5)
-    taken = attnpack.LatentCache.from_latents(hf.layers[0].keys, hf.layers[0].values, half_split=half_split)
-    assert_close(taken.k, mine.k, rtol=0, atol=2e-5)
-    wanted = call(x)[:, 6:]
-    assert_close(ours(x[:, 6:], cache=taken), wanted, rtol=0, atol=2e-5)
-    given = HfCache()
-    given.update(c, k_rope, 0)
-    assert_close(call(x[:, 6:], given), wanted, rtol=0, atol=2e-5)
-
-
-def test_scales_of_the_published_models():
-    for mscale, wanted in ((1.0, 0.1352338), (0.707, 0.1147214)):
-        scaling = {**YARN, "original_max_position_embeddings": 4096, "mscale": mscale, "mscale_all_dim": mscale}
-        rope = attnpack.RotaryEmbedding(64, scaling=scaling, interleaved=True)
-        sizes = dict(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-        module = attnpack.MultiHeadLatentAttention(7168, 128, rope=rope, device="meta", **sizes)
-        assert module.softmax_scale == pytest.approx(wanted, abs=5e-8)
-        assert module.cpp().softmax_scale == module.softmax_scale
-    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    assert shapes == {
-        "q_a_proj.weight": (1536, 7168),
-        "q_a_layernorm.weight": (1536,),
-        "q_b_proj.weight": (24576, 1536),
-        "kv_a_proj_with_mqa.weight": (576, 7168),
-        "kv_a_layernorm.weight": (512,),
-        "kv_b_proj.weight": (32768, 512),
-        "o_proj.weight": (7168, 16384),
-    }
-
 
 # ---- the formula -----------------------------------------------------------------------
 
@@ -433,10 +286,44 @@ def test_compiled_with_a_static_cache_is_one_graph(path):
     for token in x.split(1, 1):
         assert_close(compiled(token, cache=caches[0]), module(token, cache=caches[1]))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert torch.equal(caches[0].k, caches[1].k)
+    assert_close(caches[0].k, caches[1].k)
     latents = attnpack.LatentCache()
     module(x, cache=latents)
     assert_close(caches[0].k, latents.k)
+
+
+@pytest.mark.parametrize("raw_keys", [None, False])
+@torch.no_grad()
+def test_dynamic_rope_by_steps_equals_a_full_recompute(raw_keys):
+    """Past the trained length of 8, where the rotated keys are cached unrotated; rotated ones do not."""
+    torch.manual_seed(0)
+    rope = attnpack.RotaryEmbedding(
+        8, max_positions=8, scaling={"rope_type": "dynamic", "factor": 4.0}, raw_keys=raw_keys
+    )
+    module = attnpack.MultiHeadLatentAttention(E, HEADS, **SIZES, rope=rope, causal=True)
+    for path in PATHS:
+        module.path, cache, x = path, attnpack.LatentCache(), torch.randn(2, 14, E)
+        errors = []
+        for i in range(14):
+            step, whole = module(x[:, i : i + 1], cache=cache)[:, 0], module(x[:, : i + 1])[:, -1]
+            errors.append(float((step - whole).abs().max()))
+        assert max(errors[:8]) < 1e-5 and (max(errors) < 1e-5) == (raw_keys is None)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("path", ["auto", *PATHS])
+def test_opcheck(path, cached):
+    """The layer's ops, of which all but latent_expand may write a cache."""
+    ops = torch.ops.attnpack
+    draw = torch.randn
+    query, latent, k_rope, kv_b = draw(2, 3, 4, 7), draw(2, 4, 5), draw(2, 4, 2), draw(3 * (5 + 6), 5)
+    cache = (draw(2, 1, 9, 7), torch.tensor([2, 5])) if cached else (None, None)
+    place = ([0.5], 1.0, True, None, 0.0, 1, False, None, False, *cache, None, True, None, 0.0, 0.3)
+    for op in (ops.latent_attend.default, ops.latent_attend_with_weights.default):
+        torch.library.opcheck(op, (query, latent, k_rope, kv_b, 6, path, *place))
+    if path == "auto":
+        torch.library.opcheck(ops.latent_append.default, (query, latent, k_rope, *place))
+        torch.library.opcheck(ops.latent_expand.default, (draw(2, 1, 4, 7), draw(2, 4, 33), 5, 3, 6))
 
 
 def test_compiled_with_inductor_trains():
@@ -492,107 +379,3 @@ def test_in_a_decoder_with_a_model_cache():
         with latent.lent() as lent:
             twin.forward(x[:, :2], cache=lent)
         assert len(latent) == 9 and latent[0].c.shape == (2, 1, 9, 16)
-
-
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
-
-
-@pytest.mark.parametrize("latent", [LATENT, LATENT | {"qk_rope_head_dim": 0, "latent_norm": False}])
-@torch.no_grad()
-def test_a_language_model_of_latent_attention(latent):
-    torch.manual_seed(0)
-    model = attnpack.CausalLM(60, E, 2, HEADS, hidden_dim=64, rope_interleaved=True, latent=latent).eval()
-    ids, twin = torch.randint(60, (2, 9)), model.cpp()
-    assert torch.equal(model(ids), twin.forward(ids))
-    tokens = model.generate(ids, max_new_tokens=6)
-    for cache in ("static", "none", attnpack.ModelCache([attnpack.LatentCache() for _ in range(2)])):
-        assert torch.equal(model.generate(ids, max_new_tokens=6, cache=cache), tokens)
-    assert cache.nbytes == 2 * 2 * 14 * (16 + latent["qk_rope_head_dim"]) * 4
-    assert len(set(tokens[0, 9:].tolist())) > 1
-    lengths = torch.tensor([5, 9])
-    ragged = model.generate(ids, max_new_tokens=4, lengths=lengths)
-    assert torch.equal(ragged[0, 9:], model.generate(ids[:1, :5], max_new_tokens=4)[0, 5:])
-    copied = twin.clone()
-    assert torch.equal(copied.generate(ids, max_new_tokens=6), tokens)
-
-
-@pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
-def test_bad_models_of_latent_attention_are_named(module):
-    for name, value in (
-        ("head_dim", 8),
-        ("qk_norm", True),
-        ("window", (3, 0)),
-        ("num_kv_heads", 2),
-        ("out_bias", True),
-    ):
-        with pytest.raises(ValueError, match=f"{name}: got one together with latent"):
-            module.CausalLM(60, E, 2, HEADS, latent=LATENT, **{name: value})
-    with pytest.raises(ValueError, match="latent: got 'rank', want keywords of MultiHeadLatentAttention"):
-        module.CausalLM(60, E, 2, HEADS, latent={"rank": 3})
-    with pytest.raises(ValueError, match="v_head_dim: got none, MultiHeadLatentAttention needs it"):
-        module.CausalLM(60, E, 2, HEADS, latent={k: v for k, v in LATENT.items() if k != "v_head_dim"})
-    with pytest.raises(TypeError, match="latent is 3 .*, wants None or a dict such as"):
-        module.CausalLM(60, E, 2, HEADS, latent=3)
-    with pytest.raises(TypeError, match="latent: v_head_dim is 2.5 .*, wants an int"):
-        module.CausalLM(60, E, 2, HEADS, latent=LATENT | {"v_head_dim": 2.5})
-
-
-# ---- wrong arguments ---------------------------------------------------------------------
-
-BAD = {
-    "kv_lora_rank: got 0, want at least 1": {"kv_lora_rank": 0},
-    "q_lora_rank: got -1, want at least 1": {"q_lora_rank": -1},
-    "qk_nope_head_dim: got 0, want at least 1": {"qk_nope_head_dim": 0},
-    "qk_rope_head_dim: got -2, want 0 or more": {"qk_rope_head_dim": -2},
-    "v_head_dim: got 0, want at least 1": {"v_head_dim": 0},
-    "dropout: got 1, want 0 <= dropout < 1": {"dropout": 1.0},
-    "path: got 'fast', want 'auto', 'expanded' or 'absorbed'": {"path": "fast"},
-    "scale: got nan": {"scale": float("nan")},
-}
-
-
-@pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
-@pytest.mark.parametrize("message", BAD)
-def test_bad_settings_are_named(module, message):
-    with pytest.raises(ValueError, match=f"attnpack: {message}"):
-        module.MultiHeadLatentAttention(E, HEADS, **{**SIZES, **BAD[message]})
-    with pytest.raises(ValueError, match="rope: got dim 10, want at most qk_rope_head_dim 8"):
-        module.MultiHeadLatentAttention(E, HEADS, **SIZES, rope=module.RotaryEmbedding(10))
-    with pytest.raises(TypeError):
-        module.MultiHeadLatentAttention(E, HEADS, **{k: v for k, v in SIZES.items() if k != "v_head_dim"})
-
-
-CALLS = {
-    r"x: got shape \[3, 48\]": lambda call, cache: call(torch.zeros(3, E)),
-    r"context: got shape \[1, 3, 7\]": lambda call, cache: call(torch.zeros(1, 3, E), torch.zeros(1, 3, 7)),
-    "x: got dtype .*, want the module's dtype": lambda call, cache: call(torch.zeros(1, 3, E, dtype=torch.float64)),
-    "value_context: got a tensor, but latent attention": lambda call, cache: call(
-        torch.zeros(1, 3, E), torch.zeros(1, 3, E), value_context=torch.zeros(1, 3, E)
-    ),
-    "cache: got one together with context": lambda call, cache: call(
-        torch.zeros(1, 3, E), torch.zeros(1, 3, E), cache=cache
-    ),
-    "mask": lambda call, cache: call(torch.zeros(1, 3, E), mask=torch.ones(5, 7, dtype=torch.bool), cache=cache),
-    r"positions has shape \[2\]": lambda call, cache: call(
-        torch.zeros(1, 3, E), positions=torch.arange(2), cache=cache
-    ),
-    r"kv_lens\[0\] is 4": lambda call, cache: call(torch.zeros(1, 3, E), kv_lens=torch.tensor([4]), cache=cache),
-    r"cache: got keys of shape \[2, 1, 3, 24\], want \[1, 1, L, 24\]": lambda call, cache: call(
-        torch.zeros(2, 3, E), cache=cache
-    ),
-}
-
-
-@pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
-@pytest.mark.parametrize("message", CALLS)
-@pytest.mark.parametrize("path", PATHS)
-def test_bad_inputs_leave_the_cache_as_it_was(module, message, path):
-    ours = make(path=path)
-    call = ours if module is attnpack else ours.cpp().forward
-    cache = module.LatentCache()
-    call(torch.randn(1, 5, E), cache=cache)
-    held = cache.k.clone()
-    with pytest.raises(ValueError, match=message) as error:
-        CALLS[message](call, cache)
-    assert "\n" not in str(error.value)
-    assert len(cache) == 5 and cache.lengths.tolist() == [5] and torch.equal(cache.k, held)

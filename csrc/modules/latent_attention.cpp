@@ -132,8 +132,11 @@ std::shared_ptr<MultiHeadLatentAttentionImpl> MultiHeadLatentAttentionImpl::fold
   ATTNPACK_CHECK(!options.folded(), "kv_b_proj is folded already, fold() wants a module that has one");
   const std::string query = q_proj ? "q_proj.weight" : "q_b_proj.weight";
   auto tensors = state_dict(*this);
-  auto folded = std::make_shared<MultiHeadLatentAttentionImpl>(MultiHeadLatentAttentionOptions(options).folded(true));
-  folded->to(o_proj->weight.device(), o_proj->weight.scalar_type());
+  Factory beside;
+  beside.device = o_proj->weight.device();
+  beside.dtype = o_proj->weight.scalar_type();
+  auto folded = std::make_shared<MultiHeadLatentAttentionImpl>(
+      MultiHeadLatentAttentionOptions(options).folded(true).factory(beside));
   std::tie(tensors[query], tensors["o_proj.weight"]) =
       fold_weights(tensors[query], tensors["kv_b_proj.weight"], tensors["o_proj.weight"], options.num_heads());
   tensors.erase("kv_b_proj.weight");

@@ -6,6 +6,8 @@ rotated, and of values.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -131,7 +133,7 @@ class MultiHeadLatentAttention(NativeAttention):
     @property
     def softmax_scale(self) -> float:
         """What scores are multiplied by: `scale` or its default, times the rope's softmax factor."""
-        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 if self.scale is None else self.scale
+        scale = 1.0 / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim) if self.scale is None else self.scale
         return scale if self.rope is None else scale * self.rope.softmax_factor
 
     @property
