@@ -21,6 +21,7 @@ from hf_families import (
     padding,
     states,
 )
+from torch._dynamo.utils import counters
 from transformers import AttentionInterface, AttentionMaskInterface
 
 attnpack.hf.register()
@@ -171,6 +172,18 @@ def test_compiled_forward_is_one_graph():
     with torch.no_grad():
         found, expected = (run(**batch, use_cache=False).logits[real] for run in (compiled, model))
     torch.testing.assert_close(found, expected, **FP32)
+
+
+def test_generate_with_a_compiled_forward_makes_two_graphs():
+    """One for the prompt and one for all steps, whose masks transformers makes outside of them."""
+    model = make_model("llama")
+    expected = generated(model, "attnpack", padding("left"), cache_implementation="static")
+    torch._dynamo.reset()
+    counters.clear()
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    found = generated(model, "attnpack", padding("left"), cache_implementation="static")
+    assert torch.equal(found, expected)
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 def test_dropout_acts_in_training_with_torchs_generator():
