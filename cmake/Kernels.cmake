@@ -4,8 +4,8 @@ include(CheckCXXCompilerFlag)
 set(ATTNPACK_KERNEL_OPTIMISATION -O3 CACHE STRING "optimisation of the kernels")
 mark_as_advanced(ATTNPACK_KERNEL_OPTIMISATION)
 
-# The products of AVX512-BF16 in plain AVX-512, as one more instruction set with the arithmetic of the real one: so that a
-# machine without it can test them. tests/sanitize sets it; what is installed has no use for it.
+# The products of AVX512-BF16 in plain AVX-512, as one more instruction set with the arithmetic of the real one: so that
+# a machine without it can test them. tests/sanitize sets it; what is installed has no use for it.
 option(ATTNPACK_EMULATE_PAIRS "build avx512_bf16_emulated too" OFF)
 mark_as_advanced(ATTNPACK_EMULATE_PAIRS)
 
