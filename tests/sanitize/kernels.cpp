@@ -130,9 +130,9 @@ bool allowed(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t 
 }
 
 // NaN in one key and its value, the first sequence's and kv head's: the rows that may attend it become NaN, all others
-// stay as they were, bit by bit. Leaves the inputs as they were.
+// stay as they were, bit by bit. Leaves everything as it was.
 void poison_a_key(const char* isa, const Kernels& kernels, const AttentionParams& p, const Threads& threads,
-                  Guarded& out, int64_t n) {
+                  Guarded& out, Guarded& lse, int64_t n) {
   const size_t w = width(p.dtype);
   const int64_t j = pick(0, p.kv_len - 1), group = p.num_heads / p.num_kv_heads;
   const uint16_t half_nan = 0x7e00;
@@ -150,8 +150,11 @@ void poison_a_key(const char* isa, const Kernels& kernels, const AttentionParams
       else
         put(part.row, p.dtype, d, std::nan(""));
   }
-  const char* now = static_cast<const char*>(out.data());
-  const std::vector<char> expected(now, now + out.bytes());
+  const auto copy = [](Guarded& g) {
+    const char* data = static_cast<const char*>(g.data());
+    return std::vector<char>(data, data + g.bytes());
+  };
+  const std::vector<char> expected = copy(out), expected_lse = copy(lse);
   run_forward(kernels, p, threads);
   bool kept = true, seen = true;
   for (int64_t row = 0; row < p.batch * p.num_heads * p.q_len; ++row) {
@@ -162,12 +165,13 @@ void poison_a_key(const char* isa, const Kernels& kernels, const AttentionParams
         seen &= p.dtype == DType::kFloat16 ? (static_cast<const uint16_t*>(out.data())[first + d] & 0x7fff) > 0x7c00
                                            : std::isnan(get(out.data(), p.dtype, first + d));
     else
-      kept &= std::memcmp(now + first * w, expected.data() + first * w, p.v_head_dim * w) == 0;
+      kept &= std::memcmp(static_cast<char*>(out.data()) + first * w, &expected[first * w], p.v_head_dim * w) == 0;
   }
   expect(kept, isa, "out of rows that exclude a NaN", n);
   expect(seen, isa, "out of rows that attend a NaN", n);
   for (auto& part : parts) std::memcpy(part.row, part.before.data(), part.before.size());
   std::memcpy(out.data(), expected.data(), expected.size());
+  std::memcpy(lse.data(), expected_lse.data(), expected_lse.size());
 }
 
 void attend(const char* isa, const Kernels& kernels, int64_t n) {
@@ -248,11 +252,10 @@ void attend(const char* isa, const Kernels& kernels, int64_t n) {
       worst = std::max(worst, std::fabs(get(p.out, p.dtype, row * p.v_head_dim + d) - wanted));
     }
   }
-  expect(worst < (w == 2 ? 0.05 : 1e-3), isa, "out", n);
+  // 16 bits: 2^-8 from rounding numbers below 2, as much again from rounding the weights of values below 2.
+  expect(worst < (w == 2 ? 0.01 : 1e-3), isa, "out", n);
   expect(worst_lse < 1e-3, isa, "lse", n);
-  poison_a_key(isa, kernels, p, threads, out, n);
-  if (getenv("SHOW"))
-    printf("%s %d rows %ld worst %g lse %g\n", isa, int(p.dtype), long(tile_rows(p).rows), worst, worst_lse);
+  poison_a_key(isa, kernels, p, threads, out, lse, n);
 
   AttentionBackwardParams bp{};
   bp.forward = p;

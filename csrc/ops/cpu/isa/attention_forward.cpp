@@ -37,7 +37,7 @@ struct Paired {
 };
 
 template <class S, class A>
-using Operands = std::conditional_t<kPairProducts && std::is_same_v<S, BFloat16>, Paired, Widened<S, A>>;
+using OperandsOf = std::conditional_t<kPairProducts && std::is_same_v<S, BFloat16>, Paired, Widened<S, A>>;
 
 template <class A, class Operands>
 struct Scratch {
@@ -128,8 +128,8 @@ class PrefillTile {
     }
   }
 
-  // What the values' sum is divided by: the sum of the weights that they met, but for dropout, whose sum has other
-  // terms.
+  // What the values' sum is divided by: the sum of the weights that they met; with dropout that has other terms than
+  // the denominator. lse keeps the sum of the unrounded ones: the backward pass computes the probabilities from it.
   A divisor(int64_t r) const {
     if constexpr (Work::kRounds)
       if (p_.dropout_p == 0) return fold_lanes<A>(load<A>(w_.out + r * w_.out_ld + w_.value_width), Add());
@@ -159,7 +159,7 @@ size_t prefill_scratch(const AttentionParams& p) {
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     Arena arena(nullptr);
     using A = decltype(accumulation);
-    Scratch<A, Operands<decltype(storage), A>>(p, arena);
+    Scratch<A, OperandsOf<decltype(storage), A>>(p, arena);
     used = arena.used();
   });
   return used;
@@ -169,7 +169,7 @@ void prefill(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, v
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     using S = decltype(storage);
     using A = decltype(accumulation);
-    PrefillTile<S, A, Operands<S, A>>(p, b, kv_head, rows, scratch).run();
+    PrefillTile<S, A, OperandsOf<S, A>>(p, b, kv_head, rows, scratch).run();
   });
 }
 
