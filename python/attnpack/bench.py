@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from . import _C, __version__
-from .bench_cases import SECTIONS, Case, cases
+from .bench_cases import SECTIONS, Case, Limits, cases
 from .bench_peers import PEERS, Call, make_inputs, ours
 from .memory import resident_bytes
 from .progress import progress
@@ -36,19 +36,18 @@ class Result:
     ratios: dict[str, float]  # how many times faster than each peer
     peak_bytes: int | None  # of resident memory above its tensors, one call
 
-    def share(self, limits: tuple[float, float]) -> float:
+    def share(self, limits: Limits) -> float:
         """Of what the machine can do: 1 is as fast as its multiply-adds or its memory allow."""
-        return self.case.limit_seconds(*limits) / self.seconds
+        return self.case.limit_seconds(limits) / self.seconds
 
 
 def run(
     sections: list[str], dtypes: list[str], peers: list[str], *, quick: bool = False
-) -> tuple[tuple[float, float], list[Result]]:
-    """((flops, bytes a second), results)."""
+) -> tuple[Limits, list[Result]]:
     limits = _C.limits()
     todo = list(cases(sections, dtypes, quick=quick))
     results = [_measure(case, peers, ROUND_SECONDS / (4 if quick else 1)) for case in progress(todo, "cases")]
-    return tuple(map(max, limits, _C.limits())), results
+    return Limits(*map(max, limits, _C.limits())), results
 
 
 def _measure(case: Case, peers: list[str], budget: float) -> Result:
@@ -106,11 +105,12 @@ def _peak_bytes(call: Call) -> int | None:
         return None
 
 
-def format_table(limits: tuple[float, float], results: list[Result], peers: list[str]) -> str:
-    flops, read = limits
+def format_table(limits: Limits, results: list[Result], peers: list[str]) -> str:
+    pairs = f", {limits.bf16_flops / 1e9:.0f} bf16" if limits.bf16_flops != limits.flops else ""
     lines = [
         f"{machine()}, {torch.get_num_threads()} threads, instruction set {_C.isa()}, torch {torch.__version__}",
-        f"limits measured in this run: {flops / 1e9:.0f} GFLOP/s fp32, {read / 1e9:.1f} GB/s read",
+        f"limits measured in this run: {limits.flops / 1e9:.0f} GFLOP/s fp32{pairs}, "
+        f"{limits.bytes_per_second / 1e9:.1f} GB/s read",
         "share: of the limit that binds; times faster than each peer; memory: peak above the tensors of the call",
         f"{'case':<48}{'dtype':>6}{'ms':>10}{'GFLOP/s':>9}{'GB/s':>7}{'share':>7}"
         + "".join(f"{name:>13}" for name in peers)
@@ -126,14 +126,14 @@ def format_table(limits: tuple[float, float], results: list[Result], peers: list
     return "\n".join(lines)
 
 
-def as_dict(limits: tuple[float, float], results: list[Result]) -> dict:
+def as_dict(limits: Limits, results: list[Result]) -> dict:
     return {
         "attnpack": __version__,
         "torch": torch.__version__,
         "machine": machine(),
         "isa": _C.isa(),
         "threads": torch.get_num_threads(),
-        "limits": {"flops": limits[0], "bytes_per_second": limits[1]},
+        "limits": limits._asdict(),
         "results": [
             asdict(result) | {"flops": result.case.flops, "bytes": result.case.bytes, "share": result.share(limits)}
             for result in results

@@ -10,6 +10,7 @@ from . import StaticCache
 
 if TYPE_CHECKING:
     from .bench import Result
+    from .bench_cases import Limits
 
 # Okabe and Ito's colours, told apart by the colour-blind; line styles and labels say the same without colour.
 STYLES = (("#D55E00", "-"), ("#0072B2", "--"), ("#009E73", "-."), ("#CC79A7", ":"))
@@ -59,14 +60,18 @@ def plot_kv_memory(
     return points
 
 
-def plot_roofline(path: str | Path, limits: tuple[float, float], results: Sequence["Result"]) -> None:
+def plot_roofline(path: str | Path, limits: "Limits", results: Sequence["Result"]) -> None:
     """Writes one PNG: what each case of a benchmark reaches against its operations a byte, under the machine's roof
-    (Williams et al. 2009). `limits`: flops and bytes a second."""
-    flops, read = limits
+    (Williams et al. 2009), which is higher for bf16 where the machine multiplies it in pairs."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.5), dpi=120, layout="constrained")
     intensities = [2.0**n for n in range(-2, 12)]
-    axes.plot(intensities, [min(flops, read * x) / 1e9 for x in intensities], color="black", label="limit")
+    roofs = {"limit": (limits.flops, "-"), "limit, bf16": (limits.bf16_flops, "--")}
+    if limits.bf16_flops == limits.flops:
+        del roofs["limit, bf16"]
+    for label, (flops, line) in roofs.items():
+        roof = [min(flops, limits.bytes_per_second * x) / 1e9 for x in intensities]
+        axes.plot(intensities, roof, line, color="black", label=label)
     markers = dict(zip(dict.fromkeys(each.case.section for each in results), "os^Dv", strict=False))
     for (section, dtype), colour in zip(
         dict.fromkeys((each.case.section, each.case.dtype) for each in results),
