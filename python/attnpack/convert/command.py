@@ -11,10 +11,6 @@ from .checkpoint import Report, Request, convert_checkpoint
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.encoder:
-        raise ValueError(
-            f"--encoder: {args.source} is read as a decoder-only model, which has no encoder; leave it out"
-        )
     request = Request(
         kv_heads=args.kv_heads,
         method=args.method,
