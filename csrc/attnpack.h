@@ -4,6 +4,10 @@
 #include <torch/torch.h>
 
 #include <attnpack/cache/model_cache.h>
+#include <attnpack/convert/fused.h>
+#include <attnpack/convert/modules.h>
+#include <attnpack/convert/pool.h>
+#include <attnpack/convert/similar.h>
 #include <attnpack/io/state_dict.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/generate.h>

@@ -83,6 +83,20 @@ CASES = [
         lambda: (_x(),),
     ),
     Case(
+        "grouped_yarn",
+        lambda **f: attnpack.GroupedQueryAttention(
+            EMBED, 4, 2, causal=True, rope=_rope(scaling={"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}), **f
+        ),
+        lambda: (_x(),),
+    ),
+    Case(
+        "grouped_dynamic",
+        lambda **f: attnpack.GroupedQueryAttention(
+            EMBED, 4, 2, rope=_rope(max_positions=3, scaling={"rope_type": "dynamic", "factor": 4.0}), **f
+        ),
+        lambda: (_x(),),
+    ),
+    Case(
         "windowed",
         lambda **f: attnpack.GroupedQueryAttention(
             EMBED, 4, 2, causal=True, window=(2, 0), softcap=2.0, sinks=True, rope=_rope(), **f

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import attnpack
 import pytest
 from attnpack import cli
 
-COMMANDS = ["demo", "info", "generate", "bench"]
+COMMANDS = ["demo", "info", "generate", "convert", "bench"]
 
 
 def run(*arguments):
@@ -29,8 +30,8 @@ def test_each_command_shows_an_example_that_parses(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
     assert stop.value.code == 0
-    example = capsys.readouterr().out.split("example: attnpack ")[1].strip().replace('"', "").split(maxsplit=3)
-    assert cli.build_parser().parse_args(example).command == command
+    example = capsys.readouterr().out.split("example: attnpack ")[1]
+    assert cli.build_parser().parse_args(shlex.split(example)).command == command
 
 
 def test_an_error_is_one_sentence_and_code_2():
@@ -44,7 +45,7 @@ def test_debug_shows_the_traceback():
     assert result.returncode == 1 and "Traceback" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["convert"], [], ["generate"], ["generate", "--max-new-tokens", "0", "hello"]])
+@pytest.mark.parametrize("arguments", [["convert", "in", "out"], [], ["generate"], ["generate", "--max-new-tokens", "0", "hello"]])
 def test_wrong_usage_is_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)

@@ -21,8 +21,29 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 2000.0, "factor": 3.0}
+YARN = {"rope_type": "yarn", "rope_theta": 2000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 2000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 2000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 4.0, 6.0, 8.0],
+    "original_max_position_embeddings": 32,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 2000.0, "factor": 3.0}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
+    "llama-yarn": LlamaConfig(**SIZES, rope_parameters=YARN),
+    "llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "llama-longrope": LlamaConfig(**SIZES, rope_parameters=LONGROPE),
+    "llama-dynamic": LlamaConfig(**{**SIZES, "max_position_embeddings": 32}, rope_parameters=DYNAMIC),
     "llama-biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama-linear-rope": LlamaConfig(**SIZES, rope_parameters=LINEAR),
@@ -225,12 +246,28 @@ def test_settings_of_later_issues_are_named(llama, setting):
     refused(llama[1], next(iter(setting)))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "yarn", "llama3", "longrope"])
-def test_rope_types_of_later_issues_are_named(llama, kind):
-    edit_config(llama[1], rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
-    refused(llama[1], f"'{kind}'", "rope_type")
-    edit_config(llama[1], drop=("rope_parameters",), rope_scaling={"type": kind, "factor": 2.0})
-    refused(llama[1], f"'{kind}'", "rope_type")
+def test_the_trained_length_is_the_checkpoints(tmp_path):
+    """Not the one asked for, which may be shorter."""
+    reference = random_model(CONFIGS["llama-dynamic"])
+    reference.save_pretrained(tmp_path)
+    model = attnpack.CausalLM.from_hf(tmp_path, max_positions=8)
+    assert model.layers[0].self_attn.rope.trained_len == 32
+    assert_same_logits(model, reference)
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        ({"rope_type": "proportional"}, ("rope_type 'proportional'", "'llama3'")),
+        ({"rope_type": "yarn", "factor": "4"}, ("scaling: factor is '4'", "a number")),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, ("scaling: got 1 numbers as short_factor, want 4",)),
+        ({"rope_type": "llama3", "factor": 2.0, "mrope_section": [1]}, ("scaling: got 'mrope_section'",)),
+        ({"rope_type": "yarn", "original_max_position_embeddings": "4"}, ("original_max_position_embeddings", "'4'")),
+    ],
+)
+def test_bad_rope_parameters_are_named(llama, rope, words):
+    edit_config(llama[1], rope_parameters={"rope_theta": 1e4} | rope)
+    refused(llama[1], *words)
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 8}

@@ -1,6 +1,7 @@
 """GGUF files: header against the package gguf, weights and logits against transformers, files that are refused."""
 
 import json
+import math
 import struct
 import sys
 
@@ -247,7 +248,8 @@ def test_missing_metadata(tiny_gguf):
 @pytest.mark.parametrize(
     "setting",
     [
-        {"rope__scaling__type": "yarn", "rope__scaling__factor": 2.0},
+        {"rope__scaling__type": "longrope", "rope__scaling__factor": 2.0},
+        {"rope__scaling__yarn_log_multiplier": 0.1},
         {"attn_logit_softcapping": 50.0},
         {"final_logit_softcapping": 30.0},
         {"attention__scale": 0.5},
@@ -261,9 +263,46 @@ def test_settings_of_later_issues_are_named(tiny_gguf, setting):
     refused(tiny_gguf(**setting), "llama." + next(iter(setting)).replace("__", "."))
 
 
-def test_llama3_frequencies_are_named(tiny_gguf):
-    table = {"rope_freqs.weight": np.ones(4, np.float32)}
-    refused(tiny_gguf(lambda t: t.update(table)), "rope_freqs.weight")
+def scaled_alike(tiny_gguf_path, rope_parameters):
+    """The file's logits are those of the same weights in transformers under these parameters."""
+    reference = tiny_model("llama")
+    config = LlamaConfig.from_dict(reference.config.to_dict())
+    config.rope_parameters = {"rope_theta": 5000.0} | rope_parameters
+    stretched = AutoModelForCausalLM.from_config(config).eval()
+    stretched.load_state_dict(reference.state_dict())
+    ids = torch.randint(96, (1, 40))
+    with torch.no_grad():
+        expected = stretched(ids).logits
+        torch.testing.assert_close(attnpack.CausalLM.from_gguf(tiny_gguf_path)(ids), expected, rtol=0, atol=1e-4)
+        assert not torch.allclose(expected, reference(ids).logits, atol=1e-2)
+
+
+def test_yarn_is_read(tiny_gguf):
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 16}
+    scaled_alike(tiny_gguf(**yarn), {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16})
+
+
+def test_llama3_frequencies_are_read(tiny_gguf):
+    """Converters write what Llama 3's scaling comes to: a divisor of each frequency."""
+    settings = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    theta = [5000.0 ** (-2 * i / 8) for i in range(4)]
+    turns = [32 * f / (2 * math.pi) for f in theta]
+    keep = [min(max((t - 1.0) / 3.0, 0.0), 1.0) for t in turns]
+    divisors = np.array([1 / ((1 - k) / 8.0 + k) for k in keep], np.float32)
+    path = tiny_gguf(lambda tensors: tensors.update({"rope_freqs.weight": divisors}))
+    scaled_alike(path, {"rope_type": "llama3"} | settings)
+    assert not attnpack.CausalLM.from_gguf(path).layers[0].self_attn.rope.raw_keys
+    short = tiny_gguf(lambda tensors: tensors.update({"rope_freqs.weight": divisors[:2]}))
+    with pytest.raises(ValueError, match="got 2 numbers as short_factor, want 4"):
+        attnpack.CausalLM.from_gguf(short)
+    refused(
+        tiny_gguf(
+            lambda tensors: tensors.update({"rope_freqs.weight": divisors}),
+            rope__scaling__type="linear",
+            rope__scaling__factor=2.0,
+        ),
+        "rope_freqs.weight beside rope.scaling.type 'linear'",
+    )
 
 
 def test_a_sliding_window_is_that_of_transformers(tiny_gguf):

@@ -14,8 +14,8 @@ CONSTRUCTIONS = {
     "head_map: got kv head 2, want 0 to 1": lambda m: m.GroupedQueryAttention(24, 4, 2, head_map=[0, 1, 2, 1]),
     "rope: got dim 8, want at most head_dim 6": lambda m: m.MultiHeadAttention(24, 4, rope=m.RotaryEmbedding(8)),
     "dim: got 5, want an even number": lambda m: m.RotaryEmbedding(5),
-    "scaling: rope_type 'yarn' is not built": lambda m: m.RotaryEmbedding(
-        8, scaling={"rope_type": "yarn", "factor": 2.0}
+    "scaling: got rope_type 'su', want 'default', 'linear', 'ntk'": lambda m: m.RotaryEmbedding(
+        8, scaling={"rope_type": "su", "factor": 2.0}
     ),
     "'linear' needs 'factor'": lambda m: m.RotaryEmbedding(8, scaling={"type": "linear"}),
     "activation: got 'relu'": lambda m: m.FeedForward(24, 32, activation="relu"),

@@ -52,18 +52,24 @@ void register_layers(py::module_& m) {
 
   bind_module<RotaryEmbeddingImpl>(m, "RotaryEmbedding", "Rotary position embedding; no parameters.")
       .def(py::init([](int64_t dim, double base, int64_t max_positions, const py::object& scaling, bool interleaved,
-                       const py::object&, const py::object&) {
+                       std::optional<bool> raw_keys, const py::object&, const py::object&) {
              return RotaryEmbeddingImpl(RotaryEmbeddingOptions(dim)
                                             .base(base)
                                             .max_positions(max_positions)
                                             .scaling(parse_scaling(scaling))
-                                            .interleaved(interleaved));
+                                            .interleaved(interleaved)
+                                            .raw_keys(raw_keys));
            }),
            py::arg("dim"), py::kw_only(), py::arg("base") = 10000.0, py::arg("max_positions") = 2048,
-           py::arg("scaling") = py::none(), py::arg("interleaved") = false, py::arg("device") = py::none(),
-           py::arg("dtype") = py::none())
+           py::arg("scaling") = py::none(), py::arg("interleaved") = false, py::arg("raw_keys") = py::none(),
+           py::arg("device") = py::none(), py::arg("dtype") = py::none())
       .def_property_readonly("inv_freq", [](RotaryEmbeddingImpl& self) { return self.settings.inv_freq; })
       .def_property_readonly("factor", [](RotaryEmbeddingImpl& self) { return self.settings.factor; })
+      .def_property_readonly("long_inv_freq", [](RotaryEmbeddingImpl& self) { return self.settings.long_inv_freq; })
+      .def_property_readonly("growth", [](RotaryEmbeddingImpl& self) { return self.settings.growth; })
+      .def_property_readonly("trained_len", [](RotaryEmbeddingImpl& self) { return self.settings.trained_len; })
+      .def_property_readonly("raw_keys", [](RotaryEmbeddingImpl& self) { return self.settings.raw_keys; })
+      .def_property_readonly("softmax_factor", [](RotaryEmbeddingImpl& self) { return self.settings.softmax_factor; })
       .def("forward", &RotaryEmbeddingImpl::forward, py::arg("x"), py::arg("positions") = py::none(), released);
 }
 

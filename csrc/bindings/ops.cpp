@@ -74,8 +74,13 @@ Tensor attention_scores_py(const Tensor& query, const Tensor& key, const Optiona
   return attention_scores(query, key, options, stage);
 }
 
-// (inv_freq, factor, interleaved)
-using Rope = std::optional<std::tuple<std::vector<double>, double, bool>>;
+// RopeSettings in Python: (inv_freq, factor, interleaved, long_inv_freq, growth, trained_len, raw_keys)
+using Numbers = std::vector<double>;
+using Rope = std::optional<std::tuple<Numbers, double, bool, Numbers, double, int64_t, bool>>;
+
+RopeSettings to_rope(const Rope& rope) {
+  return std::apply([](const auto&... parts) { return RopeSettings{parts...}; }, *rope);
+}
 using Cache = std::optional<std::tuple<Tensor, Tensor, Tensor>>;
 
 py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value, const Rope& rope,
@@ -84,7 +89,7 @@ py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value
                      const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, const HeadMap& head_map,
                      double dropout_p, std::optional<double> scale, bool need_weights) {
   AttendOptions options;
-  if (rope) options.rope(RopeSettings{std::get<0>(*rope), std::get<1>(*rope), std::get<2>(*rope)});
+  if (rope) options.rope(to_rope(rope));
   if (cache) options.cache(CacheTensors{std::get<0>(*cache), std::get<1>(*cache), std::get<2>(*cache)});
   options.positions(positions).cross(cross).mask(mask).causal(causal).kv_lens(kv_lens).window(window);
   options.softcap(softcap).sinks(sinks).alibi_slopes(alibi_slopes).head_map(head_map).dropout_p(dropout_p).scale(scale);
@@ -127,6 +132,14 @@ void register_ops(py::module_& m) {
         return rope_table(positions, inv_freq, factor);
       },
       arg("positions"), arg("inv_freq"), arg("factor") = 1.0, released);
+  m.def(
+      "rope_table_by_length",
+      [](const Tensor& positions, const OptionalTensor& lengths, const std::vector<double>& inv_freq, double factor,
+         const std::vector<double>& long_inv_freq, double growth, int64_t trained_len) {
+        return rope_table_by_length(positions, lengths, inv_freq, factor, long_inv_freq, growth, trained_len);
+      },
+      arg("positions"), arg("lengths"), arg("inv_freq"), arg("factor"), arg("long_inv_freq"), arg("growth"),
+      arg("trained_len"), released);
   m.def("linear", &linear, arg("input"), arg("weight"), arg("bias") = none, released);
   m.def("rms_norm", &rms_norm, arg("x"), arg("weight"), arg("eps"), released);
   m.def("null", &null, arg("x"), released);

@@ -11,5 +11,6 @@ void register_layers(py::module_& m);
 void register_attention(py::module_& m);
 void register_blocks(py::module_& m);
 void register_causal_lm(py::module_& m);
+void register_convert(py::module_& m);
 
 }  // namespace attnpack

@@ -3,14 +3,17 @@
 #include <attnpack/bindings/common.h>
 
 #include <attnpack/core/check.h>
-#include <attnpack/modules/rotary_embedding.h>
+#include <attnpack/functional/rope_settings.h>
 
+#include <functional>
+#include <map>
 #include <optional>
+#include <string>
+#include <vector>
 
 namespace attnpack {
 
-// The dict of Hugging Face configs ("rope_type" or "type", "factor", "original_max_position_embeddings"), or None.
-// "rope_theta" in it is ignored: the base is an argument of its own.
+// The dict of Hugging Face configs, as in RopeScaling, or None. A value of None counts as left out.
 inline std::optional<RopeScaling> parse_scaling(const py::object& scaling) {
   if (scaling.is_none()) return std::nullopt;
   TORCH_CHECK_TYPE(py::isinstance<py::dict>(scaling), "attnpack: scaling is ", shown(scaling),
@@ -24,14 +27,44 @@ inline std::optional<RopeScaling> parse_scaling(const py::object& scaling) {
     return py::detail::cast_op<decltype(value)>(caster);
   };
   RopeScaling result;
-  for (const char* key : {"type", "rope_type"}) {
-    if (dict.contains(key)) result.rope_type(read(key, std::string(), "a word such as 'linear'"));
-  }
-  if (dict.contains("factor")) result.factor(read("factor", double(), "a number"));
-  ATTNPACK_CHECK(result.rope_type() == "default" || dict.contains("factor"), "scaling: rope_type '", result.rope_type(),
-                 "' needs 'factor'");
-  if (dict.contains("original_max_position_embeddings")) {
-    result.original_max_position_embeddings(read("original_max_position_embeddings", int64_t(), "an int"));
+  const auto word = [&](const char* key) { return read(key, std::string(), "a word such as 'linear'"); };
+  const auto number = [&](const char* key) { return read(key, double(), "a number"); };
+  const auto numbers = [&](const char* key) { return read(key, std::vector<double>(), "a list of numbers"); };
+  std::map<std::string, std::function<void(const char*)>> known{
+      {"type",
+       [&](auto key) {
+         if (!dict.contains("rope_type")) result.rope_type(word(key));
+       }},
+      {"rope_type", [&](auto key) { result.rope_type(word(key)); }},
+      {"factor", [&](auto key) { result.factor(number(key)); }},
+      {"original_max_position_embeddings",
+       [&](auto key) { result.original_max_position_embeddings(read(key, int64_t(), "an int")); }},
+      {"attention_factor", [&](auto key) { result.attention_factor(number(key)); }},
+      {"beta_fast", [&](auto key) { result.beta_fast(number(key)); }},
+      {"beta_slow", [&](auto key) { result.beta_slow(number(key)); }},
+      {"mscale", [&](auto key) { result.mscale(number(key)); }},
+      {"mscale_all_dim", [&](auto key) { result.mscale_all_dim(number(key)); }},
+      {"low_freq_factor", [&](auto key) { result.low_freq_factor(number(key)); }},
+      {"high_freq_factor", [&](auto key) { result.high_freq_factor(number(key)); }},
+      {"short_factor", [&](auto key) { result.short_factor(numbers(key)); }},
+      {"long_factor", [&](auto key) { result.long_factor(numbers(key)); }},
+      {"truncate",
+       [&](auto key) {
+         TORCH_CHECK_TYPE(py::isinstance<py::bool_>(dict[key]), "attnpack: scaling: truncate is ", shown(dict[key]),
+                          ", wants True or False");
+         result.truncate(dict[key].template cast<bool>());
+       }},
+      // Said elsewhere: base and dim are arguments of their own.
+      {"rope_theta", [](auto) {}},
+      {"partial_rotary_factor", [](auto) {}},
+      {"finetuned", [](auto) {}},
+  };
+  for (const auto& [key, value] : dict) {
+    const auto name = py::str(key).cast<std::string>();
+    const auto set = known.find(name);
+    ATTNPACK_CHECK(set != known.end(), "scaling: got '", name,
+                   "', which no rope_type here knows; leave it out, or see the docstring of RotaryEmbedding");
+    if (!value.is_none()) set->second(name.c_str());
   }
   return result;
 }

@@ -7,7 +7,6 @@
 #include <attnpack/functional/attend.h>
 #include <attnpack/ops/attention_args.h>
 #include <attnpack/ops/kv_cache.h>
-#include <attnpack/ops/rope.h>
 
 // The arguments of attend after query, key, value, in the schema's order.
 #define ATTNPACK_ATTEND_PARAMS                                                                                 \
@@ -17,55 +16,37 @@
       const std::optional<Tensor>&mask, bool causal, const std::optional<Tensor>&kv_lens, int64_t window_left, \
       int64_t window_right, double softcap, const std::optional<Tensor>&sinks,                                 \
       const std::optional<Tensor>&alibi_slopes, at::OptionalIntArrayRef head_map, double dropout_p,            \
-      std::optional<double> scale
+      std::optional<double> scale, std::optional<at::ArrayRef<double>> rope_long_inv_freq, double rope_growth, \
+      int64_t rope_trained_len, bool rope_raw_keys
 
 #define ATTNPACK_ATTEND_ARGS                                                                                           \
   rope_inv_freq, rope_factor, rope_interleaved, positions, cross, cache_key, cache_value, cache_lengths, mask, causal, \
-      kv_lens, window_left, window_right, softcap, sinks, alibi_slopes, head_map, dropout_p, scale
+      kv_lens, window_left, window_right, softcap, sinks, alibi_slopes, head_map, dropout_p, scale,                    \
+      rope_long_inv_freq, rope_growth, rope_trained_len, rope_raw_keys
 
 #define ATTNPACK_ATTEND_SCHEMA                                                                                    \
   "(Tensor query, Tensor key, Tensor value, float[]? rope_inv_freq, float rope_factor, bool rope_interleaved, "   \
   "Tensor? positions, bool cross, Tensor(a!)? cache_key, Tensor(b!)? cache_value, Tensor(c!)? cache_lengths, "    \
   "Tensor? mask, bool causal, Tensor? kv_lens, int window_left, int window_right, float softcap, Tensor? sinks, " \
-  "Tensor? alibi_slopes, int[]? head_map, float dropout_p, float? scale)"
+  "Tensor? alibi_slopes, int[]? head_map, float dropout_p, float? scale, "                                        \
+  "float[]? rope_long_inv_freq=None, float rope_growth=0.0, int rope_trained_len=1, bool rope_raw_keys=False)"
 
 namespace attnpack {
 namespace {
 
-struct Rotated {
-  Tensor query, key;
-};
-
-Rotated rotate_both(const Tensor& query, const Tensor& key, std::optional<at::ArrayRef<double>> inv_freq, double factor,
-                    bool interleaved, const std::optional<Tensor>& positions, bool cross,
-                    const std::optional<Tensor>& past) {
-  if (!inv_freq) return {query, key};
-  const auto options = at::TensorOptions(at::kLong).device(query.device());
-  const auto count = [&](const Tensor& x) { return at::arange(x.sym_size(2), options); };
-  const auto table = [&](const Tensor& where) {
-    auto [cos, sin] = rope_table(where, *inv_freq, factor);  // [L, r/2] or [B, L, r/2]
-    if (where.dim() == 2) {
-      cos = cos.unsqueeze(1);
-      sin = sin.unsqueeze(1);
-    }
-    return std::make_pair(cos, sin);
-  };
-  if (positions) {
-    ATTNPACK_CHECK(
-        positions->scalar_type() == at::kLong &&
-            (positions->dim() == 1 ||
-             (positions->dim() == 2 && (positions->sym_size(0) == query.sym_size(0) || positions->sym_size(0) == 1))) &&
-            positions->sym_size(-1) == query.sym_size(2),
-        "positions has shape ", positions->sym_sizes(), " and dtype ", positions->scalar_type(),
-        ", wants int64 [length] or [batch, length] with length ", query.sym_size(2));
-  }
-  const Tensor where = positions ? *positions : past ? past->unsqueeze(-1) + count(query) : count(query);
-  const auto [cos, sin] = table(where);
-  const Tensor rotated = apply_rope(query, cos, sin, interleaved);
-  if (!cross) return {rotated, apply_rope(key, cos, sin, interleaved)};
-  const auto [key_cos, key_sin] = table(count(key));
-  return {rotated, apply_rope(key, key_cos, key_sin, interleaved)};
+// Settings that do without the softmax factor: that is in the scale already.
+std::optional<RopeSettings> to_settings(std::optional<at::ArrayRef<double>> inv_freq, double factor, bool interleaved,
+                                        std::optional<at::ArrayRef<double>> long_inv_freq, double growth,
+                                        int64_t trained_len, bool raw_keys) {
+  if (!inv_freq) return std::nullopt;
+  return RopeSettings{
+      inv_freq->vec(), factor,      interleaved, long_inv_freq ? long_inv_freq->vec() : std::vector<double>(),
+      growth,          trained_len, raw_keys};
 }
+
+#define ATTNPACK_ROPE_SETTINGS                                                                                 \
+  to_settings(rope_inv_freq, rope_factor, rope_interleaved, rope_long_inv_freq, rope_growth, rope_trained_len, \
+              rope_raw_keys)
 
 // A copy of the cache that is differentiable in its new rows, and only in them: [B, Hkv, capacity, D].
 Tensor with_new_rows(const Tensor& cache,
@@ -93,9 +74,11 @@ Layer prepare(const Tensor& query, const Tensor& key, const Tensor& value, ATTNP
     check_attention(query, k, v, mask, causal, 0, std::nullopt, window_left, window_right, lens, softcap, sinks,
                     alibi_slopes, head_map, 0.0, std::nullopt, scale);
   };
+  const std::optional<RopeSettings> rope = ATTNPACK_ROPE_SETTINGS;
   if (!cache_key) {
     check(key, value, kv_lens);
-    auto [q, k] = rotate_both(query, key, rope_inv_freq, rope_factor, rope_interleaved, positions, cross, std::nullopt);
+    if (!rope) return {query, key, value, std::nullopt, kv_lens};
+    auto [q, k] = rotate_new(query, key, *rope, {positions, cross, std::nullopt, kv_lens});
     return {q, k, value, std::nullopt, kv_lens};
   }
   ATTNPACK_CHECK(!cross, "cache is given together with a context: a cache holds the keys of self-attention");
@@ -112,13 +95,15 @@ Layer prepare(const Tensor& query, const Tensor& key, const Tensor& value, ATTNP
   }
   check(keys, values, std::nullopt);
   const Tensor past = cache_lengths->clone();
-  auto [q, k] = rotate_both(query, key, rope_inv_freq, rope_factor, rope_interleaved, positions, false, past);
+  Tensor q = query, k = key;
+  if (rope) std::tie(q, k) = rotate_new(query, key, *rope, {positions, false, past, kv_lens});
   kv_cache_append_(*cache_key, *cache_value, *cache_lengths, k, value, kv_lens, limit);
   if (at::GradMode::is_enabled() && (k.requires_grad() || value.requires_grad())) {
     keys = with_new_rows(keys, k, past, kv_lens);
     values = with_new_rows(values, value, past, kv_lens);
   }
-  return {q, keys, values, past, cache_lengths->clone()};
+  const Tensor lengths = cache_lengths->clone();
+  return {q, rope ? rotate_cached(keys, lengths, *rope) : keys, values, past, lengths};
 }
 
 Tensor join_heads(const Tensor& out) { return out.transpose(1, 2).flatten(2); }
@@ -158,8 +143,9 @@ Result call(const char* name, const Tensor& query, const Tensor& key, const Tens
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow(name, "")
                              .typed<Result(const Tensor&, const Tensor&, const Tensor&, ATTNPACK_ATTEND_PARAMS)>();
-  std::optional<at::ArrayRef<double>> inv_freq;
+  std::optional<at::ArrayRef<double>> inv_freq, long_inv_freq;
   if (o.rope()) inv_freq = o.rope()->inv_freq;
+  if (o.rope() && !o.rope()->long_inv_freq.empty()) long_inv_freq = o.rope()->long_inv_freq;
   at::OptionalIntArrayRef head_map;
   if (o.head_map()) head_map = *o.head_map();
   std::optional<Tensor> cache_key, cache_value, cache_lengths;
@@ -171,7 +157,8 @@ Result call(const char* name, const Tensor& query, const Tensor& key, const Tens
   return op.call(query, key, value, inv_freq, o.rope() ? o.rope()->factor : 1.0, o.rope() && o.rope()->interleaved,
                  o.positions(), o.cross(), cache_key, cache_value, cache_lengths, o.mask(), o.causal(), o.kv_lens(),
                  o.window()[0], o.window()[1], o.softcap(), o.sinks(), o.alibi_slopes(), head_map, o.dropout_p(),
-                 o.scale());
+                 o.scale(), long_inv_freq, o.rope() ? o.rope()->growth : 0.0, o.rope() ? o.rope()->trained_len : 1,
+                 o.rope() && o.rope()->raw_keys);
 }
 
 }  // namespace
@@ -186,12 +173,8 @@ std::tuple<Tensor, Tensor> attend_with_weights(const Tensor& query, const Tensor
 }
 
 std::tuple<Tensor, Tensor> rotate(const Tensor& query, const Tensor& key, const AttendOptions& o) {
-  std::optional<at::ArrayRef<double>> inv_freq;
-  if (o.rope()) inv_freq = o.rope()->inv_freq;
-  const std::optional<Tensor> past = o.cache() ? std::make_optional(o.cache()->lengths) : std::nullopt;
-  auto [q, k] = rotate_both(query, key, inv_freq, o.rope() ? o.rope()->factor : 1.0, o.rope() && o.rope()->interleaved,
-                            o.positions(), o.cross(), past);
-  return {q, k};
+  if (!o.rope()) return {query, key};
+  return rotate_new(query, key, *o.rope(), {o.positions(), o.cross(), std::nullopt, o.kv_lens()});
 }
 
 }  // namespace attnpack

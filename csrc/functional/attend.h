@@ -7,16 +7,10 @@
 #include <tuple>
 #include <vector>
 
+#include <attnpack/functional/rotate.h>
 #include <attnpack/ops/attention.h>
 
 namespace attnpack {
-
-// How queries and keys are rotated: r/2 frequencies, the factor on cos and sin, and the pair layout.
-struct RopeSettings {
-  std::vector<double> inv_freq;
-  double factor = 1.0;
-  bool interleaved = false;
-};
 
 // The tensors of one layer's KV cache, as the ops take them; written by attend.
 struct CacheTensors {
@@ -55,7 +49,7 @@ at::Tensor attend(const at::Tensor& query,             // [B, Hq, L, D], before 
 std::tuple<at::Tensor, at::Tensor> attend_with_weights(const at::Tensor& query, const at::Tensor& key,
                                                        const at::Tensor& value, const AttendOptions& options = {});
 
-// Query and key as they enter the operator.
+// Query and key as they enter the operator, without a cache.
 std::tuple<at::Tensor, at::Tensor> rotate(const at::Tensor& query, const at::Tensor& key, const AttendOptions& options);
 
 }  // namespace attnpack

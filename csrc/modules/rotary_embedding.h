@@ -3,19 +3,11 @@
 #include <torch/nn/cloneable.h>
 #include <torch/nn/pimpl.h>
 
-#include <attnpack/functional/attend.h>
+#include <attnpack/functional/rotate.h>
 
 #include <optional>
-#include <string>
 
 namespace attnpack {
-
-// How positions are stretched, as the "rope_scaling" dict of Hugging Face configs.
-struct RopeScaling {
-  TORCH_ARG(std::string, rope_type) = "default";
-  TORCH_ARG(double, factor) = 1.0;
-  TORCH_ARG(std::optional<int64_t>, original_max_position_embeddings);  // default: max_positions
-};
 
 struct RotaryEmbeddingOptions {
   explicit RotaryEmbeddingOptions(int64_t dim) : dim_(dim) {}
@@ -24,10 +16,9 @@ struct RotaryEmbeddingOptions {
   TORCH_ARG(int64_t, max_positions) = 2048;  // length of training; positions past it are legal
   TORCH_ARG(std::optional<RopeScaling>, scaling);
   TORCH_ARG(bool, interleaved) = false;  // pairs (2i, 2i + 1) instead of (i, i + dim/2)
+  // Caches hold keys before rotation; default where frequencies follow the length (dynamic, longrope).
+  TORCH_ARG(std::optional<bool>, raw_keys);
 };
-
-// theta_i = base^(-2i / dim) in fp64; rope type linear divides them by factor. (Su et al. 2021; Chen et al. 2023.)
-RopeSettings rope_settings(const RotaryEmbeddingOptions& options);
 
 // Rotary position embedding. Holds numbers, no tensors: nothing to save, nothing that .to(bfloat16) could round.
 class RotaryEmbeddingImpl : public torch::nn::Cloneable<RotaryEmbeddingImpl> {
@@ -35,7 +26,8 @@ class RotaryEmbeddingImpl : public torch::nn::Cloneable<RotaryEmbeddingImpl> {
   explicit RotaryEmbeddingImpl(int64_t dim) : RotaryEmbeddingImpl(RotaryEmbeddingOptions(dim)) {}
   explicit RotaryEmbeddingImpl(RotaryEmbeddingOptions options);
 
-  // Rotates x [B, H, L, D] at positions ([L] or [B, L] int64, default 0..L-1).
+  // Rotates x [B, H, L, D] at positions ([L] or [B, L] int64, default 0..L-1). Frequencies that follow the length take
+  // a row's highest position + 1 for it.
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& positions = std::nullopt);
 
   void reset() override;

@@ -52,9 +52,51 @@ std::tuple<Tensor, Tensor> rope_table(const Tensor& positions, at::ArrayRef<doub
   return op.call(positions, inv_freq, factor);
 }
 
+void check_rope_by_length(const Tensor& positions, const std::optional<Tensor>& lengths, at::ArrayRef<double> inv_freq,
+                          at::ArrayRef<double> long_inv_freq, int64_t trained_len) {
+  ATTNPACK_CHECK(positions.scalar_type() == at::kLong && (positions.dim() == 1 || positions.dim() == 2),
+                 "positions has shape ", positions.sym_sizes(), " and dtype ", positions.scalar_type(),
+                 ", wants int64 [length] or [batch, length]");
+  ATTNPACK_CHECK(!lengths || (lengths->dim() == 1 && at::isIntegralType(lengths->scalar_type(), false) &&
+                              (positions.dim() == 1 || positions.sym_size(0) == 1 || lengths->sym_size(0) == 1 ||
+                               positions.sym_size(0) == lengths->sym_size(0))),
+                 "lengths has shape ", lengths->sym_sizes(), " and dtype ", lengths->scalar_type(),
+                 ", wants integers [batch] as positions ", positions.sym_sizes(), " has");
+  ATTNPACK_CHECK(long_inv_freq.empty() || long_inv_freq.size() == inv_freq.size(), "long_inv_freq has ",
+                 long_inv_freq.size(), " frequencies, wants as many as inv_freq, ", inv_freq.size(), ", or none");
+  ATTNPACK_CHECK(trained_len > 0, "trained_len is ", trained_len, ", wants at least 1");
+}
+
+std::vector<c10::SymInt> rope_table_shape(const Tensor& positions, const std::optional<Tensor>& lengths,
+                                          at::ArrayRef<double> inv_freq) {
+  std::vector<c10::SymInt> shape;
+  if (lengths || positions.dim() == 2) {
+    const bool many = positions.dim() == 2 && (!lengths || positions.sym_size(0) != 1);
+    shape.push_back(many ? positions.sym_size(0) : lengths->sym_size(0));
+  }
+  shape.push_back(positions.sym_size(-1));
+  shape.emplace_back(static_cast<int64_t>(inv_freq.size()));
+  return shape;
+}
+
+std::tuple<Tensor, Tensor> rope_table_by_length(const Tensor& positions, const std::optional<Tensor>& lengths,
+                                                at::ArrayRef<double> inv_freq, double factor,
+                                                at::ArrayRef<double> long_inv_freq, double growth,
+                                                int64_t trained_len) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("attnpack::rope_table_by_length", "")
+          .typed<std::tuple<Tensor, Tensor>(const Tensor&, const std::optional<Tensor>&, at::ArrayRef<double>, double,
+                                            at::ArrayRef<double>, double, int64_t)>();
+  return op.call(positions, lengths, inv_freq, factor, long_inv_freq, growth, trained_len);
+}
+
 }  // namespace attnpack
 
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("apply_rope(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor");
   m.def("rope_table(Tensor positions, float[] inv_freq, float factor) -> (Tensor, Tensor)");
+  m.def(
+      "rope_table_by_length(Tensor positions, Tensor? lengths, float[] inv_freq, float factor, float[] long_inv_freq, "
+      "float growth, int trained_len) -> (Tensor, Tensor)");
 }

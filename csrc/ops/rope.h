@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
+#include <optional>
 #include <tuple>
 
 namespace attnpack {
@@ -18,5 +19,15 @@ at::Tensor apply_rope(const at::Tensor& x,    // [..., L, D]
 std::tuple<at::Tensor, at::Tensor> rope_table(const at::Tensor& positions,    // [...] int64
                                               at::ArrayRef<double> inv_freq,  // r/2 frequencies
                                               double factor = 1.0);           // -> two of [..., r/2]
+
+// The same by frequencies that follow how long each sequence is: past trained_len they are long_inv_freq where there
+// are any (LongRoPE), else those of a base b * g^(r / (r - 2)), g = growth * length / trained_len - (growth - 1), where
+// growth > 0 (dynamic NTK).
+std::tuple<at::Tensor, at::Tensor> rope_table_by_length(
+    const at::Tensor& positions,               // [L] or [B, L] int64
+    const std::optional<at::Tensor>& lengths,  // [B] int32 or int64; default the highest position of a row + 1
+    at::ArrayRef<double> inv_freq, double factor,
+    at::ArrayRef<double> long_inv_freq,   // r/2 or none
+    double growth, int64_t trained_len);  // -> two of [L, r/2], or [B, L, r/2] where either has B rows
 
 }  // namespace attnpack

@@ -9,7 +9,7 @@ except ImportError as error:
     raise
 __version__ = _load.build_record()["version"]
 
-from . import cpp
+from . import convert, cpp
 from .attention import (
     GroupedQueryAttention,
     MultiHeadAttention,
@@ -48,6 +48,7 @@ __all__ = [
     "apply_rope",
     "attention",
     "attention_scores",
+    "convert",
     "cpp",
     "merge_states",
 ]

@@ -50,8 +50,8 @@ def from_hf(
     """A `cls` (CausalLM) in evaluation mode from a Hugging Face directory: config.json and safetensors, also in shards.
 
     Layouts: llama, mistral, qwen2, qwen3. `dtype` (fp32 unless given), `max_positions`, memory and errors as in
-    `from_gguf`; a setting whose mathematics is not here (a RoPE scaling other than linear, a sliding window of some
-    layers only that is shorter than the context, a softcap) raises ValueError and is named.
+    `from_gguf`; a setting whose mathematics is not here (a sliding window of some layers only that is shorter than
+    the context, a softcap, partial rotation) raises ValueError and is named.
     """
     _check_request(dtype, max_positions)
     return _build(cls, HfCheckpoint(directory, max_positions), dtype, device)
@@ -79,13 +79,7 @@ def _check_request(dtype: torch.dtype | None, max_positions: int | None) -> None
 def _build(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype | None, device):
     dtype = torch.float32 if dtype is None else dtype
     device = torch.get_default_device() if device is None else torch.device(device)
-    if checkpoint.config["qk_norm"] and not math.isclose(checkpoint.config["eps"], 1e-6, rel_tol=1e-3):
-        raise ValueError(
-            f"{checkpoint.path}: its norms have eps {checkpoint.config['eps']}, but those of queries and keys are "
-            "computed with 1e-6; other values are not supported with them"
-        )
-    with _SkipInit():
-        model = cls(**checkpoint.config, dtype=dtype, device="meta")
+    model = _empty(cls, checkpoint, dtype)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     _check_shapes(checkpoint, expected)
 
@@ -96,6 +90,23 @@ def _build(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dt
         state[name] = weight
     model.load_state_dict(state, strict=True, assign=True)
     return model.eval()
+
+
+def check_whole(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint) -> None:
+    """Raises unless the checkpoint has exactly the tensors of the `cls` (CausalLM) that its configuration describes."""
+    model = _empty(cls, checkpoint, torch.float32)
+    _check_shapes(checkpoint, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+
+
+def _empty(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype):
+    """The `cls` that the checkpoint's configuration describes, on "meta"."""
+    if checkpoint.config["qk_norm"] and not math.isclose(checkpoint.config["eps"], 1e-6, rel_tol=1e-3):
+        raise ValueError(
+            f"{checkpoint.path}: its norms have eps {checkpoint.config['eps']}, but those of queries and keys are "
+            "computed with 1e-6; other values are not supported with them"
+        )
+    with _SkipInit():
+        return cls(**checkpoint.config, dtype=dtype, device="meta")
 
 
 class _SkipInit(TorchDispatchMode):

@@ -60,6 +60,22 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of joint mass P")
     generate.add_argument("--seed", type=int, help="of the sampling")
 
+    example = "attnpack convert path/to/model converted --kv-heads 2 --method mean"
+    convert = _command(commands, "convert", _convert, "give a model fewer key-value heads", example)
+    convert.add_argument("source", type=Path, metavar="IN", help="a Hugging Face directory or a GGUF file")
+    convert.add_argument("out", type=Path, metavar="OUT", help="directory to make, which transformers opens as it is")
+    convert.add_argument("--kv-heads", type=_positive, required=True, metavar="N", help="key-value heads of OUT")
+    methods = ("mean", "first", "random", "similar", "aligned")
+    convert.add_argument("--method", choices=methods, default="mean", help="how heads become one [%(default)s]")
+    convert.add_argument("--window", type=_positive, default=1, metavar="W", help="average W x W regions first [1]")
+    groups = "kv heads of each group, as 0,3 1,2 [consecutive]"
+    convert.add_argument("--groups", type=_heads, nargs="+", metavar="HEADS", help=groups)
+    convert.add_argument("--seed", type=int, help="of --method random")
+    convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of OUT [as IN; fp32 from GGUF]")
+    convert.add_argument("--text", type=Path, metavar="FILE", help="measures perplexity [Python's help topics]")
+    convert.add_argument("--tokens", type=_count, default=2048, metavar="N", help="of it; 0 measures nothing [2048]")
+    convert.add_argument("--encoder", action="store_true", help="of an encoder-decoder model convert the encoder too")
+
     example = "attnpack bench decode prefill --dtypes fp32 bf16 --out roofline.png"
     bench = _command(commands, "bench", _bench, "time attention beside this machine's limits and its peers", example)
     bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")
@@ -100,6 +116,12 @@ def _generate(args: argparse.Namespace) -> None:
     generate.main(args)
 
 
+def _convert(args: argparse.Namespace) -> None:
+    from .convert import command
+
+    command.main(args)
+
+
 def _bench(args: argparse.Namespace) -> None:
     from . import bench
     from .bench_cases import SECTIONS
@@ -120,6 +142,17 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, at least 1")
     return number
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
+def _heads(text: str) -> list[int]:
+    try:
+        return [int(head) for head in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected heads with commas between, as 0,3") from None
 
 
 def _sentence(error: Exception) -> str:

@@ -28,6 +28,15 @@ _DEEPEST = 16  # arrays in arrays
 _CHUNK_BYTES = 1 << 20  # of dequantised fp32 at a time
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ROPE_FREQS = "rope_freqs.weight"
+# Settings of RoPE scaling that are read at these values only.
+_ROPE_DEFAULTS = {
+    "alpha": 0.0,
+    "attn_factor": 1.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_log_multiplier": 0.0,
+    "yarn_ext_factor": 1.0,
+}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -201,9 +210,7 @@ class GgufCheckpoint:
             raise ValueError(
                 f"{self.path}: architecture {self.arch!r} is not supported; from_gguf reads {', '.join(ARCHITECTURES)}"
             )
-        if "rope_freqs.weight" in self.file.tensors:
-            raise ValueError(f"{self.path}: has rope_freqs.weight (RoPE scaling 'llama3'), which is not supported yet")
-        self.sources = {self._state_name(name): name for name in self.file.tensors}
+        self.sources = {self._state_name(name): name for name in self.file.tensors if name != _ROPE_FREQS}
         self.shapes = {state: self.file.tensors[name].shape for state, name in self.sources.items()}
         self.config = self._config(max_positions)
 
@@ -288,8 +295,37 @@ class GgufCheckpoint:
     def _rope_scaling(self) -> dict[str, Any] | None:
         factor = self._get("rope.scaling.factor", self._get("rope.scale_linear", 1.0))
         kind = self._get("rope.scaling.type", "linear" if factor != 1.0 else "none")
+        for key, usual in _ROPE_DEFAULTS.items():
+            if (value := self._get(f"rope.scaling.{key}", usual)) != usual:
+                raise ValueError(f"{self.path}: {self.arch}.rope.scaling.{key} = {value} is not supported yet")
+        if _ROPE_FREQS in self.file.tensors:
+            return self._divided_frequencies(kind, factor)
         if kind == "none" or (kind == "linear" and factor == 1.0):
             return None
-        if kind != "linear":
-            raise ValueError(f"{self.path}: {self.arch}.rope.scaling.type is {kind!r}; only 'none' and 'linear' so far")
-        return {"rope_type": "linear", "factor": factor}
+        if kind == "linear":
+            return {"rope_type": "linear", "factor": factor}
+        if kind != "yarn":
+            raise ValueError(
+                f"{self.path}: {self.arch}.rope.scaling.type is {kind!r}; readable are 'none', 'linear' and 'yarn'"
+            )
+        names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        given = {ours: self._get(f"rope.scaling.{theirs}") for ours, theirs in names.items()}
+        trained = self._get("rope.scaling.original_context_length") or self._need("context_length")
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": trained,
+            **{name: value for name, value in given.items() if value},
+        }
+
+    def _divided_frequencies(self, kind: str, factor: float) -> dict[str, Any]:
+        """rope_freqs.weight holds a divisor of each frequency, what Llama 3's scaling comes to: LongRoPE with one list
+        for every length."""
+        if kind not in ("none", "linear") or factor != 1.0:
+            raise ValueError(
+                f"{self.path}: has {_ROPE_FREQS} beside rope.scaling.type {kind!r}, which is not supported"
+            )
+        divisors = torch.empty(self.file.tensors[_ROPE_FREQS].shape)
+        self.file.read(_ROPE_FREQS, divisors)
+        values = divisors.flatten().tolist()
+        return {"rope_type": "longrope", "short_factor": values, "long_factor": values, "attention_factor": 1.0}

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from .rope import RotaryEmbedding
 from .sizes import as_path
 
+ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3", "longrope")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -63,12 +65,16 @@ class SafetensorsFile:
         self.entries = header
         self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
 
+    def dtype(self, name: str) -> torch.dtype:
+        """As the tensor is stored."""
+        stored = self.entries[name]["dtype"]
+        if stored not in _DTYPES:
+            raise ValueError(f"{self.path}: tensor {name} is {stored}; readable are {', '.join(_DTYPES)}")
+        return _DTYPES[stored]
+
     def chunks(self, name: str):
         """The tensor's elements in order, as 1-D tensors of its stored dtype."""
-        entry = self.entries[name]
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{self.path}: tensor {name} is {entry['dtype']}; readable are {', '.join(_DTYPES)}")
-        dtype = _DTYPES[entry["dtype"]]
+        entry, dtype = self.entries[name], self.dtype(name)
         remaining = math.prod(entry["shape"])
         with self.path.open("rb") as file:
             file.seek(self.start + entry["data_offsets"][0])
@@ -178,6 +184,11 @@ def _model_config(path: Path, config: dict[str, Any], max_positions: int | None)
     num_heads = need("num_attention_heads")
     positions = min(need("max_position_embeddings"), max_positions or math.inf)
     base, scaling = _rope(path, config)
+    head_dim = need("head_dim", 128 if model_type == "qwen3" else need("hidden_size") // num_heads)
+    try:
+        RotaryEmbedding(head_dim, base=base, scaling=scaling)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: RoPE in config.json: {str(error).removeprefix('attnpack: ')}") from None
     bias = {"mistral": False, "qwen2": True}.get(model_type, bool(config.get("attention_bias")))
     return {
         "vocab_size": need("vocab_size"),
@@ -185,7 +196,7 @@ def _model_config(path: Path, config: dict[str, Any], max_positions: int | None)
         "num_layers": need("num_hidden_layers"),
         "num_heads": num_heads,
         "num_kv_heads": need("num_key_value_heads", num_heads),
-        "head_dim": need("head_dim", 128 if model_type == "qwen3" else need("hidden_size") // num_heads),
+        "head_dim": head_dim,
         "hidden_dim": need("intermediate_size"),
         "max_positions": positions,
         "rope_base": base,
@@ -242,9 +253,28 @@ def _rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | N
         raise ValueError(f"{path}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported yet")
     if kind == "default":
         return base, None
-    if kind != "linear":
-        raise ValueError(f"{path}: rope_type {kind!r} in config.json is not supported yet; only 'default' and 'linear'")
-    return base, {"rope_type": "linear", "factor": _number(path, f"factor of {source}", rope.get("factor"))}
+    if kind not in ROPE_TYPES:
+        raise ValueError(
+            f"{path}: rope_type {kind!r} in config.json is not supported; from_hf knows 'default', "
+            + ", ".join(map(repr, ROPE_TYPES))
+        )
+    if kind == "linear":
+        return base, {"rope_type": "linear", "factor": _number(path, f"factor of {source}", rope.get("factor"))}
+    return base, _scaling(path, source, kind, rope, config)
+
+
+def _scaling(path: Path, source: str, kind: str, rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The dict for RotaryEmbedding, with the lengths that transformers takes from elsewhere in the configuration."""
+    longest = config.get("max_position_embeddings")
+    trained = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest
+    if kind == "dynamic":
+        trained = longest  # transformers takes this one
+    dropped = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+    scaling = {key: value for key, value in rope.items() if key not in dropped and value is not None}
+    scaling |= {"rope_type": kind, "original_max_position_embeddings": trained}
+    if kind in ("yarn", "longrope") and "factor" not in scaling:
+        scaling["factor"] = longest / _number(path, f"original_max_position_embeddings of {source}", trained)
+    return scaling
 
 
 def _number(path: Path, name: str, value: Any) -> float:

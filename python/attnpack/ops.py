@@ -202,6 +202,33 @@ def rope_table(positions: Tensor, inv_freq: Sequence[float], factor: float = 1.0
         raise
 
 
+def rope_table_by_length(
+    positions: Tensor,
+    lengths: Tensor | None,
+    inv_freq: Sequence[float],
+    factor: float,
+    long_inv_freq: Sequence[float],
+    growth: float,
+    trained_len: int,
+) -> tuple[Tensor, Tensor]:
+    """The same where frequencies follow the length of the sequence, as `RotaryEmbedding` has it.
+
+    Args:
+        positions: int64 [L] or [B, L].
+        lengths: [B], default the highest position of a row + 1.
+        long_inv_freq: the frequencies past trained_len, r/2 of them, or none.
+        growth: > 0: past trained_len those of a grown base (dynamic NTK).
+
+    Returns:
+        (cos, sin), each [L, r/2], or [B, L, r/2] where positions or lengths have B rows.
+    """
+    if _is_compiling():
+        return torch.ops.attnpack.rope_table_by_length(
+            positions, lengths, list(inv_freq), factor, list(long_inv_freq), growth, trained_len
+        )
+    return _C.rope_table_by_length(positions, lengths, inv_freq, factor, long_inv_freq, growth, trained_len)
+
+
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """The ALiBi slope of every head, 2^(-8 i / n) for i = 1 .. n where n is a power of two (Press et al. 2022)."""
     return tuple(_C.alibi_slopes(num_heads))
@@ -244,7 +271,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     *,
-    rope: tuple[Sequence[float], float, bool] | None = None,
+    rope: tuple | None = None,
     positions: Tensor | None = None,
     cross: bool = False,
     cache: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -264,7 +291,7 @@ def attend(
 
     Args:
         query: [B, Hq, L, D], key: [B, Hkv, Lkv, D], value: [B, Hkv, Lkv, Dv], before rotation.
-        rope: (inv_freq, factor, interleaved), or None for no rotation.
+        rope: `RotaryEmbedding.settings`, of which the first three suffice, or None for no rotation.
         positions: int64 [L] or [B, L], for RoPE only; default: behind the cache, else 0..L-1.
         cross: keys come from another sequence and are rotated at 0..Lkv-1.
         cache: (key [B, Hkv, capacity, D], value [B, Hkv, capacity, Dv], lengths [B] int64), written.
@@ -273,6 +300,8 @@ def attend(
     Returns:
         out [B, L, Hq * Dv], or (out, probabilities before dropout [B, Hq, L, keys]) with need_weights.
     """
+    if isinstance(rope, tuple) and len(rope) == 3:
+        rope = (*rope, (), 0.0, 1, False)
     if not _is_compiling():
         try:
             return _C.attend(
@@ -282,10 +311,11 @@ def attend(
         except TypeError:
             explain(locals(), rope=_ROPE, cache=_CACHE, window=_WINDOW)
             raise
-    inv_freq, factor, interleaved = rope if rope is not None else (None, 1.0, False)
+    inv_freq, factor, interleaved, *by_length = rope if rope is not None else (None, 1.0, False, None, 0.0, 1, False)
     cache_key, cache_value, lengths = cache if cache is not None else (None, None, None)
     op = torch.ops.attnpack.attend_with_weights if need_weights else torch.ops.attnpack.attend
     return op(
         query, key, value, inv_freq, factor, interleaved, positions, cross, cache_key, cache_value, lengths, mask,
         causal, kv_lens, window[0], window[1], softcap, sinks, alibi_slopes, head_map, dropout_p, scale,
+        *by_length,
     )  # fmt: skip

@@ -36,7 +36,7 @@ class Tokenizer:
         source: str = "",
     ) -> None:
         self.backend, self.stop_tokens, self.chat_template = backend, stop_tokens, chat_template
-        self._special, self._source = special or {}, source
+        self.special, self._source = special or {}, source
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with the tokens the model wants around every text (a BOS, say), as transformers gives them."""
@@ -83,7 +83,7 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = raise_exception
         messages = [{"role": "user", "content": prompt}]
-        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **self._special)
+        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **self.special)
 
 
 def _chatml(prompt: str, template: str, source: str) -> str:

@@ -7,6 +7,10 @@
 #include <attnpack/core/check.h>
 #include <attnpack/ops/rope_args.h>
 
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
 namespace attnpack {
 namespace {
 
@@ -64,24 +68,67 @@ Tensor apply_rope_cpu(const Tensor& x, const Tensor& cos, const Tensor& sin, boo
   return out;
 }
 
+// cos and sin of count positions, [count, half] each: angles in fp64.
+void fill_table(const int64_t* position, int64_t count, at::ArrayRef<double> inv_freq, double factor, float* cos,
+                float* sin) {
+  const int64_t half = static_cast<int64_t>(inv_freq.size());
+  at::parallel_for(0, count, 64, [&](int64_t begin, int64_t end) {
+    for (int64_t l = begin; l < end; ++l)
+      for (int64_t i = 0; i < half; ++i) {
+        const double angle = static_cast<double>(position[l]) * inv_freq[i];
+        cos[l * half + i] = static_cast<float>(std::cos(angle) * factor);
+        sin[l * half + i] = static_cast<float>(std::sin(angle) * factor);
+      }
+  });
+}
+
 std::tuple<Tensor, Tensor> rope_table_cpu(const Tensor& positions, at::ArrayRef<double> inv_freq, double factor) {
   ATTNPACK_CHECK(positions.scalar_type() == at::kLong, "positions has dtype ", positions.scalar_type(),
                  ", wants int64: call .long() on it");
   auto shape = positions.sizes().vec();
-  const int64_t half = static_cast<int64_t>(inv_freq.size());
-  shape.push_back(half);
+  shape.push_back(static_cast<int64_t>(inv_freq.size()));
   const Tensor cos = at::empty(shape, positions.options().dtype(at::kFloat)), sin = at::empty_like(cos);
   const Tensor flat = positions.contiguous();
-  const int64_t* position = flat.const_data_ptr<int64_t>();
-  float *c = cos.mutable_data_ptr<float>(), *s = sin.mutable_data_ptr<float>();
-  at::parallel_for(0, flat.numel(), 64, [&](int64_t begin, int64_t end) {
-    for (int64_t l = begin; l < end; ++l)
-      for (int64_t i = 0; i < half; ++i) {
-        const double angle = static_cast<double>(position[l]) * inv_freq[i];
-        c[l * half + i] = static_cast<float>(std::cos(angle) * factor);
-        s[l * half + i] = static_cast<float>(std::sin(angle) * factor);
-      }
-  });
+  fill_table(flat.const_data_ptr<int64_t>(), flat.numel(), inv_freq, factor, cos.mutable_data_ptr<float>(),
+             sin.mutable_data_ptr<float>());
+  return {cos, sin};
+}
+
+// The frequencies of a sequence of that length.
+std::vector<double> frequencies_at(double length, at::ArrayRef<double> inv_freq, at::ArrayRef<double> long_inv_freq,
+                                   double growth, double trained) {
+  if (length <= trained) return inv_freq.vec();
+  if (!long_inv_freq.empty()) return long_inv_freq.vec();
+  std::vector<double> result = inv_freq.vec();
+  if (growth <= 0) return result;
+  const double r = 2.0 * static_cast<double>(inv_freq.size()), grown = growth * length / trained - (growth - 1);
+  for (size_t i = 0; i < result.size(); ++i) result[i] *= std::pow(grown, -2.0 * static_cast<double>(i) / (r - 2));
+  return result;
+}
+
+std::tuple<Tensor, Tensor> rope_table_by_length_cpu(const Tensor& positions, const std::optional<Tensor>& lengths,
+                                                    at::ArrayRef<double> inv_freq, double factor,
+                                                    at::ArrayRef<double> long_inv_freq, double growth,
+                                                    int64_t trained_len) {
+  check_rope_by_length(positions, lengths, inv_freq, long_inv_freq, trained_len);
+  const auto symbolic = rope_table_shape(positions, lengths, inv_freq);
+  const auto shape = C10_AS_INTARRAYREF_SLOW(symbolic);
+  const Tensor cos = at::empty(shape, positions.options().dtype(at::kFloat)), sin = at::empty_like(cos);
+  const int64_t length = positions.size(-1), rows = shape.size() == 3 ? shape[0] : 1;
+  const Tensor where = positions.contiguous(), seen = lengths ? lengths->to(at::kLong).contiguous() : Tensor();
+  const int64_t half = static_cast<int64_t>(inv_freq.size());
+  for (int64_t b = 0; b < rows; ++b) {
+    const int64_t* position =
+        where.const_data_ptr<int64_t>() + (positions.dim() == 2 && positions.size(0) > 1 ? b * length : 0);
+    const int64_t long_as = lengths  ? seen.const_data_ptr<int64_t>()[seen.size(0) > 1 ? b : 0]
+                            : length ? *std::max_element(position, position + length) + 1
+                                     : 0;
+    const auto theta =
+        frequencies_at(static_cast<double>(long_as), inv_freq, long_inv_freq, growth, static_cast<double>(trained_len));
+    const int64_t offset = b * length * half;
+    fill_table(position, length, theta, factor, cos.mutable_data_ptr<float>() + offset,
+               sin.mutable_data_ptr<float>() + offset);
+  }
   return {cos, sin};
 }
 
@@ -91,4 +138,5 @@ std::tuple<Tensor, Tensor> rope_table_cpu(const Tensor& positions, at::ArrayRef<
 TORCH_LIBRARY_IMPL(attnpack, CPU, m) {
   m.impl("apply_rope", attnpack::apply_rope_cpu);
   m.impl("rope_table", attnpack::rope_table_cpu);
+  m.impl("rope_table_by_length", attnpack::rope_table_by_length_cpu);
 }

@@ -149,11 +149,12 @@ class DecodeRange {
     Operand<A> keys{w_.keys, w_.query_width, 1};
     Panels<A> values{w_.values, w_.value_width, kPanel<A>};
     if constexpr (sizeof(S) == sizeof(A))
-      keys = {reinterpret_cast<const A*>(k), p_.key_strides.row, 1};
+      keys = {reinterpret_cast<const A*>(k), p_.key_strides.row, 1, kBlock * p_.key_strides.row};
     else
       pack<A>(k, p_.key_strides.row, count, p_.head_dim, w_.keys, w_.query_width);
     if (sizeof(S) == sizeof(A) && p_.v_head_dim == w_.value_width)
-      values = {reinterpret_cast<const A*>(v), p_.value_strides.row, kPanel<A>};
+      values = {reinterpret_cast<const A*>(v), p_.value_strides.row, kPanel<A>,
+                p_.value == p_.key ? 0 : kBlock * p_.value_strides.row};
     else
       pack<A>(v, p_.value_strides.row, count, p_.v_head_dim, w_.values, w_.value_width);
     const int64_t width = padded<A>(tile_.count);

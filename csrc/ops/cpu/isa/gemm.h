@@ -21,11 +21,29 @@ template <class T>
 struct Operand {
   const T* data;
   int64_t row, column;
+  int64_t ahead = 0;  // what lies so many elements further is fetched into the L2 cache meanwhile; 0: nothing
 };
 
-// skip: leave out terms whose A is -0.0. That marks an excluded key, whose row of B may hold NaN.
-template <class T, int Rows, int Vectors, bool Skip>
-inline void register_tile(Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t depth, bool accumulate) {
+// The right-hand side, in panels of kPanel columns: element (k, n) of panel p is data[p * panel + k * row + n].
+template <class T>
+struct Panels {
+  const T* data;
+  int64_t row, panel;
+  int64_t ahead = 0;
+};
+
+// What is done beside the sums. kSkip leaves out terms whose A is -0.0: that marks an excluded key, whose row of B may
+// hold NaN. kFetch heeds the operands' `ahead`.
+enum class Beside { kNothing, kSkip, kFetch };
+
+template <class T>
+inline void fetch(const T* p) {
+  __builtin_prefetch(p, 0, 2);
+}
+
+template <class T, int Rows, int Vectors, Beside beside>
+inline void register_tile(Operand<T> a, Panels<T> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
+  constexpr int64_t kLine = 64 / sizeof(T);
   Vec<T> sum[Rows][Vectors];
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r)
@@ -34,11 +52,18 @@ inline void register_tile(Operand<T> a, const T* b, int64_t ldb, T* c, int64_t l
   for (int64_t k = 0; k < depth; ++k) {
     Vec<T> right[Vectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < Vectors; ++v) right[v] = load<T>(b + k * ldb + v * kLanes<T>);
+    for (int v = 0; v < Vectors; ++v) right[v] = load<T>(b.data + k * b.row + v * kLanes<T>);
+    if constexpr (beside == Beside::kFetch) {
+      if (a.ahead && k % kLine == 0)
+#pragma GCC unroll 12
+        for (int r = 0; r < Rows; ++r) fetch(a.data + r * a.row + k * a.column + a.ahead);
+      if (b.ahead)
+        for (int64_t i = 0; i < Vectors * kLanes<T>; i += kLine) fetch(b.data + k * b.row + i + b.ahead);
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
       const T x = a.data[r * a.row + k * a.column];
-      if (Skip && x == 0 && __builtin_signbit(x)) continue;
+      if (beside == Beside::kSkip && x == 0 && __builtin_signbit(x)) continue;
 #pragma GCC unroll 2
       for (int v = 0; v < Vectors; ++v) sum[r][v] += x * right[v];
     }
@@ -49,51 +74,45 @@ inline void register_tile(Operand<T> a, const T* b, int64_t ldb, T* c, int64_t l
     for (int v = 0; v < Vectors; ++v) store<T>(c + r * ldc + v * kLanes<T>, sum[r][v]);
 }
 
-template <class T, int Rows, int Vectors, bool Skip>
-inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc,
-                         int64_t depth, bool accumulate) {
-  for (; begin + Rows <= rows; begin += Rows)
-    register_tile<T, Rows, Vectors, Skip>({a.data + begin * a.row, a.row, a.column}, b, ldb, c + begin * ldc, ldc,
-                                          depth, accumulate);
+template <class T, int Rows, int Vectors, Beside beside>
+inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<T> a, Panels<T> b, T* c, int64_t ldc, int64_t depth,
+                         bool accumulate) {
+  for (; begin + Rows <= rows; begin += Rows) {
+    if (begin > 0) b.ahead = 0;  // one row of tiles has fetched it
+    register_tile<T, Rows, Vectors, beside>({a.data + begin * a.row, a.row, a.column, a.ahead}, b, c + begin * ldc, ldc,
+                                            depth, accumulate);
+  }
   return begin;
 }
-
-// The right-hand side, in panels of kPanel columns: element (k, n) of panel p is data[p * panel + k * row + n].
-template <class T>
-struct Panels {
-  const T* data;
-  int64_t row, panel;
-};
 
 // Rows of B that a panel's register tiles share: with kPanel columns they stay in the L1 cache.
 constexpr int64_t kDepth = 128;
 
 // One row at a time where terms are skipped: that path is rare, and a tile with branches would be slow anyway.
-template <class T, int Vectors, bool Skip>
-inline void all_rows(int64_t rows, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t depth,
-                     bool accumulate) {
+template <class T, int Vectors, Beside beside>
+inline void all_rows(int64_t rows, Operand<T> a, Panels<T> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
   int64_t r = 0;
-  if constexpr (!Skip) {
-    r = row_tiles<T, kTileRows, Vectors, Skip>(r, rows, a, b, ldb, c, ldc, depth, accumulate);
-    r = row_tiles<T, 4, Vectors, Skip>(r, rows, a, b, ldb, c, ldc, depth, accumulate);
+  if constexpr (beside != Beside::kSkip) {
+    r = row_tiles<T, kTileRows, Vectors, beside>(r, rows, a, b, c, ldc, depth, accumulate);
+    r = row_tiles<T, 4, Vectors, beside>(r, rows, a, b, c, ldc, depth, accumulate);
   }
-  row_tiles<T, 1, Vectors, Skip>(r, rows, a, b, ldb, c, ldc, depth, accumulate);
+  row_tiles<T, 1, Vectors, beside>(r, rows, a, b, c, ldc, depth, accumulate);
 }
 
-template <class T, bool Skip>
+template <class T, Beside beside>
 void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<T> a, Panels<T> b, T* c, int64_t ldc, bool accumulate) {
   if (depth == 0 && !accumulate)
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t n = 0; n < columns; ++n) c[r * ldc + n] = 0;
   for (int64_t n = 0; n < columns; n += kPanel<T>)
     for (int64_t k = 0; k < depth; k += kDepth) {
-      const Operand<T> left{a.data + k * a.column, a.row, a.column};
-      const T* right = b.data + n / kPanel<T> * b.panel + k * b.row;
+      const Operand<T> left{a.data + k * a.column, a.row, a.column, n == 0 ? a.ahead : 0};
+      const Panels<T> right{b.data + n / kPanel<T> * b.panel + k * b.row, b.row, b.panel, b.ahead};
       const int64_t part = depth - k < kDepth ? depth - k : kDepth;
       if (columns - n > kLanes<T>)
-        all_rows<T, kTileVectors, Skip>(rows, left, right, b.row, c + n, ldc, part, accumulate || k > 0);
+        all_rows<T, kTileVectors, beside>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
       else
-        all_rows<T, 1, Skip>(rows, left, right, b.row, c + n, ldc, part, accumulate || k > 0);
+        all_rows<T, 1, beside>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
     }
 }
 
@@ -101,9 +120,11 @@ template <class T>
 inline void gemm(bool skip, int64_t rows, int64_t columns, int64_t depth, Operand<T> a, Panels<T> b, T* c, int64_t ldc,
                  bool accumulate) {
   if (skip)
-    gemm<T, true>(rows, columns, depth, a, b, c, ldc, accumulate);
+    gemm<T, Beside::kSkip>(rows, columns, depth, a, b, c, ldc, accumulate);
+  else if (a.ahead || b.ahead)
+    gemm<T, Beside::kFetch>(rows, columns, depth, a, b, c, ldc, accumulate);
   else
-    gemm<T, false>(rows, columns, depth, a, b, c, ldc, accumulate);
+    gemm<T, Beside::kNothing>(rows, columns, depth, a, b, c, ldc, accumulate);
 }
 
 // rows x columns of any storage type -> accumulation type, columns padded with zeros to ld.

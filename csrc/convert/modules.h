@@ -1,0 +1,29 @@
+#pragma once
+
+#include <attnpack/convert/merge_heads.h>
+#include <attnpack/modules/grouped_attention.h>
+
+namespace attnpack::convert {
+
+struct ToGqaOptions {
+  // As in MergeOptions.
+  TORCH_ARG(std::string, method) = "mean";
+  TORCH_ARG(int64_t, window) = 1;
+  TORCH_ARG(std::optional<Groups>, groups);
+  TORCH_ARG(std::optional<uint64_t>, seed);
+  TORCH_ARG(Calibration, calibration);
+};
+
+// A module with fewer kv heads and everything else as in module: settings, biases, norms, sinks, mode, dtype, device,
+// requires_grad. It has parameters of its own; module stays as it is. Uneven groups give it a head_map. Of
+// MultiHeadAttention, GroupedQueryAttention (whose kv heads are merged) and MultiQueryAttention. The method is that of
+// Ainslie et al. 2023, section 2.1.
+template <typename Impl>
+GroupedQueryAttention to_gqa(const torch::nn::ModuleHolder<Impl>& module, int64_t num_kv_heads,
+                             const ToGqaOptions& options = {});
+
+// The same with one kv head.
+template <typename Impl>
+MultiQueryAttention to_mqa(const torch::nn::ModuleHolder<Impl>& module, const ToGqaOptions& options = {});
+
+}  // namespace attnpack::convert

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <attnpack/convert/merge_heads.h>
+
+namespace attnpack::convert {
+
+// Context defaults to x, value_context to context; raises unless each is [N, width].
+Calibration resolve_calibration(const Calibration& calibration);
+
+// [rows, E], or [rows, E + 1] with the bias as its last column; fp64.
+at::Tensor with_bias(const at::Tensor& weight, const at::Tensor& bias);
+
+// E[x x^T] over the rows of inputs [N, width] (with a last element 1 where bias), slightly regularised so that it has
+// an inverse; the identity where inputs are undefined. [width, width] as with_bias gives it, fp64, on like's device.
+at::Tensor second_moment(const at::Tensor& inputs, int64_t width, bool bias, const at::Tensor& like);
+
+}  // namespace attnpack::convert

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <torch/csrc/api/include/torch/arg.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace attnpack {
+
+// How positions are stretched, as the "rope_scaling" dict of Hugging Face configs, whose names these are.
+struct RopeScaling {
+  // default, linear, ntk, dynamic, yarn, llama3 or longrope
+  TORCH_ARG(std::string, rope_type) = "default";
+  // How many times the trained length. longrope without one takes max_positions / original_max_position_embeddings.
+  TORCH_ARG(std::optional<double>, factor);
+  // The trained length; default max_positions.
+  TORCH_ARG(std::optional<int64_t>, original_max_position_embeddings);
+  // On cos and sin (yarn, longrope); default as their papers have it.
+  TORCH_ARG(std::optional<double>, attention_factor);
+  // yarn: the pairs that turn beta_fast times or more in the trained length stay, those of beta_slow or fewer stretch.
+  TORCH_ARG(double, beta_fast) = 32.0;
+  TORCH_ARG(double, beta_slow) = 1.0;
+  // yarn: the ramp between them begins and ends at whole pairs.
+  TORCH_ARG(bool, truncate) = true;
+  // yarn, as DeepSeek has it: cos and sin are multiplied by m(factor, mscale) / m(factor, mscale_all_dim), and latent
+  // attention's scale by m(factor, mscale_all_dim)^2, m(s, a) = 0.1 a ln s + 1. Not set where 0.
+  TORCH_ARG(double, mscale) = 0.0;
+  TORCH_ARG(double, mscale_all_dim) = 0.0;
+  // llama3: wavelengths above original / low_freq_factor stretch, those below original / high_freq_factor stay.
+  TORCH_ARG(double, low_freq_factor) = 1.0;
+  TORCH_ARG(double, high_freq_factor) = 4.0;
+  // longrope: divisors of each of the dim / 2 frequencies, up to the trained length and past it.
+  TORCH_ARG(std::vector<double>, short_factor);
+  TORCH_ARG(std::vector<double>, long_factor);
+};
+
+// How queries and keys are rotated.
+struct RopeSettings {
+  std::vector<double> inv_freq;  // r/2 frequencies
+  double factor = 1.0;           // on cos and sin
+  bool interleaved = false;      // pairs (2i, 2i + 1) instead of (i, i + r/2)
+  // Past trained_len a sequence turns by other frequencies: by long_inv_freq (r/2, LongRoPE), or by those of a base
+  // that grows with the length, growth > 0 (dynamic NTK).
+  std::vector<double> long_inv_freq;
+  double growth = 0.0;
+  int64_t trained_len = 0;
+  // Caches hold keys before rotation, and each call rotates all of them: exact where frequencies follow the length.
+  bool raw_keys = false;
+  // What latent attention multiplies its scale by.
+  double softmax_factor = 1.0;
+
+  bool by_length() const { return growth > 0 || !long_inv_freq.empty(); }
+};
+
+// theta_i = base^(-2i / dim) in fp64, stretched as scaling says. Linear: Chen et al. 2023. ntk and dynamic: base times
+// a power of factor (bloc97 and emozilla 2023). yarn: Peng et al. 2023, section 3.2 to 3.4. llama3: Dubey et al. 2024.
+// longrope: Ding et al. 2024. raw_keys: default true where frequencies follow the length. Raises, naming the argument.
+RopeSettings rope_settings(int64_t dim, double base, int64_t max_positions, const std::optional<RopeScaling>& scaling,
+                           bool interleaved, std::optional<bool> raw_keys = std::nullopt);
+
+}  // namespace attnpack

@@ -1,0 +1,20 @@
+"""One variant of attention as another: fewer key-value heads, fused projections apart and together.
+
+`pool_kv_heads` works on one weight, `merge_kv_heads` on a layer's weights, `to_gqa` and `to_mqa` on modules and models;
+`attnpack convert` does whole checkpoints.
+"""
+
+from .grouped import layer_error, similar_groups, to_gqa, to_mqa
+from .weights import LayerWeights, fuse_qkv, merge_kv_heads, pool_kv_heads, split_qkv
+
+__all__ = [
+    "LayerWeights",
+    "fuse_qkv",
+    "layer_error",
+    "merge_kv_heads",
+    "pool_kv_heads",
+    "similar_groups",
+    "split_qkv",
+    "to_gqa",
+    "to_mqa",
+]

@@ -1,0 +1,195 @@
+"""Conversion of weights, computed in C++ (csrc/convert): tensors in, tensors out, no modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import _C
+from ..explain import explain, is_tensor, wrong_kind
+
+Groups = Sequence[Sequence[int]]
+METHODS = ("mean", "first", "random", "similar", "aligned")
+
+
+class LayerWeights(NamedTuple):
+    """The projections of one attention layer: q [Hq * D, E], k [Hkv * D, Ek], v [Hkv * D, Ev], o [E, Hq * D]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MergedHeads:
+    """What `merge_kv_heads` gives."""
+
+    weights: LayerWeights
+    head_map: list[int]  # the new kv head of each query head
+    head_order: list[int]  # where each query head of the result stood
+    groups: list[list[int]]  # the kv heads that became each new one
+
+
+def pool_kv_heads(
+    weight: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    method: str = "mean",
+    window: int = 1,
+    groups: Groups | None = None,
+    seed: int | None = None,
+) -> Tensor:
+    """The `num_heads` heads of a key or value projection as `num_kv_heads` (Ainslie et al. 2023, section 2.1).
+
+    Args:
+        weight: [num_heads * head_dim, E], or a bias [num_heads * head_dim], of a floating dtype.
+        num_heads, num_kv_heads: heads before and after.
+        method: "mean" of each group's heads, its "first" head, or a "random" new one: normally distributed, with
+            weight's root mean square.
+        window: w > 1: each w x w region of the whole matrix (run of w of a bias) first becomes its mean; w divides both
+            sides. That is not in the paper.
+        groups: the heads of each group, uneven allowed; default consecutive heads.
+        seed: of "random", 0 to 2**64 - 1; default torch's generator.
+
+    Returns:
+        [num_kv_heads * head_dim, E] in weight's dtype, computed in fp64; no gradient.
+
+    Raises:
+        ValueError: a size, the method, the window or the groups do not fit. TypeError: of the wrong kind.
+    """
+    _check_groups(groups)
+    return _call(
+        _C.convert.pool_kv_heads,
+        weight=weight,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        method=method,
+        window=window,
+        groups=groups,
+        seed=seed,
+    )
+
+
+def merge_kv_heads(
+    weights: LayerWeights,
+    num_heads: int,
+    num_kv_heads: int,
+    new_kv_heads: int,
+    *,
+    head_map: Sequence[int] | None = None,
+    method: str = "mean",
+    window: int = 1,
+    groups: Groups | None = None,
+    seed: int | None = None,
+    calibration: Tensor | Sequence[Tensor | None] | None = None,
+    rope_dim: int = 0,
+    interleaved: bool = False,
+    key_norm: bool = False,
+    reorder: bool = False,
+) -> MergedHeads:
+    """A layer's weights with `new_kv_heads` in place of `num_kv_heads`.
+
+    Args:
+        weights: as they are; they stay.
+        num_heads: query heads. head_map: the kv head each of them reads; default consecutive ones share one.
+        method: those of `pool_kv_heads`; "similar": the mean of groups whose heads give similar keys and values on the
+            calibration (uneven where new_kv_heads does not divide num_kv_heads); "aligned": heads are turned onto each
+            other before they merge, keys by a rotation and scale for each RoPE pair, values by any matrix, and what
+            that changes is made good in q and o.
+        window, groups, seed: as in `pool_kv_heads`.
+        calibration: what the layer reads on some text, [tokens, E] ([B, L, E] too), or (x, context, value_context) of a
+            cross-attention; without it "similar" and "aligned" take all directions of the input alike.
+        rope_dim, interleaved: of the layer's RoPE: how many dims rotate, and in which pairs.
+        key_norm: keys pass a norm behind their projection, so that "aligned" leaves them to the mean.
+        reorder: put query heads in the order of their groups, so that consecutive ones share a kv head; needs groups
+            that equally many query heads read.
+
+    Raises:
+        ValueError: a size, the method, the groups or the calibration do not fit.
+    """
+    _check_groups(groups)
+    explain({"head_map": head_map, "seed": seed})
+    tensors, *rest = _call(
+        _C.convert.merge_kv_heads,
+        weights=list(weights),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        new_kv_heads=new_kv_heads,
+        head_map=head_map,
+        method=method,
+        window=window,
+        groups=groups,
+        seed=seed,
+        calibration=calibration_rows(calibration),
+        rope_dim=rope_dim,
+        interleaved=interleaved,
+        key_norm=key_norm,
+        reorder=reorder,
+    )
+    return MergedHeads(LayerWeights(*tensors), *rest)
+
+
+def split_qkv(weight: Tensor, layout: str, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of a fused projection, weight or bias, bit for bit.
+
+    layout is "concat" for rows [Q | K | V] (torch's in_proj_weight, nanoGPT, GPTBigCode with one kv head), "grouped"
+    for [its query heads | k | v] of each kv head (Falcon, GPTBigCode without multi_query), "conv1d" for columns
+    [Q | K | V] of a transposed weight (GPT-2). Raises ValueError where the rows are not those of these heads.
+    """
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    return _call(_C.convert.split_qkv, weight=weight, layout=layout, **sizes)
+
+
+def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, num_heads: int, num_kv_heads: int) -> Tensor:
+    """The fused projection that `split_qkv` takes apart, weight or bias."""
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    return _call(_C.convert.fuse_qkv, q=q, k=k, v=v, layout=layout, **sizes)
+
+
+def calibration_rows(calibration: Tensor | Sequence[Tensor | None] | None) -> list[Tensor | None]:
+    """Inputs of a layer as rows of tokens."""
+    inputs = [calibration] if calibration is None or is_tensor(calibration) else list(calibration)
+    for rows in inputs:
+        if rows is not None and not is_tensor(rows):
+            raise wrong_kind("calibration", rows, "a tensor [tokens, width], or (x, context, value_context)")
+    return [None if rows is None else rows.detach().reshape(-1, rows.shape[-1]) for rows in inputs]
+
+
+def _check_groups(groups: object) -> None:
+    if groups is not None and not (
+        isinstance(groups, Sequence)
+        and not isinstance(groups, str)
+        and all(isinstance(group, Sequence) and all(type(head) is int for head in group) for group in groups)
+    ):
+        raise wrong_kind("groups", groups, "a list of lists of heads, as [[0, 1], [2, 3]], or None")
+
+
+_WORD = (lambda value: isinstance(value, str), "a word: " + ", ".join(METHODS))
+_LAYOUT = (lambda value: isinstance(value, str), "'concat', 'grouped' or 'conv1d'")
+_INT = (lambda value: type(value) is int, "an int")
+_WEIGHT = (is_tensor, "a tensor")
+_SPECIAL = {
+    "method": _WORD,
+    "layout": _LAYOUT,
+    **dict.fromkeys(("window", "num_heads", "num_kv_heads", "new_kv_heads", "rope_dim"), _INT),
+    **dict.fromkeys(("weight", "q", "k", "v"), _WEIGHT),
+}
+
+
+def _call(function: Callable[..., Any], **arguments: Any) -> Any:
+    """function of pybind, with a sentence for what it cannot take."""
+    try:
+        return function(**arguments)
+    except TypeError as error:
+        if "incompatible function arguments" not in str(error):
+            raise
+    explain(arguments, **_SPECIAL)
+    raise TypeError(f"attnpack: {function.__name__}() has an argument of the wrong kind among {', '.join(arguments)}")

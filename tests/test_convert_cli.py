@@ -1,0 +1,280 @@
+"""`attnpack convert` on whole checkpoints: what transformers makes of OUT, and IN that is refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import attnpack
+import pytest
+import torch
+from attnpack import cli, convert
+from attnpack.causal_lm_io import load_tokenizer, smollm2_path
+from processes import run_python
+from safetensors.torch import load_file
+from test_from_hf import CONFIGS, LINEAR, SIZES, edit_config, edit_weights, random_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
+
+MHA = {**SIZES, "num_key_value_heads": 4}
+FAMILIES = {
+    "llama": LlamaConfig(**MHA),
+    "llama-biases-tied": LlamaConfig(**MHA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama-linear-rope": LlamaConfig(**MHA, rope_parameters=LINEAR),
+    "mistral-wide-heads": CONFIGS["mistral-wide-heads"],
+    "qwen2": CONFIGS["qwen2"],
+    "qwen3": Qwen3Config(**MHA, head_dim=16),
+}
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A tiny Llama with four kv heads, without a tokenizer: (model of transformers, directory)."""
+    model = random_model(FAMILIES["llama"])
+    model.save_pretrained(tmp_path / "in")
+    return model, tmp_path / "in"
+
+
+def write_tokenizer(directory) -> None:
+    """Bytes as tokens."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:96])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
+def run(*arguments) -> int:
+    return cli.main(["convert", *map(str, arguments)])
+
+
+def refused(capsys, tmp_path, arguments, *words) -> None:
+    before = sorted(tmp_path.iterdir())
+    assert run(*arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("attnpack convert: ") and said.err.count("\n") == 1
+    for word in words:
+        assert word in said.err, said.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def open_in_transformers(directory):
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    return model.eval()
+
+
+def same_logits(directory, like=None) -> None:
+    """Ours, transformers' and `like` (a model) on the converted weights."""
+    ids = torch.randint(96, (2, 30))
+    with torch.no_grad():
+        theirs = open_in_transformers(directory)(ids).logits
+        torch.testing.assert_close(attnpack.CausalLM.from_hf(directory)(ids), theirs, rtol=0, atol=1e-4)
+        if like is not None:
+            torch.testing.assert_close(like(ids), theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_opens_out_and_computes_the_same(name, tmp_path, capsys):
+    model = random_model(FAMILIES[name])
+    model.save_pretrained(tmp_path / "in")
+    write_tokenizer(tmp_path / "in")
+    for method in ("mean", "aligned"):
+        assert run(tmp_path / "in", tmp_path / method, "--kv-heads", 1, "--method", method, "--tokens", 64) == 0
+        config = json.loads((tmp_path / method / "config.json").read_text())
+        assert config["num_key_value_heads"] == 1
+        original = attnpack.CausalLM.from_hf(tmp_path / "in")
+        same_logits(tmp_path / method, convert.to_mqa(original) if method == "mean" else None)
+    assert "perplexity on 64 tokens" in capsys.readouterr().out
+    unchanged = model.config.num_key_value_heads
+    assert run(tmp_path / "in", tmp_path / "same", "--kv-heads", unchanged) == 0
+    before, after = (load_file(tmp_path / part / "model.safetensors") for part in ("in", "same"))
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items()) and set(before) == set(after)
+
+
+def test_equal_heads_in_scattered_groups_keep_the_logits(llama, tmp_path):
+    """Query heads are put in another order, so that a configuration without a head map says it all."""
+    model, directory = llama
+
+    def share(tensors):
+        for name, tensor in tensors.items():
+            if name.split(".")[-2] in ("k_proj", "v_proj"):
+                heads = tensor.view(4, 8, -1)
+                heads[3], heads[1] = heads[0], heads[2]
+
+    edit_weights(directory, share)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert run(directory, tmp_path / "out", "--kv-heads", 2, "--groups", "0,3", "2,1") == 0
+    same_logits(tmp_path / "out", lambda ids: model(ids).logits)
+    write_tokenizer(directory)
+    assert run(directory, tmp_path / "similar", "--kv-heads", 2, "--method", "similar", "--tokens", 64) == 0
+    same_logits(tmp_path / "similar", lambda ids: model(ids).logits)
+
+
+def test_shards_stay_shards_and_dtypes_stay_theirs(tmp_path, capsys):
+    random_model(LlamaConfig(**MHA)).to(torch.bfloat16).save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    assert run(tmp_path / "in", tmp_path / "out", "--kv-heads", 2) == 0
+    names = sorted(path.name for path in (tmp_path / "in").glob("*.safetensors*"))
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors*")) == names and len(names) > 2
+    assert open_in_transformers(tmp_path / "out").dtype == torch.bfloat16
+    assert "no tokenizer" in capsys.readouterr().out
+    assert run(tmp_path / "in", tmp_path / "fp16", "--kv-heads", 2, "--dtype", "fp16") == 0
+    half = attnpack.CausalLM.from_hf(tmp_path / "fp16", dtype=torch.float16).state_dict()
+    for name, tensor in attnpack.CausalLM.from_hf(tmp_path / "out").state_dict().items():
+        torch.testing.assert_close(half[name].float(), tensor, rtol=1e-2, atol=1e-3)
+    assert open_in_transformers(tmp_path / "fp16").dtype == torch.float16
+
+
+def test_json_and_what_is_said_without_a_tokenizer(llama, tmp_path, capsys):
+    assert run(llama[1], tmp_path / "out", "--kv-heads", 2, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["perplexity"] is None and report["perplexity_before"] is None
+    assert report["kv_heads_before"] == 4 and report["kv_heads"] == 2
+    assert report["kv_bytes_per_token"] == 2 * 3 * 2 * 8 * 4
+    assert any("perplexity is left out" in note and "has no tokenizer.json" in note for note in report["notes"])
+
+
+def test_perplexity_is_that_of_the_two_models(llama, tmp_path, capsys):
+    write_tokenizer(llama[1])
+    text = tmp_path / "text.txt"
+    text.write_text("THE QUICK BROWN FOX JUMPS OVER THE LAZY DOG. " * 9)
+    assert run(llama[1], tmp_path / "out", "--kv-heads", 1, "--text", text, "--tokens", 200, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    ids = torch.tensor(load_tokenizer(llama[1]).encode(text.read_text())[: report["tokens"]]).view(-1, 128)
+    for key, directory in (("perplexity_before", llama[1]), ("perplexity", tmp_path / "out")):
+        with torch.no_grad():
+            loss = AutoModelForCausalLM.from_pretrained(directory)(ids, labels=ids).loss
+        assert report[key] == pytest.approx(loss.exp().item(), rel=1e-4)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("DOG").input_ids == ids_of(llama[1], "DOG")
+
+
+def ids_of(directory, text):
+    return load_tokenizer(directory).encode(text)
+
+
+def test_advice_comes_where_it_got_worse(llama, tmp_path, capsys):
+    write_tokenizer(llama[1])
+    for name, heads in (("worse", 1), ("same", 4)):
+        assert run(llama[1], tmp_path / name, "--kv-heads", heads, "--tokens", 100) == 0
+        said = capsys.readouterr().out
+        before, after = (float(x) for x in said.split("tokens ")[1].split("\n")[0].split(" -> "))
+        assert ("attnpack uptrain" in said) == (after > before)
+
+
+def nan(tensors):
+    tensors["model.layers.2.self_attn.v_proj.weight"][3, 1] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda d: edit_weights(d, nan), ("layers.2.self_attn.v_proj.weight", "holds NaN")),
+        (lambda d: edit_weights(d, lambda t: t.pop("model.norm.weight")), ("lacks model.norm.weight",)),
+        (lambda d: edit_weights(d, lambda t: t.update(extra=torch.ones(2))), ("unexpected extra",)),
+        (lambda d: edit_config(d, model_type="bert"), ("model_type 'bert' is not supported",)),
+        (lambda d: edit_config(d, num_attention_heads=8), ("has shape",)),
+        (lambda d: os.truncate(d / "model.safetensors", 9000), ("model.safetensors", "truncated")),
+        (lambda d: (d / "model.safetensors").unlink(), ("neither model.safetensors nor",)),
+        (lambda d: (d / "config.json").write_text("{"), ("config.json", "cannot be read as JSON")),
+        (lambda d: shutil.rmtree(d), ("no such file",)),
+    ],
+    ids=["nan", "missing", "extra", "family", "heads", "truncated", "weights", "config", "nothing"],
+)
+def test_a_bad_checkpoint_is_one_sentence_and_nothing_written(llama, tmp_path, capsys, damage, words):
+    damage(llama[1])
+    refused(capsys, tmp_path, [llama[1], tmp_path / "out", "--kv-heads", 2], *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kv-heads", 3], ("num_kv_heads: got 3", "does not divide")),
+        (["--kv-heads", 8], ("num_kv_heads: got 8, want 1 to the 4 heads",)),
+        (["--kv-heads", 2, "--groups", "0,1", "2"], ("groups: got head 3 in none",)),
+        (["--kv-heads", 2, "--groups", "0,1,2", "3"], ("groups: got one that 3 query heads read",)),
+        (["--kv-heads", 2, "--window", 5], ("window: got 5, which does not divide",)),
+        (["--kv-heads", 2, "--seed", 1], ("seed: got one for method 'mean'",)),
+        (["--kv-heads", 2, "--method", "similar", "--groups", "0,1", "2,3"], ("groups: got some for method",)),
+        (["--kv-heads", 2, "--encoder"], ("--encoder", "no encoder")),
+        (["--kv-heads", 2, "--text", "nowhere.txt"], ("nowhere.txt: cannot be read",)),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_a_request_that_does_not_fit(llama, tmp_path, capsys, arguments, words):
+    write_tokenizer(llama[1])
+    refused(capsys, tmp_path, [llama[1], tmp_path / "out", *arguments], *words)
+
+
+def test_out_that_exists_is_left_alone(llama, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    refused(capsys, tmp_path, [llama[1], tmp_path / "out", "--kv-heads", 2], "out: exists already")
+    refused(capsys, tmp_path, [llama[1], tmp_path / "no" / "out", "--kv-heads", 2], "lies in no folder")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+# Stops before the second layer, says so, and waits to be killed.
+SLOW = """
+import sys, time
+from attnpack.convert import checkpoint
+merge = checkpoint.merge_layer
+def stopping(tensors, config, request, layer, calibration):
+    if layer == 1:
+        print("midway", flush=True)
+        time.sleep(60)
+    return merge(tensors, config, request, layer, calibration)
+checkpoint.merge_layer = stopping
+from attnpack import cli
+cli.main(["convert", sys.argv[1], sys.argv[2], "--kv-heads", "2"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=str)
+def test_a_killed_conversion_leaves_no_out_and_the_next_one_succeeds(number, llama, tmp_path):
+    out = tmp_path / "out"
+    with subprocess.Popen([sys.executable, "-c", SLOW, llama[1], out], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "midway\n"
+        assert run(llama[1], out, "--kv-heads", 2) == 2  # it is being written
+        process.send_signal(number)
+        process.wait(timeout=30)
+    assert not out.exists()
+    assert (tmp_path / ".out.partial").exists() == (number == signal.SIGKILL)
+    assert run(llama[1], out, "--kv-heads", 2) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+    same_logits(out)
+
+
+def test_memory_stays_that_of_a_layer(tmp_path):
+    """24 layers of 6 MB each; libraries take 20 MB."""
+    sizes = {**MHA, "hidden_size": 256, "intermediate_size": 1500, "num_hidden_layers": 24}
+    random_model(LlamaConfig(**sizes)).save_pretrained(tmp_path / "in")
+    weights = (tmp_path / "in" / "model.safetensors").stat().st_size
+    assert weights > 130e6
+    measured = run_python(f"""
+from pathlib import Path
+from attnpack.convert.checkpoint import Request, convert_checkpoint
+from attnpack.memory import resident_bytes
+before = resident_bytes("VmRSS")
+convert_checkpoint(Path({str(tmp_path / "in")!r}), Path({str(tmp_path / "out")!r}), Request(2))
+print(resident_bytes("VmHWM") - before)
+""")
+    assert measured.returncode == 0, measured.stderr
+    assert int(measured.stdout) < weights / 3
+
+
+def test_smollm2_from_gguf(tmp_path, capsys, smollm2):
+    """The real model: OUT with the same head count is the model of the GGUF file, tokenizer included."""
+    assert run(smollm2_path(), tmp_path / "out", "--kv-heads", 3, "--tokens", 128, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["perplexity"] == report["perplexity_before"] and report["notes"] == []
+    ids = torch.tensor([load_tokenizer(smollm2_path()).encode("The llama is a domesticated South American camelid.")])
+    theirs = open_in_transformers(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("The llama is a domesticated South American camelid.").input_ids == ids[0].tolist()
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == load_tokenizer(
+        smollm2_path()
+    ).chat_text("Hi").removesuffix("<|im_start|>assistant\n")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, smollm2(ids), rtol=0, atol=2e-3)
