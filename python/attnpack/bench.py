@@ -155,7 +155,10 @@ def main(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
     limits, results = run(args.sections or list(SECTIONS), args.dtypes, args.peers, quick=args.quick)
     if args.out:
-        from .plot import plot_roofline
+        from .plot import new_figure, save
+        from .plot_roofline import draw_roofline
 
-        plot_roofline(args.out, limits, results)
+        figure = new_figure()
+        draw_roofline(figure.subplots(), as_dict(limits, results))
+        save(figure, args.out)
     print(json.dumps(as_dict(limits, results)) if args.json else format_table(limits, results, args.peers))
