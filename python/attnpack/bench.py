@@ -8,8 +8,6 @@ taken.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import platform
 import statistics
@@ -22,7 +20,7 @@ import torch
 from . import _C, __version__
 from .bench_cases import SECTIONS, Case, cases
 from .bench_peers import PEERS, Call, make_inputs, ours
-from .memory import resident_bytes
+from .memory import peak_bytes
 from .progress import progress
 
 ROUND_SECONDS = 2.0  # of one case, all peers together; at least MIN_ROUNDS rounds whatever they take
@@ -73,7 +71,7 @@ def _measure(case: Case, peers: list[str], budget: float) -> Result:
                 start = time.perf_counter()
                 call()
                 times[name].append(time.perf_counter() - start)
-        peak = _peak_bytes(calls["attnpack"])
+        peak = peak_bytes(calls["attnpack"])
     mine = times.pop("attnpack")
     ratios = {
         name: statistics.median(theirs / us for theirs, us in zip(each, mine, strict=True))
@@ -91,19 +89,6 @@ def _with_backward(call: Call, leaves: tuple[torch.Tensor, ...], grad: torch.Ten
         return out.detach()
 
     return both
-
-
-def _peak_bytes(call: Call) -> int | None:
-    """How far one call raises the resident memory of this process; None where Linux does not tell."""
-    gc.collect()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed does not count as there already
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-        before = resident_bytes("VmRSS")
-        call()
-        return max(0, resident_bytes("VmHWM") - before)
-    except (OSError, AttributeError):
-        return None
 
 
 def format_table(limits: tuple[float, float], results: list[Result], peers: list[str]) -> str:

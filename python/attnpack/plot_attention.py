@@ -41,7 +41,7 @@ def lm_attention(model: CausalLM, ids: Tensor) -> list[Tensor]:
 
 
 def draw_weights(axes: Axes, weights: Tensor, tokens: Sequence[str] | None = None, *, title: str, vmax: float = 1):
-    """One head's weights [Lq, Lkv], a row a query, a column a key, darker is less. Returns the image, for a colour bar."""
+    """One head's weights [Lq, Lkv]: a row a query, a column a key. Returns the image, for a colour bar."""
     image = axes.imshow(weights.detach().float(), cmap="cividis", vmin=0, vmax=vmax)
     axes.set_title(title, fontsize=9)
     if tokens is not None:
