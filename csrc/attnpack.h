@@ -3,6 +3,7 @@
 // The umbrella for C++ users: LibTorch, the operators, the caches and the modules. C++17.
 #include <torch/torch.h>
 
+#include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>
 #include <attnpack/convert/fused.h>
 #include <attnpack/convert/modules.h>
@@ -12,6 +13,7 @@
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/generate.h>
 #include <attnpack/modules/grouped_attention.h>
+#include <attnpack/modules/latent_attention.h>
 #include <attnpack/modules/norm.h>
 #include <attnpack/modules/projected_attention.h>
 #include <attnpack/modules/self_attention.h>

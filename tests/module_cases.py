@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 EMBED = 24
+LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 5, "qk_rope_head_dim": 6, "v_head_dim": 7}
+YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,10 @@ def _rope(**settings) -> attnpack.RotaryEmbedding:
 
 def _attention(**factory) -> attnpack.GroupedQueryAttention:
     return attnpack.GroupedQueryAttention(EMBED, 4, 2, rope=_rope(), **factory)
+
+
+def _latent(rotated: int = 6, **settings) -> attnpack.MultiHeadLatentAttention:
+    return attnpack.MultiHeadLatentAttention(EMBED, 4, **{**LATENT, "qk_rope_head_dim": rotated}, **settings)
 
 
 def _decoder_block(cross: bool = False, norm: str = "rms", pre_norm: bool = True, **factory) -> attnpack.DecoderBlock:
@@ -109,6 +115,15 @@ CASES = [
         lambda: (_x(),),
     ),
     Case(
+        "latent",
+        lambda **f: _latent(causal=True, q_lora_rank=8, bias=True, rope=_rope(interleaved=True, scaling=YARN), **f),
+        lambda: (_x(),),
+    ),
+    Case("latent_absorbed", lambda **f: _latent(path="absorbed", rope=_rope(), causal=True, **f), lambda: (_x(),)),
+    Case("latent_plain", lambda **f: _latent(0, latent_norm=False, **f), lambda: (_x(),)),
+    Case("latent_folded", lambda **f: _latent(folded=True, rope=_rope(), **f), lambda: (_x(),)),
+    Case("latent_cross", lambda **f: _latent(causal=True, **f), lambda: (_x(), _x(7))),
+    Case(
         "projected_windowed",
         lambda **f: attnpack.ProjectedAttention(4, 2, 6, window=(1, 2), softcap=1.5, **f),
         lambda: (_x(), _x(5, 12), _x(5, 12)),
@@ -128,6 +143,11 @@ CASES = [
     Case("encoder_decoder", _encoder_decoder, lambda: (_x(), _x(7))),
     Case("causal_lm", _causal_lm, lambda: (_ids(),)),
     Case("causal_lm_tied", lambda **f: _causal_lm(tie_embeddings=True, bias=True, **f), lambda: (_ids(),)),
+    Case(
+        "causal_lm_latent",
+        lambda **f: attnpack.CausalLM(32, EMBED, 2, 4, hidden_dim=32, rope_interleaved=True, latent=LATENT, **f),
+        lambda: (_ids(),),
+    ),
     Case("rms_norm", lambda **f: attnpack.RMSNorm(EMBED, **f), lambda: (_x(),), attends=False),
     Case("swiglu", lambda **f: attnpack.FeedForward(EMBED, 32, **f), lambda: (_x(),), attends=False),
     Case(

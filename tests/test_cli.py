@@ -10,7 +10,7 @@ import attnpack
 import pytest
 from attnpack import cli
 
-COMMANDS = ["demo", "info", "generate", "convert", "bench", "plot"]
+COMMANDS = ["demo", "info", "generate", "convert", "uptrain", "bench", "plot"]
 
 
 def run(*arguments):
@@ -45,7 +45,9 @@ def test_debug_shows_the_traceback():
     assert result.returncode == 1 and "Traceback" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["convert", "in", "out"], [], ["generate"], ["generate", "--max-new-tokens", "0", "hello"]])
+@pytest.mark.parametrize(
+    "arguments", [["convert", "in", "out"], [], ["generate"], ["generate", "--max-new-tokens", "0", "hello"]]
+)
 def test_wrong_usage_is_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)

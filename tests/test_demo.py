@@ -72,13 +72,15 @@ def test_chunkings_cover_the_sequence(seq):
 
 def test_variants_table():
     rows = demo_variants.compare_variants(64, 8, context=32, length=9, steps=3)
-    assert [row.parameters for row in rows] == [4 * 64 * 64, 3 * 64 * 64, 64 * 2 * (64 + 8), 3 * 64 * 8, 4 * 64 * 64]
-    assert [row.kv_bytes_per_token for row in rows] == [2 * heads * 8 * 4 for heads in (8, 4, 1, 1)] + [0]
+    latent = 64 * 8 * 12 + 64 * 36 + 32 + 32 * 8 * 16 + 64 * 64  # C 32, N 8, R 4, V 8
+    kept = [4 * 64 * 64, 3 * 64 * 64, 64 * 2 * (64 + 8), 3 * 64 * 8, latent, 4 * 64 * 64]
+    assert [row.parameters for row in rows] == kept
+    assert [row.kv_bytes_per_token for row in rows] == [2 * heads * 8 * 4 for heads in (8, 4, 1, 1)] + [36 * 4, 0]
     for row in rows:
         assert 0 < row.error < 2 * row.torch_error + 1e-6
         assert row.step_ms > 0 and row.sdpa_step_ms > 0
     lines = demo_variants.format_table(rows).splitlines()
-    assert len(lines) == 6 and len({len(line) for line in lines}) == 1
+    assert len(lines) == 7 and len({len(line) for line in lines}) == 1
 
 
 def test_picture_shows_the_caches_own_bytes(tmp_path):

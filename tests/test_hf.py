@@ -98,7 +98,19 @@ def test_generate_equals_eager(family, kind):
     assert torch.equal(found, expected)
 
 
-STATIC = "llama mistral gemma2 gemma3_text gpt_oss olmo3 qwen2 qwen3_moe deepseek_v3 phi3".split()
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["none", "left", "right"])
+@pytest.mark.parametrize("family", [*DECODERS, *LATENT, *ENCODER_DECODERS])
+def test_generate_with_a_static_cache_equals_eager(family, kind):
+    model = _model(family)
+    expected, found = (
+        generated(model, name, padding(kind), cache_implementation="static") for name in ("eager", "attnpack")
+    )
+    assert torch.equal(found, expected)
+
+
+# Attention of all kinds, sliding windows of 6, sinks, soft caps, latents, cross-attention.
+VARIED = "llama mistral gemma2 gemma3_text gpt_oss olmo3 qwen2 qwen3_moe deepseek_v3 t5".split()
 CHOICES = {
     "static cache": {"cache_implementation": "static"},
     "beams": {"num_beams": 3},
@@ -109,7 +121,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("family", STATIC)
+@pytest.mark.parametrize("family", VARIED)
 def test_ways_to_generate_equal_eager(family, choice):
     """Sliding caches too: mistral, gemma and gpt-oss drop what their window of 6 has left behind."""
     model = _model(family)
@@ -205,10 +217,15 @@ def test_what_cannot_be_honoured_is_named(name, value, fix):
         attnpack.hf.attention_forward(torch.nn.Module(), heads, heads, heads, None, **{name: value})
 
 
-def test_a_padding_mask_in_the_place_of_the_attention_mask_is_refused():
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(2, 3), torch.ones(2, 1, 3, 7).bool(), attnpack.hf.mask(2, 3, 7)],
+    ids=["padding", "tensor", "ours"],
+)
+def test_a_mask_of_another_shape_is_refused(mask):
     heads = torch.zeros(2, 4, 3, 8)
-    with pytest.raises(ValueError, match=r"attention_mask: got shape \[2, 3\], want \[batch, 1 or num_heads"):
-        attnpack.hf.attention_forward(torch.nn.Module(), heads, heads, heads, torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"attention_mask: got shape .* want \[batch, 1 or num_heads, 3, 3\]"):
+        attnpack.hf.attention_forward(torch.nn.Module(), heads, heads, heads, mask)
 
 
 def test_without_a_mask_attention_is_causal_from_the_first_key():
@@ -228,8 +245,10 @@ def test_without_a_mask_attention_is_causal_from_the_first_key():
     assert torch.equal(attend(query), full)
 
 
-def test_a_model_with_attention_of_its_own_is_refused():
-    """bigbird_pegasus' encoder adds its mask to scores itself: a bool mask would only add 1 to them."""
-    model = make_model("bigbird_pegasus")
+@pytest.mark.parametrize("family", ["bigbird_pegasus", "bloom", "codegen", "megatron-bert", "mpt"])
+def test_a_model_with_attention_of_its_own_is_refused(family):
+    """Its code would take our bool mask for scores, or True for excluded."""
+    model = make_model(family)
+    model.config._attn_implementation_internal = "attnpack"  # as attn_implementation= of from_pretrained sets it
     with pytest.raises(ValueError, match="does not reach its attention; call model.set_attn_implementation"):
-        logits(model, "bigbird_pegasus", "attnpack", padding("left"))
+        model(**inputs(family, padding("left")))

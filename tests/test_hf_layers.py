@@ -8,7 +8,8 @@ import pytest
 import torch
 from hf_families import backward, generated, inputs, logits, make_model, padding
 
-FAMILIES = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+GROUPED = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+FAMILIES = [*GROUPED, "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"]
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -33,7 +34,8 @@ def layers(model):
 @pytest.mark.parametrize("kind", ["none", "left", "right"])
 def test_logits_are_equal(pair, kind):
     family, theirs, ours = pair
-    assert all(isinstance(layer, attnpack.GroupedQueryAttention) for layer in layers(ours))
+    kind_of_ours = attnpack.GroupedQueryAttention if family in GROUPED else attnpack.MultiHeadLatentAttention
+    assert all(isinstance(layer, kind_of_ours) for layer in layers(ours))
     expected, found = logits(theirs, family, "eager", padding(kind)), logits(ours, family, "attnpack", padding(kind))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
@@ -55,8 +57,9 @@ def test_gradients_are_equal(pair):
         torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_parameters_are_the_same_objects_under_the_same_names():
-    model = make_model("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_parameters_are_the_same_objects_under_the_same_names(family):
+    model = make_model(family)
     before = dict(model.named_parameters())
     state = model.state_dict()
     assert attnpack.hf.replace_attention(model) is model
@@ -85,9 +88,50 @@ def test_save_and_load_again(tmp_path):
     torch.testing.assert_close(logits(again, "llama", "attnpack", padding("none")), expected, rtol=1e-4, atol=2e-5)
 
 
-def test_compiles_to_one_graph():
-    model = attnpack.hf.replace_attention(make_model("llama"))
-    batch = inputs("llama", padding("left"))
+@pytest.mark.parametrize(
+    "changes", [{"rope_interleave": False}, {"q_lora_rank": None}, {"attention_bias": True}], ids=str
+)
+def test_settings_of_latent_attention(changes):
+    theirs = make_model("deepseek_v3", **changes)
+    ours = attnpack.hf.replace_attention(copy.deepcopy(theirs))
+    for kind in ("none", "left"):
+        expected = logits(theirs, "deepseek_v3", "eager", padding(kind))
+        found = logits(ours, "deepseek_v3", "attnpack", padding(kind))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+        assert torch.equal(generated(ours, "attnpack", padding(kind)), generated(theirs, "eager", padding(kind)))
+
+
+def test_a_kv_b_proj_that_is_watched_or_replaced_is_called():
+    """As LoRA and quantised linears need it: the expanded path, with the same logits."""
+    model = make_model("deepseek_v3")
+    expected = logits(model, "deepseek_v3", "eager", padding("left"))
+    attnpack.hf.replace_attention(model)
+    calls = []
+    for layer in layers(model):
+        layer.kv_b_proj.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(
+        logits(model, "deepseek_v3", "attnpack", padding("left")), expected, rtol=1e-4, atol=2e-5
+    )
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_attentions_can_be_had_of_a_layer(family):
+    theirs = make_model(family)
+    ours = attnpack.hf.replace_attention(copy.deepcopy(theirs))
+    found = []
+    for model, name in ((theirs, "eager"), (ours, "attnpack")):
+        model.set_attn_implementation(name)
+        layers(model)[0].register_forward_hook(lambda _module, _args, out: found.append(out[1]))
+        with torch.no_grad():
+            model(**inputs(family, padding("none")), output_attentions=True)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_compiles_to_one_graph(family):
+    model = attnpack.hf.replace_attention(make_model(family))
+    batch = inputs(family, padding("left"))
     with torch.no_grad():
         expected = model(**batch, use_cache=False).logits
         found = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch, use_cache=False).logits

@@ -77,9 +77,13 @@ def test_a_mask_says_what_transformers_own_says(name, pad, place):
     assert torch.equal(weights > 0, expected.expand_as(weights))
 
 
-def test_a_tensor_offset_is_the_length_of_a_static_cache():
-    plain = attnpack.hf.mask(2, 3, 10, 4)
-    assert attnpack.hf.mask(2, 3, 10, torch.tensor(4)).ranges == plain.ranges
+def test_a_tensor_offset_is_the_length_of_a_static_cache_at_the_time():
+    """The cache adds to it in place when the first layer runs, before anybody reads the mask."""
+    length = torch.tensor(4)
+    mask = attnpack.hf.mask(2, 3, 10, length)
+    length += 3
+    assert mask.ranges == attnpack.hf.mask(2, 3, 10, 4).ranges
+    assert torch.equal(mask.materialise(), sdpa_mask(2, 3, 10, 4, allow_is_causal_skip=False))
 
 
 def test_bidirectional_masks_vanish_where_transformers_allows_it():
@@ -102,11 +106,22 @@ def test_a_lazy_mask_is_a_mask_to_models_that_compute_with_it():
     assert torch.equal(mask.expand(2, 4, 3, 5), expected.expand(2, 4, 3, 5))
 
 
-def test_adding_a_lazy_mask_to_scores_is_refused():
-    mask = attnpack.hf.mask(2, 3, 5, 2)
-    for add in (lambda: torch.zeros(2, 4, 3, 5) + mask, lambda: mask + torch.zeros(3, 5)):
-        with pytest.raises(ValueError, match="this model adds its mask to scores of its own"):
-            add()
+def test_what_a_model_writes_into_its_mask_counts():
+    mask = attnpack.hf.mask(2, 5, 5)
+    expected = sdpa_mask(2, 5, 5, allow_is_causal_skip=False).clone()
+    for tensor in (mask, expected):
+        tensor[:, :, :, 3] = True
+    query = torch.randn(2, 2, 5, 8)
+    found, _ = attnpack.hf.attention_forward(torch.nn.Module(), query, query, query, mask)
+    torch.testing.assert_close(found.transpose(1, 2), attnpack.attention(query, query, query, expected))
+
+
+def test_putting_a_lazy_mask_on_scores_is_refused():
+    mask, scores = attnpack.hf.mask(2, 3, 5, 2), torch.zeros(2, 4, 3, 5)
+    for use in (lambda: scores + mask, lambda: mask + scores, lambda: scores.masked_fill(mask, -1.0)):
+        with pytest.raises(ValueError, match="this model puts its mask on scores of its own"):
+            use()
+    assert torch.equal(scores.masked_fill(~mask, -1.0), scores.masked_fill(~mask.materialise(), -1.0))
 
 
 def test_no_memory_for_a_long_prompt():

@@ -113,7 +113,11 @@ def test_project_is_what_enters_the_operator():
         query, key, value = module.project(*inputs)
         for ours, theirs in zip((query, key, value), module.cpp().project(*inputs), strict=True):
             assert torch.equal(ours, theirs)
-        causal = module.causal and not (hasattr(module, "kdim") and len(inputs) > 1)
+        if getattr(module, "path", None) == "absorbed" or getattr(module, "folded", False):
+            assert key.shape[1::2] == (1, 16) and value.shape[1::2] == (1, 10)  # the latents; outputs are unfolded yet
+            continue
+        crosses = hasattr(module, "kdim") or hasattr(module, "kv_lora_rank")
+        causal = module.causal and not (crosses and len(inputs) > 1)
         out = attnpack.attention(
             query,
             key,
@@ -124,7 +128,7 @@ def test_project_is_what_enters_the_operator():
             sinks=getattr(module, "sinks", None),
             alibi_slopes=torch.tensor(attnpack.ops.alibi_slopes(module.num_heads)) if module.alibi else None,
             head_map=module.head_map,
-            scale=module.scale,
+            scale=getattr(module, "softmax_scale", module.scale),
         )
         joined = out.transpose(1, 2).flatten(2)
         joined = module.o_proj(joined) if hasattr(module, "o_proj") else joined

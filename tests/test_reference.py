@@ -221,6 +221,20 @@ def test_rope_scores_depend_on_the_distance_only():
     assert_close(rotated[0] @ rotated[1], rotated[2] @ rotated[3])
 
 
+def test_latent_attention_reads_latents_alone():
+    """Two heads, worked out by hand: keys 2 c and -c beside the shared 3 and 0, values c + 0 and 5 c."""
+    latent, k_rope = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[[3.0], [0.0]]])
+    w_uk, w_uv = torch.tensor([[[2.0]], [[-1.0]]]), torch.tensor([[[1.0]], [[5.0]]])
+    query = torch.tensor([[[[1.0, 1.0]], [[0.5, -1.0]]]])
+    first, second = (2 * 1 + 3, 2 * 2 + 0), (-0.5 - 3, -1.0)
+    wanted = []
+    for scores, values in ((first, (1.0, 2.0)), (second, (5.0, 10.0))):
+        weights = [math.exp(0.7 * score) for score in scores]
+        wanted.append(sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights))
+    out = reference.latent_attention(query, latent, k_rope, w_uk, w_uv, scale=0.7)
+    assert_close(out.flatten(), torch.tensor(wanted))
+
+
 def test_layers_equal_torch_multi_head_attention():
     theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64)
     ours = reference.MHA(12, 3, bias=True).double()

@@ -1,6 +1,7 @@
 #include <attnpack/bindings/common.h>
 #include <attnpack/bindings/register.h>
 #include <attnpack/modules/grouped_attention.h>
+#include <attnpack/modules/latent_attention.h>
 #include <attnpack/modules/projected_attention.h>
 #include <attnpack/modules/self_attention.h>
 
@@ -103,6 +104,39 @@ void bind_family(py::module_& m, const char* name, const char* doc, const Names&
   bind_forward(cls);
 }
 
+void bind_latent(py::module_& m) {
+  using Impl = MultiHeadLatentAttentionImpl;
+  auto cls = bind_module<Impl>(m, "MultiHeadLatentAttention", "Keys and values are made of one cached latent a token.");
+  cls.def(py::init([](int64_t embed_dim, int64_t num_heads, int64_t kv_lora_rank, std::optional<int64_t> q_lora_rank,
+                      int64_t qk_nope_head_dim, int64_t qk_rope_head_dim, int64_t v_head_dim, const Rope& rope,
+                      bool latent_norm, bool bias, double dropout, bool causal, std::optional<double> scale,
+                      const std::string& path, bool folded, const py::object& device, const py::object& dtype) {
+            return Impl(MultiHeadLatentAttentionOptions(embed_dim, num_heads)
+                            .kv_lora_rank(kv_lora_rank)
+                            .q_lora_rank(q_lora_rank)
+                            .qk_nope_head_dim(qk_nope_head_dim)
+                            .qk_rope_head_dim(qk_rope_head_dim)
+                            .v_head_dim(v_head_dim)
+                            .rope(as_holder(rope))
+                            .latent_norm(latent_norm)
+                            .bias(bias)
+                            .dropout(dropout)
+                            .causal(causal)
+                            .scale(scale)
+                            .path(path)
+                            .folded(folded)
+                            .factory(make_factory(device, dtype)));
+          }),
+          py::arg("embed_dim"), py::arg("num_heads"), py::kw_only(), py::arg("kv_lora_rank"),
+          py::arg("q_lora_rank") = py::none(), py::arg("qk_nope_head_dim"), py::arg("qk_rope_head_dim"),
+          py::arg("v_head_dim"), py::arg("rope") = py::none(), py::arg("latent_norm") = true, py::arg("bias") = false,
+          py::arg("dropout") = 0.0, py::arg("causal") = false, py::arg("scale") = py::none(), py::arg("path") = "auto",
+          py::arg("folded") = false, py::arg("device") = py::none(), py::arg("dtype") = py::none())
+      .def_property_readonly("softmax_scale", &Impl::softmax_scale)
+      .def("fold", &Impl::fold);
+  bind_forward(cls);
+}
+
 void bind_projected(py::module_& m) {
   using Impl = ProjectedAttentionImpl;
   bind_module<Impl>(m, "ProjectedAttention", "Attention over q, k, v that are given; no parameters.")
@@ -165,6 +199,7 @@ void register_attention(py::module_& m) {
       m, "GroupedQueryAttention", "Groups of query heads share a kv head.", embed_dim, num_heads, num_kv_heads);
   bind_family<MultiQueryAttentionImpl, MultiQueryAttentionOptions, int64_t, int64_t>(
       m, "MultiQueryAttention", "All query heads share one kv head.", embed_dim, num_heads);
+  bind_latent(m);
   bind_projected(m);
 }
 

@@ -1,5 +1,6 @@
 #include <attnpack/bindings/common.h>
 #include <attnpack/bindings/register.h>
+#include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>
 
 namespace attnpack {
@@ -66,6 +67,19 @@ void register_caches(py::module_& m) {
     return describe_cache("DynamicCache", self);
   });
   bind_tensors(dynamic);
+
+  py::class_<LatentCache, DynamicCache, std::shared_ptr<LatentCache>> latent(m, "LatentCache");
+  latent.def(py::init<>())
+      .def("__repr__", [](const LatentCache& self) { return describe_cache("LatentCache", self); })
+      .def_property_readonly("c", &LatentCache::v)
+      .def_property_readonly("k_rope", &LatentCache::k_rope)
+      .def_property_readonly("kv_lora_rank", &LatentCache::kv_lora_rank)
+      .def_static(
+          "from_tensors",
+          [](const at::Tensor& key, const at::Tensor& value, const at::Tensor& lengths, int64_t kv_lora_rank) {
+            return std::make_shared<LatentCache>(CacheTensors{key, value, lengths}, kv_lora_rank);
+          },
+          py::arg("key"), py::arg("value"), py::arg("lengths"), py::arg("kv_lora_rank"));
 
   py::class_<StaticCache, KVCache, std::shared_ptr<StaticCache>> fixed(m, "StaticCache");
   fixed.def(py::init([](int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,

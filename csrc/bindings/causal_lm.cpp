@@ -37,6 +37,50 @@ at::Tensor generate_py(CausalLMImpl& self, const at::Tensor& ids, int64_t max_ne
   return generate(self, ids, options);
 }
 
+// The keywords of MultiHeadLatentAttention that are not the model's, or None.
+std::optional<MultiHeadLatentAttentionOptions> parse_latent(const py::object& latent) {
+  if (latent.is_none()) return std::nullopt;
+  const char* wanted =
+      "None or a dict such as {'kv_lora_rank': 64, 'qk_nope_head_dim': 32, 'qk_rope_head_dim': 16, "
+      "'v_head_dim': 32}";
+  TORCH_CHECK_TYPE(py::isinstance<py::dict>(latent), "attnpack: latent is ", shown(latent), ", wants ", wanted);
+  MultiHeadLatentAttentionOptions result(1, 1);
+  for (const auto& [key, value] : latent.cast<py::dict>()) {
+    const auto name = py::str(key).cast<std::string>();
+    const auto held = py::reinterpret_borrow<py::object>(value);
+    const auto size = [&] {
+      if (held.is_none()) return std::optional<int64_t>();
+      TORCH_CHECK_TYPE(PyIndex_Check(held.ptr()) && !py::isinstance<py::bool_>(held), "attnpack: latent: ", name,
+                       " is ", shown(held), ", wants an int");
+      return std::optional<int64_t>(py::int_(held).cast<int64_t>());
+    };
+    if (name == "kv_lora_rank") {
+      result.kv_lora_rank(size());
+    } else if (name == "q_lora_rank") {
+      result.q_lora_rank(size());
+    } else if (name == "qk_nope_head_dim") {
+      result.qk_nope_head_dim(size());
+    } else if (name == "qk_rope_head_dim") {
+      result.qk_rope_head_dim(size());
+    } else if (name == "v_head_dim") {
+      result.v_head_dim(size());
+    } else if (name == "latent_norm") {
+      TORCH_CHECK_TYPE(py::isinstance<py::bool_>(held), "attnpack: latent: latent_norm is ", shown(held),
+                       ", wants True or False");
+      result.latent_norm(held.cast<bool>());
+    } else if (name == "path") {
+      TORCH_CHECK_TYPE(py::isinstance<py::str>(held), "attnpack: latent: path is ", shown(held),
+                       ", wants 'auto', 'expanded' or 'absorbed'");
+      result.path(held.cast<std::string>());
+    } else {
+      TORCH_CHECK_VALUE(false, "attnpack: latent: got '", name,
+                        "', want keywords of MultiHeadLatentAttention that are "
+                        "not the model's: ranks, head dims, latent_norm and path");
+    }
+  }
+  return result;
+}
+
 }  // namespace
 
 void register_causal_lm(py::module_& m) {
@@ -46,7 +90,8 @@ void register_causal_lm(py::module_& m) {
                        std::optional<int64_t> hidden_dim, int64_t max_positions, double rope_base,
                        const py::object& rope_scaling, double eps, bool tie_embeddings, bool qk_norm,
                        std::optional<Window> window, bool bias, std::optional<bool> out_bias, bool mlp_bias,
-                       const py::object& device, const py::object& dtype) {
+                       bool rope_interleaved, const py::object& latent, const py::object& device,
+                       const py::object& dtype) {
              return CausalLMImpl(CausalLMOptions(vocab_size, embed_dim, num_layers, num_heads)
                                      .num_kv_heads(num_kv_heads)
                                      .head_dim(head_dim)
@@ -61,6 +106,8 @@ void register_causal_lm(py::module_& m) {
                                      .bias(bias)
                                      .out_bias(out_bias)
                                      .mlp_bias(mlp_bias)
+                                     .rope_interleaved(rope_interleaved)
+                                     .latent(parse_latent(latent))
                                      .factory(make_factory(device, dtype)));
            }),
            py::arg("vocab_size"), py::arg("embed_dim"), py::arg("num_layers"), py::arg("num_heads"),
@@ -68,8 +115,8 @@ void register_causal_lm(py::module_& m) {
            py::arg("hidden_dim") = py::none(), py::arg("max_positions") = 2048, py::arg("rope_base") = 10000.0,
            py::arg("rope_scaling") = py::none(), py::arg("eps") = 1e-6, py::arg("tie_embeddings") = false,
            py::arg("qk_norm") = false, py::arg("window") = py::none(), py::arg("bias") = false,
-           py::arg("out_bias") = py::none(), py::arg("mlp_bias") = false, py::arg("device") = py::none(),
-           py::arg("dtype") = py::none())
+           py::arg("out_bias") = py::none(), py::arg("mlp_bias") = false, py::arg("rope_interleaved") = false,
+           py::arg("latent") = py::none(), py::arg("device") = py::none(), py::arg("dtype") = py::none())
       .def(
           "forward",
           [](CausalLMImpl& self, const at::Tensor& ids, const ModelCachePtr& cache, const OptionalTensor& mask,

@@ -1,6 +1,7 @@
 #include <attnpack/bindings/common.h>
 #include <attnpack/bindings/register.h>
 #include <attnpack/convert/fused.h>
+#include <attnpack/convert/latent.h>
 #include <attnpack/convert/modules.h>
 #include <attnpack/convert/pool.h>
 #include <attnpack/convert/similar.h>
@@ -63,6 +64,18 @@ void bind_modules(py::module_& m) {
       py::arg("calibration"));
 }
 
+template <typename Holder>
+void bind_to_mla(py::module_& m) {
+  m.def(
+      "to_mla",
+      [](const std::shared_ptr<typename Holder::ContainedType>& module, int64_t kv_lora_rank, const Rows& calibration,
+         int64_t length) {
+        const auto options = convert::ToMlaOptions().calibration(to_calibration(calibration)).length(length);
+        return convert::to_mla(Holder(module), kv_lora_rank, options).ptr();
+      },
+      py::arg("module"), py::arg("kv_lora_rank"), py::arg("calibration"), py::arg("length"));
+}
+
 }  // namespace
 
 void register_convert(py::module_& m) {
@@ -109,6 +122,28 @@ void register_convert(py::module_& m) {
       py::arg("weights"), py::kw_only(), py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("new_kv_heads"),
       py::arg("head_map"), py::arg("method"), py::arg("window"), py::arg("groups"), py::arg("seed"),
       py::arg("calibration"), py::arg("rope_dim"), py::arg("interleaved"), py::arg("key_norm"), py::arg("reorder"));
+  m.def(
+      "factorise_latent",
+      [](const std::vector<OptionalTensor>& weights, int64_t num_heads, int64_t num_kv_heads, int64_t kv_lora_rank,
+         const std::optional<std::vector<int64_t>>& head_map, const std::vector<double>& inv_freq, bool interleaved,
+         double rope_factor, int64_t length, bool causal, const Rows& calibration) {
+        const auto made =
+            convert::factorise_latent(to_weights(weights), convert::LatentOptions(num_heads, num_kv_heads, kv_lora_rank)
+                                                               .head_map(head_map)
+                                                               .inv_freq(inv_freq)
+                                                               .interleaved(interleaved)
+                                                               .rope_factor(rope_factor)
+                                                               .length(length)
+                                                               .causal(causal)
+                                                               .calibration(to_calibration(calibration)));
+        return py::make_tuple(made.q, or_none(made.q_bias), made.kv_a, or_none(made.kv_a_bias), made.kv_b);
+      },
+      py::arg("weights"), py::kw_only(), py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("kv_lora_rank"),
+      py::arg("head_map"), py::arg("inv_freq"), py::arg("interleaved"), py::arg("rope_factor"), py::arg("length"),
+      py::arg("causal"), py::arg("calibration"));
+  bind_to_mla<MultiHeadAttention>(m);
+  bind_to_mla<GroupedQueryAttention>(m);
+  bind_to_mla<MultiQueryAttention>(m);
   bind_modules<MultiHeadAttention>(m);
   bind_modules<GroupedQueryAttention>(m);
   bind_modules<MultiQueryAttention>(m);

@@ -2,6 +2,8 @@
 
 #include <attnpack/functional/alibi.h>
 #include <attnpack/functional/attend.h>
+#include <attnpack/functional/latent.h>
+#include <attnpack/functional/latent_attend.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/cpu/limits.h>
@@ -104,6 +106,40 @@ py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value
   return need_weights ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
 }
 
+// latent_attend and latent_project share what says how and where: everything but window, softcap and their like.
+AttendOptions latent_options(const Rope& rope, const OptionalTensor& positions, bool cross,
+                             const std::optional<std::tuple<Tensor, Tensor>>& cache, const OptionalTensor& mask,
+                             bool causal, const OptionalTensor& kv_lens, double dropout_p,
+                             std::optional<double> scale) {
+  AttendOptions options;
+  if (rope) options.rope(to_rope(rope));
+  if (cache) options.cache(CacheTensors{std::get<0>(*cache), Tensor(), std::get<1>(*cache)});
+  return options.positions(positions)
+      .cross(cross)
+      .mask(mask)
+      .causal(causal)
+      .kv_lens(kv_lens)
+      .dropout_p(dropout_p)
+      .scale(scale);
+}
+
+py::object latent_attend_py(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const OptionalTensor& kv_b,
+                            int64_t v_dim, const std::string& path, const Rope& rope, const OptionalTensor& positions,
+                            bool cross, const std::optional<std::tuple<Tensor, Tensor>>& cache,
+                            const OptionalTensor& mask, bool causal, const OptionalTensor& kv_lens, double dropout_p,
+                            std::optional<double> scale, bool need_weights) {
+  const auto options = latent_options(rope, positions, cross, cache, mask, causal, kv_lens, dropout_p, scale);
+  std::tuple<Tensor, Tensor> result;
+  {
+    const py::gil_scoped_release no_gil;
+    if (need_weights)
+      result = latent_attend_with_weights(query, latent, k_rope, kv_b, v_dim, path, options);
+    else
+      std::get<0>(result) = latent_attend(query, latent, k_rope, kv_b, v_dim, path, options);
+  }
+  return need_weights ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
+}
+
 }  // namespace
 
 void register_ops(py::module_& m) {
@@ -122,7 +158,22 @@ void register_ops(py::module_& m) {
         arg("cross") = false, arg("cache") = none, arg("mask") = none, arg("causal") = false, arg("kv_lens") = none,
         arg("window") = unbounded, arg("softcap") = 0.0, arg("sinks") = none, arg("alibi_slopes") = none,
         arg("head_map") = none, arg("dropout_p") = 0.0, arg("scale") = none, arg("need_weights") = false);
+  m.def("latent_attend", &latent_attend_py, arg("query"), arg("latent"), arg("k_rope"), arg("kv_b"), arg("v_dim"),
+        arg("path"), arg("rope") = none, arg("positions") = none, arg("cross") = false, arg("cache") = none,
+        arg("mask") = none, arg("causal") = false, arg("kv_lens") = none, arg("dropout_p") = 0.0, arg("scale") = none,
+        arg("need_weights") = false);
   const auto released = py::call_guard<py::gil_scoped_release>();
+  m.def(
+      "latent_project",
+      [](const Tensor& query, const Tensor& latent, const Tensor& k_rope, const OptionalTensor& kv_b, int64_t v_dim,
+         const std::string& path, const Rope& rope, const OptionalTensor& positions, bool cross) {
+        const auto options =
+            latent_options(rope, positions, cross, std::nullopt, std::nullopt, false, std::nullopt, 0.0, std::nullopt);
+        return latent_project(query, latent, k_rope, kv_b, v_dim, path, options);
+      },
+      arg("query"), arg("latent"), arg("k_rope"), arg("kv_b"), arg("v_dim"), arg("path"), arg("rope"), arg("positions"),
+      arg("cross"), released);
+  m.def("fold_latent", &fold_weights, arg("query"), arg("kv_b"), arg("out"), arg("num_heads"), released);
   m.def("merge_states", &merge_states, arg("out_a"), arg("lse_a"), arg("out_b"), arg("lse_b"), released);
   m.def("apply_rope", &apply_rope, arg("x"), arg("cos"), arg("sin"), arg("interleaved") = false, released);
   m.def("alibi_slopes", &alibi_slopes, py::arg("num_heads"));

@@ -54,7 +54,9 @@ void DynamicCache::commit(int64_t new_len, const std::optional<at::Tensor>& new_
 }
 
 int64_t DynamicCache::nbytes() const {
-  return len_ == 0 ? 0 : static_cast<int64_t>(k().numel() * k().element_size() + v().numel() * v().element_size());
+  if (len_ == 0) return 0;
+  const int64_t width = tensors_.key.size(3) * tensors_.key.size(1) + tensors_.value.size(3) * tensors_.value.size(1);
+  return static_cast<int64_t>(tensors_.key.size(0) * len_ * width * tensors_.key.element_size());
 }
 
 void DynamicCache::reset() {

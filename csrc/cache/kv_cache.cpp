@@ -21,6 +21,10 @@ void check_part(const char* name, const at::Tensor& held, const at::Tensor& adde
 
 }  // namespace
 
+CacheTensors KVCache::reserve_latents(const at::Tensor& latents, int64_t) {
+  return reserve(latents, latents.narrow(-1, 0, 0));
+}
+
 void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tensor& value) {
   check_part("keys", cache.key, key);
   check_part("values", cache.value, value);

@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <attnpack/functional/attend.h>
+#include <attnpack/functional/append.h>
 
 #include <memory>
 #include <optional>
@@ -20,6 +20,9 @@ class KVCache {
   // Tensors with room for key.size(2) more positions; raises where key or value do not fit the cache.
   virtual CacheTensors reserve(const at::Tensor& key,         // [B, Hkv, L, D]
                                const at::Tensor& value) = 0;  // [B, Hkv, L, Dv]
+  // The same for latent attention, whose keys and values are one: stored as keys, with values of no width.
+  virtual CacheTensors reserve_latents(const at::Tensor& latents,  // [B, 1, L, kv_lora_rank + rope]
+                                       int64_t kv_lora_rank);
   // After attend has written new_len positions, or new_lens [B] valid ones of them.
   virtual void commit(int64_t new_len, const std::optional<at::Tensor>& new_lens) = 0;
 
@@ -41,7 +44,9 @@ class KVCache {
   // [B, Hkv, len, D] and [B, Hkv, len, Dv], views; undefined before the first append of a DynamicCache. Where
   // sequences differ in length, what lies behind the shorter ones is unspecified.
   at::Tensor k() const { return tensors_.key.defined() ? tensors_.key.narrow(2, 0, len()) : tensors_.key; }
-  at::Tensor v() const { return tensors_.value.defined() ? tensors_.value.narrow(2, 0, len()) : tensors_.value; }
+  virtual at::Tensor v() const {
+    return tensors_.value.defined() ? tensors_.value.narrow(2, 0, len()) : tensors_.value;
+  }
   // [B] int64
   const at::Tensor& lengths() const { return tensors_.lengths; }
   // With the capacity behind what is held.

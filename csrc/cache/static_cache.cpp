@@ -15,7 +15,8 @@ StaticCache::StaticCache(const StaticCacheOptions& o) {
   check_size("num_kv_heads", o.num_kv_heads());
   check_size("max_len", o.max_len());
   check_size("head_dim", o.head_dim());
-  check_size("v_head_dim", o.v_head_dim().value_or(o.head_dim()));
+  ATTNPACK_CHECK(o.v_head_dim().value_or(0) >= 0, "v_head_dim: got ", *o.v_head_dim(),
+                 ", want at least 1, or 0 for latent attention");
   const auto dtype = c10::typeMetaToScalarType(o.tensor().dtype());
   ATTNPACK_CHECK(at::isFloatingType(dtype), "dtype: got ", dtype, ", want a floating one, that of the module");
   const auto zeros = [&](int64_t width) {

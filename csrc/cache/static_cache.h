@@ -13,7 +13,7 @@ struct StaticCacheOptions {
   TORCH_ARG(int64_t, num_kv_heads);
   TORCH_ARG(int64_t, max_len);
   TORCH_ARG(int64_t, head_dim);
-  TORCH_ARG(std::optional<int64_t>, v_head_dim);  // default head_dim
+  TORCH_ARG(std::optional<int64_t>, v_head_dim);  // default head_dim; 0 for latent attention
   TORCH_ARG(at::TensorOptions, tensor);           // dtype and device
 };
 

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <attnpack/convert/moments.h>
+#include <attnpack/convert/pairs.h>
 
 #include <cmath>
 
@@ -91,31 +92,19 @@ class Aligner {
     auto merged = at::empty_like(heads[0]);
     const auto half = options_.rope_dim() / 2, head_dim = heads.size(1);
     for (int64_t p = 0; p < half; ++p) {
-      const auto first = options_.interleaved() ? 2 * p : p, second = options_.interleaved() ? 2 * p + 1 : p + half;
-      const auto as_complex = [&](const at::Tensor& rows) {  // [..., D, E] -> [..., 1, E]
-        return at::complex(rows.select(-2, first), rows.select(-2, second)).unsqueeze(-2);
-      };
+      const RopePair pair(p, options_.rope_dim(), options_.interleaved());
       auto metric = at::zeros({heads.size(0), 1, 1}, heads.options().dtype(at::kComplexDouble));
-      for_readers(group, [&](int64_t i, int64_t h) {
-        const auto pair = as_complex(q_[h]);
-        metric[i] += at::matmul(at::matmul(pair, x_moment_.to(at::kComplexDouble)), pair.mH());
-      });
-      const auto shared = share_heads(as_complex(heads), metric, k_moment_);
-      merged[first] = at::real(shared.rows[0]), merged[second] = at::imag(shared.rows[0]);
+      for_readers(group, [&](int64_t i, int64_t h) { metric[i] += output_moment(pair.get(q_[h]), x_moment_); });
+      const auto shared = share_heads(pair.get(heads), metric, k_moment_);
+      pair.set(merged, shared.rows);
       // Re(q conj(a k)) = Re((conj(a) q) conj(k))
-      for_readers(group, [&](int64_t i, int64_t h) {
-        const auto turned = (as_complex(q_[h]) * shared.maps[i].conj()).select(0, 0);
-        q_[h][first].copy_(at::real(turned)), q_[h][second].copy_(at::imag(turned));
-      });
+      for_readers(group, [&](int64_t i, int64_t h) { pair.set(q_[h], pair.get(q_[h]) * shared.maps[i].conj()); });
     }
     if (2 * half < head_dim) {
       const auto still = Slice(2 * half, head_dim);
       const auto part = heads.index({Slice(), still});
       auto metric = at::zeros({part.size(0), part.size(1), part.size(1)}, part.options());
-      for_readers(group, [&](int64_t i, int64_t h) {
-        const auto rows = q_[h].index({still});
-        metric[i] += at::matmul(at::matmul(rows, x_moment_), rows.t());
-      });
+      for_readers(group, [&](int64_t i, int64_t h) { metric[i] += output_moment(q_[h].index({still}), x_moment_); });
       const auto shared = share_heads(part, metric, k_moment_);
       merged.index_put_({still}, shared.rows);
       for_readers(group, [&](int64_t i, int64_t h) {
@@ -135,17 +124,23 @@ class Aligner {
 
 }  // namespace
 
-SharedRows share_heads(const at::Tensor& heads, const at::Tensor& metric, const at::Tensor& moment) {
+SharedRows leading_rows(const at::Tensor& heads, const at::Tensor& metric, const at::Tensor& moment, int64_t rank) {
   const auto n = heads.size(0), d = heads.size(1);
   const auto [root, inverse] = roots(metric);
-  const auto weighted = at::matmul(root, heads).flatten(0, 1);  // [n d, E]
-  const auto gram = at::matmul(at::matmul(weighted, moment.to(weighted.scalar_type())), weighted.mH());
-  auto basis = std::get<1>(at::linalg_eigh(gram)).narrow(1, n * d - d, d);  // [n d, d], the largest come last
+  const auto weighted = at::matmul(root, heads).flatten(0, 1);                 // [n d, E]
+  auto basis = std::get<1>(at::linalg_eigh(output_moment(weighted, moment)));  // [n d, n d], the largest come last
+  basis = basis.narrow(1, n * d - rank, rank);
+  return {at::matmul(basis.mH(), weighted), at::matmul(inverse, basis.unflatten(0, {n, d})), basis};
+}
+
+SharedRows share_heads(const at::Tensor& heads, const at::Tensor& metric, const at::Tensor& moment) {
+  const auto n = heads.size(0), d = heads.size(1);
+  const auto lead = leading_rows(heads, metric, moment, d);
   // Any unitary turn of the basis serves as well: the polar factor of its blocks' sum is turned away.
-  const auto [u, s, vh] = at::linalg_svd(basis.unflatten(0, {n, d}).sum(0));
-  basis = at::matmul(basis, at::matmul(vh.mH(), u.mH()));
+  const auto [u, s, vh] = at::linalg_svd(lead.basis.unflatten(0, {n, d}).sum(0));
+  const auto turn = at::matmul(vh.mH(), u.mH());
   const auto scale = std::sqrt(static_cast<double>(n));
-  return {at::matmul(basis.mH(), weighted) / scale, at::matmul(inverse, basis.unflatten(0, {n, d})) * scale};
+  return {at::matmul(turn.mH(), lead.rows) / scale, at::matmul(lead.maps, turn) * scale, at::matmul(lead.basis, turn)};
 }
 
 AttentionWeights align_heads(const AttentionWeights& weights, const std::vector<int64_t>& head_map,

@@ -14,19 +14,6 @@ namespace attnpack::convert {
 
 namespace {
 
-void check_layer(const AttentionWeights& weights, const MergeOptions& o) {
-  check_head_weight("q", weights.q, o.num_heads());
-  check_head_weight("k", weights.k, o.num_kv_heads());
-  check_head_weight("v", weights.v, o.num_kv_heads());
-  const auto head_dim = weights.q.size(0) / o.num_heads(), v_head_dim = weights.v.size(0) / o.num_kv_heads();
-  ATTNPACK_CHECK(weights.k.size(0) == o.num_kv_heads() * head_dim, "k: got shape ", weights.k.sizes(), ", want ",
-                 o.num_kv_heads() * head_dim, " rows, num_kv_heads of head_dim ", head_dim);
-  ATTNPACK_CHECK(weights.o.dim() == 2 && weights.o.size(1) == o.num_heads() * v_head_dim, "o: got shape ",
-                 weights.o.sizes(), ", want [width, ", o.num_heads() * v_head_dim, "]");
-  ATTNPACK_CHECK(o.rope_dim() >= 0 && o.rope_dim() <= head_dim && o.rope_dim() % 2 == 0, "rope_dim: got ", o.rope_dim(),
-                 ", want an even number of at most head_dim ", head_dim);
-}
-
 // The same tensors, k and v pooled, each by draws of its own.
 AttentionWeights pool_layer(const AttentionWeights& weights, const Groups& groups, const MergeOptions& o) {
   auto result = weights;
@@ -61,6 +48,19 @@ void reorder_queries(MergedHeads& merged, int64_t num_heads) {
 }
 
 }  // namespace
+
+void check_layer(const AttentionWeights& weights, const MergeOptions& o) {
+  check_head_weight("q", weights.q, o.num_heads());
+  check_head_weight("k", weights.k, o.num_kv_heads());
+  check_head_weight("v", weights.v, o.num_kv_heads());
+  const auto head_dim = weights.q.size(0) / o.num_heads(), v_head_dim = weights.v.size(0) / o.num_kv_heads();
+  ATTNPACK_CHECK(weights.k.size(0) == o.num_kv_heads() * head_dim, "k: got shape ", weights.k.sizes(), ", want ",
+                 o.num_kv_heads() * head_dim, " rows, num_kv_heads of head_dim ", head_dim);
+  ATTNPACK_CHECK(weights.o.dim() == 2 && weights.o.size(1) == o.num_heads() * v_head_dim, "o: got shape ",
+                 weights.o.sizes(), ", want [width, ", o.num_heads() * v_head_dim, "]");
+  ATTNPACK_CHECK(o.rope_dim() >= 0 && o.rope_dim() <= head_dim && o.rope_dim() % 2 == 0, "rope_dim: got ", o.rope_dim(),
+                 ", want an even number of at most head_dim ", head_dim);
+}
 
 MergedHeads merge_kv_heads(const AttentionWeights& weights, const MergeOptions& o) {
   const at::NoGradGuard no_grad;

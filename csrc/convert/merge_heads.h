@@ -59,6 +59,9 @@ struct MergedHeads {
   Groups groups;
 };
 
+// Raises unless the weights are those of heads as options say.
+void check_layer(const AttentionWeights& weights, const MergeOptions& options);
+
 // A layer's weights with fewer kv heads. q and o change with "aligned" and reorder only; tensors that do not change
 // are the ones given. No gradient.
 MergedHeads merge_kv_heads(const AttentionWeights& weights, const MergeOptions& options);

@@ -2,7 +2,11 @@
 
 #include <ATen/ATen.h>
 
+#include <attnpack/convert/latent.h>
+#include <attnpack/core/check.h>
 #include <attnpack/io/state_dict.h>
+
+#include <cmath>
 
 namespace attnpack::convert {
 
@@ -70,6 +74,24 @@ StateDict own_parameters(const torch::nn::Module& module, const AttentionWeights
   return tensors;
 }
 
+// Latent attention reads these nowhere.
+template <typename Impl>
+void check_has_latent_form(const Impl& module) {
+  const auto& o = module.options;
+  const auto lacks = [](bool given, const char* name) {
+    ATTNPACK_CHECK(!given, name, ": got a layer with it, which latent attention has not; conversion would lose it");
+  };
+  lacks(o.window().has_value() && *o.window() != Window{-1, -1}, "window");
+  lacks(o.softcap() != 0, "softcap");
+  lacks(o.sinks(), "sinks");
+  lacks(o.alibi(), "alibi");
+  lacks(o.qk_norm(), "qk_norm");
+  for (const auto& width : {o.kdim(), o.vdim()}) {
+    ATTNPACK_CHECK(!width || *width == o.embed_dim(), "kdim, vdim: got a layer with ", *width, ", want embed_dim ",
+                   o.embed_dim(), ": one latent makes keys and values of it");
+  }
+}
+
 template <typename Holder, typename Impl>
 Holder rebuild(Holder made, const Impl& module, const AttentionWeights& merged) {
   assign_state_dict(*made, own_parameters(module, merged));
@@ -100,9 +122,70 @@ MultiQueryAttention to_mqa(const torch::nn::ModuleHolder<Impl>& module, const To
       *module, merged.weights);
 }
 
+template <typename Impl>
+MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int64_t kv_lora_rank,
+                                const ToMlaOptions& options) {
+  const auto& source = module->options;
+  check_has_latent_form(*module);
+  const auto* rope = module->rope ? &module->rope->settings : nullptr;
+  const auto weights = factorise_latent(weights_of(module->q_proj, module->k_proj, module->v_proj, module->o_proj),
+                                        LatentOptions(source.num_heads(), source.num_kv_heads(), kv_lora_rank)
+                                            .head_map(source.head_map())
+                                            .inv_freq(rope ? rope->inv_freq : std::vector<double>())
+                                            .interleaved(rope && rope->interleaved)
+                                            .rope_factor(rope ? rope->factor : 1.0)
+                                            .length(options.length())
+                                            .causal(source.causal())
+                                            .calibration(options.calibration()));
+  const auto head_dim = *source.head_dim(), rotated = rope ? 2 * static_cast<int64_t>(rope->inv_freq.size()) : 0;
+  const auto out_bias = module->o_proj->bias;
+  const bool bias = weights.q_bias.defined() || weights.kv_a_bias.defined() || out_bias.defined();
+  auto target = MultiHeadLatentAttentionOptions(source.embed_dim(), source.num_heads())
+                    .kv_lora_rank(kv_lora_rank)
+                    .qk_nope_head_dim(head_dim)
+                    .qk_rope_head_dim(rotated)
+                    .v_head_dim(head_dim)
+                    .rope(source.rope())
+                    .latent_norm(false)
+                    .bias(bias)
+                    .dropout(source.dropout())
+                    .causal(source.causal())
+                    .scale(source.scale().value_or(1.0 / std::sqrt(static_cast<double>(head_dim))) /
+                           (rope ? rope->softmax_factor : 1.0));
+  if (weights.q_bias.defined()) target.q_lora_rank(weights.q.size(0));
+  target.factory().device = at::kMeta;
+  target.factory().dtype = weights.q.scalar_type();
+  MultiHeadLatentAttention made(target);
+  made->options.factory(source.factory());
+
+  StateDict state{{"kv_a_proj_with_mqa.weight", weights.kv_a},
+                  {"kv_b_proj.weight", weights.kv_b},
+                  {"o_proj.weight", module->o_proj->weight.detach().clone()}};
+  const auto or_zeros = [](const at::Tensor& given, const at::Tensor& weight) {
+    return given.defined() ? given.detach().clone()
+                           : at::zeros({weight.size(0)}, weight.options().requires_grad(false));
+  };
+  if (bias) {
+    state["kv_a_proj_with_mqa.bias"] = or_zeros(weights.kv_a_bias, weights.kv_a);
+    state["o_proj.bias"] = or_zeros(out_bias, module->o_proj->weight);
+  }
+  if (weights.q_bias.defined()) {
+    state["q_a_proj.weight"] = weights.q;
+    state["q_a_proj.bias"] = weights.q_bias;
+    state["q_b_proj.weight"] = at::eye(weights.q.size(0), weights.q.options());
+  } else {
+    state["q_proj.weight"] = weights.q;
+  }
+  for (auto& [name, tensor] : state) tensor.set_requires_grad(true);
+  assign_state_dict(*made, state);
+  made->train(module->is_training());
+  return made;
+}
+
 #define ATTNPACK_CONVERT(Impl)                                                                               \
   template GroupedQueryAttention to_gqa(const torch::nn::ModuleHolder<Impl>&, int64_t, const ToGqaOptions&); \
-  template MultiQueryAttention to_mqa(const torch::nn::ModuleHolder<Impl>&, const ToGqaOptions&);
+  template MultiQueryAttention to_mqa(const torch::nn::ModuleHolder<Impl>&, const ToGqaOptions&);            \
+  template MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>&, int64_t, const ToMlaOptions&);
 ATTNPACK_CONVERT(MultiHeadAttentionImpl)
 ATTNPACK_CONVERT(GroupedQueryAttentionImpl)
 ATTNPACK_CONVERT(MultiQueryAttentionImpl)

@@ -2,6 +2,7 @@
 
 #include <attnpack/convert/merge_heads.h>
 #include <attnpack/modules/grouped_attention.h>
+#include <attnpack/modules/latent_attention.h>
 
 namespace attnpack::convert {
 
@@ -25,5 +26,18 @@ GroupedQueryAttention to_gqa(const torch::nn::ModuleHolder<Impl>& module, int64_
 // The same with one kv head.
 template <typename Impl>
 MultiQueryAttention to_mqa(const torch::nn::ModuleHolder<Impl>& module, const ToGqaOptions& options = {});
+
+struct ToMlaOptions {
+  TORCH_ARG(Calibration, calibration);
+  // As in LatentOptions.
+  TORCH_ARG(int64_t, length) = 512;
+};
+
+// The layer as latent attention (latent.h): the plain form without norms, its rope head as wide as what module rotates.
+// Raises where module has what latent attention has not: window, softcap, sinks, ALiBi, norms of queries and keys,
+// contexts of other widths than embed_dim. A bias of q_proj needs a query latent as wide as q_proj.
+template <typename Impl>
+MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int64_t kv_lora_rank,
+                                const ToMlaOptions& options = {});
 
 }  // namespace attnpack::convert

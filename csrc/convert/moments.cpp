@@ -44,4 +44,8 @@ at::Tensor second_moment(const at::Tensor& inputs, int64_t width, bool bias, con
   return moment + kRidge * moment.diagonal().mean() * at::eye(width, options);
 }
 
+at::Tensor output_moment(const at::Tensor& rows, const at::Tensor& moment) {
+  return at::matmul(at::matmul(rows, moment.to(rows.scalar_type())), rows.mH());
+}
+
 }  // namespace attnpack::convert

@@ -14,4 +14,7 @@ at::Tensor with_bias(const at::Tensor& weight, const at::Tensor& bias);
 // an inverse; the identity where inputs are undefined. [width, width] as with_bias gives it, fp64, on like's device.
 at::Tensor second_moment(const at::Tensor& inputs, int64_t width, bool bias, const at::Tensor& like);
 
+// E[y y^H] of y = rows x, rows [..., d, E] real or complex: [..., d, d].
+at::Tensor output_moment(const at::Tensor& rows, const at::Tensor& moment);
+
 }  // namespace attnpack::convert

@@ -34,34 +34,9 @@
 namespace attnpack {
 namespace {
 
-// Settings that do without the softmax factor: that is in the scale already.
-std::optional<RopeSettings> to_settings(std::optional<at::ArrayRef<double>> inv_freq, double factor, bool interleaved,
-                                        std::optional<at::ArrayRef<double>> long_inv_freq, double growth,
-                                        int64_t trained_len, bool raw_keys) {
-  if (!inv_freq) return std::nullopt;
-  return RopeSettings{
-      inv_freq->vec(), factor,      interleaved, long_inv_freq ? long_inv_freq->vec() : std::vector<double>(),
-      growth,          trained_len, raw_keys};
-}
-
-#define ATTNPACK_ROPE_SETTINGS                                                                                 \
-  to_settings(rope_inv_freq, rope_factor, rope_interleaved, rope_long_inv_freq, rope_growth, rope_trained_len, \
-              rope_raw_keys)
-
-// A copy of the cache that is differentiable in its new rows, and only in them: [B, Hkv, capacity, D].
-Tensor with_new_rows(const Tensor& cache,
-                     const Tensor& rows,                       // [B, Hkv, L, D]
-                     const Tensor& past,                       // [B], lengths before the append
-                     const std::optional<Tensor>& new_lens) {  // [B]
-  const c10::SymInt capacity = cache.sym_size(2);
-  const Tensor step = at::arange(rows.sym_size(2), past.options());
-  Tensor target = past.unsqueeze(-1) + step;  // [B, L]
-  // Rows that are not valid go to slots behind the end, which are cut off again.
-  if (new_lens) target = at::where(step < new_lens->to(at::kLong).unsqueeze(-1), target, step + capacity);
-  const Tensor room = at::constant_pad_nd_symint(cache.detach(), {0, 0, 0, rows.sym_size(2)});
-  const Tensor index = target.unsqueeze(1).unsqueeze(-1).expand_symint(rows.sym_sizes());
-  return room.scatter(2, index, rows).narrow_symint(2, 0, capacity);
-}
+#define ATTNPACK_ROPE_SETTINGS                                                                                         \
+  parse_rope_settings(rope_inv_freq, rope_factor, rope_interleaved, rope_long_inv_freq, rope_growth, rope_trained_len, \
+                      rope_raw_keys)
 
 struct Layer {
   Tensor query, key, value;  // as they enter the operator
@@ -84,26 +59,15 @@ Layer prepare(const Tensor& query, const Tensor& key, const Tensor& value, ATTNP
   ATTNPACK_CHECK(!cross, "cache is given together with a context: a cache holds the keys of self-attention");
   ATTNPACK_CHECK(cache_value && cache_lengths, "cache has no value or no lengths: pass all three of its tensors");
   check_kv_cache_append(*cache_key, *cache_value, *cache_lengths, key, value, kv_lens);
-  // A mask over fewer positions than the cache has room for says which may be read.
-  Tensor keys = *cache_key, values = *cache_value;
-  std::optional<c10::SymInt> limit;
-  if (mask && mask->dim() > 0 && mask->sym_size(-1) != 1 && mask->sym_size(-1) < keys.sym_size(2))
-    limit = mask->sym_size(-1);
-  if (limit) {
-    keys = keys.narrow_symint(2, 0, *limit);
-    values = values.narrow_symint(2, 0, *limit);
-  }
-  check(keys, values, std::nullopt);
+  const CacheTensors cache{*cache_key, *cache_value, *cache_lengths};
+  Room room = room_under(cache, mask);
+  check(room.key, room.value, std::nullopt);
   const Tensor past = cache_lengths->clone();
   Tensor q = query, k = key;
   if (rope) std::tie(q, k) = rotate_new(query, key, *rope, {positions, false, past, kv_lens});
-  kv_cache_append_(*cache_key, *cache_value, *cache_lengths, k, value, kv_lens, limit);
-  if (at::GradMode::is_enabled() && (k.requires_grad() || value.requires_grad())) {
-    keys = with_new_rows(keys, k, past, kv_lens);
-    values = with_new_rows(values, value, past, kv_lens);
-  }
+  room = append(cache, room, k, value, past, kv_lens);
   const Tensor lengths = cache_lengths->clone();
-  return {q, rope ? rotate_cached(keys, lengths, *rope) : keys, values, past, lengths};
+  return {q, rope ? rotate_cached(room.key, lengths, *rope) : room.key, room.value, past, lengths};
 }
 
 Tensor join_heads(const Tensor& out) { return out.transpose(1, 2).flatten(2); }
@@ -114,8 +78,7 @@ Tensor join_heads(const Tensor& out) { return out.transpose(1, 2).flatten(2); }
       dropout_p, seed, scale
 
 Tensor run(const Layer& layer, ATTNPACK_ATTEND_PARAMS) {
-  std::optional<Tensor> seed;
-  if (dropout_p > 0) seed = at::randint(std::numeric_limits<int64_t>::max(), {1}, at::kLong);
+  const auto seed = dropout_seed(dropout_p);
   return join_heads(std::get<0>(attention_op(layer.query, layer.key, layer.value, ATTNPACK_FROM_LAYER(layer, seed))));
 }
 

@@ -7,17 +7,11 @@
 #include <tuple>
 #include <vector>
 
+#include <attnpack/functional/append.h>
 #include <attnpack/functional/rotate.h>
 #include <attnpack/ops/attention.h>
 
 namespace attnpack {
-
-// The tensors of one layer's KV cache, as the ops take them; written by attend.
-struct CacheTensors {
-  at::Tensor key;      // [B, Hkv, capacity, D]
-  at::Tensor value;    // [B, Hkv, capacity, Dv]
-  at::Tensor lengths;  // [B] int64: positions held before the call, raised by it
-};
 
 struct AttendOptions {
   TORCH_ARG(std::optional<RopeSettings>, rope);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 #include <attnpack/functional/rope_settings.h>
 
@@ -8,6 +9,11 @@
 #include <tuple>
 
 namespace attnpack {
+
+// What the layer ops' schemas say of it; none where inv_freq is none. The softmax factor is in the scale already.
+std::optional<RopeSettings> parse_rope_settings(std::optional<at::ArrayRef<double>> inv_freq, double factor,
+                                                bool interleaved, std::optional<at::ArrayRef<double>> long_inv_freq,
+                                                double growth, int64_t trained_len, bool raw_keys);
 
 // x [B, H, L, D], its first r dims rotated at positions, int64 [L] or [B, L]. `lengths` [B]: how long each sequence is,
 // where frequencies follow that; default its highest position + 1.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <attnpack/modules/latent_attention.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/rotary_embedding.h>
 #include <attnpack/modules/stack.h>
@@ -19,6 +20,11 @@ struct CausalLMOptions {
   TORCH_ARG(int64_t, max_positions) = 2048;
   TORCH_ARG(double, rope_base) = 10000.0;
   TORCH_ARG(std::optional<RopeScaling>, rope_scaling);
+  TORCH_ARG(bool, rope_interleaved) = false;
+  // Latent attention in every layer: its ranks and head dims, path and latent_norm; the rest is the model's.
+  // num_kv_heads, head_dim, qk_norm, window and out_bias are not for it, and bias is as MultiHeadLatentAttention has
+  // it.
+  TORCH_ARG(std::optional<MultiHeadLatentAttentionOptions>, latent);
   TORCH_ARG(double, eps) = 1e-6;
   TORCH_ARG(bool, tie_embeddings) = false;
   TORCH_ARG(bool, qk_norm) = false;

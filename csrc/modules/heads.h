@@ -19,22 +19,29 @@ inline AttendOptions attend_options(const AttentionInputs& inputs, bool causal) 
       .kv_lens(inputs.kv_lens());
 }
 
-// Runs call with the cache's tensors, with room for key and value, in its options; where call raises, the cache is as
-// it was.
-template <typename Call>
-auto with_cache(const std::shared_ptr<KVCache>& cache, const at::Tensor& key, const at::Tensor& value,
-                AttendOptions options, const Call& call) {
+// Runs call with the tensors that reserve(cache) gives in its options, room for new_len positions; where call raises,
+// the cache is as it was.
+template <typename Reserve, typename Call>
+auto with_room(const std::shared_ptr<KVCache>& cache, int64_t new_len, AttendOptions options, const Reserve& reserve,
+               const Call& call) {
   if (!cache) return call(options);
   const auto before = cache->lengths().clone();
   try {
-    options.cache(cache->reserve(key, value));
+    options.cache(reserve(*cache));
     auto result = call(options);
-    cache->commit(key.size(2), options.kv_lens());
+    cache->commit(new_len, options.kv_lens());
     return result;
   } catch (...) {
     cache->take_back(before);
     throw;
   }
+}
+
+// The same with room for key and value.
+template <typename Call>
+auto with_cache(const std::shared_ptr<KVCache>& cache, const at::Tensor& key, const at::Tensor& value,
+                const AttendOptions& options, const Call& call) {
+  return with_room(cache, key.size(2), options, [&](KVCache& held) { return held.reserve(key, value); }, call);
 }
 
 }  // namespace attnpack

@@ -20,6 +20,8 @@ from .blocks import DecoderBlock, EncoderBlock
 from .cache import DynamicCache, ModelCache, StaticCache
 from .causal_lm import CausalLM
 from .feed_forward import FeedForward
+from .latent_attention import MultiHeadLatentAttention
+from .latent_cache import LatentCache
 from .norm import RMSNorm
 from .ops import apply_rope, attention, attention_scores, merge_states
 from .projected_attention import ProjectedAttention
@@ -36,8 +38,10 @@ __all__ = [
     "EncoderDecoder",
     "FeedForward",
     "GroupedQueryAttention",
+    "LatentCache",
     "ModelCache",
     "MultiHeadAttention",
+    "MultiHeadLatentAttention",
     "MultiQueryAttention",
     "ProjectedAttention",
     "RMSNorm",

@@ -30,6 +30,12 @@ class KVCache:
         they do not fit the cache."""
         raise NotImplementedError
 
+    def reserve_latents(self, latents: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
+        """(latents, lengths) with room for the new latents [B, 1, L, kv_lora_rank + rope] of latent attention, whose
+        keys and values are one: stored as keys, with values of no width."""
+        keys, _, lengths = self.reserve(latents, latents[..., :0])
+        return keys, lengths
+
     def commit(self, new_len: int, new_lens: Tensor | None) -> None:
         """After `new_len` positions were written, or `new_lens` [B] valid ones of them."""
         raise NotImplementedError
@@ -142,7 +148,7 @@ class DynamicCache(KVCache):
     @property
     def nbytes(self) -> int:
         """Bytes of the len positions that are held, not of the capacity behind them."""
-        return self.k.nbytes + self.v.nbytes if self._len else 0
+        return sum(held[:, :, : self._len].nbytes for held in (self._key, self._value)) if self._len else 0
 
     def reset(self) -> None:
         """Forgets everything, shape and memory too."""
@@ -189,7 +195,7 @@ class StaticCache(KVCache):
 
     Args:
         batch, num_kv_heads, max_len, head_dim: the shape of the keys, [batch, num_kv_heads, max_len, head_dim].
-        v_head_dim: the same for the values; default head_dim.
+        v_head_dim: the same for the values; default head_dim, and 0 for latent attention, whose latents are both.
         dtype, device: those of the module it serves; default torch's defaults.
     """
 
@@ -206,9 +212,9 @@ class StaticCache(KVCache):
     ) -> None:
         width = head_dim if v_head_dim is None else v_head_dim
         check_size("batch", batch, least=0)
-        sizes = {"num_kv_heads": num_kv_heads, "max_len": max_len, "head_dim": head_dim, "v_head_dim": width}
-        for name, size in sizes.items():
+        for name, size in {"num_kv_heads": num_kv_heads, "max_len": max_len, "head_dim": head_dim}.items():
             check_size(name, size)
+        check_size("v_head_dim", width, least=0)
         check_dtype(dtype)
         self._key = _zeros((batch, num_kv_heads, max_len, head_dim), dtype, device)
         self._value = _zeros((batch, num_kv_heads, max_len, width), dtype, device)

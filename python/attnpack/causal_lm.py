@@ -16,6 +16,7 @@ from .blocks import DecoderBlock
 from .cache import ModelCache, check_kind
 from .checks import MODEL_CACHE, check_ids, check_lengths, reject_keywords
 from .feed_forward import FeedForward
+from .latent_attention import MultiHeadLatentAttention
 from .linear import linear, project
 from .native import NativeModule
 from .rope import RotaryEmbedding
@@ -38,6 +39,10 @@ class CausalLM(NativeModule):
         window: (left, right) of every layer, as in GroupedQueryAttention; a checkpoint's sliding_window of W tokens is
             (W - 1, 0).
         bias: on q, k and v; out_bias: on o_proj, default as bias; mlp_bias: in the feed-forwards.
+        rope_interleaved: of the RotaryEmbedding.
+        latent: latent attention in every layer: a dict with kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and
+            v_head_dim, and if wanted q_lora_rank, latent_norm and path, as in MultiHeadLatentAttention, whose bias is
+            bias then. num_kv_heads, head_dim, qk_norm, window and out_bias are not for it.
     """
 
     _cpp_class = cpp.CausalLM
@@ -62,11 +67,13 @@ class CausalLM(NativeModule):
         bias: bool = False,
         out_bias: bool | None = None,
         mlp_bias: bool = False,
+        rope_interleaved: bool = False,
+        latent: dict[str, Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        num_kv_heads = num_heads if num_kv_heads is None and latent is None else num_kv_heads
         self._config = {
             "vocab_size": vocab_size,
             "embed_dim": embed_dim,
@@ -85,28 +92,34 @@ class CausalLM(NativeModule):
             "bias": bias,
             "out_bias": out_bias,
             "mlp_bias": mlp_bias,
+            "rope_interleaved": rope_interleaved,
+            "latent": latent,
         }
         self._make_cpp("meta")
         factory = {"device": device, "dtype": dtype}
-        head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        rope = RotaryEmbedding(head_dim, base=rope_base, max_positions=max_positions, scaling=rope_scaling)
+        if latent is None:
+            head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        rotated = head_dim if latent is None else latent["qk_rope_head_dim"]
+        rope = None
+        if rotated:
+            rope = RotaryEmbedding(
+                rotated,
+                base=rope_base,
+                max_positions=max_positions,
+                scaling=rope_scaling,
+                interleaved=rope_interleaved,
+            )
+
+        def attention() -> nn.Module:
+            shared = {"bias": bias, "rope": rope, "causal": True, **factory}
+            if latent is not None:
+                return MultiHeadLatentAttention(embed_dim, num_heads, **latent, **shared)
+            own = {"head_dim": head_dim, "out_bias": out_bias, "qk_norm": qk_norm, "window": window}
+            return GroupedQueryAttention(embed_dim, num_heads, num_kv_heads, **own, **shared)
 
         def block() -> DecoderBlock:
-            attention = GroupedQueryAttention(
-                embed_dim,
-                num_heads,
-                num_kv_heads,
-                head_dim=head_dim,
-                bias=bias,
-                out_bias=out_bias,
-                qk_norm=qk_norm,
-                window=window,
-                rope=rope,
-                causal=True,
-                **factory,
-            )
             hidden = 4 * embed_dim if hidden_dim is None else hidden_dim
-            return DecoderBlock(attention, FeedForward(embed_dim, hidden, bias=mlp_bias, **factory), eps=eps)
+            return DecoderBlock(attention(), FeedForward(embed_dim, hidden, bias=mlp_bias, **factory), eps=eps)
 
         embedding = nn.Embedding(vocab_size, embed_dim, **factory)
         self.model = Decoder([block() for _ in range(num_layers)], eps=eps, embed_tokens=embedding)

@@ -1,6 +1,7 @@
 """The command line: `attnpack` and `python -m attnpack`. Each command imports what it needs when it runs."""
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -76,6 +77,18 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("--tokens", type=_count, default=2048, metavar="N", help="of it; 0 measures nothing [2048]")
     convert.add_argument("--encoder", action="store_true", help="of an encoder-decoder model convert the encoder too")
 
+    example = "attnpack uptrain converted --text corpus.txt --minutes 30"
+    uptrain = _command(commands, "uptrain", _uptrain, "train a converted model to do what its original does", example)
+    uptrain.add_argument("directory", type=Path, metavar="DIR", help="what attnpack convert made; gets the new weights")
+    uptrain.add_argument("--text", type=Path, metavar="FILE", help="to train on [Python's help topics]")
+    uptrain.add_argument("--minutes", type=_minutes, required=True, metavar="N", help="of training, all runs together")
+    teacher = "the original, a directory or GGUF file [the one that convert read]"
+    uptrain.add_argument("--teacher", type=Path, metavar="DIR|FILE.gguf", help=teacher)
+    uptrain.add_argument("--length", type=_positive, default=512, metavar="N", help="tokens a step [%(default)s]")
+    uptrain.add_argument("--learning-rate", type=float, default=5e-4, metavar="R", help="[%(default)s]")
+    uptrain.add_argument("--seed", type=int, default=0, help="of the order of the text [%(default)s]")
+    uptrain.add_argument("--restart", action="store_true", help="forget an unfinished training")
+
     example = "attnpack bench decode prefill --dtypes fp32 bf16 --out roofline.png"
     bench = _command(commands, "bench", _bench, "time attention beside this machine's limits and its peers", example)
     bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")
@@ -86,17 +99,21 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="fewer and smaller cases, less time for each")
     bench.add_argument("--out", type=Path, metavar="PNG", help="also draw a roofline")
 
-    example = 'attnpack plot attention "The cat sat on the mat" --layer 3 --out attention.svg'
+    example = "attnpack plot kv-memory --out kv_memory.png"
     plot = _command(commands, "plot", _plot, "draw memory, a roofline or attention weights", example)
     pictures = plot.add_subparsers(dest="picture", required=True, metavar="PICTURE")
-    memory = _picture(pictures, "kv-memory", "keys and values of known models against context", "kv_memory.png")
-    models = ("llama-3-70b", "llama-3-8b", "deepseek-v3", "smollm2-135m")
-    memory.add_argument("--models", nargs="+", default=models, metavar="MODEL", help=f"of {' '.join(models)} [all]")
-    roofline = _picture(pictures, "roofline", "a benchmark under the machine's limits", "roofline.png")
+    example = "attnpack plot kv-memory --models llama-3-8b deepseek-v3 --out kv_memory.svg"
+    memory = _picture(pictures, "kv-memory", "draw the KV cache of known models against context", example)
+    memory.add_argument(
+        "--models", nargs="+", metavar="MODEL", help="of llama-3-70b llama-3-8b deepseek-v3 smollm2-135m [all]"
+    )
+    example = "attnpack plot roofline benchmarks/results/quick.json"
+    roofline = _picture(pictures, "roofline", "draw a benchmark under the machine's limits", example)
     roofline.add_argument("results", type=Path, metavar="BENCH.json", help="what `attnpack bench --json` printed")
-    attention = _picture(pictures, "attention", "the weights of a layer's heads on a sentence", "attention.png")
+    example = 'attnpack plot attention "The cat sat on the mat" --layer 11 --json'
+    attention = _picture(pictures, "attention", "draw the weights of a layer's heads on a sentence", example)
     attention.add_argument("text", help="the sentence")
-    attention.add_argument("--layer", type=int, default=0, metavar="N", help="which one, from 0 [%(default)s]")
+    attention.add_argument("--layer", type=int, default=11, metavar="N", help="which one, from 0 [%(default)s]")
     attention.add_argument("--model", type=Path, metavar="DIR|FILE.gguf", help="as in generate [SmolLM2-135M-Instruct]")
     return parser
 
@@ -111,10 +128,12 @@ def _command(commands, name, run, summary: str, example: str) -> argparse.Argume
     return parser
 
 
-def _picture(pictures, name: str, summary: str, out: str) -> argparse.ArgumentParser:
+def _picture(pictures, name: str, summary: str, example: str) -> argparse.ArgumentParser:
     """One picture of `attnpack plot`. --json and --debug may stand before or behind its name."""
-    parser = pictures.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-    parser.add_argument("--out", type=Path, default=Path(out), metavar="PNG|SVG", help="where it goes [%(default)s]")
+    description = summary[0].upper() + summary[1:] + "."
+    parser = pictures.add_parser(name, help=summary, description=description, epilog=f"example: {example}")
+    out = Path(f"{name.replace('-', '_')}.png")
+    parser.add_argument("--out", type=Path, default=out, metavar="PNG|SVG", help="where it goes [%(default)s]")
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the figures as JSON")
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show an error's traceback")
     return parser
@@ -142,6 +161,12 @@ def _convert(args: argparse.Namespace) -> None:
     from .convert import command
 
     command.main(args)
+
+
+def _uptrain(args: argparse.Namespace) -> None:
+    from .convert import uptrain
+
+    uptrain.main(args)
 
 
 def _bench(args: argparse.Namespace) -> None:
@@ -174,6 +199,16 @@ def _positive(text: str) -> int:
 
 def _count(text: str) -> int:
     return 0 if text == "0" else _positive(text)
+
+
+def _minutes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of minutes above 0")
+    return number
 
 
 def _heads(text: str) -> list[int]:

@@ -17,6 +17,7 @@ SelfAttention = _C.cpp.SelfAttention
 MultiHeadAttention = _C.cpp.MultiHeadAttention
 GroupedQueryAttention = _C.cpp.GroupedQueryAttention
 MultiQueryAttention = _C.cpp.MultiQueryAttention
+MultiHeadLatentAttention = _C.cpp.MultiHeadLatentAttention
 ProjectedAttention = _C.cpp.ProjectedAttention
 
 EncoderBlock = _C.cpp.EncoderBlock
@@ -28,6 +29,7 @@ CausalLM = _C.cpp.CausalLM
 
 KVCache = _C.cpp.KVCache
 DynamicCache = _C.cpp.DynamicCache
+LatentCache = _C.cpp.LatentCache
 StaticCache = _C.cpp.StaticCache
 ModelCache = _C.cpp.ModelCache
 

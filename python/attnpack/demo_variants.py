@@ -14,8 +14,10 @@ from . import (
     DynamicCache,
     GroupedQueryAttention,
     MultiHeadAttention,
+    MultiHeadLatentAttention,
     MultiQueryAttention,
     SelfAttention,
+    demo_latent,
     reference,
 )
 from .progress import progress
@@ -33,6 +35,7 @@ VARIANTS = (
     Variant("grouped, 4 kv heads (GQA-4)", lambda e, h: GroupedQueryAttention(e, h, 4, causal=True)),
     Variant("multi-query (MQA)", lambda e, h: MultiQueryAttention(e, h, causal=True)),
     Variant("one-head self-attention", lambda e, h: SelfAttention(e, e // h, causal=True)),
+    Variant("latent (MLA)", demo_latent.build),
     Variant("cross-attention (MHA)", lambda e, h: MultiHeadAttention(e, h), cross=True),
 )
 
@@ -85,7 +88,8 @@ def _measure(variant: Variant, embed_dim: int, num_heads: int, context: int, len
     out = module(x) if other is None else module(x, other)
     truth = _plain_forward(copy.deepcopy(module).double(), x.double(), None if other is None else other.double())
     plain = _plain_forward(module, x, other)
-    make = _cross_steps if variant.cross else _cached_steps
+    latent = isinstance(module, MultiHeadLatentAttention)
+    make = _cross_steps if variant.cross else demo_latent.cached_steps if latent else _cached_steps
     ours, theirs, kv_bytes = make(module, torch.randn(1, context, embed_dim), steps)
     step_ms, sdpa_step_ms = _time_in_turn(ours, theirs, torch.randn(steps, 1, 1, embed_dim))
     return Row(
@@ -110,6 +114,8 @@ def _join(module: nn.Module, out: Tensor) -> Tensor:
 
 def _plain_forward(module: nn.Module, x: Tensor, context: Tensor | None) -> Tensor:
     """The module's projections around the plain PyTorch reference, in the dtype of both."""
+    if isinstance(module, MultiHeadLatentAttention):
+        return demo_latent.plain_forward(module, x)
     source = x if context is None else context
     projected = module.q_proj(x), module.k_proj(source), module.v_proj(source)
     q, k, v = (_heads(each, module.head_dim) for each in projected)

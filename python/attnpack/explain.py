@@ -130,6 +130,7 @@ _WANTED: dict[str, Wanted] = {
     "dropout": (_is_number, "a number, 0 for none"),
     "scale": (or_none(_is_number), "a number, or None for 1 / sqrt(head_dim)"),
     "stage": (_is_word, "'scaled', 'capped', 'masked' or 'probs'"),
+    "path": (_is_word, "'auto', 'expanded' or 'absorbed'"),
     "norm": (or_none(_is_word), "'rms' or 'layer'"),
     "activation": (_is_word, "'swiglu' or 'gelu'"),
     "stop_tokens": (_are_tokens, "a token number or a list of them, () for none"),
@@ -138,15 +139,17 @@ _WANTED: dict[str, Wanted] = {
     "top_k": _INT_OR_NONE,
     "top_p": (or_none(_is_number), "a number in (0, 1], or None"),
     "seed": (or_none(_is_seed), "an int from 0 to 2**64 - 1, or None for torch's own generator"),
-    **dict.fromkeys(("head_dim", "kdim", "vdim", "v_head_dim", "hidden_dim", "num_kv_heads"), _INT_OR_NONE),
+    **dict.fromkeys(
+        ("head_dim", "kdim", "vdim", "v_head_dim", "hidden_dim", "num_kv_heads", "q_lora_rank"), _INT_OR_NONE
+    ),
     **dict.fromkeys(
         ("embed_dim", "num_heads", "num_layers", "vocab_size", "max_positions", "max_new_tokens", "in_features",
-         "out_features", "dim", "batch", "max_len", "n"),
+         "out_features", "dim", "batch", "max_len", "n", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
         _INT,
     ),
     **dict.fromkeys(
         ("causal", "need_weights", "return_lse", "cross", "interleaved", "bias", "out_bias", "mlp_bias", "qk_norm",
-         "alibi", "tie_embeddings", "pre_norm"),
+         "alibi", "tie_embeddings", "pre_norm", "latent_norm", "folded", "raw_keys"),
         SWITCH,
     ),
     **dict.fromkeys(("eps", "base", "rope_base", "factor"), _NUMBER),

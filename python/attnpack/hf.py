@@ -34,7 +34,7 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Swaps the model's attention layers for attnpack's modules, in place: the same parameters under the same names.
 
     Args:
-        model: of the Llama, Mistral, Mixtral, Qwen2 and Qwen3 families (`hf_layers.GROUPED` names the layers' classes).
+        model: of the Llama, Mistral, Qwen and DeepSeek families (`hf_layers.KNOWN` names the layers' classes).
 
     Returns:
         The model, which now has `attn_implementation="attnpack"` too, so that its masks are ours. It works with the
@@ -49,7 +49,7 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     if hf_layers.replace(model) == 0:
         raise ValueError(
             f"attnpack: model: got a {type(model).__name__} without a layer that replace_attention knows "
-            f"({', '.join(hf_layers.GROUPED)}); call attnpack.hf.register() and "
+            f"({', '.join(hf_layers.KNOWN)}); call attnpack.hf.register() and "
             'model.set_attn_implementation("attnpack") instead'
         )
     register()

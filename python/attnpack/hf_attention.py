@@ -54,12 +54,12 @@ def attention_forward(
     Raises:
         ValueError: names an argument that the operator cannot honour. Windows need no argument: the mask has them.
     """
-    _refuse(others, attention_mask)
+    refuse(others, attention_mask)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         ranges, mask = _NO_RANGES._replace(causal=bool(causal) and query.size(2) > 1), None
     else:
-        ranges, mask = _split(attention_mask)
+        ranges, mask = split_mask(attention_mask, query.size(2), key.size(2))
     if indices is not None:
         mask = _selected(indices, key.size(2), mask)
     if position_bias is not None:
@@ -80,7 +80,7 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _refuse(others: dict[str, Any], attention_mask: Tensor | None) -> None:
+def refuse(others: dict[str, Any], attention_mask: Tensor | None) -> None:
     """Raises for the first argument that would change the result and is not honoured."""
     for name, value in others.items():
         if value is None or value is False or name in _HARMLESS:
@@ -93,16 +93,16 @@ def _refuse(others: dict[str, Any], attention_mask: Tensor | None) -> None:
         )
 
 
-def _split(mask: Tensor) -> tuple[Ranges, Tensor | None]:
+def split_mask(mask: Tensor, q_len: int, kv_len: int) -> tuple[Ranges, Tensor | None]:
     """A mask as ranges and what they leave to a tensor."""
-    if isinstance(mask, LazyMask):
-        return (_NO_RANGES, mask.materialise()) if mask.ranges is None else (mask.ranges, mask.ranges.key_mask)
-    if mask.dim() != 4:
+    if mask.dim() != 4 or mask.size(3) != kv_len or mask.size(2) not in (1, q_len):
         raise ValueError(
-            f"attnpack: attention_mask: got shape {list(mask.shape)}, want [batch, 1 or num_heads, q_len, kv_len]: "
-            "padding [batch, kv_len] goes to the model, not to its attention"
+            f"attnpack: attention_mask: got shape {list(mask.shape)}, want [batch, 1 or num_heads, {q_len}, {kv_len}] "
+            "for these queries and keys: padding [batch, kv_len] goes to the model, not to its attention"
         )
-    return _NO_RANGES, mask
+    if not isinstance(mask, LazyMask):
+        return _NO_RANGES, mask
+    return (_NO_RANGES, mask.materialise()) if mask.ranges is None else (mask.ranges, mask.ranges.key_mask)
 
 
 def _selected(

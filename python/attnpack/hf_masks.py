@@ -16,6 +16,10 @@ from torch.utils._pytree import tree_map
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
+# What attention code of a model's own does with a float mask, or with a bool one that is True where it excludes.
+_ADDS = (torch.ops.aten.add, torch.ops.aten.add_)
+_FILLS = (torch.ops.aten.masked_fill, torch.ops.aten.masked_fill_)
+
 
 class Ranges(NamedTuple):
     """Arguments of `attnpack.attention` that together say what a mask says."""
@@ -47,9 +51,9 @@ class LazyMask(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+        if func.overloadpacket in _ADDS or (func.overloadpacket in _FILLS and isinstance(args[1], cls)):
             raise ValueError(  # a TypeError would end as torch's "unsupported operand"
-                'attnpack: this model adds its mask to scores of its own, so attn_implementation="attnpack" does not '
+                'attnpack: this model puts its mask on scores of its own, so attn_implementation="attnpack" does not '
                 'reach its attention; call model.set_attn_implementation("eager")'
             )
         plain = (tree_map(_plain, part) for part in (args, kwargs or {}))
@@ -63,7 +67,11 @@ class LazyMask(Tensor):
 
 
 def _plain(value: Any) -> Any:
-    return value.materialise() if isinstance(value, LazyMask) else value
+    """A mask's tensor in its place. Whoever has that may write to it, so that from then on it alone counts."""
+    if not isinstance(value, LazyMask):
+        return value
+    value.ranges = None
+    return value.materialise()
 
 
 def mask(
@@ -93,6 +101,10 @@ def mask(
 
     if is_tracing(q_offset if attention_mask is None else attention_mask):
         return build(allow_is_bidirectional_skip=allow_is_bidirectional_skip)
+    if isinstance(q_offset, Tensor):
+        # The length of a static cache, which the first layer advances in place: to be kept as it is now. Reading it is
+        # free on the CPU and would wait for any other device.
+        q_offset = int(q_offset) if q_offset.device.type == "cpu" else q_offset.clone()
     ranges = _ranges(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     if allow_is_bidirectional_skip and ranges is not None and _all_allowed(ranges):
         return None
@@ -117,10 +129,9 @@ def _ranges(
     if pattern is None or (padding is not None and padding.dim() != 2):
         return None
     causal, window = pattern
-    if isinstance(q_offset, Tensor):
-        # The length of a static cache. Reading it is free on the CPU and would wait for any other device.
-        q_offset = int(q_offset) if q_offset.device.type == "cpu" else q_offset.reshape(-1).expand(batch)
     q_offset = q_offset - kv_offset
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.reshape(-1).expand(batch)
     kv_lens, key_mask = _padding(padding, batch, kv_len, kv_offset)
     return Ranges(causal, window, q_offset, kv_lens, key_mask)
 

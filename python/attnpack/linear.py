@@ -29,6 +29,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(input, weight, bias)
 
 
+def plain_weight(layer: nn.Module) -> Tensor | None:
+    """The weight [out, in] that is all that calling layer does, for native code to read; None where layer has a bias,
+    is of another type (LoRA, a quantised linear), has a weight of another type, or is watched by a hook."""
+    if type(layer) is not nn.Linear or layer.bias is not None or type(layer.weight) not in (Tensor, nn.Parameter):
+        return None
+    if torch.compiler.is_compiling():  # which knows no global hooks
+        return None if any(getattr(layer, name) for name in _HOOKS) else layer.weight
+    return layer.weight if _is_plain(layer) else None
+
+
 def _only_values() -> bool:
     """No gradients to record and no graph to trace."""
     return not (torch.is_grad_enabled() or torch.compiler.is_compiling())

@@ -319,3 +319,79 @@ def attend(
         causal, kv_lens, window[0], window[1], softcap, sinks, alibi_slopes, head_map, dropout_p, scale,
         *by_length,
     )  # fmt: skip
+
+
+def latent_attend(
+    query: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    kv_b: Tensor | None,
+    v_dim: int,
+    path: str,
+    *,
+    rope: tuple | None = None,
+    positions: Tensor | None = None,
+    cross: bool = False,
+    cache: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    kv_lens: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    need_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What follows the projections of latent attention: rotate, append the latents, attend, join the heads.
+
+    Args:
+        query: [B, H, L, N + R], of which the last R rotate; latent: [B, Lkv, C]; k_rope: [B, Lkv, R], before rotation.
+        kv_b: [H * (N + V), C], or None where query and output live in the latent space.
+        v_dim: V; path: "auto", "expanded" or "absorbed", see MultiHeadLatentAttention.
+        cache: (latents [B, 1, capacity, C + R], lengths [B] int64), written.
+        scale: of the scores; default 1 / sqrt of query's last dim.
+
+    The other arguments are those of `attend`.
+
+    Returns:
+        out [B, L, H * V] (H * C without kv_b), or (out, probabilities before dropout [B, H, L, keys]).
+    """
+    if not _is_compiling():
+        try:
+            return _C.latent_attend(
+                query, latent, k_rope, kv_b, v_dim, path, rope, positions, cross, cache, mask, causal, kv_lens,
+                dropout_p, scale, need_weights,
+            )  # fmt: skip
+        except TypeError:
+            explain(locals(), rope=_ROPE, cache=(_CACHE[0], "the tensors (latents, lengths), or None"))
+            raise
+    op = torch.ops.attnpack.latent_attend_with_weights if need_weights else torch.ops.attnpack.latent_attend
+    latents, lengths = cache if cache is not None else (None, None)
+    return op(
+        query, latent, k_rope, kv_b, v_dim, path, *_spread(rope), positions, cross, latents, lengths, mask, causal,
+        kv_lens, dropout_p, scale,
+    )  # fmt: skip
+
+
+def latent_append(
+    query: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    *,
+    rope: tuple | None = None,
+    positions: Tensor | None = None,
+    cross: bool = False,
+    cache: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    kv_lens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The first half of `latent_attend`, for a kv_b that is no matrix: rotated query, latents [B, 1, K, C + R] to read,
+    q_offset [B] and kv_lens [B] as `attention` takes them."""
+    latents, lengths = cache if cache is not None else (None, None)
+    return torch.ops.attnpack.latent_append(
+        query, latent, k_rope, *_spread(rope), positions, cross, latents, lengths, mask, causal, kv_lens, 0.0, None
+    )
+
+
+def _spread(rope: tuple | None) -> tuple:
+    """RopeSettings as the schemas of the latent ops have them."""
+    return (None, 1.0, False, None, 0.0, 1, False) if rope is None else tuple(rope)

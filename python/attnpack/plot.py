@@ -72,10 +72,11 @@ def main(args: argparse.Namespace) -> None:
 
 def _kv_memory(args: argparse.Namespace) -> tuple[Figure, dict]:
     contexts = [2**n for n in range(10, 21, 2)]
-    for name in args.models:
+    models = args.models or list(MODELS)
+    for name in models:
         if name not in MODELS:
             raise ValueError(f"--models: got {name!r}, want some of {', '.join(MODELS)}")
-    points = {MODELS[name].label: [model_kv_bytes(MODELS[name], n) for n in contexts] for name in args.models}
+    points = {MODELS[name].label: [model_kv_bytes(MODELS[name], n) for n in contexts] for name in models}
     figure = new_figure()
     draw_kv_memory(figure.subplots(), contexts, points, title="KV cache of one sequence in bfloat16")
     return figure, {"contexts": contexts, "bytes": points}

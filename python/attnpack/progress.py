@@ -1,6 +1,7 @@
 """A progress bar for what takes longer than two seconds, where somebody watches and tqdm is there."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 
 def progress(items: Iterable, title: str) -> Iterable:
@@ -9,3 +10,21 @@ def progress(items: Iterable, title: str) -> Iterable:
     except ImportError:
         return items
     return tqdm(items, desc=title, delay=2, leave=False, disable=None)  # None: silent where stderr is no terminal
+
+
+@contextlib.contextmanager
+def seconds_bar(total: float, done: float, title: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar over time: call what it gives with the seconds that have passed and a few words."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda seconds, words: None
+        return
+    shape = "{desc} {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s {postfix}"
+    with tqdm(total=total, initial=done, desc=title, leave=False, disable=None, bar_format=shape) as bar:
+
+        def show(seconds: float, words: str) -> None:
+            bar.set_postfix_str(words, refresh=False)
+            bar.update(min(seconds, total) - bar.n)
+
+        yield show

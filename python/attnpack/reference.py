@@ -197,6 +197,16 @@ def rope_table(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def latent_attention(query: Tensor, latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, **settings) -> Tensor:
+    """Latent attention `[B, H, Lq, V]` of rotated queries `[B, H, Lq, N + R]` over latents `[B, Lkv, C]` and one
+    rotated key `[B, Lkv, R]` for all heads; w_uk `[H, N, C]` and w_uv `[H, V, C]` make each head's keys
+    and values of a latent. Settings are those of `attention`. Source: DeepSeek-V2 2024, equations 9 to 19.
+    """
+    key = torch.einsum("blc,hnc->bhln", latent, w_uk)
+    shared = k_rope.unsqueeze(1).expand(-1, w_uk.shape[0], -1, -1)
+    return attention(query, torch.cat([key, shared], -1), torch.einsum("blc,hvc->bhlv", latent, w_uv), **settings)
+
+
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotates the first r dims of x `[..., L, D]` by cos, sin `[..., L, r/2]`, in at least fp32; the layout is kept.
 

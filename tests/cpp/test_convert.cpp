@@ -93,6 +93,21 @@ TEST_CASE("a converted layer keeps what conversion does not concern, in memory o
   REQUIRE(refuses("want 1 to the 1 heads", [&] { convert::to_gqa(made, 2); }));
 }
 
+TEST_CASE("a layer without RoPE is exactly a latent one of full rank, and another rank loses something") {
+  torch::manual_seed(0);
+  GroupedQueryAttention layer(GroupedQueryAttentionOptions(24, 4, 2).causal(true).bias(true));
+  layer->to(at::kDouble);
+  const auto x = torch::randn({2, 5, 24}, at::kDouble);
+  auto full = convert::to_mla(layer, 24);
+  REQUIRE(at::allclose(full->forward(x), layer->forward(x)));
+  REQUIRE(full->options.kv_lora_rank() == 24);
+  REQUIRE(full->kv_b_proj->weight.requires_grad());
+  auto low = convert::to_mla(layer, 4, convert::ToMlaOptions().calibration({x.flatten(0, 1), {}, {}}));
+  REQUIRE_FALSE(at::allclose(low->forward(x), layer->forward(x)));
+  GroupedQueryAttention windowed(GroupedQueryAttentionOptions(24, 4, 2).window(Window{2, 0}));
+  REQUIRE(refuses("window: got a layer with it", [&] { convert::to_mla(windowed, 8); }));
+}
+
 TEST_CASE("fused projections come apart and together bit for bit") {
   const auto weight = torch::randn({48, 24});
   for (const auto* layout : {"concat", "grouped"}) {

@@ -1,10 +1,12 @@
-"""One variant of attention as another: fewer key-value heads, fused projections apart and together.
+"""One variant of attention as another: fewer key-value heads, latent attention, fused projections apart and together.
 
-`pool_kv_heads` works on one weight, `merge_kv_heads` on a layer's weights, `to_gqa` and `to_mqa` on modules and models;
+`pool_kv_heads` works on one weight, `merge_kv_heads` on a layer's weights, `to_gqa`, `to_mqa` and `to_mla` on
+modules (the first two on models too);
 `attnpack convert` does whole checkpoints.
 """
 
 from .grouped import layer_error, similar_groups, to_gqa, to_mqa
+from .latent import to_mla
 from .weights import LayerWeights, fuse_qkv, merge_kv_heads, pool_kv_heads, split_qkv
 
 __all__ = [
@@ -16,5 +18,6 @@ __all__ = [
     "similar_groups",
     "split_qkv",
     "to_gqa",
+    "to_mla",
     "to_mqa",
 ]

@@ -96,7 +96,7 @@ def similar_groups(
 ) -> list[list[int]]:
     """The groups that method "similar" would choose for an attention layer; of one size where that comes out even."""
     heads = module.num_kv_heads
-    distances = _C.convert.head_distances(list(_weights(module)), heads, calibration_rows(calibration))
+    distances = _C.convert.head_distances(list(layer_weights(module)), heads, calibration_rows(calibration))
     return _C.convert.choose_groups(distances, num_kv_heads, heads % num_kv_heads != 0)
 
 
@@ -107,7 +107,8 @@ def layer_error(module: nn.Module, converted: nn.Module, x: Tensor, context: Ten
         return ((converted(x, context).double() - out).norm() / out.norm()).item()
 
 
-def _weights(module: GroupedQueryAttention) -> LayerWeights:
+def layer_weights(module: GroupedQueryAttention) -> LayerWeights:
+    """The projections of an attention layer, which must be plain ones."""
     if not isinstance(module, GroupedQueryAttention):
         raise wrong_kind("module", module, _WANTED)
     q, k, v, o = module.q_proj, module.k_proj, module.v_proj, module.o_proj
@@ -125,7 +126,7 @@ def _merge(
     module: GroupedQueryAttention, num_kv_heads: int, settings: dict[str, Any], calibration: object, **more: bool
 ) -> MergedHeads:
     return merge_kv_heads(
-        _weights(module),
+        layer_weights(module),
         module.num_heads,
         module.num_kv_heads,
         num_kv_heads,

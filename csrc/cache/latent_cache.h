@@ -1,0 +1,34 @@
+#pragma once
+
+#include <attnpack/cache/dynamic_cache.h>
+
+#include <tuple>
+
+namespace attnpack {
+
+// The latents of MultiHeadLatentAttention: for every position c after its norm and the rotated k_rope side by side,
+// kv_lora_rank + qk_rope_head_dim numbers, in one buffer that the absorbed path reads as it is. Grows as DynamicCache.
+class LatentCache : public DynamicCache {
+ public:
+  LatentCache() = default;
+  // Over tensors that somebody else holds too; key [B, 1, capacity, kv_lora_rank + rope], value [B, 1, capacity, 0].
+  LatentCache(CacheTensors tensors, int64_t kv_lora_rank)
+      : DynamicCache(std::move(tensors)), kv_lora_rank_(kv_lora_rank) {}
+
+  // Raises: keys and values of other attention belong into a DynamicCache.
+  CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
+  CacheTensors reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) override;
+  void commit(int64_t new_len, const std::optional<at::Tensor>& new_lens) override;
+  std::shared_ptr<KVCache> clone() const override;
+
+  // The latents c, which are the values of the absorbed path too: [B, 1, len, kv_lora_rank], a view of k().
+  at::Tensor v() const override;
+  // [B, 1, len, qk_rope_head_dim], a view of k(); undefined before the first append, as k() and v().
+  at::Tensor k_rope() const;
+  int64_t kv_lora_rank() const { return kv_lora_rank_; }  // 0 before the first append
+
+ private:
+  int64_t kv_lora_rank_ = 0, next_rank_ = 0;
+};
+
+}  // namespace attnpack

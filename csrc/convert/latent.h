@@ -1,0 +1,43 @@
+#pragma once
+
+#include <attnpack/convert/merge_heads.h>
+
+namespace attnpack::convert {
+
+struct LatentOptions {
+  LatentOptions(int64_t num_heads, int64_t num_kv_heads, int64_t kv_lora_rank)
+      : num_heads_(num_heads), num_kv_heads_(num_kv_heads), kv_lora_rank_(kv_lora_rank) {}
+  TORCH_ARG(int64_t, num_heads);
+  TORCH_ARG(int64_t, num_kv_heads);
+  TORCH_ARG(int64_t, kv_lora_rank);
+  TORCH_ARG(std::optional<std::vector<int64_t>>, head_map);
+  // What turns the first 2 * inv_freq.size() dims of a head; empty: no RoPE.
+  TORCH_ARG(std::vector<double>, inv_freq);
+  TORCH_ARG(bool, interleaved) = false;
+  // What RoPE multiplies cos and sin by.
+  TORCH_ARG(double, rope_factor) = 1.0;
+  // Distances that keys without rotation are made for: 0 to length - 1, with causal false in both directions.
+  TORCH_ARG(int64_t, length) = 512;
+  TORCH_ARG(bool, causal) = true;
+  TORCH_ARG(Calibration, calibration);
+};
+
+// Weights of MultiHeadLatentAttention with latent_norm false; H heads, N = V = head_dim, R the rotated dims, C
+// kv_lora_rank. A bias is undefined where there was none.
+struct LatentWeights {
+  at::Tensor q;          // [H * (N + R), E]
+  at::Tensor q_bias;     // [H * (N + R)]
+  at::Tensor kv_a;       // [C + R, E]
+  at::Tensor kv_a_bias;  // [C + R]
+  at::Tensor kv_b;       // [H * (N + V), C]
+};
+
+// Keys and values of all kv heads as one latent a token: their joint principal components, keys' errors as queries see
+// them and values' as o does, both relative. Exact without RoPE from C = 2 Hkv head_dim on (more is padded with zeros).
+// With RoPE each pair of dims of all kv heads first becomes one shared rotating pair, the leading complex component,
+// and what it leaves goes into the latent, where nothing rotates: queries meet it multiplied by the mean of e^(i theta
+// distance), the best constant in place of the rotation. That loses accuracy, except for one kv head. (After TransMLA,
+// Meng et al. 2025, which drops the rotation there.)
+LatentWeights factorise_latent(const AttentionWeights& weights, const LatentOptions& options);
+
+}  // namespace attnpack::convert

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <torch/nn/pimpl.h>
+
+#include <attnpack/modules/attention_module.h>
+#include <attnpack/modules/linear.h>
+#include <attnpack/modules/norm.h>
+#include <attnpack/modules/rotary_embedding.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace attnpack {
+
+struct MultiHeadLatentAttentionOptions {
+  MultiHeadLatentAttentionOptions(int64_t embed_dim, int64_t num_heads)
+      : embed_dim_(embed_dim), num_heads_(num_heads) {}
+  TORCH_ARG(int64_t, embed_dim);
+  TORCH_ARG(int64_t, num_heads);
+  // Width of the latents that are cached. Required, as the three below.
+  TORCH_ARG(std::optional<int64_t>, kv_lora_rank);
+  // Width of the queries' latent; none: queries are projected at once.
+  TORCH_ARG(std::optional<int64_t>, q_lora_rank);
+  // Dims of a head that are not rotated, and that are; 0 rotated ones are legal.
+  TORCH_ARG(std::optional<int64_t>, qk_nope_head_dim);
+  TORCH_ARG(std::optional<int64_t>, qk_rope_head_dim);
+  TORCH_ARG(std::optional<int64_t>, v_head_dim);
+  // Of the rotated dims; DeepSeek's is interleaved.
+  TORCH_ARG(RotaryEmbedding, rope) = nullptr;
+  // RMSNorm on both latents, eps 1e-6.
+  TORCH_ARG(bool, latent_norm) = true;
+  // On q_a_proj, kv_a_proj_with_mqa and o_proj.
+  TORCH_ARG(bool, bias) = false;
+  // Of the probabilities, in training.
+  TORCH_ARG(double, dropout) = 0.0;
+  TORCH_ARG(bool, causal) = false;
+  // Default 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim). Either is multiplied by the rope's softmax factor.
+  TORCH_ARG(std::optional<double>, scale);
+  // "auto", "expanded" or "absorbed", see functional/latent_attend.h.
+  TORCH_ARG(std::string, path) = "auto";
+  // W_UK lies in the query projection and W_UV in o_proj, and there is no kv_b_proj; what fold() gives.
+  TORCH_ARG(bool, folded) = false;
+  TORCH_ARG(Factory, factory);
+};
+
+// Keys and values are made of one latent a token, which alone is cached (DeepSeek-V2, 2024). Parameter names, shapes
+// and row order of DeepSeek's checkpoints.
+class MultiHeadLatentAttentionImpl : public torch::nn::Cloneable<MultiHeadLatentAttentionImpl>, public AttentionModule {
+ public:
+  explicit MultiHeadLatentAttentionImpl(MultiHeadLatentAttentionOptions options) : options(std::move(options)) {
+    reset();
+  }
+
+  at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) override;
+  std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
+                                                          const AttentionInputs& inputs = {}) override;
+  // By path, "auto" as "expanded": [B, H, L, nope + rope], the same of the keys, [B, H, L, v_head_dim].
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
+                                                         const AttentionInputs& inputs = {}) override;
+  int64_t embed_dim() const override { return options.embed_dim(); }
+  const Factory& factory() const override { return options.factory(); }
+  // Of the scores: scale or its default, times the rope's softmax factor.
+  double softmax_scale() const;
+
+  // A module of equal outputs with W_UK rolled into the query projection and W_UV into o_proj: no kv_b_proj.
+  std::shared_ptr<MultiHeadLatentAttentionImpl> fold() const;
+
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override;
+
+  MultiHeadLatentAttentionOptions options;
+  Linear q_proj{nullptr}, q_a_proj{nullptr}, q_b_proj{nullptr};
+  RMSNorm q_a_layernorm{nullptr}, kv_a_layernorm{nullptr};
+  Linear kv_a_proj_with_mqa{nullptr}, kv_b_proj{nullptr}, o_proj{nullptr};
+  RotaryEmbedding rope{nullptr};
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInputs())})
+
+ private:
+  struct Projected {
+    at::Tensor query, latent, k_rope;  // [B, H, L, D], [B, Lkv, C], [B, Lkv, R]
+    at::Tensor joined;                 // [B, 1, Lkv, C + R], in the shape that is cached
+  };
+  Projected heads(const at::Tensor& x, const AttentionInputs& inputs);
+  AttendOptions settings(const AttentionInputs& inputs) const;
+  std::optional<at::Tensor> kv_b() const;
+  // call(projected, options) with room in the cache.
+  template <typename Call>
+  auto run(const at::Tensor& x, const AttentionInputs& inputs, const Call& call);
+};
+TORCH_MODULE(MultiHeadLatentAttention);
+
+}  // namespace attnpack

@@ -1,0 +1,134 @@
+"""Attention layers as multi-head latent attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import _C, cpp
+from ..attention import GroupedQueryAttention
+from ..latent_attention import MultiHeadLatentAttention
+from .grouped import layer_error, layer_weights
+from .weights import calibration_rows
+
+_CPP_KINDS = (cpp.MultiHeadAttention, cpp.GroupedQueryAttention, cpp.MultiQueryAttention)
+
+
+def to_mla(
+    module: nn.Module,
+    kv_lora_rank: int,
+    *,
+    calibration: Tensor | Sequence[Tensor | None] | None = None,
+    length: int | None = None,
+) -> nn.Module:
+    """An attention layer as a MultiHeadLatentAttention, whose cache is one latent of `kv_lora_rank` numbers a token,
+    and one rotating key as wide as the layer's RoPE; `module` stays as it is.
+
+    Keys and values of all kv heads are factored together (principal components; keys' errors count as the queries see
+    them, values' as o_proj does). Without RoPE that is exact from kv_lora_rank = 2 * num_kv_heads * head_dim on. With
+    RoPE the keys of all heads share one rotating head, and what that leaves does not rotate any more: that loses
+    accuracy, except for one kv head, where kv_lora_rank = head_dim is exact. (After TransMLA, Meng et al. 2025.)
+
+    Args:
+        module: a MultiHeadAttention, GroupedQueryAttention or MultiQueryAttention; of `attnpack.cpp` too.
+        kv_lora_rank: more than what is exact is padded with zeros.
+        calibration: what the layer reads on some text, [B, L, E] (or (x, context)). The Python module made then has
+            `conversion_error`, the relative error of its outputs on it (`layer_error`), which is None otherwise.
+        length: of the texts that the unrotated keys are made for; default that of the calibration, else 512.
+
+    Returns:
+        The plain form (latent_norm=False), with dropout, causality, scale, RoPE, mode, dtype and device kept. A bias of
+        q_proj needs a query latent: q_a_proj holds it, and q_b_proj is the identity.
+
+    Raises:
+        ValueError: the layer has what latent attention has not (window, softcap, sinks, ALiBi, qk_norm, kdim or vdim
+        other than embed_dim), or sizes do not fit. TypeError: a module of another kind, or projections that are no
+        plain nn.Linear.
+    """
+    x = calibration if calibration is None or isinstance(calibration, Tensor) else calibration[0]
+    if length is None:
+        length = x.shape[1] if x is not None and x.dim() == 3 else 512
+    rows = calibration_rows(calibration)
+    if isinstance(module, _CPP_KINDS):
+        return _C.convert.to_mla(module, kv_lora_rank, rows, length)
+    made = _build(module, kv_lora_rank, rows, length)
+    made.conversion_error = None
+    if x is not None and x.dim() == 3:
+        given = (x,) if isinstance(calibration, Tensor) else tuple(calibration[:2])
+        made.conversion_error = layer_error(module, made, *given)
+    return made
+
+
+def _build(
+    module: GroupedQueryAttention, kv_lora_rank: int, rows: list[Tensor | None], length: int
+) -> MultiHeadLatentAttention:
+    weights = layer_weights(module)
+    _check_has_latent_form(module)
+    rope = module.rope
+    q, q_bias, kv_a, kv_a_bias, kv_b = _C.convert.factorise_latent(
+        list(weights),
+        num_heads=module.num_heads,
+        num_kv_heads=module.num_kv_heads,
+        kv_lora_rank=kv_lora_rank,
+        head_map=module.head_map,
+        inv_freq=() if rope is None else rope.inv_freq,
+        interleaved=rope is not None and rope.interleaved,
+        rope_factor=1.0 if rope is None else rope.factor,
+        length=length,
+        causal=module.causal,
+        calibration=rows,
+    )
+    out = module.o_proj
+    bias = any(tensor is not None for tensor in (q_bias, kv_a_bias, out.bias))
+    scale = module.head_dim**-0.5 if module.scale is None else module.scale
+    made = MultiHeadLatentAttention(
+        module.embed_dim,
+        module.num_heads,
+        kv_lora_rank=kv_lora_rank,
+        q_lora_rank=None if q_bias is None else len(q),
+        qk_nope_head_dim=module.head_dim,
+        qk_rope_head_dim=0 if rope is None else 2 * len(rope.inv_freq),
+        v_head_dim=module.head_dim,
+        rope=copy.deepcopy(rope),
+        latent_norm=False,
+        bias=bias,
+        dropout=module.dropout,
+        causal=module.causal,
+        scale=scale if rope is None else scale / rope.softmax_factor,
+        device="meta",
+    )
+    state = {"kv_a_proj_with_mqa.weight": kv_a, "kv_b_proj.weight": kv_b, "o_proj.weight": out.weight.detach().clone()}
+    if bias:
+        state["kv_a_proj_with_mqa.bias"] = kv_a.new_zeros(len(kv_a)) if kv_a_bias is None else kv_a_bias
+        state["o_proj.bias"] = kv_a.new_zeros(module.embed_dim) if out.bias is None else out.bias.detach().clone()
+    if q_bias is None:
+        state["q_proj.weight"] = q
+    else:
+        identity = torch.eye(len(q), dtype=q.dtype, device=q.device)
+        state |= {"q_a_proj.weight": q, "q_a_proj.bias": q_bias, "q_b_proj.weight": identity}
+    made.load_state_dict(state, assign=True)
+    return made.requires_grad_(True).train(module.training)
+
+
+def _check_has_latent_form(module: GroupedQueryAttention) -> None:
+    lacks = {
+        "window": module.window not in (None, (-1, -1)),
+        "softcap": module.softcap != 0,
+        "sinks": module.sinks is not None,
+        "alibi": module.alibi,
+        "qk_norm": module.k_norm is not None,
+    }
+    for name, given in lacks.items():
+        if given:
+            raise ValueError(
+                f"attnpack: {name}: got a layer with it, which latent attention has not; conversion would lose it"
+            )
+    for width in (module.kdim, module.vdim):
+        if width != module.embed_dim:
+            raise ValueError(
+                f"attnpack: kdim, vdim: got a layer with {width}, want embed_dim {module.embed_dim}: one latent makes "
+                "keys and values of it"
+            )

@@ -1,0 +1,211 @@
+"""What `attnpack uptrain` does: a converted checkpoint, trained on a text in a given time, resumable."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..causal_lm import CausalLM
+from ..generate import load
+from ..hf_io import HfCheckpoint
+from ..progress import seconds_bar
+from ..tokenizer import load_tokenizer
+from .checkpoint import RECORD
+from .distill import Distillation, perplexity
+from .output import SafetensorsWriter, write_json
+from .streams import load_text
+
+STATE = "attnpack_uptrain.pt"
+_SAVE_EVERY = 60.0  # seconds
+_MEASURED = 2048  # tokens of the text's beginning, which are not trained on
+
+
+@dataclass(frozen=True)
+class Report:
+    directory: str
+    teacher: str
+    steps: int
+    tokens: int
+    seconds: float
+    resumed: bool
+    loss_first: float
+    loss_last: float  # means of up to 20 steps
+    tokens_measured: int
+    perplexity_teacher: float
+    perplexity_before: float
+    perplexity: float
+
+
+def main(args: argparse.Namespace) -> None:
+    report = uptrain(args, say=(lambda words: None) if args.json else print)
+    if args.json:
+        print(json.dumps(asdict(report)))
+        return
+    print(
+        f"{report.directory}: {report.steps} steps of distillation, loss {report.loss_first:.3f} -> "
+        f"{report.loss_last:.3f}\nperplexity on {report.tokens_measured} tokens of the text's beginning "
+        f"{report.perplexity_before:.2f} -> {report.perplexity:.2f}, of the original {report.perplexity_teacher:.2f}"
+    )
+
+
+def uptrain(args: argparse.Namespace, say) -> Report:
+    """Trains the layers of the checkpoint `args.directory` for `args.minutes`, then puts the new weights into it.
+
+    Until then its files are as they were, but for the state of the training, from which the same command goes on.
+    Raises ValueError where text, teacher or checkpoint do not fit.
+    """
+    directory: Path = args.directory
+    if not 0 < args.learning_rate < 1:
+        raise ValueError(f"--learning-rate: got {args.learning_rate}, want a number between 0 and 1")
+    checkpoint = HfCheckpoint(directory)
+    teacher_path = args.teacher or _recorded_teacher(directory)
+    ids = torch.tensor(load_tokenizer(directory).encode(load_text(args.text)))
+    length = min(args.length, checkpoint.config["max_positions"])
+    measured = min(_MEASURED, len(ids) // 4) // length * length
+    if measured < length or len(ids) - measured <= length:
+        raise ValueError(f"{args.text}: has {len(ids)} tokens, want at least {4 * length + 4}; give a longer text")
+    teacher, student = load(teacher_path), CausalLM.from_hf(directory)
+    _check_pair(student, teacher, teacher_path)
+    held_out, ids = ids[:measured].view(-1, length), ids[measured:]
+    work = Distillation(student, teacher, ids, length, 60 * args.minutes, args.learning_rate, args.seed)
+    about = _identity(args, teacher_path, checkpoint, ids)
+
+    state_path = directory / STATE
+    resumed = state_path.is_file() and not args.restart
+    if resumed:
+        figures = _resume(work, state_path, about)
+        say(f"going on after {work.steps} steps and {work.spent / 60:.1f} minutes")
+    else:
+        figures = {"before": perplexity(student, held_out), "teacher": perplexity(teacher, held_out)}
+        student.train()
+    _train(work, lambda: _save(work, state_path, about, figures), say)
+    student.eval()
+    report = Report(
+        directory=str(directory),
+        teacher=str(teacher_path),
+        steps=work.steps,
+        tokens=work.steps * length,
+        seconds=round(work.spent, 1),
+        resumed=resumed,
+        loss_first=_mean(work.losses[:20]),
+        loss_last=_mean(work.losses[-20:]),
+        tokens_measured=measured,
+        perplexity_teacher=figures["teacher"],
+        perplexity_before=figures["before"],
+        perplexity=perplexity(student, held_out),
+    )
+    _put(checkpoint, student.state_dict())
+    _record(directory, report)
+    state_path.unlink(missing_ok=True)
+    return report
+
+
+def _train(work: Distillation, save, say) -> None:
+    saved = work.spent
+    if work.spent < work.seconds:
+        took = work.step()
+        took = work.step() if work.spent < work.seconds else took  # the first step warms up
+        left = max(0.0, work.seconds - work.spent)
+        finish = time.strftime("%H:%M", time.localtime(time.time() + left))
+        say(
+            f"{work.length} tokens take {took:.2f} s: about {int(left / took)} steps in the {left / 60:.1f} minutes "
+            f"left, until {finish}; Ctrl-C keeps what is done, and the same command goes on"
+        )
+    with seconds_bar(work.seconds, work.spent, "uptraining") as show:
+
+        def after_step() -> None:
+            nonlocal saved
+            show(work.spent, f"step {work.steps}, loss {_mean(work.losses[-20:]):.3f}")
+            if work.spent - saved > _SAVE_EVERY:
+                save()
+                saved = work.spent
+
+        try:
+            work.run(after_step)
+        except KeyboardInterrupt:
+            save()
+            raise
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def _recorded_teacher(directory: Path) -> Path:
+    path = directory / RECORD
+    if not path.is_file():
+        raise ValueError(f"{directory}: has no {RECORD} that names its original; give it as --teacher")
+    teacher = Path(json.loads(path.read_text(encoding="utf-8"))["source"])
+    if not teacher.exists():
+        raise ValueError(f"{teacher}: the original of {directory} is there no more; give it as --teacher")
+    return teacher
+
+
+def _check_pair(student: CausalLM, teacher: CausalLM, path: Path) -> None:
+    theirs, ours = teacher._live_config(), student._live_config()
+    for name in ("vocab_size", "embed_dim", "num_layers"):
+        if theirs[name] != ours[name]:
+            raise ValueError(f"{path}: has {name} {theirs[name]}, the model to train {ours[name]}; give its original")
+
+
+def _identity(args: argparse.Namespace, teacher: Path, checkpoint: HfCheckpoint, ids: Tensor) -> dict[str, Any]:
+    """What must be the same for a training to go on."""
+    return {
+        "teacher": str(teacher.absolute()),
+        "kv_heads": checkpoint.config["num_kv_heads"],
+        "text": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+        "length": args.length,
+        "seed": args.seed,
+    }
+
+
+def _save(work: Distillation, path: Path, about: dict[str, Any], figures: dict[str, float]) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    torch.save({"about": about, "figures": figures, "work": work.state()}, partial)
+    os.replace(partial, path)
+
+
+def _resume(work: Distillation, path: Path, about: dict[str, Any]) -> dict[str, float]:
+    try:
+        state = torch.load(path, weights_only=True)
+        was = state["about"]
+    except Exception as error:
+        raise ValueError(f"{path}: cannot be read ({type(error).__name__}); pass --restart to begin anew") from error
+    for name, value in about.items():
+        if was.get(name) != value:
+            raise ValueError(f"{path}: is of a training with another {name}; go on with that, or pass --restart")
+    work.load(state["work"])
+    return state["figures"]
+
+
+def _put(checkpoint: HfCheckpoint, state: dict[str, Tensor]) -> None:
+    """The weights as the checkpoint's model.safetensors, which appears whole; shards go afterwards."""
+    path = checkpoint.path / "model.safetensors"
+    dtypes = {name: file.dtype(name) for name, file in checkpoint.files.items()}
+    partial = path.with_name(f".{path.name}.partial")
+    writer = SafetensorsWriter(partial, {name: (tuple(state[name].shape), dtype) for name, dtype in dtypes.items()})
+    for name, dtype in dtypes.items():
+        writer.put(name, state[name].to(dtype))
+    writer.close()
+    os.replace(partial, path)
+    index = checkpoint.path / "model.safetensors.index.json"
+    for old in [index, *{file.path for file in checkpoint.files.values()}]:
+        if old != path:
+            old.unlink(missing_ok=True)
+
+
+def _record(directory: Path, report: Report) -> None:
+    path = directory / RECORD
+    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"source": report.teacher}
+    partial = path.with_name(f".{path.name}.partial")
+    write_json(partial, record | {"uptrained": [*record.get("uptrained", []), asdict(report)]})
+    os.replace(partial, path)

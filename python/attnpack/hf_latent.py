@@ -1,0 +1,127 @@
+"""Layers of latent attention of transformers' models as attnpack's modules.
+
+B batch, L / S lengths of queries and of all latents, H heads, C kv_lora_rank, N / R dims of a head that are not rotated
+and rotated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops
+from .hf_adopted import Adopted, check_cache, rotated
+from .hf_attention import attention_forward, refuse, split_mask
+from .latent_attention import MultiHeadLatentAttention
+from .linear import plain_weight, project
+
+
+class HfLatentAttention(Adopted, MultiHeadLatentAttention):
+    """MultiHeadLatentAttention in the place of a layer of transformers: its parameters, its way of being called.
+
+    The model rotates by tables that it makes once for all layers, and hands in its mask and its cache. The cache keeps
+    what transformers' own layer keeps in it: latents [B, 1, S, C] and rotated keys [B, 1, S, R].
+
+    Args:
+        theirs: a layer of a class that `hf_layers` knows; its projections become this module's own.
+    """
+
+    def __init__(self, theirs: nn.Module) -> None:
+        super().__init__(
+            theirs.hidden_size,
+            theirs.num_heads,
+            kv_lora_rank=theirs.kv_lora_rank,
+            q_lora_rank=theirs.q_lora_rank,
+            qk_nope_head_dim=theirs.qk_nope_head_dim,
+            qk_rope_head_dim=theirs.qk_rope_head_dim,
+            v_head_dim=theirs.v_head_dim,
+            dropout=theirs.attention_dropout,
+            causal=True,
+            scale=theirs.scaling,
+            device="meta",
+        )
+        projections = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+        self._adopt(theirs, projections, ("q_a_layernorm", "kv_a_layernorm"))
+        self.interleaved = getattr(theirs.config, "rope_interleave", True)
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [B, L, embed_dim]
+        attention_mask: Tensor | None = None,  # [B, 1, L, S]
+        past_key_values: Any = None,
+        *,
+        position_embeddings: tuple[Tensor, Tensor] | Tensor,
+        output_attentions: bool | None = False,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As the layer of transformers: (out [B, L, embed_dim], probabilities [B, H, L, S] or None).
+
+        Args:
+            attention_mask: as `attnpack.hf` makes it for the model, or None for causal.
+            past_key_values: a cache of transformers.
+            position_embeddings: (cos, sin) of the model's RoPE, each [B, L, R], or a complex [B, L, R / 2] of both.
+
+        Raises:
+            TypeError: past_key_values is a cache of attnpack.
+            ValueError: names an argument that attention cannot honour.
+        """
+        check_cache(past_key_values)
+        refuse(others, attention_mask)
+        query, latent, k_rope, _ = self._latents(hidden_states, None)
+        nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        query = torch.cat([nope, rotated(rope, position_embeddings, self.interleaved)], -1)
+        latent, k_rope = latent.unsqueeze(1), rotated(k_rope.unsqueeze(1), position_embeddings, self.interleaved)
+        if past_key_values is not None:
+            latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
+        joined, weights = self._attend_latents(query, latent, k_rope, attention_mask, bool(output_attentions))
+        return project(self.o_proj, joined), weights
+
+    def _attend_latents(
+        self,
+        query: Tensor,  # [B, H, L, N + R]
+        latent: Tensor,  # [B, 1, S, C]
+        k_rope: Tensor,  # [B, 1, S, R]
+        mask: Tensor | None,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        dropout = self.dropout if self.training else 0.0
+        weight = plain_weight(self.kv_b_proj)
+        if weight is None:  # LoRA, say: only calling it tells what it does
+            key, value = self._expand(torch.cat([latent, k_rope], -1))
+            out, weights = attention_forward(
+                self, query, key, value, mask, dropout, self.scale, output_attentions=need_weights
+            )
+            return out.flatten(2), weights
+        result = ops.latent_attend(
+            query,
+            latent.squeeze(1),
+            k_rope.squeeze(1),
+            weight,
+            self.v_head_dim,
+            self.path,
+            cross=True,  # the cache is transformers', and all of it is given
+            dropout_p=dropout,
+            scale=self.scale,
+            need_weights=need_weights,
+            **_as_of_the_first_key(mask, query.size(2), latent.size(2)),
+        )
+        return result if need_weights else (result, None)
+
+
+def _as_of_the_first_key(mask: Tensor | None, q_len: int, kv_len: int) -> dict[str, Any]:
+    """A mask as the latent op takes it, which knows neither windows nor queries that stand behind the first key: where
+    ranges need those, the mask itself."""
+    if mask is None:
+        return {"causal": q_len > 1}
+    ranges, plain = split_mask(mask, q_len, kv_len)
+    if ranges.window != (-1, -1) or (ranges.causal and not _is_zero(ranges.q_offset)):
+        if q_len == 1 and ranges.window == (-1, -1) and ranges.q_offset == kv_len - 1:
+            return {"mask": plain, "kv_lens": ranges.kv_lens}  # the newest token sees all keys
+        return {"mask": mask.materialise()}
+    return {"mask": plain, "causal": ranges.causal, "kv_lens": ranges.kv_lens}
+
+
+def _is_zero(offset: int | Tensor) -> bool:
+    return isinstance(offset, int) and offset == 0

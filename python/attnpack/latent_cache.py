@@ -1,0 +1,115 @@
+"""The cache of latent attention.
+
+B batch, L length, C kv_lora_rank, R qk_rope_head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import cpp
+from .cache import DynamicCache
+
+
+class LatentCache(DynamicCache):
+    """The latents of a MultiHeadLatentAttention: for every position c after its norm and the rotated k_rope side by
+    side, C + R numbers (576 in DeepSeek-V3), in one buffer that the absorbed path reads as it is. Grows as
+    DynamicCache.
+
+    `k` is [c | k_rope], [B, 1, len, C + R]; `v` is c, [B, 1, len, C], a view of it: what the absorbed path takes for
+    keys and values. `nbytes` is B * len * (C + R) * element size.
+    """
+
+    kv_lora_rank: int
+    """C; 0 before the first append."""
+
+    def reserve(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        raise ValueError(
+            f"attnpack: cache: got a LatentCache, want one of keys and values for keys of shape {list(key.shape)}; use "
+            "a DynamicCache or StaticCache, a LatentCache serves MultiHeadLatentAttention"
+        )
+
+    def reserve_latents(self, latents: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
+        if self._len and kv_lora_rank != self.kv_lora_rank:
+            raise ValueError(
+                f"attnpack: cache: got latents of kv_lora_rank {kv_lora_rank}, want {self.kv_lora_rank} as the cache "
+                "holds; use a cache of this layer's shape, or reset() it"
+            )
+        self._next_rank = kv_lora_rank
+        keys, _, lengths = super().reserve(latents, latents[..., :0])
+        return keys, lengths
+
+    def commit(self, new_len: int, new_lens: Tensor | None) -> None:
+        super().commit(new_len, new_lens)
+        self.kv_lora_rank = self._next_rank
+
+    def reset(self) -> None:
+        super().reset()
+        self.kv_lora_rank = 0
+
+    @property
+    def v(self) -> Tensor | None:
+        """The latents c, [B, 1, len, C], a view of `k`; None before the first append."""
+        return None if self.k is None else self.k[..., : self.kv_lora_rank]
+
+    @property
+    def c(self) -> Tensor | None:
+        """As `v`."""
+        return self.v
+
+    @property
+    def k_rope(self) -> Tensor | None:
+        """The rotated keys that all heads share, [B, 1, len, R], a view of `k`; None before the first append."""
+        return None if self.k is None else self.k[..., self.kv_lora_rank :]
+
+    def to_latents(self, *, half_split: bool = False) -> tuple[Tensor, Tensor]:
+        """Copies (c [B, 1, len, C], k_rope [B, 1, len, R]), as the DeepSeek layers of transformers cache them.
+
+        With half_split the rotated pairs (2i, 2i + 1) of an interleaved RotaryEmbedding come as (i, i + R/2):
+        DeepseekV3Attention rotates interleaved pairs and writes the result in that order, DeepseekV2Attention leaves
+        them where they were. Scores are the same in either order, caches are not.
+        """
+        if self.k is None:
+            raise ValueError("attnpack: cache: got an empty one, want latents to give; run a forward with it first")
+        rotated = self.k_rope
+        if half_split:
+            rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return self.c.clone(), rotated.clone()
+
+    @classmethod
+    def from_latents(
+        cls, c: Tensor, k_rope: Tensor, lengths: Tensor | None = None, *, half_split: bool = False
+    ) -> LatentCache:
+        """A cache that holds copies of c [B, 1, L, C] and k_rope [B, 1, L, R]; the opposite of `to_latents`.
+
+        Args:
+            lengths: int64 [B], valid positions of each sequence; default L.
+            half_split: k_rope lies as transformers' DeepseekV3Attention writes it.
+        """
+        for name, tensor in (("c", c), ("k_rope", k_rope)):
+            if tensor.dim() != 4 or tensor.shape[:3] != c.shape[:3] or tensor.size(1) != 1:
+                raise ValueError(
+                    f"attnpack: {name}: got shape {list(tensor.shape)}, want [batch, 1, length, width] with batch and "
+                    f"length of c {list(c.shape)}"
+                )
+        if half_split:
+            k_rope = k_rope.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        cache = cls()
+        latents = torch.cat([c, k_rope], -1).detach()
+        if latents.size(2) == 0:
+            return cache
+        keys, held = cache.reserve_latents(latents, c.size(-1))
+        keys.copy_(latents)
+        held.copy_(torch.full_like(held, c.size(2)) if lengths is None else lengths)
+        cache.commit(c.size(2), lengths)
+        return cache
+
+    def _lend(self) -> cpp.LatentCache:
+        if not self._len:
+            return cpp.LatentCache()
+        return cpp.LatentCache.from_tensors(self._key, self._value, self.lengths, self.kv_lora_rank)
+
+    def _take(self, native: cpp.LatentCache) -> None:
+        super()._take(native)
+        self.kv_lora_rank = native.kv_lora_rank

@@ -1,0 +1,204 @@
+"""Attention layers as latent attention: where it is exact, what it loses elsewhere, in both languages."""
+
+import attnpack
+import pytest
+import torch
+from attnpack import _C, convert
+from test_convert import share_heads
+
+EMBED, HEADS, DIM = 24, 4, 6
+
+
+def rope(**settings):
+    return attnpack.RotaryEmbedding(DIM, base=100.0, **settings)
+
+
+def build(kv_heads: int = 2, dtype=torch.float64, **settings) -> attnpack.GroupedQueryAttention:
+    torch.manual_seed(1)
+    module = attnpack.GroupedQueryAttention(EMBED, HEADS, kv_heads, dtype=dtype, **settings)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return module
+
+
+def inputs(dtype=torch.float64, length: int = 40) -> torch.Tensor:
+    torch.manual_seed(2)
+    return torch.randn(2, length, EMBED, dtype=dtype)
+
+
+EXACT = {
+    "plain": {},
+    "causal-scale": {"causal": True, "scale": 0.2, "dropout": 0.1},
+    "bias": {"bias": True, "out_bias": False},
+    "out-bias": {"out_bias": True},
+    "uneven": {"head_map": [1, 0, 1, 1]},
+    "all-heads": {"kv_heads": HEADS},
+    "wide-heads": {"head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_without_rope_the_full_rank_is_exact(name):
+    module = build(**EXACT[name]).eval()
+    x = inputs()
+    full = 2 * module.num_kv_heads * module.head_dim
+    for rank, calibration in ((full, None), (full, x), (full + 5, x)):
+        made = convert.to_mla(module, rank, calibration=calibration)
+        torch.testing.assert_close(made(x), module(x), rtol=1e-8, atol=1e-8)
+        assert not made.training and made.dropout == module.dropout and made.qk_rope_head_dim == 0
+        if calibration is not None:
+            assert made.conversion_error < 1e-8
+        torch.testing.assert_close(made(x, x[:, :7]), module(x, x[:, :7]), rtol=1e-8, atol=1e-8)
+
+
+def test_the_cache_holds_the_latents_alone():
+    module = build(causal=True)
+    made = convert.to_mla(module, 24)
+    x, cache = inputs(length=9), attnpack.LatentCache()
+    with torch.no_grad():
+        steps = torch.cat([made(token, cache=cache) for token in x.split(1, 1)], 1)
+    torch.testing.assert_close(steps, module(x))
+    assert cache.nbytes == 2 * 9 * 24 * 8
+
+
+def test_a_latent_as_wide_as_keys_and_values_have_rank_is_exact():
+    module = build(HEADS)
+    with torch.no_grad():
+        both = torch.cat([module.k_proj.weight, module.v_proj.weight])
+        u, s, vh = torch.linalg.svd(both, full_matrices=False)
+        both = u[:, :5] * s[:5] @ vh[:5]
+        module.k_proj.weight.copy_(both[: len(both) // 2])
+        module.v_proj.weight.copy_(both[len(both) // 2 :])
+    x = inputs()
+    torch.testing.assert_close(convert.to_mla(module, 5, calibration=x)(x), module(x))
+    assert convert.to_mla(module, 4, calibration=x).conversion_error > 1e-3
+
+
+@pytest.mark.parametrize("settings", [{}, {"rope": rope()}], ids=["plain", "rope"])
+def test_the_error_falls_with_the_rank_and_is_reported(settings):
+    module, x = build(HEADS, causal=True, **settings), inputs()
+    errors = []
+    for rank in (4, 12, 20, 32, 48):
+        made = convert.to_mla(module, rank, calibration=x)
+        assert made.conversion_error == convert.layer_error(module, made, x)
+        errors.append(made.conversion_error)
+    assert all(more > less for more, less in zip(errors, errors[1:], strict=False)) or settings
+    assert errors[0] > 2 * errors[3] > 0
+    assert (errors[-1] > 1e-3) == bool(settings)  # with RoPE no rank is exact, and the report says so
+    assert convert.to_mla(module, 12).conversion_error is None
+
+
+def test_calibration_spends_the_rank_where_the_text_is():
+    module = build(HEADS)
+    x = inputs() * torch.linspace(0, 2, EMBED, dtype=torch.float64) ** 3
+    blind, seeing = convert.to_mla(module, 10), convert.to_mla(module, 10, calibration=x)
+    assert seeing.conversion_error < 0.8 * convert.layer_error(module, blind, x)
+
+
+ONE_HEAD = {
+    "half": {"rope": rope()},
+    "interleaved-bias": {"rope": rope(interleaved=True), "bias": True},
+    "partial": {"rope": attnpack.RotaryEmbedding(4), "head_dim": 8},
+    "yarn": {
+        "rope": attnpack.RotaryEmbedding(
+            DIM,
+            max_positions=8,
+            scaling={"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0, "mscale": 0.5},
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", ONE_HEAD)
+def test_one_kv_head_is_exact_with_rope(name):
+    """The shared rotating key is that head; dims that do not rotate, and values, are the latent."""
+    module = build(1, causal=True, **ONE_HEAD[name])
+    x = inputs()
+    rank = 2 * module.head_dim - module.rope.dim
+    made = convert.to_mla(module, rank, calibration=x)
+    torch.testing.assert_close(made(x), module(x), rtol=1e-7, atol=1e-7)
+    assert made.qk_rope_head_dim == module.rope.dim
+
+
+def test_equal_key_heads_are_exact_with_rope():
+    module = build(HEADS, causal=True, rope=rope(), bias=True)
+    share_heads(module, [[0, 1, 2, 3]])
+    x = inputs()
+    torch.testing.assert_close(convert.to_mla(module, DIM)(x), module(x))
+
+
+def test_what_does_not_rotate_meets_the_mean_rotation():
+    """The least squares constant for e^(i theta distance) over a causal text, by hand."""
+    module, length = build(2, causal=True, rope=rope()), 11
+    weights = [module.q_proj.weight, module.k_proj.weight, module.v_proj.weight, module.o_proj.weight]
+    made = _C.convert.factorise_latent(
+        [*weights, None, None, None],
+        num_heads=HEADS,
+        num_kv_heads=2,
+        kv_lora_rank=24,
+        head_map=None,
+        inv_freq=module.rope.inv_freq,
+        interleaved=False,
+        rope_factor=1.0,
+        length=length,
+        causal=True,
+        calibration=[],
+    )
+    still = made[0].view(HEADS, 2 * DIM, EMBED)[:, :DIM]
+    distances = torch.tensor([i - j for i in range(length) for j in range(i + 1)], dtype=torch.float64)
+    rows = module.q_proj.weight.view(HEADS, 2, DIM // 2, EMBED)
+    for p, theta in enumerate(module.rope.inv_freq):
+        turn = torch.polar(torch.ones_like(distances), distances * theta).mean()
+        wanted = turn * torch.complex(rows[:, 0, p], rows[:, 1, p])
+        torch.testing.assert_close(torch.complex(still[:, p], still[:, p + DIM // 2]), wanted)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bias": True, "rope": rope()}, {"out_bias": True}], ids=str)
+def test_cpp_modules_give_the_same_bits(settings):
+    module = build(2, torch.float32, causal=True, **settings)
+    x = inputs(torch.float32)
+    for calibration in (None, x):
+        ours = convert.to_mla(module, 16, calibration=calibration)
+        theirs = convert.to_mla(module.cpp(), 16, calibration=calibration, length=40 if calibration is None else None)
+        ours = ours if calibration is not None else convert.to_mla(module, 16, length=40)
+        tensors = dict(theirs.named_parameters())
+        assert set(tensors) == set(ours.state_dict())
+        for key, tensor in ours.state_dict().items():
+            assert torch.equal(tensors[key], tensor), key
+        assert torch.equal(theirs.forward(x), ours(x)) and torch.equal(ours.cpp().forward(x), ours(x))
+
+
+def test_the_layer_stays_and_the_result_trains():
+    module = build(causal=True, rope=rope())
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    made = convert.to_mla(module, 12)
+    made(inputs()).sum().backward()
+    assert all(parameter.grad is not None for parameter in made.parameters())
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.zero_()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": (3, 0)}, "window: got a layer with it"),
+        ({"softcap": 2.0}, "softcap: got"),
+        ({"sinks": True}, "sinks: got"),
+        ({"alibi": True}, "alibi: got"),
+        ({"qk_norm": True}, "qk_norm: got"),
+        ({"vdim": 10}, "kdim, vdim: got a layer with 10, want embed_dim 24"),
+    ],
+    ids=str,
+)
+def test_what_latent_attention_has_not_is_named(settings, message):
+    module = build(**settings)
+    for given in (module, module.cpp()):
+        with pytest.raises(ValueError, match=f"^attnpack: {message}"):
+            convert.to_mla(given, 8)
+    with pytest.raises(ValueError, match="kv_lora_rank: got 0, want at least 1"):
+        convert.to_mla(build(), 0)
+    with pytest.raises(TypeError, match="module is"):
+        convert.to_mla(torch.nn.Linear(2, 2), 4)

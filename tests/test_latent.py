@@ -1,0 +1,632 @@
+"""MultiHeadLatentAttention: against transformers' DeepSeek layers, a formula in fp64, and its own two paths."""
+
+import copy
+import pickle
+
+import attnpack
+import pytest
+import torch
+from attnpack import reference
+from torch import nn
+from torch.testing import assert_close
+from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers import DynamicCache as HfCache
+from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
+
+E, HEADS = 48, 4
+SIZES = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.707,
+}
+PATHS = ("expanded", "absorbed")
+
+
+def make(rope=True, scaling=None, seed=0, interleaved=True, **settings):
+    torch.manual_seed(seed)
+    sizes = {**SIZES, "causal": True, **settings}
+    if rope:
+        sizes["rope"] = attnpack.RotaryEmbedding(
+            sizes["qk_rope_head_dim"], max_positions=64, scaling=scaling, interleaved=interleaved
+        )
+    module = attnpack.MultiHeadLatentAttention(E, HEADS, **sizes)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return module
+
+
+# ---- transformers ----------------------------------------------------------------------
+
+
+def theirs(version, q_lora_rank, scaling, **settings):
+    """A DeepSeek attention layer of transformers, and a function from x and a cache to its output."""
+    config = {2: DeepseekV2Config, 3: DeepseekV3Config}[version](
+        hidden_size=E,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        q_lora_rank=q_lora_rank,
+        max_position_embeddings=64,
+        rope_parameters={"rope_theta": 10000.0, **(scaling or {"rope_type": "default"})},
+        attn_implementation="eager",
+        **SIZES,
+        **settings,
+    )
+    torch.manual_seed(0)
+    modeling = {2: v2, 3: v3}[version]
+    layer = getattr(modeling, f"DeepseekV{version}Attention")(config, 0).eval()
+    rotary = getattr(modeling, f"DeepseekV{version}RotaryEmbedding")(config)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter) / parameter.size(-1) ** 0.5)
+
+    def call(x, cache=None):
+        past = cache.get_seq_length() if cache is not None else 0
+        positions = past + torch.arange(x.size(1)).expand(x.size(0), -1)
+        seen = torch.arange(past + x.size(1)) <= positions[0].unsqueeze(-1)
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        return layer(
+            hidden_states=x,
+            position_embeddings=rotary(x, positions),
+            attention_mask=mask[None, None].expand(x.size(0), 1, -1, -1),
+            past_key_values=cache,
+        )[0]
+
+    return layer, call
+
+
+CHECKPOINTS = [
+    (2, 24, None, {}),
+    (2, None, YARN, {}),
+    (3, 24, None, {"attention_bias": True}),
+    (3, 24, YARN, {}),
+    (3, None, None, {}),
+    (3, None, YARN, {"rope_interleave": False}),
+]
+
+
+@pytest.mark.parametrize("version, q_lora_rank, scaling, settings", CHECKPOINTS, ids=str)
+@torch.no_grad()
+def test_equal_to_transformers_full_by_chunks_and_by_tokens(version, q_lora_rank, scaling, settings):
+    layer, call = theirs(version, q_lora_rank, scaling, **settings)
+    ours = make(
+        scaling=scaling,
+        q_lora_rank=q_lora_rank,
+        bias=settings.get("attention_bias", False),
+        interleaved=settings.get("rope_interleave", True),
+    ).eval()
+    ours.load_state_dict(layer.state_dict(), strict=True)
+    assert ours.softmax_scale == pytest.approx(layer.scaling, rel=1e-12)
+    x = torch.randn(2, 20, E)
+    wanted = call(x)
+    for path in ("auto", *PATHS):
+        ours.path = path
+        assert_close(ours(x), wanted, rtol=0, atol=2e-5)
+        assert_close(ours.cpp().forward(x), wanted, rtol=0, atol=2e-5)
+        for sizes in ([7, 13], [9, 1, 10], [1] * 20):
+            cache, native = attnpack.LatentCache(), attnpack.cpp.LatentCache()
+            out = torch.cat([ours(part, cache=cache) for part in x.split(sizes, 1)], 1)
+            assert_close(out, wanted, rtol=0, atol=2e-5)
+            twin = ours.cpp()
+            assert torch.equal(out, torch.cat([twin.forward(part, cache=native) for part in x.split(sizes, 1)], 1))
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@torch.no_grad()
+def test_caches_are_exchanged_with_transformers(version):
+    """Each side goes on from what the other has cached."""
+    layer, call = theirs(version, None, None)
+    ours, x, half_split = make().eval(), torch.randn(2, 9, E), version == 3
+    ours.load_state_dict(layer.state_dict())
+    mine, hf = attnpack.LatentCache(), HfCache()
+    ours(x[:, :6], cache=mine), call(x[:, :6], hf)
+    c, k_rope = mine.to_latents(half_split=half_split)
+    assert_close(c, hf.layers[0].keys, rtol=0, atol=2e-5)
+    assert_close(k_rope, hf.layers[0].values, rtol=0, atol=2e-5)
+    taken = attnpack.LatentCache.from_latents(hf.layers[0].keys, hf.layers[0].values, half_split=half_split)
+    assert_close(taken.k, mine.k, rtol=0, atol=2e-5)
+    wanted = call(x)[:, 6:]
+    assert_close(ours(x[:, 6:], cache=taken), wanted, rtol=0, atol=2e-5)
+    given = HfCache()
+    given.update(c, k_rope, 0)
+    assert_close(call(x[:, 6:], given), wanted, rtol=0, atol=2e-5)
+
+
+def test_scales_of_the_published_models():
+    for mscale, wanted in ((1.0, 0.1352338), (0.707, 0.1147214)):
+        scaling = {**YARN, "original_max_position_embeddings": 4096, "mscale": mscale, "mscale_all_dim": mscale}
+        rope = attnpack.RotaryEmbedding(64, scaling=scaling, interleaved=True)
+        sizes = dict(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+        module = attnpack.MultiHeadLatentAttention(7168, 128, rope=rope, device="meta", **sizes)
+        assert module.softmax_scale == pytest.approx(wanted, abs=5e-8)
+        assert module.cpp().softmax_scale == module.softmax_scale
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    assert shapes == {
+        "q_a_proj.weight": (1536, 7168),
+        "q_a_layernorm.weight": (1536,),
+        "q_b_proj.weight": (24576, 1536),
+        "kv_a_proj_with_mqa.weight": (576, 7168),
+        "kv_a_layernorm.weight": (512,),
+        "kv_b_proj.weight": (32768, 512),
+        "o_proj.weight": (7168, 16384),
+    }
+
+
+# ---- the formula -----------------------------------------------------------------------
+
+
+def formula(module, x, context=None, causal=True, kv_lens=None):
+    """The layer by DeepSeek-V2's equations, head by head, in the dtype of x, from its parameters alone."""
+    m, source = module, x if context is None else context
+
+    def normed(t, norm):
+        return t if norm is None else t * torch.rsqrt(t.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.weight
+
+    def linear(layer, t):
+        return t @ layer.weight.T + (0 if layer.bias is None else layer.bias)
+
+    def turned(t):
+        if m.rope is None:
+            return t
+        theta = torch.tensor(m.rope.inv_freq, dtype=torch.float64)
+        angle = torch.arange(t.size(1), dtype=torch.float64).unsqueeze(-1) * theta
+        pairs = torch.view_as_complex(t.double().unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.full_like(angle, m.rope.factor), angle)).flatten(-2).to(t)
+
+    queries = (
+        linear(m.q_proj, x)
+        if m.q_proj is not None
+        else linear(m.q_b_proj, normed(linear(m.q_a_proj, x), m.q_a_layernorm))
+    )
+    both = linear(m.kv_a_proj_with_mqa, source)
+    c, k_rope = normed(both[..., : m.kv_lora_rank], m.kv_a_layernorm), turned(both[..., m.kv_lora_rank :])
+    nope, outs = m.qk_nope_head_dim, []
+    for h in range(m.num_heads):
+        q = queries.unflatten(-1, (m.num_heads, -1))[:, :, h]
+        rows = m.kv_b_proj.weight.unflatten(0, (m.num_heads, -1))[h]
+        key = torch.cat([c @ rows[:nope].T, k_rope], -1)
+        query = torch.cat([q[..., :nope], turned(q[..., nope:])], -1)
+        arguments = {"causal": causal, "scale": m.softmax_scale, "kv_lens": kv_lens}
+        outs.append(reference.attention(query[:, None], key[:, None], (c @ rows[nope:].T)[:, None], **arguments)[:, 0])
+    return linear(m.o_proj, torch.cat(outs, -1))
+
+
+FORMS = {
+    "deepseek": dict(scaling=YARN, q_lora_rank=20),
+    "plain": dict(rope=False, qk_rope_head_dim=0, latent_norm=False),
+    "plain q latent": dict(rope=False, qk_rope_head_dim=0, latent_norm=False, q_lora_rank=20),
+    "unrotated": dict(rope=False, bias=True),
+    "scaled": dict(scale=0.3, q_lora_rank=20, bias=True),
+}
+by_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+@by_form
+@pytest.mark.parametrize("path", PATHS)
+def test_values_and_gradients_are_those_of_the_formula(form, path):
+    module = make(path=path, dtype=torch.float64, **form)
+    x = torch.randn(2, 7, E, dtype=torch.float64, requires_grad=True)
+    leaves = {"x": x, **dict(module.named_parameters())}
+    weight = torch.randn(2, 7, E, dtype=torch.float64)
+    results = [
+        (out, torch.autograd.grad((out * weight).sum(), list(leaves.values())))
+        for out in (module(x), formula(module, x))
+    ]
+    assert_close(results[0][0], results[1][0], rtol=1e-6, atol=1e-7)  # the tables are fp32
+    for name, ours, wanted in zip(leaves, results[0][1], results[1][1], strict=True):
+        assert_close(ours, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@by_form
+def test_context(form):
+    module = make(dtype=torch.float64, **form)
+    x, context = torch.randn(2, 5, E, dtype=torch.float64), torch.randn(2, 9, E, dtype=torch.float64)
+    lens = torch.tensor([4, 9])
+    for path in ("auto", *PATHS):
+        module.path = path
+        wanted = formula(module, x, context, causal=False, kv_lens=lens)
+        assert_close(module(x, context, kv_lens=lens), wanted, rtol=1e-6, atol=1e-7)
+        assert torch.equal(module(x, context), module.cpp().forward(x, context))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 17, 33, 64])
+@by_form
+@torch.no_grad()
+def test_absorbed_equals_expanded(form, length):
+    module, x = make(**form), torch.randn(2, length, E)
+    mask = torch.rand(2, 1, 1, length) > 0.3
+    outs = []
+    for path in PATHS:
+        module.path = path
+        cache = attnpack.LatentCache()
+        cached = torch.cat([module(part, cache=cache) for part in x.split([length // 2, length - length // 2], 1)], 1)
+        outs.append((module(x), cached, *module(x, mask=mask, need_weights=True), module(x, causal=False)))
+    for a, b in zip(*outs, strict=True):
+        assert_close(a, b, rtol=1e-5, atol=2e-6)
+    assert_close(outs[0][0], outs[0][1], rtol=1e-5, atol=2e-6)
+
+
+def test_gradients_by_both_paths_agree_behind_a_cache():
+    results = []
+    for path in PATHS:
+        module, cache = make(path=path, scaling=YARN, q_lora_rank=20), attnpack.LatentCache()
+        x = torch.randn(2, 9, E, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            module(x[:, :5], cache=cache, kv_lens=torch.tensor([5, 2]))
+        new = x[:, 5:].clone().requires_grad_()
+        module(new, cache=cache, kv_lens=torch.tensor([3, 4])).square().sum().backward()
+        results.append((new.grad, *(p.grad for p in module.parameters())))
+        assert not cache.k.requires_grad
+    for a, b in zip(*results, strict=True):
+        assert a.abs().sum() > 0
+        assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def cost(path, q_len, kv_len, module):
+    """Multiply-adds a head and sequence, counted term by term."""
+    n, r, v, c = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim, module.kv_lora_rank
+    if path == "expanded":
+        return kv_len * c * n + kv_len * c * v + q_len * kv_len * (n + r) + q_len * kv_len * v
+    return q_len * n * c + q_len * c * v + q_len * kv_len * (c + r) + q_len * kv_len * c
+
+
+@pytest.mark.parametrize(
+    "q_len, past", [(1, 0), (1, 1), (1, 30), (2, 30), (4, 40), (6, 40), (12, 40), (20, 0), (40, 3)]
+)
+@torch.no_grad()
+def test_auto_takes_the_cheaper_path(q_len, past):
+    module, x = make(), torch.randn(1, q_len, E)
+    operators = {}
+    for path in ("auto", *PATHS):
+        module.path, cache = path, attnpack.LatentCache()
+        if past:
+            module(torch.ones(1, past, E), cache=cache)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+            module(x, cache=cache)
+        operators[path] = [e.input_shapes[:3] for e in profile.events() if e.name == "attnpack::attention"]
+    cheaper = min(PATHS, key=lambda path: cost(path, q_len, past + q_len, module))
+    assert operators["auto"] == operators[cheaper] and operators["expanded"] != operators["absorbed"]
+
+
+@torch.no_grad()
+def test_absorbed_reads_latents_in_place():
+    """Keys are the cache's buffer, values its first columns: nothing of the cache's size is made."""
+    module, cache = make(path="absorbed"), attnpack.LatentCache()
+    for length in (50, 1, 1):
+        module(torch.randn(1, length, E), cache=cache)
+    seen = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        module(torch.randn(1, 1, E), cache=cache)
+    for event in profile.events():
+        seen += [
+            shape
+            for shape in event.input_shapes
+            if len(shape) == 4 and event.name in ("aten::copy_", "aten::cat", "aten::contiguous")
+        ]
+    assert all(shape[2] <= 1 for shape in seen), seen
+
+
+# ---- folding -----------------------------------------------------------------------------
+
+
+@by_form
+@torch.no_grad()
+def test_folding_keeps_the_outputs(form, capsys):
+    module, x = make(**form).eval(), torch.randn(2, 9, E)
+    folded = module.fold()
+    assert folded.kv_b_proj is None and "kv_b_proj.weight" not in folded.state_dict()
+    assert_close(folded(x), module(x), rtol=1e-5, atol=5e-6)
+    assert_close(folded(x, need_weights=True)[1], module(x, need_weights=True)[1], rtol=1e-5, atol=5e-6)
+    cache = attnpack.LatentCache()
+    steps = torch.cat([folded(part, cache=cache) for part in x.split([4, 1, 4], 1)], 1)
+    assert_close(steps, module(x), rtol=1e-5, atol=5e-6)
+    assert torch.equal(folded(x), folded.cpp().forward(x))
+    assert torch.equal(folded(x), module.cpp().fold().forward(x))
+    n, r, v, c = (
+        getattr(module, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    )
+    inputs = E if module.q_lora_rank is None else module.q_lora_rank
+    grown = HEADS * ((c - n) * inputs + (c - v) * E - (n + v) * c)
+    count = [sum(p.numel() for p in m.parameters()) for m in (module, folded)]
+    assert count[1] - count[0] == grown
+    with pytest.raises(TypeError, match="kv_b_proj is folded already"):
+        folded.fold()
+    with pytest.raises(ValueError, match="kv_b_proj is folded already"):
+        folded.cpp().fold()
+
+
+# ---- as any module -----------------------------------------------------------------------
+
+
+class LowRank(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(0.1 * torch.randn(2, base.in_features))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("path", ["auto", "absorbed"])
+@pytest.mark.parametrize("name", ["kv_b_proj", "q_b_proj", "kv_a_proj_with_mqa"])
+def test_replaced_projections_run_and_learn(name, path):
+    module = make(q_lora_rank=20, path=path)
+    merged = copy.deepcopy(module)
+    setattr(module, name, LowRank(getattr(module, name)))
+    changed = getattr(module, name)
+    with torch.no_grad():
+        getattr(merged, name).weight += changed.up @ changed.down
+    x, lens = torch.randn(2, 6, E), torch.tensor([4, 6])
+    for settings in ({}, {"kv_lens": lens}, {"causal": False, "mask": torch.rand(2, 1, 1, 6) > 0.2}):
+        for a, b in zip(
+            module(x, need_weights=True, **settings), merged(x, need_weights=True, **settings), strict=True
+        ):
+            assert_close(a, b, rtol=1e-4, atol=1e-5)
+    caches = attnpack.LatentCache(), attnpack.LatentCache()
+    with torch.no_grad():
+        for part in x.split([3, 1, 2], 1):
+            a, b = (m(part, cache=c, need_weights=True) for m, c in zip((module, merged), caches, strict=True))
+            for ours, wanted in zip(a, b, strict=True):
+                assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+    for a, b in zip(module.project(x), merged.project(x), strict=True):
+        if path == "auto" or name != "kv_b_proj":
+            assert_close(a, b, rtol=1e-4, atol=1e-5)
+    module(x).sum().backward()
+    assert changed.up.grad.abs().sum() > 0
+    with pytest.raises(TypeError, match=f"{name} is a LowRank, which C"):
+        module.cpp()
+    if name != "kv_a_proj_with_mqa":
+        with pytest.raises(TypeError, match="is no plain nn.Linear, fold"):
+            module.fold()
+
+
+def test_a_hook_on_kv_b_proj_runs():
+    module, seen = make(path="absorbed"), []
+    module.kv_b_proj.register_forward_hook(lambda *_: seen.append(1))
+    module(torch.randn(1, 3, E))
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@torch.no_grad()
+def test_what_lies_beyond_kv_lens_has_no_influence(path):
+    module, x, lens = make(path=path), torch.randn(2, 8, E), torch.tensor([3, 8])
+    clean, poisoned = x.clone(), x.clone()
+    poisoned[0, 3:] = float("nan")
+    out = module(poisoned, kv_lens=lens)
+    assert torch.equal(out[0, :3], module(clean, kv_lens=lens)[0, :3]) and torch.equal(
+        out[1], module(x, kv_lens=lens)[1]
+    )
+    cache, other = attnpack.LatentCache(), attnpack.LatentCache()
+    module(poisoned, cache=cache, kv_lens=lens), module(clean, cache=other, kv_lens=lens)
+    cache._key[0, :, 3:] = float("inf")
+    new = torch.randn(2, 2, E)
+    assert torch.equal(module(new, cache=cache), module(new, cache=other))
+    assert_close(cache.lengths, torch.tensor([5, 10]))
+
+
+def test_gradients_do_not_meet_what_lies_beyond_kv_lens():
+    module, cache = make(path="expanded"), attnpack.LatentCache()
+    with torch.no_grad():
+        module(torch.randn(2, 6, E), cache=cache, kv_lens=torch.tensor([2, 6]))
+    cache._key[0, :, 2:] = float("nan")
+    module(torch.randn(2, 1, E), cache=cache).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("path", ["auto", *PATHS])
+@torch.no_grad()
+def test_compiled_with_a_static_cache_is_one_graph(path):
+    module, x = make(scaling=YARN, path=path).eval(), torch.randn(2, 9, E)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    caches = [attnpack.StaticCache(2, 1, 12, 24, v_head_dim=0) for _ in range(2)]
+    torch._dynamo.utils.counters.clear()
+    for token in x.split(1, 1):
+        assert_close(compiled(token, cache=caches[0]), module(token, cache=caches[1]))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert_close(caches[0].k, caches[1].k)
+    latents = attnpack.LatentCache()
+    module(x, cache=latents)
+    assert_close(caches[0].k, latents.k)
+
+
+@pytest.mark.parametrize("raw_keys", [None, False])
+@torch.no_grad()
+def test_dynamic_rope_by_steps_equals_a_full_recompute(raw_keys):
+    """Past the trained length of 8, where the rotated keys are cached unrotated; rotated ones do not."""
+    torch.manual_seed(0)
+    rope = attnpack.RotaryEmbedding(
+        8, max_positions=8, scaling={"rope_type": "dynamic", "factor": 4.0}, raw_keys=raw_keys
+    )
+    module = attnpack.MultiHeadLatentAttention(E, HEADS, **SIZES, rope=rope, causal=True)
+    for path in PATHS:
+        module.path, cache, x = path, attnpack.LatentCache(), torch.randn(2, 14, E)
+        errors = []
+        for i in range(14):
+            step, whole = module(x[:, i : i + 1], cache=cache)[:, 0], module(x[:, : i + 1])[:, -1]
+            errors.append(float((step - whole).abs().max()))
+        assert max(errors[:8]) < 1e-5 and (max(errors) < 1e-5) == (raw_keys is None)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("path", ["auto", *PATHS])
+def test_opcheck(path, cached):
+    """The layer's ops, of which all but latent_expand may write a cache."""
+    ops = torch.ops.attnpack
+    draw = torch.randn
+    query, latent, k_rope, kv_b = draw(2, 3, 4, 7), draw(2, 4, 5), draw(2, 4, 2), draw(3 * (5 + 6), 5)
+    cache = (draw(2, 1, 9, 7), torch.tensor([2, 5])) if cached else (None, None)
+    place = ([0.5], 1.0, True, None, 0.0, 1, False, None, False, *cache, None, True, None, 0.0, 0.3)
+    for op in (ops.latent_attend.default, ops.latent_attend_with_weights.default):
+        torch.library.opcheck(op, (query, latent, k_rope, kv_b, 6, path, *place))
+    if path == "auto":
+        torch.library.opcheck(ops.latent_append.default, (query, latent, k_rope, *place))
+        torch.library.opcheck(ops.latent_expand.default, (draw(2, 1, 4, 7), draw(2, 4, 33), 5, 3, 6))
+
+
+def test_compiled_with_inductor_trains():
+    module, x = make(scaling=YARN, q_lora_rank=20), torch.randn(2, 6, E)
+    module(x).square().sum().backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    torch._dynamo.reset()
+    torch.compile(module, fullgraph=True)(x).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert_close(parameter.grad, wanted[name], rtol=1e-3, atol=1e-4)
+
+
+def test_copies():
+    module, x = make(scaling=YARN, path="absorbed"), torch.randn(1, 4, E)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert other.path == "absorbed" and torch.equal(other(x), module(x))
+
+
+def test_settings_changed_later_reach_the_twin():
+    module, x = make(), torch.randn(1, 4, E)
+    module.path, module.scale, module.causal = "absorbed", 0.2, False
+    assert torch.equal(module(x), module.cpp().forward(x))
+    module.kv_a_layernorm.eps = 0.5
+    with pytest.raises(TypeError, match="kv_a_layernorm is .*, C.. has RMSNorm with eps 1e-06 there"):
+        module.cpp()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_autocast_and_low_precision(path):
+    module, x = make(path=path, scaling=YARN), torch.randn(2, 5, E)
+    full = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = attnpack.LatentCache()
+        low = torch.cat([module(part, cache=cache) for part in x.split([3, 2], 1)], 1)
+    assert low.dtype == torch.bfloat16 and cache.k.dtype == torch.bfloat16
+    assert_close(low.float(), full, rtol=0.1, atol=0.1 * float(full.detach().abs().max()))
+
+
+def test_in_a_decoder_with_a_model_cache():
+    torch.manual_seed(0)
+    blocks = [attnpack.DecoderBlock(make(seed=i), attnpack.FeedForward(E, 64)) for i in range(2)]
+    decoder, x = attnpack.Decoder(blocks).eval(), torch.randn(2, 7, E)
+    with torch.no_grad():
+        whole = decoder(x)
+        latent = attnpack.ModelCache([attnpack.LatentCache() for _ in range(2)])
+        for cache in (latent, attnpack.ModelCache(2)):
+            out = torch.cat([decoder(part, cache=cache) for part in x.split([3, 1, 3], 1)], 1)
+            assert_close(out, whole, rtol=1e-5, atol=1e-5)
+            assert cache.nbytes == 2 * 2 * 7 * 24 * 4
+        twin, native = decoder.cpp(), attnpack.cpp.ModelCache([attnpack.cpp.LatentCache() for _ in range(2)])
+        assert_close(torch.cat([twin.forward(part, cache=native) for part in x.split([3, 1, 3], 1)], 1), whole)
+        with latent.lent() as lent:
+            twin.forward(x[:, :2], cache=lent)
+        assert len(latent) == 9 and latent[0].c.shape == (2, 1, 9, 16)
+
+
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+
+
+@pytest.mark.parametrize("latent", [LATENT, LATENT | {"qk_rope_head_dim": 0, "latent_norm": False}])
+@torch.no_grad()
+def test_a_language_model_of_latent_attention(latent):
+    torch.manual_seed(0)
+    model = attnpack.CausalLM(60, E, 2, HEADS, hidden_dim=64, rope_interleaved=True, latent=latent).eval()
+    ids, twin = torch.randint(60, (2, 9)), model.cpp()
+    assert torch.equal(model(ids), twin.forward(ids))
+    tokens = model.generate(ids, max_new_tokens=6)
+    for cache in ("static", "none", attnpack.ModelCache([attnpack.LatentCache() for _ in range(2)])):
+        assert torch.equal(model.generate(ids, max_new_tokens=6, cache=cache), tokens)
+    assert cache.nbytes == 2 * 2 * 14 * (16 + latent["qk_rope_head_dim"]) * 4
+    assert len(set(tokens[0, 9:].tolist())) > 1
+    lengths = torch.tensor([5, 9])
+    ragged = model.generate(ids, max_new_tokens=4, lengths=lengths)
+    assert torch.equal(ragged[0, 9:], model.generate(ids[:1, :5], max_new_tokens=4)[0, 5:])
+    copied = twin.clone()
+    assert torch.equal(copied.generate(ids, max_new_tokens=6), tokens)
+
+
+@pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+def test_bad_models_of_latent_attention_are_named(module):
+    for name, value in (
+        ("head_dim", 8),
+        ("qk_norm", True),
+        ("window", (3, 0)),
+        ("num_kv_heads", 2),
+        ("out_bias", True),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: got one together with latent"):
+            module.CausalLM(60, E, 2, HEADS, latent=LATENT, **{name: value})
+    with pytest.raises(ValueError, match="latent: got 'rank', want keywords of MultiHeadLatentAttention"):
+        module.CausalLM(60, E, 2, HEADS, latent={"rank": 3})
+    with pytest.raises(ValueError, match="v_head_dim: got none, MultiHeadLatentAttention needs it"):
+        module.CausalLM(60, E, 2, HEADS, latent={k: v for k, v in LATENT.items() if k != "v_head_dim"})
+    with pytest.raises(TypeError, match="latent is 3 .*, wants None or a dict such as"):
+        module.CausalLM(60, E, 2, HEADS, latent=3)
+    with pytest.raises(TypeError, match="latent: v_head_dim is 2.5 .*, wants an int"):
+        module.CausalLM(60, E, 2, HEADS, latent=LATENT | {"v_head_dim": 2.5})
+
+
+# ---- wrong arguments ---------------------------------------------------------------------
+
+BAD = {
+    "kv_lora_rank: got 0, want at least 1": {"kv_lora_rank": 0},
+    "q_lora_rank: got -1, want at least 1": {"q_lora_rank": -1},
+    "qk_nope_head_dim: got 0, want at least 1": {"qk_nope_head_dim": 0},
+    "qk_rope_head_dim: got -2, want 0 or more": {"qk_rope_head_dim": -2},
+    "v_head_dim: got 0, want at least 1": {"v_head_dim": 0},
+    "dropout: got 1, want 0 <= dropout < 1": {"dropout": 1.0},
+    "path: got 'fast', want 'auto', 'expanded' or 'absorbed'": {"path": "fast"},
+    "scale: got nan": {"scale": float("nan")},
+}
+
+
+@pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+@pytest.mark.parametrize("message", BAD)
+def test_bad_settings_are_named(module, message):
+    with pytest.raises(ValueError, match=f"attnpack: {message}"):
+        module.MultiHeadLatentAttention(E, HEADS, **{**SIZES, **BAD[message]})
+    with pytest.raises(ValueError, match="rope: got dim 10, want at most qk_rope_head_dim 8"):
+        module.MultiHeadLatentAttention(E, HEADS, **SIZES, rope=module.RotaryEmbedding(10))
+    with pytest.raises(TypeError):
+        module.MultiHeadLatentAttention(E, HEADS, **{k: v for k, v in SIZES.items() if k != "v_head_dim"})
+
+
+CALLS = {
+    r"x: got shape \[3, 48\]": lambda call, cache: call(torch.zeros(3, E)),
+    r"context: got shape \[1, 3, 7\]": lambda call, cache: call(torch.zeros(1, 3, E), torch.zeros(1, 3, 7)),
+    "x: got dtype .*, want the module's dtype": lambda call, cache: call(torch.zeros(1, 3, E, dtype=torch.float64)),
+    "value_context: got a tensor, but latent attention": lambda call, cache: call(
+        torch.zeros(1, 3, E), torch.zeros(1, 3, E), value_context=torch.zeros(1, 3, E)
+    ),
+    "cache: got one together with context": lambda call, cache: call(
+        torch.zeros(1, 3, E), torch.zeros(1, 3, E), cache=cache
+    ),
+    "mask": lambda call, cache: call(torch.zeros(1, 3, E), mask=torch.ones(5, 7, dtype=torch.bool), cache=cache),
+    r"positions has shape \[2\]": lambda call, cache: call(
+        torch.zeros(1, 3, E), positions=torch.arange(2), cache=cache
+    ),
+    r"kv_lens\[0\] is 4": lambda call, cache: call(torch.zeros(1, 3, E), kv_lens=torch.tensor([4]), cache=cache),
+    r"cache: got keys of shape \[2, 1, 3, 24\], want \[1, 1, L, 24\]": lambda call, cache: call(
+        torch.zeros(2, 3, E), cache=cache
+    ),
+}
+
+
+@pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+@pytest.mark.parametrize("message", CALLS)
+@pytest.mark.parametrize("path", PATHS)
+def test_bad_inputs_leave_the_cache_as_it_was(module, message, path):
+    ours = make(path=path)
+    call = ours if module is attnpack else ours.cpp().forward
+    cache = module.LatentCache()
+    call(torch.randn(1, 5, E), cache=cache)
+    held = cache.k.clone()
+    with pytest.raises(ValueError, match=message) as error:
+        CALLS[message](call, cache)
+    assert "\n" not in str(error.value)
+    assert len(cache) == 5 and cache.lengths.tolist() == [5] and torch.equal(cache.k, held)

@@ -1,0 +1,146 @@
+"""`attnpack uptrain`: a converted tiny model learns from its original, goes on where it stopped, is written whole."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import attnpack
+import pytest
+import torch
+from attnpack import cli
+from test_convert_cli import MHA, write_tokenizer
+from test_from_hf import random_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+TEXT = "".join(chr(33 + (i * i * 7 + i // 3) % 90) for i in range(6000))
+STATE = "attnpack_uptrain.pt"
+
+
+@pytest.fixture
+def converted(tmp_path):
+    """A tiny model's mean with one kv head: its directory; IN, OUT and the text lie in tmp_path."""
+    random_model(LlamaConfig(**MHA)).save_pretrained(tmp_path / "in", max_shard_size="60KB")
+    write_tokenizer(tmp_path / "in")
+    (tmp_path / "text.txt").write_text(TEXT)
+    assert cli.main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--kv-heads", "1"]) == 0
+    return tmp_path / "out"
+
+
+def arguments(directory, *more) -> list[str]:
+    text = directory.parent / "text.txt"
+    return ["uptrain", str(directory), "--text", str(text), "--minutes", "0.05", "--length", "64", *map(str, more)]
+
+
+def weights(directory) -> dict[str, torch.Tensor]:
+    return attnpack.CausalLM.from_hf(directory).state_dict()
+
+
+def test_distillation_lowers_the_loss_and_transformers_opens_it(converted, capsys):
+    before = weights(converted)
+    assert cli.main(arguments(converted, "--json", "--learning-rate", 3e-3)) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["steps"] > 20 and report["loss_last"] < 0.8 * report["loss_first"]
+    assert 2.9 < report["seconds"] < 20 and not report["resumed"]
+    after = weights(converted)
+    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    assert not torch.equal(
+        after["model.layers.0.self_attn.k_proj.weight"], before["model.layers.0.self_attn.k_proj.weight"]
+    )
+    theirs, info = AutoModelForCausalLM.from_pretrained(converted, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = torch.randint(96, (1, 20))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, attnpack.CausalLM.from_hf(converted)(ids), rtol=0, atol=1e-4)
+    names = {path.name for path in converted.iterdir()}
+    assert "model.safetensors" in names and not any(
+        "-of-" in name or "partial" in name or name == STATE for name in names
+    )
+    assert json.loads((converted / "attnpack_convert.json").read_text())["uptrained"][0]["steps"] == report["steps"]
+
+
+SLOW = """
+import sys
+from attnpack import cli
+from attnpack.convert import uptrain
+uptrain._SAVE_EVERY = 0.2
+cli.main(sys.argv[1:-1] + ["--minutes", sys.argv[-1]])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=str)
+def test_a_stopped_training_goes_on(number, converted, capsys):
+    before = weights(converted)
+    command = [sys.executable, "-c", SLOW, *arguments(converted), "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert "steps in the 60" in process.stdout.readline().replace("59.9", "60")
+        while not (converted / STATE).is_file() and process.poll() is None:
+            try:
+                process.wait(0.2)
+            except subprocess.TimeoutExpired:
+                if number == signal.SIGINT:
+                    break
+        process.send_signal(number)
+        process.wait(timeout=60)
+    assert (converted / STATE).is_file()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(converted).items())
+    done = torch.load(converted / STATE)["work"]["progress"]
+    minutes = done["spent"] / 60 + 0.02
+    capsys.readouterr()
+    assert cli.main([*arguments(converted), "--minutes", str(minutes), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["resumed"] and report["steps"] > done["steps"] and not (converted / STATE).exists()
+
+
+def test_it_goes_on_bit_by_bit(converted):
+    """Three steps are two steps, saved and loaded, and one more."""
+    from attnpack.convert.distill import Distillation
+
+    ids = torch.randint(96, (500,))
+    teacher = attnpack.CausalLM.from_hf(converted.parent / "in")
+
+    def work():
+        return Distillation(attnpack.CausalLM.from_hf(converted), teacher, ids, 32, 100.0, 1e-3, 0)
+
+    whole, first, second = work(), work(), work()
+    for step in range(3):
+        for part in [whole] + ([first] if step < 2 else []):
+            part.step()
+            part.spent = float(step + 1)
+    second.load(first.state())
+    second.step()
+    assert second.losses == whole.losses
+    for name, parameter in whole.trained.items():
+        assert torch.equal(parameter, second.trained[name]), name
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda d: (d.parent / "text.txt").write_text("short"), "want at least 260"),
+        (lambda d: (d / "attnpack_convert.json").unlink(), "has no attnpack_convert.json that names its original"),
+        (lambda d: (d.parent / "in").rename(d.parent / "gone"), "is there no more; give it as --teacher"),
+        (lambda d: (d / "tokenizer.json").unlink(), "has no tokenizer.json"),
+        (lambda d: (d / STATE).write_bytes(b"x"), "cannot be read"),
+        (lambda d: torch.save({"about": {"seed": 3}}, d / STATE), "is of a training with another"),
+        (lambda d: (d / "config.json").unlink(), "has no config.json"),
+    ],
+    ids=["text", "record", "teacher", "tokenizer", "state", "other", "config"],
+)
+def test_what_does_not_fit_is_one_sentence(damage, words, converted, capsys):
+    damage(converted)
+    before = {path.name: path.stat().st_mtime_ns for path in converted.iterdir()}
+    capsys.readouterr()
+    assert cli.main(arguments(converted)) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("attnpack uptrain: ") and said.err.count("\n") == 1 and words in said.err
+    assert {path.name: path.stat().st_mtime_ns for path in converted.iterdir()} == before
+
+
+def test_another_teacher_is_checked(converted, capsys):
+    random_model(LlamaConfig(**{**MHA, "num_hidden_layers": 2})).save_pretrained(converted.parent / "other")
+    assert cli.main(arguments(converted, "--teacher", converted.parent / "other")) == 2
+    assert "has num_layers 2, the model to train 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(arguments(converted, "--minutes", "0"))
+    assert cli.main(arguments(converted, "--learning-rate", "-1")) == 2
