@@ -32,7 +32,7 @@ import time
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack import reference
+from attnpack import plot_attention, reference
 from torch.nn.functional import scaled_dot_product_attention
 
 torch.manual_seed(0)
@@ -90,14 +90,13 @@ torch.testing.assert_close(out_native, out_v1)
 # head of the first sequence; a row is a query, a column a key.
 
 # %%
-figure, panels = plt.subplots(1, num_heads, figsize=(9, 1.6), dpi=70, layout="constrained")
-for head, panel in enumerate(panels):
-    panel.imshow(probs[0, head].detach(), cmap="cividis", vmin=0)
-    panel.set_title(f"head {head}", fontsize=8)
-    panel.set_xticks([])
-    panel.set_yticks([])
-panels[0].set_ylabel("query")
-panels[0].set_xlabel("key")
+figure, panels = plt.subplots(2, num_heads // 2, figsize=(8, 4), dpi=70, layout="constrained", sharex=True, sharey=True)
+for head, panel in enumerate(panels.flat):
+    image = plot_attention.draw_weights(panel, probs[0, head], title=f"head {head}", vmax=probs[0].max().item())
+figure.suptitle("V1: what each head attends to")
+figure.supxlabel("key (position)", fontsize=9)
+figure.supylabel("query (position)", fontsize=9)
+figure.colorbar(image, ax=panels, label="weight")
 plt.show()
 
 # %% [markdown]
@@ -202,12 +201,11 @@ assert torch.equal(masked, attnpack.attention_scores(q5, k5, stage="masked", cau
 # %%
 right = attnpack.attention_scores(q5, k5, ~hidden)[0, 0]
 wrong = attnpack.attention_scores(q5, k5, hidden)[0, 0]
-figure, panels = plt.subplots(1, 2, figsize=(5, 2.4), dpi=70, layout="constrained")
+figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), dpi=70, layout="constrained")
 for panel, picture, title in zip(panels, (right, wrong), ("mask=~hidden: right", "mask=hidden: wrong"), strict=True):
-    panel.imshow(picture, cmap="cividis", vmin=0, vmax=1)
-    panel.set_title(title, fontsize=9)
-    panel.set_xlabel("key")
-    panel.set_ylabel("query")
+    image = plot_attention.draw_weights(panel, picture, title=title)
+    panel.set(xlabel="key (position)", ylabel="query (position)")
+figure.colorbar(image, ax=panels, label="weight")
 plt.show()
 assert torch.equal(right, attnpack.attention_scores(q5, k5, causal=True)[0, 0])
 assert not right.triu(1).any() and not wrong.tril().any()
