@@ -31,9 +31,13 @@ def new_figure(width: float = 7, height: float = 4.5) -> Figure:
 
 def save(figure: Figure, path: str | Path) -> None:
     """Writes what the name's ending says, .png or .svg; raises ValueError for another."""
+    _check_ending(path)
+    figure.savefig(path)
+
+
+def _check_ending(path: str | Path) -> None:
     if Path(path).suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"--out: got {str(path)!r}, want a name that ends in .png or .svg")
-    figure.savefig(path)
 
 
 def plot_kv_memory(
@@ -63,7 +67,8 @@ def plot_kv_memory(
 
 def main(args: argparse.Namespace) -> None:
     """`attnpack plot`: writes one picture; with `args.json` prints the figures in it as one JSON object."""
-    if args.out.parent != Path() and not args.out.parent.is_dir():
+    _check_ending(args.out)
+    if not args.out.parent.is_dir():
         raise ValueError(f"--out: {args.out} lies in no folder that exists; make {args.out.parent} first")
     figure, figures = {"kv-memory": _kv_memory, "roofline": _roofline, "attention": _attention}[args.picture](args)
     save(figure, args.out)
@@ -102,6 +107,8 @@ def _attention(args: argparse.Namespace) -> tuple[Figure, dict]:
     if not -len(model.layers) <= args.layer < len(model.layers):
         raise ValueError(f"--layer: got {args.layer}, want 0 to {len(model.layers) - 1}, the model's layers")
     ids = tokenizer.encode(args.text)
+    if not ids:
+        raise ValueError("text: got an empty one, want a sentence whose tokens attend each other")
     probs = lm_attention(model, torch.tensor([ids]))[args.layer][0]
     columns = min(3, len(probs))
     rows = -(-len(probs) // columns)

@@ -11,6 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
     from .causal_lm import CausalLM
 
@@ -40,11 +41,16 @@ def lm_attention(model: CausalLM, ids: Tensor) -> list[Tensor]:
     return found
 
 
-def draw_weights(axes: Axes, weights: Tensor, tokens: Sequence[str] | None = None, *, title: str, vmax: float = 1):
+def draw_weights(
+    axes: Axes, weights: Tensor, tokens: Sequence[str] | None = None, *, title: str, vmax: float = 1
+) -> AxesImage:
     """One head's weights [Lq, Lkv]: a row a query, a column a key. Returns the image, for a colour bar."""
-    image = axes.imshow(weights.detach().float(), cmap="cividis", vmin=0, vmax=vmax)
+    image = axes.imshow(weights.detach().float().cpu().numpy(), cmap="cividis", vmin=0, vmax=vmax)
     axes.set_title(title, fontsize=9)
-    if tokens is not None:
+    if tokens is None:
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+    else:
         labels = [token.replace("\n", "\\n").replace("$", r"\$") for token in tokens]
         axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=7)
         axes.set_yticks(range(len(labels)), labels, fontsize=7)
