@@ -8,6 +8,7 @@ taken.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import statistics
@@ -115,6 +116,7 @@ def as_dict(limits: tuple[float, float], results: list[Result]) -> dict:
     return {
         "attnpack": __version__,
         "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "isa": _C.isa(),
         "threads": torch.get_num_threads(),

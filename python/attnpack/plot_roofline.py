@@ -58,20 +58,25 @@ def draw_roofline(axes: Axes, bench: dict) -> None:
 
 
 def draw_times_faster(axes: Axes, bench: dict, section: str, peer: str) -> None:
-    """How many times faster than `peer` each case of `section` runs, a bar a case."""
+    """How many times faster than `peer` each case of `section` runs: a bar a case, from 1 to the right, or to the left
+    where the peer is faster."""
     rows = [each for each in bench["results"] if each["case"]["section"] == section and peer in each["ratios"]]
     dtypes = list(dict.fromkeys(each["case"]["dtype"] for each in rows))
     colours = {dtype: colour for dtype, (colour, _) in zip(dtypes, STYLES[1:], strict=False)}
     names = [f"{each['case']['name'].removeprefix(section + ' ')}, {each['case']['dtype']}" for each in rows]
     ratios = [each["ratios"][peer] for each in rows]
-    bars = axes.barh(names, ratios, color=[colours[each["case"]["dtype"]] for each in rows])
+    colour = [colours[each["case"]["dtype"]] for each in rows]
+    bars = axes.barh(names, [ratio - 1 for ratio in ratios], left=1, color=colour)
     axes.bar_label(bars, [f"{ratio:.2f}x" for ratio in ratios], padding=3, fontsize=8)
     axes.axvline(1, color="black", linewidth=1)
+    low, high = min(0.75, 0.75 * min(ratios)), max(1.4, 1.5 * max(ratios))
+    ticks = [tick for tick in (0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200) if low <= tick <= high]
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axes.xaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:.0e}"[0] in "25" else "")
-    axes.set_xlim(min(0.8, *ratios), 1.6 * max(ratios))
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(low, high)
     axes.invert_yaxis()
-    axes.tick_params(axis="both", which="both", labelsize=8)
+    axes.tick_params(labelsize=8)
+    axes.set_ylabel("case: heads / kv heads, width, keys or length, dtype", fontsize=8)
     axes.set_xlabel(f"time of {peer} / time of attnpack (1 = equal)")
     axes.set_title(f"{section}: times faster than {peer}", fontsize=10)
