@@ -8,8 +8,7 @@ taken.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
+import datetime
 import json
 import platform
 import statistics
@@ -22,7 +21,7 @@ import torch
 from . import _C, __version__
 from .bench_cases import SECTIONS, Case, Limits, cases
 from .bench_peers import PEERS, Call, make_inputs, ours
-from .memory import resident_bytes
+from .memory import peak_bytes
 from .progress import progress
 
 ROUND_SECONDS = 2.0  # of one case, all peers together; at least MIN_ROUNDS rounds whatever they take
@@ -72,7 +71,7 @@ def _measure(case: Case, peers: list[str], budget: float) -> Result:
                 start = time.perf_counter()
                 call()
                 times[name].append(time.perf_counter() - start)
-        peak = _peak_bytes(calls["attnpack"])
+        peak = peak_bytes(calls["attnpack"])
     mine = times.pop("attnpack")
     ratios = {
         name: statistics.median(theirs / us for theirs, us in zip(each, mine, strict=True))
@@ -90,19 +89,6 @@ def _with_backward(call: Call, leaves: tuple[torch.Tensor, ...], grad: torch.Ten
         return out.detach()
 
     return both
-
-
-def _peak_bytes(call: Call) -> int | None:
-    """How far one call raises the resident memory of this process; None where Linux does not tell."""
-    gc.collect()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed does not count as there already
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-        before = resident_bytes("VmRSS")
-        call()
-        return max(0, resident_bytes("VmHWM") - before)
-    except (OSError, AttributeError):
-        return None
 
 
 def format_table(limits: Limits, results: list[Result], peers: list[str]) -> str:
@@ -130,6 +116,7 @@ def as_dict(limits: Limits, results: list[Result]) -> dict:
     return {
         "attnpack": __version__,
         "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "isa": _C.isa(),
         "threads": torch.get_num_threads(),
@@ -155,7 +142,10 @@ def main(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
     limits, results = run(args.sections or list(SECTIONS), args.dtypes, args.peers, quick=args.quick)
     if args.out:
-        from .plot import plot_roofline
+        from .plot import new_figure, save
+        from .plot_roofline import draw_roofline
 
-        plot_roofline(args.out, limits, results)
+        figure = new_figure()
+        draw_roofline(figure.subplots(), as_dict(limits, results))
+        save(figure, args.out)
     print(json.dumps(as_dict(limits, results)) if args.json else format_table(limits, results, args.peers))
