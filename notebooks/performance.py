@@ -19,7 +19,9 @@
 # other libraries on the same tensors. All contestants of a case run in turn, so that a busy machine slows all of
 # them, and a ratio is the median over rounds.
 #
-# This notebook draws such a run. The figures below were stored on the machine that they name; to see your own, run
+# This notebook draws such a run. The figures below were stored on the machine that they name, a virtual one that was
+# busy with other work at the time: times and limits are those of a share of it, while ratios suffer less, because all
+# contestants ran in turn. To see your own, run
 #
 # ```bash
 # attnpack bench --quick --json > benchmarks/results/quick.json
