@@ -239,7 +239,7 @@ for step in range(steps):
 
 # %%
 length, factor = 512, 8.0
-starts = range(0, len(held_out) - length - 1, (len(held_out) - length) // 24)
+starts = range(0, len(held_out) - length - 1, (len(held_out) - length) // 16)
 long_texts = torch.stack([held_out[at : at + length + 1] for at in starts])
 settings = {
     "as trained": None,

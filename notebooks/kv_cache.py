@@ -87,14 +87,17 @@ with torch.no_grad():
 
 # %%
 prompt = torch.tensor([tokenizer.chat("Why is the sky blue?")])
-new_tokens, moments, written = 32, {}, {}
+new_tokens, moments, written, peaks = 24, {}, {}, {}
 for kind in ("none", "dynamic"):
     moments[kind], start = [], time.perf_counter()
 
     def note(token, ticks=moments[kind], start=start):
         ticks.append(time.perf_counter() - start)
 
-    written[kind] = model.generate(prompt, max_new_tokens=new_tokens, cache=kind, callback=note)
+    def write(kind=kind, note=note):
+        written[kind] = model.generate(prompt, max_new_tokens=new_tokens, cache=kind, callback=note)
+
+    peaks[kind] = memory.peak_bytes(write)
 assert torch.equal(written["none"], written["dynamic"])
 print(tokenizer.decode(written["dynamic"][0, prompt.shape[1] :].tolist()))
 figure, axes = plt.subplots(figsize=(8, 3), dpi=70, layout="constrained")
@@ -112,7 +115,19 @@ assert moments["none"][-1] > moments["dynamic"][-1]
 
 # %% [markdown]
 # Without a cache every token pays for all text before it, the prompt included, and each pays more than the one before:
-# n tokens need about $n^2 / 2$ rows instead of n. One layer alone shows how a single step grows over longer texts:
+# n tokens need about $n^2 / 2$ rows instead of n. In exchange the cache holds keys and values of all layers; that is
+# little for so short a text, and the run without a cache needs room as well, for the activations of all its rows:
+
+# %%
+held = (prompt.shape[1] + new_tokens - 1) * plot_memory.model_kv_bytes(
+    plot_memory.MODELS["smollm2-135m"], 1, dtype=torch.float32
+)
+for kind, peak in peaks.items():
+    kept = held if kind == "dynamic" else 0
+    print(f"cache={kind!r:<10} peak above the weights {peak / 2**20:.1f} MiB, cached {kept / 2**20:.1f} MiB")
+
+# %% [markdown]
+# One layer alone shows how a single step grows over longer texts:
 
 # %%
 layer = attnpack.MultiHeadAttention(512, 8, causal=True)
