@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("uptraining.json"), help="the figures, and from where it goes on"
     )
-    parser.add_argument("--steps", type=int, default=1000, help="of the models trained from scratch")
+    parser.add_argument("--steps", type=int, default=600, help="of the models trained from scratch")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--smollm2", type=float, metavar="MINUTES", help="also convert SmolLM2, and uptrain each so long"

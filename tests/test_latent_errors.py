@@ -19,7 +19,6 @@ def test_a_language_model_of_latent_attention(latent):
     for cache in ("static", "none", attnpack.ModelCache([attnpack.LatentCache() for _ in range(2)])):
         assert torch.equal(model.generate(ids, max_new_tokens=6, cache=cache), tokens)
     assert cache.nbytes == 2 * 2 * 14 * (16 + latent["qk_rope_head_dim"]) * 4
-    assert len(set(tokens[0, 9:].tolist())) > 1
     lengths = torch.tensor([5, 9])
     ragged = model.generate(ids, max_new_tokens=4, lengths=lengths)
     assert torch.equal(ragged[0, 9:], model.generate(ids[:1, :5], max_new_tokens=4)[0, 5:])
