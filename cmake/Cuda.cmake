@@ -1,0 +1,49 @@
+# libattnpack_cuda, the CUDA kernels: built on request (-DATTNPACK_CUDA=ON) until a GPU has run them. The .cu files see no
+# header of torch, so that any nvcc from 12.0 on builds them, for any torch. Needs no GPU. nvcc is called by itself: CMake
+# 3.25 does not know how newer ones name C++20, and its checks of the language take a minute.
+option(ATTNPACK_CUDA "build libattnpack_cuda, the CUDA kernels (needs nvcc; untested on hardware)" OFF)
+set(ATTNPACK_CUDA_ARCHITECTURES "80;90" CACHE STRING "architectures of libattnpack_cuda; PTX is kept of the last one")
+
+# attnpack_choose_cuda(sources): of the operators' sources those that CUDA tensors take: fallback.cpp, a composition of
+# ATen ops, or what dispatches to the kernels.
+function(attnpack_choose_cuda sources)
+  if(ATTNPACK_CUDA)
+    list(FILTER ${sources} EXCLUDE REGEX "/ops/cuda/fallback.cpp$")
+  else()
+    list(FILTER ${sources} EXCLUDE REGEX "/ops/cuda/(attention_kernel|composition|kernels|layers_kernel|small_ops).cpp$")
+  endif()
+  set(${sources} ${${sources}} PARENT_SCOPE)
+endfunction()
+
+function(attnpack_add_cuda_library)
+  find_program(ATTNPACK_NVCC nvcc HINTS ENV CUDA_HOME PATH_SUFFIXES bin)
+  if(NOT ATTNPACK_NVCC)
+    message(FATAL_ERROR "attnpack: ATTNPACK_CUDA is ON, but no nvcc was found: put its folder on the PATH, set CUDA_HOME "
+                        "or pass -DATTNPACK_CUDA=OFF.")
+  endif()
+  message(STATUS "CUDA kernels: ${ATTNPACK_NVCC}, architectures ${ATTNPACK_CUDA_ARCHITECTURES}")
+  set(nvcc_flags -std=c++20 -O3 -Xcompiler -fPIC -ccbin ${CMAKE_CXX_COMPILER})
+  foreach(architecture ${ATTNPACK_CUDA_ARCHITECTURES})
+    list(APPEND nvcc_flags -gencode arch=compute_${architecture},code=sm_${architecture})
+  endforeach()
+  list(GET ATTNPACK_CUDA_ARCHITECTURES -1 architecture)
+  list(APPEND nvcc_flags -gencode arch=compute_${architecture},code=compute_${architecture})
+  file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.cu)
+  file(GLOB cuda_headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.cuh
+       ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.h ${CMAKE_CURRENT_SOURCE_DIR}/csrc/core/*.h)
+  file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/cuda)
+  foreach(source ${cuda_sources})
+    get_filename_component(name ${source} NAME_WE)
+    set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
+    add_custom_command(OUTPUT ${object} DEPENDS ${source} ${cuda_headers} VERBATIM
+      COMMAND ${ATTNPACK_NVCC} ${nvcc_flags} -I ${CMAKE_BINARY_DIR}/include -c ${source} -o ${object})
+    list(APPEND cuda_objects ${object})
+  endforeach()
+  # The one symbol that it takes from libattnpack is attnpack::set_cuda_kernels: torch need not be resolved here.
+  set(cuda_library ${CMAKE_BINARY_DIR}/libattnpack_cuda.so)
+  add_custom_command(OUTPUT ${cuda_library} DEPENDS ${cuda_objects} attnpack VERBATIM
+    COMMAND ${ATTNPACK_NVCC} -shared -cudart static -ccbin ${CMAKE_CXX_COMPILER} -o ${cuda_library} ${cuda_objects}
+            $<TARGET_FILE:attnpack> -Xlinker --allow-shlib-undefined -Xlinker -rpath=$ORIGIN)
+  add_custom_target(attnpack_cuda ALL DEPENDS ${cuda_library})
+  install(PROGRAMS ${cuda_library} DESTINATION lib)
+endfunction()
