@@ -1,6 +1,8 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <attnpack/ops/linear.h>
+
 namespace attnpack {
 namespace {
 
@@ -11,7 +13,11 @@ at::Tensor linear_meta(const at::Tensor& input, const at::Tensor& weight, const 
 }  // namespace
 }  // namespace attnpack
 
-TORCH_LIBRARY_IMPL(attnpack, Meta, m) { m.impl("linear", attnpack::linear_meta); }
+TORCH_LIBRARY_IMPL(attnpack, Meta, m) {
+  m.impl("linear", attnpack::linear_meta);
+  m.impl("linears", attnpack::linears_formula);
+}
+TORCH_LIBRARY_IMPL(attnpack, CUDA, m) { m.impl("linears", attnpack::linears_formula); }
 #ifndef ATTNPACK_CUDA_KERNELS
 TORCH_LIBRARY_IMPL(attnpack, CUDA, m) { m.impl("linear", attnpack::linear_meta); }
 #endif
