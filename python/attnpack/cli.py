@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     methods = ("mean", "first", "random", "similar", "aligned")
     convert.add_argument("--method", choices=methods, default="mean", help="how heads become one [%(default)s]")
     convert.add_argument("--window", type=_positive, default=1, metavar="W", help="average W x W regions first [1]")
-    groups = "kv heads of each group, as 0,3 1,2 [consecutive]"
+    groups = "kv heads of each group, all of one size, as 0,3 1,2 [consecutive]"
     convert.add_argument("--groups", type=_heads, nargs="+", metavar="HEADS", help=groups)
     convert.add_argument("--seed", type=_seed, metavar="N", help="of --method random")
     convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of OUT [as IN; fp32 from GGUF]")
