@@ -2,6 +2,13 @@
 
 #include <cstdint>
 
+// Functions that CUDA kernels run too.
+#ifdef __CUDACC__
+#define ATTNPACK_HD __host__ __device__
+#else
+#define ATTNPACK_HD
+#endif
+
 // What the kernels read: sizes, strides, pointers and settings. No tensors, no framework headers.
 namespace attnpack {
 
@@ -91,11 +98,11 @@ struct RmsNormParams {
 // A range of keys or queries.
 struct Range {
   int64_t begin, end;
-  bool empty() const { return begin >= end; }
+  ATTNPACK_HD bool empty() const { return begin >= end; }
 };
 
 // Mask by ranges: the keys that causality, window and kv_lens leave to query row i of sequence b.
-static inline Range key_range(const AttentionParams& p, int64_t b, int64_t i) {
+ATTNPACK_HD static inline Range key_range(const AttentionParams& p, int64_t b, int64_t i) {
   const int64_t position = i + (p.q_offsets ? p.q_offsets[b] : p.q_offset);
   Range keys{0, p.kv_lens ? p.kv_lens[b] : p.kv_len};
   if (p.causal && position + 1 < keys.end) keys.end = position + 1;
@@ -105,11 +112,11 @@ static inline Range key_range(const AttentionParams& p, int64_t b, int64_t i) {
   return keys;
 }
 
-static inline int64_t group_size(const AttentionParams& p, int64_t kv_head) {
+ATTNPACK_HD static inline int64_t group_size(const AttentionParams& p, int64_t kv_head) {
   return p.group_start ? p.group_start[kv_head + 1] - p.group_start[kv_head] : p.num_heads / p.num_kv_heads;
 }
 
-static inline int64_t group_head(const AttentionParams& p, int64_t kv_head, int64_t member) {
+ATTNPACK_HD static inline int64_t group_head(const AttentionParams& p, int64_t kv_head, int64_t member) {
   return p.group_start ? p.group_heads[p.group_start[kv_head] + member]
                        : kv_head * (p.num_heads / p.num_kv_heads) + member;
 }

@@ -4,6 +4,7 @@
 undefined symbol.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ from types import ModuleType
 
 PACKAGE = Path(__file__).parent
 LIBRARY = PACKAGE / "lib" / "libattnpack.so"
+CUDA_LIBRARY = PACKAGE / "lib" / "libattnpack_cuda.so"
 _AGAIN = "build it again: run `pip install .` in attnpack's source folder"
 
 
@@ -54,10 +56,29 @@ def load() -> ModuleType:
                 f"{LIBRARY} instead, or nothing before `import attnpack`"
             )
     try:
-        return importlib.import_module("attnpack._C")
+        native = importlib.import_module("attnpack._C")
+        load_cuda()
+        return native
     except ImportError as error:
         reason = "" if "undefined symbol" in str(error) else f" ({error})"
         raise ImportError(f"attnpack's native code does not fit torch {torch.__version__}{reason}: {_AGAIN}") from None
+
+
+def load_cuda() -> bool:
+    """Loads the CUDA kernels where they are built and torch has CUDA. Without them CUDA tensors run through ATen."""
+    import torch
+
+    if torch.version.cuda is None or not CUDA_LIBRARY.exists():
+        return False
+    ctypes.CDLL(str(CUDA_LIBRARY))
+    return True
+
+
+def why_no_cuda() -> str:
+    """Why `load_cuda` loads nothing."""
+    import torch
+
+    return "this torch has no CUDA" if torch.version.cuda is None else "not built; CUDA tensors run through ATen"
 
 
 def _minor(version: str) -> str:

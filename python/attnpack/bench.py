@@ -8,21 +8,17 @@ taken.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
-import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 from . import _C, __version__
 from .bench_cases import SECTIONS, Case, cases
+from .bench_device import Cpu, Cuda, machine
 from .bench_peers import PEERS, Call, make_inputs, ours
-from .memory import resident_bytes
 from .progress import progress
 
 ROUND_SECONDS = 2.0  # of one case, all peers together; at least MIN_ROUNDS rounds whatever they take
@@ -42,17 +38,18 @@ class Result:
 
 
 def run(
-    sections: list[str], dtypes: list[str], peers: list[str], *, quick: bool = False
+    sections: list[str], dtypes: list[str], peers: list[str], *, quick: bool = False, on: Cpu | Cuda | None = None
 ) -> tuple[tuple[float, float], list[Result]]:
     """((flops, bytes a second), results)."""
-    limits = _C.limits()
-    todo = list(cases(sections, dtypes, quick=quick))
-    results = [_measure(case, peers, ROUND_SECONDS / (4 if quick else 1)) for case in progress(todo, "cases")]
-    return tuple(map(max, limits, _C.limits())), results
+    on = on or Cpu()
+    limits = on.limits()
+    todo = list(cases(sections, dtypes, quick=quick, device=on.device))
+    results = [_measure(case, peers, ROUND_SECONDS / (4 if quick else 1), on) for case in progress(todo, "cases")]
+    return tuple(map(max, limits, on.limits())), results
 
 
-def _measure(case: Case, peers: list[str], budget: float) -> Result:
-    query, key, value, grad = make_inputs(case)
+def _measure(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -> Result:
+    query, key, value, grad = make_inputs(case, on.device)
     calls = {"attnpack": ours(case, query, key, value)}
     for name in peers:
         call = PEERS[name](case, query, key, value)
@@ -70,10 +67,8 @@ def _measure(case: Case, peers: list[str], budget: float) -> Result:
             time.perf_counter() < end and len(times["attnpack"]) < MAX_ROUNDS
         ):
             for name, call in calls.items():
-                start = time.perf_counter()
-                call()
-                times[name].append(time.perf_counter() - start)
-        peak = _peak_bytes(calls["attnpack"])
+                times[name].append(on.seconds(call))
+        peak = on.peak_bytes(calls["attnpack"])
     mine = times.pop("attnpack")
     ratios = {
         name: statistics.median(theirs / us for theirs, us in zip(each, mine, strict=True))
@@ -93,24 +88,12 @@ def _with_backward(call: Call, leaves: tuple[torch.Tensor, ...], grad: torch.Ten
     return both
 
 
-def _peak_bytes(call: Call) -> int | None:
-    """How far one call raises the resident memory of this process; None where Linux does not tell."""
-    gc.collect()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed does not count as there already
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-        before = resident_bytes("VmRSS")
-        call()
-        return max(0, resident_bytes("VmHWM") - before)
-    except (OSError, AttributeError):
-        return None
-
-
-def format_table(limits: tuple[float, float], results: list[Result], peers: list[str]) -> str:
+def format_table(limits: tuple[float, float], results: list[Result], peers: list[str], on: Cpu | Cuda) -> str:
     flops, read = limits
+    processor = f", {torch.get_num_threads()} threads, instruction set {_C.isa()}" if on.device == "cpu" else ""
     lines = [
-        f"{machine()}, {torch.get_num_threads()} threads, instruction set {_C.isa()}, torch {torch.__version__}",
-        f"limits measured in this run: {flops / 1e9:.0f} GFLOP/s fp32, {read / 1e9:.1f} GB/s read",
+        f"{on.name()}{processor}, torch {torch.__version__}",
+        f"limits measured in this run: {flops / 1e9:.0f} GFLOP/s {on.unit}, {read / 1e9:.1f} GB/s read",
         "share: of the limit that binds; times faster than each peer; memory: peak above the tensors of the call",
         f"{'case':<48}{'dtype':>6}{'ms':>10}{'GFLOP/s':>9}{'GB/s':>7}{'share':>7}"
         + "".join(f"{name:>13}" for name in peers)
@@ -126,11 +109,12 @@ def format_table(limits: tuple[float, float], results: list[Result], peers: list
     return "\n".join(lines)
 
 
-def as_dict(limits: tuple[float, float], results: list[Result]) -> dict:
+def as_dict(limits: tuple[float, float], results: list[Result], on: Cpu | Cuda) -> dict:
     return {
         "attnpack": __version__,
         "torch": torch.__version__,
-        "machine": machine(),
+        "machine": on.name(),
+        "device": on.device,
         "isa": _C.isa(),
         "threads": torch.get_num_threads(),
         "limits": {"flops": limits[0], "bytes_per_second": limits[1]},
@@ -141,21 +125,13 @@ def as_dict(limits: tuple[float, float], results: list[Result]) -> dict:
     }
 
 
-def machine() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
-
-
 def main(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
-    limits, results = run(args.sections or list(SECTIONS), args.dtypes, args.peers, quick=args.quick)
+    on = machine(args.device)
+    limits, results = run(args.sections or list(SECTIONS), args.dtypes, args.peers, quick=args.quick, on=on)
     if args.out:
         from .plot import plot_roofline
 
         plot_roofline(args.out, limits, results)
-    print(json.dumps(as_dict(limits, results)) if args.json else format_table(limits, results, args.peers))
+    print(json.dumps(as_dict(limits, results, on)) if args.json else format_table(limits, results, args.peers, on))

@@ -47,10 +47,12 @@ class Case:
         return max(self.flops / flops, self.bytes / bytes_per_second)
 
 
-def cases(sections: list[str], dtypes: list[str], *, quick: bool = False) -> Iterator[Case]:
+def cases(sections: list[str], dtypes: list[str], *, quick: bool = False, device: str = "cpu") -> Iterator[Case]:
     for section in sections:
         for dtype in dtypes:
             yield from SECTIONS[section](dtype, quick)
+            if device == "cuda" and section in _CUDA:
+                yield from _CUDA[section](dtype)
 
 
 def _decode(dtype: str, quick: bool) -> Iterator[Case]:
@@ -93,3 +95,34 @@ def _small(dtype: str, quick: bool) -> Iterator[Case]:
 
 
 SECTIONS = {"decode": _decode, "prefill": _prefill, "train": _train, "latent": _latent, "small": _small}
+
+
+def _cuda_decode(dtype: str) -> Iterator[Case]:
+    """More keys and values than the L2 cache of any device holds, groups of 1 to 16, 1 to 8 queries."""
+    for heads, kv_heads in ((8, 8), (32, 8), (128, 8)):
+        for q_len in (1, 2, 8):
+            tokens = (512 << 20) // (2 * kv_heads * 128 * DTYPES[dtype].itemsize)
+            name = f"decode {heads}/{kv_heads} D128 {tokens} keys, {q_len} queries"
+            yield Case("decode", name, dtype, heads, kv_heads, q_len, tokens, 128, 128)
+
+
+def _cuda_prefill(dtype: str, backward: bool = False) -> Iterator[Case]:
+    for causal in (False, True):
+        name = f"{'forward + backward' if backward else 'prefill'} 32/8 D128 L8192{' causal' if causal else ''}"
+        section = "train" if backward else "prefill"
+        yield Case(section, name, dtype, 32, 8, 8192, 8192, 128, 128, causal=causal, backward=backward)
+
+
+def _cuda_latent(dtype: str) -> Iterator[Case]:
+    for heads in (16, 32, 128):
+        tokens = (512 << 20) // (8 * 576 * DTYPES[dtype].itemsize)
+        name = f"latent decode {heads} heads, {tokens} keys, batch 8"
+        yield Case("latent", name, dtype, heads, 1, 1, tokens, 576, 512, batch=8, latent=True)
+
+
+_CUDA = {
+    "decode": _cuda_decode,
+    "prefill": _cuda_prefill,
+    "train": lambda dtype: _cuda_prefill(dtype, backward=True),
+    "latent": _cuda_latent,
+}

@@ -77,8 +77,10 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   p.q_offset = near(q_offset.expect_int());
   if (q_offsets) p.q_offsets = (r.q_offsets = as_long(*q_offsets)).const_data_ptr<int64_t>();
   if (kv_lens) {
-    p.kv_lens = (r.kv_lens = as_long(*kv_lens)).const_data_ptr<int64_t>();
-    check_kv_lens_values(p.kv_lens, p.batch, p.kv_len);
+    r.kv_lens = as_long(*kv_lens);
+    if (!kv_lens->is_cpu()) r.kv_lens = r.kv_lens.clamp(0, p.kv_len);  // to look at them would wait for the device
+    p.kv_lens = r.kv_lens.const_data_ptr<int64_t>();
+    if (kv_lens->is_cpu()) check_kv_lens_values(p.kv_lens, p.batch, p.kv_len);
   }
   const auto as_double = [](const Tensor& t) { return t.detach().to(at::kDouble).contiguous(); };
   if (sinks) p.sinks = (r.sinks = as_double(*sinks)).const_data_ptr<double>();

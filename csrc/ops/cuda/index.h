@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+
+#include <attnpack/core/params.h>
+
+// Arithmetic on indices that the tensor-core kernels stand on. No CUDA: host tests check it against brute force.
+namespace attnpack::cuda {
+
+// Rows of 16-bit numbers in shared memory, cut into chunks of 16 bytes. Chunk c of row r lies at place c ^ (r mod 8) of
+// its row: eight rows of one column of chunks, which is what a load of a matrix reads, then lie in eight different
+// groups of four banks, whatever the row's width (a multiple of 64 numbers).
+ATTNPACK_HD constexpr int swizzle(int row, int chunk) { return chunk ^ (row & 7); }
+ATTNPACK_HD constexpr int swizzled_offset(int row, int chunk, int width) {
+  return row * width + swizzle(row, chunk) * 8;
+}
+
+// Fragments of mma.m16n8k16 (PTX ISA, "Matrix fragments for mma.m16n8k16"). A: register i of a lane holds two
+// neighbours in k of one row; B: two neighbours in k of one column; C: number i.
+struct Place {
+  int row, column;
+};
+ATTNPACK_HD constexpr Place place_in_a(int lane, int reg, int half) {
+  return {lane / 4 + (reg & 1) * 8, lane % 4 * 2 + (reg >> 1) * 8 + half};
+}
+ATTNPACK_HD constexpr Place place_in_b(int lane, int reg, int half) {  // row: k, column: n
+  return {lane % 4 * 2 + reg * 8 + half, lane / 4};
+}
+ATTNPACK_HD constexpr Place place_in_c(int lane, int i) { return {lane / 4 + (i >> 1) * 8, lane % 4 * 2 + (i & 1)}; }
+
+// Which row and chunk a lane names, so that the four matrices of one load are
+// - an operand A of 16 rows, from chunk `chunk` on: registers a0 ... a3;
+ATTNPACK_HD constexpr Place lane_for_a(int lane) { return {lane % 16, lane / 16}; }
+// - b0, b1 of two neighbouring operands B whose columns are stored as rows (keys, for Q K^T);
+ATTNPACK_HD constexpr Place lane_for_b(int lane) { return {lane % 8 + lane / 16 * 8, lane / 8 % 2}; }
+// - b0, b1 of two neighbouring operands B stored as they are, loaded transposed (values, for P V).
+ATTNPACK_HD constexpr Place lane_for_b_transposed(int lane) { return {lane % 16, lane / 16}; }
+
+// How the keys of a kv head are cut, from shapes and the number of blocks that the device runs at once alone: as few
+// parts as keep it busy. A part is a multiple of `step` keys. The rule of flash-attention's splits: none where the
+// blocks fill 80% of a wave, else the smallest count whose last wave is at least 85% as full as the best one's.
+struct Split {
+  int64_t parts, keys;  // keys of a part
+};
+static inline Split split_keys(int64_t blocks, int64_t at_once, int64_t kv_len, int64_t step) {
+  constexpr int64_t kMostParts = 128, kFewestSteps = 4;
+  const int64_t steps = kv_len > step ? (kv_len + step - 1) / step : 1;
+  int64_t most = steps / kFewestSteps;
+  if (most > kMostParts) most = kMostParts;
+  if (most <= 1 || blocks <= 0 || 5 * blocks >= 4 * at_once) return {1, steps * step};
+  const auto efficiency = [&](int64_t parts) {
+    const double waves = static_cast<double>(blocks * parts) / static_cast<double>(at_once);
+    const int64_t whole = (blocks * parts + at_once - 1) / at_once;
+    return waves / static_cast<double>(whole);
+  };
+  double best = 0;
+  for (int64_t parts = 1; parts <= most; ++parts)
+    if (efficiency(parts) > best) best = efficiency(parts);
+  int64_t parts = 1;
+  while (efficiency(parts) < 0.85 * best) ++parts;
+  const int64_t each = (steps + parts - 1) / parts;
+  return {(steps + each - 1) / each, each * step};
+}
+
+}  // namespace attnpack::cuda

@@ -1,0 +1,38 @@
+#include <attnpack/ops/cuda/launchers.h>
+#include <attnpack/ops/cuda/launch.cuh>
+
+namespace attnpack::cuda {
+namespace {
+
+bool usable() {
+  int driver = 0, runtime = 0;
+  return cudaDriverGetVersion(&driver) == cudaSuccess && cudaRuntimeGetVersion(&runtime) == cudaSuccess &&
+         driver / 1000 >= runtime / 1000;
+}
+
+Device describe(int device) {
+  int count = 1, shared = 48 * 1024;
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return {count, shared};
+}
+
+ForwardPlan plan(const AttentionParams& p, int64_t most_group, int device) {
+  return plan_forward(p, most_group, describe(device));
+}
+
+const char* forward(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device, void* stream) {
+  const auto run = plan.kernel == ForwardKernel::kPrefill  ? forward_prefill
+                   : plan.kernel == ForwardKernel::kDecode ? forward_decode
+                   : plan.kernel == ForwardKernel::kLatent ? forward_latent
+                                                           : forward_exact;
+  const char* error = run(p, plan, workspace, device, stream);
+  if (!error && plan.split.parts > 1) error = merge_forward(p, plan, workspace, device, stream);
+  return error;
+}
+
+constexpr CudaKernels kTable{usable, plan, forward, backward, append, rope, linear};
+[[maybe_unused]] const bool registered = (set_cuda_kernels(&kTable), true);
+
+}  // namespace
+}  // namespace attnpack::cuda

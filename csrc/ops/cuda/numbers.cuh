@@ -1,0 +1,108 @@
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include <attnpack/core/params.h>
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
+// Storage types and how they become numbers to compute with. The same bits on host and device.
+namespace attnpack::cuda {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+template <class S>
+struct Accumulation {
+  using type = float;
+};
+template <>
+struct Accumulation<double> {
+  using type = double;
+};
+
+ATTNPACK_HD inline uint32_t float_bits(float x) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(x);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+#endif
+}
+ATTNPACK_HD inline float float_of(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(bits);
+#else
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+#endif
+}
+
+ATTNPACK_HD inline double widen(double x) { return x; }
+ATTNPACK_HD inline float widen(float x) { return x; }
+ATTNPACK_HD inline float widen(BFloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
+ATTNPACK_HD inline float widen(Float16 x) {
+#ifdef __CUDA_ARCH__
+  return __half2float(__ushort_as_half(x.bits));
+#else
+  _Float16 h;
+  std::memcpy(&h, &x.bits, sizeof h);
+  return static_cast<float>(h);
+#endif
+}
+
+ATTNPACK_HD inline void narrow(double x, double* to) { *to = x; }
+ATTNPACK_HD inline void narrow(float x, float* to) { *to = x; }
+// To the nearest, ties to even; NaN stays NaN.
+ATTNPACK_HD inline void narrow(float x, BFloat16* to) {
+#ifdef __CUDA_ARCH__
+  to->bits = __bfloat16_as_ushort(__float2bfloat16_rn(x));
+#else
+  const uint32_t bits = float_bits(x);
+  to->bits = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+#endif
+}
+ATTNPACK_HD inline void narrow(float x, Float16* to) {
+#ifdef __CUDA_ARCH__
+  to->bits = __half_as_ushort(__float2half_rn(x));
+#else
+  const _Float16 h = static_cast<_Float16>(x);
+  std::memcpy(&to->bits, &h, sizeof h);
+#endif
+}
+
+// Two numbers in one register, the first in its low half.
+template <class S>
+ATTNPACK_HD inline uint32_t pack(float low, float high) {
+  S a, b;
+  narrow(low, &a);
+  narrow(high, &b);
+  return static_cast<uint32_t>(a.bits) | static_cast<uint32_t>(b.bits) << 16;
+}
+
+template <class A>
+ATTNPACK_HD inline A infinity() {
+  return static_cast<A>(__builtin_huge_val());
+}
+// -0.0 marks the weight of an excluded pair, as on the CPU: whatever it would multiply must not come in as 0 * NaN.
+template <class A>
+ATTNPACK_HD inline bool marks_excluded(A weight) {
+  return weight == 0 && std::signbit(weight);
+}
+ATTNPACK_HD inline bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
+template <class A>
+ATTNPACK_HD inline A larger(A a, A b) {  // NaN loses: it comes back through the sum
+  return a > b || b != b ? a : b;
+}
+
+}  // namespace attnpack::cuda

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Compiles every CUDA kernel for sm_80, sm_90a and, where nvcc has it, sm_100, warnings as errors, and prints registers,
+# shared memory and spills of each; more spilled bytes than the limit are a failure. Needs nvcc (12.0 or newer) and
+# Python, no GPU and no torch.   check_cuda.sh [bytes]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+limit=${1:-64}
+command -v nvcc >/dev/null || stop "no nvcc found; install a CUDA toolkit (12.0 or newer) and put its bin folder on the PATH."
+need_compiler
+python=$(find_python) || stop "no Python >= 3.11 found; install one (Debian, Ubuntu: apt-get install python3)."
+
+out=build/cuda
+rm -rf "$out"
+mkdir -p "$out/include"
+ln -s "$PWD/csrc" "$out/include/attnpack"
+architectures=(80 90a)
+if nvcc --list-gpu-arch | grep -qx compute_100; then architectures+=(100); fi
+
+compile() { # <architecture> <source>
+  local name
+  name=$(basename "$2" .cu).sm_$1
+  nvcc -std=c++20 -O3 -arch="sm_$1" -Werror all-warnings -Xcompiler -Wall,-Werror,-fPIC -Xptxas -v \
+    -I "$out/include" -c "$2" -o "$out/$name.o" >"$out/$name.log" 2>&1 || { cat "$out/$name.log"; return 1; }
+}
+export -f compile
+export out
+say "$(nvcc --version | grep release), sm_${architectures[*]}"
+for architecture in "${architectures[@]}"; do
+  for source in csrc/ops/cuda/*.cu; do printf '%s\0%s\0' "$architecture" "$source"; done
+done | xargs -0 -n 2 -P "$(nproc)" bash -c 'compile "$@"' compile || stop "a kernel did not compile; nvcc's words stand above."
+"$python" scripts/cuda_resources.py "$limit" "$out"/*.log

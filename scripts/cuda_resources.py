@@ -1,0 +1,41 @@
+"""Prints what each CUDA kernel uses, from ptxas -v; the exit code is 1 where one spills more bytes than the limit.
+
+python scripts/cuda_resources.py LIMIT LOG ...
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ENTRY = re.compile(
+    r"Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'.*?"
+    r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+    r"Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
+
+
+def main(limit: int, logs: list[str]) -> int:
+    entries = [match for log in logs for match in ENTRY.finditer(Path(log).read_text())]
+    if not entries:
+        print("no kernel was compiled")
+        return 1
+    names = [match["name"] for match in entries]
+    readable = subprocess.run(["c++filt", *names], capture_output=True, text=True, check=True).stdout.splitlines()
+    print(f"{'arch':<8}{'registers':>10}{'shared':>8}{'spilled':>8}  kernel")
+    worst = 0
+    for match, name in sorted(zip(entries, readable, strict=True), key=lambda each: (each[0]["arch"], each[1])):
+        spilled = int(match["stores"]) + int(match["loads"])
+        shared = re.search(r"(\d+) bytes smem", match["rest"])
+        name = re.sub(
+            r"\(.*|void |attnpack::cuda::|\(anonymous namespace\)::", "", name.replace("(anonymous namespace)::", "")
+        )
+        print(f"{match['arch']:<8}{match['registers']:>10}{shared[1] if shared else 0:>8}{spilled:>8}  {name}")
+        worst = max(worst, spilled)
+    print(f"{len(entries)} kernels, most bytes spilled: {worst}, limit {limit}")
+    return int(worst > limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,242 @@
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include <attnpack/ops/cuda/index.h>
+#include <attnpack/ops/cuda/numbers.cuh>
+
+// A block of CUDA threads on one CPU thread, so that the kernels' very source runs in host tests: each thread is a
+// fiber that runs until it meets a collective operation. Stricter than the hardware where it can be: the order of the
+// threads is drawn, asynchronous copies land only when they are waited for, and what they will overwrite is garbage
+// until then. Not modelled: the memory of caches, speed, and PTX itself.
+#define ATTNPACK_EMULATED_DEVICE
+#define ATTNPACK_DEVICE inline
+#define ATTNPACK_DEVICE_CALL inline
+
+namespace attnpack::cuda {
+
+class EmulatedBlock {
+ public:
+  enum State { kRunnable, kAtWarp, kAtBlock, kDone };
+  struct Slot {
+    char bytes[32];
+  };
+  struct Copy {
+    void* to;
+    const void* from;
+    bool valid;
+  };
+  struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    State state = kRunnable;
+    int operation = 0;    // which collective it waits at: all of a warp or block must wait at the same
+    Slot own, published;  // what it brought there, as its peers see it
+    bool any = false;     // the block's vote
+    std::vector<std::vector<Copy>> copies;  // groups under way, the last one still open
+  };
+
+  static EmulatedBlock*& current() {
+    static EmulatedBlock* block = nullptr;
+    return block;
+  }
+
+  EmulatedBlock(int threads, uint64_t seed) : random_(seed), fibers_(threads) {
+    for (auto& fiber : fibers_) fiber.stack.reset(new char[kStack]);
+  }
+
+  void run(const std::function<void()>& body) {
+    current() = this;
+    body_ = &body;
+    for (auto& fiber : fibers_) {
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.get();
+      fiber.context.uc_stack.ss_size = kStack;
+      fiber.context.uc_link = &scheduler_;
+      fiber.state = kRunnable;
+      fiber.copies.assign(1, {});
+      makecontext(&fiber.context, &EmulatedBlock::enter, 0);
+    }
+    while (run_some()) {
+    }
+    current() = nullptr;
+  }
+
+  int id() const { return active_; }
+  Fiber& me() { return fibers_[active_]; }
+  const Slot& peer(int lane) const { return fibers_[active_ / 32 * 32 + lane].published; }
+
+  // Waits for the warp or the block.
+  void meet(State where, int operation) {
+    me().state = where;
+    me().operation = operation;
+    swapcontext(&me().context, &scheduler_);
+  }
+  template <class T>
+  void bring(const T& x) {
+    static_assert(sizeof(T) <= sizeof(Slot));
+    std::memcpy(me().own.bytes, &x, sizeof x);
+  }
+  template <class T>
+  T brought_by(int lane) const {
+    T x;
+    std::memcpy(&x, peer(lane).bytes, sizeof x);
+    return x;
+  }
+  template <class T>
+  void fill_garbage(T* at, size_t bytes) {
+    std::memset(static_cast<void*>(at), 0xff, bytes);
+  }
+
+ private:
+  static constexpr size_t kStack = 256 << 10;
+
+  static void enter() {
+    (*current()->body_)();
+    current()->me().state = kDone;
+  }
+
+  [[noreturn]] void fail(const char* why) {
+    std::fprintf(stderr, "emulated block: %s\n", why);
+    std::abort();
+  }
+
+  bool run_some() {
+    std::vector<int> order;
+    for (size_t i = 0; i < fibers_.size(); ++i)
+      if (fibers_[i].state == kRunnable) order.push_back(static_cast<int>(i));
+    std::shuffle(order.begin(), order.end(), random_);
+    for (int i : order) {
+      active_ = i;
+      swapcontext(&scheduler_, &fibers_[i].context);
+    }
+    bool released = false;
+    for (size_t w = 0; w < fibers_.size(); w += 32) released |= release(w, 32, kAtWarp);
+    if (released) return true;
+    if (release(0, fibers_.size(), kAtBlock)) return true;
+    for (auto& fiber : fibers_)
+      if (fiber.state != kDone) fail("some threads wait for others that never come");
+    return false;
+  }
+
+  bool release(size_t first, size_t count, State state) {
+    bool any = false;
+    for (size_t i = first; i < first + count; ++i) {
+      if (fibers_[i].state != state) return false;
+      any |= state == kAtBlock && fibers_[i].own.bytes[0];
+    }
+    for (size_t i = first; i < first + count; ++i) {
+      auto& fiber = fibers_[i];
+      if (fiber.operation != fibers_[first].operation) fail("threads meet at different operations");
+      fiber.published = fiber.own;
+      fiber.any = any;
+      fiber.state = kRunnable;
+    }
+    return true;
+  }
+
+  std::mt19937_64 random_;
+  std::vector<Fiber> fibers_;
+  ucontext_t scheduler_;
+  const std::function<void()>* body_ = nullptr;
+  int active_ = 0;
+};
+
+inline EmulatedBlock& emulated() { return *EmulatedBlock::current(); }
+
+inline int thread_id() { return emulated().id(); }
+inline bool any_in_block(bool x) {
+  emulated().bring(x);
+  emulated().meet(EmulatedBlock::kAtBlock, 1);
+  return emulated().me().any;
+}
+inline void sync_block() {
+  emulated().bring(false);
+  emulated().meet(EmulatedBlock::kAtBlock, 2);
+}
+template <class T>
+T shuffle_xor(T x, int mask) {
+  emulated().bring(x);
+  emulated().meet(EmulatedBlock::kAtWarp, 3);
+  return emulated().brought_by<T>((thread_id() % 32) ^ mask);
+}
+
+inline void copy_async(void* shared, const void* global, bool valid) {
+  if (reinterpret_cast<uintptr_t>(shared) % 16 || (valid && reinterpret_cast<uintptr_t>(global) % 16)) std::abort();
+  emulated().fill_garbage(shared, 16);
+  emulated().me().copies.back().push_back({shared, global, valid});
+}
+inline void copy_async_commit() { emulated().me().copies.emplace_back(); }
+template <int Pending>
+void copy_async_wait() {
+  auto& groups = emulated().me().copies;
+  while (groups.size() > Pending + 1) {
+    for (const auto& copy : groups.front())
+      if (copy.valid)
+        std::memcpy(copy.to, copy.from, 16);
+      else
+        std::memset(copy.to, 0, 16);
+    groups.erase(groups.begin());
+  }
+}
+
+inline uint32_t emulated_pair(const uint16_t* low, const uint16_t* high) {
+  return static_cast<uint32_t>(*low) | static_cast<uint32_t>(*high) << 16;
+}
+inline void load_matrices(uint32_t (&to)[4], const void* row) {
+  emulated().bring(row);
+  emulated().meet(EmulatedBlock::kAtWarp, 4);
+  const int lane = thread_id() % 32;
+  for (int m = 0; m < 4; ++m) {
+    const auto* at = static_cast<const uint16_t*>(emulated().brought_by<const void*>(8 * m + lane / 4)) + lane % 4 * 2;
+    to[m] = emulated_pair(at, at + 1);
+  }
+}
+inline void load_matrices_transposed(uint32_t (&to)[4], const void* row) {
+  emulated().bring(row);
+  emulated().meet(EmulatedBlock::kAtWarp, 5);
+  const int lane = thread_id() % 32;
+  for (int m = 0; m < 4; ++m) {
+    const auto at = [&](int r) {
+      return static_cast<const uint16_t*>(emulated().brought_by<const void*>(8 * m + r)) + lane / 4;
+    };
+    to[m] = emulated_pair(at(lane % 4 * 2), at(lane % 4 * 2 + 1));
+  }
+}
+
+struct EmulatedOperands {
+  uint32_t a[4], b[2];
+};
+template <class S>
+float emulated_half(uint32_t reg, int half) {
+  return widen(S{static_cast<uint16_t>(reg >> 16 * half)});
+}
+// The fragments as the PTX ISA draws them for mma.m16n8k16, spelled out apart from index.h.
+template <class S>
+void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulated().bring(EmulatedOperands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+  emulated().meet(EmulatedBlock::kAtWarp, 6);
+  const int group = thread_id() % 32 / 4, in_group = thread_id() % 4;
+  for (int i = 0; i < 4; ++i) {
+    const int row = i < 2 ? group : group + 8, column = in_group * 2 + (i & 1);
+    for (int k = 0; k < 16; ++k) {
+      const auto left = emulated().brought_by<EmulatedOperands>(row % 8 * 4 + k % 8 / 2);
+      const auto right = emulated().brought_by<EmulatedOperands>(column * 4 + k % 8 / 2);
+      c[i] += emulated_half<S>(left.a[(row >= 8) + 2 * (k >= 8)], k % 2) * emulated_half<S>(right.b[k >= 8], k % 2);
+    }
+  }
+}
+
+inline float power_of_two(float x) { return std::exp2(x); }
+
+}  // namespace attnpack::cuda

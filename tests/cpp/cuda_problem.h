@@ -1,0 +1,262 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include <attnpack/core/head_map.h>
+#include <attnpack/ops/cuda/numbers.cuh>
+
+// A drawn attention problem in one storage type, and what the formula in fp64 says of it.
+namespace attnpack::cuda {
+
+struct Shape {
+  int64_t batch, num_kv_heads, group, q_len, kv_len, head_dim, v_head_dim;
+};
+struct Settings {
+  bool causal = false, window = false, lens = false, offsets = false, softcap = false, sinks = false, alibi = false,
+       bool_mask = false, float_mask = false, map = false, dropout = false, poison = false, latent = false;
+};
+
+template <class S>
+DType dtype_of() {
+  if (std::is_same_v<S, double>) return DType::kFloat64;
+  if (std::is_same_v<S, float>) return DType::kFloat32;
+  return std::is_same_v<S, BFloat16> ? DType::kBFloat16 : DType::kFloat16;
+}
+
+template <class S>
+struct alignas(16) Chunk {
+  S numbers[16 / sizeof(S)];
+};
+
+// A [batch, heads, length, width] tensor stored [batch, length, heads, width], 16-byte aligned.
+template <class S>
+struct Tensor4 {
+  int64_t heads = 0, length = 0, width = 0;
+  std::vector<Chunk<S>> storage;
+  Strides strides;
+  Tensor4() = default;
+  Tensor4(int64_t batch, int64_t heads, int64_t length, int64_t width)
+      : heads(heads),
+        length(length),
+        width(width),
+        storage(batch * heads * length * width * sizeof(S) / 16 + 1),
+        strides{length * heads * width, width, heads * width, 1} {}
+  S* data() { return storage.data()->numbers; }
+  S& at(int64_t b, int64_t h, int64_t l, int64_t d) {
+    return data()[b * strides.batch + h * strides.head + l * strides.row + d];
+  }
+};
+
+template <class S>
+struct Problem {
+  using A = typename Accumulation<S>::type;
+  static constexpr double kInf = std::numeric_limits<double>::infinity();
+
+  Shape shape;
+  Settings on;
+  AttentionBackwardParams bp{};
+  AttentionParams& p = bp.forward;
+  int64_t num_heads, most_group;
+  Tensor4<S> query, key, value, out, grad_out, grad_query, grad_key, grad_value;
+  std::vector<A> lse, delta, grad_scores;
+  std::vector<int64_t> offsets, lens;
+  std::vector<double> sinks, slopes;
+  std::vector<char> bools;
+  std::vector<float> floats;
+  HeadGroups groups;
+  std::mt19937 random;
+
+  Problem(const Shape& shape, const Settings& on, int seed) : shape(shape), on(on), random(seed) {
+    num_heads = shape.num_kv_heads * shape.group;
+    most_group = shape.group;
+    query = normal(num_heads, shape.q_len, shape.head_dim);
+    key = normal(shape.num_kv_heads, shape.kv_len, shape.head_dim);
+    value = normal(shape.num_kv_heads, shape.kv_len, shape.v_head_dim);
+    grad_out = normal(num_heads, shape.q_len, shape.v_head_dim);
+    out = Tensor4<S>(shape.batch, num_heads, shape.q_len, shape.v_head_dim);
+    grad_query = Tensor4<S>(shape.batch, num_heads, shape.q_len, shape.head_dim);
+    grad_key = Tensor4<S>(shape.batch, shape.num_kv_heads, shape.kv_len, shape.head_dim);
+    grad_value = Tensor4<S>(shape.batch, shape.num_kv_heads, shape.kv_len, shape.v_head_dim);
+    lse.assign(shape.batch * num_heads * shape.q_len, A(-7));
+    fill_params();
+    if (on.poison) poison();
+  }
+
+  double uniform() { return std::uniform_real_distribution<double>()(random); }
+
+  Tensor4<S> normal(int64_t heads, int64_t length, int64_t width) {
+    Tensor4<S> x(shape.batch, heads, length, width);
+    std::normal_distribution<float> draw;
+    for (int64_t i = 0; i < shape.batch * heads * length * width; ++i) narrow(A(draw(random)), x.data() + i);
+    return x;
+  }
+
+  void fill_params() {
+    p.batch = shape.batch;
+    p.num_heads = num_heads;
+    p.num_kv_heads = shape.num_kv_heads;
+    p.q_len = shape.q_len;
+    p.kv_len = shape.kv_len;
+    p.head_dim = shape.head_dim;
+    p.v_head_dim = shape.v_head_dim;
+    p.dtype = dtype_of<S>();
+    p.query = query.data();
+    p.key = key.data();
+    p.value = on.latent ? key.data() : value.data();
+    p.query_strides = query.strides;
+    p.key_strides = key.strides;
+    p.value_strides = on.latent ? key.strides : value.strides;
+    p.out = out.data();
+    p.out_strides = out.strides;
+    p.lse = lse.data();
+    p.scale = 1 / std::sqrt(static_cast<double>(shape.head_dim));
+    p.causal = on.causal;
+    p.q_offset = on.causal ? shape.kv_len - shape.q_len : 0;
+    p.window_left = on.window ? shape.kv_len / 3 : -1;
+    p.window_right = on.window ? 2 : -1;
+    if (on.softcap) p.softcap = 1.5;
+    if (on.offsets) {
+      for (int64_t b = 0; b < shape.batch; ++b) offsets.push_back(shape.kv_len / 2 - 3 * b - 2);
+      p.q_offsets = offsets.data();
+    }
+    if (on.lens) {
+      for (int64_t b = 0; b < shape.batch; ++b) lens.push_back(std::max<int64_t>(0, shape.kv_len - 1 - 17 * b));
+      p.kv_lens = lens.data();
+    }
+    for (int64_t h = 0; h < num_heads; ++h) {
+      sinks.push_back(0.3 * static_cast<double>(h) - 1);
+      slopes.push_back(0.05 * static_cast<double>(h + 1));
+    }
+    if (on.sinks) p.sinks = sinks.data();
+    if (on.alibi) p.alibi_slopes = slopes.data();
+    if (on.map) {
+      std::vector<int64_t> map;
+      for (int64_t h = 0; h < num_heads; ++h) map.push_back(h * h % 3 % shape.num_kv_heads);
+      groups = group_heads(map, shape.num_kv_heads);
+      p.group_start = groups.start.data();
+      p.group_heads = groups.heads.data();
+      most_group = 0;
+      for (int64_t h = 0; h < shape.num_kv_heads; ++h) most_group = std::max(most_group, group_size(p, h));
+    }
+    if (on.bool_mask) {  // [batch, 1, 1, kv_len]
+      for (int64_t i = 0; i < shape.batch * shape.kv_len; ++i) bools.push_back(uniform() < 0.7);
+      p.mask = bools.data();
+      p.mask_dtype = DType::kBool;
+      p.mask_strides = {shape.kv_len, 0, 0, 1};
+    }
+    if (on.float_mask) {  // [num_heads, q_len, kv_len]
+      for (int64_t i = 0; i < num_heads * shape.q_len * shape.kv_len; ++i)
+        floats.push_back(uniform() < 0.3 ? -infinity<float>() : static_cast<float>(uniform()));
+      p.mask = floats.data();
+      p.mask_dtype = DType::kFloat32;
+      p.mask_strides = {0, shape.q_len * shape.kv_len, shape.kv_len, 1};
+    }
+    if (on.dropout) {
+      p.dropout_p = 0.3;
+      p.dropout_seed = 1234567;
+    }
+    bp.grad_out = grad_out.data();
+    bp.grad_out_strides = grad_out.strides;
+    bp.grad_query = grad_query.data();
+    bp.grad_key = grad_key.data();
+    bp.grad_value = grad_value.data();
+    bp.grad_query_strides = grad_query.strides;
+    bp.grad_key_strides = grad_key.strides;
+    bp.grad_value_strides = grad_value.strides;
+  }
+
+  int64_t kv_head_of(int64_t head) const {
+    if (!p.group_start) return head / shape.group;
+    for (int64_t kv = 0; kv < shape.num_kv_heads; ++kv)
+      for (int64_t i = groups.start[kv]; i < groups.start[kv + 1]; ++i)
+        if (groups.heads[i] == head) return kv;
+    return -1;
+  }
+
+  bool sees(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const int64_t position = i + (on.offsets ? offsets[b] : p.q_offset);
+    return j < (on.lens ? lens[b] : shape.kv_len) && (!on.causal || j <= position) &&
+           (!on.window || (j >= position - p.window_left && j <= position + p.window_right)) &&
+           (!on.bool_mask || bools[b * shape.kv_len + j]) &&
+           (!on.float_mask || floats[(h * shape.q_len + i) * shape.kv_len + j] != -infinity<float>());
+  }
+
+  // NaN and Inf in a third of the keys that some row does not see.
+  void poison() {
+    S nan, inf;
+    narrow(std::numeric_limits<A>::quiet_NaN(), &nan);
+    narrow(infinity<A>(), &inf);
+    for (int64_t b = 0; b < shape.batch; ++b)
+      for (int64_t kv = 0; kv < shape.num_kv_heads; ++kv)
+        for (int64_t j = 0; j < shape.kv_len; ++j) {
+          bool hidden = false;
+          for (int64_t h = 0; h < num_heads; ++h)
+            for (int64_t i = 0; i < shape.q_len && kv_head_of(h) == kv; ++i) hidden |= !sees(b, h, i, j);
+          if (hidden && j % 3 == 0) {
+            key.at(b, kv, j, j % shape.head_dim) = nan;
+            value.at(b, kv, j, j % shape.v_head_dim) = j % 2 ? inf : nan;
+          }
+        }
+  }
+
+  double q(int64_t b, int64_t h, int64_t i, int64_t d) { return widen(query.at(b, h, i, d)); }
+  double k(int64_t b, int64_t h, int64_t j, int64_t d) { return widen(key.at(b, h, j, d)); }
+  double v(int64_t b, int64_t h, int64_t j, int64_t d) {
+    return widen(on.latent ? key.at(b, h, j, d) : value.at(b, h, j, d));
+  }
+
+  // One row by the formula: probabilities (before dropout), d(capped) / d(scaled), factors of dropout, lse, out, and
+  // the sum of |probability * value|, in which rounding is measured.
+  struct Truth {
+    std::vector<double> probs, slope, kept, out, size;
+    double lse;
+  };
+  Truth row(int64_t b, int64_t h, int64_t i) {
+    const int64_t kv = kv_head_of(h);
+    Truth t{std::vector<double>(shape.kv_len),     std::vector<double>(shape.kv_len, 1),
+            std::vector<double>(shape.kv_len, 1),  std::vector<double>(shape.v_head_dim),
+            std::vector<double>(shape.v_head_dim), -kInf};
+    std::vector<double> score(shape.kv_len, -kInf);
+    double top = on.sinks ? sinks[h] : -kInf;
+    for (int64_t j = 0; j < shape.kv_len; ++j) {
+      if (!sees(b, h, i, j)) continue;
+      double s = 0;
+      for (int64_t d = 0; d < shape.head_dim; ++d) s += q(b, h, i, d) * k(b, kv, j, d);
+      s *= p.scale;
+      if (on.softcap) {
+        t.slope[j] = 1 - std::pow(std::tanh(s / p.softcap), 2);
+        s = p.softcap * std::tanh(s / p.softcap);
+      }
+      if (on.alibi) s -= slopes[h] * std::abs(static_cast<double>(i + (on.offsets ? offsets[b] : p.q_offset) - j));
+      if (on.float_mask) s += floats[(h * shape.q_len + i) * shape.kv_len + j];
+      score[j] = s;
+      if (s > top) top = s;
+    }
+    double sum = on.sinks ? std::exp(sinks[h] - top) : 0;
+    for (double s : score) sum += s == -kInf ? 0 : std::exp(s - top);
+    if (sum != 0) t.lse = top + std::log(sum);
+    for (int64_t j = 0; j < shape.kv_len; ++j) {
+      if (score[j] == -kInf) continue;
+      t.probs[j] = std::exp(score[j] - t.lse);
+      if (on.dropout) {
+        uint64_t x =
+            p.dropout_seed + 0x9e3779b97f4a7c15u * (((b * num_heads + h) * shape.q_len + i) * shape.kv_len + j + 1);
+        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+        x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+        x ^= x >> 31;
+        t.kept[j] = static_cast<double>(x >> 11) / 9007199254740992.0 < p.dropout_p ? 0 : 1 / (1 - p.dropout_p);
+      }
+      for (int64_t d = 0; d < shape.v_head_dim; ++d) {
+        t.out[d] += t.probs[j] * t.kept[j] * v(b, kv, j, d);
+        t.size[d] += std::abs(t.probs[j] * t.kept[j] * v(b, kv, j, d));
+      }
+    }
+    return t;
+  }
+};
+
+}  // namespace attnpack::cuda

@@ -1,0 +1,216 @@
+#include <memory>
+
+#include "catch.h"
+#include "cuda_emulator.h"
+#include "cuda_problem.h"
+
+#include <attnpack/ops/cuda/forward_exact.cuh>
+#include <attnpack/ops/cuda/forward_latent.cuh>
+#include <attnpack/ops/cuda/forward_mma.cuh>
+
+// The CUDA forward kernels, their very source, on an emulated block, against the formula in fp64.
+using namespace attnpack;
+using namespace attnpack::cuda;
+
+namespace {
+
+struct Room {
+  size_t bytes;
+  std::unique_ptr<Chunk<float>[]> memory;
+  explicit Room(size_t bytes) : bytes(bytes), memory(new Chunk<float>[bytes / 16 + 1]) {
+    std::memset(static_cast<void*>(memory.get()), 0xff, bytes);
+  }
+  void* data() { return memory.get(); }
+};
+
+template <class Shared, class Body>
+void run_blocks(int64_t blocks, int threads, uint64_t seed, const Body& body) {
+  EmulatedBlock block(threads, seed);
+  for (int64_t i = 0; i < blocks; ++i) {
+    Room shared(sizeof(Shared));
+    block.run([&] { body(i, shared.data()); });
+  }
+}
+
+template <class S, int RowWarps, int KeyWarps, int Width>
+void run_mma(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
+  using Tile = ForwardTile<S, RowWarps, KeyWarps, Width>;
+  CHECK(static_cast<int64_t>(sizeof(typename Tile::Shared)) <= shared_bytes(plan.kernel, plan.tile_rows, plan.width));
+  run_blocks<typename Tile::Shared>(plan.blocks, Tile::kThreads, seed, [&](int64_t i, void* shared) {
+    forward_mma_block<S, RowWarps, KeyWarps, Width>(p, plan, workspace, i, shared);
+  });
+}
+template <class S, int RowTiles, int Warps>
+void run_latent(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
+  using Tile = LatentTile<S, RowTiles, Warps>;
+  CHECK(static_cast<int64_t>(sizeof(typename Tile::Shared)) <= shared_bytes(plan.kernel, plan.tile_rows, plan.width));
+  run_blocks<typename Tile::Shared>(plan.blocks, Tile::kThreads, seed, [&](int64_t i, void* shared) {
+    forward_latent_block<S, RowTiles, Warps>(p, plan, workspace, i, shared);
+  });
+}
+
+template <class S>
+void run_forward(const AttentionParams& p, const ForwardPlan& plan, uint64_t seed) {
+  using A = typename Accumulation<S>::type;
+  Room workspace(plan.workspace_bytes);
+  if constexpr (sizeof(S) == 2) {
+    if (plan.kernel == ForwardKernel::kLatent)
+      plan.tile_rows == 16 ? run_latent<S, 1, 4>(p, plan, workspace.data(), seed)
+                           : run_latent<S, 4, 8>(p, plan, workspace.data(), seed);
+    else if (plan.kernel == ForwardKernel::kDecode)
+      plan.width == 64    ? run_mma<S, 1, 4, 64>(p, plan, workspace.data(), seed)
+      : plan.width == 128 ? run_mma<S, 1, 4, 128>(p, plan, workspace.data(), seed)
+                          : run_mma<S, 1, 4, 256>(p, plan, workspace.data(), seed);
+    else if (plan.kernel == ForwardKernel::kPrefill)
+      plan.width == 64    ? run_mma<S, 4, 1, 64>(p, plan, workspace.data(), seed)
+      : plan.width == 128 ? run_mma<S, 4, 1, 128>(p, plan, workspace.data(), seed)
+                          : run_mma<S, 4, 1, 256>(p, plan, workspace.data(), seed);
+  }
+  if (plan.kernel == ForwardKernel::kExact)
+    run_blocks<ExactShared<A>>(plan.blocks, kExactThreads, seed, [&](int64_t i, void* shared) {
+      forward_exact_block<S, A>(p, plan, workspace.data(), i, shared);
+    });
+  if (plan.split.parts > 1)
+    run_blocks<char>(p.batch * p.num_kv_heads * plan.rows, 128, seed,
+                     [&](int64_t i, void*) { merge_parts<S, A>(p, plan, workspace.data(), i, 128); });
+}
+
+constexpr Device kDevice{8, 227 * 1024};
+
+// What keys hold that no row may see, and what a row holds that is not to see them, changes no bit.
+template <class S>
+void check_bits(const Shape& shape, Settings on, int seed) {
+  on.poison = false;
+  Problem<S> clean(shape, on, seed);
+  on.poison = true;
+  Problem<S> poisoned(shape, on, seed);
+  const ForwardPlan plan = plan_forward(clean.p, clean.most_group, kDevice);
+  run_forward<S>(clean.p, plan, seed);
+  run_forward<S>(poisoned.p, plan, seed + 1);
+  int64_t same = 0, wrong = 0;
+  for (int64_t b = 0; b < shape.batch; ++b)
+    for (int64_t h = 0; h < clean.num_heads; ++h)
+      for (int64_t i = 0; i < shape.q_len; ++i) {
+        const auto truth = poisoned.row(b, h, i);
+        for (int64_t d = 0; d < shape.v_head_dim; ++d)
+          if (std::isfinite(truth.out[d])) {
+            ++same;
+            wrong += clean.out.at(b, h, i, d).bits != poisoned.out.at(b, h, i, d).bits;
+          }
+      }
+  CHECK(same > 0);
+  CHECK(wrong == 0);
+}
+
+// Largest error, in units of the rounding of the storage type.
+template <class S>
+void check(const Shape& shape, const Settings& on, ForwardKernel kernel, int seed, Device device = kDevice) {
+  CAPTURE(shape.q_len, shape.kv_len, shape.head_dim, seed);
+  Problem<S> problem(shape, on, seed);
+  const ForwardPlan plan = plan_forward(problem.p, problem.most_group, device);
+  CHECK(plan.kernel == kernel);
+  run_forward<S>(problem.p, plan, seed);
+  const double unit = std::is_same_v<S, double>     ? 0x1p-53
+                      : std::is_same_v<S, float>    ? 0x1p-24
+                      : std::is_same_v<S, BFloat16> ? 0x1p-9
+                                                    : 0x1p-12;
+  double worst = 0, worst_lse = 0;
+  int64_t wrong = 0;
+  for (int64_t b = 0; b < shape.batch; ++b)
+    for (int64_t h = 0; h < problem.num_heads; ++h)
+      for (int64_t i = 0; i < shape.q_len; ++i) {
+        const auto truth = problem.row(b, h, i);
+        const double lse = problem.lse[(b * problem.num_heads + h) * shape.q_len + i];
+        if (std::isfinite(truth.lse))
+          worst_lse = std::max(worst_lse, std::abs(lse - truth.lse) / (1 + std::abs(truth.lse)));
+        else
+          wrong += std::isnan(truth.lse) ? !std::isnan(lse) : lse != truth.lse;
+        for (int64_t d = 0; d < shape.v_head_dim; ++d) {
+          const double out = widen(problem.out.at(b, h, i, d));
+          if (!std::isfinite(truth.out[d]))
+            wrong += std::isfinite(out);
+          else if (!std::isfinite(out))
+            ++wrong;
+          else
+            worst = std::max(worst, std::abs(out - truth.out[d]) / (unit * (truth.size[d] + 1e-30)));
+        }
+      }
+  CHECK(wrong == 0);
+  // Weights and the result are rounded to the storage type; fp32 and fp64 also see the error of long sums.
+  CHECK(worst < (sizeof(S) == 2 ? 2.5 : 100));
+  CHECK(worst_lse < (std::is_same_v<S, double> ? 1e-13 : 2e-6));
+}
+
+std::vector<Settings> grid() {
+  Settings all{.causal = true,
+               .lens = true,
+               .softcap = true,
+               .sinks = true,
+               .alibi = true,
+               .float_mask = true,
+               .map = true,
+               .dropout = true,
+               .poison = true};
+  return {{},
+          {.causal = true},
+          {.window = true, .offsets = true},
+          {.lens = true, .poison = true},
+          {.causal = true, .offsets = true, .sinks = true},
+          {.softcap = true, .alibi = true},
+          {.bool_mask = true, .poison = true},
+          {.causal = true, .float_mask = true, .poison = true},
+          {.map = true},
+          {.causal = true, .dropout = true},
+          {.causal = true, .poison = true},
+          all};
+}
+
+}  // namespace
+
+TEST_CASE("exact forward") {
+  int seed = 0;
+  for (const Settings& on : grid()) {
+    check<float>({2, 2, 3, 7, 50, 20, 33}, on, ForwardKernel::kExact, ++seed);
+    check<double>({1, 3, 1, 19, 40, 40, 5}, on, ForwardKernel::kExact, ++seed);
+  }
+  check<float>({1, 1, 1, 1, 1500, 8, 140}, {.lens = true, .poison = true}, ForwardKernel::kExact, ++seed);
+  check<BFloat16>({1, 2, 2, 5, 40, 17, 9}, {.causal = true}, ForwardKernel::kExact, ++seed);
+  check<Float16>({1, 2, 2, 5, 40, 30, 300}, {.causal = true}, ForwardKernel::kExact, ++seed);
+}
+
+TEST_CASE("prefill on tensor cores") {
+  int seed = 100;
+  for (const Settings& on : grid())
+    check<BFloat16>({2, 3, 2, 41, 150, 64, 64}, on, ForwardKernel::kPrefill, ++seed, {1, 227 * 1024});
+  for (const Settings& on : {grid()[1], grid()[10]})
+    check<Float16>({1, 1, 2, 70, 130, 128, 104}, on, ForwardKernel::kPrefill, ++seed);
+  check<BFloat16>({1, 1, 1, 65, 100, 192, 128}, {.causal = true}, ForwardKernel::kPrefill, ++seed);
+  check<Float16>({1, 1, 1, 40, 700, 40, 24}, {.causal = true}, ForwardKernel::kPrefill, ++seed);  // in parts
+}
+
+TEST_CASE("decode on tensor cores") {
+  int seed = 200;
+  for (const Settings& on : grid()) check<BFloat16>({2, 3, 2, 2, 700, 64, 64}, on, ForwardKernel::kDecode, ++seed);
+  check<Float16>({1, 2, 5, 3, 300, 128, 128}, {.causal = true}, ForwardKernel::kDecode, ++seed);
+  check<Float16>({1, 1, 16, 1, 1200, 256, 200}, {.lens = true, .poison = true}, ForwardKernel::kDecode, ++seed);
+}
+
+TEST_CASE("latent decode reads keys and values once") {
+  int seed = 300;
+  const Settings causal{.causal = true, .latent = true};
+  check<BFloat16>({1, 1, 16, 1, 100, 576, 512}, causal, ForwardKernel::kLatent, ++seed);
+  check<Float16>({1, 1, 7, 2, 600, 576, 512}, {.causal = true, .lens = true, .latent = true}, ForwardKernel::kLatent,
+                 ++seed);
+  check<BFloat16>({1, 1, 40, 2, 70, 576, 512}, causal, ForwardKernel::kLatent, ++seed);
+  check<BFloat16>({1, 1, 20, 1, 40, 576, 512}, {.bool_mask = true, .dropout = true, .poison = true, .latent = true},
+                  ForwardKernel::kLatent, ++seed);
+}
+
+TEST_CASE("what excluded keys hold changes no bit on tensor cores") {
+  const Settings lens{.lens = true}, masked{.causal = true, .bool_mask = true};
+  check_bits<BFloat16>({2, 1, 2, 41, 150, 64, 64}, lens, 501);
+  check_bits<BFloat16>({2, 1, 2, 41, 150, 64, 64}, masked, 502);
+  check_bits<Float16>({2, 2, 2, 2, 700, 64, 64}, lens, 503);
+  check_bits<Float16>({2, 2, 2, 2, 700, 64, 64}, masked, 504);
+  check_bits<BFloat16>({1, 1, 20, 1, 40, 576, 512}, {.bool_mask = true, .latent = true}, 505);
+}

@@ -1,0 +1,192 @@
+#include <random>
+#include <set>
+#include <vector>
+
+#include "catch.h"
+#include "cuda_emulator.h"
+
+#include <attnpack/ops/cuda/partial.cuh>
+
+// The arithmetic on indices that the CUDA kernels stand on, against brute force.
+using namespace attnpack;
+using namespace attnpack::cuda;
+
+TEST_CASE("swizzled chunks are a permutation without bank conflicts") {
+  for (int width : {64, 128, 256, 576}) {
+    for (int row = 0; row < 64; ++row) {
+      std::set<int> places;
+      for (int chunk = 0; chunk < width / 8; ++chunk) places.insert(swizzled_offset(row, chunk, width));
+      CHECK(static_cast<int>(places.size()) == width / 8);
+      CHECK(*places.begin() == row * width);
+      CHECK(*places.rbegin() == row * width + width - 8);
+    }
+    for (int row = 0; row < 64; row += 8)
+      for (int chunk = 0; chunk < width / 8; ++chunk) {
+        std::set<int> banks;  // a load of a matrix reads eight rows of 16 bytes: all 32 banks of 4 bytes, once
+        for (int r = row; r < row + 8; ++r) banks.insert(swizzled_offset(r, chunk, width) * 2 / 16 % 8);
+        CHECK(banks.size() == 8);
+      }
+  }
+}
+
+TEST_CASE("fragments cover their operands, each element once") {
+  std::set<int> a, b, c;
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int reg = 0; reg < 4; ++reg)
+      for (int half = 0; half < 2; ++half)
+        a.insert(place_in_a(lane, reg, half).row * 16 + place_in_a(lane, reg, half).column);
+    for (int reg = 0; reg < 2; ++reg)
+      for (int half = 0; half < 2; ++half)
+        b.insert(place_in_b(lane, reg, half).row * 8 + place_in_b(lane, reg, half).column);
+    for (int i = 0; i < 4; ++i) c.insert(place_in_c(lane, i).row * 8 + place_in_c(lane, i).column);
+  }
+  CHECK(a.size() == 256);
+  CHECK(b.size() == 128);
+  CHECK(c.size() == 128);
+}
+
+TEST_CASE("a fragment C of two neighbouring products is a fragment A") {
+  for (int lane = 0; lane < 32; ++lane)
+    for (int reg = 0; reg < 4; ++reg)
+      for (int half = 0; half < 2; ++half) {
+        const Place to = place_in_a(lane, reg, half), from = place_in_c(lane, 2 * (reg & 1) + half);
+        CHECK(to.row == from.row);
+        CHECK(to.column == from.column + 8 * (reg >> 1));
+      }
+}
+
+TEST_CASE("matrices load as the operands' fragments") {
+  std::vector<uint16_t> x(16 * 16);
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<uint16_t>(i);
+  const std::function<void()> body = [&] {
+    const int lane = thread_id();
+    const auto load = [&](Place at, bool transposed) {
+      std::vector<uint32_t> r(4);
+      uint32_t to[4];
+      const void* row = &x[at.row * 16 + at.column * 8];
+      transposed ? load_matrices_transposed(to, row) : load_matrices(to, row);
+      return std::vector<uint32_t>(to, to + 4);
+    };
+    const auto a = load(lane_for_a(lane), false), keys = load(lane_for_b(lane), false),
+               values = load(lane_for_b_transposed(lane), true);
+    for (int reg = 0; reg < 4; ++reg)
+      for (int half = 0; half < 2; ++half) {
+        const auto element = [&](const std::vector<uint32_t>& v) {
+          return static_cast<int>(v[reg] >> 16 * half & 0xffff);
+        };
+        const Place in_a = place_in_a(lane, reg, half), in_b = place_in_b(lane, reg % 2, half);
+        CHECK(element(a) == in_a.row * 16 + in_a.column);
+        CHECK(element(keys) == (in_b.column + reg / 2 * 8) * 16 + in_b.row);
+        CHECK(element(values) == in_b.row * 16 + in_b.column + reg / 2 * 8);
+      }
+  };
+  EmulatedBlock(32, 1).run(body);
+}
+
+TEST_CASE("splits cover every key once and follow shapes alone") {
+  for (int64_t kv_len : {0, 1, 63, 64, 65, 255, 256, 257, 1000, 4096, 65536, 1000003})
+    for (int64_t blocks : {1, 2, 8, 100, 132, 5000})
+      for (int64_t at_once : {1, 108, 132, 264}) {
+        const Split s = split_keys(blocks, at_once, kv_len, 64);
+        CHECK(s.keys % 64 == 0);
+        CHECK(s.parts >= 1);
+        CHECK(s.parts <= 128);
+        CHECK(s.parts * s.keys >= kv_len);
+        if (s.parts > 1) {
+          CHECK((s.parts - 1) * s.keys < kv_len);
+          CHECK(s.keys >= 4 * 64);
+          CHECK(5 * blocks < 4 * at_once);
+        }
+      }
+  CHECK(split_keys(8, 264, 65536, 64).parts > 16);
+}
+
+TEST_CASE("units give every pair of a row and a key that it sees to one block") {
+  std::mt19937 random(5);
+  const auto draw = [&](int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(random);
+  };
+  for (int round = 0; round < 200; ++round) {
+    AttentionParams p{};
+    p.batch = draw(1, 2);
+    p.num_kv_heads = draw(1, 3);
+    const int64_t group = draw(1, 5);
+    p.num_heads = p.num_kv_heads * group;
+    p.q_len = draw(1, 40);
+    p.kv_len = draw(1, 700);
+    p.head_dim = p.v_head_dim = 64;
+    p.dtype = DType::kFloat32;
+    p.causal = draw(0, 1);
+    p.q_offset = draw(-10, 700);
+    p.window_left = draw(0, 2) ? -1 : draw(0, 50);
+    p.window_right = draw(0, 2) ? -1 : draw(0, 50);
+    std::vector<int64_t> lens(p.batch, draw(0, p.kv_len));
+    if (draw(0, 1)) p.kv_lens = lens.data();
+    const ForwardPlan plan = plan_forward(p, group, {draw(1, 40), 200000});
+    std::vector<int> seen(p.batch * p.num_kv_heads * plan.rows * p.kv_len);
+    for (int64_t block = 0; block < plan.blocks; ++block) {
+      const Unit u = unit_of(p, plan, block);
+      for (int64_t r = u.first; r < u.first + plan.tile_rows && r < plan.rows; ++r) {
+        const Row row = make_row(p, u.b, u.kv_head, r);
+        for (int64_t key = u.keys.begin; key < u.keys.end; ++key)
+          if (key >= row.begin && key < row.end)
+            ++seen[((u.b * p.num_kv_heads + u.kv_head) * plan.rows + r) * p.kv_len + key];
+      }
+    }
+    int64_t wrong = 0;
+    for (int64_t h = 0; h < p.batch * p.num_kv_heads; ++h)
+      for (int64_t r = 0; r < plan.rows; ++r)
+        for (int64_t key = 0; key < p.kv_len; ++key) {
+          const int64_t b = h / p.num_kv_heads, position = r / group + p.q_offset;
+          const bool sees = key < (p.kv_lens ? lens[b] : p.kv_len) && (!p.causal || key <= position) &&
+                            (p.window_left < 0 || key >= position - p.window_left) &&
+                            (p.window_right < 0 || key <= position + p.window_right);
+          wrong += seen[(h * plan.rows + r) * p.kv_len + key] != sees;
+        }
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("softmax parts merge the same in any grouping") {
+  std::mt19937 random(7);
+  std::normal_distribution<double> normal(0, 5);
+  for (int round = 0; round < 100; ++round) {
+    Softmax<double> part[3];
+    double value[3];
+    for (int i = 0; i < 3; ++i) {
+      part[i] = round % 7 == i ? Softmax<double>{-infinity<double>(), 0} : Softmax<double>{normal(random), 1 + i * 0.5};
+      value[i] = part[i].sum * normal(random);
+    }
+    const auto join = [](Softmax<double> a, double x, Softmax<double> b, double y) {
+      double left, right;
+      const Softmax<double> both = merge(a, b, &left, &right);
+      return std::pair(both, x * left + y * right);
+    };
+    const auto [ab, x] = join(part[0], value[0], part[1], value[1]);
+    const auto [abc, y] = join(ab, x, part[2], value[2]);
+    const auto [bc, z] = join(part[1], value[1], part[2], value[2]);
+    const auto [other, w] = join(part[0], value[0], bc, z);
+    CHECK(abc.max == other.max);
+    CHECK(std::abs(abc.sum - other.sum) < 1e-12 * abc.sum);
+    CHECK(std::abs(y - w) < 1e-12 * (1 + std::abs(y)));
+  }
+}
+
+TEST_CASE("16-bit numbers round as they should") {
+  std::mt19937 random(9);
+  std::normal_distribution<float> normal(0, 100);
+  for (int i = 0; i < 1000; ++i) {
+    const float x = normal(random);
+    BFloat16 b;
+    Float16 h;
+    narrow(x, &b);
+    narrow(x, &h);
+    CHECK(std::abs(widen(b) - x) <= std::abs(x) * 0x1p-8f);
+    CHECK(std::abs(widen(h) - x) <= std::abs(x) * 0x1p-11f + 0x1p-25f);
+  }
+  BFloat16 b;
+  narrow(std::nanf(""), &b);
+  CHECK(std::isnan(widen(b)));
+  narrow(infinity<float>(), &b);
+  CHECK(widen(b) == infinity<float>());
+}
