@@ -1,4 +1,4 @@
-"""How far each way to merge SmolLM2's kv heads moves its attention layers' outputs: a table, or JSON.
+"""How far each way to convert SmolLM2's attention layers moves their outputs: a table, or JSON.
 
 Each of the 30 layers gets what it gets in the whole model on the standard library's help topics; methods that look at
 text see tokens that the errors are not measured on. 3 kv heads to 1 is the case that checkpoints take; to 2, which
@@ -25,6 +25,8 @@ CASES = {
     "3 -> 2 aligned, similar groups": (2, "aligned", "similar"),
 }
 
+RANKS = (64, 128, 192, 320)
+
 
 def layer_inputs(model: CausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
     """What each attention layer reads, [1, L, E]."""
@@ -40,7 +42,7 @@ def layer_inputs(model: CausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
 def errors(model: CausalLM, ids: torch.Tensor, tokens: int) -> dict[str, list[float]]:
     """Relative error of each layer's output, by case; calibrated on what follows the first `tokens` tokens."""
     measured, calibration = layer_inputs(model, ids[:, :tokens]), layer_inputs(model, ids[:, tokens:])
-    found: dict[str, list[float]] = {name: [] for name in CASES}
+    found: dict[str, list[float]] = {name: [] for name in [*CASES, *map(_latent, RANKS)]}
     for layer, x, seen in progress(list(zip(model.layers, measured, calibration, strict=True)), "layers"):
         for name, (heads, method, groups) in CASES.items():
             if groups == "similar":
@@ -50,7 +52,14 @@ def errors(model: CausalLM, ids: torch.Tensor, tokens: int) -> dict[str, list[fl
                 settings["calibration"] = seen
             made = convert.to_gqa(layer.self_attn, heads, method, groups=groups, **settings)
             found[name].append(convert.layer_error(layer.self_attn, made, x))
+        for rank in RANKS:
+            made = convert.to_mla(layer.self_attn, rank, calibration=seen)
+            found[_latent(rank)].append(convert.layer_error(layer.self_attn, made, x))
     return found
+
+
+def _latent(rank: int) -> str:
+    return f"latent, {rank} + 64 numbers a token"
 
 
 def main() -> None:
@@ -66,9 +75,9 @@ def main() -> None:
         print(json.dumps(found))
         return
     print(f"|converted - original| / |original| of SmolLM2's attention outputs, {args.tokens} tokens")
-    print(f"{'kv heads and method':32}{'mean':>8}{'least':>8}{'most':>8}  layers")
+    print(f"{'kv heads and method':34}{'mean':>8}{'least':>8}{'most':>8}  layers")
     for name, values in found.items():
-        print(f"{name:32}{sum(values) / len(values):8.3f}{min(values):8.3f}{max(values):8.3f}  {len(values)}")
+        print(f"{name:34}{sum(values) / len(values):8.3f}{min(values):8.3f}{max(values):8.3f}  {len(values)}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>
 #include <attnpack/convert/fused.h>
+#include <attnpack/convert/models.h>
 #include <attnpack/convert/modules.h>
 #include <attnpack/convert/pool.h>
 #include <attnpack/convert/similar.h>

@@ -7,7 +7,7 @@ import attnpack.bench as bench
 import pytest
 import torch
 from attnpack import cli
-from attnpack.bench_cases import SECTIONS, Case, cases
+from attnpack.bench_cases import SECTIONS, Case, Limits, cases
 from attnpack.bench_peers import PEERS, make_inputs, ours
 
 TINY = Case("decode", "tiny", "fp32", 8, 2, 1, 40, 16, 16)
@@ -20,7 +20,10 @@ def test_work_and_traffic_by_hand():
     assert dataclasses.replace(TINY, backward=True).flops == TINY.flops * 3.5
     latent = Case("latent", "tiny", "bf16", 4, 1, 1, 10, 24, 16, latent=True)
     assert latent.bytes == (10 * 24 + 4 * 40) * 2
-    assert TINY.limit_seconds(1e9, 1e12) == TINY.flops / 1e9 and TINY.limit_seconds(1e15, 1e9) == TINY.bytes / 1e9
+    assert TINY.limit_seconds(Limits(1e9, 4e9, 1e12)) == TINY.flops / 1e9
+    assert TINY.limit_seconds(Limits(1e15, 4e15, 1e9)) == TINY.bytes / 1e9
+    assert dataclasses.replace(TINY, dtype="bf16").limit_seconds(Limits(1e9, 4e9, 1e12)) == TINY.flops / 4e9
+    assert dataclasses.replace(TINY, dtype="fp16").limit_seconds(Limits(1e9, 4e9, 1e12)) == TINY.flops / 1e9
 
 
 @pytest.mark.parametrize("peer", ["sdpa", "packed"])
@@ -46,7 +49,8 @@ def test_table_json_and_picture(capsys, monkeypatch, tmp_path):
     picture = tmp_path / "roofline.png"
     assert cli.main(["bench", "decode", "--quick", "--json", "--out", str(picture)]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["limits"]["flops"] > 1e9 and printed["limits"]["bytes_per_second"] > 1e8
+    assert printed["limits"]["bf16_flops"] >= printed["limits"]["flops"] > 1e9
+    assert printed["limits"]["bytes_per_second"] > 1e8
     first, second = printed["results"]
     assert 0 < first["share"] < 2 and set(first["ratios"]) == {"sdpa", "packed"} and set(second["ratios"]) == {"sdpa"}
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000

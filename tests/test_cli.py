@@ -10,7 +10,7 @@ import attnpack
 import pytest
 from attnpack import cli
 
-COMMANDS = ["demo", "info", "generate", "convert", "uptrain", "bench"]
+COMMANDS = ["demo", "info", "generate", "convert", "uptrain", "bench", "plot"]
 
 
 def run(*arguments):

@@ -385,6 +385,29 @@ def test_of_an_encoder_decoder_only_the_decoder_changes_unless_asked():
     assert model.decoder.layers[0].self_attn.num_kv_heads == 4
 
 
+@pytest.mark.parametrize("method", ["mean", "random", "aligned"])
+def test_cpp_models_give_the_same_bits(method):
+    seed = {"seed": 5} if method == "random" else {}
+    model = attnpack.CausalLM(32, EMBED, 2, HEADS, hidden_dim=32, bias=True).eval()
+    model.lm_head.weight.requires_grad_(False)
+    pair, source, target = encoder_decoder(), torch.randn(1, 5, EMBED), torch.randn(1, 4, EMBED)
+    ids = torch.randint(32, (2, 9))
+    for given, inputs, more in (
+        (model, (ids,), {}),
+        (pair, (source, target), {"encoder": True}),
+        (pair, (source, target), {}),
+    ):
+        ours = convert.to_gqa(given, 2, method, **seed, **more)
+        theirs = convert.to_gqa(given.cpp(), 2, method, **seed, **more)
+        tensors = dict(theirs.named_parameters())
+        assert {name: parameter.requires_grad for name, parameter in ours.named_parameters()} == {
+            name: tensor.requires_grad for name, tensor in tensors.items()
+        }
+        for name, tensor in ours.state_dict().items():
+            assert torch.equal(tensors[name], tensor), name
+        assert torch.equal(theirs.forward(*inputs), ours(*inputs)) and theirs.training == given.training
+
+
 def test_modules_that_cannot_be_converted_are_named():
     module = build()
     with pytest.raises(TypeError, match=r"attnpack: module is Linear\(.*wants a MultiHeadAttention"):

@@ -16,7 +16,15 @@ from processes import run_python
 from safetensors.torch import load_file
 from test_from_hf import CONFIGS, LINEAR, SIZES, edit_config, edit_weights, random_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    Qwen3Config,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+    T5GemmaModuleConfig,
+)
 
 MHA = {**SIZES, "num_key_value_heads": 4}
 FAMILIES = {
@@ -197,7 +205,7 @@ def test_a_bad_checkpoint_is_one_sentence_and_nothing_written(llama, tmp_path, c
         (["--kv-heads", 2, "--window", 5], ("window: got 5, which does not divide",)),
         (["--kv-heads", 2, "--seed", 1], ("seed: got one for method 'mean'",)),
         (["--kv-heads", 2, "--method", "similar", "--groups", "0,1", "2,3"], ("groups: got some for method",)),
-        (["--kv-heads", 2, "--encoder"], ("--encoder", "no encoder")),
+        (["--kv-heads", 2, "--encoder"], ("--encoder", "is no encoder-decoder model")),
         (["--kv-heads", 2, "--text", "nowhere.txt"], ("nowhere.txt: cannot be read",)),
     ],
     ids=lambda value: " ".join(map(str, value)),
@@ -220,11 +228,11 @@ SLOW = """
 import sys, time
 from attnpack.convert import checkpoint
 merge = checkpoint.merge_layer
-def stopping(tensors, config, request, layer, calibration):
+def stopping(tensors, attention, request, layer, calibration):
     if layer == 1:
         print("midway", flush=True)
         time.sleep(60)
-    return merge(tensors, config, request, layer, calibration)
+    return merge(tensors, attention, request, layer, calibration)
 checkpoint.merge_layer = stopping
 from attnpack import cli
 cli.main(["convert", sys.argv[1], sys.argv[2], "--kv-heads", "2"])
@@ -262,6 +270,57 @@ print(resident_bytes("VmHWM") - before)
 """)
     assert measured.returncode == 0, measured.stderr
     assert int(measured.stdout) < weights / 3
+
+
+@pytest.fixture
+def t5gemma(tmp_path):
+    """A tiny encoder-decoder model with four kv heads in both parts: (model of transformers, directory)."""
+    sizes = {**MHA, "num_hidden_layers": 2, "head_dim": 8, "attention_bias": True}
+    parts = {part: T5GemmaModuleConfig(**sizes) for part in ("encoder", "decoder")}
+    torch.manual_seed(0)
+    model = T5GemmaForConditionalGeneration(T5GemmaConfig(**parts, vocab_size=96)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+            if name.split(".")[-2] in ("k_proj", "v_proj"):  # pairs of equal heads, in the encoder none
+                heads = parameter.view(4, 8, -1)
+                heads[1::2] = heads[::2] if "decoder" in name else heads[1::2]
+    model.save_pretrained(tmp_path / "in")
+    return model, tmp_path / "in"
+
+
+@pytest.mark.parametrize("encoder", [False, True])
+def test_of_an_encoder_decoder_the_decoder_changes_and_the_encoder_on_request(encoder, t5gemma, tmp_path, capsys):
+    model, directory = t5gemma
+    assert run(directory, tmp_path / "out", "--kv-heads", 2, *(["--encoder"] if encoder else [])) == 0
+    assert "perplexity is left out" in capsys.readouterr().out
+    converted, info = T5GemmaForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    heads = {part: getattr(converted.config, part).num_key_value_heads for part in ("encoder", "decoder")}
+    assert heads == {"encoder": 2 if encoder else 4, "decoder": 2}
+    ids = torch.randint(3, 96, (2, 9))
+    with torch.no_grad():
+        wanted = model(input_ids=ids, decoder_input_ids=ids[:, :5]).logits
+        found = converted.eval()(input_ids=ids, decoder_input_ids=ids[:, :5]).logits
+    assert torch.allclose(found, wanted, atol=1e-4) != encoder  # the decoder's heads were equal in pairs
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda d: edit_weights(d, lambda t: t.update(extra=torch.ones(2))), "has unexpected extra"),
+        (
+            lambda d: edit_weights(d, lambda t: t.pop("model.decoder.layers.1.cross_attn.v_proj.weight")),
+            "lacks model.d",
+        ),
+        (lambda d: edit_config(d, decoder={"num_hidden_layers": 2}), "num_attention_heads of the decoder"),
+        (lambda d: edit_weights(d, lambda t: t["model.decoder.norm.weight"].fill_(torch.inf)), "holds infinity"),
+    ],
+    ids=["extra", "missing", "config", "infinity"],
+)
+def test_a_bad_encoder_decoder_is_one_sentence(t5gemma, tmp_path, capsys, damage, words):
+    damage(t5gemma[1])
+    refused(capsys, tmp_path, [t5gemma[1], tmp_path / "out", "--kv-heads", 2], words)
 
 
 def test_smollm2_from_gguf(tmp_path, capsys, smollm2):

@@ -84,7 +84,7 @@ def test_the_error_falls_with_the_rank_and_is_reported(settings):
         assert made.conversion_error == convert.layer_error(module, made, x)
         errors.append(made.conversion_error)
     assert all(more > less for more, less in zip(errors, errors[1:], strict=False)) or settings
-    assert errors[0] > 2 * errors[3] > 0
+    assert errors[0] > 1.5 * errors[3] > 0
     assert (errors[-1] > 1e-3) == bool(settings)  # with RoPE no rank is exact, and the report says so
     assert convert.to_mla(module, 12).conversion_error is None
 

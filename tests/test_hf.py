@@ -21,6 +21,7 @@ from hf_families import (
     padding,
     states,
 )
+from torch._dynamo.utils import counters
 from transformers import AttentionInterface, AttentionMaskInterface
 
 attnpack.hf.register()
@@ -120,8 +121,11 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("family", VARIED)
+@pytest.mark.parametrize(
+    "family, choice",
+    # The prompt of an encoder-decoder goes to its encoder, whole.
+    [(family, choice) for family in VARIED for choice in CHOICES if (family, choice) != ("t5", "prompt in chunks")],
+)
 def test_ways_to_generate_equal_eager(family, choice):
     """Sliding caches too: mistral, gemma and gpt-oss drop what their window of 6 has left behind."""
     model = _model(family)
@@ -171,6 +175,18 @@ def test_compiled_forward_is_one_graph():
     with torch.no_grad():
         found, expected = (run(**batch, use_cache=False).logits[real] for run in (compiled, model))
     torch.testing.assert_close(found, expected, **FP32)
+
+
+def test_generate_with_a_compiled_forward_makes_two_graphs():
+    """One for the prompt and one for all steps, whose masks transformers makes outside of them."""
+    model = make_model("llama")
+    expected = generated(model, "attnpack", padding("left"), cache_implementation="static")
+    torch._dynamo.reset()
+    counters.clear()
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    found = generated(model, "attnpack", padding("left"), cache_implementation="static")
+    assert torch.equal(found, expected)
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 def test_dropout_acts_in_training_with_torchs_generator():

@@ -6,6 +6,7 @@ import attnpack
 import attnpack.hf
 import pytest
 import torch
+from attnpack.hf_latent import _as_of_the_first_key
 from hf_families import backward, generated, inputs, logits, make_model, padding
 
 GROUPED = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
@@ -113,6 +114,20 @@ def test_a_kv_b_proj_that_is_watched_or_replaced_is_called():
         logits(model, "deepseek_v3", "attnpack", padding("left")), expected, rtol=1e-4, atol=2e-5
     )
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("offset", [0, 2, 7, torch.tensor([2, 2])], ids=str)
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_latent_masks_say_what_their_ranges_say(q_len, offset):
+    """Among them an offset that stays a tensor, as on CUDA."""
+    mask = attnpack.hf.mask(2, q_len, 8, offset[0] if torch.is_tensor(offset) else offset)
+    expected = mask.materialise()
+    if torch.is_tensor(offset):
+        mask.ranges = mask.ranges._replace(q_offset=offset)
+    arguments = _as_of_the_first_key(mask, q_len, 8)
+    query, key = torch.randn(2, 4, q_len, 8), torch.randn(2, 4, 8, 8)
+    found = attnpack.attention(query, key, key, **arguments)
+    torch.testing.assert_close(found, attnpack.attention(query, key, key, expected))
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])

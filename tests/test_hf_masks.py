@@ -107,11 +107,11 @@ def test_a_lazy_mask_is_a_mask_to_models_that_compute_with_it():
 
 
 def test_what_a_model_writes_into_its_mask_counts():
-    mask = attnpack.hf.mask(2, 5, 5)
-    expected = sdpa_mask(2, 5, 5, allow_is_causal_skip=False).clone()
+    arguments = {"batch_size": 3, "q_length": 14, "kv_length": 14, "attention_mask": padding("left").bool()}
+    mask, expected = attnpack.hf.mask(**arguments), sdpa_mask(**arguments, allow_is_causal_skip=False)
     for tensor in (mask, expected):
-        tensor[:, :, :, 3] = True
-    query = torch.randn(2, 2, 5, 8)
+        tensor[:, :, :, 7] = True
+    query = torch.randn(3, 2, 14, 8)
     found, _ = attnpack.hf.attention_forward(torch.nn.Module(), query, query, query, mask)
     torch.testing.assert_close(found.transpose(1, 2), attnpack.attention(query, query, query, expected))
 

@@ -6,15 +6,22 @@ from pathlib import Path
 
 import attnpack._C
 import pytest
-from processes import run, run_python
+from attnpack._load import build_record
+from processes import ROOT, run, run_python
+
+BUILD = Path(os.environ.get("ATTNPACK_BUILD_DIR", ROOT / "build"))
+BUILT = build_record()["instruction_sets"].split(";")
 
 FLAGS = set(Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].split("\n", 1)[0].split())
+AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 NEEDS = {
     "baseline": set(),
+    "avx512_bf16_emulated": AVX512,  # in builds with ATTNPACK_EMULATE_PAIRS
     "avx2": {"avx2", "fma", "f16c"},
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512": AVX512,
+    "avx512_bf16": AVX512 | {"avx512_bf16"},
 }
-PRESENT = [name for name, needs in NEEDS.items() if needs <= FLAGS]
+PRESENT = [name for name, needs in NEEDS.items() if needs <= FLAGS and name in BUILT]
 
 
 def run_with(isa: str, code: str):
@@ -31,8 +38,9 @@ from op_cases import COVERING, INF, NAN, check_against_reference, make_inputs, r
 torch.set_num_threads(2)
 for case in COVERING[::5]:
     check_against_reference(make_inputs(**case))
-for lengths in ((3, 70), (60, 300)):  # excluded keys are never read
-    inputs = make_inputs(lengths=lengths, dims=(17, 10), scores={"softcap": 3.0})
+shapes = [((3, 70), "float32"), ((60, 300), "float32"), ((130, 301), "bfloat16")]
+for lengths, dtype in shapes:  # excluded keys are never read
+    inputs = make_inputs(getattr(torch, dtype), lengths=lengths, dims=(17, 10), scores={"softcap": 3.0})
     inputs.settings["kv_lens"] = torch.tensor([33, 65])
     expected = run(attnpack.attention, inputs)
     for b, n in enumerate((33, 65)):
@@ -82,7 +90,24 @@ def test_the_widest_is_the_default():
     assert attnpack._C.isa() in PRESENT
 
 
-def test_an_unknown_name_says_what_there_is():
-    process = run_with("sse9", "import torch, attnpack; x = torch.ones(1, 1, 1, 1); attnpack.attention(x, x, x)")
+@pytest.mark.parametrize("name", ["sse9", *(name for name in NEEDS if name not in PRESENT)])
+def test_a_name_that_this_cpu_lacks_says_what_there_is(name):
+    process = run_with(name, "import torch, attnpack; x = torch.ones(1, 1, 1, 1); attnpack.attention(x, x, x)")
     assert process.returncode != 0
-    assert f"ATTNPACK_ISA is 'sse9', this CPU has: {', '.join(PRESENT)}" in process.text
+    assert f"ATTNPACK_ISA is '{name}', this CPU has: {', '.join(PRESENT)}" in process.text
+
+
+@pytest.mark.parametrize("isa", [isa for isa in BUILT if isa in ("avx512", "avx512_bf16")])
+def test_bf16_is_multiplied_in_pairs_where_there_is_an_instruction(isa):
+    """In the kernels that are installed; this CPU need not have it."""
+    instructions = {}
+    for kernel in ("attention_forward", "attention_decode", "limits"):
+        (compiled,) = (BUILD / f"CMakeFiles/attnpack_{isa}.dir").rglob(f"{kernel}.cpp.o")
+        listing = run("objdump", "-d", "--no-show-raw-insn", compiled)
+        assert listing.returncode == 0, listing.text
+        instructions[kernel] = [line for line in listing.stdout.splitlines() if "%zmm" in line]
+    for kernel, lines in instructions.items():
+        pairs = sum("vdpbf16ps" in line for line in lines)
+        assert lines and (pairs >= 24) == (isa == "avx512_bf16" and kernel != "attention_decode"), (kernel, pairs)
+    rounded = any("vcvtne2ps2bf16" in line for line in instructions["attention_forward"])
+    assert rounded == (isa == "avx512_bf16")

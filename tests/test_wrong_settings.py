@@ -101,7 +101,7 @@ CACHES = {
     "max_len is 3.5 .*, wants an int": (TypeError, lambda m: m.StaticCache(1, 2, 3.5, 4)),
     "batch: got -1, want 0 or more": (ValueError, lambda m: m.StaticCache(-1, 2, 3, 4)),
     "max_len: got 0, want at least 1": (ValueError, lambda m: m.StaticCache(1, 2, 0, 4)),
-    "v_head_dim: got 0, want at least 1": (ValueError, lambda m: m.StaticCache(1, 2, 3, 4, v_head_dim=0)),
+    "v_head_dim: got -1, want": (ValueError, lambda m: m.StaticCache(1, 2, 3, 4, v_head_dim=-1)),
     "dtype is .*, wants a floating one": (ValueError, lambda m: m.StaticCache(1, 2, 3, 4, dtype=torch.int64)),
     "(layers|num_layers) is 2.0 .*, wants": (TypeError, lambda m: m.ModelCache(2.0)),
     r"(layers\[0\] is 1|num_layers is \[1, 2\]) .*, wants": (TypeError, lambda m: m.ModelCache([1, 2])),

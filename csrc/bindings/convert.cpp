@@ -2,6 +2,7 @@
 #include <attnpack/bindings/register.h>
 #include <attnpack/convert/fused.h>
 #include <attnpack/convert/latent.h>
+#include <attnpack/convert/models.h>
 #include <attnpack/convert/modules.h>
 #include <attnpack/convert/pool.h>
 #include <attnpack/convert/similar.h>
@@ -141,6 +142,28 @@ void register_convert(py::module_& m) {
       py::arg("weights"), py::kw_only(), py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("kv_lora_rank"),
       py::arg("head_map"), py::arg("inv_freq"), py::arg("interleaved"), py::arg("rope_factor"), py::arg("length"),
       py::arg("causal"), py::arg("calibration"));
+  const auto model_arguments = [&](const auto& bind) {
+    bind(py::arg("model"), py::arg("num_kv_heads"), py::arg("method"), py::arg("window"), py::arg("groups"),
+         py::arg("seed"), py::arg("encoder"));
+  };
+  model_arguments([&](const auto&... arguments) {
+    m.def(
+        "model_to_gqa",
+        [](const std::shared_ptr<CausalLMImpl>& model, int64_t num_kv_heads, const std::string& method, int64_t window,
+           const OptionalGroups& groups, const Seed& seed, bool) {
+          return convert::to_gqa(CausalLM(model), num_kv_heads, gqa_options(method, window, groups, seed, {})).ptr();
+        },
+        arguments...);
+    m.def(
+        "model_to_gqa",
+        [](const std::shared_ptr<EncoderDecoderImpl>& model, int64_t num_kv_heads, const std::string& method,
+           int64_t window, const OptionalGroups& groups, const Seed& seed, bool encoder) {
+          return convert::to_gqa(EncoderDecoder(model), num_kv_heads, gqa_options(method, window, groups, seed, {}),
+                                 encoder)
+              .ptr();
+        },
+        arguments...);
+  });
   bind_to_mla<MultiHeadAttention>(m);
   bind_to_mla<GroupedQueryAttention>(m);
   bind_to_mla<MultiQueryAttention>(m);

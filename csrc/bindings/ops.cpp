@@ -200,7 +200,7 @@ void register_ops(py::module_& m) {
       py::gil_scoped_release free;
       return measure_limits();
     }();
-    return std::make_pair(limits.flops, limits.bytes_per_second);
+    return std::make_tuple(limits.flops, limits.bf16_flops, limits.bytes_per_second);
   });
 }
 

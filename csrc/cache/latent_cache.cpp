@@ -23,6 +23,11 @@ void LatentCache::commit(int64_t new_len, const std::optional<at::Tensor>& new_l
   kv_lora_rank_ = next_rank_;
 }
 
+void LatentCache::reset() {
+  DynamicCache::reset();
+  kv_lora_rank_ = 0;
+}
+
 std::shared_ptr<KVCache> LatentCache::clone() const {
   auto copy = std::make_shared<LatentCache>(*this);
   copy->tensors_ = copy_tensors(tensors_);

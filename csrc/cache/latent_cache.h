@@ -19,6 +19,7 @@ class LatentCache : public DynamicCache {
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
   CacheTensors reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) override;
   void commit(int64_t new_len, const std::optional<at::Tensor>& new_lens) override;
+  void reset() override;
   std::shared_ptr<KVCache> clone() const override;
 
   // The latents c, which are the values of the absorbed path too: [B, 1, len, kv_lora_rank], a view of k().

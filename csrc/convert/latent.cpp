@@ -1,6 +1,7 @@
 #include <attnpack/convert/latent.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <attnpack/convert/align.h>
 #include <attnpack/convert/moments.h>
@@ -21,10 +22,17 @@ c10::complex<double> mean_turn(double theta, int64_t length, bool causal) {
   return {mean((distance * theta).cos()), causal ? mean((distance * theta).sin()) : 0.0};
 }
 
-// Matrices of a metric [n, d, d] scaled so that their rows' mean square is 1: what they weigh counts relatively.
-at::Tensor relative(const at::Tensor& metric, const at::Tensor& heads, const at::Tensor& moment) {
-  const auto energy = at::matmul(metric, output_moment(heads, moment)).diagonal(0, 1, 2).sum().item<double>();
-  return energy > 0 ? metric / energy : metric;
+// The mean square of what heads give, as the metric [n, d, d] counts it.
+double energy(const at::Tensor& metric, const at::Tensor& heads, const at::Tensor& moment) {
+  return at::matmul(metric, output_moment(heads, moment)).diagonal(0, 1, 2).sum().item<double>();
+}
+
+// The metric scaled so that it counts errors in heads relative to what they give; nothing counts in heads that are what
+// rounding left of whole.
+at::Tensor relative(const at::Tensor& metric, const at::Tensor& heads, const at::Tensor& whole,
+                    const at::Tensor& moment) {
+  const auto found = energy(metric, heads, moment);
+  return found > 1e-16 * energy(metric, whole, moment) ? metric / found : at::zeros_like(metric);
 }
 
 struct ByHead {
@@ -98,6 +106,7 @@ LatentWeights factorise_latent(const AttentionWeights& weights, const LatentOpti
                  weights.k.sizes());
   const auto map = kv_head_of_queries(o.num_heads(), o.num_kv_heads(), o.head_map());
   auto heads = by_head(weights, o);
+  const auto keys = heads.k.clone();
   const auto rotated = share_rotation(heads, map, o);
 
   auto key_metric = at::zeros({heads.k.size(0), heads.k.size(1), heads.k.size(1)}, heads.k.options());
@@ -108,10 +117,9 @@ LatentWeights factorise_latent(const AttentionWeights& weights, const LatentOpti
   }
   const auto stacked = at::cat({heads.k, heads.v});  // [2 Hkv, D, E]
   const auto full = stacked.size(0) * stacked.size(1), rank = std::min(o.kv_lora_rank(), full);
-  const auto lead = leading_rows(
-      stacked,
-      at::cat({relative(key_metric, heads.k, heads.kv_moment), relative(value_metric, heads.v, heads.kv_moment)}),
-      heads.kv_moment, rank);
+  const auto metric = at::cat({relative(key_metric, heads.k, keys, heads.kv_moment),
+                               relative(value_metric, heads.v, heads.v, heads.kv_moment)});
+  const auto lead = leading_rows(stacked, metric, heads.kv_moment, rank);
   const auto rows = at::constant_pad_nd(lead.rows, {0, 0, 0, o.kv_lora_rank() - rank});  // [C, E]
   const auto maps = at::constant_pad_nd(lead.maps, {0, o.kv_lora_rank() - rank});        // [2 Hkv, D, C]
 

@@ -1,6 +1,7 @@
 #include <attnpack/convert/merge_heads.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <attnpack/convert/align.h>
 #include <attnpack/convert/pool.h>

@@ -45,7 +45,11 @@ at::Tensor second_moment(const at::Tensor& inputs, int64_t width, bool bias, con
 }
 
 at::Tensor output_moment(const at::Tensor& rows, const at::Tensor& moment) {
-  return at::matmul(at::matmul(rows, moment.to(rows.scalar_type())), rows.mH());
+  // The large product stays real.
+  const auto seen = rows.is_complex()
+                        ? at::complex(at::matmul(at::real(rows), moment), at::matmul(at::imag(rows), moment))
+                        : at::matmul(rows, moment);
+  return at::matmul(seen, rows.mH());
 }
 
 }  // namespace attnpack::convert

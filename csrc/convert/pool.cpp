@@ -1,6 +1,7 @@
 #include <attnpack/convert/pool.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <attnpack/core/check.h>
 

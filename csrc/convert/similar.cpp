@@ -1,6 +1,7 @@
 #include <attnpack/convert/similar.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <attnpack/convert/moments.h>
 #include <attnpack/core/check.h>

@@ -8,6 +8,7 @@ taken.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
 import time
@@ -16,8 +17,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from . import _C, __version__
-from .bench_cases import SECTIONS, Case, cases
-from .bench_device import Cpu, Cuda, machine
+from .bench_cases import SECTIONS, Case, Limits, cases
+from .bench_device import Cpu, Cuda, device_named
 from .bench_peers import PEERS, Call, make_inputs, ours
 from .progress import progress
 
@@ -32,20 +33,19 @@ class Result:
     ratios: dict[str, float]  # how many times faster than each peer
     peak_bytes: int | None  # of resident memory above its tensors, one call
 
-    def share(self, limits: tuple[float, float]) -> float:
+    def share(self, limits: Limits) -> float:
         """Of what the machine can do: 1 is as fast as its multiply-adds or its memory allow."""
-        return self.case.limit_seconds(*limits) / self.seconds
+        return self.case.limit_seconds(limits) / self.seconds
 
 
 def run(
     sections: list[str], dtypes: list[str], peers: list[str], *, quick: bool = False, on: Cpu | Cuda | None = None
-) -> tuple[tuple[float, float], list[Result]]:
-    """((flops, bytes a second), results)."""
+) -> tuple[Limits, list[Result]]:
     on = on or Cpu()
     limits = on.limits()
     todo = list(cases(sections, dtypes, quick=quick, device=on.device))
     results = [_measure(case, peers, ROUND_SECONDS / (4 if quick else 1), on) for case in progress(todo, "cases")]
-    return tuple(map(max, limits, on.limits())), results
+    return Limits(*map(max, limits, on.limits())), results
 
 
 def _measure(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -> Result:
@@ -88,12 +88,13 @@ def _with_backward(call: Call, leaves: tuple[torch.Tensor, ...], grad: torch.Ten
     return both
 
 
-def format_table(limits: tuple[float, float], results: list[Result], peers: list[str], on: Cpu | Cuda) -> str:
-    flops, read = limits
+def format_table(limits: Limits, results: list[Result], peers: list[str], on: Cpu | Cuda) -> str:
     processor = f", {torch.get_num_threads()} threads, instruction set {_C.isa()}" if on.device == "cpu" else ""
+    pairs = f", {limits.bf16_flops / 1e9:.0f} bf16" if limits.bf16_flops != limits.flops else ""
     lines = [
         f"{on.name()}{processor}, torch {torch.__version__}",
-        f"limits measured in this run: {flops / 1e9:.0f} GFLOP/s {on.unit}, {read / 1e9:.1f} GB/s read",
+        f"limits measured in this run: {limits.flops / 1e9:.0f} GFLOP/s fp32{pairs}, "
+        f"{limits.bytes_per_second / 1e9:.1f} GB/s read",
         "share: of the limit that binds; times faster than each peer; memory: peak above the tensors of the call",
         f"{'case':<48}{'dtype':>6}{'ms':>10}{'GFLOP/s':>9}{'GB/s':>7}{'share':>7}"
         + "".join(f"{name:>13}" for name in peers)
@@ -109,15 +110,16 @@ def format_table(limits: tuple[float, float], results: list[Result], peers: list
     return "\n".join(lines)
 
 
-def as_dict(limits: tuple[float, float], results: list[Result], on: Cpu | Cuda) -> dict:
+def as_dict(limits: Limits, results: list[Result], on: Cpu | Cuda) -> dict:
     return {
         "attnpack": __version__,
         "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
         "machine": on.name(),
         "device": on.device,
         "isa": _C.isa(),
         "threads": torch.get_num_threads(),
-        "limits": {"flops": limits[0], "bytes_per_second": limits[1]},
+        "limits": limits._asdict(),
         "results": [
             asdict(result) | {"flops": result.case.flops, "bytes": result.case.bytes, "share": result.share(limits)}
             for result in results
@@ -125,13 +127,21 @@ def as_dict(limits: tuple[float, float], results: list[Result], on: Cpu | Cuda) 
     }
 
 
+def machine() -> str:
+    """The processor's name."""
+    return Cpu().name()
+
+
 def main(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
-    on = machine(args.device)
+    on = device_named(args.device)
     limits, results = run(args.sections or list(SECTIONS), args.dtypes, args.peers, quick=args.quick, on=on)
     if args.out:
-        from .plot import plot_roofline
+        from .plot import new_figure, save
+        from .plot_roofline import draw_roofline
 
-        plot_roofline(args.out, limits, results)
+        figure = new_figure()
+        draw_roofline(figure.subplots(), as_dict(limits, results, on))
+        save(figure, args.out)
     print(json.dumps(as_dict(limits, results, on)) if args.json else format_table(limits, results, args.peers, on))

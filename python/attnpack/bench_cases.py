@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .generate import DTYPES
 
 COLD_BYTES = 96 << 20  # of keys and values: more than a last-level cache holds
 WARM_BYTES = 1 << 20  # stays in the cache of a core
+
+
+class Limits(NamedTuple):
+    """What a machine does at most, a second."""
+
+    flops: float  # fp32
+    bf16_flops: float  # the same as in fp32 where bf16 is widened to it
+    bytes_per_second: float
+    fp16_flops: float = 0  # 0: as in fp32, where fp16 is widened to it
 
 
 @dataclass(frozen=True)
@@ -42,9 +52,11 @@ class Case:
         rows = self.batch * self.num_heads * self.q_len * (self.head_dim + self.v_head_dim)
         return (self.batch * self.num_kv_heads * self.kv_len * width + rows) * DTYPES[self.dtype].itemsize
 
-    def limit_seconds(self, flops: float, bytes_per_second: float) -> float:
+    def limit_seconds(self, limits: Limits) -> float:
         """The least time that a machine of these limits needs (the roofline, Williams et al. 2009)."""
-        return max(self.flops / flops, self.bytes / bytes_per_second)
+        rates = {"bf16": limits.bf16_flops, "fp16": limits.fp16_flops}
+        flops = rates.get(self.dtype) or limits.flops
+        return max(self.flops / flops, self.bytes / limits.bytes_per_second)
 
 
 def cases(sections: list[str], dtypes: list[str], *, quick: bool = False, device: str = "cpu") -> Iterator[Case]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import platform
 import statistics
 import time
@@ -13,14 +11,14 @@ from pathlib import Path
 import torch
 
 from . import _C
-from .memory import resident_bytes
+from .bench_cases import Limits
+from .memory import peak_bytes
 
 
 class Cpu:
     """This machine's processor."""
 
     device = "cpu"
-    unit = "fp32"
 
     def name(self) -> str:
         try:
@@ -29,9 +27,9 @@ class Cpu:
         except (OSError, StopIteration):
             return platform.machine()
 
-    def limits(self) -> tuple[float, float]:
-        """(flops, bytes a second): multiply-adds in registers, bytes read in order."""
-        return _C.limits()
+    def limits(self) -> Limits:
+        """Multiply-adds in registers, bytes read in order."""
+        return Limits(*_C.limits())
 
     def seconds(self, call: Callable) -> float:
         start = time.perf_counter()
@@ -39,35 +37,30 @@ class Cpu:
         return time.perf_counter() - start
 
     def peak_bytes(self, call: Callable) -> int | None:
-        """How far one call raises the resident memory of this process; None where Linux does not tell."""
-        gc.collect()
-        try:
-            ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed does not count as there already
-            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-            before = resident_bytes("VmRSS")
-            call()
-            return max(0, resident_bytes("VmHWM") - before)
-        except (OSError, AttributeError):
-            return None
+        return peak_bytes(call)
 
 
 class Cuda:
     """torch's current CUDA device, timed by its own events."""
 
     device = "cuda"
-    unit = "bf16"
 
     def name(self) -> str:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return f"{properties.name}, {properties.multi_processor_count} multiprocessors, CUDA {torch.version.cuda}"
 
-    def limits(self) -> tuple[float, float]:
-        """(flops, bytes a second): a large bf16 matrix product, and a copy, of which both ends count."""
-        x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-        flops = 2 * 8192**3 / self._best(lambda: x @ x)
+    def limits(self) -> Limits:
+        """Large matrix products, and a copy, of which both ends count."""
         source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
         target = torch.empty_like(source)
-        return flops, 2 * source.numel() / self._best(lambda: target.copy_(source))
+        copied = 2 * source.numel() / self._best(lambda: target.copy_(source))
+        rates = [self._products(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+        return Limits(rates[0], rates[1], copied, rates[2])
+
+    def _products(self, dtype: torch.dtype) -> float:
+        size = 4096 if dtype == torch.float32 else 8192
+        x = torch.randn(size, size, device="cuda", dtype=dtype)
+        return 2 * size**3 / self._best(lambda: x @ x)
 
     def _best(self, call: Callable) -> float:
         return statistics.median(self.seconds(call) for _ in range(10))
@@ -88,7 +81,7 @@ class Cuda:
         return torch.cuda.max_memory_allocated() - before
 
 
-def machine(device: str) -> Cpu | Cuda:
+def device_named(device: str) -> Cpu | Cuda:
     if device == "cpu":
         return Cpu()
     if not torch.cuda.is_available():

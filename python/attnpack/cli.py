@@ -99,6 +99,23 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--threads", type=_positive, metavar="N", help="of torch [as torch takes]")
     bench.add_argument("--quick", action="store_true", help="fewer and smaller cases, less time for each")
     bench.add_argument("--out", type=Path, metavar="PNG", help="also draw a roofline")
+
+    example = "attnpack plot kv-memory --out kv_memory.png"
+    plot = _command(commands, "plot", _plot, "draw memory, a roofline or attention weights", example)
+    pictures = plot.add_subparsers(dest="picture", required=True, metavar="PICTURE")
+    example = "attnpack plot kv-memory --models llama-3-8b deepseek-v3 --out kv_memory.svg"
+    memory = _picture(pictures, "kv-memory", "draw the KV cache of known models against context", example)
+    memory.add_argument(
+        "--models", nargs="+", metavar="MODEL", help="of llama-3-70b llama-3-8b deepseek-v3 smollm2-135m [all]"
+    )
+    example = "attnpack plot roofline benchmarks/results/quick.json"
+    roofline = _picture(pictures, "roofline", "draw a benchmark under the machine's limits", example)
+    roofline.add_argument("results", type=Path, metavar="BENCH.json", help="what `attnpack bench --json` printed")
+    example = 'attnpack plot attention "The cat sat on the mat" --layer 11 --json'
+    attention = _picture(pictures, "attention", "draw the weights of a layer's heads on a sentence", example)
+    attention.add_argument("text", help="the sentence")
+    attention.add_argument("--layer", type=int, default=11, metavar="N", help="which one, from 0 [%(default)s]")
+    attention.add_argument("--model", type=Path, metavar="DIR|FILE.gguf", help="as in generate [SmolLM2-135M-Instruct]")
     return parser
 
 
@@ -109,6 +126,17 @@ def _command(commands, name, run, summary: str, example: str) -> argparse.Argume
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
+    return parser
+
+
+def _picture(pictures, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    """One picture of `attnpack plot`. --json and --debug may stand before or behind its name."""
+    description = summary[0].upper() + summary[1:] + "."
+    parser = pictures.add_parser(name, help=summary, description=description, epilog=f"example: {example}")
+    out = Path(f"{name.replace('-', '_')}.png")
+    parser.add_argument("--out", type=Path, default=out, metavar="PNG|SVG", help="where it goes [%(default)s]")
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the figures as JSON")
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show an error's traceback")
     return parser
 
 
@@ -152,6 +180,12 @@ def _bench(args: argparse.Namespace) -> None:
             if name not in known:
                 raise ValueError(f"{kind} is {name!r}, wants one of {', '.join(known)}")
     bench.main(args)
+
+
+def _plot(args: argparse.Namespace) -> None:
+    from . import plot
+
+    plot.main(args)
 
 
 def _positive(text: str) -> int:

@@ -8,9 +8,7 @@ from __future__ import annotations
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 except ImportError as error:
-    raise ImportError(
-        "attnpack.hf needs transformers 5, which is not installed or is older: pip install 'attnpack[hf]'"
-    ) from error
+    raise ImportError(f"attnpack.hf needs transformers 5 ({error}): pip install 'attnpack[hf]'") from error
 
 from . import hf_layers
 from .explain import wrong_kind

@@ -64,7 +64,7 @@ def attention_forward(
         mask = _selected(indices, key.size(2), mask)
     if position_bias is not None:
         mask = _biased(position_bias, mask)
-    if query.size(0) != key.size(0):
+    if query.size(0) == 1 < key.size(0):
         query = query.expand(key.size(0), -1, -1, -1)  # learned queries, one set for the whole batch
     settings = {
         "causal": ranges.causal,
@@ -102,6 +102,8 @@ def split_mask(mask: Tensor, q_len: int, kv_len: int) -> tuple[Ranges, Tensor | 
         )
     if not isinstance(mask, LazyMask):
         return _NO_RANGES, mask
+    if torch.compiler.is_compiling():
+        return _NO_RANGES, mask._built
     return (_NO_RANGES, mask.materialise()) if mask.ranges is None else (mask.ranges, mask.ranges.key_mask)
 
 

@@ -34,7 +34,8 @@ _UNSUPPORTED_KEYS = {
 }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises ValueError where it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -119,6 +120,20 @@ def _check_entry(path: Path, name: str, entry: Any, size: int) -> None:
         )
 
 
+def open_files(directory: Path) -> list[SafetensorsFile]:
+    """The safetensors of a checkpoint directory: model.safetensors, or the shards of an index."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return [SafetensorsFile(single)]
+    if not index.is_file():
+        raise ValueError(
+            f"{directory}: has neither {single.name} nor {index.name}; "
+            "save the checkpoint in safetensors form (transformers: model.save_pretrained)"
+        )
+    weight_map = read_json(index).get("weight_map", {})
+    return [SafetensorsFile(directory / shard) for shard in sorted(set(weight_map.values()))]
+
+
 class HfCheckpoint:
     """A checkpoint directory seen as a CausalLM: `config` (its keywords), `shapes` by state_dict name, `read(...)`."""
 
@@ -126,8 +141,8 @@ class HfCheckpoint:
         self.path = as_path("directory", directory)
         if not (self.path / "config.json").is_file():
             raise ValueError(f"{self.path}: has no config.json; give the directory of a Hugging Face checkpoint")
-        self.config = _model_config(self.path, _read_json(self.path / "config.json"), max_positions)
-        self.files = {name: file for file in self._open_files() for name in file.shapes}
+        self.config = _model_config(self.path, read_json(self.path / "config.json"), max_positions)
+        self.files = {name: file for file in open_files(self.path) for name in file.shapes}
         for name in [name for name in self.files if name.endswith(".rotary_emb.inv_freq")]:
             del self.files[name]  # old checkpoints carry it; it follows from the configuration
         if self.config["tie_embeddings"]:
@@ -137,18 +152,6 @@ class HfCheckpoint:
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fills `out` with the tensor of state_dict name `name`."""
         self.files[name].read(name, out)
-
-    def _open_files(self) -> list[SafetensorsFile]:
-        single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
-        if single.is_file():
-            return [SafetensorsFile(single)]
-        if not index.is_file():
-            raise ValueError(
-                f"{self.path}: has neither {single.name} nor {index.name}; "
-                "save the checkpoint in safetensors form (transformers: model.save_pretrained)"
-            )
-        weight_map = _read_json(index).get("weight_map", {})
-        return [SafetensorsFile(self.path / shard) for shard in sorted(set(weight_map.values()))]
 
     def _drop_tied_head(self) -> None:
         head, embedding = self.files.pop("lm_head.weight", None), self.files.get("model.embed_tokens.weight")

@@ -116,12 +116,11 @@ def _as_of_the_first_key(mask: Tensor | None, q_len: int, kv_len: int) -> dict[s
     if mask is None:
         return {"causal": q_len > 1}
     ranges, plain = split_mask(mask, q_len, kv_len)
-    if ranges.window != (-1, -1) or (ranges.causal and not _is_zero(ranges.q_offset)):
-        if q_len == 1 and ranges.window == (-1, -1) and ranges.q_offset == kv_len - 1:
-            return {"mask": plain, "kv_lens": ranges.kv_lens}  # the newest token sees all keys
-        return {"mask": mask.materialise()}
-    return {"mask": plain, "causal": ranges.causal, "kv_lens": ranges.kv_lens}
-
-
-def _is_zero(offset: int | Tensor) -> bool:
-    return isinstance(offset, int) and offset == 0
+    # An offset on another device than the CPU is a tensor, and reading it would wait.
+    offset = ranges.q_offset if isinstance(ranges.q_offset, int) else None
+    if ranges.window == (-1, -1):
+        if not ranges.causal or offset == 0:
+            return {"mask": plain, "causal": ranges.causal, "kv_lens": ranges.kv_lens}
+        if q_len == 1 and offset == kv_len - 1:  # the newest token sees all keys
+            return {"mask": plain, "kv_lens": ranges.kv_lens}
+    return {"mask": mask.materialise()}

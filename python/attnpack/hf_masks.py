@@ -59,6 +59,17 @@ class LazyMask(Tensor):
         plain = (tree_map(_plain, part) for part in (args, kwargs or {}))
         return func(*next(plain), **next(plain))
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """To a compiled graph a mask made outside of it is the plain one."""
+        self.materialise()
+        return ["_built"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], _context: None, size: Any, _stride: Any) -> LazyMask:
+        mask = LazyMask(size, parts["_built"].device, None, None)
+        mask._built = parts["_built"]
+        return mask
+
     def materialise(self) -> Tensor:
         """The mask as a plain tensor."""
         if self._built is None:

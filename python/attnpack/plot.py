@@ -1,24 +1,43 @@
-"""Pictures of what the variants cost. Needs matplotlib, which attnpack itself does not."""
+"""Pictures as PNG or SVG, and `attnpack plot`. Needs matplotlib, which attnpack itself does not.
 
+What is drawn is in `plot_memory`, `plot_roofline` and `plot_attention`: functions `draw_*` that take matplotlib axes,
+so that notebooks show what the command line writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from . import StaticCache
+from .plot_memory import MODELS, draw_kv_memory, kv_bytes, model_kv_bytes
 
 if TYPE_CHECKING:
-    from .bench import Result
-
-# Okabe and Ito's colours, told apart by the colour-blind; line styles and labels say the same without colour.
-STYLES = (("#D55E00", "-"), ("#0072B2", "--"), ("#009E73", "-."), ("#CC79A7", ":"))
+    from matplotlib.figure import Figure
 
 
-def kv_bytes(num_kv_heads: int, context: int, *, num_layers: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one sequence of `context` tokens in all layers, read off attnpack's own cache."""
-    cache = StaticCache(1, num_kv_heads, context, head_dim, dtype=dtype, device="meta")
-    return num_layers * cache.nbytes
+def new_figure(width: float = 7, height: float = 4.5) -> Figure:
+    """A figure of its own, that leaves pyplot's backend as it is; inches."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RuntimeError("pictures need matplotlib, which is not installed: pip install matplotlib") from None
+    return Figure(figsize=(width, height), dpi=120, layout="constrained")
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Writes what the name's ending says, .png or .svg; raises ValueError for another."""
+    _check_ending(path)
+    figure.savefig(path)
+
+
+def _check_ending(path: str | Path) -> None:
+    if Path(path).suffix.lower() not in (".png", ".svg"):
+        raise ValueError(f"--out: got {str(path)!r}, want a name that ends in .png or .svg")
 
 
 def plot_kv_memory(
@@ -30,7 +49,7 @@ def plot_kv_memory(
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, list[int]]:
-    """Writes one PNG, KV memory against context, a line a variant, and returns its points in bytes.
+    """Writes one picture, KV memory against context, a line a variant, and returns its points in bytes.
 
     `variants` maps a name to its number of kv heads; by default 32 query heads as MHA, GQA-8 and MQA.
     """
@@ -39,70 +58,60 @@ def plot_kv_memory(
         name: [kv_bytes(heads, n, num_layers=num_layers, head_dim=head_dim, dtype=dtype) for n in contexts]
         for name, heads in variants.items()
     }
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(7, 4.5), dpi=120, layout="constrained")
-    for (name, sizes), (colour, line) in zip(points.items(), STYLES, strict=False):
-        gibibytes = [size / 2**30 for size in sizes]
-        axes.plot(contexts, gibibytes, line, color=colour, marker="o", markersize=4, label=name)
-        axes.annotate(f"{gibibytes[-1]:.3g}", (contexts[-1], gibibytes[-1]), xytext=(6, -3), textcoords="offset points")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xticks(contexts, [f"{n // 1024}k" for n in contexts])
-    axes.yaxis.set_major_formatter(lambda size, _: f"{size:.3g}")
-    axes.set_xlabel("context (tokens)")
-    axes.set_ylabel("KV cache of one sequence (GiB)")
-    axes.set_title(f"KV memory against context: {num_layers} layers, head dim {head_dim}, {dtype_name(dtype)}")
-    axes.grid(True, which="major", alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
-    plt.close(figure)
+    figure = new_figure()
+    title = f"KV memory against context: {num_layers} layers, head dim {head_dim}, {str(dtype).removeprefix('torch.')}"
+    draw_kv_memory(figure.subplots(), contexts, points, title=title)
+    save(figure, path)
     return points
 
 
-def plot_roofline(path: str | Path, limits: tuple[float, float], results: Sequence["Result"]) -> None:
-    """Writes one PNG: what each case of a benchmark reaches against its operations a byte, under the machine's roof
-    (Williams et al. 2009). `limits`: flops and bytes a second."""
-    flops, read = limits
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(7, 4.5), dpi=120, layout="constrained")
-    intensities = [2.0**n for n in range(-2, 12)]
-    axes.plot(intensities, [min(flops, read * x) / 1e9 for x in intensities], color="black", label="limit")
-    markers = dict(zip(dict.fromkeys(each.case.section for each in results), "os^Dv", strict=False))
-    for (section, dtype), colour in zip(
-        dict.fromkeys((each.case.section, each.case.dtype) for each in results),
-        (colour for _ in range(9) for colour, _ in STYLES),
-        strict=False,
-    ):
-        points = [each for each in results if (each.case.section, each.case.dtype) == (section, dtype)]
-        axes.scatter(
-            [each.case.flops / each.case.bytes for each in points],
-            [each.case.flops / each.seconds / 1e9 for each in points],
-            marker=markers[section],
-            color=colour,
-            s=28,
-            label=f"{section}, {dtype}",
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("operations for each byte that must be read (FLOP/B)")
-    axes.set_ylabel("GFLOP/s")
-    axes.set_title("Attention on this machine, under its limits")
-    axes.grid(True, which="major", alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path)
-    plt.close(figure)
+def main(args: argparse.Namespace) -> None:
+    """`attnpack plot`: writes one picture; with `args.json` prints the figures in it as one JSON object."""
+    _check_ending(args.out)
+    if not args.out.parent.is_dir():
+        raise ValueError(f"--out: {args.out} lies in no folder that exists; make {args.out.parent} first")
+    figure, figures = {"kv-memory": _kv_memory, "roofline": _roofline, "attention": _attention}[args.picture](args)
+    save(figure, args.out)
+    print(json.dumps({"picture": str(args.out), **figures}) if args.json else f"wrote {args.out}")
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _kv_memory(args: argparse.Namespace) -> tuple[Figure, dict]:
+    contexts = [2**n for n in range(10, 21, 2)]
+    models = args.models or list(MODELS)
+    for name in models:
+        if name not in MODELS:
+            raise ValueError(f"--models: got {name!r}, want some of {', '.join(MODELS)}")
+    points = {MODELS[name].label: [model_kv_bytes(MODELS[name], n) for n in contexts] for name in models}
+    figure = new_figure()
+    draw_kv_memory(figure.subplots(), contexts, points, title="KV cache of one sequence in bfloat16")
+    return figure, {"contexts": contexts, "bytes": points}
 
 
-def _pyplot():
-    try:
-        import matplotlib
-    except ImportError:
-        raise RuntimeError("pictures need matplotlib, which is not installed: pip install matplotlib") from None
-    matplotlib.use("agg")  # no display
-    import matplotlib.pyplot
+def _roofline(args: argparse.Namespace) -> tuple[Figure, dict]:
+    from .plot_roofline import draw_roofline, read_bench
 
-    return matplotlib.pyplot
+    bench = read_bench(args.results)
+    figure = new_figure()
+    draw_roofline(figure.subplots(), bench)
+    points = {f"{each['case']['name']}, {each['case']['dtype']}": each["share"] for each in bench["results"]}
+    return figure, {"machine": bench["machine"], "share_of_limit": points}
+
+
+def _attention(args: argparse.Namespace) -> tuple[Figure, dict]:
+    from . import causal_lm_io
+    from .generate import load
+    from .plot_attention import draw_heads, lm_attention
+
+    path = args.model or causal_lm_io.smollm2_path()
+    tokenizer, model = causal_lm_io.load_tokenizer(path), load(path)
+    if not -len(model.layers) <= args.layer < len(model.layers):
+        raise ValueError(f"--layer: got {args.layer}, want 0 to {len(model.layers) - 1}, the model's layers")
+    ids = tokenizer.encode(args.text)
+    if not ids:
+        raise ValueError("text: got an empty one, want a sentence whose tokens attend each other")
+    probs = lm_attention(model, torch.tensor([ids]))[args.layer][0]
+    columns = min(3, len(probs))
+    rows = -(-len(probs) // columns)
+    figure = new_figure(3.2 * columns, 3.2 * rows + 0.4)
+    draw_heads(figure, probs, [tokenizer.decode([token]) for token in ids], title=f"layer {args.layer}")
+    return figure, {"layer": args.layer, "tokens": ids, "weights": probs.tolist()}

@@ -122,6 +122,58 @@ void expect(bool good, const char* isa, const char* what, int64_t n) {
   ++failures;
 }
 
+bool allowed(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const int64_t position = i + p.q_offset;
+  return (!p.causal || j <= position) && (p.window_left < 0 || position - j <= p.window_left) &&
+         (p.window_right < 0 || j - position <= p.window_right) && (!p.kv_lens || j < p.kv_lens[b]) &&
+         (!p.mask || static_cast<const bool*>(p.mask)[(h * p.q_len + i) * p.kv_len + j]);
+}
+
+// NaN in one key and its value, the first sequence's and kv head's: the rows that may attend it become NaN, all others
+// stay as they were, bit by bit. Leaves everything as it was.
+void poison_a_key(const char* isa, const Kernels& kernels, const AttentionParams& p, const Threads& threads,
+                  Guarded& out, Guarded& lse, int64_t n) {
+  const size_t w = width(p.dtype);
+  const int64_t j = pick(0, p.kv_len - 1), group = p.num_heads / p.num_kv_heads;
+  const uint16_t half_nan = 0x7e00;
+  struct {
+    char* row;
+    int64_t dim;
+    std::vector<char> before;
+  } parts[] = {{const_cast<char*>(static_cast<const char*>(p.key)) + j * p.head_dim * w, p.head_dim, {}},
+               {const_cast<char*>(static_cast<const char*>(p.value)) + j * p.v_head_dim * w, p.v_head_dim, {}}};
+  for (auto& part : parts) {
+    part.before.assign(part.row, part.row + part.dim * w);
+    for (int64_t d = 0; d < part.dim; ++d)
+      if (p.dtype == DType::kFloat16)
+        std::memcpy(part.row + d * w, &half_nan, w);
+      else
+        put(part.row, p.dtype, d, std::nan(""));
+  }
+  const auto copy = [](Guarded& g) {
+    const char* data = static_cast<const char*>(g.data());
+    return std::vector<char>(data, data + g.bytes());
+  };
+  const std::vector<char> expected = copy(out), expected_lse = copy(lse);
+  run_forward(kernels, p, threads);
+  bool kept = true, seen = true;
+  for (int64_t row = 0; row < p.batch * p.num_heads * p.q_len; ++row) {
+    const int64_t b = row / p.q_len / p.num_heads, h = row / p.q_len % p.num_heads, i = row % p.q_len;
+    const int64_t first = row * p.v_head_dim;
+    if (b == 0 && h < group && allowed(p, b, h, i, j))
+      for (int64_t d = 0; d < p.v_head_dim; ++d)
+        seen &= p.dtype == DType::kFloat16 ? (static_cast<const uint16_t*>(out.data())[first + d] & 0x7fff) > 0x7c00
+                                           : std::isnan(get(out.data(), p.dtype, first + d));
+    else
+      kept &= std::memcmp(static_cast<char*>(out.data()) + first * w, &expected[first * w], p.v_head_dim * w) == 0;
+  }
+  expect(kept, isa, "out of rows that exclude a NaN", n);
+  expect(seen, isa, "out of rows that attend a NaN", n);
+  for (auto& part : parts) std::memcpy(part.row, part.before.data(), part.before.size());
+  std::memcpy(out.data(), expected.data(), expected.size());
+  std::memcpy(lse.data(), expected_lse.data(), expected_lse.size());
+}
+
 void attend(const char* isa, const Kernels& kernels, int64_t n) {
   const auto size = [](int64_t most) {
     int64_t s = kSizes[pick(0, 10)];
@@ -172,7 +224,7 @@ void attend(const char* isa, const Kernels& kernels, int64_t n) {
   run_forward(kernels, p, threads);
 
   const int64_t group = p.num_heads / p.num_kv_heads;
-  double worst = 0;
+  double worst = 0, worst_lse = 0;
   for (int check = 0; check < 20; ++check) {  // some rows against the formula
     const int64_t b = pick(0, p.batch - 1), h = pick(0, p.num_heads - 1), i = pick(0, p.q_len - 1);
     const int64_t position = i + p.q_offset, kv = (b * p.num_kv_heads + h / group) * p.kv_len;
@@ -186,14 +238,13 @@ void attend(const char* isa, const Kernels& kernels, int64_t n) {
       x *= p.scale;
       if (p.softcap > 0) x = p.softcap * std::tanh(x / p.softcap);
       if (p.alibi_slopes) x -= slopes[h] * static_cast<double>(std::llabs(position - j));
-      const bool allowed = (!p.causal || j <= position) && (p.window_left < 0 || position - j <= p.window_left) &&
-                           (p.window_right < 0 || j - position <= p.window_right) && (!p.kv_lens || j < kv_lens[b]) &&
-                           (!p.mask || static_cast<bool*>(mask.data())[(h * p.q_len + i) * p.kv_len + j]);
-      s[j] = allowed ? x : -kInf;
+      s[j] = allowed(p, b, h, i, j) ? x : -kInf;
       top = std::max(top, s[j]);
     }
     for (auto& x : s) sum += x = x == -kInf ? 0 : std::exp(x - top);
     if (p.sinks) sum += std::exp(sinks[h] - top);
+    const double lse_got = get(lse.data(), accumulation, row), lse_wanted = top + std::log(sum);
+    if (lse_got != lse_wanted) worst_lse = std::max(worst_lse, std::fabs(lse_got - lse_wanted));
     for (int64_t d = 0; d < p.v_head_dim; ++d) {
       double wanted = 0;
       for (int64_t j = 0; j < p.kv_len; ++j) wanted += s[j] * get(p.value, p.dtype, (kv + j) * p.v_head_dim + d);
@@ -201,7 +252,10 @@ void attend(const char* isa, const Kernels& kernels, int64_t n) {
       worst = std::max(worst, std::fabs(get(p.out, p.dtype, row * p.v_head_dim + d) - wanted));
     }
   }
-  expect(worst < (w == 2 ? 0.05 : 1e-3), isa, "out", n);
+  // 16 bits: 2^-8 from rounding numbers below 2, as much again from rounding the weights of values below 2.
+  expect(worst < (w == 2 ? 0.01 : 1e-3), isa, "out", n);
+  expect(worst_lse < 1e-3, isa, "lse", n);
+  poison_a_key(isa, kernels, p, threads, out, lse, n);
 
   AttentionBackwardParams bp{};
   bp.forward = p;

@@ -5,10 +5,11 @@
 // Every instruction set that is built, and whether this CPU has it. Nothing of torch.
 namespace attnpack {
 
-#define ATTNPACK_KERNELS(isa)                                                             \
-  {isa::prefill_scratch, isa::prefill,          isa::decode_scratch, isa::decode,         \
-   isa::merge,           isa::backward_scratch, isa::backward,       isa::linear_scratch, \
-   isa::linear_rows,     isa::rms_norm_rows,    isa::multiply_adds,  isa::read_through}
+#define ATTNPACK_KERNELS(isa)                                                                 \
+  {isa::prefill_scratch, isa::prefill,          isa::decode_scratch, isa::decode,             \
+   isa::merge,           isa::backward_scratch, isa::backward,       isa::linear_scratch,     \
+   isa::linear_rows,     isa::rms_norm_rows,    isa::multiply_adds,  isa::pair_multiply_adds, \
+   isa::read_through}
 
 struct Isa {
   const char* name;
@@ -16,16 +17,26 @@ struct Isa {
   Kernels kernels;
 };
 
-// From the plainest to the widest.
+#if defined(__x86_64__)
+inline bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
+// From the plainest to the widest; the last one present is the default.
 inline const Isa kIsas[] = {
     {"baseline", true, ATTNPACK_KERNELS(baseline)},
+#if defined(ATTNPACK_AVX512_BF16_EMULATED)
+    {"avx512_bf16_emulated", has_avx512(), ATTNPACK_KERNELS(avx512_bf16_emulated)},
+#endif
 #if defined(__x86_64__)
     {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"),
      ATTNPACK_KERNELS(avx2)},
-    {"avx512",
-     __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq"),
-     ATTNPACK_KERNELS(avx512)},
+    {"avx512", has_avx512(), ATTNPACK_KERNELS(avx512)},
+#endif
+#if defined(ATTNPACK_AVX512_BF16)
+    {"avx512_bf16", has_avx512() && __builtin_cpu_supports("avx512bf16"), ATTNPACK_KERNELS(avx512_bf16)},
 #endif
 };
 

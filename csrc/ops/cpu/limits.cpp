@@ -37,7 +37,10 @@ Limits measure_limits() {
   const auto& kernels = kernels_in_use();
   const int64_t threads = at::get_num_threads();
   std::vector<float> sink(threads * 16);  // a cache line each
-  const double flops = 2 * best_rate(threads, [&](int64_t t) { return kernels.multiply_adds(1 << 20, &sink[t * 16]); });
+  const auto flops_of = [&](double (*multiply_adds)(int64_t, float*)) {
+    return 2 * best_rate(threads, [&](int64_t t) { return multiply_adds(1 << 20, &sink[t * 16]); });
+  };
+  const double flops = flops_of(kernels.multiply_adds), pairs = flops_of(kernels.pair_multiply_adds);
   const int64_t count = int64_t{1} << 26;  // 256 MiB
   const at::Tensor data = at::ones({count}, at::kFloat);
   const int64_t share = count / threads;
@@ -45,7 +48,7 @@ Limits measure_limits() {
     kernels.read_through(data.const_data_ptr<float>() + t * share, share, &sink[t * 16]);
     return static_cast<double>(share) * sizeof(float);
   });
-  return {flops, bytes};
+  return {flops, pairs > 0 ? pairs : flops, bytes};
 }
 
 }  // namespace attnpack

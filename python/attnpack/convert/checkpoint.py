@@ -11,13 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..causal_lm import CausalLM
-from ..causal_lm_io import check_whole
-from ..gguf_io import GgufCheckpoint
-from ..hf_io import HfCheckpoint, SafetensorsFile
 from ..progress import progress
-from .hf_config import config_json, write_companions
-from .output import SafetensorsWriter, require_finite, whole_directory, write_json
+from .hf_config import write_companions
+from .output import SafetensorsWriter, whole_directory, write_json
+from .source import Attention, DecoderOnly, Source, open_source
 from .streams import Streams, load_tokens
 from .weights import Groups, LayerWeights, merge_kv_heads
 
@@ -37,6 +34,7 @@ class Request:
     dtype: torch.dtype | None = None  # default as stored; fp32 from GGUF
     text: Path | None = None  # default the standard library's help topics
     tokens: int = 2048  # of it for the perplexity, and as many others for methods that learn from text; 0 for none
+    encoder: bool = False  # convert that of an encoder-decoder model too
 
 
 @dataclass(frozen=True)
@@ -57,44 +55,6 @@ class Report:
     seconds: float
 
 
-class Source:
-    """A checkpoint directory or GGUF file that CausalLM reads: `config`, `names`, tensors one by one."""
-
-    def __init__(self, path: Path, dtype: torch.dtype | None) -> None:
-        self.checkpoint = HfCheckpoint(path) if path.is_dir() else GgufCheckpoint(path)
-        check_whole(CausalLM, self.checkpoint)
-        self.path, self.config, self.shapes = path, self.checkpoint.config, self.checkpoint.shapes
-        self._dtype = dtype
-
-    def stored_dtype(self, name: str) -> torch.dtype:
-        return self._file(name).dtype(name) if isinstance(self.checkpoint, HfCheckpoint) else torch.float32
-
-    def dtype(self, name: str) -> torch.dtype:
-        """As it will be written."""
-        return self._dtype or self.stored_dtype(name)
-
-    def read(self, name: str) -> Tensor:
-        tensor = torch.empty(self.shapes[name], dtype=self.stored_dtype(name))
-        self.checkpoint.read(name, tensor)
-        require_finite(self.path, name, tensor)
-        converted = tensor.to(self.dtype(name))
-        if not torch.isfinite(converted).all():
-            raise ValueError(f"{self.path}: tensor {name} holds numbers that {converted.dtype} cannot; choose bf16")
-        return converted
-
-    def files(self) -> dict[str, list[str]]:
-        """Names of tensors by the file to write them to: shards stay as they are."""
-        if isinstance(self.checkpoint, GgufCheckpoint):
-            return {"model.safetensors": list(self.shapes)}
-        files: dict[str, list[str]] = {}
-        for name in self.shapes:
-            files.setdefault(self._file(name).path.name, []).append(name)
-        return files
-
-    def _file(self, name: str) -> SafetensorsFile:
-        return self.checkpoint.files[name]
-
-
 def convert_checkpoint(source: Path, out: Path, request: Request) -> Report:
     """Writes `source` (a Hugging Face directory or a GGUF file) with fewer kv heads to the new directory `out`.
 
@@ -102,23 +62,28 @@ def convert_checkpoint(source: Path, out: Path, request: Request) -> Report:
     where the checkpoint is one that CausalLM does not read, is damaged, or does not fit the request.
     """
     started = time.monotonic()
-    checkpoint = Source(source, request.dtype)
-    config, notes = checkpoint.config, []
-    tokens = load_tokens(
-        source, request.text, request.tokens, request.method in LEARNS_FROM_TEXT, config["max_positions"], notes
-    )
-    streams = Streams(config, *tokens)
+    checkpoint, notes = open_source(source, request.dtype, request.encoder), []
+    streams = _streams(checkpoint, request, notes)
     with whole_directory(out) as folder:
         writer = _Writer(checkpoint, folder, request.kv_heads)
-        if note := write_companions(checkpoint.checkpoint, folder):
+        if note := write_companions(source, folder):
             notes.append(note)
         _convert_layers(checkpoint, writer.put, streams, request)
         perplexities = streams.finish(checkpoint.read)
         writer.close()
-        write_json(folder / "config.json", _with_dtype(config_json(checkpoint.checkpoint, request.kv_heads), request))
+        write_json(folder / "config.json", _with_dtype(checkpoint.config_json(request.kv_heads), request))
         report = _report(checkpoint, out, request, streams.tokens, perplexities, notes, time.monotonic() - started)
         write_json(folder / RECORD, asdict(report) | {"source": str(source.absolute())})
     return report
+
+
+def _streams(source: Source, request: Request, notes: list[str]) -> Streams:
+    learns = request.method in LEARNS_FROM_TEXT
+    if not isinstance(source, DecoderOnly):
+        notes.append(f"perplexity {'and calibration are' if learns else 'is'} left out: {source.path} is no causal LM")
+        return Streams(source.config, None, None)
+    positions = source.config["max_positions"]
+    return Streams(source.config, *load_tokens(source.path, request.text, request.tokens, learns, positions, notes))
 
 
 def _with_dtype(config: dict[str, Any], request: Request) -> dict[str, Any]:
@@ -129,46 +94,44 @@ def _with_dtype(config: dict[str, Any], request: Request) -> dict[str, Any]:
 
 
 def _convert_layers(source: Source, put: Callable[[str, Tensor], None], streams: Streams, request: Request) -> None:
-    config = source.config
-    per_layer: dict[int, list[str]] = {layer: [] for layer in range(config["num_layers"])}
-    others = []
-    for name in source.shapes:
-        parts = name.split(".")
-        (per_layer[int(parts[2])] if parts[1] == "layers" else others).append(name)
-    for name in others:
+    layers = source.layers()
+    for name in layers.pop(""):
         tensor = source.read(name)
         if name == "model.embed_tokens.weight":
             streams.embed(tensor)
         put(name, tensor)
-    for layer, names in progress(per_layer.items(), f"converting {source.path.name}"):
-        prefix = f"model.layers.{layer}."
-        old = {name.removeprefix(prefix): source.read(name) for name in names}
-        new = old | merge_layer(old, config, request, layer, streams.attention_input(old))
-        streams.step(old, new)
+    for number, (prefix, names) in enumerate(progress(layers.items(), f"converting {source.path.name}")):
+        old = {name: source.read(name) for name in names}
+        seen = streams.attention_input(prefix, old)
+        new = dict(old)
+        for attention in source.attentions(prefix):
+            new |= merge_layer(old, attention, request, number, seen)
+        streams.step(prefix, old, new)
         for name, tensor in new.items():
-            put(prefix + name, tensor)
+            put(name, tensor)
 
 
 def merge_layer(
-    tensors: dict[str, Tensor], config: dict[str, Any], request: Request, layer: int, calibration: Tensor | None
+    tensors: dict[str, Tensor], attention: Attention, request: Request, number: int, calibration: Tensor | None
 ) -> dict[str, Tensor]:
-    """The attention tensors of one layer with fewer kv heads, by their names in the layer."""
+    """The tensors of one attention layer with fewer kv heads, by their names."""
     names = {
-        field: f"self_attn.{field[0]}_proj.{'bias' if field.endswith('_bias') else 'weight'}"
+        field: f"{attention.prefix}{field[0]}_proj.{'bias' if field.endswith('_bias') else 'weight'}"
         for field in LayerWeights._fields
     }
+    kind = 4 * (2 * number + ("cross" in attention.prefix))  # a layer has up to two, of four draws each
     merged = merge_kv_heads(
         LayerWeights(*(tensors.get(name) for name in names.values())),
-        config["num_heads"],
-        config["num_kv_heads"],
+        attention.num_heads,
+        attention.num_kv_heads,
         request.kv_heads,
         method=request.method,
         window=request.window,
         groups=request.groups,
-        seed=None if request.seed is None else (request.seed + 4 * layer) % 2**64,
+        seed=None if request.seed is None else (request.seed + kind) % 2**64,
         calibration=calibration,
-        rope_dim=config["head_dim"],
-        key_norm=config["qk_norm"],
+        rope_dim=attention.head_dim,
+        key_norm=attention.key_norm,
         reorder=True,
     )
     values = merged.weights._asdict()
@@ -180,13 +143,19 @@ class _Writer:
 
     def __init__(self, source: Source, folder: Path, kv_heads: int) -> None:
         self._folder, self._files, self._place = folder, {}, {}
-        rows = kv_heads * source.config["head_dim"]
+        rows = {
+            f"{attention.prefix}{projection}": kv_heads * attention.head_dim
+            for layer in source.layers()
+            if layer
+            for attention in source.attentions(layer)
+            for projection in ("k_proj", "v_proj")
+        }
 
         def shape(name: str) -> tuple[int, ...]:
-            grouped = name.split(".")[-2] in ("k_proj", "v_proj")
-            return (rows, *source.shapes[name][1:]) if grouped else source.shapes[name]
+            own = source.shapes[name]
+            return (rows.get(name.rpartition(".")[0], own[0]), *own[1:])
 
-        for file, names in source.files().items():
+        for file, names in source.by_file().items():
             described = {name: (shape(name), source.dtype(name)) for name in names}
             self._files[file] = SafetensorsWriter(folder / file, described)
             self._place |= dict.fromkeys(names, file)
@@ -213,7 +182,7 @@ def _report(
     seconds: float,
 ) -> Report:
     config = source.config
-    number = source.dtype("model.layers.0.self_attn.k_proj.weight").itemsize
+    number = source.dtype(next(name for name in source.shapes if name.endswith("k_proj.weight"))).itemsize
     per_head = 2 * config["num_layers"] * config["head_dim"] * number
     return Report(
         source=str(source.path),

@@ -11,10 +11,6 @@ from .checkpoint import Report, Request, convert_checkpoint
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.encoder:
-        raise ValueError(
-            f"--encoder: {args.source} is read as a decoder-only model, which has no encoder; leave it out"
-        )
     request = Request(
         kv_heads=args.kv_heads,
         method=args.method,
@@ -24,6 +20,7 @@ def main(args: argparse.Namespace) -> None:
         dtype=None if args.dtype is None else DTYPES[args.dtype],
         text=args.text,
         tokens=args.tokens,
+        encoder=args.encoder,
     )
     report = convert_checkpoint(args.source, args.out, request)
     print(json.dumps(asdict(report)) if args.json else "\n".join(describe(report)))

@@ -38,7 +38,8 @@ def to_gqa(
 
     Args:
         module: a MultiHeadAttention, GroupedQueryAttention (whose kv heads are merged) or MultiQueryAttention; of
-            `attnpack.cpp` too. Or a block, stack, EncoderDecoder or CausalLM, whose attention layers are converted.
+            `attnpack.cpp` too. Or a block, a stack, an EncoderDecoder or a CausalLM (the last two of `attnpack.cpp`
+            too), whose attention layers are converted.
         num_kv_heads: key-value heads afterwards, at most those there are.
         method, window, groups, seed: as in `merge_kv_heads`. Groups are of kv heads; other than consecutive groups of
             one size give a head_map (in a CausalLM, which has none, query heads are put in another order instead).
@@ -69,6 +70,8 @@ def to_gqa(
         return _rebuild(module, GroupedQueryAttention, sizes, merged.weights, arguments)
     if calibration is not None:
         raise ValueError("attnpack: calibration: got one for a whole model, want it for a single attention layer only")
+    if isinstance(module, cpp.CausalLM | cpp.EncoderDecoder):
+        return _C.convert.model_to_gqa(module, num_kv_heads, **settings, encoder=encoder)
     return _convert_model(module, num_kv_heads, settings, encoder)
 
 

@@ -79,22 +79,21 @@ def _from_gguf(checkpoint: GgufCheckpoint) -> dict[str, Any]:
     return result
 
 
-def write_companions(checkpoint: HfCheckpoint | GgufCheckpoint, out: Path) -> str | None:
-    """Copies the tokenizer, or makes one from GGUF; what to tell the user where there is none, else None."""
-    if isinstance(checkpoint, HfCheckpoint):
+def write_companions(source: Path, out: Path) -> str | None:
+    """Copies a directory's tokenizer, or makes one from GGUF; what to tell the user where there is none, else None."""
+    if source.is_dir():
         for name in _COMPANIONS:
-            if (checkpoint.path / name).is_file():
-                shutil.copyfile(checkpoint.path / name, out / name)
+            if (source / name).is_file():
+                shutil.copyfile(source / name, out / name)
         found = any((out / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-        return None if found else f"{checkpoint.path} has no tokenizer, so none was written"
+        return None if found else f"{source} has no tokenizer, so none was written"
     try:
-        tokenizer = load_tokenizer(checkpoint.path)
+        tokenizer = load_tokenizer(source)
     except (ImportError, ValueError) as error:
         return f"the tokenizer was not written: {error}"
     tokenizer.backend.save(str(out / "tokenizer.json"))
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": checkpoint.config["max_positions"],
         "clean_up_tokenization_spaces": False,
         **tokenizer.special,
     }

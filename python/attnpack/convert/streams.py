@@ -76,20 +76,20 @@ class Streams:
             self._seen = F.embedding(self._calibration, table).float()
 
     @torch.no_grad()
-    def attention_input(self, layer: dict[str, Tensor]) -> Tensor | None:
+    def attention_input(self, prefix: str, layer: dict[str, Tensor]) -> Tensor | None:
         """What the layer's attention reads of the calibration tokens, [tokens, E]."""
-        return None if self._seen is None else self._block(layer).input_layernorm(self._seen).flatten(0, 1)
+        return None if self._seen is None else self._block(prefix, layer).input_layernorm(self._seen).flatten(0, 1)
 
     @torch.no_grad()
-    def step(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-        """Through one layer, whose tensors are given by their names in it."""
+    def step(self, prefix: str, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+        """Through one layer, whose tensors are given by their names, which begin with `prefix`."""
         if self._old is None:
             return
-        block = self._block(old)
+        block = self._block(prefix, old)
         self._old = block(self._old)
         if self._seen is not None:
             self._seen = block(self._seen)
-        self._new = self._block(new)(self._new)
+        self._new = self._block(prefix, new)(self._new)
 
     @torch.no_grad()
     def finish(self, read: Callable[[str], Tensor]) -> tuple[float | None, float | None]:
@@ -109,8 +109,9 @@ class Streams:
         ]
         return math.exp(min(700.0, (sum(losses) / wanted.numel()).item()))
 
-    def _block(self, tensors: dict[str, Tensor]) -> DecoderBlock:
+    def _block(self, prefix: str, tensors: dict[str, Tensor]) -> DecoderBlock:
         """The layer as a block in fp32."""
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         kv_heads = tensors["self_attn.k_proj.weight"].shape[0] // self._config["head_dim"]
         sizes = {"num_layers": 1, "vocab_size": 1, "num_kv_heads": kv_heads}
         block: nn.Module = CausalLM(**(self._config | sizes), device="meta").layers[0]

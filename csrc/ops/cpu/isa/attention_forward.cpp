@@ -1,3 +1,6 @@
+#include <type_traits>
+
+#include <attnpack/ops/cpu/isa/gemm_pairs.h>
 #include <attnpack/ops/cpu/isa/softmax.h>
 
 // Prefill: rows of a kv head in tiles, keys in blocks, both products by gemm; nothing of size q_len x kv_len.
@@ -10,46 +13,88 @@ int64_t block_keys(const AttentionParams& p) {
   return width <= 256 ? 256 : width <= 512 ? 128 : 64;
 }
 
+// What the two products multiply, kStep elements at a time: numbers widened to the accumulation type ...
 template <class S, class A>
-struct Scratch {
-  int64_t block, value_width;
-  PackedBlocks blocks;
-  A *query, *scores, *out, *max, *sum, *keys, *values;
-
-  Scratch(const AttentionParams& p, Arena& arena) : block(block_keys(p)), blocks(p.kv_len, block, arena) {
-    value_width = padded<A>(p.v_head_dim);
-    query = arena.take<A>(kTileQueryRows * p.head_dim);
-    scores = arena.take<A>(kTileQueryRows * block);
-    out = arena.take<A>(kTileQueryRows * value_width);
-    max = arena.take<A>(kTileQueryRows);
-    sum = arena.take<A>(kTileQueryRows);
-    keys = arena.take<A>(blocks.slots() * block * p.head_dim);
-    values = arena.take<A>(blocks.slots() * block * value_width);
+struct Widened {
+  using Element = A;
+  static constexpr int64_t kStep = 1;
+  static void pack_row(const S* from, int64_t columns, A* to) { pack<A>(from, 0, 1, columns, to, columns); }
+  static void pack_keys(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to) {
+    pack_transposed<A>(from, row_stride, rows, columns, to);
+  }
+  static void pack_values(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to, int64_t height) {
+    pack_panels<A>(from, row_stride, rows, columns, to, height);
   }
 };
 
+// ... or pairs of bf16, to which the softmax's results are rounded.
+struct Paired {
+  using Element = Pair;
+  static constexpr int64_t kStep = 2;
+  static constexpr auto pack_row = pack_pairs;
+  static constexpr auto pack_keys = pack_pairs_transposed;
+  static constexpr auto pack_values = pack_pair_panels;
+};
+
 template <class S, class A>
+using OperandsOf = std::conditional_t<kPairProducts && std::is_same_v<S, BFloat16>, Paired, Widened<S, A>>;
+
+template <class A, class Operands>
+struct Scratch {
+  using E = typename Operands::Element;
+  static constexpr bool kRounds = Operands::kStep > 1;
+  int64_t block, key_steps, block_steps, value_width, out_ld;
+  PackedBlocks blocks;
+  A *scores, *out, *max, *sum;
+  E *query, *keys, *values, *weights;
+
+  Scratch(const AttentionParams& p, Arena& arena) : block(block_keys(p)), blocks(p.kv_len, block, arena) {
+    key_steps = steps(p.head_dim);
+    block_steps = steps(block);
+    value_width = padded<A>(p.v_head_dim);
+    out_ld = value_width + (kRounds ? kLanes<A> : 0);  // behind a row: the sums of its rounded weights
+    query = arena.take<E>(kTileQueryRows * key_steps);
+    scores = arena.take<A>(kTileQueryRows * block);
+    out = arena.take<A>(kTileQueryRows * out_ld);
+    max = arena.take<A>(kTileQueryRows);
+    sum = arena.take<A>(kTileQueryRows);
+    keys = arena.take<E>(blocks.slots() * block * key_steps);
+    values = arena.take<E>(blocks.slots() * block_steps * value_width);
+    if constexpr (kRounds)
+      weights = arena.take<E>(kTileQueryRows * block_steps);
+    else
+      weights = scores;
+  }
+  static int64_t steps(int64_t n) { return (n + Operands::kStep - 1) / Operands::kStep; }
+};
+
+template <class S, class A, class Operands>
 class PrefillTile {
  public:
   PrefillTile(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
       : p_(p), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_) {
     w_.blocks.enter(b * p.num_kv_heads + kv_head);
     make_rows(p, b, kv_head, rows, tile_);
-    pack_rows<A, S>(tile_, p.query, p.query_strides, b, p.head_dim, w_.query, p.head_dim);
+    for (int64_t r = 0; r < tile_.count; ++r)
+      Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
+                         w_.query + r * w_.key_steps);
   }
 
   void run() {
     attend();
     for (int64_t r = 0; r < tile_.count; ++r)
-      finish_row<A, S>(p_, b_, tile_.rows[r].head, tile_.rows[r].query, w_.max[r], w_.sum[r],
-                       w_.out + r * w_.value_width);
+      finish_row<A, S>(p_, b_, tile_.rows[r].head, tile_.rows[r].query, w_.max[r], w_.sum[r], w_.out + r * w_.out_ld,
+                       divisor(r));
   }
 
  private:
+  using Work = Scratch<A, Operands>;
+  using E = typename Operands::Element;
+
   void attend() {
     attend(false);
     // An excluded key's NaN or Inf may have come in as 0 * NaN: once more, leaving such terms out.
-    if (!all_finite(w_.out, w_.value_width, tile_.count, p_.v_head_dim)) attend(true);
+    if (!all_finite(w_.out, w_.out_ld, tile_.count, p_.v_head_dim)) attend(true);
   }
 
   void attend(bool skip_excluded) {
@@ -60,28 +105,50 @@ class PrefillTile {
 
   void attend_block(int64_t begin, int64_t count, bool skip_excluded) {
     const int64_t slot = w_.blocks.slot(begin, [&](int64_t slot) { pack_block(begin, slot); });
-    const A* keys = w_.keys + slot * w_.block * p_.head_dim;
-    const A* values = w_.values + slot * w_.block * w_.value_width;
-    gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, p_.head_dim, 1},
-            {keys, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false);
-    softmax_rows<A>(p_, b_, tile_, state_, 0, tile_.count, begin, count);
-    gemm<A>(skip_excluded, tile_.count, w_.value_width, count, {w_.scores, w_.block, 1},
-            {values, kPanel<A>, kPanel<A> * w_.block}, w_.out, w_.value_width, true);
+    const E* keys = w_.keys + slot * w_.block * w_.key_steps;
+    const E* values = w_.values + slot * w_.block_steps * w_.value_width;
+    gemm<A, E>(false, tile_.count, count, w_.key_steps, {w_.query, w_.key_steps, 1},
+               {keys, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false);
+    weigh(begin, count);
+    gemm<A, E>(skip_excluded, tile_.count, w_.value_width, w_.steps(count), {w_.weights, w_.block_steps, 1},
+               {values, kPanel<A>, kPanel<A> * w_.block_steps}, w_.out, w_.out_ld, true);
+  }
+
+  // scores -> weights, a vector's height of rows at a time while they are in the L1 cache.
+  void weigh(int64_t begin, int64_t count) {
+    if constexpr (!Work::kRounds) {
+      softmax_rows<A>(p_, b_, tile_, state_, 0, tile_.count, begin, count);
+    } else {
+      for (int64_t r = 0; r < tile_.count; ++r) {
+        if (r % kSoftmaxRows<A> == 0)
+          softmax_rows<A>(p_, b_, tile_, state_, r, smaller(kSoftmaxRows<A>, tile_.count - r), begin, count);
+        round_weights(w_.scores + r * w_.block, count, w_.weights + r * w_.block_steps,
+                      w_.out + r * w_.out_ld + w_.value_width);
+      }
+    }
+  }
+
+  // What the values' sum is divided by: the sum of the weights that they met; with dropout that has other terms than
+  // the denominator. lse keeps the sum of the unrounded ones: the backward pass computes the probabilities from it.
+  A divisor(int64_t r) const {
+    if constexpr (Work::kRounds)
+      if (p_.dropout_p == 0) return fold_lanes<A>(load<A>(w_.out + r * w_.out_ld + w_.value_width), Add());
+    return w_.sum[r];
   }
 
   void pack_block(int64_t begin, int64_t slot) {
     const int64_t count = smaller(w_.block, valid_keys(p_, b_) - begin);
-    pack_transposed<A>(at<S>(p_.key, p_.key_strides, b_, kv_head_, begin), p_.key_strides.row, count, p_.head_dim,
-                       w_.keys + slot * w_.block * p_.head_dim);
-    pack_panels<A>(at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row, count, p_.v_head_dim,
-                   w_.values + slot * w_.block * w_.value_width, w_.block);
+    Operands::pack_keys(at<S>(p_.key, p_.key_strides, b_, kv_head_, begin), p_.key_strides.row, count, p_.head_dim,
+                        w_.keys + slot * w_.block * w_.key_steps);
+    Operands::pack_values(at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row, count,
+                          p_.v_head_dim, w_.values + slot * w_.block_steps * w_.value_width, w_.block_steps);
   }
 
   const AttentionParams& p_;
   int64_t b_, kv_head_;
   Arena arena_;
-  Scratch<S, A> w_;
-  const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, w_.block, w_.value_width};
+  Work w_;
+  const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, w_.block, w_.out_ld};
   RowTile tile_;
 };
 
@@ -91,7 +158,8 @@ size_t prefill_scratch(const AttentionParams& p) {
   size_t used = 0;
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     Arena arena(nullptr);
-    Scratch<decltype(storage), decltype(accumulation)>(p, arena);
+    using A = decltype(accumulation);
+    Scratch<A, OperandsOf<decltype(storage), A>>(p, arena);
     used = arena.used();
   });
   return used;
@@ -99,7 +167,9 @@ size_t prefill_scratch(const AttentionParams& p) {
 
 void prefill(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch) {
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
-    PrefillTile<decltype(storage), decltype(accumulation)>(p, b, kv_head, rows, scratch).run();
+    using S = decltype(storage);
+    using A = decltype(accumulation);
+    PrefillTile<S, A, OperandsOf<S, A>>(p, b, kv_head, rows, scratch).run();
   });
 }
 

@@ -2,7 +2,8 @@
 
 #include <attnpack/ops/cpu/isa/math.h>
 
-// The one matrix product of all tiles: C [M, N] (+)= A [M, K] B [K, N], on padded, packed scratch.
+// The one matrix product of all tiles: C [M, N] (+)= A [M, K] B [K, N], on padded, packed scratch. C has elements T; A
+// and B have elements E, which is T but in gemm_pairs.h.
 namespace attnpack::ATTNPACK_ISA {
 
 // Rows and vectors of the register tile: 12 x 2 fills the 32 registers of AVX-512, 6 x 2 the 16 of the others.
@@ -15,6 +16,15 @@ template <class T>
 inline int64_t padded(int64_t n) {
   return (n + kPanel<T> - 1) / kPanel<T> * kPanel<T>;
 }
+
+// A step of the sums: what an element of A does with a vector of a row of B. gemm_pairs.h has another one.
+template <class T, class E>
+struct Product {
+  static Vec<T> add(Vec<T> sum, E x, Vec<E> right) { return sum + x * right; }
+  static bool excluded(E x) { return x == 0 && __builtin_signbit(x); }
+  // right without what an excluded part of x would meet.
+  static Vec<E> met(E, Vec<E> right) { return right; }
+};
 
 // An operand read element by element: row and column strides, so that a transposed one costs nothing.
 template <class T>
@@ -41,18 +51,18 @@ inline void fetch(const T* p) {
   __builtin_prefetch(p, 0, 2);
 }
 
-template <class T, int Rows, int Vectors, Beside beside>
-inline void register_tile(Operand<T> a, Panels<T> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
-  constexpr int64_t kLine = 64 / sizeof(T);
+template <class T, class E, int Rows, int Vectors, Beside beside>
+inline void register_tile(Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
+  constexpr int64_t kLine = 64 / sizeof(E);
   Vec<T> sum[Rows][Vectors];
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < Vectors; ++v) sum[r][v] = accumulate ? load<T>(c + r * ldc + v * kLanes<T>) : Vec<T>{};
   for (int64_t k = 0; k < depth; ++k) {
-    Vec<T> right[Vectors];
+    Vec<E> right[Vectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < Vectors; ++v) right[v] = load<T>(b.data + k * b.row + v * kLanes<T>);
+    for (int v = 0; v < Vectors; ++v) right[v] = load<E>(b.data + k * b.row + v * kLanes<T>);
     if constexpr (beside == Beside::kFetch) {
       if (a.ahead && k % kLine == 0)
 #pragma GCC unroll 12
@@ -62,10 +72,12 @@ inline void register_tile(Operand<T> a, Panels<T> b, T* c, int64_t ldc, int64_t 
     }
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
-      const T x = a.data[r * a.row + k * a.column];
-      if (beside == Beside::kSkip && x == 0 && __builtin_signbit(x)) continue;
+      const E x = a.data[r * a.row + k * a.column];
+      if (beside == Beside::kSkip && Product<T, E>::excluded(x)) continue;
 #pragma GCC unroll 2
-      for (int v = 0; v < Vectors; ++v) sum[r][v] += x * right[v];
+      for (int v = 0; v < Vectors; ++v)
+        sum[r][v] =
+            Product<T, E>::add(sum[r][v], x, beside == Beside::kSkip ? Product<T, E>::met(x, right[v]) : right[v]);
     }
   }
 #pragma GCC unroll 12
@@ -74,13 +86,13 @@ inline void register_tile(Operand<T> a, Panels<T> b, T* c, int64_t ldc, int64_t 
     for (int v = 0; v < Vectors; ++v) store<T>(c + r * ldc + v * kLanes<T>, sum[r][v]);
 }
 
-template <class T, int Rows, int Vectors, Beside beside>
-inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<T> a, Panels<T> b, T* c, int64_t ldc, int64_t depth,
+template <class T, class E, int Rows, int Vectors, Beside beside>
+inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth,
                          bool accumulate) {
   for (; begin + Rows <= rows; begin += Rows) {
     if (begin > 0) b.ahead = 0;  // one row of tiles has fetched it
-    register_tile<T, Rows, Vectors, beside>({a.data + begin * a.row, a.row, a.column, a.ahead}, b, c + begin * ldc, ldc,
-                                            depth, accumulate);
+    register_tile<T, E, Rows, Vectors, beside>({a.data + begin * a.row, a.row, a.column, a.ahead}, b, c + begin * ldc,
+                                               ldc, depth, accumulate);
   }
   return begin;
 }
@@ -89,42 +101,43 @@ inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<T> a, Panels<T> b,
 constexpr int64_t kDepth = 128;
 
 // One row at a time where terms are skipped: that path is rare, and a tile with branches would be slow anyway.
-template <class T, int Vectors, Beside beside>
-inline void all_rows(int64_t rows, Operand<T> a, Panels<T> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
+template <class T, class E, int Vectors, Beside beside>
+inline void all_rows(int64_t rows, Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
   int64_t r = 0;
   if constexpr (beside != Beside::kSkip) {
-    r = row_tiles<T, kTileRows, Vectors, beside>(r, rows, a, b, c, ldc, depth, accumulate);
-    r = row_tiles<T, 4, Vectors, beside>(r, rows, a, b, c, ldc, depth, accumulate);
+    r = row_tiles<T, E, kTileRows, Vectors, beside>(r, rows, a, b, c, ldc, depth, accumulate);
+    r = row_tiles<T, E, 4, Vectors, beside>(r, rows, a, b, c, ldc, depth, accumulate);
   }
-  row_tiles<T, 1, Vectors, beside>(r, rows, a, b, c, ldc, depth, accumulate);
+  row_tiles<T, E, 1, Vectors, beside>(r, rows, a, b, c, ldc, depth, accumulate);
 }
 
-template <class T, Beside beside>
-void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<T> a, Panels<T> b, T* c, int64_t ldc, bool accumulate) {
+template <class T, class E, Beside beside>
+void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<E> a, Panels<E> b, T* c, int64_t ldc, bool accumulate) {
+  static_assert(sizeof(E) == sizeof(T), "a vector of B covers as many columns as one of C");
   if (depth == 0 && !accumulate)
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t n = 0; n < columns; ++n) c[r * ldc + n] = 0;
   for (int64_t n = 0; n < columns; n += kPanel<T>)
     for (int64_t k = 0; k < depth; k += kDepth) {
-      const Operand<T> left{a.data + k * a.column, a.row, a.column, n == 0 ? a.ahead : 0};
-      const Panels<T> right{b.data + n / kPanel<T> * b.panel + k * b.row, b.row, b.panel, b.ahead};
+      const Operand<E> left{a.data + k * a.column, a.row, a.column, n == 0 ? a.ahead : 0};
+      const Panels<E> right{b.data + n / kPanel<T> * b.panel + k * b.row, b.row, b.panel, b.ahead};
       const int64_t part = depth - k < kDepth ? depth - k : kDepth;
       if (columns - n > kLanes<T>)
-        all_rows<T, kTileVectors, beside>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
+        all_rows<T, E, kTileVectors, beside>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
       else
-        all_rows<T, 1, beside>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
+        all_rows<T, E, 1, beside>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
     }
 }
 
-template <class T>
-inline void gemm(bool skip, int64_t rows, int64_t columns, int64_t depth, Operand<T> a, Panels<T> b, T* c, int64_t ldc,
+template <class T, class E = T>
+inline void gemm(bool skip, int64_t rows, int64_t columns, int64_t depth, Operand<E> a, Panels<E> b, T* c, int64_t ldc,
                  bool accumulate) {
   if (skip)
-    gemm<T, Beside::kSkip>(rows, columns, depth, a, b, c, ldc, accumulate);
+    gemm<T, E, Beside::kSkip>(rows, columns, depth, a, b, c, ldc, accumulate);
   else if (a.ahead || b.ahead)
-    gemm<T, Beside::kFetch>(rows, columns, depth, a, b, c, ldc, accumulate);
+    gemm<T, E, Beside::kFetch>(rows, columns, depth, a, b, c, ldc, accumulate);
   else
-    gemm<T, Beside::kNothing>(rows, columns, depth, a, b, c, ldc, accumulate);
+    gemm<T, E, Beside::kNothing>(rows, columns, depth, a, b, c, ldc, accumulate);
 }
 
 // rows x columns of any storage type -> accumulation type, columns padded with zeros to ld.
@@ -173,10 +186,10 @@ inline void transpose_block(const A* block, int64_t width, A* to, int64_t ld) {
     for (int64_t r = 0; r < kBlock; ++r) to[c * ld + r] = block[r * kBlock + c];
 }
 
-// The transpose in panels: column block p of kPanel rows of `from` stands at to + p * kPanel * columns as
-// [columns, kPanel], missing rows zero. from: [rows, columns].
-template <class A, class S>
-inline void pack_transposed(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to) {
+// The transpose in panels: column block p of kPanel rows of what is read stands at to + p * kPanel * columns as
+// [columns, kPanel], missing rows zero. read(r, c, width, x) gives width <= kLanes elements of row r from column c on.
+template <class A, class Read>
+inline void transpose_panels(int64_t rows, int64_t columns, A* to, Read&& read) {
   constexpr int64_t kBlock = kLanes<A>;
   A block[kBlock * kBlock];
   for (int64_t r0 = 0; r0 < rows; r0 += kPanel<A>) {
@@ -185,19 +198,27 @@ inline void pack_transposed(const S* from, int64_t row_stride, int64_t rows, int
       const int64_t present = rows - r0 - half < 0 ? 0 : (rows - r0 - half < kBlock ? rows - r0 - half : kBlock);
       for (int64_t c0 = 0; c0 < columns; c0 += kBlock) {
         const int64_t width = columns - c0 < kBlock ? columns - c0 : kBlock;
-        for (int64_t r = 0; r < kBlock; ++r) {
-          const S* source = from + (r0 + half + r) * row_stride + c0;
-          if (r >= present)
-            store<A>(block + r * kBlock, Vec<A>{});
-          else if (width == kBlock)
-            store<A>(block + r * kBlock, load<A>(source));
+        for (int64_t r = 0; r < kBlock; ++r)
+          if (r < present)
+            read(r0 + half + r, c0, width, block + r * kBlock);
           else
-            for (int64_t c = 0; c < width; ++c) block[r * kBlock + c] = load_one(source + c);
-        }
+            store<A>(block + r * kBlock, Vec<A>{});
         transpose_block(block, width, panel + c0 * kPanel<A> + half, kPanel<A>);
       }
     }
   }
+}
+
+// from: [rows, columns] of any storage type.
+template <class A, class S>
+inline void pack_transposed(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to) {
+  transpose_panels(rows, columns, to, [=](int64_t r, int64_t column, int64_t width, A* x) {
+    const S* source = from + r * row_stride + column;
+    if (width == kLanes<A>)
+      store<A>(x, load<A>(source));
+    else
+      for (int64_t c = 0; c < width; ++c) x[c] = load_one(source + c);
+  });
 }
 
 // to[c, r] = from[r, c]; rows and columns are padded to whole vectors on both sides.

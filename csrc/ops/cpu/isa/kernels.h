@@ -35,6 +35,7 @@ struct Kernels {
 
   // For benchmarks; what they compute goes to sink, so that no compiler leaves it out.
   double (*multiply_adds)(int64_t rounds, float* sink);
+  double (*pair_multiply_adds)(int64_t rounds, float* sink);
   void (*read_through)(const float* data, int64_t count, float* sink);
 };
 
@@ -65,12 +66,15 @@ constexpr int64_t sums_width(int64_t head_dim) { return (head_dim + 31) / 32 * 3
   void linear_rows(const LinearParams&, Range, void*);                           \
   void rms_norm_rows(const RmsNormParams&, Range);                               \
   double multiply_adds(int64_t, float*);                                         \
+  double pair_multiply_adds(int64_t, float*);                                    \
   void read_through(const float*, int64_t, float*);                              \
   }
 ATTNPACK_DECLARE_ISA(baseline)
 #if defined(__x86_64__)
 ATTNPACK_DECLARE_ISA(avx2)
 ATTNPACK_DECLARE_ISA(avx512)
+ATTNPACK_DECLARE_ISA(avx512_bf16)
+ATTNPACK_DECLARE_ISA(avx512_bf16_emulated)
 #endif
 #undef ATTNPACK_DECLARE_ISA
 

@@ -1,5 +1,5 @@
+#include <attnpack/ops/cpu/isa/gemm_pairs.h>
 #include <attnpack/ops/cpu/isa/kernels.h>
-#include <attnpack/ops/cpu/isa/simd.h>
 
 // What this machine can do at most, for benchmarks to compare with.
 namespace attnpack::ATTNPACK_ISA {
@@ -15,6 +15,20 @@ double multiply_adds(int64_t rounds, float* sink) {
     for (int i = 0; i < kChains; ++i) chain[i] = chain[i] * factor + step;
   for (int i = 0; i < kChains; ++i) *sink += chain[i][0];
   return static_cast<double>(rounds) * kChains * kLanes<float>;
+}
+
+// The same of pairs of bf16; 0 where bf16 is widened.
+double pair_multiply_adds(int64_t rounds, float* sink) {
+  if constexpr (!kPairProducts) return 0;
+  constexpr int kChains = kVectorBytes == 64 ? 24 : 12;
+  Vec<float> chain[kChains];
+  for (int i = 0; i < kChains; ++i) chain[i] = broadcast(1e-3f * static_cast<float>(i));
+  const Vec<Pair> step = Vec<Pair>{} + 0x38003800u, one = Vec<Pair>{} + 0x3f803f80u;  // 2^-15 and 1, twice
+  for (int64_t k = 0; k < rounds; ++k)
+#pragma GCC unroll 24
+    for (int i = 0; i < kChains; ++i) chain[i] = pair_products(chain[i], step, one);
+  for (int i = 0; i < kChains; ++i) *sink += chain[i][0];
+  return 2.0 * static_cast<double>(rounds) * kChains * kLanes<float>;
 }
 
 // Reads all of it once, in order.

@@ -22,6 +22,17 @@ inline FloatVector at_least(FloatVector x, float least) {
 inline FloatVector times_power_of_two(FloatVector x, FloatVector n) {
   return (FloatVector)_mm512_scalef_ps((__m512)x, (__m512)n);
 }
+#if defined(__AVX512BF16__)
+typedef uint32_t PairVector __attribute__((vector_size(64)));
+// sum + the products of the pairs of a lane, the second one first (Intel SDM, VDPBF16PS).
+inline FloatVector pair_products(FloatVector sum, PairVector a, PairVector b) {
+  return (FloatVector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+// 32 numbers, low ones first, rounded to nearest even.
+inline PairVector to_pairs(FloatVector low, FloatVector high) {
+  return (PairVector)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+}
+#endif
 #else
 typedef uint16_t HalfBits __attribute__((vector_size(16)));
 typedef float FloatVector __attribute__((vector_size(32)));

@@ -1,0 +1,89 @@
+"""SmolLM2-135M with one kv head, or with latent attention: cells of uptraining.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pydoc_data.topics import topics
+from typing import Any
+
+import attnpack
+import torch
+from attnpack import causal_lm_io, convert
+from attnpack.convert.distill import Distillation, perplexity
+from torch import Tensor, nn
+
+LENGTH = 512
+MEASURED = 4 * LENGTH  # tokens, the first of the topics; training reads what follows
+RANKS = (64, 128, 192, 384)
+LEARNING_RATE = 1e-3
+
+
+@cache
+def _text() -> Tensor:
+    text = "\n".join(topics[name] for name in sorted(topics))
+    return torch.tensor(causal_lm_io.load_tokenizer(causal_lm_io.smollm2_path()).encode(text))
+
+
+@cache
+def _original() -> attnpack.CausalLM:
+    return attnpack.CausalLM.from_gguf(causal_lm_io.smollm2_path())
+
+
+@cache
+def _layer_inputs() -> list[Tensor]:
+    """What each layer of the original reads on some text behind what is measured, [1, L, E]."""
+    seen: list[Tensor] = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for layer in _original().layers
+    ]
+    with torch.no_grad():
+        _original()(_text()[MEASURED : 3 * MEASURED // 2][None])
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def _replaced(make: Callable[[nn.Module, Tensor], nn.Module]) -> nn.Module:
+    """The original with each attention layer as `make` gives it for (layer, its inputs)."""
+    model = attnpack.CausalLM.from_gguf(causal_lm_io.smollm2_path())
+    for layer, x in zip(model.layers, _layer_inputs(), strict=True):
+        layer.self_attn = make(layer.self_attn, x)
+    return model
+
+
+def _one_head(method: str) -> nn.Module:
+    extra = {"random": lambda x: {"seed": 0}, "aligned": lambda x: {"calibration": x}}.get(method, lambda x: {})
+    return _replaced(lambda layer, x: convert.to_gqa(layer, 1, method, **extra(x)))
+
+
+def _latent(rank: int) -> nn.Module:
+    return _replaced(lambda layer, x: convert.to_mla(layer, rank, calibration=x))
+
+
+def _figures(model: nn.Module, minutes: float) -> dict[str, Any]:
+    torch.set_num_threads(os.cpu_count() or 1)
+    held_out = _text()[:MEASURED].view(-1, LENGTH)
+    figures = {"perplexity": perplexity(model, held_out), "uptrained": None, "minutes": minutes}
+    attention = model.layers[0].self_attn
+    if isinstance(attention, attnpack.MultiHeadLatentAttention):
+        numbers = attention.kv_lora_rank + attention.qk_rope_head_dim
+    else:
+        numbers = 2 * attention.num_kv_heads * attention.head_dim
+    figures["kv_bytes_per_token"] = numbers * len(model.layers) * attention.o_proj.weight.element_size()
+    if minutes > 0:
+        work = Distillation(model.train(), _original(), _text()[MEASURED:], LENGTH, 60 * minutes, LEARNING_RATE, 0)
+        work.run(lambda: None)
+        figures |= {"uptrained": perplexity(model.eval(), held_out), "steps": work.steps}
+    return figures
+
+
+def smollm2_cells(minutes: float) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+    """(name, what gives its figures); the original is not trained."""
+    cells = [("smollm2/original", lambda: _figures(_original(), 0))]
+    for method in ("mean", "first", "random", "aligned"):
+        cells.append((f"smollm2/1 kv head, {method}", lambda m=method: _figures(_one_head(m), minutes)))
+    for rank in RANKS:
+        cells.append((f"smollm2/latent, rank {rank}", lambda r=rank: _figures(_latent(r), minutes)))
+    return cells

@@ -1,0 +1,195 @@
+"""The experiment of the GQA paper (Ainslie et al. 2023, section 3.3), on two cores: one JSON of figures.
+
+    python benchmarks/uptraining.py [--out FILE] [--steps N] [--seeds 3] [--smollm2 MINUTES] [--table]
+
+(a) conversion: a small MHA language model (bytes of the standard library) becomes GQA-4, GQA-2 and MQA by the mean, the
+first or a random head of each group, and by means after averaging regions of 2 x 2 and 4 x 4 numbers; then it is
+trained for another 5 and 10% of the steps. (b) with --smollm2: SmolLM2-135M with one kv head by each method, and its
+layers as latent attention at several ranks; perplexity before, and after so many minutes of distillation each (0: only
+before). (c) KV bytes and ms a token. (d) MHA, GQA, MQA and MLA of one parameter budget, trained from scratch.
+
+Each figure is kept as soon as it is there: the same command goes on where the last one stopped. Not a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import small_models as small
+import torch
+from attnpack import bench, convert
+from attnpack.progress import progress
+from smollm2_heads import smollm2_cells
+
+Cell = tuple[str, Callable[[], dict[str, Any]]]
+METHODS = {
+    "mean": ("mean", 1),
+    "first": ("first", 1),
+    "random": ("random", 1),
+    "mean w2": ("mean", 2),
+    "mean w4": ("mean", 4),
+}
+CONTEXT = 1024
+
+
+class Experiment:
+    """Cells by name, and what they need: texts, and the MHA models that conversions start from."""
+
+    def __init__(self, steps: int, seeds: int, models: Path) -> None:
+        self.steps, self.seeds, self.models = steps, seeds, models
+        self.text, self.held_out = small.read_text()
+
+    def cells(self) -> Iterator[Cell]:
+        for variant in small.VARIANTS:
+            yield f"decode/{variant}", lambda variant=variant: small.decode_figures(variant, CONTEXT)
+        for seed in range(self.seeds):
+            for variant in small.VARIANTS:
+                yield f"scratch/{variant}/{seed}", lambda v=variant, s=seed: self.from_scratch(v, s)
+            yield f"uptrain/MHA/original/{seed}", lambda s=seed: self.uptrain(self.original(s), s)
+            for heads in (4, 2, 1):
+                for method in METHODS:
+                    yield (
+                        f"uptrain/{heads}/{method}/{seed}",
+                        lambda h=heads, m=method, s=seed: self.uptrain(self.converted(h, m, s), s),
+                    )
+
+    def from_scratch(self, variant: str, seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = small.make_model(variant)
+        course = small.train(model, self.text, self.steps, seed)
+        if variant == "MHA":
+            self.models.mkdir(parents=True, exist_ok=True)
+            torch.save(model.state_dict(), self.models / f"mha_{seed}.pt")
+        return {
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            "loss": small.held_out_loss(model, self.held_out),
+            "seconds": round(course.seconds, 1),
+            **course.stability(),
+        }
+
+    def original(self, seed: int):
+        model = small.make_model("MHA")
+        model.load_state_dict(torch.load(self.models / f"mha_{seed}.pt", weights_only=True))
+        return model
+
+    def converted(self, heads: int, method: str, seed: int):
+        name, window = METHODS[method]
+        draw = {"seed": seed} if name == "random" else {}
+        return convert.to_gqa(self.original(seed), heads, name, window=window, **draw)
+
+    def uptrain(self, model, seed: int) -> dict[str, Any]:
+        """Losses after 0, 5 and 10% of the original steps."""
+        losses = {}
+
+        def measure(percent: int) -> Callable[[], None]:
+            return lambda: losses.update({f"loss_{percent}": small.held_out_loss(model, self.held_out)})
+
+        at = {self.steps * percent // 100: measure(percent) for percent in (0, 5, 10)}
+        course = small.train(model, self.text, self.steps // 10, 1000 + seed, anneal=False, at=at)
+        return {**losses, "seconds": round(course.seconds, 1)}
+
+
+def run(cells: list[Cell], out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """All cells that `out` has not yet; each is in the file before the next begins."""
+    record = json.loads(out.read_text()) if out.is_file() else {"about": about, "cells": {}}
+    for name in ("steps", "seeds", "sizes"):
+        if record.get("about", {}).get(name) != about[name]:
+            sys.exit(f"{out}: was made with another {name}: pass it as then, or choose another --out")
+    for name, figures in progress([cell for cell in cells if cell[0] not in record["cells"]], "cells"):
+        record["cells"][name] = figures()
+        record["about"] = about
+        partial = out.with_suffix(".partial")
+        partial.write_text(json.dumps(record, indent=1))
+        os.replace(partial, out)
+    missing = [name for name, _ in cells if name not in record["cells"]]
+    if missing:
+        sys.exit(f"{out}: has no figures for {', '.join(missing)}: run the same command again")
+    return record
+
+
+def spread(cells: dict[str, Any], prefix: str, figure: str) -> str:
+    """Mean over seeds, and the largest distance from it."""
+    values = [cell[figure] for name, cell in cells.items() if name.rpartition("/")[0] == prefix]
+    mean = sum(values) / len(values)
+    return f"{mean:8.3f} ±{max(abs(value - mean) for value in values):.3f}"
+
+
+def table(record: dict[str, Any]) -> str:
+    cells, about = record["cells"], record["about"]
+    lines = [
+        f"held-out loss (nats a byte) of {about['seeds']} seeds, mean ± largest distance; {about['steps']} steps",
+        "",
+    ]
+    lines.append(f"{'converted to, by':22}{'0%':>15}{'5%':>15}{'10%':>15}   of the steps, uptrained")
+    rows = [("MHA", "original"), *((str(heads), method) for heads in (4, 2, 1) for method in METHODS)]
+    for heads, method in rows:
+        losses = (spread(cells, f"uptrain/{heads}/{method}", f"loss_{percent}") for percent in (0, 5, 10))
+        lines.append(
+            f"{(heads if heads == 'MHA' else f'{heads} kv heads') + ', ' + method:22}"
+            + "".join(f"{x:>15}" for x in losses)
+        )
+    lines += [
+        "",
+        f"{'from scratch':12}{'parameters':>11}{'loss':>15}{'spikes':>15}{'gradient norm':>16}{'KV bytes':>10}"
+        f"{'ms a token':>12}",
+    ]
+    for variant in small.VARIANTS:
+        prefix, decode = f"scratch/{variant}", cells[f"decode/{variant}"]
+        lines.append(
+            f"{variant:12}{cells[prefix + '/0']['parameters']:11}{spread(cells, prefix, 'loss'):>15}"
+            f"{spread(cells, prefix, 'loss_spikes'):>15}{spread(cells, prefix, 'gradient_norm_mean'):>16}"
+            f"{decode['kv_bytes_per_token_and_layer']:10.0f}{decode['ms_per_token']:12.2f}"
+        )
+    lines.append(f"KV bytes of a token and layer; ms a token behind {CONTEXT}")
+    smollm2 = {name: cell for name, cell in cells.items() if name.startswith("smollm2/")}
+    if smollm2:
+        lines += ["", f"{'SmolLM2-135M':24}{'perplexity':>12}{'uptrained':>11}{'minutes':>9}{'KV bytes a token':>18}"]
+    for name, cell in smollm2.items():
+        after = "-" if cell["uptrained"] is None else f"{cell['uptrained']:.2f}"
+        lines.append(
+            f"{name.removeprefix('smollm2/'):24}{cell['perplexity']:12.2f}{after:>11}{cell['minutes']:9g}{cell['kv_bytes_per_token']:18}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, default=Path("uptraining.json"), help="the figures, and from where it goes on"
+    )
+    parser.add_argument("--steps", type=int, default=600, help="of the models trained from scratch")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--smollm2", type=float, metavar="MINUTES", help="also convert SmolLM2, and uptrain each so long"
+    )
+    parser.add_argument("--table", action="store_true", help="only print what --out holds")
+    args = parser.parse_args()
+    if args.steps < 300 or args.seeds < 1:
+        parser.error("--steps: want at least 300, --seeds at least 1")
+    if args.table:
+        print(table(json.loads(args.out.read_text())))
+        return
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "machine": bench.machine(),
+        "steps": args.steps,
+        "seeds": args.seeds,
+        "sizes": {**small.SIZES, "length": small.LENGTH, "batch": small.BATCH},
+    }
+    torch.set_num_threads(1)  # models this small lose more to a second thread's start than they gain
+    experiment = Experiment(args.steps, args.seeds, args.out.with_suffix(".models"))
+    cells = list(experiment.cells())
+    if args.smollm2 is not None:
+        cells += smollm2_cells(args.smollm2)
+    print(table(run(cells, args.out, about)))
+
+
+if __name__ == "__main__":
+    main()

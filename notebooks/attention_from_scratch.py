@@ -1,0 +1,325 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Attention from scratch
+#
+# A sequence is a list of vectors, one a token. Almost every layer of a transformer treats each vector alone; attention
+# is the one place where tokens read each other. Each token makes three vectors out of its own:
+#
+# - a **query**: what it is looking for,
+# - a **key**: what it offers to be found by,
+# - a **value**: what it hands over once found.
+#
+# Row i compares its query with every key, turns the comparisons into weights that sum to 1, and takes that weighted
+# mean of the values:
+#
+# $$\text{out}_i = \sum_j w_{ij} v_j, \qquad w_i = \text{softmax}_j\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right)$$
+#
+# with d the length of a query. That is all. The rest of this notebook asks why each piece is there: the square root,
+# the mask, the several heads. It ends with the weights of a real language model.
+
+# %%
+import math
+
+import attnpack
+import matplotlib.pyplot as plt
+import torch
+from attnpack import causal_lm_io, plot_attention
+
+torch.manual_seed(0)
+BLUE, ORANGE = "#0072B2", "#D55E00"
+
+
+def largest_difference(a, b):
+    return f"{(a - b).abs().max().item():.1e}"
+
+
+# %% [markdown]
+# The formula by hand, and by the operator. `attnpack.attention` never stores the matrix of weights: it walks over the
+# keys and keeps a running softmax. `attention_scores` gives the matrix where one wants to look at it.
+
+# %%
+q, k, v = torch.randn(3, 1, 1, 6, 16).unbind(0)  # [batch, heads, length, d]
+weights = (q @ k.transpose(-2, -1) / math.sqrt(16)).softmax(dim=-1)
+print("weights against attention_scores:", largest_difference(weights, attnpack.attention_scores(q, k)))
+print("out against attention:           ", largest_difference(weights @ v, attnpack.attention(q, k, v)))
+print("each row of weights sums to", weights.sum(-1).flatten().tolist())
+torch.testing.assert_close(weights @ v, attnpack.attention(q, k, v))
+
+# %% [markdown]
+# ## Why divide by the square root of d?
+#
+# Suppose that queries and keys have independent entries of mean 0 and variance 1, as they roughly do when training
+# starts. A score is a sum of d products. Each product has mean 0 and variance 1 (the variance of a product of
+# independent variables of mean 0 is the product of their variances), and variances of independent terms add up: the
+# score has variance **d**. Its typical size is $\sqrt d$, so dividing by $\sqrt d$ brings it back to 1, whatever d.
+
+# %%
+dims = [4, 16, 64, 256, 1024]
+raw, scaled = [], []
+print("    d   variance of q.k   of q.k / sqrt(d)")
+for d in dims:
+    q, k = torch.randn(2, 1, 1, 512, d).unbind(0)
+    raw.append(attnpack.attention_scores(q, k, stage="scaled", scale=1.0).var().item())
+    scaled.append(attnpack.attention_scores(q, k, stage="scaled").var().item())
+    print(f"{d:>5} {raw[-1]:>17.2f} {scaled[-1]:>18.3f}")
+    assert abs(raw[-1] / d - 1) < 0.1 and abs(scaled[-1] - 1) < 0.1
+
+# %% [markdown]
+# ## What goes wrong without it
+#
+# A softmax looks at differences. Scores that differ by 1 give weights in the ratio 2.7; scores that differ by 30 give
+# a ratio of $10^{13}$: one key takes everything, and the weighted mean becomes a lookup. Worse, such a softmax no
+# longer learns. Its derivative is $\partial w_j / \partial s_k = w_j (\delta_{jk} - w_k)$, and where one weight is 1
+# and the others 0 every entry of that is 0. The gradient vanishes, the queries and keys get no signal, and the layer
+# is stuck with whatever it happened to look at first.
+#
+# Both effects, measured: the largest weight of a row over 128 keys, and the size of the softmax's derivative.
+
+# %%
+largest, slope = {"scaled": [], "not scaled": []}, {"scaled": [], "not scaled": []}
+for d in dims:
+    q, k = torch.randn(2, 1, 1, 128, d).unbind(0)
+    for name, scale in (("scaled", None), ("not scaled", 1.0)):
+        w = attnpack.attention_scores(q, k, scale=scale)[0, 0]
+        jacobian = torch.diag_embed(w) - w.unsqueeze(-1) * w.unsqueeze(-2)  # [row, j, k]
+        largest[name].append(w.amax(-1).mean().item())
+        slope[name].append(jacobian.flatten(1).norm(dim=1).median().item())
+
+figure, panels = plt.subplots(1, 2, figsize=(9, 3.3), dpi=70, layout="constrained")
+for panel, measured in zip(panels, (largest, slope), strict=True):
+    panel.plot(dims, measured["scaled"], "o-", color=BLUE, label="q.k / sqrt(d)")
+    panel.plot(dims, measured["not scaled"], "s--", color=ORANGE, label="q.k")
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(dims, dims)
+    panel.set_xlabel("d (length of a query)")
+    panel.grid(alpha=0.3)
+panels[0].set(ylabel="largest weight, mean over rows", title="Saturation: one key takes everything", ylim=(0, 1))
+panels[1].set(ylabel="norm of dw/ds, median over rows", title="Vanishing gradients", yscale="log")
+panels[0].legend()
+plt.show()
+print(f"d = 1024, not scaled: largest weight {largest['not scaled'][-1]:.3f}, derivative {slope['not scaled'][-1]:.1e}")
+print(f"d = 1024, scaled:     largest weight {largest['scaled'][-1]:.3f}, derivative {slope['scaled'][-1]:.1e}")
+
+# %% [markdown]
+# Up to d = 64 the sharper softmax passes on *more*: a little contrast helps. Then it tips over, and at the width of
+# today's heads (64 to 256) and beyond it falls off a cliff, while the scaled one does the same at every d.
+#
+# The same seen from the end: what reaches the queries through the operator's own backward pass, for a random gradient
+# at the output. (Divided by d and by the scale, which enter the chain rule as plain factors, so that what is left is
+# the softmax's part.) A row counts as dead where less than a thousandth of the typical scaled gradient arrives.
+
+# %%
+for d in dims:
+    q, k, v, grad = torch.randn(4, 1, 1, 512, d).unbind(0)
+    reached = []
+    for scale in (1 / math.sqrt(d), 1.0):
+        leaf = q.clone().requires_grad_()
+        attnpack.attention(leaf, k, v, scale=scale).backward(grad)
+        reached.append(leaf.grad.norm(dim=-1).flatten() / (scale * d))
+    typical = reached[0].median()
+    dead = [(each < typical / 1000).float().mean().item() for each in reached]
+    print(
+        f"d = {d:<5} typical gradient: scaled {typical:.3f}, not scaled {reached[1].median():.3f};"
+        f"   dead rows: scaled {dead[0]:.0%}, not scaled {dead[1]:.0%}"
+    )
+assert dead[0] == 0 and dead[1] > 0.25
+
+# %% [markdown]
+# ## One head, and causality
+#
+# A module adds the three projections. `SelfAttention` is the smallest: one head of 16 over vectors of 32, and
+# queries, keys and values all come from the same sequence, hence *self*-attention.
+#
+# A language model is trained to guess each next token, at all positions at once. If row i could read token i + 1, the
+# answer would be in the question. So a **causal** layer sets the score of every later key to $-\infty$; since
+# $e^{-\infty} = 0$, its weight is exactly 0 and the other weights share the 1.
+
+# %%
+tokens, width, head_size = 8, 32, 16
+x = torch.randn(1, tokens, width)
+head = attnpack.SelfAttention(width, head_size, causal=True)
+
+with torch.no_grad():
+    q, k, v = head.q_proj(x), head.k_proj(x), head.v_proj(x)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(head_size)
+    later = torch.triu(torch.ones(tokens, tokens, dtype=torch.bool), diagonal=1)
+    by_hand = scores.masked_fill(later, float("-inf")).softmax(-1) @ v
+    out, causal = head(x, need_weights=True)
+    _, full = head(x, causal=False, need_weights=True)
+print("module against the lines above:", largest_difference(out, by_hand))
+torch.testing.assert_close(out, by_hand)
+assert not causal[0, 0][later].any()
+
+figure, panels = plt.subplots(1, 2, figsize=(6, 2.8), dpi=70, layout="constrained")
+plot_attention.draw_weights(panels[0], full[0, 0], title="no mask: an encoder's")
+image = plot_attention.draw_weights(panels[1], causal[0, 0], title="causal: a decoder's")
+for panel in panels:
+    panel.set(xlabel="key (position)", ylabel="query (position)")
+figure.colorbar(image, ax=panels, label="weight")
+plt.show()
+
+# %% [markdown]
+# Row 0 can read only itself, so its weight is 1 whatever the scores are.
+#
+# ## Many heads
+#
+# One softmax gives one weighted mean: a token that wants the verb *and* the previous word has to compromise. With H
+# heads there are H queries a token, H sets of weights, H means; the results are put side by side and an output
+# projection `o_proj` mixes them.
+
+# %%
+num_heads, head_dim = 4, 8
+layer = attnpack.MultiHeadAttention(width, num_heads, bias=True, causal=True)
+with torch.no_grad():
+    q, k, v = layer.project(x)  # each [1, 4, 8, 8]
+    heads = attnpack.attention(q, k, v, causal=True)
+    concatenated = layer.o_proj(heads.transpose(1, 2).flatten(2))  # [1, 8, 4 * 8] -> [1, 8, 32]
+    print("side by side, then o_proj, against the module:", largest_difference(concatenated, layer(x)))
+    torch.testing.assert_close(concatenated, layer(x))
+
+# %% [markdown]
+# There is a second way to read the same numbers. The columns of `o_proj.weight` that meet head h are a matrix of its
+# own, $W_O^{(h)}$. Multiplying each head by its own block and **adding up** is the same product, done in another
+# order. So heads are independent writers into one sum: none sees another's result, and each could be taken out alone.
+# If one gives each head its own bias, only the sum of those biases ever shows: one bias is enough.
+
+# %%
+with torch.no_grad():
+    blocks = layer.o_proj.weight.split(head_dim, dim=1)  # W_O of each head, [32, 8]
+    biases = torch.randn(num_heads, width)
+    biases[-1] = layer.o_proj.bias - biases[:-1].sum(0)  # any four vectors whose sum is the layer's bias
+    written = [heads[:, h] @ blocks[h].T + biases[h] for h in range(num_heads)]
+    print("sum over heads against the module:", largest_difference(sum(written), layer(x)))
+    torch.testing.assert_close(sum(written), layer(x), atol=1e-5, rtol=1e-5)
+
+# %% [markdown]
+# ## Self and cross
+#
+# Nothing says that keys and values must come from the sequence that asks. In **cross-attention** the queries come
+# from one sequence and the keys and values from another: a decoder that writes a translation reads the encoded source
+# sentence this way. The two may differ in length, and no mask is needed: the whole source is known.
+
+# %%
+source = torch.randn(1, 5, width)
+cross = attnpack.MultiHeadAttention(width, num_heads)
+with torch.no_grad():
+    out, weights = cross(x, source, need_weights=True)
+print(f"8 queries, 5 keys: out {tuple(out.shape)}, weights {tuple(weights.shape)}")
+shorter = source[:, :4]
+with torch.no_grad():
+    print("without the last source token every row changes:", largest_difference(cross(x, shorter), out))
+
+# %% [markdown]
+# ## Encoder or decoder: who hears of a change?
+#
+# Stack attention (tokens talk) and a feed-forward layer (each token thinks alone), each with a norm and a residual
+# connection, and the result is a transformer block. An encoder block has no mask, a decoder block is causal. To see
+# what that means for whole stacks of blocks, change one token of twelve and look which outputs move.
+
+# %%
+changed_at, length = 6, 12
+x = torch.randn(1, length, width)
+other = x.clone()
+other[:, changed_at] += 1.0
+
+
+def block(kind):
+    return kind(attnpack.MultiHeadAttention(width, num_heads), attnpack.FeedForward(width, 64))
+
+
+figure, axes = plt.subplots(figsize=(7, 2.6), dpi=70, layout="constrained")
+for offset, (name, stack, kind, colour) in enumerate(
+    (
+        ("encoder, 3 blocks", attnpack.Encoder, attnpack.EncoderBlock, ORANGE),
+        ("decoder, 3 blocks", attnpack.Decoder, attnpack.DecoderBlock, BLUE),
+    )
+):
+    stacked = stack([block(kind) for _ in range(3)])
+    with torch.no_grad():
+        moved = (stacked(other) - stacked(x)).norm(dim=-1)[0]
+    axes.bar([i + 0.4 * offset for i in range(length)], moved, width=0.4, color=colour, label=name)
+    print(f"{name}: moved by a change at {changed_at}:", [i for i in range(length) if moved[i] > 0])
+axes.set_xticks([i + 0.2 for i in range(length)], range(length))
+axes.set(xlabel="position", ylabel="change of the output (norm)", title=f"Token {changed_at} is changed: who hears?")
+axes.legend()
+plt.show()
+assert not moved[:changed_at].any(), "a decoder's prefix must not move by a single bit"
+
+# %% [markdown]
+# In the decoder, positions before the change are the same to the last bit. That is more than tidiness: it is why
+# keys and values of earlier tokens can be kept while a model writes (see the notebook `kv_cache`).
+#
+# ## The weights of a real model
+#
+# SmolLM2-135M has 30 layers with 9 query heads each (and 3 key-value heads, see `grouped_query_attention`). Here is
+# what its heads look at, in one sentence.
+
+# %%
+path = causal_lm_io.smollm2_path()
+tokenizer, model = causal_lm_io.load_tokenizer(path), attnpack.CausalLM.from_gguf(path)
+ids = tokenizer.encode("The cat sat on the mat because the cat was tired.")
+words = [tokenizer.decode([token]) for token in ids]
+weights = torch.stack([layer[0] for layer in plot_attention.lm_attention(model, torch.tensor([ids]))])
+print(words)
+print("layers, heads, queries, keys:", tuple(weights.shape))
+torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+
+# %% [markdown]
+# 270 heads are too many to look at one by one. Three numbers for each head help to find the interesting ones: how
+# much weight goes to the **first** token, to the token **before**, and to the token **itself** (mean over the rows
+# from the third on, which have a choice).
+
+# %%
+rows = torch.arange(2, len(ids))
+habits = {
+    "first token": weights[:, :, rows, 0],
+    "token before": weights[:, :, rows, rows - 1],
+    "itself": weights[:, :, rows, rows],
+}
+habits = {name: each.mean(-1) for name, each in habits.items()}  # [layers, heads]
+figure, panels = plt.subplots(1, 3, figsize=(9, 4.6), dpi=70, layout="constrained", sharey=True)
+for panel, (name, share) in zip(panels, habits.items(), strict=True):
+    image = panel.imshow(share, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    panel.set(title=f"weight on the {name}" if name != "itself" else "weight on itself", xlabel="head")
+    panel.set_xticks(range(9))
+panels[0].set_ylabel("layer")
+figure.colorbar(image, ax=panels, label="share of weight, mean over rows")
+plt.show()
+print(f"mean over all heads: {', '.join(f'{name} {share.mean():.0%}' for name, share in habits.items())}")
+
+# %% [markdown]
+# Most weight goes to the first token. A head whose pattern does not occur still has to spend a weight of 1
+# somewhere, since a softmax cannot say "nothing"; models learn to leave it on a token that is always visible, an
+# **attention sink** (Xiao et al. 2023). Other heads have clear jobs. The clearest of each kind:
+
+# %%
+picked = {name: divmod(int(share.argmax()), share.shape[1]) for name, share in habits.items()}
+figure, panels = plt.subplots(1, 3, figsize=(9.5, 3.9), dpi=70, layout="constrained", sharey=True)
+for panel, (name, (layer, head)) in zip(panels, picked.items(), strict=True):
+    image = plot_attention.draw_weights(panel, weights[layer, head], words, title=f"{name}: layer {layer}, head {head}")
+    print(f"{name:<13} layer {layer:>2}, head {head}: {habits[name][layer, head]:.0%} of the weight")
+figure.supxlabel("key (token that is read)", fontsize=9)
+panels[0].set_ylabel("query (token that reads)")
+figure.colorbar(image, ax=panels, label="weight", shrink=0.8)
+plt.show()
+
+# %% [markdown]
+# And one whole layer, all nine heads, as `attnpack plot attention "..." --layer 11` writes it to a file. Nobody told
+# these heads what to do; that they differ is why there are several.
+
+# %%
+figure = plt.figure(figsize=(9, 9), dpi=70, layout="constrained")
+plot_attention.draw_heads(figure, weights[11], words, title="SmolLM2-135M, layer 11")
+plt.show()

@@ -1,0 +1,319 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # The KV cache: why it is right, what it saves, what it costs
+#
+# A language model writes one token, appends it to the text, and asks itself for the next. Done naively, token 1000
+# costs a full pass over the 999 before it, and so did every earlier one. A **KV cache** keeps the keys and values of
+# all earlier tokens, so that each step computes the new token only. It is the one trick without which no language
+# model would be usable; its price is memory.
+
+# %%
+import statistics
+import time
+
+import attnpack
+import matplotlib.pyplot as plt
+import torch
+from attnpack import causal_lm_io, memory, plot_memory
+
+torch.manual_seed(0)
+BLUE, ORANGE = "#0072B2", "#D55E00"
+
+
+def largest_difference(a, b):
+    return f"{(a - b).abs().max().item():.1e}"
+
+
+# %% [markdown]
+# ## Why it is right: the past does not change
+#
+# In a causal model token i reads positions 0 to i. So appending tokens changes nothing for those before: not their
+# outputs, and not their keys and values in any layer. Checked on SmolLM2-135M, a real model of 30 layers: the logits of
+# a prefix, alone and with four more tokens behind it.
+
+# %%
+path = causal_lm_io.smollm2_path()
+tokenizer, model = causal_lm_io.load_tokenizer(path), attnpack.CausalLM.from_gguf(path)
+ids = torch.tensor([tokenizer.encode("A cache is right if the past does not change when the future arrives")])
+with torch.no_grad():
+    whole = model(ids)
+    prefix = model(ids[:, :-4])
+print(f"{ids.shape[1]} tokens; the first {prefix.shape[1]}, alone and followed by four more:")
+print("largest difference of their logits:", largest_difference(whole[:, : prefix.shape[1]], prefix))
+print("size of the logits:                ", f"{prefix.abs().max():.0f}")
+torch.testing.assert_close(whole[:, : prefix.shape[1]], prefix, atol=1e-3, rtol=1e-4)
+
+# %% [markdown]
+# (Where such a difference is not zero it is rounding: matrix products of other shapes may add up in another order.)
+# The same for the attention operator alone, and for what an encoder does, where the past does change:
+
+# %%
+q, k, v = torch.randn(3, 1, 4, 40, 64).unbind(0)
+long = attnpack.attention(q, k, v, causal=True)
+short = attnpack.attention(q[:, :, :30], k[:, :, :30], v[:, :, :30], causal=True)
+print("30 rows alone, and as the first of 40:", largest_difference(long[:, :, :30], short))
+encoder = attnpack.attention(q, k, v)[:, :, :30] - attnpack.attention(q[:, :, :30], k[:, :, :30], v[:, :, :30])
+print(f"the same without causality (an encoder): {encoder.abs().max():.1e}, so a cache would be wrong")
+torch.testing.assert_close(long[:, :, :30], short)
+
+# %% [markdown]
+# So stepping with a cache must give what one pass over all gives, however the text is cut:
+
+# %%
+with torch.no_grad():
+    for parts in ([1] * ids.shape[1], [5, 1, ids.shape[1] - 6], [ids.shape[1]]):
+        cache = attnpack.ModelCache(len(model.layers))
+        stepped = torch.cat([model(part, cache) for part in ids.split(parts, dim=1)], dim=1)
+        print(f"{len(parts):>2} chunk(s): {largest_difference(stepped, whole)} from one pass without a cache")
+        torch.testing.assert_close(stepped, whole, atol=1e-3, rtol=1e-4)
+
+# %% [markdown]
+# ## What it saves: time
+#
+# Greedy writing by SmolLM2 with `cache="none"` (everything computed anew for each token) and `cache="dynamic"`. The
+# text is the same; the moments at which tokens come are not.
+
+# %%
+prompt = torch.tensor([tokenizer.chat("Why is the sky blue?")])
+new_tokens, moments, written, peaks = 24, {}, {}, {}
+for kind in ("none", "dynamic"):
+    moments[kind], start = [], time.perf_counter()
+
+    def note(token, ticks=moments[kind], start=start):
+        ticks.append(time.perf_counter() - start)
+
+    def write(kind=kind, note=note):
+        written[kind] = model.generate(prompt, max_new_tokens=new_tokens, cache=kind, callback=note)
+
+    peaks[kind] = memory.peak_bytes(write)
+assert torch.equal(written["none"], written["dynamic"])
+print(tokenizer.decode(written["dynamic"][0, prompt.shape[1] :].tolist()))
+figure, axes = plt.subplots(figsize=(8, 3), dpi=70, layout="constrained")
+axes.plot(range(1, new_tokens + 1), moments["none"], "s-", color=ORANGE, markersize=3, label="without a cache")
+axes.plot(range(1, new_tokens + 1), moments["dynamic"], "o-", color=BLUE, markersize=3, label="with a cache")
+axes.set(xlabel="tokens written", ylabel="time (s)", title=f"SmolLM2-135M, a prompt of {prompt.shape[1]} tokens")
+axes.grid(alpha=0.3)
+axes.legend()
+plt.show()
+for kind, ticks in moments.items():
+    first, last = 1e3 * (ticks[8] - ticks[0]) / 8, 1e3 * (ticks[-1] - ticks[-9]) / 8
+    print(f"cache={kind!r:<10} a token takes {first:.0f} ms at the start, {last:.0f} ms at the end")
+print(f"{new_tokens} tokens: {moments['none'][-1]:.2f} s without, {moments['dynamic'][-1]:.2f} s with a cache")
+assert moments["none"][-1] > moments["dynamic"][-1]
+
+# %% [markdown]
+# Without a cache every token pays for all text before it, the prompt included, and each pays more than the one before:
+# n tokens need about $n^2 / 2$ rows instead of n. In exchange the cache holds keys and values of all layers; that is
+# little for so short a text, and the run without a cache needs room as well, for the activations of all its rows:
+
+# %%
+held = (prompt.shape[1] + new_tokens - 1) * plot_memory.model_kv_bytes(
+    plot_memory.MODELS["smollm2-135m"], 1, dtype=torch.float32
+)
+for kind, peak in peaks.items():
+    kept = held if kind == "dynamic" else 0
+    print(f"cache={kind!r:<10} peak above the weights {peak / 2**20:.1f} MiB, cached {kept / 2**20:.1f} MiB")
+
+# %% [markdown]
+# One layer alone shows how a single step grows over longer texts:
+
+# %%
+layer = attnpack.MultiHeadAttention(512, 8, causal=True)
+lengths = [64, 128, 256, 512, 1024]
+naive, cached = [], []
+with torch.no_grad():
+    for length in lengths:
+        x = torch.randn(1, length, 512)
+        kept = attnpack.DynamicCache()
+        layer(x[:, :-1], cache=kept)
+        taken = {"naive": [], "cached": []}
+        for _ in range(9):
+            start = time.perf_counter()
+            every = layer(x)
+            taken["naive"].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            last = layer(x[:, -1:], cache=kept)
+            taken["cached"].append(time.perf_counter() - start)
+            kept.crop(length - 1)
+        torch.testing.assert_close(last, every[:, -1:], atol=1e-5, rtol=1e-4)
+        naive.append(1e3 * statistics.median(taken["naive"]))
+        cached.append(1e3 * statistics.median(taken["cached"]))
+figure, axes = plt.subplots(figsize=(6, 3), dpi=70, layout="constrained")
+axes.plot(lengths, naive, "s-", color=ORANGE, label="all rows anew")
+axes.plot(lengths, cached, "o-", color=BLUE, label="one row, cached")
+axes.set_xscale("log", base=2)
+axes.set_yscale("log")
+axes.set_xticks(lengths, lengths)
+axes.set(xlabel="length of the text (tokens)", ylabel="time of a step (ms)", title="One layer: 8 heads of 64")
+axes.grid(alpha=0.3)
+axes.legend()
+plt.show()
+print(f"at 1024 tokens: {naive[-1]:.2f} ms anew, {cached[-1]:.3f} ms cached, {naive[-1] / cached[-1]:.0f} times less")
+assert naive[-1] > 10 * cached[-1]
+
+# %% [markdown]
+# ## What it costs: memory
+#
+# Numbers kept for one sequence of n tokens:
+#
+# | variant | keys and values |
+# |---|---|
+# | multi-head (MHA) | $2 \cdot n \cdot \text{layers} \cdot \text{heads} \cdot d_\text{head}$ |
+# | grouped-query (GQA), g groups | $2 \cdot n \cdot \text{layers} \cdot g \cdot d_\text{head}$ |
+# | multi-query (MQA) | $2 \cdot n \cdot \text{layers} \cdot d_\text{head}$ |
+# | latent (MLA) | $n \cdot \text{layers} \cdot (d_c + d_\text{rope})$ |
+#
+# First the formula against a cache that a model has really filled, then known models up to a million tokens. The
+# points are read off attnpack's own caches (allocated on the `meta` device, which keeps shapes and no memory).
+
+# %%
+cache = attnpack.ModelCache(len(model.layers))
+with torch.no_grad():
+    model(ids, cache)
+sizes = plot_memory.MODELS["smollm2-135m"]
+by_formula = 2 * ids.shape[1] * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * 4
+print(f"SmolLM2, {ids.shape[1]} tokens in fp32: {cache.nbytes:,} bytes held, {by_formula:,} by the formula")
+assert cache.nbytes == by_formula == plot_memory.model_kv_bytes(sizes, ids.shape[1], dtype=torch.float32)
+
+# %%
+contexts = [2**n for n in range(10, 21, 2)]
+points = {each.label: [plot_memory.model_kv_bytes(each, n) for n in contexts] for each in plot_memory.MODELS.values()}
+figure, axes = plt.subplots(figsize=(8.5, 4.6), dpi=70, layout="constrained")
+plot_memory.draw_kv_memory(axes, contexts, points, title="KV cache of one sequence in bfloat16")
+plt.show()
+for name, sizes in points.items():
+    print(f"{name:<52}{sizes[0] / 1024**2:>8.1f} MiB at 1k {sizes[-1] / 2**30:>8.1f} GiB at 1M tokens")
+
+# %% [markdown]
+# (`attnpack plot kv-memory` writes this picture to a file. Sizes beyond what a model was trained for are what it
+# *would* need.) DeepSeek-V3 is by far the largest of these models, with 671 billion parameters and 128 heads in each of
+# 61 layers; its latent cache is smaller than that of Llama-3 8B. What the same four would need had they kept keys and
+# values for every head:
+
+# %%
+heads = {
+    "llama-3-70b": (64, 128, 128),
+    "llama-3-8b": (32, 128, 128),
+    "deepseek-v3": (128, 192, 128),
+    "smollm2-135m": (9, 64, 64),
+}  # query heads, widths of a key and of a value
+names, shares = [], []
+for name, (num_heads, key_width, value_width) in heads.items():
+    sizes = plot_memory.MODELS[name]
+    every_head = plot_memory.kv_bytes(
+        num_heads, 2**17, num_layers=sizes.num_layers, head_dim=key_width, v_head_dim=value_width, dtype=torch.bfloat16
+    )
+    kept = plot_memory.model_kv_bytes(sizes, 2**17)
+    names.append(sizes.label.split(",")[0])
+    shares.append((every_head / 2**30, kept / 2**30))
+figure, axes = plt.subplots(figsize=(8, 3), dpi=70, layout="constrained")
+for offset, colour, label in ((0, ORANGE, "keys and values of every head"), (1, BLUE, "as built")):
+    bars = axes.barh(
+        [i + 0.4 * offset for i in range(len(names))],
+        [share[offset] for share in shares],
+        height=0.4,
+        color=colour,
+        label=label,
+    )
+    axes.bar_label(bars, fmt="%.3g", padding=3)
+axes.set_yticks([i + 0.2 for i in range(len(names))], names)
+axes.set_xscale("log")
+axes.set_xlim(1, 2000)
+axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+axes.invert_yaxis()
+axes.set(xlabel="KV cache at 128k tokens in bfloat16 (GiB)", title="What sharing saves")
+axes.legend(loc="lower right")
+plt.show()
+
+# %% [markdown]
+# Without a cache there is a cost of another kind. A naive implementation writes out the matrix of scores, n x n for
+# each head; at 32k tokens that is 4 GiB a head in fp32. The operator keeps a running softmax over tiles of keys and
+# never holds that matrix, so this term is gone with or without a cache:
+
+# %%
+n = 2048
+q, k, v = torch.randn(3, 1, 8, n, 64).unbind(0)
+tiled = memory.peak_bytes(lambda: attnpack.attention(q, k, v))
+written_out = memory.peak_bytes(lambda: (q @ k.transpose(-2, -1) / 8).softmax(-1) @ v)
+print(f"scores of 8 heads, {n} tokens: {8 * n * n * 4 / 2**20:.0f} MiB; the output: {q.nbytes / 2**20:.0f} MiB")
+print(f"most memory above the inputs: operator {tiled / 2**20:.0f} MiB, written out {written_out / 2**20:.0f} MiB")
+assert tiled < 20 * 2**20 < written_out
+
+# %% [markdown]
+# ## Two kinds of cache at work
+#
+# A **DynamicCache** grows as tokens come: nothing need be known beforehand. Growing means moving what is there to a
+# larger place, so it doubles its room each time, and moves seldom. A **StaticCache** allocates `max_len` positions at
+# once: nothing moves, the shapes never change (which is what compiled code needs), and an append past the end raises.
+
+# %%
+layer = attnpack.GroupedQueryAttention(64, 8, 2, causal=True)
+dynamic, static = attnpack.DynamicCache(), attnpack.StaticCache(1, 2, 100, 8)
+held, allocated, places = [], [], set()
+with torch.no_grad():
+    for token in torch.randn(100, 1, 1, 64):
+        a, b = layer(token, cache=dynamic), layer(token, cache=static)
+        torch.testing.assert_close(a, b)
+        held.append(dynamic.nbytes)
+        allocated.append(dynamic.k.untyped_storage().nbytes() + dynamic.v.untyped_storage().nbytes())
+        places.add(dynamic.k.data_ptr())
+figure, axes = plt.subplots(figsize=(7, 2.8), dpi=70, layout="constrained")
+axes.step(range(1, 101), allocated, "--", color=ORANGE, where="post", label="DynamicCache, allocated")
+axes.plot(range(1, 101), held, "-", color=BLUE, label="DynamicCache, held")
+axes.axhline(static.nbytes, color="#009E73", linestyle=":", linewidth=2, label="StaticCache of 100")
+axes.set(xlabel="tokens appended", ylabel="memory (bytes)", title="One layer, 2 kv heads of 8, fp32")
+axes.grid(alpha=0.3)
+axes.legend()
+plt.show()
+print(f"100 appends, the dynamic cache lay in {len(places)} places; same outputs from both caches")
+
+# %% [markdown]
+# What one does with a cache besides appending. `crop` takes tokens back (a rejected guess, an edited message),
+# `reorder` picks sequences (beam search), `clone` branches, and a failed append leaves the cache as it was:
+
+# %%
+with torch.no_grad():
+    branch = dynamic.clone()
+    branch.crop(60)
+    print("cropped clone:", len(branch), "positions; original:", len(dynamic))
+    try:
+        layer(torch.randn(1, 1, 64), cache=static)
+    except ValueError as error:
+        print("static cache:", str(error).split("\n")[0])
+    print("and it still holds", len(static))
+    pair = attnpack.DynamicCache()
+    layer(torch.randn(2, 5, 64), cache=pair)
+    first = pair.k[0].clone()
+    pair.reorder([0, 0, 1])
+    assert torch.equal(pair.k[1], first)
+    print("reordered to sequences 0, 0, 1:", tuple(pair.k.shape))
+
+# %% [markdown]
+# Sequences of different lengths share a cache too: `kv_lens` says how many of the new tokens are real, and each
+# sequence goes on at its own position. Rows of padding are never read, whatever they hold:
+
+# %%
+with torch.no_grad():
+    ragged = attnpack.DynamicCache()
+    prompts = torch.randn(2, 6, 64)
+    prompts[1, 4:] = float("nan")  # the second prompt has 4 tokens; what stands behind them must not matter
+    layer(prompts, cache=ragged, kv_lens=torch.tensor([6, 4]))
+    step = torch.randn(2, 1, 64)
+    out = layer(step, cache=ragged)
+    alone = attnpack.DynamicCache()
+    layer(prompts[1:, :4], cache=alone)
+    print("lengths:", ragged.lengths.tolist())
+    print("the short one, in the batch and alone:", largest_difference(out[1:], layer(step[1:], cache=alone)))
+    assert torch.equal(ragged.lengths, torch.tensor([7, 5])) and not out.isnan().any()

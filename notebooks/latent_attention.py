@@ -1,0 +1,299 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Latent attention: cache less, and never unpack it
+#
+# Grouped-query attention makes the cache smaller by letting heads share keys and values. Multi-head latent attention
+# (MLA, DeepSeek-V2, 2024) goes another way: all heads keep keys and values of their own, but those are *computed* from
+# one short vector a token, the **latent**, and only the latent is cached:
+#
+# $$c_j = W_{DKV}\, x_j, \qquad k_j^{(h)} = W_{UK}^{(h)} c_j, \qquad v_j^{(h)} = W_{UV}^{(h)} c_j$$
+#
+# Two questions follow. How small is it? And must all those keys and values be computed again at every step? The second
+# answer is the beautiful part.
+
+# %%
+import statistics
+import time
+
+import attnpack
+import matplotlib.pyplot as plt
+import torch
+from attnpack import plot_memory
+
+torch.manual_seed(0)
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+embed_dim, num_heads, head_dim = 512, 8, 64
+rank, rope_dim = 256, 32  # C and R: four heads' width and half a head, DeepSeek's proportions
+
+
+def latent_layer(**changes):
+    """8 heads of 64, rotated dims of their own, causal."""
+    sizes = {
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": head_dim,
+        "rope": attnpack.RotaryEmbedding(rope_dim, interleaved=True),
+        "causal": True,
+    }
+    return attnpack.MultiHeadLatentAttention(embed_dim, num_heads, **{**sizes, **changes})
+
+
+def largest_difference(a, b):
+    return f"{(a - b).abs().max().item():.1e}"
+
+
+layer = latent_layer()
+print(layer)
+
+# %% [markdown]
+# ## Where positions go
+#
+# One thing must be settled first. Rotary embedding turns a key by an angle that depends on where it stands. A turned
+# key is no longer $W_{UK} c$ with one fixed matrix, and the trick below would not work. So DeepSeek splits a head's
+# query and key in two: N dims made from the latent and never turned, and R dims that carry positions, whose key is
+# one for **all** heads (a small multi-query attention). A score is the sum of both parts. Per token the cache holds
+# the latent and that one turned key: C + R numbers.
+#
+# The whole layer by hand, from its own weights, to show that nothing else happens:
+
+# %%
+x = torch.randn(1, 12, embed_dim)
+with torch.no_grad():
+    both = layer.kv_a_proj_with_mqa(x)
+    c = layer.kv_a_layernorm(both[..., :rank])  # [1, 12, C]
+    k_rope = layer.rope(both[..., None, rank:].transpose(1, 2))  # [1, 1, 12, R]: one head for all
+    queries = layer.q_proj(x).unflatten(-1, (num_heads, -1)).transpose(1, 2)  # [1, 8, 12, N + R]
+    q_nope, q_rope = queries[..., :head_dim], layer.rope(queries[..., head_dim:].contiguous())
+    w_uk, w_uv = layer.kv_b_proj.weight.unflatten(0, (num_heads, -1)).split(head_dim, dim=1)  # each [8, 64, C]
+
+    keys, values = (torch.einsum("blc,hdc->bhld", c, w) for w in (w_uk, w_uv))
+    scores = q_nope @ keys.transpose(-2, -1) + q_rope @ k_rope.transpose(-2, -1)
+    later = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    weights = (scores * layer.softmax_scale).masked_fill(later, float("-inf")).softmax(-1)
+    by_hand = layer.o_proj((weights @ values).transpose(1, 2).flatten(2))
+    print("by hand against the module:", largest_difference(by_hand, layer(x)))
+    torch.testing.assert_close(by_hand, layer(x), atol=1e-5, rtol=1e-4)
+
+# %% [markdown]
+# ## How small
+#
+# Bytes a token and layer, read off caches that layers with 8 heads of 64 have filled, and what the layer for
+# DeepSeek-V3 keeps (128 heads; C = 512, R = 64):
+
+# %%
+kept = {}
+with torch.no_grad():
+    for name, module, cache in (
+        ("MHA", attnpack.MultiHeadAttention(embed_dim, num_heads), attnpack.DynamicCache()),
+        ("GQA, 2 kv heads", attnpack.GroupedQueryAttention(embed_dim, num_heads, 2), attnpack.DynamicCache()),
+        ("MLA, 256 + 32", layer, attnpack.LatentCache()),
+        ("MQA", attnpack.MultiQueryAttention(embed_dim, num_heads), attnpack.DynamicCache()),
+    ):
+        module(x, cache=cache)
+        kept[name] = cache.nbytes // len(cache)
+assert kept["MLA, 256 + 32"] == (rank + rope_dim) * 4
+figure, panels = plt.subplots(1, 2, figsize=(9.5, 2.5), dpi=70, layout="constrained")
+bars = panels[0].barh(list(kept), list(kept.values()), color=[ORANGE, ORANGE, BLUE, ORANGE])
+panels[0].bar_label(bars, padding=3)
+panels[0].set(xlabel="bytes a token and layer, fp32", title="8 heads of 64")
+large = {
+    "MHA": plot_memory.kv_bytes(128, 1, num_layers=1, head_dim=192, v_head_dim=128, dtype=torch.bfloat16),
+    "GQA, 8 kv heads": plot_memory.kv_bytes(8, 1, num_layers=1, head_dim=128, dtype=torch.bfloat16),
+    "MLA, 512 + 64": plot_memory.kv_bytes(1, 1, num_layers=1, head_dim=512, v_head_dim=64, dtype=torch.bfloat16),
+}
+bars = panels[1].barh(list(large), list(large.values()), color=[ORANGE, ORANGE, BLUE])
+panels[1].bar_label(bars, padding=3)
+panels[1].set(xlabel="bytes a token and layer, bf16", title="DeepSeek-V3: 128 heads")
+for panel in panels:
+    panel.margins(x=0.2)
+    panel.invert_yaxis()
+plt.show()
+print(f"DeepSeek-V3: {large['MHA'] / large['MLA, 512 + 64']:.0f} times less than keys and values of every head")
+
+# %% [markdown]
+# With few heads the gain over MHA is modest; with 128 heads, which is where MLA is used, it is large.
+#
+# ## Expanded and absorbed
+#
+# **Expanded**: make keys and values of all latents, then attend as usual. That is what the lines above did. At each
+# step of writing it would unpack the whole past anew.
+#
+# **Absorbed**: look at a score.
+#
+# $$q^\top k_j = q^\top (W_{UK}\, c_j) = (W_{UK}^\top q)^\top c_j$$
+#
+# The bracket moved. Instead of making a key from every latent, turn the *query* into latent space, once, and compare
+# it with the latents as they lie in the cache. The same at the other end: $\sum_j w_j W_{UV} c_j = W_{UV} \sum_j w_j
+# c_j$, so average latents first and apply $W_{UV}$ once. No key and no value is ever made. What remains is
+# multi-query attention with one kv head of C + R dims, whose first C dims are the values too:
+
+# %%
+for path in ("expanded", "absorbed"):
+    layer.path = path
+    with torch.no_grad():
+        q, k, v = layer.project(x)
+        out = layer(x)
+    print(f"{path}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    print(f"          against the lines by hand: {largest_difference(out, by_hand)}")
+    torch.testing.assert_close(out, by_hand, atol=1e-5, rtol=1e-4)
+
+# %% [markdown]
+# Equal numbers, up to rounding. With a cache, one token at a time, by either path and by turns:
+
+# %%
+with torch.no_grad():
+    for paths in (["expanded"], ["absorbed"], ["expanded", "absorbed"]):
+        cache, outs = attnpack.LatentCache(), []
+        for step, token in enumerate(x.split(1, dim=1)):
+            layer.path = paths[step % len(paths)]
+            outs.append(layer(token, cache=cache))
+        stepped = torch.cat(outs, dim=1)
+        print(f"{' and '.join(paths):<23} by steps against all at once: {largest_difference(stepped, by_hand)}")
+        torch.testing.assert_close(stepped, by_hand, atol=1e-5, rtol=1e-4)
+print("the cache: latents", tuple(cache.c.shape), "turned keys", tuple(cache.k_rope.shape))
+
+# %% [markdown]
+# ## Where one overtakes the other
+#
+# Neither path is always better. For L new tokens over K in all, in multiply-adds a head:
+#
+# | | make keys and values, or turn queries and outputs | attend |
+# |---|---|---|
+# | expanded | $K \cdot C (N + V)$ | $L K (N + R + V)$ |
+# | absorbed | $L \cdot C (N + V)$ | $L K (2 C + R)$ |
+#
+# Writing (L = 1) saves nearly all of the first column and pays in the second, where 2C is more than N + V. Reading a
+# prompt (L = K) saves nothing and pays the same. In between they cross, at
+#
+# $$L^* = \frac{K\, C (N + V)}{K (2 C - N - V) + C (N + V)}$$
+#
+# which for a long past tends to $C (N + V) / (2 C - N - V)$ whatever K is. Measured, with 1024 tokens in the cache:
+
+# %%
+past, news = 1024, [1, 4, 16, 64, 128, 256, 512]
+n, v = head_dim, head_dim
+
+
+def crossing(k, c=rank, n=n, v=v):
+    return k * c * (n + v) / (k * (2 * c - n - v) + c * (n + v))
+
+
+prompt = torch.randn(1, past, embed_dim)
+took = {"expanded": [], "absorbed": []}
+cache = attnpack.LatentCache()
+with torch.no_grad():
+    layer.path = "auto"
+    layer(prompt, cache=cache)
+    for new in news:
+        tokens = torch.randn(1, new, embed_dim)
+        measured = {path: [] for path in took}
+        for _ in range(7):
+            for path in took:
+                layer.path = path
+                start = time.perf_counter()
+                layer(tokens, cache=cache)
+                measured[path].append(time.perf_counter() - start)
+                cache.crop(past)
+        for path, each in measured.items():
+            took[path].append(1e3 * statistics.median(each))
+solved = [new for new in range(1, 4096) if new >= crossing(past + new)][0]
+figure, axes = plt.subplots(figsize=(7.5, 3.4), dpi=70, layout="constrained")
+axes.plot(news, took["expanded"], "s--", color=ORANGE, label="expanded")
+axes.plot(news, took["absorbed"], "o-", color=BLUE, label="absorbed")
+axes.axvline(solved, color="black", linewidth=1, linestyle=":")
+axes.annotate(
+    f"L* by the count: {solved}",
+    (solved, 0.05),
+    xytext=(4, 0),
+    textcoords="offset points",
+    xycoords=("data", "axes fraction"),
+)
+axes.set_xscale("log", base=2)
+axes.set_yscale("log")
+axes.set_xticks(news, news)
+axes.set(xlabel="new tokens in one call (L)", ylabel="time of the call (ms)", title="1024 tokens in the cache, 8 heads")
+axes.grid(alpha=0.3)
+axes.legend()
+plt.show()
+for path, times in took.items():
+    print(f"{path}: " + ", ".join(f"{new}: {each:.2f} ms" for new, each in zip(news, times, strict=True)))
+print(f"one new token: absorbed is {took['expanded'][0] / took['absorbed'][0]:.1f} times faster")
+print(f"DeepSeek-V3 (C 512, N = V = 128) with a long past: L* = {crossing(10**9, 512, 128, 128):.0f}")
+assert took["absorbed"][0] < took["expanded"][0]
+
+# %% [markdown]
+# The count explains the picture; where exactly the lines cross also depends on how well each kind of product runs on a
+# machine. `path="auto"`, the default, goes by the count: absorbed for writing, expanded for prompts and training.
+#
+# ## A step of writing, by length
+#
+# One new token, the way a language model writes. The multi-head layer reads K keys and K values of 8 heads; the
+# absorbed path reads K latents, which all heads share; the expanded path computes keys and values of the whole past.
+
+# %%
+lengths = [256, 1024, 4096, 16384]
+curves = {"MLA, absorbed": [], "MLA, expanded": [], "MHA": []}
+whole = attnpack.MultiHeadAttention(embed_dim, num_heads, causal=True)
+token = torch.randn(1, 1, embed_dim)
+with torch.no_grad():
+    for length in lengths:
+        made = torch.randn(1, 1, length, rank + rope_dim).split([rank, rope_dim], dim=-1)
+        latents = attnpack.LatentCache.from_latents(*made)
+        keys = attnpack.StaticCache(1, num_heads, length + 1, head_dim)
+        keys.lengths.fill_(length)
+        measured = {name: [] for name in curves}
+        for _ in range(7):
+            for name, module, cache, path in (
+                ("MLA, absorbed", layer, latents, "absorbed"),
+                ("MLA, expanded", layer, latents, "expanded"),
+                ("MHA", whole, keys, None),
+            ):
+                module.path = path
+                start = time.perf_counter()
+                module(token, cache=cache)
+                measured[name].append(time.perf_counter() - start)
+                cache.crop(length)
+        for name, each in measured.items():
+            curves[name].append(1e3 * statistics.median(each))
+figure, axes = plt.subplots(figsize=(7.5, 3.4), dpi=70, layout="constrained")
+for (name, times), colour, line in zip(curves.items(), (BLUE, ORANGE, GREEN), ("o-", "s--", "^-."), strict=True):
+    axes.plot(lengths, times, line, color=colour, label=name)
+axes.set_xscale("log", base=2)
+axes.set_yscale("log")
+axes.set_xticks(lengths, lengths)
+axes.set(xlabel="tokens in the cache (K)", ylabel="time of one step (ms)", title="One new token, 8 heads of 64, fp32")
+axes.grid(alpha=0.3)
+axes.legend()
+plt.show()
+for name, times in curves.items():
+    print(f"{name:<14}" + "".join(f"{each:>9.3f}" for each in times) + " ms")
+assert curves["MLA, absorbed"][-1] < curves["MLA, expanded"][-1]
+
+# %% [markdown]
+# ## Folding for good
+#
+# One may also multiply the matrices themselves, $W_{UK}$ into the query projection and $W_{UV}$ into the output
+# projection: `fold()`. The layer then has no `kv_b_proj` at all. But a folded query projection has C numbers where
+# there were N, so it usually *grows*, and engines fold into the activations instead, as the absorbed path does:
+
+# %%
+layer.path = "auto"
+folded = layer.fold()
+with torch.no_grad():
+    print("folded against unfolded:", largest_difference(folded(x), by_hand))
+    torch.testing.assert_close(folded(x), by_hand, atol=1e-5, rtol=1e-4)
+for name, module in (("unfolded", layer), ("folded", folded)):
+    print(f"{name}: {sum(p.numel() for p in module.parameters()):,} parameters")

@@ -1,0 +1,142 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Performance: how fast, and how fast could it be?
+#
+# "Faster than X" says little if X is slow. So `attnpack bench` measures two things in the same run: what the machine
+# can do (multiply-adds a second in registers, bytes a second read in order), and what attention calls take, beside
+# other libraries on the same tensors. All contestants of a case run in turn, so that a busy machine slows all of
+# them, and a ratio is the median over rounds.
+#
+# This notebook draws such a run. The figures below were stored on the machine that they name; to see your own, run
+#
+# ```bash
+# attnpack bench --quick --json > benchmarks/results/quick.json
+# ```
+#
+# (a few minutes; without `--quick` longer texts and more rounds) and this notebook again.
+
+# %%
+from pathlib import Path
+
+import attnpack
+import matplotlib.pyplot as plt
+import torch
+from attnpack import bench as live
+from attnpack import plot_roofline
+
+bench = plot_roofline.read_bench(Path("..") / "benchmarks" / "results" / "quick.json")
+flops, read = bench["limits"]["flops"], bench["limits"]["bytes_per_second"]
+print(f"{bench['machine']}, {bench['threads']} threads, instruction set {bench['isa']}")
+print(f"torch {bench['torch']}, attnpack {bench['attnpack']}, {bench['date']}, {len(bench['results'])} cases")
+print(f"limits: {flops / 1e9:.0f} GFLOP/s in fp32, {read / 1e9:.1f} GB/s read")
+
+# %% [markdown]
+# ## The roofline
+#
+# A call needs some number of operations and must move some number of bytes; their ratio is its *intensity*. A machine
+# that computes F operations and reads M bytes a second cannot do a call of intensity x faster than min(F, M x)
+# operations a second. That is the roof: slanted where memory limits, flat where arithmetic does. They meet at F / M:
+
+# %%
+print(f"this machine's ridge: {flops / read:.1f} operations a byte")
+figure, axes = plt.subplots(figsize=(8.5, 5), dpi=70, layout="constrained")
+plot_roofline.draw_roofline(axes, bench)
+plt.show()
+
+# %% [markdown]
+# Two worlds. **Decoding** (one new token over a long cache) stands on the left: each key is read from memory and used
+# for a few products. With every head reading its own keys, the intensity in fp32 is about half an operation a byte;
+# sharing moves the point to the right along the roof, since a key that is read once serves a whole group of heads.
+# That is all of what grouped- and multi-query attention do for speed, in one picture. **Prefill** and training stand
+# on the right: many queries share each key, and arithmetic is the limit. (A point above the roof, where there is one,
+# is a call whose keys lie in the processor's cache ("warm"), which is faster than memory.)
+#
+# The same as a share of the limit that binds, over the cases of each kind:
+
+# %%
+print(f"{'section':<10}{'dtype':<7}{'cases':>5}{'least':>8}{'median':>8}{'most':>8}   share of the limit")
+for section, dtype in dict.fromkeys((each["case"]["section"], each["case"]["dtype"]) for each in bench["results"]):
+    shares = torch.tensor(
+        [
+            each["share"]
+            for each in bench["results"]
+            if (each["case"]["section"], each["case"]["dtype"]) == (section, dtype)
+        ]
+    )
+    least, median, most = shares.min(), shares.median(), shares.max()
+    print(f"{section:<10}{dtype:<7}{len(shares):>5}{least:>8.0%}{median:>8.0%}{most:>8.0%}")
+
+# %% [markdown]
+# Very short calls ("small") are far below any roof: what they take is the way through PyTorch's dispatcher, not work.
+#
+# ## Decoding beside PyTorch
+#
+# `sdpa` is PyTorch's `scaled_dot_product_attention` with `enable_gqa=True`, what most models call. The names say query
+# heads / key-value heads, width, and number of keys; "cold" keys come from memory, "warm" ones from the processor's
+# cache.
+
+# %%
+figure, axes = plt.subplots(figsize=(9, 5), dpi=70, layout="constrained")
+plot_roofline.draw_times_faster(axes, bench, "decode", "sdpa")
+plt.show()
+
+# %% [markdown]
+# The more heads share a key-value head, the larger the gap: SDPA reads shared heads once for each query head. There is
+# a way around that: for a *single* query the heads of a group can be packed as rows of one head by hand. That is the
+# fairer opponent, and few people write it:
+
+# %%
+figure, axes = plt.subplots(figsize=(9, 4.2), dpi=70, layout="constrained")
+plot_roofline.draw_times_faster(axes, bench, "decode", "packed")
+plt.show()
+
+# %% [markdown]
+# ## Prefill and training beside PyTorch
+#
+# Here both sides do the same arithmetic, and the question is how well it is fed.
+
+# %%
+figure, axes = plt.subplots(figsize=(9, 3.2), dpi=70, layout="constrained")
+plot_roofline.draw_times_faster(axes, bench, "prefill", "sdpa")
+plt.show()
+
+# %%
+figure, axes = plt.subplots(figsize=(9, 4.2), dpi=70, layout="constrained")
+plot_roofline.draw_times_faster(axes, bench, "train", "sdpa")
+plt.show()
+
+# %% [markdown]
+# Where a bar ends left of 1, PyTorch is faster:
+
+# %%
+slower = [
+    f"{each['case']['name']}, {each['case']['dtype']}: {ratio:.2f}x of {peer}"
+    for each in bench["results"]
+    for peer, ratio in each["ratios"].items()
+    if ratio < 1
+]
+print("\n".join(slower) or "nowhere in this run")
+
+# %% [markdown]
+# ## And here, now
+#
+# A cut of the same measurement, run live with this notebook on whatever machine it runs on: short calls, where the
+# overhead counts.
+
+# %%
+limits, results = live.run(["small"], ["fp32"], ["sdpa"], quick=True)
+print(live.format_table(limits, results, ["sdpa"]))
+assert all(result.seconds > 0 and result.ratios["sdpa"] > 0 for result in results)
+print("\nthis is", attnpack.__version__, "on", live.machine())
