@@ -23,10 +23,10 @@ if(ATTNPACK_HAS_CUDA)
   file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.cu)
   add_library(attnpack_cuda SHARED ${cuda_sources})
   set_target_properties(attnpack_cuda PROPERTIES
-    CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static CUDA_SEPARABLE_COMPILATION OFF
+    CUDA_RUNTIME_LIBRARY Static CUDA_SEPARABLE_COMPILATION OFF
     BUILD_RPATH "${CMAKE_BINARY_DIR}" INSTALL_RPATH "$ORIGIN")
   target_include_directories(attnpack_cuda PRIVATE ${CMAKE_BINARY_DIR}/include)
-  target_compile_options(attnpack_cuda PRIVATE -O3)
+  target_compile_options(attnpack_cuda PRIVATE -std=c++20 -O3)  # CMake 3.25 does not know how nvcc 13 names it
   target_link_libraries(attnpack_cuda PRIVATE $<TARGET_FILE:attnpack>)
   add_dependencies(attnpack_cuda attnpack)
   # Its one undefined symbol is attnpack::set_cuda_kernels: torch's libraries need not be resolved here.

@@ -28,9 +28,8 @@ def main(limit: int, logs: list[str]) -> int:
     for match, name in sorted(zip(entries, readable, strict=True), key=lambda each: (each[0]["arch"], each[1])):
         spilled = int(match["stores"]) + int(match["loads"])
         shared = re.search(r"(\d+) bytes smem", match["rest"])
-        name = re.sub(
-            r"\(.*|void |attnpack::cuda::|\(anonymous namespace\)::", "", name.replace("(anonymous namespace)::", "")
-        )
+        name = re.sub(r"void |\(attnpack::cuda::Gradient\)|(attnpack::cuda|\(anonymous namespace\))::", "", name)
+        name = name.partition("(")[0]
         print(f"{match['arch']:<8}{match['registers']:>10}{shared[1] if shared else 0:>8}{spilled:>8}  {name}")
         worst = max(worst, spilled)
     print(f"{len(entries)} kernels, most bytes spilled: {worst}, limit {limit}")

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -70,7 +71,11 @@ def load_cuda() -> bool:
 
     if torch.version.cuda is None or not CUDA_LIBRARY.exists():
         return False
-    ctypes.CDLL(str(CUDA_LIBRARY))
+    try:
+        ctypes.CDLL(str(CUDA_LIBRARY))
+    except OSError as error:  # what it is for runs without it, only slower
+        warnings.warn(f"attnpack's CUDA kernels do not load and CUDA tensors run through ATen: {error}", stacklevel=2)
+        return False
     return True
 
 
@@ -78,7 +83,10 @@ def why_no_cuda() -> str:
     """Why `load_cuda` loads nothing."""
     import torch
 
-    return "this torch has no CUDA" if torch.version.cuda is None else "not built; CUDA tensors run through ATen"
+    if torch.version.cuda is None:
+        return "this torch has no CUDA"
+    built = "did not load" if CUDA_LIBRARY.exists() else "not built"
+    return f"{built}; CUDA tensors run through ATen"
 
 
 def _minor(version: str) -> str:

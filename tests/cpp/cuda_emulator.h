@@ -164,6 +164,7 @@ inline void sync_block() {
   emulated().bring(false);
   emulated().meet(EmulatedBlock::kAtBlock, 2);
 }
+inline void sync_warp() { emulated().meet(EmulatedBlock::kAtWarp, 7); }
 template <class T>
 T shuffle_xor(T x, int mask) {
   emulated().bring(x);

@@ -15,6 +15,8 @@ namespace attnpack::cuda {
 
 ATTNPACK_DEVICE int thread_id() { return static_cast<int>(threadIdx.x); }
 ATTNPACK_DEVICE void sync_block() { __syncthreads(); }
+// Lanes may have parted at a condition; loads of matrices and products want all of them at once.
+ATTNPACK_DEVICE void sync_warp() { __syncwarp(); }
 ATTNPACK_DEVICE bool any_in_block(bool x) { return __syncthreads_or(x); }
 template <class T>
 ATTNPACK_DEVICE T shuffle_xor(T x, int mask) {

@@ -185,6 +185,7 @@ class LatentTile {
             out_[t][d][2 * h + 1] *= factor;
           }
       }
+    sync_warp();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
       uint32_t a[RowTiles][4];

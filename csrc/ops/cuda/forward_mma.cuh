@@ -127,7 +127,9 @@ class ForwardTile {
     constexpr int kBlocks = kWarpKeys / 8;
     const int first = key_warp_ * kWarpKeys;
     float s[kBlocks][4] = {};
-#pragma unroll
+    // Where the fragments of the query are not kept, nothing wants the loop unrolled: addresses would fill registers.
+    constexpr int kUnroll = kKeepQuery ? Width / 16 : 2;
+#pragma unroll kUnroll
     for (int k = 0; k < Width / 16; ++k) {
       if constexpr (!kKeepQuery) query_fragment(k, query_[0]);
       const Place at = lane_for_b(lane_);
@@ -143,6 +145,7 @@ class ForwardTile {
     finish_scores(p_, u_.b, mine, begin, s);
     soften(s);
     if (p_.dropout_p > 0) drop_weights(p_, u_.b, mine, begin, s);
+    sync_warp();
 #pragma unroll
     for (int j = 0; j < kBlocks; j += 2) {
       // What the first product left as a fragment C is the second one's fragment A.
