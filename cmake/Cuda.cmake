@@ -1,35 +1,44 @@
 # libattnpack_cuda, the CUDA kernels: built where nvcc and a CUDA torch are found, or on request (-DATTNPACK_CUDA=ON).
-# The .cu files see no header of torch, so that any nvcc from 12.0 on builds them, for any torch. Needs no GPU.
+# The .cu files see no header of torch, so that any nvcc from 12.0 on builds them, for any torch. Needs no GPU. nvcc is
+# called by itself: CMake 3.25 does not know how newer ones name C++20, and its checks of the language take a minute.
 set(ATTNPACK_CUDA AUTO CACHE STRING "build libattnpack_cuda: ON, OFF, or AUTO: where nvcc and a CUDA torch are found")
-set(ATTNPACK_CUDA_ARCHITECTURES "80-real;90" CACHE STRING "architectures of libattnpack_cuda, as CMake names them")
+set(ATTNPACK_CUDA_ARCHITECTURES "80;90" CACHE STRING "architectures of libattnpack_cuda; PTX is kept of the last one")
 set(ATTNPACK_HAS_CUDA OFF)
 
-if(ATTNPACK_CUDA STREQUAL "AUTO")
-  if(EXISTS "${ATTNPACK_TORCH_DIR}/lib/libtorch_cuda.so")
-    include(CheckLanguage)
-    check_language(CUDA)
-    if(CMAKE_CUDA_COMPILER)
-      set(ATTNPACK_HAS_CUDA ON)
-    endif()
+if(NOT ATTNPACK_CUDA STREQUAL "OFF")
+  find_program(ATTNPACK_NVCC nvcc HINTS ENV CUDA_HOME PATH_SUFFIXES bin)
+  if(ATTNPACK_NVCC AND (ATTNPACK_CUDA STREQUAL "ON" OR EXISTS "${ATTNPACK_TORCH_DIR}/lib/libtorch_cuda.so"))
+    set(ATTNPACK_HAS_CUDA ON)
+  elseif(ATTNPACK_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "attnpack: ATTNPACK_CUDA is ON, but no nvcc was found: put its folder on the PATH, set CUDA_HOME "
+                        "or pass -DATTNPACK_CUDA=OFF.")
   endif()
-elseif(ATTNPACK_CUDA)
-  set(ATTNPACK_HAS_CUDA ON)
 endif()
 
 if(ATTNPACK_HAS_CUDA)
-  set(CMAKE_CUDA_ARCHITECTURES ${ATTNPACK_CUDA_ARCHITECTURES})
-  enable_language(CUDA)
-  message(STATUS "CUDA kernels: nvcc ${CMAKE_CUDA_COMPILER_VERSION}, ${ATTNPACK_CUDA_ARCHITECTURES}")
+  message(STATUS "CUDA kernels: ${ATTNPACK_NVCC}, architectures ${ATTNPACK_CUDA_ARCHITECTURES}")
+  set(nvcc_flags -std=c++20 -O3 -Xcompiler -fPIC -ccbin ${CMAKE_CXX_COMPILER})
+  foreach(architecture ${ATTNPACK_CUDA_ARCHITECTURES})
+    list(APPEND nvcc_flags -gencode arch=compute_${architecture},code=sm_${architecture})
+  endforeach()
+  list(GET ATTNPACK_CUDA_ARCHITECTURES -1 architecture)
+  list(APPEND nvcc_flags -gencode arch=compute_${architecture},code=compute_${architecture})
   file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.cu)
-  add_library(attnpack_cuda SHARED ${cuda_sources})
-  set_target_properties(attnpack_cuda PROPERTIES
-    CUDA_RUNTIME_LIBRARY Static CUDA_SEPARABLE_COMPILATION OFF
-    BUILD_RPATH "${CMAKE_BINARY_DIR}" INSTALL_RPATH "$ORIGIN")
-  target_include_directories(attnpack_cuda PRIVATE ${CMAKE_BINARY_DIR}/include)
-  target_compile_options(attnpack_cuda PRIVATE -std=c++20 -O3)  # CMake 3.25 does not know how nvcc 13 names it
-  target_link_libraries(attnpack_cuda PRIVATE $<TARGET_FILE:attnpack>)
-  add_dependencies(attnpack_cuda attnpack)
-  # Its one undefined symbol is attnpack::set_cuda_kernels: torch's libraries need not be resolved here.
-  target_link_options(attnpack_cuda PRIVATE LINKER:--allow-shlib-undefined)
-  install(TARGETS attnpack_cuda LIBRARY DESTINATION lib)
+  file(GLOB cuda_headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.cuh
+       ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.h ${CMAKE_CURRENT_SOURCE_DIR}/csrc/core/*.h)
+  file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/cuda)
+  foreach(source ${cuda_sources})
+    get_filename_component(name ${source} NAME_WE)
+    set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
+    add_custom_command(OUTPUT ${object} DEPENDS ${source} ${cuda_headers} VERBATIM
+      COMMAND ${ATTNPACK_NVCC} ${nvcc_flags} -I ${CMAKE_BINARY_DIR}/include -c ${source} -o ${object})
+    list(APPEND cuda_objects ${object})
+  endforeach()
+  # The one symbol that it takes from libattnpack is attnpack::set_cuda_kernels: torch need not be resolved here.
+  set(cuda_library ${CMAKE_BINARY_DIR}/libattnpack_cuda.so)
+  add_custom_command(OUTPUT ${cuda_library} DEPENDS ${cuda_objects} attnpack VERBATIM
+    COMMAND ${ATTNPACK_NVCC} -shared -cudart static -ccbin ${CMAKE_CXX_COMPILER} -o ${cuda_library} ${cuda_objects}
+            $<TARGET_FILE:attnpack> -Xlinker --allow-shlib-undefined -Xlinker -rpath=$ORIGIN)
+  add_custom_target(attnpack_cuda ALL DEPENDS ${cuda_library})
+  install(PROGRAMS ${cuda_library} DESTINATION lib)
 endif()

@@ -128,7 +128,7 @@ class ForwardTile {
     const int first = key_warp_ * kWarpKeys;
     float s[kBlocks][4] = {};
     // Where the fragments of the query are not kept, nothing wants the loop unrolled: addresses would fill registers.
-    constexpr int kUnroll = kKeepQuery ? Width / 16 : 2;
+    [[maybe_unused]] constexpr int kUnroll = kKeepQuery ? Width / 16 : 2;
 #pragma unroll kUnroll
     for (int k = 0; k < Width / 16; ++k) {
       if constexpr (!kKeepQuery) query_fragment(k, query_[0]);
