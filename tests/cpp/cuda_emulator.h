@@ -15,8 +15,6 @@
 #include <attnpack/ops/cuda/index.h>
 #include <attnpack/ops/cuda/numbers.cuh>
 
-#pragma GCC diagnostic ignored "-Wunknown-pragmas"  // unroll
-
 // A block of CUDA threads on one CPU thread, so that the kernels' very source runs in host tests: each thread is a
 // fiber that runs until it meets a collective operation. Stricter than the hardware where it can be: the order of the
 // threads is drawn, asynchronous copies land only when they are waited for, and what they will overwrite is garbage
