@@ -19,7 +19,9 @@
 # other libraries on the same tensors. All contestants of a case run in turn, so that a busy machine slows all of
 # them, and a ratio is the median over rounds.
 #
-# This notebook draws such a run. The figures below were stored on the machine that they name; to see your own, run
+# This notebook draws such a run. The figures below were stored on the machine that they name, a virtual one that was
+# busy with other work at the time. Hence one thread: two threads that wait for each other on a busy machine measure the
+# waiting. Times and limits are those of a share of one core, the ratios are what counts. To see your own, run
 #
 # ```bash
 # attnpack bench --quick --json > benchmarks/results/quick.json
@@ -79,7 +81,7 @@ for section, dtype in dict.fromkeys((each["case"]["section"], each["case"]["dtyp
     print(f"{section:<10}{dtype:<7}{len(shares):>5}{least:>8.0%}{median:>8.0%}{most:>8.0%}")
 
 # %% [markdown]
-# Very short calls ("small") are far below any roof: what they take is the way through PyTorch's dispatcher, not work.
+# Calls on a single token ("small") are far below any roof: what they take is the way through the dispatcher, not work.
 #
 # ## Decoding beside PyTorch
 #

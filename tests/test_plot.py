@@ -128,7 +128,7 @@ def test_the_command_writes_attention_of_the_real_model(smollm2, tmp_path, capsy
         (["kv-memory", "--models", "gpt"], "--models: got 'gpt', want some of llama-3-70b"),
         (["kv-memory", "--out", "memory.jpg"], "--out: got 'memory.jpg', want a name that ends in .png or .svg"),
         (["kv-memory", "--out", "nowhere/memory.png"], "--out: nowhere/memory.png lies in no folder that exists"),
-        (["roofline", "missing.json"], "missing.json"),
+        (["roofline", "missing.json"], "missing.json: cannot be read (No such file or directory)"),
         (["attention", "hello", "--layer", "30"], "--layer: got 30, want 0 to 29, the model's layers"),
         (["attention", ""], "text: got an empty one"),
     ],

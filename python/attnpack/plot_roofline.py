@@ -12,12 +12,18 @@ from .plot_memory import STYLES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+TICKS = (0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 200)  # of an axis of ratios
+
 
 def read_bench(path: str | Path) -> dict:
     """The dict that `attnpack bench --json` printed to the file `path`; raises ValueError for another file."""
     try:
         bench = json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); wants what `attnpack bench --json` printed"
+        ) from None
+    except ValueError:  # no JSON, or no text
         bench = None
     if not isinstance(bench, dict) or not {"machine", "limits", "results"} <= bench.keys():
         raise ValueError(
@@ -74,14 +80,16 @@ def draw_times_faster(axes: Axes, bench: dict, section: str, peer: str) -> None:
     bars = axes.barh(names, [ratio - 1 for ratio in ratios], left=1, color=colour)
     axes.bar_label(bars, [f"{ratio:.2f}x" for ratio in ratios], padding=3, fontsize=8)
     axes.axvline(1, color="black", linewidth=1)
-    low, high = min(0.75, 0.75 * min(ratios)), max(1.4, 1.5 * max(ratios))
-    ticks = [tick for tick in (0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200) if low <= tick <= high]
+    high = max(1.4, *ratios)
+    margin = 1.08 * high**0.12  # for the numbers beside the bars
+    low, high = min(1, *ratios) / margin, high * margin
+    ticks = [tick for tick in TICKS if low <= tick <= high]
     axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
     axes.set_xlim(low, high)
     axes.invert_yaxis()
     axes.tick_params(labelsize=8)
-    axes.set_ylabel("case: heads / kv heads, width, keys or length, dtype", fontsize=8)
+    axes.set_ylabel("heads / kv heads, width, length", fontsize=8)
     axes.set_xlabel(f"time of {peer} / time of attnpack (1 = equal)")
     axes.set_title(f"{section}: times faster than {peer}", fontsize=10)
