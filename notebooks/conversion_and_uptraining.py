@@ -212,7 +212,7 @@ plt.show()
 #
 # ## A real model: SmolLM2-135M
 #
-# It has 3 kv heads for 9 query heads. One head by each method, and latent attention of several ranks in place of its
+# It has 3 kv heads for 9 query heads. One head by each method, and latent attention of the same bytes in place of its
 # layers, *before* any uptraining, as perplexity on 2,048 tokens of the help topics:
 
 # %%

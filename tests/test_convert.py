@@ -432,3 +432,13 @@ def test_merging_a_layers_weights_puts_query_heads_in_order():
     assert merged.head_order == [0, 3, 1, 2] and merged.head_map == [0, 0, 1, 1]
     assert torch.equal(merged.weights.q[DIM : 2 * DIM], weights.q[3 * DIM :])
     assert torch.equal(merged.weights.o[:, DIM : 2 * DIM], weights.o[:, 3 * DIM :])
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "random", "similar", "aligned"])
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
+def test_weights_that_are_no_numbers_are_refused(method, name):
+    module = attnpack.MultiHeadAttention(16, 4)
+    with torch.no_grad():
+        getattr(module, name).weight[3, 3] = torch.nan
+    with pytest.raises(ValueError, match=f"^attnpack: {name[0]}: got a weight that holds NaN or Inf"):
+        convert.to_gqa(module, 2, method)

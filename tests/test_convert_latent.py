@@ -202,3 +202,17 @@ def test_what_latent_attention_has_not_is_named(settings, message):
         convert.to_mla(build(), 0)
     with pytest.raises(TypeError, match="module is"):
         convert.to_mla(torch.nn.Linear(2, 2), 4)
+
+
+def test_weights_that_are_no_numbers_are_refused():
+    module = attnpack.MultiHeadAttention(16, 4)
+    with torch.no_grad():
+        module.v_proj.weight[3, 3] = torch.inf
+    with pytest.raises(ValueError, match="^attnpack: v: got a weight that holds NaN or Inf"):
+        convert.to_mla(module, 8)
+
+
+@pytest.mark.parametrize(("name", "value"), [("kv_lora_rank", 1.5), ("length", "a")])
+def test_a_size_of_the_wrong_kind_is_named(name, value):
+    with pytest.raises(TypeError, match=f"^attnpack: {name}.*an int"):
+        convert.to_mla(attnpack.MultiHeadAttention(16, 4), **{"kv_lora_rank": 8, name: value})

@@ -163,3 +163,18 @@ def test_static_caches_hold_latents_as_keys():
         assert cache.nbytes == 2 * 6 * (RANK + ROPE) * 4
         with pytest.raises(ValueError, match="v_head_dim: got -1"):
             package.StaticCache(2, 1, 6, 8, v_head_dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("k_rope", "settings", "sentence"),
+    [
+        (torch.zeros(2, 1, 5, 4), {"lengths": torch.tensor([99, -4])}, r"lengths\[0\] is 99, wants 0 to 5"),
+        (torch.zeros(2, 1, 5, 4), {"lengths": torch.tensor([5])}, r"lengths has shape \[1\], wants \[batch\] = \[2\]"),
+        (torch.zeros(2, 1, 5, 4), {"lengths": [5, 3]}, "lengths.*wants an int32 or int64 tensor"),
+        (torch.zeros(2, 1, 5, 3), {"half_split": True}, "k_rope: got torch.float32 of width 3"),
+        (torch.zeros(2, 1, 5, 4).double(), {}, "k_rope: got torch.float64 of width 4, want torch.float32"),
+    ],
+)
+def test_latents_that_make_no_cache_are_named(k_rope, settings, sentence):
+    with pytest.raises((ValueError, TypeError), match=f"^attnpack: {sentence}"):
+        attnpack.LatentCache.from_latents(torch.zeros(2, 1, 5, 2), k_rope, **settings)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import cpp
 from .cache import DynamicCache
+from .checks import check_lengths
 
 
 class LatentCache(DynamicCache):
@@ -93,6 +94,12 @@ class LatentCache(DynamicCache):
                     f"attnpack: {name}: got shape {list(tensor.shape)}, want [batch, 1, length, width] with batch and "
                     f"length of c {list(c.shape)}"
                 )
+        if k_rope.dtype != c.dtype or (half_split and k_rope.size(-1) % 2):
+            raise ValueError(
+                f"attnpack: k_rope: got {k_rope.dtype} of width {k_rope.size(-1)}, want {c.dtype} as c has, of an even "
+                "width: pairs rotate"
+            )
+        check_lengths("lengths", lengths, c[:, 0])
         if half_split:
             k_rope = k_rope.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
         cache = cls()

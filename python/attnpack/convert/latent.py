@@ -12,7 +12,7 @@ from .. import _C, cpp
 from ..attention import GroupedQueryAttention
 from ..latent_attention import MultiHeadLatentAttention
 from .grouped import layer_error, layer_weights
-from .weights import calibration_rows
+from .weights import calibration_rows, call, check_finite
 
 _CPP_KINDS = (cpp.MultiHeadAttention, cpp.GroupedQueryAttention, cpp.MultiQueryAttention)
 
@@ -30,7 +30,8 @@ def to_mla(
     Keys and values of all kv heads are factored together (principal components; keys' errors count as the queries see
     them, values' as o_proj does). Without RoPE that is exact from kv_lora_rank = 2 * num_kv_heads * head_dim on. With
     RoPE the keys of all heads share one rotating head, and what that leaves does not rotate any more: that loses
-    accuracy, except for one kv head, where kv_lora_rank = head_dim is exact. (After TransMLA, Meng et al. 2025.)
+    accuracy, except for one kv head, where kv_lora_rank = head_dim is exact
+    (with partial rotary head_dim and the dims that do not rotate). (After TransMLA, Meng et al. 2025.)
 
     Args:
         module: a MultiHeadAttention, GroupedQueryAttention or MultiQueryAttention; of `attnpack.cpp` too.
@@ -67,9 +68,11 @@ def _build(
 ) -> MultiHeadLatentAttention:
     weights = layer_weights(module)
     _check_has_latent_form(module)
+    check_finite(weights)
     rope = module.rope
-    q, q_bias, kv_a, kv_a_bias, kv_b = _C.convert.factorise_latent(
-        list(weights),
+    q, q_bias, kv_a, kv_a_bias, kv_b = call(
+        _C.convert.factorise_latent,
+        weights=list(weights),
         num_heads=module.num_heads,
         num_kv_heads=module.num_kv_heads,
         kv_lora_rank=kv_lora_rank,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import _C
@@ -66,7 +67,7 @@ def pool_kv_heads(
         ValueError: a size, the method, the window or the groups do not fit. TypeError: of the wrong kind.
     """
     _check_groups(groups)
-    return _call(
+    return call(
         _C.convert.pool_kv_heads,
         weight=weight,
         num_heads=num_heads,
@@ -113,11 +114,12 @@ def merge_kv_heads(
             that equally many query heads read.
 
     Raises:
-        ValueError: a size, the method, the groups or the calibration do not fit.
+        ValueError: a size, the method, the groups or the calibration do not fit, or a weight holds NaN or Inf.
     """
     _check_groups(groups)
     explain({"head_map": head_map, "seed": seed})
-    tensors, *rest = _call(
+    check_finite(weights)
+    tensors, *rest = call(
         _C.convert.merge_kv_heads,
         weights=list(weights),
         num_heads=num_heads,
@@ -145,13 +147,22 @@ def split_qkv(weight: Tensor, layout: str, num_heads: int, num_kv_heads: int) ->
     [Q | K | V] of a transposed weight (GPT-2). Raises ValueError where the rows are not those of these heads.
     """
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    return _call(_C.convert.split_qkv, weight=weight, layout=layout, **sizes)
+    return call(_C.convert.split_qkv, weight=weight, layout=layout, **sizes)
 
 
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, num_heads: int, num_kv_heads: int) -> Tensor:
     """The fused projection that `split_qkv` takes apart, weight or bias."""
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    return _call(_C.convert.fuse_qkv, q=q, k=k, v=v, layout=layout, **sizes)
+    return call(_C.convert.fuse_qkv, q=q, k=k, v=v, layout=layout, **sizes)
+
+
+def check_finite(weights: LayerWeights) -> None:
+    """Raises a ValueError for the first weight that holds NaN or Inf, which would spread to all that is made of it."""
+    for name, weight in weights._asdict().items():
+        if is_tensor(weight) and not weight.is_meta and not torch.isfinite(weight).all():
+            raise ValueError(
+                f"attnpack: {name}: got a weight that holds NaN or Inf, want finite numbers; load the checkpoint again"
+            )
 
 
 def calibration_rows(calibration: Tensor | Sequence[Tensor | None] | None) -> list[Tensor | None]:
@@ -179,12 +190,14 @@ _WEIGHT = (is_tensor, "a tensor")
 _SPECIAL = {
     "method": _WORD,
     "layout": _LAYOUT,
-    **dict.fromkeys(("window", "num_heads", "num_kv_heads", "new_kv_heads", "rope_dim"), _INT),
+    **dict.fromkeys(
+        ("window", "num_heads", "num_kv_heads", "new_kv_heads", "rope_dim", "kv_lora_rank", "length"), _INT
+    ),
     **dict.fromkeys(("weight", "q", "k", "v"), _WEIGHT),
 }
 
 
-def _call(function: Callable[..., Any], **arguments: Any) -> Any:
+def call(function: Callable[..., Any], **arguments: Any) -> Any:
     """function of pybind, with a sentence for what it cannot take."""
     try:
         return function(**arguments)
