@@ -9,6 +9,8 @@
 #include <attnpack/core/head_map.h>
 #include <attnpack/ops/cuda/numbers.cuh>
 
+#include "guarded.h"
+
 // A drawn attention problem in one storage type, and what the formula in fp64 says of it.
 namespace attnpack::cuda {
 
@@ -17,7 +19,8 @@ struct Shape {
 };
 struct Settings {
   bool causal = false, window = false, lens = false, offsets = false, softcap = false, sinks = false, alibi = false,
-       bool_mask = false, float_mask = false, map = false, dropout = false, poison = false, latent = false;
+       bool_mask = false, float_mask = false, map = false, dropout = false, poison = false, latent = false,
+       past = false;  // the window of the later queries lies behind all keys
 };
 
 template <class S>
@@ -27,25 +30,21 @@ DType dtype_of() {
   return std::is_same_v<S, BFloat16> ? DType::kBFloat16 : DType::kFloat16;
 }
 
-template <class S>
-struct alignas(16) Chunk {
-  S numbers[16 / sizeof(S)];
-};
-
-// A [batch, heads, length, width] tensor stored [batch, length, heads, width], 16-byte aligned.
+// A [batch, heads, length, width] tensor stored [batch, length, heads, width], 16-byte aligned; what lies behind it may
+// not be touched.
 template <class S>
 struct Tensor4 {
   int64_t heads = 0, length = 0, width = 0;
-  std::vector<Chunk<S>> storage;
+  Guarded storage;
   Strides strides;
   Tensor4() = default;
   Tensor4(int64_t batch, int64_t heads, int64_t length, int64_t width)
       : heads(heads),
         length(length),
         width(width),
-        storage(batch * heads * length * width * sizeof(S) / 16 + 1),
+        storage((batch * heads * length * width * sizeof(S) + 15) / 16 * 16),
         strides{length * heads * width, width, heads * width, 1} {}
-  S* data() { return storage.data()->numbers; }
+  S* data() { return static_cast<S*>(storage.data()); }
   S& at(int64_t b, int64_t h, int64_t l, int64_t d) {
     return data()[b * strides.batch + h * strides.head + l * strides.row + d];
   }
@@ -116,8 +115,9 @@ struct Problem {
     p.scale = 1 / std::sqrt(static_cast<double>(shape.head_dim));
     p.causal = on.causal;
     p.q_offset = on.causal ? shape.kv_len - shape.q_len : 0;
-    p.window_left = on.window ? shape.kv_len / 3 : -1;
+    p.window_left = on.window || on.past ? shape.kv_len / 3 : -1;
     p.window_right = on.window ? 2 : -1;
+    if (on.past) p.q_offset = shape.kv_len + shape.kv_len / 3 - 2;
     if (on.softcap) p.softcap = 1.5;
     if (on.offsets) {
       for (int64_t b = 0; b < shape.batch; ++b) offsets.push_back(shape.kv_len / 2 - 3 * b - 2);
@@ -180,7 +180,7 @@ struct Problem {
   bool sees(int64_t b, int64_t h, int64_t i, int64_t j) const {
     const int64_t position = i + (on.offsets ? offsets[b] : p.q_offset);
     return j < (on.lens ? lens[b] : shape.kv_len) && (!on.causal || j <= position) &&
-           (!on.window || (j >= position - p.window_left && j <= position + p.window_right)) &&
+           (p.window_left < 0 || j >= position - p.window_left) && (!on.window || j <= position + p.window_right) &&
            (!on.bool_mask || bools[b * shape.kv_len + j]) &&
            (!on.float_mask || floats[(h * shape.q_len + i) * shape.kv_len + j] != -infinity<float>());
   }

@@ -121,6 +121,7 @@ TEST_CASE("backward") {
                                                   {.sinks = true, .bool_mask = true},
                                                   {.causal = true, .float_mask = true, .poison = true},
                                                   {.map = true},
+                                                  {.past = true},
                                                   {.causal = true, .dropout = true}}) {
     check<float>(shape, on, ++seed, 1e-5);
     check<double>({1, 3, 1, 19, 40, 40, 5}, on, ++seed, 1e-13);

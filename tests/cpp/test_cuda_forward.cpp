@@ -1,5 +1,3 @@
-#include <memory>
-
 #include "catch.h"
 #include "cuda_emulator.h"
 #include "cuda_problem.h"
@@ -14,20 +12,13 @@ using namespace attnpack::cuda;
 
 namespace {
 
-struct Room {
-  size_t bytes;
-  std::unique_ptr<Chunk<float>[]> memory;
-  explicit Room(size_t bytes) : bytes(bytes), memory(new Chunk<float>[bytes / 16 + 1]) {
-    std::memset(static_cast<void*>(memory.get()), 0xff, bytes);
-  }
-  void* data() { return memory.get(); }
-};
-
+// Every block finds NaN in its shared memory.
 template <class Shared, class Body>
 void run_blocks(int64_t blocks, int threads, uint64_t seed, const Body& body) {
   EmulatedBlock block(threads, seed);
+  Guarded shared((sizeof(Shared) + 15) / 16 * 16);
   for (int64_t i = 0; i < blocks; ++i) {
-    Room shared(sizeof(Shared));
+    std::memset(shared.data(), 0xff, shared.bytes());
     block.run([&] { body(i, shared.data()); });
   }
 }
@@ -52,7 +43,8 @@ void run_latent(const AttentionParams& p, const ForwardPlan& plan, void* workspa
 template <class S>
 void run_forward(const AttentionParams& p, const ForwardPlan& plan, uint64_t seed) {
   using A = typename Accumulation<S>::type;
-  Room workspace(plan.workspace_bytes);
+  Guarded workspace(plan.workspace_bytes);
+  std::memset(workspace.data(), 0xff, workspace.bytes());
   if constexpr (sizeof(S) == 2) {
     if (plan.kernel == ForwardKernel::kLatent)
       plan.tile_rows == 16 ? run_latent<S, 1, 4>(p, plan, workspace.data(), seed)
@@ -162,6 +154,8 @@ std::vector<Settings> grid() {
           {.map = true},
           {.causal = true, .dropout = true},
           {.causal = true, .poison = true},
+          {.past = true},
+          {.past = true, .softcap = true, .float_mask = true},
           all};
 }
 
@@ -202,6 +196,7 @@ TEST_CASE("latent decode reads keys and values once") {
   check<Float16>({1, 1, 7, 2, 600, 576, 512}, {.causal = true, .lens = true, .latent = true}, ForwardKernel::kLatent,
                  ++seed);
   check<BFloat16>({1, 1, 40, 2, 70, 576, 512}, causal, ForwardKernel::kLatent, ++seed);
+  check<BFloat16>({1, 1, 5, 2, 600, 576, 512}, {.latent = true, .past = true}, ForwardKernel::kLatent, ++seed);
   check<BFloat16>({1, 1, 20, 1, 40, 576, 512}, {.bool_mask = true, .dropout = true, .poison = true, .latent = true},
                   ForwardKernel::kLatent, ++seed);
 }
