@@ -69,3 +69,16 @@ def test_cuda_cases_and_a_sentence_where_there_is_no_device(capsys):
 def test_unknown_section_is_named(capsys):
     assert cli.main(["bench", "speed"]) == 2
     assert "SECTION is 'speed', wants one of decode, prefill" in capsys.readouterr().err
+
+
+def test_a_peer_that_needs_more_memory_than_there_is_leaves_a_dash(capsys, monkeypatch):
+    def hungry(*_):
+        def call():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        return call
+
+    monkeypatch.setattr(bench, "cases", lambda *_, **__: iter([TINY]))
+    monkeypatch.setitem(PEERS, "hungry", hungry)
+    assert cli.main(["bench", "--quick", "--peers", "sdpa", "hungry"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[-3] == "-"

@@ -59,8 +59,11 @@ def _measure(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -> Res
         calls = {name: _with_backward(call, (query, key, value), grad) for name, call in calls.items()}
     with torch.set_grad_enabled(case.backward):
         wanted = calls["attnpack"]()
-        for call in calls.values():  # also warms up
-            torch.testing.assert_close(call(), wanted, atol=5e-2, rtol=5e-2)
+        for name in [name for name in calls if name != "attnpack"]:
+            try:  # also warms up
+                torch.testing.assert_close(calls[name](), wanted, atol=5e-2, rtol=5e-2)
+            except torch.OutOfMemoryError:  # it holds scores, or keys for every head, that this device has no room for
+                del calls[name]
         times: dict[str, list[float]] = {name: [] for name in calls}
         end = time.perf_counter() + budget
         while len(times["attnpack"]) < MIN_ROUNDS or (

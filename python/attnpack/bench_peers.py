@@ -17,16 +17,16 @@ Call = Callable[[], Tensor]
 
 def make_inputs(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """query, key, value (a view of key where the case is latent) and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     dtype, kv = DTYPES[case.dtype], (case.batch, case.num_kv_heads, case.kv_len)
     rows = (case.batch, case.num_heads, case.q_len)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_(case.backward)
+        return torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_(case.backward)
 
     query, key = draw(*rows, case.head_dim), draw(*kv, case.head_dim)
     value = key[..., : case.v_head_dim] if case.latent else draw(*kv, case.v_head_dim)
-    return query, key, value, torch.randn((*rows, case.v_head_dim), generator=generator).to(device, dtype)
+    return query, key, value, draw(*rows, case.v_head_dim).detach()
 
 
 def ours(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call:
