@@ -17,10 +17,10 @@ namespace attnpack::cuda {
 struct Shape {
   int64_t batch, num_kv_heads, group, q_len, kv_len, head_dim, v_head_dim;
 };
-struct Settings {
-  bool causal = false, window = false, lens = false, offsets = false, softcap = false, sinks = false, alibi = false,
-       bool_mask = false, float_mask = false, map = false, dropout = false, poison = false, latent = false,
-       past = false;  // the window of the later queries lies behind all keys
+struct Settings {  // past: the window of the later queries lies behind all keys
+  bool causal = false, window = false, past = false, lens = false, offsets = false, softcap = false, sinks = false,
+       alibi = false, bool_mask = false, float_mask = false, map = false, dropout = false, poison = false,
+       latent = false;
 };
 
 template <class S>

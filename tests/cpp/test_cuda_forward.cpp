@@ -196,7 +196,7 @@ TEST_CASE("latent decode reads keys and values once") {
   check<Float16>({1, 1, 7, 2, 600, 576, 512}, {.causal = true, .lens = true, .latent = true}, ForwardKernel::kLatent,
                  ++seed);
   check<BFloat16>({1, 1, 40, 2, 70, 576, 512}, causal, ForwardKernel::kLatent, ++seed);
-  check<BFloat16>({1, 1, 5, 2, 600, 576, 512}, {.latent = true, .past = true}, ForwardKernel::kLatent, ++seed);
+  check<BFloat16>({1, 1, 5, 2, 600, 576, 512}, {.past = true, .latent = true}, ForwardKernel::kLatent, ++seed);
   check<BFloat16>({1, 1, 20, 1, 40, 576, 512}, {.bool_mask = true, .dropout = true, .poison = true, .latent = true},
                   ForwardKernel::kLatent, ++seed);
 }
