@@ -5,13 +5,16 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
-export OUT=${OUT:-build/gpu} PYTHONPATH=$PWD/python
+export OUT=${OUT:-build/gpu_results} PYTHONPATH=$PWD/python
 mkdir -p "$OUT"
 
 python=$(find_python) || stop "no Python >= 3.11 found."
 say "build"
-CMAKE_ARGS="-DATTNPACK_CUDA=ON" "$python" setup.py -q build_ext --inplace >"$OUT/build.log" 2>&1 ||
-  { tail -n 40 "$OUT/build.log"; stop "the build failed."; }
+{
+  cmake -S . -B build/gpu -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$python")" \
+    -DCMAKE_INSTALL_PREFIX=python/attnpack -DATTNPACK_CUDA=ON &&
+    cmake --build build/gpu --target install
+} >"$OUT/build.log" 2>&1 || { tail -n 40 "$OUT/build.log"; stop "the build failed."; }
 "$python" -m attnpack info
 
 checked() { timeout 570 "$@" || { status=$?; printf 'attnpack: exit code %s of: %s\n' "$status" "$*" >&2; }; }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <random>
 #include <vector>
@@ -258,5 +259,43 @@ struct Problem {
     return t;
   }
 };
+
+// How many problems a test draws: its own number, or more where ATTNPACK_DRAWS says so.
+inline int drawn_problems(int usual) {
+  const char* wanted = std::getenv("ATTNPACK_DRAWS");
+  return wanted ? std::atoi(wanted) : usual;
+}
+
+inline int64_t draw(std::mt19937& random, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(random);
+}
+
+inline Settings draw_settings(std::mt19937& random) {
+  Settings on;
+  for (bool* each : {&on.causal, &on.window, &on.past, &on.lens, &on.offsets, &on.softcap, &on.sinks, &on.alibi,
+                     &on.bool_mask, &on.map, &on.dropout, &on.poison})
+    *each = draw(random, 0, 3) == 0;
+  on.float_mask = !on.bool_mask && draw(random, 0, 3) == 0;
+  on.latent = draw(random, 0, 9) == 0;
+  return on;
+}
+
+// Mostly small, so that edges are met: of tiles, of steps through the keys, of parts.
+inline Shape draw_shape(std::mt19937& random, const Settings& on) {
+  const int64_t widths[] = {1, 8, 20, 64, 104, 128, 200, 256};
+  Shape shape{1,
+              draw(random, 1, 3),
+              draw(random, 1, 5),
+              draw(random, 0, 1) ? draw(random, 1, 4) : draw(random, 1, 40),
+              draw(random, 0, 1) ? draw(random, 1, 140) : draw(random, 1, 700),
+              widths[draw(random, 0, 7)],
+              widths[draw(random, 0, 7)]};
+  if (on.latent) {
+    shape.num_kv_heads = 1;
+    shape.head_dim = 576;
+    shape.v_head_dim = 512;
+  }
+  return shape;
+}
 
 }  // namespace attnpack::cuda

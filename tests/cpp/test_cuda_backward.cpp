@@ -130,6 +130,17 @@ TEST_CASE("backward") {
   check<Float16>({1, 2, 1, 20, 40, 140, 8}, {.causal = true}, ++seed, 0x1p-10);
 }
 
+TEST_CASE("backward of drawn problems") {
+  for (int seed = 700; seed < 700 + drawn_problems(8); ++seed) {
+    std::mt19937 random(seed);
+    Settings on = draw_settings(random);
+    on.latent = false;
+    Shape shape = draw_shape(random, on);
+    shape.kv_len = (shape.kv_len + 3) / 4;
+    draw(random, 0, 1) ? check<float>(shape, on, seed, 1e-4) : check<double>(shape, on, seed, 1e-12);
+  }
+}
+
 TEST_CASE("append writes behind each sequence's end and nowhere else") {
   const int64_t batch = 3, heads = 2, fresh = 4, capacity = 9, width = 6;
   std::vector<float> cache(batch * heads * capacity * width, -1), x(batch * heads * fresh * width);
