@@ -109,6 +109,7 @@ void check(const Shape& shape, const Settings& on, std::optional<ForwardKernel> 
                       : std::is_same_v<S, float>    ? 0x1p-24
                       : std::is_same_v<S, BFloat16> ? 0x1p-9
                                                     : 0x1p-12;
+  const double least = std::is_same_v<S, Float16> ? 0x1p-25 : 1e-38;  // rounding of the smallest results
   double worst = 0, worst_lse = 0;
   int64_t wrong = 0;
   for (int64_t b = 0; b < shape.batch; ++b)
@@ -127,12 +128,13 @@ void check(const Shape& shape, const Settings& on, std::optional<ForwardKernel> 
           else if (!std::isfinite(out))
             ++wrong;
           else
-            worst = std::max(worst, std::abs(out - truth.out[d]) / (unit * (truth.size[d] + 1e-30)));
+            worst = std::max(worst, std::abs(out - truth.out[d]) / (unit * truth.size[d] + least));
         }
       }
   CHECK(wrong == 0);
-  // Weights and the result are rounded to the storage type; fp32 and fp64 also see the error of long sums.
-  CHECK(worst < (sizeof(S) == 2 ? 2.5 : 100));
+  // Weights and the result are rounded to the storage type, by up to two units each, which few rows meet; fp32 and fp64
+  // also see the error of long sums.
+  CHECK(worst < (sizeof(S) == 4 || sizeof(S) == 8 ? 100 : kernel ? 2.5 : 4.5));
   CHECK(worst_lse < (std::is_same_v<S, double> ? 1e-13 : 2e-6));
 }
 
