@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Compiles every CUDA kernel for sm_80, sm_90a and, where nvcc has it, sm_100, warnings as errors, and prints registers,
 # shared memory and spills of each; more spilled bytes than the limit are a failure. Needs nvcc (12.0 or newer) and
-# Python, no GPU and no torch.   check_cuda.sh [bytes [architecture ...]]
+# Python, no GPU and no torch; takes about four minutes on two cores.   check_cuda.sh [bytes [architecture ...]]
+# FILES, a pattern, leaves out all but the sources of these names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -32,6 +33,6 @@ export -f compile
 export out
 say "$(nvcc --version | grep release), sm_${architectures[*]}"
 for architecture in "${architectures[@]}"; do
-  for source in csrc/ops/cuda/*.cu; do printf '%s\0%s\0' "$architecture" "$source"; done
+  for source in csrc/ops/cuda/${FILES:-*.cu}; do printf '%s\0%s\0' "$architecture" "$source"; done
 done | xargs -0 -n 2 -P "$(nproc)" bash -c 'compile "$@"' compile || stop "a kernel did not compile; nvcc's words stand above."
 "$python" scripts/cuda_resources.py "$limit" "$out"/*.log

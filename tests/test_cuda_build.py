@@ -1,21 +1,45 @@
 """The CUDA kernels compile, without a GPU, and what Python says of them."""
 
+import os
 import shutil
 
 import pytest
 from attnpack import _load, info
 from processes import ROOT, run
 
+nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
 
-@pytest.mark.long
-def test_every_kernel_compiles_without_spills():
-    if not shutil.which("nvcc"):
-        pytest.skip("nvcc is not installed")
-    process = run("bash", ROOT / "scripts/check_cuda.sh", timeout=900)
+
+def check(*arguments, **environment):
+    process = run("bash", ROOT / "scripts/check_cuda.sh", *arguments, env=os.environ | environment, timeout=1200)
     assert process.returncode == 0, process.text
+    return process.text
+
+
+@nvcc
+def test_some_kernels_compile_without_spills():
+    said = check(0, "90a", FILES="attention_decode.cu")
+    assert "decode_kernel<BFloat16, 128>" in said and "sm_90a" in said and "sm_80" not in said
+
+
+@nvcc
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_every_kernel_compiles_with_few_spills():
+    said = check()
     for kernel in ("prefill_kernel", "decode_kernel", "latent_kernel", "exact_kernel", "gradient_kernel"):
-        assert kernel in process.text
-    assert "sm_80" in process.text and "sm_90a" in process.text
+        assert kernel in said
+    assert "sm_80" in said and "sm_90a" in said
+
+
+@nvcc
+def test_a_source_that_does_not_compile_stops_the_check(tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "csrc", copy / "csrc")
+    shutil.copytree(ROOT / "scripts", copy / "scripts")
+    (copy / "csrc/ops/cuda/broken.cu").write_text("__global__ void kernel() { int unused; }\n")
+    process = run("bash", copy / "scripts/check_cuda.sh", 0, "80", env=os.environ | {"FILES": "broken.cu"})
+    assert process.returncode == 1 and "a kernel did not compile" in process.text and "unused" in process.text
 
 
 def test_a_kernel_that_spills_is_refused(tmp_path):
