@@ -175,6 +175,34 @@ def nan(tensors):
     tensors["model.layers.2.self_attn.v_proj.weight"][3, 1] = torch.nan
 
 
+def append(directory, more: bytes):
+    with (directory / "model.safetensors").open("ab") as file:
+        file.write(more)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda places, last: places.pop("model.norm.weight"), "does not name model.norm.weight of model-0"),
+        (lambda places, last: places.update({"model.norm.weight": last}), "says that model.norm.weight is in"),
+        (lambda places, last: places.update({"model.norm.weight": "../in/" + last}), "the name of one beside it"),
+        (lambda places, last: places.update({"model.norm.weight": 3}), "names the file 3"),
+        (lambda places, last: places.update({"model.norm.weight": "gone.safetensors"}), "lacks gone.safetensors"),
+        (lambda places, last: places.clear(), "has no weight_map"),
+    ],
+    ids=["lacking", "wrong", "outside", "number", "gone", "empty"],
+)
+def test_an_index_that_is_not_of_its_shards_is_refused(tmp_path, capsys, damage, words):
+    random_model(FAMILIES["llama"]).save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    index = tmp_path / "in" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    names = sorted(set(content["weight_map"].values()) - {content["weight_map"]["model.norm.weight"]})
+    damage(content["weight_map"], names[-1])
+    index.write_text(json.dumps(content))
+    capsys.readouterr()  # transformers' progress bar
+    refused(capsys, tmp_path, [tmp_path / "in", tmp_path / "out", "--kv-heads", 2], words)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -186,9 +214,25 @@ def nan(tensors):
         (lambda d: os.truncate(d / "model.safetensors", 9000), ("model.safetensors", "truncated")),
         (lambda d: (d / "model.safetensors").unlink(), ("neither model.safetensors nor",)),
         (lambda d: (d / "config.json").write_text("{"), ("config.json", "cannot be read as JSON")),
-        (lambda d: shutil.rmtree(d), ("no such file",)),
+        (lambda d: (d / "config.json").write_text("[1]"), ("config.json: holds a list",)),
+        (lambda d: shutil.rmtree(d), ("no such file or directory; give a Hugging Face directory or a GGUF file",)),
+        (lambda d: edit_config(d, model_type="t5"), ("'t5' is not supported", "t5gemma")),
+        (lambda d: append(d, b"more"), ("model.safetensors: has 4 bytes behind its last tensor",)),
     ],
-    ids=["nan", "missing", "extra", "family", "heads", "truncated", "weights", "config", "nothing"],
+    ids=[
+        "nan",
+        "missing",
+        "extra",
+        "family",
+        "heads",
+        "truncated",
+        "weights",
+        "config",
+        "list",
+        "nothing",
+        "t5",
+        "appended",
+    ],
 )
 def test_a_bad_checkpoint_is_one_sentence_and_nothing_written(llama, tmp_path, capsys, damage, words):
     damage(llama[1])
@@ -206,7 +250,8 @@ def test_a_bad_checkpoint_is_one_sentence_and_nothing_written(llama, tmp_path, c
         (["--kv-heads", 2, "--seed", 1], ("seed: got one for method 'mean'",)),
         (["--kv-heads", 2, "--method", "similar", "--groups", "0,1", "2,3"], ("groups: got some for method",)),
         (["--kv-heads", 2, "--encoder"], ("--encoder", "is no encoder-decoder model")),
-        (["--kv-heads", 2, "--text", "nowhere.txt"], ("nowhere.txt: cannot be read",)),
+        (["--kv-heads", 2, "--text", "nowhere.txt"], ("nowhere.txt: no such file",)),
+        (["--kv-heads", 2, "--text", "nowhere.txt", "--tokens", 0], ("nowhere.txt: no such file",)),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
@@ -220,6 +265,11 @@ def test_out_that_exists_is_left_alone(llama, tmp_path, capsys):
     (tmp_path / "out" / "mine").touch()
     refused(capsys, tmp_path, [llama[1], tmp_path / "out", "--kv-heads", 2], "out: exists already")
     refused(capsys, tmp_path, [llama[1], tmp_path / "no" / "out", "--kv-heads", 2], "lies in no folder")
+    refused(capsys, tmp_path, [llama[1], llama[1] / "out", "--kv-heads", 2], "which stays as it is")
+    for seed in ("-1", str(2**64), "x"):
+        with pytest.raises(SystemExit):
+            run(llama[1], tmp_path / "new", "--kv-heads", 2, "--method", "random", "--seed", seed)
+        assert "expected a whole number from 0 to 2**64 - 1" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 

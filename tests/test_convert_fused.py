@@ -115,5 +115,7 @@ def test_what_does_not_fit_is_named():
     ):
         with pytest.raises(ValueError, match=f"^attnpack: {message}"):
             convert.split_qkv(*arguments)
+    with pytest.raises(ValueError, match="v: got dtypes float, double and float of q, k and v, want one"):
+        convert.fuse_qkv(torch.zeros(24, 24), torch.zeros(12, 24).double(), torch.zeros(12, 24), "concat", 4, 2)
     with pytest.raises(ValueError, match=r"k: got shape \[24, 24\], want \[12, 24\]"):
         convert.fuse_qkv(torch.zeros(24, 24), torch.zeros(24, 24), torch.zeros(12, 24), "concat", 4, 2)

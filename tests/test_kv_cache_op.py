@@ -1,10 +1,12 @@
-"""torch.ops.attnpack.kv_cache_append_: what it writes, and that a refused append writes nothing."""
+"""The ops kv_cache_append_ and kv_cache_append_rotated_: what they write, and that a refused append writes nothing."""
 
+import attnpack
 import pytest
 import torch
 from op_cases import DTYPES, draw, laid_out
 
 append = torch.ops.attnpack.kv_cache_append_
+append_rotated = torch.ops.attnpack.kv_cache_append_rotated_
 
 
 def make_cache(batch=2, heads=3, capacity=8, dim=4, v_dim=5, dtype=torch.float32, filled=(2, 5)):
@@ -115,3 +117,83 @@ def test_lengths_must_be_int64_of_the_batch():
         with pytest.raises(ValueError, match=r"the cache's lengths have shape .* wants int64 \[batch\]"):
             append(cache_key, cache_value, wrong, *new(), None, None)
     assert (cache_key[0, :, 2:] == -1).all()
+
+
+@pytest.mark.parametrize("new_lens", [None, torch.tensor([1, 3], dtype=torch.int32)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "heads inside", "sliced", "columns outside"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("inv_freq", [[1.0, 0.25, 0.01], [0.5], []], ids=len)
+def test_rotating_is_rotation_and_append_bit_by_bit(inv_freq, interleaved, dtype, layout, new_lens):
+    """Whole heads, a third of them, nothing."""
+    ops = torch.ops.attnpack
+    cache, plain = ([x.clone() for x in make_cache(dim=6, dtype=dtype)] for _ in range(2))
+    cache[0] = laid_out(cache[0], layout)
+    query = laid_out(draw(2, 6, 3, 6, dtype=dtype), layout)
+    key, value = (laid_out(x, layout) for x in new(dim=6, dtype=dtype))
+    positions = plain[2][:, None] + torch.arange(3)
+    cos, sin = (table.unsqueeze(1) for table in ops.rope_table(positions, inv_freq, 1.5))
+    append(*plain, ops.apply_rope(key, cos, sin, interleaved), value, new_lens, None)
+    before = [x._version for x in cache]
+    rotated = append_rotated(*cache, query, key, value, inv_freq, 1.5, interleaved, new_lens, None)
+    assert torch.equal(rotated, ops.apply_rope(query, cos, sin, interleaved))
+    for got, expected in zip(cache, plain, strict=True):
+        assert torch.equal(got, expected)
+    assert [x._version for x in cache] == [version + 1 for version in before]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_rotating_append_leaves_the_cache_as_it_was(case):
+    changes, message = REFUSED[case]
+    cache = make_cache()
+    before = [x.clone() for x in cache]
+    key, value = changes.get("new", new())
+    error = (ValueError, RuntimeError, NotImplementedError) if case == "device" else ValueError
+    with pytest.raises(error, match=message if case != "device" else None):
+        append_rotated(*cache, key, key, value, [1.0], 1.0, False, changes.get("new_lens"), changes.get("limit"))
+    for x, expected in zip(cache, before, strict=True):
+        assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize(
+    ("query", "inv_freq", "message"),
+    [
+        (draw(2, 3, 2, 4), [1.0], r"query has shape \[2, 3, 2, 4\].*the new keys \[2, 3, 3, 4\]"),
+        (draw(2, 3, 3, 4).double(), [1.0], "dtype Double.*must agree"),
+        (draw(2, 3, 3, 4), [1.0] * 3, "inv_freq has 3 frequencies, wants at most half of head_dim 4"),
+        (draw(2, 3, 3, 4).requires_grad_(), [1.0], "query or key want gradients"),
+    ],
+    ids=["length", "dtype", "frequencies", "gradients"],
+)
+def test_what_cannot_be_rotated_is_refused(query, inv_freq, message):
+    cache = make_cache()
+    before = [x.clone() for x in cache]
+    with pytest.raises(ValueError, match=message):
+        append_rotated(*cache, query, *new(), inv_freq, 1.0, False, None, None)
+    for x, expected in zip(cache, before, strict=True):
+        assert torch.equal(x, expected)
+
+
+def profiled(call) -> set[str]:
+    with torch.profiler.profile() as profile:
+        call()
+    return {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("length", [1, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_takes_it_without_gradients(dtype, length):
+    torch.manual_seed(0)
+    rope = attnpack.RotaryEmbedding(8, base=100.0)
+    module = attnpack.GroupedQueryAttention(48, 6, 2, rope=rope, causal=True, dtype=dtype)
+    x, outs, caches = torch.randn(2, length, 48, dtype=dtype), [], []
+    for gradients in (False, True):
+        cache = attnpack.DynamicCache()
+        with torch.set_grad_enabled(gradients):
+            seen = profiled(lambda: outs.append([module(x, cache=cache), module(x[:, :1], cache=cache)]))  # noqa: B023
+        assert ("attnpack::kv_cache_append_rotated_" in seen) == (not gradients)
+        caches.append(cache)
+    for with_one, with_ops in zip(*outs, strict=True):
+        torch.testing.assert_close(with_one, with_ops)
+    torch.testing.assert_close(caches[0].k, caches[1].k)
+    assert torch.equal(caches[0].lengths, caches[1].lengths)

@@ -58,10 +58,49 @@ def test_opcheck(dtype, rows):
     torch.library.opcheck(torch.ops.attnpack.linear.default, arguments)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", (1, 5, 16, 17))
+@pytest.mark.parametrize("biased", (False, True))
+def test_several_at_once_are_each_alone_bit_by_bit(dtype, rows, biased):
+    x = torch.randn(rows, 200, dtype=dtype)
+    weights = [torch.randn(outputs, 200, dtype=dtype) for outputs in (65, 1, 700)]
+    biases = [torch.randn(len(weight), dtype=dtype) for weight in weights] if biased else []
+    found = ops.linears(x, weights, biases)
+    for i, weight in enumerate(weights):
+        assert torch.equal(found[i], ops.linear(x, weight, biases[i] if biased else None))
+    assert ops.linears(x, []) == []
+
+
+def test_several_at_once_of_which_one_does_not_fit_go_to_torch():
+    x, weights = torch.randn(2, 8), [torch.randn(4, 8), torch.randn(8, 5).t()]
+    for found, weight in zip(ops.linears(x, weights), weights, strict=True):
+        torch.testing.assert_close(found, nn.functional.linear(x, weight))
+    with pytest.raises(ValueError, match="biases: got 1, want none or 2, one for each weight"):
+        ops.linears(x, weights, [torch.randn(4)])
+    with pytest.raises(RuntimeError):
+        ops.linears(x, [torch.randn(4, 7)])
+    with pytest.raises(TypeError, match="weights is .*wants a list of tensors"):
+        ops.linears(x, [1])
+
+
+def test_gradients_of_several_at_once_are_those_of_torch():
+    x, *weights = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (4, 5), (2, 5)))
+    assert torch.autograd.gradcheck(lambda x, *weights: tuple(ops.linears(x, weights)), (x, *weights))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [y.dtype for y in ops.linears(torch.randn(1, 5), [torch.randn(4, 5)])] == [torch.bfloat16]
+    weights = [torch.randn(8, 12), torch.randn(4, 12)]
+    for rows in (2, 40):
+        torch.library.opcheck(torch.ops.attnpack.linears.default, (torch.randn(rows, 12), weights, []))
+        vmapped = torch.vmap(lambda x: torch.stack(torch.ops.attnpack.linears(x, weights[:1], [])))(
+            torch.randn(3, rows, 12)
+        )
+        assert vmapped.shape == (3, 1, rows, 8)
+
+
 def uses_the_op(call) -> bool:
     with torch.profiler.profile() as profile:
         call()
-    return "attnpack::linear" in {event.key for event in profile.key_averages()}
+    return bool({"attnpack::linear", "attnpack::linears"} & {event.key for event in profile.key_averages()})
 
 
 def test_the_op_is_used_only_without_gradients():

@@ -114,6 +114,14 @@ def test_opcheck_kv_cache_append(dtype):
         opcheck(ops.kv_cache_append_.default, (*cache, *new, lens, None))
 
 
+@pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
+def test_opcheck_kv_cache_append_rotated(dtype):
+    cache = [torch.zeros(2, 3, 8, 4, dtype=dtype), torch.zeros(2, 3, 8, 5, dtype=dtype), torch.tensor([2, 5])]
+    new = draw(2, 6, 3, 4, dtype=dtype), draw(2, 3, 3, 4, dtype=dtype), draw(2, 3, 3, 5, dtype=dtype)
+    for lens in (None, torch.tensor([1, 3], dtype=torch.int32)):
+        opcheck(ops.kv_cache_append_rotated_.default, (*cache, *new, [1.0, 0.5], 1.0, False, lens, None))
+
+
 @pytest.mark.parametrize("op", [ops.attend.default, ops.attend_with_weights.default], ids=str)
 @pytest.mark.parametrize("cached", [False, True])
 def test_opcheck_attend(cached, op):

@@ -366,6 +366,17 @@ BAD = {
         "factor": 2.0,
         "original_max_position_embeddings": 0,
     },
+    "got beta_fast 1, want a number above beta_slow 32": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 1,
+        "beta_slow": 32,
+    },
+    "got rope_type 'linear' and type 'yarn', leave one of them out": {
+        "rope_type": "linear",
+        "type": "yarn",
+        "factor": 4.0,
+    },
     "got high_freq_factor 1, want a number above low_freq_factor 2": {
         "rope_type": "llama3",
         "factor": 8.0,

@@ -114,6 +114,15 @@ def test_it_goes_on_bit_by_bit(converted):
         assert torch.equal(parameter, second.trained[name]), name
 
 
+def test_it_says_where_the_text_became_less_likely(converted, capsys):
+    for rate in (1e-5, 0.9):
+        assert cli.main([*arguments(converted), "--learning-rate", str(rate), "--minutes", "0.01"]) == 0
+        said = capsys.readouterr().out
+        before, after = (float(x) for x in said.split("beginning ")[1].split(",")[0].split(" -> "))
+        assert before == after or ("That is worse than before" in said) == (after > before)
+        assert "steps in the" in said and "seconds left" in said
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

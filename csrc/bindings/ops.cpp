@@ -192,6 +192,12 @@ void register_ops(py::module_& m) {
       arg("positions"), arg("lengths"), arg("inv_freq"), arg("factor"), arg("long_inv_freq"), arg("growth"),
       arg("trained_len"), released);
   m.def("linear", &linear, arg("input"), arg("weight"), arg("bias") = none, released);
+  m.def(
+      "linears",
+      [](const at::Tensor& input, const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& biases) {
+        return linears(input, weights, biases);
+      },
+      arg("input"), arg("weights"), arg("biases"), released);
   m.def("rms_norm", &rms_norm, arg("x"), arg("weight"), arg("eps"), released);
   m.def("null", &null, arg("x"), released);
   m.def("isa", &isa_name);

@@ -33,7 +33,11 @@ inline std::optional<RopeScaling> parse_scaling(const py::object& scaling) {
   std::map<std::string, std::function<void(const char*)>> known{
       {"type",
        [&](auto key) {
-         if (!dict.contains("rope_type")) result.rope_type(word(key));
+         const auto type = word(key),
+                    kind = dict.contains("rope_type") && !dict["rope_type"].is_none() ? word("rope_type") : type;
+         ATTNPACK_CHECK(type == kind, "scaling: got rope_type '", kind, "' and type '", type,
+                        "', leave one of them out");
+         result.rope_type(type);
        }},
       {"rope_type", [&](auto key) { result.rope_type(word(key)); }},
       {"factor", [&](auto key) { result.factor(number(key)); }},

@@ -51,6 +51,8 @@ at::Tensor fuse_qkv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
                  q.sizes());
   ATTNPACK_CHECK(v.sizes() == wanted, "v: got shape ", v.sizes(), ", want ", at::IntArrayRef(wanted), " beside q ",
                  q.sizes());
+  ATTNPACK_CHECK(q.dtype() == k.dtype() && q.dtype() == v.dtype(), "v: got dtypes ", q.dtype(), ", ", k.dtype(),
+                 " and ", v.dtype(), " of q, k and v, want one; convert them first");
   if (layout != "grouped") {
     const auto rows = at::cat({q, k, v});
     return transposed(rows, layout) ? rows.t().contiguous() : rows;

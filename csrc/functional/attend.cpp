@@ -43,6 +43,13 @@ struct Layer {
   std::optional<Tensor> q_offsets, kv_lens;
 };
 
+// Whether the cache may rotate what it takes: plain numbers on the CPU without gradients, each token behind the last.
+bool rotates_in_cache(const RopeSettings& rope, const std::optional<Tensor>& positions, const Tensor& query,
+                      const Tensor& key, const Tensor& value) {
+  return query.is_cpu() && !at::GradMode::is_enabled() && !positions && !rope.by_length() && !rope.raw_keys &&
+         !at::areAnyTensorSubclassLike({query, key, value}) && !query._fw_grad(/*level=*/0).defined();
+}
+
 // Rotates, and appends to the cache where there is one. Everything is checked before the cache is written.
 Layer prepare(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTEND_PARAMS) {
   const auto check = [&](const Tensor& k, const Tensor& v, const std::optional<Tensor>& lens) {
@@ -63,6 +70,11 @@ Layer prepare(const Tensor& query, const Tensor& key, const Tensor& value, ATTNP
   Room room = room_under(cache, mask);
   check(room.key, room.value, std::nullopt);
   const Tensor past = cache_lengths->clone();
+  if (rope && rotates_in_cache(*rope, positions, query, key, value)) {
+    const Tensor q = kv_cache_append_rotated_(*cache_key, *cache_value, *cache_lengths, query, key, value,
+                                              rope->inv_freq, rope->factor, rope->interleaved, kv_lens, room.limit);
+    return {q, room.key, room.value, past, *cache_lengths};
+  }
   Tensor q = query, k = key;
   if (rope) std::tie(q, k) = rotate_new(query, key, *rope, {positions, false, past, kv_lens});
   room = append(cache, room, k, value, past, kv_lens);

@@ -41,6 +41,8 @@ void check_scaling(const RopeScaling& s) {
   check_positive("attention_factor", s.attention_factor().value_or(1.0));
   check_positive("beta_fast", s.beta_fast());
   check_positive("beta_slow", s.beta_slow());
+  ATTNPACK_CHECK(type != "yarn" || s.beta_fast() > s.beta_slow(), "scaling: got beta_fast ", s.beta_fast(),
+                 ", want a number above beta_slow ", s.beta_slow());
   ATTNPACK_CHECK(std::isfinite(s.mscale()) && std::isfinite(s.mscale_all_dim()), "scaling: got mscale ", s.mscale(),
                  " and mscale_all_dim ", s.mscale_all_dim(), ", want finite numbers");
   check_positive("low_freq_factor", s.low_freq_factor());

@@ -22,8 +22,8 @@ void FeedForwardImpl::reset() {
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
   check_tokens("x", x, options.embed_dim(), up_proj->weight);
   if (!gate_proj) return down_proj(at::gelu(up_proj(x)));
-  const auto gate = at::silu(gate_proj(x));
-  return down_proj(gate * up_proj(x));
+  const auto inner = forward_all(x, {gate_proj.get(), up_proj.get()});
+  return down_proj(at::silu(inner[0]) * inner[1]);
 }
 
 }  // namespace attnpack

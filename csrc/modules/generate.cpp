@@ -4,6 +4,10 @@
 #include <attnpack/modules/checks.h>
 #include <attnpack/modules/sampling.h>
 
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <optional>
+
 namespace attnpack {
 
 namespace {
@@ -92,10 +96,16 @@ at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const Generat
   const auto stop_tokens = at::tensor(options.stop_tokens(), ids.options());
   auto stopped = at::zeros({ids.size(0)}, ids.options().dtype(at::kBool));
 
-  std::vector<at::Tensor> pieces{ids};
   at::Tensor tokens;
+  const auto logits = [&](bool first) {
+    // Nobody else sees the cache and the states, so autograd has no in-place writes and no views to count.
+    std::optional<at::AutoDispatchBelowADInplaceOrView> quiet;
+    if (!options.model_cache()) quiet.emplace();
+    return model.head(first ? stepper.prompt() : stepper.next(tokens));
+  };
+  std::vector<at::Tensor> pieces{ids};
   for (int64_t step = 0; step < options.max_new_tokens(); ++step) {
-    const auto chosen = sample(model.head(step == 0 ? stepper.prompt() : stepper.next(tokens)));
+    const auto chosen = sample(logits(step == 0));
     tokens = step == 0 ? chosen : at::where(stopped, tokens, chosen);
     pieces.push_back(tokens.unsqueeze(1));
     if (options.callback() && !options.callback()(tokens)) break;

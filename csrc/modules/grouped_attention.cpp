@@ -59,9 +59,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sha
   check_inputs(x, inputs);
 
   const auto head_dim = *options.head_dim();
-  auto q = split_heads(q_proj(x), options.num_heads(), head_dim);
-  auto k = split_heads(k_proj(context), options.num_kv_heads(), head_dim);
-  auto v = split_heads(v_proj(value_context), options.num_kv_heads(), head_dim);
+  const bool self = !inputs.context() && !inputs.value_context();
+  const auto made = self ? forward_all(x, {q_proj.get(), k_proj.get(), v_proj.get()})
+                         : std::vector<at::Tensor>{q_proj(x), k_proj(context), v_proj(value_context)};
+  auto q = split_heads(made[0], options.num_heads(), head_dim);
+  auto k = split_heads(made[1], options.num_kv_heads(), head_dim);
+  auto v = split_heads(made[2], options.num_kv_heads(), head_dim);
   if (q_norm) q = q_norm(q), k = k_norm(k);
   return {q, k, v};
 }

@@ -2,6 +2,7 @@
 
 #include <attnpack/ops/linear.h>
 
+#include <c10/util/SmallVector.h>
 #include <torch/nn/init.h>
 
 #include <cmath>
@@ -32,6 +33,15 @@ void LinearImpl::bind_members() {
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
   return attnpack::linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+}
+
+std::vector<at::Tensor> forward_all(const at::Tensor& x, std::initializer_list<const LinearImpl*> layers) {
+  c10::SmallVector<at::Tensor, 3> weights, biases;
+  for (const auto* layer : layers) {
+    weights.push_back(layer->weight);
+    if (layer->bias.defined()) biases.push_back(layer->bias);
+  }
+  return attnpack::linears(x, weights, biases);
 }
 
 void LinearImpl::pretty_print(std::ostream& stream) const {

@@ -4,6 +4,9 @@
 
 #include <attnpack/modules/leaf.h>
 
+#include <initializer_list>
+#include <vector>
+
 namespace attnpack {
 
 struct LinearOptions {
@@ -31,5 +34,8 @@ class LinearImpl : public LeafModule<LinearImpl> {
   at::Tensor bias;    // [out_features], undefined without bias
 };
 TORCH_MODULE(Linear);
+
+// What each of the layers gives for x, their weights streamed in one go.
+std::vector<at::Tensor> forward_all(const at::Tensor& x, std::initializer_list<const LinearImpl*> layers);
 
 }  // namespace attnpack

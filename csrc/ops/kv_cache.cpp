@@ -49,9 +49,35 @@ void kv_cache_append_(const Tensor& cache_key, const Tensor& cache_value, const 
   op.call(cache_key, cache_value, lengths, key, value, new_lens, limit);
 }
 
+void check_rotated(const Tensor& query, const Tensor& key, at::ArrayRef<double> inv_freq) {
+  ATTNPACK_CHECK(query.dim() == 4 && query.sym_size(0) == key.sym_size(0) && query.sym_size(2) == key.sym_size(2) &&
+                     query.sym_size(3) == key.sym_size(3) && query.scalar_type() == key.scalar_type() &&
+                     query.device() == key.device(),
+                 "query has shape ", query.sym_sizes(), " and dtype ", query.scalar_type(), ", the new keys ",
+                 key.sym_sizes(), " and ", key.scalar_type(), ": batch, length, head_dim and dtype must agree");
+  ATTNPACK_CHECK(2 * static_cast<int64_t>(inv_freq.size()) <= key.sym_size(3), "inv_freq has ", inv_freq.size(),
+                 " frequencies, wants at most half of head_dim ", key.sym_size(3));
+}
+
+Tensor kv_cache_append_rotated_(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
+                                const Tensor& query, const Tensor& key, const Tensor& value,
+                                at::ArrayRef<double> inv_freq, double factor, bool interleaved,
+                                const std::optional<Tensor>& new_lens, const std::optional<c10::SymInt>& limit) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("attnpack::kv_cache_append_rotated_", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                           const Tensor&, at::ArrayRef<double>, double, bool,
+                                           const std::optional<Tensor>&, std::optional<c10::SymInt>)>();
+  return op.call(cache_key, cache_value, lengths, query, key, value, inv_freq, factor, interleaved, new_lens, limit);
+}
+
 }  // namespace attnpack
 
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
+  m.def(
+      "kv_cache_append_rotated_(Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) lengths, Tensor query, "
+      "Tensor key, Tensor value, float[] inv_freq, float factor, bool interleaved, Tensor? new_lens, SymInt? limit) "
+      "-> Tensor");
   m.def(
       "kv_cache_append_(Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) lengths, Tensor key, Tensor value, "
       "Tensor? new_lens, SymInt? limit) -> ()");

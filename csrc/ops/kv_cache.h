@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
+#include <c10/util/ArrayRef.h>
 
 #include <optional>
 
@@ -19,6 +20,15 @@ void kv_cache_append_(const at::Tensor& cache_key,    // [B, Hkv, capacity, D], 
                       // most positions that a sequence may have afterwards (a mask may cover fewer than the capacity)
                       const std::optional<c10::SymInt>& limit = std::nullopt);
 
+// The same with keys rotated as they are written, and query [B, Hq, L, D] rotated, which is the result: token l of a
+// sequence stands at its length before the call + l, and turns by that times inv_freq (see rope_table, apply_rope).
+at::Tensor kv_cache_append_rotated_(const at::Tensor& cache_key, const at::Tensor& cache_value,
+                                    const at::Tensor& lengths, const at::Tensor& query, const at::Tensor& key,
+                                    const at::Tensor& value, at::ArrayRef<double> inv_freq, double factor,
+                                    bool interleaved, const std::optional<at::Tensor>& new_lens = std::nullopt,
+                                    const std::optional<c10::SymInt>& limit = std::nullopt);
+
+void check_rotated(const at::Tensor& query, const at::Tensor& key, at::ArrayRef<double> inv_freq);
 void check_kv_cache_append(const at::Tensor& cache_key, const at::Tensor& cache_value, const at::Tensor& lengths,
                            const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& new_lens);
 

@@ -1,6 +1,8 @@
+#include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/ops/linear.h>
 
 namespace attnpack {
@@ -13,6 +15,28 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
   return op.call(input, weight, bias);
 }
 
+std::vector<at::Tensor> linears(const at::Tensor& input, at::TensorList weights, at::TensorList biases) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("attnpack::linears", "")
+                             .typed<std::vector<at::Tensor>(const at::Tensor&, at::TensorList, at::TensorList)>();
+  return op.call(input, weights, biases);
+}
+
+std::vector<at::Tensor> linears_formula(const at::Tensor& input, at::TensorList weights, at::TensorList biases) {
+  ATTNPACK_CHECK(biases.empty() || biases.size() == weights.size(), "biases: got ", biases.size(), ", want none or ",
+                 weights.size(), ", one for each weight");
+  std::vector<at::Tensor> outs;
+  for (size_t i = 0; i < weights.size(); ++i)
+    outs.push_back(at::linear(input, weights[i], biases.empty() ? std::nullopt : std::optional(biases[i])));
+  return outs;
+}
+
 }  // namespace attnpack
 
-TORCH_LIBRARY_FRAGMENT(attnpack, m) { m.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor"); }
+TORCH_LIBRARY_FRAGMENT(attnpack, m) {
+  m.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("linears(Tensor input, Tensor[] weights, Tensor[] biases) -> Tensor[]");
+}
+
+// vmap has no rule for lists of results.
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { m.impl("linears", &attnpack::linears_formula); }

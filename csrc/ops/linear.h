@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <vector>
 
 namespace attnpack {
 
@@ -11,6 +12,14 @@ namespace attnpack {
 at::Tensor linear(const at::Tensor& input,                      // [..., in]
                   const at::Tensor& weight,                     // [out, in]
                   const std::optional<at::Tensor>& bias = {});  // [out] -> [..., out]
+
+// `linear` of one input by several weights, which are streamed in one go.
+std::vector<at::Tensor> linears(const at::Tensor& input,      // [..., in]
+                                at::TensorList weights,       // each [out, in]
+                                at::TensorList biases = {});  // none, or one each [out] -> each [..., out]
+
+// The same by torch's linear, with its derivatives.
+std::vector<at::Tensor> linears_formula(const at::Tensor& input, at::TensorList weights, at::TensorList biases);
 
 constexpr int64_t kFewRows = 16;
 

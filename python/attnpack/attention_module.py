@@ -14,7 +14,7 @@ from . import ops
 from .cache import KVCache, check_kind, unchanged_on_error
 from .checks import check_context, check_input, reject_keywords
 from .explain import wrong_kind
-from .linear import project
+from .linear import project, project_all
 from .native import NativeModule
 from .rope import RotaryEmbedding
 
@@ -180,12 +180,15 @@ class ContextAttention(NativeAttention):
 
     def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v by head, normed, not rotated."""
-        context = x if context is None else context
-        value_context = context if value_context is None else value_context
+        if context is None:
+            query, key, value = project_all((self.q_proj, self.k_proj, self.v_proj), x)
+        else:
+            query, key = project(self.q_proj, x), project(self.k_proj, context)
+            value = project(self.v_proj, context if value_context is None else value_context)
         return (
-            split_heads(project(self.q_proj, x), self.num_heads),
-            split_heads(project(self.k_proj, context), self.num_kv_heads),
-            split_heads(project(self.v_proj, value_context), self.num_kv_heads),
+            split_heads(query, self.num_heads),
+            split_heads(key, self.num_kv_heads),
+            split_heads(value, self.num_kv_heads),
         )
 
     @property

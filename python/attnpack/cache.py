@@ -359,13 +359,15 @@ def _longest(lengths: Tensor) -> int:
     return int(lengths.max()) if lengths.numel() else 0
 
 
-def check_kind(cache: object, wanted: type, where: str) -> None:
+def check_kind(cache: object, wanted: type, where: str, fix: str | None = None) -> None:
     """Raises TypeError unless cache is None or of the kind that `where` takes."""
     if cache is None or isinstance(cache, wanted):
         return
     kind = "attnpack.cpp." * isinstance(cache, cpp.KVCache | cpp.ModelCache) + type(cache).__name__
-    fix = "a DynamicCache or StaticCache, one a layer" if wanted is KVCache else "a ModelCache, the list of its layers'"
-    raise TypeError(f"attnpack: cache is {with_article(kind)}, {where} wants {fix}")
+    usual = (
+        "a DynamicCache or StaticCache, one a layer" if wanted is KVCache else "a ModelCache, the list of its layers'"
+    )
+    raise TypeError(f"attnpack: cache is {with_article(kind)}, {where} wants {fix or usual}")
 
 
 def unchanged_on_error(cache: KVCache | ModelCache | None) -> AbstractContextManager[None]:

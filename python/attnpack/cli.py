@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", type=float, metavar="T", help="sample from softmax(logits / T) [greedy]")
     generate.add_argument("--top-k", type=_positive, metavar="K", help="sample from the K likeliest tokens")
     generate.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of joint mass P")
-    generate.add_argument("--seed", type=int, help="of the sampling")
+    generate.add_argument("--seed", type=_seed, metavar="N", help="of the sampling")
 
     example = "attnpack convert path/to/model converted --kv-heads 2 --method mean"
     convert = _command(commands, "convert", _convert, "give a model fewer key-value heads", example)
@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("--window", type=_positive, default=1, metavar="W", help="average W x W regions first [1]")
     groups = "kv heads of each group, as 0,3 1,2 [consecutive]"
     convert.add_argument("--groups", type=_heads, nargs="+", metavar="HEADS", help=groups)
-    convert.add_argument("--seed", type=int, help="of --method random")
+    convert.add_argument("--seed", type=_seed, metavar="N", help="of --method random")
     convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of OUT [as IN; fp32 from GGUF]")
     convert.add_argument("--text", type=Path, metavar="FILE", help="measures perplexity [Python's help topics]")
     convert.add_argument("--tokens", type=_count, default=2048, metavar="N", help="of it; 0 measures nothing [2048]")
@@ -81,12 +81,14 @@ def build_parser() -> argparse.ArgumentParser:
     uptrain = _command(commands, "uptrain", _uptrain, "train a converted model to do what its original does", example)
     uptrain.add_argument("directory", type=Path, metavar="DIR", help="what attnpack convert made; gets the new weights")
     uptrain.add_argument("--text", type=Path, metavar="FILE", help="to train on [Python's help topics]")
-    uptrain.add_argument("--minutes", type=_minutes, required=True, metavar="N", help="of training, all runs together")
+    minutes = "of training, with those of a run that was stopped"
+    uptrain.add_argument("--minutes", type=_minutes, required=True, metavar="N", help=minutes)
     teacher = "the original, a directory or GGUF file [the one that convert read]"
     uptrain.add_argument("--teacher", type=Path, metavar="DIR|FILE.gguf", help=teacher)
     uptrain.add_argument("--length", type=_positive, default=512, metavar="N", help="tokens a step [%(default)s]")
     uptrain.add_argument("--learning-rate", type=float, default=5e-4, metavar="R", help="[%(default)s]")
-    uptrain.add_argument("--seed", type=int, default=0, help="of the order of the text [%(default)s]")
+    order = "of the order of the text [%(default)s]"
+    uptrain.add_argument("--seed", type=_seed, default=0, metavar="N", help=order)
     uptrain.add_argument("--restart", action="store_true", help="forget an unfinished training")
 
     example = "attnpack bench decode prefill --dtypes fp32 bf16 --out roofline.png"
@@ -200,6 +202,16 @@ def _positive(text: str) -> int:
 
 def _count(text: str) -> int:
     return 0 if text == "0" else _positive(text)
+
+
+def _seed(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < 2**64:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number from 0 to 2**64 - 1")
+    return number
 
 
 def _minutes(text: str) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from . import cpp
 from .checks import check_tokens
-from .linear import project
+from .linear import project, project_all
 from .native import NativeModule
 from .sizes import check_dtype
 
@@ -51,5 +51,6 @@ class FeedForward(NativeModule):
         """[..., embed_dim] -> [..., embed_dim]"""
         check_tokens("x", x, self.embed_dim, self.up_proj)
         if self.activation == "swiglu":
-            return project(self.down_proj, F.silu(project(self.gate_proj, x)) * project(self.up_proj, x))
+            gate, up = project_all((self.gate_proj, self.up_proj), x)
+            return project(self.down_proj, F.silu(gate) * up)
         return project(self.down_proj, F.gelu(project(self.up_proj, x)))

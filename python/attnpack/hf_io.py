@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .explain import with_article
 from .rope import RotaryEmbedding
 from .sizes import as_path
 
@@ -41,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error}); get the checkpoint again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: holds a {type(value).__name__}, a JSON object is needed")
+        raise ValueError(f"{path}: holds {with_article(type(value).__name__)}, a JSON object is needed")
     return value
 
 
@@ -63,6 +64,7 @@ class SafetensorsFile:
         self.start = 8 + length
         for name, entry in header.items():
             _check_entry(path, name, entry, size - self.start)
+        _check_cover(path, [entry["data_offsets"] for entry in header.values()], size - self.start)
         self.entries = header
         self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
 
@@ -120,6 +122,23 @@ def _check_entry(path: Path, name: str, entry: Any, size: int) -> None:
         )
 
 
+def _check_cover(path: Path, offsets: list[list[int]], size: int) -> None:
+    """Raises unless the tensors lie side by side and fill the data's `size` bytes, as the format wants."""
+    end = 0
+    for first, last in sorted(offsets):
+        if first != end:
+            raise ValueError(
+                f"{path}: its tensors {'overlap at' if first < end else 'leave a gap before'} byte {first} of the "
+                "data; the file is damaged, get it again"
+            )
+        end = last
+    if end != size:
+        raise ValueError(
+            f"{path}: has {size - end} bytes behind its last tensor; the file is damaged, or another was appended to "
+            "it: get it again"
+        )
+
+
 def open_files(directory: Path) -> list[SafetensorsFile]:
     """The safetensors of a checkpoint directory: model.safetensors, or the shards of an index."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
@@ -130,8 +149,28 @@ def open_files(directory: Path) -> list[SafetensorsFile]:
             f"{directory}: has neither {single.name} nor {index.name}; "
             "save the checkpoint in safetensors form (transformers: model.save_pretrained)"
         )
-    weight_map = read_json(index).get("weight_map", {})
-    return [SafetensorsFile(directory / shard) for shard in sorted(set(weight_map.values()))]
+    return _open_shards(directory, index, read_json(index).get("weight_map"))
+
+
+def _open_shards(directory: Path, index: Path, places: Any) -> list[SafetensorsFile]:
+    """The files that an index's weight_map names; raises unless it says of each tensor where it is, and no more."""
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index}: has no weight_map, which names each tensor's file; get the checkpoint again")
+    files = {}
+    for shard in dict.fromkeys(places.values()):
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ValueError(f"{index}: names the file {shard!r}, wants the name of one beside it")
+        if not (directory / shard).is_file():
+            raise ValueError(f"{directory}: lacks {shard}, which {index.name} names; get the checkpoint again")
+        files[shard] = SafetensorsFile(directory / shard)
+    for name, shard in places.items():
+        if name not in files[shard].shapes:
+            raise ValueError(f"{index}: says that {name} is in {shard}, which lacks it; get the checkpoint again")
+    for shard, file in files.items():
+        for name in file.shapes:
+            if places.get(name) != shard:
+                raise ValueError(f"{index}: does not name {name} of {shard}; get the checkpoint again")
+    return [files[shard] for shard in sorted(files)]
 
 
 class HfCheckpoint:

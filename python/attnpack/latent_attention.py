@@ -168,7 +168,7 @@ class MultiHeadLatentAttention(NativeAttention):
         """
         reject_keywords(unknown)
         self._check(x, context, value_context, cache, positions)
-        check_kind(cache, KVCache, type(self).__name__)
+        check_kind(cache, KVCache, type(self).__name__, "a LatentCache, one a layer")
         with unchanged_on_error(cache):
             query, latent, k_rope, joined = self._latents(x, context)
             settings = {

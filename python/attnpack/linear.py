@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +21,18 @@ def project(layer: nn.Module, x: Tensor) -> Tensor:  # [..., in_features] -> [..
     if _only_values() and _is_plain(layer) and _are_plain(x, layer.weight):
         return ops.linear(x, layer.weight, layer.bias)
     return layer(x)
+
+
+def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """`project` by each of the layers; where all would be streamed, in one go."""
+    biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
+    if (
+        _only_values()
+        and len(biases) in (0, len(layers))
+        and all(_is_plain(layer) and _are_plain(x, layer.weight) for layer in layers)
+    ):
+        return ops.linears(x, [layer.weight for layer in layers], biases)
+    return [project(layer, x) for layer in layers]
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -18,6 +18,7 @@ _is_compiling = torch.compiler.is_compiling
 # Arguments that want something else here than under that name elsewhere.
 _POSITIONS = (is_tensor, "an int64 tensor: torch.tensor() makes one of a list")
 _BIAS = (or_none(is_tensor), "a tensor [out], or None")
+_TENSORS = (lambda value: isinstance(value, list | tuple) and all(map(is_tensor, value)), "a list of tensors")
 _WINDOW = (is_pair, "two ints (left, right), -1 for unbounded")
 _ROPE = (or_none(lambda rope: isinstance(rope, tuple)), "(inv_freq, factor, interleaved), or None")
 _CACHE = (or_none(lambda cache: isinstance(cache, tuple)), "the tensors (key, value, lengths), or None")
@@ -249,6 +250,24 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _C.linear(input, weight, bias)
     except TypeError:
         explain(locals(), bias=_BIAS)
+        raise
+
+
+def linears(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+    """`linear` of one input by several weights, which are streamed in one go where `linear` would stream each.
+
+    Args:
+        input: [..., in], weights: each [out, in], biases: none, or one for each weight, [out].
+
+    Returns:
+        A list of [..., out], the numbers that `linear` gives.
+    """
+    if _is_compiling():
+        return torch.ops.attnpack.linears(input, weights, biases)
+    try:
+        return _C.linears(input, list(weights), list(biases))
+    except TypeError:
+        explain(locals(), weights=_TENSORS, biases=_TENSORS)
         raise
 
 

@@ -2,6 +2,8 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include <attnpack/ops/linear.h>
+
 namespace attnpack {
 namespace {
 
@@ -13,5 +15,11 @@ at::Tensor linear_autocast(const at::Tensor& input, const at::Tensor& weight, co
 }  // namespace
 }  // namespace attnpack
 
-TORCH_LIBRARY_IMPL(attnpack, AutocastCPU, m) { m.impl("linear", attnpack::linear_autocast); }
-TORCH_LIBRARY_IMPL(attnpack, AutocastCUDA, m) { m.impl("linear", attnpack::linear_autocast); }
+TORCH_LIBRARY_IMPL(attnpack, AutocastCPU, m) {
+  m.impl("linear", attnpack::linear_autocast);
+  m.impl("linears", attnpack::linears_formula);
+}
+TORCH_LIBRARY_IMPL(attnpack, AutocastCUDA, m) {
+  m.impl("linear", attnpack::linear_autocast);
+  m.impl("linears", attnpack::linears_formula);
+}

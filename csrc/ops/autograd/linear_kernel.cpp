@@ -4,6 +4,8 @@
 #include <attnpack/ops/autograd/node.h>
 #include <attnpack/ops/linear.h>
 
+#include <algorithm>
+
 namespace attnpack {
 namespace {
 
@@ -19,7 +21,20 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const std::opt
   return attnpack::linear(input, weight, bias);
 }
 
+bool without_derivatives(const Tensor& x) { return !wants_formula({&x}) && !torch::autograd::compute_requires_grad(x); }
+
+std::vector<Tensor> linears_autograd(const Tensor& input, at::TensorList weights, at::TensorList biases) {
+  if (!without_derivatives(input) || !std::all_of(weights.begin(), weights.end(), without_derivatives) ||
+      !std::all_of(biases.begin(), biases.end(), without_derivatives))
+    return linears_formula(input, weights, biases);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return attnpack::linears(input, weights, biases);
+}
+
 }  // namespace
 }  // namespace attnpack
 
-TORCH_LIBRARY_IMPL(attnpack, Autograd, m) { m.impl("linear", attnpack::linear_autograd); }
+TORCH_LIBRARY_IMPL(attnpack, Autograd, m) {
+  m.impl("linear", attnpack::linear_autograd);
+  m.impl("linears", attnpack::linears_autograd);
+}

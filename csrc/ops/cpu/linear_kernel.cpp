@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 #include <attnpack/ops/cpu/attention_params.h>
@@ -21,32 +22,74 @@ bool fits(const Tensor& input, const Tensor& weight, const std::optional<Tensor>
          weight.size(1) > 0 && input.numel() > 0 && input.numel() / weight.size(1) <= kFewRows;
 }
 
-Tensor linear_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  if (!fits(input, weight, bias)) return at::linear(input, weight, bias);
+// One of the layers that read the same rows; its units follow those of the ones before it.
+struct Layer {
+  LinearParams params;
+  int64_t end;  // of its units
+  Tensor offsets;
+};
+
+// outs [..., out] of layers that fit, all in one go.
+std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const std::optional<Tensor>* biases) {
+  const Tensor rows = input.contiguous();
   auto shape = input.sizes().vec();
-  shape.back() = weight.size(0);
-  const Tensor out = at::empty(shape, input.options()), rows = input.contiguous();
-  const Tensor offsets = bias ? bias->contiguous() : Tensor();
-  LinearParams p{};
-  p.rows = input.numel() / weight.size(1);
-  p.inputs = weight.size(1);
-  p.outputs = weight.size(0);
-  p.dtype = kernel_dtype(input.scalar_type());
-  p.input = rows.const_data_ptr();
-  p.weight = weight.const_data_ptr();
-  p.weight_stride = weight.stride(0);
-  p.bias = bias ? offsets.const_data_ptr() : nullptr;
-  p.out = out.mutable_data_ptr();
+  std::vector<Tensor> outs;
+  c10::SmallVector<Layer, 3> layers;
+  int64_t units = 0, outputs = 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const Tensor& weight = weights[i];
+    shape.back() = weight.size(0);
+    outs.push_back(at::empty(shape, input.options()));
+    Layer layer{};
+    LinearParams& p = layer.params;
+    p.rows = input.numel() / weight.size(1);
+    p.inputs = weight.size(1);
+    p.outputs = weight.size(0);
+    p.dtype = kernel_dtype(input.scalar_type());
+    p.input = rows.const_data_ptr();
+    p.weight = weight.const_data_ptr();
+    p.weight_stride = weight.stride(0);
+    if (biases[i]) {
+      layer.offsets = biases[i]->contiguous();
+      p.bias = layer.offsets.const_data_ptr();
+    }
+    p.out = outs.back().mutable_data_ptr();
+    outputs += p.outputs;
+    layer.end = units += (p.outputs + kOutputs - 1) / kOutputs;
+    layers.push_back(std::move(layer));
+  }
   const auto& kernels = kernels_in_use();
+  const LinearParams& any = layers.front().params;
   // A weight that comes from memory takes as long as some multiply-adds.
-  for_each_unit((p.outputs + kOutputs - 1) / kOutputs, static_cast<double>(p.rows + 3) * p.inputs * p.outputs,
-                kernels.linear_scratch(p), [&](int64_t unit, void* scratch) {
-                  kernels.linear_rows(p, {unit * kOutputs, std::min((unit + 1) * kOutputs, p.outputs)}, scratch);
+  for_each_unit(units, static_cast<double>(any.rows + 3) * any.inputs * outputs, kernels.linear_scratch(any),
+                [&](int64_t unit, void* scratch) {
+                  size_t i = 0;
+                  while (unit >= layers[i].end) ++i;
+                  const auto& p = layers[i].params;
+                  const int64_t begin = (unit - (i == 0 ? 0 : layers[i - 1].end)) * kOutputs;
+                  kernels.linear_rows(p, {begin, std::min(begin + kOutputs, p.outputs)}, scratch);
                 });
-  return out;
+  return outs;
+}
+
+Tensor linear_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return fits(input, weight, bias) ? stream(input, weight, &bias).front() : at::linear(input, weight, bias);
+}
+
+std::vector<Tensor> linears_cpu(const Tensor& input, at::TensorList weights, at::TensorList biases) {
+  bool all_fit = !weights.empty() && (biases.empty() || biases.size() == weights.size());
+  c10::SmallVector<std::optional<Tensor>, 3> offsets(weights.size());
+  for (size_t i = 0; all_fit && i < weights.size(); ++i) {
+    if (!biases.empty()) offsets[i] = biases[i];
+    all_fit = fits(input, weights[i], offsets[i]);
+  }
+  return all_fit ? stream(input, weights, offsets.data()) : linears_formula(input, weights, biases);
 }
 
 }  // namespace
 }  // namespace attnpack
 
-TORCH_LIBRARY_IMPL(attnpack, CPU, m) { m.impl("linear", attnpack::linear_cpu); }
+TORCH_LIBRARY_IMPL(attnpack, CPU, m) {
+  m.impl("linear", attnpack::linear_cpu);
+  m.impl("linears", attnpack::linears_cpu);
+}

@@ -1,10 +1,10 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/ops/cpu/rope_rows.h>
 #include <attnpack/ops/rope_args.h>
 
 #include <algorithm>
@@ -25,26 +25,18 @@ Tensor four_dimensions(Tensor x) {
 // x [B, H, L, D] -> out, rows rotated by cos and sin [B, H, L, half], all by strides.
 template <class T, class Table>
 void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out) {
-  using A = at::opmath_type<T>;
   const int64_t heads = x.size(1), length = x.size(2), dim = x.size(3), half = cos.size(3);
-  const int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
-  const int64_t xs = x.stride(3), os = out.stride(3), ts = cos.stride(3), ss = sin.stride(3);
   at::parallel_for(
       0, x.size(0) * heads * length, std::max<int64_t>(1, 16384 / std::max<int64_t>(dim, 1)),
       [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
           const int64_t b = row / length / heads, h = row / length % heads, l = row % length;
           const auto at_row = [&](const Tensor& t) { return b * t.stride(0) + h * t.stride(1) + l * t.stride(2); };
-          const T* from = x.const_data_ptr<T>() + at_row(x);
-          T* to = out.mutable_data_ptr<T>() + at_row(out);
-          const Table *c = cos.const_data_ptr<Table>() + at_row(cos), *s = sin.const_data_ptr<Table>() + at_row(sin);
-          for (int64_t i = 0; i < half; ++i) {
-            const A first = from[i * step * xs], second = from[(i * step + partner) * xs];
-            const A ci = static_cast<A>(c[i * ts]), si = static_cast<A>(s[i * ss]);
-            to[i * step * os] = static_cast<T>(first * ci - second * si);
-            to[(i * step + partner) * os] = static_cast<T>(second * ci + first * si);
-          }
-          for (int64_t d = 2 * half; d < dim; ++d) to[d * os] = from[d * xs];
+          const auto table = [&](const Tensor& t) {
+            return Strided<const Table>{t.const_data_ptr<Table>() + at_row(t), t.stride(3)};
+          };
+          rotate_row<T, Table>({x.const_data_ptr<T>() + at_row(x), x.stride(3)}, table(cos), table(sin), half, dim,
+                               interleaved, {out.mutable_data_ptr<T>() + at_row(out), out.stride(3)});
         }
       });
 }
@@ -73,12 +65,7 @@ void fill_table(const int64_t* position, int64_t count, at::ArrayRef<double> inv
                 float* sin) {
   const int64_t half = static_cast<int64_t>(inv_freq.size());
   at::parallel_for(0, count, 64, [&](int64_t begin, int64_t end) {
-    for (int64_t l = begin; l < end; ++l)
-      for (int64_t i = 0; i < half; ++i) {
-        const double angle = static_cast<double>(position[l]) * inv_freq[i];
-        cos[l * half + i] = static_cast<float>(std::cos(angle) * factor);
-        sin[l * half + i] = static_cast<float>(std::sin(angle) * factor);
-      }
+    for (int64_t l = begin; l < end; ++l) fill_angles(position[l], inv_freq, factor, cos + l * half, sin + l * half);
   });
 }
 

@@ -119,6 +119,14 @@ Tensor linear_cuda(const Tensor& input, const Tensor& weight, const std::optiona
   return out;
 }
 
+std::vector<Tensor> linears_cuda(const Tensor& input, at::TensorList weights, at::TensorList biases) {
+  if (biases.size() != 0 && biases.size() != weights.size()) return linears_formula(input, weights, biases);  // raises
+  std::vector<Tensor> outs;
+  for (size_t i = 0; i < weights.size(); ++i)
+    outs.push_back(linear_cuda(input, weights[i], biases.empty() ? std::nullopt : std::optional(biases[i])));
+  return outs;
+}
+
 }  // namespace
 }  // namespace attnpack
 
@@ -126,4 +134,5 @@ TORCH_LIBRARY_IMPL(attnpack, CUDA, m) {
   m.impl("kv_cache_append_", attnpack::kv_cache_append_cuda);
   m.impl("apply_rope", attnpack::apply_rope_cuda);
   m.impl("linear", attnpack::linear_cuda);
+  m.impl("linears", attnpack::linears_cuda);
 }

@@ -1,3 +1,4 @@
+#include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include <attnpack/ops/kv_cache.h>
@@ -12,7 +13,19 @@ void kv_cache_append_meta(const Tensor& cache_key, const Tensor& cache_value, co
   check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
 }
 
+Tensor kv_cache_append_rotated_meta(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
+                                    const Tensor& query, const Tensor& key, const Tensor& value,
+                                    at::ArrayRef<double> inv_freq, double, bool, const std::optional<Tensor>& new_lens,
+                                    std::optional<c10::SymInt>) {
+  check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
+  check_rotated(query, key, inv_freq);
+  return at::empty_like(query);
+}
+
 }  // namespace
 }  // namespace attnpack
 
-TORCH_LIBRARY_IMPL(attnpack, Meta, m) { m.impl("kv_cache_append_", attnpack::kv_cache_append_meta); }
+TORCH_LIBRARY_IMPL(attnpack, Meta, m) {
+  m.impl("kv_cache_append_", attnpack::kv_cache_append_meta);
+  m.impl("kv_cache_append_rotated_", attnpack::kv_cache_append_rotated_meta);
+}

@@ -1,6 +1,8 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <attnpack/ops/linear.h>
+
 namespace attnpack {
 namespace {
 
@@ -11,4 +13,7 @@ at::Tensor linear_meta(const at::Tensor& input, const at::Tensor& weight, const 
 }  // namespace
 }  // namespace attnpack
 
-TORCH_LIBRARY_IMPL(attnpack, Meta, m) { m.impl("linear", attnpack::linear_meta); }
+TORCH_LIBRARY_IMPL(attnpack, Meta, m) {
+  m.impl("linear", attnpack::linear_meta);
+  m.impl("linears", attnpack::linears_formula);
+}

@@ -63,6 +63,8 @@ def convert_checkpoint(source: Path, out: Path, request: Request) -> Report:
     """
     started = time.monotonic()
     checkpoint, notes = open_source(source, request.dtype, request.encoder), []
+    if source.resolve() in out.resolve().parents:
+        raise ValueError(f"{out}: lies in {source}, which stays as it is; choose a place outside of it")
     streams = _streams(checkpoint, request, notes)
     with whole_directory(out) as folder:
         writer = _Writer(checkpoint, folder, request.kv_heads)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..causal_lm import CausalLM
 from ..causal_lm_io import check_whole
 from ..gguf_io import GgufCheckpoint
-from ..hf_io import HfCheckpoint, SafetensorsFile, open_files, read_json
+from ..hf_io import MODEL_TYPES, HfCheckpoint, SafetensorsFile, open_files, read_json
 from .hf_config import config_json
 from .output import require_finite
 
@@ -175,9 +175,15 @@ class EncoderDecoder(Source):
 
 def open_source(path: Path, dtype: torch.dtype | None, encoder: bool) -> Source:
     """The checkpoint at `path`; ValueError for one that is not known, is damaged or lacks something."""
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or directory; give a Hugging Face directory or a GGUF file")
     config = path / "config.json"
-    if config.is_file() and read_json(config).get("model_type") == "t5gemma":
+    model_type = read_json(config).get("model_type") if config.is_file() else None
+    if model_type == "t5gemma":
         return EncoderDecoder(path, dtype, encoder)
+    if model_type is not None and model_type not in MODEL_TYPES:
+        known = ", ".join((*MODEL_TYPES, "t5gemma"))
+        raise ValueError(f"{path}: model_type {model_type!r} is not supported; conversion knows {known}")
     if encoder:
         raise ValueError(f"--encoder: {path} is no encoder-decoder model (of these t5gemma is known); leave it out")
     return DecoderOnly(path, dtype)

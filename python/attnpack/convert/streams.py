@@ -20,12 +20,18 @@ _ROWS = 256  # of logits at a time
 _CHARACTERS = 16  # a token has fewer, but in odd texts
 
 
+def text_name(path: Path | None) -> str:
+    return "Python's help topics" if path is None else str(path)
+
+
 def load_text(path: Path | None) -> str:
     """The file's text, or the standard library's help topics: English prose that every machine has."""
     if path is None:
         from pydoc_data.topics import topics
 
         return "\n".join(topics[name] for name in sorted(topics))
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; give a text file")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -36,10 +42,10 @@ def load_tokens(
     model: Path, text: Path | None, count: int, calibrate: bool, max_positions: int, notes: list[str]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Tokens [rows, length] to measure on and others to calibrate on, None where there are none to have."""
+    content = load_text(text)
     if count == 0:
         notes.append("perplexity is left out as asked" + (", calibration too" if calibrate else ""))
         return None, None
-    content = load_text(text)
     try:
         tokenizer = load_tokenizer(model)
     except (ImportError, ValueError) as error:
@@ -49,7 +55,8 @@ def load_tokens(
     ids = tokenizer.encode(content[: 2 * count * _CHARACTERS])
     half = min(count, len(ids) // 2) if calibrate else min(count, len(ids))
     if half < 2:
-        raise ValueError(f"{text}: has {len(ids)} tokens, want at least {4 if calibrate else 2} to measure on")
+        least = 4 if calibrate else 2
+        raise ValueError(f"{text_name(text)}: has {len(ids)} tokens, want at least {least} to measure on")
     length = min(half, max_positions, _LONGEST)
     rows = half // length
     measured = torch.tensor(ids[: rows * length]).view(rows, length)

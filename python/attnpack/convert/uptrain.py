@@ -22,7 +22,7 @@ from ..tokenizer import load_tokenizer
 from .checkpoint import RECORD
 from .distill import Distillation, perplexity
 from .output import SafetensorsWriter, write_json
-from .streams import load_text
+from .streams import load_text, text_name
 
 STATE = "attnpack_uptrain.pt"
 _SAVE_EVERY = 60.0  # seconds
@@ -55,6 +55,8 @@ def main(args: argparse.Namespace) -> None:
         f"{report.loss_last:.3f}\nperplexity on {report.tokens_measured} tokens of the text's beginning "
         f"{report.perplexity_before:.2f} -> {report.perplexity:.2f}, of the original {report.perplexity_teacher:.2f}"
     )
+    if report.perplexity > report.perplexity_before:
+        print("That is worse than before: train again with more --minutes, or convert anew and lower --learning-rate")
 
 
 def uptrain(args: argparse.Namespace, say) -> Report:
@@ -72,7 +74,9 @@ def uptrain(args: argparse.Namespace, say) -> Report:
     length = min(args.length, checkpoint.config["max_positions"])
     measured = min(_MEASURED, len(ids) // 4) // length * length
     if measured < length or len(ids) - measured <= length:
-        raise ValueError(f"{args.text}: has {len(ids)} tokens, want at least {4 * length + 4}; give a longer text")
+        raise ValueError(
+            f"{text_name(args.text)}: has {len(ids)} tokens, want at least {4 * length + 4}; give a longer text"
+        )
     teacher, student = load(teacher_path), CausalLM.from_hf(directory)
     _check_pair(student, teacher, teacher_path)
     held_out, ids = ids[:measured].view(-1, length), ids[measured:]
@@ -83,7 +87,7 @@ def uptrain(args: argparse.Namespace, say) -> Report:
     resumed = state_path.is_file() and not args.restart
     if resumed:
         figures = _resume(work, state_path, about)
-        say(f"going on after {work.steps} steps and {work.spent / 60:.1f} minutes")
+        say(f"going on after {work.steps} steps and {_duration(work.spent)}")
     else:
         figures = {"before": perplexity(student, held_out), "teacher": perplexity(teacher, held_out)}
         student.train()
@@ -117,7 +121,7 @@ def _train(work: Distillation, save, say) -> None:
         left = max(0.0, work.seconds - work.spent)
         finish = time.strftime("%H:%M", time.localtime(time.time() + left))
         say(
-            f"{work.length} tokens take {took:.2f} s: about {int(left / took)} steps in the {left / 60:.1f} minutes "
+            f"{work.length} tokens take {took:.2f} s: about {int(left / took)} steps in the {_duration(left)} "
             f"left, until {finish}; Ctrl-C keeps what is done, and the same command goes on"
         )
     with seconds_bar(work.seconds, work.spent, "uptraining") as show:
@@ -134,6 +138,10 @@ def _train(work: Distillation, save, say) -> None:
         except KeyboardInterrupt:
             save()
             raise
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
 
 
 def _mean(values: list[float]) -> float:
