@@ -115,8 +115,8 @@ for method in ("mean", "first", "random"):
 torch.set_num_threads(threads)
 
 # %% [markdown]
-# One model, one seed, two minutes: a sketch, not a result. A new random head has lost everything the old ones knew; mean
-# and first lie close to each other, and which of them is ahead after a few steps says little.
+# One model, one seed, two minutes: a sketch, not a result. A new random head has lost everything the old ones knew;
+# mean and first lie close to each other, and which of them is ahead after a few steps says little.
 #
 # ## The experiment, larger
 #
@@ -168,11 +168,11 @@ for heads in (4, 2, 1):
         print(f"{f'{heads} kv heads':10}{percent:>9}%{row}   {' < '.join(order)}")
 
 # %% [markdown]
-# What came out: random is last in every row. Mean before first holds with one kv head, where eight heads become one; with
-# two the seeds' spreads overlap, and with four, where only pairs merge, the *first* head of each pair is ahead of their
-# mean: at once clearly, after 10% by less than the spread. So this small model contradicts the paper's order where little
-# is merged. What every row says: the more heads remain, the less is lost, and the more of it comes back: by the mean and
-# after 10% of the steps, 60% of what the loss had risen with four heads, 37% with one.
+# What came out: random is last in every row. Mean before first holds with one kv head, where eight heads become one;
+# with two the seeds' spreads overlap, and with four, where only pairs merge, the *first* head of each pair is ahead of
+# their mean: at once clearly, after 10% by less than the spread. So this small model contradicts the paper's order
+# where little is merged. What every row says: the more heads remain, the less is lost, and the more of it comes back:
+# by the mean and after 10% of the steps, 60% of what the loss had risen with four heads, 37% with one.
 #
 # And the two windows (each region of w x w numbers replaced by its mean, before heads are pooled):
 
@@ -220,9 +220,9 @@ plt.show()
 
 # %% [markdown]
 # The sources say that GQA loses less and "trains more stably" than MQA, and that MLA keeps the quality. Here GQA with 4
-# heads is as good as MHA, and MQA is behind by a hundredth, less than the seeds' spread. No run had a spike, so nothing about stability can be said. And latent attention is clearly worst: at this size its latent
-# is a few numbers wide. Models of 0.15 million parameters do not speak for those of 7 billion: read the table for what
-# it is.
+# heads is as good as MHA, and MQA is behind by a hundredth, less than the seeds' spread. No run had a spike, so nothing
+# about stability can be said. And latent attention is clearly worst: at this size its latent is a few numbers wide.
+# Models of 0.15 million parameters do not speak for those of 7 billion: read the table for what it is.
 #
 # ## A real model: SmolLM2-135M
 #
