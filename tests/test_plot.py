@@ -63,6 +63,16 @@ def test_memory_lines_are_the_points_in_gib():
     (line,) = axes.get_lines()
     assert line.get_xydata().tolist() == [[1024, 1], [2**20, 16]]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1k", "1M"]
+    written = axes.yaxis.get_major_formatter()
+    assert [written(gib) for gib in (64, 1, 0.25, 2**-6)] == ["64 GiB", "1 GiB", "256 MiB", "16 MiB"]
+
+
+def test_positions_of_weights_are_whole_numbers():
+    panels = Figure(figsize=(8, 4)).subplots(2, 4, sharex=True, sharey=True)
+    for panel in panels.flat:
+        plot_attention.draw_weights(panel, torch.rand(10, 10), title="a head")
+    ticks = [*panels[0, 0].get_xticks(), *panels[0, 0].get_yticks()]
+    assert ticks and all(tick == round(tick) for tick in ticks)
 
 
 def test_roofline_points_lie_at_their_intensity_and_speed():

@@ -48,12 +48,15 @@ def draw_weights(
     image = axes.imshow(weights.detach().float().cpu().numpy(), cmap="cividis", vmin=0, vmax=vmax)
     axes.set_title(title, fontsize=9)
     if tokens is None:
+        from matplotlib.ticker import MaxNLocator
+
         for axis in (axes.xaxis, axes.yaxis):
-            axis.get_major_locator().set_params(integer=True)
+            axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     else:
         labels = [token.replace("\n", "\\n").replace("$", r"\$") for token in tokens]
-        axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=7)
-        axes.set_yticks(range(len(labels)), labels, fontsize=7)
+        size = 9 if len(labels) <= 16 else 7
+        axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=size)
+        axes.set_yticks(range(len(labels)), labels, fontsize=size)
     return image
 
 
