@@ -68,7 +68,7 @@ def test_memory_lines_are_the_points_in_gib():
 
 
 def test_positions_of_weights_are_whole_numbers():
-    panels = Figure(figsize=(8, 4)).subplots(2, 4, sharex=True, sharey=True)
+    panels = Figure(figsize=(8, 3.5)).subplots(2, 4, sharex=True, sharey=True)
     for panel in panels.flat:
         plot_attention.draw_weights(panel, torch.rand(10, 10), title="a head")
     ticks = [*panels[0, 0].get_xticks(), *panels[0, 0].get_yticks()]

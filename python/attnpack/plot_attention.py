@@ -48,10 +48,8 @@ def draw_weights(
     image = axes.imshow(weights.detach().float().cpu().numpy(), cmap="cividis", vmin=0, vmax=vmax)
     axes.set_title(title, fontsize=9)
     if tokens is None:
-        from matplotlib.ticker import MaxNLocator
-
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+            axis.get_major_locator().set_params(integer=True)
     else:
         labels = [token.replace("\n", "\\n").replace("$", r"\$") for token in tokens]
         size = 9 if len(labels) <= 16 else 7
