@@ -2,11 +2,11 @@
 
     python benchmarks/uptraining.py [--out FILE] [--steps N] [--seeds 3] [--smollm2 MINUTES] [--table]
 
-(a) conversion: a small MHA language model (bytes of the standard library) becomes GQA-4, GQA-2 and MQA by the mean, the
-first or a random head of each group, and by means after averaging regions of 2 x 2 and 4 x 4 numbers; then it is
-trained for another 5 and 10% of the steps. (b) with --smollm2: SmolLM2-135M with one kv head by each method, and its
-layers as latent attention at several ranks; perplexity before, and after so many minutes of distillation each (0: only
-before). (c) KV bytes and ms a token. (d) MHA, GQA, MQA and MLA of one parameter budget, trained from scratch.
+(a) conversion: a small MHA language model (bytes of the standard library) becomes GQA-4, GQA-2 and MQA by the mean or
+the first head of each group or a new random one, and by means after averaging regions of 2 x 2 and 4 x 4 numbers; then
+it is trained for another 5 and 10% of the steps. (b) with --smollm2: SmolLM2-135M with one kv head by each method,
+and its layers as latent attention at several ranks; perplexity before, and after so many minutes of distillation each
+(0: only before). (c) KV bytes and ms a token. (d) MHA, GQA, MQA and MLA of one parameter budget, trained from scratch.
 
 Each figure is kept as soon as it is there: the same command goes on where the last one stopped. Not a test.
 """
@@ -96,9 +96,19 @@ class Experiment:
         return {**losses, "seconds": round(course.seconds, 1)}
 
 
+def read(path: Path) -> dict[str, Any]:
+    """The figures of an earlier run."""
+    try:
+        record = json.loads(path.read_text())
+        record["about"]["seeds"], record["cells"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        sys.exit(f"{path}: holds no figures of this experiment ({error}); give another --out, or run it anew")
+    return record
+
+
 def run(cells: list[Cell], out: Path, about: dict[str, Any]) -> dict[str, Any]:
     """All cells that `out` has not yet; each is in the file before the next begins."""
-    record = json.loads(out.read_text()) if out.is_file() else {"about": about, "cells": {}}
+    record = read(out) if out.is_file() else {"about": about, "cells": {}}
     for name in ("steps", "seeds", "sizes"):
         if record.get("about", {}).get(name) != about[name]:
             sys.exit(f"{out}: was made with another {name}: pass it as then, or choose another --out")
@@ -174,7 +184,12 @@ def main() -> None:
     if args.steps < 300 or args.seeds < 1:
         parser.error("--steps: want at least 300, --seeds at least 1")
     if args.table:
-        print(table(json.loads(args.out.read_text())))
+        record = read(args.out)
+        print(table(record))
+        about = record["about"]
+        wanted = [*Experiment(about["steps"], about["seeds"], args.out).cells(), *smollm2_cells(0)]
+        if missing := [name for name, _ in wanted if name not in record["cells"]]:
+            sys.exit(f"{args.out}: has no figures for {', '.join(missing)}")
         return
     about = {
         "date": datetime.date.today().isoformat(),

@@ -1,26 +1,21 @@
-# libattnpack_cuda, the CUDA kernels: built on request (-DATTNPACK_CUDA=ON) until a GPU has run them. The .cu files see no
-# header of torch, so that any nvcc from 12.0 on builds them, for any torch. Needs no GPU. nvcc is called by itself: CMake
-# 3.25 does not know how newer ones name C++20, and its checks of the language take a minute.
-option(ATTNPACK_CUDA "build libattnpack_cuda, the CUDA kernels (needs nvcc; untested on hardware)" OFF)
+# libattnpack_cuda, the CUDA kernels: built where nvcc and a CUDA torch are found, or on request (-DATTNPACK_CUDA=ON).
+# The .cu files see no header of torch, so that any nvcc from 12.0 on builds them, for any torch. Needs no GPU. nvcc is
+# called by itself: CMake 3.25 does not know how newer ones name C++20, and its checks of the language take a minute.
+set(ATTNPACK_CUDA AUTO CACHE STRING "build libattnpack_cuda: ON, OFF, or AUTO: where nvcc and a CUDA torch are found")
 set(ATTNPACK_CUDA_ARCHITECTURES "80;90" CACHE STRING "architectures of libattnpack_cuda; PTX is kept of the last one")
+set(ATTNPACK_HAS_CUDA OFF)
 
-# attnpack_choose_cuda(sources): of the operators' sources those that CUDA tensors take: fallback.cpp, a composition of
-# ATen ops, or what dispatches to the kernels.
-function(attnpack_choose_cuda sources)
-  if(ATTNPACK_CUDA)
-    list(FILTER ${sources} EXCLUDE REGEX "/ops/cuda/fallback.cpp$")
-  else()
-    list(FILTER ${sources} EXCLUDE REGEX "/ops/cuda/(attention_kernel|composition|kernels|layers_kernel|small_ops).cpp$")
-  endif()
-  set(${sources} ${${sources}} PARENT_SCOPE)
-endfunction()
-
-function(attnpack_add_cuda_library)
+if(NOT ATTNPACK_CUDA STREQUAL "OFF")
   find_program(ATTNPACK_NVCC nvcc HINTS ENV CUDA_HOME PATH_SUFFIXES bin)
-  if(NOT ATTNPACK_NVCC)
+  if(ATTNPACK_NVCC AND (ATTNPACK_CUDA STREQUAL "ON" OR EXISTS "${ATTNPACK_TORCH_DIR}/lib/libtorch_cuda.so"))
+    set(ATTNPACK_HAS_CUDA ON)
+  elseif(ATTNPACK_CUDA STREQUAL "ON")
     message(FATAL_ERROR "attnpack: ATTNPACK_CUDA is ON, but no nvcc was found: put its folder on the PATH, set CUDA_HOME "
                         "or pass -DATTNPACK_CUDA=OFF.")
   endif()
+endif()
+
+if(ATTNPACK_HAS_CUDA)
   message(STATUS "CUDA kernels: ${ATTNPACK_NVCC}, architectures ${ATTNPACK_CUDA_ARCHITECTURES}")
   set(nvcc_flags -std=c++20 -O3 -Xcompiler -fPIC -ccbin ${CMAKE_CXX_COMPILER})
   foreach(architecture ${ATTNPACK_CUDA_ARCHITECTURES})
@@ -46,4 +41,4 @@ function(attnpack_add_cuda_library)
             $<TARGET_FILE:attnpack> -Xlinker --allow-shlib-undefined -Xlinker -rpath=$ORIGIN)
   add_custom_target(attnpack_cuda ALL DEPENDS ${cuda_library})
   install(PROGRAMS ${cuda_library} DESTINATION lib)
-endfunction()
+endif()

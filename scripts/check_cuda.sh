@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Compiles every CUDA kernel for sm_80, sm_90a and, where nvcc has it, sm_100, warnings as errors, and prints registers,
 # shared memory and spills of each; more spilled bytes than the limit are a failure. Needs nvcc (12.0 or newer) and
-# Python, no GPU and no torch.   check_cuda.sh [bytes]
+# Python, no GPU and no torch; takes about four minutes on two cores.   check_cuda.sh [bytes [architecture ...]]
+# FILES, a pattern, leaves out all but the sources of these names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -10,23 +11,28 @@ command -v nvcc >/dev/null || stop "no nvcc found; install a CUDA toolkit (12.0 
 need_compiler
 python=$(find_python) || stop "no Python >= 3.11 found; install one (Debian, Ubuntu: apt-get install python3)."
 
-out=build/cuda
-rm -rf "$out"
-mkdir -p "$out/include"
+architectures=("${@:2}")
+if [ ${#architectures[@]} = 0 ]; then
+  architectures=(80 90a)
+  if nvcc --list-gpu-arch | grep -qx compute_100; then architectures+=(100); fi
+fi
+mkdir -p build
+out=$(mktemp -d build/check_cuda.XXXXXX)
+trap 'rm -rf "$out"' EXIT
+mkdir "$out/include"
 ln -s "$PWD/csrc" "$out/include/attnpack"
-architectures=(80 90a)
-if nvcc --list-gpu-arch | grep -qx compute_100; then architectures+=(100); fi
 
 compile() { # <architecture> <source>
   local name
   name=$(basename "$2" .cu).sm_$1
   nvcc -std=c++20 -O3 -arch="sm_$1" -Werror all-warnings -Xcompiler -Wall,-Werror,-fPIC -Xptxas -v \
-    -I "$out/include" -c "$2" -o "$out/$name.o" >"$out/$name.log" 2>&1 || { cat "$out/$name.log"; return 1; }
+    ${CXX:+-ccbin "$CXX"} -I "$out/include" -c "$2" -o "$out/$name.o" >"$out/$name.log" 2>&1 ||
+    { cat "$out/$name.log"; return 1; }
 }
 export -f compile
 export out
 say "$(nvcc --version | grep release), sm_${architectures[*]}"
 for architecture in "${architectures[@]}"; do
-  for source in csrc/ops/cuda/*.cu; do printf '%s\0%s\0' "$architecture" "$source"; done
+  for source in csrc/ops/cuda/${FILES:-*.cu}; do printf '%s\0%s\0' "$architecture" "$source"; done
 done | xargs -0 -n 2 -P "$(nproc)" bash -c 'compile "$@"' compile || stop "a kernel did not compile; nvcc's words stand above."
 "$python" scripts/cuda_resources.py "$limit" "$out"/*.log

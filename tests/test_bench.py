@@ -58,6 +58,14 @@ def test_table_json_and_picture(capsys, monkeypatch, tmp_path):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["tiny", "tiny"]
 
 
+def test_cuda_cases_and_a_sentence_where_there_is_no_device(capsys):
+    names = [case.name for case in cases(["decode", "latent"], ["bf16"], quick=True, device="cuda")]
+    assert "decode 128/8 D128 131072 keys, 8 queries" in names
+    if not torch.cuda.is_available():
+        assert cli.main(["bench", "--device", "cuda"]) == 2
+        assert "this torch sees no CUDA device: pass --device cpu" in capsys.readouterr().err
+
+
 def test_unknown_section_is_named(capsys):
     assert cli.main(["bench", "speed"]) == 2
     assert "SECTION: got 'speed', want some of decode, prefill" in capsys.readouterr().err
@@ -80,3 +88,16 @@ def test_a_picture_that_cannot_be_written_stops_before_anything_is_timed(picture
     error = capsys.readouterr().err
     assert error.startswith("attnpack bench: --out: ") and said in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_peer_that_needs_more_memory_than_there_is_leaves_a_dash(capsys, monkeypatch):
+    def hungry(*_):
+        def call():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        return call
+
+    monkeypatch.setattr(bench, "cases", lambda *_, **__: iter([TINY]))
+    monkeypatch.setitem(PEERS, "hungry", hungry)
+    assert cli.main(["bench", "--quick", "--peers", "sdpa", "hungry"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[-3] == "-"

@@ -440,5 +440,11 @@ def test_weights_that_are_no_numbers_are_refused(method, name):
     module = attnpack.MultiHeadAttention(16, 4)
     with torch.no_grad():
         getattr(module, name).weight[3, 3] = torch.nan
-    with pytest.raises(ValueError, match=f"^attnpack: {name[0]}: got a weight that holds NaN or Inf"):
-        convert.to_gqa(module, 2, method)
+    for given in (module, module.cpp()):
+        with pytest.raises(ValueError, match=f"^attnpack: {name[0]}: got a weight that holds NaN or Inf"):
+            convert.to_gqa(given, 2, method)
+
+
+def test_pooling_refuses_what_is_no_number():
+    with pytest.raises(ValueError, match="^attnpack: weight: got a weight that holds NaN or Inf"):
+        convert.pool_kv_heads(torch.full((6, 3), torch.nan), 6, 1)

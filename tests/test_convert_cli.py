@@ -167,7 +167,7 @@ def test_advice_comes_where_it_got_worse(llama, tmp_path, capsys):
     for name, heads in (("worse", 1), ("same", 4)):
         assert run(llama[1], tmp_path / name, "--kv-heads", heads, "--tokens", 100) == 0
         said = capsys.readouterr().out
-        before, after = (float(x) for x in said.split("tokens ")[1].split("\n")[0].split(" -> "))
+        before, after = (float(x) for x in said.split("at a time: ")[1].split("\n")[0].split(" -> "))
         assert ("attnpack uptrain" in said) == (after > before)
 
 

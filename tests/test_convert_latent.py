@@ -87,6 +87,8 @@ def test_the_error_falls_with_the_rank_and_is_reported(settings):
     assert errors[0] > 1.5 * errors[3] > 0
     assert (errors[-1] > 1e-3) == bool(settings)  # with RoPE no rank is exact, and the report says so
     assert convert.to_mla(module, 12).conversion_error is None
+    tokens = convert.to_mla(module, 12, calibration=x[0])
+    assert tokens.conversion_error == convert.layer_error(module, tokens, x[:1])
 
 
 def test_calibration_spends_the_rank_where_the_text_is():
@@ -202,14 +204,19 @@ def test_what_latent_attention_has_not_is_named(settings, message):
         convert.to_mla(build(), 0)
     with pytest.raises(TypeError, match="module is"):
         convert.to_mla(torch.nn.Linear(2, 2), 4)
+    with pytest.raises(TypeError, match="module is .*wants a single MultiHeadAttention"):
+        convert.to_mla(attnpack.CausalLM(8, 16, 1, 2), 4)
+    with pytest.raises(TypeError, match="calibration is 1"):
+        convert.to_mla(build(), 4, calibration=[1])
 
 
 def test_weights_that_are_no_numbers_are_refused():
     module = attnpack.MultiHeadAttention(16, 4)
     with torch.no_grad():
         module.v_proj.weight[3, 3] = torch.inf
-    with pytest.raises(ValueError, match="^attnpack: v: got a weight that holds NaN or Inf"):
-        convert.to_mla(module, 8)
+    for given in (module, module.cpp()):
+        with pytest.raises(ValueError, match="^attnpack: v: got a weight that holds NaN or Inf"):
+            convert.to_mla(given, 8)
 
 
 @pytest.mark.parametrize(("name", "value"), [("kv_lora_rank", 1.5), ("length", "a")])

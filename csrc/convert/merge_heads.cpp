@@ -61,6 +61,9 @@ void check_layer(const AttentionWeights& weights, const MergeOptions& o) {
                  weights.o.sizes(), ", want [width, ", o.num_heads() * v_head_dim, "]");
   ATTNPACK_CHECK(o.rope_dim() >= 0 && o.rope_dim() <= head_dim && o.rope_dim() % 2 == 0, "rope_dim: got ", o.rope_dim(),
                  ", want an even number of at most head_dim ", head_dim);
+  check_finite("q", weights.q), check_finite("k", weights.k), check_finite("v", weights.v);
+  check_finite("q_bias", weights.q_bias), check_finite("k_bias", weights.k_bias);
+  check_finite("v_bias", weights.v_bias), check_finite("o", weights.o);
 }
 
 MergedHeads merge_kv_heads(const AttentionWeights& weights, const MergeOptions& o) {

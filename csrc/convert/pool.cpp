@@ -35,6 +35,11 @@ at::Tensor draw_like(const at::Tensor& weight, at::IntArrayRef sizes, const std:
 
 }  // namespace
 
+void check_finite(const char* name, const at::Tensor& weight) {
+  ATTNPACK_CHECK(!weight.defined() || weight.is_meta() || at::isfinite(weight).all().item<bool>(), name,
+                 ": got a weight that holds NaN or Inf, want finite numbers; load the checkpoint again");
+}
+
 void check_head_weight(const char* name, const at::Tensor& weight, int64_t num_heads) {
   ATTNPACK_CHECK(weight.is_floating_point(), name, ": got dtype ", weight.scalar_type(),
                  ", want a floating one; a quantised weight must be dequantised first");
@@ -56,6 +61,8 @@ at::Tensor pool_kv_heads(const at::Tensor& weight, int64_t num_heads, int64_t nu
   ATTNPACK_CHECK(!options.seed() || method == "random", "seed: got one for method '", method,
                  "', which draws nothing; leave it out");
   ATTNPACK_CHECK(options.window() >= 1, "window: got ", options.window(), ", want at least 1");
+
+  check_finite("weight", weight);
 
   auto exact = weight.to(at::kDouble);
   if (options.window() > 1) exact = average_regions(exact, options.window());

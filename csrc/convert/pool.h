@@ -27,6 +27,9 @@ struct PoolOptions {
 at::Tensor pool_kv_heads(const at::Tensor& weight,  // [num_heads * D, E], or a bias [num_heads * D]
                          int64_t num_heads, int64_t num_kv_heads, const PoolOptions& options = {});
 
+// Raises for NaN and Inf, which would spread to all that is made of them; none and meta tensors pass.
+void check_finite(const char* name, const at::Tensor& weight);
+
 // Raises unless weight is floating, [num_heads * D, E] or [num_heads * D].
 void check_head_weight(const char* name, const at::Tensor& weight, int64_t num_heads);
 

@@ -4,16 +4,19 @@
 undefined symbol.
 """
 
+import ctypes
 import importlib
 import json
 import os
 import platform
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
 PACKAGE = Path(__file__).parent
 LIBRARY = PACKAGE / "lib" / "libattnpack.so"
+CUDA_LIBRARY = PACKAGE / "lib" / "libattnpack_cuda.so"
 _AGAIN = "build it again: run `pip install .` in attnpack's source folder"
 
 
@@ -54,10 +57,36 @@ def load() -> ModuleType:
                 f"{LIBRARY} instead, or nothing before `import attnpack`"
             )
     try:
-        return importlib.import_module("attnpack._C")
+        native = importlib.import_module("attnpack._C")
+        load_cuda()
+        return native
     except ImportError as error:
         reason = "" if "undefined symbol" in str(error) else f" ({error})"
         raise ImportError(f"attnpack's native code does not fit torch {torch.__version__}{reason}: {_AGAIN}") from None
+
+
+def load_cuda() -> bool:
+    """Loads the CUDA kernels where they are built and torch has CUDA. Without them CUDA tensors run through ATen."""
+    import torch
+
+    if torch.version.cuda is None or not CUDA_LIBRARY.exists():
+        return False
+    try:
+        ctypes.CDLL(str(CUDA_LIBRARY))
+    except OSError as error:  # what it is for runs without it, only slower
+        warnings.warn(f"attnpack's CUDA kernels do not load and CUDA tensors run through ATen: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def why_no_cuda() -> str:
+    """Why `load_cuda` loads nothing."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "this torch has no CUDA"
+    built = "did not load" if CUDA_LIBRARY.exists() else "not built"
+    return f"{built}; CUDA tensors run through ATen"
 
 
 def _minor(version: str) -> str:

@@ -18,6 +18,7 @@ class Limits(NamedTuple):
     flops: float  # fp32
     bf16_flops: float  # the same as in fp32 where bf16 is widened to it
     bytes_per_second: float
+    fp16_flops: float = 0  # 0: as in fp32, where fp16 is widened to it
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,17 @@ class Case:
 
     def limit_seconds(self, limits: Limits) -> float:
         """The least time that a machine of these limits needs (the roofline, Williams et al. 2009)."""
-        flops = limits.bf16_flops if self.dtype == "bf16" else limits.flops
+        rates = {"bf16": limits.bf16_flops, "fp16": limits.fp16_flops}
+        flops = rates.get(self.dtype) or limits.flops
         return max(self.flops / flops, self.bytes / limits.bytes_per_second)
 
 
-def cases(sections: list[str], dtypes: list[str], *, quick: bool = False) -> Iterator[Case]:
+def cases(sections: list[str], dtypes: list[str], *, quick: bool = False, device: str = "cpu") -> Iterator[Case]:
     for section in sections:
         for dtype in dtypes:
             yield from SECTIONS[section](dtype, quick)
+            if device == "cuda" and section in _CUDA:
+                yield from _CUDA[section](dtype)
 
 
 def _decode(dtype: str, quick: bool) -> Iterator[Case]:
@@ -103,3 +107,34 @@ def _small(dtype: str, quick: bool) -> Iterator[Case]:
 
 
 SECTIONS = {"decode": _decode, "prefill": _prefill, "train": _train, "latent": _latent, "small": _small}
+
+
+def _cuda_decode(dtype: str) -> Iterator[Case]:
+    """More keys and values than the L2 cache of any device holds, groups of 1 to 16, 1 to 8 queries."""
+    for heads, kv_heads in ((8, 8), (32, 8), (128, 8)):
+        for q_len in (1, 2, 8):
+            tokens = (512 << 20) // (2 * kv_heads * 128 * DTYPES[dtype].itemsize)
+            name = f"decode {heads}/{kv_heads} D128 {tokens} keys, {q_len} queries"
+            yield Case("decode", name, dtype, heads, kv_heads, q_len, tokens, 128, 128)
+
+
+def _cuda_prefill(dtype: str, backward: bool = False) -> Iterator[Case]:
+    for causal in (False, True):
+        name = f"{'forward + backward' if backward else 'prefill'} 32/8 D128 L8192{' causal' if causal else ''}"
+        section = "train" if backward else "prefill"
+        yield Case(section, name, dtype, 32, 8, 8192, 8192, 128, 128, causal=causal, backward=backward)
+
+
+def _cuda_latent(dtype: str) -> Iterator[Case]:
+    for heads in (16, 32, 128):
+        tokens = (512 << 20) // (8 * 576 * DTYPES[dtype].itemsize)
+        name = f"latent decode {heads} heads, {tokens} keys, batch 8"
+        yield Case("latent", name, dtype, heads, 1, 1, tokens, 576, 512, batch=8, latent=True)
+
+
+_CUDA = {
+    "decode": _cuda_decode,
+    "prefill": _cuda_prefill,
+    "train": lambda dtype: _cuda_prefill(dtype, backward=True),
+    "latent": _cuda_latent,
+}

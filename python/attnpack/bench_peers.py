@@ -15,18 +15,18 @@ from .bench_cases import DTYPES, Case
 Call = Callable[[], Tensor]
 
 
-def make_inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_inputs(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """query, key, value (a view of key where the case is latent) and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     dtype, kv = DTYPES[case.dtype], (case.batch, case.num_kv_heads, case.kv_len)
     rows = (case.batch, case.num_heads, case.q_len)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).requires_grad_(case.backward)
+        return torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_(case.backward)
 
     query, key = draw(*rows, case.head_dim), draw(*kv, case.head_dim)
     value = key[..., : case.v_head_dim] if case.latent else draw(*kv, case.v_head_dim)
-    return query, key, value, torch.randn((*rows, case.v_head_dim), generator=generator).to(dtype)
+    return query, key, value, draw(*rows, case.v_head_dim).detach()
 
 
 def ours(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call:
@@ -35,6 +35,25 @@ def ours(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call:
 
 def sdpa(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call:
     return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=case.causal, enable_gqa=True)
+
+
+def _backend(name: str) -> Callable[..., Call | None]:
+    """SDPA held to one of its CUDA backends; None where that refuses the case."""
+
+    def call(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        def run() -> Tensor:
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                return sdpa(case, query, key, value)()
+
+        try:
+            run()
+        except RuntimeError:
+            return None
+        return run
+
+    return call
 
 
 def packed(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
@@ -47,13 +66,13 @@ def packed(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None
 
 def flex(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
     """FlexAttention compiled: forward only on CPU."""
-    if case.backward or case.head_dim != case.v_head_dim:
+    if (case.backward and query.is_cpu) or case.head_dim != case.v_head_dim:
         return None
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask = None
     if case.causal:
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.q_len, case.kv_len, device="cpu")
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.q_len, case.kv_len, device=query.device)
     return functools.partial(_compiled(flex_attention), query, key, value, block_mask=mask, enable_gqa=True)
 
 
@@ -64,7 +83,7 @@ def _compiled(function: Callable) -> Callable:
 
 def onnxruntime(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
     """ONNX Runtime's GroupQueryAttention with all but the last token in its past: fp32 decode only."""
-    if case.q_len != 1 or case.dtype != "fp32" or case.latent or case.batch != 1:
+    if case.q_len != 1 or case.dtype != "fp32" or case.latent or case.batch != 1 or not query.is_cpu:
         return None
     import onnxruntime as ort
     from onnx import TensorProto, helper
@@ -109,4 +128,12 @@ def onnxruntime(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call |
     return lambda: torch.from_numpy(session.run(["out"], feed)[0]).view(heads).transpose(1, 2)
 
 
-PEERS = {"sdpa": sdpa, "packed": packed, "flex": flex, "onnxruntime": onnxruntime}
+PEERS = {
+    "sdpa": sdpa,
+    "packed": packed,
+    "flex": flex,
+    "onnxruntime": onnxruntime,
+    "flash": _backend("FLASH_ATTENTION"),
+    "cudnn": _backend("CUDNN_ATTENTION"),
+    "efficient": _backend("EFFICIENT_ATTENTION"),
+}

@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     methods = ("mean", "first", "random", "similar", "aligned")
     convert.add_argument("--method", choices=methods, default="mean", help="how heads become one [%(default)s]")
     convert.add_argument("--window", type=_positive, default=1, metavar="W", help="average W x W regions first [1]")
-    groups = "kv heads of each group, as 0,3 1,2 [consecutive]"
+    groups = "kv heads of each group, all of one size, as 0,3 1,2 [consecutive]"
     convert.add_argument("--groups", type=_heads, nargs="+", metavar="HEADS", help=groups)
     convert.add_argument("--seed", type=_seed, metavar="N", help="of --method random")
     convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of OUT [as IN; fp32 from GGUF]")
@@ -100,8 +100,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench = _command(commands, "bench", _bench, "time attention beside this machine's limits and its peers", example)
     bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")
     bench.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=["fp32", "bf16"])
-    peers = "sdpa packed flex onnxruntime"
+    peers = "sdpa packed flex onnxruntime; on CUDA flash cudnn efficient"
     bench.add_argument("--peers", nargs="*", metavar="PEER", default=["sdpa", "packed"], help=f"{peers} [sdpa packed]")
+    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
     bench.add_argument("--threads", type=_positive, metavar="N", help="of torch [as torch takes]")
     bench.add_argument("--quick", action="store_true", help="fewer and smaller cases, less time for each")
     bench.add_argument("--out", type=Path, metavar="PNG|SVG", help="also draw a roofline")

@@ -224,6 +224,11 @@ def _model_config(path: Path, config: dict[str, Any], max_positions: int | None)
         return value
 
     num_heads = need("num_attention_heads")
+    if num_heads % need("num_key_value_heads", num_heads):
+        raise ValueError(
+            f"{path}: num_attention_heads {num_heads} in config.json is no multiple of num_key_value_heads "
+            f"{config['num_key_value_heads']}; uneven groups are no such checkpoint's"
+        )
     positions = min(need("max_position_embeddings"), max_positions or math.inf)
     base, scaling = _rope(path, config)
     head_dim = need("head_dim", 128 if model_type == "qwen3" else need("hidden_size") // num_heads)

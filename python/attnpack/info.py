@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ._load import LIBRARY, PACKAGE, build_record, loaded_copies
+from ._load import CUDA_LIBRARY, LIBRARY, PACKAGE, build_record, loaded_copies, why_no_cuda
 
 # optional package: the extra that brings it
 _OPTIONAL = {
@@ -46,7 +46,9 @@ def collect(failure: str = "") -> dict[str, Any]:
         "libraries": {
             "attnpack._C": {"loaded": False, "why": failure} if failure else _loaded(_native().__file__),
             "libattnpack.so": _loaded(str(LIBRARY)) if _is_mapped(LIBRARY) else {"loaded": False, "why": failure},
-            "libattnpack_cuda.so": {"loaded": False, "why": "not built; CUDA tensors run through ATen"},
+            "libattnpack_cuda.so": _loaded(str(CUDA_LIBRARY))
+            if _is_mapped(CUDA_LIBRARY)
+            else {"loaded": False, "why": why_no_cuda()},
         },
         "optional": {name: _optional(name, extra) for name, extra in _OPTIONAL.items()},
         "cmake_prefix": str(PACKAGE),

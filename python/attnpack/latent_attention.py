@@ -218,13 +218,16 @@ class MultiHeadLatentAttention(NativeAttention):
         """A module of equal outputs with W_UK rolled into the query projection (W_UQK [C, inputs] a head, in place of
         W_UQ [N, inputs]) and W_UV into o_proj: no kv_b_proj, and nothing beside the latents is ever made. Worth it
         where C is small: a folded projection has C numbers a head and input where there were N or V."""
+        if self.folded:
+            raise TypeError("attnpack: fold(): got a layer that is folded already; take it as it is")
         layers = {"the query projection": self.q_proj or self.q_b_proj, "kv_b_proj": self.kv_b_proj}
         weights = {name: None if layer is None else plain_weight(layer) for name, layer in layers.items()}
         weights["o_proj"] = self.o_proj.weight if type(self.o_proj) is nn.Linear else None
         for name, weight in weights.items():
             if weight is None:
-                what = "is folded already" if self.folded else "is no plain nn.Linear"
-                raise TypeError(f"attnpack: {name} {what}, fold() wants the weights of plain ones: merge or unwrap it")
+                raise TypeError(
+                    f"attnpack: {name} is no plain nn.Linear, fold() wants the weight of one: merge or unwrap it"
+                )
         folded = type(self)(
             **{**self._live_config(), "folded": True},
             rope=self.rope,

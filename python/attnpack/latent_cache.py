@@ -11,6 +11,7 @@ from torch import Tensor
 from . import cpp
 from .cache import DynamicCache
 from .checks import check_lengths
+from .explain import is_tensor, wrong_kind
 
 
 class LatentCache(DynamicCache):
@@ -88,6 +89,9 @@ class LatentCache(DynamicCache):
             lengths: int64 [B], valid positions of each sequence; default L.
             half_split: k_rope lies as transformers' DeepseekV3Attention writes it.
         """
+        for name, tensor in (("c", c), ("k_rope", k_rope)):
+            if not is_tensor(tensor):
+                raise wrong_kind(name, tensor, "a tensor [batch, 1, length, width]")
         for name, tensor in (("c", c), ("k_rope", k_rope)):
             if tensor.dim() != 4 or tensor.shape[:3] != c.shape[:3] or tensor.size(1) != 1:
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <random>
 #include <vector>
@@ -9,15 +10,18 @@
 #include <attnpack/core/head_map.h>
 #include <attnpack/ops/cuda/numbers.cuh>
 
+#include "guarded.h"
+
 // A drawn attention problem in one storage type, and what the formula in fp64 says of it.
 namespace attnpack::cuda {
 
 struct Shape {
   int64_t batch, num_kv_heads, group, q_len, kv_len, head_dim, v_head_dim;
 };
-struct Settings {
-  bool causal = false, window = false, lens = false, offsets = false, softcap = false, sinks = false, alibi = false,
-       bool_mask = false, float_mask = false, map = false, dropout = false, poison = false, latent = false;
+struct Settings {  // past: the window of the later queries lies behind all keys
+  bool causal = false, window = false, past = false, lens = false, offsets = false, softcap = false, sinks = false,
+       alibi = false, bool_mask = false, float_mask = false, map = false, dropout = false, poison = false,
+       latent = false;
 };
 
 template <class S>
@@ -27,25 +31,21 @@ DType dtype_of() {
   return std::is_same_v<S, BFloat16> ? DType::kBFloat16 : DType::kFloat16;
 }
 
-template <class S>
-struct alignas(16) Chunk {
-  S numbers[16 / sizeof(S)];
-};
-
-// A [batch, heads, length, width] tensor stored [batch, length, heads, width], 16-byte aligned.
+// A [batch, heads, length, width] tensor stored [batch, length, heads, width], 16-byte aligned; what lies behind it may
+// not be touched.
 template <class S>
 struct Tensor4 {
   int64_t heads = 0, length = 0, width = 0;
-  std::vector<Chunk<S>> storage;
+  Guarded storage;
   Strides strides;
   Tensor4() = default;
   Tensor4(int64_t batch, int64_t heads, int64_t length, int64_t width)
       : heads(heads),
         length(length),
         width(width),
-        storage(batch * heads * length * width * sizeof(S) / 16 + 1),
+        storage((batch * heads * length * width * sizeof(S) + 15) / 16 * 16),
         strides{length * heads * width, width, heads * width, 1} {}
-  S* data() { return storage.data()->numbers; }
+  S* data() { return static_cast<S*>(storage.data()); }
   S& at(int64_t b, int64_t h, int64_t l, int64_t d) {
     return data()[b * strides.batch + h * strides.head + l * strides.row + d];
   }
@@ -116,8 +116,9 @@ struct Problem {
     p.scale = 1 / std::sqrt(static_cast<double>(shape.head_dim));
     p.causal = on.causal;
     p.q_offset = on.causal ? shape.kv_len - shape.q_len : 0;
-    p.window_left = on.window ? shape.kv_len / 3 : -1;
+    p.window_left = on.window || on.past ? shape.kv_len / 3 : -1;
     p.window_right = on.window ? 2 : -1;
+    if (on.past) p.q_offset = shape.kv_len + shape.kv_len / 3 - 2;
     if (on.softcap) p.softcap = 1.5;
     if (on.offsets) {
       for (int64_t b = 0; b < shape.batch; ++b) offsets.push_back(shape.kv_len / 2 - 3 * b - 2);
@@ -180,7 +181,7 @@ struct Problem {
   bool sees(int64_t b, int64_t h, int64_t i, int64_t j) const {
     const int64_t position = i + (on.offsets ? offsets[b] : p.q_offset);
     return j < (on.lens ? lens[b] : shape.kv_len) && (!on.causal || j <= position) &&
-           (!on.window || (j >= position - p.window_left && j <= position + p.window_right)) &&
+           (p.window_left < 0 || j >= position - p.window_left) && (!on.window || j <= position + p.window_right) &&
            (!on.bool_mask || bools[b * shape.kv_len + j]) &&
            (!on.float_mask || floats[(h * shape.q_len + i) * shape.kv_len + j] != -infinity<float>());
   }
@@ -258,5 +259,43 @@ struct Problem {
     return t;
   }
 };
+
+// How many problems a test draws: its own number, or more where ATTNPACK_DRAWS says so.
+inline int drawn_problems(int usual) {
+  const char* wanted = std::getenv("ATTNPACK_DRAWS");
+  return wanted ? std::atoi(wanted) : usual;
+}
+
+inline int64_t draw(std::mt19937& random, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(random);
+}
+
+inline Settings draw_settings(std::mt19937& random) {
+  Settings on;
+  for (bool* each : {&on.causal, &on.window, &on.past, &on.lens, &on.offsets, &on.softcap, &on.sinks, &on.alibi,
+                     &on.bool_mask, &on.map, &on.dropout, &on.poison})
+    *each = draw(random, 0, 3) == 0;
+  on.float_mask = !on.bool_mask && draw(random, 0, 3) == 0;
+  on.latent = draw(random, 0, 9) == 0;
+  return on;
+}
+
+// Mostly small, so that edges are met: of tiles, of steps through the keys, of parts.
+inline Shape draw_shape(std::mt19937& random, const Settings& on) {
+  const int64_t widths[] = {1, 8, 20, 64, 104, 128, 200, 256};
+  Shape shape{1,
+              draw(random, 1, 3),
+              draw(random, 1, 5),
+              draw(random, 0, 1) ? draw(random, 1, 4) : draw(random, 1, 40),
+              draw(random, 0, 1) ? draw(random, 1, 140) : draw(random, 1, 700),
+              widths[draw(random, 0, 7)],
+              widths[draw(random, 0, 7)]};
+  if (on.latent) {
+    shape.num_kv_heads = 1;
+    shape.head_dim = 576;
+    shape.v_head_dim = 512;
+  }
+  return shape;
+}
 
 }  // namespace attnpack::cuda

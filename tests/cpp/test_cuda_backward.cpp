@@ -121,12 +121,24 @@ TEST_CASE("backward") {
                                                   {.sinks = true, .bool_mask = true},
                                                   {.causal = true, .float_mask = true, .poison = true},
                                                   {.map = true},
+                                                  {.past = true},
                                                   {.causal = true, .dropout = true}}) {
     check<float>(shape, on, ++seed, 1e-5);
     check<double>({1, 3, 1, 19, 40, 40, 5}, on, ++seed, 1e-13);
   }
   check<BFloat16>({1, 1, 2, 20, 40, 64, 64}, {.causal = true}, ++seed, 0x1p-8);
   check<Float16>({1, 2, 1, 20, 40, 140, 8}, {.causal = true}, ++seed, 0x1p-10);
+}
+
+TEST_CASE("backward of drawn problems") {
+  for (int seed = 700; seed < 700 + drawn_problems(8); ++seed) {
+    std::mt19937 random(seed);
+    Settings on = draw_settings(random);
+    on.latent = false;
+    Shape shape = draw_shape(random, on);
+    shape.kv_len = (shape.kv_len + 3) / 4;
+    draw(random, 0, 1) ? check<float>(shape, on, seed, 1e-4) : check<double>(shape, on, seed, 1e-12);
+  }
 }
 
 TEST_CASE("append writes behind each sequence's end and nowhere else") {

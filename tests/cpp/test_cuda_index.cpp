@@ -5,7 +5,8 @@
 #include "catch.h"
 #include "cuda_emulator.h"
 
-#include <attnpack/ops/cuda/partial.cuh>
+#include <attnpack/ops/cuda/forward_latent.cuh>
+#include <attnpack/ops/cuda/forward_mma.cuh>
 
 // The arithmetic on indices that the CUDA kernels stand on, against brute force.
 using namespace attnpack;
@@ -124,8 +125,12 @@ TEST_CASE("units give every pair of a row and a key that it sees to one block") 
     if (draw(0, 1)) p.kv_lens = lens.data();
     const ForwardPlan plan = plan_forward(p, group, {draw(1, 40), 200000});
     std::vector<int> seen(p.batch * p.num_kv_heads * plan.rows * p.kv_len);
+    int64_t wrong = 0;
     for (int64_t block = 0; block < plan.blocks; ++block) {
       const Unit u = unit_of(p, plan, block);
+      const int64_t valid = p.kv_lens ? lens[u.b] : p.kv_len;  // what lies behind may be no memory of ours
+      wrong += u.keys.begin < 0 || u.keys.end > valid;
+      wrong += u.keys.begin >= u.keys.end && u.keys.end > 0;  // a beginning rounded down would find keys
       for (int64_t r = u.first; r < u.first + plan.tile_rows && r < plan.rows; ++r) {
         const Row row = make_row(p, u.b, u.kv_head, r);
         for (int64_t key = u.keys.begin; key < u.keys.end; ++key)
@@ -133,7 +138,6 @@ TEST_CASE("units give every pair of a row and a key that it sees to one block") 
             ++seen[((u.b * p.num_kv_heads + u.kv_head) * plan.rows + r) * p.kv_len + key];
       }
     }
-    int64_t wrong = 0;
     for (int64_t h = 0; h < p.batch * p.num_kv_heads; ++h)
       for (int64_t r = 0; r < plan.rows; ++r)
         for (int64_t key = 0; key < p.kv_len; ++key) {
@@ -145,6 +149,122 @@ TEST_CASE("units give every pair of a row and a key that it sees to one block") 
         }
     CHECK(wrong == 0);
   }
+}
+
+TEST_CASE("the keys of some rows are those of each of them, and valid") {
+  std::mt19937 random(6);
+  const auto draw = [&](int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(random);
+  };
+  int64_t wrong = 0, some = 0;
+  for (int round = 0; round < 2000; ++round) {
+    AttentionParams p{};
+    p.batch = p.num_kv_heads = 1;
+    p.num_heads = draw(1, 4);
+    p.q_len = draw(1, 30);
+    p.kv_len = draw(0, 60);
+    p.causal = draw(0, 1);
+    p.q_offset = draw(-50, 120);
+    p.window_left = draw(-1, 20);
+    p.window_right = draw(-1, 20);
+    const int64_t lens = draw(0, p.kv_len), first = draw(0, p.q_len * p.num_heads), count = draw(1, 40);
+    if (draw(0, 1)) p.kv_lens = &lens;
+    const Range keys = hull(p, 0, 0, first, count);
+    wrong += keys.begin < keys.end && (keys.begin < 0 || keys.end > (p.kv_lens ? lens : p.kv_len));
+    for (int64_t r = first; r < first + count; ++r) {
+      const Row row = make_row(p, 0, 0, r);
+      wrong += row.begin < row.end && (row.begin < keys.begin || row.end > keys.end);
+      some += row.begin < row.end;
+    }
+  }
+  CHECK(wrong == 0);
+  CHECK(some > 1000);
+}
+
+namespace {
+
+template <class Tile>
+void check_room(ForwardKernel kernel, int64_t width) {
+  const int64_t room = shared_bytes(kernel, Tile::kRows, width);
+  CHECK(static_cast<int64_t>(sizeof(typename Tile::Shared)) <= room);
+  CHECK(room <= 163 * 1024);  // what a block of sm_80 may ask for, the least of those that run the tensor-core kernels
+}
+
+}  // namespace
+
+TEST_CASE("tiles fit the shared memory that the plan counts on") {
+  check_room<ForwardTile<BFloat16, 4, 1, 64>>(ForwardKernel::kPrefill, 64);
+  check_room<ForwardTile<BFloat16, 4, 1, 128>>(ForwardKernel::kPrefill, 128);
+  check_room<ForwardTile<BFloat16, 4, 1, 256>>(ForwardKernel::kPrefill, 256);
+  check_room<ForwardTile<Float16, 1, 4, 64>>(ForwardKernel::kDecode, 64);
+  check_room<ForwardTile<Float16, 1, 4, 128>>(ForwardKernel::kDecode, 128);
+  check_room<ForwardTile<Float16, 1, 4, 256>>(ForwardKernel::kDecode, 256);
+  check_room<LatentTile<BFloat16, 1, 4>>(ForwardKernel::kLatent, kLatentHeadDim);
+  check_room<LatentTile<Float16, 4, 8>>(ForwardKernel::kLatent, kLatentHeadDim);
+  CHECK(sizeof(ExactShared<double>) <= 48 * 1024);  // static
+}
+
+TEST_CASE("what tensor cores cannot take goes to the exact kernel") {
+  alignas(16) char memory[16] = {};
+  const auto kernel = [&](const auto& change, int64_t shared = 227 * 1024) {
+    AttentionParams p{};
+    p.batch = 1;
+    p.num_heads = p.num_kv_heads = 2;
+    p.q_len = 100;
+    p.kv_len = 1000;
+    p.head_dim = p.v_head_dim = 128;
+    p.dtype = DType::kBFloat16;
+    p.query = p.key = p.value = memory;
+    p.query_strides = p.key_strides = p.value_strides = {2 * 1000 * 128, 1000 * 128, 128, 1};
+    change(p);
+    return plan_forward(p, 1, {132, shared}).kernel;
+  };
+  CHECK(kernel([](auto&) {}) == ForwardKernel::kPrefill);
+  CHECK(kernel([](auto& p) { p.q_len = 16; }) == ForwardKernel::kDecode);
+  CHECK(kernel([](auto& p) { p.dtype = DType::kFloat32; }) == ForwardKernel::kExact);
+  CHECK(kernel([](auto& p) { p.head_dim = 0; }) == ForwardKernel::kExact);
+  CHECK(kernel([](auto& p) { p.v_head_dim = 0; }) == ForwardKernel::kExact);
+  CHECK(kernel([](auto& p) { p.head_dim = 257; }) == ForwardKernel::kExact);
+  CHECK(kernel([](auto& p) { p.v_head_dim = 100; }) == ForwardKernel::kExact);
+  CHECK(kernel([](auto& p) { p.query_strides.row = 132; }) == ForwardKernel::kExact);  // rows not at whole chunks
+  CHECK(kernel([](auto& p) { p.key_strides.head = 4; }) == ForwardKernel::kExact);
+  CHECK(kernel([](auto& p) { p.value_strides.batch = 2; }) == ForwardKernel::kExact);
+  CHECK(kernel([&](auto& p) { p.key = memory + 2; }) == ForwardKernel::kExact);
+  const auto latent = [](auto& p) {
+    p.head_dim = 576;
+    p.v_head_dim = 512;
+    p.key_strides = p.value_strides = {1000 * 576, 1000 * 576, 576, 1};
+  };
+  CHECK(kernel(latent) == ForwardKernel::kLatent);
+  CHECK(kernel(latent, 99 * 1024) == ForwardKernel::kExact);  // sm_86 and sm_89
+  CHECK(kernel([&](auto& p) { latent(p), p.value_strides.row = 584; }) == ForwardKernel::kExact);
+}
+
+TEST_CASE("partial results of all parts and rows lie apart, within the workspace") {
+  AttentionParams p{};
+  p.batch = 2;
+  p.num_kv_heads = 3;
+  p.num_heads = 6;
+  p.q_len = 2;
+  p.kv_len = 2000;
+  p.head_dim = p.v_head_dim = 24;
+  p.dtype = DType::kFloat32;
+  const ForwardPlan plan = plan_forward(p, 2, {132, 227 * 1024});
+  REQUIRE(plan.split.parts > 1);
+  std::set<float*> places;
+  float* const base = nullptr;
+  for (int64_t head = 0; head < p.batch * p.num_kv_heads; ++head)
+    for (int64_t part = 0; part < plan.split.parts; ++part)
+      for (int64_t row = 0; row < plan.rows; ++row) places.insert(partial_row<float>(p, plan, base, head, part, row));
+  CHECK(static_cast<int64_t>(places.size()) == p.batch * p.num_kv_heads * plan.split.parts * plan.rows);
+  float* last = *places.begin();
+  int64_t overlaps = 0;
+  for (float* place : places) {
+    overlaps += place != *places.begin() && place - last < p.v_head_dim + 2;
+    last = place;
+  }
+  CHECK(overlaps == 0);
+  CHECK((last - base + p.v_head_dim + 2) * 4 == plan.workspace_bytes);
 }
 
 TEST_CASE("softmax parts merge the same in any grouping") {

@@ -1,8 +1,5 @@
 // The kernels without torch, for the sanitizers: every buffer ends at a page that may not be touched, sizes are odd,
 // and the results of every instruction set are compared with the formula. Built and run by scripts/sanitize.sh.
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -15,34 +12,14 @@
 #include <attnpack/ops/cpu/attention_units.h>
 #include <attnpack/ops/cpu/isa_table.h>
 
+#include "../cpp/guarded.h"
+
 using namespace attnpack;
 
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int64_t kSizes[] = {1, 2, 3, 7, 17, 33, 63, 65, 127, 129, 1030};
-
-// Memory whose last byte lies before a page without access, and whose first one behind such a page.
-class Guarded {
- public:
-  explicit Guarded(size_t bytes) : bytes_(bytes) {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    size_ = (bytes + page - 1) / page * page + 2 * page;
-    base_ = static_cast<char*>(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base_ == MAP_FAILED) std::abort();
-    mprotect(base_, page, PROT_NONE);
-    mprotect(base_ + size_ - page, page, PROT_NONE);
-    data_ = base_ + size_ - page - bytes;
-  }
-  ~Guarded() { munmap(base_, size_); }
-  Guarded(const Guarded&) = delete;
-  void* data() { return data_; }
-  size_t bytes() const { return bytes_; }
-
- private:
-  size_t bytes_, size_;
-  char *base_, *data_;
-};
 
 size_t width(DType d) { return d == DType::kFloat64 ? 8 : d == DType::kFloat32 ? 4 : d == DType::kBool ? 1 : 2; }
 

@@ -8,7 +8,7 @@ namespace {
 constexpr int kRowWarps = 1, kKeyWarps = 4;
 
 template <class S, int Width>
-__global__ void __launch_bounds__(kWarp * kRowWarps * kKeyWarps)
+__global__ void __launch_bounds__(kWarp * kRowWarps * kKeyWarps, 2)
     decode_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ ForwardPlan plan,
                   void* workspace) {
   extern __shared__ __align__(128) unsigned char shared[];

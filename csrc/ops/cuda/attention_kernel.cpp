@@ -12,9 +12,10 @@ namespace attnpack {
 namespace {
 
 // Head maps on the device, one copy each for good: a copy a call would wait, and could not be captured in a graph.
+// Never destroyed: when the process ends, CUDA may be gone before them.
 const int64_t* on_device(const std::vector<int64_t>& numbers, const c10::Device& device) {
   static std::mutex mutex;
-  static std::map<std::pair<int, std::vector<int64_t>>, Tensor> kept;
+  static auto& kept = *new std::map<std::pair<int, std::vector<int64_t>>, Tensor>;
   const std::lock_guard<std::mutex> lock(mutex);
   Tensor& copy = kept[{device.index(), numbers}];
   if (!copy.defined()) copy = at::tensor(numbers, at::kLong).to(device);
@@ -44,7 +45,7 @@ bool countable(const Tensor& query, const Tensor& key) {
 }
 
 AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
-  const CudaKernels* kernels = cuda_kernels();
+  const CudaKernels* kernels = cuda_kernels(query.device().index());
   if (!kernels || !countable(query, key)) return attention_composed(query, key, value, ATTNPACK_ATTENTION_ARGS);
   check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
   const Target target(query);
@@ -66,7 +67,7 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
                                            const Tensor& query, const Tensor& key, const Tensor& value,
                                            const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
                                            bool mask_gradient, bool sinks_gradient) {
-  const CudaKernels* kernels = cuda_kernels();
+  const CudaKernels* kernels = cuda_kernels(query.device().index());
   if (!kernels || !countable(query, key))
     return attention_backward_composed(grad_out, grad_lse, query, key, value, ATTNPACK_ATTENTION_ARGS, mask_gradient,
                                        sinks_gradient);

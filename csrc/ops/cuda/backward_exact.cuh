@@ -34,10 +34,10 @@ ATTNPACK_DEVICE A pair_weight(const AttentionBackwardParams& bp, int64_t b, cons
   const int64_t index = (b * p.num_heads + row.head) * p.q_len + row.query;
   const A probability = std::exp(score - static_cast<const A*>(p.lse)[index]);
   const A kept = p.dropout_p > 0 ? drop<A>(p, b, row, key) : A(1);
-  if (Of == Gradient::kValue) return probability * kept + A(0);  // a zero that is no mark
+  if (Of == Gradient::kValue) return unmarked(probability * kept);
   const A gradient = probability * (kept * grad_product - static_cast<const A*>(bp.delta)[index]);
   if (keep_scores) static_cast<A*>(bp.grad_scores)[index * p.kv_len + key] = gradient;
-  return gradient * (static_cast<A>(p.scale) * slope) + A(0);
+  return unmarked(gradient * (static_cast<A>(p.scale) * slope));
 }
 
 template <Gradient Of, class S, class A>

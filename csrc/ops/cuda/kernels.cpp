@@ -9,8 +9,11 @@ std::atomic<const CudaKernels*> table{nullptr};
 
 }  // namespace
 
-void set_cuda_kernels(const CudaKernels* kernels) { table = kernels && kernels->usable() ? kernels : nullptr; }
+void set_cuda_kernels(const CudaKernels* kernels) { table = kernels; }
 
-const CudaKernels* cuda_kernels() { return table; }
+const CudaKernels* cuda_kernels(int device) {
+  const CudaKernels* kernels = table;
+  return kernels && kernels->usable(device) ? kernels : nullptr;
+}
 
 }  // namespace attnpack

@@ -4,8 +4,8 @@
 #include <attnpack/ops/cuda/plan.h>
 
 // What libattnpack_cuda offers. That library knows nothing of torch: it reads params structs, pointers and a stream, is
-// compiled by nvcc alone and fits every torch. Loading it puts its table in place; without it, or where the driver is
-// too old for it, CUDA tensors run through compositions of ATen ops.
+// compiled by nvcc alone and fits every torch. Loading it puts its table in place and asks no device for anything;
+// without it, or where the driver or the device is too old for it, CUDA tensors run through compositions of ATen ops.
 namespace attnpack {
 
 // Which memory to write at: positions behind what a cache holds.
@@ -31,7 +31,7 @@ struct RopeParams {
 
 struct CudaKernels {
   // All but these two return null, or a sentence about what went wrong.
-  bool (*usable)();  // whether the driver is new enough
+  bool (*usable)(int device);  // whether its driver and its generation (sm_80 and later) are new enough
   cuda::ForwardPlan (*plan)(const AttentionParams&, int64_t most_group, int device);
   const char* (*forward)(const AttentionParams&, const cuda::ForwardPlan&, void* workspace, int device, void* stream);
   const char* (*backward)(const AttentionBackwardParams&, int64_t most_group, int device, void* stream);
@@ -41,6 +41,6 @@ struct CudaKernels {
 };
 
 void set_cuda_kernels(const CudaKernels* kernels);
-const CudaKernels* cuda_kernels();  // null where there are none that can run
+const CudaKernels* cuda_kernels(int device);  // null where there are none that can run there
 
 }  // namespace attnpack

@@ -18,6 +18,7 @@ const char* launch(Kernel* kernel, int64_t blocks, int threads, int64_t shared_b
                    const Arguments&... arguments) {
   if (blocks == 0) return nullptr;
   if (blocks > 0x7fffffff) return "the call has more blocks of work than a CUDA grid holds";
+  cudaGetLastError();
   ATTNPACK_CUDA_CHECK(cudaSetDevice(device));
   if (shared_bytes > 48 * 1024)
     ATTNPACK_CUDA_CHECK(

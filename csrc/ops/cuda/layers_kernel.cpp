@@ -16,7 +16,7 @@ void kv_cache_append_cuda(const Tensor& cache_key, const Tensor& cache_value, co
                           const Tensor& value, const std::optional<Tensor>& new_lens, std::optional<c10::SymInt>) {
   check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
   if (key.size(2) == 0 || key.size(0) == 0) return;
-  const CudaKernels* kernels = cuda_kernels();
+  const CudaKernels* kernels = cuda_kernels(key.device().index());
   const bool whole_rows =
       (cache_key.stride(3) == 1 || cache_key.size(3) <= 1) && (cache_value.stride(3) == 1 || cache_value.size(3) <= 1);
   if (!kernels || !whole_rows) return kv_cache_append_composed(cache_key, cache_value, lengths, key, value, new_lens);
@@ -56,7 +56,7 @@ Tensor four_dimensions(Tensor x) {
 }
 
 Tensor apply_rope_cuda(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
-  const CudaKernels* kernels = cuda_kernels();
+  const CudaKernels* kernels = cuda_kernels(x.device().index());
   if (!kernels || x.dim() > 4) return rope_formula(x, cos, sin, interleaved);
   check_rope(x, cos, sin);
   const Target target(x);
@@ -98,7 +98,7 @@ bool fits(const Tensor& input, const Tensor& weight, const std::optional<Tensor>
 }
 
 Tensor linear_cuda(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const CudaKernels* kernels = cuda_kernels();
+  const CudaKernels* kernels = cuda_kernels(input.device().index());
   if (!kernels || !fits(input, weight, bias)) return at::linear(input, weight, bias);
   const Target target(input);
   auto shape = input.sizes().vec();
@@ -119,6 +119,14 @@ Tensor linear_cuda(const Tensor& input, const Tensor& weight, const std::optiona
   return out;
 }
 
+std::vector<Tensor> linears_cuda(const Tensor& input, at::TensorList weights, at::TensorList biases) {
+  if (biases.size() != 0 && biases.size() != weights.size()) return linears_formula(input, weights, biases);  // raises
+  std::vector<Tensor> outs;
+  for (size_t i = 0; i < weights.size(); ++i)
+    outs.push_back(linear_cuda(input, weights[i], biases.empty() ? std::nullopt : std::optional(biases[i])));
+  return outs;
+}
+
 }  // namespace
 }  // namespace attnpack
 
@@ -126,4 +134,5 @@ TORCH_LIBRARY_IMPL(attnpack, CUDA, m) {
   m.impl("kv_cache_append_", attnpack::kv_cache_append_cuda);
   m.impl("apply_rope", attnpack::apply_rope_cuda);
   m.impl("linear", attnpack::linear_cuda);
+  m.impl("linears", attnpack::linears_cuda);
 }

@@ -4,10 +4,12 @@
 namespace attnpack::cuda {
 namespace {
 
-bool usable() {
-  int driver = 0, runtime = 0;
+// The tensor-core kernels need cp.async, ldmatrix and mma.m16n8k16, which came with sm_80.
+bool usable(int device) {
+  int driver = 0, runtime = 0, major = 0;
   return cudaDriverGetVersion(&driver) == cudaSuccess && cudaRuntimeGetVersion(&runtime) == cudaSuccess &&
-         driver / 1000 >= runtime / 1000;
+         driver / 1000 >= runtime / 1000 &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 8;
 }
 
 Device describe(int device) {

@@ -99,6 +99,11 @@ template <class A>
 ATTNPACK_HD inline bool marks_excluded(A weight) {
   return weight == 0 && std::signbit(weight);
 }
+// A weight of a pair that takes part: a zero that is no mark. Not by adding 0, which a fused multiply-add may swallow.
+template <class A>
+ATTNPACK_HD inline A unmarked(A weight) {
+  return weight == 0 ? A(0) : weight;
+}
 ATTNPACK_HD inline bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
 template <class A>
 ATTNPACK_HD inline A larger(A a, A b) {  // NaN loses: it comes back through the sum

@@ -29,18 +29,22 @@ ATTNPACK_HD inline Row make_row(const AttentionParams& p, int64_t b, int64_t kv_
 }
 
 // The keys that rows [first, first + count) see, all of one kv head: the ranges of later queries never begin or end
-// earlier, and a row's number grows with its query.
+// earlier, and a row's number grows with its query. A window past the keys leaves an empty range behind their end,
+// which must not be read: [0, 0) then.
 ATTNPACK_HD inline Range hull(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t first, int64_t count) {
   const int64_t group = group_size(p, kv_head), rows = group * p.q_len;
   if (first >= rows) return {0, 0};
   const int64_t last = (first + count < rows ? first + count : rows) - 1;
-  return {key_range(p, b, first / group).begin, key_range(p, b, last / group).end};
+  const int64_t valid = p.kv_lens ? p.kv_lens[b] : p.kv_len;
+  const Range keys{key_range(p, b, first / group).begin, key_range(p, b, last / group).end};
+  if (keys.begin >= valid) return {0, 0};
+  return {keys.begin, keys.end < valid ? keys.end : valid};
 }
 
+// [0, 0) where they share nothing: kernels round the beginning down, and must not find keys there.
 ATTNPACK_HD inline Range intersection(Range a, Range b) {
-  Range r{a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
-  if (r.end < r.begin) r.end = r.begin;
-  return r;
+  const Range r{a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
+  return r.begin < r.end ? r : Range{0, 0};
 }
 
 template <class A>

@@ -17,7 +17,3 @@ TORCH_LIBRARY_IMPL(attnpack, Meta, m) {
   m.impl("linear", attnpack::linear_meta);
   m.impl("linears", attnpack::linears_formula);
 }
-TORCH_LIBRARY_IMPL(attnpack, CUDA, m) { m.impl("linears", attnpack::linears_formula); }
-#ifndef ATTNPACK_CUDA_KERNELS
-TORCH_LIBRARY_IMPL(attnpack, CUDA, m) { m.impl("linear", attnpack::linear_meta); }
-#endif

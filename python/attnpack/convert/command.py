@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from ..generate import DTYPES
 from .checkpoint import Report, Request, convert_checkpoint
+from .streams import LONGEST
 
 
 def main(args: argparse.Namespace) -> None:
@@ -34,7 +35,8 @@ def describe(report: Report) -> list[str]:
         *(f"note: {note}" for note in report.notes),
     ]
     if report.perplexity is not None:
-        lines.append(f"perplexity on {report.tokens} tokens {report.perplexity_before:.2f} -> {report.perplexity:.2f}")
+        figures = f"{report.perplexity_before:.2f} -> {report.perplexity:.2f}"
+        lines.append(f"perplexity on {report.tokens} tokens, at most {LONGEST} at a time: {figures}")
         if report.perplexity > report.perplexity_before:
             lines.append(
                 f"That is worse than before: `attnpack uptrain {report.out} --text FILE --minutes N` trains it to do "

@@ -56,7 +56,7 @@ def to_gqa(
         ValueError: sizes or groups do not fit. TypeError: a module of another kind, or k_proj, v_proj (with "aligned"
         q_proj and o_proj too) are no plain nn.Linear.
     """
-    explain({"seed": seed})
+    explain({"num_kv_heads": num_kv_heads, "seed": seed}, num_kv_heads=(lambda size: type(size) is int, "an int"))
     settings = {"method": method, "window": window, "groups": groups, "seed": seed}
     if isinstance(module, _CPP_KINDS):
         return _C.convert.to_gqa(module, num_kv_heads, **settings, calibration=calibration_rows(calibration))

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from .. import _C, cpp
 from ..attention import GroupedQueryAttention
+from ..explain import wrong_kind
 from ..latent_attention import MultiHeadLatentAttention
 from .grouped import layer_error, layer_weights
-from .weights import calibration_rows, call, check_finite
+from .weights import calibration_rows, call
 
 _CPP_KINDS = (cpp.MultiHeadAttention, cpp.GroupedQueryAttention, cpp.MultiQueryAttention)
 
@@ -36,9 +37,10 @@ def to_mla(
     Args:
         module: a MultiHeadAttention, GroupedQueryAttention or MultiQueryAttention; of `attnpack.cpp` too.
         kv_lora_rank: more than what is exact is padded with zeros.
-        calibration: what the layer reads on some text, [B, L, E] (or (x, context)). The Python module made then has
-            `conversion_error`, the relative error of its outputs on it (`layer_error`), which is None otherwise.
-        length: of the texts that the unrotated keys are made for; default that of the calibration, else 512.
+        calibration: what the layer reads on some text, [B, L, E], or tokens [tokens, E] (or (x, context)). The Python
+            module made then has `conversion_error`, the relative error of its outputs on it; without, that is None,
+            and `layer_error(module, made, x)` tells, also of modules of `attnpack.cpp`.
+        length: of the texts that the unrotated keys are made for; default L of the calibration, else 512.
 
     Returns:
         The plain form (latent_norm=False), with dropout, causality, scale, RoPE, mode, dtype and device kept. A bias of
@@ -49,17 +51,25 @@ def to_mla(
         other than embed_dim), or sizes do not fit. TypeError: a module of another kind, or projections that are no
         plain nn.Linear.
     """
-    x = calibration if calibration is None or isinstance(calibration, Tensor) else calibration[0]
-    if length is None:
-        length = x.shape[1] if x is not None and x.dim() == 3 else 512
     rows = calibration_rows(calibration)
+    texts = [calibration] if calibration is None or isinstance(calibration, Tensor) else list(calibration[:2])
+    texts = [text if text is None or text.dim() == 3 else text[None] for text in texts]  # [B, L, E]
+    if length is None:
+        given = calibration if texts[0] is None or isinstance(calibration, Tensor) else calibration[0]
+        length = given.shape[1] if given is not None and given.dim() == 3 else 512
+    if not isinstance(module, (GroupedQueryAttention, *_CPP_KINDS)):
+        raise wrong_kind(
+            "module",
+            module,
+            "a single MultiHeadAttention, GroupedQueryAttention or MultiQueryAttention: give it the "
+            "layers of a model one by one",
+        )
     if isinstance(module, _CPP_KINDS):
         return _C.convert.to_mla(module, kv_lora_rank, rows, length)
     made = _build(module, kv_lora_rank, rows, length)
     made.conversion_error = None
-    if x is not None and x.dim() == 3:
-        given = (x,) if isinstance(calibration, Tensor) else tuple(calibration[:2])
-        made.conversion_error = layer_error(module, made, *given)
+    if texts[0] is not None:
+        made.conversion_error = layer_error(module, made, *texts)
     return made
 
 
@@ -68,7 +78,6 @@ def _build(
 ) -> MultiHeadLatentAttention:
     weights = layer_weights(module)
     _check_has_latent_form(module)
-    check_finite(weights)
     rope = module.rope
     q, q_bias, kv_a, kv_a_bias, kv_b = call(
         _C.convert.factorise_latent,

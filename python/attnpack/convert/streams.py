@@ -15,7 +15,7 @@ from ..blocks import DecoderBlock
 from ..causal_lm import CausalLM
 from ..tokenizer import load_tokenizer
 
-_LONGEST = 2048  # tokens of one sequence
+LONGEST = 512  # tokens of one sequence, as uptraining takes them
 _ROWS = 256  # of logits at a time
 _CHARACTERS = 16  # a token has fewer, but in odd texts
 
@@ -57,7 +57,7 @@ def load_tokens(
     if half < 2:
         least = 4 if calibrate else 2
         raise ValueError(f"{text_name(text)}: has {len(ids)} tokens, want at least {least} to measure on")
-    length = min(half, max_positions, _LONGEST)
+    length = min(half, max_positions, LONGEST)
     rows = half // length
     measured = torch.tensor(ids[: rows * length]).view(rows, length)
     if not calibrate:

@@ -38,11 +38,12 @@ class Report:
     seconds: float
     resumed: bool
     loss_first: float
-    loss_last: float  # means of up to 20 steps
+    loss_last: float  # means of the first and the last steps, up to 20
     tokens_measured: int
     perplexity_teacher: float
     perplexity_before: float
     perplexity: float
+    written: bool  # not where the perplexity rose
 
 
 def main(args: argparse.Namespace) -> None:
@@ -55,14 +56,18 @@ def main(args: argparse.Namespace) -> None:
         f"{report.loss_last:.3f}\nperplexity on {report.tokens_measured} tokens of the text's beginning "
         f"{report.perplexity_before:.2f} -> {report.perplexity:.2f}, of the original {report.perplexity_teacher:.2f}"
     )
-    if report.perplexity > report.perplexity_before:
-        print("That is worse than before: train again with more --minutes, or convert anew and lower --learning-rate")
+    if not report.written:
+        print(
+            f"That is worse than before, so {report.directory} keeps its weights: the same command with more --minutes "
+            "goes on, --restart with a lower --learning-rate begins anew"
+        )
 
 
 def uptrain(args: argparse.Namespace, say) -> Report:
     """Trains the layers of the checkpoint `args.directory` for `args.minutes`, then puts the new weights into it.
 
-    Until then its files are as they were, but for the state of the training, from which the same command goes on.
+    Until then its files are as they were, but for the state of the training, from which the same command goes on; and
+    so they stay where the perplexity of the text's beginning rose.
     Raises ValueError where text, teacher or checkpoint do not fit.
     """
     directory: Path = args.directory
@@ -77,6 +82,7 @@ def uptrain(args: argparse.Namespace, say) -> Report:
         raise ValueError(
             f"{text_name(args.text)}: has {len(ids)} tokens, want at least {4 * length + 4}; give a longer text"
         )
+    say(f"trains for {_duration(60 * args.minutes)}, behind loading and measuring; then measures once more")
     teacher, student = load(teacher_path), CausalLM.from_hf(directory)
     _check_pair(student, teacher, teacher_path)
     held_out, ids = ids[:measured].view(-1, length), ids[measured:]
@@ -93,6 +99,8 @@ def uptrain(args: argparse.Namespace, say) -> Report:
         student.train()
     _train(work, lambda: _save(work, state_path, about, figures), say)
     student.eval()
+    few = min(20, max(1, len(work.losses) // 2))
+    after = perplexity(student, held_out)
     report = Report(
         directory=str(directory),
         teacher=str(teacher_path),
@@ -100,16 +108,20 @@ def uptrain(args: argparse.Namespace, say) -> Report:
         tokens=work.steps * length,
         seconds=round(work.spent, 1),
         resumed=resumed,
-        loss_first=_mean(work.losses[:20]),
-        loss_last=_mean(work.losses[-20:]),
+        loss_first=_mean(work.losses[:few]),
+        loss_last=_mean(work.losses[-few:]),
         tokens_measured=measured,
         perplexity_teacher=figures["teacher"],
         perplexity_before=figures["before"],
-        perplexity=perplexity(student, held_out),
+        perplexity=after,
+        written=after <= figures["before"],
     )
-    _put(checkpoint, student.state_dict())
-    _record(directory, report)
-    state_path.unlink(missing_ok=True)
+    if report.written:
+        _put(checkpoint, student.state_dict())
+        _record(directory, report)
+        state_path.unlink(missing_ok=True)
+    else:
+        _save(work, state_path, about, figures)
     return report
 
 
@@ -137,6 +149,7 @@ def _train(work: Distillation, save, say) -> None:
             work.run(after_step)
         except KeyboardInterrupt:
             save()
+            say(f"\nkept {work.steps} steps and {_duration(work.spent)}; the same command goes on")
             raise
 
 
@@ -172,6 +185,7 @@ def _identity(args: argparse.Namespace, teacher: Path, checkpoint: HfCheckpoint,
         "kv_heads": checkpoint.config["num_kv_heads"],
         "text": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
         "length": args.length,
+        "learning_rate": args.learning_rate,
         "seed": args.seed,
     }
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import _C
@@ -118,7 +117,6 @@ def merge_kv_heads(
     """
     _check_groups(groups)
     explain({"head_map": head_map, "seed": seed})
-    check_finite(weights)
     tensors, *rest = call(
         _C.convert.merge_kv_heads,
         weights=list(weights),
@@ -156,18 +154,14 @@ def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, num_heads: int, num_k
     return call(_C.convert.fuse_qkv, q=q, k=k, v=v, layout=layout, **sizes)
 
 
-def check_finite(weights: LayerWeights) -> None:
-    """Raises a ValueError for the first weight that holds NaN or Inf, which would spread to all that is made of it."""
-    for name, weight in weights._asdict().items():
-        if is_tensor(weight) and not weight.is_meta and not torch.isfinite(weight).all():
-            raise ValueError(
-                f"attnpack: {name}: got a weight that holds NaN or Inf, want finite numbers; load the checkpoint again"
-            )
-
-
 def calibration_rows(calibration: Tensor | Sequence[Tensor | None] | None) -> list[Tensor | None]:
     """Inputs of a layer as rows of tokens."""
-    inputs = [calibration] if calibration is None or is_tensor(calibration) else list(calibration)
+    if calibration is None or is_tensor(calibration):
+        inputs = [calibration]
+    elif isinstance(calibration, list | tuple) and calibration:
+        inputs = list(calibration)
+    else:
+        raise wrong_kind("calibration", calibration, "a tensor [tokens, width], or (x, context, value_context)")
     for rows in inputs:
         if rows is not None and not is_tensor(rows):
             raise wrong_kind("calibration", rows, "a tensor [tokens, width], or (x, context, value_context)")

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <attnpack/core/dropout.h>
 #include <attnpack/core/params.h>
 #include <attnpack/ops/cpu/isa/math.h>
 
@@ -102,16 +103,8 @@ inline void finish_scores(const AttentionParams& p, int64_t b, const Row& row, i
   for (int64_t j = count; j < vectors * kLanes<T>; ++j) s[j] = -kInfinity;
 }
 
-// Dropout's draw for one probability: a hash of the seed and the element's place (splitmix64, Steele et al. 2014), so
-// that forward and backward see the same mask whatever the tiling.
 inline bool dropped(const AttentionParams& p, int64_t b, const Row& row, int64_t key) {
-  uint64_t x = p.dropout_seed +
-               0x9e3779b97f4a7c15u *
-                   (((static_cast<uint64_t>(b) * p.num_heads + row.head) * p.q_len + row.query) * p.kv_len + key + 1);
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-  x ^= x >> 31;
-  return static_cast<double>(x >> 11) * 0x1p-53 < p.dropout_p;
+  return attnpack::dropped(p, b, row.head, row.query, key);
 }
 
 }  // namespace attnpack::ATTNPACK_ISA

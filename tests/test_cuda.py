@@ -1,0 +1,182 @@
+"""The operator and what surrounds it on a CUDA device: the grid of the CPU's tests, by the same rule, against fp64 on
+the CPU."""
+
+import pytest
+import torch
+from attnpack import _load, apply_rope, attention, reference
+from attnpack.linear import project
+from op_cases import COVERING, DTYPES, INF, NAN, Inputs, check, describe, draw, make_inputs, run
+from torch.testing import assert_close
+
+if not torch.cuda.is_available():
+    pytest.skip("torch has no CUDA device here", allow_module_level=True)
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+def on_device(x):
+    if isinstance(x, Inputs):
+        settings = {name: on_device(each) for name, each in x.settings.items()}
+        tensors = (x.query, x.key, x.value, x.mask)
+        return Inputs(*map(on_device, tensors), settings, on_device(x.grad_out), on_device(x.grad_lse))
+    if not isinstance(x, torch.Tensor):
+        return x
+    there = torch.empty(0, dtype=x.dtype, device="cuda").set_(  # with its strides: layouts are part of the cases
+        x.untyped_storage().cuda(), x.storage_offset(), x.shape, x.stride()
+    )
+    return there
+
+
+def check_on_device(inputs: Inputs, *, gradients: bool = True):
+    ours = run(attention, on_device(inputs), gradients=gradients)
+    plain = run(reference.attention, on_device(inputs), gradients=gradients)
+    truth = run(reference.attention, inputs.to(torch.float64), gradients=gradients)
+    check(
+        {name: x.cpu() for name, x in ours.items()},
+        {name: x.cpu() for name, x in plain.items()},
+        truth,
+        inputs.query.dtype,
+    )
+
+
+def test_the_kernels_are_loaded():
+    assert _load.CUDA_LIBRARY.exists(), "build with -DATTNPACK_CUDA=ON"
+    assert _load.load_cuda()
+
+
+@pytest.mark.parametrize("case", COVERING, ids=describe)
+def test_the_operator_grid(case):
+    check_on_device(make_inputs(**case))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "heads, lengths, dims",
+    [
+        ("mqa", (1, 5000), (64, 64)),  # decode: packed group, keys in parts
+        ("gqa", (4, 3000), (128, 128)),
+        ("one", (1, 2000), (256, 256)),
+        ("gqa", (300, 300), (64, 64)),  # prefill
+        ("mqa", (200, 700), (128, 128)),
+        ("one", (130, 257), (192, 128)),
+        ("one", (100, 300), (256, 256)),
+        ("mqa", (3, 900), (576, 512)),  # too wide for tensor cores
+    ],
+)
+def test_shapes_of_the_tensor_core_kernels(heads, lengths, dims, dtype):
+    for positions in ({}, {"causal": True, "q_offset": "end"}, {"window": (100, 0), "q_offset": "end"}):
+        check_on_device(make_inputs(dtype, heads, lengths, dims, positions=positions), gradients=False)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("heads, q_len", [(16, 1), (20, 1), (128, 1), (16, 3)])
+def test_latent_decode(heads, q_len, dtype):
+    query, key = draw(2, heads, q_len, 576, dtype=dtype), draw(2, 1, 1000, 576, dtype=dtype, seed=1)
+    lens = torch.tensor([1000, 700])
+    latent = key.cuda()
+    got = attention(query.cuda(), latent, latent[..., :512], kv_lens=lens.cuda(), q_offset="end", causal=True)
+    settings = {"kv_lens": lens, "q_offset": lens - q_len, "causal": True}
+    plain = reference.attention(query, key, key[..., :512], **settings)
+    exact = reference.attention(query.double(), key.double(), key[..., :512].double(), **settings)
+    check({"out": got.cpu()}, {"out": plain}, {"out": exact}, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", [(1, 700), (70, 130)], ids=["decode", "prefill"])
+def test_excluded_keys_never_reach_a_result(dtype, lengths):
+    inputs = make_inputs(dtype, "gqa", lengths, (64, 64), mask="bool")
+    inputs.mask[:, :, :, 5] = False
+    inputs.mask[:, :, : lengths[0] // 2, 6] = False
+    inputs.mask[:, :, lengths[0] // 2 :, 6] = True
+    clean = run(attention, on_device(inputs))
+    for poison in (NAN, INF):
+        inputs.key[:, :, 5], inputs.value[:, :, 5] = poison, poison
+        for name, got in run(attention, on_device(inputs)).items():
+            assert torch.equal(got, clean[name]), name
+    inputs.value[:, :, 6] = NAN  # some rows see this one
+    out = attention(*(on_device(x) for x in (inputs.query, inputs.key, inputs.value, inputs.mask)))
+    assert torch.equal(out[:, :, : lengths[0] // 2], clean["out"][:, :, : lengths[0] // 2])
+    assert out[:, :, lengths[0] // 2 :].isnan().all()
+
+
+def test_an_allowed_nan_reaches_the_rows_that_attend_it():
+    query, key, value = (draw(1, 2, 40, 64, dtype=torch.bfloat16, seed=n).cuda() for n in range(3))
+    value[:, :, 20] = NAN
+    out = attention(query, key, value, causal=True)
+    assert out[:, :, :20].isfinite().all() and out[:, :, 20:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_draws_as_on_the_cpu(dtype):
+    tensors = [draw(2, 4, 40, 64, dtype=dtype, seed=n).requires_grad_() for n in range(3)]
+    seed = torch.tensor([123])
+    for device in ("cpu", "cuda"):
+        here = [x.detach().to(device).requires_grad_() for x in tensors]
+        arguments = (None, True, 0, None, -1, -1, None, 0.0, None, None, None, 0.3, seed, None)
+        out = torch.ops.attnpack.attention(*here, *arguments)[0]
+        results = [out, *torch.autograd.grad(out.sum(), here)]
+        if device == "cpu":
+            wanted = results
+    for got, cpu in zip(results, wanted, strict=True):
+        assert_close(got.cpu(), cpu, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=2e-2)
+
+
+@pytest.mark.parametrize("lengths", [(1, 3000), (200, 200)], ids=["decode", "prefill"])
+def test_results_are_bitwise_the_same_again(lengths):
+    inputs = on_device(make_inputs(torch.bfloat16, "gqa", lengths, (64, 64)))
+    first = run(attention, inputs)
+    for _ in range(5):
+        for name, got in run(attention, inputs).items():
+            assert torch.equal(got, first[name]), name
+
+
+def test_other_streams_and_graphs():
+    query, key, value = (draw(1, 4, n, 64, dtype=torch.bfloat16).cuda() for n in (1, 2000, 2000))
+    wanted = attention(query, key, value)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            got = attention(query, key, value)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(got, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attention(query, key, value)
+    graph.replay()
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(2, 8, 70_000, 2048), (1, 1, 17_000_000, 128)], ids=["wide rows", "long"])
+def test_beyond_32_bits(shape):
+    batch, heads, length, stride = shape
+    key = torch.zeros(batch, heads, length, stride, dtype=torch.bfloat16, device="cuda")[..., :64]
+    assert key.stride(1) * heads * batch > 2**31
+    value = key.clone(memory_format=torch.preserve_format)
+    value[..., -1, :] = 1
+    out = attention(key[:, :, :1], key, value, kv_lens=torch.full((batch,), length, device="cuda"))
+    assert_close(out.float(), torch.full_like(out, 1 / length, dtype=torch.float32), rtol=2e-2, atol=0)
+
+
+def test_cache_append_rope_and_few_row_linear():
+    cache = torch.zeros(2, 3, 50, 64, dtype=torch.bfloat16)
+    fresh, lengths, lens = draw(2, 3, 7, 64, dtype=torch.bfloat16), torch.tensor([0, 30]), torch.tensor([7, 4])
+    results = []
+    for device in ("cpu", "cuda"):
+        k, v, n = cache.to(device, copy=True), cache.to(device, copy=True), lengths.to(device, copy=True)
+        torch.ops.attnpack.kv_cache_append_(k, v, n, fresh.to(device), -fresh.to(device), lens.to(device), None)
+        results.append([x.cpu() for x in (k, v, n)])
+    for cpu, cuda in zip(*results, strict=True):
+        assert torch.equal(cpu, cuda)
+    angles = draw(7, 16)
+    for interleaved in (False, True):
+        got = apply_rope(fresh.cuda(), angles.cos().cuda(), angles.sin().cuda(), interleaved=interleaved)
+        assert_close(got.cpu(), apply_rope(fresh, angles.cos(), angles.sin(), interleaved=interleaved))
+    for dtype in (torch.float32, *HALF):
+        layer = torch.nn.Linear(300, 130, device="cuda", dtype=dtype)
+        x = draw(3, 300, dtype=dtype).cuda()
+        with torch.no_grad():
+            exact = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+            error = (project(layer, x).double() - exact).abs().max()
+            assert error <= 2 * (layer(x).double() - exact).abs().max() + 64 * torch.finfo(dtype).eps
