@@ -42,7 +42,8 @@ BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
 def largest_difference(a, b):
-    return f"{(a - b).abs().max().item():.1e}"
+    gap = (a - b).abs().max().item()
+    return f"{gap:.1e}" if gap else "0"
 
 
 # %% [markdown]
@@ -295,6 +296,7 @@ for panel, (name, share) in zip(panels, habits.items(), strict=True):
     panel.set(title=f"weight on the {name}" if name != "itself" else "weight on itself", xlabel="head")
     panel.set_xticks(range(9))
 panels[0].set_ylabel("layer")
+figure.suptitle("SmolLM2-135M: three habits of its 270 heads")
 figure.colorbar(image, ax=panels, label="share of weight, mean over rows")
 plt.show()
 print(f"mean over all heads: {', '.join(f'{name} {share.mean():.0%}' for name, share in habits.items())}")

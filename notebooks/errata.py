@@ -45,6 +45,10 @@ def largest_difference(a, b):
     return (a - b).abs().max().item()
 
 
+def scientific(number):
+    return f"{number:.1e}" if number else "0"
+
+
 def split(x):
     """[b, l, h * d] -> [b, h, l, d]: the last dim is cut into heads, then heads and positions change places."""
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
@@ -96,12 +100,12 @@ errors = {
     for name, (k, v, g, how) in cases.items()
 }
 for name, error in errors.items():
-    print(f"{name:<15} error of the view without transpose: {error:.1e}")
+    print(f"{name:<15} error of the view without transpose: {scientific(error)}")
 assert errors["MQA"] < 1e-6 and min(list(errors.values())[1:]) > 0.5
 
 figure, axes = plt.subplots(figsize=(7, 2.6), dpi=70, layout="constrained")
 bars = axes.bar(list(errors), list(errors.values()), color=[BLUE] + 3 * [ORANGE])
-axes.bar_label(bars, [f"{error:.0e}" if error < 0.1 else f"{error:.1f}" for error in errors.values()], padding=2)
+axes.bar_label(bars, [f"{error:.1f}" if error > 0.1 else scientific(error) for error in errors.values()], padding=2)
 axes.margins(y=0.15)
 axes.set(xlabel="case", ylabel="largest error of out", title="The view without a transpose")
 plt.show()
@@ -132,7 +136,9 @@ order = torch.randperm(length)
 for name, how in (("wrong, never applied", {}), ("right", {"rotate": True})):
     straight = attend(x_q, two_k, two_v, 2, wrong=False, **how)
     mixed = attend(x_q[:, order], two_k[:, order], two_v[:, order], 2, wrong=False, **how)
-    print(f"{name:<21} outputs of permuted tokens differ by {largest_difference(mixed, straight[:, order]):.1e}")
+    print(
+        f"{name:<21} outputs of permuted tokens differ by {scientific(largest_difference(mixed, straight[:, order]))}"
+    )
 
 # %% [markdown]
 # ## 000: four slips of counting
@@ -191,7 +197,7 @@ with torch.no_grad():
         out, pictures[name] = summary_attention(x, dim)
         moved = largest_difference(summary_attention(changed, dim)[0][:, :-1], out[:, :-1])
         rows = [round(each, 2) for each in pictures[name].sum(-1)[0].tolist()]
-        print(f"{name:<14} row sums {rows}; a change of the last token moves earlier outputs by {moved:.1e}")
+        print(f"{name:<14} row sums {rows}; a change of the last token moves earlier outputs by {scientific(moved)}")
     native = attnpack.SelfAttention(32, head_size, causal=True)
     for mine, theirs in zip((native.q_proj, native.k_proj, native.v_proj), projections, strict=True):
         mine.weight.copy_(theirs.weight)
@@ -251,7 +257,7 @@ def fed(module, parts):
 with torch.no_grad():
     for parts in ([1] * 10, [4, 6]):
         gap = largest_difference(fed(masked, parts), fed(unmasked, parts))
-        print(f"chunks of {parts}: with the mask against without: {gap:.1e}")
+        print(f"chunks of {parts}: with the mask against without: {scientific(gap)}")
     assert torch.equal(fed(masked, [1] * 10), fed(unmasked, [1] * 10))
 
 # %% [markdown]
@@ -272,7 +278,7 @@ with torch.no_grad():
     steps = fed(masked, [1] * 10)
 print("shapes:", tuple(broken.shape), tuple(steps.shape))
 for name, outs in (("broken", broken), ("right", steps)):
-    print(f"{name} cache against an uncached run: {largest_difference(outs, uncached):.1e}")
+    print(f"{name} cache against an uncached run: {scientific(largest_difference(outs, uncached))}")
 torch.testing.assert_close(steps, uncached)
 
 # %% [markdown]
@@ -423,4 +429,4 @@ with torch.no_grad():
         heads = attnpack.attention(queries, k, v)
         spread = largest_difference(heads[:, :4], heads[:, :1])
         kinds = len({tuple(head.flatten().tolist()) for head in heads[0]})
-        print(f"{name:<15} heads of a group differ by {spread:.1e}; different heads: {kinds} of 8")
+        print(f"{name:<15} heads of a group differ by {scientific(spread)}; different heads: {kinds} of 8")

@@ -16,8 +16,8 @@
 #
 # A language model writes one token, appends it to the text, and asks itself for the next. Done naively, token 1000
 # costs a full pass over the 999 before it, and so did every earlier one. A **KV cache** keeps the keys and values of
-# all earlier tokens, so that each step computes the new token only. It is the one trick without which no language
-# model would be usable; its price is memory.
+# all earlier tokens, so that each step computes the new token only. Nearly every program that lets a transformer write
+# keeps one; its price is memory.
 
 # %%
 import statistics
@@ -33,7 +33,8 @@ BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
 def largest_difference(a, b):
-    return f"{(a - b).abs().max().item():.1e}"
+    gap = (a - b).abs().max().item()
+    return f"{gap:.1e}" if gap else "0"
 
 
 # %% [markdown]
@@ -233,7 +234,7 @@ axes.set_xscale("log")
 axes.set_xlim(1, 2000)
 axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
 axes.invert_yaxis()
-axes.set(xlabel="KV cache at 128k tokens in bfloat16 (GiB)", title="What sharing saves")
+axes.set(xlabel="KV cache at 128k tokens in bfloat16 (GiB)", ylabel="model", title="What sharing saves")
 axes.legend(loc="lower right")
 plt.show()
 

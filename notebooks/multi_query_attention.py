@@ -48,7 +48,8 @@ def load_weights(native, plain):
 
 
 def largest_difference(a, b):
-    return f"{(a - b).abs().max().item():.1e}"
+    gap = (a - b).abs().max().item()
+    return f"{gap:.1e}" if gap else "0"
 
 
 # %% [markdown]
@@ -308,14 +309,14 @@ for kv_heads in (8, 4, 2, 1):
     cache = attnpack.DynamicCache()
     with torch.no_grad():
         layer(x[:1], cache=cache)
-    sizes[f"{kv_heads} kv head{'s' if kv_heads > 1 else ''}"] = cache.nbytes
-    assert sizes[list(sizes)[-1]] == 2 * seq * kv_heads * d_kv * 4
+    sizes[str(kv_heads)] = cache.nbytes
+    assert cache.nbytes == 2 * seq * kv_heads * d_kv * 4
 figure, axes = plt.subplots(figsize=(5, 1.8), dpi=70, layout="constrained")
 bars = axes.barh(list(sizes), list(sizes.values()), color="#0072B2")
 axes.bar_label(bars, padding=3)
 axes.set_xlim(0, 6000)
 axes.invert_yaxis()
-axes.set_xlabel("bytes for 10 tokens")
+axes.set(xlabel="bytes for 10 tokens", ylabel="kv heads")
 axes.set_title("8 query heads: MHA, two groupings, MQA")
 plt.show()
 

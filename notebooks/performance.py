@@ -30,11 +30,11 @@
 # (a few minutes; without `--quick` longer texts and more rounds) and this notebook again.
 
 # %%
+import statistics
 from pathlib import Path
 
 import attnpack
 import matplotlib.pyplot as plt
-import torch
 from attnpack import bench as live
 from attnpack import plot_roofline
 
@@ -61,27 +61,28 @@ plt.show()
 # Two worlds. **Decoding** (one new token over a long cache) stands on the left: each key is read from memory and used
 # for a few products. With every head reading its own keys, the intensity in fp32 is about half an operation a byte;
 # sharing moves the point to the right along the roof, since a key that is read once serves a whole group of heads.
-# That is all of what grouped- and multi-query attention do for speed, in one picture. **Prefill** and training stand
-# on the right: many queries share each key, and arithmetic is the limit. (A point above the roof, where there is one,
-# is a call whose keys lie in the processor's cache ("warm"), which is faster than memory.)
+# That is all of what grouped- and multi-query attention do for speed, in one picture. **Prefill** (reading a prompt,
+# all of its tokens in one call) and training stand on the right: many queries share each key, and arithmetic is the
+# limit. (A point above the roof, where there is one, is a call whose keys lie in the processor's cache ("warm"), which
+# is faster than memory.)
 #
 # The same as a share of the limit that binds, over the cases of each kind:
 
 # %%
 print(f"{'section':<10}{'dtype':<7}{'cases':>5}{'least':>8}{'median':>8}{'most':>8}   share of the limit")
 for section, dtype in dict.fromkeys((each["case"]["section"], each["case"]["dtype"]) for each in bench["results"]):
-    shares = torch.tensor(
-        [
-            each["share"]
-            for each in bench["results"]
-            if (each["case"]["section"], each["case"]["dtype"]) == (section, dtype)
-        ]
-    )
-    least, median, most = shares.min(), shares.median(), shares.max()
+    shares = [
+        each["share"]
+        for each in bench["results"]
+        if (each["case"]["section"], each["case"]["dtype"]) == (section, dtype)
+    ]
+    least, median, most = min(shares), statistics.median(shares), max(shares)
     print(f"{section:<10}{dtype:<7}{len(shares):>5}{least:>8.0%}{median:>8.0%}{most:>8.0%}")
 
 # %% [markdown]
-# Calls on a single token ("small") are far below any roof: what they take is the way through the dispatcher, not work.
+# The "small" calls are of one token and of 16. With one token nearly all of the time is the way in, not work: checking
+# arguments, making the output, and PyTorch's dispatcher, which looks up the kernel by the tensors' device and dtype.
+# With 16 the work shows already, and the share is several times as high.
 #
 # ## Decoding beside PyTorch
 #

@@ -68,7 +68,26 @@ def test_cuda_cases_and_a_sentence_where_there_is_no_device(capsys):
 
 def test_unknown_section_is_named(capsys):
     assert cli.main(["bench", "speed"]) == 2
-    assert "SECTION is 'speed', wants one of decode, prefill" in capsys.readouterr().err
+    assert "SECTION: got 'speed', want some of decode, prefill" in capsys.readouterr().err
+    assert cli.main(["bench", "--peers", "numpy"]) == 2
+    assert "--peers: got 'numpy', want some of sdpa, packed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "picture, said",
+    [
+        ("none/x.png", "lies in no folder that exists"),
+        ("x.bmp", "want a name that ends in .png or .svg"),
+        (".", "cannot be written"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_stops_before_anything_is_timed(picture, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("it ran"))
+    assert cli.main(["bench", "decode", "--out", picture]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("attnpack bench: --out: ") and said in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_peer_that_needs_more_memory_than_there_is_leaves_a_dash(capsys, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import attnpack
 import pytest
@@ -21,8 +22,10 @@ def test_help_lists_exactly_the_commands_that_exist(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["--help"])
     assert stop.value.code == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
-    assert listed == COMMANDS
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines() if line.startswith("    ")] == COMMANDS
+    example = text.split("example: attnpack ")[1]
+    assert cli.build_parser().parse_args(shlex.split(example)).command == "generate"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -37,7 +40,9 @@ def test_each_command_shows_an_example_that_parses(command, capsys):
 def test_an_error_is_one_sentence_and_code_2():
     result = run("generate", "--model", "missing.gguf", "hello")
     assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith("attnpack generate: missing.gguf") and result.stderr.count("\n") == 1
+    assert result.stderr == (
+        "attnpack generate: missing.gguf: no such file or directory; give a Hugging Face directory or a GGUF file\n"
+    )
 
 
 def test_debug_shows_the_traceback():
@@ -83,19 +88,42 @@ def test_a_count_that_is_none(number, capsys):
     assert capsys.readouterr().err.endswith(wanted)
 
 
+@pytest.mark.parametrize(
+    "flag, given, wanted",
+    [
+        ("--temperature", "-1", "a number, 0 (greedy) or more"),
+        ("--temperature", "inf", "a number, 0 (greedy) or more"),
+        ("--temperature", "hot", "a number, 0 (greedy) or more"),
+        ("--top-p", "0", "a number above 0 and up to 1"),
+        ("--top-p", "1.5", "a number above 0 and up to 1"),
+        ("--top-p", "nan", "a number above 0 and up to 1"),
+    ],
+)
+def test_a_setting_of_sampling_that_is_out_of_range(flag, given, wanted, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", f"{flag}={given}", "hello"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith(f"argument {flag}: got '{given}', expected {wanted}\n")
+
+
 def test_a_picture_that_cannot_be_written_stops_the_demo_before_it_starts(capsys, tmp_path):
     for picture, words in (
         (tmp_path / "none" / "x.png", "lies in no folder that exists"),
         (tmp_path, "cannot be written"),
+        (tmp_path / "x.bmp", "want a name that ends in .png or .svg"),
+        (Path("/proc/x.png"), "cannot be written"),
     ):
         assert cli.main(["demo", "--no-model", "--out", str(picture)]) == 2
         said = capsys.readouterr()
-        assert said.out == "" and said.err.startswith(f"attnpack demo: --out: {picture} {words}")
+        assert said.out == "" and said.err.startswith("attnpack demo: --out: ") and said.err.count("\n") == 1
+        assert str(picture) in said.err and words in said.err
 
 
 def test_version_and_info():
     assert run("--version").stdout == f"attnpack {attnpack.__version__}\n"
-    assert json.loads(run("info", "--json").stdout)
+    prefix = json.loads(run("info", "--json").stdout)["cmake_prefix"]
+    assert json.loads(run("info", "--cmake-prefix", "--json").stdout) == {"cmake_prefix": prefix}
+    assert run("info", "--cmake-prefix").stdout == f"{prefix}\n"
     assert run("info").returncode == 0
 
 

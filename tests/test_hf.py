@@ -7,6 +7,7 @@ import attnpack
 import attnpack.hf
 import pytest
 import torch
+import transformers
 from hf_families import (
     DECODERS,
     ENCODER_DECODERS,
@@ -17,6 +18,7 @@ from hf_families import (
     generated,
     inputs,
     logits,
+    make_config,
     make_model,
     padding,
     states,
@@ -268,3 +270,15 @@ def test_a_model_with_attention_of_its_own_is_refused(family):
     model.config._attn_implementation_internal = "attnpack"  # as attn_implementation= of from_pretrained sets it
     with pytest.raises(ValueError, match="does not reach its attention; call model.set_attn_implementation"):
         model(**inputs(family, padding("left")))
+
+
+@pytest.mark.parametrize("family", ["falcon", "gptj", "deberta-v2", "xlnet"])
+def test_a_model_that_asks_for_no_attention_function_is_left_as_it_was(family):
+    """What README says of them: a KeyError of transformers or silence when loaded, so set it afterwards."""
+    config = make_config(family)
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    model.set_attn_implementation("attnpack")
+    assert model.config._attn_implementation == "eager"
+    if family in ("falcon", "gptj"):
+        with pytest.raises(KeyError, match="attnpack"):
+            transformers.AutoModel.from_config(config, attn_implementation="attnpack")

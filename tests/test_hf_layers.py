@@ -143,6 +143,27 @@ def test_attentions_can_be_had_of_a_layer(family):
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("recorded_before", [False, True], ids=["new", "recorded before"])
+def test_the_model_gives_its_attentions(pair, recorded_before):
+    family, theirs, _ = pair
+    ours, batch = copy.deepcopy(theirs), inputs(family, padding("none"))
+    theirs.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = theirs(**batch, output_attentions=True).attentions
+        if recorded_before:
+            ours(**batch, output_attentions=True)
+        found = attnpack.hf.replace_attention(ours)(**batch, output_attentions=True).attentions
+    assert len(found) == len(expected) == len(layers(ours))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_replacing_again_changes_nothing():
+    model = attnpack.hf.replace_attention(make_model("llama"))
+    before = layers(model)
+    assert attnpack.hf.replace_attention(model) is model
+    assert layers(model) == before
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_compiles_to_one_graph(family):
     model = attnpack.hf.replace_attention(make_model(family))

@@ -63,6 +63,16 @@ def test_memory_lines_are_the_points_in_gib():
     (line,) = axes.get_lines()
     assert line.get_xydata().tolist() == [[1024, 1], [2**20, 16]]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1k", "1M"]
+    written = axes.yaxis.get_major_formatter()
+    assert [written(gib) for gib in (64, 1, 0.25, 2**-6)] == ["64 GiB", "1 GiB", "256 MiB", "16 MiB"]
+
+
+def test_positions_of_weights_are_whole_numbers():
+    panels = Figure(figsize=(8, 3.5)).subplots(2, 4, sharex=True, sharey=True)
+    for panel in panels.flat:
+        plot_attention.draw_weights(panel, torch.rand(10, 10), title="a head")
+    ticks = [*panels[0, 0].get_xticks(), *panels[0, 0].get_yticks()]
+    assert ticks and all(tick == round(tick) for tick in ticks)
 
 
 def test_roofline_points_lie_at_their_intensity_and_speed():
@@ -72,6 +82,16 @@ def test_roofline_points_lie_at_their_intensity_and_speed():
     assert points == {"decode, fp32": [[1, 2]], "decode, bf16": [[2, 4]], "prefill, fp32": [[1000, 100]]}
     roof = dict(axes.get_lines()[0].get_xydata().tolist())
     assert roof[1] == 20 and roof[2048] == 200
+
+
+def test_the_roofs_edge_is_the_ridge_of_the_machine():
+    limits = {"flops": 3e11, "bytes_per_second": 2e10, "bf16_flops": 7e11}
+    axes = Figure().subplots()
+    plot_roofline.draw_roofline(axes, BENCH | {"limits": limits})
+    for line, peak, ridge in zip(axes.get_lines(), (300, 700), (15, 35), strict=True):
+        points = line.get_xydata().tolist()
+        assert points == sorted(points) and [ridge, peak] in points
+        assert all(y == min(peak, 20 * x) for x, y in points)
 
 
 def test_bars_against_a_peer_are_its_ratios():
@@ -115,7 +135,7 @@ def test_the_command_writes_a_roofline(bench_file, tmp_path, capsys):
 
 def test_the_command_writes_attention_of_the_real_model(smollm2, tmp_path, capsys):
     out = tmp_path / "attention.png"
-    assert cli.main(["plot", "attention", "The cat sat", "--layer", "-1", "--out", str(out), "--json"]) == 0
+    assert cli.main(["plot", "attention", "The cat sat", "--layer", "29", "--out", str(out), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     weights = torch.tensor(figures["weights"])
     assert is_a_picture(out) and weights.shape == (9, 3, 3) == (9, *2 * [len(figures["tokens"])])
@@ -130,6 +150,9 @@ def test_the_command_writes_attention_of_the_real_model(smollm2, tmp_path, capsy
         (["kv-memory", "--out", "nowhere/memory.png"], "--out: nowhere/memory.png lies in no folder that exists"),
         (["roofline", "missing.json"], "missing.json: cannot be read (No such file or directory)"),
         (["attention", "hello", "--layer", "30"], "--layer: got 30, want 0 to 29, the model's layers"),
+        (["attention", "hello", "--layer", "-1"], "--layer: got -1, want 0 to 29, the model's layers"),
+        (["attention", "hello", "--model", "nosuch"], "nosuch: no such file or directory; give a Hugging Face dir"),
+        (["kv-memory", "--out", "/proc/x.png"], "--out: /proc/x.png cannot be written"),
         (["attention", ""], "text: got an empty one"),
     ],
     ids=lambda given: " ".join(given)[:30] if isinstance(given, list) else "",

@@ -136,15 +136,17 @@ def machine() -> str:
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.out:
+        from .plot import check_picture, new_figure, save
+        from .plot_roofline import draw_roofline
+
+        check_picture(args.out)
+        figure = new_figure()  # tells now, rather than after minutes, that matplotlib is missing
     if args.threads:
         torch.set_num_threads(args.threads)
     on = device_named(args.device)
     limits, results = run(args.sections or list(SECTIONS), args.dtypes, args.peers, quick=args.quick, on=on)
     if args.out:
-        from .plot import new_figure, save
-        from .plot_roofline import draw_roofline
-
-        figure = new_figure()
         draw_roofline(figure.subplots(), as_dict(limits, results, on))
         save(figure, args.out)
     print(json.dumps(as_dict(limits, results, on)) if args.json else format_table(limits, results, args.peers, on))

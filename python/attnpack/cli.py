@@ -34,13 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="attnpack", description="Attention variants in C++ for PyTorch.")
+    parser.epilog = 'example: attnpack generate "What is a llama?"'
     parser.add_argument("--version", action="version", version=f"attnpack {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     demo = _command(commands, "demo", _demo, "run the whole demonstration", "attnpack demo --out kv_memory.png")
     demo.add_argument("--no-model", action="store_true", help="leave out the language model")
     picture = Path("attnpack_demo.png")
-    demo.add_argument("--out", type=Path, default=picture, metavar="PNG", help="where the picture goes [%(default)s]")
+    demo.add_argument(
+        "--out", type=Path, default=picture, metavar="PNG|SVG", help="where the picture goes [%(default)s]"
+    )
 
     info = _command(commands, "info", _info, "say what is installed and loaded, and why not", "attnpack info --json")
     info.add_argument("--cmake-prefix", action="store_true", help="print the path for CMake's find_package(attnpack)")
@@ -56,9 +59,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="fp32", help="[%(default)s]")
     generate.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="[%(default)s]")
-    generate.add_argument("--temperature", type=float, metavar="T", help="sample from softmax(logits / T) [greedy]")
+    generate.add_argument(
+        "--temperature", type=_temperature, metavar="T", help="sample from softmax(logits / T) [greedy]"
+    )
     generate.add_argument("--top-k", type=_positive, metavar="K", help="sample from the K likeliest tokens")
-    generate.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of joint mass P")
+    generate.add_argument("--top-p", type=_mass, metavar="P", help="sample from the likeliest tokens of joint mass P")
     generate.add_argument("--seed", type=_seed, metavar="N", help="of the sampling")
 
     example = "attnpack convert path/to/model converted --kv-heads 2 --method mean"
@@ -100,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
     bench.add_argument("--threads", type=_positive, metavar="N", help="of torch [as torch takes]")
     bench.add_argument("--quick", action="store_true", help="fewer and smaller cases, less time for each")
-    bench.add_argument("--out", type=Path, metavar="PNG", help="also draw a roofline")
+    bench.add_argument("--out", type=Path, metavar="PNG|SVG", help="also draw a roofline")
 
     example = "attnpack plot kv-memory --out kv_memory.png"
     plot = _command(commands, "plot", _plot, "draw memory, a roofline or attention weights", example)
@@ -177,10 +182,10 @@ def _bench(args: argparse.Namespace) -> None:
     from .bench_cases import SECTIONS
     from .bench_peers import PEERS
 
-    for kind, given, known in (("SECTION", args.sections, SECTIONS), ("PEER", args.peers, PEERS)):
+    for kind, given, known in (("SECTION", args.sections, SECTIONS), ("--peers", args.peers, PEERS)):
         for name in given:
             if name not in known:
-                raise ValueError(f"{kind} is {name!r}, wants one of {', '.join(known)}")
+                raise ValueError(f"{kind}: got {name!r}, want some of {', '.join(known)}")
     bench.main(args)
 
 
@@ -212,6 +217,27 @@ def _seed(text: str) -> int:
     if not 0 <= number < 2**64:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number from 0 to 2**64 - 1")
     return number
+
+
+def _temperature(text: str) -> float:
+    number = _number(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number, 0 (greedy) or more")
+    return number
+
+
+def _mass(text: str) -> float:
+    number = _number(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0 and up to 1")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _minutes(text: str) -> float:

@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -12,16 +10,16 @@ from .causal_lm_io import smollm2_path
 from .demo_model import run_model
 from .demo_mqa import run_mqa
 from .demo_variants import compare_variants, format_table, rows_as_dicts
-from .plot import plot_kv_memory
+from .plot import check_picture, plot_kv_memory
 
 
 def main(args: argparse.Namespace) -> None:
     """Runs the four parts; with `args.json` prints their figures as one JSON object instead of text."""
     say: Callable[..., None] = _quiet if args.json else _print
     figures: dict = {}
-    _check_writable(args.out)
+    check_picture(args.out)
     if not args.no_model:
-        smollm2_path()  # raises now, rather than after half the demo
+        smollm2_path()  # raises now, as check_picture, rather than after half the demo
 
     say("1. The multi-query notebook on native tensors: V1, V2, V3, masking, then the values\n")
     figures["mqa"] = run_mqa(say=say)["differences"]
@@ -43,15 +41,6 @@ def main(args: argparse.Namespace) -> None:
     say(f"wrote {args.out}")
     if args.json:
         print(json.dumps(figures, indent=2))
-
-
-def _check_writable(picture: Path) -> None:
-    """Raises now, rather than after the whole demo."""
-    folder = picture.parent
-    if not folder.is_dir():
-        raise ValueError(f"--out: {picture} lies in no folder that exists; make {folder} first, or choose another")
-    if picture.is_dir() or not os.access(picture if picture.exists() else folder, os.W_OK):
-        raise ValueError(f"--out: {picture} cannot be written; choose another file")
 
 
 def _print(text: str, end: str = "\n") -> None:

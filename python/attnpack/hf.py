@@ -36,7 +36,8 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
 
     Returns:
         The model, which now has `attn_implementation="attnpack"` too, so that its masks are ours. It works with the
-        caches of transformers; attentions that `output_attentions=True` asks for are not recorded.
+        caches of transformers, and gives its attentions where `output_attentions=True` asks for them. A model whose
+        layers are replaced already comes back as it is.
 
     Raises:
         TypeError: model is no transformers model.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
+from transformers import PreTrainedModel
 
+from .hf_adopted import Adopted
 from .hf_grouped import HfGroupedQueryAttention
 from .hf_latent import HfLatentAttention
 
@@ -26,8 +28,8 @@ KNOWN: dict[str, type[nn.Module]] = {
 }
 
 
-def replace(model: nn.Module) -> int:
-    """Puts our layers in the place of all that are known; how many."""
+def replace(model: PreTrainedModel) -> int:
+    """Puts our layers in the place of all that are known; how many are ours then, those of an earlier call too."""
     found = [
         (parent, name, child)
         for parent in list(model.modules())
@@ -37,4 +39,25 @@ def replace(model: nn.Module) -> int:
     made = {child: KNOWN[type(child).__name__](child) for _, _, child in found}
     for parent, name, child in found:
         setattr(parent, name, made[child])
-    return len(found)
+        _keep_recording(child, made[child])
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            _record_ours_too(part)
+    return sum(isinstance(layer, Adopted) for layer in model.modules())
+
+
+def _record_ours_too(model: PreTrainedModel) -> None:
+    """Adds our classes to those whose weights the model gives for `output_attentions=True`: transformers looks for
+    layers by their class, and what it does not find it leaves out without a word."""
+    recorded = getattr(model, "_can_record_outputs", None) or {}
+    for output, layers in recorded.items():
+        layers = list(layers) if isinstance(layers, list) else [layers]
+        ours = {KNOWN[layer.__name__] for layer in layers if isinstance(layer, type) and layer.__name__ in KNOWN}
+        if new := [layer for layer in ours if layer not in layers]:
+            recorded[output] = layers + new
+
+
+def _keep_recording(theirs: nn.Module, ours: nn.Module) -> None:
+    """Hooks on the results of a layer stay: the user's, and transformers' own where it has recorded before."""
+    for hooks in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+        getattr(ours, hooks).update(getattr(theirs, hooks))

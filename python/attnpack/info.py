@@ -56,9 +56,9 @@ def collect(failure: str = "") -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Prints the CMake prefix alone (`--cmake-prefix`), JSON (`--json`) or lines to read."""
+    """Prints the CMake prefix alone (`--cmake-prefix`) or all, as JSON (`--json`) or to read."""
     if args.cmake_prefix:
-        print(PACKAGE)
+        print(json.dumps({"cmake_prefix": str(PACKAGE)}) if args.json else PACKAGE)
     else:
         show(collect(), args.json)
 

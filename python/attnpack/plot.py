@@ -19,6 +19,8 @@ from .plot_memory import MODELS, draw_kv_memory, kv_bytes, model_kv_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+ENDINGS = (".png", ".svg")
+
 
 def new_figure(width: float = 7, height: float = 4.5) -> Figure:
     """A figure of its own, that leaves pyplot's backend as it is; inches."""
@@ -30,13 +32,25 @@ def new_figure(width: float = 7, height: float = 4.5) -> Figure:
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Writes what the name's ending says, .png or .svg; raises ValueError for another."""
-    _check_ending(path)
+    """Writes what the name's ending says, .png or .svg; raises ValueError where `check_picture` does."""
+    check_picture(path)
     figure.savefig(path)
 
 
-def _check_ending(path: str | Path) -> None:
-    if Path(path).suffix.lower() not in (".png", ".svg"):
+def check_picture(path: str | Path) -> None:
+    """Raises ValueError where `save` could not write `path`: for a command to call before its work, not after."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"--out: {path} lies in no folder that exists; make {path.parent} first, or choose another")
+    was_there = path.exists()
+    if was_there or path.suffix.lower() in ENDINGS:
+        try:
+            path.open("ab").close()  # permissions alone do not tell, for root or in /proc
+        except OSError as error:
+            raise ValueError(f"--out: {path} cannot be written ({error.strerror}); choose another file") from None
+        if not was_there:
+            path.unlink()
+    if path.suffix.lower() not in ENDINGS:
         raise ValueError(f"--out: got {str(path)!r}, want a name that ends in .png or .svg")
 
 
@@ -67,9 +81,7 @@ def plot_kv_memory(
 
 def main(args: argparse.Namespace) -> None:
     """`attnpack plot`: writes one picture; with `args.json` prints the figures in it as one JSON object."""
-    _check_ending(args.out)
-    if not args.out.parent.is_dir():
-        raise ValueError(f"--out: {args.out} lies in no folder that exists; make {args.out.parent} first")
+    check_picture(args.out)
     figure, figures = {"kv-memory": _kv_memory, "roofline": _roofline, "attention": _attention}[args.picture](args)
     save(figure, args.out)
     print(json.dumps({"picture": str(args.out), **figures}) if args.json else f"wrote {args.out}")
@@ -104,7 +116,7 @@ def _attention(args: argparse.Namespace) -> tuple[Figure, dict]:
 
     path = args.model or causal_lm_io.smollm2_path()
     tokenizer, model = causal_lm_io.load_tokenizer(path), load(path)
-    if not -len(model.layers) <= args.layer < len(model.layers):
+    if not 0 <= args.layer < len(model.layers):
         raise ValueError(f"--layer: got {args.layer}, want 0 to {len(model.layers) - 1}, the model's layers")
     ids = tokenizer.encode(args.text)
     if not ids:

@@ -52,8 +52,9 @@ def draw_weights(
             axis.get_major_locator().set_params(integer=True)
     else:
         labels = [token.replace("\n", "\\n").replace("$", r"\$") for token in tokens]
-        axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=7)
-        axes.set_yticks(range(len(labels)), labels, fontsize=7)
+        size = 9 if len(labels) <= 16 else 7
+        axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=size)
+        axes.set_yticks(range(len(labels)), labels, fontsize=size)
     return image
 
 

@@ -64,18 +64,24 @@ def model_kv_bytes(sizes: KvSizes, context: int, *, dtype: torch.dtype = torch.b
 
 
 def draw_kv_memory(axes: Axes, contexts: Sequence[int], points: Mapping[str, Sequence[int]], *, title: str) -> None:
-    """A line for each entry of `points`: bytes at each of `contexts` tokens. The last one is written out in GiB."""
+    """A line for each entry of `points`: bytes at each of `contexts` tokens. The last one is written out."""
     for (name, sizes), (colour, line) in zip(points.items(), STYLES, strict=False):
         gibibytes = [size / 2**30 for size in sizes]
         axes.plot(contexts, gibibytes, line, color=colour, marker="o", markersize=4, label=name)
-        axes.annotate(f"{gibibytes[-1]:.3g}", (contexts[-1], gibibytes[-1]), xytext=(6, -3), textcoords="offset points")
+        axes.annotate(
+            _size(gibibytes[-1]), (contexts[-1], gibibytes[-1]), xytext=(6, -3), textcoords="offset points", fontsize=9
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(contexts, [f"{n >> 20}M" if n >> 20 else f"{n // 1024}k" for n in contexts])
-    axes.yaxis.set_major_formatter(lambda size, _: f"{size:.3g}")
-    axes.margins(x=0.09)
+    axes.yaxis.set_major_formatter(lambda gibibytes, _: _size(gibibytes))
+    axes.margins(x=0.17)
     axes.set_xlabel("context (tokens)")
-    axes.set_ylabel("KV cache of one sequence (GiB)")
+    axes.set_ylabel("KV cache of one sequence")
     axes.set_title(title)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=8)
+
+
+def _size(gibibytes: float) -> str:
+    return f"{gibibytes:.3g} GiB" if gibibytes >= 1 else f"{1024 * gibibytes:.3g} MiB"

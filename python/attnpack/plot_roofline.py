@@ -40,8 +40,8 @@ def draw_roofline(axes: Axes, bench: dict) -> None:
     roofs = {"limit": (flops, "-"), "limit, bf16": (limits.get("bf16_flops", flops), "--")}
     if roofs["limit, bf16"][0] == flops:
         del roofs["limit, bf16"]
-    intensities = [2.0**n for n in range(-2, 12)]
     for label, (roof, line) in roofs.items():
+        intensities = sorted({2.0**n for n in range(-2, 12)} | {roof / read})  # the ridge, where the limits meet
         axes.plot(intensities, [min(roof, read * x) / 1e9 for x in intensities], line, color="black", label=label)
     results = bench["results"]
     markers = dict(zip(dict.fromkeys(each["case"]["section"] for each in results), "os^Dv", strict=False))

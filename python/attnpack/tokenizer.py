@@ -96,13 +96,15 @@ def _chatml(prompt: str, template: str, source: str) -> str:
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     """The tokenizer of a Hugging Face directory (tokenizer.json) or of a GGUF file with a byte-level BPE vocabulary.
 
-    Raises ImportError without the package `tokenizers`, ValueError for a vocabulary of another kind.
+    Raises ImportError without the package `tokenizers`, ValueError for a vocabulary of another kind or no file.
     """
     try:
         import tokenizers  # noqa: F401
     except ImportError as error:
         raise ImportError(f"{path}: reading its tokenizer needs tokenizers; run `pip install tokenizers`") from error
     path = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or directory; give a Hugging Face directory or a GGUF file")
     return _from_directory(path) if path.is_dir() else _from_gguf(path)
 
 
