@@ -33,8 +33,8 @@ for step in "${@:-test}"; do
         tail -n 20 "$OUT/$tool.log"
       done ;;
     bench) # peers that the machine lacks, or that refuse a case, leave a dash
-      checked "$python" -m attnpack bench --device cuda --dtypes bf16 --peers sdpa flash cudnn efficient flex --json \
-        >"$OUT/bench.json"
+      checked "$python" -m attnpack bench --device cuda --dtypes bf16 --json \
+        --peers sdpa flash cudnn efficient flex flash_attn flashinfer >"$OUT/bench.json"
       head -c 3000 "$OUT/bench.json" ;;
     *) stop "no step is called $step: test, large, sanitize or bench." ;;
   esac

@@ -36,6 +36,12 @@ def test_peers_compute_the_same(peer, dtype):
         torch.testing.assert_close(theirs, mine, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("peer", ["flash_attn", "flashinfer"])
+def test_peers_for_cuda_leave_out_what_they_do_not_take(peer):
+    case = dataclasses.replace(TINY, dtype="bf16")
+    assert PEERS[peer](case, *make_inputs(case)[:3]) is None  # on the CPU
+
+
 def test_every_section_has_cases_of_each_dtype():
     for section in SECTIONS:
         for quick in (False, True):

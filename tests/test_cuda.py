@@ -1,6 +1,8 @@
 """The operator and what surrounds it on a CUDA device: the grid of the CPU's tests, by the same rule, against fp64 on
 the CPU."""
 
+import functools
+
 import pytest
 import torch
 from attnpack import _load, apply_rope, attention, reference
@@ -121,6 +123,17 @@ def test_dropout_draws_as_on_the_cpu(dtype):
         assert_close(got.cpu(), cpu, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=2e-2)
 
 
+def test_lengths_out_of_range_are_clamped_or_refused(monkeypatch):
+    query, key, value = (draw(2, 4, n, 64, dtype=torch.bfloat16).cuda() for n in (1, 300, 300))
+    lens, clamped = torch.tensor([500, -3], device="cuda"), torch.tensor([300, 0], device="cuda")
+    wanted = attention(query, key, value, kv_lens=clamped)
+    assert torch.equal(attention(query, key, value, kv_lens=lens), wanted)
+    monkeypatch.setenv("ATTNPACK_CHECK", "1")
+    assert torch.equal(attention(query, key, value, kv_lens=clamped), wanted)
+    with pytest.raises(ValueError, match="kv_lens"):
+        attention(query, key, value, kv_lens=lens)
+
+
 @pytest.mark.parametrize("lengths", [(1, 3000), (200, 200)], ids=["decode", "prefill"])
 def test_results_are_bitwise_the_same_again(lengths):
     inputs = on_device(make_inputs(torch.bfloat16, "gqa", lengths, (64, 64)))
@@ -147,6 +160,23 @@ def test_other_streams_and_graphs():
     assert torch.equal(got, wanted)
 
 
+def test_a_rotating_append_is_captured():
+    """Once it has run, so that its frequencies are on the device."""
+    new = [draw(1, heads, 1, 64, dtype=torch.bfloat16).cuda() for heads in (4, 2, 2)]
+    held, plain = ([torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in range(2))
+    length, plain_length = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))
+    append = functools.partial(torch.ops.attnpack.kv_cache_append_rotated_, inv_freq=[1.0, 0.1], factor=1.0,
+                               interleaved=False, new_lens=None, limit=None)  # fmt: skip
+    wanted = [append(*plain, plain_length, *new) for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = append(*held, length, *new)
+    for each in wanted:
+        graph.replay()
+        assert torch.equal(got, each)
+    assert torch.equal(length, plain_length) and all(map(torch.equal, held, plain))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [(2, 8, 70_000, 2048), (1, 1, 17_000_000, 128)], ids=["wide rows", "long"])
 def test_beyond_32_bits(shape):
@@ -169,6 +199,16 @@ def test_cache_append_rope_and_few_row_linear():
         results.append([x.cpu() for x in (k, v, n)])
     for cpu, cuda in zip(*results, strict=True):
         assert torch.equal(cpu, cuda)
+    results = []
+    for device in ("cpu", "cuda"):
+        held = [cache.to(device, copy=True), cache.to(device, copy=True), lengths.to(device, copy=True)]
+        new = [x.to(device) for x in (draw(2, 6, 7, 64, dtype=torch.bfloat16), fresh, -fresh)]
+        rotated = torch.ops.attnpack.kv_cache_append_rotated_(
+            *held, *new, [1.0, 0.1], 1.5, False, lens.to(device), None
+        )
+        results.append([x.cpu() for x in (rotated, *held)])
+    for cpu, cuda in zip(*results, strict=True):
+        assert_close(cuda, cpu)
     angles = draw(7, 16)
     for interleaved in (False, True):
         got = apply_rope(fresh.cuda(), angles.cos().cuda(), angles.sin().cuda(), interleaved=interleaved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,8 @@ class Cuda:
 
     def name(self) -> str:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return f"{properties.name}, {properties.multi_processor_count} multiprocessors, CUDA {torch.version.cuda}"
+        size = f"{properties.multi_processor_count} multiprocessors"
+        return f"{properties.name}, {size}, driver {_driver()}, CUDA {torch.version.cuda}"
 
     def limits(self) -> Limits:
         """Large matrix products, and a copy, of which both ends count."""
@@ -79,6 +81,15 @@ class Cuda:
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
+
+
+def _driver() -> str:
+    """Its version by nvidia-smi: torch does not tell."""
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
 
 
 def device_named(device: str) -> Cpu | Cuda:

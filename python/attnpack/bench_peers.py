@@ -76,6 +76,44 @@ def flex(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
     return functools.partial(_compiled(flex_attention), query, key, value, block_mask=mask, enable_gqa=True)
 
 
+def flash_attn(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
+    """The package flash-attn, where it is installed."""
+    if not _dense_half(case, query):
+        return None
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError:
+        return None
+
+    def run() -> Tensor:
+        return flash_attn_func(*(x.transpose(1, 2) for x in (query, key, value)), causal=case.causal).transpose(1, 2)
+
+    return run
+
+
+def flashinfer(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
+    """FlashInfer's call for a single sequence, forward only, where it is installed."""
+    if not _dense_half(case, query) or case.batch != 1 or case.backward:
+        return None
+    try:
+        from flashinfer import single_prefill_with_kv_cache
+    except ImportError:
+        return None
+    rows = query[0].transpose(0, 1).contiguous()  # [q_len, num_heads, head_dim]
+
+    def run() -> Tensor:
+        out = single_prefill_with_kv_cache(rows, key[0], value[0], causal=case.causal, kv_layout="HND")
+        return out.transpose(0, 1).unsqueeze(0)
+
+    return run
+
+
+def _dense_half(case: Case, query: Tensor) -> bool:
+    """What packages for CUDA take. Their causality ends at the last key, ours begins at the first."""
+    square = case.q_len == case.kv_len or not case.causal
+    return not query.is_cpu and case.dtype != "fp32" and case.head_dim == case.v_head_dim and square
+
+
 @functools.cache
 def _compiled(function: Callable) -> Callable:
     return torch.compile(function)
@@ -136,4 +174,6 @@ PEERS = {
     "flash": _backend("FLASH_ATTENTION"),
     "cudnn": _backend("CUDNN_ATTENTION"),
     "efficient": _backend("EFFICIENT_ATTENTION"),
+    "flash_attn": flash_attn,
+    "flashinfer": flashinfer,
 }

@@ -100,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench = _command(commands, "bench", _bench, "time attention beside this machine's limits and its peers", example)
     bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")
     bench.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=["fp32", "bf16"])
-    peers = "sdpa packed flex onnxruntime; on CUDA flash cudnn efficient"
+    peers = "sdpa packed flex onnxruntime; on CUDA flash cudnn efficient flash_attn flashinfer"
     bench.add_argument("--peers", nargs="*", metavar="PEER", default=["sdpa", "packed"], help=f"{peers} [sdpa packed]")
     bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
     bench.add_argument("--threads", type=_positive, metavar="N", help="of torch [as torch takes]")

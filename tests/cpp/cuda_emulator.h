@@ -3,12 +3,14 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -17,8 +19,8 @@
 
 // A block of CUDA threads on one CPU thread, so that the kernels' very source runs in host tests: each thread is a
 // fiber that runs until it meets a collective operation. Stricter than the hardware where it can be: the order of the
-// threads is drawn, asynchronous copies land only when they are waited for, and what they will overwrite is garbage
-// until then. Not modelled: the memory of caches, speed, and PTX itself.
+// threads is drawn, warps run far ahead of others, asynchronous copies land only when they are waited for, and what
+// they will overwrite is garbage until then. Not modelled: the memory of caches, speed, and PTX itself.
 #define ATTNPACK_EMULATED_DEVICE
 #define ATTNPACK_DEVICE inline
 #define ATTNPACK_DEVICE_CALL inline
@@ -93,16 +95,16 @@ class EmulatedBlock {
     std::memcpy(&x, peer(lane).bytes, sizeof x);
     return x;
   }
-  template <class T>
-  void fill_garbage(T* at, size_t bytes) {
-    std::memset(static_cast<void*>(at), 0xff, bytes);
-  }
+  // NaN, which also shows where it is multiplied with 0, or large numbers, which do not make the kernels try once more.
+  void fill_garbage(void* at, size_t bytes) { std::memset(at, random_() % 2 ? 0xff : 0x48, bytes); }
 
  private:
-  static constexpr size_t kStack = 256 << 10;
+  static constexpr size_t kStack = 256 << 10, kLanes = 32;
 
   static void enter() {
     (*current()->body_)();
+    for (const auto& group : current()->me().copies)
+      if (!group.empty()) current()->fail("a thread ends with copies under way: they land in what comes after");
     current()->me().state = kDone;
   }
 
@@ -111,22 +113,32 @@ class EmulatedBlock {
     std::abort();
   }
 
+  // A warp, as far as its next collective; all of them, past a barrier. Warps have no common pace: between two barriers
+  // either each goes all the way before the next one moves, in drawn order, or they take turns of drawn lengths. So the
+  // first is a whole stretch ahead of the last, and a barrier that is missing lets it spoil what the others have yet to
+  // read, or read what they have yet to write.
   bool run_some() {
-    std::vector<int> order;
-    for (size_t i = 0; i < fibers_.size(); ++i)
-      if (fibers_[i].state == kRunnable) order.push_back(static_cast<int>(i));
-    std::shuffle(order.begin(), order.end(), random_);
-    for (int i : order) {
+    std::vector<size_t> warps;  // that can move: a warp's threads are released together
+    for (size_t w = 0; w < fibers_.size(); w += kLanes)
+      if (fibers_[w].state == kRunnable) warps.push_back(w);
+    if (warps.empty()) {
+      if (release(0, fibers_.size(), kAtBlock)) {
+        turns_ = random_() % 2;
+        return true;
+      }
+      for (auto& fiber : fibers_)
+        if (fiber.state != kDone) fail("some threads wait for others that never come");
+      return false;
+    }
+    if (fibers_[warp_].state != kRunnable || (turns_ && random_() % 8 == 0)) warp_ = warps[random_() % warps.size()];
+    std::iota(order_.begin(), order_.end(), static_cast<int>(warp_));
+    std::shuffle(order_.begin(), order_.end(), random_);
+    for (int i : order_) {
       active_ = i;
       swapcontext(&scheduler_, &fibers_[i].context);
     }
-    bool released = false;
-    for (size_t w = 0; w < fibers_.size(); w += 32) released |= release(w, 32, kAtWarp);
-    if (released) return true;
-    if (release(0, fibers_.size(), kAtBlock)) return true;
-    for (auto& fiber : fibers_)
-      if (fiber.state != kDone) fail("some threads wait for others that never come");
-    return false;
+    release(warp_, kLanes, kAtWarp);
+    return true;
   }
 
   bool release(size_t first, size_t count, State state) {
@@ -146,7 +158,10 @@ class EmulatedBlock {
   }
 
   std::mt19937_64 random_;
+  bool turns_ = false;
+  size_t warp_ = 0;  // the first thread of the one that moves
   std::vector<Fiber> fibers_;
+  std::array<int, kLanes> order_;
   ucontext_t scheduler_;
   const std::function<void()>* body_ = nullptr;
   int active_ = 0;

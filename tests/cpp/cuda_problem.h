@@ -113,7 +113,7 @@ struct Problem {
     p.out = out.data();
     p.out_strides = out.strides;
     p.lse = lse.data();
-    p.scale = 1 / std::sqrt(static_cast<double>(shape.head_dim));
+    p.scale = shape.head_dim > 0 ? 1 / std::sqrt(static_cast<double>(shape.head_dim)) : 1;
     p.causal = on.causal;
     p.q_offset = on.causal ? shape.kv_len - shape.q_len : 0;
     p.window_left = on.window || on.past ? shape.kv_len / 3 : -1;

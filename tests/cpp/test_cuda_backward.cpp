@@ -63,7 +63,7 @@ void run(Problem<S>& x, int seed) {
   EmulatedBlock block(kBackwardThreads, seed);
   for (int64_t i = 0; i < backward_blocks(x.p, Of, x.most_group); ++i) {
     ExactShared<A> shared;
-    std::memset(static_cast<void*>(&shared), 0xff, sizeof shared);
+    block.fill_garbage(&shared, sizeof shared);
     block.run([&] { backward_block<Of, S, A>(x.bp, x.most_group, i, &shared); });
   }
 }
@@ -126,6 +126,7 @@ TEST_CASE("backward") {
     check<float>(shape, on, ++seed, 1e-5);
     check<double>({1, 3, 1, 19, 40, 40, 5}, on, ++seed, 1e-13);
   }
+  check<float>({1, 2, 2, 5, 100, 0, 9}, {.alibi = true, .float_mask = true}, ++seed, 1e-5);
   check<BFloat16>({1, 1, 2, 20, 40, 64, 64}, {.causal = true}, ++seed, 0x1p-8);
   check<Float16>({1, 2, 1, 20, 40, 140, 8}, {.causal = true}, ++seed, 0x1p-10);
 }

@@ -14,13 +14,13 @@ using namespace attnpack::cuda;
 
 namespace {
 
-// Every block finds NaN in its shared memory.
+// Every block finds garbage in its shared memory.
 template <class Shared, class Body>
 void run_blocks(int64_t blocks, int threads, uint64_t seed, const Body& body) {
   EmulatedBlock block(threads, seed);
   Guarded shared((sizeof(Shared) + 15) / 16 * 16);
   for (int64_t i = 0; i < blocks; ++i) {
-    std::memset(shared.data(), 0xff, shared.bytes());
+    block.fill_garbage(shared.data(), shared.bytes());
     block.run([&] { body(i, shared.data()); });
   }
 }
@@ -173,6 +173,7 @@ TEST_CASE("exact forward") {
     check<double>({1, 3, 1, 19, 40, 40, 5}, on, ForwardKernel::kExact, ++seed);
   }
   check<float>({1, 1, 1, 1, 1500, 8, 140}, {.lens = true, .poison = true}, ForwardKernel::kExact, ++seed);
+  check<float>({1, 2, 2, 5, 150, 0, 9}, {.alibi = true}, ForwardKernel::kExact, ++seed);
   check<BFloat16>({1, 2, 2, 5, 40, 17, 9}, {.causal = true}, ForwardKernel::kExact, ++seed);
   check<Float16>({1, 2, 2, 5, 40, 30, 300}, {.causal = true}, ForwardKernel::kExact, ++seed);
 }
@@ -192,6 +193,7 @@ TEST_CASE("decode on tensor cores") {
   for (const Settings& on : grid()) check<BFloat16>({2, 3, 2, 2, 700, 64, 64}, on, ForwardKernel::kDecode, ++seed);
   check<Float16>({1, 2, 5, 3, 300, 128, 128}, {.causal = true}, ForwardKernel::kDecode, ++seed);
   check<Float16>({1, 1, 16, 1, 1200, 256, 200}, {.lens = true, .poison = true}, ForwardKernel::kDecode, ++seed);
+  check<Float16>({1, 1, 3, 2, 600, 256, 256}, {.past = true}, {}, ++seed);  // parts without keys; rows of two
 }
 
 TEST_CASE("latent decode reads keys and values once") {

@@ -1,26 +1,16 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <map>
-#include <mutex>
+#include <cstdlib>
+#include <cstring>
 
 #include <attnpack/ops/cpu/attention_params.h>
 #include <attnpack/ops/cuda/composition.h>
+#include <attnpack/ops/cuda/on_device.h>
 #include <attnpack/ops/cuda/prepare.h>
 
 namespace attnpack {
 namespace {
-
-// Head maps on the device, one copy each for good: a copy a call would wait, and could not be captured in a graph.
-// Never destroyed: when the process ends, CUDA may be gone before them.
-const int64_t* on_device(const std::vector<int64_t>& numbers, const c10::Device& device) {
-  static std::mutex mutex;
-  static auto& kept = *new std::map<std::pair<int, std::vector<int64_t>>, Tensor>;
-  const std::lock_guard<std::mutex> lock(mutex);
-  Tensor& copy = kept[{device.index(), numbers}];
-  if (!copy.defined()) copy = at::tensor(numbers, at::kLong).to(device);
-  return copy.const_data_ptr<int64_t>();
-}
 
 struct CudaAttention {
   PreparedAttention prepared;
@@ -32,10 +22,21 @@ CudaAttention prepare(const Tensor& query, const Tensor& key, const Tensor& valu
   AttentionParams& p = r.prepared.params;
   for (int64_t h = 0; h < p.num_kv_heads; ++h) r.most_group = std::max(r.most_group, group_size(p, h));
   if (head_map) {
-    p.group_start = on_device(r.prepared.groups.start, query.device());
-    p.group_heads = on_device(r.prepared.groups.heads, query.device());
+    const auto kept = [&](const std::vector<int64_t>& numbers) {
+      return on_device<int64_t>(numbers, query.device()).const_data_ptr<int64_t>();
+    };
+    p.group_start = kept(r.prepared.groups.start);
+    p.group_heads = kept(r.prepared.groups.heads);
   }
   return r;
+}
+
+// To look at kv_lens waits for the device: calls clamp them, and look with ATTNPACK_CHECK=1 alone.
+void check_lengths_if_asked(const std::optional<Tensor>& kv_lens, int64_t kv_len) {
+  const char* asked = std::getenv("ATTNPACK_CHECK");
+  if (!kv_lens || !asked || std::strcmp(asked, "1") != 0) return;
+  const Tensor lens = kv_lens->to(at::kCPU, at::kLong).contiguous();
+  check_kv_lens_values(lens.const_data_ptr<int64_t>(), lens.numel(), kv_len);
 }
 
 // Rows, heads and keys are counted in 32 bits by the kernels; elements are not.
@@ -45,9 +46,10 @@ bool countable(const Tensor& query, const Tensor& key) {
 }
 
 AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
+  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  check_lengths_if_asked(kv_lens, key.size(2));
   const CudaKernels* kernels = cuda_kernels(query.device().index());
   if (!kernels || !countable(query, key)) return attention_composed(query, key, value, ATTNPACK_ATTENTION_ARGS);
-  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
   const Target target(query);
   CudaAttention call = prepare(query, key, value, ATTNPACK_ATTENTION_ARGS);
   AttentionParams& p = call.prepared.params;

@@ -3,7 +3,9 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/cuda/composition.h>
+#include <attnpack/ops/kv_cache.h>
 #include <attnpack/ops/layout.h>
+#include <attnpack/ops/rope.h>
 
 namespace attnpack {
 namespace {
@@ -60,6 +62,22 @@ void kv_cache_append_composed(const Tensor& cache_key, const Tensor& cache_value
   write(cache_key, key);
   write(cache_value, value);
   lengths.add_(counts).clamp_max_(cache_key.size(2));
+}
+
+Tensor kv_cache_append_rotated_composed(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
+                                        const Tensor& query, const Tensor& key, const Tensor& value,
+                                        at::ArrayRef<double> inv_freq, double factor, bool interleaved,
+                                        const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit) {
+  check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
+  check_rotated(query, key, inv_freq);
+  const Tensor positions = lengths.unsqueeze(1) + at::arange(key.size(2), lengths.options());  // [B, L]
+  const auto [cos, sin] = rope_table(positions, inv_freq, factor);
+  const auto rotate = [&, c = cos.unsqueeze(1), s = sin.unsqueeze(1)](const Tensor& x) {
+    return apply_rope(x, c, s, interleaved);
+  };
+  const Tensor rotated = rotate(query);
+  kv_cache_append_(cache_key, cache_value, lengths, rotate(key), value, new_lens, limit);
+  return rotated;
 }
 
 }  // namespace attnpack

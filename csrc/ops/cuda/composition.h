@@ -14,5 +14,10 @@ AttentionGradients attention_backward_composed(const Tensor& grad_out, const std
 // Positions beyond the capacity are dropped, so that no call waits for the device.
 void kv_cache_append_composed(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
                               const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens);
+// Rotates, then appends, by the ops for it: it has no kernel of its own.
+Tensor kv_cache_append_rotated_composed(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
+                                        const Tensor& query, const Tensor& key, const Tensor& value,
+                                        at::ArrayRef<double> inv_freq, double factor, bool interleaved,
+                                        const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit);
 
 }  // namespace attnpack

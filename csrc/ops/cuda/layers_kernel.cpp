@@ -57,7 +57,7 @@ Tensor four_dimensions(Tensor x) {
 
 Tensor apply_rope_cuda(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
   const CudaKernels* kernels = cuda_kernels(x.device().index());
-  if (!kernels || x.dim() > 4) return rope_formula(x, cos, sin, interleaved);
+  if (!kernels || x.dim() > 4) return at::empty_like(x).copy_(rope_formula(x, cos, sin, interleaved));
   check_rope(x, cos, sin);
   const Target target(x);
   const Tensor out = at::empty_like(x);
@@ -132,6 +132,7 @@ std::vector<Tensor> linears_cuda(const Tensor& input, at::TensorList weights, at
 
 TORCH_LIBRARY_IMPL(attnpack, CUDA, m) {
   m.impl("kv_cache_append_", attnpack::kv_cache_append_cuda);
+  m.impl("kv_cache_append_rotated_", attnpack::kv_cache_append_rotated_composed);
   m.impl("apply_rope", attnpack::apply_rope_cuda);
   m.impl("linear", attnpack::linear_cuda);
   m.impl("linears", attnpack::linears_cuda);

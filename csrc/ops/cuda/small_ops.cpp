@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <attnpack/ops/cuda/on_device.h>
 #include <attnpack/ops/rope_args.h>
 
 // Ops too small for kernels of their own, by compositions of ATen ops.
@@ -10,8 +11,7 @@ namespace {
 using at::Tensor;
 
 std::tuple<Tensor, Tensor> rope_table_cuda(const Tensor& positions, at::ArrayRef<double> inv_freq, double factor) {
-  const auto options = at::TensorOptions(at::kDouble).device(positions.device());
-  const Tensor angles = positions.unsqueeze(-1).to(at::kDouble) * at::tensor(inv_freq, options);
+  const Tensor angles = positions.unsqueeze(-1).to(at::kDouble) * on_device(inv_freq, positions.device());
   return {(angles.cos() * factor).to(at::kFloat), (angles.sin() * factor).to(at::kFloat)};
 }
 
@@ -25,9 +25,9 @@ std::tuple<Tensor, Tensor> rope_table_by_length_cuda(const Tensor& positions, co
   Tensor seen = lengths ? *lengths : at::full({1}, trained_len, options);
   if (!lengths && positions.numel() > 0) seen = positions.amax(-1) + 1;
   seen = seen.to(at::kDouble).view({-1, 1}).clamp_min(trained);  // [B, 1]
-  Tensor theta = at::tensor(inv_freq, options);
+  Tensor theta = on_device(inv_freq, positions.device());
   if (!long_inv_freq.empty()) {
-    theta = at::where(seen > trained, at::tensor(long_inv_freq, options), theta);
+    theta = at::where(seen > trained, on_device(long_inv_freq, positions.device()), theta);
   } else if (growth > 0) {
     const double r = 2.0 * static_cast<double>(inv_freq.size());
     theta = theta * (growth * seen / trained - (growth - 1)).pow(at::arange(inv_freq.size(), options) * (-2 / (r - 2)));
