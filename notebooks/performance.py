@@ -19,9 +19,8 @@
 # other libraries on the same tensors. All contestants of a case run in turn, so that a busy machine slows all of
 # them, and a ratio is the median over rounds.
 #
-# This notebook draws such a run. The figures below were stored on the machine that they name, a virtual one that was
-# busy with other work at the time. Hence one thread: two threads that wait for each other on a busy machine measure the
-# waiting. Times and limits are those of a share of one core, the ratios are what counts. To see your own, run
+# This notebook draws such a run, of two threads. The figures below were stored on the machine that they name, a virtual
+# one whose neighbours make limits and times swing by a third; the ratios are what counts. To see your own, run
 #
 # ```bash
 # attnpack bench --quick --json > benchmarks/results/quick.json
@@ -140,6 +139,6 @@ print("\n".join(slower) or "nowhere in this run")
 
 # %%
 limits, results = live.run(["small"], ["fp32"], ["sdpa"], quick=True)
-print(live.format_table(limits, results, ["sdpa"]))
+print(live.format_table(limits, results, ["sdpa"], live.Cpu()))
 assert all(result.seconds > 0 and result.ratios["sdpa"] > 0 for result in results)
 print("\nthis is", attnpack.__version__, "on", live.machine())
