@@ -136,11 +136,17 @@ def train(
 
 
 @torch.no_grad()
-def decode_figures(variant: str, context: int, steps: int = 32) -> dict[str, float]:
-    """KV bytes a token and layer, and ms a token behind `context` tokens; untrained, since neither depends on it."""
-    model = make_model(variant)
-    kind = attnpack.LatentCache if variant == "MLA" else attnpack.DynamicCache
-    caches = attnpack.ModelCache([kind() for _ in range(NUM_LAYERS)])
+def decode_figures(variant: str, context: int) -> dict[str, float]:
+    """`time_decoding` of an untrained model."""
+    return time_decoding(make_model(variant), context)
+
+
+@torch.no_grad()
+def time_decoding(model: attnpack.CausalLM, context: int, steps: int = 32) -> dict[str, float]:
+    """KV bytes a token and layer, and ms a token behind `context` tokens; neither depends on the weights."""
+    latent = isinstance(model.layers[0].self_attn, attnpack.MultiHeadLatentAttention)
+    kind = attnpack.LatentCache if latent else attnpack.DynamicCache
+    caches = attnpack.ModelCache([kind() for _ in model.layers])
     model(torch.zeros(1, context, dtype=torch.long), cache=caches)
     bytes_held, took = caches[0].nbytes, []
     for _ in range(steps):

@@ -12,12 +12,14 @@ import attnpack
 import torch
 from attnpack import causal_lm_io, convert
 from attnpack.convert.distill import Distillation, perplexity
+from small_models import time_decoding
 from torch import Tensor, nn
 
 LENGTH = 512
 MEASURED = 4 * LENGTH  # tokens, the first of the topics; training reads what follows
 RANKS = (64, 128, 192, 384)
 LEARNING_RATE = 1e-3
+CONTEXT = 1024  # tokens before those that are timed
 
 
 @cache
@@ -79,9 +81,23 @@ def _figures(model: nn.Module, minutes: float) -> dict[str, Any]:
     return figures
 
 
+def _decode(**attention: Any) -> dict[str, float]:
+    """Of a model of SmolLM2's sizes with other attention, not trained."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    own = {"vocab_size", "embed_dim", "num_layers", "num_heads", "hidden_dim", "rope_base", "tie_embeddings"}
+    sizes = {name: value for name, value in _original()._live_config().items() if name in own}
+    return time_decoding(attnpack.CausalLM(**sizes, **attention).eval(), CONTEXT)
+
+
 def smollm2_cells(minutes: float) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     """(name, what gives its figures); the original is not trained."""
     cells = [("smollm2/original", lambda: _figures(_original(), 0))]
+    for heads in (3, 1):
+        cells.append((f"decode/SmolLM2, {heads} kv heads", lambda h=heads: _decode(num_kv_heads=h)))
+    dims = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 64)
+    for rank in RANKS:
+        latent = {"kv_lora_rank": rank, **dims, "latent_norm": False}
+        cells.append((f"decode/SmolLM2, latent, rank {rank}", lambda c=latent: _decode(latent=c)))
     for method in ("mean", "first", "random", "aligned"):
         cells.append((f"smollm2/1 kv head, {method}", lambda m=method: _figures(_one_head(m), minutes)))
     for rank in RANKS:
