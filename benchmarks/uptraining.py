@@ -106,13 +106,18 @@ def read(path: Path) -> dict[str, Any]:
     return record
 
 
-def run(cells: list[Cell], out: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """All cells that `out` has not yet; each is in the file before the next begins."""
+def run(cells: list[Cell], out: Path, about: dict[str, Any], minutes: float = 0) -> dict[str, Any]:
+    """All cells that `out` lacks, or uptrained for fewer `minutes`; each is in the file before the next begins."""
     record = read(out) if out.is_file() else {"about": about, "cells": {}}
     for name in ("steps", "seeds", "sizes"):
         if record.get("about", {}).get(name) != about[name]:
             sys.exit(f"{out}: was made with another {name}: pass it as then, or choose another --out")
-    for name, figures in progress([cell for cell in cells if cell[0] not in record["cells"]], "cells"):
+
+    def done(name: str) -> bool:
+        shorter = name.startswith("smollm2/") and name != "smollm2/original"
+        return name in record["cells"] and not (shorter and record["cells"][name]["minutes"] < minutes)
+
+    for name, figures in progress([cell for cell in cells if not done(cell[0])], "cells"):
         record["cells"][name] = figures()
         record["about"] = about
         partial = out.with_suffix(".partial")
@@ -207,7 +212,7 @@ def main() -> None:
     cells = list(experiment.cells())
     if args.smollm2 is not None:
         cells += smollm2_cells(args.smollm2)
-    print(table(run(cells, args.out, about)))
+    print(table(run(cells, args.out, about, args.smollm2 or 0)))
 
 
 if __name__ == "__main__":
