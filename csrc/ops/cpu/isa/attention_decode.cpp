@@ -6,14 +6,20 @@
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
-constexpr int64_t kBlock = 64;     // keys between two updates of the softmax
-constexpr int64_t kAhead = 8;      // rows of key or value that are prefetched ahead
-constexpr int kColumnVectors = 4;  // vectors of a value row that are accumulated at once
+constexpr int64_t kBlock = 64;            // keys between two updates of the softmax
+constexpr int64_t kAheadBytes = 8 << 10;  // of keys or values, about so many are prefetched ahead
+
+// Rows of so many elements in kAheadBytes, but at least 8.
+template <class S>
+int64_t rows_ahead(int64_t width) {
+  const int64_t fit = kAheadBytes / (larger(width, 1) * static_cast<int64_t>(sizeof(S)));
+  return fit < 8 ? 8 : fit < kBlock ? fit : kBlock;
+}
 
 // out[r, d ...] += sum over j of p[r, j] * v[j, d ...], for Vectors whole vectors of columns or the first `some`
 // elements of one. Always in vectors, so that every element sees the same arithmetic.
 template <class S, class A, int Rows, bool Skip, int Vectors>
-inline void add_columns(const A* p, const S* v, int64_t stride, int64_t count, A* out, int64_t ldo,
+inline void add_columns(const A* p, const S* v, int64_t stride, int64_t count, int64_t ahead, A* out, int64_t ldo,
                         int64_t some = kLanes<A>) {
   Vec<A> sum[Rows][Vectors];
 #pragma GCC unroll 4
@@ -27,7 +33,7 @@ inline void add_columns(const A* p, const S* v, int64_t stride, int64_t count, A
 #pragma GCC unroll 4
     for (int c = 0; c < Vectors; ++c) {
       element[c] = some < kLanes<A> ? load_some<A>(value, some) : load<A>(value + c * kLanes<A>);
-      prefetch(value, c * kLanes<A>, kAhead * stride);
+      prefetch(value, c * kLanes<A>, ahead);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
@@ -46,13 +52,20 @@ inline void add_columns(const A* p, const S* v, int64_t stride, int64_t count, A
     }
 }
 
+// A few keys at a time, whose values stay in the L1 cache while their columns are gone through.
 template <class S, class A, int Rows, bool Skip>
 inline void add_values(const A* p, const S* v, int64_t stride, int64_t count, int64_t dim, A* out, int64_t ldo) {
-  int64_t d = 0;
-  for (; d + kColumnVectors * kLanes<A> <= dim; d += kColumnVectors * kLanes<A>)
-    add_columns<S, A, Rows, Skip, kColumnVectors>(p, v + d, stride, count, out + d, ldo);
-  for (; d + kLanes<A> <= dim; d += kLanes<A>) add_columns<S, A, Rows, Skip, 1>(p, v + d, stride, count, out + d, ldo);
-  if (d < dim) add_columns<S, A, Rows, Skip, 1>(p, v + d, stride, count, out + d, ldo, dim - d);
+  constexpr int kColumnVectors = kBeside<Rows>;  // that are accumulated at once
+  const int64_t step = rows_ahead<S>(dim), ahead = step * stride;
+  for (int64_t j = 0; j < count; j += step, p += step, v += ahead) {
+    const int64_t some = smaller(step, count - j);
+    int64_t d = 0;
+    for (; d + kColumnVectors * kLanes<A> <= dim; d += kColumnVectors * kLanes<A>)
+      add_columns<S, A, Rows, Skip, kColumnVectors>(p, v + d, stride, some, ahead, out + d, ldo);
+    for (; d + kLanes<A> <= dim; d += kLanes<A>)
+      add_columns<S, A, Rows, Skip, 1>(p, v + d, stride, some, ahead, out + d, ldo);
+    if (d < dim) add_columns<S, A, Rows, Skip, 1>(p, v + d, stride, some, ahead, out + d, ldo, dim - d);
+  }
 }
 
 // A row's result over a range of keys: max, sum, values[v_head_dim].
@@ -136,7 +149,7 @@ class DecodeRange {
   void stream_block(int64_t first, const S* k, const S* v, int64_t begin, int64_t count) {
     A* s = w_.scores + first * kBlock;
     dot_products<S, A, Rows>(w_.query + first * w_.query_width, w_.query_width, k, p_.key_strides.row, count,
-                             p_.head_dim, kAhead * p_.key_strides.row, s, kBlock);
+                             p_.head_dim, rows_ahead<S>(p_.head_dim) * p_.key_strides.row, s, kBlock);
     softmax_rows<A>(p_, b_, tile_, state_, first, Rows, begin, count);
     add_values<S, A, Rows, Skip>(s, v, p_.value_strides.row, count, p_.v_head_dim, w_.out + first * w_.value_width,
                                  w_.value_width);

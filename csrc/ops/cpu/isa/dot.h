@@ -6,7 +6,9 @@
 namespace attnpack::ATTNPACK_ISA {
 
 constexpr int kRowsAtOnce = 4;  // rows that share a load of what is streamed
-constexpr int kStreams = 4;     // rows that are streamed side by side
+// Vectors of what is streamed that some rows meet side by side: their sums stay in registers.
+template <int Rows>
+constexpr int kBeside = kRegisters == 32 || Rows < 4 ? 4 : 2;
 
 // The first count < kLanes elements, zeros behind them.
 template <class A, class S>
@@ -27,6 +29,7 @@ inline void prefetch(const S* row, int64_t element, int64_t ahead) {
 template <class S, class A, int Rows>
 inline void dot_products(const A* x, int64_t ldx, const S* w, int64_t stride, int64_t count, int64_t dim, int64_t ahead,
                          A* s, int64_t lds) {
+  constexpr int kStreams = kBeside<Rows>;  // rows of w that are read side by side
   const int64_t whole = dim / kLanes<A> * kLanes<A>;
   for (int64_t j = 0; j < count; j += kStreams) {
     const S* row[kStreams];
@@ -54,7 +57,10 @@ inline void dot_products(const A* x, int64_t ldx, const S* w, int64_t stride, in
       A total[kTogether * kStreams];
       fold_each<A, kTogether * kStreams>(sum[r], total, Add());
       for (int k = 0; k < kTogether; ++k)
-        for (int i = 0; i < kStreams && j + i < count; ++i) s[(r + k) * lds + j + i] = total[k * kStreams + i];
+        if (j + kStreams <= count)
+          __builtin_memcpy(s + (r + k) * lds + j, total + k * kStreams, kStreams * sizeof(A));
+        else
+          for (int i = 0; j + i < count; ++i) s[(r + k) * lds + j + i] = total[k * kStreams + i];
     }
   }
 }

@@ -14,7 +14,7 @@ constexpr int64_t kLongRows =
 // Elements ahead of its use that a weight is prefetched: the rows after those that are read, where they are short.
 template <class S>
 int64_t ahead(const LinearParams& p) {
-  const int64_t next = kStreams * p.weight_stride, size = sizeof(S);
+  const int64_t next = kBeside<1> * p.weight_stride, size = sizeof(S);
   return next * size <= kLongRows ? next : kAhead / size;
 }
 
@@ -35,8 +35,8 @@ void run(const LinearParams& p, Range outputs, void* scratch) {
   const int64_t width = padded<A>(p.inputs);
   A* x = Arena(scratch).take<A>(p.rows * width);
   pack<A>(static_cast<const S*>(p.input), p.inputs, p.rows, p.inputs, x, width);
-  const int64_t fit = kBlockBytes / (p.inputs * static_cast<int64_t>(sizeof(S))) / kStreams * kStreams;
-  const int64_t block = fit < kStreams ? kStreams : smaller(fit, kBlock);
+  const int64_t fit = kBlockBytes / (p.inputs * static_cast<int64_t>(sizeof(S))) / kBeside<1> * kBeside<1>;
+  const int64_t block = fit < kBeside<1> ? kBeside<1> : smaller(fit, kBlock);
   for (int64_t begin = outputs.begin; begin < outputs.end; begin += block) {
     const int64_t count = smaller(block, outputs.end - begin);
     int64_t r = 0;

@@ -26,6 +26,13 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
+// Vector registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+
 struct BFloat16 {
   uint16_t bits;
 };
@@ -183,9 +190,14 @@ template <class T, int Count, class Fold>
 inline void fold_each(Vec<T>* v, T* out, Fold fold) {
   constexpr int kTogether = Count < kLanes<T> ? Count : kLanes<T>, kStep = kLanes<T> / kTogether;
   for (int first = 0; first < Count; first += kTogether) {
-    T lanes[kLanes<T>];
-    store<T>(lanes, fold_groups<T, kTogether, kLanes<T>>(v + first, fold));
-    for (int i = 0; i < kTogether; ++i) out[first + i] = lanes[i * kStep];
+    const Vec<T> folded = fold_groups<T, kTogether, kLanes<T>>(v + first, fold);
+    if constexpr (kStep == 1) {
+      store<T>(out + first, folded);
+    } else {
+      T lanes[kLanes<T>];
+      store<T>(lanes, folded);
+      for (int i = 0; i < kTogether; ++i) out[first + i] = lanes[i * kStep];
+    }
   }
 }
 
