@@ -22,13 +22,18 @@ std::vector<at::Tensor> linears(const at::Tensor& input, at::TensorList weights,
   return op.call(input, weights, biases);
 }
 
-std::vector<at::Tensor> linears_formula(const at::Tensor& input, at::TensorList weights, at::TensorList biases) {
+std::vector<at::Tensor> each_linear(OneLinear* one, const at::Tensor& input, at::TensorList weights,
+                                    at::TensorList biases) {
   ATTNPACK_CHECK(biases.empty() || biases.size() == weights.size(), "biases: got ", biases.size(), ", want none or ",
                  weights.size(), ", one for each weight");
   std::vector<at::Tensor> outs;
   for (size_t i = 0; i < weights.size(); ++i)
-    outs.push_back(at::linear(input, weights[i], biases.empty() ? std::nullopt : std::optional(biases[i])));
+    outs.push_back(one(input, weights[i], biases.empty() ? std::nullopt : std::optional(biases[i])));
   return outs;
+}
+
+std::vector<at::Tensor> linears_formula(const at::Tensor& input, at::TensorList weights, at::TensorList biases) {
+  return each_linear(at::linear, input, weights, biases);
 }
 
 }  // namespace attnpack

@@ -21,6 +21,11 @@ std::vector<at::Tensor> linears(const at::Tensor& input,      // [..., in]
 // The same by torch's linear, with its derivatives.
 std::vector<at::Tensor> linears_formula(const at::Tensor& input, at::TensorList weights, at::TensorList biases);
 
+// The same by a call of `one` for each weight.
+using OneLinear = at::Tensor(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+std::vector<at::Tensor> each_linear(OneLinear* one, const at::Tensor& input, at::TensorList weights,
+                                    at::TensorList biases);
+
 constexpr int64_t kFewRows = 16;
 
 }  // namespace attnpack

@@ -25,6 +25,11 @@ void check_rope(const Tensor& x, const Tensor& cos, const Tensor& sin) {
                    ", which does not broadcast to [..., length, r/2] of x ", x.sym_sizes());
 }
 
+Tensor four_dimensions(Tensor x) {
+  while (x.dim() < 4) x = x.unsqueeze(0);
+  return x.dim() == 4 ? x : x.flatten(0, x.dim() - 4);
+}
+
 Tensor rope_formula(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
   check_rope(x, cos, sin);
   const auto accumulation = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;

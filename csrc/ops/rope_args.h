@@ -13,6 +13,9 @@ void check_rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& si
 // The plain differentiable formula, by ATen alone.
 at::Tensor rope_formula(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, bool interleaved);
 
+// x with its leading dimensions as exactly two, [B, H, L, D]: a view for up to four.
+at::Tensor four_dimensions(at::Tensor x);
+
 // The checks of rope_table_by_length, and the shape of its tables.
 void check_rope_by_length(const at::Tensor& positions, const std::optional<at::Tensor>& lengths,
                           at::ArrayRef<double> inv_freq, at::ArrayRef<double> long_inv_freq, int64_t trained_len);

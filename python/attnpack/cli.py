@@ -5,8 +5,9 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from . import __version__
 
@@ -195,14 +196,19 @@ def _plot(args: argparse.Namespace) -> None:
     plot.main(args)
 
 
-def _positive(text: str) -> int:
+def _number(text: str, kind: Callable[[str], Any], fits: Callable[[Any], bool], expected: str) -> Any:
+    """The text as a number of that kind."""
     try:
-        number = int(text)
+        number = kind(text)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, at least 1")
+        number = math.nan
+    if not fits(number):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
     return number
+
+
+def _positive(text: str) -> int:
+    return _number(text, int, lambda x: x >= 1, "a whole number, at least 1")
 
 
 def _count(text: str) -> int:
@@ -210,44 +216,19 @@ def _count(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if not 0 <= number < 2**64:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number from 0 to 2**64 - 1")
-    return number
+    return _number(text, int, lambda x: 0 <= x < 2**64, "a whole number from 0 to 2**64 - 1")
 
 
 def _temperature(text: str) -> float:
-    number = _number(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number, 0 (greedy) or more")
-    return number
+    return _number(text, float, lambda x: 0 <= x < math.inf, "a number, 0 (greedy) or more")
 
 
 def _mass(text: str) -> float:
-    number = _number(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0 and up to 1")
-    return number
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    return _number(text, float, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
 
 
 def _minutes(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of minutes above 0")
-    return number
+    return _number(text, float, lambda x: 0 < x < math.inf, "a number of minutes above 0")
 
 
 def _heads(text: str) -> list[int]:

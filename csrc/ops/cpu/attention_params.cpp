@@ -88,4 +88,57 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   return r;
 }
 
+AttentionResult make_outputs(PreparedAttention& prepared) {
+  AttentionParams& p = prepared.params;
+  const auto like = prepared.query.options();
+  const Tensor out = empty_heads_inside({p.batch, p.num_heads, p.q_len, p.v_head_dim}, like);
+  const Tensor lse =
+      at::empty({p.batch, p.num_heads, p.q_len}, like.dtype(accumulation_type(prepared.query.scalar_type())));
+  p.out = out.mutable_data_ptr();
+  p.out_strides = kernel_strides(out);
+  p.lse = lse.mutable_data_ptr();
+  return {out, lse};
+}
+
+PreparedBackward prepare_backward(const PreparedAttention& forward, const Tensor& grad_out,
+                                  const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+                                  const Tensor& value, const Tensor& out, const Tensor& lse, bool mask_gradient) {
+  PreparedBackward r;
+  AttentionBackwardParams& bp = r.params;
+  AttentionParams& p = bp.forward = forward.params;
+  const auto accumulation = accumulation_type(query.scalar_type());
+  r.lse = lse.contiguous();
+  r.grad_out = unit_last_stride(grad_out.to(query.scalar_type()));
+  r.delta = grad_out.to(accumulation).mul(out).sum(-1);
+  if (grad_lse) r.delta = r.delta.sub(*grad_lse);
+  r.delta = r.delta.contiguous();
+  p.lse = r.lse.data_ptr();
+  bp.grad_out = r.grad_out.const_data_ptr();
+  bp.grad_out_strides = kernel_strides(r.grad_out);
+  bp.delta = r.delta.const_data_ptr();
+  const auto like = [](const Tensor& t) { return empty_heads_inside(t.sym_sizes(), t.options()); };
+  r.grad_query = like(query);
+  r.grad_key = like(key);
+  r.grad_value = like(value);
+  bp.grad_query = r.grad_query.mutable_data_ptr();
+  bp.grad_key = r.grad_key.mutable_data_ptr();
+  bp.grad_value = r.grad_value.mutable_data_ptr();
+  bp.grad_query_strides = kernel_strides(r.grad_query);
+  bp.grad_key_strides = kernel_strides(r.grad_key);
+  bp.grad_value_strides = kernel_strides(r.grad_value);
+  if (mask_gradient) {
+    r.grad_scores = at::zeros({p.batch, p.num_heads, p.q_len, p.kv_len}, query.options().dtype(accumulation));
+    bp.grad_scores = r.grad_scores.mutable_data_ptr();
+  }
+  return r;
+}
+
+Tensor sink_terms(const Tensor& sinks, const Tensor& lse, const Tensor& delta) {
+  // The sink's probability exp(sink - lse) takes part in nothing but the denominator: its score gets -P_sink * D.
+  const Tensor probability = (sinks.to(delta.scalar_type()).view({-1, 1}) - lse)
+                                 .exp()
+                                 .masked_fill(lse == -std::numeric_limits<double>::infinity(), 0);
+  return probability.mul(delta).neg();
+}
+
 }  // namespace attnpack

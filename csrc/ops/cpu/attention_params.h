@@ -23,6 +23,25 @@ struct PreparedAttention {
 PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     ATTNPACK_ATTENTION_PARAMS);
 
+// The results of the forward pass, where prepared.params puts them.
+AttentionResult make_outputs(PreparedAttention& prepared);
+
+// The backward kernels' params, with the results and what else their pointers need kept alive.
+struct PreparedBackward {
+  AttentionBackwardParams params{};
+  Tensor grad_out, lse;  // as the kernels read them
+  Tensor delta;          // [batch, heads, q_len]: rowsum(dO * O) - dlse, what every score of a row has in common
+  Tensor grad_query, grad_key, grad_value;
+  Tensor grad_scores;  // zeros; undefined without mask_gradient
+};
+
+PreparedBackward prepare_backward(const PreparedAttention& forward, const Tensor& grad_out,
+                                  const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+                                  const Tensor& value, const Tensor& out, const Tensor& lse, bool mask_gradient);
+
+// What each row adds to the gradient of its head's sink, [batch, heads, q_len].
+Tensor sink_terms(const Tensor& sinks, const Tensor& lse, const Tensor& delta);
+
 DType kernel_dtype(at::ScalarType dtype);
 Strides kernel_strides(const Tensor& t);   // of a [batch, heads, length, width] tensor
 Tensor unit_last_stride(const Tensor& t);  // t itself, or a contiguous copy

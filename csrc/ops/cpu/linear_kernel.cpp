@@ -2,8 +2,8 @@
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
-#include <attnpack/ops/cpu/attention_params.h>
 #include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/cpu/linear_params.h>
 #include <attnpack/ops/cpu/parallel.h>
 #include <attnpack/ops/linear.h>
 
@@ -14,58 +14,33 @@ using at::Tensor;
 
 constexpr int64_t kOutputs = 32;  // of a unit: a small layer has some for every thread
 
-bool fits(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const auto dtype = input.scalar_type();
-  return (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && weight.scalar_type() == dtype &&
-         (!bias || (bias->scalar_type() == dtype && bias->dim() == 1 && bias->size(0) == weight.size(0))) &&
-         input.dim() >= 1 && weight.dim() == 2 && weight.stride(1) == 1 && input.size(-1) == weight.size(1) &&
-         weight.size(1) > 0 && input.numel() > 0 && input.numel() / weight.size(1) <= kFewRows;
-}
-
 // One of the layers that read the same rows; its units follow those of the ones before it.
 struct Layer {
-  LinearParams params;
+  PreparedLinear prepared;
   int64_t end;  // of its units
-  Tensor offsets;
 };
 
 // outs [..., out] of layers that fit, all in one go.
 std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const std::optional<Tensor>* biases) {
   const Tensor rows = input.contiguous();
-  auto shape = input.sizes().vec();
   std::vector<Tensor> outs;
   c10::SmallVector<Layer, 3> layers;
   int64_t units = 0, outputs = 0;
   for (size_t i = 0; i < weights.size(); ++i) {
-    const Tensor& weight = weights[i];
-    shape.back() = weight.size(0);
-    outs.push_back(at::empty(shape, input.options()));
-    Layer layer{};
-    LinearParams& p = layer.params;
-    p.rows = input.numel() / weight.size(1);
-    p.inputs = weight.size(1);
-    p.outputs = weight.size(0);
-    p.dtype = kernel_dtype(input.scalar_type());
-    p.input = rows.const_data_ptr();
-    p.weight = weight.const_data_ptr();
-    p.weight_stride = weight.stride(0);
-    if (biases[i]) {
-      layer.offsets = biases[i]->contiguous();
-      p.bias = layer.offsets.const_data_ptr();
-    }
-    p.out = outs.back().mutable_data_ptr();
-    outputs += p.outputs;
-    layer.end = units += (p.outputs + kOutputs - 1) / kOutputs;
-    layers.push_back(std::move(layer));
+    PreparedLinear prepared = prepare_linear(rows, weights[i], biases[i]);
+    outs.push_back(prepared.out);
+    outputs += prepared.params.outputs;
+    units += (prepared.params.outputs + kOutputs - 1) / kOutputs;
+    layers.push_back({std::move(prepared), units});
   }
   const auto& kernels = kernels_in_use();
-  const LinearParams& any = layers.front().params;
+  const LinearParams& any = layers.front().prepared.params;
   // A weight that comes from memory takes as long as some multiply-adds.
   for_each_unit(units, static_cast<double>(any.rows + 3) * any.inputs * outputs, kernels.linear_scratch(any),
                 [&](int64_t unit, void* scratch) {
                   size_t i = 0;
                   while (unit >= layers[i].end) ++i;
-                  const auto& p = layers[i].params;
+                  const auto& p = layers[i].prepared.params;
                   const int64_t begin = (unit - (i == 0 ? 0 : layers[i - 1].end)) * kOutputs;
                   kernels.linear_rows(p, {begin, std::min(begin + kOutputs, p.outputs)}, scratch);
                 });
@@ -73,7 +48,7 @@ std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const st
 }
 
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return fits(input, weight, bias) ? stream(input, weight, &bias).front() : at::linear(input, weight, bias);
+  return fits_few_rows(input, weight, bias) ? stream(input, weight, &bias).front() : at::linear(input, weight, bias);
 }
 
 std::vector<Tensor> linears_cpu(const Tensor& input, at::TensorList weights, at::TensorList biases) {
@@ -81,7 +56,7 @@ std::vector<Tensor> linears_cpu(const Tensor& input, at::TensorList weights, at:
   c10::SmallVector<std::optional<Tensor>, 3> offsets(weights.size());
   for (size_t i = 0; all_fit && i < weights.size(); ++i) {
     if (!biases.empty()) offsets[i] = biases[i];
-    all_fit = fits(input, weights[i], offsets[i]);
+    all_fit = fits_few_rows(input, weights[i], offsets[i]);
   }
   return all_fit ? stream(input, weights, offsets.data()) : linears_formula(input, weights, biases);
 }

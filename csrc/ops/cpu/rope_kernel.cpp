@@ -16,12 +16,6 @@ namespace {
 
 using at::Tensor;
 
-// x with its leading dimensions as exactly two: [B, H, L, D].
-Tensor four_dimensions(Tensor x) {
-  while (x.dim() < 4) x = x.unsqueeze(0);
-  return x.dim() == 4 ? x : x.flatten(0, x.dim() - 4);
-}
-
 // x [B, H, L, D] -> out, rows rotated by cos and sin [B, H, L, half], all by strides.
 template <class T, class Table>
 void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out) {

@@ -52,17 +52,12 @@ AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Ten
   if (!kernels || !countable(query, key)) return attention_composed(query, key, value, ATTNPACK_ATTENTION_ARGS);
   const Target target(query);
   CudaAttention call = prepare(query, key, value, ATTNPACK_ATTENTION_ARGS);
-  AttentionParams& p = call.prepared.params;
-  const Tensor out = empty_heads_inside({p.batch, p.num_heads, p.q_len, p.v_head_dim}, query.options());
-  const Tensor lse =
-      at::empty({p.batch, p.num_heads, p.q_len}, query.options().dtype(accumulation_type(query.scalar_type())));
-  p.out = out.mutable_data_ptr();
-  p.out_strides = kernel_strides(out);
-  p.lse = lse.mutable_data_ptr();
+  const AttentionResult result = make_outputs(call.prepared);
+  const AttentionParams& p = call.prepared.params;
   const cuda::ForwardPlan plan = kernels->plan(p, call.most_group, target.device());
   const Tensor workspace = at::empty({plan.workspace_bytes}, query.options().dtype(at::kByte));
   check_launch(kernels->forward(p, plan, workspace.mutable_data_ptr(), target.device(), target.stream()));
-  return {out, lse};
+  return result;
 }
 
 AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
@@ -75,42 +70,13 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
                                        sinks_gradient);
   const Target target(query);
   const CudaAttention call = prepare(query, key, value, ATTNPACK_ATTENTION_ARGS);
-  AttentionBackwardParams bp{};
-  AttentionParams& p = bp.forward = call.prepared.params;
-  const auto accumulation = accumulation_type(query.scalar_type());
-  const Tensor lse_rows = lse.contiguous(), gradient = unit_last_stride(grad_out.to(query.scalar_type()));
-  // D = rowsum(dO * O) - dlse: what every score of a row has in common.
-  Tensor delta = grad_out.to(accumulation).mul(out).sum(-1);
-  if (grad_lse) delta = delta.sub(*grad_lse);
-  delta = delta.contiguous();
-  p.lse = lse_rows.data_ptr();
-  bp.grad_out = gradient.const_data_ptr();
-  bp.grad_out_strides = kernel_strides(gradient);
-  bp.delta = delta.const_data_ptr();
-  const auto like = [](const Tensor& t) { return empty_heads_inside(t.sym_sizes(), t.options()); };
-  const Tensor grad_query = like(query), grad_key = like(key), grad_value = like(value);
-  bp.grad_query = grad_query.mutable_data_ptr();
-  bp.grad_key = grad_key.mutable_data_ptr();
-  bp.grad_value = grad_value.mutable_data_ptr();
-  bp.grad_query_strides = kernel_strides(grad_query);
-  bp.grad_key_strides = kernel_strides(grad_key);
-  bp.grad_value_strides = kernel_strides(grad_value);
-  Tensor grad_scores;
-  if (mask_gradient) {
-    grad_scores = at::zeros({p.batch, p.num_heads, p.q_len, p.kv_len}, query.options().dtype(accumulation));
-    bp.grad_scores = grad_scores.mutable_data_ptr();
-  }
-  check_launch(kernels->backward(bp, call.most_group, target.device(), target.stream()));
+  const PreparedBackward r =
+      prepare_backward(call.prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
+  check_launch(kernels->backward(r.params, call.most_group, target.device(), target.stream()));
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
-  if (mask_gradient) grad_mask = grad_scores.sum_to_size(mask->sizes()).to(mask->scalar_type());
-  if (sinks_gradient) {
-    // The sink's probability exp(sink - lse) takes part in nothing but the denominator: its score gets -P_sink * D.
-    const Tensor probability = (sinks->to(accumulation).view({-1, 1}) - lse)
-                                   .exp()
-                                   .masked_fill(lse == -std::numeric_limits<double>::infinity(), 0);
-    grad_sinks = probability.mul(delta).neg().sum({0, 2}).to(sinks->scalar_type());
-  }
-  return {grad_query, grad_key, grad_value, grad_mask, grad_sinks};
+  if (mask_gradient) grad_mask = r.grad_scores.sum_to_size(mask->sizes()).to(mask->scalar_type());
+  if (sinks_gradient) grad_sinks = sink_terms(*sinks, lse, r.delta).sum({0, 2}).to(sinks->scalar_type());
+  return {r.grad_query, r.grad_key, r.grad_value, grad_mask, grad_sinks};
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 #include <attnpack/ops/cuda/launchers.h>
-#include <attnpack/ops/cuda/forward_mma.cuh>
-#include <attnpack/ops/cuda/launch.cuh>
+#include <attnpack/ops/cuda/forward_mma_launch.cuh>
 
 namespace attnpack::cuda {
 namespace {
@@ -15,23 +14,18 @@ __global__ void __launch_bounds__(kWarp * kRowWarps * kKeyWarps)
   forward_mma_block<S, kRowWarps, kKeyWarps, Width>(p, plan, workspace, blockIdx.x, shared);
 }
 
-template <class S, int Width>
-const char* launch_width(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device, void* stream) {
-  using Tile = ForwardTile<S, kRowWarps, kKeyWarps, Width>;
-  return launch(prefill_kernel<S, Width>, plan.blocks, Tile::kThreads, sizeof(typename Tile::Shared), device, stream, p,
-                plan, workspace);
-}
+struct Kernels {
+  template <class S, int Width>
+  static constexpr MmaKernel* get() {
+    return prefill_kernel<S, Width>;
+  }
+};
 
 }  // namespace
 
 const char* forward_prefill(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device,
                             void* stream) {
-  return with_half_storage(p.dtype, [&](auto storage) {
-    using S = decltype(storage);
-    return plan.width == 64    ? launch_width<S, 64>(p, plan, workspace, device, stream)
-           : plan.width == 128 ? launch_width<S, 128>(p, plan, workspace, device, stream)
-                               : launch_width<S, 256>(p, plan, workspace, device, stream);
-  });
+  return launch_forward<Kernels, kRowWarps, kKeyWarps>(p, plan, workspace, device, stream);
 }
 
 }  // namespace attnpack::cuda

@@ -48,17 +48,13 @@ class LatentTile {
         group_(warp_ / RowTiles) {}
 
   ATTNPACK_DEVICE void run() {
-    const int64_t left = group_size(p_, u_.kv_head) * p_.q_len - u_.first;
-    if (left <= 0) return;
-    const int count = static_cast<int>(left < kRows ? left : kRows);
-    bool cleaned = false;
-    while (any_in_block(attend(count, cleaned)) && !cleaned) cleaned = true;
+    attend_rows<kRows>(p_, u_, [&](int count, bool cleaned) { return attend(count, cleaned); });
   }
 
  private:
   // Returns whether this thread wrote NaN or Inf.
   ATTNPACK_DEVICE bool attend(int count, bool cleaned) {
-    load_query(count);
+    copy_query<kRows, kWidth, kThreads>(shared_.query, p_, u_, count);
     const LaneRows mine = lane_rows(p_, u_.b, u_.kv_head, u_.first + 16 * row_tile_);
 #pragma unroll
     for (int t = 0; t < RowTiles; ++t)
@@ -71,39 +67,18 @@ class LatentTile {
       max_[h] = -infinity<float>();
       sum_[h] = 0;
     }
-    int64_t begin = u_.keys.begin / kKeys * kKeys;
-    if (begin < u_.keys.end) load_keys(begin, 0);
-    copy_async_commit();
-    for (int stage = 0; begin < u_.keys.end; begin += kKeys, stage ^= 1) {
-      if (begin + kKeys < u_.keys.end) load_keys(begin + kKeys, stage ^ 1);
-      copy_async_commit();
-      copy_async_wait<1>();
-      sync_block();
-      weigh(mine, begin, stage);
-      sync_block();
-      if (cleaned) {  // only now: the scores were to see what the keys hold
-        clean_tile<kKeys * kWidth, kThreads>(shared_.key[stage]);
-        sync_block();
-      }
-      add_values(stage);
-      sync_block();
-    }
-    copy_async_wait<0>();
-    sync_block();
+    stream_keys<kKeys>(
+        u_.keys, [&](int64_t begin, int stage) { load_keys(begin, stage); },
+        [&](int64_t begin, int stage) {
+          weigh(mine, begin, stage);
+          sync_block();
+          if (cleaned) {  // only now: the scores were to see what the keys hold
+            clean_tile<kKeys * kWidth, kThreads>(shared_.key[stage]);
+            sync_block();
+          }
+          add_values(stage);
+        });
     return finish(count, cleaned);
-  }
-
-  ATTNPACK_DEVICE void load_query(int count) {
-    const S* base = static_cast<const S*>(p_.query) + u_.b * p_.query_strides.batch;
-    const int64_t group = group_size(p_, u_.kv_head);
-    copy_tile<kRows, kWidth, kThreads>(
-        shared_.query,
-        [&](int r) {
-          const int64_t index = u_.first + r;
-          return base + group_head(p_, u_.kv_head, index % group) * p_.query_strides.head +
-                 index / group * p_.query_strides.row;
-        },
-        count, kWidth, base);
   }
 
   ATTNPACK_DEVICE void load_keys(int64_t begin, int stage) {

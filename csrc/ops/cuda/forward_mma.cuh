@@ -45,11 +45,7 @@ class ForwardTile {
         key_warp_(thread_id() / kWarp / RowWarps) {}
 
   ATTNPACK_DEVICE void run() {
-    const int64_t rows = group_size(p_, u_.kv_head) * p_.q_len, left = rows - u_.first;
-    if (left <= 0) return;
-    const int count = static_cast<int>(left < kRows ? left : kRows);
-    bool cleaned = false;
-    while (any_in_block(attend(count, cleaned)) && !cleaned) cleaned = true;
+    attend_rows<kRows>(p_, u_, [&](int count, bool cleaned) { return attend(count, cleaned); });
   }
 
  private:
@@ -66,38 +62,20 @@ class ForwardTile {
       max_[h] = -infinity<float>();
       sum_[h] = 0;
     }
-    // Steps at whole multiples, so that a part's sums are the same whatever its tile sees.
-    int64_t begin = u_.keys.begin / kKeys * kKeys;
-    if (begin < u_.keys.end) load_keys(begin, 0);
-    copy_async_commit();
-    for (int stage = 0; begin < u_.keys.end; begin += kKeys, stage ^= 1) {
-      if (begin + kKeys < u_.keys.end) load_keys(begin + kKeys, stage ^ 1);
-      copy_async_commit();
-      copy_async_wait<1>();
-      sync_block();
-      if (cleaned) {
-        clean_tile<kKeys * Width, kThreads>(shared_.value[stage]);
-        sync_block();
-      }
-      step(mine, begin, stage);
-      sync_block();
-    }
-    copy_async_wait<0>();
-    sync_block();
+    stream_keys<kKeys>(
+        u_.keys, [&](int64_t begin, int stage) { load_keys(begin, stage); },
+        [&](int64_t begin, int stage) {
+          if (cleaned) {
+            clean_tile<kKeys * Width, kThreads>(shared_.value[stage]);
+            sync_block();
+          }
+          step(mine, begin, stage);
+        });
     return finish(count, cleaned);
   }
 
   ATTNPACK_DEVICE void load_query(int count) {
-    const S* base = static_cast<const S*>(p_.query) + u_.b * p_.query_strides.batch;
-    const int64_t group = group_size(p_, u_.kv_head);
-    copy_tile<kRows, Width, kThreads>(
-        shared_.query,
-        [&](int r) {
-          const int64_t index = u_.first + r;
-          return base + group_head(p_, u_.kv_head, index % group) * p_.query_strides.head +
-                 index / group * p_.query_strides.row;
-        },
-        count, static_cast<int>(p_.head_dim), base);
+    copy_query<kRows, Width, kThreads>(shared_.query, p_, u_, count);
     copy_async_commit();
     if constexpr (kKeepQuery) {
       copy_async_wait<0>();

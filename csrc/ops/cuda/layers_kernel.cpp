@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/cpu/attention_params.h>
+#include <attnpack/ops/cpu/linear_params.h>
 #include <attnpack/ops/cuda/composition.h>
 #include <attnpack/ops/cuda/prepare.h>
 #include <attnpack/ops/kv_cache.h>
@@ -49,12 +50,6 @@ void kv_cache_append_cuda(const Tensor& cache_key, const Tensor& cache_value, co
   lengths.clamp_max_(cache_key.size(2));
 }
 
-// x with its leading dimensions as exactly two, where that is a view: [B, H, L, D].
-Tensor four_dimensions(Tensor x) {
-  while (x.dim() < 4) x = x.unsqueeze(0);
-  return x;
-}
-
 Tensor apply_rope_cuda(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
   const CudaKernels* kernels = cuda_kernels(x.device().index());
   if (!kernels || x.dim() > 4) return at::empty_like(x).copy_(rope_formula(x, cos, sin, interleaved));
@@ -86,45 +81,17 @@ Tensor apply_rope_cuda(const Tensor& x, const Tensor& cos, const Tensor& sin, bo
   return out;
 }
 
-// What the kernel takes; everything else is torch's linear, which also says what is wrong with it.
-bool fits(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const auto dtype = input.scalar_type();
-  return (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && weight.scalar_type() == dtype &&
-         weight.device() == input.device() &&
-         (!bias || (bias->scalar_type() == dtype && bias->dim() == 1 && bias->device() == input.device() &&
-                    bias->size(0) == weight.size(0))) &&
-         input.dim() >= 1 && weight.dim() == 2 && weight.stride(1) == 1 && input.size(-1) == weight.size(1) &&
-         weight.size(1) > 0 && input.numel() > 0 && input.numel() / weight.size(1) <= kFewRows;
-}
-
 Tensor linear_cuda(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const CudaKernels* kernels = cuda_kernels(input.device().index());
-  if (!kernels || !fits(input, weight, bias)) return at::linear(input, weight, bias);
+  if (!kernels || !fits_few_rows(input, weight, bias)) return at::linear(input, weight, bias);
   const Target target(input);
-  auto shape = input.sizes().vec();
-  shape.back() = weight.size(0);
-  const Tensor out = at::empty(shape, input.options()), rows = input.contiguous();
-  const Tensor offsets = bias ? bias->contiguous() : Tensor();
-  LinearParams p{};
-  p.rows = input.numel() / weight.size(1);
-  p.inputs = weight.size(1);
-  p.outputs = weight.size(0);
-  p.dtype = kernel_dtype(input.scalar_type());
-  p.input = rows.const_data_ptr();
-  p.weight = weight.const_data_ptr();
-  p.weight_stride = weight.stride(0);
-  p.bias = bias ? offsets.const_data_ptr() : nullptr;
-  p.out = out.mutable_data_ptr();
-  check_launch(kernels->linear(p, target.device(), target.stream()));
-  return out;
+  const PreparedLinear prepared = prepare_linear(input, weight, bias);
+  check_launch(kernels->linear(prepared.params, target.device(), target.stream()));
+  return prepared.out;
 }
 
 std::vector<Tensor> linears_cuda(const Tensor& input, at::TensorList weights, at::TensorList biases) {
-  if (biases.size() != 0 && biases.size() != weights.size()) return linears_formula(input, weights, biases);  // raises
-  std::vector<Tensor> outs;
-  for (size_t i = 0; i < weights.size(); ++i)
-    outs.push_back(linear_cuda(input, weights[i], biases.empty() ? std::nullopt : std::optional(biases[i])));
-  return outs;
+  return each_linear(linear_cuda, input, weights, biases);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <attnpack/ops/cuda/index.h>
 #include <attnpack/ops/cuda/device.cuh>
+#include <attnpack/ops/cuda/partial.cuh>
 #include <attnpack/ops/cuda/score.cuh>
 
 // What the tensor-core kernels share: tiles of 16-bit rows in swizzled shared memory, and a lane's two rows of scores.
@@ -21,6 +22,48 @@ ATTNPACK_DEVICE void copy_tile(S* tile, const GetRow& row, int count, int width,
     const bool valid = r < count && chunk * 8 < width;
     copy_async(tile + swizzled_offset(r, chunk, Width), valid ? row(r) + chunk * 8 : somewhere, valid);
   }
+}
+
+// attend(count, cleaned) of the unit's `count` rows returns whether this thread wrote NaN or Inf; then it runs again
+// with values cleaned of them (write_tile says why).
+template <int Rows, class Attend>
+ATTNPACK_DEVICE void attend_rows(const AttentionParams& p, const Unit& u, const Attend& attend) {
+  const int64_t left = group_size(p, u.kv_head) * p.q_len - u.first;
+  if (left <= 0) return;
+  const int count = static_cast<int>(left < Rows ? left : Rows);
+  bool cleaned = false;
+  while (any_in_block(attend(count, cleaned)) && !cleaned) cleaned = true;
+}
+
+// The unit's first `count` query rows into a tile [Rows, Width].
+template <int Rows, int Width, int Threads, class S>
+ATTNPACK_DEVICE void copy_query(S* tile, const AttentionParams& p, const Unit& u, int count) {
+  const S* base = static_cast<const S*>(p.query) + u.b * p.query_strides.batch;
+  const int64_t group = group_size(p, u.kv_head);
+  const auto row = [&](int r) {
+    const int64_t index = u.first + r;
+    return base + group_head(p, u.kv_head, index % group) * p.query_strides.head + index / group * p.query_strides.row;
+  };
+  copy_tile<Rows, Width, Threads>(tile, row, count, static_cast<int>(p.head_dim), base);
+}
+
+// Keys in steps of `Step`: load(begin, stage) of one while use(begin, stage) of the one before it, in two stages.
+// Steps lie at whole multiples, so that a part's sums are the same whatever its tile sees.
+template <int Step, class Load, class Use>
+ATTNPACK_DEVICE void stream_keys(const Range& keys, const Load& load, const Use& use) {
+  int64_t begin = keys.begin / Step * Step;
+  if (begin < keys.end) load(begin, 0);
+  copy_async_commit();
+  for (int stage = 0; begin < keys.end; begin += Step, stage ^= 1) {
+    if (begin + Step < keys.end) load(begin + Step, stage ^ 1);
+    copy_async_commit();
+    copy_async_wait<1>();
+    sync_block();
+    use(begin, stage);
+    sync_block();
+  }
+  copy_async_wait<0>();
+  sync_block();
 }
 
 // What a lane knows of the rows lane / 4 and lane / 4 + 8 of its warp's 16.
