@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
 from pydoc_data.topics import topics
@@ -20,6 +19,7 @@ MEASURED = 4 * LENGTH  # tokens, the first of the topics; training reads what fo
 RANKS = (64, 128, 192, 384)
 LEARNING_RATE = 1e-3
 CONTEXT = 1024  # tokens before those that are timed
+THREADS = torch.get_num_threads()  # all that this process may have; uptraining.py takes one for its small models
 
 
 @cache
@@ -65,7 +65,7 @@ def _latent(rank: int) -> nn.Module:
 
 
 def _figures(model: nn.Module, minutes: float) -> dict[str, Any]:
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(THREADS)
     held_out = _text()[:MEASURED].view(-1, LENGTH)
     figures = {"perplexity": perplexity(model, held_out), "uptrained": None, "minutes": minutes}
     attention = model.layers[0].self_attn
@@ -77,13 +77,13 @@ def _figures(model: nn.Module, minutes: float) -> dict[str, Any]:
     if minutes > 0:
         work = Distillation(model.train(), _original(), _text()[MEASURED:], LENGTH, 60 * minutes, LEARNING_RATE, 0)
         work.run(lambda: None)
-        figures |= {"uptrained": perplexity(model.eval(), held_out), "steps": work.steps}
+        figures |= {"uptrained": perplexity(model.eval(), held_out), "steps": work.steps, "threads": THREADS}
     return figures
 
 
 def _decode(**attention: Any) -> dict[str, float]:
     """Of a model of SmolLM2's sizes with other attention, not trained."""
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(THREADS)
     own = {"vocab_size", "embed_dim", "num_layers", "num_heads", "hidden_dim", "rope_base", "tie_embeddings"}
     sizes = {name: value for name, value in _original()._live_config().items() if name in own}
     return time_decoding(attnpack.CausalLM(**sizes, **attention).eval(), CONTEXT)

@@ -1,6 +1,6 @@
 """The experiment of the GQA paper (Ainslie et al. 2023, section 3.3), on two cores: one JSON of figures.
 
-    python benchmarks/uptraining.py [--out FILE] [--steps N] [--seeds 3] [--smollm2 MINUTES] [--table]
+    python benchmarks/uptraining.py [--out FILE] [--steps N] [--seeds 3] [--smollm2 MINUTES] [--only NAME] [--table]
 
 (a) conversion: a small MHA language model (bytes of the standard library) becomes GQA-4, GQA-2 and MQA by the mean or
 the first head of each group or a new random one, and by means after averaging regions of 2 x 2 and 4 x 4 numbers; then
@@ -8,7 +8,8 @@ it is trained for another 5 and 10% of the steps. (b) with --smollm2: SmolLM2-13
 and its layers as latent attention at several ranks; perplexity before, and after so many minutes of distillation each
 (0: only before). (c) KV bytes and ms a token. (d) MHA, GQA, MQA and MLA of one parameter budget, trained from scratch.
 
-Each figure is kept as soon as it is there: the same command goes on where the last one stopped. Not a test.
+Each figure is kept as soon as it is there: the same command goes on where the last one stopped. Two of them, with
+--only for different cells, may share a file: `taskset -c 0 ... --only "smollm2/1 kv head, mean"`. Not a test.
 """
 
 from __future__ import annotations
@@ -118,9 +119,11 @@ def run(cells: list[Cell], out: Path, about: dict[str, Any], minutes: float = 0)
         return name in record["cells"] and not (shorter and record["cells"][name]["minutes"] < minutes)
 
     for name, figures in progress([cell for cell in cells if not done(cell[0])], "cells"):
-        record["cells"][name] = figures()
+        found = figures()
+        record = read(out) if out.is_file() else record  # another process may have added to it
+        record["cells"][name] = found
         record["about"] = about
-        partial = out.with_suffix(".partial")
+        partial = out.with_suffix(f".partial{os.getpid()}")
         partial.write_text(json.dumps(record, indent=1))
         os.replace(partial, out)
     missing = [name for name, _ in cells if name not in record["cells"]]
@@ -188,6 +191,7 @@ def main() -> None:
     parser.add_argument(
         "--smollm2", type=float, metavar="MINUTES", help="also convert SmolLM2, and uptrain each so long"
     )
+    parser.add_argument("--only", default="", metavar="NAME", help="only the cells whose names begin so")
     parser.add_argument("--table", action="store_true", help="only print what --out holds")
     args = parser.parse_args()
     if args.steps < 300 or args.seeds < 1:
@@ -212,7 +216,11 @@ def main() -> None:
     cells = list(experiment.cells())
     if args.smollm2 is not None:
         cells += smollm2_cells(args.smollm2)
-    print(table(run(cells, args.out, about, args.smollm2 or 0)))
+    wanted = [cell for cell in cells if cell[0].startswith(args.only)]
+    if not wanted:
+        parser.error(f"--only: no cell begins with {args.only!r}; there are {', '.join(name for name, _ in cells)}")
+    record = run(wanted, args.out, about, args.smollm2 or 0)
+    print(f"{args.out}: has {args.only!r}" if args.only else table(record))
 
 
 if __name__ == "__main__":
