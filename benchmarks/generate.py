@@ -2,8 +2,9 @@
 
     python benchmarks/generate.py [--dtypes fp32 bf16] [--prompt-tokens 32] [--new-tokens 64] [--batch 1] [--rounds 3]
 
-Greedy, prompt included in the time, both with a growing cache and as many threads as torch takes. The ratio is the
-median over the rounds of attnpack's rate by transformers'; above 1 attnpack is faster. Not a test: nothing is asserted.
+Greedy, prompt included in the time, all with a growing cache and as many threads as torch takes; llama.cpp too, where
+llama-cpp-python is installed, with weights of the same dtype. A ratio is the median over the rounds of attnpack's rate
+by the other's; above 1 attnpack is faster. Not a test: nothing is asserted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pydoc_data.topics import topics
 import attnpack
 import torch
 from attnpack.causal_lm_io import load_tokenizer, smollm2_path
+from llama_cpp_peer import LlamaCpp, installed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_reference_tokens.py"
@@ -33,34 +35,34 @@ def load_transformers():
     return script.load()
 
 
-def timed(generate: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+def timed(generate: Callable[[], torch.Tensor]) -> float:
     start = time.perf_counter()
-    tokens = generate()
-    return time.perf_counter() - start, tokens
+    generate()
+    return time.perf_counter() - start
 
 
 def compare(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> dict:
-    """Rates of both for one dtype; `ids` [B, L]."""
+    """Rates of all for one dtype; `ids` [B, L]."""
     ours = attnpack.CausalLM.from_gguf(smollm2_path(), dtype=DTYPES[dtype])
     hf = hf.to(DTYPES[dtype])
+    lengths = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+    runs = {
+        "attnpack": lambda: ours.generate(ids, max_new_tokens=new_tokens),
+        "transformers": lambda: hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths),
+    }
+    if installed() and len(ids) == 1:
+        peer = LlamaCpp(dtype, ids.shape[1] + new_tokens)
+        runs["llama.cpp"] = lambda: peer.generate(ids, new_tokens)
 
-    def run_ours() -> torch.Tensor:
-        return ours.generate(ids, max_new_tokens=new_tokens)
-
-    def run_theirs() -> torch.Tensor:
-        lengths = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
-        return hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths)
-
-    run_ours(), run_theirs()  # warm up
-    pairs = [(timed(run_ours), timed(run_theirs)) for _ in range(rounds)]
-    (_, a), (_, b) = pairs[-1]
+    tokens = {name: run() for name, run in runs.items()}  # also warms up
+    seconds = [{name: timed(run) for name, run in runs.items()} for _ in range(rounds)]
+    peers = [name for name in runs if name != "attnpack"]
     new = ids.shape[0] * new_tokens
     return {
         "dtype": dtype,
-        "attnpack_tokens_per_second": new / statistics.median(ours for (ours, _), _ in pairs),
-        "transformers_tokens_per_second": new / statistics.median(theirs for _, (theirs, _) in pairs),
-        "ratio": statistics.median(theirs / ours for (ours, _), (theirs, _) in pairs),
-        "same_tokens": torch.equal(a, b),
+        "tokens_per_second": {name: new / statistics.median(took[name] for took in seconds) for name in runs},
+        "ratio": {name: statistics.median(took[name] / took["attnpack"] for took in seconds) for name in peers},
+        "same_tokens": {name: torch.equal(tokens["attnpack"], tokens[name]) for name in peers},
     }
 
 
@@ -83,12 +85,14 @@ def main() -> None:
     hf = load_transformers()[0]
     say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
     say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens a row")
-    say("dtype   attnpack tok/s   transformers tok/s   ratio   same tokens")
+    say(f"{'dtype':<6}{'peer':>14}{'attnpack tok/s':>17}{'peer tok/s':>13}{'ratio':>8}   same tokens")
     rows = []
     for dtype in args.dtypes:
         row = compare(hf, dtype, ids, args.new_tokens, args.rounds)
-        ours, theirs = row["attnpack_tokens_per_second"], row["transformers_tokens_per_second"]
-        say(f"{dtype:<6}  {ours:14.1f}   {theirs:18.1f}   {row['ratio']:5.2f}   {row['same_tokens']}")
+        rates = row["tokens_per_second"]
+        for peer, ratio in row["ratio"].items():
+            same = row["same_tokens"][peer]
+            say(f"{dtype:<6}{peer:>14}{rates['attnpack']:17.1f}{rates[peer]:13.1f}{ratio:8.2f}   {same}")
         rows.append(row)
     if args.json:
         print(json.dumps({"threads": torch.get_num_threads(), "shape": list(ids.shape), "rows": rows}, indent=2))
