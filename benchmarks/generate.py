@@ -2,9 +2,10 @@
 
     python benchmarks/generate.py [--dtypes fp32 bf16] [--prompt-tokens 32] [--new-tokens 64] [--batch 1] [--rounds 3]
 
-Greedy, prompt included in the time, all with a growing cache and as many threads as torch takes; llama.cpp too, where
-llama-cpp-python is installed, with weights of the same dtype. A ratio is the median over the rounds of attnpack's rate
-by the other's; above 1 attnpack is faster. Not a test: nothing is asserted.
+Greedy. Tokens a second and their ratio (the median over the rounds of attnpack's rate by the other's; above 1 attnpack
+is faster) take the prompt in; ms a token, the median from one new token to the next, does not, and so tells what
+decoding costs behind a long prompt. Both with a growing cache and as many threads as torch takes. Not a test: nothing
+is asserted.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import attnpack
 import torch
 from attnpack.causal_lm_io import load_tokenizer, smollm2_path
-from llama_cpp_peer import LlamaCpp, installed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_reference_tokens.py"
@@ -35,33 +36,48 @@ def load_transformers():
     return script.load()
 
 
-def timed(generate: Callable[[], torch.Tensor]) -> float:
-    start = time.perf_counter()
-    generate()
-    return time.perf_counter() - start
+class Stamps:
+    """When each new token came; called, or as what transformers calls a streamer."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, *_: object) -> None:
+        self.times.append(time.perf_counter())
+
+    put = __call__
+
+    def end(self) -> None:
+        pass
+
+
+def timed(generate: Callable[[Stamps], torch.Tensor], new_tokens: int) -> tuple[float, float]:
+    """Seconds in all, and from one new token to the next."""
+    stamps, start = Stamps(), time.perf_counter()
+    generate(stamps)
+    took = time.perf_counter() - start
+    return took, statistics.median(after - before for before, after in pairwise(stamps.times[-new_tokens:]))
 
 
 def compare(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> dict:
     """Rates of all for one dtype; `ids` [B, L]."""
     ours = attnpack.CausalLM.from_gguf(smollm2_path(), dtype=DTYPES[dtype])
     hf = hf.to(DTYPES[dtype])
-    lengths = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+    greedy = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False}
     runs = {
-        "attnpack": lambda: ours.generate(ids, max_new_tokens=new_tokens),
-        "transformers": lambda: hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths),
+        "attnpack": lambda stamps: ours.generate(ids, max_new_tokens=new_tokens, callback=stamps),
+        "transformers": lambda stamps: hf.generate(ids, attention_mask=torch.ones_like(ids), streamer=stamps, **greedy),
     }
-    if installed() and len(ids) == 1:
-        peer = LlamaCpp(dtype, ids.shape[1] + new_tokens)
-        runs["llama.cpp"] = lambda: peer.generate(ids, new_tokens)
 
-    tokens = {name: run() for name, run in runs.items()}  # also warms up
-    seconds = [{name: timed(run) for name, run in runs.items()} for _ in range(rounds)]
+    tokens = {name: run(Stamps()) for name, run in runs.items()}  # also warms up
+    seconds = [{name: timed(run, new_tokens) for name, run in runs.items()} for _ in range(rounds)]
     peers = [name for name in runs if name != "attnpack"]
     new = ids.shape[0] * new_tokens
     return {
         "dtype": dtype,
-        "tokens_per_second": {name: new / statistics.median(took[name] for took in seconds) for name in runs},
-        "ratio": {name: statistics.median(took[name] / took["attnpack"] for took in seconds) for name in peers},
+        "tokens_per_second": {name: new / statistics.median(took[name][0] for took in seconds) for name in runs},
+        "ms_per_token": {name: 1e3 * statistics.median(took[name][1] for took in seconds) for name in runs},
+        "ratio": {name: statistics.median(took[name][0] / took["attnpack"][0] for took in seconds) for name in peers},
         "same_tokens": {name: torch.equal(tokens["attnpack"], tokens[name]) for name in peers},
     }
 
@@ -76,6 +92,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of torch [as torch takes]")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     args = parser.parse_args()
+    if args.new_tokens < 2:
+        parser.error("--new-tokens: want at least 2, to time from one to the next")
     if args.threads:
         torch.set_num_threads(args.threads)
 
@@ -85,14 +103,15 @@ def main() -> None:
     hf = load_transformers()[0]
     say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
     say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens a row")
-    say(f"{'dtype':<6}{'peer':>14}{'attnpack tok/s':>17}{'peer tok/s':>13}{'ratio':>8}   same tokens")
+    say(f"{'dtype':<6}{'':>14}{'tokens a second':>18}{'ms a token':>13}{'attnpack is':>13}   same tokens")
     rows = []
     for dtype in args.dtypes:
         row = compare(hf, dtype, ids, args.new_tokens, args.rounds)
-        rates = row["tokens_per_second"]
-        for peer, ratio in row["ratio"].items():
-            same = row["same_tokens"][peer]
-            say(f"{dtype:<6}{peer:>14}{rates['attnpack']:17.1f}{rates[peer]:13.1f}{ratio:8.2f}   {same}")
+        for name, rate in row["tokens_per_second"].items():
+            line = f"{dtype:<6}{name:>14}{rate:18.1f}{row['ms_per_token'][name]:13.1f}"
+            if name in row["ratio"]:
+                line += f"{row['ratio'][name]:11.2f} x   {row['same_tokens'][name]}"
+            say(line)
         rows.append(row)
     if args.json:
         print(json.dumps({"threads": torch.get_num_threads(), "shape": list(ids.shape), "rows": rows}, indent=2))

@@ -9,7 +9,8 @@ and its layers as latent attention at several ranks; perplexity before, and afte
 (0: only before). (c) KV bytes and ms a token. (d) MHA, GQA, MQA and MLA of one parameter budget, trained from scratch.
 
 Each figure is kept as soon as it is there: the same command goes on where the last one stopped. Two of them, with
---only for different cells, may share a file: `taskset -c 0 ... --only "smollm2/1 kv head, mean"`. Not a test.
+--only for different cells, may share a file: `taskset -c 0 ... --only "smollm2/1 kv head, mean"`. A cell without date
+and machine is of those that stand at the top. Not a test.
 """
 
 from __future__ import annotations
@@ -119,10 +120,9 @@ def run(cells: list[Cell], out: Path, about: dict[str, Any], minutes: float = 0)
         return name in record["cells"] and not (shorter and record["cells"][name]["minutes"] < minutes)
 
     for name, figures in progress([cell for cell in cells if not done(cell[0])], "cells"):
-        found = figures()
+        found = figures() | {name: about[name] for name in ("date", "machine")}
         record = read(out) if out.is_file() else record  # another process may have added to it
         record["cells"][name] = found
-        record["about"] = about
         partial = out.with_suffix(f".partial{os.getpid()}")
         partial.write_text(json.dumps(record, indent=1))
         os.replace(partial, out)
@@ -218,7 +218,8 @@ def main() -> None:
         cells += smollm2_cells(args.smollm2)
     wanted = [cell for cell in cells if cell[0].startswith(args.only)]
     if not wanted:
-        parser.error(f"--only: no cell begins with {args.only!r}; there are {', '.join(name for name, _ in cells)}")
+        known = ", ".join(name for name, _ in cells)
+        parser.error(f"--only: no cell begins with {args.only!r}; those of smollm2 need --smollm2; there are {known}")
     record = run(wanted, args.out, about, args.smollm2 or 0)
     print(f"{args.out}: has {args.only!r}" if args.only else table(record))
 

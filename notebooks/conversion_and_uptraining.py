@@ -242,6 +242,7 @@ for name, cell in cells.items():
         after = f"{cell['uptrained']:,.1f}" if cell["uptrained"] else "-"
         line = f"{kind:24}{cell['perplexity']:14,.1f}{after:>12}{cell.get('steps', '-'):>8}"
         print(f"{line}{cell['kv_bytes_per_token']:18,}{took:12.1f}")
+print("trained on", *{cell["machine"] for cell in cells.values() if "machine" in cell}, "- all else as at the top")
 
 # %% [markdown]
 # After training the order is the paper's, mean before first before random, and *aligned* is ahead of all by far, though

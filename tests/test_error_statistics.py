@@ -66,5 +66,4 @@ def test_no_larger_error_than_sdpas_on_95_percent(measured):
             error, theirs = ((x.double() - truth).abs().max() for x in (ours, sdpa))
             good += (error <= theirs + torch.finfo(dtype).eps * truth.abs().max()).item()
         share[dtype] = good / len(cases)
-    assert share[torch.bfloat16] >= 0.95 and share[torch.float16] >= 0.95, share
-    assert share[torch.float32] >= 0.94, share  # 95 is wanted: sums over head_dim in one chain are what is left
+    assert min(share.values()) >= 0.95, share

@@ -23,10 +23,11 @@ struct PreparedAttention {
 PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     ATTNPACK_ATTENTION_PARAMS);
 
-// The results of the forward pass, where prepared.params puts them.
+// New tensors for the results of the forward pass; prepared.params points to them from now on.
 AttentionResult make_outputs(PreparedAttention& prepared);
 
-// The backward kernels' params, with the results and what else their pointers need kept alive.
+// The backward kernels' params, with the results and what else their pointers need kept alive beside the
+// PreparedAttention that they were made of.
 struct PreparedBackward {
   AttentionBackwardParams params{};
   Tensor grad_out, lse;  // as the kernels read them

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include <attnpack/ops/cuda/forward_mma.cuh>
 #include <attnpack/ops/cuda/launch.cuh>
 

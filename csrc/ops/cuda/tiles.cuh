@@ -5,7 +5,8 @@
 #include <attnpack/ops/cuda/partial.cuh>
 #include <attnpack/ops/cuda/score.cuh>
 
-// What the tensor-core kernels share: tiles of 16-bit rows in swizzled shared memory, and a lane's two rows of scores.
+// What the tensor-core kernels share: tiles of 16-bit rows in swizzled shared memory, the way of keys through them, and
+// a lane's two rows of scores.
 namespace attnpack::cuda {
 
 // The factor that the exponential takes in: score = multiplier * s, and 2^(log2(e) * score) is the weight.
@@ -35,7 +36,7 @@ ATTNPACK_DEVICE void attend_rows(const AttentionParams& p, const Unit& u, const 
   while (any_in_block(attend(count, cleaned)) && !cleaned) cleaned = true;
 }
 
-// The unit's first `count` query rows into a tile [Rows, Width].
+// The unit's first `count` query rows into a tile [Rows, Width]; part of the next commit.
 template <int Rows, int Width, int Threads, class S>
 ATTNPACK_DEVICE void copy_query(S* tile, const AttentionParams& p, const Unit& u, int count) {
   const S* base = static_cast<const S*>(p.query) + u.b * p.query_strides.batch;

@@ -7,9 +7,9 @@ namespace attnpack::ATTNPACK_ISA {
 namespace {
 
 constexpr int64_t kBlock = 64;            // keys between two updates of the softmax
-constexpr int64_t kAheadBytes = 8 << 10;  // of keys or values, about so many are prefetched ahead
+constexpr int64_t kAheadBytes = 8 << 10;  // of keys or values: so many are prefetched ahead
 
-// Rows of so many elements in kAheadBytes, but at least 8.
+// Rows of so many elements in kAheadBytes, but 8 to kBlock.
 template <class S>
 int64_t rows_ahead(int64_t width) {
   const int64_t fit = kAheadBytes / (larger(width, 1) * static_cast<int64_t>(sizeof(S)));
@@ -21,12 +21,7 @@ int64_t rows_ahead(int64_t width) {
 template <class S, class A, int Rows, bool Skip, int Vectors>
 inline void add_columns(const A* p, const S* v, int64_t stride, int64_t count, int64_t ahead, A* out, int64_t ldo,
                         int64_t some = kLanes<A>) {
-  Vec<A> sum[Rows][Vectors];
-#pragma GCC unroll 4
-  for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 4
-    for (int c = 0; c < Vectors; ++c)
-      sum[r][c] = some < kLanes<A> ? load_some<A>(out + r * ldo, some) : load<A>(out + r * ldo + c * kLanes<A>);
+  Vec<A> sum[Rows][Vectors] = {};
   for (int64_t j = 0; j < count; ++j) {
     const S* value = v + j * stride;
     Vec<A> element[Vectors];
@@ -47,12 +42,14 @@ inline void add_columns(const A* p, const S* v, int64_t stride, int64_t count, i
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < Vectors; ++c) {
-      if (some == kLanes<A>) store<A>(out + r * ldo + c * kLanes<A>, sum[r][c]);
-      for (int64_t i = 0; some < kLanes<A> && i < some; ++i) out[r * ldo + i] = sum[r][c][i];
+      A* to = out + r * ldo + c * kLanes<A>;
+      if (some == kLanes<A>) store<A>(to, load<A>(to) + sum[r][c]);
+      for (int64_t i = 0; some < kLanes<A> && i < some; ++i) to[i] += sum[r][c][i];
     }
 }
 
-// A few keys at a time, whose values stay in the L1 cache while their columns are gone through.
+// A few keys at a time: columns are gone through one after the other, and so are the lines of a few rows; and sums of
+// few terms, added up, round less than one long sum.
 template <class S, class A, int Rows, bool Skip>
 inline void add_values(const A* p, const S* v, int64_t stride, int64_t count, int64_t dim, A* out, int64_t ldo) {
   constexpr int kColumnVectors = kBeside<Rows>;  // that are accumulated at once

@@ -58,7 +58,7 @@ inline void register_tile(Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t 
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < Vectors; ++v) sum[r][v] = accumulate ? load<T>(c + r * ldc + v * kLanes<T>) : Vec<T>{};
+    for (int v = 0; v < Vectors; ++v) sum[r][v] = Vec<T>{};
   for (int64_t k = 0; k < depth; ++k) {
     Vec<E> right[Vectors];
 #pragma GCC unroll 2
@@ -83,7 +83,10 @@ inline void register_tile(Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t 
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < Vectors; ++v) store<T>(c + r * ldc + v * kLanes<T>, sum[r][v]);
+    for (int v = 0; v < Vectors; ++v) {
+      T* to = c + r * ldc + v * kLanes<T>;
+      store<T>(to, accumulate ? load<T>(to) + sum[r][v] : sum[r][v]);
+    }
 }
 
 template <class T, class E, int Rows, int Vectors, Beside beside>
@@ -97,8 +100,9 @@ inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<E> a, Panels<E> b,
   return begin;
 }
 
-// Rows of B that a panel's register tiles share: with kPanel columns they stay in the L1 cache.
-constexpr int64_t kDepth = 128;
+// Rows of B that a panel's register tiles share: with kPanel columns they stay in the L1 cache. What they give is
+// summed by itself and then added to C: rounding errors grow with the length of the longest chain of sums.
+constexpr int64_t kDepth = 64;
 
 // One row at a time where terms are skipped: that path is rare, and a tile with branches would be slow anyway.
 template <class T, class E, int Vectors, Beside beside>

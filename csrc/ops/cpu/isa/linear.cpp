@@ -11,7 +11,8 @@ constexpr int64_t kAhead = 512;             // bytes of a long weight row that a
 constexpr int64_t kLongRows =
     16384;  // bytes of the rows read side by side, from where the next ones would come too early
 
-// Elements ahead of its use that a weight is prefetched: the rows after those that are read, where they are short.
+// Elements ahead of its use that a weight is prefetched: the rows after those that one row of input meets side by side,
+// where they are short.
 template <class S>
 int64_t ahead(const LinearParams& p) {
   const int64_t next = kBeside<1> * p.weight_stride, size = sizeof(S);
