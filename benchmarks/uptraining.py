@@ -168,7 +168,9 @@ def table(record: dict[str, Any]) -> str:
     lines.append(f"KV bytes of a token and layer; ms a token behind {CONTEXT}")
     smollm2 = {name: cell for name, cell in cells.items() if name.startswith("smollm2/")}
     if smollm2:
-        heading = f"{'SmolLM2-135M':24}{'perplexity':>12}{'uptrained':>11}{'minutes':>9}{'KV bytes a token':>18}"
+        heading = (
+            f"{'SmolLM2-135M':24}{'perplexity':>12}{'uptrained':>11}{'minutes':>9}{'steps':>7}{'KV bytes a token':>18}"
+        )
         lines += ["", heading + f"{'ms a token':>12}"]
     for name, cell in smollm2.items():
         after = "-" if cell["uptrained"] is None else f"{cell['uptrained']:.2f}"
@@ -176,7 +178,8 @@ def table(record: dict[str, Any]) -> str:
         shape = {"original": "3 kv heads"}.get(kind, "1 kv heads" if kind.startswith("1 ") else kind)
         took = cells[f"decode/SmolLM2, {shape}"]["ms_per_token"]
         lines.append(
-            f"{kind:24}{cell['perplexity']:12.2f}{after:>11}{cell['minutes']:9g}{cell['kv_bytes_per_token']:18}{took:12.1f}"
+            f"{kind:24}{cell['perplexity']:12.2f}{after:>11}{cell['minutes']:9g}"
+            f"{cell.get('steps', '-'):>7}{cell['kv_bytes_per_token']:18}{took:12.1f}"
         )
     return "\n".join(lines)
 
