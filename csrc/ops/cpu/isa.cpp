@@ -15,7 +15,7 @@ const Isa& choose() {
   for (const Isa& isa : kIsas) {
     if (!isa.present) continue;
     names += std::string(names.empty() ? "" : ", ") + isa.name;
-    if (!wanted || wanted == std::string(isa.name)) best = &isa;
+    if (wanted ? wanted == std::string(isa.name) : isa.faster) best = &isa;
   }
   ATTNPACK_CHECK(best, "ATTNPACK_ISA is '", wanted, "', this CPU has: ", names);
   return *best;

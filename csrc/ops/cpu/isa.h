@@ -4,8 +4,8 @@
 
 namespace attnpack {
 
-// The instruction set in use: "baseline", "avx2", "avx512" or "avx512_bf16"; the widest that the CPU has, or what the
-// environment variable ATTNPACK_ISA asks for.
+// The instruction set in use: "baseline", "avx2", "avx512" or "avx512_bf16"; the fastest that the CPU has, or what
+// the environment variable ATTNPACK_ISA asks for.
 const char* isa_name();
 const Kernels& kernels_in_use();
 

@@ -21,7 +21,11 @@ int64_t rows_ahead(int64_t width) {
 template <class S, class A, int Rows, bool Skip, int Vectors>
 inline void add_columns(const A* p, const S* v, int64_t stride, int64_t count, int64_t ahead, A* out, int64_t ldo,
                         int64_t some = kLanes<A>) {
-  Vec<A> sum[Rows][Vectors] = {};
+  Vec<A> sum[Rows][Vectors];  // set one by one: `= {}` clears it in memory
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < Vectors; ++c) sum[r][c] = Vec<A>{};
   for (int64_t j = 0; j < count; ++j) {
     const S* value = v + j * stride;
     Vec<A> element[Vectors];

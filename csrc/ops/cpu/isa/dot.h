@@ -18,10 +18,10 @@ inline Vec<A> load_some(const S* p, int64_t count) {
   return v;
 }
 
-// One prefetch a cache line, `ahead` elements before its use.
+// One prefetch a cache line, `ahead` elements before its use, into the L2 cache, where more of them can be under way.
 template <class S>
 inline void prefetch(const S* row, int64_t element, int64_t ahead) {
-  if (element * static_cast<int64_t>(sizeof(S)) % 64 == 0) __builtin_prefetch(row + element + ahead);
+  if (element * static_cast<int64_t>(sizeof(S)) % 64 == 0) __builtin_prefetch(row + element + ahead, 0, 2);
 }
 
 // s[r, j] = x[r] . w[j] for Rows rows of x, padded with zeros to whole vectors, and count rows of w, stride apart.
@@ -34,7 +34,11 @@ inline void dot_products(const A* x, int64_t ldx, const S* w, int64_t stride, in
   for (int64_t j = 0; j < count; j += kStreams) {
     const S* row[kStreams];
     for (int i = 0; i < kStreams; ++i) row[i] = w + (j + i < count ? j + i : count - 1) * stride;
-    Vec<A> sum[Rows][kStreams] = {};
+    Vec<A> sum[Rows][kStreams];  // set one by one: `= {}` clears it in memory
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < kStreams; ++i) sum[r][i] = Vec<A>{};
     for (int64_t d = 0; d < whole; d += kLanes<A>) {
       Vec<A> left[Rows];
 #pragma GCC unroll 4
