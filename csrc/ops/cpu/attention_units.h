@@ -36,7 +36,7 @@ void run_prefill(const Kernels& kernels, const AttentionParams& p, const Tiling&
 // Few rows a kv head: its keys are cut into ranges, whose results are joined at the end.
 template <class ForEach>
 void run_ranges(const Kernels& kernels, const AttentionParams& p, const Tiling& t, ForEach&& for_each) {
-  const int64_t ranges = std::max<int64_t>(1, (p.kv_len + kRangeKeys - 1) / kRangeKeys);
+  const int64_t keys = range_keys(p), ranges = std::max<int64_t>(1, (p.kv_len + keys - 1) / keys);
   const size_t row_bytes = (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
   const Scratch<1> partials(t.kv_heads * ranges * t.rows * row_bytes);
   const auto partial = [&](int64_t head, int64_t range) {
@@ -46,7 +46,7 @@ void run_ranges(const Kernels& kernels, const AttentionParams& p, const Tiling& 
   for_each(t.kv_heads * ranges, t.work, kernels.decode_scratch(p), [&](int64_t unit, void* scratch) {
     const int64_t head = unit / ranges, range = unit % ranges;
     kernels.decode(p, head / p.num_kv_heads, head % p.num_kv_heads,
-                   {range * kRangeKeys, std::min((range + 1) * kRangeKeys, p.kv_len)}, partial(head, range), scratch);
+                   {range * keys, std::min((range + 1) * keys, p.kv_len)}, partial(head, range), scratch);
   });
   for_each(t.kv_heads, static_cast<double>(t.kv_heads * ranges * t.rows * p.v_head_dim), 0, [&](int64_t head, void*) {
     kernels.merge(p, head / p.num_kv_heads, head % p.num_kv_heads, partial(head, 0), ranges);

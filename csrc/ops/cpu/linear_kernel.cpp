@@ -12,7 +12,12 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kOutputs = 32;  // of a unit: a small layer has some for every thread
+// Outputs of a unit: a small layer has some units for every thread; those of a large one are long, as each begins with
+// reads that nothing has fetched.
+constexpr int64_t kOutputs = 32, kMostOutputs = 256;
+int64_t outputs_of_unit(int64_t outputs) {
+  return std::clamp(outputs / (8 * at::get_num_threads()) / kOutputs * kOutputs, kOutputs, kMostOutputs);
+}
 
 // One of the layers that read the same rows; its units follow those of the ones before it.
 struct Layer {
@@ -26,11 +31,12 @@ std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const st
   std::vector<Tensor> outs;
   c10::SmallVector<Layer, 3> layers;
   int64_t units = 0, outputs = 0;
+  for (const Tensor& weight : weights) outputs += weight.size(0);
+  const int64_t step = outputs_of_unit(outputs);
   for (size_t i = 0; i < weights.size(); ++i) {
     PreparedLinear prepared = prepare_linear(rows, weights[i], biases[i]);
     outs.push_back(prepared.out);
-    outputs += prepared.params.outputs;
-    units += (prepared.params.outputs + kOutputs - 1) / kOutputs;
+    units += (prepared.params.outputs + step - 1) / step;
     layers.push_back({std::move(prepared), units});
   }
   const auto& kernels = kernels_in_use();
@@ -41,8 +47,8 @@ std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const st
                   size_t i = 0;
                   while (unit >= layers[i].end) ++i;
                   const auto& p = layers[i].prepared.params;
-                  const int64_t begin = (unit - (i == 0 ? 0 : layers[i - 1].end)) * kOutputs;
-                  kernels.linear_rows(p, {begin, std::min(begin + kOutputs, p.outputs)}, scratch);
+                  const int64_t begin = (unit - (i == 0 ? 0 : layers[i - 1].end)) * step;
+                  kernels.linear_rows(p, {begin, std::min(begin + step, p.outputs)}, scratch);
                 });
   return outs;
 }

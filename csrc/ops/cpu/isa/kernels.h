@@ -42,9 +42,14 @@ struct Kernels {
 // How work is cut, from one sequence's shapes alone.
 constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
 constexpr int64_t kDecodeRows = 192;    // up to so many rows of a kv head stream the keys: packing them would cost more
-constexpr int64_t kRangeKeys = 512;     // keys of a unit that streams them
 constexpr int64_t kPackedKeys = 8192;   // keys of a head that stay packed in scratch between tiles
 
+// Keys of a unit that streams them: long ranges, as each begins with reads that nothing has fetched and ends with
+// fetches in vain, but some 64 of them in a long sequence.
+constexpr int64_t range_keys(const AttentionParams& p) {
+  const int64_t share = p.num_kv_heads * p.kv_len / 64 / 512 * 512;
+  return share < 512 ? 512 : share < 2048 ? share : 2048;
+}
 // Keys of a backward block: with the rows of a tile and their sums they stay in an L2 cache of 1 MiB.
 constexpr int64_t backward_block(int64_t head_dim, int64_t v_head_dim) {
   const int64_t width = head_dim + v_head_dim;
