@@ -201,6 +201,7 @@ void register_ops(py::module_& m) {
   m.def("rms_norm", &rms_norm, arg("x"), arg("weight"), arg("eps"), released);
   m.def("null", &null, arg("x"), released);
   m.def("isa", &isa_name);
+  m.def("last_level_cache_bytes", last_level_cache_bytes);
   m.def("limits", [] {
     const Limits limits = [] {
       py::gil_scoped_release free;

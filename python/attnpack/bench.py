@@ -2,7 +2,7 @@
 
 All figures of a case are taken in turn, so that a busy machine slows all of them; a ratio is the median over the
 rounds. The limits (multiply-adds in registers, bytes read in order) are measured before and after, and the better ones
-taken.
+taken. Where keys and values are to be cold, all caches are emptied before each call.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def _measure(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -> Res
             time.perf_counter() < end and len(times["attnpack"]) < MAX_ROUNDS
         ):
             for name, call in calls.items():
+                if case.cold:
+                    on.empty_caches()
                 times[name].append(on.seconds(call))
         peak = on.peak_bytes(calls["attnpack"])
     mine = times.pop("attnpack")

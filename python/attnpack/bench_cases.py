@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .generate import DTYPES
 
-COLD_BYTES = 96 << 20  # of keys and values: more than a last-level cache holds
+COLD_BYTES = 96 << 20  # of keys and values, which are thrown out of all caches between two calls
 WARM_BYTES = 1 << 20  # stays in the cache of a core
 
 
@@ -37,6 +37,7 @@ class Case:
     batch: int = 1
     causal: bool = False
     backward: bool = False
+    cold: bool = False  # keys and values come from memory
     latent: bool = False  # values are the first v_head_dim columns of the keys, and are not read again
 
     @property
@@ -72,10 +73,11 @@ def _decode(dtype: str, quick: bool) -> Iterator[Case]:
         for heads, kv_heads, dim in ((32, 32, 128), (32, 8, 128), (9, 3, 64), (32, 1, 128)):
             tokens = size // (2 * kv_heads * dim * DTYPES[dtype].itemsize)
             name = f"decode {heads}/{kv_heads} D{dim} {tokens} keys, {temperature}"
-            yield Case("decode", name, dtype, heads, kv_heads, 1, tokens, dim, dim)
+            yield Case("decode", name, dtype, heads, kv_heads, 1, tokens, dim, dim, cold=temperature == "cold")
     if not quick:
         tokens = COLD_BYTES // (8 * 2 * 8 * 128 * DTYPES[dtype].itemsize)
-        yield Case("decode", f"decode 32/8 D128 {tokens} keys, batch 8", dtype, 32, 8, 1, tokens, 128, 128, batch=8)
+        name = f"decode 32/8 D128 {tokens} keys, batch 8"
+        yield Case("decode", name, dtype, 32, 8, 1, tokens, 128, 128, batch=8, cold=True)
 
 
 def _prefill(dtype: str, quick: bool) -> Iterator[Case]:

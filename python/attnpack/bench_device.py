@@ -21,6 +21,9 @@ class Cpu:
 
     device = "cpu"
 
+    def __init__(self) -> None:
+        self._other: torch.Tensor | None = None  # for empty_caches
+
     def name(self) -> str:
         try:
             lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -31,6 +34,12 @@ class Cpu:
     def limits(self) -> Limits:
         """Multiply-adds in registers, bytes read in order."""
         return Limits(*_C.limits())
+
+    def empty_caches(self) -> None:
+        """Reads more than the last-level cache holds, so that what was in it comes from memory next time."""
+        if self._other is None:
+            self._other = torch.ones(max(64 << 20, _C.last_level_cache_bytes() * 5 // 4) // 4)
+        self._other.sum()
 
     def seconds(self, call: Callable) -> float:
         start = time.perf_counter()
@@ -66,6 +75,11 @@ class Cuda:
 
     def _best(self, call: Callable) -> float:
         return statistics.median(self.seconds(call) for _ in range(10))
+
+    def empty_caches(self) -> None:
+        """Overwrites more than the L2 cache holds."""
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        torch.zeros(2 * properties.L2_cache_size, device="cuda", dtype=torch.uint8)
 
     def seconds(self, call: Callable) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

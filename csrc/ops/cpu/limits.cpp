@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -33,6 +34,14 @@ double best_rate(int64_t threads, F&& call) {
 
 }  // namespace
 
+int64_t last_level_cache_bytes() {
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  return std::max<int64_t>(0, sysconf(_SC_LEVEL3_CACHE_SIZE));
+#else
+  return 0;
+#endif
+}
+
 Limits measure_limits() {
   const auto& kernels = kernels_in_use();
   const int64_t threads = at::get_num_threads();
@@ -41,7 +50,8 @@ Limits measure_limits() {
     return 2 * best_rate(threads, [&](int64_t t) { return multiply_adds(1 << 20, &sink[t * 16]); });
   };
   const double flops = flops_of(kernels.multiply_adds), pairs = flops_of(kernels.pair_multiply_adds);
-  const int64_t count = int64_t{1} << 26;  // 256 MiB
+  const int64_t count =
+      std::max(int64_t{256} << 20, 2 * last_level_cache_bytes()) / static_cast<int64_t>(sizeof(float));
   const at::Tensor data = at::ones({count}, at::kFloat);
   const int64_t share = count / threads;
   const double bytes = best_rate(threads, [&](int64_t t) {

@@ -1,13 +1,18 @@
 #pragma once
 
+#include <cstdint>
+
 namespace attnpack {
 
 // What this machine reaches with torch's threads and the instruction set in use, the best of several tries.
 struct Limits {
   double flops;             // fp32 fused multiply-adds in registers, two operations each, a second
   double bf16_flops;        // the same on pairs of bf16 where the instruction set multiplies them, otherwise flops
-  double bytes_per_second;  // read in order from memory, far more than the caches hold
+  double bytes_per_second;  // read in order from memory, twice what the caches hold
 };
 Limits measure_limits();
+
+// Bytes of the cache that all cores share; 0 where the system does not tell.
+int64_t last_level_cache_bytes();
 
 }  // namespace attnpack
