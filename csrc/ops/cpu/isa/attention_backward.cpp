@@ -82,13 +82,14 @@ class Backward {
     const int64_t first_block = tile_.keys.begin / step, last_block = (tile_.keys.end - 1) / step;
     if (block < first_block || block > last_block) return;
     load_rows();
-    differentiate(begin, count_);
+    const int64_t count = smaller(count_, tile_.keys.end - begin);  // behind them no row of the tile sees a key
+    differentiate(begin, count);
     // -0.0 marks an excluded pair. Only where it would meet NaN or Inf need such terms be left out, which is slow.
     const bool query_finite = all_finite(w_.query, w_.key_ld, tile_.count, p_.head_dim);
     const bool grad_out_finite = all_finite(w_.grad_out, w_.value_ld, tile_.count, p_.v_head_dim);
-    gemm<A>(!grad_out_finite, count_, w_.value_width, tile_.count, {w_.scores, 1, w_.block},
+    gemm<A>(!grad_out_finite, count, w_.value_width, tile_.count, {w_.scores, 1, w_.block},
             {w_.grad_out, w_.value_ld, kPanel<A>}, w_.grad_value, w_.value_width, true);
-    gemm<A>(!query_finite, count_, w_.key_width, tile_.count, {w_.grad_scores, 1, w_.block},
+    gemm<A>(!query_finite, count, w_.key_width, tile_.count, {w_.grad_scores, 1, w_.block},
             {w_.query, w_.key_ld, kPanel<A>}, w_.grad_key, w_.key_width, true);
 
     int32_t* done = bp_.blocks_done + (b_ * p_.num_kv_heads + kv_head_) * bp_.tiles + first / kTileQueryRows;
@@ -96,7 +97,7 @@ class Backward {
     const int64_t group_begin = p_.group_start ? p_.group_start[kv_head_] : kv_head_ * group_size(p_, kv_head_);
     A* sums = static_cast<A*>(bp_.grad_query_sums) + ((b_ * p_.num_heads + group_begin) * p_.q_len + first) * width;
     wait_for(done, static_cast<int32_t>(block - first_block));
-    gemm<A>(!keys_finite_, tile_.count, w_.key_width, count_, {w_.grad_scores, w_.block, 1},
+    gemm<A>(!keys_finite_, tile_.count, w_.key_width, count, {w_.grad_scores, w_.block, 1},
             {w_.keys, w_.key_ld, kPanel<A>}, sums, width, block > first_block);
     __atomic_store_n(done, static_cast<int32_t>(block - first_block) + 1, __ATOMIC_RELEASE);
     if (block == last_block)

@@ -29,7 +29,8 @@ inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
   for (int i = 0; i < Count; ++i) {
     // Rounded as max was, so that the largest score gives exactly 1.
     const Vec<T> score = unfused<T>(load<T>(s + i * kLanes<T>) * scale);
-    x[i] = score - max;
+    // An excluded one would end below the least normal number, where processors are slow.
+    x[i] = load<T>(s + i * kLanes<T>) == T(-kInfinity) ? Vec<T>{} : score - max;
   }
   exp_each(x);
 #pragma GCC unroll 4
