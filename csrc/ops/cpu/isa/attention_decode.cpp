@@ -91,6 +91,10 @@ struct Scratch {
   }
 };
 
+inline bool same_rows(const Strides& a, const Strides& b) {
+  return a.batch == b.batch && a.head == b.head && a.row == b.row;
+}
+
 template <class S, class A>
 class DecodeRange {
  public:
@@ -163,12 +167,15 @@ class DecodeRange {
     Operand<A> keys{w_.keys, w_.query_width, 1};
     Panels<A> values{w_.values, w_.value_width, kPanel<A>};
     if constexpr (sizeof(S) == sizeof(A))
-      keys = {reinterpret_cast<const A*>(k), p_.key_strides.row, 1, kBlock * p_.key_strides.row};
+      keys = {reinterpret_cast<const A*>(k), p_.key_strides.row, 1, kBlock * p_.key_strides.row,
+              latent_ ? p_.v_head_dim / 2 : 0};
     else
       pack<A>(k, p_.key_strides.row, count, p_.head_dim, w_.keys, w_.query_width);
     if (sizeof(S) == sizeof(A) && p_.v_head_dim == w_.value_width)
-      values = {reinterpret_cast<const A*>(v), p_.value_strides.row, kPanel<A>,
-                p_.value == p_.key ? 0 : kBlock * p_.value_strides.row};
+      values = {reinterpret_cast<const A*>(v), p_.value_strides.row, kPanel<A>, kBlock * p_.value_strides.row,
+                latent_ ? p_.v_head_dim / 2 : p_.v_head_dim};
+    else if (sizeof(S) != sizeof(A) && latent_)
+      values = {w_.keys, w_.query_width, kPanel<A>};
     else
       pack<A>(v, p_.value_strides.row, count, p_.v_head_dim, w_.values, w_.value_width);
     const int64_t width = padded<A>(tile_.count);
@@ -181,6 +188,9 @@ class DecodeRange {
 
   const AttentionParams& p_;
   int64_t b_, kv_head_;
+  // Values are the first columns of the keys: packed once, fetched by halves during the two products.
+  const bool latent_ =
+      p_.value == p_.key && same_rows(p_.value_strides, p_.key_strides) && p_.v_head_dim <= p_.head_dim;
   Arena arena_;
   Scratch<S, A> w_;
   const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, kBlock, w_.value_width};

@@ -31,7 +31,8 @@ template <class T>
 struct Operand {
   const T* data;
   int64_t row, column;
-  int64_t ahead = 0;  // what lies so many elements further is fetched into the L2 cache meanwhile; 0: nothing
+  int64_t ahead = 0;         // what lies so many elements further is fetched into the L2 cache meanwhile; 0: nothing
+  int64_t fetched_from = 0;  // the first column of which that is so
 };
 
 // The right-hand side, in panels of kPanel columns: element (k, n) of panel p is data[p * panel + k * row + n].
@@ -40,6 +41,7 @@ struct Panels {
   const T* data;
   int64_t row, panel;
   int64_t ahead = 0;
+  int64_t fetched_to = INT64_MAX;  // the column behind those that are fetched
 };
 
 // What is done beside the sums. kSkip leaves out terms whose A is -0.0: that marks an excluded key, whose row of B may
@@ -123,8 +125,9 @@ void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<E> a, Panels<E> 
       for (int64_t n = 0; n < columns; ++n) c[r * ldc + n] = 0;
   for (int64_t n = 0; n < columns; n += kPanel<T>)
     for (int64_t k = 0; k < depth; k += kDepth) {
-      const Operand<E> left{a.data + k * a.column, a.row, a.column, n == 0 ? a.ahead : 0};
-      const Panels<E> right{b.data + n / kPanel<T> * b.panel + k * b.row, b.row, b.panel, b.ahead};
+      const Operand<E> left{a.data + k * a.column, a.row, a.column, n == 0 && k >= a.fetched_from ? a.ahead : 0};
+      const Panels<E> right{b.data + n / kPanel<T> * b.panel + k * b.row, b.row, b.panel,
+                            n < b.fetched_to ? b.ahead : 0};
       const int64_t part = depth - k < kDepth ? depth - k : kDepth;
       if (columns - n > kLanes<T>)
         all_rows<T, E, kTileVectors, beside>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
