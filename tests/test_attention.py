@@ -375,3 +375,16 @@ def test_inference_mode_and_no_grad():
         with mode():
             out = attention(q, inputs.key, inputs.value)
         assert torch.equal(out, expected) and not out.requires_grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, width, v_width", [(5, 24, 20), (16, 80, 64), (100, 200, 160), (16, 32, 32)])
+def test_values_may_be_columns_of_the_keys(dtype, heads, width, v_width):
+    """As in the absorbed form of latent attention; what is excluded holds NaN."""
+    query, key = draw(2, heads, 1, width, dtype=dtype), draw(2, 1, 150, width, dtype=dtype)
+    kv_lens = torch.tensor([150, 67])
+    key[1, :, 67:] = float("nan")
+    value = key[..., :v_width]
+    out = attention(query, key, value, kv_lens=kv_lens)
+    assert torch.equal(out, attention(query, key, value.clone(), kv_lens=kv_lens))
+    assert not out.isnan().any()

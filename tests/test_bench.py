@@ -10,7 +10,7 @@ from attnpack import cli
 from attnpack.bench_cases import SECTIONS, Case, Limits, cases
 from attnpack.bench_peers import PEERS, make_inputs, ours
 
-TINY = Case("decode", "tiny", "fp32", 8, 2, 1, 40, 16, 16)
+TINY = Case("decode", "tiny", "fp32", 8, 2, 1, 40, 16, 16, cold=True)
 
 
 def test_work_and_traffic_by_hand():

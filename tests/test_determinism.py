@@ -79,6 +79,22 @@ def test_neither_the_batch_nor_the_place_in_it_changes_a_bit(case, lengths):
             assert_same({name: got[name] for name in own}, {name: expected[name][index] for name in own})
 
 
+@pytest.mark.parametrize("heads, capacity", [(8, 16384), (1, 140000)])
+def test_long_ranges_of_keys_change_no_bit(heads, capacity):
+    """Ranges grow with a sequence's own length, whatever room is behind it and whatever stands beside it."""
+    lengths = [capacity, 5000, capacity // 2]
+    query = draw(3, 2 * heads, 1, 8)
+    key, value = draw(3, heads, capacity, 8), draw(3, heads, capacity, 8, seed=1)
+    together = attention(query, key, value, kv_lens=torch.tensor(lengths))
+    exact = attention(*(x.double() for x in (query, key, value)), kv_lens=torch.tensor(lengths))
+    torch.testing.assert_close(together.double(), exact, atol=1e-6, rtol=1e-5)
+    for count in (1, 2, 4):
+        with threads(count):
+            for b, length in enumerate(lengths):
+                alone = attention(query[b : b + 1], key[b : b + 1, :, :length], value[b : b + 1, :, :length])
+                assert torch.equal(alone, together[b : b + 1]), (count, b)
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_gradients_and_lse_change_no_bit_of_out(lengths):
     for dtype in DTYPES:

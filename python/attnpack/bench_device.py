@@ -36,9 +36,9 @@ class Cpu:
         return Limits(*_C.limits())
 
     def empty_caches(self) -> None:
-        """Reads more than the last-level cache holds, so that what was in it comes from memory next time."""
+        """Reads more than a last-level cache holds, so that what was in it comes from memory next time."""
         if self._other is None:
-            self._other = torch.ones(max(64 << 20, _C.last_level_cache_bytes() * 5 // 4) // 4)
+            self._other = torch.ones(max(256 << 20, _C.last_level_cache_bytes() * 5 // 4) // 4)
         self._other.sum()
 
     def seconds(self, call: Callable) -> float:

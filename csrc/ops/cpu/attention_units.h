@@ -36,7 +36,11 @@ void run_prefill(const Kernels& kernels, const AttentionParams& p, const Tiling&
 // Few rows a kv head: its keys are cut into ranges, whose results are joined at the end.
 template <class ForEach>
 void run_ranges(const Kernels& kernels, const AttentionParams& p, const Tiling& t, ForEach&& for_each) {
-  const int64_t keys = range_keys(p), ranges = std::max<int64_t>(1, (p.kv_len + keys - 1) / keys);
+  int64_t ranges = 1;  // most of a sequence; shorter ones end with empty ranges
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t keys = range_keys(p, b), length = p.kv_lens ? p.kv_lens[b] : p.kv_len;
+    ranges = std::max(ranges, (length + keys - 1) / keys);
+  }
   const size_t row_bytes = (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
   const Scratch<1> partials(t.kv_heads * ranges * t.rows * row_bytes);
   const auto partial = [&](int64_t head, int64_t range) {
@@ -44,9 +48,9 @@ void run_ranges(const Kernels& kernels, const AttentionParams& p, const Tiling& 
     return static_cast<char*>(partials.data()) + (head * ranges * t.rows + range * rows) * row_bytes;
   };
   for_each(t.kv_heads * ranges, t.work, kernels.decode_scratch(p), [&](int64_t unit, void* scratch) {
-    const int64_t head = unit / ranges, range = unit % ranges;
-    kernels.decode(p, head / p.num_kv_heads, head % p.num_kv_heads,
-                   {range * keys, std::min((range + 1) * keys, p.kv_len)}, partial(head, range), scratch);
+    const int64_t head = unit / ranges, range = unit % ranges, b = head / p.num_kv_heads, keys = range_keys(p, b);
+    kernels.decode(p, b, head % p.num_kv_heads, {range * keys, std::min((range + 1) * keys, p.kv_len)},
+                   partial(head, range), scratch);
   });
   for_each(t.kv_heads, static_cast<double>(t.kv_heads * ranges * t.rows * p.v_head_dim), 0, [&](int64_t head, void*) {
     kernels.merge(p, head / p.num_kv_heads, head % p.num_kv_heads, partial(head, 0), ranges);

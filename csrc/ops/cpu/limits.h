@@ -8,11 +8,11 @@ namespace attnpack {
 struct Limits {
   double flops;             // fp32 fused multiply-adds in registers, two operations each, a second
   double bf16_flops;        // the same on pairs of bf16 where the instruction set multiplies them, otherwise flops
-  double bytes_per_second;  // read in order from memory, twice what the caches hold
+  double bytes_per_second;  // read in order from memory: 256 MiB, or twice the last-level cache
 };
 Limits measure_limits();
 
-// Bytes of the cache that all cores share; 0 where the system does not tell.
+// Bytes of a last-level cache, of which a machine may have several; 0 where the system does not tell.
 int64_t last_level_cache_bytes();
 
 }  // namespace attnpack

@@ -164,16 +164,17 @@ class DecodeRange {
   // once and the keys, element by element, need no packing; the second takes the values as they lie.
   template <bool Skip>
   void multiply_block(const S* k, const S* v, int64_t begin, int64_t count) {
+    // A latent whose values are read where they lie is fetched by halves: these columns during the second product.
+    const int64_t half = latent_ && p_.v_head_dim == w_.value_width ? p_.v_head_dim / 2 / kDepth * kDepth : 0;
     Operand<A> keys{w_.keys, w_.query_width, 1};
     Panels<A> values{w_.values, w_.value_width, kPanel<A>};
     if constexpr (sizeof(S) == sizeof(A))
-      keys = {reinterpret_cast<const A*>(k), p_.key_strides.row, 1, kBlock * p_.key_strides.row,
-              latent_ ? p_.v_head_dim / 2 : 0};
+      keys = {reinterpret_cast<const A*>(k), p_.key_strides.row, 1, kBlock * p_.key_strides.row, half};
     else
       pack<A>(k, p_.key_strides.row, count, p_.head_dim, w_.keys, w_.query_width);
     if (sizeof(S) == sizeof(A) && p_.v_head_dim == w_.value_width)
       values = {reinterpret_cast<const A*>(v), p_.value_strides.row, kPanel<A>, kBlock * p_.value_strides.row,
-                latent_ ? p_.v_head_dim / 2 : p_.v_head_dim};
+                latent_ ? half : p_.v_head_dim};
     else if (sizeof(S) != sizeof(A) && latent_)
       values = {w_.keys, w_.query_width, kPanel<A>};
     else
@@ -188,7 +189,7 @@ class DecodeRange {
 
   const AttentionParams& p_;
   int64_t b_, kv_head_;
-  // Values are the first columns of the keys: packed once, fetched by halves during the two products.
+  // Values are the first columns of the keys: what is packed is packed once.
   const bool latent_ =
       p_.value == p_.key && same_rows(p_.value_strides, p_.key_strides) && p_.v_head_dim <= p_.head_dim;
   Arena arena_;

@@ -4,8 +4,8 @@
 
 #include <attnpack/core/params.h>
 
-// The units of work of one instruction set. A unit never depends on another, on the thread count or on the batch, so
-// results are bitwise the same however units are handed out.
+// The units of work of one instruction set. What a unit gives never depends on another, on the thread count or on the
+// batch, so results are bitwise the same however units are handed out.
 namespace attnpack {
 
 // Rows of a kv head: all (query, member of the group) pairs that share it, row = query * group_size + member, so that
@@ -44,12 +44,14 @@ constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
 constexpr int64_t kDecodeRows = 192;    // up to so many rows of a kv head stream the keys: packing them would cost more
 constexpr int64_t kPackedKeys = 8192;   // keys of a head that stay packed in scratch between tiles
 
-// Keys of a unit that streams them: long ranges, as each begins with reads that nothing has fetched and ends with
-// fetches in vain, but some 64 of them in a long sequence.
-constexpr int64_t range_keys(const AttentionParams& p) {
-  const int64_t share = p.num_kv_heads * p.kv_len / 64 / 512 * 512;
+// Keys of a unit that streams those of sequence b: long ranges, as each begins with reads that nothing has fetched and
+// ends with fetches in vain, but where they are long, at least some 64 in all kv heads together. Padding counts
+// nothing.
+inline int64_t range_keys(const AttentionParams& p, int64_t b) {
+  const int64_t share = p.num_kv_heads * (p.kv_lens ? p.kv_lens[b] : p.kv_len) / 64 / 512 * 512;
   return share < 512 ? 512 : share < 2048 ? share : 2048;
 }
+
 // Keys of a backward block: with the rows of a tile and their sums they stay in an L2 cache of 1 MiB.
 constexpr int64_t backward_block(int64_t head_dim, int64_t v_head_dim) {
   const int64_t width = head_dim + v_head_dim;
