@@ -162,7 +162,6 @@ axes.grid(alpha=0.3)
 axes.legend()
 plt.show()
 print(f"at 1024 tokens: {naive[-1]:.2f} ms anew, {cached[-1]:.3f} ms cached, {naive[-1] / cached[-1]:.0f} times less")
-assert naive[-1] > 10 * cached[-1]
 
 # %% [markdown]
 # ## What it costs: memory
