@@ -101,10 +101,15 @@ struct Range {
   ATTNPACK_HD bool empty() const { return begin >= end; }
 };
 
+// Keys of sequence b: what lies behind them is padding.
+ATTNPACK_HD static inline int64_t valid_keys(const AttentionParams& p, int64_t b) {
+  return p.kv_lens ? p.kv_lens[b] : p.kv_len;
+}
+
 // Mask by ranges: the keys that causality, window and kv_lens leave to query row i of sequence b.
 ATTNPACK_HD static inline Range key_range(const AttentionParams& p, int64_t b, int64_t i) {
   const int64_t position = i + (p.q_offsets ? p.q_offsets[b] : p.q_offset);
-  Range keys{0, p.kv_lens ? p.kv_lens[b] : p.kv_len};
+  Range keys{0, valid_keys(p, b)};
   if (p.causal && position + 1 < keys.end) keys.end = position + 1;
   if (p.window_right >= 0 && position + p.window_right + 1 < keys.end) keys.end = position + p.window_right + 1;
   if (p.window_left >= 0 && position - p.window_left > keys.begin) keys.begin = position - p.window_left;

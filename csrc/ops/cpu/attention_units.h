@@ -38,8 +38,8 @@ template <class ForEach>
 void run_ranges(const Kernels& kernels, const AttentionParams& p, const Tiling& t, ForEach&& for_each) {
   int64_t ranges = 1;  // most of a sequence; shorter ones end with empty ranges
   for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t keys = range_keys(p, b), length = p.kv_lens ? p.kv_lens[b] : p.kv_len;
-    ranges = std::max(ranges, (length + keys - 1) / keys);
+    const int64_t keys = range_keys(p, b);
+    ranges = std::max(ranges, (valid_keys(p, b) + keys - 1) / keys);
   }
   const size_t row_bytes = (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
   const Scratch<1> partials(t.kv_heads * ranges * t.rows * row_bytes);

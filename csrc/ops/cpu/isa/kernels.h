@@ -48,7 +48,7 @@ constexpr int64_t kPackedKeys = 8192;   // keys of a head that stay packed in sc
 // ends with fetches in vain, but where they are long, at least some 64 in all kv heads together. Padding counts
 // nothing.
 inline int64_t range_keys(const AttentionParams& p, int64_t b) {
-  const int64_t share = p.num_kv_heads * (p.kv_lens ? p.kv_lens[b] : p.kv_len) / 64 / 512 * 512;
+  const int64_t share = p.num_kv_heads * valid_keys(p, b) / 64 / 512 * 512;
   return share < 512 ? 512 : share < 2048 ? share : 2048;
 }
 

@@ -84,8 +84,6 @@ class PackedBlocks {
   char* packed_;
 };
 
-inline int64_t valid_keys(const AttentionParams& p, int64_t b) { return p.kv_lens ? p.kv_lens[b] : p.kv_len; }
-
 // The rows [begin, end) of a kv head.
 struct RowTile {
   Row rows[kTileQueryRows];
