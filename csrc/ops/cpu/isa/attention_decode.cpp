@@ -1,93 +1,140 @@
 #include <attnpack/ops/cpu/isa/dot.h>
-#include <attnpack/ops/cpu/isa/softmax.h>
 
 // Decode: few rows, so keys and values are streamed once, as they lie; a unit is a range of keys, and the partial
 // results of the ranges are joined at the end (Flash-Decoding, Dao et al. 2023).
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
-constexpr int64_t kBlock = 64;            // keys between two updates of the softmax
-constexpr int64_t kAheadBytes = 8 << 10;  // of keys or values: so many are prefetched ahead
+// Keys between two updates of the softmax, where rows are multiplied, and at most, where they are streamed.
+constexpr int64_t kBlock = 64, kStreamBlock = 256;
+constexpr int64_t kStreamBytes = 64 << 10;  // of keys, then of values: each change costs some of the memory's speed
+constexpr int64_t kAddedBytes = 8 << 10;    // of values that are added up: they stay in the L1 cache
 
-// Rows of so many elements in kAheadBytes, but 8 to kBlock.
+// Rows of `width` numbers that fit into `bytes`: whole multiples of `least`, up to `most`.
 template <class S>
-int64_t rows_ahead(int64_t width) {
-  const int64_t fit = kAheadBytes / (larger(width, 1) * static_cast<int64_t>(sizeof(S)));
-  return fit < 8 ? 8 : fit < kBlock ? fit : kBlock;
+int64_t rows_of(int64_t bytes, int64_t width, int64_t least, int64_t most) {
+  const int64_t fit = bytes / (larger(width, 1) * static_cast<int64_t>(sizeof(S))) / least * least;
+  return fit < least ? least : smaller(fit, most);
 }
 
 // out[r, d ...] += sum over j of p[r, j] * v[j, d ...], for Vectors whole vectors of columns or the first `some`
-// elements of one. Always in vectors, so that every element sees the same arithmetic.
-template <class S, class A, int Rows, bool Skip, int Vectors>
-inline void add_columns(const A* p, const S* v, int64_t stride, int64_t count, int64_t ahead, A* out, int64_t ldo,
-                        int64_t some = kLanes<A>) {
-  Vec<A> sum[Rows][Vectors];  // set one by one: `= {}` clears it in memory
+// columns of one. Always in vectors, so that every element sees the same arithmetic. p: of kStreamBlock numbers a row.
+// Values are fetched `ahead`, or not where that is 0, in the order in which they lie.
+template <class Operands, int Rows, bool Skip, int Vectors, class S, class A>
+inline void add_columns(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t d,
+                        int64_t ahead, A* out, int64_t ldo, int64_t some = kLanes<A>) {
+  using E = typename Operands::Element;
+  constexpr int kTogether = Vectors % Operands::kTogether == 0 ? Operands::kTogether : 1;
+  constexpr int kNumbers = kTogether * kLanes<A>;  // of a row, read at once
+  constexpr int kOfLine = kLine / static_cast<int>(sizeof(S)), kOfRow = Vectors * kLanes<A>;
+  constexpr int64_t ldp = kStreamBlock / Operands::kStep;
+  Vec<A> sum[Rows][Vectors];
+  clear(sum);
+  for (int64_t j = 0; j < count; j += Operands::kStep) {
+    const S *value = v + j * stride + d, *next = j + 1 < count ? value + stride : nullptr;
+    E x[Rows];
 #pragma GCC unroll 4
-  for (int r = 0; r < Rows; ++r)
+    for (int r = 0; r < Rows; ++r) x[r] = p[r * ldp + j / Operands::kStep];
+#pragma GCC unroll 8
+    for (int c = 0; c < Vectors; c += kTogether) {
+      const int64_t column = c * kLanes<A>;
+      Vec<E> element[kTogether];
+      if (some < kLanes<A>)
+        element[0] = Operands::below_some(value, next, some);
+      else
+        Operands::template below<kTogether>(value + column, next ? next + column : nullptr, element);
+      // So many numbers of kStep rows were read, the first row's first.
+      const int read = static_cast<int>(Operands::kStep) * c * kLanes<A>;
+      if (ahead)
+#pragma GCC unroll 2
+        for (int n = (read + kOfLine - 1) / kOfLine * kOfLine; n < read + Operands::kStep * kNumbers; n += kOfLine)
+          fetch(value + n / kOfRow * stride + n % kOfRow + ahead);
+#pragma GCC unroll 2
+      for (int k = 0; k < kTogether; ++k)
 #pragma GCC unroll 4
-    for (int c = 0; c < Vectors; ++c) sum[r][c] = Vec<A>{};
-  for (int64_t j = 0; j < count; ++j) {
-    const S* value = v + j * stride;
-    Vec<A> element[Vectors];
-#pragma GCC unroll 4
-    for (int c = 0; c < Vectors; ++c) {
-      element[c] = some < kLanes<A> ? load_some<A>(value, some) : load<A>(value + c * kLanes<A>);
-      prefetch(value, c * kLanes<A>, ahead);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) {
-      const A x = p[r * kBlock + j];
-      if (Skip && x == 0 && __builtin_signbit(x)) continue;
-#pragma GCC unroll 4
-      for (int c = 0; c < Vectors; ++c) sum[r][c] += x * element[c];
+        for (int r = 0; r < Rows; ++r)
+          if (!Skip || !Product<A, E>::excluded(x[r]))
+            sum[r][c + k] =
+                Product<A, E>::add(sum[r][c + k], x[r], Skip ? Product<A, E>::met(x[r], element[k]) : element[k]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int c = 0; c < Vectors; ++c) {
-      A* to = out + r * ldo + c * kLanes<A>;
+      A* to = out + r * ldo + d + c * kLanes<A>;
       if (some == kLanes<A>) store<A>(to, load<A>(to) + sum[r][c]);
       for (int64_t i = 0; some < kLanes<A> && i < some; ++i) to[i] += sum[r][c][i];
     }
 }
 
-// A few keys at a time: columns are gone through one after the other, and so are the lines of a few rows; and sums of
-// few terms, added up, round less than one long sum.
-template <class S, class A, int Rows, bool Skip>
-inline void add_values(const A* p, const S* v, int64_t stride, int64_t count, int64_t dim, A* out, int64_t ldo) {
-  constexpr int kColumnVectors = kBeside<Rows>;  // that are accumulated at once
-  const int64_t step = rows_ahead<S>(dim), ahead = step * stride;
-  for (int64_t j = 0; j < count; j += step, p += step, v += ahead) {
+// Vectors of columns whose sums stay in registers.
+template <int Rows>
+constexpr int kColumns = kRegisters == 32 ? (Rows < 4 ? 8 : 4)
+                         : Rows == 1      ? 8
+                         : Rows < 4       ? 4
+                                          : 2;
+
+template <class Operands, int Rows, bool Skip, class S, class A>
+inline void add_rows(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t dim,
+                     int64_t ahead, A* out, int64_t ldo) {
+  constexpr int kMost = kColumns<Rows>, kLess = kMost < 4 ? kMost : 4;
+  int64_t d = 0;
+  for (; d + kMost * kLanes<A> <= dim; d += kMost * kLanes<A>)
+    add_columns<Operands, Rows, Skip, kMost>(p, v, stride, count, d, ahead, out, ldo);
+  for (; d + kLess * kLanes<A> <= dim; d += kLess * kLanes<A>)
+    add_columns<Operands, Rows, Skip, kLess>(p, v, stride, count, d, ahead, out, ldo);
+  for (; d < dim; d += kLanes<A>)
+    add_columns<Operands, Rows, Skip, 1>(p, v, stride, count, d, ahead, out, ldo, smaller(kLanes<A>, dim - d));
+}
+
+// A few keys at a time: sums of few terms, added up, round less than one long sum.
+template <class Operands, int Rows, bool Skip, class S, class A>
+inline void add_values(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t dim,
+                       A* out, int64_t ldo) {
+  const int64_t step = rows_of<S>(kAddedBytes, dim, 8, kBlock), far = ahead<S>(dim, stride, Operands::kStep);
+  for (int64_t j = 0; j < count; j += step, p += step / Operands::kStep, v += step * stride) {
     const int64_t some = smaller(step, count - j);
-    int64_t d = 0;
-    for (; d + kColumnVectors * kLanes<A> <= dim; d += kColumnVectors * kLanes<A>)
-      add_columns<S, A, Rows, Skip, kColumnVectors>(p, v + d, stride, some, ahead, out + d, ldo);
-    for (; d + kLanes<A> <= dim; d += kLanes<A>)
-      add_columns<S, A, Rows, Skip, 1>(p, v + d, stride, some, ahead, out + d, ldo);
-    if (d < dim) add_columns<S, A, Rows, Skip, 1>(p, v + d, stride, some, ahead, out + d, ldo, dim - d);
+    if (Rows < 4 || dim <= kColumns<Rows> * kLanes<A>) {
+      add_rows<Operands, Rows, Skip>(p, v, stride, some, dim, far, out, ldo);
+    } else {
+      // Memory is fastest where rows are read whole: for two of p's rows first, for the others from the L1 cache.
+      constexpr int kHalf = Rows < 4 ? Rows : 2;
+      add_rows<Operands, kHalf, Skip>(p, v, stride, some, dim, far, out, ldo);
+      add_rows<Operands, kHalf, Skip>(p + kHalf * (kStreamBlock / Operands::kStep), v, stride, some, dim, 0,
+                                      out + kHalf * ldo, ldo);
+    }
   }
 }
 
 // A row's result over a range of keys: max, sum, values[v_head_dim].
 inline int64_t partial_size(const AttentionParams& p) { return p.v_head_dim + 2; }
 
-template <class S, class A>
+template <class A, class Operands>
 struct Scratch {
-  int64_t query_width, value_width;
-  A *query, *query_panels, *scores, *scores_t, *out, *max, *sum, *keys, *values;
+  using E = typename Operands::Element;
+  int64_t key_steps, query_ld, value_width, out_ld;
+  A *scores, *scores_t, *out, *max, *sum;
+  E *query, *query_panels, *weights, *keys, *values;
   Scratch(const AttentionParams& p, Arena& arena) {
-    query_width = padded<A>(p.head_dim);
+    constexpr int64_t kScores = larger(kTileQueryRows * kBlock, kRowsAtOnce * kStreamBlock);
+    key_steps = steps<Operands>(p.head_dim);
+    query_ld = padded<E>(key_steps);
     value_width = padded<A>(p.v_head_dim);
-    query = arena.take<A>(kTileQueryRows * query_width);
-    query_panels = arena.take<A>(kTileQueryRows * query_width);
-    scores = arena.take<A>(kTileQueryRows * kBlock);
+    out_ld = value_width + (kRounds<Operands> ? kLanes<A> : 0);  // behind a row: the sums of its rounded weights
+    query = arena.take<E>(kTileQueryRows * query_ld);
+    query_panels = arena.take<E>(kTileQueryRows * query_ld);
+    scores = arena.take<A>(kScores);
     scores_t = arena.take<A>(kBlock * kTileQueryRows);
-    out = arena.take<A>(kTileQueryRows * value_width);
+    out = arena.take<A>(kTileQueryRows * out_ld);
     max = arena.take<A>(kTileQueryRows);
     sum = arena.take<A>(kTileQueryRows);
-    keys = arena.take<A>(kBlock * query_width);
-    values = arena.take<A>(kBlock * value_width);
+    keys = arena.take<E>(kBlock * query_ld);
+    values = arena.take<E>(steps<Operands>(kBlock) * value_width);
+    if constexpr (kRounds<Operands>)
+      weights = arena.take<E>(steps<Operands>(kScores));
+    else
+      weights = scores;
   }
 };
 
@@ -95,38 +142,52 @@ inline bool same_rows(const Strides& a, const Strides& b) {
   return a.batch == b.batch && a.head == b.head && a.row == b.row;
 }
 
-template <class S, class A>
+template <class S, class A, class Operands>
 class DecodeRange {
  public:
   DecodeRange(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
-      : p_(p), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_) {
+      : p_(p),
+        b_(b),
+        kv_head_(kv_head),
+        streams_(rows.end - rows.begin <= kRowsAtOnce),
+        arena_(scratch),
+        w_(p, arena_) {
     make_rows(p, b, kv_head, rows, tile_);
-    pack_rows<A, S>(tile_, p.query, p.query_strides, b, p.head_dim, w_.query, w_.query_width);
-    if (tile_.count > kRowsAtOnce)
-      pack_transposed<A>(w_.query, w_.query_width, tile_.count, p.head_dim, w_.query_panels);
+    for (int64_t r = 0; r < tile_.count; ++r) {
+      E* to = w_.query + r * w_.query_ld;
+      Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim, to);
+      for (int64_t i = w_.key_steps; i < w_.query_ld; ++i) to[i] = 0;
+    }
+    if (!streams_) pack_transposed<E>(w_.query, w_.query_ld, tile_.count, w_.key_steps, w_.query_panels);
   }
 
   void run(Range keys, A* partial) {
     keys = {larger(keys.begin, tile_.keys.begin / kBlock * kBlock), smaller(keys.end, tile_.keys.end)};
     attend<false>(keys);
     // An excluded key's NaN or Inf may have come in as 0 * NaN: once more, leaving such terms out.
-    if (!all_finite(w_.out, w_.value_width, tile_.count, p_.v_head_dim)) attend<true>(keys);
+    if (!all_finite(w_.out, w_.out_ld, tile_.count, p_.v_head_dim)) attend<true>(keys);
     for (int64_t r = 0; r < tile_.count; ++r, partial += partial_size(p_)) {
+      const A* out = w_.out + r * w_.out_ld;
+      // As if the values had met the weights before those were rounded.
+      const A met = divisor(p_, state_, weights_, r), factor = met == 0 || met == w_.sum[r] ? A(1) : w_.sum[r] / met;
       partial[0] = w_.max[r];
       partial[1] = w_.sum[r];
-      for (int64_t d = 0; d < p_.v_head_dim; ++d) partial[2 + d] = w_.out[r * w_.value_width + d];
+      for (int64_t d = 0; d < p_.v_head_dim; ++d) partial[2 + d] = out[d] * factor;
     }
   }
 
  private:
+  using E = typename Operands::Element;
+
   template <bool Skip>
   void attend(Range keys) {
     start(state_, tile_.count);
-    for (int64_t begin = keys.begin; begin < keys.end; begin += kBlock) {
-      const int64_t count = smaller(kBlock, keys.end - begin);
+    const int64_t block = streams_ ? rows_of<S>(kStreamBytes, p_.head_dim, kBlock, kStreamBlock) : kBlock;
+    for (int64_t begin = keys.begin; begin < keys.end; begin += block) {
+      const int64_t count = smaller(block, keys.end - begin);
       const S* k = at<S>(p_.key, p_.key_strides, b_, kv_head_, begin);
       const S* v = at<S>(p_.value, p_.value_strides, b_, kv_head_, begin);
-      if (tile_.count > kRowsAtOnce)
+      if (!streams_)
         multiply_block<Skip>(k, v, begin, count);
       else if constexpr (Skip)
         for (int64_t r = 0; r < tile_.count; ++r) stream_block<1, Skip>(r, k, v, begin, count);
@@ -152,49 +213,62 @@ class DecodeRange {
   // As few rows as share a load: dot products with the keys, then sums of values.
   template <int Rows, bool Skip>
   void stream_block(int64_t first, const S* k, const S* v, int64_t begin, int64_t count) {
-    A* s = w_.scores + first * kBlock;
-    dot_products<S, A, Rows>(w_.query + first * w_.query_width, w_.query_width, k, p_.key_strides.row, count,
-                             p_.head_dim, rows_ahead<S>(p_.head_dim) * p_.key_strides.row, s, kBlock);
-    softmax_rows<A>(p_, b_, tile_, state_, first, Rows, begin, count);
-    add_values<S, A, Rows, Skip>(s, v, p_.value_strides.row, count, p_.v_head_dim, w_.out + first * w_.value_width,
-                                 w_.value_width);
+    dot_products<Operands, Rows>(w_.query + first * w_.query_ld, w_.query_ld, k, p_.key_strides.row, count, p_.head_dim,
+                                 w_.scores + first * kStreamBlock, kStreamBlock);
+    weigh(p_, b_, tile_, state_, weights_, first, Rows, begin, count);
+    add_values<Operands, Rows, Skip>(w_.weights + first * weights_.ld, v, p_.value_strides.row, count, p_.v_head_dim,
+                                     w_.out + first * w_.out_ld, w_.out_ld);
   }
 
   // More rows: two matrix products. The first gives the scores transposed, [keys, rows], since the rows were packed
-  // once and the keys, element by element, need no packing; the second takes the values as they lie.
+  // once and the keys, element by element, need no packing; the second takes the values as they lie, but for pairs.
   template <bool Skip>
   void multiply_block(const S* k, const S* v, int64_t begin, int64_t count) {
+    constexpr int64_t kHeight = steps<Operands>(kBlock), kStep = Operands::kStep;
+    const bool keys_lie = this->keys_lie(), values_lie = sizeof(S) == sizeof(A) && p_.v_head_dim == w_.value_width;
     // A latent whose values are read where they lie is fetched by halves: these columns during the second product.
-    const int64_t half = latent_ && p_.v_head_dim == w_.value_width ? p_.v_head_dim / 2 / kDepth * kDepth : 0;
-    Operand<A> keys{w_.keys, w_.query_width, 1};
-    Panels<A> values{w_.values, w_.value_width, kPanel<A>};
-    if constexpr (sizeof(S) == sizeof(A))
-      keys = {reinterpret_cast<const A*>(k), p_.key_strides.row, 1, kBlock * p_.key_strides.row, half};
+    const int64_t half = latent_ && values_lie ? p_.v_head_dim / 2 / kDepth * kDepth : 0;
+    Operand<E> keys{w_.keys, w_.query_ld, 1};
+    Panels<E> values{w_.values, kPanel<A>, kPanel<A> * kHeight};
+    if (keys_lie)
+      keys = {reinterpret_cast<const E*>(k), p_.key_strides.row / kStep, 1, kBlock * p_.key_strides.row / kStep, half};
     else
-      pack<A>(k, p_.key_strides.row, count, p_.head_dim, w_.keys, w_.query_width);
-    if (sizeof(S) == sizeof(A) && p_.v_head_dim == w_.value_width)
-      values = {reinterpret_cast<const A*>(v), p_.value_strides.row, kPanel<A>, kBlock * p_.value_strides.row,
+      for (int64_t j = 0; j < count; ++j)
+        Operands::pack_row(k + j * p_.key_strides.row, p_.head_dim, w_.keys + j * w_.query_ld);
+    if (values_lie)
+      values = {reinterpret_cast<const E*>(v), p_.value_strides.row, kPanel<A>, kBlock * p_.value_strides.row,
                 latent_ ? half : p_.v_head_dim};
-    else if (sizeof(S) != sizeof(A) && latent_)
-      values = {w_.keys, w_.query_width, kPanel<A>};
+    else if (latent_ && !keys_lie && kStep == 1)
+      values = {w_.keys, w_.query_ld, kPanel<A>};
     else
-      pack<A>(v, p_.value_strides.row, count, p_.v_head_dim, w_.values, w_.value_width);
+      Operands::pack_values(v, p_.value_strides.row, count, p_.v_head_dim, w_.values, kHeight);
     const int64_t width = padded<A>(tile_.count);
-    gemm<A>(false, count, tile_.count, p_.head_dim, keys, {w_.query_panels, kPanel<A>, kPanel<A> * p_.head_dim},
-            w_.scores_t, width, false);
+    gemm<A, E>(false, count, tile_.count, w_.key_steps, keys, {w_.query_panels, kPanel<A>, kPanel<A> * w_.key_steps},
+               w_.scores_t, width, false);
     transpose(w_.scores_t, width, count, tile_.count, w_.scores, kBlock);
-    softmax_rows<A>(p_, b_, tile_, state_, 0, tile_.count, begin, count);
-    gemm<A>(Skip, tile_.count, w_.value_width, count, {w_.scores, kBlock, 1}, values, w_.out, w_.value_width, true);
+    weigh(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
+    gemm<A, E>(Skip, tile_.count, w_.value_width, steps<Operands>(count), {w_.weights, weights_.ld, 1}, values, w_.out,
+               w_.out_ld, true);
+  }
+
+  // Whether the keys' elements are what the product takes, where they lie.
+  bool keys_lie() const {
+    const auto whole = [](int64_t n) { return n % Operands::kStep == 0; };
+    const Strides& s = p_.key_strides;
+    return sizeof(S) * Operands::kStep == sizeof(E) && reinterpret_cast<uintptr_t>(p_.key) % sizeof(E) == 0 &&
+           whole(p_.head_dim) && whole(s.batch) && whole(s.head) && whole(s.row);
   }
 
   const AttentionParams& p_;
   int64_t b_, kv_head_;
+  const bool streams_;
   // Values are the first columns of the keys: what is packed is packed once.
   const bool latent_ =
       p_.value == p_.key && same_rows(p_.value_strides, p_.key_strides) && p_.v_head_dim <= p_.head_dim;
   Arena arena_;
-  Scratch<S, A> w_;
-  const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, kBlock, w_.value_width};
+  Scratch<A, Operands> w_;
+  const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, streams_ ? kStreamBlock : kBlock, w_.out_ld};
+  const Weights<Operands> weights_{w_.weights, state_.scores_ld / Operands::kStep, w_.value_width};
   RowTile tile_;
 };
 
@@ -224,7 +298,8 @@ size_t decode_scratch(const AttentionParams& p) {
   size_t used = 0;
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     Arena arena(nullptr);
-    Scratch<decltype(storage), decltype(accumulation)>(p, arena);
+    using A = decltype(accumulation);
+    Scratch<A, OperandsOf<decltype(storage), A>>(p, arena);
     used = arena.used();
   });
   return used;
@@ -232,10 +307,11 @@ size_t decode_scratch(const AttentionParams& p) {
 
 void decode(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch) {
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
+    using S = decltype(storage);
     using A = decltype(accumulation);
     const int64_t rows = group_size(p, kv_head) * p.q_len;
     for (int64_t r = 0; r < rows; r += kTileQueryRows)
-      DecodeRange<decltype(storage), A>(p, b, kv_head, {r, smaller(r + kTileQueryRows, rows)}, scratch)
+      DecodeRange<S, A, OperandsOf<S, A>>(p, b, kv_head, {r, smaller(r + kTileQueryRows, rows)}, scratch)
           .run(keys, static_cast<A*>(partial) + r * partial_size(p));
   });
 }

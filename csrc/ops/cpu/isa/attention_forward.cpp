@@ -1,7 +1,4 @@
-#include <type_traits>
-
-#include <attnpack/ops/cpu/isa/gemm_pairs.h>
-#include <attnpack/ops/cpu/isa/softmax.h>
+#include <attnpack/ops/cpu/isa/operands.h>
 
 // Prefill: rows of a kv head in tiles, keys in blocks, both products by gemm; nothing of size q_len x kv_len.
 namespace attnpack::ATTNPACK_ISA {
@@ -13,46 +10,19 @@ int64_t block_keys(const AttentionParams& p) {
   return width <= 256 ? 256 : width <= 512 ? 128 : 64;
 }
 
-// What the two products multiply, kStep elements at a time: numbers widened to the accumulation type ...
-template <class S, class A>
-struct Widened {
-  using Element = A;
-  static constexpr int64_t kStep = 1;
-  static void pack_row(const S* from, int64_t columns, A* to) { pack<A>(from, 0, 1, columns, to, columns); }
-  static void pack_keys(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to) {
-    pack_transposed<A>(from, row_stride, rows, columns, to);
-  }
-  static void pack_values(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to, int64_t height) {
-    pack_panels<A>(from, row_stride, rows, columns, to, height);
-  }
-};
-
-// ... or pairs of bf16, to which the softmax's results are rounded.
-struct Paired {
-  using Element = Pair;
-  static constexpr int64_t kStep = 2;
-  static constexpr auto pack_row = pack_pairs;
-  static constexpr auto pack_keys = pack_pairs_transposed;
-  static constexpr auto pack_values = pack_pair_panels;
-};
-
-template <class S, class A>
-using OperandsOf = std::conditional_t<kPairProducts && std::is_same_v<S, BFloat16>, Paired, Widened<S, A>>;
-
 template <class A, class Operands>
 struct Scratch {
   using E = typename Operands::Element;
-  static constexpr bool kRounds = Operands::kStep > 1;
   int64_t block, key_steps, block_steps, value_width, out_ld;
   PackedBlocks blocks;
   A *scores, *out, *max, *sum;
   E *query, *keys, *values, *weights;
 
   Scratch(const AttentionParams& p, Arena& arena) : block(block_keys(p)), blocks(p.kv_len, block, arena) {
-    key_steps = steps(p.head_dim);
-    block_steps = steps(block);
+    key_steps = steps<Operands>(p.head_dim);
+    block_steps = steps<Operands>(block);
     value_width = padded<A>(p.v_head_dim);
-    out_ld = value_width + (kRounds ? kLanes<A> : 0);  // behind a row: the sums of its rounded weights
+    out_ld = value_width + (kRounds<Operands> ? kLanes<A> : 0);  // behind a row: the sums of its rounded weights
     query = arena.take<E>(kTileQueryRows * key_steps);
     scores = arena.take<A>(kTileQueryRows * block);
     out = arena.take<A>(kTileQueryRows * out_ld);
@@ -60,12 +30,11 @@ struct Scratch {
     sum = arena.take<A>(kTileQueryRows);
     keys = arena.take<E>(blocks.slots() * block * key_steps);
     values = arena.take<E>(blocks.slots() * block_steps * value_width);
-    if constexpr (kRounds)
+    if constexpr (kRounds<Operands>)
       weights = arena.take<E>(kTileQueryRows * block_steps);
     else
       weights = scores;
   }
-  static int64_t steps(int64_t n) { return (n + Operands::kStep - 1) / Operands::kStep; }
 };
 
 template <class S, class A, class Operands>
@@ -84,7 +53,7 @@ class PrefillTile {
     attend();
     for (int64_t r = 0; r < tile_.count; ++r)
       finish_row<A, S>(p_, b_, tile_.rows[r].head, tile_.rows[r].query, w_.max[r], w_.sum[r], w_.out + r * w_.out_ld,
-                       divisor(r));
+                       divisor(p_, state_, weights_, r));
   }
 
  private:
@@ -109,31 +78,9 @@ class PrefillTile {
     const E* values = w_.values + slot * w_.block_steps * w_.value_width;
     gemm<A, E>(false, tile_.count, count, w_.key_steps, {w_.query, w_.key_steps, 1},
                {keys, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false);
-    weigh(begin, count);
-    gemm<A, E>(skip_excluded, tile_.count, w_.value_width, w_.steps(count), {w_.weights, w_.block_steps, 1},
+    weigh(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
+    gemm<A, E>(skip_excluded, tile_.count, w_.value_width, steps<Operands>(count), {w_.weights, w_.block_steps, 1},
                {values, kPanel<A>, kPanel<A> * w_.block_steps}, w_.out, w_.out_ld, true);
-  }
-
-  // scores -> weights, a vector's height of rows at a time while they are in the L1 cache.
-  void weigh(int64_t begin, int64_t count) {
-    if constexpr (!Work::kRounds) {
-      softmax_rows<A>(p_, b_, tile_, state_, 0, tile_.count, begin, count);
-    } else {
-      for (int64_t r = 0; r < tile_.count; ++r) {
-        if (r % kSoftmaxRows<A> == 0)
-          softmax_rows<A>(p_, b_, tile_, state_, r, smaller(kSoftmaxRows<A>, tile_.count - r), begin, count);
-        round_weights(w_.scores + r * w_.block, count, w_.weights + r * w_.block_steps,
-                      w_.out + r * w_.out_ld + w_.value_width);
-      }
-    }
-  }
-
-  // What the values' sum is divided by: the sum of the weights that they met; with dropout that has other terms than
-  // the denominator. lse keeps the sum of the unrounded ones: the backward pass computes the probabilities from it.
-  A divisor(int64_t r) const {
-    if constexpr (Work::kRounds)
-      if (p_.dropout_p == 0) return fold_lanes<A>(load<A>(w_.out + r * w_.out_ld + w_.value_width), Add());
-    return w_.sum[r];
   }
 
   void pack_block(int64_t begin, int64_t slot) {
@@ -149,6 +96,7 @@ class PrefillTile {
   Arena arena_;
   Work w_;
   const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, w_.block, w_.out_ld};
+  const Weights<Operands> weights_{w_.weights, w_.block_steps, w_.value_width};
   RowTile tile_;
 };
 

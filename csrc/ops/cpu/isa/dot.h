@@ -1,71 +1,87 @@
 #pragma once
 
-#include <attnpack/ops/cpu/isa/simd.h>
+#include <attnpack/ops/cpu/isa/operands.h>
 
 // Dot products of few rows with many that are streamed from memory once: queries with keys, inputs with weights.
 namespace attnpack::ATTNPACK_ISA {
 
-constexpr int kRowsAtOnce = 4;  // rows that share a load of what is streamed
-// Vectors of what is streamed that some rows meet side by side: their sums stay in registers.
-template <int Rows>
-constexpr int kBeside = kRegisters == 32 || Rows < 4 ? 4 : 2;
+constexpr int kRowsAtOnce = 4;            // rows that share a load of what is streamed
+constexpr int64_t kAheadBytes = 8 << 10;  // of what is streamed: so many are fetched ahead
+constexpr int64_t kLine = 64;             // bytes of a cache line
 
-// The first count < kLanes elements, zeros behind them.
-template <class A, class S>
-inline Vec<A> load_some(const S* p, int64_t count) {
-  Vec<A> v{};
-  for (int64_t i = 0; i < count; ++i) v[i] = load_one(p + i);
-  return v;
-}
-
-// One prefetch a cache line, `ahead` elements before its use, into the L2 cache, where more of them can be under way.
+// Elements ahead of their use that rows of `columns` numbers, stride apart, are fetched, so many of which are read side
+// by side.
 template <class S>
-inline void prefetch(const S* row, int64_t element, int64_t ahead) {
-  if (element * static_cast<int64_t>(sizeof(S)) % 64 == 0) __builtin_prefetch(row + element + ahead, 0, 2);
+int64_t ahead(int64_t columns, int64_t stride, int64_t beside) {
+  constexpr int64_t kFit = kAheadBytes / sizeof(S);
+  if (beside == 1 && columns >= kFit) return kFit;
+  return larger((kFit + columns - 1) / larger(columns, 1), beside) * stride;
 }
 
-// s[r, j] = x[r] . w[j] for Rows rows of x, padded with zeros to whole vectors, and count rows of w, stride apart.
-// ahead: how many elements ahead of its use w is prefetched.
-template <class S, class A, int Rows>
-inline void dot_products(const A* x, int64_t ldx, const S* w, int64_t stride, int64_t count, int64_t dim, int64_t ahead,
-                         A* s, int64_t lds) {
-  constexpr int kStreams = kBeside<Rows>;  // rows of w that are read side by side
-  const int64_t whole = dim / kLanes<A> * kLanes<A>;
-  for (int64_t j = 0; j < count; j += kStreams) {
-    const S* row[kStreams];
-    for (int i = 0; i < kStreams; ++i) row[i] = w + (j + i < count ? j + i : count - 1) * stride;
-    Vec<A> sum[Rows][kStreams];  // set one by one: `= {}` clears it in memory
+// to[r, i] = x[r] . w[i], lane by lane, for Rows rows of x and Beside rows of w, `step` vectors a row of `to`. Rows of
+// w are fetched ahead one after the other, as they lie: memory gives one stream a third more than two by turns (Zen 5).
+template <class Operands, int Rows, int Beside, class A, class S>
+inline void row_products(const typename Operands::Element* x, int64_t ldx, const S* w, int64_t stride, int64_t dim,
+                         int64_t ahead, Vec<A>* to, int step) {
+  using E = typename Operands::Element;
+  constexpr int64_t kOfLine = kLine / sizeof(S), kStep = larger(Beside * Operands::kWidth, kOfLine);
+  const int64_t whole = dim / Operands::kWidth * Operands::kWidth;
+  const int64_t half = (whole / Beside + Operands::kWidth - 1) / Operands::kWidth * Operands::kWidth;
+  const S* next = w + ahead;
+  Vec<A> sum[Rows][Beside];
+  clear(sum);
+  const auto add = [&](int64_t d, auto... some) {
+    Vec<E> right[Beside];
+#pragma GCC unroll 2
+    for (int i = 0; i < Beside; ++i) right[i] = Operands::in_row(w + i * stride + d, some...);
 #pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      const Vec<E> left = load_bits<Vec<E>>(x + r * ldx + d / Operands::kStep);
+#pragma GCC unroll 2
+      for (int i = 0; i < Beside; ++i) sum[r][i] = Operands::add(sum[r][i], left, right[i]);
+    }
+  };
+  for (int64_t d = 0; d < whole; d += Operands::kWidth) {
+    if (Beside > 1 && d == half) next = w + stride + ahead;
+    if (d * Beside % kStep == 0) {
+#pragma GCC unroll 2
+      for (int64_t n = 0; n < kStep; n += kOfLine) fetch(next + n);
+      next += kStep;
+    }
+    add(d);
+  }
+  if (whole < dim) add(whole, dim - whole);
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+    for (int i = 0; i < Beside; ++i) to[r * step + i] = sum[r][i];
+}
+
+// s[r, j] = x[r] . w[j] for Rows rows of x, elements padded with zeros to whole vectors, and count rows of w, stride
+// apart, of dim numbers each.
+template <class Operands, int Rows, class S, class A>
+inline void dot_products(const typename Operands::Element* x, int64_t ldx, const S* w, int64_t stride, int64_t count,
+                         int64_t dim, A* s, int64_t lds) {
+  constexpr int kBeside = Rows > 1 ? 2 : 1;                      // rows of w that share the loads of x
+  constexpr int kFolded = kRegisters == 32 || Rows < 4 ? 4 : 2;  // rows of w whose sums are folded at once
+  constexpr int kAtOnce = Rows == 3 ? kFolded : kFolded * Rows;  // a power of two
+  const int64_t far = ahead<S>(dim, stride, kBeside);
+  for (int64_t j = 0; j < count; j += kFolded) {
+    Vec<A> sum[Rows * kFolded];
+#pragma GCC unroll 4
+    for (int i = 0; i < kFolded; i += kBeside) {
+      const int64_t first = j + i < count ? j + i : j;
+      row_products<Operands, Rows, kBeside, A>(x, ldx, w + first * stride, first + 1 < count ? stride : 0, dim, far,
+                                               sum + i, kFolded);
+    }
+    A total[Rows * kFolded];
+#pragma GCC unroll 3
+    for (int i = 0; i < Rows * kFolded; i += kAtOnce) fold_each<A, kAtOnce>(sum + i, total + i, Add());
     for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 4
-      for (int i = 0; i < kStreams; ++i) sum[r][i] = Vec<A>{};
-    for (int64_t d = 0; d < whole; d += kLanes<A>) {
-      Vec<A> left[Rows];
-#pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) left[r] = load<A>(x + r * ldx + d);
-#pragma GCC unroll 4
-      for (int i = 0; i < kStreams; ++i) {
-        const Vec<A> right = load<A>(row[i] + d);
-        prefetch(row[i], d, ahead);
-#pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r) sum[r][i] += right * left[r];
-      }
-    }
-    if (whole < dim)
-      for (int i = 0; i < kStreams; ++i) {
-        const Vec<A> right = load_some<A>(row[i] + whole, dim - whole);
-        for (int r = 0; r < Rows; ++r) sum[r][i] += right * load<A>(x + r * ldx + whole);
-      }
-    constexpr int kTogether = Rows == 3 ? 1 : Rows;  // rows whose sums are folded at once
-    for (int r = 0; r < Rows; r += kTogether) {
-      A total[kTogether * kStreams];
-      fold_each<A, kTogether * kStreams>(sum[r], total, Add());
-      for (int k = 0; k < kTogether; ++k)
-        if (j + kStreams <= count)
-          __builtin_memcpy(s + (r + k) * lds + j, total + k * kStreams, kStreams * sizeof(A));
-        else
-          for (int i = 0; j + i < count; ++i) s[(r + k) * lds + j + i] = total[k * kStreams + i];
-    }
+      if (j + kFolded <= count)
+        __builtin_memcpy(s + r * lds + j, total + r * kFolded, kFolded * sizeof(A));
+      else
+        for (int i = 0; j + i < count; ++i) s[r * lds + j + i] = total[r * kFolded + i];
   }
 }
 

@@ -57,10 +57,7 @@ template <class T, class E, int Rows, int Vectors, Beside beside>
 inline void register_tile(Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
   constexpr int64_t kLine = 64 / sizeof(E);
   Vec<T> sum[Rows][Vectors];
-#pragma GCC unroll 12
-  for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 2
-    for (int v = 0; v < Vectors; ++v) sum[r][v] = Vec<T>{};
+  clear(sum);
   for (int64_t k = 0; k < depth; ++k) {
     Vec<E> right[Vectors];
 #pragma GCC unroll 2

@@ -82,21 +82,48 @@ inline void pack_pairs_transposed(const BFloat16* from, int64_t row_stride, int6
   });
 }
 
+// Columns of two rows, second null: of zeros, as pairs: Vectors vectors of them, 1 or 2.
+template <int Vectors>
+inline void pair_rows(const BFloat16* first, const BFloat16* second, Vec<Pair>* to) {
+  if constexpr (Vectors == 1) {
+    using Half = VectorTypes<float>::Half;
+    const Half low = load_bits<Half>(first), high = second ? load_bits<Half>(second) : Half{};
+    to[0] = __builtin_convertvector(low, Vec<Pair>) | __builtin_convertvector(high, Vec<Pair>) << 16;
+  } else {
+    using Wide = Vec<uint16_t>;
+    constexpr auto kAll = std::make_integer_sequence<int, kLanes<uint16_t>>{};
+    const Wide low = load_bits<Wide>(first), high = second ? load_bits<Wide>(second) : Wide{};
+    to[0] = bit_cast<Vec<Pair>>(shuffle_by<uint16_t, Interleaved<kLanes<uint16_t>, 0>>(low, high, kAll));
+    to[1] = bit_cast<Vec<Pair>>(shuffle_by<uint16_t, Interleaved<kLanes<uint16_t>, 1>>(low, high, kAll));
+  }
+}
+// One vector of the first `some` columns, zeros behind them.
+inline Vec<Pair> pair_rows_some(const BFloat16* first, const BFloat16* second, int64_t some) {
+  Vec<Pair> to{};
+  if (some >= kLanes<Pair>) {
+    pair_rows<1>(first, second, &to);
+    return to;
+  }
+  for (int64_t i = 0; i < some; ++i) to[i] = pair(first[i], second ? second[i] : BFloat16{0});
+  return to;
+}
+
 // pack_panels, pairs along the rows of from; height: pairs.
 inline void pack_pair_panels(const BFloat16* from, int64_t row_stride, int64_t rows, int64_t columns, Pair* to,
                              int64_t height) {
-  using Half = VectorTypes<float>::Half;
-  for (int64_t c = 0; c < padded<float>(columns); c += kLanes<Pair>)
+  static_assert(kPanel<Pair> == 2 * kLanes<Pair>);
+  for (int64_t c = 0; c < padded<float>(columns); c += kPanel<Pair>)
     for (int64_t r = 0; r < rows; r += 2) {
       const BFloat16 *first = from + r * row_stride + c, *second = r + 1 < rows ? first + row_stride : nullptr;
-      Pair* target = to + c / kPanel<Pair> * kPanel<Pair> * height + r / 2 * kPanel<Pair> + c % kPanel<Pair>;
-      if (columns - c >= kLanes<Pair>) {
-        const Half low = load_bits<Half>(first), high = second ? load_bits<Half>(second) : Half{};
-        store<Pair>(target, __builtin_convertvector(low, Vec<Pair>) | __builtin_convertvector(high, Vec<Pair>) << 16);
-        continue;
-      }
-      for (int64_t i = 0; i < kLanes<Pair>; ++i)
-        target[i] = c + i < columns ? pair(first[i], second ? second[i] : BFloat16{0}) : 0;
+      Vec<Pair> both[2];
+      if (columns - c >= kPanel<Pair>)
+        pair_rows<2>(first, second, both);
+      else
+        for (int64_t i = 0; i < 2; ++i)
+          both[i] = pair_rows_some(first + i * kLanes<Pair>, second ? second + i * kLanes<Pair> : nullptr,
+                                   columns - c - i * kLanes<Pair>);
+      Pair* target = to + c * height + r / 2 * kPanel<Pair>;
+      for (int64_t i = 0; i < 2; ++i) store<Pair>(target + i * kLanes<Pair>, both[i]);
     }
 }
 

@@ -1,5 +1,4 @@
-#include <attnpack/ops/cpu/isa/dot.h>
-#include <attnpack/ops/cpu/isa/tile.h>
+#include <attnpack/ops/cpu/isa/operands.h>
 
 // RMSNorm, a row at a time: the sum of its squares, then one pass that scales it.
 namespace attnpack::ATTNPACK_ISA {

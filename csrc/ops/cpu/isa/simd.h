@@ -55,6 +55,11 @@ struct VectorTypes<double> {
   typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
 };
 
+template <>
+struct VectorTypes<uint16_t> {
+  typedef uint16_t Real __attribute__((vector_size(kVectorBytes)));
+};
+
 template <class T>
 using Vec = typename VectorTypes<T>::Real;
 template <class T>
@@ -100,6 +105,15 @@ inline Vec<float> widen(VectorTypes<float>::Half half, Float16) {
   return bit_cast<Vec<float>>(special | sign);
 #endif
 }
+// sum[r][c] = 0, in registers: `= {}` clears them in memory.
+template <class V, int Rows, int Columns>
+inline void clear(V (&sum)[Rows][Columns]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < Columns; ++c) sum[r][c] = V{};
+}
+
 // kLanes<A> elements of storage type S, widened to the accumulation type A.
 template <class A, class S>
 inline Vec<A> load(const S* p) {
@@ -117,6 +131,7 @@ inline void store(T* p, Vec<T> v) {
 // One element, to and from the accumulation type; rounding to nearest even.
 inline double load_one(const double* p) { return *p; }
 inline float load_one(const float* p) { return *p; }
+inline uint32_t load_one(const uint32_t* p) { return *p; }
 inline float load_one(const BFloat16* p) { return bit_cast<float>(static_cast<uint32_t>(p->bits) << 16); }
 inline float load_one(const Float16* p) {
   const uint32_t h = p->bits, magnitude = (h & 0x7fffu) << 13;
@@ -159,6 +174,11 @@ struct Halves {
     const int half = Group / 2, group = p / half;
     return (group % 2 ? Lanes : 0) + group / 2 * Group + Half * half + p % half;
   }
+};
+// The lanes of the first (Half 0) or second half of a, each followed by that of b.
+template <int Lanes, int Half>
+struct Interleaved {
+  static constexpr int lane(int p) { return Half * Lanes / 2 + p / 2 + p % 2 * Lanes; }
 };
 // The other half of each group of Group lanes.
 template <int Group>

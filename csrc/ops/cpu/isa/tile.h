@@ -7,8 +7,8 @@
 // What forward and backward share: dispatch on the dtype, addresses, scratch, the rows of a tile.
 namespace attnpack::ATTNPACK_ISA {
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Calls f(storage, accumulation) with one value of each type.
 template <class F>
