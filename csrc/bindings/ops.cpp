@@ -202,6 +202,12 @@ void register_ops(py::module_& m) {
   m.def("null", &null, arg("x"), released);
   m.def("isa", &isa_name);
   m.def("last_level_cache_bytes", last_level_cache_bytes);
+  m.def("read_bytes_per_second", [](const at::Tensor& data) {
+    TORCH_CHECK(data.is_contiguous() && data.scalar_type() == at::kFloat && data.is_cpu(),
+                "read_bytes_per_second: got ", data.toString(), ", want contiguous fp32 on the CPU");
+    const py::gil_scoped_release release;
+    return read_bytes_per_second(data);
+  });
   m.def("limits", [] {
     const Limits limits = [] {
       py::gil_scoped_release free;

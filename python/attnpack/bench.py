@@ -2,7 +2,8 @@
 
 All figures of a case are taken in turn, so that a busy machine slows all of them; a ratio is the median over the
 rounds. The limits (multiply-adds in registers, bytes read in order) are measured before and after, and the better ones
-taken. Where keys and values are to be cold, all caches are emptied before each call.
+taken. Where keys and values are to be cold, all caches are emptied before each call by reading something else in order,
+and the median of those readings is the case's limit: memory that others use too is not as fast now as it was before.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ class Result:
     seconds: float
     ratios: dict[str, float]  # how many times faster than each peer
     peak_bytes: int | None  # of resident memory above its tensors, one call
+    bytes_per_second: float | None  # that memory gave between the calls, where they read from it
 
     def share(self, limits: Limits) -> float:
         """Of what the machine can do: 1 is as fast as its multiply-adds or its memory allow."""
-        return self.case.limit_seconds(limits) / self.seconds
+        read = self.bytes_per_second or limits.bytes_per_second
+        return self.case.limit_seconds(limits._replace(bytes_per_second=read)) / self.seconds
 
 
 def run(
@@ -65,13 +68,14 @@ def _measure(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -> Res
             except torch.OutOfMemoryError:  # it holds scores, or keys for every head, that this device has no room for
                 del calls[name]
         times: dict[str, list[float]] = {name: [] for name in calls}
+        reads = []
         end = time.perf_counter() + budget
         while len(times["attnpack"]) < MIN_ROUNDS or (
             time.perf_counter() < end and len(times["attnpack"]) < MAX_ROUNDS
         ):
             for name, call in calls.items():
                 if case.cold:
-                    on.empty_caches()
+                    reads.append(on.empty_caches())
                 times[name].append(on.seconds(call))
         peak = on.peak_bytes(calls["attnpack"])
     mine = times.pop("attnpack")
@@ -79,7 +83,7 @@ def _measure(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -> Res
         name: statistics.median(theirs / us for theirs, us in zip(each, mine, strict=True))
         for name, each in times.items()
     }
-    return Result(case, statistics.median(mine), ratios, peak)
+    return Result(case, statistics.median(mine), ratios, peak, statistics.median(reads) if reads else None)
 
 
 def _with_backward(call: Call, leaves: tuple[torch.Tensor, ...], grad: torch.Tensor) -> Call:

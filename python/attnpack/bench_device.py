@@ -35,11 +35,14 @@ class Cpu:
         """Multiply-adds in registers, bytes read in order."""
         return Limits(*_C.limits())
 
-    def empty_caches(self) -> None:
-        """Reads more than a last-level cache holds, so that what was in it comes from memory next time."""
+    def empty_caches(self) -> float:
+        """Reads more than a last-level cache holds, so that what was in it comes from memory next time.
+
+        Returns bytes a second.
+        """
         if self._other is None:
             self._other = torch.ones(max(256 << 20, _C.last_level_cache_bytes() * 5 // 4) // 4)
-        self._other.sum()
+        return _C.read_bytes_per_second(self._other)
 
     def seconds(self, call: Callable) -> float:
         start = time.perf_counter()
@@ -55,6 +58,9 @@ class Cuda:
 
     device = "cuda"
 
+    def __init__(self) -> None:
+        self._copied = 0.0  # bytes a second, once limits() has measured them
+
     def name(self) -> str:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         size = f"{properties.multi_processor_count} multiprocessors"
@@ -64,9 +70,9 @@ class Cuda:
         """Large matrix products, and a copy, of which both ends count."""
         source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
         target = torch.empty_like(source)
-        copied = 2 * source.numel() / self._best(lambda: target.copy_(source))
+        self._copied = 2 * source.numel() / self._best(lambda: target.copy_(source))
         rates = [self._products(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-        return Limits(rates[0], rates[1], copied, rates[2])
+        return Limits(rates[0], rates[1], self._copied, rates[2])
 
     def _products(self, dtype: torch.dtype) -> float:
         size = 4096 if dtype == torch.float32 else 8192
@@ -76,10 +82,11 @@ class Cuda:
     def _best(self, call: Callable) -> float:
         return statistics.median(self.seconds(call) for _ in range(10))
 
-    def empty_caches(self) -> None:
-        """Overwrites more than the L2 cache holds."""
+    def empty_caches(self) -> float:
+        """Overwrites more than the L2 cache holds. Returns bytes a second, as limits() measures them."""
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         torch.zeros(2 * properties.L2_cache_size, device="cuda", dtype=torch.uint8)
+        return self._copied
 
     def seconds(self, call: Callable) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 
 namespace attnpack {
@@ -11,6 +13,9 @@ struct Limits {
   double bytes_per_second;  // read in order from memory: 256 MiB, or twice the last-level cache
 };
 Limits measure_limits();
+
+// Bytes a second at which torch's threads read fp32 data once, in order.
+double read_bytes_per_second(const at::Tensor& data);
 
 // Bytes of a last-level cache, of which a machine may have several; 0 where the system does not tell.
 int64_t last_level_cache_bytes();

@@ -19,19 +19,20 @@ int64_t rows_of(int64_t bytes, int64_t width, int64_t least, int64_t most) {
 
 // out[r, d ...] += sum over j of p[r, j] * v[j, d ...], for Vectors whole vectors of columns or the first `some`
 // columns of one. Always in vectors, so that every element sees the same arithmetic. p: of kStreamBlock numbers a row.
-// Values are fetched `ahead`, or not where that is 0, in the order in which they lie.
-template <class Operands, int Rows, bool Skip, int Vectors, class S, class A>
+// Meanwhile what lies `ahead` is fetched, in its order: as much as is read, or one of Parts of it.
+template <class Operands, int Rows, bool Skip, int Parts, int Vectors, class S, class A>
 inline void add_columns(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t d,
                         int64_t ahead, A* out, int64_t ldo, int64_t some = kLanes<A>) {
   using E = typename Operands::Element;
   constexpr int kTogether = Vectors % Operands::kTogether == 0 ? Operands::kTogether : 1;
-  constexpr int kNumbers = kTogether * kLanes<A>;  // of a row, read at once
-  constexpr int kOfLine = kLine / static_cast<int>(sizeof(S)), kOfRow = Vectors * kLanes<A>;
+  // Numbers that are read at once, of a row, and of so much that a cache line of it is fetched.
+  constexpr int kStep = static_cast<int>(Operands::kStep), kRead = kStep * kTogether * kLanes<A>;
+  constexpr int kRow = Vectors * kLanes<A>, kFetched = Parts * kLine / static_cast<int>(sizeof(S));
   constexpr int64_t ldp = kStreamBlock / Operands::kStep;
   Vec<A> sum[Rows][Vectors];
   clear(sum);
-  for (int64_t j = 0; j < count; j += Operands::kStep) {
-    const S *value = v + j * stride + d, *next = j + 1 < count ? value + stride : nullptr;
+  const auto add = [&](int64_t j, const S* value, const S* next) __attribute__((always_inline)) {
+    const S* far = v + j / Parts * stride + d + ahead + (kStep < Parts && j % 2 ? kRow / 2 : 0);
     E x[Rows];
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) x[r] = p[r * ldp + j / Operands::kStep];
@@ -43,12 +44,10 @@ inline void add_columns(const typename Operands::Element* p, const S* v, int64_t
         element[0] = Operands::below_some(value, next, some);
       else
         Operands::template below<kTogether>(value + column, next ? next + column : nullptr, element);
-      // So many numbers of kStep rows were read, the first row's first.
-      const int read = static_cast<int>(Operands::kStep) * c * kLanes<A>;
-      if (ahead)
+      const int read = c * kStep * kLanes<A>;  // before this
 #pragma GCC unroll 2
-        for (int n = (read + kOfLine - 1) / kOfLine * kOfLine; n < read + Operands::kStep * kNumbers; n += kOfLine)
-          fetch(value + n / kOfRow * stride + n % kOfRow + ahead);
+      for (int n = (read + kFetched - 1) / kFetched * kFetched; n < read + kRead; n += kFetched)
+        fetch(far + n / Parts / kRow * stride + n / Parts % kRow);
 #pragma GCC unroll 2
       for (int k = 0; k < kTogether; ++k)
 #pragma GCC unroll 4
@@ -57,7 +56,10 @@ inline void add_columns(const typename Operands::Element* p, const S* v, int64_t
             sum[r][c + k] =
                 Product<A, E>::add(sum[r][c + k], x[r], Skip ? Product<A, E>::met(x[r], element[k]) : element[k]);
     }
-  }
+  };
+  int64_t j = 0;
+  for (; j + kStep <= count; j += kStep) add(j, v + j * stride + d, v + (j + 1) * stride + d);
+  if (j < count) add(j, v + j * stride + d, nullptr);
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
@@ -75,17 +77,17 @@ constexpr int kColumns = kRegisters == 32 ? (Rows < 4 ? 8 : 4)
                          : Rows < 4       ? 4
                                           : 2;
 
-template <class Operands, int Rows, bool Skip, class S, class A>
+template <class Operands, int Rows, bool Skip, int Parts, class S, class A>
 inline void add_rows(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t dim,
                      int64_t ahead, A* out, int64_t ldo) {
   constexpr int kMost = kColumns<Rows>, kLess = kMost < 4 ? kMost : 4;
   int64_t d = 0;
   for (; d + kMost * kLanes<A> <= dim; d += kMost * kLanes<A>)
-    add_columns<Operands, Rows, Skip, kMost>(p, v, stride, count, d, ahead, out, ldo);
+    add_columns<Operands, Rows, Skip, Parts, kMost>(p, v, stride, count, d, ahead, out, ldo);
   for (; d + kLess * kLanes<A> <= dim; d += kLess * kLanes<A>)
-    add_columns<Operands, Rows, Skip, kLess>(p, v, stride, count, d, ahead, out, ldo);
+    add_columns<Operands, Rows, Skip, Parts, kLess>(p, v, stride, count, d, ahead, out, ldo);
   for (; d < dim; d += kLanes<A>)
-    add_columns<Operands, Rows, Skip, 1>(p, v, stride, count, d, ahead, out, ldo, smaller(kLanes<A>, dim - d));
+    add_columns<Operands, Rows, Skip, Parts, 1>(p, v, stride, count, d, ahead, out, ldo, smaller(kLanes<A>, dim - d));
 }
 
 // A few keys at a time: sums of few terms, added up, round less than one long sum.
@@ -96,13 +98,13 @@ inline void add_values(const typename Operands::Element* p, const S* v, int64_t 
   for (int64_t j = 0; j < count; j += step, p += step / Operands::kStep, v += step * stride) {
     const int64_t some = smaller(step, count - j);
     if (Rows < 4 || dim <= kColumns<Rows> * kLanes<A>) {
-      add_rows<Operands, Rows, Skip>(p, v, stride, some, dim, far, out, ldo);
+      add_rows<Operands, Rows, Skip, 1>(p, v, stride, some, dim, far, out, ldo);
     } else {
       // Memory is fastest where rows are read whole: for two of p's rows first, for the others from the L1 cache.
       constexpr int kHalf = Rows < 4 ? Rows : 2;
-      add_rows<Operands, kHalf, Skip>(p, v, stride, some, dim, far, out, ldo);
-      add_rows<Operands, kHalf, Skip>(p + kHalf * (kStreamBlock / Operands::kStep), v, stride, some, dim, 0,
-                                      out + kHalf * ldo, ldo);
+      add_rows<Operands, kHalf, Skip, 2>(p, v, stride, some, dim, far, out, ldo);
+      add_rows<Operands, kHalf, Skip, 2>(p + kHalf * (kStreamBlock / Operands::kStep), v, stride, some, dim,
+                                         far + some / 2 * stride, out + kHalf * ldo, ldo);
     }
   }
 }

@@ -21,8 +21,8 @@ int64_t ahead(int64_t columns, int64_t stride, int64_t beside) {
 // to[r, i] = x[r] . w[i], lane by lane, for Rows rows of x and Beside rows of w, `step` vectors a row of `to`. Rows of
 // w are fetched ahead one after the other, as they lie: memory gives one stream a third more than two by turns (Zen 5).
 template <class Operands, int Rows, int Beside, class A, class S>
-inline void row_products(const typename Operands::Element* x, int64_t ldx, const S* w, int64_t stride, int64_t dim,
-                         int64_t ahead, Vec<A>* to, int step) {
+[[gnu::always_inline]] inline void row_products(const typename Operands::Element* x, int64_t ldx, const S* w,
+                                                int64_t stride, int64_t dim, int64_t ahead, Vec<A>* to, int step) {
   using E = typename Operands::Element;
   constexpr int64_t kOfLine = kLine / sizeof(S), kStep = larger(Beside * Operands::kWidth, kOfLine);
   const int64_t whole = dim / Operands::kWidth * Operands::kWidth;
@@ -30,7 +30,7 @@ inline void row_products(const typename Operands::Element* x, int64_t ldx, const
   const S* next = w + ahead;
   Vec<A> sum[Rows][Beside];
   clear(sum);
-  const auto add = [&](int64_t d, auto... some) {
+  const auto add = [&](int64_t d, auto... some) __attribute__((always_inline)) {
     Vec<E> right[Beside];
 #pragma GCC unroll 2
     for (int i = 0; i < Beside; ++i) right[i] = Operands::in_row(w + i * stride + d, some...);

@@ -205,9 +205,10 @@ inline Vec<T> fold_groups(Vec<T>* v, Fold fold) {
   }
 }
 
-// out[i] is what the lanes of v[i] fold to, for Count vectors, a power of two; v is used up.
+// out[i] is what the lanes of v[i] fold to, for Count vectors, a power of two; v is used up. Inline, or v would have to
+// be in memory.
 template <class T, int Count, class Fold>
-inline void fold_each(Vec<T>* v, T* out, Fold fold) {
+[[gnu::always_inline]] inline void fold_each(Vec<T>* v, T* out, Fold fold) {
   constexpr int kTogether = Count < kLanes<T> ? Count : kLanes<T>, kStep = kLanes<T> / kTogether;
   for (int first = 0; first < Count; first += kTogether) {
     const Vec<T> folded = fold_groups<T, kTogether, kLanes<T>>(v + first, fold);
