@@ -12,9 +12,8 @@ namespace {
 
 using at::Tensor;
 
-// Outputs of a unit: a small layer has some units for every thread; those of a large one are long, as each begins with
-// reads that nothing has fetched.
-constexpr int64_t kOutputs = 32, kMostOutputs = 256;
+// Outputs of a unit: few, so that all threads end together.
+constexpr int64_t kOutputs = 16, kMostOutputs = 64;
 int64_t outputs_of_unit(int64_t outputs) {
   return std::clamp(outputs / (8 * at::get_num_threads()) / kOutputs * kOutputs, kOutputs, kMostOutputs);
 }
@@ -42,14 +41,14 @@ std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const st
   const auto& kernels = kernels_in_use();
   const LinearParams& any = layers.front().prepared.params;
   // A weight that comes from memory takes as long as some multiply-adds.
-  for_each_unit(units, static_cast<double>(any.rows + 3) * any.inputs * outputs, kernels.linear_scratch(any),
-                [&](int64_t unit, void* scratch) {
-                  size_t i = 0;
-                  while (unit >= layers[i].end) ++i;
-                  const auto& p = layers[i].prepared.params;
-                  const int64_t begin = (unit - (i == 0 ? 0 : layers[i - 1].end)) * step;
-                  kernels.linear_rows(p, {begin, std::min(begin + step, p.outputs)}, scratch);
-                });
+  for_each_neighbour(units, static_cast<double>(any.rows + 3) * any.inputs * outputs, kernels.linear_scratch(any),
+                     [&](int64_t unit, void* scratch) {
+                       size_t i = 0;
+                       while (unit >= layers[i].end) ++i;
+                       const auto& p = layers[i].prepared.params;
+                       const int64_t begin = (unit - (i == 0 ? 0 : layers[i - 1].end)) * step;
+                       kernels.linear_rows(p, {begin, std::min(begin + step, p.outputs)}, scratch);
+                     });
   return outs;
 }
 
