@@ -75,7 +75,7 @@ void fill(Guarded& g, DType d) {
 struct Threads {
   int count;
   template <class F>
-  void operator()(int64_t units, double, size_t scratch_bytes, F&& unit) const {
+  void operator()(Order, int64_t units, double, size_t scratch_bytes, F&& unit) const {
     std::atomic<int64_t> next{0};
     const auto work = [&] {
       Guarded scratch((scratch_bytes + 63) / 64 * 64 + 64);

@@ -5,9 +5,13 @@
 #include <attnpack/ops/cpu/isa/kernels.h>
 #include <attnpack/ops/cpu/scratch.h>
 
-// How an attention call falls into units of work. Nothing of torch: for_each(count, work, scratch_bytes, unit) hands
-// the units 0 .. count - 1, in this order, to whatever threads there are, and calls unit(index, scratch).
+// How an attention call falls into units of work. Nothing of torch: for_each(order, count, work, scratch_bytes, unit)
+// hands the units 0 .. count - 1 to whatever threads there are, and calls unit(index, scratch).
 namespace attnpack {
+
+// Which unit a thread takes: the first one that is left, or neighbours, one after the other, of whose memory the next
+// part is fetched while one is read.
+enum class Order { kInTurn, kNeighbours };
 
 struct Tiling {
   int64_t kv_heads, rows, tiles;  // (batch, kv head) pairs; most rows of one; tiles of rows of one
@@ -25,7 +29,7 @@ inline Tiling tile_rows(const AttentionParams& p) {
 // Tiles of rows, the last first: with causality they are the longest.
 template <class ForEach>
 void run_prefill(const Kernels& kernels, const AttentionParams& p, const Tiling& t, ForEach&& for_each) {
-  for_each(t.kv_heads * t.tiles, t.work, kernels.prefill_scratch(p), [&](int64_t index, void* scratch) {
+  for_each(Order::kInTurn, t.kv_heads * t.tiles, t.work, kernels.prefill_scratch(p), [&](int64_t index, void* scratch) {
     const int64_t b = index / t.tiles / p.num_kv_heads, kv_head = index / t.tiles % p.num_kv_heads;
     const int64_t begin = (t.tiles - 1 - index % t.tiles) * kTileQueryRows;
     const Range rows{begin, std::min(begin + kTileQueryRows, group_size(p, kv_head) * p.q_len)};
@@ -47,14 +51,16 @@ void run_ranges(const Kernels& kernels, const AttentionParams& p, const Tiling& 
     const int64_t rows = group_size(p, head % p.num_kv_heads) * p.q_len;
     return static_cast<char*>(partials.data()) + (head * ranges * t.rows + range * rows) * row_bytes;
   };
-  for_each(t.kv_heads * ranges, t.work, kernels.decode_scratch(p), [&](int64_t unit, void* scratch) {
-    const int64_t head = unit / ranges, range = unit % ranges, b = head / p.num_kv_heads, keys = range_keys(p, b);
-    kernels.decode(p, b, head % p.num_kv_heads, {range * keys, std::min((range + 1) * keys, p.kv_len)},
-                   partial(head, range), scratch);
-  });
-  for_each(t.kv_heads, static_cast<double>(t.kv_heads * ranges * t.rows * p.v_head_dim), 0, [&](int64_t head, void*) {
-    kernels.merge(p, head / p.num_kv_heads, head % p.num_kv_heads, partial(head, 0), ranges);
-  });
+  for_each(
+      Order::kNeighbours, t.kv_heads * ranges, t.work, kernels.decode_scratch(p), [&](int64_t unit, void* scratch) {
+        const int64_t head = unit / ranges, range = unit % ranges, b = head / p.num_kv_heads, keys = range_keys(p, b);
+        kernels.decode(p, b, head % p.num_kv_heads, {range * keys, std::min((range + 1) * keys, p.kv_len)},
+                       partial(head, range), scratch);
+      });
+  for_each(Order::kInTurn, t.kv_heads, static_cast<double>(t.kv_heads * ranges * t.rows * p.v_head_dim), 0,
+           [&](int64_t head, void*) {
+             kernels.merge(p, head / p.num_kv_heads, head % p.num_kv_heads, partial(head, 0), ranges);
+           });
 }
 
 template <class ForEach>
@@ -74,11 +80,12 @@ void run_backward(const Kernels& kernels, const AttentionBackwardParams& bp, For
   const int64_t step = backward_block(p.head_dim, p.v_head_dim), blocks = (p.kv_len + step - 1) / step;
   // Blocks outside, heads inside: neighbours in time seldom wait for each other, and under causality the longest come
   // first.
-  for_each(blocks * t.kv_heads, 4 * t.work, kernels.backward_scratch(p), [&](int64_t unit, void* scratch) {
-    const int64_t head = unit % t.kv_heads, begin = unit / t.kv_heads * step;
-    kernels.backward(bp, head / p.num_kv_heads, head % p.num_kv_heads, {begin, std::min(begin + step, p.kv_len)},
-                     scratch);
-  });
+  for_each(Order::kInTurn, blocks * t.kv_heads, 4 * t.work, kernels.backward_scratch(p),
+           [&](int64_t unit, void* scratch) {
+             const int64_t head = unit % t.kv_heads, begin = unit / t.kv_heads * step;
+             kernels.backward(bp, head / p.num_kv_heads, head % p.num_kv_heads,
+                              {begin, std::min(begin + step, p.kv_len)}, scratch);
+           });
 }
 
 }  // namespace attnpack
