@@ -26,15 +26,16 @@ inline Tiling tile_rows(const AttentionParams& p) {
           static_cast<double>(p.batch) * p.num_heads * p.q_len * p.kv_len * (p.head_dim + p.v_head_dim)};
 }
 
-// Tiles of rows, the last first: with causality they are the longest.
+// Tiles of rows, the last first: with causality they are the longest. Those of a head share its packed keys.
 template <class ForEach>
 void run_prefill(const Kernels& kernels, const AttentionParams& p, const Tiling& t, ForEach&& for_each) {
-  for_each(Order::kInTurn, t.kv_heads * t.tiles, t.work, kernels.prefill_scratch(p), [&](int64_t index, void* scratch) {
-    const int64_t b = index / t.tiles / p.num_kv_heads, kv_head = index / t.tiles % p.num_kv_heads;
-    const int64_t begin = (t.tiles - 1 - index % t.tiles) * kTileQueryRows;
-    const Range rows{begin, std::min(begin + kTileQueryRows, group_size(p, kv_head) * p.q_len)};
-    if (!rows.empty()) kernels.prefill(p, b, kv_head, rows, scratch);
-  });
+  for_each(Order::kNeighbours, t.kv_heads * t.tiles, t.work, kernels.prefill_scratch(p),
+           [&](int64_t index, void* scratch) {
+             const int64_t b = index / t.tiles / p.num_kv_heads, kv_head = index / t.tiles % p.num_kv_heads;
+             const int64_t begin = (t.tiles - 1 - index % t.tiles) * kTileQueryRows;
+             const Range rows{begin, std::min(begin + kTileQueryRows, group_size(p, kv_head) * p.q_len)};
+             if (!rows.empty()) kernels.prefill(p, b, kv_head, rows, scratch);
+           });
 }
 
 // Few rows a kv head: its keys are cut into ranges, whose results are joined at the end.

@@ -24,14 +24,18 @@ inline Vec<double> scale_by_power(Vec<double> x, VectorTypes<double>::Int n) {
   return x * bit_cast<Vec<double>>((half + 1023) << 52) * bit_cast<Vec<double>>((n - half + 1023) << 52);
 }
 
-// A product that is rounded before it is used: compilers would fuse it with the addition that follows.
-template <class T>
-inline Vec<T> unfused(Vec<T> product) {
-#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-  return __builtin_assoc_barrier(product);
-#else
-  return product;
+// A product that is rounded before it is used: compilers would fuse it with the addition that follows. An empty
+// instruction hides where it comes from; GCC takes vectors apart for its own __builtin_assoc_barrier.
+template <class V>
+inline V unfused(V product) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(product));
+#elif defined(__x86_64__)
+  asm("" : "+x"(product));
+#elif defined(__aarch64__)
+  asm("" : "+w"(product));
 #endif
+  return product;
 }
 
 // x[i] <- exp(x[i]) for x <= 88: within 2 ulp, subnormal results too, exp(-inf) = 0, NaN stays NaN. With

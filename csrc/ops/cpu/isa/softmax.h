@@ -28,7 +28,7 @@ inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
 #pragma GCC unroll 4
   for (int i = 0; i < Count; ++i) {
     // Rounded as max was, so that the largest score gives exactly 1.
-    const Vec<T> score = unfused<T>(load<T>(s + i * kLanes<T>) * scale);
+    const Vec<T> score = unfused(load<T>(s + i * kLanes<T>) * scale);
     // An excluded one would end below the least normal number, where processors are slow.
     x[i] = load<T>(s + i * kLanes<T>) == T(-kInfinity) ? Vec<T>{} : score - max;
   }
