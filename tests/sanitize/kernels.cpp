@@ -276,6 +276,7 @@ void few_rows(const char* isa, const Kernels& kernels, int64_t n) {
   for (auto* g : {&x, &weight, &bias}) fill(*g, p.dtype);
   p.input = x.data(), p.weight = weight.data(), p.bias = n % 2 ? bias.data() : nullptr, p.out = out.data();
   Guarded scratch((kernels.linear_scratch(p) + 63) / 64 * 64);
+  *static_cast<int64_t*>(scratch.data()) = 0;
   kernels.linear_rows(p, {0, p.outputs}, scratch.data());
   const int64_t r = pick(0, p.rows - 1), o = pick(0, p.outputs - 1);
   double wanted = p.bias ? get(p.bias, p.dtype, o) : 0;

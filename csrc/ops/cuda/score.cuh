@@ -35,7 +35,7 @@ ATTNPACK_HD inline Range hull(const AttentionParams& p, int64_t b, int64_t kv_he
   const int64_t group = group_size(p, kv_head), rows = group * p.q_len;
   if (first >= rows) return {0, 0};
   const int64_t last = (first + count < rows ? first + count : rows) - 1;
-  const int64_t valid = p.kv_lens ? p.kv_lens[b] : p.kv_len;
+  const int64_t valid = valid_keys(p, b);
   const Range keys{key_range(p, b, first / group).begin, key_range(p, b, last / group).end};
   if (keys.begin >= valid) return {0, 0};
   return {keys.begin, keys.end < valid ? keys.end : valid};

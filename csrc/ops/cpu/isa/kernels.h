@@ -27,7 +27,8 @@ struct Kernels {
   size_t (*backward_scratch)(const AttentionParams&);
   void (*backward)(const AttentionBackwardParams&, int64_t b, int64_t kv_head, Range keys, void* scratch);
 
-  // A range of outputs of a linear layer for few rows.
+  // A range of outputs of a linear layer for few rows. scratch: zeroed flags at its start, kept for the next range of a
+  // layer that reads the same rows.
   size_t (*linear_scratch)(const LinearParams&);
   void (*linear_rows)(const LinearParams&, Range outputs, void* scratch);
 

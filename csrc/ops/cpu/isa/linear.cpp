@@ -26,11 +26,14 @@ void run(const LinearParams& p, Range outputs, void* scratch) {
   using Operands = OperandsOf<S, float>;
   using E = typename Operands::Element;
   const int64_t elements = steps<Operands>(p.inputs), width = padded<E>(elements);
-  E* x = Arena(scratch).take<E>(p.rows * width);
-  for (int64_t r = 0; r < p.rows; ++r) {
+  Arena arena(scratch);
+  int64_t* packed = arena.take<int64_t>(1);  // first in scratch: its owner clears it
+  E* x = arena.take<E>(p.rows * width);
+  for (int64_t r = 0; r < p.rows && !*packed; ++r) {
     Operands::pack_row(static_cast<const S*>(p.input) + r * p.inputs, p.inputs, x + r * width);
     for (int64_t i = elements; i < width; ++i) x[r * width + i] = 0;
   }
+  *packed = 1;
   const int64_t fit = kBlockBytes / (p.inputs * static_cast<int64_t>(sizeof(S))) / kTogether * kTogether;
   const int64_t block = fit < kTogether ? kTogether : smaller(fit, kBlock);
   for (int64_t begin = outputs.begin; begin < outputs.end; begin += block) {
@@ -45,7 +48,7 @@ void run(const LinearParams& p, Range outputs, void* scratch) {
 }  // namespace
 
 size_t linear_scratch(const LinearParams& p) {
-  return static_cast<size_t>(p.rows * padded<float>(p.inputs)) * sizeof(float) + 64;
+  return static_cast<size_t>(p.rows * padded<float>(p.inputs)) * sizeof(float) + 128;
 }
 
 void linear_rows(const LinearParams& p, Range outputs, void* scratch) {
