@@ -63,7 +63,8 @@ plt.show()
 # That is all of what grouped- and multi-query attention do for speed, in one picture. **Prefill** (reading a prompt,
 # all of its tokens in one call) and training stand on the right: many queries share each key, and arithmetic is the
 # limit. (A point above the roof, where there is one, is a call whose keys lie in the processor's cache ("warm"), which
-# is faster than memory.)
+# is faster than memory, or one at a moment when memory was faster than while the roof was measured. The shares below
+# take what memory gave between the calls.)
 #
 # The same as a share of the limit that binds, over the cases of each kind:
 

@@ -3,7 +3,7 @@
 All figures of a case are taken in turn, so that a busy machine slows all of them; a ratio is the median over the
 rounds. The limits (multiply-adds in registers, bytes read in order) are measured before and after, and the better ones
 taken. Where keys and values are to be cold, all caches are emptied before each call by reading something else in order,
-and the median of those readings is the case's limit: memory that others use too is not as fast now as it was before.
+and on a CPU the median of those readings is the case's limit: memory that others use too changes its speed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Result:
     seconds: float
     ratios: dict[str, float]  # how many times faster than each peer
     peak_bytes: int | None  # of resident memory above its tensors, one call
-    bytes_per_second: float | None  # that memory gave between the calls, where they read from it
+    bytes_per_second: float | None  # that a CPU's memory gave between the calls of a cold case
 
     def share(self, limits: Limits) -> float:
         """Of what the machine can do: 1 is as fast as its multiply-adds or its memory allow."""
@@ -83,7 +83,8 @@ def _measure(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -> Res
         name: statistics.median(theirs / us for theirs, us in zip(each, mine, strict=True))
         for name, each in times.items()
     }
-    return Result(case, statistics.median(mine), ratios, peak, statistics.median(reads) if reads else None)
+    read = statistics.median(reads) if None not in reads and reads else None
+    return Result(case, statistics.median(mine), ratios, peak, read)
 
 
 def _with_backward(call: Call, leaves: tuple[torch.Tensor, ...], grad: torch.Tensor) -> Call:
@@ -104,7 +105,8 @@ def format_table(limits: Limits, results: list[Result], peers: list[str], on: Cp
         f"{on.name()}{processor}, torch {torch.__version__}",
         f"limits measured in this run: {limits.flops / 1e9:.0f} GFLOP/s fp32{pairs}, "
         f"{limits.bytes_per_second / 1e9:.1f} GB/s read",
-        "share: of the limit that binds; times faster than each peer; memory: peak above the tensors of the call",
+        "share: of the limit that binds (cold: what memory gave between the calls); times faster than each peer; "
+        "memory: peak above the tensors of the call",
         f"{'case':<48}{'dtype':>6}{'ms':>10}{'GFLOP/s':>9}{'GB/s':>7}{'share':>7}"
         + "".join(f"{name:>13}" for name in peers)
         + f"{'memory':>10}",

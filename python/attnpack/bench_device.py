@@ -58,9 +58,6 @@ class Cuda:
 
     device = "cuda"
 
-    def __init__(self) -> None:
-        self._copied = 0.0  # bytes a second, once limits() has measured them
-
     def name(self) -> str:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         size = f"{properties.multi_processor_count} multiprocessors"
@@ -70,9 +67,9 @@ class Cuda:
         """Large matrix products, and a copy, of which both ends count."""
         source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
         target = torch.empty_like(source)
-        self._copied = 2 * source.numel() / self._best(lambda: target.copy_(source))
+        copied = 2 * source.numel() / self._best(lambda: target.copy_(source))
         rates = [self._products(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-        return Limits(rates[0], rates[1], self._copied, rates[2])
+        return Limits(rates[0], rates[1], copied, rates[2])
 
     def _products(self, dtype: torch.dtype) -> float:
         size = 4096 if dtype == torch.float32 else 8192
@@ -82,11 +79,10 @@ class Cuda:
     def _best(self, call: Callable) -> float:
         return statistics.median(self.seconds(call) for _ in range(10))
 
-    def empty_caches(self) -> float:
-        """Overwrites more than the L2 cache holds. Returns bytes a second, as limits() measures them."""
+    def empty_caches(self) -> None:
+        """Overwrites more than the L2 cache holds."""
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         torch.zeros(2 * properties.L2_cache_size, device="cuda", dtype=torch.uint8)
-        return self._copied
 
     def seconds(self, call: Callable) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import attention
 from .bench_cases import DTYPES, Case
+from .memory import available_bytes
 
 Call = Callable[[], Tensor]
 
@@ -33,7 +34,12 @@ def ours(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call:
     return lambda: attention(query, key, value, causal=case.causal)
 
 
-def sdpa(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call:
+def sdpa(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
+    if query.device.type == "cpu" and case.latent:
+        # It repeats keys and values for every head, in fp32, and scales a copy of them.
+        repeated = case.batch * case.num_heads * case.kv_len * (case.head_dim + case.v_head_dim) * 4
+        if 2 * repeated > available_bytes():
+            return None
     return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=case.causal, enable_gqa=True)
 
 

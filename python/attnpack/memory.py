@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,3 +24,8 @@ def peak_bytes(call: Callable[[], object]) -> int | None:
         return max(0, resident_bytes("VmHWM") - before)
     except (OSError, AttributeError):
         return None
+
+
+def available_bytes() -> int:
+    """Of memory that nothing uses."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -277,7 +277,8 @@ void few_rows(const char* isa, const Kernels& kernels, int64_t n) {
   p.input = x.data(), p.weight = weight.data(), p.bias = n % 2 ? bias.data() : nullptr, p.out = out.data();
   Guarded scratch((kernels.linear_scratch(p) + 63) / 64 * 64);
   *static_cast<int64_t*>(scratch.data()) = 0;
-  kernels.linear_rows(p, {0, p.outputs}, scratch.data());
+  kernels.linear_rows(p, {0, p.outputs / 2}, scratch.data());
+  kernels.linear_rows(p, {p.outputs / 2, p.outputs}, scratch.data());
   const int64_t r = pick(0, p.rows - 1), o = pick(0, p.outputs - 1);
   double wanted = p.bias ? get(p.bias, p.dtype, o) : 0;
   for (int64_t i = 0; i < p.inputs; ++i)

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <numeric>
+#include <vector>
 
 #include <attnpack/ops/cpu/isa.h>
 

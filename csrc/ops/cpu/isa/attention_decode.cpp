@@ -155,11 +155,9 @@ class DecodeRange {
         arena_(scratch),
         w_(p, arena_) {
     make_rows(p, b, kv_head, rows, tile_);
-    for (int64_t r = 0; r < tile_.count; ++r) {
-      E* to = w_.query + r * w_.query_ld;
-      Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim, to);
-      for (int64_t i = w_.key_steps; i < w_.query_ld; ++i) to[i] = 0;
-    }
+    for (int64_t r = 0; r < tile_.count; ++r)
+      Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
+                         w_.query + r * w_.query_ld, w_.query_ld);
     if (!streams_) pack_transposed<E>(w_.query, w_.query_ld, tile_.count, w_.key_steps, w_.query_panels);
   }
 
@@ -236,7 +234,7 @@ class DecodeRange {
       keys = {reinterpret_cast<const E*>(k), p_.key_strides.row / kStep, 1, kBlock * p_.key_strides.row / kStep, half};
     else
       for (int64_t j = 0; j < count; ++j)
-        Operands::pack_row(k + j * p_.key_strides.row, p_.head_dim, w_.keys + j * w_.query_ld);
+        Operands::pack_row(k + j * p_.key_strides.row, p_.head_dim, w_.keys + j * w_.query_ld, w_.query_ld);
     if (values_lie)
       values = {reinterpret_cast<const E*>(v), p_.value_strides.row, kPanel<A>, kBlock * p_.value_strides.row,
                 latent_ ? half : p_.v_head_dim};

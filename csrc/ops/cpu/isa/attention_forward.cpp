@@ -46,7 +46,7 @@ class PrefillTile {
     make_rows(p, b, kv_head, rows, tile_);
     for (int64_t r = 0; r < tile_.count; ++r)
       Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
-                         w_.query + r * w_.key_steps);
+                         w_.query + r * w_.key_steps, w_.key_steps);
   }
 
   void run() {

@@ -67,8 +67,9 @@ inline void read_pairs(const BFloat16* from, int64_t left, int64_t width, Pair* 
   for (int64_t i = 0; i < width; ++i) to[i] = pair(from[2 * i], 2 * i + 1 < left ? from[2 * i + 1] : BFloat16{0});
 }
 
-// A row of `columns` elements -> pairs_of(columns).
-inline void pack_pairs(const BFloat16* from, int64_t columns, Pair* to) {
+// A row of `columns` elements -> ld pairs, zeros behind pairs_of(columns).
+inline void pack_pairs(const BFloat16* from, int64_t columns, Pair* to, int64_t ld) {
+  for (int64_t c = pairs_of(columns); c < ld; ++c) to[c] = 0;
   for (int64_t c = 0; c < pairs_of(columns); c += kLanes<Pair>) {
     const int64_t rest = pairs_of(columns) - c;
     read_pairs(from + 2 * c, columns - 2 * c, rest < kLanes<Pair> ? rest : kLanes<Pair>, to + c);

@@ -45,9 +45,8 @@ constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
 constexpr int64_t kDecodeRows = 192;    // up to so many rows of a kv head stream the keys: packing them would cost more
 constexpr int64_t kPackedKeys = 8192;   // keys of a head that stay packed in scratch between tiles
 
-// Keys of a unit that streams those of sequence b: long ranges, as each begins with reads that nothing has fetched and
-// ends with fetches in vain, but where they are long, at least some 64 in all kv heads together. Padding counts
-// nothing.
+// Keys of a unit that streams those of sequence b: long ranges, as the first one of a thread begins with reads that
+// nothing has fetched, but at least some 64 in all kv heads together. Padding counts nothing.
 inline int64_t range_keys(const AttentionParams& p, int64_t b) {
   const int64_t share = p.num_kv_heads * valid_keys(p, b) / 64 / 512 * 512;
   return share < 512 ? 512 : share < 2048 ? share : 2048;

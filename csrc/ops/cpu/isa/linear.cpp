@@ -4,7 +4,7 @@
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
-constexpr int64_t kTogether = 4;            // outputs that are folded at once
+constexpr int64_t kTogether = 4;            // blocks are a multiple of it
 constexpr int64_t kBlock = 64;              // most outputs at a time
 constexpr int64_t kBlockBytes = 128 << 10;  // of their weights, which stay in the L2 cache for all rows
 
@@ -25,14 +25,12 @@ template <class S>
 void run(const LinearParams& p, Range outputs, void* scratch) {
   using Operands = OperandsOf<S, float>;
   using E = typename Operands::Element;
-  const int64_t elements = steps<Operands>(p.inputs), width = padded<E>(elements);
+  const int64_t width = padded<E>(steps<Operands>(p.inputs));
   Arena arena(scratch);
   int64_t* packed = arena.take<int64_t>(1);  // first in scratch: its owner clears it
   E* x = arena.take<E>(p.rows * width);
-  for (int64_t r = 0; r < p.rows && !*packed; ++r) {
-    Operands::pack_row(static_cast<const S*>(p.input) + r * p.inputs, p.inputs, x + r * width);
-    for (int64_t i = elements; i < width; ++i) x[r * width + i] = 0;
-  }
+  for (int64_t r = 0; r < p.rows && !*packed; ++r)
+    Operands::pack_row(static_cast<const S*>(p.input) + r * p.inputs, p.inputs, x + r * width, width);
   *packed = 1;
   const int64_t fit = kBlockBytes / (p.inputs * static_cast<int64_t>(sizeof(S))) / kTogether * kTogether;
   const int64_t block = fit < kTogether ? kTogether : smaller(fit, kBlock);

@@ -21,7 +21,7 @@ template <class S, class A>
 struct Widened {
   using Element = A;
   static constexpr int64_t kStep = 1;
-  static void pack_row(const S* from, int64_t columns, A* to) { pack<A>(from, 0, 1, columns, to, columns); }
+  static void pack_row(const S* from, int64_t columns, A* to, int64_t ld) { pack<A>(from, 0, 1, columns, to, ld); }
   static void pack_keys(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to) {
     pack_transposed<A>(from, row_stride, rows, columns, to);
   }
@@ -55,9 +55,9 @@ struct Paired {
   static constexpr int64_t kWidth = 2 * kLanes<Pair>;
   static Vec<Pair> in_row(const BFloat16* p) { return load_bits<Vec<Pair>>(p); }
   static Vec<Pair> in_row(const BFloat16* p, int64_t some) {
-    Vec<Pair> v{};
-    for (int64_t i = 0; 2 * i < some; ++i) v[i] = pair(p[2 * i], 2 * i + 1 < some ? p[2 * i + 1] : BFloat16{0});
-    return v;
+    Pair x[kLanes<Pair>] = {};
+    read_pairs(p, some, pairs_of(some), x);
+    return load_bits<Vec<Pair>>(x);
   }
   static Vec<float> add(Vec<float> sum, Vec<Pair> a, Vec<Pair> b) { return pair_products(sum, a, b); }
 
@@ -81,8 +81,8 @@ constexpr int64_t steps(int64_t n) {
   return (n + Operands::kStep - 1) / Operands::kStep;
 }
 
-// What multiplies the values, for kTileQueryRows rows: the scores themselves, or where they are rounded, `pairs`, and
-// behind each row of out, at sums, a vector that adds up what they became.
+// What multiplies the values, in rows of ld elements: the scores themselves, or what they are rounded to; then a vector
+// behind each row of out, at sums, adds up what they became.
 template <class Operands>
 struct Weights {
   typename Operands::Element* data;
