@@ -1,10 +1,11 @@
-"""Tokens a second of SmolLM2-135M-Instruct: attnpack beside transformers, in turns, in one run.
+"""Tokens a second of SmolLM2-135M-Instruct: attnpack beside transformers and llama.cpp, in turns, in one run.
 
     python benchmarks/generate.py [--dtypes fp32 bf16] [--prompt-tokens 32] [--new-tokens 64] [--batch 1] [--rounds 3]
 
 Greedy. Tokens a second take the prompt in; ms a token, the median from one new token to the next, does not, and so
 tells what decoding costs behind a long prompt. Ratios (medians over the rounds) say how many times faster attnpack
-is. Both with a growing cache and as many threads as torch takes. Not a test: nothing is asserted.
+is. As many threads as torch takes, and a growing cache; llama.cpp where llama-cpp-python is installed, one row at a
+time, with weights of the same dtype. Not a test: nothing is asserted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pydoc_data.topics import topics
 import attnpack
 import torch
 from attnpack.causal_lm_io import load_tokenizer, smollm2_path
+from llama_cpp_peer import LlamaCpp, installed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_reference_tokens.py"
@@ -68,20 +70,27 @@ def compare(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> 
         "transformers": lambda stamps: hf.generate(ids, attention_mask=torch.ones_like(ids), streamer=stamps, **greedy),
     }
 
+    if installed() and len(ids) == 1:
+        peer = LlamaCpp(dtype, ids.shape[1] + new_tokens)
+        runs["llama.cpp"] = lambda stamps: peer.generate(ids, new_tokens, stamps)
+
     tokens = {name: run(Stamps()) for name, run in runs.items()}  # also warms up
     seconds = [{name: timed(run, new_tokens) for name, run in runs.items()} for _ in range(rounds)]
 
-    def ratio(what: int) -> float:
-        return statistics.median(took["transformers"][what] / took["attnpack"][what] for took in seconds)
+    def ratios(what: int) -> dict[str, float]:
+        peers = [name for name in runs if name != "attnpack"]
+        return {
+            name: statistics.median(took[name][what] / took["attnpack"][what] for took in seconds) for name in peers
+        }
 
     new = ids.shape[0] * new_tokens
     return {
         "dtype": dtype,
         "tokens_per_second": {name: new / statistics.median(took[name][0] for took in seconds) for name in runs},
         "ms_per_token": {name: 1e3 * statistics.median(took[name][1] for took in seconds) for name in runs},
-        "ratio": ratio(0),
-        "token_ratio": ratio(1),
-        "same_tokens": torch.equal(*tokens.values()),
+        "ratio": ratios(0),
+        "token_ratio": ratios(1),
+        "same_tokens": {name: torch.equal(tokens[name], tokens["attnpack"]) for name in ratios(0)},
     }
 
 
@@ -112,7 +121,9 @@ def main() -> None:
         row = compare(hf, dtype, ids, args.new_tokens, args.rounds)
         for name, rate in row["tokens_per_second"].items():
             say(f"{dtype:<6}{name:>14}{rate:18.1f}{row['ms_per_token'][name]:13.1f}")
-        say(f"{dtype:<6}{'ratio':>14}{row['ratio']:17.2f}x{row['token_ratio']:12.2f}x   {row['same_tokens']}")
+        for name, ratio in row["ratio"].items():
+            same = row["same_tokens"][name]
+            say(f"{dtype:<6}{'/ ' + name:>14}{ratio:17.2f}x{row['token_ratio'][name]:12.2f}x   {same}")
         rows.append(row)
     if args.json:
         print(json.dumps({"threads": torch.get_num_threads(), "shape": list(ids.shape), "rows": rows}, indent=2))

@@ -1,0 +1,62 @@
+"""llama.cpp on SmolLM2, for generate.py, where `pip install llama-cpp-python gguf` has built it."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import torch
+from attnpack.causal_lm_io import smollm2_path
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("llama_cpp") is not None
+
+
+class LlamaCpp:
+    """Greedy tokens with plain weights of a dtype and as many threads as torch takes; keys and values are fp16."""
+
+    def __init__(self, dtype: str, context: int) -> None:
+        from llama_cpp import Llama
+
+        threads = torch.get_num_threads()
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "model.gguf"
+            _write_plain(path, dtype)
+            self._model = Llama(str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def generate(self, ids: torch.Tensor, new_tokens: int, callback: Callable[[int], None]) -> torch.Tensor:
+        """ids [1, L] -> [1, L + new_tokens]; callback: called with each new token."""
+        self._model.reset()  # it would find the prompt in its cache
+        tokens = ids[0].tolist()
+        for token in islice(self._model.generate(tokens[:], temp=0.0, repeat_penalty=1.0), new_tokens):
+            callback(token)
+            tokens.append(token)
+        return torch.tensor([tokens])
+
+
+def _write_plain(path: Path, dtype: str) -> None:
+    """SmolLM2's file with each matrix in that dtype."""
+    import gguf
+
+    plain = getattr(gguf.GGMLQuantizationType, {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[dtype])
+    kind = {"fp32": "ALL_F32", "bf16": "MOSTLY_BF16", "fp16": "MOSTLY_F16"}[dtype]
+    reader = gguf.GGUFReader(smollm2_path())
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+    writer.add_file_type(getattr(gguf.LlamaFileType, kind))
+    for tensor in reader.tensors:
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        to = plain if numbers.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, gguf.quants.quantize(numbers, to), raw_dtype=to)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
