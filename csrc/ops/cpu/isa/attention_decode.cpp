@@ -97,7 +97,8 @@ inline void add_values(const typename Operands::Element* p, const S* v, int64_t 
   const int64_t step = rows_of<S>(kAddedBytes, dim, 8, kBlock), far = ahead<S>(dim, stride, Operands::kStep);
   for (int64_t j = 0; j < count; j += step, p += step / Operands::kStep, v += step * stride) {
     const int64_t some = smaller(step, count - j);
-    if (Rows < 4 || dim <= kColumns<Rows> * kLanes<A>) {
+    // With 16 registers no row is read whole anyway, and widening it twice would cost more.
+    if (Rows < 4 || kRegisters == 16 || dim <= kColumns<Rows> * kLanes<A>) {
       add_rows<Operands, Rows, Skip, 1>(p, v, stride, some, dim, far, out, ldo);
     } else {
       // Memory is fastest where rows are read whole: for two of p's rows first, for the others from the L1 cache.

@@ -62,9 +62,9 @@ template <class Operands, int Rows, int Beside, class A, class S>
 template <class Operands, int Rows, class S, class A>
 inline void dot_products(const typename Operands::Element* x, int64_t ldx, const S* w, int64_t stride, int64_t count,
                          int64_t dim, A* s, int64_t lds) {
-  constexpr int kBeside = Rows > 1 ? 2 : 1;                      // rows of w that share the loads of x
-  constexpr int kFolded = kRegisters == 32 || Rows < 4 ? 4 : 2;  // rows of w whose sums are folded at once
-  constexpr int kAtOnce = Rows == 3 ? kFolded : kFolded * Rows;  // a power of two
+  constexpr int kBeside = Rows == 1 || kRegisters == 16 ? 1 : 2;  // rows of w that share the loads of x
+  constexpr int kFolded = kRegisters == 32 || Rows < 4 ? 4 : 2;   // rows of w whose sums are folded at once
+  constexpr int kAtOnce = Rows == 3 ? kFolded : kFolded * Rows;   // a power of two
   const int64_t far = ahead<S>(dim, stride, kBeside);
   for (int64_t j = 0; j < count; j += kFolded) {
     Vec<A> sum[Rows * kFolded];
