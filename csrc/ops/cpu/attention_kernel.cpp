@@ -11,10 +11,7 @@ namespace {
 
 // Hands units to torch's threads.
 constexpr auto kTorchThreads = [](Order order, int64_t count, double work, size_t scratch_bytes, auto&& unit) {
-  if (order == Order::kNeighbours)
-    for_each_neighbour(count, work, scratch_bytes, unit);
-  else
-    for_each_unit(count, work, scratch_bytes, unit);
+  for_each_unit(count, work, scratch_bytes, unit, order == Order::kNeighbours);
 };
 
 AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {

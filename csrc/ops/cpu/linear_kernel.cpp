@@ -41,14 +41,15 @@ std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const st
   const auto& kernels = kernels_in_use();
   const LinearParams& any = layers.front().prepared.params;
   // A weight that comes from memory takes as long as some multiply-adds.
-  for_each_neighbour(units, static_cast<double>(any.rows + 3) * any.inputs * outputs, kernels.linear_scratch(any),
-                     [&](int64_t unit, void* scratch) {
-                       size_t i = 0;
-                       while (unit >= layers[i].end) ++i;
-                       const auto& p = layers[i].prepared.params;
-                       const int64_t begin = (unit - (i == 0 ? 0 : layers[i - 1].end)) * step;
-                       kernels.linear_rows(p, {begin, std::min(begin + step, p.outputs)}, scratch);
-                     });
+  const auto unit_of_layers = [&](int64_t unit, void* scratch) {
+    size_t i = 0;
+    while (unit >= layers[i].end) ++i;
+    const auto& p = layers[i].prepared.params;
+    const int64_t begin = (unit - (i == 0 ? 0 : layers[i - 1].end)) * step;
+    kernels.linear_rows(p, {begin, std::min(begin + step, p.outputs)}, scratch);
+  };
+  for_each_unit(units, static_cast<double>(any.rows + 3) * any.inputs * outputs, kernels.linear_scratch(any),
+                unit_of_layers, true);
   return outs;
 }
 

@@ -14,38 +14,26 @@ namespace attnpack {
 constexpr double kSerialWork = 1 << 17;
 
 // Hands out units 0 .. count - 1, one at a time, to the threads; each has its own scratch. A unit's result does not
-// depend on who computes it.
+// depend on who computes it. In turn, a thread takes the first one that is left; where neighbours are best done by one
+// thread, one after the other, each begins with a share of its own, and then takes what is left of the others'.
 template <class F>
-void for_each_unit(int64_t count, double work, size_t scratch_bytes, F&& unit) {
-  std::atomic<int64_t> next{0};
-  const auto worker = [&](int64_t, int64_t) {
+void for_each_unit(int64_t count, double work, size_t scratch_bytes, F&& unit, bool neighbours = false) {
+  const int64_t most = work < kSerialWork ? 1 : std::min<int64_t>(at::get_num_threads(), count);
+  const int64_t threads = std::max<int64_t>(most, 1), shares = neighbours ? threads : 1;
+  c10::SmallVector<int64_t, 64> next(shares);
+  for (int64_t i = 0; i < shares; ++i) next[i] = count * i / shares;
+  const auto worker = [&](int64_t thread, int64_t) {
     const Scratch<0> scratch(scratch_bytes);
     if (scratch_bytes >= sizeof(int64_t)) *static_cast<int64_t*>(scratch.data()) = 0;
-    for (int64_t i = next++; i < count; i = next++) unit(i, scratch.data());
+    for (int64_t t = thread; t < thread + shares; ++t) {
+      const int64_t share = t % shares, end = count * (share + 1) / shares;
+      for (int64_t i; (i = std::atomic_ref<int64_t>(next[share])++) < end;) unit(i, scratch.data());
+    }
   };
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
-  if (threads <= 1 || work < kSerialWork)
+  if (threads == 1)
     worker(0, 1);
   else
     at::parallel_for(0, threads, 1, worker);
-}
-
-// The same, where neighbours are best done by one thread, one after the other: each begins with a share of its own, and
-// then takes from those that are left of the others'.
-template <class F>
-void for_each_neighbour(int64_t count, double work, size_t scratch_bytes, F&& unit) {
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
-  if (threads <= 1 || work < kSerialWork) return for_each_unit(count, work, scratch_bytes, unit);
-  c10::SmallVector<int64_t, 64> next(threads);
-  for (int64_t t = 0; t < threads; ++t) next[t] = count * t / threads;
-  at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
-    const Scratch<0> scratch(scratch_bytes);
-    if (scratch_bytes >= sizeof(int64_t)) *static_cast<int64_t*>(scratch.data()) = 0;
-    for (int64_t t = first; t < last + threads - 1; ++t) {
-      const int64_t share = t % threads, end = count * (share + 1) / threads;
-      for (int64_t i; (i = std::atomic_ref<int64_t>(next[share])++) < end;) unit(i, scratch.data());
-    }
-  });
 }
 
 }  // namespace attnpack

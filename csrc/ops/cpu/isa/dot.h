@@ -19,7 +19,8 @@ int64_t ahead(int64_t columns, int64_t stride, int64_t beside) {
 }
 
 // to[r, i] = x[r] . w[i], lane by lane, for Rows rows of x and Beside rows of w, `step` vectors a row of `to`. Rows of
-// w are fetched ahead one after the other, as they lie: memory gives one stream a third more than two by turns (Zen 5).
+// w are fetched ahead one after the other, as they lie: memory gives one stream a third more than four by turns (Zen
+// 5).
 template <class Operands, int Rows, int Beside, class A, class S>
 [[gnu::always_inline]] inline void row_products(const typename Operands::Element* x, int64_t ldx, const S* w,
                                                 int64_t stride, int64_t dim, int64_t ahead, Vec<A>* to, int step) {
