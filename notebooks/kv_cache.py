@@ -112,7 +112,6 @@ for kind, ticks in moments.items():
     first, last = 1e3 * (ticks[8] - ticks[0]) / 8, 1e3 * (ticks[-1] - ticks[-9]) / 8
     print(f"cache={kind!r:<10} a token takes {first:.0f} ms at the start, {last:.0f} ms at the end")
 print(f"{new_tokens} tokens: {moments['none'][-1]:.2f} s without, {moments['dynamic'][-1]:.2f} s with a cache")
-assert moments["none"][-1] > moments["dynamic"][-1]
 
 # %% [markdown]
 # Without a cache every token pays for all text before it, the prompt included, and each pays more than the one before:

@@ -6,6 +6,7 @@
 
 #include <attnpack/ops/cuda/append.cuh>
 #include <attnpack/ops/cuda/backward_exact.cuh>
+#include <attnpack/ops/cuda/backward_mma.cuh>
 #include <attnpack/ops/cuda/linear.cuh>
 #include <attnpack/ops/cuda/rope.cuh>
 
@@ -15,18 +16,26 @@ using namespace attnpack::cuda;
 
 namespace {
 
-using Matrix = std::vector<double>;
+// A sum and the sum of its terms' sizes, in which rounding is measured.
+struct Sum {
+  double value = 0, size = 0;
+  void add(double term, double size_of_term) {
+    value += term;
+    size += std::abs(size_of_term);
+  }
+};
+using Matrix = std::vector<Sum>;
 
-// Gradients by the formula, in fp64; nan_key marks what an allowed NaN makes of a row.
+// Gradients by the formula, in fp64.
 template <class S>
 struct Gradients {
   Matrix query, key, value, scores;
   explicit Gradients(Problem<S>& x) {
     const Shape& s = x.shape;
-    query.assign(s.batch * x.num_heads * s.q_len * s.head_dim, 0);
-    key.assign(s.batch * s.num_kv_heads * s.kv_len * s.head_dim, 0);
-    value.assign(s.batch * s.num_kv_heads * s.kv_len * s.v_head_dim, 0);
-    scores.assign(s.batch * x.num_heads * s.q_len * s.kv_len, 0);
+    query.resize(s.batch * x.num_heads * s.q_len * s.head_dim);
+    key.resize(s.batch * s.num_kv_heads * s.kv_len * s.head_dim);
+    value.resize(s.batch * s.num_kv_heads * s.kv_len * s.v_head_dim);
+    scores.resize(s.batch * x.num_heads * s.q_len * s.kv_len);
     for (int64_t b = 0; b < s.batch; ++b)
       for (int64_t h = 0; h < x.num_heads; ++h)
         for (int64_t i = 0; i < s.q_len; ++i) add_row(x, b, h, i);
@@ -42,23 +51,31 @@ struct Gradients {
     x.delta[row] = static_cast<typename Problem<S>::A>(delta);
     for (int64_t j = 0; j < s.kv_len; ++j) {
       if (!x.sees(b, h, i, j)) continue;
-      double grad = 0;
-      for (int64_t d = 0; d < s.v_head_dim; ++d) grad += widen(x.grad_out.at(b, h, i, d)) * x.v(b, kv, j, d);
-      const double ds = truth.probs[j] * (truth.kept[j] * grad - delta);
-      scores[row * s.kv_len + j] = ds;
-      for (int64_t d = 0; d < s.head_dim; ++d) {
-        query[row * s.head_dim + d] += ds * truth.slope[j] * x.p.scale * x.k(b, kv, j, d);
-        key[(head * s.kv_len + j) * s.head_dim + d] += ds * truth.slope[j] * x.p.scale * x.q(b, h, i, d);
+      Sum grad;
+      for (int64_t d = 0; d < s.v_head_dim; ++d) {
+        const double term = widen(x.grad_out.at(b, h, i, d)) * x.v(b, kv, j, d);
+        grad.add(term, term);
       }
-      for (int64_t d = 0; d < s.v_head_dim; ++d)
-        value[(head * s.kv_len + j) * s.v_head_dim + d] +=
-            truth.probs[j] * truth.kept[j] * widen(x.grad_out.at(b, h, i, d));
+      const double probability = truth.probs[j], kept = probability * truth.kept[j];
+      const double ds = probability * (truth.kept[j] * grad.value - delta);
+      const double size = probability * (truth.kept[j] * grad.size + std::abs(delta));
+      const double factor = truth.slope[j] * x.p.scale;
+      scores[row * s.kv_len + j].add(ds, size);
+      for (int64_t d = 0; d < s.head_dim; ++d) {
+        const double k = factor * x.k(b, kv, j, d), q = factor * x.q(b, h, i, d);
+        query[row * s.head_dim + d].add(ds * k, size * k);
+        key[(head * s.kv_len + j) * s.head_dim + d].add(ds * q, size * q);
+      }
+      for (int64_t d = 0; d < s.v_head_dim; ++d) {
+        const double term = kept * widen(x.grad_out.at(b, h, i, d));
+        value[(head * s.kv_len + j) * s.v_head_dim + d].add(term, term);
+      }
     }
   }
 };
 
 template <Gradient Of, class S>
-void run(Problem<S>& x, int seed) {
+void run_exact(Problem<S>& x, int seed) {
   using A = typename Problem<S>::A;
   EmulatedBlock block(kBackwardThreads, seed);
   for (int64_t i = 0; i < backward_blocks(x.p, Of, x.most_group); ++i) {
@@ -68,8 +85,60 @@ void run(Problem<S>& x, int seed) {
   }
 }
 
+template <Gradient Of, int Width, class S>
+void run_mma(Problem<S>& x, const BackwardPlan& plan, int seed) {
+  using Tile = BackwardTile<S, Of, Width>;
+  CHECK(static_cast<int64_t>(sizeof(typename Tile::Shared)) <= backward_shared_bytes(Width));
+  EmulatedBlock block(Tile::kThreads, seed);
+  Guarded shared((sizeof(typename Tile::Shared) + 15) / 16 * 16);
+  for (int64_t i = 0; i < x.p.batch * x.p.num_kv_heads * backward_tiles(x.p, plan, Of); ++i) {
+    block.fill_garbage(shared.data(), shared.bytes());
+    block.run([&] { backward_mma_block<S, Of, Width>(x.bp, plan, i, shared.data()); });
+  }
+}
+
+template <int Width, class S>
+void run_mma(Problem<S>& x, const BackwardPlan& plan, int seed) {
+  run_mma<Gradient::kQuery, Width>(x, plan, seed);
+  if constexpr (Width <= 128) {
+    run_mma<Gradient::kKeyAndValue, Width>(x, plan, seed);
+  } else {
+    run_mma<Gradient::kKey, Width>(x, plan, seed);
+    run_mma<Gradient::kValue, Width>(x, plan, seed);
+  }
+}
+
+constexpr Device kDevice{8, 227 * 1024};
+
 template <class S>
-void compare(Tensor4<S>& got, const Matrix& wanted, int64_t batch, double tolerance) {
+void run(Problem<S>& x, int seed, bool on_tensor_cores) {
+  const BackwardPlan plan = plan_backward(x.bp, x.most_group, kDevice);
+  CHECK((plan.width > 0) == on_tensor_cores);
+  if constexpr (sizeof(S) == 2) {
+    if (plan.width == 64) return run_mma<64>(x, plan, seed);
+    if (plan.width == 128) return run_mma<128>(x, plan, seed);
+    if (plan.width == 256) return run_mma<256>(x, plan, seed);
+  }
+  run_exact<Gradient::kQuery>(x, seed);
+  run_exact<Gradient::kKey>(x, seed);
+  run_exact<Gradient::kValue>(x, seed);
+}
+
+template <class S>
+double unit() {
+  return std::is_same_v<S, double>     ? 0x1p-53
+         : std::is_same_v<S, float>    ? 0x1p-24
+         : std::is_same_v<S, BFloat16> ? 0x1p-9
+                                       : 0x1p-12;
+}
+// Weights and results are rounded to the storage type, by up to two units each; fp32 and fp64 see the error of long
+// sums.
+template <class S>
+constexpr double kUnits = sizeof(S) == 2 ? 4.1 : 100;
+
+template <class S>
+void compare(Tensor4<S>& got, const Matrix& wanted, int64_t batch) {
+  const double least = std::is_same_v<S, Float16> ? 0x1p-22 : 1e-37;  // rounding of the smallest weights and results
   double worst = 0;
   int64_t wrong = 0, n = 0;
   for (int64_t b = 0; b < batch; ++b)
@@ -77,58 +146,119 @@ void compare(Tensor4<S>& got, const Matrix& wanted, int64_t batch, double tolera
       for (int64_t l = 0; l < got.length; ++l)
         for (int64_t d = 0; d < got.width; ++d, ++n) {
           const double x = widen(got.at(b, h, l, d));
-          if (std::isfinite(wanted[n]) != std::isfinite(x))
+          if (!std::isfinite(x))
+            wrong += std::isnan(x) ? !std::isnan(wanted[n].value) : x != wanted[n].value;
+          else if (!std::isfinite(wanted[n].value))
             ++wrong;
-          else if (std::isfinite(x))
-            worst = std::max(worst, std::abs(x - wanted[n]) / (1 + std::abs(wanted[n])));
+          else
+            worst = std::max(worst, std::abs(x - wanted[n].value) / (unit<S>() * wanted[n].size + least));
         }
   CHECK(wrong == 0);
-  CHECK(worst < tolerance);
+  CHECK(worst < kUnits<S>);
 }
 
 template <class S>
-void check(const Shape& shape, const Settings& on, int seed, double tolerance) {
+void prepare(Problem<S>& x) {
+  x.delta.assign(x.lse.size(), 0);
+  x.grad_scores.assign(x.lse.size() * x.shape.kv_len, 0);
+  x.bp.grad_scores = x.grad_scores.data();
+  x.bp.delta = x.delta.data();
+}
+
+template <class S>
+void check(const Shape& shape, const Settings& on, int seed, bool on_tensor_cores = false) {
   CAPTURE(seed);
   Problem<S> x(shape, on, seed);
-  x.delta.assign(x.lse.size(), 0);
-  x.grad_scores.assign(shape.batch * x.num_heads * shape.q_len * shape.kv_len, 0);
-  x.bp.grad_scores = x.grad_scores.data();
+  prepare(x);
   const Gradients<S> truth(x);
-  x.bp.delta = x.delta.data();
-  run<Gradient::kQuery>(x, seed);
-  run<Gradient::kKey>(x, seed);
-  run<Gradient::kValue>(x, seed);
-  compare(x.grad_query, truth.query, shape.batch, tolerance);
-  compare(x.grad_key, truth.key, shape.batch, tolerance);
-  compare(x.grad_value, truth.value, shape.batch, tolerance);
+  run(x, seed, on_tensor_cores);
+  compare(x.grad_query, truth.query, shape.batch);
+  compare(x.grad_key, truth.key, shape.batch);
+  compare(x.grad_value, truth.value, shape.batch);
   double worst = 0;
   for (size_t i = 0; i < truth.scores.size(); ++i)
-    if (std::isfinite(truth.scores[i]))
-      worst = std::max(worst, std::abs(truth.scores[i] - x.grad_scores[i]) / (1 + std::abs(truth.scores[i])));
-  CHECK(worst < tolerance);
+    if (std::isfinite(truth.scores[i].value))
+      worst = std::max(worst, std::abs(truth.scores[i].value - x.grad_scores[i]) / (truth.scores[i].size + 1e-30));
+  CHECK(worst < 100 * (sizeof(S) == 8 ? 0x1p-53 : 0x1p-24));
+}
+
+// What keys hold that a row may not see, and with poisoned rows what rows hold that may not see a key, changes no bit.
+template <class S>
+void check_bits(const Shape& shape, Settings on, int seed, bool poisoned_rows = false) {
+  Problem<S> clean(shape, on, seed);
+  on.poison = !poisoned_rows;
+  Problem<S> poisoned(shape, on, seed);
+  if (poisoned_rows) {
+    narrow(std::numeric_limits<float>::quiet_NaN(), &poisoned.query.at(0, 0, 0, 3));
+    narrow(infinity<float>(), &poisoned.grad_out.at(0, 0, 1, 2));
+  }
+  prepare(clean);
+  prepare(poisoned);
+  const Gradients<S> of_clean(clean), truth(poisoned);
+  run(clean, seed, true);
+  run(poisoned, seed + 1, true);
+  const auto same = [&](Tensor4<S>& a, Tensor4<S>& b, const Matrix& wanted) {
+    int64_t finite = 0, wrong = 0, n = 0;
+    for (int64_t i = 0; i < shape.batch; ++i)
+      for (int64_t h = 0; h < a.heads; ++h)
+        for (int64_t l = 0; l < a.length; ++l)
+          for (int64_t d = 0; d < a.width; ++d, ++n)
+            if (std::isfinite(wanted[n].value)) {
+              ++finite;
+              wrong += a.at(i, h, l, d).bits != b.at(i, h, l, d).bits;
+            }
+    CHECK(finite > 0);
+    CHECK(wrong == 0);
+  };
+  same(clean.grad_query, poisoned.grad_query, truth.query);
+  same(clean.grad_key, poisoned.grad_key, truth.key);
+  same(clean.grad_value, poisoned.grad_value, truth.value);
+  compare(poisoned.grad_query, truth.query, shape.batch);
+  compare(poisoned.grad_key, truth.key, shape.batch);
+  compare(poisoned.grad_value, truth.value, shape.batch);
+}
+
+std::vector<Settings> grid() {
+  return {{},
+          {.causal = true},
+          {.window = true, .offsets = true},
+          {.lens = true, .poison = true},
+          {.softcap = true, .alibi = true},
+          {.sinks = true, .bool_mask = true},
+          {.causal = true, .float_mask = true, .poison = true},
+          {.map = true},
+          {.past = true},
+          {.causal = true, .dropout = true}};
 }
 
 }  // namespace
 
-TEST_CASE("backward") {
+TEST_CASE("exact backward") {
   int seed = 400;
   const Shape shape{2, 2, 3, 7, 50, 20, 33};
-  for (const Settings& on : std::vector<Settings>{{},
-                                                  {.causal = true},
-                                                  {.window = true, .offsets = true},
-                                                  {.lens = true, .poison = true},
-                                                  {.softcap = true, .alibi = true},
-                                                  {.sinks = true, .bool_mask = true},
-                                                  {.causal = true, .float_mask = true, .poison = true},
-                                                  {.map = true},
-                                                  {.past = true},
-                                                  {.causal = true, .dropout = true}}) {
-    check<float>(shape, on, ++seed, 1e-5);
-    check<double>({1, 3, 1, 19, 40, 40, 5}, on, ++seed, 1e-13);
+  for (const Settings& on : grid()) {
+    check<float>(shape, on, ++seed);
+    check<double>({1, 3, 1, 19, 40, 40, 5}, on, ++seed);
   }
-  check<float>({1, 2, 2, 5, 100, 0, 9}, {.alibi = true, .float_mask = true}, ++seed, 1e-5);
-  check<BFloat16>({1, 1, 2, 20, 40, 64, 64}, {.causal = true}, ++seed, 0x1p-8);
-  check<Float16>({1, 2, 1, 20, 40, 140, 8}, {.causal = true}, ++seed, 0x1p-10);
+  check<float>({1, 2, 2, 5, 100, 0, 9}, {.alibi = true, .float_mask = true}, ++seed);
+  check<BFloat16>({1, 1, 2, 20, 40, 60, 64}, {.causal = true}, ++seed);
+  check<Float16>({1, 2, 1, 20, 40, 264, 8}, {.causal = true}, ++seed);
+}
+
+TEST_CASE("backward on tensor cores") {
+  int seed = 450;
+  for (const Settings& on : grid()) check<BFloat16>({2, 2, 2, 33, 100, 64, 40}, on, ++seed, true);
+  for (const Settings& on : {grid()[1], grid()[6]}) check<Float16>({1, 2, 2, 40, 100, 104, 128}, on, ++seed, true);
+  check<BFloat16>({1, 1, 1, 130, 130, 64, 64}, {.window = true}, ++seed, true);
+  check<BFloat16>({1, 1, 1, 65, 100, 192, 128}, {.causal = true}, ++seed, true);
+  check<Float16>({1, 1, 3, 30, 90, 8, 256}, {.sinks = true, .float_mask = true}, ++seed, true);
+}
+
+TEST_CASE("what excluded pairs hold changes no bit of a gradient on tensor cores") {
+  check_bits<BFloat16>({2, 1, 2, 41, 150, 64, 64}, {.lens = true}, 551);
+  check_bits<Float16>({1, 1, 2, 41, 150, 128, 64}, {.bool_mask = true}, 552);
+  check_bits<BFloat16>({1, 2, 1, 70, 70, 64, 64}, {.causal = true}, 553, true);
+  check_bits<Float16>({1, 1, 1, 70, 130, 192, 128}, {.window = true}, 554, true);
 }
 
 TEST_CASE("backward of drawn problems") {
@@ -138,7 +268,20 @@ TEST_CASE("backward of drawn problems") {
     on.latent = false;
     Shape shape = draw_shape(random, on);
     shape.kv_len = (shape.kv_len + 3) / 4;
-    draw(random, 0, 1) ? check<float>(shape, on, seed, 1e-4) : check<double>(shape, on, seed, 1e-12);
+    const bool whole_chunks = shape.head_dim % 8 == 0 && shape.v_head_dim % 8 == 0;
+    switch (draw(random, 0, 3)) {
+      case 0:
+        check<float>(shape, on, seed);
+        break;
+      case 1:
+        check<double>(shape, on, seed);
+        break;
+      case 2:
+        check<BFloat16>(shape, on, seed, whole_chunks);
+        break;
+      default:
+        check<Float16>(shape, on, seed, whole_chunks);
+    }
   }
 }
 

@@ -151,7 +151,7 @@ TEST_CASE("units give every pair of a row and a key that it sees to one block") 
   }
 }
 
-TEST_CASE("the keys of some rows are those of each of them, and valid") {
+TEST_CASE("the keys of some rows, and the rows of some keys, are those of each of them") {
   std::mt19937 random(6);
   const auto draw = [&](int64_t low, int64_t high) {
     return std::uniform_int_distribution<int64_t>(low, high)(random);
@@ -169,6 +169,13 @@ TEST_CASE("the keys of some rows are those of each of them, and valid") {
     p.window_right = draw(-1, 20);
     const int64_t lens = draw(0, p.kv_len), first = draw(0, p.q_len * p.num_heads), count = draw(1, 40);
     if (draw(0, 1)) p.kv_lens = &lens;
+    const Range some_keys{draw(0, 70), draw(0, 70)}, rows = rows_that_see(p, 0, 0, some_keys);
+    for (int64_t r = 0; r < p.q_len * p.num_heads; ++r) {
+      const Range all = key_range(p, 0, r / p.num_heads), seen = intersection(all, some_keys);
+      const bool inside = r >= rows.begin && r < rows.end;
+      wrong += inside ? seen.empty() && !all.empty() && !some_keys.empty() : !seen.empty();
+    }
+    wrong += rows.begin < 0 || rows.end > p.q_len * p.num_heads || rows.begin > rows.end;
     const Range keys = hull(p, 0, 0, first, count);
     wrong += keys.begin < keys.end && (keys.begin < 0 || keys.end > (p.kv_lens ? lens : p.kv_len));
     for (int64_t r = first; r < first + count; ++r) {
@@ -202,6 +209,7 @@ TEST_CASE("tiles fit the shared memory that the plan counts on") {
   check_room<LatentTile<BFloat16, 1, 4>>(ForwardKernel::kLatent, kLatentHeadDim);
   check_room<LatentTile<Float16, 4, 8>>(ForwardKernel::kLatent, kLatentHeadDim);
   CHECK(sizeof(ExactShared<double>) <= 48 * 1024);  // static
+  for (int64_t width : {64, 128, 256}) CHECK(backward_shared_bytes(width) <= 163 * 1024);
 }
 
 TEST_CASE("what tensor cores cannot take goes to the exact kernel") {
@@ -217,7 +225,16 @@ TEST_CASE("what tensor cores cannot take goes to the exact kernel") {
     p.query = p.key = p.value = memory;
     p.query_strides = p.key_strides = p.value_strides = {2 * 1000 * 128, 1000 * 128, 128, 1};
     change(p);
-    return plan_forward(p, 1, {132, shared}).kernel;
+    AttentionBackwardParams bp{p};
+    bp.grad_out = memory;
+    bp.grad_out_strides = {0, 0, 128, 1};
+    // The gradients go the same way, but that a latent's do not.
+    const ForwardPlan plan = plan_forward(p, 1, {132, shared});
+    const bool exact = plan.kernel == ForwardKernel::kExact;
+    CHECK((plan_backward(bp, 1, {132, shared}).width == 0) == (exact || plan.kernel == ForwardKernel::kLatent));
+    bp.grad_out = memory + 2;
+    CHECK(plan_backward(bp, 1, {132, shared}).width == 0);
+    return plan.kernel;
   };
   CHECK(kernel([](auto&) {}) == ForwardKernel::kPrefill);
   CHECK(kernel([](auto& p) { p.q_len = 16; }) == ForwardKernel::kDecode);

@@ -9,8 +9,6 @@
 // one fixed order; the price is that products are formed more than once.
 namespace attnpack::cuda {
 
-enum class Gradient { kQuery, kKey, kValue };
-
 constexpr int kBackwardThreads = 128;  // and columns of a block
 
 // Blocks of one gradient, `most_group` as in plan_forward.

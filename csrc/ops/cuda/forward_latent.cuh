@@ -67,7 +67,7 @@ class LatentTile {
       max_[h] = -infinity<float>();
       sum_[h] = 0;
     }
-    stream_keys<kKeys>(
+    stream_steps<kKeys>(
         u_.keys, [&](int64_t begin, int stage) { load_keys(begin, stage); },
         [&](int64_t begin, int stage) {
           weigh(mine, begin, stage);

@@ -33,6 +33,11 @@ const char* forward(const AttentionParams& p, const ForwardPlan& plan, void* wor
   return error;
 }
 
+const char* backward(const AttentionBackwardParams& bp, int64_t most_group, int device, void* stream) {
+  const BackwardPlan plan = plan_backward(bp, most_group, describe(device));
+  return plan.width > 0 ? backward_mma(bp, plan, device, stream) : backward_exact(bp, most_group, device, stream);
+}
+
 constexpr CudaKernels kTable{usable, plan, forward, backward, append, rope, linear};
 [[maybe_unused]] const bool registered = (set_cuda_kernels(&kTable), true);
 

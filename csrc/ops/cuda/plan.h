@@ -89,4 +89,33 @@ static inline ForwardPlan plan_forward(const AttentionParams& p, int64_t most_gr
   return plan;
 }
 
+enum class Gradient : int32_t { kQuery, kKey, kValue, kKeyAndValue };
+
+constexpr int64_t kBackwardOwners = 64;  // rows or keys of a block on tensor cores
+
+struct BackwardPlan {
+  int32_t width;       // head dims that the tensor-core kernels have room for: 64, 128, 256; 0: the exact ones
+  int64_t most_group;  // of the groups of query heads that share a kv head, the largest
+};
+
+static inline int64_t backward_shared_bytes(int64_t width) {
+  const int64_t others = width <= 64 ? 64 : 32;
+  return (2 * kBackwardOwners + 4 * others) * width * 2 + 4096;
+}
+// Blocks of owners of one kv head.
+ATTNPACK_HD static inline int64_t backward_tiles(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {
+  const int64_t owners = of == Gradient::kQuery ? plan.most_group * p.q_len : p.kv_len;
+  return (owners + kBackwardOwners - 1) / kBackwardOwners;
+}
+
+static inline BackwardPlan plan_backward(const AttentionBackwardParams& bp, int64_t most_group, const Device& device) {
+  const AttentionParams& p = bp.forward;
+  const int64_t wide = p.head_dim > p.v_head_dim ? p.head_dim : p.v_head_dim;
+  int32_t width = wide <= 64 ? 64 : wide <= 128 ? 128 : wide <= 256 ? 256 : 0;
+  if (!fits_tensor_cores(p) || !aligned(bp.grad_out, bp.grad_out_strides, p.v_head_dim) ||
+      backward_shared_bytes(width) > device.shared_bytes)
+    width = 0;
+  return {width, most_group};
+}
+
 }  // namespace attnpack::cuda

@@ -41,6 +41,23 @@ ATTNPACK_HD inline Range hull(const AttentionParams& p, int64_t b, int64_t kv_he
   return {keys.begin, keys.end < valid ? keys.end : valid};
 }
 
+// The rows of a kv head that see any of these keys, by their ranges.
+ATTNPACK_HD inline Range rows_that_see(const AttentionParams& p, int64_t b, int64_t kv_head, const Range& keys) {
+  // The first query of which `past` holds, as it does of all behind it.
+  const auto first = [&](const auto& past) {
+    int64_t low = 0, high = p.q_len;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      past(key_range(p, b, middle)) ? high = middle : low = middle + 1;
+    }
+    return low;
+  };
+  const int64_t begin = first([&](const Range& seen) { return seen.end > keys.begin; }),
+                end = first([&](const Range& seen) { return seen.begin >= keys.end; });
+  const int64_t group = group_size(p, kv_head);
+  return begin < end ? Range{begin * group, end * group} : Range{0, 0};
+}
+
 // [0, 0) where they share nothing: kernels round the beginning down, and must not find keys there.
 ATTNPACK_HD inline Range intersection(Range a, Range b) {
   const Range r{a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};

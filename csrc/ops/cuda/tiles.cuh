@@ -48,15 +48,15 @@ ATTNPACK_DEVICE void copy_query(S* tile, const AttentionParams& p, const Unit& u
   copy_tile<Rows, Width, Threads>(tile, row, count, static_cast<int>(p.head_dim), base);
 }
 
-// Keys in steps of `Step`: load(begin, stage) of one while use(begin, stage) of the one before it, in two stages.
-// Steps lie at whole multiples, so that a part's sums are the same whatever its tile sees.
+// Keys, or rows, in steps of `Step`: load(begin, stage) of one while use(begin, stage) of the one before it, in two
+// stages. Steps lie at whole multiples, so that a part's sums are the same whatever its tile sees.
 template <int Step, class Load, class Use>
-ATTNPACK_DEVICE void stream_keys(const Range& keys, const Load& load, const Use& use) {
-  int64_t begin = keys.begin / Step * Step;
-  if (begin < keys.end) load(begin, 0);
+ATTNPACK_DEVICE void stream_steps(const Range& range, const Load& load, const Use& use) {
+  int64_t begin = range.begin / Step * Step;
+  if (begin < range.end) load(begin, 0);
   copy_async_commit();
-  for (int stage = 0; begin < keys.end; begin += Step, stage ^= 1) {
-    if (begin + Step < keys.end) load(begin + Step, stage ^ 1);
+  for (int stage = 0; begin < range.end; begin += Step, stage ^= 1) {
+    if (begin + Step < range.end) load(begin + Step, stage ^ 1);
     copy_async_commit();
     copy_async_wait<1>();
     sync_block();
