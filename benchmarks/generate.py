@@ -75,7 +75,9 @@ def compare(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> 
         runs["llama.cpp"] = lambda stamps: peer.generate(ids, new_tokens, stamps)
 
     tokens = {name: run(Stamps()) for name, run in runs.items()}  # also warms up
-    seconds = [{name: timed(run, new_tokens) for name, run in runs.items()} for _ in range(rounds)]
+    # There and back: where the machine changes its pace within a round, no one is always the last.
+    orders = [list(runs), list(reversed(runs))]
+    seconds = [{name: timed(runs[name], new_tokens) for name in orders[i % 2]} for i in range(rounds)]
 
     def ratios(what: int) -> dict[str, float]:
         peers = [name for name in runs if name != "attnpack"]
