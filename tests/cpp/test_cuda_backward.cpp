@@ -342,20 +342,42 @@ TEST_CASE("rope turns pairs and leaves the rest") {
   }
 }
 
-TEST_CASE("few-row linear") {
-  const int64_t rows = 5, inputs = 70, outputs = 9, stride = 75;
-  std::vector<float> x(rows * inputs), weight(outputs * stride), bias(outputs), out(rows * outputs, -9);
-  for (size_t i = 0; i < x.size(); ++i) x[i] = std::sin(0.7f * static_cast<float>(i));
-  for (size_t i = 0; i < weight.size(); ++i) weight[i] = std::cos(0.3f * static_cast<float>(i));
-  for (size_t i = 0; i < bias.size(); ++i) bias[i] = static_cast<float>(i);
-  const LinearParams p{rows,          inputs, outputs,     DType::kFloat32, x.data(),
-                       weight.data(), stride, bias.data(), out.data()};
+// base: where the arrays begin, in numbers behind a 16-byte boundary.
+template <class S>
+void check_linear(int64_t rows, int64_t inputs, int64_t stride, int64_t base) {
+  const int64_t outputs = 9;
+  CAPTURE(rows, inputs, stride, base);
+  const auto room = [](int64_t count) { return Guarded((count * sizeof(S) + 15) / 16 * 16); };
+  Guarded x_room = room(base + rows * inputs), weight_room = room(base + outputs * stride);
+  S *x = static_cast<S*>(x_room.data()) + base, *weight = static_cast<S*>(weight_room.data()) + base;
+  std::vector<S> bias(outputs), out(rows * outputs);
+  for (int64_t i = 0; i < rows * inputs; ++i) narrow(std::sin(0.7f * static_cast<float>(i)), x + i);
+  for (int64_t i = 0; i < outputs * stride; ++i) narrow(std::cos(0.3f * static_cast<float>(i)), weight + i);
+  for (int64_t i = 0; i < outputs; ++i) narrow(static_cast<float>(i), &bias[i]);
+  const LinearParams p{rows, inputs, outputs, dtype_of<S>(), x, weight, stride, bias.data(), out.data()};
   EmulatedBlock block(kLinearThreads, 3);
-  for (int64_t i = 0; i < (outputs + 3) / 4; ++i) block.run([&] { linear_block<float>(p, i); });
+  for (int64_t i = 0; i < (outputs + 3) / 4; ++i) block.run([&] { linear_block<S>(p, i); });
+  double worst = 0;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t o = 0; o < outputs; ++o) {
-      double sum = bias[o];
-      for (int64_t i = 0; i < inputs; ++i) sum += static_cast<double>(x[r * inputs + i]) * weight[o * stride + i];
-      CHECK(std::abs(out[r * outputs + o] - sum) < 1e-5);
+      Sum sum;
+      sum.add(widen(bias[o]), widen(bias[o]));
+      for (int64_t i = 0; i < inputs; ++i) {
+        const double term = static_cast<double>(widen(x[r * inputs + i])) * widen(weight[o * stride + i]);
+        sum.add(term, term);
+      }
+      worst = std::max(worst, std::abs(widen(out[r * outputs + o]) - sum.value) / sum.size);
     }
+  CHECK(worst < (sizeof(S) == 2 ? 2 : 10) * unit<S>());
+}
+
+TEST_CASE("few-row linear") {
+  check_linear<float>(5, 70, 75, 0);
+  check_linear<float>(4, 72, 76, 0);  // by 16 bytes
+  check_linear<float>(3, 300, 300, 0);
+  check_linear<float>(1, 72, 72, 1);
+  check_linear<BFloat16>(5, 520, 520, 0);
+  check_linear<BFloat16>(2, 520, 524, 0);
+  check_linear<Float16>(16, 64, 72, 0);
+  check_linear<Float16>(1, 7, 8, 3);
 }
