@@ -108,6 +108,8 @@ BAD = {
     "negative softcap": ({"softcap": -1.0}, "softcap is -1, wants a finite number > 0, or 0 for none"),
     "infinite softcap": ({"softcap": float("inf")}, "softcap is inf, wants a finite number"),
     "softcap that is no number": ({"softcap": float("nan")}, "softcap is -?nan, wants a finite number"),
+    "scale that is no number": ({"scale": float("nan")}, "scale is -?nan, wants a finite number, or none"),
+    "infinite scale": ({"scale": float("inf")}, "scale is inf, wants a finite number"),
     "sinks for kv heads": ({"sinks": draw(2)}, r"sinks has shape \[2\], wants \[num_heads\] = \[4\]"),
     "integer sinks": ({"sinks": torch.ones(4).long()}, "sinks has dtype Long, wants a float dtype"),
     "sinks on another device": ({"sinks": torch.ones(4, device="meta")}, "sinks is on meta, query on cpu: move"),

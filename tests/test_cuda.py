@@ -101,6 +101,16 @@ def test_excluded_keys_never_reach_a_result(dtype, lengths):
     assert out[:, :, lengths[0] // 2 :].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("lengths", [(1, 700), (70, 130)], ids=["decode", "prefill"])
+def test_the_smallest_number_in_a_mask_excludes_nothing(dtype, lengths):
+    """As Hugging Face's models mark padding: whole steps of keys at it."""
+    inputs = make_inputs(dtype, "gqa", lengths, (64, 64), mask="float")
+    inputs.mask = inputs.mask.clone()
+    inputs.mask[..., :70] = torch.finfo(inputs.mask.dtype).min
+    check_on_device(inputs)
+
+
 def test_an_allowed_nan_reaches_the_rows_that_attend_it():
     query, key, value = (draw(1, 2, 40, 64, dtype=torch.bfloat16, seed=n).cuda() for n in range(3))
     value[:, :, 20] = NAN
@@ -132,6 +142,10 @@ def test_lengths_out_of_range_are_clamped_or_refused(monkeypatch):
     assert torch.equal(attention(query, key, value, kv_lens=clamped), wanted)
     with pytest.raises(ValueError, match="kv_lens"):
         attention(query, key, value, kv_lens=lens)
+    monkeypatch.delenv("ATTNPACK_CHECK")
+    end = {"q_offset": "end", "window": (5, 0)}
+    wanted = attention(query, key, value, kv_lens=clamped, **end)
+    assert torch.equal(attention(query, key, value, kv_lens=lens, **end), wanted)
 
 
 @pytest.mark.parametrize("lengths", [(1, 3000), (200, 200)], ids=["decode", "prefill"])

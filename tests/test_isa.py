@@ -99,6 +99,11 @@ def test_a_name_that_this_cpu_lacks_says_what_there_is(name):
     assert f"ATTNPACK_ISA is '{name}', this CPU has: {', '.join(PRESENT)}" in process.text
 
 
+def test_an_empty_name_is_none():
+    process = run_with("", "import attnpack._C; print(attnpack._C.isa())")
+    assert process.returncode == 0 and process.stdout.split()[-1] in PRESENT, process.text
+
+
 @pytest.mark.parametrize("isa", [isa for isa in BUILT if isa in ("avx512", "avx512_bf16")])
 def test_bf16_is_multiplied_in_pairs_where_there_is_an_instruction(isa):
     """In the kernels that are installed; this CPU need not have it."""

@@ -158,3 +158,15 @@ def test_nan_in_a_float_mask_reaches_its_row_alone(lengths):
     for name in ("out", "lse", "grad of query", "grad of mask"):
         assert torch.equal(got[name][rows], good[name][rows]), name
         assert got[name][0, 1, 2].isnan().all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_gradient_reaches_a_sink_from_a_row_without_keys(dtype):
+    query, key, value = (torch.randn(1, 2, n, 8, dtype=dtype) for n in (3, 5, 5))
+    allowed = torch.tensor([[True] * 5, [False] * 5, [True] * 5])
+    sinks = torch.zeros(2, requires_grad=True)
+    out = attention(query, key, value, allowed, sinks=sinks)
+    grad = torch.ones_like(out)
+    (clean,) = torch.autograd.grad(out, sinks, grad, retain_graph=True)
+    grad[:, :, 1] = float("nan")
+    assert torch.equal(torch.autograd.grad(out, sinks, grad)[0], clean) and clean.abs().min() > 0

@@ -30,6 +30,11 @@ AttentionGradients attention_backward_op(const Tensor& grad_out, const std::opti
 
 namespace {
 
+// Lengths as the operator takes them: on the CPU it refuses those out of range.
+Tensor clamped(const Tensor& kv_lens, const c10::SymInt& kv_len) {
+  return kv_lens.is_cpu() ? kv_lens : kv_lens.clamp(0, kv_len.guard_int(__FILE__, __LINE__));
+}
+
 // Fills what the schema wants from the options and calls f with it: "end" becomes numbers, dropout draws its seed.
 template <class F>
 auto with_arguments(const Tensor& query, const Tensor& key, const AttentionOptions& o, F&& f) {
@@ -41,7 +46,7 @@ auto with_arguments(const Tensor& query, const Tensor& key, const AttentionOptio
     q_offsets = *tensor;
   } else if (query.dim() == 4 && key.dim() == 4) {  // otherwise the op's own check says what is wrong
     if (o.kv_lens() && at::isIntegralType(o.kv_lens()->scalar_type(), /*includeBool=*/false))
-      q_offsets = o.kv_lens()->sub(query.sym_size(2));
+      q_offsets = clamped(*o.kv_lens(), key.sym_size(2)).sub(query.sym_size(2));
     else
       q_offset = key.sym_size(2) - query.sym_size(2);
   }

@@ -104,6 +104,7 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
                  "), wants numbers >= 0, or -1 for unbounded");
   ATTNPACK_CHECK(softcap >= 0 && std::isfinite(softcap), "softcap is ", softcap,
                  ", wants a finite number > 0, or 0 for none");
+  ATTNPACK_CHECK(!scale || std::isfinite(*scale), "scale is ", *scale, ", wants a finite number, or none");
   check_per_head("sinks", sinks, query);
   check_per_head("alibi_slopes", alibi_slopes, query);
   ATTNPACK_CHECK(!alibi_slopes || !alibi_slopes->requires_grad(),

@@ -95,8 +95,9 @@ def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, 
         if kv_lens is None:
             q_offset = key.size(2) - query.size(2)
         else:
-            q_offset, q_offsets = 0, kv_lens - query.size(2)
-    seed = torch.randint(2**63 - 1, (1,)) if dropout_p > 0 else None
+            lens = kv_lens if kv_lens.is_cpu else kv_lens.clamp(0, key.size(2))  # as the operator takes them
+            q_offset, q_offsets = 0, lens - query.size(2)
+    seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p > 0 else None
     return (mask, causal, q_offset, q_offsets, window[0], window[1], kv_lens, softcap, sinks, alibi_slopes, head_map,
             dropout_p, seed, scale)  # fmt: skip
 

@@ -18,10 +18,12 @@ namespace attnpack::cuda {
 struct Shape {
   int64_t batch, num_kv_heads, group, q_len, kv_len, head_dim, v_head_dim;
 };
-struct Settings {  // past: the window of the later queries lies behind all keys
+// past: the window of the later queries lies behind all keys; lowest: the float mask holds fp32's smallest number for
+// two thirds of the keys, or for all keys of every third row: a number, which excludes nothing.
+struct Settings {
   bool causal = false, window = false, past = false, lens = false, offsets = false, softcap = false, sinks = false,
        alibi = false, bool_mask = false, float_mask = false, map = false, dropout = false, poison = false,
-       latent = false;
+       latent = false, lowest = false, lowest_rows = false;
 };
 
 template <class S>
@@ -151,7 +153,9 @@ struct Problem {
     }
     if (on.float_mask) {  // [num_heads, q_len, kv_len]
       for (int64_t i = 0; i < num_heads * shape.q_len * shape.kv_len; ++i)
-        floats.push_back(uniform() < 0.3 ? -infinity<float>() : static_cast<float>(uniform()));
+        floats.push_back(uniform() < 0.3 ? -infinity<float>()
+                         : lowest(i)     ? -3.4028235e38f
+                                         : static_cast<float>(uniform()));
       p.mask = floats.data();
       p.mask_dtype = DType::kFloat32;
       p.mask_strides = {0, shape.q_len * shape.kv_len, shape.kv_len, 1};
@@ -168,6 +172,11 @@ struct Problem {
     bp.grad_query_strides = grad_query.strides;
     bp.grad_key_strides = grad_key.strides;
     bp.grad_value_strides = grad_value.strides;
+  }
+
+  bool lowest(int64_t index) const {  // in the float mask
+    const int64_t row = index / shape.kv_len, key = index % shape.kv_len;
+    return (on.lowest && 3 * key < 2 * shape.kv_len) || (on.lowest_rows && row % 3 == 0);
   }
 
   int64_t kv_head_of(int64_t head) const {
@@ -242,7 +251,7 @@ struct Problem {
     if (sum != 0) t.lse = top + std::log(sum);
     for (int64_t j = 0; j < shape.kv_len; ++j) {
       if (score[j] == -kInf) continue;
-      t.probs[j] = std::exp(score[j] - t.lse);
+      t.probs[j] = std::exp(score[j] - top) / sum;  // not by lse, in which a mask's smallest number drowns the sum
       if (on.dropout) {
         uint64_t x =
             p.dropout_seed + 0x9e3779b97f4a7c15u * (((b * num_heads + h) * shape.q_len + i) * shape.kv_len + j + 1);

@@ -228,6 +228,7 @@ std::vector<Settings> grid() {
           {.causal = true, .float_mask = true, .poison = true},
           {.map = true},
           {.past = true},
+          {.float_mask = true, .lowest = true},
           {.causal = true, .dropout = true}};
 }
 

@@ -217,6 +217,20 @@ TEST_CASE("what excluded keys hold changes no bit on tensor cores") {
   check_bits<BFloat16>({1, 1, 20, 1, 40, 576, 512}, {.bool_mask = true, .latent = true}, 505);
 }
 
+TEST_CASE("the smallest number in a mask excludes nothing and breaks nothing") {
+  for (const Settings& on :
+       {Settings{.float_mask = true, .lowest = true}, Settings{.float_mask = true, .lowest_rows = true},
+        Settings{.causal = true, .sinks = true, .float_mask = true, .lowest = true, .lowest_rows = true}}) {
+    check<float>({1, 2, 2, 7, 90, 20, 33}, on, ForwardKernel::kExact, 801);
+    check<BFloat16>({1, 2, 1, 40, 250, 64, 64}, on, ForwardKernel::kPrefill, 802);
+    check<Float16>({1, 1, 2, 20, 130, 256, 200}, on, ForwardKernel::kPrefill, 803);
+    check<BFloat16>({1, 2, 4, 2, 700, 128, 128}, on, ForwardKernel::kDecode, 804);
+    Settings latent = on;
+    latent.latent = true;
+    check<BFloat16>({1, 1, 16, 1, 200, 576, 512}, latent, ForwardKernel::kLatent, 805);
+  }
+}
+
 TEST_CASE("forward of drawn problems") {
   for (int seed = 600; seed < 600 + drawn_problems(8); ++seed) {
     std::mt19937 random(seed);

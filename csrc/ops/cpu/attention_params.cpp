@@ -109,7 +109,10 @@ PreparedBackward prepare_backward(const PreparedAttention& forward, const Tensor
   const auto accumulation = accumulation_type(query.scalar_type());
   r.lse = lse.contiguous();
   r.grad_out = unit_last_stride(grad_out.to(query.scalar_type()));
-  r.delta = grad_out.to(accumulation).mul(out).sum(-1);
+  Tensor products = grad_out.to(accumulation).mul(out);
+  // A row without a key is 0 whatever its sink is: no gradient, not even NaN, reaches the sink from there.
+  if (p.sinks) products = products.masked_fill(out == 0, 0);
+  r.delta = products.sum(-1);
   if (grad_lse) r.delta = r.delta.sub(*grad_lse);
   r.delta = r.delta.contiguous();
   p.lse = r.lse.data_ptr();

@@ -10,6 +10,7 @@ namespace {
 
 const Isa& choose() {
   const char* wanted = std::getenv("ATTNPACK_ISA");
+  if (wanted && !*wanted) wanted = nullptr;
   const Isa* best = nullptr;
   std::string names;
   for (const Isa& isa : kIsas) {

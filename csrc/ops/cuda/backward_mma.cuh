@@ -13,20 +13,35 @@ namespace attnpack::cuda {
 // What NaN and Inf of the others bring into column c of an owner: all of those that it sees, or that see it. An
 // infinite query or key leaves NaN in its row's scores, so that is what it brings. Out of line, as broken_part in
 // partial.cuh.
-template <class S, bool OwnsRows>
-ATTNPACK_DEVICE_CALL float broken_gradient(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, int64_t owner,
-                                           Range others, int64_t c, bool of_values) {
+template <class S>
+ATTNPACK_DEVICE_CALL float broken_keys(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, int64_t owner,
+                                       Range others, int64_t c) {
   const AttentionParams& p = bp.forward;
+  const Row row = make_row(p, b, kv_head, owner);
+  const auto keys = key_rows<S>(p.key, p.key_strides, b, kv_head, 0);
   float sum = 0;
-  for (int64_t i = others.begin; i < others.end; ++i) {
-    const Row row = make_row(p, b, kv_head, OwnsRows ? owner : i);
-    const S* other = OwnsRows    ? key_rows<S>(p.key, p.key_strides, b, kv_head, i)(0)
-                     : of_values ? query_rows<S>(bp.grad_out, bp.grad_out_strides, b, &row)(0)
-                                 : query_rows<S>(p.query, p.query_strides, b, &row)(0);
-    const float x = widen(other[c]);
-    if (!is_finite(x) && finish_score(p, b, row, OwnsRows ? i : owner, 0.f) != -infinity<float>())
-      sum += of_values ? x : x * 0;
+  for (int64_t key = others.begin; key < others.end && sum == sum; ++key) {
+    const float x = widen(keys(key)[c]);
+    if (!is_finite(x) && finish_score(p, b, row, key, 0.f) != -infinity<float>()) sum += x * 0;
   }
+  return sum;
+}
+template <class S>
+ATTNPACK_DEVICE_CALL float broken_rows(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, int64_t owner,
+                                       Range others, int64_t c, bool of_values) {
+  const AttentionParams& p = bp.forward;
+  const int64_t group = group_size(p, kv_head);
+  const S* base = static_cast<const S*>(of_values ? bp.grad_out : p.query);
+  const Strides& strides = of_values ? bp.grad_out_strides : p.query_strides;
+  float sum = 0;
+  for (int64_t query = others.begin / group; query * group < others.end; ++query)
+    for (int64_t member = 0; member < group && sum == sum; ++member) {
+      const int64_t head = group_head(p, kv_head, member);
+      const float x = widen(base[b * strides.batch + head * strides.head + query * strides.row + c]);
+      if (is_finite(x)) continue;
+      const Row row = make_row(p, b, kv_head, query * group + member);
+      if (finish_score(p, b, row, owner, 0.f) != -infinity<float>()) sum += of_values ? x : x * 0;
+    }
   return sum;
 }
 
@@ -44,7 +59,7 @@ class BackwardTile {
 
   struct Rows {
     Row row[kOwnsRows ? kTileOwners : kStep];
-    float shift[kOwnsRows ? kTileOwners : kStep], delta[kOwnsRows ? kTileOwners : kStep];  // shift: lse / log(2)
+    float lse[kOwnsRows ? kTileOwners : kStep], delta[kOwnsRows ? kTileOwners : kStep];
   };
   struct Shared {
     S owner[2][kTileOwners * Width];
@@ -135,7 +150,7 @@ class BackwardTile {
     const int i = thread_id();
     if (i < kCount) {
       const int64_t at = (b_ * p_.num_heads + table.row[i].head) * p_.q_len + table.row[i].query;
-      table.shift[i] = static_cast<const float*>(p_.lse)[at] * kLog2E;
+      table.lse[i] = static_cast<const float*>(p_.lse)[at];
       table.delta[i] = static_cast<const float*>(bp_.delta)[at];
     }
   }
@@ -213,7 +228,7 @@ class BackwardTile {
     const bool plain = only_scaled(p_);
     // Later rows' ranges never begin or end earlier; a row that is not there ends at 0.
     const bool inside = plain && lowest.end >= keys.end && highest.end >= keys.end && highest.begin <= keys.begin;
-    const float multiplier = multiplier_of(p_);
+    const float scale = plain ? static_cast<float>(p_.scale) : 1.f;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
@@ -230,7 +245,7 @@ class BackwardTile {
             score = finish_score(p_, b_, row, key, score, &slope);
         }
         const bool seen = score != -infinity<float>();
-        const float probability = seen ? power_of_two(score * multiplier - rows.shift[r]) : 0.f;
+        const float probability = seen ? power_of_two((score * scale - rows.lse[r]) * kLog2E) : 0.f;
         const float kept = p_.dropout_p > 0 ? drop<float>(p_, b_, rows.row[r], key) : 1.f;
         s[j][i] = probability * kept;
         if constexpr (kOfScores) {
@@ -280,7 +295,12 @@ class BackwardTile {
     for (int owner = 16 * warp_; owner < 16 * warp_ + 16 && owner < count_; ++owner)
       for (int64_t c = lane_; c < width; c += kWarp) {
         float x = shared_.sum[owner * Width + c];
-        if (cleaned) x += broken_gradient<S, kOwnsRows>(bp_, b_, kv_head_, first_ + owner, others_, c, of_values);
+        if (cleaned && x == x) {
+          if constexpr (kOwnsRows)
+            x += broken_keys<S>(bp_, b_, kv_head_, first_ + owner, others_, c);
+          else if (others_.begin < others_.end)
+            x += broken_rows<S>(bp_, b_, kv_head_, first_ + owner, others_, c, of_values);
+        }
         broken |= !is_finite(x);
         narrow(x, const_cast<S*>(out(owner)) + c);
       }

@@ -123,15 +123,15 @@ class LatentTile {
       float raised = max_[h];
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) raised = larger(raised, shared_.top[g][row_of(h)]);
-      const float shift = finite_max(raised) * multiplier;
-      const float factor = raised == max_[h] ? 1.f : power_of_two(max_[h] * multiplier - shift);
+      const float base = finite_max(raised);
+      const float factor = raised == max_[h] ? 1.f : power_of_two((max_[h] - base) * multiplier);
       max_[h] = raised;
       float sum = 0;
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
         for (int i = 2 * h; i < 2 * h + 2; ++i) {
-          s[j][i] = power_of_two(s[j][i] * multiplier - shift);
+          s[j][i] = power_of_two((s[j][i] - base) * multiplier);
           sum += s[j][i];
         }
       sum_[h] = sum_[h] * factor + sum;

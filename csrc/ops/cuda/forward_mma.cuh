@@ -151,15 +151,15 @@ class ForwardTile {
 #pragma unroll
       for (int j = 0; j < Blocks; ++j) top = larger(top, larger(s[j][2 * h], s[j][2 * h + 1]));
       top = row_max(top);
-      const float shift = finite_max(top) * multiplier;
-      const float factor = top == max_[h] ? 1.f : power_of_two(max_[h] * multiplier - shift);
+      const float base = finite_max(top);
+      const float factor = top == max_[h] ? 1.f : power_of_two((max_[h] - base) * multiplier);
       max_[h] = top;
       float sum = 0;
 #pragma unroll
       for (int j = 0; j < Blocks; ++j)
 #pragma unroll
         for (int i = 2 * h; i < 2 * h + 2; ++i) {
-          s[j][i] = power_of_two(s[j][i] * multiplier - shift);
+          s[j][i] = power_of_two((s[j][i] - base) * multiplier);
           sum += s[j][i];
         }
       sum_[h] = sum_[h] * factor + sum;  // of this lane: the row's four lanes are added up at the end

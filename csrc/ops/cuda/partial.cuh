@@ -58,7 +58,7 @@ template <class S>
 ATTNPACK_DEVICE_CALL float broken_part(const AttentionParams& p, const Unit& u, const Row& row, int64_t c) {
   const S* value = static_cast<const S*>(p.value) + u.b * p.value_strides.batch + u.kv_head * p.value_strides.head + c;
   float sum = 0;
-  for (int64_t key = u.keys.begin; key < u.keys.end; ++key) {
+  for (int64_t key = u.keys.begin; key < u.keys.end && sum == sum; ++key) {
     const float x = widen(value[key * p.value_strides.row]);
     if (!is_finite(x) && finish_score(p, u.b, row, key, 0.f) != -infinity<float>()) sum += x;
   }

@@ -9,7 +9,8 @@
 // a lane's two rows of scores.
 namespace attnpack::cuda {
 
-// The factor that the exponential takes in: score = multiplier * s, and 2^(log2(e) * score) is the weight.
+// The weight of a score is 2^(log2(e) * (score - max)): the maximum goes first, as the product with log2(e) would leave
+// fp32 where a mask holds its smallest number.
 constexpr float kLog2E = 1.4426950408889634f;
 
 // Rows [0, count) of width numbers into a tile [Rows, Width], the rest zeros. row(i): the i-th row.
