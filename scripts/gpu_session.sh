@@ -12,8 +12,8 @@ mkdir -p "$OUT"
 python=$(find_python) || stop "no Python >= 3.11 found."
 say "build"
 {
-  cmake -S . -B build/gpu $(command -v ninja >/dev/null && echo -G Ninja) -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$python")" \
-    -DCMAKE_INSTALL_PREFIX=python/attnpack -DATTNPACK_CUDA=ON &&
+  cmake -S . -B build/gpu $(command -v ninja >/dev/null && echo -G Ninja) -DCMAKE_BUILD_TYPE=Release \
+    -DPython_EXECUTABLE="$(command -v "$python")" -DCMAKE_INSTALL_PREFIX=python/attnpack -DATTNPACK_CUDA=ON &&
     cmake --build build/gpu --parallel "$(nproc)" --target install
 } >"$OUT/build.log" 2>&1 || { tail -n 40 "$OUT/build.log"; stop "the build failed."; }
 "$python" -m attnpack info
