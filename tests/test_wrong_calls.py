@@ -274,3 +274,10 @@ def test_cpp_attention_shows_its_sizes():
 def test_a_meta_embedding_does_not_import_dynamo():
     made = "import attnpack, sys; attnpack.cpp.Embedding(10, 4, device='meta'); print('torch._dynamo' in sys.modules)"
     assert run_python(made).stdout.strip() == "False"
+
+
+def test_a_window_of_three_is_refused_when_compiled_too():
+    x = torch.randn(1, 2, 3, 8)
+    attend = torch.compile(lambda x: attnpack.attention(x, x, x, window=(1, 2, 3)), backend="eager")
+    with pytest.raises(Exception, match="attention"):
+        attend(x)

@@ -98,7 +98,7 @@ def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, 
             lens = kv_lens if kv_lens.is_cpu else kv_lens.clamp(0, key.size(2))  # as the operator takes them
             q_offset, q_offsets = 0, lens - query.size(2)
     seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p > 0 else None
-    return (mask, causal, q_offset, q_offsets, window[0], window[1], kv_lens, softcap, sinks, alibi_slopes, head_map,
+    return (mask, causal, q_offset, q_offsets, *window, kv_lens, softcap, sinks, alibi_slopes, head_map,
             dropout_p, seed, scale)  # fmt: skip
 
 
@@ -336,7 +336,7 @@ def attend(
     op = torch.ops.attnpack.attend_with_weights if need_weights else torch.ops.attnpack.attend
     return op(
         query, key, value, inv_freq, factor, interleaved, positions, cross, cache_key, cache_value, lengths, mask,
-        causal, kv_lens, window[0], window[1], softcap, sinks, alibi_slopes, head_map, dropout_p, scale,
+        causal, kv_lens, *window, softcap, sinks, alibi_slopes, head_map, dropout_p, scale,
         *by_length,
     )  # fmt: skip
 
