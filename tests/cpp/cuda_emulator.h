@@ -17,6 +17,8 @@
 #include <attnpack/ops/cuda/index.h>
 #include <attnpack/ops/cuda/numbers.cuh>
 
+#include "guarded.h"
+
 // A block of CUDA threads on one CPU thread, so that the kernels' very source runs in host tests: each thread is a
 // fiber that runs until it meets a collective operation. Stricter than the hardware where it can be: the order of the
 // threads is drawn, warps run far ahead of others, asynchronous copies land only when they are waited for, and what
@@ -254,5 +256,16 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 }
 
 inline float power_of_two(float x) { return std::exp2(x); }
+
+// Every block finds garbage in its shared memory.
+template <class Shared, class Body>
+void run_blocks(int64_t blocks, int threads, uint64_t seed, const Body& body) {
+  EmulatedBlock block(threads, seed);
+  Guarded shared((sizeof(Shared) + 15) / 16 * 16);
+  for (int64_t i = 0; i < blocks; ++i) {
+    block.fill_garbage(shared.data(), shared.bytes());
+    block.run([&] { body(i, shared.data()); });
+  }
+}
 
 }  // namespace attnpack::cuda

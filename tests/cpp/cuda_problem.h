@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <attnpack/core/head_map.h>
+#include <attnpack/ops/cuda/plan.h>
 #include <attnpack/ops/cuda/numbers.cuh>
 
 #include "guarded.h"
@@ -268,6 +269,17 @@ struct Problem {
     return t;
   }
 };
+
+constexpr Device kDevice{8, 227 * 1024};
+
+// What errors are counted in: the most that rounding costs in fp64 and fp32, half of that in 16 bits.
+template <class S>
+double unit() {
+  return std::is_same_v<S, double>     ? 0x1p-53
+         : std::is_same_v<S, float>    ? 0x1p-24
+         : std::is_same_v<S, BFloat16> ? 0x1p-9
+                                       : 0x1p-12;
+}
 
 // How many problems a test draws: its own number, or more where ATTNPACK_DRAWS says so.
 inline int drawn_problems(int usual) {

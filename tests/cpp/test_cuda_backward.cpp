@@ -77,24 +77,18 @@ struct Gradients {
 template <Gradient Of, class S>
 void run_exact(Problem<S>& x, int seed) {
   using A = typename Problem<S>::A;
-  EmulatedBlock block(kBackwardThreads, seed);
-  for (int64_t i = 0; i < backward_blocks(x.p, Of, x.most_group); ++i) {
-    ExactShared<A> shared;
-    block.fill_garbage(&shared, sizeof shared);
-    block.run([&] { backward_block<Of, S, A>(x.bp, x.most_group, i, &shared); });
-  }
+  run_blocks<ExactShared<A>>(backward_blocks(x.p, Of, x.most_group), kBackwardThreads, seed,
+                             [&](int64_t i, void* shared) { backward_block<Of, S, A>(x.bp, x.most_group, i, shared); });
 }
 
 template <Gradient Of, int Width, class S>
 void run_mma(Problem<S>& x, const BackwardPlan& plan, int seed) {
   using Tile = BackwardTile<S, Of, Width>;
   CHECK(static_cast<int64_t>(sizeof(typename Tile::Shared)) <= backward_shared_bytes(Width));
-  EmulatedBlock block(Tile::kThreads, seed);
-  Guarded shared((sizeof(typename Tile::Shared) + 15) / 16 * 16);
-  for (int64_t i = 0; i < x.p.batch * x.p.num_kv_heads * backward_tiles(x.p, plan, Of); ++i) {
-    block.fill_garbage(shared.data(), shared.bytes());
-    block.run([&] { backward_mma_block<S, Of, Width>(x.bp, plan, i, shared.data()); });
-  }
+  const int64_t blocks = x.p.batch * x.p.num_kv_heads * backward_tiles(x.p, plan, Of);
+  run_blocks<typename Tile::Shared>(blocks, Tile::kThreads, seed, [&](int64_t i, void* shared) {
+    backward_mma_block<S, Of, Width>(x.bp, plan, i, shared);
+  });
 }
 
 template <int Width, class S>
@@ -107,8 +101,6 @@ void run_mma(Problem<S>& x, const BackwardPlan& plan, int seed) {
     run_mma<Gradient::kValue, Width>(x, plan, seed);
   }
 }
-
-constexpr Device kDevice{8, 227 * 1024};
 
 template <class S>
 void run(Problem<S>& x, int seed, bool on_tensor_cores) {
@@ -124,13 +116,6 @@ void run(Problem<S>& x, int seed, bool on_tensor_cores) {
   run_exact<Gradient::kValue>(x, seed);
 }
 
-template <class S>
-double unit() {
-  return std::is_same_v<S, double>     ? 0x1p-53
-         : std::is_same_v<S, float>    ? 0x1p-24
-         : std::is_same_v<S, BFloat16> ? 0x1p-9
-                                       : 0x1p-12;
-}
 // Weights and results are rounded to the storage type, by up to two units each; fp32 and fp64 see the error of long
 // sums.
 template <class S>

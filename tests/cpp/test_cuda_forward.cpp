@@ -14,17 +14,6 @@ using namespace attnpack::cuda;
 
 namespace {
 
-// Every block finds garbage in its shared memory.
-template <class Shared, class Body>
-void run_blocks(int64_t blocks, int threads, uint64_t seed, const Body& body) {
-  EmulatedBlock block(threads, seed);
-  Guarded shared((sizeof(Shared) + 15) / 16 * 16);
-  for (int64_t i = 0; i < blocks; ++i) {
-    block.fill_garbage(shared.data(), shared.bytes());
-    block.run([&] { body(i, shared.data()); });
-  }
-}
-
 template <class S, int RowWarps, int KeyWarps, int Width>
 void run_mma(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
   using Tile = ForwardTile<S, RowWarps, KeyWarps, Width>;
@@ -69,8 +58,6 @@ void run_forward(const AttentionParams& p, const ForwardPlan& plan, uint64_t see
                      [&](int64_t i, void*) { merge_parts<S, A>(p, plan, workspace.data(), i, 128); });
 }
 
-constexpr Device kDevice{8, 227 * 1024};
-
 // What keys hold that no row may see, and what a row holds that is not to see them, changes no bit.
 template <class S>
 void check_bits(const Shape& shape, Settings on, int seed) {
@@ -105,10 +92,6 @@ void check(const Shape& shape, const Settings& on, std::optional<ForwardKernel> 
   const ForwardPlan plan = plan_forward(problem.p, problem.most_group, device);
   if (kernel) CHECK(plan.kernel == *kernel);
   run_forward<S>(problem.p, plan, seed);
-  const double unit = std::is_same_v<S, double>     ? 0x1p-53
-                      : std::is_same_v<S, float>    ? 0x1p-24
-                      : std::is_same_v<S, BFloat16> ? 0x1p-9
-                                                    : 0x1p-12;
   const double least = std::is_same_v<S, Float16> ? 0x1p-25 : 1e-38;  // rounding of the smallest results
   double worst = 0, worst_lse = 0;
   int64_t wrong = 0;
@@ -128,7 +111,7 @@ void check(const Shape& shape, const Settings& on, std::optional<ForwardKernel> 
           else if (!std::isfinite(out))
             ++wrong;
           else
-            worst = std::max(worst, std::abs(out - truth.out[d]) / (unit * truth.size[d] + least));
+            worst = std::max(worst, std::abs(out - truth.out[d]) / (unit<S>() * truth.size[d] + least));
         }
       }
   CHECK(wrong == 0);

@@ -4,8 +4,8 @@
 #include <attnpack/ops/cuda/score.cuh>
 
 // Products by plain multiply-adds in the accumulation type, for what the tensor cores cannot do: fp32 and fp64 exactly,
-// any head_dim. A block has 16 owners (rows or
-// keys), each of which sums over all others, 32 at a time: weight[owner][other] * x[other].
+// any head_dim. A block has 16 owners (rows or keys), each of which sums over all others, 32 at a time:
+// weight[owner][other] * x[other].
 namespace attnpack::cuda {
 
 constexpr int kOwners = 16, kOthers = kWarp, kDepth = 32;
