@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compiles every CUDA kernel for sm_80, sm_90a and, where nvcc has it, sm_100, warnings as errors, and prints registers,
 # shared memory and spills of each; more spilled bytes than the limit are a failure. Needs nvcc (12.0 or newer) and
-# Python, no GPU and no torch; takes about four minutes on two cores.   check_cuda.sh [bytes [architecture ...]]
+# Python, no GPU and no torch; takes less than eight minutes on two cores.   check_cuda.sh [bytes [architecture ...]]
 # FILES, a pattern, leaves out all but the sources of these names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
