@@ -94,7 +94,7 @@ inline void add_rows(const typename Operands::Element* p, const S* v, int64_t st
 template <class Operands, int Rows, bool Skip, class S, class A>
 inline void add_values(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t dim,
                        A* out, int64_t ldo) {
-  const int64_t step = rows_of<S>(kAddedBytes, dim, 8, kBlock), far = ahead<S>(dim, stride, Operands::kStep);
+  const int64_t step = rows_of<S>(kAddedBytes, dim, 8, kBlock), far = ahead<S, kRowsAtOnce>(dim, stride, Operands::kStep);
   for (int64_t j = 0; j < count; j += step, p += step / Operands::kStep, v += step * stride) {
     const int64_t some = smaller(step, count - j);
     // With 16 registers no row is read whole anyway, and widening it twice would cost more.
