@@ -37,10 +37,8 @@ Sampler::Sampler(std::optional<double> temperature, std::optional<int64_t> top_k
 
 at::Tensor Sampler::operator()(const at::Tensor& logits) {
   if (greedy_) {
-    // Of 16-bit numbers torch's argmax takes four times as long.
-    const bool wide = !at::isReducedFloatingType(logits.scalar_type());
-    const auto tokens = (wide ? logits : logits.to(at::kFloat)).argmax(-1);
-    check_numbers(logits.gather(-1, tokens.unsqueeze(-1)));  // a NaN counts as the largest
+    const auto [best, tokens] = logits.max(-1);  // of 16-bit numbers three times as fast as torch's argmax
+    check_numbers(best);                         // a NaN counts as the largest
     return tokens;
   }
   check_numbers(logits);
