@@ -9,6 +9,10 @@ namespace {
 constexpr int64_t kBlock = 64, kStreamBlock = 256;
 constexpr int64_t kStreamBytes = 64 << 10;  // of keys, then of values: each change costs some of the memory's speed
 constexpr int64_t kAddedBytes = 8 << 10;    // of values that are added up: they stay in the L1 cache
+constexpr Stream kKeys{8 << 10};
+// With 16 registers four rows read values by columns, each fetched by itself: that L1 does not hold.
+template <int Rows>
+constexpr Stream kValues{8 << 10, Rows == 4 && kRegisters == 16};
 
 // Rows of `width` numbers that fit into `bytes`: whole multiples of `least`, up to `most`.
 template <class S>
@@ -47,7 +51,7 @@ inline void add_columns(const typename Operands::Element* p, const S* v, int64_t
       const int read = c * kStep * kLanes<A>;  // before this
 #pragma GCC unroll 2
       for (int n = (read + kFetched - 1) / kFetched * kFetched; n < read + kRead; n += kFetched)
-        fetch(far + n / Parts / kRow * stride + n / Parts % kRow);
+        fetch_ahead<kValues<Rows>>(far + n / Parts / kRow * stride + n / Parts % kRow);
 #pragma GCC unroll 2
       for (int k = 0; k < kTogether; ++k)
 #pragma GCC unroll 4
@@ -94,7 +98,8 @@ inline void add_rows(const typename Operands::Element* p, const S* v, int64_t st
 template <class Operands, int Rows, bool Skip, class S, class A>
 inline void add_values(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t dim,
                        A* out, int64_t ldo) {
-  const int64_t step = rows_of<S>(kAddedBytes, dim, 8, kBlock), far = ahead<S, kRowsAtOnce>(dim, stride, Operands::kStep);
+  const int64_t step = rows_of<S>(kAddedBytes, dim, 8, kBlock);
+  const int64_t far = ahead<kValues<Rows>, S>(dim, stride, Operands::kStep);
   for (int64_t j = 0; j < count; j += step, p += step / Operands::kStep, v += step * stride) {
     const int64_t some = smaller(step, count - j);
     // With 16 registers no row is read whole anyway, and widening it twice would cost more.
@@ -214,8 +219,8 @@ class DecodeRange {
   // As few rows as share a load: dot products with the keys, then sums of values.
   template <int Rows, bool Skip>
   void stream_block(int64_t first, const S* k, const S* v, int64_t begin, int64_t count) {
-    dot_products<Operands, Rows>(w_.query + first * w_.query_ld, w_.query_ld, k, p_.key_strides.row, count, p_.head_dim,
-                                 w_.scores + first * kStreamBlock, kStreamBlock);
+    dot_products<Operands, Rows, kKeys>(w_.query + first * w_.query_ld, w_.query_ld, k, p_.key_strides.row, count,
+                                        p_.head_dim, w_.scores + first * kStreamBlock, kStreamBlock);
     weigh(p_, b_, tile_, state_, weights_, first, Rows, begin, count);
     add_values<Operands, Rows, Skip>(w_.weights + first * weights_.ld, v, p_.value_strides.row, count, p_.v_head_dim,
                                      w_.out + first * w_.out_ld, w_.out_ld);
