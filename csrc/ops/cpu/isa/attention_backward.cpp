@@ -88,9 +88,9 @@ class Backward {
     const bool query_finite = all_finite(w_.query, w_.key_ld, tile_.count, p_.head_dim);
     const bool grad_out_finite = all_finite(w_.grad_out, w_.value_ld, tile_.count, p_.v_head_dim);
     gemm<A>(!grad_out_finite, count, w_.value_width, tile_.count, {w_.scores, 1, w_.block},
-            {w_.grad_out, w_.value_ld, kPanel<A>}, w_.grad_value, w_.value_width, true);
+            {w_.grad_out, w_.value_ld, kPanel<A>}, w_.grad_value, w_.value_width, true, kChain);
     gemm<A>(!query_finite, count, w_.key_width, tile_.count, {w_.grad_scores, 1, w_.block},
-            {w_.query, w_.key_ld, kPanel<A>}, w_.grad_key, w_.key_width, true);
+            {w_.query, w_.key_ld, kPanel<A>}, w_.grad_key, w_.key_width, true, kChain);
 
     int32_t* done = bp_.blocks_done + (b_ * p_.num_kv_heads + kv_head_) * bp_.tiles + first / kTileQueryRows;
     const int64_t width = sums_width(p_.head_dim);
@@ -98,7 +98,7 @@ class Backward {
     A* sums = static_cast<A*>(bp_.grad_query_sums) + ((b_ * p_.num_heads + group_begin) * p_.q_len + first) * width;
     wait_for(done, static_cast<int32_t>(block - first_block));
     gemm<A>(!keys_finite_, tile_.count, w_.key_width, count, {w_.grad_scores, w_.block, 1},
-            {w_.keys, w_.key_ld, kPanel<A>}, sums, width, block > first_block);
+            {w_.keys, w_.key_ld, kPanel<A>}, sums, width, block > first_block, kChain);
     __atomic_store_n(done, static_cast<int32_t>(block - first_block) + 1, __ATOMIC_RELEASE);
     if (block == last_block)
       for (int64_t r = 0; r < tile_.count; ++r) write(query_gradient(r), sums + r * width, p_.head_dim);
@@ -140,9 +140,9 @@ class Backward {
   // scores <- P (what multiplied the values), grad_scores <- scale * dS, both [rows, count], excluded pairs -0.0.
   void differentiate(int64_t begin, int64_t count) {
     gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, w_.key_ld, 1},
-            {w_.keys_t, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false);
+            {w_.keys_t, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false, kChain);
     gemm<A>(false, tile_.count, count, p_.v_head_dim, {w_.grad_out, w_.value_ld, 1},
-            {w_.values_t, kPanel<A>, kPanel<A> * p_.v_head_dim}, w_.grad_scores, w_.block, false);
+            {w_.values_t, kPanel<A>, kPanel<A> * p_.v_head_dim}, w_.grad_scores, w_.block, false, kChain);
     for (int64_t r = 0; r < tile_.count; ++r) differentiate_row(r, begin, count);
   }
 
@@ -192,6 +192,9 @@ class Backward {
       probs[j] *= factor;
     }
   }
+
+  // dS is a difference of sums that nearly cancel; 16-bit results are rounded more than that anyway.
+  static constexpr int64_t kChain = sizeof(S) < sizeof(A) ? kDepth : kDepth / 2;
 
   const AttentionBackwardParams& bp_;
   const AttentionParams& p_;
