@@ -279,11 +279,10 @@ class DecodeRange {
 };
 
 template <class S, class A>
-void merge_rows(const AttentionParams& p, int64_t b, int64_t kv_head, const A* partials, int64_t count) {
-  const int64_t group = group_size(p, kv_head), rows = group * p.q_len, size = partial_size(p);
-  for (int64_t r = 0; r < rows; ++r) {
+void merge_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, const A* partials, int64_t count) {
+  const int64_t group = group_size(p, kv_head), size = partial_size(p), step = group * p.q_len * size;
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
     const A* parts = partials + r * size;
-    const int64_t step = rows * size;
     A top = A(-kInfinity), sum = 0;
     for (int64_t i = 0; i < count; ++i) top = parts[i * step] > top ? parts[i * step] : top;
     // The first part takes the sum: the caller's buffer is scratch.
@@ -322,10 +321,10 @@ void decode(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, vo
   });
 }
 
-void merge(const AttentionParams& p, int64_t b, int64_t kv_head, const void* partials, int64_t count) {
+void merge(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, const void* partials, int64_t count) {
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     using A = decltype(accumulation);
-    merge_rows<decltype(storage), A>(p, b, kv_head, static_cast<const A*>(partials), count);
+    merge_rows<decltype(storage), A>(p, b, kv_head, rows, static_cast<const A*>(partials), count);
   });
 }
 

@@ -19,8 +19,8 @@ struct Kernels {
   // max, sum, v_head_dim values in partial.
   size_t (*decode_scratch)(const AttentionParams&);
   void (*decode)(const AttentionParams&, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch);
-  // Joins the partials of a kv head, [count, rows, v_head_dim + 2], in their order, into out and lse.
-  void (*merge)(const AttentionParams&, int64_t b, int64_t kv_head, const void* partials, int64_t count);
+  // Joins some rows' partials of a kv head, [count, rows, v_head_dim + 2], in their order, into out and lse.
+  void (*merge)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, const void* partials, int64_t count);
 
   // Backward: the gradients of a block of keys, and its part of those of all rows. The units of a kv head must begin in
   // the order of their keys: each waits, tile by tile, for those before it.
@@ -60,21 +60,21 @@ constexpr int64_t backward_block(int64_t head_dim, int64_t v_head_dim) {
 // Row width of grad_query_sums: whole panels of the matrix product, whatever the instruction set.
 constexpr int64_t sums_width(int64_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
-#define ATTNPACK_DECLARE_ISA(isa)                                                \
-  namespace isa {                                                                \
-  size_t prefill_scratch(const AttentionParams&);                                \
-  void prefill(const AttentionParams&, int64_t, int64_t, Range, void*);          \
-  size_t decode_scratch(const AttentionParams&);                                 \
-  void decode(const AttentionParams&, int64_t, int64_t, Range, void*, void*);    \
-  void merge(const AttentionParams&, int64_t, int64_t, const void*, int64_t);    \
-  size_t backward_scratch(const AttentionParams&);                               \
-  void backward(const AttentionBackwardParams&, int64_t, int64_t, Range, void*); \
-  size_t linear_scratch(const LinearParams&);                                    \
-  void linear_rows(const LinearParams&, Range, void*);                           \
-  void rms_norm_rows(const RmsNormParams&, Range);                               \
-  double multiply_adds(int64_t, float*);                                         \
-  double pair_multiply_adds(int64_t, float*);                                    \
-  void read_through(const float*, int64_t, float*);                              \
+#define ATTNPACK_DECLARE_ISA(isa)                                                    \
+  namespace isa {                                                                    \
+  size_t prefill_scratch(const AttentionParams&);                                    \
+  void prefill(const AttentionParams&, int64_t, int64_t, Range, void*);              \
+  size_t decode_scratch(const AttentionParams&);                                     \
+  void decode(const AttentionParams&, int64_t, int64_t, Range, void*, void*);        \
+  void merge(const AttentionParams&, int64_t, int64_t, Range, const void*, int64_t); \
+  size_t backward_scratch(const AttentionParams&);                                   \
+  void backward(const AttentionBackwardParams&, int64_t, int64_t, Range, void*);     \
+  size_t linear_scratch(const LinearParams&);                                        \
+  void linear_rows(const LinearParams&, Range, void*);                               \
+  void rms_norm_rows(const RmsNormParams&, Range);                                   \
+  double multiply_adds(int64_t, float*);                                             \
+  double pair_multiply_adds(int64_t, float*);                                        \
+  void read_through(const float*, int64_t, float*);                                  \
   }
 ATTNPACK_DECLARE_ISA(baseline)
 #if defined(__x86_64__)
