@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attnpack import attention, reference
-from op_cases import check, draw, threads
+from op_cases import draw, floor, threads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASES_A_DTYPE = 120
+NAMES = ("out", "grad of query", "grad of key", "grad of value")
 
 
 @cache
@@ -54,44 +55,60 @@ def measure(dtype, num_kv_heads, group, q_len, kv_len, head_dim, causal, seed):
 
 @pytest.fixture(scope="module")
 def measured() -> list[tuple]:
-    return [(case, *measure(**case)) for case in grid()]
+    """(case, name, errors): the largest and the root of the sum of squares of each, and what rounding may do."""
+    rows = []
+    for case in grid():
+        *results, truth = measure(**case)
+        for name, exact, *tensors in zip(NAMES, truth, *results, strict=True):
+            errors = {"largest": exact.abs().max().item(), "floor": floor(exact, case["dtype"], torch.float32)}
+            for who, x in zip(("ours", "plain", "sdpa"), tensors, strict=True):
+                off = x.double() - exact
+                errors[who] = (off.abs().max().item(), off.norm().item())
+            rows.append((case, name, errors))
+    return rows
 
 
-NAMES = ("out", "grad of query", "grad of key", "grad of value")
+def of(measured, name, dtype) -> list[dict]:
+    """The errors of one result. Where each row sees one key, gradients of query and key are 0, errors of no size."""
+
+    def sees_one_key(case):
+        return case["kv_len"] == 1 or (case["causal"] and case["q_len"] == 1)
+
+    found = [
+        errors
+        for case, its_name, errors in measured
+        if its_name == name
+        and case["dtype"] == dtype
+        and not (name in ("grad of query", "grad of key") and sees_one_key(case))
+    ]
+    assert len(found) >= 80
+    return found
 
 
 def test_at_most_twice_plain_pytorchs_error_everywhere(measured):
-    assert len(measured) >= 300
-    for case, *results in measured:
-        ours, plain, _, truth = (dict(zip(NAMES, tensors, strict=True)) for tensors in results)
-        check(ours, plain, truth, case["dtype"])
+    assert len(measured) >= 300 * len(NAMES)
+    for case, name, errors in measured:
+        assert errors["ours"][0] <= 2 * errors["plain"][0] + errors["floor"], (case, name, errors)
+
+
+def slack(name, dtype) -> float:
+    """In eps of the largest number: so much two sums of fp32 differ by chance, and a gradient of scores is a difference
+    of two. 16-bit results are rounded alike."""
+    return 1 / 16 if dtype != torch.float32 else 1 / 2 if name == "out" else 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_larger_error_than_sdpas_on_95_percent(measured, name, dtype):
-    """Of the grid, up to one eps of the largest number, of a gradient two: some roundings more or less of an fp32 sum
-    are chance. Where each row sees one key, gradients of query and key are 0, and their errors are of no size."""
-    which, good = NAMES.index(name), []
-    for case, *results in measured:
-        if case["dtype"] != dtype or (which and (case["kv_len"] == 1 or case["causal"] and case["q_len"] == 1)):
-            continue
-        ours, _, sdpa, truth = (tensors[which] for tensors in results)
-        error, theirs = ((x.double() - truth).abs().max() for x in (ours, sdpa))
-        good.append(error <= theirs + (2 if which else 1) * torch.finfo(dtype).eps * truth.abs().max())
-    assert len(good) >= 80
+    allowed = slack(name, dtype) * torch.finfo(dtype).eps
+    good = [e["ours"][0] <= e["sdpa"][0] + allowed * e["largest"] for e in of(measured, name, dtype)]
     assert sum(good) / len(good) >= 0.95
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_gradients_are_nearer_than_sdpas(measured, dtype):
-    """By their mean square on 95% of the grid, with no allowance."""
-    good = []
-    for case, *results in measured:
-        if case["dtype"] != dtype or case["kv_len"] == 1 or (case["causal"] and case["q_len"] == 1):
-            continue
-        ours, _, sdpa, truth = (tensors[1:] for tensors in results)
-        for mine, theirs, exact in zip(ours, sdpa, truth, strict=True):
-            good.append((mine.double() - exact).norm() <= (theirs.double() - exact).norm())
-    assert len(good) >= 240
+@pytest.mark.parametrize("name", NAMES)
+def test_16_bit_results_are_no_farther_than_sdpas_in_the_mean(measured, name, dtype):
+    """By their squares, on 95% of the grid, but for a hundredth. SDPA has a gradient of each head to round, attnpack
+    one of each kv head."""
+    good = [e["ours"][1] <= 1.01 * e["sdpa"][1] for e in of(measured, name, dtype)]
     assert sum(good) / len(good) >= 0.95

@@ -58,13 +58,12 @@ void run_ranges(const Kernels& kernels, const AttentionParams& p, const Tiling& 
         kernels.decode(p, b, head % p.num_kv_heads, {range * keys, std::min((range + 1) * keys, p.kv_len)},
                        partial(head, range), scratch);
       });
-  constexpr int64_t kMerged = 8;  // rows of a unit: one kv head of many rows keeps all threads busy
-  const int64_t merges = (t.rows + kMerged - 1) / kMerged;
+  const int64_t merges = (t.rows + kMergedRows - 1) / kMergedRows;
   for_each(Order::kInTurn, t.kv_heads * merges, static_cast<double>(t.kv_heads * ranges * t.rows * p.v_head_dim), 0,
            [&](int64_t unit, void*) {
-             const int64_t head = unit / merges, kv_head = head % p.num_kv_heads, begin = unit % merges * kMerged;
-             const Range rows{begin, std::min(begin + kMerged, group_size(p, kv_head) * p.q_len)};
-             kernels.merge(p, head / p.num_kv_heads, kv_head, rows, partial(head, 0), ranges);
+             const int64_t head = unit / merges, kv_head = head % p.num_kv_heads, begin = unit % merges * kMergedRows;
+             const Range rows{begin, std::min(begin + kMergedRows, group_size(p, kv_head) * p.q_len)};
+             if (!rows.empty()) kernels.merge(p, head / p.num_kv_heads, kv_head, rows, partial(head, 0), ranges);
            });
 }
 

@@ -193,7 +193,8 @@ class Backward {
     }
   }
 
-  // dS is a difference of sums that nearly cancel; 16-bit results are rounded more than that anyway.
+  // Of sums (gemm.h), all of which end in dS, a difference that nearly cancels; 16-bit results are rounded more than
+  // that anyway.
   static constexpr int64_t kChain = sizeof(S) < sizeof(A) ? kDepth : kDepth / 2;
 
   const AttentionBackwardParams& bp_;

@@ -77,7 +77,7 @@ class PrefillTile {
     const E* keys = w_.keys + slot * w_.block * w_.key_steps;
     const E* values = w_.values + slot * w_.block_steps * w_.value_width;
     gemm<A, E>(false, tile_.count, count, w_.key_steps, {w_.query, w_.key_steps, 1},
-               {keys, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false);
+               {keys, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false, score_chain(p_, b_));
     weigh(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
     gemm<A, E>(skip_excluded, tile_.count, w_.value_width, steps<Operands>(count), {w_.weights, w_.block_steps, 1},
                {values, kPanel<A>, kPanel<A> * w_.block_steps}, w_.out, w_.out_ld, true);

@@ -19,7 +19,8 @@ struct Kernels {
   // max, sum, v_head_dim values in partial.
   size_t (*decode_scratch)(const AttentionParams&);
   void (*decode)(const AttentionParams&, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch);
-  // Joins some rows' partials of a kv head, [count, rows, v_head_dim + 2], in their order, into out and lse.
+  // Joins the partials of some rows of a kv head, [count, all its rows, v_head_dim + 2], in their order, into out and
+  // lse.
   void (*merge)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, const void* partials, int64_t count);
 
   // Backward: the gradients of a block of keys, and its part of those of all rows. The units of a kv head must begin in
@@ -43,6 +44,7 @@ struct Kernels {
 // How work is cut, from one sequence's shapes alone.
 constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
 constexpr int64_t kDecodeRows = 192;    // up to so many rows of a kv head stream the keys: packing them would cost more
+constexpr int64_t kMergedRows = 8;      // rows whose partials a unit joins
 constexpr int64_t kPackedKeys = 8192;   // keys of a head that stay packed in scratch between tiles
 
 // Keys of a unit that streams those of sequence b: long ranges, as the first one of a thread begins with reads that

@@ -81,6 +81,10 @@ constexpr int64_t steps(int64_t n) {
   return (n + Operands::kStep - 1) / Operands::kStep;
 }
 
+// The longest chain of sums in a score (gemm.h): where a row sees few keys nothing averages rounding errors out, and
+// short chains cost little. Padding counts nothing.
+inline int64_t score_chain(const AttentionParams& p, int64_t b) { return valid_keys(p, b) <= 32 ? 8 : kDepth; }
+
 // What multiplies the values, in rows of ld elements: the scores themselves, or what they are rounded to; then a vector
 // behind each row of out, at sums, adds up what they became.
 template <class Operands>
