@@ -198,21 +198,7 @@ class DecodeRange {
       else if constexpr (Skip)
         for (int64_t r = 0; r < tile_.count; ++r) stream_block<1, Skip>(r, k, v, begin, count);
       else
-        stream_all_rows(k, v, begin, count);
-    }
-  }
-
-  void stream_all_rows(const S* k, const S* v, int64_t begin, int64_t count) {
-    static_assert(kRowsAtOnce == 4);
-    switch (tile_.count) {
-      case 4:
-        return stream_block<4, false>(0, k, v, begin, count);
-      case 3:
-        return stream_block<3, false>(0, k, v, begin, count);
-      case 2:
-        return stream_block<2, false>(0, k, v, begin, count);
-      case 1:
-        return stream_block<1, false>(0, k, v, begin, count);
+        with_rows(tile_.count, [&](auto rows) { stream_block<rows, false>(0, k, v, begin, count); });
     }
   }
 

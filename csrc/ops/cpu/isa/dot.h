@@ -6,7 +6,22 @@
 namespace attnpack::ATTNPACK_ISA {
 
 constexpr int kRowsAtOnce = 4;  // rows that share a load of what is streamed
-constexpr int64_t kLine = 64;   // bytes of a cache line
+
+// Calls f with the number of rows, 1 to kRowsAtOnce, as a constant.
+template <class F>
+inline void with_rows(int64_t rows, F&& f) {
+  static_assert(kRowsAtOnce == 4);
+  switch (rows) {
+    case 4:
+      return f(std::integral_constant<int, 4>());
+    case 3:
+      return f(std::integral_constant<int, 3>());
+    case 2:
+      return f(std::integral_constant<int, 2>());
+    case 1:
+      return f(std::integral_constant<int, 1>());
+  }
+}
 
 // How memory that is streamed is fetched: so many bytes ahead, into the L2 cache where other rows read it again, else
 // into L1.

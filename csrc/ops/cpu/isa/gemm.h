@@ -48,6 +48,8 @@ struct Panels {
 // hold NaN. kFetch heeds the operands' `ahead`.
 enum class Beside { kNothing, kSkip, kFetch };
 
+constexpr int64_t kLine = 64;  // bytes of a cache line
+
 template <class T>
 inline void fetch(const T* p) {
   __builtin_prefetch(p, 0, 2);
@@ -55,7 +57,7 @@ inline void fetch(const T* p) {
 
 template <class T, class E, int Rows, int Vectors, Beside beside>
 inline void register_tile(Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
-  constexpr int64_t kLine = 64 / sizeof(E);
+  constexpr int64_t kOfLine = kLine / sizeof(E);
   Vec<T> sum[Rows][Vectors];
   clear(sum);
   for (int64_t k = 0; k < depth; ++k) {
@@ -63,11 +65,11 @@ inline void register_tile(Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t 
 #pragma GCC unroll 2
     for (int v = 0; v < Vectors; ++v) right[v] = load<E>(b.data + k * b.row + v * kLanes<T>);
     if constexpr (beside == Beside::kFetch) {
-      if (a.ahead && k % kLine == 0)
+      if (a.ahead && k % kOfLine == 0)
 #pragma GCC unroll 12
         for (int r = 0; r < Rows; ++r) fetch(a.data + r * a.row + k * a.column + a.ahead);
       if (b.ahead)
-        for (int64_t i = 0; i < Vectors * kLanes<T>; i += kLine) fetch(b.data + k * b.row + i + b.ahead);
+        for (int64_t i = 0; i < Vectors * kLanes<T>; i += kOfLine) fetch(b.data + k * b.row + i + b.ahead);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
