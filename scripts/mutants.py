@@ -1,0 +1,193 @@
+"""Mutation testing: makes the mistakes that tests/mutants/*.toml lists, one at a time, and looks whether tests notice.
+
+    python scripts/mutants.py [--list] [--only NAME ...] [--jobs N]
+
+A mutant is a piece of a source file, marked in its surroundings as «original → mistake», and the tests that are to kill
+it. Where a mistake changes nothing that a test could see, `argued` says why. The C++ library is built once, in a copy
+of the tree under build/mutants, with all mistakes in it as switches, of which the environment turns one on; a Python
+mutant gets a package of its own. Ends with 0 if every mutant is killed or argued.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LISTS = ROOT / "tests" / "mutants"
+COPY = ROOT / "build" / "mutants"
+MARK = re.compile("«(.*) → (.*)»", re.DOTALL)
+SWITCH = "attnpack_mutant"
+# Read when the library is loaded; a variable, so that loops over it stay fast.
+SWITCH_SOURCE = f"""#include <cstdlib>
+static const char* wanted = std::getenv("ATTNPACK_MUTANT");
+extern "C" const unsigned {SWITCH};
+const unsigned {SWITCH} = wanted ? std::strtoul(wanted, nullptr, 10) : 0;
+"""
+MOST_SECONDS = 900  # a mutant that hangs is killed
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    text: str  # with one «original → mistake»
+    tests: tuple[str, ...]  # below tests/, files or test ids
+    argued: str = ""  # why no test can kill it
+
+    @property
+    def number(self) -> int:
+        """Of its switch: stable, so that a new mutant does not rebuild the others."""
+        return zlib.crc32(self.name.encode())
+
+    @property
+    def in_cpp(self) -> bool:
+        return self.file.startswith("csrc/")
+
+    def place(self, source: str) -> tuple[int, int, str]:
+        """Where the original begins and ends in its file's text, and the mistake."""
+        marks = MARK.search(self.text)
+        if marks is None:
+            raise ValueError(f"{self.name}: its text marks no piece as «original → mistake»")
+        original, mistake = marks.groups()
+        before, after = self.text[: marks.start()], self.text[marks.end() :]
+        count = source.count(before + original + after)
+        if count != 1:
+            raise ValueError(f"{self.name}: its text is found {count} times in {self.file}, wants 1: change the list")
+        begin = source.index(before + original + after) + len(before)
+        return begin, begin + len(original), mistake
+
+    def switched(self, original: str, mistake: str) -> str:
+        """Both, of which the environment chooses one: statements by `if`, expressions by `?`."""
+        on = f"{SWITCH} == {self.number}u"
+        if original.rstrip().endswith((";", "}")):
+            return f"if ({on}) {{ {mistake} }} else {{ {original} }}"
+        return f"({on} ? ({mistake}) : ({original}))"
+
+
+def read_lists() -> list[Mutant]:
+    entries = [entry for file in sorted(LISTS.glob("*.toml")) for entry in tomllib.loads(file.read_text())["mutant"]]
+    mutants = [Mutant(**entry | {"tests": tuple(entry["tests"])}) for entry in entries]
+    if len({mutant.number for mutant in mutants}) < len(mutants):
+        raise ValueError("two mutants have one name, or names of one checksum: rename one")
+    return mutants
+
+
+def with_switches(source: str, mutants: Iterable[Mutant]) -> str:
+    """A C++ file with the mistakes of all its mutants."""
+    pieces: dict[tuple[int, int], str] = {}
+    for mutant in mutants:
+        begin, end, mistake = mutant.place(source)
+        pieces[begin, end] = mutant.switched(pieces.get((begin, end), source[begin:end]), mistake)
+    behind = len(source)
+    for begin, end in sorted(pieces, reverse=True):
+        if end > behind:
+            raise ValueError(f"mutants overlap: mark the same piece in each, {source[begin:end]!r}")
+        source, behind = source[:begin] + pieces[begin, end] + source[end:], begin
+    return f'extern "C" const unsigned {SWITCH};\n' + source
+
+
+def copy_tree(mutants: list[Mutant]) -> None:
+    """The repository's files in COPY, C++ with switches; what is there already stays as it is, and is not rebuilt."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    contents = {name: (ROOT / name).read_bytes() for name in listed.split("\0") if (ROOT / name).is_file()}
+    for file in {mutant.file for mutant in mutants if mutant.in_cpp}:
+        own = [mutant for mutant in mutants if mutant.file == file]
+        contents[file] = with_switches((ROOT / file).read_text(), own).encode()
+    contents["csrc/ops/mutant.cpp"] = SWITCH_SOURCE.encode()
+    for name, content in contents.items():
+        target = COPY / name
+        if not target.is_file() or target.read_bytes() != content:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+
+
+def build(jobs: int) -> None:
+    configure = ["cmake", "-S", COPY, "-B", COPY / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_INSTALL_PREFIX={COPY / 'python/attnpack'}"]
+    for command in (configure, ["cmake", "--build", COPY / "build", "--target", "install", "--parallel", str(jobs)]):
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"the mutants do not build:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
+
+
+def package_of(mutant: Mutant) -> Path:
+    """A folder with the Python package of a mutant: links to the copy's, but for one file."""
+    folder = COPY / "packages" / mutant.name
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(COPY / "python", folder, copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (ROOT / mutant.file).read_text()
+    begin, end, mistake = mutant.place(source)
+    changed = source[:begin] + mistake + source[end:]
+    compile(changed, mutant.file, "exec")
+    target = folder / Path(mutant.file).relative_to("python")
+    target.unlink()
+    target.write_text(changed)
+    return folder
+
+
+def run_tests(tests: Iterable[str], package: Path, *options: str, number: int = 0) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(package), "ATTNPACK_MUTANT": str(number)}
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", *options, *(f"tests/{test}" for test in tests)]
+    return subprocess.run(command, cwd=COPY, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS)
+
+
+def killer(mutant: Mutant) -> str | None:
+    """What noticed the mistake: a test, a crash or the time limit; None if nothing did."""
+    package = COPY / "python" if mutant.in_cpp else package_of(mutant)
+    try:
+        done = run_tests(mutant.tests, package, "-x", number=mutant.number if mutant.in_cpp else 0)
+    except subprocess.TimeoutExpired:
+        return f"{MOST_SECONDS} seconds"
+    finally:
+        if not mutant.in_cpp:
+            shutil.rmtree(package)
+    if done.returncode in (4, 5):
+        raise ValueError(f"{mutant.name}: pytest runs none of {', '.join(mutant.tests)}: {done.stderr[-500:]}")
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return (failed[1] if failed else f"exit code {done.returncode}") if done.returncode else None
+
+
+def verdicts(mutants: list[Mutant], jobs: int) -> Iterator[str]:
+    with ThreadPoolExecutor(jobs) as pool:
+        for mutant, found in zip(mutants, pool.map(killer, mutants), strict=True):
+            verdict = "killed" if found else "argued" if mutant.argued else "survived"
+            print(f"{verdict:8}  {mutant.name}: {found or mutant.argued or mutant.file}", flush=True)
+            yield verdict
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants; a part of a name serves too")
+    parser.add_argument("--jobs", type=int, default=2, help="of the build, and mutants at a time (default 2)")
+    args = parser.parse_args()
+    mutants = read_lists()
+    chosen = [mutant for mutant in mutants if not args.only or any(name in mutant.name for name in args.only)]
+    if args.list or not chosen:
+        print(*(f"{mutant.name}: {mutant.file}" for mutant in chosen), sep="\n")
+        return not chosen
+    copy_tree(mutants)
+    build(args.jobs)
+    plain = run_tests(sorted({test for mutant in chosen for test in mutant.tests}), COPY / "python")
+    if plain.returncode:
+        sys.exit(f"the tests fail without a mutant:\n{plain.stdout[-2000:]}{plain.stderr[-2000:]}")
+    found = list(verdicts(chosen, args.jobs))
+    killed, argued = found.count("killed"), found.count("argued")
+    print(f"killed {killed} of {len(found)} ({100 * killed // len(found)}%), argued {argued}")
+    return int(killed + argued < len(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The lists of scripts/mutants.py are true to the sources. That script runs the mutants: it takes many minutes."""
+
+import importlib.util
+import sys
+
+import pytest
+from processes import ROOT
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("mutants_script", ROOT / "scripts" / "mutants.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+mutants = load_script()
+MUTANTS = mutants.read_lists()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_fits_the_sources(mutant):
+    source = (ROOT / mutant.file).read_text()
+    begin, end, mistake = mutant.place(source)
+    assert source[begin:end] != mistake
+    for test in mutant.tests:
+        file, _, function = test.partition("::")
+        assert (ROOT / "tests" / file).is_file()
+        assert f"def {function.partition('[')[0]}" in (ROOT / "tests" / file).read_text()
+
+
+def test_five_of_a_hundred_may_survive_if_argued():
+    assert sum(bool(mutant.argued) for mutant in MUTANTS) <= 0.05 * len(MUTANTS)
+
+
+@pytest.mark.parametrize("file", sorted({mutant.file for mutant in MUTANTS if mutant.in_cpp}))
+def test_switches_do_not_overlap(file):
+    own = [mutant for mutant in MUTANTS if mutant.file == file]
+    source = mutants.with_switches((ROOT / file).read_text(), own)
+    assert all(f"{mutants.SWITCH} == {mutant.number}u" in source for mutant in own)
+
+
+def test_a_text_that_is_not_there_once_is_refused():
+    lost = mutants.Mutant("lost", "csrc/x.cpp", "a «b → c» d", ())
+    for source in ("a x d", "a b d a b d"):
+        with pytest.raises(ValueError, match="found . times in csrc/x.cpp, wants 1"):
+            lost.place(source)
+    with pytest.raises(ValueError, match="marks no piece"):
+        mutants.Mutant("bare", "csrc/x.cpp", "a b d", ()).place("a b d")
+
+
+def test_two_mistakes_in_one_piece():
+    pair = [mutants.Mutant(name, "csrc/x.cpp", f"x = «1 → {value}»;", ()) for name, value in (("a", 2), ("b", 3))]
+    a, b = (mutant.number for mutant in pair)
+    expected = f"x = (attnpack_mutant == {b}u ? (3) : ((attnpack_mutant == {a}u ? (2) : (1))));"
+    assert mutants.with_switches("x = 1;", pair).splitlines()[1] == expected
