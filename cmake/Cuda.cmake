@@ -26,16 +26,16 @@ if(ATTNPACK_HAS_CUDA)
   file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.cu)
   file(GLOB cuda_headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.cuh
        ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.h ${CMAKE_CURRENT_SOURCE_DIR}/csrc/core/*.h)
-  file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/cuda)
+  file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/cuda)
   foreach(source ${cuda_sources})
     get_filename_component(name ${source} NAME_WE)
-    set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
+    set(object ${PROJECT_BINARY_DIR}/cuda/${name}.o)
     add_custom_command(OUTPUT ${object} DEPENDS ${source} ${cuda_headers} VERBATIM
-      COMMAND ${ATTNPACK_NVCC} ${nvcc_flags} -I ${CMAKE_BINARY_DIR}/include -c ${source} -o ${object})
+      COMMAND ${ATTNPACK_NVCC} ${nvcc_flags} -I ${PROJECT_BINARY_DIR}/include -c ${source} -o ${object})
     list(APPEND cuda_objects ${object})
   endforeach()
   # The one symbol that it takes from libattnpack is attnpack::set_cuda_kernels: torch need not be resolved here.
-  set(cuda_library ${CMAKE_BINARY_DIR}/libattnpack_cuda.so)
+  set(cuda_library ${PROJECT_BINARY_DIR}/libattnpack_cuda.so)
   add_custom_command(OUTPUT ${cuda_library} DEPENDS ${cuda_objects} attnpack VERBATIM
     COMMAND ${ATTNPACK_NVCC} -shared -cudart static -ccbin ${CMAKE_CXX_COMPILER} -o ${cuda_library} ${cuda_objects}
             $<TARGET_FILE:attnpack> -Xlinker --allow-shlib-undefined -Xlinker -rpath=$ORIGIN)

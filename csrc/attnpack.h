@@ -10,6 +10,7 @@
 #include <attnpack/convert/modules.h>
 #include <attnpack/convert/pool.h>
 #include <attnpack/convert/similar.h>
+#include <attnpack/functional/alibi.h>
 #include <attnpack/io/state_dict.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/generate.h>
@@ -20,8 +21,10 @@
 #include <attnpack/modules/self_attention.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/kv_cache.h>
+#include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge.h>
 #include <attnpack/ops/register.h>
+#include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>
 #include <attnpack/version.h>
 

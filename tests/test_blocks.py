@@ -110,6 +110,26 @@ def test_decoder_is_causal_and_encoder_is_not():
     assert not torch.allclose(encoder(x)[:, :5], encoder(changed)[:, :5])
 
 
+def test_a_causal_attention_makes_a_causal_encoder():
+    torch.manual_seed(0)
+    attention = attnpack.MultiHeadAttention(24, 4, causal=True)
+    encoder = attnpack.Encoder([attnpack.EncoderBlock(attention, attnpack.FeedForward(24, 32))])
+    x = torch.randn(1, 6, 24)
+    changed = torch.cat([x[:, :5], torch.randn(1, 1, 24)], 1)
+    for each in (encoder, encoder.cpp()):
+        assert torch.equal(each.forward(x)[:, :5], each.forward(changed)[:, :5])
+
+
+def test_cross_attention_reads_the_whole_context():
+    torch.manual_seed(0)
+    attention, feed_forward, cross = parts(cross=True)
+    block = attnpack.DecoderBlock(attention, feed_forward, cross_attention=cross)
+    x, context = torch.randn(1, 3, 24), torch.randn(1, 6, 24)
+    wanted = block(x, context)
+    cross.causal = True
+    assert torch.equal(block(x, context), wanted)
+
+
 def test_decoder_reads_its_context_by_length_and_mask():
     torch.manual_seed(0)
     attention, feed_forward, cross = parts(cross=True)

@@ -170,6 +170,25 @@ def test_ragged_rows_go_on_at_their_own_position(layer, kind):
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
+def test_a_ragged_append_is_as_long_as_its_longest_row(layer, kind):
+    cache = caches()[kind]
+    with torch.no_grad():
+        layer(torch.randn(2, 5, 24), cache=cache, kv_lens=torch.tensor([1, 3]))
+    assert cache.lengths.tolist() == [1, 3] and len(cache) == 3 and cache.k.size(2) == 3
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
+@torch.no_grad()
+def test_given_positions_rotate_what_is_appended(layer, kind):
+    """As without a cache, where an earlier call is only rotated too."""
+    x, positions = torch.randn(2, 5, 24), torch.tensor([3, 9, 2, 40, 7])
+    wanted, cache = layer(x, positions=positions), caches()[kind]
+    steps = [layer(part, cache=cache, positions=at) for part, at in zip(x.split(2, 1), positions.split(2), strict=True)]
+    torch.testing.assert_close(torch.cat(steps, 1), wanted, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(layer(x), wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
 def test_mask_covers_all_keys_after_the_append(layer, kind):
     x, mask = torch.randn(2, 6, 24), torch.rand(2, 1, 1, 6) > 0.3
     cache = caches()[kind]

@@ -1,6 +1,7 @@
 """CausalLM.generate: greedy and sampled, every cache, ragged prompts, stop tokens, callback, bad input."""
 
 import copy
+import math
 import pickle
 import threading
 
@@ -222,6 +223,40 @@ def test_tied_head_is_one_tensor():
     model.load_state_dict(state, strict=True, assign=True)
     assert torch.equal(pickle.loads(pickle.dumps(model))(IDS), model(IDS))
     assert torch.equal(model.cpp().forward(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_fresh_model_knows_nothing(module, tied):
+    torch.manual_seed(0)
+    model = module.CausalLM(512, 64, 2, 4, tie_embeddings=tied)
+    ids = torch.randint(512, (2, 32))
+    loss = nn.functional.cross_entropy(model.forward(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
+    assert abs(float(loss) - math.log(512)) < 0.3
+    table = model.state_dict()["model.embed_tokens.weight"]
+    assert 0.018 < float(table.std()) < 0.022
+    wide = module.CausalLM(512, 64, 1, 4, init_std=1.0).state_dict()["model.embed_tokens.weight"]
+    assert 0.95 < float(wide.std()) < 1.05
+    with pytest.raises(ValueError, match="init_std: got -1, want a number such as 0.02"):
+        module.CausalLM(8, 24, 1, 4, init_std=-1.0)
+
+
+@pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+def test_a_model_on_meta_has_no_numbers(module):
+    model = module.CausalLM(50, 24, 1, 4, device="meta")
+    words = "^attnpack: ids: got device cpu, want the module's device meta; its weights hold no numbers yet"
+    with pytest.raises(ValueError, match=words):
+        model.forward(IDS)
+    with pytest.raises(ValueError, match=words):
+        model.generate(IDS, max_new_tokens=2)
+
+
+def test_frozen_parameters_are_frozen_in_cpp(model):
+    frozen = copy.deepcopy(model)
+    frozen.layers[0].self_attn.q_proj.weight.requires_grad_(False)
+    for name, parameter in frozen.cpp().named_parameters():
+        assert parameter.requires_grad == (name != "model.layers.0.self_attn.q_proj.weight")
+        assert parameter is frozen.get_parameter(name)
 
 
 def test_bfloat16_generates():

@@ -72,6 +72,28 @@ def test_bad_settings_are_named(module, message):
         module.MultiHeadLatentAttention(E, HEADS, **{k: v for k, v in SIZES.items() if k != "v_head_dim"})
 
 
+@pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+def test_a_layer_without_rope_says_that_nothing_is_rotated(module):
+    def text(**settings):
+        return repr(module.MultiHeadLatentAttention(E, HEADS, **SIZES | settings))
+
+    assert "no dim is rotated" in text()
+    assert "no dim is rotated" not in text(rope=module.RotaryEmbedding(8))
+    assert "no dim is rotated" not in text(qk_rope_head_dim=0)
+
+
+SET_LATER = {"window": (3, 0), "softcap": 5.0, "alibi": True, "head_map": (0, 0, 1, 1), "sinks": torch.ones(HEADS)}
+
+
+@pytest.mark.parametrize("name", SET_LATER)
+def test_settings_that_latent_attention_does_not_have(name):
+    module = make()
+    setattr(module, name, SET_LATER[name])
+    for call in (module, module.project):
+        with pytest.raises(ValueError, match=f"attnpack: {name} is .*, a setting that latent attention does not have"):
+            call(torch.randn(1, 3, E))
+
+
 CALLS = {
     r"x: got shape \[3, 48\]": lambda call, cache: call(torch.zeros(3, E)),
     r"context: got shape \[1, 3, 7\]": lambda call, cache: call(torch.zeros(1, 3, E), torch.zeros(1, 3, 7)),

@@ -52,6 +52,33 @@ def plain(module, x, context=None, *, positions=None, **arguments):
     return F.linear(joined, module.o_proj.weight, module.o_proj.bias) if hasattr(module, "o_proj") else joined
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["python", "cpp"])
+@torch.no_grad()
+def test_weights_know_every_setting(native):
+    torch.manual_seed(0)
+    settings = {"window": (3, 0), "softcap": 0.5, "scale": 2.0, "head_map": [0, 1, 1, 1]}
+    module = attnpack.GroupedQueryAttention(EMBED, 4, 2, causal=True, sinks=True, alibi=True, **settings)
+    module.sinks.normal_()
+    x = torch.randn(2, 7, EMBED)
+    query, key, _ = module.project(x)
+    learned = {"sinks": module.sinks, "alibi_slopes": slopes(4)}
+    wanted = reference.attention_scores(query, key, causal=True, **settings, **learned)
+    out, weights = (module.cpp().forward if native else module)(x, need_weights=True)
+    torch.testing.assert_close(weights, wanted.float(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(out, module(x))
+
+
+def test_keys_of_a_context_are_projected_at_its_own_positions():
+    torch.manual_seed(0)
+    module = attnpack.GroupedQueryAttention(EMBED, 4, 2, rope=attnpack.RotaryEmbedding(6))
+    x, context, positions = torch.randn(2, 3, EMBED), torch.randn(2, 5, EMBED), torch.tensor([7, 2, 11])
+    wanted = rotated(module.rope, heads(module.k_proj(context), 2), torch.arange(5))
+    for each in (module, module.cpp()):
+        query, key, _ = each.project(x, context, positions=positions)
+        torch.testing.assert_close(key, wanted)
+        torch.testing.assert_close(query, rotated(module.rope, heads(module.q_proj(x), 4), positions))
+
+
 def slopes(num_heads):
     """Of ALiBi: a geometric series for a power of two; else the series below, filled up from the one above."""
     n = 2 ** int(math.log2(num_heads))

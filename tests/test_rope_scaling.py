@@ -290,6 +290,8 @@ def test_fixed_frequencies_may_be_kept_raw_too():
         rope = attnpack.RotaryEmbedding(8, scaling=scaling, raw_keys=raw_keys)
         module, held = attnpack.MultiQueryAttention(32, 4, causal=True, rope=rope), attnpack.DynamicCache()
         outs.append(torch.cat([module(part, cache=held) for part in x.split([4, 1, 4], 1)], 1))
+        keys = module.k_proj(x).unsqueeze(1)
+        assert_close(held.k, keys if raw_keys else rope(keys))
     assert_close(*outs)
 
 

@@ -84,7 +84,7 @@ py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_stack(py::module
 }  // namespace
 
 void register_blocks(py::module_& m) {
-  auto encoder_block = bind_module<EncoderBlockImpl>(m, "EncoderBlock", "Self-attention without a mask, feed-forward.");
+  auto encoder_block = bind_module<EncoderBlockImpl>(m, "EncoderBlock", "Self-attention, feed-forward.");
   encoder_block.def(
       py::init([](const py::object& attention, const py::object& feed_forward, const std::string& norm, bool pre_norm,
                   double eps) {

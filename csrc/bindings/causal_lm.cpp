@@ -88,7 +88,7 @@ void register_causal_lm(py::module_& m) {
       .def(py::init([](int64_t vocab_size, int64_t embed_dim, int64_t num_layers, int64_t num_heads,
                        std::optional<int64_t> num_kv_heads, std::optional<int64_t> head_dim,
                        std::optional<int64_t> hidden_dim, int64_t max_positions, double rope_base,
-                       const py::object& rope_scaling, double eps, bool tie_embeddings, bool qk_norm,
+                       const py::object& rope_scaling, double eps, bool tie_embeddings, double init_std, bool qk_norm,
                        std::optional<Window> window, bool bias, std::optional<bool> out_bias, bool mlp_bias,
                        bool rope_interleaved, const py::object& latent, const py::object& device,
                        const py::object& dtype) {
@@ -101,6 +101,7 @@ void register_causal_lm(py::module_& m) {
                                      .rope_scaling(parse_scaling(rope_scaling))
                                      .eps(eps)
                                      .tie_embeddings(tie_embeddings)
+                                     .init_std(init_std)
                                      .qk_norm(qk_norm)
                                      .window(window)
                                      .bias(bias)
@@ -114,7 +115,7 @@ void register_causal_lm(py::module_& m) {
            py::arg("num_kv_heads") = py::none(), py::kw_only(), py::arg("head_dim") = py::none(),
            py::arg("hidden_dim") = py::none(), py::arg("max_positions") = 2048, py::arg("rope_base") = 10000.0,
            py::arg("rope_scaling") = py::none(), py::arg("eps") = 1e-6, py::arg("tie_embeddings") = false,
-           py::arg("qk_norm") = false, py::arg("window") = py::none(), py::arg("bias") = false,
+           py::arg("init_std") = 0.02, py::arg("qk_norm") = false, py::arg("window") = py::none(), py::arg("bias") = false,
            py::arg("out_bias") = py::none(), py::arg("mlp_bias") = false, py::arg("rope_interleaved") = false,
            py::arg("latent") = py::none(), py::arg("device") = py::none(), py::arg("dtype") = py::none())
       .def(

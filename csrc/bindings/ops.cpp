@@ -191,7 +191,7 @@ void register_ops(py::module_& m) {
       },
       arg("positions"), arg("lengths"), arg("inv_freq"), arg("factor"), arg("long_inv_freq"), arg("growth"),
       arg("trained_len"), released);
-  m.def("linear", &linear, arg("input"), arg("weight"), arg("bias") = none, released);
+  m.def("linear", &linear<>, arg("input"), arg("weight"), arg("bias") = none, released);
   m.def(
       "linears",
       [](const at::Tensor& input, const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& biases) {

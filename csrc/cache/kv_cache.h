@@ -13,6 +13,8 @@ namespace attnpack {
 //
 // A call asks for room with reserve, lets attend write, and counts the new positions with commit; where attend raises,
 // the cache is as it was.
+//
+// Not thread-safe: calls that append to one cache come one after the other. Calls in other threads have other caches.
 class KVCache {
  public:
   virtual ~KVCache() = default;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -17,7 +18,7 @@ inline HeadGroups group_heads(const std::vector<int64_t>& map, int64_t num_kv_he
   for (int64_t kv_head : map) ++groups.start[kv_head + 1];
   for (int64_t g = 0; g < num_kv_heads; ++g) groups.start[g + 1] += groups.start[g];
   auto next = groups.start;
-  for (size_t h = 0; h < map.size(); ++h) groups.heads[next[map[h]]++] = static_cast<int64_t>(h);
+  for (std::size_t h = 0; h < map.size(); ++h) groups.heads[next[map[h]]++] = static_cast<int64_t>(h);
   return groups;
 }
 

@@ -216,9 +216,22 @@ std::tuple<Tensor, Tensor> latent_expand_composite(const Tensor& latents, const 
   return expand_latents(latents, kv, latent_dim, num_heads, v_dim);
 }
 
+void refuse_settings(const AttendOptions& o) {
+  const auto refuse = [](bool given, const char* name) {
+    ATTNPACK_CHECK(!given, name, ": got a setting that latent attention does not have; leave it out, or make keys and values and "
+                   "call attend");
+  };
+  refuse(o.window() != Window{-1, -1}, "window");
+  refuse(o.softcap() != 0, "softcap");
+  refuse(o.sinks().has_value(), "sinks");
+  refuse(o.alibi_slopes().has_value(), "alibi_slopes");
+  refuse(o.head_map().has_value(), "head_map");
+}
+
 template <class Result>
 Result call(const char* name, const Tensor& query, const Tensor& latent, const Tensor& k_rope,
             const std::optional<Tensor>& kv_b, int64_t v_dim, const std::string& path, const AttendOptions& o) {
+  refuse_settings(o);
   const auto op = c10::Dispatcher::singleton()
                       .findSchemaOrThrow(name, "")
                       .typed<Result(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, SymInt,
@@ -250,6 +263,7 @@ std::tuple<Tensor, Tensor> latent_attend_with_weights(const Tensor& query, const
 std::tuple<Tensor, Tensor, Tensor> latent_project(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
                                                   const std::optional<Tensor>& kv_b, int64_t v_dim,
                                                   const std::string& path, const AttendOptions& o) {
+  refuse_settings(o);
   check_latents(query, latent, k_rope);
   Layer layer;
   layer.latent_dim = latent.sym_size(2);

@@ -13,8 +13,8 @@ namespace attnpack {
 // What follows the projections of latent attention: rotate, append the latents to the cache, attend by one of two equal
 // paths, join the heads. `path`: "expanded" makes keys and values of all latents (kv_b), "absorbed" folds W_UK into the
 // queries and W_UV into the outputs and reads the latents alone, "auto" takes what absorbed_is_cheaper says. Without
-// kv_b query and output live in the latent space already. Of the options window, softcap, sinks, ALiBi and head map are
-// not read; scale is that of the scores, by default 1 / sqrt(N + R); the cache's key holds latents, its value nothing.
+// kv_b query and output live in the latent space already. Scale is that of the scores, by default 1 / sqrt(N + R); the
+// cache's key holds latents, its value nothing. Options with a window, softcap, sinks, ALiBi slopes or head map raise.
 at::Tensor latent_attend(const at::Tensor& query,                // [B, H, L, N + R], before rotation; the last R rotate
                          const at::Tensor& latent,               // [B, Lkv, C], after its norm
                          const at::Tensor& k_rope,               // [B, Lkv, R], before rotation

@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor> rotate_new(const Tensor& query, const Tensor& key, co
   const bool raw = rope.raw_keys && place.past;
   ATTNPACK_CHECK(!raw || !place.positions,
                  "positions: got a tensor with a cache of unrotated keys, which stand where the cache has them; leave "
-                 "it out, or make the RotaryEmbedding with raw_keys=False");
+                 "it out, or set raw_keys of the RotaryEmbedding to false");
   const Tensor where = place.positions ? *place.positions
                        : place.past    ? place.past->unsqueeze(-1) + count(query)
                                        : count(query);

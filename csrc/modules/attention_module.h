@@ -1,6 +1,8 @@
 #pragma once
 
 #include <torch/nn/module.h>
+#include <torch/nn/modules/common.h>
+#include <torch/nn/modules/container/any_value.h>
 
 #include <attnpack/cache/kv_cache.h>
 #include <attnpack/functional/attend.h>

@@ -54,7 +54,7 @@ at::Tensor EncoderBlockImpl::forward(const at::Tensor& x, const EncoderInputs& i
   check_input("x", x, self_attn->embed_dim(), {});
   const auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {
     return self_attn->forward(
-        t, AttentionInputs().causal(false).mask(inputs.mask()).positions(inputs.positions()).kv_lens(inputs.kv_lens()));
+        t, AttentionInputs().mask(inputs.mask()).positions(inputs.positions()).kv_lens(inputs.kv_lens()));
   });
   return residual(h, post_attention_layernorm, pre_norm, [&](const at::Tensor& t) { return mlp->forward(t); });
 }

@@ -1,5 +1,9 @@
 #include <attnpack/modules/causal_lm.h>
 
+#include <torch/nn/init.h>
+
+#include <cmath>
+
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/checks.h>
@@ -55,6 +59,8 @@ void CausalLMImpl::reset() {
   check_size("vocab_size", o.vocab_size());
   check_size("embed_dim", o.embed_dim());
   check_size("num_layers", o.num_layers());
+  ATTNPACK_CHECK(o.init_std() >= 0 && std::isfinite(o.init_std()), "init_std: got ", o.init_std(),
+                 ", want a number such as 0.02");
   if (o.latent()) {
     check_latent(o);
   } else {
@@ -73,6 +79,8 @@ void CausalLMImpl::reset() {
                                .interleaved(o.rope_interleaved()));
   }
   Embedding embedding(EmbeddingOptions(o.vocab_size(), o.embed_dim()).factory(o.factory()));
+  // Narrow: as a head, torch's N(0, 1) would start at a loss of hundreds instead of ln V.
+  if (!embedding->weight.is_meta()) torch::nn::init::normal_(embedding->weight, 0, o.init_std());
   std::vector<DecoderBlock> layers;
   for (int64_t i = 0; i < o.num_layers(); ++i) layers.push_back(make_block(o, rope));
   model = register_module("model", Decoder(DecoderOptions(layers).eps(o.eps()).embed_tokens(embedding)));

@@ -27,6 +27,7 @@ struct CausalLMOptions {
   TORCH_ARG(std::optional<MultiHeadLatentAttentionOptions>, latent);
   TORCH_ARG(double, eps) = 1e-6;
   TORCH_ARG(bool, tie_embeddings) = false;
+  TORCH_ARG(double, init_std) = 0.02;  // of the embedding at first, as in Llama and GPT-2
   TORCH_ARG(bool, qk_norm) = false;
   TORCH_ARG(std::optional<Window>, window);  // of every layer; "W tokens, its own included" is {W - 1, 0}
   TORCH_ARG(bool, bias) = false;             // on q, k and v

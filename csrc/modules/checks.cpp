@@ -49,12 +49,18 @@ void check_heads(int64_t num_heads, int64_t num_kv_heads, const std::optional<st
   }
 }
 
+void check_device(const char* name, const at::Tensor& input, const at::Tensor& weight) {
+  ATTNPACK_CHECK(input.device() == weight.device(), name, ": got device ", input.device(),
+                 ", want the module's device ", weight.device(), "; ",
+                 weight.is_meta() ? "its weights hold no numbers yet, assign it a state dict first"
+                                  : "move one of them with .to()");
+}
+
 namespace {
 
 void check_place(const char* name, const at::Tensor& input, const at::Tensor& weight) {
   if (!weight.defined()) return;
-  ATTNPACK_CHECK(input.device() == weight.device(), name, ": got device ", input.device(),
-                 ", want the module's device ", weight.device(), "; move one of them with .to()");
+  check_device(name, input, weight);
   // Autocast casts both to its own dtype.
   const auto type = input.device().type();
   ATTNPACK_CHECK(input.scalar_type() == weight.scalar_type() || at::autocast::is_autocast_enabled(type), name,
@@ -107,7 +113,7 @@ void check_positions(const std::optional<at::Tensor>& positions, const at::Tenso
 void check_lengths(const char* name, const std::optional<at::Tensor>& lengths, const at::Tensor& x, int64_t low) {
   if (!lengths || x.dim() < 2) return;  // such an x is refused where it is read
   ATTNPACK_CHECK(lengths->scalar_type() == at::kLong || lengths->scalar_type() == at::kInt, name, " has dtype ",
-                 lengths->scalar_type(), ", wants int32 or int64: call .long() on it");
+                 lengths->scalar_type(), ", wants int32 or int64: convert it to int64");
   ATTNPACK_CHECK(lengths->dim() == 1 && lengths->size(0) == x.size(0), name, " has shape ", lengths->sizes(),
                  ", wants [batch] = [", x.size(0), "]: the valid tokens of each sequence");
   if (lengths->is_cpu() && !at::isTensorSubclassLike(*lengths)) check_length_values(name, *lengths, low, x.size(1));

@@ -23,6 +23,9 @@ int64_t resolve_head_dim(int64_t embed_dim, int64_t num_heads, const std::option
 // Every head reads one kv head: the map names num_heads of them, or num_kv_heads divides num_heads.
 void check_heads(int64_t num_heads, int64_t num_kv_heads, const std::optional<std::vector<int64_t>>& head_map);
 
+// input is on the device of weight.
+void check_device(const char* name, const at::Tensor& input, const at::Tensor& weight);
+
 // input is [B, L, width] in the dtype and on the device of weight.
 void check_input(const char* name, const at::Tensor& input, int64_t width, const at::Tensor& weight);
 

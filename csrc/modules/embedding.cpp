@@ -20,9 +20,10 @@ void EmbeddingImpl::reset() {
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
   ATTNPACK_CHECK(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt, "ids has dtype ", ids.scalar_type(),
-                 ", wants int64 token numbers: call .long() on it");
+                 ", wants int64 token numbers: convert it to int64");
   ATTNPACK_CHECK(ids.dim() == 2, "ids: got shape ", ids.sizes(),
                  ", want token numbers [B, L]; for one sequence pass ids.unsqueeze(0)");
+  check_device("ids", ids, weight);
   try {
     return at::embedding(weight, ids);
   } catch (const c10::IndexError&) {  // found while reading: no check of our own, for which CUDA would have to wait

@@ -20,7 +20,7 @@ void check_room(const ModelCache& cache, const at::Tensor& lengths, int64_t max_
     const auto need = (held + lengths).max().item<int64_t>() + std::max<int64_t>(max_new_tokens - 1, 0);
     ATTNPACK_CHECK(need <= layer->capacity().value_or(need), "cache: got room for ", *layer->capacity(),
                    " positions, want ", need, " for what it holds, the prompt and ", max_new_tokens,
-                   " new tokens: make it longer, ask for fewer, or pass cache=\"dynamic\"");
+                   " new tokens: make it longer, ask for fewer, or take the cache \"dynamic\"");
   }
 }
 

@@ -26,7 +26,7 @@ struct MultiHeadLatentAttentionOptions {
   TORCH_ARG(std::optional<int64_t>, qk_nope_head_dim);
   TORCH_ARG(std::optional<int64_t>, qk_rope_head_dim);
   TORCH_ARG(std::optional<int64_t>, v_head_dim);
-  // Of the rotated dims; DeepSeek's is interleaved.
+  // Of the rotated dims; DeepSeek's is interleaved. Without it no dim is rotated, and pretty_print says so.
   TORCH_ARG(RotaryEmbedding, rope) = nullptr;
   // RMSNorm on both latents, eps 1e-6.
   TORCH_ARG(bool, latent_norm) = true;

@@ -20,6 +20,7 @@ struct LinearOptions {
 // x W^T + b, initialised as torch's Linear; unlike it, made on any device (meta included) and in any dtype.
 class LinearImpl : public LeafModule<LinearImpl> {
  public:
+  LinearImpl(int64_t in_features, int64_t out_features) : LinearImpl(LinearOptions(in_features, out_features)) {}
   explicit LinearImpl(LinearOptions options);
 
   at::Tensor forward(const at::Tensor& x);  // [..., in_features] -> [..., out_features]

@@ -3,9 +3,12 @@
 #include <torch/nn/cloneable.h>
 #include <torch/nn/pimpl.h>
 
+#include <attnpack/io/state_dict.h>
+
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace attnpack {
 
@@ -47,7 +50,8 @@ class Part {
 
 // Base of modules made of parts that were handed in. Derived::for_each_part(f) calls f(name, part) for each it has;
 // its constructor ends with register_parts(). As in torch's Sequential, clone() clones the parts, and reset() has
-// nothing to make.
+// nothing to make. A weight in two places (one embedding for encoder and decoder) is one weight of the clone too, unless
+// its module is not attnpack's.
 template <typename Derived>
 class Container : public torch::nn::Cloneable<Derived> {
  public:
@@ -59,7 +63,14 @@ class Container : public torch::nn::Cloneable<Derived> {
       part = part.clone(device);
       copy->replace_module(name, part.module());
     });
+    tie_as(*this, *copy);
     return copy;
+  }
+
+  // Each once, for optimisers. This hides LibTorch's, which is not virtual and names a shared weight once per place:
+  // through a torch::nn::Module, or a module of your own around this one, call distinct_parameters.
+  std::vector<at::Tensor> parameters(bool recurse = true) const {
+    return recurse ? distinct_parameters(*this) : torch::nn::Module::parameters(false);
   }
 
  protected:

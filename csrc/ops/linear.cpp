@@ -7,6 +7,7 @@
 
 namespace attnpack {
 
+template <typename>
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   static const auto op =
       c10::Dispatcher::singleton()
@@ -14,6 +15,8 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
           .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&)>();
   return op.call(input, weight, bias);
 }
+
+template at::Tensor linear<>(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 std::vector<at::Tensor> linears(const at::Tensor& input, at::TensorList weights, at::TensorList biases) {
   static const auto op = c10::Dispatcher::singleton()

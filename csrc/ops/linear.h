@@ -9,6 +9,8 @@ namespace attnpack {
 
 // input weight^T + bias, as torch's linear. Up to kFewRows rows of input without gradients, as in decoding, stream the
 // weight at the speed of memory; everything else is torch's linear.
+// A template, so that an unqualified call beside at::linear takes at::linear: two plain functions would be ambiguous.
+template <typename = void>
 at::Tensor linear(const at::Tensor& input,                      // [..., in]
                   const at::Tensor& weight,                     // [out, in]
                   const std::optional<at::Tensor>& bias = {});  // [out] -> [..., out]

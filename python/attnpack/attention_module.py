@@ -15,6 +15,7 @@ from .cache import KVCache, check_kind, unchanged_on_error
 from .checks import check_context, check_input, reject_keywords
 from .explain import wrong_kind
 from .linear import project, project_all
+from .local_heads import grouped_share
 from .native import NativeModule
 from .rope import RotaryEmbedding
 
@@ -185,11 +186,8 @@ class ContextAttention(NativeAttention):
         else:
             query, key = project(self.q_proj, x), project(self.k_proj, context)
             value = project(self.v_proj, context if value_context is None else value_context)
-        return (
-            split_heads(query, self.num_heads),
-            split_heads(key, self.num_kv_heads),
-            split_heads(value, self.num_kv_heads),
-        )
+        heads, kv_heads = grouped_share(self, query, key, value)
+        return split_heads(query, heads), split_heads(key, kv_heads), split_heads(value, kv_heads)
 
     @property
     def out_dim(self) -> int:

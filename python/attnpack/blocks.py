@@ -88,10 +88,10 @@ class Block(NativeModule):
 
 
 class EncoderBlock(Block):
-    """Self-attention without a causal mask, then the feed-forward, each with a norm and a residual.
+    """Self-attention, then the feed-forward, each with a norm and a residual.
 
     Args:
-        attention: an attention module; child self_attn.
+        attention: an attention module, whose own `causal` holds; child self_attn.
         feed_forward: a module [..., E] -> [..., E]; child mlp.
         norm: "rms" or "layer"; children input_layernorm, post_attention_layernorm.
         pre_norm: x + f(norm(x)); False is norm(x + f(x)), as in Vaswani et al. 2017.
@@ -133,7 +133,7 @@ class EncoderBlock(Block):
         x = self._residual(
             x,
             self.input_layernorm,
-            lambda h: self.self_attn(h, causal=False, mask=mask, positions=positions, kv_lens=kv_lens),
+            lambda h: self.self_attn(h, mask=mask, positions=positions, kv_lens=kv_lens),
         )
         return self._residual(x, self.post_attention_layernorm, self.mlp)
 
@@ -142,8 +142,9 @@ class EncoderBlock(Block):
 
 
 class DecoderBlock(Block):
-    """Causal self-attention, cross-attention where one is given, then the feed-forward, each with a norm and a
-    residual. Without cross-attention its state dict is that of a Llama layer.
+    """Self-attention, causal whatever the module's own setting, cross-attention to the whole context where one is given,
+    then the feed-forward, each with a norm and a residual. Without cross-attention its state dict is that of a Llama
+    layer.
 
     Args:
         attention, feed_forward, norm, pre_norm, eps, device, dtype: as in EncoderBlock.

@@ -2,6 +2,9 @@
 
 A call asks for room with `reserve`, lets the native op write, and counts the new positions with `commit`; where the op
 raises, the cache is as it was. B batch, Hkv kv heads, D head dim, Dv head dim of values.
+
+A cache is not thread-safe: calls that append to one cache come one after the other. Calls in other threads have other
+caches.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ class CausalLM(NativeModule):
         rope_base, rope_scaling: of the RotaryEmbedding.
         eps: of the norms.
         tie_embeddings: the embedding is the head too; there is no lm_head then, and one in a state dict is ignored.
+        init_std: of the embedding at first, as in Llama and GPT-2: so narrow that the first loss is near ln vocab_size
+            where the embedding is the head too.
         qk_norm: RMSNorm on queries and keys.
         window: (left, right) of every layer, as in GroupedQueryAttention; a checkpoint's sliding_window of W tokens is
             (W - 1, 0).
@@ -62,6 +64,7 @@ class CausalLM(NativeModule):
         rope_scaling: dict[str, Any] | None = None,
         eps: float = 1e-6,
         tie_embeddings: bool = False,
+        init_std: float = 0.02,
         qk_norm: bool = False,
         window: tuple[int, int] | None = None,
         bias: bool = False,
@@ -87,6 +90,7 @@ class CausalLM(NativeModule):
             "rope_scaling": rope_scaling,
             "eps": eps,
             "tie_embeddings": tie_embeddings,
+            "init_std": init_std,
             "qk_norm": qk_norm,
             "window": window,
             "bias": bias,
@@ -122,6 +126,8 @@ class CausalLM(NativeModule):
             return DecoderBlock(attention(), FeedForward(embed_dim, hidden, bias=mlp_bias, **factory), eps=eps)
 
         embedding = nn.Embedding(vocab_size, embed_dim, **factory)
+        if not embedding.weight.is_meta:
+            nn.init.normal_(embedding.weight, std=init_std)
         self.model = Decoder([block() for _ in range(num_layers)], eps=eps, embed_tokens=embedding)
         self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=False, **factory)
         self._made_with = _parts(self)

@@ -28,16 +28,24 @@ def check_tokens(name: str, tensor: Tensor, width: int, projection: nn.Module | 
     _check_place(name, tensor, projection)
 
 
+def check_device(name: str, tensor: Tensor, weight: Tensor) -> None:
+    if tensor.device != weight.device:
+        fix = (
+            "its weights hold no numbers yet, assign it a state dict first"
+            if weight.is_meta
+            else "move one of them with .to()"
+        )
+        raise ValueError(
+            f"attnpack: {name}: got device {tensor.device}, want the module's device {weight.device}; {fix}"
+        )
+
+
 def _check_place(name: str, tensor: Tensor, projection: nn.Module | None) -> None:
     """Dtype and device; what stands in a replaced projection's place may want others."""
     if type(projection) is not nn.Linear:
         return
     weight = projection.weight
-    if tensor.device != weight.device:
-        raise ValueError(
-            f"attnpack: {name}: got device {tensor.device}, want the module's device {weight.device}; "
-            "move one of them with .to()"
-        )
+    check_device(name, tensor, weight)
     if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
         raise ValueError(
             f"attnpack: {name}: got dtype {tensor.dtype}, want the module's dtype {weight.dtype}; "

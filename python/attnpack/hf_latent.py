@@ -89,7 +89,7 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
         dropout = self.dropout if self.training else 0.0
         weight = plain_weight(self.kv_b_proj)
         if weight is None:  # LoRA, say: only calling it tells what it does
-            key, value = self._expand(torch.cat([latent, k_rope], -1))
+            key, value = self._expand(torch.cat([latent, k_rope], -1), query.size(1))
             out, weights = attention_forward(
                 self, query, key, value, mask, dropout, self.scale, output_attentions=need_weights
             )

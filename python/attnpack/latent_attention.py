@@ -16,6 +16,7 @@ from .attention_module import NativeAttention, split_heads
 from .cache import KVCache, check_kind, unchanged_on_error
 from .checks import check_context, check_input, reject_keywords
 from .linear import plain_weight, project
+from .local_heads import latent_share
 from .norm import RMSNorm
 from .rope import RotaryEmbedding
 from .sizes import check_dtype
@@ -43,8 +44,9 @@ class MultiHeadLatentAttention(NativeAttention):
         kv_lora_rank: C.
         q_lora_rank: width of the queries' latent; None projects queries at once.
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R (0 is legal) and V.
-        rope: a RotaryEmbedding over at most R dims (DeepSeek's is interleaved), or None for no rotation. Its YaRN
-            settings enter the scale too: times m(factor, mscale_all_dim)^2, m(s, a) = 0.1 a ln s + 1.
+        rope: a RotaryEmbedding over at most R dims (DeepSeek's is interleaved), or None: no dim is rotated
+            then, those of qk_rope_head_dim neither, and the repr says so. Its YaRN settings enter the scale too: times
+            m(factor, mscale_all_dim)^2, m(s, a) = 0.1 a ln s + 1.
         latent_norm: RMSNorm on both latents, eps 1e-6. False is the plain form.
         bias: on q_a_proj, kv_a_proj_with_mqa and o_proj.
         dropout: on the probabilities, in training only.
@@ -212,7 +214,7 @@ class MultiHeadLatentAttention(NativeAttention):
             )
         place = {"rope": rope, "positions": positions, "cross": context is not None}
         query, latents, _, _ = ops.latent_append(query, latent, k_rope, **place)
-        return query, *self._expand(latents)
+        return query, *self._expand(latents, query.size(1))
 
     def fold(self) -> MultiHeadLatentAttention:
         """A module of equal outputs with W_UK rolled into the query projection (W_UQK [C, inputs] a head, in place of
@@ -254,6 +256,11 @@ class MultiHeadLatentAttention(NativeAttention):
                 "attnpack: value_context: got a tensor, but latent attention makes keys and values of one latent; "
                 "leave it out"
             )
+        for name in ("window", "softcap", "alibi", "head_map", "sinks"):
+            if getattr(self, name, None):
+                raise ValueError(
+                    f"attnpack: {name} is {getattr(self, name)}, a setting that latent attention does not have; unset it"
+                )
         check_input("x", x, self.embed_dim, self.q_proj if self.q_a_proj is None else self.q_a_proj)
         keys, name = (x, "x, taken as context") if context is None else (context, "context")
         check_input(name, keys, self.embed_dim, self.kv_a_proj_with_mqa)
@@ -271,12 +278,20 @@ class MultiHeadLatentAttention(NativeAttention):
         latent, k_rope = both.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         if self.kv_a_layernorm is not None:
             latent = self.kv_a_layernorm(latent)
-        return split_heads(queries, self.num_heads), latent, k_rope, both.unsqueeze(1)
+        dims = (self.kv_lora_rank if self.folded else self.qk_nope_head_dim) + self.qk_rope_head_dim
+        heads = latent_share(self, queries, dims, k_rope)
+        return split_heads(queries, heads), latent, k_rope, both.unsqueeze(1)
 
-    def _expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+    def _expand(self, latents: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
         """Keys and values of latents [B, 1, K, C + R] by whatever stands in kv_b_proj's place."""
         kv = self.kv_b_proj(latents[:, 0, :, : self.kv_lora_rank])
-        return torch.ops.attnpack.latent_expand(latents, kv, self.kv_lora_rank, self.num_heads, self.v_head_dim)
+        width = self.qk_nope_head_dim + self.v_head_dim
+        if kv.size(-1) != num_heads * width:
+            raise ValueError(
+                f"attnpack: kv_b_proj gives width {kv.size(-1)}, want {num_heads} heads of {width} dims, as many heads "
+                "as the query projection gives: divide both alike among the ranks"
+            )
+        return torch.ops.attnpack.latent_expand(latents, kv, self.kv_lora_rank, num_heads, self.v_head_dim)
 
     def _attend_replaced(
         self, query: Tensor, latent: Tensor, k_rope: Tensor, settings: dict, need_weights: bool
@@ -287,13 +302,17 @@ class MultiHeadLatentAttention(NativeAttention):
         trimmed = need_weights and settings["cache"] is not None and settings["mask"] is None
         if trimmed and lens.numel() and not torch.compiler.is_compiling():
             latents = latents[:, :, : int(lens.max())]
-        key, value = self._expand(latents)
+        key, value = self._expand(latents, query.size(1))
         scores = {"causal": settings["causal"], "q_offset": past, "kv_lens": lens, "scale": settings["scale"]}
         out = ops.attention(query, key, value, settings["mask"], dropout_p=settings["dropout_p"], **scores)
         joined = out.transpose(1, 2).flatten(2)
         if not need_weights:
             return joined
         return joined, ops.attention_scores(query, key, settings["mask"], **scores)
+
+    def extra_repr(self) -> str:
+        unrotated = self.rope is None and self.qk_rope_head_dim > 0
+        return super().extra_repr() + (", rope=None: no dim is rotated" if unrotated else "")
 
     def _make_cpp(self, device: str | None) -> object:
         for name in ("q_a_layernorm", "kv_a_layernorm"):

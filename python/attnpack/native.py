@@ -35,7 +35,12 @@ class NativeModule(nn.Module):
         """
         _refuse_foreign(self)
         twin = self._make_cpp("meta")
-        twin.assign_state_dict(dict(self.named_parameters(remove_duplicate=False)))
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+        for name, parameter in twin.named_parameters() if frozen else ():
+            if name in frozen:
+                parameter.requires_grad_(False)
+        twin.assign_state_dict(parameters)
         return twin.train(self.training)
 
 

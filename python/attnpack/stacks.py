@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import cpp
 from .blocks import Block, DecoderBlock, EncoderBlock
 from .cache import ModelCache, check_kind, unchanged_on_error
-from .checks import MODEL_CACHE, check_ids, check_lengths, explain_ids, naming, reject_keywords
+from .checks import MODEL_CACHE, check_device, check_ids, check_lengths, explain_ids, naming, reject_keywords
 from .explain import with_article, wrong_kind
 from .native import NativeModule
 from .norm import make_norm, norm_settings
@@ -68,6 +68,8 @@ class _Stack(NativeModule):
                 )
             return x
         check_ids(x)
+        if type(self.embed_tokens) is nn.Embedding:
+            check_device("ids", x, self.embed_tokens.weight)
         try:
             return self.embed_tokens(x)
         except IndexError:

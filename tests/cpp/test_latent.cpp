@@ -2,24 +2,16 @@
 #include <torch/torch.h>
 
 #include "catch.h"
+#include "complains.h"
 
 #include <attnpack/attnpack.h>
+#include <attnpack/functional/latent_attend.h>
 
 namespace attnpack {
 
 namespace {
 
 bool close(const at::Tensor& a, const at::Tensor& b) { return at::allclose(a, b, 1e-4, 1e-5); }
-
-template <typename F>
-bool complains(const std::string& words, const F& f) {
-  try {
-    f();
-  } catch (const std::exception& error) {
-    return std::string(error.what()).find(words) != std::string::npos;
-  }
-  return false;
-}
 
 MultiHeadLatentAttentionOptions sizes() {
   RopeScaling yarn;
@@ -137,6 +129,34 @@ TEST_CASE("wrong latent arguments are named") {
   MultiHeadLatentAttention layer(sizes());
   const auto x = torch::randn({1, 3, 24});
   REQUIRE(complains("value_context", [&] { layer->forward(x, AttentionInputs(x).value_context(x)); }));
+}
+
+TEST_CASE("settings that latent attention does not have are refused") {
+  const auto query = torch::randn({1, 3, 4, 11}), latent = torch::randn({1, 4, 10}), k_rope = torch::randn({1, 4, 6});
+  const auto kv_b = torch::randn({3 * 12, 10}), heads = torch::ones(3);
+  const std::vector<std::pair<std::string, AttendOptions>> refused = {
+      {"window", AttendOptions().window(Window{2, 0})},
+      {"softcap", AttendOptions().softcap(5)},
+      {"sinks", AttendOptions().sinks(heads)},
+      {"alibi_slopes", AttendOptions().alibi_slopes(heads)},
+      {"head_map", AttendOptions().head_map(std::vector<int64_t>{0, 0, 0})},
+  };
+  for (const auto& [name, options] : refused) {
+    const auto& o = options;
+    REQUIRE(complains(name + ": got", [&] { latent_attend(query, latent, k_rope, kv_b, 7, "auto", o); }));
+    REQUIRE(complains(name + ": got", [&] { latent_attend_with_weights(query, latent, k_rope, kv_b, 7, "auto", o); }));
+    REQUIRE(complains(name + ": got", [&] { latent_project(query, latent, k_rope, kv_b, 7, "auto", o); }));
+  }
+  REQUIRE(latent_attend(query, latent, k_rope, kv_b, 7, "auto", AttendOptions().causal(true)).size(2) == 21);
+}
+
+TEST_CASE("a layer with rotary dims and no rope says that it does not rotate them") {
+  const auto printed = [](const MultiHeadLatentAttentionOptions& options) {
+    return c10::str(*MultiHeadLatentAttention(options));
+  };
+  REQUIRE(printed(sizes().rope(nullptr)).find("rope=none: no dim is rotated") != std::string::npos);
+  REQUIRE(printed(sizes()).find("rope=none") == std::string::npos);
+  REQUIRE(printed(sizes().rope(nullptr).qk_rope_head_dim(0)).find("rope=none") == std::string::npos);
 }
 
 }  // namespace attnpack

@@ -2,6 +2,7 @@
 #include <torch/torch.h>
 
 #include "catch.h"
+#include "complains.h"
 
 #include <attnpack/attnpack.h>
 
@@ -12,17 +13,6 @@ namespace {
 bool same(const at::Tensor& a, const at::Tensor& b) { return at::equal(a, b); }
 
 bool close(const at::Tensor& a, const at::Tensor& b) { return at::allclose(a, b, 1e-4, 1e-5); }
-
-// Whether f raises with these words. (The matchers of Catch2 2 and 3 have different names.)
-template <typename F>
-bool complains(const std::string& words, const F& f) {
-  try {
-    f();
-  } catch (const std::exception& error) {
-    return std::string(error.what()).find(words) != std::string::npos;
-  }
-  return false;
-}
 
 DecoderBlock make_block(bool cross = false) {
   auto options = DecoderBlockOptions(
@@ -96,6 +86,64 @@ TEST_CASE("clone copies parts and keeps the type") {
   REQUIRE(same(twin->forward(ids), model->forward(ids)));
 }
 
+TEST_CASE("an embedding of encoder and decoder is one parameter, of the clone too") {
+  torch::manual_seed(0);
+  Embedding table(16, 24);
+  Encoder encoder(EncoderOptions({EncoderBlock(MultiHeadAttention(24, 4), FeedForward(24, 32))}).embed_tokens(table));
+  EncoderDecoder model(encoder, Decoder(DecoderOptions({make_block(true)}).embed_tokens(table)));
+  const auto ids = torch::randint(16, {2, 5}, at::kLong);
+  const auto step = [&](EncoderDecoderImpl& each) {
+    const auto weight = each.decoder->embed_tokens->weight;
+    const auto before = weight.detach().clone();
+    torch::optim::SGD optimiser(each.parameters(), torch::optim::SGDOptions(0.1));
+    each.forward(ids, ids).square().mean().backward();
+    optimiser.step();
+    return close(weight, before - 0.1 * weight.grad());
+  };
+  REQUIRE(step(*model));
+  const auto copy = std::dynamic_pointer_cast<EncoderDecoderImpl>(model->clone());
+  REQUIRE(copy->encoder->embed_tokens->weight.is_same(copy->decoder->embed_tokens->weight));
+  REQUIRE_FALSE(copy->encoder->embed_tokens->weight.is_same(table->weight));
+  REQUIRE(same(copy->forward(ids, ids), model->forward(ids, ids)));
+  REQUIRE(step(*copy));
+
+  struct OwnImpl : torch::nn::Module {
+    explicit OwnImpl(EncoderDecoder inner) { register_module("inner", inner); }
+  } around(model);
+  REQUIRE(around.parameters().size() == distinct_parameters(around).size() + 1);
+}
+
+TEST_CASE("a causal encoder block is causal") {
+  torch::manual_seed(0);
+  const auto x = torch::randn({1, 6, 24}), changed = at::cat({x.narrow(1, 0, 5), torch::randn({1, 1, 24})}, 1);
+  for (const bool causal : {true, false}) {
+    EncoderBlock block(MultiHeadAttention(MultiHeadAttentionOptions(24, 4).causal(causal)), FeedForward(24, 32));
+    const auto first = [&](const at::Tensor& input) { return block->forward(input).narrow(1, 0, 5); };
+    REQUIRE(same(first(x), first(changed)) == causal);
+  }
+}
+
+TEST_CASE("a fresh tied model knows nothing yet") {
+  torch::manual_seed(0);
+  CausalLM model(CausalLMOptions(512, 64, 2, 4).tie_embeddings(true));
+  const auto ids = torch::randint(512, {2, 32}, at::kLong);
+  const auto loss = torch::nll_loss(model->forward(ids).flatten(0, 1).log_softmax(1), ids.roll(-1, 1).flatten());
+  REQUIRE(std::abs(loss.item<float>() - std::log(512.0)) < 0.3);
+  REQUIRE(std::abs(model->model->embed_tokens->weight.std().item<float>() - 0.02) < 0.002);
+  REQUIRE(complains("init_std: got -1", [] { CausalLM(CausalLMOptions(8, 24, 1, 4).init_std(-1)); }));
+}
+
+TEST_CASE("the umbrella's functions beside torch's of the same names") {
+  using namespace torch;
+  using namespace attnpack;
+  const auto x = torch::randn({3, 4}), weight = torch::randn({5, 4});
+  REQUIRE(close(attnpack::linear(x, weight), at::matmul(x, weight.t())));
+  REQUIRE(close(linear(x, weight), at::matmul(x, weight.t())));
+  REQUIRE(close(rms_norm(x, torch::ones(4), 1e-6), x * x.square().mean(-1, true).add(1e-6).rsqrt()));
+  REQUIRE(alibi_slopes(2) == std::vector<double>{0.0625, 0.00390625});
+  REQUIRE(attnpack::Linear(4, 5)->forward(x).sizes() == at::IntArrayRef({3, 5}));
+}
+
 TEST_CASE("a module made on meta takes tensors by name and shares them") {
   torch::manual_seed(0);
   MultiHeadAttention layer(24, 4);
@@ -106,6 +154,11 @@ TEST_CASE("a module made on meta takes tensors by name and shares them") {
   assign_state_dict(*twin, state_dict(*layer));
   const auto x = torch::randn({2, 5, 24});
   REQUIRE(same(twin->forward(x), layer->forward(x)));
+  REQUIRE(complains("x: got device cpu, want the module's device meta; its weights hold no numbers",
+                    [&] { MultiHeadAttention(MultiHeadAttentionOptions(24, 4).factory(meta))->forward(x); }));
+  const auto ids = at::zeros({1, 3}, at::kLong);
+  REQUIRE(complains("ids: got device cpu, want the module's device meta; its weights hold no numbers",
+                    [&] { CausalLM(CausalLMOptions(8, 24, 1, 4).factory(meta))->forward(ids); }));
   twin->forward(x).sum().backward();
   REQUIRE(layer->q_proj->weight.grad().defined());
   REQUIRE(same(std::dynamic_pointer_cast<MultiHeadAttentionImpl>(twin->clone())->forward(x), layer->forward(x)));
