@@ -112,16 +112,20 @@ def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
             f"attnpack: {name} has shape {list(lengths.shape)}, wants [batch] = [{x.size(0)}]: the valid tokens of "
             "each sequence"
         )
-    # A traced tensor has no values; those of its runs are the op's to check.
-    if type(lengths) is not Tensor or lengths.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    try:
-        values = lengths.tolist()
-    except RuntimeError:  # a transform of torch.func
-        return
-    for b, length in enumerate(values):
+    for b, length in enumerate(values_of(lengths) or ()):
         if not 0 <= length <= x.size(1):
             raise ValueError(f"attnpack: {name}[{b}] is {length}, wants 0 to {x.size(1)}: the valid tokens of that row")
+
+
+def values_of(tensor: Tensor) -> list[Any] | None:
+    """The values to check, or None where there are none to read: a traced tensor has none, those of its runs are the
+    op's to check; on another device than the CPU reading would wait."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    try:
+        return tensor.tolist()
+    except RuntimeError:  # a transform of torch.func
+        return None
 
 
 @contextmanager

@@ -7,16 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .hf_arguments import refuse
 from .hf_masks import LazyMask, Ranges
+from .hf_packed import same_sequence
 from .ops import attention, attention_scores
 
-# Keywords that models hand on to every attention function and that do not change what attention is.
-_HARMLESS = frozenset(
-    ("position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "output_router_logits",
-     "num_items_in_batch", "deterministic", "sliding_window", "layer_idx", "past_key_values", "labels")
-)  # fmt: skip
-# Lengths of sequences packed into one row. The mask keeps them apart; without a mask nothing would.
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _NO_RANGES = Ranges(causal=False, window=(-1, -1), q_offset=0, kv_lens=None, key_mask=None)
 
 
@@ -47,6 +42,8 @@ def attention_forward(
         position_bias: added to the scores.
         indices: the keys that each query may attend, where a model selects them (DeepSeek-V3.2's sparse attention).
         output_attentions: also return the probabilities, before dropout.
+        others: cu_seq_lens_q, cu_seq_lens_k and seq_idx keep packed sequences apart (`hf_packed`), `hf_arguments.REFUSED`
+            raise, all others are ignored.
 
     Returns:
         (out [B, Lq, Hq, Dv], probabilities [B, Hq, Lq, Lkv] or None).
@@ -54,14 +51,22 @@ def attention_forward(
     Raises:
         ValueError: names an argument that the operator cannot honour. Windows need no argument: the mask has them.
     """
-    refuse(others, attention_mask)
+    refuse(others)
+    packed = same_sequence(others, query, key)
+    if packed is not None and indices is not None:
+        raise ValueError(
+            "attnpack: indices: got keys that the model selected for packed sequences, which may be those of another "
+            "sequence; leave cu_seq_lens and seq_idx out and pass position_ids with use_cache=False"
+        )
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         ranges, mask = _NO_RANGES._replace(causal=bool(causal) and query.size(2) > 1), None
     else:
         ranges, mask = split_mask(attention_mask, query.size(2), key.size(2))
     if indices is not None:
-        mask = _selected(indices, key.size(2), mask)
+        mask = restricted(mask, _selected(indices, key.size(2)))
+    if packed is not None:
+        mask = restricted(mask, packed)
     if position_bias is not None:
         mask = _biased(position_bias, mask)
     if query.size(0) == 1 < key.size(0):
@@ -80,19 +85,6 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), weights
 
 
-def refuse(others: dict[str, Any], attention_mask: Tensor | None) -> None:
-    """Raises for the first argument that would change the result and is not honoured."""
-    for name, value in others.items():
-        if value is None or value is False or name in _HARMLESS:
-            continue
-        if name in _PACKED and attention_mask is not None:
-            continue
-        fix = "pass position_ids instead" if name in _PACKED else 'call model.set_attn_implementation("eager")'
-        raise ValueError(
-            f"attnpack: {name}: got {type(value).__name__}, which attnpack cannot honour; want None: {fix}"
-        )
-
-
 def split_mask(mask: Tensor, q_len: int, kv_len: int) -> tuple[Ranges, Tensor | None]:
     """A mask as ranges and what they leave to a tensor."""
     if mask.dim() != 4 or mask.size(3) != kv_len or mask.size(2) not in (1, q_len):
@@ -107,17 +99,23 @@ def split_mask(mask: Tensor, q_len: int, kv_len: int) -> tuple[Ranges, Tensor | 
     return (_NO_RANGES, mask.materialise()) if mask.ranges is None else (mask.ranges, mask.ranges.key_mask)
 
 
+def restricted(
+    mask: Tensor | None,  # [1 or B, 1 or H, 1 or Lq, Lkv]
+    allowed: Tensor,  # [1 or B, 1, Lq, Lkv], bool
+) -> Tensor:
+    """`mask` for the allowed keys alone."""
+    if mask is None:
+        return allowed
+    return allowed & mask if mask.dtype == torch.bool else torch.where(allowed, mask, -torch.inf)
+
+
 def _selected(
     indices: Tensor,  # [B, Lq, n]
     kv_len: int,
-    mask: Tensor | None,
 ) -> Tensor:
-    """`mask` for the selected keys alone, [B, 1, Lq, Lkv]."""
+    """Which keys are selected, [B, 1, Lq, Lkv]."""
     chosen = torch.zeros(*indices.shape[:2], kv_len, dtype=torch.bool, device=indices.device)
-    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
-    if mask is None:
-        return chosen
-    return chosen & mask if mask.dtype == torch.bool else torch.where(chosen, mask, -torch.inf)
+    return chosen.scatter(-1, indices.long(), True).unsqueeze(1)
 
 
 def _biased(

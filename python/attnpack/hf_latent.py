@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from . import ops
 from .hf_adopted import Adopted, check_cache, rotated
-from .hf_attention import attention_forward, refuse, split_mask
+from .hf_arguments import refuse
+from .hf_attention import attention_forward, restricted, split_mask
+from .hf_packed import same_sequence
 from .latent_attention import MultiHeadLatentAttention
 from .linear import plain_weight, project
 
@@ -68,14 +70,14 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             ValueError: names an argument that attention cannot honour.
         """
         check_cache(past_key_values)
-        refuse(others, attention_mask)
+        refuse(others)
         query, latent, k_rope, _ = self._latents(hidden_states, None)
         nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         query = torch.cat([nope, rotated(rope, position_embeddings, self.interleaved)], -1)
         latent, k_rope = latent.unsqueeze(1), rotated(k_rope.unsqueeze(1), position_embeddings, self.interleaved)
         if past_key_values is not None:
             latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
-        joined, weights = self._attend_latents(query, latent, k_rope, attention_mask, bool(output_attentions))
+        joined, weights = self._attend_latents(query, latent, k_rope, attention_mask, bool(output_attentions), others)
         return project(self.o_proj, joined), weights
 
     def _attend_latents(
@@ -85,15 +87,19 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
         k_rope: Tensor,  # [B, 1, S, R]
         mask: Tensor | None,
         need_weights: bool,
+        others: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         dropout = self.dropout if self.training else 0.0
         weight = plain_weight(self.kv_b_proj)
         if weight is None:  # LoRA, say: only calling it tells what it does
             key, value = self._expand(torch.cat([latent, k_rope], -1), query.size(1))
             out, weights = attention_forward(
-                self, query, key, value, mask, dropout, self.scale, output_attentions=need_weights
+                self, query, key, value, mask, dropout, self.scale, output_attentions=need_weights, **others
             )
             return out.flatten(2), weights
+        where = _as_of_the_first_key(mask, query.size(2), latent.size(2))
+        if (packed := same_sequence(others, query, latent)) is not None:
+            where["mask"] = restricted(where.get("mask"), packed)
         result = ops.latent_attend(
             query,
             latent.squeeze(1),
@@ -105,7 +111,7 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             dropout_p=dropout,
             scale=self.scale,
             need_weights=need_weights,
-            **_as_of_the_first_key(mask, query.size(2), latent.size(2)),
+            **where,
         )
         return result if need_weights else (result, None)
 

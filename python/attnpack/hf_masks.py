@@ -100,8 +100,9 @@ def mask(
     """The mask of queries at q_offset.. over keys at kv_offset.., as `transformers.AttentionMaskInterface` wants it.
 
     Returns:
-        A LazyMask [batch_size, 1, q_length, kv_length]; a plain bool tensor, or None for plain causal, while a graph is
-        being traced; None where every query may attend every key and `allow_is_bidirectional_skip`.
+        A LazyMask [batch_size, 1, q_length, kv_length]; while a graph is being traced a plain bool tensor, or None for
+        a single query that sees all keys; None where every query may attend every key and
+        `allow_is_bidirectional_skip`.
     """
 
     def build(**skips: bool) -> Tensor | None:
@@ -111,7 +112,10 @@ def mask(
         )  # fmt: skip
 
     if is_tracing(q_offset if attention_mask is None else attention_mask):
-        return build(allow_is_bidirectional_skip=allow_is_bidirectional_skip)
+        # Layers may keep the last queries only, and cut the mask to them (Gemma 4). No mask would then mean causality
+        # from the first key on, which is wrong for all but a single query.
+        causal_skip = settings.get("allow_is_causal_skip", True) and q_length == 1
+        return build(allow_is_causal_skip=causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
     if isinstance(q_offset, Tensor):
         # The length of a static cache, which the first layer advances in place: to be kept as it is now. Reading it is
         # free on the CPU and would wait for any other device.

@@ -1,0 +1,31 @@
+"""Keywords that models hand to an attention function, and which of them attnpack refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_EAGER = 'call model.set_attn_implementation("eager")'
+_PAGED = 'call model.set_attn_implementation("sdpa"), which continuous batching can use'
+
+# Models hand on every keyword of their caller: names of losses, flags of trainers. There is no end to those, and sdpa
+# passes over them. So the names that change attention are listed, each with its fix. tests/test_hf_arguments.py compares
+# them with every name that the installed transformers hands over or reads itself.
+REFUSED: dict[str, str] = {
+    "block_indices": _EAGER,
+    "head_mask": "remove heads from the projections instead",
+    "sinks": _EAGER,
+    "softmax_scale": "set the scaling of the model's layers",
+    "use_top_left_mask": "give the model an attention_mask",
+    **dict.fromkeys(("block_table", "cache", "k_cache", "read_index", "v_cache", "write_index"), _PAGED),
+}
+
+
+def refuse(others: Mapping[str, Any]) -> None:
+    """Raises ValueError for the first argument that changes attention and is not honoured."""
+    for name, fix in REFUSED.items():
+        value = others.get(name)
+        if value is not None and value is not False:
+            raise ValueError(
+                f"attnpack: {name}: got {type(value).__name__}, which attnpack cannot honour; want None: {fix}"
+            )
