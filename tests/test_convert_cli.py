@@ -135,6 +135,15 @@ def test_shards_stay_shards_and_dtypes_stay_theirs(tmp_path, capsys):
     assert open_in_transformers(tmp_path / "fp16").dtype == torch.float16
 
 
+def test_one_shard_keeps_its_index(llama, tmp_path):
+    source, shard = llama[1], "model-00001-of-00001.safetensors"
+    names = load_file(source / "model.safetensors")
+    (source / "model.safetensors").rename(source / shard)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
+    assert run(source, tmp_path / "out", "--kv-heads", 2) == 0
+    same_logits(tmp_path / "out")
+
+
 def test_json_and_what_is_said_without_a_tokenizer(llama, tmp_path, capsys):
     assert run(llama[1], tmp_path / "out", "--kv-heads", 2, "--json") == 0
     report = json.loads(capsys.readouterr().out)

@@ -194,6 +194,12 @@ def test_folding_keeps_the_outputs(form, capsys):
         folded.cpp().fold()
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_folding_keeps_the_mode(training):
+    module = make().train(training)
+    assert module.fold().training == module.cpp().fold().training == training
+
+
 # ---- as any module -----------------------------------------------------------------------
 
 

@@ -92,6 +92,13 @@ def test_crop_reorder_reset_and_ragged_appends():
     assert cache.nbytes == 2 * (RANK + ROPE) * 8
 
 
+def test_a_ragged_append_is_as_long_as_its_longest_row():
+    sizes = {"kv_lora_rank": RANK, "qk_nope_head_dim": 4, "qk_rope_head_dim": ROPE, "v_head_dim": 4}
+    cache = attnpack.LatentCache()
+    attnpack.MultiHeadLatentAttention(24, 2, **sizes)(torch.randn(2, 5, 24), cache=cache, kv_lens=torch.tensor([1, 3]))
+    assert cache.lengths.tolist() == [1, 3] and len(cache) == cache.c.size(2) == 3
+
+
 def test_roll_back():
     cache, latents = filled()
     with pytest.raises(RuntimeError, match="stop"), attnpack.ModelCache([cache]).all_or_none():
