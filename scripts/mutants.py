@@ -153,7 +153,7 @@ def run_pytest(arguments: list[str], package: Path, number: int, log: Path) -> N
         os.dup2(file.fileno(), 2)
     import pytest
 
-    sys.exit(int(pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", *arguments])))
+    sys.exit(int(pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not long", *arguments])))
 
 
 def run_tests(tests: Iterable[str], package: Path, *options: str, number: int = 0) -> tuple[int | None, str]:
