@@ -296,3 +296,36 @@ def test_a_layer_takes_it_without_gradients(dtype, length):
         torch.testing.assert_close(with_one, with_ops)
     torch.testing.assert_close(caches[0].k, caches[1].k)
     assert torch.equal(caches[0].lengths, caches[1].lengths)
+
+
+def latent_attend(cache, *, width=4, latent_dim=3, kv_b=True, v_dim=5, path="auto", **settings):
+    """The op on 3 query heads with one rotated dim; its cache is the keys of one head."""
+    query, latent, k_rope = draw(2, 3, 3, width), draw(2, 3, latent_dim), draw(2, 3, 1)
+    up = draw(24, latent_dim) if kv_b else None
+    attnpack.ops.latent_attend(query, latent, k_rope, up, v_dim, path, cache=cache[::2], **settings)
+
+
+def attend(cache, **settings):
+    x = draw(2, 1, 3, 4)
+    attnpack.ops.attend(x, x, x, cache=cache, **settings)
+
+
+@pytest.mark.parametrize(
+    ("layer", "settings", "message"),
+    [
+        (attend, {"dropout_p": 1.5}, "dropout_p is 1.5"),
+        (latent_attend, {"dropout_p": -1.0}, "dropout_p is -1"),
+        (latent_attend, {"path": "fast"}, "path: got 'fast'"),
+        (latent_attend, {"v_dim": 6}, r"kv_b has shape \[24, 3\] for v_dim 6, wants .* \[27, 3\]"),
+        (latent_attend, {"width": 5, "kv_b": False}, r"query has head_dim 5 without kv_b, wants 3 \+ 1"),
+    ],
+)
+def test_a_refused_layer_leaves_the_cache_as_it_was(layer, settings, message):
+    cache = make_cache(heads=1, v_dim=4)
+    before = [x.clone() for x in cache]
+    with pytest.raises(ValueError, match=message):
+        layer(cache, **settings)
+    for x, expected in zip(cache, before, strict=True):
+        assert torch.equal(x, expected)
+    layer(cache)
+    assert cache[2].tolist() == [5, 8]

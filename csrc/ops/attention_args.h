@@ -41,6 +41,8 @@ AttentionGradients attention_backward_op(const Tensor& grad_out, const std::opti
 
 // Shapes, dtypes, devices and settings, for every backend.
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS);
+// The part of it that a layer asks before it writes its cache; the seed is drawn later.
+void check_dropout(double dropout_p);
 // The same for the backward pass, and what it takes of the forward pass.
 void check_attention_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
                               const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,

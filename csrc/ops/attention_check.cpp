@@ -70,6 +70,10 @@ void check_heads(const Tensor& query, const Tensor& key, at::OptionalIntArrayRef
 
 }  // namespace
 
+void check_dropout(double dropout_p) {
+  ATTNPACK_CHECK(dropout_p >= 0 && dropout_p < 1, "dropout_p is ", dropout_p, ", wants 0 <= dropout_p < 1");
+}
+
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
   const auto check_rank = [](const char* name, const Tensor& t) {
     ATTNPACK_CHECK(t.dim() == 4, name, " has shape ", t.sym_sizes(), ", wants 4 dimensions [batch, heads, length, ",
@@ -110,8 +114,13 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
   check_per_head("alibi_slopes", alibi_slopes, query);
   ATTNPACK_CHECK(!alibi_slopes || !alibi_slopes->requires_grad(),
                  "alibi_slopes requires a gradient and has none: pass alibi_slopes.detach()");
-  ATTNPACK_CHECK(dropout_p >= 0 && dropout_p < 1, "dropout_p is ", dropout_p, ", wants 0 <= dropout_p < 1");
+  check_dropout(dropout_p);
   ATTNPACK_CHECK(dropout_p == 0 || dropout_seed, "dropout_seed is missing: dropout_p > 0 wants an int64 tensor [1]");
+  ATTNPACK_CHECK(!dropout_seed || (dropout_seed->sym_numel() == 1 && dropout_seed->scalar_type() == at::kLong),
+                 "dropout_seed has shape ", dropout_seed->sym_sizes(), " and dtype ", dropout_seed->scalar_type(),
+                 ", wants one int64");
+  ATTNPACK_CHECK(!dropout_seed || dropout_seed->is_cpu() || dropout_seed->device() == query.device(),
+                 "dropout_seed is on ", dropout_seed->device(), ", wants the CPU or query's device, ", query.device());
 }
 
 void check_attention_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
