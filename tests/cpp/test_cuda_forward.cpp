@@ -219,7 +219,7 @@ TEST_CASE("a row without keys is zero whatever its sink is") {
     using S = decltype(storage);
     Problem<S> problem(shape, {.lens = true, .sinks = true}, 701);
     std::fill(problem.lens.begin(), problem.lens.end(), 0);
-    problem.sinks[0] = kInf;
+    problem.sinks[0] = infinity<double>();
     problem.sinks[1] = std::nan("");
     run_forward<S>(problem.p, plan_forward(problem.p, problem.most_group, kDevice), 701);
     for (int64_t h = 0; h < problem.num_heads; ++h)
