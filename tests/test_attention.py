@@ -388,3 +388,23 @@ def test_values_may_be_columns_of_the_keys(dtype, heads, width, v_width):
     out = attention(query, key, value, kv_lens=kv_lens)
     assert torch.equal(out, attention(query, key, value.clone(), kv_lens=kv_lens))
     assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_may_begin_where_the_keys_do_and_go_on_elsewhere(dtype):
+    """Keys are every second row, values every row of the same memory."""
+    query, room = draw(2, 16, 1, 40, dtype=dtype), draw(2, 1, 300, 40, dtype=dtype)
+    key, value = room[:, :, ::2], room[:, :, :150, :32]
+    assert key.data_ptr() == value.data_ptr()
+    assert torch.equal(attention(query, key, value), attention(query, key.clone(), value.clone()))
+
+
+@pytest.mark.parametrize("q_len", [1, 200], ids=["decode", "prefill"])
+def test_one_value_for_all_keys_comes_out_as_it_is(q_len):
+    """Where weights are rounded to bf16, what they are divided by is the sum of the rounded ones: all but one of these
+    round up by nearly a bf16 epsilon / 2, which the unrounded sum would leave in the result."""
+    weight = torch.full((1, 600), 0.5 * (1 + 2**-8 + 2**-12)).log()
+    weight[0, 0] = 0
+    q, k = (torch.zeros(1, 1, n, 16, dtype=torch.bfloat16) for n in (q_len, 600))
+    v = torch.full((1, 1, 600, 16), 1.8984375, dtype=torch.bfloat16)
+    assert (attention(q, k, v, weight) == v[0, 0, 0, 0]).all()

@@ -140,6 +140,69 @@ def test_attention_scores_says_the_same(case):
         attention_scores(**call)
 
 
+def backward_arguments(**changes):
+    """The arguments of torch.ops.attnpack.attention_backward, in its order."""
+    call = {name: arguments()[name] for name in ("query", "key", "value")}
+    settings = dict(mask=None, causal=False, q_offset=0, q_offsets=None, window_left=-1, window_right=-1, kv_lens=None)
+    settings |= dict(softcap=0.0, sinks=None, alibi_slopes=None, head_map=None, dropout_p=0.0, dropout_seed=None)
+    settings["scale"] = None
+    out, lse = torch.ops.attnpack.attention(**call, **settings)
+    saved = {"grad_out": torch.ones(2, 4, 5, 6), "grad_lse": torch.ones(2, 4, 5), "out": out, "lse": lse}
+    return call | settings | saved | {"mask_gradient": False, "sinks_gradient": False} | changes
+
+
+BAD_BACKWARD = {
+    "no lse": ({"lse": draw(0, 4, 5)}, r"lse has shape \[0, 4, 5\], wants \[2, 4, 5\]: pass what belongs to one call"),
+    "lse of another dtype": (
+        {"lse": draw(2, 4, 5).double()},
+        r"lse has dtype Double, wants Float as query is Float: cast it with \.to\(\)",
+    ),
+    "lse on another device": ({"lse": draw(2, 4, 5).to("meta")}, "lse is on meta, query on cpu: move"),
+    "short out": ({"out": draw(2, 4, 4, 6)}, r"out has shape \[2, 4, 4, 6\], wants \[2, 4, 5, 6\]"),
+    "out of another dtype": ({"out": draw(2, 4, 5, 6).half()}, "out has dtype Half, wants Float"),
+    "grad_out of rank 3": ({"grad_out": draw(4, 5, 6)}, r"grad_out has shape \[4, 5, 6\], wants \[2, 4, 5, 6\]"),
+    "grad_out of integers": ({"grad_out": draw(2, 4, 5, 6).int()}, "grad_out has dtype Int, wants Float"),
+    "grad_out on another device": ({"grad_out": draw(2, 4, 5, 6).to("meta")}, "grad_out is on meta, query on cpu"),
+    "grad_lse that broadcasts": ({"grad_lse": draw(5)}, r"grad_lse has shape \[5\], wants \[2, 4, 5\]"),
+    "gradient of no mask": ({"mask_gradient": True}, "mask_gradient is true, and mask is none or bool: pass a float"),
+    "gradient of a bool mask": (
+        {"mask_gradient": True, "mask": torch.ones(5, 7, dtype=torch.bool)},
+        "mask_gradient is true, and mask is none or bool: pass a float",
+    ),
+    "gradient of no sinks": ({"sinks_gradient": True}, "sinks_gradient is true without sinks: pass them"),
+    "key of another head_dim": ({"key": draw(2, 2, 7, 9)}, "key has head_dim 9, query 8: they must agree"),
+    "large kv_lens": ({"kv_lens": torch.tensor([8, 7])}, r"kv_lens\[0\] is 8, wants 0 to kv_len = 7"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BACKWARD)
+def test_the_backward_op_says_what_is_wrong(case):
+    changes, message = BAD_BACKWARD[case]
+    with pytest.raises(ValueError, match=message) as error:
+        torch.ops.attnpack.attention_backward(**backward_arguments(**changes))
+    assert "\n" not in str(error.value)
+
+
+OTHER_DEVICE_OR_SHAPE = {
+    "cos is on meta, sin on meta, x on cpu": lambda o: o.apply_rope(X, *[torch.ones(7, 4, device="meta")] * 2, False),
+    r"cos has shape \[4611686018427387904\], wants to broadcast": (
+        lambda o: o.apply_rope(X, *[torch.ones(1).expand(2**62)] * 2, False)
+    ),
+    "lengths is on meta, positions on cpu": lambda o: o.rope_table_by_length(
+        torch.arange(3), torch.ones(1, dtype=torch.int64, device="meta"), [1.0], 1.0, [], 1.0, 4
+    ),
+    "positions has dtype Float, wants int64": lambda o: o.rope_table(torch.ones(3, device="meta"), [1.0], 1.0),
+    r"out_a has shape \[\] and dtype Float": lambda o: o.merge_states(*[torch.ones(())] * 4),
+    "lse_a dtype Int, wants float": lambda o: o.merge_states(X, X[..., 0].int(), X, X[..., 0].int()),
+}
+
+
+@pytest.mark.parametrize("message", OTHER_DEVICE_OR_SHAPE)
+def test_the_other_ops_say_it_too(message):
+    with pytest.raises(ValueError, match=message):
+        OTHER_DEVICE_OR_SHAPE[message](torch.ops.attnpack)
+
+
 def test_an_unknown_stage():
     with pytest.raises(ValueError, match="stage is 'raw', wants 'scaled', 'capped', 'masked' or 'probs'"):
         attention_scores(draw(1, 1, 2, 3), draw(1, 1, 2, 3), stage="raw")

@@ -35,7 +35,8 @@ def run_with(isa: str, code: str):
 
 GRID = """
 import torch, attnpack
-from op_cases import COVERING, INF, NAN, check_against_reference, make_inputs, run
+from attnpack import reference
+from op_cases import COVERING, DTYPES, INF, NAN, check_against_reference, make_inputs, run
 torch.set_num_threads(2)
 for case in COVERING[::5]:
     check_against_reference(make_inputs(**case))
@@ -48,6 +49,18 @@ for lengths, dtype in shapes:  # excluded keys are never read
         inputs.key[b, :, n:], inputs.value[b, :, n:] = NAN, INF
     for name, x in run(attnpack.attention, inputs).items():
         assert torch.equal(x, expected[name]), name
+for dtype in DTYPES:  # a softcap of any size, a row without keys whatever its sink is
+    for lengths in ((3, 70), (60, 70)):
+        for softcap in (1e-300, 1e-40, 1e39, 1e300):
+            inputs = make_inputs(dtype, lengths=lengths, scores={"softcap": softcap})
+            inputs.query[:, :, 0] = 0
+            truth = run(reference.attention, inputs.to(torch.float64))
+            for name, x in run(attnpack.attention, inputs).items():
+                bound = 16 * torch.finfo(dtype).eps * max(1, truth[name].abs().max().item())
+                torch.testing.assert_close(x.double(), truth[name], atol=bound, rtol=0)
+        inputs = make_inputs(dtype, lengths=lengths)
+        inputs.settings |= {"sinks": torch.tensor([INF, NAN, -INF, 1.0]), "kv_lens": torch.tensor([0, 0])}
+        assert (attnpack.attention(inputs.query, inputs.key, inputs.value, **inputs.settings) == 0).all()
 print(attnpack._C.isa())
 """
 

@@ -155,6 +155,105 @@ def test_a_refused_rotating_append_leaves_the_cache_as_it_was(case):
         assert torch.equal(x, expected)
 
 
+BEYOND = "is -?[0-9]+, wants 0 to its 8 positions: call reset"
+
+
+@pytest.mark.parametrize("held", [2**63 - 1, 2**63 - 2, 9, -1, -(2**63)])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_lengths_that_no_cache_has_are_refused(held, rotated):
+    cache_key, cache_value, lengths = make_cache()
+    for b in range(2):
+        wrong = lengths.clone()
+        wrong[b] = held
+        with pytest.raises(ValueError, match=rf"the cache's lengths\[{b}\] {BEYOND}"):
+            append_of(rotated)(cache_key, cache_value, wrong, *new(), None)
+        assert (cache_key[0, :, 2:] == -1).all() and wrong[b] == held
+
+
+@pytest.mark.parametrize("held", [2**63 - 2, -1])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_module_refuses_them_too(held, gradients):
+    rope = attnpack.RotaryEmbedding(8)
+    layer = attnpack.GroupedQueryAttention(48, 6, 2, rope=rope, causal=True)
+    latent = attnpack.MultiHeadLatentAttention(
+        48, 6, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, rope=rope, causal=True
+    )
+    static = attnpack.StaticCache(2, 2, 9, 8)
+    for module, cache in ((layer, attnpack.DynamicCache()), (layer, static), (latent, attnpack.LatentCache())):
+        with torch.set_grad_enabled(gradients):
+            module(torch.randn(2, 3, 48), cache=cache)
+            cache.lengths.fill_(held)
+            with pytest.raises(ValueError, match=r"lengths\[0\] is .* wants 0 to its [0-9]+ positions"):
+                module(torch.randn(2, 3, 48), cache=cache)
+
+
+def append_of(rotated: bool):
+    """Either op as a function of cache_key, cache_value, lengths, key, value, new_lens."""
+
+    def rotate(cache_key, cache_value, lengths, key, value, new_lens):
+        query = torch.zeros(key.shape)
+        append_rotated(cache_key, cache_value, lengths, query, key, value, [1.0], 1.0, False, new_lens, None)
+
+    return rotate if rotated else lambda *tensors: append(*tensors, None)
+
+
+def overlapping():
+    """What shares memory, by the words that say so: (cache_key, cache_value, lengths, key, value)."""
+    (cache_key, cache_value, lengths), (key, value) = make_cache(v_dim=4), new(v_dim=4)
+    one = torch.zeros(1, 3, 8, 4)
+    room = torch.zeros(2, 3, 16, 4)
+    numbers = torch.zeros(2 * 3 * 8 * 4, dtype=torch.float32)
+    return {
+        "the cache's keys have .* strides .* clone": (one.expand(2, 3, 8, 4), cache_value, lengths, key, value),
+        "the cache's values have .* strides .* clone": (cache_key, one.expand(2, 3, 8, 4), lengths, key, value),
+        "the cache's lengths have .* clone": (cache_key, cache_value, torch.tensor([2]).expand(2), key, value),
+        "values share memory with its keys.* clone": (cache_key, cache_key, lengths, key, value),
+        "the cache's values share": (room[:, :, :8], room[:, :, :8], lengths, key, value),
+        "lengths share memory with its keys": (
+            numbers.view(2, 3, 8, 4), cache_value, numbers.view(torch.int64)[4:6], key, value
+        ),
+        "key shares memory with the cache's keys.* clone": (
+            cache_key, cache_value, lengths, cache_key[:, :, 1:4], value
+        ),
+        "value shares memory with the cache's keys": (cache_key, cache_value, lengths, key, cache_key[:, :, :3]),
+        "key shares memory with the cache's values": (cache_key, cache_value, lengths, cache_value[:, :, :3], value),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("message", overlapping())
+@pytest.mark.parametrize("rotated", [False, True])
+def test_shared_memory_is_refused(message, rotated):
+    tensors = overlapping()[message]
+    before = [x.clone() for x in tensors]
+    with pytest.raises(ValueError, match=message):
+        append_of(rotated)(*tensors, None)
+    for x, expected in zip(tensors, before, strict=True):
+        assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_memory_that_only_lies_near_is_taken(rotated):
+    """Keys beside values in one tensor; keys and values of one tensor; values of width 0; the lengths as new_lens."""
+    both = torch.zeros(2, 3, 8, 8)
+    key, value = torch.stack(new(v_dim=4), 3).unbind(3)
+    cache = both[..., :4], both[..., 4:], torch.tensor([0, 5])
+    append_of(rotated)(*cache, key, value, None)
+    assert torch.equal(cache[1][1, :, 5:], value[1]) and cache[2].tolist() == [3, 8]
+    key, nothing = new(v_dim=0)
+    cache = *make_cache(v_dim=0)[:2], torch.tensor([2, 3])
+    append_of(rotated)(*cache, key, nothing, cache[2])
+    assert cache[2].tolist() == [4, 6]
+
+
+@pytest.mark.parametrize("which", ["cache_value", "lengths", "new_lens"])
+def test_all_of_a_cache_is_on_one_device(which):
+    cache_key, cache_value, lengths = make_cache()
+    tensors = {"cache_value": cache_value, "lengths": lengths, "new_lens": torch.tensor([1, 1])}
+    tensors[which] = tensors[which].to("meta")
+    with pytest.raises(ValueError, match="on meta"):
+        append(cache_key, tensors["cache_value"], tensors["lengths"], *new(), tensors["new_lens"], None)
+
+
 @pytest.mark.parametrize(
     ("query", "inv_freq", "message"),
     [
@@ -197,3 +296,36 @@ def test_a_layer_takes_it_without_gradients(dtype, length):
         torch.testing.assert_close(with_one, with_ops)
     torch.testing.assert_close(caches[0].k, caches[1].k)
     assert torch.equal(caches[0].lengths, caches[1].lengths)
+
+
+def latent_attend(cache, *, width=4, latent_dim=3, kv_b=True, v_dim=5, path="auto", **settings):
+    """The op on 3 query heads with one rotated dim; its cache is the keys of one head."""
+    query, latent, k_rope = draw(2, 3, 3, width), draw(2, 3, latent_dim), draw(2, 3, 1)
+    up = draw(24, latent_dim) if kv_b else None
+    attnpack.ops.latent_attend(query, latent, k_rope, up, v_dim, path, cache=cache[::2], **settings)
+
+
+def attend(cache, **settings):
+    x = draw(2, 1, 3, 4)
+    attnpack.ops.attend(x, x, x, cache=cache, **settings)
+
+
+@pytest.mark.parametrize(
+    ("layer", "settings", "message"),
+    [
+        (attend, {"dropout_p": 1.5}, "dropout_p is 1.5"),
+        (latent_attend, {"dropout_p": -1.0}, "dropout_p is -1"),
+        (latent_attend, {"path": "fast"}, "path: got 'fast'"),
+        (latent_attend, {"v_dim": 6}, r"kv_b has shape \[24, 3\] for v_dim 6, wants .* \[27, 3\]"),
+        (latent_attend, {"width": 5, "kv_b": False}, r"query has head_dim 5 without kv_b, wants 3 \+ 1"),
+    ],
+)
+def test_a_refused_layer_leaves_the_cache_as_it_was(layer, settings, message):
+    cache = make_cache(heads=1, v_dim=4)
+    before = [x.clone() for x in cache]
+    with pytest.raises(ValueError, match=message):
+        layer(cache, **settings)
+    for x, expected in zip(cache, before, strict=True):
+        assert torch.equal(x, expected)
+    layer(cache)
+    assert cache[2].tolist() == [5, 8]

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 // Functions that CUDA kernels run too.
 #ifdef __CUDACC__
@@ -37,7 +38,7 @@ struct AttentionParams {
   const int64_t* group_heads;  // [num_heads]
 
   double scale;
-  double softcap;  // 0: off
+  double softcap;  // 0: off; a normal number of the accumulation type
 
   const void* mask;  // broadcast to [batch, num_heads, q_len, kv_len] by strides; null: none
   DType mask_dtype;
@@ -115,6 +116,14 @@ ATTNPACK_HD static inline Range key_range(const AttentionParams& p, int64_t b, i
   if (p.window_left >= 0 && position - p.window_left > keys.begin) keys.begin = position - p.window_left;
   if (keys.end < keys.begin) keys.end = keys.begin;
   return keys;
+}
+
+// What a product is multiplied with before tanh, scale / softcap: finite, so that a product of 0 stays 0.
+template <class A>
+ATTNPACK_HD static inline A scale_into_cap(const AttentionParams& p) {
+  constexpr double kMost = std::numeric_limits<A>::max();
+  const double ratio = p.scale / p.softcap;
+  return static_cast<A>(ratio > kMost ? kMost : ratio < -kMost ? -kMost : ratio);
 }
 
 ATTNPACK_HD static inline int64_t group_size(const AttentionParams& p, int64_t kv_head) {

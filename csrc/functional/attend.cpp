@@ -52,6 +52,7 @@ bool rotates_in_cache(const RopeSettings& rope, const std::optional<Tensor>& pos
 
 // Rotates, and appends to the cache where there is one. Everything is checked before the cache is written.
 Layer prepare(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTEND_PARAMS) {
+  check_dropout(dropout_p);
   const auto check = [&](const Tensor& k, const Tensor& v, const std::optional<Tensor>& lens) {
     check_attention(query, k, v, mask, causal, 0, std::nullopt, window_left, window_right, lens, softcap, sinks,
                     alibi_slopes, head_map, 0.0, std::nullopt, scale);

@@ -62,6 +62,25 @@ void check_latents(const Tensor& query, const Tensor& latent, const Tensor& k_ro
                  latent.sym_sizes(), " and query ", query.sym_sizes());
 }
 
+// What leads from latents to heads.
+void check_up(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const std::optional<Tensor>& kv_b,
+              const SymInt& v_dim, c10::string_view path) {
+  check_latents(query, latent, k_rope);
+  ATTNPACK_CHECK(path == "auto" || path == "expanded" || path == "absorbed", "path: got '", path,
+                 "', want 'auto', 'expanded' or 'absorbed'");
+  const SymInt width = query.sym_size(3), rotated = k_rope.sym_size(2), latent_dim = latent.sym_size(2);
+  if (!kv_b) {
+    ATTNPACK_CHECK(width == latent_dim + rotated, "query has head_dim ", width, " without kv_b, wants ", latent_dim,
+                   " + ", rotated, ", the width of latent and k_rope");
+    return;
+  }
+  const SymInt rows = query.sym_size(1) * (width - rotated + v_dim);
+  ATTNPACK_CHECK(v_dim >= 0 && kv_b->dim() == 2 && kv_b->sym_size(0) == rows && kv_b->sym_size(1) == latent_dim,
+                 "kv_b has shape ", kv_b->sym_sizes(), " for v_dim ", v_dim,
+                 ", wants [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank] = [", rows, ", ", latent_dim,
+                 "]");
+}
+
 // query with its last dims, and k_rope, at their places.
 std::tuple<Tensor, Tensor> rotate_parts(const Tensor& query, const Tensor& k_rope,
                                         const std::optional<RopeSettings>& rope, const Placement& place) {
@@ -75,6 +94,7 @@ std::tuple<Tensor, Tensor> rotate_parts(const Tensor& query, const Tensor& k_rop
 // Rotates, and appends to the cache where there is one. Everything is checked before the cache is written.
 Layer prepare(const Tensor& query, const Tensor& latent, const Tensor& k_rope, ATTNPACK_LATENT_PARAMS) {
   check_latents(query, latent, k_rope);
+  check_dropout(dropout_p);
   const auto rope = parse_rope_settings(rope_inv_freq, rope_factor, rope_interleaved, rope_long_inv_freq, rope_growth,
                                         rope_trained_len, rope_raw_keys);
   const auto check = [&](const Tensor& keys, const std::optional<Tensor>& lens) {
@@ -137,16 +157,8 @@ Tensor only_valid(const Tensor& latent, const std::optional<Tensor>& kv_lens) { 
 }
 
 Heads make_heads(const Layer& layer, const std::optional<Tensor>& kv_b, const SymInt& v_dim, c10::string_view path) {
-  ATTNPACK_CHECK(path == "auto" || path == "expanded" || path == "absorbed", "path: got '", path,
-                 "', want 'auto', 'expanded' or 'absorbed'");
   if (!kv_b) return {layer.query, layer.latents, layer.latent(), true};
   const SymInt heads = layer.query.sym_size(1), nope = layer.query.sym_size(3) - layer.rotated_dim;
-  ATTNPACK_CHECK(
-      kv_b->dim() == 2 && kv_b->sym_size(0) == heads * (nope + v_dim) && kv_b->sym_size(1) == layer.latent_dim,
-      "kv_b has shape ", kv_b->sym_sizes(),
-      ", wants [num_heads * (qk_nope_head_dim + v_head_dim), "
-      "kv_lora_rank] = [",
-      heads * (nope + v_dim), ", ", layer.latent_dim, "]");
   if (path == "absorbed" || (path == "auto" && absorbed_is_cheaper(layer.query.sym_size(2), layer.latents.sym_size(2),
                                                                    nope, v_dim, layer.latent_dim))) {
     const Tensor folded = fold_query(layer.nope(), *kv_b);
@@ -169,14 +181,16 @@ Tensor run(const Layer& layer, const Heads& heads, const std::optional<Tensor>& 
   return out.transpose(1, 2).flatten(2);
 }
 
-// Of the dims that scores are made of, also where the query is wider.
+// Of the dims that scores are made of, also where the query is wider. Without dims they are 0.
 double default_scale(const std::optional<double>& scale, const Tensor& query) {
-  return scale ? *scale : 1.0 / std::sqrt(static_cast<double>(query.sym_size(3).expect_int()));
+  const int64_t dims = query.sym_size(3).expect_int();
+  return scale ? *scale : dims > 0 ? 1.0 / std::sqrt(static_cast<double>(dims)) : 1.0;
 }
 
 Tensor latent_attend_composite(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
                                const std::optional<Tensor>& kv_b, SymInt v_dim, c10::string_view path,
                                ATTNPACK_LATENT_PARAMS) {
+  check_up(query, latent, k_rope, kv_b, v_dim, path);
   const Layer layer = prepare(query, latent, k_rope, ATTNPACK_LATENT_ARGS);
   return run(layer, make_heads(layer, kv_b, v_dim, path), kv_b, v_dim, mask, causal, dropout_p,
              default_scale(scale, query));
@@ -186,6 +200,7 @@ std::tuple<Tensor, Tensor> latent_attend_with_weights_composite(const Tensor& qu
                                                                 const Tensor& k_rope, const std::optional<Tensor>& kv_b,
                                                                 SymInt v_dim, c10::string_view path,
                                                                 ATTNPACK_LATENT_PARAMS) {
+  check_up(query, latent, k_rope, kv_b, v_dim, path);
   Layer layer = prepare(query, latent, k_rope, ATTNPACK_LATENT_ARGS);
   // As many columns as the longest sequence has keys; all that there is room for where tracing knows no values.
   if (layer.cached && !mask && !at::isTensorSubclassLike(*layer.kv_lens) && layer.kv_lens->numel() > 0) {
@@ -264,7 +279,7 @@ std::tuple<Tensor, Tensor, Tensor> latent_project(const Tensor& query, const Ten
                                                   const std::optional<Tensor>& kv_b, int64_t v_dim,
                                                   const std::string& path, const AttendOptions& o) {
   refuse_settings(o);
-  check_latents(query, latent, k_rope);
+  check_up(query, latent, k_rope, kv_b, v_dim, path);
   Layer layer;
   layer.latent_dim = latent.sym_size(2);
   layer.rotated_dim = k_rope.sym_size(2);

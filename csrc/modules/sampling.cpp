@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include <attnpack/core/check.h>
 
@@ -59,7 +61,8 @@ at::Tensor Sampler::probabilities(const at::Tensor& logits) const {
     // A token stays where those likelier than it hold less than top_p.
     auto [sorted, order] = probs.sort(-1, /*descending=*/true);
     const auto before = sorted.cumsum(-1) - sorted;
-    probs = at::zeros_like(probs).scatter(-1, order, sorted.masked_fill(before >= top_p_, 0));
+    const double least = std::numeric_limits<float>::min();  // before is a float: below this, 0 would not be less
+    probs = at::zeros_like(probs).scatter(-1, order, sorted.masked_fill(before >= std::max(top_p_, least), 0));
   }
   return probs;  // multinomial takes weights, so they need not sum to 1
 }

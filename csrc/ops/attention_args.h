@@ -41,6 +41,12 @@ AttentionGradients attention_backward_op(const Tensor& grad_out, const std::opti
 
 // Shapes, dtypes, devices and settings, for every backend.
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS);
+// The part of it that a layer asks before it writes its cache; the seed is drawn later.
+void check_dropout(double dropout_p);
+// The same for the backward pass, and what it takes of the forward pass.
+void check_attention_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
+                              const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
+                              ATTNPACK_ATTENTION_PARAMS, bool mask_gradient, bool sinks_gradient);
 // The values of kv_lens, where reading them does not wait for a device.
 void check_kv_lens_values(const int64_t* kv_lens, int64_t batch, int64_t kv_len);
 

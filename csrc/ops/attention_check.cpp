@@ -2,6 +2,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/attention_args.h>
+#include <attnpack/ops/layout.h>
 
 namespace attnpack {
 namespace {
@@ -69,6 +70,10 @@ void check_heads(const Tensor& query, const Tensor& key, at::OptionalIntArrayRef
 
 }  // namespace
 
+void check_dropout(double dropout_p) {
+  ATTNPACK_CHECK(dropout_p >= 0 && dropout_p < 1, "dropout_p is ", dropout_p, ", wants 0 <= dropout_p < 1");
+}
+
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
   const auto check_rank = [](const char* name, const Tensor& t) {
     ATTNPACK_CHECK(t.dim() == 4, name, " has shape ", t.sym_sizes(), ", wants 4 dimensions [batch, heads, length, ",
@@ -109,8 +114,37 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
   check_per_head("alibi_slopes", alibi_slopes, query);
   ATTNPACK_CHECK(!alibi_slopes || !alibi_slopes->requires_grad(),
                  "alibi_slopes requires a gradient and has none: pass alibi_slopes.detach()");
-  ATTNPACK_CHECK(dropout_p >= 0 && dropout_p < 1, "dropout_p is ", dropout_p, ", wants 0 <= dropout_p < 1");
+  check_dropout(dropout_p);
   ATTNPACK_CHECK(dropout_p == 0 || dropout_seed, "dropout_seed is missing: dropout_p > 0 wants an int64 tensor [1]");
+  ATTNPACK_CHECK(!dropout_seed || (dropout_seed->sym_numel() == 1 && dropout_seed->scalar_type() == at::kLong),
+                 "dropout_seed has shape ", dropout_seed->sym_sizes(), " and dtype ", dropout_seed->scalar_type(),
+                 ", wants one int64");
+  ATTNPACK_CHECK(!dropout_seed || dropout_seed->is_cpu() || dropout_seed->device() == query.device(),
+                 "dropout_seed is on ", dropout_seed->device(), ", wants the CPU or query's device, ", query.device());
+}
+
+void check_attention_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
+                              const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
+                              ATTNPACK_ATTENTION_PARAMS, bool mask_gradient, bool sinks_gradient) {
+  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  const auto check_one = [&](const char* name, const Tensor& t, at::ScalarType dtype, c10::SymIntArrayRef shape) {
+    ATTNPACK_CHECK(t.sym_sizes() == shape, name, " has shape ", t.sym_sizes(), ", wants ", shape,
+                   ": pass what belongs to one call of attention");
+    ATTNPACK_CHECK(t.scalar_type() == dtype, name, " has dtype ", t.scalar_type(), ", wants ", dtype, " as query is ",
+                   query.scalar_type(), ": cast it with .to()");
+    ATTNPACK_CHECK(t.device() == query.device(), name, " is on ", t.device(), ", query on ", query.device(),
+                   ": move one of them with .to()");
+  };
+  const auto dtype = query.scalar_type(), accumulation = accumulation_type(dtype);
+  const std::array<c10::SymInt, 4> heads{query.sym_size(0), query.sym_size(1), query.sym_size(2), value.sym_size(3)};
+  const c10::SymIntArrayRef shape(heads.data(), heads.size());
+  check_one("grad_out", grad_out, dtype, shape);
+  check_one("out", out, dtype, shape);
+  check_one("lse", lse, accumulation, shape.slice(0, 3));
+  if (grad_lse) check_one("grad_lse", *grad_lse, accumulation, shape.slice(0, 3));
+  ATTNPACK_CHECK(!mask_gradient || (mask && mask->scalar_type() != at::kBool),
+                 "mask_gradient is true, and mask is none or bool: pass a float mask, or mask_gradient=False");
+  ATTNPACK_CHECK(!sinks_gradient || sinks, "sinks_gradient is true without sinks: pass them, or sinks_gradient=False");
 }
 
 void check_kv_lens_values(const int64_t* kv_lens, int64_t batch, int64_t kv_len) {

@@ -3,6 +3,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/attention_args.h>
+#include <attnpack/ops/extremes.h>
 #include <attnpack/ops/layout.h>
 
 namespace attnpack {
@@ -41,7 +42,7 @@ std::optional<Tensor> allowed_by_range(const Tensor& query, const Tensor& key, b
   const auto options = at::TensorOptions(at::kLong).device(query.device());
   *column = at::arange(key.sym_size(2), options);
   *position = at::arange(query.sym_size(2), options).unsqueeze(-1);
-  *position = q_offsets ? *position + q_offsets->to(at::kLong).view({-1, 1, 1, 1}) : *position + q_offset;
+  *position = q_offsets ? *position + near(*q_offsets).view({-1, 1, 1, 1}) : *position + near(q_offset);
   std::optional<Tensor> allowed;
   const auto keep = [&](const Tensor& condition) { allowed = allowed ? *allowed & condition : condition; };
   if (causal) keep(*column <= *position);
@@ -62,7 +63,7 @@ Tensor masked_scores(const Tensor& query, const Tensor& key, ATTNPACK_ATTENTION_
   scores = scores.masked_fill(keys.isfinite().all(-1).logical_not().unsqueeze(-2), std::nan(""));
   scores = scores.masked_fill(queries.isfinite().all(-1).logical_not().unsqueeze(-1), std::nan(""));
   if (stage == "scaled") return scores;
-  if (softcap > 0) scores = softcap * (scores / softcap).tanh();
+  if (const double cap = usable_softcap(softcap, accumulation); cap > 0) scores = cap * (scores / cap).tanh();
   if (stage == "capped") return scores;
   Tensor position, column;
   const auto allowed =

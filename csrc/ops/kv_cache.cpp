@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
@@ -32,11 +33,67 @@ void check_kv_cache_append(const Tensor& cache_key, const Tensor& cache_value, c
   ATTNPACK_CHECK(lengths.dim() == 1 && lengths.sym_size(0) == key.sym_size(0) && lengths.scalar_type() == at::kLong,
                  "the cache's lengths have shape ", lengths.sym_sizes(), " and dtype ", lengths.scalar_type(),
                  ", wants int64 [batch]");
+  const auto check_device = [&](const char* name, const Tensor& t) {
+    ATTNPACK_CHECK(t.device() == cache_key.device(), name, t.device(), ", the cache on ", cache_key.device(),
+                   ": move them there");
+  };
+  check_device("the cache's values are on ", cache_value);
+  check_device("the cache's lengths are on ", lengths);
   if (!new_lens) return;
+  check_device("kv_lens is on ", *new_lens);
   ATTNPACK_CHECK(new_lens->dim() == 1 && new_lens->sym_size(0) == key.sym_size(0) &&
                      (new_lens->scalar_type() == at::kLong || new_lens->scalar_type() == at::kInt),
                  "kv_lens has shape ", new_lens->sym_sizes(), " and dtype ", new_lens->scalar_type(),
                  ", wants int32 or int64 [batch]: the valid new tokens of each sequence");
+}
+
+namespace {
+
+struct Extent {
+  const char *begin, *end;
+};
+
+// From a tensor's first byte to the one behind its last.
+Extent extent(const Tensor& x) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < x.dim(); ++i) last += (x.size(i) - 1) * x.stride(i);
+  const char* begin = static_cast<const char*>(x.const_data_ptr());
+  return {begin, begin + (last + 1) * static_cast<int64_t>(x.element_size())};
+}
+
+bool extents_meet(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  const Extent x = extent(a), y = extent(b);
+  return x.begin < y.end && y.begin < x.end;
+}
+
+// Two that lie between each other, as columns of one tensor, share nothing.
+bool share_elements(const Tensor& a, const Tensor& b) {
+  return extents_meet(a, b) &&
+         (a.const_data_ptr() == b.const_data_ptr() || at::get_overlap_status(a, b) != at::MemOverlapStatus::TooHard);
+}
+
+}  // namespace
+
+void check_kv_cache_memory(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
+                           const Tensor& value) {
+  struct Named {
+    const char* name;
+    const Tensor& tensor;
+  };
+  const Named written[] = {{"keys", cache_key}, {"values", cache_value}, {"lengths", lengths}};
+  const Named read[] = {{"key", key}, {"value", value}};
+  for (const Named& to : written) {
+    ATTNPACK_CHECK(to.tensor.numel() == 0 || at::has_internal_overlap(to.tensor) != at::MemOverlap::Yes, "the cache's ",
+                   to.name, " have shape ", to.tensor.sizes(), " and strides ", to.tensor.strides(),
+                   ", wants memory of its own for each element: call clone() on what expand() gave");
+    for (const Named* other = written; other != &to; ++other)
+      ATTNPACK_CHECK(!share_elements(to.tensor, other->tensor), "the cache's ", to.name, " share memory with its ",
+                     other->name, ", wants tensors of their own: call clone() on one of them");
+    for (const Named& from : read)
+      ATTNPACK_CHECK(!extents_meet(to.tensor, from.tensor), from.name, " shares memory with the cache's ", to.name,
+                     ", which are written while it is read: call clone() on it");
+  }
 }
 
 void kv_cache_append_(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,

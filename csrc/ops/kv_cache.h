@@ -31,5 +31,8 @@ at::Tensor kv_cache_append_rotated_(const at::Tensor& cache_key, const at::Tenso
 void check_rotated(const at::Tensor& query, const at::Tensor& key, at::ArrayRef<double> inv_freq);
 void check_kv_cache_append(const at::Tensor& cache_key, const at::Tensor& cache_value, const at::Tensor& lengths,
                            const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& new_lens);
+// That what is written has memory of its own: where there is memory, so not in Meta kernels.
+void check_kv_cache_memory(const at::Tensor& cache_key, const at::Tensor& cache_value, const at::Tensor& lengths,
+                           const at::Tensor& key, const at::Tensor& value);
 
 }  // namespace attnpack

@@ -15,6 +15,10 @@ States merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, cons
   ATTNPACK_CHECK(out_a.sym_sizes() == out_b.sym_sizes() && lse_a.sym_sizes() == lse_b.sym_sizes(),
                  "merge_states: out_a ", out_a.sym_sizes(), " and out_b ", out_b.sym_sizes(), ", lse_a ",
                  lse_a.sym_sizes(), " and lse_b ", lse_b.sym_sizes(), " must have the same shapes");
+  ATTNPACK_CHECK(out_a.dim() >= 1 && at::isFloatingType(out_a.scalar_type()) && at::isFloatingType(lse_a.scalar_type()),
+                 "merge_states: out_a has shape ", out_a.sym_sizes(), " and dtype ", out_a.scalar_type(),
+                 ", lse_a dtype ", lse_a.scalar_type(),
+                 ", wants float tensors [..., length, v_head_dim] and [..., length]");
   ATTNPACK_CHECK(lse_a.sym_sizes() == out_a.sym_sizes().slice(0, out_a.dim() - 1), "merge_states: lse_a has shape ",
                  lse_a.sym_sizes(), ", wants that of out_a without its last dimension");
   ATTNPACK_CHECK(out_a.scalar_type() == out_b.scalar_type() && lse_a.scalar_type() == lse_b.scalar_type(),

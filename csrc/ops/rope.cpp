@@ -18,7 +18,9 @@ void check_rope(const Tensor& x, const Tensor& cos, const Tensor& sin) {
                  sin.scalar_type(), ": they must agree");
   ATTNPACK_CHECK(cos.scalar_type() == at::kFloat || cos.scalar_type() == at::kDouble, "cos has dtype ",
                  cos.scalar_type(), ", wants float32 or float64: lower precision breaks long contexts");
-  ATTNPACK_CHECK(cos.dim() >= 1 && cos.dim() <= x.dim() && 2 * cos.sym_size(-1) <= x.sym_size(-1), "cos has shape ",
+  ATTNPACK_CHECK(cos.device() == x.device() && sin.device() == x.device(), "cos is on ", cos.device(), ", sin on ",
+                 sin.device(), ", x on ", x.device(), ": move them to one device");
+  ATTNPACK_CHECK(cos.dim() >= 1 && cos.dim() <= x.dim() && cos.sym_size(-1) <= x.sym_size(-1) / 2, "cos has shape ",
                  cos.sym_sizes(), ", wants to broadcast to [..., length, r/2] with r <= head_dim = ", x.sym_size(-1));
   for (int64_t i = 2; i <= cos.dim(); ++i)
     ATTNPACK_CHECK(cos.sym_size(-i) == 1 || cos.sym_size(-i) == x.sym_size(-i), "cos has shape ", cos.sym_sizes(),
@@ -57,6 +59,11 @@ std::tuple<Tensor, Tensor> rope_table(const Tensor& positions, at::ArrayRef<doub
   return op.call(positions, inv_freq, factor);
 }
 
+void check_rope_positions(const Tensor& positions) {
+  ATTNPACK_CHECK(positions.scalar_type() == at::kLong, "positions has dtype ", positions.scalar_type(),
+                 ", wants int64: call .long() on it");
+}
+
 void check_rope_by_length(const Tensor& positions, const std::optional<Tensor>& lengths, at::ArrayRef<double> inv_freq,
                           at::ArrayRef<double> long_inv_freq, int64_t trained_len) {
   ATTNPACK_CHECK(positions.scalar_type() == at::kLong && (positions.dim() == 1 || positions.dim() == 2),
@@ -67,6 +74,8 @@ void check_rope_by_length(const Tensor& positions, const std::optional<Tensor>& 
                                positions.sym_size(0) == lengths->sym_size(0))),
                  "lengths has shape ", lengths->sym_sizes(), " and dtype ", lengths->scalar_type(),
                  ", wants integers [batch] as positions ", positions.sym_sizes(), " has");
+  ATTNPACK_CHECK(!lengths || lengths->device() == positions.device(), "lengths is on ", lengths->device(),
+                 ", positions on ", positions.device(), ": move one of them");
   ATTNPACK_CHECK(long_inv_freq.empty() || long_inv_freq.size() == inv_freq.size(), "long_inv_freq has ",
                  long_inv_freq.size(), " frequencies, wants as many as inv_freq, ", inv_freq.size(), ", or none");
   ATTNPACK_CHECK(trained_len > 0, "trained_len is ", trained_len, ", wants at least 1");

@@ -16,6 +16,7 @@ at::Tensor rope_formula(const at::Tensor& x, const at::Tensor& cos, const at::Te
 // x with its leading dimensions as exactly two, [B, H, L, D]: a view for up to four.
 at::Tensor four_dimensions(at::Tensor x);
 
+void check_rope_positions(const at::Tensor& positions);
 // The checks of rope_table_by_length, and the shape of its tables.
 void check_rope_by_length(const at::Tensor& positions, const std::optional<at::Tensor>& lengths,
                           at::ArrayRef<double> inv_freq, at::ArrayRef<double> long_inv_freq, int64_t trained_len);

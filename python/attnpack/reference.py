@@ -96,7 +96,7 @@ def _positions(
     if isinstance(q_offset, str):
         valid = key.shape[2] if kv_lens is None else kv_lens
         q_offset = valid - query.shape[2]
-    offset = torch.as_tensor(q_offset, device=query.device).long()
+    offset = torch.as_tensor(q_offset, device=query.device).long().clamp(-(2**60), 2**60)  # sums must not overflow
     return rows.view(1, 1, -1, 1) + offset.view(-1, 1, 1, 1), columns
 
 

@@ -214,6 +214,26 @@ TEST_CASE("the smallest number in a mask excludes nothing and breaks nothing") {
   }
 }
 
+TEST_CASE("a row without keys is zero whatever its sink is") {
+  const auto check_rows = [](auto storage, const Shape& shape) {
+    using S = decltype(storage);
+    Problem<S> problem(shape, {.lens = true, .sinks = true}, 701);
+    std::fill(problem.lens.begin(), problem.lens.end(), 0);
+    problem.sinks[0] = infinity<double>();
+    problem.sinks[1] = std::nan("");
+    run_forward<S>(problem.p, plan_forward(problem.p, problem.most_group, kDevice), 701);
+    for (int64_t h = 0; h < problem.num_heads; ++h)
+      for (int64_t i = 0; i < shape.q_len; ++i) {
+        const double lse = problem.lse[h * shape.q_len + i], sink = problem.sinks[h];
+        CHECK((std::isnan(sink) ? std::isnan(lse) : std::abs(lse - sink) < 1e-6 || lse == sink));
+        for (int64_t d = 0; d < shape.v_head_dim; ++d) CHECK(widen(problem.out.at(0, h, i, d)) == 0);
+      }
+  };
+  check_rows(float(), {1, 1, 3, 7, 50, 20, 33});
+  check_rows(BFloat16(), {1, 1, 3, 41, 150, 64, 64});
+  check_rows(Float16(), {1, 1, 3, 2, 700, 64, 64});
+}
+
 TEST_CASE("forward of drawn problems") {
   for (int seed = 600; seed < 600 + drawn_problems(8); ++seed) {
     std::mt19937 random(seed);

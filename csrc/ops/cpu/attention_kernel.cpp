@@ -34,6 +34,8 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::opt
                                           const Tensor& query, const Tensor& key, const Tensor& value,
                                           const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
                                           bool mask_gradient, bool sinks_gradient) {
+  check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, ATTNPACK_ATTENTION_ARGS, mask_gradient,
+                           sinks_gradient);
   const PreparedAttention prepared = prepare_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
   PreparedBackward r = prepare_backward(prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
   AttentionBackwardParams& bp = r.params;

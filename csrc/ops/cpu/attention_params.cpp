@@ -2,16 +2,9 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/cpu/attention_params.h>
+#include <attnpack/ops/extremes.h>
 
 namespace attnpack {
-namespace {
-
-// Windows and offsets beyond any length mean the same as this one, and sums of three of them do not overflow.
-constexpr int64_t kFar = int64_t{1} << 60;
-
-int64_t near(int64_t x) { return std::clamp(x, -kFar, kFar); }
-
-}  // namespace
 
 DType kernel_dtype(at::ScalarType dtype) {
   switch (dtype) {
@@ -56,7 +49,7 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   p.key_strides = kernel_strides(r.key);
   p.value_strides = kernel_strides(r.value);
   p.scale = scale ? *scale : p.head_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(p.head_dim)) : 1.0;
-  p.softcap = softcap;
+  p.softcap = usable_softcap(softcap, accumulation_type(query.scalar_type()));
   p.causal = causal;
   p.window_left = near(window_left);
   p.window_right = near(window_right);
@@ -73,11 +66,10 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
     p.mask_dtype = kernel_dtype(r.mask.scalar_type());
     p.mask_strides = kernel_strides(r.mask);
   }
-  const auto as_long = [](const Tensor& t) { return t.to(at::kLong).contiguous(); };
   p.q_offset = near(q_offset.expect_int());
-  if (q_offsets) p.q_offsets = (r.q_offsets = as_long(*q_offsets)).const_data_ptr<int64_t>();
+  if (q_offsets) p.q_offsets = (r.q_offsets = near(*q_offsets).contiguous()).const_data_ptr<int64_t>();
   if (kv_lens) {
-    r.kv_lens = as_long(*kv_lens);
+    r.kv_lens = kv_lens->to(at::kLong).contiguous();
     if (!kv_lens->is_cpu()) r.kv_lens = r.kv_lens.clamp(0, p.kv_len);  // to look at them would wait for the device
     p.kv_lens = r.kv_lens.const_data_ptr<int64_t>();
     if (kv_lens->is_cpu()) check_kv_lens_values(p.kv_lens, p.batch, p.kv_len);
@@ -108,7 +100,7 @@ PreparedBackward prepare_backward(const PreparedAttention& forward, const Tensor
   AttentionParams& p = bp.forward = forward.params;
   const auto accumulation = accumulation_type(query.scalar_type());
   r.lse = lse.contiguous();
-  r.grad_out = unit_last_stride(grad_out.to(query.scalar_type()));
+  r.grad_out = unit_last_stride(grad_out);
   Tensor products = grad_out.to(accumulation).mul(out);
   // A row without a key is 0 whatever its sink is: no gradient, not even NaN, reaches the sink from there.
   if (p.sinks) products = products.masked_fill(out == 0, 0);
@@ -137,11 +129,12 @@ PreparedBackward prepare_backward(const PreparedAttention& forward, const Tensor
 }
 
 Tensor sink_terms(const Tensor& sinks, const Tensor& lse, const Tensor& delta) {
-  // The sink's probability exp(sink - lse) takes part in nothing but the denominator: its score gets -P_sink * D.
-  const Tensor probability = (sinks.to(delta.scalar_type()).view({-1, 1}) - lse)
-                                 .exp()
-                                 .masked_fill(lse == -std::numeric_limits<double>::infinity(), 0);
-  return probability.mul(delta).neg();
+  // The sink's probability exp(sink - lse) takes part in nothing but the denominator: its score gets -P_sink * D. In a
+  // row without keys lse is the sink itself, finite or not.
+  const Tensor sink = sinks.to(delta.scalar_type()).view({-1, 1});
+  const Tensor probability =
+      (sink - lse).exp().masked_fill(lse == sink, 1).masked_fill(lse == -std::numeric_limits<double>::infinity(), 0);
+  return probability.mul(delta).neg().masked_fill(delta == 0, 0);
 }
 
 }  // namespace attnpack

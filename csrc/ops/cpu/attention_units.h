@@ -70,6 +70,7 @@ void run_ranges(const Kernels& kernels, const AttentionParams& p, const Tiling& 
 template <class ForEach>
 void run_forward(const Kernels& kernels, const AttentionParams& p, ForEach&& for_each) {
   const Tiling t = tile_rows(p);
+  if (t.rows == 0) return;
   if (t.rows <= kDecodeRows)
     run_ranges(kernels, p, t, for_each);
   else

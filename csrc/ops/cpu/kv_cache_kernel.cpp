@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -31,49 +32,50 @@ void copy_rows(const Tensor& cache, const Tensor& x, int64_t b, int64_t position
                   from + (h * x.stride(1) + l * x.stride(2)) * bytes, x.size(3) * bytes);
 }
 
-// Where the new rows of each sequence go: checked for all of them before the first write.
-class Places {
- public:
-  Places(const Tensor& lengths, const Tensor& key, const std::optional<Tensor>& new_lens, int64_t capacity,
-         int64_t most)
-      : length_(lengths.mutable_data_ptr<int64_t>()),
-        step_(lengths.stride(0)),
-        all_(key.size(2)),
-        counts_(new_lens ? new_lens->to(at::kLong).contiguous() : Tensor()) {
-    for (int64_t b = 0; b < key.size(0); ++b) {
-      ATTNPACK_CHECK(count(b) >= 0 && count(b) <= all_, "kv_lens[", b, "] is ", count(b),
-                     ", wants 0 to the number of new tokens, ", all_);
-      ATTNPACK_CHECK(length(b) >= 0 && length(b) + count(b) <= capacity, "cache is full: sequence ", b, " holds ",
-                     length(b), " of ", capacity, " positions and ", count(b),
-                     " are to be appended: make it with a larger max_len, or crop() or reset() it");
-      ATTNPACK_CHECK(length(b) + count(b) <= most, "mask covers ", most, " keys, sequence ", b, " has ",
-                     length(b) + count(b), " after the append: with a cache a mask covers all keys, past and new");
-    }
-  }
-  int64_t& length(int64_t b) const { return length_[b * step_]; }  // so far
-  int64_t count(int64_t b) const { return counts_.defined() ? counts_.const_data_ptr<int64_t>()[b] : all_; }
-
- private:
-  int64_t* length_;
-  int64_t step_, all_;
-  Tensor counts_;
+// Where the new rows of a sequence go: behind the `held` ones.
+struct Place {
+  int64_t held, count;
 };
+using Places = c10::SmallVector<Place, 8>;
 
+// Checked for all sequences before the first write, and read only once: what is written cannot change them.
 Places places(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
               const Tensor& value, const std::optional<Tensor>& new_lens, const std::optional<c10::SymInt>& limit) {
   check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
-  const int64_t capacity = cache_key.size(2);
-  return {lengths, key, new_lens, capacity, limit ? limit->expect_int() : capacity};
+  check_kv_cache_memory(cache_key, cache_value, lengths, key, value);
+  const int64_t capacity = cache_key.size(2), all = key.size(2), most = limit ? limit->expect_int() : capacity;
+  const Tensor counts = new_lens ? new_lens->to(at::kLong).contiguous() : Tensor();
+  Places result;
+  for (int64_t b = 0; b < key.size(0); ++b) {
+    const int64_t held = lengths.const_data_ptr<int64_t>()[b * lengths.stride(0)];
+    const int64_t count = new_lens ? counts.const_data_ptr<int64_t>()[b] : all;
+    ATTNPACK_CHECK(count >= 0 && count <= all, "kv_lens[", b, "] is ", count, ", wants 0 to the number of new tokens, ",
+                   all);
+    ATTNPACK_CHECK(held >= 0 && held <= capacity, "the cache's lengths[", b, "] is ", held, ", wants 0 to its ",
+                   capacity, " positions: call reset() on the cache");
+    ATTNPACK_CHECK(count <= capacity - held, "cache is full: sequence ", b, " holds ", held, " of ", capacity,
+                   " positions and ", count,
+                   " are to be appended: make it with a larger max_len, or crop() or reset() it");
+    ATTNPACK_CHECK(held + count <= most, "mask covers ", most, " keys, sequence ", b, " has ", held + count,
+                   " after the append: with a cache a mask covers all keys, past and new");
+    result.push_back({held, count});
+  }
+  return result;
+}
+
+void raise(const Tensor& lengths, const Places& at) {
+  for (size_t b = 0; b < at.size(); ++b)
+    lengths.mutable_data_ptr<int64_t>()[static_cast<int64_t>(b) * lengths.stride(0)] = at[b].held + at[b].count;
 }
 
 void kv_cache_append_cpu(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
                          const Tensor& value, const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit) {
   const Places at = places(cache_key, cache_value, lengths, key, value, new_lens, limit);
   for (int64_t b = 0; b < key.size(0); ++b) {
-    copy_rows(cache_key, key, b, at.length(b), at.count(b));
-    copy_rows(cache_value, value, b, at.length(b), at.count(b));
-    at.length(b) += at.count(b);
+    copy_rows(cache_key, key, b, at[b].held, at[b].count);
+    copy_rows(cache_value, value, b, at[b].held, at[b].count);
   }
+  raise(lengths, at);
 }
 
 // The heads of x [B, H, L, D] at token l of sequence b, rotated, go to those of `to` at token `position`.
@@ -100,18 +102,16 @@ Tensor kv_cache_append_rotated_cpu(const Tensor& cache_key, const Tensor& cache_
     at::parallel_for(0, key.size(0) * new_positions, grain, [&](int64_t begin, int64_t end) {
       std::vector<float> cos(half), sin(half);
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t b = i / new_positions, l = i % new_positions, position = at.length(b) + l;
+        const int64_t b = i / new_positions, l = i % new_positions, position = at[b].held + l;
         fill_angles(position, inv_freq, factor, cos.data(), sin.data());
         rotate_token<scalar_t>(query, b, l, cos.data(), sin.data(), half, interleaved, rotated, l);
-        if (l < at.count(b))
+        if (l < at[b].count)
           rotate_token<scalar_t>(key, b, l, cos.data(), sin.data(), half, interleaved, cache_key, position);
       }
     });
   });
-  for (int64_t b = 0; b < key.size(0); ++b) {
-    copy_rows(cache_value, value, b, at.length(b), at.count(b));
-    at.length(b) += at.count(b);
-  }
+  for (int64_t b = 0; b < key.size(0); ++b) copy_rows(cache_value, value, b, at[b].held, at[b].count);
+  raise(lengths, at);
   return rotated;
 }
 

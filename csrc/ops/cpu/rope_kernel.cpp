@@ -64,8 +64,7 @@ void fill_table(const int64_t* position, int64_t count, at::ArrayRef<double> inv
 }
 
 std::tuple<Tensor, Tensor> rope_table_cpu(const Tensor& positions, at::ArrayRef<double> inv_freq, double factor) {
-  ATTNPACK_CHECK(positions.scalar_type() == at::kLong, "positions has dtype ", positions.scalar_type(),
-                 ", wants int64: call .long() on it");
+  check_rope_positions(positions);
   auto shape = positions.sizes().vec();
   shape.push_back(static_cast<int64_t>(inv_freq.size()));
   const Tensor cos = at::empty(shape, positions.options().dtype(at::kFloat)), sin = at::empty_like(cos);
@@ -101,11 +100,11 @@ std::tuple<Tensor, Tensor> rope_table_by_length_cpu(const Tensor& positions, con
   for (int64_t b = 0; b < rows; ++b) {
     const int64_t* position =
         where.const_data_ptr<int64_t>() + (positions.dim() == 2 && positions.size(0) > 1 ? b * length : 0);
-    const int64_t long_as = lengths  ? seen.const_data_ptr<int64_t>()[seen.size(0) > 1 ? b : 0]
-                            : length ? *std::max_element(position, position + length) + 1
-                                     : 0;
-    const auto theta =
-        frequencies_at(static_cast<double>(long_as), inv_freq, long_inv_freq, growth, static_cast<double>(trained_len));
+    const auto number = [](int64_t x) { return static_cast<double>(x); };
+    const double long_as = lengths  ? number(seen.const_data_ptr<int64_t>()[seen.size(0) > 1 ? b : 0])
+                           : length ? number(*std::max_element(position, position + length)) + 1
+                                    : 0;
+    const auto theta = frequencies_at(long_as, inv_freq, long_inv_freq, growth, number(trained_len));
     const int64_t offset = b * length * half;
     fill_table(position, length, theta, factor, cos.mutable_data_ptr<float>() + offset,
                sin.mutable_data_ptr<float>() + offset);

@@ -19,7 +19,7 @@ class Scratch {
     static thread_local Buffer buffer;
     if (buffer.size < bytes) {
       std::free(buffer.data);
-      buffer.data = nullptr;
+      buffer = {};  // if allocate throws, the next call finds nothing
       buffer.data = allocate(bytes);
       buffer.size = bytes;
     }

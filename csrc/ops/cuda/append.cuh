@@ -11,8 +11,9 @@ constexpr int kAppendThreads = 128;
 ATTNPACK_DEVICE void append_block(const AppendParams& p, int64_t block) {
   const int64_t position = block % p.new_positions, head = block / p.new_positions % p.num_kv_heads,
                 b = block / p.new_positions / p.num_kv_heads;
-  const int64_t slot = p.lengths[b * p.lengths_stride] + position;
-  if (slot < 0 || slot >= p.capacity || position >= (p.new_lens ? p.new_lens[b] : p.new_positions)) return;
+  const int64_t held = p.lengths[b * p.lengths_stride];
+  if (held < 0 || held >= p.capacity - position || position >= (p.new_lens ? p.new_lens[b] : p.new_positions)) return;
+  const int64_t slot = held + position;
   const char* from = static_cast<const char*>(p.from) + b * p.from_strides.batch + head * p.from_strides.head +
                      position * p.from_strides.row;
   char* to = static_cast<char*>(p.to) + b * p.to_strides.batch + head * p.to_strides.head + slot * p.to_strides.row;

@@ -64,6 +64,8 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
                                            const Tensor& query, const Tensor& key, const Tensor& value,
                                            const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
                                            bool mask_gradient, bool sinks_gradient) {
+  check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, ATTNPACK_ATTENTION_ARGS, mask_gradient,
+                           sinks_gradient);
   const CudaKernels* kernels = cuda_kernels(query.device().index());
   if (!kernels || !countable(query, key))
     return attention_backward_composed(grad_out, grad_lse, query, key, value, ATTNPACK_ATTENTION_ARGS, mask_gradient,

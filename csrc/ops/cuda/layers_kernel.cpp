@@ -16,6 +16,7 @@ namespace {
 void kv_cache_append_cuda(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
                           const Tensor& value, const std::optional<Tensor>& new_lens, std::optional<c10::SymInt>) {
   check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
+  check_kv_cache_memory(cache_key, cache_value, lengths, key, value);
   if (key.size(2) == 0 || key.size(0) == 0) return;
   const CudaKernels* kernels = cuda_kernels(key.device().index());
   const bool whole_rows =

@@ -98,7 +98,7 @@ ATTNPACK_HD inline A finish_score(const AttentionParams& p, int64_t b, const Row
   if (key < row.begin || key >= row.end) return -infinity<A>();
   A score = static_cast<A>(p.scale) * product;
   if (p.softcap > 0) {
-    const A cap = static_cast<A>(p.softcap), t = std::tanh(product * (static_cast<A>(p.scale) / cap));
+    const A cap = static_cast<A>(p.softcap), t = std::tanh(product * scale_into_cap<A>(p));
     score = cap * t;
     if (cap_slope) *cap_slope = A(1) - t * t;
   }
@@ -142,19 +142,18 @@ struct RowEnd {
   A factor, divisor, lse;
 };
 
-// The head's sink taken in; no key at all gives 0, and -inf or the sink.
+// The head's sink taken in; no key at all gives 0, and -inf or the sink, whatever that is.
 template <class A>
 ATTNPACK_HD inline RowEnd<A> end_row(const AttentionParams& p, int64_t head, Softmax<A> row) {
+  const A sink = p.sinks ? static_cast<A>(p.sinks[head]) : -infinity<A>();
+  if (row.sum == 0) return {0, 1, sink};
   A factor = 1;
   if (p.sinks) {
-    const A sink = static_cast<A>(p.sinks[head]), top = larger(row.max, sink);
-    if (top != -infinity<A>()) {
-      factor = std::exp(row.max - top);
-      row.sum = row.sum * factor + std::exp(sink - top);
-    }
+    const A top = larger(row.max, sink);
+    factor = std::exp(row.max - top);
+    row.sum = row.sum * factor + std::exp(sink - top);
     row.max = top;
   }
-  if (row.sum == 0) return {0, 1, -infinity<A>()};
   return {factor, row.sum, row.max + static_cast<A>(std::log(static_cast<double>(row.sum)))};
 }
 

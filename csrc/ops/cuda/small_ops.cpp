@@ -11,6 +11,7 @@ namespace {
 using at::Tensor;
 
 std::tuple<Tensor, Tensor> rope_table_cuda(const Tensor& positions, at::ArrayRef<double> inv_freq, double factor) {
+  check_rope_positions(positions);
   const Tensor angles = positions.unsqueeze(-1).to(at::kDouble) * on_device(inv_freq, positions.device());
   return {(angles.cos() * factor).to(at::kFloat), (angles.sin() * factor).to(at::kFloat)};
 }

@@ -14,9 +14,12 @@ AttentionResult attention_meta(const Tensor& query, const Tensor& key, const Ten
           at::empty_symint({batch, num_heads, q_len}, query.options().dtype(accumulation_type(query.scalar_type())))};
 }
 
-AttentionGradients attention_backward_meta(const Tensor&, const std::optional<Tensor>&, const Tensor& query,
-                                           const Tensor& key, const Tensor& value, const Tensor&, const Tensor&,
-                                           ATTNPACK_ATTENTION_PARAMS, bool mask_gradient, bool sinks_gradient) {
+AttentionGradients attention_backward_meta(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                           const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
+                                           bool mask_gradient, bool sinks_gradient) {
+  check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, ATTNPACK_ATTENTION_ARGS, mask_gradient,
+                           sinks_gradient);
   const auto like = [](const Tensor& t) { return empty_heads_inside(t.sym_sizes(), t.options()); };
   const auto none = [&] { return at::empty({0}, query.options()); };
   return {like(query), like(key), like(value),

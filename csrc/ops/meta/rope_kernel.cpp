@@ -14,6 +14,7 @@ Tensor apply_rope_meta(const Tensor& x, const Tensor& cos, const Tensor& sin, bo
 }
 
 std::tuple<Tensor, Tensor> rope_table_meta(const Tensor& positions, at::ArrayRef<double> inv_freq, double) {
+  check_rope_positions(positions);
   auto shape = positions.sym_sizes().vec();
   shape.emplace_back(static_cast<int64_t>(inv_freq.size()));
   const auto table = [&] { return at::empty_symint(shape, positions.options().dtype(at::kFloat)); };

@@ -75,10 +75,11 @@ inline void finish_scores(const AttentionParams& p, int64_t b, const Row& row, i
                           T* cap_slope = nullptr) {
   const int64_t end = begin + count;
   const int64_t vectors = (count + kLanes<T> - 1) / kLanes<T>;
-  const T scale = static_cast<T>(p.scale), cap = static_cast<T>(p.softcap);
+  const T scale = static_cast<T>(p.scale);
   if (p.softcap > 0) {
+    const T into_cap = scale_into_cap<T>(p), cap = static_cast<T>(p.softcap);
     for (int64_t v = 0; v < vectors; ++v) {
-      const Vec<T> t = tanh(load<T>(s + v * kLanes<T>) * (scale / cap));
+      const Vec<T> t = tanh(load<T>(s + v * kLanes<T>) * into_cap);
       store<T>(s + v * kLanes<T>, cap * t);
       if (cap_slope) store<T>(cap_slope + v * kLanes<T>, T(1) - t * t);
     }

@@ -124,30 +124,29 @@ inline void softmax_rows(const AttentionParams& p, int64_t b, const RowTile& til
 }
 
 // out = values / divisor and lse = max + log(sum), the head's sink taken in; no key at all gives 0 and -inf or the
-// sink. divisor: the sum of what multiplied the values, where that was rounded.
+// sink, whatever that is. divisor: the sum of what multiplied the values, where that was rounded.
 template <class T, class S>
 inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_t query, T max, T sum, const T* values,
                        T divisor) {
+  S* out = at<S>(p.out, p.out_strides, b, head, query);
+  T& lse = static_cast<T*>(p.lse)[(b * p.num_heads + head) * p.q_len + query];
+  const T sink = p.sinks ? static_cast<T>(p.sinks[head]) : T(-kInfinity);
+  if (sum == 0) {
+    for (int64_t d = 0; d < p.v_head_dim; ++d) store_one(out + d, T(0));
+    lse = sink;
+    return;
+  }
   T factor = 1;
   if (p.sinks) {
-    const T sink = static_cast<T>(p.sinks[head]);
     const T top = max > sink ? max : sink;
-    if (top != T(-kInfinity)) {
-      factor = exp_one<T>(max - top);
-      sum = sum * factor + exp_one<T>(sink - top);
-      divisor = divisor * factor + exp_one<T>(sink - top);
-    }
+    factor = exp_one<T>(max - top);
+    sum = sum * factor + exp_one<T>(sink - top);
+    divisor = divisor * factor + exp_one<T>(sink - top);
     max = top;
-  }
-  S* out = at<S>(p.out, p.out_strides, b, head, query);
-  if (sum == 0) {
-    factor = 0;
-    divisor = 1;
   }
   // Divided, not multiplied with the inverse: one rounding less.
   for (int64_t d = 0; d < p.v_head_dim; ++d) store_one(out + d, values[d] * factor / divisor);
-  static_cast<T*>(p.lse)[(b * p.num_heads + head) * p.q_len + query] =
-      sum == 0 ? T(-kInfinity) : max + static_cast<T>(__builtin_log(static_cast<double>(sum)));
+  lse = max + static_cast<T>(__builtin_log(static_cast<double>(sum)));
 }
 template <class T, class S>
 inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_t query, T max, T sum,

@@ -1,0 +1,217 @@
+"""Good calls of every op of torch.ops.attnpack, drawn at random: (op name, arguments, what checks the result)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import attnpack
+import torch
+import torch.nn.functional as F
+from attnpack import reference
+from op_cases import AXES, DTYPES, Inputs, check, check_against_reference, draw, laid_out, make_inputs, run
+from torch.testing import assert_close
+
+WIDE = [torch.float64, torch.float32]
+NO_CHECK = staticmethod(lambda result: None)
+Call = tuple[str, list, Callable]
+
+
+def layer(pick: Random, **fixed) -> Inputs:
+    """Inputs of attention: one value of each axis, small."""
+    case = {name: pick.choice(values) for name, values in AXES.items()} | fixed
+    case["lengths"] = pick.choice([lengths for lengths in AXES["lengths"] if max(lengths) <= 130])
+    return make_inputs(**case, batch=pick.choice([1, 2, 3]))
+
+
+def op_settings(inputs: Inputs) -> list:
+    """The ops' arguments after the tensors."""
+    settings = {"causal": False, "q_offset": 0, "window": (-1, -1), "kv_lens": None, "softcap": 0.0, "sinks": None}
+    settings |= {"alibi_slopes": None, "head_map": None, "dropout_p": 0.0, "scale": None} | inputs.settings
+    return list(attnpack.ops._op_arguments(inputs.query, inputs.key, inputs.mask, **settings))
+
+
+def attention(pick: Random) -> Call:
+    inputs = layer(pick)
+
+    def right(result):
+        plain = run(reference.attention, inputs, gradients=False)
+        truth = run(reference.attention, inputs.to(torch.float64), gradients=False)
+        check(dict(zip(("out", "lse"), result, strict=True)), plain, truth, inputs.query.dtype)
+
+    return "attention", [inputs.query, inputs.key, inputs.value, *op_settings(inputs)], right
+
+
+def attention_backward(pick: Random) -> Call:
+    inputs = layer(pick, dtype=pick.choice(WIDE))
+    arguments = [inputs.query, inputs.key, inputs.value, *op_settings(inputs)]
+    out, lse = torch.ops.attnpack.attention(*arguments)
+    grads = [inputs.grad_out, pick.choice([None, inputs.grad_lse])]
+    mask_gradient = inputs.mask is not None and inputs.mask.is_floating_point() and pick.random() < 0.5
+    sinks_gradient = "sinks" in inputs.settings and pick.random() < 0.5
+    arguments = [*grads, *arguments[:3], out, lse, *arguments[3:], mask_gradient, sinks_gradient]
+    return "attention_backward", arguments, lambda result: check_against_reference(inputs)
+
+
+def attention_scores(pick: Random) -> Call:
+    inputs, stage = layer(pick, dtype=torch.float64), pick.choice(["scaled", "capped", "masked", "probs"])
+
+    def right(result):
+        settings = {"stage": stage, **inputs.settings}
+        assert_close(result, reference.attention_scores(inputs.query, inputs.key, inputs.mask, **settings))
+
+    return "attention_scores", [inputs.query, inputs.key, *op_settings(inputs), stage], right
+
+
+def cache(pick: Random, batch: int, heads: int, widths: tuple[int, ...], dtype: torch.dtype) -> list:
+    """Tensors of that width with room for some tokens, and lengths, between memory that nobody may write."""
+    capacity = pick.randint(1, 9)
+    tensors = []
+    for width in widths:
+        room = torch.full((batch + 2, heads, capacity, width), 77.0, dtype=dtype)
+        tensors.append(room[1:-1])
+    return [*tensors, torch.tensor([pick.randint(0, capacity) for _ in range(batch)])]
+
+
+def margins_are_whole(arguments: list) -> bool:
+    """That nothing was written beside a cache that `cache` made."""
+    rooms = [x._base for x in arguments if isinstance(x, torch.Tensor) and x.dim() == 4 and x._base is not None]
+    rooms = [room for room in rooms if room.dim() == 4 and room.numel() and (room[0] == 77).all()]
+    return all((room[-1] == 77).all() for room in rooms)
+
+
+def append(pick: Random, rotated: bool = False) -> Call:
+    batch, heads, length, dtype = pick.randint(1, 3), pick.randint(1, 3), pick.randint(0, 4), pick.choice(DTYPES)
+    key, value = draw(batch, heads, length, 6, dtype=dtype), draw(batch, heads, length, 5, dtype=dtype)
+    key = laid_out(key, pick.choice(AXES["layout"])) if length else key
+    new_lens = pick.choice([None, torch.tensor([pick.randint(0, length) for _ in range(batch)])])
+    held = cache(pick, batch, heads, (6, 5), dtype)
+    before = [x.clone() for x in held]
+
+    def right(result):
+        for b in range(batch):
+            start, count = before[2][b].item(), length if new_lens is None else new_lens[b].item()
+            before[1][b, :, start : start + count] = value[b, :, :count]
+            if not rotated:
+                before[0][b, :, start : start + count] = key[b, :, :count]
+            before[2][b] += count
+        for got, expected in list(zip(held, before, strict=True))[1 if rotated else 0 :]:
+            assert torch.equal(got, expected)
+
+    if not rotated:
+        return "kv_cache_append_", [*held, key, value, new_lens, pick.choice([None, 20])], right
+    arguments = [*held, draw(batch, 4, length, 6, dtype=dtype), key, value, [1.0, 0.1], 1.0, pick.random() < 0.5]
+    return "kv_cache_append_rotated_", [*arguments, new_lens, None], right
+
+
+def attend(pick: Random) -> Call:
+    inputs = layer(pick, dtype=pick.choice(WIDE), positions={}, kv_lens=None, mask=None, dims=(8, 6))
+    q, k, v = inputs.query, inputs.key[:, :, : inputs.query.size(2)], inputs.value[:, :, : inputs.query.size(2)]
+    q = q[:, :, : k.size(2)]
+    batch, heads, length = k.shape[:3]
+    held = pick.choice([[None] * 3, cache(pick, batch, heads, (8, 6), k.dtype)])
+    rope, settings = pick.choice([None, [1.0, 0.1]]), inputs.settings
+    arguments = [q, k, v, rope, 1.0, False, None, False, *held, None, True, None, -1, -1, settings.get("softcap", 0.0)]
+    arguments += [settings.get(name) for name in ("sinks", "alibi_slopes", "head_map")]
+
+    def right(result):
+        if rope is None and held[0] is None and length:
+            expected = reference.attention(q, k, v, causal=True, **settings).transpose(1, 2).flatten(2)
+            assert_close(result if torch.is_tensor(result) else result[0], expected, atol=1e-4, rtol=1e-4)
+
+    name = pick.choice(["attend", "attend_with_weights"])
+    return name, [*arguments, 0.0, settings.get("scale")], right
+
+
+def latent(pick: Random) -> Call:
+    batch, heads, length, dtype = pick.randint(1, 2), pick.randint(1, 4), pick.randint(1, 5), pick.choice(WIDE)
+    query, latents, k_rope = (draw(batch, *s, dtype=dtype) for s in ((heads, length, 7), (length, 6), (length, 4)))
+    held = pick.choice([[None, None], cache(pick, batch, 1, (10,), dtype)])
+    where = [pick.choice([None, [1.0, 0.1]]), 1.0, False, None, 0.0, 1, False, None, False, *held, None, True, None]
+    where += [0.0, None]
+    name = pick.choice(["latent_attend", "latent_attend_with_weights", "latent_append"])
+    if name == "latent_append":
+        return name, [query, latents, k_rope, *where], NO_CHECK
+    kv_b, path = draw(heads * (3 + 5), 6, dtype=dtype), pick.choice(["auto", "expanded", "absorbed"])
+    up = kv_b.view(heads, 8, 6)
+
+    def right(result):
+        if where[0] is None and held[0] is None:
+            expected = reference.latent_attention(query, latents, k_rope, up[:, :3], up[:, 3:], causal=True)
+            got = result if torch.is_tensor(result) else result[0]
+            assert_close(got, expected.transpose(1, 2).flatten(2), atol=1e-3, rtol=1e-3)
+
+    return name, [query, latents, k_rope, kv_b, 5, path, *where], right
+
+
+def latent_expand(pick: Random) -> Call:
+    heads = pick.randint(1, 3)
+    return "latent_expand", [draw(2, 1, 3, 10), draw(2, 3, heads * 8), 6, heads, 5], NO_CHECK
+
+
+def apply_rope(pick: Random) -> Call:
+    x = draw(*[pick.randint(1, 3) for _ in range(pick.randint(0, 3))], pick.randint(0, 5), 8, dtype=pick.choice(WIDE))
+    half, interleaved = pick.randint(1, 4), pick.random() < 0.5
+    cos, sin = (draw(x.shape[-2], half, seed=n) for n in (1, 2))
+
+    def right(result):
+        assert_close(result, reference.apply_rope(x, cos, sin, interleaved=interleaved))
+
+    return "apply_rope", [x, cos, sin, interleaved], right
+
+
+def rope_table(pick: Random) -> Call:
+    positions = torch.tensor([pick.randint(-5, 5000) for _ in range(pick.randint(0, 6))], dtype=torch.int64)
+    inv_freq = [pick.random() for _ in range(pick.randint(0, 3))]
+
+    def right(result):
+        angles = positions.double().unsqueeze(-1) * torch.tensor(inv_freq, dtype=torch.float64)
+        for got, expected in zip(result, (angles.cos(), angles.sin()), strict=True):
+            assert_close(got, (2 * expected).float())
+
+    if pick.random() < 0.5:
+        return "rope_table", [positions, inv_freq, 2.0], right
+    lengths = torch.tensor([pick.randint(0, 50) for _ in range(2)])
+    many = pick.choice([positions, positions.expand(2, -1)])
+    arguments = [many, pick.choice([None, lengths]), inv_freq, 1.0, pick.choice([[], inv_freq]), 2.0, 16]
+    return "rope_table_by_length", arguments, NO_CHECK
+
+
+def linear(pick: Random) -> Call:
+    rows, inputs, outputs, dtype = pick.randint(0, 20), pick.randint(1, 40), pick.randint(0, 30), pick.choice(WIDE)
+    x, weight, bias = (draw(*s, dtype=dtype) for s in ((rows, inputs), (outputs, inputs), (outputs,)))
+
+    def right(result):
+        for got in result if isinstance(result, list) else [result]:
+            assert_close(got, F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
+
+    if pick.random() < 0.5:
+        return "linear", [x, weight, bias], right
+    return "linears", [x, [weight, weight], [bias, bias]], right
+
+
+def rms_norm(pick: Random) -> Call:
+    x, weight = draw(pick.randint(0, 5), 9, dtype=pick.choice(WIDE)), draw(9, seed=1)
+    weight = weight.to(x.dtype)
+    return "rms_norm", [x, weight, 1e-5], lambda result: assert_close(result, F.rms_norm(x, (9,), weight, 1e-5))
+
+
+def merge_states(pick: Random) -> Call:
+    states = [draw(2, 3, 4, *width, seed=n) for n, width in enumerate([(5,), (), (5,), ()])]
+
+    def right(result):
+        for got, expected in zip(result, reference.merge_states(*states), strict=True):
+            assert_close(got, expected)
+
+    return "merge_states", states, right
+
+
+def null(pick: Random) -> Call:
+    x = draw(*[pick.randint(0, 3) for _ in range(pick.randint(0, 3))])
+    return "null", [x], lambda result: assert_close(result, x)
+
+
+MAKERS: list[Callable[[Random], Call]] = [
+    attention, attention_backward, attention_scores, append, lambda pick: append(pick, rotated=True), attend, latent,
+    latent_expand, apply_rope, rope_table, linear, rms_norm, merge_states, null,
+]  # fmt: skip

@@ -1,0 +1,129 @@
+"""Settings of any size: offsets saturate, a softcap caps whatever its size, a sink of any value leaves no row wrong."""
+
+import pytest
+import torch
+from attnpack import attention, attention_scores, reference
+from op_cases import DTYPES, INF, NAN, make_inputs, run
+from torch.testing import assert_close
+
+LENGTHS = [(2, 70), (60, 70)]  # decode, prefill
+MOST = {torch.int64: 2**63 - 1, torch.int32: 2**31 - 1}
+FAR = 1000  # beyond all keys here: the extremes mean the same
+
+
+def formula(query, key, value, mask=None, **settings):
+    """attention as ATen's formula computes it, which is what torch.func's transforms run."""
+    return torch.func.vmap(lambda q: attention(q, key, value, mask, **settings))(query.unsqueeze(0))
+
+
+@pytest.mark.parametrize("kind", ["int", torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"causal": True}, {"window": (3, -1)}, {"window": (-1, 2)}, {"window": (3, 2), "causal": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["decode", "prefill"])
+def test_offsets_saturate(lengths, settings, kind):
+    for off in (0, 1, 60):
+        for sign in (1, -1):
+            most = MOST.get(kind, 2**63 - 1)
+            extreme, far = (most - off if sign > 0 else -most - 1 + off), sign * FAR
+            inputs = make_inputs(lengths=lengths)
+            inputs.settings = settings | {"q_offset": far}
+            expected = run(attention, inputs)
+            scores = attention_scores(inputs.query, inputs.key, **inputs.settings)
+            inputs.settings["q_offset"] = extreme if kind == "int" else torch.tensor([extreme] * 2, dtype=kind)
+            for name, got in run(attention, inputs).items():
+                assert torch.equal(got, expected[name]), name
+            assert torch.equal(attention_scores(inputs.query, inputs.key, **inputs.settings), scores)
+            arguments = inputs.query, inputs.key, inputs.value
+            assert_close(formula(*arguments, **inputs.settings)[0], expected["out"])
+            assert_close(reference.attention(*arguments, **inputs.settings), expected["out"])
+
+
+def test_a_window_and_an_offset_of_the_largest_integers():
+    inputs, most = make_inputs(lengths=(60, 70)), 2**63 - 1
+    expected = attention(inputs.query, inputs.key, inputs.value)
+    for offset in (most, torch.tensor([most, most - 59])):
+        settings = {"q_offset": offset, "window": (most, most), "causal": True}
+        assert torch.equal(attention(inputs.query, inputs.key, inputs.value, **settings), expected)
+
+
+@pytest.mark.parametrize("softcap", [1e-300, 1e-45, 1e-40, 1e-30, 1e30, 1e39, 1e300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["decode", "prefill"])
+def test_a_softcap_of_any_size(lengths, dtype, softcap):
+    """Against fp64, where these caps are numbers like others. Some scores are 0 exactly, some are large."""
+    inputs = make_inputs(dtype, lengths=lengths, scores={"softcap": softcap})
+    inputs.query[:, :, 0] = 0
+    inputs.query[:, :, 1] *= 100
+    ours, truth = run(attention, inputs), run(reference.attention, inputs.to(torch.float64))
+    bound = 16 * torch.finfo(dtype).eps
+    for name, exact in truth.items():
+        assert_close(ours[name].double(), exact, atol=bound * max(1, exact.abs().max().item()), rtol=0)
+    arguments = inputs.query, inputs.key, inputs.value
+    assert_close(formula(*arguments, softcap=softcap)[0], ours["out"], atol=4 * bound, rtol=4 * bound)
+    capped = attention_scores(*arguments[:2], softcap=softcap, stage="capped").double()
+    exact = reference.attention_scores(*(x.double() for x in arguments[:2]), softcap=softcap, stage="capped")
+    assert_close(capped, exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_softcap_far_below_the_scale(dtype):
+    inputs = make_inputs(dtype, lengths=(60, 70))
+    settings = {"softcap": 1e-25, "scale": 1e30}
+    for x in (inputs.query, inputs.query * 0):
+        out = attention(x, inputs.key, inputs.value, **settings)
+        assert_close(out, attention(x * 0, inputs.key, inputs.value))
+
+
+@pytest.mark.parametrize("softcap", [1e-40, 1e39])
+def test_the_gradient_of_the_formula_under_a_softcap_of_any_size(softcap):
+    inputs = make_inputs(torch.float32)
+    inputs.query[:, :, 0] = 0
+
+    def loss(query, attend, *others):
+        return attend(query, *others, softcap=softcap).square().sum()
+
+    others = inputs.key, inputs.value
+    got = torch.func.grad(loss)(inputs.query, attention, *others)
+    exact = torch.func.grad(loss)(inputs.query.double(), reference.attention, *(x.double() for x in others))
+    assert_close(got.double(), exact, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["decode", "prefill"])
+def test_a_row_without_keys_is_zero_whatever_its_sink_is(lengths, dtype):
+    sinks = torch.tensor([INF, NAN, -INF, 3.0], dtype=dtype)
+    for settings in ({"kv_lens": torch.tensor([0, 0])}, {"causal": True, "q_offset": -1000}, {"mask": "none"}):
+        inputs = make_inputs(dtype, lengths=lengths)
+        if settings.pop("mask", None):
+            inputs.mask = torch.full(lengths, -INF, dtype=dtype)
+        inputs.settings = settings | {"sinks": sinks}
+        results = run(attention, inputs)
+        expected = sinks.to(results["lse"].dtype).view(4, 1).expand(2, 4, lengths[0])
+        assert_close(results["lse"], expected, equal_nan=True, atol=0, rtol=0)
+        for name in results.keys() - {"lse", "grad of sinks"}:
+            assert (results[name] == 0).all(), name
+        arguments = inputs.query, inputs.key, inputs.value, inputs.mask
+        assert (formula(*arguments, **inputs.settings) == 0).all()
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["decode", "prefill"])
+def test_a_sink_gets_no_nan_from_rows_without_keys(lengths):
+    """Its gradient is that of lse, which is the sink itself there."""
+    inputs = make_inputs(lengths=lengths)
+    sinks = torch.tensor([INF, NAN, 0.0, 3.0], requires_grad=True)
+    none = {"kv_lens": torch.tensor([0, 0])}
+    out, lse = attention(inputs.query, inputs.key, inputs.value, sinks=sinks, return_lse=True, **none)
+    assert torch.autograd.grad(out.sum(), sinks, retain_graph=True)[0].eq(0).all()
+    assert_close(
+        torch.autograd.grad(lse[:, [0, 2, 3]].sum(), sinks)[0], lengths[0] * torch.tensor([2.0, 0.0, 2.0, 2.0])
+    )
+
+
+def test_a_sink_of_nan_reaches_the_rows_that_have_keys():
+    inputs = make_inputs()
+    sinks = torch.tensor([0.0, NAN, 0.0, 0.0])
+    out = attention(inputs.query, inputs.key, inputs.value, sinks=sinks, kv_lens=torch.tensor([7, 0]))
+    assert out[0, 1].isnan().all() and out[0, ::2].isfinite().all() and (out[1] == 0).all()

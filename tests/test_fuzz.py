@@ -1,0 +1,25 @@
+"""scripts/fuzz.py: random calls of the ops and random files, in processes of their own."""
+
+import random
+import sys
+
+import pytest
+from processes import ROOT, run
+
+KINDS = sorted(path.stem for path in (ROOT / "tests/fuzz").glob("*.py") if "\ndef main(" in path.read_text())
+
+
+def fuzz(what: str, seed: int, seconds: float):
+    process = run(sys.executable, ROOT / "scripts/fuzz.py", what, "--seed", seed, "--seconds", seconds)
+    print(process.stdout)
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+def test_a_few_seconds_of_ops():
+    fuzz("ops", seed=0, seconds=5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", KINDS)
+def test_two_minutes(what):
+    fuzz(what, seed=random.randrange(2**31), seconds=120)
