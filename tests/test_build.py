@@ -1,5 +1,6 @@
 """The build: what it says it found, and the one sentence with which it stops."""
 
+import json
 import os
 import re
 import sys
@@ -68,6 +69,32 @@ def test_needs_no_python_for_cpp_alone(tmp_path):
     configured = configure(tmp_path / "b", *arguments, env=without_python(tmp_path / "bin"))
     assert configured.returncode == 0, configured.text
     assert "pybind11" not in configured.text and "Python" not in configured.text
+
+
+def test_a_program_takes_it_in_by_fetch_content(tmp_path):
+    """The library alone, under the name that find_package gives, with headers that the program's warnings spare."""
+    (tmp_path / "main.cpp").write_text("#include <attnpack/attnpack.h>\nint main() {}\n")
+    (tmp_path / "CMakeLists.txt").write_text(
+        f"""cmake_minimum_required(VERSION 3.22)
+        project(program LANGUAGES CXX)
+        set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+        include(FetchContent)
+        FetchContent_Declare(attnpack SOURCE_DIR {ROOT})
+        FetchContent_MakeAvailable(attnpack)
+        add_executable(program main.cpp)
+        target_link_libraries(program PRIVATE attnpack::attnpack)
+        """
+    )
+    build = tmp_path / "b"
+    configured = run("cmake", "-S", tmp_path, "-B", build, f"-DATTNPACK_TORCH_DIR={TORCH_DIR}")
+    assert configured.returncode == 0, configured.text
+    assert "pybind11" not in configured.text and "Python" not in configured.text
+    commands = json.loads((build / "compile_commands.json").read_text())
+    (own,) = (each["command"] for each in commands if each["file"] == str(tmp_path / "main.cpp"))
+    assert not re.search(r" -I *\S", own)
+    headers = [Path(folder) for folder in re.findall(r"-isystem (\S+)", own)]
+    assert any((folder / "attnpack/attnpack.h").is_file() for folder in headers)
+    assert not any("/bindings/" in each["file"] for each in commands)
 
 
 def hide_packages(folder: Path) -> dict[str, str]:
