@@ -156,18 +156,6 @@ def test_selected_keys_are_the_only_ones():
     assert (found - logits(every, "deepseek_v32", "attnpack", mask)).abs().max() > 1e-3
 
 
-def test_packed_sequences_do_not_see_each_other():
-    """positions that start again mean a new sequence in the same row, as in padding-free training."""
-    model = _model("llama")
-    ids = inputs("llama", padding("none", batch=1, length=12))["input_ids"]
-    positions = torch.tensor([[*range(5), *range(7)]])
-    model.set_attn_implementation("attnpack")
-    with torch.no_grad():
-        packed = model(ids, position_ids=positions, use_cache=False).logits
-        parts = [model(part, use_cache=False).logits for part in ids.split([5, 7], dim=1)]
-    torch.testing.assert_close(packed, torch.cat(parts, dim=1), **FP32)
-
-
 def test_compiled_forward_is_one_graph():
     model = make_model("llama")
     batch = inputs("llama", padding("left"))
@@ -177,6 +165,21 @@ def test_compiled_forward_is_one_graph():
     with torch.no_grad():
         found, expected = (run(**batch, use_cache=False).logits[real] for run in (compiled, model))
     torch.testing.assert_close(found, expected, **FP32)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text", "gemma4_unified_text"])
+def test_layers_that_share_keys_compile(family, use_cache):
+    """Gemma 4 goes on with the queries of `logits_to_keep` alone where layers share keys, and cuts their masks."""
+    kinds = ["sliding_attention", "full_attention"]
+    model = make_model(family, num_hidden_layers=4, num_kv_shared_layers=2, layer_types=kinds * 2)
+    ids, settings = inputs("llama", padding("none"))["input_ids"], {"logits_to_keep": 3, "use_cache": use_cache}
+    with torch.no_grad():
+        expected = model(ids, **settings).logits
+        model.set_attn_implementation("attnpack")
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        found = [run(ids, **settings).logits for run in (model, compiled)]
+    torch.testing.assert_close(found, [expected, expected], **FP32)
 
 
 def test_generate_with_a_compiled_forward_makes_two_graphs():
@@ -217,22 +220,6 @@ def test_attentions_are_given_where_asked_for():
     real = padding("right").bool()
     for expected, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours.transpose(1, 2)[real], expected.transpose(1, 2)[real], **FP32)
-
-
-@pytest.mark.parametrize(
-    "name, value, fix",
-    [
-        ("sinks", torch.zeros(2, 4, 1), "eager"),
-        ("block_indices", torch.zeros(2, 1, 3, 1), "eager"),
-        ("cache", object(), "eager"),
-        ("cu_seq_lens_q", torch.tensor([0, 3]), "pass position_ids"),
-        ("something_new", 1.0, "eager"),
-    ],
-)
-def test_what_cannot_be_honoured_is_named(name, value, fix):
-    heads = torch.zeros(2, 4, 3, 8)
-    with pytest.raises(ValueError, match=f"attnpack: {name}: got .*cannot honour.*{fix}"):
-        attnpack.hf.attention_forward(torch.nn.Module(), heads, heads, heads, None, **{name: value})
 
 
 @pytest.mark.parametrize(

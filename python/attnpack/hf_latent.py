@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .hf_adopted import Adopted, check_cache, rotated
+from .hf_adopted import Adopted, check_call, rotated
 from .hf_arguments import refuse
 from .hf_attention import attention_forward, restricted, split_mask
 from .hf_packed import same_sequence
 from .latent_attention import MultiHeadLatentAttention
-from .linear import plain_weight, project
+from .linear import is_watched, plain_weight, project
 
 
 class HfLatentAttention(Adopted, MultiHeadLatentAttention):
@@ -28,9 +28,13 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
 
     Args:
         theirs: a layer of a class that `hf_layers` knows; its projections become this module's own.
+
+    Raises:
+        ValueError: tensor parallelism has split the heads of theirs.
     """
 
     def __init__(self, theirs: nn.Module) -> None:
+        _refuse_split(theirs)
         super().__init__(
             theirs.hidden_size,
             theirs.num_heads,
@@ -69,7 +73,7 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             TypeError: past_key_values is a cache of attnpack.
             ValueError: names an argument that attention cannot honour.
         """
-        check_cache(past_key_values)
+        check_call(hidden_states, past_key_values)
         refuse(others)
         query, latent, k_rope, _ = self._latents(hidden_states, None)
         nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
@@ -114,6 +118,16 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             **where,
         )
         return result if need_weights else (result, None)
+
+
+def _refuse_split(theirs: nn.Module) -> None:
+    for name, layer in theirs.named_children():
+        if is_watched(layer) and hasattr(getattr(layer, "weight", None), "to_local"):
+            raise ValueError(
+                f"attnpack: model: got a {type(theirs).__name__} whose {name} is split by tensor parallelism, "
+                "replace_attention wants latent layers whole: leave them as they are, with "
+                'model.set_attn_implementation("attnpack")'
+            )
 
 
 def _as_of_the_first_key(mask: Tensor | None, q_len: int, kv_len: int) -> dict[str, Any]:
