@@ -73,10 +73,10 @@ ENCODER_DECODERS = """
 VISION = "beit dinov2 dinov2_with_registers ijepa vit vit_msn".split()
 FAMILIES = [*DECODERS, *LATENT, *ENCODERS, *ENCODER_DECODERS, *VISION]
 
-# Not on attention functions, so only to be refused.
-_OWN_ATTENTION = "bloom codegen mpt".split()
+# Only to be refused: attention of their own, or sinks of each token.
+_REFUSED = "bloom codegen inkling2_text mpt".split()
 _KINDS = [
-    ([*DECODERS, *LATENT, *_OWN_ATTENTION], auto.MODEL_FOR_CAUSAL_LM_MAPPING),
+    ([*DECODERS, *LATENT, *_REFUSED], auto.MODEL_FOR_CAUSAL_LM_MAPPING),
     ([*ENCODERS, "megatron-bert"], auto.MODEL_FOR_MASKED_LM_MAPPING),
     ([*ENCODER_DECODERS, "bigbird_pegasus"], auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
     (VISION, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING),

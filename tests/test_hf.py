@@ -259,13 +259,49 @@ def test_a_model_with_attention_of_its_own_is_refused(family):
         model(**inputs(family, padding("left")))
 
 
-@pytest.mark.parametrize("family", ["falcon", "gptj", "deberta-v2", "xlnet"])
-def test_a_model_that_asks_for_no_attention_function_is_left_as_it_was(family):
-    """What README says of them: a KeyError of transformers or silence when loaded, so set it afterwards."""
-    config = make_config(family)
-    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+def test_sinks_of_each_token_are_refused():
+    model = make_model("inkling2_text")
+    model.set_attn_implementation("attnpack")
+    with pytest.raises(ValueError, match="attnpack: sinks: got Tensor, which attnpack cannot honour"):
+        model(**inputs("inkling2_text", padding("left")))
+
+
+def test_continuous_batching_is_refused():
+    """By transformers itself, before any token."""
+    model = make_model("llama")
+    model.set_attn_implementation("attnpack")
+    with pytest.raises(ValueError, match="attnpack is not supported for continuous batching"):
+        model.generate_batch([[3, 4, 5]], progress_bar=False)
+
+
+def test_readme_counts_the_families():
+    assert len(FAMILIES) > 100
+
+
+NO_FUNCTION = {
+    "falcon": {},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "gptj": {},
+    "deberta-v2": {},
+    "xlnet": {},
+}
+
+
+@pytest.mark.parametrize("family", NO_FUNCTION)
+def test_a_model_that_asks_for_no_attention_function_is_left_as_it_was(family, monkeypatch):
+    """What README says of them: a KeyError of transformers or silence when loaded, a warning when set afterwards."""
+    config = make_config(family, **NO_FUNCTION[family])
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    warnings = []
+    monkeypatch.setattr(transformers.modeling_utils.logger, "warning", warnings.append)
     model.set_attn_implementation("attnpack")
     assert model.config._attn_implementation == "eager"
-    if family in ("falcon", "gptj"):
+    assert any(text.startswith(f"{type(model).__name__} does not support setting its attention") for text in warnings)
+    if family in ("falcon", "gpt_neo", "gptj"):
         with pytest.raises(KeyError, match="attnpack"):
             transformers.AutoModel.from_config(config, attn_implementation="attnpack")
+        return
+    loaded = transformers.AutoModel.from_config(config, attn_implementation="attnpack").eval()
+    loaded.load_state_dict(model.state_dict())
+    batch = inputs("llama", padding("left"))
+    assert torch.equal(loaded(**batch)[0], model(**batch)[0])

@@ -30,8 +30,8 @@ def wrong_kind(name: str, value: object, wanted: str) -> TypeError:
 
 def nested(name: str) -> ValueError:
     return ValueError(
-        f"attnpack: {name} is a nested tensor, wants a padded one: call torch.nested.to_padded_tensor({name}, 0.0), and "
-        "say by kv_lens or a mask which tokens are real"
+        f"attnpack: {name} is a nested tensor, wants a padded one: call torch.nested.to_padded_tensor({name}, 0.0) "
+        "and say by kv_lens or a mask which tokens are real"
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 _EAGER = 'call model.set_attn_implementation("eager")'
 _PAGED = 'call model.set_attn_implementation("sdpa"), which continuous batching can use'
 
-# Models hand on every keyword of their caller: names of losses, flags of trainers. There is no end to those, and sdpa
-# passes over them. So the names that change attention are listed, each with its fix. tests/test_hf_arguments.py compares
-# them with every name that the installed transformers hands over or reads itself.
+# Models hand on every keyword of their caller: names of losses, flags of trainers. A list of those would never be
+# complete, and sdpa passes over them. So the names that change attention are listed, each with its fix, and
+# tests/test_hf_arguments.py compares them with every name that the installed transformers hands over or reads itself.
 REFUSED: dict[str, str] = {
     "block_indices": _EAGER,
     "head_mask": "remove heads from the projections instead",

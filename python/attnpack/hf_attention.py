@@ -42,8 +42,8 @@ def attention_forward(
         position_bias: added to the scores.
         indices: the keys that each query may attend, where a model selects them (DeepSeek-V3.2's sparse attention).
         output_attentions: also return the probabilities, before dropout.
-        others: cu_seq_lens_q, cu_seq_lens_k and seq_idx keep packed sequences apart (`hf_packed`), `hf_arguments.REFUSED`
-            raise, all others are ignored.
+        others: cu_seq_lens_q, cu_seq_lens_k and seq_idx keep packed sequences apart (`hf_packed`), those of
+            `hf_arguments.REFUSED` raise, and all others are ignored.
 
     Returns:
         (out [B, Lq, Hq, Dv], probabilities [B, Hq, Lq, Lkv] or None).
