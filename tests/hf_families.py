@@ -2,7 +2,7 @@
 
 Tried and not here, of the causal, masked, sequence-to-sequence and image models of transformers 5.23: those whose code
 has its own attention (falcon, gptj, deberta, led, xlnet, ...: transformers warns and stays eager, or they are refused);
-those without any (mamba, fnet, resnet, ...); those that SIZES alone does not make small (fuyu, gemma3, clip, ...) or
+those without any (mamba, fnet, resnet, ...); one that takes seconds (falcon_h1); those that SIZES alone does not make small (fuyu, gemma3, clip, ...) or
 whole (bamba, dbrx, jamba, zamba, swin, ...); and inkling2_text, whose sinks of each token the operator cannot honour
 (it raises and names them).
 """
@@ -50,13 +50,13 @@ SIZES = {
 
 DECODERS = """
     afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v4 diffllama doge
-    dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo flint gemma gemma2 gemma3_text gemma3n_text
-    gemma4_text gemma4_unified_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa
-    granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-    inkling_text internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 llama llama4_text mellum mimo_v2_flash
-    minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder moshi nanochat
-    nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
-    qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma whisper
+    dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text
+    gemma4_unified_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
+    granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling_text
+    internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 llama llama4_text mellum mimo_v2_flash minimax minimax_m2
+    minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder moshi nanochat nemotron nemotron_h olmo
+    olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+    solar_open stablelm starcoder2 vaultgemma whisper
 """.split()
 # Latent attention, some of it over selected keys only.
 LATENT = """

@@ -103,7 +103,11 @@ def test_generate_equals_eager(family, kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["none", "left", "right"])
-@pytest.mark.parametrize("family", [*DECODERS, *LATENT, *ENCODER_DECODERS])
+@pytest.mark.parametrize(
+    "family",
+    # transformers has no static cache for layers of deepseek_v4.
+    sorted({*DECODERS, *LATENT, *ENCODER_DECODERS} - {"deepseek_v4"}),
+)
 def test_generate_with_a_static_cache_equals_eager(family, kind):
     model = _model(family)
     expected, found = (
