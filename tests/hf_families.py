@@ -2,9 +2,9 @@
 
 Tried and not here, of the causal, masked, sequence-to-sequence and image models of transformers 5.23: those whose code
 has its own attention (falcon, gptj, deberta, led, xlnet, ...: transformers warns and stays eager, or they are refused);
-those without any (mamba, fnet, resnet, ...); one that takes seconds (falcon_h1); those that SIZES alone does not make small (fuyu, gemma3, clip, ...) or
-whole (bamba, dbrx, jamba, zamba, swin, ...); and inkling2_text, whose sinks of each token the operator cannot honour
-(it raises and names them).
+those without any (mamba, fnet, resnet, ...); those that SIZES alone does not make small (fuyu, gemma3, clip, ...),
+quick (falcon_h1) or whole (bamba, dbrx, jamba, zamba, swin, ...); and inkling2_text, whose sinks of each token the
+operator cannot honour (it raises and names them).
 """
 
 from __future__ import annotations

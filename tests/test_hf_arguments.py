@@ -113,6 +113,13 @@ def test_a_model_names_it_too(model):
         model(ids, head_mask=torch.ones(2, 4))
 
 
+def test_a_replaced_latent_layer_names_what_only_the_operator_takes():
+    model = attnpack.hf.replace_attention(make_model("deepseek_v3"))
+    ids = inputs("llama", padding("none"))["input_ids"]
+    with pytest.raises(ValueError, match="attnpack: softcap: got float, .*leave the layers as they are"):
+        model(ids, softcap=30.0)
+
+
 LOSS_NAMES = {
     "shift_labels": lambda labels: torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous(),
     "ignore_index": lambda labels: int(labels[0, 3]),

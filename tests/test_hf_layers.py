@@ -133,6 +133,21 @@ def test_latent_masks_say_what_their_ranges_say(q_len, offset):
     torch.testing.assert_close(found, attnpack.attention(query, key, key, expected))
 
 
+@pytest.mark.parametrize("kind", ["none", "left"])
+def test_a_caller_makes_them_bidirectional(pair, kind):
+    """By is_causal, which transformers documents for decoders as encoders; its masks and its layers read it."""
+    family, theirs, ours = pair
+    real, batch = padding(kind).bool(), inputs(family, padding(kind))
+    if kind == "none":
+        del batch["attention_mask"]
+    theirs.set_attn_implementation("eager")
+    with torch.no_grad():
+        causal = theirs(**batch).logits[real]
+        expected, found = (model(**batch, is_causal=False).logits[real] for model in (theirs, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    assert (expected - causal).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_attentions_can_be_had_of_a_layer(family):
     theirs = make_model(family)

@@ -21,9 +21,14 @@ REFUSED: dict[str, str] = {
 }
 
 
-def refuse(others: Mapping[str, Any]) -> None:
+# What the operator takes and latent layers do not.
+_LAYERS = 'leave the layers as they are, with model.set_attn_implementation("attnpack")'
+REFUSED_BY_LATENT = REFUSED | dict.fromkeys(("indices", "position_bias", "s_aux", "softcap"), _LAYERS)
+
+
+def refuse(others: Mapping[str, Any], refused: Mapping[str, str] = REFUSED) -> None:
     """Raises ValueError for the first argument that changes attention and is not honoured."""
-    for name, fix in REFUSED.items():
+    for name, fix in refused.items():
         value = others.get(name)
         if value is not None and value is not False:
             raise ValueError(
