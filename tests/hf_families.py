@@ -2,9 +2,9 @@
 
 Tried and not here, of the causal, masked, sequence-to-sequence and image models of transformers 5.23: those whose code
 has its own attention (falcon, gptj, deberta, led, xlnet, ...: transformers warns and stays eager, or they are refused);
-those without any (mamba, fnet, resnet, ...); those that SIZES alone does not make small (fuyu, gemma3, clip, ...) or
-whole (bamba, dbrx, jamba, zamba, swin, ...); and inkling2_text, whose sinks of each token the operator cannot honour
-(it raises and names them).
+those without any (mamba, fnet, resnet, ...); those that SIZES alone does not make small (fuyu, gemma3, clip, ...),
+quick (falcon_h1) or whole (bamba, dbrx, jamba, zamba, swin, ...); and inkling2_text, whose sinks of each token the
+operator cannot honour (it raises and names them).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "encoder_layers", "decoder_layers", "num_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("head_dim", "d_kv", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("global_head_dim", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
@@ -33,7 +34,7 @@ SIZES = {
     # As the testers of transformers set them where the default does not suit a model so narrow.
     **dict.fromkeys(("initializer_range", "embedding_initializer_range"), 0.02),
     "initializer_factor": 0.002,
-    "vocab_size": VOCABULARY,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "num_heads": 4,
     "num_key_value_heads": 2,
     "sliding_window": 6,
@@ -48,12 +49,14 @@ SIZES = {
 }
 
 DECODERS = """
-    afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 ctrl cwm diffllama doge dots1 ernie4_5 ernie4_5_moe
-    exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox
-    gpt_oss granite granite_swa granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe jais2 jetmoe lfm2
-    llama llama4_text mimo_v2_flash minimax minimax_m2 ministral mistral mixtral modernbert-decoder moshi nanochat
-    nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
-    smollm3 stablelm starcoder2 vaultgemma
+    afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v4 diffllama doge
+    dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text
+    gemma4_unified_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe
+    granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax inkling_text
+    internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 llama llama4_text mellum mimo_v2_flash minimax minimax_m2
+    minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder moshi nanochat nemotron nemotron_h olmo
+    olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+    solar_open stablelm starcoder2 vaultgemma whisper
 """.split()
 # Latent attention, some of it over selected keys only.
 LATENT = """
@@ -61,19 +64,19 @@ LATENT = """
 """.split()
 ENCODERS = """
     albert bert camembert data2vec-text distilbert electra ernie esm eurobert gte jina_embeddings_v3 layoutlm mobilebert
-    modernbert nomic_bert roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl
+    modernbert nomic_bert roberta roberta-prelayernorm ultrabert xlm-roberta xlm-roberta-xl
 """.split()
 ENCODER_DECODERS = """
     bart blenderbot blenderbot-small longt5 m2m_100 marian mbart mt5 nllb-moe pegasus pegasus_x plbart
-    switch_transformers t5 umt5
+    seamless_m4t seamless_m4t_v2 switch_transformers t5 umt5
 """.split()
-VISION = "dinov2 dinov2_with_registers ijepa vit vit_msn".split()
+VISION = "beit dinov2 dinov2_with_registers ijepa vit vit_msn".split()
 FAMILIES = [*DECODERS, *LATENT, *ENCODERS, *ENCODER_DECODERS, *VISION]
 
-# Not on attention functions, so only to be refused.
-_OWN_ATTENTION = "bloom codegen mpt".split()
+# Only to be refused: attention of their own, or sinks of each token.
+_REFUSED = "bloom codegen inkling2_text mpt".split()
 _KINDS = [
-    ([*DECODERS, *LATENT, *_OWN_ATTENTION], auto.MODEL_FOR_CAUSAL_LM_MAPPING),
+    ([*DECODERS, *LATENT, *_REFUSED], auto.MODEL_FOR_CAUSAL_LM_MAPPING),
     ([*ENCODERS, "megatron-bert"], auto.MODEL_FOR_MASKED_LM_MAPPING),
     ([*ENCODER_DECODERS, "bigbird_pegasus"], auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
     (VISION, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING),

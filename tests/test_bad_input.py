@@ -123,6 +123,27 @@ BAD = {
 }
 
 
+NESTED = torch.nested.nested_tensor([torch.zeros(3, 4, 8), torch.zeros(5, 4, 8)], layout=torch.jagged).transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_a_nested_tensor_is_named(name):
+    good = {"query": draw(2, 4, 5, 8), "key": draw(2, 4, 5, 8), "value": draw(2, 4, 5, 8)}
+    with pytest.raises(ValueError, match=f"attnpack: {name} is a nested tensor, wants a padded one: call torch.nested"):
+        attention(**good | {name: NESTED})
+    if name != "value":
+        with pytest.raises(ValueError, match=f"attnpack: {name} is a nested tensor"):
+            attention_scores(**{"query": good["query"], "key": good["key"]} | {name: NESTED})
+
+
+@pytest.mark.parametrize("kind", [attnpack.MultiHeadAttention, attnpack.SelfAttention], ids=lambda kind: kind.__name__)
+def test_a_module_names_a_nested_tensor(kind):
+    module = kind(8) if kind is attnpack.SelfAttention else kind(8, 2)
+    nested = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(5, 8)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="attnpack: x is a nested tensor, wants a padded one"):
+        module(nested)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_attention_says_what_is_wrong(case):
     changes, message = BAD[case]

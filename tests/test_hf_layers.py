@@ -1,6 +1,8 @@
 """attnpack.hf.replace_attention: our modules in the place of transformers' layers, around the same parameters."""
 
 import copy
+import os
+import sys
 
 import attnpack
 import attnpack.hf
@@ -8,6 +10,7 @@ import pytest
 import torch
 from attnpack.hf_latent import _as_of_the_first_key
 from hf_families import backward, generated, inputs, logits, make_model, padding
+from processes import run
 
 GROUPED = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
 FAMILIES = [*GROUPED, "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"]
@@ -130,6 +133,21 @@ def test_latent_masks_say_what_their_ranges_say(q_len, offset):
     torch.testing.assert_close(found, attnpack.attention(query, key, key, expected))
 
 
+@pytest.mark.parametrize("kind", ["none", "left"])
+def test_a_caller_makes_them_bidirectional(pair, kind):
+    """By is_causal, which transformers documents for decoders as encoders; its masks and its layers read it."""
+    family, theirs, ours = pair
+    real, batch = padding(kind).bool(), inputs(family, padding(kind))
+    if kind == "none":
+        del batch["attention_mask"]
+    theirs.set_attn_implementation("eager")
+    with torch.no_grad():
+        causal = theirs(**batch).logits[real]
+        expected, found = (model(**batch, is_causal=False).logits[real] for model in (theirs, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    assert (expected - causal).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_attentions_can_be_had_of_a_layer(family):
     theirs = make_model(family)
@@ -173,6 +191,67 @@ def test_compiles_to_one_graph(family):
         found = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch, use_cache=False).logits
     real = batch["attention_mask"].bool()
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=2e-5)
+
+
+SPLIT = """
+import sys, torch, attnpack.hf, transformers
+
+grouped, latent = (
+    transformers.AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/{name}", tp_plan="auto")
+    for name in ("qwen3", "deepseek_v2")
+)
+attnpack.hf.replace_attention(grouped)
+ids = torch.arange(3, 31).view(2, 14)
+out = grouped(ids, labels=ids)
+out.loss.backward()
+norm = grouped.model.layers[0].self_attn.q_norm.weight.grad
+if torch.distributed.get_rank() == 0:
+    torch.save({"loss": out.loss.detach(), "logits": out.logits.detach(), "norm": norm}, sys.argv[1] + "/found")
+layers = [type(layer.self_attn) for layer in latent.model.layers]
+try:
+    attnpack.hf.replace_attention(latent)
+except ValueError as error:
+    print(error)
+assert [type(layer.self_attn) for layer in latent.model.layers] == layers
+"""
+
+
+def test_layers_split_by_tensor_parallelism(tmp_path):
+    """Two processes, each with half of the heads: the numbers and gradients of one; latent layers are refused."""
+    model = make_model("qwen3")
+    model.save_pretrained(tmp_path / "qwen3")
+    make_model("deepseek_v2").save_pretrained(tmp_path / "deepseek_v2")
+    ids = torch.arange(3, 31).view(2, 14)
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    (tmp_path / "split.py").write_text(SPLIT)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    process = run(sys.executable, *launch, tmp_path / "split.py", tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert process.returncode == 0, process.text
+    assert "DeepseekV2Attention whose q_b_proj is split by tensor parallelism" in process.text
+    expected = {"loss": out.loss, "logits": out.logits, "norm": model.model.layers[0].self_attn.q_norm.weight.grad}
+    torch.testing.assert_close(torch.load(tmp_path / "found"), expected, rtol=1e-3, atol=2e-5)
+
+
+def test_a_norm_that_is_watched_stays_the_models():
+    model, calls = make_model("qwen3"), []
+    watched = model.model.layers[0].self_attn.q_norm
+    watched.register_forward_hook(lambda *_: calls.append(1))
+    expected = logits(model, "qwen3", "eager", padding("left"))
+    attnpack.hf.replace_attention(model)
+    assert layers(model)[0].q_norm is watched and isinstance(layers(model)[1].q_norm, attnpack.RMSNorm)
+    calls.clear()
+    torch.testing.assert_close(logits(model, "qwen3", "attnpack", padding("left")), expected, rtol=1e-4, atol=2e-5)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_nested_tensor_is_named(family):
+    layer = layers(attnpack.hf.replace_attention(make_model(family)))[0]
+    x = torch.nested.nested_tensor([torch.zeros(2, 32), torch.zeros(3, 32)], layout=torch.jagged)
+    table = torch.zeros(1, 3, 8)
+    with pytest.raises(ValueError, match="attnpack: hidden_states is a nested tensor, wants a padded one"):
+        layer(x, position_embeddings=(table, table))
 
 
 def test_what_cannot_be_replaced_is_said():

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .explain import unexpected_keyword, wrong_kind
+from .explain import nested, unexpected_keyword, wrong_kind
 
 
 def check_input(name: str, tensor: Tensor, width: int, projection: nn.Module | None) -> None:
     """Raises unless `tensor` is [B, L, width] in the dtype and on the device of a plain linear `projection`."""
     if not isinstance(tensor, Tensor):
         raise wrong_kind(name, tensor, f"a tensor [batch, length, {width}]: torch.tensor() makes one of a list")
+    if tensor.is_nested:
+        raise nested(name)
     if tensor.dim() != 3 or tensor.size(-1) != width:
         raise ValueError(f"attnpack: {name}: got shape {list(tensor.shape)}, want [batch, length, {width}]")
     _check_place(name, tensor, projection)

@@ -28,6 +28,13 @@ def wrong_kind(name: str, value: object, wanted: str) -> TypeError:
     return TypeError(f"attnpack: {name} is {shown(value)}, wants {wanted}")
 
 
+def nested(name: str) -> ValueError:
+    return ValueError(
+        f"attnpack: {name} is a nested tensor, wants a padded one: call torch.nested.to_padded_tensor({name}, 0.0) "
+        "and say by kv_lens or a mask which tokens are real"
+    )
+
+
 def unexpected_keyword(function: str, name: str, taken: Collection[str], cache: str) -> TypeError:
     """For a keyword that `function` does not have; `cache` is what its cache= takes."""
     hint = ""
@@ -159,6 +166,8 @@ _WANTED: dict[str, Wanted] = {
 def explain(arguments: Mapping[str, object], **special: Wanted) -> None:
     """Raises the sentence for the first argument of the wrong kind; `special` wants something else under a name."""
     for name, value in arguments.items():
+        if is_tensor(value) and value.is_nested:
+            raise nested(name) from None
         right, wanted = special.get(name) or _WANTED.get(name, (None, ""))
         if right is not None and not right(value):
             raise wrong_kind(name, value, wanted) from None

@@ -41,7 +41,7 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         TypeError: model is no transformers model.
-        ValueError: none of its layers is known.
+        ValueError: none of its layers is known, or tensor parallelism has split latent ones.
     """
     if not isinstance(model, PreTrainedModel):
         raise wrong_kind("model", model, "a model of transformers")

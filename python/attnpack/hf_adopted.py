@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .cache import KVCache
+from .explain import nested
+from .linear import is_watched
 from .norm import RMSNorm
 from .ops import apply_rope
 
@@ -18,12 +20,13 @@ class Adopted:
     is_causal = True  # what transformers reads where it gives no mask
 
     def _adopt(self, theirs: nn.Module, projections: Iterable[str], norms: Iterable[str]) -> None:
-        """Takes children of `theirs` by name: projections as they are, norms as ours on the same weights."""
+        """Takes children of `theirs` by name: projections as they are, norms as ours on the same weights, or as they
+        are where calling them does more than to norm, as under tensor parallelism."""
         for name in projections:
             setattr(self, name, getattr(theirs, name))
         for name in norms:
             norm = getattr(theirs, name, None)
-            setattr(self, name, None if norm is None else _on_the_weight_of(norm))
+            setattr(self, name, norm if norm is None or is_watched(norm) else _on_the_weight_of(norm))
         self.config = theirs.config
         self.layer_idx = theirs.layer_idx
         self.num_key_value_groups = theirs.num_key_value_groups
@@ -44,8 +47,10 @@ def _on_the_weight_of(theirs: nn.Module) -> RMSNorm:
     return norm
 
 
-def check_cache(past_key_values: object) -> None:
-    """Raises TypeError for what is no cache of transformers."""
+def check_call(hidden_states: Tensor, past_key_values: object) -> None:
+    """Raises for a nested tensor, and TypeError for what is no cache of transformers."""
+    if hidden_states.is_nested:
+        raise nested("hidden_states")
     if past_key_values is None or hasattr(past_key_values, "update"):
         return
     kind = "an attnpack" if isinstance(past_key_values, KVCache) else "a"

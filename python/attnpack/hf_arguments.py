@@ -8,9 +8,9 @@ from typing import Any
 _EAGER = 'call model.set_attn_implementation("eager")'
 _PAGED = 'call model.set_attn_implementation("sdpa"), which continuous batching can use'
 
-# Models hand on every keyword of their caller: names of losses, flags of trainers. There is no end to those, and sdpa
-# passes over them. So the names that change attention are listed, each with its fix. tests/test_hf_arguments.py compares
-# them with every name that the installed transformers hands over or reads itself.
+# Models hand on every keyword of their caller: names of losses, flags of trainers. A list of those would never be
+# complete, and sdpa passes over them. So the names that change attention are listed, each with its fix, and
+# tests/test_hf_arguments.py compares them with every name that the installed transformers hands over or reads itself.
 REFUSED: dict[str, str] = {
     "block_indices": _EAGER,
     "head_mask": "remove heads from the projections instead",
@@ -21,9 +21,14 @@ REFUSED: dict[str, str] = {
 }
 
 
-def refuse(others: Mapping[str, Any]) -> None:
+# What the operator takes and latent layers do not.
+_LAYERS = 'leave the layers as they are, with model.set_attn_implementation("attnpack")'
+REFUSED_BY_LATENT = REFUSED | dict.fromkeys(("indices", "position_bias", "s_aux", "softcap"), _LAYERS)
+
+
+def refuse(others: Mapping[str, Any], refused: Mapping[str, str] = REFUSED) -> None:
     """Raises ValueError for the first argument that changes attention and is not honoured."""
-    for name, fix in REFUSED.items():
+    for name, fix in refused.items():
         value = others.get(name)
         if value is not None and value is not False:
             raise ValueError(

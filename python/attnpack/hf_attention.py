@@ -42,8 +42,8 @@ def attention_forward(
         position_bias: added to the scores.
         indices: the keys that each query may attend, where a model selects them (DeepSeek-V3.2's sparse attention).
         output_attentions: also return the probabilities, before dropout.
-        others: cu_seq_lens_q, cu_seq_lens_k and seq_idx keep packed sequences apart (`hf_packed`), `hf_arguments.REFUSED`
-            raise, all others are ignored.
+        others: cu_seq_lens_q, cu_seq_lens_k and seq_idx keep packed sequences apart (`hf_packed`), those of
+            `hf_arguments.REFUSED` raise, and all others are ignored.
 
     Returns:
         (out [B, Lq, Hq, Dv], probabilities [B, Hq, Lq, Lkv] or None).
@@ -59,8 +59,7 @@ def attention_forward(
             "sequence; leave cu_seq_lens and seq_idx out and pass position_ids with use_cache=False"
         )
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        ranges, mask = _NO_RANGES._replace(causal=bool(causal) and query.size(2) > 1), None
+        ranges, mask = _NO_RANGES._replace(causal=causal_without_mask(module, is_causal, query.size(2))), None
     else:
         ranges, mask = split_mask(attention_mask, query.size(2), key.size(2))
     if indices is not None:
@@ -83,6 +82,12 @@ def attention_forward(
     out = attention(query, key, value, mask, dropout_p=dropout, **settings)
     weights = attention_scores(query, key, mask, **settings) if output_attentions else None
     return out.transpose(1, 2).contiguous(), weights
+
+
+def causal_without_mask(module: nn.Module, is_causal: bool | None, q_len: int) -> bool:
+    """transformers' rule: several queries are causal, unless the call or else the module says no."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return bool(causal) and q_len > 1
 
 
 def split_mask(mask: Tensor, q_len: int, kv_len: int) -> tuple[Ranges, Tensor | None]:

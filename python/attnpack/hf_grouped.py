@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .attention import GroupedQueryAttention
-from .hf_adopted import Adopted, check_cache, rotated
+from .attention_module import split_heads
+from .hf_adopted import Adopted, check_call, rotated
 from .hf_attention import attention_forward
+from .linear import project_all
 
 
 class HfGroupedQueryAttention(Adopted, GroupedQueryAttention):
@@ -54,9 +56,14 @@ class HfGroupedQueryAttention(Adopted, GroupedQueryAttention):
 
         Raises:
             TypeError: past_key_values is a cache of attnpack.
+            ValueError: names an argument that attention cannot honour.
         """
-        check_cache(past_key_values)
-        query, key, value = self._heads(hidden_states, None, None)
+        check_call(hidden_states, past_key_values)
+        # The model's tensor parallelism leaves some of the heads to this process, as many as the projections give.
+        projected = project_all((self.q_proj, self.k_proj, self.v_proj), hidden_states)
+        query, key, value = (split_heads(x, x.size(-1) // self.head_dim) for x in projected)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key = (rotated(heads, position_embeddings) for heads in (query, key))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .hf_adopted import Adopted, check_cache, rotated
-from .hf_arguments import refuse
-from .hf_attention import attention_forward, restricted, split_mask
+from .hf_adopted import Adopted, check_call, rotated
+from .hf_arguments import REFUSED_BY_LATENT, refuse
+from .hf_attention import attention_forward, causal_without_mask, restricted, split_mask
 from .hf_packed import same_sequence
 from .latent_attention import MultiHeadLatentAttention
-from .linear import plain_weight, project
+from .linear import is_watched, plain_weight, project
 
 
 class HfLatentAttention(Adopted, MultiHeadLatentAttention):
@@ -28,9 +28,13 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
 
     Args:
         theirs: a layer of a class that `hf_layers` knows; its projections become this module's own.
+
+    Raises:
+        ValueError: tensor parallelism has split the heads of theirs.
     """
 
     def __init__(self, theirs: nn.Module) -> None:
+        _refuse_split(theirs)
         super().__init__(
             theirs.hidden_size,
             theirs.num_heads,
@@ -69,8 +73,8 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             TypeError: past_key_values is a cache of attnpack.
             ValueError: names an argument that attention cannot honour.
         """
-        check_cache(past_key_values)
-        refuse(others)
+        check_call(hidden_states, past_key_values)
+        refuse(others, REFUSED_BY_LATENT)
         query, latent, k_rope, _ = self._latents(hidden_states, None)
         nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         query = torch.cat([nope, rotated(rope, position_embeddings, self.interleaved)], -1)
@@ -97,7 +101,10 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
                 self, query, key, value, mask, dropout, self.scale, output_attentions=need_weights, **others
             )
             return out.flatten(2), weights
-        where = _as_of_the_first_key(mask, query.size(2), latent.size(2))
+        if mask is None:
+            where = {"causal": causal_without_mask(self, others.get("is_causal"), query.size(2))}
+        else:
+            where = _as_of_the_first_key(mask, query.size(2), latent.size(2))
         if (packed := same_sequence(others, query, latent)) is not None:
             where["mask"] = restricted(where.get("mask"), packed)
         result = ops.latent_attend(
@@ -116,11 +123,19 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
         return result if need_weights else (result, None)
 
 
-def _as_of_the_first_key(mask: Tensor | None, q_len: int, kv_len: int) -> dict[str, Any]:
+def _refuse_split(theirs: nn.Module) -> None:
+    for name, layer in theirs.named_children():
+        if is_watched(layer) and hasattr(getattr(layer, "weight", None), "to_local"):
+            raise ValueError(
+                f"attnpack: model: got a {type(theirs).__name__} whose {name} is split by tensor parallelism, "
+                "replace_attention wants latent layers whole: leave them as they are, with "
+                'model.set_attn_implementation("attnpack")'
+            )
+
+
+def _as_of_the_first_key(mask: Tensor, q_len: int, kv_len: int) -> dict[str, Any]:
     """A mask as the latent op takes it, which knows neither windows nor queries that stand behind the first key: where
     ranges need those, the mask itself."""
-    if mask is None:
-        return {"causal": q_len > 1}
     ranges, plain = split_mask(mask, q_len, kv_len)
     # An offset on another device than the CPU is a tensor, and reading it would wait.
     offset = ranges.q_offset if isinstance(ranges.q_offset, int) else None

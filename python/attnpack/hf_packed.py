@@ -33,14 +33,14 @@ def same_sequence(others: Mapping[str, Any], query: Tensor, key: Tensor) -> Tens
     rows, length = query.size(0), query.size(2)
     if key.size(2) != length:
         raise ValueError(
-            f"attnpack: {next(iter(lengths), 'seq_idx')}: got {length} queries and {key.size(2)} keys, wants as many keys "
-            "as queries: give packed sequences to the model whole, without a static cache or one that holds tokens"
+            f"attnpack: {next(iter(lengths), 'seq_idx')}: got {length} queries and {key.size(2)} keys, wants as many "
+            "keys as queries: give packed sequences to the model whole, without a static cache or one that holds tokens"
         )
     if lengths:
         for name, ends in lengths.items():
             _check_lengths(name, ends, rows, length)
         _check_equal(**lengths)
-        # Sequence n owns the tokens from ends[n] to ends[n + 1].
+        # Sequence n owns the tokens from ends[n] to ends[n + 1], and both lengths say the same.
         tokens = torch.arange(length, device=query.device)
         index = torch.bucketize(tokens, ends[1:].to(query.device), right=True).unsqueeze(0)
     elif index.dim() != 2 or index.size(0) not in (1, rows) or index.size(1) != length:
@@ -71,7 +71,7 @@ def _check_equal(cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | No
     if cu_seq_lens_q is None or cu_seq_lens_k is None or cu_seq_lens_q is cu_seq_lens_k:
         return
     queries, keys = values_of(cu_seq_lens_q), values_of(cu_seq_lens_k)
-    if queries != keys:
+    if None not in (queries, keys) and queries != keys:
         raise ValueError(
-            f"attnpack: cu_seq_lens_k is {keys}, wants {queries} as cu_seq_lens_q: the keys are those of the same tokens"
+            f"attnpack: cu_seq_lens_k is {keys}, wants {queries} as cu_seq_lens_q: keys and queries are the same tokens"
         )

@@ -64,11 +64,15 @@ def _are_plain(input: Tensor, weight: Tensor) -> bool:
 
 def _is_plain(layer: nn.Module) -> bool:
     """Whether calling layer is torch's linear and nothing else: no other type, no forward of its own, no hooks."""
-    own = layer.__dict__
     return (
         type(layer) is nn.Linear
         and nn.Linear.forward is _FORWARD
-        and "forward" not in own
-        and not any(own[name] for name in _HOOKS)
+        and not is_watched(layer)
         and not torch_module._has_any_global_hook()
     )
+
+
+def is_watched(layer: nn.Module) -> bool:
+    """Whether calling layer does more than its class says: by a forward of its own, or by hooks."""
+    own = layer.__dict__
+    return "forward" in own or any(own[name] for name in _HOOKS)

@@ -80,7 +80,7 @@ def attention(
             query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
             dropout_p, scale, return_lse,
         )  # fmt: skip
-    except TypeError:
+    except (TypeError, RuntimeError):  # nested tensors end as NotImplementedError and others
         explain(locals(), window=_WINDOW)
         raise
 
@@ -142,7 +142,7 @@ def attention_scores(
             query, key, mask, stage, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
             dropout_p, scale,
         )  # fmt: skip
-    except TypeError:
+    except (TypeError, RuntimeError):  # nested tensors end as NotImplementedError and others
         explain(locals(), window=_WINDOW)
         raise
 

@@ -1,0 +1,129 @@
+"""Packed sequences under attn_implementation="attnpack": each gives what it gives alone."""
+
+import functools
+
+import attnpack
+import attnpack.hf
+import pytest
+import torch
+import transformers
+from hf_families import inputs, make_model, padding
+
+attnpack.hf.register()
+
+FP32 = {"rtol": 1e-4, "atol": 2e-5}
+ENDS = torch.tensor([0, 5, 5, 14], dtype=torch.int32)  # the sequence in the middle is empty
+PACKED = {
+    "lengths": {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": 9, "max_length_k": 9},
+    "one of them": {"cu_seq_lens_k": ENDS.long()},
+    "index": {"seq_idx": torch.tensor([[3] * 5 + [1] * 9], dtype=torch.int32)},
+}
+POSITIONS = {"position_ids": torch.tensor([[*range(5), *range(9)]])}
+
+
+@functools.cache
+def model_of(family, replaced):
+    model = make_model(family)
+    if replaced:
+        attnpack.hf.replace_attention(model)
+    model.set_attn_implementation("attnpack")
+    return model
+
+
+@pytest.fixture(
+    scope="module",
+    # Windows and a cache of their length, soft caps, sinks, latents.
+    params=[("mistral", False), ("gemma2", False), ("gpt_oss", False), ("deepseek_v3", False),
+            ("mistral", True), ("qwen3", True), ("deepseek_v3", True)],
+    ids=lambda case: case[0] + " replaced" * case[1],
+)  # fmt: skip
+def case(request):
+    """(model, a row of two sequences, the logits of each alone)."""
+    model = model_of(*request.param)
+    ids = inputs("llama", padding("none", batch=1))["input_ids"]
+    with torch.no_grad():
+        alone = [model(part, use_cache=False).logits for part in ids.split([5, 9], dim=1)]
+    return model, ids, torch.cat(alone, dim=1)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("positions", [{}, POSITIONS], ids=["no position_ids", "position_ids"])
+@pytest.mark.parametrize("packed", PACKED)
+def test_sequences_do_not_see_each_other(case, packed, positions, use_cache):
+    model, ids, alone = case
+    with torch.no_grad():
+        found = model(ids, use_cache=use_cache, **positions, **PACKED[packed]).logits
+    torch.testing.assert_close(found, alone, **FP32)
+
+
+def test_position_ids_alone_say_it_where_no_cache_is_made():
+    """As transformers reads them; some of its models (gpt-oss) make masks without them."""
+    model, ids = model_of("mistral", False), inputs("llama", padding("none", batch=1))["input_ids"]
+    with torch.no_grad():
+        alone = [model(part, use_cache=False).logits for part in ids.split([5, 9], dim=1)]
+        found = model(ids, use_cache=False, **POSITIONS).logits
+    torch.testing.assert_close(found, torch.cat(alone, dim=1), **FP32)
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("replaced", [False, True], ids=["theirs", "replaced"])
+def test_compiled(packed, replaced):
+    model, ids = model_of("qwen3", replaced), inputs("llama", padding("none", batch=1))["input_ids"]
+    with torch.no_grad():
+        expected = model(ids, **PACKED[packed]).logits
+        found = torch.compile(model, fullgraph=True, backend="eager")(ids, **PACKED[packed]).logits
+    torch.testing.assert_close(found, expected, **FP32)
+
+
+def test_a_collator_of_transformers_packs_like_this():
+    """Its batch gives the loss of the sequences alone, weighted by their predicted tokens."""
+    model = model_of("qwen3", False)
+    ids = inputs("llama", padding("none", batch=1))["input_ids"]
+    parts = ids.split([5, 9], dim=1)
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = collate([{"input_ids": part[0].tolist()} for part in parts])
+    with torch.no_grad():
+        losses = [model(part, labels=part).loss * (part.size(1) - 1) for part in parts]
+        torch.testing.assert_close(model(**batch).loss, sum(losses) / 12, rtol=1e-4, atol=1e-5)
+
+
+def attend(rows=1, q_len=3, kv_len=3, **packed):
+    query, key = torch.zeros(rows, 4, q_len, 8), torch.zeros(rows, 2, kv_len, 8)
+    return attnpack.hf.attention_forward(torch.nn.Module(), query, key, key, None, **packed)
+
+
+@pytest.mark.parametrize(
+    "sizes, packed, message",
+    [
+        ({"kv_len": 5}, {"cu_seq_lens_q": [0, 3]}, "cu_seq_lens_q: got 3 queries and 5 keys, wants as many keys"),
+        ({"kv_len": 5}, {"seq_idx": [[0, 0, 1]]}, "seq_idx: got 3 queries and 5 keys"),
+        ({"rows": 2}, {"cu_seq_lens_q": [0, 3]}, "cu_seq_lens_q: got a batch of 2 rows, wants one"),
+        ({}, {"cu_seq_lens_q": [1, 3]}, r"cu_seq_lens_q is \[1, 3\], wants numbers from 0 to 3 that never fall"),
+        ({}, {"cu_seq_lens_q": [0, 2]}, "cu_seq_lens_q is .* from 0 to 3"),
+        ({}, {"cu_seq_lens_k": [0, 2, 1, 3]}, "cu_seq_lens_k is .* never fall"),
+        ({}, {"cu_seq_lens_q": [[0, 3]]}, r"cu_seq_lens_q has shape \[1, 2\]"),
+        ({}, {"cu_seq_lens_q": [0.0, 3.0]}, "cu_seq_lens_q has .* dtype torch.float32, wants int32 or int64"),
+        ({}, {"cu_seq_lens_q": [0]}, r"cu_seq_lens_q has shape \[1\]"),
+        ({}, {"cu_seq_lens_q": [0, 3], "cu_seq_lens_k": [0, 1, 3]}, "cu_seq_lens_k is .* as cu_seq_lens_q"),
+        ({}, {"seq_idx": [0, 0, 1]}, r"seq_idx has shape \[3\], wants \[1, 3\]"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(sizes, packed, message):
+    with pytest.raises(ValueError, match=f"attnpack: {message}"):
+        attend(**sizes, **{name: torch.tensor(value) for name, value in packed.items()})
+
+
+def test_keys_that_a_model_selected_are_refused():
+    """DeepSeek-V3.2 selects among the keys of all sequences."""
+    model = model_of("deepseek_v32", False)
+    ids = inputs("llama", padding("none", batch=1))["input_ids"]
+    with pytest.raises(ValueError, match="indices: got keys that the model selected .*pass position_ids"):
+        model(ids, cu_seq_lens_q=ENDS)
+
+
+def test_a_cache_that_holds_tokens_is_refused():
+    model, ids = model_of("mistral", False), inputs("llama", padding("none", batch=1))["input_ids"]
+    cache = model(ids, **PACKED["lengths"]).past_key_values
+    with pytest.raises(ValueError, match="cu_seq_lens_q: got 14 queries and .* without a static cache or one that"):
+        model(ids, past_key_values=cache, **PACKED["lengths"])
