@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-_WIDEST_HEAD = 1 << 16  # RoPE holds a number for each pair of dims
+_WIDEST = 1 << 20  # heads times head_dim: a layer holds a number for each head, RoPE one for each pair of dims
 
 
-def check_sizes(path: Path, shapes: Mapping[str, tuple[int, ...]], num_layers: int, head_dim: int) -> None:
+def check_sizes(path: Path, shapes: Mapping[str, tuple[int, ...]], num_layers: int, heads: int, head_dim: int) -> None:
     """Raises for sizes that cost before shapes are compared, and that the checkpoint's tensors cannot have."""
     if num_layers > len(shapes):
         raise ValueError(
             f"{path}: its configuration asks for {num_layers} layers, but it has {len(shapes)} tensors; the "
             "configuration is of another checkpoint, get both again"
         )
-    if head_dim > _WIDEST_HEAD:
-        raise ValueError(f"{path}: head_dim is {head_dim}, {_WIDEST_HEAD} is the most; get the checkpoint again")
+    if heads * head_dim > _WIDEST:
+        raise ValueError(
+            f"{path}: its configuration asks for {heads} heads of head_dim {head_dim}, together {_WIDEST} is the most; "
+            "get the checkpoint again"
+        )
 
 
 def check_shapes(path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:

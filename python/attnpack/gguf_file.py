@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 20  # of dequantised fp32 at a time
 _LONGEST = 64_000_000  # bytes
 _MOST_KEYS = 1 << 16
 _MOST_TENSORS = 1 << 18
-_MOST_ITEMS = 4_000_000  # of all arrays together
+_MOST_ITEMS = 3_000_000  # of all arrays together
 _MOST_DIMS = 4  # as in ggml
 _DEEPEST = 16  # arrays in arrays
 
@@ -62,12 +62,14 @@ class _Header:
 
     def check_at_most(self, count: int, most: int, unit: str) -> None:
         if count > most:
-            raise ValueError(f"{self.path}: the GGUF header has {count} {unit}, {most} are the most; get a whole file")
+            raise ValueError(
+                f"{self.path}: the GGUF header has {count} {unit}, where {most} are the most; the file is damaged, get "
+                "it again"
+            )
 
-    def count(self, each: int) -> int:
-        """How many things follow, that take at least `each` bytes."""
+    def count(self, most: int, unit: str) -> int:
         count = self.scalar("Q")
-        self.check_left(count * each)
+        self.check_at_most(count, most, unit)
         return count
 
     def take(self, count: int) -> bytes:
@@ -98,13 +100,11 @@ class _Header:
         if depth == _DEEPEST:
             raise ValueError(f"{self.path}: metadata with arrays in arrays, {depth} deep; the file is damaged")
         item = self.scalar("I")
-        code = _SCALARS.get(item)
-        size = struct.calcsize("<" + code) if code else {_STRING: 8, _ARRAY: 12}.get(item, 1)
-        count = self.count(size)
+        count = self.count(_MOST_ITEMS - self._items, "values in arrays")
         self._items += count
-        self.check_at_most(self._items, _MOST_ITEMS, "values in arrays")
-        if code:
-            return list(struct.unpack(f"<{count}{code}", self.take(count * size)))
+        if item in _SCALARS:
+            form = f"<{count}{_SCALARS[item]}"
+            return list(struct.unpack(form, self.take(struct.calcsize(form))))
         return [self.value(item, depth + 1) for _ in range(count)]
 
 
@@ -132,9 +132,7 @@ class GgufFile:
         version = header.scalar("I")
         if version not in (2, 3):
             raise ValueError(f"{self.path}: GGUF version {version}; readable are little-endian versions 2 and 3")
-        num_tensors, num_keys = header.count(24), header.count(13)
-        header.check_at_most(num_tensors, _MOST_TENSORS, "tensors")
-        header.check_at_most(num_keys, _MOST_KEYS, "keys")
+        num_tensors, num_keys = header.count(_MOST_TENSORS, "tensors"), header.count(_MOST_KEYS, "keys")
         alignment = 32
         for _ in range(num_keys):
             key, kind = header.name(), header.scalar("I")

@@ -117,7 +117,7 @@ class GgufCheckpoint:
         embed_dim, num_heads = self._size("embedding_length"), self._size("attention.head_count")
         num_kv_heads = self._size("attention.head_count_kv", num_heads)
         head_dim = self._size("attention.key_length", embed_dim // num_heads)
-        check_sizes(self.path, self.shapes, self._size("block_count"), head_dim)
+        check_sizes(self.path, self.shapes, self._size("block_count"), max(num_heads, num_kv_heads), head_dim)
         for key in ("attention.value_length", "rope.dimension_count"):
             if self._get(key, head_dim) != head_dim:
                 raise ValueError(f"{self.path}: {self.arch}.{key} is {brief(self._get(key))}, head_dim is {head_dim}; "

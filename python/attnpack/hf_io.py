@@ -43,7 +43,7 @@ class HfCheckpoint:
         if self.config["tie_embeddings"]:
             self._drop_tied_head()
         self.shapes = {name: file.shapes[name] for name, file in self.files.items()}
-        check_sizes(self.path, self.shapes, self.config["num_layers"], self.config["head_dim"])
+        check_sizes(self.path, self.shapes, *(self.config[name] for name in ("num_layers", "num_heads", "head_dim")))
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fills `out` with the tensor of state_dict name `name`."""

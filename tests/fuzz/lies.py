@@ -65,11 +65,11 @@ def _state() -> dict[str, Any]:
 
 
 def _letters() -> list[str]:
-    return sorted(pre_tokenizers.ByteLevel.alphabet())[:30] + ["<s>", "</s>"]
+    return [*sorted(pre_tokenizers.ByteLevel.alphabet())[:29], "()", "<s>", "</s>"]
 
 
 def _tokenizer() -> str:
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(_letters())}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(_letters())}, merges=[("(", ")")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer.to_str()
@@ -122,7 +122,7 @@ def whole_gguf() -> Files:
         writer.add_custom_alignment(32)
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list(_letters())
-        writer.add_token_merges([])
+        writer.add_token_merges(["( )"])
         writer.add_token_types([1] * 30 + [3, 3])
         writer.add_bos_token_id(30)
         writer.add_eos_token_id(31)
