@@ -124,7 +124,9 @@ def run(cells: list[Cell], out: Path, about: dict[str, Any], minutes: float = 0)
         record = read(out) if out.is_file() else record  # another process may have added to it
         record["cells"][name] = found
         partial = out.with_suffix(f".partial{os.getpid()}")
-        partial.write_text(json.dumps(record, indent=1))
+        partial.unlink(missing_ok=True)
+        with partial.open("x") as file:  # no link is followed
+            json.dump(record, file, indent=1)
         os.replace(partial, out)
     missing = [name for name, _ in cells if name not in record["cells"]]
     if missing:

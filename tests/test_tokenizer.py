@@ -52,7 +52,7 @@ def test_special_tokens_are_left_out_of_text(tokenizer):
 @pytest.mark.parametrize("jinja", [True, False])
 def test_chat_equals_transformers(jinja, tokenizer, smollm2_hf, monkeypatch):
     if not jinja:
-        monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
+        monkeypatch.setitem(sys.modules, "jinja2", None)
     prompt = "Why is {{ 1 }} <b>so</b>\nlonely?\n"
     messages = [{"role": "user", "content": prompt}]
     expected = smollm2_hf[1].apply_chat_template(messages, add_generation_prompt=True, return_dict=True)

@@ -10,15 +10,18 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .checkpoint_sizes import check_shapes
+from .file_errors import naming
 from .gguf_io import GgufCheckpoint
 from .hf_io import HfCheckpoint
 from .progress import progress
-from .sizes import check_dtype, check_size
+from .sizes import as_path, check_dtype, check_size
 from .tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Tokenizer", "from_gguf", "from_hf", "load_tokenizer", "smollm2_path"]
 
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FIRST_LAYER = "model.layers.0."
 
 
 def from_gguf(
@@ -35,8 +38,7 @@ def from_gguf(
     Resident memory grows by the weights in `dtype` and little more. Raises ValueError, naming the file, for a file that
     is foreign, truncated, incomplete or of another architecture; ImportError without the package `gguf`.
     """
-    _check_request(dtype, max_positions)
-    return _build(cls, GgufCheckpoint(path, max_positions), dtype, device)
+    return _load(cls, GgufCheckpoint, as_path("path", path), dtype, device, max_positions)
 
 
 def from_hf(
@@ -53,8 +55,7 @@ def from_hf(
     `from_gguf`; a setting whose mathematics is not here (a sliding window of some layers only that is shorter than
     the context, a softcap, partial rotation) raises ValueError and is named.
     """
-    _check_request(dtype, max_positions)
-    return _build(cls, HfCheckpoint(directory, max_positions), dtype, device)
+    return _load(cls, HfCheckpoint, as_path("directory", directory), dtype, device, max_positions)
 
 
 def smollm2_path() -> Path:
@@ -70,43 +71,47 @@ def smollm2_path() -> Path:
     return path
 
 
-def _check_request(dtype: torch.dtype | None, max_positions: int | None) -> None:
+def _load(cls: type, checkpoint_of: type, path: Path, dtype: torch.dtype | None, device, max_positions: int | None):
     check_dtype(dtype)
     if max_positions is not None:
         check_size("max_positions", max_positions)
-
-
-def _build(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype | None, device):
     dtype = torch.float32 if dtype is None else dtype
     device = torch.get_default_device() if device is None else torch.device(device)
-    model = _empty(cls, checkpoint, dtype)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    _check_shapes(checkpoint, expected)
-
-    state = {}
-    for name in progress(expected, f"loading {checkpoint.path.name}"):
-        weight = torch.empty(expected[name], dtype=dtype, device=device)
-        checkpoint.read(name, weight)
-        state[name] = weight
-    model.load_state_dict(state, strict=True, assign=True)
+    with naming(path, "cannot be loaded", "get the checkpoint again, or give another"):
+        checkpoint = checkpoint_of(path, max_positions)
+        shapes = check_whole(cls, checkpoint)
+        model = _empty(cls, checkpoint, dtype)
+        state = {}
+        for name in progress(model.state_dict(), f"loading {path.name}"):
+            weight = torch.empty(shapes[name], dtype=dtype, device=device)
+            checkpoint.read(name, weight)
+            state[name] = weight
+        model.load_state_dict(state, strict=True, assign=True)
     return model.eval()
 
 
-def check_whole(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint) -> None:
-    """Raises unless the checkpoint has exactly the tensors of the `cls` (CausalLM) that its configuration describes."""
-    model = _empty(cls, checkpoint, torch.float32)
-    _check_shapes(checkpoint, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+def check_whole(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, tuple[int, ...]]:
+    """The shapes of the `cls` (CausalLM) that the configuration describes, by name; raises unless the checkpoint has
+    exactly these. One layer is built: as many as a configuration may ask for cost too much."""
+    model = _empty(cls, checkpoint, torch.float32, num_layers=1)
+    expected = {}
+    for name, tensor in model.state_dict().items():
+        layers = range(checkpoint.config["num_layers"]) if name.startswith(_FIRST_LAYER) else range(1)
+        for layer in layers:
+            expected[name.replace(_FIRST_LAYER, f"model.layers.{layer}.")] = tuple(tensor.shape)
+    check_shapes(checkpoint.path, checkpoint.shapes, expected)
+    return expected
 
 
-def _empty(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype):
+def _empty(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype, **changed: int):
     """The `cls` that the checkpoint's configuration describes, on "meta"."""
     if checkpoint.config["qk_norm"] and not math.isclose(checkpoint.config["eps"], 1e-6, rel_tol=1e-3):
         raise ValueError(
             f"{checkpoint.path}: its norms have eps {checkpoint.config['eps']}, but those of queries and keys are "
             "computed with 1e-6; other values are not supported with them"
         )
-    with _SkipInit():
-        return cls(**checkpoint.config, dtype=dtype, device="meta")
+    with naming(checkpoint.path, "its configuration makes no model", "get it again"), _SkipInit():
+        return cls(**(checkpoint.config | changed), dtype=dtype, device="meta")
 
 
 class _SkipInit(TorchDispatchMode):
@@ -120,22 +125,3 @@ class _SkipInit(TorchDispatchMode):
         if func is torch.ops.aten.normal_.default:
             return args[0]
         return func(*args, **(kwargs or {}))
-
-
-def _check_shapes(checkpoint: GgufCheckpoint | HfCheckpoint, expected: dict[str, tuple[int, ...]]) -> None:
-    """Raises unless the checkpoint has exactly the tensors of the model its configuration describes."""
-    found = checkpoint.shapes
-    missing = [name for name in expected if name not in found]
-    extra = [name for name in found if name not in expected]
-    if missing or extra:
-        parts = [f"{kind} {_some(names)}" for kind, names in (("lacks", missing), ("has unexpected", extra)) if names]
-        raise ValueError(f"{checkpoint.path}: {' and '.join(parts)}; its configuration asks for other tensors")
-    for name, shape in expected.items():
-        if found[name] != shape:
-            raise ValueError(
-                f"{checkpoint.path}: {name} has shape {list(found[name])}, its configuration asks for {list(shape)}"
-            )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

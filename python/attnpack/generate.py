@@ -43,6 +43,8 @@ def answer(
 ) -> Answer:
     """Answers one user message, handing `write` each piece of text as it comes; `sampling` goes to `model.generate`."""
     ids = tokenizer.chat(prompt) if tokenizer.chat_template else tokenizer.encode(prompt)
+    if not ids:
+        raise ValueError("prompt: got an empty one, want a text for the model to go on with")
     pieces: list[str] = []
     moments = [time.perf_counter()]
 

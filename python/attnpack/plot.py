@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .file_errors import naming
 from .plot_memory import MODELS, draw_kv_memory, kv_bytes, model_kv_bytes
+from .whole import check_writable, whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +36,9 @@ def new_figure(width: float = 7, height: float = 4.5) -> Figure:
 def save(figure: Figure, path: str | Path) -> None:
     """Writes what the name's ending says, .png or .svg; raises ValueError where `check_picture` does."""
     check_picture(path)
-    figure.savefig(path)
+    path = Path(path)
+    with whole_file(path) as partial, partial.open("xb") as file:
+        figure.savefig(file, format=path.suffix[1:].lower())
 
 
 def check_picture(path: str | Path) -> None:
@@ -42,16 +46,14 @@ def check_picture(path: str | Path) -> None:
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"--out: {path} lies in no folder that exists; make {path.parent} first, or choose another")
-    was_there = path.exists()
-    if was_there or path.suffix.lower() in ENDINGS:
-        try:
-            path.open("ab").close()  # permissions alone do not tell, for root or in /proc
-        except OSError as error:
-            raise ValueError(f"--out: {path} cannot be written ({error.strerror}); choose another file") from None
-        if not was_there:
-            path.unlink()
     if path.suffix.lower() not in ENDINGS:
         raise ValueError(f"--out: got {str(path)!r}, want a name that ends in .png or .svg")
+    if path.is_dir():
+        raise ValueError(f"--out: {path} cannot be written (Is a directory); choose another file")
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise ValueError(f"--out: {path} cannot be written ({error.strerror}); choose another file") from None
 
 
 def plot_kv_memory(
@@ -104,8 +106,11 @@ def _roofline(args: argparse.Namespace) -> tuple[Figure, dict]:
 
     bench = read_bench(args.results)
     figure = new_figure()
-    draw_roofline(figure.subplots(), bench)
-    points = {f"{each['case']['name']}, {each['case']['dtype']}": each["share"] for each in bench["results"]}
+    with naming(
+        args.results, "not what `attnpack bench --json` prints", "write one with `attnpack bench --json > FILE`"
+    ):
+        draw_roofline(figure.subplots(), bench)
+        points = {f"{each['case']['name']}, {each['case']['dtype']}": each["share"] for each in bench["results"]}
     return figure, {"machine": bench["machine"], "share_of_limit": points}
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .plot_memory import STYLES
+from .strict_json import LONGEST, parse_json, read_bounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ TICKS = (0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 200)  # of a
 def read_bench(path: str | Path) -> dict:
     """The dict that `attnpack bench --json` printed to the file `path`; raises ValueError for another file."""
     try:
-        bench = json.loads(Path(path).read_text(encoding="utf-8"))
+        bench = parse_json(read_bounded(Path(path), LONGEST))
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read ({error.strerror}); wants what `attnpack bench --json` printed"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .gguf_io import GgufFile
+from .chat_template import LONGEST_TEMPLATE, render
+from .file_errors import brief, naming
+from .gguf_file import GgufFile
+from .strict_json import LONGEST, read_bounded, read_json
 
 # The system message of SmolLM2's own chat template (tokenizer.chat_template in its GGUF file).
 _SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -71,19 +73,11 @@ class Tokenizer:
         template = self.chat_template
         if template is None:
             raise ValueError(f"{self._source}: the model has no chat template; use encode(prompt) instead")
+        messages = [{"role": "user", "content": prompt}]
         try:
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
+            return render(self._source, template, messages=messages, add_generation_prompt=True, **self.special)
         except ImportError:
             return _chatml(prompt, template, self._source)
-
-        def raise_exception(message: str) -> None:
-            raise ValueError(f"{self._source}: the chat template refuses the prompt: {message}")
-
-        # The block options are those of transformers' chat templates.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = raise_exception
-        messages = [{"role": "user", "content": prompt}]
-        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **self.special)
 
 
 def _chatml(prompt: str, template: str, source: str) -> str:
@@ -105,7 +99,19 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such file or directory; give a Hugging Face directory or a GGUF file")
-    return _from_directory(path) if path.is_dir() else _from_gguf(path)
+    with naming(path, "its tokenizer cannot be read", "get the checkpoint again"):
+        tokenizer = _from_directory(path) if path.is_dir() else _from_gguf(path)
+    _check(path, tokenizer)
+    return tokenizer
+
+
+def _check(path: Path, tokenizer: Tokenizer) -> None:
+    for name, text in {"chat template": tokenizer.chat_template or "", **tokenizer.special}.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{path}: its {name} is {brief(repr(text))}, wants a text; get the checkpoint again")
+    for token in tokenizer.stop_tokens:
+        if type(token) is not int or token < 0:
+            raise ValueError(f"{path}: eos_token_id is {brief(repr(token))}, wants an int; get the checkpoint again")
 
 
 def _from_directory(path: Path) -> Tokenizer:
@@ -113,17 +119,18 @@ def _from_directory(path: Path) -> Tokenizer:
 
     if not (path / "tokenizer.json").is_file():
         raise ValueError(f"{path}: has no tokenizer.json; save it with transformers (tokenizer.save_pretrained)")
-    backend = Backend.from_file(str(path / "tokenizer.json"))
+    with naming(path / "tokenizer.json", "cannot be read", "get the checkpoint again"):
+        backend = Backend.from_buffer(read_bounded(path / "tokenizer.json", LONGEST))
     settings: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         if (path / name).is_file():
-            content = json.loads((path / name).read_text(encoding="utf-8"))
-            settings |= {key: value for key, value in content.items() if value is not None}
+            settings |= {key: value for key, value in read_json(path / name).items() if value is not None}
     template = settings.get("chat_template")
     if isinstance(template, list):  # named templates
         template = next((t["template"] for t in template if t["name"] == "default"), None)
     if (path / "chat_template.jinja").is_file():
-        template = (path / "chat_template.jinja").read_text(encoding="utf-8")
+        with naming(path / "chat_template.jinja", "cannot be read", "get the checkpoint again"):
+            template = read_bounded(path / "chat_template.jinja", LONGEST_TEMPLATE).decode("utf-8")
     special = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         token = settings.get(name)
@@ -171,6 +178,9 @@ def _from_gguf(path: Path) -> Tokenizer:
         for role, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
         if f"tokenizer.ggml.{key}_token_id" in data
     }
+    for role, i in ids.items():
+        if type(i) is not int or not 0 <= i < len(tokens):
+            raise ValueError(f"{path}: the {role}_id is {brief(repr(i))}, wants an int below {len(tokens)}")
     special = {role: tokens[i] for role, i in ids.items()}
     if data.get("tokenizer.ggml.add_bos_token") and "bos_token" in ids:
         bos = special["bos_token"]

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..file_errors import naming
 from ..progress import progress
+from ..whole import whole_directory
 from .hf_config import write_companions
-from .output import SafetensorsWriter, whole_directory, write_json
+from .output import SafetensorsWriter, write_json
 from .source import Attention, DecoderOnly, Source, open_source
 from .streams import Streams, load_tokens
 from .weights import Groups, LayerWeights, merge_kv_heads
@@ -62,7 +64,8 @@ def convert_checkpoint(source: Path, out: Path, request: Request) -> Report:
     where the checkpoint is one that CausalLM does not read, is damaged, or does not fit the request.
     """
     started = time.monotonic()
-    checkpoint, notes = open_source(source, request.dtype, request.encoder), []
+    with naming(source, "cannot be converted", "get the checkpoint again, or give another"):
+        checkpoint, notes = open_source(source, request.dtype, request.encoder), []
     if source.resolve() in out.resolve().parents:
         raise ValueError(f"{out}: lies in {source}, which stays as it is; choose a place outside of it")
     streams = _streams(checkpoint, request, notes)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from ..gguf_io import GgufCheckpoint
 from ..hf_io import HfCheckpoint
+from ..strict_json import read_json
 from ..tokenizer import load_tokenizer
-from .output import write_json
+from .output import write_json, write_text
 
 # Copied as they are, where IN has them.
 _COMPANIONS = (
@@ -36,8 +36,7 @@ _CLASSES = {
 def config_json(checkpoint: HfCheckpoint | GgufCheckpoint, num_kv_heads: int) -> dict[str, Any]:
     """config.json for the checkpoint with `num_kv_heads`: its own, or one made from the GGUF metadata."""
     if isinstance(checkpoint, HfCheckpoint):
-        own = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-        return own | {"num_key_value_heads": num_kv_heads}
+        return read_json(checkpoint.path / "config.json") | {"num_key_value_heads": num_kv_heads}
     return _from_gguf(checkpoint) | {"num_key_value_heads": num_kv_heads}
 
 
@@ -91,7 +90,7 @@ def write_companions(source: Path, out: Path) -> str | None:
         tokenizer = load_tokenizer(source)
     except (ImportError, ValueError) as error:
         return f"the tokenizer was not written: {error}"
-    tokenizer.backend.save(str(out / "tokenizer.json"))
+    write_text(out / "tokenizer.json", tokenizer.backend.to_str(pretty=True))
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -1,16 +1,13 @@
-"""Checkpoint directories that appear whole or not at all, and their safetensors files, written tensor by tensor.
+"""A checkpoint's files: JSON, and safetensors written tensor by tensor. Each is new: no link is followed.
 
 The format of the tensors is the one of https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +17,13 @@ from torch import Tensor
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-@contextlib.contextmanager
-def whole_directory(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into, which becomes `out` when the block ends well and is removed otherwise.
-
-    Killed, it stays behind as `.NAME.partial`, and the next run takes its place. Raises ValueError where `out` is there
-    already or has no folder to lie in, or another process is writing it.
-    """
-    if out.exists() or out.is_symlink():
-        raise ValueError(f"{out}: exists already; choose another name for the output, or remove it first")
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"{out}: lies in no folder that exists; make {out.absolute().parent} first")
-    partial = out.absolute().parent / f".{out.name}.partial"
-    partial.mkdir(exist_ok=True)
-    lock = os.open(partial, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"{out}: another process is writing it; wait for it, or choose another name") from error
-        try:
-            for left in partial.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-            yield partial
-            os.rename(partial, out.absolute())
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-    finally:
-        os.close(lock)
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
 
 
 class SafetensorsWriter:
@@ -70,7 +41,7 @@ class SafetensorsWriter:
         self.size = end
         self._start = 8 + len(header)
         self._missing = set(tensors)
-        self._file = path.open("wb")
+        self._file = path.open("xb")
         self._file.write(len(header).to_bytes(8, "little") + header)
 
     def put(self, name: str, tensor: Tensor) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 from ..causal_lm import CausalLM
 from ..causal_lm_io import check_whole
 from ..gguf_io import GgufCheckpoint
-from ..hf_io import MODEL_TYPES, HfCheckpoint, SafetensorsFile, open_files, read_json
+from ..hf_io import MODEL_TYPES, HfCheckpoint
+from ..safetensors_io import SafetensorsFile, open_files
+from ..strict_json import read_json
 from .hf_config import config_json
 from .output import require_finite
 
@@ -113,7 +115,7 @@ class EncoderDecoder(Source):
     _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
     _NAMES = (
         r"model\.(encoder|decoder)\.(embed_tokens|norm)\.weight|lm_head\.out_proj\.weight"
-        r"|model\.(encoder|decoder)\.layers\.\d+\.((self|cross)_attn\.[qkvo]_proj\.(weight|bias)"
+        r"|model\.(encoder|decoder)\.layers\.\d{1,9}\.((self|cross)_attn\.[qkvo]_proj\.(weight|bias)"
         r"|mlp\.(gate|up|down)_proj\.weight|(pre|post)_(self_attn|cross_attn|feedforward)_layernorm\.weight)"
     )
 

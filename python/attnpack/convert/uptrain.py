@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,10 +14,13 @@ import torch
 from torch import Tensor
 
 from ..causal_lm import CausalLM
+from ..file_errors import naming
 from ..generate import load
 from ..hf_io import HfCheckpoint
 from ..progress import seconds_bar
+from ..strict_json import read_json
 from ..tokenizer import load_tokenizer
+from ..whole import whole_file
 from .checkpoint import RECORD
 from .distill import Distillation, perplexity
 from .output import SafetensorsWriter, write_json
@@ -73,7 +75,8 @@ def uptrain(args: argparse.Namespace, say) -> Report:
     directory: Path = args.directory
     if not 0 < args.learning_rate < 1:
         raise ValueError(f"--learning-rate: got {args.learning_rate}, want a number between 0 and 1")
-    checkpoint = HfCheckpoint(directory)
+    with naming(directory, "cannot be trained", "give what attnpack convert made"):
+        checkpoint = HfCheckpoint(directory)
     teacher_path = args.teacher or _recorded_teacher(directory)
     ids = torch.tensor(load_tokenizer(directory).encode(load_text(args.text)))
     length = min(args.length, checkpoint.config["max_positions"])
@@ -165,7 +168,8 @@ def _recorded_teacher(directory: Path) -> Path:
     path = directory / RECORD
     if not path.is_file():
         raise ValueError(f"{directory}: has no {RECORD} that names its original; give it as --teacher")
-    teacher = Path(json.loads(path.read_text(encoding="utf-8"))["source"])
+    with naming(path, "names no original", "give it as --teacher"):
+        teacher = Path(read_json(path)["source"])
     if not teacher.exists():
         raise ValueError(f"{teacher}: the original of {directory} is there no more; give it as --teacher")
     return teacher
@@ -191,9 +195,9 @@ def _identity(args: argparse.Namespace, teacher: Path, checkpoint: HfCheckpoint,
 
 
 def _save(work: Distillation, path: Path, about: dict[str, Any], figures: dict[str, float]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    torch.save({"about": about, "figures": figures, "work": work.state()}, partial)
-    os.replace(partial, path)
+    # torch.save would hide a full disk from a name, not from a file.
+    with whole_file(path) as partial, partial.open("xb") as file:
+        torch.save({"about": about, "figures": figures, "work": work.state()}, file)
 
 
 def _resume(work: Distillation, path: Path, about: dict[str, Any]) -> dict[str, float]:
@@ -202,23 +206,23 @@ def _resume(work: Distillation, path: Path, about: dict[str, Any]) -> dict[str, 
         was = state["about"]
     except Exception as error:
         raise ValueError(f"{path}: cannot be read ({type(error).__name__}); pass --restart to begin anew") from error
-    for name, value in about.items():
-        if was.get(name) != value:
-            raise ValueError(f"{path}: is of a training with another {name}; go on with that, or pass --restart")
-    work.load(state["work"])
-    return state["figures"]
+    with naming(path, "cannot be read", "pass --restart to begin anew"):
+        for name, value in about.items():
+            if was.get(name) != value:
+                raise ValueError(f"{path}: is of a training with another {name}; go on with that, or pass --restart")
+        work.load(state["work"])
+        return {name: float(state["figures"][name]) for name in ("before", "teacher")}
 
 
 def _put(checkpoint: HfCheckpoint, state: dict[str, Tensor]) -> None:
     """The weights as the checkpoint's model.safetensors, which appears whole; shards go afterwards."""
     path = checkpoint.path / "model.safetensors"
     dtypes = {name: file.dtype(name) for name, file in checkpoint.files.items()}
-    partial = path.with_name(f".{path.name}.partial")
-    writer = SafetensorsWriter(partial, {name: (tuple(state[name].shape), dtype) for name, dtype in dtypes.items()})
-    for name, dtype in dtypes.items():
-        writer.put(name, state[name].to(dtype))
-    writer.close()
-    os.replace(partial, path)
+    with whole_file(path) as partial:
+        writer = SafetensorsWriter(partial, {name: (tuple(state[name].shape), dtype) for name, dtype in dtypes.items()})
+        for name, dtype in dtypes.items():
+            writer.put(name, state[name].to(dtype))
+        writer.close()
     index = checkpoint.path / "model.safetensors.index.json"
     for old in [index, *{file.path for file in checkpoint.files.values()}]:
         if old != path:
@@ -227,7 +231,6 @@ def _put(checkpoint: HfCheckpoint, state: dict[str, Tensor]) -> None:
 
 def _record(directory: Path, report: Report) -> None:
     path = directory / RECORD
-    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"source": report.teacher}
-    partial = path.with_name(f".{path.name}.partial")
-    write_json(partial, record | {"uptrained": [*record.get("uptrained", []), asdict(report)]})
-    os.replace(partial, path)
+    record = read_json(path) if path.is_file() else {"source": report.teacher}
+    with whole_file(path) as partial:
+        write_json(partial, record | {"uptrained": [*record.get("uptrained", []), asdict(report)]})

@@ -1,0 +1,50 @@
+"""Chat templates, which are programs of whoever made the file: run in a process of their own, with little time and
+memory.
+
+A sandbox in this process cannot do that: loops in loops, recursive macros and a filter that pads to a billion
+characters are all legal Jinja.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LONGEST_TEMPLATE = 1_000_000  # characters
+_SECONDS = 2  # of the CPU
+_BYTES = 1 << 30  # of memory
+_LONGEST_ANSWER = 10_000_000  # characters
+_PATIENCE = 30  # seconds by the clock, on a busy machine
+_PROGRAM = Path(__file__).with_name("chat_process.py")
+
+
+def render(source: str, template: str, **values: object) -> str:
+    """The text that the template of the checkpoint `source` makes of `values`, which JSON can hold.
+
+    Raises ValueError, naming `source`, where it refuses, fails or takes too much; ImportError without jinja2.
+    """
+    if importlib.util.find_spec("jinja2") is None:
+        raise ImportError("chat templates need jinja2; run `pip install jinja2`")
+    if not isinstance(template, str) or len(template) > LONGEST_TEMPLATE:
+        raise ValueError(f"{source}: its chat template is no text of up to {LONGEST_TEMPLATE} characters")
+    limits = {"seconds": _SECONDS, "bytes": _BYTES, "characters": _LONGEST_ANSWER}
+    request = json.dumps({"template": template, "values": values, "limits": limits})
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-P", str(_PROGRAM)]  # -P: its folder, ours, holds no packages
+    try:
+        ended = subprocess.run(command, input=request.encode(), capture_output=True, env=environment, timeout=_PATIENCE)
+    except subprocess.TimeoutExpired:
+        ended = None
+    if ended is None or ended.returncode != 0:
+        raise ValueError(
+            f"{source}: its chat template takes more than {_SECONDS} seconds or {_BYTES >> 20} MiB; use "
+            "encode(prompt), or another checkpoint"
+        )
+    answer = json.loads(ended.stdout)
+    if "text" not in answer:
+        raise ValueError(f"{source}: the chat template {answer['failed']}")
+    return answer["text"]

@@ -1,0 +1,112 @@
+"""Files and directories that appear whole or not at all, and never through a link that somebody left in their place."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """The name of a file for the block to make (mode "x"), which replaces `path` when the block ends well.
+
+    Otherwise it is removed. Raises ValueError, naming `path`, where the disk is full or the folder takes no file.
+    """
+    partial = partial_of(path)
+    with _explained(path):
+        partial.unlink(missing_ok=True)  # of a run that was killed
+        try:
+            yield partial
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write into, which becomes `out` when the block ends well and is removed otherwise.
+
+    Killed, it stays behind as `.NAME.partial`, and the next run takes its place. Raises ValueError where `out` is there
+    already or has no folder to lie in, another process is writing it, or the disk is full.
+    """
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"{out}: exists already; choose another name for the output, or remove it first")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out}: lies in no folder that exists; make {out.absolute().parent} first")
+    partial = partial_of(out.absolute())
+    with _explained(out):
+        folder = _own_folder(partial)
+        try:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ValueError(
+                    f"{out}: another process is writing it; wait for it, or choose another name"
+                ) from error
+            try:
+                _empty(folder)
+                yield partial
+                os.rename(partial, out.absolute())
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+        finally:
+            os.close(folder)
+
+
+def partial_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError where `whole_file` could not: permissions alone do not tell, for root or in /proc."""
+    partial = partial_of(path)
+    partial.unlink(missing_ok=True)
+    partial.open("xb").close()
+    partial.unlink()
+
+
+def _own_folder(partial: Path) -> int:
+    """The open folder of that name, made if need be; raises ValueError for a link or for somebody else's."""
+    with contextlib.suppress(FileExistsError):
+        partial.mkdir()
+    in_the_way = f"{partial}: is in the way and not a folder of yours; remove it, or choose another name for the output"
+    try:
+        folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ValueError(in_the_way) from error
+    if os.fstat(folder).st_uid != os.geteuid():
+        os.close(folder)
+        raise ValueError(in_the_way)
+    return folder
+
+
+def _empty(folder: int) -> None:
+    with os.scandir(folder) as left:
+        for entry in left:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.name, dir_fd=folder)
+            else:
+                os.unlink(entry.name, dir_fd=folder)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What the system refuses, a full disk say, as a sentence; torch.save hides it behind an error of its own."""
+    try:
+        yield
+    except Exception as error:
+        cause = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = None if isinstance(cause, ValueError) else cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise ValueError(
+            f"{path}: cannot be written ({cause.strerror or cause}), and nothing of it is kept; make room on the disk, "
+            "or choose another place"
+        ) from error

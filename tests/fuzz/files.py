@@ -1,0 +1,118 @@
+"""Checkpoints that lie: each must load, or be refused by one sentence that names it, within seconds and little memory.
+
+A child process loads one after the other, so that a signal is a failure with a seed. `python scripts/fuzz.py files`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+MEMORY = 1 << 30  # that loading one may add
+SECONDS = 10  # of the CPU, for one
+_NO_MEMORY = re.compile(r"MemoryError|allocate memory|bad_alloc|more than \d+ seconds")
+
+
+def main(seed: int, seconds: float) -> int:
+    """Prints what failed, each with the seed that makes this file alone (with 0 seconds); returns how many did."""
+    first, failures, end = seed, 0, time.monotonic() + seconds
+    while True:
+        seed, wrong = _watch(seed, end - time.monotonic())
+        for line in wrong:
+            print(line, flush=True)
+        failures += len(wrong)
+        if time.monotonic() >= end or failures >= 10:
+            break
+    print(f"files: {seed - first} from seed {first}, {failures} failures")
+    return failures
+
+
+def _watch(seed: int, seconds: float) -> tuple[int, list[str]]:
+    """Runs the child from `seed` on: the seed after its last one, and what went wrong."""
+    command = [sys.executable, __file__, str(seed), str(seconds)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    begun = [int(line.split()[1]) for line in ended.stdout.splitlines() if line.startswith("begin ")]
+    wrong = [line for line in ended.stdout.splitlines() if line.startswith("seed ")]
+    last = begun[-1] if begun else seed
+    if ended.returncode:
+        said = " ".join(ended.stderr.split())[-500:]
+        wrong.append(f"seed {last}: the process ended with {ended.returncode} {said}")
+    return last + 1, wrong
+
+
+def work(seed: int, seconds: float) -> None:
+    """The child: says which seed it begins, and what is wrong with it."""
+    from attnpack.memory import resident_bytes
+    from fuzz import lies
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, files in {
+            "hf": lies.whole_hf(False),
+            "shards": lies.whole_hf(True),
+            "gguf": lies.whole_gguf(),
+        }.items():
+            path = lies.write(files, Path(folder) / name)
+            load(path), load_text(path)  # what is whole loads, and imports what loading imports
+    mapped = resident_bytes("VmSize") + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (mapped, mapped))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        while True:
+            print("begin", seed, flush=True)
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + SECONDS, -1))
+            path = lies.write_lie(seed, Path(folder) / "case")
+            if complaint := judge(path):
+                print(f"seed {seed}: {complaint}", flush=True)
+            shutil.rmtree(Path(folder) / "case")
+            seed += 1
+            if time.monotonic() >= end:
+                return
+
+
+def judge(path: Path) -> str | None:
+    """What is wrong with how the checkpoint is loaded, model and tokenizer."""
+    for part in (load, load_text):
+        try:
+            part(path)
+        except ValueError as error:
+            said = str(error)
+            if str(path) not in said or "\n" in said or len(said) > 2000 or _NO_MEMORY.search(said):
+                return f"{part.__name__} says {said[:300]!r}"
+        except BaseException as error:
+            return f"{part.__name__} raises {type(error).__name__}: {str(error)[:300]}"
+    return None
+
+
+def load(path: Path) -> None:
+    import attnpack
+    import torch
+
+    model = (attnpack.CausalLM.from_hf if path.is_dir() else attnpack.CausalLM.from_gguf)(path)
+    with torch.no_grad():
+        model(torch.zeros(1, 3, dtype=torch.int64))
+
+
+def load_text(path: Path) -> None:
+    from attnpack.causal_lm_io import load_tokenizer
+    from fuzz.lies import TEMPLATE
+
+    tokenizer = load_tokenizer(path)
+    tokenizer.decode(tokenizer.encode("()"))
+    if tokenizer.chat_template != TEMPLATE:  # the whole one's takes a process, and time
+        tokenizer.chat("()")
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,0 +1,21 @@
+"""What a file may cost: code in a child process that may take little memory and time."""
+
+import subprocess
+
+from processes import run_python
+
+# libgomp's and the allocator's arenas are address space, too.
+_LIMITS = """
+import resource
+import attnpack, attnpack.causal_lm_io, gguf, tokenizers
+from attnpack.memory import resident_bytes
+most = resident_bytes("VmSize") + {memory}
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+used = resource.getrusage(resource.RUSAGE_SELF)
+resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + {seconds}, -1))
+"""
+
+
+def run_limited(code: str, memory: int = 1_500_000_000, seconds: int = 10) -> subprocess.CompletedProcess:
+    """`code` with attnpack imported: SIGXCPU ends it after `seconds` of the CPU, MemoryError at `memory` bytes more."""
+    return run_python(_LIMITS.format(memory=memory, seconds=seconds) + code)

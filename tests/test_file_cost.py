@@ -1,0 +1,125 @@
+"""Files that ask for much are refused for little: within 10 seconds of the CPU and 1.5 GB of address space."""
+
+import json
+import struct
+
+import pytest
+from fuzz import lies
+from limited import run_limited
+
+HOLE = 3 << 30
+
+
+def string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def gguf_with(*values: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(values)) + b"".join(values)
+
+
+def gguf_changed(key: str, value: int) -> bytes:
+    """The whole GGUF file with another uint32."""
+    data = lies.whole_gguf()["model.gguf"]
+    at = data.index(key.encode()) + len(key) + 4
+    return data[:at] + struct.pack("<I", value) + data[at + 4 :]
+
+
+def config_with(**values) -> dict[str, bytes]:
+    files = lies.whole_hf(False)
+    return files | {"config.json": json.dumps(json.loads(files["config.json"]) | values).encode()}
+
+
+def weights(header: str, length: int | None = None) -> dict[str, bytes]:
+    text = header.encode()
+    data = (len(text) if length is None else length).to_bytes(8, "little") + text
+    return lies.whole_hf(False) | {"model.safetensors": data}
+
+
+def array(item: int, count: int) -> bytes:
+    return string("x") + struct.pack("<IIQ", 9, item, count)
+
+
+SHAPE = ", ".join(600 * ["9" * 4000])
+ENTRY = '{"a": {"dtype": "F32", "shape": [%s], "data_offsets": [0, 8]}}'
+SLIDING = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+# The files, words of the refusal, and a hole of 3 GB at the end of one of them.
+CASES = {
+    "layers": (config_with(num_hidden_layers=10**9), "asks for 1000000000 layers", None),
+    "sliding layers": (config_with(num_hidden_layers=10**9, **SLIDING), "asks for 1000000000 layers", None),
+    "head_dim": (config_with(head_dim=2**28), "2 heads of head_dim 268435456", None),
+    "heads": (
+        config_with(num_attention_heads=2**40, num_key_value_heads=2**40, head_dim=2),
+        "asks for 1099511627776 heads",
+        None,
+    ),
+    "digits of a shape": (weights(ENTRY.replace("%s", SHAPE)), "is too large", None),
+    "header": (weights("{", HOLE - 8), "its header has 3221225464 bytes", "model.safetensors"),
+    "header of lists": (weights('{"a": [' + 33_000_000 * "[]," + "0]}"), "more than 8000000 values", None),
+    "header of keys": (weights('{"a": {' + 12_000_000 * '"ab":1,' + '"b":1}}'), "more than 8000000 values", None),
+    "config": (lies.whole_hf(False), "config.json: cannot be read as JSON", "config.json"),
+    "index": (lies.whole_hf(True), "index.json: cannot be read as JSON", lies.INDEX),
+    "gguf layers": ({"model.gguf": gguf_changed("llama.block_count", 2**31)}, "asks for 2147483648 layers", None),
+    "gguf heads": ({"model.gguf": gguf_changed("llama.attention.head_count", 2**31)}, "key_length is 0", None),
+    "gguf width": (
+        {"model.gguf": gguf_changed("llama.embedding_length", 2**31)},
+        "head_dim 1073741824",
+        None,
+    ),
+    "gguf bytes": ({"model.gguf": gguf_with(array(0, HOLE // 2))}, "values in arrays", "model.gguf"),
+    "gguf small numbers": ({"model.gguf": gguf_with(array(1, 6 * 10**7))}, "values in arrays", "model.gguf"),
+    "gguf strings": ({"model.gguf": gguf_with(array(8, 10**7))}, "values in arrays", "model.gguf"),
+    "gguf strings without bytes": ({"model.gguf": gguf_with(array(8, 2**61))}, "values in arrays", None),
+    "gguf arrays": ({"model.gguf": gguf_with(array(9, 2_999_999))}, "architecture None", "model.gguf"),
+    "gguf empty strings": ({"model.gguf": gguf_with(array(8, 3_000_000))}, "architecture None", "model.gguf"),
+    "gguf one string": ({"model.gguf": gguf_with(struct.pack("<Q", 2**31))}, "bytes, where 64000000", "model.gguf"),
+    "gguf keys": ({"model.gguf": b"GGUF" + struct.pack("<IQQ", 3, 0, 10**8)}, "keys, where 65536", "model.gguf"),
+    "gguf tensors": ({"model.gguf": b"GGUF" + struct.pack("<IQQ", 3, 10**8, 0)}, "tensors, where 262144", "model.gguf"),
+}
+
+CHILD = """
+import json, sys, time
+from pathlib import Path
+found = {{}}
+for name, path in json.loads({paths!r}).items():
+    started, path = time.process_time(), Path(path)
+    try:
+        (attnpack.CausalLM.from_hf if path.is_dir() else attnpack.CausalLM.from_gguf)(path)
+        said = "it loads"
+    except ValueError as error:
+        said = str(error)
+    found[name] = said, time.process_time() - started
+    print(json.dumps(found), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """By case what is said and the seconds; where the child was killed, cases are missing."""
+    folder = tmp_path_factory.mktemp("files")
+    paths = {}
+    for name, (files, _, hole) in CASES.items():
+        paths[name] = str(lies.write(files, folder / name))
+        if hole:
+            with (folder / name / hole).open("ab") as file:
+                file.truncate(HOLE)
+    ended = run_limited(CHILD.format(paths=json.dumps(paths)), seconds=60)
+    return paths, json.loads((ended.stdout.splitlines() or ["{}"])[-1]), ended.stderr
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_asks_for_much_is_refused_for_little(name, found):
+    paths, answers, stderr = found
+    assert name in answers, f"the process was killed at this case or before: {stderr[-500:]}"
+    said, seconds = answers[name]
+    assert said.startswith(paths[name]) and CASES[name][1] in said and "MemoryError" not in said, said
+    assert seconds < 10
+
+
+def test_largest_vocabularies_are_below_the_limits():
+    """Gemma 3's, the largest of the GGUF files that are common: 262,144 tokens, and twice as many merges."""
+    from attnpack import gguf_file
+
+    tokens, merges = 262_144, 524_288
+    assert 2 * (3 * tokens + merges) < gguf_file._MOST_ITEMS
+    assert 2 * (tokens * (8 + 12 + 4 + 4) + merges * (8 + 14)) < gguf_file._LONGEST

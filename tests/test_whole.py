@@ -1,0 +1,162 @@
+"""Outputs appear whole or not at all: on a full disk, and where somebody has left a link in their place."""
+
+import resource
+
+import pytest
+import torch
+from attnpack import plot
+from attnpack.convert import uptrain
+from attnpack.convert.output import SafetensorsWriter, write_json
+from attnpack.whole import check_writable, whole_directory, whole_file
+from processes import run_python
+from test_uptrain import arguments, converted  # noqa: F401
+
+TARGET = "what somebody else wrote"
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """A folder with a file that no output may touch."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "file").write_text(TARGET)
+    yield folder
+    assert [path.name for path in folder.iterdir()] == ["file"] and (folder / "file").read_text() == TARGET
+
+
+def test_a_link_in_the_place_of_a_partial_directory_is_refused(theirs, tmp_path):
+    (tmp_path / ".out.partial").symlink_to(theirs)
+    with pytest.raises(ValueError, match=r"\.out\.partial: is in the way and not a folder of yours"):
+        with whole_directory(tmp_path / "out"):
+            pytest.fail("it wrote")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out").is_symlink()
+
+
+def test_a_file_in_the_place_of_a_partial_directory_is_refused(tmp_path):
+    (tmp_path / ".out.partial").touch()
+    with pytest.raises(ValueError, match="is in the way"), whole_directory(tmp_path / "out"):
+        pytest.fail("it wrote")
+
+
+def test_what_a_killed_run_left_goes_and_what_its_links_name_stays(theirs, tmp_path):
+    partial = tmp_path / ".out.partial"
+    (partial / "folder").mkdir(parents=True)
+    (partial / "folder" / "link").symlink_to(theirs)
+    (partial / "link").symlink_to(theirs)
+    (partial / "file").touch()
+    with whole_directory(tmp_path / "out") as folder:
+        (folder / "new").touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"] and not partial.exists()
+
+
+def test_a_failed_directory_leaves_nothing(tmp_path):
+    with pytest.raises(KeyError), whole_directory(tmp_path / "out") as folder:
+        (folder / "new").touch()
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["out.pt", ".out.pt.partial"])
+def test_a_link_in_the_place_of_a_file_is_replaced(name, theirs, tmp_path):
+    (tmp_path / name).symlink_to(theirs / "file")
+    with whole_file(tmp_path / "out.pt") as partial, partial.open("x") as file:
+        file.write("ours")
+    assert (tmp_path / "out.pt").read_text() == "ours" and not (tmp_path / "out.pt").is_symlink()
+    assert not (tmp_path / ".out.pt.partial").is_symlink()
+
+
+@pytest.mark.parametrize("write", [
+    lambda path: SafetensorsWriter(path, {}), lambda path: write_json(path, {}),
+])  # fmt: skip
+def test_a_checkpoints_files_are_new_ones(write, theirs, tmp_path):
+    (tmp_path / "link").symlink_to(theirs / "file")
+    with pytest.raises(FileExistsError):
+        write(tmp_path / "link")
+
+
+@pytest.mark.parametrize("name", ["memory.png", ".memory.png.partial"])
+def test_a_picture_replaces_a_link(name, theirs, tmp_path):
+    (tmp_path / name).symlink_to(theirs / "file")
+    plot.plot_kv_memory(tmp_path / "memory.png", contexts=[1024, 2048])
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "memory.png").is_symlink()
+
+
+def test_a_link_to_nothing_stays_one_while_a_picture_is_checked(tmp_path):
+    (tmp_path / "memory.png").symlink_to(tmp_path / "nothing")
+    plot.check_picture(tmp_path / "memory.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["memory.png"]
+    with pytest.raises(OSError):
+        check_writable(tmp_path / "no folder" / "memory.png")
+
+
+class Trained:
+    """As much of a training as `uptrain._save` needs."""
+
+    def state(self):
+        return {"weights": torch.zeros(100_000)}
+
+
+def test_a_state_of_training_replaces_links(theirs, tmp_path):
+    (tmp_path / f".{uptrain.STATE}.partial").symlink_to(theirs / "file")
+    uptrain._save(Trained(), tmp_path / uptrain.STATE, {}, {})
+    assert torch.load(tmp_path / uptrain.STATE)["work"]["weights"].shape == (100_000,)
+
+
+@pytest.fixture
+def full_disk():
+    """Files of more than 20,000 bytes are refused, as on a full disk every file is."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def full(path) -> str:
+    return rf"{path}: cannot be written \(File too large\), and nothing of it is kept; make room on the disk"
+
+
+def test_a_full_disk_leaves_no_state_of_training(tmp_path, full_disk):
+    path = tmp_path / uptrain.STATE
+    with pytest.raises(ValueError, match=full(path)):
+        uptrain._save(Trained(), path, {}, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_the_last_state_of_training(tmp_path, full_disk):
+    path = tmp_path / uptrain.STATE
+    path.write_text("the last one")
+    with pytest.raises(ValueError, match=full(path)):
+        uptrain._save(Trained(), path, {}, {})
+    assert path.read_text() == "the last one" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_full_disk_leaves_no_picture(tmp_path, full_disk):
+    path = tmp_path / "memory.png"
+    with pytest.raises(ValueError, match=full(path)):
+        plot.plot_kv_memory(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_commands_on_a_full_disk_say_one_sentence_and_leave_nothing(converted):  # noqa: F811
+    """In a process of its own: the limit is one of files, and pytest writes some."""
+    folder = converted.parent
+
+    def there():
+        return {path: path.is_file() and path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+    before = there()
+    convert = ["convert", str(folder / "in"), str(folder / "new"), "--kv-heads", "2", "--tokens", "0"]
+    for command, name in ((convert, folder / "new"), (arguments(converted), converted / uptrain.STATE)):
+        # The training ends at once, and keeps its state, which is larger than the limit.
+        ended = run_python(f"""
+import resource, sys
+from attnpack import cli
+from attnpack.convert import uptrain
+uptrain._SAVE_EVERY = 0
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))
+sys.exit(cli.main({command!r}))
+""")
+        assert ended.returncode == 2, ended.text
+        assert f"attnpack {command[0]}: {name}: cannot be written (File too large)" in ended.stderr
+        assert ended.stderr.count("\n") == 1 + ended.stderr.count("\r"), ended.stderr
+        assert there() == before
