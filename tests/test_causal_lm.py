@@ -164,6 +164,14 @@ def test_sampling_limits():
         assert drawn(**settings)[order[0]] == 1
 
 
+def test_top_p_that_the_likeliest_tokens_hold_exactly():
+    """Half of four equally likely tokens are two of them."""
+    model = attnpack.CausalLM(4, 8, 1, 1)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    tokens = model.generate(torch.zeros(200, 1, dtype=torch.int64), max_new_tokens=1, top_p=0.5, seed=0)[:, -1]
+    assert tokens.unique().numel() == 2
+
+
 def test_one_bit_the_same_alone_and_in_a_batch(model):
     both = model.generate(IDS, max_new_tokens=8)
     for row in range(2):
