@@ -156,12 +156,12 @@ def _from_gguf(path: Path) -> Tokenizer:
     pre = data.get("tokenizer.ggml.pre", "gpt-2")
     pre_tokenizer = _pre_tokenizer(path, pre)
 
-    backend = Backend(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ", 1)) for merge in merges],
-        )
-    )
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    for pair in pairs:  # the package panics
+        if len(pair) != 2 or "".join(pair) not in vocabulary:
+            raise ValueError(f"{path}: merges {brief(repr(pair))}, which gives no token; get the file again")
+    backend = Backend(models.BPE(vocab=vocabulary, merges=pairs))
     backend.pre_tokenizer = pre_tokenizer
     backend.decoder = decoders.ByteLevel()
     if pre == "qwen2":
