@@ -148,9 +148,11 @@ def test_auto_takes_the_cheaper_path(q_len, past):
 
 
 @torch.no_grad()
-def test_absorbed_reads_latents_in_place():
+@pytest.mark.parametrize("folded", [False, True])
+def test_absorbed_reads_latents_in_place(folded):
     """Keys are the cache's buffer, values its first columns: nothing of the cache's size is made."""
     module, cache = make(path="absorbed"), attnpack.LatentCache()
+    module = module.fold() if folded else module
     for length in (50, 1, 1):
         module(torch.randn(1, length, E), cache=cache)
     seen = []
