@@ -355,6 +355,15 @@ def test_settings_changed_later_reach_the_twin():
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_dropout_acts_in_training_alone(path):
+    module, x = make(path=path, dropout=0.4), torch.randn(1, 20, E).expand(300, -1, -1)
+    with torch.no_grad():
+        calm, drawn = module.eval()(x), module.train()(x)
+        assert torch.equal(calm, make(path=path)(x)) and not torch.equal(drawn[0], drawn[1])
+    assert_close(drawn.mean(0), calm[0], rtol=0, atol=6 * float(drawn.std(0).max()) / 300**0.5)
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_autocast_and_low_precision(path):
     module, x = make(path=path, scaling=YARN), torch.randn(2, 5, E)
     full = module(x)
