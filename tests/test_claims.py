@@ -1,8 +1,9 @@
 """Each strong claim is held by a test: claims.toml gives, for each file, sentences or parts of them and their tests.
 
-Strong words are searched in README, CONTRIBUTING, the docstrings of the modules that define the names of
-`attnpack.__all__` and `attnpack.convert.__all__`, and the comments of the headers that attnpack.h includes. A new
-"never" there needs a line in claims.toml, and so a test. Other files may be listed too, and are not searched.
+Strong words are searched in README, CONTRIBUTING, CHANGELOG, the docstrings of the modules that define the names of
+`attnpack.__all__` and `attnpack.convert.__all__` (and of hf, the readers of checkpoints and the reference), and the
+comments of the headers that attnpack.h includes. A new "never" there needs a line in claims.toml, and so a test. Other
+files may be listed too, and are not searched.
 """
 
 import ast
@@ -25,7 +26,7 @@ STRONG = re.compile(rf"\b(?:{'|'.join(WORDS)})\b|Error:", re.I)
 
 
 def public_files():
-    """README, CONTRIBUTING, the public Python modules and the public headers, relative to the root."""
+    """Paths of the files whose strong words are searched, from the root."""
     classes = []
     for module in (attnpack, attnpack.convert):
         for thing in (getattr(module, name) for name in module.__all__):
@@ -33,7 +34,8 @@ def public_files():
     names = {getattr(each, "__module__", "") for each in classes}
     modules = [f"python/{name.replace('.', '/')}.py" for name in names if name.startswith("attnpack.")]
     headers = re.findall(r"#include <attnpack/(.*)>", (ROOT / "csrc/attnpack.h").read_text(encoding="utf-8"))
-    return ["README.md", "CONTRIBUTING.md", *sorted(modules), *(f"csrc/{name}" for name in headers)]
+    modules += ["python/attnpack/hf.py", "python/attnpack/causal_lm_io.py", "python/attnpack/reference.py"]
+    return ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(modules), *(f"csrc/{name}" for name in headers)]
 
 
 def prose(file):
