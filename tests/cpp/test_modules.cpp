@@ -207,7 +207,7 @@ TEST_CASE("what does not fit is named before anything is written") {
                     [&] { layer->forward(x, AttentionInputs(x).value_context(x.narrow(1, 0, 3))); }));
 
   torch::nn::Linear foreign(2, 2);
-  REQUIRE(complains("weight belongs to a module that is not attnpack's",
+  REQUIRE(complains("bias belongs to a module that is not attnpack's",
                     [&] { assign_state_dict(*foreign, state_dict(*foreign)); }));
 
   auto model = make_model();
