@@ -32,7 +32,7 @@ from pydoc_data import topics
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack import plot_memory
+from attnpack import bench, plot_memory
 from torch.nn import functional
 
 torch.manual_seed(0)
@@ -128,6 +128,7 @@ for panel in panels:
 panels[0].invert_yaxis()
 plt.show()
 print(f"from G = 8 to 2: {times[8] / times[2]:.1f} times faster; from 2 to 1: {times[2] / times[1]:.1f} times")
+print(f"on {bench.machine()}, one thread")
 
 # %% [markdown]
 # From G = 8 to 2 the time falls with the reading. From 2 to 1 the reading halves once more and little time is won,

@@ -22,11 +22,12 @@
 # %%
 import statistics
 import time
+from itertools import pairwise
 
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack import causal_lm_io, memory, plot_memory
+from attnpack import bench, causal_lm_io, memory, plot_memory
 
 torch.manual_seed(0)
 BLUE, ORANGE = "#0072B2", "#D55E00"
@@ -84,39 +85,46 @@ with torch.no_grad():
 # ## What it saves: time
 #
 # Greedy writing by SmolLM2 with `cache="none"` (everything computed anew for each token) and `cache="dynamic"`. The
-# text is the same; the moments at which tokens come are not.
+# text is the same; the time per token is not.
 
 # %%
 prompt = torch.tensor([tokenizer.chat("Why is the sky blue?")])
-new_tokens, moments, written, peaks = 24, {}, {}, {}
-for kind in ("none", "dynamic"):
-    moments[kind], start = [], time.perf_counter()
+new_tokens, runs, written, peaks = 64, {"none": [], "dynamic": []}, {}, {}
+for kind in ("none", "dynamic", "none", "dynamic"):
+    ticks = [time.perf_counter()]
 
-    def note(token, ticks=moments[kind], start=start):
-        ticks.append(time.perf_counter() - start)
+    def note(token, ticks=ticks):
+        ticks.append(time.perf_counter())
 
     def write(kind=kind, note=note):
         written[kind] = model.generate(prompt, max_new_tokens=new_tokens, cache=kind, callback=note)
 
     peaks[kind] = memory.peak_bytes(write)
+    runs[kind].append([1e3 * (end - begin) for begin, end in pairwise(ticks)])
+taken = {kind: [min(times) for times in zip(*both, strict=True)] for kind, both in runs.items()}  # the quieter moment
 assert torch.equal(written["none"], written["dynamic"])
 print(tokenizer.decode(written["dynamic"][0, prompt.shape[1] :].tolist()))
 figure, axes = plt.subplots(figsize=(8, 3), dpi=70, layout="constrained")
-axes.plot(range(1, new_tokens + 1), moments["none"], "s-", color=ORANGE, markersize=3, label="without a cache")
-axes.plot(range(1, new_tokens + 1), moments["dynamic"], "o-", color=BLUE, markersize=3, label="with a cache")
-axes.set(xlabel="tokens written", ylabel="time (s)", title=f"SmolLM2-135M, a prompt of {prompt.shape[1]} tokens")
+axes.plot(range(2, new_tokens + 1), taken["none"][1:], "s-", color=ORANGE, markersize=3, label="without a cache")
+axes.plot(range(2, new_tokens + 1), taken["dynamic"][1:], "o-", color=BLUE, markersize=3, label="with a cache")
+axes.set(xlabel="token", ylabel="time per token (ms)", title=f"SmolLM2-135M after a prompt of {prompt.shape[1]} tokens")
+axes.set_ylim(bottom=0)
 axes.grid(alpha=0.3)
 axes.legend()
 plt.show()
-for kind, ticks in moments.items():
-    first, last = 1e3 * (ticks[8] - ticks[0]) / 8, 1e3 * (ticks[-1] - ticks[-9]) / 8
-    print(f"cache={kind!r:<10} a token takes {first:.0f} ms at the start, {last:.0f} ms at the end")
-print(f"{new_tokens} tokens: {moments['none'][-1]:.2f} s without, {moments['dynamic'][-1]:.2f} s with a cache")
+for kind, each in taken.items():
+    first, last = statistics.median(each[1:17]), statistics.median(each[-16:])
+    print(f"cache={kind!r:<10} ms per token: {first:.0f} at the start, {last:.0f} at the end (medians of 16)")
+seconds = {kind: sum(each) / 1e3 for kind, each in taken.items()}
+print(f"{new_tokens} tokens: {seconds['none']:.2f} s without, {seconds['dynamic']:.2f} s with a cache")
+print(f"on {bench.machine()}, {torch.get_num_threads()} threads, fp32")
 
 # %% [markdown]
-# Without a cache every token pays for all text before it, the prompt included, and each pays more than the one before:
-# n tokens need about $n^2 / 2$ rows instead of n. In exchange the cache holds keys and values of all layers; that is
-# little for so short a text, and the run without a cache needs room as well, for the activations of all its rows:
+# Without a cache every token pays for all text before it, the prompt included: n tokens need about $n^2 / 2$ rows
+# instead of n. (The time grows by less, since each step also reads all weights once, however many rows it has. Times
+# are those of the machine printed above, in one minute; other notebooks ran on others.) In exchange the cache holds
+# keys and values of all layers; that is little for so short a text, and the run without a cache needs room as well, for
+# the activations of all its rows:
 
 # %%
 held = (prompt.shape[1] + new_tokens - 1) * plot_memory.model_kv_bytes(

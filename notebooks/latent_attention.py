@@ -30,7 +30,7 @@ import time
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack import plot_memory
+from attnpack import bench, plot_memory
 
 torch.manual_seed(0)
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
@@ -91,8 +91,8 @@ with torch.no_grad():
 # %% [markdown]
 # ## How small
 #
-# Bytes a token and layer, read off caches that layers with 8 heads of 64 have filled, and what the layer for
-# DeepSeek-V3 keeps (128 heads; C = 512, R = 64):
+# Bytes per token and layer, read off caches that layers with 8 heads of 64 have filled. Beside them the latent of
+# DeepSeek-V3 (128 heads; C = 512, R = 64), and what layers of its size would keep with other attention:
 
 # %%
 kept = {}
@@ -109,15 +109,17 @@ assert kept["MLA, 256 + 32"] == (rank + rope_dim) * 4
 figure, panels = plt.subplots(1, 2, figsize=(9.5, 2.5), dpi=70, layout="constrained")
 bars = panels[0].barh(list(kept), list(kept.values()), color=[ORANGE, ORANGE, BLUE, ORANGE])
 panels[0].bar_label(bars, padding=3)
-panels[0].set(xlabel="bytes a token and layer, fp32", title="8 heads of 64")
+panels[0].set(xlabel="bytes per token and layer, fp32", title="8 heads of 64")
 large = {
     "MHA": plot_memory.kv_bytes(128, 1, num_layers=1, head_dim=192, v_head_dim=128, dtype=torch.bfloat16),
     "GQA, 8 kv heads": plot_memory.kv_bytes(8, 1, num_layers=1, head_dim=128, dtype=torch.bfloat16),
     "MLA, 512 + 64": plot_memory.kv_bytes(1, 1, num_layers=1, head_dim=512, v_head_dim=64, dtype=torch.bfloat16),
+    "MQA": plot_memory.kv_bytes(1, 1, num_layers=1, head_dim=128, dtype=torch.bfloat16),
 }
-bars = panels[1].barh(list(large), list(large.values()), color=[ORANGE, ORANGE, BLUE])
+assert large["MHA"] > large["GQA, 8 kv heads"] > large["MLA, 512 + 64"] > large["MQA"]
+bars = panels[1].barh(list(large), list(large.values()), color=[ORANGE, ORANGE, BLUE, ORANGE])
 panels[1].bar_label(bars, padding=3)
-panels[1].set(xlabel="bytes a token and layer, bf16", title="DeepSeek-V3: 128 heads")
+panels[1].set(xlabel="bytes per token and layer, bf16", title="DeepSeek-V3: 128 heads")
 panels[0].set_ylabel("attention layer")
 for panel in panels:
     panel.margins(x=0.2)
@@ -126,8 +128,10 @@ plt.show()
 print(f"DeepSeek-V3: {large['MHA'] / large['MLA, 512 + 64']:.0f} times less than keys and values of every head")
 
 # %% [markdown]
-# With few heads the gain over MHA is modest, and two shared heads (GQA) take less room than the latent; with 128 heads,
-# which is where MLA is used, the gain is large and the latent the smallest.
+# With few heads the gain over MHA is modest, and two shared heads (GQA) take less room than the latent. With 128 heads,
+# which is where MLA is used, the gain is large: the latent is smaller than the keys and values of 8 shared heads. Only
+# one head for all (MQA) takes less, in both panels; but there all heads read the same keys and values, and here each
+# makes its own.
 #
 # ## Expanded and absorbed
 #
@@ -235,6 +239,7 @@ plt.show()
 for path, times in took.items():
     print(f"{path}: " + ", ".join(f"{new}: {each:.2f} ms" for new, each in zip(news, times, strict=True)))
 print(f"one new token: absorbed is {took['expanded'][0] / took['absorbed'][0]:.1f} times faster")
+print(f"on {bench.machine()}, {torch.get_num_threads()} threads, fp32")
 print(f"DeepSeek-V3 (C 512, N = V = 128) with a long past: L* = {crossing(10**9, 512, 128, 128):.0f}")
 
 # %% [markdown]
@@ -288,8 +293,9 @@ for name, times in curves.items():
 # %% [markdown]
 # Unpacking the past at each step is out of the question. Against plain multi-head attention the absorbed path starts
 # behind: it multiplies more, by matrices that MHA does not have, and over a short past there is nothing to win. It
-# reads 3.6 times less for each token of the past, so that the lines cross, near 4096 tokens for these 8 heads, and from
-# there on the latent is ahead. In short: MLA pays with many heads and long texts, and what it saves first is memory.
+# reads 3.6 times less for each token of the past, so the longer the past, the better it stands; where the lines meet,
+# if they do in this picture, depends on the machine and the minute. In short: MLA pays with many heads and long texts,
+# and what it saves first is memory.
 #
 # ## Folding for good
 #

@@ -32,7 +32,7 @@ import time
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack import plot_attention, reference
+from attnpack import bench, plot_attention, reference
 from torch.nn.functional import scaled_dot_product_attention
 
 torch.manual_seed(0)
@@ -104,9 +104,14 @@ plt.show()
 # ## V2: with a cache
 #
 # When tokens come one at a time, the keys and values of the earlier ones do not change. They are kept, and a step
-# projects the new token only. In the plain class the cache is a pair of detached `[batch, 1, seq, d_kv]` tensors; in
-# attnpack it is a `DynamicCache`, handed to `forward`, which appends first and then attends. In both, gradients flow
-# through this call's own keys and values and never into the past.
+# projects the new token only. In the plain class the cache is a pair of `[batch, 1, seq, d_kv]` tensors:
+
+# %%
+print(inspect.getsource(reference.MQAV2))
+
+# %% [markdown]
+# In attnpack the cache is a `DynamicCache`, handed to `forward`, which appends first and then attends. Both caches hold
+# detached tensors (`k.detach()` above): gradients flow through this call's own keys and values and never into the past.
 
 # %%
 v2 = reference.MQAV2(d_model, num_heads)
@@ -262,9 +267,10 @@ torch.testing.assert_close(steps_v3, steps_native)
 # %% [markdown]
 # ## Once more, in C++
 #
-# `attnpack.cpp.MultiQueryAttention` is the C++ `torch::nn::Module` itself, bound to Python, and a C++ program prints
-# the same lines. The Python class and it run the same native code after the projections, so with the same weights
-# they give the same bits. The plain class's W_* weights go in by parameter name. V1:
+# `attnpack.cpp.MultiQueryAttention` is the C++ `torch::nn::Module` itself, bound to Python.
+# (`examples/cpp/hello_attention` is a whole program in C++.) The Python class and it run the same native code after the
+# projections, so with the same weights they give the same bits. The plain class's W_* weights go in by parameter name.
+# V1:
 
 # %%
 bound = load_weights(attnpack.cpp.MultiQueryAttention(d_model, num_heads), v1)
@@ -323,10 +329,10 @@ plt.show()
 # %% [markdown]
 # ## What it saves in time
 #
-# Shapes of ten tokens show nothing of this. So: one new token behind a long text, 32 query heads of 128, one key-value
+# Shapes of ten tokens show nothing of this. So: one new token after a long text, 32 query heads of 128, one key-value
 # head, fp32. PyTorch's `scaled_dot_product_attention` is the measure, with `enable_gqa=True`, its own way to let heads
-# share; the multi-head form of the same layer, which must read 32 times as much, stands beside. All in turn on this
-# machine, medians.
+# share; the multi-head form of the same layer, which must read 32 times as much, stands beside. All in turn, medians,
+# on the machine printed below.
 
 # %%
 lengths, heads, width = [256, 1024, 4096, 16384], 32, 128
@@ -368,8 +374,11 @@ axes.legend(fontsize=8)
 plt.show()
 for name, times in curves.items():
     print(f"{name:<21}" + "".join(f"{each:>9.3f}" for each in times) + " ms")
+read = 2 * lengths[-1] * heads * width * 4 / (1e6 * curves["MHA, attnpack"][-1])
+print(f"on {bench.machine()}, {torch.get_num_threads()} threads; MHA read {read:.1f} GB/s at {lengths[-1]} keys")
 assert curves["MQA, attnpack"][-1] < curves["MHA, attnpack"][-1]
 
 # %% [markdown]
 # Sharing pays where the kernel makes use of it: each key that is read from memory serves all 32 query heads at once.
-# The notebook `kv_cache` follows the memory up to a million tokens, `performance` has more shapes and dtypes.
+# The notebook `kv_cache` follows the memory up to a million tokens. `performance` has more shapes and dtypes, measured
+# over more keys and in another minute: its ratios differ from these.

@@ -355,6 +355,26 @@ print(peak(8192) - small)
     assert int(process.stdout) < 48 * 1024  # KiB
 
 
+@pytest.mark.parametrize("q_len, backward", [(1, False), (128, False), (128, True)])
+def test_shared_keys_and_values_are_not_repeated(q_len, backward):
+    """Peak memory of 64 heads on one key-value head of 8 MB, over that of one head: repeated they would take 1 GB."""
+    code = f"""
+import resource, torch, attnpack
+torch.set_num_threads(2)
+k, v = (torch.randn(1, 1, 32768, 64, requires_grad={backward}) for _ in range(2))
+def peak(heads):
+    out = attnpack.attention(torch.randn(1, heads, {q_len}, 64), k, v)
+    if {backward}:
+        out.sum().backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+one = peak(1)
+print(peak(64) - one)
+"""
+    process = run_python(code)
+    assert process.returncode == 0, process.text
+    assert int(process.stdout) < 48 * 1024  # KiB
+
+
 def test_autocast_casts_query_key_and_value():
     inputs = make_inputs(mask="own", scores={"sinks": True})
     q = inputs.query.clone().requires_grad_()

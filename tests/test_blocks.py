@@ -100,6 +100,16 @@ def test_post_norm_block_is_torchs_encoder_layer(pre_norm):
     torch.testing.assert_close(out[~padded], wanted[~padded], rtol=1e-4, atol=1e-5)
 
 
+def test_gelu_is_the_exact_one():
+    """x times the normal distribution function, not the tanh that comes near it."""
+    ours = attnpack.FeedForward(24, 32, activation="gelu", dtype=torch.float64)
+    x = 5 * torch.randn(2, 6, 24, dtype=torch.float64)
+    inner = x @ ours.up_proj.weight.T
+    wanted = (inner * torch.special.ndtr(inner)) @ ours.down_proj.weight.T
+    torch.testing.assert_close(ours(x), wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ours.cpp().forward(x), wanted, rtol=1e-9, atol=1e-9)
+
+
 def test_decoder_is_causal_and_encoder_is_not():
     torch.manual_seed(0)
     encoder = attnpack.Encoder([attnpack.EncoderBlock(*parts()[:2])])

@@ -420,9 +420,12 @@ def test_modules_that_cannot_be_converted_are_named():
         convert.to_gqa(module, 2, "aligned", calibration=torch.full((5, EMBED), torch.nan))
     with pytest.raises(ValueError, match="groups: got some for method 'similar'"):
         convert.to_gqa(module, 2, "similar", groups=[[0, 1], [2, 3]])
-    module.k_proj = nn.Sequential(module.k_proj)
-    with pytest.raises(TypeError, match="attnpack: k_proj is a Sequential.*plain nn.Linear"):
-        convert.to_gqa(module, 2)
+    for name, method in (("k_proj", "mean"), ("v_proj", "mean"), ("q_proj", "aligned"), ("o_proj", "aligned")):
+        changed = build()
+        setattr(changed, name, nn.Sequential(getattr(changed, name)))
+        calibration = {"calibration": torch.randn(1, 9, EMBED)} if method == "aligned" else {}
+        with pytest.raises(TypeError, match=f"attnpack: {name} is a Sequential.*plain nn.Linear"):
+            convert.to_gqa(changed, 2, method, **calibration)
 
 
 def test_merging_a_layers_weights_puts_query_heads_in_order():

@@ -174,6 +174,18 @@ def test_other_streams_and_graphs():
     assert torch.equal(got, wanted)
 
 
+def test_a_captured_graph_drops_the_same_pairs_at_every_replay():
+    query, key, value = (draw(1, 4, n, 64).cuda() for n in (64, 300, 300))
+    whole = attention(query, key, value, dropout_p=0.5)  # once outside, so that all is loaded
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attention(query, key, value, dropout_p=0.5)
+    graph.replay()
+    first = got.clone()
+    graph.replay()
+    assert torch.equal(got, first) and not torch.equal(first, whole)
+
+
 def test_a_rotating_append_is_captured():
     """Once it has run, so that its frequencies are on the device."""
     new = [draw(1, heads, 1, 64, dtype=torch.bfloat16).cuda() for heads in (4, 2, 2)]

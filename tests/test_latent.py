@@ -148,9 +148,11 @@ def test_auto_takes_the_cheaper_path(q_len, past):
 
 
 @torch.no_grad()
-def test_absorbed_reads_latents_in_place():
+@pytest.mark.parametrize("folded", [False, True])
+def test_absorbed_reads_latents_in_place(folded):
     """Keys are the cache's buffer, values its first columns: nothing of the cache's size is made."""
     module, cache = make(path="absorbed"), attnpack.LatentCache()
+    module = module.fold() if folded else module
     for length in (50, 1, 1):
         module(torch.randn(1, length, E), cache=cache)
     seen = []
@@ -356,6 +358,15 @@ def test_settings_changed_later_reach_the_twin():
     module.kv_a_layernorm.eps = 0.5
     with pytest.raises(TypeError, match="kv_a_layernorm is .*, C.. has RMSNorm with eps 1e-06 there"):
         module.cpp()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_dropout_acts_in_training_alone(path):
+    module, x = make(path=path, dropout=0.4), torch.randn(1, 20, E).expand(300, -1, -1)
+    with torch.no_grad():
+        calm, drawn = module.eval()(x), module.train()(x)
+        assert torch.equal(calm, make(path=path)(x)) and not torch.equal(drawn[0], drawn[1])
+    assert_close(drawn.mean(0), calm[0], rtol=0, atol=6 * float(drawn.std(0).max()) / 300**0.5)
 
 
 @pytest.mark.parametrize("path", PATHS)

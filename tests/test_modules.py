@@ -209,6 +209,21 @@ def test_masks_lengths_positions_and_weights():
     close(weights, attnpack.attention_scores(q, k, mask, causal=True))
 
 
+def test_positions_are_for_rope_alone():
+    """Causality, windows and ALiBi go by the place in the sequence."""
+    torch.manual_seed(0)
+    settings, x, backwards = (
+        {"causal": True, "window": (2, 0), "alibi": True},
+        torch.randn(1, 5, EMBED),
+        torch.arange(5).flip(0),
+    )
+    module = attnpack.MultiHeadAttention(EMBED, 4, **settings)
+    assert torch.equal(module(x, positions=backwards), module(x))
+    module = attnpack.MultiHeadAttention(EMBED, 4, rope=attnpack.RotaryEmbedding(6), **settings)
+    weights, turned = (module(x, positions=given, need_weights=True)[1] for given in (None, backwards))
+    assert torch.equal(weights > 0, turned > 0) and not torch.allclose(weights, turned, rtol=1e-3)
+
+
 def test_relative_positions_alone_matter_to_rope():
     torch.manual_seed(0)
     module = attnpack.MultiHeadAttention(EMBED, 4, rope=attnpack.RotaryEmbedding(6), causal=True, dtype=torch.float64)

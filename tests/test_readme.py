@@ -22,9 +22,10 @@ def lines(text):
 
 
 def test_opens_with_what_it_is_and_where_it_runs():
-    first, _, third = README.splitlines()[:3]
-    assert first.startswith("attnpack: ")
-    assert third == "Linux x86-64 (ARM compiles), Python >= 3.11, torch >= 2.11."
+    first, second = README.split("\n\n")[:2]
+    assert first.startswith("attnpack: ") and "a CPU library today" in first
+    assert second.startswith("Linux x86-64 (ARM compiles), Python >= 3.11, torch >= 2.11;")
+    assert "C++20" in second and "set(CMAKE_CXX_STANDARD 20)" in (ROOT / "CMakeLists.txt").read_text()
 
 
 def test_python_snippets_run():

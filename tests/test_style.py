@@ -47,6 +47,22 @@ def test_layers(header, allowed):
     assert [user for user in users if not re.match(allowed, user)] == []
 
 
+@pytest.mark.parametrize("folder, suffix", [("ops/cpu/isa", ""), ("ops/cuda", ".cu"), ("ops/cuda", ".cuh")])
+def test_kernels_see_nothing_of_torch(folder, suffix):
+    """Neither do the headers that they include."""
+    waiting = [file for file in (ROOT / "csrc" / folder).rglob("*") if file.is_file() and file.name.endswith(suffix)]
+    assert waiting, "the pattern finds nothing at all"
+    seen = set()
+    while waiting:
+        file = waiting.pop()
+        seen.add(file)
+        included = re.findall(r'^#include [<"]([^>"]*)', file.read_text(), flags=re.M)
+        assert [name for name in included if re.match(r"ATen/|c10/|torch/|pybind11/", name)] == [], file
+        ours = [ROOT / "csrc" / name.removeprefix("attnpack/") for name in included if name.startswith("attnpack/")]
+        beside = [file.parent / name for name in included]
+        waiting += [each for each in ours + beside if each.is_file() and each not in seen]
+
+
 def test_no_build_for_this_machine_alone():
     """-march=native in what is installed would crash on another CPU."""
     files = [ROOT / "CMakeLists.txt", ROOT / "setup.py", *(ROOT / "cmake").iterdir()]

@@ -259,6 +259,10 @@ TEST_CASE("what does not fit is named before anything is written") {
   REQUIRE(complains("value_context: got length 3, want 5",
                     [&] { layer->forward(x, AttentionInputs(x).value_context(x.narrow(1, 0, 3))); }));
 
+  torch::nn::Linear foreign(2, 2);
+  REQUIRE(complains("bias belongs to a module that is not attnpack's",
+                    [&] { assign_state_dict(*foreign, state_dict(*foreign)); }));
+
   auto model = make_model();
   auto cache = model->dynamic_cache();
   const auto ids = at::arange(1, 7, at::kLong).view({2, 3});
