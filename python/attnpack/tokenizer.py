@@ -63,8 +63,9 @@ class Tokenizer:
     def chat(self, prompt: str) -> list[int]:
         """Ids of one user message in the model's chat format, up to where the answer begins.
 
-        The model's own Jinja template is rendered if `jinja2` is importable; without it ChatML, with SmolLM2's default
-        system message where the template has it. Raises ValueError if the model has no template, or needs jinja2.
+        The model's own Jinja template is rendered if `jinja2` is importable, in a process with little time and memory
+        (chat_template.py); without it ChatML, with SmolLM2's default system message where the template has it. Raises
+        ValueError if the model has no template, needs jinja2, or its template fails or takes too much.
         """
         return self.backend.encode(self.chat_text(prompt), add_special_tokens=False).ids
 
