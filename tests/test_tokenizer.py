@@ -189,6 +189,7 @@ def test_a_chat_template_that_asks_for_much_or_fails(template, words, tokenizer)
     [
         ("tokenizer.json", b"{", "tokenizer.json: cannot be read (Cannot instantiate Tokenizer from buffer: EOF"),
         ("tokenizer.json", b"\xff", "tokenizer.json: cannot be read (Cannot instantiate"),
+        ("tokenizer.json", b"[" + b"[]," * 3_000_000 + b"1]", "tokenizer.json: cannot be read (it has more than"),
         ("tokenizer_config.json", b"[]", "tokenizer_config.json: holds a list"),
         ("tokenizer_config.json", b'{"bos_token": {}}', "its tokenizer cannot be read (KeyError: 'content')"),
         ("tokenizer_config.json", b'{"bos_token": [1]}', "its bos_token is [1], wants a text"),
@@ -198,6 +199,7 @@ def test_a_chat_template_that_asks_for_much_or_fails(template, words, tokenizer)
         ("chat_template.jinja", b"\xff", "chat_template.jinja: cannot be read ('utf-8' codec"),
         ("chat_template.jinja", b"a" * 1_000_001, "chat_template.jinja: cannot be read (it has more than 1000000"),
     ],
+    ids=lambda value: value[:20],
 )
 def test_an_error_names_the_file(name, content, words, tmp_path):
     lies.write(lies.whole_hf(False) | {name: content}, tmp_path / "model")
