@@ -10,6 +10,7 @@ from pathlib import Path
 import attnpack
 import pytest
 from attnpack import cli
+from fuzz import lies
 
 COMMANDS = ["demo", "info", "generate", "convert", "uptrain", "bench", "plot"]
 
@@ -139,3 +140,12 @@ def test_generate_streams_and_counts():
     assert text.returncode == 0 and text.stdout.strip() == figures["text"].strip() != ""
     assert 1 <= figures["new_tokens"] <= 8
     assert figures["kv_bytes"] == figures["positions"] * 30 * 2 * 3 * 64 * 4
+
+
+def test_an_empty_prompt_is_refused(tmp_path, capsys):
+    """Of a model without a chat template nothing is left of it."""
+    path = lies.write(lies.whole_hf(False) | {"tokenizer_config.json": b"{}"}, tmp_path / "model")
+    assert cli.main(["generate", "", "--model", str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.err == "attnpack generate: prompt: got an empty one, want a text for the model to go on with\n"
+    assert cli.main(["generate", "()", "--model", str(path), "--max-new-tokens", "2"]) == 0

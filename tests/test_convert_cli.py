@@ -10,6 +10,7 @@ import sys
 import attnpack
 import pytest
 import torch
+import torch.nn.functional as F
 from attnpack import cli, convert
 from attnpack.causal_lm_io import load_tokenizer, smollm2_path
 from processes import run_python
@@ -197,9 +198,10 @@ def append(directory, more: bytes):
         (lambda places, last: places.update({"model.norm.weight": "../in/" + last}), "the name of one beside it"),
         (lambda places, last: places.update({"model.norm.weight": 3}), "names the file 3"),
         (lambda places, last: places.update({"model.norm.weight": "gone.safetensors"}), "lacks gone.safetensors"),
+        (lambda places, last: places.update({"model.norm.weight": "attnpack_convert.json"}), "the name of one beside"),
         (lambda places, last: places.clear(), "has no weight_map"),
     ],
-    ids=["lacking", "wrong", "outside", "number", "gone", "empty"],
+    ids=["lacking", "wrong", "outside", "number", "gone", "record", "empty"],
 )
 def test_an_index_that_is_not_of_its_shards_is_refused(tmp_path, capsys, damage, words):
     random_model(FAMILIES["llama"]).save_pretrained(tmp_path / "in", max_shard_size="20KB")
@@ -267,6 +269,27 @@ def test_a_bad_checkpoint_is_one_sentence_and_nothing_written(llama, tmp_path, c
 def test_a_request_that_does_not_fit(llama, tmp_path, capsys, arguments, words):
     write_tokenizer(llama[1])
     refused(capsys, tmp_path, [llama[1], tmp_path / "out", *arguments], *words)
+
+
+def test_every_layer_draws_heads_of_its_own(llama, tmp_path):
+    """From one seed; two runs draw the same."""
+    for name in ("out", "again"):
+        assert run(llama[1], tmp_path / name, "--kv-heads", 2, "--method", "random", "--seed", 7, "--tokens", 0) == 0
+    out, again = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
+    assert out.keys() == again.keys() and all(torch.equal(out[name], again[name]) for name in out)
+    names = [name for name in out if name.split(".")[-2] in ("k_proj", "v_proj")]
+    drawn = torch.stack([F.normalize(out[name].flatten(), dim=0) for name in names])
+    alike = drawn @ drawn.T - torch.eye(len(names))  # cosines of 512 numbers: 0.04 is one standard deviation
+    assert len(names) == 6 and alike.abs().max() < 0.3
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_out_in_in_is_refused_behind_a_link(way, llama, tmp_path, capsys):
+    link = tmp_path / "link"
+    link.symlink_to(llama[1])
+    source, out = (llama[1], link / "out") if way == "out" else (link, llama[1] / "out")
+    refused(capsys, tmp_path, [source, out, "--kv-heads", 2], "which stays as it is")
+    assert not (llama[1] / "out").exists()
 
 
 def test_out_that_exists_is_left_alone(llama, tmp_path, capsys):

@@ -255,6 +255,18 @@ def test_the_trained_length_is_the_checkpoints(tmp_path):
     assert_same_logits(model, reference)
 
 
+def test_dynamic_rope_grows_from_the_longest_position(tmp_path):
+    """transformers takes max_position_embeddings for it, whatever original_max_position_embeddings says."""
+    config = CONFIGS["llama-dynamic"].to_dict()
+    config["rope_parameters"]["original_max_position_embeddings"] = 16
+    reference = random_model(LlamaConfig.from_dict(config))
+    reference.save_pretrained(tmp_path)
+    edit_config(tmp_path, rope_parameters=config["rope_parameters"])
+    model = attnpack.CausalLM.from_hf(tmp_path)
+    assert model.layers[0].self_attn.rope.trained_len == 32
+    assert_same_logits(model, reference)
+
+
 @pytest.mark.parametrize(
     ("rope", "words"),
     [
@@ -420,6 +432,32 @@ def test_missing_and_unexpected_tensors(llama):
 def test_wrong_shape(llama):
     edit_weights(llama[1], lambda t: t.update({"model.norm.weight": torch.ones(31)}))
     refused(llama[1], "model.norm.weight", "[31]", "[32]")
+
+
+def test_a_tied_head_of_another_shape(tmp_path):
+    random_model(CONFIGS["llama-tied"]).save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"][:95].clone()}))
+    refused(tmp_path, "lm_head.weight differs from model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("config.json", '{"model_type": "llama", "rope_theta": ' + 400 * "9" + "}", "is too large"),
+        ("config.json", '{"model_type": "llama", "model_type": "qwen2"}', "model_type stands in an object twice"),
+        ("config.json", "[" * 100_000, "more than 127 deep in each other"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": ["model.safetensors"]}}', "names the file ['model.saf"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "tokenizer.json"}}', "wants the name of one beside it"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": ".."}}', "wants the name of one beside it"),
+        ("model.safetensors.index.json", r'{"weight_map": {"a": "\u0000.safetensors"}}', "lacks \\x00.saf"),
+    ],
+    ids=["digits", "duplicate", "deep", "list", "other file", "folder", "null"],
+)
+def test_an_error_names_the_file(llama, name, text, words):
+    (llama[1] / name).write_text(text)
+    if name != "config.json":
+        (llama[1] / "model.safetensors").unlink()
+    refused(llama[1], name, words)
 
 
 def test_unreadable_dtype(llama):

@@ -173,6 +173,30 @@ def test_a_file_that_is_no_benchmark(tmp_path):
             plot_roofline.read_bench(path)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"results": 3},
+        {"results": [{}]},
+        {"results": [{"case": {"section": "decode"}}]},
+        {"results": [BENCH["results"][0] | {"bytes": 0}]},
+        {"results": [BENCH["results"][0] | {"flops": "1"}]},
+        {"limits": {}},
+        {"limits": {"flops": 1e9, "bytes_per_second": 0}},
+    ],
+    ids=str,
+)
+def test_a_benchmark_with_other_contents(changed, tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(BENCH | changed))
+    assert cli.main(["plot", "roofline", str(path), "--out", str(tmp_path / "roofline.png")]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said.startswith(f"attnpack plot: {path}: not what `attnpack bench --json` prints (") and said.count("\n") == 1
+    )
+    assert [file.name for file in tmp_path.iterdir()] == ["bench.json"]
+
+
 @pytest.mark.parametrize("picture", ["kv-memory", "roofline", "attention"])
 def test_each_picture_shows_an_example_that_parses(picture, capsys):
     with pytest.raises(SystemExit) as stop:

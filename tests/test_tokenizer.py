@@ -6,7 +6,8 @@ import unicodedata
 
 import gguf
 import pytest
-from attnpack.causal_lm_io import load_tokenizer, smollm2_path
+from attnpack.causal_lm_io import Tokenizer, load_tokenizer, smollm2_path
+from fuzz import lies
 from transformers import Qwen2Tokenizer
 
 TEXTS = [
@@ -150,3 +151,70 @@ def test_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match="pip install tokenizers"):
         load_tokenizer(smollm2_path())
+
+
+# ---- what is refused -----------------------------------------------------------------
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+GROWTH = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (LOOPS, "its chat template takes more than 2 seconds or 1024 MiB"),
+        (CALLS, "its chat template takes more than 2 seconds or 1024 MiB"),
+        (GROWTH, "its chat template takes more than 2 seconds or 1024 MiB"),
+        ("{{ 'a'.center(10 ** 11) }}", "its chat template takes more than 2 seconds or 1024 MiB"),
+        ("{{ 'a' * 20000000 }}", "the chat template gives 20000000 characters, 10000000 are the most"),
+        ("a" * 1_000_001, "its chat template is no text of up to 1000000 characters"),
+        ("{% for", "the chat template fails: TemplateSyntaxError: "),
+        ("{{ ''.__class__.__mro__ }}", "the chat template fails: SecurityError: "),
+        ("{{ messages.clear() }}", "the chat template fails: SecurityError: "),
+        ("{{ raise_exception('no\nusers') }}", "the chat template refuses the prompt: no users"),
+        (r"{{ '\ud800' }}", "the chat template fails: UnicodeEncodeError: "),
+    ],
+    ids=["loops", "calls", "growth", "memory", "answer", "template", "syntax", "sandbox", "changes", "refusal", "half"],
+)
+def test_a_chat_template_that_asks_for_much_or_fails(template, words, tokenizer):
+    """Templates are programs of whoever made the file."""
+    with pytest.raises(ValueError) as caught:
+        Tokenizer(tokenizer.backend, chat_template=template, source="a file").chat("Hi")
+    assert str(caught.value).startswith(f"a file: {words}") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", b"{", "tokenizer.json: cannot be read (Cannot instantiate Tokenizer from buffer: EOF"),
+        ("tokenizer.json", b"\xff", "tokenizer.json: cannot be read (Cannot instantiate"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json: holds a list"),
+        ("tokenizer_config.json", b'{"bos_token": {}}', "its tokenizer cannot be read (KeyError: 'content')"),
+        ("tokenizer_config.json", b'{"bos_token": [1]}', "its bos_token is [1], wants a text"),
+        ("tokenizer_config.json", b'{"chat_template": {"a": 1}}', "its chat template is {'a': 1}, wants a text"),
+        ("tokenizer_config.json", b'{"eos_token_id": [2, "x"]}', "eos_token_id is 'x', wants an int"),
+        ("generation_config.json", b'{"a": 1, "a": 2}', "generation_config.json: cannot be read as JSON (a stands"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja: cannot be read ('utf-8' codec"),
+        ("chat_template.jinja", b"a" * 1_000_001, "chat_template.jinja: cannot be read (it has more than 1000000"),
+    ],
+)
+def test_an_error_names_the_file(name, content, words, tmp_path):
+    lies.write(lies.whole_hf(False) | {name: content}, tmp_path / "model")
+    with pytest.raises(ValueError) as caught:
+        load_tokenizer(tmp_path / "model")
+    assert str(caught.value).startswith(f"{tmp_path / 'model'}") and words in str(caught.value)
+
+
+def test_a_vocabulary_that_is_not_whole(vocabulary, tmp_path):
+    tokens, _ = vocabulary
+    path = write_vocabulary(tmp_path / "a.gguf", tokens[:10], [])
+    with pytest.raises(ValueError, match=r"a.gguf: its tokenizer cannot be read \(KeyError: 'tokenizer.ggml.merges'\)"):
+        load_tokenizer(path)
+    path = write_vocabulary(tmp_path / "b.gguf", tokens[:10], ["a b"])
+    with pytest.raises(ValueError, match=r"b.gguf: merges \('a', 'b'\), which gives no token"):
+        load_tokenizer(path)
+    path = write_vocabulary(tmp_path / "c.gguf", [*tokens[:10], "h", "e", "he"], ["h e"])
+    path.write_bytes(path.read_bytes().replace(b"bos_token_id\4\0\0\0\0", b"bos_token_id\4\0\0\0\xff"))
+    with pytest.raises(ValueError, match="c.gguf: the bos_token_id is 255, wants an int below 13"):
+        load_tokenizer(path)

@@ -13,13 +13,13 @@ _LONGEST = 80  # characters of a file's own words in a sentence
 def naming(path: str | os.PathLike, failed: str, fix: str) -> Iterator[None]:
     """An error of the block that does not name `path` becomes a ValueError "PATH: FAILED (the error); FIX".
 
-    A missing package is not the file's fault: ImportError passes.
+    A missing package is not the file's fault: ImportError passes. A panic of a package in Rust is no Exception.
     """
     try:
         yield
-    except ImportError:
-        raise
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, ImportError) or not (isinstance(error, Exception) or _is_panic(error)):
+            raise
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
         raise ValueError(f"{path}: {failed} ({_reason(error)}); {fix}") from error
@@ -33,7 +33,11 @@ def brief(text: object) -> str:
     return words if len(words) <= _LONGEST else words[: _LONGEST - 3] + "..."
 
 
-def _reason(error: Exception) -> str:
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"
+
+
+def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     words = str(error).strip().split("\n")[0].removeprefix("attnpack: ")

@@ -46,10 +46,10 @@ def check_picture(path: str | Path) -> None:
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"--out: {path} lies in no folder that exists; make {path.parent} first, or choose another")
-    if path.suffix.lower() not in ENDINGS:
-        raise ValueError(f"--out: got {str(path)!r}, want a name that ends in .png or .svg")
     if path.is_dir():
         raise ValueError(f"--out: {path} cannot be written (Is a directory); choose another file")
+    if path.suffix.lower() not in ENDINGS:
+        raise ValueError(f"--out: got {str(path)!r}, want a name that ends in .png or .svg")
     try:
         check_writable(path)
     except OSError as error:

@@ -63,8 +63,9 @@ class Tokenizer:
     def chat(self, prompt: str) -> list[int]:
         """Ids of one user message in the model's chat format, up to where the answer begins.
 
-        The model's own Jinja template is rendered if `jinja2` is importable; without it ChatML, with SmolLM2's default
-        system message where the template has it. Raises ValueError if the model has no template, or needs jinja2.
+        The model's own Jinja template is rendered if `jinja2` is importable, in a process with little time and memory
+        (chat_template.py); without it ChatML, with SmolLM2's default system message where the template has it. Raises
+        ValueError if the model has no template, needs jinja2, or its template fails or takes too much.
         """
         return self.backend.encode(self.chat_text(prompt), add_special_tokens=False).ids
 
@@ -156,12 +157,12 @@ def _from_gguf(path: Path) -> Tokenizer:
     pre = data.get("tokenizer.ggml.pre", "gpt-2")
     pre_tokenizer = _pre_tokenizer(path, pre)
 
-    backend = Backend(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ", 1)) for merge in merges],
-        )
-    )
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    for pair in pairs:  # the package panics
+        if len(pair) != 2 or "".join(pair) not in vocabulary:
+            raise ValueError(f"{path}: merges {brief(repr(pair))}, which gives no token; get the file again")
+    backend = Backend(models.BPE(vocab=vocabulary, merges=pairs))
     backend.pre_tokenizer = pre_tokenizer
     backend.decoder = decoders.ByteLevel()
     if pre == "qwen2":

@@ -14,6 +14,7 @@ from typing import Any
 import attnpack
 import gguf
 import numpy as np
+import torch
 from attnpack.convert.output import SafetensorsWriter
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -60,8 +61,9 @@ _OTHERS = [
 
 def _state() -> dict[str, Any]:
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    model = attnpack.CausalLM(*(SIZES[name] for name in names), hidden_dim=24, max_positions=64)
-    return model.state_dict()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return attnpack.CausalLM(*(SIZES[name] for name in names), hidden_dim=24, max_positions=64).state_dict()
 
 
 def _letters() -> list[str]:

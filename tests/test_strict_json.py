@@ -1,0 +1,54 @@
+"""JSON of files that strangers made; that verdicts are those of Rust's reader is in test_safetensors.py."""
+
+import json
+
+import pytest
+from attnpack.strict_json import parse_json, read_json
+
+
+@pytest.mark.parametrize("value", [{"a": [1, -2, 0.5, 1e300, None, True, "é\n\U0001f642"], "b": {"c": {}}}, [], 3, "x"])
+def test_it_reads_what_json_writes(value):
+    assert parse_json(json.dumps(value).encode()) == value
+    assert parse_json(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+def test_integers_of_64_bits_are_exact_and_longer_ones_floats():
+    found = parse_json(b"[18446744073709551615, -9223372036854775808, 18446744073709551616, -9223372036854775809]")
+    assert found == [2**64 - 1, -(2**63), 2.0**64, -(2.0**63)]
+    assert [type(number) for number in found] == [int, int, float, float]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'{"a": 1, "b": {"a": 1, "a": 1}}', "a stands in an object twice"),
+        (b"[NaN]", "NaN is no JSON number"),
+        (b"[-Infinity]", "-Infinity is no JSON number"),
+        (b"1e400", "the number 1e400 is too large"),
+        (b"9" * 5000, "the number 999.*is too large"),
+        (b"[" * 128 + b"]" * 128, "more than 127 deep"),
+        (b"[" * 10**6, "more than 127 deep"),
+        (b'["\\ud800"]', "surrogates not allowed"),
+        (b"\xff", "can't decode byte 0xff"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b"[" + b"[]," * 8_000_000 + b"1]", "more than 8000000 values"),
+    ],
+    ids=["duplicate", "nan", "infinity", "exponent", "digits", "deep", "deeper", "half", "bytes", "bom", "many"],
+)
+def test_what_is_refused(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse_json(text)
+
+
+def test_errors_name_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    for content, words in ((b"{", "cannot be read as JSON"), (b"[]", "holds a list, a JSON object is needed")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{path}: {words}"):
+            read_json(path)
+    with pytest.raises(ValueError, match=f"^{tmp_path / 'none'}: cannot be read as JSON .No such file or directory"):
+        read_json(tmp_path / "none")
+    monkeypatch.setattr("attnpack.strict_json.LONGEST", 10)
+    path.write_bytes(b'{"a": 12345}')
+    with pytest.raises(ValueError, match="it has more than 10 bytes"):
+        read_json(path)
