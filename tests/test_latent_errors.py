@@ -82,7 +82,7 @@ def test_a_layer_without_rope_says_that_nothing_is_rotated(module):
     assert "no dim is rotated" not in text(qk_rope_head_dim=0)
 
 
-SET_LATER = {"window": (3, 0), "softcap": 5.0, "alibi": True, "head_map": (0, 0, 1, 1), "sinks": torch.ones(HEADS)}
+SET_LATER = {"window": (3, 0), "softcap": 5.0, "alibi": True, "head_map": (0, 0, 1, 1)}
 
 
 @pytest.mark.parametrize("name", SET_LATER)

@@ -115,9 +115,10 @@ void register_causal_lm(py::module_& m) {
            py::arg("num_kv_heads") = py::none(), py::kw_only(), py::arg("head_dim") = py::none(),
            py::arg("hidden_dim") = py::none(), py::arg("max_positions") = 2048, py::arg("rope_base") = 10000.0,
            py::arg("rope_scaling") = py::none(), py::arg("eps") = 1e-6, py::arg("tie_embeddings") = false,
-           py::arg("init_std") = 0.02, py::arg("qk_norm") = false, py::arg("window") = py::none(), py::arg("bias") = false,
-           py::arg("out_bias") = py::none(), py::arg("mlp_bias") = false, py::arg("rope_interleaved") = false,
-           py::arg("latent") = py::none(), py::arg("device") = py::none(), py::arg("dtype") = py::none())
+           py::arg("init_std") = 0.02, py::arg("qk_norm") = false, py::arg("window") = py::none(),
+           py::arg("bias") = false, py::arg("out_bias") = py::none(), py::arg("mlp_bias") = false,
+           py::arg("rope_interleaved") = false, py::arg("latent") = py::none(), py::arg("device") = py::none(),
+           py::arg("dtype") = py::none())
       .def(
           "forward",
           [](CausalLMImpl& self, const at::Tensor& ids, const ModelCachePtr& cache, const OptionalTensor& mask,

@@ -233,7 +233,8 @@ std::tuple<Tensor, Tensor> latent_expand_composite(const Tensor& latents, const 
 
 void refuse_settings(const AttendOptions& o) {
   const auto refuse = [](bool given, const char* name) {
-    ATTNPACK_CHECK(!given, name, ": got a setting that latent attention does not have; leave it out, or make keys and values and "
+    ATTNPACK_CHECK(!given, name,
+                   ": got a setting that latent attention does not have; leave it out, or make keys and values and "
                    "call attend");
   };
   refuse(o.window() != Window{-1, -1}, "window");

@@ -79,8 +79,9 @@ struct DecoderBlockOptions {
   TORCH_ARG(double, eps) = 1e-6;
 };
 
-// Self-attention, causal whatever the module's own setting, cross-attention to the whole context where one is given, then
-// the feed-forward, each with a norm and a residual. Without cross-attention its parameter names are those of a Llama layer.
+// Self-attention, causal whatever the module's own setting, cross-attention to the whole context where one is given,
+// then the feed-forward, each with a norm and a residual. Without cross-attention its parameter names are those of a
+// Llama layer.
 class DecoderBlockImpl : public Container<DecoderBlockImpl> {
  public:
   DecoderBlockImpl(Part<AttentionModule> attention, Part<TokenModule> feed_forward)

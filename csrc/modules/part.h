@@ -50,8 +50,8 @@ class Part {
 
 // Base of modules made of parts that were handed in. Derived::for_each_part(f) calls f(name, part) for each it has;
 // its constructor ends with register_parts(). As in torch's Sequential, clone() clones the parts, and reset() has
-// nothing to make. A weight in two places (one embedding for encoder and decoder) is one weight of the clone too, unless
-// its module is not attnpack's.
+// nothing to make. A weight in two places (one embedding for encoder and decoder) is one weight of the clone too,
+// unless its module is not attnpack's.
 template <typename Derived>
 class Container : public torch::nn::Cloneable<Derived> {
  public:

@@ -142,9 +142,9 @@ class EncoderBlock(Block):
 
 
 class DecoderBlock(Block):
-    """Self-attention, causal whatever the module's own setting, cross-attention to the whole context where one is given,
-    then the feed-forward, each with a norm and a residual. Without cross-attention its state dict is that of a Llama
-    layer.
+    """Self-attention, causal whatever the module's own setting, cross-attention to the whole context where one is
+    given, then the feed-forward, each with a norm and a residual. Without cross-attention its state dict is that of a
+    Llama layer.
 
     Args:
         attention, feed_forward, norm, pre_norm, eps, device, dtype: as in EncoderBlock.

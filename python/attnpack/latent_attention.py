@@ -256,10 +256,11 @@ class MultiHeadLatentAttention(NativeAttention):
                 "attnpack: value_context: got a tensor, but latent attention makes keys and values of one latent; "
                 "leave it out"
             )
-        for name in ("window", "softcap", "alibi", "head_map", "sinks"):
-            if getattr(self, name, None):
+        for name in ("window", "softcap", "alibi", "head_map"):
+            if getattr(self, name):
                 raise ValueError(
-                    f"attnpack: {name} is {getattr(self, name)}, a setting that latent attention does not have; unset it"
+                    f"attnpack: {name} is {getattr(self, name)}, a setting that latent attention does not have: unset "
+                    "it"
                 )
         check_input("x", x, self.embed_dim, self.q_proj if self.q_a_proj is None else self.q_a_proj)
         keys, name = (x, "x, taken as context") if context is None else (context, "context")

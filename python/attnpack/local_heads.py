@@ -1,4 +1,5 @@
-"""How many heads the projections give: all of a module's, or, under tensor parallelism by torch's plan, a rank's share."""
+"""How many heads the projections give: all of a module's or, under tensor parallelism by torch's plan, a rank's
+share."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ def grouped_share(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) 
     if not alike or module.num_heads % heads or widths != (heads * dim, kv_heads * dim, kv_heads * dim):
         raise ValueError(
             f"attnpack: q_proj, k_proj and v_proj give widths {', '.join(map(str, widths))}, want num_heads "
-            f"{module.num_heads} and num_kv_heads {module.num_kv_heads} of head_dim {dim}, or one share of both in whole "
-            "heads: divide all three among a number of ranks that divides num_kv_heads, or leave the layer whole"
+            f"{module.num_heads} and num_kv_heads {module.num_kv_heads} of head_dim {dim}, or the same share of both "
+            "in whole heads: divide all three among a number of ranks that divides num_kv_heads, or leave the layer "
+            "whole"
         )
     slopes = module._slopes if module.alibi else None
     for name, held in {"sinks": getattr(module, "sinks", None), "alibi": slopes, "head_map": module.head_map}.items():
         _check_share(name, held, heads)
     norm = getattr(module, "q_norm", None)
     if norm is not None:
-        refuse_partial_gradient("q_norm.weight", norm.weight)
+        _refuse_partial_gradient("q_norm.weight", norm.weight)
     return heads, kv_heads
 
 
@@ -43,7 +45,7 @@ def latent_share(module: nn.Module, queries: Tensor, head_dim: int, k_rope: Tens
             "num_heads, or leave the layer whole"
         )
     if k_rope.size(-1):
-        refuse_partial_gradient("kv_a_proj_with_mqa.weight", k_rope)
+        _refuse_partial_gradient("kv_a_proj_with_mqa.weight", k_rope)
     return heads
 
 
@@ -55,10 +57,10 @@ def _check_share(name: str, held: Sized | None, heads: int) -> None:
         )
 
 
-def refuse_partial_gradient(name: str, tensor: Tensor) -> None:
+def _refuse_partial_gradient(name: str, tensor: Tensor) -> None:
     """A plain tensor that every rank's own heads read: nobody would add up the ranks' gradients."""
     if torch.is_grad_enabled() and tensor.requires_grad and type(tensor) in (Tensor, nn.Parameter):
         raise ValueError(
-            f"attnpack: {name}: its gradient would be that of this rank's heads alone, want that of all: call the layer "
-            "under torch.no_grad(), or leave it whole"
+            f"attnpack: {name}: its gradient would be that of this rank's heads alone, want that of all: call the "
+            "layer under torch.no_grad(), or leave it whole"
         )

@@ -32,8 +32,8 @@ TEST_CASE("a layer that fails takes the layers before it back") {
   torch::NoGradGuard no_grad;
   CausalLM model(CausalLMOptions(16, 24, 2, 4));
   const auto small = std::make_shared<StaticCache>(1, 4, 4, 6);
-  const auto cache = std::make_shared<ModelCache>(
-      std::vector<std::shared_ptr<KVCache>>{std::make_shared<DynamicCache>(), small});
+  const auto cache =
+      std::make_shared<ModelCache>(std::vector<std::shared_ptr<KVCache>>{std::make_shared<DynamicCache>(), small});
   const auto ids = torch::randint(16, {1, 3}, at::kLong);
   model->forward(ids, CausalLMInputs().cache(cache));
   REQUIRE(complains("cache", [&] { model->forward(ids, CausalLMInputs().cache(cache)); }));
