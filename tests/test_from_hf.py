@@ -246,6 +246,13 @@ def test_settings_of_later_issues_are_named(llama, setting):
     refused(llama[1], next(iter(setting)))
 
 
+def test_qwen3_has_heads_of_128_unless_its_configuration_says_otherwise(tmp_path):
+    reference = random_model(Qwen3Config(**SIZES, head_dim=128))
+    reference.save_pretrained(tmp_path)
+    edit_config(tmp_path, head_dim=None)
+    assert_same_logits(attnpack.CausalLM.from_hf(tmp_path), reference)
+
+
 def test_the_trained_length_is_the_checkpoints(tmp_path):
     """Not the one asked for, which may be shorter."""
     reference = random_model(CONFIGS["llama-dynamic"])
