@@ -212,11 +212,8 @@ def test_masks_lengths_positions_and_weights():
 def test_positions_are_for_rope_alone():
     """Causality, windows and ALiBi go by the place in the sequence."""
     torch.manual_seed(0)
-    settings, x, backwards = (
-        {"causal": True, "window": (2, 0), "alibi": True},
-        torch.randn(1, 5, EMBED),
-        torch.arange(5).flip(0),
-    )
+    x, backwards = torch.randn(1, 5, EMBED), torch.arange(5).flip(0)
+    settings = {"causal": True, "window": (2, 0), "alibi": True}
     module = attnpack.MultiHeadAttention(EMBED, 4, **settings)
     assert torch.equal(module(x, positions=backwards), module(x))
     module = attnpack.MultiHeadAttention(EMBED, 4, rope=attnpack.RotaryEmbedding(6), **settings)
