@@ -223,6 +223,18 @@ def test_gradients_flow_through_this_call_only(layer, kind):
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
+@pytest.mark.parametrize("frozen", ["k_proj", "v_proj"])
+def test_gradients_of_keys_or_of_values_alone(layer, kind, frozen):
+    getattr(layer, frozen).requires_grad_(False)
+    x = torch.randn(2, 5, 24)
+    wanted, got = (
+        torch.autograd.grad(layer(x, cache=cache).square().sum(), [p for p in layer.parameters() if p.requires_grad])
+        for cache in (None, caches()[kind])
+    )
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
 @pytest.mark.parametrize("filled", [False, True])
 def test_failed_call_leaves_the_cache_as_it_was(layer, kind, filled):
     x, cache = torch.randn(2, 3, 24), caches(room=7)[kind]
