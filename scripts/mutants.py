@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LISTS = ROOT / "tests" / "mutants"
-COPY = ROOT / os.environ.get("MUTANTS_DIR", "build/mutants")
+COPY = ROOT / "build" / "mutants"
 MARK = re.compile("«(.*) → (.*)»", re.DOTALL)
 SWITCH = "attnpack_mutant"
 # Read when the library is loaded; a variable, so that loops over it stay fast.

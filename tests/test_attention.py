@@ -246,6 +246,13 @@ def test_an_extreme_score_is_no_overflow():
     assert out.item() == 3 and lse.item() == 1e7
 
 
+@pytest.mark.parametrize("lengths", [(2, 70), (200, 300)], ids=["decode", "prefill"])
+def test_a_scale_below_zero_is_that_of_the_opposite_query(lengths):
+    """The largest score is then that of the smallest product: the others must not overflow beside it."""
+    q, k, v = draw(1, 2, lengths[0], 8) * 100, draw(1, 2, lengths[1], 8, seed=1), draw(1, 2, lengths[1], 8, seed=2)
+    assert_close(attention(q, k, v, scale=-1.5), attention(-q, k, v, scale=1.5))
+
+
 def test_lse_is_the_log_of_the_denominator():
     inputs = make_inputs(
         torch.float64, lengths=(40, 70), scores={"softcap": 2.0, "alibi": True}, positions={"causal": True}

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from attnpack import attention, attention_scores, reference
-from op_cases import COVERING, check_against_reference, describe, draw, make_inputs, run
+from op_cases import COVERING, NAN, check_against_reference, describe, draw, make_inputs, run
 from torch.testing import assert_close
 
 
@@ -29,6 +29,12 @@ FEATURES = {
     "empty group": {"heads": "empty_group"},
     "all": {"mask": "own", "positions": {"causal": True, "window": (3, -1)}, "scores": {"softcap": 1.5, "sinks": True}},
 }
+
+
+@pytest.mark.parametrize("dims, keys", [((8, 8), 256), ((8, 8), 512), ((100, 60), 128), ((300, 260), 64)])
+def test_keys_that_end_with_a_block(dims, keys):
+    """Blocks of the backward pass hold 256, 128 or 64 keys, by the heads' width."""
+    check_against_reference(make_inputs(lengths=(3, keys), dims=dims))
 
 
 @pytest.mark.parametrize("lengths", [(2, 5), (18, 4)], ids=["decode", "prefill"])
@@ -112,6 +118,15 @@ def test_a_row_without_keys_gives_zero_gradients(lengths):
         assert (results[f"grad of {name}"] == 0).all(), name
     # There lse is the sink itself.
     assert_close(results["grad of sinks"], inputs.grad_lse.sum((0, 2)))
+
+
+def test_without_keys_the_query_has_no_gradient_whatever_lay_in_its_memory():
+    query, none = draw(1, 2, 70, 24).requires_grad_(), torch.zeros(1, 2, 0, 24)
+    out, incoming = attention(query, none, none), torch.ones(1, 2, 70, 24)
+    used = [torch.full((1, 2, 70, 24), NAN) for _ in range(16)]
+    del used  # the next tensors of this size lie there
+    (grad,) = torch.autograd.grad(out, query, incoming)
+    assert (grad == 0).all()
 
 
 def test_a_sink_of_minus_infinity_has_no_gradient():

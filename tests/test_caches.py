@@ -222,6 +222,29 @@ def test_gradients_flow_through_this_call_only(layer, kind):
     torch.testing.assert_close(new.grad, x.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_backward_after_later_appends(layer):
+    """A call keeps the lengths that it saw."""
+    cache, losses, alone = attnpack.DynamicCache(), [], []
+    for part in torch.randn(2, 6, 24).split(2, 1):
+        copied = cache.clone()
+        losses.append(layer(part, cache=cache).square().sum())
+        alone.append(torch.autograd.grad(layer(part, cache=copied).square().sum(), list(layer.parameters())))
+    got = torch.autograd.grad(sum(losses), list(layer.parameters()))
+    torch.testing.assert_close(got, tuple(map(sum, zip(*alone, strict=True))))
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
+@pytest.mark.parametrize("frozen", ["k_proj", "v_proj"])
+def test_gradients_of_keys_or_of_values_alone(layer, kind, frozen):
+    getattr(layer, frozen).requires_grad_(False)
+    x = torch.randn(2, 5, 24)
+    wanted, got = (
+        torch.autograd.grad(layer(x, cache=cache).square().sum(), [p for p in layer.parameters() if p.requires_grad])
+        for cache in (None, caches()[kind])
+    )
+    torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
 @pytest.mark.parametrize("filled", [False, True])
 def test_failed_call_leaves_the_cache_as_it_was(layer, kind, filled):

@@ -5,7 +5,7 @@ import copy
 import attnpack
 import pytest
 import torch
-from attnpack import convert
+from attnpack import _C, convert
 from attnpack.convert import LayerWeights
 from torch import nn
 
@@ -315,6 +315,20 @@ def test_alignment_undoes_turns_that_do_not_change_the_layer(name):
         torch.testing.assert_close(call(convert.to_mqa(module, "aligned"), given), out)
         torch.testing.assert_close(call(convert.to_mqa(module, "aligned", calibration=given), given), out)
         assert (call(convert.to_mqa(module), given) - out).abs().max() > 1e-2
+
+
+def test_the_distance_of_two_heads_is_that_of_what_they_give():
+    """Mean |y_a - y_b|^2 of keys over the mean of |y|^2, and the same of values."""
+    module = attnpack.GroupedQueryAttention(EMBED, 4, 4, bias=True, dtype=torch.float64)
+    x = inputs(module)[0].flatten(0, 1)
+    wanted = torch.zeros(4, 4, dtype=torch.float64)
+    for layer in (module.k_proj, module.v_proj):
+        heads = layer(x).unflatten(-1, (4, -1))  # [tokens, head, D]
+        far = (heads[:, :, None] - heads[:, None]).square().sum(-1).mean(0)
+        wanted += far / heads.square().sum(-1).mean()
+    rows = convert.grouped.calibration_rows(x[None])
+    got = _C.convert.head_distances(list(convert.grouped.layer_weights(module)), 4, rows)
+    torch.testing.assert_close(got, wanted.detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_similar_finds_the_heads_that_belong_together():

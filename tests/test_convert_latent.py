@@ -62,6 +62,29 @@ def test_the_cache_holds_the_latents_alone():
     assert cache.nbytes == 2 * 9 * 24 * 8
 
 
+@pytest.mark.parametrize("lost", ["k_proj", "v_proj"])
+def test_a_bias_of_keys_or_of_values_alone(lost):
+    module, x = build(bias=True), inputs()
+    getattr(module, lost).bias = None
+    torch.testing.assert_close(convert.to_mla(module, 24, calibration=x)(x), module(x), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_unrotated_queries_are_turned_as_in_the_mean_pair(causal):
+    """Of a query at i and a key at j the score is Re(q e^(i theta (i - j)) conj(k)), times the tables' factor twice."""
+    length, scaling = 7, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    module = build(causal=causal, rope=rope(scaling=scaling))
+    made = convert.to_mla(module, 24, length=length)
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    distance = distance[distance >= 0] if causal else distance.flatten()
+    turn = torch.exp(1j * torch.tensor(module.rope.inv_freq, dtype=torch.float64) * distance[:, None]).mean(0)
+    assert module.rope.factor != 1
+    old = module.q_proj.weight.unflatten(0, (HEADS, 2, DIM // 2))
+    wanted = torch.complex(old[:, 0], old[:, 1]) * (turn * module.rope.factor**2)[:, None]
+    still = made.q_proj.weight.unflatten(0, (HEADS, -1))[:, :DIM]
+    torch.testing.assert_close(still, torch.cat([wanted.real, wanted.imag], 1))
+
+
 def test_a_latent_as_wide_as_keys_and_values_have_rank_is_exact():
     module = build(HEADS)
     with torch.no_grad():

@@ -18,6 +18,7 @@ namespace {
 c10::complex<double> mean_turn(double theta, int64_t length, bool causal) {
   const auto distance = at::arange(length, at::kDouble);
   const auto weight = static_cast<double>(length) - distance;  // how many pairs are that far apart
+  if (!causal) weight.slice(0, 1).mul_(2);                     // keys on both sides
   const auto mean = [&](const at::Tensor& values) { return ((values * weight).sum() / weight.sum()).item<double>(); };
   return {mean((distance * theta).cos()), causal ? mean((distance * theta).sin()) : 0.0};
 }
