@@ -245,6 +245,23 @@ def test_memory_that_only_lies_near_is_taken(rotated):
     assert cache[2].tolist() == [4, 6]
 
 
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_cache_that_is_a_lazy_minus_is_refused_and_such_keys_are_taken(rotated, inference):
+    with torch.inference_mode(inference):
+        (cache_key, cache_value, lengths), (key, value) = make_cache(), new()
+        for cache in ((torch._neg_view(cache_key), cache_value), (cache_key, torch._neg_view(cache_value))):
+            with pytest.raises(ValueError, match="lazy minus or conjugate.* resolve_neg"):
+                append_of(rotated)(*cache, lengths, key, value, None)
+            with pytest.raises(ValueError, match="lazy minus or conjugate.* resolve_neg"):
+                attnpack.ops.attend(key, key, value, cache=(*cache, lengths))
+        plain = [x.clone() for x in (cache_key, cache_value, lengths)]
+        append_of(rotated)(*plain, key, value, None)
+        append_of(rotated)(cache_key, cache_value, lengths, torch._neg_view(-key), torch._neg_view(-value), None)
+        for got, expected in zip((cache_key, cache_value, lengths), plain, strict=True):
+            assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("which", ["cache_value", "lengths", "new_lens"])
 def test_all_of_a_cache_is_on_one_device(which):
     cache_key, cache_value, lengths = make_cache()

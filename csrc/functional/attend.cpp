@@ -160,8 +160,19 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("attend_with_weights" ATTNPACK_ATTEND_SCHEMA " -> (Tensor, Tensor)", &attnpack::attend_with_weights_composite);
 }
 
-// The schema names the cache's tensors as written, for which vmap has no rule; without a cache nothing is.
-TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) {
-  m.impl("attend", &attnpack::attend_composite);
-  m.impl("attend_with_weights", &attnpack::attend_with_weights_composite);
+namespace attnpack {
+namespace {
+
+void register_parts(torch::Library& m) {
+  m.impl("attend", &attend_composite);
+  m.impl("attend_with_weights", &attend_with_weights_composite);
 }
+
+}  // namespace
+}  // namespace attnpack
+
+// The schema names the cache's tensors as written, for which vmap has no rule; without a cache nothing is. For lazy
+// tensors torch has one that breaks what is written (ops/lazy).
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_parts(m); }
+TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_parts(m); }
+TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_parts(m); }

@@ -310,9 +310,20 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
       &attnpack::latent_expand_composite);
 }
 
-// The schema names the cache's tensors as written, for which vmap has no rule; without a cache nothing is.
-TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) {
-  m.impl("latent_attend", &attnpack::latent_attend_composite);
-  m.impl("latent_attend_with_weights", &attnpack::latent_attend_with_weights_composite);
-  m.impl("latent_append", &attnpack::latent_append_composite);
+namespace attnpack {
+namespace {
+
+void register_parts(torch::Library& m) {
+  m.impl("latent_attend", &latent_attend_composite);
+  m.impl("latent_attend_with_weights", &latent_attend_with_weights_composite);
+  m.impl("latent_append", &latent_append_composite);
 }
+
+}  // namespace
+}  // namespace attnpack
+
+// The schema names the cache's tensors as written, for which vmap has no rule; without a cache nothing is. For lazy
+// tensors torch has one that breaks what is written (ops/lazy).
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_parts(m); }
+TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_parts(m); }
+TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_parts(m); }

@@ -1,0 +1,48 @@
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/kv_cache.h>
+
+// Tensors whose minus or conjugation is still to be done. For ops that write in place torch's own fallback breaks them.
+namespace attnpack {
+namespace {
+
+using at::Tensor;
+
+Tensor done(const Tensor& x) { return x.resolve_conj().resolve_neg(); }
+std::optional<Tensor> done(const std::optional<Tensor>& x) { return x ? std::optional(done(*x)) : std::nullopt; }
+
+void check_cache(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths) {
+  for (const Tensor* x : {&cache_key, &cache_value, &lengths})
+    ATTNPACK_CHECK(
+        !x->is_neg() && !x->is_conj(), "the cache has a tensor of shape ", x->sizes(),
+        " that is a lazy minus or conjugate, wants memory to write to: call resolve_neg() or resolve_conj()");
+}
+
+void kv_cache_append_lazy(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
+                          const Tensor& value, const std::optional<Tensor>& new_lens,
+                          std::optional<c10::SymInt> limit) {
+  check_cache(cache_key, cache_value, lengths);
+  kv_cache_append_(cache_key, cache_value, lengths, done(key), done(value), done(new_lens), limit);
+}
+
+Tensor kv_cache_append_rotated_lazy(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
+                                    const Tensor& query, const Tensor& key, const Tensor& value,
+                                    at::ArrayRef<double> inv_freq, double factor, bool interleaved,
+                                    const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit) {
+  check_cache(cache_key, cache_value, lengths);
+  return kv_cache_append_rotated_(cache_key, cache_value, lengths, done(query), done(key), done(value), inv_freq,
+                                  factor, interleaved, done(new_lens), limit);
+}
+
+void register_appends(torch::Library& m) {
+  m.impl("kv_cache_append_", kv_cache_append_lazy);
+  m.impl("kv_cache_append_rotated_", kv_cache_append_rotated_lazy);
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_appends(m); }
+TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_appends(m); }
