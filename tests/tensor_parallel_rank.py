@@ -92,8 +92,8 @@ def outcome(case: str, mesh: DeviceMesh) -> float | str:
     torch.manual_seed(1)
     try:
         return float((measure(divided) - wanted).detach().abs().max() / wanted.detach().abs().max())
-    except (ValueError, torch._dynamo.exc.TorchDynamoException) as error:
-        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -294,6 +294,17 @@ def test_failure_behind_the_append_takes_it_back(layer, kind, filled):
     assert len(native) == 0 and not native.lengths.any()
 
 
+@pytest.mark.parametrize("shared", ["rows", "keys and values"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_cache_over_shared_memory_is_refused(layer, shared, gradients):
+    key = torch.zeros(1, 2, 8, 6).expand(2, -1, -1, -1) if shared == "rows" else torch.zeros(2, 2, 8, 6)
+    value = key if shared == "keys and values" else torch.zeros(2, 2, 8, 6)
+    cache = attnpack.cpp.StaticCache.from_tensors(key, value, torch.zeros(2, dtype=torch.int64))
+    with torch.set_grad_enabled(gradients), pytest.raises(ValueError, match="the cache's .* call clone"):
+        layer.cpp().forward(torch.randn(2, 3, 24), cache=cache)
+    assert not cache.lengths.any() and not key.any()
+
+
 def test_model_cache_takes_all_layers_back():
     torch.manual_seed(0)
     model = attnpack.CausalLM(32, 24, 3, 4, 2, hidden_dim=32).eval()

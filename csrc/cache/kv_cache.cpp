@@ -35,7 +35,7 @@ at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool 
   ATTNPACK_CHECK(index.dim() == 1 && index.scalar_type() == at::kLong && (!same_batch || index.size(0) == batch),
                  "index: got ", index.scalar_type(), " of shape ", index.sizes(), ", want int64 ",
                  same_batch ? c10::str("[", batch, "]: a StaticCache keeps its batch size")
-                            : "sequence numbers [B]: convert them to int64");
+                            : "sequence numbers [B]: call .long(), in C++ .to(at::kLong)");
   if (batch > 0 && index.is_cpu()) {  // elsewhere reading would wait for the device
     const auto read = index.contiguous();
     for (int64_t b = 0; b < read.numel(); ++b) {

@@ -61,13 +61,6 @@ class BlockConverter {
   uint64_t count_ = 0;
 };
 
-void copy_requires_grad(const torch::nn::Module& from, torch::nn::Module& to) {
-  const auto before = from.named_parameters();
-  for (auto& item : to.named_parameters()) {
-    if (const auto* old = before.find(item.key())) item.value().set_requires_grad(old->requires_grad());
-  }
-}
-
 }  // namespace
 
 CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions& options) {

@@ -67,10 +67,7 @@ StateDict own_parameters(const torch::nn::Module& module, const AttentionWeights
   put("q_proj.weight", merged.q), put("q_proj.bias", merged.q_bias), put("o_proj.weight", merged.o);
   put("k_proj.weight", merged.k), put("k_proj.bias", merged.k_bias);
   put("v_proj.weight", merged.v), put("v_proj.bias", merged.v_bias);
-  for (const auto& item : module.named_parameters()) {
-    auto& tensor = tensors[item.key()];
-    tensor = tensor.detach().clone().set_requires_grad(item.value().requires_grad());
-  }
+  for (auto& [name, tensor] : tensors) tensor = tensor.detach().clone();
   return tensors;
 }
 
@@ -95,6 +92,7 @@ void check_has_latent_form(const Impl& module) {
 template <typename Holder, typename Impl>
 Holder rebuild(Holder made, const Impl& module, const AttentionWeights& merged) {
   assign_state_dict(*made, own_parameters(module, merged));
+  copy_requires_grad(module, *made);
   made->options.factory(module.options.factory());
   made->train(module.is_training());
   return made;
@@ -176,7 +174,6 @@ MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int
   } else {
     state["q_proj.weight"] = weights.q;
   }
-  for (auto& [name, tensor] : state) tensor.set_requires_grad(true);
   assign_state_dict(*made, state);
   made->train(module->is_training());
   return made;

@@ -100,6 +100,13 @@ void tie_as(const torch::nn::Module& original, torch::nn::Module& copy) {
   }
 }
 
+void copy_requires_grad(const torch::nn::Module& from, torch::nn::Module& to) {
+  const auto before = from.named_parameters();
+  for (auto& item : to.named_parameters()) {
+    if (const auto* old = before.find(item.key())) item.value().set_requires_grad(old->requires_grad());
+  }
+}
+
 LoadResult load_state_dict(torch::nn::Module& module, const StateDict& tensors, bool strict) {
   at::NoGradGuard no_grad;
   const auto own = state_dict(module);

@@ -24,6 +24,9 @@ std::vector<at::Tensor> distinct_parameters(const torch::nn::Module& module);
 // Makes parameters of `copy` one tensor where those of `original` are one; LibTorch's clone() copies each place's own.
 void tie_as(const torch::nn::Module& original, torch::nn::Module& copy);
 
+// Parameters of `to` require gradients where those of the same name in `from` do.
+void copy_requires_grad(const torch::nn::Module& from, torch::nn::Module& to);
+
 // Copies tensors into the module by name, in the module's dtype and on its device. Everything is checked before the
 // first write: what raises is a shape that differs, complex numbers for real ones, a tensor or a module on meta, and
 // with strict a name that is missing or not the module's.

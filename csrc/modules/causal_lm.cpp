@@ -1,7 +1,5 @@
 #include <attnpack/modules/causal_lm.h>
 
-#include <torch/nn/init.h>
-
 #include <cmath>
 
 #include <attnpack/cache/latent_cache.h>
@@ -79,8 +77,8 @@ void CausalLMImpl::reset() {
                                .interleaved(o.rope_interleaved()));
   }
   Embedding embedding(EmbeddingOptions(o.vocab_size(), o.embed_dim()).factory(o.factory()));
-  // Narrow: as a head, torch's N(0, 1) would start at a loss of hundreds instead of ln V.
-  if (!embedding->weight.is_meta()) torch::nn::init::normal_(embedding->weight, 0, o.init_std());
+  // As a head, N(0, 1) would start at a loss of hundreds instead of ln V.
+  embedding->weight.detach().mul_(o.init_std());
   std::vector<DecoderBlock> layers;
   for (int64_t i = 0; i < o.num_layers(); ++i) layers.push_back(make_block(o, rope));
   model = register_module("model", Decoder(DecoderOptions(layers).eps(o.eps()).embed_tokens(embedding)));

@@ -113,7 +113,7 @@ void check_positions(const std::optional<at::Tensor>& positions, const at::Tenso
 void check_lengths(const char* name, const std::optional<at::Tensor>& lengths, const at::Tensor& x, int64_t low) {
   if (!lengths || x.dim() < 2) return;  // such an x is refused where it is read
   ATTNPACK_CHECK(lengths->scalar_type() == at::kLong || lengths->scalar_type() == at::kInt, name, " has dtype ",
-                 lengths->scalar_type(), ", wants int32 or int64: convert it to int64");
+                 lengths->scalar_type(), ", wants int32 or int64: call .long() on it, in C++ .to(at::kLong)");
   ATTNPACK_CHECK(lengths->dim() == 1 && lengths->size(0) == x.size(0), name, " has shape ", lengths->sizes(),
                  ", wants [batch] = [", x.size(0), "]: the valid tokens of each sequence");
   if (lengths->is_cpu() && !at::isTensorSubclassLike(*lengths)) check_length_values(name, *lengths, low, x.size(1));

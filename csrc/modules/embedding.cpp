@@ -20,7 +20,7 @@ void EmbeddingImpl::reset() {
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
   ATTNPACK_CHECK(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt, "ids has dtype ", ids.scalar_type(),
-                 ", wants int64 token numbers: convert it to int64");
+                 ", wants int64 token numbers: call .long() on it, in C++ .to(at::kLong)");
   ATTNPACK_CHECK(ids.dim() == 2, "ids: got shape ", ids.sizes(),
                  ", want token numbers [B, L]; for one sequence pass ids.unsqueeze(0)");
   check_device("ids", ids, weight);
