@@ -60,7 +60,7 @@ DECODERS = """
 """.split()
 # Latent attention, some of it over selected keys only.
 LATENT = """
-    axk1 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa hy_v4 longcat_flash minicpm3 youtu
+    axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa hy_v4 longcat_flash minicpm3 youtu
 """.split()
 ENCODERS = """
     albert bert camembert data2vec-text distilbert electra ernie esm eurobert gte jina_embeddings_v3 layoutlm mobilebert

@@ -213,14 +213,30 @@ def test_dropout_acts_in_training_with_torchs_generator():
     assert not torch.equal(run(1), run(2))
 
 
-def test_attentions_are_given_where_asked_for():
-    model = _model("llama")
-    found = []
+@pytest.mark.parametrize(
+    "family, by",
+    [("llama", "call"), ("llama", "config"), ("gpt2", "call"), ("gpt2", "config"), ("t5", "call"), ("bert", "config")],
+)
+def test_attentions_are_given_where_asked_for(family, by):
+    """GPT-2 does not hand the caller's wish on to its layers, and no model that of its config."""
+    model, found = make_model(family), []
+    model.config.output_attentions = by == "config"
+    asked = {"output_attentions": True} if by == "call" else {}
+    for name in ("eager", "attnpack"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            out = model(**inputs(family, padding("none")), **asked)
+        found.append({key: value for key, value in out.items() if key.endswith("attentions")})
+    assert 2 in map(len, found[0].values())
+    torch.testing.assert_close(found[1], found[0], **FP32)
+
+
+def test_attentions_of_padded_rows_equal_eager():
+    model, found = _model("llama"), []
     for name in ("eager", "attnpack"):
         model.set_attn_implementation(name)
         with torch.no_grad():
             found.append(model(**inputs("llama", padding("right")), output_attentions=True).attentions)
-    assert len(found[1]) == 2
     real = padding("right").bool()
     for expected, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours.transpose(1, 2)[real], expected.transpose(1, 2)[real], **FP32)

@@ -161,16 +161,20 @@ def test_attentions_can_be_had_of_a_layer(family):
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("by", ["call", "config"])
 @pytest.mark.parametrize("recorded_before", [False, True], ids=["new", "recorded before"])
-def test_the_model_gives_its_attentions(pair, recorded_before):
+def test_the_model_gives_its_attentions(pair, recorded_before, by):
     family, theirs, _ = pair
-    ours, batch = copy.deepcopy(theirs), inputs(family, padding("none"))
+    theirs, ours, batch = copy.deepcopy(theirs), copy.deepcopy(theirs), inputs(family, padding("none"))
     theirs.set_attn_implementation("eager")
+    for model in (theirs, ours):
+        model.config.output_attentions = by == "config"
+    asked = {"output_attentions": True} if by == "call" else {}
     with torch.no_grad():
-        expected = theirs(**batch, output_attentions=True).attentions
+        expected = theirs(**batch, **asked).attentions
         if recorded_before:
-            ours(**batch, output_attentions=True)
-        found = attnpack.hf.replace_attention(ours)(**batch, output_attentions=True).attentions
+            ours(**batch, **asked)
+        found = attnpack.hf.replace_attention(ours)(**batch, **asked).attentions
     assert len(found) == len(expected) == len(layers(ours))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 

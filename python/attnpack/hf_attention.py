@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 from .hf_arguments import refuse
 from .hf_masks import LazyMask, Ranges
@@ -80,8 +81,15 @@ def attention_forward(
         "scale": scaling,
     }
     out = attention(query, key, value, mask, dropout_p=dropout, **settings)
-    weights = attention_scores(query, key, mask, **settings) if output_attentions else None
+    weights = attention_scores(query, key, mask, **settings) if are_recorded(output_attentions) else None
     return out.transpose(1, 2).contiguous(), weights
+
+
+def are_recorded(output_attentions: bool | None) -> bool:
+    """Whether somebody wants the probabilities: the caller, or transformers for a model that keeps the flag for itself
+    (GPT-2) or has it in its config."""
+    recorded = _active_collector.get() or ()
+    return bool(output_attentions) or any(name.endswith("attentions") for name in recorded)
 
 
 def causal_without_mask(module: nn.Module, is_causal: bool | None, q_len: int) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import ops
 from .hf_adopted import Adopted, check_call, rotated
 from .hf_arguments import REFUSED_BY_LATENT, refuse
-from .hf_attention import attention_forward, causal_without_mask, restricted, split_mask
+from .hf_attention import are_recorded, attention_forward, causal_without_mask, restricted, split_mask
 from .hf_packed import same_sequence
 from .latent_attention import MultiHeadLatentAttention
 from .linear import is_watched, plain_weight, project
@@ -81,7 +81,9 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
         latent, k_rope = latent.unsqueeze(1), rotated(k_rope.unsqueeze(1), position_embeddings, self.interleaved)
         if past_key_values is not None:
             latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
-        joined, weights = self._attend_latents(query, latent, k_rope, attention_mask, bool(output_attentions), others)
+        joined, weights = self._attend_latents(
+            query, latent, k_rope, attention_mask, are_recorded(output_attentions), others
+        )
         return project(self.o_proj, joined), weights
 
     def _attend_latents(
