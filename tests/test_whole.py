@@ -49,6 +49,19 @@ def test_what_a_killed_run_left_goes_and_what_its_links_name_stays(theirs, tmp_p
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"] and not partial.exists()
 
 
+def test_what_another_run_has_just_finished_stays(tmp_path, monkeypatch):
+    """It renames the folder after this run has opened it, and before this run locks it."""
+
+    def finish(folder, how):
+        (tmp_path / ".out.partial" / "file").touch()
+        (tmp_path / ".out.partial").rename(tmp_path / "out")
+
+    monkeypatch.setattr("attnpack.whole.fcntl.flock", finish)
+    with pytest.raises(ValueError, match="out: another process is writing it"), whole_directory(tmp_path / "out"):
+        pytest.fail("it wrote")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+
+
 def test_a_failed_directory_leaves_nothing(tmp_path):
     with pytest.raises(KeyError), whole_directory(tmp_path / "out") as folder:
         (folder / "new").touch()

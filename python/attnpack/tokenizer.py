@@ -10,7 +10,7 @@ from typing import Any
 from .chat_template import LONGEST_TEMPLATE, render
 from .file_errors import brief, naming
 from .gguf_file import GgufFile
-from .strict_json import LONGEST, read_bounded, read_json
+from .strict_json import LONGEST, check_values, read_bounded, read_json
 
 # The system message of SmolLM2's own chat template (tokenizer.chat_template in its GGUF file).
 _SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -121,7 +121,9 @@ def _from_directory(path: Path) -> Tokenizer:
     if not (path / "tokenizer.json").is_file():
         raise ValueError(f"{path}: has no tokenizer.json; save it with transformers (tokenizer.save_pretrained)")
     with naming(path / "tokenizer.json", "cannot be read", "get the checkpoint again"):
-        backend = Backend.from_buffer(read_bounded(path / "tokenizer.json", LONGEST))
+        data = read_bounded(path / "tokenizer.json", LONGEST)
+        check_values(data)
+        backend = Backend.from_buffer(data)
     settings: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         if (path / name).is_file():

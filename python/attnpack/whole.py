@@ -42,12 +42,8 @@ def whole_directory(out: Path) -> Iterator[Path]:
     with _explained(out):
         folder = _own_folder(partial)
         try:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ValueError(
-                    f"{out}: another process is writing it; wait for it, or choose another name"
-                ) from error
+            if not _locked(folder, partial):
+                raise ValueError(f"{out}: another process is writing it; wait for it, or choose another name")
             try:
                 _empty(folder)
                 yield partial
@@ -84,6 +80,15 @@ def _own_folder(partial: Path) -> int:
         os.close(folder)
         raise ValueError(in_the_way)
     return folder
+
+
+def _locked(folder: int, partial: Path) -> bool:
+    """Whether the folder is this process's alone, and still the one of that name: another may just have finished it."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(folder), os.lstat(partial))
+    except OSError:
+        return False
 
 
 def _empty(folder: int) -> None:
