@@ -199,3 +199,31 @@ def test_a_double_backward_says_what_to_do(which):
     message = "attnpack: attention has no double backward: use attnpack.reference, or torch.func transforms"
     with pytest.raises(RuntimeError, match=message):
         torch.autograd.grad(first.square().sum(), tensors[which])
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "mask", "sinks"])
+def test_forward_gradients_without_a_transform(name):
+    shapes = {"query": (1, 2, 3, 4), "key": (1, 2, 5, 4), "value": (1, 2, 5, 4), "mask": (3, 5), "sinks": (2,)}
+    torch.manual_seed(0)
+    inputs = {each: torch.randn(shape, dtype=torch.float64) for each, shape in shapes.items()}
+    tangent = torch.randn(shapes[name], dtype=torch.float64)
+
+    def out_of(x):
+        return attention(**inputs | {name: x})
+
+    with forward_ad.dual_level():
+        got = forward_ad.unpack_dual(out_of(forward_ad.make_dual(inputs[name], tangent))).tangent
+    step = 1e-5 * tangent
+    assert_close(got, (out_of(inputs[name] + step) - out_of(inputs[name] - step)) / 2e-5)
+
+
+def test_an_allowed_nan_reaches_the_rows_that_attend_it():
+    inputs = make_inputs(torch.float64, lengths=(5, 7))
+    inputs.value[:, 0, 2] = NAN
+
+    def out_of(query):
+        return attention(query, inputs.key, inputs.value, causal=True)
+
+    expected = out_of(inputs.query).isnan()
+    assert expected.any() and not expected.all()
+    assert torch.equal(jvp(out_of, (inputs.query,), (inputs.query,))[0].isnan(), expected)

@@ -409,3 +409,14 @@ def test_other_bad_settings_raise_a_sentence(module):
         module.RotaryEmbedding(2, scaling={"rope_type": "ntk", "factor": 2.0})
     with pytest.raises(ValueError, match="base: got 1, want a number above 1 for rope_type 'yarn'"):
         module.RotaryEmbedding(8, base=1.0, scaling={"rope_type": "yarn", "factor": 2.0})
+
+
+@torch.no_grad()
+def test_a_context_is_as_long_as_its_valid_keys():
+    """Not as its padding, with which it would be longer than the trained length."""
+    torch.manual_seed(0)
+    rope = attnpack.RotaryEmbedding(8, max_positions=8, scaling={"rope_type": "dynamic", "factor": 4.0})
+    module = attnpack.MultiHeadAttention(32, 4, rope=rope)
+    x, context = torch.randn(1, 3, 32), torch.randn(1, 12, 32)
+    for each in (module, module.cpp().forward):
+        assert_close(each(x, context, kv_lens=torch.tensor([6])), each(x, context[:, :6]))

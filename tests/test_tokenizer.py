@@ -129,6 +129,18 @@ def test_bos_is_added_where_the_file_asks_for_it(vocabulary, tmp_path):
     ]
 
 
+def test_a_chat_has_the_beginning_that_its_template_writes_and_no_second_one(vocabulary, tmp_path):
+    tokenizer = load_tokenizer(write_vocabulary(tmp_path / "a.gguf", *vocabulary, add_bos=True))
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}"
+    assert tokenizer.chat("Hi there") == tokenizer.encode("Hi there")
+
+
+@pytest.mark.parametrize(("pre", "ids"), [("smollm", [1, 2]), ("gpt-2", [3])])
+def test_digits_stand_alone_though_the_vocabulary_joins_them(pre, ids, tmp_path):
+    file = write_vocabulary(tmp_path / "a.gguf", ["<|bos|>", "1", "2", "12"], ["1 2"], pre=pre)
+    assert load_tokenizer(file).encode("12") == ids
+
+
 def test_other_vocabularies_are_refused(vocabulary, tmp_path):
     tokens, merges = vocabulary[0][:10], vocabulary[1][:1]
     with pytest.raises(ValueError, match="tokenizer.ggml.model is 'llama'"):
