@@ -85,7 +85,7 @@ def forget_cache_of_another(tree: Path, generator: str):
 
 
 def version() -> str:
-    return re.search(r'ATTNPACK_VERSION "(.+)"', (ROOT / "csrc/version.h").read_text())[1]
+    return re.search(r'ATTNPACK_VERSION "(.+)"', (ROOT / "csrc/attnpack/version.h").read_text())[1]
 
 
 setup(

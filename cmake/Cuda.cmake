@@ -23,15 +23,16 @@ if(ATTNPACK_HAS_CUDA)
   endforeach()
   list(GET ATTNPACK_CUDA_ARCHITECTURES -1 architecture)
   list(APPEND nvcc_flags -gencode arch=compute_${architecture},code=compute_${architecture})
-  file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.cu)
-  file(GLOB cuda_headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.cuh
-       ${CMAKE_CURRENT_SOURCE_DIR}/csrc/ops/cuda/*.h ${CMAKE_CURRENT_SOURCE_DIR}/csrc/core/*.h)
+  file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/*.cu)
+  file(GLOB cuda_headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/*.cuh
+       ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/*.h ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/*.h
+       ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/core/*.h)
   file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/cuda)
   foreach(source ${cuda_sources})
     get_filename_component(name ${source} NAME_WE)
     set(object ${PROJECT_BINARY_DIR}/cuda/${name}.o)
     add_custom_command(OUTPUT ${object} DEPENDS ${source} ${cuda_headers} VERBATIM
-      COMMAND ${ATTNPACK_NVCC} ${nvcc_flags} -I ${PROJECT_BINARY_DIR}/include -c ${source} -o ${object})
+      COMMAND ${ATTNPACK_NVCC} ${nvcc_flags} -I ${CMAKE_CURRENT_SOURCE_DIR}/csrc -c ${source} -o ${object})
     list(APPEND cuda_objects ${object})
   endforeach()
   # The one symbol that it takes from libattnpack is attnpack::set_cuda_kernels: torch need not be resolved here.

@@ -11,10 +11,7 @@ mark_as_advanced(ATTNPACK_EMULATE_PAIRS)
 
 function(attnpack_add_kernels objects)
   cmake_path(GET CMAKE_CURRENT_FUNCTION_LIST_DIR PARENT_PATH root)
-  file(GLOB sources CONFIGURE_DEPENDS ${root}/csrc/ops/cpu/isa/*.cpp)
-  # <attnpack/...> is csrc/ here and include/attnpack/ once installed.
-  file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/include)
-  file(CREATE_LINK ${root}/csrc ${PROJECT_BINARY_DIR}/include/attnpack SYMBOLIC)
+  file(GLOB sources CONFIGURE_DEPENDS ${root}/csrc/attnpack/ops/cpu/isa/*.cpp)
   set(names baseline)
   set(definitions "")
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|amd64|AMD64")
@@ -36,7 +33,7 @@ function(attnpack_add_kernels objects)
   set(flags_avx512_bf16_emulated ${flags_avx512} -DATTNPACK_EMULATE_PAIRS)
   foreach(isa ${names})
     add_library(attnpack_${isa} OBJECT ${sources})
-    target_include_directories(attnpack_${isa} PRIVATE ${PROJECT_BINARY_DIR}/include)
+    target_include_directories(attnpack_${isa} PRIVATE ${root}/csrc)
     target_compile_options(attnpack_${isa} PRIVATE
       ${ATTNPACK_KERNEL_OPTIMISATION} -fno-math-errno -fno-trapping-math -fvisibility=hidden -fvisibility-inlines-hidden
       -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized -Wno-aggressive-loop-optimizations ${flags_${isa}})

@@ -19,20 +19,18 @@ fi
 mkdir -p build
 out=$(mktemp -d build/check_cuda.XXXXXX)
 trap 'rm -rf "$out"' EXIT
-mkdir "$out/include"
-ln -s "$PWD/csrc" "$out/include/attnpack"
 
 compile() { # <architecture> <source>
   local name
   name=$(basename "$2" .cu).sm_$1
   nvcc -std=c++20 -O3 -arch="sm_$1" -Werror all-warnings -Xcompiler -Wall,-Werror,-fPIC -Xptxas -v \
-    ${CXX:+-ccbin "$CXX"} -I "$out/include" -c "$2" -o "$out/$name.o" >"$out/$name.log" 2>&1 ||
+    ${CXX:+-ccbin "$CXX"} -I csrc -c "$2" -o "$out/$name.o" >"$out/$name.log" 2>&1 ||
     { cat "$out/$name.log"; return 1; }
 }
 export -f compile
 export out
 say "$(nvcc --version | grep release), sm_${architectures[*]}"
 for architecture in "${architectures[@]}"; do
-  for source in csrc/ops/cuda/${FILES:-*.cu}; do printf '%s\0%s\0' "$architecture" "$source"; done
+  for source in csrc/attnpack/ops/cuda/kernels/${FILES:-*.cu}; do printf '%s\0%s\0' "$architecture" "$source"; done
 done | xargs -0 -n 2 -P "$(nproc)" bash -c 'compile "$@"' compile || stop "a kernel did not compile; nvcc's words stand above."
 "$python" scripts/cuda_resources.py "$limit" "$out"/*.log

@@ -109,7 +109,7 @@ def copy_tree(mutants: list[Mutant]) -> None:
     for file in {mutant.file for mutant in mutants if mutant.in_cpp}:
         own = [mutant for mutant in mutants if mutant.file == file]
         contents[file] = with_switches((ROOT / file).read_text(), own).encode()
-    contents["csrc/ops/mutant.cpp"] = SWITCH_SOURCE.encode()
+    contents["csrc/attnpack/ops/mutant.cpp"] = SWITCH_SOURCE.encode()
     for name, content in contents.items():
         target = COPY / name
         if not target.is_file() or target.read_bytes() != content:

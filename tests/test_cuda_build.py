@@ -37,7 +37,7 @@ def test_a_source_that_does_not_compile_stops_the_check(tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(ROOT / "csrc", copy / "csrc")
     shutil.copytree(ROOT / "scripts", copy / "scripts")
-    (copy / "csrc/ops/cuda/broken.cu").write_text("__global__ void kernel() { int unused; }\n")
+    (copy / "csrc/attnpack/ops/cuda/kernels/broken.cu").write_text("__global__ void kernel() { int unused; }\n")
     process = run("bash", copy / "scripts/check_cuda.sh", 0, "80", env=os.environ | {"FILES": "broken.cu"})
     assert process.returncode == 1 and "a kernel did not compile" in process.text and "unused" in process.text
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from processes import ROOT, TORCH_DIR, run
 
-PRIVATE = {"cpu", "cuda", "meta", "autograd", "autocast", "bindings"}  # as cmake/Install.cmake leaves them out
-SOURCES = ROOT / "csrc"
+PRIVATE = {"core", "detail", "cpu", "cuda", "meta", "autograd", "autocast"}  # as cmake/Install.cmake leaves them out
+SOURCES = ROOT / "csrc/attnpack"
 HEADERS = [path.relative_to(SOURCES) for path in sorted(SOURCES.rglob("*.h")) if not PRIVATE & set(path.parts)]
 
 

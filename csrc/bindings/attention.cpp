@@ -1,9 +1,9 @@
-#include <attnpack/bindings/common.h>
-#include <attnpack/bindings/register.h>
 #include <attnpack/modules/grouped_attention.h>
 #include <attnpack/modules/latent_attention.h>
 #include <attnpack/modules/projected_attention.h>
 #include <attnpack/modules/self_attention.h>
+#include <bindings/common.h>
+#include <bindings/register.h>
 
 namespace attnpack {
 

@@ -1,6 +1,6 @@
-#include <attnpack/bindings/common.h>
-#include <attnpack/bindings/register.h>
 #include <attnpack/modules/stack.h>
+#include <bindings/common.h>
+#include <bindings/register.h>
 
 namespace attnpack {
 

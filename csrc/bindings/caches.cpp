@@ -1,7 +1,7 @@
-#include <attnpack/bindings/common.h>
-#include <attnpack/bindings/register.h>
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>
+#include <bindings/common.h>
+#include <bindings/register.h>
 
 namespace attnpack {
 

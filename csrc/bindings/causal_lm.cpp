@@ -1,7 +1,7 @@
-#include <attnpack/bindings/common.h>
-#include <attnpack/bindings/register.h>
-#include <attnpack/bindings/rope_scaling.h>
-#include <attnpack/modules/generate.h>
+#include <attnpack/models/generate.h>
+#include <bindings/common.h>
+#include <bindings/register.h>
+#include <bindings/rope_scaling.h>
 
 namespace attnpack {
 

@@ -1,4 +1,4 @@
-#include <attnpack/bindings/common.h>
+#include <bindings/common.h>
 
 #include <attnpack/core/check.h>
 

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <attnpack/bindings/torch_pybind.h>
+#include <bindings/torch_pybind.h>
 
-#include <attnpack/io/state_dict.h>
 #include <attnpack/modules/leaf.h>
+#include <attnpack/modules/state_dict.h>
 
 #include <optional>
 #include <string>

@@ -1,11 +1,11 @@
-#include <attnpack/bindings/common.h>
-#include <attnpack/bindings/register.h>
+#include <attnpack/convert/detail/latent.h>
 #include <attnpack/convert/fused.h>
-#include <attnpack/convert/latent.h>
 #include <attnpack/convert/models.h>
 #include <attnpack/convert/modules.h>
 #include <attnpack/convert/pool.h>
 #include <attnpack/convert/similar.h>
+#include <bindings/common.h>
+#include <bindings/register.h>
 
 namespace attnpack {
 

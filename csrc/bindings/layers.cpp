@@ -1,11 +1,11 @@
-#include <attnpack/bindings/common.h>
-#include <attnpack/bindings/register.h>
-#include <attnpack/bindings/rope_scaling.h>
 #include <attnpack/modules/embedding.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/norm.h>
 #include <attnpack/modules/rotary_embedding.h>
+#include <bindings/common.h>
+#include <bindings/register.h>
+#include <bindings/rope_scaling.h>
 
 namespace attnpack {
 

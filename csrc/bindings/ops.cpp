@@ -1,14 +1,14 @@
-#include <attnpack/bindings/torch_pybind.h>
+#include <bindings/torch_pybind.h>
 
-#include <attnpack/functional/alibi.h>
-#include <attnpack/functional/attend.h>
-#include <attnpack/functional/latent.h>
-#include <attnpack/functional/latent_attend.h>
+#include <attnpack/layers/attend.h>
+#include <attnpack/layers/detail/alibi.h>
+#include <attnpack/layers/detail/latent_algebra.h>
+#include <attnpack/layers/latent_attend.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/cpu/isa.h>
-#include <attnpack/ops/cpu/limits.h>
+#include <attnpack/ops/cpu/machine_speed.h>
 #include <attnpack/ops/linear.h>
-#include <attnpack/ops/merge.h>
+#include <attnpack/ops/merge_states.h>
 #include <attnpack/ops/null.h>
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>

@@ -1,4 +1,4 @@
-#include <attnpack/bindings/register.h>
+#include <bindings/register.h>
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "The native side of attnpack.";

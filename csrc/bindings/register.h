@@ -1,6 +1,6 @@
 #pragma once
 
-#include <attnpack/bindings/torch_pybind.h>
+#include <bindings/torch_pybind.h>
 
 namespace attnpack {
 

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <attnpack/bindings/common.h>
+#include <bindings/common.h>
 
 #include <attnpack/core/check.h>
-#include <attnpack/functional/rope_settings.h>
+#include <attnpack/rope/scaling.h>
 
 #include <functional>
 #include <map>

@@ -14,8 +14,8 @@
 #include <random>
 #include <vector>
 
-#include <attnpack/ops/cuda/index.h>
-#include <attnpack/ops/cuda/numbers.cuh>
+#include <attnpack/ops/cuda/kernels/index.h>
+#include <attnpack/ops/cuda/kernels/numbers.cuh>
 
 #include "guarded.h"
 

@@ -7,9 +7,9 @@
 #include <random>
 #include <vector>
 
-#include <attnpack/core/head_map.h>
-#include <attnpack/ops/cuda/plan.h>
-#include <attnpack/ops/cuda/numbers.cuh>
+#include <attnpack/core/head_groups.h>
+#include <attnpack/ops/cuda/kernels/plan.h>
+#include <attnpack/ops/cuda/kernels/numbers.cuh>
 
 #include "guarded.h"
 

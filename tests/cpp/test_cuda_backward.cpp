@@ -4,11 +4,11 @@
 #include "cuda_emulator.h"
 #include "cuda_problem.h"
 
-#include <attnpack/ops/cuda/append.cuh>
-#include <attnpack/ops/cuda/backward_exact.cuh>
-#include <attnpack/ops/cuda/backward_mma.cuh>
-#include <attnpack/ops/cuda/linear.cuh>
-#include <attnpack/ops/cuda/rope.cuh>
+#include <attnpack/ops/cuda/kernels/append.cuh>
+#include <attnpack/ops/cuda/kernels/backward_exact.cuh>
+#include <attnpack/ops/cuda/kernels/backward_mma.cuh>
+#include <attnpack/ops/cuda/kernels/linear.cuh>
+#include <attnpack/ops/cuda/kernels/rope.cuh>
 
 // The CUDA backward kernels and those of a layer, their very source, on an emulated block, against the formulas.
 using namespace attnpack;

@@ -5,7 +5,7 @@
 
 #include <attnpack/attnpack.h>
 #include <attnpack/ops/cuda/composition.h>
-#include <attnpack/ops/cuda/on_device.h>
+#include <attnpack/ops/cuda/device_constants.h>
 #include <attnpack/ops/kv_cache.h>
 
 using namespace attnpack;

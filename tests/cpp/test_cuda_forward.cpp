@@ -4,9 +4,9 @@
 #include "cuda_emulator.h"
 #include "cuda_problem.h"
 
-#include <attnpack/ops/cuda/forward_exact.cuh>
-#include <attnpack/ops/cuda/forward_latent.cuh>
-#include <attnpack/ops/cuda/forward_mma.cuh>
+#include <attnpack/ops/cuda/kernels/forward_exact.cuh>
+#include <attnpack/ops/cuda/kernels/forward_latent.cuh>
+#include <attnpack/ops/cuda/kernels/forward_mma.cuh>
 
 // The CUDA forward kernels, their very source, on an emulated block, against the formula in fp64.
 using namespace attnpack;

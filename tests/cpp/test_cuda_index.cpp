@@ -5,8 +5,8 @@
 #include "catch.h"
 #include "cuda_emulator.h"
 
-#include <attnpack/ops/cuda/forward_latent.cuh>
-#include <attnpack/ops/cuda/forward_mma.cuh>
+#include <attnpack/ops/cuda/kernels/forward_latent.cuh>
+#include <attnpack/ops/cuda/kernels/forward_mma.cuh>
 
 // The arithmetic on indices that the CUDA kernels stand on, against brute force.
 using namespace attnpack;

@@ -5,7 +5,7 @@
 #include "complains.h"
 
 #include <attnpack/attnpack.h>
-#include <attnpack/functional/latent_attend.h>
+#include <attnpack/layers/latent_attend.h>
 
 namespace attnpack {
 

@@ -3,7 +3,7 @@
 
 #include "catch.h"
 
-#include <attnpack/modules/sampling.h>
+#include <attnpack/models/detail/sampler.h>
 
 namespace attnpack {
 

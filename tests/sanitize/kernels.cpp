@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include <attnpack/ops/cpu/attention_units.h>
 #include <attnpack/ops/cpu/isa_table.h>
+#include <attnpack/ops/cpu/work_units.h>
 
 #include "../cpp/guarded.h"
 

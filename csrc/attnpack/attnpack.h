@@ -1,0 +1,35 @@
+#pragma once
+
+// The umbrella for C++ users: LibTorch, the operators, the caches and the modules. C++17.
+#include <torch/torch.h>
+
+#include <attnpack/cache/latent_cache.h>
+#include <attnpack/cache/model_cache.h>
+#include <attnpack/convert/fused.h>
+#include <attnpack/convert/models.h>
+#include <attnpack/convert/modules.h>
+#include <attnpack/convert/pool.h>
+#include <attnpack/convert/similar.h>
+#include <attnpack/layers/detail/alibi.h>
+#include <attnpack/models/generate.h>
+#include <attnpack/modules/feed_forward.h>
+#include <attnpack/modules/grouped_attention.h>
+#include <attnpack/modules/latent_attention.h>
+#include <attnpack/modules/norm.h>
+#include <attnpack/modules/projected_attention.h>
+#include <attnpack/modules/self_attention.h>
+#include <attnpack/modules/state_dict.h>
+#include <attnpack/ops/attention.h>
+#include <attnpack/ops/kv_cache.h>
+#include <attnpack/ops/linear.h>
+#include <attnpack/ops/merge_states.h>
+#include <attnpack/ops/register.h>
+#include <attnpack/ops/rms_norm.h>
+#include <attnpack/ops/rope.h>
+#include <attnpack/version.h>
+
+namespace attnpack {
+namespace {
+[[maybe_unused]] const bool ops_registered = (register_ops(), true);
+}
+}  // namespace attnpack

@@ -1,0 +1,141 @@
+#include <attnpack/convert/detail/latent.h>
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <attnpack/convert/detail/align.h>
+#include <attnpack/convert/detail/moments.h>
+#include <attnpack/convert/detail/pairs.h>
+#include <attnpack/core/check.h>
+
+#include <algorithm>
+
+namespace attnpack::convert {
+
+namespace {
+
+// The mean of e^(i theta distance) over pairs of a query and a key in a text of that length.
+c10::complex<double> mean_turn(double theta, int64_t length, bool causal) {
+  const auto distance = at::arange(length, at::kDouble);
+  const auto weight = static_cast<double>(length) - distance;  // how many pairs are that far apart
+  if (!causal) weight.slice(0, 1).mul_(2);                     // keys on both sides
+  const auto mean = [&](const at::Tensor& values) { return ((values * weight).sum() / weight.sum()).item<double>(); };
+  return {mean((distance * theta).cos()), causal ? mean((distance * theta).sin()) : 0.0};
+}
+
+// The mean square of what heads give, as the metric [n, d, d] counts it.
+double energy(const at::Tensor& metric, const at::Tensor& heads, const at::Tensor& moment) {
+  return at::matmul(metric, output_moment(heads, moment)).diagonal(0, 1, 2).sum().item<double>();
+}
+
+// The metric scaled so that it counts errors in heads relative to what they give; nothing counts in heads that are what
+// rounding left of whole.
+at::Tensor relative(const at::Tensor& metric, const at::Tensor& heads, const at::Tensor& whole,
+                    const at::Tensor& moment) {
+  const auto found = energy(metric, heads, moment);
+  return found > 1e-16 * energy(metric, whole, moment) ? metric / found : at::zeros_like(metric);
+}
+
+struct ByHead {
+  at::Tensor q, k, v;  // [H, D, E], [Hkv, D, E], [Hkv, Dv, E], fp64, biases as a last column
+  at::Tensor o;        // [H, E, Dv]
+  at::Tensor q_moment, kv_moment;
+};
+
+ByHead by_head(const AttentionWeights& weights, const LatentOptions& o) {
+  const auto inputs = resolve_calibration(o.calibration());
+  const bool kv_bias = weights.k_bias.defined() || weights.v_bias.defined();
+  const auto biased = [&](const at::Tensor& weight, const at::Tensor& bias) {
+    return with_bias(weight, bias.defined() || !kv_bias ? bias : at::zeros_like(weight.select(1, 0)));
+  };
+  ByHead result;
+  result.q = with_bias(weights.q, weights.q_bias).unflatten(0, {o.num_heads(), -1});
+  result.k = biased(weights.k, weights.k_bias).unflatten(0, {o.num_kv_heads(), -1}).clone();
+  result.v = biased(weights.v, weights.v_bias).unflatten(0, {o.num_kv_heads(), -1});
+  result.o = weights.o.to(at::kDouble).unflatten(1, {o.num_heads(), -1}).transpose(0, 1);
+  result.q_moment = second_moment(inputs.x, result.q.size(2), weights.q_bias.defined(), result.q);
+  result.kv_moment = second_moment(inputs.context, result.k.size(2), kv_bias, result.k);
+  return result;
+}
+
+// Takes the shared rotating pair out of every kv head and gives queries what they need for it and for the rest.
+struct Rotated {
+  at::Tensor keys;     // [R, E]
+  at::Tensor queries;  // [H, R, E]
+  at::Tensor still;    // [H, D, E], queries that meet keys in which nothing rotates
+};
+
+Rotated share_rotation(ByHead& heads, const std::vector<int64_t>& map, const LatentOptions& o) {
+  const auto rope_dim = 2 * static_cast<int64_t>(o.inv_freq().size());
+  const auto num_heads = heads.q.size(0);
+  Rotated result{at::empty({rope_dim, heads.k.size(2)}, heads.k.options()),
+                 at::empty({num_heads, rope_dim, heads.q.size(2)}, heads.q.options()), heads.q.clone()};
+  for (int64_t p = 0; p < rope_dim / 2; ++p) {
+    const RopePair pair(p, rope_dim, o.interleaved());
+    const auto keys = pair.get(heads.k), queries = pair.get(heads.q);
+    auto metric = at::zeros({heads.k.size(0), 1, 1}, keys.options());
+    for (int64_t h = 0; h < num_heads; ++h) metric[map[h]] += output_moment(queries[h], heads.q_moment);
+    const auto shared = share_heads(keys, metric, heads.kv_moment);
+    pair.set(result.keys, shared.rows);
+    pair.set(heads.k, keys - at::matmul(shared.maps, shared.rows));
+    const auto factors = shared.maps.index_select(0, at::tensor(map, at::kLong).to(heads.k.device()));
+    pair.set(result.queries, queries * factors.conj());
+    const auto turn = mean_turn(o.inv_freq()[p], o.length(), o.causal());
+    pair.set(result.still, queries * (turn * o.rope_factor() * o.rope_factor()));
+  }
+  return result;
+}
+
+// [..., E] and, where bias, a last column that becomes the second.
+std::pair<at::Tensor, at::Tensor> split_bias(const at::Tensor& rows, bool bias, at::ScalarType dtype) {
+  const auto typed = rows.to(dtype);
+  if (!bias) return {typed.contiguous(), at::Tensor()};
+  return {typed.narrow(1, 0, typed.size(1) - 1).contiguous(), typed.select(1, -1).contiguous()};
+}
+
+}  // namespace
+
+LatentWeights factorise_latent(const AttentionWeights& weights, const LatentOptions& o) {
+  const at::NoGradGuard no_grad;
+  check_layer(weights, MergeOptions(o.num_heads(), o.num_kv_heads(), o.num_kv_heads())
+                           .rope_dim(2 * static_cast<int64_t>(o.inv_freq().size())));
+  ATTNPACK_CHECK(o.kv_lora_rank() >= 1, "kv_lora_rank: got ", o.kv_lora_rank(), ", want at least 1");
+  ATTNPACK_CHECK(o.length() >= 1, "length: got ", o.length(), ", want at least 1");
+  ATTNPACK_CHECK(weights.k.size(1) == weights.v.size(1), "v: got width ", weights.v.size(1), ", want that of k, ",
+                 weights.k.size(1), ": one latent makes both");
+  ATTNPACK_CHECK(weights.v.size(0) == weights.k.size(0), "v: got shape ", weights.v.sizes(), ", want that of k, ",
+                 weights.k.sizes());
+  const auto map = kv_head_of_queries(o.num_heads(), o.num_kv_heads(), o.head_map());
+  auto heads = by_head(weights, o);
+  const auto keys = heads.k.clone();
+  const auto rotated = share_rotation(heads, map, o);
+
+  auto key_metric = at::zeros({heads.k.size(0), heads.k.size(1), heads.k.size(1)}, heads.k.options());
+  auto value_metric = at::zeros_like(key_metric);
+  for (int64_t h = 0; h < o.num_heads(); ++h) {
+    key_metric[map[h]] += output_moment(rotated.still[h], heads.q_moment);
+    value_metric[map[h]] += at::matmul(heads.o[h].t(), heads.o[h]);
+  }
+  const auto stacked = at::cat({heads.k, heads.v});  // [2 Hkv, D, E]
+  const auto full = stacked.size(0) * stacked.size(1), rank = std::min(o.kv_lora_rank(), full);
+  const auto metric = at::cat({relative(key_metric, heads.k, keys, heads.kv_moment),
+                               relative(value_metric, heads.v, heads.v, heads.kv_moment)});
+  const auto lead = leading_rows(stacked, metric, heads.kv_moment, rank);
+  const auto rows = at::constant_pad_nd(lead.rows, {0, 0, 0, o.kv_lora_rank() - rank});  // [C, E]
+  const auto maps = at::constant_pad_nd(lead.maps, {0, o.kv_lora_rank() - rank});        // [2 Hkv, D, C]
+
+  const auto reads = at::tensor(map, at::kLong).to(maps.device());
+  const auto kv_b = at::cat({maps.narrow(0, 0, o.num_kv_heads()).index_select(0, reads),
+                             maps.narrow(0, o.num_kv_heads(), o.num_kv_heads()).index_select(0, reads)},
+                            1);
+  const auto dtype = weights.k.scalar_type();
+  LatentWeights result;
+  std::tie(result.q, result.q_bias) =
+      split_bias(at::cat({rotated.still, rotated.queries}, 1).flatten(0, 1), weights.q_bias.defined(), dtype);
+  std::tie(result.kv_a, result.kv_a_bias) =
+      split_bias(at::cat({rows, rotated.keys}), weights.k_bias.defined() || weights.v_bias.defined(), dtype);
+  result.kv_b = kv_b.flatten(0, 1).to(dtype).contiguous();
+  return result;
+}
+
+}  // namespace attnpack::convert

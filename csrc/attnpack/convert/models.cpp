@@ -1,0 +1,117 @@
+#include <attnpack/convert/models.h>
+
+#include <ATen/ATen.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/modules/state_dict.h>
+
+namespace attnpack::convert {
+
+namespace {
+
+void refuse_calibration(const ToGqaOptions& options) {
+  ATTNPACK_CHECK(!options.calibration().x.defined(),
+                 "calibration: got one for a whole model, want it for a single attention layer only");
+}
+
+ToGqaOptions for_layer(ToGqaOptions options, uint64_t number) {
+  if (options.seed()) options.seed(*options.seed() + 4 * number);  // a layer draws up to four tensors
+  return options;
+}
+
+template <typename Holder>
+std::shared_ptr<torch::nn::Module> try_convert(const std::shared_ptr<torch::nn::Module>& module, int64_t num_kv_heads,
+                                               const ToGqaOptions& options) {
+  const auto impl = std::dynamic_pointer_cast<typename Holder::ContainedType>(module);
+  return impl ? to_gqa(Holder(impl), num_kv_heads, options).ptr() : nullptr;
+}
+
+// Replaces the attention layers that a stack's blocks hold, and counts them.
+class BlockConverter {
+ public:
+  BlockConverter(int64_t num_kv_heads, const ToGqaOptions& options) : num_kv_heads_(num_kv_heads), options_(options) {}
+
+  uint64_t count() const { return count_; }
+
+  template <typename Block, typename Stack>
+  void convert(Stack& stack) {
+    for (const auto& layer : *stack.layers.operator->()) {
+      auto* block = dynamic_cast<Block*>(layer.get());
+      if (!block) continue;
+      block->for_each_part([&](const std::string& name, auto& part) {
+        if constexpr (std::is_same_v<std::decay_t<decltype(part)>, Part<AttentionModule>>) replace(*block, name, part);
+      });
+    }
+  }
+
+ private:
+  void replace(torch::nn::Module& block, const std::string& name, Part<AttentionModule>& part) {
+    const auto options = for_layer(options_, count_);
+    auto made = try_convert<MultiHeadAttention>(part.module(), num_kv_heads_, options);
+    if (!made) made = try_convert<GroupedQueryAttention>(part.module(), num_kv_heads_, options);
+    if (!made) made = try_convert<MultiQueryAttention>(part.module(), num_kv_heads_, options);
+    if (!made) return;
+    part = Part<AttentionModule>(made);
+    block.replace_module(name, made);
+    ++count_;
+  }
+
+  int64_t num_kv_heads_;
+  ToGqaOptions options_;
+  uint64_t count_ = 0;
+};
+
+}  // namespace
+
+CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions& options) {
+  refuse_calibration(options);
+  const auto& source = model->options;
+  auto state = state_dict(*model);
+  for (auto& [name, tensor] : state) tensor = tensor.detach().clone();
+  for (int64_t layer = 0; layer < source.num_layers(); ++layer) {
+    const auto name = [&](const char* rest) { return c10::str("model.layers.", layer, ".self_attn.", rest); };
+    const auto find = [&](const char* rest) {
+      const auto found = state.find(name(rest));
+      return found == state.end() ? at::Tensor() : found->second;
+    };
+    const auto own = for_layer(options, layer);
+    const auto merged =
+        merge_kv_heads({find("q_proj.weight"), find("k_proj.weight"), find("v_proj.weight"), find("o_proj.weight"),
+                        find("q_proj.bias"), find("k_proj.bias"), find("v_proj.bias")},
+                       MergeOptions(source.num_heads(), *source.num_kv_heads(), num_kv_heads)
+                           .method(own.method())
+                           .window(own.window())
+                           .groups(own.groups())
+                           .seed(own.seed())
+                           .rope_dim(*source.head_dim())
+                           .key_norm(source.qk_norm())
+                           .reorder(true));
+    const auto& w = merged.weights;
+    state[name("q_proj.weight")] = w.q, state[name("k_proj.weight")] = w.k;
+    state[name("v_proj.weight")] = w.v, state[name("o_proj.weight")] = w.o;
+    if (w.q_bias.defined()) state[name("q_proj.bias")] = w.q_bias;
+    if (w.k_bias.defined()) state[name("k_proj.bias")] = w.k_bias;
+    if (w.v_bias.defined()) state[name("v_proj.bias")] = w.v_bias;
+  }
+  auto target = source;
+  target.num_kv_heads(num_kv_heads).factory().device = at::kMeta;  // replaced below
+  CausalLM made(target);
+  made->options.factory(source.factory());
+  assign_state_dict(*made, state);
+  copy_requires_grad(*model, *made);
+  made->train(model->is_training());
+  return made;
+}
+
+EncoderDecoder to_gqa(const EncoderDecoder& model, int64_t num_kv_heads, const ToGqaOptions& options, bool encoder) {
+  refuse_calibration(options);
+  EncoderDecoder made(std::dynamic_pointer_cast<EncoderDecoderImpl>(model->clone()));
+  BlockConverter converter(num_kv_heads, options);
+  if (encoder) converter.convert<EncoderBlockImpl>(*made->encoder.operator->());
+  converter.convert<DecoderBlockImpl>(*made->decoder.operator->());
+  ATTNPACK_CHECK(converter.count() > 0, "model: got an EncoderDecoder without attention layers to convert");
+  copy_requires_grad(*model, *made);
+  return made;
+}
+
+}  // namespace attnpack::convert

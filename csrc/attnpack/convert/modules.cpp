@@ -1,0 +1,191 @@
+#include <attnpack/convert/modules.h>
+
+#include <ATen/ATen.h>
+
+#include <attnpack/convert/detail/latent.h>
+#include <attnpack/core/check.h>
+#include <attnpack/modules/state_dict.h>
+
+#include <cmath>
+
+namespace attnpack::convert {
+
+namespace {
+
+AttentionWeights weights_of(const Linear& q, const Linear& k, const Linear& v, const Linear& o) {
+  return {q->weight, k->weight, v->weight, o->weight, q->bias, k->bias, v->bias};
+}
+
+template <typename Target, typename Source>
+Target carry_settings(Target target, const Source& source) {
+  target.head_dim(source.head_dim())
+      .kdim(source.kdim())
+      .vdim(source.vdim())
+      .bias(source.bias())
+      .out_bias(source.out_bias())
+      .dropout(source.dropout())
+      .causal(source.causal())
+      .window(source.window())
+      .softcap(source.softcap())
+      .sinks(source.sinks())
+      .alibi(source.alibi())
+      .qk_norm(source.qk_norm())
+      .rope(source.rope())
+      .scale(source.scale())
+      .factory(source.factory());
+  target.factory().device = at::kMeta;  // replaced below
+  return target;
+}
+
+bool consecutive(const std::vector<int64_t>& map, int64_t num_kv_heads) {
+  const auto num_heads = static_cast<int64_t>(map.size());
+  return num_heads % num_kv_heads == 0 && map == kv_head_of_queries(num_heads, num_kv_heads, std::nullopt);
+}
+
+template <typename Impl>
+MergedHeads merge_module(const Impl& module, int64_t num_kv_heads, const ToGqaOptions& options) {
+  const auto& o = module.options;
+  return merge_kv_heads(weights_of(module.q_proj, module.k_proj, module.v_proj, module.o_proj),
+                        MergeOptions(o.num_heads(), o.num_kv_heads(), num_kv_heads)
+                            .head_map(o.head_map())
+                            .method(options.method())
+                            .window(options.window())
+                            .groups(options.groups())
+                            .seed(options.seed())
+                            .calibration(options.calibration())
+                            .rope_dim(module.rope ? module.rope->options.dim() : 0)
+                            .interleaved(module.rope && module.rope->options.interleaved())
+                            .key_norm(o.qk_norm()));
+}
+
+// Parameters by name: the merged ones, and copies of the others.
+StateDict own_parameters(const torch::nn::Module& module, const AttentionWeights& merged) {
+  auto tensors = state_dict(module);
+  const auto put = [&](const std::string& name, const at::Tensor& tensor) {
+    if (tensor.defined()) tensors[name] = tensor;
+  };
+  put("q_proj.weight", merged.q), put("q_proj.bias", merged.q_bias), put("o_proj.weight", merged.o);
+  put("k_proj.weight", merged.k), put("k_proj.bias", merged.k_bias);
+  put("v_proj.weight", merged.v), put("v_proj.bias", merged.v_bias);
+  for (auto& [name, tensor] : tensors) tensor = tensor.detach().clone();
+  return tensors;
+}
+
+// Latent attention reads these nowhere.
+template <typename Impl>
+void check_has_latent_form(const Impl& module) {
+  const auto& o = module.options;
+  const auto lacks = [](bool given, const char* name) {
+    ATTNPACK_CHECK(!given, name, ": got a layer with it, which latent attention has not; conversion would lose it");
+  };
+  lacks(o.window().has_value() && *o.window() != Window{-1, -1}, "window");
+  lacks(o.softcap() != 0, "softcap");
+  lacks(o.sinks(), "sinks");
+  lacks(o.alibi(), "alibi");
+  lacks(o.qk_norm(), "qk_norm");
+  for (const auto& width : {o.kdim(), o.vdim()}) {
+    ATTNPACK_CHECK(!width || *width == o.embed_dim(), "kdim, vdim: got a layer with ", *width, ", want embed_dim ",
+                   o.embed_dim(), ": one latent makes keys and values of it");
+  }
+}
+
+template <typename Holder, typename Impl>
+Holder rebuild(Holder made, const Impl& module, const AttentionWeights& merged) {
+  assign_state_dict(*made, own_parameters(module, merged));
+  copy_requires_grad(module, *made);
+  made->options.factory(module.options.factory());
+  made->train(module.is_training());
+  return made;
+}
+
+}  // namespace
+
+template <typename Impl>
+GroupedQueryAttention to_gqa(const torch::nn::ModuleHolder<Impl>& module, int64_t num_kv_heads,
+                             const ToGqaOptions& options) {
+  const auto merged = merge_module(*module, num_kv_heads, options);
+  const auto& source = module->options;
+  auto target =
+      carry_settings(GroupedQueryAttentionOptions(source.embed_dim(), source.num_heads(), num_kv_heads), source);
+  if (!consecutive(merged.head_map, num_kv_heads)) target.head_map(merged.head_map);
+  return rebuild(GroupedQueryAttention(target), *module, merged.weights);
+}
+
+template <typename Impl>
+MultiQueryAttention to_mqa(const torch::nn::ModuleHolder<Impl>& module, const ToGqaOptions& options) {
+  const auto merged = merge_module(*module, 1, options);
+  const auto& source = module->options;
+  return rebuild(
+      MultiQueryAttention(carry_settings(MultiQueryAttentionOptions(source.embed_dim(), source.num_heads()), source)),
+      *module, merged.weights);
+}
+
+template <typename Impl>
+MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int64_t kv_lora_rank,
+                                const ToMlaOptions& options) {
+  const auto& source = module->options;
+  check_has_latent_form(*module);
+  const auto* rope = module->rope ? &module->rope->settings : nullptr;
+  const auto weights = factorise_latent(weights_of(module->q_proj, module->k_proj, module->v_proj, module->o_proj),
+                                        LatentOptions(source.num_heads(), source.num_kv_heads(), kv_lora_rank)
+                                            .head_map(source.head_map())
+                                            .inv_freq(rope ? rope->inv_freq : std::vector<double>())
+                                            .interleaved(rope && rope->interleaved)
+                                            .rope_factor(rope ? rope->factor : 1.0)
+                                            .length(options.length())
+                                            .causal(source.causal())
+                                            .calibration(options.calibration()));
+  const auto head_dim = *source.head_dim(), rotated = rope ? 2 * static_cast<int64_t>(rope->inv_freq.size()) : 0;
+  const auto out_bias = module->o_proj->bias;
+  const bool bias = weights.q_bias.defined() || weights.kv_a_bias.defined() || out_bias.defined();
+  auto target = MultiHeadLatentAttentionOptions(source.embed_dim(), source.num_heads())
+                    .kv_lora_rank(kv_lora_rank)
+                    .qk_nope_head_dim(head_dim)
+                    .qk_rope_head_dim(rotated)
+                    .v_head_dim(head_dim)
+                    .rope(source.rope())
+                    .latent_norm(false)
+                    .bias(bias)
+                    .dropout(source.dropout())
+                    .causal(source.causal())
+                    .scale(source.scale().value_or(1.0 / std::sqrt(static_cast<double>(head_dim))) /
+                           (rope ? rope->softmax_factor : 1.0));
+  if (weights.q_bias.defined()) target.q_lora_rank(weights.q.size(0));
+  target.factory().device = at::kMeta;
+  target.factory().dtype = weights.q.scalar_type();
+  MultiHeadLatentAttention made(target);
+  made->options.factory(source.factory());
+
+  StateDict state{{"kv_a_proj_with_mqa.weight", weights.kv_a},
+                  {"kv_b_proj.weight", weights.kv_b},
+                  {"o_proj.weight", module->o_proj->weight.detach().clone()}};
+  const auto or_zeros = [](const at::Tensor& given, const at::Tensor& weight) {
+    return given.defined() ? given.detach().clone()
+                           : at::zeros({weight.size(0)}, weight.options().requires_grad(false));
+  };
+  if (bias) {
+    state["kv_a_proj_with_mqa.bias"] = or_zeros(weights.kv_a_bias, weights.kv_a);
+    state["o_proj.bias"] = or_zeros(out_bias, module->o_proj->weight);
+  }
+  if (weights.q_bias.defined()) {
+    state["q_a_proj.weight"] = weights.q;
+    state["q_a_proj.bias"] = weights.q_bias;
+    state["q_b_proj.weight"] = at::eye(weights.q.size(0), weights.q.options());
+  } else {
+    state["q_proj.weight"] = weights.q;
+  }
+  assign_state_dict(*made, state);
+  made->train(module->is_training());
+  return made;
+}
+
+#define ATTNPACK_CONVERT(Impl)                                                                               \
+  template GroupedQueryAttention to_gqa(const torch::nn::ModuleHolder<Impl>&, int64_t, const ToGqaOptions&); \
+  template MultiQueryAttention to_mqa(const torch::nn::ModuleHolder<Impl>&, const ToGqaOptions&);            \
+  template MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>&, int64_t, const ToMlaOptions&);
+ATTNPACK_CONVERT(MultiHeadAttentionImpl)
+ATTNPACK_CONVERT(GroupedQueryAttentionImpl)
+ATTNPACK_CONVERT(MultiQueryAttentionImpl)
+#undef ATTNPACK_CONVERT
+
+}  // namespace attnpack::convert

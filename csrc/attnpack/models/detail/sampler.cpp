@@ -1,0 +1,70 @@
+#include <attnpack/models/detail/sampler.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include <attnpack/core/check.h>
+
+namespace attnpack {
+
+namespace {
+
+// A model that overflows gives tokens all the same, unless somebody looks.
+void check_numbers(const at::Tensor& logits) {
+  ATTNPACK_CHECK(!logits.isnan().any().item<bool>(),
+                 "logits: got NaN from the model, want numbers to choose a token by: look for NaN in its weights, or "
+                 "use a wider dtype");
+}
+
+}  // namespace
+
+Sampler::Sampler(std::optional<double> temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
+                 std::optional<uint64_t> seed, at::Device device)
+    : greedy_(temperature ? *temperature == 0 : !top_k && !top_p),
+      temperature_(temperature.value_or(1)),
+      top_p_(top_p.value_or(1)),
+      top_k_(top_k.value_or(0)) {
+  ATTNPACK_CHECK(temperature_ >= 0 && std::isfinite(temperature_), "temperature: got ", temperature_,
+                 ", want 0 (greedy) or more");
+  ATTNPACK_CHECK(top_k_ >= 0, "top_k: got ", top_k_, ", want 0 (all tokens) or more");
+  ATTNPACK_CHECK(top_p_ > 0 && top_p_ <= 1, "top_p: got ", top_p_, ", want a number in (0, 1]");
+  if (seed) {
+    generator_ = at::globalContext().defaultGenerator(device).clone();
+    generator_->set_current_seed(*seed);
+  }
+}
+
+at::Tensor Sampler::operator()(const at::Tensor& logits) {
+  if (greedy_) {
+    const auto [best, tokens] = logits.max(-1);  // of 16-bit numbers three times as fast as torch's argmax
+    check_numbers(best);                         // a NaN counts as the largest
+    return tokens;
+  }
+  check_numbers(logits);
+  const auto probs = probabilities(logits);
+  ATTNPACK_CHECK(!probs.isnan().any().item<bool>(), "temperature: got ", temperature_, " for logits up to ",
+                 logits.max().item<double>(), ", want one that keeps logits / temperature finite, or 0 for greedy");
+  return at::multinomial(probs, 1, false, generator_).squeeze(-1);
+}
+
+at::Tensor Sampler::probabilities(const at::Tensor& logits) const {
+  auto scores = logits.to(at::kFloat) / temperature_;
+  if (top_k_ > 0 && top_k_ < scores.size(-1)) {
+    const auto kth = std::get<0>(scores.topk(top_k_, -1)).narrow(-1, top_k_ - 1, 1);
+    scores = scores.masked_fill(scores < kth, -std::numeric_limits<float>::infinity());
+  }
+  auto probs = scores.softmax(-1);
+  if (top_p_ < 1) {
+    // A token stays where those likelier than it hold less than top_p.
+    auto [sorted, order] = probs.sort(-1, /*descending=*/true);
+    const auto before = sorted.cumsum(-1) - sorted;
+    const double least = std::numeric_limits<float>::min();  // before is a float: below this, 0 would not be less
+    probs = at::zeros_like(probs).scatter(-1, order, sorted.masked_fill(before >= std::max(top_p_, least), 0));
+  }
+  return probs;  // multinomial takes weights, so they need not sum to 1
+}
+
+}  // namespace attnpack

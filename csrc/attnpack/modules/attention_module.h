@@ -1,0 +1,56 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/common.h>
+#include <torch/nn/modules/container/any_value.h>
+
+#include <attnpack/cache/kv_cache.h>
+#include <attnpack/layers/attend.h>
+#include <attnpack/modules/leaf.h>
+
+#include <memory>
+#include <optional>
+#include <tuple>
+
+namespace attnpack {
+
+// What forward of an attention module may be given beside x.
+struct AttentionInputs {
+  AttentionInputs() = default;
+  /* implicit */ AttentionInputs(at::Tensor context) : context_(std::move(context)) {}
+
+  // Keys and values come from here (cross-attention), [B, Lkv, kdim]; value_context [B, Lkv, vdim] defaults to it.
+  TORCH_ARG(std::optional<at::Tensor>, context);
+  TORCH_ARG(std::optional<at::Tensor>, value_context);
+  // bool (true = may attend) or additive float, broadcastable to [B, Hq, L, keys]; with a cache: all keys in it.
+  TORCH_ARG(std::optional<at::Tensor>, mask);
+  // Default: the module's own setting; with context false.
+  TORCH_ARG(std::optional<bool>, causal);
+  // The new keys and values are appended first; the queries stand behind what was there.
+  TORCH_ARG(std::shared_ptr<KVCache>, cache);
+  // For RoPE only, int64 [L] or [B, L]; default: behind the cache, else 0..L-1.
+  TORCH_ARG(std::optional<at::Tensor>, positions);
+  // Valid new tokens (with context: valid context keys) of each sequence, [B].
+  TORCH_ARG(std::optional<at::Tensor>, kv_lens);
+};
+
+// What a block needs of an attention layer.
+class AttentionModule {
+ public:
+  virtual ~AttentionModule() = default;
+  // x [B, L, E] -> [B, L, E]
+  virtual at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) = 0;
+  // and the probabilities before dropout, [B, Hq, L, keys]
+  virtual std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
+                                                                  const AttentionInputs& inputs = {}) = 0;
+  // q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, Dv] as they enter the operator; reads context, value_context
+  // and positions.
+  virtual std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
+                                                                 const AttentionInputs& inputs = {}) = 0;
+  virtual int64_t embed_dim() const = 0;
+  // Width of what forward gives.
+  virtual int64_t out_dim() const { return embed_dim(); }
+  virtual const Factory& factory() const = 0;
+};
+
+}  // namespace attnpack

@@ -1,0 +1,100 @@
+#include <attnpack/modules/block.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/norm.h>
+
+namespace attnpack {
+
+namespace {
+
+// x + f(norm(x)), or norm(x + f(x)).
+template <typename F>
+at::Tensor residual(const at::Tensor& x, const Part<TokenModule>& norm, bool pre_norm, const F& f) {
+  return pre_norm ? x + f(norm->forward(x)) : norm->forward(x + f(x));
+}
+
+void check_width(const char* name, int64_t width, int64_t embed_dim) {
+  ATTNPACK_CHECK(width == embed_dim, name, ": got width ", width, ", want ", embed_dim,
+                 " as attention has; a block's parts add up, make them of one embed_dim");
+}
+
+// The options, whose parts are there and fit each other.
+template <typename Options>
+const Options& checked(const Options& options) {
+  ATTNPACK_CHECK(options.attention(), "attention: got none, want an attention module");
+  ATTNPACK_CHECK(options.feed_forward(), "feed_forward: got none, want a module such as FeedForward");
+  const auto embed_dim = options.attention()->embed_dim();
+  const auto out_dim = options.attention()->out_dim();
+  ATTNPACK_CHECK(out_dim == embed_dim, "attention: gives width ", out_dim, ", want its embed_dim ", embed_dim,
+                 "; a block adds it to x, leave head_dim out or take a module with an output projection");
+  check_width("feed_forward", options.feed_forward()->embed_dim().value_or(embed_dim), embed_dim);
+  return options;
+}
+
+template <typename Options>
+Part<TokenModule> norm_beside(const Options& options) {
+  const auto& attention = options.attention();
+  return make_norm(options.norm(),
+                   NormOptions(attention->embed_dim()).eps(options.eps()).factory(attention->factory()));
+}
+
+}  // namespace
+
+EncoderBlockImpl::EncoderBlockImpl(const EncoderBlockOptions& options)
+    : pre_norm(checked(options).pre_norm()),
+      self_attn(options.attention()),
+      mlp(options.feed_forward()),
+      input_layernorm(norm_beside(options)),
+      post_attention_layernorm(norm_beside(options)) {
+  register_parts();
+}
+
+at::Tensor EncoderBlockImpl::forward(const at::Tensor& x, const EncoderInputs& inputs) {
+  check_input("x", x, self_attn->embed_dim(), {});
+  const auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {
+    return self_attn->forward(
+        t, AttentionInputs().mask(inputs.mask()).positions(inputs.positions()).kv_lens(inputs.kv_lens()));
+  });
+  return residual(h, post_attention_layernorm, pre_norm, [&](const at::Tensor& t) { return mlp->forward(t); });
+}
+
+DecoderBlockImpl::DecoderBlockImpl(const DecoderBlockOptions& options)
+    : pre_norm(checked(options).pre_norm()),
+      self_attn(options.attention()),
+      cross_attn(options.cross_attention()),
+      mlp(options.feed_forward()),
+      input_layernorm(norm_beside(options)),
+      post_attention_layernorm(norm_beside(options)) {
+  if (cross_attn) {
+    check_width("cross_attention", cross_attn->embed_dim(), self_attn->embed_dim());
+    check_width("cross_attention", cross_attn->out_dim(), self_attn->embed_dim());
+    cross_attention_layernorm = norm_beside(options);
+  }
+  register_parts();
+}
+
+at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInputs& inputs) {
+  ATTNPACK_CHECK(bool(cross_attn) == inputs.context().has_value(), "context: ",
+                 cross_attn ? "got none, but this block has cross-attention; give what it reads"
+                            : "got a tensor, but this block has no cross-attention; give it cross_attention");
+  check_input("x", x, self_attn->embed_dim(), {});
+  if (cross_attn) check_lengths("context_lens", inputs.context_lens(), *inputs.context());
+  auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {
+    return self_attn->forward(t, AttentionInputs()
+                                     .causal(true)
+                                     .mask(inputs.mask())
+                                     .cache(inputs.cache())
+                                     .positions(inputs.positions())
+                                     .kv_lens(inputs.kv_lens()));
+  });
+  if (cross_attn) {
+    h = residual(h, cross_attention_layernorm, pre_norm, [&](const at::Tensor& t) {
+      return cross_attn->forward(
+          t, AttentionInputs(*inputs.context()).mask(inputs.context_mask()).kv_lens(inputs.context_lens()));
+    });
+  }
+  return residual(h, post_attention_layernorm, pre_norm, [&](const at::Tensor& t) { return mlp->forward(t); });
+}
+
+}  // namespace attnpack

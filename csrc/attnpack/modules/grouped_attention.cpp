@@ -1,0 +1,122 @@
+#include <attnpack/modules/grouped_attention.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/layers/detail/alibi.h>
+#include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/heads.h>
+
+namespace attnpack {
+
+template <typename Derived, Sharing sharing>
+void GroupedAttentionImpl<Derived, sharing>::reset() {
+  const auto& o = options;
+  check_settings(o.window(), o.softcap(), o.dropout(), o.scale());
+  check_size("embed_dim", o.embed_dim());
+  check_size("kdim", o.kdim().value_or(1));
+  check_size("vdim", o.vdim().value_or(1));
+  const auto head_dim = resolve_head_dim(o.embed_dim(), o.num_heads(), o.head_dim());
+  if (sharing != Sharing::kGrouped) {
+    const char* name = sharing == Sharing::kAll ? "MultiQueryAttention" : "MultiHeadAttention";
+    const auto own = sharing == Sharing::kAll ? 1 : o.num_heads();
+    ATTNPACK_CHECK(o.num_kv_heads() == own, "num_kv_heads: got ", o.num_kv_heads(), ", ", name, " has ", own,
+                   "; use GroupedQueryAttention");
+    ATTNPACK_CHECK(!o.head_map(), "head_map: got one, ", name, " has none; use GroupedQueryAttention");
+  }
+  check_heads(o.num_heads(), o.num_kv_heads(), o.head_map());
+  options.head_dim(head_dim);
+
+  const auto linear = [&](const char* name, int64_t in, int64_t out, bool bias) {
+    return this->register_module(name, Linear(LinearOptions(in, out).bias(bias).factory(o.factory())));
+  };
+  q_proj = linear("q_proj", o.embed_dim(), o.num_heads() * head_dim, o.bias());
+  k_proj = linear("k_proj", o.kdim().value_or(o.embed_dim()), o.num_kv_heads() * head_dim, o.bias());
+  v_proj = linear("v_proj", o.vdim().value_or(o.embed_dim()), o.num_kv_heads() * head_dim, o.bias());
+  o_proj = linear("o_proj", o.num_heads() * head_dim, o.embed_dim(), o.out_bias().value_or(o.bias()));
+  if (o.qk_norm()) {
+    q_norm = this->register_module("q_norm", RMSNorm(RMSNormOptions(head_dim).factory(o.factory())));
+    k_norm = this->register_module("k_norm", RMSNorm(RMSNormOptions(head_dim).factory(o.factory())));
+  }
+  if (o.sinks()) this->register_parameter("sinks", this->allocate({o.num_heads()}, sinks, o.factory()).zero_());
+  bind_members();
+  slopes_ = alibi_slopes(o.num_heads());
+  if (o.rope()) {
+    ATTNPACK_CHECK(o.rope()->options.dim() <= head_dim, "rope: got dim ", o.rope()->options.dim(),
+                   ", want at most head_dim ", head_dim);
+    rope = this->register_module("rope", RotaryEmbedding(o.rope()->options));
+  }
+}
+
+template <typename Derived, Sharing sharing>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::heads(
+    const at::Tensor& x, const AttentionInputs& inputs) {
+  const auto& context = inputs.context() ? *inputs.context() : x;
+  const auto& value_context = inputs.value_context() ? *inputs.value_context() : context;
+  check_input("x", x, q_proj->options.in_features(), q_proj->weight);
+  check_input(inputs.context() ? "context" : "x, taken as context", context, k_proj->options.in_features(),
+              k_proj->weight);
+  check_input(inputs.value_context() ? "value_context" : "x or context, taken as value_context", value_context,
+              v_proj->options.in_features(), v_proj->weight);
+  check_inputs(x, inputs);
+
+  const auto head_dim = *options.head_dim();
+  const bool self = !inputs.context() && !inputs.value_context();
+  const auto made = self ? forward_all(x, {q_proj.get(), k_proj.get(), v_proj.get()})
+                         : std::vector<at::Tensor>{q_proj(x), k_proj(context), v_proj(value_context)};
+  auto q = split_heads(made[0], options.num_heads(), head_dim);
+  auto k = split_heads(made[1], options.num_kv_heads(), head_dim);
+  auto v = split_heads(made[2], options.num_kv_heads(), head_dim);
+  if (q_norm) q = q_norm(q), k = k_norm(k);
+  return {q, k, v};
+}
+
+template <typename Derived, Sharing sharing>
+AttendOptions GroupedAttentionImpl<Derived, sharing>::settings(const AttentionInputs& inputs) const {
+  auto result = attend_options(inputs, options.causal())
+                    .window(options.window().value_or(Window{-1, -1}))
+                    .softcap(options.softcap())
+                    .head_map(options.head_map())
+                    .dropout_p(this->is_training() ? options.dropout() : 0.0)
+                    .scale(options.scale());
+  if (rope) result.rope(rope->settings);
+  if (sinks.defined()) result.sinks(sinks);
+  if (options.alibi()) result.alibi_slopes(at::tensor(slopes_, at::kDouble).to(q_proj->weight.device()));
+  return result;
+}
+
+template <typename Derived, Sharing sharing>
+at::Tensor GroupedAttentionImpl<Derived, sharing>::forward(const at::Tensor& x, const AttentionInputs& inputs) {
+  auto [q, k, v] = heads(x, inputs);
+  return with_cache(inputs.cache(), k, v, settings(inputs),
+                    [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return o_proj(attend(q, k, v, o)); });
+}
+
+template <typename Derived, Sharing sharing>
+std::tuple<at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::forward_with_weights(
+    const at::Tensor& x, const AttentionInputs& inputs) {
+  auto [q, k, v] = heads(x, inputs);
+  return with_cache(inputs.cache(), k, v, settings(inputs),
+                    [&, &q = q, &k = k, &v = v](const AttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
+                      auto [out, weights] = attend_with_weights(q, k, v, o);
+                      return {o_proj(out), weights};
+                    });
+}
+
+template <typename Derived, Sharing sharing>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::project(
+    const at::Tensor& x, const AttentionInputs& inputs) {
+  auto [q, k, v] = heads(x, inputs);
+  auto [rotated_q, rotated_k] = rotate(q, k, settings(inputs));
+  return {rotated_q, rotated_k, v};
+}
+
+template <typename Derived, Sharing sharing>
+void GroupedAttentionImpl<Derived, sharing>::print(std::ostream& stream, const char* name) const {
+  stream << name << "(embed_dim=" << options.embed_dim() << ", num_heads=" << options.num_heads()
+         << ", num_kv_heads=" << options.num_kv_heads() << (options.causal() ? ", causal=true)" : ")");
+}
+
+template class GroupedAttentionImpl<MultiHeadAttentionImpl, Sharing::kNone>;
+template class GroupedAttentionImpl<GroupedQueryAttentionImpl, Sharing::kGrouped>;
+template class GroupedAttentionImpl<MultiQueryAttentionImpl, Sharing::kAll>;
+
+}  // namespace attnpack

@@ -1,0 +1,155 @@
+#include <attnpack/modules/latent_attention.h>
+
+#include <cmath>
+
+#include <attnpack/core/check.h>
+#include <attnpack/layers/detail/latent_algebra.h>
+#include <attnpack/layers/latent_attend.h>
+#include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/heads.h>
+#include <attnpack/modules/state_dict.h>
+
+namespace attnpack {
+
+namespace {
+
+int64_t required(const char* name, const std::optional<int64_t>& size, int64_t least = 1) {
+  ATTNPACK_CHECK(size, name, ": got none, MultiHeadLatentAttention needs it");
+  ATTNPACK_CHECK(*size >= least, name, ": got ", *size, ", want ", least == 0 ? "0 or more" : "at least 1");
+  return *size;
+}
+
+}  // namespace
+
+void MultiHeadLatentAttentionImpl::reset() {
+  const auto& o = options;
+  check_settings(std::nullopt, 0.0, o.dropout(), o.scale());
+  check_size("embed_dim", o.embed_dim());
+  check_size("num_heads", o.num_heads());
+  check_size("q_lora_rank", o.q_lora_rank().value_or(1));
+  const auto latent = required("kv_lora_rank", o.kv_lora_rank());
+  const auto nope = required("qk_nope_head_dim", o.qk_nope_head_dim());
+  const auto rotated = required("qk_rope_head_dim", o.qk_rope_head_dim(), 0);
+  const auto v_dim = required("v_head_dim", o.v_head_dim());
+  ATTNPACK_CHECK(o.path() == "auto" || o.path() == "expanded" || o.path() == "absorbed", "path: got '", o.path(),
+                 "', want 'auto', 'expanded' or 'absorbed'");
+  ATTNPACK_CHECK(!o.rope() || o.rope()->options.dim() <= rotated, "rope: got dim ",
+                 o.rope() ? o.rope()->options.dim() : 0, ", want at most qk_rope_head_dim ", rotated);
+
+  const auto linear = [&](const char* name, int64_t in, int64_t out, bool bias = false) {
+    return register_module(name, Linear(LinearOptions(in, out).bias(bias).factory(o.factory())));
+  };
+  const auto norm = [&](const char* name, int64_t dim) {
+    return register_module(name, RMSNorm(RMSNormOptions(dim).factory(o.factory())));
+  };
+  const auto query_dim = o.num_heads() * ((o.folded() ? latent : nope) + rotated);
+  if (o.q_lora_rank()) {
+    q_a_proj = linear("q_a_proj", o.embed_dim(), *o.q_lora_rank(), o.bias());
+    if (o.latent_norm()) q_a_layernorm = norm("q_a_layernorm", *o.q_lora_rank());
+    q_b_proj = linear("q_b_proj", *o.q_lora_rank(), query_dim);
+  } else {
+    q_proj = linear("q_proj", o.embed_dim(), query_dim);
+  }
+  kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", o.embed_dim(), latent + rotated, o.bias());
+  if (o.latent_norm()) kv_a_layernorm = norm("kv_a_layernorm", latent);
+  if (!o.folded()) kv_b_proj = linear("kv_b_proj", latent, o.num_heads() * (nope + v_dim));
+  o_proj = linear("o_proj", o.num_heads() * (o.folded() ? latent : v_dim), o.embed_dim(), o.bias());
+  if (o.rope()) rope = register_module("rope", RotaryEmbedding(o.rope()->options));
+}
+
+double MultiHeadLatentAttentionImpl::softmax_scale() const {
+  const auto dims = static_cast<double>(*options.qk_nope_head_dim() + *options.qk_rope_head_dim());
+  return options.scale().value_or(1.0 / std::sqrt(dims)) * (rope ? rope->settings.softmax_factor : 1.0);
+}
+
+std::optional<at::Tensor> MultiHeadLatentAttentionImpl::kv_b() const {
+  return kv_b_proj ? std::make_optional(kv_b_proj->weight) : std::nullopt;
+}
+
+MultiHeadLatentAttentionImpl::Projected MultiHeadLatentAttentionImpl::heads(const at::Tensor& x,
+                                                                            const AttentionInputs& inputs) {
+  ATTNPACK_CHECK(!inputs.value_context(),
+                 "value_context: got a tensor, but latent attention makes keys and values of one latent; leave it out");
+  const auto& context = inputs.context() ? *inputs.context() : x;
+  check_input("x", x, options.embed_dim(), q_proj ? q_proj->weight : q_a_proj->weight);
+  check_input(inputs.context() ? "context" : "x, taken as context", context, options.embed_dim(),
+              kv_a_proj_with_mqa->weight);
+  check_inputs(x, inputs);
+
+  at::Tensor queries;
+  if (q_proj) {
+    queries = q_proj(x);
+  } else {
+    const auto low = q_a_proj(x);
+    queries = q_b_proj(q_a_layernorm ? q_a_layernorm(low) : low);
+  }
+  const auto both = kv_a_proj_with_mqa(context);
+  const auto latent = both.narrow(-1, 0, *options.kv_lora_rank());
+  const auto k_rope = both.narrow(-1, *options.kv_lora_rank(), *options.qk_rope_head_dim());
+  return {split_heads(queries, options.num_heads(), queries.size(-1) / options.num_heads()),
+          kv_a_layernorm ? kv_a_layernorm(latent) : latent, k_rope, both.unsqueeze(1)};
+}
+
+AttendOptions MultiHeadLatentAttentionImpl::settings(const AttentionInputs& inputs) const {
+  auto result = attend_options(inputs, options.causal())
+                    .dropout_p(is_training() ? options.dropout() : 0.0)
+                    .scale(softmax_scale());
+  if (rope) result.rope(rope->settings);
+  return result;
+}
+
+template <typename Call>
+auto MultiHeadLatentAttentionImpl::run(const at::Tensor& x, const AttentionInputs& inputs, const Call& call) {
+  const auto projected = heads(x, inputs);
+  return with_room(
+      inputs.cache(), x.size(1), settings(inputs),
+      [&](KVCache& cache) { return cache.reserve_latents(projected.joined, *options.kv_lora_rank()); },
+      [&](const AttendOptions& o) { return call(projected, o); });
+}
+
+at::Tensor MultiHeadLatentAttentionImpl::forward(const at::Tensor& x, const AttentionInputs& inputs) {
+  return run(x, inputs, [&](const Projected& p, const AttendOptions& o) {
+    return o_proj(latent_attend(p.query, p.latent, p.k_rope, kv_b(), *options.v_head_dim(), options.path(), o));
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor> MultiHeadLatentAttentionImpl::forward_with_weights(const at::Tensor& x,
+                                                                                      const AttentionInputs& inputs) {
+  return run(x, inputs, [&](const Projected& p, const AttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
+    auto [out, weights] =
+        latent_attend_with_weights(p.query, p.latent, p.k_rope, kv_b(), *options.v_head_dim(), options.path(), o);
+    return {o_proj(out), weights};
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> MultiHeadLatentAttentionImpl::project(const at::Tensor& x,
+                                                                                     const AttentionInputs& inputs) {
+  const auto p = heads(x, inputs);
+  return latent_project(p.query, p.latent, p.k_rope, kv_b(), *options.v_head_dim(), options.path(), settings(inputs));
+}
+
+std::shared_ptr<MultiHeadLatentAttentionImpl> MultiHeadLatentAttentionImpl::fold() const {
+  ATTNPACK_CHECK(!options.folded(), "kv_b_proj is folded already, fold() wants a module that has one");
+  const std::string query = q_proj ? "q_proj.weight" : "q_b_proj.weight";
+  auto tensors = state_dict(*this);
+  Factory beside;
+  beside.device = o_proj->weight.device();
+  beside.dtype = o_proj->weight.scalar_type();
+  auto folded = std::make_shared<MultiHeadLatentAttentionImpl>(
+      MultiHeadLatentAttentionOptions(options).folded(true).factory(beside));
+  std::tie(tensors[query], tensors["o_proj.weight"]) =
+      fold_weights(tensors[query], tensors["kv_b_proj.weight"], tensors["o_proj.weight"], options.num_heads());
+  tensors.erase("kv_b_proj.weight");
+  load_state_dict(*folded, tensors);
+  folded->train(is_training());
+  return folded;
+}
+
+void MultiHeadLatentAttentionImpl::pretty_print(std::ostream& stream) const {
+  stream << "attnpack::MultiHeadLatentAttention(embed_dim=" << options.embed_dim()
+         << ", num_heads=" << options.num_heads() << ", kv_lora_rank=" << *options.kv_lora_rank()
+         << (options.folded() ? ", folded=true" : "") << (options.causal() ? ", causal=true" : "")
+         << (!rope && *options.qk_rope_head_dim() > 0 ? ", rope=none: no dim is rotated)" : ")");
+}
+
+}  // namespace attnpack

@@ -1,0 +1,67 @@
+#include <attnpack/modules/norm.h>
+
+#include <cmath>
+
+#include <attnpack/core/check.h>
+#include <attnpack/modules/detail/checks.h>
+#include <attnpack/ops/rms_norm.h>
+
+namespace attnpack {
+
+namespace {
+
+void check_norm(const NormOptions& options) {
+  check_size("dim", options.dim());
+  ATTNPACK_CHECK(options.eps() >= 0 && std::isfinite(options.eps()), "eps: got ", options.eps(),
+                 ", want a small number such as 1e-6");
+}
+
+}  // namespace
+
+RMSNormImpl::RMSNormImpl(RMSNormOptions options) : options(std::move(options)) { reset(); }
+
+void RMSNormImpl::reset() {
+  check_norm(options);
+  register_parameter("weight", allocate({options.dim()}, weight, options.factory()).fill_(1));
+  bind_members();
+}
+
+at::Tensor RMSNormImpl::forward(const at::Tensor& x) {
+  check_tokens("x", x, options.dim(), {});
+  return rms_norm(x, weight, options.eps());
+}
+
+void RMSNormImpl::pretty_print(std::ostream& stream) const {
+  stream << "attnpack::RMSNorm(" << options.dim() << ", eps=" << options.eps() << ")";
+}
+
+LayerNormImpl::LayerNormImpl(LayerNormOptions options) : options(std::move(options)) { reset(); }
+
+void LayerNormImpl::reset() {
+  check_norm(options);
+  register_parameter("weight", allocate({options.dim()}, weight, options.factory()).fill_(1));
+  register_parameter("bias", allocate({options.dim()}, bias, options.factory()).zero_());
+  bind_members();
+}
+
+void LayerNormImpl::bind_members() {
+  weight = parameters_["weight"];
+  bias = parameters_["bias"];
+}
+
+at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
+  check_tokens("x", x, options.dim(), weight);
+  return at::layer_norm(x, {options.dim()}, weight, bias, options.eps());
+}
+
+void LayerNormImpl::pretty_print(std::ostream& stream) const {
+  stream << "attnpack::LayerNorm(" << options.dim() << ", eps=" << options.eps() << ")";
+}
+
+Part<TokenModule> make_norm(const std::string& kind, const NormOptions& options) {
+  if (kind == "rms") return RMSNorm(options);
+  ATTNPACK_CHECK(kind == "layer", "norm: got '", kind, "', want 'rms' or 'layer'");
+  return LayerNorm(options);
+}
+
+}  // namespace attnpack

@@ -1,0 +1,81 @@
+#include <attnpack/modules/projected_attention.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/heads.h>
+
+namespace attnpack {
+
+void ProjectedAttentionImpl::reset() {
+  check_settings(options.window(), options.softcap(), options.dropout(), options.scale());
+  resolve_head_dim(0, options.num_heads(), options.head_dim());
+  check_heads(options.num_heads(), options.num_kv_heads(), options.head_map());
+  if (options.rope()) {
+    ATTNPACK_CHECK(options.rope()->options.dim() <= options.head_dim(), "rope: got dim ", options.rope()->options.dim(),
+                   ", want at most head_dim ", options.head_dim());
+    rope = register_module("rope", RotaryEmbedding(options.rope()->options));
+  }
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> ProjectedAttentionImpl::heads(const at::Tensor& q, const at::Tensor& k,
+                                                                             const at::Tensor& v) const {
+  const auto head_dim = options.head_dim();
+  check_input("q", q, options.num_heads() * head_dim, {});
+  check_input("k", k, options.num_kv_heads() * head_dim, q);
+  check_input("v", v, options.num_kv_heads() * head_dim, q);
+  ATTNPACK_CHECK(k.size(0) == q.size(0), "k: got batch ", k.size(0), ", want ", q.size(0), " as in q");
+  ATTNPACK_CHECK(v.size(0) == q.size(0) && v.size(1) == k.size(1), "v: got shape ", v.sizes(),
+                 ", want batch and length of k ", k.sizes(), ": each key needs one value");
+  return {split_heads(q, options.num_heads(), head_dim), split_heads(k, options.num_kv_heads(), head_dim),
+          split_heads(v, options.num_kv_heads(), head_dim)};
+}
+
+AttendOptions ProjectedAttentionImpl::settings(const at::Tensor& query, const at::Tensor& key,
+                                               const AttentionInputs& inputs) const {
+  ATTNPACK_CHECK(!inputs.context(), "context: ProjectedAttention is given k and v; leave it out");
+  check_positions(inputs.positions(), query.transpose(1, 2));
+  auto result = attend_options(inputs, options.causal())
+                    .cross(!inputs.cache() && query.size(2) != key.size(2))
+                    .window(options.window().value_or(Window{-1, -1}))
+                    .softcap(options.softcap())
+                    .head_map(options.head_map())
+                    .dropout_p(is_training() ? options.dropout() : 0.0)
+                    .scale(options.scale());
+  if (rope) result.rope(rope->settings);
+  return result;
+}
+
+at::Tensor ProjectedAttentionImpl::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                           const AttentionInputs& inputs) {
+  auto [query, key, value] = heads(q, k, v);
+  return with_cache(
+      inputs.cache(), key, value, settings(query, key, inputs),
+      [&, &query = query, &key = key, &value = value](const AttendOptions& o) { return attend(query, key, value, o); });
+}
+
+std::tuple<at::Tensor, at::Tensor> ProjectedAttentionImpl::forward_with_weights(const at::Tensor& q,
+                                                                                const at::Tensor& k,
+                                                                                const at::Tensor& v,
+                                                                                const AttentionInputs& inputs) {
+  auto [query, key, value] = heads(q, k, v);
+  return with_cache(inputs.cache(), key, value, settings(query, key, inputs),
+                    [&, &query = query, &key = key, &value = value](const AttendOptions& o) {
+                      return attend_with_weights(query, key, value, o);
+                    });
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> ProjectedAttentionImpl::project(const at::Tensor& q, const at::Tensor& k,
+                                                                               const at::Tensor& v,
+                                                                               const AttentionInputs& inputs) {
+  auto [query, key, value] = heads(q, k, v);
+  auto [rotated_q, rotated_k] = rotate(query, key, settings(query, key, inputs));
+  return {rotated_q, rotated_k, value};
+}
+
+void ProjectedAttentionImpl::pretty_print(std::ostream& stream) const {
+  stream << "attnpack::ProjectedAttention(num_heads=" << options.num_heads()
+         << ", num_kv_heads=" << options.num_kv_heads() << ", head_dim=" << options.head_dim()
+         << (options.causal() ? ", causal=true)" : ")");
+}
+
+}  // namespace attnpack

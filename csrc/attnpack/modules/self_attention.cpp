@@ -1,0 +1,45 @@
+#include <attnpack/modules/self_attention.h>
+
+#include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/heads.h>
+
+namespace attnpack {
+
+void SelfAttentionImpl::reset() {
+  check_size("embed_dim", options.embed_dim());
+  const auto head_dim = resolve_head_dim(options.embed_dim(), 1, options.head_dim());
+  options.head_dim(head_dim);
+  const auto linear = [&](const char* name) {
+    return register_module(
+        name, Linear(LinearOptions(options.embed_dim(), head_dim).bias(options.bias()).factory(options.factory())));
+  };
+  q_proj = linear("q_proj");
+  k_proj = linear("k_proj");
+  v_proj = linear("v_proj");
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> SelfAttentionImpl::project(const at::Tensor& x,
+                                                                          const AttentionInputs& inputs) {
+  const auto& context = inputs.context() ? *inputs.context() : x;
+  const auto& value_context = inputs.value_context() ? *inputs.value_context() : context;
+  check_input("x", x, options.embed_dim(), q_proj->weight);
+  check_input("context", context, options.embed_dim(), k_proj->weight);
+  check_input("value_context", value_context, options.embed_dim(), v_proj->weight);
+  check_inputs(x, inputs);
+  return {q_proj(x).unsqueeze(1), k_proj(context).unsqueeze(1), v_proj(value_context).unsqueeze(1)};
+}
+
+at::Tensor SelfAttentionImpl::forward(const at::Tensor& x, const AttentionInputs& inputs) {
+  auto [q, k, v] = project(x, inputs);
+  return with_cache(inputs.cache(), k, v, attend_options(inputs, options.causal()),
+                    [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return attend(q, k, v, o); });
+}
+
+std::tuple<at::Tensor, at::Tensor> SelfAttentionImpl::forward_with_weights(const at::Tensor& x,
+                                                                           const AttentionInputs& inputs) {
+  auto [q, k, v] = project(x, inputs);
+  return with_cache(inputs.cache(), k, v, attend_options(inputs, options.causal()),
+                    [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return attend_with_weights(q, k, v, o); });
+}
+
+}  // namespace attnpack

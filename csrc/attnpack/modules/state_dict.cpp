@@ -1,0 +1,141 @@
+#include <attnpack/modules/state_dict.h>
+
+#include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+
+#include <set>
+
+#include <attnpack/core/check.h>
+#include <attnpack/modules/leaf.h>
+
+namespace attnpack {
+
+namespace {
+
+// Whether `given` can be what `own` is.
+void check_tensor(const std::string& name, const at::Tensor& own, const at::Tensor& given) {
+  ATTNPACK_CHECK(given.defined(), "state dict: got an undefined tensor as ", name, ", want one of shape ", own.sizes(),
+                 ": leave the name out");
+  ATTNPACK_CHECK(given.sizes() == own.sizes(), "state dict: got ", name, " of shape ", given.sizes(), ", want ",
+                 own.sizes());
+  ATTNPACK_CHECK(!given.is_complex() || own.is_complex(), "state dict: got ", name, " of dtype ", given.scalar_type(),
+                 ", want real numbers: at::real and at::imag give the two parts");
+}
+
+// Which names the module lacks and which it does not know; raises on tensors that do not fit, and on names where
+// strict.
+LoadResult compare(const StateDict& own, const StateDict& given, bool strict) {
+  LoadResult result;
+  for (const auto& [name, tensor] : own) {
+    const auto found = given.find(name);
+    if (found == given.end()) {
+      result.missing.push_back(name);
+    } else {
+      check_tensor(name, tensor, found->second);
+    }
+  }
+  for (const auto& [name, tensor] : given) {
+    if (!own.count(name)) result.unexpected.push_back(name);
+  }
+  ATTNPACK_CHECK(!strict || (result.missing.empty() && result.unexpected.empty()), "state dict: missing ",
+                 result.missing, ", unexpected ", result.unexpected,
+                 "; want exactly the module's names (or strict=false)");
+  return result;
+}
+
+// What copy_ into `own` cannot fail for: strided numbers as they are, anything else (sparse, quantised, a class of
+// Python's) copied here, where nothing has been written yet.
+at::Tensor readable(const std::string& name, const at::Tensor& own, const at::Tensor& given) {
+  ATTNPACK_CHECK(!given.is_meta(), "state dict: got ", name, " on meta, where a tensor has no numbers, want it on ",
+                 own.device(), ": read it first");
+  ATTNPACK_CHECK(!own.is_meta(), "state dict: the module's ", name,
+                 " is on meta, where nothing can be copied to: use assign_state_dict");
+  const bool plain = given.layout() == at::kStrided && !given.is_quantized() && !at::isTensorSubclassLike(given);
+  return plain ? given : at::empty_like(own).copy_(given);
+}
+
+// The tensor itself where it has the requires_grad of `own`, else one on its storage.
+at::Tensor assignable(const std::string& name, const at::Tensor& own, const at::Tensor& given) {
+  ATTNPACK_CHECK(given.is_floating_point() || !own.is_floating_point(), "state dict: got ", name, " of dtype ",
+                 given.scalar_type(), ", want a floating one as ", own.scalar_type(), ": convert it with .to()");
+  return given.requires_grad() == own.requires_grad() ? given : given.detach().requires_grad_(own.requires_grad());
+}
+
+using Modules = torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>>;
+
+// The module that owns "a.b.weight" (here a.b), none where it is not attnpack's, and the last part of the name.
+std::pair<ParameterOwner*, std::string> owner_of(const Modules& modules, const std::string& name) {
+  const auto dot = name.rfind('.');
+  const auto* found = modules.find(dot == std::string::npos ? "" : name.substr(0, dot));
+  return {found ? dynamic_cast<ParameterOwner*>(found->get()) : nullptr,
+          dot == std::string::npos ? name : name.substr(dot + 1)};
+}
+
+}  // namespace
+
+StateDict state_dict(const torch::nn::Module& module) {
+  StateDict tensors;
+  for (const auto& item : module.named_parameters()) tensors[item.key()] = item.value();
+  for (const auto& item : module.named_buffers()) tensors[item.key()] = item.value();
+  return tensors;
+}
+
+std::vector<at::Tensor> distinct_parameters(const torch::nn::Module& module) {
+  std::vector<at::Tensor> distinct;
+  std::set<const at::TensorImpl*> seen;
+  for (const auto& parameter : module.parameters()) {
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second) distinct.push_back(parameter);
+  }
+  return distinct;
+}
+
+void tie_as(const torch::nn::Module& original, torch::nn::Module& copy) {
+  const auto copies = copy.named_parameters();
+  const auto modules = copy.named_modules();
+  std::map<const at::TensorImpl*, std::string> first;  // where each tensor of the original stands first
+  for (const auto& item : original.named_parameters()) {
+    const auto [place, is_new] = first.emplace(item.value().unsafeGetTensorImpl(), item.key());
+    const auto [owner, name] = owner_of(modules, item.key());
+    if (!is_new && owner) owner->assign_parameter(name, copies[place->second]);
+  }
+}
+
+void copy_requires_grad(const torch::nn::Module& from, torch::nn::Module& to) {
+  const auto before = from.named_parameters();
+  for (auto& item : to.named_parameters()) {
+    if (const auto* old = before.find(item.key())) item.value().set_requires_grad(old->requires_grad());
+  }
+}
+
+LoadResult load_state_dict(torch::nn::Module& module, const StateDict& tensors, bool strict) {
+  at::NoGradGuard no_grad;
+  const auto own = state_dict(module);
+  const auto result = compare(own, tensors, strict);
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  for (const auto& [name, tensor] : own) {
+    if (const auto found = tensors.find(name); found != tensors.end())
+      copies.emplace_back(tensor, readable(name, tensor, found->second));
+  }
+  for (const auto& [tensor, given] : copies) tensor.copy_(given);
+  return result;
+}
+
+LoadResult assign_state_dict(torch::nn::Module& module, const StateDict& tensors, bool strict) {
+  const auto own = state_dict(module);
+  const auto result = compare(own, tensors, strict);
+  const auto modules = module.named_modules();
+  std::vector<std::pair<ParameterOwner*, std::string>> owners;
+  std::vector<at::Tensor> values;
+  for (const auto& [name, tensor] : tensors) {
+    const auto held = own.find(name);
+    if (held == own.end()) continue;
+    owners.push_back(owner_of(modules, name));
+    ATTNPACK_CHECK(owners.back().first, "state dict: ", name,
+                   " belongs to a module that is not attnpack's; use load_state_dict");
+    values.push_back(assignable(name, held->second, tensor));
+  }
+  for (size_t i = 0; i < owners.size(); ++i) owners[i].first->assign_parameter(owners[i].second, values[i]);
+  return result;
+}
+
+}  // namespace attnpack

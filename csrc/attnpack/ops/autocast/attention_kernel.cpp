@@ -1,0 +1,27 @@
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include <attnpack/ops/detail/attention_args.h>
+
+namespace attnpack {
+namespace {
+
+// query, key and value in autocast's dtype; mask, sinks and slopes as they are: they are read in fp32.
+template <c10::DispatchKey Key, c10::DeviceType Device>
+AttentionResult attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
+                                   ATTNPACK_ATTENTION_PARAMS) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(Key);
+  const auto dtype = at::autocast::get_autocast_dtype(Device);
+  const auto cast = [&](const Tensor& t) { return at::autocast::cached_cast(dtype, t, Device); };
+  return attention_op(cast(query), cast(key), cast(value), ATTNPACK_ATTENTION_ARGS);
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, AutocastCPU, m) {
+  m.impl("attention", attnpack::attention_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>);
+}
+TORCH_LIBRARY_IMPL(attnpack, AutocastCUDA, m) {
+  m.impl("attention", attnpack::attention_autocast<c10::DispatchKey::Autocast, at::kCUDA>);
+}

@@ -1,0 +1,69 @@
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/cpu/threads.h>
+#include <attnpack/ops/cpu/work_units.h>
+#include <attnpack/ops/detail/attention_params.h>
+
+namespace attnpack {
+namespace {
+
+// Hands units to torch's threads.
+constexpr auto kTorchThreads = [](Order order, int64_t count, double work, size_t scratch_bytes, auto&& unit) {
+  for_each_unit(count, work, scratch_bytes, unit, order == Order::kNeighbours);
+};
+
+AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
+  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  PreparedAttention prepared = prepare_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  const AttentionResult result = make_outputs(prepared);
+  run_forward(kernels_in_use(), prepared.params, kTorchThreads);
+  return result;
+}
+
+// The sum of all elements, [1]. at::sum splits a sum to one number over the threads, and rounds by their number.
+Tensor sum_in_order(const Tensor& x) {
+  const Tensor terms = x.to(at::kDouble).contiguous();
+  double sum = 0;
+  for (int64_t i = 0; i < terms.numel(); ++i) sum += terms.const_data_ptr<double>()[i];
+  return at::full({1}, sum, x.options());
+}
+
+AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                          const Tensor& query, const Tensor& key, const Tensor& value,
+                                          const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
+                                          bool mask_gradient, bool sinks_gradient) {
+  check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, ATTNPACK_ATTENTION_ARGS, mask_gradient,
+                           sinks_gradient);
+  const PreparedAttention prepared = prepare_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  PreparedBackward r = prepare_backward(prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
+  AttentionBackwardParams& bp = r.params;
+  const AttentionParams& p = bp.forward;
+  const Tiling t = tile_rows(p);
+  if (t.kv_heads * p.kv_len == 0) r.grad_query.zero_();
+  const Tensor sums = at::empty({p.batch * p.num_heads * p.q_len, sums_width(p.head_dim)}, r.delta.options());
+  const Tensor done = at::zeros({t.kv_heads * t.tiles}, at::kInt);
+  bp.grad_query_sums = sums.mutable_data_ptr();
+  bp.blocks_done = done.mutable_data_ptr<int32_t>();
+  bp.tiles = t.tiles;
+  run_backward(kernels_in_use(), bp, kTorchThreads);
+  Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
+  if (mask_gradient)
+    grad_mask = (mask->numel() == 1 ? sum_in_order(r.grad_scores).view(mask->sizes())
+                                    : r.grad_scores.sum_to_size(mask->sizes()))
+                    .to(mask->scalar_type());
+  if (sinks_gradient) {
+    const Tensor terms = sink_terms(*sinks, lse, r.delta);
+    grad_sinks = (p.num_heads == 1 ? sum_in_order(terms) : terms.sum({0, 2})).to(sinks->scalar_type());
+  }
+  return {r.grad_query, r.grad_key, r.grad_value, grad_mask, grad_sinks};
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, CPU, m) {
+  m.impl("attention", attnpack::attention_cpu);
+  m.impl("attention_backward", attnpack::attention_backward_cpu);
+}

@@ -1,0 +1,124 @@
+#pragma once
+
+#include <type_traits>
+
+#include <attnpack/ops/cpu/isa/bf16_pairs.h>
+#include <attnpack/ops/cpu/isa/softmax.h>
+
+// What products multiply, for the storage type S and the accumulation type A: Elements, each of kStep numbers.
+namespace attnpack::ATTNPACK_ISA {
+
+// The first count < kLanes elements, zeros behind them.
+template <class A, class S>
+inline Vec<A> load_some(const S* p, int64_t count) {
+  Vec<A> v{};
+  for (int64_t i = 0; i < count; ++i) v[i] = load_one(p + i);
+  return v;
+}
+
+// Numbers widened to the accumulation type ...
+template <class S, class A>
+struct Widened {
+  using Element = A;
+  static constexpr int64_t kStep = 1;
+  static void pack_row(const S* from, int64_t columns, A* to, int64_t ld) { pack<A>(from, 0, 1, columns, to, ld); }
+  static void pack_keys(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to) {
+    pack_transposed<A>(from, row_stride, rows, columns, to);
+  }
+  static void pack_values(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to, int64_t height) {
+    pack_panels<A>(from, row_stride, rows, columns, to, height);
+  }
+
+  // A vector of what lies in a row: kWidth numbers, or the first `some` of them.
+  static constexpr int64_t kWidth = kLanes<A>;
+  static Vec<A> in_row(const S* p) { return load<A>(p); }
+  static Vec<A> in_row(const S* p, int64_t some) { return load_some<A>(p, some); }
+  static Vec<A> add(Vec<A> sum, Vec<A> a, Vec<A> b) { return sum + a * b; }
+
+  // Vectors of what lies below each other in kStep rows, one column a lane, or the first `some` columns.
+  static constexpr int kTogether = 1;  // vectors that are loaded at once
+  template <int Vectors>
+  static void below(const S* row, const S*, Vec<A>* to) {
+    to[0] = load<A>(row);
+  }
+  static Vec<A> below_some(const S* row, const S*, int64_t some) { return load_some<A>(row, some); }
+};
+
+// ... or pairs of bf16, to which the softmax's results are rounded.
+struct Paired {
+  using Element = Pair;
+  static constexpr int64_t kStep = 2;
+  static constexpr auto pack_row = pack_pairs;
+  static constexpr auto pack_keys = pack_pairs_transposed;
+  static constexpr auto pack_values = pack_pair_panels;
+
+  static constexpr int64_t kWidth = 2 * kLanes<Pair>;
+  static Vec<Pair> in_row(const BFloat16* p) { return load_bits<Vec<Pair>>(p); }
+  static Vec<Pair> in_row(const BFloat16* p, int64_t some) {
+    Pair x[kLanes<Pair>] = {};
+    read_pairs(p, some, pairs_of(some), x);
+    return load_bits<Vec<Pair>>(x);
+  }
+  static Vec<float> add(Vec<float> sum, Vec<Pair> a, Vec<Pair> b) { return pair_products(sum, a, b); }
+
+  static constexpr int kTogether = 2;
+  template <int Vectors>
+  static void below(const BFloat16* row, const BFloat16* next, Vec<Pair>* to) {
+    pair_rows<Vectors>(row, next, to);
+  }
+  static constexpr auto below_some = pair_rows_some;
+};
+
+template <class S, class A>
+using OperandsOf = std::conditional_t<kPairProducts && std::is_same_v<S, BFloat16>, Paired, Widened<S, A>>;
+
+template <class Operands>
+constexpr bool kRounds = Operands::kStep > 1;
+
+// Elements of n numbers.
+template <class Operands>
+constexpr int64_t steps(int64_t n) {
+  return (n + Operands::kStep - 1) / Operands::kStep;
+}
+
+// The longest chain of sums in a score (gemm.h): where a row sees few keys nothing averages rounding errors out, and
+// short chains cost little. Padding counts nothing.
+inline int64_t score_chain(const AttentionParams& p, int64_t b) { return valid_keys(p, b) <= 32 ? 8 : kDepth; }
+
+// What multiplies the values, in rows of ld elements: the scores themselves, or what they are rounded to; then a vector
+// behind each row of out, at sums, adds up what they became.
+template <class Operands>
+struct Weights {
+  typename Operands::Element* data;
+  int64_t ld, sums;
+};
+
+// Products of rows [first, first + rows) with keys [begin, begin + count) -> weights, a vector's height of rows at a
+// time while they are in the L1 cache.
+template <class Operands, class A>
+inline void weigh(const AttentionParams& p, int64_t b, const RowTile& tile, const RowState<A>& state,
+                  const Weights<Operands>& weights, int64_t first, int64_t rows, int64_t begin, int64_t count) {
+  if constexpr (!kRounds<Operands>) {
+    softmax_rows<A>(p, b, tile, state, first, rows, begin, count);
+  } else {
+    for (int64_t r = first; r < first + rows; r += kSoftmaxRows<A>) {
+      const int64_t some = smaller(kSoftmaxRows<A>, first + rows - r);
+      softmax_rows<A>(p, b, tile, state, r, some, begin, count);
+      for (int64_t i = r; i < r + some; ++i)
+        round_weights(state.scores + i * state.scores_ld, count, weights.data + i * weights.ld,
+                      state.out + i * state.out_ld + weights.sums);
+    }
+  }
+}
+
+// What the values' sum in row r is to be divided by: the sum of the weights that they met; with dropout that has other
+// terms than the denominator. lse keeps the sum of the unrounded ones: the backward pass computes the probabilities
+// from it.
+template <class Operands, class A>
+inline A divisor(const AttentionParams& p, const RowState<A>& state, const Weights<Operands>& weights, int64_t r) {
+  if constexpr (kRounds<Operands>)
+    if (p.dropout_p == 0) return fold_lanes<A>(load<A>(state.out + r * state.out_ld + weights.sums), Add());
+  return state.sum[r];
+}
+
+}  // namespace attnpack::ATTNPACK_ISA

@@ -1,0 +1,115 @@
+#pragma once
+
+#include <attnpack/ops/cpu/isa/kernels.h>
+#include <attnpack/ops/cpu/isa/matmul.h>
+#include <attnpack/ops/cpu/isa/scores.h>
+
+// What forward and backward share: dispatch on the dtype, addresses, scratch, the rows of a tile.
+namespace attnpack::ATTNPACK_ISA {
+
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Calls f(storage, accumulation) with one value of each type.
+template <class F>
+inline void dispatch(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return f(double{}, double{});
+    case DType::kFloat32:
+      return f(float{}, float{});
+    case DType::kBFloat16:
+      return f(BFloat16{}, float{});
+    default:
+      return f(Float16{}, float{});
+  }
+}
+
+template <class S>
+inline const S* at(const void* base, const Strides& s, int64_t b, int64_t head, int64_t row) {
+  return static_cast<const S*>(base) + b * s.batch + head * s.head + row * s.row;
+}
+template <class S>
+inline S* at(void* base, const Strides& s, int64_t b, int64_t head, int64_t row) {
+  return static_cast<S*>(base) + b * s.batch + head * s.head + row * s.row;
+}
+
+// Hands out aligned pieces of a scratch buffer; with base null it only counts.
+class Arena {
+ public:
+  explicit Arena(void* base) : next_(reinterpret_cast<uintptr_t>(base)) {}
+  template <class T>
+  T* take(int64_t count) {
+    const uintptr_t piece = next_;
+    next_ += (static_cast<uintptr_t>(count) * sizeof(T) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(piece);
+  }
+  size_t used() const { return next_; }
+
+ private:
+  uintptr_t next_;
+};
+
+// Which blocks of a head's keys lie packed in scratch: all of them stay for the next tile of the same head where
+// kPackedKeys suffices, otherwise one slot is packed anew each time.
+class PackedBlocks {
+ public:
+  PackedBlocks(int64_t kv_len, int64_t block, Arena& arena) : block_(block) {
+    const int64_t all = larger((kv_len + block - 1) / block, 1);
+    stay_ = all * block <= kPackedKeys;
+    slots_ = stay_ ? all : 1;
+    head_ = arena.take<int64_t>(1);  // first in scratch: its owner clears it
+    packed_ = arena.take<char>(slots_);
+  }
+  int64_t slots() const { return slots_; }
+  // b * num_kv_heads + kv_head of the tile that begins.
+  void enter(int64_t head) {
+    if (*head_ == head + 1) return;
+    *head_ = head + 1;
+    for (int64_t i = 0; i < slots_; ++i) packed_[i] = 0;
+  }
+  // The slot of the block that begins at key `begin`; calls pack(slot) where it is not there yet.
+  template <class F>
+  int64_t slot(int64_t begin, F&& pack) {
+    const int64_t slot = stay_ ? begin / block_ : 0;
+    if (!stay_ || !packed_[slot]) pack(slot);
+    packed_[slot] = 1;
+    return slot;
+  }
+
+ private:
+  int64_t block_, slots_;
+  bool stay_;
+  int64_t* head_;
+  char* packed_;
+};
+
+// The rows [begin, end) of a kv head.
+struct RowTile {
+  Row rows[kTileQueryRows];
+  int64_t count;
+  Range keys;  // hull of the rows' ranges
+};
+
+inline void make_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Range range, RowTile& tile) {
+  const int64_t group = group_size(p, kv_head);
+  tile.count = range.end - range.begin;
+  tile.keys = {p.kv_len, 0};
+  for (int64_t r = 0; r < tile.count; ++r) {
+    const int64_t index = range.begin + r;
+    const Row& row = tile.rows[r] = make_row(p, b, group_head(p, kv_head, index % group), index / group);
+    if (row.keys.empty()) continue;
+    if (row.keys.begin < tile.keys.begin) tile.keys.begin = row.keys.begin;
+    if (row.keys.end > tile.keys.end) tile.keys.end = row.keys.end;
+  }
+}
+
+// The rows of a [B, H, L, columns] tensor that a tile names, packed [count, ld].
+template <class A, class S>
+inline void pack_rows(const RowTile& tile, const void* base, const Strides& strides, int64_t b, int64_t columns, A* to,
+                      int64_t ld) {
+  for (int64_t r = 0; r < tile.count; ++r)
+    pack<A>(at<S>(base, strides, b, tile.rows[r].head, tile.rows[r].query), 0, 1, columns, to + r * ld, ld);
+}
+
+}  // namespace attnpack::ATTNPACK_ISA

@@ -1,0 +1,76 @@
+#include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
+#include <torch/library.h>
+
+#include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/cpu/threads.h>
+#include <attnpack/ops/detail/linear_params.h>
+#include <attnpack/ops/linear.h>
+
+namespace attnpack {
+namespace {
+
+using at::Tensor;
+
+// Outputs of a unit: few, so that all threads end together.
+constexpr int64_t kOutputs = 16, kMostOutputs = 64;
+int64_t outputs_of_unit(int64_t outputs) {
+  return std::clamp(outputs / (8 * at::get_num_threads()) / kOutputs * kOutputs, kOutputs, kMostOutputs);
+}
+
+// One of the layers that read the same rows; its units follow those of the ones before it.
+struct Layer {
+  PreparedLinear prepared;
+  int64_t end;  // of its units
+};
+
+// outs [..., out] of layers that fit, all in one go.
+std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const std::optional<Tensor>* biases) {
+  const Tensor rows = input.contiguous();
+  std::vector<Tensor> outs;
+  c10::SmallVector<Layer, 3> layers;
+  int64_t units = 0, outputs = 0;
+  for (const Tensor& weight : weights) outputs += weight.size(0);
+  const int64_t step = outputs_of_unit(outputs);
+  for (size_t i = 0; i < weights.size(); ++i) {
+    PreparedLinear prepared = prepare_linear(rows, weights[i], biases[i]);
+    outs.push_back(prepared.out);
+    units += (prepared.params.outputs + step - 1) / step;
+    layers.push_back({std::move(prepared), units});
+  }
+  const auto& kernels = kernels_in_use();
+  const LinearParams& any = layers.front().prepared.params;
+  // A weight that comes from memory takes as long as some multiply-adds.
+  const auto unit_of_layers = [&](int64_t unit, void* scratch) {
+    size_t i = 0;
+    while (unit >= layers[i].end) ++i;
+    const auto& p = layers[i].prepared.params;
+    const int64_t begin = (unit - (i == 0 ? 0 : layers[i - 1].end)) * step;
+    kernels.linear_rows(p, {begin, std::min(begin + step, p.outputs)}, scratch);
+  };
+  for_each_unit(units, static_cast<double>(any.rows + 3) * any.inputs * outputs, kernels.linear_scratch(any),
+                unit_of_layers, true);
+  return outs;
+}
+
+Tensor linear_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return fits_few_rows(input, weight, bias) ? stream(input, weight, &bias).front() : at::linear(input, weight, bias);
+}
+
+std::vector<Tensor> linears_cpu(const Tensor& input, at::TensorList weights, at::TensorList biases) {
+  bool all_fit = !weights.empty() && (biases.empty() || biases.size() == weights.size());
+  c10::SmallVector<std::optional<Tensor>, 3> offsets(weights.size());
+  for (size_t i = 0; all_fit && i < weights.size(); ++i) {
+    if (!biases.empty()) offsets[i] = biases[i];
+    all_fit = fits_few_rows(input, weights[i], offsets[i]);
+  }
+  return all_fit ? stream(input, weights, offsets.data()) : linears_formula(input, weights, biases);
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, CPU, m) {
+  m.impl("linear", attnpack::linear_cpu);
+  m.impl("linears", attnpack::linears_cpu);
+}

@@ -1,0 +1,74 @@
+#include <attnpack/ops/cpu/machine_speed.h>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <vector>
+
+#include <attnpack/ops/cpu/isa.h>
+
+namespace attnpack {
+namespace {
+
+constexpr int kTries = 5;
+
+// Work a second of call(thread), done by all threads at once; call returns its work.
+template <class F>
+double rate(F&& call) {
+  const int64_t threads = at::get_num_threads();
+  std::vector<double> work(threads, 0.0);
+  const auto start = std::chrono::steady_clock::now();
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) work[t] = call(t);
+  });
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return std::accumulate(work.begin(), work.end(), 0.0) / seconds;
+}
+
+template <class F>
+double best_of_tries(F&& rate) {
+  double best = 0;
+  for (int i = 0; i < kTries; ++i) best = std::max(best, rate());
+  return best;
+}
+
+constexpr int64_t kApart = 16;  // floats: a cache line for what each thread writes
+
+}  // namespace
+
+int64_t last_level_cache_bytes() {
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  return std::max<int64_t>(0, sysconf(_SC_LEVEL3_CACHE_SIZE));
+#else
+  return 0;
+#endif
+}
+
+double read_bytes_per_second(const at::Tensor& data) {
+  const float* from = data.const_data_ptr<float>();
+  const int64_t share = data.numel() / at::get_num_threads();
+  std::vector<float> sink(at::get_num_threads() * kApart);
+  return rate([&](int64_t t) {
+    kernels_in_use().read_through(from + t * share, share, &sink[t * kApart]);
+    return static_cast<double>(share) * sizeof(float);
+  });
+}
+
+Limits measure_limits() {
+  const auto& kernels = kernels_in_use();
+  std::vector<float> sink(at::get_num_threads() * kApart);
+  const auto flops_of = [&](double (*multiply_adds)(int64_t, float*)) {
+    return 2 *
+           best_of_tries([&] { return rate([&](int64_t t) { return multiply_adds(1 << 20, &sink[t * kApart]); }); });
+  };
+  const double flops = flops_of(kernels.multiply_adds), pairs = flops_of(kernels.pair_multiply_adds);
+  const int64_t bytes = std::max(int64_t{256} << 20, 2 * last_level_cache_bytes());
+  const at::Tensor data = at::ones({bytes / static_cast<int64_t>(sizeof(float))}, at::kFloat);
+  return {flops, pairs > 0 ? pairs : flops, best_of_tries([&] { return read_bytes_per_second(data); })};
+}
+
+}  // namespace attnpack

@@ -1,0 +1,42 @@
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/cpu/threads.h>
+#include <attnpack/ops/detail/attention_params.h>
+
+namespace attnpack {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kRows = 32;  // of a unit
+
+bool fits(const Tensor& x, const Tensor& weight) {
+  const auto dtype = x.scalar_type();
+  return (dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) &&
+         weight.scalar_type() == dtype && x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(-1) &&
+         x.numel() > 0;
+}
+
+Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps) {
+  if (!fits(x, weight)) return at::rms_norm(x, weight.sizes(), weight, eps);
+  const Tensor out = at::empty(x.sizes(), x.options()), from = x.contiguous(), factors = weight.contiguous();
+  RmsNormParams p{};
+  p.dim = weight.size(0);
+  p.dtype = kernel_dtype(x.scalar_type());
+  p.eps = eps;
+  p.x = from.const_data_ptr();
+  p.weight = factors.const_data_ptr();
+  p.out = out.mutable_data_ptr();
+  const int64_t rows = x.numel() / p.dim;
+  for_each_unit((rows + kRows - 1) / kRows, static_cast<double>(x.numel()), 0, [&](int64_t unit, void*) {
+    kernels_in_use().rms_norm_rows(p, {unit * kRows, std::min((unit + 1) * kRows, rows)});
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, CPU, m) { m.impl("rms_norm", attnpack::rms_norm_cpu); }

@@ -1,0 +1,90 @@
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include <attnpack/ops/cuda/composition.h>
+#include <attnpack/ops/cuda/device_constants.h>
+#include <attnpack/ops/cuda/target.h>
+#include <attnpack/ops/detail/attention_params.h>
+
+namespace attnpack {
+namespace {
+
+struct CudaAttention {
+  PreparedAttention prepared;
+  int64_t most_group;
+};
+
+CudaAttention prepare(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
+  CudaAttention r{prepare_attention(query, key, value, ATTNPACK_ATTENTION_ARGS), 0};
+  AttentionParams& p = r.prepared.params;
+  for (int64_t h = 0; h < p.num_kv_heads; ++h) r.most_group = std::max(r.most_group, group_size(p, h));
+  if (head_map) {
+    const auto kept = [&](const std::vector<int64_t>& numbers) {
+      return on_device<int64_t>(numbers, query.device()).const_data_ptr<int64_t>();
+    };
+    p.group_start = kept(r.prepared.groups.start);
+    p.group_heads = kept(r.prepared.groups.heads);
+  }
+  return r;
+}
+
+// To look at kv_lens waits for the device: calls clamp them, and look with ATTNPACK_CHECK=1 alone.
+void check_lengths_if_asked(const std::optional<Tensor>& kv_lens, int64_t kv_len) {
+  const char* asked = std::getenv("ATTNPACK_CHECK");
+  if (!kv_lens || !asked || std::strcmp(asked, "1") != 0) return;
+  const Tensor lens = kv_lens->to(at::kCPU, at::kLong).contiguous();
+  check_kv_lens_values(lens.const_data_ptr<int64_t>(), lens.numel(), kv_len);
+}
+
+// Rows, heads and keys are counted in 32 bits by the kernels; elements are not.
+bool countable(const Tensor& query, const Tensor& key) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 64;
+  return query.size(1) <= kMost && query.size(2) <= kMost && key.size(2) <= kMost;
+}
+
+AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
+  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  check_lengths_if_asked(kv_lens, key.size(2));
+  const CudaKernels* kernels = cuda_kernels(query.device().index());
+  if (!kernels || !countable(query, key)) return attention_composed(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  const Target target(query);
+  CudaAttention call = prepare(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  const AttentionResult result = make_outputs(call.prepared);
+  const AttentionParams& p = call.prepared.params;
+  const cuda::ForwardPlan plan = kernels->plan(p, call.most_group, target.device());
+  const Tensor workspace = at::empty({plan.workspace_bytes}, query.options().dtype(at::kByte));
+  check_launch(kernels->forward(p, plan, workspace.mutable_data_ptr(), target.device(), target.stream()));
+  return result;
+}
+
+AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                           const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
+                                           bool mask_gradient, bool sinks_gradient) {
+  check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, ATTNPACK_ATTENTION_ARGS, mask_gradient,
+                           sinks_gradient);
+  const CudaKernels* kernels = cuda_kernels(query.device().index());
+  if (!kernels || !countable(query, key))
+    return attention_backward_composed(grad_out, grad_lse, query, key, value, ATTNPACK_ATTENTION_ARGS, mask_gradient,
+                                       sinks_gradient);
+  const Target target(query);
+  const CudaAttention call = prepare(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  const PreparedBackward r =
+      prepare_backward(call.prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
+  check_launch(kernels->backward(r.params, call.most_group, target.device(), target.stream()));
+  Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
+  if (mask_gradient) grad_mask = r.grad_scores.sum_to_size(mask->sizes()).to(mask->scalar_type());
+  if (sinks_gradient) grad_sinks = sink_terms(*sinks, lse, r.delta).sum({0, 2}).to(sinks->scalar_type());
+  return {r.grad_query, r.grad_key, r.grad_value, grad_mask, grad_sinks};
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, CUDA, m) {
+  m.impl("attention", attnpack::attention_cuda);
+  m.impl("attention_backward", attnpack::attention_backward_cuda);
+}

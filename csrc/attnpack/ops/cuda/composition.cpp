@@ -1,0 +1,83 @@
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/cuda/composition.h>
+#include <attnpack/ops/detail/layout.h>
+#include <attnpack/ops/kv_cache.h>
+#include <attnpack/ops/rope.h>
+
+namespace attnpack {
+namespace {
+
+void warn_once() {
+  TORCH_WARN_ONCE(
+      "attnpack: no CUDA kernels are loaded; CUDA tensors run through a composition of ATen ops with "
+      "the same results, which holds the scores [batch, num_heads, q_len, kv_len] in memory.");
+}
+
+}  // namespace
+
+AttentionResult attention_composed(const Tensor& query, const Tensor& key, const Tensor& value,
+                                   ATTNPACK_ATTENTION_PARAMS) {
+  warn_once();
+  return attention_formula(query, key, value, ATTNPACK_ATTENTION_ARGS);
+}
+
+// Differentiates the formula, so that compiled graphs find the op that they recorded.
+AttentionGradients attention_backward_composed(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                               const Tensor& query, const Tensor& key, const Tensor& value,
+                                               ATTNPACK_ATTENTION_PARAMS, bool mask_gradient, bool sinks_gradient) {
+  ATTNPACK_CHECK(dropout_p == 0, "dropout_p is ", dropout_p,
+                 ", wants 0 on CUDA under torch.compile: the composition "
+                 "of ATen ops cannot draw the same mask twice");
+  const at::AutoGradMode enable(true);
+  const auto leaf = [](const Tensor& t, bool wanted) { return t.detach().requires_grad_(wanted); };
+  const Tensor q = leaf(query, true), k = leaf(key, true), v = leaf(value, true);
+  std::vector<Tensor> inputs{q, k, v};
+  std::optional<Tensor> m = mask, s = sinks;
+  if (mask_gradient) inputs.push_back(*(m = leaf(*mask, true)));
+  if (sinks_gradient) inputs.push_back(*(s = leaf(*sinks, true)));
+  const auto [o, l] = attention_formula(q, k, v, m, causal, q_offset, q_offsets, window_left, window_right, kv_lens,
+                                        softcap, s, alibi_slopes, head_map, dropout_p, dropout_seed, scale);
+  Tensor total = (o * grad_out).sum();
+  if (grad_lse) total = total + (l * *grad_lse).sum();
+  total.backward({}, std::nullopt, false, inputs);
+  const auto none = [&] { return at::empty({0}, query.options()); };
+  const auto laid = [](const Tensor& t) { return t.grad().transpose(1, 2).contiguous().transpose(1, 2); };
+  return {laid(q), laid(k), laid(v), mask_gradient ? m->grad() : none(), sinks_gradient ? s->grad() : none()};
+}
+
+void kv_cache_append_composed(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
+                              const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens) {
+  if (key.size(2) == 0) return;
+  const Tensor counts = new_lens ? new_lens->to(at::kLong) : at::full_like(lengths, key.size(2));
+  // Slot j of sequence b takes new position j - lengths[b], where there is one.
+  const Tensor source = at::arange(cache_key.size(2), lengths.options()) - lengths.unsqueeze(1);  // [B, capacity]
+  const Tensor fresh = source.ge(0).logical_and(source < counts.unsqueeze(1)).unsqueeze(1).unsqueeze(-1);
+  const Tensor index = source.clamp(0, key.size(2) - 1).unsqueeze(1).unsqueeze(-1);
+  const auto write = [&](const Tensor& cache, const Tensor& x) {
+    cache.copy_(at::where(fresh, x.gather(2, index.expand(cache.sizes())), cache));
+  };
+  write(cache_key, key);
+  write(cache_value, value);
+  lengths.add_(counts).clamp_max_(cache_key.size(2));
+}
+
+Tensor kv_cache_append_rotated_composed(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
+                                        const Tensor& query, const Tensor& key, const Tensor& value,
+                                        at::ArrayRef<double> inv_freq, double factor, bool interleaved,
+                                        const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit) {
+  check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
+  check_rotated(query, key, inv_freq);
+  const Tensor positions = lengths.unsqueeze(1) + at::arange(key.size(2), lengths.options());  // [B, L]
+  const auto [cos, sin] = rope_table(positions, inv_freq, factor);
+  const auto rotate = [&, c = cos.unsqueeze(1), s = sin.unsqueeze(1)](const Tensor& x) {
+    return apply_rope(x, c, s, interleaved);
+  };
+  const Tensor rotated = rotate(query);
+  kv_cache_append_(cache_key, cache_value, lengths, rotate(key), value, new_lens, limit);
+  return rotated;
+}
+
+}  // namespace attnpack

@@ -1,0 +1,166 @@
+#pragma once
+
+#include <attnpack/ops/cuda/kernels/plan.h>
+#include <attnpack/ops/cuda/kernels/exact.cuh>
+
+// Backward: probabilities are recomputed from lse. With P the probabilities, D = rowsum(dO * O) - dlse and
+// dS = P * (dO V^T - D):  dV = P^T dO,  dQ = scale dS K,  dK = scale dS^T Q.  One kernel for each gradient, of the same
+// form: 16 owners (keys, rows or keys) gather from all the others. Nothing is added up between blocks, so every sum has
+// one fixed order; the price is that products are formed more than once.
+namespace attnpack::cuda {
+
+constexpr int kBackwardThreads = 128;  // and columns of a block
+
+// Blocks of one gradient, `most_group` as in plan_forward.
+static inline int64_t backward_blocks(const AttentionParams& p, Gradient of, int64_t most_group) {
+  const int64_t owners = of == Gradient::kQuery ? most_group * p.q_len : p.kv_len;
+  const int64_t width = of == Gradient::kValue ? p.v_head_dim : p.head_dim;
+  const int64_t columns = (width + kBackwardThreads - 1) / kBackwardThreads;
+  // The mask's gradient falls out of the query's, also where head_dim is 0.
+  return p.batch * p.num_kv_heads * ((owners + kOwners - 1) / kOwners) *
+         (of == Gradient::kQuery && columns == 0 ? 1 : columns);
+}
+
+// What multiplies an other's row in the sum of one pair: P after dropout for values, scale dS for keys and queries.
+template <Gradient Of, class A>
+ATTNPACK_DEVICE A pair_weight(const AttentionBackwardParams& bp, int64_t b, const Row& row, int64_t key, A product,
+                              A grad_product, bool keep_scores) {
+  const AttentionParams& p = bp.forward;
+  A slope = 1;
+  const A score = finish_score(p, b, row, key, product, &slope);
+  if (score == -infinity<A>()) return A(-0.0);
+  const int64_t index = (b * p.num_heads + row.head) * p.q_len + row.query;
+  const A probability = std::exp(score - static_cast<const A*>(p.lse)[index]);
+  const A kept = p.dropout_p > 0 ? drop<A>(p, b, row, key) : A(1);
+  if (Of == Gradient::kValue) return unmarked(probability * kept);
+  const A gradient = probability * (kept * grad_product - static_cast<const A*>(bp.delta)[index]);
+  if (keep_scores) static_cast<A*>(bp.grad_scores)[index * p.kv_len + key] = gradient;
+  return unmarked(gradient * (static_cast<A>(p.scale) * slope));
+}
+
+template <Gradient Of, class S, class A>
+class BackwardBlock {
+ public:
+  ATTNPACK_DEVICE BackwardBlock(const AttentionBackwardParams& bp, int64_t most_group, int64_t block,
+                                ExactShared<A>& shared)
+      : bp_(bp), p_(bp.forward), shared_(shared) {
+    const int64_t owners = Of == Gradient::kQuery ? most_group * p_.q_len : p_.kv_len;
+    const int64_t tiles = (owners + kOwners - 1) / kOwners, heads = p_.batch * p_.num_kv_heads;
+    const int64_t head = block / tiles % heads;
+    first_ = block % tiles * kOwners;
+    column_ = block / tiles / heads * kBackwardThreads + thread_id();
+    chunk_ = block / tiles / heads;
+    b_ = head / p_.num_kv_heads;
+    kv_head_ = head % p_.num_kv_heads;
+    rows_ = group_size(p_, kv_head_) * p_.q_len;
+  }
+
+  ATTNPACK_DEVICE void run() {
+#pragma unroll
+    for (int o = 0; o < kOwners; ++o) sum_[o] = 0;
+    if constexpr (Of == Gradient::kQuery)
+      query_gradient();
+    else
+      key_gradient();
+  }
+
+ private:
+  using Mine = Share<kBackwardThreads>;
+  ATTNPACK_DEVICE static int smaller(int64_t a, int b) { return a < b ? static_cast<int>(a) : b; }
+
+  // Owners are rows, others keys.
+  ATTNPACK_DEVICE void query_gradient() {
+    if (first_ >= rows_) return;
+    const int count = smaller(rows_ - first_, kOwners);
+    fill_rows(p_, b_, kv_head_, first_, kOwners, shared_.rows);
+    const Range keys = hull(p_, b_, kv_head_, first_, kOwners);
+    const auto queries = query_rows<S>(p_.query, p_.query_strides, b_, shared_.rows);
+    const auto grads = query_rows<S>(bp_.grad_out, bp_.grad_out_strides, b_, shared_.rows);
+    for (int64_t begin = keys.begin; begin < keys.end; begin += kOthers) {
+      const int some = smaller(keys.end - begin, kOthers);
+      const auto key = key_rows<S>(p_.key, p_.key_strides, b_, kv_head_, begin);
+      weigh(queries, grads, count, key, key_rows<S>(p_.value, p_.value_strides, b_, kv_head_, begin), some,
+            [&](int owner, int other) { return Pair{&shared_.rows[owner], begin + other}; });
+      add_weighted(shared_, key, some, column_, p_.head_dim, sum_);
+    }
+    const auto out = query_rows<S>(bp_.grad_query, bp_.grad_query_strides, b_, shared_.rows);
+    store(out, count, p_.head_dim);
+  }
+
+  // Owners are keys, others rows.
+  ATTNPACK_DEVICE void key_gradient() {
+    const int count = smaller(p_.kv_len - first_, kOwners);
+    const auto keys = key_rows<S>(p_.key, p_.key_strides, b_, kv_head_, first_);
+    const auto values = key_rows<S>(p_.value, p_.value_strides, b_, kv_head_, first_);
+    for (int64_t begin = 0; begin < rows_; begin += kOthers) {
+      const int some = smaller(rows_ - begin, kOthers);
+      const Range seen = hull(p_, b_, kv_head_, begin, some);
+      if (seen.end <= first_ || seen.begin >= first_ + count) continue;
+      fill_rows(p_, b_, kv_head_, begin, kOthers, shared_.rows);
+      const auto queries = query_rows<S>(p_.query, p_.query_strides, b_, shared_.rows);
+      const auto grads = query_rows<S>(bp_.grad_out, bp_.grad_out_strides, b_, shared_.rows);
+      weigh(keys, values, count, queries, grads, some,
+            [&](int owner, int other) { return Pair{&shared_.rows[other], first_ + owner}; });
+      if constexpr (Of == Gradient::kKey)
+        add_weighted(shared_, queries, some, column_, p_.head_dim, sum_);
+      else
+        add_weighted(shared_, grads, some, column_, p_.v_head_dim, sum_);
+    }
+    if constexpr (Of == Gradient::kKey)
+      store(key_rows<S>(bp_.grad_key, bp_.grad_key_strides, b_, kv_head_, first_), count, p_.head_dim);
+    else
+      store(key_rows<S>(bp_.grad_value, bp_.grad_value_strides, b_, kv_head_, first_), count, p_.v_head_dim);
+  }
+
+  struct Pair {
+    const Row* row;
+    int64_t key;
+  };
+
+  // Leaves the weights of all pairs in shared memory.
+  template <class Owners, class OwnerGrads, class Others, class OtherGrads, class GetPair>
+  ATTNPACK_DEVICE void weigh(const Owners& owners, const OwnerGrads& owner_grads, int count, const Others& others,
+                             const OtherGrads& other_grads, int some, const GetPair& pair) {
+    A product[Mine::kMine], grad_product[Mine::kMine];
+    dot_products<kBackwardThreads>(shared_, owners, count, others, some, p_.head_dim, product);
+#pragma unroll
+    for (int i = 0; i < Mine::kMine; ++i) grad_product[i] = 0;
+    if constexpr (Of != Gradient::kValue)
+      dot_products<kBackwardThreads>(shared_, owner_grads, count, other_grads, some, p_.v_head_dim, grad_product);
+    sync_block();
+#pragma unroll
+    for (int i = 0; i < Mine::kMine; ++i) {
+      const int owner = Mine::owner(i), other = Mine::lane();
+      A weight = A(-0.0);
+      if (owner < count && other < some) {
+        const Pair at = pair(owner, other);
+        const bool keep_scores = Of == Gradient::kQuery && chunk_ == 0 && bp_.grad_scores;
+        weight = pair_weight<Of>(bp_, b_, *at.row, at.key, product[i], grad_product[i], keep_scores);
+      }
+      shared_.weight[owner][other] = weight;
+    }
+    sync_block();
+  }
+
+  template <class Out>
+  ATTNPACK_DEVICE void store(const Out& out, int count, int64_t width) {
+    if (column_ >= width) return;
+#pragma unroll
+    for (int o = 0; o < kOwners; ++o)
+      if (o < count) narrow(sum_[o], const_cast<S*>(out(o)) + column_);
+  }
+
+  const AttentionBackwardParams& bp_;
+  const AttentionParams& p_;
+  ExactShared<A>& shared_;
+  int64_t first_, column_, chunk_, b_, kv_head_, rows_;
+  A sum_[kOwners];
+};
+
+template <Gradient Of, class S, class A>
+ATTNPACK_DEVICE void backward_block(const AttentionBackwardParams& bp, int64_t most_group, int64_t block,
+                                    void* shared) {
+  BackwardBlock<Of, S, A>(bp, most_group, block, *static_cast<ExactShared<A>*>(shared)).run();
+}
+
+}  // namespace attnpack::cuda

@@ -1,0 +1,328 @@
+#pragma once
+
+#include <attnpack/ops/cuda/kernels/exact.cuh>
+#include <attnpack/ops/cuda/kernels/partial.cuh>
+#include <attnpack/ops/cuda/kernels/tiles.cuh>
+
+// Backward on tensor cores (FlashAttention-2, Dao 2023, section 3.1.2), with the formulas and the form of
+// backward_exact.cuh: a block's owners, 16 rows or keys a warp, gather from all the others that see them, and no sum is
+// shared between blocks. With X the owners and Y the others, [Q, dO] and [K, V] or the other way round, a step forms
+//   S = X0 Y0^T,  dP = X1 Y1^T,  then from P and dS:  sum0 += dS Y0 (dQ or dK),  sum1 += P Y1 (dV).
+namespace attnpack::cuda {
+
+// What NaN and Inf of the others bring into column c of an owner: all of those that it sees, or that see it. An
+// infinite query or key leaves NaN in its row's scores, so that is what it brings. Out of line, as broken_part in
+// partial.cuh.
+template <class S>
+ATTNPACK_DEVICE_CALL float broken_keys(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, int64_t owner,
+                                       Range others, int64_t c) {
+  const AttentionParams& p = bp.forward;
+  const Row row = make_row(p, b, kv_head, owner);
+  const auto keys = key_rows<S>(p.key, p.key_strides, b, kv_head, 0);
+  float sum = 0;
+  for (int64_t key = others.begin; key < others.end && sum == sum; ++key) {
+    const float x = widen(keys(key)[c]);
+    if (!is_finite(x) && finish_score(p, b, row, key, 0.f) != -infinity<float>()) sum += x * 0;
+  }
+  return sum;
+}
+template <class S>
+ATTNPACK_DEVICE_CALL float broken_rows(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, int64_t owner,
+                                       Range others, int64_t c, bool of_values) {
+  const AttentionParams& p = bp.forward;
+  const int64_t group = group_size(p, kv_head);
+  const S* base = static_cast<const S*>(of_values ? bp.grad_out : p.query);
+  const Strides& strides = of_values ? bp.grad_out_strides : p.query_strides;
+  float sum = 0;
+  for (int64_t query = others.begin / group; query * group < others.end; ++query)
+    for (int64_t member = 0; member < group && sum == sum; ++member) {
+      const int64_t head = group_head(p, kv_head, member);
+      const float x = widen(base[b * strides.batch + head * strides.head + query * strides.row + c]);
+      if (is_finite(x)) continue;
+      const Row row = make_row(p, b, kv_head, query * group + member);
+      if (finish_score(p, b, row, owner, 0.f) != -infinity<float>()) sum += of_values ? x : x * 0;
+    }
+  return sum;
+}
+
+template <class S, Gradient Of, int Width>
+class BackwardTile {
+ public:
+  static constexpr int kWarps = 4, kThreads = kWarp * kWarps;
+  static constexpr int kTileOwners = static_cast<int>(kBackwardOwners);
+  static constexpr int kStep = Width <= 64 ? 64 : 32;  // others of a step
+  static constexpr bool kOwnsRows = Of == Gradient::kQuery;
+  static constexpr bool kOfValues = Of == Gradient::kValue || Of == Gradient::kKeyAndValue;
+  static constexpr bool kOfScores = Of != Gradient::kValue;
+  // The owners' fragments stay in registers where there is room for them beside the sums.
+  static constexpr bool kKeep = Width <= 64 && kOwnsRows;
+
+  struct Rows {
+    Row row[kOwnsRows ? kTileOwners : kStep];
+    float lse[kOwnsRows ? kTileOwners : kStep], delta[kOwnsRows ? kTileOwners : kStep];
+  };
+  struct Shared {
+    S owner[2][kTileOwners * Width];
+    union {
+      S other[2][2][kStep * Width];  // [stage]
+      float sum[kTileOwners * Width];
+    };
+    Rows rows[kOwnsRows ? 1 : 2];
+  };
+
+  ATTNPACK_DEVICE BackwardTile(const AttentionBackwardParams& bp, const BackwardPlan& plan, int64_t block,
+                               Shared& shared)
+      : bp_(bp), p_(bp.forward), shared_(shared), lane_(thread_id() % kWarp), warp_(thread_id() / kWarp) {
+    const int64_t tiles = backward_tiles(p_, plan, Of), tile = block % tiles, head = block / tiles;
+    b_ = head / p_.num_kv_heads;
+    kv_head_ = head % p_.num_kv_heads;
+    // With causality the last rows see most, and the first keys are seen by most: the longest first.
+    first_ = (kOwnsRows ? tiles - 1 - tile : tile) * kTileOwners;
+    const int64_t left = (kOwnsRows ? group_size(p_, kv_head_) * p_.q_len : p_.kv_len) - first_;
+    count_ = left < kTileOwners ? static_cast<int>(left) : kTileOwners;
+    others_ = kOwnsRows ? hull(p_, b_, kv_head_, first_, kTileOwners)
+                        : rows_that_see(p_, b_, kv_head_, {first_, first_ + kTileOwners});
+  }
+
+  ATTNPACK_DEVICE void run() {
+    if (count_ <= 0) return;
+    bool cleaned = false;
+    while (any_in_block(gather(cleaned)) && !cleaned) cleaned = true;
+  }
+
+ private:
+  static constexpr int kBlocks = kStep / 8;
+  using Products = float[kBlocks][4];
+  using Sums = float[Width / 8][4];
+
+  // Returns whether this thread wrote NaN or Inf. `cleaned`: of what an excluded pair would bring in as 0 * NaN
+  // (write_tile in partial.cuh says why).
+  ATTNPACK_DEVICE bool gather(bool cleaned) {
+    load_owners();
+    zero(sum_);
+    zero(value_sum_);
+    stream_steps<kStep>(
+        others_, [&](int64_t begin, int stage) { load_others(begin, stage); },
+        [&](int64_t begin, int stage) {
+          Products s = {}, g = {};
+          multiply(0, stage, s);
+          if constexpr (kOfScores) multiply(1, stage, g);
+          weigh(begin, stage, s, g);
+          if (cleaned) {
+            sync_block();
+            clean_tile<2 * kStep * Width, kThreads>(shared_.other[stage][0]);
+            sync_block();
+          }
+          if constexpr (kOfScores) add(g, shared_.other[stage][0], sum_);
+          if constexpr (kOfValues) add(s, shared_.other[stage][1], value_sum_);
+        });
+    const float scale = static_cast<float>(p_.scale);
+    bool broken = false;
+    if constexpr (kOwnsRows)
+      return store(sum_, scale, rows_of(bp_.grad_query, bp_.grad_query_strides), p_.head_dim, cleaned);
+    if constexpr (kOfScores)
+      broken |= store(sum_, scale, keys_of(bp_.grad_key, bp_.grad_key_strides, first_), p_.head_dim, cleaned);
+    if constexpr (kOfValues)
+      broken |=
+          store(value_sum_, 1.f, keys_of(bp_.grad_value, bp_.grad_value_strides, first_), p_.v_head_dim, cleaned, true);
+    return broken;
+  }
+
+  template <class T>
+  ATTNPACK_DEVICE static void zero(T& sums) {
+#pragma unroll
+    for (auto& block : sums)
+#pragma unroll
+      for (float& x : block) x = 0;
+  }
+
+  // Rows are those of the table.
+  ATTNPACK_DEVICE QueryRows<S> rows_of(const void* base, const Strides& strides, int stage = 0) const {
+    return query_rows<S>(base, strides, b_, shared_.rows[stage].row);
+  }
+  ATTNPACK_DEVICE KeyRows<S> keys_of(const void* base, const Strides& strides, int64_t begin) const {
+    return key_rows<S>(base, strides, b_, kv_head_, begin);
+  }
+
+  ATTNPACK_DEVICE void fill_table(Rows& table, int64_t first) {
+    constexpr int kCount = kOwnsRows ? kTileOwners : kStep;
+    fill_rows(p_, b_, kv_head_, first, kCount, table.row);
+    const int i = thread_id();
+    if (i < kCount) {
+      const int64_t at = (b_ * p_.num_heads + table.row[i].head) * p_.q_len + table.row[i].query;
+      table.lse[i] = static_cast<const float*>(p_.lse)[at];
+      table.delta[i] = static_cast<const float*>(bp_.delta)[at];
+    }
+  }
+
+  template <int Count, class First, class Second>
+  ATTNPACK_DEVICE void copy(S* first, S* second, const First& from, const Second& from_second, int count) {
+    copy_tile<Count, Width, kThreads>(first, from, count, static_cast<int>(p_.head_dim), static_cast<const S*>(p_.key));
+    copy_tile<Count, Width, kThreads>(second, from_second, count, static_cast<int>(p_.v_head_dim),
+                                      static_cast<const S*>(p_.key));
+  }
+
+  ATTNPACK_DEVICE void load_owners() {
+    S *x = shared_.owner[0], *y = shared_.owner[1];
+    if constexpr (kOwnsRows) {
+      fill_table(shared_.rows[0], first_);
+      copy<kTileOwners>(x, y, rows_of(p_.query, p_.query_strides), rows_of(bp_.grad_out, bp_.grad_out_strides), count_);
+    } else {
+      copy<kTileOwners>(x, y, keys_of(p_.key, p_.key_strides, first_), keys_of(p_.value, p_.value_strides, first_),
+                        count_);
+    }
+    copy_async_commit();
+    if constexpr (kKeep) {
+      copy_async_wait<0>();
+      sync_block();
+#pragma unroll
+      for (int which = 0; which < 2; ++which)
+#pragma unroll
+        for (int k = 0; k < Width / 16; ++k) owner_fragment(which, k, owner_[which][k]);
+    }
+  }
+
+  ATTNPACK_DEVICE void load_others(int64_t begin, int stage) {
+    S *x = shared_.other[stage][0], *y = shared_.other[stage][1];
+    const int64_t left = others_.end - begin;
+    const int count = left < kStep ? static_cast<int>(left) : kStep;
+    if constexpr (kOwnsRows) {
+      copy<kStep>(x, y, keys_of(p_.key, p_.key_strides, begin), keys_of(p_.value, p_.value_strides, begin), count);
+    } else {
+      fill_table(shared_.rows[stage], begin);
+      copy<kStep>(x, y, rows_of(p_.query, p_.query_strides, stage), rows_of(bp_.grad_out, bp_.grad_out_strides, stage),
+                  count);
+    }
+  }
+
+  ATTNPACK_DEVICE void owner_fragment(int which, int k, uint32_t (&to)[4]) {
+    const Place at = lane_for_a(lane_);
+    load_matrices(to, shared_.owner[which] + swizzled_offset(16 * warp_ + at.row, 2 * k + at.column, Width));
+  }
+
+  // out [owner, other] += X[which] Y[which]^T of this warp's owners.
+  ATTNPACK_DEVICE void multiply(int which, int stage, Products& out) {
+    const S* other = shared_.other[stage][which];
+    const Place at = lane_for_b(lane_);
+    // Where the fragments are not kept, nothing wants the loop unrolled: addresses would fill registers.
+    [[maybe_unused]] constexpr int kUnroll = kKeep ? Width / 16 : 2;
+#pragma unroll kUnroll
+    for (int k = 0; k < Width / 16; ++k) {
+      uint32_t (&a)[4] = owner_[which][kKeep ? k : 0];
+      if constexpr (!kKeep) owner_fragment(which, k, a);
+#pragma unroll
+      for (int j = 0; j < kBlocks; j += 2) {
+        uint32_t b[4];
+        load_matrices(b, other + swizzled_offset(8 * j + at.row, 2 * k + at.column, Width));
+        multiply_add<S>(out[j], a, b[0], b[1]);
+        multiply_add<S>(out[j + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // S -> P with dropout, dP -> dS / scale. Zeros for excluded pairs, whatever their products are.
+  ATTNPACK_DEVICE void weigh(int64_t begin, int stage, Products& s, Products& g) {
+    const Rows& rows = shared_.rows[kOwnsRows ? 0 : stage];
+    const Range keys = kOwnsRows ? Range{begin, begin + kStep} : Range{first_, first_ + kTileOwners};
+    const Row &lowest = rows.row[0], &highest = rows.row[(kOwnsRows ? kTileOwners : kStep) - 1];
+    const bool plain = only_scaled(p_);
+    // Later rows' ranges never begin or end earlier; a row that is not there ends at 0.
+    const bool inside = plain && lowest.end >= keys.end && highest.end >= keys.end && highest.begin <= keys.begin;
+    const float scale = plain ? static_cast<float>(p_.scale) : 1.f;
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Place at = place_in_c(lane_, i);
+        const int owner = 16 * warp_ + at.row, other = 8 * j + at.column, r = kOwnsRows ? owner : other;
+        const int64_t key = kOwnsRows ? begin + other : first_ + owner;
+        float score = s[j][i], slope = 1;
+        if (!inside) {
+          const Row& row = rows.row[r];
+          if (plain)
+            score = key >= row.begin && key < row.end ? score : -infinity<float>();
+          else
+            score = finish_score(p_, b_, row, key, score, &slope);
+        }
+        const bool seen = score != -infinity<float>();
+        const float probability = seen ? power_of_two((score * scale - rows.lse[r]) * kLog2E) : 0.f;
+        const float kept = p_.dropout_p > 0 ? drop<float>(p_, b_, rows.row[r], key) : 1.f;
+        s[j][i] = probability * kept;
+        if constexpr (kOfScores) {
+          const float gradient = seen ? probability * (kept * g[j][i] - rows.delta[r]) : 0.f;
+          if constexpr (kOwnsRows)
+            if (bp_.grad_scores && seen) {
+              const int64_t at_row = (b_ * p_.num_heads + rows.row[r].head) * p_.q_len + rows.row[r].query;
+              static_cast<float*>(bp_.grad_scores)[at_row * p_.kv_len + key] = gradient;
+            }
+          g[j][i] = gradient * slope;
+        }
+      }
+    sync_warp();
+  }
+
+  // sum += weight Y: what the products left as fragments C are this one's fragments A.
+  ATTNPACK_DEVICE void add(const Products& weight, const S* other, Sums& sum) {
+    const Place at = lane_for_b_transposed(lane_);
+#pragma unroll
+    for (int j = 0; j < kBlocks; j += 2) {
+      const uint32_t a[4] = {pack<S>(weight[j][0], weight[j][1]), pack<S>(weight[j][2], weight[j][3]),
+                             pack<S>(weight[j + 1][0], weight[j + 1][1]), pack<S>(weight[j + 1][2], weight[j + 1][3])};
+#pragma unroll
+      for (int d = 0; d < Width / 8; d += 2) {
+        uint32_t b[4];
+        load_matrices_transposed(b, other + swizzled_offset(8 * j + at.row, d + at.column, Width));
+        multiply_add<S>(sum[d], a, b[0], b[1]);
+        multiply_add<S>(sum[d + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // factor * sum of this warp's owners, through shared memory, so that rows are written whole.
+  template <class Out>
+  ATTNPACK_DEVICE bool store(const Sums& sum, float factor, const Out& out, int64_t width, bool cleaned,
+                             bool of_values = false) {
+    sync_warp();
+#pragma unroll
+    for (int d = 0; d < Width / 8; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Place at = place_in_c(lane_, i);
+        shared_.sum[(16 * warp_ + at.row) * Width + 8 * d + at.column] = sum[d][i] * factor;
+      }
+    sync_warp();
+    bool broken = false;
+    for (int owner = 16 * warp_; owner < 16 * warp_ + 16 && owner < count_; ++owner)
+      for (int64_t c = lane_; c < width; c += kWarp) {
+        float x = shared_.sum[owner * Width + c];
+        if (cleaned && x == x) {
+          if constexpr (kOwnsRows)
+            x += broken_keys<S>(bp_, b_, kv_head_, first_ + owner, others_, c);
+          else if (others_.begin < others_.end)
+            x += broken_rows<S>(bp_, b_, kv_head_, first_ + owner, others_, c, of_values);
+        }
+        broken |= !is_finite(x);
+        narrow(x, const_cast<S*>(out(owner)) + c);
+      }
+    return broken;
+  }
+
+  const AttentionBackwardParams& bp_;
+  const AttentionParams& p_;
+  Shared& shared_;
+  const int lane_, warp_;
+  int count_;  // of the owners
+  int64_t b_, kv_head_, first_;
+  Range others_;
+  uint32_t owner_[2][kKeep ? Width / 16 : 1][4];
+  Sums sum_, value_sum_;
+};
+
+template <class S, Gradient Of, int Width>
+ATTNPACK_DEVICE void backward_mma_block(const AttentionBackwardParams& bp, const BackwardPlan& plan, int64_t block,
+                                        void* shared) {
+  using Tile = BackwardTile<S, Of, Width>;
+  Tile(bp, plan, block, *static_cast<typename Tile::Shared*>(shared)).run();
+}
+
+}  // namespace attnpack::cuda

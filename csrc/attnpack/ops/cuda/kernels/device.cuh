@@ -1,0 +1,109 @@
+#pragma once
+
+#include <cstdint>
+
+#include <attnpack/ops/cuda/kernels/numbers.cuh>
+
+// What a block of threads can do beyond plain arithmetic, under one name each: on the device PTX, in the host tests an
+// emulated block (tests/cpp/cuda_emulator.h), which runs the kernels' very source.
+#ifdef __CUDACC__
+
+#define ATTNPACK_DEVICE __device__ __forceinline__
+#define ATTNPACK_DEVICE_CALL __device__ __noinline__
+
+namespace attnpack::cuda {
+
+ATTNPACK_DEVICE int thread_id() { return static_cast<int>(threadIdx.x); }
+ATTNPACK_DEVICE void sync_block() { __syncthreads(); }
+// Lanes may have parted at a condition; loads of matrices and products want all of them at once.
+ATTNPACK_DEVICE void sync_warp() { __syncwarp(); }
+ATTNPACK_DEVICE bool any_in_block(bool x) { return __syncthreads_or(x); }
+template <class T>
+ATTNPACK_DEVICE T shuffle_xor(T x, int mask) {
+  return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+
+// 16 bytes from global to shared memory, past the registers; zeros where not valid, and then nothing is read.
+ATTNPACK_DEVICE void copy_async(void* shared, const void* global, bool valid) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+}
+ATTNPACK_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most Pending of this thread's groups are under way.
+template <int Pending>
+ATTNPACK_DEVICE void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit numbers; lane 8 m + i names row i of matrix m (16 bytes). to[m] is then row lane / 4,
+// columns 2 (lane % 4) and the next; transposed: rows 2 (lane % 4) and the next, column lane / 4.
+ATTNPACK_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
+  const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+ATTNPACK_DEVICE void load_matrices_transposed(uint32_t (&to)[4], const void* row) {
+  const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+
+// c [16, 8] += a [16, 16] b [16, 8], fp32 sums; the maps from fragments to elements stand in index.h.
+template <class S>
+ATTNPACK_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+ATTNPACK_DEVICE void multiply_add<BFloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+ATTNPACK_DEVICE void multiply_add<Float16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 2^x, two units in the last place; 2^-inf is 0.
+ATTNPACK_DEVICE float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace attnpack::cuda
+
+#elif !defined(ATTNPACK_EMULATED_DEVICE)
+#error "include cuda_emulator.h first: outside nvcc only the host tests read the kernels"
+#endif
+
+namespace attnpack::cuda {
+
+constexpr int kWarp = 32;
+
+template <class T>
+ATTNPACK_DEVICE T warp_max(T x) {
+#pragma unroll
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+    const T other = shuffle_xor(x, mask);
+    x = other > x || x != x ? other : x;
+  }
+  return x;
+}
+template <class T>
+ATTNPACK_DEVICE T warp_sum(T x) {
+#pragma unroll
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
+  return x;
+}
+
+}  // namespace attnpack::cuda

@@ -1,0 +1,43 @@
+#include <attnpack/ops/cuda/kernels/launchers.h>
+#include <attnpack/ops/cuda/kernels/forward_exact.cuh>
+#include <attnpack/ops/cuda/kernels/launch.cuh>
+
+namespace attnpack::cuda {
+namespace {
+
+template <class S, class A>
+__global__ void __launch_bounds__(kExactThreads)
+    exact_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ ForwardPlan plan, void* workspace) {
+  __shared__ ExactShared<A> shared;
+  forward_exact_block<S, A>(p, plan, workspace, blockIdx.x, &shared);
+}
+
+constexpr int kMergeThreads = 128;
+
+template <class S, class A>
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ ForwardPlan plan, void* workspace) {
+  merge_parts<S, A>(p, plan, workspace, blockIdx.x, kMergeThreads);
+}
+
+}  // namespace
+
+const char* forward_exact(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device,
+                          void* stream) {
+  return with_storage(p.dtype, [&](auto storage) {
+    using S = decltype(storage);
+    return launch(exact_kernel<S, typename Accumulation<S>::type>, plan.blocks, kExactThreads, 0, device, stream, p,
+                  plan, workspace);
+  });
+}
+
+const char* merge_forward(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device,
+                          void* stream) {
+  return with_storage(p.dtype, [&](auto storage) {
+    using S = decltype(storage);
+    return launch(merge_kernel<S, typename Accumulation<S>::type>, p.batch * p.num_kv_heads * plan.rows, kMergeThreads,
+                  0, device, stream, p, plan, workspace);
+  });
+}
+
+}  // namespace attnpack::cuda

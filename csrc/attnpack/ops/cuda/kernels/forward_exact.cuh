@@ -1,0 +1,81 @@
+#pragma once
+
+#include <attnpack/ops/cuda/kernels/exact.cuh>
+#include <attnpack/ops/cuda/kernels/partial.cuh>
+
+namespace attnpack::cuda {
+
+// 16 rows from `first` on against the unit's keys, columns [column, column + Threads) of the values.
+template <class S, class A, int Threads>
+ATTNPACK_DEVICE void attend_exactly(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
+                                    int64_t first, int64_t column, ExactShared<A>& shared) {
+  using Mine = Share<Threads>;
+  const int64_t rows = group_size(p, u.kv_head) * p.q_len;
+  const int64_t left = rows - first;
+  const int count = static_cast<int>(left < kOwners ? left : kOwners);
+  fill_rows(p, u.b, u.kv_head, first, kOwners, shared.rows);
+  const auto queries = query_rows<S>(p.query, p.query_strides, u.b, shared.rows);
+
+  Softmax<A> state[Mine::kMine];
+  A values[kOwners];
+#pragma unroll
+  for (int i = 0; i < Mine::kMine; ++i) state[i] = {-infinity<A>(), 0};
+#pragma unroll
+  for (int o = 0; o < kOwners; ++o) values[o] = 0;
+
+  for (int64_t begin = u.keys.begin; begin < u.keys.end; begin += kOthers) {
+    const int keys = static_cast<int>(u.keys.end - begin < kOthers ? u.keys.end - begin : kOthers);
+    A s[Mine::kMine];
+    dot_products<Threads>(shared, queries, count, key_rows<S>(p.key, p.key_strides, u.b, u.kv_head, begin), keys,
+                          p.head_dim, s);
+    sync_block();  // the weights of the last step are used up, also where head_dim is 0
+#pragma unroll
+    for (int i = 0; i < Mine::kMine; ++i) {
+      const Row& row = shared.rows[Mine::owner(i)];
+      const int64_t key = begin + Mine::lane();
+      const A score = Mine::lane() < keys ? finish_score(p, u.b, row, key, s[i]) : -infinity<A>();
+      const A top = larger(state[i].max, warp_max(score));
+      const A factor = top == state[i].max ? A(1) : std::exp(state[i].max - top);
+      const bool excluded = score == -infinity<A>();
+      A weight = excluded ? A(-0.0) : std::exp(score - top);
+      state[i] = {top, state[i].sum * factor + warp_sum(weight)};
+      if (p.dropout_p > 0 && !excluded) weight *= drop<A>(p, u.b, row, key);
+      shared.weight[Mine::owner(i)][Mine::lane()] = weight;
+      if (Mine::lane() == 0) shared.factor[Mine::owner(i)] = factor;
+    }
+    sync_block();
+#pragma unroll
+    for (int o = 0; o < kOwners; ++o)
+      if (shared.factor[o] != 1) values[o] *= shared.factor[o];
+    add_weighted(shared, key_rows<S>(p.value, p.value_strides, u.b, u.kv_head, begin), keys, column + thread_id(),
+                 p.v_head_dim, values);
+  }
+
+#pragma unroll
+  for (int i = 0; i < Mine::kMine; ++i)
+    if (Mine::lane() == 0) {
+      shared.max[Mine::owner(i)] = state[i].max;
+      shared.sum[Mine::owner(i)] = state[i].sum;
+    }
+  sync_block();
+  const int64_t mine = column + thread_id();
+#pragma unroll
+  for (int o = 0; o < kOwners; ++o)
+    if (o < count)
+      write_row<S, A>(p, plan, workspace, u, first + o, shared.rows[o], {shared.max[o], shared.sum[o]}, mine,
+                      p.v_head_dim < mine + 1 ? p.v_head_dim : mine + 1, 1, mine == 0,
+                      [&](int64_t) { return values[o]; });
+}
+
+constexpr int kExactThreads = kExactColumns;
+
+template <class S, class A>
+ATTNPACK_DEVICE void forward_exact_block(const AttentionParams& p, const ForwardPlan& plan, void* workspace,
+                                         int64_t block, void* shared) {
+  const Unit u = unit_of(p, plan, block / plan.column_blocks);
+  if (u.first >= group_size(p, u.kv_head) * p.q_len) return;
+  attend_exactly<S, A, kExactThreads>(p, plan, workspace, u, u.first, block % plan.column_blocks * kExactThreads,
+                                      *static_cast<ExactShared<A>*>(shared));
+}
+
+}  // namespace attnpack::cuda

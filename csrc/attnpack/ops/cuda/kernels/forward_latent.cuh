@@ -1,0 +1,232 @@
+#pragma once
+
+#include <attnpack/ops/cuda/kernels/exact.cuh>
+#include <attnpack/ops/cuda/kernels/partial.cuh>
+#include <attnpack/ops/cuda/kernels/tiles.cuh>
+
+// Latent decode (DeepSeek-V2, section 2.1.2, with the up-projections absorbed): keys are [latent, rotated], values the
+// latent itself, so each key is read once and serves both products. Rows are the query heads. The scores are shared out
+// over the warps by rows and keys, the output by columns: its rows are too wide for the registers of one warp; the
+// weights go from the one to the other through shared memory.
+namespace attnpack::cuda {
+
+template <class S, int RowTiles, int Warps>
+class LatentTile {
+ public:
+  static constexpr int kThreads = kWarp * Warps;
+  static constexpr int kRows = 16 * RowTiles;
+  static constexpr int kKeys = 32;  // of a step
+  static constexpr int kWidth = static_cast<int>(kLatentHeadDim), kValues = static_cast<int>(kLatentValueDim);
+  static constexpr int kGroups = Warps / RowTiles;     // warps that share the keys of a row
+  static constexpr int kBlocks = kKeys / 8 / kGroups;  // blocks of 8 keys of a warp
+  static constexpr int kColumns = kValues / Warps;     // of the output, of a warp
+  static constexpr int kWeightStride = kKeys + 8;      // 80 bytes: eight rows lie in different groups of banks
+
+  struct Shared {
+    union {
+      struct {
+        S query[kRows * kWidth], key[2][kKeys * kWidth], weight[kRows * kWeightStride];
+      };
+      struct {
+        float out[kRows * kValues], sum[kGroups][kRows], max[kRows];
+        Row rows[kRows];
+      } end;
+    };
+    float top[kGroups][kRows], factor[kRows];
+  };
+
+  ATTNPACK_DEVICE LatentTile(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
+                             Shared& shared)
+      : p_(p),
+        plan_(plan),
+        workspace_(workspace),
+        u_(u),
+        shared_(shared),
+        lane_(thread_id() % kWarp),
+        warp_(thread_id() / kWarp),
+        row_tile_(warp_ % RowTiles),
+        group_(warp_ / RowTiles) {}
+
+  ATTNPACK_DEVICE void run() {
+    attend_rows<kRows>(p_, u_, [&](int count, bool cleaned) { return attend(count, cleaned); });
+  }
+
+ private:
+  // Returns whether this thread wrote NaN or Inf.
+  ATTNPACK_DEVICE bool attend(int count, bool cleaned) {
+    copy_query<kRows, kWidth, kThreads>(shared_.query, p_, u_, count);
+    const LaneRows mine = lane_rows(p_, u_.b, u_.kv_head, u_.first + 16 * row_tile_);
+#pragma unroll
+    for (int t = 0; t < RowTiles; ++t)
+#pragma unroll
+      for (int d = 0; d < kColumns / 8; ++d)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out_[t][d][i] = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      max_[h] = -infinity<float>();
+      sum_[h] = 0;
+    }
+    stream_steps<kKeys>(
+        u_.keys, [&](int64_t begin, int stage) { load_keys(begin, stage); },
+        [&](int64_t begin, int stage) {
+          weigh(mine, begin, stage);
+          sync_block();
+          if (cleaned) {  // only now: the scores were to see what the keys hold
+            clean_tile<kKeys * kWidth, kThreads>(shared_.key[stage]);
+            sync_block();
+          }
+          add_values(stage);
+        });
+    return finish(count, cleaned);
+  }
+
+  ATTNPACK_DEVICE void load_keys(int64_t begin, int stage) {
+    const int64_t left = u_.keys.end - begin;
+    copy_tile<kKeys, kWidth, kThreads>(shared_.key[stage], key_rows<S>(p_.key, p_.key_strides, u_.b, u_.kv_head, begin),
+                                       static_cast<int>(left < kKeys ? left : kKeys), kWidth,
+                                       static_cast<const S*>(p_.key));
+  }
+
+  // Scores of this warp's 16 rows with its blocks of keys -> weights in shared memory, and the rows' factors.
+  ATTNPACK_DEVICE void weigh(const LaneRows& mine, int64_t begin, int stage) {
+    const int first = group_ * kBlocks * 8;
+    float s[kBlocks][4] = {};
+    for (int k = 0; k < kWidth / 16; k += 2) {
+      uint32_t a[2][4];
+      const Place at = lane_for_a(lane_);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        load_matrices(a[i], shared_.query + swizzled_offset(16 * row_tile_ + at.row, 2 * (k + i) + at.column, kWidth));
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        uint32_t b[4];  // of one block of keys, two steps in k
+        load_matrices(b, shared_.key[stage] + swizzled_offset(first + 8 * j + lane_ % 8, 2 * k + lane_ / 8, kWidth));
+        multiply_add<S>(s[j], a[0], b[0], b[1]);
+        multiply_add<S>(s[j], a[1], b[2], b[3]);
+      }
+    }
+    finish_scores(p_, u_.b, mine, begin + first, s);
+    float top[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      top[h] = -infinity<float>();
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) top[h] = larger(top[h], larger(s[j][2 * h], s[j][2 * h + 1]));
+      top[h] = row_max(top[h]);
+      if (lane_ % 4 == 0) shared_.top[group_][row_of(h)] = top[h];
+    }
+    sync_block();
+    const float multiplier = multiplier_of(p_);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float raised = max_[h];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) raised = larger(raised, shared_.top[g][row_of(h)]);
+      const float base = finite_max(raised);
+      const float factor = raised == max_[h] ? 1.f : power_of_two((max_[h] - base) * multiplier);
+      max_[h] = raised;
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; ++i) {
+          s[j][i] = power_of_two((s[j][i] - base) * multiplier);
+          sum += s[j][i];
+        }
+      sum_[h] = sum_[h] * factor + sum;
+      if (group_ == 0 && lane_ % 4 == 0) shared_.factor[row_of(h)] = factor;
+    }
+    if (p_.dropout_p > 0) drop_weights(p_, u_.b, mine, begin + first, s);
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        *reinterpret_cast<uint32_t*>(shared_.weight + row_of(h) * kWeightStride + first + 8 * j + lane_ % 4 * 2) =
+            pack<S>(s[j][2 * h], s[j][2 * h + 1]);
+  }
+
+  // This warp's columns of all rows.
+  ATTNPACK_DEVICE void add_values(int stage) {
+#pragma unroll
+    for (int t = 0; t < RowTiles; ++t)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float factor = shared_.factor[16 * t + lane_ / 4 + 8 * h];
+        if (factor != 1)
+#pragma unroll
+          for (int d = 0; d < kColumns / 8; ++d) {
+            out_[t][d][2 * h] *= factor;
+            out_[t][d][2 * h + 1] *= factor;
+          }
+      }
+    sync_warp();
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      uint32_t a[RowTiles][4];
+      const Place row = lane_for_a(lane_), at = lane_for_b_transposed(lane_);
+#pragma unroll
+      for (int t = 0; t < RowTiles; ++t)
+        load_matrices(a[t], shared_.weight + (16 * t + row.row) * kWeightStride + 16 * k + 8 * row.column);
+#pragma unroll
+      for (int d = 0; d < kColumns / 8; d += 2) {
+        uint32_t b[4];
+        load_matrices_transposed(
+            b, shared_.key[stage] + swizzled_offset(16 * k + at.row, warp_ * (kColumns / 8) + d + at.column, kWidth));
+#pragma unroll
+        for (int t = 0; t < RowTiles; ++t) {
+          multiply_add<S>(out_[t][d], a[t], b[0], b[1]);
+          multiply_add<S>(out_[t][d + 1], a[t], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  ATTNPACK_DEVICE bool finish(int count, bool cleaned) {
+    auto& end = shared_.end;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sum_[h] = row_sum(sum_[h]);
+      if (lane_ % 4 == 0) {
+        end.sum[group_][row_of(h)] = sum_[h];
+        if (group_ == 0) end.max[row_of(h)] = max_[h] * (multiplier_of(p_) / kLog2E);
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < RowTiles; ++t)
+#pragma unroll
+      for (int d = 0; d < kColumns / 8; ++d)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const Place at = place_in_c(lane_, i);
+          end.out[(16 * t + at.row) * kValues + warp_ * kColumns + 8 * d + at.column] = out_[t][d][i];
+        }
+    fill_rows(p_, u_.b, u_.kv_head, u_.first, kRows, end.rows);
+    const auto state = [&](int r) {
+      Softmax<float> row{end.max[r], 0};
+      for (int g = 0; g < kGroups; ++g) row.sum += end.sum[g][r];
+      return row;
+    };
+    return write_tile<S>(p_, plan_, workspace_, u_, count, end.rows, end.out, kValues, kThreads, cleaned, state);
+  }
+
+  ATTNPACK_DEVICE int row_of(int h) const { return 16 * row_tile_ + lane_ / 4 + 8 * h; }
+
+  const AttentionParams& p_;
+  const ForwardPlan& plan_;
+  void* workspace_;
+  const Unit& u_;
+  Shared& shared_;
+  const int lane_, warp_, row_tile_, group_;
+  float out_[RowTiles][kColumns / 8][4], max_[2], sum_[2];
+};
+
+template <class S, int RowTiles, int Warps>
+ATTNPACK_DEVICE void forward_latent_block(const AttentionParams& p, const ForwardPlan& plan, void* workspace,
+                                          int64_t block, void* shared) {
+  using Tile = LatentTile<S, RowTiles, Warps>;
+  const Unit u = unit_of(p, plan, block);
+  Tile(p, plan, workspace, u, *static_cast<typename Tile::Shared*>(shared)).run();
+}
+
+}  // namespace attnpack::cuda

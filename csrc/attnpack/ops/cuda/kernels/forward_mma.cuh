@@ -1,0 +1,239 @@
+#pragma once
+
+#include <attnpack/ops/cuda/kernels/exact.cuh>
+#include <attnpack/ops/cuda/kernels/partial.cuh>
+#include <attnpack/ops/cuda/kernels/tiles.cuh>
+
+// Forward on tensor cores (FlashAttention-2, Dao 2023): a block of four warps holds a tile of query rows and goes
+// through the keys, which arrive by asynchronous copies one step ahead. Prefill: each warp has 16 rows of its own and
+// all keys of a step. Decode: all warps have the same 16 rows and a quarter of the keys each, and join at the end.
+namespace attnpack::cuda {
+
+template <class S, int RowWarps, int KeyWarps, int Width>
+class ForwardTile {
+ public:
+  static constexpr int kThreads = kWarp * RowWarps * KeyWarps;
+  static constexpr int kRows = 16 * RowWarps;
+  static constexpr int kKeys = Width <= 128 || KeyWarps > 1 ? 64 : 32;  // of a step
+  static constexpr int kWarpKeys = kKeys / KeyWarps;
+  static constexpr int kStages = 2;
+  // Query fragments stay in registers where there is room for them beside the sums.
+  static constexpr bool kKeepQuery = Width <= 128;
+
+  struct Shared {
+    union {
+      struct {
+        S query[kRows * Width];
+        S key[kStages][kKeys * Width], value[kStages][kKeys * Width];
+      };
+      struct {
+        float out[kRows * Width], max[KeyWarps][kRows], sum[KeyWarps][kRows];
+        Row rows[kRows];
+      } end;
+    };
+  };
+
+  ATTNPACK_DEVICE ForwardTile(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
+                              Shared& shared)
+      : p_(p),
+        plan_(plan),
+        workspace_(workspace),
+        u_(u),
+        shared_(shared),
+        lane_(thread_id() % kWarp),
+        row_warp_(thread_id() / kWarp % RowWarps),
+        key_warp_(thread_id() / kWarp / RowWarps) {}
+
+  ATTNPACK_DEVICE void run() {
+    attend_rows<kRows>(p_, u_, [&](int count, bool cleaned) { return attend(count, cleaned); });
+  }
+
+ private:
+  // Returns whether this thread wrote NaN or Inf.
+  ATTNPACK_DEVICE bool attend(int count, bool cleaned) {
+    load_query(count);
+    const LaneRows mine = lane_rows(p_, u_.b, u_.kv_head, u_.first + 16 * row_warp_);
+#pragma unroll
+    for (int d = 0; d < Width / 8; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out_[d][i] = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      max_[h] = -infinity<float>();
+      sum_[h] = 0;
+    }
+    stream_steps<kKeys>(
+        u_.keys, [&](int64_t begin, int stage) { load_keys(begin, stage); },
+        [&](int64_t begin, int stage) {
+          if (cleaned) {
+            clean_tile<kKeys * Width, kThreads>(shared_.value[stage]);
+            sync_block();
+          }
+          step(mine, begin, stage);
+        });
+    return finish(count, cleaned);
+  }
+
+  ATTNPACK_DEVICE void load_query(int count) {
+    copy_query<kRows, Width, kThreads>(shared_.query, p_, u_, count);
+    copy_async_commit();
+    if constexpr (kKeepQuery) {
+      copy_async_wait<0>();
+      sync_block();
+#pragma unroll
+      for (int k = 0; k < Width / 16; ++k) query_fragment(k, query_[k]);
+    }
+  }
+
+  ATTNPACK_DEVICE void query_fragment(int k, uint32_t (&to)[4]) {
+    const Place at = lane_for_a(lane_);
+    load_matrices(to, shared_.query + swizzled_offset(16 * row_warp_ + at.row, 2 * k + at.column, Width));
+  }
+
+  ATTNPACK_DEVICE void load_keys(int64_t begin, int stage) {
+    const int64_t left = u_.keys.end - begin;
+    const int count = static_cast<int>(left < kKeys ? left : kKeys);
+    const auto keys = key_rows<S>(p_.key, p_.key_strides, u_.b, u_.kv_head, begin);
+    const auto values = key_rows<S>(p_.value, p_.value_strides, u_.b, u_.kv_head, begin);
+    copy_tile<kKeys, Width, kThreads>(shared_.key[stage], keys, count, static_cast<int>(p_.head_dim),
+                                      static_cast<const S*>(p_.key));
+    copy_tile<kKeys, Width, kThreads>(shared_.value[stage], values, count, static_cast<int>(p_.v_head_dim),
+                                      static_cast<const S*>(p_.value));
+  }
+
+  ATTNPACK_DEVICE void step(const LaneRows& mine, int64_t begin, int stage) {
+    constexpr int kBlocks = kWarpKeys / 8;
+    const int first = key_warp_ * kWarpKeys;
+    float s[kBlocks][4] = {};
+    // Where the fragments of the query are not kept, nothing wants the loop unrolled: addresses would fill registers.
+    [[maybe_unused]] constexpr int kUnroll = kKeepQuery ? Width / 16 : 2;
+#pragma unroll kUnroll
+    for (int k = 0; k < Width / 16; ++k) {
+      if constexpr (!kKeepQuery) query_fragment(k, query_[0]);
+      const Place at = lane_for_b(lane_);
+#pragma unroll
+      for (int j = 0; j < kBlocks; j += 2) {
+        uint32_t b[4];
+        load_matrices(b, shared_.key[stage] + swizzled_offset(first + 8 * j + at.row, 2 * k + at.column, Width));
+        multiply_add<S>(s[j], query_[kKeepQuery ? k : 0], b[0], b[1]);
+        multiply_add<S>(s[j + 1], query_[kKeepQuery ? k : 0], b[2], b[3]);
+      }
+    }
+    begin += first;
+    finish_scores(p_, u_.b, mine, begin, s);
+    soften(s);
+    if (p_.dropout_p > 0) drop_weights(p_, u_.b, mine, begin, s);
+    sync_warp();
+#pragma unroll
+    for (int j = 0; j < kBlocks; j += 2) {
+      // What the first product left as a fragment C is the second one's fragment A.
+      const uint32_t a[4] = {pack<S>(s[j][0], s[j][1]), pack<S>(s[j][2], s[j][3]), pack<S>(s[j + 1][0], s[j + 1][1]),
+                             pack<S>(s[j + 1][2], s[j + 1][3])};
+      const Place at = lane_for_b_transposed(lane_);
+#pragma unroll
+      for (int d = 0; d < Width / 8; d += 2) {
+        uint32_t b[4];
+        load_matrices_transposed(b,
+                                 shared_.value[stage] + swizzled_offset(first + 8 * j + at.row, d + at.column, Width));
+        multiply_add<S>(out_[d], a, b[0], b[1]);
+        multiply_add<S>(out_[d + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // s -> weights; raises max and sum and brings what was gathered to the new maximum.
+  template <int Blocks>
+  ATTNPACK_DEVICE void soften(float (&s)[Blocks][4]) {
+    const float multiplier = multiplier_of(p_);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = max_[h];
+#pragma unroll
+      for (int j = 0; j < Blocks; ++j) top = larger(top, larger(s[j][2 * h], s[j][2 * h + 1]));
+      top = row_max(top);
+      const float base = finite_max(top);
+      const float factor = top == max_[h] ? 1.f : power_of_two((max_[h] - base) * multiplier);
+      max_[h] = top;
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < Blocks; ++j)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; ++i) {
+          s[j][i] = power_of_two((s[j][i] - base) * multiplier);
+          sum += s[j][i];
+        }
+      sum_[h] = sum_[h] * factor + sum;  // of this lane: the row's four lanes are added up at the end
+      if (factor != 1)
+#pragma unroll
+        for (int d = 0; d < Width / 8; ++d) {
+          out_[d][2 * h] *= factor;
+          out_[d][2 * h + 1] *= factor;
+        }
+    }
+  }
+
+  // Through shared memory: the warps' parts of a row are joined in their order, and rows are written whole.
+  ATTNPACK_DEVICE bool finish(int count, bool cleaned) {
+    auto& end = shared_.end;
+    const float multiplier = multiplier_of(p_);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sum_[h] = row_sum(sum_[h]);
+      if (lane_ % 4 == 0) {
+        end.max[key_warp_][16 * row_warp_ + lane_ / 4 + 8 * h] = max_[h];
+        end.sum[key_warp_][16 * row_warp_ + lane_ / 4 + 8 * h] = sum_[h];
+      }
+    }
+    fill_rows(p_, u_.b, u_.kv_head, u_.first, kRows, end.rows);
+    for (int warp = 0; warp < KeyWarps; ++warp) {
+      if (warp == key_warp_)
+#pragma unroll
+        for (int d = 0; d < Width / 8; ++d)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const Place at = place_in_c(lane_, i);
+            const int row = 16 * row_warp_ + at.row;
+            float* to = end.out + row * Width + 8 * d + at.column;
+            const float top = joined_max(row);
+            const float x = out_[d][i] * (max_[i >> 1] == top ? 1.f : power_of_two((max_[i >> 1] - top) * multiplier));
+            *to = warp == 0 ? x : *to + x;
+          }
+      sync_block();
+    }
+    const auto state = [&](int r) {
+      Softmax<float> joined{joined_max(r), 0};
+      for (int w = 0; w < KeyWarps; ++w)
+        joined.sum += end.sum[w][r] *
+                      (end.max[w][r] == joined.max ? 1.f : power_of_two((end.max[w][r] - joined.max) * multiplier));
+      joined.max *= multiplier / kLog2E;
+      return joined;
+    };
+    return write_tile<S>(p_, plan_, workspace_, u_, count, end.rows, end.out, Width, kThreads, cleaned, state);
+  }
+
+  ATTNPACK_DEVICE float joined_max(int row) const {
+    float top = shared_.end.max[0][row];
+#pragma unroll
+    for (int w = 1; w < KeyWarps; ++w) top = larger(top, shared_.end.max[w][row]);
+    return top;
+  }
+
+  const AttentionParams& p_;
+  const ForwardPlan& plan_;
+  void* workspace_;
+  const Unit& u_;
+  Shared& shared_;
+  const int lane_, row_warp_, key_warp_;
+  uint32_t query_[kKeepQuery ? Width / 16 : 1][4];
+  float out_[Width / 8][4], max_[2], sum_[2];
+};
+
+template <class S, int RowWarps, int KeyWarps, int Width>
+ATTNPACK_DEVICE void forward_mma_block(const AttentionParams& p, const ForwardPlan& plan, void* workspace,
+                                       int64_t block, void* shared) {
+  using Tile = ForwardTile<S, RowWarps, KeyWarps, Width>;
+  const Unit u = unit_of(p, plan, block);
+  Tile(p, plan, workspace, u, *static_cast<typename Tile::Shared*>(shared)).run();
+}
+
+}  // namespace attnpack::cuda

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <attnpack/ops/cuda/kernels/numbers.cuh>
+
+// From a params struct to a running kernel, and the one dispatch on the storage type.
+namespace attnpack::cuda {
+
+#define ATTNPACK_CUDA_CHECK(call)                                                                 \
+  do {                                                                                            \
+    if (const cudaError_t error = (call); error != cudaSuccess) return cudaGetErrorString(error); \
+  } while (0)
+
+// The errors of a launch that came before it are not its own: they are cleared, and reported by whoever made them.
+template <class Kernel, class... Arguments>
+const char* launch(Kernel* kernel, int64_t blocks, int threads, int64_t shared_bytes, int device, void* stream,
+                   const Arguments&... arguments) {
+  if (blocks == 0) return nullptr;
+  if (blocks > 0x7fffffff) return "the call has more blocks of work than a CUDA grid holds";
+  cudaGetLastError();
+  ATTNPACK_CUDA_CHECK(cudaSetDevice(device));
+  if (shared_bytes > 48 * 1024)
+    ATTNPACK_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments...);
+  ATTNPACK_CUDA_CHECK(cudaGetLastError());
+  return nullptr;
+}
+
+// Calls f with one value of the storage type.
+template <class F>
+const char* with_storage(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return f(double{});
+    case DType::kFloat32:
+      return f(float{});
+    case DType::kBFloat16:
+      return f(BFloat16{});
+    default:
+      return f(Float16{});
+  }
+}
+template <class F>
+const char* with_half_storage(DType dtype, F&& f) {
+  return dtype == DType::kBFloat16 ? f(BFloat16{}) : f(Float16{});
+}
+
+}  // namespace attnpack::cuda

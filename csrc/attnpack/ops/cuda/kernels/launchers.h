@@ -1,0 +1,19 @@
+#pragma once
+
+#include <attnpack/ops/cuda/kernels/table.h>
+
+// One launcher a .cu file; library.cu joins them into the table.
+namespace attnpack::cuda {
+
+const char* forward_exact(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
+const char* forward_prefill(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
+const char* forward_decode(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
+const char* forward_latent(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
+const char* merge_forward(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
+const char* backward_exact(const AttentionBackwardParams&, int64_t most_group, int device, void* stream);
+const char* backward_mma(const AttentionBackwardParams&, const BackwardPlan&, int device, void* stream);
+const char* append(const AppendParams&, int device, void* stream);
+const char* rope(const RopeParams&, int device, void* stream);
+const char* linear(const LinearParams&, int device, void* stream);
+
+}  // namespace attnpack::cuda

@@ -1,0 +1,144 @@
+#pragma once
+
+#include <attnpack/ops/cuda/kernels/index.h>
+#include <attnpack/ops/cuda/kernels/device.cuh>
+#include <attnpack/ops/cuda/kernels/partial.cuh>
+#include <attnpack/ops/cuda/kernels/score.cuh>
+
+// What the tensor-core kernels share: tiles of 16-bit rows in swizzled shared memory, the way of keys through them, and
+// a lane's two rows of scores.
+namespace attnpack::cuda {
+
+// The weight of a score is 2^(log2(e) * (score - max)): the maximum goes first, as the product with log2(e) would leave
+// fp32 where a mask holds its smallest number.
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Rows [0, count) of width numbers into a tile [Rows, Width], the rest zeros. row(i): the i-th row.
+template <int Rows, int Width, int Threads, class S, class GetRow>
+ATTNPACK_DEVICE void copy_tile(S* tile, const GetRow& row, int count, int width, const S* somewhere) {
+  constexpr int kChunks = Width / 8;
+  static_assert(Rows * kChunks % Threads == 0);
+#pragma unroll 4
+  for (int i = 0; i < Rows * kChunks / Threads; ++i) {
+    const int n = i * Threads + thread_id(), r = n / kChunks, chunk = n % kChunks;
+    const bool valid = r < count && chunk * 8 < width;
+    copy_async(tile + swizzled_offset(r, chunk, Width), valid ? row(r) + chunk * 8 : somewhere, valid);
+  }
+}
+
+// attend(count, cleaned) of the unit's `count` rows returns whether this thread wrote NaN or Inf; then it runs again
+// with values cleaned of them (write_tile says why).
+template <int Rows, class Attend>
+ATTNPACK_DEVICE void attend_rows(const AttentionParams& p, const Unit& u, const Attend& attend) {
+  const int64_t left = group_size(p, u.kv_head) * p.q_len - u.first;
+  if (left <= 0) return;
+  const int count = static_cast<int>(left < Rows ? left : Rows);
+  bool cleaned = false;
+  while (any_in_block(attend(count, cleaned)) && !cleaned) cleaned = true;
+}
+
+// The unit's first `count` query rows into a tile [Rows, Width]; part of the next commit.
+template <int Rows, int Width, int Threads, class S>
+ATTNPACK_DEVICE void copy_query(S* tile, const AttentionParams& p, const Unit& u, int count) {
+  const S* base = static_cast<const S*>(p.query) + u.b * p.query_strides.batch;
+  const int64_t group = group_size(p, u.kv_head);
+  const auto row = [&](int r) {
+    const int64_t index = u.first + r;
+    return base + group_head(p, u.kv_head, index % group) * p.query_strides.head + index / group * p.query_strides.row;
+  };
+  copy_tile<Rows, Width, Threads>(tile, row, count, static_cast<int>(p.head_dim), base);
+}
+
+// Keys, or rows, in steps of `Step`: load(begin, stage) of one while use(begin, stage) of the one before it, in two
+// stages. Steps lie at whole multiples, so that a part's sums are the same whatever its tile sees.
+template <int Step, class Load, class Use>
+ATTNPACK_DEVICE void stream_steps(const Range& range, const Load& load, const Use& use) {
+  int64_t begin = range.begin / Step * Step;
+  if (begin < range.end) load(begin, 0);
+  copy_async_commit();
+  for (int stage = 0; begin < range.end; begin += Step, stage ^= 1) {
+    if (begin + Step < range.end) load(begin + Step, stage ^ 1);
+    copy_async_commit();
+    copy_async_wait<1>();
+    sync_block();
+    use(begin, stage);
+    sync_block();
+  }
+  copy_async_wait<0>();
+  sync_block();
+}
+
+// What a lane knows of the rows lane / 4 and lane / 4 + 8 of its warp's 16.
+struct LaneRows {
+  Row row[2];
+  // Keys that both rows see whatever the mask says: blocks inside need no comparison.
+  int32_t begin, end;
+};
+
+ATTNPACK_DEVICE LaneRows lane_rows(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t first) {
+  LaneRows rows;
+  const int lane = thread_id() % kWarp;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) rows.row[h] = make_row(p, b, kv_head, first + lane / 4 + 8 * h);
+  rows.begin = rows.row[0].begin > rows.row[1].begin ? rows.row[0].begin : rows.row[1].begin;
+  rows.end = rows.row[0].end < rows.row[1].end ? rows.row[0].end : rows.row[1].end;
+  return rows;
+}
+
+// Products -> scores but for the factor `multiplier`, excluded keys -inf. s: Blocks fragments of 8 keys from `begin`
+// on.
+template <int Blocks>
+ATTNPACK_DEVICE void finish_scores(const AttentionParams& p, int64_t b, const LaneRows& rows, int64_t begin,
+                                   float (&s)[Blocks][4]) {
+  const int lane = thread_id() % kWarp;
+  const bool plain = only_scaled(p);
+  if (plain && begin >= rows.begin && begin + 8 * Blocks <= rows.end) return;
+#pragma unroll
+  for (int j = 0; j < Blocks; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Row& row = rows.row[i >> 1];
+      const int64_t key = begin + 8 * j + place_in_c(lane, i).column;
+      if (plain)
+        s[j][i] = key >= row.begin && key < row.end ? s[j][i] : -infinity<float>();
+      else
+        s[j][i] = finish_score(p, b, row, key, s[j][i]);
+    }
+}
+
+// Over the four lanes that hold one row of a fragment.
+ATTNPACK_DEVICE float row_max(float x) {
+  x = larger(x, shuffle_xor(x, 1));
+  return larger(x, shuffle_xor(x, 2));
+}
+ATTNPACK_DEVICE float row_sum(float x) {
+  x += shuffle_xor(x, 1);
+  return x + shuffle_xor(x, 2);
+}
+
+ATTNPACK_DEVICE float multiplier_of(const AttentionParams& p) {
+  return only_scaled(p) ? static_cast<float>(p.scale) * kLog2E : kLog2E;
+}
+// The maximum of a row where all its keys are excluded: any finite number does.
+ATTNPACK_DEVICE float finite_max(float max) { return max == -infinity<float>() ? 0.f : max; }
+
+// Dropout on the weights of a lane's rows.
+template <int Blocks>
+ATTNPACK_DEVICE void drop_weights(const AttentionParams& p, int64_t b, const LaneRows& rows, int64_t begin,
+                                  float (&s)[Blocks][4]) {
+  const int lane = thread_id() % kWarp;
+#pragma unroll
+  for (int j = 0; j < Blocks; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      s[j][i] *= drop<float>(p, b, rows.row[i >> 1], begin + 8 * j + place_in_c(lane, i).column);
+}
+
+// NaN and Inf -> 0, in whatever order the numbers lie.
+template <int Count, int Threads, class S>
+ATTNPACK_DEVICE void clean_tile(S* tile) {
+  for (int i = thread_id(); i < Count; i += Threads)
+    if (!is_finite(widen(tile[i]))) narrow(0.f, tile + i);
+}
+
+}  // namespace attnpack::cuda

@@ -1,0 +1,132 @@
+#include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/detail/attention_args.h>
+#include <attnpack/ops/detail/extremes.h>
+#include <attnpack/ops/detail/layout.h>
+
+namespace attnpack {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// A size as a number. Tensor::size would fix every size of a traced tensor, and the graph to one length.
+int64_t known_size(const Tensor& x, int64_t dim) { return x.sym_size(dim).guard_int(__FILE__, __LINE__); }
+
+// [B, Hkv, L, D] -> [B, Hq, L, D], the kv head of every query head.
+Tensor expand_heads(const Tensor& x, int64_t num_heads, at::OptionalIntArrayRef head_map) {
+  if (head_map) {
+    std::vector<Tensor> heads;
+    for (int64_t kv_head : *head_map) heads.push_back(x.select(1, kv_head));
+    return heads.empty() ? x.narrow(1, 0, 0) : at::stack(heads, 1);
+  }
+  if (x.sym_size(1) == num_heads) return x;
+  return x.unsqueeze(2).expand_symint({-1, -1, num_heads / known_size(x, 1), -1, -1}).flatten(1, 2);
+}
+
+// [B, H, M, K] [B, H, K, N] -> [B, H, M, N]; torch's matmul reads plain sizes.
+Tensor product(const Tensor& a, const Tensor& b) {
+  return at::bmm(a.flatten(0, 1), b.flatten(0, 1))
+      .view_symint({a.sym_size(0), a.sym_size(1), a.sym_size(2), b.sym_size(3)});
+}
+
+// x with zeros where it is not finite: an excluded key must not come in as 0 * NaN.
+Tensor finite_part(const Tensor& x) { return x.masked_fill(x.isfinite().logical_not(), 0); }
+
+// Which keys query i of sequence b may attend by causality, window and kv_lens: broadcasts to [B, 1, Lq, Lkv].
+std::optional<Tensor> allowed_by_range(const Tensor& query, const Tensor& key, bool causal, const c10::SymInt& q_offset,
+                                       const std::optional<Tensor>& q_offsets, int64_t window_left,
+                                       int64_t window_right, const std::optional<Tensor>& kv_lens, Tensor* position,
+                                       Tensor* column) {
+  const auto options = at::TensorOptions(at::kLong).device(query.device());
+  *column = at::arange(key.sym_size(2), options);
+  *position = at::arange(query.sym_size(2), options).unsqueeze(-1);
+  *position = q_offsets ? *position + near(*q_offsets).view({-1, 1, 1, 1}) : *position + near(q_offset);
+  std::optional<Tensor> allowed;
+  const auto keep = [&](const Tensor& condition) { allowed = allowed ? *allowed & condition : condition; };
+  if (causal) keep(*column <= *position);
+  if (window_left >= 0) keep(*position - *column <= window_left);
+  if (window_right >= 0) keep(*column - *position <= window_right);
+  if (kv_lens) keep(*column < kv_lens->to(at::kLong).view({-1, 1, 1, 1}));
+  return allowed;
+}
+
+Tensor masked_scores(const Tensor& query, const Tensor& key, ATTNPACK_ATTENTION_PARAMS, c10::string_view stage) {
+  const auto accumulation = accumulation_type(query.scalar_type());
+  const Tensor keys = expand_heads(key, known_size(query, 1), head_map).to(accumulation);
+  const double factor = scale                      ? *scale
+                        : known_size(query, 3) > 0 ? 1.0 / std::sqrt(static_cast<double>(known_size(query, 3)))
+                                                   : 1.0;
+  const Tensor queries = query.to(accumulation);
+  Tensor scores = product(finite_part(queries), finite_part(keys).transpose(-2, -1)) * factor;
+  scores = scores.masked_fill(keys.isfinite().all(-1).logical_not().unsqueeze(-2), std::nan(""));
+  scores = scores.masked_fill(queries.isfinite().all(-1).logical_not().unsqueeze(-1), std::nan(""));
+  if (stage == "scaled") return scores;
+  if (const double cap = usable_softcap(softcap, accumulation); cap > 0) scores = cap * (scores / cap).tanh();
+  if (stage == "capped") return scores;
+  Tensor position, column;
+  const auto allowed =
+      allowed_by_range(query, key, causal, q_offset, q_offsets, window_left, window_right, kv_lens, &position, &column);
+  if (alibi_slopes) {
+    const Tensor distance = (position - column).abs().to(accumulation);
+    scores = scores - alibi_slopes->detach().to(accumulation).view({-1, 1, 1}) * distance;
+  }
+  if (mask && mask->scalar_type() == at::kBool) {
+    scores = scores.masked_fill(mask->logical_not(), -kInfinity);
+  } else if (mask) {
+    const Tensor added = mask->to(accumulation);
+    scores = (scores + added).masked_fill(added == -kInfinity, -kInfinity);
+  }
+  return allowed ? scores.masked_fill(allowed->logical_not(), -kInfinity) : scores;
+}
+
+// Softmax over keys and the head's sink; rows without a key give 0, and -inf (or the sink) as lse.
+std::tuple<Tensor, Tensor> softmax(const Tensor& scores, const std::optional<Tensor>& sinks) {
+  Tensor all = scores;
+  if (sinks) {
+    const auto sizes = scores.sym_sizes();
+    const Tensor sink = sinks->to(scores.scalar_type()).view({-1, 1, 1});
+    all = at::cat({scores, sink.expand_symint({sizes[0], sizes[1], sizes[2], 1})}, -1);
+  }
+  if (all.sym_size(-1) == 0)
+    return {scores, at::full_symint(scores.sym_sizes().slice(0, 3), -kInfinity, scores.options())};
+  const Tensor lse = at::logsumexp(all, {-1});
+  const Tensor empty = (all == -kInfinity).all(-1);
+  const Tensor excluded = scores == -kInfinity;
+  const Tensor shifted = scores.masked_fill(excluded, 0) - lse.masked_fill(empty, 0).unsqueeze(-1);
+  return {shifted.exp().masked_fill(excluded, 0), lse};
+}
+
+}  // namespace
+
+Tensor scores_formula(const Tensor& query, const Tensor& key, ATTNPACK_ATTENTION_PARAMS, c10::string_view stage) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  check_attention(query, key, key, ATTNPACK_ATTENTION_ARGS);
+  if (kv_lens && kv_lens->is_cpu() && !at::isTensorSubclassLike(*kv_lens)) {
+    const Tensor lengths = kv_lens->to(at::kLong).contiguous();
+    check_kv_lens_values(lengths.const_data_ptr<int64_t>(), lengths.size(0), key.size(2));
+  }
+  ATTNPACK_CHECK(stage == "scaled" || stage == "capped" || stage == "masked" || stage == "probs", "stage is '", stage,
+                 "', wants 'scaled', 'capped', 'masked' or 'probs'");
+  const Tensor scores = masked_scores(query, key, ATTNPACK_ATTENTION_ARGS, stage);
+  return stage == "probs" ? std::get<0>(softmax(scores, sinks)) : scores;
+}
+
+AttentionResult attention_formula(const Tensor& query, const Tensor& key, const Tensor& value,
+                                  ATTNPACK_ATTENTION_PARAMS) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  const Tensor scores = masked_scores(query, key, ATTNPACK_ATTENTION_ARGS, "masked");
+  auto [probs, lse] = softmax(scores, sinks);
+  const Tensor values = expand_heads(value, known_size(query, 1), head_map).to(scores.scalar_type());
+  const Tensor broken = values.isfinite().logical_not().to(scores.scalar_type());
+  if (dropout_p > 0) probs = probs * at::empty_like(probs).bernoulli_(1 - dropout_p).div(1 - dropout_p);
+  Tensor out = product(probs, finite_part(values));
+  // What is not finite reaches exactly the rows that attend it.
+  const Tensor touched = product((scores != -kInfinity).to(scores.scalar_type()), broken) > 0;
+  out = out.masked_fill(touched, std::nan(""));
+  return {out.to(query.scalar_type()).transpose(1, 2).contiguous().transpose(1, 2), lse};
+}
+
+}  // namespace attnpack

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include <attnpack/core/head_groups.h>
+#include <attnpack/core/params.h>
+#include <attnpack/ops/detail/attention_args.h>
+#include <attnpack/ops/detail/layout.h>
+
+namespace attnpack {
+
+// The kernels' params from checked arguments, with what the params' pointers need kept alive beside them.
+struct PreparedAttention {
+  AttentionParams params{};
+  Tensor query, key, value, mask;  // last stride 1 (mask: any)
+  Tensor q_offsets, kv_lens;       // int64, contiguous
+  Tensor sinks, alibi_slopes;      // fp64, contiguous
+  HeadGroups groups;
+};
+
+PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    ATTNPACK_ATTENTION_PARAMS);
+
+// New tensors for the results of the forward pass; prepared.params points to them from now on.
+AttentionResult make_outputs(PreparedAttention& prepared);
+
+// The backward kernels' params, with the results and what else their pointers need kept alive beside the
+// PreparedAttention that they were made of.
+struct PreparedBackward {
+  AttentionBackwardParams params{};
+  Tensor grad_out, lse;  // as the kernels read them
+  Tensor delta;          // [batch, heads, q_len]: rowsum(dO * O) - dlse, what every score of a row has in common
+  Tensor grad_query, grad_key, grad_value;
+  Tensor grad_scores;  // zeros; undefined without mask_gradient
+};
+
+PreparedBackward prepare_backward(const PreparedAttention& forward, const Tensor& grad_out,
+                                  const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+                                  const Tensor& value, const Tensor& out, const Tensor& lse, bool mask_gradient);
+
+// What each row adds to the gradient of its head's sink, [batch, heads, q_len].
+Tensor sink_terms(const Tensor& sinks, const Tensor& lse, const Tensor& delta);
+
+DType kernel_dtype(at::ScalarType dtype);
+Strides kernel_strides(const Tensor& t);   // of a [batch, heads, length, width] tensor
+Tensor unit_last_stride(const Tensor& t);  // t itself, or a contiguous copy
+
+}  // namespace attnpack

@@ -1,0 +1,86 @@
+#include <attnpack/rope/rotate.h>
+
+#include <ATen/ATen.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/rope.h>
+
+namespace attnpack {
+
+using at::Tensor;
+
+namespace {
+
+Tensor count(const Tensor& x) {  // 0..L-1
+  return at::arange(x.sym_size(2), at::TensorOptions(at::kLong).device(x.device()));
+}
+
+void check_positions(const Tensor& positions, const Tensor& query) {
+  const bool by_sequence =
+      positions.dim() == 2 && (positions.sym_size(0) == query.sym_size(0) || positions.sym_size(0) == 1);
+  ATTNPACK_CHECK(positions.scalar_type() == at::kLong && (positions.dim() == 1 || by_sequence) &&
+                     positions.sym_size(-1) == query.sym_size(2),
+                 "positions has shape ", positions.sym_sizes(), " and dtype ", positions.scalar_type(),
+                 ", wants int64 [length] or [batch, length] with length ", query.sym_size(2));
+}
+
+struct Table {
+  Tensor cos, sin;  // [L, r/2] or [B, 1, L, r/2]
+};
+
+Table table_at(const RopeSettings& rope, const Tensor& positions, const std::optional<Tensor>& lengths) {
+  auto [cos, sin] = rope.by_length() ? rope_table_by_length(positions, lengths, rope.inv_freq, rope.factor,
+                                                            rope.long_inv_freq, rope.growth, rope.trained_len)
+                                     : rope_table(positions, rope.inv_freq, rope.factor);
+  if (cos.dim() == 3) cos = cos.unsqueeze(1), sin = sin.unsqueeze(1);
+  return {cos, sin};
+}
+
+Tensor turn(const Tensor& x, const RopeSettings& rope, const Table& table) {
+  return apply_rope(x, table.cos, table.sin, rope.interleaved);
+}
+
+}  // namespace
+
+std::optional<RopeSettings> parse_rope_settings(std::optional<at::ArrayRef<double>> inv_freq, double factor,
+                                                bool interleaved, std::optional<at::ArrayRef<double>> long_inv_freq,
+                                                double growth, int64_t trained_len, bool raw_keys) {
+  if (!inv_freq) return std::nullopt;
+  return RopeSettings{
+      inv_freq->vec(), factor,      interleaved, long_inv_freq ? long_inv_freq->vec() : std::vector<double>(),
+      growth,          trained_len, raw_keys};
+}
+
+Tensor rotate_at(const Tensor& x, const RopeSettings& rope, const Tensor& positions,
+                 const std::optional<Tensor>& lengths) {
+  return turn(x, rope, table_at(rope, positions, lengths));
+}
+
+std::tuple<Tensor, Tensor> rotate_new(const Tensor& query, const Tensor& key, const RopeSettings& rope,
+                                      const Placement& place) {
+  if (place.positions) check_positions(*place.positions, query);
+  const bool raw = rope.raw_keys && place.past;
+  ATTNPACK_CHECK(!raw || !place.positions,
+                 "positions: got a tensor with a cache of unrotated keys, which stand where the cache has them; leave "
+                 "it out, or set raw_keys of the RotaryEmbedding to false");
+  const Tensor where = place.positions ? *place.positions
+                       : place.past    ? place.past->unsqueeze(-1) + count(query)
+                                       : count(query);
+  std::optional<Tensor> lengths;  // of the queries' sequence
+  if (rope.by_length() && !place.positions && !place.cross) {
+    // A sum of ones is the length also where tracing knows it by a symbol alone.
+    lengths = place.new_lens;
+    if (place.past) lengths = *place.past + (lengths ? lengths->to(at::kLong) : at::ones_like(count(query)).sum());
+  }
+  const Table table = table_at(rope, where, lengths);
+  const Tensor rotated = turn(query, rope, table);
+  if (raw) return {rotated, key};
+  if (!place.cross) return {rotated, turn(key, rope, table)};
+  return {rotated, rotate_at(key, rope, count(key), place.new_lens)};
+}
+
+Tensor rotate_cached(const Tensor& key, const Tensor& lengths, const RopeSettings& rope) {
+  return rope.raw_keys ? rotate_at(key, rope, count(key), lengths) : key;
+}
+
+}  // namespace attnpack
