@@ -22,7 +22,7 @@ from pydoc_data.topics import topics
 
 import attnpack
 import torch
-from attnpack.causal_lm_io import load_tokenizer, smollm2_path
+from attnpack.checkpoints import load_tokenizer, smollm2_path
 from llama_cpp_peer import LlamaCpp, installed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from attnpack.causal_lm_io import smollm2_path
+from attnpack.checkpoints import smollm2_path
 
 
 def installed() -> bool:

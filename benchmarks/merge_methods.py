@@ -10,7 +10,7 @@ import json
 from pydoc_data.topics import topics
 
 import torch
-from attnpack import CausalLM, causal_lm_io, convert
+from attnpack import CausalLM, checkpoints, convert
 from attnpack.progress import progress
 
 CASES = {
@@ -67,9 +67,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="measured, and three times as many calibrated on")
     parser.add_argument("--json", action="store_true", help="print every layer's error")
     args = parser.parse_args()
-    path = causal_lm_io.smollm2_path()
+    path = checkpoints.smollm2_path()
     text = "\n".join(topics[name] for name in sorted(topics))
-    ids = torch.tensor([causal_lm_io.load_tokenizer(path).encode(text[: 40 * args.tokens])[: 4 * args.tokens]])
+    ids = torch.tensor([checkpoints.load_tokenizer(path).encode(text[: 40 * args.tokens])[: 4 * args.tokens]])
     found = errors(CausalLM.from_gguf(path), ids, args.tokens)
     if args.json:
         print(json.dumps(found))

@@ -9,8 +9,8 @@ from typing import Any
 
 import attnpack
 import torch
-from attnpack import causal_lm_io, convert
-from attnpack.convert.distill import Distillation, perplexity
+from attnpack import checkpoints, convert
+from attnpack.convert.uptrain.distill import Distillation, perplexity
 from small_models import time_decoding
 from torch import Tensor, nn
 
@@ -25,12 +25,12 @@ THREADS = torch.get_num_threads()  # all that this process may have; uptraining.
 @cache
 def _text() -> Tensor:
     text = "\n".join(topics[name] for name in sorted(topics))
-    return torch.tensor(causal_lm_io.load_tokenizer(causal_lm_io.smollm2_path()).encode(text))
+    return torch.tensor(checkpoints.load_tokenizer(checkpoints.smollm2_path()).encode(text))
 
 
 @cache
 def _original() -> attnpack.CausalLM:
-    return attnpack.CausalLM.from_gguf(causal_lm_io.smollm2_path())
+    return attnpack.CausalLM.from_gguf(checkpoints.smollm2_path())
 
 
 @cache
@@ -49,7 +49,7 @@ def _layer_inputs() -> list[Tensor]:
 
 def _replaced(make: Callable[[nn.Module, Tensor], nn.Module]) -> nn.Module:
     """The original with each attention layer as `make` gives it for (layer, its inputs)."""
-    model = attnpack.CausalLM.from_gguf(causal_lm_io.smollm2_path())
+    model = attnpack.CausalLM.from_gguf(checkpoints.smollm2_path())
     for layer, x in zip(model.layers, _layer_inputs(), strict=True):
         layer.self_attn = make(layer.self_attn, x)
     return model

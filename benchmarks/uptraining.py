@@ -26,8 +26,9 @@ from typing import Any
 
 import small_models as small
 import torch
-from attnpack import bench, convert
+from attnpack import convert
 from attnpack.progress import progress
+from attnpack.tools import bench
 from smollm2_heads import smollm2_cells
 
 Cell = tuple[str, Callable[[], dict[str, Any]]]

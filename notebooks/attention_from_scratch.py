@@ -35,7 +35,8 @@ import math
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack import causal_lm_io, plot_attention
+from attnpack import checkpoints
+from attnpack.tools.plot import attention as plot_attention
 
 torch.manual_seed(0)
 BLUE, ORANGE = "#0072B2", "#D55E00"
@@ -272,8 +273,8 @@ assert not moved[:changed_at].any(), "a decoder's prefix must not move by a sing
 # what its heads look at, in one sentence.
 
 # %%
-path = causal_lm_io.smollm2_path()
-tokenizer, model = causal_lm_io.load_tokenizer(path), attnpack.CausalLM.from_gguf(path)
+path = checkpoints.smollm2_path()
+tokenizer, model = checkpoints.load_tokenizer(path), attnpack.CausalLM.from_gguf(path)
 ids = tokenizer.encode("The cat sat on the mat because the cat was tired.")
 words = [tokenizer.decode([token]) for token in ids]
 weights = torch.stack([layer[0] for layer in plot_attention.lm_attention(model, torch.tensor([ids]))])

@@ -32,7 +32,7 @@ from pydoc_data.topics import topics
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack import causal_lm_io, convert
+from attnpack import checkpoints, convert
 
 torch.manual_seed(0)
 weight = torch.randn(4 * 2, 3)  # 4 heads of 2 rows, embed_dim 3
@@ -282,8 +282,8 @@ print("trained on", *{cell["machine"] for cell in cells.values() if "machine" in
 # planes that RoPE turns). The mean of heads that point in the same directions loses far less:
 
 # %%
-path = causal_lm_io.smollm2_path()
-tokenizer, model = causal_lm_io.load_tokenizer(path), attnpack.CausalLM.from_gguf(path)
+path = checkpoints.smollm2_path()
+tokenizer, model = checkpoints.load_tokenizer(path), attnpack.CausalLM.from_gguf(path)
 ids = torch.tensor([tokenizer.encode("\n".join(topics[name] for name in sorted(topics))[:12000])[:1536]])
 seen = []
 hook = model.layers[10].self_attn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))

@@ -33,7 +33,8 @@ import math
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack import memory, plot_attention
+from attnpack.tools import memory
+from attnpack.tools.plot import attention as plot_attention
 
 torch.manual_seed(0)
 BLUE, ORANGE = "#0072B2", "#D55E00"

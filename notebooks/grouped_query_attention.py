@@ -32,7 +32,8 @@ from pydoc_data import topics
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack import bench, plot_memory
+from attnpack.tools import bench
+from attnpack.tools.plot import memory as plot_memory
 from torch.nn import functional
 
 torch.manual_seed(0)

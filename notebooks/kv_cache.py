@@ -27,7 +27,9 @@ from itertools import pairwise
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack import bench, causal_lm_io, memory, plot_memory
+from attnpack import checkpoints
+from attnpack.tools import bench, memory
+from attnpack.tools.plot import memory as plot_memory
 
 torch.manual_seed(0)
 BLUE, ORANGE = "#0072B2", "#D55E00"
@@ -46,8 +48,8 @@ def largest_difference(a, b):
 # a prefix, alone and with four more tokens behind it.
 
 # %%
-path = causal_lm_io.smollm2_path()
-tokenizer, model = causal_lm_io.load_tokenizer(path), attnpack.CausalLM.from_gguf(path)
+path = checkpoints.smollm2_path()
+tokenizer, model = checkpoints.load_tokenizer(path), attnpack.CausalLM.from_gguf(path)
 ids = torch.tensor([tokenizer.encode("A cache is right if the past does not change when the future arrives")])
 with torch.no_grad():
     whole = model(ids)

@@ -30,7 +30,8 @@ import time
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack import bench, plot_memory
+from attnpack.tools import bench
+from attnpack.tools.plot import memory as plot_memory
 
 torch.manual_seed(0)
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"

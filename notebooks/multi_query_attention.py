@@ -32,7 +32,9 @@ import time
 import attnpack
 import matplotlib.pyplot as plt
 import torch
-from attnpack import bench, plot_attention, reference
+from attnpack import reference
+from attnpack.tools import bench
+from attnpack.tools.plot import attention as plot_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 torch.manual_seed(0)

@@ -34,8 +34,8 @@ from pathlib import Path
 
 import attnpack
 import matplotlib.pyplot as plt
-from attnpack import bench as live
-from attnpack import plot_roofline
+from attnpack.tools import bench as live
+from attnpack.tools.plot import roofline as plot_roofline
 
 bench = plot_roofline.read_bench(Path("..") / "benchmarks" / "results" / "quick.json")
 flops, read = bench["limits"]["flops"], bench["limits"]["bytes_per_second"]

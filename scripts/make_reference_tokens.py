@@ -1,4 +1,4 @@
-"""Writes python/attnpack/data/smollm2_reference.json: greedy tokens of SmolLM2-135M-Instruct by transformers, in fp32.
+"""Writes python/attnpack/tools/data/smollm2_reference.json: greedy tokens of SmolLM2 by transformers, in fp32.
 
     python scripts/make_reference_tokens.py [OUT.json]
 

@@ -28,7 +28,7 @@ def smollm2_hf(reference_script):
 def smollm2():
     """attnpack's CausalLM, fp32."""
     import attnpack
-    from attnpack.causal_lm_io import smollm2_path
+    from attnpack.checkpoints import smollm2_path
 
     return attnpack.CausalLM.from_gguf(smollm2_path())
 

@@ -7,8 +7,8 @@ from processes import run_python
 # libgomp's and the allocator's arenas are address space, too.
 _LIMITS = """
 import resource
-import attnpack, attnpack.causal_lm_io, gguf, tokenizers
-from attnpack.memory import resident_bytes
+import attnpack, attnpack.checkpoints.gguf, gguf, tokenizers
+from attnpack.tools.memory import resident_bytes
 most = resident_bytes("VmSize") + {memory}
 resource.setrlimit(resource.RLIMIT_AS, (most, most))
 used = resource.getrusage(resource.RUSAGE_SELF)

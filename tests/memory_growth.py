@@ -11,7 +11,7 @@ from pathlib import Path
 def measure(loader: str, path: str, dtype: str) -> None:
     import attnpack
     import torch
-    from attnpack.memory import resident_bytes
+    from attnpack.tools.memory import resident_bytes
 
     load = getattr(attnpack.CausalLM, loader)
     before = resident_bytes("VmRSS")

@@ -3,7 +3,8 @@
 import attnpack
 import pytest
 import torch
-from attnpack import attention, attention_scores
+from attnpack import attention_scores
+from attnpack.nn import attention
 from op_cases import draw
 
 

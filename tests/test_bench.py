@@ -3,12 +3,12 @@
 import dataclasses
 import json
 
-import attnpack.bench as bench
+import attnpack.tools.bench as bench
 import pytest
 import torch
-from attnpack import cli
-from attnpack.bench_cases import SECTIONS, Case, Limits, cases
-from attnpack.bench_peers import PEERS, make_inputs, ours
+from attnpack.tools import cli
+from attnpack.tools.bench.cases import SECTIONS, Case, Limits, cases
+from attnpack.tools.bench.peers import PEERS, make_inputs, ours
 
 TINY = Case("decode", "tiny", "fp32", 8, 2, 1, 40, 16, 16, cold=True)
 

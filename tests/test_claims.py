@@ -36,8 +36,18 @@ def public_files():
     paths = [Path(sys.modules[name].__file__) for name in names if name.startswith("attnpack.")]
     modules = [f"python/attnpack/{path.relative_to(Path(attnpack.__file__).parent)}" for path in paths]
     headers = re.findall(r"#include <attnpack/(.*)>", (ROOT / "csrc/attnpack/attnpack.h").read_text(encoding="utf-8"))
-    modules += ["python/attnpack/hf.py", "python/attnpack/causal_lm_io.py", "python/attnpack/reference.py"]
-    return ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(modules), *(f"csrc/attnpack/{name}" for name in headers)]
+    modules += [
+        "python/attnpack/hf/__init__.py",
+        "python/attnpack/checkpoints/build.py",
+        "python/attnpack/reference.py",
+    ]
+    return [
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        *sorted(modules),
+        *(f"csrc/attnpack/{name}" for name in headers),
+    ]
 
 
 def prose(file):

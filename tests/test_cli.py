@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attnpack
 import pytest
-from attnpack import cli
+from attnpack.tools import cli
 from fuzz import lies
 
 COMMANDS = ["demo", "info", "generate", "convert", "uptrain", "bench", "plot"]

@@ -11,8 +11,9 @@ import attnpack
 import pytest
 import torch
 import torch.nn.functional as F
-from attnpack import cli, convert
-from attnpack.causal_lm_io import load_tokenizer, smollm2_path
+from attnpack import convert
+from attnpack.checkpoints import load_tokenizer, smollm2_path
+from attnpack.tools import cli
 from processes import run_python
 from safetensors.torch import load_file
 from test_from_hf import CONFIGS, LINEAR, SIZES, edit_config, edit_weights, random_model
@@ -308,7 +309,7 @@ def test_out_that_exists_is_left_alone(llama, tmp_path, capsys):
 # Stops before the second layer, says so, and waits to be killed.
 SLOW = """
 import sys, time
-from attnpack.convert import checkpoint
+from attnpack.convert.checkpoint import conversion as checkpoint
 merge = checkpoint.merge_layer
 def stopping(tensors, attention, request, layer, calibration):
     if layer == 1:
@@ -316,7 +317,7 @@ def stopping(tensors, attention, request, layer, calibration):
         time.sleep(60)
     return merge(tensors, attention, request, layer, calibration)
 checkpoint.merge_layer = stopping
-from attnpack import cli
+from attnpack.tools import cli
 cli.main(["convert", sys.argv[1], sys.argv[2], "--kv-heads", "2"])
 """
 
@@ -349,8 +350,8 @@ def test_memory_stays_that_of_a_layer(tmp_path):
     assert weights > 130e6
     measured = run_python(f"""
 from pathlib import Path
-from attnpack.convert.checkpoint import Request, convert_checkpoint
-from attnpack.memory import resident_bytes
+from attnpack.convert.checkpoint.conversion import Request, convert_checkpoint
+from attnpack.tools.memory import resident_bytes
 before = resident_bytes("VmRSS")
 convert_checkpoint(Path({str(tmp_path / "in")!r}), Path({str(tmp_path / "out")!r}), Request(2))
 print(resident_bytes("VmHWM") - before)

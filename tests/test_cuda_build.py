@@ -4,7 +4,8 @@ import os
 import shutil
 
 import pytest
-from attnpack import _load, info
+from attnpack import _load
+from attnpack.tools import info
 from processes import ROOT, run
 
 nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")

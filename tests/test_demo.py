@@ -7,9 +7,12 @@ import sys
 import matplotlib.image
 import pytest
 import torch
-from attnpack import cli, demo, demo_model, demo_variants, reference
-from attnpack.demo_mqa import chunkings, rename_to_notebook, run_mqa
-from attnpack.plot import plot_kv_memory
+from attnpack import reference
+from attnpack.tools import cli, demo
+from attnpack.tools.demo import model as demo_model
+from attnpack.tools.demo import variants as demo_variants
+from attnpack.tools.demo.mqa import chunkings, rename_to_notebook, run_mqa
+from attnpack.tools.plot import plot_kv_memory
 
 
 def plain_lines(x, q, k, state_dict, num_heads):

@@ -118,7 +118,7 @@ def test_what_asks_for_much_is_refused_for_little(name, found):
 
 def test_largest_vocabularies_are_below_the_limits():
     """Gemma 3's, the largest of the GGUF files that are common: 262,144 tokens, and twice as many merges."""
-    from attnpack import gguf_file
+    from attnpack.checkpoints import gguf_file
 
     tokens, merges = 262_144, 524_288
     assert 2 * (3 * tokens + merges) < gguf_file._MOST_ITEMS

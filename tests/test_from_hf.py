@@ -157,7 +157,7 @@ def test_config_of_transformers_4(llama):
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
 def test_dtypes_convert_as_torch_does(llama, stored, wanted, monkeypatch):
-    monkeypatch.setattr("attnpack.safetensors_io._CHUNK_ELEMENTS", 1000)  # several pieces a tensor
+    monkeypatch.setattr("attnpack.checkpoints.safetensors._CHUNK_ELEMENTS", 1000)  # several pieces a tensor
     reference, directory = llama
     reference.to(stored).save_pretrained(directory)
     found = attnpack.CausalLM.from_hf(directory, dtype=wanted).state_dict()

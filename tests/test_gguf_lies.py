@@ -5,7 +5,7 @@ import struct
 import gguf
 import numpy as np
 import pytest
-from attnpack.gguf_file import GgufFile
+from attnpack.checkpoints.gguf_file import GgufFile
 
 F32, Q8_0 = 0, 8
 UINT16, UINT32, UINT64, STRING = 2, 4, 10, 8

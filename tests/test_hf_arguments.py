@@ -10,7 +10,7 @@ import attnpack.hf
 import pytest
 import torch
 import transformers
-from attnpack.hf_arguments import REFUSED
+from attnpack.hf.arguments import REFUSED
 from hf_families import inputs, make_model, padding
 from transformers.generation.continuous_batching import input_outputs
 from transformers.integrations import eager_paged, flash_attention, flex_attention, msa_attention, sdpa_attention

@@ -8,7 +8,7 @@ import attnpack
 import attnpack.hf
 import pytest
 import torch
-from attnpack.hf_latent import _as_of_the_first_key
+from attnpack.hf.layers.latent import _as_of_the_first_key
 from hf_families import backward, generated, inputs, logits, make_model, padding
 from processes import run
 

@@ -4,7 +4,7 @@ import attnpack
 import attnpack.hf
 import pytest
 import torch
-from attnpack.hf_masks import LazyMask, _pattern
+from attnpack.hf.masks import LazyMask, _pattern
 from hf_families import padding
 from transformers.masking_utils import (
     and_masks,

@@ -6,7 +6,7 @@ import attnpack
 import pytest
 import torch
 from attnpack import ops
-from attnpack.linear import linear, project
+from attnpack.nn.linear import linear, project
 from torch import nn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

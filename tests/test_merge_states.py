@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from attnpack import attention, merge_states, reference
+from attnpack import merge_states, reference
+from attnpack.nn import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_cases import DTYPES, INF, NAN, draw, make_inputs

@@ -10,7 +10,7 @@ from pathlib import Path
 import attnpack
 import pytest
 import torch
-from attnpack import info
+from attnpack.tools import info
 from processes import ROOT, TORCH_DIR, fake_torch, run, run_python, without_python
 
 EXAMPLE = ROOT / "examples/cpp/hello_attention"
@@ -38,7 +38,7 @@ def test_wheel_carries_both_languages(wheel):
     metadata = next(wheel.glob("*.dist-info/METADATA")).read_text()
     assert f"Version: {attnpack.__version__}\n" in metadata
     assert re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, re.MULTILINE) == ["torch>=2.11"]
-    assert "attnpack = attnpack.cli:main" in next(wheel.glob("*.dist-info/entry_points.txt")).read_text()
+    assert "attnpack = attnpack.tools.cli:main" in next(wheel.glob("*.dist-info/entry_points.txt")).read_text()
 
 
 def test_wheel_names_no_folder_of_this_machine(wheel):
@@ -56,7 +56,7 @@ def test_wheel_runs_in_python(wheel):
 def test_cpp_program_against_the_wheel(wheel, tmp_path):
     """The example is C++17 and finds the operator by name although it is linked against the library alone."""
     prefix = run_python(
-        "import sys; from attnpack.cli import main; sys.exit(main(['info', '--cmake-prefix']))", first=wheel
+        "import sys; from attnpack.tools.cli import main; sys.exit(main(['info', '--cmake-prefix']))", first=wheel
     )
     assert prefix.stdout.strip() == str(wheel / "attnpack")
     configured = run("cmake", "-S", EXAMPLE, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix.stdout.strip()}")

@@ -7,7 +7,10 @@ import attnpack
 import matplotlib.image
 import pytest
 import torch
-from attnpack import cli, plot_attention, plot_memory, plot_roofline
+from attnpack.tools import cli
+from attnpack.tools.plot import attention as plot_attention
+from attnpack.tools.plot import memory as plot_memory
+from attnpack.tools.plot import roofline as plot_roofline
 from matplotlib.figure import Figure
 
 BENCH = {

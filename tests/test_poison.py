@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from attnpack import attention, attention_scores, reference
+from attnpack import attention_scores, reference
+from attnpack.nn import attention
 from op_cases import DTYPES, INF, NAN, draw, make_inputs, run
 
 POISON = [NAN, INF, -INF]

@@ -3,7 +3,8 @@ dropout, gradients of float masks, sinks and slopes."""
 
 import pytest
 import torch
-from attnpack import attention, reference
+from attnpack import reference
+from attnpack.nn import attention
 from op_cases import DTYPES, INF, NAN, draw, make_inputs, run
 
 POISON = [NAN, INF, -INF]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import safetensors
-from attnpack.safetensors_io import SafetensorsFile
+from attnpack.checkpoints.safetensors import SafetensorsFile
 from fuzz import lies
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

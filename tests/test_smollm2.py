@@ -10,7 +10,7 @@ import attnpack.hf
 import pytest
 import torch
 import torch.nn.functional as F
-from attnpack.causal_lm_io import load_tokenizer, smollm2_path
+from attnpack.checkpoints import load_tokenizer, smollm2_path
 
 REFERENCE = json.loads(resources.files("attnpack").joinpath("data/smollm2_reference.json").read_text(encoding="utf-8"))
 PROMPTS = {prompt["name"]: prompt for prompt in REFERENCE["prompts"]}

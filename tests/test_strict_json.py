@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from attnpack.strict_json import parse_json, read_json
+from attnpack.checkpoints.strict_json import parse_json, read_json
 
 
 @pytest.mark.parametrize("value", [{"a": [1, -2, 0.5, 1e300, None, True, "é\n\U0001f642"], "b": {"c": {}}}, [], 3, "x"])
@@ -48,7 +48,7 @@ def test_errors_name_the_file(tmp_path, monkeypatch):
             read_json(path)
     with pytest.raises(ValueError, match=f"^{tmp_path / 'none'}: cannot be read as JSON .No such file or directory"):
         read_json(tmp_path / "none")
-    monkeypatch.setattr("attnpack.strict_json.LONGEST", 10)
+    monkeypatch.setattr("attnpack.checkpoints.strict_json.LONGEST", 10)
     path.write_bytes(b'{"a": 12345}')
     with pytest.raises(ValueError, match="it has more than 10 bytes"):
         read_json(path)

@@ -31,7 +31,10 @@ def test_cpp():
     "header, allowed",
     [
         (r"pybind11/|torch/extension\.h|torch/python\.h|torch/csrc/utils/pybind\.h", "bindings"),
-        (r"torch/(?:nn|all|torch)\.h|torch/nn/", "attnpack/modules|attnpack/models|bindings|attnpack/convert|attnpack/attnpack.h"),
+        (
+            r"torch/(?:nn|all|torch)\.h|torch/nn/",
+            "attnpack/modules|attnpack/models|bindings|attnpack/convert|attnpack/attnpack.h",
+        ),
     ],
     ids=["pybind11", "torch.nn"],
 )

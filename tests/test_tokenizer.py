@@ -6,7 +6,7 @@ import unicodedata
 
 import gguf
 import pytest
-from attnpack.causal_lm_io import Tokenizer, load_tokenizer, smollm2_path
+from attnpack.checkpoints.build import Tokenizer, load_tokenizer, smollm2_path
 from fuzz import lies
 from transformers import Qwen2Tokenizer
 
@@ -102,7 +102,7 @@ def write_vocabulary(path, tokens, merges, **values):
 @pytest.fixture(scope="module")
 def vocabulary():
     """SmolLM2's tokens and merges."""
-    from attnpack.gguf_io import GgufFile
+    from attnpack.checkpoints.gguf import GgufFile
 
     data = GgufFile(smollm2_path()).metadata
     return data["tokenizer.ggml.tokens"], data["tokenizer.ggml.merges"]

@@ -8,7 +8,7 @@ import sys
 import attnpack
 import pytest
 import torch
-from attnpack import cli
+from attnpack.tools import cli
 from test_convert_cli import MHA, write_tokenizer
 from test_from_hf import random_model
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -77,7 +77,7 @@ def test_distillation_lowers_the_loss_and_transformers_opens_it(converted, capsy
 SLOW = """
 import sys
 from attnpack import cli
-from attnpack.convert import uptrain
+from attnpack.convert.uptrain import command as uptrain
 uptrain._SAVE_EVERY = 0.2
 cli.main(sys.argv[1:-1] + ["--minutes", sys.argv[-1]])
 """
@@ -110,7 +110,7 @@ def test_a_stopped_training_goes_on(number, converted, capsys):
 
 def test_it_goes_on_bit_by_bit(converted):
     """Three steps are two steps, saved and loaded, and one more."""
-    from attnpack.convert.distill import Distillation
+    from attnpack.convert.uptrain.distill import Distillation
 
     ids = torch.randint(96, (500,))
     teacher = attnpack.CausalLM.from_hf(converted.parent / "in")

@@ -4,9 +4,9 @@ import resource
 
 import pytest
 import torch
-from attnpack import plot
-from attnpack.convert import uptrain
-from attnpack.convert.output import SafetensorsWriter, write_json
+from attnpack.checkpoints.writer import SafetensorsWriter, write_json
+from attnpack.convert.uptrain import command as uptrain
+from attnpack.tools import plot
 from attnpack.whole import check_writable, whole_directory, whole_file
 from processes import run_python
 from test_uptrain import arguments, converted  # noqa: F401
@@ -164,7 +164,7 @@ def test_commands_on_a_full_disk_say_one_sentence_and_leave_nothing(converted): 
         ended = run_python(f"""
 import resource, sys
 from attnpack import cli
-from attnpack.convert import uptrain
+from attnpack.convert.uptrain import command as uptrain
 uptrain._SAVE_EVERY = 0
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))
 sys.exit(cli.main({command!r}))

@@ -9,24 +9,19 @@ except ImportError as error:
     raise
 __version__ = _load.build_record()["version"]
 
-from . import convert, cpp
-from .attention import (
-    GroupedQueryAttention,
-    MultiHeadAttention,
-    MultiQueryAttention,
-    SelfAttention,
-)
-from .blocks import DecoderBlock, EncoderBlock
+from . import checkpoints, convert, cpp
 from .cache import DynamicCache, ModelCache, StaticCache
-from .causal_lm import CausalLM
-from .feed_forward import FeedForward
-from .latent_attention import MultiHeadLatentAttention
 from .latent_cache import LatentCache
-from .norm import RMSNorm
+from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
+from .nn.block import DecoderBlock, EncoderBlock
+from .nn.causal_lm import CausalLM
+from .nn.feed_forward import FeedForward
+from .nn.latent_attention import MultiHeadLatentAttention
+from .nn.norm import RMSNorm
+from .nn.projected_attention import ProjectedAttention
+from .nn.rope import RotaryEmbedding
+from .nn.stack import Decoder, Encoder, EncoderDecoder
 from .ops import apply_rope, attention, attention_scores, merge_states
-from .projected_attention import ProjectedAttention
-from .rope import RotaryEmbedding
-from .stacks import Decoder, Encoder, EncoderDecoder
 
 __all__ = [
     "CausalLM",
@@ -52,6 +47,7 @@ __all__ = [
     "apply_rope",
     "attention",
     "attention_scores",
+    "checkpoints",
     "convert",
     "cpp",
     "merge_states",

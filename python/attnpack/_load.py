@@ -100,7 +100,7 @@ def end_command(error: ImportError) -> None:
     if not module and Path(sys.argv[0]).name != "attnpack":
         return
     if sys.argv[1:2] == ["info"] and "torch" in sys.modules:
-        from . import info
+        from .tools import info
 
         info.show(info.collect(str(error)), as_json="--json" in sys.argv)
     else:

@@ -9,6 +9,9 @@ import torch
 
 from .explain import wrong_kind
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""As the command line names them."""
+
 
 def check_dtype(dtype: object) -> None:
     """dtype of a module, where given: that of parameters, which have gradients."""

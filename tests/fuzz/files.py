@@ -62,7 +62,7 @@ def _watch(seed: int, seconds: float) -> tuple[int, list[str]]:
 
 def work(seed: int, seconds: float) -> None:
     """The child: says which seed it begins, and what is wrong with it."""
-    from attnpack.memory import resident_bytes
+    from attnpack.tools.memory import resident_bytes
 
     from fuzz import lies
 
@@ -112,7 +112,7 @@ def load(path: Path) -> None:
 
 
 def load_text(path: Path) -> None:
-    from attnpack.causal_lm_io import load_tokenizer
+    from attnpack.checkpoints import load_tokenizer
 
     from fuzz.lies import TEMPLATE
 

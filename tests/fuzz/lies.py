@@ -15,7 +15,7 @@ import attnpack
 import gguf
 import numpy as np
 import torch
-from attnpack.convert.output import SafetensorsWriter
+from attnpack.checkpoints.writer import SafetensorsWriter
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 SIZES = {

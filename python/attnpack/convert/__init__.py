@@ -5,7 +5,7 @@ modules (the first two on models too);
 `attnpack convert` does whole checkpoints.
 """
 
-from .grouped import layer_error, similar_groups, to_gqa, to_mqa
+from .heads import layer_error, similar_groups, to_gqa, to_mqa
 from .latent import to_mla
 from .weights import LayerWeights, fuse_qkv, merge_kv_heads, pool_kv_heads, split_qkv
 

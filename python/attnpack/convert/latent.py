@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, cpp
-from ..attention import GroupedQueryAttention
 from ..explain import wrong_kind
-from ..latent_attention import MultiHeadLatentAttention
-from .grouped import layer_error, layer_weights
+from ..nn.attention import GroupedQueryAttention
+from ..nn.latent_attention import MultiHeadLatentAttention
+from .heads import layer_error, layer_weights
 from .weights import calibration_rows, call
 
 _CPP_KINDS = (cpp.MultiHeadAttention, cpp.GroupedQueryAttention, cpp.MultiQueryAttention)

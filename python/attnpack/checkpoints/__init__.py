@@ -1,0 +1,25 @@
+"""Models and tokenizers from GGUF files and Hugging Face directories."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..sizes import as_path
+from .build import smollm2_path
+from .tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Tokenizer", "load", "load_tokenizer", "smollm2_path"]
+
+
+def load(path: str | os.PathLike, dtype: torch.dtype = torch.float32):
+    """The `attnpack.CausalLM` of a Hugging Face directory or a GGUF file, in evaluation mode, in `dtype`.
+
+    Raises what `CausalLM.from_hf` and `CausalLM.from_gguf` raise.
+    """
+    from ..nn.causal_lm import CausalLM
+
+    path = as_path(path)
+    loader = CausalLM.from_hf if path.is_dir() else CausalLM.from_gguf
+    return loader(path, dtype=dtype)

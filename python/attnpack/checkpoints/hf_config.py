@@ -1,0 +1,102 @@
+"""What a converted checkpoint has beside its tensors: config.json and the tokenizer's files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from .gguf import GgufCheckpoint
+from .hf_directory import HfCheckpoint
+from .strict_json import read_json
+from .tokenizer import load_tokenizer
+from .writer import write_json, write_text
+
+# Copied as they are, where IN has them.
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def config_json(checkpoint: HfCheckpoint | GgufCheckpoint, num_kv_heads: int) -> dict[str, Any]:
+    """config.json for the checkpoint with `num_kv_heads`: its own, or one made from the GGUF metadata."""
+    if isinstance(checkpoint, HfCheckpoint):
+        return read_json(checkpoint.path / "config.json") | {"num_key_value_heads": num_kv_heads}
+    return _from_gguf(checkpoint) | {"num_key_value_heads": num_kv_heads}
+
+
+def _from_gguf(checkpoint: GgufCheckpoint) -> dict[str, Any]:
+    config, data = checkpoint.config, checkpoint.file.metadata
+    model_type = checkpoint.arch
+    if model_type == "llama" and config["window"] is not None:
+        model_type = "mistral"
+    biases = {"llama": (False, True), "mistral": (False,), "qwen2": (True,), "qwen3": (False, True)}[model_type]
+    out_bias = config["bias"] and model_type != "qwen2"
+    if config["bias"] not in biases or config["out_bias"] != out_bias or (config["mlp_bias"] and model_type != "llama"):
+        raise ValueError(f"{checkpoint.path}: has biases that no config.json of model_type {model_type!r} describes")
+    result = {
+        "architectures": [_CLASSES[model_type]],
+        "model_type": model_type,
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["embed_dim"],
+        "intermediate_size": config["hidden_dim"],
+        "num_hidden_layers": config["num_layers"],
+        "num_attention_heads": config["num_heads"],
+        "head_dim": config["head_dim"],
+        "hidden_act": "silu",
+        "max_position_embeddings": config["max_positions"],
+        "rms_norm_eps": config["eps"],
+        "rope_theta": config["rope_base"],
+        "rope_scaling": config["rope_scaling"],
+        "tie_word_embeddings": config["tie_embeddings"],
+        "attention_bias": config["bias"],
+        "mlp_bias": config["mlp_bias"],
+        "use_cache": True,
+    }
+    if config["window"] is not None:
+        result |= {"sliding_window": config["window"][0] + 1}
+        if model_type != "mistral":  # every layer slides
+            result |= {"use_sliding_window": True, "max_window_layers": 0}
+    for role, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
+        if (token := data.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            result[f"{role}_token_id"] = token
+    return result
+
+
+def write_companions(source: Path, out: Path) -> str | None:
+    """Copies a directory's tokenizer, or makes one from GGUF; what to tell the user where there is none, else None."""
+    if source.is_dir():
+        for name in _COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, out / name)
+        found = any((out / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+        return None if found else f"{source} has no tokenizer, so none was written"
+    try:
+        tokenizer = load_tokenizer(source)
+    except (ImportError, ValueError) as error:
+        return f"the tokenizer was not written: {error}"
+    write_text(out / "tokenizer.json", tokenizer.backend.to_str(pretty=True))
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **tokenizer.special,
+    }
+    if tokenizer.chat_template is not None:
+        settings["chat_template"] = tokenizer.chat_template
+    write_json(out / "tokenizer_config.json", settings)
+    return None

@@ -1,0 +1,209 @@
+"""Text to token ids and back, for Hugging Face directories and GGUF files, on the package `tokenizers`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ..file_errors import brief, naming
+from .chat_template import LONGEST_TEMPLATE, render
+from .gguf_file import GgufFile
+from .strict_json import LONGEST, check_values, read_bounded, read_json
+
+# The system message of SmolLM2's own chat template (tokenizer.chat_template in its GGUF file).
+_SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+# Qwen2's split: contractions, words with one leading non-letter, single digits, punctuation, line ends, spaces.
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+
+
+class Tokenizer:
+    """`encode`, `decode` and `chat` of one model; made by `load_tokenizer`.
+
+    `stop_tokens` are the ids that end an answer, `backend` the `tokenizers.Tokenizer` underneath.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        stop_tokens: tuple[int, ...] = (),
+        chat_template: str | None = None,
+        special: dict[str, str] | None = None,
+        source: str = "",
+    ) -> None:
+        self.backend, self.stop_tokens, self.chat_template = backend, stop_tokens, chat_template
+        self.special, self._source = special or {}, source
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, with the tokens the model wants around every text (a BOS, say), as transformers gives them."""
+        return self.backend.encode(text).ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids` (a list or a 1-D tensor); incomplete UTF-8 at an end becomes U+FFFD."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def stream(self, write: Callable[[str], object]) -> Callable[[int], None]:
+        """A function that takes token ids one by one and hands `write` each piece of text as soon as it is whole."""
+        from tokenizers.decoders import DecodeStream
+
+        decoder = DecodeStream(skip_special_tokens=True)
+
+        def step(token: int) -> None:
+            if text := decoder.step(self.backend, int(token)):
+                write(text)
+
+        return step
+
+    def chat(self, prompt: str) -> list[int]:
+        """Ids of one user message in the model's chat format, up to where the answer begins.
+
+        The model's own Jinja template is rendered if `jinja2` is importable, in a process with little time and memory
+        (chat_template.py); without it ChatML, with SmolLM2's default system message where the template has it. Raises
+        ValueError if the model has no template, needs jinja2, or its template fails or takes too much.
+        """
+        return self.backend.encode(self.chat_text(prompt), add_special_tokens=False).ids
+
+    def chat_text(self, prompt: str) -> str:
+        """The text that `chat` encodes."""
+        template = self.chat_template
+        if template is None:
+            raise ValueError(f"{self._source}: the model has no chat template; use encode(prompt) instead")
+        messages = [{"role": "user", "content": prompt}]
+        try:
+            return render(self._source, template, messages=messages, add_generation_prompt=True, **self.special)
+        except ImportError:
+            return _chatml(prompt, template, self._source)
+
+
+def _chatml(prompt: str, template: str, source: str) -> str:
+    if "<|im_start|>" not in template:
+        raise ValueError(f"{source}: the chat template is not ChatML and needs jinja2; run `pip install jinja2`")
+    system = f"<|im_start|>system\n{_SMOLLM2_SYSTEM}<|im_end|>\n" if _SMOLLM2_SYSTEM in template else ""
+    return f"{system}<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory (tokenizer.json) or of a GGUF file with a byte-level BPE vocabulary.
+
+    Raises ImportError without the package `tokenizers`, ValueError for a vocabulary of another kind or no file.
+    """
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"{path}: reading its tokenizer needs tokenizers; run `pip install tokenizers`") from error
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or directory; give a Hugging Face directory or a GGUF file")
+    with naming(path, "its tokenizer cannot be read", "get the checkpoint again"):
+        tokenizer = _from_directory(path) if path.is_dir() else _from_gguf(path)
+    _check(path, tokenizer)
+    return tokenizer
+
+
+def _check(path: Path, tokenizer: Tokenizer) -> None:
+    for name, text in {"chat template": tokenizer.chat_template or "", **tokenizer.special}.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{path}: its {name} is {brief(repr(text))}, wants a text; get the checkpoint again")
+    for token in tokenizer.stop_tokens:
+        if type(token) is not int or token < 0:
+            raise ValueError(f"{path}: eos_token_id is {brief(repr(token))}, wants an int; get the checkpoint again")
+
+
+def _from_directory(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    if not (path / "tokenizer.json").is_file():
+        raise ValueError(f"{path}: has no tokenizer.json; save it with transformers (tokenizer.save_pretrained)")
+    with naming(path / "tokenizer.json", "cannot be read", "get the checkpoint again"):
+        data = read_bounded(path / "tokenizer.json", LONGEST)
+        check_values(data)
+        backend = Backend.from_buffer(data)
+    settings: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        if (path / name).is_file():
+            settings |= {key: value for key, value in read_json(path / name).items() if value is not None}
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # named templates
+        template = next((t["template"] for t in template if t["name"] == "default"), None)
+    if (path / "chat_template.jinja").is_file():
+        with naming(path / "chat_template.jinja", "cannot be read", "get the checkpoint again"):
+            template = read_bounded(path / "chat_template.jinja", LONGEST_TEMPLATE).decode("utf-8")
+    special = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = settings.get(name)
+        if token is not None:
+            special[name] = token["content"] if isinstance(token, dict) else token
+    stop = settings.get("eos_token_id")
+    if stop is None and "eos_token" in special:
+        stop = backend.token_to_id(special["eos_token"])
+    stop_tokens = tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,)
+    return Tokenizer(backend, stop_tokens=stop_tokens, chat_template=template, special=special, source=str(path))
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    from tokenizers import AddedToken, decoders, models, normalizers, processors
+    from tokenizers import Tokenizer as Backend
+
+    data = GgufFile(path).metadata
+    kind = data.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ValueError(f"{path}: tokenizer.ggml.model is {kind!r}; only 'gpt2' (byte-level BPE) can be built")
+    tokens, merges = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.merges"]
+    types = data.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    pre = data.get("tokenizer.ggml.pre", "gpt-2")
+    pre_tokenizer = _pre_tokenizer(path, pre)
+
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    for pair in pairs:  # the package panics
+        if len(pair) != 2 or "".join(pair) not in vocabulary:
+            raise ValueError(f"{path}: merges {brief(repr(pair))}, which gives no token; get the file again")
+    backend = Backend(models.BPE(vocab=vocabulary, merges=pairs))
+    backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _CONTROL]
+    )
+    backend.add_tokens(
+        [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED]
+    )
+
+    ids = {
+        f"{role}_token": data[f"tokenizer.ggml.{key}_token_id"]
+        for role, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
+        if f"tokenizer.ggml.{key}_token_id" in data
+    }
+    for role, i in ids.items():
+        if type(i) is not int or not 0 <= i < len(tokens):
+            raise ValueError(f"{path}: the {role}_id is {brief(repr(i))}, wants an int below {len(tokens)}")
+    special = {role: tokens[i] for role, i in ids.items()}
+    if data.get("tokenizer.ggml.add_bos_token") and "bos_token" in ids:
+        bos = special["bos_token"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, ids["bos_token"])]
+        )
+    stop_tokens = (ids["eos_token"],) if "eos_token" in ids else ()
+    template = data.get("tokenizer.chat_template")
+    return Tokenizer(backend, stop_tokens=stop_tokens, chat_template=template, special=special, source=str(path))
+
+
+def _pre_tokenizer(path: Path, pre: str) -> Any:
+    """How text is cut before the merges, by tokenizer.ggml.pre (llama.cpp's names)."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    if pre == "gpt-2":
+        return ByteLevel(add_prefix_space=False)
+    if pre == "smollm":  # SmolLM2 was trained on single digits
+        return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    if pre == "qwen2":
+        return Sequence([Split(Regex(_QWEN2_SPLIT), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
+    raise ValueError(f"{path}: tokenizer.ggml.pre is {pre!r}; known are gpt-2, smollm and qwen2")

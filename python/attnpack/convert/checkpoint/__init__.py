@@ -1,0 +1,1 @@
+"""Whole checkpoints with fewer key-value heads, layer by layer: `attnpack convert`."""

@@ -1,0 +1,45 @@
+"""What `attnpack convert` does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from ...sizes import DTYPES
+from .conversion import Report, Request, convert_checkpoint
+from .streams import LONGEST
+
+
+def main(args: argparse.Namespace) -> None:
+    request = Request(
+        kv_heads=args.kv_heads,
+        method=args.method,
+        window=args.window,
+        groups=args.groups,
+        seed=args.seed,
+        dtype=None if args.dtype is None else DTYPES[args.dtype],
+        text=args.text,
+        tokens=args.tokens,
+        encoder=args.encoder,
+    )
+    report = convert_checkpoint(args.source, args.out, request)
+    print(json.dumps(asdict(report)) if args.json else "\n".join(describe(report)))
+
+
+def describe(report: Report) -> list[str]:
+    lines = [
+        f"{report.out}: {report.layers} layers, {report.heads} query heads, {report.kv_heads_before} -> "
+        f"{report.kv_heads} key-value heads by {report.method}, in {report.seconds:.1f} s",
+        f"KV cache {report.kv_bytes_per_token_before} -> {report.kv_bytes_per_token} bytes a token",
+        *(f"note: {note}" for note in report.notes),
+    ]
+    if report.perplexity is not None:
+        figures = f"{report.perplexity_before:.2f} -> {report.perplexity:.2f}"
+        lines.append(f"perplexity on {report.tokens} tokens, at most {LONGEST} at a time: {figures}")
+        if report.perplexity > report.perplexity_before:
+            lines.append(
+                f"That is worse than before: `attnpack uptrain {report.out} --text FILE --minutes N` trains it to do "
+                "what the original does"
+            )
+    return lines

@@ -1,0 +1,207 @@
+"""Whole checkpoints with fewer kv heads, read, converted and written layer by layer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.hf_config import write_companions
+from ...checkpoints.writer import SafetensorsWriter, write_json
+from ...file_errors import naming
+from ...progress import progress
+from ...whole import whole_directory
+from ..weights import Groups, LayerWeights, merge_kv_heads
+from .sources import Attention, DecoderOnly, Source, open_source
+from .streams import Streams, load_tokens
+
+RECORD = "attnpack_convert.json"
+LEARNS_FROM_TEXT = ("similar", "aligned")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to do with a checkpoint; see `attnpack convert --help`."""
+
+    kv_heads: int
+    method: str = "mean"
+    window: int = 1
+    groups: Groups | None = None
+    seed: int | None = None
+    dtype: torch.dtype | None = None  # default as stored; fp32 from GGUF
+    text: Path | None = None  # default the standard library's help topics
+    tokens: int = 2048  # of it for the perplexity, and as many others for methods that learn from text; 0 for none
+    encoder: bool = False  # convert that of an encoder-decoder model too
+
+
+@dataclass(frozen=True)
+class Report:
+    source: str
+    out: str
+    method: str
+    layers: int
+    heads: int
+    kv_heads_before: int
+    kv_heads: int
+    kv_bytes_per_token_before: int  # in the written dtype
+    kv_bytes_per_token: int
+    tokens: int  # that the perplexities are of
+    perplexity_before: float | None
+    perplexity: float | None
+    notes: list[str]  # what was left out, and why
+    seconds: float
+
+
+def convert_checkpoint(source: Path, out: Path, request: Request) -> Report:
+    """Writes `source` (a Hugging Face directory or a GGUF file) with fewer kv heads to the new directory `out`.
+
+    Holds one layer (or the embedding) and the states of some tokens in memory. Raises ValueError, and leaves nothing,
+    where the checkpoint is one that CausalLM does not read, is damaged, or does not fit the request.
+    """
+    started = time.monotonic()
+    with naming(source, "cannot be converted", "get the checkpoint again, or give another"):
+        checkpoint, notes = open_source(source, request.dtype, request.encoder), []
+    if source.resolve() in out.resolve().parents:
+        raise ValueError(f"{out}: lies in {source}, which stays as it is; choose a place outside of it")
+    streams = _streams(checkpoint, request, notes)
+    with whole_directory(out) as folder:
+        writer = _Writer(checkpoint, folder, request.kv_heads)
+        if note := write_companions(source, folder):
+            notes.append(note)
+        _convert_layers(checkpoint, writer.put, streams, request)
+        perplexities = streams.finish(checkpoint.read)
+        writer.close()
+        write_json(folder / "config.json", _with_dtype(checkpoint.config_json(request.kv_heads), request))
+        report = _report(checkpoint, out, request, streams.tokens, perplexities, notes, time.monotonic() - started)
+        write_json(folder / RECORD, asdict(report) | {"source": str(source.absolute())})
+    return report
+
+
+def _streams(source: Source, request: Request, notes: list[str]) -> Streams:
+    learns = request.method in LEARNS_FROM_TEXT
+    if not isinstance(source, DecoderOnly):
+        notes.append(f"perplexity {'and calibration are' if learns else 'is'} left out: {source.path} is no causal LM")
+        return Streams(source.config, None, None)
+    positions = source.config["max_positions"]
+    return Streams(source.config, *load_tokens(source.path, request.text, request.tokens, learns, positions, notes))
+
+
+def _with_dtype(config: dict[str, Any], request: Request) -> dict[str, Any]:
+    if request.dtype is None:
+        return config
+    named = str(request.dtype).removeprefix("torch.")
+    return {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": named}
+
+
+def _convert_layers(source: Source, put: Callable[[str, Tensor], None], streams: Streams, request: Request) -> None:
+    layers = source.layers()
+    for name in layers.pop(""):
+        tensor = source.read(name)
+        if name == "model.embed_tokens.weight":
+            streams.embed(tensor)
+        put(name, tensor)
+    for number, (prefix, names) in enumerate(progress(layers.items(), f"converting {source.path.name}")):
+        old = {name: source.read(name) for name in names}
+        seen = streams.attention_input(prefix, old)
+        new = dict(old)
+        for attention in source.attentions(prefix):
+            new |= merge_layer(old, attention, request, number, seen)
+        streams.step(prefix, old, new)
+        for name, tensor in new.items():
+            put(name, tensor)
+
+
+def merge_layer(
+    tensors: dict[str, Tensor], attention: Attention, request: Request, number: int, calibration: Tensor | None
+) -> dict[str, Tensor]:
+    """The tensors of one attention layer with fewer kv heads, by their names."""
+    names = {
+        field: f"{attention.prefix}{field[0]}_proj.{'bias' if field.endswith('_bias') else 'weight'}"
+        for field in LayerWeights._fields
+    }
+    kind = 4 * (2 * number + ("cross" in attention.prefix))  # a layer has up to two, of four draws each
+    merged = merge_kv_heads(
+        LayerWeights(*(tensors.get(name) for name in names.values())),
+        attention.num_heads,
+        attention.num_kv_heads,
+        request.kv_heads,
+        method=request.method,
+        window=request.window,
+        groups=request.groups,
+        seed=None if request.seed is None else (request.seed + kind) % 2**64,
+        calibration=calibration,
+        rope_dim=attention.head_dim,
+        key_norm=attention.key_norm,
+        reorder=True,
+    )
+    values = merged.weights._asdict()
+    return {name: values[field] for field, name in names.items() if values[field] is not None}
+
+
+class _Writer:
+    """The tensors of the result, in the files they were in, and the index of several."""
+
+    def __init__(self, source: Source, folder: Path, kv_heads: int) -> None:
+        self._folder, self._files, self._place = folder, {}, {}
+        rows = {
+            f"{attention.prefix}{projection}": kv_heads * attention.head_dim
+            for layer in source.layers()
+            if layer
+            for attention in source.attentions(layer)
+            for projection in ("k_proj", "v_proj")
+        }
+
+        def shape(name: str) -> tuple[int, ...]:
+            own = source.shapes[name]
+            return (rows.get(name.rpartition(".")[0], own[0]), *own[1:])
+
+        for file, names in source.by_file().items():
+            described = {name: (shape(name), source.dtype(name)) for name in names}
+            self._files[file] = SafetensorsWriter(folder / file, described)
+            self._place |= dict.fromkeys(names, file)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        self._files[self._place[name]].put(name, tensor)
+
+    def close(self) -> None:
+        for writer in self._files.values():
+            writer.close()
+        if list(self._files) != ["model.safetensors"]:
+            total = sum(writer.size for writer in self._files.values())
+            index = {"metadata": {"total_size": total}, "weight_map": self._place}
+            write_json(self._folder / "model.safetensors.index.json", index)
+
+
+def _report(
+    source: Source,
+    out: Path,
+    request: Request,
+    tokens: int,
+    perplexities: tuple[float | None, float | None],
+    notes: list[str],
+    seconds: float,
+) -> Report:
+    config = source.config
+    number = source.dtype(next(name for name in source.shapes if name.endswith("k_proj.weight"))).itemsize
+    per_head = 2 * config["num_layers"] * config["head_dim"] * number
+    return Report(
+        source=str(source.path),
+        out=str(out),
+        method=request.method,
+        layers=config["num_layers"],
+        heads=config["num_heads"],
+        kv_heads_before=config["num_kv_heads"],
+        kv_heads=request.kv_heads,
+        kv_bytes_per_token_before=per_head * config["num_kv_heads"],
+        kv_bytes_per_token=per_head * request.kv_heads,
+        tokens=tokens,
+        perplexity_before=perplexities[0],
+        perplexity=perplexities[1],
+        notes=notes,
+        seconds=round(seconds, 2),
+    )

@@ -1,0 +1,126 @@
+"""Some text on its way through a checkpoint, layer by layer, beside its converted twin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...checkpoints.tokenizer import load_tokenizer
+from ...nn.block import DecoderBlock
+from ...nn.causal_lm import CausalLM
+
+LONGEST = 512  # tokens of one sequence, as uptraining takes them
+_ROWS = 256  # of logits at a time
+_CHARACTERS = 16  # a token has fewer, but in odd texts
+
+
+def text_name(path: Path | None) -> str:
+    return "Python's help topics" if path is None else str(path)
+
+
+def load_text(path: Path | None) -> str:
+    """The file's text, or the standard library's help topics: English prose that every machine has."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return "\n".join(topics[name] for name in sorted(topics))
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; give a text file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as UTF-8 text ({error}); give a text file") from error
+
+
+def load_tokens(
+    model: Path, text: Path | None, count: int, calibrate: bool, max_positions: int, notes: list[str]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Tokens [rows, length] to measure on and others to calibrate on, None where there are none to have."""
+    content = load_text(text)
+    if count == 0:
+        notes.append("perplexity is left out as asked" + (", calibration too" if calibrate else ""))
+        return None, None
+    try:
+        tokenizer = load_tokenizer(model)
+    except (ImportError, ValueError) as error:
+        left_out = "perplexity and calibration are" if calibrate else "perplexity is"
+        notes.append(f"{left_out} left out: {error}")
+        return None, None
+    ids = tokenizer.encode(content[: 2 * count * _CHARACTERS])
+    half = min(count, len(ids) // 2) if calibrate else min(count, len(ids))
+    if half < 2:
+        least = 4 if calibrate else 2
+        raise ValueError(f"{text_name(text)}: has {len(ids)} tokens, want at least {least} to measure on")
+    length = min(half, max_positions, LONGEST)
+    rows = half // length
+    measured = torch.tensor(ids[: rows * length]).view(rows, length)
+    if not calibrate:
+        return measured, None
+    return measured, torch.tensor(ids[half : half + rows * length]).view(rows, length)
+
+
+class Streams:
+    """Hidden states of measured tokens in the original and the converted model, of calibration tokens in the original.
+
+    Without tokens all of it does nothing.
+    """
+
+    def __init__(self, config: dict[str, Any], measured: Tensor | None, calibration: Tensor | None) -> None:
+        self._config, self._measured, self._calibration = config, measured, calibration
+        self._old = self._new = self._seen = None
+        self.tokens = 0 if measured is None else measured.numel()
+
+    def embed(self, table: Tensor) -> None:  # [vocab_size, E]
+        if self._measured is not None:
+            self._old = self._new = F.embedding(self._measured, table).float()
+        if self._calibration is not None:
+            self._seen = F.embedding(self._calibration, table).float()
+
+    @torch.no_grad()
+    def attention_input(self, prefix: str, layer: dict[str, Tensor]) -> Tensor | None:
+        """What the layer's attention reads of the calibration tokens, [tokens, E]."""
+        return None if self._seen is None else self._block(prefix, layer).input_layernorm(self._seen).flatten(0, 1)
+
+    @torch.no_grad()
+    def step(self, prefix: str, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+        """Through one layer, whose tensors are given by their names, which begin with `prefix`."""
+        if self._old is None:
+            return
+        block = self._block(prefix, old)
+        self._old = block(self._old)
+        if self._seen is not None:
+            self._seen = block(self._seen)
+        self._new = self._block(prefix, new)(self._new)
+
+    @torch.no_grad()
+    def finish(self, read: Callable[[str], Tensor]) -> tuple[float | None, float | None]:
+        """Perplexity of the original and of the converted model."""
+        if self._old is None:
+            return None, None
+        weight = read("model.norm.weight").float()
+        head = read("model.embed_tokens.weight" if self._config["tie_embeddings"] else "lm_head.weight").float()
+        return tuple(self._perplexity(states, weight, head) for states in (self._old, self._new))
+
+    def _perplexity(self, states: Tensor, weight: Tensor, head: Tensor) -> float:
+        normed = F.rms_norm(states[:, :-1], weight.shape, weight, self._config["eps"]).flatten(0, 1)
+        wanted = self._measured[:, 1:].flatten()
+        losses = [
+            F.cross_entropy(rows @ head.T, ids, reduction="sum").double()
+            for rows, ids in zip(normed.split(_ROWS), wanted.split(_ROWS), strict=True)
+        ]
+        return math.exp(min(700.0, (sum(losses) / wanted.numel()).item()))
+
+    def _block(self, prefix: str, tensors: dict[str, Tensor]) -> DecoderBlock:
+        """The layer as a block in fp32."""
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        kv_heads = tensors["self_attn.k_proj.weight"].shape[0] // self._config["head_dim"]
+        sizes = {"num_layers": 1, "vocab_size": 1, "num_kv_heads": kv_heads}
+        block: nn.Module = CausalLM(**(self._config | sizes), device="meta").layers[0]
+        block.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+        return block.eval()

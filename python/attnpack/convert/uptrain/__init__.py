@@ -1,0 +1,1 @@
+"""Training that gives a converted checkpoint back what it lost: `attnpack uptrain`."""

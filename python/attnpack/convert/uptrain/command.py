@@ -1,0 +1,236 @@
+"""What `attnpack uptrain` does: a converted checkpoint, trained on a text in a given time, resumable."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoints import load
+from ...checkpoints.hf_directory import HfCheckpoint
+from ...checkpoints.strict_json import read_json
+from ...checkpoints.tokenizer import load_tokenizer
+from ...checkpoints.writer import SafetensorsWriter, write_json
+from ...file_errors import naming
+from ...nn.causal_lm import CausalLM
+from ...progress import seconds_bar
+from ...whole import whole_file
+from ..checkpoint.conversion import RECORD
+from ..checkpoint.streams import load_text, text_name
+from .distill import Distillation, perplexity
+
+STATE = "attnpack_uptrain.pt"
+_SAVE_EVERY = 60.0  # seconds
+_MEASURED = 2048  # tokens of the text's beginning, which are not trained on
+
+
+@dataclass(frozen=True)
+class Report:
+    directory: str
+    teacher: str
+    steps: int
+    tokens: int
+    seconds: float
+    resumed: bool
+    loss_first: float
+    loss_last: float  # means of the first and the last steps, up to 20
+    tokens_measured: int
+    perplexity_teacher: float
+    perplexity_before: float
+    perplexity: float
+    written: bool  # not where the perplexity rose
+
+
+def main(args: argparse.Namespace) -> None:
+    report = uptrain(args, say=(lambda words: None) if args.json else print)
+    if args.json:
+        print(json.dumps(asdict(report)))
+        return
+    print(
+        f"{report.directory}: {report.steps} steps of distillation, loss {report.loss_first:.3f} -> "
+        f"{report.loss_last:.3f}\nperplexity on {report.tokens_measured} tokens of the text's beginning "
+        f"{report.perplexity_before:.2f} -> {report.perplexity:.2f}, of the original {report.perplexity_teacher:.2f}"
+    )
+    if not report.written:
+        print(
+            f"That is worse than before, so {report.directory} keeps its weights: the same command with more --minutes "
+            "goes on, --restart with a lower --learning-rate begins anew"
+        )
+
+
+def uptrain(args: argparse.Namespace, say) -> Report:
+    """Trains the layers of the checkpoint `args.directory` for `args.minutes`, then puts the new weights into it.
+
+    Until then its files are as they were, but for the state of the training, from which the same command goes on; and
+    so they stay where the perplexity of the text's beginning rose.
+    Raises ValueError where text, teacher or checkpoint do not fit.
+    """
+    directory: Path = args.directory
+    if not 0 < args.learning_rate < 1:
+        raise ValueError(f"--learning-rate: got {args.learning_rate}, want a number between 0 and 1")
+    with naming(directory, "cannot be trained", "give what attnpack convert made"):
+        checkpoint = HfCheckpoint(directory)
+    teacher_path = args.teacher or _recorded_teacher(directory)
+    ids = torch.tensor(load_tokenizer(directory).encode(load_text(args.text)))
+    length = min(args.length, checkpoint.config["max_positions"])
+    measured = min(_MEASURED, len(ids) // 4) // length * length
+    if measured < length or len(ids) - measured <= length:
+        raise ValueError(
+            f"{text_name(args.text)}: has {len(ids)} tokens, want at least {4 * length + 4}; give a longer text"
+        )
+    say(f"trains for {_duration(60 * args.minutes)}, behind loading and measuring; then measures once more")
+    teacher, student = load(teacher_path), CausalLM.from_hf(directory)
+    _check_pair(student, teacher, teacher_path)
+    held_out, ids = ids[:measured].view(-1, length), ids[measured:]
+    work = Distillation(student, teacher, ids, length, 60 * args.minutes, args.learning_rate, args.seed)
+    about = _identity(args, teacher_path, checkpoint, ids)
+
+    state_path = directory / STATE
+    resumed = state_path.is_file() and not args.restart
+    if resumed:
+        figures = _resume(work, state_path, about)
+        say(f"going on after {work.steps} steps and {_duration(work.spent)}")
+    else:
+        figures = {"before": perplexity(student, held_out), "teacher": perplexity(teacher, held_out)}
+        student.train()
+    _train(work, lambda: _save(work, state_path, about, figures), say)
+    student.eval()
+    few = min(20, max(1, len(work.losses) // 2))
+    after = perplexity(student, held_out)
+    report = Report(
+        directory=str(directory),
+        teacher=str(teacher_path),
+        steps=work.steps,
+        tokens=work.steps * length,
+        seconds=round(work.spent, 1),
+        resumed=resumed,
+        loss_first=_mean(work.losses[:few]),
+        loss_last=_mean(work.losses[-few:]),
+        tokens_measured=measured,
+        perplexity_teacher=figures["teacher"],
+        perplexity_before=figures["before"],
+        perplexity=after,
+        written=after <= figures["before"],
+    )
+    if report.written:
+        _put(checkpoint, student.state_dict())
+        _record(directory, report)
+        state_path.unlink(missing_ok=True)
+    else:
+        _save(work, state_path, about, figures)
+    return report
+
+
+def _train(work: Distillation, save, say) -> None:
+    saved = work.spent
+    if work.spent < work.seconds:
+        took = work.step()
+        took = work.step() if work.spent < work.seconds else took  # the first step warms up
+        left = max(0.0, work.seconds - work.spent)
+        finish = time.strftime("%H:%M", time.localtime(time.time() + left))
+        say(
+            f"{work.length} tokens take {took:.2f} s: about {int(left / took)} steps in the {_duration(left)} "
+            f"left, until {finish}; Ctrl-C keeps what is done, and the same command goes on"
+        )
+    with seconds_bar(work.seconds, work.spent, "uptraining") as show:
+
+        def after_step() -> None:
+            nonlocal saved
+            show(work.spent, f"step {work.steps}, loss {_mean(work.losses[-20:]):.3f}")
+            if work.spent - saved > _SAVE_EVERY:
+                save()
+                saved = work.spent
+
+        try:
+            work.run(after_step)
+        except KeyboardInterrupt:
+            save()
+            say(f"\nkept {work.steps} steps and {_duration(work.spent)}; the same command goes on")
+            raise
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def _recorded_teacher(directory: Path) -> Path:
+    path = directory / RECORD
+    if not path.is_file():
+        raise ValueError(f"{directory}: has no {RECORD} that names its original; give it as --teacher")
+    with naming(path, "names no original", "give it as --teacher"):
+        teacher = Path(read_json(path)["source"])
+    if not teacher.exists():
+        raise ValueError(f"{teacher}: the original of {directory} is there no more; give it as --teacher")
+    return teacher
+
+
+def _check_pair(student: CausalLM, teacher: CausalLM, path: Path) -> None:
+    theirs, ours = teacher._live_config(), student._live_config()
+    for name in ("vocab_size", "embed_dim", "num_layers"):
+        if theirs[name] != ours[name]:
+            raise ValueError(f"{path}: has {name} {theirs[name]}, the model to train {ours[name]}; give its original")
+
+
+def _identity(args: argparse.Namespace, teacher: Path, checkpoint: HfCheckpoint, ids: Tensor) -> dict[str, Any]:
+    """What must be the same for a training to go on."""
+    return {
+        "teacher": str(teacher.absolute()),
+        "kv_heads": checkpoint.config["num_kv_heads"],
+        "text": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+        "length": args.length,
+        "learning_rate": args.learning_rate,
+        "seed": args.seed,
+    }
+
+
+def _save(work: Distillation, path: Path, about: dict[str, Any], figures: dict[str, float]) -> None:
+    # torch.save would hide a full disk from a name, not from a file.
+    with whole_file(path) as partial, partial.open("xb") as file:
+        torch.save({"about": about, "figures": figures, "work": work.state()}, file)
+
+
+def _resume(work: Distillation, path: Path, about: dict[str, Any]) -> dict[str, float]:
+    try:
+        state = torch.load(path, weights_only=True)
+        was = state["about"]
+    except Exception as error:
+        raise ValueError(f"{path}: cannot be read ({type(error).__name__}); pass --restart to begin anew") from error
+    with naming(path, "cannot be read", "pass --restart to begin anew"):
+        for name, value in about.items():
+            if was.get(name) != value:
+                raise ValueError(f"{path}: is of a training with another {name}; go on with that, or pass --restart")
+        work.load(state["work"])
+        return {name: float(state["figures"][name]) for name in ("before", "teacher")}
+
+
+def _put(checkpoint: HfCheckpoint, state: dict[str, Tensor]) -> None:
+    """The weights as the checkpoint's model.safetensors, which appears whole; shards go afterwards."""
+    path = checkpoint.path / "model.safetensors"
+    dtypes = {name: file.dtype(name) for name, file in checkpoint.files.items()}
+    with whole_file(path) as partial:
+        writer = SafetensorsWriter(partial, {name: (tuple(state[name].shape), dtype) for name, dtype in dtypes.items()})
+        for name, dtype in dtypes.items():
+            writer.put(name, state[name].to(dtype))
+        writer.close()
+    index = checkpoint.path / "model.safetensors.index.json"
+    for old in [index, *{file.path for file in checkpoint.files.values()}]:
+        if old != path:
+            old.unlink(missing_ok=True)
+
+
+def _record(directory: Path, report: Report) -> None:
+    path = directory / RECORD
+    record = read_json(path) if path.is_file() else {"source": report.teacher}
+    with whole_file(path) as partial:
+        write_json(partial, record | {"uptrained": [*record.get("uptrained", []), asdict(report)]})

@@ -1,0 +1,56 @@
+"""attnpack inside Hugging Face transformers.
+
+`register()` makes ``attn_implementation="attnpack"`` known; `replace_attention(model)` swaps whole layers.
+"""
+
+from __future__ import annotations
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+except ImportError as error:
+    raise ImportError(f"attnpack.hf needs transformers 5 ({error}): pip install 'attnpack[hf]'") from error
+
+from ..explain import wrong_kind
+from . import layers as hf_layers
+from .attention_function import attention_forward
+from .masks import mask
+
+NAME = "attnpack"
+
+
+def register() -> None:
+    """Makes `attn_implementation="attnpack"` and `model.set_attn_implementation("attnpack")` known to transformers.
+
+    Both the attention and the mask function are registered: without a mask function of its own an attention function
+    gets no mask at all, so that padding and causality vanish without an error.
+    """
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Swaps the model's attention layers for attnpack's modules, in place: the same parameters under the same names.
+
+    Args:
+        model: of the Llama, Mistral, Qwen and DeepSeek families (`hf_layers.KNOWN` names the layers' classes).
+
+    Returns:
+        The model, which now has `attn_implementation="attnpack"` too, so that its masks are ours. It works with the
+        caches of transformers, and gives its attentions where `output_attentions=True` asks for them. A model whose
+        layers are replaced already comes back as it is.
+
+    Raises:
+        TypeError: model is no transformers model.
+        ValueError: none of its layers is known, or tensor parallelism has split latent ones.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise wrong_kind("model", model, "a model of transformers")
+    if hf_layers.replace(model) == 0:
+        raise ValueError(
+            f"attnpack: model: got a {type(model).__name__} without a layer that replace_attention knows "
+            f"({', '.join(hf_layers.KNOWN)}); call attnpack.hf.register() and "
+            'model.set_attn_implementation("attnpack") instead'
+        )
+    register()
+    model.set_attn_implementation(NAME)
+    return model

@@ -1,0 +1,143 @@
+"""The attention function that transformers calls under the name "attnpack"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
+
+from ..ops import attention, attention_scores
+from .arguments import refuse
+from .masks import LazyMask, Ranges
+from .packed import same_sequence
+
+_NO_RANGES = Ranges(causal=False, window=(-1, -1), q_offset=0, kv_lens=None, key_mask=None)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,  # [B, Hq, Lq, D]
+    key: Tensor,  # [B, Hkv, Lkv, D]
+    value: Tensor,  # [B, Hkv, Lkv, Dv]
+    attention_mask: Tensor | None,  # [B, 1 or Hq, Lq, Lkv]
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [Hq]
+    position_bias: Tensor | None = None,  # [1 or B, Hq, Lq, Lkv]
+    indices: Tensor | None = None,  # [B, Lq, n]
+    output_attentions: bool | None = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`attnpack.attention` as `transformers.AttentionInterface` wants it.
+
+    Args:
+        attention_mask: a mask of `attnpack.hf`, a bool mask (True = may attend) or an additive float one. None means
+            causal (`is_causal`, default the module's own, default True) for more than one query, as in transformers'
+            sdpa: query i attends keys 0..i.
+        scaling: default 1 / sqrt(D).
+        s_aux: one logit a head that joins the softmax denominator only.
+        position_bias: added to the scores.
+        indices: the keys that each query may attend, where a model selects them (DeepSeek-V3.2's sparse attention).
+        output_attentions: also return the probabilities, before dropout.
+        others: cu_seq_lens_q, cu_seq_lens_k and seq_idx keep packed sequences apart (`hf_packed`), those of
+            `hf_arguments.REFUSED` raise, and all others are ignored.
+
+    Returns:
+        (out [B, Lq, Hq, Dv], probabilities [B, Hq, Lq, Lkv] or None).
+
+    Raises:
+        ValueError: names an argument that the operator cannot honour. Windows need no argument: the mask has them.
+    """
+    refuse(others)
+    packed = same_sequence(others, query, key)
+    if packed is not None and indices is not None:
+        raise ValueError(
+            "attnpack: indices: got keys that the model selected for packed sequences, which may be those of another "
+            "sequence; leave cu_seq_lens and seq_idx out and pass position_ids with use_cache=False"
+        )
+    if attention_mask is None:
+        ranges, mask = _NO_RANGES._replace(causal=causal_without_mask(module, is_causal, query.size(2))), None
+    else:
+        ranges, mask = split_mask(attention_mask, query.size(2), key.size(2))
+    if indices is not None:
+        mask = restricted(mask, _selected(indices, key.size(2)))
+    if packed is not None:
+        mask = restricted(mask, packed)
+    if position_bias is not None:
+        mask = _biased(position_bias, mask)
+    if query.size(0) == 1 < key.size(0):
+        query = query.expand(key.size(0), -1, -1, -1)  # learned queries, one set for the whole batch
+    settings = {
+        "causal": ranges.causal,
+        "q_offset": ranges.q_offset,
+        "window": ranges.window,
+        "kv_lens": ranges.kv_lens,
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+        "scale": scaling,
+    }
+    out = attention(query, key, value, mask, dropout_p=dropout, **settings)
+    weights = attention_scores(query, key, mask, **settings) if are_recorded(output_attentions) else None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def are_recorded(output_attentions: bool | None) -> bool:
+    """Whether somebody wants the probabilities: the caller, or transformers for a model that keeps the flag for itself
+    (GPT-2) or has it in its config."""
+    recorded = _active_collector.get() or ()
+    return bool(output_attentions) or any(name.endswith("attentions") for name in recorded)
+
+
+def causal_without_mask(module: nn.Module, is_causal: bool | None, q_len: int) -> bool:
+    """transformers' rule: several queries are causal, unless the call or else the module says no."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return bool(causal) and q_len > 1
+
+
+def split_mask(mask: Tensor, q_len: int, kv_len: int) -> tuple[Ranges, Tensor | None]:
+    """A mask as ranges and what they leave to a tensor."""
+    if mask.dim() != 4 or mask.size(3) != kv_len or mask.size(2) not in (1, q_len):
+        raise ValueError(
+            f"attnpack: attention_mask: got shape {list(mask.shape)}, want [batch, 1 or num_heads, {q_len}, {kv_len}] "
+            "for these queries and keys: padding [batch, kv_len] goes to the model, not to its attention"
+        )
+    if not isinstance(mask, LazyMask):
+        return _NO_RANGES, mask
+    if torch.compiler.is_compiling():
+        return _NO_RANGES, mask._built
+    return (_NO_RANGES, mask.materialise()) if mask.ranges is None else (mask.ranges, mask.ranges.key_mask)
+
+
+def restricted(
+    mask: Tensor | None,  # [1 or B, 1 or H, 1 or Lq, Lkv]
+    allowed: Tensor,  # [1 or B, 1, Lq, Lkv], bool
+) -> Tensor:
+    """`mask` for the allowed keys alone."""
+    if mask is None:
+        return allowed
+    return allowed & mask if mask.dtype == torch.bool else torch.where(allowed, mask, -torch.inf)
+
+
+def _selected(
+    indices: Tensor,  # [B, Lq, n]
+    kv_len: int,
+) -> Tensor:
+    """Which keys are selected, [B, 1, Lq, Lkv]."""
+    chosen = torch.zeros(*indices.shape[:2], kv_len, dtype=torch.bool, device=indices.device)
+    return chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+
+
+def _biased(
+    bias: Tensor,  # [1 or B, Hq, Lq, Lkv]
+    mask: Tensor | None,
+) -> Tensor:
+    """One additive mask of both: -inf where a bool mask excludes."""
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, -torch.inf)
+    return bias + mask

@@ -1,0 +1,74 @@
+"""What layers that replace those of transformers share: adopted parameters, and rotation by the model's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...cache import KVCache
+from ...explain import nested
+from ...nn.linear import is_watched
+from ...nn.norm import RMSNorm
+from ...ops import apply_rope
+
+
+class Adopted:
+    """Beside one of our attention modules, first among the bases; the constructor calls `_adopt` at its end."""
+
+    is_causal = True  # what transformers reads where it gives no mask
+
+    def _adopt(self, theirs: nn.Module, projections: Iterable[str], norms: Iterable[str]) -> None:
+        """Takes children of `theirs` by name: projections as they are, norms as ours on the same weights, or as they
+        are where calling them does more than to norm, as under tensor parallelism."""
+        for name in projections:
+            setattr(self, name, getattr(theirs, name))
+        for name in norms:
+            norm = getattr(theirs, name, None)
+            setattr(self, name, norm if norm is None or is_watched(norm) else _on_the_weight_of(norm))
+        self.config = theirs.config
+        self.layer_idx = theirs.layer_idx
+        self.num_key_value_groups = theirs.num_key_value_groups
+        self.train(theirs.training)
+
+    def _make_cpp(self, device: str | None) -> Any:
+        if "config" not in self.__dict__:
+            return super()._make_cpp(device)  # the constructor asks for its arguments to be judged
+        raise TypeError(
+            "attnpack: a layer that replaces one of transformers has no C++ twin, because the model rotates for it; "
+            "load the checkpoint with attnpack.CausalLM.from_hf for a model that runs in C++"
+        )
+
+
+def _on_the_weight_of(theirs: nn.Module) -> RMSNorm:
+    norm = RMSNorm(theirs.weight.numel(), eps=theirs.variance_epsilon, device="meta")
+    norm.weight = theirs.weight
+    return norm
+
+
+def check_call(hidden_states: Tensor, past_key_values: object) -> None:
+    """Raises for a nested tensor, and TypeError for what is no cache of transformers."""
+    if hidden_states.is_nested:
+        raise nested("hidden_states")
+    if past_key_values is None or hasattr(past_key_values, "update"):
+        return
+    kind = "an attnpack" if isinstance(past_key_values, KVCache) else "a"
+    raise TypeError(
+        f"attnpack: past_key_values is {kind} {type(past_key_values).__name__}, a replaced layer wants a cache of "
+        "transformers: transformers.DynamicCache() or StaticCache"
+    )
+
+
+def rotated(
+    x: Tensor,  # [B, H, L, R]
+    table: tuple[Tensor, Tensor] | Tensor,
+    interleaved: bool = False,
+) -> Tensor:
+    """x at the places of a model's RoPE table: (cos, sin), each [B, L, R] with both halves the same, or a complex
+    [B, L, R / 2] of both."""
+    if isinstance(table, Tensor):
+        cos, sin = table.real, table.imag
+    else:
+        cos, sin = (part[..., : part.size(-1) // 2] for part in table)
+    return apply_rope(x, cos.unsqueeze(1).float(), sin.unsqueeze(1).float(), interleaved=interleaved)

@@ -1,0 +1,149 @@
+"""Layers of latent attention of transformers' models as attnpack's modules.
+
+B batch, L / S lengths of queries and of all latents, H heads, C kv_lora_rank, N / R dims of a head that are not rotated
+and rotated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ...nn.latent_attention import MultiHeadLatentAttention
+from ...nn.linear import is_watched, plain_weight, project
+from ..arguments import REFUSED_BY_LATENT, refuse
+from ..attention_function import are_recorded, attention_forward, causal_without_mask, restricted, split_mask
+from ..packed import same_sequence
+from .adopted import Adopted, check_call, rotated
+
+
+class HfLatentAttention(Adopted, MultiHeadLatentAttention):
+    """MultiHeadLatentAttention in the place of a layer of transformers: its parameters, its way of being called.
+
+    The model rotates by tables that it makes once for all layers, and hands in its mask and its cache. The cache keeps
+    what transformers' own layer keeps in it: latents [B, 1, S, C] and rotated keys [B, 1, S, R].
+
+    Args:
+        theirs: a layer of a class that `hf_layers` knows; its projections become this module's own.
+
+    Raises:
+        ValueError: tensor parallelism has split the heads of theirs.
+    """
+
+    def __init__(self, theirs: nn.Module) -> None:
+        _refuse_split(theirs)
+        super().__init__(
+            theirs.hidden_size,
+            theirs.num_heads,
+            kv_lora_rank=theirs.kv_lora_rank,
+            q_lora_rank=theirs.q_lora_rank,
+            qk_nope_head_dim=theirs.qk_nope_head_dim,
+            qk_rope_head_dim=theirs.qk_rope_head_dim,
+            v_head_dim=theirs.v_head_dim,
+            dropout=theirs.attention_dropout,
+            causal=True,
+            scale=theirs.scaling,
+            device="meta",
+        )
+        projections = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+        self._adopt(theirs, projections, ("q_a_layernorm", "kv_a_layernorm"))
+        self.interleaved = getattr(theirs.config, "rope_interleave", True)
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [B, L, embed_dim]
+        attention_mask: Tensor | None = None,  # [B, 1, L, S]
+        past_key_values: Any = None,
+        *,
+        position_embeddings: tuple[Tensor, Tensor] | Tensor,
+        output_attentions: bool | None = False,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As the layer of transformers: (out [B, L, embed_dim], probabilities [B, H, L, S] or None).
+
+        Args:
+            attention_mask: as `attnpack.hf` makes it for the model, or None for causal.
+            past_key_values: a cache of transformers.
+            position_embeddings: (cos, sin) of the model's RoPE, each [B, L, R], or a complex [B, L, R / 2] of both.
+
+        Raises:
+            TypeError: past_key_values is a cache of attnpack.
+            ValueError: names an argument that attention cannot honour.
+        """
+        check_call(hidden_states, past_key_values)
+        refuse(others, REFUSED_BY_LATENT)
+        query, latent, k_rope, _ = self._latents(hidden_states, None)
+        nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        query = torch.cat([nope, rotated(rope, position_embeddings, self.interleaved)], -1)
+        latent, k_rope = latent.unsqueeze(1), rotated(k_rope.unsqueeze(1), position_embeddings, self.interleaved)
+        if past_key_values is not None:
+            latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
+        joined, weights = self._attend_latents(
+            query, latent, k_rope, attention_mask, are_recorded(output_attentions), others
+        )
+        return project(self.o_proj, joined), weights
+
+    def _attend_latents(
+        self,
+        query: Tensor,  # [B, H, L, N + R]
+        latent: Tensor,  # [B, 1, S, C]
+        k_rope: Tensor,  # [B, 1, S, R]
+        mask: Tensor | None,
+        need_weights: bool,
+        others: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        dropout = self.dropout if self.training else 0.0
+        weight = plain_weight(self.kv_b_proj)
+        if weight is None:  # LoRA, say: only calling it tells what it does
+            key, value = self._expand(torch.cat([latent, k_rope], -1), query.size(1))
+            out, weights = attention_forward(
+                self, query, key, value, mask, dropout, self.scale, output_attentions=need_weights, **others
+            )
+            return out.flatten(2), weights
+        if mask is None:
+            where = {"causal": causal_without_mask(self, others.get("is_causal"), query.size(2))}
+        else:
+            where = _as_of_the_first_key(mask, query.size(2), latent.size(2))
+        if (packed := same_sequence(others, query, latent)) is not None:
+            where["mask"] = restricted(where.get("mask"), packed)
+        result = ops.latent_attend(
+            query,
+            latent.squeeze(1),
+            k_rope.squeeze(1),
+            weight,
+            self.v_head_dim,
+            self.path,
+            cross=True,  # the cache is transformers', and all of it is given
+            dropout_p=dropout,
+            scale=self.scale,
+            need_weights=need_weights,
+            **where,
+        )
+        return result if need_weights else (result, None)
+
+
+def _refuse_split(theirs: nn.Module) -> None:
+    for name, layer in theirs.named_children():
+        if is_watched(layer) and hasattr(getattr(layer, "weight", None), "to_local"):
+            raise ValueError(
+                f"attnpack: model: got a {type(theirs).__name__} whose {name} is split by tensor parallelism, "
+                "replace_attention wants latent layers whole: leave them as they are, with "
+                'model.set_attn_implementation("attnpack")'
+            )
+
+
+def _as_of_the_first_key(mask: Tensor, q_len: int, kv_len: int) -> dict[str, Any]:
+    """A mask as the latent op takes it, which knows neither windows nor queries that stand behind the first key: where
+    ranges need those, the mask itself."""
+    ranges, plain = split_mask(mask, q_len, kv_len)
+    # An offset on another device than the CPU is a tensor, and reading it would wait.
+    offset = ranges.q_offset if isinstance(ranges.q_offset, int) else None
+    if ranges.window == (-1, -1):
+        if not ranges.causal or offset == 0:
+            return {"mask": plain, "causal": ranges.causal, "kv_lens": ranges.kv_lens}
+        if q_len == 1 and offset == kv_len - 1:  # the newest token sees all keys
+            return {"mask": plain, "kv_lens": ranges.kv_lens}
+    return {"mask": mask.materialise()}

@@ -1,0 +1,238 @@
+"""Attention modules: projections that are real ``nn.Linear``s around one native op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from .. import cpp
+from ..explain import explain
+from ..ops import alibi_slopes
+from ..sizes import check_dtype
+from .attention_base import ContextAttention
+from .linear import project
+from .norm import RMSNorm
+from .rope import RotaryEmbedding
+
+_QK_NORM_EPS = 1e-6
+
+
+class AttentionSettings(TypedDict, total=False):
+    """Keyword arguments of GroupedQueryAttention that MultiHeadAttention and MultiQueryAttention take too."""
+
+    head_dim: int | None
+    kdim: int | None
+    vdim: int | None
+    bias: bool
+    out_bias: bool | None
+    dropout: float
+    causal: bool
+    window: tuple[int, int] | None
+    softcap: float
+    sinks: bool
+    alibi: bool
+    qk_norm: bool
+    rope: RotaryEmbedding | None
+    scale: float | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class SelfAttention(ContextAttention):
+    """One head and no output projection: x [B, L, embed_dim] -> [B, L, head_dim] (Vaswani et al. 2017, section 3.2.1).
+
+    Args:
+        embed_dim: width of x.
+        head_dim: width of the head; default embed_dim.
+        bias: on q_proj, k_proj, v_proj.
+        causal: each token sees itself and what stands before it.
+    """
+
+    _cpp_class = cpp.SelfAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        head_dim: int | None = None,
+        *,
+        bias: bool = False,
+        causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = {"embed_dim": embed_dim, "head_dim": head_dim, "bias": bias, "causal": causal}
+        self.embed_dim = self.kdim = self.vdim = embed_dim
+        self.head_dim = embed_dim if head_dim is None else head_dim
+        self.num_heads = self.num_kv_heads = 1
+        self.causal = causal
+        self.rope = None
+        self._make_cpp("meta")
+        check_dtype(dtype)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(self, name, nn.Linear(embed_dim, self.head_dim, bias=bias, device=device, dtype=dtype))
+
+    @property
+    def out_dim(self) -> int:
+        return self.head_dim
+
+
+class GroupedQueryAttention(ContextAttention):
+    """Groups of query heads share a kv head (Ainslie et al. 2023). Children q_proj, k_proj, v_proj, o_proj.
+
+    Args:
+        embed_dim: width of x and of the output.
+        num_heads, num_kv_heads: query and kv heads; without head_map consecutive query heads share a kv head.
+        head_map: the kv head that each query head reads, num_heads ints, for uneven groups.
+        head_dim: default embed_dim / num_heads.
+        kdim, vdim: widths of context and value_context; default embed_dim.
+        bias: on q_proj, k_proj, v_proj; out_bias on o_proj, None means as bias.
+        causal: each token sees itself and what stands before it.
+        qk_norm: RMSNorm over head_dim on q and k before RoPE, eps 1e-6 (children q_norm, k_norm).
+        rope: a RotaryEmbedding, or None for no rotation.
+        scale: of the scores; default 1 / sqrt(head_dim).
+        dropout: on the probabilities, in training only.
+        window: (left, right), how many keys before and behind its own position each token sees; -1 for all, None for
+            no window. "W tokens, its own included" is (W - 1, 0).
+        softcap: c > 0: scores become c * tanh(score / c).
+        sinks: one learned logit a head that joins the softmax denominator only (parameter sinks [num_heads], 0 at
+            first; the name in gpt-oss).
+        alibi: scores fall by the head's slope times the distance (Press et al. 2022; `ops.alibi_slopes`).
+    """
+
+    _cpp_class = cpp.GroupedQueryAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        head_map: Sequence[int] | None = None,
+        head_dim: int | None = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        dropout: float = 0.0,
+        causal: bool = False,
+        window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
+        sinks: bool = False,
+        alibi: bool = False,
+        qk_norm: bool = False,
+        rope: RotaryEmbedding | None = None,
+        scale: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        explain({"head_map": head_map})
+        self._config = {
+            **self._sizes(embed_dim, num_heads, num_kv_heads),
+            "head_map": None if head_map is None else tuple(head_map),
+            "head_dim": head_dim,
+            "kdim": kdim,
+            "vdim": vdim,
+            "bias": bias,
+            "out_bias": out_bias,
+            "dropout": dropout,
+            "causal": causal,
+            "window": window,
+            "softcap": softcap,
+            "sinks": sinks,
+            "alibi": alibi,
+            "qk_norm": qk_norm,
+            "scale": scale,
+        }
+        self.rope = rope
+        self._make_cpp("meta")
+        check_dtype(dtype)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_map = self._config["head_map"]
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.dropout = dropout
+        self.causal = causal
+        self.window = window
+        self.softcap = softcap
+        self.alibi = alibi
+        self._slopes = alibi_slopes(num_heads)
+        self.scale = scale
+
+        factory = {"device": device, "dtype": dtype}
+        width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(embed_dim, width, bias=bias, **factory)
+        self.k_proj = nn.Linear(self.kdim, kv_width, bias=bias, **factory)
+        self.v_proj = nn.Linear(self.vdim, kv_width, bias=bias, **factory)
+        self.o_proj = nn.Linear(width, embed_dim, bias=bias if out_bias is None else out_bias, **factory)
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
+        self.q_norm = RMSNorm(self.head_dim, eps=_QK_NORM_EPS, **factory) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=_QK_NORM_EPS, **factory) if qk_norm else None
+
+    @staticmethod
+    def _sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> dict[str, int]:
+        """The positional arguments of the twin."""
+        return {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+
+    def _make_cpp(self, device: str | None) -> Any:
+        norms = [norm for norm in (getattr(self, "q_norm", None), getattr(self, "k_norm", None)) if norm is not None]
+        for norm in norms:
+            if not isinstance(norm, RMSNorm) or norm.eps != _QK_NORM_EPS:
+                raise TypeError(
+                    f"attnpack: q_norm or k_norm is {norm}, C++ has RMSNorm with eps {_QK_NORM_EPS:g} there. Set that "
+                    "eps, or call the Python module"
+                )
+        return super()._make_cpp(device)
+
+    def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super()._heads(x, context, value_context)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return query, key, value
+
+    def _output(self, joined: Tensor) -> Tensor:
+        return project(self.o_proj, joined)
+
+
+def _reject_settings(name: str, settings: AttentionSettings) -> None:
+    """Raises TypeError for keywords that `name` does not have."""
+    for setting in settings.keys() - AttentionSettings.__annotations__.keys():
+        fix = ": use GroupedQueryAttention" if setting in ("head_map", "num_kv_heads") else ""
+        raise TypeError(f"attnpack: {name}() got an unexpected keyword argument '{setting}'{fix}")
+
+
+class MultiHeadAttention(GroupedQueryAttention):
+    """Every query head has its own kv head (Vaswani et al. 2017); arguments as in GroupedQueryAttention, but for
+    num_kv_heads and head_map."""
+
+    _cpp_class = cpp.MultiHeadAttention
+
+    def __init__(self, embed_dim: int, num_heads: int, **settings: Unpack[AttentionSettings]) -> None:
+        _reject_settings("MultiHeadAttention", settings)
+        super().__init__(embed_dim, num_heads, num_heads, **settings)
+
+    @staticmethod
+    def _sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> dict[str, int]:
+        return {"embed_dim": embed_dim, "num_heads": num_heads}
+
+
+class MultiQueryAttention(GroupedQueryAttention):
+    """All query heads share one kv head (Shazeer 2019); arguments as in GroupedQueryAttention, but for num_kv_heads and
+    head_map."""
+
+    _cpp_class = cpp.MultiQueryAttention
+
+    def __init__(self, embed_dim: int, num_heads: int, **settings: Unpack[AttentionSettings]) -> None:
+        _reject_settings("MultiQueryAttention", settings)
+        super().__init__(embed_dim, num_heads, 1, **settings)
+
+    @staticmethod
+    def _sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> dict[str, int]:
+        return {"embed_dim": embed_dim, "num_heads": num_heads}

@@ -1,0 +1,200 @@
+"""What attention modules share: the way from heads through the one native op, ``attnpack.ops.attend``.
+
+B batch, L / Lkv lengths of x and context, Hq / Hkv query / kv heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..cache import KVCache, check_kind, unchanged_on_error
+from ..checks import check_context, check_input, reject_keywords
+from ..explain import wrong_kind
+from .linear import project, project_all
+from .local_heads import grouped_share
+from .native import NativeModule
+from .rope import RotaryEmbedding
+
+
+class NativeAttention(NativeModule):
+    """What the modules share: the way from heads through the op. Subclasses set these and `_config`."""
+
+    causal: bool
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    alibi: bool = False
+    _slopes: tuple[float, ...]
+    dropout: float = 0.0
+    scale: float | None = None
+    head_map: tuple[int, ...] | None = None
+    rope: RotaryEmbedding | None
+
+    def _attend(
+        self,
+        query: Tensor,  # [B, Hq, L, D]
+        key: Tensor,  # [B, Hkv, Lkv, D]
+        value: Tensor,  # [B, Hkv, Lkv, D]
+        cache: KVCache | None,
+        kv_lens: Tensor | None,
+        need_weights: bool,
+        **inputs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        check_kind(cache, KVCache, type(self).__name__)
+        with unchanged_on_error(cache):
+            result = ops.attend(
+                query,
+                key,
+                value,
+                rope=None if self.rope is None else self.rope.settings,
+                cache=None if cache is None else cache.reserve(key, value),
+                kv_lens=kv_lens,
+                window=(-1, -1) if self.window is None else self.window,
+                softcap=self.softcap,
+                sinks=getattr(self, "sinks", None),
+                alibi_slopes=self._alibi_slopes(query),
+                head_map=self.head_map,
+                dropout_p=self.dropout if self.training else 0.0,
+                scale=self.scale,
+                need_weights=need_weights,
+                **inputs,
+            )
+            if cache is not None:
+                cache.commit(key.size(2), kv_lens)
+            if not need_weights:
+                return self._output(result)
+            out, weights = result
+            return self._output(out), weights
+
+    def _output(self, joined: Tensor) -> Tensor:
+        """What follows the heads, joined [B, L, Hq * D]."""
+        return joined
+
+    def _alibi_slopes(self, like: Tensor) -> Tensor | None:
+        """[Hq], made of numbers each time: nothing in the state dict, nothing that `.to(bfloat16)` rounds."""
+        return torch.tensor(self._slopes, dtype=torch.float64, device=like.device) if self.alibi else None
+
+    def _rotate(self, query: Tensor, key: Tensor, positions: Tensor | None, cross: bool) -> tuple[Tensor, Tensor]:
+        if self.rope is None:
+            return query, key
+        return self.rope(query, positions), self.rope(key, None if cross else positions)
+
+    def _make_cpp(self, device: str | None) -> Any:
+        if not isinstance(self.rope, RotaryEmbedding | None):
+            raise wrong_kind("rope", self.rope, "an attnpack.RotaryEmbedding(dim), or None for no rotation")
+        rope = {} if self.rope is None else {"rope": self.rope.cpp()}
+        return self._cpp_class(**self._live_config(), **rope, device=device)
+
+    def extra_repr(self) -> str:
+        shown = {name: value for name, value in self._live_config().items() if value not in (None, False, 0.0)}
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+class ContextAttention(NativeAttention):
+    """Modules that are called with x and, for cross-attention, a context."""
+
+    embed_dim: int
+    kdim: int
+    vdim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        value_context: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        need_weights: bool = False,
+        **unknown: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Self-attention of x, or, with a context, attention of x over it.
+
+        Args:
+            x: [B, L, embed_dim].
+            context: [B, Lkv, kdim], where keys and values come from; RoPE rotates its keys at 0..Lkv-1.
+            value_context: [B, Lkv, vdim], where values come from; default context.
+            mask: bool (True = may attend) or additive float, broadcastable to [B, Hq, L, keys]. A padding mask has
+                shape [B, 1, 1, Lkv]. With a cache it covers all keys after the append, `len(cache)` of them.
+            causal: default the module's own setting, with context False.
+            cache: the new keys and values are appended first; the queries stand behind what was there.
+            positions: int64 [L] or [B, L], for RoPE only; default behind the cache, else 0..L-1.
+            kv_lens: [B], valid new tokens (with context: valid context keys) of each sequence.
+            need_weights: also return the probabilities before dropout.
+
+        Returns:
+            out [B, L, embed_dim] ([B, L, head_dim] of SelfAttention), or (out, weights [B, Hq, L, keys]).
+
+        Raises:
+            ValueError: a shape, dtype, device or length does not fit; nothing has been written then.
+        """
+        reject_keywords(unknown)
+        self._check(x, context, value_context, cache, positions)
+        query, key, value = self._heads(x, context, value_context)
+        return self._attend(
+            query,
+            key,
+            value,
+            cache,
+            kv_lens,
+            need_weights,
+            positions=positions,
+            cross=context is not None,
+            mask=mask,
+            causal=(self.causal and context is None) if causal is None else causal,
+        )
+
+    def project(
+        self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]) as they enter the operator."""
+        self._check(x, context, None, None, positions)
+        query, key, value = self._heads(x, context, None)
+        query, key = self._rotate(query, key, positions, context is not None)
+        return query, key, value
+
+    def _check(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        value_context: Tensor | None,
+        cache: KVCache | None,
+        positions: Tensor | None,
+    ) -> None:
+        keys, key_name = (x, "x, taken as context") if context is None else (context, "context")
+        values, value_name = value_context, "value_context"
+        if value_context is None:
+            values, value_name = keys, "x or context, taken as value_context"
+        check_input("x", x, self.embed_dim, self.q_proj)
+        check_input(key_name, keys, self.kdim, self.k_proj)
+        check_input(value_name, values, self.vdim, self.v_proj)
+        check_context(x, context, value_context, cache, positions)
+
+    def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v by head, normed, not rotated."""
+        if context is None:
+            query, key, value = project_all((self.q_proj, self.k_proj, self.v_proj), x)
+        else:
+            query, key = project(self.q_proj, x), project(self.k_proj, context)
+            value = project(self.v_proj, context if value_context is None else value_context)
+        heads, kv_heads = grouped_share(self, query, key, value)
+        return split_heads(query, heads), split_heads(key, kv_heads), split_heads(value, kv_heads)
+
+    @property
+    def out_dim(self) -> int:
+        """Width of what forward gives."""
+        return self.embed_dim
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[B, L, H * D] -> [B, H, L, D], a view."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)

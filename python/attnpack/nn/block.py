@@ -1,0 +1,218 @@
+"""Transformer blocks: attention and a feed-forward, each with a norm and a residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import cpp
+from ..cache import KVCache
+from ..checks import check_input, check_lengths, reject_keywords
+from ..explain import wrong_kind
+from .attention_base import NativeAttention
+from .feed_forward import FeedForward
+from .native import NativeModule
+from .norm import make_norm, norm_settings
+
+
+def _check_parts(attention: nn.Module, feed_forward: nn.Module, cross_attention: nn.Module | None) -> None:
+    """The parts are of their kinds, and of one width: what they give is added to x."""
+    # torch's takes query, key and value, and knows no cache.
+    other = isinstance(attention, FeedForward | nn.MultiheadAttention)
+    if other or not (isinstance(attention, nn.Module) and hasattr(attention, "embed_dim")):
+        wanted = "an attention module with an embed_dim, such as attnpack.MultiHeadAttention"
+        raise wrong_kind("attention", attention, wanted)
+    if isinstance(cross_attention, FeedForward | nn.MultiheadAttention) or not isinstance(
+        cross_attention, nn.Module | None
+    ):
+        raise wrong_kind("cross_attention", cross_attention, "an attention module, or None")
+    if isinstance(feed_forward, NativeAttention) or not isinstance(feed_forward, nn.Module):
+        raise wrong_kind("feed_forward", feed_forward, "a module [..., E] -> [..., E], such as attnpack.FeedForward")
+    embed_dim = attention.embed_dim
+    if getattr(attention, "out_dim", embed_dim) != embed_dim:
+        raise ValueError(
+            f"attnpack: attention: gives width {attention.out_dim}, want its embed_dim {embed_dim}; a block adds it to "
+            "x, leave head_dim out or take a module with an output projection"
+        )
+    for name, part in (("feed_forward", feed_forward), ("cross_attention", cross_attention)):
+        for width in (getattr(part, "embed_dim", embed_dim), getattr(part, "out_dim", embed_dim)):
+            if width != embed_dim:
+                raise ValueError(
+                    f"attnpack: {name}: got width {width}, want {embed_dim} as attention has; a block's parts add up, "
+                    "make them of one embed_dim"
+                )
+
+
+class Block(NativeModule):
+    def __init__(
+        self,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        norm: str,
+        pre_norm: bool,
+        cross_attention: nn.Module | None,
+        eps: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        _check_parts(attention, feed_forward, cross_attention)
+        self.pre_norm = pre_norm
+        self.embed_dim = attention.embed_dim
+        self.self_attn = attention
+        self.mlp = feed_forward
+        # Norms lie where the attention does, unless told otherwise.
+        beside = next(attention.parameters(), torch.empty(0))
+        factory = (beside.device if device is None else device, beside.dtype if dtype is None else dtype)
+        self.input_layernorm = make_norm(norm, self.embed_dim, eps, *factory)
+        self.post_attention_layernorm = make_norm(norm, self.embed_dim, eps, *factory)
+        if cross_attention is not None:
+            self.cross_attn = cross_attention
+            self.cross_attention_layernorm = make_norm(norm, self.embed_dim, eps, *factory)
+
+    def _live_config(self) -> dict[str, Any]:
+        norms = [self.input_layernorm, self.post_attention_layernorm, getattr(self, "cross_attention_layernorm", None)]
+        return {"pre_norm": self.pre_norm, **norm_settings(norm for norm in norms if norm is not None)}
+
+    def _check(self, x: Tensor) -> None:
+        check_input("x", x, self.embed_dim, getattr(self.self_attn, "q_proj", None))
+
+    def _residual(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + layer(norm(x)) if self.pre_norm else norm(x + layer(x))
+
+    def extra_repr(self) -> str:
+        return f"pre_norm={self.pre_norm}"
+
+
+class EncoderBlock(Block):
+    """Self-attention, then the feed-forward, each with a norm and a residual.
+
+    Args:
+        attention: an attention module, whose own `causal` holds; child self_attn.
+        feed_forward: a module [..., E] -> [..., E]; child mlp.
+        norm: "rms" or "layer"; children input_layernorm, post_attention_layernorm.
+        pre_norm: x + f(norm(x)); False is norm(x + f(x)), as in Vaswani et al. 2017.
+        eps: of the norms.
+        device, dtype: of the norms; default those of attention.
+    """
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        *,
+        norm: str = "rms",
+        pre_norm: bool = True,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(attention, feed_forward, norm, pre_norm, None, eps, device, dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        **unknown: Any,
+    ) -> Tensor:
+        """[B, L, E] -> [B, L, E].
+
+        Args:
+            mask: broadcastable to [B, Hq, L, L].
+            positions: int64 [L] or [B, L], for RoPE.
+            kv_lens: [B], valid tokens of each sequence.
+        """
+        reject_keywords(unknown, cache=None)
+        self._check(x)
+        x = self._residual(
+            x,
+            self.input_layernorm,
+            lambda h: self.self_attn(h, mask=mask, positions=positions, kv_lens=kv_lens),
+        )
+        return self._residual(x, self.post_attention_layernorm, self.mlp)
+
+    def _make_cpp(self, device: str | None) -> Any:
+        return cpp.EncoderBlock(self.self_attn.cpp(), self.mlp.cpp(), **self._live_config())
+
+
+class DecoderBlock(Block):
+    """Self-attention, causal whatever the module's own setting, cross-attention to the whole context where one is
+    given, then the feed-forward, each with a norm and a residual. Without cross-attention its state dict is that of a
+    Llama layer.
+
+    Args:
+        attention, feed_forward, norm, pre_norm, eps, device, dtype: as in EncoderBlock.
+        cross_attention: an attention module that reads the context; children cross_attn, cross_attention_layernorm.
+    """
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        feed_forward: nn.Module,
+        *,
+        norm: str = "rms",
+        pre_norm: bool = True,
+        cross_attention: nn.Module | None = None,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(attention, feed_forward, norm, pre_norm, cross_attention, eps, device, dtype)
+        self.has_cross_attention = cross_attention is not None
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_lens: Tensor | None = None,
+        **unknown: Any,
+    ) -> Tensor:
+        """[B, L, E] -> [B, L, E].
+
+        Args:
+            context: [B, Lc, E], what cross-attention reads.
+            mask: broadcastable to [B, Hq, L, keys], on top of causality.
+            cache: of self-attention.
+            positions: int64 [L] or [B, L], for RoPE.
+            kv_lens: [B], valid new tokens of each sequence.
+            context_mask: broadcastable to [B, Hq, L, Lc].
+            context_lens: [B], valid context tokens of each sequence.
+        """
+        reject_keywords(unknown)
+        self._check(x)
+        if self.has_cross_attention != (context is not None):
+            raise ValueError(
+                "attnpack: context: got none, but this block has cross-attention; give what it reads"
+                if self.has_cross_attention
+                else "attnpack: context: got a tensor, but this block has no cross-attention; give it cross_attention"
+            )
+        if context is not None:
+            check_lengths("context_lens", context_lens, context)
+        x = self._residual(
+            x,
+            self.input_layernorm,
+            lambda h: self.self_attn(h, causal=True, mask=mask, cache=cache, positions=positions, kv_lens=kv_lens),
+        )
+        if self.has_cross_attention:
+            x = self._residual(
+                x,
+                self.cross_attention_layernorm,
+                lambda h: self.cross_attn(h, context, mask=context_mask, kv_lens=context_lens),
+            )
+        return self._residual(x, self.post_attention_layernorm, self.mlp)
+
+    def _make_cpp(self, device: str | None) -> Any:
+        cross = self.cross_attn.cpp() if self.has_cross_attention else None
+        return cpp.DecoderBlock(self.self_attn.cpp(), self.mlp.cpp(), cross_attention=cross, **self._live_config())

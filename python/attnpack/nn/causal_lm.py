@@ -1,0 +1,276 @@
+"""A decoder-only language model, whose generation runs in C++."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import cpp
+from ..cache import ModelCache, check_kind
+from ..checks import MODEL_CACHE, check_ids, check_lengths, reject_keywords
+from .attention import GroupedQueryAttention
+from .block import DecoderBlock
+from .feed_forward import FeedForward
+from .latent_attention import MultiHeadLatentAttention
+from .linear import linear, project
+from .native import NativeModule
+from .rope import RotaryEmbedding
+from .stack import Decoder
+
+
+class CausalLM(NativeModule):
+    """A language model with the layers and state dict names of Llama (Touvron et al. 2023).
+
+    Args:
+        vocab_size, embed_dim, num_layers, num_heads: the sizes.
+        num_kv_heads: default num_heads.
+        head_dim: default embed_dim / num_heads.
+        hidden_dim: of the feed-forwards; default 4 * embed_dim.
+        max_positions: length of training; longer is legal.
+        rope_base, rope_scaling: of the RotaryEmbedding.
+        eps: of the norms.
+        tie_embeddings: the embedding is the head too; there is no lm_head then, and one in a state dict is ignored.
+        init_std: of the embedding at first, as in Llama and GPT-2: so narrow that the first loss is near ln vocab_size
+            where the embedding is the head too.
+        qk_norm: RMSNorm on queries and keys.
+        window: (left, right) of every layer, as in GroupedQueryAttention; a checkpoint's sliding_window of W tokens is
+            (W - 1, 0).
+        bias: on q, k and v; out_bias: on o_proj, default as bias; mlp_bias: in the feed-forwards.
+        rope_interleaved: of the RotaryEmbedding.
+        latent: latent attention in every layer: a dict with kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and
+            v_head_dim, and if wanted q_lora_rank, latent_norm and path, as in MultiHeadLatentAttention, whose bias is
+            bias then. num_kv_heads, head_dim, qk_norm, window and out_bias are not for it.
+    """
+
+    _cpp_class = cpp.CausalLM
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_dim: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        hidden_dim: int | None = None,
+        max_positions: int = 2048,
+        rope_base: float = 10000.0,
+        rope_scaling: dict[str, Any] | None = None,
+        eps: float = 1e-6,
+        tie_embeddings: bool = False,
+        init_std: float = 0.02,
+        qk_norm: bool = False,
+        window: tuple[int, int] | None = None,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        mlp_bias: bool = False,
+        rope_interleaved: bool = False,
+        latent: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None and latent is None else num_kv_heads
+        self._config = {
+            "vocab_size": vocab_size,
+            "embed_dim": embed_dim,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "hidden_dim": hidden_dim,
+            "max_positions": max_positions,
+            "rope_base": rope_base,
+            "rope_scaling": rope_scaling,
+            "eps": eps,
+            "tie_embeddings": tie_embeddings,
+            "init_std": init_std,
+            "qk_norm": qk_norm,
+            "window": window,
+            "bias": bias,
+            "out_bias": out_bias,
+            "mlp_bias": mlp_bias,
+            "rope_interleaved": rope_interleaved,
+            "latent": latent,
+        }
+        self._make_cpp("meta")
+        factory = {"device": device, "dtype": dtype}
+        if latent is None:
+            head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        rotated = head_dim if latent is None else latent["qk_rope_head_dim"]
+        rope = None
+        if rotated:
+            rope = RotaryEmbedding(
+                rotated,
+                base=rope_base,
+                max_positions=max_positions,
+                scaling=rope_scaling,
+                interleaved=rope_interleaved,
+            )
+
+        def attention() -> nn.Module:
+            shared = {"bias": bias, "rope": rope, "causal": True, **factory}
+            if latent is not None:
+                return MultiHeadLatentAttention(embed_dim, num_heads, **latent, **shared)
+            own = {"head_dim": head_dim, "out_bias": out_bias, "qk_norm": qk_norm, "window": window}
+            return GroupedQueryAttention(embed_dim, num_heads, num_kv_heads, **own, **shared)
+
+        def block() -> DecoderBlock:
+            hidden = 4 * embed_dim if hidden_dim is None else hidden_dim
+            return DecoderBlock(attention(), FeedForward(embed_dim, hidden, bias=mlp_bias, **factory), eps=eps)
+
+        embedding = nn.Embedding(vocab_size, embed_dim, **factory)
+        embedding.weight.data.mul_(init_std)  # of N(0, 1)
+        self.model = Decoder([block() for _ in range(num_layers)], eps=eps, embed_tokens=embedding)
+        self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=False, **factory)
+        self._made_with = _parts(self)
+        self.register_load_state_dict_pre_hook(_drop_tied_head)
+
+    @classmethod
+    def from_gguf(
+        cls,
+        path: str | os.PathLike,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        max_positions: int | None = None,
+    ) -> CausalLM:
+        """The model of a GGUF file (architectures llama, qwen2, qwen3), in evaluation mode; see checkpoints.build."""
+        from ..checkpoints import build
+
+        return build.from_gguf(cls, path, dtype=dtype, device=device, max_positions=max_positions)
+
+    @classmethod
+    def from_hf(
+        cls,
+        directory: str | os.PathLike,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        max_positions: int | None = None,
+    ) -> CausalLM:
+        """A Hugging Face directory's model (llama, mistral, qwen2, qwen3), in evaluation mode; see
+        checkpoints.build."""
+        from ..checkpoints import build
+
+        return build.from_hf(cls, directory, dtype=dtype, device=device, max_positions=max_positions)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder blocks."""
+        return self.model.layers
+
+    def forward(
+        self,
+        ids: Tensor,
+        cache: ModelCache | None = None,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        lengths: Tensor | None = None,
+        **unknown: Any,
+    ) -> Tensor:
+        """Logits [B, L, vocab_size].
+
+        Args:
+            ids: int64 [B, L].
+            cache: the tokens go on behind what it holds; left as it was by a call that raises.
+            mask: broadcastable to [B, Hq, L, keys], on top of causality.
+            positions: int64 [L] or [B, L], for RoPE; default behind the cache.
+            lengths: [B], valid tokens of each right-padded row.
+        """
+        reject_keywords(unknown, MODEL_CACHE)
+        check_ids(ids)
+        check_lengths("lengths", lengths, ids)
+        hidden = self.model(ids, cache=cache, mask=mask, positions=positions, kv_lens=lengths)
+        return linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else project(self.lm_head, hidden)
+
+    def generate(
+        self,
+        ids: Tensor,
+        *,
+        max_new_tokens: int,
+        cache: str | ModelCache = "dynamic",
+        lengths: Tensor | None = None,
+        stop_tokens: int | Iterable[int] = (),
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        callback: Callable[[Tensor], bool | None] | None = None,
+        **unknown: Any,
+    ) -> Tensor:
+        """The prompt and new tokens behind it, [B, L + new]; the whole loop runs in C++.
+
+        Args:
+            ids: the prompt, int64 [B, L].
+            max_new_tokens: fewer come where all rows have stopped, or the callback ends it.
+            cache: "dynamic", "static" (allocated at once), "none" (everything computed anew for each token), or a
+                ModelCache: the prompt then goes on behind what that holds. Rows that have stopped go on appending to it
+                what they are filled with, for as long as others run.
+            lengths: [B], valid tokens of each right-padded prompt. A row goes on at its own position; its new tokens
+                stand from column L on nevertheless.
+            stop_tokens: a number or several; a row that gives one of them stops, and is filled with it while others
+                go on.
+            temperature, top_k, top_p: sampling from softmax(logits / temperature), of the top_k likeliest tokens and of
+                the fewest that hold top_p of the probability. Greedy where none is given, or at temperature 0. top_k=0
+                is no limit, as in transformers: sampling over all tokens.
+            seed: of the draws, 0 to 2**64 - 1; default torch's generator.
+            callback: called with each step's tokens [B]; returning False ends generation.
+
+        Raises:
+            ValueError: an argument does not fit. TypeError: C++ cannot run this model, see `cpp()`.
+        """
+        reject_keywords(unknown, MODEL_CACHE, "generate")
+        with contextlib.ExitStack() as stack:
+            if not isinstance(cache, str):
+                check_kind(cache, ModelCache, "generate")
+            native_cache = stack.enter_context(cache.lent()) if isinstance(cache, ModelCache) else cache
+            return self.cpp().generate(
+                ids,
+                max_new_tokens=max_new_tokens,
+                cache=native_cache,
+                lengths=lengths,
+                stop_tokens=list(stop_tokens) if isinstance(stop_tokens, Iterable) else stop_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                callback=callback,
+            )
+
+    def cpp(self) -> cpp.CausalLM:
+        if not _same_parts(self._made_with, _parts(self)):
+            raise TypeError(
+                "attnpack: CausalLM has other layers or settings than it was made with, and its C++ twin is made from "
+                "the same arguments. Build the model with the arguments that give these, or call the Python module"
+            )
+        return super().cpp()
+
+
+def _parts(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """Type and plain attributes (causal, scale, eps ...) of attnpack's own modules in the model."""
+    own = (child for child in model.modules() if isinstance(child, NativeModule))
+    return [
+        (type(child).__name__, {k: v for k, v in vars(child).items() if not k.startswith("_") and k != "training"})
+        for child in own
+    ]
+
+
+def _same_parts(before: list[tuple[str, dict[str, Any]]], now: list[tuple[str, dict[str, Any]]]) -> bool:
+    """Attributes that came since are nobody's setting."""
+    return [kind for kind, _ in before] == [kind for kind, _ in now] and all(
+        was.items() <= settings.items() for (_, was), (_, settings) in zip(before, now, strict=True)
+    )
+
+
+def _drop_tied_head(model: CausalLM, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Tied checkpoints may carry the embedding a second time, as the head."""
+    if model.lm_head is None:
+        state_dict.pop(prefix + "lm_head.weight", None)

@@ -1,0 +1,56 @@
+"""The feed-forward of a block."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import cpp
+from ..checks import check_tokens
+from ..sizes import check_dtype
+from .linear import project, project_all
+from .native import NativeModule
+
+
+class FeedForward(NativeModule):
+    """down(silu(gate(x)) * up(x)) for "swiglu" (Shazeer 2020), down(gelu(up(x))) for "gelu".
+
+    Args:
+        embed_dim, hidden_dim: widths outside and inside.
+        activation: "swiglu" (children gate_proj, up_proj, down_proj) or "gelu" (up_proj, down_proj; the exact gelu).
+        bias: on all of them.
+    """
+
+    _cpp_class = cpp.FeedForward
+
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = {"embed_dim": embed_dim, "hidden_dim": hidden_dim, "activation": activation, "bias": bias}
+        self.embed_dim = embed_dim
+        self.hidden_dim = hidden_dim
+        self.activation = activation
+        self.bias = bias
+        self._make_cpp("meta")
+        check_dtype(dtype)
+        if activation == "swiglu":
+            self.gate_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., embed_dim] -> [..., embed_dim]"""
+        check_tokens("x", x, self.embed_dim, self.up_proj)
+        if self.activation == "swiglu":
+            gate, up = project_all((self.gate_proj, self.up_proj), x)
+            return project(self.down_proj, F.silu(gate) * up)
+        return project(self.down_proj, F.gelu(project(self.up_proj, x)))

@@ -1,0 +1,326 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are made of one cached latent a token.
+
+B batch, L / Lkv lengths of x and context, H heads, C kv_lora_rank, N / R / V dims of a head that are not rotated,
+rotated, and of values.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .. import _C, cpp, ops
+from ..cache import KVCache, check_kind, unchanged_on_error
+from ..checks import check_context, check_input, reject_keywords
+from ..sizes import check_dtype
+from .attention_base import NativeAttention, split_heads
+from .linear import plain_weight, project
+from .local_heads import latent_share
+from .norm import RMSNorm
+from .rope import RotaryEmbedding
+
+_NORM_EPS = 1e-6
+
+
+class MultiHeadLatentAttention(NativeAttention):
+    """Keys and values are made of one latent a token, which alone is cached; parameter names, shapes and row order of
+    DeepSeek-V2 and V3 checkpoints.
+
+    Children: q_proj, or q_a_proj, q_a_layernorm, q_b_proj; kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj. Rows
+    of a head in q_proj or q_b_proj: N, then R; of kv_a_proj_with_mqa: C, then R (one rotated key for all heads); of a
+    head in kv_b_proj: N of W_UK, then V of W_UV.
+
+    Two paths give the same numbers. "expanded" makes keys and values of all latents, and attends; "absorbed" folds W_UK
+    into the queries and W_UV into the outputs, and reads the latents alone, as one kv head of C + R dims whose first C
+    are the values too. In multiply-adds a head, L queries over K keys cost K C (N + V) + L K (N + R + V) expanded and
+    L C (N + V) + L K (2 C + R) absorbed, so "auto" takes absorbed where (K - L) C (N + V) > L K (2 C - N - V):
+    decoding, not prefill or training. Where kv_b_proj was replaced (LoRA, a quantised linear) or is watched by a hook,
+    the expanded path runs.
+
+    Args:
+        embed_dim, num_heads: width of x and of the output, heads.
+        kv_lora_rank: C.
+        q_lora_rank: width of the queries' latent; None projects queries at once.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R (0 is legal) and V.
+        rope: a RotaryEmbedding over at most R dims (DeepSeek's is interleaved), or None: no dim is rotated
+            then, those of qk_rope_head_dim neither, and the repr says so. Its YaRN settings enter the scale too: times
+            m(factor, mscale_all_dim)^2, m(s, a) = 0.1 a ln s + 1.
+        latent_norm: RMSNorm on both latents, eps 1e-6. False is the plain form.
+        bias: on q_a_proj, kv_a_proj_with_mqa and o_proj.
+        dropout: on the probabilities, in training only.
+        causal: each token sees itself and what stands before it.
+        scale: of the scores; default 1 / sqrt(N + R).
+        path: "auto", "expanded" or "absorbed"; an attribute that may be set later.
+        folded: W_UK lies in the query projection and W_UV in o_proj, and there is no kv_b_proj; see `fold`.
+    """
+
+    _cpp_class = cpp.MultiHeadLatentAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        kv_lora_rank: int,
+        q_lora_rank: int | None = None,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        rope: RotaryEmbedding | None = None,
+        latent_norm: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        causal: bool = False,
+        scale: float | None = None,
+        path: str = "auto",
+        folded: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = {
+            "embed_dim": embed_dim,
+            "num_heads": num_heads,
+            "kv_lora_rank": kv_lora_rank,
+            "q_lora_rank": q_lora_rank,
+            "qk_nope_head_dim": qk_nope_head_dim,
+            "qk_rope_head_dim": qk_rope_head_dim,
+            "v_head_dim": v_head_dim,
+            "latent_norm": latent_norm,
+            "bias": bias,
+            "dropout": dropout,
+            "causal": causal,
+            "scale": scale,
+            "path": path,
+            "folded": folded,
+        }
+        self.rope = rope
+        self._make_cpp("meta")
+        check_dtype(dtype)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.kv_lora_rank = kv_lora_rank
+        self.q_lora_rank = q_lora_rank
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.dropout = dropout
+        self.causal = causal
+        self.scale = scale
+        self.path = path
+        self.folded = folded
+
+        factory = {"device": device, "dtype": dtype}
+
+        def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, **factory)
+
+        def norm(dim: int) -> RMSNorm | None:
+            return RMSNorm(dim, eps=_NORM_EPS, **factory) if latent_norm else None
+
+        width = num_heads * ((kv_lora_rank if folded else qk_nope_head_dim) + qk_rope_head_dim)
+        low = q_lora_rank is not None
+        self.q_proj = None if low else linear(embed_dim, width)
+        self.q_a_proj = linear(embed_dim, q_lora_rank, bias) if low else None
+        self.q_a_layernorm = norm(q_lora_rank) if low else None
+        self.q_b_proj = linear(q_lora_rank, width) if low else None
+        self.kv_a_proj_with_mqa = linear(embed_dim, kv_lora_rank + qk_rope_head_dim, bias)
+        self.kv_a_layernorm = norm(kv_lora_rank)
+        expanded = num_heads * (qk_nope_head_dim + v_head_dim)
+        self.kv_b_proj = None if folded else linear(kv_lora_rank, expanded)
+        self.o_proj = linear(num_heads * (kv_lora_rank if folded else v_head_dim), embed_dim, bias)
+
+    @property
+    def softmax_scale(self) -> float:
+        """What scores are multiplied by: `scale` or its default, times the rope's softmax factor."""
+        scale = 1.0 / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim) if self.scale is None else self.scale
+        return scale if self.rope is None else scale * self.rope.softmax_factor
+
+    @property
+    def out_dim(self) -> int:
+        """Width of what forward gives."""
+        return self.embed_dim
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        value_context: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        need_weights: bool = False,
+        **unknown: object,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Self-attention of x, or, with a context, attention of x over it.
+
+        Args:
+            x: [B, L, embed_dim].
+            context: [B, Lkv, embed_dim], where latents come from; RoPE rotates its keys at 0..Lkv-1.
+            value_context: refused: keys and values are made of one latent.
+            cache: a LatentCache; DynamicCache and StaticCache(batch, 1, max_len, C + R, v_head_dim=0) hold latents as
+                their keys.
+
+        The other arguments and what comes back are those of GroupedQueryAttention.forward.
+        """
+        reject_keywords(unknown)
+        self._check(x, context, value_context, cache, positions)
+        check_kind(cache, KVCache, type(self).__name__, "a LatentCache, one a layer")
+        with unchanged_on_error(cache):
+            query, latent, k_rope, joined = self._latents(x, context)
+            settings = {
+                "rope": None if self.rope is None else self.rope.settings,
+                "positions": positions,
+                "cross": context is not None,
+                "cache": None if cache is None else cache.reserve_latents(joined, self.kv_lora_rank),
+                "mask": mask,
+                "causal": (self.causal and context is None) if causal is None else causal,
+                "kv_lens": kv_lens,
+                "dropout_p": self.dropout if self.training else 0.0,
+                "scale": self.softmax_scale,
+            }
+            weight = None if self.folded else plain_weight(self.kv_b_proj)
+            if self.folded or weight is not None:
+                result = ops.latent_attend(
+                    query, latent, k_rope, weight, self.v_head_dim, self.path, **settings, need_weights=need_weights
+                )
+            else:
+                result = self._attend_replaced(query, latent, k_rope, settings, need_weights)
+            if cache is not None:
+                cache.commit(x.size(1), kv_lens)
+            if not need_weights:
+                return project(self.o_proj, result)
+            out, weights = result
+            return project(self.o_proj, out), weights
+
+    def project(
+        self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(q, k, v) as they enter the operator by the expanded path: [B, H, L, N + R], [B, H, Lkv, N + R],
+        [B, H, Lkv, V]; with path "absorbed" (and folded) [B, H, L, C + R], [B, 1, Lkv, C + R], [B, 1, Lkv, C]. Scores
+        are multiplied by `softmax_scale`."""
+        self._check(x, context, None, None, positions)
+        query, latent, k_rope, _ = self._latents(x, context)
+        rope = None if self.rope is None else self.rope.settings
+        weight = None if self.folded else plain_weight(self.kv_b_proj)
+        if self.folded or weight is not None:
+            return _C.latent_project(
+                query, latent, k_rope, weight, self.v_head_dim, self.path, rope, positions, context is not None
+            )
+        place = {"rope": rope, "positions": positions, "cross": context is not None}
+        query, latents, _, _ = ops.latent_append(query, latent, k_rope, **place)
+        return query, *self._expand(latents, query.size(1))
+
+    def fold(self) -> MultiHeadLatentAttention:
+        """A module of equal outputs with W_UK rolled into the query projection (W_UQK [C, inputs] a head, in place of
+        W_UQ [N, inputs]) and W_UV into o_proj: no kv_b_proj, and nothing beside the latents is ever made. Worth it
+        where C is small: a folded projection has C numbers a head and input where there were N or V."""
+        if self.folded:
+            raise TypeError("attnpack: fold(): got a layer that is folded already; take it as it is")
+        layers = {"the query projection": self.q_proj or self.q_b_proj, "kv_b_proj": self.kv_b_proj}
+        weights = {name: None if layer is None else plain_weight(layer) for name, layer in layers.items()}
+        weights["o_proj"] = self.o_proj.weight if type(self.o_proj) is nn.Linear else None
+        for name, weight in weights.items():
+            if weight is None:
+                raise TypeError(
+                    f"attnpack: {name} is no plain nn.Linear, fold() wants the weight of one: merge or unwrap it"
+                )
+        folded = type(self)(
+            **{**self._live_config(), "folded": True},
+            rope=self.rope,
+            device=self.o_proj.weight.device,
+            dtype=self.o_proj.weight.dtype,
+        )
+        query, out = _C.fold_latent(*weights.values(), self.num_heads)
+        state = {name: tensor for name, tensor in self.state_dict().items() if name != "kv_b_proj.weight"}
+        state["q_proj.weight" if self.q_b_proj is None else "q_b_proj.weight"] = query
+        state["o_proj.weight"] = out
+        folded.load_state_dict(state)
+        return folded.train(self.training)
+
+    def _check(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        value_context: Tensor | None,
+        cache: object | None,
+        positions: Tensor | None,
+    ) -> None:
+        if value_context is not None:
+            raise ValueError(
+                "attnpack: value_context: got a tensor, but latent attention makes keys and values of one latent; "
+                "leave it out"
+            )
+        for name in ("window", "softcap", "alibi", "head_map"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"attnpack: {name} is {getattr(self, name)}, a setting that latent attention does not have: unset "
+                    "it"
+                )
+        check_input("x", x, self.embed_dim, self.q_proj if self.q_a_proj is None else self.q_a_proj)
+        keys, name = (x, "x, taken as context") if context is None else (context, "context")
+        check_input(name, keys, self.embed_dim, self.kv_a_proj_with_mqa)
+        check_context(x, context, None, cache, positions)
+
+    def _latents(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries [B, H, L, N + R], latents [B, Lkv, C] after their norm, k_rope [B, Lkv, R]; and the two in the shape
+        that is cached, [B, 1, Lkv, C + R]. Nothing is rotated."""
+        if self.q_a_proj is None:
+            queries = project(self.q_proj, x)
+        else:
+            low = project(self.q_a_proj, x)
+            queries = project(self.q_b_proj, low if self.q_a_layernorm is None else self.q_a_layernorm(low))
+        both = project(self.kv_a_proj_with_mqa, x if context is None else context)
+        latent, k_rope = both.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        if self.kv_a_layernorm is not None:
+            latent = self.kv_a_layernorm(latent)
+        dims = (self.kv_lora_rank if self.folded else self.qk_nope_head_dim) + self.qk_rope_head_dim
+        heads = latent_share(self, queries, dims, k_rope)
+        return split_heads(queries, heads), latent, k_rope, both.unsqueeze(1)
+
+    def _expand(self, latents: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of latents [B, 1, K, C + R] by whatever stands in kv_b_proj's place."""
+        kv = self.kv_b_proj(latents[:, 0, :, : self.kv_lora_rank])
+        width = self.qk_nope_head_dim + self.v_head_dim
+        if kv.size(-1) != num_heads * width:
+            raise ValueError(
+                f"attnpack: kv_b_proj gives width {kv.size(-1)}, want {num_heads} heads of {width} dims, as many heads "
+                "as the query projection gives: divide both alike among the ranks"
+            )
+        return torch.ops.attnpack.latent_expand(latents, kv, self.kv_lora_rank, num_heads, self.v_head_dim)
+
+    def _attend_replaced(
+        self, query: Tensor, latent: Tensor, k_rope: Tensor, settings: dict, need_weights: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The expanded path around a kv_b_proj that is no plain linear."""
+        place = {name: settings[name] for name in ("rope", "positions", "cross", "cache", "mask", "causal", "kv_lens")}
+        query, latents, past, lens = ops.latent_append(query, latent, k_rope, **place)
+        trimmed = need_weights and settings["cache"] is not None and settings["mask"] is None
+        if trimmed and lens.numel() and not torch.compiler.is_compiling():
+            latents = latents[:, :, : int(lens.max())]
+        key, value = self._expand(latents, query.size(1))
+        scores = {"causal": settings["causal"], "q_offset": past, "kv_lens": lens, "scale": settings["scale"]}
+        out = ops.attention(query, key, value, settings["mask"], dropout_p=settings["dropout_p"], **scores)
+        joined = out.transpose(1, 2).flatten(2)
+        if not need_weights:
+            return joined
+        return joined, ops.attention_scores(query, key, settings["mask"], **scores)
+
+    def extra_repr(self) -> str:
+        unrotated = self.rope is None and self.qk_rope_head_dim > 0
+        return super().extra_repr() + (", rope=None: no dim is rotated" if unrotated else "")
+
+    def _make_cpp(self, device: str | None) -> object:
+        for name in ("q_a_layernorm", "kv_a_layernorm"):
+            norm = getattr(self, name, None)
+            if norm is not None and (not isinstance(norm, RMSNorm) or norm.eps != _NORM_EPS):
+                raise TypeError(
+                    f"attnpack: {name} is {norm}, C++ has RMSNorm with eps {_NORM_EPS:g} there. Set that eps, or call "
+                    "the Python module"
+                )
+        return super()._make_cpp(device)

@@ -1,0 +1,78 @@
+"""Linear layers are torch's own; where decoding needs it, their weights stream at the speed of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
+
+from .. import ops
+
+_FORWARD = nn.Linear.forward
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def project(layer: nn.Module, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
+    """layer(x). A plain ``nn.Linear`` that nobody watches goes through ``attnpack.ops.linear`` without gradients: a
+    subclass of ours would do the same, but quantisers and LoRA look for that very type."""
+    if _only_values() and _is_plain(layer) and _are_plain(x, layer.weight):
+        return ops.linear(x, layer.weight, layer.bias)
+    return layer(x)
+
+
+def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """`project` by each of the layers; where all would be streamed, in one go."""
+    biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
+    if (
+        _only_values()
+        and len(biases) in (0, len(layers))
+        and all(_is_plain(layer) and _are_plain(x, layer.weight) for layer in layers)
+    ):
+        return ops.linears(x, [layer.weight for layer in layers], biases)
+    return [project(layer, x) for layer in layers]
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input [..., in] times weight [out, in] plus bias [out]; what is not a plain tensor (a quantised weight, say) and
+    what is compiled goes to torch's linear, which knows it."""
+    if _only_values() and _are_plain(input, weight):
+        return ops.linear(input, weight, bias)
+    return F.linear(input, weight, bias)
+
+
+def plain_weight(layer: nn.Module) -> Tensor | None:
+    """The weight [out, in] that is all that calling layer does, for native code to read; None where layer has a bias,
+    is of another type (LoRA, a quantised linear), has a weight of another type, or is watched by a hook."""
+    if type(layer) is not nn.Linear or layer.bias is not None or type(layer.weight) not in (Tensor, nn.Parameter):
+        return None
+    if torch.compiler.is_compiling():  # which knows no global hooks
+        return None if any(getattr(layer, name) for name in _HOOKS) else layer.weight
+    return layer.weight if _is_plain(layer) else None
+
+
+def _only_values() -> bool:
+    """No gradients to record and no graph to trace."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+
+
+def _are_plain(input: Tensor, weight: Tensor) -> bool:
+    return type(weight) in (Tensor, nn.Parameter) and type(input) is Tensor
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether calling layer is torch's linear and nothing else: no other type, no forward of its own, no hooks."""
+    return (
+        type(layer) is nn.Linear
+        and nn.Linear.forward is _FORWARD
+        and not is_watched(layer)
+        and not torch_module._has_any_global_hook()
+    )
+
+
+def is_watched(layer: nn.Module) -> bool:
+    """Whether calling layer does more than its class says: by a forward of its own, or by hooks."""
+    own = layer.__dict__
+    return "forward" in own or any(own[name] for name in _HOOKS)

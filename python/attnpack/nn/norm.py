@@ -1,0 +1,68 @@
+"""RMSNorm, and the choice between it and torch's LayerNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import cpp, ops
+from ..checks import check_tokens
+from ..sizes import check_dtype
+from .native import NativeModule
+
+
+class RMSNorm(NativeModule):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich 2019); weight [dim] starts at 1."""
+
+    _cpp_class = cpp.RMSNorm
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = {"dim": dim, "eps": eps}
+        self._make_cpp("meta")
+        check_dtype(dtype)
+        self.dim = dim
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]"""
+        check_tokens("x", x, self.dim, None)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return F.rms_norm(x, (self.dim,), self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps:g}"
+
+
+def make_norm(kind: str, dim: int, eps: float, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+    """RMSNorm for "rms", torch's LayerNorm for "layer"."""
+    if kind == "rms":
+        return RMSNorm(dim, eps=eps, device=device, dtype=dtype)
+    if kind == "layer":
+        check_dtype(dtype)
+        return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
+    raise ValueError(f"attnpack: norm: got {kind!r}, want 'rms' or 'layer'")
+
+
+def norm_settings(norms: Iterable[nn.Module]) -> dict[str, Any]:
+    """Kind and eps that all of them have, as C++ blocks and stacks take them."""
+    found = {("layer" if isinstance(norm, nn.LayerNorm) else "rms", norm.eps) for norm in norms}
+    if len(found) > 1:
+        raise TypeError(
+            f"attnpack: norms: got {sorted(found)} side by side, C++ wants one kind and eps for all of them"
+        )
+    ((kind, eps),) = found
+    return {"norm": kind, "eps": eps}

@@ -1,0 +1,133 @@
+"""Attention over q, k and v that somebody else projected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import cpp
+from ..cache import KVCache
+from ..checks import check_input, check_positions, reject_keywords
+from ..explain import explain
+from .attention_base import NativeAttention, split_heads
+from .rope import RotaryEmbedding
+
+
+class ProjectedAttention(NativeAttention):
+    """Attention over q, k and v that somebody else projected; no parameters.
+
+    Args:
+        num_heads, num_kv_heads, head_dim: the heads that lie side by side in the last dim of q, k and v.
+        head_map, causal, rope, scale, dropout, window, softcap: as in GroupedQueryAttention.
+    """
+
+    _cpp_class = cpp.ProjectedAttention
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        head_map: Sequence[int] | None = None,
+        dropout: float = 0.0,
+        causal: bool = False,
+        window: tuple[int, int] | None = None,
+        softcap: float = 0.0,
+        rope: RotaryEmbedding | None = None,
+        scale: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        explain({"head_map": head_map})
+        self._config = {
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "head_map": None if head_map is None else tuple(head_map),
+            "dropout": dropout,
+            "causal": causal,
+            "window": window,
+            "softcap": softcap,
+            "scale": scale,
+        }
+        self.rope = rope
+        self._make_cpp(None)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.head_map = self._config["head_map"]
+        self.dropout = dropout
+        self.causal = causal
+        self.window = window
+        self.softcap = softcap
+        self.scale = scale
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        need_weights: bool = False,
+        **unknown: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """out [B, L, Hq * D], or (out, weights [B, Hq, L, keys]).
+
+        Args:
+            q: [B, L, Hq * D].
+            k, v: [B, Lkv, Hkv * D]. Without a cache, keys of another length than q come from another sequence: RoPE
+                rotates them at 0..Lkv-1.
+
+        The other arguments are those of GroupedQueryAttention.forward.
+        """
+        reject_keywords(unknown)
+        query, key, value = self._heads(q, k, v)
+        check_positions(positions, q)
+        return self._attend(
+            query,
+            key,
+            value,
+            cache,
+            kv_lens,
+            need_weights,
+            positions=positions,
+            cross=cache is None and q.size(1) != k.size(1),
+            mask=mask,
+            causal=self.causal if causal is None else causal,
+        )
+
+    def project(
+        self, q: Tensor, k: Tensor, v: Tensor, *, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]) as they enter the operator."""
+        query, key, value = self._heads(q, k, v)
+        check_positions(positions, q)
+        query, key = self._rotate(query, key, positions, q.size(1) != k.size(1))
+        return query, key, value
+
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        check_input("q", q, self.num_heads * self.head_dim, None)
+        check_input("k", k, self.num_kv_heads * self.head_dim, None)
+        check_input("v", v, self.num_kv_heads * self.head_dim, None)
+        if k.size(0) != q.size(0):
+            raise ValueError(f"attnpack: k: got batch {k.size(0)}, want {q.size(0)} as in q")
+        if v.shape[:2] != k.shape[:2]:
+            raise ValueError(
+                f"attnpack: v: got shape {list(v.shape)}, want batch and length of k {list(k.shape)}: each key needs "
+                "one value"
+            )
+        return (
+            split_heads(q, self.num_heads),
+            split_heads(k, self.num_kv_heads),
+            split_heads(v, self.num_kv_heads),
+        )

@@ -1,0 +1,136 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import cpp, ops
+from ..explain import wrong_kind
+from .native import NativeModule
+
+
+class RopeSettings(NamedTuple):
+    """How queries and keys are rotated, as `attnpack.ops.attend` takes it."""
+
+    inv_freq: tuple[float, ...]
+    """dim / 2 frequencies; past trained_len long_inv_freq, or those of a base that grows where growth > 0."""
+    factor: float = 1.0
+    """On cos and sin."""
+    interleaved: bool = False
+    long_inv_freq: tuple[float, ...] = ()
+    growth: float = 0.0
+    trained_len: int = 0
+    raw_keys: bool = False
+
+
+class RotaryEmbedding(NativeModule):
+    """Rotates the first `dim` dims of a head by position * base^(-2i / dim) (Su et al. 2021).
+
+    Args:
+        dim: rotated dims, even; smaller than head_dim leaves the rest as it is.
+        base: of the frequencies, `rope_theta` in Hugging Face configs.
+        max_positions: length of training; positions past it are legal.
+        scaling: None or a dict as in Hugging Face configs, `rope_type` (or `type`) and what it takes:
+            "default";
+            "linear", `factor`: positions / factor (Chen et al. 2023);
+            "ntk", `factor`: base * factor^(dim / (dim - 2));
+            "dynamic", `factor`: the same by the length L of the sequence, factor * L / trained - (factor - 1);
+            "yarn", `factor`, `beta_fast` 32, `beta_slow` 1, `truncate` True, `attention_factor`, `mscale`,
+            `mscale_all_dim` (Peng et al. 2023);
+            "llama3", `factor`, `low_freq_factor` 1, `high_freq_factor` 4 (Dubey et al. 2024);
+            "longrope", `short_factor` and `long_factor` of dim / 2 numbers, `factor`, `attention_factor` (Ding et al.
+            2024).
+            The trained length is `original_max_position_embeddings`, default max_positions. `rope_theta` in it is
+            ignored.
+        interleaved: pairs (2i, 2i + 1) instead of (i, i + dim/2).
+        raw_keys: caches hold keys before rotation, and each call rotates all of them, which costs a pass over the
+            cache. Default where frequencies follow the length of the sequence ("dynamic", "longrope"): keys that were
+            rotated when the sequence was shorter would lie at other angles than those of a full recompute.
+
+    Holds numbers in double precision and no tensors: nothing in the state dict, nothing that `.to(bfloat16)` rounds.
+    `device` and `dtype` are taken for uniformity and have no effect. Raises ValueError for a scaling that lacks
+    something, has an unknown key or a list of the wrong length.
+    """
+
+    _cpp_class = cpp.RotaryEmbedding
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        base: float = 10000.0,
+        max_positions: int = 2048,
+        scaling: dict[str, Any] | None = None,
+        interleaved: bool = False,
+        raw_keys: bool | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(scaling, dict | None):
+            wanted = "None or a dict such as {'rope_type': 'linear', 'factor': 2.0}"
+            raise wrong_kind("scaling", scaling, wanted)
+        if scaling and not {"rope_type", "type"} & scaling.keys():
+            raise ValueError(
+                f"attnpack: scaling: got {scaling} without rope_type, want one, as in {{'rope_type': 'linear'}}"
+            )
+        self._config = {
+            "dim": dim,
+            "base": base,
+            "max_positions": max_positions,
+            "scaling": scaling,
+            "interleaved": interleaved,
+            "raw_keys": raw_keys,
+        }
+        self.dim = dim
+        self.base = base
+        self.max_positions = max_positions
+        self.scaling = scaling
+        self.interleaved = interleaved
+        twin = self._make_cpp(None)
+        self.raw_keys: bool = twin.raw_keys
+        self.inv_freq: tuple[float, ...] = tuple(twin.inv_freq)
+        self.factor: float = twin.factor
+        self.long_inv_freq: tuple[float, ...] = tuple(twin.long_inv_freq)
+        self.growth: float = twin.growth
+        self.trained_len: int = twin.trained_len
+        # What latent attention multiplies its scale by: m(factor, mscale_all_dim)^2.
+        self.softmax_factor: float = twin.softmax_factor
+
+    @property
+    def settings(self) -> RopeSettings:
+        """As `attnpack.ops.attend` takes it."""
+        return RopeSettings(**{name: getattr(self, name) for name in RopeSettings._fields})
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x [B, H, L, D] rotated at `positions` (int64 [L] or [B, L]; default 0..L-1). Frequencies that follow the
+        length take a row's highest position + 1 for it."""
+        if positions is None:
+            positions = torch.arange(x.size(2), device=x.device)
+        if self.growth or self.long_inv_freq:
+            cos, sin = ops.rope_table_by_length(
+                positions, None, self.inv_freq, self.factor, self.long_inv_freq, self.growth, self.trained_len
+            )
+        else:
+            cos, sin = ops.rope_table(positions, self.inv_freq, self.factor)
+        if positions.dim() == 2:
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return ops.apply_rope(x, cos, sin, interleaved=self.interleaved)
+
+    def extra_repr(self) -> str:
+        scaling = f", scaling={self.scaling}" if self.scaling else ""
+        return f"{self.dim}, base={self.base:g}{scaling}" + (", interleaved=True" if self.interleaved else "")
+
+    def cpp(self) -> cpp.RotaryEmbedding:
+        twin = super().cpp()
+        for name in ("inv_freq", "factor", "long_inv_freq", "growth", "trained_len", "softmax_factor"):
+            made = getattr(twin, name)
+            if (tuple(made) if isinstance(made, list) else made) != getattr(self, name):
+                raise TypeError(
+                    f"attnpack: RotaryEmbedding's {name} is not that of its base and scaling, which C++ makes its own "
+                    "from. Build a new one, or call the Python module"
+                )
+        return twin

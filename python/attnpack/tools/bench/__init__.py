@@ -1,0 +1,160 @@
+"""`attnpack bench`: attention calls beside the limits of this machine and beside other libraries, in one run.
+
+All figures of a case are taken in turn, so that a busy machine slows all of them; a ratio is the median over the
+rounds. The limits (multiply-adds in registers, bytes read in order) are measured before and after, and the better ones
+taken. Where keys and values are to be cold, all caches are emptied before each call by reading something else in order,
+and on a CPU the median of those readings is the case's limit: memory that others use too changes its speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ... import _C, __version__
+from ...progress import progress
+from .cases import SECTIONS, Case, Limits, cases
+from .devices import Cpu, Cuda, device_named
+from .peers import PEERS, Call, make_inputs, ours
+
+ROUND_SECONDS = 2.0  # of one case, all peers together; at least MIN_ROUNDS rounds whatever they take
+MIN_ROUNDS, MAX_ROUNDS = 3, 200
+
+
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    seconds: float
+    ratios: dict[str, float]  # how many times faster than each peer
+    peak_bytes: int | None  # of resident memory above its tensors, one call
+    bytes_per_second: float | None  # that a CPU's memory gave between the calls of a cold case
+
+    def share(self, limits: Limits) -> float:
+        """Of what the machine can do: 1 is as fast as its multiply-adds or its memory allow."""
+        read = self.bytes_per_second or limits.bytes_per_second
+        return self.case.limit_seconds(limits._replace(bytes_per_second=read)) / self.seconds
+
+
+def run(
+    sections: list[str], dtypes: list[str], peers: list[str], *, quick: bool = False, on: Cpu | Cuda | None = None
+) -> tuple[Limits, list[Result]]:
+    on = on or Cpu()
+    limits = on.limits()
+    todo = list(cases(sections, dtypes, quick=quick, device=on.device))
+    results = [_measure(case, peers, ROUND_SECONDS / (4 if quick else 1), on) for case in progress(todo, "cases")]
+    return Limits(*map(max, limits, on.limits())), results
+
+
+def _measure(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -> Result:
+    query, key, value, grad = make_inputs(case, on.device)
+    calls = {"attnpack": ours(case, query, key, value)}
+    for name in peers:
+        call = PEERS[name](case, query, key, value)
+        if call is not None:
+            calls[name] = call
+    if case.backward:
+        calls = {name: _with_backward(call, (query, key, value), grad) for name, call in calls.items()}
+    with torch.set_grad_enabled(case.backward):
+        wanted = calls["attnpack"]()
+        for name in [name for name in calls if name != "attnpack"]:
+            try:  # also warms up
+                torch.testing.assert_close(calls[name](), wanted, atol=5e-2, rtol=5e-2)
+            except torch.OutOfMemoryError:  # it holds scores, or keys for every head, that this device has no room for
+                del calls[name]
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        reads = []
+        end = time.perf_counter() + budget
+        while len(times["attnpack"]) < MIN_ROUNDS or (
+            time.perf_counter() < end and len(times["attnpack"]) < MAX_ROUNDS
+        ):
+            for name, call in calls.items():
+                if case.cold:
+                    reads.append(on.empty_caches())
+                times[name].append(on.seconds(call))
+        peak = on.peak_bytes(calls["attnpack"])
+    mine = times.pop("attnpack")
+    ratios = {
+        name: statistics.median(theirs / us for theirs, us in zip(each, mine, strict=True))
+        for name, each in times.items()
+    }
+    read = statistics.median(reads) if None not in reads and reads else None
+    return Result(case, statistics.median(mine), ratios, peak, read)
+
+
+def _with_backward(call: Call, leaves: tuple[torch.Tensor, ...], grad: torch.Tensor) -> Call:
+    def both() -> torch.Tensor:
+        for leaf in leaves:
+            leaf.grad = None
+        out = call()
+        out.backward(grad)
+        return out.detach()
+
+    return both
+
+
+def format_table(limits: Limits, results: list[Result], peers: list[str], on: Cpu | Cuda) -> str:
+    processor = f", {torch.get_num_threads()} threads, instruction set {_C.isa()}" if on.device == "cpu" else ""
+    pairs = f", {limits.bf16_flops / 1e9:.0f} bf16" if limits.bf16_flops != limits.flops else ""
+    lines = [
+        f"{on.name()}{processor}, torch {torch.__version__}",
+        f"limits measured in this run: {limits.flops / 1e9:.0f} GFLOP/s fp32{pairs}, "
+        f"{limits.bytes_per_second / 1e9:.1f} GB/s read",
+        "share: of the limit that binds (cold: what memory gave between the calls); times faster than each peer; "
+        "memory: peak above the tensors of the call",
+        f"{'case':<48}{'dtype':>6}{'ms':>10}{'GFLOP/s':>9}{'GB/s':>7}{'share':>7}"
+        + "".join(f"{name:>13}" for name in peers)
+        + f"{'memory':>10}",
+    ]
+    for result in results:
+        case, seconds = result.case, result.seconds
+        rates = f"{case.flops / seconds / 1e9:>9.1f}{case.bytes / seconds / 1e9:>7.1f}"
+        ratios = "".join(f"{result.ratios[name]:>12.2f}x" if name in result.ratios else f"{'-':>13}" for name in peers)
+        memory = "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.1f} MiB"
+        head = f"{case.name:<48}{case.dtype:>6}{seconds * 1e3:>10.3f}"
+        lines.append(f"{head}{rates}{result.share(limits):>7.0%}{ratios}{memory:>10}")
+    return "\n".join(lines)
+
+
+def as_dict(limits: Limits, results: list[Result], on: Cpu | Cuda) -> dict:
+    return {
+        "attnpack": __version__,
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "machine": on.name(),
+        "device": on.device,
+        "isa": _C.isa(),
+        "threads": torch.get_num_threads(),
+        "limits": limits._asdict(),
+        "results": [
+            asdict(result) | {"flops": result.case.flops, "bytes": result.case.bytes, "share": result.share(limits)}
+            for result in results
+        ],
+    }
+
+
+def machine() -> str:
+    """The processor's name."""
+    return Cpu().name()
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.out:
+        from ..plot import check_picture, new_figure, save
+        from ..plot.roofline import draw_roofline
+
+        check_picture(args.out)
+        figure = new_figure()  # tells now, rather than after minutes, that matplotlib is missing
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    on = device_named(args.device)
+    limits, results = run(args.sections or list(SECTIONS), args.dtypes, args.peers, quick=args.quick, on=on)
+    if args.out:
+        draw_roofline(figure.subplots(), as_dict(limits, results, on))
+        save(figure, args.out)
+    print(json.dumps(as_dict(limits, results, on)) if args.json else format_table(limits, results, args.peers, on))

@@ -1,0 +1,117 @@
+"""What `attnpack bench` asks of the device it runs on: its name, its limits, time and memory of a call."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ... import _C
+from ..memory import peak_bytes
+from .cases import Limits
+
+
+class Cpu:
+    """This machine's processor."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self._other: torch.Tensor | None = None  # for empty_caches
+
+    def name(self) -> str:
+        try:
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+        except (OSError, StopIteration):
+            return platform.machine()
+
+    def limits(self) -> Limits:
+        """Multiply-adds in registers, bytes read in order."""
+        return Limits(*_C.limits())
+
+    def empty_caches(self) -> float:
+        """Reads more than a last-level cache holds, so that what was in it comes from memory next time.
+
+        Returns bytes a second.
+        """
+        if self._other is None:
+            self._other = torch.ones(max(256 << 20, _C.last_level_cache_bytes() * 5 // 4) // 4)
+        return _C.read_bytes_per_second(self._other)
+
+    def seconds(self, call: Callable) -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    def peak_bytes(self, call: Callable) -> int | None:
+        return peak_bytes(call)
+
+
+class Cuda:
+    """torch's current CUDA device, timed by its own events."""
+
+    device = "cuda"
+
+    def name(self) -> str:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        size = f"{properties.multi_processor_count} multiprocessors"
+        return f"{properties.name}, {size}, driver {_driver()}, CUDA {torch.version.cuda}"
+
+    def limits(self) -> Limits:
+        """Large matrix products, and a copy, of which both ends count."""
+        source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
+        target = torch.empty_like(source)
+        copied = 2 * source.numel() / self._best(lambda: target.copy_(source))
+        rates = [self._products(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+        return Limits(rates[0], rates[1], copied, rates[2])
+
+    def _products(self, dtype: torch.dtype) -> float:
+        size = 4096 if dtype == torch.float32 else 8192
+        x = torch.randn(size, size, device="cuda", dtype=dtype)
+        return 2 * size**3 / self._best(lambda: x @ x)
+
+    def _best(self, call: Callable) -> float:
+        return statistics.median(self.seconds(call) for _ in range(10))
+
+    def empty_caches(self) -> None:
+        """Overwrites more than the L2 cache holds."""
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        torch.zeros(2 * properties.L2_cache_size, device="cuda", dtype=torch.uint8)
+
+    def seconds(self, call: Callable) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def peak_bytes(self, call: Callable) -> int:
+        """How far one call raises what torch has allocated on the device."""
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def _driver() -> str:
+    """Its version by nvidia-smi: torch does not tell."""
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
+
+
+def device_named(device: str) -> Cpu | Cuda:
+    if device == "cpu":
+        return Cpu()
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device is '{device}', but this torch sees no CUDA device: pass --device cpu")
+    return Cuda()

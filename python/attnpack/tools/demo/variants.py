@@ -1,0 +1,163 @@
+"""One table over the variants: size, cache, error and the time of a decode step, each measured in this run."""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ... import (
+    DynamicCache,
+    GroupedQueryAttention,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    MultiQueryAttention,
+    SelfAttention,
+    reference,
+)
+from ...progress import progress
+from . import latent as demo_latent
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    build: Callable[[int, int], nn.Module]  # (embed_dim, num_heads)
+    cross: bool = False
+
+
+VARIANTS = (
+    Variant("multi-head (MHA)", lambda e, h: MultiHeadAttention(e, h, causal=True)),
+    Variant("grouped, 4 kv heads (GQA-4)", lambda e, h: GroupedQueryAttention(e, h, 4, causal=True)),
+    Variant("multi-query (MQA)", lambda e, h: MultiQueryAttention(e, h, causal=True)),
+    Variant("one-head self-attention", lambda e, h: SelfAttention(e, e // h, causal=True)),
+    Variant("latent (MLA)", demo_latent.build),
+    Variant("cross-attention (MHA)", lambda e, h: MultiHeadAttention(e, h), cross=True),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    variant: str
+    parameters: int
+    kv_bytes_per_token: int
+    error: float  # largest, of a forward against fp64
+    torch_error: float  # the same of plain PyTorch in the module's dtype
+    step_ms: float
+    sdpa_step_ms: float
+
+    @property
+    def speed(self) -> float:
+        """Times as fast as the same step with SDPA."""
+        return self.sdpa_step_ms / self.step_ms
+
+
+@torch.inference_mode()
+def compare_variants(
+    embed_dim: int = 512, num_heads: int = 8, context: int = 2048, *, length: int = 128, steps: int = 40, seed: int = 0
+) -> list[Row]:
+    """Measures every variant in fp32: errors over `length` tokens, time behind `context` tokens, median of `steps`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        shapes = (embed_dim, num_heads, context, length, steps)
+        return [_measure(variant, *shapes) for variant in progress(VARIANTS, "variants")]
+
+
+def format_table(rows: list[Row]) -> str:
+    head = f"{'variant':<29}{'parameters':>11}{'KV B/token':>12}{'error':>10}{'torch error':>13}"
+    lines = [f"{head}{'ms/step':>10}{'SDPA ms':>10}{'speed':>8}"]
+    for row in rows:
+        sizes = f"{row.variant:<29}{row.parameters:>11,}{row.kv_bytes_per_token:>12,}"
+        errors = f"{row.error:>10.1e}{row.torch_error:>13.1e}"
+        lines.append(f"{sizes}{errors}{row.step_ms:>10.3f}{row.sdpa_step_ms:>10.3f}{row.speed:>7.2f}x")
+    return "\n".join(lines)
+
+
+def rows_as_dicts(rows: list[Row]) -> list[dict]:
+    return [asdict(row) | {"speed": row.speed} for row in rows]
+
+
+def _measure(variant: Variant, embed_dim: int, num_heads: int, context: int, length: int, steps: int) -> Row:
+    module = variant.build(embed_dim, num_heads).eval()
+    x = torch.randn(1, length, embed_dim)
+    other = torch.randn(1, length, embed_dim) if variant.cross else None
+    out = module(x) if other is None else module(x, other)
+    truth = _plain_forward(copy.deepcopy(module).double(), x.double(), None if other is None else other.double())
+    plain = _plain_forward(module, x, other)
+    latent = isinstance(module, MultiHeadLatentAttention)
+    make = _cross_steps if variant.cross else demo_latent.cached_steps if latent else _cached_steps
+    ours, theirs, kv_bytes = make(module, torch.randn(1, context, embed_dim), steps)
+    step_ms, sdpa_step_ms = _time_in_turn(ours, theirs, torch.randn(steps, 1, 1, embed_dim))
+    return Row(
+        variant=variant.name,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        kv_bytes_per_token=kv_bytes,
+        error=(out - truth).abs().max().item(),
+        torch_error=(plain - truth).abs().max().item(),
+        step_ms=step_ms,
+        sdpa_step_ms=sdpa_step_ms,
+    )
+
+
+def _heads(x: Tensor, head_dim: int) -> Tensor:
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # [B, H, L, head_dim]
+
+
+def _join(module: nn.Module, out: Tensor) -> Tensor:
+    joined = out.transpose(1, 2).flatten(2)
+    return module.o_proj(joined) if hasattr(module, "o_proj") else joined
+
+
+def _plain_forward(module: nn.Module, x: Tensor, context: Tensor | None) -> Tensor:
+    """The module's projections around the plain PyTorch reference, in the dtype of both."""
+    if isinstance(module, MultiHeadLatentAttention):
+        return demo_latent.plain_forward(module, x)
+    source = x if context is None else context
+    projected = module.q_proj(x), module.k_proj(source), module.v_proj(source)
+    q, k, v = (_heads(each, module.head_dim) for each in projected)
+    return _join(module, reference.attention(q, k, v, causal=context is None))
+
+
+def _cached_steps(module: nn.Module, prompt: Tensor, steps: int) -> tuple[Callable, Callable, int]:
+    """One decode step through attnpack, the same by SDPA over cache tensors written in place, and bytes a token."""
+    cache = DynamicCache()
+    module(prompt, cache=cache)
+    used, room = len(cache), len(cache) + steps
+    keys, values = (F.pad(stored, (0, 0, 0, room - used)).contiguous() for stored in (cache.k, cache.v))
+    kv_bytes = cache.nbytes // used
+
+    def sdpa_step(token: Tensor) -> Tensor:
+        nonlocal used
+        q, k, v = (_heads(layer(token), module.head_dim) for layer in (module.q_proj, module.k_proj, module.v_proj))
+        keys[:, :, used], values[:, :, used] = k[:, :, 0], v[:, :, 0]
+        used += 1
+        return _join(module, F.scaled_dot_product_attention(q, keys[:, :, :used], values[:, :, :used], enable_gqa=True))
+
+    return lambda token: module(token, cache=cache), sdpa_step, kv_bytes
+
+
+def _cross_steps(module: nn.Module, context: Tensor, steps: int) -> tuple[Callable, Callable, int]:
+    """A step of cross-attention: no cache, the context is projected anew on both sides."""
+
+    def sdpa_step(token: Tensor) -> Tensor:
+        q, k, v = module.q_proj(token), module.k_proj(context), module.v_proj(context)
+        return _join(module, F.scaled_dot_product_attention(*(_heads(each, module.head_dim) for each in (q, k, v))))
+
+    return lambda token: module(token, context), sdpa_step, 0
+
+
+def _time_in_turn(ours: Callable, theirs: Callable, tokens: Tensor) -> tuple[float, float]:
+    """Median milliseconds of both, taken in turn so that a busy machine slows both; raises where they disagree."""
+    spent: tuple[list[float], list[float]] = ([], [])
+    for token in tokens:
+        outs = []
+        for step, times in zip((ours, theirs), spent, strict=True):
+            start = time.perf_counter()
+            outs.append(step(token))
+            times.append(1e3 * (time.perf_counter() - start))
+        torch.testing.assert_close(outs[0], outs[1], atol=1e-4, rtol=1e-3)
+    return statistics.median(spent[0]), statistics.median(spent[1])

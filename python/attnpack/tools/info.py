@@ -1,0 +1,106 @@
+"""What is installed and loaded, and why not: `attnpack info`, to be pasted into bug reports."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .._load import CUDA_LIBRARY, LIBRARY, PACKAGE, build_record, loaded_copies, why_no_cuda
+
+# optional package: the extra that brings it
+_OPTIONAL = {
+    "gguf": "gguf",
+    "tokenizers": "tokenizers",
+    "transformers": "hf",
+    "safetensors": "hf",
+    "matplotlib": "demo",
+    "tqdm": "demo",
+}
+
+
+def collect(failure: str = "") -> dict[str, Any]:
+    """Versions, instruction set, threads, libraries and optional packages, as plain values that JSON can hold;
+    `failure` says why the native code could not be loaded, where it could not."""
+    try:
+        build = build_record()
+    except ImportError:
+        build = dict.fromkeys(("version", "torch", "pybind11", "compiler", "build_type"), "nothing is built")
+    return {
+        "attnpack": build["version"],
+        "torch": {"running": torch.__version__, "built_for": build["torch"]},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "pybind11": build["pybind11"],
+        "compiler": f"{build['compiler']}, {build['build_type']}",
+        "instruction_set": {
+            "chosen": None if failure else _native().isa(),
+            "built": build.get("instruction_sets", "none").split(";"),
+        },
+        "threads": torch.get_num_threads(),
+        "libraries": {
+            "attnpack._C": {"loaded": False, "why": failure} if failure else _loaded(_native().__file__),
+            "libattnpack.so": _loaded(str(LIBRARY)) if _is_mapped(LIBRARY) else {"loaded": False, "why": failure},
+            "libattnpack_cuda.so": _loaded(str(CUDA_LIBRARY))
+            if _is_mapped(CUDA_LIBRARY)
+            else {"loaded": False, "why": why_no_cuda()},
+        },
+        "optional": {name: _optional(name, extra) for name, extra in _OPTIONAL.items()},
+        "cmake_prefix": str(PACKAGE),
+    }
+
+
+def main(args: argparse.Namespace) -> None:
+    """Prints the CMake prefix alone (`--cmake-prefix`) or all, as JSON (`--json`) or to read."""
+    if args.cmake_prefix:
+        print(json.dumps({"cmake_prefix": str(PACKAGE)}) if args.json else PACKAGE)
+    else:
+        show(collect(), args.json)
+
+
+def show(info: dict[str, Any], as_json: bool) -> None:
+    print(json.dumps(info, indent=2) if as_json else "\n".join(_lines(info)))
+
+
+def _native() -> ModuleType:
+    from .. import _C
+
+    return _C
+
+
+def _loaded(path: str) -> dict[str, Any]:
+    return {"loaded": True, "path": path}
+
+
+def _is_mapped(library: Path) -> bool:
+    return library.exists() and any(os.path.samefile(path, library) for path in loaded_copies())
+
+
+def _lines(info: dict[str, Any]) -> list[str]:
+    isa = info["instruction_set"]
+    rows = [
+        ("attnpack", info["attnpack"]),
+        ("torch", f"{info['torch']['running']}, built for {info['torch']['built_for']}"),
+        ("python", f"{info['python']} on {info['platform']}"),
+        ("pybind11", f"{info['pybind11']}, torch's bundled headers"),
+        ("compiler", info["compiler"]),
+        ("instruction set", f"{isa['chosen'] or 'none'}, of {', '.join(isa['built'])}"),
+        ("threads", info["threads"]),
+    ]
+    for name, library in info["libraries"].items():
+        rows.append((name, library["path"] if library["loaded"] else f"not loaded: {library['why']}"))
+    rows += info["optional"].items()
+    rows.append(("find_package", f"CMAKE_PREFIX_PATH={info['cmake_prefix']}"))
+    return [f"{name:<20} {value}" for name, value in rows]
+
+
+def _optional(name: str, extra: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"not installed: pip install 'attnpack[{extra}]'"

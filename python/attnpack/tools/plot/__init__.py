@@ -1,0 +1,133 @@
+"""Pictures as PNG or SVG, and `attnpack plot`. Needs matplotlib, which attnpack itself does not.
+
+What is drawn is in `plot_memory`, `plot_roofline` and `plot_attention`: functions `draw_*` that take matplotlib axes,
+so that notebooks show what the command line writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...file_errors import naming
+from ...whole import check_writable, whole_file
+from .memory import MODELS, draw_kv_memory, kv_bytes, model_kv_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ENDINGS = (".png", ".svg")
+
+
+def new_figure(width: float = 7, height: float = 4.5) -> Figure:
+    """A figure of its own, that leaves pyplot's backend as it is; inches."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RuntimeError("pictures need matplotlib, which is not installed: pip install matplotlib") from None
+    return Figure(figsize=(width, height), dpi=120, layout="constrained")
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Writes what the name's ending says, .png or .svg; raises ValueError where `check_picture` does."""
+    check_picture(path)
+    path = Path(path)
+    with whole_file(path) as partial, partial.open("xb") as file:
+        figure.savefig(file, format=path.suffix[1:].lower())
+
+
+def check_picture(path: str | Path) -> None:
+    """Raises ValueError where `save` could not write `path`: for a command to call before its work, not after."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"--out: {path} lies in no folder that exists; make {path.parent} first, or choose another")
+    if path.is_dir():
+        raise ValueError(f"--out: {path} cannot be written (Is a directory); choose another file")
+    if path.suffix.lower() not in ENDINGS:
+        raise ValueError(f"--out: got {str(path)!r}, want a name that ends in .png or .svg")
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise ValueError(f"--out: {path} cannot be written ({error.strerror}); choose another file") from None
+
+
+def plot_kv_memory(
+    path: str | Path,
+    variants: Mapping[str, int] | None = None,
+    contexts: Sequence[int] = (1024, 4096, 16384, 65536, 131072),
+    *,
+    num_layers: int = 32,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, list[int]]:
+    """Writes one picture, KV memory against context, a line a variant, and returns its points in bytes.
+
+    `variants` maps a name to its number of kv heads; by default 32 query heads as MHA, GQA-8 and MQA.
+    """
+    variants = variants or {"MHA (32 kv heads)": 32, "GQA-8 (8 kv heads)": 8, "MQA (1 kv head)": 1}
+    points = {
+        name: [kv_bytes(heads, n, num_layers=num_layers, head_dim=head_dim, dtype=dtype) for n in contexts]
+        for name, heads in variants.items()
+    }
+    figure = new_figure()
+    title = f"KV memory against context: {num_layers} layers, head dim {head_dim}, {str(dtype).removeprefix('torch.')}"
+    draw_kv_memory(figure.subplots(), contexts, points, title=title)
+    save(figure, path)
+    return points
+
+
+def main(args: argparse.Namespace) -> None:
+    """`attnpack plot`: writes one picture; with `args.json` prints the figures in it as one JSON object."""
+    check_picture(args.out)
+    figure, figures = {"kv-memory": _kv_memory, "roofline": _roofline, "attention": _attention}[args.picture](args)
+    save(figure, args.out)
+    print(json.dumps({"picture": str(args.out), **figures}) if args.json else f"wrote {args.out}")
+
+
+def _kv_memory(args: argparse.Namespace) -> tuple[Figure, dict]:
+    contexts = [2**n for n in range(10, 21, 2)]
+    models = args.models or list(MODELS)
+    for name in models:
+        if name not in MODELS:
+            raise ValueError(f"--models: got {name!r}, want some of {', '.join(MODELS)}")
+    points = {MODELS[name].label: [model_kv_bytes(MODELS[name], n) for n in contexts] for name in models}
+    figure = new_figure()
+    draw_kv_memory(figure.subplots(), contexts, points, title="KV cache of one sequence in bfloat16")
+    return figure, {"contexts": contexts, "bytes": points}
+
+
+def _roofline(args: argparse.Namespace) -> tuple[Figure, dict]:
+    from .roofline import draw_roofline, read_bench
+
+    bench = read_bench(args.results)
+    figure = new_figure()
+    with naming(
+        args.results, "not what `attnpack bench --json` prints", "write one with `attnpack bench --json > FILE`"
+    ):
+        draw_roofline(figure.subplots(), bench)
+        points = {f"{each['case']['name']}, {each['case']['dtype']}": each["share"] for each in bench["results"]}
+    return figure, {"machine": bench["machine"], "share_of_limit": points}
+
+
+def _attention(args: argparse.Namespace) -> tuple[Figure, dict]:
+    from ... import checkpoints
+    from .attention import draw_heads, lm_attention
+
+    path = args.model or checkpoints.smollm2_path()
+    tokenizer, model = checkpoints.load_tokenizer(path), checkpoints.load(path)
+    if not 0 <= args.layer < len(model.layers):
+        raise ValueError(f"--layer: got {args.layer}, want 0 to {len(model.layers) - 1}, the model's layers")
+    ids = tokenizer.encode(args.text)
+    if not ids:
+        raise ValueError("text: got an empty one, want a sentence whose tokens attend each other")
+    probs = lm_attention(model, torch.tensor([ids]))[args.layer][0]
+    columns = min(3, len(probs))
+    rows = -(-len(probs) // columns)
+    figure = new_figure(3.2 * columns, 3.2 * rows + 0.4)
+    draw_heads(figure, probs, [tokenizer.decode([token]) for token in ids], title=f"layer {args.layer}")
+    return figure, {"layer": args.layer, "tokens": ids, "weights": probs.tolist()}

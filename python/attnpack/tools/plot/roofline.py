@@ -1,0 +1,95 @@
+"""Benchmarks against what the machine can do: reads what `attnpack bench --json` printed."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...checkpoints.strict_json import LONGEST, parse_json, read_bounded
+from .memory import STYLES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TICKS = (0.2, 0.3, 0.5, 0.7, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 200)  # of an axis of ratios
+
+
+def read_bench(path: str | Path) -> dict:
+    """The dict that `attnpack bench --json` printed to the file `path`; raises ValueError for another file."""
+    try:
+        bench = parse_json(read_bounded(Path(path), LONGEST))
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); wants what `attnpack bench --json` printed"
+        ) from None
+    except ValueError:  # no JSON, or no text
+        bench = None
+    if not isinstance(bench, dict) or not {"machine", "limits", "results"} <= bench.keys():
+        raise ValueError(
+            f"{path}: not what `attnpack bench --json` prints; write one with `attnpack bench --json > FILE`"
+        )
+    return bench
+
+
+def draw_roofline(axes: Axes, bench: dict) -> None:
+    """What each case of a benchmark reaches against its operations a byte, under the machine's roof (Williams et al.
+    2009), which is higher for bf16 where the machine multiplies it in pairs. `bench`: as `read_bench` gives it."""
+    limits = bench["limits"]
+    flops, read = limits["flops"], limits["bytes_per_second"]
+    roofs = {"limit": (flops, "-"), "limit, bf16": (limits.get("bf16_flops", flops), "--")}
+    if roofs["limit, bf16"][0] == flops:
+        del roofs["limit, bf16"]
+    for label, (roof, line) in roofs.items():
+        intensities = sorted({2.0**n for n in range(-2, 12)} | {roof / read})  # the ridge, where the limits meet
+        axes.plot(intensities, [min(roof, read * x) / 1e9 for x in intensities], line, color="black", label=label)
+    results = bench["results"]
+    markers = dict(zip(dict.fromkeys(each["case"]["section"] for each in results), "os^Dv", strict=False))
+    kinds = dict.fromkeys((each["case"]["section"], each["case"]["dtype"]) for each in results)
+    for (section, dtype), (colour, _) in zip(kinds, cycle(STYLES), strict=False):
+        points = [each for each in results if (each["case"]["section"], each["case"]["dtype"]) == (section, dtype)]
+        axes.scatter(
+            [each["flops"] / each["bytes"] for each in points],
+            [each["flops"] / each["seconds"] / 1e9 for each in points],
+            marker=markers[section],
+            color=colour,
+            facecolor=colour if dtype == "fp32" else "none",
+            s=28,
+            label=f"{section}, {dtype}",
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:.3g}")
+    axes.set_xlabel("operations for each byte that must be read (FLOP/B)")
+    axes.set_ylabel("speed (GFLOP/s)")
+    axes.set_title(f"Attention under the limits of {bench['machine']}", fontsize=10)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def draw_times_faster(axes: Axes, bench: dict, section: str, peer: str) -> None:
+    """How many times faster than `peer` each case of `section` runs: a bar a case, from 1 to the right, or to the left
+    where the peer is faster."""
+    rows = [each for each in bench["results"] if each["case"]["section"] == section and peer in each["ratios"]]
+    dtypes = list(dict.fromkeys(each["case"]["dtype"] for each in rows))
+    colours = {dtype: colour for dtype, (colour, _) in zip(dtypes, STYLES[1:], strict=False)}
+    names = [f"{each['case']['name'].removeprefix(section + ' ')}, {each['case']['dtype']}" for each in rows]
+    ratios = [each["ratios"][peer] for each in rows]
+    colour = [colours[each["case"]["dtype"]] for each in rows]
+    bars = axes.barh(names, [ratio - 1 for ratio in ratios], left=1, color=colour)
+    axes.bar_label(bars, [f"{ratio:.2f}x" for ratio in ratios], padding=3, fontsize=8)
+    axes.axvline(1, color="black", linewidth=1)
+    high = max(1.4, *ratios)
+    margin = 1.08 * high**0.12  # for the numbers beside the bars
+    low, high = min(1, *ratios) / margin, high * margin
+    ticks = [tick for tick in TICKS if low <= tick <= high]
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(low, high)
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=8)
+    axes.set_ylabel("heads / kv heads, width, length", fontsize=8)
+    axes.set_xlabel(f"time of {peer} / time of attnpack (1 = equal)")
+    axes.set_title(f"{section}: times faster than {peer}", fontsize=10)
