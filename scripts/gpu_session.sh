@@ -24,13 +24,13 @@ for step in "${@:-test}"; do
   say "$step"
   case $step in
     build) ;;
-    test) checked "$python" -m pytest -q -m "not long" tests/test_cuda.py ;;
-    large) checked "$python" -m pytest -q -m long tests/test_cuda.py ;;
+    test) checked "$python" -m pytest -q -m "not long" tests/cuda/test_cuda.py ;;
+    large) checked "$python" -m pytest -q -m long tests/cuda/test_cuda.py ;;
     sanitize) # what a kernel of ours does wrong; torch's own are left out
       for tool in memcheck racecheck synccheck initcheck; do
         say "$tool"
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 checked timeout 140 compute-sanitizer --tool "$tool" --error-exitcode 9 \
-          --kernel-regex kns=attnpack "$python" -m pytest -q tests/test_cuda.py \
+          --kernel-regex kns=attnpack "$python" -m pytest -q tests/cuda/test_cuda.py \
           -k "(latent or excluded or dropout or append) and not captured" >"$OUT/$tool.log" 2>&1
         tail -n 20 "$OUT/$tool.log"
       done ;;

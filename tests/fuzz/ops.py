@@ -17,7 +17,7 @@ from random import Random
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fuzz import garbage, op_calls  # noqa: E402
 

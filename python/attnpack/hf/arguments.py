@@ -10,7 +10,7 @@ _PAGED = 'call model.set_attn_implementation("sdpa"), which continuous batching 
 
 # Models hand on every keyword of their caller: names of losses, flags of trainers. A list of those would never be
 # complete, and sdpa passes over them. So the names that change attention are listed, each with its fix, and
-# tests/test_hf_arguments.py compares them with every name that the installed transformers hands over or reads itself.
+# tests/hf/test_arguments.py compares them with every name that the installed transformers hands over or reads itself.
 REFUSED: dict[str, str] = {
     "block_indices": _EAGER,
     "head_mask": "remove heads from the projections instead",

@@ -9,7 +9,7 @@ from pathlib import Path
 import attnpack
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TORCH_DIR = Path(torch.__file__).parent
 
 

@@ -7,7 +7,7 @@ import attnpack
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

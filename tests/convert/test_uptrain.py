@@ -9,8 +9,8 @@ import attnpack
 import pytest
 import torch
 from attnpack.tools import cli
-from test_convert_cli import MHA, write_tokenizer
-from test_from_hf import random_model
+from hf_checkpoints import random_model
+from test_checkpoint import MHA, write_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 

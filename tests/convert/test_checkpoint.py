@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from attnpack import convert
 from attnpack.checkpoints import load_tokenizer, smollm2_path
 from attnpack.tools import cli
+from hf_checkpoints import CONFIGS, LINEAR, SIZES, edit_config, edit_weights, random_model
 from processes import run_python
 from safetensors.torch import load_file
-from test_from_hf import CONFIGS, LINEAR, SIZES, edit_config, edit_weights, random_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,

@@ -28,7 +28,7 @@ PRESENT = [name for name, needs in NEEDS.items() if needs <= FLAGS and name in B
 def run_with(isa: str, code: str):
     environment = os.environ | {
         "ATTNPACK_ISA": isa,
-        "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parent}",
+        "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parents[1] / 'support'}",
     }
     return run(sys.executable, "-c", code, env=environment, cwd="/")
 

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-FOLDER = Path(__file__).parents[1] / "notebooks"
+FOLDER = Path(__file__).parents[2] / "notebooks"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 
 
