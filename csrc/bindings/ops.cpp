@@ -76,25 +76,33 @@ Tensor attention_scores_py(const Tensor& query, const Tensor& key, const Optiona
   return attention_scores(query, key, options, stage);
 }
 
-// RopeSettings in Python: (inv_freq, factor, interleaved, long_inv_freq, growth, trained_len, raw_keys)
-using Numbers = std::vector<double>;
-using Rope = std::optional<std::tuple<Numbers, double, bool, Numbers, double, int64_t, bool>>;
-
-RopeSettings to_rope(const Rope& rope) {
-  return std::apply([](const auto&... parts) { return RopeSettings{parts...}; }, *rope);
-}
 using Cache = std::optional<std::tuple<Tensor, Tensor, Tensor>>;
+using LatentCache = std::optional<std::tuple<Tensor, Tensor>>;
 
-py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value, const Rope& rope,
+LayerInputs to_inputs(const RopeSettings* rope, const OptionalTensor& positions, bool cross, const OptionalTensor& mask,
+                      bool causal, const OptionalTensor& kv_lens, double dropout_p, std::optional<double> scale) {
+  return {.rope = rope ? std::make_optional(*rope) : std::nullopt,
+          .positions = positions,
+          .cross = cross,
+          .mask = mask,
+          .causal = causal,
+          .kv_lens = kv_lens,
+          .dropout_p = dropout_p,
+          .scale = scale};
+}
+
+py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value, const RopeSettings* rope,
                      const OptionalTensor& positions, bool cross, const Cache& cache, const OptionalTensor& mask,
                      bool causal, const OptionalTensor& kv_lens, Window window, double softcap,
                      const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, const HeadMap& head_map,
                      double dropout_p, std::optional<double> scale, bool need_weights) {
-  AttendOptions options;
-  if (rope) options.rope(to_rope(rope));
-  if (cache) options.cache(CacheTensors{std::get<0>(*cache), std::get<1>(*cache), std::get<2>(*cache)});
-  options.positions(positions).cross(cross).mask(mask).causal(causal).kv_lens(kv_lens).window(window);
-  options.softcap(softcap).sinks(sinks).alibi_slopes(alibi_slopes).head_map(head_map).dropout_p(dropout_p).scale(scale);
+  AttendOptions options{to_inputs(rope, positions, cross, mask, causal, kv_lens, dropout_p, scale)};
+  if (cache) options.cache = CacheTensors{std::get<0>(*cache), std::get<1>(*cache), std::get<2>(*cache)};
+  options.window = window;
+  options.softcap = softcap;
+  options.sinks = sinks;
+  options.alibi_slopes = alibi_slopes;
+  options.head_map = head_map;
   std::tuple<Tensor, Tensor> result;
   {
     const py::gil_scoped_release no_gil;
@@ -106,44 +114,49 @@ py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value
   return need_weights ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
 }
 
-// latent_attend and latent_project share what says how and where: everything but window, softcap and their like.
-AttendOptions latent_options(const Rope& rope, const OptionalTensor& positions, bool cross,
-                             const std::optional<std::tuple<Tensor, Tensor>>& cache, const OptionalTensor& mask,
-                             bool causal, const OptionalTensor& kv_lens, double dropout_p,
-                             std::optional<double> scale) {
-  AttendOptions options;
-  if (rope) options.rope(to_rope(rope));
-  if (cache) options.cache(CacheTensors{std::get<0>(*cache), Tensor(), std::get<1>(*cache)});
-  return options.positions(positions)
-      .cross(cross)
-      .mask(mask)
-      .causal(causal)
-      .kv_lens(kv_lens)
-      .dropout_p(dropout_p)
-      .scale(scale);
-}
-
 py::object latent_attend_py(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const OptionalTensor& kv_b,
-                            int64_t v_dim, const std::string& path, const Rope& rope, const OptionalTensor& positions,
-                            bool cross, const std::optional<std::tuple<Tensor, Tensor>>& cache,
+                            int64_t v_dim, const std::string& path, const RopeSettings* rope,
+                            const OptionalTensor& positions, bool cross, const LatentCache& cache,
                             const OptionalTensor& mask, bool causal, const OptionalTensor& kv_lens, double dropout_p,
                             std::optional<double> scale, bool need_weights) {
-  const auto options = latent_options(rope, positions, cross, cache, mask, causal, kv_lens, dropout_p, scale);
+  LayerInputs inputs = to_inputs(rope, positions, cross, mask, causal, kv_lens, dropout_p, scale);
+  if (cache) inputs.cache = CacheTensors{std::get<0>(*cache), Tensor(), std::get<1>(*cache)};
   std::tuple<Tensor, Tensor> result;
   {
     const py::gil_scoped_release no_gil;
     if (need_weights)
-      result = latent_attend_with_weights(query, latent, k_rope, kv_b, v_dim, path, options);
+      result = latent_attend_with_weights(query, latent, k_rope, kv_b, v_dim, path, inputs);
     else
-      std::get<0>(result) = latent_attend(query, latent, k_rope, kv_b, v_dim, path, options);
+      std::get<0>(result) = latent_attend(query, latent, k_rope, kv_b, v_dim, path, inputs);
   }
   return need_weights ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
+}
+
+// Python's attnpack.nn.rope holds the same numbers as a tuple, for what is traced.
+void bind_rope_settings(py::module_& m) {
+  using Numbers = std::vector<double>;
+  const auto make = [](const Numbers& inv_freq, double factor, bool interleaved, const Numbers& long_inv_freq,
+                       double growth, int64_t trained_len, bool raw_keys) {
+    return RopeSettings{inv_freq, factor, interleaved, long_inv_freq, growth, trained_len, raw_keys};
+  };
+  py::class_<RopeSettings>(m, "RopeSettings", "How queries and keys are rotated, as attend takes it.")
+      .def(py::init(make), arg("inv_freq"), arg("factor") = 1.0, arg("interleaved") = false,
+           arg("long_inv_freq") = Numbers(), arg("growth") = 0.0, arg("trained_len") = 0, arg("raw_keys") = false)
+      .def(py::pickle(
+          [](const RopeSettings& r) {
+            return std::make_tuple(r.inv_freq, r.factor, r.interleaved, r.long_inv_freq, r.growth, r.trained_len,
+                                   r.raw_keys);
+          },
+          [make](const std::tuple<Numbers, double, bool, Numbers, double, int64_t, bool>& numbers) {
+            return std::apply(make, numbers);
+          }));
 }
 
 }  // namespace
 
 void register_ops(py::module_& m) {
   using py::arg;
+  bind_rope_settings(m);
   const auto none = py::none();
   const Window unbounded{-1, -1};
   m.def("attention", &attention_py, arg("query"), arg("key"), arg("value"), arg("mask") = none, arg("causal") = false,
@@ -166,10 +179,9 @@ void register_ops(py::module_& m) {
   m.def(
       "latent_project",
       [](const Tensor& query, const Tensor& latent, const Tensor& k_rope, const OptionalTensor& kv_b, int64_t v_dim,
-         const std::string& path, const Rope& rope, const OptionalTensor& positions, bool cross) {
-        const auto options =
-            latent_options(rope, positions, cross, std::nullopt, std::nullopt, false, std::nullopt, 0.0, std::nullopt);
-        return latent_project(query, latent, k_rope, kv_b, v_dim, path, options);
+         const std::string& path, const RopeSettings* rope, const OptionalTensor& positions, bool cross) {
+        return latent_project(query, latent, k_rope, kv_b, v_dim, path,
+                              to_inputs(rope, positions, cross, std::nullopt, false, std::nullopt, 0.0, std::nullopt));
       },
       arg("query"), arg("latent"), arg("k_rope"), arg("kv_b"), arg("v_dim"), arg("path"), arg("rope"), arg("positions"),
       arg("cross"), released);

@@ -15,12 +15,18 @@ from .explain import explain, is_pair, is_tensor, or_none
 
 _is_compiling = torch.compiler.is_compiling
 
+Rope = _C.RopeSettings | tuple | None
+"""`RotaryEmbedding.settings`, or its first numbers as a tuple."""
+
 # Arguments that want something else here than under that name elsewhere.
 _POSITIONS = (is_tensor, "an int64 tensor: torch.tensor() makes one of a list")
 _BIAS = (or_none(is_tensor), "a tensor [out], or None")
 _TENSORS = (lambda value: isinstance(value, list | tuple) and all(map(is_tensor, value)), "a list of tensors")
 _WINDOW = (is_pair, "two ints (left, right), -1 for unbounded")
-_ROPE = (or_none(lambda rope: isinstance(rope, tuple)), "(inv_freq, factor, interleaved), or None")
+_ROPE = (
+    or_none(lambda rope: isinstance(rope, _C.RopeSettings)),
+    "the settings of a RotaryEmbedding, (inv_freq, factor, interleaved), or None",
+)
 _CACHE = (or_none(lambda cache: isinstance(cache, tuple)), "the tensors (key, value, lengths), or None")
 
 
@@ -291,7 +297,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     *,
-    rope: tuple | None = None,
+    rope: Rope = None,
     positions: Tensor | None = None,
     cross: bool = False,
     cache: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -320,9 +326,8 @@ def attend(
     Returns:
         out [B, L, Hq * Dv], or (out, probabilities before dropout [B, Hq, L, keys]) with need_weights.
     """
-    if isinstance(rope, tuple) and len(rope) == 3:
-        rope = (*rope, (), 0.0, 1, False)
     if not _is_compiling():
+        rope = _native(rope)
         try:
             return _C.attend(
                 query, key, value, rope, positions, cross, cache, mask, causal, kv_lens, window, softcap, sinks,
@@ -331,13 +336,10 @@ def attend(
         except TypeError:
             explain(locals(), rope=_ROPE, cache=_CACHE, window=_WINDOW)
             raise
-    inv_freq, factor, interleaved, *by_length = rope if rope is not None else (None, 1.0, False, None, 0.0, 1, False)
-    cache_key, cache_value, lengths = cache if cache is not None else (None, None, None)
     op = torch.ops.attnpack.attend_with_weights if need_weights else torch.ops.attnpack.attend
     return op(
-        query, key, value, inv_freq, factor, interleaved, positions, cross, cache_key, cache_value, lengths, mask,
-        causal, kv_lens, *window, softcap, sinks, alibi_slopes, head_map, dropout_p, scale,
-        *by_length,
+        query, key, value, *(cache or (None, None, None)), *_flat(rope), positions, cross, mask, causal, kv_lens,
+        dropout_p, scale, *window, softcap, sinks, alibi_slopes, head_map,
     )  # fmt: skip
 
 
@@ -349,7 +351,7 @@ def latent_attend(
     v_dim: int,
     path: str,
     *,
-    rope: tuple | None = None,
+    rope: Rope = None,
     positions: Tensor | None = None,
     cross: bool = False,
     cache: tuple[Tensor, Tensor] | None = None,
@@ -375,6 +377,7 @@ def latent_attend(
         out [B, L, H * V] (H * C without kv_b), or (out, probabilities before dropout [B, H, L, keys]).
     """
     if not _is_compiling():
+        rope = _native(rope)
         try:
             return _C.latent_attend(
                 query, latent, k_rope, kv_b, v_dim, path, rope, positions, cross, cache, mask, causal, kv_lens,
@@ -384,9 +387,8 @@ def latent_attend(
             explain(locals(), rope=_ROPE, cache=(_CACHE[0], "the tensors (latents, lengths), or None"))
             raise
     op = torch.ops.attnpack.latent_attend_with_weights if need_weights else torch.ops.attnpack.latent_attend
-    latents, lengths = cache if cache is not None else (None, None)
     return op(
-        query, latent, k_rope, kv_b, v_dim, path, *_spread(rope), positions, cross, latents, lengths, mask, causal,
+        query, latent, k_rope, kv_b, v_dim, path, *(cache or (None, None)), *_flat(rope), positions, cross, mask, causal,
         kv_lens, dropout_p, scale,
     )  # fmt: skip
 
@@ -396,7 +398,7 @@ def latent_append(
     latent: Tensor,
     k_rope: Tensor,
     *,
-    rope: tuple | None = None,
+    rope: Rope = None,
     positions: Tensor | None = None,
     cross: bool = False,
     cache: tuple[Tensor, Tensor] | None = None,
@@ -406,12 +408,16 @@ def latent_append(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The first half of `latent_attend`, for a kv_b that is no matrix: rotated query, latents [B, 1, K, C + R] to read,
     q_offset [B] and kv_lens [B] as `attention` takes them."""
-    latents, lengths = cache if cache is not None else (None, None)
     return torch.ops.attnpack.latent_append(
-        query, latent, k_rope, *_spread(rope), positions, cross, latents, lengths, mask, causal, kv_lens, 0.0, None
+        query, latent, k_rope, *(cache or (None, None)), *_flat(rope), positions, cross, mask, causal, kv_lens, 0.0, None
     )
 
 
-def _spread(rope: tuple | None) -> tuple:
-    """RopeSettings as the schemas of the latent ops have them."""
-    return (None, 1.0, False, None, 0.0, 1, False) if rope is None else tuple(rope)
+def _native(rope: Rope) -> _C.RopeSettings | None:
+    return _C.RopeSettings(*rope) if isinstance(rope, tuple) else rope
+
+
+def _flat(rope: Rope) -> tuple:
+    """As the schemas of the layer ops have it: (inv_freq, factor, interleaved, long_inv_freq, growth, ...)."""
+    given = (None,) if rope is None else tuple(rope)
+    return (*given, *(1.0, False, None, 0.0, 0, False)[len(given) - 1 :])

@@ -16,10 +16,7 @@ BATCH, HEADS, DIM, V_DIM, ROOM = 3, 2, 4, 5, 24
 def append(cache, key, value, new_lens=None):
     """What a module does with a cache, without attention."""
     keys, values, lengths = cache.reserve(key, value)
-    torch.ops.attnpack.attend(
-        key.new_zeros(key.shape), key, value, None, 1.0, False, None, False, keys, values, lengths, None, False,
-        new_lens, -1, -1, 0.0, None, None, None, 0.0, None,
-    )  # fmt: skip
+    attnpack.ops.attend(key.new_zeros(key.shape), key, value, cache=(keys, values, lengths), kv_lens=new_lens)
     cache.commit(key.size(2), new_lens)
 
 

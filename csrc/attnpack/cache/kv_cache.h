@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <attnpack/layers/append.h>
+#include <attnpack/ops/kv_cache.h>
 
 #include <memory>
 #include <optional>

@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <attnpack/layers/attend.h>
+#include <attnpack/layers/layer_inputs.h>
 
 #include <optional>
 #include <string>
@@ -14,25 +14,24 @@ namespace attnpack {
 // paths, join the heads. `path`: "expanded" makes keys and values of all latents (kv_b), "absorbed" folds W_UK into the
 // queries and W_UV into the outputs and reads the latents alone, "auto" takes what absorbed_is_cheaper says. Without
 // kv_b query and output live in the latent space already. Scale is that of the scores, by default 1 / sqrt(N + R); the
-// cache's key holds latents, its value nothing. Options with a window, softcap, sinks, ALiBi slopes or head map raise.
+// cache's key holds latents, its value nothing.
 at::Tensor latent_attend(const at::Tensor& query,                // [B, H, L, N + R], before rotation; the last R rotate
                          const at::Tensor& latent,               // [B, Lkv, C], after its norm
                          const at::Tensor& k_rope,               // [B, Lkv, R], before rotation
                          const std::optional<at::Tensor>& kv_b,  // [H * (N + V), C]
                          int64_t v_dim, const std::string& path,
-                         const AttendOptions& options = {});  // -> [B, L, H * V], without kv_b [B, L, H * C]
+                         const LayerInputs& inputs = {});  // -> [B, L, H * V], without kv_b [B, L, H * C]
 
 // The same and the probabilities before dropout, [B, H, L, keys].
 std::tuple<at::Tensor, at::Tensor> latent_attend_with_weights(const at::Tensor& query, const at::Tensor& latent,
                                                               const at::Tensor& k_rope,
                                                               const std::optional<at::Tensor>& kv_b, int64_t v_dim,
-                                                              const std::string& path,
-                                                              const AttendOptions& options = {});
+                                                              const std::string& path, const LayerInputs& inputs = {});
 
 // Query, key and value as they enter the operator, without a cache: by path, "auto" as "expanded".
 std::tuple<at::Tensor, at::Tensor, at::Tensor> latent_project(const at::Tensor& query, const at::Tensor& latent,
                                                               const at::Tensor& k_rope,
                                                               const std::optional<at::Tensor>& kv_b, int64_t v_dim,
-                                                              const std::string& path, const AttendOptions& options);
+                                                              const std::string& path, const LayerInputs& inputs);
 
 }  // namespace attnpack

@@ -71,15 +71,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sha
 
 template <typename Derived, Sharing sharing>
 AttendOptions GroupedAttentionImpl<Derived, sharing>::settings(const AttentionInputs& inputs) const {
-  auto result = attend_options(inputs, options.causal())
-                    .window(options.window().value_or(Window{-1, -1}))
-                    .softcap(options.softcap())
-                    .head_map(options.head_map())
-                    .dropout_p(this->is_training() ? options.dropout() : 0.0)
-                    .scale(options.scale());
-  if (rope) result.rope(rope->settings);
-  if (sinks.defined()) result.sinks(sinks);
-  if (options.alibi()) result.alibi_slopes(at::tensor(slopes_, at::kDouble).to(q_proj->weight.device()));
+  AttendOptions result{layer_inputs(inputs, options.causal())};
+  result.window = options.window().value_or(Window{-1, -1});
+  result.softcap = options.softcap();
+  result.head_map = options.head_map();
+  result.dropout_p = this->is_training() ? options.dropout() : 0.0;
+  result.scale = options.scale();
+  if (rope) result.rope = rope->settings;
+  if (sinks.defined()) result.sinks = sinks;
+  if (options.alibi()) result.alibi_slopes = at::tensor(slopes_, at::kDouble).to(q_proj->weight.device());
   return result;
 }
 

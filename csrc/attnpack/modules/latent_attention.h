@@ -84,7 +84,7 @@ class MultiHeadLatentAttentionImpl : public torch::nn::Cloneable<MultiHeadLatent
     at::Tensor joined;                 // [B, 1, Lkv, C + R], in the shape that is cached
   };
   Projected heads(const at::Tensor& x, const AttentionInputs& inputs);
-  AttendOptions settings(const AttentionInputs& inputs) const;
+  LayerInputs settings(const AttentionInputs& inputs) const;
   std::optional<at::Tensor> kv_b() const;
   // call(projected, options) with room in the cache.
   template <typename Call>

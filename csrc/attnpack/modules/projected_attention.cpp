@@ -34,14 +34,14 @@ AttendOptions ProjectedAttentionImpl::settings(const at::Tensor& query, const at
                                                const AttentionInputs& inputs) const {
   ATTNPACK_CHECK(!inputs.context(), "context: ProjectedAttention is given k and v; leave it out");
   check_positions(inputs.positions(), query.transpose(1, 2));
-  auto result = attend_options(inputs, options.causal())
-                    .cross(!inputs.cache() && query.size(2) != key.size(2))
-                    .window(options.window().value_or(Window{-1, -1}))
-                    .softcap(options.softcap())
-                    .head_map(options.head_map())
-                    .dropout_p(is_training() ? options.dropout() : 0.0)
-                    .scale(options.scale());
-  if (rope) result.rope(rope->settings);
+  AttendOptions result{layer_inputs(inputs, options.causal())};
+  result.cross = !inputs.cache() && query.size(2) != key.size(2);
+  result.window = options.window().value_or(Window{-1, -1});
+  result.softcap = options.softcap();
+  result.head_map = options.head_map();
+  result.dropout_p = is_training() ? options.dropout() : 0.0;
+  result.scale = options.scale();
+  if (rope) result.rope = rope->settings;
   return result;
 }
 

@@ -31,14 +31,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> SelfAttentionImpl::project(const 
 
 at::Tensor SelfAttentionImpl::forward(const at::Tensor& x, const AttentionInputs& inputs) {
   auto [q, k, v] = project(x, inputs);
-  return with_cache(inputs.cache(), k, v, attend_options(inputs, options.causal()),
+  return with_cache(inputs.cache(), k, v, AttendOptions{layer_inputs(inputs, options.causal())},
                     [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return attend(q, k, v, o); });
 }
 
 std::tuple<at::Tensor, at::Tensor> SelfAttentionImpl::forward_with_weights(const at::Tensor& x,
                                                                            const AttentionInputs& inputs) {
   auto [q, k, v] = project(x, inputs);
-  return with_cache(inputs.cache(), k, v, attend_options(inputs, options.causal()),
+  return with_cache(inputs.cache(), k, v, AttendOptions{layer_inputs(inputs, options.causal())},
                     [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return attend_with_weights(q, k, v, o); });
 }
 

@@ -1,31 +1,29 @@
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <attnpack/ops/attention.h>
-#include <attnpack/ops/detail/attention_args.h>
+#include <attnpack/ops/detail/attention_arguments.h>
+#include <attnpack/ops/detail/schema.h>
 
 namespace attnpack {
 
-AttentionResult attention_op(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("attnpack::attention", "")
-          .typed<AttentionResult(const Tensor&, const Tensor&, const Tensor&, ATTNPACK_ATTENTION_PARAMS)>();
-  return op.call(query, key, value, ATTNPACK_ATTENTION_ARGS);
+std::optional<Tensor> dropout_seed(double dropout_p) {
+  if (dropout_p <= 0) return std::nullopt;
+  return at::randint(std::numeric_limits<int64_t>::max(), {1}, at::kLong);
+}
+
+AttentionResult attention_op(const Tensor& query, const Tensor& key, const Tensor& value,
+                             const AttentionArguments& args) {
+  static const DispatchedOp<decltype(attention_op)> op("attnpack::attention");
+  return op(query, key, value, args);
 }
 
 AttentionGradients attention_backward_op(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
                                          const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
-                                         const Tensor& lse, ATTNPACK_ATTENTION_PARAMS, bool mask_gradient,
+                                         const Tensor& lse, const AttentionArguments& args, bool mask_gradient,
                                          bool sinks_gradient) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("attnpack::attention_backward", "")
-                             .typed<AttentionGradients(const Tensor&, const std::optional<Tensor>&, const Tensor&,
-                                                       const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                                       ATTNPACK_ATTENTION_PARAMS, bool, bool)>();
-  return op.call(grad_out, grad_lse, query, key, value, out, lse, ATTNPACK_ATTENTION_ARGS, mask_gradient,
-                 sinks_gradient);
+  static const DispatchedOp<decltype(attention_backward_op)> op("attnpack::attention_backward");
+  return op(grad_out, grad_lse, query, key, value, out, lse, args, mask_gradient, sinks_gradient);
 }
 
 namespace {
@@ -35,35 +33,38 @@ Tensor clamped(const Tensor& kv_lens, const c10::SymInt& kv_len) {
   return kv_lens.is_cpu() ? kv_lens : kv_lens.clamp(0, kv_len.guard_int(__FILE__, __LINE__));
 }
 
-// Fills what the schema wants from the options and calls f with it: "end" becomes numbers, dropout draws its seed.
-template <class F>
-auto with_arguments(const Tensor& query, const Tensor& key, const AttentionOptions& o, F&& f) {
-  c10::SymInt q_offset = 0;
-  std::optional<Tensor> q_offsets, seed;
+// The op's arguments of the options: "end" becomes numbers, dropout draws its seed.
+AttentionArguments make_arguments(const Tensor& query, const Tensor& key, const AttentionOptions& o) {
+  AttentionArguments r{.mask = o.mask(),
+                       .causal = o.causal(),
+                       .window_left = o.window()[0],
+                       .window_right = o.window()[1],
+                       .kv_lens = o.kv_lens(),
+                       .softcap = o.softcap(),
+                       .sinks = o.sinks(),
+                       .alibi_slopes = o.alibi_slopes(),
+                       .dropout_p = o.dropout_p(),
+                       .dropout_seed = dropout_seed(o.dropout_p()),
+                       .scale = o.scale()};
+  if (o.head_map()) r.head_map = *o.head_map();
   if (const auto* number = std::get_if<int64_t>(&o.q_offset())) {
-    q_offset = *number;
+    r.q_offset = *number;
   } else if (const auto* tensor = std::get_if<Tensor>(&o.q_offset())) {
-    q_offsets = *tensor;
+    r.q_offsets = *tensor;
   } else if (query.dim() == 4 && key.dim() == 4) {  // otherwise the op's own check says what is wrong
     if (o.kv_lens() && at::isIntegralType(o.kv_lens()->scalar_type(), /*includeBool=*/false))
-      q_offsets = clamped(*o.kv_lens(), key.sym_size(2)).sub(query.sym_size(2));
+      r.q_offsets = clamped(*o.kv_lens(), key.sym_size(2)).sub(query.sym_size(2));
     else
-      q_offset = key.sym_size(2) - query.sym_size(2);
+      r.q_offset = key.sym_size(2) - query.sym_size(2);
   }
-  if (o.dropout_p() > 0) seed = at::randint(std::numeric_limits<int64_t>::max(), {1}, at::kLong);
-  at::OptionalIntArrayRef head_map;
-  if (o.head_map()) head_map = *o.head_map();
-  return f(o.mask(), o.causal(), q_offset, q_offsets, o.window()[0], o.window()[1], o.kv_lens(), o.softcap(), o.sinks(),
-           o.alibi_slopes(), head_map, o.dropout_p(), seed, o.scale());
+  return r;
 }
 
 }  // namespace
 
 AttentionResult attention_with_lse(const Tensor& query, const Tensor& key, const Tensor& value,
                                    const AttentionOptions& options) {
-  return with_arguments(query, key, options, [&](ATTNPACK_ATTENTION_PARAMS) {
-    return attention_op(query, key, value, ATTNPACK_ATTENTION_ARGS);
-  });
+  return attention_op(query, key, value, make_arguments(query, key, options));
 }
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options) {
@@ -72,12 +73,8 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
 
 Tensor attention_scores(const Tensor& query, const Tensor& key, const AttentionOptions& options,
                         const std::string& stage) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("attnpack::attention_scores", "")
-          .typed<Tensor(const Tensor&, const Tensor&, ATTNPACK_ATTENTION_PARAMS, c10::string_view)>();
-  return with_arguments(query, key, options,
-                        [&](ATTNPACK_ATTENTION_PARAMS) { return op.call(query, key, ATTNPACK_ATTENTION_ARGS, stage); });
+  static const DispatchedOp<decltype(scores_formula)> op("attnpack::attention_scores");
+  return op(query, key, make_arguments(query, key, options), stage);
 }
 
 }  // namespace attnpack
@@ -89,5 +86,5 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
       "Tensor lse, " ATTNPACK_ATTENTION_SCHEMA
       ", bool mask_gradient, bool sinks_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("attention_scores(Tensor query, Tensor key, " ATTNPACK_ATTENTION_SCHEMA ", str stage) -> Tensor",
-        &attnpack::scores_formula);
+        attnpack::from_schema<attnpack::scores_formula>);
 }

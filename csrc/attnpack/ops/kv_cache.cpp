@@ -1,9 +1,9 @@
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/kv_cache.h>
 
 namespace attnpack {
@@ -99,11 +99,10 @@ void check_kv_cache_memory(const Tensor& cache_key, const Tensor& cache_value, c
 void kv_cache_append_(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
                       const Tensor& value, const std::optional<Tensor>& new_lens,
                       const std::optional<c10::SymInt>& limit) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("attnpack::kv_cache_append_", "")
-                             .typed<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                         const std::optional<Tensor>&, std::optional<c10::SymInt>)>();
-  op.call(cache_key, cache_value, lengths, key, value, new_lens, limit);
+  static const DispatchedOp<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                 const std::optional<Tensor>&, std::optional<c10::SymInt>)>
+      op("attnpack::kv_cache_append_");
+  op(cache_key, cache_value, lengths, key, value, new_lens, limit);
 }
 
 void check_rotated(const Tensor& query, const Tensor& key, at::ArrayRef<double> inv_freq) {
@@ -120,12 +119,11 @@ Tensor kv_cache_append_rotated_(const Tensor& cache_key, const Tensor& cache_val
                                 const Tensor& query, const Tensor& key, const Tensor& value,
                                 at::ArrayRef<double> inv_freq, double factor, bool interleaved,
                                 const std::optional<Tensor>& new_lens, const std::optional<c10::SymInt>& limit) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("attnpack::kv_cache_append_rotated_", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                           const Tensor&, at::ArrayRef<double>, double, bool,
-                                           const std::optional<Tensor>&, std::optional<c10::SymInt>)>();
-  return op.call(cache_key, cache_value, lengths, query, key, value, inv_freq, factor, interleaved, new_lens, limit);
+  static const DispatchedOp<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                   const Tensor&, at::ArrayRef<double>, double, bool, const std::optional<Tensor>&,
+                                   std::optional<c10::SymInt>)>
+      op("attnpack::kv_cache_append_rotated_");
+  return op(cache_key, cache_value, lengths, query, key, value, inv_freq, factor, interleaved, new_lens, limit);
 }
 
 }  // namespace attnpack

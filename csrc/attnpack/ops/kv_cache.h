@@ -8,6 +8,13 @@
 
 namespace attnpack {
 
+// The tensors of one layer's KV cache, as the ops take them.
+struct CacheTensors {
+  at::Tensor key;      // [B, Hkv, capacity, D]; of latent attention [B, 1, capacity, kv_lora_rank + rope]
+  at::Tensor value;    // [B, Hkv, capacity, Dv]; of latent attention nothing, Dv = 0
+  at::Tensor lengths;  // [B] int64: positions held before the call, raised by it
+};
+
 // Writes the new keys and values behind what each sequence of the cache holds and raises lengths; everything is checked
 // before the first write. Values are stored detached.
 void kv_cache_append_(const at::Tensor& cache_key,    // [B, Hkv, capacity, D], written

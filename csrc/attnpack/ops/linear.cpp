@@ -1,28 +1,23 @@
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/linear.h>
 
 namespace attnpack {
 
 template <typename>
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("attnpack::linear", "")
-          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&)>();
-  return op.call(input, weight, bias);
+  static const DispatchedOp<decltype(linear<>)> op("attnpack::linear");
+  return op(input, weight, bias);
 }
 
 template at::Tensor linear<>(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 std::vector<at::Tensor> linears(const at::Tensor& input, at::TensorList weights, at::TensorList biases) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("attnpack::linears", "")
-                             .typed<std::vector<at::Tensor>(const at::Tensor&, at::TensorList, at::TensorList)>();
-  return op.call(input, weights, biases);
+  static const DispatchedOp<decltype(linears)> op("attnpack::linears");
+  return op(input, weights, biases);
 }
 
 std::vector<at::Tensor> each_linear(OneLinear* one, const at::Tensor& input, at::TensorList weights,

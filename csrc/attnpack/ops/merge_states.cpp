@@ -1,8 +1,8 @@
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/merge_states.h>
 
 namespace attnpack {
@@ -41,10 +41,8 @@ States merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, cons
 }  // namespace
 
 States merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("attnpack::merge_states", "")
-                             .typed<States(const Tensor&, const Tensor&, const Tensor&, const Tensor&)>();
-  return op.call(out_a, lse_a, out_b, lse_b);
+  static const DispatchedOp<decltype(merge_states)> op("attnpack::merge_states");
+  return op(out_a, lse_a, out_b, lse_b);
 }
 
 }  // namespace attnpack

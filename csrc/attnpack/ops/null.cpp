@@ -1,6 +1,6 @@
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/null.h>
 
 // <op>.cpp holds the schema and the public function, which makes one dispatcher call. Checks that every backend needs
@@ -8,9 +8,8 @@
 namespace attnpack {
 
 at::Tensor null(const at::Tensor& x) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("attnpack::null", "").typed<at::Tensor(const at::Tensor&)>();
-  return op.call(x);
+  static const DispatchedOp<decltype(null)> op("attnpack::null");
+  return op(x);
 }
 
 }  // namespace attnpack

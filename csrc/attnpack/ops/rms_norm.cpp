@@ -1,15 +1,13 @@
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/rms_norm.h>
 
 namespace attnpack {
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("attnpack::rms_norm", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, double)>();
-  return op.call(x, weight, eps);
+  static const DispatchedOp<decltype(rms_norm)> op("attnpack::rms_norm");
+  return op(x, weight, eps);
 }
 
 }  // namespace attnpack

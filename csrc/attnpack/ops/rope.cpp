@@ -1,9 +1,9 @@
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/detail/rope_args.h>
+#include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/rope.h>
 
 namespace attnpack {
@@ -46,17 +46,13 @@ Tensor rope_formula(const Tensor& x, const Tensor& cos, const Tensor& sin, bool 
 }
 
 Tensor apply_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("attnpack::apply_rope", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, bool)>();
-  return op.call(x, cos, sin, interleaved);
+  static const DispatchedOp<decltype(apply_rope)> op("attnpack::apply_rope");
+  return op(x, cos, sin, interleaved);
 }
 
 std::tuple<Tensor, Tensor> rope_table(const Tensor& positions, at::ArrayRef<double> inv_freq, double factor) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("attnpack::rope_table", "")
-                             .typed<std::tuple<Tensor, Tensor>(const Tensor&, at::ArrayRef<double>, double)>();
-  return op.call(positions, inv_freq, factor);
+  static const DispatchedOp<decltype(rope_table)> op("attnpack::rope_table");
+  return op(positions, inv_freq, factor);
 }
 
 void check_rope_positions(const Tensor& positions) {
@@ -97,12 +93,8 @@ std::tuple<Tensor, Tensor> rope_table_by_length(const Tensor& positions, const s
                                                 at::ArrayRef<double> inv_freq, double factor,
                                                 at::ArrayRef<double> long_inv_freq, double growth,
                                                 int64_t trained_len) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("attnpack::rope_table_by_length", "")
-          .typed<std::tuple<Tensor, Tensor>(const Tensor&, const std::optional<Tensor>&, at::ArrayRef<double>, double,
-                                            at::ArrayRef<double>, double, int64_t)>();
-  return op.call(positions, lengths, inv_freq, factor, long_inv_freq, growth, trained_len);
+  static const DispatchedOp<decltype(rope_table_by_length)> op("attnpack::rope_table_by_length");
+  return op(positions, lengths, inv_freq, factor, long_inv_freq, growth, trained_len);
 }
 
 }  // namespace attnpack

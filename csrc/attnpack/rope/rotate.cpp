@@ -42,15 +42,6 @@ Tensor turn(const Tensor& x, const RopeSettings& rope, const Table& table) {
 
 }  // namespace
 
-std::optional<RopeSettings> parse_rope_settings(std::optional<at::ArrayRef<double>> inv_freq, double factor,
-                                                bool interleaved, std::optional<at::ArrayRef<double>> long_inv_freq,
-                                                double growth, int64_t trained_len, bool raw_keys) {
-  if (!inv_freq) return std::nullopt;
-  return RopeSettings{
-      inv_freq->vec(), factor,      interleaved, long_inv_freq ? long_inv_freq->vec() : std::vector<double>(),
-      growth,          trained_len, raw_keys};
-}
-
 Tensor rotate_at(const Tensor& x, const RopeSettings& rope, const Tensor& positions,
                  const std::optional<Tensor>& lengths) {
   return turn(x, rope, table_at(rope, positions, lengths));

@@ -10,11 +10,6 @@
 
 namespace attnpack {
 
-// What the layer ops' schemas say of it; none where inv_freq is none. The softmax factor is in the scale already.
-std::optional<RopeSettings> parse_rope_settings(std::optional<at::ArrayRef<double>> inv_freq, double factor,
-                                                bool interleaved, std::optional<at::ArrayRef<double>> long_inv_freq,
-                                                double growth, int64_t trained_len, bool raw_keys);
-
 // x [B, H, L, D], its first r dims rotated at positions, int64 [L] or [B, L]. `lengths` [B]: how long each sequence is,
 // where frequencies follow that; default its highest position + 1.
 at::Tensor rotate_at(const at::Tensor& x, const RopeSettings& rope, const at::Tensor& positions,

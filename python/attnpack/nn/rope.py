@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import cpp, ops
+from .. import _C, cpp, ops
 from ..explain import wrong_kind
 from .native import NativeModule
 
 
 class RopeSettings(NamedTuple):
-    """How queries and keys are rotated, as `attnpack.ops.attend` takes it."""
+    """How queries and keys are rotated."""
 
     inv_freq: tuple[float, ...]
     """dim / 2 frequencies; past trained_len long_inv_freq, or those of a base that grows where growth > 0."""
@@ -100,9 +100,21 @@ class RotaryEmbedding(NativeModule):
         # What latent attention multiplies its scale by: m(factor, mscale_all_dim)^2.
         self.softmax_factor: float = twin.softmax_factor
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in RopeSettings._fields:
+            self.__dict__["_native"] = None
+
     @property
-    def settings(self) -> RopeSettings:
-        """As `attnpack.ops.attend` takes it."""
+    def settings(self) -> RopeSettings | _C.RopeSettings:
+        """As `attnpack.ops.attend` takes it: numbers while a graph is traced, else one native object, made once."""
+        if torch.compiler.is_compiling():
+            return self._numbers()
+        if self._native is None:
+            self.__dict__["_native"] = _C.RopeSettings(*self._numbers())
+        return self._native
+
+    def _numbers(self) -> RopeSettings:
         return RopeSettings(**{name: getattr(self, name) for name in RopeSettings._fields})
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:

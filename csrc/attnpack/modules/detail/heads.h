@@ -9,27 +9,28 @@ inline at::Tensor split_heads(const at::Tensor& x, int64_t num_heads, int64_t he
   return x.unflatten(-1, {num_heads, head_dim}).transpose(1, 2);
 }
 
-// The part of attend's options that forward's inputs decide.
-inline AttendOptions attend_options(const AttentionInputs& inputs, bool causal) {
-  return AttendOptions()
-      .positions(inputs.positions())
-      .cross(inputs.context().has_value())
-      .mask(inputs.mask())
-      .causal(inputs.causal().value_or(causal && !inputs.context()))
-      .kv_lens(inputs.kv_lens());
+// The part of a layer's inputs that forward's inputs decide.
+inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal) {
+  LayerInputs r;
+  r.positions = inputs.positions();
+  r.cross = inputs.context().has_value();
+  r.mask = inputs.mask();
+  r.causal = inputs.causal().value_or(causal && !inputs.context());
+  r.kv_lens = inputs.kv_lens();
+  return r;
 }
 
 // Runs call with the tensors that reserve(cache) gives in its options, room for new_len positions; where call raises,
 // the cache is as it was.
-template <typename Reserve, typename Call>
-auto with_room(const std::shared_ptr<KVCache>& cache, int64_t new_len, AttendOptions options, const Reserve& reserve,
+template <typename Options, typename Reserve, typename Call>
+auto with_room(const std::shared_ptr<KVCache>& cache, int64_t new_len, Options options, const Reserve& reserve,
                const Call& call) {
   if (!cache) return call(options);
   const auto before = cache->lengths().clone();
   try {
-    options.cache(reserve(*cache));
+    options.cache = reserve(*cache);
     auto result = call(options);
-    cache->commit(new_len, options.kv_lens());
+    cache->commit(new_len, options.kv_lens);
     return result;
   } catch (...) {
     cache->take_back(before);

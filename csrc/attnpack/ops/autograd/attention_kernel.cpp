@@ -1,48 +1,55 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/autograd/node.h>
-#include <attnpack/ops/detail/attention_args.h>
+#include <attnpack/ops/detail/attention_arguments.h>
+#include <attnpack/ops/detail/schema.h>
 
 namespace attnpack {
 namespace {
 
 using torch::autograd::SavedVariable;
 
-// An optional tensor, saved.
-class SavedOptional {
+// The arguments with their tensors saved, as autograd wants them: no graph is kept alive, and changes are noticed.
+class SavedArguments {
  public:
-  explicit SavedOptional(const std::optional<Tensor>& t) : present_(t.has_value()) {
-    if (present_) saved_ = SavedVariable(*t, false);
+  explicit SavedArguments(const AttentionArguments& args) : args_(args) {
+    for (Tensors::value_type tensor : kTensors) {
+      saved_.emplace_back(args.*tensor ? SavedVariable(*(args.*tensor), false) : SavedVariable());
+      args_.*tensor = std::nullopt;
+    }
+    if (args.head_map) args_.head_map = head_map_ = args.head_map->vec();
   }
-  std::optional<Tensor> unpack() const { return present_ ? std::make_optional(saved_.unpack()) : std::nullopt; }
-  void reset() { saved_.reset_data(); }
+
+  AttentionArguments unpack() const {
+    AttentionArguments args = args_;
+    for (size_t i = 0; i < kTensors.size(); ++i) {
+      const Tensor tensor = saved_[i].unpack();
+      if (tensor.defined()) args.*kTensors[i] = tensor;
+    }
+    return args;
+  }
+
+  void reset() {
+    for (SavedVariable& saved : saved_) saved.reset_data();
+  }
 
  private:
-  bool present_;
-  SavedVariable saved_;
+  using Tensors = std::array<std::optional<Tensor> AttentionArguments::*, 6>;
+  static constexpr Tensors kTensors = {&AttentionArguments::mask,         &AttentionArguments::q_offsets,
+                                       &AttentionArguments::kv_lens,      &AttentionArguments::sinks,
+                                       &AttentionArguments::alibi_slopes, &AttentionArguments::dropout_seed};
+  AttentionArguments args_;
+  std::vector<int64_t> head_map_;
+  std::vector<SavedVariable> saved_;
 };
 
 struct AttentionBackward : torch::autograd::Node {
-  AttentionBackward(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS)
-      : Node(torch::autograd::collect_next_edges(query, key, value, mask, sinks)),
+  AttentionBackward(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& args)
+      : Node(torch::autograd::collect_next_edges(query, key, value, args.mask, args.sinks)),
         query_(query, false),
         key_(key, false),
         value_(value, false),
-        mask_(mask),
-        q_offsets_(q_offsets),
-        kv_lens_(kv_lens),
-        sinks_(sinks),
-        alibi_slopes_(alibi_slopes),
-        dropout_seed_(dropout_seed),
-        causal_(causal),
-        q_offset_(q_offset),
-        window_left_(window_left),
-        window_right_(window_right),
-        softcap_(softcap),
-        dropout_p_(dropout_p),
-        scale_(scale) {
-    if (head_map) head_map_ = head_map->vec();
-  }
+        args_(args) {}
 
   void save_outputs(const Tensor& out, const Tensor& lse) {
     out_ = SavedVariable(out, true);
@@ -53,50 +60,39 @@ struct AttentionBackward : torch::autograd::Node {
     const Tensor query = query_.unpack(), out = out_.unpack(getptr()), lse = lse_.unpack(getptr());
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(out);
     const std::optional<Tensor> grad_lse = grads[1].defined() ? std::make_optional(grads[1]) : std::nullopt;
-    at::OptionalIntArrayRef head_map;
-    if (head_map_) head_map = *head_map_;
     const bool mask_gradient = task_should_compute_output(3), sinks_gradient = task_should_compute_output(4);
-    auto [query_grad, key_grad, value_grad, mask_grad, sinks_grad] = attention_backward_op(
-        grad_out, grad_lse, query, key_.unpack(), value_.unpack(), out, lse, mask_.unpack(), causal_, q_offset_,
-        q_offsets_.unpack(), window_left_, window_right_, kv_lens_.unpack(), softcap_, sinks_.unpack(),
-        alibi_slopes_.unpack(), head_map, dropout_p_, dropout_seed_.unpack(), scale_, mask_gradient, sinks_gradient);
+    auto [query_grad, key_grad, value_grad, mask_grad, sinks_grad] =
+        attention_backward_op(grad_out, grad_lse, query, key_.unpack(), value_.unpack(), out, lse, args_.unpack(),
+                              mask_gradient, sinks_gradient);
     return {query_grad, key_grad, value_grad, mask_gradient ? mask_grad : Tensor(),
             sinks_gradient ? sinks_grad : Tensor()};
   }
 
   void release_variables() override {
     for (SavedVariable* saved : {&query_, &key_, &value_, &out_, &lse_}) saved->reset_data();
-    for (SavedOptional* saved : {&mask_, &q_offsets_, &kv_lens_, &sinks_, &alibi_slopes_, &dropout_seed_})
-      saved->reset();
+    args_.reset();
   }
 
   std::string name() const override { return "AttentionBackward"; }
 
  private:
   SavedVariable query_, key_, value_, out_, lse_;
-  SavedOptional mask_, q_offsets_, kv_lens_, sinks_, alibi_slopes_, dropout_seed_;
-  bool causal_;
-  c10::SymInt q_offset_;
-  int64_t window_left_, window_right_;
-  double softcap_;
-  std::optional<std::vector<int64_t>> head_map_;
-  double dropout_p_;
-  std::optional<double> scale_;
+  SavedArguments args_;
 };
 
 AttentionResult attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
-                                   ATTNPACK_ATTENTION_PARAMS) {
+                                   const AttentionArguments& args) {
   const Tensor none;
-  if (wants_formula({&query, &key, &value, mask ? &*mask : &none, sinks ? &*sinks : &none}))
-    return attention_formula(query, key, value, ATTNPACK_ATTENTION_ARGS);
-  const bool differentiable = torch::autograd::compute_requires_grad(query, key, value, mask, sinks);
+  if (wants_formula({&query, &key, &value, args.mask ? &*args.mask : &none, args.sinks ? &*args.sinks : &none}))
+    return attention_formula(query, key, value, args);
+  const bool differentiable = torch::autograd::compute_requires_grad(query, key, value, args.mask, args.sinks);
   AttentionResult result;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    result = attention_op(query, key, value, ATTNPACK_ATTENTION_ARGS);
+    result = attention_op(query, key, value, args);
   }
   if (differentiable) {
-    const auto node = make_node<AttentionBackward>(query, key, value, ATTNPACK_ATTENTION_ARGS);
+    const auto node = make_node<AttentionBackward>(query, key, value, args);
     torch::autograd::set_history(std::get<0>(result), node);
     torch::autograd::set_history(std::get<1>(result), node);
     node->save_outputs(std::get<0>(result), std::get<1>(result));
@@ -106,13 +102,13 @@ AttentionResult attention_autograd(const Tensor& query, const Tensor& key, const
 
 AttentionGradients attention_backward_autograd(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
                                                const Tensor& query, const Tensor& key, const Tensor& value,
-                                               const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
+                                               const Tensor& out, const Tensor& lse, const AttentionArguments& args,
                                                bool mask_gradient, bool sinks_gradient) {
   AttentionGradients gradients;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    gradients = attention_backward_op(grad_out, grad_lse, query, key, value, out, lse, ATTNPACK_ATTENTION_ARGS,
-                                      mask_gradient, sinks_gradient);
+    gradients =
+        attention_backward_op(grad_out, grad_lse, query, key, value, out, lse, args, mask_gradient, sinks_gradient);
   }
   if (torch::autograd::compute_requires_grad(grad_out, grad_lse, query, key, value)) {
     const auto& [a, b, c, d, e] = gradients;
@@ -125,6 +121,6 @@ AttentionGradients attention_backward_autograd(const Tensor& grad_out, const std
 }  // namespace attnpack
 
 TORCH_LIBRARY_IMPL(attnpack, Autograd, m) {
-  m.impl("attention", attnpack::attention_autograd);
-  m.impl("attention_backward", attnpack::attention_backward_autograd);
+  m.impl("attention", attnpack::from_schema<attnpack::attention_autograd>);
+  m.impl("attention_backward", attnpack::from_schema<attnpack::attention_backward_autograd>);
 }

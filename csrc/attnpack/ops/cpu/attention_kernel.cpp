@@ -5,6 +5,7 @@
 #include <attnpack/ops/cpu/threads.h>
 #include <attnpack/ops/cpu/work_units.h>
 #include <attnpack/ops/detail/attention_params.h>
+#include <attnpack/ops/detail/schema.h>
 
 namespace attnpack {
 namespace {
@@ -14,9 +15,10 @@ constexpr auto kTorchThreads = [](Order order, int64_t count, double work, size_
   for_each_unit(count, work, scratch_bytes, unit, order == Order::kNeighbours);
 };
 
-AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
-  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
-  PreparedAttention prepared = prepare_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const AttentionArguments& args) {
+  check_attention(query, key, value, args);
+  PreparedAttention prepared = prepare_attention(query, key, value, args);
   const AttentionResult result = make_outputs(prepared);
   run_forward(kernels_in_use(), prepared.params, kTorchThreads);
   return result;
@@ -32,11 +34,10 @@ Tensor sum_in_order(const Tensor& x) {
 
 AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
                                           const Tensor& query, const Tensor& key, const Tensor& value,
-                                          const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
+                                          const Tensor& out, const Tensor& lse, const AttentionArguments& args,
                                           bool mask_gradient, bool sinks_gradient) {
-  check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, ATTNPACK_ATTENTION_ARGS, mask_gradient,
-                           sinks_gradient);
-  const PreparedAttention prepared = prepare_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, args, mask_gradient, sinks_gradient);
+  const PreparedAttention prepared = prepare_attention(query, key, value, args);
   PreparedBackward r = prepare_backward(prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
   AttentionBackwardParams& bp = r.params;
   const AttentionParams& p = bp.forward;
@@ -50,12 +51,12 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::opt
   run_backward(kernels_in_use(), bp, kTorchThreads);
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
   if (mask_gradient)
-    grad_mask = (mask->numel() == 1 ? sum_in_order(r.grad_scores).view(mask->sizes())
-                                    : r.grad_scores.sum_to_size(mask->sizes()))
-                    .to(mask->scalar_type());
+    grad_mask = (args.mask->numel() == 1 ? sum_in_order(r.grad_scores).view(args.mask->sizes())
+                                         : r.grad_scores.sum_to_size(args.mask->sizes()))
+                    .to(args.mask->scalar_type());
   if (sinks_gradient) {
-    const Tensor terms = sink_terms(*sinks, lse, r.delta);
-    grad_sinks = (p.num_heads == 1 ? sum_in_order(terms) : terms.sum({0, 2})).to(sinks->scalar_type());
+    const Tensor terms = sink_terms(*args.sinks, lse, r.delta);
+    grad_sinks = (p.num_heads == 1 ? sum_in_order(terms) : terms.sum({0, 2})).to(args.sinks->scalar_type());
   }
   return {r.grad_query, r.grad_key, r.grad_value, grad_mask, grad_sinks};
 }
@@ -64,6 +65,6 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::opt
 }  // namespace attnpack
 
 TORCH_LIBRARY_IMPL(attnpack, CPU, m) {
-  m.impl("attention", attnpack::attention_cpu);
-  m.impl("attention_backward", attnpack::attention_backward_cpu);
+  m.impl("attention", attnpack::from_schema<attnpack::attention_cpu>);
+  m.impl("attention_backward", attnpack::from_schema<attnpack::attention_backward_cpu>);
 }

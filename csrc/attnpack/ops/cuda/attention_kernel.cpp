@@ -8,6 +8,7 @@
 #include <attnpack/ops/cuda/device_constants.h>
 #include <attnpack/ops/cuda/target.h>
 #include <attnpack/ops/detail/attention_params.h>
+#include <attnpack/ops/detail/schema.h>
 
 namespace attnpack {
 namespace {
@@ -17,11 +18,11 @@ struct CudaAttention {
   int64_t most_group;
 };
 
-CudaAttention prepare(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
-  CudaAttention r{prepare_attention(query, key, value, ATTNPACK_ATTENTION_ARGS), 0};
+CudaAttention prepare(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& args) {
+  CudaAttention r{prepare_attention(query, key, value, args), 0};
   AttentionParams& p = r.prepared.params;
   for (int64_t h = 0; h < p.num_kv_heads; ++h) r.most_group = std::max(r.most_group, group_size(p, h));
-  if (head_map) {
+  if (args.head_map) {
     const auto kept = [&](const std::vector<int64_t>& numbers) {
       return on_device<int64_t>(numbers, query.device()).const_data_ptr<int64_t>();
     };
@@ -45,13 +46,14 @@ bool countable(const Tensor& query, const Tensor& key) {
   return query.size(1) <= kMost && query.size(2) <= kMost && key.size(2) <= kMost;
 }
 
-AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
-  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
-  check_lengths_if_asked(kv_lens, key.size(2));
+AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const AttentionArguments& args) {
+  check_attention(query, key, value, args);
+  check_lengths_if_asked(args.kv_lens, key.size(2));
   const CudaKernels* kernels = cuda_kernels(query.device().index());
-  if (!kernels || !countable(query, key)) return attention_composed(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  if (!kernels || !countable(query, key)) return attention_composed(query, key, value, args);
   const Target target(query);
-  CudaAttention call = prepare(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  CudaAttention call = prepare(query, key, value, args);
   const AttentionResult result = make_outputs(call.prepared);
   const AttentionParams& p = call.prepared.params;
   const cuda::ForwardPlan plan = kernels->plan(p, call.most_group, target.device());
@@ -62,22 +64,20 @@ AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Ten
 
 AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
                                            const Tensor& query, const Tensor& key, const Tensor& value,
-                                           const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
+                                           const Tensor& out, const Tensor& lse, const AttentionArguments& args,
                                            bool mask_gradient, bool sinks_gradient) {
-  check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, ATTNPACK_ATTENTION_ARGS, mask_gradient,
-                           sinks_gradient);
+  check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, args, mask_gradient, sinks_gradient);
   const CudaKernels* kernels = cuda_kernels(query.device().index());
   if (!kernels || !countable(query, key))
-    return attention_backward_composed(grad_out, grad_lse, query, key, value, ATTNPACK_ATTENTION_ARGS, mask_gradient,
-                                       sinks_gradient);
+    return attention_backward_composed(grad_out, grad_lse, query, key, value, args, mask_gradient, sinks_gradient);
   const Target target(query);
-  const CudaAttention call = prepare(query, key, value, ATTNPACK_ATTENTION_ARGS);
+  const CudaAttention call = prepare(query, key, value, args);
   const PreparedBackward r =
       prepare_backward(call.prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
   check_launch(kernels->backward(r.params, call.most_group, target.device(), target.stream()));
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
-  if (mask_gradient) grad_mask = r.grad_scores.sum_to_size(mask->sizes()).to(mask->scalar_type());
-  if (sinks_gradient) grad_sinks = sink_terms(*sinks, lse, r.delta).sum({0, 2}).to(sinks->scalar_type());
+  if (mask_gradient) grad_mask = r.grad_scores.sum_to_size(args.mask->sizes()).to(args.mask->scalar_type());
+  if (sinks_gradient) grad_sinks = sink_terms(*args.sinks, lse, r.delta).sum({0, 2}).to(args.sinks->scalar_type());
   return {r.grad_query, r.grad_key, r.grad_value, grad_mask, grad_sinks};
 }
 
@@ -85,6 +85,6 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
 }  // namespace attnpack
 
 TORCH_LIBRARY_IMPL(attnpack, CUDA, m) {
-  m.impl("attention", attnpack::attention_cuda);
-  m.impl("attention_backward", attnpack::attention_backward_cuda);
+  m.impl("attention", attnpack::from_schema<attnpack::attention_cuda>);
+  m.impl("attention_backward", attnpack::from_schema<attnpack::attention_backward_cuda>);
 }

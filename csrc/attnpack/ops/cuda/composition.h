@@ -1,16 +1,16 @@
 #pragma once
 
-#include <attnpack/ops/detail/attention_args.h>
+#include <attnpack/ops/detail/attention_arguments.h>
 
 // The contract by compositions of ATen ops, slower and with the scores in memory: what CUDA tensors run through where
 // libattnpack_cuda is not loaded or cannot run.
 namespace attnpack {
 
 AttentionResult attention_composed(const Tensor& query, const Tensor& key, const Tensor& value,
-                                   ATTNPACK_ATTENTION_PARAMS);
+                                   const AttentionArguments& args);
 AttentionGradients attention_backward_composed(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
                                                const Tensor& query, const Tensor& key, const Tensor& value,
-                                               ATTNPACK_ATTENTION_PARAMS, bool mask_gradient, bool sinks_gradient);
+                                               const AttentionArguments& args, bool mask_gradient, bool sinks_gradient);
 // Positions beyond the capacity are dropped, so that no call waits for the device.
 void kv_cache_append_composed(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
                               const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens);

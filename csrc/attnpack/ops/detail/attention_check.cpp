@@ -1,7 +1,7 @@
 #include <ATen/ATen.h>
 
 #include <attnpack/core/check.h>
-#include <attnpack/ops/detail/attention_args.h>
+#include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/layout.h>
 
 namespace attnpack {
@@ -74,7 +74,7 @@ void check_dropout(double dropout_p) {
   ATTNPACK_CHECK(dropout_p >= 0 && dropout_p < 1, "dropout_p is ", dropout_p, ", wants 0 <= dropout_p < 1");
 }
 
-void check_attention(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
+void check_attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& args) {
   const auto check_rank = [](const char* name, const Tensor& t) {
     ATTNPACK_CHECK(t.dim() == 4, name, " has shape ", t.sym_sizes(), ", wants 4 dimensions [batch, heads, length, ",
                    "head_dim]: split [batch, length, heads * head_dim] with .unflatten(-1, (heads, ",
@@ -101,32 +101,36 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
                  ": they must agree");
   ATTNPACK_CHECK(value.sym_size(2) == key.sym_size(2), "value has length ", value.sym_size(2), ", key ",
                  key.sym_size(2), ": they must agree");
-  check_heads(query, key, head_map);
-  if (mask) check_mask(*mask, query, key.sym_size(2));
-  check_lengths("kv_lens", kv_lens, query);  // first: q_offset "end" was made from it
-  check_lengths("q_offset", q_offsets, query);
-  ATTNPACK_CHECK(window_left >= -1 && window_right >= -1, "window is (", window_left, ", ", window_right,
-                 "), wants numbers >= 0, or -1 for unbounded");
-  ATTNPACK_CHECK(softcap >= 0 && std::isfinite(softcap), "softcap is ", softcap,
+  check_heads(query, key, args.head_map);
+  if (args.mask) check_mask(*args.mask, query, key.sym_size(2));
+  check_lengths("kv_lens", args.kv_lens, query);  // first: q_offset "end" was made from it
+  check_lengths("q_offset", args.q_offsets, query);
+  ATTNPACK_CHECK(args.window_left >= -1 && args.window_right >= -1, "window is (", args.window_left, ", ",
+                 args.window_right, "), wants numbers >= 0, or -1 for unbounded");
+  ATTNPACK_CHECK(args.softcap >= 0 && std::isfinite(args.softcap), "softcap is ", args.softcap,
                  ", wants a finite number > 0, or 0 for none");
-  ATTNPACK_CHECK(!scale || std::isfinite(*scale), "scale is ", *scale, ", wants a finite number, or none");
-  check_per_head("sinks", sinks, query);
-  check_per_head("alibi_slopes", alibi_slopes, query);
-  ATTNPACK_CHECK(!alibi_slopes || !alibi_slopes->requires_grad(),
+  ATTNPACK_CHECK(!args.scale || std::isfinite(*args.scale), "scale is ", *args.scale,
+                 ", wants a finite number, or none");
+  check_per_head("sinks", args.sinks, query);
+  check_per_head("alibi_slopes", args.alibi_slopes, query);
+  ATTNPACK_CHECK(!args.alibi_slopes || !args.alibi_slopes->requires_grad(),
                  "alibi_slopes requires a gradient and has none: pass alibi_slopes.detach()");
-  check_dropout(dropout_p);
-  ATTNPACK_CHECK(dropout_p == 0 || dropout_seed, "dropout_seed is missing: dropout_p > 0 wants an int64 tensor [1]");
-  ATTNPACK_CHECK(!dropout_seed || (dropout_seed->sym_numel() == 1 && dropout_seed->scalar_type() == at::kLong),
-                 "dropout_seed has shape ", dropout_seed->sym_sizes(), " and dtype ", dropout_seed->scalar_type(),
-                 ", wants one int64");
-  ATTNPACK_CHECK(!dropout_seed || dropout_seed->is_cpu() || dropout_seed->device() == query.device(),
-                 "dropout_seed is on ", dropout_seed->device(), ", wants the CPU or query's device, ", query.device());
+  check_dropout(args.dropout_p);
+  ATTNPACK_CHECK(args.dropout_p == 0 || args.dropout_seed,
+                 "dropout_seed is missing: dropout_p > 0 wants an int64 tensor [1]");
+  ATTNPACK_CHECK(
+      !args.dropout_seed || (args.dropout_seed->sym_numel() == 1 && args.dropout_seed->scalar_type() == at::kLong),
+      "dropout_seed has shape ", args.dropout_seed->sym_sizes(), " and dtype ", args.dropout_seed->scalar_type(),
+      ", wants one int64");
+  ATTNPACK_CHECK(!args.dropout_seed || args.dropout_seed->is_cpu() || args.dropout_seed->device() == query.device(),
+                 "dropout_seed is on ", args.dropout_seed->device(), ", wants the CPU or query's device, ",
+                 query.device());
 }
 
 void check_attention_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
                               const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
-                              ATTNPACK_ATTENTION_PARAMS, bool mask_gradient, bool sinks_gradient) {
-  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+                              const AttentionArguments& args, bool mask_gradient, bool sinks_gradient) {
+  check_attention(query, key, value, args);
   const auto check_one = [&](const char* name, const Tensor& t, at::ScalarType dtype, c10::SymIntArrayRef shape) {
     ATTNPACK_CHECK(t.sym_sizes() == shape, name, " has shape ", t.sym_sizes(), ", wants ", shape,
                    ": pass what belongs to one call of attention");
@@ -142,9 +146,10 @@ void check_attention_backward(const Tensor& grad_out, const std::optional<Tensor
   check_one("out", out, dtype, shape);
   check_one("lse", lse, accumulation, shape.slice(0, 3));
   if (grad_lse) check_one("grad_lse", *grad_lse, accumulation, shape.slice(0, 3));
-  ATTNPACK_CHECK(!mask_gradient || (mask && mask->scalar_type() != at::kBool),
+  ATTNPACK_CHECK(!mask_gradient || (args.mask && args.mask->scalar_type() != at::kBool),
                  "mask_gradient is true, and mask is none or bool: pass a float mask, or mask_gradient=False");
-  ATTNPACK_CHECK(!sinks_gradient || sinks, "sinks_gradient is true without sinks: pass them, or sinks_gradient=False");
+  ATTNPACK_CHECK(!sinks_gradient || args.sinks,
+                 "sinks_gradient is true without sinks: pass them, or sinks_gradient=False");
 }
 
 void check_kv_lens_values(const int64_t* kv_lens, int64_t batch, int64_t kv_len) {

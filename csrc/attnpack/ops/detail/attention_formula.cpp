@@ -2,7 +2,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 
 #include <attnpack/core/check.h>
-#include <attnpack/ops/detail/attention_args.h>
+#include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/extremes.h>
 #include <attnpack/ops/detail/layout.h>
 
@@ -35,27 +35,25 @@ Tensor product(const Tensor& a, const Tensor& b) {
 Tensor finite_part(const Tensor& x) { return x.masked_fill(x.isfinite().logical_not(), 0); }
 
 // Which keys query i of sequence b may attend by causality, window and kv_lens: broadcasts to [B, 1, Lq, Lkv].
-std::optional<Tensor> allowed_by_range(const Tensor& query, const Tensor& key, bool causal, const c10::SymInt& q_offset,
-                                       const std::optional<Tensor>& q_offsets, int64_t window_left,
-                                       int64_t window_right, const std::optional<Tensor>& kv_lens, Tensor* position,
-                                       Tensor* column) {
+std::optional<Tensor> allowed_by_range(const Tensor& query, const Tensor& key, const AttentionArguments& args,
+                                       Tensor* position, Tensor* column) {
   const auto options = at::TensorOptions(at::kLong).device(query.device());
   *column = at::arange(key.sym_size(2), options);
   *position = at::arange(query.sym_size(2), options).unsqueeze(-1);
-  *position = q_offsets ? *position + near(*q_offsets).view({-1, 1, 1, 1}) : *position + near(q_offset);
+  *position = args.q_offsets ? *position + near(*args.q_offsets).view({-1, 1, 1, 1}) : *position + near(args.q_offset);
   std::optional<Tensor> allowed;
   const auto keep = [&](const Tensor& condition) { allowed = allowed ? *allowed & condition : condition; };
-  if (causal) keep(*column <= *position);
-  if (window_left >= 0) keep(*position - *column <= window_left);
-  if (window_right >= 0) keep(*column - *position <= window_right);
-  if (kv_lens) keep(*column < kv_lens->to(at::kLong).view({-1, 1, 1, 1}));
+  if (args.causal) keep(*column <= *position);
+  if (args.window_left >= 0) keep(*position - *column <= args.window_left);
+  if (args.window_right >= 0) keep(*column - *position <= args.window_right);
+  if (args.kv_lens) keep(*column < args.kv_lens->to(at::kLong).view({-1, 1, 1, 1}));
   return allowed;
 }
 
-Tensor masked_scores(const Tensor& query, const Tensor& key, ATTNPACK_ATTENTION_PARAMS, c10::string_view stage) {
+Tensor masked_scores(const Tensor& query, const Tensor& key, const AttentionArguments& args, c10::string_view stage) {
   const auto accumulation = accumulation_type(query.scalar_type());
-  const Tensor keys = expand_heads(key, known_size(query, 1), head_map).to(accumulation);
-  const double factor = scale                      ? *scale
+  const Tensor keys = expand_heads(key, known_size(query, 1), args.head_map).to(accumulation);
+  const double factor = args.scale                 ? *args.scale
                         : known_size(query, 3) > 0 ? 1.0 / std::sqrt(static_cast<double>(known_size(query, 3)))
                                                    : 1.0;
   const Tensor queries = query.to(accumulation);
@@ -63,19 +61,18 @@ Tensor masked_scores(const Tensor& query, const Tensor& key, ATTNPACK_ATTENTION_
   scores = scores.masked_fill(keys.isfinite().all(-1).logical_not().unsqueeze(-2), std::nan(""));
   scores = scores.masked_fill(queries.isfinite().all(-1).logical_not().unsqueeze(-1), std::nan(""));
   if (stage == "scaled") return scores;
-  if (const double cap = usable_softcap(softcap, accumulation); cap > 0) scores = cap * (scores / cap).tanh();
+  if (const double cap = usable_softcap(args.softcap, accumulation); cap > 0) scores = cap * (scores / cap).tanh();
   if (stage == "capped") return scores;
   Tensor position, column;
-  const auto allowed =
-      allowed_by_range(query, key, causal, q_offset, q_offsets, window_left, window_right, kv_lens, &position, &column);
-  if (alibi_slopes) {
+  const auto allowed = allowed_by_range(query, key, args, &position, &column);
+  if (args.alibi_slopes) {
     const Tensor distance = (position - column).abs().to(accumulation);
-    scores = scores - alibi_slopes->detach().to(accumulation).view({-1, 1, 1}) * distance;
+    scores = scores - args.alibi_slopes->detach().to(accumulation).view({-1, 1, 1}) * distance;
   }
-  if (mask && mask->scalar_type() == at::kBool) {
-    scores = scores.masked_fill(mask->logical_not(), -kInfinity);
-  } else if (mask) {
-    const Tensor added = mask->to(accumulation);
+  if (args.mask && args.mask->scalar_type() == at::kBool) {
+    scores = scores.masked_fill(args.mask->logical_not(), -kInfinity);
+  } else if (args.mask) {
+    const Tensor added = args.mask->to(accumulation);
     scores = (scores + added).masked_fill(added == -kInfinity, -kInfinity);
   }
   return allowed ? scores.masked_fill(allowed->logical_not(), -kInfinity) : scores;
@@ -100,28 +97,28 @@ std::tuple<Tensor, Tensor> softmax(const Tensor& scores, const std::optional<Ten
 
 }  // namespace
 
-Tensor scores_formula(const Tensor& query, const Tensor& key, ATTNPACK_ATTENTION_PARAMS, c10::string_view stage) {
+Tensor scores_formula(const Tensor& query, const Tensor& key, const AttentionArguments& args, c10::string_view stage) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  check_attention(query, key, key, ATTNPACK_ATTENTION_ARGS);
-  if (kv_lens && kv_lens->is_cpu() && !at::isTensorSubclassLike(*kv_lens)) {
-    const Tensor lengths = kv_lens->to(at::kLong).contiguous();
+  check_attention(query, key, key, args);
+  if (args.kv_lens && args.kv_lens->is_cpu() && !at::isTensorSubclassLike(*args.kv_lens)) {
+    const Tensor lengths = args.kv_lens->to(at::kLong).contiguous();
     check_kv_lens_values(lengths.const_data_ptr<int64_t>(), lengths.size(0), key.size(2));
   }
   ATTNPACK_CHECK(stage == "scaled" || stage == "capped" || stage == "masked" || stage == "probs", "stage is '", stage,
                  "', wants 'scaled', 'capped', 'masked' or 'probs'");
-  const Tensor scores = masked_scores(query, key, ATTNPACK_ATTENTION_ARGS, stage);
-  return stage == "probs" ? std::get<0>(softmax(scores, sinks)) : scores;
+  const Tensor scores = masked_scores(query, key, args, stage);
+  return stage == "probs" ? std::get<0>(softmax(scores, args.sinks)) : scores;
 }
 
 AttentionResult attention_formula(const Tensor& query, const Tensor& key, const Tensor& value,
-                                  ATTNPACK_ATTENTION_PARAMS) {
+                                  const AttentionArguments& args) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
-  const Tensor scores = masked_scores(query, key, ATTNPACK_ATTENTION_ARGS, "masked");
-  auto [probs, lse] = softmax(scores, sinks);
-  const Tensor values = expand_heads(value, known_size(query, 1), head_map).to(scores.scalar_type());
+  check_attention(query, key, value, args);
+  const Tensor scores = masked_scores(query, key, args, "masked");
+  auto [probs, lse] = softmax(scores, args.sinks);
+  const Tensor values = expand_heads(value, known_size(query, 1), args.head_map).to(scores.scalar_type());
   const Tensor broken = values.isfinite().logical_not().to(scores.scalar_type());
-  if (dropout_p > 0) probs = probs * at::empty_like(probs).bernoulli_(1 - dropout_p).div(1 - dropout_p);
+  if (args.dropout_p > 0) probs = probs * at::empty_like(probs).bernoulli_(1 - args.dropout_p).div(1 - args.dropout_p);
   Tensor out = product(probs, finite_part(values));
   // What is not finite reaches exactly the rows that attend it.
   const Tensor touched = product((scores != -kInfinity).to(scores.scalar_type()), broken) > 0;

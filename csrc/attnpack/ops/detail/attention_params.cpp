@@ -28,7 +28,7 @@ Strides kernel_strides(const Tensor& t) { return {t.stride(0), t.stride(1), t.st
 Tensor unit_last_stride(const Tensor& t) { return t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous(); }
 
 PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                    ATTNPACK_ATTENTION_PARAMS) {
+                                    const AttentionArguments& args) {
   PreparedAttention r;
   AttentionParams& p = r.params;
   r.query = unit_last_stride(query);
@@ -48,35 +48,35 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   p.query_strides = kernel_strides(r.query);
   p.key_strides = kernel_strides(r.key);
   p.value_strides = kernel_strides(r.value);
-  p.scale = scale ? *scale : p.head_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(p.head_dim)) : 1.0;
-  p.softcap = usable_softcap(softcap, accumulation_type(query.scalar_type()));
-  p.causal = causal;
-  p.window_left = near(window_left);
-  p.window_right = near(window_right);
-  p.dropout_p = dropout_p;
-  if (dropout_p > 0) p.dropout_seed = static_cast<uint64_t>(dropout_seed->item<int64_t>());
-  if (head_map) {
-    r.groups = group_heads(head_map->vec(), p.num_kv_heads);
+  p.scale = args.scale ? *args.scale : p.head_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(p.head_dim)) : 1.0;
+  p.softcap = usable_softcap(args.softcap, accumulation_type(query.scalar_type()));
+  p.causal = args.causal;
+  p.window_left = near(args.window_left);
+  p.window_right = near(args.window_right);
+  p.dropout_p = args.dropout_p;
+  if (args.dropout_p > 0) p.dropout_seed = static_cast<uint64_t>(args.dropout_seed->item<int64_t>());
+  if (args.head_map) {
+    r.groups = group_heads(args.head_map->vec(), p.num_kv_heads);
     p.group_start = r.groups.start.data();
     p.group_heads = r.groups.heads.data();
   }
-  if (mask) {
-    r.mask = mask->expand({p.batch, p.num_heads, p.q_len, p.kv_len});
+  if (args.mask) {
+    r.mask = args.mask->expand({p.batch, p.num_heads, p.q_len, p.kv_len});
     p.mask = r.mask.const_data_ptr();
     p.mask_dtype = kernel_dtype(r.mask.scalar_type());
     p.mask_strides = kernel_strides(r.mask);
   }
-  p.q_offset = near(q_offset.expect_int());
-  if (q_offsets) p.q_offsets = (r.q_offsets = near(*q_offsets).contiguous()).const_data_ptr<int64_t>();
-  if (kv_lens) {
-    r.kv_lens = kv_lens->to(at::kLong).contiguous();
-    if (!kv_lens->is_cpu()) r.kv_lens = r.kv_lens.clamp(0, p.kv_len);  // to look at them would wait for the device
+  p.q_offset = near(args.q_offset.expect_int());
+  if (args.q_offsets) p.q_offsets = (r.q_offsets = near(*args.q_offsets).contiguous()).const_data_ptr<int64_t>();
+  if (args.kv_lens) {
+    r.kv_lens = args.kv_lens->to(at::kLong).contiguous();
+    if (!args.kv_lens->is_cpu()) r.kv_lens = r.kv_lens.clamp(0, p.kv_len);  // to look at them would wait for the device
     p.kv_lens = r.kv_lens.const_data_ptr<int64_t>();
-    if (kv_lens->is_cpu()) check_kv_lens_values(p.kv_lens, p.batch, p.kv_len);
+    if (args.kv_lens->is_cpu()) check_kv_lens_values(p.kv_lens, p.batch, p.kv_len);
   }
   const auto as_double = [](const Tensor& t) { return t.detach().to(at::kDouble).contiguous(); };
-  if (sinks) p.sinks = (r.sinks = as_double(*sinks)).const_data_ptr<double>();
-  if (alibi_slopes) p.alibi_slopes = (r.alibi_slopes = as_double(*alibi_slopes)).const_data_ptr<double>();
+  if (args.sinks) p.sinks = (r.sinks = as_double(*args.sinks)).const_data_ptr<double>();
+  if (args.alibi_slopes) p.alibi_slopes = (r.alibi_slopes = as_double(*args.alibi_slopes)).const_data_ptr<double>();
   return r;
 }
 

@@ -6,7 +6,7 @@
 
 #include <attnpack/core/head_groups.h>
 #include <attnpack/core/params.h>
-#include <attnpack/ops/detail/attention_args.h>
+#include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/layout.h>
 
 namespace attnpack {
@@ -21,7 +21,7 @@ struct PreparedAttention {
 };
 
 PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                    ATTNPACK_ATTENTION_PARAMS);
+                                    const AttentionArguments& args);
 
 // New tensors for the results of the forward pass; prepared.params points to them from now on.
 AttentionResult make_outputs(PreparedAttention& prepared);

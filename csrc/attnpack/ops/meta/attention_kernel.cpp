@@ -1,14 +1,16 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <attnpack/ops/detail/attention_args.h>
+#include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/layout.h>
+#include <attnpack/ops/detail/schema.h>
 
 namespace attnpack {
 namespace {
 
-AttentionResult attention_meta(const Tensor& query, const Tensor& key, const Tensor& value, ATTNPACK_ATTENTION_PARAMS) {
-  check_attention(query, key, value, ATTNPACK_ATTENTION_ARGS);
+AttentionResult attention_meta(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const AttentionArguments& args) {
+  check_attention(query, key, value, args);
   const c10::SymInt batch = query.sym_size(0), num_heads = query.sym_size(1), q_len = query.sym_size(2);
   return {empty_heads_inside({batch, num_heads, q_len, value.sym_size(3)}, query.options()),
           at::empty_symint({batch, num_heads, q_len}, query.options().dtype(accumulation_type(query.scalar_type())))};
@@ -16,21 +18,20 @@ AttentionResult attention_meta(const Tensor& query, const Tensor& key, const Ten
 
 AttentionGradients attention_backward_meta(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
                                            const Tensor& query, const Tensor& key, const Tensor& value,
-                                           const Tensor& out, const Tensor& lse, ATTNPACK_ATTENTION_PARAMS,
+                                           const Tensor& out, const Tensor& lse, const AttentionArguments& args,
                                            bool mask_gradient, bool sinks_gradient) {
-  check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, ATTNPACK_ATTENTION_ARGS, mask_gradient,
-                           sinks_gradient);
+  check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, args, mask_gradient, sinks_gradient);
   const auto like = [](const Tensor& t) { return empty_heads_inside(t.sym_sizes(), t.options()); };
   const auto none = [&] { return at::empty({0}, query.options()); };
   return {like(query), like(key), like(value),
-          mask_gradient ? at::empty_symint(mask->sym_sizes(), mask->options()) : none(),
-          sinks_gradient ? at::empty_symint(sinks->sym_sizes(), sinks->options()) : none()};
+          mask_gradient ? at::empty_symint(args.mask->sym_sizes(), args.mask->options()) : none(),
+          sinks_gradient ? at::empty_symint(args.sinks->sym_sizes(), args.sinks->options()) : none()};
 }
 
 }  // namespace
 }  // namespace attnpack
 
 TORCH_LIBRARY_IMPL(attnpack, Meta, m) {
-  m.impl("attention", attnpack::attention_meta);
-  m.impl("attention_backward", attnpack::attention_backward_meta);
+  m.impl("attention", attnpack::from_schema<attnpack::attention_meta>);
+  m.impl("attention_backward", attnpack::from_schema<attnpack::attention_backward_meta>);
 }

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <optional>
+#include <tuple>
+
+#include <attnpack/layers/attend.h>
+#include <attnpack/ops/detail/attention_arguments.h>
+
+// The arguments of the layer ops as structs, each with its text in a schema (see ops/detail/schema.h). They refer to
+// the numbers of the options that they are made of.
+namespace attnpack {
+
+// How to rotate; not at all where inv_freq is none.
+struct RopeArguments {
+  std::optional<at::ArrayRef<double>> inv_freq = {};
+  double factor = 1.0;
+  bool interleaved = false;
+  std::optional<at::ArrayRef<double>> long_inv_freq = {};
+  double growth = 0.0;
+  int64_t trained_len = 0;
+  bool raw_keys = false;
+
+  auto members() const { return std::tie(inv_freq, factor, interleaved, long_inv_freq, growth, trained_len, raw_keys); }
+};
+
+// LayerInputs without the cache, whose tensors differ by family.
+struct LayerArguments {
+  RopeArguments rope = {};
+  std::optional<Tensor> positions = {};  // [L] or [B, L]
+  bool cross = false;
+  std::optional<Tensor> mask = {};
+  bool causal = false;
+  std::optional<Tensor> kv_lens = {};  // [B]
+  double dropout_p = 0.0;
+  std::optional<double> scale = {};
+
+  auto members() const {
+    return std::tuple_cat(rope.members(), std::tie(positions, cross, mask, causal, kv_lens, dropout_p, scale));
+  }
+};
+#define ATTNPACK_LAYER_SCHEMA                                                                                 \
+  "float[]? rope_inv_freq, float rope_factor, bool rope_interleaved, float[]? rope_long_inv_freq, float "     \
+  "rope_growth, int rope_trained_len, bool rope_raw_keys, Tensor? positions, bool cross, Tensor? mask, bool " \
+  "causal, Tensor? kv_lens, float dropout_p, float? scale"
+
+struct CacheArguments {
+  std::optional<Tensor> key = {}, value = {}, lengths = {};
+
+  auto members() const { return std::tie(key, value, lengths); }
+};
+#define ATTNPACK_CACHE_SCHEMA "Tensor(a!)? cache_key, Tensor(b!)? cache_value, Tensor(c!)? cache_lengths"
+
+struct LatentCacheArguments {
+  std::optional<Tensor> latents = {}, lengths = {};
+
+  auto members() const { return std::tie(latents, lengths); }
+};
+#define ATTNPACK_LATENT_CACHE_SCHEMA "Tensor(a!)? cache_latents, Tensor(b!)? cache_lengths"
+
+// What only attention over heads of keys has.
+struct ScoreArguments {
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  double softcap = 0.0;
+  std::optional<Tensor> sinks = {};         // [Hq]
+  std::optional<Tensor> alibi_slopes = {};  // [Hq]
+  at::OptionalIntArrayRef head_map = {};
+
+  auto members() const { return std::tie(window_left, window_right, softcap, sinks, alibi_slopes, head_map); }
+};
+#define ATTNPACK_SCORE_SCHEMA \
+  "int window_left, int window_right, float softcap, Tensor? sinks, Tensor? alibi_slopes, int[]? head_map"
+
+LayerArguments layer_arguments(const LayerInputs& inputs);
+ScoreArguments score_arguments(const AttendOptions& options);
+std::optional<RopeSettings> rope_settings(const RopeArguments& rope);
+
+// The operator's arguments, without dropout and without what the cache decides.
+AttentionArguments attention_arguments(const LayerArguments& layer, const ScoreArguments& score = {});
+
+}  // namespace attnpack

@@ -1,0 +1,121 @@
+#include <attnpack/layers/detail/place_tokens.h>
+
+#include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/core/grad_mode.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/kv_cache.h>
+
+namespace attnpack {
+namespace {
+
+using c10::SymInt;
+
+// The positions of a cache that attention may read: all, or the first ones where a mask covers fewer.
+struct Room {
+  Tensor key, value;
+  std::optional<SymInt> limit;
+};
+
+Room room_under(const CacheTensors& cache, const std::optional<Tensor>& mask) {
+  Room room{cache.key, cache.value, std::nullopt};
+  if (mask && mask->dim() > 0 && mask->sym_size(-1) != 1 && mask->sym_size(-1) < cache.key.sym_size(2)) {
+    room.limit = mask->sym_size(-1);
+    room.key = cache.key.narrow_symint(2, 0, *room.limit);
+    room.value = cache.value.narrow_symint(2, 0, *room.limit);
+  }
+  return room;
+}
+
+// A copy of the cache that is differentiable in its new rows, and only in them: [B, Hkv, capacity, D].
+Tensor with_new_rows(const Tensor& cache,
+                     const Tensor& rows,                       // [B, Hkv, L, D]
+                     const Tensor& past,                       // [B], lengths before the append
+                     const std::optional<Tensor>& new_lens) {  // [B]
+  const SymInt capacity = cache.sym_size(2);
+  const Tensor step = at::arange(rows.sym_size(2), past.options());
+  Tensor target = past.unsqueeze(-1) + step;  // [B, L]
+  // Rows that are not valid go to slots after the end, which are cut off again.
+  if (new_lens) target = at::where(step < new_lens->to(at::kLong).unsqueeze(-1), target, step + capacity);
+  const Tensor room = at::constant_pad_nd_symint(cache.detach(), {0, 0, 0, rows.sym_size(2)});
+  const Tensor index = target.unsqueeze(1).unsqueeze(-1).expand_symint(rows.sym_sizes());
+  return room.scatter(2, index, rows).narrow_symint(2, 0, capacity);
+}
+
+// Whether the cache may rotate the keys that it takes: all dims, plain numbers on the CPU without gradients, and each
+// token one position after the last.
+bool rotates_in_cache(const NewTokens& tokens, const RopeSettings& rope, const std::optional<Tensor>& positions) {
+  return !tokens.rotated_dims && tokens.query.is_cpu() && !at::GradMode::is_enabled() && !positions &&
+         !rope.by_length() && !rope.raw_keys &&
+         !at::areAnyTensorSubclassLike({tokens.query, tokens.key, tokens.value}) &&
+         !tokens.query._fw_grad(/*level=*/0).defined();
+}
+
+// The dims of x that do not rotate, and those that do.
+std::pair<Tensor, Tensor> split(const Tensor& x, const SymInt& rotated_dims) {
+  const SymInt fixed = x.sym_size(3) - rotated_dims;
+  return {x.narrow_symint(3, 0, fixed), x.narrow_symint(3, fixed, rotated_dims)};
+}
+
+// Keys that the cache holds unrotated, at their places.
+Tensor rotate_stored(const Tensor& key, const Tensor& lengths, const RopeSettings& rope,
+                     const std::optional<SymInt>& rotated_dims) {
+  if (!rope.raw_keys || !rotated_dims) return rotate_cached(key, lengths, rope);
+  const auto [fixed, raw] = split(key, *rotated_dims);
+  return at::cat({fixed, rotate_cached(raw, lengths, rope)}, -1);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::optional<RopeSettings>& rope,
+                                         const Placement& place) {
+  if (!rope) return {tokens.query, tokens.key};
+  if (!tokens.rotated_dims) return rotate_new(tokens.query, tokens.key, *rope, place);
+  const auto [fixed_q, raw_q] = split(tokens.query, *tokens.rotated_dims);
+  const auto [fixed_k, raw_k] = split(tokens.key, *tokens.rotated_dims);
+  const auto [q, k] = rotate_new(raw_q, raw_k, *rope, place);
+  return {at::cat({fixed_q, q}, -1), at::cat({fixed_k, k}, -1)};
+}
+
+PlacedTokens place_tokens(
+    const NewTokens& tokens, const std::optional<CacheTensors>& cache, const LayerArguments& args,
+    c10::function_ref<void(const Tensor& key, const Tensor& value, const std::optional<Tensor>& kv_lens)> check) {
+  check_dropout(args.dropout_p);
+  std::optional<RopeSettings> rope = rope_settings(args.rope);
+  if (tokens.rotated_dims && *tokens.rotated_dims == 0) rope.reset();
+  if (!cache) {
+    check(tokens.key, tokens.value, args.kv_lens);
+    const auto [q, k] = rotate_tokens(tokens, rope, {args.positions, args.cross, std::nullopt, args.kv_lens});
+    return {q, k, tokens.value, std::nullopt, args.kv_lens};
+  }
+  ATTNPACK_CHECK(!args.cross, "cache is given together with a context: a cache holds the keys of self-attention");
+  check_kv_cache_append(cache->key, cache->value, cache->lengths, tokens.key, tokens.value, args.kv_lens);
+  Room room = room_under(*cache, args.mask);
+  check(room.key, room.value, std::nullopt);
+  const Tensor past = cache->lengths.clone();
+  if (rope && rotates_in_cache(tokens, *rope, args.positions)) {
+    const Tensor q =
+        kv_cache_append_rotated_(cache->key, cache->value, cache->lengths, tokens.query, tokens.key, tokens.value,
+                                 rope->inv_freq, rope->factor, rope->interleaved, args.kv_lens, room.limit);
+    return {q, room.key, room.value, past, cache->lengths, true};
+  }
+  const auto [q, k] = rotate_tokens(tokens, rope, {args.positions, false, past, args.kv_lens});
+  kv_cache_append_(cache->key, cache->value, cache->lengths, k, tokens.value, args.kv_lens, room.limit);
+  if (at::GradMode::is_enabled() && (k.requires_grad() || tokens.value.requires_grad())) {
+    room.key = with_new_rows(room.key, k, past, args.kv_lens);
+    room.value = with_new_rows(room.value, tokens.value, past, args.kv_lens);
+  }
+  const Tensor lengths = cache->lengths.clone();
+  if (rope) room.key = rotate_stored(room.key, lengths, *rope, tokens.rotated_dims);
+  return {q, room.key, room.value, past, lengths, true};
+}
+
+void trim_to_longest(PlacedTokens& tokens, const std::optional<Tensor>& mask) {
+  if (!tokens.cached || mask || at::isTensorSubclassLike(*tokens.kv_lens) || tokens.kv_lens->numel() == 0) return;
+  const int64_t longest = tokens.kv_lens->max().item<int64_t>();
+  tokens.key = tokens.key.narrow(2, 0, longest);
+  tokens.value = tokens.value.narrow(2, 0, longest);
+}
+
+}  // namespace attnpack

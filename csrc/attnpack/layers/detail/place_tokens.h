@@ -1,0 +1,43 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+#include <c10/util/FunctionRef.h>
+
+#include <optional>
+
+#include <attnpack/layers/detail/layer_arguments.h>
+#include <attnpack/rope/rotate.h>
+
+namespace attnpack {
+
+// Tokens as they enter the operator, and what the cache makes of its arguments.
+struct PlacedTokens {
+  Tensor query;                     // [B, Hq, L, D], rotated
+  Tensor key, value;                // [B, Hkv, keys, D], rotated, and [B, Hkv, keys, Dv]: all that may be read
+  std::optional<Tensor> q_offsets;  // [B], lengths of the cache before the call
+  std::optional<Tensor> kv_lens;    // [B], valid keys
+  bool cached = false;
+};
+
+// The new tokens of a layer before rotation. Of queries and keys all dims rotate, or only the last `rotated_dims`.
+struct NewTokens {
+  Tensor query, key, value;
+  std::optional<c10::SymInt> rotated_dims = std::nullopt;
+};
+
+// Rotates, and appends to the cache where there is one. `check` judges keys and values that attention is to read,
+// with their kv_lens; everything is checked before the cache is written. Gradients flow into the new rows alone.
+PlacedTokens place_tokens(
+    const NewTokens& tokens, const std::optional<CacheTensors>& cache, const LayerArguments& args,
+    c10::function_ref<void(const Tensor& key, const Tensor& value, const std::optional<Tensor>& kv_lens)> check);
+
+// Query and key of tokens, rotated.
+std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::optional<RopeSettings>& rope,
+                                         const Placement& place);
+
+// For weights: as many keys as the longest sequence has, or as the mask covers; all that there is room for where
+// tracing knows no values.
+void trim_to_longest(PlacedTokens& tokens, const std::optional<Tensor>& mask);
+
+}  // namespace attnpack

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+
+#include <optional>
+#include <tuple>
+
+namespace attnpack {
+
+using at::Tensor;
+
+// The arguments that follow query, key and value in every schema of the family.
+struct AttentionArguments {
+  std::optional<Tensor> mask = {};  // bool or float, broadcasts to [B, Hq, Lq, Lkv]
+  bool causal = false;
+  c10::SymInt q_offset = 0;              // position of query row 0; "end" is a number here
+  std::optional<Tensor> q_offsets = {};  // [B], in the place of q_offset
+  int64_t window_left = -1;              // -1: unbounded
+  int64_t window_right = -1;
+  std::optional<Tensor> kv_lens = {};       // [B]
+  double softcap = 0.0;                     // 0: none
+  std::optional<Tensor> sinks = {};         // [Hq]
+  std::optional<Tensor> alibi_slopes = {};  // [Hq]
+  at::OptionalIntArrayRef head_map = {};    // Hq numbers, which live elsewhere
+  double dropout_p = 0.0;
+  std::optional<Tensor> dropout_seed = {};  // [1] int64, drawn outside the op
+  std::optional<double> scale = {};         // default 1 / sqrt(D)
+
+  auto members() const {
+    return std::tie(mask, causal, q_offset, q_offsets, window_left, window_right, kv_lens, softcap, sinks, alibi_slopes,
+                    head_map, dropout_p, dropout_seed, scale);
+  }
+};
+
+// The same in a schema.
+#define ATTNPACK_ATTENTION_SCHEMA                                                                              \
+  "Tensor? mask, bool causal, SymInt q_offset, Tensor? q_offsets, int window_left, int window_right, Tensor? " \
+  "kv_lens, float softcap, Tensor? sinks, Tensor? alibi_slopes, int[]? head_map, float dropout_p, Tensor? "    \
+  "dropout_seed, float? scale"
+
+// out and lse; gradients of query, key, value, mask, sinks (empty where they were not asked for).
+using AttentionResult = std::tuple<Tensor, Tensor>;
+using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// A seed drawn from torch's generator on the CPU, where there is dropout.
+std::optional<Tensor> dropout_seed(double dropout_p);
+
+// The ops, through the dispatcher.
+AttentionResult attention_op(const Tensor& query, const Tensor& key, const Tensor& value,
+                             const AttentionArguments& args);
+AttentionGradients attention_backward_op(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                         const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
+                                         const Tensor& lse, const AttentionArguments& args, bool mask_gradient,
+                                         bool sinks_gradient);
+
+// Shapes, dtypes, devices and settings, for every backend.
+void check_attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& args);
+// The part of it that a layer asks before it writes its cache; the seed is drawn later.
+void check_dropout(double dropout_p);
+// The same for the backward pass, and what it takes of the forward pass.
+void check_attention_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
+                              const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
+                              const AttentionArguments& args, bool mask_gradient, bool sinks_gradient);
+// The values of kv_lens, where reading them does not wait for a device.
+void check_kv_lens_values(const int64_t* kv_lens, int64_t batch, int64_t kv_len);
+
+// The plain differentiable formula, by ATen alone: what torch.func transforms and devices without a kernel run.
+AttentionResult attention_formula(const Tensor& query, const Tensor& key, const Tensor& value,
+                                  const AttentionArguments& args);
+Tensor scores_formula(const Tensor& query, const Tensor& key, const AttentionArguments& args, c10::string_view stage);
+
+}  // namespace attnpack

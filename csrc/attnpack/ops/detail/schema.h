@@ -1,0 +1,138 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+// The dispatcher knows flat signatures; our functions take structs of arguments. A struct of arguments is an aggregate
+// with `members()`: a tie of its members, in the order of their declaration and of the schema.
+namespace attnpack {
+
+template <class T>
+concept ArgumentStruct = requires(const std::remove_cvref_t<T>& t) { t.members(); };
+
+namespace detail {
+
+template <class... T>
+struct Types {};
+
+// A member's type in a flat signature.
+template <class T>
+using Parameter =
+    std::conditional_t<std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>>, const T&, T>;
+
+template <class T>
+struct Flat {
+  using type = Types<T>;
+};
+template <class Tie>
+struct FlatMembers;
+template <class... Member>
+struct FlatMembers<std::tuple<const Member&...>> {
+  using type = Types<Parameter<Member>...>;
+};
+template <ArgumentStruct T>
+struct Flat<T> : FlatMembers<decltype(std::declval<const std::remove_cvref_t<T>&>().members())> {};
+
+template <class... Lists>
+struct Join;
+template <class... A>
+struct Join<Types<A...>> {
+  using type = Types<A...>;
+};
+template <class... A, class... B, class... Rest>
+struct Join<Types<A...>, Types<B...>, Rest...> : Join<Types<A..., B...>, Rest...> {};
+
+template <class... Arguments>
+using FlatList = typename Join<Types<>, typename Flat<Arguments>::type...>::type;
+
+template <class T>
+constexpr size_t kWidth = [] {
+  if constexpr (ArgumentStruct<T>)
+    return std::tuple_size_v<decltype(std::declval<const std::remove_cvref_t<T>&>().members())>;
+  else
+    return size_t{1};
+}();
+
+// The argument that begins at that element of the flat ones.
+template <class T, size_t Begin, class Tuple>
+decltype(auto) take(const Tuple& flat) {
+  if constexpr (ArgumentStruct<T>)
+    return [&]<size_t... I>(std::index_sequence<I...>) {
+      return std::remove_cvref_t<T>{std::get<Begin + I>(flat)...};
+    }(std::make_index_sequence<kWidth<T>>());
+  else
+    return std::get<Begin>(flat);
+}
+
+// An argument as one or several flat ones.
+template <class T>
+auto spread(const T& argument) {
+  if constexpr (ArgumentStruct<T>)
+    return argument.members();
+  else
+    return std::tie(argument);
+}
+
+template <auto Function, class Result, class Arguments, class Flat>
+struct FlatCall;
+template <auto Function, class Result, class... Argument, class... F>
+struct FlatCall<Function, Result, Types<Argument...>, Types<F...>> {
+  static Result call(F... flat) { return gather(std::tie(flat...), std::index_sequence_for<Argument...>()); }
+
+ private:
+  template <class Tuple, size_t... I>
+  static Result gather(const Tuple& flat, std::index_sequence<I...>) {
+    constexpr auto begin = [](size_t argument) {
+      constexpr size_t widths[] = {kWidth<Argument>...};
+      size_t sum = 0;
+      for (size_t i = 0; i < argument; ++i) sum += widths[i];
+      return sum;
+    };
+    return Function(take<Argument, begin(I)>(flat)...);
+  }
+};
+
+template <auto Function, class Signature>
+struct FlatFunction;
+template <auto Function, class Result, class... Argument>
+struct FlatFunction<Function, Result (*)(Argument...)>
+    : FlatCall<Function, Result, Types<Argument...>, FlatList<Argument...>> {};
+
+template <class Result, class List>
+struct FlatSignature;
+template <class Result, class... F>
+struct FlatSignature<Result, Types<F...>> {
+  using type = Result(F...);
+};
+
+}  // namespace detail
+
+// A function over structs as the dispatcher calls it: m.impl("op", from_schema<function>).
+template <auto Function>
+constexpr auto from_schema = &detail::FlatFunction<Function, decltype(Function)>::call;
+
+// An op of ours by its name, called through the dispatcher with structs. Make it static: it looks the name up.
+template <class Signature>
+class DispatchedOp;
+template <class Result, class... Argument>
+class DispatchedOp<Result(Argument...)> {
+ public:
+  explicit DispatchedOp(const char* name)
+      : op_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>()) {}
+
+  Result operator()(const Argument&... arguments) const {
+    return std::apply([this](const auto&... flat) { return op_.call(flat...); },
+                      std::tuple_cat(detail::spread(arguments)...));
+  }
+
+ private:
+  using Signature = typename detail::FlatSignature<Result, detail::FlatList<Argument...>>::type;
+  c10::TypedOperatorHandle<Signature> op_;
+};
+
+}  // namespace attnpack
