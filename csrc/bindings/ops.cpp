@@ -119,15 +119,15 @@ py::object latent_attend_py(const Tensor& query, const Tensor& latent, const Ten
                             const OptionalTensor& positions, bool cross, const LatentCache& cache,
                             const OptionalTensor& mask, bool causal, const OptionalTensor& kv_lens, double dropout_p,
                             std::optional<double> scale, bool need_weights) {
-  LayerInputs inputs = to_inputs(rope, positions, cross, mask, causal, kv_lens, dropout_p, scale);
-  if (cache) inputs.cache = CacheTensors{std::get<0>(*cache), Tensor(), std::get<1>(*cache)};
+  LatentAttendOptions options{to_inputs(rope, positions, cross, mask, causal, kv_lens, dropout_p, scale)};
+  if (cache) options.cache = CacheTensors{std::get<0>(*cache), Tensor(), std::get<1>(*cache)};
   std::tuple<Tensor, Tensor> result;
   {
     const py::gil_scoped_release no_gil;
     if (need_weights)
-      result = latent_attend_with_weights(query, latent, k_rope, kv_b, v_dim, path, inputs);
+      result = latent_attend_with_weights(query, latent, k_rope, kv_b, v_dim, path, options);
     else
-      std::get<0>(result) = latent_attend(query, latent, k_rope, kv_b, v_dim, path, inputs);
+      std::get<0>(result) = latent_attend(query, latent, k_rope, kv_b, v_dim, path, options);
   }
   return need_weights ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
 }
@@ -180,8 +180,9 @@ void register_ops(py::module_& m) {
       "latent_project",
       [](const Tensor& query, const Tensor& latent, const Tensor& k_rope, const OptionalTensor& kv_b, int64_t v_dim,
          const std::string& path, const RopeSettings* rope, const OptionalTensor& positions, bool cross) {
-        return latent_project(query, latent, k_rope, kv_b, v_dim, path,
-                              to_inputs(rope, positions, cross, std::nullopt, false, std::nullopt, 0.0, std::nullopt));
+        return latent_project(
+            query, latent, k_rope, kv_b, v_dim, path,
+            {to_inputs(rope, positions, cross, std::nullopt, false, std::nullopt, 0.0, std::nullopt)});
       },
       arg("query"), arg("latent"), arg("k_rope"), arg("kv_b"), arg("v_dim"), arg("path"), arg("rope"), arg("positions"),
       arg("cross"), released);

@@ -190,25 +190,25 @@ LatentCacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
 }  // namespace
 
 Tensor latent_attend(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const std::optional<Tensor>& kv_b,
-                     int64_t v_dim, const std::string& path, const LayerInputs& inputs) {
+                     int64_t v_dim, const std::string& path, const LatentAttendOptions& options) {
   static const DispatchedOp<decltype(latent_attend_composite)> op("attnpack::latent_attend");
-  return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(inputs.cache), layer_arguments(inputs));
+  return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(options.cache), layer_arguments(options));
 }
 
 std::tuple<Tensor, Tensor> latent_attend_with_weights(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
                                                       const std::optional<Tensor>& kv_b, int64_t v_dim,
-                                                      const std::string& path, const LayerInputs& inputs) {
+                                                      const std::string& path, const LatentAttendOptions& options) {
   static const DispatchedOp<decltype(latent_attend_with_weights_composite)> op("attnpack::latent_attend_with_weights");
-  return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(inputs.cache), layer_arguments(inputs));
+  return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(options.cache), layer_arguments(options));
 }
 
 std::tuple<Tensor, Tensor, Tensor> latent_project(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
                                                   const std::optional<Tensor>& kv_b, int64_t v_dim,
-                                                  const std::string& path, const LayerInputs& inputs) {
+                                                  const std::string& path, const LatentAttendOptions& options) {
   check_up(query, latent, k_rope, kv_b, v_dim, path);
   const NewTokens tokens = new_tokens(query, latent, k_rope);
-  const auto rope = k_rope.size(2) > 0 ? inputs.rope : std::nullopt;
-  const auto [q, k] = rotate_tokens(tokens, rope, {inputs.positions, inputs.cross, std::nullopt, inputs.kv_lens});
+  const auto rope = k_rope.size(2) > 0 ? options.rope : std::nullopt;
+  const auto [q, k] = rotate_tokens(tokens, rope, {options.positions, options.cross, std::nullopt, options.kv_lens});
   const Heads heads = make_heads({{q, k, tokens.value}, latent.sym_size(2), k_rope.sym_size(2)}, kv_b, v_dim,
                                  path == "auto" ? "expanded" : c10::string_view(path));
   return {heads.query, heads.key, heads.value};

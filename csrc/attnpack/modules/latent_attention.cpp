@@ -90,8 +90,8 @@ MultiHeadLatentAttentionImpl::Projected MultiHeadLatentAttentionImpl::heads(cons
           kv_a_layernorm ? kv_a_layernorm(latent) : latent, k_rope, both.unsqueeze(1)};
 }
 
-LayerInputs MultiHeadLatentAttentionImpl::settings(const AttentionInputs& inputs) const {
-  LayerInputs result = layer_inputs(inputs, options.causal());
+LatentAttendOptions MultiHeadLatentAttentionImpl::settings(const AttentionInputs& inputs) const {
+  LatentAttendOptions result{layer_inputs(inputs, options.causal())};
   result.dropout_p = is_training() ? options.dropout() : 0.0;
   result.scale = softmax_scale();
   if (rope) result.rope = rope->settings;
@@ -104,18 +104,18 @@ auto MultiHeadLatentAttentionImpl::run(const at::Tensor& x, const AttentionInput
   return with_room(
       inputs.cache(), x.size(1), settings(inputs),
       [&](KVCache& cache) { return cache.reserve_latents(projected.joined, *options.kv_lora_rank()); },
-      [&](const LayerInputs& o) { return call(projected, o); });
+      [&](const LatentAttendOptions& o) { return call(projected, o); });
 }
 
 at::Tensor MultiHeadLatentAttentionImpl::forward(const at::Tensor& x, const AttentionInputs& inputs) {
-  return run(x, inputs, [&](const Projected& p, const LayerInputs& o) {
+  return run(x, inputs, [&](const Projected& p, const LatentAttendOptions& o) {
     return o_proj(latent_attend(p.query, p.latent, p.k_rope, kv_b(), *options.v_head_dim(), options.path(), o));
   });
 }
 
 std::tuple<at::Tensor, at::Tensor> MultiHeadLatentAttentionImpl::forward_with_weights(const at::Tensor& x,
                                                                                       const AttentionInputs& inputs) {
-  return run(x, inputs, [&](const Projected& p, const LayerInputs& o) -> std::tuple<at::Tensor, at::Tensor> {
+  return run(x, inputs, [&](const Projected& p, const LatentAttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
     auto [out, weights] =
         latent_attend_with_weights(p.query, p.latent, p.k_rope, kv_b(), *options.v_head_dim(), options.path(), o);
     return {o_proj(out), weights};

@@ -2,6 +2,7 @@
 
 #include <torch/nn/pimpl.h>
 
+#include <attnpack/layers/latent_attend.h>
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/norm.h>
@@ -84,7 +85,7 @@ class MultiHeadLatentAttentionImpl : public torch::nn::Cloneable<MultiHeadLatent
     at::Tensor joined;                 // [B, 1, Lkv, C + R], in the shape that is cached
   };
   Projected heads(const at::Tensor& x, const AttentionInputs& inputs);
-  LayerInputs settings(const AttentionInputs& inputs) const;
+  LatentAttendOptions settings(const AttentionInputs& inputs) const;
   std::optional<at::Tensor> kv_b() const;
   // call(projected, options) with room in the cache.
   template <typename Call>
