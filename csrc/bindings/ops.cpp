@@ -134,6 +134,7 @@ py::object latent_attend_py(const Tensor& query, const Tensor& latent, const Ten
 
 // Python's attnpack.nn.rope holds the same numbers as a tuple, for what is traced.
 void bind_rope_settings(py::module_& m) {
+  using py::arg;
   using Numbers = std::vector<double>;
   const auto make = [](const Numbers& inv_freq, double factor, bool interleaved, const Numbers& long_inv_freq,
                        double growth, int64_t trained_len, bool raw_keys) {
