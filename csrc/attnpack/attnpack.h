@@ -10,7 +10,7 @@
 #include <attnpack/convert/modules.h>
 #include <attnpack/convert/pool.h>
 #include <attnpack/convert/similar.h>
-#include <attnpack/layers/detail/alibi.h>
+#include <attnpack/layers/alibi.h>
 #include <attnpack/models/generate.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/grouped_attention.h>
@@ -23,6 +23,7 @@
 #include <attnpack/ops/kv_cache.h>
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge_states.h>
+#include <attnpack/ops/null.h>
 #include <attnpack/ops/register.h>
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>

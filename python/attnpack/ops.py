@@ -388,8 +388,8 @@ def latent_attend(
             raise
     op = torch.ops.attnpack.latent_attend_with_weights if need_weights else torch.ops.attnpack.latent_attend
     return op(
-        query, latent, k_rope, kv_b, v_dim, path, *(cache or (None, None)), *_flat(rope), positions, cross, mask, causal,
-        kv_lens, dropout_p, scale,
+        query, latent, k_rope, kv_b, v_dim, path, *(cache or (None, None)), *_flat(rope), positions, cross, mask,
+        causal, kv_lens, dropout_p, scale,
     )  # fmt: skip
 
 
@@ -409,8 +409,9 @@ def latent_append(
     """The first half of `latent_attend`, for a kv_b that is no matrix: rotated query, latents [B, 1, K, C + R] to read,
     q_offset [B] and kv_lens [B] as `attention` takes them."""
     return torch.ops.attnpack.latent_append(
-        query, latent, k_rope, *(cache or (None, None)), *_flat(rope), positions, cross, mask, causal, kv_lens, 0.0, None
-    )
+        query, latent, k_rope, *(cache or (None, None)), *_flat(rope), positions, cross, mask, causal, kv_lens,
+        0.0, None,
+    )  # fmt: skip
 
 
 def _native(rope: Rope) -> _C.RopeSettings | None:

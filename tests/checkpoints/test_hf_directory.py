@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from hf_checkpoints import CONFIGS, SIZES, edit_config, edit_weights, random_model
 from memory_growth import growth
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 

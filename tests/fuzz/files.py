@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 MEMORY = 1 << 30  # that loading one may add
 SECONDS = 10  # of the CPU, for one

@@ -17,7 +17,8 @@ from random import Random
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "support")]
 
 from fuzz import garbage, op_calls  # noqa: E402
 

@@ -37,7 +37,7 @@ REFUSED = {
 def outcomes(tmp_path_factory):
     """Of each rank: how far each case is from one process, or the sentence it raised."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    program = Path(__file__).with_name("tensor_parallel_rank.py")
+    program = Path(__file__).parents[1] / "support/tensor_parallel_rank.py"
     ranks = [
         subprocess.Popen([sys.executable, program, str(rank), store], stdout=subprocess.PIPE, text=True)
         for rank in range(2)

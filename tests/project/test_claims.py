@@ -16,7 +16,7 @@ from pathlib import Path
 import attnpack
 import pytest
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 CLAIMS = tomllib.loads((TESTS / "claims.toml").read_text(encoding="utf-8"))
 STRONG = re.compile(

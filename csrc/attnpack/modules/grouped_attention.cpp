@@ -1,7 +1,7 @@
 #include <attnpack/modules/grouped_attention.h>
 
 #include <attnpack/core/check.h>
-#include <attnpack/layers/detail/alibi.h>
+#include <attnpack/layers/alibi.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
 

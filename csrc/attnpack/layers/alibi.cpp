@@ -1,4 +1,4 @@
-#include <attnpack/layers/detail/alibi.h>
+#include <attnpack/layers/alibi.h>
 
 #include <cmath>
 

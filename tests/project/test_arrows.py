@@ -1,0 +1,145 @@
+"""Which folder may use which: every include and every import of ours against the arrows of CONTRIBUTING."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from processes import ROOT
+
+CSRC, PACKAGE = ROOT / "csrc", ROOT / "python/attnpack"
+
+# folder of csrc/attnpack -> the folders that its files may include; its own is always allowed
+BACKENDS = ("ops/autograd", "ops/autocast", "ops/lazy", "ops/meta", "ops/cpu", "ops/cuda")
+INCLUDES = {
+    "core": [],
+    "ops": ["core", "ops/detail"],
+    "ops/detail": ["core", "ops"],
+    **{backend: ["core", "ops", "ops/detail"] for backend in BACKENDS},
+    "ops/cpu": ["core", "ops", "ops/detail", "ops/cpu/isa"],
+    "ops/cpu/isa": ["core"],
+    "ops/cuda": ["core", "ops", "ops/detail", "ops/cuda/kernels"],
+    "ops/cuda/kernels": ["core"],
+    "rope": ["core", "ops"],
+    "layers": ["core", "ops", "ops/detail", "rope", "layers/detail"],
+    "layers/detail": ["core", "ops", "ops/detail", "rope", "layers"],
+    "cache": ["core", "ops"],
+    "modules": ["core", "ops", "rope", "layers", "layers/detail", "cache", "modules/detail"],
+    "modules/detail": ["core", "cache", "modules"],
+    "models": ["core", "ops", "rope", "layers", "cache", "modules", "modules/detail", "models/detail"],
+    "models/detail": ["core"],
+    "convert": ["core", "convert/detail"],
+    "convert/detail": ["core", "convert"],
+}
+# these two put converted tensors into modules
+INTO_MODULES = {"convert/modules": ["modules"], "convert/models": ["modules", "models"]}
+
+# folder of python/attnpack -> the folders that its modules may import; "." is the package's own modules
+IMPORTS = {
+    ".": [],
+    "nn": ["."],
+    "checkpoints": [".", "nn"],
+    "convert": [".", "nn", "checkpoints", "convert/checkpoint", "convert/uptrain"],
+    "convert/checkpoint": [".", "nn", "checkpoints", "convert"],
+    "convert/uptrain": [".", "nn", "checkpoints", "convert", "convert/checkpoint"],
+    "hf": [".", "nn", "hf/layers"],
+    "hf/layers": [".", "nn", "hf"],
+    "tools": None,  # the command line: everything
+    "tools/bench": None,
+    "tools/demo": None,
+    "tools/plot": None,
+}
+# imported inside a function, when asked for: a model's own readers, and `attnpack info` where loading fails
+AT_CALL = {"nn": ["checkpoints"], ".": ["tools"]}
+FRONT = {"__init__.py", "__main__.py"}  # the package's doors open onto all rooms
+
+
+def folder(path: str) -> str:
+    return str(Path(path).parent)
+
+
+def includes():
+    for file in sorted((CSRC / "attnpack").rglob("*")):
+        if file.suffix not in (".h", ".cpp", ".cu", ".cuh"):
+            continue
+        name = str(file.relative_to(CSRC / "attnpack"))
+        for target in re.findall(r"#include <attnpack/([^>]+)>", file.read_text()):
+            yield name, target
+
+
+def test_includes():
+    wrong = []
+    for name, target in includes():
+        if name == "attnpack.h":
+            continue
+        stem = str(Path(name).with_suffix(""))
+        allowed = [folder(name), *INCLUDES[folder(name)], *INTO_MODULES.get(stem, [])]
+        if folder(target) not in allowed:
+            wrong.append(f"{name} -> {target}")
+    assert not wrong
+
+
+def test_what_is_private_is_not_reached_from_the_umbrella():
+    """cmake/Install.cmake leaves these folders out."""
+    arrows: dict[str, list[str]] = {}
+    for name, target in includes():
+        arrows.setdefault(name, []).append(target)
+    seen, left = set(), ["attnpack.h"]
+    while left:
+        name = left.pop()
+        if name not in seen:
+            seen.add(name)
+            left += arrows.get(name, [])
+    private = re.compile(r"core/|(.*/)?detail/|ops/(cpu|cuda|meta|autograd|autocast|lazy)/")
+    headers = {str(file.relative_to(CSRC / "attnpack")) for file in (CSRC / "attnpack").rglob("*.h")}
+    assert sorted(filter(private.match, seen)) == []
+    assert sorted(name for name in headers - seen if not private.match(name)) == [], "public, but not in attnpack.h"
+
+
+def imports():
+    """(module, imported folder, whether inside a function) of every import of ours."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        name = file.relative_to(PACKAGE)
+        tree = ast.parse(file.read_text())
+        inside = {
+            id(node)
+            for function in ast.walk(tree)
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+            for node in ast.walk(function)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            base = PACKAGE.joinpath(*name.parts[:-1])
+            for _ in range(node.level - 1):
+                base = base.parent
+            base = base.joinpath(*(node.module or "").split("."))
+            for alias in node.names:
+                target = base / alias.name if base.is_dir() and is_ours(base / alias.name) else base
+                where = target if target.is_dir() else target.parent
+                yield str(name), str(where.relative_to(PACKAGE)), id(node) in inside
+
+
+def is_ours(path: Path) -> bool:
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def test_imports():
+    wrong = []
+    for name, target, inside in imports():
+        allowed = IMPORTS[folder(name)]
+        if name in FRONT or allowed is None:
+            continue
+        allowed = [folder(name), *allowed, *(AT_CALL.get(folder(name), []) if inside else [])]
+        if target not in allowed:
+            wrong.append(f"{name} -> {target}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("root, most", [(PACKAGE, 16), (CSRC, 16)], ids=["python", "csrc"])
+def test_no_folder_is_crowded(root, most):
+    counts: dict[tuple[Path, str], int] = {}
+    for file in root.rglob("*"):
+        if file.suffix in (".py", ".cpp", ".cu", ".cuh", ".h") and "include" not in file.parts:
+            counts[file.parent, file.suffix] = counts.get((file.parent, file.suffix), 0) + 1
+    assert {str(place): count for place, count in counts.items() if count > most} == {}
