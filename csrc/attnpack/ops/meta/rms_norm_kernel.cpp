@@ -12,4 +12,3 @@ at::Tensor rms_norm_meta(const at::Tensor& x, const at::Tensor& weight, double e
 }  // namespace attnpack
 
 TORCH_LIBRARY_IMPL(attnpack, Meta, m) { m.impl("rms_norm", attnpack::rms_norm_meta); }
-TORCH_LIBRARY_IMPL(attnpack, CUDA, m) { m.impl("rms_norm", attnpack::rms_norm_meta); }
