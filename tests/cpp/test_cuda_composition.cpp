@@ -83,13 +83,19 @@ TEST_CASE("composed attention and its gradients are the CPU's") {
                                                  .scale(0.7));
   const Tensor grad_out = at::randn_like(out), grad_lse = at::randn_like(lse);
   const auto wanted = torch::autograd::grad({out, lse}, {query, key, value, mask, sinks}, {grad_out, grad_lse});
-  const auto [o, l] = attention_composed(query, key, value, mask, true, 2, std::nullopt, 4, -1, lens, 1.5, sinks,
-                                         slopes, std::nullopt, 0.0, std::nullopt, 0.7);
+  const AttentionArguments args{.mask = mask,
+                                .causal = true,
+                                .q_offset = 2,
+                                .window_left = 4,
+                                .kv_lens = lens,
+                                .softcap = 1.5,
+                                .sinks = sinks,
+                                .alibi_slopes = slopes,
+                                .scale = 0.7};
+  const auto [o, l] = attention_composed(query, key, value, args);
   CHECK(close(o, out));
   CHECK(close(l, lse));
-  const auto [q, k, v, m, s] =
-      attention_backward_composed(grad_out, grad_lse, query, key, value, mask, true, 2, std::nullopt, 4, -1, lens, 1.5,
-                                  sinks, slopes, std::nullopt, 0.0, std::nullopt, 0.7, true, true);
+  const auto [q, k, v, m, s] = attention_backward_composed(grad_out, grad_lse, query, key, value, args, true, true);
   const Tensor got[]{q, k, v, m, s};
   for (int i = 0; i < 5; ++i) CHECK(close(got[i], wanted[i]));
 }

@@ -53,7 +53,8 @@ def test_layers(header, allowed):
 @pytest.mark.parametrize("folder, suffix", [("ops/cpu/isa", ""), ("ops/cuda", ".cu"), ("ops/cuda", ".cuh")])
 def test_kernels_see_nothing_of_torch(folder, suffix):
     """Neither do the headers that they include."""
-    waiting = [file for file in (ROOT / "csrc/attnpack" / folder).rglob("*") if file.is_file() and file.name.endswith(suffix)]
+    files = (ROOT / "csrc/attnpack" / folder).rglob("*")
+    waiting = [file for file in files if file.is_file() and file.name.endswith(suffix)]
     assert waiting, "the pattern finds nothing at all"
     seen = set()
     while waiting:
