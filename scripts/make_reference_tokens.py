@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
-OUT = Path(__file__).parents[1] / "python" / "attnpack" / "data" / "smollm2_reference.json"
+OUT = Path(__file__).parents[1] / "python" / "attnpack" / "tools" / "data" / "smollm2_reference.json"
 NEW_TOKENS = 64
 # name, text, and whether the text is a user's message in the chat format or the beginning of a document
 PROMPTS = (

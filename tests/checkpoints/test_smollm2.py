@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from attnpack.checkpoints import load_tokenizer, smollm2_path
 
-REFERENCE = json.loads(resources.files("attnpack").joinpath("data/smollm2_reference.json").read_text(encoding="utf-8"))
+REFERENCE = json.loads(
+    resources.files("attnpack").joinpath("tools/data/smollm2_reference.json").read_text(encoding="utf-8")
+)
 PROMPTS = {prompt["name"]: prompt for prompt in REFERENCE["prompts"]}
 
 

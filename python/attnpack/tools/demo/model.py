@@ -41,7 +41,7 @@ def run_model(*, say: Callable[..., None], max_new_tokens: int = 128) -> dict:
 
 def reference_prompts() -> list[dict]:
     """Prompts and the greedy tokens that transformers gave for them (scripts/make_reference_tokens.py)."""
-    text = resources.files("attnpack").joinpath("data/smollm2_reference.json").read_text(encoding="utf-8")
+    text = resources.files("attnpack").joinpath("tools/data/smollm2_reference.json").read_text(encoding="utf-8")
     return json.loads(text)["prompts"]
 
 
