@@ -7,12 +7,13 @@ from __future__ import annotations
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+    from .attention_function import attention_forward
 except ImportError as error:
-    raise ImportError(f"attnpack.hf needs transformers 5 ({error}): pip install 'attnpack[hf]'") from error
+    raise ImportError(f"attnpack.hf needs transformers 5 ({error}): pip install -U 'attnpack[hf]'") from error
 
 from ..explain import wrong_kind
 from . import layers as hf_layers
-from .attention_function import attention_forward
 from .masks import mask
 
 NAME = "attnpack"
