@@ -1,7 +1,7 @@
 #include <bindings/torch_pybind.h>
 
-#include <attnpack/layers/attend.h>
 #include <attnpack/layers/alibi.h>
+#include <attnpack/layers/attend.h>
 #include <attnpack/layers/detail/latent_algebra.h>
 #include <attnpack/layers/latent_attend.h>
 #include <attnpack/ops/attention.h>

@@ -326,8 +326,8 @@ def test_the_distance_of_two_heads_is_that_of_what_they_give():
         heads = layer(x).unflatten(-1, (4, -1))  # [tokens, head, D]
         far = (heads[:, :, None] - heads[:, None]).square().sum(-1).mean(0)
         wanted += far / heads.square().sum(-1).mean()
-    rows = convert.grouped.calibration_rows(x[None])
-    got = _C.convert.head_distances(list(convert.grouped.layer_weights(module)), 4, rows)
+    rows = convert.heads.calibration_rows(x[None])
+    got = _C.convert.head_distances(list(convert.heads.layer_weights(module)), 4, rows)
     torch.testing.assert_close(got, wanted.detach(), rtol=1e-4, atol=1e-4)
 
 

@@ -5,8 +5,7 @@ import functools
 
 import pytest
 import torch
-from attnpack import _load, apply_rope, reference
-from attnpack.nn import attention
+from attnpack import _load, apply_rope, attention, reference
 from attnpack.nn.linear import project
 from op_cases import COVERING, DTYPES, INF, NAN, Inputs, check, describe, draw, make_inputs, run
 from torch.testing import assert_close

@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attnpack import attention_scores, reference
-from attnpack.nn import attention
+from attnpack import attention, attention_scores, reference
 from op_cases import COVERING, DTYPES, INF, check_against_reference, describe, draw, laid_out, make_inputs, run
 from processes import run_python
 from torch.testing import assert_close

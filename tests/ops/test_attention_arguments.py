@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from attnpack import attention_scores, reference
-from attnpack.nn import attention
+from attnpack import attention, attention_scores, reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from op_cases import DTYPES, INF, NAN, Inputs, check_against_reference, draw, run

@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.utils.checkpoint
-from attnpack import attention_scores, reference
-from attnpack.nn import attention
+from attnpack import attention, attention_scores, reference
 from op_cases import COVERING, NAN, check_against_reference, describe, draw, make_inputs, run
 from torch.testing import assert_close
 

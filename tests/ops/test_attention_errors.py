@@ -3,8 +3,7 @@
 import attnpack
 import pytest
 import torch
-from attnpack import attention_scores
-from attnpack.nn import attention
+from attnpack import attention, attention_scores
 from op_cases import draw
 
 

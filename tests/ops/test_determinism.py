@@ -4,8 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from attnpack import apply_rope
-from attnpack.nn import attention
+from attnpack import apply_rope, attention
 from op_cases import DTYPES, Inputs, draw, make_inputs, run, threads
 
 # Enough work for several threads: decode, decode over ranges, prefill, many tiles, keys beyond what stays packed.

@@ -3,8 +3,7 @@ dropout, gradients of float masks, sinks and slopes."""
 
 import pytest
 import torch
-from attnpack import reference
-from attnpack.nn import attention
+from attnpack import attention, reference
 from op_cases import DTYPES, INF, NAN, draw, make_inputs, run
 
 POISON = [NAN, INF, -INF]

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from attnpack import attention_scores, reference
-from attnpack.nn import attention
+from attnpack import attention, attention_scores, reference
 from op_cases import DTYPES, INF, NAN, make_inputs, run
 from torch.testing import assert_close
 

@@ -8,7 +8,7 @@ import resource
 
 import pytest
 import torch
-from attnpack.nn import attention
+from attnpack import attention
 from op_cases import make_inputs, run
 from torch.testing import assert_close
 

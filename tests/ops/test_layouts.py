@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attnpack.nn import attention
+from attnpack import attention
 from op_cases import DTYPES, NAN, make_inputs, run
 from torch.testing import assert_close
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from attnpack import merge_states, reference
-from attnpack.nn import attention
+from attnpack import attention, merge_states, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_cases import DTYPES, INF, NAN, draw, make_inputs

@@ -3,8 +3,7 @@
 import attnpack
 import pytest
 import torch
-from attnpack import apply_rope, attention_scores, merge_states
-from attnpack.nn import attention
+from attnpack import apply_rope, attention, attention_scores, merge_states
 from attnpack.ops import rope_table
 from op_cases import AXES, COVERING, check_against_reference, describe, draw, laid_out, make_inputs
 from torch._dynamo.testing import CompileCounterWithBackend

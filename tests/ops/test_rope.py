@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from attnpack import apply_rope, reference
-from attnpack.nn import attention
+from attnpack import apply_rope, attention, reference
 from attnpack.ops import rope_table
 from op_cases import DTYPES, draw, laid_out
 from torch.testing import assert_close

@@ -6,8 +6,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from attnpack import reference
-from attnpack.nn import attention
+from attnpack import attention, reference
 from op_cases import check, draw
 from torch.testing import assert_close
 

@@ -5,8 +5,7 @@ import threading
 
 import pytest
 import torch
-from attnpack import apply_rope, attention_scores
-from attnpack.nn import attention
+from attnpack import apply_rope, attention, attention_scores
 from op_cases import draw, make_inputs, run
 
 THREADS, CALLS = 8, 200

@@ -6,8 +6,7 @@ import attnpack
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from attnpack import apply_rope, reference
-from attnpack.nn import attention
+from attnpack import apply_rope, attention, reference
 from op_cases import INF, NAN, draw, make_inputs
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.testing import assert_close

@@ -9,8 +9,7 @@ import importlib
 
 import numpy as np
 import torch
-from attnpack import apply_rope, attention_scores
-from attnpack.nn import attention
+from attnpack import apply_rope, attention, attention_scores
 from onnx.backend.test.case import node as onnx_node
 from torch import Tensor
 

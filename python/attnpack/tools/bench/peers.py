@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...nn import attention
+from ... import attention
 from ..memory import available_bytes
 from .cases import DTYPES, Case
 
