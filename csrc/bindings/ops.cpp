@@ -140,17 +140,16 @@ void bind_rope_settings(py::module_& m) {
                        double growth, int64_t trained_len, bool raw_keys) {
     return RopeSettings{inv_freq, factor, interleaved, long_inv_freq, growth, trained_len, raw_keys};
   };
+  const auto numbers = [](const RopeSettings& r) {
+    return std::make_tuple(r.inv_freq, r.factor, r.interleaved, r.long_inv_freq, r.growth, r.trained_len, r.raw_keys);
+  };
   py::class_<RopeSettings>(m, "RopeSettings", "How queries and keys are rotated, as attend takes it.")
       .def(py::init(make), arg("inv_freq"), arg("factor") = 1.0, arg("interleaved") = false,
            arg("long_inv_freq") = Numbers(), arg("growth") = 0.0, arg("trained_len") = 0, arg("raw_keys") = false)
-      .def(py::pickle(
-          [](const RopeSettings& r) {
-            return std::make_tuple(r.inv_freq, r.factor, r.interleaved, r.long_inv_freq, r.growth, r.trained_len,
-                                   r.raw_keys);
-          },
-          [make](const std::tuple<Numbers, double, bool, Numbers, double, int64_t, bool>& numbers) {
-            return std::apply(make, numbers);
-          }));
+      .def("numbers", numbers)
+      .def(py::pickle(numbers, [make](const std::tuple<Numbers, double, bool, Numbers, double, int64_t, bool>& parts) {
+        return std::apply(make, parts);
+      }));
 }
 
 }  // namespace

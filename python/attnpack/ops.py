@@ -420,5 +420,5 @@ def _native(rope: Rope) -> _C.RopeSettings | None:
 
 def _flat(rope: Rope) -> tuple:
     """As the schemas of the layer ops have it: (inv_freq, factor, interleaved, long_inv_freq, growth, ...)."""
-    given = (None,) if rope is None else tuple(rope)
+    given = (None,) if rope is None else rope.numbers() if isinstance(rope, _C.RopeSettings) else tuple(rope)
     return (*given, *(1.0, False, None, 0.0, 0, False)[len(given) - 1 :])

@@ -20,6 +20,6 @@ def load(path: str | os.PathLike, dtype: torch.dtype = torch.float32):
     """
     from ..nn.causal_lm import CausalLM
 
-    path = as_path(path)
+    path = as_path("path", path)
     loader = CausalLM.from_hf if path.is_dir() else CausalLM.from_gguf
     return loader(path, dtype=dtype)
