@@ -76,7 +76,7 @@ def test_distillation_lowers_the_loss_and_transformers_opens_it(converted, capsy
 
 SLOW = """
 import sys
-from attnpack import cli
+from attnpack.tools import cli
 from attnpack.convert.uptrain import command as uptrain
 uptrain._SAVE_EVERY = 0.2
 cli.main(sys.argv[1:-1] + ["--minutes", sys.argv[-1]])

@@ -163,7 +163,7 @@ def test_commands_on_a_full_disk_say_one_sentence_and_leave_nothing(converted): 
         # The training ends at once, and keeps its state, which is larger than the limit.
         ended = run_python(f"""
 import resource, sys
-from attnpack import cli
+from attnpack.tools import cli
 from attnpack.convert.uptrain import command as uptrain
 uptrain._SAVE_EVERY = 0
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))

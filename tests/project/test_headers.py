@@ -52,7 +52,7 @@ def test_headers_reach_what_their_macro_needs():
 
 def test_headers_without_torch_alone(folder):
     plain = [header for header in HEADERS if not any(re.match("torch/|ATen/|c10/", name) for name in reached(header))]
-    assert len(plain) > 4
+    assert len(plain) > 3
     assert not complaints(folder, plain)
 
 
