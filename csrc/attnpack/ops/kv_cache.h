@@ -10,8 +10,8 @@ namespace attnpack {
 
 // The tensors of one layer's KV cache, as the ops take them.
 struct CacheTensors {
-  at::Tensor key;      // [B, Hkv, capacity, D]; of latent attention [B, 1, capacity, kv_lora_rank + rope]
-  at::Tensor value;    // [B, Hkv, capacity, Dv]; of latent attention nothing, Dv = 0
+  at::Tensor key;      // [B, Hkv, capacity, D]; [B, 1, capacity, kv_lora_rank + rope] for latent attention
+  at::Tensor value;    // [B, Hkv, capacity, Dv]; Dv = 0 for latent attention
   at::Tensor lengths;  // [B] int64: positions held before the call, raised by it
 };
 

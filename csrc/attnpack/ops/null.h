@@ -4,7 +4,7 @@
 
 namespace attnpack {
 
-// Does nothing: returns a copy of x. Kept as the template to copy for a new op (CONTRIBUTING.md, "Add an op"). This
+// A copy of x: the smallest op, a template for others. Kept as the template to copy for a new op (CONTRIBUTING.md, "Add an op"). This
 // header is the C++ user's view: a sentence, shapes behind the arguments.
 at::Tensor null(const at::Tensor& x);  // [...] -> [...], contiguous
 
