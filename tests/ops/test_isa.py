@@ -121,7 +121,7 @@ def test_an_empty_name_is_none():
 def test_bf16_is_multiplied_in_pairs_where_there_is_an_instruction(isa):
     """In the kernels that are installed; this CPU need not have it."""
     instructions = {}
-    for kernel in ("attention_forward", "attention_decode", "linear", "limits"):
+    for kernel in ("prefill", "decode", "linear", "machine_speed"):
         (compiled,) = (BUILD / f"CMakeFiles/attnpack_{isa}.dir").rglob(f"{kernel}.cpp.o")
         listing = run("objdump", "-d", "--no-show-raw-insn", compiled)
         assert listing.returncode == 0, listing.text
@@ -129,6 +129,6 @@ def test_bf16_is_multiplied_in_pairs_where_there_is_an_instruction(isa):
     for kernel, lines in instructions.items():
         pairs = sum("vdpbf16ps" in line for line in lines)
         assert lines and (pairs >= 8) == (isa == "avx512_bf16"), (kernel, pairs)
-    for kernel in ("attention_forward", "attention_decode"):
+    for kernel in ("prefill", "decode"):
         rounded = any("vcvtne2ps2bf16" in line for line in instructions[kernel])
         assert rounded == (isa == "avx512_bf16"), kernel

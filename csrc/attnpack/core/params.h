@@ -1,7 +1,7 @@
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
-#include <limits>
 
 // Functions that CUDA kernels run too.
 #ifdef __CUDACC__
@@ -121,7 +121,7 @@ ATTNPACK_HD static inline Range key_range(const AttentionParams& p, int64_t b, i
 // What a product is multiplied with before tanh, scale / softcap: finite, so that a product of 0 stays 0.
 template <class A>
 ATTNPACK_HD static inline A scale_into_cap(const AttentionParams& p) {
-  constexpr double kMost = std::numeric_limits<A>::max();
+  constexpr double kMost = sizeof(A) == sizeof(double) ? DBL_MAX : FLT_MAX;
   const double ratio = p.scale / p.softcap;
   return static_cast<A>(ratio > kMost ? kMost : ratio < -kMost ? -kMost : ratio);
 }
