@@ -21,9 +21,9 @@ struct CausalLMOptions {
   TORCH_ARG(double, rope_base) = 10000.0;
   TORCH_ARG(std::optional<RopeScaling>, rope_scaling);
   TORCH_ARG(bool, rope_interleaved) = false;
-  // Latent attention in every layer: its ranks and head dims, path and latent_norm; the rest is the model's.
-  // num_kv_heads, head_dim, qk_norm, window and out_bias are not for it, and bias is as MultiHeadLatentAttention has
-  // it.
+  // Latent attention in every layer. These options give its ranks, head dims, path and latent_norm; the rest comes from
+  // the model's options. num_kv_heads, head_dim, qk_norm, window and out_bias do not apply to it. bias means what it
+  // means in MultiHeadLatentAttention.
   TORCH_ARG(std::optional<MultiHeadLatentAttentionOptions>, latent);
   TORCH_ARG(double, eps) = 1e-6;
   TORCH_ARG(bool, tie_embeddings) = false;
@@ -50,7 +50,7 @@ class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
   explicit CausalLMImpl(CausalLMOptions options) : options(std::move(options)) { reset(); }
 
   at::Tensor forward(const at::Tensor& ids, const CausalLMInputs& inputs = {});  // [B, L] -> logits [B, L, V]
-  // The same before the head, [B, L, E]; head takes any [..., E] to logits.
+  // The states before the head, [B, L, E]. head maps any [..., E] to logits.
   at::Tensor hidden(const at::Tensor& ids, const CausalLMInputs& inputs = {});
   at::Tensor head(const at::Tensor& hidden);
 

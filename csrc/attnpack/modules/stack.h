@@ -13,7 +13,7 @@ namespace attnpack {
 
 using DecoderInputs = DecoderInputsOf<ModelCache>;
 
-// Blocks of one kind, and what stands around them.
+// The options of a stack: blocks of one kind, and the parts before and after them.
 template <typename Block>
 struct StackOptions {
   explicit StackOptions(std::vector<Block> layers) : layers_(std::move(layers)) {}
@@ -38,7 +38,7 @@ class StackImpl : public Container<Derived> {
     if (norm) f("norm", norm);
   }
 
-  // What complaints call the input of forward.
+  // The name that complaints give to the input of forward.
   const char* input_name() const { return embed_tokens ? "ids" : "x"; }
 
   Part<EmbeddingImpl> embed_tokens;
