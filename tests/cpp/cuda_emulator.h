@@ -45,7 +45,7 @@ class EmulatedBlock {
     std::unique_ptr<char[]> stack;
     State state = kRunnable;
     int operation = 0;    // which collective it waits at: all threads of a warp or block must wait at the same one
-    Slot own, published;  // what it brought there, as its peers see it
+    Slot own, published;  // its operands there; published: as its peers see them
     bool any = false;     // the block's vote
     std::vector<std::vector<Copy>> copies;  // groups of copies under way; the last one is still open
   };

@@ -25,7 +25,7 @@ class DynamicCache : public KVCache {
   void take_back(const at::Tensor& lengths) override;
 
  private:
-  CacheTensors room_;  // what reserve made, held from commit on
+  CacheTensors room_;  // made by reserve, and taken over by commit
   int64_t len_ = 0;    // kept here so that no call waits for the device
 };
 

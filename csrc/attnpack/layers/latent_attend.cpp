@@ -122,7 +122,7 @@ Heads make_heads(const PlacedLatents& tokens, const std::optional<Tensor>& kv_b,
   return {tokens.query, key, value, false};
 }
 
-// The default scale counts the dims of the query before folding makes it wider. Without dims the scores are 0.
+// The default scale is that of the query's dims before folding makes the query wider. Without dims the scores are 0.
 AttentionArguments operator_arguments(const Tensor& query, const PlacedLatents& tokens, const LayerArguments& layer) {
   AttentionArguments args = attention_arguments(layer);
   args.q_offsets = tokens.q_offsets;
@@ -247,8 +247,8 @@ void register_parts(torch::Library& m) {
 }  // namespace
 }  // namespace attnpack
 
-// The schema says that the cache's tensors are written, and vmap has no rule for such ops. Without a cache nothing is
-// written. For lazy tensors torch has a fallback, which breaks what is written (ops/lazy).
+// The schema says that the cache's tensors are written, and vmap has no rule for such ops. But without a cache nothing
+// is written. For lazy tensors torch has a fallback, which breaks what is written (ops/lazy).
 TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_parts(m); }
 TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_parts(m); }
 TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_parts(m); }

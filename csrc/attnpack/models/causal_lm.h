@@ -16,7 +16,7 @@ struct CausalLMOptions {
   TORCH_ARG(int64_t, num_heads);
   TORCH_ARG(std::optional<int64_t>, num_kv_heads);  // default num_heads
   TORCH_ARG(std::optional<int64_t>, head_dim);      // default embed_dim / num_heads
-  TORCH_ARG(std::optional<int64_t>, hidden_dim);    // of the feed-forward; default 4 * embed_dim
+  TORCH_ARG(std::optional<int64_t>, hidden_dim);    // width of the feed-forward; default 4 * embed_dim
   TORCH_ARG(int64_t, max_positions) = 2048;
   TORCH_ARG(double, rope_base) = 10000.0;
   TORCH_ARG(std::optional<RopeScaling>, rope_scaling);
@@ -27,10 +27,10 @@ struct CausalLMOptions {
   TORCH_ARG(std::optional<MultiHeadLatentAttentionOptions>, latent);
   TORCH_ARG(double, eps) = 1e-6;
   TORCH_ARG(bool, tie_embeddings) = false;
-  TORCH_ARG(double, init_std) = 0.02;  // of the embedding at first, as in Llama and GPT-2
+  TORCH_ARG(double, init_std) = 0.02;  // standard deviation of the new embedding, as in Llama and GPT-2
   TORCH_ARG(bool, qk_norm) = false;
-  TORCH_ARG(std::optional<Window>, window);  // of every layer; "W tokens, its own included" is {W - 1, 0}
-  TORCH_ARG(bool, bias) = false;             // on q, k and v
+  TORCH_ARG(std::optional<Window>, window);  // the window of every layer; "W tokens, its own included" is {W - 1, 0}
+  TORCH_ARG(bool, bias) = false;             // biases on q, k and v
   TORCH_ARG(std::optional<bool>, out_bias);  // default: as bias
   TORCH_ARG(bool, mlp_bias) = false;
   TORCH_ARG(Factory, factory);

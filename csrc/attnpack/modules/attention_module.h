@@ -34,7 +34,7 @@ struct AttentionInputs {
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);
 };
 
-// What a block uses: the interface of an attention layer.
+// The interface of an attention layer, as blocks use it.
 class AttentionModule {
  public:
   virtual ~AttentionModule() = default;

@@ -20,9 +20,9 @@ struct DecoderInputsOf {
   DecoderInputsOf() = default;
   /* implicit */ DecoderInputsOf(at::Tensor context) : context_(std::move(context)) {}
 
-  TORCH_ARG(std::optional<at::Tensor>, context);       // what cross-attention reads, [B, Lc, E]
+  TORCH_ARG(std::optional<at::Tensor>, context);       // read by cross-attention, [B, Lc, E]
   TORCH_ARG(std::optional<at::Tensor>, mask);          // broadcastable to [B, Hq, L, keys], on top of causality
-  TORCH_ARG(std::shared_ptr<Cache>, cache);            // of self-attention
+  TORCH_ARG(std::shared_ptr<Cache>, cache);            // self-attention's cache
   TORCH_ARG(std::optional<at::Tensor>, positions);     // int64 [L] or [B, L], for RoPE
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);       // valid new tokens of each sequence, [B]
   TORCH_ARG(std::optional<at::Tensor>, context_mask);  // broadcastable to [B, Hq, L, Lc]

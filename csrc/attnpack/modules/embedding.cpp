@@ -26,7 +26,7 @@ at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
   check_device("ids", ids, weight);
   try {
     return at::embedding(weight, ids);
-  } catch (const c10::IndexError&) {  // found while reading: for a check of our own CUDA would have to wait
+  } catch (const c10::IndexError&) {  // found while reading: a check of our own would make CUDA wait
     const auto vocab_size = weight.size(0);
     const auto outside = ids.masked_select((ids < 0).logical_or(ids >= vocab_size));
     ATTNPACK_CHECK(outside.numel() == 0, "ids holds ", outside[0].item<int64_t>(), ", wants 0 to ", vocab_size - 1,

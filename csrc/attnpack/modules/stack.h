@@ -79,7 +79,7 @@ TORCH_MODULE(Decoder);
 struct EncoderDecoderInputs {
   TORCH_ARG(std::optional<at::Tensor>, source_lens);  // valid source tokens of each sequence, [B]
   TORCH_ARG(std::optional<at::Tensor>, target_lens);  // valid new target tokens of each sequence, [B]
-  TORCH_ARG(std::shared_ptr<ModelCache>, cache);      // of the decoder's self-attention
+  TORCH_ARG(std::shared_ptr<ModelCache>, cache);      // the cache of the decoder's self-attention
 };
 
 // The encoder reads the source, the decoder writes the target with the encoder's output as context.

@@ -8,8 +8,8 @@
 namespace attnpack {
 
 // The algebra of latent attention (DeepSeek-V2, 2024, section 2.1 and appendix C). H: heads. N, R, V: the dims of a
-// head that are not rotated, that are rotated, and of its values. C: kv_lora_rank. kv_b [H * (N + V), C] holds W_UK [N,
-// C] and W_UV [V, C] of each head.
+// head that are not rotated, that are rotated, and of its values. C: kv_lora_rank. For each head kv_b [H * (N + V), C]
+// holds W_UK [N, C] and W_UV [V, C].
 
 // W_UK^T q of every head, so that scores need the latents alone.
 at::Tensor fold_query(const at::Tensor& query,  // [B, H, L, N]

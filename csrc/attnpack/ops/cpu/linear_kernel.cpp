@@ -40,7 +40,7 @@ std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const st
   }
   const auto& kernels = kernels_in_use();
   const LinearParams& any = layers.front().prepared.params;
-  // To read a weight from memory takes as long as some multiply-adds.
+  // Reading a weight from memory takes as long as some multiply-adds.
   const auto unit_of_layers = [&](int64_t unit, void* scratch) {
     size_t i = 0;
     while (unit >= layers[i].end) ++i;

@@ -32,7 +32,7 @@ CudaAttention prepare(const Tensor& query, const Tensor& key, const Tensor& valu
   return r;
 }
 
-// To read kv_lens waits for the device. So calls clamp the lengths, and check them with ATTNPACK_CHECK=1 alone.
+// Reading kv_lens waits for the device. So calls clamp the lengths, and check them with ATTNPACK_CHECK=1 alone.
 void check_lengths_if_asked(const std::optional<Tensor>& kv_lens, int64_t kv_len) {
   const char* asked = std::getenv("ATTNPACK_CHECK");
   if (!kv_lens || !asked || std::strcmp(asked, "1") != 0) return;

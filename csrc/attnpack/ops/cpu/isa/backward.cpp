@@ -2,8 +2,8 @@
 
 #include <attnpack/ops/cpu/isa/softmax.h>
 
-// Backward (Dao et al. 2022, algorithm 4): probabilities are recomputed from lse, tile by tile. With P the
-// probabilities, D = rowsum(dO * O) - dlse and dS = P * (dO V^T - D):
+// Backward (Dao et al. 2022, algorithm 4): the probabilities P are recomputed from lse, tile by tile.
+//   D = rowsum(dO * O) - dlse,  dS = P * (dO V^T - D),
 //   dV = P^T dO,  dQ = scale dS K,  dK = scale dS^T Q.
 // A unit of work is one block of keys. It visits the tiles of rows one after the other. The blocks add to a tile's dQ
 // one at a time, in the order of the blocks, so each sum has one fixed order on any number of threads.
@@ -85,8 +85,8 @@ class Backward {
     load_rows();
     const int64_t count = smaller(count_, tile_.keys.end - begin);  // after these no row of the tile sees a key
     differentiate(begin, count);
-    // -0.0 marks an excluded pair. To leave such pairs out is slow, and is needed only where the other operand holds
-    // NaN or Inf.
+    // -0.0 marks an excluded pair. Leaving such pairs out is slow, and is needed only where the other operand holds NaN
+    // or Inf.
     const bool query_finite = all_finite(w_.query, w_.key_ld, tile_.count, p_.head_dim);
     const bool grad_out_finite = all_finite(w_.grad_out, w_.value_ld, tile_.count, p_.v_head_dim);
     gemm<A>(!grad_out_finite, count, w_.value_width, tile_.count, {w_.scores, 1, w_.block},

@@ -44,7 +44,7 @@ struct Kernels {
 
 // How work is cut, from one sequence's shapes alone.
 constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
-constexpr int64_t kDecodeRows = 192;    // most rows of a kv head that stream the keys; to pack the keys would cost more
+constexpr int64_t kDecodeRows = 192;    // most rows of a kv head that stream the keys; packing the keys would cost more
 constexpr int64_t kMergedRows = 8;      // rows whose partial results one unit joins
 constexpr int64_t kPackedKeys = 8192;   // most keys of a head that stay packed in scratch between tiles
 

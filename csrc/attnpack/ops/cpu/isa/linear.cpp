@@ -7,7 +7,7 @@ namespace {
 
 constexpr int64_t kTogether = 4;            // the outputs of a block are a multiple of this
 constexpr int64_t kBlock = 64;              // most outputs of a block
-constexpr int64_t kBlockBytes = 128 << 10;  // bytes of its weights: in the L2 cache while more rows read them
+constexpr int64_t kBlockBytes = 128 << 10;  // most bytes of a block's weights, so that L2 keeps them for more rows
 constexpr Stream kWeights{5 << 10}, kWeightsAgain{8 << 10, true};  // few rows read a weight once, more rows again
 
 // Not inlined: beside the loops of more rows, the compiler makes the loop of one row slower (PERFORMANCE.md).

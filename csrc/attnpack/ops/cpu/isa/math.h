@@ -38,10 +38,10 @@ inline V unfused(V product) {
   return product;
 }
 
-// x[i] <- exp(x[i]) for x <= 88: within 2 ulp, subnormal results too, exp(-inf) = 0, NaN stays NaN. With n = round(x /
-// ln 2) and r = x - n ln 2, the result is 2^n exp(r). A polynomial gives exp(r); it is minimax in relative error (3e-9)
-// over abs(r) <= ln 2 / 2. All `Count` vectors take each step together: one vector alone is a long chain in which every
-// operation waits for the one before it.
+// x[i] <- exp(x[i]) for x <= 88: within 2 ulp, subnormal results too, exp(-inf) = 0, NaN stays NaN.
+//   exp(x) = 2^n exp(r),  n = round(x / ln 2),  r = x - n ln 2
+// A polynomial gives exp(r); it is minimax in relative error (3e-9) over abs(r) <= ln 2 / 2. All `Count` vectors take
+// each step together: one vector alone is a long chain in which every operation waits for the one before it.
 template <int Count>
 inline void exp_each(Vec<float> (&x)[Count]) {
   constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer

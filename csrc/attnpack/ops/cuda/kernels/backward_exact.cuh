@@ -3,8 +3,8 @@
 #include <attnpack/ops/cuda/kernels/plan.h>
 #include <attnpack/ops/cuda/kernels/exact.cuh>
 
-// Backward: probabilities are recomputed from lse. With P the probabilities, D = rowsum(dO * O) - dlse and dS = P * (dO
-// V^T - D):
+// Backward: the probabilities P are recomputed from lse.
+//   D = rowsum(dO * O) - dlse,  dS = P * (dO V^T - D),
 //   dV = P^T dO,  dQ = scale dS K,  dK = scale dS^T Q.
 // Each gradient has one kernel, and all kernels have one form: 16 owners (rows for dQ, keys for dK and dV) gather from
 // all the others (keys, or rows). Nothing is added up between blocks, so every sum has one fixed order. The price is

@@ -23,7 +23,8 @@ ATTNPACK_DEVICE T shuffle_xor(T x, int mask) {
   return __shfl_xor_sync(0xffffffffu, x, mask);
 }
 
-// Copies 16 bytes from global to shared memory, past the registers. If not valid, it writes zeros and reads nothing.
+// Copies 16 bytes from global to shared memory, bypassing the registers. If not valid, it writes zeros and reads
+// nothing.
 ATTNPACK_DEVICE void copy_async(void* shared, const void* global, bool valid) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int bytes = valid ? 16 : 0;
@@ -36,8 +37,9 @@ ATTNPACK_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit numbers. Lane 8 m + i names row i of matrix m (16 bytes). to[m] is then row lane
-// / 4, columns 2 (lane % 4) and the next. Transposed, to[m] is rows 2 (lane % 4) and the next, column lane / 4.
+// Loads four 8 x 8 matrices of 16-bit numbers. Lane 8 m + i names row i of matrix m (16 bytes). Afterwards to[m] holds
+// row lane / 4, columns 2 (lane % 4) and the next. Transposed, it holds rows 2 (lane % 4) and the next, column lane /
+// 4.
 ATTNPACK_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
   const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -100,8 +100,8 @@ template <class A>
 ATTNPACK_HD inline bool marks_excluded(A weight) {
   return weight == 0 && std::signbit(weight);
 }
-// The weight of an attended pair: its zero is not the mark. Adding 0 would not do, because a fused multiply-add may
-// swallow it.
+// The weight of an attended pair. A zero loses the sign that marks excluded pairs. Adding 0 would not do, because a
+// fused multiply-add may swallow it.
 template <class A>
 ATTNPACK_HD inline A unmarked(A weight) {
   return weight == 0 ? A(0) : weight;
