@@ -1,6 +1,7 @@
-# libattnpack_cuda, the CUDA kernels: built where nvcc and a CUDA torch are found, or on request (-DATTNPACK_CUDA=ON).
-# The .cu files see no header of torch, so that any nvcc from 12.0 on builds them, for any torch. Needs no GPU. nvcc is
-# called by itself: CMake 3.25 does not know how newer ones name C++20, and its checks of the language take a minute.
+# libattnpack_cuda holds the CUDA kernels. It is built where nvcc and a CUDA torch are found, or on request
+# (-DATTNPACK_CUDA=ON). The .cu files see no header of torch, so any nvcc from 12.0 on builds them for any torch. No GPU
+# is needed. nvcc is called directly: CMake 3.25 does not know how newer versions name C++20, and its checks of the
+# language are slow (PERFORMANCE.md).
 set(ATTNPACK_CUDA AUTO CACHE STRING "build libattnpack_cuda: ON, OFF, or AUTO: where nvcc and a CUDA torch are found")
 set(ATTNPACK_CUDA_ARCHITECTURES "80;90" CACHE STRING "architectures of libattnpack_cuda; PTX is kept of the last one")
 set(ATTNPACK_HAS_CUDA OFF)
@@ -35,7 +36,8 @@ if(ATTNPACK_HAS_CUDA)
       COMMAND ${ATTNPACK_NVCC} ${nvcc_flags} -I ${CMAKE_CURRENT_SOURCE_DIR}/csrc -c ${source} -o ${object})
     list(APPEND cuda_objects ${object})
   endforeach()
-  # The one symbol that it takes from libattnpack is attnpack::set_cuda_kernels: torch need not be resolved here.
+  # The one symbol that libattnpack_cuda takes from libattnpack is attnpack::set_cuda_kernels, so torch need not be
+  # resolved here.
   set(cuda_library ${PROJECT_BINARY_DIR}/libattnpack_cuda.so)
   add_custom_command(OUTPUT ${cuda_library} DEPENDS ${cuda_objects} attnpack VERBATIM
     COMMAND ${ATTNPACK_NVCC} -shared -cudart static -ccbin ${CMAKE_CXX_COMPILER} -o ${cuda_library} ${cuda_objects}

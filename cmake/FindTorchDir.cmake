@@ -1,4 +1,4 @@
-# Finds ATTNPACK_TORCH_DIR, the folder of the torch to build against: as given, else asked from Python.
+# Finds ATTNPACK_TORCH_DIR, the folder of the torch to build against: as given, else by asking Python.
 if(NOT ATTNPACK_TORCH_DIR)
   find_program(ATTNPACK_PYTHON_PROGRAM NAMES python3 python)
   if(Python_EXECUTABLE)

@@ -1,5 +1,5 @@
-# What "cmake --install" and the wheel carry: library, headers, the package for find_package(attnpack), and build.json,
-# which tells Python what the build was made for before anything of it is loaded.
+# Installs what the wheel carries: library, headers, the package for find_package(attnpack), and build.json. Python
+# reads build.json before it loads anything, to learn what the build was made for.
 include(CMakePackageConfigHelpers)
 set(config_dir share/cmake/attnpack)
 

@@ -1,11 +1,11 @@
-# attnpack_add_kernels(objects): the kernels compiled once per instruction set, and their object files in that variable.
-# No precompiled header (other flags), hidden symbols, plain C++ and vectors only.
+# attnpack_add_kernels(objects) compiles the kernels once per instruction set, and puts the object files into that
+# variable. No precompiled header (the flags differ), hidden symbols, plain C++ and vectors only.
 include(CheckCXXCompilerFlag)
 set(ATTNPACK_KERNEL_OPTIMISATION -O3 CACHE STRING "optimisation of the kernels")
 mark_as_advanced(ATTNPACK_KERNEL_OPTIMISATION)
 
-# The products of AVX512-BF16 in plain AVX-512, as one more instruction set with the arithmetic of the real one: so that
-# a machine without it can test them. tests/sanitize sets it; what is installed has no use for it.
+# Emulates the products of AVX512-BF16 in plain AVX-512, as one more instruction set with the same arithmetic. So a
+# machine without AVX512-BF16 can test it. tests/sanitize sets the option; installed builds have no use for it.
 option(ATTNPACK_EMULATE_PAIRS "build avx512_bf16_emulated too" OFF)
 mark_as_advanced(ATTNPACK_EMULATE_PAIRS)
 
@@ -42,5 +42,5 @@ function(attnpack_add_kernels objects)
   endforeach()
   set(${objects} ${all} PARENT_SCOPE)
   set(ATTNPACK_ISA_NAMES ${names} PARENT_SCOPE)
-  set(ATTNPACK_ISA_DEFINITIONS ${definitions} PARENT_SCOPE)  # for who includes isa_table.h
+  set(ATTNPACK_ISA_DEFINITIONS ${definitions} PARENT_SCOPE)  # for files that include isa_table.h
 endfunction()

@@ -1,4 +1,4 @@
-# Where attnpack builds. Each check stops with the same sentence and what was found instead.
+# Checks that attnpack can build here. Each check stops with the same sentence and says what was found instead.
 set(ATTNPACK_NEEDS "attnpack: Linux x86-64 (ARM compiles), Python >= 3.11, torch >= 2.11")
 
 if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64|aarch64|arm64)$")

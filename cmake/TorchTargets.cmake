@@ -1,7 +1,7 @@
 # Imported targets for the torch in ATTNPACK_TORCH_DIR (the folder of the torch package or of a LibTorch download):
-# attnpack::torch and, where it has a Python part, attnpack::torch_python. Sets ATTNPACK_TORCH_VERSION, "0" where it
-# cannot be read. Used by the build and by attnpackConfig.cmake. find_package(Torch) is not: it is fatal for a CUDA
-# torch without a CUDA toolkit, which is what a plain "pip install torch" gives.
+# attnpack::torch and, if torch has a Python part, attnpack::torch_python. Sets ATTNPACK_TORCH_VERSION, which is "0" if
+# it cannot be read. The build and attnpackConfig.cmake use this file. find_package(Torch) would not do: it fails for a
+# CUDA torch without a CUDA toolkit, which is what a plain "pip install torch" gives.
 set(ATTNPACK_TORCH_VERSION 0)
 if(EXISTS "${ATTNPACK_TORCH_DIR}/include/torch/headeronly/version.h")
   file(STRINGS "${ATTNPACK_TORCH_DIR}/include/torch/headeronly/version.h" attnpack_lines
@@ -20,8 +20,8 @@ if(NOT TARGET attnpack::torch)
     INTERFACE_INCLUDE_DIRECTORIES
       "${ATTNPACK_TORCH_DIR}/include;${ATTNPACK_TORCH_DIR}/include/torch/csrc/api/include"
     INTERFACE_LINK_LIBRARIES "attnpack::torch_lib;attnpack::torch_cpu_lib;attnpack::c10_lib"
-    # libtorch.so has no symbols of its own but brings CUDA's libraries along: keep it where as-needed is the default.
-    # What those libraries need in turn is the loader's business, not the linker's.
+    # libtorch.so has no symbols of its own, but it loads CUDA's libraries: keep it where as-needed is the default. The
+    # loader, not the linker, finds what those libraries need in turn.
     INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed;LINKER:--allow-shlib-undefined")
   if(EXISTS "${ATTNPACK_TORCH_DIR}/lib/libtorch_python.so")
     add_library(attnpack::torch_python SHARED IMPORTED)

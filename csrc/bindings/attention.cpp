@@ -14,7 +14,7 @@ using Cache = std::shared_ptr<KVCache>;
 
 RotaryEmbedding as_holder(const Rope& rope) { return rope ? RotaryEmbedding(rope) : RotaryEmbedding(nullptr); }
 
-// out, or (out, weights) where asked for; call(with_weights) runs without the GIL.
+// Returns out, or (out, weights) if need_weights. The calls run without the GIL.
 template <typename Plain, typename Weighted>
 py::object run(bool need_weights, const Plain& plain, const Weighted& weighted) {
   if (!need_weights) {

@@ -8,7 +8,7 @@ namespace {
 
 using ModulePtr = std::shared_ptr<torch::nn::Module>;
 
-// A part of a block, named where it is something else.
+// Makes a part of a block from a Python module. If it is something else, the error names the argument.
 template <typename Interface>
 Part<Interface> as_part(const char* name, const py::object& module, const char* wanted) {
   if (module.is_none()) return nullptr;

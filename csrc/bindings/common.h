@@ -18,7 +18,8 @@ Factory make_factory(const py::object& device, const py::object& dtype);
 // The arguments of module.to(...): a dtype, a device or its name, in any order.
 Factory parse_to(const py::args& args, const py::kwargs& kwargs);
 
-// A wrong argument as a sentence shows it: `'yes' (str)`, or a module's or tensor's type alone, whose text is long.
+// A wrong argument as an error message shows it: `'yes' (str)`; of a module or tensor the type alone, because its text
+// is long.
 std::string shown(const py::object& argument);
 
 template <typename Impl>
@@ -26,7 +27,7 @@ std::string describe(const Impl& module) {
   return c10::str(static_cast<const torch::nn::Module&>(module));
 }
 
-// What every bound module can do; the rest comes from torch's own binding of torch::nn::Module.
+// Binds what every module can do. The rest comes from torch's own binding of torch::nn::Module.
 template <typename Impl>
 py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_module(py::module_& m, const char* name,
                                                                        const char* doc) {

@@ -15,7 +15,7 @@ using convert::AttentionWeights;
 using convert::Calibration;
 using OptionalGroups = std::optional<convert::Groups>;
 using Seed = std::optional<uint64_t>;
-using Rows = std::vector<OptionalTensor>;  // calibration: x, context, value_context, as far as they are there
+using Rows = std::vector<OptionalTensor>;  // calibration: x, context, value_context, or the first ones of these
 
 at::Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(at::Tensor()); }
 

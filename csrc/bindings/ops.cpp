@@ -13,7 +13,8 @@
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>
 
-// The operators for eager Python: through here, not torch.ops, because this way in costs a third.
+// The operators for eager Python. Python calls them through here and not through torch.ops, because a call costs less
+// this way (PERFORMANCE.md).
 namespace attnpack {
 namespace {
 
@@ -132,7 +133,7 @@ py::object latent_attend_py(const Tensor& query, const Tensor& latent, const Ten
   return need_weights ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
 }
 
-// Python's attnpack.nn.rope holds the same numbers as a tuple, for what is traced.
+// Python's attnpack.nn.rope holds the same numbers as a tuple, for traced code.
 void bind_rope_settings(py::module_& m) {
   using py::arg;
   using Numbers = std::vector<double>;

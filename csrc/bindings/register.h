@@ -4,7 +4,7 @@
 
 namespace attnpack {
 
-// One function a topic, defined in the file of that name.
+// One function per topic, defined in the file of that name.
 void register_ops(py::module_& m);
 void register_caches(py::module_& m);
 void register_layers(py::module_& m);

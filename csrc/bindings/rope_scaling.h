@@ -58,7 +58,7 @@ inline std::optional<RopeScaling> parse_scaling(const py::object& scaling) {
                           ", wants True or False");
          result.truncate(dict[key].template cast<bool>());
        }},
-      // Said elsewhere: base and dim are arguments of their own.
+      // Ignored here: base and dim are arguments of their own.
       {"rope_theta", [](auto) {}},
       {"partial_rotary_factor", [](auto) {}},
       {"finetuned", [](auto) {}},

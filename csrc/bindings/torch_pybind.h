@@ -1,6 +1,7 @@
 #pragma once
 
-// What bindings need of torch/extension.h. The whole of it includes all of torch, which costs 10 s in every file.
+// The parts of torch/extension.h that bindings need. The whole header includes all of torch, which slows down the
+// compilation of every file (PERFORMANCE.md).
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>

@@ -1,7 +1,7 @@
 #pragma once
 
-// The one place that includes Catch2, version 2 (Debian's) or 3. torch's logging macros have the same names as some of
-// Catch2's (CHECK), so they come first and give way.
+// The one place that includes Catch2, version 2 (Debian's) or 3. torch's logging macros share names with some of
+// Catch2's (CHECK), so torch's are included first and undefined.
 #include <c10/util/Logging.h>
 
 #undef CHECK

@@ -19,10 +19,10 @@
 
 #include "guarded.h"
 
-// A block of CUDA threads on one CPU thread, so that the kernels' very source runs in host tests: each thread is a
-// fiber that runs until it meets a collective operation. Stricter than the hardware where it can be: the order of the
-// threads is drawn, warps run far ahead of others, asynchronous copies land only when they are waited for, and what
-// they will overwrite is garbage until then. Not modelled: the memory of caches, speed, and PTX itself.
+// A block of CUDA threads on one CPU thread, so that host tests run the kernels' own source. Each thread is a fiber
+// that runs until it meets a collective operation. The emulation is stricter than the hardware where it can be. The
+// order of the threads is drawn. Warps run far ahead of others. Asynchronous copies land only when they are waited for,
+// and until then their target holds garbage. Not modelled: the memory of caches, speed, and PTX itself.
 #define ATTNPACK_EMULATED_DEVICE
 #define ATTNPACK_DEVICE inline
 #define ATTNPACK_DEVICE_CALL inline
@@ -44,10 +44,10 @@ class EmulatedBlock {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     State state = kRunnable;
-    int operation = 0;    // which collective it waits at: all of a warp or block must wait at the same
-    Slot own, published;  // what it brought there, as its peers see it
+    int operation = 0;    // which collective it waits at: all threads of a warp or block must wait at the same one
+    Slot own, published;  // its operands there; published: as its peers see them
     bool any = false;     // the block's vote
-    std::vector<std::vector<Copy>> copies;  // groups under way, the last one still open
+    std::vector<std::vector<Copy>> copies;  // groups of copies under way; the last one is still open
   };
 
   static EmulatedBlock*& current() {
@@ -97,7 +97,8 @@ class EmulatedBlock {
     std::memcpy(&x, peer(lane).bytes, sizeof x);
     return x;
   }
-  // NaN, which also shows where it is multiplied with 0, or large numbers, which do not make the kernels try once more.
+  // Either NaN, which also shows where it is multiplied with 0, or large numbers, for which the kernels do not try once
+  // more.
   void fill_garbage(void* at, size_t bytes) { std::memset(at, random_() % 2 ? 0xff : 0x48, bytes); }
 
  private:
@@ -115,12 +116,12 @@ class EmulatedBlock {
     std::abort();
   }
 
-  // A warp, as far as its next collective; all of them, past a barrier. Warps have no common pace: between two barriers
-  // either each goes all the way before the next one moves, in drawn order, or they take turns of drawn lengths. So the
-  // first is a whole stretch ahead of the last, and a barrier that is missing lets it spoil what the others have yet to
-  // read, or read what they have yet to write.
+  // Runs a warp as far as its next collective, or all warps past a barrier. Warps have no common pace. Between two
+  // barriers, either each warp goes all the way before the next one moves, in drawn order, or they take turns of drawn
+  // lengths. So the first warp is a whole stretch ahead of the last one. If a barrier is missing, the first warp can
+  // spoil what the others have yet to read, or read what they have yet to write.
   bool run_some() {
-    std::vector<size_t> warps;  // that can move: a warp's threads are released together
+    std::vector<size_t> warps;  // warps that can move: a warp's threads are released together
     for (size_t w = 0; w < fibers_.size(); w += kLanes)
       if (fibers_[w].state == kRunnable) warps.push_back(w);
     if (warps.empty()) {
@@ -161,7 +162,7 @@ class EmulatedBlock {
 
   std::mt19937_64 random_;
   bool turns_ = false;
-  size_t warp_ = 0;  // the first thread of the one that moves
+  size_t warp_ = 0;  // the first thread of the warp that moves
   std::vector<Fiber> fibers_;
   std::array<int, kLanes> order_;
   ucontext_t scheduler_;
@@ -239,7 +240,7 @@ template <class S>
 float emulated_half(uint32_t reg, int half) {
   return widen(S{static_cast<uint16_t>(reg >> 16 * half)});
 }
-// The fragments as the PTX ISA draws them for mma.m16n8k16, spelled out apart from index.h.
+// The fragments as the PTX ISA draws them for mma.m16n8k16, written without the maps of index.h.
 template <class S>
 void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulated().bring(EmulatedOperands{{a[0], a[1], a[2], a[3]}, {b0, b1}});

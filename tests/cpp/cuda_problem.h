@@ -13,14 +13,15 @@
 
 #include "guarded.h"
 
-// A drawn attention problem in one storage type, and what the formula in fp64 says of it.
+// A drawn attention problem in one storage type, and its results by the formula in fp64.
 namespace attnpack::cuda {
 
 struct Shape {
   int64_t batch, num_kv_heads, group, q_len, kv_len, head_dim, v_head_dim;
 };
-// past: the window of the later queries lies behind all keys; lowest: the float mask holds fp32's smallest number for
-// two thirds of the keys, or for all keys of every third row: a number, which excludes nothing.
+// past: the window of the later queries lies after all keys. lowest: the float mask holds fp32's smallest number for
+// two thirds of the keys. lowest_rows: it holds that number for all keys of every third row. That number excludes
+// nothing.
 struct Settings {
   bool causal = false, window = false, past = false, lens = false, offsets = false, softcap = false, sinks = false,
        alibi = false, bool_mask = false, float_mask = false, map = false, dropout = false, poison = false,
@@ -34,7 +35,7 @@ DType dtype_of() {
   return std::is_same_v<S, BFloat16> ? DType::kBFloat16 : DType::kFloat16;
 }
 
-// A [batch, heads, length, width] tensor stored [batch, length, heads, width], 16-byte aligned; what lies behind it may
+// A [batch, heads, length, width] tensor stored [batch, length, heads, width], 16-byte aligned. The memory after it may
 // not be touched.
 template <class S>
 struct Tensor4 {
@@ -221,7 +222,7 @@ struct Problem {
   }
 
   // One row by the formula: probabilities (before dropout), d(capped) / d(scaled), factors of dropout, lse, out, and
-  // the sum of |probability * value|, in which rounding is measured.
+  // the sum of |probability * value|, which is the unit of rounding errors.
   struct Truth {
     std::vector<double> probs, slope, kept, out, size;
     double lse;
@@ -252,7 +253,7 @@ struct Problem {
     if (sum != 0) t.lse = top + std::log(sum);
     for (int64_t j = 0; j < shape.kv_len; ++j) {
       if (score[j] == -kInf) continue;
-      t.probs[j] = std::exp(score[j] - top) / sum;  // not by lse, in which a mask's smallest number drowns the sum
+      t.probs[j] = std::exp(score[j] - top) / sum;  // not by lse: there a mask's smallest number drowns the sum
       if (on.dropout) {
         uint64_t x =
             p.dropout_seed + 0x9e3779b97f4a7c15u * (((b * num_heads + h) * shape.q_len + i) * shape.kv_len + j + 1);
@@ -272,7 +273,7 @@ struct Problem {
 
 constexpr Device kDevice{8, 227 * 1024};
 
-// What errors are counted in: the most that rounding costs in fp64 and fp32, half of that in 16 bits.
+// The unit of errors: the most that rounding costs in fp64 and fp32, and half of that in 16 bits.
 template <class S>
 double unit() {
   return std::is_same_v<S, double>     ? 0x1p-53
@@ -281,7 +282,7 @@ double unit() {
                                        : 0x1p-12;
 }
 
-// How many problems a test draws: its own number, or more where ATTNPACK_DRAWS says so.
+// How many problems a test draws: `usual`, or the number in ATTNPACK_DRAWS.
 inline int drawn_problems(int usual) {
   const char* wanted = std::getenv("ATTNPACK_DRAWS");
   return wanted ? std::atoi(wanted) : usual;
@@ -301,7 +302,7 @@ inline Settings draw_settings(std::mt19937& random) {
   return on;
 }
 
-// Mostly small, so that edges are met: of tiles, of steps through the keys, of parts.
+// Shapes are mostly small, so that they meet edges: of tiles, of steps through the keys, of parts.
 inline Shape draw_shape(std::mt19937& random, const Settings& on) {
   const int64_t widths[] = {1, 8, 20, 64, 104, 128, 200, 256};
   Shape shape{1,

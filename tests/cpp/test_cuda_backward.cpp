@@ -10,13 +10,13 @@
 #include <attnpack/ops/cuda/kernels/linear.cuh>
 #include <attnpack/ops/cuda/kernels/rope.cuh>
 
-// The CUDA backward kernels and those of a layer, their very source, on an emulated block, against the formulas.
+// The source of the CUDA backward kernels and of the layers' kernels, run on an emulated block, against the formulas.
 using namespace attnpack;
 using namespace attnpack::cuda;
 
 namespace {
 
-// A sum and the sum of its terms' sizes, in which rounding is measured.
+// A sum, and the sum of its terms' sizes, which is the unit of rounding errors.
 struct Sum {
   double value = 0, size = 0;
   void add(double term, double size_of_term) {
@@ -116,7 +116,7 @@ void run(Problem<S>& x, int seed, bool on_tensor_cores) {
   run_exact<Gradient::kValue>(x, seed);
 }
 
-// Weights and results are rounded to the storage type, by up to two units each; fp32 and fp64 see the error of long
+// Weights and results are rounded to the storage type, by up to two units each. fp32 and fp64 see the error of long
 // sums.
 template <class S>
 constexpr double kUnits = sizeof(S) == 2 ? 4.1 : 100;
@@ -167,7 +167,8 @@ void check(const Shape& shape, const Settings& on, int seed, bool on_tensor_core
   CHECK(worst < 100 * (sizeof(S) == 8 ? 0x1p-53 : 0x1p-24));
 }
 
-// What keys hold that a row may not see, and with poisoned rows what rows hold that may not see a key, changes no bit.
+// No bit changes with the contents of keys that a row may not see, nor, with poisoned rows, with the contents of rows
+// that may not see a key.
 template <class S>
 void check_bits(const Shape& shape, Settings on, int seed, bool poisoned_rows = false) {
   Problem<S> clean(shape, on, seed);
@@ -328,7 +329,7 @@ TEST_CASE("rope turns pairs and leaves the rest") {
   }
 }
 
-// base: where the arrays begin, in numbers behind a 16-byte boundary.
+// base: where the arrays begin, in numbers after a 16-byte boundary.
 template <class S>
 void check_linear(int64_t rows, int64_t inputs, int64_t stride, int64_t base) {
   const int64_t outputs = 9;

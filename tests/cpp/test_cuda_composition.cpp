@@ -1,4 +1,5 @@
-// What CUDA tensors run through where there is no kernel is made of ATen ops, so tensors of the CPU can try it.
+// CUDA tensors without a kernel run through compositions of ATen ops. These also run on CPU tensors, which are tested
+// here.
 #include <torch/torch.h>
 
 #include "catch.h"

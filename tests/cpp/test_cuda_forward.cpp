@@ -8,7 +8,7 @@
 #include <attnpack/ops/cuda/kernels/forward_latent.cuh>
 #include <attnpack/ops/cuda/kernels/forward_mma.cuh>
 
-// The CUDA forward kernels, their very source, on an emulated block, against the formula in fp64.
+// The source of the CUDA forward kernels, run on an emulated block, against the formula in fp64.
 using namespace attnpack;
 using namespace attnpack::cuda;
 
@@ -58,7 +58,7 @@ void run_forward(const AttentionParams& p, const ForwardPlan& plan, uint64_t see
                      [&](int64_t i, void*) { merge_parts<S, A>(p, plan, workspace.data(), i, 128); });
 }
 
-// What keys hold that no row may see, and what a row holds that is not to see them, changes no bit.
+// No bit changes with the contents of keys that no row may see, nor with the contents of rows that may not see a key.
 template <class S>
 void check_bits(const Shape& shape, Settings on, int seed) {
   on.poison = false;
@@ -83,7 +83,7 @@ void check_bits(const Shape& shape, Settings on, int seed) {
   CHECK(wrong == 0);
 }
 
-// Largest error, in units of the rounding of the storage type.
+// The largest error, in units of the rounding of the storage type.
 template <class S>
 void check(const Shape& shape, const Settings& on, std::optional<ForwardKernel> kernel, int seed,
            Device device = kDevice) {
@@ -115,7 +115,7 @@ void check(const Shape& shape, const Settings& on, std::optional<ForwardKernel> 
         }
       }
   CHECK(wrong == 0);
-  // Weights and the result are rounded to the storage type, by up to two units each, which few rows meet; fp32 and fp64
+  // Weights and the result are rounded to the storage type, by up to two units each; few rows reach that. fp32 and fp64
   // also see the error of long sums.
   CHECK(worst < (sizeof(S) == 4 || sizeof(S) == 8 ? 100 : kernel ? 2.5 : 4.5));
   CHECK(worst_lse < (std::is_same_v<S, double> ? 1e-13 : 2e-6));

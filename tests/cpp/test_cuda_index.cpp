@@ -8,7 +8,7 @@
 #include <attnpack/ops/cuda/kernels/forward_latent.cuh>
 #include <attnpack/ops/cuda/kernels/forward_mma.cuh>
 
-// The arithmetic on indices that the CUDA kernels stand on, against brute force.
+// The arithmetic on indices of the CUDA kernels, against brute force.
 using namespace attnpack;
 using namespace attnpack::cuda;
 
@@ -128,7 +128,7 @@ TEST_CASE("units give every pair of a row and a key that it sees to one block") 
     int64_t wrong = 0;
     for (int64_t block = 0; block < plan.blocks; ++block) {
       const Unit u = unit_of(p, plan, block);
-      const int64_t valid = p.kv_lens ? lens[u.b] : p.kv_len;  // what lies behind may be no memory of ours
+      const int64_t valid = p.kv_lens ? lens[u.b] : p.kv_len;  // the memory after these keys may not be ours
       wrong += u.keys.begin < 0 || u.keys.end > valid;
       wrong += u.keys.begin >= u.keys.end && u.keys.end > 0;  // a beginning rounded down would find keys
       for (int64_t r = u.first; r < u.first + plan.tile_rows && r < plan.rows; ++r) {
@@ -194,7 +194,7 @@ template <class Tile>
 void check_room(ForwardKernel kernel, int64_t width) {
   const int64_t room = shared_bytes(kernel, Tile::kRows, width);
   CHECK(static_cast<int64_t>(sizeof(typename Tile::Shared)) <= room);
-  CHECK(room <= 163 * 1024);  // what a block of sm_80 may ask for, the least of those that run the tensor-core kernels
+  CHECK(room <= 163 * 1024);  // the most that a block of sm_80 may ask for: no device that runs these kernels has less
 }
 
 }  // namespace
@@ -228,7 +228,7 @@ TEST_CASE("what tensor cores cannot take goes to the exact kernel") {
     AttentionBackwardParams bp{p};
     bp.grad_out = memory;
     bp.grad_out_strides = {0, 0, 128, 1};
-    // The gradients go the same way, but that a latent's do not.
+    // The gradients take the same kind of kernel, except for a latent.
     const ForwardPlan plan = plan_forward(p, 1, {132, shared});
     const bool exact = plan.kernel == ForwardKernel::kExact;
     CHECK((plan_backward(bp, 1, {132, shared}).width == 0) == (exact || plan.kernel == ForwardKernel::kLatent));

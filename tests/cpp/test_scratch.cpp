@@ -1,4 +1,4 @@
-// The kernels' working memory when there is none to be had.
+// The kernels' working memory when there is none left.
 #include <sys/resource.h>
 
 #include "catch.h"

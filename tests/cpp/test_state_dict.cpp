@@ -1,4 +1,4 @@
-// Tensors by name into a module: all of them, or none and a sentence.
+// Tensors by name into a module: either all are loaded, or none is and a sentence says why.
 #include <torch/torch.h>
 
 #include "catch.h"

@@ -13,7 +13,7 @@ namespace {
 
 int64_t longest(const at::Tensor& lengths) { return lengths.numel() > 0 ? lengths.max().item<int64_t>() : 0; }
 
-// held's positions in a buffer with room for `capacity` of them.
+// Copies held's positions into a buffer with room for `capacity` of them.
 at::Tensor grown(const at::Tensor& held, int64_t len, int64_t capacity) {
   auto larger = cache_zeros(held.size(0), held.size(1), capacity, held.size(3), held.options());
   larger.narrow(2, 0, len).copy_(held.narrow(2, 0, len));

@@ -4,19 +4,19 @@
 
 namespace attnpack {
 
-// Grows with what is appended, by doubling its capacity; takes shape, dtype and device from the first append, and
-// again from the first one after reset().
+// Grows as positions are appended, by doubling its capacity. It takes shape, dtype and device from the first append,
+// and again from the first append after reset().
 class DynamicCache : public KVCache {
  public:
   DynamicCache();
-  // Over tensors that somebody else holds too; they are written until they are outgrown.
+  // Over tensors that somebody else holds too. They are written until the cache outgrows them.
   explicit DynamicCache(CacheTensors tensors);
 
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
   void commit(int64_t new_len, const std::optional<at::Tensor>& new_lens) override;
 
   int64_t len() const override { return len_; }
-  // Of the len positions that are held, not of the capacity behind them.
+  // Bytes of the len positions that are held, without the capacity after them.
   int64_t nbytes() const override;
   void reset() override;
   void crop(int64_t n) override;
@@ -25,7 +25,7 @@ class DynamicCache : public KVCache {
   void take_back(const at::Tensor& lengths) override;
 
  private:
-  CacheTensors room_;  // what reserve made, held from commit on
+  CacheTensors room_;  // made by reserve, and taken over by commit
   int64_t len_ = 0;    // kept here so that no call waits for the device
 };
 

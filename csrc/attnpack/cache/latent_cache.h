@@ -6,8 +6,8 @@
 
 namespace attnpack {
 
-// The latents of MultiHeadLatentAttention: for every position c after its norm and the rotated k_rope side by side,
-// kv_lora_rank + qk_rope_head_dim numbers, in one buffer that the absorbed path reads as it is. Grows as DynamicCache.
+// The latents of MultiHeadLatentAttention. A position takes kv_lora_rank + qk_rope_head_dim numbers: c after its norm
+// and the rotated k_rope side by side, in one buffer that the absorbed path reads as it is. Grows as DynamicCache does.
 class LatentCache : public DynamicCache {
  public:
   LatentCache() = default;
@@ -22,7 +22,7 @@ class LatentCache : public DynamicCache {
   void reset() override;
   std::shared_ptr<KVCache> clone() const override;
 
-  // The latents c, which are the values of the absorbed path too: [B, 1, len, kv_lora_rank], a view of k().
+  // The latents c, which are also the values of the absorbed path: [B, 1, len, kv_lora_rank], a view of k().
   at::Tensor v() const override;
   // [B, 1, len, qk_rope_head_dim], a view of k(); undefined before the first append, as k() and v().
   at::Tensor k_rope() const;

@@ -18,7 +18,7 @@ class ModelCache {
 
   const std::vector<std::shared_ptr<KVCache>>& layers() const { return layers_; }
   int64_t len() const { return layers_.empty() ? 0 : layers_.front()->len(); }
-  // Of the first layer, [B]; all layers hold the same positions.
+  // The lengths of the first layer, [B]. All layers hold the same positions.
   const at::Tensor& lengths() const { return layers_.front()->lengths(); }
   int64_t nbytes() const;
   void reset();

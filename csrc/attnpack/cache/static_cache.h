@@ -31,7 +31,7 @@ class StaticCache : public KVCache {
 
   // Reads the length tensor: on CUDA this waits for the device.
   int64_t len() const override;
-  // Of all max_len positions: what is allocated.
+  // Bytes of all max_len positions, which are allocated at once.
   int64_t nbytes() const override;
   int64_t max_len() const { return tensors_.key.size(2); }
   std::optional<int64_t> capacity() const override { return max_len(); }

@@ -8,7 +8,7 @@
 
 namespace attnpack::convert {
 
-// Fused query, key and value projections, apart and together again, bit for bit. layout:
+// Splits fused query, key and value projections and fuses them again, bit for bit. layout:
 //   "concat"    rows [Q | K | V]: torch's in_proj_weight, nanoGPT, GPTBigCode with one kv head
 //   "grouped"   for each kv head [its query heads | k | v]: Falcon, and GPTBigCode without multi_query
 //   "conv1d"    columns [Q | K | V] of a transposed weight [E, rows]: GPT-2; its bias is "concat"'s

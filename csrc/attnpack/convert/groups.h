@@ -9,8 +9,9 @@ namespace attnpack::convert {
 // The kv heads that become one, for each kv head of the result.
 using Groups = std::vector<std::vector<int64_t>>;
 
-// groups as given, checked: num_kv_heads lists that hold every one of num_heads heads once. Without them num_kv_heads
-// runs of consecutive heads of one length (Ainslie et al. 2023, section 2.1), which must come out even.
+// Returns the groups after a check: num_kv_heads lists that hold every one of num_heads heads once. Without groups it
+// returns num_kv_heads runs of consecutive heads of equal length (Ainslie et al. 2023, section 2.1); num_kv_heads must
+// then divide num_heads.
 Groups resolve_groups(int64_t num_heads, int64_t num_kv_heads, const std::optional<Groups>& groups);
 
 // Raises unless num_heads heads can become num_kv_heads.

@@ -15,7 +15,7 @@ namespace attnpack::convert {
 
 namespace {
 
-// The same tensors, k and v pooled, each by draws of its own.
+// The same weights with k and v pooled. Each tensor has draws of its own.
 AttentionWeights pool_layer(const AttentionWeights& weights, const Groups& groups, const MergeOptions& o) {
   auto result = weights;
   uint64_t draw = 0;

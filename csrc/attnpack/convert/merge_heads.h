@@ -12,7 +12,7 @@
 
 namespace attnpack::convert {
 
-// The projections of one attention layer; biases may be undefined. Dv is D in the modules of today.
+// The projections of one attention layer. Biases may be undefined. In attnpack's modules Dv is D.
 struct AttentionWeights {
   at::Tensor q;                       // [Hq * D, E]
   at::Tensor k;                       // [Hkv * D, Ek]
@@ -21,7 +21,7 @@ struct AttentionWeights {
   at::Tensor q_bias, k_bias, v_bias;  // [Hq * D], [Hkv * D], [Hkv * Dv]
 };
 
-// What the layer read on calibration text, one row a token; undefined: all directions count alike.
+// The layer's inputs on calibration text, one row per token. Undefined: all directions count alike.
 struct Calibration {
   at::Tensor x;              // [N, E]
   at::Tensor context;        // [N', Ek], default x
@@ -46,7 +46,7 @@ struct MergeOptions {
   // The first rope_dim dims of a head rotate, in pairs (i, i + rope_dim / 2) or (2i, 2i + 1).
   TORCH_ARG(int64_t, rope_dim) = 0;
   TORCH_ARG(bool, interleaved) = false;
-  // Keys pass a norm behind their projection, so that "aligned" leaves them to the mean.
+  // Keys pass a norm after their projection. "aligned" then merges them by their mean.
   TORCH_ARG(bool, key_norm) = false;
   // Query heads are put in the order of their groups, so that consecutive ones share a kv head; groups must be even.
   TORCH_ARG(bool, reorder) = false;
@@ -59,7 +59,7 @@ struct MergedHeads {
   Groups groups;
 };
 
-// Raises unless the weights are those of heads as options say.
+// Raises unless the weights have the heads that options name.
 void check_layer(const AttentionWeights& weights, const MergeOptions& options);
 
 // A layer's weights with fewer kv heads. q and o change with "aligned" and reorder only; tensors that do not change

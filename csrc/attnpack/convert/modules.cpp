@@ -71,7 +71,7 @@ StateDict own_parameters(const torch::nn::Module& module, const AttentionWeights
   return tensors;
 }
 
-// Latent attention reads these nowhere.
+// Refuses settings that latent attention does not have.
 template <typename Impl>
 void check_has_latent_form(const Impl& module) {
   const auto& o = module.options;

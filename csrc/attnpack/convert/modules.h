@@ -15,10 +15,10 @@ struct ToGqaOptions {
   TORCH_ARG(Calibration, calibration);
 };
 
-// A module with fewer kv heads and everything else as in module: settings, biases, norms, sinks, mode, dtype, device,
-// requires_grad. It has parameters of its own; module stays as it is. Uneven groups give it a head_map. Of
-// MultiHeadAttention, GroupedQueryAttention (whose kv heads are merged) and MultiQueryAttention. The method is that of
-// Ainslie et al. 2023, section 2.1.
+// A module with fewer kv heads. Everything else is as in module: settings, biases, norms, sinks, mode, dtype, device,
+// requires_grad. It has parameters of its own; module stays as it is. Uneven groups give it a head_map. module is a
+// MultiHeadAttention, a GroupedQueryAttention (whose kv heads are merged) or a MultiQueryAttention. The method is that
+// of Ainslie et al. 2023, section 2.1.
 template <typename Impl>
 GroupedQueryAttention to_gqa(const torch::nn::ModuleHolder<Impl>& module, int64_t num_kv_heads,
                              const ToGqaOptions& options = {});
@@ -33,9 +33,9 @@ struct ToMlaOptions {
   TORCH_ARG(int64_t, length) = 512;
 };
 
-// The layer as latent attention (latent.h): the plain form without norms, its rope head as wide as what module rotates.
-// Raises where module has what latent attention has not: window, softcap, sinks, ALiBi, norms of queries and keys,
-// contexts of other widths than embed_dim. A bias of q_proj needs a query latent as wide as q_proj.
+// The layer as latent attention (latent.h): the plain form without norms. Its rope head is as wide as the dims that
+// module rotates. Raises where module has what latent attention has not: window, softcap, sinks, ALiBi, norms of
+// queries and keys, contexts of other widths than embed_dim. A bias of q_proj needs a query latent as wide as q_proj.
 template <typename Impl>
 MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int64_t kv_lora_rank,
                                 const ToMlaOptions& options = {});

@@ -18,7 +18,7 @@ struct PoolOptions {
   TORCH_ARG(int64_t, window) = 1;
   // The heads of each group, uneven allowed; default: consecutive heads.
   TORCH_ARG(std::optional<Groups>, groups);
-  // Of "random"; default: torch's generator.
+  // The seed of "random"; default: torch's generator.
   TORCH_ARG(std::optional<uint64_t>, seed);
 };
 
@@ -27,7 +27,7 @@ struct PoolOptions {
 at::Tensor pool_kv_heads(const at::Tensor& weight,  // [num_heads * D, E], or a bias [num_heads * D]
                          int64_t num_heads, int64_t num_kv_heads, const PoolOptions& options = {});
 
-// Raises for NaN and Inf, which would spread to all that is made of them; none and meta tensors pass.
+// Raises for NaN and Inf, which would spread to all results. Undefined tensors and meta tensors pass.
 void check_finite(const char* name, const at::Tensor& weight);
 
 // Raises unless weight is floating, [num_heads * D, E] or [num_heads * D].

@@ -34,7 +34,7 @@ class Partition {
     return group.empty() ? 0 : sum / static_cast<double>(group.size());
   }
 
-  // Tries one exchange (or move) between groups a and b; whether it was taken.
+  // Tries to exchange two heads between groups a and b, or to move one. Returns whether it did.
   bool improve(size_t a, size_t b, bool uneven) {
     const auto before = cost(groups[a]) + cost(groups[b]);
     const auto better = [&](const std::vector<int64_t>& left, const std::vector<int64_t>& right) {

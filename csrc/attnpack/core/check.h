@@ -2,5 +2,5 @@
 
 #include <c10/util/Exception.h>
 
-// One form for every complaint: the argument, what it got, what it wants, the fix.
+// Every error message names the argument, what it got, what it wants and the fix.
 #define ATTNPACK_CHECK(condition, ...) TORCH_CHECK_VALUE(condition, "attnpack: ", __VA_ARGS__)

@@ -6,8 +6,8 @@
 
 namespace attnpack {
 
-// Dropout's draw for one probability: a hash of the seed and the element's place (splitmix64, Steele et al. 2014), so
-// that forward and backward see the same mask whatever the tiling, on every device.
+// Whether dropout drops one probability: a hash of the seed and the element's place (splitmix64, Steele et al. 2014).
+// Forward and backward draw the same mask, with any tiling and on every device.
 ATTNPACK_HD static inline bool dropped(const AttentionParams& p, int64_t b, int64_t head, int64_t query, int64_t key) {
   uint64_t x =
       p.dropout_seed +

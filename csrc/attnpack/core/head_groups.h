@@ -6,8 +6,8 @@
 
 namespace attnpack {
 
-// Which query heads read which kv head, as the kernels want it: query heads sorted by kv head.
-// Groups may be uneven or empty: group g holds heads[start[g]] ... heads[start[g + 1] - 1].
+// Query heads sorted by the kv head that they read. Groups may be uneven or empty: group g holds heads[start[g]] ...
+// heads[start[g + 1] - 1].
 struct HeadGroups {
   std::vector<int64_t> start;  // [num_kv_heads + 1]
   std::vector<int64_t> heads;  // [num_heads]

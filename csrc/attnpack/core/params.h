@@ -3,14 +3,15 @@
 #include <cfloat>
 #include <cstdint>
 
-// Functions that CUDA kernels run too.
+// Marks functions that CUDA kernels call too.
 #ifdef __CUDACC__
 #define ATTNPACK_HD __host__ __device__
 #else
 #define ATTNPACK_HD
 #endif
 
-// What the kernels read: sizes, strides, pointers and settings. No tensors, no framework headers.
+// The structs that kernels read: sizes, strides, pointers and settings. They hold no tensors and need no framework
+// headers.
 namespace attnpack {
 
 enum class DType : int32_t { kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
@@ -22,7 +23,7 @@ struct Strides {
 
 struct AttentionParams {
   int64_t batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, v_head_dim;
-  DType dtype;  // of query, key, value and what has their shape
+  DType dtype;  // of query, key, value, out and their gradients
 
   const void* query;  // [batch, num_heads, q_len, head_dim]
   const void* key;    // [batch, num_kv_heads, kv_len, head_dim]
@@ -33,7 +34,7 @@ struct AttentionParams {
   Strides out_strides;
   void* lse;  // [batch, num_heads, q_len], contiguous, accumulation type
 
-  // Query heads sorted by kv head (core/head_map.h); null: consecutive heads in equal groups.
+  // Query heads sorted by kv head (core/head_groups.h); null: consecutive heads form equal groups.
   const int64_t* group_start;  // [num_kv_heads + 1]
   const int64_t* group_heads;  // [num_heads]
 
@@ -66,8 +67,9 @@ struct AttentionBackwardParams {
   void* grad_key;     // as key
   void* grad_value;   // as value
   Strides grad_query_strides, grad_key_strides, grad_value_strides;
-  // grad_query while it grows, accumulation type: the rows of each sequence's kv heads one after the other, as tiles
-  // take them; and how many blocks of keys each tile of a [batch, kv head] has in it, 0 at first.
+  // grad_query_sums: the running sums of grad_query in the accumulation type, [batch, rows, sums_width(head_dim)]. The
+  // rows of a sequence are those of its kv heads, one kv head after the other, in the order of the tiles. blocks_done:
+  // how many blocks of keys each tile of rows has summed up; 0 at first.
   void* grad_query_sums;
   int32_t* blocks_done;  // [batch, num_kv_heads, tiles]
   int64_t tiles;
@@ -102,12 +104,12 @@ struct Range {
   ATTNPACK_HD bool empty() const { return begin >= end; }
 };
 
-// Keys of sequence b: what lies behind them is padding.
+// The number of valid keys of sequence b. The keys after them are padding.
 ATTNPACK_HD static inline int64_t valid_keys(const AttentionParams& p, int64_t b) {
   return p.kv_lens ? p.kv_lens[b] : p.kv_len;
 }
 
-// Mask by ranges: the keys that causality, window and kv_lens leave to query row i of sequence b.
+// The range of keys that causality, window and kv_lens leave to query row i of sequence b.
 ATTNPACK_HD static inline Range key_range(const AttentionParams& p, int64_t b, int64_t i) {
   const int64_t position = i + (p.q_offsets ? p.q_offsets[b] : p.q_offset);
   Range keys{0, valid_keys(p, b)};
@@ -118,7 +120,7 @@ ATTNPACK_HD static inline Range key_range(const AttentionParams& p, int64_t b, i
   return keys;
 }
 
-// What a product is multiplied with before tanh, scale / softcap: finite, so that a product of 0 stays 0.
+// The factor scale / softcap of a product before tanh. It is clamped to finite numbers, so that a product of 0 stays 0.
 template <class A>
 ATTNPACK_HD static inline A scale_into_cap(const AttentionParams& p) {
   constexpr double kMost = sizeof(A) == sizeof(double) ? DBL_MAX : FLT_MAX;

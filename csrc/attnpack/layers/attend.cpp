@@ -96,8 +96,8 @@ void register_parts(torch::Library& m) {
 }  // namespace
 }  // namespace attnpack
 
-// The schema names the cache's tensors as written, for which vmap has no rule; without a cache nothing is. For lazy
-// tensors torch has one that breaks what is written (ops/lazy).
+// The schema says that the cache's tensors are written, and vmap has no rule for such ops. But without a cache nothing
+// is written. For lazy tensors torch has a fallback, which breaks what is written (ops/lazy).
 TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_parts(m); }
 TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_parts(m); }
 TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_parts(m); }

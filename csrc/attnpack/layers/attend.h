@@ -19,13 +19,13 @@ struct AttendOptions : LayerInputs {
   std::optional<std::vector<int64_t>> head_map;
 };
 
-// What follows the projections of every MHA / GQA / MQA layer: rotate, append to the cache, attend, join the heads.
+// An MHA, GQA or MQA layer after its projections: rotate, append to the cache, attend, join the heads.
 at::Tensor attend(const at::Tensor& query,             // [B, Hq, L, D], before rotation
                   const at::Tensor& key,               // [B, Hkv, Lkv, D], before rotation
                   const at::Tensor& value,             // [B, Hkv, Lkv, Dv]
                   const AttendOptions& options = {});  // -> [B, L, Hq * Dv]
 
-// The same and the probabilities before dropout, [B, Hq, L, keys].
+// The same, and the probabilities before dropout, [B, Hq, L, keys].
 std::tuple<at::Tensor, at::Tensor> attend_with_weights(const at::Tensor& query, const at::Tensor& key,
                                                        const at::Tensor& value, const AttendOptions& options = {});
 

@@ -14,12 +14,12 @@ namespace {
 
 using c10::SymInt;
 
-// The op that appends takes keys and values; latents are both, and are stored once.
+// Values of no width. The op that appends takes keys and values; latents are both, and are stored once.
 Tensor without_width(const Tensor& x) {
   return at::empty_symint({x.sym_size(0), x.sym_size(1), x.sym_size(2), 0}, x.options());
 }
 
-// Latents as keys or values of that width, for checks: nothing is computed or read.
+// Stands for keys or values of that width in checks. Nothing is computed or read.
 Tensor as_wide(const Tensor& latents, const SymInt& width) {
   auto shape = latents.sym_sizes().vec();
   shape.back() = width;
@@ -37,7 +37,7 @@ void check_latents(const Tensor& query, const Tensor& latent, const Tensor& k_ro
                  latent.sym_sizes(), " and query ", query.sym_sizes());
 }
 
-// How latents lead to heads.
+// Checks the way from latents to heads: kv_b, v_dim and path.
 void check_up(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const std::optional<Tensor>& kv_b,
               const SymInt& v_dim, c10::string_view path) {
   check_latents(query, latent, k_rope);
@@ -56,7 +56,7 @@ void check_up(const Tensor& query, const Tensor& latent, const Tensor& k_rope, c
                  "]");
 }
 
-// Queries and unrotated latents of the new tokens, which the operator takes as keys; values of no width.
+// Queries and unrotated latents of the new tokens. The operator takes the latents as keys, and values of no width.
 NewTokens new_tokens(const Tensor& query, const Tensor& latent, const Tensor& k_rope) {
   check_latents(query, latent, k_rope);
   // Autocast may have made the norm's output wider than the projections'.
@@ -91,13 +91,13 @@ PlacedLatents place(const Tensor& query, const Tensor& latent, const Tensor& k_r
   return {place_tokens(tokens, cache_tensors(cache), layer, check), latent.sym_size(2), k_rope.sym_size(2)};
 }
 
-// As the operator takes them; absorbed outputs are still latents.
+// Query, key and value as the operator takes them. Absorbed outputs are still latents.
 struct Heads {
   Tensor query, key, value;
   bool absorbed;
 };
 
-// What lies beyond kv_lens must not meet a zero gradient: 0 * NaN is no zero.
+// Zeros the latents beyond kv_lens. They must not meet a zero gradient, because 0 * NaN is not zero.
 Tensor only_valid(const Tensor& latent, const std::optional<Tensor>& kv_lens) {  // [B, K, C]
   const Tensor slots = at::arange(latent.sym_size(1), kv_lens->options().dtype(at::kLong));
   const Tensor beyond = slots.ge(kv_lens->unsqueeze(1));  // [B, K]
@@ -122,7 +122,7 @@ Heads make_heads(const PlacedLatents& tokens, const std::optional<Tensor>& kv_b,
   return {tokens.query, key, value, false};
 }
 
-// Scores are over the dims of the query, also where folding makes it wider. Without dims they are 0.
+// The default scale is that of the query's dims before folding makes the query wider. Without dims the scores are 0.
 AttentionArguments operator_arguments(const Tensor& query, const PlacedLatents& tokens, const LayerArguments& layer) {
   AttentionArguments args = attention_arguments(layer);
   args.q_offsets = tokens.q_offsets;
@@ -163,7 +163,7 @@ std::tuple<Tensor, Tensor> latent_attend_with_weights_composite(const Tensor& qu
   return {run(heads, args, layer.dropout_p, kv_b, v_dim), scores_formula(heads.query, heads.key, args, "probs")};
 }
 
-// The two halves of the expanded path, between which a kv_b_proj that is no plain linear makes kv of the latents.
+// The two halves of the expanded path. Between them a kv_b_proj that is no plain linear makes kv of the latents.
 std::tuple<Tensor, Tensor, Tensor, Tensor> latent_append_composite(const Tensor& query, const Tensor& latent,
                                                                    const Tensor& k_rope,
                                                                    const LatentCacheArguments& cache,
@@ -247,8 +247,8 @@ void register_parts(torch::Library& m) {
 }  // namespace
 }  // namespace attnpack
 
-// The schema names the cache's tensors as written, for which vmap has no rule; without a cache nothing is. For lazy
-// tensors torch has one that breaks what is written (ops/lazy).
+// The schema says that the cache's tensors are written, and vmap has no rule for such ops. But without a cache nothing
+// is written. For lazy tensors torch has a fallback, which breaks what is written (ops/lazy).
 TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_parts(m); }
 TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_parts(m); }
 TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_parts(m); }

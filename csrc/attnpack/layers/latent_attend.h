@@ -13,11 +13,11 @@ namespace attnpack {
 // A type of its own, so that a window, softcap, sinks, ALiBi or head map cannot be given: latent attention has none.
 struct LatentAttendOptions : LayerInputs {};
 
-// What follows the projections of latent attention: rotate, append the latents to the cache, attend by one of two equal
-// paths, join the heads. `path`: "expanded" makes keys and values of all latents (kv_b), "absorbed" folds W_UK into the
-// queries and W_UV into the outputs and reads the latents alone, "auto" takes what absorbed_is_cheaper says. Without
-// kv_b query and output live in the latent space already. Scale is that of the scores, by default 1 / sqrt(N + R); the
-// cache's key holds latents, its value nothing.
+// Latent attention after its projections: rotate, append the latents to the cache, attend by one of two equal paths,
+// join the heads. `path`: "expanded" makes keys and values of all latents (kv_b); "absorbed" folds W_UK into the
+// queries and W_UV into the outputs, and reads the latents alone; "auto" takes what absorbed_is_cheaper says. Without
+// kv_b, query and output are in the latent space already. scale is that of the scores, by default 1 / sqrt(N + R). The
+// cache's key holds the latents; its value has no width.
 at::Tensor latent_attend(const at::Tensor& query,                // [B, H, L, N + R], before rotation; the last R rotate
                          const at::Tensor& latent,               // [B, Lkv, C], after its norm
                          const at::Tensor& k_rope,               // [B, Lkv, R], before rotation
@@ -25,14 +25,15 @@ at::Tensor latent_attend(const at::Tensor& query,                // [B, H, L, N 
                          int64_t v_dim, const std::string& path,
                          const LatentAttendOptions& options = {});  // -> [B, L, H * V], without kv_b [B, L, H * C]
 
-// The same and the probabilities before dropout, [B, H, L, keys].
+// The same, and the probabilities before dropout, [B, H, L, keys].
 std::tuple<at::Tensor, at::Tensor> latent_attend_with_weights(const at::Tensor& query, const at::Tensor& latent,
                                                               const at::Tensor& k_rope,
                                                               const std::optional<at::Tensor>& kv_b, int64_t v_dim,
                                                               const std::string& path,
                                                               const LatentAttendOptions& options = {});
 
-// Query, key and value as they enter the operator, without a cache: by path, "auto" as "expanded".
+// Query, key and value as they enter the operator, without a cache. The path decides their form; "auto" means
+// "expanded".
 std::tuple<at::Tensor, at::Tensor, at::Tensor> latent_project(const at::Tensor& query, const at::Tensor& latent,
                                                               const at::Tensor& k_rope,
                                                               const std::optional<at::Tensor>& kv_b, int64_t v_dim,

@@ -77,7 +77,7 @@ void CausalLMImpl::reset() {
                                .interleaved(o.rope_interleaved()));
   }
   Embedding embedding(EmbeddingOptions(o.vocab_size(), o.embed_dim()).factory(o.factory()));
-  // As a head, N(0, 1) would start at a loss of hundreds instead of ln V.
+  // An embedding that is also the head would, with N(0, 1), start at a loss of hundreds instead of ln V.
   embedding->weight.detach().mul_(o.init_std());
   std::vector<DecoderBlock> layers;
   for (int64_t i = 0; i < o.num_layers(); ++i) layers.push_back(make_block(o, rope));

@@ -16,21 +16,21 @@ struct CausalLMOptions {
   TORCH_ARG(int64_t, num_heads);
   TORCH_ARG(std::optional<int64_t>, num_kv_heads);  // default num_heads
   TORCH_ARG(std::optional<int64_t>, head_dim);      // default embed_dim / num_heads
-  TORCH_ARG(std::optional<int64_t>, hidden_dim);    // of the feed-forward; default 4 * embed_dim
+  TORCH_ARG(std::optional<int64_t>, hidden_dim);    // width of the feed-forward; default 4 * embed_dim
   TORCH_ARG(int64_t, max_positions) = 2048;
   TORCH_ARG(double, rope_base) = 10000.0;
   TORCH_ARG(std::optional<RopeScaling>, rope_scaling);
   TORCH_ARG(bool, rope_interleaved) = false;
-  // Latent attention in every layer: its ranks and head dims, path and latent_norm; the rest is the model's.
-  // num_kv_heads, head_dim, qk_norm, window and out_bias are not for it, and bias is as MultiHeadLatentAttention has
-  // it.
+  // Latent attention in every layer. These options give its ranks, head dims, path and latent_norm; the rest comes from
+  // the model's options. num_kv_heads, head_dim, qk_norm, window and out_bias do not apply to it. bias means what it
+  // means in MultiHeadLatentAttention.
   TORCH_ARG(std::optional<MultiHeadLatentAttentionOptions>, latent);
   TORCH_ARG(double, eps) = 1e-6;
   TORCH_ARG(bool, tie_embeddings) = false;
-  TORCH_ARG(double, init_std) = 0.02;  // of the embedding at first, as in Llama and GPT-2
+  TORCH_ARG(double, init_std) = 0.02;  // standard deviation of the new embedding, as in Llama and GPT-2
   TORCH_ARG(bool, qk_norm) = false;
-  TORCH_ARG(std::optional<Window>, window);  // of every layer; "W tokens, its own included" is {W - 1, 0}
-  TORCH_ARG(bool, bias) = false;             // on q, k and v
+  TORCH_ARG(std::optional<Window>, window);  // the window of every layer; "W tokens, its own included" is {W - 1, 0}
+  TORCH_ARG(bool, bias) = false;             // biases on q, k and v
   TORCH_ARG(std::optional<bool>, out_bias);  // default: as bias
   TORCH_ARG(bool, mlp_bias) = false;
   TORCH_ARG(Factory, factory);
@@ -50,7 +50,7 @@ class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
   explicit CausalLMImpl(CausalLMOptions options) : options(std::move(options)) { reset(); }
 
   at::Tensor forward(const at::Tensor& ids, const CausalLMInputs& inputs = {});  // [B, L] -> logits [B, L, V]
-  // The same before the head, [B, L, E]; head takes any [..., E] to logits.
+  // The states before the head, [B, L, E]. head maps any [..., E] to logits.
   at::Tensor hidden(const at::Tensor& ids, const CausalLMInputs& inputs = {});
   at::Tensor head(const at::Tensor& hidden);
 

@@ -50,7 +50,7 @@ at::Tensor last(const at::Tensor& hidden, const at::Tensor& lengths) {
   return hidden.gather(1, index).squeeze(1);
 }
 
-// Gives the state that each next token is chosen from: from a cache, or computed anew.
+// Gives the state from which each next token is chosen: from a cache, or computed anew.
 class Stepper {
  public:
   Stepper(CausalLMImpl& model, std::shared_ptr<ModelCache> cache, const at::Tensor& ids, const at::Tensor& lengths,
@@ -67,7 +67,7 @@ class Stepper {
   at::Tensor next(const at::Tensor& tokens) {  // [B] -> [B, E]
     if (cache_) return model_.hidden(tokens.unsqueeze(1), CausalLMInputs().cache(cache_)).select(1, 0);
     ids_ = at::cat({ids_, tokens.unsqueeze(1)}, 1);
-    // Padding stands between a short prompt and its new tokens: each goes where its row ends.
+    // Padding stands between a short prompt and its new tokens. So each new token goes where its row ends.
     if (ragged_) ids_.scatter_(1, lengths_.unsqueeze(1), tokens.unsqueeze(1));
     lengths_ = lengths_ + 1;
     return prompt();
@@ -98,7 +98,7 @@ at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const Generat
 
   at::Tensor tokens;
   const auto logits = [&](bool first) {
-    // Nobody else sees the cache and the states, so autograd has no in-place writes and no views to count.
+    // Nobody else sees the cache and the states, so autograd need not count in-place writes and views.
     std::optional<at::AutoDispatchBelowADInplaceOrView> quiet;
     if (!options.model_cache()) quiet.emplace();
     return model.head(first ? stepper.prompt() : stepper.next(tokens));

@@ -13,27 +13,27 @@ struct GenerateOptions {
   TORCH_ARG(int64_t, max_new_tokens);
   // "dynamic", "static" (allocated at once), or "none": everything is computed anew for each token.
   TORCH_ARG(std::string, cache) = "dynamic";
-  // A cache of one's own instead; the prompt goes on behind what it holds. Rows that have stopped go on appending what
-  // they are filled with while others run: crop or reorder it by what each row really holds.
+  // A cache of your own instead; the prompt continues after the positions that it holds. A row that has stopped keeps
+  // appending the token that fills it while other rows run: crop or reorder the cache by what each row really holds.
   TORCH_ARG(std::shared_ptr<ModelCache>, model_cache);
   // Valid tokens of each right-padded prompt, [B]; default: all.
   TORCH_ARG(std::optional<at::Tensor>, lengths);
   // A row that gives one of them stops and is filled with it.
   TORCH_ARG(std::vector<int64_t>, stop_tokens);
-  // Sampling from softmax(logits / temperature), of the top_k likeliest tokens and of the fewest that hold top_p of the
-  // probability. All unset: greedy. top_k 0 is no limit, as in transformers: sampling over all tokens.
+  // Samples from softmax(logits / temperature), from the top_k likeliest tokens and from the fewest that hold top_p of
+  // the probability. All unset: greedy. top_k 0 is no limit, as in transformers: sampling over all tokens.
   TORCH_ARG(std::optional<double>, temperature);
   TORCH_ARG(std::optional<int64_t>, top_k);
   TORCH_ARG(std::optional<double>, top_p);
-  // Of the draws; default: torch's own generator.
+  // The seed of the draws; default: torch's own generator.
   TORCH_ARG(std::optional<uint64_t>, seed);
   // Called with each step's tokens [B]; false ends generation.
   TORCH_ARG(std::function<bool(const at::Tensor&)>, callback);
 };
 
-// prompt [B, L] (int32 or int64) and behind it the new tokens, int64 [B, L + new], new <= max_new_tokens: the loop ends
-// early where all rows have stopped. A right-padded row goes on at its own position; its new tokens still stand from
-// column L on.
+// Returns prompt [B, L] (int32 or int64) with the new tokens after it, int64 [B, L + new], new <= max_new_tokens. The
+// loop ends early when all rows have stopped. A right-padded row continues at its own position; its new tokens still
+// stand from column L on.
 at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const GenerateOptions& options);
 
 }  // namespace attnpack

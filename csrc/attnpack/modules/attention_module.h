@@ -14,7 +14,7 @@
 
 namespace attnpack {
 
-// What forward of an attention module may be given beside x.
+// The inputs of an attention module's forward beside x.
 struct AttentionInputs {
   AttentionInputs() = default;
   /* implicit */ AttentionInputs(at::Tensor context) : context_(std::move(context)) {}
@@ -26,29 +26,29 @@ struct AttentionInputs {
   TORCH_ARG(std::optional<at::Tensor>, mask);
   // Default: the module's own setting; with context false.
   TORCH_ARG(std::optional<bool>, causal);
-  // The new keys and values are appended first; the queries stand behind what was there.
+  // New keys and values are appended to it first. The queries stand after the positions that it held before.
   TORCH_ARG(std::shared_ptr<KVCache>, cache);
-  // For RoPE only, int64 [L] or [B, L]; default: behind the cache, else 0..L-1.
+  // For RoPE only, int64 [L] or [B, L]; default: after the cache, else 0..L-1.
   TORCH_ARG(std::optional<at::Tensor>, positions);
   // Valid new tokens (with context: valid context keys) of each sequence, [B].
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);
 };
 
-// What a block needs of an attention layer.
+// The interface of an attention layer, as blocks use it.
 class AttentionModule {
  public:
   virtual ~AttentionModule() = default;
   // x [B, L, E] -> [B, L, E]
   virtual at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) = 0;
-  // and the probabilities before dropout, [B, Hq, L, keys]
+  // The same, and the probabilities before dropout, [B, Hq, L, keys]
   virtual std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
                                                                   const AttentionInputs& inputs = {}) = 0;
-  // q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, Dv] as they enter the operator; reads context, value_context
-  // and positions.
+  // q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, Dv] as they enter the operator. Of the inputs it reads
+  // context, value_context and positions.
   virtual std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
                                                                  const AttentionInputs& inputs = {}) = 0;
   virtual int64_t embed_dim() const = 0;
-  // Width of what forward gives.
+  // The width of forward's result.
   virtual int64_t out_dim() const { return embed_dim(); }
   virtual const Factory& factory() const = 0;
 };

@@ -19,7 +19,7 @@ void check_width(const char* name, int64_t width, int64_t embed_dim) {
                  " as attention has; a block's parts add up, make them of one embed_dim");
 }
 
-// The options, whose parts are there and fit each other.
+// Returns the options after a check that their parts are given and fit each other.
 template <typename Options>
 const Options& checked(const Options& options) {
   ATTNPACK_CHECK(options.attention(), "attention: got none, want an attention module");

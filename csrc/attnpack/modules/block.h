@@ -7,7 +7,7 @@
 
 namespace attnpack {
 
-// What the forward of an encoder (block or stack) may be given beside x.
+// The inputs of an encoder's forward (block or stack) beside x.
 struct EncoderInputs {
   TORCH_ARG(std::optional<at::Tensor>, mask);       // broadcastable to [B, Hq, L, L]
   TORCH_ARG(std::optional<at::Tensor>, positions);  // int64 [L] or [B, L], for RoPE
@@ -20,9 +20,9 @@ struct DecoderInputsOf {
   DecoderInputsOf() = default;
   /* implicit */ DecoderInputsOf(at::Tensor context) : context_(std::move(context)) {}
 
-  TORCH_ARG(std::optional<at::Tensor>, context);       // what cross-attention reads, [B, Lc, E]
+  TORCH_ARG(std::optional<at::Tensor>, context);       // read by cross-attention, [B, Lc, E]
   TORCH_ARG(std::optional<at::Tensor>, mask);          // broadcastable to [B, Hq, L, keys], on top of causality
-  TORCH_ARG(std::shared_ptr<Cache>, cache);            // of self-attention
+  TORCH_ARG(std::shared_ptr<Cache>, cache);            // self-attention's cache
   TORCH_ARG(std::optional<at::Tensor>, positions);     // int64 [L] or [B, L], for RoPE
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);       // valid new tokens of each sequence, [B]
   TORCH_ARG(std::optional<at::Tensor>, context_mask);  // broadcastable to [B, Hq, L, Lc]
@@ -41,7 +41,7 @@ struct EncoderBlockOptions {
   TORCH_ARG(double, eps) = 1e-6;
 };
 
-// Self-attention, causal where the attention module is, then the feed-forward, each with a norm and a residual.
+// Self-attention (causal if the attention module is), then the feed-forward, each with a norm and a residual.
 class EncoderBlockImpl : public Container<EncoderBlockImpl> {
  public:
   EncoderBlockImpl(Part<AttentionModule> attention, Part<TokenModule> feed_forward)
@@ -79,9 +79,9 @@ struct DecoderBlockOptions {
   TORCH_ARG(double, eps) = 1e-6;
 };
 
-// Self-attention, causal whatever the module's own setting, cross-attention to the whole context where one is given,
-// then the feed-forward, each with a norm and a residual. Without cross-attention its parameter names are those of a
-// Llama layer.
+// Self-attention, which is causal whatever the module's own setting says. Then cross-attention to the whole context, if
+// a context is given. Then the feed-forward. Each has a norm and a residual. Without cross-attention the parameter
+// names are those of a Llama layer.
 class DecoderBlockImpl : public Container<DecoderBlockImpl> {
  public:
   DecoderBlockImpl(Part<AttentionModule> attention, Part<TokenModule> feed_forward)

@@ -14,7 +14,7 @@ void EmbeddingImpl::reset() {
   check_size("embed_dim", options.embed_dim());
   register_parameter("weight", allocate({options.vocab_size(), options.embed_dim()}, weight, options.factory()));
   bind_members();
-  // On meta it draws nothing, and torch's Python side for it imports Dynamo, which is slow.
+  // On meta there is nothing to draw, and torch's Python code for it imports Dynamo, which is slow.
   if (!weight.is_meta()) torch::nn::init::normal_(weight);
 }
 
@@ -26,7 +26,7 @@ at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
   check_device("ids", ids, weight);
   try {
     return at::embedding(weight, ids);
-  } catch (const c10::IndexError&) {  // found while reading: no check of our own, for which CUDA would have to wait
+  } catch (const c10::IndexError&) {  // found while reading: a check of our own would make CUDA wait
     const auto vocab_size = weight.size(0);
     const auto outside = ids.masked_select((ids < 0).logical_or(ids >= vocab_size));
     ATTNPACK_CHECK(outside.numel() == 0, "ids holds ", outside[0].item<int64_t>(), ", wants 0 to ", vocab_size - 1,

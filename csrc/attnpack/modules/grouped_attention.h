@@ -12,7 +12,7 @@
 
 namespace attnpack {
 
-// How many kv heads the query heads share: each its own, num_kv_heads, or one.
+// How many kv heads the query heads share: one each, num_kv_heads, or one for all.
 enum class Sharing { kNone, kGrouped, kAll };
 
 // Options of the family; MultiHeadAttentionOptions and the other two below are the names to use.
@@ -39,16 +39,16 @@ struct GroupedOptions {
   TORCH_ARG(bool, bias) = false;
   // Default: as bias.
   TORCH_ARG(std::optional<bool>, out_bias);
-  // Of the probabilities, in training.
+  // Dropout of the probabilities, in training.
   TORCH_ARG(double, dropout) = 0.0;
   TORCH_ARG(bool, causal) = false;
-  // How many keys before and behind its own position each token sees, -1 for all.
+  // How many keys before and after its own position each token sees, -1 for all.
   TORCH_ARG(std::optional<Window>, window);
   // c > 0: scores become c * tanh(score / c).
   TORCH_ARG(double, softcap) = 0.0;
-  // A learned logit a head that joins the softmax denominator only; parameter sinks [num_heads], 0 at first.
+  // A learned logit per head that joins the softmax denominator only; parameter sinks [num_heads], 0 at first.
   TORCH_ARG(bool, sinks) = false;
-  // Scores fall by alibi_slopes * distance (functional/alibi.h).
+  // Scores fall by alibi_slopes * distance (layers/alibi.h).
   TORCH_ARG(bool, alibi) = false;
   // RMSNorm over head_dim on q and k before RoPE, eps 1e-6.
   TORCH_ARG(bool, qk_norm) = false;

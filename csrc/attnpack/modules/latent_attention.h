@@ -19,34 +19,34 @@ struct MultiHeadLatentAttentionOptions {
       : embed_dim_(embed_dim), num_heads_(num_heads) {}
   TORCH_ARG(int64_t, embed_dim);
   TORCH_ARG(int64_t, num_heads);
-  // Width of the latents that are cached. Required, as the three below.
+  // Width of the latents that are cached. Required, as are qk_nope_head_dim, qk_rope_head_dim and v_head_dim.
   TORCH_ARG(std::optional<int64_t>, kv_lora_rank);
-  // Width of the queries' latent; none: queries are projected at once.
+  // Width of the queries' latent; none: queries are projected directly.
   TORCH_ARG(std::optional<int64_t>, q_lora_rank);
-  // Dims of a head that are not rotated, and that are; 0 rotated ones are legal.
+  // Dims of a head that are not rotated, and dims that are. 0 rotated dims are legal.
   TORCH_ARG(std::optional<int64_t>, qk_nope_head_dim);
   TORCH_ARG(std::optional<int64_t>, qk_rope_head_dim);
   TORCH_ARG(std::optional<int64_t>, v_head_dim);
-  // Of the rotated dims; DeepSeek's is interleaved. Without it no dim is rotated, and pretty_print says so.
+  // Rotates the rotated dims; DeepSeek's is interleaved. Without it no dim is rotated, and pretty_print says so.
   TORCH_ARG(RotaryEmbedding, rope) = nullptr;
   // RMSNorm on both latents, eps 1e-6.
   TORCH_ARG(bool, latent_norm) = true;
-  // On q_a_proj, kv_a_proj_with_mqa and o_proj.
+  // Biases on q_a_proj, kv_a_proj_with_mqa and o_proj.
   TORCH_ARG(bool, bias) = false;
-  // Of the probabilities, in training.
+  // Dropout of the probabilities, in training.
   TORCH_ARG(double, dropout) = 0.0;
   TORCH_ARG(bool, causal) = false;
   // Default 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim). Either is multiplied by the rope's softmax factor.
   TORCH_ARG(std::optional<double>, scale);
-  // "auto", "expanded" or "absorbed", see functional/latent_attend.h.
+  // "auto", "expanded" or "absorbed": see layers/latent_attend.h.
   TORCH_ARG(std::string, path) = "auto";
-  // W_UK lies in the query projection and W_UV in o_proj, and there is no kv_b_proj; what fold() gives.
+  // The form that fold() gives: W_UK lies in the query projection and W_UV in o_proj, and there is no kv_b_proj.
   TORCH_ARG(bool, folded) = false;
   TORCH_ARG(Factory, factory);
 };
 
-// Keys and values are made of one latent a token, which alone is cached (DeepSeek-V2, 2024). Parameter names, shapes
-// and row order of DeepSeek's checkpoints.
+// Keys and values are made of one latent per token, which alone is cached (DeepSeek-V2, 2024). Parameter names, shapes
+// and row order are those of DeepSeek's checkpoints.
 class MultiHeadLatentAttentionImpl : public torch::nn::Cloneable<MultiHeadLatentAttentionImpl>, public AttentionModule {
  public:
   explicit MultiHeadLatentAttentionImpl(MultiHeadLatentAttentionOptions options) : options(std::move(options)) {
@@ -56,15 +56,16 @@ class MultiHeadLatentAttentionImpl : public torch::nn::Cloneable<MultiHeadLatent
   at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) override;
   std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
                                                           const AttentionInputs& inputs = {}) override;
-  // By path, "auto" as "expanded": [B, H, L, nope + rope], the same of the keys, [B, H, L, v_head_dim].
+  // The path decides their form; "auto" means "expanded". Queries [B, H, L, nope + rope], keys of the same width,
+  // values [B, H, L, v_head_dim].
   std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
                                                          const AttentionInputs& inputs = {}) override;
   int64_t embed_dim() const override { return options.embed_dim(); }
   const Factory& factory() const override { return options.factory(); }
-  // Of the scores: scale or its default, times the rope's softmax factor.
+  // The scale of the scores: scale or its default, times the rope's softmax factor.
   double softmax_scale() const;
 
-  // A module of equal outputs with W_UK rolled into the query projection and W_UV into o_proj: no kv_b_proj.
+  // A module of equal outputs without kv_b_proj: W_UK is folded into the query projection and W_UV into o_proj.
   std::shared_ptr<MultiHeadLatentAttentionImpl> fold() const;
 
   void reset() override;

@@ -31,7 +31,8 @@ class LeafModule : public torch::nn::Cloneable<Derived>, public ParameterOwner {
   }
 
  protected:
-  // A clone is allocated where the original lies, which .to() or an assignment may have moved from the options' device.
+  // A clone is allocated where the original lies: .to() or an assignment may have moved the original from the options'
+  // device.
   at::Tensor allocate(at::IntArrayRef sizes, const at::Tensor& before, const Factory& factory) const {
     return at::empty(sizes, before.defined() ? before.options().requires_grad(false) : factory.options());
   }

@@ -17,7 +17,7 @@ struct LinearOptions {
   TORCH_ARG(Factory, factory);
 };
 
-// x W^T + b, initialised as torch's Linear; unlike it, made on any device (meta included) and in any dtype.
+// x W^T + b, initialised as torch's Linear. It can be made on any device (meta included) and in any dtype.
 class LinearImpl : public LeafModule<LinearImpl> {
  public:
   LinearImpl(int64_t in_features, int64_t out_features) : LinearImpl(LinearOptions(in_features, out_features)) {}
@@ -36,7 +36,7 @@ class LinearImpl : public LeafModule<LinearImpl> {
 };
 TORCH_MODULE(Linear);
 
-// What each of the layers gives for x, their weights streamed in one go.
+// The result of each layer for x. The weights are streamed in one go.
 std::vector<at::Tensor> forward_all(const at::Tensor& x, std::initializer_list<const LinearImpl*> layers);
 
 }  // namespace attnpack

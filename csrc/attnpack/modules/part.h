@@ -12,16 +12,16 @@
 
 namespace attnpack {
 
-// Maps every token by itself: norms and feed-forwards.
+// A module that maps every token by itself: a norm or a feed-forward.
 class TokenModule {
  public:
   virtual ~TokenModule() = default;
   virtual at::Tensor forward(const at::Tensor& x) = 0;  // [..., E] -> [..., E]
-  // E, where the module has one.
+  // E, if the module has one.
   virtual std::optional<int64_t> embed_dim() const { return std::nullopt; }
 };
 
-// A module handed to a container: holder or shared_ptr, as long as it also is an Interface.
+// A module handed to a container, as a holder or a shared_ptr. It must be an Interface too.
 template <typename Interface>
 class Part {
  public:
@@ -34,7 +34,7 @@ class Part {
     TORCH_CHECK_TYPE(!module_ || interface_, "attnpack: got a module of type ", module_->name(),
                      ", which does not do what its place needs (", c10::demangle(typeid(Interface).name()), ")");
   }
-  // One more step than the language converts by itself.
+  // From shared_ptr<Impl> to Part takes two conversions, and C++ makes one by itself.
   template <typename Impl>
   /* implicit */ Part(const std::shared_ptr<Impl>& impl) : Part(std::shared_ptr<torch::nn::Module>(impl)) {}
 
@@ -48,10 +48,10 @@ class Part {
   Interface* interface_ = nullptr;
 };
 
-// Base of modules made of parts that were handed in. Derived::for_each_part(f) calls f(name, part) for each it has;
-// its constructor ends with register_parts(). As in torch's Sequential, clone() clones the parts, and reset() has
-// nothing to make. A weight in two places (one embedding for encoder and decoder) is one weight of the clone too,
-// unless its module is not attnpack's.
+// Base of modules made of parts that were handed in. Derived::for_each_part(f) calls f(name, part) for each part that
+// it has; its constructor ends with register_parts(). As in torch's Sequential, clone() clones the parts, and reset()
+// has nothing to make. If one weight stands in two places (one embedding for encoder and decoder), it is one weight of
+// the clone too, unless its module is not attnpack's.
 template <typename Derived>
 class Container : public torch::nn::Cloneable<Derived> {
  public:
@@ -67,8 +67,9 @@ class Container : public torch::nn::Cloneable<Derived> {
     return copy;
   }
 
-  // Each once, for optimisers. This hides LibTorch's, which is not virtual and names a shared weight once per place:
-  // through a torch::nn::Module, or a module of your own around this one, call distinct_parameters.
+  // Each parameter once, for optimisers. This hides LibTorch's parameters(), which is not virtual and names a shared
+  // weight once per place. Through a torch::nn::Module, or through a module of your own around this one, call
+  // distinct_parameters.
   std::vector<at::Tensor> parameters(bool recurse = true) const {
     return recurse ? distinct_parameters(*this) : torch::nn::Module::parameters(false);
   }

@@ -28,8 +28,8 @@ class RotaryEmbeddingImpl : public torch::nn::Cloneable<RotaryEmbeddingImpl> {
   explicit RotaryEmbeddingImpl(int64_t dim) : RotaryEmbeddingImpl(RotaryEmbeddingOptions(dim)) {}
   explicit RotaryEmbeddingImpl(RotaryEmbeddingOptions options);
 
-  // Rotates x [B, H, L, D] at positions ([L] or [B, L] int64, default 0..L-1). Frequencies that follow the length take
-  // a row's highest position + 1 for it.
+  // Rotates x [B, H, L, D] at positions ([L] or [B, L] int64, default 0..L-1). For frequencies that follow the length,
+  // a row's length is its highest position + 1.
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& positions = std::nullopt);
 
   void reset() override;

@@ -8,7 +8,8 @@ namespace attnpack {
 
 namespace {
 
-// Runs a part; its complaint about one of its own arguments names the caller's instead.
+// Runs a part. If the part complains about its own argument `own`, the complaint names the caller's argument `callers`
+// instead.
 template <typename Call>
 at::Tensor naming(const std::string& own, const std::string& callers, const Call& call) {
   try {

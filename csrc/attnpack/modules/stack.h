@@ -13,7 +13,7 @@ namespace attnpack {
 
 using DecoderInputs = DecoderInputsOf<ModelCache>;
 
-// Blocks of one kind, and what stands around them.
+// The options of a stack: blocks of one kind, and the parts before and after them.
 template <typename Block>
 struct StackOptions {
   explicit StackOptions(std::vector<Block> layers) : layers_(std::move(layers)) {}
@@ -38,7 +38,7 @@ class StackImpl : public Container<Derived> {
     if (norm) f("norm", norm);
   }
 
-  // What complaints call the input of forward.
+  // The name that complaints give to the input of forward.
   const char* input_name() const { return embed_tokens ? "ids" : "x"; }
 
   Part<EmbeddingImpl> embed_tokens;
@@ -79,7 +79,7 @@ TORCH_MODULE(Decoder);
 struct EncoderDecoderInputs {
   TORCH_ARG(std::optional<at::Tensor>, source_lens);  // valid source tokens of each sequence, [B]
   TORCH_ARG(std::optional<at::Tensor>, target_lens);  // valid new target tokens of each sequence, [B]
-  TORCH_ARG(std::shared_ptr<ModelCache>, cache);      // of the decoder's self-attention
+  TORCH_ARG(std::shared_ptr<ModelCache>, cache);      // the cache of the decoder's self-attention
 };
 
 // The encoder reads the source, the decoder writes the target with the encoder's output as context.

@@ -12,7 +12,7 @@ namespace attnpack {
 
 namespace {
 
-// Whether `given` can be what `own` is.
+// Checks that `given` can replace `own`.
 void check_tensor(const std::string& name, const at::Tensor& own, const at::Tensor& given) {
   ATTNPACK_CHECK(given.defined(), "state dict: got an undefined tensor as ", name, ", want one of shape ", own.sizes(),
                  ": leave the name out");
@@ -22,8 +22,8 @@ void check_tensor(const std::string& name, const at::Tensor& own, const at::Tens
                  ", want real numbers: at::real and at::imag give the two parts");
 }
 
-// Which names the module lacks and which it does not know; raises on tensors that do not fit, and on names where
-// strict.
+// Finds the names that the module lacks and the names that it does not know. Raises on tensors that do not fit, and
+// with strict on such names.
 LoadResult compare(const StateDict& own, const StateDict& given, bool strict) {
   LoadResult result;
   for (const auto& [name, tensor] : own) {
@@ -43,8 +43,8 @@ LoadResult compare(const StateDict& own, const StateDict& given, bool strict) {
   return result;
 }
 
-// What copy_ into `own` cannot fail for: strided numbers as they are, anything else (sparse, quantised, a class of
-// Python's) copied here, where nothing has been written yet.
+// A tensor that copy_ into `own` cannot fail for. Strided numbers stay as they are. Anything else (sparse, quantised, a
+// class of Python's) is copied here, where nothing has been written yet.
 at::Tensor readable(const std::string& name, const at::Tensor& own, const at::Tensor& given) {
   ATTNPACK_CHECK(!given.is_meta(), "state dict: got ", name, " on meta, where a tensor has no numbers, want it on ",
                  own.device(), ": read it first");
@@ -54,7 +54,7 @@ at::Tensor readable(const std::string& name, const at::Tensor& own, const at::Te
   return plain ? given : at::empty_like(own).copy_(given);
 }
 
-// The tensor itself where it has the requires_grad of `own`, else one on its storage.
+// The tensor itself if it has the requires_grad of `own`, else a tensor on its storage.
 at::Tensor assignable(const std::string& name, const at::Tensor& own, const at::Tensor& given) {
   ATTNPACK_CHECK(given.is_floating_point() || !own.is_floating_point(), "state dict: got ", name, " of dtype ",
                  given.scalar_type(), ", want a floating one as ", own.scalar_type(), ": convert it with .to()");
@@ -63,7 +63,7 @@ at::Tensor assignable(const std::string& name, const at::Tensor& own, const at::
 
 using Modules = torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>>;
 
-// The module that owns "a.b.weight" (here a.b), none where it is not attnpack's, and the last part of the name.
+// The module that owns "a.b.weight" (here a.b), or none if it is not attnpack's; and the last part of the name.
 std::pair<ParameterOwner*, std::string> owner_of(const Modules& modules, const std::string& name) {
   const auto dot = name.rfind('.');
   const auto* found = modules.find(dot == std::string::npos ? "" : name.substr(0, dot));

@@ -17,24 +17,25 @@ struct LoadResult {
 // Parameters and buffers by name, not copied.
 StateDict state_dict(const torch::nn::Module& module);
 
-// Parameters, each once: what an optimiser wants. LibTorch's parameters() names a shared one once per place, and a step
-// would move it as often.
+// Each parameter once, which is what an optimiser wants. LibTorch's parameters() names a shared parameter once per
+// place, and a step would move it as often.
 std::vector<at::Tensor> distinct_parameters(const torch::nn::Module& module);
 
-// Makes parameters of `copy` one tensor where those of `original` are one; LibTorch's clone() copies each place's own.
+// Makes parameters of `copy` one tensor where those of `original` are one. LibTorch's clone() makes one copy per place.
 void tie_as(const torch::nn::Module& original, torch::nn::Module& copy);
 
 // Parameters of `to` require gradients where those of the same name in `from` do.
 void copy_requires_grad(const torch::nn::Module& from, torch::nn::Module& to);
 
 // Copies tensors into the module by name, in the module's dtype and on its device. Everything is checked before the
-// first write: what raises is a shape that differs, complex numbers for real ones, a tensor or a module on meta, and
-// with strict a name that is missing or not the module's.
+// first write: it raises on a shape that differs, on complex numbers for real ones, on a tensor or a module on meta,
+// and with strict on a name that is missing or not the module's.
 LoadResult load_state_dict(torch::nn::Module& module, const StateDict& tensors, bool strict = true);
 
-// Puts the tensors themselves in place of the module's parameters (any floating dtype, any device, meta too): both
-// sides then share storage and gradients. Checks as above. Every parameter must belong to a module of attnpack, and
-// keeps its requires_grad: a tensor with another one is detached first, which leaves the two sides the storage alone.
+// Puts the tensors themselves in place of the module's parameters (any floating dtype, any device, meta too). Both
+// sides then share storage and gradients. Checks as load_state_dict does. Every parameter must belong to a module of
+// attnpack, and keeps its requires_grad: a tensor with another one is detached first, so that the two sides share the
+// storage alone.
 LoadResult assign_state_dict(torch::nn::Module& module, const StateDict& tensors, bool strict = true);
 
 }  // namespace attnpack

@@ -28,12 +28,13 @@ AttentionGradients attention_backward_op(const Tensor& grad_out, const std::opti
 
 namespace {
 
-// Lengths as the operator takes them: on the CPU it refuses those out of range.
+// kv_lens as the operator uses them: clamped to the range. On the CPU they stay as they are, because the operator
+// refuses lengths out of range.
 Tensor clamped(const Tensor& kv_lens, const c10::SymInt& kv_len) {
   return kv_lens.is_cpu() ? kv_lens : kv_lens.clamp(0, kv_len.guard_int(__FILE__, __LINE__));
 }
 
-// The op's arguments of the options: "end" becomes numbers, dropout draws its seed.
+// Makes the op's arguments from the options: "end" becomes numbers, and dropout draws its seed.
 AttentionArguments make_arguments(const Tensor& query, const Tensor& key, const AttentionOptions& o) {
   AttentionArguments r{.mask = o.mask(),
                        .causal = o.causal(),

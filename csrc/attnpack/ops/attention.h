@@ -12,12 +12,12 @@
 
 namespace attnpack {
 
-// q_offset: the last query row stands at the last valid key (bottom-right causality).
+// A q_offset for which the last query row stands at the last valid key (bottom-right causality).
 struct End {};
 using QOffset = std::variant<int64_t, at::Tensor, End>;
 using Window = std::array<int64_t, 2>;  // {left, right}, inclusive, -1 = unbounded
 
-// What may be said to the operator beside query, key and value. B batch, Hq / Hkv query / kv heads.
+// The options of the operator. B: batch. Hq, Hkv: query heads and kv heads.
 struct AttentionOptions {
   // bool (true = may attend) or additive float, broadcastable to [B, Hq, Lq, Lkv], right-aligned.
   TORCH_ARG(std::optional<at::Tensor>, mask);
@@ -31,7 +31,7 @@ struct AttentionOptions {
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);
   // c > 0: scores become c * tanh(score / c).
   TORCH_ARG(double, softcap) = 0.0;
-  // One logit a query head that joins the softmax denominator only, [Hq].
+  // One logit per query head that joins the softmax denominator only, [Hq].
   TORCH_ARG(std::optional<at::Tensor>, sinks);
   // Adds -slope * |pos - j|, [Hq].
   TORCH_ARG(std::optional<at::Tensor>, alibi_slopes);
@@ -43,15 +43,15 @@ struct AttentionOptions {
   TORCH_ARG(std::optional<double>, scale);
 };
 
-// softmax(scale * query key^T + mask) value, grouped heads native (no repeated keys), nothing of size Lq x Lkv in
-// memory. fp64, fp32, bf16 or fp16, one dtype; any strides; D and Dv may differ. Errors: c10::Error that names the
-// argument. (Vaswani et al. 2017, section 3.2; Ainslie et al. 2023; tiling: Dao et al. 2022.)
+// softmax(scale * query key^T + mask) value. Grouped heads are native: no keys are repeated, and there is nothing of
+// size Lq x Lkv in memory. fp64, fp32, bf16 or fp16, one dtype; any strides; D and Dv may differ. Errors: c10::Error
+// that names the argument. (Vaswani et al. 2017, section 3.2; Ainslie et al. 2023; tiling: Dao et al. 2022.)
 at::Tensor attention(const at::Tensor& query,                // [B, Hq, Lq, D]
                      const at::Tensor& key,                  // [B, Hkv, Lkv, D]
                      const at::Tensor& value,                // [B, Hkv, Lkv, Dv]
                      const AttentionOptions& options = {});  // -> [B, Hq, Lq, Dv]
 
-// The same with the natural log of the softmax denominator: (out, lse [B, Hq, Lq] in fp32, fp64 for fp64 inputs).
+// The same, and the natural log of the softmax denominator: (out, lse [B, Hq, Lq] in fp32, fp64 for fp64 inputs).
 std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query, const at::Tensor& key,
                                                       const at::Tensor& value, const AttentionOptions& options = {});
 

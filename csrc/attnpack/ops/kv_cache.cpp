@@ -53,7 +53,7 @@ struct Extent {
   const char *begin, *end;
 };
 
-// From a tensor's first byte to the one behind its last.
+// The memory of a tensor: its first byte, and the byte after its last one.
 Extent extent(const Tensor& x) {
   int64_t last = 0;
   for (int64_t i = 0; i < x.dim(); ++i) last += (x.size(i) - 1) * x.stride(i);
@@ -67,7 +67,7 @@ bool extents_meet(const Tensor& a, const Tensor& b) {
   return x.begin < y.end && y.begin < x.end;
 }
 
-// Two that lie between each other, as columns of one tensor, share nothing.
+// Whether two tensors share elements. Columns of one tensor lie between each other in memory, but share none.
 bool share_elements(const Tensor& a, const Tensor& b) {
   return extents_meet(a, b) &&
          (a.const_data_ptr() == b.const_data_ptr() || at::get_overlap_status(a, b) != at::MemOverlapStatus::TooHard);

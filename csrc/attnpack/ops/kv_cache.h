@@ -10,13 +10,13 @@ namespace attnpack {
 
 // The tensors of one layer's KV cache, as the ops take them.
 struct CacheTensors {
-  at::Tensor key;      // [B, Hkv, capacity, D]; [B, 1, capacity, kv_lora_rank + rope] for latent attention
-  at::Tensor value;    // [B, Hkv, capacity, Dv]; Dv = 0 for latent attention
-  at::Tensor lengths;  // [B] int64: positions held before the call, raised by it
+  at::Tensor key;      // [B, Hkv, capacity, D]; for latent attention [B, 1, capacity, kv_lora_rank + rope]
+  at::Tensor value;    // [B, Hkv, capacity, Dv]; for latent attention Dv = 0
+  at::Tensor lengths;  // [B] int64: how many positions are held; a call adds to them
 };
 
-// Writes the new keys and values behind what each sequence of the cache holds and raises lengths; everything is checked
-// before the first write. Values are stored detached.
+// Writes the new keys and values after what each sequence of the cache holds, and adds to lengths; everything is
+// checked before the first write. Values are stored detached.
 void kv_cache_append_(const at::Tensor& cache_key,    // [B, Hkv, capacity, D], written
                       const at::Tensor& cache_value,  // [B, Hkv, capacity, Dv], written
                       const at::Tensor& lengths,      // [B] int64, written
@@ -27,8 +27,8 @@ void kv_cache_append_(const at::Tensor& cache_key,    // [B, Hkv, capacity, D], 
                       // most positions that a sequence may have afterwards (a mask may cover fewer than the capacity)
                       const std::optional<c10::SymInt>& limit = std::nullopt);
 
-// The same with keys rotated as they are written, and query [B, Hq, L, D] rotated, which is the result: token l of a
-// sequence stands at its length before the call + l, and turns by that times inv_freq (see rope_table, apply_rope).
+// The same, with keys rotated as they are written. Returns query [B, Hq, L, D] rotated. Token l of a sequence stands at
+// position p = its length before the call + l, and rotates by p * inv_freq (see rope_table, apply_rope).
 at::Tensor kv_cache_append_rotated_(const at::Tensor& cache_key, const at::Tensor& cache_value,
                                     const at::Tensor& lengths, const at::Tensor& query, const at::Tensor& key,
                                     const at::Tensor& value, at::ArrayRef<double> inv_freq, double factor,
@@ -38,7 +38,8 @@ at::Tensor kv_cache_append_rotated_(const at::Tensor& cache_key, const at::Tenso
 void check_rotated(const at::Tensor& query, const at::Tensor& key, at::ArrayRef<double> inv_freq);
 void check_kv_cache_append(const at::Tensor& cache_key, const at::Tensor& cache_value, const at::Tensor& lengths,
                            const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& new_lens);
-// That what is written has memory of its own: where there is memory, so not in Meta kernels.
+// Checks that the tensors that are written have memory of their own. Meta tensors have no memory, so Meta kernels do
+// not call it.
 void check_kv_cache_memory(const at::Tensor& cache_key, const at::Tensor& cache_value, const at::Tensor& lengths,
                            const at::Tensor& key, const at::Tensor& value);
 

@@ -8,22 +8,23 @@
 namespace attnpack {
 
 // input weight^T + bias, as torch's linear. Up to kFewRows rows of input without gradients, as in decoding, stream the
-// weight at the speed of memory; everything else is torch's linear.
-// A template, so that an unqualified call beside at::linear takes at::linear: two plain functions would be ambiguous.
+// weight at the speed of memory. Everything else is torch's linear.
+// It is a template, so that an unqualified call beside at::linear takes at::linear. Two plain functions would be
+// ambiguous.
 template <typename = void>
 at::Tensor linear(const at::Tensor& input,                      // [..., in]
                   const at::Tensor& weight,                     // [out, in]
                   const std::optional<at::Tensor>& bias = {});  // [out] -> [..., out]
 
-// `linear` of one input by several weights, which are streamed in one go.
+// `linear` of one input by several weights. The weights are streamed in one go.
 std::vector<at::Tensor> linears(const at::Tensor& input,      // [..., in]
                                 at::TensorList weights,       // each [out, in]
                                 at::TensorList biases = {});  // none, or one each [out] -> each [..., out]
 
-// The same by torch's linear, with its derivatives.
+// `linears` by torch's linear, with its derivatives.
 std::vector<at::Tensor> linears_formula(const at::Tensor& input, at::TensorList weights, at::TensorList biases);
 
-// The same by a call of `one` for each weight.
+// `linears` by one call of `one` per weight.
 using OneLinear = at::Tensor(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 std::vector<at::Tensor> each_linear(OneLinear* one, const at::Tensor& input, at::TensorList weights,
                                     at::TensorList biases);

@@ -4,7 +4,7 @@
 #include <attnpack/ops/null.h>
 
 // <op>.cpp holds the schema and the public function, which makes one dispatcher call. Checks that every backend needs
-// go into a function of their own here, called by the CPU and Meta kernels.
+// go into a function of their own here. The CPU and Meta kernels call it.
 namespace attnpack {
 
 at::Tensor null(const at::Tensor& x) {

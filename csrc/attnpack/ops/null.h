@@ -4,8 +4,8 @@
 
 namespace attnpack {
 
-// A copy of x. This op is the template for a new one (CONTRIBUTING.md, "Add an op"). The header is the C++ user's view:
-// a sentence, and shapes after the arguments.
+// Returns a copy of x. It is the template to copy for a new op (CONTRIBUTING.md, "Add an op"). This header is the C++
+// user's view: one sentence, and shapes as comments of the arguments.
 at::Tensor null(const at::Tensor& x);  // [...] -> [...], contiguous
 
 }  // namespace attnpack

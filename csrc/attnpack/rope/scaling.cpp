@@ -51,7 +51,7 @@ void check_scaling(const RopeScaling& s) {
                  s.low_freq_factor());
 }
 
-// The pair, a fraction, that turns `rotations` times in the trained length.
+// The index of the pair, as a fraction, that turns `rotations` times in the trained length.
 double turning_pair(double rotations, int64_t dim, double base, double trained) {
   return dim * std::log(trained / (rotations * kTwoPi)) / (2 * std::log(base));
 }

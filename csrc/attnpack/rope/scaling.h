@@ -9,23 +9,25 @@
 
 namespace attnpack {
 
-// How positions are stretched, as the "rope_scaling" dict of Hugging Face configs, whose names these are.
+// How positions are stretched. The names are those of the "rope_scaling" dict of Hugging Face configs.
 struct RopeScaling {
   // default, linear, ntk, dynamic, yarn, llama3 or longrope
   TORCH_ARG(std::string, rope_type) = "default";
-  // How many times the trained length. longrope without one takes max_positions / original_max_position_embeddings.
+  // The new length as a multiple of the trained length. Without it longrope takes max_positions /
+  // original_max_position_embeddings.
   TORCH_ARG(std::optional<double>, factor);
   // The trained length; default max_positions.
   TORCH_ARG(std::optional<int64_t>, original_max_position_embeddings);
-  // On cos and sin (yarn, longrope); default as their papers have it.
+  // The factor on cos and sin (yarn, longrope); default: as their papers have it.
   TORCH_ARG(std::optional<double>, attention_factor);
-  // yarn: the pairs that turn beta_fast times or more in the trained length stay, those of beta_slow or fewer stretch.
+  // yarn: pairs that turn beta_fast times or more in the trained length stay. Pairs that turn beta_slow times or fewer
+  // stretch.
   TORCH_ARG(double, beta_fast) = 32.0;
   TORCH_ARG(double, beta_slow) = 1.0;
-  // yarn: the ramp between them begins and ends at whole pairs.
+  // yarn: the ramp between those pairs begins and ends at whole pairs.
   TORCH_ARG(bool, truncate) = true;
-  // yarn, as DeepSeek has it: cos and sin are multiplied by m(factor, mscale) / m(factor, mscale_all_dim), and latent
-  // attention's scale by m(factor, mscale_all_dim)^2, m(s, a) = 0.1 a ln s + 1. Not set where 0.
+  // yarn, as in DeepSeek: cos and sin are multiplied by m(factor, mscale) / m(factor, mscale_all_dim), and latent
+  // attention's scale by m(factor, mscale_all_dim)^2, where m(s, a) = 0.1 a ln s + 1. 0 means not set.
   TORCH_ARG(double, mscale) = 0.0;
   TORCH_ARG(double, mscale_all_dim) = 0.0;
   // llama3: wavelengths above original / low_freq_factor stretch, those below original / high_freq_factor stay.
@@ -41,14 +43,14 @@ struct RopeSettings {
   std::vector<double> inv_freq;  // r/2 frequencies
   double factor = 1.0;           // on cos and sin
   bool interleaved = false;      // pairs (2i, 2i + 1) instead of (i, i + r/2)
-  // Past trained_len a sequence turns by other frequencies: by long_inv_freq (r/2, LongRoPE), or by those of a base
-  // that grows with the length, growth > 0 (dynamic NTK).
+  // Past trained_len a sequence rotates by other frequencies: by long_inv_freq (r/2, LongRoPE), or, with growth > 0, by
+  // those of a base that grows with the length (dynamic NTK).
   std::vector<double> long_inv_freq;
   double growth = 0.0;
   int64_t trained_len = 0;
   // Caches hold keys before rotation, and each call rotates all of them: exact where frequencies follow the length.
   bool raw_keys = false;
-  // What latent attention multiplies its scale by.
+  // The factor on latent attention's scale.
   double softmax_factor = 1.0;
 
   bool by_length() const { return growth > 0 || !long_inv_freq.empty(); }

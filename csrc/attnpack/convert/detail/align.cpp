@@ -27,7 +27,7 @@ std::pair<at::Tensor, at::Tensor> roots(const at::Tensor& metric) {
   return {product(root), product(inverse)};
 }
 
-// One layer's weights by head in fp64, biases as a last column, and where the result goes.
+// One layer's weights by head in fp64, with biases as a last column, and the place for the result.
 class Aligner {
  public:
   Aligner(const AttentionWeights& weights, const std::vector<int64_t>& head_map, const MergeOptions& o)
@@ -57,7 +57,7 @@ class Aligner {
   }
 
  private:
-  // [H, D, E], or [H, D, E + 1], into a weight and a bias of the dtypes that stand there.
+  // Writes [H, D, E], or [H, D, E + 1], into a weight and a bias of the dtypes that they have.
   static void unpack(const at::Tensor& heads, at::Tensor& weight, at::Tensor& bias) {
     const auto rows = heads.flatten(0, 1);
     if (bias.defined()) bias = rows.select(1, -1).to(bias.scalar_type()).contiguous();
@@ -136,7 +136,7 @@ SharedRows leading_rows(const at::Tensor& heads, const at::Tensor& metric, const
 SharedRows share_heads(const at::Tensor& heads, const at::Tensor& metric, const at::Tensor& moment) {
   const auto n = heads.size(0), d = heads.size(1);
   const auto lead = leading_rows(heads, metric, moment, d);
-  // Any unitary turn of the basis serves as well: the polar factor of its blocks' sum is turned away.
+  // Any unitary rotation of the basis serves as well. The polar factor of the sum of the basis' blocks is rotated away.
   const auto [u, s, vh] = at::linalg_svd(lead.basis.unflatten(0, {n, d}).sum(0));
   const auto turn = at::matmul(vh.mH(), u.mH());
   const auto scale = std::sqrt(static_cast<double>(n));

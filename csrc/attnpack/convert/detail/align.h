@@ -4,7 +4,7 @@
 
 namespace attnpack::convert {
 
-// What several heads share, and how each is had from it.
+// The rows that several heads share, and the map from these rows to each head.
 struct SharedRows {
   at::Tensor rows;   // [rank, E]
   at::Tensor maps;   // [n, d, rank], head i is about maps[i] rows
@@ -18,13 +18,15 @@ SharedRows leading_rows(const at::Tensor& heads,   // [n, d, E]
                         const at::Tensor& moment,  // [E, E], real
                         int64_t rank);
 
-// The same with rank d. Of the equal solutions the one whose maps are, on the average, nearest to no turn and no scale.
+// The same with rank d. Many solutions are equally good. This is the one whose maps are, on average, nearest to no
+// rotation and no scale.
 SharedRows share_heads(const at::Tensor& heads, const at::Tensor& metric, const at::Tensor& moment);
 
-// merge_kv_heads' "aligned": in each group the value heads become one and a matrix each, which goes into the readers'
-// columns of o; the key heads one and, for each pair that RoPE turns, a rotation and scale each (a complex factor:
-// what commutes with RoPE), for the other dims a matrix each, which go into the readers' rows of q. Errors count as
-// much as queries and o make of them. (Alignment before merging: Jin et al. 2024, arXiv 2412.20677.)
+// merge_kv_heads' "aligned". The value heads of a group become one head and a matrix per old head; the matrix goes into
+// the readers' columns of o. The key heads of a group become one head too. For each pair of dims that RoPE rotates, an
+// old head gets a rotation and a scale (a complex factor, which commutes with RoPE); for the other dims it gets a
+// matrix. Both go into the readers' rows of q. Errors count as much as queries and o make of them. (Alignment before
+// merging: Jin et al. 2024, arXiv 2412.20677.)
 AttentionWeights align_heads(const AttentionWeights& weights, const std::vector<int64_t>& head_map,
                              const Groups& groups, const MergeOptions& options);
 

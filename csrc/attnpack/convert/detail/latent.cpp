@@ -23,13 +23,13 @@ c10::complex<double> mean_turn(double theta, int64_t length, bool causal) {
   return {mean((distance * theta).cos()), causal ? mean((distance * theta).sin()) : 0.0};
 }
 
-// The mean square of what heads give, as the metric [n, d, d] counts it.
+// The mean square of the heads' outputs, as the metric [n, d, d] counts it.
 double energy(const at::Tensor& metric, const at::Tensor& heads, const at::Tensor& moment) {
   return at::matmul(metric, output_moment(heads, moment)).diagonal(0, 1, 2).sum().item<double>();
 }
 
-// The metric scaled so that it counts errors in heads relative to what they give; nothing counts in heads that are what
-// rounding left of whole.
+// Scales the metric so that it counts errors in heads relative to their outputs. The metric becomes 0 for heads that
+// are a rounding error of `whole`.
 at::Tensor relative(const at::Tensor& metric, const at::Tensor& heads, const at::Tensor& whole,
                     const at::Tensor& moment) {
   const auto found = energy(metric, heads, moment);
@@ -58,11 +58,11 @@ ByHead by_head(const AttentionWeights& weights, const LatentOptions& o) {
   return result;
 }
 
-// Takes the shared rotating pair out of every kv head and gives queries what they need for it and for the rest.
+// Takes the shared rotating pair out of every kv head, and gives queries what they need for that pair and for the rest.
 struct Rotated {
   at::Tensor keys;     // [R, E]
   at::Tensor queries;  // [H, R, E]
-  at::Tensor still;    // [H, D, E], queries that meet keys in which nothing rotates
+  at::Tensor still;    // [H, D, E], queries for keys in which nothing rotates
 };
 
 Rotated share_rotation(ByHead& heads, const std::vector<int64_t>& map, const LatentOptions& o) {
@@ -86,7 +86,7 @@ Rotated share_rotation(ByHead& heads, const std::vector<int64_t>& map, const Lat
   return result;
 }
 
-// [..., E] and, where bias, a last column that becomes the second.
+// Splits rows into [..., E] and, with bias, the last column, which holds the bias.
 std::pair<at::Tensor, at::Tensor> split_bias(const at::Tensor& rows, bool bias, at::ScalarType dtype) {
   const auto typed = rows.to(dtype);
   if (!bias) return {typed.contiguous(), at::Tensor()};

@@ -11,12 +11,12 @@ struct LatentOptions {
   TORCH_ARG(int64_t, num_kv_heads);
   TORCH_ARG(int64_t, kv_lora_rank);
   TORCH_ARG(std::optional<std::vector<int64_t>>, head_map);
-  // What turns the first 2 * inv_freq.size() dims of a head; empty: no RoPE.
+  // The frequencies that rotate the first 2 * inv_freq.size() dims of a head; empty: no RoPE.
   TORCH_ARG(std::vector<double>, inv_freq);
   TORCH_ARG(bool, interleaved) = false;
-  // What RoPE multiplies cos and sin by.
+  // The factor that RoPE applies to cos and sin.
   TORCH_ARG(double, rope_factor) = 1.0;
-  // Distances that keys without rotation are made for: 0 to length - 1, with causal false in both directions.
+  // The distances for which keys without rotation are made: 0 to length - 1, and with causal false both directions.
   TORCH_ARG(int64_t, length) = 512;
   TORCH_ARG(bool, causal) = true;
   TORCH_ARG(Calibration, calibration);
@@ -32,12 +32,12 @@ struct LatentWeights {
   at::Tensor kv_b;       // [H * (N + V), C]
 };
 
-// Keys and values of all kv heads as one latent a token: their joint principal components, keys' errors as queries see
-// them and values' as o does, both relative. Exact without RoPE from C = 2 Hkv head_dim on (more is padded with zeros).
-// With RoPE each pair of dims of all kv heads first becomes one shared rotating pair, the leading complex component,
-// and what it leaves goes into the latent, where nothing rotates: queries meet it multiplied by the mean of e^(i theta
-// distance), the best constant in place of the rotation. That loses accuracy, except for one kv head. (After TransMLA,
-// Meng et al. 2025, which drops the rotation there.)
+// Makes the keys and values of all kv heads one latent per token: their joint principal components. Errors of keys
+// count as queries see them, errors of values as o sees them, and both are relative. Without RoPE the result is exact
+// from C = 2 Hkv head_dim on (more is padded with zeros). With RoPE, each pair of dims of all kv heads first becomes
+// one shared rotating pair, the leading complex component. What is left goes into the latent, where nothing rotates:
+// queries meet it multiplied by the mean of e^(i theta distance), the best constant in place of the rotation. That
+// loses accuracy, except for one kv head. (After TransMLA, Meng et al. 2025, which drops the rotation there.)
 LatentWeights factorise_latent(const AttentionWeights& weights, const LatentOptions& options);
 
 }  // namespace attnpack::convert

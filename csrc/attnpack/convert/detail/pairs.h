@@ -6,7 +6,7 @@
 
 namespace attnpack::convert {
 
-// Two dims of a head that RoPE turns together, seen as one complex number: turning multiplies it by e^(i angle), which
+// Two dims of a head that RoPE rotates together, as one complex number. A rotation multiplies it by e^(i angle), which
 // commutes with any complex factor.
 struct RopePair {
   int64_t first, second;

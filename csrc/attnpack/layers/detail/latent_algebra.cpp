@@ -12,7 +12,8 @@ namespace {
 // kv_b as [H, N + V, C].
 Tensor by_head(const Tensor& kv_b, const SymInt& num_heads) { return kv_b.unflatten_symint(0, {num_heads, -1}); }
 
-// x [B, H, L, I] times weight [H, I, O] -> [B, H, L, O]: heads lead, so that no weight is copied for a batch.
+// x [B, H, L, I] times weight [H, I, O] -> [B, H, L, O]. The product runs over heads first, so that no weight is copied
+// per sequence.
 Tensor times(const Tensor& x, const Tensor& weight) {
   const SymInt batch = x.sym_size(0), length = x.sym_size(2);
   const Tensor rows = x.transpose(0, 1).reshape_symint({x.sym_size(1), batch * length, x.sym_size(3)});

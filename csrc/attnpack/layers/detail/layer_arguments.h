@@ -9,11 +9,11 @@
 #include <attnpack/layers/attend.h>
 #include <attnpack/ops/detail/attention_arguments.h>
 
-// The arguments of the layer ops as structs, each with its text in a schema (see ops/detail/schema.h). They refer to
-// the numbers of the options that they are made of.
+// The arguments of the layer ops as structs, each with its text in a schema (see ops/detail/schema.h). The structs
+// refer to numbers that the options hold.
 namespace attnpack {
 
-// How to rotate; not at all where inv_freq is none.
+// How to rotate. Without inv_freq nothing rotates.
 struct RopeArguments {
   std::optional<at::ArrayRef<double>> inv_freq = {};
   double factor = 1.0;
@@ -26,7 +26,7 @@ struct RopeArguments {
   auto members() const { return std::tie(inv_freq, factor, interleaved, long_inv_freq, growth, trained_len, raw_keys); }
 };
 
-// LayerInputs without the cache, whose tensors differ by family.
+// LayerInputs without the cache, because the cache's tensors differ by family.
 struct LayerArguments {
   RopeArguments rope = {};
   std::optional<Tensor> positions = {};  // [L] or [B, L]
@@ -60,7 +60,7 @@ struct LatentCacheArguments {
 };
 #define ATTNPACK_LATENT_CACHE_SCHEMA "Tensor(a!)? cache_latents, Tensor(b!)? cache_lengths"
 
-// What only attention over heads of keys has.
+// The arguments that attention over heads of keys has, but not latent attention.
 struct ScoreArguments {
   int64_t window_left = -1;
   int64_t window_right = -1;
@@ -78,7 +78,7 @@ LayerArguments layer_arguments(const LayerInputs& inputs);
 ScoreArguments score_arguments(const AttendOptions& options);
 std::optional<RopeSettings> rope_settings(const RopeArguments& rope);
 
-// The operator's arguments, without dropout and without what the cache decides.
+// The operator's arguments, without dropout and without those that the cache decides.
 AttentionArguments attention_arguments(const LayerArguments& layer, const ScoreArguments& score = {});
 
 }  // namespace attnpack

@@ -12,7 +12,7 @@ namespace {
 
 using c10::SymInt;
 
-// The positions of a cache that attention may read: all, or the first ones where a mask covers fewer.
+// The part of the cache that attention may read: all of it, or its first positions if a mask covers fewer.
 struct Room {
   Tensor key, value;
   std::optional<SymInt> limit;
@@ -36,15 +36,15 @@ Tensor with_new_rows(const Tensor& cache,
   const SymInt capacity = cache.sym_size(2);
   const Tensor step = at::arange(rows.sym_size(2), past.options());
   Tensor target = past.unsqueeze(-1) + step;  // [B, L]
-  // Rows that are not valid go to slots after the end, which are cut off again.
+  // Rows that are not valid go to slots after the end. These slots are cut off again.
   if (new_lens) target = at::where(step < new_lens->to(at::kLong).unsqueeze(-1), target, step + capacity);
   const Tensor room = at::constant_pad_nd_symint(cache.detach(), {0, 0, 0, rows.sym_size(2)});
   const Tensor index = target.unsqueeze(1).unsqueeze(-1).expand_symint(rows.sym_sizes());
   return room.scatter(2, index, rows).narrow_symint(2, 0, capacity);
 }
 
-// Whether the cache may rotate the keys that it takes: all dims, plain numbers on the CPU without gradients, and each
-// token one position after the last.
+// Whether the cache may rotate the keys that it takes: all dims rotate, the tensors are plain numbers on the CPU
+// without gradients, and each token stands one position after the one before.
 bool rotates_in_cache(const NewTokens& tokens, const RopeSettings& rope, const std::optional<Tensor>& positions) {
   return !tokens.rotated_dims && tokens.query.is_cpu() && !at::GradMode::is_enabled() && !positions &&
          !rope.by_length() && !rope.raw_keys &&
@@ -58,7 +58,7 @@ std::pair<Tensor, Tensor> split(const Tensor& x, const SymInt& rotated_dims) {
   return {x.narrow_symint(3, 0, fixed), x.narrow_symint(3, fixed, rotated_dims)};
 }
 
-// Keys that the cache holds unrotated, at their places.
+// The cache's keys at their positions: rotated now if the cache holds them unrotated.
 Tensor rotate_stored(const Tensor& key, const Tensor& lengths, const RopeSettings& rope,
                      const std::optional<SymInt>& rotated_dims) {
   if (!rope.raw_keys || !rotated_dims) return rotate_cached(key, lengths, rope);

@@ -11,7 +11,7 @@
 
 namespace attnpack {
 
-// Tokens as they enter the operator, and what the cache makes of its arguments.
+// The tokens as they enter the operator, and the operator's arguments that the cache decides.
 struct PlacedTokens {
   Tensor query;                     // [B, Hq, L, D], rotated
   Tensor key, value;                // [B, Hkv, keys, D], rotated, and [B, Hkv, keys, Dv]: all that may be read
@@ -20,14 +20,14 @@ struct PlacedTokens {
   bool cached = false;
 };
 
-// The new tokens of a layer before rotation. Of queries and keys all dims rotate, or only the last `rotated_dims`.
+// The new tokens of a layer before rotation. All dims of queries and keys rotate, or only the last `rotated_dims`.
 struct NewTokens {
   Tensor query, key, value;
   std::optional<c10::SymInt> rotated_dims = std::nullopt;
 };
 
-// Rotates, and appends to the cache where there is one. `check` judges keys and values that attention is to read,
-// with their kv_lens; everything is checked before the cache is written. Gradients flow into the new rows alone.
+// Rotates, and appends to the cache if there is one. `check` judges the keys and values that attention is to read, with
+// their kv_lens. Everything is checked before the cache is written. Gradients flow into the new rows alone.
 PlacedTokens place_tokens(
     const NewTokens& tokens, const std::optional<CacheTensors>& cache, const LayerArguments& args,
     c10::function_ref<void(const Tensor& key, const Tensor& value, const std::optional<Tensor>& kv_lens)> check);
@@ -36,8 +36,8 @@ PlacedTokens place_tokens(
 std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::optional<RopeSettings>& rope,
                                          const Placement& place);
 
-// For weights: as many keys as the longest sequence has, or as the mask covers; all that there is room for where
-// tracing knows no values.
+// For calls that return weights. Keeps as many keys as the longest sequence has, or as the mask covers. Where tracing
+// knows no values, it keeps all keys that there is room for.
 void trim_to_longest(PlacedTokens& tokens, const std::optional<Tensor>& mask);
 
 }  // namespace attnpack

@@ -12,7 +12,7 @@ namespace attnpack {
 
 namespace {
 
-// A model that overflows gives tokens all the same, unless somebody looks.
+// Without this check a model that overflows would still give tokens.
 void check_numbers(const at::Tensor& logits) {
   ATTNPACK_CHECK(!logits.isnan().any().item<bool>(),
                  "logits: got NaN from the model, want numbers to choose a token by: look for NaN in its weights, or "
@@ -39,7 +39,7 @@ Sampler::Sampler(std::optional<double> temperature, std::optional<int64_t> top_k
 
 at::Tensor Sampler::operator()(const at::Tensor& logits) {
   if (greedy_) {
-    const auto [best, tokens] = logits.max(-1);  // of 16-bit numbers three times as fast as torch's argmax
+    const auto [best, tokens] = logits.max(-1);  // for 16-bit numbers faster than torch's argmax (PERFORMANCE.md)
     check_numbers(best);                         // a NaN counts as the largest
     return tokens;
   }
@@ -58,7 +58,7 @@ at::Tensor Sampler::probabilities(const at::Tensor& logits) const {
   }
   auto probs = scores.softmax(-1);
   if (top_p_ < 1) {
-    // A token stays where those likelier than it hold less than top_p.
+    // A token stays if the likelier tokens hold less than top_p.
     auto [sorted, order] = probs.sort(-1, /*descending=*/true);
     const auto before = sorted.cumsum(-1) - sorted;
     const double least = std::numeric_limits<float>::min();  // before is a float: below this, 0 would not be less

@@ -9,7 +9,7 @@ inline at::Tensor split_heads(const at::Tensor& x, int64_t num_heads, int64_t he
   return x.unflatten(-1, {num_heads, head_dim}).transpose(1, 2);
 }
 
-// The part of a layer's inputs that forward's inputs decide.
+// The layer's inputs that come from forward's inputs.
 inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal) {
   LayerInputs r;
   r.positions = inputs.positions();
@@ -20,8 +20,8 @@ inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal) {
   return r;
 }
 
-// Runs call with the tensors that reserve(cache) gives in its options, room for new_len positions; where call raises,
-// the cache is as it was.
+// Runs call on options that hold the tensors that reserve(cache) gives, with room for new_len positions. Where call
+// raises, the cache is as it was before.
 template <typename Options, typename Reserve, typename Call>
 auto with_room(const std::shared_ptr<KVCache>& cache, int64_t new_len, Options options, const Reserve& reserve,
                const Call& call) {

@@ -7,7 +7,8 @@
 namespace attnpack {
 namespace {
 
-// query, key and value in autocast's dtype; mask, sinks and slopes as they are: they are read in fp32.
+// Casts query, key and value to autocast's dtype. mask, sinks and slopes stay as they are, because they are read in
+// fp32.
 template <c10::DispatchKey Key, c10::DeviceType Device>
 AttentionResult attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
                                    const AttentionArguments& args) {

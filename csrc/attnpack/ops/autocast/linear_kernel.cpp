@@ -7,7 +7,7 @@
 namespace attnpack {
 namespace {
 
-// Under autocast torch's linear, which knows what to cast.
+// Under autocast it is torch's linear, which knows what to cast.
 at::Tensor linear_autocast(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   return at::linear(input, weight, bias);
 }

@@ -9,7 +9,7 @@ namespace {
 
 using torch::autograd::SavedVariable;
 
-// The arguments with their tensors saved, as autograd wants them: no graph is kept alive, and changes are noticed.
+// The arguments with their tensors saved as autograd wants: they keep no graph alive, and changes to them are noticed.
 class SavedArguments {
  public:
   explicit SavedArguments(const AttentionArguments& args) : args_(args) {

@@ -10,7 +10,7 @@ namespace {
 using at::Tensor;
 using torch::autograd::SavedVariable;
 
-// A rotation's transpose is the rotation by the opposite angle: differentiable as often as one likes.
+// The transpose of a rotation is the rotation by the opposite angle, so it can be differentiated as often as one likes.
 struct RopeBackward : torch::autograd::Node {
   RopeBackward(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved)
       : Node(torch::autograd::collect_next_edges(x)), cos_(cos, false), sin_(sin, false), interleaved_(interleaved) {}

@@ -24,7 +24,8 @@ AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tens
   return result;
 }
 
-// The sum of all elements, [1]. at::sum splits a sum to one number over the threads, and rounds by their number.
+// The sum of all elements, [1], in one order. at::sum splits such a sum over the threads, so its rounding depends on
+// their number.
 Tensor sum_in_order(const Tensor& x) {
   const Tensor terms = x.to(at::kDouble).contiguous();
   double sum = 0;

@@ -2,7 +2,7 @@
 
 #include <attnpack/ops/cpu/isa/kernels.h>
 
-// Every instruction set that is built, whether this CPU has it, and which one it takes. Nothing of torch.
+// All instruction sets that are built, whether this CPU has them, and which one it uses. No headers of torch.
 namespace attnpack {
 
 #define ATTNPACK_KERNELS(isa)                                                                 \
@@ -14,7 +14,7 @@ namespace attnpack {
 struct Isa {
   const char* name;
   bool present;
-  bool faster;  // than those before it
+  bool faster;  // than the instruction sets before it
   Kernels kernels;
 };
 
@@ -24,12 +24,13 @@ inline bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-// Intel's cores take two cycles for a VDPBF16PS of 512 bits, in which they do four fused multiply-adds of half its
-// work: pairs reach half of what widened numbers do (Xeon of the fifth generation: 168 of 340 GFLOP/s).
+// Whether pairs are faster than widened numbers. Intel's cores take two cycles for a VDPBF16PS of 512 bits. In two
+// cycles they also do four fused multiply-adds of half its work, so pairs reach half the speed of widened numbers
+// (PERFORMANCE.md).
 inline bool has_fast_pairs() { return !__builtin_cpu_is("intel"); }
 #endif
 
-// From the plainest to the widest; the last one that is present and faster is the default.
+// From the plainest to the widest. The default is the last one that is present and faster.
 inline const Isa kIsas[] = {
     {"baseline", true, true, ATTNPACK_KERNELS(baseline)},
 #if defined(ATTNPACK_AVX512_BF16_EMULATED)

@@ -32,13 +32,14 @@ void copy_rows(const Tensor& cache, const Tensor& x, int64_t b, int64_t position
                   from + (h * x.stride(1) + l * x.stride(2)) * bytes, x.size(3) * bytes);
 }
 
-// Where the new rows of a sequence go: behind the `held` ones.
+// The place of a sequence's new rows: `count` rows after the `held` ones.
 struct Place {
   int64_t held, count;
 };
 using Places = c10::SmallVector<Place, 8>;
 
-// Checked for all sequences before the first write, and read only once: what is written cannot change them.
+// The places of all sequences. They are checked before the first write, and read only once: what is written cannot
+// change them.
 Places places(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
               const Tensor& value, const std::optional<Tensor>& new_lens, const std::optional<c10::SymInt>& limit) {
   check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
@@ -78,7 +79,7 @@ void kv_cache_append_cpu(const Tensor& cache_key, const Tensor& cache_value, con
   raise(lengths, at);
 }
 
-// The heads of x [B, H, L, D] at token l of sequence b, rotated, go to those of `to` at token `position`.
+// Rotates the heads of x [B, H, L, D] at token l of sequence b into those of `to` at token `position`.
 template <class T>
 void rotate_token(const Tensor& x, int64_t b, int64_t l, const float* cos, const float* sin, int64_t half,
                   bool interleaved, const Tensor& to, int64_t position) {

@@ -12,19 +12,19 @@ namespace {
 
 using at::Tensor;
 
-// Outputs of a unit: few, so that all threads end together.
+// The number of outputs of a unit. It is small, so that all threads end together.
 constexpr int64_t kOutputs = 16, kMostOutputs = 64;
 int64_t outputs_of_unit(int64_t outputs) {
   return std::clamp(outputs / (8 * at::get_num_threads()) / kOutputs * kOutputs, kOutputs, kMostOutputs);
 }
 
-// One of the layers that read the same rows; its units follow those of the ones before it.
+// One of the layers that read the same rows. Its units follow those of the layers before it.
 struct Layer {
   PreparedLinear prepared;
   int64_t end;  // of its units
 };
 
-// outs [..., out] of layers that fit, all in one go.
+// Computes the outputs [..., out] of layers that fit, all in one go.
 std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const std::optional<Tensor>* biases) {
   const Tensor rows = input.contiguous();
   std::vector<Tensor> outs;
@@ -40,7 +40,7 @@ std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const st
   }
   const auto& kernels = kernels_in_use();
   const LinearParams& any = layers.front().prepared.params;
-  // A weight that comes from memory takes as long as some multiply-adds.
+  // Reading a weight from memory takes as long as some multiply-adds.
   const auto unit_of_layers = [&](int64_t unit, void* scratch) {
     size_t i = 0;
     while (unit >= layers[i].end) ++i;

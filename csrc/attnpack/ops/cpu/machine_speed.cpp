@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kTries = 5;
 
-// Work a second of call(thread), done by all threads at once; call returns its work.
+// The work per second of call(thread), which all threads run at once. call returns its work.
 template <class F>
 double rate(F&& call) {
   const int64_t threads = at::get_num_threads();

@@ -1,7 +1,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-// One backend a file: an anonymous namespace and one registration block.
+// Each backend has a file of its own: an anonymous namespace and one registration block.
 namespace attnpack {
 namespace {
 

@@ -10,7 +10,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kRows = 32;  // of a unit
+constexpr int64_t kRows = 32;  // rows of a unit
 
 bool fits(const Tensor& x, const Tensor& weight) {
   const auto dtype = x.scalar_type();

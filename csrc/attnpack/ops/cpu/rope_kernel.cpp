@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor> rope_table_cpu(const Tensor& positions, at::ArrayRef<
   return {cos, sin};
 }
 
-// The frequencies of a sequence of that length.
+// The frequencies of a sequence of the given length.
 std::vector<double> frequencies_at(double length, at::ArrayRef<double> inv_freq, at::ArrayRef<double> long_inv_freq,
                                    double growth, double trained) {
   if (length <= trained) return inv_freq.vec();

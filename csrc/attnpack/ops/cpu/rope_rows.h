@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-// What a position's rotation is made of, for RoPE's own ops and for the cache that rotates what it takes.
+// The rotation at one position, for RoPE's own ops and for the cache op that rotates the keys it takes.
 namespace attnpack {
 
 // cos and sin [half] of a position: angles in fp64.
@@ -17,7 +17,7 @@ inline void fill_angles(int64_t position, at::ArrayRef<double> inv_freq, double 
   }
 }
 
-// Numbers a step apart.
+// Numbers that lie `step` apart.
 template <class T>
 struct Strided {
   T* data;

@@ -6,8 +6,8 @@
 
 namespace attnpack {
 
-// Working memory of one thread: kept between calls up to kKept bytes, so that a small call allocates nothing. One of
-// each Slot may live on a thread at a time.
+// The working memory of one thread. Up to kKept bytes of it are kept between calls, so that a small call allocates
+// nothing. A thread may have one Scratch per Slot alive at a time.
 template <int Slot>
 class Scratch {
  public:

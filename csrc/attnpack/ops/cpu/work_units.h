@@ -5,16 +5,16 @@
 #include <attnpack/ops/cpu/isa/kernels.h>
 #include <attnpack/ops/cpu/scratch.h>
 
-// How an attention call falls into units of work. Nothing of torch: for_each(order, count, work, scratch_bytes, unit)
+// Cuts an attention call into units of work. No headers of torch: for_each(order, count, work, scratch_bytes, unit)
 // hands the units 0 .. count - 1 to whatever threads there are, and calls unit(index, scratch).
 namespace attnpack {
 
-// Which unit a thread takes: the first one that is left, or neighbours, one after the other, of whose memory the next
-// part is fetched while one is read.
+// Which unit a thread takes. kInTurn: the first one that is left. kNeighbours: neighbours, one after the other, because
+// each unit prefetches the memory of the next one while it reads its own.
 enum class Order { kInTurn, kNeighbours };
 
 struct Tiling {
-  int64_t kv_heads, rows, tiles;  // (batch, kv head) pairs; most rows of one; tiles of rows of one
+  int64_t kv_heads, rows, tiles;  // (batch, kv head) pairs; the most rows of a pair; tiles of these rows
   double work;                    // multiply-adds of one product, roughly
 };
 
@@ -26,7 +26,7 @@ inline Tiling tile_rows(const AttentionParams& p) {
           static_cast<double>(p.batch) * p.num_heads * p.q_len * p.kv_len * (p.head_dim + p.v_head_dim)};
 }
 
-// Tiles of rows, the last first: with causality they are the longest. Those of a head share its packed keys.
+// The tiles of rows, the last first: with causality they are the longest. The tiles of a head share its packed keys.
 template <class ForEach>
 void run_prefill(const Kernels& kernels, const AttentionParams& p, const Tiling& t, ForEach&& for_each) {
   for_each(Order::kNeighbours, t.kv_heads * t.tiles, t.work, kernels.prefill_scratch(p),
@@ -38,10 +38,10 @@ void run_prefill(const Kernels& kernels, const AttentionParams& p, const Tiling&
            });
 }
 
-// Few rows a kv head: its keys are cut into ranges, whose results are joined at the end.
+// For few rows per kv head. The head's keys are cut into ranges, whose results are joined at the end.
 template <class ForEach>
 void run_ranges(const Kernels& kernels, const AttentionParams& p, const Tiling& t, ForEach&& for_each) {
-  int64_t ranges = 1;  // most of a sequence; shorter ones end with empty ranges
+  int64_t ranges = 1;  // the most ranges of a sequence; shorter sequences end with empty ranges
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t keys = range_keys(p, b);
     ranges = std::max(ranges, (valid_keys(p, b) + keys - 1) / keys);
@@ -77,14 +77,14 @@ void run_forward(const Kernels& kernels, const AttentionParams& p, ForEach&& for
     run_prefill(kernels, p, t, for_each);
 }
 
-// p.tiles is that of tile_rows. Without keys nothing runs, and nothing is written.
+// bp.tiles is the number of tiles that tile_rows gives. Without keys no unit runs, and nothing is written.
 template <class ForEach>
 void run_backward(const Kernels& kernels, const AttentionBackwardParams& bp, ForEach&& for_each) {
   const AttentionParams& p = bp.forward;
   const Tiling t = tile_rows(p);
   const int64_t step = backward_block(p.head_dim, p.v_head_dim), blocks = (p.kv_len + step - 1) / step;
-  // Blocks outside, heads inside: neighbours in time seldom wait for each other, and under causality the longest come
-  // first.
+  // The outer order is by blocks, the inner by heads. So units that run at the same time seldom wait for each other,
+  // and under causality the longest come first.
   for_each(Order::kInTurn, blocks * t.kv_heads, 4 * t.work, kernels.backward_scratch(p),
            [&](int64_t unit, void* scratch) {
              const int64_t head = unit % t.kv_heads, begin = unit / t.kv_heads * step;

@@ -32,7 +32,7 @@ CudaAttention prepare(const Tensor& query, const Tensor& key, const Tensor& valu
   return r;
 }
 
-// To look at kv_lens waits for the device: calls clamp them, and look with ATTNPACK_CHECK=1 alone.
+// Reading kv_lens waits for the device. So calls clamp the lengths, and check them with ATTNPACK_CHECK=1 alone.
 void check_lengths_if_asked(const std::optional<Tensor>& kv_lens, int64_t kv_len) {
   const char* asked = std::getenv("ATTNPACK_CHECK");
   if (!kv_lens || !asked || std::strcmp(asked, "1") != 0) return;
@@ -40,7 +40,7 @@ void check_lengths_if_asked(const std::optional<Tensor>& kv_lens, int64_t kv_len
   check_kv_lens_values(lens.const_data_ptr<int64_t>(), lens.numel(), kv_len);
 }
 
-// Rows, heads and keys are counted in 32 bits by the kernels; elements are not.
+// The kernels count rows, heads and keys in 32 bits, but not elements.
 bool countable(const Tensor& query, const Tensor& key) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 64;
   return query.size(1) <= kMost && query.size(2) <= kMost && key.size(2) <= kMost;

@@ -2,7 +2,7 @@
 
 #include <attnpack/ops/detail/attention_arguments.h>
 
-// The contract by compositions of ATen ops, slower and with the scores in memory: what CUDA tensors run through where
+// The ops as compositions of ATen ops: slower, and with the scores in memory. CUDA tensors run through them where
 // libattnpack_cuda is not loaded or cannot run.
 namespace attnpack {
 
@@ -14,7 +14,7 @@ AttentionGradients attention_backward_composed(const Tensor& grad_out, const std
 // Positions beyond the capacity are dropped, so that no call waits for the device.
 void kv_cache_append_composed(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
                               const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens);
-// Rotates, then appends, by the ops for it: it has no kernel of its own.
+// Rotates, then appends, by the ops for these steps: it has no kernel of its own.
 Tensor kv_cache_append_rotated_composed(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
                                         const Tensor& query, const Tensor& key, const Tensor& value,
                                         at::ArrayRef<double> inv_freq, double factor, bool interleaved,

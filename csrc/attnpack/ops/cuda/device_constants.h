@@ -8,8 +8,9 @@
 
 namespace attnpack {
 
-// Numbers of a call's settings on the device, one copy each for good: a copy a call would wait, and could not be
-// captured in a graph. Never destroyed: when the process ends, CUDA may be gone before them.
+// The numbers of a call's settings on the device. Each is copied once and kept for good: a copy per call would wait for
+// the device, and could not be captured in a graph. The copies are never destroyed: when the process ends, CUDA may be
+// gone before them.
 template <class T>
 at::Tensor on_device(at::ArrayRef<T> numbers, const c10::Device& device) {
   static std::mutex mutex;

@@ -9,7 +9,7 @@
 
 namespace attnpack {
 
-// Where a call runs: the device of its tensors and the stream that torch has in use there.
+// Where a call runs: the device of its tensors, and the stream that torch uses there.
 class Target {
  public:
   explicit Target(const at::Tensor& x)

@@ -15,7 +15,7 @@ struct AttentionArguments {
   std::optional<Tensor> mask = {};  // bool or float, broadcasts to [B, Hq, Lq, Lkv]
   bool causal = false;
   c10::SymInt q_offset = 0;              // position of query row 0; "end" is a number here
-  std::optional<Tensor> q_offsets = {};  // [B], in the place of q_offset
+  std::optional<Tensor> q_offsets = {};  // [B], instead of q_offset
   int64_t window_left = -1;              // -1: unbounded
   int64_t window_right = -1;
   std::optional<Tensor> kv_lens = {};       // [B]
@@ -33,13 +33,14 @@ struct AttentionArguments {
   }
 };
 
-// The same in a schema.
+// The same arguments in a schema.
 #define ATTNPACK_ATTENTION_SCHEMA                                                                              \
   "Tensor? mask, bool causal, SymInt q_offset, Tensor? q_offsets, int window_left, int window_right, Tensor? " \
   "kv_lens, float softcap, Tensor? sinks, Tensor? alibi_slopes, int[]? head_map, float dropout_p, Tensor? "    \
   "dropout_seed, float? scale"
 
-// out and lse; gradients of query, key, value, mask, sinks (empty where they were not asked for).
+// AttentionResult: out and lse. AttentionGradients: those of query, key, value, mask, sinks; empty where they were not
+// asked for.
 using AttentionResult = std::tuple<Tensor, Tensor>;
 using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -54,18 +55,18 @@ AttentionGradients attention_backward_op(const Tensor& grad_out, const std::opti
                                          const Tensor& lse, const AttentionArguments& args, bool mask_gradient,
                                          bool sinks_gradient);
 
-// Shapes, dtypes, devices and settings, for every backend.
+// Checks shapes, dtypes, devices and settings, for every backend.
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& args);
-// The part of it that a layer asks before it writes its cache; the seed is drawn later.
+// The part of check_attention that a layer calls before it writes its cache. The seed is drawn later.
 void check_dropout(double dropout_p);
-// The same for the backward pass, and what it takes of the forward pass.
+// The same for the backward pass, with the results of the forward pass.
 void check_attention_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
                               const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
                               const AttentionArguments& args, bool mask_gradient, bool sinks_gradient);
-// The values of kv_lens, where reading them does not wait for a device.
+// Checks the values of kv_lens, where reading them does not wait for a device.
 void check_kv_lens_values(const int64_t* kv_lens, int64_t batch, int64_t kv_len);
 
-// The plain differentiable formula, by ATen alone: what torch.func transforms and devices without a kernel run.
+// The plain differentiable formula in ATen ops. torch.func transforms and devices without a kernel run it.
 AttentionResult attention_formula(const Tensor& query, const Tensor& key, const Tensor& value,
                                   const AttentionArguments& args);
 Tensor scores_formula(const Tensor& query, const Tensor& key, const AttentionArguments& args, c10::string_view stage);

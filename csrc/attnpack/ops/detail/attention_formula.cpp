@@ -11,7 +11,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// A size as a number. Tensor::size would fix every size of a traced tensor, and the graph to one length.
+// A size as a number. Tensor::size would fix every size of a traced tensor, and so the graph to one length.
 int64_t known_size(const Tensor& x, int64_t dim) { return x.sym_size(dim).guard_int(__FILE__, __LINE__); }
 
 // [B, Hkv, L, D] -> [B, Hq, L, D], the kv head of every query head.
@@ -120,7 +120,7 @@ AttentionResult attention_formula(const Tensor& query, const Tensor& key, const 
   const Tensor broken = values.isfinite().logical_not().to(scores.scalar_type());
   if (args.dropout_p > 0) probs = probs * at::empty_like(probs).bernoulli_(1 - args.dropout_p).div(1 - args.dropout_p);
   Tensor out = product(probs, finite_part(values));
-  // What is not finite reaches exactly the rows that attend it.
+  // A value that is not finite reaches exactly the rows that attend it.
   const Tensor touched = product((scores != -kInfinity).to(scores.scalar_type()), broken) > 0;
   out = out.masked_fill(touched, std::nan(""));
   return {out.to(query.scalar_type()).transpose(1, 2).contiguous().transpose(1, 2), lse};

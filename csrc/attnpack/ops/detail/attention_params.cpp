@@ -70,7 +70,7 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   if (args.q_offsets) p.q_offsets = (r.q_offsets = near(*args.q_offsets).contiguous()).const_data_ptr<int64_t>();
   if (args.kv_lens) {
     r.kv_lens = args.kv_lens->to(at::kLong).contiguous();
-    if (!args.kv_lens->is_cpu()) r.kv_lens = r.kv_lens.clamp(0, p.kv_len);  // to look at them would wait for the device
+    if (!args.kv_lens->is_cpu()) r.kv_lens = r.kv_lens.clamp(0, p.kv_len);  // reading them would wait for the device
     p.kv_lens = r.kv_lens.const_data_ptr<int64_t>();
     if (args.kv_lens->is_cpu()) check_kv_lens_values(p.kv_lens, p.batch, p.kv_len);
   }
@@ -102,7 +102,8 @@ PreparedBackward prepare_backward(const PreparedAttention& forward, const Tensor
   r.lse = lse.contiguous();
   r.grad_out = unit_last_stride(grad_out);
   Tensor products = grad_out.to(accumulation).mul(out);
-  // A row without a key is 0 whatever its sink is: no gradient, not even NaN, reaches the sink from there.
+  // The output of a row without keys is 0, whatever its sink is. So no gradient, not even NaN, reaches the sink from
+  // that row.
   if (p.sinks) products = products.masked_fill(out == 0, 0);
   r.delta = products.sum(-1);
   if (grad_lse) r.delta = r.delta.sub(*grad_lse);
@@ -129,8 +130,8 @@ PreparedBackward prepare_backward(const PreparedAttention& forward, const Tensor
 }
 
 Tensor sink_terms(const Tensor& sinks, const Tensor& lse, const Tensor& delta) {
-  // The sink's probability exp(sink - lse) takes part in nothing but the denominator: its score gets -P_sink * D. In a
-  // row without keys lse is the sink itself, finite or not.
+  // The sink's probability exp(sink - lse) stands in the denominator alone. So its score has the gradient -P_sink * D.
+  // In a row without keys lse is the sink itself, finite or not.
   const Tensor sink = sinks.to(delta.scalar_type()).view({-1, 1});
   const Tensor probability =
       (sink - lse).exp().masked_fill(lse == sink, 1).masked_fill(lse == -std::numeric_limits<double>::infinity(), 0);

@@ -11,7 +11,7 @@
 
 namespace attnpack {
 
-// The kernels' params from checked arguments, with what the params' pointers need kept alive beside them.
+// The kernels' params, made from checked arguments, and the tensors that the params' pointers need kept alive.
 struct PreparedAttention {
   AttentionParams params{};
   Tensor query, key, value, mask;  // last stride 1 (mask: any)
@@ -26,12 +26,12 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
 // New tensors for the results of the forward pass; prepared.params points to them from now on.
 AttentionResult make_outputs(PreparedAttention& prepared);
 
-// The backward kernels' params, with the results and what else their pointers need kept alive beside the
-// PreparedAttention that they were made of.
+// The backward kernels' params, the results, and the tensors that the params' pointers need kept alive. The
+// PreparedAttention that they were made from must be kept alive too.
 struct PreparedBackward {
   AttentionBackwardParams params{};
   Tensor grad_out, lse;  // as the kernels read them
-  Tensor delta;          // [batch, heads, q_len]: rowsum(dO * O) - dlse, what every score of a row has in common
+  Tensor delta;          // [batch, heads, q_len]: rowsum(dO * O) - dlse, which all scores of a row share
   Tensor grad_query, grad_key, grad_value;
   Tensor grad_scores;  // zeros; undefined without mask_gradient
 };
@@ -40,7 +40,7 @@ PreparedBackward prepare_backward(const PreparedAttention& forward, const Tensor
                                   const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
                                   const Tensor& value, const Tensor& out, const Tensor& lse, bool mask_gradient);
 
-// What each row adds to the gradient of its head's sink, [batch, heads, q_len].
+// The term that each row adds to the gradient of its head's sink, [batch, heads, q_len].
 Tensor sink_terms(const Tensor& sinks, const Tensor& lse, const Tensor& delta);
 
 DType kernel_dtype(at::ScalarType dtype);

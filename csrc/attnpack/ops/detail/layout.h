@@ -4,7 +4,7 @@
 
 namespace attnpack {
 
-// An empty [batch, heads, length, width] tensor stored [batch, length, heads, width], the layout of all results: so
+// An empty [batch, heads, length, width] tensor stored [batch, length, heads, width]. All results have this layout, so
 // that joining the heads is a view. Kernels and Meta must agree on it (Inductor asserts strides).
 inline at::Tensor empty_heads_inside(c10::SymIntArrayRef shape, const at::TensorOptions& options) {
   return at::empty_symint({shape[0], shape[2], shape[1], shape[3]}, options).transpose(1, 2);

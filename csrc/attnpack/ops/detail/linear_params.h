@@ -8,11 +8,12 @@
 
 namespace attnpack {
 
-// What the few-row kernels take; everything else is torch's linear, which also says what is wrong with it.
+// Whether the few-row kernels take these arguments. Everything else goes to torch's linear, which also reports what is
+// wrong with the arguments.
 bool fits_few_rows(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
-// The kernels' params of arguments that fit, with the result and what else their pointers need kept alive beside the
-// weight.
+// The kernels' params of arguments that fit, the result, and the tensors beside the weight that the params' pointers
+// need kept alive.
 struct PreparedLinear {
   LinearParams params{};
   at::Tensor rows, bias;  // contiguous

@@ -58,7 +58,7 @@ constexpr size_t kWidth = [] {
     return size_t{1};
 }();
 
-// The argument that begins at that element of the flat ones.
+// The argument of type T that begins at element `Begin` of the flat ones.
 template <class T, size_t Begin, class Tuple>
 decltype(auto) take(const Tuple& flat) {
   if constexpr (ArgumentStruct<T>)
@@ -116,7 +116,8 @@ struct FlatSignature<Result, Types<F...>> {
 template <auto Function>
 constexpr auto from_schema = &detail::FlatFunction<Function, decltype(Function)>::call;
 
-// An op of ours by its name, called through the dispatcher with structs. Make it static: it looks the name up.
+// An op of ours by its name, called through the dispatcher with structs. Make it static, because the constructor looks
+// the name up.
 template <class Signature>
 class DispatchedOp;
 template <class Result, class... Argument>

@@ -4,7 +4,8 @@
 #include <attnpack/core/check.h>
 #include <attnpack/ops/kv_cache.h>
 
-// Tensors whose minus or conjugation is still to be done. For ops that write in place torch's own fallback breaks them.
+// For tensors whose negation or conjugation is still to be done. torch's own fallback breaks such tensors in ops that
+// write in place.
 namespace attnpack {
 namespace {
 

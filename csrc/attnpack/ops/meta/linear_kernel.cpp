@@ -10,7 +10,7 @@ namespace {
 using at::Tensor;
 
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  // torch's own takes a weight from another device, and gives memory that nobody has written.
+  // torch's linear accepts a weight on another device here, and returns memory that nobody has written.
   ATTNPACK_CHECK(weight.device() == input.device() && (!bias || bias->device() == input.device()), "input is on ",
                  input.device(), ", weight on ", weight.device(), ", bias on ", bias ? bias->device() : weight.device(),
                  ": move them to one device");

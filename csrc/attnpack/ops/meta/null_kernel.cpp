@@ -1,7 +1,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-// Shapes and exact strides of what the other backends return, without data: what torch.compile and export see.
+// The shapes and exact strides of what the other backends return, without data. torch.compile and export use them.
 namespace attnpack {
 namespace {
 

@@ -2,20 +2,21 @@
 
 #include <attnpack/ops/cpu/isa/softmax.h>
 
-// Backward (Dao et al. 2022, algorithm 4): probabilities are recomputed from lse, tile by tile. With P the
-// probabilities, D = rowsum(dO * O) - dlse and dS = P * (dO V^T - D):  dV = P^T dO,  dQ = scale dS K,  dK = scale dS^T
-// Q. A unit is a block of keys, which meets the tiles of rows one after the other. A tile's dQ grows by one block at a
-// time, in the order of the blocks, so that every sum has one fixed order whoever computes it.
+// Backward (Dao et al. 2022, algorithm 4): the probabilities P are recomputed from lse, tile by tile.
+//   D = rowsum(dO * O) - dlse,  dS = P * (dO V^T - D),
+//   dV = P^T dO,  dQ = scale dS K,  dK = scale dS^T Q.
+// A unit of work is one block of keys. It visits the tiles of rows one after the other. The blocks add to a tile's dQ
+// one at a time, in the order of the blocks, so each sum has one fixed order on any number of threads.
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
 template <class S, class A>
 struct Scratch {
-  int64_t key_width, value_width;  // of sums: whole panels
-  int64_t key_ld, value_ld;        // of rows: not a power of two, or they would share few lines of the L1 cache
+  int64_t key_width, value_width;  // row widths of the sums, in whole panels
+  int64_t key_ld, value_ld;        // row strides; no powers of two: such rows would share few lines of the L1 cache
   int64_t block;
-  A *query, *grad_out;          // of the tile, [rows, ld]
-  A *keys, *keys_t, *values_t;  // of the block: keys as rows, keys and values transposed in panels
+  A *query, *grad_out;          // the tile's rows, [rows, ld]
+  A *keys, *keys_t, *values_t;  // the block's keys as rows; its keys and values transposed in panels
   A *scores, *grad_scores, *cap, *grad_key, *grad_value, *lse, *delta;
 
   Scratch(const AttentionParams& p, Arena& arena)
@@ -71,7 +72,7 @@ class Backward {
     for (int64_t i = 0; i < count; ++i) store_one(to + i, from[i]);
   }
 
-  // The tile that starts at row `first` of the kv head, and the block that starts at key `begin`.
+  // Adds what the tile that starts at row `first` of the kv head and the block that starts at key `begin` contribute.
   void meet_tile(int64_t first, int64_t begin) {
     if (tile_.keys.empty()) {
       if (begin == 0)
@@ -82,9 +83,10 @@ class Backward {
     const int64_t first_block = tile_.keys.begin / step, last_block = (tile_.keys.end - 1) / step;
     if (block < first_block || block > last_block) return;
     load_rows();
-    const int64_t count = smaller(count_, tile_.keys.end - begin);  // behind them no row of the tile sees a key
+    const int64_t count = smaller(count_, tile_.keys.end - begin);  // after these no row of the tile sees a key
     differentiate(begin, count);
-    // -0.0 marks an excluded pair. Only where it would meet NaN or Inf need such terms be left out, which is slow.
+    // -0.0 marks an excluded pair. Leaving such pairs out is slow, and is needed only where the other operand holds NaN
+    // or Inf.
     const bool query_finite = all_finite(w_.query, w_.key_ld, tile_.count, p_.head_dim);
     const bool grad_out_finite = all_finite(w_.grad_out, w_.value_ld, tile_.count, p_.v_head_dim);
     gemm<A>(!grad_out_finite, count, w_.value_width, tile_.count, {w_.scores, 1, w_.block},
@@ -104,8 +106,8 @@ class Backward {
       for (int64_t r = 0; r < tile_.count; ++r) write(query_gradient(r), sums + r * width, p_.head_dim);
   }
 
-  // Until the blocks before have added their part. Units are handed out in the order of the blocks, so that whoever is
-  // waited for has begun.
+  // Waits until the blocks before this one have added their part. Units are handed out in the order of the blocks, so
+  // the unit that is waited for has already begun.
   static void wait_for(const int32_t* done, int32_t count) {
     for (int spins = 0; __atomic_load_n(done, __ATOMIC_ACQUIRE) != count; ++spins)
       if (spins > 1000) sched_yield();
@@ -137,7 +139,8 @@ class Backward {
     }
   }
 
-  // scores <- P (what multiplied the values), grad_scores <- scale * dS, both [rows, count], excluded pairs -0.0.
+  // scores <- P as it multiplied the values, grad_scores <- scale * dS; both [rows, count], with -0.0 for excluded
+  // pairs.
   void differentiate(int64_t begin, int64_t count) {
     gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, w_.key_ld, 1},
             {w_.keys_t, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false, kChain);
@@ -173,7 +176,7 @@ class Backward {
     }
   }
 
-  // value where the pair is attended, -0.0 where prob says that it is excluded.
+  // Returns value where the pair is attended, and -0.0 where prob marks the pair as excluded.
   static Vec<A> masked(Vec<A> prob, Vec<A> value) {
     using Int = typename VectorTypes<A>::Int;
     const Int sign = bit_cast<Int>(prob);
@@ -193,13 +196,13 @@ class Backward {
     }
   }
 
-  // Of sums (gemm.h), all of which end in dS, a difference that nearly cancels; 16-bit results are rounded more than
-  // that anyway.
+  // The longest chain of sums (kDepth in matmul.h). All sums end in dS, a difference that nearly cancels, so full-width
+  // types use shorter chains. 16-bit results are rounded more than that anyway.
   static constexpr int64_t kChain = sizeof(S) < sizeof(A) ? kDepth : kDepth / 2;
 
   const AttentionBackwardParams& bp_;
   const AttentionParams& p_;
-  int64_t b_, kv_head_, count_ = 0;  // count: keys of the block that are there
+  int64_t b_, kv_head_, count_ = 0;  // count_: how many keys the block has
   bool keys_finite_ = true;
   Arena arena_;
   Scratch<S, A> w_;

@@ -2,20 +2,20 @@
 
 #include <attnpack/ops/cpu/isa/matmul.h>
 
-// The matrix product on pairs of bf16, two terms a step, summed in fp32. As VDPBF16PS does (Intel SDM): the second of a
-// pair before the first, each product exact and each addition rounded to nearest even; subnormal operands count as 0,
-// and a sum that becomes subnormal is 0. So results differ from those of widened numbers by less than 2^-126 a term,
-// and an operand below that is lost: nothing that a tolerance sees.
+// The matrix product on pairs of bf16: two terms per step, summed in fp32. It follows VDPBF16PS (Intel SDM). The second
+// product of a pair is added before the first; each product is exact, and each addition rounds to nearest even.
+// Subnormal operands count as 0, and a sum that becomes subnormal is 0. So results differ from those of widened numbers
+// by less than 2^-126 per term, and an operand below 2^-126 is lost. Both lie far below every tolerance.
 namespace attnpack::ATTNPACK_ISA {
 
-// Whether bf16 is multiplied in pairs. Emulated, it is slower than widening: for tests alone.
+// Whether bf16 is multiplied in pairs. The emulation is slower than widening: it is for tests alone.
 #if defined(__AVX512BF16__) || defined(ATTNPACK_EMULATE_PAIRS)
 constexpr bool kPairProducts = true;
 #else
 constexpr bool kPairProducts = false;
 #endif
 
-using Pair = uint32_t;  // the first one in the lower half, as two neighbours in memory
+using Pair = uint32_t;  // first number in the lower half, as two neighbours lie in memory
 template <>
 struct VectorTypes<Pair> {
   typedef uint32_t Real __attribute__((vector_size(kVectorBytes)));
@@ -52,13 +52,14 @@ template <>
 struct Product<float, Pair> {
   static Vec<float> add(Vec<float> sum, Pair x, Vec<Pair> right) { return pair_products(sum, Vec<Pair>{} + x, right); }
   static bool excluded(Pair x) { return x == kBothExcluded; }
-  // The half that an excluded one would meet becomes 0: the sum is what it would be, had that half been finite.
+  // Clears the half of right that an excluded half of x would be multiplied with. The sum is then what it would be if
+  // that half of right were finite.
   static Vec<Pair> met(Pair x, Vec<Pair> right) {
     return right & (((x & 0xffffu) == 0x8000u ? 0u : 0xffffu) | (x >> 16 == 0x8000u ? 0u : 0xffff0000u));
   }
 };
 
-// Width pairs that begin with the first of `left` elements; behind the last one stands 0.
+// Reads `width` pairs of a row that has `left` elements left. A missing second element counts as 0.
 inline void read_pairs(const BFloat16* from, int64_t left, int64_t width, Pair* to) {
   if (width == kLanes<Pair> && 2 * width <= left) {
     store<Pair>(to, load_bits<Vec<Pair>>(from));
@@ -67,7 +68,7 @@ inline void read_pairs(const BFloat16* from, int64_t left, int64_t width, Pair* 
   for (int64_t i = 0; i < width; ++i) to[i] = pair(from[2 * i], 2 * i + 1 < left ? from[2 * i + 1] : BFloat16{0});
 }
 
-// A row of `columns` elements -> ld pairs, zeros behind pairs_of(columns).
+// Packs a row of `columns` elements into ld pairs. Pairs from pairs_of(columns) on are zero.
 inline void pack_pairs(const BFloat16* from, int64_t columns, Pair* to, int64_t ld) {
   for (int64_t c = pairs_of(columns); c < ld; ++c) to[c] = 0;
   for (int64_t c = 0; c < pairs_of(columns); c += kLanes<Pair>) {
@@ -76,14 +77,14 @@ inline void pack_pairs(const BFloat16* from, int64_t columns, Pair* to, int64_t 
   }
 }
 
-// pack_transposed, pairs along the columns of from: panels of [pairs_of(columns), kPanel].
+// pack_transposed with pairs along the columns of from: panels of [pairs_of(columns), kPanel].
 inline void pack_pairs_transposed(const BFloat16* from, int64_t row_stride, int64_t rows, int64_t columns, Pair* to) {
   transpose_panels(rows, pairs_of(columns), to, [=](int64_t r, int64_t c, int64_t width, Pair* x) {
     read_pairs(from + r * row_stride + 2 * c, columns - 2 * c, width, x);
   });
 }
 
-// Columns of two rows, second null: of zeros, as pairs: Vectors vectors of them, 1 or 2.
+// Pairs the columns of two rows into `Vectors` vectors (1 or 2). A null `second` counts as a row of zeros.
 template <int Vectors>
 inline void pair_rows(const BFloat16* first, const BFloat16* second, Vec<Pair>* to) {
   if constexpr (Vectors == 1) {
@@ -98,7 +99,7 @@ inline void pair_rows(const BFloat16* first, const BFloat16* second, Vec<Pair>* 
     to[1] = bit_cast<Vec<Pair>>(shuffle_by<uint16_t, Interleaved<kLanes<uint16_t>, 1>>(low, high, kAll));
   }
 }
-// One vector of the first `some` columns, zeros behind them.
+// The same for one vector of the first `some` columns. The lanes after them are zero.
 inline Vec<Pair> pair_rows_some(const BFloat16* first, const BFloat16* second, int64_t some) {
   Vec<Pair> to{};
   if (some >= kLanes<Pair>) {
@@ -109,7 +110,7 @@ inline Vec<Pair> pair_rows_some(const BFloat16* first, const BFloat16* second, i
   return to;
 }
 
-// pack_panels, pairs along the rows of from; height: pairs.
+// pack_panels with pairs along the rows of from. height counts pairs.
 inline void pack_pair_panels(const BFloat16* from, int64_t row_stride, int64_t rows, int64_t columns, Pair* to,
                              int64_t height) {
   static_assert(kPanel<Pair> == 2 * kLanes<Pair>);
@@ -128,9 +129,9 @@ inline void pack_pair_panels(const BFloat16* from, int64_t row_stride, int64_t r
     }
 }
 
-// Weights of count keys, padded to whole vectors, -> pairs, rounded to nearest even; sums, a vector, grows by what they
-// became. A sum of weighted values is divided by that: what rounding did to the weights' size then cancels, and only
-// what it did to their shares remains.
+// Rounds the weights of count keys, padded to whole vectors, to pairs (nearest even), and adds the rounded weights to
+// the vector at sums. The weighted sum of values is later divided by that sum. So rounding changes the shares of the
+// weights, but not their total.
 inline void round_weights(const float* x, int64_t count, Pair* to, float* sums) {
   Vec<float> total = load<float>(sums);
   for (int64_t j = 0; j < count; j += 2 * kLanes<float>) {

@@ -1,35 +1,38 @@
 #include <attnpack/ops/cpu/isa/dot.h>
 
-// Decode: few rows, so keys and values are streamed once, as they lie; a unit is a range of keys, and the partial
-// results of the ranges are joined at the end (Flash-Decoding, Dao et al. 2023).
+// Decode: there are few rows, so keys and values are streamed once, where they lie. A unit of work is a range of keys.
+// The partial results of the ranges are joined at the end (Flash-Decoding, Dao et al. 2023).
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
-// Keys between two updates of the softmax, where rows are multiplied, and at most, where they are streamed.
+// Keys between two updates of the softmax: kBlock where rows are multiplied, at most kStreamBlock where keys are
+// streamed.
 constexpr int64_t kBlock = 64, kStreamBlock = 256;
-constexpr int64_t kStreamBytes = 64 << 10;  // of keys, then of values: each change costs some of the memory's speed
-constexpr int64_t kAddedBytes = 8 << 10;    // of values that are added up: they stay in the L1 cache
-constexpr Stream kKeys{8 << 10};            // also where they are the values too: 8 to 20% faster than through L2
-// With 16 registers four rows read values in columns of two vectors: fetched into L1 that took 15% longer.
+constexpr int64_t kStreamBytes = 64 << 10;  // read from the keys, then from the values: each change slows memory down
+constexpr int64_t kAddedBytes = 8 << 10;    // of the values that are added up at a time: they stay in the L1 cache
+constexpr Stream kKeys{8 << 10};            // into L1, also where the keys are the values too: see PERFORMANCE.md
+// With 16 registers, four rows read the values in columns of two vectors. These are prefetched into L2, because
+// prefetching them into L1 is slower (PERFORMANCE.md).
 template <int Rows>
 constexpr Stream kValues{8 << 10, Rows == 4 && kRegisters == 16};
 
-// Rows of `width` numbers that fit into `bytes`: whole multiples of `least`, up to `most`.
+// How many rows of `width` numbers fit into `bytes`: a multiple of `least`, at most `most`.
 template <class S>
 int64_t rows_of(int64_t bytes, int64_t width, int64_t least, int64_t most) {
   const int64_t fit = bytes / (larger(width, 1) * static_cast<int64_t>(sizeof(S))) / least * least;
   return fit < least ? least : smaller(fit, most);
 }
 
-// out[r, d ...] += sum over j of p[r, j] * v[j, d ...], for Vectors whole vectors of columns or the first `some`
-// columns of one. Always in vectors, so that every element sees the same arithmetic. p: of kStreamBlock numbers a row.
-// Meanwhile what lies `ahead` is fetched, in its order: as much as is read, or one of Parts of it.
+// out[r, d ...] += sum over j of p[r, j] * v[j, d ...], for `Vectors` whole vectors of columns, or for the first `some`
+// columns of one vector. All arithmetic is in vectors, so that every element sees the same operations. A row of p has
+// kStreamBlock numbers. Meanwhile the numbers that lie `ahead` elements further are prefetched in the order of their
+// addresses: as many as are read, or one of `Parts` parts of them.
 template <class Operands, int Rows, bool Skip, int Parts, int Vectors, class S, class A>
 inline void add_columns(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t d,
                         int64_t ahead, A* out, int64_t ldo, int64_t some = kLanes<A>) {
   using E = typename Operands::Element;
   constexpr int kTogether = Vectors % Operands::kTogether == 0 ? Operands::kTogether : 1;
-  // Numbers that are read at once, of a row, and of so much that a cache line of it is fetched.
+  // kRead: numbers read at once. kRow: numbers of a row. kFetched: numbers read per cache line that is prefetched.
   constexpr int kStep = static_cast<int>(Operands::kStep), kRead = kStep * kTogether * kLanes<A>;
   constexpr int kRow = Vectors * kLanes<A>, kFetched = Parts * kLine / static_cast<int>(sizeof(S));
   constexpr int64_t ldp = kStreamBlock / Operands::kStep;
@@ -48,7 +51,7 @@ inline void add_columns(const typename Operands::Element* p, const S* v, int64_t
         element[0] = Operands::below_some(value, next, some);
       else
         Operands::template below<kTogether>(value + column, next ? next + column : nullptr, element);
-      const int read = c * kStep * kLanes<A>;  // before this
+      const int read = c * kStep * kLanes<A>;  // numbers read before this step
 #pragma GCC unroll 2
       for (int n = (read + kFetched - 1) / kFetched * kFetched; n < read + kRead; n += kFetched)
         fetch_ahead<kValues<Rows>>(far + n / Parts / kRow * stride + n / Parts % kRow);
@@ -74,7 +77,7 @@ inline void add_columns(const typename Operands::Element* p, const S* v, int64_t
     }
 }
 
-// Vectors of columns whose sums stay in registers.
+// How many vectors of columns have their sums in registers.
 template <int Rows>
 constexpr int kColumns = kRegisters == 32 ? (Rows < 4 ? 8 : 4)
                          : Rows == 1      ? 8
@@ -94,7 +97,7 @@ inline void add_rows(const typename Operands::Element* p, const S* v, int64_t st
     add_columns<Operands, Rows, Skip, Parts, 1>(p, v, stride, count, d, ahead, out, ldo, smaller(kLanes<A>, dim - d));
 }
 
-// A few keys at a time: sums of few terms, added up, round less than one long sum.
+// Adds a few keys at a time: short sums that are added up round less than one long sum.
 template <class Operands, int Rows, bool Skip, class S, class A>
 inline void add_values(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t dim,
                        A* out, int64_t ldo) {
@@ -102,11 +105,12 @@ inline void add_values(const typename Operands::Element* p, const S* v, int64_t 
   const int64_t far = ahead<kValues<Rows>, S>(dim, stride, Operands::kStep);
   for (int64_t j = 0; j < count; j += step, p += step / Operands::kStep, v += step * stride) {
     const int64_t some = smaller(step, count - j);
-    // With 16 registers no row is read whole anyway, and widening it twice would cost more.
+    // With 16 registers no row is read whole anyway, and widening each row twice would cost more.
     if (Rows < 4 || kRegisters == 16 || dim <= kColumns<Rows> * kLanes<A>) {
       add_rows<Operands, Rows, Skip, 1>(p, v, stride, some, dim, far, out, ldo);
     } else {
-      // Memory is fastest where rows are read whole: for two of p's rows first, for the others from the L1 cache.
+      // Memory is fastest where rows are read whole. So the first two rows of p read the values from memory, and then
+      // the other two read them from the L1 cache.
       constexpr int kHalf = Rows < 4 ? Rows : 2;
       add_rows<Operands, kHalf, Skip, 2>(p, v, stride, some, dim, far, out, ldo);
       add_rows<Operands, kHalf, Skip, 2>(p + kHalf * (kStreamBlock / Operands::kStep), v, stride, some, dim,
@@ -129,7 +133,7 @@ struct Scratch {
     key_steps = steps<Operands>(p.head_dim);
     query_ld = padded<E>(key_steps);
     value_width = padded<A>(p.v_head_dim);
-    out_ld = value_width + (kRounds<Operands> ? kLanes<A> : 0);  // behind a row: the sums of its rounded weights
+    out_ld = value_width + (kRounds<Operands> ? kLanes<A> : 0);  // after each row: the sums of its rounded weights
     query = arena.take<E>(kTileQueryRows * query_ld);
     query_panels = arena.take<E>(kTileQueryRows * query_ld);
     scores = arena.take<A>(kScores);
@@ -170,11 +174,12 @@ class DecodeRange {
   void run(Range keys, A* partial) {
     keys = {larger(keys.begin, tile_.keys.begin / kBlock * kBlock), smaller(keys.end, tile_.keys.end)};
     attend<false>(keys);
-    // An excluded key's NaN or Inf may have come in as 0 * NaN: once more, leaving such terms out.
+    // An excluded key's NaN or Inf may have come in as 0 * NaN. Then everything is computed once more without such
+    // terms.
     if (!all_finite(w_.out, w_.out_ld, tile_.count, p_.v_head_dim)) attend<true>(keys);
     for (int64_t r = 0; r < tile_.count; ++r, partial += partial_size(p_)) {
       const A* out = w_.out + r * w_.out_ld;
-      // As if the values had met the weights before those were rounded.
+      // Rounding the weights changed their sum. Rescale by unrounded sum / rounded sum.
       const A met = divisor(p_, state_, weights_, r), factor = met == 0 || met == w_.sum[r] ? A(1) : w_.sum[r] / met;
       partial[0] = w_.max[r];
       partial[1] = w_.sum[r];
@@ -202,7 +207,7 @@ class DecodeRange {
     }
   }
 
-  // As few rows as share a load: dot products with the keys, then sums of values.
+  // Few rows that share each load: dot products with the keys, then weighted sums of the values.
   template <int Rows, bool Skip>
   void stream_block(int64_t first, const S* k, const S* v, int64_t begin, int64_t count) {
     dot_products<Operands, Rows, kKeys>(w_.query + first * w_.query_ld, w_.query_ld, k, p_.key_strides.row, count,
@@ -212,13 +217,15 @@ class DecodeRange {
                                      w_.out + first * w_.out_ld, w_.out_ld);
   }
 
-  // More rows: two matrix products. The first gives the scores transposed, [keys, rows], since the rows were packed
-  // once and the keys, element by element, need no packing; the second takes the values as they lie, but for pairs.
+  // More rows: two matrix products. The first gives the scores transposed, [keys, rows]: the rows were packed once, and
+  // the keys are read element by element, so they need no packing. The second reads the values where they lie if their
+  // type and width allow it.
   template <bool Skip>
   void multiply_block(const S* k, const S* v, int64_t begin, int64_t count) {
     constexpr int64_t kHeight = steps<Operands>(kBlock), kStep = Operands::kStep;
     const bool keys_lie = this->keys_lie(), values_lie = sizeof(S) == sizeof(A) && p_.v_head_dim == w_.value_width;
-    // A latent whose values are read where they lie is fetched by halves: these columns during the second product.
+    // A latent whose values are read where they lie is prefetched in two halves. The columns before `half` are
+    // prefetched during the second product, the others during the first.
     const int64_t half = latent_ && values_lie ? p_.v_head_dim / 2 / kDepth * kDepth : 0;
     Operand<E> keys{w_.keys, w_.query_ld, 1};
     Panels<E> values{w_.values, kPanel<A>, kPanel<A> * kHeight};
@@ -243,7 +250,7 @@ class DecodeRange {
                w_.out_ld, true);
   }
 
-  // Whether the keys' elements are what the product takes, where they lie.
+  // Whether the product can read the keys' elements where they lie.
   bool keys_lie() const {
     const auto whole = [](int64_t n) { return n % Operands::kStep == 0; };
     const Strides& s = p_.key_strides;
@@ -254,7 +261,7 @@ class DecodeRange {
   const AttentionParams& p_;
   int64_t b_, kv_head_;
   const bool streams_;
-  // Values are the first columns of the keys: what is packed is packed once.
+  // Whether the values are the first columns of the keys. Then both are packed once.
   const bool latent_ =
       p_.value == p_.key && same_rows(p_.value_strides, p_.key_strides) && p_.v_head_dim <= p_.head_dim;
   Arena arena_;
@@ -271,7 +278,7 @@ void merge_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows
     const A* parts = partials + r * size;
     A top = A(-kInfinity), sum = 0;
     for (int64_t i = 0; i < count; ++i) top = parts[i * step] > top ? parts[i * step] : top;
-    // The first part takes the sum: the caller's buffer is scratch.
+    // The first part is overwritten with the sum: the caller's buffer is scratch.
     A* values = const_cast<A*>(parts) + 2;
     for (int64_t i = 0; i < count; ++i) {
       const A* part = parts + i * step;

@@ -2,10 +2,10 @@
 
 #include <attnpack/ops/cpu/isa/operands.h>
 
-// Dot products of few rows with many that are streamed from memory once: queries with keys, inputs with weights.
+// Dot products of few rows with many rows that are streamed from memory once: queries with keys, inputs with weights.
 namespace attnpack::ATTNPACK_ISA {
 
-constexpr int kRowsAtOnce = 4;  // rows that share a load of what is streamed
+constexpr int kRowsAtOnce = 4;  // rows that share each load of a streamed row
 
 // Calls f with the number of rows, 1 to kRowsAtOnce, as a constant.
 template <class F>
@@ -23,15 +23,15 @@ inline void with_rows(int64_t rows, F&& f) {
   }
 }
 
-// How memory that is streamed is fetched: so many bytes ahead, into the L2 cache where other rows read it again, else
-// into L1.
+// How streamed memory is prefetched: how many bytes ahead, and into which cache. Into L2 if other rows read it `again`,
+// else into L1.
 struct Stream {
   int64_t ahead;
   bool again = false;
 };
-// GCC's name for how long a cache keeps what is read once: 3 for all of them, 0 for none but L1, so that L2 keeps what
-// the next layer needs; a model decodes 5% faster so, attention 7 to 13%. AMD's processors find such lines in L3 the
-// next time, others may not: 0 only where pairs are multiplied, which those alone do.
+// GCC's hint for how long to keep memory that is read once: 3 keeps it in all caches, 0 in L1 alone. 0 leaves L2 to
+// what the next layer needs (gain: PERFORMANCE.md). AMD's processors then find such memory in L3 the next time, others
+// may not. So 0 is set where pairs are multiplied, which by default happens on AMD's processors alone.
 constexpr int kOnce = kPairProducts ? 0 : 3;
 
 template <Stream stream, class T>
@@ -42,8 +42,8 @@ inline void fetch_ahead(const T* p) {
     __builtin_prefetch(p, 0, kOnce);
 }
 
-// Elements ahead of their use that rows of `columns` numbers, stride apart, are fetched, so many of which are read side
-// by side.
+// How many elements ahead of their use to prefetch rows of `columns` numbers. The rows lie `stride` elements apart, and
+// `beside` of them are read side by side.
 template <Stream stream, class S>
 int64_t ahead(int64_t columns, int64_t stride, int64_t beside) {
   constexpr int64_t kFit = stream.ahead / sizeof(S);
@@ -51,9 +51,9 @@ int64_t ahead(int64_t columns, int64_t stride, int64_t beside) {
   return larger((kFit + columns - 1) / larger(columns, 1), beside) * stride;
 }
 
-// to[r, i] = x[r] . w[i], lane by lane, for Rows rows of x and Beside rows of w, `step` vectors a row of `to`. Rows of
-// w are fetched ahead one after the other, as they lie: on Zen 5 memory gives one stream a third more than four by
-// turns.
+// to[r, i] = x[r] . w[i], lane by lane, for `Rows` rows of x and `Beside` rows of w. A row of `to` has `step` vectors.
+// The rows of w are prefetched one after the other, as they lie: one stream reads memory faster than several that take
+// turns (PERFORMANCE.md).
 template <class Operands, int Rows, int Beside, Stream stream, class A, class S>
 [[gnu::always_inline]] inline void row_products(const typename Operands::Element* x, int64_t ldx, const S* w,
                                                 int64_t stride, int64_t dim, int64_t ahead, Vec<A>* to, int step) {
@@ -91,8 +91,8 @@ template <class Operands, int Rows, int Beside, Stream stream, class A, class S>
     for (int i = 0; i < Beside; ++i) to[r * step + i] = sum[r][i];
 }
 
-// s[r, j] = x[r] . w[j] for Rows rows of x, elements padded with zeros to whole vectors, and count rows of w, stride
-// apart, of dim numbers each.
+// s[r, j] = x[r] . w[j] for `Rows` rows of x and `count` rows of w. The elements of x are padded with zeros to whole
+// vectors. The rows of w have dim numbers each and lie stride apart.
 template <class Operands, int Rows, Stream stream, class S, class A>
 inline void dot_products(const typename Operands::Element* x, int64_t ldx, const S* w, int64_t stride, int64_t count,
                          int64_t dim, A* s, int64_t lds) {

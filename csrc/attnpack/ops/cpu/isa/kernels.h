@@ -4,38 +4,39 @@
 
 #include <attnpack/core/params.h>
 
-// The units of work of one instruction set. What a unit gives never depends on another, on the thread count or on the
-// batch, so results are bitwise the same however units are handed out.
+// The units of work of one instruction set. The result of a unit does not depend on other units, on the thread count or
+// on the batch. So results are bitwise the same however units are handed out.
 namespace attnpack {
 
-// Rows of a kv head: all (query, member of the group) pairs that share it, row = query * group_size + member, so that
-// keys and values are read once a group and neighbouring rows see almost the same keys.
+// The rows of a kv head are all (query, member of the group) pairs that share it: row = query * group_size + member. So
+// keys and values are read once per group, and neighbouring rows see almost the same keys.
 struct Kernels {
-  // Forward, many rows: a tile of rows against all keys. scratch: prefill_scratch bytes, zeroed flags at its start.
+  // Forward, many rows: a tile of rows against all keys. scratch: prefill_scratch bytes, with zeroed flags at the
+  // start.
   size_t (*prefill_scratch)(const AttentionParams&);
   void (*prefill)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, void* scratch);
 
-  // Forward, few rows: all rows of a kv head against a range of keys, which are streamed as they lie; per row leaves
-  // max, sum, v_head_dim values in partial.
+  // Forward, few rows: all rows of a kv head against a range of keys, which are streamed where they lie. partial
+  // receives max, sum and v_head_dim values per row.
   size_t (*decode_scratch)(const AttentionParams&);
   void (*decode)(const AttentionParams&, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch);
-  // Joins the partials of some rows of a kv head, [count, all its rows, v_head_dim + 2], in their order, into out and
-  // lse.
+  // Joins the partial results of some rows of a kv head into out and lse, in the order of the ranges. partials: [count,
+  // all rows of the kv head, v_head_dim + 2].
   void (*merge)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, const void* partials, int64_t count);
 
-  // Backward: the gradients of a block of keys, and its part of those of all rows. The units of a kv head must begin in
-  // the order of their keys: each waits, tile by tile, for those before it.
+  // Backward: the gradients of a block of keys, and what the block adds to the gradients of all rows. The units of a kv
+  // head must begin in the order of their keys: each waits, tile by tile, for the units before it.
   size_t (*backward_scratch)(const AttentionParams&);
   void (*backward)(const AttentionBackwardParams&, int64_t b, int64_t kv_head, Range keys, void* scratch);
 
-  // A range of outputs of a linear layer for few rows. scratch: zeroed flags at its start, kept for the next range of a
-  // layer that reads the same rows.
+  // A range of outputs of a linear layer for few rows. scratch has zeroed flags at the start, and is kept for the next
+  // range of a layer that reads the same rows.
   size_t (*linear_scratch)(const LinearParams&);
   void (*linear_rows)(const LinearParams&, Range outputs, void* scratch);
 
   void (*rms_norm_rows)(const RmsNormParams&, Range rows);
 
-  // For benchmarks; what they compute goes to sink, so that no compiler leaves it out.
+  // For benchmarks. They write their results to sink, so that no compiler leaves the work out.
   double (*multiply_adds)(int64_t rounds, float* sink);
   double (*pair_multiply_adds)(int64_t rounds, float* sink);
   void (*read_through)(const float* data, int64_t count, float* sink);
@@ -43,23 +44,24 @@ struct Kernels {
 
 // How work is cut, from one sequence's shapes alone.
 constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
-constexpr int64_t kDecodeRows = 192;    // up to so many rows of a kv head stream the keys: packing them would cost more
-constexpr int64_t kMergedRows = 8;      // rows whose partials a unit joins
-constexpr int64_t kPackedKeys = 8192;   // keys of a head that stay packed in scratch between tiles
+constexpr int64_t kDecodeRows = 192;    // most rows of a kv head that stream the keys; packing the keys would cost more
+constexpr int64_t kMergedRows = 8;      // rows whose partial results one unit joins
+constexpr int64_t kPackedKeys = 8192;   // most keys of a head that stay packed in scratch between tiles
 
-// Keys of a unit that streams those of sequence b: long ranges, as the first one of a thread begins with reads that
-// nothing has fetched, but at least some 64 in all kv heads together. Padding counts nothing.
+// How many keys of sequence b one decode unit streams. Ranges are long, because the first range of a thread begins with
+// reads that nothing has prefetched. But a long sequence has at least some 64 ranges in all its kv heads together.
+// Padding does not count.
 inline int64_t range_keys(const AttentionParams& p, int64_t b) {
   const int64_t share = p.num_kv_heads * valid_keys(p, b) / 64 / 512 * 512;
   return share < 512 ? 512 : share < 2048 ? share : 2048;
 }
 
-// Keys of a backward block: with the rows of a tile and their sums they stay in an L2 cache of 1 MiB.
+// How many keys a backward block has. With the rows of a tile and their sums they stay in an L2 cache of 1 MiB.
 constexpr int64_t backward_block(int64_t head_dim, int64_t v_head_dim) {
   const int64_t width = head_dim + v_head_dim;
   return width <= 128 ? 256 : width <= 512 ? 128 : 64;
 }
-// Row width of grad_query_sums: whole panels of the matrix product, whatever the instruction set.
+// Row width of grad_query_sums: whole panels of the matrix product in every instruction set.
 constexpr int64_t sums_width(int64_t head_dim) { return (head_dim + 31) / 32 * 32; }
 
 #define ATTNPACK_DECLARE_ISA(isa)                                                    \

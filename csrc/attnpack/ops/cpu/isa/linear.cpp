@@ -1,15 +1,16 @@
 #include <attnpack/ops/cpu/isa/dot.h>
 
-// A linear layer for few rows: the weight is streamed once, row by row, past all rows of the input.
+// A linear layer for few rows. The weight is streamed once, row by row, and each row of it serves all rows of the
+// input.
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
-constexpr int64_t kTogether = 4;            // blocks are a multiple of it
-constexpr int64_t kBlock = 64;              // most outputs at a time
-constexpr int64_t kBlockBytes = 128 << 10;  // of their weights, which stay in the L2 cache while more rows read them
-constexpr Stream kWeights{5 << 10}, kWeightsAgain{8 << 10, true};  // few rows read them once, more of them again
+constexpr int64_t kTogether = 4;            // the outputs of a block are a multiple of this
+constexpr int64_t kBlock = 64;              // most outputs of a block
+constexpr int64_t kBlockBytes = 128 << 10;  // most bytes of a block's weights, so that L2 keeps them for more rows
+constexpr Stream kWeights{5 << 10}, kWeightsAgain{8 << 10, true};  // few rows read a weight once, more rows again
 
-// A function of its own: inlined beside those of more rows, the loop of one row takes 6 to 10% longer (GCC 12).
+// Not inlined: beside the loops of more rows, the compiler makes the loop of one row slower (PERFORMANCE.md).
 template <class Operands, int Rows, Stream stream, class S>
 [[gnu::noinline]] void multiply(const LinearParams& p, const typename Operands::Element* x, int64_t width,
                                 int64_t first, int64_t begin, int64_t count) {
@@ -31,7 +32,7 @@ void run(const LinearParams& p, Range outputs, void* scratch) {
   using E = typename Operands::Element;
   const int64_t width = padded<E>(steps<Operands>(p.inputs));
   Arena arena(scratch);
-  int64_t* packed = arena.take<int64_t>(1);  // first in scratch: its owner clears it
+  int64_t* packed = arena.take<int64_t>(1);  // at the start of scratch, which the owner has zeroed
   E* x = arena.take<E>(p.rows * width);
   for (int64_t r = 0; r < p.rows && !*packed; ++r)
     Operands::pack_row(static_cast<const S*>(p.input) + r * p.inputs, p.inputs, x + r * width, width);

@@ -1,10 +1,11 @@
 #include <attnpack/ops/cpu/isa/bf16_pairs.h>
 #include <attnpack/ops/cpu/isa/kernels.h>
 
-// What this machine can do at most, for benchmarks to compare with.
+// The highest speed of this machine, for benchmarks to compare with.
 namespace attnpack::ATTNPACK_ISA {
 
-// Independent chains of fused multiply-adds, enough of them to fill every unit; returns how many single ones were done.
+// Independent chains of fused multiply-adds, enough of them to fill every unit. Returns how many single multiply-adds
+// were done.
 double multiply_adds(int64_t rounds, float* sink) {
   constexpr int kChains = kVectorBytes == 64 ? 24 : 12;
   Vec<float> chain[kChains];
@@ -17,7 +18,7 @@ double multiply_adds(int64_t rounds, float* sink) {
   return static_cast<double>(rounds) * kChains * kLanes<float>;
 }
 
-// The same of pairs of bf16; 0 where bf16 is widened.
+// The same for pairs of bf16; 0 where bf16 is widened.
 double pair_multiply_adds(int64_t rounds, float* sink) {
   if constexpr (!kPairProducts) return 0;
   constexpr int kChains = kVectorBytes == 64 ? 24 : 12;
@@ -31,7 +32,7 @@ double pair_multiply_adds(int64_t rounds, float* sink) {
   return 2.0 * static_cast<double>(rounds) * kChains * kLanes<float>;
 }
 
-// Reads all of it once, in order.
+// Reads all data once, in order.
 void read_through(const float* data, int64_t count, float* sink) {
   constexpr int kChains = 8;
   Vec<float> sum[kChains] = {};

@@ -7,7 +7,7 @@ namespace attnpack::ATTNPACK_ISA {
 
 constexpr float kInfinity = __builtin_inff();
 
-// The larger one of x and least; NaN, which compares false, stays.
+// The larger of x and least. NaN compares false, so it stays.
 #if !defined(__AVX512F__)
 inline Vec<float> at_least(Vec<float> x, float least) { return x < least ? broadcast(least) : x; }
 #endif
@@ -24,8 +24,8 @@ inline Vec<double> scale_by_power(Vec<double> x, VectorTypes<double>::Int n) {
   return x * bit_cast<Vec<double>>((half + 1023) << 52) * bit_cast<Vec<double>>((n - half + 1023) << 52);
 }
 
-// A product that is rounded before it is used: compilers would fuse it with the addition that follows. An empty
-// instruction hides where it comes from; GCC takes vectors apart for its own __builtin_assoc_barrier.
+// Rounds a product before it is used: compilers would otherwise fuse it with the addition that follows. An empty
+// instruction hides where the product comes from. GCC's own __builtin_assoc_barrier takes vectors apart.
 template <class V>
 inline V unfused(V product) {
 #if defined(__AVX512F__)
@@ -38,10 +38,10 @@ inline V unfused(V product) {
   return product;
 }
 
-// x[i] <- exp(x[i]) for x <= 88: within 2 ulp, subnormal results too, exp(-inf) = 0, NaN stays NaN. With
-// n = round(x / ln 2) and r = x - n ln 2: 2^n exp(r), exp(r) by a polynomial that is minimax in relative error (3e-9)
-// over abs(r) <= ln 2 / 2. Count vectors step by step: one alone is a long chain in which every operation waits for the
-// last.
+// x[i] <- exp(x[i]) for x <= 88: within 2 ulp, subnormal results too, exp(-inf) = 0, NaN stays NaN.
+//   exp(x) = 2^n exp(r),  n = round(x / ln 2),  r = x - n ln 2
+// A polynomial gives exp(r); it is minimax in relative error (3e-9) over abs(r) <= ln 2 / 2. All `Count` vectors take
+// each step together: one vector alone is a long chain in which every operation waits for the one before it.
 template <int Count>
 inline void exp_each(Vec<float> (&x)[Count]) {
   constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer

@@ -2,8 +2,8 @@
 
 #include <attnpack/ops/cpu/isa/math.h>
 
-// The one matrix product of all tiles: C [M, N] (+)= A [M, K] B [K, N], on padded, packed scratch. C has elements T; A
-// and B have elements E, which is T but in gemm_pairs.h.
+// The one matrix product of all tiles: C [M, N] (+)= A [M, K] B [K, N], on padded, packed scratch. C has elements T. A
+// and B have elements E, which is T except in bf16_pairs.h.
 namespace attnpack::ATTNPACK_ISA {
 
 // Rows and vectors of the register tile: 12 x 2 fills the 32 registers of AVX-512, 6 x 2 the 16 of the others.
@@ -17,22 +17,22 @@ inline int64_t padded(int64_t n) {
   return (n + kPanel<T> - 1) / kPanel<T> * kPanel<T>;
 }
 
-// A step of the sums: what an element of A does with a vector of a row of B. gemm_pairs.h has another one.
+// One step of the sums: an element of A times a vector of a row of B. bf16_pairs.h has another one.
 template <class T, class E>
 struct Product {
   static Vec<T> add(Vec<T> sum, E x, Vec<E> right) { return sum + x * right; }
   static bool excluded(E x) { return x == 0 && __builtin_signbit(x); }
-  // right without what an excluded part of x would meet.
+  // Clears what an excluded part of x would be multiplied with. Here x has no parts, so right stays as it is.
   static Vec<E> met(E, Vec<E> right) { return right; }
 };
 
-// An operand read element by element: row and column strides, so that a transposed one costs nothing.
+// An operand that is read element by element, by row and column strides. So a transposed operand costs nothing.
 template <class T>
 struct Operand {
   const T* data;
   int64_t row, column;
-  int64_t ahead = 0;         // what lies so many elements further is fetched into the L2 cache meanwhile; 0: nothing
-  int64_t fetched_from = 0;  // the first column of which that is so
+  int64_t ahead = 0;         // how many elements ahead to prefetch into the L2 cache meanwhile; 0: none
+  int64_t fetched_from = 0;  // the first column that is prefetched
 };
 
 // The right-hand side, in panels of kPanel columns: element (k, n) of panel p is data[p * panel + k * row + n].
@@ -41,11 +41,11 @@ struct Panels {
   const T* data;
   int64_t row, panel;
   int64_t ahead = 0;
-  int64_t fetched_to = INT64_MAX;  // the column behind those that are fetched
+  int64_t fetched_to = INT64_MAX;  // the column after the last one that is prefetched
 };
 
-// What is done beside the sums. kSkip leaves out terms whose A is -0.0: that marks an excluded key, whose row of B may
-// hold NaN. kFetch heeds the operands' `ahead`.
+// Work beside the sums. kSkip leaves out terms whose A is -0.0, the mark of an excluded key, because that key's row of
+// B may hold NaN. kFetch prefetches what the operands' `ahead` asks for.
 enum class Beside { kNothing, kSkip, kFetch };
 
 constexpr int64_t kLine = 64;  // bytes of a cache line
@@ -94,19 +94,20 @@ template <class T, class E, int Rows, int Vectors, Beside beside>
 inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth,
                          bool accumulate) {
   for (; begin + Rows <= rows; begin += Rows) {
-    if (begin > 0) b.ahead = 0;  // one row of tiles has fetched it
+    if (begin > 0) b.ahead = 0;  // the first row of tiles has prefetched it
     register_tile<T, E, Rows, Vectors, beside>({a.data + begin * a.row, a.row, a.column, a.ahead}, b, c + begin * ldc,
                                                ldc, depth, accumulate);
   }
   return begin;
 }
 
-// Rows of B that a panel's register tiles share, at most: with kPanel columns they stay in the L1 cache. What they give
-// is summed by itself and then added to C: rounding errors grow with the length of the longest chain of sums, and so
-// may be halved for some 4% of the time.
+// The most rows of B that a panel's register tiles share. With kPanel columns they stay in the L1 cache. Their products
+// are summed by themselves and then added to C: rounding errors grow with the length of the longest chain of sums.
+// Where accuracy matters, callers halve that length for little time (PERFORMANCE.md).
 constexpr int64_t kDepth = 64;
 
-// One row at a time where terms are skipped: that path is rare, and a tile with branches would be slow anyway.
+// Where terms are skipped, rows are taken one at a time: that path is rare, and a tile with branches would be slow
+// anyway.
 template <class T, class E, int Vectors, Beside beside>
 inline void all_rows(int64_t rows, Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
   int64_t r = 0;
@@ -148,7 +149,7 @@ inline void gemm(bool skip, int64_t rows, int64_t columns, int64_t depth, Operan
     gemm<T, E, Beside::kNothing>(rows, columns, depth, a, b, c, ldc, accumulate, chain);
 }
 
-// rows x columns of any storage type -> accumulation type, columns padded with zeros to ld.
+// Packs [rows, columns] of any storage type into the accumulation type. Columns are padded with zeros to ld.
 template <class A, class S>
 inline void pack(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to, int64_t ld) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -161,7 +162,8 @@ inline void pack(const S* from, int64_t row_stride, int64_t rows, int64_t column
   }
 }
 
-// The same in panels: columns [p * kPanel, ...) of row r stand at to + (p * height + r) * kPanel, missing ones zero.
+// The same in panels: columns [p * kPanel, ...) of row r go to `to + (p * height + r) * kPanel`. Missing columns are
+// zero.
 template <class A, class S>
 inline void pack_panels(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to, int64_t height) {
   for (int64_t c = 0; c < columns; c += kPanel<A>)
@@ -194,8 +196,8 @@ inline void transpose_block(const A* block, int64_t width, A* to, int64_t ld) {
     for (int64_t r = 0; r < kBlock; ++r) to[c * ld + r] = block[r * kBlock + c];
 }
 
-// The transpose in panels: column block p of kPanel rows of what is read stands at to + p * kPanel * columns as
-// [columns, kPanel], missing rows zero. read(r, c, width, x) gives width <= kLanes elements of row r from column c on.
+// The transpose in panels: block p of kPanel rows goes to `to + p * kPanel * columns` as [columns, kPanel]. Missing
+// rows are zero. read(r, c, width, x) gives width <= kLanes elements of row r, from column c on.
 template <class A, class Read>
 inline void transpose_panels(int64_t rows, int64_t columns, A* to, Read&& read) {
   constexpr int64_t kBlock = kLanes<A>;
@@ -240,7 +242,7 @@ inline void transpose(const A* from, int64_t from_ld, int64_t rows, int64_t colu
     }
 }
 
-// No NaN or Inf in rows x columns? Those times 0 give NaN.
+// Whether rows x columns hold neither NaN nor Inf: both give NaN when multiplied with 0.
 template <class T>
 inline bool all_finite(const T* x, int64_t ld, int64_t rows, int64_t columns) {
   const int64_t whole = columns / kLanes<T> * kLanes<T>;

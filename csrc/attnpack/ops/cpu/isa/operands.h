@@ -5,10 +5,11 @@
 #include <attnpack/ops/cpu/isa/bf16_pairs.h>
 #include <attnpack/ops/cpu/isa/softmax.h>
 
-// What products multiply, for the storage type S and the accumulation type A: Elements, each of kStep numbers.
+// The operands of the products, for the storage type S and the accumulation type A. An operand has Elements of kStep
+// numbers each.
 namespace attnpack::ATTNPACK_ISA {
 
-// The first count < kLanes elements, zeros behind them.
+// Loads the first count < kLanes elements. The lanes after them are zero.
 template <class A, class S>
 inline Vec<A> load_some(const S* p, int64_t count) {
   Vec<A> v{};
@@ -16,7 +17,7 @@ inline Vec<A> load_some(const S* p, int64_t count) {
   return v;
 }
 
-// Numbers widened to the accumulation type ...
+// Either the elements are numbers widened to the accumulation type ...
 template <class S, class A>
 struct Widened {
   using Element = A;
@@ -29,13 +30,13 @@ struct Widened {
     pack_panels<A>(from, row_stride, rows, columns, to, height);
   }
 
-  // A vector of what lies in a row: kWidth numbers, or the first `some` of them.
+  // A vector from one row: kWidth numbers, or the first `some` of them.
   static constexpr int64_t kWidth = kLanes<A>;
   static Vec<A> in_row(const S* p) { return load<A>(p); }
   static Vec<A> in_row(const S* p, int64_t some) { return load_some<A>(p, some); }
   static Vec<A> add(Vec<A> sum, Vec<A> a, Vec<A> b) { return sum + a * b; }
 
-  // Vectors of what lies below each other in kStep rows, one column a lane, or the first `some` columns.
+  // Vectors from kStep rows that lie below each other, one column per lane, or their first `some` columns.
   static constexpr int kTogether = 1;  // vectors that are loaded at once
   template <int Vectors>
   static void below(const S* row, const S*, Vec<A>* to) {
@@ -44,7 +45,7 @@ struct Widened {
   static Vec<A> below_some(const S* row, const S*, int64_t some) { return load_some<A>(row, some); }
 };
 
-// ... or pairs of bf16, to which the softmax's results are rounded.
+// ... or they are pairs of bf16. The results of the softmax are rounded to such pairs.
 struct Paired {
   using Element = Pair;
   static constexpr int64_t kStep = 2;
@@ -75,26 +76,26 @@ using OperandsOf = std::conditional_t<kPairProducts && std::is_same_v<S, BFloat1
 template <class Operands>
 constexpr bool kRounds = Operands::kStep > 1;
 
-// Elements of n numbers.
+// How many elements n numbers take.
 template <class Operands>
 constexpr int64_t steps(int64_t n) {
   return (n + Operands::kStep - 1) / Operands::kStep;
 }
 
-// The longest chain of sums in a score (gemm.h): where a row sees few keys nothing averages rounding errors out, and
-// short chains cost little. Padding counts nothing.
+// The longest chain of sums in a score (matmul.h). Where a row sees few keys, nothing averages rounding errors out, and
+// short chains cost little. Padding does not count.
 inline int64_t score_chain(const AttentionParams& p, int64_t b) { return valid_keys(p, b) <= 32 ? 8 : kDepth; }
 
-// What multiplies the values, in rows of ld elements: the scores themselves, or what they are rounded to; then a vector
-// behind each row of out, at sums, adds up what they became.
+// The weights that multiply the values, in rows of ld elements: the results of the softmax, or those rounded to pairs.
+// If they are rounded, a vector after each row of out, at offset `sums`, adds up the rounded weights.
 template <class Operands>
 struct Weights {
   typename Operands::Element* data;
   int64_t ld, sums;
 };
 
-// Products of rows [first, first + rows) with keys [begin, begin + count) -> weights, a vector's height of rows at a
-// time while they are in the L1 cache.
+// Turns the products of rows [first, first + rows) with keys [begin, begin + count) into weights. Takes kSoftmaxRows
+// rows at a time, while they are in the L1 cache.
 template <class Operands, class A>
 inline void weigh(const AttentionParams& p, int64_t b, const RowTile& tile, const RowState<A>& state,
                   const Weights<Operands>& weights, int64_t first, int64_t rows, int64_t begin, int64_t count) {
@@ -111,9 +112,9 @@ inline void weigh(const AttentionParams& p, int64_t b, const RowTile& tile, cons
   }
 }
 
-// What the values' sum in row r is to be divided by: the sum of the weights that they met; with dropout that has other
-// terms than the denominator. lse keeps the sum of the unrounded ones: the backward pass computes the probabilities
-// from it.
+// The number by which the weighted sum of values in row r is to be divided. That is the sum of the rounded weights,
+// which multiplied the values. With dropout those are other terms than the denominator's, so the denominator is taken.
+// lse keeps the sum of the unrounded weights, because the backward pass computes the probabilities from it.
 template <class Operands, class A>
 inline A divisor(const AttentionParams& p, const RowState<A>& state, const Weights<Operands>& weights, int64_t r) {
   if constexpr (kRounds<Operands>)

@@ -1,10 +1,11 @@
 #include <attnpack/ops/cpu/isa/operands.h>
 
-// Prefill: rows of a kv head in tiles, keys in blocks, both products by gemm; nothing of size q_len x kv_len.
+// Prefill: the rows of a kv head in tiles, the keys in blocks, both products by gemm. Nothing of size q_len x kv_len is
+// stored.
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
-// Keys of a block: scores, packed keys and values of a block stay in the L2 cache.
+// How many keys a block has. Its scores, packed keys and packed values stay in the L2 cache.
 int64_t block_keys(const AttentionParams& p) {
   const int64_t width = p.head_dim + p.v_head_dim;
   return width <= 256 ? 256 : width <= 512 ? 128 : 64;
@@ -22,7 +23,7 @@ struct Scratch {
     key_steps = steps<Operands>(p.head_dim);
     block_steps = steps<Operands>(block);
     value_width = padded<A>(p.v_head_dim);
-    out_ld = value_width + (kRounds<Operands> ? kLanes<A> : 0);  // behind a row: the sums of its rounded weights
+    out_ld = value_width + (kRounds<Operands> ? kLanes<A> : 0);  // after each row: the sums of its rounded weights
     query = arena.take<E>(kTileQueryRows * key_steps);
     scores = arena.take<A>(kTileQueryRows * block);
     out = arena.take<A>(kTileQueryRows * out_ld);
@@ -62,7 +63,8 @@ class PrefillTile {
 
   void attend() {
     attend(false);
-    // An excluded key's NaN or Inf may have come in as 0 * NaN: once more, leaving such terms out.
+    // An excluded key's NaN or Inf may have come in as 0 * NaN. Then everything is computed once more without such
+    // terms.
     if (!all_finite(w_.out, w_.out_ld, tile_.count, p_.v_head_dim)) attend(true);
   }
 

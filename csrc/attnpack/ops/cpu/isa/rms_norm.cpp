@@ -1,6 +1,6 @@
 #include <attnpack/ops/cpu/isa/operands.h>
 
-// RMSNorm, a row at a time: the sum of its squares, then one pass that scales it.
+// RMSNorm, one row at a time: the sum of its squares, then one pass that scales the row.
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 

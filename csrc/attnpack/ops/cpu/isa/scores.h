@@ -4,10 +4,11 @@
 #include <attnpack/core/params.h>
 #include <attnpack/ops/cpu/isa/math.h>
 
-// From q.k to the scores that the softmax sees, one row at a time: scale, softcap, ALiBi, mask. Excluded keys: -inf.
+// Turns products q.k into the scores that the softmax sees, one row at a time: scale, softcap, ALiBi, mask. Excluded
+// keys become -inf.
 namespace attnpack::ATTNPACK_ISA {
 
-// One row of a tile: which query it is and which keys its ranges leave.
+// One row of a tile: its query, and the keys that its ranges leave.
 struct Row {
   int64_t head, query, position;
   Range keys;
@@ -31,7 +32,7 @@ inline T added(S m) {
   return static_cast<T>(load_one(&m));
 }
 
-// s += mask, or -inf where it excludes; mask: `count` elements `stride` apart.
+// s += mask, or s = -inf where the mask excludes the key. mask: `count` elements, `stride` apart.
 template <class T, class S>
 inline void add_mask(const S* mask, int64_t stride, int64_t count, T* s) {
   if (stride == 1)
@@ -58,7 +59,7 @@ inline void add_mask(const AttentionParams& p, int64_t offset, int64_t count, T*
   }
 }
 
-// Where scores need a scale above 0 and nothing else, the exponential takes it in, for nothing.
+// Whether scores need a scale above 0 and nothing else. Then the exponential applies the scale at no cost.
 inline bool only_scaled(const AttentionParams& p) {
   return p.softcap == 0 && !p.alibi_slopes && !p.mask && p.scale > 0;
 }
@@ -67,7 +68,7 @@ inline T scale_left(const AttentionParams& p) {
   return only_scaled(p) ? static_cast<T>(p.scale) : T(1);
 }
 
-// s: products of row with keys [begin, begin + count), rewritten as scores, but for the factor scale_left.
+// Rewrites s, the products of the row with keys [begin, begin + count), as scores without the factor scale_left.
 // cap_slope, if given, receives d(capped) / d(scaled) for the backward pass. s and cap_slope are padded to whole
 // vectors.
 template <class T>

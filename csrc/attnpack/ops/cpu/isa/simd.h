@@ -10,11 +10,11 @@
 #if defined(__clang__) || __GNUC__ >= 12
 #define ATTNPACK_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-// A comparison has the type of the numbers that name lanes.
+// __builtin_shuffle wants the lane numbers as a vector of integers. A comparison has that type.
 #define ATTNPACK_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, decltype((a) == (b)){__VA_ARGS__})
 #endif
 
-// Vectors of the widest kind that this instruction set has, by the compilers' vector extensions: the same source gives
+// Vectors of the widest kind that this instruction set has, by the compilers' vector extensions. The same source gives
 // SSE2, AVX2, AVX-512 or NEON code. Each instruction set has its own namespace, so that no symbol is shared.
 namespace attnpack::ATTNPACK_ISA {
 
@@ -26,7 +26,7 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
-// Vector registers.
+// The number of vector registers.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kRegisters = 32;
 #else
@@ -80,7 +80,7 @@ inline To bit_cast(From from) {
   return to;
 }
 
-// x - 0, not 0 + x, which would lose the sign of -0.0.
+// x - 0 keeps the sign of -0.0; 0 + x would lose it.
 template <class T>
 inline Vec<T> broadcast(T x) {
   return x - Vec<T>{};
@@ -167,7 +167,7 @@ inline Vec<T> shuffle_by(Vec<T> a, Vec<T> b, std::integer_sequence<int, Lane...>
   return ATTNPACK_SHUFFLE(a, b, Rule::lane(Lane)...);
 }
 
-// The first (Half 0) or second halves of groups of Group lanes, one of a and one of b in turn.
+// The first (Half 0) or second halves of groups of `Group` lanes, in turn one of a and one of b.
 template <int Lanes, int Group, int Half>
 struct Halves {
   static constexpr int lane(int p) {
@@ -175,7 +175,7 @@ struct Halves {
     return (group % 2 ? Lanes : 0) + group / 2 * Group + Half * half + p % half;
   }
 };
-// The lanes of the first (Half 0) or second half of a, each followed by that of b.
+// The lanes of the first (Half 0) or second half of a, each followed by the same lane of b.
 template <int Lanes, int Half>
 struct Interleaved {
   static constexpr int lane(int p) { return Half * Lanes / 2 + p / 2 + p % 2 * Lanes; }
@@ -186,8 +186,8 @@ struct OtherHalf {
   static constexpr int lane(int p) { return p ^ Group / 2; }
 };
 
-// Count vectors, a power of two, become one with groups of kLanes / Count lanes, and each group folds to the number
-// that fold_lanes gives for its vector: the first lane of group i is fold_lanes(v[i]).
+// Folds `Count` vectors, a power of two, into one vector with groups of kLanes / Count lanes. The first lane of group i
+// is fold_lanes(v[i]).
 template <class T, int Count, int Group, class Fold>
 inline Vec<T> fold_groups(Vec<T>* v, Fold fold) {
   constexpr auto kAll = std::make_integer_sequence<int, kLanes<T>>{};
@@ -205,8 +205,8 @@ inline Vec<T> fold_groups(Vec<T>* v, Fold fold) {
   }
 }
 
-// out[i] is what the lanes of v[i] fold to, for Count vectors, a power of two; v is used up. Inline, or v would have to
-// be in memory.
+// out[i] = fold_lanes(v[i]) for `Count` vectors, a power of two. v is overwritten. Inlined, because v would otherwise
+// have to be in memory.
 template <class T, int Count, class Fold>
 [[gnu::always_inline]] inline void fold_each(Vec<T>* v, T* out, Fold fold) {
   constexpr int kTogether = Count < kLanes<T> ? Count : kLanes<T>, kStep = kLanes<T> / kTogether;
@@ -222,13 +222,13 @@ template <class T, int Count, class Fold>
   }
 }
 
-// The lanes of one vector, folded.
+// Folds the lanes of one vector into one number.
 template <class T, class Fold>
 inline T fold_lanes(Vec<T> v, Fold fold) {
   return fold_groups<T, 1, kLanes<T>>(&v, fold)[0];
 }
 
-// Folds of vectors, lane by lane. The larger one may drop a NaN (the sum of exponentials carries it).
+// Folds of two vectors, lane by lane. Larger may drop a NaN; the sum of exponentials carries it.
 struct Add {
   template <class V>
   V operator()(V a, V b) const {

@@ -14,7 +14,7 @@ inline FloatVector half_to_float(HalfBits half) { return (FloatVector)_mm512_cvt
 inline FloatVector bfloat_to_float(HalfBits half) {
   return (FloatVector)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
 }
-// The larger one of x and least; NaN stays.
+// The larger of x and least; NaN stays.
 inline FloatVector at_least(FloatVector x, float least) {
   return (FloatVector)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);
 }
@@ -24,11 +24,11 @@ inline FloatVector times_power_of_two(FloatVector x, FloatVector n) {
 }
 #if defined(__AVX512BF16__)
 typedef uint32_t PairVector __attribute__((vector_size(64)));
-// sum + the products of the pairs of a lane, the second one first (Intel SDM, VDPBF16PS).
+// sum + the products of each lane's pairs. The second product is added first (Intel SDM, VDPBF16PS).
 inline FloatVector pair_products(FloatVector sum, PairVector a, PairVector b) {
   return (FloatVector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
-// 32 numbers, low ones first, rounded to nearest even.
+// Rounds 32 numbers to nearest even; those of `low` come first.
 inline PairVector to_pairs(FloatVector low, FloatVector high) {
   return (PairVector)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }

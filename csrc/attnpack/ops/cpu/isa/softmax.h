@@ -2,16 +2,16 @@
 
 #include <attnpack/ops/cpu/isa/tile.h>
 
-// The online softmax (Milakov and Gimelshein 2018): running maximum and sum of a row, and how it ends.
+// The online softmax (Milakov and Gimelshein 2018): a row's running maximum and sum, and the division at its end.
 namespace attnpack::ATTNPACK_ISA {
 
-// Rows that go through the softmax together: their maxima, sums and factors fill one vector.
+// How many rows go through the softmax together. Their maxima, sums and factors fill one vector.
 template <class T>
 constexpr int64_t kSoftmaxRows = kLanes<T> < 4 ? 4 : kLanes<T>;
 
 template <class T>
 inline Vec<T> largest(const T* s, int64_t count) {
-  constexpr int64_t kChains = 4;  // of comparisons, each waiting for its last one
+  constexpr int64_t kChains = 4;  // chains of comparisons: in a chain each waits for the one before
   Vec<T> top[kChains] = {load<T>(s), load<T>(s), load<T>(s), load<T>(s)};
   int64_t j = 0;
   for (; j + kChains * kLanes<T> <= count; j += kChains * kLanes<T>)
@@ -21,15 +21,15 @@ inline Vec<T> largest(const T* s, int64_t count) {
   return Larger()(Larger()(top[0], top[1]), Larger()(top[2], top[3]));
 }
 
-// Count vectors of scores -> exp(scale * score - max), -inf -> -0.0; total grows by them.
+// Turns `Count` vectors of scores into exp(scale * score - max), and -inf into -0.0. Adds them to total.
 template <int Count, class T>
 inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
   Vec<T> x[Count];
 #pragma GCC unroll 4
   for (int i = 0; i < Count; ++i) {
-    // Rounded as max was, so that the largest score gives exactly 1.
+    // The product is rounded as max was, so that the largest score gives exactly 1.
     const Vec<T> score = unfused(load<T>(s + i * kLanes<T>) * scale);
-    // An excluded one would end below the least normal number, where processors are slow.
+    // The exponential of an excluded score would lie below the least normal number, where processors are slow.
     x[i] = load<T>(s + i * kLanes<T>) == T(-kInfinity) ? Vec<T>{} : score - max;
   }
   exp_each(x);
@@ -51,9 +51,9 @@ inline Vec<T> exponentials_of_row(T* s, int64_t count, T scale, T max) {
   return total;
 }
 
-// Blocks of scores of up to kSoftmaxRows rows, lds apart and still to be multiplied with scale > 0 -> exp(score - max),
-// in place; -inf (excluded) -> -0.0. Raises max and sum; factor is what earlier results of a row are to be multiplied
-// with. count: whole vectors, padded with -inf. max, sum and factor hold kSoftmaxRows numbers.
+// Turns a block of scores of up to kSoftmaxRows rows into exp(scale * score - max), in place; -inf (excluded) becomes
+// -0.0. Rows lie lds apart; scale > 0. Raises max and sum. factor: what earlier results of each row are to be
+// multiplied with. count: whole vectors, padded with -inf. max, sum and factor hold kSoftmaxRows numbers.
 template <class T>
 inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T scale, T* max, T* sum, T* factor) {
   Vec<T> of_row[kSoftmaxRows<T>];
@@ -87,7 +87,7 @@ inline void drop(const AttentionParams& p, int64_t b, const Row& row, int64_t be
       probs[j] = dropped(p, b, row, begin + j) ? T(0) : probs[j] * keep;
 }
 
-// What a tile of rows has at hand while it goes through its keys, for kTileQueryRows rows.
+// The state of a tile of rows on its way through the keys, for kTileQueryRows rows.
 template <class T>
 struct RowState {
   T *scores, *out, *max, *sum;
@@ -103,8 +103,8 @@ inline void start(const RowState<T>& state, int64_t rows) {
   for (int64_t i = 0; i < rows * state.out_ld; ++i) state.out[i] = 0;
 }
 
-// Products of rows [first, first + rows) with keys [begin, begin + count) -> probabilities, still to be divided by the
-// sum; what the rows have gathered so far is brought to their new maximum.
+// Turns the products of rows [first, first + rows) with keys [begin, begin + count) into probabilities that are still
+// to be divided by the sum. Rescales what the rows have gathered so far to their new maximum.
 template <class T>
 inline void softmax_rows(const AttentionParams& p, int64_t b, const RowTile& tile, const RowState<T>& state,
                          int64_t first, int64_t rows, int64_t begin, int64_t count) {
@@ -123,8 +123,9 @@ inline void softmax_rows(const AttentionParams& p, int64_t b, const RowTile& til
   }
 }
 
-// out = values / divisor and lse = max + log(sum), the head's sink taken in; no key at all gives 0 and -inf or the
-// sink, whatever that is. divisor: the sum of what multiplied the values, where that was rounded.
+// out = values / divisor and lse = max + log(sum), with the head's sink included. A row without keys gives out = 0, and
+// as lse the sink, or -inf without sinks. divisor: the sum of the weights that multiplied the values, if they were
+// rounded.
 template <class T, class S>
 inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_t query, T max, T sum, const T* values,
                        T divisor) {
@@ -144,7 +145,7 @@ inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_
     divisor = divisor * factor + exp_one<T>(sink - top);
     max = top;
   }
-  // Divided, not multiplied with the inverse: one rounding less.
+  // A division rounds once less than a product with the inverse.
   for (int64_t d = 0; d < p.v_head_dim; ++d) store_one(out + d, values[d] * factor / divisor);
   lse = max + static_cast<T>(__builtin_log(static_cast<double>(sum)));
 }

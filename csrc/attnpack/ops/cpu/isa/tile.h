@@ -4,7 +4,7 @@
 #include <attnpack/ops/cpu/isa/matmul.h>
 #include <attnpack/ops/cpu/isa/scores.h>
 
-// What forward and backward share: dispatch on the dtype, addresses, scratch, the rows of a tile.
+// Parts of both forward and backward: dispatch on the dtype, addresses, scratch, the rows of a tile.
 namespace attnpack::ATTNPACK_ISA {
 
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -34,7 +34,7 @@ inline S* at(void* base, const Strides& s, int64_t b, int64_t head, int64_t row)
   return static_cast<S*>(base) + b * s.batch + head * s.head + row * s.row;
 }
 
-// Hands out aligned pieces of a scratch buffer; with base null it only counts.
+// Hands out aligned pieces of a scratch buffer. With a null base it counts the bytes alone.
 class Arena {
  public:
   explicit Arena(void* base) : next_(reinterpret_cast<uintptr_t>(base)) {}
@@ -50,25 +50,25 @@ class Arena {
   uintptr_t next_;
 };
 
-// Which blocks of a head's keys lie packed in scratch: all of them stay for the next tile of the same head where
-// kPackedKeys suffices, otherwise one slot is packed anew each time.
+// Which blocks of a head's keys lie packed in scratch. If kPackedKeys suffices, all blocks stay for the next tile of
+// the same head. Otherwise there is one slot, which is packed anew each time.
 class PackedBlocks {
  public:
   PackedBlocks(int64_t kv_len, int64_t block, Arena& arena) : block_(block) {
     const int64_t all = larger((kv_len + block - 1) / block, 1);
     stay_ = all * block <= kPackedKeys;
     slots_ = stay_ ? all : 1;
-    head_ = arena.take<int64_t>(1);  // first in scratch: its owner clears it
+    head_ = arena.take<int64_t>(1);  // at the start of scratch, which the owner has zeroed
     packed_ = arena.take<char>(slots_);
   }
   int64_t slots() const { return slots_; }
-  // b * num_kv_heads + kv_head of the tile that begins.
+  // Begins a tile; head = b * num_kv_heads + kv_head.
   void enter(int64_t head) {
     if (*head_ == head + 1) return;
     *head_ = head + 1;
     for (int64_t i = 0; i < slots_; ++i) packed_[i] = 0;
   }
-  // The slot of the block that begins at key `begin`; calls pack(slot) where it is not there yet.
+  // The slot of the block that begins at key `begin`. Calls pack(slot) if the block is not packed yet.
   template <class F>
   int64_t slot(int64_t begin, F&& pack) {
     const int64_t slot = stay_ ? begin / block_ : 0;
@@ -84,7 +84,7 @@ class PackedBlocks {
   char* packed_;
 };
 
-// The rows [begin, end) of a kv head.
+// Rows [begin, end) of a kv head.
 struct RowTile {
   Row rows[kTileQueryRows];
   int64_t count;
@@ -104,7 +104,7 @@ inline void make_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Rang
   }
 }
 
-// The rows of a [B, H, L, columns] tensor that a tile names, packed [count, ld].
+// Packs the tile's rows of a [B, H, L, columns] tensor as [count, ld].
 template <class A, class S>
 inline void pack_rows(const RowTile& tile, const void* base, const Strides& strides, int64_t b, int64_t columns, A* to,
                       int64_t ld) {

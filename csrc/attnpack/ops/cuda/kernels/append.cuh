@@ -7,7 +7,8 @@ namespace attnpack::cuda {
 
 constexpr int kAppendThreads = 128;
 
-// One new position of one kv head. Positions beyond the capacity are dropped: no call waits for the device.
+// Appends one new position of one kv head. Positions beyond the capacity are dropped, so that no call waits for the
+// device.
 ATTNPACK_DEVICE void append_block(const AppendParams& p, int64_t block) {
   const int64_t position = block % p.new_positions, head = block / p.new_positions % p.num_kv_heads,
                 b = block / p.new_positions / p.num_kv_heads;

@@ -3,25 +3,28 @@
 #include <attnpack/ops/cuda/kernels/plan.h>
 #include <attnpack/ops/cuda/kernels/exact.cuh>
 
-// Backward: probabilities are recomputed from lse. With P the probabilities, D = rowsum(dO * O) - dlse and
-// dS = P * (dO V^T - D):  dV = P^T dO,  dQ = scale dS K,  dK = scale dS^T Q.  One kernel for each gradient, of the same
-// form: 16 owners (keys, rows or keys) gather from all the others. Nothing is added up between blocks, so every sum has
-// one fixed order; the price is that products are formed more than once.
+// Backward: the probabilities P are recomputed from lse.
+//   D = rowsum(dO * O) - dlse,  dS = P * (dO V^T - D),
+//   dV = P^T dO,  dQ = scale dS K,  dK = scale dS^T Q.
+// Each gradient has one kernel, and all kernels have one form: 16 owners (rows for dQ, keys for dK and dV) gather from
+// all the others (keys, or rows). Nothing is added up between blocks, so every sum has one fixed order. The price is
+// that products are formed more than once.
 namespace attnpack::cuda {
 
-constexpr int kBackwardThreads = 128;  // and columns of a block
+constexpr int kBackwardThreads = 128;  // threads, and also columns, of a block
 
-// Blocks of one gradient, `most_group` as in plan_forward.
+// How many blocks one gradient takes; most_group as in plan_forward.
 static inline int64_t backward_blocks(const AttentionParams& p, Gradient of, int64_t most_group) {
   const int64_t owners = of == Gradient::kQuery ? most_group * p.q_len : p.kv_len;
   const int64_t width = of == Gradient::kValue ? p.v_head_dim : p.head_dim;
   const int64_t columns = (width + kBackwardThreads - 1) / kBackwardThreads;
-  // The mask's gradient falls out of the query's, also where head_dim is 0.
+  // The mask's gradient is computed along with the query's, also where head_dim is 0.
   return p.batch * p.num_kv_heads * ((owners + kOwners - 1) / kOwners) *
          (of == Gradient::kQuery && columns == 0 ? 1 : columns);
 }
 
-// What multiplies an other's row in the sum of one pair: P after dropout for values, scale dS for keys and queries.
+// The weight of a pair, which multiplies the other's row in the owner's sum: P after dropout for values, scale dS for
+// keys and queries.
 template <Gradient Of, class A>
 ATTNPACK_DEVICE A pair_weight(const AttentionBackwardParams& bp, int64_t b, const Row& row, int64_t key, A product,
                               A grad_product, bool keep_scores) {
@@ -68,7 +71,7 @@ class BackwardBlock {
   using Mine = Share<kBackwardThreads>;
   ATTNPACK_DEVICE static int smaller(int64_t a, int b) { return a < b ? static_cast<int>(a) : b; }
 
-  // Owners are rows, others keys.
+  // The owners are rows, the others are keys.
   ATTNPACK_DEVICE void query_gradient() {
     if (first_ >= rows_) return;
     const int count = smaller(rows_ - first_, kOwners);
@@ -87,7 +90,7 @@ class BackwardBlock {
     store(out, count, p_.head_dim);
   }
 
-  // Owners are keys, others rows.
+  // The owners are keys, the others are rows.
   ATTNPACK_DEVICE void key_gradient() {
     const int count = smaller(p_.kv_len - first_, kOwners);
     const auto keys = key_rows<S>(p_.key, p_.key_strides, b_, kv_head_, first_);

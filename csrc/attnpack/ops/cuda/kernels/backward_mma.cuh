@@ -5,14 +5,15 @@
 #include <attnpack/ops/cuda/kernels/tiles.cuh>
 
 // Backward on tensor cores (FlashAttention-2, Dao 2023, section 3.1.2), with the formulas and the form of
-// backward_exact.cuh: a block's owners, 16 rows or keys a warp, gather from all the others that see them, and no sum is
-// shared between blocks. With X the owners and Y the others, [Q, dO] and [K, V] or the other way round, a step forms
+// backward_exact.cuh. The owners of a block, 16 rows or keys per warp, gather from all the others that see them or that
+// they see. No sum is shared between blocks. With X the owners and Y the others ([Q, dO] and [K, V], or the other way
+// round), a step forms
 //   S = X0 Y0^T,  dP = X1 Y1^T,  then from P and dS:  sum0 += dS Y0 (dQ or dK),  sum1 += P Y1 (dV).
 namespace attnpack::cuda {
 
-// What NaN and Inf of the others bring into column c of an owner: all of those that it sees, or that see it. An
-// infinite query or key leaves NaN in its row's scores, so that is what it brings. Out of line, as broken_part in
-// partial.cuh.
+// The NaN or Inf that the others bring into column c of an owner. They come from all others that the owner sees, or
+// that see it. An infinite query or key leaves NaN in its row's scores, so it brings NaN. Out of line, as broken_part
+// in partial.cuh.
 template <class S>
 ATTNPACK_DEVICE_CALL float broken_keys(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, int64_t owner,
                                        Range others, int64_t c) {
@@ -50,7 +51,7 @@ class BackwardTile {
  public:
   static constexpr int kWarps = 4, kThreads = kWarp * kWarps;
   static constexpr int kTileOwners = static_cast<int>(kBackwardOwners);
-  static constexpr int kStep = Width <= 64 ? 64 : 32;  // others of a step
+  static constexpr int kStep = Width <= 64 ? 64 : 32;  // others per step
   static constexpr bool kOwnsRows = Of == Gradient::kQuery;
   static constexpr bool kOfValues = Of == Gradient::kValue || Of == Gradient::kKeyAndValue;
   static constexpr bool kOfScores = Of != Gradient::kValue;
@@ -76,7 +77,8 @@ class BackwardTile {
     const int64_t tiles = backward_tiles(p_, plan, Of), tile = block % tiles, head = block / tiles;
     b_ = head / p_.num_kv_heads;
     kv_head_ = head % p_.num_kv_heads;
-    // With causality the last rows see most, and the first keys are seen by most: the longest first.
+    // The longest tiles come first: with causality the last rows see most keys, and the first keys are seen by most
+    // rows.
     first_ = (kOwnsRows ? tiles - 1 - tile : tile) * kTileOwners;
     const int64_t left = (kOwnsRows ? group_size(p_, kv_head_) * p_.q_len : p_.kv_len) - first_;
     count_ = left < kTileOwners ? static_cast<int>(left) : kTileOwners;
@@ -95,8 +97,8 @@ class BackwardTile {
   using Products = float[kBlocks][4];
   using Sums = float[Width / 8][4];
 
-  // Returns whether this thread wrote NaN or Inf. `cleaned`: of what an excluded pair would bring in as 0 * NaN
-  // (write_tile in partial.cuh says why).
+  // Returns whether this thread wrote NaN or Inf. cleaned: the operands are cleaned of NaN and Inf, which an excluded
+  // pair would bring in as 0 * NaN (write_tile in partial.cuh says why).
   ATTNPACK_DEVICE bool gather(bool cleaned) {
     load_owners();
     zero(sum_);
@@ -136,7 +138,7 @@ class BackwardTile {
       for (float& x : block) x = 0;
   }
 
-  // Rows are those of the table.
+  // The rows are those of the table.
   ATTNPACK_DEVICE QueryRows<S> rows_of(const void* base, const Strides& strides, int stage = 0) const {
     return query_rows<S>(base, strides, b_, shared_.rows[stage].row);
   }
@@ -200,11 +202,11 @@ class BackwardTile {
     load_matrices(to, shared_.owner[which] + swizzled_offset(16 * warp_ + at.row, 2 * k + at.column, Width));
   }
 
-  // out [owner, other] += X[which] Y[which]^T of this warp's owners.
+  // out [owner, other] += X[which] Y[which]^T for this warp's owners.
   ATTNPACK_DEVICE void multiply(int which, int stage, Products& out) {
     const S* other = shared_.other[stage][which];
     const Place at = lane_for_b(lane_);
-    // Where the fragments are not kept, nothing wants the loop unrolled: addresses would fill registers.
+    // If the fragments are not kept, the loop is hardly unrolled: its addresses would fill the registers.
     [[maybe_unused]] constexpr int kUnroll = kKeep ? Width / 16 : 2;
 #pragma unroll kUnroll
     for (int k = 0; k < Width / 16; ++k) {
@@ -220,13 +222,13 @@ class BackwardTile {
     }
   }
 
-  // S -> P with dropout, dP -> dS / scale. Zeros for excluded pairs, whatever their products are.
+  // Turns S into P with dropout, and dP into dS / scale. Excluded pairs become zeros, whatever their products are.
   ATTNPACK_DEVICE void weigh(int64_t begin, int stage, Products& s, Products& g) {
     const Rows& rows = shared_.rows[kOwnsRows ? 0 : stage];
     const Range keys = kOwnsRows ? Range{begin, begin + kStep} : Range{first_, first_ + kTileOwners};
     const Row &lowest = rows.row[0], &highest = rows.row[(kOwnsRows ? kTileOwners : kStep) - 1];
     const bool plain = only_scaled(p_);
-    // Later rows' ranges never begin or end earlier; a row that is not there ends at 0.
+    // The ranges of later rows never begin or end earlier. A row past the last one ends at 0.
     const bool inside = plain && lowest.end >= keys.end && highest.end >= keys.end && highest.begin <= keys.begin;
     const float scale = plain ? static_cast<float>(p_.scale) : 1.f;
 #pragma unroll
@@ -261,7 +263,7 @@ class BackwardTile {
     sync_warp();
   }
 
-  // sum += weight Y: what the products left as fragments C are this one's fragments A.
+  // sum += weight Y. The fragments C that the products left are the fragments A of this product.
   ATTNPACK_DEVICE void add(const Products& weight, const S* other, Sums& sum) {
     const Place at = lane_for_b_transposed(lane_);
 #pragma unroll
@@ -278,7 +280,7 @@ class BackwardTile {
     }
   }
 
-  // factor * sum of this warp's owners, through shared memory, so that rows are written whole.
+  // Writes factor * sum of this warp's owners, through shared memory, so that rows are written whole.
   template <class Out>
   ATTNPACK_DEVICE bool store(const Sums& sum, float factor, const Out& out, int64_t width, bool cleaned,
                              bool of_values = false) {
@@ -311,7 +313,7 @@ class BackwardTile {
   const AttentionParams& p_;
   Shared& shared_;
   const int lane_, warp_;
-  int count_;  // of the owners
+  int count_;  // how many owners there are
   int64_t b_, kv_head_, first_;
   Range others_;
   uint32_t owner_[2][kKeep ? Width / 16 : 1][4];

@@ -4,8 +4,8 @@
 
 #include <attnpack/ops/cuda/kernels/numbers.cuh>
 
-// What a block of threads can do beyond plain arithmetic, under one name each: on the device PTX, in the host tests an
-// emulated block (tests/cpp/cuda_emulator.h), which runs the kernels' very source.
+// The operations of a block of threads beyond plain arithmetic. Each has one name and two forms: PTX on the device, and
+// in the host tests an emulated block (tests/cpp/cuda_emulator.h), which runs the kernels' own source.
 #ifdef __CUDACC__
 
 #define ATTNPACK_DEVICE __device__ __forceinline__
@@ -15,7 +15,7 @@ namespace attnpack::cuda {
 
 ATTNPACK_DEVICE int thread_id() { return static_cast<int>(threadIdx.x); }
 ATTNPACK_DEVICE void sync_block() { __syncthreads(); }
-// Lanes may have parted at a condition; loads of matrices and products want all of them at once.
+// Lanes may have diverged at a condition. Loads of matrices and products need all lanes at once.
 ATTNPACK_DEVICE void sync_warp() { __syncwarp(); }
 ATTNPACK_DEVICE bool any_in_block(bool x) { return __syncthreads_or(x); }
 template <class T>
@@ -23,21 +23,23 @@ ATTNPACK_DEVICE T shuffle_xor(T x, int mask) {
   return __shfl_xor_sync(0xffffffffu, x, mask);
 }
 
-// 16 bytes from global to shared memory, past the registers; zeros where not valid, and then nothing is read.
+// Copies 16 bytes from global to shared memory, bypassing the registers. If not valid, it writes zeros and reads
+// nothing.
 ATTNPACK_DEVICE void copy_async(void* shared, const void* global, bool valid) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 }
 ATTNPACK_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most Pending of this thread's groups are under way.
+// Waits until at most `Pending` of this thread's groups of copies are under way.
 template <int Pending>
 ATTNPACK_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit numbers; lane 8 m + i names row i of matrix m (16 bytes). to[m] is then row lane / 4,
-// columns 2 (lane % 4) and the next; transposed: rows 2 (lane % 4) and the next, column lane / 4.
+// Loads four 8 x 8 matrices of 16-bit numbers. Lane 8 m + i names row i of matrix m (16 bytes). Afterwards to[m] holds
+// row lane / 4, columns 2 (lane % 4) and the next. Transposed, it holds rows 2 (lane % 4) and the next, column lane /
+// 4.
 ATTNPACK_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
   const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -53,7 +55,7 @@ ATTNPACK_DEVICE void load_matrices_transposed(uint32_t (&to)[4], const void* row
                : "memory");
 }
 
-// c [16, 8] += a [16, 16] b [16, 8], fp32 sums; the maps from fragments to elements stand in index.h.
+// c [16, 8] += a [16, 16] b [16, 8], with fp32 sums. index.h maps fragments to elements.
 template <class S>
 ATTNPACK_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <>
@@ -73,7 +75,7 @@ ATTNPACK_DEVICE void multiply_add<Float16>(float (&c)[4], const uint32_t (&a)[4]
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 2^x, two units in the last place; 2^-inf is 0.
+// 2^x, within two units in the last place; 2^-inf is 0.
 ATTNPACK_DEVICE float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -4,8 +4,8 @@
 #include <attnpack/ops/cuda/kernels/score.cuh>
 
 // Products by plain multiply-adds in the accumulation type, for what the tensor cores cannot do: fp32 and fp64 exactly,
-// any head_dim. A block has 16 owners (rows or keys), each of which sums over all others, 32 at a time:
-// weight[owner][other] * x[other].
+// and any head_dim. A block has 16 owners (rows or keys). Each owner sums weight[owner][other] * x[other] over all
+// others, 32 at a time.
 namespace attnpack::cuda {
 
 constexpr int kOwners = 16, kOthers = kWarp, kDepth = 32;
@@ -17,7 +17,8 @@ struct ExactShared {
   Row rows[kOthers];
 };
 
-// Rows of a [B, H, L, width] tensor: those of a kv head's keys from `begin` on, or of the query rows in a table.
+// Rows of a [B, H, L, width] tensor. KeyRows: the keys of a kv head from `begin` on. QueryRows: the query rows in a
+// table.
 template <class S>
 struct KeyRows {
   const S* base;
@@ -40,7 +41,7 @@ ATTNPACK_HD inline QueryRows<S> query_rows(const void* base, const Strides& s, i
   return {static_cast<const S*>(base) + b * s.batch, s.head, s.row, rows};
 }
 
-// The table of `count` rows from `first` on. Ends with the block in step.
+// Fills a table with `count` rows from `first` on. Afterwards the block is in step.
 ATTNPACK_DEVICE void fill_rows(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t first, int64_t count,
                                Row* rows) {
   sync_block();
@@ -48,7 +49,7 @@ ATTNPACK_DEVICE void fill_rows(const AttentionParams& p, int64_t b, int64_t kv_h
   sync_block();
 }
 
-// What is a thread's: owners kMine * warp + i, and the other of its lane.
+// The share of a thread: the owners kMine * warp + i, and the other of its lane.
 template <int Threads>
 struct Share {
   static constexpr int kMine = kOwners * kWarp / Threads;

@@ -5,7 +5,7 @@
 
 namespace attnpack::cuda {
 
-// 16 rows from `first` on against the unit's keys, columns [column, column + Threads) of the values.
+// Attends 16 rows from `first` on to the unit's keys, for columns [column, column + Threads) of the values.
 template <class S, class A, int Threads>
 ATTNPACK_DEVICE void attend_exactly(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
                                     int64_t first, int64_t column, ExactShared<A>& shared) {
@@ -28,7 +28,7 @@ ATTNPACK_DEVICE void attend_exactly(const AttentionParams& p, const ForwardPlan&
     A s[Mine::kMine];
     dot_products<Threads>(shared, queries, count, key_rows<S>(p.key, p.key_strides, u.b, u.kv_head, begin), keys,
                           p.head_dim, s);
-    sync_block();  // the weights of the last step are used up, also where head_dim is 0
+    sync_block();  // the weights of the step before have been read, also where head_dim is 0
 #pragma unroll
     for (int i = 0; i < Mine::kMine; ++i) {
       const Row& row = shared.rows[Mine::owner(i)];

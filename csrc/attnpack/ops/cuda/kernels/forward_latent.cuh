@@ -4,10 +4,10 @@
 #include <attnpack/ops/cuda/kernels/partial.cuh>
 #include <attnpack/ops/cuda/kernels/tiles.cuh>
 
-// Latent decode (DeepSeek-V2, section 2.1.2, with the up-projections absorbed): keys are [latent, rotated], values the
-// latent itself, so each key is read once and serves both products. Rows are the query heads. The scores are shared out
-// over the warps by rows and keys, the output by columns: its rows are too wide for the registers of one warp; the
-// weights go from the one to the other through shared memory.
+// Latent decode (DeepSeek-V2, section 2.1.2, with the up-projections absorbed). The keys are [latent, rotated] and the
+// values are the latent itself, so each key is read once and serves both products. The rows are the query heads. The
+// warps share the scores out by rows and keys, but the output by columns, because an output row is too wide for the
+// registers of one warp. So the weights pass from warp to warp through shared memory.
 namespace attnpack::cuda {
 
 template <class S, int RowTiles, int Warps>
@@ -15,11 +15,11 @@ class LatentTile {
  public:
   static constexpr int kThreads = kWarp * Warps;
   static constexpr int kRows = 16 * RowTiles;
-  static constexpr int kKeys = 32;  // of a step
+  static constexpr int kKeys = 32;  // keys per step
   static constexpr int kWidth = static_cast<int>(kLatentHeadDim), kValues = static_cast<int>(kLatentValueDim);
   static constexpr int kGroups = Warps / RowTiles;     // warps that share the keys of a row
-  static constexpr int kBlocks = kKeys / 8 / kGroups;  // blocks of 8 keys of a warp
-  static constexpr int kColumns = kValues / Warps;     // of the output, of a warp
+  static constexpr int kBlocks = kKeys / 8 / kGroups;  // blocks of 8 keys per warp
+  static constexpr int kColumns = kValues / Warps;     // columns of the output per warp
   static constexpr int kWeightStride = kKeys + 8;      // 80 bytes: eight rows lie in different groups of banks
 
   struct Shared {
@@ -72,7 +72,7 @@ class LatentTile {
         [&](int64_t begin, int stage) {
           weigh(mine, begin, stage);
           sync_block();
-          if (cleaned) {  // only now: the scores were to see what the keys hold
+          if (cleaned) {  // only now, because the scores depend on what the keys hold
             clean_tile<kKeys * kWidth, kThreads>(shared_.key[stage]);
             sync_block();
           }
@@ -88,7 +88,8 @@ class LatentTile {
                                        static_cast<const S*>(p_.key));
   }
 
-  // Scores of this warp's 16 rows with its blocks of keys -> weights in shared memory, and the rows' factors.
+  // Turns the scores of this warp's 16 rows with its blocks of keys into weights in shared memory, and sets the rows'
+  // factors.
   ATTNPACK_DEVICE void weigh(const LaneRows& mine, int64_t begin, int stage) {
     const int first = group_ * kBlocks * 8;
     float s[kBlocks][4] = {};
@@ -146,7 +147,7 @@ class LatentTile {
             pack<S>(s[j][2 * h], s[j][2 * h + 1]);
   }
 
-  // This warp's columns of all rows.
+  // Adds the values to this warp's columns of all rows.
   ATTNPACK_DEVICE void add_values(int stage) {
 #pragma unroll
     for (int t = 0; t < RowTiles; ++t)

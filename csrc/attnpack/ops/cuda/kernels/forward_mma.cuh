@@ -6,7 +6,8 @@
 
 // Forward on tensor cores (FlashAttention-2, Dao 2023): a block of four warps holds a tile of query rows and goes
 // through the keys, which arrive by asynchronous copies one step ahead. Prefill: each warp has 16 rows of its own and
-// all keys of a step. Decode: all warps have the same 16 rows and a quarter of the keys each, and join at the end.
+// all keys of a step. Decode: all warps have the same 16 rows, and each has a quarter of the keys; their results are
+// joined at the end.
 namespace attnpack::cuda {
 
 template <class S, int RowWarps, int KeyWarps, int Width>
@@ -14,7 +15,7 @@ class ForwardTile {
  public:
   static constexpr int kThreads = kWarp * RowWarps * KeyWarps;
   static constexpr int kRows = 16 * RowWarps;
-  static constexpr int kKeys = Width <= 128 || KeyWarps > 1 ? 64 : 32;  // of a step
+  static constexpr int kKeys = Width <= 128 || KeyWarps > 1 ? 64 : 32;  // keys per step
   static constexpr int kWarpKeys = kKeys / KeyWarps;
   static constexpr int kStages = 2;
   // Query fragments stay in registers where there is room for them beside the sums.
@@ -105,7 +106,7 @@ class ForwardTile {
     constexpr int kBlocks = kWarpKeys / 8;
     const int first = key_warp_ * kWarpKeys;
     float s[kBlocks][4] = {};
-    // Where the fragments of the query are not kept, nothing wants the loop unrolled: addresses would fill registers.
+    // If the query's fragments are not kept, the loop is hardly unrolled: its addresses would fill the registers.
     [[maybe_unused]] constexpr int kUnroll = kKeepQuery ? Width / 16 : 2;
 #pragma unroll kUnroll
     for (int k = 0; k < Width / 16; ++k) {
@@ -126,7 +127,7 @@ class ForwardTile {
     sync_warp();
 #pragma unroll
     for (int j = 0; j < kBlocks; j += 2) {
-      // What the first product left as a fragment C is the second one's fragment A.
+      // The fragment C that the first product left is the fragment A of the second.
       const uint32_t a[4] = {pack<S>(s[j][0], s[j][1]), pack<S>(s[j][2], s[j][3]), pack<S>(s[j + 1][0], s[j + 1][1]),
                              pack<S>(s[j + 1][2], s[j + 1][3])};
       const Place at = lane_for_b_transposed(lane_);
@@ -141,7 +142,7 @@ class ForwardTile {
     }
   }
 
-  // s -> weights; raises max and sum and brings what was gathered to the new maximum.
+  // Turns s into weights, raises max and sum, and rescales what was gathered to the new maximum.
   template <int Blocks>
   ATTNPACK_DEVICE void soften(float (&s)[Blocks][4]) {
     const float multiplier = multiplier_of(p_);
@@ -162,7 +163,7 @@ class ForwardTile {
           s[j][i] = power_of_two((s[j][i] - base) * multiplier);
           sum += s[j][i];
         }
-      sum_[h] = sum_[h] * factor + sum;  // of this lane: the row's four lanes are added up at the end
+      sum_[h] = sum_[h] * factor + sum;  // this lane's part: the row's four lanes are added up at the end
       if (factor != 1)
 #pragma unroll
         for (int d = 0; d < Width / 8; ++d) {
@@ -172,7 +173,7 @@ class ForwardTile {
     }
   }
 
-  // Through shared memory: the warps' parts of a row are joined in their order, and rows are written whole.
+  // Goes through shared memory: the warps' parts of a row are joined in their order, and rows are written whole.
   ATTNPACK_DEVICE bool finish(int count, bool cleaned) {
     auto& end = shared_.end;
     const float multiplier = multiplier_of(p_);

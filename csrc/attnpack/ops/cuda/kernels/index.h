@@ -4,19 +4,19 @@
 
 #include <attnpack/core/params.h>
 
-// Arithmetic on indices that the tensor-core kernels stand on. No CUDA: host tests check it against brute force.
+// The arithmetic on indices of the tensor-core kernels. It needs no CUDA: host tests check it against brute force.
 namespace attnpack::cuda {
 
-// Rows of 16-bit numbers in shared memory, cut into chunks of 16 bytes. Chunk c of row r lies at place c ^ (r mod 8) of
-// its row: eight rows of one column of chunks, which is what a load of a matrix reads, then lie in eight different
-// groups of four banks, whatever the row's width (a multiple of 64 numbers).
+// Rows of 16-bit numbers in shared memory are cut into chunks of 16 bytes. Chunk c of row r lies at place c ^ (r mod 8)
+// of its row. A load of a matrix reads the same chunk of eight rows. These eight chunks then lie in eight different
+// groups of four banks, for any row width that is a multiple of 64 numbers.
 ATTNPACK_HD constexpr int swizzle(int row, int chunk) { return chunk ^ (row & 7); }
 ATTNPACK_HD constexpr int swizzled_offset(int row, int chunk, int width) {
   return row * width + swizzle(row, chunk) * 8;
 }
 
 // Fragments of mma.m16n8k16 (PTX ISA, "Matrix fragments for mma.m16n8k16"). A: register i of a lane holds two
-// neighbours in k of one row; B: two neighbours in k of one column; C: number i.
+// neighbours in k of one row. B: it holds two neighbours in k of one column. C: it holds number i.
 struct Place {
   int row, column;
 };
@@ -28,7 +28,7 @@ ATTNPACK_HD constexpr Place place_in_b(int lane, int reg, int half) {  // row: k
 }
 ATTNPACK_HD constexpr Place place_in_c(int lane, int i) { return {lane / 4 + (i >> 1) * 8, lane % 4 * 2 + (i & 1)}; }
 
-// Which row and chunk a lane names, so that the four matrices of one load are
+// The row and the chunk that a lane names, so that the four matrices of one load are
 // - an operand A of 16 rows, from chunk `chunk` on: registers a0 ... a3;
 ATTNPACK_HD constexpr Place lane_for_a(int lane) { return {lane % 16, lane / 16}; }
 // - b0, b1 of two neighbouring operands B whose columns are stored as rows (keys, for Q K^T);
@@ -36,11 +36,12 @@ ATTNPACK_HD constexpr Place lane_for_b(int lane) { return {lane % 8 + lane / 16 
 // - b0, b1 of two neighbouring operands B stored as they are, loaded transposed (values, for P V).
 ATTNPACK_HD constexpr Place lane_for_b_transposed(int lane) { return {lane % 16, lane / 16}; }
 
-// How the keys of a kv head are cut, from shapes and the number of blocks that the device runs at once alone: as few
-// parts as keep it busy. A part is a multiple of `step` keys. The rule of flash-attention's splits: none where the
-// blocks fill 80% of a wave, else the smallest count whose last wave is at least 85% as full as the best one's.
+// How the keys of a kv head are cut into parts, by shapes and by how many blocks the device runs at once. A part is a
+// multiple of `step` keys. There are as few parts as keep the device busy. The rule is that of flash-attention's
+// splits: one part where the blocks fill 80% of a wave, else the smallest count whose last wave is at least 85% as full
+// as the best count's.
 struct Split {
-  int64_t parts, keys;  // keys of a part
+  int64_t parts, keys;  // keys: the keys of one part
 };
 static inline Split split_keys(int64_t blocks, int64_t at_once, int64_t kv_len, int64_t step) {
   constexpr int64_t kMostParts = 128, kFewestSteps = 4;

@@ -4,7 +4,7 @@
 
 #include <attnpack/ops/cuda/kernels/numbers.cuh>
 
-// From a params struct to a running kernel, and the one dispatch on the storage type.
+// Launches a kernel on a params struct, and dispatches on the storage type.
 namespace attnpack::cuda {
 
 #define ATTNPACK_CUDA_CHECK(call)                                                                 \
@@ -12,7 +12,7 @@ namespace attnpack::cuda {
     if (const cudaError_t error = (call); error != cudaSuccess) return cudaGetErrorString(error); \
   } while (0)
 
-// The errors of a launch that came before it are not its own: they are cleared, and reported by whoever made them.
+// An error of an earlier launch is not this launch's own. It is cleared here, and the caller of that launch reports it.
 template <class Kernel, class... Arguments>
 const char* launch(Kernel* kernel, int64_t blocks, int threads, int64_t shared_bytes, int device, void* stream,
                    const Arguments&... arguments) {

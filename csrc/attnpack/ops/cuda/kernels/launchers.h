@@ -2,7 +2,7 @@
 
 #include <attnpack/ops/cuda/kernels/table.h>
 
-// One launcher a .cu file; library.cu joins them into the table.
+// The launchers in the .cu files. library.cu joins them into the table.
 namespace attnpack::cuda {
 
 const char* forward_exact(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);

@@ -5,15 +5,15 @@
 
 namespace attnpack::cuda {
 
-constexpr int kLinearThreads = 128, kLinearRows = 4;  // rows that share one reading of the weight
+constexpr int kLinearThreads = 128, kLinearRows = 4;  // kLinearRows: rows that share one reading of the weight
 
-// 16 bytes, which a lane reads at once where rows begin and end at whole ones; else one number.
+// The numbers that a lane reads at once: 16 bytes where rows begin and end at multiples of 16 bytes, else one number.
 template <class S, int Count>
 struct alignas(Count * sizeof(S)) Chunk {
   S x[Count];
 };
 
-// A warp has one output and goes through its row of the weight once for each kLinearRows rows of input.
+// A warp computes one output. It goes through the output's row of the weight once for each kLinearRows rows of input.
 template <class S, int Count>
 ATTNPACK_DEVICE void linear_output(const LinearParams& p, int64_t output) {
   using Numbers = Chunk<S, Count>;

@@ -10,7 +10,7 @@
 #include <cuda_fp16.h>
 #endif
 
-// Storage types and how they become numbers to compute with. The same bits on host and device.
+// Storage types, and their conversion to and from the numbers to compute with. Host and device give the same bits.
 namespace attnpack::cuda {
 
 struct BFloat16 {
@@ -63,7 +63,7 @@ ATTNPACK_HD inline float widen(Float16 x) {
 
 ATTNPACK_HD inline void narrow(double x, double* to) { *to = x; }
 ATTNPACK_HD inline void narrow(float x, float* to) { *to = x; }
-// To the nearest, ties to even; NaN stays NaN.
+// Rounds to nearest even; NaN stays NaN.
 ATTNPACK_HD inline void narrow(float x, BFloat16* to) {
 #ifdef __CUDA_ARCH__
   to->bits = __bfloat16_as_ushort(__float2bfloat16_rn(x));
@@ -81,7 +81,7 @@ ATTNPACK_HD inline void narrow(float x, Float16* to) {
 #endif
 }
 
-// Two numbers in one register, the first in its low half.
+// Packs two numbers into one register, the first into its low half.
 template <class S>
 ATTNPACK_HD inline uint32_t pack(float low, float high) {
   S a, b;
@@ -94,19 +94,21 @@ template <class A>
 ATTNPACK_HD inline A infinity() {
   return static_cast<A>(__builtin_huge_val());
 }
-// -0.0 marks the weight of an excluded pair, as on the CPU: whatever it would multiply must not come in as 0 * NaN.
+// Whether a weight is -0.0, the mark of an excluded pair, as on the CPU. What that weight would multiply must not come
+// in as 0 * NaN.
 template <class A>
 ATTNPACK_HD inline bool marks_excluded(A weight) {
   return weight == 0 && std::signbit(weight);
 }
-// A weight of a pair that takes part: a zero that is no mark. Not by adding 0, which a fused multiply-add may swallow.
+// The weight of an attended pair. A zero loses the sign that marks excluded pairs. Adding 0 would not do, because a
+// fused multiply-add may swallow it.
 template <class A>
 ATTNPACK_HD inline A unmarked(A weight) {
   return weight == 0 ? A(0) : weight;
 }
 ATTNPACK_HD inline bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
 template <class A>
-ATTNPACK_HD inline A larger(A a, A b) {  // NaN loses: it comes back through the sum
+ATTNPACK_HD inline A larger(A a, A b) {  // NaN loses here, and comes back through the sum
   return a > b || b != b ? a : b;
 }
 

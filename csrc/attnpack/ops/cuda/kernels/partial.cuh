@@ -4,8 +4,8 @@
 #include <attnpack/ops/cuda/kernels/device.cuh>
 #include <attnpack/ops/cuda/kernels/score.cuh>
 
-// Where a row's result goes: into out and lse, or, where the keys of a row are cut into parts, into a partial result
-// (max, sum, values) that the merge kernel joins with the others (Flash-Decoding, Dao et al. 2023).
+// Where a row's result goes: into out and lse, or, if the keys of a row are cut into parts, into a partial result (max,
+// sum, values). The merge kernel joins the partial results (Flash-Decoding, Dao et al. 2023).
 namespace attnpack::cuda {
 
 template <class A>
@@ -14,13 +14,13 @@ ATTNPACK_HD inline A* partial_row(const AttentionParams& p, const ForwardPlan& p
   return static_cast<A*>(workspace) + ((head * plan.split.parts + part) * plan.rows + row) * (p.v_head_dim + 2);
 }
 
-// A tile of rows of kv head `head` (batch included) against one part of the keys.
+// A tile of rows of one kv head against one part of the keys.
 struct Unit {
   int64_t b, kv_head, first, part;
-  Range keys;  // that a row of the tile may see in this part
+  Range keys;  // keys of this part that some row of the tile may see
 };
 
-// The last tiles first: with causality they are the longest.
+// The last tiles come first: with causality they are the longest.
 ATTNPACK_HD inline Unit unit_of(const AttentionParams& p, const ForwardPlan& plan, int64_t index) {
   const int64_t tile = plan.tiles - 1 - index % plan.tiles, head = index / plan.tiles / plan.split.parts;
   Unit u{
@@ -30,8 +30,8 @@ ATTNPACK_HD inline Unit unit_of(const AttentionParams& p, const ForwardPlan& pla
   return u;
 }
 
-// Columns [begin, end) of one row, every `step`-th; values(c) are still to be divided by the sum. first: whether this
-// thread also writes what a row has once.
+// Writes columns [begin, end) of one row, every `step`-th. values(c) are still to be divided by the sum. first: whether
+// this thread also writes the numbers that a row has once.
 template <class S, class A, class Values>
 ATTNPACK_DEVICE void write_row(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
                                int64_t index, const Row& row, Softmax<A> state, int64_t begin, int64_t end,
@@ -52,8 +52,8 @@ ATTNPACK_DEVICE void write_row(const AttentionParams& p, const ForwardPlan& plan
   if (first) static_cast<A*>(p.lse)[(u.b * p.num_heads + row.head) * p.q_len + row.query] = done.lse;
 }
 
-// What NaN and Inf of the values bring into column c of a row: all of those whose keys the row sees. Out of line: it is
-// seldom needed and must not cost registers.
+// The NaN or Inf that the values bring into column c of a row. They come from all values whose keys the row sees. Out
+// of line: it is seldom needed and must not cost registers.
 template <class S>
 ATTNPACK_DEVICE_CALL float broken_part(const AttentionParams& p, const Unit& u, const Row& row, int64_t c) {
   const S* value = static_cast<const S*>(p.value) + u.b * p.value_strides.batch + u.kv_head * p.value_strides.head + c;
@@ -65,10 +65,10 @@ ATTNPACK_DEVICE_CALL float broken_part(const AttentionParams& p, const Unit& u, 
   return sum;
 }
 
-// A tile's first `count` rows from shared memory, a warp a row; state(r): row r's softmax. Returns whether this thread
-// met NaN or Inf. An excluded key may have brought them in as 0 * NaN: then the tile is computed once more, `cleaned`,
-// with zeros in the place of such values, and each row is given back those that it sees. So what an excluded key holds
-// changes no bit.
+// Writes a tile's first `count` rows from shared memory, one warp per row. state(r): row r's softmax. Returns whether
+// this thread met NaN or Inf. An excluded key may have brought them in as 0 * NaN. Then the tile is computed once more,
+// `cleaned`: zeros replace NaN and Inf among the values, and each row receives the NaN and Inf of the keys that it
+// sees. So what an excluded key holds changes no bit.
 template <class S, class State>
 ATTNPACK_DEVICE bool write_tile(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
                                 int count, const Row* rows, const float* out, int width, int threads, bool cleaned,
@@ -86,7 +86,7 @@ ATTNPACK_DEVICE bool write_tile(const AttentionParams& p, const ForwardPlan& pla
   return broken;
 }
 
-// One row of a kv head: joins its parts, in their order.
+// Joins the parts of one row of a kv head, in their order.
 template <class S, class A>
 ATTNPACK_DEVICE void merge_parts(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int64_t index,
                                  int threads) {

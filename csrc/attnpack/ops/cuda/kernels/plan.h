@@ -5,7 +5,7 @@
 #include <attnpack/core/params.h>
 #include <attnpack/ops/cuda/kernels/index.h>
 
-// Which kernel takes a forward call, and how it is cut into blocks: from shapes, layout and device alone, in one place.
+// Decides which kernel takes a call, and how the call is cut into blocks: by shapes, layout and device alone.
 namespace attnpack::cuda {
 
 enum class ForwardKernel : int32_t { kExact, kPrefill, kDecode, kLatent };
@@ -19,13 +19,13 @@ struct ForwardPlan {
   int64_t column_blocks;  // exact kernel: blocks that share the columns of the values
   Split split;            // of the keys
   int64_t blocks;
-  int64_t workspace_bytes;  // for the parts, if there are several
+  int64_t workspace_bytes;  // memory for the partial results, if there are several parts
 };
 
 constexpr int64_t kExactRows = 16, kDecodeTileRows = 16, kPrefillTileRows = 64, kExactColumns = 128;
 constexpr int64_t kLatentHeadDim = 576, kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
 
-// Chunks of 16 bytes must not straddle rows: what asynchronous copies need.
+// Asynchronous copies take chunks of 16 bytes, which must not straddle rows.
 static inline bool aligned(const void* base, const Strides& s, int64_t width) {
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && s.batch % 8 == 0 && s.head % 8 == 0 && s.row % 8 == 0 &&
          width % 8 == 0;
@@ -37,7 +37,7 @@ static inline bool fits_tensor_cores(const AttentionParams& p) {
          aligned(p.value, p.value_strides, p.v_head_dim);
 }
 
-// Values that are the first columns of the keys, which are then read once.
+// Whether the values are the first columns of the keys. The keys are then read once.
 static inline bool is_latent(const AttentionParams& p) {
   return p.head_dim == kLatentHeadDim && p.v_head_dim == kLatentValueDim && p.value == p.key &&
          p.value_strides.batch == p.key_strides.batch && p.value_strides.head == p.key_strides.head &&
@@ -48,14 +48,14 @@ struct Device {
   int64_t multiprocessors, shared_bytes;  // shared memory that a block may ask for
 };
 
-// Shared memory of the tensor-core kernels (forward_mma.cuh and forward_latent.cuh hold them to it).
+// The shared memory that the tensor-core kernels use (forward_mma.cuh, forward_latent.cuh).
 static inline int64_t shared_bytes(ForwardKernel kernel, int64_t tile_rows, int64_t width) {
   if (kernel == ForwardKernel::kLatent) return (tile_rows + 64) * width * 2 + tile_rows * 112;
   const int64_t keys = width <= 128 || kernel == ForwardKernel::kDecode ? 64 : 32;
   return (tile_rows + 4 * keys) * width * 2;
 }
 
-// most_group: of the groups of query heads that share a kv head, the largest.
+// most_group: the size of the largest group of query heads that share a kv head.
 static inline ForwardPlan plan_forward(const AttentionParams& p, int64_t most_group, const Device& device) {
   ForwardPlan plan{};
   plan.rows = most_group * p.q_len;
@@ -95,14 +95,14 @@ constexpr int64_t kBackwardOwners = 64;  // rows or keys of a block on tensor co
 
 struct BackwardPlan {
   int32_t width;       // head dims that the tensor-core kernels have room for: 64, 128, 256; 0: the exact ones
-  int64_t most_group;  // of the groups of query heads that share a kv head, the largest
+  int64_t most_group;  // size of the largest group of query heads that share a kv head
 };
 
 static inline int64_t backward_shared_bytes(int64_t width) {
   const int64_t others = width <= 64 ? 64 : 32;
   return (2 * kBackwardOwners + 4 * others) * width * 2 + 4096;
 }
-// Blocks of owners of one kv head.
+// How many blocks of owners one kv head has.
 ATTNPACK_HD static inline int64_t backward_tiles(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {
   const int64_t owners = of == Gradient::kQuery ? plan.most_group * p.q_len : p.kv_len;
   return (owners + kBackwardOwners - 1) / kBackwardOwners;

@@ -5,18 +5,18 @@
 #include <attnpack/core/dropout.h>
 #include <attnpack/ops/cuda/kernels/numbers.cuh>
 
-// From q.k to the score that the softmax sees, one pair at a time: scale, softcap, ALiBi, mask, ranges; and how a row's
-// softmax ends. The order and the meaning of cpu/isa/scores.h and softmax.h.
+// Turns a product q.k into the score that the softmax sees, one pair at a time: scale, softcap, ALiBi, mask, ranges. It
+// also ends a row's softmax. Order and meaning are those of cpu/isa/scores.h and softmax.h.
 namespace attnpack::cuda {
 
-// One row of a tile: which query it is and which keys its ranges leave, none as [0, 0). 32 bits where they suffice: a
-// lane holds two of these in registers.
+// One row of a tile: its query, and the keys that its ranges leave; [0, 0) if they leave none. The numbers have 32 bits
+// where that suffices, because a lane holds two rows in registers.
 struct Row {
   int32_t head, query, begin, end;
   int64_t position;
 };
 
-// Row `index` of a kv head: index = query * group_size + member. One that is not there has no keys.
+// Row `index` of a kv head: index = query * group_size + member. A row past the last one has no keys.
 ATTNPACK_HD inline Row make_row(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t index) {
   const int64_t group = group_size(p, kv_head);
   if (index >= group * p.q_len) return {0, 0, 0, 0, 0};
@@ -28,9 +28,9 @@ ATTNPACK_HD inline Row make_row(const AttentionParams& p, int64_t b, int64_t kv_
           query + (p.q_offsets ? p.q_offsets[b] : p.q_offset)};
 }
 
-// The keys that rows [first, first + count) see, all of one kv head: the ranges of later queries never begin or end
-// earlier, and a row's number grows with its query. A window past the keys leaves an empty range behind their end,
-// which must not be read: [0, 0) then.
+// The keys that rows [first, first + count) of one kv head see. The ranges of later queries never begin or end earlier,
+// and a row's number grows with its query. A window past the keys leaves an empty range after their end. That range
+// must not be read, so it becomes [0, 0).
 ATTNPACK_HD inline Range hull(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t first, int64_t count) {
   const int64_t group = group_size(p, kv_head), rows = group * p.q_len;
   if (first >= rows) return {0, 0};
@@ -43,7 +43,7 @@ ATTNPACK_HD inline Range hull(const AttentionParams& p, int64_t b, int64_t kv_he
 
 // The rows of a kv head that see any of these keys, by their ranges.
 ATTNPACK_HD inline Range rows_that_see(const AttentionParams& p, int64_t b, int64_t kv_head, const Range& keys) {
-  // The first query of which `past` holds, as it does of all behind it.
+  // The first query for which `past` holds. It holds for all queries after that one too.
   const auto first = [&](const auto& past) {
     int64_t low = 0, high = p.q_len;
     while (low < high) {
@@ -58,7 +58,7 @@ ATTNPACK_HD inline Range rows_that_see(const AttentionParams& p, int64_t b, int6
   return begin < end ? Range{begin * group, end * group} : Range{0, 0};
 }
 
-// [0, 0) where they share nothing: kernels round the beginning down, and must not find keys there.
+// The keys in both ranges, or [0, 0) if there are none: kernels round the beginning down, and must not find keys there.
 ATTNPACK_HD inline Range intersection(Range a, Range b) {
   const Range r{a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
   return r.begin < r.end ? r : Range{0, 0};
@@ -79,18 +79,18 @@ ATTNPACK_HD inline A mask_value(const AttentionParams& p, int64_t offset) {
       return static_cast<const bool*>(p.mask)[offset] ? A(0) : -infinity<A>();
   }
 }
-// -inf excludes as it stands in the mask, not as it is rounded.
+// Whether the mask excludes a key: it holds -inf before any rounding.
 ATTNPACK_HD inline bool mask_excludes(const AttentionParams& p, int64_t offset) {
   return p.mask_dtype == DType::kFloat64 ? static_cast<const double*>(p.mask)[offset] == -infinity<double>()
                                          : mask_value<float>(p, offset) == -infinity<float>();
 }
 
-// Scores that need a scale and nothing else but the row's range.
+// Whether scores need a scale above 0 and nothing else but the row's range.
 ATTNPACK_HD inline bool only_scaled(const AttentionParams& p) {
   return p.softcap == 0 && !p.alibi_slopes && !p.mask && p.scale > 0;
 }
 
-// The score of one pair, or -inf where the key is excluded, whatever product holds. cap_slope, if given, receives
+// The score of one pair, or -inf where the key is excluded, whatever `product` holds. cap_slope, if given, receives
 // d(capped) / d(scaled).
 template <class A>
 ATTNPACK_HD inline A finish_score(const AttentionParams& p, int64_t b, const Row& row, int64_t key, A product,
@@ -115,7 +115,7 @@ ATTNPACK_HD inline A finish_score(const AttentionParams& p, int64_t b, const Row
   return score;
 }
 
-// What dropout leaves of a probability.
+// The factor with which dropout multiplies a probability.
 template <class A>
 ATTNPACK_HD inline A drop(const AttentionParams& p, int64_t b, const Row& row, int64_t key) {
   return dropped(p, b, row.head, row.query, key) ? A(0) : static_cast<A>(1 / (1 - p.dropout_p));
@@ -127,7 +127,7 @@ struct Softmax {
   A max, sum;
 };
 
-// Two parts of a row as one; the parts' values are to be multiplied with *left and *right.
+// Joins two parts of a row. The parts' values are to be multiplied with *left and *right.
 template <class A>
 ATTNPACK_HD inline Softmax<A> merge(Softmax<A> a, Softmax<A> b, A* left, A* right) {
   const A top = larger(a.max, b.max);
@@ -142,7 +142,8 @@ struct RowEnd {
   A factor, divisor, lse;
 };
 
-// The head's sink taken in; no key at all gives 0, and -inf or the sink, whatever that is.
+// Ends a row's softmax, with the head's sink included. A row without keys gives 0, and as lse the sink, or -inf without
+// sinks.
 template <class A>
 ATTNPACK_HD inline RowEnd<A> end_row(const AttentionParams& p, int64_t head, Softmax<A> row) {
   const A sink = p.sinks ? static_cast<A>(p.sinks[head]) : -infinity<A>();

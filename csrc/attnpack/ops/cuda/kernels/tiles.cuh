@@ -5,15 +5,16 @@
 #include <attnpack/ops/cuda/kernels/partial.cuh>
 #include <attnpack/ops/cuda/kernels/score.cuh>
 
-// What the tensor-core kernels share: tiles of 16-bit rows in swizzled shared memory, the way of keys through them, and
+// Parts of all tensor-core kernels: tiles of 16-bit rows in swizzled shared memory, the steps of keys through them, and
 // a lane's two rows of scores.
 namespace attnpack::cuda {
 
-// The weight of a score is 2^(log2(e) * (score - max)): the maximum goes first, as the product with log2(e) would leave
-// fp32 where a mask holds its smallest number.
+// The weight of a score is 2^(log2(e) * (score - max)). The maximum is subtracted first: where a mask holds fp32's
+// smallest number, the product with log2(e) would leave fp32.
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Rows [0, count) of width numbers into a tile [Rows, Width], the rest zeros. row(i): the i-th row.
+// Copies rows [0, count) of `width` numbers into a tile [Rows, Width]. The rest of the tile becomes zeros. row(i): the
+// i-th row.
 template <int Rows, int Width, int Threads, class S, class GetRow>
 ATTNPACK_DEVICE void copy_tile(S* tile, const GetRow& row, int count, int width, const S* somewhere) {
   constexpr int kChunks = Width / 8;
@@ -26,8 +27,8 @@ ATTNPACK_DEVICE void copy_tile(S* tile, const GetRow& row, int count, int width,
   }
 }
 
-// attend(count, cleaned) of the unit's `count` rows returns whether this thread wrote NaN or Inf; then it runs again
-// with values cleaned of them (write_tile says why).
+// Calls attend(count, cleaned) for the unit's `count` rows; it returns whether this thread wrote NaN or Inf. If any
+// thread did, attend runs again with the values cleaned of them (write_tile says why).
 template <int Rows, class Attend>
 ATTNPACK_DEVICE void attend_rows(const AttentionParams& p, const Unit& u, const Attend& attend) {
   const int64_t left = group_size(p, u.kv_head) * p.q_len - u.first;
@@ -37,7 +38,7 @@ ATTNPACK_DEVICE void attend_rows(const AttentionParams& p, const Unit& u, const 
   while (any_in_block(attend(count, cleaned)) && !cleaned) cleaned = true;
 }
 
-// The unit's first `count` query rows into a tile [Rows, Width]; part of the next commit.
+// Copies the unit's first `count` query rows into a tile [Rows, Width]. The copy is part of the next commit.
 template <int Rows, int Width, int Threads, class S>
 ATTNPACK_DEVICE void copy_query(S* tile, const AttentionParams& p, const Unit& u, int count) {
   const S* base = static_cast<const S*>(p.query) + u.b * p.query_strides.batch;
@@ -49,8 +50,9 @@ ATTNPACK_DEVICE void copy_query(S* tile, const AttentionParams& p, const Unit& u
   copy_tile<Rows, Width, Threads>(tile, row, count, static_cast<int>(p.head_dim), base);
 }
 
-// Keys, or rows, in steps of `Step`: load(begin, stage) of one while use(begin, stage) of the one before it, in two
-// stages. Steps lie at whole multiples, so that a part's sums are the same whatever its tile sees.
+// Goes through keys, or rows, in steps of `Step`, in two stages: while use(begin, stage) works on one step, load(begin,
+// stage) of the next is under way. Steps begin at multiples of Step, so that a part's sums are the same whatever its
+// tile sees.
 template <int Step, class Load, class Use>
 ATTNPACK_DEVICE void stream_steps(const Range& range, const Load& load, const Use& use) {
   int64_t begin = range.begin / Step * Step;
@@ -68,10 +70,10 @@ ATTNPACK_DEVICE void stream_steps(const Range& range, const Load& load, const Us
   sync_block();
 }
 
-// What a lane knows of the rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// A lane's rows: lane / 4 and lane / 4 + 8 of its warp's 16.
 struct LaneRows {
   Row row[2];
-  // Keys that both rows see whatever the mask says: blocks inside need no comparison.
+  // Keys that the ranges of both rows hold, whatever the mask says. Blocks inside need no comparison.
   int32_t begin, end;
 };
 
@@ -85,8 +87,8 @@ ATTNPACK_DEVICE LaneRows lane_rows(const AttentionParams& p, int64_t b, int64_t 
   return rows;
 }
 
-// Products -> scores but for the factor `multiplier`, excluded keys -inf. s: Blocks fragments of 8 keys from `begin`
-// on.
+// Turns products into scores without the factor `multiplier`; excluded keys become -inf. s: `Blocks` fragments of 8
+// keys from `begin` on.
 template <int Blocks>
 ATTNPACK_DEVICE void finish_scores(const AttentionParams& p, int64_t b, const LaneRows& rows, int64_t begin,
                                    float (&s)[Blocks][4]) {
@@ -106,7 +108,7 @@ ATTNPACK_DEVICE void finish_scores(const AttentionParams& p, int64_t b, const La
     }
 }
 
-// Over the four lanes that hold one row of a fragment.
+// The maximum, and the sum, over the four lanes that hold one row of a fragment.
 ATTNPACK_DEVICE float row_max(float x) {
   x = larger(x, shuffle_xor(x, 1));
   return larger(x, shuffle_xor(x, 2));
@@ -119,7 +121,7 @@ ATTNPACK_DEVICE float row_sum(float x) {
 ATTNPACK_DEVICE float multiplier_of(const AttentionParams& p) {
   return only_scaled(p) ? static_cast<float>(p.scale) * kLog2E : kLog2E;
 }
-// The maximum of a row where all its keys are excluded: any finite number does.
+// The maximum of a row, or 0 where all its keys are excluded: any finite number would do.
 ATTNPACK_DEVICE float finite_max(float max) { return max == -infinity<float>() ? 0.f : max; }
 
 // Dropout on the weights of a lane's rows.
@@ -134,7 +136,7 @@ ATTNPACK_DEVICE void drop_weights(const AttentionParams& p, int64_t b, const Lan
       s[j][i] *= drop<float>(p, b, rows.row[i >> 1], begin + 8 * j + place_in_c(lane, i).column);
 }
 
-// NaN and Inf -> 0, in whatever order the numbers lie.
+// Sets NaN and Inf to 0, in whatever order the numbers lie.
 template <int Count, int Threads, class S>
 ATTNPACK_DEVICE void clean_tile(S* tile) {
   for (int i = thread_id(); i < Count; i += Threads)
