@@ -8,7 +8,7 @@
 
 namespace attnpack {
 
-// What the few-row kernels take; everything else is torch's linear, which also says what is wrong with it.
+// What the few-row kernels take; everything else is linear_formula, which also says what is wrong with it.
 bool fits_few_rows(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 // The kernels' params of arguments that fit, with the result and what else their pointers need kept alive beside the
