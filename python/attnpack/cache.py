@@ -359,7 +359,13 @@ def _grown(like: Tensor, length: int, capacity: int) -> Tensor:
 
 
 def _longest(lengths: Tensor) -> int:
-    return int(lengths.max()) if lengths.numel() else 0
+    longest = int(lengths.max()) if lengths.numel() else 0
+    if longest < 0:
+        raise ValueError(
+            f"attnpack: the cache's lengths hold {longest}, want 0 or more, the positions held of each sequence: call "
+            "reset()"
+        )
+    return longest
 
 
 def check_kind(cache: object, wanted: type, where: str, fix: str | None = None) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 INF = float("inf")
+FAR = 2**60  # beyond any length; sums of these do not overflow
 
 
 # ---- the operator --------------------------------------------------------------------
@@ -87,30 +88,48 @@ def _head_map(query: Tensor, key: Tensor, head_map: Sequence[int] | None) -> lis
     return [head // group for head in range(query.shape[1])]
 
 
+def _offset(query: Tensor, key: Tensor, q_offset: int | Tensor | str, kv_lens: Tensor | None) -> Tensor:
+    """Where row 0 stands, int64 `[B or 1, 1, 1, 1]`."""
+    if isinstance(q_offset, str):
+        valid = key.shape[2] if kv_lens is None else kv_lens
+        q_offset = valid - query.shape[2]
+    return torch.as_tensor(q_offset, device=query.device).long().view(-1, 1, 1, 1)
+
+
 def _positions(
     query: Tensor, key: Tensor, q_offset: int | Tensor | str, kv_lens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Where rows stand, `[B or 1, 1, Lq, 1]`, and columns, `[Lkv]`."""
     columns = torch.arange(key.shape[2], device=query.device)
-    rows = torch.arange(query.shape[2], device=query.device)
-    if isinstance(q_offset, str):
-        valid = key.shape[2] if kv_lens is None else kv_lens
-        q_offset = valid - query.shape[2]
-    offset = torch.as_tensor(q_offset, device=query.device).long().clamp(-(2**60), 2**60)  # sums must not overflow
-    return rows.view(1, 1, -1, 1) + offset.view(-1, 1, 1, 1), columns
+    rows = torch.arange(query.shape[2], device=query.device).view(1, 1, -1, 1)
+    return rows + _offset(query, key, q_offset, kv_lens).clamp(-FAR, FAR), columns
+
+
+def _in_window(query: Tensor, key: Tensor, offset: Tensor, window: tuple[int, int]) -> Tensor:
+    """Which keys lie in the window around each row, `[B or 1, 1, Lq, Lkv]`; Python's integers do not overflow."""
+    ahead = torch.arange(query.shape[2]).view(-1, 1) - torch.arange(key.shape[2])  # of a row without its offset
+
+    def at_most(bounds: list[int]) -> Tensor:
+        return torch.tensor([min(max(bound, -FAR), FAR) for bound in bounds]).view(-1, 1, 1, 1)
+
+    inside = torch.ones(1, 1, *ahead.shape, dtype=torch.bool)
+    left, right = window
+    offsets = offset.flatten().tolist()
+    if left >= 0:
+        inside = inside & (ahead <= at_most([left - start for start in offsets]))
+    if right >= 0:
+        inside = inside & (-ahead <= at_most([right + start for start in offsets]))
+    return inside.to(offset.device)
 
 
 def _allowed(query, key, mask, causal, q_offset, window, kv_lens) -> Tensor:
     """Which keys each row may attend: bool `[B, Hq, Lq, Lkv]`, the intersection of all rules."""
     rows, columns = _positions(query, key, q_offset, kv_lens)
-    left, right = window
     allowed = torch.ones(*query.shape[:3], key.shape[2], dtype=torch.bool, device=query.device)
     if causal:
         allowed = allowed & (columns <= rows)
-    if left >= 0:
-        allowed = allowed & (rows - columns <= left)
-    if right >= 0:
-        allowed = allowed & (columns - rows <= right)
+    if max(window) >= 0:
+        allowed = allowed & _in_window(query, key, _offset(query, key, q_offset, kv_lens), window)
     if kv_lens is not None:
         allowed = allowed & (columns < kv_lens.view(-1, 1, 1, 1))
     if mask is not None:

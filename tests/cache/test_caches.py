@@ -453,6 +453,17 @@ def test_caches_are_true_and_say_what_they_hold(package):
     assert repr(filled(package, "model")) == f"ModelCache(1 layers, bytes=960, first: DynamicCache{held}960))"
 
 
+@packages
+def test_lengths_below_zero_are_named(package):
+    cache = filled(package, "static")
+    cache.lengths.fill_(-3)
+    for read in (len, repr, lambda cache: cache.k, lambda cache: cache.v):
+        with pytest.raises(ValueError, match=r"attnpack: the cache's lengths hold -3, want 0 or more.*call reset\(\)"):
+            read(cache)
+    cache.reset()
+    assert len(cache) == 0 and cache.k.size(2) == 0
+
+
 def test_dynamic_cache_grows_by_doubling():
     cache, grown = attnpack.DynamicCache(), set()
     for _ in range(100):

@@ -251,6 +251,14 @@ TEST_CASE("what does not fit is named before anything is written") {
                     [] { EncoderBlock(EncoderBlockOptions(MultiHeadAttention(24, 4), FeedForward(20, 32))); }));
   REQUIRE(complains("attention: gives width 1, want its embed_dim 24",
                     [] { EncoderBlock(EncoderBlockOptions(SelfAttention(24, 1), FeedForward(24, 32))); }));
+  REQUIRE(complains("attention: got none, want an attention module",
+                    [] { EncoderBlock(EncoderBlockOptions(GroupedQueryAttention{nullptr}, FeedForward(24, 32))); }));
+  REQUIRE(complains("feed_forward: got none, want a module",
+                    [] { DecoderBlock(DecoderBlockOptions(MultiHeadAttention(24, 4), FeedForward{nullptr})); }));
+  REQUIRE(complains("layers[0]: got an empty holder, want a block",
+                    [] { Encoder(EncoderOptions(std::vector<EncoderBlock>{EncoderBlock{nullptr}})); }));
+  REQUIRE(complains("in_features: got -4, want 0 or more", [] { Linear(-4, 3); }));
+  REQUIRE(complains("out_features: got -3, want 0 or more", [] { Linear(4, -3); }));
   REQUIRE(complains("attention: got none", [] { DecoderBlock(DecoderBlockOptions(nullptr, FeedForward(24, 32))); }));
 
   MultiHeadAttention layer(24, 4);

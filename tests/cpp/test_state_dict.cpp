@@ -40,7 +40,9 @@ TEST_CASE("a tensor that cannot be loaded leaves all as it was") {
       {"got v_proj.weight of dtype ComplexFloat, want real numbers", torch::complex(ones, ones)},
       {"got an undefined tensor as v_proj.weight", at::Tensor()},
       {"got v_proj.weight of shape [24, 23], want [24, 24]", torch::ones({24, 23})},
-      {"parse", ones.to_sparse()},  // torch's own words: copy_ does not take it
+      {"got v_proj.weight in layout Sparse, want a dense tensor: call .to_dense()", ones.to_sparse()},
+      {"got v_proj.weight of dtype QInt8, want plain numbers: call .dequantize()",
+       at::quantize_per_tensor(ones, 0.1, 0, at::kQInt8)},
   };
   for (const auto& [words, tensor] : wrong) {
     auto tensors = copies(*layer);
@@ -49,6 +51,63 @@ TEST_CASE("a tensor that cannot be loaded leaves all as it was") {
     REQUIRE(complains(words, [&, &tensors = tensors] { load_state_dict(*layer, tensors); }));
     REQUIRE(equal(state_dict(*layer), before));
   }
+}
+
+TEST_CASE("sparse and quantised tensors are not assigned") {
+  MultiHeadAttention layer(24, 4);
+  auto tensors = copies(*layer);
+  tensors["v_proj.weight"] = torch::ones({24, 24}).to_sparse();
+  REQUIRE(complains("got v_proj.weight in layout Sparse", [&] { assign_state_dict(*layer, tensors); }));
+  tensors["v_proj.weight"] = at::quantize_per_tensor(torch::ones({24, 24}), 0.1, 0, at::kQInt8);
+  REQUIRE(complains("got v_proj.weight of dtype QInt8", [&] { assign_state_dict(*layer, tensors); }));
+}
+
+TEST_CASE("a module loads its own tensors in other places, and views of them") {
+  torch::manual_seed(0);
+  MultiHeadAttention layer(24, 4);
+  const auto before = copies(*layer);
+  auto tensors = state_dict(*layer);
+  std::swap(tensors["k_proj.weight"], tensors["v_proj.weight"]);
+  tensors["q_proj.weight"] = tensors["q_proj.weight"].t();
+  const auto out = tensors["o_proj.weight"];  // the same memory as another storage
+  tensors["o_proj.weight"] = torch::from_blob(out.data_ptr(), {24, 24}).t();
+  load_state_dict(*layer, tensors);
+  REQUIRE(at::equal(layer->k_proj->weight, before.at("v_proj.weight")));
+  REQUIRE(at::equal(layer->v_proj->weight, before.at("k_proj.weight")));
+  REQUIRE(at::equal(layer->q_proj->weight, before.at("q_proj.weight").t()));
+  REQUIRE(at::equal(layer->o_proj->weight, before.at("o_proj.weight").t()));
+}
+
+TEST_CASE("elements that share memory are refused before the first write") {
+  MultiHeadAttention layer(24, 4);
+  const auto row = torch::ones({1, 24}).expand({24, 24});
+  auto tensors = copies(*layer);
+  tensors["v_proj.weight"] = row;
+  const auto weight = layer->v_proj->weight;
+  REQUIRE(complains("the given v_proj.weight has strides [0, 1] for shape [24, 24]",
+                    [&] { assign_state_dict(*layer, tensors); }));
+  REQUIRE(layer->v_proj->weight.is_same(weight));
+  load_state_dict(*layer, tensors);  // to read it is fine
+  REQUIRE(at::equal(layer->v_proj->weight, row));
+
+  layer->v_proj->assign_parameter("weight", row);
+  for (auto& [name, each] : tensors) each = torch::zeros_like(each);
+  const auto before = copies(*layer);
+  REQUIRE(complains("the module's v_proj.weight has strides [0, 1] for shape [24, 24]",
+                    [&] { load_state_dict(*layer, tensors); }));
+  REQUIRE(equal(state_dict(*layer), before));
+}
+
+TEST_CASE("names that are missing or unexpected are listed, and only these") {
+  MultiHeadAttention layer(24, 4);
+  auto tensors = copies(*layer);
+  tensors.erase("k_proj.weight");
+  REQUIRE(complains("state dict: missing k_proj.weight; want exactly", [&] { load_state_dict(*layer, tensors); }));
+  tensors["a"] = tensors["b"] = torch::ones({1});
+  REQUIRE(complains("state dict: missing k_proj.weight; unexpected a, b; want exactly",
+                    [&] { load_state_dict(*layer, tensors); }));
+  tensors["k_proj.weight"] = torch::ones({24, 24});
+  REQUIRE(complains("state dict: unexpected a, b; want exactly", [&] { assign_state_dict(*layer, tensors); }));
 }
 
 TEST_CASE("a module on meta has no room for numbers") {

@@ -114,6 +114,14 @@ def test_what_does_not_fit_is_named(sizes, packed, message):
         attend(**sizes, **{name: torch.tensor(value) for name, value in packed.items()})
 
 
+@pytest.mark.parametrize("replaced", [False, True], ids=["theirs", "replaced"])
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"])
+def test_a_list_in_a_tensors_place_is_named(name, replaced):
+    ids = torch.arange(10).view(1, 10)
+    with pytest.raises(TypeError, match=rf"attnpack: {name} is .*\(list\), wants an int32 or int64 tensor \["):
+        model_of("mistral", replaced)(ids, **{name: [0, 4, 10]})
+
+
 def test_keys_that_a_model_selected_are_refused():
     """DeepSeek-V3.2 selects among the keys of all sequences."""
     model = model_of("deepseek_v32", False)

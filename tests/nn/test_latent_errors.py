@@ -128,3 +128,31 @@ def test_bad_inputs_leave_the_cache_as_it_was(module, message, path):
         CALLS[message](call, cache)
     assert "\n" not in str(error.value)
     assert len(cache) == 5 and cache.lengths.tolist() == [5] and torch.equal(cache.k, held)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"latents": torch.ones(2, 3, 10)}, r"latents has shape \[2, 3, 10\], wants \[batch, 1, length"),
+        ({"latents": torch.ones(2, 2, 3, 10)}, r"latents has shape \[2, 2, 3, 10\], wants \[batch, 1, length"),
+        (
+            {"kv": torch.ones(2, 4, 16)},
+            r"kv has shape \[2, 4, 16\], wants \[2, 3, 2 \* \(qk_nope_head_dim \+ v_dim\)\]",
+        ),
+        ({"kv": torch.ones(2, 3, 15)}, r"kv has shape \[2, 3, 15\], wants \[2, 3, 2 \* "),
+        ({"kv": torch.ones(3, 16)}, r"kv has shape \[3, 16\]"),
+        ({"kv": torch.ones(2, 3, 16, device="meta")}, "kv is on meta, latents on cpu: move one of them"),
+        ({"latent_dim": 11}, "latent_dim is 11, wants 0 to 10, the width of latents"),
+        ({"latent_dim": -1}, "latent_dim is -1, wants 0 to 10"),
+        ({"num_heads": 0}, "num_heads is 0, wants at least 1"),
+        ({"num_heads": -2}, "num_heads is -2, wants at least 1"),
+        ({"v_dim": 9}, r"kv has shape \[2, 3, 16\], .* with v_dim = 9"),
+        ({"v_dim": -1}, "v_dim is -1, wants 0 or more"),
+    ],
+    ids=str,
+)
+def test_latent_expand_names_what_does_not_fit(change, message):
+    good = {"latents": torch.ones(2, 1, 3, 10), "kv": torch.ones(2, 3, 16), "latent_dim": 6, "num_heads": 2, "v_dim": 5}
+    torch.ops.attnpack.latent_expand(**good)
+    with pytest.raises(ValueError, match=f"attnpack: {message}"):
+        torch.ops.attnpack.latent_expand(**good | change)

@@ -18,11 +18,14 @@ RIGHT = [
     "latent, steps",
     "latent without rotated dims",
     "model",
+    "mask for all heads",
 ]
 REFUSED = {
     "one kv head": "give widths 12, 3, 3, want num_heads 4 and num_kv_heads 1 of head_dim 6",
     "queries alone": "give widths 12, 12, 12, want num_heads 4 and num_kv_heads 2",
     "one head": "give widths 12, 12, 12, want num_heads 1 and num_kv_heads 1 of head_dim 24",
+    "mask by head": r"mask has shape \[1, 4, 7, 7\], one for each of num_heads 4 heads, but the projections give 2",
+    "latent, mask by head": r"mask has shape \[1, 4, 7, 7\], one for each of num_heads 4 heads, but .* a rank's share",
     "sinks": "sinks: got it for 4 heads, but the projections give 2",
     "alibi": "alibi: got it for 4 heads, but the projections give 2",
     "head map": "head_map: got it for 4 heads, but the projections give 2",

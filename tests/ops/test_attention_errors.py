@@ -109,6 +109,10 @@ BAD = {
     "infinite softcap": ({"softcap": float("inf")}, "softcap is inf, wants a finite number"),
     "softcap that is no number": ({"softcap": float("nan")}, "softcap is -?nan, wants a finite number"),
     "scale that is no number": ({"scale": float("nan")}, "scale is -?nan, wants a finite number, or none"),
+    "scale beyond fp32": (
+        {"scale": -1e39},
+        r"scale is -1e\+39, wants a finite number from -1.7.*e\+38 to 1.7.*, for query",
+    ),
     "infinite scale": ({"scale": float("inf")}, "scale is inf, wants a finite number"),
     "sinks for kv heads": ({"sinks": draw(2)}, r"sinks has shape \[2\], wants \[num_heads\] = \[4\]"),
     "integer sinks": ({"sinks": torch.ones(4).long()}, "sinks has dtype Long, wants a float dtype"),

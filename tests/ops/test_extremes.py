@@ -7,7 +7,9 @@ from op_cases import DTYPES, INF, NAN, make_inputs, run
 from torch.testing import assert_close
 
 LENGTHS = [(2, 70), (60, 70)]  # decode, prefill
-MOST = {torch.int64: 2**63 - 1, torch.int32: 2**31 - 1}
+MOST64 = 2**63 - 1
+LOOSE = {"rtol": 1e-2, "atol": 1e-2}  # of bf16
+MOST = {torch.int64: MOST64, torch.int32: 2**31 - 1}
 FAR = 1000  # beyond all keys here: the extremes mean the same
 
 
@@ -26,7 +28,7 @@ def formula(query, key, value, mask=None, **settings):
 def test_offsets_saturate(lengths, settings, kind):
     for off in (0, 1, 60):
         for sign in (1, -1):
-            most = MOST.get(kind, 2**63 - 1)
+            most = MOST.get(kind, MOST64)
             extreme, far = (most - off if sign > 0 else -most - 1 + off), sign * FAR
             inputs = make_inputs(lengths=lengths)
             inputs.settings = settings | {"q_offset": far}
@@ -39,6 +41,67 @@ def test_offsets_saturate(lengths, settings, kind):
             arguments = inputs.query, inputs.key, inputs.value
             assert_close(formula(*arguments, **inputs.settings)[0], expected["out"])
             assert_close(reference.attention(*arguments, **inputs.settings), expected["out"])
+
+
+# Offset, left and right window, of which a window that is shorter or longer by one changes what is attended.
+EDGES = [
+    (MOST64, 2**62, 0),
+    (-MOST64 - 1, 0, 2**62),
+    (MOST64, MOST64, 0),
+    (MOST64, MOST64 - 3, 2),
+    (-MOST64, 1, MOST64),
+    (-MOST64 - 1, 1, MOST64),
+    (2**61 + 3, 2**61 + 1, -1),
+    (-(2**61) - 3, -1, 2**61 + 40),
+    (2**60, 2**62, 2**62),
+    (2**60 + 5, 2**60 + 2, 2**60),
+    (2**59 + 1, 2**62, 0),
+    (-(2**59) - 1, 0, 2**62),
+    (5, 2**62, MOST64),
+    (-3, MOST64, 2),
+]
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["decode", "prefill"])
+def test_offsets_and_windows_are_numbers_of_any_size(lengths, edge):
+    """Against Python's integers."""
+    offset, left, right = edge
+    inputs = make_inputs(lengths=lengths)
+    arguments = inputs.query, inputs.key, inputs.value
+    rows, columns = (range(length) for length in lengths)
+    allowed = torch.tensor(
+        [
+            [(left < 0 or offset + i - j <= left) and (right < 0 or j - i - offset <= right) for j in columns]
+            for i in rows
+        ]
+    )
+    expected = reference.attention(*arguments, allowed)
+    for q_offset in (offset, torch.tensor([offset] * 2)):
+        settings = {"q_offset": q_offset, "window": (left, right)}
+        for attend in (attention, reference.attention, lambda *a, **s: formula(*a, **s)[0]):
+            assert_close(attend(*arguments, **settings), expected)
+        assert torch.equal(attention_scores(*arguments[:2], **settings) > 0, allowed.expand(2, 4, -1, -1))
+    mixed = attention(*arguments, q_offset=torch.tensor([offset, 0]), window=(left, right))
+    assert_close(mixed[0], expected[0])
+    assert_close(mixed[1], attention(*arguments, window=(left, right))[1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, 1.7e38), (torch.bfloat16, -1.7e38), (torch.float64, 1e300)]
+)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["decode", "prefill"])
+def test_the_greatest_scales_keep_finite_scores_finite(lengths, dtype, scale):
+    """Scores of 0, and one that is finite and far above them."""
+    inputs = make_inputs(dtype, lengths=lengths)
+    query, key = torch.zeros_like(inputs.query), torch.zeros_like(inputs.key)
+    mean = inputs.value.double().mean(2, keepdim=True).repeat_interleave(2, 1)
+    assert_close(
+        attention(query, key, inputs.value, scale=scale).double(), mean.expand(-1, -1, lengths[0], -1), **LOOSE
+    )
+    query[..., 0], key[:, :, 3, 0] = 1, 0.5 if scale > 0 else -0.5
+    chosen = inputs.value[:, :, 3:4].repeat_interleave(2, 1).expand(-1, -1, lengths[0], -1)
+    assert_close(attention(query, key, inputs.value, scale=scale), chosen)
 
 
 @pytest.mark.parametrize("softcap", [1e-300, 1e-45, 1e-40, 1e-30, 1e30, 1e39, 1e300])

@@ -77,7 +77,7 @@ def test_several_at_once_of_which_one_does_not_fit_go_to_torch():
         torch.testing.assert_close(found, nn.functional.linear(x, weight))
     with pytest.raises(ValueError, match="biases: got 1, want none or 2, one for each weight"):
         ops.linears(x, weights, [torch.randn(4)])
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match=r"input has shape \[2, 8\], wants \[\.\.\., 7\] as weight is \[4, 7\]"):
         ops.linears(x, [torch.randn(4, 7)])
     with pytest.raises(TypeError, match="weights is .*wants a list of tensors"):
         ops.linears(x, [1])
@@ -215,6 +215,38 @@ def test_decoding_uses_it_in_cpp_too():
         assert uses_the_op(lambda: module.forward(torch.randn(1, 1, 16)))
 
 
-def test_a_bias_that_does_not_fit_raises_as_in_torch():
-    with pytest.raises(RuntimeError):
-        ops.linear(torch.randn(1, 8), torch.randn(300, 8), torch.randn(2))
+X, WEIGHT, BIAS = torch.ones(2, 8), torch.ones(4, 8), torch.ones(4)
+WRONG = {
+    "a number": ((torch.tensor(1.0), WEIGHT, BIAS), r"input has shape \[\], wants \[\.\.\., 8\] as weight is \[4, 8\]"),
+    "width": ((torch.ones(2, 7), WEIGHT, BIAS), r"input has shape \[2, 7\], wants \[\.\.\., 8\]"),
+    "weight of rank 1": ((X, torch.ones(8), BIAS), r"weight has shape \[8\], wants \[out, in\]"),
+    "weight of rank 3": ((X, torch.ones(1, 4, 8), BIAS), r"weight has shape \[1, 4, 8\], wants \[out, in\]"),
+    "bias": ((X, WEIGHT, torch.ones(2)), r"bias has shape \[2\], wants \[4\] as weight is \[4, 8\]"),
+    "bias of rank 2": ((X, WEIGHT, torch.ones(1, 4)), r"bias has shape \[1, 4\], wants \[4\]"),
+    "integers": ((X.long(), WEIGHT.long(), BIAS.long()), "input has dtype Long, wants a float dtype"),
+    "bools": ((X.bool(), WEIGHT.bool(), BIAS.bool()), "input has dtype Bool, wants a float dtype"),
+    "dtypes": ((X, WEIGHT.double(), BIAS), "input has dtype Float, weight Double, bias Float: cast them to one"),
+    "dtype of the bias": ((X, WEIGHT, BIAS.half()), "input has dtype Float, weight Float, bias Half: cast"),
+    "devices": ((X, WEIGHT.to("meta"), BIAS), "input is on cpu, weight on meta, bias on cpu: move them to one device"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_does_not_fit_is_named(wrong, gradients, device):
+    (x, weight, bias), message = WRONG[wrong]
+    if wrong != "devices":
+        x, weight, bias = (t.to(device) for t in (x, weight, bias))
+    if gradients and x.is_floating_point():
+        x = x.clone().requires_grad_()
+    for call in (lambda: ops.linear(x, weight, bias), lambda: ops.linears(x, [weight], [bias])):
+        with pytest.raises(ValueError, match=f"attnpack: {message}"):
+            call()
+
+
+def test_autocast_names_shapes_and_takes_every_dtype():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops.linear(X, WEIGHT.double(), BIAS).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match=r"attnpack: bias has shape \[2\]"):
+            ops.linear(X, WEIGHT, torch.ones(2))

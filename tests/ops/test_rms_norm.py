@@ -56,3 +56,30 @@ def test_the_layer_uses_it_without_gradients():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
         module(torch.randn(2, 8))
     assert "attnpack::rms_norm" in {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        (torch.tensor(1.0), torch.ones(5), r"x has shape \[\], wants \[\.\.\., 5\] as weight is \[5\]"),
+        (torch.ones(2, 4), torch.ones(5), r"x has shape \[2, 4\], wants \[\.\.\., 5\]"),
+        (torch.ones(2, 5), torch.ones(2, 5), r"weight has shape \[2, 5\], wants \[dim\]"),
+        (torch.ones(2, 5), torch.tensor(1.0), r"weight has shape \[\], wants \[dim\]"),
+        (torch.ones(2, 5).long(), torch.ones(5), "x has dtype Long, weight Float: both want a float dtype"),
+        (torch.ones(2, 5), torch.ones(5).bool(), "x has dtype Float, weight Bool: both want a float dtype"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(x, weight, message, device, gradients):
+    x, weight = x.to(device), weight.to(device)
+    if gradients and x.is_floating_point():
+        x = x.clone().requires_grad_()
+    with pytest.raises(ValueError, match=f"attnpack: {message}"):
+        ops.rms_norm(x, weight, 1e-6)
+
+
+def test_tensors_on_two_devices_are_named():
+    with pytest.raises(ValueError, match=r"attnpack: x is on cpu, weight on meta: move one of them"):
+        ops.rms_norm(torch.ones(2, 5), torch.ones(5, device="meta"), 1e-6)

@@ -46,6 +46,11 @@ def steps(module: nn.Module) -> Tensor:
     return torch.cat([module(part, cache=cache) for part in torch.randn(2, 7, WIDTH).split([4, 1, 2], 1)], 1)
 
 
+@torch.no_grad()
+def masked(module: nn.Module, heads: int = 4) -> Tensor:
+    return module(torch.randn(2, 7, WIDTH), mask=torch.ones(1, heads, 7, 7).tril() > 0)
+
+
 def gradients(module: nn.Module) -> Tensor:
     whole(module).square().sum().backward()
     grads = (parameter.grad for parameter in module.parameters())
@@ -66,6 +71,9 @@ CASES = {
     "latent, steps": (latent, LATENT, steps),
     "latent without rotated dims": (lambda: latent(qk_rope_head_dim=0), LATENT, gradients),
     "model": (lambda: attnpack.CausalLM(16, WIDTH, 2, 4, 2), " ".join(SPLIT_MODEL), lambda model: model(IDS)),
+    "mask for all heads": (grouped, QKV, lambda module: masked(module, 1)),
+    "mask by head": (grouped, QKV, masked),
+    "latent, mask by head": (latent, LATENT, masked),
     "one kv head": (lambda: grouped(1), QKV, values),
     "queries alone": (grouped, "q_proj", values),
     "one head": (lambda: attnpack.SelfAttention(WIDTH), QKV, values),

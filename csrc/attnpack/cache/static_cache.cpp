@@ -33,7 +33,12 @@ CacheTensors StaticCache::reserve(const at::Tensor& key, const at::Tensor& value
   return tensors_;
 }
 
-int64_t StaticCache::len() const { return tensors_.lengths.numel() ? tensors_.lengths.max().item<int64_t>() : 0; }
+int64_t StaticCache::len() const {
+  const auto longest = tensors_.lengths.numel() ? tensors_.lengths.max().item<int64_t>() : 0;
+  ATTNPACK_CHECK(longest >= 0, "the cache's lengths hold ", longest,
+                 ", want 0 or more, the positions held of each sequence: call reset()");
+  return longest;
+}
 
 int64_t StaticCache::nbytes() const {
   return static_cast<int64_t>(tensors_.key.numel() * tensors_.key.element_size() +

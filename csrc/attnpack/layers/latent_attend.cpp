@@ -179,6 +179,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> latent_append_composite(const Tensor&
 
 std::tuple<Tensor, Tensor> latent_expand_composite(const Tensor& latents, const Tensor& kv, SymInt latent_dim,
                                                    SymInt num_heads, SymInt v_dim) {
+  ATTNPACK_CHECK(num_heads >= 1, "num_heads is ", num_heads, ", wants at least 1");
+  ATTNPACK_CHECK(v_dim >= 0, "v_dim is ", v_dim, ", wants 0 or more");
+  ATTNPACK_CHECK(latents.dim() == 4 && latents.sym_size(1) == 1, "latents has shape ", latents.sym_sizes(),
+                 ", wants [batch, 1, length, kv_lora_rank + qk_rope_head_dim]");
+  ATTNPACK_CHECK(latent_dim >= 0 && latent_dim <= latents.sym_size(3), "latent_dim is ", latent_dim, ", wants 0 to ",
+                 latents.sym_size(3), ", the width of latents");
+  const bool fits = kv.dim() == 3 && kv.sym_size(0) == latents.sym_size(0) && kv.sym_size(1) == latents.sym_size(2);
+  ATTNPACK_CHECK(fits && kv.sym_size(2) % num_heads == 0 && kv.sym_size(2) >= num_heads * v_dim, "kv has shape ",
+                 kv.sym_sizes(), ", wants [", latents.sym_size(0), ", ", latents.sym_size(2), ", ", num_heads,
+                 " * (qk_nope_head_dim + v_dim)] with v_dim = ", v_dim);
+  ATTNPACK_CHECK(kv.device() == latents.device(), "kv is on ", kv.device(), ", latents on ", latents.device(),
+                 ": move one of them with .to()");
   return expand_latents(latents, kv, latent_dim, num_heads, v_dim);
 }
 

@@ -1,5 +1,6 @@
 #include <attnpack/modules/linear.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/ops/linear.h>
 
 #include <c10/util/SmallVector.h>
@@ -13,6 +14,8 @@ LinearImpl::LinearImpl(LinearOptions options) : options(std::move(options)) { re
 
 void LinearImpl::reset() {
   const auto out = options.out_features(), in = options.in_features();
+  ATTNPACK_CHECK(in >= 0, "in_features: got ", in, ", want 0 or more");
+  ATTNPACK_CHECK(out >= 0, "out_features: got ", out, ", want 0 or more");
   register_parameter("weight", allocate({out, in}, weight, options.factory()));
   if (options.bias()) register_parameter("bias", allocate({out}, bias, options.factory()));
   bind_members();

@@ -28,7 +28,8 @@ class Part {
   Part() = default;
   /* implicit */ Part(std::nullptr_t) {}
   template <typename Impl>
-  /* implicit */ Part(const torch::nn::ModuleHolder<Impl>& holder) : Part(holder.ptr()) {}
+  /* implicit */ Part(const torch::nn::ModuleHolder<Impl>& holder)
+      : Part(holder.is_empty() ? nullptr : std::shared_ptr<torch::nn::Module>(holder.ptr())) {}
   /* implicit */ Part(std::shared_ptr<torch::nn::Module> module)
       : module_(std::move(module)), interface_(dynamic_cast<Interface*>(module_.get())) {
     TORCH_CHECK_TYPE(!module_ || interface_, "attnpack: got a module of type ", module_->name(),

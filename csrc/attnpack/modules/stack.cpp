@@ -27,7 +27,11 @@ template <typename Derived, typename Block>
 StackImpl<Derived, Block>::StackImpl(const StackOptions<Block>& options) {
   ATTNPACK_CHECK(!options.layers().empty(), "layers: got none, want at least one block");
   torch::nn::ModuleList list;
-  for (const auto& layer : options.layers()) list->push_back(layer);
+  for (size_t i = 0; i < options.layers().size(); ++i) {
+    const auto& layer = options.layers()[i];
+    ATTNPACK_CHECK(!layer.is_empty(), "layers[", i, "]: got an empty holder, want a block: make one with its options");
+    list->push_back(layer);
+  }
   layers = list;
   const auto embed_dim = block(0).self_attn->embed_dim();
   for (size_t i = 1; i < layers->size(); ++i) {

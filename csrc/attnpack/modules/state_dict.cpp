@@ -1,8 +1,10 @@
 #include <attnpack/modules/state_dict.h>
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 
+#include <algorithm>
 #include <set>
 
 #include <attnpack/core/check.h>
@@ -20,6 +22,17 @@ void check_tensor(const std::string& name, const at::Tensor& own, const at::Tens
                  own.sizes());
   ATTNPACK_CHECK(!given.is_complex() || own.is_complex(), "state dict: got ", name, " of dtype ", given.scalar_type(),
                  ", want real numbers: at::real and at::imag give the two parts");
+  ATTNPACK_CHECK(!given.is_quantized(), "state dict: got ", name, " of dtype ", given.scalar_type(),
+                 ", want plain numbers: call .dequantize() on it");
+  ATTNPACK_CHECK(given.layout() == at::kStrided, "state dict: got ", name, " in layout ", given.layout(),
+                 ", want a dense tensor: call .to_dense() on it");
+}
+
+// "missing a, b": nothing where there are no names.
+std::string listed(const char* what, const std::vector<std::string>& names) {
+  std::string text;
+  for (const auto& name : names) text += (text.empty() ? what + std::string(" ") : ", ") + name;
+  return text;
 }
 
 // Finds the names that the module lacks and the names that it does not know. Raises on tensors that do not fit, and
@@ -37,20 +50,43 @@ LoadResult compare(const StateDict& own, const StateDict& given, bool strict) {
   for (const auto& [name, tensor] : given) {
     if (!own.count(name)) result.unexpected.push_back(name);
   }
-  ATTNPACK_CHECK(!strict || (result.missing.empty() && result.unexpected.empty()), "state dict: missing ",
-                 result.missing, ", unexpected ", result.unexpected,
+  const std::string missing = listed("missing", result.missing), unexpected = listed("unexpected", result.unexpected);
+  ATTNPACK_CHECK(!strict || (missing.empty() && unexpected.empty()), "state dict: ", missing,
+                 missing.empty() || unexpected.empty() ? "" : "; ", unexpected,
                  "; want exactly the module's names (or strict=false)");
   return result;
 }
 
-// A tensor that copy_ into `own` cannot fail for. Strided numbers stay as they are. Anything else (sparse, quantised, a
-// class of Python's) is copied here, where nothing has been written yet.
-at::Tensor readable(const std::string& name, const at::Tensor& own, const at::Tensor& given) {
+// The memory that a tensor's storage takes.
+struct Memory {
+  const char *begin, *end;
+
+  explicit Memory(const at::Tensor& x)
+      : begin(static_cast<const char*>(x.storage().data())), end(begin + x.storage().nbytes()) {}
+  bool overlaps(const Memory& other) const { return begin < other.end && other.begin < end; }
+};
+
+// Whether a write to any of the module's tensors may change x.
+bool shares_memory(const at::Tensor& x, const StateDict& own) {
+  return std::any_of(own.begin(), own.end(),
+                     [memory = Memory(x)](const auto& item) { return memory.overlaps(Memory(item.second)); });
+}
+
+void check_own_elements(const std::string& name, const at::Tensor& x, const char* whose) {
+  ATTNPACK_CHECK(at::has_internal_overlap(x) != at::MemOverlap::Yes, "state dict: ", whose, name, " has strides ",
+                 x.strides(), " for shape ", x.sizes(),
+                 ", want memory of its own for each element: call .contiguous() on what was expanded");
+}
+
+// A tensor that copy_ into `own` cannot fail for, and that no write to the module changes. Plain numbers in memory of
+// their own stay as they are. Anything else is copied here, where nothing has been written yet.
+at::Tensor readable(const std::string& name, const at::Tensor& own, const at::Tensor& given, const StateDict& all) {
   ATTNPACK_CHECK(!given.is_meta(), "state dict: got ", name, " on meta, where a tensor has no numbers, want it on ",
                  own.device(), ": read it first");
   ATTNPACK_CHECK(!own.is_meta(), "state dict: the module's ", name,
                  " is on meta, where nothing can be copied to: use assign_state_dict");
-  const bool plain = given.layout() == at::kStrided && !given.is_quantized() && !at::isTensorSubclassLike(given);
+  check_own_elements(name, own, "the module's ");
+  const bool plain = !at::isTensorSubclassLike(given) && (given.is_same(own) || !shares_memory(given, all));
   return plain ? given : at::empty_like(own).copy_(given);
 }
 
@@ -58,6 +94,7 @@ at::Tensor readable(const std::string& name, const at::Tensor& own, const at::Te
 at::Tensor assignable(const std::string& name, const at::Tensor& own, const at::Tensor& given) {
   ATTNPACK_CHECK(given.is_floating_point() || !own.is_floating_point(), "state dict: got ", name, " of dtype ",
                  given.scalar_type(), ", want a floating one as ", own.scalar_type(), ": convert it with .to()");
+  check_own_elements(name, given, "the given ");
   return given.requires_grad() == own.requires_grad() ? given : given.detach().requires_grad_(own.requires_grad());
 }
 
@@ -114,7 +151,7 @@ LoadResult load_state_dict(torch::nn::Module& module, const StateDict& tensors, 
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (const auto& [name, tensor] : own) {
     if (const auto found = tensors.find(name); found != tensors.end())
-      copies.emplace_back(tensor, readable(name, tensor, found->second));
+      copies.emplace_back(tensor, readable(name, tensor, found->second, own));
   }
   for (const auto& [tensor, given] : copies) tensor.copy_(given);
   return result;

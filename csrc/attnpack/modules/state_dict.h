@@ -27,15 +27,16 @@ void tie_as(const torch::nn::Module& original, torch::nn::Module& copy);
 // Parameters of `to` require gradients where those of the same name in `from` do.
 void copy_requires_grad(const torch::nn::Module& from, torch::nn::Module& to);
 
-// Copies tensors into the module by name, in the module's dtype and on its device. Everything is checked before the
-// first write: it raises on a shape that differs, on complex numbers for real ones, on a tensor or a module on meta,
-// and with strict on a name that is missing or not the module's.
+// Copies tensors into the module by name, in the module's dtype and on its device; they may be the module's own or
+// views of these. Everything is checked before the first write: it raises on a shape that differs, on complex numbers
+// for real ones, on a sparse or quantised tensor, on a tensor or a module on meta, on a parameter whose elements share
+// memory (expanded), and with strict on a name that is missing or not the module's.
 LoadResult load_state_dict(torch::nn::Module& module, const StateDict& tensors, bool strict = true);
 
 // Puts the tensors themselves in place of the module's parameters (any floating dtype, any device, meta too). Both
-// sides then share storage and gradients. Checks as load_state_dict does. Every parameter must belong to a module of
-// attnpack, and keeps its requires_grad: a tensor with another one is detached first, so that the two sides share the
-// storage alone.
+// sides then share storage and gradients. Checks as load_state_dict does; a given tensor may not be expanded either.
+// Every parameter must belong to a module of attnpack, and keeps its requires_grad: a tensor with another one is
+// detached first, so that the two sides share the storage alone.
 LoadResult assign_state_dict(torch::nn::Module& module, const StateDict& tensors, bool strict = true);
 
 }  // namespace attnpack

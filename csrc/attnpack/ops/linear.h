@@ -21,7 +21,11 @@ std::vector<at::Tensor> linears(const at::Tensor& input,      // [..., in]
                                 at::TensorList weights,       // each [out, in]
                                 at::TensorList biases = {});  // none, or one each [out] -> each [..., out]
 
-// `linears` by torch's linear, with its derivatives.
+// Raises on shapes and devices that do not fit.
+void check_linear_shapes(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+
+// The same by torch's linear, with its derivatives. Raises on arguments that do not fit.
+at::Tensor linear_formula(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 std::vector<at::Tensor> linears_formula(const at::Tensor& input, at::TensorList weights, at::TensorList biases);
 
 // `linears` by one call of `one` per weight.

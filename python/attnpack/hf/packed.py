@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ..checks import values_of
+from ..explain import wrong_kind
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_SHAPES = {**dict.fromkeys(_LENGTHS, "[sequences + 1]"), "seq_idx": "[batch, length]"}
 
 
 def same_sequence(others: Mapping[str, Any], query: Tensor, key: Tensor) -> Tensor | None:
@@ -24,12 +26,18 @@ def same_sequence(others: Mapping[str, Any], query: Tensor, key: Tensor) -> Tens
         bool [1 or B, 1, L, L].
 
     Raises:
+        TypeError: one of the three is no tensor.
         ValueError: the sequences are not those of these queries and keys.
     """
     lengths = {name: others[name] for name in _LENGTHS if others.get(name) is not None}
     index = others.get("seq_idx")
     if not lengths and index is None:
         return None
+    for name, value in (lengths or {"seq_idx": index}).items():
+        if not isinstance(value, Tensor):
+            raise wrong_kind(
+                name, value, f"an int32 or int64 tensor {_SHAPES[name]}: torch.tensor() makes one of a list"
+            )
     rows, length = query.size(0), query.size(2)
     if key.size(2) != length:
         raise ValueError(

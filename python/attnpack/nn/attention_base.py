@@ -15,7 +15,7 @@ from ..cache import KVCache, check_kind, unchanged_on_error
 from ..checks import check_context, check_input, reject_keywords
 from ..explain import wrong_kind
 from .linear import project, project_all
-from .local_heads import grouped_share
+from .local_heads import check_mask_share, grouped_share
 from .native import NativeModule
 from .rope import RotaryEmbedding
 
@@ -124,12 +124,14 @@ class ContextAttention(NativeAttention):
             context: [B, Lkv, kdim], where keys and values come from; RoPE rotates its keys at 0..Lkv-1.
             value_context: [B, Lkv, vdim], where values come from; default context.
             mask: bool (True = may attend) or additive float, broadcastable to [B, Hq, L, keys]. A padding mask has
-                shape [B, 1, 1, Lkv]. With a cache it covers all keys after the append, `len(cache)` of them.
+                shape [B, 1, 1, Lkv]. With a cache it covers all keys after the append, `len(cache)` of them. Under
+                tensor parallelism Hq is this rank's heads.
             causal: default the module's own setting, with context False.
             cache: the new keys and values are appended first; the queries stand behind what was there.
             positions: int64 [L] or [B, L], for RoPE only; default behind the cache, else 0..L-1.
             kv_lens: [B], valid new tokens (with context: valid context keys) of each sequence.
-            need_weights: also return the probabilities before dropout.
+            need_weights: also return the probabilities before dropout; under tensor parallelism those of this rank's
+                heads alone.
 
         Returns:
             out [B, L, embed_dim] ([B, L, head_dim] of SelfAttention), or (out, weights [B, Hq, L, keys]).
@@ -140,6 +142,7 @@ class ContextAttention(NativeAttention):
         reject_keywords(unknown)
         self._check(x, context, value_context, cache, positions)
         query, key, value = self._heads(x, context, value_context)
+        check_mask_share(self, mask, query.size(1))
         return self._attend(
             query,
             key,
@@ -156,7 +159,8 @@ class ContextAttention(NativeAttention):
     def project(
         self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]) as they enter the operator."""
+        """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]) as they enter the operator; under tensor
+        parallelism those of this rank's heads alone."""
         self._check(x, context, None, None, positions)
         query, key, value = self._heads(x, context, None)
         query, key = self._rotate(query, key, positions, context is not None)

@@ -17,7 +17,7 @@ from ..checks import check_context, check_input, reject_keywords
 from ..sizes import check_dtype
 from .attention_base import NativeAttention, split_heads
 from .linear import plain_weight, project
-from .local_heads import latent_share
+from .local_heads import check_mask_share, latent_share
 from .norm import RMSNorm
 from .rope import RotaryEmbedding
 
@@ -173,6 +173,7 @@ class MultiHeadLatentAttention(NativeAttention):
         check_kind(cache, KVCache, type(self).__name__, "a LatentCache, one a layer")
         with unchanged_on_error(cache):
             query, latent, k_rope, joined = self._latents(x, context)
+            check_mask_share(self, mask, query.size(1))
             settings = {
                 "rope": None if self.rope is None else self.rope.settings,
                 "positions": positions,
@@ -203,7 +204,7 @@ class MultiHeadLatentAttention(NativeAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(q, k, v) as they enter the operator by the expanded path: [B, H, L, N + R], [B, H, Lkv, N + R],
         [B, H, Lkv, V]; with path "absorbed" (and folded) [B, H, L, C + R], [B, 1, Lkv, C + R], [B, 1, Lkv, C]. Scores
-        are multiplied by `softmax_scale`."""
+        are multiplied by `softmax_scale`. Under tensor parallelism H is this rank's heads alone."""
         self._check(x, context, None, None, positions)
         query, latent, k_rope, _ = self._latents(x, context)
         rope = None if self.rope is None else self.rope.settings

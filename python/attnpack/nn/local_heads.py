@@ -49,6 +49,16 @@ def latent_share(module: nn.Module, queries: Tensor, head_dim: int, k_rope: Tens
     return heads
 
 
+def check_mask_share(module: nn.Module, mask: Tensor | None, heads: int) -> None:
+    """ValueError for a mask [B, H, L, Lkv] of all the module's heads where `heads`, a rank's share, are there."""
+    if heads != module.num_heads and isinstance(mask, Tensor) and mask.dim() == 4 and mask.size(1) == module.num_heads:
+        raise ValueError(
+            f"attnpack: mask has shape {list(mask.shape)}, one for each of num_heads {module.num_heads} heads, but the "
+            f"projections give {heads}, a rank's share: pass the part mask[:, i : i + {heads}] of this rank's "
+            "heads, or leave the layer whole"
+        )
+
+
 def _check_share(name: str, held: Sized | None, heads: int) -> None:
     if held is not None and len(held) != heads:
         raise ValueError(

@@ -9,7 +9,12 @@ namespace {
 
 // Under autocast it is torch's linear, which knows what to cast.
 at::Tensor linear_autocast(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  check_linear_shapes(input, weight, bias);
   return at::linear(input, weight, bias);
+}
+
+std::vector<at::Tensor> linears_autocast(const at::Tensor& input, at::TensorList weights, at::TensorList biases) {
+  return each_linear(linear_autocast, input, weights, biases);
 }
 
 }  // namespace
@@ -17,9 +22,9 @@ at::Tensor linear_autocast(const at::Tensor& input, const at::Tensor& weight, co
 
 TORCH_LIBRARY_IMPL(attnpack, AutocastCPU, m) {
   m.impl("linear", attnpack::linear_autocast);
-  m.impl("linears", attnpack::linears_formula);
+  m.impl("linears", attnpack::linears_autocast);
 }
 TORCH_LIBRARY_IMPL(attnpack, AutocastCUDA, m) {
   m.impl("linear", attnpack::linear_autocast);
-  m.impl("linears", attnpack::linears_formula);
+  m.impl("linears", attnpack::linears_autocast);
 }

@@ -16,7 +16,7 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const std::opt
   const Tensor none;
   if (wants_formula({&input, &weight, bias ? &*bias : &none}) ||
       torch::autograd::compute_requires_grad(input, weight, bias))
-    return at::linear(input, weight, bias);
+    return linear_formula(input, weight, bias);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return attnpack::linear(input, weight, bias);
 }

@@ -12,7 +12,7 @@ using at::Tensor;
 // With gradients it is torch's rms_norm and its derivatives.
 Tensor rms_norm_autograd(const Tensor& x, const Tensor& weight, double eps) {
   if (wants_formula({&x, &weight}) || torch::autograd::compute_requires_grad(x, weight))
-    return at::rms_norm_symint(x, weight.sym_sizes(), weight, eps);
+    return rms_norm_formula(x, weight, eps);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return attnpack::rms_norm(x, weight, eps);
 }

@@ -54,7 +54,8 @@ std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const st
 }
 
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return fits_few_rows(input, weight, bias) ? stream(input, weight, &bias).front() : at::linear(input, weight, bias);
+  return fits_few_rows(input, weight, bias) ? stream(input, weight, &bias).front()
+                                            : linear_formula(input, weight, bias);
 }
 
 std::vector<Tensor> linears_cpu(const Tensor& input, at::TensorList weights, at::TensorList biases) {

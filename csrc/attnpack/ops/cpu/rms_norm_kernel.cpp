@@ -4,6 +4,7 @@
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/cpu/threads.h>
 #include <attnpack/ops/detail/attention_params.h>
+#include <attnpack/ops/rms_norm.h>
 
 namespace attnpack {
 namespace {
@@ -20,7 +21,7 @@ bool fits(const Tensor& x, const Tensor& weight) {
 }
 
 Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps) {
-  if (!fits(x, weight)) return at::rms_norm(x, weight.sizes(), weight, eps);
+  if (!fits(x, weight)) return rms_norm_formula(x, weight, eps);
   const Tensor out = at::empty(x.sizes(), x.options()), from = x.contiguous(), factors = weight.contiguous();
   RmsNormParams p{};
   p.dim = weight.size(0);

@@ -12,7 +12,7 @@ using at::Tensor;
 
 Tensor linear_cuda(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const CudaKernels* kernels = cuda_kernels(input.device().index());
-  if (!kernels || !fits_few_rows(input, weight, bias)) return at::linear(input, weight, bias);
+  if (!kernels || !fits_few_rows(input, weight, bias)) return linear_formula(input, weight, bias);
   const Target target(input);
   const PreparedLinear prepared = prepare_linear(input, weight, bias);
   check_launch(kernels->linear(prepared.params, target.device(), target.stream()));

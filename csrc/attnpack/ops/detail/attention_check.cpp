@@ -2,6 +2,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/detail/attention_arguments.h>
+#include <attnpack/ops/detail/extremes.h>
 #include <attnpack/ops/detail/layout.h>
 
 namespace attnpack {
@@ -109,8 +110,9 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
                  args.window_right, "), wants numbers >= 0, or -1 for unbounded");
   ATTNPACK_CHECK(args.softcap >= 0 && std::isfinite(args.softcap), "softcap is ", args.softcap,
                  ", wants a finite number > 0, or 0 for none");
-  ATTNPACK_CHECK(!args.scale || std::isfinite(*args.scale), "scale is ", *args.scale,
-                 ", wants a finite number, or none");
+  const double most = greatest_scale(accumulation_type(dtype));
+  ATTNPACK_CHECK(!args.scale || std::abs(*args.scale) <= most, "scale is ", *args.scale,
+                 ", wants a finite number from ", -most, " to ", most, ", for query in ", dtype, ", or none");
   check_per_head("sinks", args.sinks, query);
   check_per_head("alibi_slopes", args.alibi_slopes, query);
   ATTNPACK_CHECK(!args.alibi_slopes || !args.alibi_slopes->requires_grad(),

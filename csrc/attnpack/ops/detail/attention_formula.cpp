@@ -40,12 +40,14 @@ std::optional<Tensor> allowed_by_range(const Tensor& query, const Tensor& key, c
   const auto options = at::TensorOptions(at::kLong).device(query.device());
   *column = at::arange(key.sym_size(2), options);
   *position = at::arange(query.sym_size(2), options).unsqueeze(-1);
-  *position = args.q_offsets ? *position + near(*args.q_offsets).view({-1, 1, 1, 1}) : *position + near(args.q_offset);
+  const auto near = [&](const auto& offset) { return near_offset(offset, args.window_left, args.window_right); };
+  *position = args.q_offsets ? *position + near(args.q_offsets->to(at::kLong)).view({-1, 1, 1, 1})
+                             : *position + near(args.q_offset);
   std::optional<Tensor> allowed;
   const auto keep = [&](const Tensor& condition) { allowed = allowed ? *allowed & condition : condition; };
   if (args.causal) keep(*column <= *position);
-  if (args.window_left >= 0) keep(*position - *column <= args.window_left);
-  if (args.window_right >= 0) keep(*column - *position <= args.window_right);
+  if (args.window_left >= 0) keep(*position - *column <= near_window(args.window_left));
+  if (args.window_right >= 0) keep(*column - *position <= near_window(args.window_right));
   if (args.kv_lens) keep(*column < args.kv_lens->to(at::kLong).view({-1, 1, 1, 1}));
   return allowed;
 }

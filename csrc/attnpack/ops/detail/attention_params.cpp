@@ -51,8 +51,8 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   p.scale = args.scale ? *args.scale : p.head_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(p.head_dim)) : 1.0;
   p.softcap = usable_softcap(args.softcap, accumulation_type(query.scalar_type()));
   p.causal = args.causal;
-  p.window_left = near(args.window_left);
-  p.window_right = near(args.window_right);
+  p.window_left = near_window(args.window_left);
+  p.window_right = near_window(args.window_right);
   p.dropout_p = args.dropout_p;
   if (args.dropout_p > 0) p.dropout_seed = static_cast<uint64_t>(args.dropout_seed->item<int64_t>());
   if (args.head_map) {
@@ -66,8 +66,11 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
     p.mask_dtype = kernel_dtype(r.mask.scalar_type());
     p.mask_strides = kernel_strides(r.mask);
   }
-  p.q_offset = near(args.q_offset.expect_int());
-  if (args.q_offsets) p.q_offsets = (r.q_offsets = near(*args.q_offsets).contiguous()).const_data_ptr<int64_t>();
+  p.q_offset = near_offset(args.q_offset.expect_int(), args.window_left, args.window_right);
+  if (args.q_offsets) {
+    r.q_offsets = near_offset(args.q_offsets->to(at::kLong), args.window_left, args.window_right).contiguous();
+    p.q_offsets = r.q_offsets.const_data_ptr<int64_t>();
+  }
   if (args.kv_lens) {
     r.kv_lens = args.kv_lens->to(at::kLong).contiguous();
     if (!args.kv_lens->is_cpu()) r.kv_lens = r.kv_lens.clamp(0, p.kv_len);  // reading them would wait for the device

@@ -8,7 +8,7 @@
 
 namespace attnpack {
 
-// Whether the few-row kernels take these arguments. Everything else goes to torch's linear, which also reports what is
+// Whether the few-row kernels take these arguments. Everything else goes to linear_formula, which also reports what is
 // wrong with the arguments.
 bool fits_few_rows(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
