@@ -396,3 +396,13 @@ def test_in_a_decoder_with_a_model_cache():
         with latent.lent() as lent:
             twin.forward(x[:, :2], cache=lent)
         assert len(latent) == 9 and latent[0].c.shape == (2, 1, 9, 16)
+
+
+@pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+def test_a_layer_without_rope_says_that_nothing_is_rotated(module):
+    def text(**settings):
+        return repr(module.MultiHeadLatentAttention(E, HEADS, **SIZES | settings))
+
+    assert "no dim is rotated" in text()
+    assert "no dim is rotated" not in text(rope=module.RotaryEmbedding(8))
+    assert "no dim is rotated" not in text(qk_rope_head_dim=0)
