@@ -5,7 +5,7 @@
 #include <attnpack/ops/cuda/kernels/numbers.cuh>
 
 // What a block of threads can do beyond plain arithmetic, under one name each: on the device PTX, in the host tests an
-// emulated block (tests/cpp/cuda_emulator.h), which runs the kernels' very source.
+// emulated block (tests/cpp/support/cuda_emulator.h), which runs the kernels' very source.
 #ifdef __CUDACC__
 
 #define ATTNPACK_DEVICE __device__ __forceinline__
