@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from attnpack import convert
 from attnpack.checkpoints import load_tokenizer, smollm2_path
 from attnpack.tools import cli
-from hf_checkpoints import CONFIGS, LINEAR, SIZES, edit_config, edit_weights, random_model
+from hf_checkpoints import CONFIGS, LINEAR, MHA, edit_config, edit_weights, random_model, write_tokenizer
 from processes import run_python
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,7 +27,6 @@ from transformers import (
     T5GemmaModuleConfig,
 )
 
-MHA = {**SIZES, "num_key_value_heads": 4}
 FAMILIES = {
     "llama": LlamaConfig(**MHA),
     "llama-biases-tied": LlamaConfig(**MHA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -45,15 +43,6 @@ def llama(tmp_path):
     model = random_model(FAMILIES["llama"])
     model.save_pretrained(tmp_path / "in")
     return model, tmp_path / "in"
-
-
-def write_tokenizer(directory) -> None:
-    """Bytes as tokens."""
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:96])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
 def run(*arguments) -> int:

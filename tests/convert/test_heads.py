@@ -7,6 +7,7 @@ import pytest
 import torch
 from attnpack import _C, convert
 from attnpack.convert import LayerWeights
+from kv_heads import share_heads
 from torch import nn
 
 EMBED, HEADS, DIM = 24, 4, 6
@@ -41,16 +42,6 @@ def inputs(module, length: int = 7) -> tuple[torch.Tensor, ...]:
 
 def call(module, given):
     return module(given[0], *given[1:2], **({"value_context": given[2]} if len(given) > 2 else {}))
-
-
-def share_heads(module, groups) -> None:
-    """Gives all kv heads of a group the weights of its first."""
-    with torch.no_grad():
-        for projection in (module.k_proj, module.v_proj):
-            for tensor in projection.parameters():
-                heads = tensor.unflatten(0, (module.num_kv_heads, -1))
-                for group in groups:
-                    heads[group] = heads[group[0]].clone()
 
 
 # pool_kv_heads

@@ -4,7 +4,7 @@ import attnpack
 import pytest
 import torch
 from attnpack import _C, convert
-from test_heads import share_heads
+from kv_heads import share_heads
 
 EMBED, HEADS, DIM = 24, 4, 6
 

@@ -9,41 +9,16 @@ import attnpack
 import pytest
 import torch
 from attnpack.tools import cli
-from hf_checkpoints import random_model
-from test_checkpoint import MHA, write_tokenizer
+from hf_checkpoints import MHA, random_model
 from transformers import AutoModelForCausalLM, LlamaConfig
-
-
-def written_by(model, length=6000) -> str:
-    """A text that the model finds likely: drawn from it, 60 tokens at a time, of the tokens that are printable."""
-    rows = torch.randint(90, (length // 60, 1), generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for _ in range(59):
-            likely = model(rows).logits[:, -1, :90].softmax(-1)
-            rows = torch.cat([rows, torch.multinomial(likely, 1, generator=generator)], 1)
-    return "".join(chr(33 + token) for token in rows.flatten().tolist())
-
+from uptrain_cases import arguments, convert_tiny
 
 STATE = "attnpack_uptrain.pt"
 
 
 @pytest.fixture
 def converted(tmp_path):
-    """A tiny model's mean with one kv head: its directory; IN, OUT and the text lie in tmp_path."""
-    model = random_model(LlamaConfig(**MHA))
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8)  # sure of what it says
-    model.save_pretrained(tmp_path / "in", max_shard_size="60KB")
-    write_tokenizer(tmp_path / "in")
-    (tmp_path / "text.txt").write_text(written_by(model))
-    assert cli.main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--kv-heads", "1"]) == 0
-    return tmp_path / "out"
-
-
-def arguments(directory, *more) -> list[str]:
-    text = directory.parent / "text.txt"
-    return ["uptrain", str(directory), "--text", str(text), "--minutes", "0.05", "--length", "64", *map(str, more)]
+    return convert_tiny(tmp_path)
 
 
 def weights(directory) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from attnpack.convert.uptrain import command as uptrain
 from attnpack.tools import plot
 from attnpack.whole import check_writable, whole_directory, whole_file
 from processes import run_python
-from test_uptrain import arguments, converted  # noqa: F401
+from uptrain_cases import arguments, convert_tiny
 
 TARGET = "what somebody else wrote"
 
@@ -150,16 +150,16 @@ def test_a_full_disk_leaves_no_picture(tmp_path, full_disk):
     assert not list(tmp_path.iterdir())
 
 
-def test_commands_on_a_full_disk_say_one_sentence_and_leave_nothing(converted):  # noqa: F811
+def test_commands_on_a_full_disk_say_one_sentence_and_leave_nothing(tmp_path):
     """In a process of its own: the limit is one of files, and pytest writes some."""
-    folder = converted.parent
+    converted = convert_tiny(tmp_path)
 
     def there():
-        return {path: path.is_file() and path.stat().st_mtime_ns for path in folder.rglob("*")}
+        return {path: path.is_file() and path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
     before = there()
-    convert = ["convert", str(folder / "in"), str(folder / "new"), "--kv-heads", "2", "--tokens", "0"]
-    for command, name in ((convert, folder / "new"), (arguments(converted), converted / uptrain.STATE)):
+    convert = ["convert", str(tmp_path / "in"), str(tmp_path / "new"), "--kv-heads", "2", "--tokens", "0"]
+    for command, name in ((convert, tmp_path / "new"), (arguments(converted), converted / uptrain.STATE)):
         # The training ends at once, and keeps its state, which is larger than the limit.
         ended = run_python(f"""
 import resource, sys

@@ -8,6 +8,7 @@ import threading
 import attnpack
 import pytest
 import torch
+from latent_cases import HEADS, SIZES, E
 from torch import nn
 
 
@@ -95,6 +96,14 @@ def test_stop_tokens_end_rows_and_the_loop(model):
         assert (row[5 + first :] == stop).all()
     alone = model.generate(IDS[:1], max_new_tokens=12, stop_tokens=[stop])
     assert alone.size(1) == 5 + at[0] + 1
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["python", "cpp"])
+def test_one_stop_token_needs_no_list(model, native):
+    model = model.cpp() if native else model
+    first = int(model.generate(IDS[:1], max_new_tokens=1)[0, -1])
+    for stop in (first, [first], (first,)):
+        assert model.generate(IDS[:1], max_new_tokens=5, stop_tokens=stop).shape == (1, 6)
 
 
 def test_callback_streams_and_ends(model):
@@ -326,3 +335,24 @@ def test_a_temperature_that_overflows(model):
         model.generate(IDS, max_new_tokens=2, temperature=1e-40)
     with pytest.raises(ValueError, match="^attnpack: temperature: got inf"):
         model.generate(IDS, max_new_tokens=2, temperature=float("inf"))
+
+
+LATENT = SIZES | {"q_lora_rank": 20}
+
+
+@pytest.mark.parametrize("latent", [LATENT, LATENT | {"qk_rope_head_dim": 0, "latent_norm": False}])
+@torch.no_grad()
+def test_a_language_model_of_latent_attention(latent):
+    torch.manual_seed(0)
+    model = attnpack.CausalLM(60, E, 2, HEADS, hidden_dim=64, rope_interleaved=True, latent=latent).eval()
+    ids, twin = torch.randint(60, (2, 9)), model.cpp()
+    assert torch.equal(model(ids), twin.forward(ids))
+    tokens = model.generate(ids, max_new_tokens=6)
+    for cache in ("static", "none", attnpack.ModelCache([attnpack.LatentCache() for _ in range(2)])):
+        assert torch.equal(model.generate(ids, max_new_tokens=6, cache=cache), tokens)
+    assert cache.nbytes == 2 * 2 * 14 * (16 + latent["qk_rope_head_dim"]) * 4
+    lengths = torch.tensor([5, 9])
+    ragged = model.generate(ids, max_new_tokens=4, lengths=lengths)
+    assert torch.equal(ragged[0, 9:], model.generate(ids[:1, :5], max_new_tokens=4)[0, 5:])
+    copied = twin.clone()
+    assert torch.equal(copied.generate(ids, max_new_tokens=6), tokens)

@@ -396,3 +396,41 @@ def test_in_a_decoder_with_a_model_cache():
         with latent.lent() as lent:
             twin.forward(x[:, :2], cache=lent)
         assert len(latent) == 9 and latent[0].c.shape == (2, 1, 9, 16)
+
+
+@pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+def test_a_layer_without_rope_says_that_nothing_is_rotated(module):
+    def text(**settings):
+        return repr(module.MultiHeadLatentAttention(E, HEADS, **SIZES | settings))
+
+    assert "no dim is rotated" in text()
+    assert "no dim is rotated" not in text(rope=module.RotaryEmbedding(8))
+    assert "no dim is rotated" not in text(qk_rope_head_dim=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"latents": torch.ones(2, 3, 10)}, r"latents has shape \[2, 3, 10\], wants \[batch, 1, length"),
+        ({"latents": torch.ones(2, 2, 3, 10)}, r"latents has shape \[2, 2, 3, 10\], wants \[batch, 1, length"),
+        (
+            {"kv": torch.ones(2, 4, 16)},
+            r"kv has shape \[2, 4, 16\], wants \[2, 3, 2 \* \(qk_nope_head_dim \+ v_dim\)\]",
+        ),
+        ({"kv": torch.ones(2, 3, 15)}, r"kv has shape \[2, 3, 15\], wants \[2, 3, 2 \* "),
+        ({"kv": torch.ones(3, 16)}, r"kv has shape \[3, 16\]"),
+        ({"kv": torch.ones(2, 3, 16, device="meta")}, "kv is on meta, latents on cpu: move one of them"),
+        ({"latent_dim": 11}, "latent_dim is 11, wants 0 to 10, the width of latents"),
+        ({"latent_dim": -1}, "latent_dim is -1, wants 0 to 10"),
+        ({"num_heads": 0}, "num_heads is 0, wants at least 1"),
+        ({"num_heads": -2}, "num_heads is -2, wants at least 1"),
+        ({"v_dim": 9}, r"kv has shape \[2, 3, 16\], .* with v_dim = 9"),
+        ({"v_dim": -1}, "v_dim is -1, wants 0 or more"),
+    ],
+    ids=str,
+)
+def test_latent_expand_names_what_does_not_fit(change, message):
+    good = {"latents": torch.ones(2, 1, 3, 10), "kv": torch.ones(2, 3, 16), "latent_dim": 6, "num_heads": 2, "v_dim": 5}
+    torch.ops.attnpack.latent_expand(**good)
+    with pytest.raises(ValueError, match=f"attnpack: {message}"):
+        torch.ops.attnpack.latent_expand(**good | change)

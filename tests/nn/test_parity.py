@@ -4,6 +4,7 @@ import attnpack
 import pytest
 import torch
 from module_cases import CASES, EMBED, make
+from processes import run_python
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -54,6 +55,24 @@ def test_twin_of_its_own_loads_and_agrees(case):
     assert torch.equal(module(*inputs), twin.forward(*inputs))
     parameters = dict(twin.named_parameters())
     assert all(parameters[name].data_ptr() != ours.data_ptr() for name, ours in module.named_parameters())
+
+
+def test_load_state_dict_checks_before_it_writes():
+    twin = attnpack.cpp.MultiHeadAttention(24, 4)
+    before = {name: tensor.clone() for name, tensor in twin.state_dict().items()}
+    good = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    wrong_shape = good | {"v_proj.weight": torch.zeros(3, 3)}
+    missing = {name: tensor for name, tensor in good.items() if name != "o_proj.weight"}
+    for wrong, message in (
+        (wrong_shape, "v_proj.weight of shape"),
+        (missing, "o_proj.weight"),
+        (good | {"other": torch.zeros(1)}, "other"),
+    ):
+        for load in (twin.load_state_dict, twin.assign_state_dict):
+            with pytest.raises(ValueError, match=message):
+                load(wrong)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in twin.state_dict().items())
+    assert twin.load_state_dict(missing, strict=False) == (["o_proj.weight"], [])
 
 
 @by_name
@@ -179,6 +198,16 @@ def test_repr_shows_the_children():
     assert "GroupedQueryAttention" in text and "q_proj" in text and "RMSNorm(6" in text
 
 
+def test_cpp_attention_shows_its_sizes():
+    for name, sizes in (("MultiHead", (4,)), ("GroupedQuery", (4, 2)), ("MultiQuery", (4,))):
+        shown = repr(getattr(attnpack.cpp, f"{name}Attention")(24, *sizes, causal=True))
+        kv_heads = {"MultiHead": 4, "GroupedQuery": 2, "MultiQuery": 1}[name]
+        assert f"{name}Attention(embed_dim=24, num_heads=4, num_kv_heads={kv_heads}, causal=true)" in shown
+    assert "SelfAttention(embed_dim=24, head_dim=6)" in repr(attnpack.cpp.SelfAttention(24, 6))
+    projected = attnpack.cpp.ProjectedAttention(4, 2, 6, causal=True)
+    assert repr(projected).endswith("ProjectedAttention(num_heads=4, num_kv_heads=2, head_dim=6, causal=true)")
+
+
 def test_device_dtype_and_mode_of_a_bound_module():
     with torch.device("meta"):
         by_context = attnpack.cpp.MultiHeadAttention(EMBED, 4)
@@ -190,3 +219,8 @@ def test_device_dtype_and_mode_of_a_bound_module():
     assert module.train().training and not module.to(dtype=torch.float32).train(False).training
     with pytest.raises(TypeError, match="to: got keyword memory"):
         module.to(memory="cpu")
+
+
+def test_a_meta_embedding_does_not_import_dynamo():
+    made = "import attnpack, sys; attnpack.cpp.Embedding(10, 4, device='meta'); print('torch._dynamo' in sys.modules)"
+    assert run_python(made).stdout.strip() == "False"

@@ -399,6 +399,11 @@ def test_bad_dicts_raise_a_sentence(module, message):
     assert "\n" not in str(error.value)
 
 
+def test_rope_scaling_wants_a_type():
+    with pytest.raises(ValueError, match="scaling: got .* without rope_type"):
+        attnpack.RotaryEmbedding(8, scaling={"factor": 2.0})
+
+
 @pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
 def test_other_bad_settings_raise_a_sentence(module):
     with pytest.raises(TypeError, match="scaling: truncate is 1 .*, wants True or False"):

@@ -305,6 +305,13 @@ def test_an_unknown_keyword_is_a_type_error():
         attention(draw(1, 1, 2, 3), draw(1, 1, 2, 3), draw(1, 1, 2, 3), None, True)  # after mask: keyword only
 
 
+def test_a_window_of_three_is_refused_when_compiled_too():
+    x = torch.randn(1, 2, 3, 8)
+    attend = torch.compile(lambda x: attention(x, x, x, window=(1, 2, 3)), backend="eager")
+    with pytest.raises(Exception, match="attention"):
+        attend(x)
+
+
 def test_requires_grad_changes_no_message():
     call = arguments(query=draw(2, 5, 5, 8).requires_grad_())
     with pytest.raises(ValueError, match="does not divide 5: pass head_map"):

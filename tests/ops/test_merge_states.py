@@ -99,3 +99,9 @@ def test_shapes_that_do_not_fit_raise():
         merge_states(out, lse, out, lse[..., :2])
     with pytest.raises(ValueError, match="lse_a has shape .* wants that of out_a without its last dimension"):
         merge_states(out, lse.unsqueeze(-1), out, lse.unsqueeze(-1))
+
+
+def test_states_of_two_dtypes_do_not_merge():
+    out, lse = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3)
+    with pytest.raises(ValueError, match="merge_states: out_b is Double with lse_b Double, wants Float and Float"):
+        merge_states(out, lse, out.double(), lse.double())

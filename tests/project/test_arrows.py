@@ -136,6 +136,13 @@ def test_imports():
     assert not wrong
 
 
+def test_tests_share_helpers_through_support():
+    """No file of tests imports another one."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    importing = re.compile(r"^\s*(?:from|import) (?:\S*\.)?test_\w+", re.M)
+    assert [str(file.relative_to(ROOT)) for file in files if importing.search(file.read_text())] == []
+
+
 @pytest.mark.parametrize("root, most", [(PACKAGE, 16), (CSRC, 16)], ids=["python", "csrc"])
 def test_no_folder_is_crowded(root, most):
     counts: dict[tuple[Path, str], int] = {}

@@ -12,7 +12,7 @@
 #include <attnpack/ops/cpu/isa_table.h>
 #include <attnpack/ops/cpu/work_units.h>
 
-#include "../cpp/guarded.h"
+#include "../cpp/support/guarded.h"
 
 using namespace attnpack;
 

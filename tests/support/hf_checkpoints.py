@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 SIZES = {
@@ -16,6 +17,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+MHA = {**SIZES, "num_key_value_heads": 4}
 LINEAR = {"rope_type": "linear", "rope_theta": 2000.0, "factor": 3.0}
 YARN = {"rope_type": "yarn", "rope_theta": 2000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
@@ -43,7 +45,7 @@ CONFIGS = {
     "llama-biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama-linear-rope": LlamaConfig(**SIZES, rope_parameters=LINEAR),
-    "llama-mha": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}),
+    "llama-mha": LlamaConfig(**MHA),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "mistral-wide-heads": MistralConfig(**SIZES, head_dim=24, sliding_window=128),
     "qwen2": Qwen2Config(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
@@ -61,6 +63,15 @@ def random_model(config):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def write_tokenizer(directory) -> None:
+    """Bytes as tokens."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:96])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
 def edit_config(directory: Path, *, drop: tuple[str, ...] = (), **values) -> None:

@@ -106,11 +106,14 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """[B, H, L, D] with other strides; expanded ones repeat the first sequence or head."""
-    batch, heads, length, width = x.shape
+    """x with other strides, NaN where no element lies; expanded and repeated ones hold the numbers of index 0 alone.
+
+    "contiguous", "reversed", "stepped" and "repeated" are for any shape, the others for [B, H, L, D].
+    """
     if layout == "heads inside":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "sliced":
+        batch, heads, length, width = x.shape
         room = x.new_full((batch, heads, 2 * length, width + 3), NAN)
         return room[:, :, ::2, 2 : width + 2].copy_(x)
     if layout == "expanded batch":
@@ -121,6 +124,15 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         return torch.cat([x.new_full((5,), NAN), x.flatten()])[5:].view(x.shape)
     if layout == "columns outside":
         return x.transpose(2, 3).contiguous().transpose(2, 3)
+    if layout == "reversed":
+        backwards = list(reversed(range(x.dim())))
+        return x.permute(backwards).contiguous().permute(backwards)
+    if layout == "stepped":
+        room = x.new_full([2 * n + 1 for n in x.shape], NAN if x.is_floating_point() else 1)
+        return room[tuple(slice(1, None, 2) for _ in x.shape)].copy_(x)
+    if layout == "repeated":
+        return x[tuple(slice(0, 1) for _ in x.shape)].expand(x.shape) if x.numel() else x
+    assert layout == "contiguous", layout
     return x
 
 

@@ -5,7 +5,7 @@
 #include <attnpack/ops/cuda/kernels/numbers.cuh>
 
 // The operations of a block of threads beyond plain arithmetic. Each has one name and two forms: PTX on the device, and
-// in the host tests an emulated block (tests/cpp/cuda_emulator.h), which runs the kernels' own source.
+// in the host tests an emulated block (tests/cpp/support/cuda_emulator.h), which runs the kernels' own source.
 #ifdef __CUDACC__
 
 #define ATTNPACK_DEVICE __device__ __forceinline__

@@ -1,0 +1,47 @@
+"""Caches that are made or cropped wrongly, or of the wrong kind: one sentence that says what the call wants."""
+
+import attnpack
+import pytest
+import torch
+from errors import IDS, both, complaint, model
+
+CACHES = {
+    "max_len is 3.5 .*, wants an int": (TypeError, lambda m: m.StaticCache(1, 2, 3.5, 4)),
+    "batch: got -1, want 0 or more": (ValueError, lambda m: m.StaticCache(-1, 2, 3, 4)),
+    "max_len: got 0, want at least 1": (ValueError, lambda m: m.StaticCache(1, 2, 0, 4)),
+    "v_head_dim: got -1, want": (ValueError, lambda m: m.StaticCache(1, 2, 3, 4, v_head_dim=-1)),
+    "dtype is .*, wants a floating one": (ValueError, lambda m: m.StaticCache(1, 2, 3, 4, dtype=torch.int64)),
+    "(layers|num_layers) is 2.0 .*, wants": (TypeError, lambda m: m.ModelCache(2.0)),
+    r"(layers\[0\] is 1|num_layers is \[1, 2\]) .*, wants": (TypeError, lambda m: m.ModelCache([1, 2])),
+    r"layers\[1\]: got the cache of an earlier layer": (ValueError, lambda m: m.ModelCache([m.DynamicCache()] * 2)),
+    "n is 1.5 .*, wants an int": (TypeError, lambda m: m.DynamicCache().crop(1.5)),
+    "n is None .*, wants an int": (TypeError, lambda m: m.StaticCache(1, 2, 3, 4).crop(None)),
+    "n is 'a' .*, wants an int": (TypeError, lambda m: m.ModelCache(2).crop("a")),
+}
+
+
+@both("message", CACHES)
+def test_caches(message, m):
+    kind, call = CACHES[message]
+    complaint(kind, message, call, m)
+
+
+@pytest.mark.parametrize("cache", (attnpack.ModelCache(2), "dynamic"), ids=("model", "text"))
+def test_a_layer_wants_the_cache_of_a_layer(cache):
+    with pytest.raises(TypeError, match="cache is a .*, MultiQueryAttention wants a DynamicCache or StaticCache"):
+        attnpack.MultiQueryAttention(8, 2)(torch.randn(1, 3, 8), cache=cache)
+
+
+def test_a_model_wants_the_cache_of_a_model():
+    language_model = model(attnpack)
+    with pytest.raises(TypeError, match="cache is a DynamicCache, Decoder wants a ModelCache"):
+        language_model(IDS, attnpack.DynamicCache())
+    with pytest.raises(TypeError, match="cache is a DynamicCache, generate wants a ModelCache"):
+        language_model.generate(IDS, max_new_tokens=1, cache=attnpack.DynamicCache())
+
+
+def test_a_cache_of_the_other_language():
+    with pytest.raises(TypeError, match=r"cache is an attnpack.cpp.ModelCache, Decoder wants a ModelCache"):
+        model(attnpack)(IDS, attnpack.cpp.ModelCache(2))
+    with pytest.raises(TypeError, match=r"cache is .*ModelCache.*, wants an attnpack.cpp.ModelCache"):
+        model(attnpack.cpp).forward(IDS, attnpack.ModelCache(2))

@@ -1,0 +1,36 @@
+"""A tiny converted checkpoint, and the command line that trains it."""
+
+from pathlib import Path
+
+import torch
+from attnpack.tools import cli
+from hf_checkpoints import MHA, random_model, write_tokenizer
+from transformers import LlamaConfig
+
+
+def written_by(model, length=6000) -> str:
+    """A text that the model finds likely: drawn from it, 60 tokens at a time, of the tokens that are printable."""
+    rows = torch.randint(90, (length // 60, 1), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(59):
+            likely = model(rows).logits[:, -1, :90].softmax(-1)
+            rows = torch.cat([rows, torch.multinomial(likely, 1, generator=generator)], 1)
+    return "".join(chr(33 + token) for token in rows.flatten().tolist())
+
+
+def convert_tiny(folder: Path) -> Path:
+    """The directory of a tiny model's mean with one kv head: folder/out; its original and the text lie in folder."""
+    model = random_model(LlamaConfig(**MHA))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)  # sure of what it says
+    model.save_pretrained(folder / "in", max_shard_size="60KB")
+    write_tokenizer(folder / "in")
+    (folder / "text.txt").write_text(written_by(model))
+    assert cli.main(["convert", str(folder / "in"), str(folder / "out"), "--kv-heads", "1"]) == 0
+    return folder / "out"
+
+
+def arguments(directory, *more) -> list[str]:
+    text = directory.parent / "text.txt"
+    return ["uptrain", str(directory), "--text", str(text), "--minutes", "0.05", "--length", "64", *map(str, more)]
