@@ -25,7 +25,7 @@ _TENSORS = (lambda value: isinstance(value, list | tuple) and all(map(is_tensor,
 _WINDOW = (is_pair, "two ints (left, right), -1 for unbounded")
 _ROPE = (
     or_none(lambda rope: isinstance(rope, _C.RopeSettings)),
-    "the settings of a RotaryEmbedding, (inv_freq, factor, interleaved), or None",
+    "(inv_freq, factor, interleaved), the settings of a RotaryEmbedding, or None",
 )
 _CACHE = (or_none(lambda cache: isinstance(cache, tuple)), "the tensors (key, value, lengths), or None")
 

@@ -336,14 +336,14 @@ def test_similar_finds_the_heads_that_belong_together():
 
 
 def test_similarity_is_that_of_activations_not_of_weights():
-    """Two heads that differ only where the text has nothing are alike."""
+    """Two heads that differ only where the text has nothing are alike; by its weights the first is like the second."""
     module = attnpack.MultiHeadAttention(8, 4, head_dim=2)
     share_heads(module, [[0, 3]])
     x = torch.randn(1, 64, 8)
     x[..., 4:] = 0
     with torch.no_grad():
-        module.k_proj.weight[:2, 4:] += 9
-        module.v_proj.weight[:2, 4:] -= 9
+        module.k_proj.weight[:4, 4:] += 9
+        module.v_proj.weight[:4, 4:] -= 9
     assert [0, 3] not in convert.similar_groups(module, 2)
     assert [0, 3] in convert.similar_groups(module, 2, x)
 

@@ -111,7 +111,8 @@ def attend(pick: Random) -> Call:
     batch, heads, length = k.shape[:3]
     held = pick.choice([[None] * 3, cache(pick, batch, heads, (8, 6), k.dtype)])
     rope, settings = pick.choice([None, [1.0, 0.1]]), inputs.settings
-    arguments = [q, k, v, rope, 1.0, False, None, False, *held, None, True, None, -1, -1, settings.get("softcap", 0.0)]
+    arguments = [q, k, v, *held, rope, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0]
+    arguments += [settings.get("scale"), -1, -1, settings.get("softcap", 0.0)]
     arguments += [settings.get(name) for name in ("sinks", "alibi_slopes", "head_map")]
 
     def right(result):
@@ -120,15 +121,15 @@ def attend(pick: Random) -> Call:
             assert_close(result if torch.is_tensor(result) else result[0], expected, atol=1e-4, rtol=1e-4)
 
     name = pick.choice(["attend", "attend_with_weights"])
-    return name, [*arguments, 0.0, settings.get("scale")], right
+    return name, arguments, right
 
 
 def latent(pick: Random) -> Call:
     batch, heads, length, dtype = pick.randint(1, 2), pick.randint(1, 4), pick.randint(1, 5), pick.choice(WIDE)
     query, latents, k_rope = (draw(batch, *s, dtype=dtype) for s in ((heads, length, 7), (length, 6), (length, 4)))
     held = pick.choice([[None, None], cache(pick, batch, 1, (10,), dtype)])
-    where = [pick.choice([None, [1.0, 0.1]]), 1.0, False, None, 0.0, 1, False, None, False, *held, None, True, None]
-    where += [0.0, None]
+    rope = pick.choice([None, [1.0, 0.1]])
+    where = [*held, rope, 1.0, False, None, 0.0, 1, False, None, False, None, True, None, 0.0, None]
     name = pick.choice(["latent_attend", "latent_attend_with_weights", "latent_append"])
     if name == "latent_append":
         return name, [query, latents, k_rope, *where], NO_CHECK
@@ -136,7 +137,7 @@ def latent(pick: Random) -> Call:
     up = kv_b.view(heads, 8, 6)
 
     def right(result):
-        if where[0] is None and held[0] is None:
+        if rope is None and held[0] is None:
             expected = reference.latent_attention(query, latents, k_rope, up[:, :3], up[:, 3:], causal=True)
             got = result if torch.is_tensor(result) else result[0]
             assert_close(got, expected.transpose(1, 2).flatten(2), atol=1e-3, rtol=1e-3)

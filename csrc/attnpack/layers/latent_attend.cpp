@@ -127,8 +127,9 @@ AttentionArguments operator_arguments(const Tensor& query, const PlacedLatents& 
   AttentionArguments args = attention_arguments(layer);
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
+  if (args.scale) return args;
   const int64_t dims = query.sym_size(3).expect_int();
-  if (!args.scale) args.scale = dims > 0 ? 1.0 / std::sqrt(static_cast<double>(dims)) : 1.0;
+  args.scale = dims > 0 ? 1.0 / std::sqrt(static_cast<double>(dims)) : 1.0;
   return args;
 }
 
