@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: a directory with config.json and safetensors, as CausalLM keywords and state_dict names."""
+"""Hugging Face checkpoints: config.json as CausalLM keywords, and the tensors of a directory's safetensors files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class HfCheckpoint:
 
 
 def _model_config(path: Path, config: dict[str, Any], max_positions: int | None) -> dict[str, Any]:
-    """CausalLM keywords for a Hugging Face configuration; raises for every setting the model would silently lack."""
+    """CausalLM keywords for a Hugging Face configuration; raises for a setting that CausalLM does not have."""
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         raise ValueError(
@@ -118,8 +118,10 @@ def _model_config(path: Path, config: dict[str, Any], max_positions: int | None)
 
 
 def _window(path: Path, config: dict[str, Any], positions: int) -> tuple[int, int] | None:
-    """The window of every layer for a sliding_window of W tokens, their own included; raises where only some layers
-    slide and the context asked for is longer."""
+    """The window of every layer: (W - 1, 0) for a sliding_window of W tokens, the token itself included.
+
+    Raises if only some layers have a window and `positions` is larger than the window.
+    """
     width = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
     some, every = False, config["model_type"] == "mistral"
     if config["model_type"] in ("qwen2", "qwen3") and config.get("use_sliding_window"):
