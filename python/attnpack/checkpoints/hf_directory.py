@@ -175,11 +175,11 @@ def _rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | N
 
 
 def _scaling(path: Path, source: str, kind: str, rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The dict for RotaryEmbedding, with the lengths that transformers takes from elsewhere in the configuration."""
+    """The dict for RotaryEmbedding. As in transformers, missing lengths come from elsewhere in the configuration."""
     longest = config.get("max_position_embeddings")
     trained = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest
     if kind == "dynamic":
-        trained = longest  # transformers takes this one
+        trained = longest  # as transformers does
     dropped = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
     scaling = {key: value for key, value in rope.items() if key not in dropped and value is not None}
     scaling |= {"rope_type": kind, "original_max_position_embeddings": trained}
