@@ -1,7 +1,7 @@
 """Loads the native code, attnpack._C, or says in one sentence why it cannot.
 
-`build.json` lies beside the library and says what it was built for, so a misfit is found before the loader meets an
-undefined symbol.
+`build.json` in the package records the torch and the Python of the build. So a mismatch is found before the loader
+meets an undefined symbol.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ def load() -> ModuleType:
 
 
 def load_cuda() -> bool:
-    """Loads the CUDA kernels where they are built and torch has CUDA. Without them CUDA tensors run through ATen."""
+    """Loads the CUDA kernels if they are built and torch has CUDA. Without them CUDA tensors run through ATen."""
     import torch
 
     if torch.version.cuda is None or not CUDA_LIBRARY.exists():

@@ -57,7 +57,7 @@ def attention(
         causal: keep keys j <= i + q_offset.
         q_offset: position of query row 0: an int, an integer tensor [B], or "end" (valid keys - Lq). 0 is top-left.
         window: (left, right): keep pos - left <= j <= pos + right, inclusive; -1 = unbounded.
-        kv_lens: [B] int32 or int64, valid keys of each sequence; what lies beyond is never read into the result.
+        kv_lens: [B] int32 or int64, valid keys of each sequence; keys beyond them are never read into the result.
         softcap: c > 0: scores become c * tanh(score / c).
         sinks: [Hq], one logit per head that joins the softmax denominator only.
         alibi_slopes: [Hq], adds -slope * abs(pos - j); no gradient.
@@ -86,7 +86,7 @@ def attention(
             query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
             dropout_p, scale, return_lse,
         )  # fmt: skip
-    except (TypeError, RuntimeError):  # nested tensors end as NotImplementedError and others
+    except (TypeError, RuntimeError):  # a nested tensor raises NotImplementedError or others
         explain(locals(), window=_WINDOW)
         raise
 
@@ -101,7 +101,7 @@ def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, 
         if kv_lens is None:
             q_offset = key.size(2) - query.size(2)
         else:
-            lens = kv_lens if kv_lens.is_cpu else kv_lens.clamp(0, key.size(2))  # as the operator takes them
+            lens = kv_lens if kv_lens.is_cpu else kv_lens.clamp(0, key.size(2))  # as the operator does
             q_offset, q_offsets = 0, lens - query.size(2)
     seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p > 0 else None
     return (mask, causal, q_offset, q_offsets, *window, kv_lens, softcap, sinks, alibi_slopes, head_map,
@@ -148,7 +148,7 @@ def attention_scores(
             query, key, mask, stage, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
             dropout_p, scale,
         )  # fmt: skip
-    except (TypeError, RuntimeError):  # nested tensors end as NotImplementedError and others
+    except (TypeError, RuntimeError):  # a nested tensor raises NotImplementedError or others
         explain(locals(), window=_WINDOW)
         raise
 

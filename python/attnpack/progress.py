@@ -9,7 +9,7 @@ def progress(items: Iterable, title: str) -> Iterable:
         from tqdm import tqdm
     except ImportError:
         return items
-    return tqdm(items, desc=title, delay=2, leave=False, disable=None)  # None: silent where stderr is no terminal
+    return tqdm(items, desc=title, delay=2, leave=False, disable=None)  # None: no bar if stderr is no terminal
 
 
 @contextlib.contextmanager

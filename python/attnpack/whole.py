@@ -31,8 +31,8 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """Yields a folder beside `out` to write into. The folder becomes `out` when the block ends without an error, and is
-    removed otherwise.
+    """Yields a folder next to `out` to write into. The folder becomes `out` when the block ends without an error, and
+    is removed otherwise.
 
     If the process is killed, the folder stays as `.NAME.partial`, and the next run empties and uses it. Raises
     ValueError if `out` exists already or its parent does not, if another process is writing it, or if the disk is full.

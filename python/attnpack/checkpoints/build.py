@@ -122,7 +122,7 @@ class _SkipInit(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's default imports Dynamo here
+        return False  # torch's default would import Dynamo here
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.normal_.default:

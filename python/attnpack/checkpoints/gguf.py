@@ -191,8 +191,8 @@ class GgufCheckpoint:
         }
 
     def _divided_frequencies(self, head_dim: int, kind: str, factor: float) -> dict[str, Any]:
-        """The scaling that rope_freqs.weight describes. It holds a divisor for each frequency, as Llama 3's scaling
-        results in. That is LongRoPE with the same list for every length."""
+        """The scaling that rope_freqs.weight describes. It holds a divisor for each frequency, the result of Llama 3's
+        scaling. This is LongRoPE with the same list for all lengths."""
         if kind not in ("none", "linear") or factor != 1.0:
             raise ValueError(
                 f"{self.path}: has {_ROPE_FREQS} beside rope.scaling.type {brief(repr(kind))}, which is not supported"

@@ -70,7 +70,7 @@ def _from_gguf(checkpoint: GgufCheckpoint) -> dict[str, Any]:
     }
     if config["window"] is not None:
         result |= {"sliding_window": config["window"][0] + 1}
-        if model_type != "mistral":  # every layer slides
+        if model_type != "mistral":  # the window is that of every layer
             result |= {"use_sliding_window": True, "max_window_layers": 0}
     for role, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
         if (token := data.get(f"tokenizer.ggml.{key}_token_id")) is not None:

@@ -40,7 +40,7 @@ def to_gqa(
         module: a MultiHeadAttention, GroupedQueryAttention or MultiQueryAttention, also of `attnpack.cpp`. Or a block,
             a stack, an EncoderDecoder or a CausalLM (the last two also of `attnpack.cpp`), whose attention layers are
             converted.
-        num_kv_heads: the new number of key-value heads, at most those there are.
+        num_kv_heads: the new number of key-value heads, at most the present number.
         method, window, groups, seed: as in `merge_kv_heads`. groups lists kv heads. Groups that are uneven or not
             consecutive give a head_map. A CausalLM has no head_map, so its query heads are reordered instead. With a
             seed every layer of a model draws by one of its own.

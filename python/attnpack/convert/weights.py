@@ -193,7 +193,7 @@ _SPECIAL = {
 
 
 def call(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Calls function of pybind, with a sentence for what it cannot take."""
+    """Calls function of pybind, with a sentence for an argument that it cannot take."""
     try:
         return function(**arguments)
     except TypeError as error:

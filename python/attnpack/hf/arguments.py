@@ -1,4 +1,4 @@
-"""Keywords that models hand to an attention function, and which of them attnpack refuses."""
+"""The keywords of attention functions that attnpack refuses."""
 
 from __future__ import annotations
 

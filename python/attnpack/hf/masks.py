@@ -52,7 +52,7 @@ class LazyMask(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func.overloadpacket in _ADDS or (func.overloadpacket in _FILLS and isinstance(args[1], cls)):
-            raise ValueError(  # a TypeError would end as torch's "unsupported operand"
+            raise ValueError(  # torch would turn a TypeError into "unsupported operand"
                 'attnpack: this model puts its mask on scores of its own, so attn_implementation="attnpack" does not '
                 'reach its attention; call model.set_attn_implementation("eager")'
             )

@@ -127,7 +127,7 @@ class CausalLM(NativeModule):
             return DecoderBlock(attention(), FeedForward(embed_dim, hidden, bias=mlp_bias, **factory), eps=eps)
 
         embedding = nn.Embedding(vocab_size, embed_dim, **factory)
-        embedding.weight.data.mul_(init_std)  # of N(0, 1)
+        embedding.weight.data.mul_(init_std)  # torch draws it from N(0, 1)
         self.model = Decoder([block() for _ in range(num_layers)], eps=eps, embed_tokens=embedding)
         self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=False, **factory)
         self._made_with = _parts(self)

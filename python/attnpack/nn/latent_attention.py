@@ -219,7 +219,7 @@ class MultiHeadLatentAttention(NativeAttention):
         return query, *self._expand(latents, query.size(1))
 
     def fold(self) -> MultiHeadLatentAttention:
-        """A module of equal outputs without kv_b_proj: nothing beside the latents is ever made.
+        """A module of equal outputs without kv_b_proj: nothing besides the latents is ever made.
 
         The query projection takes in W_UK (W_UQK [C, inputs] per head, in place of W_UQ [N, inputs]), and o_proj takes
         in W_UV. This pays if C is small: a folded projection has C numbers per head and input in place of N or V.

@@ -13,7 +13,7 @@ from .native import NativeModule
 
 
 class RopeSettings(NamedTuple):
-    """How queries and keys are rotated."""
+    """The settings by which queries and keys are rotated."""
 
     inv_freq: tuple[float, ...]
     """dim / 2 frequencies. For lengths above trained_len, long_inv_freq replaces them, or the base grows if growth > 0.

@@ -53,7 +53,7 @@ class Report:
     tokens: int  # on which the perplexities are measured
     perplexity_before: float | None
     perplexity: float | None
-    notes: list[str]  # what was left out, and why
+    notes: list[str]  # parts that were left out, with the reasons
     seconds: float
 
 

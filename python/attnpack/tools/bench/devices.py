@@ -93,7 +93,7 @@ class Cuda:
         return start.elapsed_time(end) / 1e3
 
     def peak_bytes(self, call: Callable) -> int:
-        """How far one call raises what torch has allocated on the device."""
+        """How far one call raises the memory that torch has allocated on the device."""
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call()
