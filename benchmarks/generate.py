@@ -1,11 +1,12 @@
-"""Tokens a second of SmolLM2-135M-Instruct: attnpack beside transformers and llama.cpp, in turns, in one run.
+"""Tokens per second of SmolLM2-135M-Instruct with attnpack, transformers and llama.cpp, which take turns in one run.
 
     python benchmarks/generate.py [--dtypes fp32 bf16] [--prompt-tokens 32] [--new-tokens 64] [--batch 1] [--rounds 3]
 
-Greedy. Tokens a second take the prompt in; ms a token, the median from one new token to the next, does not, and so
-tells what decoding costs behind a long prompt. Ratios (medians over the rounds) say how many times faster attnpack
-is. As many threads as torch takes, and a growing cache; llama.cpp where llama-cpp-python is installed, one row at a
-time, with weights of the same dtype. Not a test: nothing is asserted.
+Generation is greedy. "tokens a second" includes the time of the prompt. "ms a token" is the median time from one new
+token to the next, without the prompt, so it measures decoding after a long prompt too. Ratios (medians over the rounds)
+say how many times faster attnpack is. All libraries use torch's number of threads, and a growing cache. llama.cpp runs
+if llama-cpp-python is installed and the batch has one row, with weights of the same dtype. This is no test: it asserts
+nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def load_transformers():
 
 
 class Stamps:
-    """When each new token came; called, or as what transformers calls a streamer."""
+    """Times of the new tokens. Works as a callback of attnpack and as a streamer of transformers."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -53,7 +54,7 @@ class Stamps:
 
 
 def timed(generate: Callable[[Stamps], torch.Tensor], new_tokens: int) -> tuple[float, float]:
-    """Seconds in all, and from one new token to the next."""
+    """(seconds in all, median seconds from one new token to the next)."""
     stamps, start = Stamps(), time.perf_counter()
     generate(stamps)
     took = time.perf_counter() - start
@@ -61,7 +62,7 @@ def timed(generate: Callable[[Stamps], torch.Tensor], new_tokens: int) -> tuple[
 
 
 def compare(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> dict:
-    """Rates of both for one dtype; `ids` [B, L]."""
+    """Rates of all libraries for one dtype; `ids` [B, L]."""
     ours = attnpack.CausalLM.from_gguf(smollm2_path(), dtype=DTYPES[dtype])
     hf = hf.to(DTYPES[dtype])
     greedy = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False}
@@ -75,7 +76,7 @@ def compare(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> 
         runs["llama.cpp"] = lambda stamps: peer.generate(ids, new_tokens, stamps)
 
     tokens = {name: run(Stamps()) for name, run in runs.items()}  # also warms up
-    # There and back: where the machine changes its pace within a round, no one is always the last.
+    # Every second round has the reverse order: if the machine changes its speed within a round, no library gains.
     orders = [list(runs), list(reversed(runs))]
     seconds = [{name: timed(runs[name], new_tokens) for name in orders[i % 2]} for i in range(rounds)]
 

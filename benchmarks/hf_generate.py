@@ -1,10 +1,10 @@
-"""Tokens a second of SmolLM2-135M-Instruct through transformers' generate: attnpack, whole layers of it, and sdpa.
+"""Tokens per second of SmolLM2-135M-Instruct in transformers' generate: with attnpack, its whole layers, and sdpa.
 
     python benchmarks/hf_generate.py [--dtypes fp32 bf16] [--prompt-tokens 512] [--new-tokens 64] [--rounds 3]
 
-The same model object runs in turns with attn_implementation "sdpa", "attnpack", and "attnpack" with
-`replace_attention`; greedy, prompt included in the time. The ratio is the median over the rounds of sdpa's time by
-ours; above 1 ours is faster. Not a test: nothing is asserted.
+Three ways take turns: attn_implementation "sdpa", "attnpack", and "attnpack" with `replace_attention`. Generation is
+greedy, and the time includes the prompt. The ratio is sdpa's time / our time, the median over the rounds: above 1 ours
+is faster. This is no test: it asserts nothing.
 """
 
 from __future__ import annotations

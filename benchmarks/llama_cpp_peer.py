@@ -1,4 +1,4 @@
-"""llama.cpp on SmolLM2, for generate.py, where `pip install llama-cpp-python gguf` has built it."""
+"""llama.cpp on SmolLM2, for generate.py; `pip install llama-cpp-python gguf` builds it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def installed() -> bool:
 
 
 class LlamaCpp:
-    """Greedy tokens with plain weights of a dtype and as many threads as torch takes; keys and values are fp16."""
+    """Greedy tokens with plain weights of a dtype and torch's number of threads; keys and values are fp16."""
 
     def __init__(self, dtype: str, context: int) -> None:
         from llama_cpp import Llama
@@ -30,7 +30,7 @@ class LlamaCpp:
 
     def generate(self, ids: torch.Tensor, new_tokens: int, callback: Callable[[int], None]) -> torch.Tensor:
         """ids [1, L] -> [1, L + new_tokens]; callback: called with each new token."""
-        self._model.reset()  # it would find the prompt in its cache
+        self._model.reset()  # otherwise llama.cpp would reuse the prompt from its cache
         tokens = ids[0].tolist()
         for token in islice(self._model.generate(tokens[:], temp=0.0, repeat_penalty=1.0), new_tokens):
             callback(token)
@@ -39,7 +39,7 @@ class LlamaCpp:
 
 
 def _write_plain(path: Path, dtype: str) -> None:
-    """SmolLM2's file with each matrix in that dtype."""
+    """Writes SmolLM2's file with each matrix in the given dtype."""
     import gguf
 
     plain = getattr(gguf.GGMLQuantizationType, {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[dtype])

@@ -1,8 +1,9 @@
-"""How far each way to convert SmolLM2's attention layers moves their outputs: a table, or JSON.
+"""How much each way to convert SmolLM2's attention layers changes their outputs: a table, or JSON.
 
-Each of the 30 layers gets what it gets in the whole model on the standard library's help topics; methods that look at
-text see tokens that the errors are not measured on. 3 kv heads to 1 is the case that checkpoints take; to 2, which
-divides neither 3 nor the 9 query heads, shows which heads "similar" puts together.
+Each of the 30 layers gets the input that it has in the whole model on the standard library's help topics. Methods that
+learn from text see other tokens than those on which the errors are measured. Checkpoints can be converted from 3 kv
+heads to 1. The case of 2 kv heads, which divides neither 3 nor the 9 query heads, shows which heads "similar" puts into
+one group.
 """
 
 import argparse
@@ -29,7 +30,7 @@ RANKS = (64, 128, 192, 320)
 
 
 def layer_inputs(model: CausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
-    """What each attention layer reads, [1, L, E]."""
+    """The input of each attention layer, [1, L, E]."""
     seen: list[torch.Tensor] = []
     hooks = [layer.self_attn.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for layer in model.layers]
     with torch.no_grad():
@@ -40,7 +41,8 @@ def layer_inputs(model: CausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 def errors(model: CausalLM, ids: torch.Tensor, tokens: int) -> dict[str, list[float]]:
-    """Relative error of each layer's output, by case; calibrated on what follows the first `tokens` tokens."""
+    """Relative error of each layer's output, by case, on the first `tokens` tokens; calibrated on the tokens after
+    them."""
     measured, calibration = layer_inputs(model, ids[:, :tokens]), layer_inputs(model, ids[:, tokens:])
     found: dict[str, list[float]] = {name: [] for name in [*CASES, *map(_latent, RANKS)]}
     for layer, x, seen in progress(list(zip(model.layers, measured, calibration, strict=True)), "layers"):

@@ -1,4 +1,4 @@
-"""Small byte-level language models whose attention is one of the variants, and their training: for uptraining.py."""
+"""Small byte-level language models with one of the attention variants, and their training, for uptraining.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 EMBED_DIM, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 64, 2, 8, 8
 LENGTH, BATCH = 64, 16
-HIDDEN_DIM = 4 * EMBED_DIM  # of the MHA model; the others spend on it what their attention saves
+HIDDEN_DIM = 4 * EMBED_DIM  # of the MHA model; in the others it grows by the parameters that their attention saves
 LEARNING_RATE = 3e-3
 SIZES = {"vocab_size": 256, "embed_dim": EMBED_DIM, "num_layers": NUM_LAYERS, "num_heads": NUM_HEADS}
 VARIANTS = ("MHA", "GQA-4", "GQA-2", "MQA", "MLA")
@@ -25,8 +25,8 @@ _LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_
 
 
 def read_text(most_bytes: int = 4 << 20) -> tuple[Tensor, Tensor]:
-    """Bytes to train on, and others to measure on: help topics and sources of the standard library, in pieces of 8 KiB
-    of which every tenth is measured on."""
+    """(bytes to train on, bytes to measure on): help topics and sources of the standard library, in pieces of 8 KiB.
+    Every tenth piece is for measuring."""
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
@@ -45,7 +45,7 @@ def make_attention(variant: str) -> nn.Module:
 
 
 def make_model(variant: str) -> attnpack.Decoder:
-    """A stack with an embedding, which is the head too; as many parameters as MHA's to within a column."""
+    """A stack whose embedding is the head too. It has as many parameters as the MHA model, up to one column."""
 
     def parameters(layer: nn.Module) -> int:
         return sum(weight.numel() for weight in layer.parameters())
@@ -61,7 +61,7 @@ def make_model(variant: str) -> attnpack.Decoder:
     return model
 
 
-def loss_of(model: attnpack.Decoder, tokens: Tensor) -> Tensor:  # [B, L + 1] int64 -> nats a byte
+def loss_of(model: attnpack.Decoder, tokens: Tensor) -> Tensor:  # [B, L + 1] int64 -> nats per byte
     logits = model(tokens[:, :-1]) @ model.embed_tokens.weight.T
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -74,15 +74,15 @@ def held_out_loss(model: attnpack.Decoder, text: Tensor) -> float:
 
 @dataclass
 class Course:
-    """What a training went through."""
+    """The record of a training."""
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
     def stability(self) -> dict[str, float]:
-        """Behind the first fifth, where all fall steeply: gradient norms, and spikes, which are losses that stand out
-        of the 50 before by more than four standard deviations."""
+        """Gradient norms and spikes after the first fifth of the steps, in which all losses fall steeply. A spike is a
+        loss that exceeds the mean of the 50 losses before it by more than four standard deviations."""
         begin = max(50, len(self.losses) // 5)
         norms = self.gradient_norms[begin:]
         spikes = 0
@@ -106,9 +106,13 @@ def train(
     at: dict[int, Callable[[], None]] | None = None,
     show: Callable[[], None] = lambda: None,
 ) -> Course:
-    """Trains in place; anneal: warm-up and a cosine down to a tenth, as pre-training; else a constant tenth, as
-    uptraining goes on where that ended. at: what is called before the step of that number (`steps`: behind the last).
-    Batches depend on the seed alone, so that all variants read the same."""
+    """Trains in place.
+
+    With anneal the learning rate has a warm-up and a cosine down to a tenth, as in pre-training. Without it the rate is
+    a constant tenth, as uptraining continues from that end. at: functions by number of step; each is called before its
+    step, and the one for `steps` after the last step. Batches depend on the seed alone, so all variants read the same
+    text.
+    """
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     course, start, offsets = Course(), time.perf_counter(), torch.arange(LENGTH + 1)
@@ -143,7 +147,7 @@ def decode_figures(variant: str, context: int) -> dict[str, float]:
 
 @torch.no_grad()
 def time_decoding(model: attnpack.CausalLM, context: int, steps: int = 32) -> dict[str, float]:
-    """KV bytes a token and layer, and ms a token behind `context` tokens; neither depends on the weights."""
+    """KV bytes per token and layer, and ms per token after `context` tokens; neither depends on the weights."""
     latent = isinstance(model.layers[0].self_attn, attnpack.MultiHeadLatentAttention)
     kind = attnpack.LatentCache if latent else attnpack.DynamicCache
     caches = attnpack.ModelCache([kind() for _ in model.layers])

@@ -1,4 +1,4 @@
-"""SmolLM2-135M with one kv head, or with latent attention: cells of uptraining.py."""
+"""The cells of uptraining.py for SmolLM2-135M with one kv head or with latent attention."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from small_models import time_decoding
 from torch import Tensor, nn
 
 LENGTH = 512
-MEASURED = 4 * LENGTH  # tokens, the first of the topics; training reads what follows
+MEASURED = 4 * LENGTH  # the first tokens of the topics; training reads the tokens after them
 RANKS = (64, 128, 192, 384)
 LEARNING_RATE = 1e-3
-CONTEXT = 1024  # tokens before those that are timed
-THREADS = torch.get_num_threads()  # all that this process may have; uptraining.py takes one for its small models
+CONTEXT = 1024  # tokens before the timed ones
+THREADS = torch.get_num_threads()  # all threads of this process; uptraining.py uses one for its small models
 
 
 @cache
@@ -35,7 +35,7 @@ def _original() -> attnpack.CausalLM:
 
 @cache
 def _layer_inputs() -> list[Tensor]:
-    """What each layer of the original reads on some text behind what is measured, [1, L, E]."""
+    """The input of each attention layer of the original on some text after the measured one, [1, L, E]."""
     seen: list[Tensor] = []
     hooks = [
         layer.self_attn.register_forward_pre_hook(lambda _, args: seen.append(args[0])) for layer in _original().layers
@@ -48,7 +48,7 @@ def _layer_inputs() -> list[Tensor]:
 
 
 def _replaced(make: Callable[[nn.Module, Tensor], nn.Module]) -> nn.Module:
-    """The original with each attention layer as `make` gives it for (layer, its inputs)."""
+    """The original with each attention layer replaced by make(layer, inputs of the layer)."""
     model = attnpack.CausalLM.from_gguf(checkpoints.smollm2_path())
     for layer, x in zip(model.layers, _layer_inputs(), strict=True):
         layer.self_attn = make(layer.self_attn, x)
@@ -82,7 +82,7 @@ def _figures(model: nn.Module, minutes: float) -> dict[str, Any]:
 
 
 def _decode(**attention: Any) -> dict[str, float]:
-    """Of a model of SmolLM2's sizes with other attention, not trained."""
+    """`time_decoding` of an untrained model with SmolLM2's sizes and other attention."""
     torch.set_num_threads(THREADS)
     own = {"vocab_size", "embed_dim", "num_layers", "num_heads", "hidden_dim", "rope_base", "tie_embeddings"}
     sizes = {name: value for name, value in _original()._live_config().items() if name in own}
@@ -90,7 +90,7 @@ def _decode(**attention: Any) -> dict[str, float]:
 
 
 def smollm2_cells(minutes: float) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
-    """(name, what gives its figures); the original is not trained."""
+    """(name, function that computes the figures) of each cell; the original is not trained."""
     cells = [("smollm2/original", lambda: _figures(_original(), 0))]
     for heads in (3, 1):
         cells.append((f"decode/SmolLM2, {heads} kv heads", lambda h=heads: _decode(num_kv_heads=h)))

@@ -2,15 +2,17 @@
 
     python benchmarks/uptraining.py [--out FILE] [--steps N] [--seeds 3] [--smollm2 MINUTES] [--only NAME] [--table]
 
-(a) conversion: a small MHA language model (bytes of the standard library) becomes GQA-4, GQA-2 and MQA by the mean or
-the first head of each group or a new random one, and by means after averaging regions of 2 x 2 and 4 x 4 numbers; then
-it is trained for another 5 and 10% of the steps. (b) with --smollm2: SmolLM2-135M with one kv head by each method,
-and its layers as latent attention at several ranks; perplexity before, and after so many minutes of distillation each
-(0: only before). (c) KV bytes and ms a token. (d) MHA, GQA, MQA and MLA of one parameter budget, trained from scratch.
+(a) Conversion: a small MHA language model (bytes of the standard library) becomes GQA-4, GQA-2 and MQA. The methods are
+the mean of each group's heads, the first head, a new random head, and the mean after regions of 2 x 2 or 4 x 4 numbers
+were averaged. Then the model is trained for another 5 and 10% of the steps.
+(b) With --smollm2: SmolLM2-135M with one kv head by each method, and with latent attention at several ranks. The
+figures are the perplexity before and after so many minutes of distillation each (0: no distillation).
+(c) KV bytes per token and ms per token.
+(d) MHA, GQA, MQA and MLA with one parameter budget, trained from scratch.
 
-Each figure is kept as soon as it is there: the same command goes on where the last one stopped. Two of them, with
---only for different cells, may share a file: `taskset -c 0 ... --only "smollm2/1 kv head, mean"`. A cell without date
-and machine is of those that stand at the top. Not a test.
+Each figure is stored when it is computed, so the same command continues where the last one stopped. Two processes with
+different --only may share a file: `taskset -c 0 ... --only "smollm2/1 kv head, mean"`. For a cell without date and
+machine, those at the top of the file apply. This is no test.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ CONTEXT = 1024
 
 
 class Experiment:
-    """Cells by name, and what they need: texts, and the MHA models that conversions start from."""
+    """The cells by name, the texts, and the MHA models from which conversions start."""
 
     def __init__(self, steps: int, seeds: int, models: Path) -> None:
         self.steps, self.seeds, self.models = steps, seeds, models
@@ -110,7 +112,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def run(cells: list[Cell], out: Path, about: dict[str, Any], minutes: float = 0) -> dict[str, Any]:
-    """All cells that `out` lacks, or uptrained for fewer `minutes`; each is in the file before the next begins."""
+    """Computes the cells that `out` lacks, or that were uptrained for fewer `minutes`. Each cell is in the file before
+    the next begins."""
     record = read(out) if out.is_file() else {"about": about, "cells": {}}
     for name in ("steps", "seeds", "sizes"):
         if record.get("about", {}).get(name) != about[name]:
@@ -122,7 +125,7 @@ def run(cells: list[Cell], out: Path, about: dict[str, Any], minutes: float = 0)
 
     for name, figures in progress([cell for cell in cells if not done(cell[0])], "cells"):
         found = figures() | {name: about[name] for name in ("date", "machine")}
-        record = read(out) if out.is_file() else record  # another process may have added to it
+        record = read(out) if out.is_file() else record  # another process may have added cells
         record["cells"][name] = found
         partial = out.with_suffix(f".partial{os.getpid()}")
         partial.unlink(missing_ok=True)
@@ -136,7 +139,7 @@ def run(cells: list[Cell], out: Path, about: dict[str, Any], minutes: float = 0)
 
 
 def spread(cells: dict[str, Any], prefix: str, figure: str) -> str:
-    """Mean over seeds, and the largest distance from it."""
+    """Mean over seeds, and the largest distance of a seed from the mean."""
     values = [cell[figure] for name, cell in cells.items() if name.rpartition("/")[0] == prefix]
     mean = sum(values) / len(values)
     return f"{mean:8.3f} ±{max(abs(value - mean) for value in values):.3f}"
@@ -217,7 +220,7 @@ def main() -> None:
         "seeds": args.seeds,
         "sizes": {**small.SIZES, "length": small.LENGTH, "batch": small.BATCH},
     }
-    torch.set_num_threads(1)  # models this small lose more to a second thread's start than they gain
+    torch.set_num_threads(1)  # for models this small the start of a second thread costs more than it gains
     experiment = Experiment(args.steps, args.seeds, args.out.with_suffix(".models"))
     cells = list(experiment.cells())
     if args.smollm2 is not None:

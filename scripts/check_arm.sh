@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The kernels for ARM: cross-compiled, and run under emulation on odd-sized problems (tests/sanitize/kernels.cpp).
+# Cross-compiles the kernels for ARM, and runs them under emulation on odd-sized problems (tests/sanitize/kernels.cpp).
 # Needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu, qemu-user).   check_arm.sh [problems]
 set -euo pipefail
 cd "$(dirname "$0")/.."

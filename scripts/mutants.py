@@ -1,11 +1,11 @@
-"""Mutation testing: makes the mistakes that tests/mutants/*.toml lists, one at a time, and looks whether tests notice.
+"""Mutation testing: makes the mistakes that tests/mutants/*.toml lists, one at a time, and checks that tests notice.
 
     python scripts/mutants.py [--list] [--only NAME ...] [--jobs N]
 
-A mutant is a piece of a source file, marked in its surroundings as «original → mistake», and the tests that are to kill
-it. Where a mistake changes nothing that a test could see, `argued` says why. The C++ library is built once, in a copy
-of the tree under build/mutants, with all mistakes in it as switches, of which the environment turns one on; a Python
-mutant gets a package of its own. Ends with 0 if every mutant is killed or argued.
+A mutant is a piece of a source file with a mark «original → mistake», and the tests that must fail with the mistake:
+they kill the mutant. If no test can see the mistake, `argued` says why. The C++ library is built once, in a copy of the
+tree under build/mutants. It contains all mistakes as switches, and an environment variable turns one on. A Python
+mutant gets its own copy of the package. The exit code is 0 if every mutant is killed or argued.
 """
 
 import argparse
@@ -27,14 +27,14 @@ LISTS = ROOT / "tests" / "mutants"
 COPY = ROOT / "build" / "mutants"
 MARK = re.compile("«(.*) → (.*)»", re.DOTALL)
 SWITCH = "attnpack_mutant"
-# Read when the library is loaded; a variable, so that loops over it stay fast.
+# The library reads the environment when it is loaded, into a variable, so that loops with a switch stay fast.
 SWITCH_SOURCE = f"""#include <cstdlib>
 static const char* wanted = std::getenv("ATTNPACK_MUTANT");
 extern "C" const unsigned {SWITCH};
 const unsigned {SWITCH} = wanted ? std::strtoul(wanted, nullptr, 10) : 0;
 """
 MOST_SECONDS = 1800  # a mutant that hangs is killed
-# Forked from one process that has imported what takes seconds, but not attnpack.
+# Forked from one process that has imported the slow packages, but not attnpack.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["pytest", "torch", "hypothesis", "transformers.masking_utils"])
 
@@ -49,7 +49,7 @@ class Mutant:
 
     @property
     def number(self) -> int:
-        """Of its switch: stable, so that a new mutant does not rebuild the others."""
+        """Number of the switch. It depends on the name alone, so that a new mutant does not rebuild the others."""
         return zlib.crc32(self.name.encode())
 
     @property
@@ -57,7 +57,7 @@ class Mutant:
         return self.file.startswith("csrc/")
 
     def place(self, source: str) -> tuple[int, int, str]:
-        """Where the original begins and ends in its file's text, and the mistake."""
+        """(begin of the original in the text of its file, its end, the mistake)."""
         marks = MARK.search(self.text)
         if marks is None:
             raise ValueError(f"{self.name}: its text marks no piece as «original → mistake»")
@@ -70,7 +70,8 @@ class Mutant:
         return begin, begin + len(original), mistake
 
     def switched(self, original: str, mistake: str) -> str:
-        """Both, of which the environment chooses one: statements by `if`, expressions by `?`."""
+        """C++ code with original and mistake, of which the switch chooses one: statements with `if`, expressions with
+        `?`."""
         on = f"{SWITCH} == {self.number}u"
         if original.rstrip().endswith((";", "}")):
             return f"if ({on}) {{ {mistake} }} else {{ {original} }}"
@@ -86,7 +87,7 @@ def read_lists() -> list[Mutant]:
 
 
 def with_switches(source: str, mutants: Iterable[Mutant]) -> str:
-    """A C++ file with the mistakes of all its mutants."""
+    """The text of a C++ file with the mistakes of all its mutants as switches."""
     pieces: dict[tuple[int, int], str] = {}
     for mutant in mutants:
         begin, end, mistake = mutant.place(source)
@@ -100,7 +101,8 @@ def with_switches(source: str, mutants: Iterable[Mutant]) -> str:
 
 
 def copy_tree(mutants: list[Mutant]) -> None:
-    """The repository's files in COPY, C++ with switches; what is there already stays as it is, and is not rebuilt."""
+    """Copies the repository's files to COPY, C++ with switches. A file that has not changed keeps its time stamp, so
+    that it is not rebuilt."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,
@@ -118,7 +120,7 @@ def copy_tree(mutants: list[Mutant]) -> None:
 
 
 def build(jobs: int) -> None:
-    """The C++ library of COPY; hardly optimised, as it is built more often than it is used."""
+    """Builds the C++ library of COPY. It is hardly optimised, because the time of the build matters most."""
     configure = ["cmake", "-S", COPY, "-B", COPY / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_INSTALL_PREFIX={COPY / 'python/attnpack'}"]
     configure += ["-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG", "-DATTNPACK_KERNEL_OPTIMISATION=-O1"]
@@ -129,7 +131,7 @@ def build(jobs: int) -> None:
 
 
 def package_of(mutant: Mutant) -> Path:
-    """A folder with the Python package of a mutant: links to the copy's, but for one file."""
+    """A folder with the Python package of a mutant: links to the files of COPY, except for the changed file."""
     folder = COPY / "packages" / mutant.name
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(COPY / "python", folder, copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__"))
@@ -144,7 +146,7 @@ def package_of(mutant: Mutant) -> Path:
 
 
 def run_pytest(arguments: list[str], package: Path, number: int, log: Path) -> None:
-    """In a process of its own: pytest's exit code is that of the process."""
+    """Runs pytest in a process of its own; the exit code of the process is that of pytest."""
     os.environ |= {"PYTHONPATH": str(package), "ATTNPACK_MUTANT": str(number)}
     sys.path.insert(0, str(package))
     os.chdir(COPY)
@@ -157,7 +159,7 @@ def run_pytest(arguments: list[str], package: Path, number: int, log: Path) -> N
 
 
 def run_tests(tests: Iterable[str], package: Path, *options: str, number: int = 0) -> tuple[int | None, str]:
-    """pytest's exit code, negative where it crashed and None where it hung, and what it printed."""
+    """(pytest's exit code, its output); the code is negative if pytest crashed and None if it hung."""
     log = COPY / f"{number}.log"
     arguments = [*options, *(f"tests/{test}" for test in tests)]
     process = PROCESSES.Process(target=run_pytest, args=(arguments, package, number, log))
@@ -169,7 +171,7 @@ def run_tests(tests: Iterable[str], package: Path, *options: str, number: int = 
 
 
 def killer(mutant: Mutant) -> str | None:
-    """What noticed the mistake: a test, a crash or the time limit; None if nothing did."""
+    """The test, crash or time limit that noticed the mistake; None if the mutant survived."""
     package = COPY / "python" if mutant.in_cpp else package_of(mutant)
     code, printed = run_tests(mutant.tests, package, "-x", number=mutant.number)
     if code in (4, 5):

@@ -1,4 +1,4 @@
-"""Executes notebooks/*.py (jupytext percent format) and writes each beside it as an .ipynb with outputs.
+"""Executes notebooks/*.py (jupytext percent format), and writes each as an .ipynb with outputs into the same folder.
 
 python scripts/run_notebooks.py [NOTEBOOK.py ...]
 """
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[1] / "notebooks"
 
 
 def execute(script: Path) -> nbformat.NotebookNode:
-    """The notebook of one script, run in its folder; raises where a cell does."""
+    """The notebook of one script, run in the script's folder; raises if a cell raises."""
     notebook = jupytext.read(script)
     NotebookClient(
         notebook,
@@ -30,7 +30,7 @@ def execute(script: Path) -> nbformat.NotebookNode:
 def main() -> None:
     for script in [Path(name) for name in sys.argv[1:]] or sorted(FOLDER.glob("*.py")):
         notebook = execute(script)
-        # The same ids each time, so that a second run changes nothing but outputs.
+        # Cell ids are the same each time, so that a second run changes the outputs alone.
         for number, cell in enumerate(notebook.cells):
             cell.id = f"cell-{number}"
         notebook.metadata["jupytext"]["formats"] = "ipynb,py:percent"

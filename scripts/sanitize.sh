@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The kernels, which need nothing of torch, under AddressSanitizer with UndefinedBehaviorSanitizer, then under
-# ThreadSanitizer; buffers end at protected pages. Minutes.   sanitize.sh [problems for each instruction set]
+# Runs the kernels, which do not need torch, under AddressSanitizer with UndefinedBehaviorSanitizer, and then under
+# ThreadSanitizer. Buffers end at protected pages. Takes minutes.   sanitize.sh [problems for each instruction set]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for kind in address,undefined thread; do

@@ -1,7 +1,7 @@
-# Sourced by demo.sh and test.sh: from a fresh clone to an environment with torch, the requirements and the build.
-# After set_up, the environment's python, pip and attnpack stand first on the PATH.
+# Functions for demo.sh and test.sh. From a fresh clone, set_up makes an environment with torch, the requirements and
+# the build. After set_up, the python, pip and attnpack of the environment come first on the PATH.
 
-TORCH=torch==2.13.0  # the tested version; a torch >= 2.11 that is there already is used as it is
+TORCH=torch==2.13.0  # the tested version; an installed torch >= 2.11 is used as it is
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 

@@ -1,8 +1,8 @@
-"""Reads JUnit reports and prints skips with their reasons and one closing line; the exit code is that of the tests.
+"""Reads JUnit reports, and prints skips with their reasons, failures, and a last line with the counts.
 
     python scripts/summary.py REPORT.xml ...
 
-Fails on a failed test, on a report that is missing or holds no test, and on a skip (or xfail) that
+The exit code is 1 for a failed test, for a report that is missing or has no test, and for a skip (or xfail) that
 tests/allowed_skips.txt does not list.
 """
 

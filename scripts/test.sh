@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up, builds and runs every test: pytest (with the C++ consumer and the README's snippets) and ctest.
-#   --long       also what takes minutes
-#   --sanitize   only the kernels, under the address, undefined-behaviour and thread sanitizers (scripts/sanitize.sh)
-# Further arguments go to pytest. Skips are printed; one that tests/allowed_skips.txt does not list is a failure.
+#   --long       run the tests that take minutes too
+#   --sanitize   run the kernels alone, under the address, undefined-behaviour and thread sanitizers
+# Further arguments go to pytest. Skips are printed; a skip that tests/allowed_skips.txt does not list is a failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh

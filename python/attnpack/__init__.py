@@ -1,4 +1,4 @@
-"""attnpack: attention variants in C++ for PyTorch: one operator, LibTorch modules, ``nn.Module``s on the same code."""
+"""attnpack: attention variants for PyTorch. C++ (LibTorch) modules and Python ``nn.Module``s run on one operator."""
 
 from . import _load
 

@@ -1,7 +1,7 @@
 """Loads the native code, attnpack._C, or says in one sentence why it cannot.
 
-`build.json` lies beside the library and says what it was built for, so a misfit is found before the loader meets an
-undefined symbol.
+`build.json` in the package records the torch and the Python of the build. So a mismatch is found before the loader
+meets an undefined symbol.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ _AGAIN = "build it again: run `pip install .` in attnpack's source folder"
 
 
 def build_record() -> dict[str, str]:
-    """What the build was made with: version, torch, pybind11, python, compiler, build_type, instruction_sets."""
+    """The settings of the build: version, torch, pybind11, python, compiler, build_type, instruction_sets."""
     try:
         return json.loads((PACKAGE / "share" / "attnpack" / "build.json").read_text())
     except FileNotFoundError:
@@ -38,7 +38,11 @@ def loaded_copies() -> list[str]:
 
 
 def load() -> ModuleType:
-    """The module attnpack._C. Raises ImportError: no torch, no build, another Python, another torch, a second copy."""
+    """Returns the module attnpack._C.
+
+    Raises ImportError if torch or the build is missing, if the build is for another Python or torch, or if another copy
+    of attnpack is loaded already.
+    """
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -66,21 +70,21 @@ def load() -> ModuleType:
 
 
 def load_cuda() -> bool:
-    """Loads the CUDA kernels where they are built and torch has CUDA. Without them CUDA tensors run through ATen."""
+    """Loads the CUDA kernels if they are built and torch has CUDA. Without them CUDA tensors run through ATen."""
     import torch
 
     if torch.version.cuda is None or not CUDA_LIBRARY.exists():
         return False
     try:
         ctypes.CDLL(str(CUDA_LIBRARY))
-    except OSError as error:  # what it is for runs without it, only slower
+    except OSError as error:  # not fatal: CUDA tensors run without it, only slower
         warnings.warn(f"attnpack's CUDA kernels do not load and CUDA tensors run through ATen: {error}", stacklevel=2)
         return False
     return True
 
 
 def why_no_cuda() -> str:
-    """Why `load_cuda` loads nothing."""
+    """The reason why `load_cuda` loads nothing."""
     import torch
 
     if torch.version.cuda is None:
@@ -94,8 +98,10 @@ def _minor(version: str) -> str:
 
 
 def end_command(error: ImportError) -> None:
-    """Where this process is the command `attnpack`, ends it: a sentence rather than a traceback, and for `attnpack
-    info` the table that says what is loaded and why not."""
+    """Ends the process if it is the command `attnpack`, and returns if it is not.
+
+    The user sees a sentence instead of a traceback; `attnpack info` shows its table of what is loaded and why not.
+    """
     module = sys.argv[0] == "-m" and sys.orig_argv[1:3] == ["-m", "attnpack"]
     if not module and Path(sys.argv[0]).name != "attnpack":
         return

@@ -1,9 +1,9 @@
-"""KV caches: plain tensors and a length tensor, handed to forward; one an attention layer.
+"""KV caches: plain tensors and a tensor of lengths. Each attention layer has its own, and forward takes it.
 
-A call asks for room with `reserve`, lets the native op write, and counts the new positions with `commit`; where the op
+A call asks for room with `reserve`, lets the native op write, and counts the new positions with `commit`. If the op
 raises, the cache is as it was. B batch, Hkv kv heads, D head dim, Dv head dim of values.
 
-A cache is not thread-safe: calls that append to one cache come one after the other. Calls in other threads have other
+A cache is not thread-safe: calls that append to one cache must come one after the other. Give each thread its own
 caches.
 """
 
@@ -21,30 +21,32 @@ from .sizes import check_dtype, check_size
 
 
 class KVCache:
-    """What all caches of one layer have in common."""
+    """Base class of the caches of one layer."""
 
     lengths: Tensor
-    """Positions held of each sequence, int64 [B]."""
+    """Number of positions held for each sequence, int64 [B]."""
     _key: Tensor | None
     _value: Tensor | None
 
     def reserve(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(key, value, lengths) with room for the new key [B, Hkv, L, D] and value [B, Hkv, L, Dv]; ValueError where
+        """(key, value, lengths) with room for the new key [B, Hkv, L, D] and value [B, Hkv, L, Dv]; a ValueError if
         they do not fit the cache."""
         raise NotImplementedError
 
     def reserve_latents(self, latents: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
-        """(latents, lengths) with room for the new latents [B, 1, L, kv_lora_rank + rope] of latent attention, whose
-        keys and values are one: stored as keys, with values of no width."""
+        """(latents, lengths) with room for the new latents [B, 1, L, kv_lora_rank + rope] of latent attention.
+
+        A latent is key and value at once: it is stored as a key, and the values have width 0.
+        """
         keys, _, lengths = self.reserve(latents, latents[..., :0])
         return keys, lengths
 
     def commit(self, new_len: int, new_lens: Tensor | None) -> None:
-        """After `new_len` positions were written, or `new_lens` [B] valid ones of them."""
+        """Counts the positions that the op wrote: `new_len` of each sequence, or the valid ones, `new_lens` [B]."""
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """Most positions seen by any sequence; a StaticCache on CUDA waits for the device to know."""
+        """Length of the longest sequence. A StaticCache on CUDA must wait for the device to know it."""
         raise NotImplementedError
 
     def __bool__(self) -> bool:
@@ -62,8 +64,8 @@ class KVCache:
 
     @property
     def k(self) -> Tensor | None:
-        """Keys [B, Hkv, len, D], a view; None before the first append. Where sequences differ in length, what lies
-        behind the shorter ones is unspecified."""
+        """Keys [B, Hkv, len, D], a view; None before the first append. If sequences differ in length, the content
+        after the end of a shorter one is unspecified."""
         return None if self._key is None else self._key[:, :, : len(self)]
 
     @property
@@ -77,12 +79,12 @@ class KVCache:
         self.lengths.clamp_(max=n)
 
     def take_back(self, lengths: Tensor) -> None:
-        """Forgets what was appended since `lengths` was copied."""
+        """Forgets the positions that were appended after `lengths` was copied."""
         self.lengths.copy_(lengths)
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Takes the cache back to where it was, should the body raise."""
+        """Takes the cache back to where it was if the body raises."""
         before = self.lengths.clone()
         try:
             yield
@@ -116,8 +118,10 @@ class KVCache:
 
 
 class DynamicCache(KVCache):
-    """Grows with what is appended, by doubling its capacity; takes shape, dtype and device from the first append, and
-    again from the first one after `reset()`."""
+    """A cache that grows with each append and doubles its capacity when it is full.
+
+    It takes shape, dtype and device from the first append, and again from the first append after `reset()`.
+    """
 
     def __init__(self) -> None:
         self.reset()
@@ -136,7 +140,7 @@ class DynamicCache(KVCache):
                 capacity = max(need, 2 * capacity)
                 grown = (_grown(held, self._len, capacity) for held in (self._key, self._value))
                 self._room = *grown, self.lengths
-        # As long as the cache will be, so that a mask over its keys fits.
+        # Cut to the length after the append, so that a mask over the keys fits.
         keys, values, lengths = self._room
         return keys[:, :, :need], values[:, :, :need], lengths
 
@@ -150,12 +154,12 @@ class DynamicCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the len positions that are held, not of the capacity behind them."""
+        """Bytes of the len positions that are held, without the free capacity."""
         return sum(held[:, :, : self._len].nbytes for held in (self._key, self._value)) if self._len else 0
 
     def reset(self) -> None:
         """Forgets everything, shape and memory too."""
-        self._len = 0  # kept here so that no call waits for the device
+        self._len = 0  # a copy of the longest length, so that no call waits for the device
         self._room = self._key = self._value = None
         self.lengths = _zeros((0,), torch.int64, None)
 
@@ -168,7 +172,7 @@ class DynamicCache(KVCache):
         self._len = min(self._len, n)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
-        """Sequence b becomes what index[b] was (beam search); index int64 [B], whose length may differ from before."""
+        """Sequence b becomes the former sequence index[b] (beam search); index int64 [B], where B may change."""
         rows = _check_index(index, self.lengths, same_batch=False)
         if self._len:
             with torch.inference_mode(False), torch.no_grad():
@@ -198,8 +202,8 @@ class StaticCache(KVCache):
 
     Args:
         batch, num_kv_heads, max_len, head_dim: the shape of the keys, [batch, num_kv_heads, max_len, head_dim].
-        v_head_dim: the same for the values; default head_dim, and 0 for latent attention, whose latents are both.
-        dtype, device: those of the module it serves; default torch's defaults.
+        v_head_dim: width of the values; default head_dim. For latent attention give 0: its latents are keys and values.
+        dtype, device: those of the module that uses the cache; default torch's defaults.
     """
 
     def __init__(
@@ -239,7 +243,7 @@ class StaticCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all max_len positions: what is allocated."""
+        """Bytes of all max_len positions, which are allocated."""
         return self._key.nbytes + self._value.nbytes
 
     def reset(self) -> None:
@@ -247,7 +251,7 @@ class StaticCache(KVCache):
         self.lengths.zero_()
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
-        """Sequence b becomes what index[b] was (beam search); index int64 [B]. In place: the batch keeps its size."""
+        """Sequence b becomes the former sequence index[b] (beam search); index int64 [B]. The batch keeps its size."""
         rows = _check_index(index, self.lengths, same_batch=True)
         with torch.no_grad():
             for held in (self._key, self._value, self.lengths):
@@ -261,10 +265,10 @@ class StaticCache(KVCache):
 
 
 class ModelCache:
-    """The caches of a model's layers, first layer first.
+    """The caches of a model's layers, in the order of the layers.
 
     Args:
-        layers: how many layers, each of which gets a DynamicCache, or the caches themselves.
+        layers: the number of layers, which each get a DynamicCache, or a list of caches.
     """
 
     def __init__(self, layers: int | Iterable[KVCache]) -> None:
@@ -281,7 +285,7 @@ class ModelCache:
                 raise ValueError(f"attnpack: layers[{i}]: got the cache of an earlier layer, want one for each layer")
 
     def __len__(self) -> int:
-        """Most positions seen by any sequence (not the number of layers: that is `len(cache.layers)`)."""
+        """Length of the longest sequence (the number of layers is `len(cache.layers)`)."""
         return len(self.layers[0])
 
     def __bool__(self) -> bool:
@@ -298,12 +302,12 @@ class ModelCache:
 
     @property
     def lengths(self) -> Tensor:
-        """Positions held of each sequence, int64 [B]; the same in all layers."""
+        """Number of positions held for each sequence, int64 [B]; the same in all layers."""
         return self.layers[0].lengths
 
     @property
     def nbytes(self) -> int:
-        """Of all layers."""
+        """Bytes of all layers together."""
         return sum(layer.nbytes for layer in self.layers)
 
     def reset(self) -> None:
@@ -316,7 +320,7 @@ class ModelCache:
             layer.crop(n)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
-        """Sequence b becomes what index[b] was (beam search); index int64 [B]."""
+        """Sequence b becomes the former sequence index[b] (beam search); index int64 [B]."""
         for layer in self.layers:
             layer.reorder(index)
 
@@ -326,7 +330,7 @@ class ModelCache:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Takes every layer back to where it was, should the body raise."""
+        """Takes every layer back to where it was if the body raises."""
         with ExitStack() as layers:
             for layer in self.layers:
                 layers.enter_context(layer.all_or_none())
@@ -334,7 +338,7 @@ class ModelCache:
 
     @contextmanager
     def lent(self) -> Iterator[cpp.ModelCache]:
-        """A C++ cache on the same tensors; what it holds in the end, this one holds."""
+        """Lends the tensors to a C++ cache; at the end this cache takes over the tensors of the C++ one."""
         native = [layer._lend() for layer in self.layers]
         try:
             yield cpp.ModelCache(native)
@@ -344,13 +348,13 @@ class ModelCache:
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
-    """A normal tensor also under inference_mode, so that a cache made there can be written anywhere."""
+    """A normal tensor even under inference_mode, so that a cache made there can be written outside of it too."""
     with torch.inference_mode(False):
         return torch.zeros(size, dtype=dtype, device=device)
 
 
 def _grown(like: Tensor, length: int, capacity: int) -> Tensor:
-    """Zeros with room for `capacity` positions and the first `length` ones of `like`, [B, H, capacity, D]."""
+    """[B, H, capacity, D]: the first `length` positions of `like`, then zeros."""
     larger = _zeros((*like.shape[:2], capacity, like.size(3)), like.dtype, like.device)
     if length:
         with torch.no_grad():
@@ -369,7 +373,7 @@ def _longest(lengths: Tensor) -> int:
 
 
 def check_kind(cache: object, wanted: type, where: str, fix: str | None = None) -> None:
-    """Raises TypeError unless cache is None or of the kind that `where` takes."""
+    """Raises TypeError unless cache is None or of the kind `wanted`; `where` names the module that takes it."""
     if cache is None or isinstance(cache, wanted):
         return
     kind = "attnpack.cpp." * isinstance(cache, cpp.KVCache | cpp.ModelCache) + type(cache).__name__
@@ -380,7 +384,8 @@ def check_kind(cache: object, wanted: type, where: str, fix: str | None = None) 
 
 
 def unchanged_on_error(cache: KVCache | ModelCache | None) -> AbstractContextManager[None]:
-    """Around a forward: should it raise, the cache is as it was. A compiled graph has no way back, and none is made."""
+    """A context for a forward: if it raises, the cache is as it was. While a graph is compiled, the context is empty: a
+    compiled graph has no way back."""
     caches = isinstance(cache, KVCache | ModelCache) and not torch.compiler.is_compiling()
     return cache.all_or_none() if caches else nullcontext()
 
@@ -393,7 +398,7 @@ def _check_crop(n: int) -> None:
 
 
 def _check_index(index: Tensor | Sequence[int], lengths: Tensor, same_batch: bool) -> Tensor:
-    """index [B] on the device of lengths, once it names sequences of which there are lengths."""
+    """Checks that index [B] names sequences of the cache, and returns it on the device of lengths."""
     batch = lengths.size(0)
     if isinstance(index, list | tuple | range) and all(isinstance(row, int) for row in index):
         index = torch.tensor(index, dtype=torch.int64)
@@ -402,7 +407,7 @@ def _check_index(index: Tensor | Sequence[int], lengths: Tensor, same_batch: boo
     if index.dim() != 1 or index.dtype != torch.int64 or (same_batch and index.size(0) != batch):
         want = f"[{batch}]: a StaticCache keeps its batch size" if same_batch else "sequence numbers [B]: call .long()"
         raise ValueError(f"attnpack: index: got {index.dtype} of shape {list(index.shape)}, want int64 {want}")
-    # Elsewhere reading would wait for the device.
+    # Values on another device are not checked: reading them would wait for that device.
     if batch and index.device.type == "cpu" and not torch.compiler.is_compiling():
         for b, row in enumerate(index.tolist()):
             if not 0 <= row < batch:

@@ -1,4 +1,4 @@
-"""Sentences for wrong inputs of the Python modules; wrong constructor arguments are found by their C++ twins."""
+"""Error sentences for wrong inputs of the Python modules. Their C++ twins check the arguments of constructors."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +22,7 @@ def check_input(name: str, tensor: Tensor, width: int, projection: nn.Module | N
 
 
 def check_tokens(name: str, tensor: Tensor, width: int, projection: nn.Module | None) -> None:
-    """The same for [..., width], which norms and feed-forwards map token by token."""
+    """As `check_input` for [..., width], which norms and feed-forwards take."""
     if not isinstance(tensor, Tensor):
         raise wrong_kind(name, tensor, f"a tensor [..., {width}]: torch.tensor() makes one of a list")
     if tensor.dim() == 0 or tensor.size(-1) != width:
@@ -43,7 +43,7 @@ def check_device(name: str, tensor: Tensor, weight: Tensor) -> None:
 
 
 def _check_place(name: str, tensor: Tensor, projection: nn.Module | None) -> None:
-    """Dtype and device; what stands in a replaced projection's place may want others."""
+    """Checks dtype and device. A projection that replaces the plain linear may want others, so it is not checked."""
     if type(projection) is not nn.Linear:
         return
     weight = projection.weight
@@ -62,7 +62,8 @@ def check_context(
     cache: object | None,
     positions: Tensor | None,
 ) -> None:
-    """Context and cache exclude each other, value_context needs a context of its length, and batches agree."""
+    """Checks that context and cache exclude each other, that value_context has a context of its own length, and that
+    batch sizes agree."""
     for name, other in (("context", context), ("value_context", value_context)):
         if other is not None and other.size(0) != x.size(0):
             raise ValueError(f"attnpack: {name}: got batch {other.size(0)}, want {x.size(0)} as in x")
@@ -83,7 +84,7 @@ def check_context(
 
 
 def check_positions(positions: Tensor | None, x: Tensor) -> None:
-    """positions, where given, are int64 [L] or [B, L] for x [B, L, E]: also where there is no RoPE to read them."""
+    """Checks that positions, if given, are int64 [L] or [B, L] for x [B, L, E], even if no RoPE reads them."""
     if positions is None:
         return
     if not isinstance(positions, Tensor):
@@ -101,9 +102,11 @@ def check_positions(positions: Tensor | None, x: Tensor) -> None:
 
 
 def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
-    """lengths, where given, are int32 or int64, one for each sequence of x [B, L, ...], and 0 to L where they lie on
-    the CPU: elsewhere reading would wait for the device."""
-    if lengths is None or not isinstance(x, Tensor) or x.dim() < 2:  # such an x is refused where it is read
+    """Checks that lengths, if given, are int32 or int64, one for each sequence of x [B, L, ...], and from 0 to L.
+
+    Values are checked on the CPU alone: reading them on another device would wait for it.
+    """
+    if lengths is None or not isinstance(x, Tensor) or x.dim() < 2:  # the check of x itself refuses such an x
         return
     if not isinstance(lengths, Tensor):
         raise wrong_kind(name, lengths, "an int32 or int64 tensor [batch]: torch.tensor() makes one of a list")
@@ -120,13 +123,15 @@ def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
 
 
 def values_of(tensor: Tensor) -> list[Any] | None:
-    """The values to check, or None where there are none to read: a traced tensor has none, those of its runs are the
-    op's to check; on another device than the CPU reading would wait."""
+    """The values to check, or None if they cannot be read.
+
+    A traced tensor has no values: the op checks those of each run. Reading from another device would wait for it.
+    """
     if type(tensor) is not Tensor or tensor.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     try:
         return tensor.tolist()
-    except RuntimeError:  # a transform of torch.func
+    except RuntimeError:  # a tensor inside a transform of torch.func has no values either
         return None
 
 
@@ -142,12 +147,12 @@ def _renaming(own: str, callers: str) -> Iterator[None]:
 
 
 def naming(own: str, callers: str) -> AbstractContextManager[None]:
-    """Around a part of a module: its complaint about an argument of its own names the caller's instead."""
+    """A context for a call of a part of a module: an error about the part's argument `own` names `callers` instead."""
     return nullcontext() if torch.compiler.is_compiling() else _renaming(own, callers)
 
 
 def check_ids(ids: Tensor) -> None:
-    """ids are token numbers [B, L]; their values are read by the embedding, see explain_ids."""
+    """Checks that ids are token numbers [B, L]. The embedding finds wrong values, see explain_ids."""
     if not isinstance(ids, Tensor):
         raise wrong_kind("ids", ids, "an int64 tensor [batch, length] of token numbers: torch.tensor() makes one")
     if ids.dtype not in (torch.int32, torch.int64):
@@ -160,7 +165,7 @@ def check_ids(ids: Tensor) -> None:
 
 
 def explain_ids(ids: Tensor, vocab_size: int) -> None:
-    """Raises for ids out of the vocabulary; called once an embedding has failed, so that no good call waits for it."""
+    """Raises for ids out of the vocabulary. It is called after an embedding failed, so it costs a good call nothing."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.numel():
         raise ValueError(
@@ -174,6 +179,7 @@ MODEL_CACHE = "an attnpack.ModelCache(num_layers)"
 
 
 def reject_keywords(unknown: dict[str, Any], cache: str | None = LAYER_CACHE, function: str = "forward") -> None:
-    """Raises TypeError for keywords that `function` does not have; `cache` is what its cache= takes, if it has one."""
+    """Raises TypeError for keywords that `function` does not have; `cache` says in words what its cache= takes, None if
+    it has no such argument."""
     for name in unknown:
         raise unexpected_keyword(function, name, ("mask",) if cache is None else ("mask", "cache"), cache or "")

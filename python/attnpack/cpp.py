@@ -1,7 +1,8 @@
-"""attnpack's C++ modules and caches as they are: ``torch::nn::Module`` classes, bound without a Python shell.
+"""attnpack's C++ modules and caches: ``torch::nn::Module`` classes, bound without a Python shell.
 
-Same names and arguments as the Python modules. For parity tests, and for running without Python in the loop; in a
-Python model use the ``nn.Module`` classes of ``attnpack``, whose ``.cpp()`` gives one of these on the same storage.
+They have the names and arguments of the Python modules. They serve parity tests, and generation without Python in the
+loop. In a Python model use the ``nn.Module`` classes of ``attnpack``: their ``.cpp()`` gives a C++ module on the same
+storage.
 """
 
 from . import _C
@@ -39,7 +40,7 @@ def _are(values: object, kind: type) -> bool:
 
 
 def _explain_in_sentences() -> None:
-    """Methods that pybind refuses to call say which argument does not fit."""
+    """Wraps the methods, so that a call that pybind refuses names the argument that does not fit."""
 
     def one_of(kind: type, words: str):
         return or_none(lambda value: isinstance(value, kind)), words
@@ -60,10 +61,10 @@ def _explain_in_sentences() -> None:
             }
             for name in vars(kind).keys() & {"__init__", "forward", "project", "crop"}:
                 made = name == "__init__"
-                switches = {"sinks": SWITCH} if made else {}  # the op takes their values
+                switches = {"sinks": SWITCH} if made else {}  # a constructor takes True or False, the op takes a tensor
                 called = kind.__name__ if made else name
                 setattr(kind, name, explained(getattr(kind, name), called, **special, **switches))
-    # Its cache may be a word too, which it judges by itself.
+    # The cache of generate may also be a word, which generate itself checks.
     CausalLM.generate = explained(CausalLM.generate, cache=(lambda value: True, model[1]))
 
 

@@ -1,4 +1,4 @@
-"""Sentences for arguments of the wrong kind, in place of pybind's list of signatures."""
+"""Error sentences for arguments of the wrong kind, in place of pybind's list of signatures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 Wanted = tuple[Callable[[object], bool], str]
-"""Whether a value is of the right kind, and what to say where it is not."""
+"""A test of whether a value is of the right kind, and the words that describe the right kind."""
 
 
 def shown(value: object) -> str:
-    """A wrong argument as a sentence shows it: `'yes' (str)`, or its type alone where its text is long."""
+    """A wrong argument in the words of an error sentence: `'yes' (str)`, or its type alone if its text is long."""
     text, kind = repr(value), type(value).__name__
     return with_article(kind) if len(text) > 60 or "\n" in text else f"{text} ({kind})"
 
@@ -36,7 +36,7 @@ def nested(name: str) -> ValueError:
 
 
 def unexpected_keyword(function: str, name: str, taken: Collection[str], cache: str) -> TypeError:
-    """For a keyword that `function` does not have; `cache` is what its cache= takes."""
+    """The error for a keyword that `function` does not have; `cache` says in words what its cache= takes."""
     hint = ""
     if name in ("kv_cache", "past_key_value", "past_key_values"):
         hint = f": use cache= with {cache}" if "cache" in taken else ": it keeps no cache, leave it out"
@@ -45,13 +45,13 @@ def unexpected_keyword(function: str, name: str, taken: Collection[str], cache: 
     return TypeError(f"attnpack: {function}() got an unexpected keyword argument '{name}'{hint}")
 
 
-# Kinds, as wide as what pybind converts: numpy's numbers are numbers.
+# Tests of kinds. They accept what pybind converts: numpy's numbers are numbers too.
 def is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
 def _converts(to: Callable[[Any], Any], value: object) -> bool:
-    """A tensor has every conversion and refuses most: only trying tells."""
+    """Tries the conversion: a tensor has the method for each of them, but refuses most."""
     try:
         to(value)
     except Exception:
@@ -113,7 +113,7 @@ _INT_OR_NONE = (or_none(_is_int), "an int, or None")
 SWITCH = (or_none(_is_bool), "True or False")
 _NUMBER = (_is_number, "a number")
 
-# What the arguments of that name want, wherever they stand.
+# The right kind for each argument name, in whichever function it appears.
 _WANTED: dict[str, Wanted] = {
     "query": (is_tensor, "a tensor [batch, num_heads, q_len, head_dim]"),
     "key": (is_tensor, "a tensor [batch, num_kv_heads, kv_len, head_dim]"),
@@ -164,7 +164,7 @@ _WANTED: dict[str, Wanted] = {
 
 
 def explain(arguments: Mapping[str, object], **special: Wanted) -> None:
-    """Raises the sentence for the first argument of the wrong kind; `special` wants something else under a name."""
+    """Raises the error for the first argument of the wrong kind; `special` replaces the right kind for some names."""
     for name, value in arguments.items():
         if is_tensor(value) and value.is_nested:
             raise nested(name) from None
@@ -174,7 +174,7 @@ def explain(arguments: Mapping[str, object], **special: Wanted) -> None:
 
 
 def explained(function: Callable[..., Any], called: str | None = None, /, **special: Wanted) -> Callable[..., Any]:
-    """`function` of pybind, with a sentence for arguments that it cannot take; `called` is what users call it."""
+    """`function` of pybind with an error sentence for arguments that it cannot take; `called` is its name for users."""
     called = called or function.__name__
 
     @functools.wraps(function)
@@ -198,6 +198,6 @@ def explained(function: Callable[..., Any], called: str | None = None, /, **spec
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Names, read from the signature that pybind writes into the docstring."""
+    """Names of the parameters, read from the signature that pybind writes into the docstring."""
     signatures: Iterable[str] = re.findall(r"\((self: .*)\) ->", function.__doc__ or "")
     return list(dict.fromkeys(name for signature in signatures for name in re.findall(r"(\w+): ", signature)))

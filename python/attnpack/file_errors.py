@@ -1,4 +1,4 @@
-"""Errors of files that others made: one sentence, which names the file."""
+"""Errors about files that others made: one sentence that names the file."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-_LONGEST = 80  # characters of a file's own words in a sentence
+_LONGEST = 80  # characters that an error sentence quotes from a file
 
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike, failed: str, fix: str) -> Iterator[None]:
-    """An error of the block that does not name `path` becomes a ValueError "PATH: FAILED (the error); FIX".
+    """Turns an error of the block that does not name `path` into a ValueError "PATH: FAILED (the error); FIX".
 
-    A missing package is not the file's fault: ImportError passes. A panic of a package in Rust is no Exception.
+    ImportError passes: a missing package is not the file's fault. The panic of a package in Rust is turned as well: it
+    is a BaseException, but no Exception.
     """
     try:
         yield
@@ -26,7 +27,7 @@ def naming(path: str | os.PathLike, failed: str, fix: str) -> Iterator[None]:
 
 
 def brief(text: object) -> str:
-    """Words from a file as a sentence can hold them: short, on one line, printable."""
+    """Words from a file, made fit for an error sentence: short, on one line, printable."""
     words = str(text)
     if not words.isprintable():
         words = repr(words[:_LONGEST])[1:-1]

@@ -15,12 +15,12 @@ from .explain import is_tensor, wrong_kind
 
 
 class LatentCache(DynamicCache):
-    """The latents of a MultiHeadLatentAttention: for every position c after its norm and the rotated k_rope side by
-    side, C + R numbers (576 in DeepSeek-V3), in one buffer that the absorbed path reads as it is. Grows as
-    DynamicCache.
+    """The latents of a MultiHeadLatentAttention. The cache grows as DynamicCache does.
 
-    `k` is [c | k_rope], [B, 1, len, C + R]; `v` is c, [B, 1, len, C], a view of it: what the absorbed path takes for
-    keys and values. `nbytes` is B * len * (C + R) * element size.
+    A position holds c after its norm and then the rotated k_rope: C + R numbers (576 in DeepSeek-V3). All positions lie
+    in one buffer that the absorbed path reads as it is. `k` is [c | k_rope], [B, 1, len, C + R]; `v` is c,
+    [B, 1, len, C], a view of `k`. The absorbed path takes them as keys and values. `nbytes` is B * len * (C + R) *
+    element size.
     """
 
     kv_lora_rank: int
@@ -57,7 +57,7 @@ class LatentCache(DynamicCache):
 
     @property
     def c(self) -> Tensor | None:
-        """As `v`."""
+        """The same as `v`."""
         return self.v
 
     @property
@@ -68,9 +68,9 @@ class LatentCache(DynamicCache):
     def to_latents(self, *, half_split: bool = False) -> tuple[Tensor, Tensor]:
         """Copies (c [B, 1, len, C], k_rope [B, 1, len, R]), as the DeepSeek layers of transformers cache them.
 
-        With half_split the rotated pairs (2i, 2i + 1) of an interleaved RotaryEmbedding come as (i, i + R/2):
-        DeepseekV3Attention rotates interleaved pairs and writes the result in that order, DeepseekV2Attention leaves
-        them where they were. Scores are the same in either order, caches are not.
+        With half_split, the rotated pairs (2i, 2i + 1) of an interleaved RotaryEmbedding move to (i, i + R/2).
+        DeepseekV3Attention rotates interleaved pairs and caches them in this order; DeepseekV2Attention leaves them in
+        place. Scores are the same in both orders, but caches are not.
         """
         if self.k is None:
             raise ValueError("attnpack: cache: got an empty one, want latents to give; run a forward with it first")
@@ -87,7 +87,7 @@ class LatentCache(DynamicCache):
 
         Args:
             lengths: int64 [B], valid positions of each sequence; default L.
-            half_split: k_rope lies as transformers' DeepseekV3Attention writes it.
+            half_split: k_rope has the order that transformers' DeepseekV3Attention writes.
         """
         for name, tensor in (("c", c), ("k_rope", k_rope)):
             if not is_tensor(tensor):

@@ -1,4 +1,4 @@
-"""The operators as Python functions: C++ through pybind in eager mode, through ``torch.ops`` while compiling.
+"""The operators as Python functions. They call C++ through pybind in eager mode, and ``torch.ops`` while compiling.
 
 B batch, Hq / Hkv query / kv heads, Lq / Lkv lengths, D head dim of queries and keys, Dv of values.
 """
@@ -18,7 +18,7 @@ _is_compiling = torch.compiler.is_compiling
 Rope = _C.RopeSettings | tuple | None
 """`RotaryEmbedding.settings`, or its first numbers as a tuple."""
 
-# Arguments that want something else here than under that name elsewhere.
+# Arguments of these functions that want another kind than the argument of the same name elsewhere.
 _POSITIONS = (is_tensor, "an int64 tensor: torch.tensor() makes one of a list")
 _BIAS = (or_none(is_tensor), "a tensor [out], or None")
 _TENSORS = (lambda value: isinstance(value, list | tuple) and all(map(is_tensor, value)), "a list of tensors")
@@ -52,19 +52,19 @@ def attention(
 
     Args:
         query: [B, Hq, Lq, D], float64, float32, bfloat16 or float16; any strides.
-        key: [B, Hkv, Lkv, D], value: [B, Hkv, Lkv, Dv], in query's dtype.
+        key: [B, Hkv, Lkv, D], value: [B, Hkv, Lkv, Dv], in the dtype of query.
         mask: bool (True = may attend) or additive float, broadcastable to [B, Hq, Lq, Lkv], right-aligned.
         causal: keep keys j <= i + q_offset.
         q_offset: position of query row 0: an int, an integer tensor [B], or "end" (valid keys - Lq). 0 is top-left.
         window: (left, right): keep pos - left <= j <= pos + right, inclusive; -1 = unbounded.
-        kv_lens: [B] int32 or int64, valid keys of each sequence; what lies beyond is never read into the result.
+        kv_lens: [B] int32 or int64, valid keys of each sequence; keys beyond them are never read into the result.
         softcap: c > 0: scores become c * tanh(score / c).
-        sinks: [Hq], one logit a head that joins the softmax denominator only.
+        sinks: [Hq], one logit per head that joins the softmax denominator only.
         alibi_slopes: [Hq], adds -slope * abs(pos - j); no gradient.
         head_map: Hq ints, the kv head that each query head reads; default h // (Hq // Hkv). Groups may be uneven.
         dropout_p: dropout on the probabilities; the seed comes from torch's generator.
         scale: default 1 / sqrt(D).
-        return_lse: also return the natural log of the softmax denominator.
+        return_lse: also return lse, the natural log of the softmax denominator.
 
     Returns:
         out [B, Hq, Lq, Dv], or (out, lse [B, Hq, Lq] in fp32, fp64 for fp64 inputs). A row with no allowed key gives
@@ -86,14 +86,14 @@ def attention(
             query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
             dropout_p, scale, return_lse,
         )  # fmt: skip
-    except (TypeError, RuntimeError):  # nested tensors end as NotImplementedError and others
+    except (TypeError, RuntimeError):  # a nested tensor raises NotImplementedError or others
         explain(locals(), window=_WINDOW)
         raise
 
 
 def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
                   dropout_p, scale):  # fmt: skip
-    """The arguments of torch.ops.attnpack.attention after the tensors: "end" resolved, dropout's seed drawn."""
+    """The arguments of torch.ops.attnpack.attention after the tensors: resolves "end" and draws the seed of dropout."""
     q_offsets = None
     if isinstance(q_offset, Tensor):
         q_offset, q_offsets = 0, q_offset
@@ -101,7 +101,7 @@ def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, 
         if kv_lens is None:
             q_offset = key.size(2) - query.size(2)
         else:
-            lens = kv_lens if kv_lens.is_cpu else kv_lens.clamp(0, key.size(2))  # as the operator takes them
+            lens = kv_lens if kv_lens.is_cpu else kv_lens.clamp(0, key.size(2))  # as the operator does
             q_offset, q_offsets = 0, lens - query.size(2)
     seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p > 0 else None
     return (mask, causal, q_offset, q_offsets, *window, kv_lens, softcap, sinks, alibi_slopes, head_map,
@@ -131,13 +131,13 @@ def attention_scores(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """The scores behind :func:`attention`, [B, Hq, Lq, Lkv], for plots, tests and study.
+    """The scores that :func:`attention` computes, [B, Hq, Lq, Lkv], for plots, tests and study.
 
     Args:
-        stage: "scaled" or "capped" (both for all keys), "masked" (ALiBi and mask in; -inf where excluded) or "probs"
-            (before dropout).
+        stage: "scaled" or "capped" (both for all keys), "masked" (with ALiBi and mask; -inf for an excluded key) or
+            "probs" (before dropout).
 
-    The other arguments are those of :func:`attention`. This one does hold Lq x Lkv numbers.
+    The other arguments are those of :func:`attention`. Unlike `attention`, this function holds Lq x Lkv numbers.
     """
     if _is_compiling():
         settings = _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
@@ -148,7 +148,7 @@ def attention_scores(
             query, key, mask, stage, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
             dropout_p, scale,
         )  # fmt: skip
-    except (TypeError, RuntimeError):  # nested tensors end as NotImplementedError and others
+    except (TypeError, RuntimeError):  # a nested tensor raises NotImplementedError or others
         explain(locals(), window=_WINDOW)
         raise
 
@@ -172,7 +172,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotates the first r dims of x by the angles behind cos and sin (Su et al. 2021, section 3.4.2).
+    """Rotates the first r dims of x by the angles whose cosines and sines are given (Su et al. 2021, section 3.4.2).
 
     Args:
         x: [..., L, D].
@@ -219,16 +219,16 @@ def rope_table_by_length(
     growth: float,
     trained_len: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same where frequencies follow the length of the sequence, as `RotaryEmbedding` has it.
+    """`rope_table` for frequencies that follow the length of the sequence, as `RotaryEmbedding` describes them.
 
     Args:
         positions: int64 [L] or [B, L].
         lengths: [B], default the highest position of a row + 1.
-        long_inv_freq: the frequencies past trained_len, r/2 of them, or none.
-        growth: > 0: past trained_len those of a grown base (dynamic NTK).
+        long_inv_freq: the r/2 frequencies for lengths above trained_len, or none.
+        growth: if above 0, lengths above trained_len take the frequencies of a larger base (dynamic NTK).
 
     Returns:
-        (cos, sin), each [L, r/2], or [B, L, r/2] where positions or lengths have B rows.
+        (cos, sin), each [L, r/2], or [B, L, r/2] if positions or lengths have B rows.
     """
     if _is_compiling():
         return torch.ops.attnpack.rope_table_by_length(
@@ -238,12 +238,12 @@ def rope_table_by_length(
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """The ALiBi slope of every head, 2^(-8 i / n) for i = 1 .. n where n is a power of two (Press et al. 2022)."""
+    """The ALiBi slope of every head: 2^(-8 i / n) for i = 1 .. n if n is a power of two (Press et al. 2022)."""
     return tuple(_C.alibi_slopes(num_heads))
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """input weight^T + bias, as torch's linear; up to 16 rows of input without gradients stream the weight once.
+    """input weight^T + bias, as torch's linear. Without gradients, up to 16 rows of input read the weight once.
 
     Args:
         input: [..., in], weight: [out, in], bias: [out].
@@ -261,13 +261,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linears(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
-    """`linear` of one input by several weights, which are streamed in one go where `linear` would stream each.
+    """`linear` of one input with several weights, which one call reads all.
 
     Args:
-        input: [..., in], weights: each [out, in], biases: none, or one for each weight, [out].
+        input: [..., in]; weights: each [out, in]; biases: none, or one [out] for each weight.
 
     Returns:
-        A list of [..., out], the numbers that `linear` gives.
+        A list of [..., out], the results of `linear`.
     """
     if _is_compiling():
         return torch.ops.attnpack.linears(input, weights, biases)
@@ -279,7 +279,7 @@ def linears(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] =
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich 2019), one pass without gradients.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich 2019); one pass without gradients.
 
     Args:
         x: [..., dim], weight: [dim].
@@ -313,15 +313,15 @@ def attend(
     scale: float | None = None,
     need_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What follows the projections of every attention layer: rotate, append to the cache, attend, join the heads.
+    """The steps after the projections of every attention layer: rotate, append to the cache, attend, join the heads.
 
     Args:
         query: [B, Hq, L, D], key: [B, Hkv, Lkv, D], value: [B, Hkv, Lkv, Dv], before rotation.
-        rope: `RotaryEmbedding.settings`, of which the first three suffice, or None for no rotation.
-        positions: int64 [L] or [B, L], for RoPE only; default: behind the cache, else 0..L-1.
+        rope: `RotaryEmbedding.settings` or its first three numbers as a tuple; None for no rotation.
+        positions: int64 [L] or [B, L], for RoPE only; default the positions after the cached ones, or 0..L-1.
         cross: keys come from another sequence and are rotated at 0..Lkv-1.
-        cache: (key [B, Hkv, capacity, D], value [B, Hkv, capacity, Dv], lengths [B] int64), written.
-        kv_lens: [B], valid new tokens (cross: valid context keys) of each sequence.
+        cache: (key [B, Hkv, capacity, D], value [B, Hkv, capacity, Dv], lengths [B] int64); the call writes into them.
+        kv_lens: [B], the number of valid new tokens of each sequence (with cross: of valid context keys).
 
     Returns:
         out [B, L, Hq * Dv], or (out, probabilities before dropout [B, Hq, L, keys]) with need_weights.
@@ -362,14 +362,14 @@ def latent_attend(
     scale: float | None = None,
     need_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What follows the projections of latent attention: rotate, append the latents, attend, join the heads.
+    """The steps after the projections of latent attention: rotate, append the latents, attend, join the heads.
 
     Args:
-        query: [B, H, L, N + R], of which the last R rotate; latent: [B, Lkv, C]; k_rope: [B, Lkv, R], before rotation.
-        kv_b: [H * (N + V), C], or None where query and output live in the latent space.
+        query: [B, H, L, N + R], whose last R dims rotate; latent: [B, Lkv, C]; k_rope: [B, Lkv, R], before rotation.
+        kv_b: [H * (N + V), C], or None if query and output are in the latent space.
         v_dim: V; path: "auto", "expanded" or "absorbed", see MultiHeadLatentAttention.
-        cache: (latents [B, 1, capacity, C + R], lengths [B] int64), written.
-        scale: of the scores; default 1 / sqrt of query's last dim.
+        cache: (latents [B, 1, capacity, C + R], lengths [B] int64); the call writes into them.
+        scale: factor on the scores; default 1 / sqrt of query's last dim.
 
     The other arguments are those of `attend`.
 
@@ -406,8 +406,11 @@ def latent_append(
     causal: bool = False,
     kv_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The first half of `latent_attend`, for a kv_b that is no matrix: rotated query, latents [B, 1, K, C + R] to read,
-    q_offset [B] and kv_lens [B] as `attention` takes them."""
+    """The first half of `latent_attend`, for a kv_b that is no plain matrix.
+
+    Returns:
+        The rotated query, the latents [B, 1, K, C + R] to read, and q_offset [B] and kv_lens [B] for `attention`.
+    """
     return torch.ops.attnpack.latent_append(
         query, latent, k_rope, *(cache or (None, None)), *_flat(rope), positions, cross, mask, causal, kv_lens,
         0.0, None,
@@ -419,6 +422,6 @@ def _native(rope: Rope) -> _C.RopeSettings | None:
 
 
 def _flat(rope: Rope) -> tuple:
-    """As the schemas of the layer ops have it: (inv_freq, factor, interleaved, long_inv_freq, growth, ...)."""
+    """rope as separate arguments of the layer ops: (inv_freq, factor, interleaved, long_inv_freq, growth, ...)."""
     given = (None,) if rope is None else rope.numbers() if isinstance(rope, _C.RopeSettings) else tuple(rope)
     return (*given, *(1.0, False, None, 0.0, 0, False)[len(given) - 1 :])

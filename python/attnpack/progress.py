@@ -1,4 +1,4 @@
-"""A progress bar for what takes longer than two seconds, where somebody watches and tqdm is there."""
+"""Progress bars for work that takes longer than two seconds, if stderr is a terminal and tqdm is installed."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -9,12 +9,12 @@ def progress(items: Iterable, title: str) -> Iterable:
         from tqdm import tqdm
     except ImportError:
         return items
-    return tqdm(items, desc=title, delay=2, leave=False, disable=None)  # None: silent where stderr is no terminal
+    return tqdm(items, desc=title, delay=2, leave=False, disable=None)  # None: no bar if stderr is no terminal
 
 
 @contextlib.contextmanager
 def seconds_bar(total: float, done: float, title: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar over time: call what it gives with the seconds that have passed and a few words."""
+    """A bar over time. It yields a function that takes the seconds that have passed and a few words."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,7 +1,7 @@
-"""The semantics of attnpack in plain PyTorch: what tests, notebooks and benchmarks compare the native code with.
+"""The semantics of attnpack in plain PyTorch. Tests, notebooks and benchmarks compare the native code with it.
 
-Nothing of attnpack is imported here. Everything computes in the dtype of its inputs, so that the same lines give the
-fp64 truth and the error that plain PyTorch makes in a low dtype. Written to be read and trusted, not to be fast.
+Nothing of attnpack is imported here. Everything computes in the dtype of its inputs. So the same lines give the fp64
+truth, and the error that plain PyTorch makes in a low dtype. This code is made to be read and trusted, not to be fast.
 """
 
 import math
@@ -34,7 +34,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention, `[B, Hq, Lq, Dv]`; with `return_lse` also the log of its denominator, `[B, Hq, Lq]`.
+    """Softmax attention, `[B, Hq, Lq, Dv]`; with `return_lse` also the log of the softmax denominator, `[B, Hq, Lq]`.
 
     A key that a row may not attend never influences that row or any gradient, whatever it holds. A row without keys
     gives 0, and an lse of -inf or its head's sink.
@@ -64,7 +64,7 @@ def attention_scores(
     head_map: Sequence[int] | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`[B, Hq, Lq, Lkv]` after one stage: "scaled" and "capped" (all keys), "masked" (-inf where excluded), "probs"."""
+    """`[B, Hq, Lq, Lkv]` after one stage: "scaled" or "capped" (all keys), "masked" (excluded: -inf), "probs"."""
     key = key[:, _head_map(query, key, head_map)]
     everything = torch.ones((), dtype=torch.bool, device=query.device)
     if stage == "scaled":
@@ -99,7 +99,7 @@ def _offset(query: Tensor, key: Tensor, q_offset: int | Tensor | str, kv_lens: T
 def _positions(
     query: Tensor, key: Tensor, q_offset: int | Tensor | str, kv_lens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Where rows stand, `[B or 1, 1, Lq, 1]`, and columns, `[Lkv]`."""
+    """Positions of the query rows, `[B or 1, 1, Lq, 1]`, and of the key columns, `[Lkv]`."""
     columns = torch.arange(key.shape[2], device=query.device)
     rows = torch.arange(query.shape[2], device=query.device).view(1, 1, -1, 1)
     return rows + _offset(query, key, q_offset, kv_lens).clamp(-FAR, FAR), columns
@@ -123,7 +123,7 @@ def _in_window(query: Tensor, key: Tensor, offset: Tensor, window: tuple[int, in
 
 
 def _allowed(query, key, mask, causal, q_offset, window, kv_lens) -> Tensor:
-    """Which keys each row may attend: bool `[B, Hq, Lq, Lkv]`, the intersection of all rules."""
+    """Bool `[B, Hq, Lq, Lkv]`: True for a key that a row may attend by all rules."""
     rows, columns = _positions(query, key, q_offset, kv_lens)
     allowed = torch.ones(*query.shape[:3], key.shape[2], dtype=torch.bool, device=query.device)
     if causal:
@@ -139,7 +139,7 @@ def _allowed(query, key, mask, causal, q_offset, window, kv_lens) -> Tensor:
 
 
 def _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, scale) -> Tensor:
-    """Scale, softcap, ALiBi, mask, in this order."""
+    """Scores after scale, softcap, ALiBi and mask, in this order."""
     scores = _cap(_scaled_dot(query, key, allowed, scale), softcap)
     if alibi_slopes is not None:
         rows, columns = _positions(query, key, q_offset, kv_lens)
@@ -151,7 +151,7 @@ def _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_
 
 
 def _scaled_dot(query: Tensor, key: Tensor, allowed: Tensor, scale: float | None) -> Tensor:
-    """scale * q.k; an excluded pair with NaN or Inf in it reads as 0, so that neither value nor gradient spreads it."""
+    """scale * q.k. If there is a NaN or Inf, excluded pairs count as 0, so that no value and no gradient spreads it."""
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
     if query.isfinite().all() and key.isfinite().all():
         return query @ key.transpose(-2, -1) * scale
@@ -165,7 +165,7 @@ def _cap(scores: Tensor, softcap: float) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Probabilities and lse over the last dimension joined by the sink, a column of its own that reads no value."""
+    """Probabilities and lse over the last dimension. The sink is one more column, which reads no value."""
     batch, num_heads, q_len, _ = scores.shape
     sink = scores.new_full((num_heads,), -INF) if sinks is None else sinks.to(scores.dtype)
     logits = torch.cat([scores, sink.view(1, -1, 1, 1).expand(batch, -1, q_len, 1)], dim=-1)
@@ -180,7 +180,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _weighted_sum(probs: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
-    """probs @ value; an excluded pair with NaN or Inf in its value counts nothing."""
+    """probs @ value. If there is a NaN or Inf, the values of excluded pairs count as 0."""
     if value.isfinite().all():
         return probs @ value
     chosen = torch.where(allowed.unsqueeze(-1), value.unsqueeze(2), 0)  # [B, Hq, Lq, Lkv, Dv]
@@ -218,8 +218,8 @@ def rope_table(
 
 def latent_attention(query: Tensor, latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, **settings) -> Tensor:
     """Latent attention `[B, H, Lq, V]` of rotated queries `[B, H, Lq, N + R]` over latents `[B, Lkv, C]` and one
-    rotated key `[B, Lkv, R]` for all heads; w_uk `[H, N, C]` and w_uv `[H, V, C]` make each head's keys
-    and values of a latent. Settings are those of `attention`. Source: DeepSeek-V2 2024, equations 9 to 19.
+    rotated key `[B, Lkv, R]` for all heads. w_uk `[H, N, C]` and w_uv `[H, V, C]` turn a latent into each head's key
+    and value. The settings are those of `attention`. Source: DeepSeek-V2 2024, equations 9 to 19.
     """
     key = torch.einsum("blc,hnc->bhln", latent, w_uk)
     shared = k_rope.unsqueeze(1).expand(-1, w_uk.shape[0], -1, -1)
@@ -292,7 +292,7 @@ class MQA(GQA):
 
 
 # ---- the multi-query notebook's three versions -------------------------------------------------------------------
-# They tell what they see through `say`, one text a call: print in the notebook, a list's append in the tests.
+# They report intermediate results through `say`, one text per call: print in the notebook, a list's append in tests
 
 
 def _silent(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Sentences for sizes, dtypes and paths where no C++ twin judges them."""
+"""Error sentences for sizes, dtypes and paths that no C++ twin checks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from .explain import wrong_kind
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-"""As the command line names them."""
+"""The dtypes by their names on the command line."""
 
 
 def check_dtype(dtype: object) -> None:
-    """dtype of a module, where given: that of parameters, which have gradients."""
+    """Checks that the dtype of a module, if given, is a floating one: parameters have gradients."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise wrong_kind("dtype", dtype, "a torch.dtype such as torch.float32, or None")
     if dtype is not None and not dtype.is_floating_point:
@@ -22,7 +22,7 @@ def check_dtype(dtype: object) -> None:
 
 
 def check_size(name: str, size: object, least: int = 1) -> None:
-    """A size is an int and large enough."""
+    """Checks that a size is an int of at least `least`."""
     if not isinstance(size, int) or isinstance(size, bool):
         raise wrong_kind(name, size, "an int")
     if size < least:

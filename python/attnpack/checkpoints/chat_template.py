@@ -1,8 +1,7 @@
-"""Chat templates, which are programs of whoever made the file: run in a process of their own, with little time and
-memory.
+"""Renders chat templates in another process with little time and memory.
 
-A sandbox in this process cannot do that: loops in loops, recursive macros and a filter that pads to a billion
-characters are all legal Jinja.
+A template is a program that came with the checkpoint, and its author is unknown. A sandbox in this process cannot limit
+time and memory: loops in loops, recursive macros and a filter that pads to a billion characters are all legal Jinja.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ import sys
 from pathlib import Path
 
 LONGEST_TEMPLATE = 1_000_000  # characters
-_SECONDS = 2  # of the CPU
-_BYTES = 1 << 30  # of memory
+_SECONDS = 2  # of CPU time
+_BYTES = 1 << 30  # of address space
 _LONGEST_ANSWER = 10_000_000  # characters
-_PATIENCE = 30  # seconds by the clock, on a busy machine
+_PATIENCE = 30  # seconds by the clock: the machine may be busy
 _PROGRAM = Path(__file__).with_name("chat_process.py")
 
 
 def render(source: str, template: str, **values: object) -> str:
-    """The text that the template of the checkpoint `source` makes of `values`, which JSON can hold.
+    """The text that the template of the checkpoint `source` makes from `values`, which must fit into JSON.
 
-    Raises ValueError, naming `source`, where it refuses, fails or takes too much; ImportError without jinja2.
+    Raises ValueError, naming `source`, if the template refuses the prompt, fails, or takes too much time or memory;
+    ImportError without jinja2.
     """
     if importlib.util.find_spec("jinja2") is None:
         raise ImportError("chat templates need jinja2; run `pip install jinja2`")
@@ -34,7 +34,7 @@ def render(source: str, template: str, **values: object) -> str:
     limits = {"seconds": _SECONDS, "bytes": _BYTES, "characters": _LONGEST_ANSWER}
     request = json.dumps({"template": template, "values": values, "limits": limits})
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-P", str(_PROGRAM)]  # -P: its folder, ours, holds no packages
+    command = [sys.executable, "-P", str(_PROGRAM)]  # -P: import no module from the folder of the program
     try:
         ended = subprocess.run(command, input=request.encode(), capture_output=True, env=environment, timeout=_PATIENCE)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""GGUF checkpoints: what a file's metadata and tensors mean as CausalLM keywords and Llama state_dict names."""
+"""GGUF checkpoints: a file's metadata as CausalLM keywords, and its tensors under Llama's state_dict names."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..file_errors import brief
 from .gguf_file import GgufFile
 from .sizes import check_sizes
 
-# GGUF architecture -> whether q and k rows are stored with the two RoPE halves interleaved.
+# GGUF architecture -> whether the rows of q and k are stored as interleaved RoPE pairs.
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ROPE_FREQS = "rope_freqs.weight"
-# Settings of RoPE scaling that are read at these values only.
+# Settings of RoPE scaling that must have these values.
 _ROPE_DEFAULTS = {
     "alpha": 0.0,
     "attn_factor": 1.0,
@@ -40,7 +40,7 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
-# Settings that change the mathematics and that the loaded model would silently lack.
+# Settings that change the mathematics and that CausalLM does not have: loading would silently drop them.
 _UNSUPPORTED_KEYS = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -75,7 +75,7 @@ class GgufCheckpoint:
         self.file.read(self.sources[name], out)
         heads = {"q_proj": "num_heads", "k_proj": "num_kv_heads"}.get(name.split(".")[-2])
         if heads and ARCHITECTURES[self.arch]:
-            # Stored pairs (2i, 2i + 1) of a head turn by one angle; Hugging Face's pairs are (i, i + head_dim / 2).
+            # The file stores the rows of a RoPE pair at (2i, 2i + 1) of a head, Hugging Face at (i, i + head_dim / 2).
             pairs = out.view(self.config[heads], self.config["head_dim"] // 2, 2, -1)
             out.copy_(pairs.transpose(1, 2).reshape(out.shape))
 
@@ -145,7 +145,7 @@ class GgufCheckpoint:
         }
 
     def _window(self, positions: int) -> tuple[int, int] | None:
-        """The window of every layer for a sliding_window of W tokens, their own included."""
+        """The window of every layer: (W - 1, 0) for a sliding_window of W tokens, the token itself included."""
         key = f"{self.arch}.attention.sliding_window"
         width, pattern = self._get("attention.sliding_window"), self._get("attention.sliding_window_pattern")
         if not width:
@@ -191,8 +191,8 @@ class GgufCheckpoint:
         }
 
     def _divided_frequencies(self, head_dim: int, kind: str, factor: float) -> dict[str, Any]:
-        """rope_freqs.weight holds a divisor of each frequency, what Llama 3's scaling comes to: LongRoPE with one list
-        for every length."""
+        """The scaling that rope_freqs.weight describes. It holds a divisor for each frequency, the result of Llama 3's
+        scaling. This is LongRoPE with the same list for all lengths."""
         if kind not in ("none", "linear") or factor != 1.0:
             raise ValueError(
                 f"{self.path}: has {_ROPE_FREQS} beside rope.scaling.type {brief(repr(kind))}, which is not supported"

@@ -1,8 +1,8 @@
 """GGUF files: the metadata, and the tensors by name.
 
-The format is the one of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is read here rather than
-by `gguf.GGUFReader`, which keeps every token of the vocabulary as a NumPy view (5 s and 160 MB for SmolLM2, more than
-loading may cost); the package `gguf` still knows the quantised types and undoes them.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes the format. This module reads the header itself,
+because `gguf.GGUFReader` costs too much: it keeps every token of the vocabulary as a NumPy view (5 s and 160 MB for
+SmolLM2). The package `gguf` dequantises the tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _UINT32, _STRING, _ARRAY = 4, 8, 9
 _CHUNK_BYTES = 1 << 20  # of dequantised fp32 at a time
 
-# A header may not have more, so that a lie costs little. The largest vocabularies take a quarter of it.
+# Limits of a header, so that a file that lies costs little. The largest vocabularies take a quarter of them.
 _LONGEST = 64_000_000  # bytes
 _MOST_KEYS = 1 << 16
 _MOST_TENSORS = 1 << 18
@@ -45,14 +45,14 @@ class GgufTensor:
 
 
 class _Header:
-    """Reads values one after the other and refuses to run past the end of the file, or of what a header may have."""
+    """Reads values one after the other, and raises at the end of the file and at the limits of a header."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.file, self.path, self.size, self.at = file, path, os.fstat(file.fileno()).st_size, file.tell()
         self._items = 0
 
     def check_left(self, count: int) -> None:
-        """Raises unless `count` more bytes are there."""
+        """Raises unless the file has `count` more bytes."""
         if count > self.size - self.at:
             raise ValueError(
                 f"{self.path}: the GGUF header ends early (the file has {self.size} bytes); "
@@ -84,7 +84,7 @@ class _Header:
         return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
 
     def name(self) -> str:
-        """Two names that are not UTF-8 must not become one."""
+        """A name, strictly decoded: as replaced characters, two names that are not UTF-8 could become the same."""
         return self.take(self.scalar("Q")).decode("utf-8")
 
     def value(self, kind: int, depth: int = 0) -> Any:
@@ -194,7 +194,7 @@ class GgufFile:
                 )
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        """Dequantises tensor `name` into `out` (same shape, any floating dtype and device), few megabytes at a time."""
+        """Dequantises tensor `name` into `out` (same shape, any floating dtype and device), piece by piece."""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
         from numpy import fromfile, uint8
@@ -216,7 +216,7 @@ def _padded(count: int, alignment: int) -> int:
 
 
 def _block_sizes(path: Path, kinds: set[int]) -> dict[int, tuple[int, int]]:
-    """Elements and bytes of one block of each tensor type; raises where one cannot be dequantised."""
+    """Elements and bytes of one block of each tensor type; raises if a type cannot be dequantised."""
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize

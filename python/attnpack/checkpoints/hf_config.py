@@ -1,4 +1,4 @@
-"""What a converted checkpoint has beside its tensors: config.json and the tokenizer's files."""
+"""The files of a converted checkpoint besides its tensors: config.json and the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .strict_json import read_json
 from .tokenizer import load_tokenizer
 from .writer import write_json, write_text
 
-# Copied as they are, where IN has them.
+# Files that are copied unchanged if the source has them.
 _COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -34,7 +34,7 @@ _CLASSES = {
 
 
 def config_json(checkpoint: HfCheckpoint | GgufCheckpoint, num_kv_heads: int) -> dict[str, Any]:
-    """config.json for the checkpoint with `num_kv_heads`: its own, or one made from the GGUF metadata."""
+    """config.json of the checkpoint with `num_kv_heads`: its own file, or one made from the GGUF metadata."""
     if isinstance(checkpoint, HfCheckpoint):
         return read_json(checkpoint.path / "config.json") | {"num_key_value_heads": num_kv_heads}
     return _from_gguf(checkpoint) | {"num_key_value_heads": num_kv_heads}
@@ -70,7 +70,7 @@ def _from_gguf(checkpoint: GgufCheckpoint) -> dict[str, Any]:
     }
     if config["window"] is not None:
         result |= {"sliding_window": config["window"][0] + 1}
-        if model_type != "mistral":  # every layer slides
+        if model_type != "mistral":  # the window is that of every layer
             result |= {"use_sliding_window": True, "max_window_layers": 0}
     for role, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
         if (token := data.get(f"tokenizer.ggml.{key}_token_id")) is not None:
@@ -79,7 +79,8 @@ def _from_gguf(checkpoint: GgufCheckpoint) -> dict[str, Any]:
 
 
 def write_companions(source: Path, out: Path) -> str | None:
-    """Copies a directory's tokenizer, or makes one from GGUF; what to tell the user where there is none, else None."""
+    """Copies a directory's tokenizer, or makes one from GGUF. Returns a note for the user if no tokenizer was written,
+    else None."""
     if source.is_dir():
         for name in _COMPANIONS:
             if (source / name).is_file():

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: a directory with config.json and safetensors, as CausalLM keywords and state_dict names."""
+"""Hugging Face checkpoints: config.json as CausalLM keywords, and the tensors of a directory's safetensors files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class HfCheckpoint:
 
 
 def _model_config(path: Path, config: dict[str, Any], max_positions: int | None) -> dict[str, Any]:
-    """CausalLM keywords for a Hugging Face configuration; raises for every setting the model would silently lack."""
+    """CausalLM keywords for a Hugging Face configuration; raises for a setting that CausalLM does not have."""
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         raise ValueError(
@@ -118,8 +118,10 @@ def _model_config(path: Path, config: dict[str, Any], max_positions: int | None)
 
 
 def _window(path: Path, config: dict[str, Any], positions: int) -> tuple[int, int] | None:
-    """The window of every layer for a sliding_window of W tokens, their own included; raises where only some layers
-    slide and the context asked for is longer."""
+    """The window of every layer: (W - 1, 0) for a sliding_window of W tokens, the token itself included.
+
+    Raises if only some layers have a window and `positions` is larger than the window.
+    """
     width = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
     some, every = False, config["model_type"] == "mistral"
     if config["model_type"] in ("qwen2", "qwen3") and config.get("use_sliding_window"):
@@ -173,11 +175,11 @@ def _rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | N
 
 
 def _scaling(path: Path, source: str, kind: str, rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The dict for RotaryEmbedding, with the lengths that transformers takes from elsewhere in the configuration."""
+    """The dict for RotaryEmbedding. As in transformers, missing lengths come from elsewhere in the configuration."""
     longest = config.get("max_position_embeddings")
     trained = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest
     if kind == "dynamic":
-        trained = longest  # transformers takes this one
+        trained = longest  # as transformers does
     dropped = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
     scaling = {key: value for key, value in rope.items() if key not in dropped and value is not None}
     scaling |= {"rope_type": kind, "original_max_position_embeddings": trained}

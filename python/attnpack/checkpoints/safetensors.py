@@ -1,7 +1,7 @@
-"""Safetensors files, in shards too, judged as https://github.com/huggingface/safetensors judges them.
+"""Safetensors files, also in shards, checked by the rules of https://github.com/huggingface/safetensors.
 
-They are read piece by piece rather than mapped: the pages of a mapped file would count as resident memory on top of the
-converted weights.
+They are read piece by piece and not mapped: the pages of a mapped file would count as resident memory in addition to
+the converted weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..file_errors import brief, naming
 from .strict_json import LONGEST, parse_json, read_json
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Of every dtype that the format knows.
+# Bits per element of every dtype that the format knows.
 _BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -55,7 +55,7 @@ class SafetensorsFile:
         self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        """As the tensor is stored."""
+        """The dtype in which the tensor is stored."""
         stored = self.entries[name]["dtype"]
         if stored not in _DTYPES:
             raise ValueError(f"{self.path}: tensor {brief(name)} is {stored}; readable are {', '.join(_DTYPES)}")
@@ -86,7 +86,8 @@ def _check_metadata(path: Path, metadata: Any) -> None:
 
 
 def _check_entry(path: Path, name: str, entry: Any, size: int) -> None:
-    """Raises unless a header's entry is whole, and its bytes are as many as its dtype and shape need, among `size`."""
+    """Raises unless an entry of the header is complete, has the bytes that its dtype and shape need, and ends within
+    the data's `size` bytes."""
     values = [entry.get(key) for key in ("dtype", "shape", "data_offsets")] if isinstance(entry, dict) else [None] * 3
     dtype, shape, offsets = values
     numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
@@ -113,7 +114,7 @@ def _check_entry(path: Path, name: str, entry: Any, size: int) -> None:
 
 
 def _bits(dtype: str, shape: list[int]) -> int | None:
-    """That a tensor takes; None where 64 bits do not hold the number on the way."""
+    """Bits that a tensor takes; None if a product on the way needs more than 64 bits."""
     bits = 1
     for size in (*shape, _BITS[dtype]):
         bits *= size
@@ -153,11 +154,13 @@ def open_files(directory: Path) -> list[SafetensorsFile]:
 
 
 def _open_shards(directory: Path, index: Path, places: Any) -> list[SafetensorsFile]:
-    """The files that an index's weight_map names; raises unless it says of each tensor where it is, and no more."""
+    """The files that an index's weight_map names; raises unless the weight_map names each tensor of these files, with
+    the right file, and no other tensor."""
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index}: has no weight_map, which names each tensor's file; get the checkpoint again")
     for shard in places.values():
-        # A conversion writes shards under their names, beside files of its own: none of those is a .safetensors.
+        # A conversion writes the shards under these names. Its other files have other suffixes, so no shard can
+        # overwrite them.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ValueError(
                 f"{index}: names the file {brief(repr(shard))}, wants the name of one beside it, NAME.safetensors"

@@ -1,15 +1,15 @@
-"""What a checkpoint's configuration may ask for: judged before anything is built, for a file may lie."""
+"""Checks of the sizes in a checkpoint's configuration, before anything is built: a file may lie."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-_WIDEST = 1 << 20  # heads times head_dim: a layer holds a number for each head, RoPE one for each pair of dims
+_WIDEST = 1 << 20  # limit of heads * head_dim: a layer holds a number per head, RoPE a number per pair of dims
 
 
 def check_sizes(path: Path, shapes: Mapping[str, tuple[int, ...]], num_layers: int, heads: int, head_dim: int) -> None:
-    """Raises for sizes that cost before shapes are compared, and that the checkpoint's tensors cannot have."""
+    """Raises for sizes that no tensor of the checkpoint has, and that would cost much before shapes are compared."""
     if num_layers > len(shapes):
         raise ValueError(
             f"{path}: its configuration asks for {num_layers} layers, but it has {len(shapes)} tensors; the "
@@ -23,7 +23,7 @@ def check_sizes(path: Path, shapes: Mapping[str, tuple[int, ...]], num_layers: i
 
 
 def check_shapes(path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises unless the checkpoint has exactly the tensors of the model its configuration describes."""
+    """Raises unless the checkpoint has exactly the tensors of the model that its configuration describes."""
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]
     if missing or extra:

@@ -1,4 +1,4 @@
-"""JSON from files that others made: what Rust's serde_json takes, without duplicate keys, at a bounded cost."""
+"""JSON from files that others made: takes what Rust's serde_json takes, refuses duplicate keys, and limits the cost."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from ..explain import with_article
 from ..file_errors import brief, naming
 
-LONGEST = 100_000_000  # bytes, as Rust's safetensors takes of a header
-_MOST_MARKS = 6_000_000  # of "[{:,", which bound the values; a vocabulary of 262,144 tokens has 2.1 million
-_DEEPEST = 127  # objects and lists in each other
+LONGEST = 100_000_000  # bytes, the limit of Rust's safetensors for a header
+_MOST_MARKS = 6_000_000  # of "[{:,", which limit the number of values; a vocabulary of 262,144 tokens has 2.1 million
+_DEEPEST = 127  # levels of nested objects and lists
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises ValueError, naming the file, where it holds none."""
+    """The object in a JSON file; raises ValueError, naming the file, if there is none."""
     with naming(path, "cannot be read as JSON", "get the checkpoint again"):
         value = parse_json(read_bounded(path, LONGEST))
     if not isinstance(value, dict):
@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """A file's bytes; raises ValueError where it has more than `most`."""
+    """A file's bytes; raises ValueError if it has more than `most`."""
     with path.open("rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -36,13 +36,13 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def check_values(data: bytes) -> None:
-    """Raises ValueError for JSON of more values than files have: each may cost 200 bytes of memory."""
+    """Raises ValueError for JSON with more values than real files have: each value may cost 200 bytes of memory."""
     if sum(map(data.count, (b"[", b"{", b":", b","))) > _MOST_MARKS:
         raise ValueError(f"it has more than {_MOST_MARKS} values")
 
 
 def parse_json(data: bytes) -> Any:
-    """The value; an integer that has no 64 bits is a float. Raises ValueError."""
+    """The value in the JSON text. An integer that does not fit in 64 bits becomes a float. Raises ValueError."""
     check_values(data)
     text = data.decode("utf-8")
     try:
@@ -54,7 +54,7 @@ def parse_json(data: bytes) -> Any:
     if _is_deeper(value, _DEEPEST):
         raise ValueError(f"values more than {_DEEPEST} deep in each other")
     if _HALF_CHARACTER.search(text):
-        json.dumps(value, ensure_ascii=False).encode()  # raises for half a character without the other
+        json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     return value
 
 

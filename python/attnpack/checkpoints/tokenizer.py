@@ -25,7 +25,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 class Tokenizer:
     """`encode`, `decode` and `chat` of one model; made by `load_tokenizer`.
 
-    `stop_tokens` are the ids that end an answer, `backend` the `tokenizers.Tokenizer` underneath.
+    `stop_tokens` are the ids that end an answer; `backend` is the `tokenizers.Tokenizer` that does the work.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Tokenizer:
         self.special, self._source = special or {}, source
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with the tokens the model wants around every text (a BOS, say), as transformers gives them."""
+        """Ids of `text`, with the tokens that the model wants around every text (such as a BOS), as in transformers."""
         return self.backend.encode(text).ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -49,7 +49,7 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def stream(self, write: Callable[[str], object]) -> Callable[[int], None]:
-        """A function that takes token ids one by one and hands `write` each piece of text as soon as it is whole."""
+        """A function that takes token ids one by one, and calls `write` with each piece of text once it is complete."""
         from tokenizers.decoders import DecodeStream
 
         decoder = DecodeStream(skip_special_tokens=True)
@@ -63,9 +63,10 @@ class Tokenizer:
     def chat(self, prompt: str) -> list[int]:
         """Ids of one user message in the model's chat format, up to where the answer begins.
 
-        The model's own Jinja template is rendered if `jinja2` is importable, in a process with little time and memory
-        (chat_template.py); without it ChatML, with SmolLM2's default system message where the template has it. Raises
-        ValueError if the model has no template, needs jinja2, or its template fails or takes too much.
+        If `jinja2` is installed, the model's own Jinja template is rendered in a process with little time and memory
+        (chat_template.py). Without jinja2 the format is ChatML, with SmolLM2's default system message if the template
+        contains it. Raises ValueError if the model has no template or needs jinja2, or if its template fails or takes
+        too much.
         """
         return self.backend.encode(self.chat_text(prompt), add_special_tokens=False).ids
 
@@ -91,7 +92,7 @@ def _chatml(prompt: str, template: str, source: str) -> str:
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     """The tokenizer of a Hugging Face directory (tokenizer.json) or of a GGUF file with a byte-level BPE vocabulary.
 
-    Raises ImportError without the package `tokenizers`, ValueError for a vocabulary of another kind or no file.
+    Raises ImportError without the package `tokenizers`, ValueError for a vocabulary of another kind or a missing file.
     """
     try:
         import tokenizers  # noqa: F401
@@ -161,7 +162,7 @@ def _from_gguf(path: Path) -> Tokenizer:
 
     vocabulary = {token: i for i, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    for pair in pairs:  # the package panics
+    for pair in pairs:  # the package would panic
         if len(pair) != 2 or "".join(pair) not in vocabulary:
             raise ValueError(f"{path}: merges {brief(repr(pair))}, which gives no token; get the file again")
     backend = Backend(models.BPE(vocab=vocabulary, merges=pairs))
@@ -196,7 +197,7 @@ def _from_gguf(path: Path) -> Tokenizer:
 
 
 def _pre_tokenizer(path: Path, pre: str) -> Any:
-    """How text is cut before the merges, by tokenizer.ggml.pre (llama.cpp's names)."""
+    """The rule that splits text before the merges, by tokenizer.ggml.pre (llama.cpp's names)."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 

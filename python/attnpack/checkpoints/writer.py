@@ -1,6 +1,6 @@
-"""A checkpoint's files: JSON, and safetensors written tensor by tensor. Each is new: no link is followed.
+"""Writes a checkpoint's files: JSON, and safetensors tensor by tensor. Each file must be new, so no link is followed.
 
-The format of the tensors is the one of https://github.com/huggingface/safetensors#format.
+https://github.com/huggingface/safetensors#format describes the format of the tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 class SafetensorsWriter:
-    """A .safetensors file whose tensors are known by shape and dtype before they come, in any order, by `put`."""
+    """A .safetensors file. The constructor takes shape and dtype of all tensors; `put` writes them in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class SafetensorsWriter:
         self._file.write(len(header).to_bytes(8, "little") + header)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Writes a tensor of the shape and dtype that were announced; raises ValueError where it is not finite."""
+        """Writes a tensor, which must have the announced shape and dtype."""
         entry = self._entries[name]
         if list(tensor.shape) != entry["shape"] or _NAMES[tensor.dtype] != entry["dtype"]:
             raise AssertionError(f"{name} is {tensor.dtype} {list(tensor.shape)}, announced was {entry}")
@@ -54,7 +54,7 @@ class SafetensorsWriter:
         self._missing.discard(name)
 
     def close(self) -> None:
-        """Ends the file and brings it to the disk; every tensor must have come."""
+        """Closes the file after it is on the disk; every tensor must have been written."""
         if self._missing:
             raise AssertionError(f"{self.path}: lacks {', '.join(sorted(self._missing))}")
         self._file.flush()
@@ -63,7 +63,7 @@ class SafetensorsWriter:
 
 
 def require_finite(source: Path, name: str, tensor: Tensor) -> None:
-    """Raises ValueError for NaN and infinity, which no conversion and no model survives."""
+    """Raises ValueError for NaN and infinity, which make any conversion and any model useless."""
     if not torch.isfinite(tensor).all():
         kind = "NaN" if tensor.isnan().any() else "infinity"
         raise ValueError(f"{source}: tensor {name} holds {kind}; the checkpoint is damaged, get it again")

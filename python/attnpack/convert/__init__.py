@@ -1,8 +1,8 @@
-"""One variant of attention as another: fewer key-value heads, latent attention, fused projections apart and together.
+"""Converts one variant of attention to another: to fewer key-value heads or to latent attention. It also splits and
+fuses projections.
 
-`pool_kv_heads` works on one weight, `merge_kv_heads` on a layer's weights, `to_gqa`, `to_mqa` and `to_mla` on
-modules (the first two on models too);
-`attnpack convert` does whole checkpoints.
+`pool_kv_heads` works on one weight, `merge_kv_heads` on a layer's weights. `to_gqa`, `to_mqa` and `to_mla` work on
+modules, and the first two also on models. The command `attnpack convert` works on whole checkpoints.
 """
 
 from .heads import layer_error, similar_groups, to_gqa, to_mqa

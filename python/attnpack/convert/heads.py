@@ -1,4 +1,4 @@
-"""Modules and models with fewer key-value heads."""
+"""Converts modules and models to fewer key-value heads."""
 
 from __future__ import annotations
 
@@ -37,20 +37,19 @@ def to_gqa(
     """A copy of `module` with `num_kv_heads` key-value heads (Ainslie et al. 2023); `module` stays as it is.
 
     Args:
-        module: a MultiHeadAttention, GroupedQueryAttention (whose kv heads are merged) or MultiQueryAttention; of
-            `attnpack.cpp` too. Or a block, a stack, an EncoderDecoder or a CausalLM (the last two of `attnpack.cpp`
-            too), whose attention layers are converted.
-        num_kv_heads: key-value heads afterwards, at most those there are.
-        method, window, groups, seed: as in `merge_kv_heads`. Groups are of kv heads; other than consecutive groups of
-            one size give a head_map (in a CausalLM, which has none, query heads are put in another order instead).
-            With a seed every layer of a model draws by one of its own.
-        calibration: what the layer reads on some text, [B, L, E], or (x, context, value_context); for single layers.
-        encoder: convert the encoder of an EncoderDecoder too: its cost is not that of reading a cache, so that the
-            paper leaves it.
+        module: a MultiHeadAttention, GroupedQueryAttention or MultiQueryAttention, also of `attnpack.cpp`. Or a block,
+            a stack, an EncoderDecoder or a CausalLM (the last two also of `attnpack.cpp`), whose attention layers are
+            converted.
+        num_kv_heads: the new number of key-value heads, at most the present number.
+        method, window, groups, seed: as in `merge_kv_heads`. groups lists kv heads. Groups that are uneven or not
+            consecutive give a head_map. A CausalLM has no head_map, so its query heads are reordered instead. With a
+            seed every layer of a model draws by one of its own.
+        calibration: the input of the layer on some text, [B, L, E], or (x, context, value_context); for single layers.
+        encoder: convert the encoder of an EncoderDecoder too. The paper leaves it, because an encoder reads no cache.
 
     Returns:
-        A GroupedQueryAttention, or the model, with all else kept: settings, biases, norms, sinks, RoPE, training mode,
-        dtype, device and requires_grad.
+        A GroupedQueryAttention or the model. Settings, biases, norms, sinks, RoPE, training mode, dtype, device and
+        requires_grad are kept.
 
     Raises:
         ValueError: sizes or groups do not fit. TypeError: a module of another kind, or k_proj, v_proj (with "aligned"
@@ -97,21 +96,22 @@ def to_mqa(
 def similar_groups(
     module: nn.Module, num_kv_heads: int, calibration: Tensor | Sequence[Tensor | None] | None = None
 ) -> list[list[int]]:
-    """The groups that method "similar" would choose for an attention layer; of one size where that comes out even."""
+    """The groups that method "similar" would choose for an attention layer. They have one size if num_kv_heads divides
+    the layer's number of kv heads."""
     heads = module.num_kv_heads
     distances = _C.convert.head_distances(list(layer_weights(module)), heads, calibration_rows(calibration))
     return _C.convert.choose_groups(distances, num_kv_heads, heads % num_kv_heads != 0)
 
 
 def layer_error(module: nn.Module, converted: nn.Module, x: Tensor, context: Tensor | None = None) -> float:
-    """|converted(x) - module(x)| / |module(x)|, the norms over all outputs."""
+    """|converted(x) - module(x)| / |module(x)|, with norms over all outputs."""
     with torch.no_grad():
         out = module(x, context).double()
         return ((converted(x, context).double() - out).norm() / out.norm()).item()
 
 
 def layer_weights(module: GroupedQueryAttention) -> LayerWeights:
-    """The projections of an attention layer, which must be plain ones."""
+    """The weights of an attention layer, whose projections must be plain nn.Linear."""
     if not isinstance(module, GroupedQueryAttention):
         raise wrong_kind("module", module, _WANTED)
     q, k, v, o = module.q_proj, module.k_proj, module.v_proj, module.o_proj
@@ -150,7 +150,7 @@ def _rebuild(
     weights: LayerWeights,
     arguments: dict[str, Any],
 ) -> GroupedQueryAttention:
-    """A `kind` with these weights and all else of `module`, in memory of its own."""
+    """A `kind` with these weights and with copies of all other parts of `module`."""
     config = {name: value for name, value in module._live_config().items() if name not in _SIZES} | arguments
     made = kind(*sizes, **config, rope=copy.deepcopy(module.rope), device="meta")
     for name in ("q_proj", "o_proj", "q_norm", "k_norm"):
@@ -169,7 +169,7 @@ _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_map")
 
 
 def _like(old: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A parameter of its own, training as `old` does."""
+    """A new parameter with the value, and with requires_grad of `old`."""
     return nn.Parameter(value.clone() if value is old else value, requires_grad=old.requires_grad)
 
 
@@ -195,7 +195,7 @@ def _convert_model(module: nn.Module, num_kv_heads: int, settings: dict[str, Any
 
 
 def _convert_lm(model: CausalLM, num_kv_heads: int, settings: dict[str, Any]) -> CausalLM:
-    """A CausalLM made with the new number of heads, so that its C++ twin is too."""
+    """A CausalLM that is constructed with the new number of heads, so that its C++ twin has the same number."""
     config = model._live_config() | {"num_kv_heads": num_kv_heads}
     made = CausalLM(**config, device="meta")
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -214,6 +214,6 @@ def _convert_lm(model: CausalLM, num_kv_heads: int, settings: dict[str, Any]) ->
 
 
 def _for_layer(settings: dict[str, Any], number: int) -> dict[str, Any]:
-    """A seed of its own for each layer; four tensors of a layer draw by the numbers behind it."""
+    """The settings with the seed of one layer. Seeds are 4 apart: the four tensors of a layer use consecutive seeds."""
     seed = settings["seed"]
     return settings if seed is None else settings | {"seed": (seed + 4 * number) % 2**64}

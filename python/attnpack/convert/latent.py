@@ -1,4 +1,4 @@
-"""Attention layers as multi-head latent attention."""
+"""Converts attention layers to multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ def to_mla(
     calibration: Tensor | Sequence[Tensor | None] | None = None,
     length: int | None = None,
 ) -> nn.Module:
-    """An attention layer as a MultiHeadLatentAttention, whose cache is one latent of `kv_lora_rank` numbers a token,
-    and one rotating key as wide as the layer's RoPE; `module` stays as it is.
+    """Converts an attention layer to a MultiHeadLatentAttention; `module` stays as it is.
 
-    Keys and values of all kv heads are factored together (principal components; keys' errors count as the queries see
-    them, values' as o_proj does). Without RoPE that is exact from kv_lora_rank = 2 * num_kv_heads * head_dim on. With
-    RoPE the keys of all heads share one rotating head, and what that leaves does not rotate any more: that loses
-    accuracy, except for one kv head, where kv_lora_rank = head_dim is exact
-    (with partial rotary head_dim and the dims that do not rotate). (After TransMLA, Meng et al. 2025.)
+    The cache then holds, per token, one latent of `kv_lora_rank` numbers and one rotating key as wide as the layer's
+    RoPE. Keys and values of all kv heads are factored together by principal components. Errors of the keys are weighted
+    by their effect on the scores, errors of the values by their effect after o_proj. Without RoPE that is exact from
+    kv_lora_rank = 2 * num_kv_heads * head_dim on. With RoPE the keys of all heads share one rotating key, and the rest
+    of each key no longer rotates. That loses accuracy, except for one kv head, where kv_lora_rank = head_dim is exact
+    (for partial RoPE head_dim plus the dims that do not rotate). The method follows TransMLA (Meng et al. 2025).
 
     Args:
-        module: a MultiHeadAttention, GroupedQueryAttention or MultiQueryAttention; of `attnpack.cpp` too.
-        kv_lora_rank: more than what is exact is padded with zeros.
-        calibration: what the layer reads on some text, [B, L, E], or tokens [tokens, E] (or (x, context)). The Python
-            module made then has `conversion_error`, the relative error of its outputs on it; without, that is None,
-            and `layer_error(module, made, x)` tells, also of modules of `attnpack.cpp`.
-        length: of the texts that the unrotated keys are made for; default L of the calibration, else 512.
+        module: a MultiHeadAttention, GroupedQueryAttention or MultiQueryAttention, also of `attnpack.cpp`.
+        kv_lora_rank: width of the latent. A rank above the exact one is padded with zeros.
+        calibration: the input of the layer on some text, [B, L, E], or tokens [tokens, E] (or (x, context)). The new
+            Python module then has `conversion_error`, the relative error of its outputs on this input. Without
+            calibration `conversion_error` is None; `layer_error(module, made, x)` measures the error, also for modules
+            of `attnpack.cpp`.
+        length: the text length for which the unrotated keys are made; default L of the calibration, else 512.
 
     Returns:
-        The plain form (latent_norm=False), with dropout, causality, scale, RoPE, mode, dtype and device kept. A bias of
-        q_proj needs a query latent: q_a_proj holds it, and q_b_proj is the identity.
+        The layer with latent_norm=False. Dropout, causality, scale, RoPE, mode, dtype and device are kept. A bias of
+        q_proj needs a query latent: q_a_proj holds the bias, and q_b_proj is the identity.
 
     Raises:
-        ValueError: the layer has what latent attention has not (window, softcap, sinks, ALiBi, qk_norm, kdim or vdim
-        other than embed_dim), or sizes do not fit. TypeError: a module of another kind, or projections that are no
+        ValueError: the layer has a setting that latent attention lacks (window, softcap, sinks, ALiBi, qk_norm, kdim or
+        vdim other than embed_dim), or sizes do not fit. TypeError: a module of another kind, or projections that are no
         plain nn.Linear.
     """
     rows = calibration_rows(calibration)

@@ -1,4 +1,4 @@
-"""Conversion of weights, computed in C++ (csrc/convert): tensors in, tensors out, no modules."""
+"""Conversion of weights. C++ computes it (csrc/attnpack/convert) from tensors to tensors, without modules."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class LayerWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class MergedHeads:
-    """What `merge_kv_heads` gives."""
+    """The result of `merge_kv_heads`."""
 
     weights: LayerWeights
     head_map: list[int]  # the new kv head of each query head
-    head_order: list[int]  # where each query head of the result stood
-    groups: list[list[int]]  # the kv heads that became each new one
+    head_order: list[int]  # the former place of each query head
+    groups: list[list[int]]  # the former kv heads of each new kv head
 
 
 def pool_kv_heads(
@@ -47,17 +47,17 @@ def pool_kv_heads(
     groups: Groups | None = None,
     seed: int | None = None,
 ) -> Tensor:
-    """The `num_heads` heads of a key or value projection as `num_kv_heads` (Ainslie et al. 2023, section 2.1).
+    """Merges `num_heads` heads of a key or value projection to `num_kv_heads` (Ainslie et al. 2023, section 2.1).
 
     Args:
         weight: [num_heads * head_dim, E], or a bias [num_heads * head_dim], of a floating dtype.
         num_heads, num_kv_heads: heads before and after.
-        method: "mean" of each group's heads, its "first" head, or a "random" new one: normally distributed, with
-            weight's root mean square.
-        window: w > 1: each w x w region of the whole matrix (run of w of a bias) first becomes its mean; w divides both
-            sides. That is not in the paper.
-        groups: the heads of each group, uneven allowed; default consecutive heads.
-        seed: of "random", 0 to 2**64 - 1; default torch's generator.
+        method: "mean": the mean of each group's heads; "first": the first head of each group; "random": a new head from
+            a normal distribution with the root mean square of weight.
+        window: if w > 1, each w x w region of the whole matrix (in a bias, w neighbours) is first replaced by its mean;
+            w must divide both sides. The paper does not have this.
+        groups: the heads of each group, which may be uneven; default consecutive heads.
+        seed: seed for "random", 0 to 2**64 - 1; default torch's generator.
 
     Returns:
         [num_kv_heads * head_dim, E] in weight's dtype, computed in fp64; no gradient.
@@ -98,19 +98,20 @@ def merge_kv_heads(
     """A layer's weights with `new_kv_heads` in place of `num_kv_heads`.
 
     Args:
-        weights: as they are; they stay.
-        num_heads: query heads. head_map: the kv head each of them reads; default consecutive ones share one.
-        method: those of `pool_kv_heads`; "similar": the mean of groups whose heads give similar keys and values on the
-            calibration (uneven where new_kv_heads does not divide num_kv_heads); "aligned": heads are turned onto each
-            other before they merge, keys by a rotation and scale for each RoPE pair, values by any matrix, and what
-            that changes is made good in q and o.
+        weights: the present weights; they stay as they are.
+        num_heads: number of query heads.
+        head_map: the kv head that each query head reads; default consecutive query heads share a kv head.
+        method: a method of `pool_kv_heads`, or one of two more. "similar": the mean of groups whose heads give similar
+            keys and values on the calibration (groups are uneven if new_kv_heads does not divide num_kv_heads).
+            "aligned": the heads of a group are aligned with each other before they merge, keys by a rotation and scale
+            for each RoPE pair, values by any matrix; q and o compensate for this change.
         window, groups, seed: as in `pool_kv_heads`.
-        calibration: what the layer reads on some text, [tokens, E] ([B, L, E] too), or (x, context, value_context) of a
-            cross-attention; without it "similar" and "aligned" take all directions of the input alike.
-        rope_dim, interleaved: of the layer's RoPE: how many dims rotate, and in which pairs.
-        key_norm: keys pass a norm behind their projection, so that "aligned" leaves them to the mean.
-        reorder: put query heads in the order of their groups, so that consecutive ones share a kv head; needs groups
-            that equally many query heads read.
+        calibration: the input of the layer on some text, [tokens, E] or [B, L, E], or (x, context, value_context) of a
+            cross-attention. Without it "similar" and "aligned" give all directions of the input the same weight.
+        rope_dim, interleaved: the number of dims that the layer's RoPE rotates, and its pairs.
+        key_norm: keys pass a norm after their projection; "aligned" then takes the mean of the keys.
+        reorder: put query heads in the order of their groups, so that consecutive query heads share a kv head. It needs
+            the same number of query heads for each group.
 
     Raises:
         ValueError: a size, the method, the groups or the calibration do not fit, or a weight holds NaN or Inf.
@@ -141,15 +142,15 @@ def split_qkv(weight: Tensor, layout: str, num_heads: int, num_kv_heads: int) ->
     """(q, k, v) of a fused projection, weight or bias, bit for bit.
 
     layout is "concat" for rows [Q | K | V] (torch's in_proj_weight, nanoGPT, GPTBigCode with one kv head), "grouped"
-    for [its query heads | k | v] of each kv head (Falcon, GPTBigCode without multi_query), "conv1d" for columns
-    [Q | K | V] of a transposed weight (GPT-2). Raises ValueError where the rows are not those of these heads.
+    for rows [its query heads | k | v] of each kv head (Falcon, GPTBigCode without multi_query), or "conv1d" for columns
+    [Q | K | V] of a transposed weight (GPT-2). Raises ValueError if the rows are not those of these heads.
     """
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     return call(_C.convert.split_qkv, weight=weight, layout=layout, **sizes)
 
 
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, num_heads: int, num_kv_heads: int) -> Tensor:
-    """The fused projection that `split_qkv` takes apart, weight or bias."""
+    """The fused projection, weight or bias, from its parts: the opposite of `split_qkv`."""
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     return call(_C.convert.fuse_qkv, q=q, k=k, v=v, layout=layout, **sizes)
 
@@ -192,7 +193,7 @@ _SPECIAL = {
 
 
 def call(function: Callable[..., Any], **arguments: Any) -> Any:
-    """function of pybind, with a sentence for what it cannot take."""
+    """Calls function of pybind, with a sentence for an argument that it cannot take."""
     try:
         return function(**arguments)
     except TypeError as error:

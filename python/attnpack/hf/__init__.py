@@ -22,8 +22,8 @@ NAME = "attnpack"
 def register() -> None:
     """Makes `attn_implementation="attnpack"` and `model.set_attn_implementation("attnpack")` known to transformers.
 
-    Both the attention and the mask function are registered: without a mask function of its own an attention function
-    gets no mask at all, so that padding and causality vanish without an error.
+    It registers an attention function and a mask function. transformers gives no mask to an attention function that has
+    no mask function; padding and causality would then be lost without an error.
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask)
@@ -36,13 +36,13 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
         model: of the Llama, Mistral, Qwen and DeepSeek families (`hf_layers.KNOWN` names the layers' classes).
 
     Returns:
-        The model, which now has `attn_implementation="attnpack"` too, so that its masks are ours. It works with the
-        caches of transformers, and gives its attentions where `output_attentions=True` asks for them. A model whose
-        layers are replaced already comes back as it is.
+        The same model, now also with `attn_implementation="attnpack"`, so that attnpack makes its masks. It works with
+        the caches of transformers, and returns its attentions if `output_attentions=True` asks for them. A model whose
+        layers are replaced already is returned as it is.
 
     Raises:
         TypeError: model is no transformers model.
-        ValueError: none of its layers is known, or tensor parallelism has split latent ones.
+        ValueError: none of its layers is known, or tensor parallelism has split latent layers.
     """
     if not isinstance(model, PreTrainedModel):
         raise wrong_kind("model", model, "a model of transformers")

@@ -1,4 +1,4 @@
-"""Keywords that models hand to an attention function, and which of them attnpack refuses."""
+"""The keywords of attention functions that attnpack refuses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 _EAGER = 'call model.set_attn_implementation("eager")'
 _PAGED = 'call model.set_attn_implementation("sdpa"), which continuous batching can use'
 
-# Models hand on every keyword of their caller: names of losses, flags of trainers. A list of those would never be
-# complete, and sdpa passes over them. So the names that change attention are listed, each with its fix, and
-# tests/hf/test_arguments.py compares them with every name that the installed transformers hands over or reads itself.
+# Models pass on every keyword of their caller, also the names of losses and the flags of trainers. A list of harmless
+# keywords would never be complete, and sdpa ignores them. So this list has the keywords that change attention, each
+# with its fix. tests/hf/test_arguments.py compares it with every name that the installed transformers passes or reads.
 REFUSED: dict[str, str] = {
     "block_indices": _EAGER,
     "head_mask": "remove heads from the projections instead",
@@ -21,7 +21,7 @@ REFUSED: dict[str, str] = {
 }
 
 
-# What the operator takes and latent layers do not.
+# Latent layers also refuse the arguments that the operator takes and they do not.
 _LAYERS = 'leave the layers as they are, with model.set_attn_implementation("attnpack")'
 REFUSED_BY_LATENT = REFUSED | dict.fromkeys(("indices", "position_bias", "s_aux", "softcap"), _LAYERS)
 

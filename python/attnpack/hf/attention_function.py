@@ -35,22 +35,22 @@ def attention_forward(
     """`attnpack.attention` as `transformers.AttentionInterface` wants it.
 
     Args:
-        attention_mask: a mask of `attnpack.hf`, a bool mask (True = may attend) or an additive float one. None means
-            causal (`is_causal`, default the module's own, default True) for more than one query, as in transformers'
-            sdpa: query i attends keys 0..i.
+        attention_mask: a mask of `attnpack.hf`, a bool mask (True = may attend) or an additive float mask. None means
+            causal for more than one query, as in transformers' sdpa: query i attends keys 0..i. `is_causal` (default
+            the module's own setting, else True) can turn this off.
         scaling: default 1 / sqrt(D).
-        s_aux: one logit a head that joins the softmax denominator only.
+        s_aux: one logit per head that joins the softmax denominator only.
         position_bias: added to the scores.
-        indices: the keys that each query may attend, where a model selects them (DeepSeek-V3.2's sparse attention).
+        indices: the keys that each query may attend, if the model selects them (sparse attention of DeepSeek-V3.2).
         output_attentions: also return the probabilities, before dropout.
-        others: cu_seq_lens_q, cu_seq_lens_k and seq_idx keep packed sequences apart (`hf_packed`), those of
-            `hf_arguments.REFUSED` raise, and all others are ignored.
+        others: cu_seq_lens_q, cu_seq_lens_k and seq_idx keep packed sequences apart (`packed.py`). The names in
+            `arguments.REFUSED` raise. All others are ignored.
 
     Returns:
         (out [B, Lq, Hq, Dv], probabilities [B, Hq, Lq, Lkv] or None).
 
     Raises:
-        ValueError: names an argument that the operator cannot honour. Windows need no argument: the mask has them.
+        ValueError: names an argument that the operator cannot honour. A window needs no argument: it is in the mask.
     """
     refuse(others)
     packed = same_sequence(others, query, key)
@@ -86,20 +86,20 @@ def attention_forward(
 
 
 def are_recorded(output_attentions: bool | None) -> bool:
-    """Whether somebody wants the probabilities: the caller, or transformers for a model that keeps the flag for itself
+    """Whether the caller wants the probabilities, or transformers does: for a model that does not pass the flag on
     (GPT-2) or has it in its config."""
     recorded = _active_collector.get() or ()
     return bool(output_attentions) or any(name.endswith("attentions") for name in recorded)
 
 
 def causal_without_mask(module: nn.Module, is_causal: bool | None, q_len: int) -> bool:
-    """transformers' rule: several queries are causal, unless the call or else the module says no."""
+    """The rule of transformers: several queries are causal, unless `is_causal` or, without it, the module says no."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return bool(causal) and q_len > 1
 
 
 def split_mask(mask: Tensor, q_len: int, kv_len: int) -> tuple[Ranges, Tensor | None]:
-    """A mask as ranges and what they leave to a tensor."""
+    """Splits a mask into ranges and a tensor for the part of the mask that ranges cannot express."""
     if mask.dim() != 4 or mask.size(3) != kv_len or mask.size(2) not in (1, q_len):
         raise ValueError(
             f"attnpack: attention_mask: got shape {list(mask.shape)}, want [batch, 1 or num_heads, {q_len}, {kv_len}] "
@@ -116,7 +116,7 @@ def restricted(
     mask: Tensor | None,  # [1 or B, 1 or H, 1 or Lq, Lkv]
     allowed: Tensor,  # [1 or B, 1, Lq, Lkv], bool
 ) -> Tensor:
-    """`mask` for the allowed keys alone."""
+    """`mask`, which now also excludes the keys that are not allowed."""
     if mask is None:
         return allowed
     return allowed & mask if mask.dtype == torch.bool else torch.where(allowed, mask, -torch.inf)
@@ -126,7 +126,7 @@ def _selected(
     indices: Tensor,  # [B, Lq, n]
     kv_len: int,
 ) -> Tensor:
-    """Which keys are selected, [B, 1, Lq, Lkv]."""
+    """Bool [B, 1, Lq, Lkv], True for the selected keys."""
     chosen = torch.zeros(*indices.shape[:2], kv_len, dtype=torch.bool, device=indices.device)
     return chosen.scatter(-1, indices.long(), True).unsqueeze(1)
 
@@ -135,7 +135,7 @@ def _biased(
     bias: Tensor,  # [1 or B, Hq, Lq, Lkv]
     mask: Tensor | None,
 ) -> Tensor:
-    """One additive mask of both: -inf where a bool mask excludes."""
+    """One additive mask from bias and mask: -inf at the keys that a bool mask excludes."""
     if mask is None:
         return bias
     if mask.dtype == torch.bool:

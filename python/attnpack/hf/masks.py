@@ -1,8 +1,8 @@
 """The mask function that transformers calls under the name "attnpack", and the mask that it makes.
 
-transformers describes a mask by a function of positions and a padding mask [B, keys]. Where that is causality, a window
-or both, the operator takes it as ranges and skips what they exclude; everything else becomes a bool mask, built once
-and only if somebody reads it. B batch, Lq / Lkv lengths of queries and keys.
+transformers describes a mask by a function of positions and a padding mask [B, keys]. If the function means causality,
+a window or both, the operator takes it as ranges and skips the excluded keys. Any other function becomes a bool mask,
+which is built once, when it is first read. B batch, Lq / Lkv lengths of queries and keys.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_map
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
-# What attention code of a model's own does with a float mask, or with a bool one that is True where it excludes.
+# A model with its own attention code adds a float mask to its scores, or fills them where a bool mask excludes.
 _ADDS = (torch.ops.aten.add, torch.ops.aten.add_)
 _FILLS = (torch.ops.aten.masked_fill, torch.ops.aten.masked_fill_)
 
 
 class Ranges(NamedTuple):
-    """Arguments of `attnpack.attention` that together say what a mask says."""
+    """Arguments of `attnpack.attention` that together replace a mask."""
 
     causal: bool
     window: tuple[int, int]
@@ -32,9 +32,9 @@ class Ranges(NamedTuple):
 
 
 class LazyMask(Tensor):
-    """A bool mask [B, 1, Lq, Lkv], True = may attend, without memory until a model computes with it.
+    """A bool mask [B, 1, Lq, Lkv], True = may attend, that takes no memory until a model computes with it.
 
-    `ranges` says the same to the operator, or is None where only the mask itself can.
+    `ranges` are the same mask as arguments of the operator; None if the mask cannot be expressed by ranges.
     """
 
     ranges: Ranges | None
@@ -52,7 +52,7 @@ class LazyMask(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func.overloadpacket in _ADDS or (func.overloadpacket in _FILLS and isinstance(args[1], cls)):
-            raise ValueError(  # a TypeError would end as torch's "unsupported operand"
+            raise ValueError(  # torch would turn a TypeError into "unsupported operand"
                 'attnpack: this model puts its mask on scores of its own, so attn_implementation="attnpack" does not '
                 'reach its attention; call model.set_attn_implementation("eager")'
             )
@@ -60,7 +60,7 @@ class LazyMask(Tensor):
         return func(*next(plain), **next(plain))
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """To a compiled graph a mask made outside of it is the plain one."""
+        """A compiled graph gets a mask that was made outside of it as the plain tensor."""
         self.materialise()
         return ["_built"], None
 
@@ -78,7 +78,10 @@ class LazyMask(Tensor):
 
 
 def _plain(value: Any) -> Any:
-    """A mask's tensor in its place. Whoever has that may write to it, so that from then on it alone counts."""
+    """The plain tensor of a mask, or `value` itself if it is no LazyMask.
+
+    Code that has the tensor may write to it, so the tensor replaces the ranges from then on.
+    """
     if not isinstance(value, LazyMask):
         return value
     value.ranges = None
@@ -97,12 +100,13 @@ def mask(
     device: torch.device | str = "cpu",
     **settings: Any,
 ) -> Tensor | None:
-    """The mask of queries at q_offset.. over keys at kv_offset.., as `transformers.AttentionMaskInterface` wants it.
+    """The mask of queries from position q_offset over keys from position kv_offset, for
+    `transformers.AttentionMaskInterface`.
 
     Returns:
-        A LazyMask [batch_size, 1, q_length, kv_length]; while a graph is being traced a plain bool tensor, or None for
-        a single query that sees all keys; None where every query may attend every key and
-        `allow_is_bidirectional_skip`.
+        A LazyMask [batch_size, 1, q_length, kv_length]. While a graph is traced, a plain bool tensor, or None for a
+        single query that sees all keys. None if every query may attend every key and `allow_is_bidirectional_skip` is
+        set.
     """
 
     def build(**skips: bool) -> Tensor | None:
@@ -112,13 +116,13 @@ def mask(
         )  # fmt: skip
 
     if is_tracing(q_offset if attention_mask is None else attention_mask):
-        # Layers may keep the last queries only, and cut the mask to them (Gemma 4). No mask would then mean causality
-        # from the first key on, which is wrong for all but a single query.
+        # Layers may keep the last queries only, and cut the mask to them (Gemma 4). None would then mean causality from
+        # the first key on, which is wrong unless there is a single query.
         causal_skip = settings.get("allow_is_causal_skip", True) and q_length == 1
         return build(allow_is_causal_skip=causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
     if isinstance(q_offset, Tensor):
-        # The length of a static cache, which the first layer advances in place: to be kept as it is now. Reading it is
-        # free on the CPU and would wait for any other device.
+        # q_offset is the length of a static cache, and the first layer advances it in place, so keep its present value.
+        # Reading it is free on the CPU, but would wait for another device.
         q_offset = int(q_offset) if q_offset.device.type == "cpu" else q_offset.clone()
     ranges = _ranges(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     if allow_is_bidirectional_skip and ranges is not None and _all_allowed(ranges):
@@ -152,7 +156,7 @@ def _ranges(
 
 
 def _padding(padding: Tensor | None, batch: int, kv_len: int, kv_offset: int) -> tuple[Tensor | None, Tensor | None]:
-    """(kv_lens, key_mask) of the keys at kv_offset..: lengths where all padding is on the right, else a mask."""
+    """(kv_lens, key_mask) of the keys from kv_offset on: lengths if all padding is on the right, else a mask."""
     if padding is None:
         return None, None
     valid = padding[:, kv_offset : kv_offset + kv_len].bool()
@@ -165,10 +169,10 @@ def _padding(padding: Tensor | None, batch: int, kv_len: int, kv_offset: int) ->
 
 
 def _pattern(mask_function: Callable) -> tuple[bool, tuple[int, int]] | None:
-    """(causal, window) of a mask function of transformers, None for what is neither.
+    """(causal, window) of a mask function of transformers; None if it is another function.
 
-    Its overlays are closures without a public mark, so that their names and cells are read. What is not recognised is
-    built as a mask: slower, never wrong.
+    The overlays of transformers are closures without a public mark, so their names and cells are read. A function that
+    is not recognised is built as a mask, which is slower but correct.
     """
     if mask_function is masking_utils.causal_mask_function:
         return True, (-1, -1)

@@ -16,7 +16,7 @@ _SHAPES = {**dict.fromkeys(_LENGTHS, "[sequences + 1]"), "seq_idx": "[batch, len
 
 
 def same_sequence(others: Mapping[str, Any], query: Tensor, key: Tensor) -> Tensor | None:
-    """Which keys belong to a query's own sequence, or None where `others` says of no packing.
+    """A mask of the keys that belong to each query's own sequence; None if `others` does not mention packing.
 
     Args:
         others: keywords of an attention function; `cu_seq_lens_q`, `cu_seq_lens_k` and `seq_idx` are read.

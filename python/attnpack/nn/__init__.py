@@ -1,1 +1,1 @@
-"""The modules: shells of `torch.nn` around the native operators, by the names and parameters of the C++ modules."""
+"""The modules: `nn.Module`s around the native operators, with the names and parameters of the C++ modules."""

@@ -1,4 +1,4 @@
-"""Attention modules: projections that are real ``nn.Linear``s around one native op."""
+"""Attention modules: projections, which are plain ``nn.Linear``s, and one native op."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SelfAttention(ContextAttention):
         embed_dim: width of x.
         head_dim: width of the head; default embed_dim.
         bias: on q_proj, k_proj, v_proj.
-        causal: each token sees itself and what stands before it.
+        causal: each token sees itself and the tokens before it.
     """
 
     _cpp_class = cpp.SelfAttention
@@ -89,18 +89,18 @@ class GroupedQueryAttention(ContextAttention):
         head_map: the kv head that each query head reads, num_heads ints, for uneven groups.
         head_dim: default embed_dim / num_heads.
         kdim, vdim: widths of context and value_context; default embed_dim.
-        bias: on q_proj, k_proj, v_proj; out_bias on o_proj, None means as bias.
-        causal: each token sees itself and what stands before it.
+        bias: on q_proj, k_proj, v_proj; out_bias: on o_proj, default as bias.
+        causal: each token sees itself and the tokens before it.
         qk_norm: RMSNorm over head_dim on q and k before RoPE, eps 1e-6 (children q_norm, k_norm).
         rope: a RotaryEmbedding, or None for no rotation.
-        scale: of the scores; default 1 / sqrt(head_dim).
+        scale: factor on the scores; default 1 / sqrt(head_dim).
         dropout: on the probabilities, in training only.
-        window: (left, right), how many keys before and behind its own position each token sees; -1 for all, None for
-            no window. "W tokens, its own included" is (W - 1, 0).
+        window: (left, right), how many keys before and after its own position each token sees; -1 for all, None for
+            no window. A sliding window of W tokens, the token itself included, is (W - 1, 0).
         softcap: c > 0: scores become c * tanh(score / c).
-        sinks: one learned logit a head that joins the softmax denominator only (parameter sinks [num_heads], 0 at
-            first; the name in gpt-oss).
-        alibi: scores fall by the head's slope times the distance (Press et al. 2022; `ops.alibi_slopes`).
+        sinks: one learned logit per head that joins the softmax denominator only (parameter sinks [num_heads], 0 at
+            first; gpt-oss has the same name).
+        alibi: subtract the head's slope times the distance from each score (Press et al. 2022; `ops.alibi_slopes`).
     """
 
     _cpp_class = cpp.GroupedQueryAttention
@@ -209,7 +209,7 @@ def _reject_settings(name: str, settings: AttentionSettings) -> None:
 
 
 class MultiHeadAttention(GroupedQueryAttention):
-    """Every query head has its own kv head (Vaswani et al. 2017); arguments as in GroupedQueryAttention, but for
+    """Every query head has its own kv head (Vaswani et al. 2017). Arguments as in GroupedQueryAttention, without
     num_kv_heads and head_map."""
 
     _cpp_class = cpp.MultiHeadAttention
@@ -224,7 +224,7 @@ class MultiHeadAttention(GroupedQueryAttention):
 
 
 class MultiQueryAttention(GroupedQueryAttention):
-    """All query heads share one kv head (Shazeer 2019); arguments as in GroupedQueryAttention, but for num_kv_heads and
+    """All query heads share one kv head (Shazeer 2019). Arguments as in GroupedQueryAttention, without num_kv_heads and
     head_map."""
 
     _cpp_class = cpp.MultiQueryAttention

@@ -1,4 +1,4 @@
-"""What attention modules share: the way from heads through the one native op, ``attnpack.ops.attend``.
+"""Base classes of the attention modules: they call the one native op, ``attnpack.ops.attend``, on projected heads.
 
 B batch, L / Lkv lengths of x and context, Hq / Hkv query / kv heads, D head_dim.
 """
@@ -21,7 +21,7 @@ from .rope import RotaryEmbedding
 
 
 class NativeAttention(NativeModule):
-    """What the modules share: the way from heads through the op. Subclasses set these and `_config`."""
+    """Calls the op on projected heads. Subclasses set the attributes below and `_config`."""
 
     causal: bool
     window: tuple[int, int] | None = None
@@ -70,11 +70,11 @@ class NativeAttention(NativeModule):
             return self._output(out), weights
 
     def _output(self, joined: Tensor) -> Tensor:
-        """What follows the heads, joined [B, L, Hq * D]."""
+        """The output of the module from the joined heads [B, L, Hq * D]."""
         return joined
 
     def _alibi_slopes(self, like: Tensor) -> Tensor | None:
-        """[Hq], made of numbers each time: nothing in the state dict, nothing that `.to(bfloat16)` rounds."""
+        """Slopes [Hq]. They are no buffer, so the state dict lacks them, and `.to(bfloat16)` does not round them."""
         return torch.tensor(self._slopes, dtype=torch.float64, device=like.device) if self.alibi else None
 
     def _rotate(self, query: Tensor, key: Tensor, positions: Tensor | None, cross: bool) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class NativeAttention(NativeModule):
 
 
 class ContextAttention(NativeAttention):
-    """Modules that are called with x and, for cross-attention, a context."""
+    """Base of the modules that take x and, for cross-attention, a context."""
 
     embed_dim: int
     kdim: int
@@ -117,27 +117,27 @@ class ContextAttention(NativeAttention):
         need_weights: bool = False,
         **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Self-attention of x, or, with a context, attention of x over it.
+        """Self-attention of x or, if a context is given, attention of x over the context.
 
         Args:
             x: [B, L, embed_dim].
-            context: [B, Lkv, kdim], where keys and values come from; RoPE rotates its keys at 0..Lkv-1.
-            value_context: [B, Lkv, vdim], where values come from; default context.
+            context: [B, Lkv, kdim], the source of keys and values; RoPE rotates its keys at 0..Lkv-1.
+            value_context: [B, Lkv, vdim], the source of values; default context.
             mask: bool (True = may attend) or additive float, broadcastable to [B, Hq, L, keys]. A padding mask has
-                shape [B, 1, 1, Lkv]. With a cache it covers all keys after the append, `len(cache)` of them. Under
-                tensor parallelism Hq is this rank's heads.
-            causal: default the module's own setting, with context False.
-            cache: the new keys and values are appended first; the queries stand behind what was there.
-            positions: int64 [L] or [B, L], for RoPE only; default behind the cache, else 0..L-1.
-            kv_lens: [B], valid new tokens (with context: valid context keys) of each sequence.
+                shape [B, 1, 1, Lkv]. With a cache, keys is `len(cache)` after the append. Under tensor
+                parallelism Hq is this rank's heads.
+            causal: default the module's own setting; with a context False.
+            cache: the call first appends the new keys and values; the queries come after the cached positions.
+            positions: int64 [L] or [B, L], for RoPE only; default the positions after the cached ones, or 0..L-1.
+            kv_lens: [B], the number of valid new tokens of each sequence (with a context: of valid context keys).
             need_weights: also return the probabilities before dropout; under tensor parallelism those of this rank's
                 heads alone.
 
         Returns:
-            out [B, L, embed_dim] ([B, L, head_dim] of SelfAttention), or (out, weights [B, Hq, L, keys]).
+            out [B, L, embed_dim] (for SelfAttention [B, L, head_dim]), or (out, weights [B, Hq, L, keys]).
 
         Raises:
-            ValueError: a shape, dtype, device or length does not fit; nothing has been written then.
+            ValueError: a shape, dtype, device or length does not fit; nothing has been written to the cache then.
         """
         reject_keywords(unknown)
         self._check(x, context, value_context, cache, positions)
@@ -159,8 +159,10 @@ class ContextAttention(NativeAttention):
     def project(
         self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]) as they enter the operator; under tensor
-        parallelism those of this rank's heads alone."""
+        """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]), rotated, as the operator gets them.
+
+        Under tensor parallelism they are those of this rank's heads alone.
+        """
         self._check(x, context, None, None, positions)
         query, key, value = self._heads(x, context, None)
         query, key = self._rotate(query, key, positions, context is not None)
@@ -184,7 +186,7 @@ class ContextAttention(NativeAttention):
         check_context(x, context, value_context, cache, positions)
 
     def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v by head, normed, not rotated."""
+        """q, k and v split into heads, before rotation."""
         if context is None:
             query, key, value = project_all((self.q_proj, self.k_proj, self.v_proj), x)
         else:
@@ -195,7 +197,7 @@ class ContextAttention(NativeAttention):
 
     @property
     def out_dim(self) -> int:
-        """Width of what forward gives."""
+        """Width of the output of forward."""
         return self.embed_dim
 
 

@@ -19,8 +19,8 @@ from .norm import make_norm, norm_settings
 
 
 def _check_parts(attention: nn.Module, feed_forward: nn.Module, cross_attention: nn.Module | None) -> None:
-    """The parts are of their kinds, and of one width: what they give is added to x."""
-    # torch's takes query, key and value, and knows no cache.
+    """Checks that the parts are of the right kinds and of one width: their outputs are added to x."""
+    # nn.MultiheadAttention is refused: it takes query, key and value, and knows no cache.
     other = isinstance(attention, FeedForward | nn.MultiheadAttention)
     if other or not (isinstance(attention, nn.Module) and hasattr(attention, "embed_dim")):
         wanted = "an attention module with an embed_dim, such as attnpack.MultiHeadAttention"
@@ -64,7 +64,7 @@ class Block(NativeModule):
         self.embed_dim = attention.embed_dim
         self.self_attn = attention
         self.mlp = feed_forward
-        # Norms lie where the attention does, unless told otherwise.
+        # By default the norms get the device and dtype of the attention.
         beside = next(attention.parameters(), torch.empty(0))
         factory = (beside.device if device is None else device, beside.dtype if dtype is None else dtype)
         self.input_layernorm = make_norm(norm, self.embed_dim, eps, *factory)
@@ -91,12 +91,12 @@ class EncoderBlock(Block):
     """Self-attention, then the feed-forward, each with a norm and a residual.
 
     Args:
-        attention: an attention module, whose own `causal` holds; child self_attn.
+        attention: an attention module with its own `causal` setting; child self_attn.
         feed_forward: a module [..., E] -> [..., E]; child mlp.
         norm: "rms" or "layer"; children input_layernorm, post_attention_layernorm.
-        pre_norm: x + f(norm(x)); False is norm(x + f(x)), as in Vaswani et al. 2017.
-        eps: of the norms.
-        device, dtype: of the norms; default those of attention.
+        pre_norm: True computes x + f(norm(x)), False norm(x + f(x)) as in Vaswani et al. 2017.
+        eps: eps of the norms.
+        device, dtype: those of the norms; default those of attention.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class EncoderBlock(Block):
         Args:
             mask: broadcastable to [B, Hq, L, L].
             positions: int64 [L] or [B, L], for RoPE.
-            kv_lens: [B], valid tokens of each sequence.
+            kv_lens: [B], the number of valid tokens of each sequence.
         """
         reject_keywords(unknown, cache=None)
         self._check(x)
@@ -142,9 +142,11 @@ class EncoderBlock(Block):
 
 
 class DecoderBlock(Block):
-    """Self-attention, causal whatever the module's own setting, cross-attention to the whole context where one is
-    given, then the feed-forward, each with a norm and a residual. Without cross-attention its state dict is that of a
-    Llama layer.
+    """Causal self-attention, then cross-attention if the block has it, then the feed-forward, each with a norm and a
+    residual.
+
+    The block ignores the `causal` setting of its self-attention module. Cross-attention sees the whole context. Without
+    cross-attention the state dict has the names of a Llama layer.
 
     Args:
         attention, feed_forward, norm, pre_norm, eps, device, dtype: as in EncoderBlock.
@@ -182,13 +184,13 @@ class DecoderBlock(Block):
         """[B, L, E] -> [B, L, E].
 
         Args:
-            context: [B, Lc, E], what cross-attention reads.
-            mask: broadcastable to [B, Hq, L, keys], on top of causality.
-            cache: of self-attention.
+            context: [B, Lc, E], the input of cross-attention.
+            mask: broadcastable to [B, Hq, L, keys]; it applies in addition to causality.
+            cache: the cache of self-attention.
             positions: int64 [L] or [B, L], for RoPE.
-            kv_lens: [B], valid new tokens of each sequence.
+            kv_lens: [B], the number of valid new tokens of each sequence.
             context_mask: broadcastable to [B, Hq, L, Lc].
-            context_lens: [B], valid context tokens of each sequence.
+            context_lens: [B], the number of valid context tokens of each sequence.
         """
         reject_keywords(unknown)
         self._check(x)

@@ -1,4 +1,4 @@
-"""A decoder-only language model, whose generation runs in C++."""
+"""A decoder-only language model. Its generation loop runs in C++."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ class CausalLM(NativeModule):
         vocab_size, embed_dim, num_layers, num_heads: the sizes.
         num_kv_heads: default num_heads.
         head_dim: default embed_dim / num_heads.
-        hidden_dim: of the feed-forwards; default 4 * embed_dim.
-        max_positions: length of training; longer is legal.
-        rope_base, rope_scaling: of the RotaryEmbedding.
-        eps: of the norms.
-        tie_embeddings: the embedding is the head too; there is no lm_head then, and one in a state dict is ignored.
-        init_std: of the embedding at first, as in Llama and GPT-2: so narrow that the first loss is near ln vocab_size
-            where the embedding is the head too.
+        hidden_dim: width inside the feed-forwards; default 4 * embed_dim.
+        max_positions: length of the training sequences; longer sequences are legal.
+        rope_base, rope_scaling: base and scaling of the RotaryEmbedding.
+        eps: eps of the norms.
+        tie_embeddings: use the embedding as the head too. Then there is no lm_head, and an lm_head in a state dict is
+            ignored.
+        init_std: standard deviation of the new embedding, as in Llama and GPT-2. It is small, so that with
+            tie_embeddings the first loss is near ln vocab_size.
         qk_norm: RMSNorm on queries and keys.
         window: (left, right) of every layer, as in GroupedQueryAttention; a checkpoint's sliding_window of W tokens is
             (W - 1, 0).
         bias: on q, k and v; out_bias: on o_proj, default as bias; mlp_bias: in the feed-forwards.
-        rope_interleaved: of the RotaryEmbedding.
+        rope_interleaved: `interleaved` of the RotaryEmbedding.
         latent: latent attention in every layer: a dict with kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and
-            v_head_dim, and if wanted q_lora_rank, latent_norm and path, as in MultiHeadLatentAttention, whose bias is
-            bias then. num_kv_heads, head_dim, qk_norm, window and out_bias are not for it.
+            v_head_dim, and optionally q_lora_rank, latent_norm and path, as in MultiHeadLatentAttention, which also
+            takes bias. Do not combine it with num_kv_heads, head_dim, qk_norm, window and out_bias.
     """
 
     _cpp_class = cpp.CausalLM
@@ -126,7 +127,7 @@ class CausalLM(NativeModule):
             return DecoderBlock(attention(), FeedForward(embed_dim, hidden, bias=mlp_bias, **factory), eps=eps)
 
         embedding = nn.Embedding(vocab_size, embed_dim, **factory)
-        embedding.weight.data.mul_(init_std)  # of N(0, 1)
+        embedding.weight.data.mul_(init_std)  # torch draws it from N(0, 1)
         self.model = Decoder([block() for _ in range(num_layers)], eps=eps, embed_tokens=embedding)
         self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=False, **factory)
         self._made_with = _parts(self)
@@ -180,10 +181,10 @@ class CausalLM(NativeModule):
 
         Args:
             ids: int64 [B, L].
-            cache: the tokens go on behind what it holds; left as it was by a call that raises.
-            mask: broadcastable to [B, Hq, L, keys], on top of causality.
-            positions: int64 [L] or [B, L], for RoPE; default behind the cache.
-            lengths: [B], valid tokens of each right-padded row.
+            cache: the tokens continue the cached sequence. The cache is left as it was by a call that raises.
+            mask: broadcastable to [B, Hq, L, keys]; it applies in addition to causality.
+            positions: int64 [L] or [B, L], for RoPE; default the positions after the cached ones.
+            lengths: [B], the number of valid tokens of each right-padded row.
         """
         reject_keywords(unknown, MODEL_CACHE)
         check_ids(ids)
@@ -206,23 +207,23 @@ class CausalLM(NativeModule):
         callback: Callable[[Tensor], bool | None] | None = None,
         **unknown: Any,
     ) -> Tensor:
-        """The prompt and new tokens behind it, [B, L + new]; the whole loop runs in C++.
+        """The prompt followed by the new tokens, [B, L + new]. The whole loop runs in C++.
 
         Args:
             ids: the prompt, int64 [B, L].
-            max_new_tokens: fewer come where all rows have stopped, or the callback ends it.
-            cache: "dynamic", "static" (allocated at once), "none" (everything computed anew for each token), or a
-                ModelCache: the prompt then goes on behind what that holds. Rows that have stopped go on appending to it
-                what they are filled with, for as long as others run.
-            lengths: [B], valid tokens of each right-padded prompt. A row goes on at its own position; its new tokens
-                stand from column L on nevertheless.
-            stop_tokens: a number or several; a row that gives one of them stops, and is filled with it while others
-                go on.
-            temperature, top_k, top_p: sampling from softmax(logits / temperature), of the top_k likeliest tokens and of
-                the fewest that hold top_p of the probability. Greedy where none is given, or at temperature 0. top_k=0
-                is no limit, as in transformers: sampling over all tokens.
-            seed: of the draws, 0 to 2**64 - 1; default torch's generator.
-            callback: called with each step's tokens [B]; returning False ends generation.
+            max_new_tokens: the limit. Fewer tokens come if all rows have stopped, or if the callback ends generation.
+            cache: "dynamic", "static" (allocated at once), "none" (each token computes everything anew), or a
+                ModelCache: the prompt then continues the cached sequence. A row that has stopped appends its fill
+                tokens to the cache while other rows run.
+            lengths: [B], the number of valid tokens of each right-padded prompt. A row continues at its own position,
+                but its new tokens are in the columns from L on.
+            stop_tokens: a number or several. A row that gives one of them stops; it is filled with that token while
+                other rows run.
+            temperature, top_k, top_p: sample from softmax(logits / temperature), restricted to the top_k likeliest
+                tokens and to the fewest tokens that hold top_p of the probability. Greedy if none of the three is
+                given, or at temperature 0. top_k=0 is no limit, as in transformers.
+            seed: seed of the sampling, 0 to 2**64 - 1; default torch's generator.
+            callback: a function of each step's tokens [B]; if it returns False, generation ends.
 
         Raises:
             ValueError: an argument does not fit. TypeError: C++ cannot run this model, see `cpp()`.
@@ -255,7 +256,7 @@ class CausalLM(NativeModule):
 
 
 def _parts(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    """Type and plain attributes (causal, scale, eps ...) of attnpack's own modules in the model."""
+    """Type and plain attributes (causal, scale, eps ...) of each module of attnpack in the model."""
     own = (child for child in model.modules() if isinstance(child, NativeModule))
     return [
         (type(child).__name__, {k: v for k, v in vars(child).items() if not k.startswith("_") and k != "training"})
@@ -264,13 +265,13 @@ def _parts(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _same_parts(before: list[tuple[str, dict[str, Any]]], now: list[tuple[str, dict[str, Any]]]) -> bool:
-    """Attributes that came since are nobody's setting."""
+    """Whether the modules have the same types and settings. Attributes that were added later do not count."""
     return [kind for kind, _ in before] == [kind for kind, _ in now] and all(
         was.items() <= settings.items() for (_, was), (_, settings) in zip(before, now, strict=True)
     )
 
 
 def _drop_tied_head(model: CausalLM, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Tied checkpoints may carry the embedding a second time, as the head."""
+    """Drops lm_head from the state dict of a tied model: some checkpoints store the embedding a second time."""
     if model.lm_head is None:
         state_dict.pop(prefix + "lm_head.weight", None)

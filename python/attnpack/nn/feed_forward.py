@@ -14,12 +14,12 @@ from .native import NativeModule
 
 
 class FeedForward(NativeModule):
-    """down(silu(gate(x)) * up(x)) for "swiglu" (Shazeer 2020), down(gelu(up(x))) for "gelu".
+    """Computes down(silu(gate(x)) * up(x)) for "swiglu" (Shazeer 2020), or down(gelu(up(x))) for "gelu".
 
     Args:
         embed_dim, hidden_dim: widths outside and inside.
         activation: "swiglu" (children gate_proj, up_proj, down_proj) or "gelu" (up_proj, down_proj; the exact gelu).
-        bias: on all of them.
+        bias: on all projections.
     """
 
     _cpp_class = cpp.FeedForward

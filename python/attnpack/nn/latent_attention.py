@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are made of one cached latent a token.
+"""Multi-head latent attention (DeepSeek-V2, 2024): one cached latent per token gives the keys and values of all heads.
 
-B batch, L / Lkv lengths of x and context, H heads, C kv_lora_rank, N / R / V dims of a head that are not rotated,
-rotated, and of values.
+B batch, L / Lkv lengths of x and context, H heads, C kv_lora_rank. A head has N dims that are not rotated, R that are
+rotated, and V dims of values.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ _NORM_EPS = 1e-6
 
 
 class MultiHeadLatentAttention(NativeAttention):
-    """Keys and values are made of one latent a token, which alone is cached; parameter names, shapes and row order of
-    DeepSeek-V2 and V3 checkpoints.
+    """One latent per token gives keys and values, and the cache holds the latents alone. Parameter names, shapes and
+    row order are those of DeepSeek-V2 and V3 checkpoints.
 
     Children: q_proj, or q_a_proj, q_a_layernorm, q_b_proj; kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj. Rows
-    of a head in q_proj or q_b_proj: N, then R; of kv_a_proj_with_mqa: C, then R (one rotated key for all heads); of a
-    head in kv_b_proj: N of W_UK, then V of W_UV.
+    of a head in q_proj or q_b_proj: N, then R. Rows of kv_a_proj_with_mqa: C, then R (one rotated key for all heads).
+    Rows of a head in kv_b_proj: N of W_UK, then V of W_UV.
 
-    Two paths give the same numbers. "expanded" makes keys and values of all latents, and attends; "absorbed" folds W_UK
-    into the queries and W_UV into the outputs, and reads the latents alone, as one kv head of C + R dims whose first C
-    are the values too. In multiply-adds a head, L queries over K keys cost K C (N + V) + L K (N + R + V) expanded and
-    L C (N + V) + L K (2 C + R) absorbed, so "auto" takes absorbed where (K - L) C (N + V) > L K (2 C - N - V):
-    decoding, not prefill or training. Where kv_b_proj was replaced (LoRA, a quantised linear) or is watched by a hook,
-    the expanded path runs.
+    Two paths give the same numbers. "expanded" computes keys and values from all latents, and attends. "absorbed" folds
+    W_UK into the queries and W_UV into the outputs. It reads the latents alone, as one kv head of C + R dims, whose
+    first C dims are the values too. L queries over K keys cost, in multiply-adds per head,
+    K C (N + V) + L K (N + R + V) expanded and L C (N + V) + L K (2 C + R) absorbed. So "auto" takes the absorbed path
+    if (K - L) C (N + V) > L K (2 C - N - V), which holds in decoding, but not in prefill or training. If kv_b_proj was
+    replaced (LoRA, a quantised linear) or has a hook, the expanded path runs.
 
     Args:
-        embed_dim, num_heads: width of x and of the output, heads.
+        embed_dim, num_heads: width of x and of the output; number of heads.
         kv_lora_rank: C.
-        q_lora_rank: width of the queries' latent; None projects queries at once.
+        q_lora_rank: width of the latent of the queries; None projects queries without a latent.
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R (0 is legal) and V.
-        rope: a RotaryEmbedding over at most R dims (DeepSeek's is interleaved), or None: no dim is rotated
-            then, those of qk_rope_head_dim neither, and the repr says so. Its YaRN settings enter the scale too: times
-            m(factor, mscale_all_dim)^2, m(s, a) = 0.1 a ln s + 1.
-        latent_norm: RMSNorm on both latents, eps 1e-6. False is the plain form.
+        rope: a RotaryEmbedding over at most R dims (DeepSeek's is interleaved). With None no dim is rotated, not even
+            those of qk_rope_head_dim, and the repr says so. YaRN settings of the rope also multiply the scale by
+            m(factor, mscale_all_dim)^2, where m(s, a) = 0.1 a ln s + 1.
+        latent_norm: RMSNorm on both latents, eps 1e-6; False for none.
         bias: on q_a_proj, kv_a_proj_with_mqa and o_proj.
         dropout: on the probabilities, in training only.
-        causal: each token sees itself and what stands before it.
-        scale: of the scores; default 1 / sqrt(N + R).
+        causal: each token sees itself and the tokens before it.
+        scale: factor on the scores; default 1 / sqrt(N + R).
         path: "auto", "expanded" or "absorbed"; an attribute that may be set later.
-        folded: W_UK lies in the query projection and W_UV in o_proj, and there is no kv_b_proj; see `fold`.
+        folded: the query projection contains W_UK and o_proj contains W_UV, so there is no kv_b_proj; see `fold`.
     """
 
     _cpp_class = cpp.MultiHeadLatentAttention
@@ -134,13 +134,13 @@ class MultiHeadLatentAttention(NativeAttention):
 
     @property
     def softmax_scale(self) -> float:
-        """What scores are multiplied by: `scale` or its default, times the rope's softmax factor."""
+        """Factor on the scores: `scale` or its default, times the rope's softmax factor."""
         scale = 1.0 / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim) if self.scale is None else self.scale
         return scale if self.rope is None else scale * self.rope.softmax_factor
 
     @property
     def out_dim(self) -> int:
-        """Width of what forward gives."""
+        """Width of the output of forward."""
         return self.embed_dim
 
     def forward(
@@ -157,16 +157,16 @@ class MultiHeadLatentAttention(NativeAttention):
         need_weights: bool = False,
         **unknown: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Self-attention of x, or, with a context, attention of x over it.
+        """Self-attention of x or, if a context is given, attention of x over the context.
 
         Args:
             x: [B, L, embed_dim].
-            context: [B, Lkv, embed_dim], where latents come from; RoPE rotates its keys at 0..Lkv-1.
-            value_context: refused: keys and values are made of one latent.
-            cache: a LatentCache; DynamicCache and StaticCache(batch, 1, max_len, C + R, v_head_dim=0) hold latents as
-                their keys.
+            context: [B, Lkv, embed_dim], the source of the latents; RoPE rotates its keys at 0..Lkv-1.
+            value_context: refused: one latent gives keys and values.
+            cache: a LatentCache. A DynamicCache or StaticCache(batch, 1, max_len, C + R, v_head_dim=0) can hold latents
+                as its keys.
 
-        The other arguments and what comes back are those of GroupedQueryAttention.forward.
+        The other arguments and the result are those of GroupedQueryAttention.forward.
         """
         reject_keywords(unknown)
         self._check(x, context, value_context, cache, positions)
@@ -202,9 +202,12 @@ class MultiHeadLatentAttention(NativeAttention):
     def project(
         self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(q, k, v) as they enter the operator by the expanded path: [B, H, L, N + R], [B, H, Lkv, N + R],
-        [B, H, Lkv, V]; with path "absorbed" (and folded) [B, H, L, C + R], [B, 1, Lkv, C + R], [B, 1, Lkv, C]. Scores
-        are multiplied by `softmax_scale`. Under tensor parallelism H is this rank's heads alone."""
+        """(q, k, v) as the operator gets them. The factor on the scores is `softmax_scale`.
+
+        Shapes on the expanded path: [B, H, L, N + R], [B, H, Lkv, N + R], [B, H, Lkv, V]. Shapes with path "absorbed"
+        and for a folded layer: [B, H, L, C + R], [B, 1, Lkv, C + R], [B, 1, Lkv, C]. Under tensor
+        parallelism H is this rank's heads alone.
+        """
         self._check(x, context, None, None, positions)
         query, latent, k_rope, _ = self._latents(x, context)
         rope = None if self.rope is None else self.rope.settings
@@ -218,9 +221,11 @@ class MultiHeadLatentAttention(NativeAttention):
         return query, *self._expand(latents, query.size(1))
 
     def fold(self) -> MultiHeadLatentAttention:
-        """A module of equal outputs with W_UK rolled into the query projection (W_UQK [C, inputs] a head, in place of
-        W_UQ [N, inputs]) and W_UV into o_proj: no kv_b_proj, and nothing beside the latents is ever made. Worth it
-        where C is small: a folded projection has C numbers a head and input where there were N or V."""
+        """A module of equal outputs without kv_b_proj: nothing besides the latents is ever made.
+
+        The query projection takes in W_UK (W_UQK [C, inputs] per head, in place of W_UQ [N, inputs]), and o_proj takes
+        in W_UV. This pays if C is small: a folded projection has C numbers per head and input in place of N or V.
+        """
         if self.folded:
             raise TypeError("attnpack: fold(): got a layer that is folded already; take it as it is")
         layers = {"the query projection": self.q_proj or self.q_b_proj, "kv_b_proj": self.kv_b_proj}
@@ -269,8 +274,8 @@ class MultiHeadLatentAttention(NativeAttention):
         check_context(x, context, None, cache, positions)
 
     def _latents(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries [B, H, L, N + R], latents [B, Lkv, C] after their norm, k_rope [B, Lkv, R]; and the two in the shape
-        that is cached, [B, 1, Lkv, C + R]. Nothing is rotated."""
+        """Queries [B, H, L, N + R], latents [B, Lkv, C] after their norm, k_rope [B, Lkv, R] before rotation, and a
+        tensor of the cache's shape [B, 1, Lkv, C + R], from which the cache takes shape, dtype and device."""
         if self.q_a_proj is None:
             queries = project(self.q_proj, x)
         else:
@@ -285,7 +290,7 @@ class MultiHeadLatentAttention(NativeAttention):
         return split_heads(queries, heads), latent, k_rope, both.unsqueeze(1)
 
     def _expand(self, latents: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of latents [B, 1, K, C + R] by whatever stands in kv_b_proj's place."""
+        """Keys and values of latents [B, 1, K, C + R], computed by the module in the place of kv_b_proj."""
         kv = self.kv_b_proj(latents[:, 0, :, : self.kv_lora_rank])
         width = self.qk_nope_head_dim + self.v_head_dim
         if kv.size(-1) != num_heads * width:
@@ -298,7 +303,7 @@ class MultiHeadLatentAttention(NativeAttention):
     def _attend_replaced(
         self, query: Tensor, latent: Tensor, k_rope: Tensor, settings: dict, need_weights: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The expanded path around a kv_b_proj that is no plain linear."""
+        """The expanded path for a kv_b_proj that is no plain linear."""
         place = {name: settings[name] for name in ("rope", "positions", "cross", "cache", "mask", "causal", "kv_lens")}
         query, latents, past, lens = ops.latent_append(query, latent, k_rope, **place)
         trimmed = need_weights and settings["cache"] is not None and settings["mask"] is None

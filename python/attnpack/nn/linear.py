@@ -1,4 +1,5 @@
-"""Linear layers are torch's own; where decoding needs it, their weights stream at the speed of memory."""
+"""Calls of linear layers. The layers are torch's own; decoding calls them through ``attnpack.ops.linear``, which reads
+weights at the speed of memory."""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
-    """layer(x). A plain ``nn.Linear`` that nobody watches goes through ``attnpack.ops.linear`` without gradients: a
-    subclass of ours would do the same, but quantisers and LoRA look for that very type."""
+    """layer(x). Without gradients, a plain ``nn.Linear`` without hooks is computed by ``attnpack.ops.linear``.
+
+    A subclass of ``nn.Linear`` could do the same, but quantisers and LoRA look for the type ``nn.Linear`` itself.
+    """
     if _only_values() and _is_plain(layer) and _are_plain(x, layer.weight):
         return ops.linear(x, layer.weight, layer.bias)
     return layer(x)
 
 
 def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """`project` by each of the layers; where all would be streamed, in one go."""
+    """`project` by each of the layers; one call of ``attnpack.ops.linears`` if all of them are plain."""
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
     if (
         _only_values()
@@ -36,25 +39,27 @@ def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """input [..., in] times weight [out, in] plus bias [out]; what is not a plain tensor (a quantised weight, say) and
-    what is compiled goes to torch's linear, which knows it."""
+    """input [..., in] times weight [out, in] plus bias [out]. torch's linear computes it while a graph is compiled,
+    with gradients, and for tensors of other types, such as a quantised weight."""
     if _only_values() and _are_plain(input, weight):
         return ops.linear(input, weight, bias)
     return F.linear(input, weight, bias)
 
 
 def plain_weight(layer: nn.Module) -> Tensor | None:
-    """The weight [out, in] that is all that calling layer does, for native code to read; None where layer has a bias,
-    is of another type (LoRA, a quantised linear), has a weight of another type, or is watched by a hook."""
+    """The weight [out, in] of a layer that just multiplies by it, so that native code may read the weight instead.
+
+    None if layer has a bias or a hook, is of another type (LoRA, a quantised linear), or has a weight of another type.
+    """
     if type(layer) is not nn.Linear or layer.bias is not None or type(layer.weight) not in (Tensor, nn.Parameter):
         return None
-    if torch.compiler.is_compiling():  # which knows no global hooks
+    if torch.compiler.is_compiling():  # a compiled graph knows no global hooks
         return None if any(getattr(layer, name) for name in _HOOKS) else layer.weight
     return layer.weight if _is_plain(layer) else None
 
 
 def _only_values() -> bool:
-    """No gradients to record and no graph to trace."""
+    """Whether neither gradients are recorded nor a graph is traced."""
     return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
@@ -63,7 +68,7 @@ def _are_plain(input: Tensor, weight: Tensor) -> bool:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether calling layer is torch's linear and nothing else: no other type, no forward of its own, no hooks."""
+    """Whether a call of layer is torch's linear alone: no other type, no forward of its own, no hooks."""
     return (
         type(layer) is nn.Linear
         and nn.Linear.forward is _FORWARD
@@ -73,6 +78,6 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def is_watched(layer: nn.Module) -> bool:
-    """Whether calling layer does more than its class says: by a forward of its own, or by hooks."""
+    """Whether layer has hooks or a forward of its own, so that a call does more than its class says."""
     own = layer.__dict__
     return "forward" in own or any(own[name] for name in _HOOKS)

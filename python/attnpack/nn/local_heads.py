@@ -1,5 +1,5 @@
-"""How many heads the projections give: all of a module's or, under tensor parallelism by torch's plan, a rank's
-share."""
+"""The number of heads that the projections give: all heads of a module or, under tensor parallelism by torch's plan,
+the share of one rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 
 def grouped_share(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
-    """Query and kv heads in what q_proj, k_proj and v_proj gave [B, L, H * D]; ValueError where a rank's share of them
-    would give other numbers than one process."""
+    """Numbers of query and kv heads in query, key and value, each [B, L, H * D].
+
+    ValueError if a rank's share of the heads would give other results than one process.
+    """
     dim, widths = module.head_dim, (query.size(-1), key.size(-1), value.size(-1))
     heads, kv_heads = widths[0] // dim, widths[1] // dim
     if (heads, kv_heads) == (module.num_heads, module.num_kv_heads) and widths == (heads * dim, *[kv_heads * dim] * 2):
@@ -34,7 +36,7 @@ def grouped_share(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) 
 
 
 def latent_share(module: nn.Module, queries: Tensor, head_dim: int, k_rope: Tensor) -> int:
-    """Heads in queries [B, L, H * head_dim] of latent attention; ValueError as above."""
+    """Number of heads in queries [B, L, H * head_dim] of latent attention; ValueError as in `grouped_share`."""
     heads = queries.size(-1) // head_dim
     if heads == module.num_heads and queries.size(-1) == heads * head_dim:
         return heads
@@ -68,7 +70,8 @@ def _check_share(name: str, held: Sized | None, heads: int) -> None:
 
 
 def _refuse_partial_gradient(name: str, tensor: Tensor) -> None:
-    """A plain tensor that every rank's own heads read: nobody would add up the ranks' gradients."""
+    """Raises ValueError if `tensor` needs a gradient: the heads of every rank read it, and no code would add up the
+    ranks' gradients."""
     if torch.is_grad_enabled() and tensor.requires_grad and type(tensor) in (Tensor, nn.Parameter):
         raise ValueError(
             f"attnpack: {name}: its gradient would be that of this rank's heads alone, want that of all: call the "

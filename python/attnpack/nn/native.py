@@ -1,4 +1,4 @@
-"""How a Python module and its C++ twin belong together."""
+"""The base class that connects a Python module with its C++ twin."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from typing import Any
 
 from torch import nn
 
-# The leaves that a C++ twin has too; a class derived from one of them may compute something else.
+# Types of layers that a C++ twin has too. The type must be the same: a derived class may compute something else.
 _PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList)
 
 
 class NativeModule(nn.Module):
-    """Base of attnpack's modules: true ``nn.Module``s, each with a twin in ``attnpack.cpp``.
+    """Base of attnpack's modules: ``nn.Module``s, each with a twin in ``attnpack.cpp``.
 
-    The twin's constructor is the judge of the arguments, so that both languages complain in the same words.
+    The twin's constructor checks the arguments, so that both languages give the same errors.
     """
 
     _cpp_class: type
-    _config: dict[str, Any]  # the twin's arguments as they were given, without modules and device
+    _config: dict[str, Any]  # the arguments of the twin as the user gave them, without modules and device
 
     def _live_config(self) -> dict[str, Any]:
-        """The twin's arguments, with what was changed since: `module.scale = 2` is the twin's scale too."""
+        """The twin's arguments with later changes: after `module.scale = 2` the twin's scale is 2 too."""
         return {name: self.__dict__.get(name, given) for name, given in self._config.items()}
 
     def _make_cpp(self, device: str | None) -> Any:
-        """The twin with parameters of its own; called on "meta", where they cost nothing."""
+        """The twin with its own parameters. On the device "meta" they take no memory."""
         return self._cpp_class(**self._live_config(), device=device)
 
     def cpp(self) -> Any:
-        """The C++ module on this module's storage: shared parameters and gradients, no Python in its forward.
+        """The C++ module on this module's storage: it shares parameters and gradients, and runs without Python.
 
-        Raises TypeError where a child was replaced by, or given, something that only Python can run. Call it again
-        after parameters were replaced (``load_state_dict(assign=True)``, ``.to(dtype)``).
+        Raises TypeError if a child was replaced by, or given, something that only Python can run. Call it again after
+        parameters were replaced (``load_state_dict(assign=True)``, ``.to(dtype)``).
         """
         _refuse_foreign(self)
         twin = self._make_cpp("meta")

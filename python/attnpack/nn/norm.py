@@ -1,4 +1,4 @@
-"""RMSNorm, and the choice between it and torch's LayerNorm."""
+"""RMSNorm, and the choice between RMSNorm and torch's LayerNorm."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_norm(kind: str, dim: int, eps: float, device: torch.device | None, dtyp
 
 
 def norm_settings(norms: Iterable[nn.Module]) -> dict[str, Any]:
-    """Kind and eps that all of them have, as C++ blocks and stacks take them."""
+    """Kind and eps that the norms share, as arguments of C++ blocks and stacks."""
     found = {("layer" if isinstance(norm, nn.LayerNorm) else "rms", norm.eps) for norm in norms}
     if len(found) > 1:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Attention over q, k and v that somebody else projected."""
+"""Attention over q, k and v that are projected already."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .rope import RotaryEmbedding
 
 
 class ProjectedAttention(NativeAttention):
-    """Attention over q, k and v that somebody else projected; no parameters.
+    """Attention over q, k and v that are projected already. It has no parameters.
 
     Args:
-        num_heads, num_kv_heads, head_dim: the heads that lie side by side in the last dim of q, k and v.
+        num_heads, num_kv_heads, head_dim: number and width of the heads in the last dim of q, k and v.
         head_map, causal, rope, scale, dropout, window, softcap: as in GroupedQueryAttention.
     """
 
@@ -85,8 +85,8 @@ class ProjectedAttention(NativeAttention):
 
         Args:
             q: [B, L, Hq * D].
-            k, v: [B, Lkv, Hkv * D]. Without a cache, keys of another length than q come from another sequence: RoPE
-                rotates them at 0..Lkv-1.
+            k, v: [B, Lkv, Hkv * D]. Without a cache, keys whose length differs from that of q belong to another
+                sequence: RoPE rotates them at 0..Lkv-1.
 
         The other arguments are those of GroupedQueryAttention.forward.
         """
@@ -109,7 +109,7 @@ class ProjectedAttention(NativeAttention):
     def project(
         self, q: Tensor, k: Tensor, v: Tensor, *, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]) as they enter the operator."""
+        """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]), rotated, as the operator gets them."""
         query, key, value = self._heads(q, k, v)
         check_positions(positions, q)
         query, key = self._rotate(query, key, positions, q.size(1) != k.size(1))

@@ -13,12 +13,13 @@ from .native import NativeModule
 
 
 class RopeSettings(NamedTuple):
-    """How queries and keys are rotated."""
+    """The settings by which queries and keys are rotated."""
 
     inv_freq: tuple[float, ...]
-    """dim / 2 frequencies; past trained_len long_inv_freq, or those of a base that grows where growth > 0."""
+    """dim / 2 frequencies. For lengths above trained_len, long_inv_freq replaces them, or the base grows if growth > 0.
+    """
     factor: float = 1.0
-    """On cos and sin."""
+    """Factor on cos and sin."""
     interleaved: bool = False
     long_inv_freq: tuple[float, ...] = ()
     growth: float = 0.0
@@ -31,28 +32,29 @@ class RotaryEmbedding(NativeModule):
 
     Args:
         dim: rotated dims, even; smaller than head_dim leaves the rest as it is.
-        base: of the frequencies, `rope_theta` in Hugging Face configs.
-        max_positions: length of training; positions past it are legal.
-        scaling: None or a dict as in Hugging Face configs, `rope_type` (or `type`) and what it takes:
+        base: base of the frequencies, `rope_theta` in Hugging Face configs.
+        max_positions: length of the training sequences; larger positions are legal.
+        scaling: None, or a dict as in Hugging Face configs with `rope_type` (or `type`) and the settings of that type:
             "default";
             "linear", `factor`: positions / factor (Chen et al. 2023);
             "ntk", `factor`: base * factor^(dim / (dim - 2));
-            "dynamic", `factor`: the same by the length L of the sequence, factor * L / trained - (factor - 1);
+            "dynamic", `factor`: as "ntk" with the factor that follows from the length L of the sequence,
+            factor * L / trained - (factor - 1);
             "yarn", `factor`, `beta_fast` 32, `beta_slow` 1, `truncate` True, `attention_factor`, `mscale`,
             `mscale_all_dim` (Peng et al. 2023);
             "llama3", `factor`, `low_freq_factor` 1, `high_freq_factor` 4 (Dubey et al. 2024);
             "longrope", `short_factor` and `long_factor` of dim / 2 numbers, `factor`, `attention_factor` (Ding et al.
             2024).
-            The trained length is `original_max_position_embeddings`, default max_positions. `rope_theta` in it is
-            ignored.
+            The trained length is `original_max_position_embeddings`, default max_positions. `rope_theta` in the dict
+            is ignored.
         interleaved: pairs (2i, 2i + 1) instead of (i, i + dim/2).
-        raw_keys: caches hold keys before rotation, and each call rotates all of them, which costs a pass over the
-            cache. Default where frequencies follow the length of the sequence ("dynamic", "longrope"): keys that were
-            rotated when the sequence was shorter would lie at other angles than those of a full recompute.
+        raw_keys: caches hold keys before rotation. Each call then rotates all cached keys, which costs a pass over the
+            cache. This is the default if frequencies follow the length of the sequence ("dynamic", "longrope"): keys
+            that were rotated when the sequence was shorter have other angles than those of a full recompute.
 
-    Holds numbers in double precision and no tensors: nothing in the state dict, nothing that `.to(bfloat16)` rounds.
-    `device` and `dtype` are taken for uniformity and have no effect. Raises ValueError for a scaling that lacks
-    something, has an unknown key or a list of the wrong length.
+    The module holds numbers in double precision and no tensors: nothing in the state dict, nothing that `.to(bfloat16)`
+    rounds. `device` and `dtype` have no effect; they exist because the other modules take them. Raises ValueError for a
+    scaling that lacks something, has an unknown key or a list of the wrong length.
     """
 
     _cpp_class = cpp.RotaryEmbedding
@@ -97,7 +99,7 @@ class RotaryEmbedding(NativeModule):
         self.long_inv_freq: tuple[float, ...] = tuple(twin.long_inv_freq)
         self.growth: float = twin.growth
         self.trained_len: int = twin.trained_len
-        # What latent attention multiplies its scale by: m(factor, mscale_all_dim)^2.
+        # Latent attention multiplies its scale by this factor: m(factor, mscale_all_dim)^2.
         self.softmax_factor: float = twin.softmax_factor
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -107,7 +109,8 @@ class RotaryEmbedding(NativeModule):
 
     @property
     def settings(self) -> RopeSettings | _C.RopeSettings:
-        """As `attnpack.ops.attend` takes it: numbers while a graph is traced, else one native object, made once."""
+        """The argument `rope` of `attnpack.ops.attend`: numbers while a graph is traced, else a native object that is
+        made once."""
         if torch.compiler.is_compiling():
             return self._numbers()
         if self._native is None:
@@ -118,8 +121,8 @@ class RotaryEmbedding(NativeModule):
         return RopeSettings(**{name: getattr(self, name) for name in RopeSettings._fields})
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x [B, H, L, D] rotated at `positions` (int64 [L] or [B, L]; default 0..L-1). Frequencies that follow the
-        length take a row's highest position + 1 for it."""
+        """x [B, H, L, D] rotated at `positions` (int64 [L] or [B, L]; default 0..L-1). If frequencies follow the
+        length, the length of a row is its highest position + 1."""
         if positions is None:
             positions = torch.arange(x.size(2), device=x.device)
         if self.growth or self.long_inv_freq:

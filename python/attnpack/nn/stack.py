@@ -1,4 +1,4 @@
-"""Stacks of blocks: Encoder, Decoder, and the two together."""
+"""Stacks of blocks: Encoder, Decoder, and EncoderDecoder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .norm import make_norm, norm_settings
 
 
 class _Stack(NativeModule):
-    """Blocks of one kind and what stands around them; children embed_tokens, layers, norm, as in a Llama model."""
+    """Blocks of one kind between an optional embedding and an optional norm. Children embed_tokens, layers, norm, as in
+    a Llama model."""
 
     _block: type
 
@@ -102,9 +103,9 @@ class Encoder(_Stack):
     Args:
         layers: EncoderBlocks.
         norm: after the last block: "rms", "layer" or None.
-        eps: of that norm.
+        eps: eps of that norm.
         embed_tokens: an nn.Embedding; with it forward takes token ids.
-        device, dtype: of the norm; default those of the first block.
+        device, dtype: those of the norm; default those of the first block.
     """
 
     _cpp_class = cpp.Encoder
@@ -171,9 +172,9 @@ class Decoder(_Stack):
 
 
 class EncoderDecoder(NativeModule):
-    """The encoder reads the source, the decoder writes the target with the encoder's output as its context.
+    """The encoder reads the source; the decoder reads the target, with the output of the encoder as its context.
 
-    `device` and `dtype` are taken for uniformity: both parts exist already.
+    `device` and `dtype` have no effect, because both parts exist already; all modules take them.
     """
 
     def __init__(
@@ -204,9 +205,10 @@ class EncoderDecoder(NativeModule):
         """Decoder states [B, Lt, E].
 
         Args:
-            source: [B, Ls, E], or ids [B, Ls] if the encoder embeds; target alike, [B, Lt, E] or [B, Lt].
-            source_lens, target_lens: [B], valid source and new target tokens of each sequence.
-            cache: of the decoder's self-attention.
+            source: [B, Ls, E], or ids [B, Ls] if the encoder has embed_tokens.
+            target: [B, Lt, E], or ids [B, Lt] if the decoder has embed_tokens.
+            source_lens, target_lens: [B], the numbers of valid source tokens and of valid new target tokens.
+            cache: the cache of the decoder's self-attention.
         """
         reject_keywords(unknown, MODEL_CACHE)
         check_lengths("source_lens", source_lens, source)
@@ -221,5 +223,5 @@ class EncoderDecoder(NativeModule):
 
 
 def _input_name(stack: nn.Module) -> str:
-    """What complaints call the input of a stack's forward."""
+    """The name of the input of a stack's forward in its errors."""
     return "x" if getattr(stack, "embed_tokens", None) is None else "ids"

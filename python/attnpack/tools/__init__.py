@@ -1,1 +1,1 @@
-"""The command line and what it runs: demo, bench, plot, generate, info."""
+"""The command line and its commands demo, bench, plot, generate and info."""

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # whoever read our output, `head` say, has gone
+    except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
@@ -128,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _command(commands, name, run, summary: str, example: str) -> argparse.ArgumentParser:
-    """A sub-command with what all have: an example, --json and --debug."""
+    """A sub-command with an example, --json and --debug, which all sub-commands have."""
     description = summary[0].upper() + summary[1:] + "."
     parser = commands.add_parser(name, help=summary, description=description, epilog=f"example: {example}")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -138,7 +138,7 @@ def _command(commands, name, run, summary: str, example: str) -> argparse.Argume
 
 
 def _picture(pictures, name: str, summary: str, example: str) -> argparse.ArgumentParser:
-    """One picture of `attnpack plot`. --json and --debug may stand before or behind its name."""
+    """One picture of `attnpack plot`. --json and --debug may come before or after the name of the picture."""
     description = summary[0].upper() + summary[1:] + "."
     parser = pictures.add_parser(name, help=summary, description=description, epilog=f"example: {example}")
     out = Path(f"{name.replace('-', '_')}.png")
@@ -197,7 +197,7 @@ def _plot(args: argparse.Namespace) -> None:
 
 
 def _number(text: str, kind: Callable[[str], Any], fits: Callable[[Any], bool], expected: str) -> Any:
-    """The text as a number of that kind."""
+    """The text as a number of the given kind."""
     try:
         number = kind(text)
     except ValueError:
@@ -239,5 +239,5 @@ def _heads(text: str) -> list[int]:
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of what went wrong: C++ errors carry a stack below it."""
+    """The first line of the error: the further lines of a C++ error are its stack."""
     return str(error).strip().split("\n")[0].removeprefix("attnpack: ") or type(error).__name__

@@ -1,4 +1,4 @@
-"""Text from a language model: what `attnpack generate` and the demo's third part do."""
+"""Text from a language model, for `attnpack generate` and the third part of the demo."""
 
 import argparse
 import json
@@ -19,9 +19,9 @@ class Answer:
     prompt_tokens: int
     new_tokens: int
     seconds_to_first_token: float
-    tokens_per_second: float  # after the first
-    positions: int  # held by the cache at the end
-    kv_bytes: int  # of their keys and values, all layers
+    tokens_per_second: float  # after the first token
+    positions: int  # in the cache at the end
+    kv_bytes: int  # of the keys and values of these positions in all layers
 
 
 def answer(
@@ -33,7 +33,8 @@ def answer(
     max_new_tokens: int = 128,
     **sampling,
 ) -> Answer:
-    """Answers one user message, handing `write` each piece of text as it comes; `sampling` goes to `model.generate`."""
+    """Answers one user message. It calls `write` with each piece of text as it comes, and passes `sampling` to
+    `model.generate`."""
     ids = tokenizer.chat(prompt) if tokenizer.chat_template else tokenizer.encode(prompt)
     if not ids:
         raise ValueError("prompt: got an empty one, want a text for the model to go on with")
@@ -72,7 +73,7 @@ def answer(
 
 
 def main(args: argparse.Namespace) -> None:
-    """`attnpack generate`: streams the answer; with `args.json` prints one JSON object with its figures."""
+    """`attnpack generate`: streams the answer; with `args.json` prints the answer's figures as one JSON object."""
     greedy = args.temperature == 0 or (args.temperature, args.top_k, args.top_p) == (None, None, None)
     if args.seed is not None and greedy:
         raise ValueError(

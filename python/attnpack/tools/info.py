@@ -1,4 +1,4 @@
-"""What is installed and loaded, and why not: `attnpack info`, to be pasted into bug reports."""
+"""`attnpack info`: the parts that are installed and loaded, and why others are not; for bug reports."""
 
 import argparse
 import importlib.metadata
@@ -13,7 +13,7 @@ import torch
 
 from .._load import CUDA_LIBRARY, LIBRARY, PACKAGE, build_record, loaded_copies, why_no_cuda
 
-# optional package: the extra that brings it
+# optional package: the extra that installs it
 _OPTIONAL = {
     "gguf": "gguf",
     "tokenizers": "tokenizers",
@@ -25,8 +25,8 @@ _OPTIONAL = {
 
 
 def collect(failure: str = "") -> dict[str, Any]:
-    """Versions, instruction set, threads, libraries and optional packages, as plain values that JSON can hold;
-    `failure` says why the native code could not be loaded, where it could not."""
+    """Versions, instruction set, threads, libraries and optional packages, as plain values for JSON. `failure` is the
+    reason if the native code could not be loaded."""
     try:
         build = build_record()
     except ImportError:
@@ -56,7 +56,7 @@ def collect(failure: str = "") -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Prints the CMake prefix alone (`--cmake-prefix`) or all, as JSON (`--json`) or to read."""
+    """Prints the CMake prefix alone (`--cmake-prefix`) or everything, as JSON (`--json`) or as text."""
     if args.cmake_prefix:
         print(json.dumps({"cmake_prefix": str(PACKAGE)}) if args.json else PACKAGE)
     else:

@@ -1,4 +1,4 @@
-"""How much memory this process holds, as Linux tells."""
+"""Memory of this process, as Linux reports it."""
 
 import ctypes
 import gc
@@ -8,17 +8,17 @@ from pathlib import Path
 
 
 def resident_bytes(field: str) -> int:
-    """VmRSS, the memory of this process that is in use, or VmHWM, the most that was."""
+    """Bytes of `field`: VmRSS is the resident memory of this process, VmHWM its peak so far."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def peak_bytes(call: Callable[[], object]) -> int | None:
-    """How far one call raises the resident memory of this process; None where Linux does not tell."""
+    """How far one call raises the resident memory of this process; None if Linux does not report it."""
     gc.collect()
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed does not count as there already
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        ctypes.CDLL(None).malloc_trim(0)  # memory that earlier calls freed must not count as resident
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = resident_bytes("VmRSS")
         call()
         return max(0, resident_bytes("VmHWM") - before)
@@ -27,5 +27,5 @@ def peak_bytes(call: Callable[[], object]) -> int | None:
 
 
 def available_bytes() -> int:
-    """Of memory that nothing uses."""
+    """Bytes of memory that no process uses."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

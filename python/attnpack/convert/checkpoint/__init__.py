@@ -1,1 +1,1 @@
-"""Whole checkpoints with fewer key-value heads, layer by layer: `attnpack convert`."""
+"""`attnpack convert`: converts whole checkpoints to fewer key-value heads, layer by layer."""

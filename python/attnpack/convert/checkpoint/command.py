@@ -1,4 +1,4 @@
-"""What `attnpack convert` does."""
+"""The command `attnpack convert`."""
 
 from __future__ import annotations
 

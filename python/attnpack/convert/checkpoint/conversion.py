@@ -1,4 +1,4 @@
-"""Whole checkpoints with fewer kv heads, read, converted and written layer by layer."""
+"""Converts whole checkpoints to fewer kv heads: reads, converts and writes layer by layer."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ LEARNS_FROM_TEXT = ("similar", "aligned")
 
 @dataclass(frozen=True)
 class Request:
-    """What to do with a checkpoint; see `attnpack convert --help`."""
+    """The settings of a conversion; see `attnpack convert --help`."""
 
     kv_heads: int
     method: str = "mean"
     window: int = 1
     groups: Groups | None = None
     seed: int | None = None
-    dtype: torch.dtype | None = None  # default as stored; fp32 from GGUF
+    dtype: torch.dtype | None = None  # default the stored dtype; fp32 from GGUF
     text: Path | None = None  # default the standard library's help topics
-    tokens: int = 2048  # of it for the perplexity, and as many others for methods that learn from text; 0 for none
-    encoder: bool = False  # convert that of an encoder-decoder model too
+    tokens: int = 2048  # of the text for the perplexity, and as many more for methods that learn from text; 0 for none
+    encoder: bool = False  # convert the encoder of an encoder-decoder model too
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Report:
     kv_heads: int
     kv_bytes_per_token_before: int  # in the written dtype
     kv_bytes_per_token: int
-    tokens: int  # that the perplexities are of
+    tokens: int  # on which the perplexities are measured
     perplexity_before: float | None
     perplexity: float | None
-    notes: list[str]  # what was left out, and why
+    notes: list[str]  # parts that were left out, with the reasons
     seconds: float
 
 
 def convert_checkpoint(source: Path, out: Path, request: Request) -> Report:
     """Writes `source` (a Hugging Face directory or a GGUF file) with fewer kv heads to the new directory `out`.
 
-    Holds one layer (or the embedding) and the states of some tokens in memory. Raises ValueError, and leaves nothing,
-    where the checkpoint is one that CausalLM does not read, is damaged, or does not fit the request.
+    Memory holds one layer (or the embedding) and the states of some tokens. Raises ValueError, and leaves no output, if
+    the checkpoint is of an unknown kind, is damaged, or does not fit the request.
     """
     started = time.monotonic()
     with naming(source, "cannot be converted", "get the checkpoint again, or give another"):
@@ -119,12 +119,12 @@ def _convert_layers(source: Source, put: Callable[[str, Tensor], None], streams:
 def merge_layer(
     tensors: dict[str, Tensor], attention: Attention, request: Request, number: int, calibration: Tensor | None
 ) -> dict[str, Tensor]:
-    """The tensors of one attention layer with fewer kv heads, by their names."""
+    """The tensors of one attention layer with fewer kv heads, by name."""
     names = {
         field: f"{attention.prefix}{field[0]}_proj.{'bias' if field.endswith('_bias') else 'weight'}"
         for field in LayerWeights._fields
     }
-    kind = 4 * (2 * number + ("cross" in attention.prefix))  # a layer has up to two, of four draws each
+    kind = 4 * (2 * number + ("cross" in attention.prefix))  # a layer has up to two attentions, with four seeds each
     merged = merge_kv_heads(
         LayerWeights(*(tensors.get(name) for name in names.values())),
         attention.num_heads,
@@ -144,7 +144,7 @@ def merge_layer(
 
 
 class _Writer:
-    """The tensors of the result, in the files they were in, and the index of several."""
+    """Writes the tensors of the result into files with the source's names, and an index if there are several files."""
 
     def __init__(self, source: Source, folder: Path, kv_heads: int) -> None:
         self._folder, self._files, self._place = folder, {}, {}

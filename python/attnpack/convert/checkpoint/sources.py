@@ -1,4 +1,4 @@
-"""Checkpoints that can be converted: which tensors they have, and which of their layers attend."""
+"""Checkpoints that can be converted: their tensors and their attention layers."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class Attention:
 
 
 class Source:
-    """Tensors one by one, as they will be written; subclasses say what they are."""
+    """Reads the tensors of a checkpoint one by one, in the dtype of the output. Each kind of model has a subclass."""
 
     path: Path
     config: dict[str, Any]  # of the decoder: num_layers, num_heads, num_kv_heads, head_dim ...
-    files: dict[str, SafetensorsFile]  # by tensor; none of GGUF
+    files: dict[str, SafetensorsFile]  # by name of tensor; empty for GGUF
     shapes: dict[str, tuple[int, ...]]
 
     def __init__(self, path: Path, dtype: torch.dtype | None) -> None:
         self.path, self._dtype = path, dtype
 
     def attentions(self, layer: str) -> list[Attention]:
-        """What is to convert in the layer whose tensors' names begin with `layer`."""
+        """The attention layers to convert among the tensors whose names begin with `layer`."""
         raise NotImplementedError
 
     def layers(self) -> dict[str, list[str]]:
-        """Names of tensors by layer, "" for the others, each in the order in which a text goes through them."""
+        """Names of tensors by layer, in the order of the layers' numbers; "" has the tensors outside of layers."""
         found: dict[str, list[str]] = {"": []}
         for name in sorted(self.shapes, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
             match = re.match(r".*?\.layers\.\d+\.", name)
@@ -64,7 +64,8 @@ class Source:
         return self._dtype or self.stored_dtype(name)
 
     def read(self, name: str) -> Tensor:
-        """Raises ValueError where it is not finite, or not in the dtype it is to be written in."""
+        """The tensor in the dtype of the output; raises ValueError if it is not finite in the stored dtype or in that
+        one."""
         tensor = torch.empty(self.shapes[name], dtype=self.stored_dtype(name))
         self._read(name, tensor)
         require_finite(self.path, name, tensor)
@@ -74,7 +75,7 @@ class Source:
         return converted
 
     def by_file(self) -> dict[str, list[str]]:
-        """Names of tensors by the file to write them to: shards stay as they are."""
+        """Names of tensors by output file. Each shard becomes a file of the same name."""
         if not self.files:
             return {"model.safetensors": list(self.shapes)}
         files: dict[str, list[str]] = {}
@@ -87,7 +88,7 @@ class Source:
 
 
 class DecoderOnly(Source):
-    """What CausalLM reads: Hugging Face directories and GGUF files of Llama, Mistral, Qwen2 and Qwen3."""
+    """A checkpoint that CausalLM reads: Hugging Face directory or GGUF file of Llama, Mistral, Qwen2 or Qwen3."""
 
     def __init__(self, path: Path, dtype: torch.dtype | None) -> None:
         super().__init__(path, dtype)
@@ -109,8 +110,8 @@ class DecoderOnly(Source):
 
 
 class EncoderDecoder(Source):
-    """T5Gemma. Attention of its decoder, to itself and to the encoder, is converted; the encoder's own on request: it
-    runs once a text and reads no cache (Ainslie et al. 2023, section 3.1)."""
+    """T5Gemma. Self-attention and cross-attention of the decoder are converted. The encoder is converted on request: it
+    runs once per text and reads no cache (Ainslie et al. 2023, section 3.1)."""
 
     _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
     _NAMES = (
@@ -176,7 +177,7 @@ class EncoderDecoder(Source):
 
 
 def open_source(path: Path, dtype: torch.dtype | None, encoder: bool) -> Source:
-    """The checkpoint at `path`; ValueError for one that is not known, is damaged or lacks something."""
+    """The checkpoint at `path`; ValueError if its kind is not known, or if it is damaged or incomplete."""
     if not path.exists():
         raise ValueError(f"{path}: no such file or directory; give a Hugging Face directory or a GGUF file")
     config = path / "config.json"

@@ -1,4 +1,4 @@
-"""Some text on its way through a checkpoint, layer by layer, beside its converted twin."""
+"""Passes some text through a checkpoint and its converted twin at once, layer by layer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ...nn.block import DecoderBlock
 from ...nn.causal_lm import CausalLM
 
 LONGEST = 512  # tokens of one sequence, as uptraining takes them
-_ROWS = 256  # of logits at a time
-_CHARACTERS = 16  # a token has fewer, but in odd texts
+_ROWS = 256  # rows of logits at a time
+_CHARACTERS = 16  # upper estimate of the characters per token, except in odd texts
 
 
 def text_name(path: Path | None) -> str:
@@ -25,7 +25,7 @@ def text_name(path: Path | None) -> str:
 
 
 def load_text(path: Path | None) -> str:
-    """The file's text, or the standard library's help topics: English prose that every machine has."""
+    """The text of the file, or by default the standard library's help topics: English prose that every machine has."""
     if path is None:
         from pydoc_data.topics import topics
 
@@ -41,7 +41,7 @@ def load_text(path: Path | None) -> str:
 def load_tokens(
     model: Path, text: Path | None, count: int, calibrate: bool, max_positions: int, notes: list[str]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Tokens [rows, length] to measure on and others to calibrate on, None where there are none to have."""
+    """(tokens to measure on, tokens to calibrate on), each [rows, length]; None if not wanted or no tokenizer loads."""
     content = load_text(text)
     if count == 0:
         notes.append("perplexity is left out as asked" + (", calibration too" if calibrate else ""))
@@ -66,9 +66,10 @@ def load_tokens(
 
 
 class Streams:
-    """Hidden states of measured tokens in the original and the converted model, of calibration tokens in the original.
+    """Hidden states of the measured tokens in the original and in the converted model, and of the calibration tokens in
+    the original.
 
-    Without tokens all of it does nothing.
+    Without tokens the methods do nothing.
     """
 
     def __init__(self, config: dict[str, Any], measured: Tensor | None, calibration: Tensor | None) -> None:
@@ -84,12 +85,12 @@ class Streams:
 
     @torch.no_grad()
     def attention_input(self, prefix: str, layer: dict[str, Tensor]) -> Tensor | None:
-        """What the layer's attention reads of the calibration tokens, [tokens, E]."""
+        """The input of the layer's attention for the calibration tokens, [tokens, E]."""
         return None if self._seen is None else self._block(prefix, layer).input_layernorm(self._seen).flatten(0, 1)
 
     @torch.no_grad()
     def step(self, prefix: str, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-        """Through one layer, whose tensors are given by their names, which begin with `prefix`."""
+        """Passes the states through one layer; `old` and `new` hold its tensors, whose names begin with `prefix`."""
         if self._old is None:
             return
         block = self._block(prefix, old)
@@ -117,7 +118,7 @@ class Streams:
         return math.exp(min(700.0, (sum(losses) / wanted.numel()).item()))
 
     def _block(self, prefix: str, tensors: dict[str, Tensor]) -> DecoderBlock:
-        """The layer as a block in fp32."""
+        """The layer as a DecoderBlock in fp32."""
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         kv_heads = tensors["self_attn.k_proj.weight"].shape[0] // self._config["head_dim"]
         sizes = {"num_layers": 1, "vocab_size": 1, "num_kv_heads": kv_heads}

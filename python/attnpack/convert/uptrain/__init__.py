@@ -1,1 +1,1 @@
-"""Training that gives a converted checkpoint back what it lost: `attnpack uptrain`."""
+"""`attnpack uptrain`: trains a converted checkpoint, so that it recovers what the conversion lost."""

@@ -1,4 +1,4 @@
-"""What `attnpack uptrain` does: a converted checkpoint, trained on a text in a given time, resumable."""
+"""The command `attnpack uptrain`: trains a converted checkpoint on a text for a given time; can be resumed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .distill import Distillation, perplexity
 
 STATE = "attnpack_uptrain.pt"
 _SAVE_EVERY = 60.0  # seconds
-_MEASURED = 2048  # tokens of the text's beginning, which are not trained on
+_MEASURED = 2048  # tokens at the beginning of the text; they are measured, and not trained on
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Report:
     seconds: float
     resumed: bool
     loss_first: float
-    loss_last: float  # means of the first and the last steps, up to 20
+    loss_last: float  # both are means, of the first and of the last steps, up to 20
     tokens_measured: int
     perplexity_teacher: float
     perplexity_before: float
     perplexity: float
-    written: bool  # not where the perplexity rose
+    written: bool  # False if the perplexity rose
 
 
 def main(args: argparse.Namespace) -> None:
@@ -66,11 +66,11 @@ def main(args: argparse.Namespace) -> None:
 
 
 def uptrain(args: argparse.Namespace, say) -> Report:
-    """Trains the layers of the checkpoint `args.directory` for `args.minutes`, then puts the new weights into it.
+    """Trains the layers of the checkpoint `args.directory` for `args.minutes`, then writes the new weights into it.
 
-    Until then its files are as they were, but for the state of the training, from which the same command goes on; and
-    so they stay where the perplexity of the text's beginning rose.
-    Raises ValueError where text, teacher or checkpoint do not fit.
+    During the training the directory gains a single file, the state of the training; the same command resumes from it.
+    If the perplexity on the beginning of the text rose, the old weights stay. Raises ValueError if text, teacher or
+    checkpoint do not fit.
     """
     directory: Path = args.directory
     if not 0 < args.learning_rate < 1:
@@ -183,7 +183,7 @@ def _check_pair(student: CausalLM, teacher: CausalLM, path: Path) -> None:
 
 
 def _identity(args: argparse.Namespace, teacher: Path, checkpoint: HfCheckpoint, ids: Tensor) -> dict[str, Any]:
-    """What must be the same for a training to go on."""
+    """The settings that must be the same when a training is resumed."""
     return {
         "teacher": str(teacher.absolute()),
         "kv_heads": checkpoint.config["num_kv_heads"],
@@ -195,7 +195,7 @@ def _identity(args: argparse.Namespace, teacher: Path, checkpoint: HfCheckpoint,
 
 
 def _save(work: Distillation, path: Path, about: dict[str, Any], figures: dict[str, float]) -> None:
-    # torch.save would hide a full disk from a name, not from a file.
+    # Given a name, torch.save hides the error of a full disk; given an open file, it does not.
     with whole_file(path) as partial, partial.open("xb") as file:
         torch.save({"about": about, "figures": figures, "work": work.state()}, file)
 
@@ -215,7 +215,7 @@ def _resume(work: Distillation, path: Path, about: dict[str, Any]) -> dict[str, 
 
 
 def _put(checkpoint: HfCheckpoint, state: dict[str, Tensor]) -> None:
-    """The weights as the checkpoint's model.safetensors, which appears whole; shards go afterwards."""
+    """Writes the weights as model.safetensors, which appears whole, and then removes the old shards."""
     path = checkpoint.path / "model.safetensors"
     dtypes = {name: file.dtype(name) for name, file in checkpoint.files.items()}
     with whole_file(path) as partial:

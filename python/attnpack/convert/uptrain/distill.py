@@ -1,4 +1,4 @@
-"""Training a converted model to do what its original does (the uptraining of Ainslie et al. 2023, by distillation)."""
+"""Trains a converted model to give the outputs of its original: uptraining (Ainslie et al. 2023) by distillation."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from torch import Tensor
 
 from ...nn.causal_lm import CausalLM
 
-_WARMUP = 0.03  # of the time
-_LAST_RATE = 0.1  # of the learning rate, at the end
+_WARMUP = 0.03  # fraction of the time
+_LAST_RATE = 0.1  # fraction of the learning rate at the end
 
 
 def perplexity(model: CausalLM, ids: Tensor) -> float:
-    """Of rows ids [R, L], each read on its own."""
+    """Perplexity of the model on ids [R, L]; each row is a text of its own."""
     with torch.no_grad():
         losses = [F.cross_entropy(model(row[None])[0, :-1].float(), row[1:]).item() for row in ids]
     return math.exp(min(700.0, sum(losses) / len(losses)))
 
 
 class Distillation:
-    """The student's trainable parameters, their optimiser, and how far it is: steps and seconds spent.
+    """The training: the student's trainable parameters, their optimiser, and the progress in steps and seconds.
 
-    A step takes one sequence. Its loss is KL(teacher || student) of the next-token distributions, nats a token, and the
-    mean over layers of |student's states - teacher's|^2 / |teacher's|^2, which tells each layer its own share.
+    A step takes one sequence. Its loss is the sum of two terms: KL(teacher || student) of the next-token distributions,
+    in nats per token, and the mean over layers of |student's states - teacher's|^2 / |teacher's|^2, which gives each
+    layer its own signal.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Distillation:
         self.generator = torch.Generator().manual_seed(seed)
 
     def state(self) -> dict[str, Any]:
-        """What `load` goes on from."""
+        """The state of the training, from which `load` resumes."""
         return {
             "parameters": {name: parameter.detach() for name, parameter in self.trained.items()},
             "optimizer": self.optimizer.state_dict(),
@@ -62,7 +63,7 @@ class Distillation:
             setattr(self, name, value)
 
     def run(self, after_step: Callable[[], None]) -> None:
-        """Steps until the time is spent; `after_step` may save or raise."""
+        """Trains until the time is spent; `after_step` may save or raise."""
         while self.spent < self.seconds:
             self.step()
             after_step()
@@ -98,13 +99,13 @@ class Distillation:
 
 
 def _schedule(spent: float) -> float:
-    """Part of the learning rate after a part of the time: a short rise, then a cosine."""
+    """Fraction of the learning rate when a fraction of the time is spent: a short rise, then a cosine."""
     rise = min(1.0, (spent + 0.002) / _WARMUP)
     return rise * (_LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, spent))))
 
 
 def _with_states(model: CausalLM, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Logits, and what comes out of each layer."""
+    """The logits and the output of each layer."""
     states: list[Tensor] = []
     hooks = [layer.register_forward_hook(lambda _, args, out: states.append(out)) for layer in model.layers]
     try:

@@ -1,4 +1,4 @@
-"""Which attention layers of transformers have a module of attnpack to replace them, and the replacing."""
+"""Replaces attention layers of transformers by modules of attnpack; `KNOWN` lists the classes that it can replace."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .adopted import Adopted
 from .grouped import HfGroupedQueryAttention
 from .latent import HfLatentAttention
 
-# Classes of transformers whose layers are q_proj, k_proj, v_proj, o_proj, RoPE on half-split pairs and, if at all,
-# norms over head_dim before it; their masks carry the windows.
+# Classes of transformers whose layers have q_proj, k_proj, v_proj, o_proj, RoPE on half-split pairs, and possibly norms
+# over head_dim before RoPE. Their windows are in their masks.
 _GROUPED = (
     "LlamaAttention",
     "MistralAttention",
@@ -29,7 +29,8 @@ KNOWN: dict[str, type[nn.Module]] = {
 
 
 def replace(model: PreTrainedModel) -> int:
-    """Puts our layers in the place of all that are known; how many are ours then, those of an earlier call too."""
+    """Replaces all known layers. Returns the number of attnpack's layers in the model afterwards, including those of an
+    earlier call."""
     found = [
         (parent, name, child)
         for parent in list(model.modules())
@@ -47,8 +48,10 @@ def replace(model: PreTrainedModel) -> int:
 
 
 def _record_ours_too(model: PreTrainedModel) -> None:
-    """Adds our classes to those whose weights the model gives for `output_attentions=True`: transformers looks for
-    layers by their class, and what it does not find it leaves out without a word."""
+    """Adds our classes to the classes whose weights the model returns for `output_attentions=True`.
+
+    transformers looks for layers by their class, and silently leaves out the layers of other classes.
+    """
     recorded = getattr(model, "_can_record_outputs", None) or {}
     for output, layers in recorded.items():
         layers = list(layers) if isinstance(layers, list) else [layers]
@@ -58,6 +61,6 @@ def _record_ours_too(model: PreTrainedModel) -> None:
 
 
 def _keep_recording(theirs: nn.Module, ours: nn.Module) -> None:
-    """Hooks on the results of a layer stay: the user's, and transformers' own where it has recorded before."""
+    """Keeps the hooks on the results of a layer: the user's, and those with which transformers records results."""
     for hooks in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
         getattr(ours, hooks).update(getattr(theirs, hooks))

@@ -1,4 +1,4 @@
-"""What layers that replace those of transformers share: adopted parameters, and rotation by the model's tables."""
+"""Base of the layers that replace those of transformers: adopted parameters, and rotation by the model's tables."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ...ops import apply_rope
 
 
 class Adopted:
-    """Beside one of our attention modules, first among the bases; the constructor calls `_adopt` at its end."""
+    """Mixin, the first base before one of our attention modules. The constructor calls `_adopt` at its end."""
 
-    is_causal = True  # what transformers reads where it gives no mask
+    is_causal = True  # transformers reads it if it gives no mask
 
     def _adopt(self, theirs: nn.Module, projections: Iterable[str], norms: Iterable[str]) -> None:
-        """Takes children of `theirs` by name: projections as they are, norms as ours on the same weights, or as they
-        are where calling them does more than to norm, as under tensor parallelism."""
+        """Takes children of `theirs` by name. Projections are taken as they are. Norms become our RMSNorm on the same
+        weight; a norm with hooks, as under tensor parallelism, is taken as it is."""
         for name in projections:
             setattr(self, name, getattr(theirs, name))
         for name in norms:
@@ -34,7 +34,7 @@ class Adopted:
 
     def _make_cpp(self, device: str | None) -> Any:
         if "config" not in self.__dict__:
-            return super()._make_cpp(device)  # the constructor asks for its arguments to be judged
+            return super()._make_cpp(device)  # called by the constructor, so that C++ checks the arguments
         raise TypeError(
             "attnpack: a layer that replaces one of transformers has no C++ twin, because the model rotates for it; "
             "load the checkpoint with attnpack.CausalLM.from_hf for a model that runs in C++"
@@ -48,7 +48,7 @@ def _on_the_weight_of(theirs: nn.Module) -> RMSNorm:
 
 
 def check_call(hidden_states: Tensor, past_key_values: object) -> None:
-    """Raises for a nested tensor, and TypeError for what is no cache of transformers."""
+    """Raises ValueError for a nested tensor, and TypeError for a past_key_values that is no cache of transformers."""
     if hidden_states.is_nested:
         raise nested("hidden_states")
     if past_key_values is None or hasattr(past_key_values, "update"):
@@ -65,8 +65,8 @@ def rotated(
     table: tuple[Tensor, Tensor] | Tensor,
     interleaved: bool = False,
 ) -> Tensor:
-    """x at the places of a model's RoPE table: (cos, sin), each [B, L, R] with both halves the same, or a complex
-    [B, L, R / 2] of both."""
+    """x rotated by a model's RoPE table: (cos, sin), each [B, L, R] with two equal halves, or cos + i sin as a complex
+    [B, L, R / 2]."""
     if isinstance(table, Tensor):
         cos, sin = table.real, table.imag
     else:

@@ -1,4 +1,4 @@
-"""Layers of grouped attention of transformers' models as attnpack's modules.
+"""attnpack's module for the grouped attention layers of transformers.
 
 B batch, L / Lkv lengths of queries and keys, Hq query heads, D head_dim.
 """
@@ -17,12 +17,13 @@ from .adopted import Adopted, check_call, rotated
 
 
 class HfGroupedQueryAttention(Adopted, GroupedQueryAttention):
-    """GroupedQueryAttention in the place of a layer of transformers: its parameters, its way of being called.
+    """GroupedQueryAttention in the place of a layer of transformers. It takes over that layer's parameters, and is
+    called like it.
 
-    The model rotates by tables that it makes once for all layers, and hands in its mask and its cache.
+    The model gives its mask, its cache, and a RoPE table that it makes once for all layers.
 
     Args:
-        theirs: a layer of a class that `hf_layers` knows; its projections become this module's own.
+        theirs: a layer of a class in `layers.KNOWN`; its projections become this module's own.
     """
 
     def __init__(self, theirs: nn.Module) -> None:
@@ -47,19 +48,19 @@ class HfGroupedQueryAttention(Adopted, GroupedQueryAttention):
         past_key_values: Any = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As the layer of transformers: (out [B, L, embed_dim], probabilities [B, Hq, L, Lkv] or None).
+        """(out [B, L, embed_dim], probabilities [B, Hq, L, Lkv] or None), as the layer of transformers returns them.
 
         Args:
             position_embeddings: (cos, sin) of the model's RoPE.
             attention_mask: as `attnpack.hf` makes it for the model, or None for causal.
-            past_key_values: a cache of transformers, which keeps the rotated keys of layer `layer_idx`.
+            past_key_values: a cache of transformers; it stores the rotated keys under `layer_idx`.
 
         Raises:
             TypeError: past_key_values is a cache of attnpack.
             ValueError: names an argument that attention cannot honour.
         """
         check_call(hidden_states, past_key_values)
-        # The model's tensor parallelism leaves some of the heads to this process, as many as the projections give.
+        # Under the model's tensor parallelism this process has some of the heads: as many as the projections give.
         projected = project_all((self.q_proj, self.k_proj, self.v_proj), hidden_states)
         query, key, value = (split_heads(x, x.size(-1) // self.head_dim) for x in projected)
         if self.q_norm is not None:

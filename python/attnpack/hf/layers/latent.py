@@ -1,7 +1,7 @@
-"""Layers of latent attention of transformers' models as attnpack's modules.
+"""attnpack's module for the latent attention layers of transformers.
 
-B batch, L / S lengths of queries and of all latents, H heads, C kv_lora_rank, N / R dims of a head that are not rotated
-and rotated.
+B batch, L / S lengths of queries and of all latents, H heads, C kv_lora_rank. A head has N dims that are not rotated
+and R dims that are rotated.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from .adopted import Adopted, check_call, rotated
 
 
 class HfLatentAttention(Adopted, MultiHeadLatentAttention):
-    """MultiHeadLatentAttention in the place of a layer of transformers: its parameters, its way of being called.
+    """MultiHeadLatentAttention in the place of a layer of transformers. It takes over that layer's parameters, and is
+    called like it.
 
-    The model rotates by tables that it makes once for all layers, and hands in its mask and its cache. The cache keeps
-    what transformers' own layer keeps in it: latents [B, 1, S, C] and rotated keys [B, 1, S, R].
+    The model gives its mask, its cache, and a RoPE table that it makes once for all layers. The cache stores the same
+    as for the layer of transformers: latents [B, 1, S, C] and rotated keys [B, 1, S, R].
 
     Args:
-        theirs: a layer of a class that `hf_layers` knows; its projections become this module's own.
+        theirs: a layer of a class in `layers.KNOWN`; its projections become this module's own.
 
     Raises:
-        ValueError: tensor parallelism has split the heads of theirs.
+        ValueError: tensor parallelism has split the heads of `theirs`.
     """
 
     def __init__(self, theirs: nn.Module) -> None:
@@ -62,12 +63,13 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
         output_attentions: bool | None = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As the layer of transformers: (out [B, L, embed_dim], probabilities [B, H, L, S] or None).
+        """(out [B, L, embed_dim], probabilities [B, H, L, S] or None), as the layer of transformers returns them.
 
         Args:
             attention_mask: as `attnpack.hf` makes it for the model, or None for causal.
             past_key_values: a cache of transformers.
-            position_embeddings: (cos, sin) of the model's RoPE, each [B, L, R], or a complex [B, L, R / 2] of both.
+            position_embeddings: (cos, sin) of the model's RoPE, each [B, L, R], or cos + i sin as a complex
+                [B, L, R / 2].
 
         Raises:
             TypeError: past_key_values is a cache of attnpack.
@@ -97,7 +99,7 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
     ) -> tuple[Tensor, Tensor | None]:
         dropout = self.dropout if self.training else 0.0
         weight = plain_weight(self.kv_b_proj)
-        if weight is None:  # LoRA, say: only calling it tells what it does
+        if weight is None:  # kv_b_proj is more than a weight, such as LoRA: call it
             key, value = self._expand(torch.cat([latent, k_rope], -1), query.size(1))
             out, weights = attention_forward(
                 self, query, key, value, mask, dropout, self.scale, output_attentions=need_weights, **others
@@ -116,7 +118,7 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             weight,
             self.v_head_dim,
             self.path,
-            cross=True,  # the cache is transformers', and all of it is given
+            cross=True,  # latent holds the whole cache, which transformers manages
             dropout_p=dropout,
             scale=self.scale,
             need_weights=need_weights,
@@ -136,10 +138,10 @@ def _refuse_split(theirs: nn.Module) -> None:
 
 
 def _as_of_the_first_key(mask: Tensor, q_len: int, kv_len: int) -> dict[str, Any]:
-    """A mask as the latent op takes it, which knows neither windows nor queries that stand behind the first key: where
-    ranges need those, the mask itself."""
+    """A mask as arguments of the latent op. The op has no window, and its first query is at the position of the first
+    key. A mask that needs a window or a later position is given as a tensor."""
     ranges, plain = split_mask(mask, q_len, kv_len)
-    # An offset on another device than the CPU is a tensor, and reading it would wait.
+    # An offset on another device than the CPU is a tensor. Reading it would wait for that device.
     offset = ranges.q_offset if isinstance(ranges.q_offset, int) else None
     if ranges.window == (-1, -1):
         if not ranges.causal or offset == 0:

@@ -1,9 +1,10 @@
-"""`attnpack bench`: attention calls beside the limits of this machine and beside other libraries, in one run.
+"""`attnpack bench`: compares attention calls with the limits of this machine and with other libraries, in one run.
 
-All figures of a case are taken in turn, so that a busy machine slows all of them; a ratio is the median over the
-rounds. The limits (multiply-adds in registers, bytes read in order) are measured before and after, and the better ones
-taken. Where keys and values are to be cold, all caches are emptied before each call by reading something else in order,
-and on a CPU the median of those readings is the case's limit: memory that others use too changes its speed.
+Each round of a case times all libraries in turn, so that a busy machine slows all of them. A ratio is the median over
+the rounds. The limits (multiply-adds in registers, bytes read in order) are measured before and after the cases, and
+the better value counts. If keys and values must be cold, the bench empties all caches before each call by reading other
+memory in order. On a CPU the median speed of these reads is the limit of the case, because the speed of memory changes
+when other processes use it too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .cases import SECTIONS, Case, Limits, cases
 from .devices import Cpu, Cuda, device_named
 from .peers import PEERS, Call, make_inputs, ours
 
-ROUND_SECONDS = 2.0  # of one case, all peers together; at least MIN_ROUNDS rounds whatever they take
+ROUND_SECONDS = 2.0  # time of one case with all peers; there are at least MIN_ROUNDS rounds
 MIN_ROUNDS, MAX_ROUNDS = 3, 200
 
 
@@ -31,12 +32,12 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 200
 class Result:
     case: Case
     seconds: float
-    ratios: dict[str, float]  # how many times faster than each peer
-    peak_bytes: int | None  # of resident memory above its tensors, one call
-    bytes_per_second: float | None  # that a CPU's memory gave between the calls of a cold case
+    ratios: dict[str, float]  # by peer: the time of the peer / our time
+    peak_bytes: int | None  # resident memory of one call in addition to its tensors
+    bytes_per_second: float | None  # speed of a CPU's memory between the calls of a cold case
 
     def share(self, limits: Limits) -> float:
-        """Of what the machine can do: 1 is as fast as its multiply-adds or its memory allow."""
+        """Share of the machine's speed: 1 is as fast as its multiply-adds or its memory allow."""
         read = self.bytes_per_second or limits.bytes_per_second
         return self.case.limit_seconds(limits._replace(bytes_per_second=read)) / self.seconds
 
@@ -65,7 +66,7 @@ def _measure(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -> Res
         for name in [name for name in calls if name != "attnpack"]:
             try:  # also warms up
                 torch.testing.assert_close(calls[name](), wanted, atol=5e-2, rtol=5e-2)
-            except torch.OutOfMemoryError:  # it holds scores, or keys for every head, that this device has no room for
+            except torch.OutOfMemoryError:  # the peer stores scores, or keys for every head; the device has no room
                 del calls[name]
         times: dict[str, list[float]] = {name: [] for name in calls}
         reads = []
@@ -149,7 +150,7 @@ def main(args: argparse.Namespace) -> None:
         from ..plot.roofline import draw_roofline
 
         check_picture(args.out)
-        figure = new_figure()  # tells now, rather than after minutes, that matplotlib is missing
+        figure = new_figure()  # raises now, and not after minutes, if matplotlib is missing
     if args.threads:
         torch.set_num_threads(args.threads)
     on = device_named(args.device)

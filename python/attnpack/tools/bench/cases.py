@@ -1,4 +1,4 @@
-"""What `attnpack bench` measures: shapes of attention calls, with the work and the memory traffic that each needs."""
+"""The cases of `attnpack bench`: shapes of attention calls, with the work and the memory traffic that each needs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 from ...sizes import DTYPES
 
-COLD_BYTES = 96 << 20  # of keys and values, which are thrown out of all caches between two calls
-WARM_BYTES = 1 << 20  # stays in the cache of a core
+COLD_BYTES = 96 << 20  # of keys and values; the caches are emptied between two calls
+WARM_BYTES = 1 << 20  # of keys and values that stay in the cache of a core
 
 
 class Limits(NamedTuple):
-    """What a machine does at most, a second."""
+    """The largest rates of a machine, per second."""
 
     flops: float  # fp32
-    bf16_flops: float  # the same as in fp32 where bf16 is widened to it
+    bf16_flops: float  # the rate of fp32 if bf16 is widened to fp32
     bytes_per_second: float
-    fp16_flops: float = 0  # 0: as in fp32, where fp16 is widened to it
+    fp16_flops: float = 0  # 0: the rate of fp32, because fp16 is widened to fp32
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,14 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Two a multiply-add; causality halves them, and the backward pass is 2.5 forwards (Dao et al. 2022)."""
+        """Two operations per multiply-add. Causality halves them; the backward pass counts as 2.5 forwards (Dao et al.
+        2022)."""
         pairs = self.batch * self.num_heads * self.q_len * self.kv_len * (0.5 if self.causal else 1)
         return 2 * pairs * (self.head_dim + self.v_head_dim) * (3.5 if self.backward else 1)
 
     @property
     def bytes(self) -> int:
-        """Read or written at least once; those of a forward."""
+        """Bytes that a forward must read or write at least once."""
         width = self.head_dim if self.latent else self.head_dim + self.v_head_dim
         rows = self.batch * self.num_heads * self.q_len * (self.head_dim + self.v_head_dim)
         return (self.batch * self.num_kv_heads * self.kv_len * width + rows) * DTYPES[self.dtype].itemsize
@@ -112,7 +113,7 @@ SECTIONS = {"decode": _decode, "prefill": _prefill, "train": _train, "latent": _
 
 
 def _cuda_decode(dtype: str) -> Iterator[Case]:
-    """More keys and values than the L2 cache of any device holds, groups of 1 to 16, 1 to 8 queries."""
+    """Keys and values that exceed the L2 cache of any device; groups of 1 to 16 heads, 1 to 8 queries."""
     for heads, kv_heads in ((8, 8), (32, 8), (128, 8)):
         for q_len in (1, 2, 8):
             tokens = (512 << 20) // (2 * kv_heads * 128 * DTYPES[dtype].itemsize)

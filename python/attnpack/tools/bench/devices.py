@@ -1,4 +1,4 @@
-"""What `attnpack bench` asks of the device it runs on: its name, its limits, time and memory of a call."""
+"""The devices of `attnpack bench`: their names and limits, and the time and memory of a call."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Cpu:
             return platform.machine()
 
     def limits(self) -> Limits:
-        """Multiply-adds in registers, bytes read in order."""
+        """Measured rates of multiply-adds in registers and of bytes read in order."""
         return Limits(*_C.limits())
 
     def empty_caches(self) -> float:
-        """Reads more than a last-level cache holds, so that what was in it comes from memory next time.
+        """Reads more than the last-level cache holds, so that the next call reads its tensors from memory.
 
-        Returns bytes a second.
+        Returns the speed of this read in bytes per second.
         """
         if self._other is None:
             self._other = torch.ones(max(256 << 20, _C.last_level_cache_bytes() * 5 // 4) // 4)
@@ -54,7 +54,7 @@ class Cpu:
 
 
 class Cuda:
-    """torch's current CUDA device, timed by its own events."""
+    """torch's current CUDA device, timed by CUDA events."""
 
     device = "cuda"
 
@@ -64,7 +64,7 @@ class Cuda:
         return f"{properties.name}, {size}, driver {_driver()}, CUDA {torch.version.cuda}"
 
     def limits(self) -> Limits:
-        """Large matrix products, and a copy, of which both ends count."""
+        """Measured rates of large matrix products and of a copy, whose bytes count twice: as read and as written."""
         source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
         target = torch.empty_like(source)
         copied = 2 * source.numel() / self._best(lambda: target.copy_(source))
@@ -93,7 +93,7 @@ class Cuda:
         return start.elapsed_time(end) / 1e3
 
     def peak_bytes(self, call: Callable) -> int:
-        """How far one call raises what torch has allocated on the device."""
+        """How far one call raises the memory that torch has allocated on the device."""
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call()
@@ -101,7 +101,7 @@ class Cuda:
 
 
 def _driver() -> str:
-    """Its version by nvidia-smi: torch does not tell."""
+    """The driver's version from nvidia-smi: torch does not give it."""
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(ask, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]

@@ -1,4 +1,4 @@
-"""The calls that `attnpack bench` compares: ours and those of others, on the same tensors."""
+"""The calls that `attnpack bench` compares: those of attnpack and of other libraries, on the same tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Call = Callable[[], Tensor]
 
 
 def make_inputs(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """query, key, value (a view of key where the case is latent) and the gradient of the output."""
+    """query, key, value (a view of key in a latent case) and the gradient of the output."""
     generator = torch.Generator(device).manual_seed(0)
     dtype, kv = DTYPES[case.dtype], (case.batch, case.num_kv_heads, case.kv_len)
     rows = (case.batch, case.num_heads, case.q_len)
@@ -36,7 +36,7 @@ def ours(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call:
 
 def sdpa(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
     if query.device.type == "cpu" and case.latent:
-        # It repeats keys and values for every head, in fp32, and scales a copy of them.
+        # On a CPU, SDPA repeats keys and values for every head in fp32, and scales a copy of them.
         repeated = case.batch * case.num_heads * case.kv_len * (case.head_dim + case.v_head_dim) * 4
         if 2 * repeated > available_bytes():
             return None
@@ -44,7 +44,7 @@ def sdpa(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
 
 
 def _backend(name: str) -> Callable[..., Call | None]:
-    """SDPA held to one of its CUDA backends; None where that refuses the case."""
+    """SDPA with one of its CUDA backends; None if this backend refuses the case."""
 
     def call(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -63,7 +63,7 @@ def _backend(name: str) -> Callable[..., Call | None]:
 
 
 def packed(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
-    """SDPA with the heads of a group packed by hand as rows, which is exact for one query."""
+    """SDPA with the query heads of a group packed by hand as rows. This gives the right result for one query."""
     if case.q_len != 1 or case.num_heads == case.num_kv_heads:
         return None
     rows = query.view(case.batch, case.num_kv_heads, -1, case.head_dim)
@@ -71,7 +71,7 @@ def packed(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None
 
 
 def flex(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
-    """FlexAttention compiled: forward only on CPU."""
+    """Compiled FlexAttention; on a CPU without the backward pass."""
     if (case.backward and query.is_cpu) or case.head_dim != case.v_head_dim:
         return None
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -83,7 +83,7 @@ def flex(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
 
 
 def flash_attn(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
-    """The package flash-attn, where it is installed."""
+    """The package flash-attn, if it is installed."""
     if not _dense_half(case, query):
         return None
     try:
@@ -98,7 +98,7 @@ def flash_attn(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | 
 
 
 def flashinfer(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
-    """FlashInfer's call for a single sequence, forward only, where it is installed."""
+    """FlashInfer's call for a single sequence, if it is installed; without the backward pass."""
     if not _dense_half(case, query) or case.batch != 1 or case.backward:
         return None
     try:
@@ -115,7 +115,7 @@ def flashinfer(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | 
 
 
 def _dense_half(case: Case, query: Tensor) -> bool:
-    """What packages for CUDA take. Their causality ends at the last key, ours begins at the first."""
+    """Whether packages for CUDA take the case. Their causal mask is aligned with the last key, ours with the first."""
     square = case.q_len == case.kv_len or not case.causal
     return not query.is_cpu and case.dtype != "fp32" and case.head_dim == case.v_head_dim and square
 
@@ -126,7 +126,7 @@ def _compiled(function: Callable) -> Callable:
 
 
 def onnxruntime(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
-    """ONNX Runtime's GroupQueryAttention with all but the last token in its past: fp32 decode only."""
+    """ONNX Runtime's GroupQueryAttention, with all keys but the last in its past; for decoding in fp32."""
     if case.q_len != 1 or case.dtype != "fp32" or case.latent or case.batch != 1 or not query.is_cpu:
         return None
     import onnxruntime as ort

@@ -1,4 +1,4 @@
-"""`attnpack demo`: the multi-query notebook, the variants compared, a real model that writes, and a picture."""
+"""`attnpack demo`: the multi-query notebook, a comparison of the variants, text from a real model, and a picture."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ def main(args: argparse.Namespace) -> None:
     figures: dict = {}
     check_picture(args.out)
     if not args.no_model:
-        smollm2_path()  # raises now, as check_picture, rather than after half the demo
+        smollm2_path()  # raises now, as check_picture does, and not after half of the demo
 
     say("1. The multi-query notebook on native tensors: V1, V2, V3, masking, then the values\n")
     figures["mqa"] = run_mqa(say=say)["differences"]

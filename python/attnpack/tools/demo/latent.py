@@ -1,4 +1,4 @@
-"""Latent attention in the demo's table: the layer in plain PyTorch, and a decode step as PyTorch users have it."""
+"""Latent attention in the demo's table: the layer in plain PyTorch, and a decode step with PyTorch's SDPA."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from ... import LatentCache, MultiHeadLatentAttention, RotaryEmbedding, referenc
 
 
 def build(embed_dim: int, num_heads: int) -> MultiHeadLatentAttention:
-    """Latents of four heads' width and a rotated key of half a head, DeepSeek-V2's proportions."""
+    """A layer with DeepSeek-V2's proportions: latents as wide as four heads, a rotated key as wide as half a head."""
     head_dim = embed_dim // num_heads
     return MultiHeadLatentAttention(
         embed_dim,
@@ -25,7 +25,7 @@ def build(embed_dim: int, num_heads: int) -> MultiHeadLatentAttention:
 
 
 def plain_forward(module: MultiHeadLatentAttention, x: Tensor) -> Tensor:
-    """The module's projections around the plain PyTorch reference, in the dtype of both."""
+    """The module's projections and the plain PyTorch reference, in the dtype of module and x."""
     query, latent, k_rope = _parts(module, x, 0)
     rows = module.kv_b_proj.weight.unflatten(0, (module.num_heads, -1))
     w_uk, w_uv = rows.split([module.qk_nope_head_dim, module.v_head_dim], 1)
@@ -35,8 +35,10 @@ def plain_forward(module: MultiHeadLatentAttention, x: Tensor) -> Tensor:
 
 
 def cached_steps(module: MultiHeadLatentAttention, prompt: Tensor, steps: int) -> tuple[Callable, Callable, int]:
-    """One decode step through attnpack; the same with SDPA over keys and values made of all latents anew, as
-    transformers makes them; and bytes a token."""
+    """(a decode step with attnpack, the same step with SDPA, bytes per token of the cache).
+
+    As in transformers, the step with SDPA makes the keys and values from all latents anew.
+    """
     cache = LatentCache()
     module(prompt, cache=cache)
     used, kv_bytes = len(cache), cache.nbytes // len(cache)

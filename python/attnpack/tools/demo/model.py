@@ -1,5 +1,5 @@
-"""A real grouped-query model, SmolLM2-135M-Instruct, on attnpack's C++ modules: what it writes, how fast, and whether
-its greedy tokens are those of transformers.
+"""A real grouped-query model, SmolLM2-135M-Instruct, on attnpack's C++ modules: its text, its speed, and whether its
+greedy tokens are those of transformers.
 """
 
 import json
@@ -14,7 +14,8 @@ from ..generate import answer
 
 
 def run_model(*, say: Callable[..., None], max_new_tokens: int = 128) -> dict:
-    """Streams an answer, tells its figures and whether the stored reference tokens come out. Returns the figures."""
+    """Streams an answer, and says its figures and whether the model gives the stored reference tokens. Returns the
+    figures."""
     path = checkpoints.smollm2_path()
     prompts = reference_prompts()
     tokenizer = checkpoints.load_tokenizer(path)
@@ -46,7 +47,7 @@ def reference_prompts() -> list[dict]:
 
 
 def count_equal_tokens(model: CausalLM, prompt: dict) -> int:
-    """How many of the reference's greedy tokens come out before the first that differs."""
+    """Number of greedy tokens that equal those of the reference, up to the first difference."""
     ids, wanted = prompt["prompt_ids"], prompt["tokens"]
     tokens = model.generate(torch.tensor([ids]), max_new_tokens=len(wanted))[0, len(ids) :].tolist()
     pairs = zip(tokens, wanted, strict=True)

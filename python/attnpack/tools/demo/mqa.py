@@ -1,4 +1,4 @@
-"""The multi-query notebook's versions and masking demo, printed from tensors that the native code returned."""
+"""The versions and the masking demo of the multi-query notebook, printed from tensors of the native code."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def run_mqa(
     """Runs V1, V2, V3 and the masking demo on attnpack's modules, then compares their values.
 
     `say` gets each printed text. Returns the inputs and weights (`x`, `scores_q`, `scores_k`, `state_dict`), so that
-    another implementation can be run on the same numbers, and the largest differences found (`differences`).
+    another implementation can run on the same numbers, and the largest differences (`differences`).
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -62,7 +62,7 @@ def run_v1(module: nn.Module, x: Tensor, say: Callable[[str], None]) -> Tensor:
 
 
 def run_steps(module: nn.Module, x: Tensor, say: Callable[[str], None]) -> Tensor:
-    """V2 and V3: one token at a time behind a cache. Returns the steps' outputs side by side, [batch, seq, d_model]."""
+    """V2 and V3: one token at a time with a cache. Returns the outputs of all steps, [batch, seq, d_model]."""
     say(f"x.shape : {x.shape}")
     cache = DynamicCache()
     outs = []
@@ -76,7 +76,8 @@ def run_steps(module: nn.Module, x: Tensor, say: Callable[[str], None]) -> Tenso
 
 
 def run_masking(q: Tensor, k: Tensor, say: Callable[[str], None]) -> None:
-    """Scores, what causality hides of them (True = hidden, as the notebook writes masks), and the scores without it."""
+    """Says the scores, the mask of the scores that causality hides (True = hidden, as in the notebook), and the scores
+    with the hidden ones at -inf."""
     scores = attention_scores(q, k, stage="scaled")[0, 0]
     masked = attention_scores(q, k, stage="masked", causal=True)[0, 0]
     say(f"{scores}")
@@ -85,14 +86,14 @@ def run_masking(q: Tensor, k: Tensor, say: Callable[[str], None]) -> None:
 
 
 def chunkings(seq: int) -> list[list[int]]:
-    """The whole, two unequal parts and three: 10; 4+6; 1+3+6 for ten tokens."""
+    """Ways to cut a sequence: the whole, two unequal parts, three parts. For ten tokens: 10; 4+6; 1+3+6."""
     two = [seq * 4 // 10, seq - seq * 4 // 10]
     three = [1, seq * 3 // 10, seq - 1 - seq * 3 // 10]
     return [[seq], *(parts for parts in (two, three) if min(parts) > 0)]
 
 
 def compare(plain: nn.Module, causal: nn.Module, x: Tensor, v1: Tensor, v2: Tensor, v3: Tensor) -> dict[str, float]:
-    """Largest absolute differences between the versions, between ways to feed V3, and to plain PyTorch."""
+    """Largest absolute differences between the versions, between ways to feed V3, and from plain PyTorch."""
     full = causal(x)
     found = {"V3 in full against steps of 1": _gap(full, v3)}
     for parts in chunkings(x.shape[1]):

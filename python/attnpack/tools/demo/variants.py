@@ -1,4 +1,4 @@
-"""One table over the variants: size, cache, error and the time of a decode step, each measured in this run."""
+"""One table of the variants: size, cache, error and time of a decode step, all measured in this run."""
 
 import copy
 import statistics
@@ -45,14 +45,14 @@ class Row:
     variant: str
     parameters: int
     kv_bytes_per_token: int
-    error: float  # largest, of a forward against fp64
-    torch_error: float  # the same of plain PyTorch in the module's dtype
+    error: float  # the largest of a forward against fp64
+    torch_error: float  # the largest of plain PyTorch in the module's dtype against fp64
     step_ms: float
     sdpa_step_ms: float
 
     @property
     def speed(self) -> float:
-        """Times as fast as the same step with SDPA."""
+        """How many times faster than the same step with SDPA."""
         return self.sdpa_step_ms / self.step_ms
 
 
@@ -60,7 +60,8 @@ class Row:
 def compare_variants(
     embed_dim: int = 512, num_heads: int = 8, context: int = 2048, *, length: int = 128, steps: int = 40, seed: int = 0
 ) -> list[Row]:
-    """Measures every variant in fp32: errors over `length` tokens, time behind `context` tokens, median of `steps`."""
+    """Measures every variant in fp32: the error over `length` tokens, and the median time of `steps` decode steps after
+    `context` tokens."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         shapes = (embed_dim, num_heads, context, length, steps)
@@ -113,7 +114,7 @@ def _join(module: nn.Module, out: Tensor) -> Tensor:
 
 
 def _plain_forward(module: nn.Module, x: Tensor, context: Tensor | None) -> Tensor:
-    """The module's projections around the plain PyTorch reference, in the dtype of both."""
+    """The module's projections and the plain PyTorch reference, in the dtype of module and x."""
     if isinstance(module, MultiHeadLatentAttention):
         return demo_latent.plain_forward(module, x)
     source = x if context is None else context
@@ -123,7 +124,10 @@ def _plain_forward(module: nn.Module, x: Tensor, context: Tensor | None) -> Tens
 
 
 def _cached_steps(module: nn.Module, prompt: Tensor, steps: int) -> tuple[Callable, Callable, int]:
-    """One decode step through attnpack, the same by SDPA over cache tensors written in place, and bytes a token."""
+    """(a decode step with attnpack, the same step with SDPA, bytes per token of the cache).
+
+    The step with SDPA writes its cache tensors in place.
+    """
     cache = DynamicCache()
     module(prompt, cache=cache)
     used, room = len(cache), len(cache) + steps
@@ -141,7 +145,7 @@ def _cached_steps(module: nn.Module, prompt: Tensor, steps: int) -> tuple[Callab
 
 
 def _cross_steps(module: nn.Module, context: Tensor, steps: int) -> tuple[Callable, Callable, int]:
-    """A step of cross-attention: no cache, the context is projected anew on both sides."""
+    """The same for cross-attention, without a cache: both steps project the context anew."""
 
     def sdpa_step(token: Tensor) -> Tensor:
         q, k, v = module.q_proj(token), module.k_proj(context), module.v_proj(context)
@@ -151,7 +155,7 @@ def _cross_steps(module: nn.Module, context: Tensor, steps: int) -> tuple[Callab
 
 
 def _time_in_turn(ours: Callable, theirs: Callable, tokens: Tensor) -> tuple[float, float]:
-    """Median milliseconds of both, taken in turn so that a busy machine slows both; raises where they disagree."""
+    """Median milliseconds of both, timed in turn so that a busy machine slows both; raises if their outputs differ."""
     spent: tuple[list[float], list[float]] = ([], [])
     for token in tokens:
         outs = []

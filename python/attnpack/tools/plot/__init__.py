@@ -1,7 +1,7 @@
-"""Pictures as PNG or SVG, and `attnpack plot`. Needs matplotlib, which attnpack itself does not.
+"""Pictures as PNG or SVG, and `attnpack plot`. Pictures need matplotlib; the rest of attnpack does not.
 
-What is drawn is in `plot_memory`, `plot_roofline` and `plot_attention`: functions `draw_*` that take matplotlib axes,
-so that notebooks show what the command line writes.
+The modules `memory`, `roofline` and `attention` draw: their functions `draw_*` take matplotlib axes, so that notebooks
+show the same pictures as the command line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENDINGS = (".png", ".svg")
 
 
 def new_figure(width: float = 7, height: float = 4.5) -> Figure:
-    """A figure of its own, that leaves pyplot's backend as it is; inches."""
+    """A figure, sized in inches, that is made without pyplot: pyplot's backend stays as it is."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -34,7 +34,7 @@ def new_figure(width: float = 7, height: float = 4.5) -> Figure:
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Writes what the name's ending says, .png or .svg; raises ValueError where `check_picture` does."""
+    """Writes the figure as PNG or SVG, by the ending of the name; raises the errors of `check_picture`."""
     check_picture(path)
     path = Path(path)
     with whole_file(path) as partial, partial.open("xb") as file:
@@ -42,7 +42,7 @@ def save(figure: Figure, path: str | Path) -> None:
 
 
 def check_picture(path: str | Path) -> None:
-    """Raises ValueError where `save` could not write `path`: for a command to call before its work, not after."""
+    """Raises ValueError if `save` could not write `path`. A command calls it before its work, and not after it."""
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"--out: {path} lies in no folder that exists; make {path.parent} first, or choose another")
@@ -65,9 +65,9 @@ def plot_kv_memory(
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, list[int]]:
-    """Writes one picture, KV memory against context, a line a variant, and returns its points in bytes.
+    """Writes a picture of KV memory against context, with one line per variant, and returns its points in bytes.
 
-    `variants` maps a name to its number of kv heads; by default 32 query heads as MHA, GQA-8 and MQA.
+    `variants` maps a name to a number of kv heads; the default is MHA, GQA-8 and MQA for 32 query heads.
     """
     variants = variants or {"MHA (32 kv heads)": 32, "GQA-8 (8 kv heads)": 8, "MQA (1 kv head)": 1}
     points = {
@@ -82,7 +82,7 @@ def plot_kv_memory(
 
 
 def main(args: argparse.Namespace) -> None:
-    """`attnpack plot`: writes one picture; with `args.json` prints the figures in it as one JSON object."""
+    """`attnpack plot`: writes one picture; with `args.json` prints the figures of the picture as one JSON object."""
     check_picture(args.out)
     figure, figures = {"kv-memory": _kv_memory, "roofline": _roofline, "attention": _attention}[args.picture](args)
     save(figure, args.out)

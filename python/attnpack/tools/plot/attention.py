@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def lm_attention(model: CausalLM, ids: Tensor) -> list[Tensor]:
-    """The weights of every layer, each [B, Hq, L, L], in one forward over ids [B, L]."""
+    """The attention weights of every layer, each [B, Hq, L, L], from one forward over ids [B, L]."""
     found: list[Tensor] = []
 
     def ask(attention, args, kwargs):
@@ -44,7 +44,8 @@ def lm_attention(model: CausalLM, ids: Tensor) -> list[Tensor]:
 def draw_weights(
     axes: Axes, weights: Tensor, tokens: Sequence[str] | None = None, *, title: str, vmax: float = 1
 ) -> AxesImage:
-    """One head's weights [Lq, Lkv]: a row a query, a column a key. Returns the image, for a colour bar."""
+    """Draws the weights of one head, [Lq, Lkv]: one row per query, one column per key. Returns the image, for a colour
+    bar."""
     image = axes.imshow(weights.detach().float().cpu().numpy(), cmap="cividis", vmin=0, vmax=vmax)
     axes.set_title(title, fontsize=9)
     if tokens is None:
@@ -59,7 +60,7 @@ def draw_weights(
 
 
 def draw_heads(figure: Figure, weights: Tensor, tokens: Sequence[str], *, title: str) -> None:
-    """All heads of a layer, weights [Hq, L, L], three a row, with one colour bar."""
+    """Draws all heads of a layer, weights [Hq, L, L], three per row, with one colour bar."""
     columns = min(3, len(weights))
     panels = figure.subplots(-(-len(weights) // columns), columns, squeeze=False, sharex=True, sharey=True)
     for head, panel in enumerate(panels.flat):

@@ -1,4 +1,4 @@
-"""Memory of keys and values against context, for variants and for known models."""
+"""Pictures of the memory of keys and values against the context, for variants and for known models."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ... import StaticCache
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, told apart by the colour-blind; line styles and labels say the same without colour.
+# Okabe and Ito's colours, which the colour-blind can tell apart. Line styles and labels work without colour.
 STYLES = (("#D55E00", "-"), ("#0072B2", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#56B4E9", "-"), ("#000000", "--"))
 
 
 @dataclass(frozen=True)
 class KvSizes:
-    """What a token leaves in the cache of a model: num_kv_heads keys and values in each layer."""
+    """The sizes of a model's cache: each token stores num_kv_heads keys and values in each layer."""
 
     label: str
     num_layers: int
     num_kv_heads: int
-    head_dim: int  # of keys; of a latent cache its width, kv_lora_rank
-    v_head_dim: int  # of values; of a latent cache the rotated key beside the latent, qk_rope_head_dim
+    head_dim: int  # width of a key; for a latent cache the width of the latent, kv_lora_rank
+    v_head_dim: int  # width of a value; for a latent cache the width of the rotated key, qk_rope_head_dim
 
 
 # Sizes: Llama 3 in Dubey et al. 2024, table 3; DeepSeek-V3 in DeepSeek-AI 2024, section 4.2; SmolLM2 in its GGUF file.
@@ -46,13 +46,13 @@ def kv_bytes(
     v_head_dim: int | None = None,
     dtype: torch.dtype,
 ) -> int:
-    """Bytes of keys and values of one sequence of `context` tokens in all layers, read off attnpack's own cache."""
+    """Bytes of the keys and values of a sequence of `context` tokens in all layers, counted by attnpack's own cache."""
     cache = StaticCache(1, num_kv_heads, context, head_dim, v_head_dim=v_head_dim, dtype=dtype, device="meta")
     return num_layers * cache.nbytes
 
 
 def model_kv_bytes(sizes: KvSizes, context: int, *, dtype: torch.dtype = torch.bfloat16) -> int:
-    """The same of one of MODELS."""
+    """`kv_bytes` of one of MODELS."""
     return kv_bytes(
         sizes.num_kv_heads,
         context,
@@ -64,7 +64,8 @@ def model_kv_bytes(sizes: KvSizes, context: int, *, dtype: torch.dtype = torch.b
 
 
 def draw_kv_memory(axes: Axes, contexts: Sequence[int], points: Mapping[str, Sequence[int]], *, title: str) -> None:
-    """A line for each entry of `points`: bytes at each of `contexts` tokens. The last one is written out."""
+    """Draws a line for each entry of `points`: bytes at each number of `contexts` tokens. The last point of a line has
+    its value as a label."""
     for (name, sizes), (colour, line) in zip(points.items(), STYLES, strict=False):
         gibibytes = [size / 2**30 for size in sizes]
         axes.plot(contexts, gibibytes, line, color=colour, marker="o", markersize=4, label=name)

@@ -1,4 +1,4 @@
-"""Benchmarks against what the machine can do: reads what `attnpack bench --json` printed."""
+"""Pictures of benchmarks and of the machine's limits, from the output of `attnpack bench --json`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def read_bench(path: str | Path) -> dict:
 
 
 def draw_roofline(axes: Axes, bench: dict) -> None:
-    """What each case of a benchmark reaches against its operations a byte, under the machine's roof (Williams et al.
-    2009), which is higher for bf16 where the machine multiplies it in pairs. `bench`: as `read_bench` gives it."""
+    """Draws the speed of each case against its operations per byte, under the machine's roof (Williams et al. 2009).
+
+    The roof is higher for bf16 if the machine multiplies bf16 in pairs. `bench` is a result of `read_bench`.
+    """
     limits = bench["limits"]
     flops, read = limits["flops"], limits["bytes_per_second"]
     roofs = {"limit": (flops, "-"), "limit, bf16": (limits.get("bf16_flops", flops), "--")}
@@ -69,8 +71,8 @@ def draw_roofline(axes: Axes, bench: dict) -> None:
 
 
 def draw_times_faster(axes: Axes, bench: dict, section: str, peer: str) -> None:
-    """How many times faster than `peer` each case of `section` runs: a bar a case, from 1 to the right, or to the left
-    where the peer is faster."""
+    """Draws how many times faster than `peer` each case of `section` runs: one bar per case, from 1 to the right, or to
+    the left if the peer is faster."""
     rows = [each for each in bench["results"] if each["case"]["section"] == section and peer in each["ratios"]]
     dtypes = list(dict.fromkeys(each["case"]["dtype"] for each in rows))
     colours = {dtype: colour for dtype, (colour, _) in zip(dtypes, STYLES[1:], strict=False)}
@@ -81,7 +83,7 @@ def draw_times_faster(axes: Axes, bench: dict, section: str, peer: str) -> None:
     axes.bar_label(bars, [f"{ratio:.2f}x" for ratio in ratios], padding=3, fontsize=8)
     axes.axvline(1, color="black", linewidth=1)
     high = max(1.4, *ratios)
-    margin = 1.08 * high**0.12  # for the numbers beside the bars
+    margin = 1.08 * high**0.12  # room for the numbers next to the bars
     low, high = min(1, *ratios) / margin, high * margin
     ticks = [tick for tick in TICKS if low <= tick <= high]
     axes.set_xscale("log")
