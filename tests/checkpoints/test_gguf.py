@@ -57,8 +57,8 @@ def write_gguf(path, arch, tensors: dict[str, np.ndarray], **metadata):
         "rope.freq_base": config.rope_parameters["rope_theta"],
     } | {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in values.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{arch}.{key}", value)
+        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        kinds[type(value)](f"{arch}.{key}", value)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -253,6 +253,7 @@ def test_missing_metadata(tiny_gguf):
         {"attn_logit_softcapping": 50.0},
         {"final_logit_softcapping": 30.0},
         {"attention__scale": 0.5},
+        {"attention__causal": False},
         {"attention__value_length": 16},
         {"rope__dimension_count": 4},
         {"expert_count": 8},
@@ -261,6 +262,13 @@ def test_missing_metadata(tiny_gguf):
 )
 def test_settings_of_later_issues_are_named(tiny_gguf, setting):
     refused(tiny_gguf(**setting), "llama." + next(iter(setting)).replace("__", "."))
+
+
+def test_a_file_that_says_it_is_causal(tiny_gguf):
+    ids = torch.randint(96, (1, 40))
+    with torch.no_grad():
+        silent = attnpack.CausalLM.from_gguf(tiny_gguf())(ids)
+        assert torch.equal(attnpack.CausalLM.from_gguf(tiny_gguf(attention__causal=True))(ids), silent)
 
 
 def scaled_alike(tiny_gguf_path, rope_parameters):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hf_checkpoints import CONFIGS, SIZES, edit_config, edit_weights, random_model
 from memory_growth import growth
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MinistralConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 
 @pytest.fixture
@@ -171,12 +171,20 @@ def test_missing_setting(llama):
         {"hidden_act": "gelu"},
         {"quantization_config": {"bits": 4}},
         {"partial_rotary_factor": 0.5},
+        {"use_bidirectional_attention": True},
+        {"is_causal": False},
+        {"is_causal": None},
     ],
-    ids=lambda setting: next(iter(setting)),
+    ids=lambda setting: "{} {}".format(*next(iter(setting.items()))),
 )
 def test_settings_of_later_issues_are_named(llama, setting):
     edit_config(llama[1], **setting)
     refused(llama[1], next(iter(setting)))
+
+
+def test_a_model_that_says_it_is_causal(llama):
+    edit_config(llama[1], is_causal=True)
+    assert_same_logits(attnpack.CausalLM.from_hf(llama[1]), llama[0])
 
 
 def test_qwen3_has_heads_of_128_unless_its_configuration_says_otherwise(tmp_path):
@@ -281,6 +289,66 @@ def test_a_sliding_window_of_some_layers_only(config, some, tmp_path):
         refused(tmp_path, "sliding_window is 64 in some layers only", "max_positions=64")
     model = attnpack.CausalLM.from_hf(tmp_path, max_positions=64 if some else None)
     assert_same_logits(model, reference)  # 50 tokens, within the window
+
+
+@pytest.mark.parametrize("kinds", ["ssss", "ffff", "sfsf", None])
+def test_mistral_with_kinds_of_layers_is_that_of_transformers(kinds, tmp_path):
+    """AutoModel takes it for a Ministral."""
+    kinds = kinds and [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds]
+    settings = SIZES | {"num_hidden_layers": 4, "head_dim": 8, "sliding_window": 16}
+    random_model(MinistralConfig(**settings, layer_types=kinds)).save_pretrained(tmp_path)
+    edit_config(tmp_path, model_type="mistral", layer_types=kinds)
+    mixed = kinds is not None and len(set(kinds)) == 2
+    if mixed:
+        refused(tmp_path, "sliding_window is 16 in some layers only", "max_positions=16")
+    model = attnpack.CausalLM.from_hf(tmp_path, max_positions=16 if mixed else None)
+    ids = torch.randint(96, (2, 16 if mixed else 50))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
+        torch.testing.assert_close(model(ids), expected, rtol=0, atol=1e-4)
+
+
+def test_the_window_of_qwen_is_4096_where_no_width_is_given(tmp_path):
+    random_model(Qwen2Config(**SIZES, use_sliding_window=True, max_window_layers=0)).save_pretrained(tmp_path)
+    edit_config(tmp_path, drop=("sliding_window",))
+    assert attnpack.CausalLM.from_hf(tmp_path).layers[0].self_attn.window == (4095, 0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"layer_types": ["full_attention"]}, ("layer_types", "for each of 3 layers")),
+        ({"layer_types": 3 * ["chunked_attention"]}, ("layer_types", "'chunked_attention'", "wants 'full_attention'")),
+        ({"layer_types": "full_attention"}, ("layer_types in config.json is 'full_attention'",)),
+        ({"layer_types": 3 * ["sliding_attention"], "sliding_window": None}, ("no sliding_window is in use",)),
+    ],
+    ids=["too few", "unknown", "text", "no window"],
+)
+@pytest.mark.parametrize("name", ["mistral", "qwen2"])
+def test_kinds_of_layers_that_are_not_known(name, setting, words, tmp_path):
+    random_model(CONFIGS[name]).save_pretrained(tmp_path)
+    edit_config(tmp_path, **setting)
+    refused(tmp_path, *words)
+
+
+def test_rope_scaling_that_repeats_rope_parameters(tmp_path):
+    reference = random_model(CONFIGS["llama-yarn"])
+    reference.save_pretrained(tmp_path)
+    repeated = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    edit_config(tmp_path, rope_theta=2000.0, rope_scaling=repeated)
+    assert_same_logits(attnpack.CausalLM.from_hf(tmp_path), reference)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [{"type": "linear", "factor": 4.0}, {"type": "yarn", "factor": 4.0}, {"rope_type": "default"}, {"rope_theta": 1e6}],
+    ids=str,
+)
+def test_rope_scaling_that_contradicts_rope_parameters(scaling, tmp_path):
+    """transformers takes rope_scaling then."""
+    random_model(CONFIGS["llama-yarn"]).save_pretrained(tmp_path)
+    edit_config(tmp_path, rope_theta=2000.0, rope_scaling=scaling)
+    refused(tmp_path, "rope_parameters and rope_scaling", "different things")
 
 
 def test_rope_parameters_of_kinds_of_layers_are_named(llama):

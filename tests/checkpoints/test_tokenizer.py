@@ -1,5 +1,7 @@
 """Tokenizers against those of transformers, from the GGUF file and from a saved directory."""
 
+import base64
+import json
 import re
 import sys
 import unicodedata
@@ -8,7 +10,7 @@ import gguf
 import pytest
 from attnpack.checkpoints.build import Tokenizer, load_tokenizer, smollm2_path
 from fuzz import lies
-from transformers import Qwen2Tokenizer
+from transformers import AutoTokenizer, Qwen2Tokenizer
 
 TEXTS = [
     "",
@@ -80,6 +82,23 @@ def test_directory(tmp_path, smollm2_hf):
     messages = [{"role": "user", "content": "Hi"}]
     assert tokenizer.chat_text("Hi") == hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert tokenizer.stop_tokens == (2,)
+
+
+@pytest.mark.parametrize("direction", ["Left", "Right"])
+def test_padding_and_truncation_are_for_batches(direction, tmp_path, smollm2_hf):
+    """transformers leaves both out of a plain call, whatever tokenizer.json says."""
+    smollm2_hf[1].save_pretrained(tmp_path)
+    padding = {"strategy": {"Fixed": 20}, "direction": direction, "pad_to_multiple_of": 8}
+    truncation = {"max_length": 3, "strategy": "LongestFirst", "direction": direction, "stride": 0}
+    padding |= {"pad_id": 2, "pad_type_id": 0, "pad_token": "<|im_end|>"}
+    edit_json(tmp_path / "tokenizer.json", padding=padding, truncation=truncation)
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text).input_ids == smollm2_hf[1](text).input_ids
+
+
+def edit_json(path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def write_vocabulary(path, tokens, merges, **values):
@@ -232,3 +251,76 @@ def test_a_vocabulary_that_is_not_whole(vocabulary, tmp_path):
     path.write_bytes(path.read_bytes().replace(b"bos_token_id\4\0\0\0\0", b"bos_token_id\4\0\0\0\xff"))
     with pytest.raises(ValueError, match="c.gguf: the bos_token_id is 255, wants an int below 13"):
         load_tokenizer(path)
+
+
+def byte_level(model: dict | None = None, **parts) -> dict[str, bytes]:
+    """The tiny checkpoint with another model or other parts in its tokenizer.json."""
+    files = lies.whole_hf(False)
+    value = json.loads(files["tokenizer.json"]) | parts
+    if model:
+        value |= {"model": model, "pre_tokenizer": None}
+    return files | {"tokenizer.json": json.dumps(value).encode()}
+
+
+CHARSMAP = base64.b64encode(b"\x08\0\0\0" + 8 * b"\xff").decode()
+BACKTRACKING = {"type": "Split", "pattern": {"Regex": "^(a+)+$(?=b)"}, "behavior": "Isolated", "invert": False}
+WORDPIECE = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "vocab": {"b": 0}}
+UNIGRAM = {"type": "Unigram", "unk_id": None, "vocab": [["b", -1.0]], "byte_fallback": False}
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (byte_level(normalizer={"type": "Precompiled", "precompiled_charsmap": CHARSMAP}), "PanicException"),
+        (byte_level(pre_tokenizer=BACKTRACKING), "PanicException"),
+        (byte_level(WORDPIECE | {"max_input_chars_per_word": 100}), "Missing [UNK] token"),
+        (byte_level(UNIGRAM), "unk_id"),
+    ],
+    ids=["normalizer", "pre_tokenizer", "wordpiece", "unigram"],
+)
+def test_rules_that_fail_on_a_text_name_the_file(files, words, tmp_path):
+    """The package finds out when it meets a text; its panics are no Exception."""
+    tokenizer = load_tokenizer(lies.write(files, tmp_path / "model"))
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    for encode in (tokenizer.encode, tokenizer.chat):
+        with pytest.raises(ValueError) as caught:
+            encode("a" * 40)
+        message = str(caught.value)
+        assert message.startswith(f"{tmp_path / 'model' / 'tokenizer.json'}: cannot encode the text ("), message
+        assert words in message and "\n" not in message, message
+
+
+class Failing:
+    """A decoder of Python, for no file is known whose decoder fails."""
+
+    def decode_chain(self, tokens):
+        raise RuntimeError("no such token")
+
+
+def test_a_decoder_that_fails_names_the_file(tmp_path):
+    from tokenizers.decoders import Decoder
+
+    tokenizer = load_tokenizer(lies.write(lies.whole_hf(False), tmp_path / "model"))
+    tokenizer.backend.decoder = Decoder.custom(Failing())
+    for decode in (lambda: tokenizer.decode([0]), lambda: tokenizer.stream(print)(0)):
+        with pytest.raises(ValueError, match="tokenizer.json: cannot decode the ids? .*no such token"):
+            decode()
+
+
+def test_what_a_caller_writes_to_fails_as_it_likes(tokenizer):
+    def write(text):
+        raise OSError("the pipe is closed")
+
+    with pytest.raises(OSError, match="^the pipe is closed$"):
+        tokenizer.stream(write)(tokenizer.encode("Hello")[0])
+
+
+def test_arguments_of_the_wrong_kind(tokenizer):
+    with pytest.raises(TypeError, match=r"^attnpack: text is 3 \(int\), wants a str"):
+        tokenizer.encode(3)
+    with pytest.raises(ValueError, match=r"^attnpack: text has '\\ud800' at 2, which is half a character"):
+        tokenizer.encode("ab\ud800")
+    for decode in (lambda i: tokenizer.decode([0, i]), tokenizer.stream(print)):
+        for token in (-1, 2**32):
+            with pytest.raises(ValueError, match=f"^attnpack: a token id is {token}, wants 0 to 4294967295"):
+                decode(token)

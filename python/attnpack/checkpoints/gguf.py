@@ -112,6 +112,11 @@ class GgufCheckpoint:
         for key in _UNSUPPORTED_KEYS:
             if self._get(key):
                 raise ValueError(f"{self.path}: {self.arch}.{key} = {brief(self._get(key))} is not supported yet")
+        if (causal := self._get("attention.causal", True)) is not True:
+            raise ValueError(
+                f"{self.path}: {self.arch}.attention.causal is {brief(repr(causal))}, wants True: every token sees "
+                "only those before it here"
+            )
         if any(isinstance(self._get(f"attention.{key}"), list) for key in ("head_count", "head_count_kv")):
             raise ValueError(f"{self.path}: head counts that differ from layer to layer are not supported")
         embed_dim, num_heads = self._size("embedding_length"), self._size("attention.head_count")

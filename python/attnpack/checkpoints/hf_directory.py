@@ -18,7 +18,7 @@ from .strict_json import read_json
 ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3", "longrope")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
-# Settings that change the mathematics, and the values that mean "off".
+# Settings that change the mathematics, and the values that mean "off", as leaving them out does.
 _UNSUPPORTED_KEYS = {
     "attn_logit_softcapping": (None, 0, 0.0),
     "final_logit_softcapping": (None, 0, 0.0),
@@ -26,6 +26,7 @@ _UNSUPPORTED_KEYS = {
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
     "use_bidirectional_attention": (None, False),
+    "is_causal": (True,),  # null lets every token see all
 }
 
 
@@ -73,7 +74,7 @@ def _model_config(path: Path, config: dict[str, Any], max_positions: int | None)
             f"{path}: model_type {brief(repr(model_type))} is not supported; from_hf reads {', '.join(MODEL_TYPES)}"
         )
     for key, off in _UNSUPPORTED_KEYS.items():
-        if config.get(key) not in off:
+        if key in config and config[key] not in off:
             raise ValueError(f"{path}: {key} = {brief(repr(config[key]))} in config.json is not supported yet")
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise ValueError(f"{path}: hidden_act {brief(repr(act))} in config.json is not supported; it must be 'silu'")
@@ -122,15 +123,13 @@ def _window(path: Path, config: dict[str, Any], positions: int) -> tuple[int, in
 
     Raises if only some layers have a window and `positions` is larger than the window.
     """
-    width = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
-    some, every = False, config["model_type"] == "mistral"
-    if config["model_type"] in ("qwen2", "qwen3") and config.get("use_sliding_window"):
-        first = config.get("max_window_layers", 28)
-        if kinds := config.get("layer_types"):
-            some, every = "sliding_attention" in kinds, set(kinds) == {"sliding_attention"}
-        else:
-            some, every = first < config["num_hidden_layers"], first <= 0
-    if width is None or not (some or every):
+    model_type = config["model_type"]
+    if model_type == "llama":
+        return None
+    used = model_type == "mistral" or config.get("use_sliding_window")
+    width = config.get("sliding_window", 4096) if used else None
+    some, every = _sliding_layers(path, config, width is not None)
+    if not some:
         return None
     if type(width) is not int or width < 1:
         raise ValueError(
@@ -146,9 +145,40 @@ def _window(path: Path, config: dict[str, Any], positions: int) -> tuple[int, in
     return None
 
 
+def _sliding_layers(path: Path, config: dict[str, Any], has_window: bool) -> tuple[bool, bool]:
+    """Whether some layers slide, and whether every one does."""
+    kinds, layers = config.get("layer_types"), config["num_hidden_layers"]
+    if kinds is None:
+        first = 0 if config["model_type"] == "mistral" else config.get("max_window_layers", 28)
+        return has_window and first < layers, has_window and first <= 0
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise ValueError(
+            f"{path}: layer_types in config.json is {brief(repr(kinds))}, wants {' or '.join(map(repr, known))} for "
+            f"each of {layers} layers"
+        )
+    some = "sliding_attention" in kinds
+    if some and not has_window:
+        raise ValueError(
+            f"{path}: layer_types in config.json has 'sliding_attention', but no sliding_window is in use; get the "
+            "checkpoint again"
+        )
+    return some, "full_attention" not in kinds
+
+
 def _rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    source = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    sources = [name for name in ("rope_parameters", "rope_scaling") if config.get(name)] or ["rope_scaling"]
+    found = [_rope_of(path, source, config) for source in sources]
+    if found[0] != found[-1]:
+        raise ValueError(
+            f"{path}: rope_parameters and rope_scaling in config.json say different things "
+            f"({brief(repr(config[sources[0]]))}, {brief(repr(config[sources[1]]))}); leave out the wrong one"
+        )
+    return found[0]
+
+
+def _rope_of(path: Path, source: str, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     rope = config.get(source) or {}
     if not isinstance(rope, dict):
         raise ValueError(

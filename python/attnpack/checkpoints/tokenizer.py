@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from ..explain import wrong_kind
 from ..file_errors import brief, naming
 from .chat_template import LONGEST_TEMPLATE, render
 from .gguf_file import GgufFile
@@ -36,17 +38,23 @@ class Tokenizer:
         chat_template: str | None = None,
         special: dict[str, str] | None = None,
         source: str = "",
+        vocabulary: str = "",
     ) -> None:
         self.backend, self.stop_tokens, self.chat_template = backend, stop_tokens, chat_template
-        self.special, self._source = special or {}, source
+        self.special, self._source, self._vocabulary = special or {}, source, vocabulary or source
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with the tokens that the model wants around every text (such as a BOS), as in transformers."""
-        return self.backend.encode(text).ids
+        """Ids of `text`, with the tokens that the model wants around every text (such as a BOS), as in transformers.
+
+        Raises ValueError, naming the file, where its rules or its vocabulary fail on `text`.
+        """
+        return self._encode(text, add_special_tokens=True)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids` (a list or a 1-D tensor); incomplete UTF-8 at an end becomes U+FFFD."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        numbers = [_token(i) for i in ids]
+        with self._naming("cannot decode the ids"):
+            return self.backend.decode(numbers, skip_special_tokens=skip_special_tokens)
 
     def stream(self, write: Callable[[str], object]) -> Callable[[int], None]:
         """A function that takes token ids one by one, and calls `write` with each piece of text once it is complete."""
@@ -55,7 +63,10 @@ class Tokenizer:
         decoder = DecodeStream(skip_special_tokens=True)
 
         def step(token: int) -> None:
-            if text := decoder.step(self.backend, int(token)):
+            number = _token(token)
+            with self._naming("cannot decode the id"):
+                text = decoder.step(self.backend, number)
+            if text:
                 write(text)
 
         return step
@@ -68,7 +79,7 @@ class Tokenizer:
         contains it. Raises ValueError if the model has no template or needs jinja2, or if its template fails or takes
         too much.
         """
-        return self.backend.encode(self.chat_text(prompt), add_special_tokens=False).ids
+        return self._encode(self.chat_text(prompt), add_special_tokens=False)
 
     def chat_text(self, prompt: str) -> str:
         """The text that `chat` encodes."""
@@ -80,6 +91,34 @@ class Tokenizer:
             return render(self._source, template, messages=messages, add_generation_prompt=True, **self.special)
         except ImportError:
             return _chatml(prompt, template, self._source)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        _check_text(text)
+        with self._naming("cannot encode the text"):
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _naming(self, failed: str) -> AbstractContextManager[None]:
+        """The package tries a file's rules only on a text or on ids."""
+        return naming(self._vocabulary, failed, "get the checkpoint again")
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise wrong_kind("text", text, "a str")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"attnpack: text has {text[error.start]!r} at {error.start}, which is half a character, wants whole ones: "
+            "join the halves, or leave it out"
+        ) from None
+
+
+def _token(token: Any) -> int:
+    number = int(token)
+    if not 0 <= number < 2**32:
+        raise ValueError(f"attnpack: a token id is {number}, wants 0 to {2**32 - 1}: use the ids of this tokenizer")
+    return number
 
 
 def _chatml(prompt: str, template: str, source: str) -> str:
@@ -125,6 +164,9 @@ def _from_directory(path: Path) -> Tokenizer:
         data = read_bounded(path / "tokenizer.json", LONGEST)
         check_values(data)
         backend = Backend.from_buffer(data)
+    # Both are for batches: transformers, too, leaves them out of a plain call.
+    backend.no_padding()
+    backend.no_truncation()
     settings: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         if (path / name).is_file():
@@ -144,7 +186,14 @@ def _from_directory(path: Path) -> Tokenizer:
     if stop is None and "eos_token" in special:
         stop = backend.token_to_id(special["eos_token"])
     stop_tokens = tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,)
-    return Tokenizer(backend, stop_tokens=stop_tokens, chat_template=template, special=special, source=str(path))
+    return Tokenizer(
+        backend,
+        stop_tokens=stop_tokens,
+        chat_template=template,
+        special=special,
+        source=str(path),
+        vocabulary=str(path / "tokenizer.json"),
+    )
 
 
 def _from_gguf(path: Path) -> Tokenizer:
