@@ -58,21 +58,21 @@ def test_the_layer_uses_it_without_gradients():
     assert "attnpack::rms_norm" in {event.name for event in profile.events()}
 
 
+WRONG = {
+    "a number": (torch.tensor(1.0), torch.ones(5), r"x has shape \[\], wants \[\.\.\., 5\] as weight is \[5\]"),
+    "width": (torch.ones(2, 4), torch.ones(5), r"x has shape \[2, 4\], wants \[\.\.\., 5\]"),
+    "weight of rank 2": (torch.ones(2, 5), torch.ones(2, 5), r"weight has shape \[2, 5\], wants \[dim\]"),
+    "weight of rank 0": (torch.ones(2, 5), torch.tensor(1.0), r"weight has shape \[\], wants \[dim\]"),
+    "integers": (torch.ones(2, 5).long(), torch.ones(5), "x has dtype Long, weight Float: both want a float dtype"),
+    "bools": (torch.ones(2, 5), torch.ones(5).bool(), "x has dtype Float, weight Bool: both want a float dtype"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(
-    ("x", "weight", "message"),
-    [
-        (torch.tensor(1.0), torch.ones(5), r"x has shape \[\], wants \[\.\.\., 5\] as weight is \[5\]"),
-        (torch.ones(2, 4), torch.ones(5), r"x has shape \[2, 4\], wants \[\.\.\., 5\]"),
-        (torch.ones(2, 5), torch.ones(2, 5), r"weight has shape \[2, 5\], wants \[dim\]"),
-        (torch.ones(2, 5), torch.tensor(1.0), r"weight has shape \[\], wants \[dim\]"),
-        (torch.ones(2, 5).long(), torch.ones(5), "x has dtype Long, weight Float: both want a float dtype"),
-        (torch.ones(2, 5), torch.ones(5).bool(), "x has dtype Float, weight Bool: both want a float dtype"),
-    ],
-    ids=str,
-)
-def test_what_does_not_fit_is_named(x, weight, message, device, gradients):
+def test_what_does_not_fit_is_named(wrong, gradients, device):
+    x, weight, message = WRONG[wrong]
     x, weight = x.to(device), weight.to(device)
     if gradients and x.is_floating_point():
         x = x.clone().requires_grad_()

@@ -57,12 +57,15 @@ LoadResult compare(const StateDict& own, const StateDict& given, bool strict) {
   return result;
 }
 
-// The memory that a tensor's storage takes.
+// The memory that a tensor's storage takes; none where it has no storage.
 struct Memory {
-  const char *begin, *end;
+  const char *begin = nullptr, *end = nullptr;
 
-  explicit Memory(const at::Tensor& x)
-      : begin(static_cast<const char*>(x.storage().data())), end(begin + x.storage().nbytes()) {}
+  explicit Memory(const at::Tensor& x) {
+    if (!x.has_storage()) return;
+    begin = static_cast<const char*>(x.storage().data());
+    end = begin + x.storage().nbytes();
+  }
   bool overlaps(const Memory& other) const { return begin < other.end && other.begin < end; }
 };
 
