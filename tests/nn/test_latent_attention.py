@@ -427,7 +427,7 @@ def test_a_layer_without_rope_says_that_nothing_is_rotated(module):
         ({"v_dim": 9}, r"kv has shape \[2, 3, 16\], .* with v_dim = 9"),
         ({"v_dim": -1}, "v_dim is -1, wants 0 or more"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else " ".join(x),
 )
 def test_latent_expand_names_what_does_not_fit(change, message):
     good = {"latents": torch.ones(2, 1, 3, 10), "kv": torch.ones(2, 3, 16), "latent_dim": 6, "num_heads": 2, "v_dim": 5}
