@@ -36,6 +36,17 @@ def weights(header: str, length: int | None = None) -> dict[str, bytes]:
     return lies.whole_hf(False) | {"model.safetensors": data}
 
 
+def empty_tensors(count: int) -> str:
+    return json.dumps({f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(count)})
+
+
+def index_of(count: int) -> dict[str, bytes]:
+    places = {f"t{i}": "model-00001-of-00001.safetensors" for i in range(count)}
+    files = lies.whole_hf(False) | {lies.INDEX: json.dumps({"weight_map": places}).encode()}
+    del files["model.safetensors"]
+    return files
+
+
 def array(item: int, count: int) -> bytes:
     return string("x") + struct.pack("<IIQ", 9, item, count)
 
@@ -55,8 +66,11 @@ CASES = {
     ),
     "digits of a shape": (weights(ENTRY.replace("%s", SHAPE)), "is too large", None),
     "header": (weights("{", HOLE - 8), "its header has 3221225464 bytes", "model.safetensors"),
-    "header of lists": (weights('{"a": [' + 33_000_000 * "[]," + "0]}"), "more than 6000000 values", None),
-    "header of keys": (weights('{"a": {' + 12_000_000 * '"ab":1,' + '"b":1}}'), "more than 6000000 values", None),
+    "header of lists": (weights('{"a": [' + 33_000_000 * "[]," + "0]}"), "more than 2000000 values", None),
+    "header of keys": (weights('{"a": {' + 12_000_000 * '"ab":1,' + '"b":1}}'), "more than 2000000 values", None),
+    "header of empty tensors": (weights(empty_tensors(150_000)), "describes 150000 tensors, where 100000", None),
+    "header of many empty tensors": (weights(empty_tensors(450_000)), "more than 2000000 values", None),
+    "index of tensors": (index_of(150_000), "index.json: describes 150000 tensors, where 100000", None),
     "config": (lies.whole_hf(False), "config.json: cannot be read as JSON", "config.json"),
     "index": (lies.whole_hf(True), "index.json: cannot be read as JSON", lies.INDEX),
     "gguf layers": ({"model.gguf": gguf_changed("llama.block_count", 2**31)}, "asks for 2147483648 layers", None),

@@ -173,17 +173,18 @@ def test_missing_setting(llama):
         {"partial_rotary_factor": 0.5},
         {"use_bidirectional_attention": True},
         {"is_causal": False},
-        {"is_causal": None},
     ],
-    ids=lambda setting: "{} {}".format(*next(iter(setting.items()))),
+    ids=lambda setting: next(iter(setting)),
 )
 def test_settings_of_later_issues_are_named(llama, setting):
     edit_config(llama[1], **setting)
     refused(llama[1], next(iter(setting)))
 
 
-def test_a_model_that_says_it_is_causal(llama):
-    edit_config(llama[1], is_causal=True)
+@pytest.mark.parametrize("said", [True, None])
+def test_a_model_that_says_it_is_causal(said, llama):
+    llama[0].float().save_pretrained(llama[1])  # the configuration remembers what other tests stored
+    edit_config(llama[1], is_causal=said)
     assert_same_logits(attnpack.CausalLM.from_hf(llama[1]), llama[0])
 
 
@@ -488,3 +489,20 @@ def test_missing_shard(tmp_path):
     random_model(CONFIGS["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
     sorted(tmp_path.glob("*.safetensors"))[0].unlink()
     refused(tmp_path, "model-00001-of-")
+
+
+@pytest.mark.parametrize("change", ["a name too many", "a name too few"])
+def test_a_shard_is_held_against_the_index_before_the_next_is_opened(change, tmp_path):
+    """Each header may cost a second."""
+    random_model(CONFIGS["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
+    first, *_, last = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    (tmp_path / last).write_bytes(b"no header")
+    index = tmp_path / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    name = next(name for name, shard in places.items() if shard == first)
+    if change == "a name too many":
+        places["another"] = first
+    else:
+        del places[name]
+    index.write_text(json.dumps({"weight_map": places}))
+    refused(tmp_path, {"a name too many": f"another is in {first}", "a name too few": f"not name {name}"}[change])

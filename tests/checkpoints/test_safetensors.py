@@ -49,6 +49,7 @@ TOLD = {
     "metadata null": ({"__metadata__": None, "a": F32}, True),
     "metadata of numbers": ({"__metadata__": {"format": 1}, "a": F32}, False),
     "metadata a list": ({"__metadata__": [], "a": F32}, False),
+    "metadata a text": ({"__metadata__": "x", "a": F32}, False),
     "an unknown field": ({"a": F32 | {"more": [{}]}}, True),
     "an unknown dtype": ({"a": F32 | {"dtype": "F33"}}, False),
     "another dtype": ({"a": F32 | {"dtype": "I64", "shape": []}}, True),

@@ -18,7 +18,7 @@ from .strict_json import read_json
 ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3", "longrope")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
-# Settings that change the mathematics, and the values that mean "off", as leaving them out does.
+# Settings that change the mathematics, and the values that mean "off".
 _UNSUPPORTED_KEYS = {
     "attn_logit_softcapping": (None, 0, 0.0),
     "final_logit_softcapping": (None, 0, 0.0),
@@ -26,7 +26,7 @@ _UNSUPPORTED_KEYS = {
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
     "use_bidirectional_attention": (None, False),
-    "is_causal": (True,),  # null lets every token see all
+    "is_causal": (None, True),
 }
 
 
@@ -74,7 +74,7 @@ def _model_config(path: Path, config: dict[str, Any], max_positions: int | None)
             f"{path}: model_type {brief(repr(model_type))} is not supported; from_hf reads {', '.join(MODEL_TYPES)}"
         )
     for key, off in _UNSUPPORTED_KEYS.items():
-        if key in config and config[key] not in off:
+        if config.get(key) not in off:
             raise ValueError(f"{path}: {key} = {brief(repr(config[key]))} in config.json is not supported yet")
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise ValueError(f"{path}: hidden_act {brief(repr(act))} in config.json is not supported; it must be 'silu'")

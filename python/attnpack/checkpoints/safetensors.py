@@ -27,6 +27,8 @@ _BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
 }
+_MOST_TENSORS = 100_000  # of a checkpoint, so that a lie costs little; Llama 3.1 405B has 1,137
+_MOST_VALUES = 20 * _MOST_TENSORS  # of one header; a tensor of four dims has 14
 _CHUNK_ELEMENTS = 1 << 20
 _AGAIN = "get the checkpoint again"
 
@@ -43,10 +45,11 @@ class SafetensorsFile:
                 raise ValueError(f"{path}: is no whole safetensors file (it has {size} bytes); {_AGAIN}")
             if length > LONGEST:
                 raise ValueError(f"its header has {length} bytes, which may be {LONGEST}")
-            header = parse_json(file.read(length))
+            header = parse_json(file.read(length), _MOST_VALUES)
         if not isinstance(header, dict):
             raise ValueError(f"{path}: its header is no JSON object; {_AGAIN}")
         _check_metadata(path, header.pop("__metadata__", None))
+        _check_count(path, len(header))
         self.start = 8 + length
         for name, entry in header.items():
             _check_entry(path, brief(name), entry, size - self.start)
@@ -79,8 +82,13 @@ class SafetensorsFile:
             first += chunk.numel()
 
 
+def _check_count(path: Path, count: int) -> None:
+    if count > _MOST_TENSORS:
+        raise ValueError(f"{path}: describes {count} tensors, where {_MOST_TENSORS} are the most; {_AGAIN}")
+
+
 def _check_metadata(path: Path, metadata: Any) -> None:
-    words = metadata.values() if isinstance(metadata, dict) else [metadata]
+    words = metadata.values() if isinstance(metadata, dict) else [None]
     if metadata is not None and not all(isinstance(word, str) for word in words):
         raise ValueError(f"{path}: __metadata__ is no object of strings; the file is damaged, get it again")
 
@@ -155,28 +163,36 @@ def open_files(directory: Path) -> list[SafetensorsFile]:
 
 def _open_shards(directory: Path, index: Path, places: Any) -> list[SafetensorsFile]:
     """The files that an index's weight_map names; raises unless the weight_map names each tensor of these files, with
-    the right file, and no other tensor."""
+    the right file, and no other tensor.
+
+    Each file is compared with the index before the next one is opened: to open a file may cost much.
+    """
     if not isinstance(places, dict) or not places:
-        raise ValueError(f"{index}: has no weight_map, which names each tensor's file; get the checkpoint again")
-    for shard in places.values():
+        raise ValueError(f"{index}: has no weight_map, which names each tensor's file; {_AGAIN}")
+    _check_count(index, len(places))
+    wanted: dict[str, set[str]] = {}
+    for name, shard in places.items():
         # A conversion writes the shards under these names. Its other files have other suffixes, so no shard can
         # overwrite them.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ValueError(
                 f"{index}: names the file {brief(repr(shard))}, wants the name of one beside it, NAME.safetensors"
             )
-    files = {}
-    for shard in dict.fromkeys(places.values()):
+        wanted.setdefault(shard, set()).add(name)
+    for shard in wanted:
         if not (directory / shard).is_file():
-            raise ValueError(f"{directory}: lacks {brief(shard)}, which {index.name} names; get the checkpoint again")
-        files[shard] = SafetensorsFile(directory / shard)
-    for name, shard in places.items():
-        if name not in files[shard].shapes:
-            raise ValueError(
-                f"{index}: says that {brief(name)} is in {brief(shard)}, which lacks it; get the checkpoint again"
-            )
-    for shard, file in files.items():
-        for name in file.shapes:
-            if places.get(name) != shard:
-                raise ValueError(f"{index}: does not name {brief(name)} of {brief(shard)}; get the checkpoint again")
-    return [files[shard] for shard in sorted(files)]
+            raise ValueError(f"{directory}: lacks {brief(shard)}, which {index.name} names; {_AGAIN}")
+    return [_open_shard(directory / shard, index, places, wanted[shard]) for shard in sorted(wanted)]
+
+
+def _open_shard(path: Path, index: Path, places: dict[str, str], wanted: set[str]) -> SafetensorsFile:
+    file = SafetensorsFile(path)
+    shard, there = brief(path.name), file.shapes.keys()
+    if missing := wanted - there:
+        raise ValueError(f"{index}: says that {brief(min(missing))} is in {shard}, which lacks it; {_AGAIN}")
+    if others := there - wanted:
+        name = min(others)
+        if name not in places:
+            raise ValueError(f"{index}: does not name {brief(name)} of {shard}; {_AGAIN}")
+        raise ValueError(f"{index}: says that {brief(name)} is in {brief(places[name])}, but {shard} has it; {_AGAIN}")
+    return file
