@@ -108,7 +108,7 @@ BAD = {
     "negative softcap": ({"softcap": -1.0}, "softcap is -1, wants a finite number > 0, or 0 for none"),
     "infinite softcap": ({"softcap": float("inf")}, "softcap is inf, wants a finite number"),
     "softcap that is no number": ({"softcap": float("nan")}, "softcap is -?nan, wants a finite number"),
-    "scale that is no number": ({"scale": float("nan")}, "scale is -?nan, wants a finite number, or none"),
+    "scale that is no number": ({"scale": float("nan")}, "scale is -?nan, wants a finite number from .*, or none"),
     "scale beyond fp32": (
         {"scale": -1e39},
         r"scale is -1e\+39, wants a finite number from -1.7.*e\+38 to 1.7.*, for query",

