@@ -7,7 +7,7 @@ import attnpack
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_checkpoints import CONFIGS, SIZES, edit_config, edit_weights, random_model
+from hf_checkpoints import CONFIGS, SIZES, edit_config, edit_weights, random_model, refused
 from memory_growth import growth
 from transformers import AutoModelForCausalLM, LlamaConfig, MinistralConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -121,15 +121,6 @@ def test_resident_memory_grows_by_the_weights_and_at_most_a_fifth(tmp_path):
 
 
 # ---- what is refused -----------------------------------------------------------------
-
-
-def refused(path, *words, **keywords):
-    with pytest.raises(ValueError) as caught:
-        attnpack.CausalLM.from_hf(path, **keywords)
-    message = str(caught.value)
-    assert str(path) in message
-    for word in words:
-        assert word in message, message
 
 
 def test_no_checkpoint(tmp_path):
@@ -483,26 +474,3 @@ def test_truncated_and_foreign_weights(llama):
         refused(directory, "model.safetensors")
     path.write_bytes(b"\x80\x02}q\x00." * 100)  # a pickle
     refused(directory, "model.safetensors")
-
-
-def test_missing_shard(tmp_path):
-    random_model(CONFIGS["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
-    sorted(tmp_path.glob("*.safetensors"))[0].unlink()
-    refused(tmp_path, "model-00001-of-")
-
-
-@pytest.mark.parametrize("change", ["a name too many", "a name too few"])
-def test_a_shard_is_held_against_the_index_before_the_next_is_opened(change, tmp_path):
-    """Each header may cost a second."""
-    random_model(CONFIGS["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
-    first, *_, last = sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    (tmp_path / last).write_bytes(b"no header")
-    index = tmp_path / "model.safetensors.index.json"
-    places = json.loads(index.read_text())["weight_map"]
-    name = next(name for name, shard in places.items() if shard == first)
-    if change == "a name too many":
-        places["another"] = first
-    else:
-        del places[name]
-    index.write_text(json.dumps({"weight_map": places}))
-    refused(tmp_path, {"a name too many": f"another is in {first}", "a name too few": f"not name {name}"}[change])

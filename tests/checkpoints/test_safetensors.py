@@ -42,7 +42,7 @@ def two(**second) -> dict:
     return {"a": F32, "b": F32 | second}
 
 
-# What a file tells, whether it is whole, and of how many bytes if not 8.
+# The text of the header, whether the file is whole, and how many bytes follow if not 8.
 TOLD = {
     "one tensor": ({"a": F32}, True),
     "metadata": ({"__metadata__": {"format": "pt"}, "a": F32}, True),

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import attnpack
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -84,3 +86,12 @@ def edit_weights(directory: Path, change) -> None:
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors")
+
+
+def refused(path, *words, **keywords):
+    with pytest.raises(ValueError) as caught:
+        attnpack.CausalLM.from_hf(path, **keywords)
+    message = str(caught.value)
+    assert str(path) in message
+    for word in words:
+        assert word in message, message
