@@ -13,13 +13,22 @@ import argparse
 import copy
 import json
 import statistics
+import time
+from collections.abc import Callable
 from pydoc_data.topics import topics
 
 import attnpack.hf
 import torch
-from generate import DTYPES, load_transformers, timed
+from generate import DTYPES, load_transformers
 
 WAYS = ("sdpa", "attnpack", "replaced layers")
+
+
+def timed(generate: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+    """(seconds, tokens) of one call."""
+    start = time.perf_counter()
+    tokens = generate()
+    return time.perf_counter() - start, tokens
 
 
 def compare(model, ids: torch.Tensor, new_tokens: int, rounds: int) -> list[dict]:
