@@ -1,6 +1,7 @@
 """Outputs appear whole or not at all: on a full disk, and where somebody has left a link in their place."""
 
 import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -115,37 +116,39 @@ def test_a_state_of_training_replaces_links(theirs, tmp_path):
     assert torch.load(tmp_path / uptrain.STATE)["work"]["weights"].shape == (100_000,)
 
 
-@pytest.fixture
+@contextmanager
 def full_disk():
-    """Files of more than 20,000 bytes are refused, as on a full disk every file is."""
+    """Files of more than 20,000 bytes are refused inside, as every file on a full disk; pytest writes outside of it."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def full(path) -> str:
     return rf"{path}: cannot be written \(File too large\), and nothing of it is kept; make room on the disk"
 
 
-def test_a_full_disk_leaves_no_state_of_training(tmp_path, full_disk):
+def test_a_full_disk_leaves_no_state_of_training(tmp_path):
     path = tmp_path / uptrain.STATE
-    with pytest.raises(ValueError, match=full(path)):
+    with full_disk(), pytest.raises(ValueError, match=full(path)):
         uptrain._save(Trained(), path, {}, {})
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_leaves_the_last_state_of_training(tmp_path, full_disk):
+def test_a_full_disk_leaves_the_last_state_of_training(tmp_path):
     path = tmp_path / uptrain.STATE
     path.write_text("the last one")
-    with pytest.raises(ValueError, match=full(path)):
+    with full_disk(), pytest.raises(ValueError, match=full(path)):
         uptrain._save(Trained(), path, {}, {})
     assert path.read_text() == "the last one" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_full_disk_leaves_no_picture(tmp_path, full_disk):
+def test_a_full_disk_leaves_no_picture(tmp_path):
     path = tmp_path / "memory.png"
-    with pytest.raises(ValueError, match=full(path)):
+    with full_disk(), pytest.raises(ValueError, match=full(path)):
         plot.plot_kv_memory(path)
     assert not list(tmp_path.iterdir())
 
