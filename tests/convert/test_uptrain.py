@@ -51,7 +51,8 @@ def test_distillation_lowers_the_loss_and_transformers_opens_it(converted, capsy
 
 
 SLOW = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 from attnpack.tools import cli
 from attnpack.convert.uptrain import command as uptrain
 uptrain._SAVE_EVERY = 0.2
@@ -72,7 +73,10 @@ def test_a_stopped_training_goes_on(number, converted, capsys):
                 if number == signal.SIGINT:
                     break
         process.send_signal(number)
-        process.wait(timeout=60)
+        try:
+            process.wait(timeout=60)
+        finally:
+            process.kill()
     assert said[0].startswith("trains for 60.0 minutes") and re.search(r"steps in the (59|60)\.\d minutes", said[1])
     assert (converted / STATE).is_file()
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(converted).items())
