@@ -2,11 +2,11 @@
 
     python benchmarks/generate.py [--dtypes fp32 bf16] [--prompt-tokens 32] [--new-tokens 64] [--batch 1] [--rounds 3]
 
-Generation is greedy. "tokens a second" includes the time of the prompt. "ms a token" is the median time from one new
-token to the next, without the prompt, so it measures decoding after a long prompt too. Ratios (medians over the rounds)
-say how many times faster attnpack is. All libraries use torch's number of threads, and a growing cache. llama.cpp runs
-if llama-cpp-python is installed and the batch has one row, with weights of the same dtype. This is no test: it asserts
-nothing.
+Generation is greedy. "tokens per second" includes the time of the prompt. "ms per token" is the median time from one
+new token to the next, without the prompt, so it measures decoding after a long prompt too. Ratios (medians over the
+rounds) say how many times faster attnpack is. All libraries use torch's number of threads, and a growing cache.
+llama.cpp runs if llama-cpp-python is installed and the batch has one row, with weights of the same dtype. This is no
+test: it asserts nothing.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main() -> None:
     hf = load_transformers()[0]
     say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
     say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens a row")
-    say(f"{'dtype':<6}{'':>14}{'tokens a second':>18}{'ms a token':>13}   same tokens")
+    say(f"{'dtype':<6}{'':>14}{'tokens per second':>18}{'ms per token':>13}   same tokens")
     rows = []
     for dtype in args.dtypes:
         row = compare(hf, dtype, ids, args.new_tokens, args.rounds)

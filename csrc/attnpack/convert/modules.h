@@ -34,8 +34,9 @@ struct ToMlaOptions {
 };
 
 // The layer as latent attention (latent.h): the plain form without norms. Its rope head is as wide as the dims that
-// module rotates. Raises where module has what latent attention has not: window, softcap, sinks, ALiBi, norms of
-// queries and keys, contexts of other widths than embed_dim. A bias of q_proj needs a query latent as wide as q_proj.
+// module rotates. Raises where module has a setting that latent attention lacks: window, softcap, sinks, ALiBi, norms
+// of queries and keys, contexts of other widths than embed_dim. A bias of q_proj needs a query latent as wide as
+// q_proj.
 template <typename Impl>
 MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int64_t kv_lora_rank,
                                 const ToMlaOptions& options = {});

@@ -15,8 +15,8 @@ struct CacheTensors {
   at::Tensor lengths;  // [B] int64: how many positions are held; a call adds to them
 };
 
-// Writes the new keys and values after what each sequence of the cache holds, and adds to lengths; everything is
-// checked before the first write. Values are stored detached.
+// Writes the new keys and values after the positions that each sequence of the cache holds, and adds to lengths.
+// Checks everything before the first write. Values are stored detached.
 void kv_cache_append_(const at::Tensor& cache_key,    // [B, Hkv, capacity, D], written
                       const at::Tensor& cache_value,  // [B, Hkv, capacity, Dv], written
                       const at::Tensor& lengths,      // [B] int64, written
