@@ -1,12 +1,21 @@
-"""The real model, SmolLM2-135M-Instruct, loaded once a session: by transformers and by attnpack, from the same file."""
+"""Every test compiles anew. The real model, SmolLM2-135M-Instruct, is loaded once per session: by transformers and by
+attnpack, from the same file."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_reference_tokens.py"
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    """Forgets what tests before this one compiled: dynamo compiles one function eight times at most."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -141,11 +141,6 @@ def test_opcheck_attend(cached, op):
 # ---- torch.compile -------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("case", COVERING[::16], ids=describe)
 def test_compiled_without_graph_breaks_meets_the_reference(case):
 
