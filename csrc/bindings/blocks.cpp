@@ -4,134 +4,141 @@
 
 namespace attnpack {
 
+// A part of a block: a module of attnpack.cpp that has the Interface.
+template <typename Interface>
+struct Reader<Part<Interface>> {
+  static std::optional<Part<Interface>> read(const py::handle& value) {
+    if (value.is_none()) return Part<Interface>();
+    if (!py::isinstance<torch::nn::Module>(value)) return std::nullopt;
+    const auto module = value.cast<std::shared_ptr<torch::nn::Module>>();
+    return dynamic_cast<Interface*>(module.get()) ? std::make_optional<Part<Interface>>(module) : std::nullopt;
+  }
+  static std::string wanted(const std::string&) {
+    const bool attention = std::is_same_v<Interface, AttentionModule>;
+    return std::string(attention ? "an attention module" : "a module such as FeedForward") +
+           ": one of attnpack.cpp, which .cpp() of a Python module gives";
+  }
+};
+
+// The layers of a stack.
+template <typename Block>
+struct BlocksReader {
+  static std::optional<std::vector<Block>> read(const py::handle& value) {
+    if (!py::isinstance<py::list>(value) && !py::isinstance<py::tuple>(value)) return std::nullopt;
+    std::vector<Block> blocks;
+    for (const auto& item : value) {
+      if (!py::isinstance<typename Block::ContainedType>(item)) return std::nullopt;
+      blocks.emplace_back(item.cast<std::shared_ptr<typename Block::ContainedType>>());
+    }
+    return blocks;
+  }
+  static std::string wanted(const std::string&) {
+    return std::string("a list of ") + (std::is_same_v<Block, EncoderBlock> ? "Encoder" : "Decoder") +
+           "Blocks of attnpack.cpp";
+  }
+};
+template <>
+struct Reader<std::vector<EncoderBlock>> : BlocksReader<EncoderBlock> {};
+template <>
+struct Reader<std::vector<DecoderBlock>> : BlocksReader<DecoderBlock> {};
+
+template <>
+struct Reader<Embedding> {
+  static std::optional<Embedding> read(const py::handle& value) {
+    if (value.is_none()) return Embedding(nullptr);
+    if (!py::isinstance<EmbeddingImpl>(value)) return std::nullopt;
+    return Embedding(value.cast<std::shared_ptr<EmbeddingImpl>>());
+  }
+  static std::string wanted(const std::string& name) { return wanted_by_name(name, false); }
+};
+
 namespace {
 
-using ModulePtr = std::shared_ptr<torch::nn::Module>;
+const std::string& cache_words(const DecoderBlockInputs&) { return kLayerCacheWords; }
+const std::string& cache_words(const DecoderInputs&) { return kModelCacheWords; }
+const std::string& cache_words(const EncoderInputs&) { return kLayerCacheWords; }
 
-// Makes a part of a block from a Python module. If it is something else, the error names the argument.
-template <typename Interface>
-Part<Interface> as_part(const char* name, const py::object& module, const char* wanted) {
-  if (module.is_none()) return nullptr;
-  if (py::isinstance<torch::nn::Module>(module)) {
-    const auto ptr = module.cast<ModulePtr>();
-    if (dynamic_cast<Interface*>(ptr.get())) return ptr;
-  }
-  TORCH_CHECK_TYPE(false, "attnpack: ", name, " is ", shown(module), ", wants ", wanted,
-                   ": one of attnpack.cpp, which .cpp() of a Python module gives");
+// forward of a block or a stack; `positional` counts x and a context.
+template <typename Inputs, typename Class>
+void bind_forward(Class& cls, size_t positional) {
+  auto names = option_names(Inputs());
+  names.insert(names.begin(), "x");
+  bind_method(cls, "forward", names, positional, [](typename Class::type& self, Arguments& arguments) {
+    const auto x = arguments.require<at::Tensor>("x");
+    Inputs inputs;
+    arguments.read_options(inputs);
+    arguments.finish(cache_words(inputs));
+    return without_gil([&] { return self.forward(x, inputs); });
+  });
 }
 
-Part<AttentionModule> as_attention(const char* name, const py::object& module) {
-  return as_part<AttentionModule>(name, module, "an attention module");
-}
-
-Part<TokenModule> as_feed_forward(const py::object& module) {
-  return as_part<TokenModule>("feed_forward", module, "a module such as FeedForward");
-}
-
-// forward of an encoder block or stack.
-template <typename Impl, typename Class>
-void bind_encoder_forward(Class& cls) {
-  cls.def(
-      "forward",
-      [](Impl& self, const at::Tensor& x, const OptionalTensor& mask, const OptionalTensor& positions,
-         const OptionalTensor& kv_lens) {
-        return self.forward(x, EncoderInputs().mask(mask).positions(positions).kv_lens(kv_lens));
-      },
-      py::arg("x"), py::kw_only(), py::arg("mask") = py::none(), py::arg("positions") = py::none(),
-      py::arg("kv_lens") = py::none(), py::call_guard<py::gil_scoped_release>());
-}
-
-// forward of a decoder block or stack.
-template <typename Impl, typename Cache, typename Class>
-void bind_decoder_forward(Class& cls) {
-  cls.def(
-      "forward",
-      [](Impl& self, const at::Tensor& x, const OptionalTensor& context, const OptionalTensor& mask,
-         const std::shared_ptr<Cache>& cache, const OptionalTensor& positions, const OptionalTensor& kv_lens,
-         const OptionalTensor& context_mask, const OptionalTensor& context_lens) {
-        return self.forward(x, DecoderInputsOf<Cache>()
-                                   .context(context)
-                                   .mask(mask)
-                                   .cache(cache)
-                                   .positions(positions)
-                                   .kv_lens(kv_lens)
-                                   .context_mask(context_mask)
-                                   .context_lens(context_lens));
-      },
-      py::arg("x"), py::arg("context") = py::none(), py::kw_only(), py::arg("mask") = py::none(),
-      py::arg("cache") = py::none(), py::arg("positions") = py::none(), py::arg("kv_lens") = py::none(),
-      py::arg("context_mask") = py::none(), py::arg("context_lens") = py::none(),
-      py::call_guard<py::gil_scoped_release>());
-}
-
-template <typename Impl, typename Block>
-py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_stack(py::module_& m, const char* name,
-                                                                      const char* doc) {
+template <typename Impl, typename Options, typename Inputs>
+void bind_block(py::module_& m, const char* name, const char* doc, size_t positional) {
   auto cls = bind_module<Impl>(m, name, doc);
-  cls.def(py::init([](const std::vector<std::shared_ptr<typename Block::ContainedType>>& layers,
-                      const std::optional<std::string>& norm, double eps,
-                      const std::shared_ptr<EmbeddingImpl>& embed_tokens) {
-            StackOptions<Block> options(std::vector<Block>(layers.begin(), layers.end()));
-            options.norm(norm.value_or("none")).eps(eps);
-            if (embed_tokens) options.embed_tokens(embed_tokens);
-            return Impl(options);
+  using Attention = Part<AttentionModule>;
+  using FeedForward = Part<TokenModule>;
+  const auto names = option_names(Options(nullptr, nullptr));
+  py::options no_signatures;
+  no_signatures.disable_function_signatures();
+  cls.def(py::init([name](const py::args& args, const py::kwargs& kwargs) {
+            return Impl(options_of_call<Options, Attention, FeedForward>(name, args, kwargs));
           }),
-          py::arg("layers"), py::kw_only(), py::arg("norm") = "rms", py::arg("eps") = 1e-6,
-          py::arg("embed_tokens") = py::none());
-  return cls;
+          signature(name, names, 2).c_str());
+  bind_forward<Inputs>(cls, positional);
+}
+
+template <typename Impl, typename Block, typename Inputs>
+void bind_stack(py::module_& m, const char* name, const char* doc, size_t positional) {
+  auto cls = bind_module<Impl>(m, name, doc);
+  using Options = StackOptions<Block>;
+  py::options no_signatures;
+  no_signatures.disable_function_signatures();
+  cls.def(py::init([name](const py::args& args, const py::kwargs& kwargs) {
+            if (kwargs.contains("norm") && kwargs["norm"].is_none()) kwargs["norm"] = "none";
+            return Impl(options_of_call<Options, std::vector<Block>>(name, args, kwargs));
+          }),
+          signature(name, option_names(Options({})), 1).c_str());
+  bind_forward<Inputs>(cls, positional);
+}
+
+template <typename Impl>
+std::shared_ptr<Impl> require_stack(Arguments& arguments, const char* name) {
+  const auto held = arguments.require<py::object>(name);
+  if (!py::isinstance<Impl>(held)) raise_wrong_kind(name, held, wanted_by_name(name, false));
+  return held.cast<std::shared_ptr<Impl>>();
+}
+
+void bind_encoder_decoder(py::module_& m) {
+  using Impl = EncoderDecoderImpl;
+  auto cls = bind_module<Impl>(m, "EncoderDecoder", "An encoder, and a decoder that reads it.");
+  cls.def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+    Arguments arguments("EncoderDecoder", {"encoder", "decoder"}, args, kwargs);
+    const auto encoder = require_stack<EncoderImpl>(arguments, "encoder");
+    const auto decoder = require_stack<DecoderImpl>(arguments, "decoder");
+    arguments.finish();
+    return Impl(encoder, decoder);
+  }));
+  bind_method(cls, "forward", {"source", "target", "source_lens", "target_lens", "cache"}, 2,
+              [](Impl& self, Arguments& arguments) {
+                const auto source = arguments.require<at::Tensor>("source");
+                const auto target = arguments.require<at::Tensor>("target");
+                EncoderDecoderInputs inputs;
+                arguments.read_options(inputs);
+                arguments.finish(kModelCacheWords);
+                return without_gil([&] { return self.forward(source, target, inputs); });
+              });
 }
 
 }  // namespace
 
 void register_blocks(py::module_& m) {
-  auto encoder_block = bind_module<EncoderBlockImpl>(m, "EncoderBlock", "Self-attention, feed-forward.");
-  encoder_block.def(
-      py::init([](const py::object& attention, const py::object& feed_forward, const std::string& norm, bool pre_norm,
-                  double eps) {
-        const auto self_attention = as_attention("attention", attention);  // first, as it is named first
-        return EncoderBlockImpl(
-            EncoderBlockOptions(self_attention, as_feed_forward(feed_forward)).norm(norm).pre_norm(pre_norm).eps(eps));
-      }),
-      py::arg("attention"), py::arg("feed_forward"), py::kw_only(), py::arg("norm") = "rms", py::arg("pre_norm") = true,
-      py::arg("eps") = 1e-6);
-  bind_encoder_forward<EncoderBlockImpl>(encoder_block);
-
-  auto block =
-      bind_module<DecoderBlockImpl>(m, "DecoderBlock", "Causal self-attention, cross-attention, feed-forward.");
-  block.def(py::init([](const py::object& attention, const py::object& feed_forward, const std::string& norm,
-                        bool pre_norm, const py::object& cross_attention, double eps) {
-              const auto self_attention = as_attention("attention", attention);
-              return DecoderBlockImpl(DecoderBlockOptions(self_attention, as_feed_forward(feed_forward))
-                                          .norm(norm)
-                                          .pre_norm(pre_norm)
-                                          .cross_attention(as_attention("cross_attention", cross_attention))
-                                          .eps(eps));
-            }),
-            py::arg("attention"), py::arg("feed_forward"), py::kw_only(), py::arg("norm") = "rms",
-            py::arg("pre_norm") = true, py::arg("cross_attention") = py::none(), py::arg("eps") = 1e-6);
-  bind_decoder_forward<DecoderBlockImpl, KVCache>(block);
-
-  auto encoder = bind_stack<EncoderImpl, EncoderBlock>(m, "Encoder", "Encoder blocks and a last norm.");
-  bind_encoder_forward<EncoderImpl>(encoder);
-
-  auto decoder = bind_stack<DecoderImpl, DecoderBlock>(m, "Decoder", "Decoder blocks and a last norm.");
-  bind_decoder_forward<DecoderImpl, ModelCache>(decoder);
-
-  bind_module<EncoderDecoderImpl>(m, "EncoderDecoder", "An encoder, and a decoder that reads it.")
-      .def(py::init([](const std::shared_ptr<EncoderImpl>& encoder, const std::shared_ptr<DecoderImpl>& decoder) {
-             return EncoderDecoderImpl(encoder, decoder);
-           }),
-           py::arg("encoder"), py::arg("decoder"))
-      .def(
-          "forward",
-          [](EncoderDecoderImpl& self, const at::Tensor& source, const at::Tensor& target,
-             const OptionalTensor& source_lens, const OptionalTensor& target_lens,
-             const std::shared_ptr<ModelCache>& cache) {
-            return self.forward(source, target,
-                                EncoderDecoderInputs().source_lens(source_lens).target_lens(target_lens).cache(cache));
-          },
-          py::arg("source"), py::arg("target"), py::kw_only(), py::arg("source_lens") = py::none(),
-          py::arg("target_lens") = py::none(), py::arg("cache") = py::none(), py::call_guard<py::gil_scoped_release>());
+  bind_block<EncoderBlockImpl, EncoderBlockOptions, EncoderInputs>(m, "EncoderBlock", "Self-attention, feed-forward.",
+                                                                   1);
+  bind_block<DecoderBlockImpl, DecoderBlockOptions, DecoderBlockInputs>(
+      m, "DecoderBlock", "Causal self-attention, cross-attention, feed-forward.", 2);
+  bind_stack<EncoderImpl, EncoderBlock, EncoderInputs>(m, "Encoder", "Encoder blocks and a last norm.", 1);
+  bind_stack<DecoderImpl, DecoderBlock, DecoderInputs>(m, "Decoder", "Decoder blocks and a last norm.", 2);
+  bind_encoder_decoder(m);
 }
 
 }  // namespace attnpack

@@ -20,18 +20,16 @@ Factory make_factory(const py::object& device, const py::object& dtype) {
     TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "attnpack: dtype is ", shown(dtype),
                      ", wants a torch.dtype such as torch.float32, or None");
     factory.dtype = dtype.cast<at::ScalarType>();
-    ATTNPACK_CHECK(at::isFloatingType(*factory.dtype), "dtype is ", *factory.dtype,
+    ATTNPACK_CHECK(at::isFloatingType(*factory.dtype), "dtype is ", py::str(dtype).cast<std::string>(),
                    ", wants a floating one such as torch.float32");
   }
   return factory;
 }
 
-std::string shown(const py::object& argument) {
-  const auto type = py::type::of(argument).attr("__name__").cast<std::string>();
-  const auto text = py::repr(argument).cast<std::string>();
-  return text.size() > 60 || text.find('\n') != std::string::npos
-             ? (std::string("AEIOUaeiou").find(type[0]) == std::string::npos ? "a " : "an ") + type
-             : text + " (" + type + ")";
+std::string signature(const std::string& function, const Names& names, size_t positional) {
+  auto shown = names;
+  if (positional < names.size()) shown.insert(shown.begin() + positional, "*");
+  return function + "(" + c10::Join(", ", shown) + ")";
 }
 
 Factory parse_to(const py::args& args, const py::kwargs& kwargs) {

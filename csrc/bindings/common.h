@@ -1,6 +1,6 @@
 #pragma once
 
-#include <bindings/torch_pybind.h>
+#include <bindings/arguments.h>
 
 #include <attnpack/modules/leaf.h>
 #include <attnpack/modules/state_dict.h>
@@ -18,13 +18,15 @@ Factory make_factory(const py::object& device, const py::object& dtype);
 // The arguments of module.to(...): a dtype, a device or its name, in any order.
 Factory parse_to(const py::args& args, const py::kwargs& kwargs);
 
-// A wrong argument as an error message shows it: `'yes' (str)`; of a module or tensor the type alone, because its text
-// is long.
-std::string shown(const py::object& argument);
+template <typename Options>
+py::dict options_dict(const Options& options);
+
+// "forward(x, context, *, mask, causal)": the first `positional` names may be given without them.
+std::string signature(const std::string& function, const Names& names, size_t positional);
 
 template <typename Impl>
-std::string describe(const Impl& module) {
-  return c10::str(static_cast<const torch::nn::Module&>(module));
+std::string describe(const std::shared_ptr<Impl>& module) {  // by its holder, which an object without one refuses
+  return c10::str(static_cast<const torch::nn::Module&>(*module));
 }
 
 // Binds what every module can do. The rest comes from torch's own binding of torch::nn::Module.
@@ -80,6 +82,69 @@ py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_module(py::modul
         return self.attr("forward")(*args, **kwargs);
       });
   return cls;
+}
+
+// An option as Python's constructors take it.
+template <typename T>
+py::object to_python(const T& value) {
+  if constexpr (requires { T::for_each_option(value, [](const char*, const auto&) {}); })
+    return options_dict(value);
+  else if constexpr (requires { value.is_empty(); })  // the holder of a module
+    return value.is_empty() ? py::none() : py::cast(value.ptr());
+  else
+    return py::cast(value);
+}
+template <typename T>
+py::object to_python(const std::optional<T>& value) {
+  return value ? to_python(*value) : py::none();
+}
+// Options as a dict of constructor arguments, without device and dtype.
+template <typename Options>
+py::dict options_dict(const Options& options) {
+  py::dict result;
+  Options::for_each_option(options, [&](const char* name, const auto& value) {
+    if constexpr (!std::is_same_v<std::decay_t<decltype(value)>, Factory>) result[name] = to_python(value);
+  });
+  return result;
+}
+
+// Binds the constructor of a module whose options are Options. Sizes are the types of the arguments of Options'
+// constructor; `positional` and `required` as in options_of_call.
+template <typename Impl, typename Options, typename... Sizes, typename Class>
+void bind_options(Class& cls, size_t positional = sizeof...(Sizes), const Names& required = {}) {
+  const auto name = cls.attr("__name__").template cast<std::string>();
+  auto names = option_names(Options(Sizes{}...));
+  names.insert(names.end(), {"device", "dtype"});
+  std::erase(names, "factory");
+  py::options no_signatures;
+  no_signatures.disable_function_signatures();
+  cls.def(py::init([=](const py::args& args, const py::kwargs& kwargs) {
+            return Impl(options_of_call<Options, Sizes...>(name, args, kwargs, positional, required));
+          }),
+          signature(name, names, positional).c_str())
+      .def("options", [](const Impl& self) { return options_dict(self.options); });
+}
+
+// Binds `function`, which is called as function(self, Arguments&) and reads the arguments that `names` lists.
+template <typename Class, typename Function>
+void bind_method(Class& cls, const char* name, const Names& names, size_t positional, const Function& function) {
+  py::options no_signatures;
+  no_signatures.disable_function_signatures();
+  const Names places(names.begin(), names.begin() + positional);
+  cls.def(
+      name,
+      [=](typename Class::type& self, const py::args& args, const py::kwargs& kwargs) {
+        Arguments arguments(name, places, args, kwargs);
+        return function(self, arguments);
+      },
+      signature(name, names, positional).c_str());
+}
+
+// Calls `call` without the GIL.
+template <typename Call>
+auto without_gil(const Call& call) {
+  const py::gil_scoped_release released;
+  return call();
 }
 
 }  // namespace attnpack

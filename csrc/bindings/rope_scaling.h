@@ -5,72 +5,73 @@
 #include <attnpack/core/check.h>
 #include <attnpack/rope/scaling.h>
 
-#include <functional>
-#include <map>
 #include <optional>
+#include <set>
 #include <string>
-#include <vector>
 
 namespace attnpack {
 
-// The dict of Hugging Face configs, as in RopeScaling, or None. A value of None counts as left out.
-inline std::optional<RopeScaling> parse_scaling(const py::object& scaling) {
-  if (scaling.is_none()) return std::nullopt;
-  TORCH_CHECK_TYPE(py::isinstance<py::dict>(scaling), "attnpack: scaling is ", shown(scaling),
-                   ", wants None or a dict such as {'rope_type': 'linear', 'factor': 2.0}");
-  const py::dict dict = scaling;
-  const auto read = [&](const char* key, auto value, const char* wanted) {
-    const py::object held = dict[key];
-    py::detail::make_caster<decltype(value)> caster;
-    TORCH_CHECK_TYPE(!py::isinstance<py::bool_>(held) && caster.load(held, /*convert=*/true),
-                     "attnpack: scaling: ", key, " is ", shown(held), ", wants ", wanted);
-    return py::detail::cast_op<decltype(value)>(caster);
-  };
-  RopeScaling result;
-  const auto word = [&](const char* key) { return read(key, std::string(), "a word such as 'linear'"); };
-  const auto number = [&](const char* key) { return read(key, double(), "a number"); };
-  const auto numbers = [&](const char* key) { return read(key, std::vector<double>(), "a list of numbers"); };
-  std::map<std::string, std::function<void(const char*)>> known{
-      {"type",
-       [&](auto key) {
-         const auto type = word(key),
-                    kind = dict.contains("rope_type") && !dict["rope_type"].is_none() ? word("rope_type") : type;
-         ATTNPACK_CHECK(type == kind, "scaling: got rope_type '", kind, "' and type '", type,
-                        "', leave one of them out");
-         result.rope_type(type);
-       }},
-      {"rope_type", [&](auto key) { result.rope_type(word(key)); }},
-      {"factor", [&](auto key) { result.factor(number(key)); }},
-      {"original_max_position_embeddings",
-       [&](auto key) { result.original_max_position_embeddings(read(key, int64_t(), "an int")); }},
-      {"attention_factor", [&](auto key) { result.attention_factor(number(key)); }},
-      {"beta_fast", [&](auto key) { result.beta_fast(number(key)); }},
-      {"beta_slow", [&](auto key) { result.beta_slow(number(key)); }},
-      {"mscale", [&](auto key) { result.mscale(number(key)); }},
-      {"mscale_all_dim", [&](auto key) { result.mscale_all_dim(number(key)); }},
-      {"low_freq_factor", [&](auto key) { result.low_freq_factor(number(key)); }},
-      {"high_freq_factor", [&](auto key) { result.high_freq_factor(number(key)); }},
-      {"short_factor", [&](auto key) { result.short_factor(numbers(key)); }},
-      {"long_factor", [&](auto key) { result.long_factor(numbers(key)); }},
-      {"truncate",
-       [&](auto key) {
-         TORCH_CHECK_TYPE(py::isinstance<py::bool_>(dict[key]), "attnpack: scaling: truncate is ", shown(dict[key]),
-                          ", wants True or False");
-         result.truncate(dict[key].template cast<bool>());
-       }},
-      // Ignored here: base and dim are arguments of their own.
-      {"rope_theta", [](auto) {}},
-      {"partial_rotary_factor", [](auto) {}},
-      {"finetuned", [](auto) {}},
-  };
-  for (const auto& [key, value] : dict) {
-    const auto name = py::str(key).cast<std::string>();
-    const auto set = known.find(name);
-    ATTNPACK_CHECK(set != known.end(), "scaling: got '", name,
-                   "', which no rope_type here knows; leave it out, or see the docstring of RotaryEmbedding");
-    if (!value.is_none()) set->second(name.c_str());
+// The "rope_scaling" dict of Hugging Face configs, or None.
+template <>
+struct Reader<std::optional<RopeScaling>> {
+  static std::optional<std::optional<RopeScaling>> read(const py::handle& value) {
+    if (value.is_none()) return std::optional<RopeScaling>();
+    if (!py::isinstance<py::dict>(value)) return std::nullopt;
+    static const std::set<std::string> ignored{"rope_theta", "partial_rotary_factor", "finetuned"};  // arguments
+    const auto dict = py::reinterpret_borrow<py::dict>(value);
+    ATTNPACK_CHECK(dict.empty() || dict.contains("rope_type") || dict.contains("type"), "scaling: got ",
+                   py::repr(dict).cast<std::string>(), " without rope_type, want one, as in {'rope_type': 'linear'}");
+    RopeScaling result;
+    for (const auto& [key, item] : dict) {
+      const auto name = py::str(key).cast<std::string>();
+      const bool known = name == "type" ? read_type(dict, item, result) : read_item("scaling", name, item, result);
+      ATTNPACK_CHECK(known || ignored.contains(name), "scaling: got '", name,
+                     "', which no rope_type here knows; leave it out, or see the docstring of RotaryEmbedding");
+    }
+    return std::make_optional(result);
   }
+  static std::string wanted(const std::string&) {
+    return "None or a dict such as {'rope_type': 'linear', 'factor': 2.0}";
+  }
+
+ private:
+  // "type" is the older name of rope_type.
+  static bool read_type(const py::dict& dict, const py::handle& item, RopeScaling& result) {
+    RopeScaling other;
+    if (item.is_none()) return true;
+    read_item("scaling", "rope_type", item, result);
+    const bool both = dict.contains("rope_type") && !dict["rope_type"].is_none();
+    if (both) read_item("scaling", "rope_type", dict["rope_type"], other);
+    ATTNPACK_CHECK(!both || other.rope_type() == result.rope_type(), "scaling: got rope_type '", other.rope_type(),
+                   "' and type '", result.rope_type(), "', leave one of them out");
+    return true;
+  }
+};
+
+// The dict again: rope_type, and what differs from the default.
+inline py::object to_python(const RopeScaling& scaling) {
+  const py::dict usual = options_dict(RopeScaling()), all = options_dict(scaling);
+  py::dict result;
+  for (const auto& [name, value] : all)
+    if (name.cast<std::string>() == "rope_type" || !value.equal(usual[name])) result[name] = value;
   return result;
+}
+
+// Shows the settings that `get` finds in a bound object.
+template <typename Class, typename Get>
+void show_rope_settings(Class& cls, const Get& get) {
+  using Self = typename Class::type;
+  const auto show = [&](const char* name, auto member) {
+    cls.def_property_readonly(name, [get, member](const Self& self) { return get(self).*member; });
+  };
+  show("inv_freq", &RopeSettings::inv_freq);
+  show("factor", &RopeSettings::factor);
+  show("interleaved", &RopeSettings::interleaved);
+  show("long_inv_freq", &RopeSettings::long_inv_freq);
+  show("growth", &RopeSettings::growth);
+  show("trained_len", &RopeSettings::trained_len);
+  show("raw_keys", &RopeSettings::raw_keys);
+  show("softmax_factor", &RopeSettings::softmax_factor);
 }
 
 }  // namespace attnpack

@@ -11,23 +11,11 @@ import torch
 from torch import Tensor
 
 from . import _C
-from .explain import explain, is_pair, is_tensor, or_none
 
 _is_compiling = torch.compiler.is_compiling
 
 Rope = _C.RopeSettings | tuple | None
 """`RotaryEmbedding.settings`, or its first numbers as a tuple."""
-
-# Arguments of these functions that want another kind than the argument of the same name elsewhere.
-_POSITIONS = (is_tensor, "an int64 tensor: torch.tensor() makes one of a list")
-_BIAS = (or_none(is_tensor), "a tensor [out], or None")
-_TENSORS = (lambda value: isinstance(value, list | tuple) and all(map(is_tensor, value)), "a list of tensors")
-_WINDOW = (is_pair, "two ints (left, right), -1 for unbounded")
-_ROPE = (
-    or_none(lambda rope: isinstance(rope, _C.RopeSettings)),
-    "(inv_freq, factor, interleaved), the settings of a RotaryEmbedding, or None",
-)
-_CACHE = (or_none(lambda cache: isinstance(cache, tuple)), "the tensors (key, value, lengths), or None")
 
 
 def attention(
@@ -81,14 +69,10 @@ def attention(
             query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
             dropout_p, scale, return_lse,
         )  # fmt: skip
-    try:
-        return _C.attention(
-            query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-            dropout_p, scale, return_lse,
-        )  # fmt: skip
-    except (TypeError, RuntimeError):  # a nested tensor raises NotImplementedError or others
-        explain(locals(), window=_WINDOW)
-        raise
+    return _C.attention(
+        query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
+        dropout_p, scale, return_lse,
+    )  # fmt: skip
 
 
 def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
@@ -143,14 +127,10 @@ def attention_scores(
         settings = _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
                                  head_map, dropout_p, scale)  # fmt: skip
         return torch.ops.attnpack.attention_scores(query, key, *settings, stage)
-    try:
-        return _C.attention_scores(
-            query, key, mask, stage, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-            dropout_p, scale,
-        )  # fmt: skip
-    except (TypeError, RuntimeError):  # a nested tensor raises NotImplementedError or others
-        explain(locals(), window=_WINDOW)
-        raise
+    return _C.attention_scores(
+        query, key, mask, stage, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
+        dropout_p, scale,
+    )  # fmt: skip
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,11 +144,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     """
     if _is_compiling():
         return torch.ops.attnpack.merge_states(out_a, lse_a, out_b, lse_b)
-    try:
-        return _C.merge_states(out_a, lse_a, out_b, lse_b)
-    except TypeError:
-        explain(locals())
-        raise
+    return _C.merge_states(out_a, lse_a, out_b, lse_b)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -184,11 +160,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     """
     if _is_compiling():
         return torch.ops.attnpack.apply_rope(x, cos, sin, interleaved)
-    try:
-        return _C.apply_rope(x, cos, sin, interleaved)
-    except TypeError:
-        explain(locals())
-        raise
+    return _C.apply_rope(x, cos, sin, interleaved)
 
 
 def rope_table(positions: Tensor, inv_freq: Sequence[float], factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -203,11 +175,7 @@ def rope_table(positions: Tensor, inv_freq: Sequence[float], factor: float = 1.0
     """
     if _is_compiling():
         return torch.ops.attnpack.rope_table(positions, list(inv_freq), factor)
-    try:
-        return _C.rope_table(positions, inv_freq, factor)
-    except TypeError:
-        explain(locals(), positions=_POSITIONS)
-        raise
+    return _C.rope_table(positions, inv_freq, factor)
 
 
 def rope_table_by_length(
@@ -253,11 +221,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if _is_compiling():
         return torch.ops.attnpack.linear(input, weight, bias)
-    try:
-        return _C.linear(input, weight, bias)
-    except TypeError:
-        explain(locals(), bias=_BIAS)
-        raise
+    return _C.linear(input, weight, bias)
 
 
 def linears(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -271,11 +235,7 @@ def linears(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] =
     """
     if _is_compiling():
         return torch.ops.attnpack.linears(input, weights, biases)
-    try:
-        return _C.linears(input, list(weights), list(biases))
-    except TypeError:
-        explain(locals(), weights=_TENSORS, biases=_TENSORS)
-        raise
+    return _C.linears(input, weights, biases)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -328,14 +288,10 @@ def attend(
     """
     if not _is_compiling():
         rope = _native(rope)
-        try:
-            return _C.attend(
-                query, key, value, rope, positions, cross, cache, mask, causal, kv_lens, window, softcap, sinks,
-                alibi_slopes, head_map, dropout_p, scale, need_weights,
-            )  # fmt: skip
-        except TypeError:
-            explain(locals(), rope=_ROPE, cache=_CACHE, window=_WINDOW)
-            raise
+        return _C.attend(
+            query, key, value, rope, positions, cross, cache, mask, causal, kv_lens, window, softcap, sinks,
+            alibi_slopes, head_map, dropout_p, scale, need_weights,
+        )  # fmt: skip
     op = torch.ops.attnpack.attend_with_weights if need_weights else torch.ops.attnpack.attend
     return op(
         query, key, value, *(cache or (None, None, None)), *_flat(rope), positions, cross, mask, causal, kv_lens,
@@ -378,14 +334,10 @@ def latent_attend(
     """
     if not _is_compiling():
         rope = _native(rope)
-        try:
-            return _C.latent_attend(
-                query, latent, k_rope, kv_b, v_dim, path, rope, positions, cross, cache, mask, causal, kv_lens,
-                dropout_p, scale, need_weights,
-            )  # fmt: skip
-        except TypeError:
-            explain(locals(), rope=_ROPE, cache=(_CACHE[0], "the tensors (latents, lengths), or None"))
-            raise
+        return _C.latent_attend(
+            query, latent, k_rope, kv_b, v_dim, path, rope, positions, cross, cache, mask, causal, kv_lens,
+            dropout_p, scale, need_weights,
+        )  # fmt: skip
     op = torch.ops.attnpack.latent_attend_with_weights if need_weights else torch.ops.attnpack.latent_attend
     return op(
         query, latent, k_rope, kv_b, v_dim, path, *(cache or (None, None)), *_flat(rope), positions, cross, mask,

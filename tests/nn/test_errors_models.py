@@ -90,5 +90,5 @@ def test_a_setting_of_generate_of_the_wrong_type(message, m):
 
 
 def test_a_missing_argument_is_not_a_list_of_signatures():
-    with pytest.raises(TypeError, match=r"generate\(\) lacks an argument, .*: it takes ids, max_new_tokens, cache"):
+    with pytest.raises(TypeError, match=r"generate\(\) lacks the argument max_new_tokens"):
         model(attnpack.cpp).generate(IDS)

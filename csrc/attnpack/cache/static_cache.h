@@ -15,6 +15,17 @@ struct StaticCacheOptions {
   TORCH_ARG(int64_t, head_dim);
   TORCH_ARG(std::optional<int64_t>, v_head_dim);  // default head_dim; 0 for latent attention
   TORCH_ARG(at::TensorOptions, tensor);           // dtype and device
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("batch", self.batch_);
+    visit("num_kv_heads", self.num_kv_heads_);
+    visit("max_len", self.max_len_);
+    visit("head_dim", self.head_dim_);
+    visit("v_head_dim", self.v_head_dim_);
+    visit("tensor", self.tensor_);
+  }
 };
 
 // Room for max_len positions, allocated once; an append past it raises.

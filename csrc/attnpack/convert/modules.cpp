@@ -16,23 +16,16 @@ AttentionWeights weights_of(const Linear& q, const Linear& k, const Linear& v, c
   return {q->weight, k->weight, v->weight, o->weight, q->bias, k->bias, v->bias};
 }
 
+// target with the options of source that it has too, but for the head counts and the head map.
 template <typename Target, typename Source>
-Target carry_settings(Target target, const Source& source) {
-  target.head_dim(source.head_dim())
-      .kdim(source.kdim())
-      .vdim(source.vdim())
-      .bias(source.bias())
-      .out_bias(source.out_bias())
-      .dropout(source.dropout())
-      .causal(source.causal())
-      .window(source.window())
-      .softcap(source.softcap())
-      .sinks(source.sinks())
-      .alibi(source.alibi())
-      .qk_norm(source.qk_norm())
-      .rope(source.rope())
-      .scale(source.scale())
-      .factory(source.factory());
+Target carry_options(Target target, const Source& source) {
+  Target::for_each_option(target, [&](const std::string& name, auto& value) {
+    if (name == "num_heads" || name == "num_kv_heads" || name == "head_map") return;
+    Source::for_each_option(source, [&](const std::string& other, const auto& held) {
+      if constexpr (std::is_same_v<std::decay_t<decltype(value)>, std::decay_t<decltype(held)>>)
+        if (name == other) value = held;
+    });
+  });
   target.factory().device = at::kMeta;  // replaced below
   return target;
 }
@@ -106,7 +99,7 @@ GroupedQueryAttention to_gqa(const torch::nn::ModuleHolder<Impl>& module, int64_
   const auto merged = merge_module(*module, num_kv_heads, options);
   const auto& source = module->options;
   auto target =
-      carry_settings(GroupedQueryAttentionOptions(source.embed_dim(), source.num_heads(), num_kv_heads), source);
+      carry_options(GroupedQueryAttentionOptions(source.embed_dim(), source.num_heads(), num_kv_heads), source);
   if (!consecutive(merged.head_map, num_kv_heads)) target.head_map(merged.head_map);
   return rebuild(GroupedQueryAttention(target), *module, merged.weights);
 }
@@ -116,7 +109,7 @@ MultiQueryAttention to_mqa(const torch::nn::ModuleHolder<Impl>& module, const To
   const auto merged = merge_module(*module, 1, options);
   const auto& source = module->options;
   return rebuild(
-      MultiQueryAttention(carry_settings(MultiQueryAttentionOptions(source.embed_dim(), source.num_heads()), source)),
+      MultiQueryAttention(carry_options(MultiQueryAttentionOptions(source.embed_dim(), source.num_heads()), source)),
       *module, merged.weights);
 }
 
@@ -138,20 +131,16 @@ MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int
   const auto head_dim = *source.head_dim(), rotated = rope ? 2 * static_cast<int64_t>(rope->inv_freq.size()) : 0;
   const auto out_bias = module->o_proj->bias;
   const bool bias = weights.q_bias.defined() || weights.kv_a_bias.defined() || out_bias.defined();
-  auto target = MultiHeadLatentAttentionOptions(source.embed_dim(), source.num_heads())
+  auto target = carry_options(MultiHeadLatentAttentionOptions(source.embed_dim(), source.num_heads()), source)
                     .kv_lora_rank(kv_lora_rank)
                     .qk_nope_head_dim(head_dim)
                     .qk_rope_head_dim(rotated)
                     .v_head_dim(head_dim)
-                    .rope(source.rope())
                     .latent_norm(false)
                     .bias(bias)
-                    .dropout(source.dropout())
-                    .causal(source.causal())
                     .scale(source.scale().value_or(1.0 / std::sqrt(static_cast<double>(head_dim))) /
                            (rope ? rope->softmax_factor : 1.0));
   if (weights.q_bias.defined()) target.q_lora_rank(weights.q.size(0));
-  target.factory().device = at::kMeta;
   target.factory().dtype = weights.q.scalar_type();
   MultiHeadLatentAttention made(target);
   made->options.factory(source.factory());

@@ -5,6 +5,7 @@
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/print_options.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/grouped_attention.h>
 #include <attnpack/ops/linear.h>
@@ -119,5 +120,7 @@ std::shared_ptr<ModelCache> CausalLMImpl::static_cache(int64_t batch, int64_t ma
   return std::make_shared<ModelCache>(options.num_layers(),
                                       shape.tensor(model->embed_tokens->weight.options().requires_grad(false)));
 }
+
+void CausalLMImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::CausalLM", options); }
 
 }  // namespace attnpack

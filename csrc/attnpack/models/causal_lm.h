@@ -34,6 +34,32 @@ struct CausalLMOptions {
   TORCH_ARG(std::optional<bool>, out_bias);  // default: as bias
   TORCH_ARG(bool, mlp_bias) = false;
   TORCH_ARG(Factory, factory);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("vocab_size", self.vocab_size_);
+    visit("embed_dim", self.embed_dim_);
+    visit("num_layers", self.num_layers_);
+    visit("num_heads", self.num_heads_);
+    visit("num_kv_heads", self.num_kv_heads_);
+    visit("head_dim", self.head_dim_);
+    visit("hidden_dim", self.hidden_dim_);
+    visit("max_positions", self.max_positions_);
+    visit("rope_base", self.rope_base_);
+    visit("rope_scaling", self.rope_scaling_);
+    visit("rope_interleaved", self.rope_interleaved_);
+    visit("latent", self.latent_);
+    visit("eps", self.eps_);
+    visit("tie_embeddings", self.tie_embeddings_);
+    visit("init_std", self.init_std_);
+    visit("qk_norm", self.qk_norm_);
+    visit("window", self.window_);
+    visit("bias", self.bias_);
+    visit("out_bias", self.out_bias_);
+    visit("mlp_bias", self.mlp_bias_);
+    visit("factory", self.factory_);
+  }
 };
 
 struct CausalLMInputs {
@@ -41,6 +67,15 @@ struct CausalLMInputs {
   TORCH_ARG(std::optional<at::Tensor>, mask);       // broadcastable to [B, Hq, L, keys], on top of causality
   TORCH_ARG(std::optional<at::Tensor>, positions);  // int64 [L] or [B, L], for RoPE
   TORCH_ARG(std::optional<at::Tensor>, lengths);    // valid tokens of each right-padded row of ids, [B]
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("cache", self.cache_);
+    visit("mask", self.mask_);
+    visit("positions", self.positions_);
+    visit("lengths", self.lengths_);
+  }
 };
 
 // A decoder-only language model with the layers and names of Llama (Touvron et al. 2023). With tie_embeddings the
@@ -59,7 +94,7 @@ class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
   std::shared_ptr<ModelCache> static_cache(int64_t batch, int64_t max_len) const;
 
   void reset() override;
-  void pretty_print(std::ostream& stream) const override { stream << "attnpack::CausalLM"; }
+  void pretty_print(std::ostream& stream) const override;
 
   CausalLMOptions options;
   Decoder model{nullptr};

@@ -29,6 +29,21 @@ struct GenerateOptions {
   TORCH_ARG(std::optional<uint64_t>, seed);
   // Called with each step's tokens [B]; false ends generation.
   TORCH_ARG(std::function<bool(const at::Tensor&)>, callback);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("max_new_tokens", self.max_new_tokens_);
+    visit("cache", self.cache_);
+    visit("model_cache", self.model_cache_);
+    visit("lengths", self.lengths_);
+    visit("stop_tokens", self.stop_tokens_);
+    visit("temperature", self.temperature_);
+    visit("top_k", self.top_k_);
+    visit("top_p", self.top_p_);
+    visit("seed", self.seed_);
+    visit("callback", self.callback_);
+  }
 };
 
 // Returns prompt [B, L] (int32 or int64) with the new tokens after it, int64 [B, L + new], new <= max_new_tokens. The

@@ -32,6 +32,18 @@ struct AttentionInputs {
   TORCH_ARG(std::optional<at::Tensor>, positions);
   // Valid new tokens (with context: valid context keys) of each sequence, [B].
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("context", self.context_);
+    visit("value_context", self.value_context_);
+    visit("mask", self.mask_);
+    visit("causal", self.causal_);
+    visit("cache", self.cache_);
+    visit("positions", self.positions_);
+    visit("kv_lens", self.kv_lens_);
+  }
 };
 
 // The interface of an attention layer, as blocks use it.

@@ -12,6 +12,14 @@ struct EncoderInputs {
   TORCH_ARG(std::optional<at::Tensor>, mask);       // broadcastable to [B, Hq, L, L]
   TORCH_ARG(std::optional<at::Tensor>, positions);  // int64 [L] or [B, L], for RoPE
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);    // valid tokens of each sequence, [B]
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("mask", self.mask_);
+    visit("positions", self.positions_);
+    visit("kv_lens", self.kv_lens_);
+  }
 };
 
 // The same for a decoder; Cache is KVCache for a block, ModelCache for a stack.
@@ -27,6 +35,18 @@ struct DecoderInputsOf {
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);       // valid new tokens of each sequence, [B]
   TORCH_ARG(std::optional<at::Tensor>, context_mask);  // broadcastable to [B, Hq, L, Lc]
   TORCH_ARG(std::optional<at::Tensor>, context_lens);  // valid context tokens of each sequence, [B]
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("context", self.context_);
+    visit("mask", self.mask_);
+    visit("cache", self.cache_);
+    visit("positions", self.positions_);
+    visit("kv_lens", self.kv_lens_);
+    visit("context_mask", self.context_mask_);
+    visit("context_lens", self.context_lens_);
+  }
 };
 using DecoderBlockInputs = DecoderInputsOf<KVCache>;
 
@@ -39,6 +59,16 @@ struct EncoderBlockOptions {
   // x + f(norm(x)); false: norm(x + f(x)), as in Vaswani et al. 2017.
   TORCH_ARG(bool, pre_norm) = true;
   TORCH_ARG(double, eps) = 1e-6;
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("attention", self.attention_);
+    visit("feed_forward", self.feed_forward_);
+    visit("norm", self.norm_);
+    visit("pre_norm", self.pre_norm_);
+    visit("eps", self.eps_);
+  }
 };
 
 // Self-attention (causal if the attention module is), then the feed-forward, each with a norm and a residual.
@@ -77,6 +107,17 @@ struct DecoderBlockOptions {
   TORCH_ARG(bool, pre_norm) = true;      // as in EncoderBlockOptions
   TORCH_ARG(Part<AttentionModule>, cross_attention);
   TORCH_ARG(double, eps) = 1e-6;
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("attention", self.attention_);
+    visit("feed_forward", self.feed_forward_);
+    visit("norm", self.norm_);
+    visit("pre_norm", self.pre_norm_);
+    visit("cross_attention", self.cross_attention_);
+    visit("eps", self.eps_);
+  }
 };
 
 // Self-attention, which is causal whatever the module's own setting says. Then cross-attention to the whole context, if

@@ -4,6 +4,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/print_options.h>
 
 namespace attnpack {
 
@@ -35,8 +36,6 @@ at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
   }
 }
 
-void EmbeddingImpl::pretty_print(std::ostream& stream) const {
-  stream << "attnpack::Embedding(" << options.vocab_size() << ", " << options.embed_dim() << ")";
-}
+void EmbeddingImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::Embedding", options); }
 
 }  // namespace attnpack

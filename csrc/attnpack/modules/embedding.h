@@ -11,6 +11,14 @@ struct EmbeddingOptions {
   TORCH_ARG(int64_t, vocab_size);
   TORCH_ARG(int64_t, embed_dim);
   TORCH_ARG(Factory, factory);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("vocab_size", self.vocab_size_);
+    visit("embed_dim", self.embed_dim_);
+    visit("factory", self.factory_);
+  }
 };
 
 // Rows of a table by token id, initialised N(0, 1) as torch's.

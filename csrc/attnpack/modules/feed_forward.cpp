@@ -2,6 +2,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/print_options.h>
 
 namespace attnpack {
 
@@ -24,6 +25,10 @@ at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
   if (!gate_proj) return down_proj(at::gelu(up_proj(x)));
   const auto inner = forward_all(x, {gate_proj.get(), up_proj.get()});
   return down_proj(at::silu(inner[0]) * inner[1]);
+}
+
+void FeedForwardImpl::pretty_print(std::ostream& stream) const {
+  print_options(stream, "attnpack::FeedForward", options);
 }
 
 }  // namespace attnpack

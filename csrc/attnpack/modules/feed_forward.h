@@ -14,6 +14,16 @@ struct FeedForwardOptions {
   TORCH_ARG(std::string, activation) = "swiglu";  // or "gelu"
   TORCH_ARG(bool, bias) = false;
   TORCH_ARG(Factory, factory);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("embed_dim", self.embed_dim_);
+    visit("hidden_dim", self.hidden_dim_);
+    visit("activation", self.activation_);
+    visit("bias", self.bias_);
+    visit("factory", self.factory_);
+  }
 };
 
 // swiglu: down(silu(gate(x)) * up(x)) (Shazeer 2020); gelu: down(gelu(up(x))), the exact gelu.
@@ -26,7 +36,7 @@ class FeedForwardImpl : public torch::nn::Cloneable<FeedForwardImpl>, public Tok
   std::optional<int64_t> embed_dim() const override { return options.embed_dim(); }
 
   void reset() override;
-  void pretty_print(std::ostream& stream) const override { stream << "attnpack::FeedForward"; }
+  void pretty_print(std::ostream& stream) const override;
 
   FeedForwardOptions options;
   Linear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};

@@ -4,6 +4,7 @@
 #include <attnpack/layers/alibi.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
+#include <attnpack/modules/detail/print_options.h>
 
 namespace attnpack {
 
@@ -111,8 +112,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sha
 
 template <typename Derived, Sharing sharing>
 void GroupedAttentionImpl<Derived, sharing>::print(std::ostream& stream, const char* name) const {
-  stream << name << "(embed_dim=" << options.embed_dim() << ", num_heads=" << options.num_heads()
-         << ", num_kv_heads=" << options.num_kv_heads() << (options.causal() ? ", causal=true)" : ")");
+  print_options(stream, name, options);
 }
 
 template class GroupedAttentionImpl<MultiHeadAttentionImpl, Sharing::kNone>;

@@ -56,6 +56,30 @@ struct GroupedOptions {
   // Default 1 / sqrt(head_dim).
   TORCH_ARG(std::optional<double>, scale);
   TORCH_ARG(Factory, factory);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("embed_dim", self.embed_dim_);
+    visit("num_heads", self.num_heads_);
+    if constexpr (sharing == Sharing::kGrouped) visit("num_kv_heads", self.num_kv_heads_);
+    visit("head_map", self.head_map_);
+    visit("head_dim", self.head_dim_);
+    visit("kdim", self.kdim_);
+    visit("vdim", self.vdim_);
+    visit("bias", self.bias_);
+    visit("out_bias", self.out_bias_);
+    visit("dropout", self.dropout_);
+    visit("causal", self.causal_);
+    visit("window", self.window_);
+    visit("softcap", self.softcap_);
+    visit("sinks", self.sinks_);
+    visit("alibi", self.alibi_);
+    visit("qk_norm", self.qk_norm_);
+    visit("rope", self.rope_);
+    visit("scale", self.scale_);
+    visit("factory", self.factory_);
+  }
 };
 
 // Projections, then attend: multi-head (Vaswani et al. 2017), grouped-query (Ainslie et al. 2023) and multi-query
@@ -83,7 +107,7 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
   at::Tensor sinks;  // [num_heads], undefined without sinks
 
  protected:
-  // The name and the sizes, for pretty_print.
+  // The name and the options, for pretty_print.
   void print(std::ostream& stream, const char* name) const;
 
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInputs())})

@@ -7,6 +7,7 @@
 #include <attnpack/layers/latent_attend.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
+#include <attnpack/modules/detail/print_options.h>
 #include <attnpack/modules/state_dict.h>
 
 namespace attnpack {
@@ -146,10 +147,8 @@ std::shared_ptr<MultiHeadLatentAttentionImpl> MultiHeadLatentAttentionImpl::fold
 }
 
 void MultiHeadLatentAttentionImpl::pretty_print(std::ostream& stream) const {
-  stream << "attnpack::MultiHeadLatentAttention(embed_dim=" << options.embed_dim()
-         << ", num_heads=" << options.num_heads() << ", kv_lora_rank=" << *options.kv_lora_rank()
-         << (options.folded() ? ", folded=true" : "") << (options.causal() ? ", causal=true" : "")
-         << (!rope && *options.qk_rope_head_dim() > 0 ? ", rope=none: no dim is rotated)" : ")");
+  print_options(stream, "attnpack::MultiHeadLatentAttention", options,
+                !rope && *options.qk_rope_head_dim() > 0 ? ", rope=none: no dim is rotated" : "");
 }
 
 }  // namespace attnpack

@@ -43,6 +43,27 @@ struct MultiHeadLatentAttentionOptions {
   // The form that fold() gives: W_UK lies in the query projection and W_UV in o_proj, and there is no kv_b_proj.
   TORCH_ARG(bool, folded) = false;
   TORCH_ARG(Factory, factory);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("embed_dim", self.embed_dim_);
+    visit("num_heads", self.num_heads_);
+    visit("kv_lora_rank", self.kv_lora_rank_);
+    visit("q_lora_rank", self.q_lora_rank_);
+    visit("qk_nope_head_dim", self.qk_nope_head_dim_);
+    visit("qk_rope_head_dim", self.qk_rope_head_dim_);
+    visit("v_head_dim", self.v_head_dim_);
+    visit("rope", self.rope_);
+    visit("latent_norm", self.latent_norm_);
+    visit("bias", self.bias_);
+    visit("dropout", self.dropout_);
+    visit("causal", self.causal_);
+    visit("scale", self.scale_);
+    visit("path", self.path_);
+    visit("folded", self.folded_);
+    visit("factory", self.factory_);
+  }
 };
 
 // Keys and values are made of one latent per token, which alone is cached (DeepSeek-V2, 2024). Parameter names, shapes

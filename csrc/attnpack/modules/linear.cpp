@@ -6,6 +6,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/nn/init.h>
 
+#include <attnpack/modules/detail/print_options.h>
 #include <cmath>
 
 namespace attnpack {
@@ -47,9 +48,6 @@ std::vector<at::Tensor> forward_all(const at::Tensor& x, std::initializer_list<c
   return attnpack::linears(x, weights, biases);
 }
 
-void LinearImpl::pretty_print(std::ostream& stream) const {
-  stream << "attnpack::Linear(" << options.in_features() << ", " << options.out_features()
-         << (options.bias() ? ", bias=true)" : ")");
-}
+void LinearImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::Linear", options); }
 
 }  // namespace attnpack

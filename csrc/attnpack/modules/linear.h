@@ -15,6 +15,15 @@ struct LinearOptions {
   TORCH_ARG(int64_t, out_features);
   TORCH_ARG(bool, bias) = false;
   TORCH_ARG(Factory, factory);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("in_features", self.in_features_);
+    visit("out_features", self.out_features_);
+    visit("bias", self.bias_);
+    visit("factory", self.factory_);
+  }
 };
 
 // x W^T + b, initialised as torch's Linear. It can be made on any device (meta included) and in any dtype.

@@ -4,6 +4,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/print_options.h>
 #include <attnpack/ops/rms_norm.h>
 
 namespace attnpack {
@@ -31,9 +32,7 @@ at::Tensor RMSNormImpl::forward(const at::Tensor& x) {
   return rms_norm(x, weight, options.eps());
 }
 
-void RMSNormImpl::pretty_print(std::ostream& stream) const {
-  stream << "attnpack::RMSNorm(" << options.dim() << ", eps=" << options.eps() << ")";
-}
+void RMSNormImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::RMSNorm", options); }
 
 LayerNormImpl::LayerNormImpl(LayerNormOptions options) : options(std::move(options)) { reset(); }
 
@@ -54,9 +53,7 @@ at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
   return at::layer_norm(x, {options.dim()}, weight, bias, options.eps());
 }
 
-void LayerNormImpl::pretty_print(std::ostream& stream) const {
-  stream << "attnpack::LayerNorm(" << options.dim() << ", eps=" << options.eps() << ")";
-}
+void LayerNormImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::LayerNorm", options); }
 
 Part<TokenModule> make_norm(const std::string& kind, const NormOptions& options) {
   if (kind == "rms") return RMSNorm(options);

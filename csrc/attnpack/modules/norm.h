@@ -14,6 +14,14 @@ struct NormOptions {
   TORCH_ARG(int64_t, dim);
   TORCH_ARG(double, eps) = 1e-6;
   TORCH_ARG(Factory, factory);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("dim", self.dim_);
+    visit("eps", self.eps_);
+    visit("factory", self.factory_);
+  }
 };
 using RMSNormOptions = NormOptions;
 using LayerNormOptions = NormOptions;

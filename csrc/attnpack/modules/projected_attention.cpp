@@ -3,6 +3,7 @@
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
+#include <attnpack/modules/detail/print_options.h>
 
 namespace attnpack {
 
@@ -73,9 +74,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> ProjectedAttentionImpl::project(c
 }
 
 void ProjectedAttentionImpl::pretty_print(std::ostream& stream) const {
-  stream << "attnpack::ProjectedAttention(num_heads=" << options.num_heads()
-         << ", num_kv_heads=" << options.num_kv_heads() << ", head_dim=" << options.head_dim()
-         << (options.causal() ? ", causal=true)" : ")");
+  print_options(stream, "attnpack::ProjectedAttention", options);
 }
 
 }  // namespace attnpack

@@ -22,6 +22,21 @@ struct ProjectedAttentionOptions {
   TORCH_ARG(double, softcap) = 0.0;
   TORCH_ARG(RotaryEmbedding, rope) = nullptr;
   TORCH_ARG(std::optional<double>, scale);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("num_heads", self.num_heads_);
+    visit("num_kv_heads", self.num_kv_heads_);
+    visit("head_dim", self.head_dim_);
+    visit("head_map", self.head_map_);
+    visit("dropout", self.dropout_);
+    visit("causal", self.causal_);
+    visit("window", self.window_);
+    visit("softcap", self.softcap_);
+    visit("rope", self.rope_);
+    visit("scale", self.scale_);
+  }
 };
 
 // Attention over q, k and v that somebody else projected; no parameters.

@@ -1,6 +1,7 @@
 #include <attnpack/modules/rotary_embedding.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/modules/detail/print_options.h>
 
 namespace attnpack {
 
@@ -17,13 +18,7 @@ at::Tensor RotaryEmbeddingImpl::forward(const at::Tensor& x, const std::optional
 }
 
 void RotaryEmbeddingImpl::pretty_print(std::ostream& stream) const {
-  stream << "attnpack::RotaryEmbedding(" << options.dim() << ", base=" << options.base();
-  if (options.scaling()) {
-    stream << ", scaling={" << options.scaling()->rope_type();
-    if (options.scaling()->factor()) stream << ", factor=" << *options.scaling()->factor();
-    stream << "}";
-  }
-  stream << (options.interleaved() ? ", interleaved=true)" : ")");
+  print_options(stream, "attnpack::RotaryEmbedding", options);
 }
 
 }  // namespace attnpack

@@ -20,6 +20,17 @@ struct RotaryEmbeddingOptions {
   TORCH_ARG(bool, interleaved) = false;  // pairs (2i, 2i + 1) instead of (i, i + dim/2)
   // Caches hold keys before rotation; default where frequencies follow the length (dynamic, longrope).
   TORCH_ARG(std::optional<bool>, raw_keys);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("dim", self.dim_);
+    visit("base", self.base_);
+    visit("max_positions", self.max_positions_);
+    visit("scaling", self.scaling_);
+    visit("interleaved", self.interleaved_);
+    visit("raw_keys", self.raw_keys_);
+  }
 };
 
 // Rotary position embedding. Holds numbers, no tensors: nothing to save, nothing that .to(bfloat16) could round.

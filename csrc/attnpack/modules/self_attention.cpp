@@ -2,6 +2,7 @@
 
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
+#include <attnpack/modules/detail/print_options.h>
 
 namespace attnpack {
 
@@ -40,6 +41,10 @@ std::tuple<at::Tensor, at::Tensor> SelfAttentionImpl::forward_with_weights(const
   auto [q, k, v] = project(x, inputs);
   return with_cache(inputs.cache(), k, v, AttendOptions{layer_inputs(inputs, options.causal())},
                     [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return attend_with_weights(q, k, v, o); });
+}
+
+void SelfAttentionImpl::pretty_print(std::ostream& stream) const {
+  print_options(stream, "attnpack::SelfAttention", options);
 }
 
 }  // namespace attnpack

@@ -15,6 +15,16 @@ struct SelfAttentionOptions {
   TORCH_ARG(bool, bias) = false;
   TORCH_ARG(bool, causal) = false;
   TORCH_ARG(Factory, factory);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("embed_dim", self.embed_dim_);
+    visit("head_dim", self.head_dim_);
+    visit("bias", self.bias_);
+    visit("causal", self.causal_);
+    visit("factory", self.factory_);
+  }
 };
 
 // One head and no output projection: x [B, L, E] -> [B, L, head_dim]. (Vaswani et al. 2017, section 3.2.1.)
@@ -35,10 +45,7 @@ class SelfAttentionImpl : public torch::nn::Cloneable<SelfAttentionImpl>, public
   const Factory& factory() const override { return options.factory(); }
 
   void reset() override;
-  void pretty_print(std::ostream& stream) const override {
-    stream << "attnpack::SelfAttention(embed_dim=" << options.embed_dim() << ", head_dim=" << *options.head_dim()
-           << (options.causal() ? ", causal=true)" : ")");
-  }
+  void pretty_print(std::ostream& stream) const override;
 
   SelfAttentionOptions options;
   Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr};

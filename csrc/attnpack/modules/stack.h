@@ -21,6 +21,15 @@ struct StackOptions {
   TORCH_ARG(std::string, norm) = "rms";  // after the last block: "rms", "layer" or "none"
   TORCH_ARG(double, eps) = 1e-6;
   TORCH_ARG(Embedding, embed_tokens) = nullptr;  // with it the stack takes token ids [B, L]
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("layers", self.layers_);
+    visit("norm", self.norm_);
+    visit("eps", self.eps_);
+    visit("embed_tokens", self.embed_tokens_);
+  }
 };
 using EncoderOptions = StackOptions<EncoderBlock>;
 using DecoderOptions = StackOptions<DecoderBlock>;
@@ -80,6 +89,14 @@ struct EncoderDecoderInputs {
   TORCH_ARG(std::optional<at::Tensor>, source_lens);  // valid source tokens of each sequence, [B]
   TORCH_ARG(std::optional<at::Tensor>, target_lens);  // valid new target tokens of each sequence, [B]
   TORCH_ARG(std::shared_ptr<ModelCache>, cache);      // the cache of the decoder's self-attention
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("source_lens", self.source_lens_);
+    visit("target_lens", self.target_lens_);
+    visit("cache", self.cache_);
+  }
 };
 
 // The encoder reads the source, the decoder writes the target with the encoder's output as context.

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <attnpack/core/padded.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/schema.h>
@@ -36,6 +37,9 @@ Tensor clamped(const Tensor& kv_lens, const c10::SymInt& kv_len) {
 
 // Makes the op's arguments from the options: "end" becomes numbers, and dropout draws its seed.
 AttentionArguments make_arguments(const Tensor& query, const Tensor& key, const AttentionOptions& o) {
+  check_padded("query", query);
+  check_padded("key", key);
+  if (o.mask()) check_padded("mask", *o.mask());
   AttentionArguments r{.mask = o.mask(),
                        .causal = o.causal(),
                        .window_left = o.window()[0],
@@ -65,6 +69,7 @@ AttentionArguments make_arguments(const Tensor& query, const Tensor& key, const 
 
 AttentionResult attention_with_lse(const Tensor& query, const Tensor& key, const Tensor& value,
                                    const AttentionOptions& options) {
+  check_padded("value", value);
   return attention_op(query, key, value, make_arguments(query, key, options));
 }
 

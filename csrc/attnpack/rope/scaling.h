@@ -36,6 +36,24 @@ struct RopeScaling {
   // longrope: divisors of each of the dim / 2 frequencies, up to the trained length and past it.
   TORCH_ARG(std::vector<double>, short_factor);
   TORCH_ARG(std::vector<double>, long_factor);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("rope_type", self.rope_type_);
+    visit("factor", self.factor_);
+    visit("original_max_position_embeddings", self.original_max_position_embeddings_);
+    visit("attention_factor", self.attention_factor_);
+    visit("beta_fast", self.beta_fast_);
+    visit("beta_slow", self.beta_slow_);
+    visit("truncate", self.truncate_);
+    visit("mscale", self.mscale_);
+    visit("mscale_all_dim", self.mscale_all_dim_);
+    visit("low_freq_factor", self.low_freq_factor_);
+    visit("high_freq_factor", self.high_freq_factor_);
+    visit("short_factor", self.short_factor_);
+    visit("long_factor", self.long_factor_);
+  }
 };
 
 // How queries and keys are rotated.

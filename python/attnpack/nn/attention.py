@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import cpp
-from ..explain import explain
 from ..ops import alibi_slopes
-from ..sizes import check_dtype
 from .attention_base import ContextAttention
 from .linear import project
 from .norm import RMSNorm
@@ -64,14 +62,10 @@ class SelfAttention(ContextAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._config = {"embed_dim": embed_dim, "head_dim": head_dim, "bias": bias, "causal": causal}
-        self.embed_dim = self.kdim = self.vdim = embed_dim
-        self.head_dim = embed_dim if head_dim is None else head_dim
-        self.num_heads = self.num_kv_heads = 1
-        self.causal = causal
         self.rope = None
-        self._make_cpp("meta")
-        check_dtype(dtype)
+        self._configure(locals())
+        self.kdim = self.vdim = embed_dim
+        self.num_heads = self.num_kv_heads = 1
         for name in ("q_proj", "k_proj", "v_proj"):
             setattr(self, name, nn.Linear(embed_dim, self.head_dim, bias=bias, device=device, dtype=dtype))
 
@@ -104,6 +98,7 @@ class GroupedQueryAttention(ContextAttention):
     """
 
     _cpp_class = cpp.GroupedQueryAttention
+    _no_attributes = frozenset({"sinks"})  # the name of the parameter
 
     def __init__(
         self,
@@ -130,41 +125,13 @@ class GroupedQueryAttention(ContextAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        explain({"head_map": head_map})
-        self._config = {
-            **self._sizes(embed_dim, num_heads, num_kv_heads),
-            "head_map": None if head_map is None else tuple(head_map),
-            "head_dim": head_dim,
-            "kdim": kdim,
-            "vdim": vdim,
-            "bias": bias,
-            "out_bias": out_bias,
-            "dropout": dropout,
-            "causal": causal,
-            "window": window,
-            "softcap": softcap,
-            "sinks": sinks,
-            "alibi": alibi,
-            "qk_norm": qk_norm,
-            "scale": scale,
-        }
         self.rope = rope
-        self._make_cpp("meta")
-        check_dtype(dtype)
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
+        self._configure(locals())
         self.num_kv_heads = num_kv_heads
-        self.head_map = self._config["head_map"]
-        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.head_map = None if head_map is None else tuple(head_map)
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
-        self.dropout = dropout
-        self.causal = causal
-        self.window = window
-        self.softcap = softcap
-        self.alibi = alibi
         self._slopes = alibi_slopes(num_heads)
-        self.scale = scale
 
         factory = {"device": device, "dtype": dtype}
         width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
@@ -176,12 +143,7 @@ class GroupedQueryAttention(ContextAttention):
         self.q_norm = RMSNorm(self.head_dim, eps=_QK_NORM_EPS, **factory) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=_QK_NORM_EPS, **factory) if qk_norm else None
 
-    @staticmethod
-    def _sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> dict[str, int]:
-        """The positional arguments of the twin."""
-        return {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-
-    def _make_cpp(self, device: str | None) -> Any:
+    def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         norms = [norm for norm in (getattr(self, "q_norm", None), getattr(self, "k_norm", None)) if norm is not None]
         for norm in norms:
             if not isinstance(norm, RMSNorm) or norm.eps != _QK_NORM_EPS:
@@ -189,7 +151,7 @@ class GroupedQueryAttention(ContextAttention):
                     f"attnpack: q_norm or k_norm is {norm}, C++ has RMSNorm with eps {_QK_NORM_EPS:g} there. Set that "
                     "eps, or call the Python module"
                 )
-        return super()._make_cpp(device)
+        return super()._make_cpp(device, dtype)
 
     def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = super()._heads(x, context, value_context)
@@ -213,14 +175,11 @@ class MultiHeadAttention(GroupedQueryAttention):
     num_kv_heads and head_map."""
 
     _cpp_class = cpp.MultiHeadAttention
+    _not_of_twin = frozenset({"num_kv_heads", "head_map"})
 
     def __init__(self, embed_dim: int, num_heads: int, **settings: Unpack[AttentionSettings]) -> None:
         _reject_settings("MultiHeadAttention", settings)
         super().__init__(embed_dim, num_heads, num_heads, **settings)
-
-    @staticmethod
-    def _sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> dict[str, int]:
-        return {"embed_dim": embed_dim, "num_heads": num_heads}
 
 
 class MultiQueryAttention(GroupedQueryAttention):
@@ -228,11 +187,8 @@ class MultiQueryAttention(GroupedQueryAttention):
     head_map."""
 
     _cpp_class = cpp.MultiQueryAttention
+    _not_of_twin = frozenset({"num_kv_heads", "head_map"})
 
     def __init__(self, embed_dim: int, num_heads: int, **settings: Unpack[AttentionSettings]) -> None:
         _reject_settings("MultiQueryAttention", settings)
         super().__init__(embed_dim, num_heads, 1, **settings)
-
-    @staticmethod
-    def _sizes(embed_dim: int, num_heads: int, num_kv_heads: int) -> dict[str, int]:
-        return {"embed_dim": embed_dim, "num_heads": num_heads}

@@ -82,11 +82,11 @@ class NativeAttention(NativeModule):
             return query, key
         return self.rope(query, positions), self.rope(key, None if cross else positions)
 
-    def _make_cpp(self, device: str | None) -> Any:
+    def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         if not isinstance(self.rope, RotaryEmbedding | None):
             raise wrong_kind("rope", self.rope, "an attnpack.RotaryEmbedding(dim), or None for no rotation")
         rope = {} if self.rope is None else {"rope": self.rope.cpp()}
-        return self._cpp_class(**self._live_config(), **rope, device=device)
+        return self._cpp_class(**self._live_config(), **rope, device=device, dtype=dtype)
 
     def extra_repr(self) -> str:
         shown = {name: value for name, value in self._live_config().items() if value not in (None, False, 0.0)}

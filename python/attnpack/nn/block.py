@@ -137,7 +137,7 @@ class EncoderBlock(Block):
         )
         return self._residual(x, self.post_attention_layernorm, self.mlp)
 
-    def _make_cpp(self, device: str | None) -> Any:
+    def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         return cpp.EncoderBlock(self.self_attn.cpp(), self.mlp.cpp(), **self._live_config())
 
 
@@ -215,6 +215,6 @@ class DecoderBlock(Block):
             )
         return self._residual(x, self.post_attention_layernorm, self.mlp)
 
-    def _make_cpp(self, device: str | None) -> Any:
+    def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         cross = self.cross_attn.cpp() if self.has_cross_attention else None
         return cpp.DecoderBlock(self.self_attn.cpp(), self.mlp.cpp(), cross_attention=cross, **self._live_config())

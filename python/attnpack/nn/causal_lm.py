@@ -77,33 +77,9 @@ class CausalLM(NativeModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None and latent is None else num_kv_heads
-        self._config = {
-            "vocab_size": vocab_size,
-            "embed_dim": embed_dim,
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "hidden_dim": hidden_dim,
-            "max_positions": max_positions,
-            "rope_base": rope_base,
-            "rope_scaling": rope_scaling,
-            "eps": eps,
-            "tie_embeddings": tie_embeddings,
-            "init_std": init_std,
-            "qk_norm": qk_norm,
-            "window": window,
-            "bias": bias,
-            "out_bias": out_bias,
-            "mlp_bias": mlp_bias,
-            "rope_interleaved": rope_interleaved,
-            "latent": latent,
-        }
-        self._make_cpp("meta")
+        self._configure(locals())
+        num_kv_heads, head_dim, hidden_dim = (self._config[name] for name in ("num_kv_heads", "head_dim", "hidden_dim"))
         factory = {"device": device, "dtype": dtype}
-        if latent is None:
-            head_dim = embed_dim // num_heads if head_dim is None else head_dim
         rotated = head_dim if latent is None else latent["qk_rope_head_dim"]
         rope = None
         if rotated:
@@ -123,8 +99,7 @@ class CausalLM(NativeModule):
             return GroupedQueryAttention(embed_dim, num_heads, num_kv_heads, **own, **shared)
 
         def block() -> DecoderBlock:
-            hidden = 4 * embed_dim if hidden_dim is None else hidden_dim
-            return DecoderBlock(attention(), FeedForward(embed_dim, hidden, bias=mlp_bias, **factory), eps=eps)
+            return DecoderBlock(attention(), FeedForward(embed_dim, hidden_dim, bias=mlp_bias, **factory), eps=eps)
 
         embedding = nn.Embedding(vocab_size, embed_dim, **factory)
         embedding.weight.data.mul_(init_std)  # torch draws it from N(0, 1)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from .. import cpp
 from ..checks import check_tokens
-from ..sizes import check_dtype
 from .linear import project, project_all
 from .native import NativeModule
 
@@ -35,13 +34,7 @@ class FeedForward(NativeModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._config = {"embed_dim": embed_dim, "hidden_dim": hidden_dim, "activation": activation, "bias": bias}
-        self.embed_dim = embed_dim
-        self.hidden_dim = hidden_dim
-        self.activation = activation
-        self.bias = bias
-        self._make_cpp("meta")
-        check_dtype(dtype)
+        self._configure(locals())
         if activation == "swiglu":
             self.gate_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from .. import _C, cpp, ops
 from ..cache import KVCache, check_kind, unchanged_on_error
 from ..checks import check_context, check_input, reject_keywords
-from ..sizes import check_dtype
 from .attention_base import NativeAttention, split_heads
 from .linear import plain_weight, project
 from .local_heads import check_mask_share, latent_share
@@ -80,37 +79,8 @@ class MultiHeadLatentAttention(NativeAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._config = {
-            "embed_dim": embed_dim,
-            "num_heads": num_heads,
-            "kv_lora_rank": kv_lora_rank,
-            "q_lora_rank": q_lora_rank,
-            "qk_nope_head_dim": qk_nope_head_dim,
-            "qk_rope_head_dim": qk_rope_head_dim,
-            "v_head_dim": v_head_dim,
-            "latent_norm": latent_norm,
-            "bias": bias,
-            "dropout": dropout,
-            "causal": causal,
-            "scale": scale,
-            "path": path,
-            "folded": folded,
-        }
         self.rope = rope
-        self._make_cpp("meta")
-        check_dtype(dtype)
-        self.embed_dim = embed_dim
-        self.num_heads = num_heads
-        self.kv_lora_rank = kv_lora_rank
-        self.q_lora_rank = q_lora_rank
-        self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.v_head_dim = v_head_dim
-        self.dropout = dropout
-        self.causal = causal
-        self.scale = scale
-        self.path = path
-        self.folded = folded
+        self._configure(locals())
 
         factory = {"device": device, "dtype": dtype}
 
@@ -321,7 +291,7 @@ class MultiHeadLatentAttention(NativeAttention):
         unrotated = self.rope is None and self.qk_rope_head_dim > 0
         return super().extra_repr() + (", rope=None: no dim is rotated" if unrotated else "")
 
-    def _make_cpp(self, device: str | None) -> object:
+    def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> object:
         for name in ("q_a_layernorm", "kv_a_layernorm"):
             norm = getattr(self, name, None)
             if norm is not None and (not isinstance(norm, RMSNorm) or norm.eps != _NORM_EPS):
@@ -329,4 +299,4 @@ class MultiHeadLatentAttention(NativeAttention):
                     f"attnpack: {name} is {norm}, C++ has RMSNorm with eps {_NORM_EPS:g} there. Set that eps, or call "
                     "the Python module"
                 )
-        return super()._make_cpp(device)
+        return super()._make_cpp(device, dtype)

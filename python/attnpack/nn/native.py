@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 # Types of layers that a C++ twin has too. The type must be the same: a derived class may compute something else.
@@ -17,15 +18,36 @@ class NativeModule(nn.Module):
     """
 
     _cpp_class: type
-    _config: dict[str, Any]  # the arguments of the twin as the user gave them, without modules and device
+    _not_of_twin: frozenset[str] = frozenset()
+    """Arguments of the constructor that the twin's constructor does not have."""
+    _no_attributes: frozenset[str] = frozenset()
+    """Options that are no attributes of this module, so that later changes of such an attribute mean something else."""
+    _config: dict[str, Any]
+    """The twin's options, without modules."""
+
+    def _configure(self, arguments: dict[str, Any]) -> Any:
+        """Checks the arguments of the constructor by making the twin, which it returns. The options become attributes.
+
+        Args:
+            arguments: `locals()` of the constructor.
+        """
+        foreign = {"self", "__class__", "device", "dtype", "rope"} | self._not_of_twin
+        given = {name: value for name, value in arguments.items() if name not in foreign}
+        self._config = given
+        twin = self._make_cpp("meta", dtype=arguments["dtype"])
+        resolved = twin.options()
+        self._config = {name: resolved[name] if value is None else value for name, value in given.items()}
+        for name in self._config.keys() - self._no_attributes:
+            setattr(self, name, self._config[name])
+        return twin
 
     def _live_config(self) -> dict[str, Any]:
-        """The twin's arguments with later changes: after `module.scale = 2` the twin's scale is 2 too."""
+        """The twin's options with later changes: after `module.scale = 2` the twin's scale is 2 too."""
         return {name: self.__dict__.get(name, given) for name, given in self._config.items()}
 
-    def _make_cpp(self, device: str | None) -> Any:
+    def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         """The twin with its own parameters. On the device "meta" they take no memory."""
-        return self._cpp_class(**self._live_config(), device=device)
+        return self._cpp_class(**self._live_config(), device=device, dtype=dtype)
 
     def cpp(self) -> Any:
         """The C++ module on this module's storage: it shares parameters and gradients, and runs without Python.

@@ -29,11 +29,7 @@ class RMSNorm(NativeModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._config = {"dim": dim, "eps": eps}
-        self._make_cpp("meta")
-        check_dtype(dtype)
-        self.dim = dim
-        self.eps = eps
+        self._configure(locals())
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 from .. import cpp
 from ..cache import KVCache
 from ..checks import check_input, check_positions, reject_keywords
-from ..explain import explain
 from .attention_base import NativeAttention, split_heads
 from .rope import RotaryEmbedding
 
@@ -43,29 +42,9 @@ class ProjectedAttention(NativeAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        explain({"head_map": head_map})
-        self._config = {
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "head_map": None if head_map is None else tuple(head_map),
-            "dropout": dropout,
-            "causal": causal,
-            "window": window,
-            "softcap": softcap,
-            "scale": scale,
-        }
         self.rope = rope
-        self._make_cpp(None)
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.head_map = self._config["head_map"]
-        self.dropout = dropout
-        self.causal = causal
-        self.window = window
-        self.softcap = softcap
-        self.scale = scale
+        self._configure(locals())
+        self.head_map = None if head_map is None else tuple(head_map)
 
     def forward(
         self,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .. import _C, cpp, ops
-from ..explain import wrong_kind
 from .native import NativeModule
 
 
@@ -72,33 +71,10 @@ class RotaryEmbedding(NativeModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(scaling, dict | None):
-            wanted = "None or a dict such as {'rope_type': 'linear', 'factor': 2.0}"
-            raise wrong_kind("scaling", scaling, wanted)
-        if scaling and not {"rope_type", "type"} & scaling.keys():
-            raise ValueError(
-                f"attnpack: scaling: got {scaling} without rope_type, want one, as in {{'rope_type': 'linear'}}"
-            )
-        self._config = {
-            "dim": dim,
-            "base": base,
-            "max_positions": max_positions,
-            "scaling": scaling,
-            "interleaved": interleaved,
-            "raw_keys": raw_keys,
-        }
-        self.dim = dim
-        self.base = base
-        self.max_positions = max_positions
-        self.scaling = scaling
-        self.interleaved = interleaved
-        twin = self._make_cpp(None)
-        self.raw_keys: bool = twin.raw_keys
-        self.inv_freq: tuple[float, ...] = tuple(twin.inv_freq)
-        self.factor: float = twin.factor
-        self.long_inv_freq: tuple[float, ...] = tuple(twin.long_inv_freq)
-        self.growth: float = twin.growth
-        self.trained_len: int = twin.trained_len
+        twin = self._configure(locals())
+        for name in RopeSettings._fields:
+            value = getattr(twin, name)
+            setattr(self, name, tuple(value) if isinstance(value, list) else value)
         # Latent attention multiplies its scale by this factor: m(factor, mscale_all_dim)^2.
         self.softmax_factor: float = twin.softmax_factor
 
@@ -141,7 +117,7 @@ class RotaryEmbedding(NativeModule):
 
     def cpp(self) -> cpp.RotaryEmbedding:
         twin = super().cpp()
-        for name in ("inv_freq", "factor", "long_inv_freq", "growth", "trained_len", "softmax_factor"):
+        for name in (*RopeSettings._fields, "softmax_factor"):
             made = getattr(twin, name)
             if (tuple(made) if isinstance(made, list) else made) != getattr(self, name):
                 raise TypeError(

@@ -84,7 +84,7 @@ class _Stack(NativeModule):
     def _live_config(self) -> dict[str, Any]:
         return {"norm": None} if self.norm is None else norm_settings([self.norm])
 
-    def _make_cpp(self, device: str | None) -> Any:
+    def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         embedding = None
         if self.embed_tokens is not None:
             if getattr(self.embed_tokens, "max_norm", None) is not None:
@@ -218,7 +218,7 @@ class EncoderDecoder(NativeModule):
         with naming(_input_name(self.decoder), "target"):
             return self.decoder(target, memory, kv_lens=target_lens, context_lens=source_lens, cache=cache)
 
-    def _make_cpp(self, device: str | None) -> Any:
+    def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         return cpp.EncoderDecoder(self.encoder.cpp(), self.decoder.cpp())
 
 

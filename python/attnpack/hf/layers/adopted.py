@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...cache import KVCache
@@ -32,9 +33,9 @@ class Adopted:
         self.num_key_value_groups = theirs.num_key_value_groups
         self.train(theirs.training)
 
-    def _make_cpp(self, device: str | None) -> Any:
+    def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         if "config" not in self.__dict__:
-            return super()._make_cpp(device)  # called by the constructor, so that C++ checks the arguments
+            return super()._make_cpp(device, dtype)  # called by the constructor, so that C++ checks the arguments
         raise TypeError(
             "attnpack: a layer that replaces one of transformers has no C++ twin, because the model rotates for it; "
             "load the checkpoint with attnpack.CausalLM.from_hf for a model that runs in C++"

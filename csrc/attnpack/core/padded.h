@@ -1,0 +1,17 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <attnpack/core/check.h>
+
+#include <string>
+
+namespace attnpack {
+
+// Raises for a nested tensor, which nothing here takes.
+inline void check_padded(const std::string& name, const at::Tensor& tensor) {
+  ATTNPACK_CHECK(!tensor.is_nested(), name, " is a nested tensor, wants a padded one: call ",
+                 "torch.nested.to_padded_tensor(", name, ", 0.0) and say by kv_lens or a mask which tokens are real");
+}
+
+}  // namespace attnpack

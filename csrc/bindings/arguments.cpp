@@ -1,0 +1,178 @@
+#include <bindings/arguments.h>
+
+#include <bindings/common.h>
+
+#include <algorithm>
+#include <map>
+
+#include <attnpack/core/padded.h>
+
+namespace attnpack {
+
+namespace {
+
+const std::string kMake = ": torch.tensor() makes one of a list";
+
+// The words for names whose type does not say all. Those of a tensor end with the fix for a list.
+const std::map<std::string, std::string>& words() {
+  static const std::map<std::string, std::string> words = [] {
+    std::map<std::string, std::string> w{
+        {"query", "a tensor [batch, num_heads, q_len, head_dim]"},
+        {"key", "a tensor [batch, num_kv_heads, kv_len, head_dim]"},
+        {"value", "a tensor [batch, num_kv_heads, kv_len, v_head_dim]"},
+        {"ids", "an int64 tensor [batch, length] of token numbers" + kMake},
+        {"weights", "a list of tensors"},
+        {"biases", "a list of tensors"},
+        {"inv_freq", "a list of numbers: call .tolist() on a tensor"},
+        {"short_factor", "a list of numbers"},
+        {"long_factor", "a list of numbers"},
+        {"window", "two ints (left, right), -1 for unbounded"},
+        {"softcap", "a number, 0 for none"},
+        {"dropout", "a number, 0 for none"},
+        {"dropout_p", "a number, 0 <= dropout_p < 1"},
+        {"stage", "'scaled', 'capped', 'masked' or 'probs'"},
+        {"path", "'auto', 'expanded' or 'absorbed'"},
+        {"norm", "'rms' or 'layer'"},
+        {"activation", "'swiglu' or 'gelu'"},
+        {"rope_type", "a word such as 'linear'"},
+        {"stop_tokens", "a token number or a list of them, () for none"},
+        {"callback", "a function of each step's tokens [B], or None"},
+        {"encoder", "an Encoder of attnpack.cpp"},
+        {"decoder", "a Decoder of attnpack.cpp"},
+        {"embed_tokens", "an Embedding of attnpack.cpp, or None"},
+        {"positions", "an int64 tensor" + kMake},
+        {"rope", "(inv_freq, factor, interleaved), the settings of a RotaryEmbedding, or None"},
+        {"n", "an int, how many positions to keep"},
+        {"layers", "the number of the model's layers, or a list with a cache of attnpack.cpp for each"},
+    };
+    for (const auto* name :
+         {"x", "q", "k", "v", "source", "target", "out_a", "lse_a", "out_b", "lse_b", "cos", "sin", "input", "weight"})
+      w[name] = "a tensor" + kMake;
+    return w;
+  }();
+  return words;
+}
+
+// The same for arguments that may be None.
+const std::map<std::string, std::string>& words_or_none() {
+  static const std::map<std::string, std::string> words = [] {
+    std::map<std::string, std::string> w{
+        {"positions", "an int64 tensor [length] or [batch, length], or None" + kMake},
+        {"sinks", "a float tensor [num_heads], or None" + kMake},
+        {"alibi_slopes", "a float tensor [num_heads], or None" + kMake},
+        {"head_map", "a list of num_heads ints, or None: call .tolist() on a tensor"},
+        {"scale", "a number, or None for 1 / sqrt(head_dim)"},
+        {"temperature", "a number, 0 for greedy, or None"},
+        {"top_p", "a number in (0, 1], or None"},
+        {"seed", "an int from 0 to 2**64 - 1, or None for torch's own generator"},
+        {"bias", "a tensor [out], or None"},
+        {"cache", "the tensors (key, value, lengths), or None"},
+        {"window", "two ints (left, right), -1 for unbounded"},
+        {"q_lora_rank", "an int"},  // of a dict, where None counts as left out
+        {"kv_lora_rank", "an int"},
+        {"qk_nope_head_dim", "an int"},
+        {"qk_rope_head_dim", "an int"},
+        {"v_head_dim", "an int"},
+        {"factor", "a number"},
+        {"attention_factor", "a number"},
+        {"original_max_position_embeddings", "an int"},
+    };
+    for (const auto* name : {"context", "value_context"}) w[name] = "a tensor, or None" + kMake;
+    for (const auto* name : {"mask", "context_mask"})
+      w[name] = "a bool or float tensor that broadcasts to [batch, num_heads, q_len, kv_len], or None" + kMake;
+    for (const auto* name : {"kv_lens", "lengths", "source_lens", "target_lens", "context_lens"})
+      w[name] = "an int32 or int64 tensor [batch], or None" + kMake;
+    return w;
+  }();
+  return words;
+}
+
+}  // namespace
+
+std::string shown(const py::handle& argument) {
+  const auto type = py::type::of(argument).attr("__name__").cast<std::string>();
+  const auto text = py::repr(argument).cast<std::string>();
+  return text.size() > 60 || text.find('\n') != std::string::npos ? with_article(type) : text + " (" + type + ")";
+}
+
+std::string with_article(const std::string& noun) {
+  return (std::string("AEIOUaeiou").find(noun[0]) == std::string::npos ? "a " : "an ") + noun;
+}
+
+std::string wanted_by_name(const std::string& name, bool or_none) {
+  const auto& table = or_none ? words_or_none() : words();
+  const auto found = table.find(name);
+  return found == table.end() ? "" : found->second;
+}
+
+void raise_wrong_kind(const std::string& name, const py::handle& value, const std::string& wanted) {
+  TORCH_CHECK_TYPE(false, "attnpack: ", name, " is ", shown(value), ", wants ", wanted);
+}
+
+void raise_unexpected_keyword(const std::string& function, const std::string& name, const Names& taken,
+                              const std::string& cache) {
+  const auto takes = [&](const char* other) { return std::find(taken.begin(), taken.end(), other) != taken.end(); };
+  std::string hint;
+  if (name == "kv_cache" || name == "past_key_value" || name == "past_key_values") {
+    hint = takes("cache") ? ": use cache= with " + cache : ": it keeps no cache, leave it out";
+  } else if ((name == "attn_mask" || name == "attention_mask") && takes("mask")) {
+    hint = ": use mask=, which says where attention may go";
+  } else if ((name == "head_map" || name == "num_kv_heads") && takes("num_heads")) {
+    hint = ": use GroupedQueryAttention";
+  }
+  TORCH_CHECK_TYPE(false, "attnpack: ", function, "() got an unexpected keyword argument '", name, "'", hint);
+}
+
+void check_not_nested(const std::string& name, const py::handle& value) {
+  if (THPVariable_Check(value.ptr())) check_padded(name, THPVariable_Unpack(value.ptr()));
+}
+
+std::optional<std::shared_ptr<KVCache>> Reader<std::shared_ptr<KVCache>>::read(const py::handle& value) {
+  if (value.is_none()) return nullptr;
+  if (!py::isinstance<KVCache>(value)) return std::nullopt;
+  return value.cast<std::shared_ptr<KVCache>>();
+}
+
+std::optional<std::shared_ptr<ModelCache>> Reader<std::shared_ptr<ModelCache>>::read(const py::handle& value) {
+  if (value.is_none()) return nullptr;
+  if (!py::isinstance<ModelCache>(value)) return std::nullopt;
+  return value.cast<std::shared_ptr<ModelCache>>();
+}
+
+std::optional<RotaryEmbedding> Reader<RotaryEmbedding>::read(const py::handle& value) {
+  if (value.is_none()) return RotaryEmbedding(nullptr);
+  if (!py::isinstance<RotaryEmbeddingImpl>(value)) return std::nullopt;
+  return RotaryEmbedding(value.cast<std::shared_ptr<RotaryEmbeddingImpl>>());
+}
+
+Arguments::Arguments(std::string function, Names positional, const py::args& args, const py::kwargs& kwargs)
+    : function_(std::move(function)), given_(kwargs) {
+  TORCH_CHECK_TYPE(args.size() <= positional.size(), "attnpack: ", function_, "() got ", args.size(),
+                   " positional arguments, takes at most ", positional.size(), ": (", c10::Join(", ", positional),
+                   "); give the others by name");
+  for (size_t i = 0; i < args.size(); ++i) {
+    TORCH_CHECK_TYPE(!given_.contains(positional[i]), "attnpack: ", function_, "() got ", positional[i],
+                     " twice, by place and by name: leave one of them out");
+    given_[positional[i].c_str()] = args[i];
+  }
+}
+
+py::object Arguments::take(const std::string& name) {
+  taken_.push_back(name);
+  return given_.contains(name) ? given_.attr("pop")(name) : py::object();
+}
+
+void Arguments::finish(const std::string& cache) {
+  for (const auto& [name, value] : given_) raise_unexpected_keyword(function_, name.cast<std::string>(), taken_, cache);
+}
+
+void Arguments::raise_missing(const std::string& name) const {
+  TORCH_CHECK_TYPE(false, "attnpack: ", function_, "() lacks the argument ", name);
+}
+
+Factory Arguments::take_factory() {
+  const auto device = take("device"), dtype = take("dtype");
+  return make_factory(device ? device : py::none(), dtype ? dtype : py::none());
+}
+
+}  // namespace attnpack

@@ -1,0 +1,233 @@
+#pragma once
+
+#include <bindings/torch_pybind.h>
+
+#include <attnpack/cache/model_cache.h>
+#include <attnpack/modules/leaf.h>
+#include <attnpack/modules/rotary_embedding.h>
+
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+// The arguments of a call from Python, read by name into C++ values. An argument that does not fit raises a sentence
+// that names it.
+namespace attnpack {
+
+using Names = std::vector<std::string>;
+
+// A wrong argument as an error message shows it: `'yes' (str)`; of a module or tensor the type alone, because its text
+// is long.
+std::string shown(const py::handle& argument);
+
+// "a module", "an attention module"
+std::string with_article(const std::string& noun);
+
+// The right kind of value for an argument of this name, in words; empty where the type says it.
+std::string wanted_by_name(const std::string& name, bool or_none);
+
+// The words that say what the argument cache= takes.
+inline const std::string kLayerCacheWords = "an attnpack.cpp.DynamicCache() or StaticCache, or None";
+inline const std::string kModelCacheWords = "an attnpack.cpp.ModelCache(num_layers), or None";
+
+// Raise a TypeError.
+[[noreturn]] void raise_wrong_kind(const std::string& name, const py::handle& value, const std::string& wanted);
+[[noreturn]] void raise_unexpected_keyword(const std::string& function, const std::string& name, const Names& taken,
+                                           const std::string& cache);
+
+// Raises a ValueError for a nested tensor.
+void check_not_nested(const std::string& name, const py::handle& value);
+
+// How a Python value becomes a T. read gives none for a value of the wrong kind; wanted says what the right kind is.
+template <typename T>
+struct Reader {
+  static std::optional<T> read(const py::handle& value) {
+    py::detail::make_caster<T> caster;
+    if (!caster.load(value, /*convert=*/true)) return std::nullopt;
+    return py::detail::cast_op<T>(std::move(caster));
+  }
+  static std::string wanted(const std::string& name) {
+    if constexpr (std::is_same_v<T, bool>) return "True or False";
+    if (auto words = wanted_by_name(name, false); !words.empty()) return words;
+    if constexpr (std::is_integral_v<T>) return "an int";
+    if constexpr (std::is_floating_point_v<T>) return "a number";
+    if constexpr (std::is_same_v<T, std::string>) return "a str";
+    return "another kind of value";
+  }
+};
+
+template <typename T>
+struct Reader<std::optional<T>> {
+  static std::optional<std::optional<T>> read(const py::handle& value) {
+    if (value.is_none()) return std::optional<T>();
+    auto read = Reader<T>::read(value);
+    return read ? std::make_optional(std::move(read)) : std::nullopt;
+  }
+  static std::string wanted(const std::string& name) {
+    if constexpr (std::is_same_v<T, bool>) return "True or False";
+    if (auto words = wanted_by_name(name, true); !words.empty()) return words;
+    return Reader<T>::wanted(name) + ", or None";
+  }
+};
+
+template <>
+struct Reader<std::shared_ptr<KVCache>> {
+  static std::optional<std::shared_ptr<KVCache>> read(const py::handle& value);
+  static std::string wanted(const std::string&) { return kLayerCacheWords; }
+};
+
+template <>
+struct Reader<std::shared_ptr<ModelCache>> {
+  static std::optional<std::shared_ptr<ModelCache>> read(const py::handle& value);
+  static std::string wanted(const std::string&) { return kModelCacheWords; }
+};
+
+template <>
+struct Reader<RotaryEmbedding> {
+  static std::optional<RotaryEmbedding> read(const py::handle& value);
+  static std::string wanted(const std::string&) {
+    return "a RotaryEmbedding of attnpack.cpp, or None: .cpp() of a Python one gives it";
+  }
+};
+
+// The value as a T, or a TypeError. `name` finds the words for the right kind, `shown_name` stands in the sentence.
+template <typename T>
+T read_value(const std::string& shown_name, const py::handle& value, const std::string& name) {
+  if constexpr (std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>>)
+    check_not_nested(name, value);
+  auto read = Reader<T>::read(value);
+  if (!read) raise_wrong_kind(shown_name, value, Reader<T>::wanted(name));
+  return std::move(*read);
+}
+
+// The arguments of one call. Each is read once, and finish() refuses those that no read asked for.
+class Arguments {
+ public:
+  // positional: the names of the arguments that may be given without their names.
+  Arguments(std::string function, Names positional, const py::args& args, const py::kwargs& kwargs);
+
+  // Reads the argument into value; leaves value as it is where the argument was not given, which `required` refuses.
+  template <typename T>
+  void read(const std::string& name, T& value, bool required = false) {
+    if constexpr (std::is_same_v<T, Factory>) {
+      value = take_factory();
+    } else if (const auto held = take(name)) {
+      value = read_value<T>(name, held, name);
+    } else if (required) {
+      raise_missing(name);
+    }
+  }
+  // The argument as it was given, or an empty object.
+  py::object take(const std::string& name);
+  template <typename T>
+  T require(const std::string& name) {
+    const auto held = take(name);
+    if (!held) raise_missing(name);
+    return read_value<T>(name, held, name);
+  }
+  // Reads every option but `skipped` ones.
+  template <typename Options>
+  void read_options(Options& options, std::initializer_list<const char*> skipped = {}) {
+    Options::for_each_option(options, [&](const char* name, auto& value) {
+      for (const auto* other : skipped)
+        if (std::string(other) == name) return;
+      read(name, value);
+    });
+  }
+  // cache: the words that say what cache= takes, for an error about a keyword of another library.
+  void finish(const std::string& cache = kLayerCacheWords);
+
+ private:
+  [[noreturn]] void raise_missing(const std::string& name) const;
+  Factory take_factory();  // device and dtype
+
+  std::string function_;
+  py::dict given_;
+  Names taken_;
+};
+
+// The names of the options, in their order.
+template <typename Options>
+Names option_names(const Options& options) {
+  Names names;
+  Options::for_each_option(options, [&](const char* name, const auto&) { names.emplace_back(name); });
+  return names;
+}
+
+// Options from the arguments of a constructor. Sizes are the types of the arguments that Options' constructor takes,
+// which are required as the keywords `required` are; `positional` says how many arguments may be given without their
+// names, default the sizes alone.
+template <typename Options, typename... Sizes>
+Options options_of_call(const std::string& function, const py::args& args, const py::kwargs& kwargs,
+                        size_t positional = sizeof...(Sizes), const Names& required = {}) {
+  auto names = option_names(Options(Sizes{}...));
+  Arguments arguments(function, Names(names.begin(), names.begin() + positional), args, kwargs);
+  size_t i = 0;
+  std::tuple<Sizes...> sizes{arguments.require<Sizes>(names[i++])...};  // in this order: braces
+  auto options = std::make_from_tuple<Options>(std::move(sizes));
+  i = 0;
+  Options::for_each_option(options, [&](const char* name, auto& value) {
+    if (i++ < sizeof...(Sizes)) return;
+    arguments.read(name, value, std::find(required.begin(), required.end(), name) != required.end());
+  });
+  arguments.take("device"), arguments.take("dtype");  // every module accepts them
+  arguments.finish();
+  return options;
+}
+
+// The option named `key` of a dict that stands for Options, as Hugging Face configs have them; false if there is none.
+// A value of None counts as left out. A bool is no number here.
+template <typename Options>
+bool read_item(const std::string& owner, const std::string& key, const py::handle& value, Options& options) {
+  bool known = false;
+  Options::for_each_option(options, [&](const char* name, auto& option) {
+    using T = std::decay_t<decltype(option)>;
+    if (key != name) return;
+    known = true;
+    if (value.is_none()) return;
+    const auto full_name = owner + ": " + name;
+    if (std::is_same_v<T, bool> != py::isinstance<py::bool_>(value))
+      raise_wrong_kind(full_name, value, Reader<T>::wanted(name));
+    option = read_value<T>(full_name, value, name);
+  });
+  return known;
+}
+
+// The type that holds an argument of a function while the function runs.
+template <typename T>
+struct Held {
+  using type = T;
+};
+template <typename T>
+struct Held<c10::ArrayRef<T>> {
+  using type = std::vector<T>;
+};
+
+// Defines a function of the native side, which takes its arguments by place alone: attnpack.ops gives them their names
+// and defaults. It runs without the GIL unless its result is a py::object.
+template <typename Result, typename... Values>
+void define(py::module_& m, const char* name, Result (*function)(Values...), const Names& names) {
+  TORCH_INTERNAL_ASSERT(names.size() == sizeof...(Values), name);
+  m.def(name, [=](const py::args& args) -> Result {
+    TORCH_CHECK_TYPE(args.size() == names.size(), "attnpack: ", name, "() takes ", c10::Join(", ", names));
+    size_t i = 0;
+    const auto read = [&](auto type) {
+      const auto at = i++;
+      return read_value<typename decltype(type)::type>(names[at], PyTuple_GET_ITEM(args.ptr(), at), names[at]);
+    };
+    std::tuple<typename Held<std::decay_t<Values>>::type...> values{
+        read(Held<std::decay_t<Values>>())...};  // in this order
+    if constexpr (std::is_same_v<Result, py::object>) {
+      return std::apply(function, values);
+    } else {
+      const py::gil_scoped_release released;
+      return std::apply(function, values);
+    }
+  });
+}
+
+}  // namespace attnpack
