@@ -105,8 +105,12 @@ std::string wanted_by_name(const std::string& name, bool or_none) {
   return found == table.end() ? "" : found->second;
 }
 
+std::string wrong_kind(const std::string& name, const py::handle& value, const std::string& wanted) {
+  return "attnpack: " + name + " is " + shown(value) + ", wants " + wanted;
+}
+
 void raise_wrong_kind(const std::string& name, const py::handle& value, const std::string& wanted) {
-  TORCH_CHECK_TYPE(false, "attnpack: ", name, " is ", shown(value), ", wants ", wanted);
+  TORCH_CHECK_TYPE(false, wrong_kind(name, value, wanted));
 }
 
 void raise_unexpected_keyword(const std::string& function, const std::string& name, const Names& taken,

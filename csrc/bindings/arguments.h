@@ -34,6 +34,9 @@ std::string wanted_by_name(const std::string& name, bool or_none);
 inline const std::string kLayerCacheWords = "an attnpack.cpp.DynamicCache() or StaticCache, or None";
 inline const std::string kModelCacheWords = "an attnpack.cpp.ModelCache(num_layers), or None";
 
+// The sentence for an argument of the wrong kind.
+std::string wrong_kind(const std::string& name, const py::handle& value, const std::string& wanted);
+
 // Raise a TypeError.
 [[noreturn]] void raise_wrong_kind(const std::string& name, const py::handle& value, const std::string& wanted);
 [[noreturn]] void raise_unexpected_keyword(const std::string& function, const std::string& name, const Names& taken,

@@ -3,6 +3,8 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "The native side of attnpack.";
   attnpack::register_ops(m);
+  auto checks = m.def_submodule("checks", "The judges of wrong calls.");
+  attnpack::register_checks(checks);
   auto cpp = m.def_submodule("cpp", "attnpack's C++ modules and caches, bound as they are.");
   attnpack::register_caches(cpp);
   attnpack::register_layers(cpp);

@@ -6,6 +6,7 @@ namespace attnpack {
 
 // One function per topic, defined in the file of that name.
 void register_ops(py::module_& m);
+void register_checks(py::module_& m);
 void register_caches(py::module_& m);
 void register_layers(py::module_& m);
 void register_attention(py::module_& m);

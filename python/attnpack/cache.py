@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from . import cpp
-from .explain import with_article, wrong_kind
-from .sizes import check_dtype, check_size
+from .errors import check_dtype, check_size, with_article, wrong_kind
 
 
 class KVCache:
@@ -218,10 +217,10 @@ class StaticCache(KVCache):
         device: torch.device | str | None = None,
     ) -> None:
         width = head_dim if v_head_dim is None else v_head_dim
-        check_size("batch", batch, least=0)
+        check_least("batch", batch)
         for name, size in {"num_kv_heads": num_kv_heads, "max_len": max_len, "head_dim": head_dim}.items():
             check_size(name, size)
-        check_size("v_head_dim", width, least=0)
+        check_least("v_head_dim", width)
         check_dtype(dtype)
         self._key = _zeros((batch, num_kv_heads, max_len, head_dim), dtype, device)
         self._value = _zeros((batch, num_kv_heads, max_len, width), dtype, device)
@@ -370,6 +369,13 @@ def _longest(lengths: Tensor) -> int:
             "reset()"
         )
     return longest
+
+
+def check_least(name: str, size: int) -> None:
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise wrong_kind(name, size, "an int")
+    if size < 0:
+        raise ValueError(f"attnpack: {name}: got {size}, want 0 or more")
 
 
 def check_kind(cache: object, wanted: type, where: str, fix: str | None = None) -> None:

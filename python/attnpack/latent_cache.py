@@ -10,8 +10,8 @@ from torch import Tensor
 
 from . import cpp
 from .cache import DynamicCache
-from .checks import check_lengths
-from .explain import is_tensor, wrong_kind
+from .errors import check_lengths, wrong_kind
+from .explain import is_tensor
 
 
 class LatentCache(DynamicCache):

@@ -4,8 +4,8 @@ anything is written."""
 import attnpack
 import pytest
 import torch
-from errors import A_TENSOR, X, attention, both, complains_of_keywords, complaint
-from latent_cases import PATHS, E, make
+from errors import A_TENSOR, X, attention, both, complains_of_keywords, complaint, decoder_block
+from latent_cases import HEADS, PATHS, SIZES, E, make
 
 KEYWORDS = {
     "grouped": lambda m, **k: attention(m).forward(X, **k),
@@ -123,3 +123,27 @@ def test_bad_inputs_of_latent_attention_leave_the_cache_as_it_was(m, message, pa
     held = cache.k.clone()
     complaint(ValueError, message, LATENT[message], call, cache)
     assert len(cache) == 5 and cache.lengths.tolist() == [5] and torch.equal(cache.k, held)
+
+
+# A traced call runs no check of the modules. The operators see shapes; these rules no operator sees.
+UNSEEN = {
+    "value_context: got a tensor without context": lambda: (attention(attnpack), {"value_context": X}),
+    "value_context: got a tensor, but latent attention": lambda: (
+        attnpack.MultiHeadLatentAttention(E, HEADS, **SIZES),
+        {"value_context": torch.randn(2, 5, E)},
+    ),
+    "context: got a tensor, but this block has no cross-attention": lambda: (decoder_block(attnpack), {"context": X}),
+    "positions has shape": lambda: (attention(attnpack), {"positions": torch.tensor([3])}),
+    "cache is given together with a context": lambda: (
+        attention(attnpack),
+        {"context": X, "cache": attnpack.StaticCache(2, 2, 8, 6)},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", UNSEEN)
+def test_compiled_calls_refuse_what_no_operator_would_read(message):
+    module, inputs = UNSEEN[message]()
+    x = torch.randn(2, 5, module.embed_dim)
+    with pytest.raises(Exception, match=message):
+        torch.compile(module, backend="eager")(x, **inputs)

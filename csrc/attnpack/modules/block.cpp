@@ -14,21 +14,14 @@ at::Tensor residual(const at::Tensor& x, const Part<TokenModule>& norm, bool pre
   return pre_norm ? x + f(norm->forward(x)) : norm->forward(x + f(x));
 }
 
-void check_width(const char* name, int64_t width, int64_t embed_dim) {
-  ATTNPACK_CHECK(width == embed_dim, name, ": got width ", width, ", want ", embed_dim,
-                 " as attention has; a block's parts add up, make them of one embed_dim");
-}
-
 // Returns the options after a check that their parts are given and fit each other.
 template <typename Options>
 const Options& checked(const Options& options) {
   ATTNPACK_CHECK(options.attention(), "attention: got none, want an attention module");
   ATTNPACK_CHECK(options.feed_forward(), "feed_forward: got none, want a module such as FeedForward");
   const auto embed_dim = options.attention()->embed_dim();
-  const auto out_dim = options.attention()->out_dim();
-  ATTNPACK_CHECK(out_dim == embed_dim, "attention: gives width ", out_dim, ", want its embed_dim ", embed_dim,
-                 "; a block adds it to x, leave head_dim out or take a module with an output projection");
-  check_width("feed_forward", options.feed_forward()->embed_dim().value_or(embed_dim), embed_dim);
+  check_output_width(options.attention()->out_dim(), embed_dim);
+  check_part_width("feed_forward", options.feed_forward()->embed_dim().value_or(embed_dim), embed_dim);
   return options;
 }
 
@@ -67,17 +60,15 @@ DecoderBlockImpl::DecoderBlockImpl(const DecoderBlockOptions& options)
       input_layernorm(norm_beside(options)),
       post_attention_layernorm(norm_beside(options)) {
   if (cross_attn) {
-    check_width("cross_attention", cross_attn->embed_dim(), self_attn->embed_dim());
-    check_width("cross_attention", cross_attn->out_dim(), self_attn->embed_dim());
+    check_part_width("cross_attention", cross_attn->embed_dim(), self_attn->embed_dim());
+    check_part_width("cross_attention", cross_attn->out_dim(), self_attn->embed_dim());
     cross_attention_layernorm = norm_beside(options);
   }
   register_parts();
 }
 
 at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInputs& inputs) {
-  ATTNPACK_CHECK(bool(cross_attn) == inputs.context().has_value(), "context: ",
-                 cross_attn ? "got none, but this block has cross-attention; give what it reads"
-                            : "got a tensor, but this block has no cross-attention; give it cross_attention");
+  check_cross_attention(bool(cross_attn), inputs.context().has_value());
   check_input("x", x, self_attn->embed_dim(), {});
   if (cross_attn) check_lengths("context_lens", inputs.context_lens(), *inputs.context());
   auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {

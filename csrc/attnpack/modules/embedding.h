@@ -27,7 +27,9 @@ class EmbeddingImpl : public LeafModule<EmbeddingImpl> {
   EmbeddingImpl(int64_t vocab_size, int64_t embed_dim) : EmbeddingImpl(EmbeddingOptions(vocab_size, embed_dim)) {}
   explicit EmbeddingImpl(EmbeddingOptions options);
 
-  at::Tensor forward(const at::Tensor& ids);  // [B, L] int32 or int64 -> [B, L, E]
+  at::Tensor forward(const at::Tensor& ids) { return look_up("ids", ids); }  // [B, L] int32 or int64 -> [B, L, E]
+  // The same; errors call ids by the name that the caller's users know.
+  at::Tensor look_up(const char* name, const at::Tensor& ids);
 
   void reset() override;
   void bind_members() { weight = parameters_["weight"]; }

@@ -57,7 +57,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sha
               k_proj->weight);
   check_input(inputs.value_context() ? "value_context" : "x or context, taken as value_context", value_context,
               v_proj->options.in_features(), v_proj->weight);
-  check_inputs(x, inputs);
+  check_context(x, inputs.context(), inputs.value_context(), inputs.cache() != nullptr);
 
   const auto head_dim = *options.head_dim();
   const bool self = !inputs.context() && !inputs.value_context();

@@ -69,13 +69,12 @@ std::optional<at::Tensor> MultiHeadLatentAttentionImpl::kv_b() const {
 
 MultiHeadLatentAttentionImpl::Projected MultiHeadLatentAttentionImpl::heads(const at::Tensor& x,
                                                                             const AttentionInputs& inputs) {
-  ATTNPACK_CHECK(!inputs.value_context(),
-                 "value_context: got a tensor, but latent attention makes keys and values of one latent; leave it out");
+  check_one_latent(inputs.value_context().has_value());
   const auto& context = inputs.context() ? *inputs.context() : x;
   check_input("x", x, options.embed_dim(), q_proj ? q_proj->weight : q_a_proj->weight);
   check_input(inputs.context() ? "context" : "x, taken as context", context, options.embed_dim(),
               kv_a_proj_with_mqa->weight);
-  check_inputs(x, inputs);
+  check_context(x, inputs.context(), inputs.value_context(), inputs.cache() != nullptr);
 
   at::Tensor queries;
   if (q_proj) {

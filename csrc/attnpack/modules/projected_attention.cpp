@@ -24,9 +24,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> ProjectedAttentionImpl::heads(con
   check_input("q", q, options.num_heads() * head_dim, {});
   check_input("k", k, options.num_kv_heads() * head_dim, q);
   check_input("v", v, options.num_kv_heads() * head_dim, q);
-  ATTNPACK_CHECK(k.size(0) == q.size(0), "k: got batch ", k.size(0), ", want ", q.size(0), " as in q");
-  ATTNPACK_CHECK(v.size(0) == q.size(0) && v.size(1) == k.size(1), "v: got shape ", v.sizes(),
-                 ", want batch and length of k ", k.sizes(), ": each key needs one value");
+  check_keys_and_values(q, k, v);
   return {split_heads(q, options.num_heads(), head_dim), split_heads(k, options.num_kv_heads(), head_dim),
           split_heads(v, options.num_kv_heads(), head_dim)};
 }
@@ -34,7 +32,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> ProjectedAttentionImpl::heads(con
 AttendOptions ProjectedAttentionImpl::settings(const at::Tensor& query, const at::Tensor& key,
                                                const AttentionInputs& inputs) const {
   ATTNPACK_CHECK(!inputs.context(), "context: ProjectedAttention is given k and v; leave it out");
-  check_positions(inputs.positions(), query.transpose(1, 2));
   AttendOptions result{layer_inputs(inputs, options.causal())};
   result.cross = !inputs.cache() && query.size(2) != key.size(2);
   result.window = options.window().value_or(Window{-1, -1});

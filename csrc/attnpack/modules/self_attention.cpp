@@ -26,7 +26,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> SelfAttentionImpl::project(const 
   check_input("x", x, options.embed_dim(), q_proj->weight);
   check_input("context", context, options.embed_dim(), k_proj->weight);
   check_input("value_context", value_context, options.embed_dim(), v_proj->weight);
-  check_inputs(x, inputs);
+  check_context(x, inputs.context(), inputs.value_context(), inputs.cache() != nullptr);
   return {q_proj(x).unsqueeze(1), k_proj(context).unsqueeze(1), v_proj(value_context).unsqueeze(1)};
 }
 

@@ -6,23 +6,6 @@
 
 namespace attnpack {
 
-namespace {
-
-// Runs a part. If the part complains about its own argument `own`, the complaint names the caller's argument `callers`
-// instead.
-template <typename Call>
-at::Tensor naming(const std::string& own, const std::string& callers, const Call& call) {
-  try {
-    return call();
-  } catch (const c10::ValueError& error) {
-    const std::string text = error.what_without_backtrace(), start = "attnpack: " + own;
-    if (text.rfind(start + ":", 0) != 0 && text.rfind(start + " ", 0) != 0) throw;
-    TORCH_CHECK_VALUE(false, "attnpack: ", callers, text.substr(start.size()));
-  }
-}
-
-}  // namespace
-
 template <typename Derived, typename Block>
 StackImpl<Derived, Block>::StackImpl(const StackOptions<Block>& options) {
   ATTNPACK_CHECK(!options.layers().empty(), "layers: got none, want at least one block");
@@ -35,14 +18,11 @@ StackImpl<Derived, Block>::StackImpl(const StackOptions<Block>& options) {
   layers = list;
   const auto embed_dim = block(0).self_attn->embed_dim();
   for (size_t i = 1; i < layers->size(); ++i) {
-    const auto width = block(i).self_attn->embed_dim();
-    ATTNPACK_CHECK(width == embed_dim, "layers[", i, "]: got width ", width, ", want ", embed_dim,
-                   " as the first block has; each reads what the one before it gives");
+    check_layer_width(static_cast<int64_t>(i), block(i).self_attn->embed_dim(), embed_dim);
   }
   if (options.embed_tokens()) {
     embed_tokens = options.embed_tokens();
-    const auto width = embed_tokens->options.embed_dim();
-    ATTNPACK_CHECK(width == embed_dim, "embed_tokens: got width ", width, ", want ", embed_dim, " as the blocks have");
+    check_embedding_width(embed_tokens->options.embed_dim(), embed_dim);
   }
   if (options.norm() != "none") {
     const auto& attention = block(0).self_attn;
@@ -53,26 +33,24 @@ StackImpl<Derived, Block>::StackImpl(const StackOptions<Block>& options) {
 }
 
 template <typename Derived, typename Block>
-at::Tensor StackImpl<Derived, Block>::embed(const at::Tensor& x) const {
-  if (embed_tokens) return embed_tokens->forward(x);
-  ATTNPACK_CHECK(x.is_floating_point(), "x: got ", x.scalar_type(), " of shape ", x.sizes(),
-                 ", want states [batch, length, ", block(0).self_attn->embed_dim(),
-                 "]; to take token numbers give the stack embed_tokens");
+at::Tensor StackImpl<Derived, Block>::embed(const char* name, const at::Tensor& x) const {
+  if (embed_tokens) return embed_tokens->look_up(name, x);
+  check_states(name, x, block(0).self_attn->embed_dim());
+  check_input(name, x, block(0).self_attn->embed_dim(), {});
   return x;
 }
 
-at::Tensor EncoderImpl::forward(const at::Tensor& x, const EncoderInputs& inputs) {
-  auto h = embed(x);
+at::Tensor EncoderImpl::run(const char* name, const at::Tensor& x, const EncoderInputs& inputs) {
+  auto h = embed(name, x);
   for (size_t i = 0; i < layers->size(); ++i) h = block(i).forward(h, inputs);
   return finish(h);
 }
 
-at::Tensor DecoderImpl::forward(const at::Tensor& x, const DecoderInputs& inputs) {
+at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const DecoderInputs& inputs) {
   const auto& cache = inputs.cache();
-  ATTNPACK_CHECK(!cache || cache->layers().size() == layers->size(), "cache: got one of ",
-                 cache ? cache->layers().size() : 0, " layers, want ", layers->size(), " as the model has");
-  const auto run = [&] {
-    auto h = embed(x);
+  if (cache) check_cache_layers(cache->layers().size(), layers->size());
+  const auto run_layers = [&] {
+    auto h = embed(name, x);
     for (size_t i = 0; i < layers->size(); ++i) {
       auto own = DecoderBlockInputs()
                      .context(inputs.context())
@@ -86,7 +64,7 @@ at::Tensor DecoderImpl::forward(const at::Tensor& x, const DecoderInputs& inputs
     }
     return finish(h);
   };
-  return cache ? cache->all_or_none(run) : run();
+  return cache ? cache->all_or_none(run_layers) : run_layers();
 }
 
 EncoderDecoderImpl::EncoderDecoderImpl(Part<EncoderImpl> encoder, Part<DecoderImpl> decoder)
@@ -98,11 +76,10 @@ at::Tensor EncoderDecoderImpl::forward(const at::Tensor& source, const at::Tenso
                                        const EncoderDecoderInputs& inputs) {
   check_lengths("source_lens", inputs.source_lens(), source);
   check_lengths("target_lens", inputs.target_lens(), target);
-  const auto from = EncoderInputs().kv_lens(inputs.source_lens());
-  const auto memory = naming(encoder->input_name(), "source", [&] { return encoder->forward(source, from); });
-  const auto to =
-      DecoderInputs(memory).context_lens(inputs.source_lens()).kv_lens(inputs.target_lens()).cache(inputs.cache());
-  return naming(decoder->input_name(), "target", [&] { return decoder->forward(target, to); });
+  const auto memory = encoder->run("source", source, EncoderInputs().kv_lens(inputs.source_lens()));
+  return decoder->run(
+      "target", target,
+      DecoderInputs(memory).context_lens(inputs.source_lens()).kv_lens(inputs.target_lens()).cache(inputs.cache()));
 }
 
 template class StackImpl<EncoderImpl, EncoderBlock>;

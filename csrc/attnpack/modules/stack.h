@@ -47,16 +47,13 @@ class StackImpl : public Container<Derived> {
     if (norm) f("norm", norm);
   }
 
-  // The name that complaints give to the input of forward.
-  const char* input_name() const { return embed_tokens ? "ids" : "x"; }
-
   Part<EmbeddingImpl> embed_tokens;
   Part<torch::nn::ModuleListImpl> layers;
   Part<TokenModule> norm;
 
  protected:
   using BlockImpl = typename Block::ContainedType;
-  at::Tensor embed(const at::Tensor& x) const;
+  at::Tensor embed(const char* name, const at::Tensor& x) const;
   at::Tensor finish(const at::Tensor& x) const { return norm ? norm->forward(x) : x; }
   BlockImpl& block(size_t i) const { return *layers->template ptr<BlockImpl>(i); }
 };
@@ -64,8 +61,12 @@ class StackImpl : public Container<Derived> {
 class EncoderImpl : public StackImpl<EncoderImpl, EncoderBlock> {
  public:
   using StackImpl::StackImpl;
-  at::Tensor forward(const at::Tensor& x,                // [B, L, E], or ids [B, L] with embed_tokens
-                     const EncoderInputs& inputs = {});  // -> [B, L, E]
+  // [B, L, E], or ids [B, L] with embed_tokens -> [B, L, E]
+  at::Tensor forward(const at::Tensor& x, const EncoderInputs& inputs = {}) {
+    return run(this->embed_tokens ? "ids" : "x", x, inputs);
+  }
+  // The same; errors call x by the name that the caller's users know.
+  at::Tensor run(const char* name, const at::Tensor& x, const EncoderInputs& inputs);
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::Encoder"; }
 
  protected:
@@ -76,8 +77,12 @@ TORCH_MODULE(Encoder);
 class DecoderImpl : public StackImpl<DecoderImpl, DecoderBlock> {
  public:
   using StackImpl::StackImpl;
-  at::Tensor forward(const at::Tensor& x,                // [B, L, E], or ids [B, L] with embed_tokens
-                     const DecoderInputs& inputs = {});  // -> [B, L, E]; a call that raises leaves the cache as it was
+  // [B, L, E], or ids [B, L] with embed_tokens -> [B, L, E]. A call that raises leaves the cache as it was.
+  at::Tensor forward(const at::Tensor& x, const DecoderInputs& inputs = {}) {
+    return run(this->embed_tokens ? "ids" : "x", x, inputs);
+  }
+  // The same; errors call x by the name that the caller's users know.
+  at::Tensor run(const char* name, const at::Tensor& x, const DecoderInputs& inputs);
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::Decoder"; }
 
  protected:

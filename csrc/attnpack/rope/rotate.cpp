@@ -15,15 +15,6 @@ Tensor count(const Tensor& x) {  // 0..L-1
   return at::arange(x.sym_size(2), at::TensorOptions(at::kLong).device(x.device()));
 }
 
-void check_positions(const Tensor& positions, const Tensor& query) {
-  const bool by_sequence =
-      positions.dim() == 2 && (positions.sym_size(0) == query.sym_size(0) || positions.sym_size(0) == 1);
-  ATTNPACK_CHECK(positions.scalar_type() == at::kLong && (positions.dim() == 1 || by_sequence) &&
-                     positions.sym_size(-1) == query.sym_size(2),
-                 "positions has shape ", positions.sym_sizes(), " and dtype ", positions.scalar_type(),
-                 ", wants int64 [length] or [batch, length] with length ", query.sym_size(2));
-}
-
 struct Table {
   Tensor cos, sin;  // [L, r/2] or [B, 1, L, r/2]
 };
@@ -42,6 +33,16 @@ Tensor turn(const Tensor& x, const RopeSettings& rope, const Table& table) {
 
 }  // namespace
 
+void check_positions(const std::optional<Tensor>& positions, const Tensor& query) {
+  if (!positions) return;
+  const Tensor& p = *positions;
+  const auto length = query.sym_size(2);
+  const bool by_sequence = p.dim() == 2 && (p.sym_size(0) == query.sym_size(0) || p.sym_size(0) == 1);
+  ATTNPACK_CHECK(p.scalar_type() == at::kLong && (p.dim() == 1 || by_sequence) && p.sym_size(-1) == length,
+                 "positions has shape ", p.sym_sizes(), " and dtype ", p.scalar_type(),
+                 ", wants int64 [length] or [batch, length] with length ", length, ": one number for each new token");
+}
+
 Tensor rotate_at(const Tensor& x, const RopeSettings& rope, const Tensor& positions,
                  const std::optional<Tensor>& lengths) {
   return turn(x, rope, table_at(rope, positions, lengths));
@@ -49,7 +50,6 @@ Tensor rotate_at(const Tensor& x, const RopeSettings& rope, const Tensor& positi
 
 std::tuple<Tensor, Tensor> rotate_new(const Tensor& query, const Tensor& key, const RopeSettings& rope,
                                       const Placement& place) {
-  if (place.positions) check_positions(*place.positions, query);
   const bool raw = rope.raw_keys && place.past;
   ATTNPACK_CHECK(!raw || !place.positions,
                  "positions: got a tensor with a cache of unrotated keys, which stand where the cache has them; leave "

@@ -15,6 +15,9 @@ namespace attnpack {
 at::Tensor rotate_at(const at::Tensor& x, const RopeSettings& rope, const at::Tensor& positions,
                      const std::optional<at::Tensor>& lengths = std::nullopt);
 
+// Raises unless positions, if given, are int64 [L] or [B, L] for query [B, H, L, D].
+void check_positions(const std::optional<at::Tensor>& positions, const at::Tensor& query);
+
 // Where the new tokens of a layer stand.
 struct Placement {
   std::optional<at::Tensor> positions;  // int64 [L] or [B, L]; default: after the past, else 0..L-1

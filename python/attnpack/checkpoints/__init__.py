@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from ..sizes import as_path
+from ..errors import as_path
 from .build import smollm2_path
 from .tokenizer import Tokenizer, load_tokenizer
 

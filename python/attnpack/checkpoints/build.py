@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import as_path, check_dtype, check_size
 from ..file_errors import naming
 from ..progress import progress
-from ..sizes import as_path, check_dtype, check_size
 from .gguf import GgufCheckpoint
 from .hf_directory import HfCheckpoint
 from .sizes import check_shapes

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ..errors import as_path
 from ..file_errors import brief, naming
-from ..sizes import as_path
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _UINT32, _STRING, _ARRAY = 4, 8, 9

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..errors import as_path
 from ..file_errors import brief
-from ..sizes import as_path
 from .safetensors import open_files
 from .sizes import check_sizes
 from .strict_json import read_json

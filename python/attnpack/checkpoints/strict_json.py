@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..explain import with_article
+from ..errors import with_article
 from ..file_errors import brief, naming
 
 LONGEST = 100_000_000  # bytes, the limit of Rust's safetensors for a header

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ..explain import wrong_kind
+from ..errors import wrong_kind
 from ..file_errors import brief, naming
 from .chat_template import LONGEST_TEMPLATE, render
 from .gguf_file import GgufFile

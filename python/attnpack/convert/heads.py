@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, cpp
-from ..explain import explain, wrong_kind
+from ..errors import wrong_kind
+from ..explain import explain
 from ..nn.attention import GroupedQueryAttention, MultiQueryAttention
 from ..nn.block import Block
 from ..nn.causal_lm import CausalLM

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, cpp
-from ..explain import wrong_kind
+from ..errors import wrong_kind
 from ..nn.attention import GroupedQueryAttention
 from ..nn.latent_attention import MultiHeadLatentAttention
 from .heads import layer_error, layer_weights

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import _C
-from ..explain import explain, is_tensor, wrong_kind
+from ..errors import wrong_kind
+from ..explain import explain, is_tensor
 
 Groups = Sequence[Sequence[int]]
 METHODS = ("mean", "first", "random", "similar", "aligned")

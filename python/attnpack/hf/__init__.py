@@ -12,7 +12,7 @@ try:
 except ImportError as error:
     raise ImportError(f"attnpack.hf needs transformers 5 ({error}): pip install -U 'attnpack[hf]'") from error
 
-from ..explain import wrong_kind
+from ..errors import wrong_kind
 from . import layers as hf_layers
 from .masks import mask
 

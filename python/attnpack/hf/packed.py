@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import values_of
-from ..explain import wrong_kind
+from ..errors import values_of, wrong_kind
 
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _SHAPES = {**dict.fromkeys(_LENGTHS, "[sequences + 1]"), "seq_idx": "[batch, length]"}

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .. import ops
 from ..cache import KVCache, check_kind, unchanged_on_error
-from ..checks import check_context, check_input, reject_keywords
-from ..explain import wrong_kind
+from ..errors import check_context, check_input, check_positions, reject_keywords, wrong_kind
 from .linear import project, project_all
 from .local_heads import check_mask_share, grouped_share
 from .native import NativeModule
@@ -78,6 +77,7 @@ class NativeAttention(NativeModule):
         return torch.tensor(self._slopes, dtype=torch.float64, device=like.device) if self.alibi else None
 
     def _rotate(self, query: Tensor, key: Tensor, positions: Tensor | None, cross: bool) -> tuple[Tensor, Tensor]:
+        check_positions(positions, query)
         if self.rope is None:
             return query, key
         return self.rope(query, positions), self.rope(key, None if cross else positions)
@@ -140,7 +140,7 @@ class ContextAttention(NativeAttention):
             ValueError: a shape, dtype, device or length does not fit; nothing has been written to the cache then.
         """
         reject_keywords(unknown)
-        self._check(x, context, value_context, cache, positions)
+        self._check(x, context, value_context, cache)
         query, key, value = self._heads(x, context, value_context)
         check_mask_share(self, mask, query.size(1))
         return self._attend(
@@ -163,7 +163,7 @@ class ContextAttention(NativeAttention):
 
         Under tensor parallelism they are those of this rank's heads alone.
         """
-        self._check(x, context, None, None, positions)
+        self._check(x, context, None, None)
         query, key, value = self._heads(x, context, None)
         query, key = self._rotate(query, key, positions, context is not None)
         return query, key, value
@@ -174,7 +174,6 @@ class ContextAttention(NativeAttention):
         context: Tensor | None,
         value_context: Tensor | None,
         cache: KVCache | None,
-        positions: Tensor | None,
     ) -> None:
         keys, key_name = (x, "x, taken as context") if context is None else (context, "context")
         values, value_name = value_context, "value_context"
@@ -183,7 +182,7 @@ class ContextAttention(NativeAttention):
         check_input("x", x, self.embed_dim, self.q_proj)
         check_input(key_name, keys, self.kdim, self.k_proj)
         check_input(value_name, values, self.vdim, self.v_proj)
-        check_context(x, context, value_context, cache, positions)
+        check_context(x, context, value_context, cache)
 
     def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v split into heads, before rotation."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import cpp
+from .._C import checks
 from ..cache import KVCache
-from ..checks import check_input, check_lengths, reject_keywords
-from ..explain import wrong_kind
+from ..errors import check_input, check_lengths, reject_keywords, wrong_kind
 from .attention_base import NativeAttention
 from .feed_forward import FeedForward
 from .native import NativeModule
@@ -32,18 +32,10 @@ def _check_parts(attention: nn.Module, feed_forward: nn.Module, cross_attention:
     if isinstance(feed_forward, NativeAttention) or not isinstance(feed_forward, nn.Module):
         raise wrong_kind("feed_forward", feed_forward, "a module [..., E] -> [..., E], such as attnpack.FeedForward")
     embed_dim = attention.embed_dim
-    if getattr(attention, "out_dim", embed_dim) != embed_dim:
-        raise ValueError(
-            f"attnpack: attention: gives width {attention.out_dim}, want its embed_dim {embed_dim}; a block adds it to "
-            "x, leave head_dim out or take a module with an output projection"
-        )
+    checks.output_width(getattr(attention, "out_dim", embed_dim), embed_dim)
     for name, part in (("feed_forward", feed_forward), ("cross_attention", cross_attention)):
         for width in (getattr(part, "embed_dim", embed_dim), getattr(part, "out_dim", embed_dim)):
-            if width != embed_dim:
-                raise ValueError(
-                    f"attnpack: {name}: got width {width}, want {embed_dim} as attention has; a block's parts add up, "
-                    "make them of one embed_dim"
-                )
+            checks.part_width(name, width, embed_dim)
 
 
 class Block(NativeModule):
@@ -195,11 +187,7 @@ class DecoderBlock(Block):
         reject_keywords(unknown)
         self._check(x)
         if self.has_cross_attention != (context is not None):
-            raise ValueError(
-                "attnpack: context: got none, but this block has cross-attention; give what it reads"
-                if self.has_cross_attention
-                else "attnpack: context: got a tensor, but this block has no cross-attention; give it cross_attention"
-            )
+            checks.cross_attention(self.has_cross_attention, context is not None)
         if context is not None:
             check_lengths("context_lens", context_lens, context)
         x = self._residual(

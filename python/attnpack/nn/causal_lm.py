@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import cpp
 from ..cache import ModelCache, check_kind
-from ..checks import MODEL_CACHE, check_ids, check_lengths, reject_keywords
+from ..errors import MODEL_CACHE, check_ids, check_lengths, reject_keywords
 from .attention import GroupedQueryAttention
 from .block import DecoderBlock
 from .feed_forward import FeedForward
@@ -162,7 +162,7 @@ class CausalLM(NativeModule):
             lengths: [B], the number of valid tokens of each right-padded row.
         """
         reject_keywords(unknown, MODEL_CACHE)
-        check_ids(ids)
+        check_ids("ids", ids)
         check_lengths("lengths", lengths, ids)
         hidden = self.model(ids, cache=cache, mask=mask, positions=positions, kv_lens=lengths)
         return linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else project(self.lm_head, hidden)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import cpp
-from ..checks import check_tokens
+from ..errors import check_tokens
 from .linear import project, project_all
 from .native import NativeModule
 

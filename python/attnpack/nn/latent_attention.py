@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, cpp, ops
+from .._C import checks
 from ..cache import KVCache, check_kind, unchanged_on_error
-from ..checks import check_context, check_input, reject_keywords
+from ..errors import check_context, check_input, reject_keywords
 from .attention_base import NativeAttention, split_heads
 from .linear import plain_weight, project
 from .local_heads import check_mask_share, latent_share
@@ -139,7 +140,7 @@ class MultiHeadLatentAttention(NativeAttention):
         The other arguments and the result are those of GroupedQueryAttention.forward.
         """
         reject_keywords(unknown)
-        self._check(x, context, value_context, cache, positions)
+        self._check(x, context, value_context, cache)
         check_kind(cache, KVCache, type(self).__name__, "a LatentCache, one a layer")
         with unchanged_on_error(cache):
             query, latent, k_rope, joined = self._latents(x, context)
@@ -178,7 +179,7 @@ class MultiHeadLatentAttention(NativeAttention):
         and for a folded layer: [B, H, L, C + R], [B, 1, Lkv, C + R], [B, 1, Lkv, C]. Under tensor
         parallelism H is this rank's heads alone.
         """
-        self._check(x, context, None, None, positions)
+        self._check(x, context, None, None)
         query, latent, k_rope, _ = self._latents(x, context)
         rope = None if self.rope is None else self.rope.settings
         weight = None if self.folded else plain_weight(self.kv_b_proj)
@@ -225,13 +226,9 @@ class MultiHeadLatentAttention(NativeAttention):
         context: Tensor | None,
         value_context: Tensor | None,
         cache: object | None,
-        positions: Tensor | None,
     ) -> None:
         if value_context is not None:
-            raise ValueError(
-                "attnpack: value_context: got a tensor, but latent attention makes keys and values of one latent; "
-                "leave it out"
-            )
+            checks.one_latent(True)
         for name in ("window", "softcap", "alibi", "head_map"):
             if getattr(self, name):
                 raise ValueError(
@@ -241,7 +238,7 @@ class MultiHeadLatentAttention(NativeAttention):
         check_input("x", x, self.embed_dim, self.q_proj if self.q_a_proj is None else self.q_a_proj)
         keys, name = (x, "x, taken as context") if context is None else (context, "context")
         check_input(name, keys, self.embed_dim, self.kv_a_proj_with_mqa)
-        check_context(x, context, None, cache, positions)
+        check_context(x, context, None, cache)
 
     def _latents(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries [B, H, L, N + R], latents [B, Lkv, C] after their norm, k_rope [B, Lkv, R] before rotation, and a

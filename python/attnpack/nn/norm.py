@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import cpp, ops
-from ..checks import check_tokens
-from ..sizes import check_dtype
+from ..errors import check_dtype, check_tokens
 from .native import NativeModule
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import cpp
+from .._C import checks
 from ..cache import KVCache
-from ..checks import check_input, check_positions, reject_keywords
+from ..errors import check_input, reject_keywords
 from .attention_base import NativeAttention, split_heads
 from .rope import RotaryEmbedding
 
@@ -71,7 +72,6 @@ class ProjectedAttention(NativeAttention):
         """
         reject_keywords(unknown)
         query, key, value = self._heads(q, k, v)
-        check_positions(positions, q)
         return self._attend(
             query,
             key,
@@ -90,7 +90,6 @@ class ProjectedAttention(NativeAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]), rotated, as the operator gets them."""
         query, key, value = self._heads(q, k, v)
-        check_positions(positions, q)
         query, key = self._rotate(query, key, positions, q.size(1) != k.size(1))
         return query, key, value
 
@@ -98,13 +97,8 @@ class ProjectedAttention(NativeAttention):
         check_input("q", q, self.num_heads * self.head_dim, None)
         check_input("k", k, self.num_kv_heads * self.head_dim, None)
         check_input("v", v, self.num_kv_heads * self.head_dim, None)
-        if k.size(0) != q.size(0):
-            raise ValueError(f"attnpack: k: got batch {k.size(0)}, want {q.size(0)} as in q")
-        if v.shape[:2] != k.shape[:2]:
-            raise ValueError(
-                f"attnpack: v: got shape {list(v.shape)}, want batch and length of k {list(k.shape)}: each key needs "
-                "one value"
-            )
+        if not torch.compiler.is_compiling():
+            checks.keys_and_values(q, k, v)
         return (
             split_heads(q, self.num_heads),
             split_heads(k, self.num_kv_heads),

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from .. import cpp
+from .._C import checks
 from ..cache import ModelCache, check_kind, unchanged_on_error
-from ..checks import MODEL_CACHE, check_device, check_ids, check_lengths, explain_ids, naming, reject_keywords
-from ..explain import with_article, wrong_kind
+from ..errors import (
+    MODEL_CACHE,
+    check_ids,
+    check_input,
+    check_lengths,
+    reject_keywords,
+    vocabulary_of,
+    with_article,
+    wrong_kind,
+)
 from .block import Block, DecoderBlock, EncoderBlock
 from .native import NativeModule
 from .norm import make_norm, norm_settings
@@ -44,39 +53,36 @@ class _Stack(NativeModule):
             if isinstance(layer, other) or not isinstance(layer, nn.Module):
                 raise wrong_kind(f"layers[{i}]", layer, with_article(self._block.__name__))
             first, width = getattr(layers[0], "embed_dim", None), getattr(layer, "embed_dim", None)
-            if first is not None and width is not None and width != first:
-                raise ValueError(
-                    f"attnpack: layers[{i}]: got width {width}, want {first} as the first block has; each reads "
-                    "what the one before it gives"
-                )
+            if first is not None and width is not None:
+                checks.layer_width(i, width, first)
         width = getattr(embed_tokens, "embedding_dim", None)
-        if width is not None and width != layers[0].embed_dim:
-            raise ValueError(
-                f"attnpack: embed_tokens: got width {width}, want {layers[0].embed_dim} as the blocks have"
-            )
+        if width is not None:
+            checks.embedding_width(width, layers[0].embed_dim)
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
         beside = layers[0].input_layernorm.weight
         factory = (beside.device if device is None else device, beside.dtype if dtype is None else dtype)
         self.norm = None if norm is None else make_norm(norm, layers[0].embed_dim, eps, *factory)
 
+    def _check(self, name: str, x: Tensor) -> None:
+        """Checks the input of forward, which `name` names for users."""
+        if torch.compiler.is_compiling():
+            return
+        if self.embed_tokens is not None:
+            plain = type(self.embed_tokens) is nn.Embedding
+            check_ids(name, x, self.embed_tokens.weight if plain else None)
+        elif isinstance(x, Tensor):
+            checks.states(name, x, self.layers[0].embed_dim)
+
     def _embed(self, x: Tensor) -> Tensor:
         if self.embed_tokens is None:
-            if isinstance(x, Tensor) and not x.is_floating_point():
-                raise ValueError(
-                    f"attnpack: x: got {x.dtype} of shape {list(x.shape)}, want states [batch, length, "
-                    f"{self.layers[0].embed_dim}]; to take token numbers give the stack embed_tokens"
-                )
+            self._check("x", x)
             return x
-        check_ids(x)
-        if type(self.embed_tokens) is nn.Embedding:
-            check_device("ids", x, self.embed_tokens.weight)
-        try:
+        self._check("ids", x)
+        if torch.compiler.is_compiling():
             return self.embed_tokens(x)
-        except IndexError:
-            if isinstance(self.embed_tokens, nn.Embedding):
-                explain_ids(x, self.embed_tokens.num_embeddings)
-            raise
+        with vocabulary_of(self.embed_tokens, "ids", x):
+            return self.embed_tokens(x)
 
     def _finish(self, x: Tensor) -> Tensor:
         return x if self.norm is None else self.norm(x)
@@ -154,9 +160,7 @@ class Decoder(_Stack):
         reject_keywords(unknown, MODEL_CACHE)
         check_kind(cache, ModelCache, type(self).__name__)
         if cache is not None and len(cache.layers) != len(self.layers):
-            raise ValueError(
-                f"attnpack: cache: got one of {len(cache.layers)} layers, want {len(self.layers)} as the model has"
-            )
+            checks.cache_layers(len(cache.layers), len(self.layers))
         inputs = {
             "mask": mask,
             "positions": positions,
@@ -213,15 +217,22 @@ class EncoderDecoder(NativeModule):
         reject_keywords(unknown, MODEL_CACHE)
         check_lengths("source_lens", source_lens, source)
         check_lengths("target_lens", target_lens, target)
-        with naming(_input_name(self.encoder), "source"):
-            memory = self.encoder(source, kv_lens=source_lens)
-        with naming(_input_name(self.decoder), "target"):
-            return self.decoder(target, memory, kv_lens=target_lens, context_lens=source_lens, cache=cache)
+        memory = _run(self.encoder, "source", source, kv_lens=source_lens)
+        return _run(
+            self.decoder, "target", target, context=memory, kv_lens=target_lens, context_lens=source_lens, cache=cache
+        )
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         return cpp.EncoderDecoder(self.encoder.cpp(), self.decoder.cpp())
 
 
-def _input_name(stack: nn.Module) -> str:
-    """The name of the input of a stack's forward in its errors."""
-    return "x" if getattr(stack, "embed_tokens", None) is None else "ids"
+def _run(stack: nn.Module, name: str, x: Tensor, **inputs: Any) -> Tensor:
+    """stack(x, **inputs), with errors that call x by the name that it has for the caller's users."""
+    if not isinstance(stack, _Stack) or torch.compiler.is_compiling():
+        return stack(x, **inputs)
+    stack._check(name, x)
+    if stack.embed_tokens is None:
+        check_input(name, x, stack.layers[0].embed_dim, None)
+        return stack(x, **inputs)
+    with vocabulary_of(stack.embed_tokens, name, x):
+        return stack(x, **inputs)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from .. import CausalLM, ModelCache, checkpoints
-from ..sizes import DTYPES
+from ..errors import DTYPES
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ Tensor rotate_stored(const Tensor& key, const Tensor& lengths, const RopeSetting
 
 std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::optional<RopeSettings>& rope,
                                          const Placement& place) {
+  check_positions(place.positions, tokens.query);  // also if nothing rotates
   if (!rope) return {tokens.query, tokens.key};
   if (!tokens.rotated_dims) return rotate_new(tokens.query, tokens.key, *rope, place);
   const auto [fixed_q, raw_q] = split(tokens.query, *tokens.rotated_dims);
@@ -85,7 +86,7 @@ PlacedTokens place_tokens(
   std::optional<RopeSettings> rope = rope_settings(args.rope);
   if (tokens.rotated_dims && *tokens.rotated_dims == 0) rope.reset();
   if (!cache) {
-    check(tokens.key, tokens.value, args.kv_lens);
+    if (rope) check(tokens.key, tokens.value, args.kv_lens);  // without rotation the operator's own check comes first
     const auto [q, k] = rotate_tokens(tokens, rope, {args.positions, args.cross, std::nullopt, args.kv_lens});
     return {q, k, tokens.value, std::nullopt, args.kv_lens};
   }

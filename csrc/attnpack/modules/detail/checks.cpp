@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 
 namespace attnpack {
 
@@ -71,51 +71,52 @@ void check_place(const char* name, const at::Tensor& input, const at::Tensor& we
 }  // namespace
 
 void check_input(const char* name, const at::Tensor& input, int64_t width, const at::Tensor& weight) {
-  ATTNPACK_CHECK(input.dim() == 3 && input.size(2) == width, name, ": got shape ", input.sizes(),
+  check_padded(name, input);
+  ATTNPACK_CHECK(input.dim() == 3 && input.sym_size(2) == width, name, ": got shape ", input.sym_sizes(),
                  ", want [batch, length, ", width, "]");
   check_place(name, input, weight);
 }
 
 void check_tokens(const char* name, const at::Tensor& input, int64_t width, const at::Tensor& weight) {
-  ATTNPACK_CHECK(input.dim() > 0 && input.size(-1) == width, name, ": got shape ", input.sizes(), ", want [..., ",
-                 width, "]");
+  ATTNPACK_CHECK(input.dim() > 0 && input.sym_size(-1) == width, name, ": got shape ", input.sym_sizes(),
+                 ", want [..., ", width, "]");
   check_place(name, input, weight);
 }
 
-void check_inputs(const at::Tensor& x, const AttentionInputs& inputs) {
+void check_context(const at::Tensor& x, const std::optional<at::Tensor>& context,
+                   const std::optional<at::Tensor>& value_context, bool cache) {
   const auto same_batch = [&](const char* name, const std::optional<at::Tensor>& other) {
-    ATTNPACK_CHECK(!other || other->size(0) == x.size(0), name, ": got batch ", other->size(0), ", want ", x.size(0),
-                   " as in x");
+    ATTNPACK_CHECK(!other || other->sym_size(0) == x.sym_size(0), name, ": got batch ", other->sym_size(0), ", want ",
+                   x.sym_size(0), " as in x");
   };
-  same_batch("context", inputs.context());
-  same_batch("value_context", inputs.value_context());
-  ATTNPACK_CHECK(!inputs.value_context() || inputs.context(),
+  same_batch("context", context);
+  same_batch("value_context", value_context);
+  ATTNPACK_CHECK(!value_context || context,
                  "value_context: got a tensor without context; give context, where the keys come from, too");
-  ATTNPACK_CHECK(!inputs.context() || !inputs.cache(),
+  ATTNPACK_CHECK(!context || !cache,
                  "cache: got one together with context; a cache holds self-attention's keys, leave it out");
-  ATTNPACK_CHECK(!inputs.value_context() || inputs.value_context()->size(1) == inputs.context()->size(1),
-                 "value_context: got length ", inputs.value_context()->size(1), ", want ", inputs.context()->size(1),
+  ATTNPACK_CHECK(!value_context || value_context->sym_size(1) == context->sym_size(1), "value_context: got length ",
+                 value_context->sym_size(1), ", want ", context->sym_size(1),
                  " as context has: each of its keys needs one value");
-  check_positions(inputs.positions(), x);
 }
 
-void check_positions(const std::optional<at::Tensor>& positions, const at::Tensor& x) {
-  if (!positions) return;
-  const auto& p = *positions;
-  const auto length = x.size(1);
-  const bool flat = p.dim() == 1 && p.size(0) == length;
-  const bool by_sequence = p.dim() == 2 && (p.size(0) == x.size(0) || p.size(0) == 1) && p.size(1) == length;
-  ATTNPACK_CHECK(p.scalar_type() == at::kLong && (flat || by_sequence), "positions has shape ", p.sizes(),
-                 " and dtype ", p.scalar_type(), ", wants int64 [length] or [batch, length] with length ", length,
-                 ": one number for each new token");
+void check_one_latent(bool value_context) {
+  ATTNPACK_CHECK(!value_context,
+                 "value_context: got a tensor, but latent attention makes keys and values of one latent; leave it out");
+}
+
+void check_keys_and_values(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  ATTNPACK_CHECK(k.sym_size(0) == q.sym_size(0), "k: got batch ", k.sym_size(0), ", want ", q.sym_size(0), " as in q");
+  ATTNPACK_CHECK(v.sym_size(0) == k.sym_size(0) && v.sym_size(1) == k.sym_size(1), "v: got shape ", v.sym_sizes(),
+                 ", want batch and length of k ", k.sym_sizes(), ": each key needs one value");
 }
 
 void check_lengths(const char* name, const std::optional<at::Tensor>& lengths, const at::Tensor& x, int64_t low) {
   if (!lengths || x.dim() < 2) return;  // such an x is refused where it is read
   ATTNPACK_CHECK(lengths->scalar_type() == at::kLong || lengths->scalar_type() == at::kInt, name, " has dtype ",
                  lengths->scalar_type(), ", wants int32 or int64: call .long() on it, in C++ .to(at::kLong)");
-  ATTNPACK_CHECK(lengths->dim() == 1 && lengths->size(0) == x.size(0), name, " has shape ", lengths->sizes(),
-                 ", wants [batch] = [", x.size(0), "]: the valid tokens of each sequence");
+  ATTNPACK_CHECK(lengths->dim() == 1 && lengths->sym_size(0) == x.sym_size(0), name, " has shape ",
+                 lengths->sym_sizes(), ", wants [batch] = [", x.sym_size(0), "]: the valid tokens of each sequence");
   if (lengths->is_cpu() && !at::isTensorSubclassLike(*lengths)) check_length_values(name, *lengths, low, x.size(1));
 }
 
@@ -126,6 +127,53 @@ void check_length_values(const char* name, const at::Tensor& lengths, int64_t lo
     ATTNPACK_CHECK(length[b] >= low && length[b] <= high, name, "[", b, "] is ", length[b], ", wants ", low, " to ",
                    high, ": the valid tokens of that row");
   }
+}
+
+void check_ids(const char* name, const at::Tensor& ids) {
+  ATTNPACK_CHECK(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt, name, " has dtype ",
+                 ids.scalar_type(), ", wants int64 token numbers: call .long() on it, in C++ .to(at::kLong)");
+  ATTNPACK_CHECK(ids.dim() == 2, name, ": got shape ", ids.sym_sizes(),
+                 ", want token numbers [B, L]; for one sequence ", "pass ", name, ".unsqueeze(0)");
+}
+
+void check_vocabulary(const char* name, const at::Tensor& ids, int64_t vocab_size) {
+  const auto outside = ids.masked_select((ids < 0).logical_or(ids >= vocab_size));
+  ATTNPACK_CHECK(outside.numel() == 0, name, " holds ", outside[0].item<int64_t>(), ", wants 0 to ", vocab_size - 1,
+                 ", the tokens of vocab_size ", vocab_size, ": use the tokenizer that belongs to the model");
+}
+
+void check_states(const char* name, const at::Tensor& x, int64_t embed_dim) {
+  ATTNPACK_CHECK(x.is_floating_point(), name, ": got ", x.scalar_type(), " of shape ", x.sym_sizes(),
+                 ", want states [batch, length, ", embed_dim, "]; to take token numbers give the stack embed_tokens");
+}
+
+void check_output_width(int64_t out_dim, int64_t embed_dim) {
+  ATTNPACK_CHECK(out_dim == embed_dim, "attention: gives width ", out_dim, ", want its embed_dim ", embed_dim,
+                 "; a block adds it to x, leave head_dim out or take a module with an output projection");
+}
+
+void check_part_width(const char* name, int64_t width, int64_t embed_dim) {
+  ATTNPACK_CHECK(width == embed_dim, name, ": got width ", width, ", want ", embed_dim,
+                 " as attention has; a block's parts add up, make them of one embed_dim");
+}
+
+void check_layer_width(int64_t layer, int64_t width, int64_t first) {
+  ATTNPACK_CHECK(width == first, "layers[", layer, "]: got width ", width, ", want ", first,
+                 " as the first block has; each reads what the one before it gives");
+}
+
+void check_embedding_width(int64_t width, int64_t embed_dim) {
+  ATTNPACK_CHECK(width == embed_dim, "embed_tokens: got width ", width, ", want ", embed_dim, " as the blocks have");
+}
+
+void check_cross_attention(bool has_cross_attention, bool context) {
+  ATTNPACK_CHECK(has_cross_attention == context, "context: ",
+                 has_cross_attention ? "got none, but this block has cross-attention; give what it reads"
+                                     : "got a tensor, but this block has no cross-attention; give it cross_attention");
+}
+
+void check_cache_layers(int64_t cached, int64_t layers) {
+  ATTNPACK_CHECK(cached == layers, "cache: got one of ", cached, " layers, want ", layers, " as the model has");
 }
 
 }  // namespace attnpack

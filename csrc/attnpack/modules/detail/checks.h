@@ -29,12 +29,16 @@ void check_device(const char* name, const at::Tensor& input, const at::Tensor& w
 // Checks that input is [B, L, width] in the dtype and on the device of weight.
 void check_input(const char* name, const at::Tensor& input, int64_t width, const at::Tensor& weight);
 
-// Checks that context and cache are not given together, that value_context has a context of its length, and that the
-// batches agree.
-void check_inputs(const at::Tensor& x, const AttentionInputs& inputs);
+// Checks that context and cache are not given together, that value_context has a context of its length, and that
+// the batches agree.
+void check_context(const at::Tensor& x, const std::optional<at::Tensor>& context,
+                   const std::optional<at::Tensor>& value_context, bool cache);
 
-// Checks that positions, if given, are int64 [L] or [B, L] for x [B, L, E], also if there is no RoPE to read them.
-void check_positions(const std::optional<at::Tensor>& positions, const at::Tensor& x);
+// Refuses a value_context for latent attention.
+void check_one_latent(bool value_context);
+
+// Checks that k and v [B, Lkv, ...] are of the batch of q and of one length.
+void check_keys_and_values(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
 // As check_input for [..., width], which norms and feed-forwards map token by token.
 void check_tokens(const char* name, const at::Tensor& input, int64_t width, const at::Tensor& weight);
@@ -45,5 +49,25 @@ void check_lengths(const char* name, const std::optional<at::Tensor>& lengths, c
 
 // Checks that all lengths are low to high. It reads them, so the call waits for the device.
 void check_length_values(const char* name, const at::Tensor& lengths, int64_t low, int64_t high);
+
+// Checks that ids are token numbers [B, L]. check_vocabulary finds wrong values; call it after a look-up has failed,
+// since reading them makes CUDA wait.
+void check_ids(const char* name, const at::Tensor& ids);
+void check_vocabulary(const char* name, const at::Tensor& ids, int64_t vocab_size);
+
+// Checks that x is no tensor of token numbers, which a stack without embed_tokens cannot read.
+void check_states(const char* name, const at::Tensor& x, int64_t embed_dim);
+
+// Checks that the parts of a block and of a stack have one width: a block adds them up.
+void check_output_width(int64_t out_dim, int64_t embed_dim);
+void check_part_width(const char* name, int64_t width, int64_t embed_dim);
+void check_layer_width(int64_t layer, int64_t width, int64_t first);
+void check_embedding_width(int64_t width, int64_t embed_dim);
+
+// Checks that a block is given a context if it has cross-attention, and only then.
+void check_cross_attention(bool has_cross_attention, bool context);
+
+// Checks that a model's cache has as many layers as the model.
+void check_cache_layers(int64_t cached, int64_t layers);
 
 }  // namespace attnpack

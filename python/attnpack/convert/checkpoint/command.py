@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from ...sizes import DTYPES
+from ...errors import DTYPES
 from .conversion import Report, Request, convert_checkpoint
 from .streams import LONGEST
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._C import checks
 from ...cache import KVCache
-from ...explain import nested
 from ...nn.linear import is_watched
 from ...nn.norm import RMSNorm
 from ...ops import apply_rope
@@ -51,7 +51,7 @@ def _on_the_weight_of(theirs: nn.Module) -> RMSNorm:
 def check_call(hidden_states: Tensor, past_key_values: object) -> None:
     """Raises ValueError for a nested tensor, and TypeError for a past_key_values that is no cache of transformers."""
     if hidden_states.is_nested:
-        raise nested("hidden_states")
+        checks.padded("hidden_states", hidden_states)
     if past_key_values is None or hasattr(past_key_values, "update"):
         return
     kind = "an attnpack" if isinstance(past_key_values, KVCache) else "a"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...sizes import DTYPES
+from ...errors import DTYPES
 
 COLD_BYTES = 96 << 20  # of keys and values; the caches are emptied between two calls
 WARM_BYTES = 1 << 20  # of keys and values that stay in the cache of a core

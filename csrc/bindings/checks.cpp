@@ -1,0 +1,69 @@
+#include <attnpack/core/padded.h>
+#include <attnpack/modules/detail/checks.h>
+#include <attnpack/rope/rotate.h>
+#include <bindings/common.h>
+#include <bindings/register.h>
+
+// The judges of wrong calls, for the Python modules: both languages raise the same sentences.
+namespace attnpack {
+
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+constexpr const char* kMake = ": torch.tensor() makes one of a list";
+
+at::Tensor as_tensor(const char* name, const py::object& value, const std::string& wanted) {
+  if (!THPVariable_Check(value.ptr())) raise_wrong_kind(name, value, wanted);
+  auto tensor = THPVariable_Unpack(value.ptr());
+  check_padded(name, tensor);
+  return tensor;
+}
+
+OptionalTensor as_optional_tensor(const char* name, const py::object& value) {
+  return read_value<OptionalTensor>(name, value, name);
+}
+
+}  // namespace
+
+void register_checks(py::module_& m) {
+  m.def("padded", &check_padded);
+  m.def("input", [](const char* name, const py::object& tensor, int64_t width, const OptionalTensor& weight) {
+    const auto wanted = c10::str("a tensor [batch, length, ", width, "]", kMake);
+    check_input(name, as_tensor(name, tensor, wanted), width, weight.value_or(at::Tensor()));
+  });
+  m.def("tokens", [](const char* name, const py::object& tensor, int64_t width, const OptionalTensor& weight) {
+    const auto wanted = c10::str("a tensor [..., ", width, "]", kMake);
+    check_tokens(name, as_tensor(name, tensor, wanted), width, weight.value_or(at::Tensor()));
+  });
+  m.def("context", [](const at::Tensor& x, const OptionalTensor& context, const OptionalTensor& value_context,
+                      bool cache) { check_context(x, context, value_context, cache); });
+  m.def("one_latent", &check_one_latent);
+  m.def("keys_and_values", &check_keys_and_values);
+  m.def("positions", [](const py::object& positions, const at::Tensor& query) {
+    check_positions(as_optional_tensor("positions", positions), query);
+  });
+  m.def("lengths", [](const char* name, const py::object& lengths, const py::object& x) {
+    if (!THPVariable_Check(x.ptr())) return;  // such an x is refused where it is read
+    check_lengths(name, as_optional_tensor(name, lengths), THPVariable_Unpack(x.ptr()));
+  });
+  m.def("ids", [](const char* name, const py::object& ids, const OptionalTensor& weight) {
+    const auto tensor = as_tensor(name, ids, wanted_by_name("ids", false));
+    check_ids(name, tensor);
+    if (weight) check_device(name, tensor, *weight);
+  });
+  m.def("vocabulary", &check_vocabulary);
+  m.def("states", &check_states);
+  m.def("output_width", &check_output_width);
+  m.def("part_width", &check_part_width);
+  m.def("layer_width", &check_layer_width);
+  m.def("embedding_width", &check_embedding_width);
+  m.def("cross_attention", &check_cross_attention);
+  m.def("cache_layers", &check_cache_layers);
+  m.def("size", &check_size);
+  m.def("dtype", [](const py::object& dtype) { make_factory(py::str("meta"), dtype); });
+  m.def("unexpected_keyword", &raise_unexpected_keyword);
+  m.def("wrong_kind", &wrong_kind);
+  m.def("with_article", &with_article);
+}
+
+}  // namespace attnpack

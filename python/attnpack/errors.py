@@ -1,0 +1,128 @@
+"""Checks of arguments, and the form of the errors. C++ has the rules and the sentences (``attnpack._C.checks``): both
+languages raise the same.
+
+While a graph is traced, no check runs here: the operators check shapes and dtypes of each call. A rule that no operator
+sees is checked in traced calls too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._C import checks
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""The dtypes by their names on the command line."""
+
+LAYER_CACHE = "an attnpack.DynamicCache() or StaticCache"
+MODEL_CACHE = "an attnpack.ModelCache(num_layers)"
+
+with_article = checks.with_article
+_is_compiling = torch.compiler.is_compiling
+
+
+def wrong_kind(name: str, value: object, wanted: str) -> TypeError:
+    return TypeError(checks.wrong_kind(name, value, wanted))
+
+
+def reject_keywords(unknown: dict[str, Any], cache: str | None = LAYER_CACHE, function: str = "forward") -> None:
+    """Raises TypeError for keywords that `function` does not have; `cache` says in words what its cache= takes, None if
+    it has no such argument."""
+    for name in unknown:
+        checks.unexpected_keyword(function, name, ["mask"] if cache is None else ["mask", "cache"], cache or "")
+
+
+def check_input(name: str, tensor: Tensor, width: int, projection: nn.Module | None) -> None:
+    """Raises unless `tensor` is [B, L, width] in the dtype and on the device of a plain linear `projection`."""
+    if not _is_compiling():
+        checks.input(name, tensor, width, _plain_weight(projection))
+
+
+def check_tokens(name: str, tensor: Tensor, width: int, projection: nn.Module | None) -> None:
+    """As `check_input` for [..., width], which norms and feed-forwards take."""
+    if not _is_compiling():
+        checks.tokens(name, tensor, width, _plain_weight(projection))
+
+
+def _plain_weight(projection: nn.Module | None) -> Tensor | None:
+    """The weight whose dtype and device an input must have. A module in place of the plain linear may want others."""
+    return projection.weight if type(projection) is nn.Linear else None
+
+
+def check_context(x: Tensor, context: Tensor | None, value_context: Tensor | None, cache: object | None) -> None:
+    """Raises if context and cache are given together, if value_context has no context of its own length, or if batch
+    sizes differ."""
+    if not _is_compiling() or (context is None and value_context is not None):
+        checks.context(x, context, value_context, cache is not None)
+
+
+def check_positions(positions: Tensor | None, query: Tensor) -> None:
+    """Checks that positions, if given, are int64 [L] or [B, L] for query [B, H, L, D]."""
+    if positions is not None and not _is_compiling():
+        checks.positions(positions, query)
+
+
+def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
+    """Checks that lengths, if given, are int32 or int64, one for each sequence of x [B, L, ...], and from 0 to L.
+
+    Values are checked on the CPU alone: reading them on another device would wait for it.
+    """
+    if lengths is not None and not _is_compiling():
+        checks.lengths(name, lengths, x)
+
+
+def check_ids(name: str, ids: Tensor, weight: Tensor | None = None) -> None:
+    """Checks that ids are token numbers [B, L], on the device of `weight`. `vocabulary_of` finds wrong values."""
+    if not _is_compiling():
+        checks.ids(name, ids, weight)
+
+
+@contextmanager
+def vocabulary_of(embedding: nn.Module | None, name: str, ids: Tensor) -> Iterator[None]:
+    """A context for the look-up of ids: if it raises, the error names an id outside the vocabulary. A good call pays
+    nothing, and CUDA does not wait."""
+    try:
+        yield
+    except (IndexError, ValueError):
+        if isinstance(embedding, nn.Embedding):
+            checks.vocabulary(name, ids, embedding.num_embeddings)
+        raise
+
+
+def check_dtype(dtype: object) -> None:
+    """Checks that the dtype of a module, if given, is a floating one: parameters have gradients."""
+    if dtype is not None:
+        checks.dtype(dtype)
+
+
+def check_size(name: str, size: object) -> None:
+    """Checks that a size is an int of at least 1."""
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise wrong_kind(name, size, "an int")
+    checks.size(name, size)
+
+
+def as_path(name: str, path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise wrong_kind(name, path, "a path: a str or a pathlib.Path")
+    return Path(path)
+
+
+def values_of(tensor: Tensor) -> list[Any] | None:
+    """The values to check, or None if they cannot be read.
+
+    A traced tensor has no values: the op checks those of each run. Reading from another device would wait for it.
+    """
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or _is_compiling():
+        return None
+    try:
+        return tensor.tolist()
+    except RuntimeError:  # a tensor inside a transform of torch.func has no values either
+        return None
