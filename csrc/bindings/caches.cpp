@@ -1,3 +1,4 @@
+#include <attnpack/cache/detail/rules.h>
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>
 #include <bindings/common.h>
@@ -7,7 +8,7 @@ namespace attnpack {
 
 namespace {
 
-// DynamicCache and StaticCache over given tensors: how a Python cache lends its own to the C++ loop.
+// DynamicCache and StaticCache over given tensors.
 template <typename Cache>
 void bind_tensors(py::class_<Cache, KVCache, std::shared_ptr<Cache>>& cls) {
   cls.def_static(
@@ -34,12 +35,49 @@ at::Tensor as_index(const py::object& index) {
 }
 
 // DynamicCache(batch=1, num_kv_heads=2, len=3, head_dim=4, dtype=torch.float32, bytes=192), as Python's.
-std::string describe_cache(const char* name, const KVCache& cache) {
+std::string describe_cache(const std::string& name, const KVCache& cache) {
   if (!cache.k().defined()) return c10::str(name, "(len=0)");
   const auto k = cache.k();
   return c10::str(name, "(batch=", k.size(0), ", num_kv_heads=", k.size(1), ", len=", k.size(2),
                   ", head_dim=", k.size(3), ", dtype=", py::str(py::cast(k.scalar_type())).cast<std::string>(),
                   ", bytes=", cache.nbytes(), ")");
+}
+
+// Binds a rule for eager calls, which pybind serves faster than the dispatcher.
+template <typename Result, typename... Rest>
+void bind_rule(py::module_& m, const char* name, Result (*rule)(const HeldCache&, Rest...)) {
+  m.def(name, [rule](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers,
+                     Rest... rest) { return rule({kind, tensors, numbers}, rest...); });
+}
+
+void bind_rules(py::module_& m) {
+  bind_rule(m, "cache_reserve", &cache_reserve);
+  bind_rule(m, "cache_reserve_latents", &cache_reserve_latents);
+  bind_rule(m, "cache_commit", &cache_commit);
+  bind_rule(m, "cache_reset", &cache_reset);
+  bind_rule(m, "cache_crop", &cache_crop);
+  bind_rule(m, "cache_take_back", &cache_take_back);
+  bind_rule(m, "cache_clone", &cache_clone);
+  bind_rule(m, "cache_len", &cache_len);
+  bind_rule(m, "cache_nbytes", &cache_nbytes);
+  bind_rule(m, "cache_views", &cache_views);
+  bind_rule(
+      m, "cache_reorder",
+      +[](const HeldCache& held, const py::object& index) { return cache_reorder(held, as_index(index)); });
+  m.def("static_cache", [](int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
+                           std::optional<int64_t> v_head_dim, const py::object& dtype, const py::object& device) {
+    const auto factory = make_factory(device, dtype);
+    return static_cache(batch, num_kv_heads, max_len, head_dim, v_head_dim, factory.dtype, factory.device);
+  });
+  // A cache of Python lends its tensors to the C++ loop, and takes over those that the loop leaves.
+  m.def("lend_cache", [](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers) {
+    return HeldCache{kind, tensors, numbers}.make();
+  });
+  m.def("cache_state", [](const KVCache& cache) {
+    auto state = cache.state();
+    return std::make_tuple(std::move(state.tensors), std::move(state.numbers));
+  });
+  m.def("describe_cache", &describe_cache);
 }
 
 template <typename T>
@@ -58,6 +96,7 @@ void bind_common(py::class_<T, std::shared_ptr<T>>& cls) {
 }  // namespace
 
 void register_caches(py::module_& m) {
+  bind_rules(m);
   py::class_<KVCache, std::shared_ptr<KVCache>> base(m, "KVCache");
   bind_common(base);
   base.def_property_readonly("k", &KVCache::k).def_property_readonly("v", &KVCache::v);

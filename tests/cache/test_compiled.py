@@ -1,4 +1,4 @@
-"""Caches under torch.compile(fullgraph=True): one graph for all steps of a cache of fixed size, few for one that grows."""
+"""Caches under torch.compile(fullgraph=True): a StaticCache takes one graph for all steps, a DynamicCache few."""
 
 import attnpack
 import pytest
