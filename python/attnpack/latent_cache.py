@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import cpp
 from .cache import DynamicCache
 from .checks import check_lengths
 from .explain import is_tensor, wrong_kind
@@ -23,41 +22,16 @@ class LatentCache(DynamicCache):
     element size.
     """
 
-    kv_lora_rank: int
-    """C; 0 before the first append."""
-
-    def reserve(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        raise ValueError(
-            f"attnpack: cache: got a LatentCache, want one of keys and values for keys of shape {list(key.shape)}; use "
-            "a DynamicCache or StaticCache, a LatentCache serves MultiHeadLatentAttention"
-        )
-
-    def reserve_latents(self, latents: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
-        if self._len and kv_lora_rank != self.kv_lora_rank:
-            raise ValueError(
-                f"attnpack: cache: got latents of kv_lora_rank {kv_lora_rank}, want {self.kv_lora_rank} as the cache "
-                "holds; use a cache of this layer's shape, or reset() it"
-            )
-        self._next_rank = kv_lora_rank
-        keys, _, lengths = super().reserve(latents, latents[..., :0])
-        return keys, lengths
-
-    def commit(self, new_len: int, new_lens: Tensor | None) -> None:
-        super().commit(new_len, new_lens)
-        self.kv_lora_rank = self._next_rank
-
-    def reset(self) -> None:
-        super().reset()
-        self.kv_lora_rank = 0
+    _kind = "LatentCache"
 
     @property
-    def v(self) -> Tensor | None:
-        """The latents c, [B, 1, len, C], a view of `k`; None before the first append."""
-        return None if self.k is None else self.k[..., : self.kv_lora_rank]
+    def kv_lora_rank(self) -> int:
+        """C; 0 before the first append."""
+        return self._numbers[1]
 
     @property
     def c(self) -> Tensor | None:
-        """The same as `v`."""
+        """The latents c, [B, 1, len, C], a view of `k`; None before the first append. The same as `v`."""
         return self.v
 
     @property
@@ -115,12 +89,3 @@ class LatentCache(DynamicCache):
         held.copy_(torch.full_like(held, c.size(2)) if lengths is None else lengths)
         cache.commit(c.size(2), lengths)
         return cache
-
-    def _lend(self) -> cpp.LatentCache:
-        if not self._len:
-            return cpp.LatentCache()
-        return cpp.LatentCache.from_tensors(self._key, self._value, self.lengths, self.kv_lora_rank)
-
-    def _take(self, native: cpp.LatentCache) -> None:
-        super()._take(native)
-        self.kv_lora_rank = native.kv_lora_rank
