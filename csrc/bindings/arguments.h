@@ -118,6 +118,8 @@ class Arguments {
   void read(const std::string& name, T& value, bool required = false) {
     if constexpr (std::is_same_v<T, Factory>) {
       value = take_factory();
+    } else if constexpr (std::is_same_v<T, at::TensorOptions>) {
+      value = take_factory().options();
     } else if (const auto held = take(name)) {
       value = read_value<T>(name, held, name);
     } else if (required) {

@@ -1,3 +1,4 @@
+#include <attnpack/cache/detail/rules.h>
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>
 #include <bindings/common.h>
@@ -7,7 +8,7 @@ namespace attnpack {
 
 namespace {
 
-// DynamicCache and StaticCache over given tensors: how a Python cache lends its own to the C++ loop.
+// DynamicCache and StaticCache over given tensors.
 template <typename Cache>
 void bind_tensors(py::class_<Cache, KVCache, std::shared_ptr<Cache>>& cls) {
   cls.def_static(
@@ -34,12 +35,54 @@ at::Tensor as_index(const py::object& index) {
 }
 
 // DynamicCache(batch=1, num_kv_heads=2, len=3, head_dim=4, dtype=torch.float32, bytes=192), as Python's.
-std::string describe_cache(const char* name, const KVCache& cache) {
+std::string describe_cache(const std::string& name, const KVCache& cache) {
   if (!cache.k().defined()) return c10::str(name, "(len=0)");
   const auto k = cache.k();
   return c10::str(name, "(batch=", k.size(0), ", num_kv_heads=", k.size(1), ", len=", k.size(2),
                   ", head_dim=", k.size(3), ", dtype=", py::str(py::cast(k.scalar_type())).cast<std::string>(),
                   ", bytes=", cache.nbytes(), ")");
+}
+
+// Binds a rule for eager calls, which pybind serves faster than the dispatcher.
+template <typename Result, typename... Rest>
+void bind_rule(py::module_& m, const char* name, Result (*rule)(const HeldCache&, Rest...)) {
+  m.def(name, [rule](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers,
+                     Rest... rest) { return rule({kind, tensors, numbers}, rest...); });
+}
+
+py::object static_cache_py(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
+                           std::optional<int64_t> v_head_dim, const py::object& dtype, const py::object& device) {
+  const auto factory = make_factory(device, dtype);
+  return py::cast(static_cache(batch, num_kv_heads, max_len, head_dim, v_head_dim, factory.dtype, factory.device));
+}
+
+void bind_rules(py::module_& m) {
+  bind_rule(m, "cache_reserve", &cache_reserve);
+  bind_rule(m, "cache_reserve_latents", &cache_reserve_latents);
+  bind_rule(m, "cache_commit", &cache_commit);
+  bind_rule(m, "cache_reset", &cache_reset);
+  bind_rule(
+      m, "cache_crop",
+      +[](const HeldCache& held, const py::object& n) { return cache_crop(held, read_value<int64_t>("n", n, "n")); });
+  bind_rule(m, "cache_take_back", &cache_take_back);
+  bind_rule(m, "cache_clone", &cache_clone);
+  bind_rule(m, "cache_len", &cache_len);
+  bind_rule(m, "cache_nbytes", &cache_nbytes);
+  bind_rule(m, "cache_views", &cache_views);
+  bind_rule(
+      m, "cache_reorder",
+      +[](const HeldCache& held, const py::object& index) { return cache_reorder(held, as_index(index)); });
+  define(m, "static_cache", &static_cache_py,
+         {"batch", "num_kv_heads", "max_len", "head_dim", "v_head_dim", "dtype", "device"});
+  // A cache of Python lends its tensors to the C++ loop, and takes over those that the loop leaves.
+  m.def("lend_cache", [](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers) {
+    return HeldCache{kind, tensors, numbers}.make();
+  });
+  m.def("cache_state", [](const KVCache& cache) {
+    auto state = cache.state();
+    return std::make_tuple(std::move(state.tensors), std::move(state.numbers));
+  });
+  m.def("describe_cache", &describe_cache);
 }
 
 template <typename T>
@@ -49,27 +92,61 @@ void bind_common(py::class_<T, std::shared_ptr<T>>& cls) {
       .def_property_readonly("lengths", &T::lengths)
       .def_property_readonly("nbytes", &T::nbytes)
       .def("reset", &T::reset)
-      .def("crop", &T::crop, py::arg("n"))
       .def(
           "reorder", [](T& self, const py::object& index) { self.reorder(as_index(index)); }, py::arg("index"))
       .def("clone", &T::clone);
+  bind_method(cls, "crop", {"n"}, 1, [](T& self, Arguments& arguments) {
+    const auto n = arguments.require<int64_t>("n");
+    arguments.finish();
+    self.crop(n);
+  });
+}
+
+// A constructor without arguments.
+template <typename Cache>
+std::shared_ptr<Cache> make_growing(const char* name, const py::args& args, const py::kwargs& kwargs) {
+  Arguments(name, {}, args, kwargs).finish();
+  return std::make_shared<Cache>();
+}
+
+std::shared_ptr<ModelCache> make_model_cache(const py::args& args, const py::kwargs& kwargs) {
+  Arguments arguments("ModelCache", {"layers"}, args, kwargs);
+  auto layers = arguments.take("num_layers");
+  if (!layers) layers = arguments.require<py::object>("layers");
+  arguments.finish();
+  if (PyIndex_Check(layers.ptr())) return std::make_shared<ModelCache>(read_value<int64_t>("layers", layers, "layers"));
+  if (!py::isinstance<py::list>(layers) && !py::isinstance<py::tuple>(layers))
+    raise_wrong_kind("layers", layers, wanted_by_name("layers", false));
+  std::vector<std::shared_ptr<KVCache>> caches;
+  for (const auto& layer : layers) {
+    if (!py::isinstance<KVCache>(layer))
+      raise_wrong_kind(c10::str("layers[", caches.size(), "]"), layer, "an attnpack.cpp.DynamicCache() or StaticCache");
+    caches.push_back(layer.cast<std::shared_ptr<KVCache>>());
+  }
+  return std::make_shared<ModelCache>(std::move(caches));
 }
 
 }  // namespace
 
 void register_caches(py::module_& m) {
+  bind_rules(m);
   py::class_<KVCache, std::shared_ptr<KVCache>> base(m, "KVCache");
   bind_common(base);
   base.def_property_readonly("k", &KVCache::k).def_property_readonly("v", &KVCache::v);
 
   py::class_<DynamicCache, KVCache, std::shared_ptr<DynamicCache>> dynamic(m, "DynamicCache");
-  dynamic.def(py::init<>()).def("__repr__", [](const DynamicCache& self) {
-    return describe_cache("DynamicCache", self);
-  });
+  dynamic
+      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+        return make_growing<DynamicCache>("DynamicCache", args, kwargs);
+      }))
+      .def("__repr__", [](const DynamicCache& self) { return describe_cache("DynamicCache", self); });
   bind_tensors(dynamic);
 
   py::class_<LatentCache, DynamicCache, std::shared_ptr<LatentCache>> latent(m, "LatentCache");
-  latent.def(py::init<>())
+  latent
+      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+        return make_growing<LatentCache>("LatentCache", args, kwargs);
+      }))
       .def("__repr__", [](const LatentCache& self) { return describe_cache("LatentCache", self); })
       .def_property_readonly("c", &LatentCache::v)
       .def_property_readonly("k_rope", &LatentCache::k_rope)
@@ -82,20 +159,15 @@ void register_caches(py::module_& m) {
           py::arg("key"), py::arg("value"), py::arg("lengths"), py::arg("kv_lora_rank"));
 
   py::class_<StaticCache, KVCache, std::shared_ptr<StaticCache>> fixed(m, "StaticCache");
-  fixed.def(py::init([](int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
-                        std::optional<int64_t> v_head_dim, const py::object& dtype, const py::object& device) {
-              return StaticCache(StaticCacheOptions(batch, num_kv_heads, max_len, head_dim)
-                                     .v_head_dim(v_head_dim)
-                                     .tensor(make_factory(device, dtype).options()));
-            }),
-            py::arg("batch"), py::arg("num_kv_heads"), py::arg("max_len"), py::arg("head_dim"), py::kw_only(),
-            py::arg("v_head_dim") = py::none(), py::arg("dtype") = py::none(), py::arg("device") = py::none());
+  fixed.def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+    return std::make_shared<StaticCache>(
+        options_of_call<StaticCacheOptions, int64_t, int64_t, int64_t, int64_t>("StaticCache", args, kwargs));
+  }));
   fixed.def("__repr__", [](const StaticCache& self) { return describe_cache("StaticCache", self); });
   bind_tensors(fixed);
 
   py::class_<ModelCache, std::shared_ptr<ModelCache>> model(m, "ModelCache");
-  model.def(py::init<int64_t>(), py::arg("num_layers"))
-      .def(py::init<std::vector<std::shared_ptr<KVCache>>>(), py::arg("layers"))
+  model.def(py::init(&make_model_cache))
       .def_property_readonly("layers", &ModelCache::layers)
       .def("__repr__", [](const ModelCache& self) {
         const auto first = py::repr(py::cast(self.layers().front())).cast<std::string>();

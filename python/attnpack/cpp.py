@@ -6,7 +6,6 @@ storage.
 """
 
 from . import _C
-from .explain import explained
 
 Linear = _C.cpp.Linear
 Embedding = _C.cpp.Embedding
@@ -33,8 +32,3 @@ DynamicCache = _C.cpp.DynamicCache
 LatentCache = _C.cpp.LatentCache
 StaticCache = _C.cpp.StaticCache
 ModelCache = _C.cpp.ModelCache
-
-
-for _kind in (DynamicCache, LatentCache, StaticCache, ModelCache, KVCache):
-    for _name in vars(_kind).keys() & {"__init__", "crop"}:
-        setattr(_kind, _name, explained(getattr(_kind, _name), _kind.__name__ if _name == "__init__" else _name))

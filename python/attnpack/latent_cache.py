@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import cpp
 from .cache import DynamicCache
 from .errors import check_lengths, wrong_kind
-from .explain import is_tensor
 
 
 class LatentCache(DynamicCache):
@@ -23,41 +21,16 @@ class LatentCache(DynamicCache):
     element size.
     """
 
-    kv_lora_rank: int
-    """C; 0 before the first append."""
-
-    def reserve(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        raise ValueError(
-            f"attnpack: cache: got a LatentCache, want one of keys and values for keys of shape {list(key.shape)}; use "
-            "a DynamicCache or StaticCache, a LatentCache serves MultiHeadLatentAttention"
-        )
-
-    def reserve_latents(self, latents: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
-        if self._len and kv_lora_rank != self.kv_lora_rank:
-            raise ValueError(
-                f"attnpack: cache: got latents of kv_lora_rank {kv_lora_rank}, want {self.kv_lora_rank} as the cache "
-                "holds; use a cache of this layer's shape, or reset() it"
-            )
-        self._next_rank = kv_lora_rank
-        keys, _, lengths = super().reserve(latents, latents[..., :0])
-        return keys, lengths
-
-    def commit(self, new_len: int, new_lens: Tensor | None) -> None:
-        super().commit(new_len, new_lens)
-        self.kv_lora_rank = self._next_rank
-
-    def reset(self) -> None:
-        super().reset()
-        self.kv_lora_rank = 0
+    _kind = "LatentCache"
 
     @property
-    def v(self) -> Tensor | None:
-        """The latents c, [B, 1, len, C], a view of `k`; None before the first append."""
-        return None if self.k is None else self.k[..., : self.kv_lora_rank]
+    def kv_lora_rank(self) -> int:
+        """C; 0 before the first append."""
+        return self._numbers[1]
 
     @property
     def c(self) -> Tensor | None:
-        """The same as `v`."""
+        """The latents c, [B, 1, len, C], a view of `k`; None before the first append. The same as `v`."""
         return self.v
 
     @property
@@ -90,7 +63,7 @@ class LatentCache(DynamicCache):
             half_split: k_rope has the order that transformers' DeepseekV3Attention writes.
         """
         for name, tensor in (("c", c), ("k_rope", k_rope)):
-            if not is_tensor(tensor):
+            if not isinstance(tensor, Tensor):
                 raise wrong_kind(name, tensor, "a tensor [batch, 1, length, width]")
         for name, tensor in (("c", c), ("k_rope", k_rope)):
             if tensor.dim() != 4 or tensor.shape[:3] != c.shape[:3] or tensor.size(1) != 1:
@@ -115,12 +88,3 @@ class LatentCache(DynamicCache):
         held.copy_(torch.full_like(held, c.size(2)) if lengths is None else lengths)
         cache.commit(c.size(2), lengths)
         return cache
-
-    def _lend(self) -> cpp.LatentCache:
-        if not self._len:
-            return cpp.LatentCache()
-        return cpp.LatentCache.from_tensors(self._key, self._value, self.lengths, self.kv_lora_rank)
-
-    def _take(self, native: cpp.LatentCache) -> None:
-        super()._take(native)
-        self.kv_lora_rank = native.kv_lora_rank

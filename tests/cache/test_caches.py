@@ -291,6 +291,44 @@ def test_failure_behind_the_append_takes_it_back(layer, kind, filled):
     assert len(native) == 0 and not native.lengths.any()
 
 
+@pytest.mark.parametrize("package", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["dynamic", "static", "latent"])
+@pytest.mark.parametrize("filled", [False, True])
+@torch.no_grad()
+def test_a_failed_append_leaves_the_cache_as_it_was(package, kind, filled):
+    """Also where the cache had to grow for it, and where the first append of an empty cache had another batch."""
+    torch.manual_seed(0)
+    sizes = {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4}
+    layer = package.MultiHeadLatentAttention(24, 2, **sizes) if kind == 2 else package.GroupedQueryAttention(24, 4, 2)
+    cache = [package.DynamicCache, lambda: package.StaticCache(2, 2, 8, 6), package.LatentCache][kind]()
+    if filled:
+        layer.forward(torch.randn(2, 3, 24), cache=cache)
+    before, text = [None if x is None else x.clone() for x in (cache.k, cache.v, cache.lengths)], repr(cache)
+    for batch in (2,) if filled or kind == 1 else (2, 4):
+        with pytest.raises(ValueError, match=r"kv_lens\[1\] is 6, wants 0 to the number of new tokens, 5"):
+            layer.forward(torch.randn(batch, 5, 24), cache=cache, kv_lens=torch.tensor([5, 6, 5, 5][:batch]))
+        assert repr(cache) == text
+        for got, wanted in zip((cache.k, cache.v, cache.lengths), before, strict=True):
+            assert got is wanted or torch.equal(got, wanted)
+    x = torch.randn(2, 4, 24)
+    layer.forward(x, cache=cache)
+    assert len(cache) == 3 * filled + 4 and cache.lengths.tolist() == [len(cache)] * 2
+
+
+@torch.no_grad()
+def test_a_failure_after_a_first_append_of_another_batch(layer):
+    """An append of no valid token gives an empty cache the batch 2. The next one may have another, also if it fails."""
+    cache = attnpack.DynamicCache()
+    layer(torch.randn(2, 1, 24), cache=cache, kv_lens=torch.tensor([0, 0]))
+    broken = layer.o_proj.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        layer(torch.randn(3, 2, 24), cache=cache)
+    broken.remove()
+    assert len(cache) == 0 and not cache.lengths.any()
+    layer(torch.randn(3, 2, 24), cache=cache)
+    assert cache.lengths.tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize("shared", ["rows", "keys and values"])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_cache_over_shared_memory_is_refused(layer, shared, gradients):
@@ -458,7 +496,9 @@ def test_lengths_below_zero_are_named(package):
     cache = filled(package, "static")
     cache.lengths.fill_(-3)
     for read in (len, repr, lambda cache: cache.k, lambda cache: cache.v):
-        with pytest.raises(ValueError, match=r"attnpack: the cache's lengths hold -3, want 0 or more.*call reset\(\)"):
+        with pytest.raises(
+            ValueError, match=r"attnpack: the cache's lengths\[0\] is -3, wants 0 to its 8 positions: call reset\(\)"
+        ):
             read(cache)
     cache.reset()
     assert len(cache) == 0 and cache.k.size(2) == 0
@@ -468,7 +508,7 @@ def test_dynamic_cache_grows_by_doubling():
     cache, grown = attnpack.DynamicCache(), set()
     for _ in range(100):
         append(cache, torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4))
-        grown.add(cache._key.size(2))
+        grown.add(cache.k.untyped_storage().nbytes() // (4 * 4))
     assert grown == {1, 2, 4, 8, 16, 32, 64, 128}
 
 

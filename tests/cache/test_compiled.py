@@ -1,21 +1,63 @@
-"""Static caches under torch.compile: one graph for all steps."""
+"""Caches under torch.compile(fullgraph=True): a StaticCache takes one graph for all steps, a DynamicCache few."""
 
 import attnpack
+import pytest
 import torch
 
 
-def test_static_cache_compiles_once_for_all_steps():
-    torch.manual_seed(0)
-    layer = attnpack.GroupedQueryAttention(24, 4, 2, causal=True, rope=attnpack.RotaryEmbedding(6))
+def grouped_layer():
+    return attnpack.GroupedQueryAttention(24, 4, 2, causal=True, rope=attnpack.RotaryEmbedding(6))
+
+
+def latent_layer():
+    sizes = {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    return attnpack.MultiHeadLatentAttention(24, 2, **sizes, rope=attnpack.RotaryEmbedding(4), causal=True)
+
+
+def static_cache():
+    return attnpack.StaticCache(2, 2, 16, 6)
+
+
+def static_latents():
+    return attnpack.StaticCache(2, 1, 16, 9, v_head_dim=0)
+
+
+def graphs_of(call, make, inputs, backend):
+    """The number of graphs of a compiled call on a cache, whose results and cache are compared with the eager ones."""
     torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True)
-    x, cache, eager = torch.randn(2, 12, 24), attnpack.StaticCache(2, 2, 12, 6), attnpack.StaticCache(2, 2, 12, 6)
     torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    cache, eager = make(), make()
     with torch.no_grad():
-        for token in x.split(1, 1):
-            torch.testing.assert_close(compiled(token, cache=cache), layer(token, cache=eager), rtol=1e-5, atol=1e-6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert len(cache) == 12 and torch.equal(cache.lengths, eager.lengths)
+        for x in inputs:
+            torch.testing.assert_close(compiled(cache, x), call(eager, x), rtol=1e-5, atol=1e-6)
+            assert torch.equal(cache.lengths, eager.lengths) and len(cache) == len(eager)
+            assert cache.nbytes == eager.nbytes
+            torch.testing.assert_close((cache.k, cache.v), (eager.k, eager.v), rtol=1e-5, atol=1e-6)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "graphs"),
+    # The first append, the second (its length is still a constant), then one where there is room and one where the
+    # cache grows. The last backends also tell a call whose outputs are its inputs from one whose outputs are new.
+    [("eager", 4), ("aot_eager", 5), ("inductor", 5)],
+)
+@pytest.mark.parametrize(
+    ("layer", "make"), [(grouped_layer, attnpack.DynamicCache), (latent_layer, attnpack.LatentCache)]
+)
+def test_a_cache_that_grows_compiles_to_few_graphs(layer, make, backend, graphs):
+    torch.manual_seed(0)
+    layer, steps = layer().eval(), [torch.randn(2, 3, 24), *torch.randn(2, 20, 24).split(1, 1)]
+    assert graphs_of(lambda cache, x: layer(x, cache=cache), make, steps, backend) <= graphs
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("layer", "make"), [(grouped_layer, static_cache), (latent_layer, static_latents)])
+def test_static_cache_compiles_once_for_all_steps(layer, make, backend):
+    torch.manual_seed(0)
+    layer, steps = layer().eval(), torch.randn(2, 12, 24).split(1, 1)
+    assert graphs_of(lambda cache, x: layer(x, cache=cache), make, steps, backend) == 1
 
 
 def test_static_model_cache_compiles_once_for_all_steps():
@@ -30,3 +72,61 @@ def test_static_model_cache_compiles_once_for_all_steps():
         steps = torch.cat([compiled(token, cache) for token in ids.split(1, 1)], 1)
         torch.testing.assert_close(steps, model(ids), rtol=1e-5, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+# What a compiled function may do with its cache beside forward.
+CHANGES = {
+    "crop": lambda cache: cache.crop(3),
+    "crop to nothing": lambda cache: cache.crop(0),
+    "reset": lambda cache: cache.reset(),
+    "reorder": lambda cache: cache.reorder(torch.tensor([1, 0])),
+    "reorder by a list": lambda cache: cache.reorder([1, 0]),
+    "clone": lambda cache: cache.clone().reset(),
+}
+
+
+# A DynamicCache reads its new length when it is reordered, which one graph cannot do.
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [(static_cache, name) for name in CHANGES]
+    + [(attnpack.DynamicCache, name) for name in CHANGES if "reorder" not in name],
+)
+def test_a_compiled_function_changes_its_cache(make, change):
+    torch.manual_seed(0)
+    layer = grouped_layer().eval()
+
+    def call(cache, x):
+        out = layer(x, cache=cache)
+        CHANGES[change](cache)
+        return out + layer(x, cache=cache)
+
+    steps = torch.randn(2, 5, 24).split(1, 1)
+    assert graphs_of(call, make, steps, "aot_eager") <= (1 if make is static_cache else 5)
+
+
+@pytest.mark.parametrize("make", [attnpack.DynamicCache, static_cache])
+def test_a_compiled_function_makes_its_own_cache(make):
+    torch.manual_seed(0)
+    layer = grouped_layer().eval()
+
+    def call(cache, x):
+        own = make()
+        layer(x, cache=own)
+        layer(x, cache=cache)
+        return layer(x, cache=own)
+
+    assert graphs_of(call, static_cache, torch.randn(2, 3, 24).split(1, 1), "aot_eager") == 1
+
+
+@torch.no_grad()
+def test_ragged_appends_of_a_compiled_layer():
+    """Their longest sequence is read: the call falls into several graphs, and is right."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    layer, lens = grouped_layer().eval(), torch.tensor([1, 2])
+    compiled = torch.compile(layer, backend="aot_eager")
+    cache, eager = attnpack.DynamicCache(), attnpack.DynamicCache()
+    for x in torch.randn(2, 6, 24).split(2, 1):
+        wanted = layer(x, cache=eager, kv_lens=lens)
+        torch.testing.assert_close(compiled(x, cache=cache, kv_lens=lens), wanted, rtol=1e-5, atol=1e-6)
+        assert len(cache) == len(eager) and torch.equal(cache.lengths, eager.lengths)

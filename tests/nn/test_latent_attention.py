@@ -268,7 +268,7 @@ def test_what_lies_beyond_kv_lens_has_no_influence(path):
     )
     cache, other = attnpack.LatentCache(), attnpack.LatentCache()
     module(poisoned, cache=cache, kv_lens=lens), module(clean, cache=other, kv_lens=lens)
-    cache._key[0, :, 3:] = float("inf")
+    cache.k[0, :, 3:] = float("inf")
     new = torch.randn(2, 2, E)
     assert torch.equal(module(new, cache=cache), module(new, cache=other))
     assert_close(cache.lengths, torch.tensor([5, 10]))
@@ -278,7 +278,7 @@ def test_gradients_do_not_meet_what_lies_beyond_kv_lens():
     module, cache = make(path="expanded"), attnpack.LatentCache()
     with torch.no_grad():
         module(torch.randn(2, 6, E), cache=cache, kv_lens=torch.tensor([2, 6]))
-    cache._key[0, :, 2:] = float("nan")
+    cache.k[0, :, 2:] = float("nan")
     module(torch.randn(2, 1, E), cache=cache).sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
 

@@ -24,6 +24,7 @@ INCLUDES = {
     "layers": ["core", "ops", "ops/detail", "rope", "layers/detail"],
     "layers/detail": ["core", "ops", "ops/detail", "rope", "layers"],
     "cache": ["core", "ops"],
+    "cache/detail": ["core", "ops/detail", "cache"],
     "modules": ["core", "ops", "rope", "layers", "layers/detail", "cache", "modules/detail"],
     "modules/detail": ["core", "cache", "modules"],
     "models": ["core", "ops", "rope", "layers", "cache", "modules", "modules/detail", "models/detail"],

@@ -5,18 +5,18 @@
 
 #include <algorithm>
 
-#include <attnpack/core/check.h>
-
 namespace attnpack {
 
 namespace {
 
-int64_t longest(const at::Tensor& lengths) { return lengths.numel() > 0 ? lengths.max().item<int64_t>() : 0; }
+using c10::SymInt;
 
-// Copies held's positions into a buffer with room for `capacity` of them.
-at::Tensor grown(const at::Tensor& held, int64_t len, int64_t capacity) {
-  auto larger = cache_zeros(held.size(0), held.size(1), capacity, held.size(3), held.options());
-  larger.narrow(2, 0, len).copy_(held.narrow(2, 0, len));
+// A tensor like `like` [B, H, L, D] with room for `capacity` positions. It begins with the first `len` ones of `like`.
+at::Tensor grown(const at::Tensor& like, const SymInt& len, const SymInt& capacity) {
+  auto larger = cache_zeros({like.sym_size(0), like.sym_size(1), capacity, like.sym_size(3)}, like.options());
+  if (len == 0) return larger;
+  at::NoGradGuard no_grad;
+  larger.narrow_symint(2, 0, len).copy_(like.narrow_symint(2, 0, len));
   return larger;
 }
 
@@ -24,49 +24,49 @@ at::Tensor grown(const at::Tensor& held, int64_t len, int64_t capacity) {
 
 DynamicCache::DynamicCache() { reset(); }
 
-DynamicCache::DynamicCache(CacheTensors tensors) : KVCache(std::move(tensors)), len_(longest(lengths())) {}
+DynamicCache::DynamicCache(CacheTensors tensors) : KVCache(std::move(tensors)), len_(longest()) {}
+
+SymInt DynamicCache::longest() const {
+  return tensors_.key.defined() ? longest_length(tensors_.lengths, tensors_.key.sym_size(2)) : SymInt(0);
+}
 
 CacheTensors DynamicCache::reserve(const at::Tensor& key, const at::Tensor& value) {
-  const int64_t need = len_ + key.size(2);
-  room_ = tensors_;
+  const SymInt need = len_ + key.sym_size(2);
   if (len_ == 0) {
-    room_.key = cache_zeros(key.size(0), key.size(1), need, key.size(3), key.options());
-    room_.value = cache_zeros(value.size(0), value.size(1), need, value.size(3), value.options());
-    c10::InferenceMode normal(false);
-    room_.lengths = at::zeros({key.size(0)}, key.options().dtype(at::kLong));
+    tensors_ = {grown(key, 0, need), grown(value, 0, need),
+                cache_zeros({key.sym_size(0)}, key.options().dtype(at::kLong))};
   } else {
     check_fits(tensors_, key, value);
-    if (need > tensors_.key.size(2)) {
-      at::NoGradGuard no_grad;
-      const auto capacity = std::max(need, 2 * tensors_.key.size(2));
-      room_.key = grown(tensors_.key, len_, capacity);
-      room_.value = grown(tensors_.value, len_, capacity);
+    const SymInt capacity = tensors_.key.sym_size(2);
+    if (need > capacity) {
+      const SymInt larger = std::max(need, capacity * 2);
+      tensors_.key = grown(tensors_.key, len_, larger);
+      tensors_.value = grown(tensors_.value, len_, larger);
     }
   }
   // As long as the cache will be, so that a mask over its keys fits.
-  return {room_.key.narrow(2, 0, need), room_.value.narrow(2, 0, need), room_.lengths};
+  return {tensors_.key.narrow_symint(2, 0, need), tensors_.value.narrow_symint(2, 0, need), tensors_.lengths};
 }
 
-void DynamicCache::commit(int64_t new_len, const std::optional<at::Tensor>& new_lens) {
-  tensors_ = std::move(room_);
-  room_ = {};
-  len_ = new_lens ? longest(tensors_.lengths) : len_ + new_len;
+void DynamicCache::commit(const SymInt& new_len, const std::optional<at::Tensor>& new_lens) {
+  len_ = new_lens ? longest() : len_ + new_len;
 }
 
-int64_t DynamicCache::nbytes() const {
+SymInt DynamicCache::sym_nbytes() const {
   if (len_ == 0) return 0;
-  const int64_t width = tensors_.key.size(3) * tensors_.key.size(1) + tensors_.value.size(3) * tensors_.value.size(1);
-  return static_cast<int64_t>(tensors_.key.size(0) * len_ * width * tensors_.key.element_size());
+  const auto bytes_of_position = [](const at::Tensor& held) {
+    return held.sym_size(0) * held.sym_size(1) * held.sym_size(3) * static_cast<int64_t>(held.element_size());
+  };
+  return (bytes_of_position(tensors_.key) + bytes_of_position(tensors_.value)) * len_;
 }
 
 void DynamicCache::reset() {
-  c10::InferenceMode normal(false);
-  tensors_ = {at::Tensor(), at::Tensor(), at::zeros({0}, at::kLong)};
+  tensors_ = {at::Tensor(), at::Tensor(), cache_zeros({0}, at::kLong)};
   len_ = 0;
 }
 
-void DynamicCache::crop(int64_t n) {
-  ATTNPACK_CHECK(n >= 0, "n: got ", n, ", want how many positions to keep, 0 or more");
+void DynamicCache::crop(const SymInt& n) {
+  check_crop(n);
   if (n == 0) return reset();
   tensors_.lengths.clamp_max_(n);
   len_ = std::min(len_, n);
@@ -79,19 +79,20 @@ void DynamicCache::reorder(const at::Tensor& index) {
   at::NoGradGuard no_grad;
   tensors_ = {tensors_.key.index_select(0, rows), tensors_.value.index_select(0, rows),
               tensors_.lengths.index_select(0, rows)};
-  len_ = longest(tensors_.lengths);
-}
-
-std::shared_ptr<KVCache> DynamicCache::clone() const {
-  auto copy = std::make_shared<DynamicCache>(*this);
-  copy->tensors_ = copy_tensors(tensors_);
-  return copy;
+  len_ = longest();
 }
 
 void DynamicCache::take_back(const at::Tensor& lengths) {
-  if (lengths.numel() == 0) return reset();
+  // Another batch than now: the cache was empty then, and has taken its shape from the append that is forgotten.
+  if (lengths.sym_numel() == 0 || lengths.sym_sizes() != tensors_.lengths.sym_sizes()) return reset();
   tensors_.lengths.copy_(lengths);
-  len_ = longest(lengths);
+  len_ = longest();
+}
+
+CacheState DynamicCache::state() const {
+  auto result = KVCache::state();
+  result.numbers = {len_};
+  return result;
 }
 
 }  // namespace attnpack

@@ -11,22 +11,27 @@ class DynamicCache : public KVCache {
   DynamicCache();
   // Over tensors that somebody else holds too. They are written until the cache outgrows them.
   explicit DynamicCache(CacheTensors tensors);
+  // The same where the longest sequence is known to hold `len` positions.
+  DynamicCache(CacheTensors tensors, c10::SymInt len) : KVCache(std::move(tensors)), len_(std::move(len)) {}
 
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
-  void commit(int64_t new_len, const std::optional<at::Tensor>& new_lens) override;
+  void commit(const c10::SymInt& new_len, const std::optional<at::Tensor>& new_lens) override;
 
-  int64_t len() const override { return len_; }
+  c10::SymInt sym_len() const override { return len_; }
   // Bytes of the len positions that are held, without the capacity after them.
-  int64_t nbytes() const override;
+  c10::SymInt sym_nbytes() const override;
   void reset() override;
-  void crop(int64_t n) override;
+  void crop(const c10::SymInt& n) override;
   void reorder(const at::Tensor& index) override;
-  std::shared_ptr<KVCache> clone() const override;
+  std::shared_ptr<KVCache> clone() const override { return copy_of(*this); }
   void take_back(const at::Tensor& lengths) override;
+  // numbers: len
+  CacheState state() const override;
 
  private:
-  CacheTensors room_;  // made by reserve, and taken over by commit
-  int64_t len_ = 0;    // kept here so that no call waits for the device
+  c10::SymInt longest() const;
+
+  c10::SymInt len_ = 0;  // kept here so that no call waits for the device
 };
 
 }  // namespace attnpack

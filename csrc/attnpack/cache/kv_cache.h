@@ -6,13 +6,23 @@
 
 #include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
 namespace attnpack {
 
+// A cache as plain values, from which the same cache can be made again. Python's classes hold nothing else.
+struct CacheState {
+  std::vector<at::Tensor> tensors;   // lengths [B], then key and value [B, Hkv, capacity, D or Dv] if there are any
+  std::vector<c10::SymInt> numbers;  // what the cache knows beside its tensors
+};
+
 // Keys and values of one attention layer. A cache is a value handed to forward, never a buffer of a module.
 //
-// A call asks for room with reserve, lets attend write into it, and counts the new positions with commit. Where attend
-// raises, the cache is as it was before.
+// A call asks for room with reserve, lets attend write into it, and counts the new positions with commit. Where the
+// call raises, take_back forgets what it did.
+//
+// Lengths that torch.compile does not know while it traces a call are c10::SymInt, as in torch: sym_len() beside len().
 //
 // Not thread-safe: calls that append to one cache come one after the other. Calls in other threads use other caches.
 class KVCache {
@@ -26,29 +36,30 @@ class KVCache {
   virtual CacheTensors reserve_latents(const at::Tensor& latents,  // [B, 1, L, kv_lora_rank + rope]
                                        int64_t kv_lora_rank);
   // Call it after attend has written new_len positions, or new_lens [B] valid ones of them.
-  virtual void commit(int64_t new_len, const std::optional<at::Tensor>& new_lens) = 0;
+  virtual void commit(const c10::SymInt& new_len, const std::optional<at::Tensor>& new_lens) = 0;
 
   // The number of positions of the longest sequence.
-  virtual int64_t len() const = 0;
+  virtual c10::SymInt sym_len() const = 0;
+  int64_t len() const { return sym_len().guard_int(__FILE__, __LINE__); }
   // The most positions that it can hold; none if it grows.
   virtual std::optional<int64_t> capacity() const { return std::nullopt; }
   // Bytes of keys and values.
-  virtual int64_t nbytes() const = 0;
+  virtual c10::SymInt sym_nbytes() const = 0;
+  int64_t nbytes() const { return sym_nbytes().guard_int(__FILE__, __LINE__); }
   virtual void reset() = 0;
   // Keeps the first n positions of each sequence.
-  virtual void crop(int64_t n) = 0;
+  virtual void crop(const c10::SymInt& n) = 0;
   // Sequence b becomes what index[b] was, index [B] int64 (beam search).
   virtual void reorder(const at::Tensor& index) = 0;
   virtual std::shared_ptr<KVCache> clone() const = 0;
   // Forgets what was appended since `lengths` was copied from lengths().
   virtual void take_back(const at::Tensor& lengths) = 0;
+  virtual CacheState state() const;
 
   // [B, Hkv, len, D] and [B, Hkv, len, Dv], views; undefined before the first append of a DynamicCache. Where sequences
   // differ in length, the positions after the end of a shorter one are unspecified.
-  at::Tensor k() const { return tensors_.key.defined() ? tensors_.key.narrow(2, 0, len()) : tensors_.key; }
-  virtual at::Tensor v() const {
-    return tensors_.value.defined() ? tensors_.value.narrow(2, 0, len()) : tensors_.value;
-  }
+  at::Tensor k() const { return held(tensors_.key); }
+  virtual at::Tensor v() const { return held(tensors_.value); }
   // [B] int64
   const at::Tensor& lengths() const { return tensors_.lengths; }
   // The whole tensors, with the capacity after the held positions.
@@ -59,8 +70,40 @@ class KVCache {
   explicit KVCache(CacheTensors tensors) : tensors_(std::move(tensors)) {}
   KVCache(const KVCache&) = default;
 
+  // A copy of a cache of the class Cache with tensors of its own.
+  template <typename Cache>
+  static std::shared_ptr<KVCache> copy_of(const Cache& cache) {
+    auto copy = std::make_shared<Cache>(cache);
+    copy->tensors_ = copy_tensors(cache.tensors());
+    return copy;
+  }
+
   CacheTensors tensors_;
+
+ private:
+  // Copies, which are normal tensors also under inference_mode.
+  static CacheTensors copy_tensors(const CacheTensors& tensors);
+  at::Tensor held(const at::Tensor& tensor) const {  // the positions that are held
+    return tensor.defined() ? tensor.narrow_symint(2, 0, sym_len()) : tensor;
+  }
 };
+
+// Runs call, which appends to caches, a container of shared pointers. Where it raises, each cache is taken back to
+// where it was.
+template <typename Caches, typename Call>
+auto all_or_none(const Caches& caches, const Call& call) {
+  std::vector<at::Tensor> before;
+  for (const auto& cache : caches) before.push_back(cache->lengths().clone());
+  try {
+    return call();
+  } catch (...) {
+    for (size_t i = 0; i < before.size(); ++i) caches[i]->take_back(before[i]);
+    throw;
+  }
+}
+
+// Raises unless n is a number of positions that crop can keep.
+void check_crop(const c10::SymInt& n);
 
 // Raises unless key and value have the shape (but for the length), dtype and device of the cache.
 void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tensor& value);
@@ -69,12 +112,7 @@ void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tens
 // the device of lengths.
 at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch);
 
-// Zeros [batch, heads, capacity, head_dim]. They are normal tensors also under inference_mode, so that a cache made
-// there can be written anywhere.
-at::Tensor cache_zeros(int64_t batch, int64_t heads, int64_t capacity, int64_t head_dim,
-                       const at::TensorOptions& options);
-
-// Copies of the three tensors, which are normal tensors too.
-CacheTensors copy_tensors(const CacheTensors& tensors);
+// Zeros. They are a normal tensor also under inference_mode, so that a cache made there can be written anywhere.
+at::Tensor cache_zeros(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
 
 }  // namespace attnpack

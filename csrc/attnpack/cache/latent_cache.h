@@ -2,8 +2,6 @@
 
 #include <attnpack/cache/dynamic_cache.h>
 
-#include <tuple>
-
 namespace attnpack {
 
 // The latents of MultiHeadLatentAttention. A position takes kv_lora_rank + qk_rope_head_dim numbers: c after its norm
@@ -14,13 +12,16 @@ class LatentCache : public DynamicCache {
   // Over tensors that somebody else holds too; key [B, 1, capacity, kv_lora_rank + rope], value [B, 1, capacity, 0].
   LatentCache(CacheTensors tensors, int64_t kv_lora_rank)
       : DynamicCache(std::move(tensors)), kv_lora_rank_(kv_lora_rank) {}
+  LatentCache(CacheTensors tensors, c10::SymInt len, int64_t kv_lora_rank)
+      : DynamicCache(std::move(tensors), std::move(len)), kv_lora_rank_(kv_lora_rank) {}
 
   // Raises: keys and values of other attention belong into a DynamicCache.
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
   CacheTensors reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) override;
-  void commit(int64_t new_len, const std::optional<at::Tensor>& new_lens) override;
   void reset() override;
-  std::shared_ptr<KVCache> clone() const override;
+  std::shared_ptr<KVCache> clone() const override { return copy_of(*this); }
+  // numbers: len, kv_lora_rank
+  CacheState state() const override;
 
   // The latents c, which are also the values of the absorbed path: [B, 1, len, kv_lora_rank], a view of k().
   at::Tensor v() const override;
@@ -29,7 +30,7 @@ class LatentCache : public DynamicCache {
   int64_t kv_lora_rank() const { return kv_lora_rank_; }  // 0 before the first append
 
  private:
-  int64_t kv_lora_rank_ = 0, next_rank_ = 0;
+  int64_t kv_lora_rank_ = 0;
 };
 
 }  // namespace attnpack

@@ -38,7 +38,7 @@ void ModelCache::reset() {
   for (const auto& layer : layers_) layer->reset();
 }
 
-void ModelCache::crop(int64_t n) {
+void ModelCache::crop(const c10::SymInt& n) {
   for (const auto& layer : layers_) layer->crop(n);
 }
 
@@ -50,16 +50,6 @@ std::shared_ptr<ModelCache> ModelCache::clone() const {
   std::vector<std::shared_ptr<KVCache>> copies;
   for (const auto& layer : layers_) copies.push_back(layer->clone());
   return std::make_shared<ModelCache>(std::move(copies));
-}
-
-std::vector<at::Tensor> ModelCache::lengths_of_layers() const {
-  std::vector<at::Tensor> lengths;
-  for (const auto& layer : layers_) lengths.push_back(layer->lengths().clone());
-  return lengths;
-}
-
-void ModelCache::take_back(const std::vector<at::Tensor>& lengths) {
-  for (size_t i = 0; i < layers_.size(); ++i) layers_[i]->take_back(lengths[i]);
 }
 
 }  // namespace attnpack

@@ -22,7 +22,7 @@ class ModelCache {
   const at::Tensor& lengths() const { return layers_.front()->lengths(); }
   int64_t nbytes() const;
   void reset();
-  void crop(int64_t n);
+  void crop(const c10::SymInt& n);
   void reorder(const at::Tensor& index);
   std::shared_ptr<ModelCache> clone() const;
 
@@ -30,19 +30,10 @@ class ModelCache {
   // was.
   template <typename Forward>
   auto all_or_none(const Forward& forward) {
-    const auto before = lengths_of_layers();
-    try {
-      return forward();
-    } catch (...) {
-      take_back(before);
-      throw;
-    }
+    return attnpack::all_or_none(layers_, forward);
   }
 
  private:
-  std::vector<at::Tensor> lengths_of_layers() const;
-  void take_back(const std::vector<at::Tensor>& lengths);
-
   std::vector<std::shared_ptr<KVCache>> layers_;
 };
 

@@ -1,7 +1,6 @@
 #include <attnpack/cache/static_cache.h>
 
 #include <ATen/ATen.h>
-#include <c10/core/InferenceMode.h>
 
 #include <attnpack/core/check.h>
 
@@ -20,12 +19,11 @@ StaticCache::StaticCache(const StaticCacheOptions& o) {
   const auto dtype = c10::typeMetaToScalarType(o.tensor().dtype());
   ATTNPACK_CHECK(at::isFloatingType(dtype), "dtype: got ", dtype, ", want a floating one, that of the module");
   const auto zeros = [&](int64_t width) {
-    return cache_zeros(o.batch(), o.num_kv_heads(), o.max_len(), width, o.tensor());
+    return cache_zeros({o.batch(), o.num_kv_heads(), o.max_len(), width}, o.tensor());
   };
   tensors_.key = zeros(o.head_dim());
   tensors_.value = zeros(o.v_head_dim().value_or(o.head_dim()));
-  c10::InferenceMode normal(false);
-  tensors_.lengths = at::zeros({o.batch()}, o.tensor().dtype(at::kLong));
+  tensors_.lengths = cache_zeros({o.batch()}, o.tensor().dtype(at::kLong));
 }
 
 CacheTensors StaticCache::reserve(const at::Tensor& key, const at::Tensor& value) {
@@ -33,20 +31,12 @@ CacheTensors StaticCache::reserve(const at::Tensor& key, const at::Tensor& value
   return tensors_;
 }
 
-int64_t StaticCache::len() const {
-  const auto longest = tensors_.lengths.numel() ? tensors_.lengths.max().item<int64_t>() : 0;
-  ATTNPACK_CHECK(longest >= 0, "the cache's lengths hold ", longest,
-                 ", want 0 or more, the positions held of each sequence: call reset()");
-  return longest;
-}
+c10::SymInt StaticCache::sym_len() const { return longest_length(tensors_.lengths, tensors_.key.sym_size(2)); }
 
-int64_t StaticCache::nbytes() const {
-  return static_cast<int64_t>(tensors_.key.numel() * tensors_.key.element_size() +
-                              tensors_.value.numel() * tensors_.value.element_size());
-}
+c10::SymInt StaticCache::sym_nbytes() const { return tensors_.key.sym_nbytes() + tensors_.value.sym_nbytes(); }
 
-void StaticCache::crop(int64_t n) {
-  ATTNPACK_CHECK(n >= 0, "n: got ", n, ", want how many positions to keep, 0 or more");
+void StaticCache::crop(const c10::SymInt& n) {
+  check_crop(n);
   tensors_.lengths.clamp_max_(n);
 }
 
@@ -56,12 +46,6 @@ void StaticCache::reorder(const at::Tensor& index) {
   for (auto* tensor : {&tensors_.key, &tensors_.value, &tensors_.lengths}) {
     tensor->copy_(tensor->index_select(0, rows));
   }
-}
-
-std::shared_ptr<KVCache> StaticCache::clone() const {
-  auto copy = std::make_shared<StaticCache>(*this);
-  copy->tensors_ = copy_tensors(tensors_);
-  return copy;
 }
 
 }  // namespace attnpack

@@ -38,19 +38,19 @@ class StaticCache : public KVCache {
   explicit StaticCache(CacheTensors tensors) : KVCache(std::move(tensors)) {}
 
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
-  void commit(int64_t, const std::optional<at::Tensor>&) override {}
+  void commit(const c10::SymInt&, const std::optional<at::Tensor>&) override {}
 
   // Reads the length tensor: on CUDA this waits for the device.
-  int64_t len() const override;
+  c10::SymInt sym_len() const override;
   // Bytes of all max_len positions, which are allocated at once.
-  int64_t nbytes() const override;
+  c10::SymInt sym_nbytes() const override;
   int64_t max_len() const { return tensors_.key.size(2); }
   std::optional<int64_t> capacity() const override { return max_len(); }
   void reset() override { tensors_.lengths.zero_(); }
-  void crop(int64_t n) override;
+  void crop(const c10::SymInt& n) override;
   // In place; the batch keeps its size.
   void reorder(const at::Tensor& index) override;
-  std::shared_ptr<KVCache> clone() const override;
+  std::shared_ptr<KVCache> clone() const override { return copy_of(*this); }
   void take_back(const at::Tensor& lengths) override { tensors_.lengths.copy_(lengths); }
 };
 

@@ -1,6 +1,9 @@
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/detail/schema.h>
@@ -9,6 +12,24 @@
 namespace attnpack {
 
 using at::Tensor;
+
+c10::SymInt longest_length(const Tensor& lengths, const c10::SymInt& capacity) {
+  if (lengths.sym_numel() == 0) return 0;
+  if (at::isTensorSubclassLike(lengths)) return lengths.max().item().toSymInt();  // torch.compile traces the call
+  const Tensor read = lengths.cpu().contiguous();
+  int64_t longest = 0;
+  for (int64_t b = 0; b < read.numel(); ++b) {
+    const int64_t held = read.const_data_ptr<int64_t>()[b];
+    check_length(b, held, capacity.guard_int(__FILE__, __LINE__));
+    longest = std::max(longest, held);
+  }
+  return longest;
+}
+
+void check_length(int64_t b, int64_t held, int64_t capacity) {
+  ATTNPACK_CHECK(held >= 0 && held <= capacity, "the cache's lengths[", b, "] is ", held, ", wants 0 to its ", capacity,
+                 " positions: call reset() on the cache");
+}
 
 void check_kv_cache_append(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
                            const Tensor& value, const std::optional<Tensor>& new_lens) {

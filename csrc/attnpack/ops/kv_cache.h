@@ -15,6 +15,14 @@ struct CacheTensors {
   at::Tensor lengths;  // [B] int64: how many positions are held; a call adds to them
 };
 
+// The number of positions of the longest sequence; 0 if there is no sequence. It reads lengths: for a tensor on another
+// device it waits for that device.
+c10::SymInt longest_length(const at::Tensor& lengths,     // [B] int64
+                           const c10::SymInt& capacity);  // a length above it is an error, as one below 0
+
+// Raises unless sequence b of a cache with `capacity` positions can hold `held` of them.
+void check_length(int64_t b, int64_t held, int64_t capacity);
+
 // Writes the new keys and values after the positions that each sequence of the cache holds, and adds to lengths.
 // Checks everything before the first write. Values are stored detached.
 void kv_cache_append_(const at::Tensor& cache_key,    // [B, Hkv, capacity, D], written

@@ -2,6 +2,8 @@
 
 #include <attnpack/modules/attention_module.h>
 
+#include <array>
+
 namespace attnpack {
 
 // [B, L, H * D] -> [B, H, L, D], a view
@@ -26,16 +28,12 @@ template <typename Options, typename Reserve, typename Call>
 auto with_room(const std::shared_ptr<KVCache>& cache, int64_t new_len, Options options, const Reserve& reserve,
                const Call& call) {
   if (!cache) return call(options);
-  const auto before = cache->lengths().clone();
-  try {
+  return all_or_none(std::array{cache}, [&] {
     options.cache = reserve(*cache);
     auto result = call(options);
     cache->commit(new_len, options.kv_lens);
     return result;
-  } catch (...) {
-    cache->take_back(before);
-    throw;
-  }
+  });
 }
 
 // The same with room for key and value.

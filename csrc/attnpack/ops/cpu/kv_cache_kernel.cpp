@@ -52,8 +52,7 @@ Places places(const Tensor& cache_key, const Tensor& cache_value, const Tensor& 
     const int64_t count = new_lens ? counts.const_data_ptr<int64_t>()[b] : all;
     ATTNPACK_CHECK(count >= 0 && count <= all, "kv_lens[", b, "] is ", count, ", wants 0 to the number of new tokens, ",
                    all);
-    ATTNPACK_CHECK(held >= 0 && held <= capacity, "the cache's lengths[", b, "] is ", held, ", wants 0 to its ",
-                   capacity, " positions: call reset() on the cache");
+    check_length(b, held, capacity);
     ATTNPACK_CHECK(count <= capacity - held, "cache is full: sequence ", b, " holds ", held, " of ", capacity,
                    " positions and ", count,
                    " are to be appended: make it with a larger max_len, or crop() or reset() it");

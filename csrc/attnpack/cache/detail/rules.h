@@ -1,0 +1,49 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <attnpack/cache/kv_cache.h>
+
+#include <string_view>
+#include <tuple>
+
+// What a cache can do, as functions of its class and its state. They are the ops attnpack::cache_<rule>, so that
+// torch.compile traces them; eager calls come through pybind.
+namespace attnpack {
+
+// A cache as the arguments of an op: the name of its class, and the members of its CacheState.
+struct HeldCache {
+  std::string_view kind;
+  at::TensorList tensors;  // none: a new DynamicCache or LatentCache
+  c10::SymIntArrayRef numbers;
+
+  auto members() const { return std::tie(kind, tensors, numbers); }
+  std::shared_ptr<KVCache> make() const;
+};
+
+using Tensors = std::vector<at::Tensor>;
+using Numbers = std::vector<c10::SymInt>;
+using Changed = std::tuple<Tensors, Numbers>;        // the new state
+using Room = std::tuple<Tensors, Numbers, Tensors>;  // and key, value and lengths of the room
+
+Room cache_reserve(const HeldCache& held, const at::Tensor& key, const at::Tensor& value);
+Room cache_reserve_latents(const HeldCache& held, const at::Tensor& latents, int64_t kv_lora_rank);
+Changed cache_commit(const HeldCache& held, c10::SymInt new_len, const std::optional<at::Tensor>& new_lens);
+Changed cache_reset(const HeldCache& held);
+Changed cache_crop(const HeldCache& held, c10::SymInt n);
+Changed cache_reorder(const HeldCache& held, const at::Tensor& index);
+Changed cache_take_back(const HeldCache& held, const at::Tensor& lengths);
+Changed cache_clone(const HeldCache& held);
+
+// One number each. torch.compile takes no op that returns a number instead of a list.
+Numbers cache_len(const HeldCache& held);
+Numbers cache_nbytes(const HeldCache& held);
+// k and v; nothing before the first append of a cache that grows.
+Tensors cache_views(const HeldCache& held);
+
+// The tensors of an empty StaticCache.
+Tensors static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
+                     std::optional<int64_t> v_head_dim, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Device> device);
+
+}  // namespace attnpack

@@ -1,0 +1,89 @@
+"""Copies of caches that hold something, by clone, deepcopy and pickle: equal, of the same class, and with memory of
+their own."""
+
+import copy
+import pickle
+
+import attnpack
+import pytest
+import torch
+
+LAYER = {
+    "dynamic": attnpack.DynamicCache,
+    "static": lambda: attnpack.StaticCache(2, 2, 12, 6),
+    "latent": attnpack.LatentCache,
+}
+WAYS = {
+    "clone": lambda cache: cache.clone(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def layer_for(kind):
+    torch.manual_seed(0)
+    if kind == "latent":
+        sizes = {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4}
+        return attnpack.MultiHeadLatentAttention(24, 2, **sizes).eval()
+    return attnpack.GroupedQueryAttention(24, 4, 2).eval()
+
+
+def content(cache):
+    return cache.k, cache.v, cache.lengths
+
+
+@ways
+@pytest.mark.parametrize("kind", LAYER)
+@torch.no_grad()
+def test_a_copy_goes_on_by_itself(kind, way):
+    layer, cache = layer_for(kind), LAYER[kind]()
+    for part in torch.randn(2, 5, 24).split([3, 2], 1):
+        layer(part, cache=cache, kv_lens=torch.tensor([1, 2]))
+    copied, before = way(cache), [x.clone() for x in content(cache)]
+    assert type(copied) is type(cache) and repr(copied) == repr(cache) and copied.nbytes == cache.nbytes
+    assert len(copied) == 4 and copied.lengths.tolist() == [2, 4]
+    more = torch.randn(2, 3, 24)
+    out = layer(more, cache=copied)
+    assert len(copied) == 7 and len(cache) == 4
+    for got, wanted in zip(content(cache), before, strict=True):
+        assert torch.equal(got, wanted)
+    assert torch.equal(layer(more, cache=cache), out)
+    cache.crop(1)
+    cache.k.zero_()
+    assert len(copied) == 7 and copied.k[0, :, 0].any()
+
+
+@ways
+@pytest.mark.parametrize("kind", LAYER)
+def test_a_copy_of_an_empty_cache(kind, way):
+    copied = way(LAYER[kind]())
+    assert len(copied) == 0 and repr(copied) == repr(LAYER[kind]())
+    with torch.no_grad():
+        layer_for(kind)(torch.randn(2, 3, 24), cache=copied)
+    assert len(copied) == 3
+
+
+@ways
+@torch.no_grad()
+def test_a_copy_of_a_model_cache(way):
+    torch.manual_seed(0)
+    model, ids = attnpack.CausalLM(32, 24, 2, 4, 2, hidden_dim=32).eval(), torch.randint(32, (2, 4))
+    cache = attnpack.ModelCache([attnpack.DynamicCache(), attnpack.StaticCache(2, 2, 12, 6)])
+    model(ids, cache)
+    copied = way(cache)
+    assert [type(layer) for layer in copied] == [attnpack.DynamicCache, attnpack.StaticCache]
+    assert repr(copied) == repr(cache)
+    out = model(ids, copied)
+    assert len(copied) == 8 and [len(layer) for layer in cache] == [4, 4]
+    assert torch.equal(model(ids, cache), out)
+
+
+@pytest.mark.parametrize("way", [WAYS["clone"], WAYS["deepcopy"], copy.copy], ids=["clone", "deepcopy", "copy"])
+def test_a_copy_keeps_what_a_subclass_adds(way):
+    class Named(attnpack.DynamicCache):
+        name = "none"
+
+    cache = Named()
+    cache.name = "first"
+    assert type(way(cache)) is Named and way(cache).name == "first"
