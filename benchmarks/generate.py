@@ -80,10 +80,10 @@ def compare(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> 
     orders = [list(runs), list(reversed(runs))]
     seconds = [{name: timed(runs[name], new_tokens) for name in orders[i % 2]} for i in range(rounds)]
 
-    def ratios(what: int) -> dict[str, float]:
+    def ratios(figure: int) -> dict[str, float]:
         peers = [name for name in runs if name != "attnpack"]
         return {
-            name: statistics.median(took[name][what] / took["attnpack"][what] for took in seconds) for name in peers
+            name: statistics.median(took[name][figure] / took["attnpack"][figure] for took in seconds) for name in peers
         }
 
     new = ids.shape[0] * new_tokens
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, help="of torch [as torch takes]")
+    parser.add_argument("--threads", type=int, help="number of torch's threads [torch's default]")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     args = parser.parse_args()
     if args.new_tokens < 2:
@@ -117,7 +117,7 @@ def main() -> None:
     ids = torch.tensor(ids).view(args.batch, args.prompt_tokens)
     hf = load_transformers()[0]
     say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
-    say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens a row")
+    say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens per row")
     say(f"{'dtype':<6}{'':>14}{'tokens per second':>18}{'ms per token':>13}   same tokens")
     rows = []
     for dtype in args.dtypes:

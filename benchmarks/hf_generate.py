@@ -76,7 +76,7 @@ def main() -> None:
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : args.prompt_tokens * args.batch]
     ids = ids.view(args.batch, args.prompt_tokens)
     say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
-    say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens a row")
+    say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens per row")
     say("dtype   way               tok/s   ratio   same tokens")
     rows = []
     for dtype in args.dtypes:

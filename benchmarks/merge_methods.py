@@ -61,13 +61,15 @@ def errors(model: CausalLM, ids: torch.Tensor, tokens: int) -> dict[str, list[fl
 
 
 def _latent(rank: int) -> str:
-    return f"latent, {rank} + 64 numbers a token"
+    return f"latent, {rank} + 64 numbers per token"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=512, help="measured, and three times as many calibrated on")
-    parser.add_argument("--json", action="store_true", help="print every layer's error")
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="tokens to measure; three times as many are for calibration"
+    )
+    parser.add_argument("--json", action="store_true", help="print the error of each layer")
     args = parser.parse_args()
     path = checkpoints.smollm2_path()
     text = "\n".join(topics[name] for name in sorted(topics))

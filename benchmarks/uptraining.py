@@ -148,7 +148,7 @@ def spread(cells: dict[str, Any], prefix: str, figure: str) -> str:
 def table(record: dict[str, Any]) -> str:
     cells, about = record["cells"], record["about"]
     lines = [
-        f"held-out loss (nats a byte) of {about['seeds']} seeds, mean ± largest distance; {about['steps']} steps",
+        f"held-out loss (nats per byte) of {about['seeds']} seeds, mean ± largest distance; {about['steps']} steps",
         "",
     ]
     lines.append(f"{'converted to, by':22}{'0%':>15}{'5%':>15}{'10%':>15}   of the steps, uptrained")
@@ -162,22 +162,20 @@ def table(record: dict[str, Any]) -> str:
     lines += [
         "",
         f"{'from scratch':12}{'parameters':>11}{'loss':>15}{'spikes':>15}{'gradient norm':>16}{'KV bytes':>10}"
-        f"{'ms a token':>12}",
+        f"{'ms per token':>14}",
     ]
     for variant in small.VARIANTS:
         prefix, decode = f"scratch/{variant}", cells[f"decode/{variant}"]
         lines.append(
             f"{variant:12}{cells[prefix + '/0']['parameters']:11}{spread(cells, prefix, 'loss'):>15}"
             f"{spread(cells, prefix, 'loss_spikes'):>15}{spread(cells, prefix, 'gradient_norm_mean'):>16}"
-            f"{decode['kv_bytes_per_token_and_layer']:10.0f}{decode['ms_per_token']:12.2f}"
+            f"{decode['kv_bytes_per_token_and_layer']:10.0f}{decode['ms_per_token']:14.2f}"
         )
-    lines.append(f"KV bytes of a token and layer; ms a token behind {CONTEXT}")
+    lines.append(f"KV bytes per token and layer; ms per token after {CONTEXT} tokens")
     smollm2 = {name: cell for name, cell in cells.items() if name.startswith("smollm2/")}
     if smollm2:
-        heading = (
-            f"{'SmolLM2-135M':24}{'perplexity':>12}{'uptrained':>11}{'minutes':>9}{'steps':>7}{'KV bytes a token':>18}"
-        )
-        lines += ["", heading + f"{'ms a token':>12}"]
+        heading = f"{'SmolLM2-135M':24}{'perplexity':>12}{'uptrained':>11}{'minutes':>9}{'steps':>7}"
+        lines += ["", heading + f"{'KV bytes per token':>20}{'ms per token':>14}"]
     for name, cell in smollm2.items():
         after = "-" if cell["uptrained"] is None else f"{cell['uptrained']:.2f}"
         kind = name.removeprefix("smollm2/")
@@ -185,7 +183,7 @@ def table(record: dict[str, Any]) -> str:
         took = cells[f"decode/SmolLM2, {shape}"]["ms_per_token"]
         lines.append(
             f"{kind:24}{cell['perplexity']:12.2f}{after:>11}{cell['minutes']:9g}"
-            f"{cell.get('steps', '-'):>7}{cell['kv_bytes_per_token']:18}{took:12.1f}"
+            f"{cell.get('steps', '-'):>7}{cell['kv_bytes_per_token']:20}{took:14.1f}"
         )
     return "\n".join(lines)
 
@@ -193,15 +191,15 @@ def table(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("uptraining.json"), help="the figures, and from where it goes on"
+        "--out", type=Path, default=Path("uptraining.json"), help="file of the figures; an existing one is completed"
     )
-    parser.add_argument("--steps", type=int, default=600, help="of the models trained from scratch")
+    parser.add_argument("--steps", type=int, default=600, help="steps of the models trained from scratch")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--smollm2", type=float, metavar="MINUTES", help="also convert SmolLM2, and uptrain each so long"
+        "--smollm2", type=float, metavar="MINUTES", help="also convert SmolLM2, and uptrain each model for so long"
     )
-    parser.add_argument("--only", default="", metavar="NAME", help="only the cells whose names begin so")
-    parser.add_argument("--table", action="store_true", help="only print what --out holds")
+    parser.add_argument("--only", default="", metavar="NAME", help="only the cells whose names begin with NAME")
+    parser.add_argument("--table", action="store_true", help="only print the figures in --out")
     args = parser.parse_args()
     if args.steps < 300 or args.seeds < 1:
         parser.error("--steps: want at least 300, --seeds at least 1")

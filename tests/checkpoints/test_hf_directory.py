@@ -444,7 +444,7 @@ def test_a_tied_head_of_another_shape(tmp_path):
     ("name", "text", "words"),
     [
         ("config.json", '{"model_type": "llama", "rope_theta": ' + 400 * "9" + "}", "is too large"),
-        ("config.json", '{"model_type": "llama", "model_type": "qwen2"}', "model_type stands in an object twice"),
+        ("config.json", '{"model_type": "llama", "model_type": "qwen2"}', "model_type is in an object twice"),
         ("config.json", "[" * 100_000, "more than 127 deep in each other"),
         ("model.safetensors.index.json", '{"weight_map": {"a": ["model.safetensors"]}}', "names the file ['model.saf"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "tokenizer.json"}}', "wants the name of one beside it"),

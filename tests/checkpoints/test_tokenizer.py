@@ -226,7 +226,7 @@ def test_a_chat_template_that_asks_for_much_or_fails(template, words, tokenizer)
         ("tokenizer_config.json", b'{"bos_token": [1]}', "its bos_token is [1], wants a text"),
         ("tokenizer_config.json", b'{"chat_template": {"a": 1}}', "its chat template is {'a': 1}, wants a text"),
         ("tokenizer_config.json", b'{"eos_token_id": [2, "x"]}', "eos_token_id is 'x', wants an int"),
-        ("generation_config.json", b'{"a": 1, "a": 2}', "generation_config.json: cannot be read as JSON (a stands"),
+        ("generation_config.json", b'{"a": 1, "a": 2}', "generation_config.json: cannot be read as JSON (a is"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja: cannot be read ('utf-8' codec"),
         ("chat_template.jinja", b"a" * 1_000_001, "chat_template.jinja: cannot be read (it has more than 1000000"),
     ],

@@ -218,7 +218,7 @@ def test_an_index_that_is_not_of_its_shards_is_refused(tmp_path, capsys, damage,
         (lambda d: (d / "config.json").write_text("[1]"), ("config.json: holds a list",)),
         (lambda d: shutil.rmtree(d), ("no such file or directory; give a Hugging Face directory or a GGUF file",)),
         (lambda d: edit_config(d, model_type="t5"), ("'t5' is not supported", "t5gemma")),
-        (lambda d: append(d, b"more"), ("model.safetensors: has 4 bytes behind its last tensor",)),
+        (lambda d: append(d, b"more"), ("model.safetensors: has 4 bytes after its last tensor",)),
     ],
     ids=[
         "nan",

@@ -104,7 +104,7 @@ def test_a_link_to_nothing_stays_one_while_a_picture_is_checked(tmp_path):
 
 
 class Trained:
-    """As much of a training as `uptrain._save` needs."""
+    """As much of a training as `uptrain._save_state` needs."""
 
     def state(self):
         return {"weights": torch.zeros(100_000)}
@@ -112,7 +112,7 @@ class Trained:
 
 def test_a_state_of_training_replaces_links(theirs, tmp_path):
     (tmp_path / f".{uptrain.STATE}.partial").symlink_to(theirs / "file")
-    uptrain._save(Trained(), tmp_path / uptrain.STATE, {}, {})
+    uptrain._save_state(Trained(), tmp_path / uptrain.STATE, {}, {})
     assert torch.load(tmp_path / uptrain.STATE)["work"]["weights"].shape == (100_000,)
 
 
@@ -134,7 +134,7 @@ def full(path) -> str:
 def test_a_full_disk_leaves_no_state_of_training(tmp_path):
     path = tmp_path / uptrain.STATE
     with full_disk(), pytest.raises(ValueError, match=full(path)):
-        uptrain._save(Trained(), path, {}, {})
+        uptrain._save_state(Trained(), path, {}, {})
     assert not list(tmp_path.iterdir())
 
 
@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_the_last_state_of_training(tmp_path):
     path = tmp_path / uptrain.STATE
     path.write_text("the last one")
     with full_disk(), pytest.raises(ValueError, match=full(path)):
-        uptrain._save(Trained(), path, {}, {})
+        uptrain._save_state(Trained(), path, {}, {})
     assert path.read_text() == "the last one" and len(list(tmp_path.iterdir())) == 1
 
 

@@ -59,7 +59,7 @@ def test_a_kernel_that_spills_is_refused(tmp_path):
 def test_the_cuda_library_is_loaded_only_where_torch_has_cuda():
     import torch
 
-    library = info.collect()["libraries"]["libattnpack_cuda.so"]
+    library = info.collect_info()["libraries"]["libattnpack_cuda.so"]
     if torch.version.cuda is None:
         assert not library["loaded"] and library["why"] == "this torch has no CUDA"
     assert _load.load_cuda() is library["loaded"]

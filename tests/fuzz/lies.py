@@ -80,7 +80,7 @@ def _tokenizer() -> str:
 def _safetensors(path: Path, tensors: dict[str, Any]) -> bytes:
     writer = SafetensorsWriter(path, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
-        writer.put(name, tensor)
+        writer.write_tensor(name, tensor)
     writer.close()
     return path.read_bytes()
 

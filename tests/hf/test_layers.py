@@ -8,7 +8,7 @@ import attnpack
 import attnpack.hf
 import pytest
 import torch
-from attnpack.hf.layers.latent import _as_of_the_first_key
+from attnpack.hf.layers.latent import _latent_mask_arguments
 from hf_families import backward, generated, inputs, logits, make_model, padding
 from processes import run
 
@@ -127,7 +127,7 @@ def test_latent_masks_say_what_their_ranges_say(q_len, offset):
     expected = mask.materialise()
     if torch.is_tensor(offset):
         mask.ranges = mask.ranges._replace(q_offset=offset)
-    arguments = _as_of_the_first_key(mask, q_len, 8)
+    arguments = _latent_mask_arguments(mask, q_len, 8)
     query, key = torch.randn(2, 4, q_len, 8), torch.randn(2, 4, 8, 8)
     found = attnpack.attention(query, key, key, **arguments)
     torch.testing.assert_close(found, attnpack.attention(query, key, key, expected))

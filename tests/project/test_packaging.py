@@ -107,7 +107,7 @@ def test_cpp_without_python(tmp_path):
 
 
 def test_info_says_what_is_loaded_and_why_not():
-    collected = info.collect()
+    collected = info.collect_info()
     assert collected["attnpack"] == attnpack.__version__
     assert collected["torch"]["running"] == torch.__version__
     assert collected["instruction_set"]["chosen"] in collected["instruction_set"]["built"]
@@ -119,7 +119,7 @@ def test_info_says_what_is_loaded_and_why_not():
 
 def test_info_prints_lines_or_json(capsys):
     info.main(argparse.Namespace(json=True, cmake_prefix=False))
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(info.collect()))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(info.collect_info()))
     info.main(argparse.Namespace(json=False, cmake_prefix=False))
     printed = capsys.readouterr().out
     assert re.search(r"^libattnpack_cuda.so +not loaded: this torch has no CUDA$", printed, re.MULTILINE)

@@ -67,7 +67,7 @@ bool extents_meet(const Tensor& a, const Tensor& b) {
   return x.begin < y.end && y.begin < x.end;
 }
 
-// Whether two tensors share elements. Columns of one tensor lie between each other in memory, but share none.
+// Whether two tensors share elements. Two sets of columns of one tensor may alternate in memory, and share no element.
 bool share_elements(const Tensor& a, const Tensor& b) {
   return extents_meet(a, b) &&
          (a.const_data_ptr() == b.const_data_ptr() || at::get_overlap_status(a, b) != at::MemOverlapStatus::TooHard);

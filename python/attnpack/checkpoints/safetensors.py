@@ -143,7 +143,7 @@ def _check_cover(path: Path, offsets: list[list[int]], size: int) -> None:
         end = last
     if end != size:
         raise ValueError(
-            f"{path}: has {size - end} bytes behind its last tensor; the file is damaged, or another was appended to "
+            f"{path}: has {size - end} bytes after its last tensor; the file is damaged, or another was appended to "
             "it: get it again"
         )
 

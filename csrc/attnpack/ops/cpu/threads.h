@@ -24,7 +24,7 @@ void for_each_unit(int64_t count, double work, size_t scratch_bytes, F&& unit, b
   c10::SmallVector<int64_t, 64> next(shares);
   for (int64_t i = 0; i < shares; ++i) next[i] = count * i / shares;
   const auto worker = [&](int64_t thread, int64_t) {
-    const Scratch<0> scratch(scratch_bytes);
+    const ThreadScratch<0> scratch(scratch_bytes);
     if (scratch_bytes >= sizeof(int64_t)) *static_cast<int64_t*>(scratch.data()) = 0;
     for (int64_t t = thread; t < thread + shares; ++t) {
       const int64_t share = t % shares, end = count * (share + 1) / shares;

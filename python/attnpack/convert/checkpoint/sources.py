@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.build import check_whole
+from ...checkpoints.companions import config_json
 from ...checkpoints.gguf import GgufCheckpoint
-from ...checkpoints.hf_config import config_json
 from ...checkpoints.hf_directory import MODEL_TYPES, HfCheckpoint
 from ...checkpoints.safetensors import SafetensorsFile, open_files
 from ...checkpoints.strict_json import read_json

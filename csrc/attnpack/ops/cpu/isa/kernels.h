@@ -16,8 +16,8 @@ struct Kernels {
   size_t (*prefill_scratch)(const AttentionParams&);
   void (*prefill)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, void* scratch);
 
-  // Forward, few rows: all rows of a kv head against a range of keys, which are streamed where they lie. partial
-  // receives max, sum and v_head_dim values per row.
+  // Forward, few rows: all rows of a kv head against a range of keys, each read from memory once. partial receives max,
+  // sum and v_head_dim values per row.
   size_t (*decode_scratch)(const AttentionParams&);
   void (*decode)(const AttentionParams&, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch);
   // Joins the partial results of some rows of a kv head into out and lse, in the order of the ranges. partials: [count,
