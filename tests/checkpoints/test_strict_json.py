@@ -1,4 +1,4 @@
-"""JSON of files that strangers made; that verdicts are those of Rust's reader is in test_safetensors.py."""
+"""JSON of files from unknown authors; test_safetensors.py compares with Rust's reader."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`attnpack uptrain`: a converted tiny model learns from its original, goes on where it stopped, is written whole."""
+"""`attnpack uptrain`: a tiny converted model learns from its original; training resumes; weights are written whole."""
 
 import json
 import re
@@ -91,7 +91,7 @@ def test_a_stopped_training_goes_on(number, converted, capsys):
 
 
 def test_it_goes_on_bit_by_bit(converted):
-    """Three steps are two steps, saved and loaded, and one more."""
+    """Three steps give the same as two steps, a save, a load, and one more step."""
     from attnpack.convert.uptrain.distill import Distillation
 
     ids = torch.randint(96, (500,))

@@ -1,5 +1,5 @@
-"""The operator and what surrounds it on a CUDA device: the grid of the CPU's tests, by the same rule, against fp64 on
-the CPU."""
+"""The operator and the layers around it on a CUDA device: the grid of the CPU's tests, by the same rule, against fp64
+on the CPU."""
 
 import functools
 
@@ -23,7 +23,9 @@ def on_device(x):
         return Inputs(*map(on_device, tensors), settings, on_device(x.grad_out), on_device(x.grad_lse))
     if not isinstance(x, torch.Tensor):
         return x
-    there = torch.empty(0, dtype=x.dtype, device="cuda").set_(  # with its strides: layouts are part of the cases
+    there = torch.empty(
+        0, dtype=x.dtype, device="cuda"
+    ).set_(  # with its strides, because layouts are part of the cases
         x.untyped_storage().cuda(), x.storage_offset(), x.shape, x.stride()
     )
     return there
@@ -95,7 +97,7 @@ def test_excluded_keys_never_reach_a_result(dtype, lengths):
         inputs.key[:, :, 5], inputs.value[:, :, 5] = poison, poison
         for name, got in run(attention, on_device(inputs)).items():
             assert torch.equal(got, clean[name]), name
-    inputs.value[:, :, 6] = NAN  # some rows see this one
+    inputs.value[:, :, 6] = NAN  # some rows see this key
     out = attention(*(on_device(x) for x in (inputs.query, inputs.key, inputs.value, inputs.mask)))
     assert torch.equal(out[:, :, : lengths[0] // 2], clean["out"][:, :, : lengths[0] // 2])
     assert out[:, :, lengths[0] // 2 :].isnan().all()
@@ -104,7 +106,7 @@ def test_excluded_keys_never_reach_a_result(dtype, lengths):
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("lengths", [(1, 700), (70, 130)], ids=["decode", "prefill"])
 def test_the_smallest_number_in_a_mask_excludes_nothing(dtype, lengths):
-    """As Hugging Face's models mark padding: whole steps of keys at it."""
+    """As Hugging Face's models mark padding: whole steps of keys hold fp32's least number."""
     inputs = make_inputs(dtype, "gqa", lengths, (64, 64), mask="float")
     inputs.mask = inputs.mask.clone()
     inputs.mask[..., :70] = torch.finfo(inputs.mask.dtype).min
@@ -176,7 +178,7 @@ def test_other_streams_and_graphs():
 
 def test_a_captured_graph_drops_the_same_pairs_at_every_replay():
     query, key, value = (draw(1, 4, n, 64).cuda() for n in (64, 300, 300))
-    whole = attention(query, key, value, dropout_p=0.5)  # once outside, so that all is loaded
+    whole = attention(query, key, value, dropout_p=0.5)  # one call before the capture, so that everything is loaded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = attention(query, key, value, dropout_p=0.5)
@@ -187,7 +189,7 @@ def test_a_captured_graph_drops_the_same_pairs_at_every_replay():
 
 
 def test_a_rotating_append_is_captured():
-    """Once it has run, so that its frequencies are on the device."""
+    """It runs once before the capture, so that its frequencies are on the device."""
     new = [draw(1, heads, 1, 64, dtype=torch.bfloat16).cuda() for heads in (4, 2, 2)]
     held, plain = ([torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in range(2))
     length, plain_length = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))

@@ -1,4 +1,4 @@
-"""The CUDA kernels compile, without a GPU, and what Python says of them."""
+"""The CUDA kernels compile without a GPU, and Python reports them."""
 
 import os
 import shutil

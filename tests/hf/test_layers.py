@@ -1,4 +1,4 @@
-"""attnpack.hf.replace_attention: our modules in the place of transformers' layers, around the same parameters."""
+"""attnpack.hf.replace_attention: our modules in the place of transformers' layers, with the same parameters."""
 
 import copy
 import os
@@ -106,7 +106,7 @@ def test_settings_of_latent_attention(changes):
 
 
 def test_a_kv_b_proj_that_is_watched_or_replaced_is_called():
-    """As LoRA and quantised linears need it: the expanded path, with the same logits."""
+    """LoRA and quantised linears need the expanded path, which gives the same logits."""
     model = make_model("deepseek_v3")
     expected = logits(model, "deepseek_v3", "eager", padding("left"))
     attnpack.hf.replace_attention(model)
@@ -122,7 +122,7 @@ def test_a_kv_b_proj_that_is_watched_or_replaced_is_called():
 @pytest.mark.parametrize("offset", [0, 2, 7, torch.tensor([2, 2])], ids=str)
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_latent_masks_say_what_their_ranges_say(q_len, offset):
-    """Among them an offset that stays a tensor, as on CUDA."""
+    """One offset stays a tensor, as on CUDA."""
     mask = attnpack.hf.mask(2, q_len, 8, offset[0] if torch.is_tensor(offset) else offset)
     expected = mask.materialise()
     if torch.is_tensor(offset):
@@ -135,7 +135,7 @@ def test_latent_masks_say_what_their_ranges_say(q_len, offset):
 
 @pytest.mark.parametrize("kind", ["none", "left"])
 def test_a_caller_makes_them_bidirectional(pair, kind):
-    """By is_causal, which transformers documents for decoders as encoders; its masks and its layers read it."""
+    """is_causal, which transformers documents, makes an encoder of a decoder; its masks and layers read it."""
     family, theirs, ours = pair
     real, batch = padding(kind).bool(), inputs(family, padding(kind))
     if kind == "none":
@@ -221,7 +221,7 @@ assert [type(layer.self_attn) for layer in latent.model.layers] == layers
 
 
 def test_layers_split_by_tensor_parallelism(tmp_path):
-    """Two processes, each with half of the heads: the numbers and gradients of one; latent layers are refused."""
+    """Two processes with half of the heads each give the numbers and gradients of one; latent layers are refused."""
     model = make_model("qwen3")
     model.save_pretrained(tmp_path / "qwen3")
     make_model("deepseek_v2").save_pretrained(tmp_path / "deepseek_v2")

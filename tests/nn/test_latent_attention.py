@@ -105,7 +105,7 @@ def test_absorbed_equals_expanded(form, length):
     assert_close(outs[0][0], outs[0][1], rtol=1e-5, atol=2e-6)
 
 
-def test_gradients_by_both_paths_agree_behind_a_cache():
+def test_gradients_by_both_paths_agree_with_a_cache():
     results = []
     for path in PATHS:
         module, cache = make(path=path, scaling=YARN, q_lora_rank=20), attnpack.LatentCache()
@@ -122,7 +122,7 @@ def test_gradients_by_both_paths_agree_behind_a_cache():
 
 
 def cost(path, q_len, kv_len, module):
-    """Multiply-adds a head and sequence, counted term by term."""
+    """Multiply-adds per head and sequence, counted term by term."""
     n, r, v, c = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim, module.kv_lora_rank
     if path == "expanded":
         return kv_len * c * n + kv_len * c * v + q_len * kv_len * (n + r) + q_len * kv_len * v
@@ -150,7 +150,7 @@ def test_auto_takes_the_cheaper_path(q_len, past):
 @torch.no_grad()
 @pytest.mark.parametrize("folded", [False, True])
 def test_absorbed_reads_latents_in_place(folded):
-    """Keys are the cache's buffer, values its first columns: nothing of the cache's size is made."""
+    """Keys are the cache's buffer and values its first columns, so no tensor of the cache's size is made."""
     module, cache = make(path="absorbed"), attnpack.LatentCache()
     module = module.fold() if folded else module
     for length in (50, 1, 1):
@@ -303,7 +303,8 @@ def test_compiled_with_a_static_cache_is_one_graph(path):
 @pytest.mark.parametrize("raw_keys", [None, False])
 @torch.no_grad()
 def test_dynamic_rope_by_steps_equals_a_full_recompute(raw_keys):
-    """Past the trained length of 8, where the rotated keys are cached unrotated; rotated ones do not."""
+    """Past the trained length of 8 steps equal the whole if keys are cached unrotated, but not if they are cached
+    rotated."""
     torch.manual_seed(0)
     rope = attnpack.RotaryEmbedding(
         8, max_positions=8, scaling={"rope_type": "dynamic", "factor": 4.0}, raw_keys=raw_keys
@@ -321,7 +322,7 @@ def test_dynamic_rope_by_steps_equals_a_full_recompute(raw_keys):
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("path", ["auto", *PATHS])
 def test_opcheck(path, cached):
-    """The layer's ops, of which all but latent_expand may write a cache."""
+    """The ops of the layer; all but latent_expand may write a cache."""
     ops = torch.ops.attnpack
     draw = torch.randn
     query, latent, k_rope, kv_b = draw(2, 3, 4, 7), draw(2, 4, 5), draw(2, 4, 2), draw(3 * (5 + 6), 5)

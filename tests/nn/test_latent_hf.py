@@ -86,7 +86,7 @@ def test_equal_to_transformers_full_by_chunks_and_by_tokens(version, q_lora_rank
 @pytest.mark.parametrize("version", [2, 3])
 @torch.no_grad()
 def test_caches_are_exchanged_with_transformers(version):
-    """Each side goes on from what the other has cached."""
+    """Each side continues from the latents that the other has cached."""
     layer, call = theirs(version, None, None)
     ours, x, half_split = make().eval(), torch.randn(2, 9, E), version == 3
     ours.load_state_dict(layer.state_dict())

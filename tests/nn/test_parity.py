@@ -133,7 +133,10 @@ def test_project_is_what_enters_the_operator():
         for ours, theirs in zip((query, key, value), module.cpp().project(*inputs), strict=True):
             assert torch.equal(ours, theirs)
         if getattr(module, "path", None) == "absorbed" or getattr(module, "folded", False):
-            assert key.shape[1::2] == (1, 16) and value.shape[1::2] == (1, 10)  # the latents; outputs are unfolded yet
+            assert key.shape[1::2] == (1, 16) and value.shape[1::2] == (
+                1,
+                10,
+            )  # the latents; the outputs are not unfolded yet
             continue
         crosses = hasattr(module, "kdim") or hasattr(module, "kv_lora_rank")
         causal = module.causal and not (crosses and len(inputs) > 1)

@@ -1,4 +1,4 @@
-"""The operator's backward against the reference's autograd and finite differences, for all that has a gradient."""
+"""The operator's backward against the reference's autograd and finite differences, for all inputs with a gradient."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_keys_that_end_with_a_block(dims, keys):
 @pytest.mark.parametrize("lengths", [(2, 5), (18, 4)], ids=["decode", "prefill"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_gradients_by_finite_differences(feature, lengths):
-    """Of out and lse with respect to query, key, value, mask and sinks."""
+    """Gradients of out and lse with respect to query, key, value, mask and sinks."""
     inputs = make_inputs(**{"dtype": torch.float64, "lengths": lengths, "dims": (3, 2)} | FEATURES[feature])
     settings = dict(inputs.settings)
     leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "mask")}
@@ -49,7 +49,7 @@ def test_gradients_by_finite_differences(feature, lengths):
 
     def call(*tensors):
         out, lse = attention(return_lse=True, **dict(zip(leaves, tensors, strict=True)), **settings)
-        return out, lse.masked_fill(lse == -float("inf"), 0)  # no difference quotient there
+        return out, lse.masked_fill(lse == -float("inf"), 0)  # a difference quotient has no meaning here
 
     assert torch.autograd.gradcheck(call, tuple(leaves.values()), fast_mode=lengths[0] > 4)
 
@@ -116,7 +116,7 @@ def test_a_row_without_keys_gives_zero_gradients(lengths):
     results = run(attention, inputs)
     for name in ("query", "key", "value", "mask"):
         assert (results[f"grad of {name}"] == 0).all(), name
-    # There lse is the sink itself.
+    # In such a row lse is the sink itself.
     assert_close(results["grad of sinks"], inputs.grad_lse.sum((0, 2)))
 
 
@@ -124,7 +124,7 @@ def test_without_keys_the_query_has_no_gradient_whatever_lay_in_its_memory():
     query, none = draw(1, 2, 70, 24).requires_grad_(), torch.zeros(1, 2, 0, 24)
     out, incoming = attention(query, none, none), torch.ones(1, 2, 70, 24)
     used = [torch.full((1, 2, 70, 24), NAN) for _ in range(16)]
-    del used  # the next tensors of this size lie there
+    del used  # the next tensors of this size get this memory
     (grad,) = torch.autograd.grad(out, query, incoming)
     assert (grad == 0).all()
 
@@ -178,7 +178,7 @@ def test_checkpointing_gives_the_same_gradients():
 
 
 def dropped_probs(inputs, p, seed=0):
-    """What multiplies the values: read off with unit vectors as values, [B, Hq, Lq, Lkv]."""
+    """The weights that multiply the values, found with unit vectors as values: [B, Hq, Lq, Lkv]."""
     batch, num_kv_heads, kv_len, _ = inputs.key.shape
     torch.manual_seed(seed)
     unit = torch.eye(kv_len, dtype=inputs.key.dtype).expand(batch, num_kv_heads, kv_len, kv_len)
@@ -203,7 +203,7 @@ def test_dropout_keeps_or_zeroes_each_probability(case):
     rate = 1 - kept[probs > 0].double().mean().item()
     count = (probs > 0).sum().item()
     assert abs(rate - 0.25) < 4 * (0.25 * 0.75 / count) ** 0.5
-    # Neither two heads, nor two rows, nor two sequences share a draw.
+    # No two heads, rows or sequences share a draw.
     for dim in range(3):
         if kept.shape[dim] > 1:
             assert not torch.equal(kept.select(dim, 0), kept.select(dim, 1))

@@ -7,7 +7,7 @@ import torch
 from attnpack import apply_rope, attention
 from op_cases import DTYPES, Inputs, draw, make_inputs, run, threads
 
-# Enough work for several threads: decode, decode over ranges, prefill, many tiles, keys beyond what stays packed.
+# Enough work for several threads: decode, decode over ranges, prefill, many tiles, more keys than can stay packed.
 LENGTHS = {"decode": (1, 700), "split decode": (4, 2100), "prefill": (70, 300), "tiles": (260, 260), "long": (40, 8400)}
 CASES = {
     "plain": {},
@@ -37,7 +37,7 @@ def test_threads_change_no_bit(case, lengths):
 
 @pytest.mark.parametrize("where", ["mask", "sinks"])
 def test_threads_change_no_bit_of_a_gradient_that_is_one_number(where):
-    """A sum over everything: the easiest place to let the number of threads in."""
+    """A sum over all elements, which can easily depend on the number of threads."""
     scores = {"sinks": True} if where == "sinks" else {}
     lengths = (40000, 2) if where == "sinks" else (300, 300)
     inputs = make_inputs(heads="one", lengths=lengths, dims=(2, 2), scores=scores)
@@ -68,7 +68,7 @@ def rows(inputs: Inputs, index: list[int]) -> Inputs:
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("case", CASES)
 def test_neither_the_batch_nor_the_place_in_it_changes_a_bit(case, lengths):
-    """Of what belongs to a sequence; the gradients of what sequences share are sums over them."""
+    """The results that belong to a sequence. Gradients of shared inputs are sums over the sequences."""
     for dtype in (torch.float32, torch.bfloat16):
         whole = make_inputs(dtype, lengths=LENGTHS[lengths], dims=(20, 12), batch=3, **CASES[case])
         expected = run(attention, whole)
@@ -81,7 +81,7 @@ def test_neither_the_batch_nor_the_place_in_it_changes_a_bit(case, lengths):
 
 @pytest.mark.parametrize("heads, capacity", [(8, 16384), (1, 140000)])
 def test_long_ranges_of_keys_change_no_bit(heads, capacity):
-    """Ranges grow with a sequence's own length, whatever room is behind it and whatever stands beside it."""
+    """Ranges depend on a sequence's own length, not on its padding or on the other sequences."""
     lengths = [capacity, 5000, capacity // 2]
     query = draw(3, 2 * heads, 1, 8)
     key, value = draw(3, heads, capacity, 8), draw(3, heads, capacity, 8, seed=1)
@@ -116,7 +116,7 @@ def test_many_runs_give_one_result():
 
 
 def test_what_ran_before_changes_no_bit():
-    """Scratch memory is kept between calls: nothing of an earlier one may be seen."""
+    """Scratch memory is kept between calls, and no call may depend on an earlier one."""
     inputs = make_inputs(lengths=(50, 130), dims=(9, 7))
     first = run(attention, inputs)
     for lengths, dims in (((300, 700), (64, 64)), ((3, 900), (5, 3)), ((50, 130), (9, 7))):

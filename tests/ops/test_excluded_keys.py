@@ -1,4 +1,4 @@
-"""NaN and Inf where nobody may look, in excluded keys and in rows that attend nothing, change no bit of anything."""
+"""NaN and Inf in excluded keys, and in rows that attend nothing, change no bit of any result."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def assert_same(got, expected):
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("rule", RULES)
 def test_an_excluded_key_changes_no_bit(rule, lengths, scores):
-    """Of out, lse and every gradient; its own gradients are 0."""
+    """An excluded key changes neither out nor lse nor any gradient; its own gradients are 0."""
     for n, dtype in enumerate(DTYPES):
         inputs = make_inputs(dtype, "gqa" if n % 2 else "uneven", LENGTHS[lengths], (17, 10), scores=scores)
         edge = excluded_keys(rule, inputs)
@@ -82,7 +82,8 @@ def test_rows_that_exclude_a_bad_key_are_as_with_a_good_one(settings, lengths, b
 @pytest.mark.parametrize("lengths", [(5, 9), (3, 600), (50, 70)])
 @pytest.mark.parametrize("case", [{"positions": {"causal": True}}, {"mask": "own -inf"}, {"kv_lens": torch.int64}])
 def test_an_allowed_nan_reaches_exactly_the_rows_that_attend_it(case, lengths, where):
-    """Forward these rows; backward their queries, and the keys and values that they attend."""
+    """The forward pass breaks these rows; the backward pass breaks their queries, and the keys and values that they
+    attend."""
     inputs = make_inputs(torch.float64, "gqa", lengths, (4, 3), **case)
     if case.get("kv_lens"):
         inputs.settings["kv_lens"] = torch.tensor([lengths[1], lengths[1] // 3])
@@ -115,7 +116,7 @@ def test_an_allowed_nan_reaches_exactly_the_rows_that_attend_it(case, lengths, w
 @pytest.mark.parametrize("lengths", [(6, 70), (60, 70), (130, 300)])
 @pytest.mark.parametrize("where", ["query", "grad_out", "both"])
 def test_a_row_without_keys_may_hold_anything(where, lengths, bad):
-    """Its query and its incoming gradient change no gradient of the others."""
+    """The query and the incoming gradient of such a row change no gradient of other rows."""
     inputs = make_inputs(lengths=lengths, mask="own", scores={"softcap": 3.0})
     inputs.settings |= {"causal": True, "q_offset": -3}  # rows 0, 1, 2 have no key
     expected = run(attention, inputs)

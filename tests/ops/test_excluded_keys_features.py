@@ -1,5 +1,5 @@
-"""NaN and Inf in excluded keys, beside the features that test_poison.py does not combine: left edges of windows, holes,
-dropout, gradients of float masks, sinks and slopes."""
+"""NaN and Inf in excluded keys, with features that test_excluded_keys.py does not combine: left edges of windows,
+holes, dropout, gradients of float masks, sinks and slopes."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ FEATURES = {
 
 
 def hide(inputs, rule) -> torch.Tensor:
-    """Hides keys from every row by rule; bool [Lkv], True where hidden."""
+    """Hides keys from every row by a rule: (settings, bool [Lkv], True where hidden)."""
     q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
     columns = torch.arange(kv_len)
     if rule == "left of the window":
@@ -50,7 +50,7 @@ def assert_same(got, expected):
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_a_hidden_key_changes_no_bit(lengths, feature, rule, dropout_p):
-    """Of out, lse and every gradient; its own gradients, and the mask's there, are 0."""
+    """A hidden key changes neither out nor lse nor any gradient; its own gradients, and those of its mask, are 0."""
 
     def attend(*tensors, **settings):
         torch.manual_seed(0)
@@ -77,7 +77,8 @@ def test_a_hidden_key_changes_no_bit(lengths, feature, rule, dropout_p):
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("lengths", [(6, 70), (60, 70), (130, 300)])
 def test_gradients_of_rows_that_exclude_a_bad_key(lengths, feature, bad):
-    """The key is bad for some rows and hidden from the others: these see nothing of it, backward neither."""
+    """The key is visible to some rows and hidden from the others; it changes nothing in the others, forward and
+    backward."""
     for dtype in DTYPES:
         inputs = make_inputs(dtype, lengths=lengths, **FEATURES[feature])
         inputs.settings |= {"window": (2, 1)}
@@ -92,7 +93,7 @@ def test_gradients_of_rows_that_exclude_a_bad_key(lengths, feature, bad):
         got = run(attention, inputs)
         for name in ("out", "lse", "grad of query"):
             assert torch.equal(got[name][~attends], good[name][~attends]), name
-        # Keys that share no row with the bad one.
+        # Keys that share no row with the key that holds NaN.
         for name in ("grad of key", "grad of value"):
             assert torch.equal(got[name][:, :, spot + 4 :], good[name][:, :, spot + 4 :]), name
         if "grad of mask" in got and got["grad of mask"].dim() == 4 and got["grad of mask"].shape[0] == 2:
@@ -112,7 +113,7 @@ ALLOWED = {
 @pytest.mark.parametrize("feature", ALLOWED)
 @pytest.mark.parametrize("lengths", [(5, 9), (50, 70)], ids=["decode", "prefill"])
 def test_an_allowed_nan_is_never_lost(lengths, feature, dtype):
-    """In a key: out, lse and the query's gradient are NaN in exactly the rows that attend it."""
+    """NaN in a key: out, lse and the query's gradient are NaN in exactly the rows that attend it."""
     inputs = make_inputs(dtype, "gqa", lengths, **ALLOWED[feature])
     spot = 3
     wide = inputs.to(torch.float64)

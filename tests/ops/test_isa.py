@@ -1,4 +1,4 @@
-"""Every instruction set that this CPU has computes the same things; each is forced in a process of its own."""
+"""All instruction sets of this CPU give the same results; each runs in its own process."""
 
 import os
 import sys
@@ -119,7 +119,7 @@ def test_an_empty_name_is_none():
 
 @pytest.mark.parametrize("isa", [isa for isa in BUILT if isa in ("avx512", "avx512_bf16")])
 def test_bf16_is_multiplied_in_pairs_where_there_is_an_instruction(isa):
-    """In the kernels that are installed; this CPU need not have it."""
+    """Looks for the instruction in the installed kernels; this CPU need not have it."""
     instructions = {}
     for kernel in ("prefill", "decode", "linear", "machine_speed"):
         (compiled,) = (BUILD / f"CMakeFiles/attnpack_{isa}.dir").rglob(f"{kernel}.cpp.o")

@@ -1,4 +1,5 @@
-"""The ops kv_cache_append_ and kv_cache_append_rotated_: what they write, and that a refused append writes nothing."""
+"""The ops kv_cache_append_ and kv_cache_append_rotated_: the places that they write; a refused append writes
+nothing."""
 
 import attnpack
 import pytest
@@ -24,7 +25,7 @@ def new(length=3, batch=2, heads=3, dim=4, v_dim=5, dtype=torch.float32):
 @pytest.mark.parametrize("new_lens", [None, torch.tensor([3, 0]), torch.tensor([1, 3], dtype=torch.int32)], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "heads inside", "sliced", "columns outside"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_writes_behind_what_each_sequence_holds(dtype, layout, new_lens):
+def test_writes_after_what_each_sequence_holds(dtype, layout, new_lens):
     cache_key, cache_value, lengths = make_cache(dtype=dtype)
     key, value = new(dtype=dtype)
     expected = cache_key.clone(), cache_value.clone()
@@ -173,7 +174,7 @@ def test_lengths_that_no_cache_has_are_refused(held, rotated):
 @pytest.mark.parametrize("held", [2**63 - 2, -1])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_module_refuses_them_too(held, gradients):
-    # a growing cache counts its sequences before the operator does, and refuses a negative count there
+    # a growing cache counts its sequences before the operator does, and refuses a negative count itself
     wanted = r"lengths\[0\] is .* wants 0 to its [0-9]+ positions|lengths hold -1, want 0 or more"
     rope = attnpack.RotaryEmbedding(8)
     layer = attnpack.GroupedQueryAttention(48, 6, 2, rope=rope, causal=True)
@@ -200,7 +201,7 @@ def append_of(rotated: bool):
 
 
 def overlapping():
-    """What shares memory, by the words that say so: (cache_key, cache_value, lengths, key, value)."""
+    """Arguments that share memory, by the words of the error: (cache_key, cache_value, lengths, key, value)."""
     (cache_key, cache_value, lengths), (key, value) = make_cache(v_dim=4), new(v_dim=4)
     one = torch.zeros(1, 3, 8, 4)
     room = torch.zeros(2, 3, 16, 4)

@@ -1,4 +1,4 @@
-"""Eight Python threads that call at once, each other shapes at a time: bitwise what one thread gets."""
+"""Eight Python threads call at once, with different shapes; each gets bitwise the result of one thread."""
 
 import random
 import threading
@@ -22,7 +22,7 @@ MIXED = [
 
 
 def call(number: int) -> dict[str, torch.Tensor]:
-    """One of different calls, all small: forward alone, with gradients, and the other ops."""
+    """One of several small calls: forward alone, with gradients, and the other ops."""
     inputs = make_inputs(**MIXED[number % len(MIXED)])
     results = run(attention, inputs, gradients=number % 3 > 0)
     if number % 3 == 2:
@@ -33,7 +33,7 @@ def call(number: int) -> dict[str, torch.Tensor]:
 
 
 def in_threads(work) -> None:
-    """work(thread number) in all of them, which start together; raises what the first to fail raised."""
+    """Runs work(thread number) in all threads, which start together; raises the error of the first that fails."""
     ready, failures = threading.Barrier(THREADS), []
 
     def one(number):
@@ -53,7 +53,7 @@ def in_threads(work) -> None:
 
 
 def test_mixed_shapes_change_no_bit():
-    """Scratch memory, which is kept between calls, belongs to one call at a time."""
+    """Scratch memory is kept between calls, but belongs to one call at a time."""
     kinds = 3 * len(MIXED)
     expected = [call(n) for n in range(kinds)]
 

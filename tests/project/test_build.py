@@ -1,4 +1,4 @@
-"""The build: what it says it found, and the one sentence with which it stops."""
+"""The build: the parts that it reports, and the one sentence with which it stops."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_names_pybind11_and_catch2(tmp_path):
 
 
 def test_needs_no_python_for_cpp_alone(tmp_path):
-    """That it also builds and passes its tests that way takes minutes: test_packaging.py, test_cpp_without_python."""
+    """test_packaging.py, test_cpp_without_python also builds and tests in this way, which takes minutes."""
     arguments = ["-DATTNPACK_PYTHON=OFF", f"-DATTNPACK_TORCH_DIR={TORCH_DIR}"]
     configured = configure(tmp_path / "b", *arguments, env=without_python(tmp_path / "bin"))
     assert configured.returncode == 0, configured.text
@@ -72,7 +72,7 @@ def test_needs_no_python_for_cpp_alone(tmp_path):
 
 
 def test_a_program_takes_it_in_by_fetch_content(tmp_path):
-    """The library alone, under the name that find_package gives, with headers that the program's warnings spare."""
+    """The library alone, under the name of find_package; the program's warnings do not apply to its headers."""
     (tmp_path / "main.cpp").write_text("#include <attnpack/attnpack.h>\nint main() {}\n")
     (tmp_path / "CMakeLists.txt").write_text(
         f"""cmake_minimum_required(VERSION 3.22)

@@ -1,4 +1,4 @@
-"""How the native code gets into a process: one copy, one OpenMP, any order, and a sentence where it does not fit."""
+"""Loading the native code: one copy, one OpenMP, in any order, and an error in one sentence if it does not fit."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ATTEND = "q = torch.ones(1, 2, 300, 64); torch.ops.attnpack.null(q); attnpack.at
 
 
 def copy_package(folder: Path, **build: str) -> Path:
-    """A copy of the installed package whose build.json says something else."""
+    """A copy of the installed package with a changed build.json."""
     shutil.copytree(PACKAGE, folder / "attnpack", ignore=shutil.ignore_patterns("include", "__pycache__"))
     record = folder / "attnpack/share/attnpack/build.json"
     record.write_text(json.dumps(build_record() | build))

@@ -1,4 +1,4 @@
-"""The lists of scripts/mutants.py are true to the sources. That script runs the mutants: it takes many minutes."""
+"""The lists of scripts/mutants.py fit the sources. That script runs the mutants: it takes many minutes."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""What the wheel carries, what a C++ program gets from it, and `attnpack info`."""
+"""The files in the wheel, C++ programs that use them, and `attnpack info`."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The code is as the formatters want it (.clang-format, ruff in pyproject.toml) and as DESIGN's layers allow."""
+"""The code follows the formatters (.clang-format, ruff in pyproject.toml) and the rules of CONTRIBUTING."""
 
 import re
 import sysconfig

@@ -1,4 +1,4 @@
-"""Every module with inputs it can be called with: what the parity and module tests run over."""
+"""Every module with inputs for a call: the cases of the parity and module tests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

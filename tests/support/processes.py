@@ -14,7 +14,7 @@ TORCH_DIR = Path(torch.__file__).parent
 
 
 def run(*command, timeout: float = 600, **options) -> subprocess.CompletedProcess:
-    """The finished process, with `.text`: both streams, line breaks (CMake's, inside a message) made spaces."""
+    """The finished process, with `.text`: both streams, with spaces for line breaks, which CMake puts into messages."""
     process = subprocess.run(list(map(str, command)), text=True, capture_output=True, timeout=timeout, **options)
     process.text = re.sub(r"\s+", " ", process.stdout + process.stderr)
     return process
@@ -27,7 +27,7 @@ def run_python(code: str, first: Path | None = None) -> subprocess.CompletedProc
 
 
 def fake_torch(folder: Path, version: str) -> Path:
-    """What CMake looks at in a torch of that version."""
+    """The files of a torch of that version that CMake reads."""
     header = folder / "include/torch/headeronly/version.h"
     header.parent.mkdir(parents=True)
     numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
