@@ -35,7 +35,7 @@ def load_transformers():
     spec = importlib.util.spec_from_file_location("make_reference_tokens", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    return script.load()
+    return script.load_model()
 
 
 class Stamps:
@@ -53,7 +53,7 @@ class Stamps:
         pass
 
 
-def timed(generate: Callable[[Stamps], torch.Tensor], new_tokens: int) -> tuple[float, float]:
+def time_generation(generate: Callable[[Stamps], torch.Tensor], new_tokens: int) -> tuple[float, float]:
     """(seconds in all, median seconds from one new token to the next)."""
     stamps, start = Stamps(), time.perf_counter()
     generate(stamps)
@@ -61,7 +61,7 @@ def timed(generate: Callable[[Stamps], torch.Tensor], new_tokens: int) -> tuple[
     return took, statistics.median(after - before for before, after in pairwise(stamps.times[-new_tokens:]))
 
 
-def compare(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> dict:
+def compare_libraries(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> dict:
     """Rates of all libraries for one dtype; `ids` [B, L]."""
     ours = attnpack.CausalLM.from_gguf(smollm2_path(), dtype=DTYPES[dtype])
     hf = hf.to(DTYPES[dtype])
@@ -78,7 +78,7 @@ def compare(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> 
     tokens = {name: run(Stamps()) for name, run in runs.items()}  # also warms up
     # Every second round has the reverse order: if the machine changes its speed within a round, no library gains.
     orders = [list(runs), list(reversed(runs))]
-    seconds = [{name: timed(runs[name], new_tokens) for name in orders[i % 2]} for i in range(rounds)]
+    seconds = [{name: time_generation(runs[name], new_tokens) for name in orders[i % 2]} for i in range(rounds)]
 
     def ratios(figure: int) -> dict[str, float]:
         peers = [name for name in runs if name != "attnpack"]
@@ -121,7 +121,7 @@ def main() -> None:
     say(f"{'dtype':<6}{'':>14}{'tokens per second':>18}{'ms per token':>13}   same tokens")
     rows = []
     for dtype in args.dtypes:
-        row = compare(hf, dtype, ids, args.new_tokens, args.rounds)
+        row = compare_libraries(hf, dtype, ids, args.new_tokens, args.rounds)
         for name, rate in row["tokens_per_second"].items():
             say(f"{dtype:<6}{name:>14}{rate:18.1f}{row['ms_per_token'][name]:13.1f}")
         for name, ratio in row["ratio"].items():

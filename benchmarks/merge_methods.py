@@ -40,7 +40,7 @@ def layer_inputs(model: CausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
     return seen
 
 
-def errors(model: CausalLM, ids: torch.Tensor, tokens: int) -> dict[str, list[float]]:
+def layer_errors(model: CausalLM, ids: torch.Tensor, tokens: int) -> dict[str, list[float]]:
     """Relative error of each layer's output, by case, on the first `tokens` tokens; calibrated on the tokens after
     them."""
     measured, calibration = layer_inputs(model, ids[:, :tokens]), layer_inputs(model, ids[:, tokens:])
@@ -74,7 +74,7 @@ def main() -> None:
     path = checkpoints.smollm2_path()
     text = "\n".join(topics[name] for name in sorted(topics))
     ids = torch.tensor([checkpoints.load_tokenizer(path).encode(text[: 40 * args.tokens])[: 4 * args.tokens]])
-    found = errors(CausalLM.from_gguf(path), ids, args.tokens)
+    found = layer_errors(CausalLM.from_gguf(path), ids, args.tokens)
     if args.json:
         print(json.dumps(found))
         return

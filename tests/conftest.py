@@ -30,7 +30,7 @@ def reference_script():
 @pytest.fixture(scope="session")
 def smollm2_hf(reference_script):
     """(model, tokenizer) of transformers, fp32."""
-    return reference_script.load()
+    return reference_script.load_model()
 
 
 @pytest.fixture(scope="session")

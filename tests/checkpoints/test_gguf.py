@@ -309,7 +309,7 @@ def test_llama3_frequencies_are_read(tiny_gguf):
             rope__scaling__type="linear",
             rope__scaling__factor=2.0,
         ),
-        "rope_freqs.weight beside rope.scaling.type 'linear'",
+        "rope_freqs.weight together with rope.scaling.type 'linear'",
     )
 
 

@@ -185,10 +185,16 @@ def append(directory, more: bytes):
     [
         (lambda places, last: places.pop("model.norm.weight"), "does not name model.norm.weight of model-0"),
         (lambda places, last: places.update({"model.norm.weight": last}), "says that model.norm.weight is in"),
-        (lambda places, last: places.update({"model.norm.weight": "../in/" + last}), "the name of one beside it"),
+        (
+            lambda places, last: places.update({"model.norm.weight": "../in/" + last}),
+            "the name of one in the same folder",
+        ),
         (lambda places, last: places.update({"model.norm.weight": 3}), "names the file 3"),
         (lambda places, last: places.update({"model.norm.weight": "gone.safetensors"}), "lacks gone.safetensors"),
-        (lambda places, last: places.update({"model.norm.weight": "attnpack_convert.json"}), "the name of one beside"),
+        (
+            lambda places, last: places.update({"model.norm.weight": "attnpack_convert.json"}),
+            "the name of one in the same",
+        ),
         (lambda places, last: places.clear(), "has no weight_map"),
     ],
     ids=["lacking", "wrong", "outside", "number", "gone", "record", "empty"],

@@ -7,7 +7,7 @@ import pytest
 import torch
 from attnpack import _load, apply_rope, attention, reference
 from attnpack.nn.linear import project
-from op_cases import COVERING, DTYPES, INF, NAN, Inputs, check, describe, draw, make_inputs, run
+from op_cases import COVERING, DTYPES, INF, NAN, Inputs, check, compute_results, describe, draw, make_inputs
 from torch.testing import assert_close
 
 if not torch.cuda.is_available():
@@ -32,9 +32,9 @@ def on_device(x):
 
 
 def check_on_device(inputs: Inputs, *, gradients: bool = True):
-    ours = run(attention, on_device(inputs), gradients=gradients)
-    plain = run(reference.attention, on_device(inputs), gradients=gradients)
-    truth = run(reference.attention, inputs.to(torch.float64), gradients=gradients)
+    ours = compute_results(attention, on_device(inputs), gradients=gradients)
+    plain = compute_results(reference.attention, on_device(inputs), gradients=gradients)
+    truth = compute_results(reference.attention, inputs.to(torch.float64), gradients=gradients)
     check(
         {name: x.cpu() for name, x in ours.items()},
         {name: x.cpu() for name, x in plain.items()},
@@ -92,10 +92,10 @@ def test_excluded_keys_never_reach_a_result(dtype, lengths):
     inputs.mask[:, :, :, 5] = False
     inputs.mask[:, :, : lengths[0] // 2, 6] = False
     inputs.mask[:, :, lengths[0] // 2 :, 6] = True
-    clean = run(attention, on_device(inputs))
+    clean = compute_results(attention, on_device(inputs))
     for poison in (NAN, INF):
         inputs.key[:, :, 5], inputs.value[:, :, 5] = poison, poison
-        for name, got in run(attention, on_device(inputs)).items():
+        for name, got in compute_results(attention, on_device(inputs)).items():
             assert torch.equal(got, clean[name]), name
     inputs.value[:, :, 6] = NAN  # some rows see this key
     out = attention(*(on_device(x) for x in (inputs.query, inputs.key, inputs.value, inputs.mask)))
@@ -153,9 +153,9 @@ def test_lengths_out_of_range_are_clamped_or_refused(monkeypatch):
 @pytest.mark.parametrize("lengths", [(1, 3000), (200, 200)], ids=["decode", "prefill"])
 def test_results_are_bitwise_the_same_again(lengths):
     inputs = on_device(make_inputs(torch.bfloat16, "gqa", lengths, (64, 64)))
-    first = run(attention, inputs)
+    first = compute_results(attention, inputs)
     for _ in range(5):
-        for name, got in run(attention, inputs).items():
+        for name, got in compute_results(attention, inputs).items():
             assert torch.equal(got, first[name]), name
 
 

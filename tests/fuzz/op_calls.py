@@ -9,7 +9,7 @@ import attnpack
 import torch
 import torch.nn.functional as F
 from attnpack import reference
-from op_cases import AXES, DTYPES, Inputs, check, check_against_reference, draw, laid_out, make_inputs, run
+from op_cases import AXES, DTYPES, Inputs, check, check_against_reference, compute_results, draw, laid_out, make_inputs
 from torch.testing import assert_close
 
 WIDE = [torch.float64, torch.float32]
@@ -35,8 +35,8 @@ def attention(pick: Random) -> Call:
     inputs = layer(pick)
 
     def right(result):
-        plain = run(reference.attention, inputs, gradients=False)
-        truth = run(reference.attention, inputs.to(torch.float64), gradients=False)
+        plain = compute_results(reference.attention, inputs, gradients=False)
+        truth = compute_results(reference.attention, inputs.to(torch.float64), gradients=False)
         check(dict(zip(("out", "lse"), result, strict=True)), plain, truth, inputs.query.dtype)
 
     return "attention", [inputs.query, inputs.key, inputs.value, *op_settings(inputs)], right

@@ -76,7 +76,7 @@ def one_call(seed: int) -> str | None:
             return f"{name} raised {type(error).__name__}: {text[:500]}"
     except BaseException:
         return f"{name}: {traceback.format_exc()[-1500:]}"
-    return None if op_calls.margins_are_whole(arguments) else f"{name} wrote beside a cache"
+    return None if op_calls.margins_are_whole(arguments) else f"{name} wrote outside of a cache"
 
 
 def work(seed: int, seconds: float) -> None:

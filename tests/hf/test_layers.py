@@ -10,7 +10,7 @@ import pytest
 import torch
 from attnpack.hf.layers.latent import _latent_mask_arguments
 from hf_families import backward, generated, inputs, logits, make_model, padding
-from processes import run
+from processes import run_program
 
 GROUPED = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
 FAMILIES = [*GROUPED, "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"]
@@ -230,7 +230,9 @@ def test_layers_split_by_tensor_parallelism(tmp_path):
     out.loss.backward()
     (tmp_path / "split.py").write_text(SPLIT)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    process = run(sys.executable, *launch, tmp_path / "split.py", tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = run_program(
+        sys.executable, *launch, tmp_path / "split.py", tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     assert process.returncode == 0, process.text
     assert "DeepseekV2Attention whose q_b_proj is split by tensor parallelism" in process.text
     expected = {"loss": out.loss, "logits": out.logits, "norm": model.model.layers[0].self_attn.q_norm.weight.grad}

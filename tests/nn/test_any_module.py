@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attnpack import reference
-from module_cases import CASES, EMBED, make
+from module_cases import CASES, EMBED, make_case
 from torch import nn
 
 attending = pytest.mark.parametrize("case", [case for case in CASES if case.attends], ids=lambda case: case.name)
@@ -233,7 +233,7 @@ def test_relative_positions_alone_matter_to_rope():
 
 @attending
 def test_native_op_runs(case):
-    module, inputs = make(case)
+    module, inputs = make_case(case)
     module(*inputs)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         module(*inputs)
@@ -242,12 +242,12 @@ def test_native_op_runs(case):
 
 @by_name
 def test_state_dict_copy_and_pickle(case):
-    module, inputs = make(case)
+    module, inputs = make_case(case)
     out = module(*inputs)
-    other, _ = make(case, seed=1)
+    other, _ = make_case(case, seed=1)
     other.load_state_dict(module.state_dict(), strict=True)
     assert torch.equal(other(*inputs), out)
-    assigned, _ = make(case, seed=2)
+    assigned, _ = make_case(case, seed=2)
     assigned.load_state_dict(copy.deepcopy(module.state_dict()), strict=True, assign=True)
     assert torch.equal(assigned(*inputs), out)
     assert torch.equal(copy.deepcopy(module)(*inputs), out)
@@ -256,7 +256,7 @@ def test_state_dict_copy_and_pickle(case):
 
 @by_name
 def test_bfloat16(case):
-    module, inputs = make(case)
+    module, inputs = make_case(case)
     out = module(*inputs)
     module.to(torch.bfloat16)
     low = module(*(x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs))
@@ -266,8 +266,8 @@ def test_bfloat16(case):
 
 @by_name
 def test_functional_call_takes_the_given_parameters(case):
-    module, inputs = make(case)
-    other, _ = make(case, seed=1)
+    module, inputs = make_case(case)
+    other, _ = make_case(case, seed=1)
     out = torch.func.functional_call(module, dict(other.named_parameters()), inputs)
     assert torch.equal(out, other(*inputs))
 
@@ -286,7 +286,7 @@ def test_meta_device(case):
 
 @by_name
 def test_optimiser_moves_python_and_cpp_alike(case):
-    module, inputs = make(case)
+    module, inputs = make_case(case)
     if not list(module.parameters()):
         assert case.name in ("projected", "projected_windowed", "rotary")
         return
@@ -357,7 +357,7 @@ def test_norms_of_queries_and_keys_that_cpp_does_not_have(name, norm):
 @attending
 def test_compiles_whole_and_settles(case):
     """There is one graph, and no further one after the second length."""
-    module, inputs = make(case)
+    module, inputs = make_case(case)
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="eager")  # the tests below cover other backends
     torch._dynamo.utils.counters.clear()

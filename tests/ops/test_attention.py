@@ -4,7 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attnpack import attention, attention_scores, reference
-from op_cases import COVERING, DTYPES, INF, check_against_reference, describe, draw, laid_out, make_inputs, run
+from op_cases import (
+    COVERING,
+    DTYPES,
+    INF,
+    check_against_reference,
+    compute_results,
+    describe,
+    draw,
+    laid_out,
+    make_inputs,
+)
 from processes import run_python
 from torch.testing import assert_close
 
@@ -37,10 +47,10 @@ def test_sizes_at_which_the_kernels_work_otherwise(lengths, dims, dtype):
 @pytest.mark.parametrize("lengths", [(2, 70), (50, 70)], ids=["decode", "prefill"])
 def test_layout_changes_no_bit(layout, lengths, dtype):
     inputs = make_inputs(dtype, "gqa", lengths, (24, 17), scores={"softcap": 3.0})
-    expected = run(attention, inputs)
+    expected = compute_results(attention, inputs)
     for name in ("query", "key", "value"):
         setattr(inputs, name, laid_out(getattr(inputs, name), layout))
-    for name, got in run(attention, inputs).items():
+    for name, got in compute_results(attention, inputs).items():
         assert torch.equal(got, expected[name]), name
 
 
@@ -193,7 +203,7 @@ def test_a_window_of_w_tokens_with_self_is_left_w_minus_1():
 @pytest.mark.parametrize("q_offset", [-60, 0, 130, 255, 256, 511, 512, 1098, 2000])
 def test_window_edges_wherever_it_stands(q_offset, window, lengths):
     inputs = make_inputs(heads="mqa", lengths=lengths, positions={"q_offset": q_offset, "window": window})
-    ours, theirs = (run(attend, inputs, gradients=False) for attend in (attention, reference.attention))
+    ours, theirs = (compute_results(attend, inputs, gradients=False) for attend in (attention, reference.attention))
     assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 

@@ -5,7 +5,7 @@ import torch
 from attnpack import attention, attention_scores, reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from op_cases import DTYPES, INF, NAN, Inputs, check_against_reference, draw, laid_out, run
+from op_cases import DTYPES, INF, NAN, Inputs, check_against_reference, compute_results, draw, laid_out
 from torch.testing import assert_close
 
 SIZES = st.integers(0, 5)
@@ -112,8 +112,8 @@ def check_call(call: dict):
     low = dtype in (torch.float16, torch.bfloat16)
     check_against_reference(inputs, gradients=not low)
     if low:
-        truth = run(reference.attention, inputs.to(torch.float64))
-        for name, got in run(attention, inputs).items():
+        truth = compute_results(reference.attention, inputs.to(torch.float64))
+        for name, got in compute_results(attention, inputs).items():
             bound = 16 * torch.finfo(dtype).eps * max(1, largest(truth[name]))
             assert_close(got.double(), truth[name], atol=bound, rtol=0.0)
 

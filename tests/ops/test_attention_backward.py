@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from attnpack import attention, attention_scores, reference
-from op_cases import COVERING, NAN, check_against_reference, describe, draw, make_inputs, run
+from op_cases import COVERING, NAN, check_against_reference, compute_results, describe, draw, make_inputs
 from torch.testing import assert_close
 
 
@@ -68,7 +68,7 @@ def test_dropouts_gradient_by_finite_differences():
 @pytest.mark.parametrize("alone", ["query", "key", "value", "mask", "sinks"])
 def test_a_gradient_does_not_depend_on_which_others_are_asked_for(alone):
     inputs = make_inputs(lengths=(40, 70), mask="own", scores={"sinks": True})
-    expected = run(attention, inputs)[f"grad of {alone}"]
+    expected = compute_results(attention, inputs)[f"grad of {alone}"]
     tensors = {name: getattr(inputs, name) for name in ("query", "key", "value", "mask")} | inputs.settings
     tensors[alone] = tensors[alone].clone().requires_grad_()
     out, lse = attention(**tensors, return_lse=True)
@@ -81,7 +81,7 @@ def test_out_alone_and_lse_alone(part):
     inputs = make_inputs(torch.float64, lengths=(40, 70), mask="own", scores={"sinks": True})
     unused = "grad_lse" if part == "out" else "grad_out"
     setattr(inputs, unused, torch.zeros_like(getattr(inputs, unused)))
-    expected = run(attention, inputs)
+    expected = compute_results(attention, inputs)
     tensors = {name: getattr(inputs, name) for name in ("query", "key", "value", "mask")} | inputs.settings
     tensors = {name: x.clone().requires_grad_() for name, x in tensors.items()}
     out, lse = attention(**tensors, return_lse=True)
@@ -95,9 +95,9 @@ def test_out_alone_and_lse_alone(part):
 def test_any_layout_of_the_incoming_gradient(layout, lengths):
     inputs = make_inputs(torch.float64, lengths=lengths, layout=layout)
     assert not inputs.grad_out.is_contiguous() or layout == "offset"
-    got = run(attention, inputs)
+    got = compute_results(attention, inputs)
     inputs.grad_out = inputs.grad_out.contiguous()
-    for name, expected in run(attention, inputs).items():
+    for name, expected in compute_results(attention, inputs).items():
         assert_close(got[name], expected)
 
 
@@ -113,7 +113,7 @@ def test_sum_sends_one_number_expanded():
 def test_a_row_without_keys_gives_zero_gradients(lengths):
     inputs = make_inputs(lengths=lengths, mask="own", scores={"sinks": True})
     inputs.settings |= {"causal": True, "q_offset": torch.tensor([-100, -100])}
-    results = run(attention, inputs)
+    results = compute_results(attention, inputs)
     for name in ("query", "key", "value", "mask"):
         assert (results[f"grad of {name}"] == 0).all(), name
     # In such a row lse is the sink itself.
@@ -132,7 +132,7 @@ def test_without_keys_the_query_has_no_gradient_whatever_lay_in_its_memory():
 def test_a_sink_of_minus_infinity_has_no_gradient():
     inputs = make_inputs(kv_lens=torch.int64, scores={"sinks": True})
     inputs.settings |= {"kv_lens": torch.tensor([7, 0]), "sinks": torch.full((4,), -float("inf"))}
-    assert (run(attention, inputs)["grad of sinks"] == 0).all()
+    assert (compute_results(attention, inputs)["grad of sinks"] == 0).all()
 
 
 def test_backward_runs_twice_only_if_asked():
@@ -224,8 +224,8 @@ def test_dropouts_backward_sees_the_draw_of_its_forward(case):
         torch.manual_seed(0)
         return attention(*tensors, dropout_p=0.4, **settings)
 
-    expected = run(plain, inputs)
-    for name, x in run(ours, inputs).items():
+    expected = compute_results(plain, inputs)
+    for name, x in compute_results(ours, inputs).items():
         assert_close(x, expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from attnpack import apply_rope, attention
-from op_cases import DTYPES, Inputs, draw, make_inputs, run, threads
+from op_cases import DTYPES, Inputs, compute_results, draw, make_inputs, threads
 
 # Enough work for several threads: decode, decode over ranges, prefill, many tiles, more keys than can stay packed.
 LENGTHS = {"decode": (1, 700), "split decode": (4, 2100), "prefill": (70, 300), "tiles": (260, 260), "long": (40, 8400)}
@@ -29,10 +29,10 @@ def test_threads_change_no_bit(case, lengths):
     for dtype in DTYPES[1:3] if lengths == "long" else DTYPES:
         inputs = make_inputs(dtype, lengths=LENGTHS[lengths], dims=(20, 12), **({"heads": "gqa"} | CASES[case]))
         with threads(1):
-            expected = run(attention, inputs)
+            expected = compute_results(attention, inputs)
         for count in (2, 4, 3):
             with threads(count):
-                assert_same(run(attention, inputs), expected)
+                assert_same(compute_results(attention, inputs), expected)
 
 
 @pytest.mark.parametrize("where", ["mask", "sinks"])
@@ -46,7 +46,7 @@ def test_threads_change_no_bit_of_a_gradient_that_is_one_number(where):
     grads = []
     for count in (1, 2, 4):
         with threads(count):
-            grads.append(run(attention, inputs)[f"grad of {where}"])
+            grads.append(compute_results(attention, inputs)[f"grad of {where}"])
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
 
 
@@ -71,11 +71,11 @@ def test_neither_the_batch_nor_the_place_in_it_changes_a_bit(case, lengths):
     """The results that belong to a sequence. Gradients of shared inputs are sums over the sequences."""
     for dtype in (torch.float32, torch.bfloat16):
         whole = make_inputs(dtype, lengths=LENGTHS[lengths], dims=(20, 12), batch=3, **CASES[case])
-        expected = run(attention, whole)
+        expected = compute_results(attention, whole)
         own = ["out", "lse", "grad of query", "grad of key", "grad of value"]
         own += ["grad of mask"] if CASES[case].get("mask") == "own" else []
         for index in ([0], [1], [2], [2, 0], [1, 1, 2, 0]):
-            got = run(attention, rows(whole, index))
+            got = compute_results(attention, rows(whole, index))
             assert_same({name: got[name] for name in own}, {name: expected[name][index] for name in own})
 
 
@@ -110,21 +110,21 @@ def test_gradients_and_lse_change_no_bit_of_out(lengths):
 
 def test_many_runs_give_one_result():
     inputs = make_inputs(lengths=(130, 300), mask="own", scores={"sinks": True, "softcap": 2.0})
-    first = run(attention, inputs)
+    first = compute_results(attention, inputs)
     for _ in range(20):
-        assert_same(run(attention, inputs), first)
+        assert_same(compute_results(attention, inputs), first)
 
 
 def test_what_ran_before_changes_no_bit():
     """Scratch memory is kept between calls, and no call may depend on an earlier one."""
     inputs = make_inputs(lengths=(50, 130), dims=(9, 7))
-    first = run(attention, inputs)
+    first = compute_results(attention, inputs)
     for lengths, dims in (((300, 700), (64, 64)), ((3, 900), (5, 3)), ((50, 130), (9, 7))):
         other = make_inputs(lengths=lengths, dims=dims)
         other.key = torch.full_like(other.key, float("nan"))
         other.value = torch.full_like(other.value, float("nan"))
-        run(attention, other)
-        assert_same(run(attention, inputs), first)
+        compute_results(attention, other)
+        assert_same(compute_results(attention, inputs), first)
 
 
 def test_dropout_does_not_depend_on_threads():
@@ -133,16 +133,16 @@ def test_dropout_does_not_depend_on_threads():
     for count in (1, 2, 4):
         torch.manual_seed(3)
         with threads(count):
-            results.append(run(lambda *x, **k: attention(*x, dropout_p=0.3, **k), inputs))
+            results.append(compute_results(lambda *x, **k: attention(*x, dropout_p=0.3, **k), inputs))
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
 
 
 def test_many_python_threads_at_once():
     inputs = make_inputs(lengths=(40, 300), mask="own")
-    expected = run(attention, inputs)
+    expected = compute_results(attention, inputs)
     with ThreadPoolExecutor(8) as pool:
-        for results in pool.map(lambda _: run(attention, inputs), range(64)):
+        for results in pool.map(lambda _: compute_results(attention, inputs), range(64)):
             assert_same(results, expected)
 
 

@@ -4,7 +4,7 @@ holes, dropout, gradients of float masks, sinks and slopes."""
 import pytest
 import torch
 from attnpack import attention, reference
-from op_cases import DTYPES, INF, NAN, draw, make_inputs, run
+from op_cases import DTYPES, INF, NAN, compute_results, draw, make_inputs
 
 POISON = [NAN, INF, -INF]
 LENGTHS = {"decode": (3, 70), "split decode": (3, 1100), "prefill": (60, 300)}
@@ -61,7 +61,7 @@ def test_a_hidden_key_changes_no_bit(lengths, feature, rule, dropout_p):
         inputs = make_inputs(dtype, heads, LENGTHS[lengths], (17, 10), **FEATURES[feature])
         hidden = hide(inputs, rule)
         assert hidden.any() and not hidden.all()
-        expected = run(attend, inputs)
+        expected = compute_results(attend, inputs)
         assert not any(x.isnan().any() for x in expected.values())
         for name in ("key", "value"):
             assert (expected[f"grad of {name}"][:, :, hidden] == 0).all()
@@ -70,7 +70,7 @@ def test_a_hidden_key_changes_no_bit(lengths, feature, rule, dropout_p):
         for bad in POISON:
             for name in ("key", "value"):
                 getattr(inputs, name)[:, :, hidden] = bad
-            assert_same(run(attend, inputs), expected)
+            assert_same(compute_results(attend, inputs), expected)
 
 
 @pytest.mark.parametrize("bad", POISON)
@@ -82,7 +82,7 @@ def test_gradients_of_rows_that_exclude_a_bad_key(lengths, feature, bad):
     for dtype in DTYPES:
         inputs = make_inputs(dtype, lengths=lengths, **FEATURES[feature])
         inputs.settings |= {"window": (2, 1)}
-        good = run(attention, inputs)
+        good = compute_results(attention, inputs)
         spot = 4
         settings = {k: x.double() if torch.is_tensor(x) else x for k, x in inputs.settings.items()}
         mask = None if inputs.mask is None else inputs.mask.double()
@@ -90,7 +90,7 @@ def test_gradients_of_rows_that_exclude_a_bad_key(lengths, feature, bad):
         attends = attends[..., spot]  # [B, Hq, Lq]
         assert attends.any() and not attends.all()
         inputs.key[:, :, spot], inputs.value[:, :, spot] = bad, bad
-        got = run(attention, inputs)
+        got = compute_results(attention, inputs)
         for name in ("out", "lse", "grad of query"):
             assert torch.equal(got[name][~attends], good[name][~attends]), name
         # Keys that share no row with the key that holds NaN.
@@ -121,7 +121,7 @@ def test_an_allowed_nan_is_never_lost(lengths, feature, dtype):
     inputs.key[:, 1, spot] = NAN
     reached = attends & (torch.arange(4) >= 2).view(4, 1)  # query heads 2 and 3 read kv head 1
     assert reached.any() and not reached.all()
-    results = run(attention, inputs)
+    results = compute_results(attention, inputs)
     for name in ("out", "lse", "grad of query"):
         nans = results[name].isnan()
         expected = reached.unsqueeze(-1) if nans.dim() == 4 else reached
@@ -134,10 +134,10 @@ def test_an_allowed_nan_is_never_lost(lengths, feature, dtype):
 @pytest.mark.parametrize("lengths", [(3, 70), (60, 70)], ids=["decode", "prefill"])
 def test_a_bad_number_of_one_head_reaches_no_other(lengths, name):
     inputs = make_inputs(lengths=lengths, scores={"sinks": True, "alibi": True})
-    good = run(attention, inputs)
+    good = compute_results(attention, inputs)
     inputs.settings[name] = inputs.settings[name].clone()
     inputs.settings[name][1] = NAN
-    got = run(attention, inputs)
+    got = compute_results(attention, inputs)
     others = [0, 2, 3]
     for result in ("out", "lse", "grad of query"):
         assert torch.equal(got[result][:, others], good[result][:, others]), result
@@ -150,10 +150,10 @@ def test_a_bad_number_of_one_head_reaches_no_other(lengths, name):
 @pytest.mark.parametrize("lengths", [(3, 70), (60, 70)], ids=["decode", "prefill"])
 def test_nan_in_a_float_mask_reaches_its_row_alone(lengths):
     inputs = make_inputs(lengths=lengths, mask="own")
-    good = run(attention, inputs)
+    good = compute_results(attention, inputs)
     inputs.mask = inputs.mask.clone()
     inputs.mask[0, 1, 2, 5] = NAN
-    got = run(attention, inputs)
+    got = compute_results(attention, inputs)
     rows = torch.ones(2, 4, lengths[0], dtype=torch.bool)
     rows[0, 1, 2] = False
     for name in ("out", "lse", "grad of query", "grad of mask"):

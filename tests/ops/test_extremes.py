@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attnpack import attention, attention_scores, reference
-from op_cases import DTYPES, INF, NAN, make_inputs, run
+from op_cases import DTYPES, INF, NAN, compute_results, make_inputs
 from torch.testing import assert_close
 
 LENGTHS = [(2, 70), (60, 70)]  # decode, prefill
@@ -32,10 +32,10 @@ def test_offsets_saturate(lengths, settings, kind):
             extreme, far = (most - off if sign > 0 else -most - 1 + off), sign * FAR
             inputs = make_inputs(lengths=lengths)
             inputs.settings = settings | {"q_offset": far}
-            expected = run(attention, inputs)
+            expected = compute_results(attention, inputs)
             scores = attention_scores(inputs.query, inputs.key, **inputs.settings)
             inputs.settings["q_offset"] = extreme if kind == "int" else torch.tensor([extreme] * 2, dtype=kind)
-            for name, got in run(attention, inputs).items():
+            for name, got in compute_results(attention, inputs).items():
                 assert torch.equal(got, expected[name]), name
             assert torch.equal(attention_scores(inputs.query, inputs.key, **inputs.settings), scores)
             arguments = inputs.query, inputs.key, inputs.value
@@ -112,7 +112,7 @@ def test_a_softcap_of_any_size(lengths, dtype, softcap):
     inputs = make_inputs(dtype, lengths=lengths, scores={"softcap": softcap})
     inputs.query[:, :, 0] = 0
     inputs.query[:, :, 1] *= 8
-    ours, truth = run(attention, inputs), run(reference.attention, inputs.to(torch.float64))
+    ours, truth = compute_results(attention, inputs), compute_results(reference.attention, inputs.to(torch.float64))
     bound = 32 * torch.finfo(dtype).eps
     for name, exact in truth.items():
         assert_close(ours[name].double(), exact, atol=bound * max(1, exact.abs().max().item()), rtol=0)
@@ -155,7 +155,7 @@ def test_a_row_without_keys_is_zero_whatever_its_sink_is(lengths, dtype):
         if settings.pop("mask", None):
             inputs.mask = torch.full(lengths, -INF, dtype=dtype)
         inputs.settings = settings | {"sinks": sinks}
-        results = run(attention, inputs)
+        results = compute_results(attention, inputs)
         expected = sinks.to(results["lse"].dtype).view(4, 1).expand(2, 4, lengths[0])
         assert_close(results["lse"], expected, equal_nan=True, atol=0, rtol=0)
         for name in results.keys() - {"lse", "grad of sinks"}:

@@ -9,7 +9,7 @@ import resource
 import pytest
 import torch
 from attnpack import attention
-from op_cases import make_inputs, run
+from op_cases import compute_results, make_inputs
 from torch.testing import assert_close
 
 SIZE = 10 * 2**30
@@ -44,14 +44,14 @@ def spread(x: torch.Tensor, far: torch.Tensor, axis: int, place: int) -> torch.T
 def test_far_apart_changes_no_bit(far, axis, lengths, dtype, mask):
     """Far strides change no bit of out, lse and the gradients of query, key, value and mask."""
     inputs = make_inputs(dtype, "gqa", lengths, mask=mask, positions={"causal": True, "q_offset": 20})
-    expected = run(attention, inputs)
+    expected = compute_results(attention, inputs)
     names = [n for n in ("query", "key", "value", "mask", "grad_out", "grad_lse") if getattr(inputs, n) is not None]
     near = {name: getattr(inputs, name) for name in names}
     for place, (name, x) in enumerate(near.items()):
         setattr(inputs, name, spread(x, far, min(AXES[axis], x.dim() - 1), place))
     for name, x in near.items():
         assert torch.equal(getattr(inputs, name), x)  # no two of them overlap
-    for name, got in run(attention, inputs).items():
+    for name, got in compute_results(attention, inputs).items():
         if axis == "columns" and name.startswith("grad"):  # its dot product with out is summed in another order
             assert_close(got, expected[name], atol=8 * torch.finfo(dtype).eps, rtol=8 * torch.finfo(dtype).eps)
         else:
@@ -61,10 +61,10 @@ def test_far_apart_changes_no_bit(far, axis, lengths, dtype, mask):
 def test_a_start_beyond_32_bits(far):
     """The gradients of small tensors that are views into a large one."""
     inputs = make_inputs(lengths=(40, 70), mask="own")
-    expected = run(attention, inputs)
+    expected = compute_results(attention, inputs)
     for place, name in enumerate(("query", "key", "value", "mask", "grad_out")):
         x = getattr(inputs, name)
         room = far.view(x.dtype)[2**31 + place * 2**16 :]
         setattr(inputs, name, room[: x.numel()].view(x.shape).copy_(x))
-    for name, got in run(attention, inputs).items():
+    for name, got in compute_results(attention, inputs).items():
         assert torch.equal(got, expected[name]), name

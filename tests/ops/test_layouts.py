@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attnpack import attention
-from op_cases import DTYPES, NAN, make_inputs, run
+from op_cases import DTYPES, NAN, compute_results, make_inputs
 from torch.testing import assert_close
 
 
@@ -66,9 +66,9 @@ def case(dtype, lengths, mask="own"):
 
 def assert_same(inputs, plain, *, exact=True):
     """Compares bit by bit, except for the dot product of grad_out and out: its order depends on grad_out's strides."""
-    expected = run(attention, plain)
+    expected = compute_results(attention, plain)
     eps = torch.finfo(inputs.query.dtype).eps
-    for name, got in run(attention, inputs).items():
+    for name, got in compute_results(attention, inputs).items():
         if exact or not name.startswith("grad"):
             assert torch.equal(got, expected[name]), name
         else:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from processes import ROOT, TORCH_DIR, run
+from processes import ROOT, TORCH_DIR, run_program
 
 PRIVATE = {
     "core",
@@ -38,7 +38,7 @@ def complaints(folder: Path, headers: list[Path]) -> list[str]:
     def compile_alone(header: Path) -> str:
         source = folder / f"{'_'.join(header.parts)}.cpp"
         source.write_text(f"#include <attnpack/{header}>\n")
-        process = run("g++", "-std=c++17", "-fsyntax-only", *includes, source)
+        process = run_program("g++", "-std=c++17", "-fsyntax-only", *includes, source)
         return f"{header}: {process.text}" if process.returncode else ""
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -203,7 +203,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run(attend: Callable, inputs: Inputs, *, gradients: bool = True) -> dict[str, Tensor]:
+def compute_results(attend: Callable, inputs: Inputs, *, gradients: bool = True) -> dict[str, Tensor]:
     """out and lse of attnpack.attention or reference.attention, and the gradients of all inputs that have one."""
 
     def leaf(x):
@@ -252,10 +252,10 @@ def check_against_reference(
     inputs: Inputs, *, gradients: bool = True, attend: Callable = attnpack.attention
 ) -> dict[str, Tensor]:
     """Judges the operator on the inputs, and returns its results."""
-    ours = run(attend, inputs, gradients=gradients)
+    ours = compute_results(attend, inputs, gradients=gradients)
     with threads(1):  # one thread: on a busy machine plain PyTorch is several times faster so on small tensors
-        plain = run(reference.attention, inputs, gradients=gradients)
-        truth = run(reference.attention, inputs.to(torch.float64), gradients=gradients)
+        plain = compute_results(reference.attention, inputs, gradients=gradients)
+        truth = compute_results(reference.attention, inputs.to(torch.float64), gradients=gradients)
     check(ours, plain, truth, inputs.query.dtype)
     return ours
 

@@ -97,7 +97,7 @@ void register_composites(torch::Library& m) {
 }  // namespace attnpack
 
 // The schema says that the cache's tensors are written, and vmap has no rule for such ops. But without a cache nothing
-// is written. For lazy tensors torch has a fallback, which breaks what is written (ops/lazy).
+// is written. For lazy tensors torch has a fallback, which breaks ops that write (ops/lazy).
 TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_composites(m); }
 TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_composites(m); }
 TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_composites(m); }

@@ -202,7 +202,8 @@ class GgufCheckpoint:
         scaling. This is LongRoPE with the same list for all lengths."""
         if kind not in ("none", "linear") or factor != 1.0:
             raise ValueError(
-                f"{self.path}: has {_ROPE_FREQS} beside rope.scaling.type {brief(repr(kind))}, which is not supported"
+                f"{self.path}: has {_ROPE_FREQS} together with rope.scaling.type {brief(repr(kind))}, which is not "
+                "supported"
             )
         shape, wanted = self.file.tensors[_ROPE_FREQS].shape, (head_dim // 2,)
         if shape != wanted:

@@ -102,7 +102,13 @@ def build_parser() -> argparse.ArgumentParser:
     uptrain.add_argument("--restart", action="store_true", help="forget an unfinished training")
 
     example = "attnpack bench decode prefill --dtypes fp32 bf16 --out roofline.png"
-    bench = _command(commands, "bench", _bench, "time attention beside this machine's limits and its peers", example)
+    bench = _command(
+        commands,
+        "bench",
+        _bench,
+        "time attention, and compare it with this machine's limits and with other libraries",
+        example,
+    )
     bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")
     bench.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=["fp32", "bf16"])
     peers = "sdpa packed flex onnxruntime; on CUDA flash cudnn efficient flash_attn flashinfer"

@@ -36,7 +36,7 @@ double best_of_tries(F&& measure) {
   return best;
 }
 
-constexpr int64_t kApart = 16;  // floats: a cache line for what each thread writes
+constexpr int64_t kApart = 16;  // floats: each thread writes to a cache line of its own
 
 }  // namespace
 

@@ -16,7 +16,7 @@ constexpr double kSerialWork = 1 << 17;
 // Hands out units 0 .. count - 1, one at a time, to the threads; each thread has its own scratch. A unit's result does
 // not depend on the thread. Without `neighbours`, a thread takes the first unit that is left. With `neighbours`, one
 // thread should do neighbouring units one after the other: each thread begins with a share of its own, and then takes
-// what is left of the others' shares.
+// the units that are left in other shares.
 template <class F>
 void for_each_unit(int64_t count, double work, size_t scratch_bytes, F&& unit, bool neighbours = false) {
   const int64_t most = work < kSerialWork ? 1 : std::min<int64_t>(at::get_num_threads(), count);

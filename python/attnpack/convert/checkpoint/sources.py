@@ -188,5 +188,5 @@ def open_source(path: Path, dtype: torch.dtype | None, encoder: bool) -> Source:
         known = ", ".join((*MODEL_TYPES, "t5gemma"))
         raise ValueError(f"{path}: model_type {model_type!r} is not supported; conversion knows {known}")
     if encoder:
-        raise ValueError(f"--encoder: {path} is no encoder-decoder model (of these t5gemma is known); leave it out")
+        raise ValueError(f"--encoder: {path} is no encoder-decoder model (attnpack knows t5gemma); leave it out")
     return DecoderOnly(path, dtype)

@@ -72,7 +72,8 @@ class KeyBlockGradients {
     for (int64_t i = 0; i < count; ++i) store_one(to + i, from[i]);
   }
 
-  // Adds what the tile that starts at row `first` of the kv head and the block that starts at key `begin` contribute.
+  // Adds the gradients from one tile and one block: the tile starts at row `first` of the kv head, the block at key
+  // `begin`.
   void add_tile_gradients(int64_t first, int64_t begin) {
     if (tile_.keys.empty()) {
       if (begin == 0)

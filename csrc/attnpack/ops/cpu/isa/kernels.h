@@ -24,7 +24,7 @@ struct Kernels {
   // all rows of the kv head, v_head_dim + 2].
   void (*merge)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, const void* partials, int64_t count);
 
-  // Backward: the gradients of a block of keys, and what the block adds to the gradients of all rows. The units of a kv
+  // Backward: the gradients of a block of keys, and the block's part of the gradients of all rows. The units of a kv
   // head must begin in the order of their keys: each waits, tile by tile, for the units before it.
   size_t (*backward_scratch)(const AttentionParams&);
   void (*backward)(const AttentionBackwardParams&, int64_t b, int64_t kv_head, Range keys, void* scratch);

@@ -46,7 +46,7 @@ struct Panels {
 };
 
 // Work that is done along with the sums. kSkip leaves out terms whose A is -0.0, the mark of an excluded key, because
-// that key's row of B may hold NaN. kFetch prefetches what the operands' `ahead` asks for.
+// that key's row of B may hold NaN. kFetch prefetches as the operands' `ahead` says.
 enum class SideWork { kNothing, kSkip, kFetch };
 
 constexpr int64_t kLine = 64;  // bytes of a cache line

@@ -17,7 +17,7 @@ inline Vec<A> load_some(const S* p, int64_t count) {
   return v;
 }
 
-// Either the elements are numbers widened to the accumulation type ...
+// Operands whose elements are numbers, widened to the accumulation type.
 template <class S, class A>
 struct Widened {
   using Element = A;
@@ -45,7 +45,7 @@ struct Widened {
   static Vec<A> below_some(const S* row, const S*, int64_t some) { return load_some<A>(row, some); }
 };
 
-// ... or they are pairs of bf16. The results of the softmax are rounded to such pairs.
+// Operands whose elements are pairs of bf16. The results of the softmax are rounded to such pairs.
 struct Paired {
   using Element = Pair;
   static constexpr int64_t kStep = 2;

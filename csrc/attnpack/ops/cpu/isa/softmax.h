@@ -105,7 +105,7 @@ inline void reset_state(const RowState<T>& state, int64_t rows) {
 }
 
 // Turns the products of rows [first, first + rows) with keys [begin, begin + count) into probabilities that are still
-// to be divided by the sum. Rescales what the rows have gathered so far to their new maximum.
+// to be divided by the sum. Rescales the rows' outputs so far to their new maximum.
 template <class T>
 inline void softmax_rows(const AttentionParams& p, int64_t b, const RowTile& tile, const RowState<T>& state,
                          int64_t first, int64_t rows, int64_t begin, int64_t count) {

@@ -18,7 +18,7 @@ static inline int64_t backward_blocks(const AttentionParams& p, Gradient of, int
   const int64_t owners = of == Gradient::kQuery ? most_group * p.q_len : p.kv_len;
   const int64_t width = of == Gradient::kValue ? p.v_head_dim : p.head_dim;
   const int64_t columns = (width + kBackwardThreads - 1) / kBackwardThreads;
-  // The mask's gradient is computed along with the query's, also where head_dim is 0.
+  // The mask's gradient is computed along with the query's, even if head_dim is 0.
   return p.batch * p.num_kv_heads * ((owners + kOwners - 1) / kOwners) *
          (of == Gradient::kQuery && columns == 0 ? 1 : columns);
 }

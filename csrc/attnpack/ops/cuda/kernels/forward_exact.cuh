@@ -28,7 +28,7 @@ ATTNPACK_DEVICE void attend_exactly(const AttentionParams& p, const ForwardPlan&
     A s[Share::kOwnersPerThread];
     dot_products<Threads>(shared, queries, count, key_rows<S>(p.key, p.key_strides, u.b, u.kv_head, begin), keys,
                           p.head_dim, s);
-    sync_block();  // the weights of the step before have been read, also where head_dim is 0
+    sync_block();  // the weights of the last step have been read, even if head_dim is 0
 #pragma unroll
     for (int i = 0; i < Share::kOwnersPerThread; ++i) {
       const Row& row = shared.rows[Share::owner(i)];

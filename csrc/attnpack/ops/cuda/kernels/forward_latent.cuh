@@ -72,7 +72,7 @@ class LatentTile {
         [&](int64_t begin, int stage) {
           compute_weights(lane_rows, begin, stage);
           sync_block();
-          if (cleaned) {  // only now, because the scores depend on what the keys hold
+          if (cleaned) {  // only now, because the scores need the keys as they are
             clean_tile<kKeys * kWidth, kThreads>(shared_.key[stage]);
             sync_block();
           }

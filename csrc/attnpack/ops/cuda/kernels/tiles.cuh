@@ -73,7 +73,7 @@ ATTNPACK_DEVICE void stream_steps(const Range& range, const Load& load, const Us
 // A lane's rows: lane / 4 and lane / 4 + 8 of its warp's 16.
 struct LaneRows {
   Row row[2];
-  // Keys that the ranges of both rows hold, whatever the mask says. Blocks inside need no comparison.
+  // The keys in the ranges of both rows; the mask may exclude some of them. Blocks inside need no comparison.
   int32_t begin, end;
 };
 
