@@ -106,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands,
         "bench",
         _bench,
-        "time attention, and compare it with this machine's limits and with other libraries",
+        "compare attention with this machine's limits and its peers",
         example,
     )
     bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")

@@ -329,7 +329,7 @@ TEST_CASE("rope turns pairs and leaves the rest") {
   }
 }
 
-// base: where the arrays begin, in numbers after a 16-byte boundary.
+// base: the start of the arrays, in numbers after a 16-byte boundary.
 template <class S>
 void check_linear(int64_t rows, int64_t inputs, int64_t stride, int64_t base) {
   const int64_t outputs = 9;
