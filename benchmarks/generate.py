@@ -35,7 +35,7 @@ def load_transformers():
     spec = importlib.util.spec_from_file_location("make_reference_tokens", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    return script.load()
+    return script.load_model()
 
 
 class Stamps:
@@ -53,7 +53,7 @@ class Stamps:
         pass
 
 
-def timed(generate: Callable[[Stamps], torch.Tensor], new_tokens: int) -> tuple[float, float]:
+def time_generation(generate: Callable[[Stamps], torch.Tensor], new_tokens: int) -> tuple[float, float]:
     """(seconds in all, median seconds from one new token to the next)."""
     stamps, start = Stamps(), time.perf_counter()
     generate(stamps)
@@ -61,7 +61,7 @@ def timed(generate: Callable[[Stamps], torch.Tensor], new_tokens: int) -> tuple[
     return took, statistics.median(after - before for before, after in pairwise(stamps.times[-new_tokens:]))
 
 
-def compare(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> dict:
+def compare_libraries(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> dict:
     """Rates of all libraries for one dtype; `ids` [B, L]."""
     ours = attnpack.CausalLM.from_gguf(smollm2_path(), dtype=DTYPES[dtype])
     hf = hf.to(DTYPES[dtype])
@@ -78,12 +78,12 @@ def compare(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds: int) -> 
     tokens = {name: run(Stamps()) for name, run in runs.items()}  # also warms up
     # Every second round has the reverse order: if the machine changes its speed within a round, no library gains.
     orders = [list(runs), list(reversed(runs))]
-    seconds = [{name: timed(runs[name], new_tokens) for name in orders[i % 2]} for i in range(rounds)]
+    seconds = [{name: time_generation(runs[name], new_tokens) for name in orders[i % 2]} for i in range(rounds)]
 
-    def ratios(what: int) -> dict[str, float]:
+    def ratios(figure: int) -> dict[str, float]:
         peers = [name for name in runs if name != "attnpack"]
         return {
-            name: statistics.median(took[name][what] / took["attnpack"][what] for took in seconds) for name in peers
+            name: statistics.median(took[name][figure] / took["attnpack"][figure] for took in seconds) for name in peers
         }
 
     new = ids.shape[0] * new_tokens
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, help="of torch [as torch takes]")
+    parser.add_argument("--threads", type=int, help="number of torch's threads [torch's default]")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     args = parser.parse_args()
     if args.new_tokens < 2:
@@ -117,11 +117,11 @@ def main() -> None:
     ids = torch.tensor(ids).view(args.batch, args.prompt_tokens)
     hf = load_transformers()[0]
     say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
-    say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens a row")
+    say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens per row")
     say(f"{'dtype':<6}{'':>14}{'tokens per second':>18}{'ms per token':>13}   same tokens")
     rows = []
     for dtype in args.dtypes:
-        row = compare(hf, dtype, ids, args.new_tokens, args.rounds)
+        row = compare_libraries(hf, dtype, ids, args.new_tokens, args.rounds)
         for name, rate in row["tokens_per_second"].items():
             say(f"{dtype:<6}{name:>14}{rate:18.1f}{row['ms_per_token'][name]:13.1f}")
         for name, ratio in row["ratio"].items():

@@ -24,14 +24,14 @@ from generate import DTYPES, load_transformers
 WAYS = ("sdpa", "attnpack", "replaced layers")
 
 
-def timed(generate: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+def time_call(generate: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
     """(seconds, tokens) of one call."""
     start = time.perf_counter()
     tokens = generate()
     return time.perf_counter() - start, tokens
 
 
-def compare(model, ids: torch.Tensor, new_tokens: int, rounds: int) -> list[dict]:
+def compare_ways(model, ids: torch.Tensor, new_tokens: int, rounds: int) -> list[dict]:
     """A row for each way; `ids` [B, L]."""
     replaced = attnpack.hf.replace_attention(copy.deepcopy(model))
     settings = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False}
@@ -46,7 +46,7 @@ def compare(model, ids: torch.Tensor, new_tokens: int, rounds: int) -> list[dict
 
     for way in WAYS:
         generate(way)  # warm up
-    results = [{way: timed(lambda way=way: generate(way)) for way in WAYS} for _ in range(rounds)]
+    results = [{way: time_call(lambda way=way: generate(way)) for way in WAYS} for _ in range(rounds)]
     new = ids.size(0) * new_tokens
     expected = results[-1]["sdpa"][1]
     return [
@@ -76,11 +76,11 @@ def main() -> None:
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : args.prompt_tokens * args.batch]
     ids = ids.view(args.batch, args.prompt_tokens)
     say = (lambda line: None) if args.json else (lambda line: print(line, flush=True))
-    say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens a row")
+    say(f"{torch.get_num_threads()} threads, prompt {list(ids.shape)}, {args.new_tokens} new tokens per row")
     say("dtype   way               tok/s   ratio   same tokens")
     rows = []
     for dtype in args.dtypes:
-        for row in compare(copy.deepcopy(model).to(DTYPES[dtype]), ids, args.new_tokens, args.rounds):
+        for row in compare_ways(copy.deepcopy(model).to(DTYPES[dtype]), ids, args.new_tokens, args.rounds):
             speed = f"{row['tokens_per_second']:7.1f}   {row['ratio']:5.2f}"
             say(f"{dtype:<6}  {row['way']:<15} {speed}   {row['same_tokens']}")
             rows.append({"dtype": dtype} | row)

@@ -40,7 +40,7 @@ def layer_inputs(model: CausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
     return seen
 
 
-def errors(model: CausalLM, ids: torch.Tensor, tokens: int) -> dict[str, list[float]]:
+def layer_errors(model: CausalLM, ids: torch.Tensor, tokens: int) -> dict[str, list[float]]:
     """Relative error of each layer's output, by case, on the first `tokens` tokens; calibrated on the tokens after
     them."""
     measured, calibration = layer_inputs(model, ids[:, :tokens]), layer_inputs(model, ids[:, tokens:])
@@ -61,18 +61,20 @@ def errors(model: CausalLM, ids: torch.Tensor, tokens: int) -> dict[str, list[fl
 
 
 def _latent(rank: int) -> str:
-    return f"latent, {rank} + 64 numbers a token"
+    return f"latent, {rank} + 64 numbers per token"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=512, help="measured, and three times as many calibrated on")
-    parser.add_argument("--json", action="store_true", help="print every layer's error")
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="tokens to measure; three times as many are for calibration"
+    )
+    parser.add_argument("--json", action="store_true", help="print the error of each layer")
     args = parser.parse_args()
     path = checkpoints.smollm2_path()
     text = "\n".join(topics[name] for name in sorted(topics))
     ids = torch.tensor([checkpoints.load_tokenizer(path).encode(text[: 40 * args.tokens])[: 4 * args.tokens]])
-    found = errors(CausalLM.from_gguf(path), ids, args.tokens)
+    found = layer_errors(CausalLM.from_gguf(path), ids, args.tokens)
     if args.json:
         print(json.dumps(found))
         return

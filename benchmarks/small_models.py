@@ -96,7 +96,7 @@ class Course:
         }
 
 
-def train(
+def train_model(
     model: attnpack.Decoder,
     text: Tensor,
     steps: int,
@@ -104,7 +104,7 @@ def train(
     *,
     anneal: bool = True,
     at: dict[int, Callable[[], None]] | None = None,
-    show: Callable[[], None] = lambda: None,
+    after_step: Callable[[], None] = lambda: None,
 ) -> Course:
     """Trains in place.
 
@@ -134,7 +134,7 @@ def train(
         optimiser.step()
         course.losses.append(loss.item())
         course.gradient_norms.append(norm.item())
-        show()
+        after_step()
     course.seconds = time.perf_counter() - start
     return course
 

@@ -76,7 +76,7 @@ def _figures(model: nn.Module, minutes: float) -> dict[str, Any]:
     figures["kv_bytes_per_token"] = numbers * len(model.layers) * attention.o_proj.weight.element_size()
     if minutes > 0:
         work = Distillation(model.train(), _original(), _text()[MEASURED:], LENGTH, 60 * minutes, LEARNING_RATE, 0)
-        work.run(lambda: None)
+        work.train(lambda: None)
         figures |= {"uptrained": perplexity(model.eval(), held_out), "steps": work.steps, "threads": THREADS}
     return figures
 

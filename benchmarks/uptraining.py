@@ -68,7 +68,7 @@ class Experiment:
     def from_scratch(self, variant: str, seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         model = small.make_model(variant)
-        course = small.train(model, self.text, self.steps, seed)
+        course = small.train_model(model, self.text, self.steps, seed)
         if variant == "MHA":
             self.models.mkdir(parents=True, exist_ok=True)
             torch.save(model.state_dict(), self.models / f"mha_{seed}.pt")
@@ -97,11 +97,11 @@ class Experiment:
             return lambda: losses.update({f"loss_{percent}": small.held_out_loss(model, self.held_out)})
 
         at = {self.steps * percent // 100: measure(percent) for percent in (0, 5, 10)}
-        course = small.train(model, self.text, self.steps // 10, 1000 + seed, anneal=False, at=at)
+        course = small.train_model(model, self.text, self.steps // 10, 1000 + seed, anneal=False, at=at)
         return {**losses, "seconds": round(course.seconds, 1)}
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> dict[str, Any]:
     """The figures of an earlier run."""
     try:
         record = json.loads(path.read_text())
@@ -111,13 +111,13 @@ def read(path: Path) -> dict[str, Any]:
     return record
 
 
-def run(cells: list[Cell], out: Path, about: dict[str, Any], minutes: float = 0) -> dict[str, Any]:
+def compute_cells(cells: list[Cell], out: Path, about: dict[str, Any], minutes: float = 0) -> dict[str, Any]:
     """Computes the cells that `out` lacks, or that were uptrained for fewer `minutes`. Each cell is in the file before
     the next begins."""
-    record = read(out) if out.is_file() else {"about": about, "cells": {}}
+    record = read_record(out) if out.is_file() else {"about": about, "cells": {}}
     for name in ("steps", "seeds", "sizes"):
         if record.get("about", {}).get(name) != about[name]:
-            sys.exit(f"{out}: was made with another {name}: pass it as then, or choose another --out")
+            sys.exit(f"{out}: was made with another {name}: pass the same one, or choose another --out")
 
     def done(name: str) -> bool:
         shorter = name.startswith("smollm2/") and name != "smollm2/original"
@@ -125,7 +125,7 @@ def run(cells: list[Cell], out: Path, about: dict[str, Any], minutes: float = 0)
 
     for name, figures in progress([cell for cell in cells if not done(cell[0])], "cells"):
         found = figures() | {name: about[name] for name in ("date", "machine")}
-        record = read(out) if out.is_file() else record  # another process may have added cells
+        record = read_record(out) if out.is_file() else record  # another process may have added cells
         record["cells"][name] = found
         partial = out.with_suffix(f".partial{os.getpid()}")
         partial.unlink(missing_ok=True)
@@ -138,23 +138,23 @@ def run(cells: list[Cell], out: Path, about: dict[str, Any], minutes: float = 0)
     return record
 
 
-def spread(cells: dict[str, Any], prefix: str, figure: str) -> str:
+def mean_and_spread(cells: dict[str, Any], prefix: str, figure: str) -> str:
     """Mean over seeds, and the largest distance of a seed from the mean."""
     values = [cell[figure] for name, cell in cells.items() if name.rpartition("/")[0] == prefix]
     mean = sum(values) / len(values)
     return f"{mean:8.3f} ±{max(abs(value - mean) for value in values):.3f}"
 
 
-def table(record: dict[str, Any]) -> str:
+def format_record(record: dict[str, Any]) -> str:
     cells, about = record["cells"], record["about"]
     lines = [
-        f"held-out loss (nats a byte) of {about['seeds']} seeds, mean ± largest distance; {about['steps']} steps",
+        f"held-out loss (nats per byte) of {about['seeds']} seeds, mean ± largest distance; {about['steps']} steps",
         "",
     ]
     lines.append(f"{'converted to, by':22}{'0%':>15}{'5%':>15}{'10%':>15}   of the steps, uptrained")
     rows = [("MHA", "original"), *((str(heads), method) for heads in (4, 2, 1) for method in METHODS)]
     for heads, method in rows:
-        losses = (spread(cells, f"uptrain/{heads}/{method}", f"loss_{percent}") for percent in (0, 5, 10))
+        losses = (mean_and_spread(cells, f"uptrain/{heads}/{method}", f"loss_{percent}") for percent in (0, 5, 10))
         lines.append(
             f"{(heads if heads == 'MHA' else f'{heads} kv heads') + ', ' + method:22}"
             + "".join(f"{x:>15}" for x in losses)
@@ -162,22 +162,21 @@ def table(record: dict[str, Any]) -> str:
     lines += [
         "",
         f"{'from scratch':12}{'parameters':>11}{'loss':>15}{'spikes':>15}{'gradient norm':>16}{'KV bytes':>10}"
-        f"{'ms a token':>12}",
+        f"{'ms per token':>14}",
     ]
     for variant in small.VARIANTS:
         prefix, decode = f"scratch/{variant}", cells[f"decode/{variant}"]
         lines.append(
-            f"{variant:12}{cells[prefix + '/0']['parameters']:11}{spread(cells, prefix, 'loss'):>15}"
-            f"{spread(cells, prefix, 'loss_spikes'):>15}{spread(cells, prefix, 'gradient_norm_mean'):>16}"
-            f"{decode['kv_bytes_per_token_and_layer']:10.0f}{decode['ms_per_token']:12.2f}"
+            f"{variant:12}{cells[prefix + '/0']['parameters']:11}{mean_and_spread(cells, prefix, 'loss'):>15}"
+            f"{mean_and_spread(cells, prefix, 'loss_spikes'):>15}"
+            f"{mean_and_spread(cells, prefix, 'gradient_norm_mean'):>16}"
+            f"{decode['kv_bytes_per_token_and_layer']:10.0f}{decode['ms_per_token']:14.2f}"
         )
-    lines.append(f"KV bytes of a token and layer; ms a token behind {CONTEXT}")
+    lines.append(f"KV bytes per token and layer; ms per token after {CONTEXT} tokens")
     smollm2 = {name: cell for name, cell in cells.items() if name.startswith("smollm2/")}
     if smollm2:
-        heading = (
-            f"{'SmolLM2-135M':24}{'perplexity':>12}{'uptrained':>11}{'minutes':>9}{'steps':>7}{'KV bytes a token':>18}"
-        )
-        lines += ["", heading + f"{'ms a token':>12}"]
+        heading = f"{'SmolLM2-135M':24}{'perplexity':>12}{'uptrained':>11}{'minutes':>9}{'steps':>7}"
+        lines += ["", heading + f"{'KV bytes per token':>20}{'ms per token':>14}"]
     for name, cell in smollm2.items():
         after = "-" if cell["uptrained"] is None else f"{cell['uptrained']:.2f}"
         kind = name.removeprefix("smollm2/")
@@ -185,7 +184,7 @@ def table(record: dict[str, Any]) -> str:
         took = cells[f"decode/SmolLM2, {shape}"]["ms_per_token"]
         lines.append(
             f"{kind:24}{cell['perplexity']:12.2f}{after:>11}{cell['minutes']:9g}"
-            f"{cell.get('steps', '-'):>7}{cell['kv_bytes_per_token']:18}{took:12.1f}"
+            f"{cell.get('steps', '-'):>7}{cell['kv_bytes_per_token']:20}{took:14.1f}"
         )
     return "\n".join(lines)
 
@@ -193,21 +192,21 @@ def table(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("uptraining.json"), help="the figures, and from where it goes on"
+        "--out", type=Path, default=Path("uptraining.json"), help="file of the figures; an existing one is completed"
     )
-    parser.add_argument("--steps", type=int, default=600, help="of the models trained from scratch")
+    parser.add_argument("--steps", type=int, default=600, help="steps of the models trained from scratch")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--smollm2", type=float, metavar="MINUTES", help="also convert SmolLM2, and uptrain each so long"
+        "--smollm2", type=float, metavar="MINUTES", help="also convert SmolLM2, and uptrain each model for so long"
     )
-    parser.add_argument("--only", default="", metavar="NAME", help="only the cells whose names begin so")
-    parser.add_argument("--table", action="store_true", help="only print what --out holds")
+    parser.add_argument("--only", default="", metavar="NAME", help="only the cells whose names begin with NAME")
+    parser.add_argument("--table", action="store_true", help="only print the figures in --out")
     args = parser.parse_args()
     if args.steps < 300 or args.seeds < 1:
         parser.error("--steps: want at least 300, --seeds at least 1")
     if args.table:
-        record = read(args.out)
-        print(table(record))
+        record = read_record(args.out)
+        print(format_record(record))
         about = record["about"]
         wanted = [*Experiment(about["steps"], about["seeds"], args.out).cells(), *smollm2_cells(0)]
         if missing := [name for name, _ in wanted if name not in record["cells"]]:
@@ -229,8 +228,8 @@ def main() -> None:
     if not wanted:
         known = ", ".join(name for name, _ in cells)
         parser.error(f"--only: no cell begins with {args.only!r}; those of smollm2 need --smollm2; there are {known}")
-    record = run(wanted, args.out, about, args.smollm2 or 0)
-    print(f"{args.out}: has {args.only!r}" if args.only else table(record))
+    record = compute_cells(wanted, args.out, about, args.smollm2 or 0)
+    print(f"{args.out}: has {args.only!r}" if args.only else format_record(record))
 
 
 if __name__ == "__main__":

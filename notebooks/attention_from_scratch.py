@@ -14,20 +14,20 @@
 # %% [markdown]
 # # Attention from scratch
 #
-# A sequence is a list of vectors, one a token. Almost every layer of a transformer treats each vector alone; attention
-# is the one place where tokens read each other. Each token makes three vectors out of its own:
+# A sequence is a list of vectors, one per token. Almost every layer of a transformer treats each vector alone.
+# Attention is the one place where tokens read each other. Each token computes three vectors from its own:
 #
 # - a **query**: what it is looking for,
 # - a **key**: what it offers to be found by,
-# - a **value**: what it hands over once found.
+# - a **value**: what it gives when it is found.
 #
 # Row i compares its query with every key, turns the comparisons into weights that sum to 1, and takes that weighted
 # mean of the values:
 #
 # $$\text{out}_i = \sum_j w_{ij} v_j, \qquad w_i = \text{softmax}_j\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right)$$
 #
-# with d the length of a query. That is all. The rest of this notebook asks why each piece is there: the square root,
-# the mask, the several heads. It ends with the weights of a real language model.
+# with d the length of a query. That is all. The rest of this notebook explains each piece: the square root, the mask,
+# the heads. It ends with the weights of a real language model.
 
 # %%
 import math
@@ -49,7 +49,7 @@ def largest_difference(a, b):
 
 # %% [markdown]
 # The formula by hand, and by the operator. `attnpack.attention` never stores the matrix of weights: it walks over the
-# keys and keeps a running softmax. `attention_scores` gives the matrix where one wants to look at it.
+# keys and keeps a running softmax. `attention_scores` gives the matrix, for those who want to look at it.
 
 # %%
 q, k, v = torch.randn(3, 1, 1, 6, 16).unbind(0)  # [batch, heads, length, d]
@@ -81,11 +81,11 @@ for d in dims:
 # %% [markdown]
 # ## What goes wrong without it
 #
-# A softmax looks at differences. Scores that differ by 1 give weights in the ratio 2.7; scores that differ by 30 give
-# a ratio of $10^{13}$: one key takes everything, and the weighted mean becomes a lookup. Worse, such a softmax no
-# longer learns. Its derivative is $\partial w_j / \partial s_k = w_j (\delta_{jk} - w_k)$, and where one weight is 1
-# and the others 0 every entry of that is 0. The gradient vanishes, the queries and keys get no signal, and the layer
-# is stuck with whatever it happened to look at first.
+# A softmax looks at differences. Scores that differ by 1 give weights in the ratio 2.7; scores that differ by 30 give a
+# ratio of $10^{13}$: one key takes everything, and the weighted mean becomes a lookup. Worse, such a softmax no longer
+# learns. Its derivative is $\partial w_j / \partial s_k = w_j (\delta_{jk} - w_k)$, and if one weight is 1 and the
+# others are 0, every entry of it is 0. The gradient vanishes, the queries and keys get no signal, and the layer keeps
+# looking at the keys that it happened to look at first.
 #
 # Both effects, measured: the largest weight of a row over 128 keys, and the size of the softmax's derivative.
 
@@ -115,13 +115,14 @@ print(f"d = 1024, not scaled: largest weight {largest['not scaled'][-1]:.3f}, de
 print(f"d = 1024, scaled:     largest weight {largest['scaled'][-1]:.3f}, derivative {slope['scaled'][-1]:.1e}")
 
 # %% [markdown]
-# Up to d = 64 the sharper softmax passes on *more*: a little contrast helps. Then it tips over: at d = 256 less arrives
-# than with the scale, at d = 1024 next to nothing. The scaled softmax does the same at every d. Today's heads are 64 to
-# 256 wide, which is where the unscaled one tips.
+# Up to d = 64 the sharper softmax passes on *more*: a little contrast helps. Then it reverses: at d = 256 less arrives
+# than with the scale, and at d = 1024 almost nothing. The scaled softmax passes on the same at every d. Today's heads
+# are 64 to 256 wide, the widths at which the unscaled softmax reverses.
 #
-# The same seen from the end: what reaches the queries through the operator's own backward pass, for a random gradient
-# at the output. (Divided by d and by the scale, which enter the chain rule as plain factors, so that what is left is
-# the softmax's part.) A row counts as dead where less than a thousandth of the typical scaled gradient arrives.
+# The same from the other end: the gradient that reaches the queries through the operator's own backward pass, for a
+# random gradient at the output. (It is divided by d and by the scale, which enter the chain rule as plain factors, so
+# that the softmax's part is left.) A row counts as dead if less than a thousandth of the typical scaled gradient
+# arrives.
 
 # %%
 for d in dims:
@@ -180,7 +181,7 @@ plt.show()
 # ## Many heads
 #
 # One softmax gives one weighted mean: a token that wants the verb *and* the previous word has to compromise. With H
-# heads there are H queries a token, H sets of weights, H means; the results are put side by side and an output
+# heads each token has H queries, H sets of weights and H means. The results are joined side by side, and an output
 # projection `o_proj` mixes them.
 
 # %%
@@ -194,10 +195,10 @@ with torch.no_grad():
     torch.testing.assert_close(concatenated, layer(x))
 
 # %% [markdown]
-# There is a second way to read the same numbers. The columns of `o_proj.weight` that meet head h are a matrix of its
-# own, $W_O^{(h)}$. Multiplying each head by its own block and **adding up** is the same product, done in another
-# order. So heads are independent writers into one sum: none sees another's result, and each could be taken out alone.
-# If one gives each head its own bias, only the sum of those biases ever shows: one bias is enough.
+# There is a second way to read the same numbers. The columns of `o_proj.weight` that multiply head h form a matrix
+# $W_O^{(h)}$. Multiplying each head by its own block and **adding up** is the same product, done in another order. So
+# heads are independent writers into one sum: no head sees the result of another, and each could be removed alone. If
+# each head had its own bias, only the sum of these biases would have an effect: one bias is enough.
 
 # %%
 with torch.no_grad():
@@ -230,9 +231,9 @@ assert moved.min() > 1e-3
 # %% [markdown]
 # ## Encoder or decoder: who hears of a change?
 #
-# Stack attention (tokens talk) and a feed-forward layer (each token thinks alone), each with a norm and a residual
-# connection, and the result is a transformer block. An encoder block has no mask, a decoder block is causal. To see
-# what that means for whole stacks of blocks, change one token of twelve and look which outputs move.
+# A transformer block is attention (tokens exchange information) and a feed-forward layer (each token by itself), each
+# with a norm and a residual connection. An encoder block has no mask, a decoder block is causal. To see what that means
+# for whole stacks of blocks, change one token of twelve and look which outputs move.
 
 # %%
 changed_at, length = 6, 12
@@ -307,9 +308,9 @@ plt.show()
 print(f"mean over all heads: {', '.join(f'{name} {share.mean():.0%}' for name, share in habits.items())}")
 
 # %% [markdown]
-# Most weight goes to the first token. A head whose pattern does not occur still has to spend a weight of 1
-# somewhere, since a softmax cannot say "nothing"; models learn to leave it on a token that is always visible, an
-# **attention sink** (Xiao et al. 2023). Other heads have clear jobs. The clearest of each kind:
+# Most weight goes to the first token. A head whose pattern does not occur must still spend a weight of 1 somewhere,
+# because a softmax cannot say "nothing". Models learn to put it on a token that is always visible, an **attention
+# sink** (Xiao et al. 2023). Other heads have clear jobs. The clearest of each kind:
 
 # %%
 picked = {name: divmod(int(share.argmax()), share.shape[1]) for name, share in habits.items()}
@@ -324,7 +325,7 @@ plt.show()
 
 # %% [markdown]
 # And one whole layer, all nine heads, as `attnpack plot attention "..." --layer 11` writes it to a file. Nobody told
-# these heads what to do; that they differ is why there are several.
+# these heads what to do. They differ, and that is the reason for several heads.
 
 # %%
 figure = plt.figure(figsize=(9, 9), dpi=70, layout="constrained")

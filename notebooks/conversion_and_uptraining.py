@@ -14,15 +14,15 @@
 # %% [markdown]
 # # Conversion and uptraining: a trained model with fewer key-value heads
 #
-# Multi-query and grouped-query attention keep fewer keys and values, which makes long contexts cheap. But who has a
-# model trained that way? Ainslie et al. (2023) had a model with as many key-value heads as query heads, and turned it:
-# the heads of each group become one, their *mean*, and then training goes on for a small part of the original steps
+# Multi-query and grouped-query attention keep fewer keys and values, which makes long contexts cheap. But few models
+# were trained that way. Ainslie et al. (2023) converted a model with as many key-value heads as query heads: the heads
+# of each group become one, their *mean*, and then training continues for a small part of the original steps
 # ("uptraining"). Three questions follow, and numbers answer them: how much is lost at once? How much comes back? And
 # does it matter how the heads of a group become one?
 #
 # ## What "becomes one" means
 #
-# A key projection is a matrix of `num_heads` blocks of rows, a block a head. Its mean over groups:
+# A key projection is a matrix of `num_heads` blocks of rows, one block per head. Its mean over groups:
 
 # %%
 import json
@@ -41,8 +41,8 @@ print("two heads from four:", list(weight.shape), "->", list(pooled.shape))
 print("by hand the same:   ", torch.equal(pooled, weight.view(2, 2, 2, 3).mean(1).reshape(4, 3)))
 
 # %% [markdown]
-# If all heads of a group were equal, nothing would change at all. That is a good first test of any conversion, and one
-# that scripts which group the wrong heads fail:
+# If all heads of a group were equal, nothing would change at all. That is a good first test of any conversion. Scripts
+# that group the wrong heads fail it:
 
 # %%
 layer = attnpack.MultiHeadAttention(64, 8, causal=True)
@@ -101,7 +101,7 @@ train(original, STEPS, 4e-3, seed=0)
 print(f"after {STEPS} steps: {held_out_loss(original):.2f}")
 
 # %% [markdown]
-# Now one key-value head from eight, in three ways, and a tenth of the steps more:
+# Now one key-value head from eight, in three ways, and then a tenth of the steps again:
 
 # %%
 live = {}
@@ -120,8 +120,8 @@ assert max(live, key=lambda method: live[method][1]) == "random"
 # %% [markdown]
 # One model, one seed, two minutes: a sketch, not a result. At once the order says little, and even a new random head
 # need not be the worst: queries that were trained with another key head cannot read the *first* one either. Training
-# tells more: a random head has nothing to build on and comes last. Mean and first lie close to each other, and which of
-# them is ahead after a few steps says little.
+# tells more: a random head has nothing to build on and comes last. Mean and first lie close to each other, and it says
+# little which of them is better after a few steps.
 #
 # ## The experiment, larger
 #
@@ -160,8 +160,8 @@ panels[0].legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Bands reach from the best seed to the worst. In numbers, with the paper's order (mean before first before random)
-# checked rather than believed:
+# Bands reach from the best seed to the worst. In numbers, with a check of the paper's order (mean before first before
+# random):
 
 # %%
 print(f"{'':10}{'uptrained':>10}" + "".join(f"{method:>16}" for method in METHODS) + "   best to worst")
@@ -188,8 +188,8 @@ for mean, first, random in zip(*(over_seeds(f"uptrain/1/{method}", "loss_5") for
 # With two kv heads the seeds' spreads overlap. With four, where only pairs merge, the *first* head of each pair is
 # ahead of their mean at once; after 10% the two are equal within the spread.
 #
-# By mean and by first, the more heads remain, the less is lost, at once and after training; by the mean, the more of it
-# comes back, too. For random heads none of this holds.
+# With `mean` and `first`, the more heads remain, the less is lost, before and after training. With `mean`, more heads
+# also recover more. For random heads none of this holds.
 #
 # And the two windows (each region of w x w numbers replaced by its mean, before heads are pooled):
 
@@ -239,10 +239,10 @@ assert losses["MLA"].min() < losses["MQA"].max()
 
 # %% [markdown]
 # The sources say that GQA loses less and "trains more stably" than MQA, and that MLA keeps the quality. Here GQA with 4
-# heads is as good as MHA, and MQA is behind by a hundredth, less than the seeds' spread. No run had a spike, so nothing
-# about stability can be said. Latent attention is last with each of the three seeds, though its best seed is ahead of
-# MQA's worst. Its layers here are tiny: a latent of 24 numbers, and 4 + 4 numbers per head for keys. Models of 0.15
-# million parameters do not speak for those of 7 billion: read the table for what it is.
+# heads is as good as MHA, and MQA is worse by a hundredth, less than the spread of the seeds. No run had a spike, so
+# nothing about stability can be said. Latent attention is last with each of the three seeds, though its best seed is
+# ahead of MQA's worst. Its layers here are tiny: a latent of 24 numbers, and 4 + 4 numbers per head for keys. Models of
+# 0.15 million parameters say little about models of 7 billion parameters.
 #
 # ## A real model: SmolLM2-135M
 #
@@ -269,7 +269,8 @@ print("trained on", *{cell["machine"] for cell in cells.values() if "machine" in
 # Before training, perplexities of ten thousand and more say that a model is broken, not which one is better: *first* is
 # worse than *random* there. After training the printed order is mean, first, random. The table cannot settle it: other
 # work ran on the machine, so mean and aligned had more steps than first and random. *aligned* is far ahead even before
-# training, and still above the original after it. All are a beginning: the paper trains for 5% of the original's steps.
+# training, and still above the original after it. All of this is only a beginning: the paper trains for 5% of the
+# original's steps.
 #
 # Two things stand out before any training. One is latent attention: in the bytes of one kv head (rank 64 and the shared
 # rotating key of 64) it keeps more than any merged head, and rank 128, half the original's bytes, comes closer still.
@@ -277,9 +278,9 @@ print("trained on", *{cell["machine"] for cell in cells.values() if "machine" in
 # share one rotating head, and that loss has no rank.
 #
 # The other is *aligned*, which makes the difference among merged heads: scores do not change if a key head and the
-# queries that read it are turned together, nor do outputs if a value head is turned and `o_proj` turned back. So before
-# heads are averaged they are turned onto each other as well as a text's keys and values allow (keys only within the
-# planes that RoPE turns). The mean of heads that point in the same directions loses far less:
+# queries that read it are rotated together, and outputs do not change if a value head is rotated and `o_proj` rotated
+# back. So before heads are averaged, they are rotated onto each other as well as a text's keys and values allow (keys
+# only within the planes that RoPE rotates). The mean of heads that point in the same directions loses far less:
 
 # %%
 path = checkpoints.smollm2_path()

@@ -15,9 +15,9 @@
 # # Errata: what the sources say, what is right, and the number that shows it
 #
 # attnpack grew out of five public texts on attention. They are good texts; they also contain mistakes, some of which
-# run without complaint and give wrong numbers. Each is shown here with the wrong form, the right one, and a
-# measurement. Wrong forms are written down for this notebook, from the texts' formulas; nothing in the library uses
-# them. The texts, by number:
+# run without an error and give wrong numbers. Each is shown here with the wrong form, the right one, and a measurement.
+# Wrong forms are written down for this notebook, from the texts' formulas; nothing in the library uses them. The texts,
+# by number:
 #
 # | | |
 # |---|---|
@@ -66,10 +66,10 @@ def join(x):
 # then `transpose(1, 2)`. A view never moves numbers. The wrong one cuts the memory of a sequence into n_heads runs of
 # *tokens*, so that "head 0" holds all dimensions of the first tokens. The shapes are right and nothing raises.
 #
-# Is the result wrong? It depends. In MQA all rows meet the same keys and values, so it does not matter which row is
-# called what, and the same wrong view at the end puts everything back. As soon as rows differ by more than their
-# query, because they are rotated by position (RoPE), masked by position (causal), or read another group's keys (GQA),
-# the numbers are wrong.
+# Is the result wrong? It depends. In MQA all rows read the same keys and values, so the names of the rows do not
+# matter, and the same wrong view at the end restores the order. As soon as rows differ by more than their query,
+# because they are rotated by position (RoPE), masked by position (causal), or read another group's keys (GQA), the
+# numbers are wrong.
 
 # %%
 rope = attnpack.RotaryEmbedding(head_dim)
@@ -115,8 +115,8 @@ plt.show()
 # ## 000: which square root
 #
 # **Wrong**: the first formula divides by $\sqrt{d_\text{model}}$, the code below it by $\sqrt{d_\text{head}}$.
-# **Right**: the length of what is multiplied, $d_\text{head}$. With $d_\text{model}$ the scores are too small by
-# $\sqrt{H}$, and attention is flatter than meant.
+# **Right**: the length of the vectors that are multiplied, $d_\text{head}$. With $d_\text{model}$ the scores are too
+# small by $\sqrt{H}$, and attention is flatter than meant.
 
 # %%
 q, k = torch.randn(2, 1, num_heads, 256, head_dim).unbind(0)
@@ -129,8 +129,8 @@ for name, d in (("wrong, d_model", d_model), ("right, d_head", head_dim)):
 # ## 000: RoPE is built and never applied
 #
 # **Wrong**: the GQA class makes a rotary embedding and its forward does not call it. **Right**: rotate q and k before
-# they meet, as the MQA class beside it does. Without rotation nothing in the layer knows about order: permute the
-# tokens, and the outputs are the same ones, permuted.
+# the scores, as the MQA class next to it does. Without rotation nothing in the layer knows about order: if the tokens
+# are permuted, the outputs are the same, permuted.
 
 # %%
 order = torch.randperm(length)
@@ -172,9 +172,9 @@ assert k.shape[1] == groups and right == heads
 # %% [markdown]
 # ## 001: softmax over the wrong dimension
 #
-# **Wrong**: `softmax(W, dim=1)` of scores `[B, T, T]` whose dim 1 counts *queries*. **Right**: `dim=-1`, the keys.
-# The wrong one makes columns sum to 1 instead of rows. And it leaks: a column's sum runs over later queries, so that
-# what token 0 gets depends on the tokens after it, causal mask or not.
+# **Wrong**: `softmax(W, dim=1)` of scores `[B, T, T]` whose dim 1 counts *queries*. **Right**: `dim=-1`, the keys. The
+# wrong one makes columns sum to 1 instead of rows. And it leaks: a column's sum runs over later queries. So the result
+# of token 0 depends on the tokens after it, even with a causal mask.
 
 # %%
 head_size, T = 16, 8
@@ -350,7 +350,7 @@ plt.show()
 #
 # ## 003: folding W_UK into W_UQ
 #
-# The idea that $W_{UQK} = W_{UQ}^\top W_{UK}$ can be made once is right as far as it goes; two things are missing.
+# It is right that $W_{UQK} = W_{UQ}^\top W_{UK}$ can be computed once. But two things are missing.
 #
 # *It needs keys without RoPE.* With rotations between them the product is $W_{UQ}^\top R_{j-i} W_{UK}$, another matrix
 # for each distance. (DeepSeek therefore gives positions a few dimensions of their own, which all heads share.)
@@ -375,7 +375,7 @@ for distance in (0, 1, 16):
     print(f"keys rotated by {distance:>2} positions: the folded matrix is off by {off:.0%}")
 
 # %% [markdown]
-# *It is larger than its factors.* $W_{UQK}$ is $d_c' \times d_c$ a head; the factors are $d_\text{head} \times d_c'$
+# *It is larger than its factors.* $W_{UQK}$ is $d_c' \times d_c$ per head; the factors are $d_\text{head} \times d_c'$
 # and $d_\text{head} \times d_c$, with a small $d_\text{head}$ between. So engines do not make it: they fold into the
 # *activations*, $q' = W_{UK}^\top (W_{UQ} c^Q)$, which costs the same multiplications as the two factors.
 
@@ -417,8 +417,8 @@ print("H mod G = 0:", [G for G in range(1, H + 1) if H % G == 0])
 
 # %% [markdown]
 # **Wrong**: "the query matrices will be shared by all groups under a given head". **Right**: each head has a query
-# matrix of its own; keys and values are shared within a group. Were queries shared in a group as well, all its heads
-# would compute the same thing:
+# matrix of its own; keys and values are shared within a group. If queries were shared in a group as well, all its heads
+# would compute the same:
 
 # %%
 x = torch.randn(1, 10, 64)

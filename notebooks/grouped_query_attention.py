@@ -14,14 +14,14 @@
 # %% [markdown]
 # # Grouped-query attention, and positions past the trained length
 #
-# A language model that writes token by token reads all cached keys and values at every step, and that reading takes
-# the time. Multi-head attention (MHA) keeps keys and values for each of its H heads; multi-query attention (MQA)
-# shares one set among all heads, and loses some quality. Grouped-query attention (Ainslie et al. 2023) is everything
-# in between: **G** sets, each read by a group of query heads. G = H *is* MHA, G = 1 *is* MQA.
+# A language model that writes token by token reads all cached keys and values at every step, and this reading takes
+# most of the time. Multi-head attention (MHA) keeps keys and values for each of its H heads; multi-query attention
+# (MQA) shares one set among all heads, and loses some quality. Grouped-query attention (Ainslie et al. 2023) is
+# everything in between: **G** sets, each read by a group of query heads. G = H *is* MHA, G = 1 *is* MQA.
 #
-# The second half is about rotary positions, the other thing that happens to queries and keys before they meet: what a
-# model does past the length it was trained on, and how stretching the positions helps: "NTK-aware" (named for the
-# neural tangent kernel, whose theory suggested it) and "dynamic".
+# The second half is about rotary positions, which change queries and keys before the scores. It shows how a model
+# behaves past the length of its training, and how stretching the positions helps: "NTK-aware" (named for the neural
+# tangent kernel, whose theory suggested it) and "dynamic".
 
 # %%
 import math
@@ -87,10 +87,10 @@ with torch.no_grad():
     torch.testing.assert_close(attnpack.attention(q, k, v), repeated)
 
 # %% [markdown]
-# What it buys: one query a head over a long cache, as when a model writes. The work is the same for every G (8 query
-# heads over 16k keys); what changes is how much must be read. Times are medians of many calls, on one thread: two that
-# wait for each other on a busy machine measure the waiting. To see what the work alone takes, the dotted line is the
-# time of G = 1 over keys so few that they stay in the processor's cache, as often as it takes to make 16k.
+# The gain: one query per head over a long cache, as when a model writes. The work is the same for every G (8 query
+# heads over 16k keys); only the number of bytes that must be read changes. Times are medians of many calls on one
+# thread, because two threads on a busy machine wait for each other. The dotted line is the time of the work alone: G =
+# 1 over few keys, which stay in the processor's cache, repeated until they make 16k keys.
 
 # %%
 length, few = 16384, 1024
@@ -140,8 +140,8 @@ print(f"on {bench.machine()}, one thread")
 # ## Uneven groups
 #
 # Nothing in the idea needs groups of equal size, or that G divides H. `head_map` names the key-value head that each
-# query head reads. Here three groups of 5, 2 and 1 heads: the five may be heads that were alike, the last one a head
-# that shared badly.
+# query head reads. Here are three groups of 5, 2 and 1 heads: the five may be heads that were alike, the last one a
+# head that was unlike all others.
 
 # %%
 head_map = [0, 0, 0, 0, 0, 1, 1, 2]
@@ -187,10 +187,10 @@ except ValueError as error:
 # %% [markdown]
 # ## Positions by rotation
 #
-# Attention itself is blind to order. Rotary embedding (RoPE, Su et al. 2021) turns each pair of dimensions of queries
-# and keys by an angle that grows with the position; a score then depends on the *distance* of query and key only,
-# because the rotation of both by the same angle cancels. Pair i turns by $\theta_i = \text{base}^{-2i/d}$ a token:
-# the first pairs spin fast and tell neighbours apart, the last ones hardly move over a whole text.
+# Attention itself is blind to order. Rotary embedding (RoPE, Su et al. 2021) rotates each pair of dimensions of queries
+# and keys by an angle that grows with the position. A score then depends only on the *distance* of query and key,
+# because a rotation of both by the same angle cancels. Pair i rotates by $\theta_i = \text{base}^{-2i/d}$ per token:
+# the first pairs rotate fast and distinguish neighbours, the last pairs hardly rotate over a whole text.
 
 # %%
 q1, k1 = torch.randn(2, 1, 1, 1, head_dim).unbind(0)
@@ -209,10 +209,10 @@ assert abs(score(7, 0) - score(1007, 1000)) < 1e-3
 # %% [markdown]
 # ## Past the trained length
 #
-# So distances are all that counts, and a model can be asked to go on past the length it was trained on. But longer
-# distances give angles that never occurred in training, and nothing says that the weights do anything sensible with
-# them. To see it without waiting for thousands of tokens, a small model is trained here on 64 characters at a time
-# (of Python's own help texts, which every Python brings along) and then read to 512.
+# So only distances matter, and a model can read past the length of its training. But longer distances give angles that
+# never occurred in training, and nothing says that the weights do anything sensible with them. To see it without
+# waiting for thousands of tokens, a small model is trained here on 64 characters at a time (of Python's own help texts,
+# which every Python brings along) and then read to 512.
 
 # %%
 text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
@@ -306,7 +306,7 @@ assert abs(short["dynamic NTK"] - short["as trained"]) < 1e-4
 # goes furthest. Its factor follows the length of the text, by the rule factor · length / trained length - (factor - 1):
 # 1 up to 64 characters, 57 for these 512. Hence two things in the table. A short text is read exactly as in training
 # (first column). And in a long one even the *first* 64 characters are read with the long text's angles, which costs a
-# little there (second column): the price, on near positions, of the gain at the far end.
+# little there (second column): this is the price, at near positions, of the gain at the far end.
 #
 # Dynamic scaling has a price in a cache: when the frequencies change with the length, keys that were rotated earlier
 # lie at angles of a shorter text. attnpack then keeps keys unrotated and rotates all of them at each call (`raw_keys`,
@@ -329,6 +329,6 @@ for raw_keys in (True, False):
         torch.testing.assert_close(last, full)
 
 # %% [markdown]
-# (In a stack of layers even that is not the whole story: what earlier tokens handed to the next layer was computed at
-# the frequencies of their time. A model with dynamic scaling that writes with a cache is, beyond the first layer, not
+# (In a stack of layers this is not enough: earlier tokens gave the next layer inputs that were computed with the
+# frequencies of a shorter text. A model with dynamic scaling that writes with a cache is, beyond the first layer, not
 # quite the model that reads the finished text at once. Fixed NTK scaling has no such problem.)

@@ -15,9 +15,9 @@
 # # The KV cache: why it is right, what it saves, what it costs
 #
 # A language model writes one token, appends it to the text, and asks itself for the next. Done naively, token 1000
-# costs a full pass over the 999 before it, and so did every earlier one. A **KV cache** keeps the keys and values of
-# all earlier tokens, so that each step computes the new token only. Nearly every program that lets a transformer write
-# keeps one; its price is memory.
+# costs a full pass over the 999 tokens before it, and so does every other token. A **KV cache** keeps the keys and
+# values of all earlier tokens, so that each step computes the new token only. Nearly every program that lets a
+# transformer write keeps one; its price is memory.
 
 # %%
 import statistics
@@ -45,7 +45,7 @@ def largest_difference(a, b):
 #
 # In a causal model token i reads positions 0 to i. So appending tokens changes nothing for those before: not their
 # outputs, and not their keys and values in any layer. Checked on SmolLM2-135M, a real model of 30 layers: the logits of
-# a prefix, alone and with four more tokens behind it.
+# a prefix, alone and with four more tokens after it.
 
 # %%
 path = checkpoints.smollm2_path()
@@ -60,8 +60,8 @@ print("size of the logits:                ", f"{prefix.abs().max():.0f}")
 torch.testing.assert_close(whole[:, : prefix.shape[1]], prefix, atol=1e-3, rtol=1e-4)
 
 # %% [markdown]
-# (Where such a difference is not zero it is rounding: matrix products of other shapes may add up in another order.)
-# The same for the attention operator alone, and for what an encoder does, where the past does change:
+# (If such a difference is not zero, it is rounding: matrix products of other shapes may add up in another order.) The
+# same for the attention operator alone, and for an encoder, in which the past does change:
 
 # %%
 q, k, v = torch.randn(3, 1, 4, 40, 64).unbind(0)
@@ -73,7 +73,7 @@ print(f"the same without causality (an encoder): {encoder.abs().max():.1e}, so a
 torch.testing.assert_close(long[:, :, :30], short)
 
 # %% [markdown]
-# So stepping with a cache must give what one pass over all gives, however the text is cut:
+# So steps with a cache must give the same as one pass over everything, however the text is cut:
 
 # %%
 with torch.no_grad():
@@ -123,10 +123,10 @@ print(f"on {bench.machine()}, {torch.get_num_threads()} threads, fp32")
 
 # %% [markdown]
 # Without a cache every token pays for all text before it, the prompt included: n tokens need about $n^2 / 2$ rows
-# instead of n. (The time grows by less, since each step also reads all weights once, however many rows it has. Times
-# are those of the machine printed above, in one minute; other notebooks ran on others.) In exchange the cache holds
-# keys and values of all layers; that is little for so short a text, and the run without a cache needs room as well, for
-# the activations of all its rows:
+# instead of n. (The time grows by less, since each step also reads all weights once, however many rows it has. The
+# times are from the machine printed above, at one moment; other notebooks ran on other machines.) In exchange the cache
+# holds keys and values of all layers; that is little for so short a text, and the run without a cache needs room as
+# well, for the activations of all its rows:
 
 # %%
 held = (prompt.shape[1] + new_tokens - 1) * plot_memory.model_kv_bytes(
@@ -184,8 +184,8 @@ print(f"at 1024 tokens: {naive[-1]:.2f} ms anew, {cached[-1]:.3f} ms cached, {na
 # | multi-query (MQA) | $2 \cdot n \cdot \text{layers} \cdot d_\text{head}$ |
 # | latent (MLA) | $n \cdot \text{layers} \cdot (d_c + d_\text{rope})$ |
 #
-# First the formula against a cache that a model has really filled, then known models up to a million tokens. The
-# points are read off attnpack's own caches (allocated on the `meta` device, which keeps shapes and no memory).
+# First the formula against a cache that a model has really filled, then known models up to a million tokens. The points
+# come from attnpack's own caches (allocated on the `meta` device, which keeps shapes and no memory).
 
 # %%
 cache = attnpack.ModelCache(len(model.layers))
@@ -208,8 +208,8 @@ for name, sizes in points.items():
 # %% [markdown]
 # (`attnpack plot kv-memory` writes this picture to a file. Sizes beyond what a model was trained for are what it
 # *would* need.) DeepSeek-V3 is by far the largest of these models, with 671 billion parameters and 128 heads in each of
-# 61 layers; its latent cache is smaller than that of Llama-3 8B. What the same four would need had they kept keys and
-# values for every head:
+# 61 layers; its latent cache is smaller than that of Llama-3 8B. The same four models would need this much if they kept
+# keys and values for every head:
 
 # %%
 heads = {
@@ -248,7 +248,7 @@ plt.show()
 
 # %% [markdown]
 # Without a cache there is a cost of another kind. A naive implementation writes out the matrix of scores, n x n for
-# each head; at 32k tokens that is 4 GiB a head in fp32. The operator keeps a running softmax over tiles of keys and
+# each head; at 32k tokens that is 4 GiB per head in fp32. The operator keeps a running softmax over tiles of keys and
 # never holds that matrix, so this term is gone with or without a cache:
 
 # %%
@@ -263,9 +263,10 @@ assert tiled < 20 * 2**20 < written_out
 # %% [markdown]
 # ## Two kinds of cache at work
 #
-# A **DynamicCache** grows as tokens come: nothing need be known beforehand. Growing means moving what is there to a
-# larger place, so it doubles its room each time, and moves seldom. A **StaticCache** allocates `max_len` positions at
-# once: nothing moves, the shapes never change (which is what compiled code needs), and an append past the end raises.
+# A **DynamicCache** grows as tokens come, so its final length need not be known. Growing moves the stored numbers to a
+# larger place, so the cache doubles its capacity each time, and moves seldom. A **StaticCache** allocates `max_len`
+# positions at once: nothing moves, the shapes never change (which is what compiled code needs), and an append past the
+# end raises.
 
 # %%
 layer = attnpack.GroupedQueryAttention(64, 8, 2, causal=True)
@@ -289,8 +290,8 @@ plt.show()
 print(f"100 appends, the dynamic cache lay in {len(places)} places; same outputs from both caches")
 
 # %% [markdown]
-# What one does with a cache besides appending. `crop` takes tokens back (a rejected guess, an edited message),
-# `reorder` picks sequences (beam search), `clone` branches, and a failed append leaves the cache as it was:
+# A cache has more methods than appending. `crop` takes tokens back (a rejected guess, an edited message), `reorder`
+# picks sequences (beam search), `clone` branches, and a failed append leaves the cache as it was:
 
 # %%
 with torch.no_grad():

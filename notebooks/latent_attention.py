@@ -16,12 +16,11 @@
 #
 # Grouped-query attention makes the cache smaller by letting heads share keys and values. Multi-head latent attention
 # (MLA, DeepSeek-V2, 2024) goes another way: all heads keep keys and values of their own, but those are *computed* from
-# one short vector a token, the **latent**, and only the latent is cached:
+# one short vector per token, the **latent**, and only the latent is cached:
 #
 # $$c_j = W_{DKV}\, x_j, \qquad k_j^{(h)} = W_{UK}^{(h)} c_j, \qquad v_j^{(h)} = W_{UV}^{(h)} c_j$$
 #
-# Two questions follow. How small is it? And must all those keys and values be computed again at every step? The second
-# answer is the beautiful part.
+# Two questions follow. How small is it? And must all those keys and values be computed again at every step?
 
 # %%
 import statistics
@@ -63,11 +62,11 @@ print(layer)
 # %% [markdown]
 # ## Where positions go
 #
-# One thing must be settled first. Rotary embedding turns a key by an angle that depends on where it stands. A turned
-# key is no longer $W_{UK} c$ with one fixed matrix, and the trick below would not work. So DeepSeek splits a head's
-# query and key in two: N dims made from the latent and never turned, and R dims that carry positions, whose key is
-# one for **all** heads (a small multi-query attention). A score is the sum of both parts. Per token the cache holds
-# the latent and that one turned key: C + R numbers.
+# One thing must be settled first. Rotary embedding rotates a key by an angle that depends on its position. A rotated
+# key is no longer $W_{UK} c$ with one fixed matrix, and the method below would not work. So DeepSeek splits a head's
+# query and key in two: N dims that come from the latent and are not rotated, and R dims for positions, with one key for
+# **all** heads (a small multi-query attention). A score is the sum of both parts. Per token the cache holds the latent
+# and that one rotated key: C + R numbers.
 #
 # The whole layer by hand, from its own weights, to show that nothing else happens:
 
@@ -92,7 +91,7 @@ with torch.no_grad():
 # %% [markdown]
 # ## How small
 #
-# Bytes per token and layer, read off caches that layers with 8 heads of 64 have filled. Beside them the latent of
+# Bytes per token and layer, from caches that layers with 8 heads of 64 have filled. Next to them is the latent of
 # DeepSeek-V3 (128 heads; C = 512, R = 64), and what layers of its size would keep with other attention:
 
 # %%
@@ -143,10 +142,10 @@ print(f"DeepSeek-V3: {large['MHA'] / large['MLA, 512 + 64']:.0f} times less than
 #
 # $$q^\top k_j = q^\top (W_{UK}\, c_j) = (W_{UK}^\top q)^\top c_j$$
 #
-# The bracket moved. Instead of making a key from every latent, turn the *query* into latent space, once, and compare
-# it with the latents as they lie in the cache. The same at the other end: $\sum_j w_j W_{UV} c_j = W_{UV} \sum_j w_j
-# c_j$, so average latents first and apply $W_{UV}$ once. No key and no value is ever made. What remains is
-# multi-query attention with one kv head of C + R dims, whose first C dims are the values too:
+# The bracket moved. Instead of making a key from every latent, map the *query* into latent space once, and compare it
+# with the latents in the cache. The same at the other end: $\sum_j w_j W_{UV} c_j = W_{UV} \sum_j w_j c_j$, so average
+# latents first and apply $W_{UV}$ once. No key and no value is ever made. What remains is multi-query attention with
+# one kv head of C + R dims, whose first C dims are the values too:
 
 # %%
 for path in ("expanded", "absorbed"):
@@ -176,7 +175,7 @@ print("the cache: latents", tuple(cache.c.shape), "turned keys", tuple(cache.k_r
 # %% [markdown]
 # ## Where one overtakes the other
 #
-# Neither path is always better. For L new tokens over K in all, in multiply-adds a head:
+# Neither path is always better. For L new tokens over K tokens in all, in multiply-adds per head:
 #
 # | | make keys and values, or turn queries and outputs | attend |
 # |---|---|---|
@@ -292,15 +291,14 @@ for name, times in curves.items():
     print(f"{name:<14}" + "".join(f"{each:>9.3f}" for each in times) + " ms")
 
 # %% [markdown]
-# Unpacking the past at each step is out of the question. Against plain multi-head attention the absorbed path starts
-# behind: it multiplies more, by matrices that MHA does not have, and over a short past there is nothing to win. It
-# reads 3.6 times less for each token of the past, so the longer the past, the better it stands; where the lines meet,
-# if they do in this picture, depends on the machine and the minute. In short: MLA pays with many heads and long texts,
-# and what it saves first is memory.
+# Unpacking the past at each step takes too long. Over a short past the absorbed path is slower than plain multi-head
+# attention: it multiplies more, by matrices that MHA does not have. But it reads 3.6 times less for each token of the
+# past, so it gains as the past grows. The point where the lines cross, if they do in this picture, depends on the
+# machine and the moment. In short: MLA is worth it with many heads and long texts, and it saves memory first.
 #
 # ## Folding for good
 #
-# One may also multiply the matrices themselves, $W_{UK}$ into the query projection and $W_{UV}$ into the output
+# The matrices themselves can be multiplied too, $W_{UK}$ into the query projection and $W_{UV}$ into the output
 # projection: `fold()`. The layer then has no `kv_b_proj` at all. But a folded query projection has C numbers where
 # there were N, so it usually *grows*, and engines fold into the activations instead, as the absorbed path does:
 

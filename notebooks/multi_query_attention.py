@@ -15,9 +15,9 @@
 # # Multi-query attention: three versions, in plain PyTorch and in C++
 #
 # In multi-head attention every head owns a query, a key and a value projection. Multi-query attention (Shazeer 2019)
-# keeps one query projection a head, but lets all heads read **one** key head and **one** value head. Heads can still
-# look for different things; they can no longer disagree about what a token offers. That costs some expressive power.
-# What it buys is memory: a language model that writes token by token reads all cached keys and values at every step,
+# keeps one query projection per head, but lets all heads read **one** key head and **one** value head. Heads can still
+# look for different things, but a token offers the same key and value to all of them. That costs some expressive power.
+# It saves memory traffic: a language model that writes token by token reads all cached keys and values at every step,
 # and that reading, not the arithmetic, takes the time. With one shared head the cache is `num_heads` times smaller.
 #
 # Three versions follow: V1 without cache and mask, V2 with a cache, V3 with a cache and a causal mask. Each runs
@@ -58,7 +58,7 @@ def largest_difference(a, b):
 # ## V1: no cache, no mask
 #
 # The whole forward pass fits on a page. `W_k` and `W_v` map to `d_kv = 8` numbers, not to 64: there is one head of
-# them. The matrix product broadcasts that head over the eight query heads, nothing is copied.
+# them. The matrix product broadcasts that head over the eight query heads, and copies nothing.
 
 # %%
 print(inspect.getsource(reference.MQAV1))
@@ -201,10 +201,10 @@ assert torch.equal(masked, attnpack.attention_scores(q5, k5, stage="masked", cau
 # ### True = hidden, or True = may attend?
 #
 # Above, True means **hidden**: that is what `masked_fill` wants, and what `torch.nn.MultiheadAttention` calls
-# `attn_mask`. In attnpack, as in PyTorch's `scaled_dot_product_attention`, True means **may attend**. Both
-# conventions are in wide use, and nothing raises when they are mixed up: the shapes fit. So hand over `~hidden`. The
-# picture on the right is what comes of forgetting the `~`: every row attends to the future, and the last row, which
-# may then attend nothing, is zero.
+# `attn_mask`. In attnpack, as in PyTorch's `scaled_dot_product_attention`, True means **may attend**. Both conventions
+# are in wide use, and nothing raises when they are mixed up: the shapes fit. So pass `~hidden`. The picture on the
+# right shows the result without the `~`: every row attends to the future, and the last row, which may then attend
+# nothing, is zero.
 
 # %%
 right = attnpack.attention_scores(q5, k5, ~hidden)[0, 0]
@@ -221,17 +221,18 @@ assert not right.triu(1).any() and not wrong.tril().any()
 # %% [markdown]
 # ## V3: cache and causal mask
 #
-# With `past_len` tokens in the cache, row i of a chunk stands at position i + past_len and may attend the keys up to
-# there: the mask's diagonal moves right by `past_len`. For a chunk of one token nothing is hidden, so the mask may be
-# applied always; no special case for single tokens is needed.
+# With `past_len` tokens in the cache, row i of a chunk is at position i + past_len, and may attend the keys up to that
+# position: the mask's diagonal moves right by `past_len`. For a chunk of one token nothing is hidden, so the mask may
+# be applied always; no special case for single tokens is needed.
 
 # %%
 print(inspect.getsource(reference.MQAV3))
 print(torch.ones(1, 4, dtype=torch.bool).triu(diagonal=4))
 
 # %% [markdown]
-# In attnpack the module is made with `causal=True`; behind a cache the queries stand after what was there. (Without a
-# module, `attention(..., causal=True, q_offset=past_len)` says the same. It is never guessed from the shapes.)
+# In attnpack the module is made with `causal=True`; with a cache the queries come after the cached positions. (Without
+# a module, `attention(..., causal=True, q_offset=past_len)` does the same. The offset is never guessed from the
+# shapes.)
 
 # %%
 causal = load_weights(attnpack.MultiQueryAttention(d_model, num_heads, causal=True), v1)
@@ -241,8 +242,8 @@ with torch.no_grad():
     steps_v3, _ = run_steps(causal, x)
 
 # %% [markdown]
-# Steps of one token never reach the mask. Chunks do, so they are the test: ten tokens at once, in two parts, in
-# three.
+# Steps of one token never need the mask. Chunks need it, so they are the test: ten tokens at once, in two parts, in
+# three parts.
 
 # %%
 with torch.no_grad():
@@ -332,9 +333,9 @@ plt.show()
 # ## What it saves in time
 #
 # Shapes of ten tokens show nothing of this. So: one new token after a long text, 32 query heads of 128, one key-value
-# head, fp32. PyTorch's `scaled_dot_product_attention` is the measure, with `enable_gqa=True`, its own way to let heads
-# share; the multi-head form of the same layer, which must read 32 times as much, stands beside. All in turn, medians,
-# on the machine printed below.
+# head, fp32. The peer is PyTorch's `scaled_dot_product_attention` with `enable_gqa=True`, its own way to let heads
+# share. The picture also has the multi-head form of the same layer, which must read 32 times as much. All take turns;
+# the times are medians on the machine printed below.
 
 # %%
 lengths, heads, width = [256, 1024, 4096, 16384], 32, 128
@@ -381,6 +382,6 @@ print(f"on {bench.machine()}, {torch.get_num_threads()} threads; MHA read {read:
 assert curves["MQA, attnpack"][-1] < curves["MHA, attnpack"][-1]
 
 # %% [markdown]
-# Sharing pays where the kernel makes use of it: each key that is read from memory serves all 32 query heads at once.
-# The notebook `kv_cache` follows the memory up to a million tokens. `performance` has more shapes and dtypes, measured
-# over more keys and in another minute: its ratios differ from these.
+# Sharing saves time if the kernel uses it: each key that is read from memory serves all 32 query heads at once. The
+# notebook `kv_cache` follows the memory up to a million tokens. `performance` has more shapes and dtypes, measured over
+# more keys and in another minute: its ratios differ from these.

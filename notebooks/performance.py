@@ -14,13 +14,13 @@
 # %% [markdown]
 # # Performance: how fast, and how fast could it be?
 #
-# "Faster than X" says little if X is slow. So `attnpack bench` measures two things in the same run: what the machine
-# can do (multiply-adds a second in registers, bytes a second read in order), and what attention calls take, beside
-# other libraries on the same tensors. All contestants of a case run in turn, so that a busy machine slows all of
-# them, and a ratio is the median over rounds.
+# "Faster than X" says little if X is slow. So `attnpack bench` measures two things in the same run: the limits of the
+# machine (multiply-adds per second in registers, bytes per second read in order), and the time of attention calls,
+# compared with other libraries on the same tensors. All libraries of a case take turns, so that a busy machine slows
+# all of them, and a ratio is the median over rounds.
 #
-# This notebook draws such a run, of two threads. The figures below were stored on the machine that they name, a virtual
-# one whose neighbours make limits and times swing by a third; the ratios are what counts. To see your own, run
+# This notebook draws such a run, of two threads. The figures below were stored on the machine that they name. It is a
+# virtual machine, and its neighbours change limits and times by a third, so look at the ratios. To see your own, run
 #
 # ```bash
 # attnpack bench --quick --json > benchmarks/results/quick.json
@@ -47,8 +47,9 @@ print(f"limits: {flops / 1e9:.0f} GFLOP/s in fp32, {read / 1e9:.1f} GB/s read")
 # ## The roofline
 #
 # A call needs some number of operations and must move some number of bytes; their ratio is its *intensity*. A machine
-# that computes F operations and reads M bytes a second cannot do a call of intensity x faster than min(F, M x)
-# operations a second. That is the roof: slanted where memory limits, flat where arithmetic does. They meet at F / M:
+# that computes F operations and reads M bytes per second cannot do a call of intensity x faster than min(F, M x)
+# operations per second. That is the roof: slanted where memory limits, flat where arithmetic limits. The two parts meet
+# at F / M:
 
 # %%
 print(f"this machine's ridge: {flops / read:.1f} operations a byte")
@@ -57,17 +58,17 @@ plot_roofline.draw_roofline(axes, bench)
 plt.show()
 
 # %% [markdown]
-# Two worlds. **Decoding** (one new token over a long cache) stands on the left: each key is read from memory and used
-# for a few products. With every head reading its own keys, the intensity in fp32 is about half an operation a byte;
-# sharing moves the point to the right along the roof, since a key that is read once serves a whole group of heads.
-# That is all of what grouped- and multi-query attention do for speed, in one picture. **Prefill** (reading a prompt,
-# all of its tokens in one call) and training stand on the right: many queries share each key, and arithmetic is the
-# limit. (A point above the roof, where there is one, is a call whose keys lie in the processor's cache ("warm"), which
-# is faster than memory, or one at a moment when memory was faster than while the roof was measured. The shares below
-# take what memory gave between the calls.)
+# There are two groups. **Decoding** (one new token over a long cache) is on the left: each key is read from memory and
+# used for a few products. With every head reading its own keys, the intensity in fp32 is about half an operation per
+# byte; sharing moves the point to the right along the roof, since a key that is read once serves a whole group of
+# heads. This picture shows the whole effect of grouped- and multi-query attention on speed. **Prefill** (reading a
+# prompt, all of its tokens in one call) and training are on the right: many queries share each key, and arithmetic is
+# the limit. (A point above the roof, where there is one, is a call whose keys lie in the processor's cache ("warm"),
+# which is faster than memory, or one at a moment when memory was faster than while the roof was measured. The shares
+# below use the speed of memory between the calls.)
 #
-# The same as a share of the limit that binds, over the cases of each kind. Warm calls have a row of their own: memory
-# does not limit them, so that their share may pass 100%:
+# The same as a share of the limit that applies, over the cases of each kind. Warm calls have a row of their own: memory
+# does not limit them, so their share may exceed 100%:
 
 # %%
 shares = {}
@@ -85,9 +86,9 @@ for (section, dtype), each in shares.items():
 # memory. Training in bf16 is measured against the limit of bf16 in pairs (`limit, bf16` in the picture), which the
 # forward pass uses and the backward pass does not.
 #
-# The "small" calls are of one token and of 16. With one token nearly all of the time is the way in, not work: checking
-# arguments, making the output, and PyTorch's dispatcher, which looks up the kernel by the tensors' device and dtype.
-# With 16 the work shows already, and the share is several times as high.
+# The "small" calls are of one token and of 16. With one token nearly all of the time is overhead: checking arguments,
+# making the output, and PyTorch's dispatcher, which looks up the kernel by the tensors' device and dtype. With 16 the
+# work shows already, and the share is several times as high.
 #
 # ## Decoding beside PyTorch
 #
@@ -101,10 +102,10 @@ plot_roofline.draw_times_faster(axes, bench, "decode", "sdpa")
 plt.show()
 
 # %% [markdown]
-# Two things make these bars. Where nothing is shared (32/32), the bar says how fast each side reads keys and
+# These bars have two reasons. Where nothing is shared (32/32), the bar says how fast each side reads keys and
 # multiplies; in bf16 SDPA is slow at that by itself. And the more heads share a key-value head, the larger the gap:
-# SDPA reads shared heads once for each query head. There is a way around that: for a *single* query the heads of a
-# group can be packed as rows of one head by hand. That is the fairer opponent, and few people write it:
+# SDPA reads shared heads once for each query head. This can be avoided: for a *single* query the heads of a group can
+# be packed by hand as rows of one head. That is the fairer comparison, but few people write it:
 
 # %%
 figure, axes = plt.subplots(figsize=(9, 4.2), dpi=70, layout="constrained")
@@ -114,7 +115,7 @@ plt.show()
 # %% [markdown]
 # ## Prefill and training beside PyTorch
 #
-# Here both sides do the same arithmetic, and the question is how well it is fed.
+# Here both sides do the same arithmetic, and the speed depends on how well they keep it busy.
 
 # %%
 figure, axes = plt.subplots(figsize=(9, 3.2), dpi=70, layout="constrained")
@@ -141,8 +142,8 @@ print("\n".join(slower) or "nowhere in this run")
 # %% [markdown]
 # ## And here, now
 #
-# A cut of the same measurement, run live with this notebook on whatever machine it runs on: short calls, where the
-# overhead counts.
+# A part of the same measurement, run live with this notebook on its machine: short calls, in which the overhead
+# matters.
 
 # %%
 limits, results = live.run(["small"], ["fp32"], ["sdpa"], quick=True)

@@ -27,7 +27,7 @@ PROMPTS = (
 )
 
 
-def load():
+def load_model():
     """(model, tokenizer) of transformers for the GGUF file, fp32, in evaluation mode."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
@@ -42,7 +42,7 @@ def load():
     return model.eval(), tokenizer
 
 
-def reference(model, tokenizer) -> dict:
+def make_content(model, tokenizer) -> dict:
     """The content of the JSON file: for each prompt its ids, and the NEW_TOKENS ids that follow greedily."""
     prompts = []
     for name, text, chat in PROMPTS:
@@ -50,14 +50,14 @@ def reference(model, tokenizer) -> dict:
         if chat:
             message = [{"role": "user", "content": text}]
             ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
-        tokens, margin = greedy(model, ids)
+        tokens, margin = greedy_tokens(model, ids)
         answer = {"text": tokenizer.decode(tokens), "smallest_margin": round(margin, 3)}
         prompts.append({"name": name, "prompt": text, "chat": chat, "prompt_ids": list(ids), "tokens": tokens} | answer)
     versions = {name: importlib.metadata.version(name).split("+")[0] for name in ("transformers", "torch", "gguf")}
     return {"model": MODEL, "dtype": "float32", "versions": versions, "prompts": prompts}
 
 
-def greedy(model, ids: list[int]) -> tuple[list[int], float]:
+def greedy_tokens(model, ids: list[int]) -> tuple[list[int], float]:
     """The greedy continuation, and the smallest difference between the best and the second logit over its tokens."""
     import torch
 
@@ -78,7 +78,7 @@ def greedy(model, ids: list[int]) -> tuple[list[int], float]:
 
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
-    content = reference(*load())
+    content = make_content(*load_model())
     out.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for prompt in content["prompts"]:
         print(f"{prompt['name']}: {len(prompt['tokens'])} tokens, smallest margin {prompt['smallest_margin']}")

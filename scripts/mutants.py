@@ -56,7 +56,7 @@ class Mutant:
     def in_cpp(self) -> bool:
         return self.file.startswith("csrc/")
 
-    def place(self, source: str) -> tuple[int, int, str]:
+    def find_piece(self, source: str) -> tuple[int, int, str]:
         """(begin of the original in the text of its file, its end, the mistake)."""
         marks = MARK.search(self.text)
         if marks is None:
@@ -69,7 +69,7 @@ class Mutant:
         begin = source.index(before + original + after) + len(before)
         return begin, begin + len(original), mistake
 
-    def switched(self, original: str, mistake: str) -> str:
+    def with_switch(self, original: str, mistake: str) -> str:
         """C++ code with original and mistake, of which the switch chooses one: statements with `if`, expressions with
         `?`."""
         on = f"{SWITCH} == {self.number}u"
@@ -90,13 +90,13 @@ def with_switches(source: str, mutants: Iterable[Mutant]) -> str:
     """The text of a C++ file with the mistakes of all its mutants as switches."""
     pieces: dict[tuple[int, int], str] = {}
     for mutant in mutants:
-        begin, end, mistake = mutant.place(source)
-        pieces[begin, end] = mutant.switched(pieces.get((begin, end), source[begin:end]), mistake)
-    behind = len(source)
+        begin, end, mistake = mutant.find_piece(source)
+        pieces[begin, end] = mutant.with_switch(pieces.get((begin, end), source[begin:end]), mistake)
+    next_begin = len(source)
     for begin, end in sorted(pieces, reverse=True):
-        if end > behind:
+        if end > next_begin:
             raise ValueError(f"mutants overlap: mark the same piece in each, {source[begin:end]!r}")
-        source, behind = source[:begin] + pieces[begin, end] + source[end:], begin
+        source, next_begin = source[:begin] + pieces[begin, end] + source[end:], begin
     return f'extern "C" const unsigned {SWITCH};\n' + source
 
 
@@ -119,7 +119,7 @@ def copy_tree(mutants: list[Mutant]) -> None:
             target.write_bytes(content)
 
 
-def build(jobs: int) -> None:
+def build_library(jobs: int) -> None:
     """Builds the C++ library of COPY. It is hardly optimised, because the time of the build matters most."""
     configure = ["cmake", "-S", COPY, "-B", COPY / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_INSTALL_PREFIX={COPY / 'python/attnpack'}"]
@@ -136,7 +136,7 @@ def package_of(mutant: Mutant) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(COPY / "python", folder, copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__"))
     source = (ROOT / mutant.file).read_text()
-    begin, end, mistake = mutant.place(source)
+    begin, end, mistake = mutant.find_piece(source)
     changed = source[:begin] + mistake + source[end:]
     compile(changed, mutant.file, "exec")
     target = folder / Path(mutant.file).relative_to("python")
@@ -170,7 +170,7 @@ def run_tests(tests: Iterable[str], package: Path, *options: str, number: int = 
     return code, log.read_text()
 
 
-def killer(mutant: Mutant) -> str | None:
+def find_killer(mutant: Mutant) -> str | None:
     """The test, crash or time limit that noticed the mistake; None if the mutant survived."""
     package = COPY / "python" if mutant.in_cpp else package_of(mutant)
     code, printed = run_tests(mutant.tests, package, "-x", number=mutant.number)
@@ -180,9 +180,9 @@ def killer(mutant: Mutant) -> str | None:
     return None if code == 0 else failed[1] if failed else f"exit code {code}"
 
 
-def verdicts(mutants: list[Mutant], jobs: int) -> Iterator[str]:
+def judge_mutants(mutants: list[Mutant], jobs: int) -> Iterator[str]:
     with ThreadPoolExecutor(jobs) as pool:
-        for mutant, found in zip(mutants, pool.map(killer, mutants), strict=True):
+        for mutant, found in zip(mutants, pool.map(find_killer, mutants), strict=True):
             verdict = "killed" if found else "argued" if mutant.argued else "survived"
             print(f"{verdict:8}  {mutant.name}: {found or mutant.argued or mutant.file}", flush=True)
             yield verdict
@@ -200,11 +200,11 @@ def main() -> int:
         print(*(f"{mutant.name}: {mutant.file}" for mutant in chosen), sep="\n")
         return not chosen
     copy_tree(mutants)
-    build(args.jobs)
+    build_library(args.jobs)
     code, printed = run_tests(sorted({test for mutant in chosen for test in mutant.tests}), COPY / "python")
     if code:
         sys.exit(f"the tests fail without a mutant:\n{printed[-4000:]}")
-    found = list(verdicts(chosen, args.jobs))
+    found = list(judge_mutants(chosen, args.jobs))
     killed, argued = found.count("killed"), found.count("argued")
     print(f"killed {killed} of {len(found)} ({100 * killed // len(found)}%), argued {argued}")
     return int(killed + argued < len(found))

@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parents[1] / "notebooks"
 
 
-def execute(script: Path) -> nbformat.NotebookNode:
+def execute_script(script: Path) -> nbformat.NotebookNode:
     """The notebook of one script, run in the script's folder; raises if a cell raises."""
     notebook = jupytext.read(script)
     NotebookClient(
@@ -29,7 +29,7 @@ def execute(script: Path) -> nbformat.NotebookNode:
 
 def main() -> None:
     for script in [Path(name) for name in sys.argv[1:]] or sorted(FOLDER.glob("*.py")):
-        notebook = execute(script)
+        notebook = execute_script(script)
         # Cell ids are the same each time, so that a second run changes the outputs alone.
         for number, cell in enumerate(notebook.cells):
             cell.id = f"cell-{number}"

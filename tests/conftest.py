@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "make_reference_tokens.py"
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
-    """Forgets what tests before this one compiled: dynamo compiles one function eight times at most."""
+    """Forgets the functions that earlier tests compiled: dynamo compiles one function at most eight times."""
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
 
@@ -30,7 +30,7 @@ def reference_script():
 @pytest.fixture(scope="session")
 def smollm2_hf(reference_script):
     """(model, tokenizer) of transformers, fp32."""
-    return reference_script.load()
+    return reference_script.load_model()
 
 
 @pytest.fixture(scope="session")

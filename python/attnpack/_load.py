@@ -108,7 +108,7 @@ def end_command(error: ImportError) -> None:
     if sys.argv[1:2] == ["info"] and "torch" in sys.modules:
         from .tools import info
 
-        info.show(info.collect(str(error)), as_json="--json" in sys.argv)
+        info.print_info(info.collect_info(str(error)), as_json="--json" in sys.argv)
     else:
         print(f"attnpack: {error}", file=sys.stderr)
     raise SystemExit(2)

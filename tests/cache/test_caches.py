@@ -1,4 +1,4 @@
-"""Caches: against a list of tensors that is appended to by hand, and what calls that fail leave behind."""
+"""Caches: against a list of tensors that is appended to by hand, and the state that a failed call leaves."""
 
 import copy
 import pickle
@@ -14,7 +14,7 @@ BATCH, HEADS, DIM, V_DIM, ROOM = 3, 2, 4, 5, 24
 
 
 def append(cache, key, value, new_lens=None):
-    """What a module does with a cache, without attention."""
+    """Does to a cache what a module does, without attention."""
     keys, values, lengths = cache.reserve(key, value)
     attnpack.ops.attend(key.new_zeros(key.shape), key, value, cache=(keys, values, lengths), kv_lens=new_lens)
     cache.commit(key.size(2), new_lens)
@@ -76,7 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
             "deepcopy": copy.deepcopy,
             "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
         }[how](before)
-        before.reset()  # the copy must not notice
+        before.reset()  # the copy must not change
 
     @rule()
     def roll_back(self):
@@ -177,7 +177,7 @@ def test_a_ragged_append_is_as_long_as_its_longest_row(layer, kind):
 @pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
 @torch.no_grad()
 def test_given_positions_rotate_what_is_appended(layer, kind):
-    """As without a cache, where an earlier call is only rotated too."""
+    """Gives the rows of a call without a cache; an earlier call is only rotated."""
     x, positions = torch.randn(2, 5, 24), torch.tensor([3, 9, 2, 40, 7])
     wanted, cache = layer(x, positions=positions), caches()[kind]
     steps = [layer(part, cache=cache, positions=at) for part, at in zip(x.split(2, 1), positions.split(2), strict=True)]
@@ -209,7 +209,7 @@ def test_gradients_flow_through_this_call_only(layer, kind):
     assert not cache.k.requires_grad
     layer(new, cache=cache).square().sum().backward()
     assert past.grad is None
-    # The same by hand: the past's keys and values as constants.
+    # The same by hand, with the keys and values of the past as constants.
     x = new.detach().clone().requires_grad_()
     q, k, v = layer.project(x, positions=torch.arange(4, 7))
     with torch.no_grad():
@@ -274,7 +274,7 @@ def test_failed_call_leaves_the_cache_as_it_was(layer, kind, filled):
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
 @pytest.mark.parametrize("filled", [False, True])
-def test_failure_behind_the_append_takes_it_back(layer, kind, filled):
+def test_failure_after_the_append_takes_it_back(layer, kind, filled):
     x, cache = torch.randn(2, 3, 24), caches()[kind]
     if filled:
         layer(x, cache=cache)
@@ -346,7 +346,7 @@ def test_model_cache_takes_all_layers_back():
     ids = torch.randint(32, (2, 4))
     for native in (False, True):
         package, run = (attnpack.cpp, model.cpp().forward) if native else (attnpack, model)
-        # The last layer has too little room: the first two have appended when it raises.
+        # The last layer's cache is too small: the first two layers have appended when it raises.
         cache = package.ModelCache([package.StaticCache(2, 2, room, 6) for room in (16, 16, 6)])
         with torch.no_grad():
             run(ids, cache)
@@ -393,7 +393,7 @@ def test_a_cpp_clone_has_memory_of_its_own(kind):
     layer.forward(torch.randn(2, 6, 24), cache=cache)
     copied, kept = cache.clone(), cache.k.clone()
     cache.crop(2)
-    layer.forward(torch.randn(2, 4, 24), cache=cache)  # written where the old rows lay
+    layer.forward(torch.randn(2, 4, 24), cache=cache)  # written in the place of the old rows
     assert len(copied) == 6 and torch.equal(copied.k, kept) and not torch.equal(cache.k, kept)
 
 

@@ -1,4 +1,4 @@
-"""Caches that are made or cropped wrongly, or of the wrong kind: one sentence that says what the call wants."""
+"""Caches that are made or cropped wrongly, or of the wrong kind: one sentence says what the call wants."""
 
 import attnpack
 import pytest

@@ -1,4 +1,5 @@
-"""LatentCache: against tensors that are appended to by hand, in both languages; bytes; what failed calls leave."""
+"""LatentCache: against tensors that are appended to by hand, in both languages; bytes; the state that failed calls
+leave."""
 
 import copy
 import pickle
@@ -12,7 +13,7 @@ RANK, ROPE = 5, 3
 
 
 def append(cache, latents, new_lens=None):
-    """What a module does with a cache, without attention."""
+    """Does to a cache what a module does, without attention."""
     keys, lengths = cache.reserve_latents(latents, RANK)
     attnpack.ops.latent_attend(
         latents.new_zeros(*latents.shape[:3], RANK + ROPE),
@@ -51,7 +52,7 @@ def test_grows_and_gives_views_of_one_buffer():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_bytes_of_deepseek(dtype):
-    """576 numbers a token in DeepSeek-V3's shape."""
+    """576 numbers per token in DeepSeek-V3's shape."""
     rope = attnpack.RotaryEmbedding(64, interleaved=True)
     sizes = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     module = attnpack.MultiHeadLatentAttention(32, 2, **sizes, rope=rope, causal=True, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Files that ask for much are refused for little: within 10 seconds of the CPU and 1.5 GB of address space."""
+"""Files that ask for much memory or time are refused within 10 seconds of the CPU and 1.5 GB of address space."""
 
 import json
 import struct
@@ -19,7 +19,7 @@ def gguf_with(*values: bytes) -> bytes:
 
 
 def gguf_changed(key: str, value: int) -> bytes:
-    """The whole GGUF file with another uint32."""
+    """The undamaged GGUF file with another uint32."""
     data = lies.whole_gguf()["model.gguf"]
     at = data.index(key.encode()) + len(key) + 4
     return data[:at] + struct.pack("<I", value) + data[at + 4 :]
@@ -109,7 +109,7 @@ for name, path in json.loads({paths!r}).items():
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """By case what is said and the seconds; where the child was killed, cases are missing."""
+    """The message and the seconds of each case; cases are missing if the child was killed."""
     folder = tmp_path_factory.mktemp("files")
     paths = {}
     for name, (files, _, hole) in CASES.items():
@@ -131,7 +131,7 @@ def test_what_asks_for_much_is_refused_for_little(name, found):
 
 
 def test_largest_vocabularies_are_below_the_limits():
-    """Gemma 3's, the largest of the GGUF files that are common: 262,144 tokens, and twice as many merges."""
+    """Gemma 3's vocabulary, the largest of the common GGUF files: 262,144 tokens, and twice as many merges."""
     from attnpack.checkpoints import gguf_file
 
     tokens, merges = 262_144, 524_288

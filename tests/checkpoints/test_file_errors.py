@@ -1,4 +1,4 @@
-"""Errors of files become one sentence that names the file, whatever a reader raised."""
+"""An error of a file becomes one sentence that names the file, whatever a reader raised."""
 
 import json
 
@@ -7,7 +7,7 @@ from attnpack.file_errors import brief, naming
 
 
 class PanicException(BaseException):
-    """As pyo3 raises for a panic in Rust."""
+    """The exception of pyo3 for a panic in Rust."""
 
 
 @pytest.mark.parametrize(

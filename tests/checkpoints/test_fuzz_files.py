@@ -1,4 +1,4 @@
-"""Checkpoints with lies in them, hundreds by default: `scripts/fuzz.py files` makes as many as one likes."""
+"""Hundreds of damaged checkpoints; `scripts/fuzz.py files` makes any number of them."""
 
 import random
 

@@ -182,7 +182,7 @@ def test_linear_rope_scaling_is_read(tiny_gguf):
         assert not torch.allclose(scaled(ids), plain(ids), rtol=0, atol=1e-4)
 
 
-# ---- what is refused -----------------------------------------------------------------
+# ---- refused files -------------------------------------------------------------------
 
 
 def refused(path, *words, **keywords):
@@ -291,7 +291,7 @@ def test_yarn_is_read(tiny_gguf):
 
 
 def test_llama3_frequencies_are_read(tiny_gguf):
-    """Converters write what Llama 3's scaling comes to: a divisor of each frequency."""
+    """Converters write the result of Llama 3's scaling: a divisor for each frequency."""
     settings = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     theta = [5000.0 ** (-2 * i / 8) for i in range(4)]
     turns = [32 * f / (2 * math.pi) for f in theta]
@@ -309,7 +309,7 @@ def test_llama3_frequencies_are_read(tiny_gguf):
             rope__scaling__type="linear",
             rope__scaling__factor=2.0,
         ),
-        "rope_freqs.weight beside rope.scaling.type 'linear'",
+        "rope_freqs.weight together with rope.scaling.type 'linear'",
     )
 
 

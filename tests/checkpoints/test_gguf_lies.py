@@ -37,7 +37,7 @@ def align(to: int, kind: int = UINT32) -> bytes:
     return key("general.alignment", kind, to)
 
 
-# Tensors and keys, words of the refusal, and whether the package gguf refuses too: where it does not, ggml does.
+# Tensors and keys, words of the refusal, and whether the package gguf refuses too. If it does not, ggml does.
 LIES = {
     "overlap": ([tensor("a", (16,), 0), tensor("b", (16,), 32)], [], "tensor b begins at byte 32", False),
     "all at 0": ([tensor("a", (16,), 0), tensor("b", (16,), 0)], [], "tensor b begins at byte 0", False),

@@ -90,7 +90,7 @@ def test_config_of_transformers_4(llama):
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
 def test_dtypes_convert_as_torch_does(llama, stored, wanted, monkeypatch):
-    monkeypatch.setattr("attnpack.checkpoints.safetensors._CHUNK_ELEMENTS", 1000)  # several pieces a tensor
+    monkeypatch.setattr("attnpack.checkpoints.safetensors._CHUNK_ELEMENTS", 1000)  # several pieces per tensor
     reference, directory = llama
     reference.to(stored).save_pretrained(directory)
     found = attnpack.CausalLM.from_hf(directory, dtype=wanted).state_dict()
@@ -120,7 +120,7 @@ def test_resident_memory_grows_by_the_weights_and_at_most_a_fifth(tmp_path):
     assert grown <= 1.2 * weights, f"{grown / weights:.3f} times the weights"
 
 
-# ---- what is refused -----------------------------------------------------------------
+# ---- refused checkpoints -------------------------------------------------------------
 
 
 def test_no_checkpoint(tmp_path):
@@ -187,7 +187,7 @@ def test_qwen3_has_heads_of_128_unless_its_configuration_says_otherwise(tmp_path
 
 
 def test_the_trained_length_is_the_checkpoints(tmp_path):
-    """Not the one asked for, which may be shorter."""
+    """The configuration's context counts, not the requested one, which may be shorter."""
     reference = random_model(CONFIGS["llama-dynamic"])
     reference.save_pretrained(tmp_path)
     model = attnpack.CausalLM.from_hf(tmp_path, max_positions=8)
@@ -196,7 +196,7 @@ def test_the_trained_length_is_the_checkpoints(tmp_path):
 
 
 def test_dynamic_rope_grows_from_the_longest_position(tmp_path):
-    """transformers takes max_position_embeddings for it, whatever original_max_position_embeddings says."""
+    """transformers takes max_position_embeddings, and ignores original_max_position_embeddings."""
     config = CONFIGS["llama-dynamic"].to_dict()
     config["rope_parameters"]["original_max_position_embeddings"] = 16
     reference = random_model(LlamaConfig.from_dict(config))
@@ -259,7 +259,7 @@ def test_a_sliding_window_is_that_of_transformers(config, tmp_path):
 
 
 def test_a_window_holds_beyond_the_positions_that_were_asked_for(tmp_path):
-    """from_hf(max_positions=8) once gave a model without a window, which ran on past 8 tokens."""
+    """from_hf(max_positions=8) once gave a model without a window, which also read more than 8 tokens."""
     reference = random_model(MistralConfig(**SIZES, sliding_window=8))
     reference.save_pretrained(tmp_path)
     assert_same_logits(attnpack.CausalLM.from_hf(tmp_path, max_positions=8), reference)  # 50 tokens
@@ -285,7 +285,7 @@ def test_a_sliding_window_of_some_layers_only(config, some, tmp_path):
 
 @pytest.mark.parametrize("kinds", ["ssss", "ffff", "sfsf", None])
 def test_mistral_with_kinds_of_layers_is_that_of_transformers(kinds, tmp_path):
-    """AutoModel takes it for a Ministral."""
+    """AutoModel would load it as a Ministral."""
     kinds = kinds and [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds]
     settings = SIZES | {"num_hidden_layers": 4, "head_dim": 8, "sliding_window": 16}
     random_model(MinistralConfig(**settings, layer_types=kinds)).save_pretrained(tmp_path)
@@ -337,7 +337,7 @@ def test_rope_scaling_that_repeats_rope_parameters(tmp_path):
     ids=str,
 )
 def test_rope_scaling_that_contradicts_rope_parameters(scaling, tmp_path):
-    """transformers takes rope_scaling then."""
+    """transformers reads rope_scaling in this case."""
     random_model(CONFIGS["llama-yarn"]).save_pretrained(tmp_path)
     edit_config(tmp_path, rope_theta=2000.0, rope_scaling=scaling)
     refused(tmp_path, "rope_parameters and rope_scaling", "different things")
@@ -409,7 +409,7 @@ def edit_header(directory: Path, change) -> None:
     ids=str,
 )
 def test_a_header_that_its_bytes_contradict(llama, change, words):
-    """Such files gave weights that are other tensors' bytes, or none at all."""
+    """Such files once gave weights that were the bytes of other tensors, or no weights."""
     llama[0].float().save_pretrained(llama[1])  # the configuration remembers what other tests stored
     edit_header(llama[1], lambda header: header["lm_head.weight"].update(change))
     refused(llama[1], "model.safetensors: tensor lm_head.weight", *words)
@@ -444,11 +444,15 @@ def test_a_tied_head_of_another_shape(tmp_path):
     ("name", "text", "words"),
     [
         ("config.json", '{"model_type": "llama", "rope_theta": ' + 400 * "9" + "}", "is too large"),
-        ("config.json", '{"model_type": "llama", "model_type": "qwen2"}', "model_type stands in an object twice"),
+        ("config.json", '{"model_type": "llama", "model_type": "qwen2"}', "model_type is in an object twice"),
         ("config.json", "[" * 100_000, "more than 127 deep in each other"),
         ("model.safetensors.index.json", '{"weight_map": {"a": ["model.safetensors"]}}', "names the file ['model.saf"),
-        ("model.safetensors.index.json", '{"weight_map": {"a": "tokenizer.json"}}', "wants the name of one beside it"),
-        ("model.safetensors.index.json", '{"weight_map": {"a": ".."}}', "wants the name of one beside it"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": "tokenizer.json"}}',
+            "wants the name of one in the same folder",
+        ),
+        ("model.safetensors.index.json", '{"weight_map": {"a": ".."}}', "wants the name of one in the same folder"),
         ("model.safetensors.index.json", r'{"weight_map": {"a": "\u0000.safetensors"}}', "lacks \\x00.saf"),
     ],
     ids=["digits", "duplicate", "deep", "list", "other file", "folder", "null"],

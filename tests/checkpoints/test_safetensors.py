@@ -42,7 +42,7 @@ def two(**second) -> dict:
     return {"a": F32, "b": F32 | second}
 
 
-# The text of the header, whether the file is whole, and how many bytes follow if not 8.
+# The text of the header, whether the file is valid, and the number of bytes that follow (default 8).
 TOLD = {
     "one tensor": ({"a": F32}, True),
     "metadata": ({"__metadata__": {"format": "pt"}, "a": F32}, True),
@@ -64,7 +64,7 @@ TOLD = {
     "an overlap": (two(shape=[1], data_offsets=[4, 8]), False),
     "all at 0": (two(), False),
     "out of order": ({"b": F32 | {"data_offsets": [8, 16]}, "a": F32}, True, 16),
-    "bytes behind": ({"a": F32 | {"shape": [1], "data_offsets": [0, 4]}}, False),
+    "bytes after": ({"a": F32 | {"shape": [1], "data_offsets": [0, 4]}}, False),
     "begin after end": ({"a": F32 | {"data_offsets": [8, 0]}}, False),
     "empty at the end": (two(shape=[3, 0], data_offsets=[8, 8]), True),
     "empty at the start": (two(shape=[0], data_offsets=[0, 0]), True),
@@ -82,8 +82,8 @@ TOLD = {
     "half a character": (one(r'"\ud800": 1'), False),
     "both halves": (one(r'"\ud83d\ude00": 1'), True),
     "a control character": (one('"\n": 1'), False),
-    "spaces behind": (one('"x": 1') + "  ", True),
-    "a zero behind": (one('"x": 1') + "\0", False),
+    "spaces after": (one('"x": 1') + "  ", True),
+    "a zero after": (one('"x": 1') + "\0", False),
 }
 
 
@@ -100,9 +100,9 @@ def test_what_rust_refuses_is_refused_and_nothing_else(name, tmp_path):
     '{"a": %s, "a": %s}', '{"__metadata__": {"x": "1", "x": "2"}, "a": %s}', '{"a": {"dtype": "F32", "dtype": "F32"}}',
 ])  # fmt: skip
 def test_duplicate_keys_are_refused(header, tmp_path):
-    """The format forbids them; Rust takes the last one of most."""
+    """The format forbids duplicate keys; Rust takes the last of most of them."""
     data = file_of(header.replace("%s", json.dumps(F32)))
-    assert "stands in an object twice" in we_refuse(data, tmp_path / "x.safetensors")
+    assert "is in an object twice" in we_refuse(data, tmp_path / "x.safetensors")
 
 
 def test_a_header_longer_than_the_file_or_than_rust_takes(tmp_path):
@@ -120,7 +120,7 @@ def test_a_header_longer_than_the_file_or_than_rust_takes(tmp_path):
 
 
 def compare(seed: int, count: int, path: Path) -> None:
-    """The verdicts of Rust and of ours on files with lies."""
+    """Whether Rust and attnpack accept damaged files."""
     draw = random.Random(seed)
     whole = lies.whole_hf(False)["model.safetensors"]
     refused = 0
@@ -129,7 +129,7 @@ def compare(seed: int, count: int, path: Path) -> None:
         for _ in range(draw.choice([1, 1, 2])):
             data = draw.choice([lies.damaged, lies.lying_header, lies.lying_header])(data, draw)
         theirs, ours = rust_refuses(data), we_refuse(data, path)
-        twice = ours is not None and "stands in an object twice" in ours
+        twice = ours is not None and "is in an object twice" in ours
         assert (ours is None) == (theirs is None) or (twice and theirs is None), (seed, case, theirs, ours)
         refused += ours is not None
     assert count / 4 < refused < count, "the lies test little"

@@ -14,7 +14,7 @@ def test_missing_shard(tmp_path):
 
 @pytest.mark.parametrize("change", ["a name too many", "a name too few"])
 def test_a_shard_is_held_against_the_index_before_the_next_is_opened(change, tmp_path):
-    """Each header may cost a second."""
+    """Reading a header may take a second."""
     random_model(CONFIGS["llama"]).save_pretrained(tmp_path, max_shard_size="20KB")
     first, *_, last = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     (tmp_path / last).write_bytes(b"no header")

@@ -50,7 +50,7 @@ def test_perplexity_of_1024_tokens_equals_transformers(smollm2, smollm2_hf, topi
 
 
 def test_stored_reference_is_what_transformers_gives(reference_script, smollm2_hf):
-    made = reference_script.reference(*smollm2_hf)
+    made = reference_script.make_content(*smollm2_hf)
     assert made["model"] == REFERENCE["model"]
     for new, stored in zip(made["prompts"], REFERENCE["prompts"], strict=True):
         for key in ("name", "prompt", "chat", "prompt_ids", "tokens", "text"):

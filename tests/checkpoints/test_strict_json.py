@@ -1,4 +1,4 @@
-"""JSON of files that strangers made; that verdicts are those of Rust's reader is in test_safetensors.py."""
+"""JSON of files from unknown authors; test_safetensors.py compares with Rust's reader."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_integers_of_64_bits_are_exact_and_longer_ones_floats():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b'{"a": 1, "b": {"a": 1, "a": 1}}', "a stands in an object twice"),
+        (b'{"a": 1, "b": {"a": 1, "a": 1}}', "a is in an object twice"),
         (b"[NaN]", "NaN is no JSON number"),
         (b"[-Infinity]", "-Infinity is no JSON number"),
         (b"1e400", "the number 1e400 is too large"),

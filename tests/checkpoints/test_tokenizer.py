@@ -36,7 +36,8 @@ def test_ids_equal_transformers(text, tokenizer, smollm2_hf):
 
 
 def test_digits_stand_alone_as_in_training(tokenizer, smollm2_hf, topics_text):
-    """transformers ignores the file's tokenizer.ggml.pre, `smollm`: every digit is cut off first, then GPT-2's rule."""
+    """transformers ignores the file's tokenizer.ggml.pre, `smollm`, which first splits off each digit, then takes
+    GPT-2's rule."""
     hf = smollm2_hf[1]
     text = topics_text + " \u00bd\u00b2  \u0663"
     numbers = "".join({c for c in text if unicodedata.category(c).startswith("N")})
@@ -86,7 +87,7 @@ def test_directory(tmp_path, smollm2_hf):
 
 @pytest.mark.parametrize("direction", ["Left", "Right"])
 def test_padding_and_truncation_are_for_batches(direction, tmp_path, smollm2_hf):
-    """transformers leaves both out of a plain call, whatever tokenizer.json says."""
+    """transformers leaves padding and truncation out of a plain call, whatever tokenizer.json says."""
     smollm2_hf[1].save_pretrained(tmp_path)
     padding = {"strategy": {"Fixed": 20}, "direction": direction, "pad_to_multiple_of": 8}
     truncation = {"max_length": 3, "strategy": "LongestFirst", "direction": direction, "stride": 0}
@@ -184,7 +185,7 @@ def test_missing_package(monkeypatch):
         load_tokenizer(smollm2_path())
 
 
-# ---- what is refused -----------------------------------------------------------------
+# ---- refused tokenizers --------------------------------------------------------------
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
@@ -209,7 +210,7 @@ GROWTH = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.
     ids=["loops", "calls", "growth", "memory", "answer", "template", "syntax", "sandbox", "changes", "refusal", "half"],
 )
 def test_a_chat_template_that_asks_for_much_or_fails(template, words, tokenizer):
-    """Templates are programs of whoever made the file."""
+    """A template is a program by the author of the file."""
     with pytest.raises(ValueError) as caught:
         Tokenizer(tokenizer.backend, chat_template=template, source="a file").chat("Hi")
     assert str(caught.value).startswith(f"a file: {words}") and "\n" not in str(caught.value)
@@ -226,7 +227,7 @@ def test_a_chat_template_that_asks_for_much_or_fails(template, words, tokenizer)
         ("tokenizer_config.json", b'{"bos_token": [1]}', "its bos_token is [1], wants a text"),
         ("tokenizer_config.json", b'{"chat_template": {"a": 1}}', "its chat template is {'a': 1}, wants a text"),
         ("tokenizer_config.json", b'{"eos_token_id": [2, "x"]}', "eos_token_id is 'x', wants an int"),
-        ("generation_config.json", b'{"a": 1, "a": 2}', "generation_config.json: cannot be read as JSON (a stands"),
+        ("generation_config.json", b'{"a": 1, "a": 2}', "generation_config.json: cannot be read as JSON (a is"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja: cannot be read ('utf-8' codec"),
         ("chat_template.jinja", b"a" * 1_000_001, "chat_template.jinja: cannot be read (it has more than 1000000"),
     ],
@@ -279,7 +280,7 @@ UNIGRAM = {"type": "Unigram", "unk_id": None, "vocab": [["b", -1.0]], "byte_fall
     ids=["normalizer", "pre_tokenizer", "wordpiece", "unigram"],
 )
 def test_rules_that_fail_on_a_text_name_the_file(files, words, tmp_path):
-    """The package finds out when it meets a text; its panics are no Exception."""
+    """The package finds the error only in a text; its panics are no subclass of Exception."""
     tokenizer = load_tokenizer(lies.write(files, tmp_path / "model"))
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     for encode in (tokenizer.encode, tokenizer.chat):
@@ -291,7 +292,7 @@ def test_rules_that_fail_on_a_text_name_the_file(files, words, tmp_path):
 
 
 class Failing:
-    """A decoder of Python, for no file is known whose decoder fails."""
+    """A decoder in Python, because no file is known whose decoder fails."""
 
     def decode_chain(self, tokens):
         raise RuntimeError("no such token")

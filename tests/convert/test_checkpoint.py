@@ -1,4 +1,4 @@
-"""`attnpack convert` on whole checkpoints: what transformers makes of OUT, and IN that is refused."""
+"""`attnpack convert` on whole checkpoints: transformers on OUT, and refused IN."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def open_in_transformers(directory):
 
 
 def same_logits(directory, like=None) -> None:
-    """Ours, transformers' and `like` (a model) on the converted weights."""
+    """(our model, transformers' model, a model of the kind of `like`), all on the converted weights."""
     ids = torch.randint(96, (2, 30))
     with torch.no_grad():
         theirs = open_in_transformers(directory)(ids).logits
@@ -94,7 +94,7 @@ def test_transformers_opens_out_and_computes_the_same(name, tmp_path, capsys):
 
 
 def test_equal_heads_in_scattered_groups_keep_the_logits(llama, tmp_path):
-    """Query heads are put in another order, so that a configuration without a head map says it all."""
+    """Query heads are put in another order, so that the configuration needs no head map."""
     model, directory = llama
 
     def share(tensors):
@@ -185,10 +185,16 @@ def append(directory, more: bytes):
     [
         (lambda places, last: places.pop("model.norm.weight"), "does not name model.norm.weight of model-0"),
         (lambda places, last: places.update({"model.norm.weight": last}), "says that model.norm.weight is in"),
-        (lambda places, last: places.update({"model.norm.weight": "../in/" + last}), "the name of one beside it"),
+        (
+            lambda places, last: places.update({"model.norm.weight": "../in/" + last}),
+            "the name of one in the same folder",
+        ),
         (lambda places, last: places.update({"model.norm.weight": 3}), "names the file 3"),
         (lambda places, last: places.update({"model.norm.weight": "gone.safetensors"}), "lacks gone.safetensors"),
-        (lambda places, last: places.update({"model.norm.weight": "attnpack_convert.json"}), "the name of one beside"),
+        (
+            lambda places, last: places.update({"model.norm.weight": "attnpack_convert.json"}),
+            "the name of one in the same",
+        ),
         (lambda places, last: places.clear(), "has no weight_map"),
     ],
     ids=["lacking", "wrong", "outside", "number", "gone", "record", "empty"],
@@ -218,7 +224,7 @@ def test_an_index_that_is_not_of_its_shards_is_refused(tmp_path, capsys, damage,
         (lambda d: (d / "config.json").write_text("[1]"), ("config.json: holds a list",)),
         (lambda d: shutil.rmtree(d), ("no such file or directory; give a Hugging Face directory or a GGUF file",)),
         (lambda d: edit_config(d, model_type="t5"), ("'t5' is not supported", "t5gemma")),
-        (lambda d: append(d, b"more"), ("model.safetensors: has 4 bytes behind its last tensor",)),
+        (lambda d: append(d, b"more"), ("model.safetensors: has 4 bytes after its last tensor",)),
     ],
     ids=[
         "nan",
@@ -262,7 +268,7 @@ def test_a_request_that_does_not_fit(llama, tmp_path, capsys, arguments, words):
 
 
 def test_every_layer_draws_heads_of_its_own(llama, tmp_path):
-    """From one seed; two runs draw the same."""
+    """Two runs with one seed draw the same numbers."""
     for name in ("out", "again"):
         assert run(llama[1], tmp_path / name, "--kv-heads", 2, "--method", "random", "--seed", 7, "--tokens", 0) == 0
     out, again = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
@@ -274,7 +280,7 @@ def test_every_layer_draws_heads_of_its_own(llama, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["out", "in"])
-def test_out_in_in_is_refused_behind_a_link(way, llama, tmp_path, capsys):
+def test_out_in_in_is_refused_through_a_link(way, llama, tmp_path, capsys):
     link = tmp_path / "link"
     link.symlink_to(llama[1])
     source, out = (llama[1], link / "out") if way == "out" else (link, llama[1] / "out")
@@ -295,7 +301,7 @@ def test_out_that_exists_is_left_alone(llama, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-# Stops before the second layer, says so, and waits to be killed.
+# Stops before the second layer, prints that, and waits to be killed.
 SLOW = """
 import sys, time
 from attnpack.convert.checkpoint import conversion as checkpoint
@@ -318,10 +324,12 @@ def test_a_killed_conversion_leaves_no_out_and_the_next_one_succeeds(number, lla
         [sys.executable, "-c", SLOW, llama[1], out],
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a test suite in the background ignores this signal
     ) as process:
         assert process.stdout.readline() == "midway\n"
-        assert run(llama[1], out, "--kv-heads", 2) == 2  # it is being written
+        assert run(llama[1], out, "--kv-heads", 2) == 2  # the directory is being written
         process.send_signal(number)
         process.wait(timeout=30)
     assert not out.exists()
@@ -332,7 +340,7 @@ def test_a_killed_conversion_leaves_no_out_and_the_next_one_succeeds(number, lla
 
 
 def test_memory_stays_that_of_a_layer(tmp_path):
-    """24 layers of 6 MB each; libraries take 20 MB."""
+    """The model has 24 layers of 6 MB each; the libraries take 20 MB."""
     sizes = {**MHA, "hidden_size": 256, "intermediate_size": 1500, "num_hidden_layers": 24}
     random_model(LlamaConfig(**sizes)).save_pretrained(tmp_path / "in")
     weights = (tmp_path / "in" / "model.safetensors").stat().st_size
@@ -359,7 +367,7 @@ def t5gemma(tmp_path):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-            if name.split(".")[-2] in ("k_proj", "v_proj"):  # pairs of equal heads, in the encoder none
+            if name.split(".")[-2] in ("k_proj", "v_proj"):  # pairs of equal heads, but not in the encoder
                 heads = parameter.view(4, 8, -1)
                 heads[1::2] = heads[::2] if "decoder" in name else heads[1::2]
     model.save_pretrained(tmp_path / "in")
@@ -401,7 +409,7 @@ def test_a_bad_encoder_decoder_is_one_sentence(t5gemma, tmp_path, capsys, damage
 
 
 def test_smollm2_from_gguf(tmp_path, capsys, smollm2):
-    """The real model: OUT with the same head count is the model of the GGUF file, tokenizer included."""
+    """The real model: OUT with the same number of heads equals the GGUF file's model, with its tokenizer."""
     assert run(smollm2_path(), tmp_path / "out", "--kv-heads", 3, "--tokens", 128, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["perplexity"] == report["perplexity_before"] and report["notes"] == []

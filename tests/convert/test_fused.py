@@ -1,4 +1,4 @@
-"""Fused projections: split as their models read them, and put together again bit for bit."""
+"""Fused projections are split as their models read them, and joined again bit for bit."""
 
 import attnpack
 import pytest
@@ -15,7 +15,7 @@ from transformers import (
 EMBED, HEADS, DIM = 24, 4, 6
 FALCON = {"vocab_size": 32, "hidden_size": EMBED, "num_hidden_layers": 1, "num_attention_heads": HEADS, "bias": True}
 GPT = {"vocab_size": 32, "n_embd": EMBED, "n_layer": 1, "n_head": HEADS}
-# config, layout, kv heads, whether RoPE turns
+# config, layout, kv heads, whether RoPE rotates
 MODELS = {
     "falcon-new-decoder": (FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2), "grouped", 2, True),
     "falcon-7b": (FalconConfig(**FALCON, multi_query=True), "grouped", 1, True),
@@ -94,7 +94,7 @@ def test_torchs_in_proj():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("layout", ["concat", "grouped", "conv1d"])
 def test_round_trip_is_bit_exact(layout, dtype):
-    """NaN payloads and integers too: nothing is computed."""
+    """Bits of NaN and integers stay too, because nothing is computed."""
     rows = (HEADS + 2 * 2) * DIM
     shape = (EMBED, rows) if layout == "conv1d" else (rows, EMBED)
     bits = torch.randint(-128, 128, (*shape, dtype.itemsize), dtype=torch.int8)

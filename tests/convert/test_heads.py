@@ -1,4 +1,5 @@
-"""Fewer kv heads: weights, modules and models in both languages, against the formula and what must not change."""
+"""Fewer kv heads: weights, modules and models in both languages, against the formula; everything else stays the
+same."""
 
 import copy
 
@@ -275,7 +276,7 @@ def orthogonal(size: int) -> torch.Tensor:
 
 
 def rope_turn(module) -> torch.Tensor:
-    """[D, D], a turn of a head that commutes with the module's RoPE."""
+    """A rotation of a head, [D, D], that commutes with the module's RoPE."""
     rope_dim = 0 if module.rope is None else module.rope.dim
     turn = torch.block_diag(torch.zeros(rope_dim, rope_dim), orthogonal(module.head_dim - rope_dim))
     for p in range(rope_dim // 2):
@@ -287,7 +288,8 @@ def rope_turn(module) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["plain", "rope-bias", "partial-rope", "cross"])
 def test_alignment_undoes_turns_that_do_not_change_the_layer(name):
-    """Heads that differ by turns that q and o make good again are one head to "aligned", and not to "mean"."""
+    """For "aligned", but not for "mean", heads that differ by rotations are one head: q and o compensate the
+    rotations."""
     module = build(name)
     share_heads(module, [[0, 1, 2, 3]])
     given = inputs(module)
@@ -336,7 +338,8 @@ def test_similar_finds_the_heads_that_belong_together():
 
 
 def test_similarity_is_that_of_activations_not_of_weights():
-    """Two heads that differ only where the text has nothing are alike; by its weights the first is like the second."""
+    """Two heads are alike if they differ only in directions that the text does not have; by weights the first is like
+    the second."""
     module = attnpack.MultiHeadAttention(8, 4, head_dim=2)
     share_heads(module, [[0, 3]])
     x = torch.randn(1, 64, 8)

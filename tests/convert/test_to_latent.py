@@ -1,4 +1,4 @@
-"""Attention layers as latent attention: where it is exact, what it loses elsewhere, in both languages."""
+"""Attention layers as latent attention: when it is exact, and its error otherwise, in both languages."""
 
 import attnpack
 import pytest
@@ -71,7 +71,8 @@ def test_a_bias_of_keys_or_of_values_alone(lost):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_unrotated_queries_are_turned_as_in_the_mean_pair(causal):
-    """Of a query at i and a key at j the score is Re(q e^(i theta (i - j)) conj(k)), times the tables' factor twice."""
+    """The score of a query at i and a key at j is Re(q e^(i theta (i - j)) conj(k)), times the tables' factor
+    squared."""
     length, scaling = 7, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     module = build(causal=causal, rope=rope(scaling=scaling))
     made = convert.to_mla(module, 24, length=length)
@@ -108,7 +109,7 @@ def test_the_error_falls_with_the_rank_and_is_reported(settings):
         errors.append(made.conversion_error)
     assert all(more > less for more, less in zip(errors, errors[1:], strict=False)) or settings
     assert errors[0] > 1.5 * errors[3] > 0
-    assert (errors[-1] > 1e-3) == bool(settings)  # with RoPE no rank is exact, and the report says so
+    assert (errors[-1] > 1e-3) == bool(settings)  # with RoPE no rank is exact, and the conversion reports an error
     assert convert.to_mla(module, 12).conversion_error is None
     tokens = convert.to_mla(module, 12, calibration=x[0])
     assert tokens.conversion_error == convert.layer_error(module, tokens, x[:1])
@@ -137,7 +138,7 @@ ONE_HEAD = {
 
 @pytest.mark.parametrize("name", ONE_HEAD)
 def test_one_kv_head_is_exact_with_rope(name):
-    """The shared rotating key is that head; dims that do not rotate, and values, are the latent."""
+    """The shared rotating key is that head. The latent holds the dims that do not rotate, and the values."""
     module = build(1, causal=True, **ONE_HEAD[name])
     x = inputs()
     rank = 2 * module.head_dim - module.rope.dim

@@ -1,4 +1,4 @@
-"""`attnpack uptrain`: a converted tiny model learns from its original, goes on where it stopped, is written whole."""
+"""`attnpack uptrain`: a tiny converted model learns from its original; training resumes; weights are written whole."""
 
 import json
 import re
@@ -77,7 +77,9 @@ def test_a_stopped_training_goes_on(number, converted, capsys):
             process.wait(timeout=60)
         finally:
             process.kill()
-    assert said[0].startswith("trains for 60.0 minutes") and re.search(r"steps in the (59|60)\.\d minutes", said[1])
+    assert said[0].startswith("loads and measures, trains for 60.0 minutes") and re.search(
+        r"steps in the (59|60)\.\d minutes", said[1]
+    )
     assert (converted / STATE).is_file()
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(converted).items())
     done = torch.load(converted / STATE)["work"]["progress"]
@@ -89,7 +91,7 @@ def test_a_stopped_training_goes_on(number, converted, capsys):
 
 
 def test_it_goes_on_bit_by_bit(converted):
-    """Three steps are two steps, saved and loaded, and one more."""
+    """Three steps give the same as two steps, a save, a load, and one more step."""
     from attnpack.convert.uptrain.distill import Distillation
 
     ids = torch.randint(96, (500,))
@@ -101,10 +103,10 @@ def test_it_goes_on_bit_by_bit(converted):
     whole, first, second = work(), work(), work()
     for step in range(3):
         for part in [whole] + ([first] if step < 2 else []):
-            part.step()
+            part.train_step()
             part.spent = float(step + 1)
-    second.load(first.state())
-    second.step()
+    second.load_state(first.state())
+    second.train_step()
     assert second.losses == whole.losses
     for name, parameter in whole.trained.items():
         assert torch.equal(parameter, second.trained[name]), name

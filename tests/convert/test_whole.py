@@ -1,4 +1,4 @@
-"""Outputs appear whole or not at all: on a full disk, and where somebody has left a link in their place."""
+"""Outputs appear whole or not at all, on a full disk and where a link has the name of the output."""
 
 import resource
 from contextlib import contextmanager
@@ -51,7 +51,7 @@ def test_what_a_killed_run_left_goes_and_what_its_links_name_stays(theirs, tmp_p
 
 
 def test_what_another_run_has_just_finished_stays(tmp_path, monkeypatch):
-    """It renames the folder after this run has opened it, and before this run locks it."""
+    """Another run renames the folder after this run has opened it, and before this run locks it."""
 
     def finish(folder, how):
         (tmp_path / ".out.partial" / "file").touch()
@@ -104,7 +104,7 @@ def test_a_link_to_nothing_stays_one_while_a_picture_is_checked(tmp_path):
 
 
 class Trained:
-    """As much of a training as `uptrain._save` needs."""
+    """The part of a training that `uptrain._save_state` needs."""
 
     def state(self):
         return {"weights": torch.zeros(100_000)}
@@ -112,7 +112,7 @@ class Trained:
 
 def test_a_state_of_training_replaces_links(theirs, tmp_path):
     (tmp_path / f".{uptrain.STATE}.partial").symlink_to(theirs / "file")
-    uptrain._save(Trained(), tmp_path / uptrain.STATE, {}, {})
+    uptrain._save_state(Trained(), tmp_path / uptrain.STATE, {}, {})
     assert torch.load(tmp_path / uptrain.STATE)["work"]["weights"].shape == (100_000,)
 
 
@@ -134,7 +134,7 @@ def full(path) -> str:
 def test_a_full_disk_leaves_no_state_of_training(tmp_path):
     path = tmp_path / uptrain.STATE
     with full_disk(), pytest.raises(ValueError, match=full(path)):
-        uptrain._save(Trained(), path, {}, {})
+        uptrain._save_state(Trained(), path, {}, {})
     assert not list(tmp_path.iterdir())
 
 
@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_the_last_state_of_training(tmp_path):
     path = tmp_path / uptrain.STATE
     path.write_text("the last one")
     with full_disk(), pytest.raises(ValueError, match=full(path)):
-        uptrain._save(Trained(), path, {}, {})
+        uptrain._save_state(Trained(), path, {}, {})
     assert path.read_text() == "the last one" and len(list(tmp_path.iterdir())) == 1
 
 
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_no_picture(tmp_path):
 
 
 def test_commands_on_a_full_disk_say_one_sentence_and_leave_nothing(tmp_path):
-    """In a process of its own: the limit is one of files, and pytest writes some."""
+    """Runs in its own process: the limit is on the size of files, and pytest writes files too."""
     converted = convert_tiny(tmp_path)
 
     def there():

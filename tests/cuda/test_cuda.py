@@ -1,5 +1,5 @@
-"""The operator and what surrounds it on a CUDA device: the grid of the CPU's tests, by the same rule, against fp64 on
-the CPU."""
+"""The operator and the layers around it on a CUDA device: the grid of the CPU's tests, by the same rule, against fp64
+on the CPU."""
 
 import functools
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from attnpack import _load, apply_rope, attention, reference
 from attnpack.nn.linear import project
-from op_cases import COVERING, DTYPES, INF, NAN, Inputs, check, describe, draw, make_inputs, run
+from op_cases import COVERING, DTYPES, INF, NAN, Inputs, check, compute_results, describe, draw, make_inputs
 from torch.testing import assert_close
 
 if not torch.cuda.is_available():
@@ -23,16 +23,18 @@ def on_device(x):
         return Inputs(*map(on_device, tensors), settings, on_device(x.grad_out), on_device(x.grad_lse))
     if not isinstance(x, torch.Tensor):
         return x
-    there = torch.empty(0, dtype=x.dtype, device="cuda").set_(  # with its strides: layouts are part of the cases
+    there = torch.empty(
+        0, dtype=x.dtype, device="cuda"
+    ).set_(  # with its strides, because layouts are part of the cases
         x.untyped_storage().cuda(), x.storage_offset(), x.shape, x.stride()
     )
     return there
 
 
 def check_on_device(inputs: Inputs, *, gradients: bool = True):
-    ours = run(attention, on_device(inputs), gradients=gradients)
-    plain = run(reference.attention, on_device(inputs), gradients=gradients)
-    truth = run(reference.attention, inputs.to(torch.float64), gradients=gradients)
+    ours = compute_results(attention, on_device(inputs), gradients=gradients)
+    plain = compute_results(reference.attention, on_device(inputs), gradients=gradients)
+    truth = compute_results(reference.attention, inputs.to(torch.float64), gradients=gradients)
     check(
         {name: x.cpu() for name, x in ours.items()},
         {name: x.cpu() for name, x in plain.items()},
@@ -90,12 +92,12 @@ def test_excluded_keys_never_reach_a_result(dtype, lengths):
     inputs.mask[:, :, :, 5] = False
     inputs.mask[:, :, : lengths[0] // 2, 6] = False
     inputs.mask[:, :, lengths[0] // 2 :, 6] = True
-    clean = run(attention, on_device(inputs))
+    clean = compute_results(attention, on_device(inputs))
     for poison in (NAN, INF):
         inputs.key[:, :, 5], inputs.value[:, :, 5] = poison, poison
-        for name, got in run(attention, on_device(inputs)).items():
+        for name, got in compute_results(attention, on_device(inputs)).items():
             assert torch.equal(got, clean[name]), name
-    inputs.value[:, :, 6] = NAN  # some rows see this one
+    inputs.value[:, :, 6] = NAN  # some rows see this key
     out = attention(*(on_device(x) for x in (inputs.query, inputs.key, inputs.value, inputs.mask)))
     assert torch.equal(out[:, :, : lengths[0] // 2], clean["out"][:, :, : lengths[0] // 2])
     assert out[:, :, lengths[0] // 2 :].isnan().all()
@@ -104,7 +106,7 @@ def test_excluded_keys_never_reach_a_result(dtype, lengths):
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("lengths", [(1, 700), (70, 130)], ids=["decode", "prefill"])
 def test_the_smallest_number_in_a_mask_excludes_nothing(dtype, lengths):
-    """As Hugging Face's models mark padding: whole steps of keys at it."""
+    """As Hugging Face's models mark padding: whole steps of keys hold fp32's least number."""
     inputs = make_inputs(dtype, "gqa", lengths, (64, 64), mask="float")
     inputs.mask = inputs.mask.clone()
     inputs.mask[..., :70] = torch.finfo(inputs.mask.dtype).min
@@ -151,9 +153,9 @@ def test_lengths_out_of_range_are_clamped_or_refused(monkeypatch):
 @pytest.mark.parametrize("lengths", [(1, 3000), (200, 200)], ids=["decode", "prefill"])
 def test_results_are_bitwise_the_same_again(lengths):
     inputs = on_device(make_inputs(torch.bfloat16, "gqa", lengths, (64, 64)))
-    first = run(attention, inputs)
+    first = compute_results(attention, inputs)
     for _ in range(5):
-        for name, got in run(attention, inputs).items():
+        for name, got in compute_results(attention, inputs).items():
             assert torch.equal(got, first[name]), name
 
 
@@ -176,7 +178,7 @@ def test_other_streams_and_graphs():
 
 def test_a_captured_graph_drops_the_same_pairs_at_every_replay():
     query, key, value = (draw(1, 4, n, 64).cuda() for n in (64, 300, 300))
-    whole = attention(query, key, value, dropout_p=0.5)  # once outside, so that all is loaded
+    whole = attention(query, key, value, dropout_p=0.5)  # one call before the capture, so that everything is loaded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = attention(query, key, value, dropout_p=0.5)
@@ -187,7 +189,7 @@ def test_a_captured_graph_drops_the_same_pairs_at_every_replay():
 
 
 def test_a_rotating_append_is_captured():
-    """Once it has run, so that its frequencies are on the device."""
+    """It runs once before the capture, so that its frequencies are on the device."""
     new = [draw(1, heads, 1, 64, dtype=torch.bfloat16).cuda() for heads in (4, 2, 2)]
     held, plain = ([torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in range(2))
     length, plain_length = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))

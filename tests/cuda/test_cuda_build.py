@@ -1,4 +1,4 @@
-"""The CUDA kernels compile, without a GPU, and what Python says of them."""
+"""The CUDA kernels compile without a GPU, and Python reports them."""
 
 import os
 import shutil
@@ -6,13 +6,15 @@ import shutil
 import pytest
 from attnpack import _load
 from attnpack.tools import info
-from processes import ROOT, run
+from processes import ROOT, run_program
 
 nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
 
 
 def check(*arguments, **environment):
-    process = run("bash", ROOT / "scripts/check_cuda.sh", *arguments, env=os.environ | environment, timeout=1200)
+    process = run_program(
+        "bash", ROOT / "scripts/check_cuda.sh", *arguments, env=os.environ | environment, timeout=1200
+    )
     assert process.returncode == 0, process.text
     return process.text
 
@@ -39,7 +41,7 @@ def test_a_source_that_does_not_compile_stops_the_check(tmp_path):
     shutil.copytree(ROOT / "csrc", copy / "csrc")
     shutil.copytree(ROOT / "scripts", copy / "scripts")
     (copy / "csrc/attnpack/ops/cuda/kernels/broken.cu").write_text("__global__ void kernel() { int unused; }\n")
-    process = run("bash", copy / "scripts/check_cuda.sh", 0, "80", env=os.environ | {"FILES": "broken.cu"})
+    process = run_program("bash", copy / "scripts/check_cuda.sh", 0, "80", env=os.environ | {"FILES": "broken.cu"})
     assert process.returncode == 1 and "a kernel did not compile" in process.text and "unused" in process.text
 
 
@@ -51,15 +53,15 @@ def test_a_kernel_that_spills_is_refused(tmp_path):
         "ptxas info    : Used 255 registers, 400 bytes cmem[0]\n"
     )
     script = ROOT / "scripts/cuda_resources.py"
-    assert run("python3", script, 64, log).returncode == 1
-    allowed = run("python3", script, 70, log)
+    assert run_program("python3", script, 64, log).returncode == 1
+    allowed = run_program("python3", script, 70, log)
     assert allowed.returncode == 0 and "1 kernels, most bytes spilled: 70" in allowed.text
 
 
 def test_the_cuda_library_is_loaded_only_where_torch_has_cuda():
     import torch
 
-    library = info.collect()["libraries"]["libattnpack_cuda.so"]
+    library = info.collect_info()["libraries"]["libattnpack_cuda.so"]
     if torch.version.cuda is None:
         assert not library["loaded"] and library["why"] == "this torch has no CUDA"
     assert _load.load_cuda() is library["loaded"]

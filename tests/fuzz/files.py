@@ -1,6 +1,7 @@
-"""Checkpoints that lie: each must load, or be refused by one sentence that names it, within seconds and little memory.
+"""Damaged checkpoints: each must load, or be refused by one sentence that names it, in seconds and with little memory.
 
-A child process loads one after the other, so that a signal is a failure with a seed. `python scripts/fuzz.py files`.
+A child process loads them one after the other, so that a crash is a failure with a seed.
+`python scripts/fuzz.py files` runs it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-MEMORY = 1 << 30  # that loading one may add
-SECONDS = 10  # of the CPU, for one
-_PATIENCE = 120  # seconds by the clock, beyond those that were asked for
+MEMORY = 1 << 30  # that loading one checkpoint may add
+SECONDS = 10  # of the CPU, for one checkpoint
+_PATIENCE = 120  # seconds by the clock, in addition to the requested ones
 _NO_MEMORY = re.compile("MemoryError|allocate memory|bad_alloc")
 
 
 def main(seed: int, seconds: float) -> int:
-    """Prints what failed, each with the seed that makes this file alone (with 0 seconds); returns how many did."""
+    """Prints each failure with the seed that makes its file (with 0 seconds); returns the number of failures."""
     first, failures, end = seed, 0, time.monotonic() + seconds
     while True:
         seed, wrong = _watch(seed, end - time.monotonic())
@@ -39,7 +40,7 @@ def main(seed: int, seconds: float) -> int:
 
 
 def _watch(seed: int, seconds: float) -> tuple[int, list[str]]:
-    """Runs the child from `seed` on: the seed after its last one, and what went wrong."""
+    """Runs the child from `seed` on. Returns the seed after its last one, and the failure."""
     command = [sys.executable, __file__, str(seed), str(seconds)]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as out:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": folder}
@@ -61,7 +62,7 @@ def _watch(seed: int, seconds: float) -> tuple[int, list[str]]:
 
 
 def work(seed: int, seconds: float) -> None:
-    """The child: says which seed it begins, and what is wrong with it."""
+    """The child process: prints each seed before it begins, and then its failure."""
     from attnpack.tools.memory import resident_bytes
 
     from fuzz import lies
@@ -69,7 +70,10 @@ def work(seed: int, seconds: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, files in enumerate((lies.whole_hf(False), lies.whole_hf(True), lies.whole_gguf())):
             path = lies.write(files, Path(folder) / str(name))
-            load(path), load_text(path)  # what is whole loads, and imports what loading imports
+            (
+                load(path),
+                load_text(path),
+            )  # undamaged checkpoints load; this also imports the modules that loading imports
     mapped = resident_bytes("VmSize") + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (mapped, mapped))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -89,7 +93,7 @@ def work(seed: int, seconds: float) -> None:
 
 
 def judge(path: Path) -> str | None:
-    """What is wrong with how the checkpoint is loaded, model and tokenizer."""
+    """The failure of loading the checkpoint's model and tokenizer."""
     for part in (load, load_text):
         try:
             part(path)
@@ -118,7 +122,7 @@ def load_text(path: Path) -> None:
 
     tokenizer = load_tokenizer(path)
     tokenizer.decode(tokenizer.encode("()"))
-    if tokenizer.chat_template != TEMPLATE:  # the whole one's takes a process, and time
+    if tokenizer.chat_template != TEMPLATE:  # the template of an undamaged one takes a process, and time
         tokenizer.chat("()")
 
 

@@ -1,4 +1,4 @@
-"""Values that a good argument is replaced by, according to its type in the op's schema."""
+"""Wrong values for an argument, by its type in the op's schema."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fill(pick: Random, x: torch.Tensor) -> torch.Tensor:
 
 
 def resize(pick: Random, x: torch.Tensor) -> torch.Tensor:
-    """One dimension more or less, or of another size."""
+    """One dimension more or less, or another size."""
     if x.dim() == 0:
         return x.expand(pick.choice([0, 1, 3]))
     dim = pick.randrange(x.dim())
@@ -60,7 +60,7 @@ def lay_out(pick: Random, x: torch.Tensor) -> torch.Tensor:
 
 
 def disguise(pick: Random, x: torch.Tensor) -> torch.Tensor:
-    """No plain tensor of numbers on the CPU any more."""
+    """A tensor that is no plain tensor of numbers on the CPU."""
     ways = [
         lambda: x.to("meta"),
         lambda: x.to_sparse(),
@@ -90,7 +90,7 @@ def tensor(pick: Random, was: torch.Tensor | None, others: list[torch.Tensor]) -
 
 
 def value(pick: Random, kind: str, was: object, others: list[torch.Tensor]) -> object:
-    """Garbage for an argument of that type; `others`: the call's tensors."""
+    """A wrong value for an argument of that type; `others`: the tensors of the call."""
     if kind.startswith("Optional[") and pick.random() < 0.2:
         return None
     kind = kind.removeprefix("Optional[").removesuffix("]")

@@ -1,4 +1,4 @@
-"""Small whole checkpoints, made by attnpack and the package gguf, and the same with lies in them, each from a seed."""
+"""Small checkpoints, made by attnpack and the package gguf, and damaged copies of them, each from a seed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _OTHERS = [
 ]
 
 
-# ---- whole ones ----------------------------------------------------------------------
+# ---- undamaged checkpoints -----------------------------------------------------------
 
 
 def _state() -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _tokenizer() -> str:
 def _safetensors(path: Path, tensors: dict[str, Any]) -> bytes:
     writer = SafetensorsWriter(path, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
-        writer.put(name, tensor)
+        writer.write_tensor(name, tensor)
     writer.close()
     return path.read_bytes()
 
@@ -139,11 +139,11 @@ def whole_gguf() -> Files:
         return {"model.gguf": path.read_bytes()}
 
 
-# ---- lies ----------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
-    """Bytes changed, moved, lost or made more, mostly where headers are."""
+    """The data with bytes changed, moved, lost or added, mostly in headers."""
     data = bytearray(data)
     at = draw.randrange(min(len(data), draw.choice([16, 200, 2000, 10**9])) + 1)
     length = draw.choice([1, 1, 2, 4, 8, 30, 300])
@@ -179,7 +179,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def lying_json(data: bytes, draw: random.Random) -> bytes:
-    """A value replaced, moved, lost, renamed or there twice, or a number that is long."""
+    """JSON with a value replaced, moved, lost, renamed or repeated, or with a long number."""
     value = json.loads(data)
     places = _places(value)
     if not places:
@@ -206,7 +206,7 @@ def lying_json(data: bytes, draw: random.Random) -> bytes:
 
 
 def _raw(text: str, draw: random.Random) -> str:
-    """What json.dumps does not write."""
+    """JSON text that json.dumps does not write."""
     numbers = list(re.finditer(r"(?<=[\[ ])\d+(?=[,\]}])", text))
     pairs = list(re.finditer(r'"[^"]*": [^,\[\]{}]+', text))
     if draw.random() < 0.5 and numbers:
@@ -221,11 +221,11 @@ def _raw(text: str, draw: random.Random) -> str:
 
 
 def lying_header(data: bytes, draw: random.Random) -> bytes:
-    """A safetensors file whose header lies as JSON does."""
+    """A safetensors file whose header is damaged as JSON is."""
     end = 8 + int.from_bytes(data[:8], "little")
     try:
         text = lying_json(data[8:end], draw)
-    except ValueError:  # it has been damaged before
+    except ValueError:  # the file is damaged already
         return damaged(data, draw)
     return len(text).to_bytes(8, "little") + text + data[end:]
 
@@ -237,7 +237,7 @@ def _liars(name: str) -> list[Callable[[bytes, random.Random], bytes]]:
 
 
 def write_lie(seed: int, folder: Path) -> Path:
-    """A checkpoint with one to three lies in the new `folder`; the path to load, a directory or a GGUF file."""
+    """Writes a checkpoint with one to three damages into the new `folder`. Returns the path to load."""
     draw = random.Random(seed)
     whole = draw.choice([whole_gguf, lambda: whole_hf(False), lambda: whole_hf(True)])()
     files = dict(whole)
@@ -256,7 +256,7 @@ def write_lie(seed: int, folder: Path) -> Path:
 
 
 def write(files: Files, folder: Path) -> Path:
-    """The path to load them from."""
+    """The path from which to load the checkpoint."""
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)

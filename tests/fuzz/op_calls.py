@@ -1,4 +1,4 @@
-"""Good calls of every op of torch.ops.attnpack, drawn at random: (op name, arguments, what checks the result)."""
+"""Valid calls of every op of torch.ops.attnpack, drawn at random: (op name, arguments, check of the result)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attnpack
 import torch
 import torch.nn.functional as F
 from attnpack import reference
-from op_cases import AXES, DTYPES, Inputs, check, check_against_reference, draw, laid_out, make_inputs, run
+from op_cases import AXES, DTYPES, Inputs, check, check_against_reference, compute_results, draw, laid_out, make_inputs
 from torch.testing import assert_close
 
 WIDE = [torch.float64, torch.float32]
@@ -18,7 +18,7 @@ Call = tuple[str, list, Callable]
 
 
 def layer(pick: Random, **fixed) -> Inputs:
-    """Inputs of attention: one value of each axis, small."""
+    """Small inputs of attention, with one value from each axis."""
     case = {name: pick.choice(values) for name, values in AXES.items()} | fixed
     case["lengths"] = pick.choice([lengths for lengths in AXES["lengths"] if max(lengths) <= 130])
     return make_inputs(**case, batch=pick.choice([1, 2, 3]))
@@ -35,8 +35,8 @@ def attention(pick: Random) -> Call:
     inputs = layer(pick)
 
     def right(result):
-        plain = run(reference.attention, inputs, gradients=False)
-        truth = run(reference.attention, inputs.to(torch.float64), gradients=False)
+        plain = compute_results(reference.attention, inputs, gradients=False)
+        truth = compute_results(reference.attention, inputs.to(torch.float64), gradients=False)
         check(dict(zip(("out", "lse"), result, strict=True)), plain, truth, inputs.query.dtype)
 
     return "attention", [inputs.query, inputs.key, inputs.value, *op_settings(inputs)], right
@@ -64,7 +64,7 @@ def attention_scores(pick: Random) -> Call:
 
 
 def cache(pick: Random, batch: int, heads: int, widths: tuple[int, ...], dtype: torch.dtype) -> list:
-    """Tensors of that width with room for some tokens, and lengths, between memory that nobody may write."""
+    """A cache's tensors of that width, and its lengths, between memory that no call may write."""
     capacity = pick.randint(1, 9)
     tensors = []
     for width in widths:
@@ -74,7 +74,7 @@ def cache(pick: Random, batch: int, heads: int, widths: tuple[int, ...], dtype: 
 
 
 def margins_are_whole(arguments: list) -> bool:
-    """That nothing was written beside a cache that `cache` made."""
+    """Checks that nothing was written around the tensors that `cache` made."""
     rooms = [x._base for x in arguments if isinstance(x, torch.Tensor) and x.dim() == 4 and x._base is not None]
     rooms = [room for room in rooms if room.dim() == 4 and room.numel() and (room[0] == 77).all()]
     return all((room[-1] == 77).all() for room in rooms)

@@ -1,7 +1,8 @@
-"""Random calls of every op of torch.ops.attnpack: a third good ones, whose results are checked, the rest spoiled.
+"""Random calls of every op of torch.ops.attnpack: a third are valid, and their results are checked; the others are
+spoiled.
 
-Each call has a seed of its own, and a child process makes the calls one after the other. A signal, a call that does not
-end, an internal error, a write beside a cache and a wrong result are failures; a complaint is none.
+Each call has a seed of its own, and a child process makes the calls one after the other. Failures are a crash, a call
+that does not end, an internal error, a write outside of a cache, and a wrong result. An error of ours is no failure.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from fuzz import garbage, op_calls  # noqa: E402
 
 PATIENCE = 60  # seconds that one call may take
 COMPLAINTS = (ValueError, TypeError, RuntimeError, NotImplementedError, IndexError, MemoryError, OverflowError)
-COMPLAINTS += (AttributeError,)  # torch's own, where jagged tensors meet plain ones
+COMPLAINTS += (AttributeError,)  # torch's own, for jagged tensors together with plain ones
 
 
 def make_call(seed: int) -> tuple[str, list, object]:
-    """The op's name, its arguments, and what checks its result, or None where arguments were spoiled."""
+    """The op's name, its arguments, and the check of its result; None if arguments were spoiled."""
     pick = Random(seed)
     torch.manual_seed(seed)
     name, arguments, right = pick.choice(op_calls.MAKERS)(pick)
@@ -39,7 +40,7 @@ def make_call(seed: int) -> tuple[str, list, object]:
     for n in pick.sample(range(len(arguments)), min(len(arguments), pick.choice([1, 1, 1, 2, 3, 30]))):
         try:
             arguments[n] = garbage.value(pick, str(schema.arguments[n].type), arguments[n], tensors)
-        except COMPLAINTS:  # torch has no such tensor
+        except COMPLAINTS:  # torch cannot make such a tensor
             pass
     return name, arguments, None
 
@@ -55,14 +56,14 @@ def describe(x: object) -> str:
 
 
 def read_all(result: object) -> None:
-    """Touches all memory that a result claims to have."""
+    """Reads all memory that a result's shape and strides describe."""
     for x in result if isinstance(result, tuple | list) else [result]:
         if torch.is_tensor(x) and x.device.type == "cpu" and x.layout == torch.strided and not x.is_nested:
             x.detach().clone().sum()
 
 
 def one_call(seed: int) -> str | None:
-    """What is wrong with the call of that seed."""
+    """The failure of the call with that seed."""
     name, arguments, right = make_call(seed)
     try:
         result = getattr(torch.ops.attnpack, name)(*arguments)
@@ -75,11 +76,11 @@ def one_call(seed: int) -> str | None:
             return f"{name} raised {type(error).__name__}: {text[:500]}"
     except BaseException:
         return f"{name}: {traceback.format_exc()[-1500:]}"
-    return None if op_calls.margins_are_whole(arguments) else f"{name} wrote beside a cache"
+    return None if op_calls.margins_are_whole(arguments) else f"{name} wrote outside of a cache"
 
 
 def work(seed: int, seconds: float) -> None:
-    """The child: says each seed before its call, and what is wrong after it."""
+    """The child process: prints each seed before its call, and the failure after it."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(2)
     end = time.monotonic() + seconds
@@ -94,7 +95,7 @@ def work(seed: int, seconds: float) -> None:
 
 
 def watch(seed: int, seconds: float) -> tuple[int, list[str]]:
-    """Runs a child from that seed on until it ends or dies: the last seed, and what went wrong."""
+    """Runs a child from that seed on until it ends or crashes. Returns the last seed, and the failure."""
     command = [sys.executable, __file__, str(seed), str(seconds)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wrong, fate = [], None
@@ -118,7 +119,7 @@ def watch(seed: int, seconds: float) -> tuple[int, list[str]]:
 
 
 def main(seed: int, seconds: float) -> int:
-    """Prints what failed, each with the seed that makes this call alone (with 0 seconds); returns how many did."""
+    """Prints each failure with the seed that makes its call (with 0 seconds); returns the number of failures."""
     first, failures, end = seed, [], time.monotonic() + seconds
     while True:
         seed, wrong = watch(seed, end - time.monotonic())

@@ -1,5 +1,5 @@
-"""Keywords under attn_implementation="attnpack": those that change attention are honoured or refused, all others go by
-as under sdpa."""
+"""Keywords under attn_implementation="attnpack": those that change attention are honoured or refused. All
+others are ignored, as under sdpa."""
 
 import ast
 import inspect
@@ -21,10 +21,10 @@ HONOURED = set(inspect.signature(attnpack.hf.attention_forward).parameters) | {
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "seq_idx",
-    "sliding_window",  # our mask has it
+    "sliding_window",  # our mask contains it
 }
 HARMLESS = {
-    "position_ids",  # RoPE is done, and the mask was made with them
+    "position_ids",  # RoPE and the mask have used them already
     "cache_position",
     "max_length_q",
     "max_length_k",
@@ -41,7 +41,7 @@ CALL = re.compile(r"= attention_interface\(")
 
 
 def handed_over():
-    """{keyword: a model of transformers that hands it to its attention function}"""
+    """{keyword: a model of transformers that passes it to its attention function}"""
     found = {}
     for path in Path(transformers.models.__file__).parent.glob("*/modeling_*.py"):
         text = path.read_text()
@@ -139,6 +139,6 @@ def test_keywords_of_losses_and_trainers_go_by(model, name):
         plain = model(**batch, labels=labels)
         out = model(**batch, labels=labels, **{name: LOSS_NAMES[name](labels)})
     assert torch.equal(out.logits, plain.logits)
-    # shift_labels are the labels at their places, so that only these two change the loss.
+    # shift_labels are the shifted labels, so that only these two keywords change the loss.
     changed = name in ("ignore_index", "num_items_in_batch")
     assert torch.isclose(out.loss, plain.loss, rtol=1e-5) != changed

@@ -29,7 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 attnpack.hf.register()
 
 FP32 = {"rtol": 1e-4, "atol": 2e-5}
-BF16 = 1e-2  # rtol and atol with which transformers compares eager with sdpa, in tests/test_modeling_common.py
+BF16 = 1e-2  # rtol and atol by which transformers compares eager and sdpa, in tests/test_modeling_common.py
 
 
 _model = functools.lru_cache(maxsize=2)(make_model)
@@ -76,7 +76,7 @@ def test_bf16_is_as_close_to_fp32_as_eager(case):
 
 
 def test_these_models_show_a_wrong_mask(case):
-    """Without its mask, or for vision its scores, attention gives logits far from eager's: what is compared matters."""
+    """Without its mask (for vision: its scores) attention gives logits far from eager's, so the comparison can fail."""
     family, model = case
 
     def wrong(module, query, key, value, attention_mask, **settings):
@@ -116,7 +116,7 @@ def test_generate_with_a_static_cache_equals_eager(family, kind):
     assert torch.equal(found, expected)
 
 
-# Attention of all kinds, sliding windows of 6, sinks, soft caps, latents, cross-attention.
+# All kinds of attention: sliding windows of 6, sinks, soft caps, latents, cross-attention.
 VARIED = "llama mistral gemma2 gemma3_text gpt_oss olmo3 qwen2 qwen3_moe deepseek_v3 t5".split()
 CHOICES = {
     "static cache": {"cache_implementation": "static"},
@@ -129,11 +129,11 @@ CHOICES = {
 
 @pytest.mark.parametrize(
     "family, choice",
-    # The prompt of an encoder-decoder goes to its encoder, whole.
+    # The encoder of an encoder-decoder takes the whole prompt.
     [(family, choice) for family in VARIED for choice in CHOICES if (family, choice) != ("t5", "prompt in chunks")],
 )
 def test_ways_to_generate_equal_eager(family, choice):
-    """Sliding caches too: mistral, gemma and gpt-oss drop what their window of 6 has left behind."""
+    """Sliding caches too: mistral, gemma and gpt-oss drop the keys before their window of 6."""
     model = _model(family)
     mask = padding("none", batch=1) if choice == "prompt lookup" else padding("left")
     expected, found = (generated(model, name, mask, **CHOICES[choice]) for name in ("eager", "attnpack"))
@@ -152,7 +152,7 @@ def test_gradients_equal_eager(family):
 
 
 def test_selected_keys_are_the_only_ones():
-    """deepseek_v32 attends the 4 keys that its indexer chooses; with all of them its logits are others."""
+    """deepseek_v32 attends the 4 keys that its indexer chooses; with all keys its logits differ."""
     mask = padding("none")
     some, every = (make_model("deepseek_v32", index_topk=keys) for keys in (4, 64))
     found = logits(some, "deepseek_v32", "attnpack", mask)
@@ -174,7 +174,7 @@ def test_compiled_forward_is_one_graph():
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text", "gemma4_unified_text"])
 def test_layers_that_share_keys_compile(family, use_cache):
-    """Gemma 4 goes on with the queries of `logits_to_keep` alone where layers share keys, and cuts their masks."""
+    """Where layers share keys, Gemma 4 keeps only the queries of `logits_to_keep`, and cuts their masks."""
     kinds = ["sliding_attention", "full_attention"]
     model = make_model(family, num_hidden_layers=4, num_kv_shared_layers=2, layer_types=kinds * 2)
     ids, settings = inputs("llama", padding("none"))["input_ids"], {"logits_to_keep": 3, "use_cache": use_cache}
@@ -187,7 +187,7 @@ def test_layers_that_share_keys_compile(family, use_cache):
 
 
 def test_generate_with_a_compiled_forward_makes_two_graphs():
-    """One for the prompt and one for all steps, whose masks transformers makes outside of them."""
+    """One graph for the prompt and one for all steps; transformers makes their masks outside of the graphs."""
     model = make_model("llama")
     expected = generated(model, "attnpack", padding("left"), cache_implementation="static")
     torch._dynamo.reset()
@@ -218,7 +218,7 @@ def test_dropout_acts_in_training_with_torchs_generator():
     [("llama", "call"), ("llama", "config"), ("gpt2", "call"), ("gpt2", "config"), ("t5", "call"), ("bert", "config")],
 )
 def test_attentions_are_given_where_asked_for(family, by):
-    """GPT-2 does not hand the caller's wish on to its layers, and no model that of its config."""
+    """GPT-2 does not pass the caller's output_attentions to its layers, and no model passes that of its config."""
     model, found = make_model(family), []
     model.config.output_attentions = by == "config"
     asked = {"output_attentions": True} if by == "call" else {}
@@ -272,7 +272,7 @@ def test_without_a_mask_attention_is_causal_from_the_first_key():
 
 @pytest.mark.parametrize("family", ["bigbird_pegasus", "bloom", "codegen", "megatron-bert", "mpt"])
 def test_a_model_with_attention_of_its_own_is_refused(family):
-    """Its code would take our bool mask for scores, or True for excluded."""
+    """The model's code would read our bool mask as scores, or True as excluded."""
     model = make_model(family)
     model.config._attn_implementation_internal = "attnpack"  # as attn_implementation= of from_pretrained sets it
     with pytest.raises(ValueError, match="does not reach its attention; call model.set_attn_implementation"):
@@ -287,7 +287,7 @@ def test_sinks_of_each_token_are_refused():
 
 
 def test_continuous_batching_is_refused():
-    """By transformers itself, before any token."""
+    """transformers itself refuses, before any token."""
     model = make_model("llama")
     model.set_attn_implementation("attnpack")
     with pytest.raises(ValueError, match="attnpack is not supported for continuous batching"):
@@ -309,7 +309,7 @@ NO_FUNCTION = {
 
 @pytest.mark.parametrize("family", NO_FUNCTION)
 def test_a_model_that_asks_for_no_attention_function_is_left_as_it_was(family, monkeypatch):
-    """What README says of them: a KeyError of transformers or silence when loaded, a warning when set afterwards."""
+    """README's words hold: a KeyError of transformers or no message when loaded, a warning when set afterwards."""
     config = make_config(family, **NO_FUNCTION[family])
     model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
     warnings = []

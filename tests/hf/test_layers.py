@@ -1,4 +1,4 @@
-"""attnpack.hf.replace_attention: our modules in the place of transformers' layers, around the same parameters."""
+"""attnpack.hf.replace_attention: our modules in the place of transformers' layers, with the same parameters."""
 
 import copy
 import os
@@ -8,9 +8,9 @@ import attnpack
 import attnpack.hf
 import pytest
 import torch
-from attnpack.hf.layers.latent import _as_of_the_first_key
+from attnpack.hf.layers.latent import _latent_mask_arguments
 from hf_families import backward, generated, inputs, logits, make_model, padding
-from processes import run
+from processes import run_program
 
 GROUPED = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
 FAMILIES = [*GROUPED, "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"]
@@ -106,7 +106,7 @@ def test_settings_of_latent_attention(changes):
 
 
 def test_a_kv_b_proj_that_is_watched_or_replaced_is_called():
-    """As LoRA and quantised linears need it: the expanded path, with the same logits."""
+    """LoRA and quantised linears need the expanded path, which gives the same logits."""
     model = make_model("deepseek_v3")
     expected = logits(model, "deepseek_v3", "eager", padding("left"))
     attnpack.hf.replace_attention(model)
@@ -122,12 +122,12 @@ def test_a_kv_b_proj_that_is_watched_or_replaced_is_called():
 @pytest.mark.parametrize("offset", [0, 2, 7, torch.tensor([2, 2])], ids=str)
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_latent_masks_say_what_their_ranges_say(q_len, offset):
-    """Among them an offset that stays a tensor, as on CUDA."""
+    """One offset stays a tensor, as on CUDA."""
     mask = attnpack.hf.mask(2, q_len, 8, offset[0] if torch.is_tensor(offset) else offset)
     expected = mask.materialise()
     if torch.is_tensor(offset):
         mask.ranges = mask.ranges._replace(q_offset=offset)
-    arguments = _as_of_the_first_key(mask, q_len, 8)
+    arguments = _latent_mask_arguments(mask, q_len, 8)
     query, key = torch.randn(2, 4, q_len, 8), torch.randn(2, 4, 8, 8)
     found = attnpack.attention(query, key, key, **arguments)
     torch.testing.assert_close(found, attnpack.attention(query, key, key, expected))
@@ -135,7 +135,7 @@ def test_latent_masks_say_what_their_ranges_say(q_len, offset):
 
 @pytest.mark.parametrize("kind", ["none", "left"])
 def test_a_caller_makes_them_bidirectional(pair, kind):
-    """By is_causal, which transformers documents for decoders as encoders; its masks and its layers read it."""
+    """is_causal, which transformers documents, makes an encoder of a decoder; its masks and layers read it."""
     family, theirs, ours = pair
     real, batch = padding(kind).bool(), inputs(family, padding(kind))
     if kind == "none":
@@ -221,7 +221,7 @@ assert [type(layer.self_attn) for layer in latent.model.layers] == layers
 
 
 def test_layers_split_by_tensor_parallelism(tmp_path):
-    """Two processes, each with half of the heads: the numbers and gradients of one; latent layers are refused."""
+    """Two processes with half of the heads each give the numbers and gradients of one; latent layers are refused."""
     model = make_model("qwen3")
     model.save_pretrained(tmp_path / "qwen3")
     make_model("deepseek_v2").save_pretrained(tmp_path / "deepseek_v2")
@@ -230,7 +230,9 @@ def test_layers_split_by_tensor_parallelism(tmp_path):
     out.loss.backward()
     (tmp_path / "split.py").write_text(SPLIT)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    process = run(sys.executable, *launch, tmp_path / "split.py", tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = run_program(
+        sys.executable, *launch, tmp_path / "split.py", tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     assert process.returncode == 0, process.text
     assert "DeepseekV2Attention whose q_b_proj is split by tensor parallelism" in process.text
     expected = {"loss": out.loss, "logits": out.logits, "norm": model.model.layers[0].self_attn.q_norm.weight.grad}

@@ -1,4 +1,4 @@
-"""The masks of attnpack.hf: what they say is what transformers' own mask says, as ranges and as a tensor."""
+"""The masks of attnpack.hf equal transformers' own masks, as ranges and as a tensor."""
 
 import attnpack
 import attnpack.hf
@@ -30,14 +30,14 @@ PATTERNS = {
     "union": (or_masks(causal_mask_function, bidirectional_mask_function), None),
     "a user's": (lambda batch, head, query, key: key <= query, None),
 }
-# (q_length, kv_length, q_offset, kv_offset): a whole prompt, a step and a chunk behind a cache, a static cache, a
-# sliding one that dropped its first keys.
+# (q_length, kv_length, q_offset, kv_offset): a whole prompt, a step and a chunk after a cache, a static cache, a
+# sliding cache that dropped its first keys.
 PLACES = [(14, 14, 0, 0), (1, 14, 13, 0), (4, 14, 10, 0), (4, 20, 10, 0), (1, 6, 13, 8), (3, 7, 11, 7)]
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns_are_recognised(name):
-    """With the installed transformers: else all masks would silently be tensors, right but slow."""
+    """This holds for the installed transformers. Otherwise all masks would silently be tensors: right, but slow."""
     function, expected = PATTERNS[name]
     assert _pattern(function) == expected
 
@@ -78,7 +78,7 @@ def test_a_mask_says_what_transformers_own_says(name, pad, place):
 
 
 def test_a_tensor_offset_is_the_length_of_a_static_cache_at_the_time():
-    """The cache adds to it in place when the first layer runs, before anybody reads the mask."""
+    """When the first layer runs, the cache changes the offset in place, before the mask is read."""
     length = torch.tensor(4)
     mask = attnpack.hf.mask(2, 3, 10, length)
     length += 3

@@ -1,4 +1,4 @@
-"""Packed sequences under attn_implementation="attnpack": each gives what it gives alone."""
+"""Packed sequences under attn_implementation="attnpack": each gives the same as alone."""
 
 import functools
 
@@ -32,7 +32,7 @@ def model_of(family, replaced):
 
 @pytest.fixture(
     scope="module",
-    # Windows and a cache of their length, soft caps, sinks, latents.
+    # Windows with a cache of the same length, soft caps, sinks, latents.
     params=[("mistral", False), ("gemma2", False), ("gpt_oss", False), ("deepseek_v3", False),
             ("mistral", True), ("qwen3", True), ("deepseek_v3", True)],
     ids=lambda case: case[0] + " replaced" * case[1],
@@ -57,7 +57,7 @@ def test_sequences_do_not_see_each_other(case, packed, positions, use_cache):
 
 
 def test_position_ids_alone_say_it_where_no_cache_is_made():
-    """As transformers reads them; some of its models (gpt-oss) make masks without them."""
+    """transformers reads position_ids in this way; some models (gpt-oss) make masks without them."""
     model, ids = model_of("mistral", False), inputs("llama", padding("none", batch=1))["input_ids"]
     with torch.no_grad():
         alone = [model(part, use_cache=False).logits for part in ids.split([5, 9], dim=1)]
@@ -76,7 +76,7 @@ def test_compiled(packed, replaced):
 
 
 def test_a_collator_of_transformers_packs_like_this():
-    """Its batch gives the loss of the sequences alone, weighted by their predicted tokens."""
+    """The packed batch gives the mean loss of the single sequences, weighted by their predicted tokens."""
     model = model_of("qwen3", False)
     ids = inputs("llama", padding("none", batch=1))["input_ids"]
     parts = ids.split([5, 9], dim=1)

@@ -1,4 +1,4 @@
-"""The modules as torch.nn.Modules: their mathematics, and everything a user may do to an nn.Module."""
+"""The modules as torch.nn.Modules: their results, and everything that a user may do with an nn.Module."""
 
 import copy
 import math
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attnpack import reference
-from module_cases import CASES, EMBED, make
+from module_cases import CASES, EMBED, make_case
 from torch import nn
 
 attending = pytest.mark.parametrize("case", [case for case in CASES if case.attends], ids=lambda case: case.name)
@@ -80,7 +80,8 @@ def test_keys_of_a_context_are_projected_at_its_own_positions():
 
 
 def slopes(num_heads):
-    """Of ALiBi: a geometric series for a power of two; else the series below, filled up from the one above."""
+    """ALiBi's slopes: for a power of two a geometric series; otherwise that of the next lower power, filled up from the
+    next higher one."""
     n = 2 ** int(math.log2(num_heads))
     series = [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
     between = [2.0 ** (-8.0 * (i + 1) / (2 * n)) for i in range(0, 2 * n, 2)]
@@ -156,7 +157,7 @@ def test_dropout_acts_in_training_and_alike_in_both_languages():
     assert not torch.equal(many[0], many[1])
     torch.testing.assert_close(many.mean(0), calm, rtol=0, atol=6 * float(many.std(0).max()) / 20)
     _, weights = module(x, need_weights=True)
-    torch.testing.assert_close(weights, module.eval()(x, need_weights=True)[1])  # those before dropout
+    torch.testing.assert_close(weights, module.eval()(x, need_weights=True)[1])  # the weights before dropout
 
 
 def test_window_and_alibi_by_steps_equal_the_whole():
@@ -210,7 +211,7 @@ def test_masks_lengths_positions_and_weights():
 
 
 def test_positions_are_for_rope_alone():
-    """Causality, windows and ALiBi go by the place in the sequence."""
+    """Causality, windows and ALiBi use the place in the sequence, not the positions."""
     torch.manual_seed(0)
     x, backwards = torch.randn(1, 5, EMBED), torch.arange(5).flip(0)
     settings = {"causal": True, "window": (2, 0), "alibi": True}
@@ -232,7 +233,7 @@ def test_relative_positions_alone_matter_to_rope():
 
 @attending
 def test_native_op_runs(case):
-    module, inputs = make(case)
+    module, inputs = make_case(case)
     module(*inputs)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         module(*inputs)
@@ -241,12 +242,12 @@ def test_native_op_runs(case):
 
 @by_name
 def test_state_dict_copy_and_pickle(case):
-    module, inputs = make(case)
+    module, inputs = make_case(case)
     out = module(*inputs)
-    other, _ = make(case, seed=1)
+    other, _ = make_case(case, seed=1)
     other.load_state_dict(module.state_dict(), strict=True)
     assert torch.equal(other(*inputs), out)
-    assigned, _ = make(case, seed=2)
+    assigned, _ = make_case(case, seed=2)
     assigned.load_state_dict(copy.deepcopy(module.state_dict()), strict=True, assign=True)
     assert torch.equal(assigned(*inputs), out)
     assert torch.equal(copy.deepcopy(module)(*inputs), out)
@@ -255,7 +256,7 @@ def test_state_dict_copy_and_pickle(case):
 
 @by_name
 def test_bfloat16(case):
-    module, inputs = make(case)
+    module, inputs = make_case(case)
     out = module(*inputs)
     module.to(torch.bfloat16)
     low = module(*(x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs))
@@ -265,8 +266,8 @@ def test_bfloat16(case):
 
 @by_name
 def test_functional_call_takes_the_given_parameters(case):
-    module, inputs = make(case)
-    other, _ = make(case, seed=1)
+    module, inputs = make_case(case)
+    other, _ = make_case(case, seed=1)
     out = torch.func.functional_call(module, dict(other.named_parameters()), inputs)
     assert torch.equal(out, other(*inputs))
 
@@ -285,7 +286,7 @@ def test_meta_device(case):
 
 @by_name
 def test_optimiser_moves_python_and_cpp_alike(case):
-    module, inputs = make(case)
+    module, inputs = make_case(case)
     if not list(module.parameters()):
         assert case.name in ("projected", "projected_windowed", "rotary")
         return
@@ -355,10 +356,10 @@ def test_norms_of_queries_and_keys_that_cpp_does_not_have(name, norm):
 
 @attending
 def test_compiles_whole_and_settles(case):
-    """One graph, and after the second length no further one."""
-    module, inputs = make(case)
+    """There is one graph, and no further one after the second length."""
+    module, inputs = make_case(case)
     torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, backend="eager")  # what other backends make of it: below
+    compiled = torch.compile(module, fullgraph=True, backend="eager")  # the tests below cover other backends
     torch._dynamo.utils.counters.clear()
     graphs = []
     for length in (4, 6, 9):

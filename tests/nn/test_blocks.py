@@ -101,7 +101,7 @@ def test_post_norm_block_is_torchs_encoder_layer(pre_norm):
 
 
 def test_gelu_is_the_exact_one():
-    """x times the normal distribution function, not the tanh that comes near it."""
+    """x times the normal distribution function, not its approximation by tanh."""
     ours = attnpack.FeedForward(24, 32, activation="gelu", dtype=torch.float64)
     x = 5 * torch.randn(2, 6, 24, dtype=torch.float64)
     inner = x @ ours.up_proj.weight.T
@@ -161,7 +161,7 @@ def test_decoder_reads_its_context_by_length_and_mask():
 
 @pytest.fixture
 def one_thread():
-    """Tensors this small gain nothing from a second thread, and wait for it on a busy machine."""
+    """One thread: such small tensors gain nothing from a second one, and wait for it on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -169,13 +169,14 @@ def one_thread():
 
 
 def test_encoder_decoder_learns_to_reverse(one_thread):
-    """Sequences of 6 to 8 letters, written backwards by greedy decoding, more than 99% of letters right."""
+    """The model writes sequences of 6 to 8 letters backwards by greedy decoding, with more than 99% of the letters
+    right."""
     torch.manual_seed(0)
     letters, longest, width = 12, 8, 48
     start = letters
 
     class Embed(nn.Module):
-        """Tokens and learned positions: what is reversed is a matter of places."""
+        """Embeds tokens and learned positions, because reversing needs the places."""
 
         def __init__(self):
             super().__init__()

@@ -27,7 +27,7 @@ IDS = torch.tensor([[3, 14, 15, 9, 26], [5, 35, 8, 9, 7]])
 
 @torch.no_grad()
 def greedy(model, ids, new):
-    """Token by token, everything computed anew, by the Python module."""
+    """Greedy tokens of the Python module, which computes everything anew for each token."""
     for _ in range(new):
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
     return ids
@@ -120,7 +120,7 @@ def test_callback_streams_and_ends(model):
 
 
 def test_other_threads_run_meanwhile(model):
-    """The loop holds no GIL: a thread that sets an event gets its turn before the callback goes on."""
+    """The loop does not hold the GIL: another thread sets an event before the callback returns."""
     asked, answered = threading.Event(), threading.Event()
 
     def other():
@@ -147,7 +147,7 @@ def test_sampling_follows_its_seed_and_leaves_torchs_generator_alone(model):
 
 
 def test_sampling_limits():
-    """One token after one prompt, drawn 4000 times at once, against the probabilities."""
+    """4000 draws of the token after one prompt, in one batch, against the probabilities."""
     torch.manual_seed(0)
     model = attnpack.CausalLM(8, 12, 1, 2, hidden_dim=16).eval()
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_sampling_limits():
 
 
 def test_top_p_that_the_likeliest_tokens_hold_exactly():
-    """Half of four equally likely tokens are two of them."""
+    """top_p 0.5 of four equally likely tokens keeps two of them."""
     model = attnpack.CausalLM(4, 8, 1, 1)
     torch.nn.init.zeros_(model.lm_head.weight)
     tokens = model.generate(torch.zeros(200, 1, dtype=torch.int64), max_new_tokens=1, top_p=0.5, seed=0)[:, -1]
@@ -288,12 +288,12 @@ def test_bfloat16_generates():
 
 
 def test_a_window_is_the_mask_of_every_layer(model):
-    """Against the model without one under that mask, in both languages, whole, by steps and in generate."""
+    """Against the model without a window and with the same mask, in both languages: whole, by steps and in generate."""
     windowed = attnpack.CausalLM(50, 24, 2, 4, 2, hidden_dim=48, window=(2, 0)).eval()
     windowed.load_state_dict(model.state_dict())
     ids = torch.randint(50, (2, 9))
     row, column = torch.arange(9).unsqueeze(1), torch.arange(9)
-    near = (row - column).abs() <= 2  # causality cuts the other side
+    near = (row - column).abs() <= 2  # causality limits the other side
     with torch.no_grad():
         expected = model(ids, mask=near)
         torch.testing.assert_close(windowed(ids), expected, rtol=1e-4, atol=1e-4)

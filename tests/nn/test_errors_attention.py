@@ -5,7 +5,7 @@ import attnpack
 import pytest
 import torch
 from errors import A_TENSOR, X, attention, both, complains_of_keywords, complaint, decoder_block
-from latent_cases import HEADS, PATHS, SIZES, E, make
+from latent_cases import HEADS, PATHS, SIZES, E, make_layer
 
 KEYWORDS = {
     "grouped": lambda m, **k: attention(m).forward(X, **k),
@@ -90,7 +90,7 @@ SET_LATER = {"window": (3, 0), "softcap": 5.0, "alibi": True, "head_map": (0, 0,
 
 @pytest.mark.parametrize("name", SET_LATER)
 def test_settings_that_latent_attention_does_not_have(name):
-    module = make()
+    module = make_layer()
     setattr(module, name, SET_LATER[name])
     for call in (module, module.project):
         message = f"attnpack: {name} is .*, a setting that latent attention does not have"
@@ -116,7 +116,7 @@ LATENT = {
 @both("message", LATENT)
 @pytest.mark.parametrize("path", PATHS)
 def test_bad_inputs_of_latent_attention_leave_the_cache_as_it_was(m, message, path):
-    ours = make(path=path)
+    ours = make_layer(path=path)
     call = ours if m is attnpack else ours.cpp().forward
     cache = m.LatentCache()
     call(torch.randn(1, 5, E), cache=cache)

@@ -7,7 +7,7 @@ import attnpack
 import pytest
 import torch
 from attnpack import reference
-from latent_cases import HEADS, PATHS, SIZES, YARN, E, make
+from latent_cases import HEADS, PATHS, SIZES, YARN, E, make_layer
 from torch import nn
 from torch.testing import assert_close
 
@@ -63,7 +63,7 @@ by_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @by_form
 @pytest.mark.parametrize("path", PATHS)
 def test_values_and_gradients_are_those_of_the_formula(form, path):
-    module = make(path=path, dtype=torch.float64, **form)
+    module = make_layer(path=path, dtype=torch.float64, **form)
     x = torch.randn(2, 7, E, dtype=torch.float64, requires_grad=True)
     leaves = {"x": x, **dict(module.named_parameters())}
     weight = torch.randn(2, 7, E, dtype=torch.float64)
@@ -78,7 +78,7 @@ def test_values_and_gradients_are_those_of_the_formula(form, path):
 
 @by_form
 def test_context(form):
-    module = make(dtype=torch.float64, **form)
+    module = make_layer(dtype=torch.float64, **form)
     x, context = torch.randn(2, 5, E, dtype=torch.float64), torch.randn(2, 9, E, dtype=torch.float64)
     lens = torch.tensor([4, 9])
     for path in ("auto", *PATHS):
@@ -92,7 +92,7 @@ def test_context(form):
 @by_form
 @torch.no_grad()
 def test_absorbed_equals_expanded(form, length):
-    module, x = make(**form), torch.randn(2, length, E)
+    module, x = make_layer(**form), torch.randn(2, length, E)
     mask = torch.rand(2, 1, 1, length) > 0.3
     outs = []
     for path in PATHS:
@@ -105,10 +105,10 @@ def test_absorbed_equals_expanded(form, length):
     assert_close(outs[0][0], outs[0][1], rtol=1e-5, atol=2e-6)
 
 
-def test_gradients_by_both_paths_agree_behind_a_cache():
+def test_gradients_by_both_paths_agree_with_a_cache():
     results = []
     for path in PATHS:
-        module, cache = make(path=path, scaling=YARN, q_lora_rank=20), attnpack.LatentCache()
+        module, cache = make_layer(path=path, scaling=YARN, q_lora_rank=20), attnpack.LatentCache()
         x = torch.randn(2, 9, E, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             module(x[:, :5], cache=cache, kv_lens=torch.tensor([5, 2]))
@@ -122,7 +122,7 @@ def test_gradients_by_both_paths_agree_behind_a_cache():
 
 
 def cost(path, q_len, kv_len, module):
-    """Multiply-adds a head and sequence, counted term by term."""
+    """Multiply-adds per head and sequence, counted term by term."""
     n, r, v, c = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim, module.kv_lora_rank
     if path == "expanded":
         return kv_len * c * n + kv_len * c * v + q_len * kv_len * (n + r) + q_len * kv_len * v
@@ -134,7 +134,7 @@ def cost(path, q_len, kv_len, module):
 )
 @torch.no_grad()
 def test_auto_takes_the_cheaper_path(q_len, past):
-    module, x = make(), torch.randn(1, q_len, E)
+    module, x = make_layer(), torch.randn(1, q_len, E)
     operators = {}
     for path in ("auto", *PATHS):
         module.path, cache = path, attnpack.LatentCache()
@@ -150,8 +150,8 @@ def test_auto_takes_the_cheaper_path(q_len, past):
 @torch.no_grad()
 @pytest.mark.parametrize("folded", [False, True])
 def test_absorbed_reads_latents_in_place(folded):
-    """Keys are the cache's buffer, values its first columns: nothing of the cache's size is made."""
-    module, cache = make(path="absorbed"), attnpack.LatentCache()
+    """Keys are the cache's buffer and values its first columns, so no tensor of the cache's size is made."""
+    module, cache = make_layer(path="absorbed"), attnpack.LatentCache()
     module = module.fold() if folded else module
     for length in (50, 1, 1):
         module(torch.randn(1, length, E), cache=cache)
@@ -173,7 +173,7 @@ def test_absorbed_reads_latents_in_place(folded):
 @by_form
 @torch.no_grad()
 def test_folding_keeps_the_outputs(form, capsys):
-    module, x = make(**form).eval(), torch.randn(2, 9, E)
+    module, x = make_layer(**form).eval(), torch.randn(2, 9, E)
     folded = module.fold()
     assert folded.kv_b_proj is None and "kv_b_proj.weight" not in folded.state_dict()
     assert_close(folded(x), module(x), rtol=1e-5, atol=5e-6)
@@ -198,7 +198,7 @@ def test_folding_keeps_the_outputs(form, capsys):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_folding_keeps_the_mode(training):
-    module = make().train(training)
+    module = make_layer().train(training)
     assert module.fold().training == module.cpp().fold().training == training
 
 
@@ -219,7 +219,7 @@ class LowRank(nn.Module):
 @pytest.mark.parametrize("path", ["auto", "absorbed"])
 @pytest.mark.parametrize("name", ["kv_b_proj", "q_b_proj", "kv_a_proj_with_mqa"])
 def test_replaced_projections_run_and_learn(name, path):
-    module = make(q_lora_rank=20, path=path)
+    module = make_layer(q_lora_rank=20, path=path)
     merged = copy.deepcopy(module)
     setattr(module, name, LowRank(getattr(module, name)))
     changed = getattr(module, name)
@@ -250,7 +250,7 @@ def test_replaced_projections_run_and_learn(name, path):
 
 
 def test_a_hook_on_kv_b_proj_runs():
-    module, seen = make(path="absorbed"), []
+    module, seen = make_layer(path="absorbed"), []
     module.kv_b_proj.register_forward_hook(lambda *_: seen.append(1))
     module(torch.randn(1, 3, E))
     assert seen == [1]
@@ -259,7 +259,7 @@ def test_a_hook_on_kv_b_proj_runs():
 @pytest.mark.parametrize("path", PATHS)
 @torch.no_grad()
 def test_what_lies_beyond_kv_lens_has_no_influence(path):
-    module, x, lens = make(path=path), torch.randn(2, 8, E), torch.tensor([3, 8])
+    module, x, lens = make_layer(path=path), torch.randn(2, 8, E), torch.tensor([3, 8])
     clean, poisoned = x.clone(), x.clone()
     poisoned[0, 3:] = float("nan")
     out = module(poisoned, kv_lens=lens)
@@ -275,7 +275,7 @@ def test_what_lies_beyond_kv_lens_has_no_influence(path):
 
 
 def test_gradients_do_not_meet_what_lies_beyond_kv_lens():
-    module, cache = make(path="expanded"), attnpack.LatentCache()
+    module, cache = make_layer(path="expanded"), attnpack.LatentCache()
     with torch.no_grad():
         module(torch.randn(2, 6, E), cache=cache, kv_lens=torch.tensor([2, 6]))
     cache.k[0, :, 2:] = float("nan")
@@ -286,7 +286,7 @@ def test_gradients_do_not_meet_what_lies_beyond_kv_lens():
 @pytest.mark.parametrize("path", ["auto", *PATHS])
 @torch.no_grad()
 def test_compiled_with_a_static_cache_is_one_graph(path):
-    module, x = make(scaling=YARN, path=path).eval(), torch.randn(2, 9, E)
+    module, x = make_layer(scaling=YARN, path=path).eval(), torch.randn(2, 9, E)
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     caches = [attnpack.StaticCache(2, 1, 12, 24, v_head_dim=0) for _ in range(2)]
@@ -303,7 +303,8 @@ def test_compiled_with_a_static_cache_is_one_graph(path):
 @pytest.mark.parametrize("raw_keys", [None, False])
 @torch.no_grad()
 def test_dynamic_rope_by_steps_equals_a_full_recompute(raw_keys):
-    """Past the trained length of 8, where the rotated keys are cached unrotated; rotated ones do not."""
+    """Past the trained length of 8 steps equal the whole if keys are cached unrotated, but not if they are cached
+    rotated."""
     torch.manual_seed(0)
     rope = attnpack.RotaryEmbedding(
         8, max_positions=8, scaling={"rope_type": "dynamic", "factor": 4.0}, raw_keys=raw_keys
@@ -321,7 +322,7 @@ def test_dynamic_rope_by_steps_equals_a_full_recompute(raw_keys):
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("path", ["auto", *PATHS])
 def test_opcheck(path, cached):
-    """The layer's ops, of which all but latent_expand may write a cache."""
+    """The ops of the layer; all but latent_expand may write a cache."""
     ops = torch.ops.attnpack
     draw = torch.randn
     query, latent, k_rope, kv_b = draw(2, 3, 4, 7), draw(2, 4, 5), draw(2, 4, 2), draw(3 * (5 + 6), 5)
@@ -335,7 +336,7 @@ def test_opcheck(path, cached):
 
 
 def test_compiled_with_inductor_trains():
-    module, x = make(scaling=YARN, q_lora_rank=20), torch.randn(2, 6, E)
+    module, x = make_layer(scaling=YARN, q_lora_rank=20), torch.randn(2, 6, E)
     module(x).square().sum().backward()
     wanted = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
     module.zero_grad()
@@ -346,13 +347,13 @@ def test_compiled_with_inductor_trains():
 
 
 def test_copies():
-    module, x = make(scaling=YARN, path="absorbed"), torch.randn(1, 4, E)
+    module, x = make_layer(scaling=YARN, path="absorbed"), torch.randn(1, 4, E)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert other.path == "absorbed" and torch.equal(other(x), module(x))
 
 
 def test_settings_changed_later_reach_the_twin():
-    module, x = make(), torch.randn(1, 4, E)
+    module, x = make_layer(), torch.randn(1, 4, E)
     module.path, module.scale, module.causal = "absorbed", 0.2, False
     assert torch.equal(module(x), module.cpp().forward(x))
     module.kv_a_layernorm.eps = 0.5
@@ -362,16 +363,16 @@ def test_settings_changed_later_reach_the_twin():
 
 @pytest.mark.parametrize("path", PATHS)
 def test_dropout_acts_in_training_alone(path):
-    module, x = make(path=path, dropout=0.4), torch.randn(1, 20, E).expand(300, -1, -1)
+    module, x = make_layer(path=path, dropout=0.4), torch.randn(1, 20, E).expand(300, -1, -1)
     with torch.no_grad():
         calm, drawn = module.eval()(x), module.train()(x)
-        assert torch.equal(calm, make(path=path)(x)) and not torch.equal(drawn[0], drawn[1])
+        assert torch.equal(calm, make_layer(path=path)(x)) and not torch.equal(drawn[0], drawn[1])
     assert_close(drawn.mean(0), calm[0], rtol=0, atol=6 * float(drawn.std(0).max()) / 300**0.5)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_autocast_and_low_precision(path):
-    module, x = make(path=path, scaling=YARN), torch.randn(2, 5, E)
+    module, x = make_layer(path=path, scaling=YARN), torch.randn(2, 5, E)
     full = module(x)
     with torch.autocast("cpu", torch.bfloat16):
         cache = attnpack.LatentCache()
@@ -382,7 +383,7 @@ def test_autocast_and_low_precision(path):
 
 def test_in_a_decoder_with_a_model_cache():
     torch.manual_seed(0)
-    blocks = [attnpack.DecoderBlock(make(seed=i), attnpack.FeedForward(E, 64)) for i in range(2)]
+    blocks = [attnpack.DecoderBlock(make_layer(seed=i), attnpack.FeedForward(E, 64)) for i in range(2)]
     decoder, x = attnpack.Decoder(blocks).eval(), torch.randn(2, 7, E)
     with torch.no_grad():
         whole = decoder(x)

@@ -3,7 +3,7 @@
 import attnpack
 import pytest
 import torch
-from latent_cases import HEADS, PATHS, SIZES, YARN, E, make
+from latent_cases import HEADS, PATHS, SIZES, YARN, E, make_layer
 from torch.testing import assert_close
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers import DynamicCache as HfCache
@@ -61,7 +61,7 @@ CHECKPOINTS = [
 @torch.no_grad()
 def test_equal_to_transformers_full_by_chunks_and_by_tokens(version, q_lora_rank, scaling, settings):
     layer, call = theirs(version, q_lora_rank, scaling, **settings)
-    ours = make(
+    ours = make_layer(
         scaling=scaling,
         q_lora_rank=q_lora_rank,
         bias=settings.get("attention_bias", False),
@@ -86,9 +86,9 @@ def test_equal_to_transformers_full_by_chunks_and_by_tokens(version, q_lora_rank
 @pytest.mark.parametrize("version", [2, 3])
 @torch.no_grad()
 def test_caches_are_exchanged_with_transformers(version):
-    """Each side goes on from what the other has cached."""
+    """Each side continues from the latents that the other has cached."""
     layer, call = theirs(version, None, None)
-    ours, x, half_split = make().eval(), torch.randn(2, 9, E), version == 3
+    ours, x, half_split = make_layer().eval(), torch.randn(2, 9, E), version == 3
     ours.load_state_dict(layer.state_dict())
     mine, hf = attnpack.LatentCache(), HfCache()
     ours(x[:, :6], cache=mine), call(x[:, :6], hf)

@@ -3,7 +3,7 @@
 import attnpack
 import pytest
 import torch
-from module_cases import CASES, EMBED, make
+from module_cases import CASES, EMBED, make_case
 from processes import run_python
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -23,7 +23,7 @@ def gradients(module, inputs, call):
 
 @by_name
 def test_twin_has_the_same_parameters(case):
-    module, _ = make(case)
+    module, _ = make_case(case)
     twin = module.cpp()
     ours, theirs = dict(module.named_parameters()), dict(twin.named_parameters())
     assert set(ours) == set(theirs)
@@ -33,7 +33,7 @@ def test_twin_has_the_same_parameters(case):
 
 @by_name
 def test_twin_gives_bitwise_the_same(case):
-    module, inputs = make(case)
+    module, inputs = make_case(case)
     out, grads = gradients(module, inputs, module)
     native_out, native_grads = gradients(module, inputs, module.cpp())
     assert torch.equal(out, native_out)
@@ -48,7 +48,7 @@ SINGLE = [case for case in CASES if case.name.split("_")[0] not in ("encoder", "
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_twin_of_its_own_loads_and_agrees(case):
     """A C++ module with its own storage, filled by name, in another dtype."""
-    module, inputs = make(case, dtype=torch.float64)
+    module, inputs = make_case(case, dtype=torch.float64)
     twin = module._make_cpp("cpu").to(torch.float64)
     assert twin.load_state_dict(module.state_dict()) == ([], [])
     inputs = tuple(x.detach().double() if x.is_floating_point() else x for x in inputs)
@@ -77,7 +77,7 @@ def test_load_state_dict_checks_before_it_writes():
 
 @by_name
 def test_clone_keeps_the_type_and_copies(case):
-    module, inputs = make(case)
+    module, inputs = make_case(case)
     twin = module.cpp()
     copy = twin.clone()
     assert type(copy) is type(twin)
@@ -126,14 +126,17 @@ def test_arguments_of_forward_reach_the_twin():
 def test_project_is_what_enters_the_operator():
     torch.manual_seed(0)
     for case in CASES:
-        module, inputs = make(case)
+        module, inputs = make_case(case)
         if not hasattr(module, "project"):
             continue
         query, key, value = module.project(*inputs)
         for ours, theirs in zip((query, key, value), module.cpp().project(*inputs), strict=True):
             assert torch.equal(ours, theirs)
         if getattr(module, "path", None) == "absorbed" or getattr(module, "folded", False):
-            assert key.shape[1::2] == (1, 16) and value.shape[1::2] == (1, 10)  # the latents; outputs are unfolded yet
+            assert key.shape[1::2] == (1, 16) and value.shape[1::2] == (
+                1,
+                10,
+            )  # the latents; the outputs are not unfolded yet
             continue
         crosses = hasattr(module, "kdim") or hasattr(module, "kv_lora_rank")
         causal = module.causal and not (crosses and len(inputs) > 1)

@@ -116,7 +116,7 @@ def test_longrope_switches_where_transformers_does():
 
 
 def test_anchors():
-    """Figures worked out from the published configurations."""
+    """Numbers computed by hand from the published configurations."""
     ntk = make(128, 1e4, 4096, {"rope_type": "ntk", "factor": 8.0})
     assert ntk.inv_freq[1] == pytest.approx(82684.62 ** (-2 / 128), rel=1e-8)
     theta = torch.tensor(make(*CASES["dynamic"]).inv_freq, dtype=torch.float64)
@@ -198,7 +198,7 @@ def test_cos_and_sin_far_out(case):
     )
     for got, wanted in zip(table, (angle.cos() * factor, angle.sin() * factor), strict=True):
         assert float((got.double() - wanted).abs().max()) <= 1e-6
-    # The module turns a unit vector by the very same table.
+    # The module rotates a unit vector by the same table.
     unit = torch.zeros(1, 1, len(positions), 2 * theta.numel())
     unit[..., : theta.numel()] = 1
     assert torch.equal(rope(unit, positions)[0, 0, :, : theta.numel()], table[0])
@@ -243,7 +243,7 @@ def layer(kind, raw_keys=None, **settings):
 @pytest.mark.parametrize("kind", STRETCHED)
 @torch.no_grad()
 def test_raw_keys_by_steps_equal_a_full_recompute(kind, cache):
-    """Past the trained length of 8: each step's last row is the last row of everything computed anew."""
+    """Past the trained length of 8, the last row of each step equals that of a call without a cache."""
     module, x = layer(kind), torch.randn(2, 20, 32)
     twin, held, native = module.cpp(), cache(), None
     for start, stop in ((0, 3), (3, 7), (7, 9), *((i, i + 1) for i in range(9, 20))):
@@ -418,7 +418,7 @@ def test_other_bad_settings_raise_a_sentence(module):
 
 @torch.no_grad()
 def test_a_context_is_as_long_as_its_valid_keys():
-    """Not as its padding, with which it would be longer than the trained length."""
+    """The lengths count, without padding; with padding they would exceed the trained length."""
     torch.manual_seed(0)
     rope = attnpack.RotaryEmbedding(8, max_positions=8, scaling={"rope_type": "dynamic", "factor": 4.0})
     module = attnpack.MultiHeadAttention(32, 4, rope=rope)

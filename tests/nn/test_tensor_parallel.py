@@ -1,4 +1,4 @@
-"""Tensor parallelism by torch's own plan, in two processes: the numbers of one process, or a sentence."""
+"""Tensor parallelism by torch's own plan: two processes give the numbers of one, or an error in one sentence."""
 
 import json
 import re
@@ -38,7 +38,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Of each rank: how far each case is from one process, or the sentence it raised."""
+    """For each rank and case: the distance from the result of one process, or the error."""
     store = tmp_path_factory.mktemp("ranks") / "store"
     program = Path(__file__).parents[1] / "support/tensor_parallel_rank.py"
     ranks = [

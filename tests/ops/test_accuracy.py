@@ -1,4 +1,4 @@
-"""Errors against fp64 over a random grid, results and gradients: beside plain PyTorch's everywhere, and SDPA's."""
+"""Errors of results and gradients against fp64 over a random grid, compared with those of plain PyTorch and SDPA."""
 
 import random
 from functools import cache
@@ -38,7 +38,7 @@ def measure(dtype, num_kv_heads, group, q_len, kv_len, head_dim, causal, seed):
     q, grad_out = (draw(2, num_kv_heads * group, q_len, head_dim, dtype=dtype, seed=seed + n) for n in (0, 3))
     k, v = (draw(2, num_kv_heads, kv_len, head_dim, dtype=dtype, seed=seed + n) for n in (1, 2))
 
-    def sdpa(q, k, v, causal):  # heads repeated by hand: with enable_gqa SDPA leaves its fused kernel
+    def sdpa(q, k, v, causal):  # heads repeated by hand: with enable_gqa SDPA does not use its fused kernel
         return F.scaled_dot_product_attention(q, *(x.repeat_interleave(group, 1) for x in (k, v)), is_causal=causal)
 
     def results(attend, q, k, v, grad_out):
@@ -55,7 +55,7 @@ def measure(dtype, num_kv_heads, group, q_len, kv_len, head_dim, causal, seed):
 
 @pytest.fixture(scope="module")
 def measured() -> list[tuple]:
-    """(case, name, errors): what `check` says of ours beside plain PyTorch's, the largest number, and of ours and of
+    """(case, name, errors): the verdict of `check` on ours and plain PyTorch's, the largest number, and for ours and
     SDPA's the largest error and the root of the sum of squares."""
     rows = []
     for case in grid():
@@ -76,7 +76,8 @@ def complaint(name, ours, plain, exact, dtype) -> str | None:
 
 
 def of(measured, name, dtype) -> list[dict]:
-    """The errors of one result. Where each row sees one key, gradients of query and key are 0, errors of no size."""
+    """The errors of one result. If each row sees one key, the gradients of query and key are 0, and have no relative
+    error."""
 
     def sees_one_key(case):
         return case["kv_len"] == 1 or (case["causal"] and case["q_len"] == 1)
@@ -98,8 +99,8 @@ def test_at_most_twice_plain_pytorchs_error_everywhere(measured):
 
 
 def slack(name, dtype) -> float:
-    """In eps of the largest number: so much two sums of fp32 differ by chance, and a gradient of scores is a difference
-    of two. 16-bit results are rounded alike."""
+    """A floor in eps of the largest number: two sums in fp32 differ by that much by chance, and a gradient of scores is
+    a difference of two sums. 16-bit results are rounded in the same way."""
     return 1 / 16 if dtype != torch.float32 else 1 / 2 if name == "out" else 2
 
 
@@ -114,7 +115,7 @@ def test_no_larger_error_than_sdpas_on_95_percent(measured, name, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NAMES)
 def test_16_bit_results_are_no_farther_than_sdpas_in_the_mean(measured, name, dtype):
-    """By their squares, on 95% of the grid, but for a hundredth. SDPA has a gradient of each head to round, attnpack
-    one of each kv head."""
+    """On 95% of the grid ours has the smaller sum of squares, up to a hundredth. SDPA rounds a gradient for each head,
+    attnpack one for each kv head."""
     good = [e["ours"][1] <= 1.01 * e["sdpa"][1] for e in of(measured, name, dtype)]
     assert sum(good) / len(good) >= 0.95

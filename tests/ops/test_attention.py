@@ -4,7 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attnpack import attention, attention_scores, reference
-from op_cases import COVERING, DTYPES, INF, check_against_reference, describe, draw, laid_out, make_inputs, run
+from op_cases import (
+    COVERING,
+    DTYPES,
+    INF,
+    check_against_reference,
+    compute_results,
+    describe,
+    draw,
+    laid_out,
+    make_inputs,
+)
 from processes import run_python
 from torch.testing import assert_close
 
@@ -20,7 +30,7 @@ def test_error_is_at_most_twice_plain_pytorchs(case):
 @pytest.mark.parametrize(
     "lengths, dims",
     [
-        ((40, 8300), (4, 4)),  # more keys than stay packed between tiles
+        ((40, 8300), (4, 4)),  # more keys than can stay packed between tiles
         ((40, 300), (200, 100)),  # heads too wide for blocks of 256 keys,
         ((40, 300), (300, 260)),  # and of 128
         ((1, 513), (128, 128)),  # one key in the second range of a decode
@@ -37,10 +47,10 @@ def test_sizes_at_which_the_kernels_work_otherwise(lengths, dims, dtype):
 @pytest.mark.parametrize("lengths", [(2, 70), (50, 70)], ids=["decode", "prefill"])
 def test_layout_changes_no_bit(layout, lengths, dtype):
     inputs = make_inputs(dtype, "gqa", lengths, (24, 17), scores={"softcap": 3.0})
-    expected = run(attention, inputs)
+    expected = compute_results(attention, inputs)
     for name in ("query", "key", "value"):
         setattr(inputs, name, laid_out(getattr(inputs, name), layout))
-    for name, got in run(attention, inputs).items():
+    for name, got in compute_results(attention, inputs).items():
         assert torch.equal(got, expected[name]), name
 
 
@@ -53,7 +63,7 @@ def test_stride_zero_changes_no_bit(repeated):
 
 
 def test_offsets_beyond_32_bits():
-    """Rows 2^31 elements apart; the memory between them is never touched, so it is never there."""
+    """Rows lie 2^31 elements apart; the memory between them is not touched, so the system does not provide it."""
     far = torch.empty(2**31 + 1024, dtype=torch.bfloat16)
     small = make_inputs(torch.bfloat16, "one", (2, 2), (8, 8), batch=1)
     for axis in ("row", "batch"):
@@ -82,7 +92,7 @@ def test_dtypes_of_out_and_lse(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 4), (50, 4)], ids=["decode", "prefill"])
 def test_out_is_rounded_to_nearest_even(lengths, dtype, size):
-    """The mean of four values of one size is exact in fp32 and often halfway between two low numbers."""
+    """The mean of four values of one size is exact in fp32, and often halfway between two numbers of the low dtype."""
     value = ((1 + torch.rand(1, 1, 4, 500, generator=torch.Generator().manual_seed(0))) * size).to(dtype)
     q, k = torch.zeros(1, 1, lengths[0], 8, dtype=dtype), torch.zeros(1, 1, 4, 8, dtype=dtype)
     expected = value.float().mean(2, True).to(dtype)
@@ -143,7 +153,7 @@ def test_the_smallest_finite_number_does_not_exclude():
 
 
 def test_mask_is_read_in_the_accumulation_dtype():
-    """-1e300 is -inf in fp32, so it excludes there and does not in fp64."""
+    """-1e300 is -inf in fp32, so it excludes a key in fp32 but not in fp64."""
     mask = torch.full((5, 7), -1e300, dtype=torch.float64)
     for dtype, lse in ((torch.float32, -INF), (torch.float64, -1e300)):
         inputs = make_inputs(dtype)
@@ -193,7 +203,7 @@ def test_a_window_of_w_tokens_with_self_is_left_w_minus_1():
 @pytest.mark.parametrize("q_offset", [-60, 0, 130, 255, 256, 511, 512, 1098, 2000])
 def test_window_edges_wherever_it_stands(q_offset, window, lengths):
     inputs = make_inputs(heads="mqa", lengths=lengths, positions={"q_offset": q_offset, "window": window})
-    ours, theirs = (run(attend, inputs, gradients=False) for attend in (attention, reference.attention))
+    ours, theirs = (compute_results(attend, inputs, gradients=False) for attend in (attention, reference.attention))
     assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -226,7 +236,7 @@ def test_scale_defaults_to_the_inverse_root_of_head_dim():
 @pytest.mark.parametrize("order", ["rising", "falling", "late peak"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_maxima_that_move_from_block_to_block(dtype, order, heads, lengths):
-    """The online softmax has to rescale what it has: scores of +-200 would overflow otherwise."""
+    """The online softmax must rescale its sums: scores of +-200 would overflow otherwise."""
     inputs = make_inputs(dtype, heads, lengths, (1, 4), scores={"scale": 1.0})
     kv_len = lengths[1]
     scores = torch.linspace(-200, 200, kv_len) if order != "late peak" else torch.zeros(kv_len)
@@ -248,7 +258,7 @@ def test_an_extreme_score_is_no_overflow():
 
 @pytest.mark.parametrize("lengths", [(2, 70), (200, 300)], ids=["decode", "prefill"])
 def test_a_scale_below_zero_is_that_of_the_opposite_query(lengths):
-    """The largest score is then that of the smallest product: the others must not overflow beside it."""
+    """With a negative scale the smallest product gives the largest score; the other products must not overflow."""
     q, k, v = draw(1, 2, lengths[0], 8) * 100, draw(1, 2, lengths[1], 8, seed=1), draw(1, 2, lengths[1], 8, seed=2)
     assert_close(attention(q, k, v, scale=-1.5), attention(-q, k, v, scale=1.5))
 
@@ -305,7 +315,7 @@ def test_probs_times_value_is_attention():
     probs = attention_scores(inputs.query, inputs.key, inputs.mask, **inputs.settings)
     out = attention(inputs.query, inputs.key, inputs.value, inputs.mask, **inputs.settings)
     assert_close(out, probs @ inputs.value)
-    assert (probs.sum(-1) < 1).all()  # the sink has the rest
+    assert (probs.sum(-1) < 1).all()  # the sink has the rest of the probability
 
 
 # ---- edges ---------------------------------------------------------------------------
@@ -344,7 +354,8 @@ def test_without_head_dim_all_scores_are_zero():
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_prefill_holds_no_matrix_of_scores(backward):
-    """Peak memory of L = 8192 over that of a small call: q, k, v and gradients take 4 MB, the scores would take 268."""
+    """Peak memory of a call with L = 8192, minus that of a small call: q, k, v and gradients take 4 MB, the scores
+    would take 268."""
     code = f"""
 import resource, torch, attnpack
 torch.set_num_threads(2)
@@ -364,7 +375,7 @@ print(peak(8192) - small)
 
 @pytest.mark.parametrize("q_len, backward", [(1, False), (128, False), (128, True)])
 def test_shared_keys_and_values_are_not_repeated(q_len, backward):
-    """Peak memory of 64 heads on one key-value head of 8 MB, over that of one head: repeated they would take 1 GB."""
+    """Peak memory of 64 heads on one key-value head of 8 MB, minus that of one head: repeated they would take 1 GB."""
     code = f"""
 import resource, torch, attnpack
 torch.set_num_threads(2)
@@ -391,7 +402,7 @@ def test_autocast_casts_query_key_and_value():
     expected = attention(*(x.bfloat16() for x in (q, inputs.key, inputs.value)), inputs.mask, **inputs.settings)
     assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
     assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
-    assert_close(scores, attention_scores(inputs.query, inputs.key))  # for study: never in a low dtype
+    assert_close(scores, attention_scores(inputs.query, inputs.key))  # scores for study are never in a low dtype
 
 
 def test_inference_mode_and_no_grad():
@@ -407,7 +418,7 @@ def test_inference_mode_and_no_grad():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads, width, v_width", [(5, 24, 20), (16, 80, 64), (100, 200, 160), (16, 32, 32)])
 def test_values_may_be_columns_of_the_keys(dtype, heads, width, v_width):
-    """As in the absorbed form of latent attention; what is excluded holds NaN."""
+    """Values are the first columns of the keys, as in absorbed latent attention; excluded keys hold NaN."""
     query, key = draw(2, heads, 1, width, dtype=dtype), draw(2, 1, 150, width, dtype=dtype)
     kv_lens = torch.tensor([150, 67])
     key[1, :, 67:] = float("nan")
@@ -419,7 +430,7 @@ def test_values_may_be_columns_of_the_keys(dtype, heads, width, v_width):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_may_begin_where_the_keys_do_and_go_on_elsewhere(dtype):
-    """Keys are every second row, values every row of the same memory."""
+    """In one memory, keys are every second row and values every row."""
     query, room = draw(2, 16, 1, 40, dtype=dtype), draw(2, 1, 300, 40, dtype=dtype)
     key, value = room[:, :, ::2], room[:, :, :150, :32]
     assert key.data_ptr() == value.data_ptr()
@@ -428,8 +439,8 @@ def test_values_may_begin_where_the_keys_do_and_go_on_elsewhere(dtype):
 
 @pytest.mark.parametrize("q_len", [1, 200], ids=["decode", "prefill"])
 def test_one_value_for_all_keys_comes_out_as_it_is(q_len):
-    """Where weights are rounded to bf16, what they are divided by is the sum of the rounded ones: all but one of these
-    round up by nearly a bf16 epsilon / 2, which the unrounded sum would leave in the result."""
+    """If weights are rounded to bf16, the result is divided by the sum of the rounded weights. All but one of these
+    weights round up by nearly half a bf16 epsilon; with the unrounded sum the result would keep this error."""
     weight = torch.full((1, 600), 0.5 * (1 + 2**-8 + 2**-12)).log()
     weight[0, 0] = 0
     q, k = (torch.zeros(1, 1, n, 16, dtype=torch.bfloat16) for n in (q_len, 600))

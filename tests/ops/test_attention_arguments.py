@@ -1,11 +1,11 @@
-"""Random calls over all arguments, sizes 0 to 5: the right result or a clear complaint, never anything else."""
+"""Random calls over all arguments, sizes 0 to 5: each gives the right result or a clear error."""
 
 import pytest
 import torch
 from attnpack import attention, attention_scores, reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from op_cases import DTYPES, INF, NAN, Inputs, check_against_reference, draw, laid_out, run
+from op_cases import DTYPES, INF, NAN, Inputs, check_against_reference, compute_results, draw, laid_out
 from torch.testing import assert_close
 
 SIZES = st.integers(0, 5)
@@ -41,7 +41,7 @@ def masks(make, shape):
 
 @st.composite
 def fitting(make):
-    """Arguments of a call that attention has to take."""
+    """Arguments of a call that attention must accept."""
     dtype = make(st.sampled_from(DTYPES))
     batch, q_len, kv_len, head_dim, v_head_dim = (make(SIZES) for _ in range(5))
     num_kv_heads = make(SIZES)
@@ -85,7 +85,7 @@ def fitting(make):
     }
     call |= {name: of() for name, of in optional.items() if make(st.booleans())}
     if "alibi_slopes" in call and call.get("q_offset") != "end":
-        # Scores of 1e9 and more are no measure: fp16 overflows, and lse's last digit is larger than the log of a sum.
+        # Scores of 1e9 and more cannot be judged: fp16 overflows, and the last digit of lse exceeds the log of a sum.
         call["q_offset"] = make(st.integers(-6, 6))
     if head_map is not None:
         call["head_map"] = head_map
@@ -99,8 +99,8 @@ def largest(x: torch.Tensor) -> float:
 def check_call(call: dict):
     """Forward and backward against the reference in fp64, by the rule of op_cases.
 
-    But for gradients in low dtypes: backward reads an `out` that was rounded to them, plain PyTorch's need not, and
-    among thousands of tiny calls luck decides which error is twice the other.
+    Gradients in low dtypes are exempt: backward reads an `out` that was rounded to this dtype, plain PyTorch does not,
+    and among thousands of tiny calls chance decides which error is twice the other.
     """
     call = dict(call)
     tensors = [call.pop(name, None) for name in ("query", "key", "value", "mask")]
@@ -112,8 +112,8 @@ def check_call(call: dict):
     low = dtype in (torch.float16, torch.bfloat16)
     check_against_reference(inputs, gradients=not low)
     if low:
-        truth = run(reference.attention, inputs.to(torch.float64))
-        for name, got in run(attention, inputs).items():
+        truth = compute_results(reference.attention, inputs.to(torch.float64))
+        for name, got in compute_results(attention, inputs).items():
             bound = 16 * torch.finfo(dtype).eps * max(1, largest(truth[name]))
             assert_close(got.double(), truth[name], atol=bound, rtol=0.0)
 
@@ -159,7 +159,7 @@ ARGUMENTS = [
 
 @st.composite
 def spoiled(make):
-    """A fitting call in which one or two arguments are replaced by anything, or by a neighbour of what they were."""
+    """A valid call in which one or two arguments are replaced by any value, or by a value next to the valid one."""
     call = make(fitting())
     for name in make(st.lists(st.sampled_from(ARGUMENTS), min_size=1, max_size=2, unique=True)):
         was = call.get(name)
@@ -178,7 +178,7 @@ def spoiled(make):
 
 
 def complaint_or_result(function, call: dict):
-    """What a call gives, or None where it complains as it should."""
+    """The result of a call, or None if it raises a proper error."""
     try:
         return function(**call)
     except (ValueError, TypeError) as error:
@@ -188,7 +188,7 @@ def complaint_or_result(function, call: dict):
 
 
 def check_spoiled(call: dict):
-    """Whatever is taken must be what the reference makes of it: the same numbers, NaN and Inf at the same places."""
+    """An accepted call must give the result of the reference: the same numbers, and NaN and Inf at the same places."""
     result = complaint_or_result(attention, call)
     scores = complaint_or_result(attention_scores, {k: x for k, x in call.items() if k not in ("value", "return_lse")})
     if result is None or call["query"].is_meta:
@@ -199,7 +199,7 @@ def check_spoiled(call: dict):
     # A tensor of one element is a number too.
     call = {k: float(x) if k in ("scale", "softcap") and x is not None else x for k, x in call.items()}
     if dropout_p > 0 or not all(abs(call.get(name) or 0) < 1e6 for name in ("scale", "softcap")):
-        return  # random, or so large, even NaN, that fp32 and fp64 differ
+        return  # random, or so large (or NaN) that fp32 and fp64 differ
     call = {k: x.double() if k in ("query", "key", "value", "sinks") and x is not None else x for k, x in call.items()}
     expected = reference.attention(**call, return_lse=True)
     for got, exact in zip(result if return_lse else (result,), expected, strict=False):

@@ -1,10 +1,10 @@
-"""The operator's backward against the reference's autograd and finite differences, for all that has a gradient."""
+"""The operator's backward against the reference's autograd and finite differences, for all inputs with a gradient."""
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from attnpack import attention, attention_scores, reference
-from op_cases import COVERING, NAN, check_against_reference, describe, draw, make_inputs, run
+from op_cases import COVERING, NAN, check_against_reference, compute_results, describe, draw, make_inputs
 from torch.testing import assert_close
 
 
@@ -40,7 +40,7 @@ def test_keys_that_end_with_a_block(dims, keys):
 @pytest.mark.parametrize("lengths", [(2, 5), (18, 4)], ids=["decode", "prefill"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_gradients_by_finite_differences(feature, lengths):
-    """Of out and lse with respect to query, key, value, mask and sinks."""
+    """Gradients of out and lse with respect to query, key, value, mask and sinks."""
     inputs = make_inputs(**{"dtype": torch.float64, "lengths": lengths, "dims": (3, 2)} | FEATURES[feature])
     settings = dict(inputs.settings)
     leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "mask")}
@@ -49,7 +49,7 @@ def test_gradients_by_finite_differences(feature, lengths):
 
     def call(*tensors):
         out, lse = attention(return_lse=True, **dict(zip(leaves, tensors, strict=True)), **settings)
-        return out, lse.masked_fill(lse == -float("inf"), 0)  # no difference quotient there
+        return out, lse.masked_fill(lse == -float("inf"), 0)  # a difference quotient has no meaning here
 
     assert torch.autograd.gradcheck(call, tuple(leaves.values()), fast_mode=lengths[0] > 4)
 
@@ -68,7 +68,7 @@ def test_dropouts_gradient_by_finite_differences():
 @pytest.mark.parametrize("alone", ["query", "key", "value", "mask", "sinks"])
 def test_a_gradient_does_not_depend_on_which_others_are_asked_for(alone):
     inputs = make_inputs(lengths=(40, 70), mask="own", scores={"sinks": True})
-    expected = run(attention, inputs)[f"grad of {alone}"]
+    expected = compute_results(attention, inputs)[f"grad of {alone}"]
     tensors = {name: getattr(inputs, name) for name in ("query", "key", "value", "mask")} | inputs.settings
     tensors[alone] = tensors[alone].clone().requires_grad_()
     out, lse = attention(**tensors, return_lse=True)
@@ -81,7 +81,7 @@ def test_out_alone_and_lse_alone(part):
     inputs = make_inputs(torch.float64, lengths=(40, 70), mask="own", scores={"sinks": True})
     unused = "grad_lse" if part == "out" else "grad_out"
     setattr(inputs, unused, torch.zeros_like(getattr(inputs, unused)))
-    expected = run(attention, inputs)
+    expected = compute_results(attention, inputs)
     tensors = {name: getattr(inputs, name) for name in ("query", "key", "value", "mask")} | inputs.settings
     tensors = {name: x.clone().requires_grad_() for name, x in tensors.items()}
     out, lse = attention(**tensors, return_lse=True)
@@ -95,9 +95,9 @@ def test_out_alone_and_lse_alone(part):
 def test_any_layout_of_the_incoming_gradient(layout, lengths):
     inputs = make_inputs(torch.float64, lengths=lengths, layout=layout)
     assert not inputs.grad_out.is_contiguous() or layout == "offset"
-    got = run(attention, inputs)
+    got = compute_results(attention, inputs)
     inputs.grad_out = inputs.grad_out.contiguous()
-    for name, expected in run(attention, inputs).items():
+    for name, expected in compute_results(attention, inputs).items():
         assert_close(got[name], expected)
 
 
@@ -113,10 +113,10 @@ def test_sum_sends_one_number_expanded():
 def test_a_row_without_keys_gives_zero_gradients(lengths):
     inputs = make_inputs(lengths=lengths, mask="own", scores={"sinks": True})
     inputs.settings |= {"causal": True, "q_offset": torch.tensor([-100, -100])}
-    results = run(attention, inputs)
+    results = compute_results(attention, inputs)
     for name in ("query", "key", "value", "mask"):
         assert (results[f"grad of {name}"] == 0).all(), name
-    # There lse is the sink itself.
+    # In such a row lse is the sink itself.
     assert_close(results["grad of sinks"], inputs.grad_lse.sum((0, 2)))
 
 
@@ -124,7 +124,7 @@ def test_without_keys_the_query_has_no_gradient_whatever_lay_in_its_memory():
     query, none = draw(1, 2, 70, 24).requires_grad_(), torch.zeros(1, 2, 0, 24)
     out, incoming = attention(query, none, none), torch.ones(1, 2, 70, 24)
     used = [torch.full((1, 2, 70, 24), NAN) for _ in range(16)]
-    del used  # the next tensors of this size lie there
+    del used  # the next tensors of this size get this memory
     (grad,) = torch.autograd.grad(out, query, incoming)
     assert (grad == 0).all()
 
@@ -132,7 +132,7 @@ def test_without_keys_the_query_has_no_gradient_whatever_lay_in_its_memory():
 def test_a_sink_of_minus_infinity_has_no_gradient():
     inputs = make_inputs(kv_lens=torch.int64, scores={"sinks": True})
     inputs.settings |= {"kv_lens": torch.tensor([7, 0]), "sinks": torch.full((4,), -float("inf"))}
-    assert (run(attention, inputs)["grad of sinks"] == 0).all()
+    assert (compute_results(attention, inputs)["grad of sinks"] == 0).all()
 
 
 def test_backward_runs_twice_only_if_asked():
@@ -178,7 +178,7 @@ def test_checkpointing_gives_the_same_gradients():
 
 
 def dropped_probs(inputs, p, seed=0):
-    """What multiplies the values: read off with unit vectors as values, [B, Hq, Lq, Lkv]."""
+    """The weights that multiply the values, found with unit vectors as values: [B, Hq, Lq, Lkv]."""
     batch, num_kv_heads, kv_len, _ = inputs.key.shape
     torch.manual_seed(seed)
     unit = torch.eye(kv_len, dtype=inputs.key.dtype).expand(batch, num_kv_heads, kv_len, kv_len)
@@ -203,7 +203,7 @@ def test_dropout_keeps_or_zeroes_each_probability(case):
     rate = 1 - kept[probs > 0].double().mean().item()
     count = (probs > 0).sum().item()
     assert abs(rate - 0.25) < 4 * (0.25 * 0.75 / count) ** 0.5
-    # Neither two heads, nor two rows, nor two sequences share a draw.
+    # No two heads, rows or sequences share a draw.
     for dim in range(3):
         if kept.shape[dim] > 1:
             assert not torch.equal(kept.select(dim, 0), kept.select(dim, 1))
@@ -224,8 +224,8 @@ def test_dropouts_backward_sees_the_draw_of_its_forward(case):
         torch.manual_seed(0)
         return attention(*tensors, dropout_p=0.4, **settings)
 
-    expected = run(plain, inputs)
-    for name, x in run(ours, inputs).items():
+    expected = compute_results(plain, inputs)
+    for name, x in compute_results(ours, inputs).items():
         assert_close(x, expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 

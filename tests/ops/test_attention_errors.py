@@ -1,4 +1,4 @@
-"""Every complaint of the operator names the argument, what it got, what it wants and the fix."""
+"""Every error of the operator names the argument, what it got, what it wants and the fix."""
 
 import attnpack
 import pytest
@@ -8,7 +8,7 @@ from op_cases import draw
 
 
 def arguments(**changes):
-    """A good call (query [2, 4, 5, 8], key [2, 2, 7, 8], value [2, 2, 7, 6]) with changes."""
+    """A valid call (query [2, 4, 5, 8], key [2, 2, 7, 8], value [2, 2, 7, 6]) with changes."""
     good = {"query": draw(2, 4, 5, 8), "key": draw(2, 2, 7, 8), "value": draw(2, 2, 7, 6)}
     return good | changes
 

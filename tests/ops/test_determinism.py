@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from attnpack import apply_rope, attention
-from op_cases import DTYPES, Inputs, draw, make_inputs, run, threads
+from op_cases import DTYPES, Inputs, compute_results, draw, make_inputs, threads
 
-# Enough work for several threads: decode, decode over ranges, prefill, many tiles, keys beyond what stays packed.
+# Enough work for several threads: decode, decode over ranges, prefill, many tiles, more keys than can stay packed.
 LENGTHS = {"decode": (1, 700), "split decode": (4, 2100), "prefill": (70, 300), "tiles": (260, 260), "long": (40, 8400)}
 CASES = {
     "plain": {},
@@ -29,15 +29,15 @@ def test_threads_change_no_bit(case, lengths):
     for dtype in DTYPES[1:3] if lengths == "long" else DTYPES:
         inputs = make_inputs(dtype, lengths=LENGTHS[lengths], dims=(20, 12), **({"heads": "gqa"} | CASES[case]))
         with threads(1):
-            expected = run(attention, inputs)
+            expected = compute_results(attention, inputs)
         for count in (2, 4, 3):
             with threads(count):
-                assert_same(run(attention, inputs), expected)
+                assert_same(compute_results(attention, inputs), expected)
 
 
 @pytest.mark.parametrize("where", ["mask", "sinks"])
 def test_threads_change_no_bit_of_a_gradient_that_is_one_number(where):
-    """A sum over everything: the easiest place to let the number of threads in."""
+    """A sum over all elements, which can easily depend on the number of threads."""
     scores = {"sinks": True} if where == "sinks" else {}
     lengths = (40000, 2) if where == "sinks" else (300, 300)
     inputs = make_inputs(heads="one", lengths=lengths, dims=(2, 2), scores=scores)
@@ -46,7 +46,7 @@ def test_threads_change_no_bit_of_a_gradient_that_is_one_number(where):
     grads = []
     for count in (1, 2, 4):
         with threads(count):
-            grads.append(run(attention, inputs)[f"grad of {where}"])
+            grads.append(compute_results(attention, inputs)[f"grad of {where}"])
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
 
 
@@ -68,20 +68,20 @@ def rows(inputs: Inputs, index: list[int]) -> Inputs:
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("case", CASES)
 def test_neither_the_batch_nor_the_place_in_it_changes_a_bit(case, lengths):
-    """Of what belongs to a sequence; the gradients of what sequences share are sums over them."""
+    """The results that belong to a sequence. Gradients of shared inputs are sums over the sequences."""
     for dtype in (torch.float32, torch.bfloat16):
         whole = make_inputs(dtype, lengths=LENGTHS[lengths], dims=(20, 12), batch=3, **CASES[case])
-        expected = run(attention, whole)
+        expected = compute_results(attention, whole)
         own = ["out", "lse", "grad of query", "grad of key", "grad of value"]
         own += ["grad of mask"] if CASES[case].get("mask") == "own" else []
         for index in ([0], [1], [2], [2, 0], [1, 1, 2, 0]):
-            got = run(attention, rows(whole, index))
+            got = compute_results(attention, rows(whole, index))
             assert_same({name: got[name] for name in own}, {name: expected[name][index] for name in own})
 
 
 @pytest.mark.parametrize("heads, capacity", [(8, 16384), (1, 140000)])
 def test_long_ranges_of_keys_change_no_bit(heads, capacity):
-    """Ranges grow with a sequence's own length, whatever room is behind it and whatever stands beside it."""
+    """Ranges depend on a sequence's own length, not on its padding or on the other sequences."""
     lengths = [capacity, 5000, capacity // 2]
     query = draw(3, 2 * heads, 1, 8)
     key, value = draw(3, heads, capacity, 8), draw(3, heads, capacity, 8, seed=1)
@@ -110,21 +110,21 @@ def test_gradients_and_lse_change_no_bit_of_out(lengths):
 
 def test_many_runs_give_one_result():
     inputs = make_inputs(lengths=(130, 300), mask="own", scores={"sinks": True, "softcap": 2.0})
-    first = run(attention, inputs)
+    first = compute_results(attention, inputs)
     for _ in range(20):
-        assert_same(run(attention, inputs), first)
+        assert_same(compute_results(attention, inputs), first)
 
 
 def test_what_ran_before_changes_no_bit():
-    """Scratch memory is kept between calls: nothing of an earlier one may be seen."""
+    """Scratch memory is kept between calls, and no call may depend on an earlier one."""
     inputs = make_inputs(lengths=(50, 130), dims=(9, 7))
-    first = run(attention, inputs)
+    first = compute_results(attention, inputs)
     for lengths, dims in (((300, 700), (64, 64)), ((3, 900), (5, 3)), ((50, 130), (9, 7))):
         other = make_inputs(lengths=lengths, dims=dims)
         other.key = torch.full_like(other.key, float("nan"))
         other.value = torch.full_like(other.value, float("nan"))
-        run(attention, other)
-        assert_same(run(attention, inputs), first)
+        compute_results(attention, other)
+        assert_same(compute_results(attention, inputs), first)
 
 
 def test_dropout_does_not_depend_on_threads():
@@ -133,16 +133,16 @@ def test_dropout_does_not_depend_on_threads():
     for count in (1, 2, 4):
         torch.manual_seed(3)
         with threads(count):
-            results.append(run(lambda *x, **k: attention(*x, dropout_p=0.3, **k), inputs))
+            results.append(compute_results(lambda *x, **k: attention(*x, dropout_p=0.3, **k), inputs))
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
 
 
 def test_many_python_threads_at_once():
     inputs = make_inputs(lengths=(40, 300), mask="own")
-    expected = run(attention, inputs)
+    expected = compute_results(attention, inputs)
     with ThreadPoolExecutor(8) as pool:
-        for results in pool.map(lambda _: run(attention, inputs), range(64)):
+        for results in pool.map(lambda _: compute_results(attention, inputs), range(64)):
             assert_same(results, expected)
 
 

@@ -1,9 +1,9 @@
-"""NaN and Inf where nobody may look, in excluded keys and in rows that attend nothing, change no bit of anything."""
+"""NaN and Inf in excluded keys, and in rows that attend nothing, change no bit of any result."""
 
 import pytest
 import torch
 from attnpack import attention, attention_scores, reference
-from op_cases import DTYPES, INF, NAN, draw, make_inputs, run
+from op_cases import DTYPES, INF, NAN, compute_results, draw, make_inputs
 
 POISON = [NAN, INF, -INF]
 LENGTHS = {"decode": (3, 70), "split decode": (3, 1100), "prefill": (60, 300), "square": (130, 130)}
@@ -46,19 +46,19 @@ def assert_same(got, expected):
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("rule", RULES)
 def test_an_excluded_key_changes_no_bit(rule, lengths, scores):
-    """Of out, lse and every gradient; its own gradients are 0."""
+    """An excluded key changes neither out nor lse nor any gradient; its own gradients are 0."""
     for n, dtype in enumerate(DTYPES):
         inputs = make_inputs(dtype, "gqa" if n % 2 else "uneven", LENGTHS[lengths], (17, 10), scores=scores)
         edge = excluded_keys(rule, inputs)
         key, value = inputs.key, inputs.value
-        expected = run(attention, inputs)
+        expected = compute_results(attention, inputs)
         assert not any(x.isnan().any() for x in expected.values())
         for name in ("key", "value"):
             assert (expected[f"grad of {name}"][:, :, edge:] == 0).all()
         for bad in POISON:
             for bad_key, bad_value in ((bad, bad), (bad, 1.0), (1.0, bad)):
                 inputs.key, inputs.value = poisoned(key, bad_key, edge), poisoned(value, bad_value, edge)
-                assert_same(run(attention, inputs), expected)
+                assert_same(compute_results(attention, inputs), expected)
 
 
 @pytest.mark.parametrize("bad", POISON)
@@ -69,12 +69,12 @@ def test_an_excluded_key_changes_no_bit(rule, lengths, scores):
 def test_rows_that_exclude_a_bad_key_are_as_with_a_good_one(settings, lengths, bad):
     inputs = make_inputs(lengths=LENGTHS[lengths])
     inputs.settings = settings
-    good = run(attention, inputs, gradients=False)
+    good = compute_results(attention, inputs, gradients=False)
     spot = min(LENGTHS[lengths]) // 2
     attends = reference.attention_scores(inputs.query, inputs.key, **settings)[..., spot] > 0  # [B, Hq, Lq]
     assert attends.any() and not attends.all()
     inputs.key[:, :, spot], inputs.value[:, :, spot] = bad, bad
-    for name, x in run(attention, inputs, gradients=False).items():
+    for name, x in compute_results(attention, inputs, gradients=False).items():
         assert torch.equal(x[~attends], good[name][~attends]), name
 
 
@@ -82,7 +82,8 @@ def test_rows_that_exclude_a_bad_key_are_as_with_a_good_one(settings, lengths, b
 @pytest.mark.parametrize("lengths", [(5, 9), (3, 600), (50, 70)])
 @pytest.mark.parametrize("case", [{"positions": {"causal": True}}, {"mask": "own -inf"}, {"kv_lens": torch.int64}])
 def test_an_allowed_nan_reaches_exactly_the_rows_that_attend_it(case, lengths, where):
-    """Forward these rows; backward their queries, and the keys and values that they attend."""
+    """The forward pass breaks these rows; the backward pass breaks their queries, and the keys and values that they
+    attend."""
     inputs = make_inputs(torch.float64, "gqa", lengths, (4, 3), **case)
     if case.get("kv_lens"):
         inputs.settings["kv_lens"] = torch.tensor([lengths[1], lengths[1] // 3])
@@ -104,7 +105,7 @@ def test_an_allowed_nan_reaches_exactly_the_rows_that_attend_it(case, lengths, w
         "grad of key": reached,
         "grad of value": nowhere if where == "value" else reached,
     }
-    results = run(attention, inputs)
+    results = compute_results(attention, inputs)
     for name, nans in expected.items():
         got = results[name].isnan()
         nans = nans.unsqueeze(-1) if nans.dim() == 3 and got.dim() == 4 else nans
@@ -115,16 +116,16 @@ def test_an_allowed_nan_reaches_exactly_the_rows_that_attend_it(case, lengths, w
 @pytest.mark.parametrize("lengths", [(6, 70), (60, 70), (130, 300)])
 @pytest.mark.parametrize("where", ["query", "grad_out", "both"])
 def test_a_row_without_keys_may_hold_anything(where, lengths, bad):
-    """Its query and its incoming gradient change no gradient of the others."""
+    """The query and the incoming gradient of such a row change no gradient of other rows."""
     inputs = make_inputs(lengths=lengths, mask="own", scores={"softcap": 3.0})
     inputs.settings |= {"causal": True, "q_offset": -3}  # rows 0, 1, 2 have no key
-    expected = run(attention, inputs)
+    expected = compute_results(attention, inputs)
     if where != "grad_out":
         inputs.query[:, :, :3] = bad
     if where != "query":
         inputs.grad_out[:, :, :3] = bad
         inputs.grad_lse[:, :, :3] = bad
-    assert_same(run(attention, inputs), expected)
+    assert_same(compute_results(attention, inputs), expected)
 
 
 @pytest.mark.parametrize("bad", POISON)
@@ -133,10 +134,10 @@ def test_a_row_without_keys_may_hold_anything(where, lengths, bad):
 def test_a_bad_row_reaches_only_the_keys_that_it_attends(where, lengths, bad):
     inputs = make_inputs(lengths=lengths)
     inputs.settings = {"window": (2, 0)}
-    expected = run(attention, inputs)
+    expected = compute_results(attention, inputs)
     row = 4
     getattr(inputs, where)[:, 0, row] = bad
-    got = run(attention, inputs)
+    got = compute_results(attention, inputs)
     for name in ("grad of key", "grad of value"):
         far = torch.ones(lengths[1], dtype=torch.bool)
         far[row - 2 : row + 1] = False
@@ -153,10 +154,10 @@ def test_a_bad_row_reaches_only_the_keys_that_it_attends(where, lengths, bad):
 def test_nan_in_the_mask_at_an_excluded_pair(lengths):
     inputs = make_inputs(lengths=lengths, mask="own")
     inputs.settings = {"causal": True, "kv_lens": torch.tensor([70, 3])}
-    expected = run(attention, inputs)
+    expected = compute_results(attention, inputs)
     excluded = attention_scores(inputs.query, inputs.key, **inputs.settings) == 0
     inputs.mask = inputs.mask.masked_fill(excluded, NAN)
-    assert_same(run(attention, inputs), expected)
+    assert_same(compute_results(attention, inputs), expected)
 
 
 @pytest.mark.parametrize("stage", ["masked", "probs"])
@@ -175,8 +176,8 @@ def test_dropout_does_not_wake_excluded_keys(lengths):
     inputs = make_inputs(lengths=lengths)
     inputs.settings = {"kv_lens": torch.tensor([33, 5]), "dropout_p": 0.5}
     torch.manual_seed(0)
-    expected = run(attention, inputs)
+    expected = compute_results(attention, inputs)
     for b, n in enumerate((33, 5)):
         inputs.key[b, :, n:], inputs.value[b, :, n:] = NAN, INF
     torch.manual_seed(0)
-    assert_same(run(attention, inputs), expected)
+    assert_same(compute_results(attention, inputs), expected)

@@ -1,10 +1,10 @@
-"""NaN and Inf in excluded keys, beside the features that test_poison.py does not combine: left edges of windows, holes,
-dropout, gradients of float masks, sinks and slopes."""
+"""NaN and Inf in excluded keys, with features that test_excluded_keys.py does not combine: left edges of windows,
+holes, dropout, gradients of float masks, sinks and slopes."""
 
 import pytest
 import torch
 from attnpack import attention, reference
-from op_cases import DTYPES, INF, NAN, draw, make_inputs, run
+from op_cases import DTYPES, INF, NAN, compute_results, draw, make_inputs
 
 POISON = [NAN, INF, -INF]
 LENGTHS = {"decode": (3, 70), "split decode": (3, 1100), "prefill": (60, 300)}
@@ -20,7 +20,7 @@ FEATURES = {
 
 
 def hide(inputs, rule) -> torch.Tensor:
-    """Hides keys from every row by rule; bool [Lkv], True where hidden."""
+    """Hides keys from every row by a rule: (settings, bool [Lkv], True where hidden)."""
     q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
     columns = torch.arange(kv_len)
     if rule == "left of the window":
@@ -50,7 +50,7 @@ def assert_same(got, expected):
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_a_hidden_key_changes_no_bit(lengths, feature, rule, dropout_p):
-    """Of out, lse and every gradient; its own gradients, and the mask's there, are 0."""
+    """A hidden key changes neither out nor lse nor any gradient; its own gradients, and those of its mask, are 0."""
 
     def attend(*tensors, **settings):
         torch.manual_seed(0)
@@ -61,7 +61,7 @@ def test_a_hidden_key_changes_no_bit(lengths, feature, rule, dropout_p):
         inputs = make_inputs(dtype, heads, LENGTHS[lengths], (17, 10), **FEATURES[feature])
         hidden = hide(inputs, rule)
         assert hidden.any() and not hidden.all()
-        expected = run(attend, inputs)
+        expected = compute_results(attend, inputs)
         assert not any(x.isnan().any() for x in expected.values())
         for name in ("key", "value"):
             assert (expected[f"grad of {name}"][:, :, hidden] == 0).all()
@@ -70,18 +70,19 @@ def test_a_hidden_key_changes_no_bit(lengths, feature, rule, dropout_p):
         for bad in POISON:
             for name in ("key", "value"):
                 getattr(inputs, name)[:, :, hidden] = bad
-            assert_same(run(attend, inputs), expected)
+            assert_same(compute_results(attend, inputs), expected)
 
 
 @pytest.mark.parametrize("bad", POISON)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("lengths", [(6, 70), (60, 70), (130, 300)])
 def test_gradients_of_rows_that_exclude_a_bad_key(lengths, feature, bad):
-    """The key is bad for some rows and hidden from the others: these see nothing of it, backward neither."""
+    """The key is visible to some rows and hidden from the others; it changes nothing in the others, forward and
+    backward."""
     for dtype in DTYPES:
         inputs = make_inputs(dtype, lengths=lengths, **FEATURES[feature])
         inputs.settings |= {"window": (2, 1)}
-        good = run(attention, inputs)
+        good = compute_results(attention, inputs)
         spot = 4
         settings = {k: x.double() if torch.is_tensor(x) else x for k, x in inputs.settings.items()}
         mask = None if inputs.mask is None else inputs.mask.double()
@@ -89,10 +90,10 @@ def test_gradients_of_rows_that_exclude_a_bad_key(lengths, feature, bad):
         attends = attends[..., spot]  # [B, Hq, Lq]
         assert attends.any() and not attends.all()
         inputs.key[:, :, spot], inputs.value[:, :, spot] = bad, bad
-        got = run(attention, inputs)
+        got = compute_results(attention, inputs)
         for name in ("out", "lse", "grad of query"):
             assert torch.equal(got[name][~attends], good[name][~attends]), name
-        # Keys that share no row with the bad one.
+        # Keys that share no row with the key that holds NaN.
         for name in ("grad of key", "grad of value"):
             assert torch.equal(got[name][:, :, spot + 4 :], good[name][:, :, spot + 4 :]), name
         if "grad of mask" in got and got["grad of mask"].dim() == 4 and got["grad of mask"].shape[0] == 2:
@@ -112,7 +113,7 @@ ALLOWED = {
 @pytest.mark.parametrize("feature", ALLOWED)
 @pytest.mark.parametrize("lengths", [(5, 9), (50, 70)], ids=["decode", "prefill"])
 def test_an_allowed_nan_is_never_lost(lengths, feature, dtype):
-    """In a key: out, lse and the query's gradient are NaN in exactly the rows that attend it."""
+    """NaN in a key: out, lse and the query's gradient are NaN in exactly the rows that attend it."""
     inputs = make_inputs(dtype, "gqa", lengths, **ALLOWED[feature])
     spot = 3
     wide = inputs.to(torch.float64)
@@ -120,7 +121,7 @@ def test_an_allowed_nan_is_never_lost(lengths, feature, dtype):
     inputs.key[:, 1, spot] = NAN
     reached = attends & (torch.arange(4) >= 2).view(4, 1)  # query heads 2 and 3 read kv head 1
     assert reached.any() and not reached.all()
-    results = run(attention, inputs)
+    results = compute_results(attention, inputs)
     for name in ("out", "lse", "grad of query"):
         nans = results[name].isnan()
         expected = reached.unsqueeze(-1) if nans.dim() == 4 else reached
@@ -133,10 +134,10 @@ def test_an_allowed_nan_is_never_lost(lengths, feature, dtype):
 @pytest.mark.parametrize("lengths", [(3, 70), (60, 70)], ids=["decode", "prefill"])
 def test_a_bad_number_of_one_head_reaches_no_other(lengths, name):
     inputs = make_inputs(lengths=lengths, scores={"sinks": True, "alibi": True})
-    good = run(attention, inputs)
+    good = compute_results(attention, inputs)
     inputs.settings[name] = inputs.settings[name].clone()
     inputs.settings[name][1] = NAN
-    got = run(attention, inputs)
+    got = compute_results(attention, inputs)
     others = [0, 2, 3]
     for result in ("out", "lse", "grad of query"):
         assert torch.equal(got[result][:, others], good[result][:, others]), result
@@ -149,10 +150,10 @@ def test_a_bad_number_of_one_head_reaches_no_other(lengths, name):
 @pytest.mark.parametrize("lengths", [(3, 70), (60, 70)], ids=["decode", "prefill"])
 def test_nan_in_a_float_mask_reaches_its_row_alone(lengths):
     inputs = make_inputs(lengths=lengths, mask="own")
-    good = run(attention, inputs)
+    good = compute_results(attention, inputs)
     inputs.mask = inputs.mask.clone()
     inputs.mask[0, 1, 2, 5] = NAN
-    got = run(attention, inputs)
+    got = compute_results(attention, inputs)
     rows = torch.ones(2, 4, lengths[0], dtype=torch.bool)
     rows[0, 1, 2] = False
     for name in ("out", "lse", "grad of query", "grad of mask"):

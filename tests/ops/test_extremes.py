@@ -1,16 +1,16 @@
-"""Settings of any size: offsets saturate, a softcap caps whatever its size, a sink of any value leaves no row wrong."""
+"""Settings of any size: offsets saturate, a softcap of any size caps, and no sink makes a row wrong."""
 
 import pytest
 import torch
 from attnpack import attention, attention_scores, reference
-from op_cases import DTYPES, INF, NAN, make_inputs, run
+from op_cases import DTYPES, INF, NAN, compute_results, make_inputs
 from torch.testing import assert_close
 
 LENGTHS = [(2, 70), (60, 70)]  # decode, prefill
 MOST64 = 2**63 - 1
 LOOSE = {"rtol": 1e-2, "atol": 1e-2}  # of bf16
 MOST = {torch.int64: MOST64, torch.int32: 2**31 - 1}
-FAR = 1000  # beyond all keys here: the extremes mean the same
+FAR = 1000  # beyond all keys of this test, so the extremes mean the same
 
 
 def formula(query, key, value, mask=None, **settings):
@@ -32,10 +32,10 @@ def test_offsets_saturate(lengths, settings, kind):
             extreme, far = (most - off if sign > 0 else -most - 1 + off), sign * FAR
             inputs = make_inputs(lengths=lengths)
             inputs.settings = settings | {"q_offset": far}
-            expected = run(attention, inputs)
+            expected = compute_results(attention, inputs)
             scores = attention_scores(inputs.query, inputs.key, **inputs.settings)
             inputs.settings["q_offset"] = extreme if kind == "int" else torch.tensor([extreme] * 2, dtype=kind)
-            for name, got in run(attention, inputs).items():
+            for name, got in compute_results(attention, inputs).items():
                 assert torch.equal(got, expected[name]), name
             assert torch.equal(attention_scores(inputs.query, inputs.key, **inputs.settings), scores)
             arguments = inputs.query, inputs.key, inputs.value
@@ -43,7 +43,7 @@ def test_offsets_saturate(lengths, settings, kind):
             assert_close(reference.attention(*arguments, **inputs.settings), expected["out"])
 
 
-# Offset, left and right window, of which a window that is shorter or longer by one changes what is attended.
+# Offset, left and right window; a window that is shorter or longer by one changes the attended keys.
 EDGES = [
     (MOST64, 2**62, 0),
     (-MOST64 - 1, 0, 2**62),
@@ -92,7 +92,7 @@ def test_offsets_and_windows_are_numbers_of_any_size(lengths, edge):
 )
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["decode", "prefill"])
 def test_the_greatest_scales_keep_finite_scores_finite(lengths, dtype, scale):
-    """Scores of 0, and one that is finite and far above them."""
+    """Scores of 0, and one finite score far above them."""
     inputs = make_inputs(dtype, lengths=lengths)
     query, key = torch.zeros_like(inputs.query), torch.zeros_like(inputs.key)
     mean = inputs.value.double().mean(2, keepdim=True).repeat_interleave(2, 1)
@@ -108,11 +108,11 @@ def test_the_greatest_scales_keep_finite_scores_finite(lengths, dtype, scale):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["decode", "prefill"])
 def test_a_softcap_of_any_size(lengths, dtype, softcap):
-    """Against fp64, where these caps are numbers like others. Some scores are 0 exactly, some are large."""
+    """Against fp64, in which these caps are ordinary numbers. Some scores are exactly 0, some are large."""
     inputs = make_inputs(dtype, lengths=lengths, scores={"softcap": softcap})
     inputs.query[:, :, 0] = 0
     inputs.query[:, :, 1] *= 8
-    ours, truth = run(attention, inputs), run(reference.attention, inputs.to(torch.float64))
+    ours, truth = compute_results(attention, inputs), compute_results(reference.attention, inputs.to(torch.float64))
     bound = 32 * torch.finfo(dtype).eps
     for name, exact in truth.items():
         assert_close(ours[name].double(), exact, atol=bound * max(1, exact.abs().max().item()), rtol=0)
@@ -155,7 +155,7 @@ def test_a_row_without_keys_is_zero_whatever_its_sink_is(lengths, dtype):
         if settings.pop("mask", None):
             inputs.mask = torch.full(lengths, -INF, dtype=dtype)
         inputs.settings = settings | {"sinks": sinks}
-        results = run(attention, inputs)
+        results = compute_results(attention, inputs)
         expected = sinks.to(results["lse"].dtype).view(4, 1).expand(2, 4, lengths[0])
         assert_close(results["lse"], expected, equal_nan=True, atol=0, rtol=0)
         for name in results.keys() - {"lse", "grad of sinks"}:
@@ -166,7 +166,7 @@ def test_a_row_without_keys_is_zero_whatever_its_sink_is(lengths, dtype):
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["decode", "prefill"])
 def test_a_sink_gets_no_nan_from_rows_without_keys(lengths):
-    """Its gradient is that of lse, which is the sink itself there."""
+    """The sink's gradient is that of lse, because lse is the sink itself in such a row."""
     inputs = make_inputs(lengths=lengths)
     sinks = torch.tensor([INF, NAN, 0.0, 3.0], requires_grad=True)
     none = {"kv_lens": torch.tensor([0, 0])}

@@ -4,13 +4,13 @@ import random
 import sys
 
 import pytest
-from processes import ROOT, run
+from processes import ROOT, run_program
 
 KINDS = sorted(path.stem for path in (ROOT / "tests/fuzz").glob("*.py") if "\ndef main(" in path.read_text())
 
 
 def fuzz(what: str, seed: int, seconds: float):
-    process = run(sys.executable, ROOT / "scripts/fuzz.py", what, "--seed", seed, "--seconds", seconds)
+    process = run_program(sys.executable, ROOT / "scripts/fuzz.py", what, "--seed", seed, "--seconds", seconds)
     print(process.stdout)
     assert process.returncode == 0, process.stdout + process.stderr
 

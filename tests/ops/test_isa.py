@@ -1,4 +1,4 @@
-"""Every instruction set that this CPU has computes the same things; each is forced in a process of its own."""
+"""All instruction sets of this CPU give the same results; each runs in its own process."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import attnpack._C
 import pytest
 from attnpack._load import build_record
-from processes import ROOT, run, run_python
+from processes import ROOT, run_program, run_python
 
 BUILD = Path(os.environ.get("ATTNPACK_BUILD_DIR", ROOT / "build"))
 BUILT = build_record()["instruction_sets"].split(";")
@@ -30,13 +30,13 @@ def run_with(isa: str, code: str):
         "ATTNPACK_ISA": isa,
         "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parents[1] / 'support'}",
     }
-    return run(sys.executable, "-c", code, env=environment, cwd="/")
+    return run_program(sys.executable, "-c", code, env=environment, cwd="/")
 
 
 GRID = """
 import torch, attnpack
 from attnpack import reference
-from op_cases import COVERING, DTYPES, INF, NAN, check_against_reference, make_inputs, run
+from op_cases import COVERING, DTYPES, INF, NAN, check_against_reference, make_inputs, compute_results
 torch.set_num_threads(2)
 for case in COVERING[::5]:
     check_against_reference(make_inputs(**case))
@@ -44,18 +44,18 @@ shapes = [((3, 70), "float32"), ((60, 300), "float32"), ((130, 301), "bfloat16")
 for lengths, dtype in shapes:  # excluded keys are never read
     inputs = make_inputs(getattr(torch, dtype), lengths=lengths, dims=(17, 10), scores={"softcap": 3.0})
     inputs.settings["kv_lens"] = torch.tensor([33, 65])
-    expected = run(attnpack.attention, inputs)
+    expected = compute_results(attnpack.attention, inputs)
     for b, n in enumerate((33, 65)):
         inputs.key[b, :, n:], inputs.value[b, :, n:] = NAN, INF
-    for name, x in run(attnpack.attention, inputs).items():
+    for name, x in compute_results(attnpack.attention, inputs).items():
         assert torch.equal(x, expected[name]), name
 for dtype in DTYPES:  # a softcap of any size, a row without keys whatever its sink is
     for lengths in ((3, 70), (60, 70)):
         for softcap in (1e-300, 1e-40, 1e39, 1e300):
             inputs = make_inputs(dtype, lengths=lengths, scores={"softcap": softcap})
             inputs.query[:, :, 0] = 0
-            truth = run(reference.attention, inputs.to(torch.float64))
-            for name, x in run(attnpack.attention, inputs).items():
+            truth = compute_results(reference.attention, inputs.to(torch.float64))
+            for name, x in compute_results(attnpack.attention, inputs).items():
                 bound = 16 * torch.finfo(dtype).eps * max(1, truth[name].abs().max().item())
                 torch.testing.assert_close(x.double(), truth[name], atol=bound, rtol=0)
         inputs = make_inputs(dtype, lengths=lengths)
@@ -119,11 +119,11 @@ def test_an_empty_name_is_none():
 
 @pytest.mark.parametrize("isa", [isa for isa in BUILT if isa in ("avx512", "avx512_bf16")])
 def test_bf16_is_multiplied_in_pairs_where_there_is_an_instruction(isa):
-    """In the kernels that are installed; this CPU need not have it."""
+    """Looks for the instruction in the installed kernels; this CPU need not have it."""
     instructions = {}
     for kernel in ("prefill", "decode", "linear", "machine_speed"):
         (compiled,) = (BUILD / f"CMakeFiles/attnpack_{isa}.dir").rglob(f"{kernel}.cpp.o")
-        listing = run("objdump", "-d", "--no-show-raw-insn", compiled)
+        listing = run_program("objdump", "-d", "--no-show-raw-insn", compiled)
         assert listing.returncode == 0, listing.text
         instructions[kernel] = [line for line in listing.stdout.splitlines() if "%zmm" in line]
     for kernel, lines in instructions.items():

@@ -1,4 +1,5 @@
-"""The ops kv_cache_append_ and kv_cache_append_rotated_: what they write, and that a refused append writes nothing."""
+"""The ops kv_cache_append_ and kv_cache_append_rotated_: the places that they write; a refused append writes
+nothing."""
 
 import attnpack
 import pytest
@@ -24,7 +25,7 @@ def new(length=3, batch=2, heads=3, dim=4, v_dim=5, dtype=torch.float32):
 @pytest.mark.parametrize("new_lens", [None, torch.tensor([3, 0]), torch.tensor([1, 3], dtype=torch.int32)], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "heads inside", "sliced", "columns outside"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_writes_behind_what_each_sequence_holds(dtype, layout, new_lens):
+def test_writes_after_what_each_sequence_holds(dtype, layout, new_lens):
     cache_key, cache_value, lengths = make_cache(dtype=dtype)
     key, value = new(dtype=dtype)
     expected = cache_key.clone(), cache_value.clone()
@@ -199,7 +200,7 @@ def append_of(rotated: bool):
 
 
 def overlapping():
-    """What shares memory, by the words that say so: (cache_key, cache_value, lengths, key, value)."""
+    """Arguments that share memory, by the words of the error: (cache_key, cache_value, lengths, key, value)."""
     (cache_key, cache_value, lengths), (key, value) = make_cache(v_dim=4), new(v_dim=4)
     one = torch.zeros(1, 3, 8, 4)
     room = torch.zeros(2, 3, 16, 4)

@@ -1,9 +1,9 @@
-"""Layouts that hardly anybody makes on purpose: each tensor argument by itself, against its contiguous copy."""
+"""Rare layouts of each tensor argument, against its contiguous copy."""
 
 import pytest
 import torch
 from attnpack import attention
-from op_cases import DTYPES, NAN, make_inputs, run
+from op_cases import DTYPES, NAN, compute_results, make_inputs
 from torch.testing import assert_close
 
 
@@ -42,7 +42,7 @@ def repeated_columns(x):
 
 
 def negated(x):
-    """A lazy minus: the memory holds the numbers with the other sign."""
+    """A lazy negation: the memory holds the numbers with the other sign."""
     return torch._neg_view(-x) if x.is_floating_point() else x
 
 
@@ -65,10 +65,10 @@ def case(dtype, lengths, mask="own"):
 
 
 def assert_same(inputs, plain, *, exact=True):
-    """Bit by bit; but the dot product of grad_out and out is summed in an order that depends on grad_out's strides."""
-    expected = run(attention, plain)
+    """Compares bit by bit, except for the dot product of grad_out and out: its order depends on grad_out's strides."""
+    expected = compute_results(attention, plain)
     eps = torch.finfo(inputs.query.dtype).eps
-    for name, got in run(attention, inputs).items():
+    for name, got in compute_results(attention, inputs).items():
         if exact or not name.startswith("grad"):
             assert torch.equal(got, expected[name]), name
         else:
@@ -110,7 +110,7 @@ def test_every_tensor_laid_out_in_another_way(lengths):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_storage_for_query_key_value(dtype):
-    """As a fused projection gives them: [batch, length, 3, heads, head_dim]."""
+    """Query, key and value as views of one fused projection: [batch, length, 3, heads, head_dim]."""
     fused = torch.stack([make_inputs(dtype, "mha", (40, 40), (16, 16)).query.transpose(1, 2) + n for n in range(3)], 2)
     views = [fused[:, :, n].transpose(1, 2) for n in range(3)]
     assert torch.equal(attention(*views, causal=True), attention(*(x.contiguous() for x in views), causal=True))

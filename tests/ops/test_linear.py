@@ -1,4 +1,4 @@
-"""The few-row linear: values against fp64, and who may see it."""
+"""The few-row linear: values against fp64, and the layers that must not take it."""
 
 import copy
 
@@ -116,7 +116,7 @@ def every_linear(module):
 
 
 def test_projections_are_torchs_own_so_that_quantisers_find_them():
-    """quantize_dynamic, as others, maps the exact type."""
+    """quantize_dynamic, like other tools, looks for the exact type."""
     torch.manual_seed(0)
     model = attnpack.CausalLM(11, 24, 2, 4, hidden_dim=32).eval()
     assert {type(layer) for layer in every_linear(model)} == {nn.Linear}
@@ -133,7 +133,7 @@ def test_projections_are_torchs_own_so_that_quantisers_find_them():
 
 
 class Doubled(nn.Module):
-    """What LoRA does: holds the layer and adds to what it gives."""
+    """Like LoRA: holds the layer, and adds to its output."""
 
     def __init__(self, base):
         super().__init__()
@@ -176,7 +176,7 @@ def twice(self, x):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("gradients", [True, False], ids=["gradients", "no_grad"])
 def test_what_is_done_to_a_projection_takes_effect(change, gradients):
-    """Each doubles the values, hence the result, which is linear in them."""
+    """Each case doubles the values and thereby the result, which is linear in them."""
     torch.manual_seed(0)
     module, x = attnpack.MultiHeadAttention(24, 4), torch.randn(1, 3, 24)
     with torch.set_grad_enabled(gradients):

@@ -21,7 +21,8 @@ def test_node(name):
     (node,) = case.model.graph.node
     got = run_node(node, inputs)
     for ours, theirs in zip(got, map(to_torch, outputs), strict=True):
-        # The suite's own bounds, but for low dtypes: their expectations are computed in them, step by step.
+        # The suite's own bounds, except for low dtypes: the suite computes their expected results step by step in that
+        # dtype.
         low = theirs.dtype in (torch.float16, torch.bfloat16)
         rtol, atol = (2e-2, 2e-2) if low else (case.rtol, case.atol)
         assert_close(ours, theirs, rtol=rtol, atol=atol)

@@ -15,7 +15,7 @@ ops = torch.ops.attnpack
 
 
 def positional(inputs, dropout_p=0.0):
-    """What follows the tensors in torch.ops.attnpack.attention."""
+    """The arguments after the tensors in torch.ops.attnpack.attention."""
     s = dict(inputs.settings)
     offset, lens = s.get("q_offset", 0), s.get("kv_lens")
     offsets = None
@@ -35,7 +35,7 @@ def leaf(x):
     return x.detach().requires_grad_() if x is not None and x.is_floating_point() else x
 
 
-# Not every pair of values, as opcheck is slow, but every value of dtype, layout and mask.
+# Every value of dtype, layout and mask, but not every pair of values, because opcheck is slow.
 CHECKED = [
     {
         "dtype": AXES["dtype"][n % 4],
@@ -246,7 +246,7 @@ def test_export_with_dynamic_lengths_saved_and_loaded(tmp_path):
 
 
 def test_ops_need_no_python_of_ours():
-    """What torch.ops gives is what the Python function gives."""
+    """torch.ops gives the same as the Python function."""
     inputs = make_inputs(mask="own", scores={"sinks": True})
     out, lse = ops.attention(inputs.query, inputs.key, inputs.value, *positional(inputs))
     again = attention(inputs.query, inputs.key, inputs.value, inputs.mask, return_lse=True, **inputs.settings)

@@ -1,4 +1,4 @@
-"""The reference against PyTorch's SDPA where SDPA has the feature, and against numbers worked out by hand elsewhere."""
+"""The reference against PyTorch's SDPA if SDPA has the feature, otherwise against numbers worked out by hand."""
 
 import math
 import re
@@ -279,7 +279,7 @@ def test_notebook_versions():
 
 
 def test_stands_alone():
-    """It is what the operator is judged by, so nothing of ours may be beneath it: run without the package."""
+    """The reference judges the operator, so it must not use our code: it runs without the package."""
     path = Path(reference.__file__)
     names = runpy.run_path(str(path), run_name="reference")
     imported = re.findall(r"^\s*(?:import|from) (\S+)", path.read_text(), flags=re.M)

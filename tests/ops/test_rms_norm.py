@@ -1,4 +1,4 @@
-"""The one-pass RMSNorm: values against fp64, and what goes to torch's instead."""
+"""The one-pass RMSNorm: values against fp64, and the calls that go to torch's instead."""
 
 import attnpack
 import pytest
@@ -18,7 +18,7 @@ def test_error_is_at_most_twice_that_of_torch(dtype, dim):
     error, theirs = (
         (y - exact).abs().max() for y in (ops.rms_norm(x, weight, 1e-6), F.rms_norm(x, (dim,), weight, 1e-6))
     )
-    if dtype == torch.float64:  # theirs is what we took for exact
+    if dtype == torch.float64:  # their result is the exact one
         theirs = 2 * torch.finfo(dtype).eps * exact.abs().max()
     assert error <= 2 * theirs + 1e-7 * exact.abs().max() * (dtype == torch.float32)
 

@@ -80,7 +80,7 @@ def test_scores_depend_on_the_distance_only(interleaved):
 
 @pytest.mark.parametrize("position", [0, 1, 4095, 131_071, 1_000_000])
 def test_table_angles_are_exact_far_out(position):
-    """From fp64 angles: within half a unit of fp32, also where fp32 angles would be off by radians."""
+    """From fp64 angles: within half a unit of fp32, even where fp32 angles would be wrong by radians."""
     dim = 128
     inv_freq = [500000.0 ** (-2 * i / dim) for i in range(dim // 2)]
     cos, sin = rope_table(torch.tensor([position]), inv_freq)

@@ -11,12 +11,12 @@ from op_cases import check, draw
 from torch.testing import assert_close
 
 NUM_SAMPLES = 25
-P = 0.5  # of the samples with dropout
+P = 0.5  # for the samples with dropout
 
 
 @cache
 def op_info():
-    """Imported late: it takes seconds, which a run of other tests need not wait for."""
+    """Imports the samples late: that takes seconds, for which other tests need not wait."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
@@ -29,7 +29,7 @@ def samples(dtype: torch.dtype, *, requires_grad: bool = True) -> list:
 
 
 def four_dimensions(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """SDPA broadcasts whatever stands before length and width; attnpack wants [batch, heads] there."""
+    """SDPA broadcasts all dimensions before length and width; attnpack wants [batch, heads] there."""
     lead = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))
     return [x.expand(*lead, *x.shape[-2:]).reshape((1,) * (2 - len(lead)) + lead + x.shape[-2:]) for x in tensors]
 
@@ -40,7 +40,7 @@ def ours(query, key, value, attn_mask=None, is_causal=False, dropout_p=0.0):
 
 
 def kept(query, key, value, **settings) -> torch.Tensor:
-    """What dropout left of each probability times 1 / (1 - p): unit vectors as values show it, [B, H, Lq, Lkv]."""
+    """Each probability after dropout, times 1 / (1 - p), found with unit vectors as values: [B, H, Lq, Lkv]."""
     unit = torch.eye(key.shape[-2], dtype=key.dtype).expand(*key.shape[:-1], -1)
     with torch.no_grad():
         dropped = ours(query, key, unit, **settings) != 0
@@ -77,11 +77,11 @@ def test_sample(dtype, index):
     if "attn_mask" in settings:
         tensors["attn_mask"] = settings.pop("attn_mask")
     got = results(ours, tensors, settings)
-    if settings["dropout_p"] > 0:  # random, and so judged by what was dropped
+    if settings["dropout_p"] > 0:  # random, so it is judged with the same dropped probabilities
         settings["kept"] = kept(**tensors, **settings)
     truth = results(torchs, {k: x.detach().double().requires_grad_() for k, x in tensors.items()}, settings)
     if dtype == torch.float64:
-        # As exact as the truth itself; scores of up to 200 leave either a few hundred eps.
+        # As exact as torch's fp64 result itself; with scores of up to 200 both are wrong by a few hundred eps.
         assert_close(got, truth, atol=1e-12, rtol=1e-12)
     else:
         check(got, results(plain, tensors, settings), truth, dtype)

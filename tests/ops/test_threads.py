@@ -1,4 +1,4 @@
-"""Eight Python threads that call at once, each other shapes at a time: bitwise what one thread gets."""
+"""Eight Python threads call at once, with different shapes; each gets bitwise the result of one thread."""
 
 import random
 import threading
@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from attnpack import apply_rope, attention, attention_scores
-from op_cases import draw, make_inputs, run
+from op_cases import compute_results, draw, make_inputs
 
 THREADS, CALLS = 8, 200
 MIXED = [
@@ -22,9 +22,9 @@ MIXED = [
 
 
 def call(number: int) -> dict[str, torch.Tensor]:
-    """One of different calls, all small: forward alone, with gradients, and the other ops."""
+    """One of several small calls: forward alone, with gradients, and the other ops."""
     inputs = make_inputs(**MIXED[number % len(MIXED)])
-    results = run(attention, inputs, gradients=number % 3 > 0)
+    results = compute_results(attention, inputs, gradients=number % 3 > 0)
     if number % 3 == 2:
         results["scores"] = attention_scores(inputs.query, inputs.key, inputs.mask, **inputs.settings)
         angle = draw(inputs.query.shape[2], inputs.query.shape[3] // 2)
@@ -33,7 +33,7 @@ def call(number: int) -> dict[str, torch.Tensor]:
 
 
 def in_threads(work) -> None:
-    """work(thread number) in all of them, which start together; raises what the first to fail raised."""
+    """Runs work(thread number) in all threads, which start together; raises the error of the first that fails."""
     ready, failures = threading.Barrier(THREADS), []
 
     def one(number):
@@ -53,7 +53,7 @@ def in_threads(work) -> None:
 
 
 def test_mixed_shapes_change_no_bit():
-    """Scratch memory, which is kept between calls, belongs to one call at a time."""
+    """Scratch memory is kept between calls, but belongs to one call at a time."""
     kinds = 3 * len(MIXED)
     expected = [call(n) for n in range(kinds)]
 
@@ -72,15 +72,15 @@ def test_errors_in_some_threads_leave_the_others_alone(gradients):
     inputs = make_inputs(lengths=(40, 70), kv_lens=torch.int64)
     bad = make_inputs(lengths=(40, 70))
     bad.settings = {"kv_lens": torch.tensor([71, 3])}
-    expected = run(attention, inputs, gradients=gradients)
+    expected = compute_results(attention, inputs, gradients=gradients)
 
     def work(thread):
         for _ in range(50):
             if thread % 2:
                 with pytest.raises(ValueError, match=r"kv_lens\[0\] is 71"):
-                    run(attention, bad, gradients=gradients)
+                    compute_results(attention, bad, gradients=gradients)
                 continue
-            for name, got in run(attention, inputs, gradients=gradients).items():
+            for name, got in compute_results(attention, inputs, gradients=gradients).items():
                 assert torch.equal(got, expected[name]), name
 
     in_threads(work)

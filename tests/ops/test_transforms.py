@@ -1,4 +1,4 @@
-"""torch.func transforms and forward mode run the plain formula; a double backward says what to do instead."""
+"""torch.func transforms and forward mode run the plain formula; the error of a double backward names an alternative."""
 
 import warnings
 
@@ -27,7 +27,7 @@ FEATURES = {
 
 
 def differentiated(attend, inputs):
-    """A number of query, key, value, float mask and sinks, and these."""
+    """A function of query, key, value, float mask and sinks that gives one number, and these tensors."""
     settings = dict(inputs.settings)
     sinks = settings.pop("sinks", None)
     leaves = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
@@ -101,7 +101,7 @@ def test_vmap(in_dims):
         return attention(*x, causal=True, return_lse=True)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, on batching rules
+        warnings.simplefilter("ignore")  # torch's warning about batching rules
         got = vmap(one, in_dims)(*tensors)
     each = [one(*(x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True))) for i in range(3)]
     assert_close(got, tuple(torch.stack(parts) for parts in zip(*each, strict=True)))

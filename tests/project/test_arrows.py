@@ -1,4 +1,4 @@
-"""Which folder may use which: every include and every import of ours against the arrows of CONTRIBUTING."""
+"""Every include and every import of ours follows the arrows of CONTRIBUTING, which say which folder may use which."""
 
 import ast
 import re
@@ -50,9 +50,9 @@ IMPORTS = {
     "tools/demo": None,
     "tools/plot": None,
 }
-# imported inside a function, when asked for: a model's own readers, and `attnpack info` where loading fails
+# imported inside a function: a model's readers, and `attnpack info` if loading fails
 AT_CALL = {"nn": ["checkpoints"], ".": ["tools"]}
-FRONT = {"__init__.py", "__main__.py"}  # the package's doors open onto all rooms
+FRONT = {"__init__.py", "__main__.py"}  # these may import from all folders
 
 
 def folder(path: str) -> str:

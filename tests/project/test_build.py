@@ -1,4 +1,4 @@
-"""The build: what it says it found, and the one sentence with which it stops."""
+"""The build: the parts that it reports, and the one sentence with which it stops."""
 
 import json
 import os
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import setuptools
 from attnpack._load import build_record
-from processes import ROOT, TORCH_DIR, fake_torch, run, without_python
+from processes import ROOT, TORCH_DIR, fake_torch, run_program, without_python
 
 NEEDS = "attnpack: Linux x86-64 (ARM compiles), Python >= 3.11, torch >= 2.11"
 
 
 def configure(build: Path, *arguments: str, **options):
-    return run("cmake", "-S", ROOT, "-B", build, *arguments, **options)
+    return run_program("cmake", "-S", ROOT, "-B", build, *arguments, **options)
 
 
 def on(system: str, processor: str) -> list[str]:
@@ -24,20 +24,20 @@ def on(system: str, processor: str) -> list[str]:
 
 @pytest.mark.parametrize("system, processor", [("Linux", "riscv64"), ("Darwin", "arm64"), ("Windows", "AMD64")])
 def test_stops_on_other_platforms(system, processor):
-    stopped = run("cmake", *on(system, processor), "-P", ROOT / "cmake/Platform.cmake")
+    stopped = run_program("cmake", *on(system, processor), "-P", ROOT / "cmake/Platform.cmake")
     assert stopped.returncode != 0
     assert f"{NEEDS}; this is {system} {processor}." in stopped.text
 
 
 @pytest.mark.parametrize("processor", ["x86_64", "aarch64"])
 def test_goes_on_where_it_is_supported(processor):
-    assert run("cmake", *on("Linux", processor), "-P", ROOT / "cmake/Platform.cmake").returncode == 0
+    assert run_program("cmake", *on("Linux", processor), "-P", ROOT / "cmake/Platform.cmake").returncode == 0
 
 
 def test_stops_on_an_old_python(tmp_path):
     script = tmp_path / "check.cmake"
     script.write_text(f'include("{ROOT}/cmake/Platform.cmake")\nattnpack_require(Python 3.10.13 3.11)\n')
-    stopped = run("cmake", *on("Linux", "x86_64"), "-P", script)
+    stopped = run_program("cmake", *on("Linux", "x86_64"), "-P", script)
     assert stopped.returncode != 0
     assert f"{NEEDS}; this is Python 3.10.13." in stopped.text
 
@@ -64,7 +64,7 @@ def test_names_pybind11_and_catch2(tmp_path):
 
 
 def test_needs_no_python_for_cpp_alone(tmp_path):
-    """That it also builds and passes its tests that way takes minutes: test_packaging.py, test_cpp_without_python."""
+    """test_packaging.py, test_cpp_without_python also builds and tests in this way, which takes minutes."""
     arguments = ["-DATTNPACK_PYTHON=OFF", f"-DATTNPACK_TORCH_DIR={TORCH_DIR}"]
     configured = configure(tmp_path / "b", *arguments, env=without_python(tmp_path / "bin"))
     assert configured.returncode == 0, configured.text
@@ -72,7 +72,7 @@ def test_needs_no_python_for_cpp_alone(tmp_path):
 
 
 def test_a_program_takes_it_in_by_fetch_content(tmp_path):
-    """The library alone, under the name that find_package gives, with headers that the program's warnings spare."""
+    """The library alone, under the name of find_package; the program's warnings do not apply to its headers."""
     (tmp_path / "main.cpp").write_text("#include <attnpack/attnpack.h>\nint main() {}\n")
     (tmp_path / "CMakeLists.txt").write_text(
         f"""cmake_minimum_required(VERSION 3.22)
@@ -86,7 +86,7 @@ def test_a_program_takes_it_in_by_fetch_content(tmp_path):
         """
     )
     build = tmp_path / "b"
-    configured = run("cmake", "-S", tmp_path, "-B", build, f"-DATTNPACK_TORCH_DIR={TORCH_DIR}")
+    configured = run_program("cmake", "-S", tmp_path, "-B", build, f"-DATTNPACK_TORCH_DIR={TORCH_DIR}")
     assert configured.returncode == 0, configured.text
     assert "pybind11" not in configured.text and "Python" not in configured.text
     commands = json.loads((build / "compile_commands.json").read_text())
@@ -115,8 +115,8 @@ BACKEND = "import attnpack_build as b; print(b.get_requires_for_build_wheel()); 
 
 def test_backend_finds_the_torch_that_pip_hides(tmp_path):
     environment = hide_packages(tmp_path / "overlay")
-    assert "No module named 'torch'" in run(sys.executable, "-c", "import torch", env=environment, cwd="/").text
-    found = run(sys.executable, "-c", BACKEND, env=environment, cwd=ROOT)
+    assert "No module named 'torch'" in run_program(sys.executable, "-c", "import torch", env=environment, cwd="/").text
+    found = run_program(sys.executable, "-c", BACKEND, env=environment, cwd=ROOT)
     assert found.returncode == 0, found.text
     requirements, torch_dir = found.stdout.splitlines()[-2:]
     assert torch_dir == str(TORCH_DIR)
@@ -124,9 +124,9 @@ def test_backend_finds_the_torch_that_pip_hides(tmp_path):
 
 
 def test_backend_says_what_to_do_where_there_is_no_torch(tmp_path):
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare")
+    run_program(sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare")
     environment = hide_packages(tmp_path / "overlay")
-    stopped = run(tmp_path / "bare/bin/python", "-c", BACKEND, env=environment, cwd=ROOT)
+    stopped = run_program(tmp_path / "bare/bin/python", "-c", BACKEND, env=environment, cwd=ROOT)
     assert stopped.returncode == 1
     assert stopped.stderr.startswith("attnpack: there is no torch in this environment; install one (pip install torch")
     assert len(stopped.stderr.strip().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""How the native code gets into a process: one copy, one OpenMP, any order, and a sentence where it does not fit."""
+"""Loading the native code: one copy, one OpenMP, in any order, and an error in one sentence if it does not fit."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from attnpack._load import LIBRARY, PACKAGE, build_record
-from processes import ROOT, run, run_python
+from processes import ROOT, run_program, run_python
 
 BUILD = Path(os.environ.get("ATTNPACK_BUILD_DIR", ROOT / "build"))
 ATTEND = "q = torch.ones(1, 2, 300, 64); torch.ops.attnpack.null(q); attnpack.attention(q, q, q)"
 
 
 def copy_package(folder: Path, **build: str) -> Path:
-    """A copy of the installed package whose build.json says something else."""
+    """A copy of the installed package with a changed build.json."""
     shutil.copytree(PACKAGE, folder / "attnpack", ignore=shutil.ignore_patterns("include", "__pycache__"))
     record = folder / "attnpack/share/attnpack/build.json"
     record.write_text(json.dumps(build_record() | build))
@@ -54,7 +54,7 @@ def test_the_command_line_of_a_misfit_says_so_without_a_traceback(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(copy_package(tmp_path, torch="2.99.0"))}
 
     def command(*arguments):
-        process = run(sys.executable, "-m", "attnpack", *arguments, env=environment, cwd="/")
+        process = run_program(sys.executable, "-m", "attnpack", *arguments, env=environment, cwd="/")
         assert process.returncode == 2 and "Traceback" not in process.text
         return process
 
@@ -73,7 +73,9 @@ def test_a_library_that_lacks_symbols(tmp_path):
     source = tmp_path / "empty.cpp"
     source.write_text("")
     compiler = os.environ.get("CXX", "c++")
-    assert run(compiler, "-shared", "-fPIC", f"-Wl,-soname,{library.name}", source, "-o", library).returncode == 0
+    assert (
+        run_program(compiler, "-shared", "-fPIC", f"-Wl,-soname,{library.name}", source, "-o", library).returncode == 0
+    )
     message = import_error(run_python("import attnpack", first=tmp_path))
     assert re.fullmatch(
         r"attnpack's native code does not fit torch \S+: build it again: run `pip install .` in .*", message
@@ -114,7 +116,7 @@ def test_kernels_leak_no_code_of_their_instruction_set(isa):
     """A weak symbol outside its own namespace may be the one the linker keeps, and then runs on a CPU without it."""
     objects = list((BUILD / f"CMakeFiles/attnpack_{isa}.dir").rglob("*.o"))
     assert objects, f"no objects of attnpack_{isa} in {BUILD}: run scripts/test.sh, which builds there"
-    symbols = run("nm", "--demangle", "--defined-only", *objects).stdout
+    symbols = run_program("nm", "--demangle", "--defined-only", *objects).stdout
     weak = re.findall(r"^[0-9a-f]+ [WVu] (.*)$", symbols, re.MULTILINE)
     assert [name for name in weak if f"attnpack::{isa}::" not in name] == []
     assert f"attnpack::{isa}::" in symbols

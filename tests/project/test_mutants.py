@@ -1,4 +1,4 @@
-"""The lists of scripts/mutants.py are true to the sources. That script runs the mutants: it takes many minutes."""
+"""The lists of scripts/mutants.py fit the sources. That script runs the mutants: it takes many minutes."""
 
 import importlib.util
 import sys
@@ -21,7 +21,7 @@ MUTANTS = mutants.read_lists()
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_fits_the_sources(mutant):
     source = (ROOT / mutant.file).read_text()
-    begin, end, mistake = mutant.place(source)
+    begin, end, mistake = mutant.find_piece(source)
     assert source[begin:end] != mistake
     for test in mutant.tests:
         file, _, function = test.partition("::")
@@ -44,9 +44,9 @@ def test_a_text_that_is_not_there_once_is_refused():
     lost = mutants.Mutant("lost", "csrc/x.cpp", "a «b → c» d", ())
     for source in ("a x d", "a b d a b d"):
         with pytest.raises(ValueError, match="found . times in csrc/x.cpp, wants 1"):
-            lost.place(source)
+            lost.find_piece(source)
     with pytest.raises(ValueError, match="marks no piece"):
-        mutants.Mutant("bare", "csrc/x.cpp", "a b d", ()).place("a b d")
+        mutants.Mutant("bare", "csrc/x.cpp", "a b d", ()).find_piece("a b d")
 
 
 def test_two_mistakes_in_one_piece():

@@ -1,4 +1,4 @@
-"""What the wheel carries, what a C++ program gets from it, and `attnpack info`."""
+"""The files in the wheel, C++ programs that use them, and `attnpack info`."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ import attnpack
 import pytest
 import torch
 from attnpack.tools import info
-from processes import ROOT, TORCH_DIR, fake_torch, run, run_python, without_python
+from processes import ROOT, TORCH_DIR, fake_torch, run_program, run_python, without_python
 
 EXAMPLE = ROOT / "examples/cpp/hello_attention"
 
@@ -21,7 +21,7 @@ def wheel(tmp_path_factory) -> Path:
     """The package unpacked from a wheel that pip has built; compiled files of build/ are used again."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", folder, ROOT]
-    built = run(*pip)
+    built = run_program(*pip)
     assert built.returncode == 0, built.text
     site = folder / "site-packages"
     zipfile.ZipFile(next(folder.glob("attnpack-*.whl"))).extractall(site)
@@ -44,7 +44,9 @@ def test_wheel_carries_both_languages(wheel):
 
 def test_wheel_names_no_folder_of_this_machine(wheel):
     for file in [wheel / "attnpack/lib/libattnpack.so", *wheel.glob("attnpack/_C.*.so")]:
-        runpath = re.search(r"R(?:UN)?PATH\)\s+Library r(?:un)?path: \[(.*)\]", run("readelf", "-d", file).stdout)[1]
+        runpath = re.search(
+            r"R(?:UN)?PATH\)\s+Library r(?:un)?path: \[(.*)\]", run_program("readelf", "-d", file).stdout
+        )[1]
         assert all(entry.startswith("$ORIGIN") for entry in runpath.split(":")), runpath
 
 
@@ -60,11 +62,11 @@ def test_cpp_program_against_the_wheel(wheel, tmp_path):
         "import sys; from attnpack.tools.cli import main; sys.exit(main(['info', '--cmake-prefix']))", first=wheel
     )
     assert prefix.stdout.strip() == str(wheel / "attnpack")
-    configured = run("cmake", "-S", EXAMPLE, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix.stdout.strip()}")
+    configured = run_program("cmake", "-S", EXAMPLE, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix.stdout.strip()}")
     assert configured.returncode == 0, configured.text
-    built = run("cmake", "--build", tmp_path)
+    built = run_program("cmake", "--build", tmp_path)
     assert built.returncode == 0, built.text
-    hello = run(tmp_path / "hello_attention", env={})
+    hello = run_program(tmp_path / "hello_attention", env={})
     assert hello.returncode == 0, hello.text
     lines = [line.split(maxsplit=1) for line in hello.stdout.splitlines()]
     assert [line[0] for line in lines] == ["layer", "steps", "operator", "schema"]
@@ -80,7 +82,7 @@ def test_example_is_short():
 def test_find_package_refuses_another_torch(wheel, tmp_path):
     torch_dir = fake_torch(tmp_path / "torch", "2.99.0")
     arguments = [f"-DCMAKE_PREFIX_PATH={wheel / 'attnpack'}", f"-DATTNPACK_TORCH_DIR={torch_dir}"]
-    stopped = run("cmake", "-S", EXAMPLE, "-B", tmp_path / "b", *arguments)
+    stopped = run_program("cmake", "-S", EXAMPLE, "-B", tmp_path / "b", *arguments)
     minor = ".".join(torch.__version__.split(".")[:2])
     assert stopped.returncode != 0
     assert f"attnpack was built for torch {minor}, but {torch_dir} is torch 2.99.0" in stopped.text
@@ -102,12 +104,12 @@ def test_cpp_without_python(tmp_path):
         ("cmake", "--build", tmp_path / "hello"),
         (tmp_path / "hello/hello_attention",),
     ):
-        process = run(*command, env=environment, timeout=1800)
+        process = run_program(*command, env=environment, timeout=1800)
         assert process.returncode == 0, process.text
 
 
 def test_info_says_what_is_loaded_and_why_not():
-    collected = info.collect()
+    collected = info.collect_info()
     assert collected["attnpack"] == attnpack.__version__
     assert collected["torch"]["running"] == torch.__version__
     assert collected["instruction_set"]["chosen"] in collected["instruction_set"]["built"]
@@ -119,7 +121,7 @@ def test_info_says_what_is_loaded_and_why_not():
 
 def test_info_prints_lines_or_json(capsys):
     info.main(argparse.Namespace(json=True, cmake_prefix=False))
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(info.collect()))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(info.collect_info()))
     info.main(argparse.Namespace(json=False, cmake_prefix=False))
     printed = capsys.readouterr().out
     assert re.search(r"^libattnpack_cuda.so +not loaded: this torch has no CUDA$", printed, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What the README shows is true: its Python runs, its C++ is the example's, its names and commands exist."""
+"""The README is true: its Python runs, its C++ is the example's, its names and commands exist."""
 
 import re
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""The code is as the formatters want it (.clang-format, ruff in pyproject.toml) and as DESIGN's layers allow."""
+"""The code follows the formatters (.clang-format, ruff in pyproject.toml) and the rules of CONTRIBUTING."""
 
 import re
 import sysconfig
 from pathlib import Path
 
 import pytest
-from processes import ROOT, run
+from processes import ROOT, run_program
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 CPP = [
@@ -18,12 +18,12 @@ CPP = [
 
 @pytest.mark.parametrize("arguments", [["check"], ["format", "--check"]], ids=" ".join)
 def test_python(arguments):
-    checked = run(SCRIPTS / "ruff", *arguments, "--no-cache", ROOT)
+    checked = run_program(SCRIPTS / "ruff", *arguments, "--no-cache", ROOT)
     assert checked.returncode == 0, checked.stdout
 
 
 def test_cpp():
-    checked = run(SCRIPTS / "clang-format", "--dry-run", "--Werror", *CPP)
+    checked = run_program(SCRIPTS / "clang-format", "--dry-run", "--Werror", *CPP)
     assert checked.returncode == 0, checked.stderr
 
 

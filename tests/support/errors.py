@@ -1,4 +1,4 @@
-"""Small inputs and modules that calls get wrong, and the form in which every complaint comes.
+"""Small inputs and modules for wrong calls, and the form of every error.
 
 The functions that make modules take `m`: attnpack, or attnpack.cpp for the same in C++.
 """
@@ -10,8 +10,8 @@ from torch import nn
 
 X = torch.randn(2, 5, 24)
 IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
-NINE = torch.tensor([1, 9])  # lengths, of which the second is too long
-A_TENSOR = r".*torch\.tensor\(\) makes one"  # the fix where a list was given
+NINE = torch.tensor([1, 9])  # lengths; the second is too long
+A_TENSOR = r".*torch\.tensor\(\) makes one"  # the fix for a list
 
 
 def attention(m):

@@ -68,7 +68,7 @@ def random_model(config):
 
 
 def write_tokenizer(directory) -> None:
-    """Bytes as tokens."""
+    """Writes a tokenizer whose tokens are bytes."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:96])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,10 +1,10 @@
 """Tiny random models of transformers, a family by its model_type, for the tests of attnpack.hf.
 
-Tried and not here, of the causal, masked, sequence-to-sequence and image models of transformers 5.23: those whose code
-has its own attention (falcon, gptj, deberta, led, xlnet, ...: transformers warns and stays eager, or they are refused);
-those without any (mamba, fnet, resnet, ...); those that SIZES alone does not make small (fuyu, gemma3, clip, ...),
-quick (falcon_h1) or whole (bamba, dbrx, jamba, zamba, swin, ...); and inkling2_text, whose sinks of each token the
-operator cannot honour (it raises and names them).
+These causal, masked, sequence-to-sequence and image models of transformers 5.23 were tried and left out: models with
+attention code of their own (falcon, gptj, deberta, led, xlnet, ...: transformers warns and stays eager, or they are
+refused); models without attention (mamba, fnet, resnet, ...); models for which SIZES are not enough to make them small
+(fuyu, gemma3, clip, ...), quick (falcon_h1) or valid (bamba, dbrx, jamba, zamba, swin, ...); and inkling2_text, whose
+sinks per token the operator cannot honour (it raises and names them).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.auto import modeling_auto as auto
 
 VOCABULARY = 96
 
-# What configurations call their sizes; each takes those that it has.
+# The names of sizes in configurations; each configuration takes those that it has.
 SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim"), 32),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"), 48),
@@ -31,7 +31,7 @@ SIZES = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "num_decoder_layers", "type_vocab_size"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
-    # As the testers of transformers set them where the default does not suit a model so narrow.
+    # The values of transformers' own tests, because the defaults do not suit such a narrow model.
     **dict.fromkeys(("initializer_range", "embedding_initializer_range"), 0.02),
     "initializer_factor": 0.002,
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
@@ -73,7 +73,7 @@ ENCODER_DECODERS = """
 VISION = "beit dinov2 dinov2_with_registers ijepa vit vit_msn".split()
 FAMILIES = [*DECODERS, *LATENT, *ENCODERS, *ENCODER_DECODERS, *VISION]
 
-# Only to be refused: attention of their own, or sinks of each token.
+# Families that are refused: they have their own attention, or sinks per token.
 _REFUSED = "bloom codegen inkling2_text mpt".split()
 _KINDS = [
     ([*DECODERS, *LATENT, *_REFUSED], auto.MODEL_FOR_CAUSAL_LM_MAPPING),
@@ -94,16 +94,16 @@ def make_config(family: str, **changes):
     taken = set(inspect.signature(kind.__init__).parameters)
     for base in kind.__mro__:
         taken |= set(getattr(base, "__annotations__", ()))
-    # Latent attention has a kv head for every query head; 4 selected keys are fewer than the prompts have.
+    # Latent attention has a kv head for every query head. The prompts have more than 4 keys to select from.
     sizes = SIZES | ({"num_key_value_heads": 4, "index_topk": 4} if family in LATENT else {})
-    # An alias is left to the name that it stands for, where that is there.
+    # An alias is left out if the name that it stands for is there.
     sizes = {name: size for name, size in sizes.items() if kind.attribute_map.get(name, "") not in sizes}
     return kind(**{name: size for name, size in sizes.items() if name in taken | set(kind.attribute_map)} | changes)
 
 
 def make_model(family: str, spread: float = 0.1, **changes):
     """A model in evaluation mode. `spread` is added to its weights, so that biases and norms are not trivial and scores
-    not all alike; with 0 they are as transformers draws them."""
+    differ; with 0 they stay as transformers draws them."""
     torch.manual_seed(0)
     config = make_config(family, **changes)
     model = _kind(family)[type(config)]._from_config(config, attn_implementation="eager").eval()
@@ -129,7 +129,7 @@ def padding(kind: str, batch: int = 3, length: int = 14) -> torch.Tensor:
 
 
 def inputs(family: str, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the family's forward takes, for a padding mask [B, L]."""
+    """The arguments of the family's forward, for a padding mask [B, L]."""
     generator = torch.Generator().manual_seed(1)
     if family in VISION:
         return {"pixel_values": torch.randn(len(mask), 3, 32, 32, generator=generator)}
@@ -165,15 +165,15 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, tor
 
 @torch.no_grad()
 def generated(model, implementation: str, mask: torch.Tensor, **settings) -> torch.Tensor:
-    """8 greedy tokens behind a prompt, [B, prompt + 8]; for an encoder-decoder behind its start token."""
+    """8 greedy tokens after a prompt, [B, prompt + 8]; for an encoder-decoder after its start token."""
     model.set_attn_implementation(implementation)
     prompt = inputs("llama", mask)
     return model.generate(**prompt, do_sample=False, min_new_tokens=8, max_new_tokens=8, **settings)
 
 
 def backward(model, family: str, implementation: str) -> None:
-    """Gradients of the loss of a left-padded batch where a real token predicts one: what stands before the first real
-    token has no key to attend, and whatever eager makes of that is not compared."""
+    """Gradients of the loss of a left-padded batch, at positions where a real token predicts a token. Positions before
+    the first real token have no key to attend, so eager's results for them are not compared."""
     model.zero_grad()
     model.set_attn_implementation(implementation)
     mask = padding("left")

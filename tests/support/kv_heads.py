@@ -1,10 +1,10 @@
-"""Layers whose kv heads agree, so that to have fewer of them loses nothing."""
+"""Layers whose kv heads are equal in groups, so that fewer kv heads lose nothing."""
 
 import torch
 
 
 def share_heads(module, groups) -> None:
-    """Gives all kv heads of a group the weights of its first."""
+    """Gives all kv heads of a group the weights of its first head."""
     with torch.no_grad():
         for projection in (module.k_proj, module.v_proj):
             for tensor in projection.parameters():

@@ -17,7 +17,7 @@ YARN = {
 PATHS = ("expanded", "absorbed")
 
 
-def make(rope=True, scaling=None, seed=0, interleaved=True, **settings):
+def make_layer(rope=True, scaling=None, seed=0, interleaved=True, **settings):
     torch.manual_seed(seed)
     sizes = {**SIZES, "causal": True, **settings}
     if rope:

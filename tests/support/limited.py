@@ -1,10 +1,10 @@
-"""What a file may cost: code in a child process that may take little memory and time."""
+"""Runs code in a child process with little memory and time, to measure the cost of a file."""
 
 import subprocess
 
 from processes import run_python
 
-# libgomp's and the allocator's arenas are address space, too.
+# The arenas of libgomp and of the allocator take address space too.
 _LIMITS = """
 import resource
 import attnpack, attnpack.checkpoints.gguf, gguf, tokenizers

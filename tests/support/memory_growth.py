@@ -1,6 +1,6 @@
 """How far loading a model raises a process's resident memory: `python memory_growth.py LOADER PATH DTYPE`, in bytes.
 
-Run in a process of its own by the tests of from_gguf and from_hf; prints the growth and the size of the weights.
+The tests of from_gguf and from_hf run it in its own process. It prints the growth and the size of the weights.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ def measure(loader: str, path: str, dtype: str) -> None:
 
 
 def growth(loader: str, path: Path, dtype: str) -> tuple[int, int]:
-    """Peak of resident memory over what it was just before loading, and the bytes of the weights."""
+    """The peak of resident memory minus the memory just before loading, and the bytes of the weights."""
     command = [sys.executable, __file__, loader, str(path), dtype]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

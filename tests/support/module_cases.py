@@ -1,4 +1,4 @@
-"""Every module with inputs it can be called with: what the parity and module tests run over."""
+"""Every module with inputs for a call: the cases of the parity and module tests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7
 
 
 @dataclass(frozen=True)
-class Case:
+class ModuleCase:
     name: str
     build: Callable[..., nn.Module]  # takes device and dtype
     inputs: Callable[[], tuple[Tensor, ...]]
@@ -63,100 +63,102 @@ def _ids() -> Tensor:
 
 
 CASES = [
-    Case("self_attention", lambda **f: attnpack.SelfAttention(EMBED, 16, causal=True, **f), lambda: (_x(),)),
-    Case("self_attention_bias", lambda **f: attnpack.SelfAttention(EMBED, bias=True, **f), lambda: (_x(),)),
-    Case("multi_head", lambda **f: attnpack.MultiHeadAttention(EMBED, 4, causal=True, **f), lambda: (_x(),)),
-    Case(
+    ModuleCase("self_attention", lambda **f: attnpack.SelfAttention(EMBED, 16, causal=True, **f), lambda: (_x(),)),
+    ModuleCase("self_attention_bias", lambda **f: attnpack.SelfAttention(EMBED, bias=True, **f), lambda: (_x(),)),
+    ModuleCase("multi_head", lambda **f: attnpack.MultiHeadAttention(EMBED, 4, causal=True, **f), lambda: (_x(),)),
+    ModuleCase(
         "multi_head_cross",
         lambda **f: attnpack.MultiHeadAttention(EMBED, 4, kdim=10, vdim=10, bias=True, out_bias=False, **f),
         lambda: (_x(), _x(7, 10)),
     ),
-    Case(
+    ModuleCase(
         "grouped",
         lambda **f: attnpack.GroupedQueryAttention(EMBED, 4, 2, causal=True, qk_norm=True, rope=_rope(), **f),
         lambda: (_x(),),
     ),
-    Case(
+    ModuleCase(
         "grouped_uneven",
         lambda **f: attnpack.GroupedQueryAttention(EMBED, 4, 2, head_map=[0, 1, 0, 0], scale=0.3, head_dim=8, **f),
         lambda: (_x(),),
     ),
-    Case(
+    ModuleCase(
         "multi_query",
         lambda **f: attnpack.MultiQueryAttention(
             EMBED, 4, bias=True, rope=_rope(interleaved=True, scaling={"type": "linear", "factor": 2.0}), **f
         ),
         lambda: (_x(),),
     ),
-    Case(
+    ModuleCase(
         "grouped_yarn",
         lambda **f: attnpack.GroupedQueryAttention(
             EMBED, 4, 2, causal=True, rope=_rope(scaling={"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}), **f
         ),
         lambda: (_x(),),
     ),
-    Case(
+    ModuleCase(
         "grouped_dynamic",
         lambda **f: attnpack.GroupedQueryAttention(
             EMBED, 4, 2, rope=_rope(max_positions=3, scaling={"rope_type": "dynamic", "factor": 4.0}), **f
         ),
         lambda: (_x(),),
     ),
-    Case(
+    ModuleCase(
         "windowed",
         lambda **f: attnpack.GroupedQueryAttention(
             EMBED, 4, 2, causal=True, window=(2, 0), softcap=2.0, sinks=True, rope=_rope(), **f
         ),
         lambda: (_x(),),
     ),
-    Case(
+    ModuleCase(
         "alibi",
         lambda **f: attnpack.MultiHeadAttention(EMBED, 6, causal=True, alibi=True, **f),
         lambda: (_x(),),
     ),
-    Case(
+    ModuleCase(
         "latent",
         lambda **f: _latent(causal=True, q_lora_rank=8, bias=True, rope=_rope(interleaved=True, scaling=YARN), **f),
         lambda: (_x(),),
     ),
-    Case("latent_absorbed", lambda **f: _latent(path="absorbed", rope=_rope(), causal=True, **f), lambda: (_x(),)),
-    Case("latent_plain", lambda **f: _latent(0, latent_norm=False, **f), lambda: (_x(),)),
-    Case("latent_folded", lambda **f: _latent(folded=True, rope=_rope(), **f), lambda: (_x(),)),
-    Case("latent_cross", lambda **f: _latent(causal=True, **f), lambda: (_x(), _x(7))),
-    Case(
+    ModuleCase(
+        "latent_absorbed", lambda **f: _latent(path="absorbed", rope=_rope(), causal=True, **f), lambda: (_x(),)
+    ),
+    ModuleCase("latent_plain", lambda **f: _latent(0, latent_norm=False, **f), lambda: (_x(),)),
+    ModuleCase("latent_folded", lambda **f: _latent(folded=True, rope=_rope(), **f), lambda: (_x(),)),
+    ModuleCase("latent_cross", lambda **f: _latent(causal=True, **f), lambda: (_x(), _x(7))),
+    ModuleCase(
         "projected_windowed",
         lambda **f: attnpack.ProjectedAttention(4, 2, 6, window=(1, 2), softcap=1.5, **f),
         lambda: (_x(), _x(5, 12), _x(5, 12)),
     ),
-    Case(
+    ModuleCase(
         "projected",
         lambda **f: attnpack.ProjectedAttention(4, 2, 6, causal=True, rope=_rope(), **f),
         lambda: (_x(), _x(5, 12), _x(5, 12)),
     ),
-    Case("encoder_block", _encoder_block, lambda: (_x(),)),
-    Case("encoder_block_layer_norm", lambda **f: _encoder_block("layer", **f), lambda: (_x(),)),
-    Case("decoder_block", _decoder_block, lambda: (_x(),)),
-    Case("decoder_block_post_norm", lambda **f: _decoder_block(pre_norm=False, **f), lambda: (_x(),)),
-    Case("decoder_block_cross", lambda **f: _decoder_block(cross=True, **f), lambda: (_x(), _x(7))),
-    Case("encoder", lambda **f: attnpack.Encoder([_encoder_block(**f)], norm=None), lambda: (_x(),)),
-    Case("decoder", lambda **f: attnpack.Decoder([_decoder_block(**f), _decoder_block(**f)]), lambda: (_x(),)),
-    Case("encoder_decoder", _encoder_decoder, lambda: (_x(), _x(7))),
-    Case("causal_lm", _causal_lm, lambda: (_ids(),)),
-    Case("causal_lm_tied", lambda **f: _causal_lm(tie_embeddings=True, bias=True, **f), lambda: (_ids(),)),
-    Case(
+    ModuleCase("encoder_block", _encoder_block, lambda: (_x(),)),
+    ModuleCase("encoder_block_layer_norm", lambda **f: _encoder_block("layer", **f), lambda: (_x(),)),
+    ModuleCase("decoder_block", _decoder_block, lambda: (_x(),)),
+    ModuleCase("decoder_block_post_norm", lambda **f: _decoder_block(pre_norm=False, **f), lambda: (_x(),)),
+    ModuleCase("decoder_block_cross", lambda **f: _decoder_block(cross=True, **f), lambda: (_x(), _x(7))),
+    ModuleCase("encoder", lambda **f: attnpack.Encoder([_encoder_block(**f)], norm=None), lambda: (_x(),)),
+    ModuleCase("decoder", lambda **f: attnpack.Decoder([_decoder_block(**f), _decoder_block(**f)]), lambda: (_x(),)),
+    ModuleCase("encoder_decoder", _encoder_decoder, lambda: (_x(), _x(7))),
+    ModuleCase("causal_lm", _causal_lm, lambda: (_ids(),)),
+    ModuleCase("causal_lm_tied", lambda **f: _causal_lm(tie_embeddings=True, bias=True, **f), lambda: (_ids(),)),
+    ModuleCase(
         "causal_lm_latent",
         lambda **f: attnpack.CausalLM(32, EMBED, 2, 4, hidden_dim=32, rope_interleaved=True, latent=LATENT, **f),
         lambda: (_ids(),),
     ),
-    Case("rms_norm", lambda **f: attnpack.RMSNorm(EMBED, **f), lambda: (_x(),), attends=False),
-    Case("swiglu", lambda **f: attnpack.FeedForward(EMBED, 32, **f), lambda: (_x(),), attends=False),
-    Case(
+    ModuleCase("rms_norm", lambda **f: attnpack.RMSNorm(EMBED, **f), lambda: (_x(),), attends=False),
+    ModuleCase("swiglu", lambda **f: attnpack.FeedForward(EMBED, 32, **f), lambda: (_x(),), attends=False),
+    ModuleCase(
         "gelu",
         lambda **f: attnpack.FeedForward(EMBED, 32, activation="gelu", bias=True, **f),
         lambda: (_x(),),
         attends=False,
     ),
-    Case(
+    ModuleCase(
         "rotary",
         lambda **f: attnpack.RotaryEmbedding(4, base=500.0, **f),
         lambda: (torch.randn(2, 3, 5, 6, requires_grad=True),),
@@ -165,7 +167,7 @@ CASES = [
 ]
 
 
-def make(case: Case, seed: int = 0, **factory) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def make_case(case: ModuleCase, seed: int = 0, **factory) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The module with random parameters (norm weights too, which start at 1), and inputs."""
     torch.manual_seed(seed)
     module = case.build(**factory)

@@ -1,4 +1,4 @@
-"""ONNX nodes `Attention` and `RotaryEmbedding` said in attnpack's words: reshapes, concatenations, other names.
+"""ONNX nodes `Attention` and `RotaryEmbedding` as calls of attnpack: reshapes, concatenations, other names.
 
 The node test cases come from the `onnx` package, which computes inputs and expected outputs while it is imported.
 """
@@ -13,12 +13,13 @@ from attnpack import apply_rope, attention, attention_scores
 from onnx.backend.test.case import node as onnx_node
 from torch import Tensor
 
-# Of qk_matmul_output_mode.
+# The stages of qk_matmul_output_mode, in its order.
 STAGES = ["scaled", "capped", "masked", "probs"]
 
 
 def collect_cases() -> list:
-    """The cases of the two operators; onnx's own collector would make those of all others too, which takes seconds."""
+    """The cases of the two operators; onnx's own collector also makes those of all other operators, which takes
+    seconds."""
     for module in ("attention", "rotaryembedding"):
         importlib.import_module(f"{onnx_node.__name__}.{module}")
     # "_expanded" ones are the same inputs and outputs for a graph of many small nodes.
@@ -35,7 +36,7 @@ def run_node(node, arrays: list[np.ndarray]) -> list[Tensor]:
     """The outputs that the node names, in its order."""
     present = [name for name in node.input if name]
     given = dict(zip(present, map(to_torch, arrays), strict=True))
-    # Its inputs are known by their places; absent ones have an empty name.
+    # The inputs are known by their places; an absent input has an empty name.
     inputs = [given[name] if name else None for name in node.input]
     attributes = {a.name: a.f if a.type == a.FLOAT else a.i for a in node.attribute}
     outputs = {"Attention": run_attention, "RotaryEmbedding": run_rope}[node.op_type](*inputs, **attributes)
@@ -43,7 +44,7 @@ def run_node(node, arrays: list[np.ndarray]) -> list[Tensor]:
 
 
 def run_attention(
-    query: Tensor,  # [B, Hq, Lq, D], or [B, Lq, Hq * D]; the others alike
+    query: Tensor,  # [B, Hq, Lq, D], or [B, Lq, Hq * D]; key and value likewise
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
@@ -74,7 +75,7 @@ def run_attention(
         "kv_lens": nonpad_kv_seqlen,
         "softcap": softcap,
         "scale": scale,
-        # Behind the past; an external cache holds the queries' own keys already.
+        # The queries come after the past; an external cache already holds the queries' own keys.
         "q_offset": "end" if nonpad_kv_seqlen is not None else 0 if past_key is None else past_key.shape[2],
     }
     mask = fill_up(attn_mask, key.shape[2])
@@ -92,7 +93,7 @@ def run_rope(
     *,
     interleaved: int = 0,
     num_heads: int = 0,
-    rotary_embedding_dim: int = 0,  # the width of cos says it
+    rotary_embedding_dim: int = 0,  # the width of cos gives it
 ) -> tuple[Tensor]:
     flat = x.dim() == 3
     x = split(x, num_heads) if flat else x
@@ -111,7 +112,7 @@ def join(x: Tensor) -> Tensor:
 
 
 def fill_up(mask: Tensor | None, kv_len: int) -> Tensor | None:
-    """A mask that is shorter than the keys excludes those that it does not name."""
+    """Lengthens a mask: it excludes the keys that it does not cover."""
     if mask is None or mask.shape[-1] == kv_len:
         return mask
     excluded = mask.new_full((*mask.shape[:-1], kv_len - mask.shape[-1]), 0 if mask.dtype == torch.bool else -torch.inf)

@@ -1,4 +1,4 @@
-"""Cases of the operator, a pairwise covering of what a user varies, and the rule by which results are judged."""
+"""Cases of the operator, a pairwise covering of its arguments, and the rule that judges results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ AXES = {
 
 
 def covering(axes: dict[str, list]) -> Iterator[dict]:
-    """Rows in which every two values of different axes meet at least once: greedy, the same at every run."""
+    """Rows that contain every two values of different axes at least once: greedy, and the same in every run."""
     sizes = [len(values) for values in axes.values()]
     pairs = itertools.combinations(range(len(sizes)), 2)
     missing = {(a, i, b, j) for a, b in pairs for i in range(sizes[a]) for j in range(sizes[b])}
@@ -72,7 +72,7 @@ def covering(axes: dict[str, list]) -> Iterator[dict]:
             def gain(value, axis=axis, row=row, missing=missing):
                 return sum(sum(sorted([(axis, value), other]), ()) in missing for other in row.items())
 
-            turn = len(missing) % sizes[axis]  # among equals another one each time
+            turn = len(missing) % sizes[axis]  # among equal values, a different one each time
             row[axis] = max(range(sizes[axis]), key=lambda value: (gain(value), (value + turn) % sizes[axis]))
         missing -= {(a, row[a], b, row[b]) for a, b in itertools.combinations(range(len(sizes)), 2)}
         yield {name: values[row[n]] for n, (name, values) in enumerate(axes.items())}
@@ -89,7 +89,7 @@ class Inputs:
     grad_lse: Tensor | None = None  # [B, Hq, Lq]
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """All floats in another dtype: with float64 the truth's inputs, with exactly these values."""
+        """All floats in another dtype. With float64 these are the inputs of the truth, with exactly these values."""
 
         def cast(x):
             return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -100,13 +100,13 @@ class Inputs:
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Normal numbers that depend on nothing but shape and seed."""
+    """Normal numbers that depend on shape and seed alone."""
     generator = torch.Generator().manual_seed(seed + 1000 * sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """x with other strides, NaN where no element lies; expanded and repeated ones hold the numbers of index 0 alone.
+    """x with other strides, and NaN between its elements; expanded and repeated ones hold the numbers of index 0 alone.
 
     "contiguous", "reversed", "stepped" and "repeated" are for any shape, the others for [B, H, L, D].
     """
@@ -203,8 +203,8 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run(attend: Callable, inputs: Inputs, *, gradients: bool = True) -> dict[str, Tensor]:
-    """out and lse of attnpack.attention or reference.attention, and the gradients of everything that has one."""
+def compute_results(attend: Callable, inputs: Inputs, *, gradients: bool = True) -> dict[str, Tensor]:
+    """out and lse of attnpack.attention or reference.attention, and the gradients of all inputs that have one."""
 
     def leaf(x):
         wanted = gradients and isinstance(x, Tensor) and x.is_floating_point()
@@ -224,8 +224,8 @@ def run(attend: Callable, inputs: Inputs, *, gradients: bool = True) -> dict[str
 
 
 def floor(truth: Tensor, dtype: torch.dtype, accumulation: torch.dtype) -> float:
-    """What rounding alone may do: FlashAttention 3's max |(x + 0.3 - 0.3) - x|, twice, for the worst x of this size,
-    and some steps of the accumulation dtype."""
+    """The error that rounding alone may cause: twice FlashAttention 3's max |(x + 0.3 - 0.3) - x| for the worst x of
+    this size, and some steps of the accumulation dtype."""
     largest = truth.abs().max().item()
     ulp = torch.finfo(dtype).eps * 2 ** math.floor(math.log2(largest + 0.3))
     return ulp + 64 * torch.finfo(accumulation).eps * max(1.0, largest)
@@ -243,7 +243,7 @@ def check(ours: dict[str, Tensor], plain: dict[str, Tensor], truth: dict[str, Te
             continue
         got, simple, exact = (x.double().masked_fill(empty, 0) for x in (got, simple, exact))
         error, allowed = (got - exact).abs().max().item(), 2 * (simple - exact).abs().max().item()
-        # lse comes from the inputs, everything else from something stored in their dtype.
+        # lse is computed from the inputs, everything else from a result stored in their dtype.
         allowed += floor(exact, accumulation if name == "lse" else dtype, accumulation)
         assert error <= allowed and math.isfinite(error), f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
@@ -251,11 +251,11 @@ def check(ours: dict[str, Tensor], plain: dict[str, Tensor], truth: dict[str, Te
 def check_against_reference(
     inputs: Inputs, *, gradients: bool = True, attend: Callable = attnpack.attention
 ) -> dict[str, Tensor]:
-    """The operator on the inputs, judged; returns what it gave."""
-    ours = run(attend, inputs, gradients=gradients)
-    with threads(1):  # plain PyTorch on small tensors is several times faster so on a busy machine
-        plain = run(reference.attention, inputs, gradients=gradients)
-        truth = run(reference.attention, inputs.to(torch.float64), gradients=gradients)
+    """Judges the operator on the inputs, and returns its results."""
+    ours = compute_results(attend, inputs, gradients=gradients)
+    with threads(1):  # one thread: on a busy machine plain PyTorch is several times faster so on small tensors
+        plain = compute_results(reference.attention, inputs, gradients=gradients)
+        truth = compute_results(reference.attention, inputs.to(torch.float64), gradients=gradients)
     check(ours, plain, truth, inputs.query.dtype)
     return ours
 

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 TORCH_DIR = Path(torch.__file__).parent
 
 
-def run(*command, timeout: float = 600, **options) -> subprocess.CompletedProcess:
-    """The finished process, with `.text`: both streams, line breaks (CMake's, inside a message) made spaces."""
+def run_program(*command, timeout: float = 600, **options) -> subprocess.CompletedProcess:
+    """The finished process, with `.text`: both streams, with spaces for line breaks, which CMake puts into messages."""
     process = subprocess.run(list(map(str, command)), text=True, capture_output=True, timeout=timeout, **options)
     process.text = re.sub(r"\s+", " ", process.stdout + process.stderr)
     return process
@@ -23,11 +23,11 @@ def run(*command, timeout: float = 600, **options) -> subprocess.CompletedProces
 def run_python(code: str, first: Path | None = None) -> subprocess.CompletedProcess:
     """`code` in a new interpreter, outside the repository, with the attnpack of folder `first`, or the one in use."""
     environment = os.environ | {"PYTHONPATH": str(first or Path(attnpack.__file__).parents[1])}
-    return run(sys.executable, "-c", code, env=environment, cwd="/")
+    return run_program(sys.executable, "-c", code, env=environment, cwd="/")
 
 
 def fake_torch(folder: Path, version: str) -> Path:
-    """What CMake looks at in a torch of that version."""
+    """The files of a torch of that version that CMake reads."""
     header = folder / "include/torch/headeronly/version.h"
     header.parent.mkdir(parents=True)
     numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
@@ -46,5 +46,5 @@ def without_python(folder: Path) -> dict[str, str]:
             if "python" not in program.name and not (folder / program.name).is_symlink():
                 (folder / program.name).symlink_to(program)
     environment = {"PATH": str(folder)}
-    assert run("sh", "-c", "command -v python3 || command -v python", env=environment).returncode != 0
+    assert run_program("sh", "-c", "command -v python3 || command -v python", env=environment).returncode != 0
     return environment

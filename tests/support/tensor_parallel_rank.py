@@ -1,6 +1,6 @@
 """One of two processes that divide modules by torch's own plan: `python tensor_parallel_rank.py RANK STORE`, where
-STORE is a file that both name. Prints a JSON object: for each case how far it is from one process, or the sentence that
-it raised."""
+STORE is a file that both name. Prints a JSON object: for each case the distance from the result of one process, or the
+error."""
 
 import copy
 import json

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 
 def written_by(model, length=6000) -> str:
-    """A text that the model finds likely: drawn from it, 60 tokens at a time, of the tokens that are printable."""
+    """A text that is likely for the model: drawn from it, 60 tokens at a time, from the printable tokens."""
     rows = torch.randint(90, (length // 60, 1), generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -20,10 +20,10 @@ def written_by(model, length=6000) -> str:
 
 
 def convert_tiny(folder: Path) -> Path:
-    """The directory of a tiny model's mean with one kv head: folder/out; its original and the text lie in folder."""
+    """folder/out, a tiny model converted to one kv head by the mean. The original and the text are in folder."""
     model = random_model(LlamaConfig(**MHA))
     with torch.no_grad():
-        model.lm_head.weight.mul_(8)  # sure of what it says
+        model.lm_head.weight.mul_(8)  # so that its outputs are certain
     model.save_pretrained(folder / "in", max_shard_size="60KB")
     write_tokenizer(folder / "in")
     (folder / "text.txt").write_text(written_by(model))

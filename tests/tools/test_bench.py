@@ -1,4 +1,4 @@
-"""`attnpack bench`: what it counts, that it compares like with like, and what it prints."""
+"""`attnpack bench`: its counts, equal results of the compared calls, and its output."""
 
 import dataclasses
 import json

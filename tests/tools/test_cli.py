@@ -143,7 +143,7 @@ def test_generate_streams_and_counts():
 
 
 def test_an_empty_prompt_is_refused(tmp_path, capsys):
-    """Of a model without a chat template nothing is left of it."""
+    """For a model without a chat template an empty prompt has no tokens."""
     path = lies.write(lies.whole_hf(False) | {"tokenizer_config.json": b"{}"}, tmp_path / "model")
     assert cli.main(["generate", "", "--model", str(path)]) == 2
     said = capsys.readouterr()

@@ -16,7 +16,7 @@ from attnpack.tools.plot import plot_kv_memory
 
 
 def plain_lines(x, q, k, state_dict, num_heads):
-    """What the notebook prints when the plain classes of reference.py run on these numbers."""
+    """The notebook's output if the plain classes of reference.py run on these numbers."""
     said = []
     weights = {rename_to_notebook(name): weight for name, weight in state_dict.items()}
     classes = (reference.MQAV1, reference.MQAV2, reference.MQAV3)

@@ -1,4 +1,4 @@
-"""Pictures: what they draw is what was computed, and `attnpack plot` writes them."""
+"""Pictures draw the computed numbers, and `attnpack plot` writes them."""
 
 import json
 import shlex
@@ -49,7 +49,7 @@ def is_a_picture(path):
 
 
 def test_memory_of_known_models_by_their_configurations():
-    """Bytes a token in bf16, worked out from the models' published sizes."""
+    """Bytes per token in bf16, worked out from the models' published sizes."""
     wanted = {
         "llama-3-70b": 2 * 80 * 8 * 128 * 2,
         "llama-3-8b": 2 * 32 * 8 * 128 * 2,

@@ -37,7 +37,7 @@ struct MergeOptions {
   // kv head that each query head reads; default: consecutive query heads share one.
   TORCH_ARG(std::optional<std::vector<int64_t>>, head_map);
   // pool_kv_heads' "mean", "first", "random"; "similar": the mean of groups that choose_groups finds; "aligned": heads
-  // are turned onto each other before they merge (align.h).
+  // are rotated onto each other before they merge (align.h).
   TORCH_ARG(std::string, method) = "mean";
   TORCH_ARG(int64_t, window) = 1;
   TORCH_ARG(std::optional<Groups>, groups);

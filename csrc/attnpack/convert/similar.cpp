@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <attnpack/convert/detail/moments.h>
+#include <attnpack/convert/detail/calibration.h>
 #include <attnpack/core/check.h>
 
 #include <algorithm>

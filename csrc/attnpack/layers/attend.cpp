@@ -16,8 +16,8 @@ std::optional<CacheTensors> cache_tensors(const CacheArguments& cache) {
   return CacheTensors{*cache.key, *cache.value, *cache.lengths};
 }
 
-PlacedTokens place(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& cache,
-                   const LayerArguments& layer, AttentionArguments args) {
+PlacedTokens place_heads(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& cache,
+                         const LayerArguments& layer, AttentionArguments args) {
   return place_tokens({query, key, value}, cache_tensors(cache), layer,
                       [&](const Tensor& k, const Tensor& v, const std::optional<Tensor>& kv_lens) {
                         args.kv_lens = kv_lens;
@@ -25,7 +25,7 @@ PlacedTokens place(const Tensor& query, const Tensor& key, const Tensor& value, 
                       });
 }
 
-Tensor run(const PlacedTokens& tokens, AttentionArguments args, double dropout_p) {
+Tensor attend_placed(const PlacedTokens& tokens, AttentionArguments args, double dropout_p) {
   args.dropout_p = dropout_p;
   args.dropout_seed = dropout_seed(dropout_p);
   return std::get<0>(attention_op(tokens.query, tokens.key, tokens.value, args)).transpose(1, 2).flatten(2);
@@ -34,21 +34,21 @@ Tensor run(const PlacedTokens& tokens, AttentionArguments args, double dropout_p
 Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& cache,
                         const LayerArguments& layer, const ScoreArguments& score) {
   AttentionArguments args = attention_arguments(layer, score);
-  const PlacedTokens tokens = place(query, key, value, cache, layer, args);
+  const PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
-  return run(tokens, args, layer.dropout_p);
+  return attend_placed(tokens, args, layer.dropout_p);
 }
 
 std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, const Tensor& key, const Tensor& value,
                                                          const CacheArguments& cache, const LayerArguments& layer,
                                                          const ScoreArguments& score) {
   AttentionArguments args = attention_arguments(layer, score);
-  PlacedTokens tokens = place(query, key, value, cache, layer, args);
+  PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   trim_to_longest(tokens, layer.mask);
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
-  return {run(tokens, args, layer.dropout_p), scores_formula(tokens.query, tokens.key, args, "probs")};
+  return {attend_placed(tokens, args, layer.dropout_p), scores_formula(tokens.query, tokens.key, args, "probs")};
 }
 
 CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
@@ -88,7 +88,7 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
 namespace attnpack {
 namespace {
 
-void register_parts(torch::Library& m) {
+void register_composites(torch::Library& m) {
   m.impl("attend", from_schema<attend_composite>);
   m.impl("attend_with_weights", from_schema<attend_with_weights_composite>);
 }
@@ -97,7 +97,7 @@ void register_parts(torch::Library& m) {
 }  // namespace attnpack
 
 // The schema says that the cache's tensors are written, and vmap has no rule for such ops. But without a cache nothing
-// is written. For lazy tensors torch has a fallback, which breaks what is written (ops/lazy).
-TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_parts(m); }
-TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_parts(m); }
-TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_parts(m); }
+// is written. For lazy tensors torch has a fallback, which breaks ops that write (ops/lazy).
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_composites(m); }
+TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_composites(m); }
+TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_composites(m); }

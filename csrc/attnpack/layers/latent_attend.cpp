@@ -37,9 +37,9 @@ void check_latents(const Tensor& query, const Tensor& latent, const Tensor& k_ro
                  latent.sym_sizes(), " and query ", query.sym_sizes());
 }
 
-// Checks the way from latents to heads: kv_b, v_dim and path.
-void check_up(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const std::optional<Tensor>& kv_b,
-              const SymInt& v_dim, c10::string_view path) {
+// Checks the arguments that turn latents into heads: kv_b, v_dim and path.
+void check_up_projection(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
+                         const std::optional<Tensor>& kv_b, const SymInt& v_dim, c10::string_view path) {
   check_latents(query, latent, k_rope);
   ATTNPACK_CHECK(path == "auto" || path == "expanded" || path == "absorbed", "path: got '", path,
                  "', want 'auto', 'expanded' or 'absorbed'");
@@ -79,8 +79,8 @@ struct PlacedLatents : PlacedTokens {
   Tensor rotated() const { return query.narrow_symint(3, query.sym_size(3) - rotated_dim, rotated_dim); }
 };
 
-PlacedLatents place(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const LatentCacheArguments& cache,
-                    const LayerArguments& layer) {
+PlacedLatents place_latents(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
+                            const LatentCacheArguments& cache, const LayerArguments& layer) {
   AttentionArguments args = attention_arguments(layer);
   const auto check = [&](const Tensor& keys, const Tensor&, const std::optional<Tensor>& kv_lens) {
     args.kv_lens = kv_lens;
@@ -97,7 +97,7 @@ struct Heads {
   bool absorbed;
 };
 
-// Zeros the latents beyond kv_lens. They must not meet a zero gradient, because 0 * NaN is not zero.
+// Zeros the latents beyond kv_lens. A zero gradient would otherwise multiply them, and 0 * NaN is not zero.
 Tensor only_valid(const Tensor& latent, const std::optional<Tensor>& kv_lens) {  // [B, K, C]
   const Tensor slots = at::arange(latent.sym_size(1), kv_lens->options().dtype(at::kLong));
   const Tensor beyond = slots.ge(kv_lens->unsqueeze(1));  // [B, K]
@@ -133,8 +133,8 @@ AttentionArguments operator_arguments(const Tensor& query, const PlacedLatents& 
   return args;
 }
 
-Tensor run(const Heads& heads, AttentionArguments args, double dropout_p, const std::optional<Tensor>& kv_b,
-           const SymInt& v_dim) {
+Tensor attend_heads(const Heads& heads, AttentionArguments args, double dropout_p, const std::optional<Tensor>& kv_b,
+                    const SymInt& v_dim) {
   args.dropout_p = dropout_p;
   args.dropout_seed = dropout_seed(dropout_p);
   Tensor out = std::get<0>(attention_op(heads.query, heads.key, heads.value, args));
@@ -145,10 +145,10 @@ Tensor run(const Heads& heads, AttentionArguments args, double dropout_p, const 
 Tensor latent_attend_composite(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
                                const std::optional<Tensor>& kv_b, SymInt v_dim, c10::string_view path,
                                const LatentCacheArguments& cache, const LayerArguments& layer) {
-  check_up(query, latent, k_rope, kv_b, v_dim, path);
-  const PlacedLatents tokens = place(query, latent, k_rope, cache, layer);
+  check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
+  const PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer);
   const Heads heads = make_heads(tokens, kv_b, v_dim, path);
-  return run(heads, operator_arguments(query, tokens, layer), layer.dropout_p, kv_b, v_dim);
+  return attend_heads(heads, operator_arguments(query, tokens, layer), layer.dropout_p, kv_b, v_dim);
 }
 
 std::tuple<Tensor, Tensor> latent_attend_with_weights_composite(const Tensor& query, const Tensor& latent,
@@ -156,20 +156,22 @@ std::tuple<Tensor, Tensor> latent_attend_with_weights_composite(const Tensor& qu
                                                                 SymInt v_dim, c10::string_view path,
                                                                 const LatentCacheArguments& cache,
                                                                 const LayerArguments& layer) {
-  check_up(query, latent, k_rope, kv_b, v_dim, path);
-  PlacedLatents tokens = place(query, latent, k_rope, cache, layer);
+  check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
+  PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer);
   trim_to_longest(tokens, layer.mask);
   const Heads heads = make_heads(tokens, kv_b, v_dim, path);
   const AttentionArguments args = operator_arguments(query, tokens, layer);
-  return {run(heads, args, layer.dropout_p, kv_b, v_dim), scores_formula(heads.query, heads.key, args, "probs")};
+  return {attend_heads(heads, args, layer.dropout_p, kv_b, v_dim),
+          scores_formula(heads.query, heads.key, args, "probs")};
 }
 
-// The two halves of the expanded path. Between them a kv_b_proj that is no plain linear makes kv of the latents.
+// The two halves of the expanded path. Between them a kv_b_proj that is no plain linear layer computes kv from the
+// latents.
 std::tuple<Tensor, Tensor, Tensor, Tensor> latent_append_composite(const Tensor& query, const Tensor& latent,
                                                                    const Tensor& k_rope,
                                                                    const LatentCacheArguments& cache,
                                                                    const LayerArguments& layer) {
-  const PlacedLatents tokens = place(query, latent, k_rope, cache, layer);
+  const PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer);
   const auto options = at::TensorOptions(at::kLong).device(query.device());
   const SymInt batch = query.sym_size(0);
   const Tensor past = tokens.q_offsets ? *tokens.q_offsets : at::zeros_symint({batch}, options);
@@ -218,7 +220,7 @@ std::tuple<Tensor, Tensor> latent_attend_with_weights(const Tensor& query, const
 std::tuple<Tensor, Tensor, Tensor> latent_project(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
                                                   const std::optional<Tensor>& kv_b, int64_t v_dim,
                                                   const std::string& path, const LatentAttendOptions& options) {
-  check_up(query, latent, k_rope, kv_b, v_dim, path);
+  check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
   const NewTokens tokens = new_tokens(query, latent, k_rope);
   const auto rope = k_rope.size(2) > 0 ? options.rope : std::nullopt;
   const auto [q, k] = rotate_tokens(tokens, rope, {options.positions, options.cross, std::nullopt, options.kv_lens});
@@ -251,7 +253,7 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
 namespace attnpack {
 namespace {
 
-void register_parts(torch::Library& m) {
+void register_composites(torch::Library& m) {
   m.impl("latent_attend", from_schema<latent_attend_composite>);
   m.impl("latent_attend_with_weights", from_schema<latent_attend_with_weights_composite>);
   m.impl("latent_append", from_schema<latent_append_composite>);
@@ -261,7 +263,7 @@ void register_parts(torch::Library& m) {
 }  // namespace attnpack
 
 // The schema says that the cache's tensors are written, and vmap has no rule for such ops. But without a cache nothing
-// is written. For lazy tensors torch has a fallback, which breaks what is written (ops/lazy).
-TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_parts(m); }
-TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_parts(m); }
-TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_parts(m); }
+// is written. For lazy tensors torch has a fallback, which breaks ops that write (ops/lazy).
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_composites(m); }
+TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_composites(m); }
+TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_composites(m); }

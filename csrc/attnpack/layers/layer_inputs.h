@@ -9,7 +9,7 @@
 
 namespace attnpack {
 
-// The inputs of a layer's function beside its projected tensors.
+// The inputs of a layer's function other than its projected tensors.
 struct LayerInputs {
   std::optional<RopeSettings> rope;
   // Positions of the new tokens for RoPE only, int64 [L] or [B, L]; default: after the cache, else 0..L-1.

@@ -82,15 +82,15 @@ Extent extent(const Tensor& x) {
   return {begin, begin + (last + 1) * static_cast<int64_t>(x.element_size())};
 }
 
-bool extents_meet(const Tensor& a, const Tensor& b) {
+bool extents_overlap(const Tensor& a, const Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   const Extent x = extent(a), y = extent(b);
   return x.begin < y.end && y.begin < x.end;
 }
 
-// Whether two tensors share elements. Columns of one tensor lie between each other in memory, but share none.
+// Whether two tensors share elements. Two sets of columns of one tensor may alternate in memory, and share no element.
 bool share_elements(const Tensor& a, const Tensor& b) {
-  return extents_meet(a, b) &&
+  return extents_overlap(a, b) &&
          (a.const_data_ptr() == b.const_data_ptr() || at::get_overlap_status(a, b) != at::MemOverlapStatus::TooHard);
 }
 
@@ -112,7 +112,7 @@ void check_kv_cache_memory(const Tensor& cache_key, const Tensor& cache_value, c
       ATTNPACK_CHECK(!share_elements(to.tensor, other->tensor), "the cache's ", to.name, " share memory with its ",
                      other->name, ", wants tensors of their own: call clone() on one of them");
     for (const Named& from : read)
-      ATTNPACK_CHECK(!extents_meet(to.tensor, from.tensor), from.name, " shares memory with the cache's ", to.name,
+      ATTNPACK_CHECK(!extents_overlap(to.tensor, from.tensor), from.name, " shares memory with the cache's ", to.name,
                      ", which are written while it is read: call clone() on it");
   }
 }

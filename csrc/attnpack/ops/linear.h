@@ -8,9 +8,8 @@
 namespace attnpack {
 
 // input weight^T + bias, as torch's linear. Up to kFewRows rows of input without gradients, as in decoding, stream the
-// weight at the speed of memory. Everything else is torch's linear.
-// It is a template, so that an unqualified call beside at::linear takes at::linear. Two plain functions would be
-// ambiguous.
+// weight at the speed of memory. Everything else is torch's linear. It is a template, so that an unqualified call that
+// finds at::linear too takes at::linear. Two plain functions would be ambiguous.
 template <typename = void>
 at::Tensor linear(const at::Tensor& input,                      // [..., in]
                   const at::Tensor& weight,                     // [out, in]

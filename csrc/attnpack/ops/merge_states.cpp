@@ -28,7 +28,7 @@ States merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, cons
   constexpr double kEmpty = -std::numeric_limits<double>::infinity();
   const Tensor empty = (lse_a == kEmpty).logical_and(lse_b == kEmpty);
   const Tensor lse = at::logaddexp(lse_a.masked_fill(empty, 0), lse_b.masked_fill(empty, 0));
-  // A part without keys has weight 0, whatever it holds, also where both parts are empty.
+  // A part without keys has weight 0, whatever it holds, even if both parts are empty.
   const auto share = [&](const Tensor& out, const Tensor& part) {
     const Tensor none = part == kEmpty;
     const Tensor weight = (part.masked_fill(none, 0) - lse).exp().masked_fill(none, 0);

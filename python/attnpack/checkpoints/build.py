@@ -15,7 +15,7 @@ from ..file_errors import naming
 from ..progress import progress
 from .gguf import GgufCheckpoint
 from .hf_directory import HfCheckpoint
-from .sizes import check_shapes
+from .size_checks import check_shapes
 from .tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Tokenizer", "from_gguf", "from_hf", "load_tokenizer", "smollm2_path"]
@@ -38,7 +38,7 @@ def from_gguf(
     Resident memory grows by the size of the weights in `dtype` and little more. Raises ValueError, naming the file, for
     a file that is foreign, truncated, incomplete or of another architecture; ImportError without the package `gguf`.
     """
-    return _load(cls, GgufCheckpoint, as_path("path", path), dtype, device, max_positions)
+    return _load_model(cls, GgufCheckpoint, as_path("path", path), dtype, device, max_positions)
 
 
 def from_hf(
@@ -55,7 +55,7 @@ def from_hf(
     `from_gguf`. A setting that CausalLM cannot compute (a sliding window of some layers only that is shorter than the
     context, a softcap, partial rotation) raises ValueError and is named.
     """
-    return _load(cls, HfCheckpoint, as_path("directory", directory), dtype, device, max_positions)
+    return _load_model(cls, HfCheckpoint, as_path("directory", directory), dtype, device, max_positions)
 
 
 def smollm2_path() -> Path:
@@ -71,7 +71,9 @@ def smollm2_path() -> Path:
     return path
 
 
-def _load(cls: type, checkpoint_of: type, path: Path, dtype: torch.dtype | None, device, max_positions: int | None):
+def _load_model(
+    cls: type, checkpoint_of: type, path: Path, dtype: torch.dtype | None, device, max_positions: int | None
+):
     check_dtype(dtype)
     if max_positions is not None:
         check_size("max_positions", max_positions)
@@ -80,7 +82,7 @@ def _load(cls: type, checkpoint_of: type, path: Path, dtype: torch.dtype | None,
     with naming(path, "cannot be loaded", "get the checkpoint again, or give another"):
         checkpoint = checkpoint_of(path, max_positions)
         shapes = check_whole(cls, checkpoint)
-        model = _empty(cls, checkpoint, dtype)
+        model = _empty_model(cls, checkpoint, dtype)
         state = {}
         for name in progress(model.state_dict(), f"loading {path.name}"):
             weight = torch.empty(shapes[name], dtype=dtype, device=device)
@@ -96,7 +98,7 @@ def check_whole(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[st
 
     It builds one layer of the model: a configuration that lies may ask for more layers than fit in memory.
     """
-    model = _empty(cls, checkpoint, torch.float32, num_layers=1)
+    model = _empty_model(cls, checkpoint, torch.float32, num_layers=1)
     expected = {}
     for name, tensor in model.state_dict().items():
         layers = range(checkpoint.config["num_layers"]) if name.startswith(_FIRST_LAYER) else range(1)
@@ -106,7 +108,7 @@ def check_whole(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[st
     return expected
 
 
-def _empty(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype, **changed: int):
+def _empty_model(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype, **changed: int):
     """The `cls` that the checkpoint's configuration describes, on "meta"."""
     if checkpoint.config["qk_norm"] and not math.isclose(checkpoint.config["eps"], 1e-6, rel_tol=1e-3):
         raise ValueError(

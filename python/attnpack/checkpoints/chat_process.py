@@ -12,7 +12,7 @@ class Refusal(Exception):
     """The template calls raise_exception."""
 
 
-def refuse(message):
+def refuse_prompt(message):
     raise Refusal(message)
 
 
@@ -20,7 +20,7 @@ def one_line(error):
     return " ".join(str(error).split())[:500]
 
 
-def render(template, values, limits):
+def render_template(template, values, limits):
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (limits["seconds"], limits["seconds"]))
     resource.setrlimit(resource.RLIMIT_AS, (limits["bytes"], limits["bytes"]))
@@ -28,7 +28,7 @@ def render(template, values, limits):
 
     # The block options are those of transformers' chat templates.
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = refuse
+    environment.globals["raise_exception"] = refuse_prompt
     try:
         text = environment.from_string(template).render(**values)
         text.encode()  # raises for half of a surrogate pair
@@ -44,4 +44,4 @@ def render(template, values, limits):
 
 
 if __name__ == "__main__":
-    print(json.dumps(render(**json.load(sys.stdin))))
+    print(json.dumps(render_template(**json.load(sys.stdin))))

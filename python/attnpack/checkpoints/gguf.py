@@ -11,7 +11,7 @@ import torch
 
 from ..file_errors import brief
 from .gguf_file import GgufFile
-from .sizes import check_sizes
+from .size_checks import check_sizes
 
 # GGUF architecture -> whether the rows of q and k are stored as interleaved RoPE pairs.
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
@@ -68,7 +68,7 @@ class GgufCheckpoint:
             )
         self.sources = {self._state_name(name): name for name in self.file.tensors if name != _ROPE_FREQS}
         self.shapes = {state: self.file.tensors[name].shape for state, name in self.sources.items()}
-        self.config = self._config(max_positions)
+        self.config = self._model_config(max_positions)
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fills `out` with the tensor of state_dict name `name`, q and k rows in Hugging Face's order."""
@@ -88,45 +88,47 @@ class GgufCheckpoint:
             return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{kind}"
         raise ValueError(f"{self.path}: tensor {brief(name)} has no place in the architecture {self.arch}")
 
-    def _get(self, key: str, default: Any = None) -> Any:
+    def _setting(self, key: str, default: Any = None) -> Any:
         return self.file.metadata.get(f"{self.arch}.{key}", default)
 
-    def _need(self, key: str) -> Any:
-        if not (value := self._get(key)):
+    def _required_setting(self, key: str) -> Any:
+        if not (value := self._setting(key)):
             raise ValueError(f"{self.path}: metadata lacks {self.arch}.{key}, or it is 0; the file is damaged")
         return value
 
     def _size(self, key: str, default: int | None = None) -> int:
-        value = self._need(key) if default is None else self._get(key, default)
+        value = self._required_setting(key) if default is None else self._setting(key, default)
         if type(value) is not int or value < 1:
             raise ValueError(f"{self.path}: {self.arch}.{key} is {brief(repr(value))}, wants an int of at least 1")
         return value
 
     def _number(self, key: str, default: float | None = None) -> float:
-        value = self._need(key) if default is None else self._get(key, default)
+        value = self._required_setting(key) if default is None else self._setting(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise ValueError(f"{self.path}: {self.arch}.{key} is {brief(repr(value))}, wants a number above 0")
         return float(value)
 
-    def _config(self, max_positions: int | None) -> dict[str, Any]:
+    def _model_config(self, max_positions: int | None) -> dict[str, Any]:
         for key in _UNSUPPORTED_KEYS:
-            if self._get(key):
-                raise ValueError(f"{self.path}: {self.arch}.{key} = {brief(self._get(key))} is not supported yet")
-        if (causal := self._get("attention.causal", True)) is not True:
+            if self._setting(key):
+                raise ValueError(f"{self.path}: {self.arch}.{key} = {brief(self._setting(key))} is not supported yet")
+        if (causal := self._setting("attention.causal", True)) is not True:
             raise ValueError(
                 f"{self.path}: {self.arch}.attention.causal is {brief(repr(causal))}, wants True: every token sees "
                 "only those before it here"
             )
-        if any(isinstance(self._get(f"attention.{key}"), list) for key in ("head_count", "head_count_kv")):
+        if any(isinstance(self._setting(f"attention.{key}"), list) for key in ("head_count", "head_count_kv")):
             raise ValueError(f"{self.path}: head counts that differ from layer to layer are not supported")
         embed_dim, num_heads = self._size("embedding_length"), self._size("attention.head_count")
         num_kv_heads = self._size("attention.head_count_kv", num_heads)
         head_dim = self._size("attention.key_length", embed_dim // num_heads)
         check_sizes(self.path, self.shapes, self._size("block_count"), max(num_heads, num_kv_heads), head_dim)
         for key in ("attention.value_length", "rope.dimension_count"):
-            if self._get(key, head_dim) != head_dim:
-                raise ValueError(f"{self.path}: {self.arch}.{key} is {brief(self._get(key))}, head_dim is {head_dim}; "
-                                 "models where they differ are not supported")  # fmt: skip
+            if self._setting(key, head_dim) != head_dim:
+                raise ValueError(
+                    f"{self.path}: {self.arch}.{key} is {brief(self._setting(key))}, head_dim is {head_dim}; "
+                    "models where they differ are not supported"
+                )
         positions = min(self._size("context_length"), max_positions or math.inf)
         shapes = self.shapes
         return {
@@ -152,7 +154,7 @@ class GgufCheckpoint:
     def _window(self, positions: int) -> tuple[int, int] | None:
         """The window of every layer: (W - 1, 0) for a sliding_window of W tokens, the token itself included."""
         key = f"{self.arch}.attention.sliding_window"
-        width, pattern = self._get("attention.sliding_window"), self._get("attention.sliding_window_pattern")
+        width, pattern = self._setting("attention.sliding_window"), self._setting("attention.sliding_window_pattern")
         if not width:
             return None
         if type(width) is not int or width < 1:
@@ -167,10 +169,10 @@ class GgufCheckpoint:
         return None
 
     def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
-        factor = self._get("rope.scaling.factor", self._get("rope.scale_linear", 1.0))
-        kind = self._get("rope.scaling.type", "linear" if factor != 1.0 else "none")
+        factor = self._setting("rope.scaling.factor", self._setting("rope.scale_linear", 1.0))
+        kind = self._setting("rope.scaling.type", "linear" if factor != 1.0 else "none")
         for key, usual in _ROPE_DEFAULTS.items():
-            if (value := self._get(f"rope.scaling.{key}", usual)) != usual:
+            if (value := self._setting(f"rope.scaling.{key}", usual)) != usual:
                 raise ValueError(
                     f"{self.path}: {self.arch}.rope.scaling.{key} = {brief(repr(value))} is not supported yet"
                 )
@@ -186,8 +188,8 @@ class GgufCheckpoint:
                 "'yarn'"
             )
         names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-        given = {ours: self._get(f"rope.scaling.{theirs}") for ours, theirs in names.items()}
-        trained = self._get("rope.scaling.original_context_length") or self._need("context_length")
+        given = {ours: self._setting(f"rope.scaling.{theirs}") for ours, theirs in names.items()}
+        trained = self._setting("rope.scaling.original_context_length") or self._required_setting("context_length")
         return {
             "rope_type": "yarn",
             "factor": factor,
@@ -200,7 +202,8 @@ class GgufCheckpoint:
         scaling. This is LongRoPE with the same list for all lengths."""
         if kind not in ("none", "linear") or factor != 1.0:
             raise ValueError(
-                f"{self.path}: has {_ROPE_FREQS} beside rope.scaling.type {brief(repr(kind))}, which is not supported"
+                f"{self.path}: has {_ROPE_FREQS} together with rope.scaling.type {brief(repr(kind))}, which is not "
+                "supported"
             )
         shape, wanted = self.file.tensors[_ROPE_FREQS].shape, (head_dim // 2,)
         if shape != wanted:

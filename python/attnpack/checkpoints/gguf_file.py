@@ -67,45 +67,45 @@ class _Header:
                 "it again"
             )
 
-    def count(self, most: int, unit: str) -> int:
-        count = self.scalar("Q")
+    def read_count(self, most: int, unit: str) -> int:
+        count = self.read_scalar("Q")
         self.check_at_most(count, most, unit)
         return count
 
-    def take(self, count: int) -> bytes:
+    def read_bytes(self, count: int) -> bytes:
         self.check_left(count)
         self.at += count
         return self.file.read(count)
 
-    def scalar(self, code: str) -> Any:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+    def read_scalar(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.read_bytes(struct.calcsize("<" + code)))[0]
 
-    def text(self) -> str:
-        return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
+    def read_text(self) -> str:
+        return self.read_bytes(self.read_scalar("Q")).decode("utf-8", errors="replace")
 
-    def name(self) -> str:
+    def read_name(self) -> str:
         """A name, strictly decoded: as replaced characters, two names that are not UTF-8 could become the same."""
-        return self.take(self.scalar("Q")).decode("utf-8")
+        return self.read_bytes(self.read_scalar("Q")).decode("utf-8")
 
-    def value(self, kind: int, depth: int = 0) -> Any:
+    def read_value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
-            return self.text()
+            return self.read_text()
         if kind == _ARRAY:
-            return self._array(depth)
+            return self._read_array(depth)
         if kind not in _SCALARS:
             raise ValueError(f"{self.path}: metadata of type {kind}, which GGUF does not define; the file is damaged")
-        return self.scalar(_SCALARS[kind])
+        return self.read_scalar(_SCALARS[kind])
 
-    def _array(self, depth: int) -> list[Any]:
+    def _read_array(self, depth: int) -> list[Any]:
         if depth == _DEEPEST:
             raise ValueError(f"{self.path}: metadata with arrays in arrays, {depth} deep; the file is damaged")
-        item = self.scalar("I")
-        count = self.count(_MOST_ITEMS - self._items, "values in arrays")
+        item = self.read_scalar("I")
+        count = self.read_count(_MOST_ITEMS - self._items, "values in arrays")
         self._items += count
         if item in _SCALARS:
             form = f"<{count}{_SCALARS[item]}"
-            return list(struct.unpack(form, self.take(struct.calcsize(form))))
-        return [self.value(item, depth + 1) for _ in range(count)]
+            return list(struct.unpack(form, self.read_bytes(struct.calcsize(form))))
+        return [self.read_value(item, depth + 1) for _ in range(count)]
 
 
 class GgufFile:
@@ -129,18 +129,18 @@ class GgufFile:
             self._read_header(_Header(file, self.path))
 
     def _read_header(self, header: _Header) -> None:
-        version = header.scalar("I")
+        version = header.read_scalar("I")
         if version not in (2, 3):
             raise ValueError(f"{self.path}: GGUF version {version}; readable are little-endian versions 2 and 3")
-        num_tensors, num_keys = header.count(_MOST_TENSORS, "tensors"), header.count(_MOST_KEYS, "keys")
+        num_tensors, num_keys = header.read_count(_MOST_TENSORS, "tensors"), header.read_count(_MOST_KEYS, "keys")
         alignment = 32
         for _ in range(num_keys):
-            key, kind = header.name(), header.scalar("I")
+            key, kind = header.read_name(), header.read_scalar("I")
             self._check_new(key, self.metadata, "the key")
-            self.metadata[key] = header.value(kind)
+            self.metadata[key] = header.read_value(kind)
             if key == "general.alignment":
-                alignment = self._alignment(kind, self.metadata[key])
-        infos = [self._tensor_info(header) for _ in range(num_tensors)]
+                alignment = self._checked_alignment(kind, self.metadata[key])
+        infos = [self._read_tensor_info(header) for _ in range(num_tensors)]
         start = _padded(header.at, alignment)
         blocks = _block_sizes(self.path, {kind for _, _, kind, _ in infos})
         end = 0
@@ -166,7 +166,7 @@ class GgufFile:
         if name in there:
             raise ValueError(f"{self.path}: has {what} {brief(name)} twice; the file is damaged, get it again")
 
-    def _alignment(self, kind: int, value: Any) -> int:
+    def _checked_alignment(self, kind: int, value: Any) -> int:
         if kind != _UINT32 or value.bit_count() != 1:
             raise ValueError(
                 f"{self.path}: general.alignment is {brief(repr(value))} (type {kind}), wants a uint32 that is a power "
@@ -174,15 +174,15 @@ class GgufFile:
             )
         return value
 
-    def _tensor_info(self, header: _Header) -> tuple[str, tuple[int, ...], int, int]:
-        name, num_dims = header.name(), header.scalar("I")
+    def _read_tensor_info(self, header: _Header) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_dims = header.read_name(), header.read_scalar("I")
         if not 1 <= num_dims <= _MOST_DIMS:
             raise ValueError(
                 f"{self.path}: tensor {brief(name)} has {num_dims} dims, wants 1 to {_MOST_DIMS}; the file is damaged, "
                 "get it again"
             )
-        dims = [header.scalar("Q") for _ in range(num_dims)]
-        return name, tuple(reversed(dims)), header.scalar("I"), header.scalar("Q")
+        dims = [header.read_scalar("Q") for _ in range(num_dims)]
+        return name, tuple(reversed(dims)), header.read_scalar("I"), header.read_scalar("Q")
 
     def _check_size(self, size: int) -> None:
         for name, tensor in self.tensors.items():

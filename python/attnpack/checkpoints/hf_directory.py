@@ -12,7 +12,7 @@ import torch
 from ..errors import as_path
 from ..file_errors import brief
 from .safetensors import open_files
-from .sizes import check_sizes
+from .size_checks import check_sizes
 from .strict_json import read_json
 
 ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3", "longrope")
@@ -91,7 +91,7 @@ def _model_config(path: Path, config: dict[str, Any], max_positions: int | None)
     if num_heads % need("num_key_value_heads", num_heads):
         raise ValueError(
             f"{path}: num_attention_heads {num_heads} in config.json is no multiple of num_key_value_heads "
-            f"{config['num_key_value_heads']}; uneven groups are no such checkpoint's"
+            f"{config['num_key_value_heads']}; a Hugging Face checkpoint has groups of one size"
         )
     positions = min(need("max_position_embeddings"), max_positions or math.inf)
     base, scaling = _rope(path, config)

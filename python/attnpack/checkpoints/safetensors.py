@@ -132,7 +132,7 @@ def _bits(dtype: str, shape: list[int]) -> int | None:
 
 
 def _check_cover(path: Path, offsets: list[list[int]], size: int) -> None:
-    """Raises unless the tensors lie side by side and fill the data's `size` bytes, as the format wants."""
+    """Raises unless the tensors lie one after the other and fill the data's `size` bytes, as the format wants."""
     end = 0
     for first, last in sorted(offsets):
         if first != end:
@@ -143,7 +143,7 @@ def _check_cover(path: Path, offsets: list[list[int]], size: int) -> None:
         end = last
     if end != size:
         raise ValueError(
-            f"{path}: has {size - end} bytes behind its last tensor; the file is damaged, or another was appended to "
+            f"{path}: has {size - end} bytes after its last tensor; the file is damaged, or another was appended to "
             "it: get it again"
         )
 
@@ -176,7 +176,8 @@ def _open_shards(directory: Path, index: Path, places: Any) -> list[SafetensorsF
         # overwrite them.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ValueError(
-                f"{index}: names the file {brief(repr(shard))}, wants the name of one beside it, NAME.safetensors"
+                f"{index}: names the file {brief(repr(shard))}, wants the name of one in the same folder, "
+                "NAME.safetensors"
             )
         wanted.setdefault(shard, set()).add(name)
     for shard in wanted:

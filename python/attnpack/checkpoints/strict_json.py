@@ -66,7 +66,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = set()
         twice = next(name for name, _ in pairs if name in names or names.add(name))
-        raise ValueError(f"{brief(twice)} stands in an object twice")
+        raise ValueError(f"{brief(twice)} is in an object twice")
     return found
 
 

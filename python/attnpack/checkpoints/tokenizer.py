@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import wrong_kind
 from ..file_errors import brief, naming
-from .chat_template import LONGEST_TEMPLATE, render
+from .chat_template import LONGEST_TEMPLATE, render_chat
 from .gguf_file import GgufFile
 from .strict_json import LONGEST, check_values, read_bounded, read_json
 
@@ -52,7 +52,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids` (a list or a 1-D tensor); incomplete UTF-8 at an end becomes U+FFFD."""
-        numbers = [_token(i) for i in ids]
+        numbers = [_token_id(i) for i in ids]
         with self._naming("cannot decode the ids"):
             return self.backend.decode(numbers, skip_special_tokens=skip_special_tokens)
 
@@ -62,14 +62,14 @@ class Tokenizer:
 
         decoder = DecodeStream(skip_special_tokens=True)
 
-        def step(token: int) -> None:
-            number = _token(token)
+        def add_token(token: int) -> None:
+            number = _token_id(token)
             with self._naming("cannot decode the id"):
                 text = decoder.step(self.backend, number)
             if text:
                 write(text)
 
-        return step
+        return add_token
 
     def chat(self, prompt: str) -> list[int]:
         """Ids of one user message in the model's chat format, up to where the answer begins.
@@ -88,7 +88,7 @@ class Tokenizer:
             raise ValueError(f"{self._source}: the model has no chat template; use encode(prompt) instead")
         messages = [{"role": "user", "content": prompt}]
         try:
-            return render(self._source, template, messages=messages, add_generation_prompt=True, **self.special)
+            return render_chat(self._source, template, messages=messages, add_generation_prompt=True, **self.special)
         except ImportError:
             return _chatml(prompt, template, self._source)
 
@@ -114,7 +114,7 @@ def _check_text(text: object) -> None:
         ) from None
 
 
-def _token(token: Any) -> int:
+def _token_id(token: Any) -> int:
     number = int(token)
     if not 0 <= number < 2**32:
         raise ValueError(f"attnpack: a token id is {number}, wants 0 to {2**32 - 1}: use the ids of this tokenizer")
@@ -142,11 +142,11 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         raise ValueError(f"{path}: no such file or directory; give a Hugging Face directory or a GGUF file")
     with naming(path, "its tokenizer cannot be read", "get the checkpoint again"):
         tokenizer = _from_directory(path) if path.is_dir() else _from_gguf(path)
-    _check(path, tokenizer)
+    _check_settings(path, tokenizer)
     return tokenizer
 
 
-def _check(path: Path, tokenizer: Tokenizer) -> None:
+def _check_settings(path: Path, tokenizer: Tokenizer) -> None:
     for name, text in {"chat template": tokenizer.chat_template or "", **tokenizer.special}.items():
         if not isinstance(text, str):
             raise ValueError(f"{path}: its {name} is {brief(repr(text))}, wants a text; get the checkpoint again")

@@ -27,7 +27,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 class SafetensorsWriter:
-    """A .safetensors file. The constructor takes shape and dtype of all tensors; `put` writes them in any order."""
+    """A .safetensors file. The constructor takes shapes and dtypes, `write_tensor` the tensors in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class SafetensorsWriter:
         self._file = path.open("xb")
         self._file.write(len(header).to_bytes(8, "little") + header)
 
-    def put(self, name: str, tensor: Tensor) -> None:
+    def write_tensor(self, name: str, tensor: Tensor) -> None:
         """Writes a tensor, which must have the announced shape and dtype."""
         entry = self._entries[name]
         if list(tensor.shape) != entry["shape"] or _NAMES[tensor.dtype] != entry["dtype"]:

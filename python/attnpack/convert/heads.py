@@ -61,13 +61,13 @@ def to_gqa(
     if isinstance(module, _CPP_KINDS):
         return _C.convert.to_gqa(module, num_kv_heads, **settings, calibration=calibration_rows(calibration))
     if isinstance(module, GroupedQueryAttention):
-        merged = _merge(module, num_kv_heads, settings, calibration)
+        merged = _merge_module(module, num_kv_heads, settings, calibration)
         even = module.num_heads % num_kv_heads == 0 and merged.head_map == [
             head * num_kv_heads // module.num_heads for head in range(module.num_heads)
         ]
         arguments = {"head_map": None if even else merged.head_map}
         sizes = (module.embed_dim, module.num_heads, num_kv_heads)
-        return _rebuild(module, GroupedQueryAttention, sizes, merged.weights, arguments)
+        return _rebuild_module(module, GroupedQueryAttention, sizes, merged.weights, arguments)
     if calibration is not None:
         raise ValueError("attnpack: calibration: got one for a whole model, want it for a single attention layer only")
     if isinstance(module, cpp.CausalLM | cpp.EncoderDecoder):
@@ -89,8 +89,8 @@ def to_mqa(
     if isinstance(module, _CPP_KINDS):
         return _C.convert.to_mqa(module, **settings, calibration=calibration_rows(calibration))
     if isinstance(module, GroupedQueryAttention):
-        merged = _merge(module, 1, settings, calibration)
-        return _rebuild(module, MultiQueryAttention, (module.embed_dim, module.num_heads), merged.weights, {})
+        merged = _merge_module(module, 1, settings, calibration)
+        return _rebuild_module(module, MultiQueryAttention, (module.embed_dim, module.num_heads), merged.weights, {})
     return to_gqa(module, 1, method, window=window, seed=seed, calibration=calibration, encoder=encoder)
 
 
@@ -126,7 +126,7 @@ def layer_weights(module: GroupedQueryAttention) -> LayerWeights:
     return LayerWeights(q.weight, k.weight, v.weight, o.weight, q.bias, k.bias, v.bias)
 
 
-def _merge(
+def _merge_module(
     module: GroupedQueryAttention, num_kv_heads: int, settings: dict[str, Any], calibration: object, **more: bool
 ) -> MergedHeads:
     return merge_kv_heads(
@@ -144,7 +144,7 @@ def _merge(
     )
 
 
-def _rebuild(
+def _rebuild_module(
     module: GroupedQueryAttention,
     kind: type[GroupedQueryAttention],
     sizes: tuple[int, ...],
@@ -202,7 +202,7 @@ def _convert_lm(model: CausalLM, num_kv_heads: int, settings: dict[str, Any]) ->
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     for number, layer in enumerate(model.layers):
         old = layer.self_attn
-        merged = _merge(old, num_kv_heads, _for_layer(settings, number), None, reorder=True)
+        merged = _merge_module(old, num_kv_heads, _for_layer(settings, number), None, reorder=True)
         for name, value in merged.weights._asdict().items():
             if value is not None:
                 stem, _, kind = name.partition("_")

@@ -13,7 +13,7 @@ from ..errors import wrong_kind
 from ..nn.attention import GroupedQueryAttention
 from ..nn.latent_attention import MultiHeadLatentAttention
 from .heads import layer_error, layer_weights
-from .weights import calibration_rows, call
+from .weights import calibration_rows, call_cpp
 
 _CPP_KINDS = (cpp.MultiHeadAttention, cpp.GroupedQueryAttention, cpp.MultiQueryAttention)
 
@@ -67,20 +67,20 @@ def to_mla(
         )
     if isinstance(module, _CPP_KINDS):
         return _C.convert.to_mla(module, kv_lora_rank, rows, length)
-    made = _build(module, kv_lora_rank, rows, length)
+    made = _build_latent_layer(module, kv_lora_rank, rows, length)
     made.conversion_error = None
     if texts[0] is not None:
         made.conversion_error = layer_error(module, made, *texts)
     return made
 
 
-def _build(
+def _build_latent_layer(
     module: GroupedQueryAttention, kv_lora_rank: int, rows: list[Tensor | None], length: int
 ) -> MultiHeadLatentAttention:
     weights = layer_weights(module)
     _check_has_latent_form(module)
     rope = module.rope
-    q, q_bias, kv_a, kv_a_bias, kv_b = call(
+    q, q_bias, kv_a, kv_a_bias, kv_b = call_cpp(
         _C.convert.factorise_latent,
         weights=list(weights),
         num_heads=module.num_heads,

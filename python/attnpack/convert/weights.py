@@ -67,7 +67,7 @@ def pool_kv_heads(
         ValueError: a size, the method, the window or the groups do not fit. TypeError: of the wrong kind.
     """
     _check_groups(groups)
-    return call(
+    return call_cpp(
         _C.convert.pool_kv_heads,
         weight=weight,
         num_heads=num_heads,
@@ -119,7 +119,7 @@ def merge_kv_heads(
     """
     _check_groups(groups)
     explain({"head_map": head_map, "seed": seed})
-    tensors, *rest = call(
+    tensors, *rest = call_cpp(
         _C.convert.merge_kv_heads,
         weights=list(weights),
         num_heads=num_heads,
@@ -147,13 +147,13 @@ def split_qkv(weight: Tensor, layout: str, num_heads: int, num_kv_heads: int) ->
     [Q | K | V] of a transposed weight (GPT-2). Raises ValueError if the rows are not those of these heads.
     """
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    return call(_C.convert.split_qkv, weight=weight, layout=layout, **sizes)
+    return call_cpp(_C.convert.split_qkv, weight=weight, layout=layout, **sizes)
 
 
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, num_heads: int, num_kv_heads: int) -> Tensor:
     """The fused projection, weight or bias, from its parts: the opposite of `split_qkv`."""
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    return call(_C.convert.fuse_qkv, q=q, k=k, v=v, layout=layout, **sizes)
+    return call_cpp(_C.convert.fuse_qkv, q=q, k=k, v=v, layout=layout, **sizes)
 
 
 def calibration_rows(calibration: Tensor | Sequence[Tensor | None] | None) -> list[Tensor | None]:
@@ -193,7 +193,7 @@ _SPECIAL = {
 }
 
 
-def call(function: Callable[..., Any], **arguments: Any) -> Any:
+def call_cpp(function: Callable[..., Any], **arguments: Any) -> Any:
     """Calls function of pybind, with a sentence for an argument that it cannot take."""
     try:
         return function(**arguments)

@@ -46,7 +46,7 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not isinstance(model, PreTrainedModel):
         raise wrong_kind("model", model, "a model of transformers")
-    if hf_layers.replace(model) == 0:
+    if hf_layers.replace_layers(model) == 0:
         raise ValueError(
             f"attnpack: model: got a {type(model).__name__} without a layer that replace_attention knows "
             f"({', '.join(hf_layers.KNOWN)}); call attnpack.hf.register() and "

@@ -26,7 +26,7 @@ _LAYERS = 'leave the layers as they are, with model.set_attn_implementation("att
 REFUSED_BY_LATENT = REFUSED | dict.fromkeys(("indices", "position_bias", "s_aux", "softcap"), _LAYERS)
 
 
-def refuse(others: Mapping[str, Any], refused: Mapping[str, str] = REFUSED) -> None:
+def refuse_arguments(others: Mapping[str, Any], refused: Mapping[str, str] = REFUSED) -> None:
     """Raises ValueError for the first argument that changes attention and is not honoured."""
     for name, fix in refused.items():
         value = others.get(name)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from ..ops import attention, attention_scores
-from .arguments import refuse
+from .arguments import refuse_arguments
 from .masks import LazyMask, Ranges
 from .packed import same_sequence
 
@@ -52,7 +52,7 @@ def attention_forward(
     Raises:
         ValueError: names an argument that the operator cannot honour. A window needs no argument: it is in the mask.
     """
-    refuse(others)
+    refuse_arguments(others)
     packed = same_sequence(others, query, key)
     if packed is not None and indices is not None:
         raise ValueError(

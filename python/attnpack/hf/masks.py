@@ -40,10 +40,12 @@ class LazyMask(Tensor):
     ranges: Ranges | None
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], device: torch.device, ranges: Ranges | None, build: Callable[[], Tensor]):
+    def __new__(
+        cls, shape: tuple[int, ...], device: torch.device, ranges: Ranges | None, build_mask: Callable[[], Tensor]
+    ):
         mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask.ranges = ranges
-        mask._build = build
+        mask._build_mask = build_mask
         mask._built = None
         return mask
 
@@ -56,7 +58,7 @@ class LazyMask(Tensor):
                 'attnpack: this model puts its mask on scores of its own, so attn_implementation="attnpack" does not '
                 'reach its attention; call model.set_attn_implementation("eager")'
             )
-        plain = (tree_map(_plain, part) for part in (args, kwargs or {}))
+        plain = (tree_map(_plain_value, part) for part in (args, kwargs or {}))
         return func(*next(plain), **next(plain))
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -73,11 +75,11 @@ class LazyMask(Tensor):
     def materialise(self) -> Tensor:
         """The mask as a plain tensor."""
         if self._built is None:
-            self._built = self._build()
+            self._built = self._build_mask()
         return self._built
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     """The plain tensor of a mask, or `value` itself if it is no LazyMask.
 
     Code that has the tensor may write to it, so the tensor replaces the ranges from then on.
@@ -109,7 +111,7 @@ def mask(
         set.
     """
 
-    def build(**skips: bool) -> Tensor | None:
+    def build_mask(**skips: bool) -> Tensor | None:
         return masking_utils.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device,
             **{**settings, **skips},
@@ -119,7 +121,7 @@ def mask(
         # Layers may keep the last queries only, and cut the mask to them (Gemma 4). None would then mean causality from
         # the first key on, which is wrong unless there is a single query.
         causal_skip = settings.get("allow_is_causal_skip", True) and q_length == 1
-        return build(allow_is_causal_skip=causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
+        return build_mask(allow_is_causal_skip=causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
     if isinstance(q_offset, Tensor):
         # q_offset is the length of a static cache, and the first layer advances it in place, so keep its present value.
         # Reading it is free on the CPU, but would wait for another device.
@@ -128,7 +130,7 @@ def mask(
     if allow_is_bidirectional_skip and ranges is not None and _all_allowed(ranges):
         return None
     plain = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return LazyMask((batch_size, 1, q_length, kv_length), torch.device(device), ranges, lambda: build(**plain))
+    return LazyMask((batch_size, 1, q_length, kv_length), torch.device(device), ranges, lambda: build_mask(**plain))
 
 
 def _all_allowed(ranges: Ranges) -> bool:
@@ -180,7 +182,7 @@ def _pattern(mask_function: Callable) -> tuple[bool, tuple[int, int]] | None:
         return False, (-1, -1)
     if getattr(mask_function, "__module__", None) != masking_utils.__name__:
         return None
-    name, held = mask_function.__qualname__.partition(".")[0], _cells(mask_function)
+    name, held = mask_function.__qualname__.partition(".")[0], _closure_variables(mask_function)
     if name == "and_masks":
         patterns = [_pattern(part) for part in held["mask_functions"]]
         if None in patterns:
@@ -198,6 +200,6 @@ def _pattern(mask_function: Callable) -> tuple[bool, tuple[int, int]] | None:
     return None
 
 
-def _cells(function: Callable) -> Mapping[str, Any]:
+def _closure_variables(function: Callable) -> Mapping[str, Any]:
     """The variables that a closure holds, by name."""
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))

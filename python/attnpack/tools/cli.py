@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     example = 'attnpack generate --dtype bf16 "What is a llama?"'
     generate = _command(commands, "generate", _generate, "let a language model answer", example)
-    generate.add_argument("prompt", help="what to ask")
+    generate.add_argument("prompt", help="the question to the model")
     generate.add_argument(
         "--model",
         type=Path,
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--top-k", type=_positive, metavar="K", help="sample from the K likeliest tokens")
     generate.add_argument("--top-p", type=_mass, metavar="P", help="sample from the likeliest tokens of joint mass P")
-    generate.add_argument("--seed", type=_seed, metavar="N", help="of the sampling")
+    generate.add_argument("--seed", type=_seed, metavar="N", help="seed of the sampling")
 
     example = "attnpack convert path/to/model converted --kv-heads 2 --method mean"
     convert = _command(commands, "convert", _convert, "give a model fewer key-value heads", example)
@@ -77,34 +77,44 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("--window", type=_positive, default=1, metavar="W", help="average W x W regions first [1]")
     groups = "kv heads of each group, all of one size, as 0,3 1,2 [consecutive]"
     convert.add_argument("--groups", type=_heads, nargs="+", metavar="HEADS", help=groups)
-    convert.add_argument("--seed", type=_seed, metavar="N", help="of --method random")
-    convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of OUT [as IN; fp32 from GGUF]")
-    convert.add_argument("--text", type=Path, metavar="FILE", help="measures perplexity [Python's help topics]")
-    convert.add_argument("--tokens", type=_count, default=2048, metavar="N", help="of it; 0 measures nothing [2048]")
-    convert.add_argument("--encoder", action="store_true", help="of an encoder-decoder model convert the encoder too")
+    convert.add_argument("--seed", type=_seed, metavar="N", help="seed of --method random")
+    convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of OUT [as IN; fp32 from GGUF]")
+    convert.add_argument(
+        "--text", type=Path, metavar="FILE", help="text to measure perplexity on [Python's help topics]"
+    )
+    convert.add_argument(
+        "--tokens", type=_count, default=2048, metavar="N", help="tokens of the text to measure; 0: none [2048]"
+    )
+    convert.add_argument("--encoder", action="store_true", help="convert the encoder of an encoder-decoder too")
 
     example = "attnpack uptrain converted --text corpus.txt --minutes 30"
     uptrain = _command(commands, "uptrain", _uptrain, "train a converted model to do what its original does", example)
-    uptrain.add_argument("directory", type=Path, metavar="DIR", help="what attnpack convert made; gets the new weights")
-    uptrain.add_argument("--text", type=Path, metavar="FILE", help="to train on [Python's help topics]")
-    minutes = "of training, with those of a run that was stopped"
+    uptrain.add_argument("directory", type=Path, metavar="DIR", help="output of attnpack convert; gets the new weights")
+    uptrain.add_argument("--text", type=Path, metavar="FILE", help="text to train on [Python's help topics]")
+    minutes = "minutes of training, with those of a run that was stopped"
     uptrain.add_argument("--minutes", type=_minutes, required=True, metavar="N", help=minutes)
     teacher = "the original, a directory or GGUF file [the one that convert read]"
     uptrain.add_argument("--teacher", type=Path, metavar="DIR|FILE.gguf", help=teacher)
-    uptrain.add_argument("--length", type=_positive, default=512, metavar="N", help="tokens a step [%(default)s]")
+    uptrain.add_argument("--length", type=_positive, default=512, metavar="N", help="tokens per step [%(default)s]")
     uptrain.add_argument("--learning-rate", type=float, default=5e-4, metavar="R", help="[%(default)s]")
-    order = "of the order of the text [%(default)s]"
+    order = "seed of the order of the text [%(default)s]"
     uptrain.add_argument("--seed", type=_seed, default=0, metavar="N", help=order)
     uptrain.add_argument("--restart", action="store_true", help="forget an unfinished training")
 
     example = "attnpack bench decode prefill --dtypes fp32 bf16 --out roofline.png"
-    bench = _command(commands, "bench", _bench, "time attention beside this machine's limits and its peers", example)
+    bench = _command(
+        commands,
+        "bench",
+        _bench,
+        "compare attention with this machine's limits and its peers",
+        example,
+    )
     bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")
     bench.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=["fp32", "bf16"])
     peers = "sdpa packed flex onnxruntime; on CUDA flash cudnn efficient flash_attn flashinfer"
     bench.add_argument("--peers", nargs="*", metavar="PEER", default=["sdpa", "packed"], help=f"{peers} [sdpa packed]")
     bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
-    bench.add_argument("--threads", type=_positive, metavar="N", help="of torch [as torch takes]")
+    bench.add_argument("--threads", type=_positive, metavar="N", help="number of torch's threads [torch's default]")
     bench.add_argument("--quick", action="store_true", help="fewer and smaller cases, less time for each")
     bench.add_argument("--out", type=Path, metavar="PNG|SVG", help="also draw a roofline")
 
@@ -114,15 +124,17 @@ def build_parser() -> argparse.ArgumentParser:
     example = "attnpack plot kv-memory --models llama-3-8b deepseek-v3 --out kv_memory.svg"
     memory = _picture(pictures, "kv-memory", "draw the KV cache of known models against context", example)
     memory.add_argument(
-        "--models", nargs="+", metavar="MODEL", help="of llama-3-70b llama-3-8b deepseek-v3 smollm2-135m [all]"
+        "--models", nargs="+", metavar="MODEL", help="some of llama-3-70b llama-3-8b deepseek-v3 smollm2-135m [all]"
     )
     example = "attnpack plot roofline benchmarks/results/quick.json"
     roofline = _picture(pictures, "roofline", "draw a benchmark under the machine's limits", example)
-    roofline.add_argument("results", type=Path, metavar="BENCH.json", help="what `attnpack bench --json` printed")
+    roofline.add_argument("results", type=Path, metavar="BENCH.json", help="output of `attnpack bench --json`")
     example = 'attnpack plot attention "The cat sat on the mat" --layer 11 --json'
     attention = _picture(pictures, "attention", "draw the weights of a layer's heads on a sentence", example)
     attention.add_argument("text", help="the sentence")
-    attention.add_argument("--layer", type=int, default=11, metavar="N", help="which one, from 0 [%(default)s]")
+    attention.add_argument(
+        "--layer", type=int, default=11, metavar="N", help="number of the layer, from 0 [%(default)s]"
+    )
     attention.add_argument("--model", type=Path, metavar="DIR|FILE.gguf", help="as in generate [SmolLM2-135M-Instruct]")
     return parser
 

@@ -45,11 +45,11 @@ def answer(
         pieces.append(piece)
         write(piece)
 
-    step = tokenizer.stream(write_piece)
+    add_token = tokenizer.stream(write_piece)
 
     def on_token(token: torch.Tensor) -> None:
         moments.append(time.perf_counter())
-        step(int(token))
+        add_token(int(token))
 
     cache = ModelCache(len(model.layers))
     model.generate(

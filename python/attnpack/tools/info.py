@@ -24,7 +24,7 @@ _OPTIONAL = {
 }
 
 
-def collect(failure: str = "") -> dict[str, Any]:
+def collect_info(failure: str = "") -> dict[str, Any]:
     """Versions, instruction set, threads, libraries and optional packages, as plain values for JSON. `failure` is the
     reason if the native code could not be loaded."""
     try:
@@ -60,10 +60,10 @@ def main(args: argparse.Namespace) -> None:
     if args.cmake_prefix:
         print(json.dumps({"cmake_prefix": str(PACKAGE)}) if args.json else PACKAGE)
     else:
-        show(collect(), args.json)
+        print_info(collect_info(), args.json)
 
 
-def show(info: dict[str, Any], as_json: bool) -> None:
+def print_info(info: dict[str, Any], as_json: bool) -> None:
     print(json.dumps(info, indent=2) if as_json else "\n".join(_lines(info)))
 
 

@@ -1,4 +1,4 @@
-// Caches by themselves: what a copy shares, what a failure takes back.
+// Caches alone: the tensors that a copy shares, and the state after a failure.
 #include <torch/torch.h>
 
 #include "catch.h"

@@ -241,7 +241,7 @@ TEST_CASE("backward on tensor cores") {
   check<Float16>({1, 1, 3, 30, 90, 8, 256}, {.sinks = true, .float_mask = true}, ++seed, true);
 }
 
-TEST_CASE("what excluded pairs hold changes no bit of a gradient on tensor cores") {
+TEST_CASE("the numbers of excluded pairs change no bit of a gradient on tensor cores") {
   check_bits<BFloat16>({2, 1, 2, 41, 150, 64, 64}, {.lens = true}, 551);
   check_bits<Float16>({1, 1, 2, 41, 150, 128, 64}, {.bool_mask = true}, 552);
   check_bits<BFloat16>({1, 2, 1, 70, 70, 64, 64}, {.causal = true}, 553, true);
@@ -272,7 +272,7 @@ TEST_CASE("backward of drawn problems") {
   }
 }
 
-TEST_CASE("append writes behind each sequence's end and nowhere else") {
+TEST_CASE("append writes after each sequence's end and nowhere else") {
   const int64_t batch = 3, heads = 2, fresh = 4, capacity = 9, width = 6;
   std::vector<float> cache(batch * heads * capacity * width, -1), x(batch * heads * fresh * width);
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i);
@@ -329,7 +329,7 @@ TEST_CASE("rope turns pairs and leaves the rest") {
   }
 }
 
-// base: where the arrays begin, in numbers after a 16-byte boundary.
+// base: the start of the arrays, in numbers after a 16-byte boundary.
 template <class S>
 void check_linear(int64_t rows, int64_t inputs, int64_t stride, int64_t base) {
   const int64_t outputs = 9;

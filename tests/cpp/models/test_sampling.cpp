@@ -1,4 +1,4 @@
-// Which tokens a Sampler may draw.
+// The tokens that a Sampler may draw.
 #include <torch/torch.h>
 
 #include "catch.h"

@@ -52,7 +52,7 @@ TEST_CASE("both paths of latent attention are its equations") {
   REQUIRE(close(layer->fold()->forward(x), wanted));
 }
 
-TEST_CASE("latent steps behind every cache equal the whole") {
+TEST_CASE("latent steps with every cache equal the whole") {
   torch::manual_seed(0);
   torch::NoGradGuard no_grad;
   MultiHeadLatentAttention layer(sizes());

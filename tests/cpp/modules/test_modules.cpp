@@ -165,7 +165,7 @@ TEST_CASE("a module made on meta takes tensors by name and shares them") {
   REQUIRE(same(std::dynamic_pointer_cast<MultiHeadAttentionImpl>(twin->clone())->forward(x), layer->forward(x)));
 }
 
-TEST_CASE("steps behind a cache equal the whole") {
+TEST_CASE("steps with a cache equal the whole") {
   torch::manual_seed(0);
   torch::NoGradGuard no_grad;
   auto block = make_block();

@@ -14,7 +14,7 @@ namespace attnpack {
 
 TEST_CASE("a call after one that got no memory gets its own") {
   constexpr size_t kMiB = size_t{1} << 20;
-  using Buffer = Scratch<7>;
+  using Buffer = ThreadScratch<7>;
   {
     const Buffer held(2 * kMiB);
   }
@@ -40,8 +40,8 @@ TEST_CASE("a call after one that got no memory gets its own") {
 }
 
 TEST_CASE("an absurd size is refused, and the next one served") {
-  REQUIRE_THROWS_AS(Scratch<7>(size_t{1} << 62), std::bad_alloc);
-  REQUIRE(Scratch<7>(64).data() != nullptr);
+  REQUIRE_THROWS_AS(ThreadScratch<7>(size_t{1} << 62), std::bad_alloc);
+  REQUIRE(ThreadScratch<7>(64).data() != nullptr);
 }
 
 }  // namespace attnpack

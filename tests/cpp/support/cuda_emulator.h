@@ -20,7 +20,7 @@
 #include "guarded.h"
 
 // A block of CUDA threads on one CPU thread, so that host tests run the kernels' own source. Each thread is a fiber
-// that runs until it meets a collective operation. The emulation is stricter than the hardware where it can be. The
+// that runs until it reaches a collective operation. The emulation is stricter than the hardware where it can be. The
 // order of the threads is drawn. Warps run far ahead of others. Asynchronous copies land only when they are waited for,
 // and until then their target holds garbage. Not modelled: the memory of caches, speed, and PTX itself.
 #define ATTNPACK_EMULATED_DEVICE
@@ -81,7 +81,7 @@ class EmulatedBlock {
   const Slot& peer(int lane) const { return fibers_[active_ / 32 * 32 + lane].published; }
 
   // Waits for the warp or the block.
-  void meet(State where, int operation) {
+  void wait_for_others(State where, int operation) {
     me().state = where;
     me().operation = operation;
     swapcontext(&me().context, &scheduler_);
@@ -152,7 +152,7 @@ class EmulatedBlock {
     }
     for (size_t i = first; i < first + count; ++i) {
       auto& fiber = fibers_[i];
-      if (fiber.operation != fibers_[first].operation) fail("threads meet at different operations");
+      if (fiber.operation != fibers_[first].operation) fail("threads wait at different operations");
       fiber.published = fiber.own;
       fiber.any = any;
       fiber.state = kRunnable;
@@ -175,18 +175,18 @@ inline EmulatedBlock& emulated() { return *EmulatedBlock::current(); }
 inline int thread_id() { return emulated().id(); }
 inline bool any_in_block(bool x) {
   emulated().bring(x);
-  emulated().meet(EmulatedBlock::kAtBlock, 1);
+  emulated().wait_for_others(EmulatedBlock::kAtBlock, 1);
   return emulated().me().any;
 }
 inline void sync_block() {
   emulated().bring(false);
-  emulated().meet(EmulatedBlock::kAtBlock, 2);
+  emulated().wait_for_others(EmulatedBlock::kAtBlock, 2);
 }
-inline void sync_warp() { emulated().meet(EmulatedBlock::kAtWarp, 7); }
+inline void sync_warp() { emulated().wait_for_others(EmulatedBlock::kAtWarp, 7); }
 template <class T>
 T shuffle_xor(T x, int mask) {
   emulated().bring(x);
-  emulated().meet(EmulatedBlock::kAtWarp, 3);
+  emulated().wait_for_others(EmulatedBlock::kAtWarp, 3);
   return emulated().brought_by<T>((thread_id() % 32) ^ mask);
 }
 
@@ -214,7 +214,7 @@ inline uint32_t emulated_pair(const uint16_t* low, const uint16_t* high) {
 }
 inline void load_matrices(uint32_t (&to)[4], const void* row) {
   emulated().bring(row);
-  emulated().meet(EmulatedBlock::kAtWarp, 4);
+  emulated().wait_for_others(EmulatedBlock::kAtWarp, 4);
   const int lane = thread_id() % 32;
   for (int m = 0; m < 4; ++m) {
     const auto* at = static_cast<const uint16_t*>(emulated().brought_by<const void*>(8 * m + lane / 4)) + lane % 4 * 2;
@@ -223,7 +223,7 @@ inline void load_matrices(uint32_t (&to)[4], const void* row) {
 }
 inline void load_matrices_transposed(uint32_t (&to)[4], const void* row) {
   emulated().bring(row);
-  emulated().meet(EmulatedBlock::kAtWarp, 5);
+  emulated().wait_for_others(EmulatedBlock::kAtWarp, 5);
   const int lane = thread_id() % 32;
   for (int m = 0; m < 4; ++m) {
     const auto at = [&](int r) {
@@ -244,7 +244,7 @@ float emulated_half(uint32_t reg, int half) {
 template <class S>
 void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulated().bring(EmulatedOperands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
-  emulated().meet(EmulatedBlock::kAtWarp, 6);
+  emulated().wait_for_others(EmulatedBlock::kAtWarp, 6);
   const int group = thread_id() % 32 / 4, in_group = thread_id() % 4;
   for (int i = 0; i < 4; ++i) {
     const int row = i < 2 ? group : group + 8, column = in_group * 2 + (i & 1);

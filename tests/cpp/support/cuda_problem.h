@@ -302,7 +302,7 @@ inline Settings draw_settings(std::mt19937& random) {
   return on;
 }
 
-// Shapes are mostly small, so that they meet edges: of tiles, of steps through the keys, of parts.
+// Shapes are mostly small, so that they test edges: of tiles, of steps through the keys, of parts.
 inline Shape draw_shape(std::mt19937& random, const Settings& on) {
   const int64_t widths[] = {1, 8, 20, 64, 104, 128, 200, 256};
   Shape shape{1,

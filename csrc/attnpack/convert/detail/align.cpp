@@ -2,8 +2,8 @@
 
 #include <ATen/ATen.h>
 
-#include <attnpack/convert/detail/moments.h>
-#include <attnpack/convert/detail/pairs.h>
+#include <attnpack/convert/detail/calibration.h>
+#include <attnpack/convert/detail/rope_pair.h>
 
 #include <cmath>
 
@@ -14,7 +14,7 @@ namespace {
 using at::indexing::Slice;
 
 // The Hermitian square roots of matrices [n, d, d] and their (pseudo-)inverses, scaled to a mean trace of d.
-std::pair<at::Tensor, at::Tensor> roots(const at::Tensor& metric) {
+std::pair<at::Tensor, at::Tensor> metric_roots(const at::Tensor& metric) {
   auto [values, vectors] = at::linalg_eigh(metric);
   values = values.clamp_min(0);
   const auto mean = values.mean().item<double>();
@@ -65,7 +65,7 @@ class Aligner {
   }
 
   template <typename Visit>
-  void for_readers(const std::vector<int64_t>& group, const Visit& visit) {
+  void for_each_reader(const std::vector<int64_t>& group, const Visit& visit) {
     for (size_t i = 0; i < group.size(); ++i) {
       for (size_t h = 0; h < head_map_.size(); ++h) {
         if (head_map_[h] == group[i]) visit(static_cast<int64_t>(i), static_cast<int64_t>(h));
@@ -73,41 +73,42 @@ class Aligner {
     }
   }
 
-  static at::Tensor select(const at::Tensor& heads, const std::vector<int64_t>& group) {
+  static at::Tensor select_heads(const at::Tensor& heads, const std::vector<int64_t>& group) {
     return heads.index_select(0, at::tensor(group, at::kLong).to(heads.device()));
   }
 
   at::Tensor merge_values(const std::vector<int64_t>& group) {
-    const auto heads = select(v_, group);
+    const auto heads = select_heads(v_, group);
     auto metric = at::zeros({heads.size(0), heads.size(1), heads.size(1)}, heads.options());
-    for_readers(group, [&](int64_t i, int64_t h) { metric[i] += at::matmul(o_[h].t(), o_[h]); });
+    for_each_reader(group, [&](int64_t i, int64_t h) { metric[i] += at::matmul(o_[h].t(), o_[h]); });
     const auto shared = share_heads(heads, metric, v_moment_);
-    for_readers(group, [&](int64_t i, int64_t h) { o_[h].copy_(at::matmul(o_[h], shared.maps[i])); });
+    for_each_reader(group, [&](int64_t i, int64_t h) { o_[h].copy_(at::matmul(o_[h], shared.maps[i])); });
     return shared.rows;
   }
 
   at::Tensor merge_keys(const std::vector<int64_t>& group) {
-    const auto heads = select(k_, group);
+    const auto heads = select_heads(k_, group);
     if (options_.key_norm()) return heads.mean(0);
     auto merged = at::empty_like(heads[0]);
     const auto half = options_.rope_dim() / 2, head_dim = heads.size(1);
     for (int64_t p = 0; p < half; ++p) {
       const RopePair pair(p, options_.rope_dim(), options_.interleaved());
       auto metric = at::zeros({heads.size(0), 1, 1}, heads.options().dtype(at::kComplexDouble));
-      for_readers(group, [&](int64_t i, int64_t h) { metric[i] += output_moment(pair.get(q_[h]), x_moment_); });
+      for_each_reader(group, [&](int64_t i, int64_t h) { metric[i] += output_moment(pair.get(q_[h]), x_moment_); });
       const auto shared = share_heads(pair.get(heads), metric, k_moment_);
       pair.set(merged, shared.rows);
       // Re(q conj(a k)) = Re((conj(a) q) conj(k))
-      for_readers(group, [&](int64_t i, int64_t h) { pair.set(q_[h], pair.get(q_[h]) * shared.maps[i].conj()); });
+      for_each_reader(group, [&](int64_t i, int64_t h) { pair.set(q_[h], pair.get(q_[h]) * shared.maps[i].conj()); });
     }
     if (2 * half < head_dim) {
       const auto still = Slice(2 * half, head_dim);
       const auto part = heads.index({Slice(), still});
       auto metric = at::zeros({part.size(0), part.size(1), part.size(1)}, part.options());
-      for_readers(group, [&](int64_t i, int64_t h) { metric[i] += output_moment(q_[h].index({still}), x_moment_); });
+      for_each_reader(group,
+                      [&](int64_t i, int64_t h) { metric[i] += output_moment(q_[h].index({still}), x_moment_); });
       const auto shared = share_heads(part, metric, k_moment_);
       merged.index_put_({still}, shared.rows);
-      for_readers(group, [&](int64_t i, int64_t h) {
+      for_each_reader(group, [&](int64_t i, int64_t h) {
         q_[h].index_put_({still}, at::matmul(shared.maps[i].t(), q_[h].index({still})));
       });
     }
@@ -126,7 +127,7 @@ class Aligner {
 
 SharedRows leading_rows(const at::Tensor& heads, const at::Tensor& metric, const at::Tensor& moment, int64_t rank) {
   const auto n = heads.size(0), d = heads.size(1);
-  const auto [root, inverse] = roots(metric);
+  const auto [root, inverse] = metric_roots(metric);
   const auto weighted = at::matmul(root, heads).flatten(0, 1);                 // [n d, E]
   auto basis = std::get<1>(at::linalg_eigh(output_moment(weighted, moment)));  // [n d, n d], the largest come last
   basis = basis.narrow(1, n * d - rank, rank);
@@ -138,9 +139,10 @@ SharedRows share_heads(const at::Tensor& heads, const at::Tensor& metric, const 
   const auto lead = leading_rows(heads, metric, moment, d);
   // Any unitary rotation of the basis serves as well. The polar factor of the sum of the basis' blocks is rotated away.
   const auto [u, s, vh] = at::linalg_svd(lead.basis.unflatten(0, {n, d}).sum(0));
-  const auto turn = at::matmul(vh.mH(), u.mH());
+  const auto rotation = at::matmul(vh.mH(), u.mH());
   const auto scale = std::sqrt(static_cast<double>(n));
-  return {at::matmul(turn.mH(), lead.rows) / scale, at::matmul(lead.maps, turn) * scale, at::matmul(lead.basis, turn)};
+  return {at::matmul(rotation.mH(), lead.rows) / scale, at::matmul(lead.maps, rotation) * scale,
+          at::matmul(lead.basis, rotation)};
 }
 
 AttentionWeights align_heads(const AttentionWeights& weights, const std::vector<int64_t>& head_map,

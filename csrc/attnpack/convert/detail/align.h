@@ -25,8 +25,8 @@ SharedRows share_heads(const at::Tensor& heads, const at::Tensor& metric, const 
 // merge_kv_heads' "aligned". The value heads of a group become one head and a matrix per old head; the matrix goes into
 // the readers' columns of o. The key heads of a group become one head too. For each pair of dims that RoPE rotates, an
 // old head gets a rotation and a scale (a complex factor, which commutes with RoPE); for the other dims it gets a
-// matrix. Both go into the readers' rows of q. Errors count as much as queries and o make of them. (Alignment before
-// merging: Jin et al. 2024, arXiv 2412.20677.)
+// matrix. Both go into the readers' rows of q. The queries weigh the errors of the keys that they read, and o weighs
+// the errors of values. (Alignment before merging: Jin et al. 2024, arXiv 2412.20677.)
 AttentionWeights align_heads(const AttentionWeights& weights, const std::vector<int64_t>& head_map,
                              const Groups& groups, const MergeOptions& options);
 

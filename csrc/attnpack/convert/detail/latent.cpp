@@ -4,8 +4,8 @@
 #include <ATen/core/grad_mode.h>
 
 #include <attnpack/convert/detail/align.h>
-#include <attnpack/convert/detail/moments.h>
-#include <attnpack/convert/detail/pairs.h>
+#include <attnpack/convert/detail/calibration.h>
+#include <attnpack/convert/detail/rope_pair.h>
 #include <attnpack/core/check.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace attnpack::convert {
 namespace {
 
 // The mean of e^(i theta distance) over pairs of a query and a key in a text of that length.
-c10::complex<double> mean_turn(double theta, int64_t length, bool causal) {
+c10::complex<double> mean_rotation(double theta, int64_t length, bool causal) {
   const auto distance = at::arange(length, at::kDouble);
   const auto weight = static_cast<double>(length) - distance;  // how many pairs are that far apart
   if (!causal) weight.slice(0, 1).mul_(2);                     // keys on both sides
@@ -24,16 +24,16 @@ c10::complex<double> mean_turn(double theta, int64_t length, bool causal) {
 }
 
 // The mean square of the heads' outputs, as the metric [n, d, d] counts it.
-double energy(const at::Tensor& metric, const at::Tensor& heads, const at::Tensor& moment) {
+double mean_square_output(const at::Tensor& metric, const at::Tensor& heads, const at::Tensor& moment) {
   return at::matmul(metric, output_moment(heads, moment)).diagonal(0, 1, 2).sum().item<double>();
 }
 
-// Scales the metric so that it counts errors in heads relative to their outputs. The metric becomes 0 for heads that
-// are a rounding error of `whole`.
-at::Tensor relative(const at::Tensor& metric, const at::Tensor& heads, const at::Tensor& whole,
-                    const at::Tensor& moment) {
-  const auto found = energy(metric, heads, moment);
-  return found > 1e-16 * energy(metric, whole, moment) ? metric / found : at::zeros_like(metric);
+// Scales the metric so that it counts errors in heads relative to their outputs. The metric becomes 0 for heads
+// that are a rounding error of `whole`.
+at::Tensor relative_metric(const at::Tensor& metric, const at::Tensor& heads, const at::Tensor& whole,
+                           const at::Tensor& moment) {
+  const auto found = mean_square_output(metric, heads, moment);
+  return found > 1e-16 * mean_square_output(metric, whole, moment) ? metric / found : at::zeros_like(metric);
 }
 
 struct ByHead {
@@ -58,7 +58,8 @@ ByHead by_head(const AttentionWeights& weights, const LatentOptions& o) {
   return result;
 }
 
-// Takes the shared rotating pair out of every kv head, and gives queries what they need for that pair and for the rest.
+// Subtracts the shared rotating pair from every kv head. Returns the queries for that pair, and the queries for the
+// rest.
 struct Rotated {
   at::Tensor keys;     // [R, E]
   at::Tensor queries;  // [H, R, E]
@@ -80,8 +81,8 @@ Rotated share_rotation(ByHead& heads, const std::vector<int64_t>& map, const Lat
     pair.set(heads.k, keys - at::matmul(shared.maps, shared.rows));
     const auto factors = shared.maps.index_select(0, at::tensor(map, at::kLong).to(heads.k.device()));
     pair.set(result.queries, queries * factors.conj());
-    const auto turn = mean_turn(o.inv_freq()[p], o.length(), o.causal());
-    pair.set(result.still, queries * (turn * o.rope_factor() * o.rope_factor()));
+    const auto rotation = mean_rotation(o.inv_freq()[p], o.length(), o.causal());
+    pair.set(result.still, queries * (rotation * o.rope_factor() * o.rope_factor()));
   }
   return result;
 }
@@ -118,8 +119,8 @@ LatentWeights factorise_latent(const AttentionWeights& weights, const LatentOpti
   }
   const auto stacked = at::cat({heads.k, heads.v});  // [2 Hkv, D, E]
   const auto full = stacked.size(0) * stacked.size(1), rank = std::min(o.kv_lora_rank(), full);
-  const auto metric = at::cat({relative(key_metric, heads.k, keys, heads.kv_moment),
-                               relative(value_metric, heads.v, heads.v, heads.kv_moment)});
+  const auto metric = at::cat({relative_metric(key_metric, heads.k, keys, heads.kv_moment),
+                               relative_metric(value_metric, heads.v, heads.v, heads.kv_moment)});
   const auto lead = leading_rows(stacked, metric, heads.kv_moment, rank);
   const auto rows = at::constant_pad_nd(lead.rows, {0, 0, 0, o.kv_lora_rank() - rank});  // [C, E]
   const auto maps = at::constant_pad_nd(lead.maps, {0, o.kv_lora_rank() - rank});        // [2 Hkv, D, C]

@@ -35,9 +35,10 @@ struct LatentWeights {
 // Makes the keys and values of all kv heads one latent per token: their joint principal components. Errors of keys
 // count as queries see them, errors of values as o sees them, and both are relative. Without RoPE the result is exact
 // from C = 2 Hkv head_dim on (more is padded with zeros). With RoPE, each pair of dims of all kv heads first becomes
-// one shared rotating pair, the leading complex component. What is left goes into the latent, where nothing rotates:
-// queries meet it multiplied by the mean of e^(i theta distance), the best constant in place of the rotation. That
-// loses accuracy, except for one kv head. (After TransMLA, Meng et al. 2025, which drops the rotation there.)
+// one shared rotating pair, the leading complex component. The rest of the keys goes into the latent, where nothing
+// rotates: there the queries are multiplied by the mean of e^(i theta distance), the best constant in place of the
+// rotation. That loses accuracy, except for one kv head. (After TransMLA, Meng et al. 2025, which drops the rotation
+// there.)
 LatentWeights factorise_latent(const AttentionWeights& weights, const LatentOptions& options);
 
 }  // namespace attnpack::convert

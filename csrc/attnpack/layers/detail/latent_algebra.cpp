@@ -14,7 +14,7 @@ Tensor by_head(const Tensor& kv_b, const SymInt& num_heads) { return kv_b.unflat
 
 // x [B, H, L, I] times weight [H, I, O] -> [B, H, L, O]. The product runs over heads first, so that no weight is copied
 // per sequence.
-Tensor times(const Tensor& x, const Tensor& weight) {
+Tensor multiply_by_head(const Tensor& x, const Tensor& weight) {
   const SymInt batch = x.sym_size(0), length = x.sym_size(2);
   const Tensor rows = x.transpose(0, 1).reshape_symint({x.sym_size(1), batch * length, x.sym_size(3)});
   return at::bmm(rows, weight).unflatten_symint(1, {batch, length}).transpose(0, 1);
@@ -23,12 +23,12 @@ Tensor times(const Tensor& x, const Tensor& weight) {
 }  // namespace
 
 Tensor fold_query(const Tensor& query, const Tensor& kv_b) {
-  return times(query, by_head(kv_b, query.sym_size(1)).narrow_symint(1, 0, query.sym_size(3)));
+  return multiply_by_head(query, by_head(kv_b, query.sym_size(1)).narrow_symint(1, 0, query.sym_size(3)));
 }
 
 Tensor unfold_output(const Tensor& context, const Tensor& kv_b, const SymInt& v_dim) {
   const Tensor weight = by_head(kv_b, context.sym_size(1));
-  return times(context, weight.narrow_symint(1, weight.sym_size(1) - v_dim, v_dim).transpose(1, 2));
+  return multiply_by_head(context, weight.narrow_symint(1, weight.sym_size(1) - v_dim, v_dim).transpose(1, 2));
 }
 
 std::tuple<Tensor, Tensor> expand_latents(const Tensor& latents, const Tensor& kv, const SymInt& latent_dim,

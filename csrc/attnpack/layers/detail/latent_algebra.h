@@ -20,7 +20,7 @@ at::Tensor unfold_output(const at::Tensor& context,  // [B, H, L, C]
                          const at::Tensor& kv_b,     // [H * (N + V), C]
                          const c10::SymInt& v_dim);  // -> [B, H, L, V]
 
-// Keys [B, H, K, N + R] and values [B, H, K, V]. kv: what kv_b made of the latents.
+// Keys [B, H, K, N + R] and values [B, H, K, V]. kv: the latents multiplied by kv_b.
 std::tuple<at::Tensor, at::Tensor> expand_latents(const at::Tensor& latents,      // [B, 1, K, C + R]
                                                   const at::Tensor& kv,           // [B, K, H * (N + V)]
                                                   const c10::SymInt& latent_dim,  // C

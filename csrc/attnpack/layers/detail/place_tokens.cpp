@@ -13,19 +13,19 @@ namespace {
 using c10::SymInt;
 
 // The part of the cache that attention may read: all of it, or its first positions if a mask covers fewer.
-struct Room {
+struct ReadableCache {
   Tensor key, value;
   std::optional<SymInt> limit;
 };
 
-Room room_under(const CacheTensors& cache, const std::optional<Tensor>& mask) {
-  Room room{cache.key, cache.value, std::nullopt};
+ReadableCache readable_under(const CacheTensors& cache, const std::optional<Tensor>& mask) {
+  ReadableCache readable{cache.key, cache.value, std::nullopt};
   if (mask && mask->dim() > 0 && mask->sym_size(-1) != 1 && mask->sym_size(-1) < cache.key.sym_size(2)) {
-    room.limit = mask->sym_size(-1);
-    room.key = cache.key.narrow_symint(2, 0, *room.limit);
-    room.value = cache.value.narrow_symint(2, 0, *room.limit);
+    readable.limit = mask->sym_size(-1);
+    readable.key = cache.key.narrow_symint(2, 0, *readable.limit);
+    readable.value = cache.value.narrow_symint(2, 0, *readable.limit);
   }
-  return room;
+  return readable;
 }
 
 // A copy of the cache that is differentiable in its new rows, and only in them: [B, Hkv, capacity, D].
@@ -38,13 +38,13 @@ Tensor with_new_rows(const Tensor& cache,
   Tensor target = past.unsqueeze(-1) + step;  // [B, L]
   // Rows that are not valid go to slots after the end. These slots are cut off again.
   if (new_lens) target = at::where(step < new_lens->to(at::kLong).unsqueeze(-1), target, step + capacity);
-  const Tensor room = at::constant_pad_nd_symint(cache.detach(), {0, 0, 0, rows.sym_size(2)});
+  const Tensor padded = at::constant_pad_nd_symint(cache.detach(), {0, 0, 0, rows.sym_size(2)});
   const Tensor index = target.unsqueeze(1).unsqueeze(-1).expand_symint(rows.sym_sizes());
-  return room.scatter(2, index, rows).narrow_symint(2, 0, capacity);
+  return padded.scatter(2, index, rows).narrow_symint(2, 0, capacity);
 }
 
 // Whether the cache may rotate the keys that it takes: all dims rotate, the tensors are plain numbers on the CPU
-// without gradients, and each token stands one position after the one before.
+// without gradients, and each token's position is one more than that of the token before it.
 bool rotates_in_cache(const NewTokens& tokens, const RopeSettings& rope, const std::optional<Tensor>& positions) {
   return !tokens.rotated_dims && tokens.query.is_cpu() && !at::GradMode::is_enabled() && !positions &&
          !rope.by_length() && !rope.raw_keys &&
@@ -53,7 +53,7 @@ bool rotates_in_cache(const NewTokens& tokens, const RopeSettings& rope, const s
 }
 
 // The dims of x that do not rotate, and those that do.
-std::pair<Tensor, Tensor> split(const Tensor& x, const SymInt& rotated_dims) {
+std::pair<Tensor, Tensor> split_dims(const Tensor& x, const SymInt& rotated_dims) {
   const SymInt fixed = x.sym_size(3) - rotated_dims;
   return {x.narrow_symint(3, 0, fixed), x.narrow_symint(3, fixed, rotated_dims)};
 }
@@ -62,7 +62,7 @@ std::pair<Tensor, Tensor> split(const Tensor& x, const SymInt& rotated_dims) {
 Tensor rotate_stored(const Tensor& key, const Tensor& lengths, const RopeSettings& rope,
                      const std::optional<SymInt>& rotated_dims) {
   if (!rope.raw_keys || !rotated_dims) return rotate_cached(key, lengths, rope);
-  const auto [fixed, raw] = split(key, *rotated_dims);
+  const auto [fixed, raw] = split_dims(key, *rotated_dims);
   return at::cat({fixed, rotate_cached(raw, lengths, rope)}, -1);
 }
 
@@ -73,8 +73,8 @@ std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::opt
   check_positions(place.positions, tokens.query);  // also if nothing rotates
   if (!rope) return {tokens.query, tokens.key};
   if (!tokens.rotated_dims) return rotate_new(tokens.query, tokens.key, *rope, place);
-  const auto [fixed_q, raw_q] = split(tokens.query, *tokens.rotated_dims);
-  const auto [fixed_k, raw_k] = split(tokens.key, *tokens.rotated_dims);
+  const auto [fixed_q, raw_q] = split_dims(tokens.query, *tokens.rotated_dims);
+  const auto [fixed_k, raw_k] = split_dims(tokens.key, *tokens.rotated_dims);
   const auto [q, k] = rotate_new(raw_q, raw_k, *rope, place);
   return {at::cat({fixed_q, q}, -1), at::cat({fixed_k, k}, -1)};
 }
@@ -92,24 +92,24 @@ PlacedTokens place_tokens(
   }
   ATTNPACK_CHECK(!args.cross, "cache is given together with a context: a cache holds the keys of self-attention");
   check_kv_cache_append(cache->key, cache->value, cache->lengths, tokens.key, tokens.value, args.kv_lens);
-  Room room = room_under(*cache, args.mask);
-  check(room.key, room.value, std::nullopt);
+  ReadableCache readable = readable_under(*cache, args.mask);
+  check(readable.key, readable.value, std::nullopt);
   const Tensor past = cache->lengths.clone();
   if (rope && rotates_in_cache(tokens, *rope, args.positions)) {
     const Tensor q =
         kv_cache_append_rotated_(cache->key, cache->value, cache->lengths, tokens.query, tokens.key, tokens.value,
-                                 rope->inv_freq, rope->factor, rope->interleaved, args.kv_lens, room.limit);
-    return {q, room.key, room.value, past, cache->lengths, true};
+                                 rope->inv_freq, rope->factor, rope->interleaved, args.kv_lens, readable.limit);
+    return {q, readable.key, readable.value, past, cache->lengths, true};
   }
   const auto [q, k] = rotate_tokens(tokens, rope, {args.positions, false, past, args.kv_lens});
-  kv_cache_append_(cache->key, cache->value, cache->lengths, k, tokens.value, args.kv_lens, room.limit);
+  kv_cache_append_(cache->key, cache->value, cache->lengths, k, tokens.value, args.kv_lens, readable.limit);
   if (at::GradMode::is_enabled() && (k.requires_grad() || tokens.value.requires_grad())) {
-    room.key = with_new_rows(room.key, k, past, args.kv_lens);
-    room.value = with_new_rows(room.value, tokens.value, past, args.kv_lens);
+    readable.key = with_new_rows(readable.key, k, past, args.kv_lens);
+    readable.value = with_new_rows(readable.value, tokens.value, past, args.kv_lens);
   }
   const Tensor lengths = cache->lengths.clone();
-  if (rope) room.key = rotate_stored(room.key, lengths, *rope, tokens.rotated_dims);
-  return {q, room.key, room.value, past, lengths, true};
+  if (rope) readable.key = rotate_stored(readable.key, lengths, *rope, tokens.rotated_dims);
+  return {q, readable.key, readable.value, past, lengths, true};
 }
 
 void trim_to_longest(PlacedTokens& tokens, const std::optional<Tensor>& mask) {

@@ -36,8 +36,8 @@ PlacedTokens place_tokens(
 std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::optional<RopeSettings>& rope,
                                          const Placement& place);
 
-// For calls that return weights. Keeps as many keys as the longest sequence has, or as the mask covers. Where tracing
-// knows no values, it keeps all keys that there is room for.
+// For calls that return weights. Keeps as many keys as the longest sequence has, or as the mask covers. If tracing
+// hides the values, it keeps every position of the cache.
 void trim_to_longest(PlacedTokens& tokens, const std::optional<Tensor>& mask);
 
 }  // namespace attnpack

@@ -9,7 +9,7 @@ namespace {
 
 using torch::autograd::SavedVariable;
 
-// The arguments with their tensors saved as autograd wants: they keep no graph alive, and changes to them are noticed.
+// The arguments, with their tensors as SavedVariables: these keep no graph alive, and autograd notices if they change.
 class SavedArguments {
  public:
   explicit SavedArguments(const AttentionArguments& args) : args_(args) {

@@ -10,7 +10,7 @@ namespace {
 
 using at::Tensor;
 
-// Writes count as in-place changes, so that autograd notices a stale use.
+// Counts the writes as in-place changes, so that autograd notices a stale use.
 void count_writes(std::initializer_list<const Tensor*> written) {
   for (const Tensor* tensor : written)
     if (!tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();

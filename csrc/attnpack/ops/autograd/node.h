@@ -26,8 +26,8 @@ auto make_node(Args&&... args) {
     return c10::make_intrusive<N>(std::forward<Args>(args)...);
 }
 
-// Whether the plain formula has to run: under a torch.func transform, to which a node of ours would be invisible, or
-// where a forward-mode gradient comes in.
+// Whether the plain formula must run: under a torch.func transform, which cannot see our node, or for an input with a
+// forward-mode gradient.
 inline bool wants_formula(std::initializer_list<const at::Tensor*> inputs) {
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;
   for (const at::Tensor* input : inputs)

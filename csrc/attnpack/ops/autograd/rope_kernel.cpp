@@ -10,7 +10,7 @@ namespace {
 using at::Tensor;
 using torch::autograd::SavedVariable;
 
-// The transpose of a rotation is the rotation by the opposite angle, so it can be differentiated as often as one likes.
+// The transpose of a rotation is the rotation by the opposite angle, so it can be differentiated any number of times.
 struct RopeBackward : torch::autograd::Node {
   RopeBackward(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved)
       : Node(torch::autograd::collect_next_edges(x)), cos_(cos, false), sin_(sin, false), interleaved_(interleaved) {}
@@ -31,7 +31,7 @@ struct RopeBackward : torch::autograd::Node {
 };
 
 Tensor apply_rope_autograd(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
-  // Gradients of the tables are asked for rarely: the formula has them.
+  // Gradients of the tables are rarely needed: the formula computes them.
   if (wants_formula({&x, &cos, &sin}) || torch::autograd::compute_requires_grad(cos, sin))
     return rope_formula(x, cos, sin, interleaved);
   Tensor out;

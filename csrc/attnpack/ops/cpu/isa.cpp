@@ -8,7 +8,7 @@
 namespace attnpack {
 namespace {
 
-const Isa& choose() {
+const Isa& choose_isa() {
   const char* wanted = std::getenv("ATTNPACK_ISA");
   if (wanted && !*wanted) wanted = nullptr;
   const Isa* best = nullptr;
@@ -22,14 +22,14 @@ const Isa& choose() {
   return *best;
 }
 
-const Isa& chosen() {
-  static const Isa& isa = choose();
+const Isa& chosen_isa() {
+  static const Isa& isa = choose_isa();
   return isa;
 }
 
 }  // namespace
 
-const char* isa_name() { return chosen().name; }
-const Kernels& kernels_in_use() { return chosen().kernels; }
+const char* isa_name() { return chosen_isa().name; }
+const Kernels& kernels_in_use() { return chosen_isa().kernels; }
 
 }  // namespace attnpack

@@ -33,20 +33,21 @@ void copy_rows(const Tensor& cache, const Tensor& x, int64_t b, int64_t position
 }
 
 // The place of a sequence's new rows: `count` rows after the `held` ones.
-struct Place {
+struct NewPlace {
   int64_t held, count;
 };
-using Places = c10::SmallVector<Place, 8>;
+using NewPlaces = c10::SmallVector<NewPlace, 8>;
 
-// The places of all sequences. They are checked before the first write, and read only once: what is written cannot
+// The places of all sequences. They are checked before the first write, and read only once, so that the writes cannot
 // change them.
-Places places(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
-              const Tensor& value, const std::optional<Tensor>& new_lens, const std::optional<c10::SymInt>& limit) {
+NewPlaces find_places(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
+                      const Tensor& value, const std::optional<Tensor>& new_lens,
+                      const std::optional<c10::SymInt>& limit) {
   check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
   check_kv_cache_memory(cache_key, cache_value, lengths, key, value);
   const int64_t capacity = cache_key.size(2), all = key.size(2), most = limit ? limit->expect_int() : capacity;
   const Tensor counts = new_lens ? new_lens->to(at::kLong).contiguous() : Tensor();
-  Places result;
+  NewPlaces result;
   for (int64_t b = 0; b < key.size(0); ++b) {
     const int64_t held = lengths.const_data_ptr<int64_t>()[b * lengths.stride(0)];
     const int64_t count = new_lens ? counts.const_data_ptr<int64_t>()[b] : all;
@@ -63,19 +64,19 @@ Places places(const Tensor& cache_key, const Tensor& cache_value, const Tensor& 
   return result;
 }
 
-void raise(const Tensor& lengths, const Places& at) {
-  for (size_t b = 0; b < at.size(); ++b)
-    lengths.mutable_data_ptr<int64_t>()[static_cast<int64_t>(b) * lengths.stride(0)] = at[b].held + at[b].count;
+void write_lengths(const Tensor& lengths, const NewPlaces& places) {
+  for (size_t b = 0; b < places.size(); ++b)
+    lengths.mutable_data_ptr<int64_t>()[static_cast<int64_t>(b) * lengths.stride(0)] = places[b].held + places[b].count;
 }
 
 void kv_cache_append_cpu(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
                          const Tensor& value, const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit) {
-  const Places at = places(cache_key, cache_value, lengths, key, value, new_lens, limit);
+  const NewPlaces places = find_places(cache_key, cache_value, lengths, key, value, new_lens, limit);
   for (int64_t b = 0; b < key.size(0); ++b) {
-    copy_rows(cache_key, key, b, at[b].held, at[b].count);
-    copy_rows(cache_value, value, b, at[b].held, at[b].count);
+    copy_rows(cache_key, key, b, places[b].held, places[b].count);
+    copy_rows(cache_value, value, b, places[b].held, places[b].count);
   }
-  raise(lengths, at);
+  write_lengths(lengths, places);
 }
 
 // Rotates the heads of x [B, H, L, D] at token l of sequence b into those of `to` at token `position`.
@@ -93,7 +94,7 @@ Tensor kv_cache_append_rotated_cpu(const Tensor& cache_key, const Tensor& cache_
                                    const Tensor& query, const Tensor& key, const Tensor& value,
                                    at::ArrayRef<double> inv_freq, double factor, bool interleaved,
                                    const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit) {
-  const Places at = places(cache_key, cache_value, lengths, key, value, new_lens, limit);
+  const NewPlaces places = find_places(cache_key, cache_value, lengths, key, value, new_lens, limit);
   check_rotated(query, key, inv_freq);
   const Tensor rotated = at::empty_like(query);
   const int64_t new_positions = key.size(2), half = static_cast<int64_t>(inv_freq.size());
@@ -102,16 +103,16 @@ Tensor kv_cache_append_rotated_cpu(const Tensor& cache_key, const Tensor& cache_
     at::parallel_for(0, key.size(0) * new_positions, grain, [&](int64_t begin, int64_t end) {
       std::vector<float> cos(half), sin(half);
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t b = i / new_positions, l = i % new_positions, position = at[b].held + l;
+        const int64_t b = i / new_positions, l = i % new_positions, position = places[b].held + l;
         fill_angles(position, inv_freq, factor, cos.data(), sin.data());
         rotate_token<scalar_t>(query, b, l, cos.data(), sin.data(), half, interleaved, rotated, l);
-        if (l < at[b].count)
+        if (l < places[b].count)
           rotate_token<scalar_t>(key, b, l, cos.data(), sin.data(), half, interleaved, cache_key, position);
       }
     });
   });
-  for (int64_t b = 0; b < key.size(0); ++b) copy_rows(cache_value, value, b, at[b].held, at[b].count);
-  raise(lengths, at);
+  for (int64_t b = 0; b < key.size(0); ++b) copy_rows(cache_value, value, b, places[b].held, places[b].count);
+  write_lengths(lengths, places);
   return rotated;
 }
 

@@ -19,16 +19,17 @@ int64_t outputs_of_unit(int64_t outputs) {
 }
 
 // One of the layers that read the same rows. Its units follow those of the layers before it.
-struct Layer {
+struct StreamedLinear {
   PreparedLinear prepared;
   int64_t end;  // of its units
 };
 
-// Computes the outputs [..., out] of layers that fit, all in one go.
-std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const std::optional<Tensor>* biases) {
+// Computes the outputs [..., out] of layers that fit, in one pass over the weights.
+std::vector<Tensor> multiply_few_rows(const Tensor& input, at::TensorList weights,
+                                      const std::optional<Tensor>* biases) {
   const Tensor rows = input.contiguous();
   std::vector<Tensor> outs;
-  c10::SmallVector<Layer, 3> layers;
+  c10::SmallVector<StreamedLinear, 3> layers;
   int64_t units = 0, outputs = 0;
   for (const Tensor& weight : weights) outputs += weight.size(0);
   const int64_t step = outputs_of_unit(outputs);
@@ -54,7 +55,7 @@ std::vector<Tensor> stream(const Tensor& input, at::TensorList weights, const st
 }
 
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return fits_few_rows(input, weight, bias) ? stream(input, weight, &bias).front()
+  return fits_few_rows(input, weight, bias) ? multiply_few_rows(input, weight, &bias).front()
                                             : linear_formula(input, weight, bias);
 }
 
@@ -65,7 +66,7 @@ std::vector<Tensor> linears_cpu(const Tensor& input, at::TensorList weights, at:
     if (!biases.empty()) offsets[i] = biases[i];
     all_fit = fits_few_rows(input, weights[i], offsets[i]);
   }
-  return all_fit ? stream(input, weights, offsets.data()) : linears_formula(input, weights, biases);
+  return all_fit ? multiply_few_rows(input, weights, offsets.data()) : linears_formula(input, weights, biases);
 }
 
 }  // namespace

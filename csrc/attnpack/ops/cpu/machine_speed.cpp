@@ -16,27 +16,27 @@ namespace {
 
 constexpr int kTries = 5;
 
-// The work per second of call(thread), which all threads run at once. call returns its work.
+// The work per second of do_work(thread), which all threads run at once. do_work returns how much it did.
 template <class F>
-double rate(F&& call) {
+double work_per_second(F&& do_work) {
   const int64_t threads = at::get_num_threads();
   std::vector<double> work(threads, 0.0);
   const auto start = std::chrono::steady_clock::now();
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) work[t] = call(t);
+    for (int64_t t = begin; t < end; ++t) work[t] = do_work(t);
   });
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return std::accumulate(work.begin(), work.end(), 0.0) / seconds;
 }
 
 template <class F>
-double best_of_tries(F&& rate) {
+double best_of_tries(F&& measure) {
   double best = 0;
-  for (int i = 0; i < kTries; ++i) best = std::max(best, rate());
+  for (int i = 0; i < kTries; ++i) best = std::max(best, measure());
   return best;
 }
 
-constexpr int64_t kApart = 16;  // floats: a cache line for what each thread writes
+constexpr int64_t kApart = 16;  // floats: each thread writes to a cache line of its own
 
 }  // namespace
 
@@ -52,7 +52,7 @@ double read_bytes_per_second(const at::Tensor& data) {
   const float* from = data.const_data_ptr<float>();
   const int64_t share = data.numel() / at::get_num_threads();
   std::vector<float> sink(at::get_num_threads() * kApart);
-  return rate([&](int64_t t) {
+  return work_per_second([&](int64_t t) {
     kernels_in_use().read_through(from + t * share, share, &sink[t * kApart]);
     return static_cast<double>(share) * sizeof(float);
   });
@@ -62,8 +62,9 @@ Limits measure_limits() {
   const auto& kernels = kernels_in_use();
   std::vector<float> sink(at::get_num_threads() * kApart);
   const auto flops_of = [&](double (*multiply_adds)(int64_t, float*)) {
-    return 2 *
-           best_of_tries([&] { return rate([&](int64_t t) { return multiply_adds(1 << 20, &sink[t * kApart]); }); });
+    return 2 * best_of_tries([&] {
+             return work_per_second([&](int64_t t) { return multiply_adds(1 << 20, &sink[t * kApart]); });
+           });
   };
   const double flops = flops_of(kernels.multiply_adds), pairs = flops_of(kernels.pair_multiply_adds);
   const int64_t bytes = std::max(int64_t{256} << 20, 2 * last_level_cache_bytes());

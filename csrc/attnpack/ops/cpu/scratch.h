@@ -7,11 +7,11 @@
 namespace attnpack {
 
 // The working memory of one thread. Up to kKept bytes of it are kept between calls, so that a small call allocates
-// nothing. A thread may have one Scratch per Slot alive at a time.
+// nothing. A thread may have one ThreadScratch per Slot alive at a time.
 template <int Slot>
-class Scratch {
+class ThreadScratch {
  public:
-  explicit Scratch(size_t bytes) : kept_(bytes <= kKept) {
+  explicit ThreadScratch(size_t bytes) : kept_(bytes <= kKept) {
     if (!kept_) {
       data_ = allocate(bytes);
       return;
@@ -25,11 +25,11 @@ class Scratch {
     }
     data_ = buffer.data;
   }
-  ~Scratch() {
+  ~ThreadScratch() {
     if (!kept_) std::free(data_);
   }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
+  ThreadScratch(const ThreadScratch&) = delete;
+  ThreadScratch& operator=(const ThreadScratch&) = delete;
   void* data() const { return data_; }
 
  private:

@@ -6,11 +6,11 @@
 #include <attnpack/ops/cpu/scratch.h>
 
 // Cuts an attention call into units of work. No headers of torch: for_each(order, count, work, scratch_bytes, unit)
-// hands the units 0 .. count - 1 to whatever threads there are, and calls unit(index, scratch).
+// hands the units 0 .. count - 1 to the threads, and calls unit(index, scratch).
 namespace attnpack {
 
-// Which unit a thread takes. kInTurn: the first one that is left. kNeighbours: neighbours, one after the other, because
-// each unit prefetches the memory of the next one while it reads its own.
+// The unit that a thread takes next. kInTurn: the first one that is left. kNeighbours: neighbours, one after the other,
+// because each unit prefetches the memory of the next one while it reads its own.
 enum class Order { kInTurn, kNeighbours };
 
 struct Tiling {
@@ -47,7 +47,7 @@ void run_ranges(const Kernels& kernels, const AttentionParams& p, const Tiling& 
     ranges = std::max(ranges, (valid_keys(p, b) + keys - 1) / keys);
   }
   const size_t row_bytes = (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
-  const Scratch<1> partials(t.kv_heads * ranges * t.rows * row_bytes);
+  const ThreadScratch<1> partials(t.kv_heads * ranges * t.rows * row_bytes);
   const auto partial = [&](int64_t head, int64_t range) {
     const int64_t rows = group_size(p, head % p.num_kv_heads) * p.q_len;
     return static_cast<char*>(partials.data()) + (head * ranges * t.rows + range * rows) * row_bytes;

@@ -18,7 +18,8 @@ struct CudaAttention {
   int64_t most_group;
 };
 
-CudaAttention prepare(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& args) {
+CudaAttention prepare_cuda_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                     const AttentionArguments& args) {
   CudaAttention r{prepare_attention(query, key, value, args), 0};
   AttentionParams& p = r.prepared.params;
   for (int64_t h = 0; h < p.num_kv_heads; ++h) r.most_group = std::max(r.most_group, group_size(p, h));
@@ -53,10 +54,10 @@ AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Ten
   const CudaKernels* kernels = cuda_kernels(query.device().index());
   if (!kernels || !countable(query, key)) return attention_composed(query, key, value, args);
   const Target target(query);
-  CudaAttention call = prepare(query, key, value, args);
-  const AttentionResult result = make_outputs(call.prepared);
-  const AttentionParams& p = call.prepared.params;
-  const cuda::ForwardPlan plan = kernels->plan(p, call.most_group, target.device());
+  CudaAttention cuda_call = prepare_cuda_attention(query, key, value, args);
+  const AttentionResult result = make_outputs(cuda_call.prepared);
+  const AttentionParams& p = cuda_call.prepared.params;
+  const cuda::ForwardPlan plan = kernels->plan(p, cuda_call.most_group, target.device());
   const Tensor workspace = at::empty({plan.workspace_bytes}, query.options().dtype(at::kByte));
   check_launch(kernels->forward(p, plan, workspace.mutable_data_ptr(), target.device(), target.stream()));
   return result;
@@ -71,10 +72,10 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
   if (!kernels || !countable(query, key))
     return attention_backward_composed(grad_out, grad_lse, query, key, value, args, mask_gradient, sinks_gradient);
   const Target target(query);
-  const CudaAttention call = prepare(query, key, value, args);
+  const CudaAttention cuda_call = prepare_cuda_attention(query, key, value, args);
   const PreparedBackward r =
-      prepare_backward(call.prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
-  check_launch(kernels->backward(r.params, call.most_group, target.device(), target.stream()));
+      prepare_backward(cuda_call.prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
+  check_launch(kernels->backward(r.params, cuda_call.most_group, target.device(), target.stream()));
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
   if (mask_gradient) grad_mask = r.grad_scores.sum_to_size(args.mask->sizes()).to(args.mask->scalar_type());
   if (sinks_gradient) grad_sinks = sink_terms(*args.sinks, lse, r.delta).sum({0, 2}).to(args.sinks->scalar_type());

@@ -9,7 +9,7 @@
 
 namespace attnpack {
 
-// Where a call runs: the device of its tensors, and the stream that torch uses there.
+// The device of a call's tensors, and the stream that torch uses on it.
 class Target {
  public:
   explicit Target(const at::Tensor& x)

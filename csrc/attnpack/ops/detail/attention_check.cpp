@@ -10,10 +10,10 @@ namespace {
 
 bool is_length(const Tensor& t) { return t.scalar_type() == at::kInt || t.scalar_type() == at::kLong; }
 
-void check_lengths(const char* name, const std::optional<Tensor>& lengths, const Tensor& query) {
+void check_per_sequence(const char* name, const std::optional<Tensor>& lengths, const Tensor& query) {
   if (!lengths) return;
   ATTNPACK_CHECK(lengths->dim() == 1 && lengths->sym_size(0) == query.sym_size(0), name, " has shape ",
-                 lengths->sym_sizes(), ", wants [batch] = [", query.sym_size(0), "]: one number a sequence");
+                 lengths->sym_sizes(), ", wants [batch] = [", query.sym_size(0), "]: one number per sequence");
   ATTNPACK_CHECK(is_length(*lengths), name, " has dtype ", lengths->scalar_type(),
                  ", wants int32 or int64: call .long() on it");
   ATTNPACK_CHECK(lengths->device() == query.device(), name, " is on ", lengths->device(), ", query on ", query.device(),
@@ -23,7 +23,7 @@ void check_lengths(const char* name, const std::optional<Tensor>& lengths, const
 void check_per_head(const char* name, const std::optional<Tensor>& x, const Tensor& query) {
   if (!x) return;
   ATTNPACK_CHECK(x->dim() == 1 && x->sym_size(0) == query.sym_size(1), name, " has shape ", x->sym_sizes(),
-                 ", wants [num_heads] = [", query.sym_size(1), "]: one number a query head");
+                 ", wants [num_heads] = [", query.sym_size(1), "]: one number per query head");
   ATTNPACK_CHECK(at::isFloatingType(x->scalar_type()), name, " has dtype ", x->scalar_type(), ", wants a float dtype");
   ATTNPACK_CHECK(x->device() == query.device(), name, " is on ", x->device(), ", query on ", query.device(),
                  ": move one of them");
@@ -52,7 +52,7 @@ void check_mask(const Tensor& mask, const Tensor& query, const c10::SymInt& kv_l
                  "; a padding mask is [batch, 1, 1, kv_len]");
 }
 
-void check_heads(const Tensor& query, const Tensor& key, at::OptionalIntArrayRef head_map) {
+void check_kv_heads(const Tensor& query, const Tensor& key, at::OptionalIntArrayRef head_map) {
   const c10::SymInt num_heads = query.sym_size(1), num_kv_heads = key.sym_size(1);
   ATTNPACK_CHECK(num_kv_heads > 0 || num_heads == 0, "key has 0 heads, query ", num_heads,
                  ": pass key and value with at least one head for them to read");
@@ -102,10 +102,10 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
                  ": they must agree");
   ATTNPACK_CHECK(value.sym_size(2) == key.sym_size(2), "value has length ", value.sym_size(2), ", key ",
                  key.sym_size(2), ": they must agree");
-  check_heads(query, key, args.head_map);
+  check_kv_heads(query, key, args.head_map);
   if (args.mask) check_mask(*args.mask, query, key.sym_size(2));
-  check_lengths("kv_lens", args.kv_lens, query);  // first: q_offset "end" was made from it
-  check_lengths("q_offset", args.q_offsets, query);
+  check_per_sequence("kv_lens", args.kv_lens, query);  // first: q_offset "end" was made from it
+  check_per_sequence("q_offset", args.q_offsets, query);
   ATTNPACK_CHECK(args.window_left >= -1 && args.window_right >= -1, "window is (", args.window_left, ", ",
                  args.window_right, "), wants numbers >= 0, or -1 for unbounded");
   ATTNPACK_CHECK(args.softcap >= 0 && std::isfinite(args.softcap), "softcap is ", args.softcap,

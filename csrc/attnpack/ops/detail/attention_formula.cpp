@@ -34,7 +34,7 @@ Tensor product(const Tensor& a, const Tensor& b) {
 // x with zeros where it is not finite: an excluded key must not come in as 0 * NaN.
 Tensor finite_part(const Tensor& x) { return x.masked_fill(x.isfinite().logical_not(), 0); }
 
-// Which keys query i of sequence b may attend by causality, window and kv_lens: broadcasts to [B, 1, Lq, Lkv].
+// Whether query i of sequence b may attend a key by causality, window and kv_lens: broadcasts to [B, 1, Lq, Lkv].
 std::optional<Tensor> allowed_by_range(const Tensor& query, const Tensor& key, const AttentionArguments& args,
                                        Tensor* position, Tensor* column) {
   const auto options = at::TensorOptions(at::kLong).device(query.device());

@@ -11,7 +11,7 @@
 
 namespace attnpack {
 
-// The kernels' params, made from checked arguments, and the tensors that the params' pointers need kept alive.
+// The kernels' params, made from checked arguments, and the tensors that the params point to.
 struct PreparedAttention {
   AttentionParams params{};
   Tensor query, key, value, mask;  // last stride 1 (mask: any)
@@ -26,8 +26,8 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
 // New tensors for the results of the forward pass; prepared.params points to them from now on.
 AttentionResult make_outputs(PreparedAttention& prepared);
 
-// The backward kernels' params, the results, and the tensors that the params' pointers need kept alive. The
-// PreparedAttention that they were made from must be kept alive too.
+// The backward kernels' params, the results, and the tensors that the params point to. The params also point into the
+// PreparedAttention that they were made from.
 struct PreparedBackward {
   AttentionBackwardParams params{};
   Tensor grad_out, lse;  // as the kernels read them

@@ -9,7 +9,7 @@
 // Turns settings of any size into numbers with which arithmetic stays finite.
 namespace attnpack {
 
-// Beyond any length; sums of three of them do not overflow.
+// Larger than any length. The sum of three such numbers does not overflow.
 constexpr int64_t kFar = int64_t{1} << 60;
 
 inline int64_t clamped(int64_t x, int64_t least, int64_t most) { return std::clamp(x, least, most); }
@@ -18,8 +18,8 @@ inline at::Tensor clamped(const at::Tensor& x, int64_t least, int64_t most) { re
 
 inline int64_t near_window(int64_t window) { return std::min(window, kFar); }
 
-// An offset of at most 1.5 kFar that, with windows cut by near_window, leaves the same keys to every row. A window
-// beyond kFar matters to offsets beyond kFar / 2 alone, which give up as much as it has lost.
+// An offset of at most 1.5 kFar that, with windows cut by near_window, leaves the same keys to every row. Cutting a
+// window beyond kFar matters only to offsets beyond kFar / 2. Such an offset is reduced by as much as the window was.
 template <typename Offset>  // int64_t, SymInt, int64 Tensor
 Offset near_offset(const Offset& offset, int64_t window_left, int64_t window_right) {
   constexpr int64_t kHalf = kFar / 2;

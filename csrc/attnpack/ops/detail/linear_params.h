@@ -12,8 +12,8 @@ namespace attnpack {
 // wrong with the arguments.
 bool fits_few_rows(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
-// The kernels' params of arguments that fit, the result, and the tensors beside the weight that the params' pointers
-// need kept alive.
+// The kernels' params, made from arguments that fit, the result, and the tensors that the params point to. The caller
+// keeps the weight alive.
 struct PreparedLinear {
   LinearParams params{};
   at::Tensor rows, bias;  // contiguous

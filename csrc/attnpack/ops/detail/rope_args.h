@@ -13,7 +13,7 @@ void check_rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& si
 // The plain differentiable formula, by ATen alone.
 at::Tensor rope_formula(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, bool interleaved);
 
-// x with its leading dimensions as exactly two, [B, H, L, D]: a view for up to four.
+// x as [B, H, L, D]: its leading dimensions become exactly two. The result is a view if x has up to four dimensions.
 at::Tensor four_dimensions(at::Tensor x);
 
 void check_rope_positions(const at::Tensor& positions);

@@ -60,7 +60,7 @@ constexpr size_t kWidth = [] {
 
 // The argument of type T that begins at element `Begin` of the flat ones.
 template <class T, size_t Begin, class Tuple>
-decltype(auto) take(const Tuple& flat) {
+decltype(auto) take_argument(const Tuple& flat) {
   if constexpr (ArgumentStruct<T>)
     return [&]<size_t... I>(std::index_sequence<I...>) {
       return std::remove_cvref_t<T>{std::get<Begin + I>(flat)...};
@@ -71,7 +71,7 @@ decltype(auto) take(const Tuple& flat) {
 
 // An argument as one or several flat ones.
 template <class T>
-auto spread(const T& argument) {
+auto spread_argument(const T& argument) {
   if constexpr (ArgumentStruct<T>)
     return argument.members();
   else
@@ -82,18 +82,20 @@ template <auto Function, class Result, class Arguments, class Flat>
 struct FlatCall;
 template <auto Function, class Result, class... Argument, class... F>
 struct FlatCall<Function, Result, Types<Argument...>, Types<F...>> {
-  static Result call(F... flat) { return gather(std::tie(flat...), std::index_sequence_for<Argument...>()); }
+  static Result call_function(F... flat) {
+    return call_with_structs(std::tie(flat...), std::index_sequence_for<Argument...>());
+  }
 
  private:
   template <class Tuple, size_t... I>
-  static Result gather(const Tuple& flat, std::index_sequence<I...>) {
+  static Result call_with_structs(const Tuple& flat, std::index_sequence<I...>) {
     constexpr auto begin = [](size_t argument) {
       constexpr size_t widths[] = {kWidth<Argument>...};
       size_t sum = 0;
       for (size_t i = 0; i < argument; ++i) sum += widths[i];
       return sum;
     };
-    return Function(take<Argument, begin(I)>(flat)...);
+    return Function(take_argument<Argument, begin(I)>(flat)...);
   }
 };
 
@@ -114,7 +116,7 @@ struct FlatSignature<Result, Types<F...>> {
 
 // A function over structs as the dispatcher calls it: m.impl("op", from_schema<function>).
 template <auto Function>
-constexpr auto from_schema = &detail::FlatFunction<Function, decltype(Function)>::call;
+constexpr auto from_schema = &detail::FlatFunction<Function, decltype(Function)>::call_function;
 
 // An op of ours by its name, called through the dispatcher with structs. Make it static, because the constructor looks
 // the name up.
@@ -128,7 +130,7 @@ class DispatchedOp<Result(Argument...)> {
 
   Result operator()(const Argument&... arguments) const {
     return std::apply([this](const auto&... flat) { return op_.call(flat...); },
-                      std::tuple_cat(detail::spread(arguments)...));
+                      std::tuple_cat(detail::spread_argument(arguments)...));
   }
 
  private:

@@ -1,7 +1,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-// The shapes and exact strides of what the other backends return, without data. torch.compile and export use them.
+// The shapes and exact strides of the other backends' results, without data. torch.compile and export use them.
 namespace attnpack {
 namespace {
 

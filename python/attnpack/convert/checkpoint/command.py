@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 
 from ...errors import DTYPES
-from .conversion import Report, Request, convert_checkpoint
+from .conversion import ConversionReport, Request, convert_checkpoint
 from .streams import LONGEST
 
 
@@ -24,14 +24,14 @@ def main(args: argparse.Namespace) -> None:
         encoder=args.encoder,
     )
     report = convert_checkpoint(args.source, args.out, request)
-    print(json.dumps(asdict(report)) if args.json else "\n".join(describe(report)))
+    print(json.dumps(asdict(report)) if args.json else "\n".join(describe_conversion(report)))
 
 
-def describe(report: Report) -> list[str]:
+def describe_conversion(report: ConversionReport) -> list[str]:
     lines = [
         f"{report.out}: {report.layers} layers, {report.heads} query heads, {report.kv_heads_before} -> "
         f"{report.kv_heads} key-value heads by {report.method}, in {report.seconds:.1f} s",
-        f"KV cache {report.kv_bytes_per_token_before} -> {report.kv_bytes_per_token} bytes a token",
+        f"KV cache {report.kv_bytes_per_token_before} -> {report.kv_bytes_per_token} bytes per token",
         *(f"note: {note}" for note in report.notes),
     ]
     if report.perplexity is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoints.hf_config import write_companions
+from ...checkpoints.companions import write_companions
 from ...checkpoints.writer import SafetensorsWriter, write_json
 from ...file_errors import naming
 from ...progress import progress
@@ -40,7 +40,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     source: str
     out: str
     method: str
@@ -57,7 +57,7 @@ class Report:
     seconds: float
 
 
-def convert_checkpoint(source: Path, out: Path, request: Request) -> Report:
+def convert_checkpoint(source: Path, out: Path, request: Request) -> ConversionReport:
     """Writes `source` (a Hugging Face directory or a GGUF file) with fewer kv heads to the new directory `out`.
 
     Memory holds one layer (or the embedding) and the states of some tokens. Raises ValueError, and leaves no output, if
@@ -68,21 +68,21 @@ def convert_checkpoint(source: Path, out: Path, request: Request) -> Report:
         checkpoint, notes = open_source(source, request.dtype, request.encoder), []
     if source.resolve() in out.resolve().parents:
         raise ValueError(f"{out}: lies in {source}, which stays as it is; choose a place outside of it")
-    streams = _streams(checkpoint, request, notes)
+    streams = _make_streams(checkpoint, request, notes)
     with whole_directory(out) as folder:
         writer = _Writer(checkpoint, folder, request.kv_heads)
         if note := write_companions(source, folder):
             notes.append(note)
-        _convert_layers(checkpoint, writer.put, streams, request)
-        perplexities = streams.finish(checkpoint.read)
+        _convert_layers(checkpoint, writer.write_tensor, streams, request)
+        perplexities = streams.perplexities(checkpoint.read)
         writer.close()
         write_json(folder / "config.json", _with_dtype(checkpoint.config_json(request.kv_heads), request))
-        report = _report(checkpoint, out, request, streams.tokens, perplexities, notes, time.monotonic() - started)
+        report = _make_report(checkpoint, out, request, streams.tokens, perplexities, notes, time.monotonic() - started)
         write_json(folder / RECORD, asdict(report) | {"source": str(source.absolute())})
     return report
 
 
-def _streams(source: Source, request: Request, notes: list[str]) -> Streams:
+def _make_streams(source: Source, request: Request, notes: list[str]) -> Streams:
     learns = request.method in LEARNS_FROM_TEXT
     if not isinstance(source, DecoderOnly):
         notes.append(f"perplexity {'and calibration are' if learns else 'is'} left out: {source.path} is no causal LM")
@@ -98,22 +98,24 @@ def _with_dtype(config: dict[str, Any], request: Request) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": named}
 
 
-def _convert_layers(source: Source, put: Callable[[str, Tensor], None], streams: Streams, request: Request) -> None:
+def _convert_layers(
+    source: Source, write_tensor: Callable[[str, Tensor], None], streams: Streams, request: Request
+) -> None:
     layers = source.layers()
     for name in layers.pop(""):
         tensor = source.read(name)
         if name == "model.embed_tokens.weight":
-            streams.embed(tensor)
-        put(name, tensor)
+            streams.embed_tokens(tensor)
+        write_tensor(name, tensor)
     for number, (prefix, names) in enumerate(progress(layers.items(), f"converting {source.path.name}")):
         old = {name: source.read(name) for name in names}
         seen = streams.attention_input(prefix, old)
         new = dict(old)
         for attention in source.attentions(prefix):
             new |= merge_layer(old, attention, request, number, seen)
-        streams.step(prefix, old, new)
+        streams.pass_layer(prefix, old, new)
         for name, tensor in new.items():
-            put(name, tensor)
+            write_tensor(name, tensor)
 
 
 def merge_layer(
@@ -165,8 +167,8 @@ class _Writer:
             self._files[file] = SafetensorsWriter(folder / file, described)
             self._place |= dict.fromkeys(names, file)
 
-    def put(self, name: str, tensor: Tensor) -> None:
-        self._files[self._place[name]].put(name, tensor)
+    def write_tensor(self, name: str, tensor: Tensor) -> None:
+        self._files[self._place[name]].write_tensor(name, tensor)
 
     def close(self) -> None:
         for writer in self._files.values():
@@ -177,7 +179,7 @@ class _Writer:
             write_json(self._folder / "model.safetensors.index.json", index)
 
 
-def _report(
+def _make_report(
     source: Source,
     out: Path,
     request: Request,
@@ -185,11 +187,11 @@ def _report(
     perplexities: tuple[float | None, float | None],
     notes: list[str],
     seconds: float,
-) -> Report:
+) -> ConversionReport:
     config = source.config
     number = source.dtype(next(name for name in source.shapes if name.endswith("k_proj.weight"))).itemsize
     per_head = 2 * config["num_layers"] * config["head_dim"] * number
-    return Report(
+    return ConversionReport(
         source=str(source.path),
         out=str(out),
         method=request.method,

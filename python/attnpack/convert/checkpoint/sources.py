@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.build import check_whole
+from ...checkpoints.companions import config_json
 from ...checkpoints.gguf import GgufCheckpoint
-from ...checkpoints.hf_config import config_json
 from ...checkpoints.hf_directory import MODEL_TYPES, HfCheckpoint
 from ...checkpoints.safetensors import SafetensorsFile, open_files
 from ...checkpoints.strict_json import read_json
@@ -188,5 +188,5 @@ def open_source(path: Path, dtype: torch.dtype | None, encoder: bool) -> Source:
         known = ", ".join((*MODEL_TYPES, "t5gemma"))
         raise ValueError(f"{path}: model_type {model_type!r} is not supported; conversion knows {known}")
     if encoder:
-        raise ValueError(f"--encoder: {path} is no encoder-decoder model (of these t5gemma is known); leave it out")
+        raise ValueError(f"--encoder: {path} is no encoder-decoder model (attnpack knows t5gemma); leave it out")
     return DecoderOnly(path, dtype)

@@ -77,7 +77,7 @@ class Streams:
         self._old = self._new = self._seen = None
         self.tokens = 0 if measured is None else measured.numel()
 
-    def embed(self, table: Tensor) -> None:  # [vocab_size, E]
+    def embed_tokens(self, table: Tensor) -> None:  # [vocab_size, E]
         if self._measured is not None:
             self._old = self._new = F.embedding(self._measured, table).float()
         if self._calibration is not None:
@@ -89,7 +89,7 @@ class Streams:
         return None if self._seen is None else self._block(prefix, layer).input_layernorm(self._seen).flatten(0, 1)
 
     @torch.no_grad()
-    def step(self, prefix: str, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+    def pass_layer(self, prefix: str, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
         """Passes the states through one layer; `old` and `new` hold its tensors, whose names begin with `prefix`."""
         if self._old is None:
             return
@@ -100,7 +100,7 @@ class Streams:
         self._new = self._block(prefix, new)(self._new)
 
     @torch.no_grad()
-    def finish(self, read: Callable[[str], Tensor]) -> tuple[float | None, float | None]:
+    def perplexities(self, read: Callable[[str], Tensor]) -> tuple[float | None, float | None]:
         """Perplexity of the original and of the converted model."""
         if self._old is None:
             return None, None

@@ -32,7 +32,7 @@ _MEASURED = 2048  # tokens at the beginning of the text; they are measured, and 
 
 
 @dataclass(frozen=True)
-class Report:
+class UptrainReport:
     directory: str
     teacher: str
     steps: int
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
         )
 
 
-def uptrain(args: argparse.Namespace, say) -> Report:
+def uptrain(args: argparse.Namespace, say) -> UptrainReport:
     """Trains the layers of the checkpoint `args.directory` for `args.minutes`, then writes the new weights into it.
 
     During the training the directory gains a single file, the state of the training; the same command resumes from it.
@@ -85,7 +85,7 @@ def uptrain(args: argparse.Namespace, say) -> Report:
         raise ValueError(
             f"{text_name(args.text)}: has {len(ids)} tokens, want at least {4 * length + 4}; give a longer text"
         )
-    say(f"trains for {_duration(60 * args.minutes)}, behind loading and measuring; then measures once more")
+    say(f"loads and measures, trains for {_duration(60 * args.minutes)}, then measures once more")
     teacher, student = load(teacher_path), CausalLM.from_hf(directory)
     _check_pair(student, teacher, teacher_path)
     held_out, ids = ids[:measured].view(-1, length), ids[measured:]
@@ -95,16 +95,16 @@ def uptrain(args: argparse.Namespace, say) -> Report:
     state_path = directory / STATE
     resumed = state_path.is_file() and not args.restart
     if resumed:
-        figures = _resume(work, state_path, about)
+        figures = _load_state(work, state_path, about)
         say(f"going on after {work.steps} steps and {_duration(work.spent)}")
     else:
         figures = {"before": perplexity(student, held_out), "teacher": perplexity(teacher, held_out)}
         student.train()
-    _train(work, lambda: _save(work, state_path, about, figures), say)
+    _train_and_save(work, lambda: _save_state(work, state_path, about, figures), say)
     student.eval()
     few = min(20, max(1, len(work.losses) // 2))
     after = perplexity(student, held_out)
-    report = Report(
+    report = UptrainReport(
         directory=str(directory),
         teacher=str(teacher_path),
         steps=work.steps,
@@ -120,19 +120,19 @@ def uptrain(args: argparse.Namespace, say) -> Report:
         written=after <= figures["before"],
     )
     if report.written:
-        _put(checkpoint, student.state_dict())
-        _record(directory, report)
+        _write_weights(checkpoint, student.state_dict())
+        _write_record(directory, report)
         state_path.unlink(missing_ok=True)
     else:
-        _save(work, state_path, about, figures)
+        _save_state(work, state_path, about, figures)
     return report
 
 
-def _train(work: Distillation, save, say) -> None:
+def _train_and_save(work: Distillation, save, say) -> None:
     saved = work.spent
     if work.spent < work.seconds:
-        took = work.step()
-        took = work.step() if work.spent < work.seconds else took  # the first step warms up
+        took = work.train_step()
+        took = work.train_step() if work.spent < work.seconds else took  # the first step warms up
         left = max(0.0, work.seconds - work.spent)
         finish = time.strftime("%H:%M", time.localtime(time.time() + left))
         say(
@@ -149,7 +149,7 @@ def _train(work: Distillation, save, say) -> None:
                 saved = work.spent
 
         try:
-            work.run(after_step)
+            work.train(after_step)
         except KeyboardInterrupt:
             save()
             say(f"\nkept {work.steps} steps and {_duration(work.spent)}; the same command goes on")
@@ -194,13 +194,13 @@ def _identity(args: argparse.Namespace, teacher: Path, checkpoint: HfCheckpoint,
     }
 
 
-def _save(work: Distillation, path: Path, about: dict[str, Any], figures: dict[str, float]) -> None:
+def _save_state(work: Distillation, path: Path, about: dict[str, Any], figures: dict[str, float]) -> None:
     # Given a name, torch.save hides the error of a full disk; given an open file, it does not.
     with whole_file(path) as partial, partial.open("xb") as file:
         torch.save({"about": about, "figures": figures, "work": work.state()}, file)
 
 
-def _resume(work: Distillation, path: Path, about: dict[str, Any]) -> dict[str, float]:
+def _load_state(work: Distillation, path: Path, about: dict[str, Any]) -> dict[str, float]:
     try:
         state = torch.load(path, weights_only=True)
         was = state["about"]
@@ -210,18 +210,18 @@ def _resume(work: Distillation, path: Path, about: dict[str, Any]) -> dict[str, 
         for name, value in about.items():
             if was.get(name) != value:
                 raise ValueError(f"{path}: is of a training with another {name}; go on with that, or pass --restart")
-        work.load(state["work"])
+        work.load_state(state["work"])
         return {name: float(state["figures"][name]) for name in ("before", "teacher")}
 
 
-def _put(checkpoint: HfCheckpoint, state: dict[str, Tensor]) -> None:
+def _write_weights(checkpoint: HfCheckpoint, state: dict[str, Tensor]) -> None:
     """Writes the weights as model.safetensors, which appears whole, and then removes the old shards."""
     path = checkpoint.path / "model.safetensors"
     dtypes = {name: file.dtype(name) for name, file in checkpoint.files.items()}
     with whole_file(path) as partial:
         writer = SafetensorsWriter(partial, {name: (tuple(state[name].shape), dtype) for name, dtype in dtypes.items()})
         for name, dtype in dtypes.items():
-            writer.put(name, state[name].to(dtype))
+            writer.write_tensor(name, state[name].to(dtype))
         writer.close()
     index = checkpoint.path / "model.safetensors.index.json"
     for old in [index, *{file.path for file in checkpoint.files.values()}]:
@@ -229,7 +229,7 @@ def _put(checkpoint: HfCheckpoint, state: dict[str, Tensor]) -> None:
             old.unlink(missing_ok=True)
 
 
-def _record(directory: Path, report: Report) -> None:
+def _write_record(directory: Path, report: UptrainReport) -> None:
     path = directory / RECORD
     record = read_json(path) if path.is_file() else {"source": report.teacher}
     with whole_file(path) as partial:

@@ -45,7 +45,7 @@ class Distillation:
         self.generator = torch.Generator().manual_seed(seed)
 
     def state(self) -> dict[str, Any]:
-        """The state of the training, from which `load` resumes."""
+        """The state of the training, from which `load_state` resumes."""
         return {
             "parameters": {name: parameter.detach() for name, parameter in self.trained.items()},
             "optimizer": self.optimizer.state_dict(),
@@ -53,7 +53,7 @@ class Distillation:
             "progress": {"spent": self.spent, "steps": self.steps, "losses": self.losses},
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(state["parameters"][name])
@@ -62,13 +62,13 @@ class Distillation:
         for name, value in state["progress"].items():
             setattr(self, name, value)
 
-    def run(self, after_step: Callable[[], None]) -> None:
+    def train(self, after_step: Callable[[], None]) -> None:
         """Trains until the time is spent; `after_step` may save or raise."""
         while self.spent < self.seconds:
-            self.step()
+            self.train_step()
             after_step()
 
-    def step(self) -> float:
+    def train_step(self) -> float:
         """One step; returns the seconds it took, which count as spent."""
         begin = time.monotonic()
         first = int(torch.randint(len(self.ids) - self.length, (), generator=self.generator))

@@ -28,7 +28,7 @@ KNOWN: dict[str, type[nn.Module]] = {
 }
 
 
-def replace(model: PreTrainedModel) -> int:
+def replace_layers(model: PreTrainedModel) -> int:
     """Replaces all known layers. Returns the number of attnpack's layers in the model afterwards, including those of an
     earlier call."""
     found = [

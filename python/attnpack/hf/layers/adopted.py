@@ -16,11 +16,11 @@ from ...ops import apply_rope
 
 
 class Adopted:
-    """Mixin, the first base before one of our attention modules. The constructor calls `_adopt` at its end."""
+    """Mixin, the first base before one of our attention modules. The constructor calls `_adopt_parts` at its end."""
 
     is_causal = True  # transformers reads it if it gives no mask
 
-    def _adopt(self, theirs: nn.Module, projections: Iterable[str], norms: Iterable[str]) -> None:
+    def _adopt_parts(self, theirs: nn.Module, projections: Iterable[str], norms: Iterable[str]) -> None:
         """Takes children of `theirs` by name. Projections are taken as they are. Norms become our RMSNorm on the same
         weight; a norm with hooks, as under tensor parallelism, is taken as it is."""
         for name in projections:

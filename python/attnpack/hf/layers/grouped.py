@@ -38,7 +38,7 @@ class HfGroupedQueryAttention(Adopted, GroupedQueryAttention):
             scale=theirs.scaling,
             device="meta",
         )
-        self._adopt(theirs, ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm"))
+        self._adopt_parts(theirs, ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm"))
 
     def forward(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...nn.latent_attention import MultiHeadLatentAttention
 from ...nn.linear import is_watched, plain_weight, project
-from ..arguments import REFUSED_BY_LATENT, refuse
+from ..arguments import REFUSED_BY_LATENT, refuse_arguments
 from ..attention_function import are_recorded, attention_forward, causal_without_mask, restricted, split_mask
 from ..packed import same_sequence
 from .adopted import Adopted, check_call, rotated
@@ -50,7 +50,7 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             device="meta",
         )
         projections = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-        self._adopt(theirs, projections, ("q_a_layernorm", "kv_a_layernorm"))
+        self._adopt_parts(theirs, projections, ("q_a_layernorm", "kv_a_layernorm"))
         self.interleaved = getattr(theirs.config, "rope_interleave", True)
 
     def forward(
@@ -76,7 +76,7 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             ValueError: names an argument that attention cannot honour.
         """
         check_call(hidden_states, past_key_values)
-        refuse(others, REFUSED_BY_LATENT)
+        refuse_arguments(others, REFUSED_BY_LATENT)
         query, latent, k_rope, _ = self._latents(hidden_states, None)
         nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         query = torch.cat([nope, rotated(rope, position_embeddings, self.interleaved)], -1)
@@ -108,7 +108,7 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
         if mask is None:
             where = {"causal": causal_without_mask(self, others.get("is_causal"), query.size(2))}
         else:
-            where = _as_of_the_first_key(mask, query.size(2), latent.size(2))
+            where = _latent_mask_arguments(mask, query.size(2), latent.size(2))
         if (packed := same_sequence(others, query, latent)) is not None:
             where["mask"] = restricted(where.get("mask"), packed)
         result = ops.latent_attend(
@@ -137,7 +137,7 @@ def _refuse_split(theirs: nn.Module) -> None:
             )
 
 
-def _as_of_the_first_key(mask: Tensor, q_len: int, kv_len: int) -> dict[str, Any]:
+def _latent_mask_arguments(mask: Tensor, q_len: int, kv_len: int) -> dict[str, Any]:
     """A mask as arguments of the latent op. The op has no window, and its first query is at the position of the first
     key. A mask that needs a window or a later position is given as a tensor."""
     ranges, plain = split_mask(mask, q_len, kv_len)

@@ -48,11 +48,11 @@ def run(
     on = on or Cpu()
     limits = on.limits()
     todo = list(cases(sections, dtypes, quick=quick, device=on.device))
-    results = [_measure(case, peers, ROUND_SECONDS / (4 if quick else 1), on) for case in progress(todo, "cases")]
+    results = [_measure_case(case, peers, ROUND_SECONDS / (4 if quick else 1), on) for case in progress(todo, "cases")]
     return Limits(*map(max, limits, on.limits())), results
 
 
-def _measure(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -> Result:
+def _measure_case(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -> Result:
     query, key, value, grad = make_inputs(case, on.device)
     calls = {"attnpack": ours(case, query, key, value)}
     for name in peers:
@@ -89,14 +89,14 @@ def _measure(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -> Res
 
 
 def _with_backward(call: Call, leaves: tuple[torch.Tensor, ...], grad: torch.Tensor) -> Call:
-    def both() -> torch.Tensor:
+    def call_with_backward() -> torch.Tensor:
         for leaf in leaves:
             leaf.grad = None
         out = call()
         out.backward(grad)
         return out.detach()
 
-    return both
+    return call_with_backward
 
 
 def format_table(limits: Limits, results: list[Result], peers: list[str], on: Cpu | Cuda) -> str:

@@ -61,22 +61,22 @@ class Cuda:
     def name(self) -> str:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         size = f"{properties.multi_processor_count} multiprocessors"
-        return f"{properties.name}, {size}, driver {_driver()}, CUDA {torch.version.cuda}"
+        return f"{properties.name}, {size}, driver {_driver_version()}, CUDA {torch.version.cuda}"
 
     def limits(self) -> Limits:
         """Measured rates of large matrix products and of a copy, whose bytes count twice: as read and as written."""
         source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
         target = torch.empty_like(source)
-        copied = 2 * source.numel() / self._best(lambda: target.copy_(source))
-        rates = [self._products(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+        copied = 2 * source.numel() / self._median_seconds(lambda: target.copy_(source))
+        rates = [self._product_flops(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
         return Limits(rates[0], rates[1], copied, rates[2])
 
-    def _products(self, dtype: torch.dtype) -> float:
+    def _product_flops(self, dtype: torch.dtype) -> float:
         size = 4096 if dtype == torch.float32 else 8192
         x = torch.randn(size, size, device="cuda", dtype=dtype)
-        return 2 * size**3 / self._best(lambda: x @ x)
+        return 2 * size**3 / self._median_seconds(lambda: x @ x)
 
-    def _best(self, call: Callable) -> float:
+    def _median_seconds(self, call: Callable) -> float:
         return statistics.median(self.seconds(call) for _ in range(10))
 
     def empty_caches(self) -> None:
@@ -100,7 +100,7 @@ class Cuda:
         return torch.cuda.max_memory_allocated() - before
 
 
-def _driver() -> str:
+def _driver_version() -> str:
     """The driver's version from nvidia-smi: torch does not give it."""
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:

@@ -43,23 +43,23 @@ def sdpa(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
     return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=case.causal, enable_gqa=True)
 
 
-def _backend(name: str) -> Callable[..., Call | None]:
+def _sdpa_backend(name: str) -> Callable[..., Call | None]:
     """SDPA with one of its CUDA backends; None if this backend refuses the case."""
 
-    def call(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
+    def make_call(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        def run() -> Tensor:
+        def attend() -> Tensor:
             with sdpa_kernel(getattr(SDPBackend, name)):
                 return sdpa(case, query, key, value)()
 
         try:
-            run()
+            attend()
         except RuntimeError:
             return None
-        return run
+        return attend
 
-    return call
+    return make_call
 
 
 def packed(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
@@ -91,10 +91,10 @@ def flash_attn(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | 
     except ImportError:
         return None
 
-    def run() -> Tensor:
+    def attend() -> Tensor:
         return flash_attn_func(*(x.transpose(1, 2) for x in (query, key, value)), causal=case.causal).transpose(1, 2)
 
-    return run
+    return attend
 
 
 def flashinfer(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
@@ -107,11 +107,11 @@ def flashinfer(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | 
         return None
     rows = query[0].transpose(0, 1).contiguous()  # [q_len, num_heads, head_dim]
 
-    def run() -> Tensor:
+    def attend() -> Tensor:
         out = single_prefill_with_kv_cache(rows, key[0], value[0], causal=case.causal, kv_layout="HND")
         return out.transpose(0, 1).unsqueeze(0)
 
-    return run
+    return attend
 
 
 def _dense_half(case: Case, query: Tensor) -> bool:
@@ -177,9 +177,9 @@ PEERS = {
     "packed": packed,
     "flex": flex,
     "onnxruntime": onnxruntime,
-    "flash": _backend("FLASH_ATTENTION"),
-    "cudnn": _backend("CUDNN_ATTENTION"),
-    "efficient": _backend("EFFICIENT_ATTENTION"),
+    "flash": _sdpa_backend("FLASH_ATTENTION"),
+    "cudnn": _sdpa_backend("CUDNN_ATTENTION"),
+    "efficient": _sdpa_backend("EFFICIENT_ATTENTION"),
     "flash_attn": flash_attn,
     "flashinfer": flashinfer,
 }

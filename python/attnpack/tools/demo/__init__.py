@@ -24,7 +24,7 @@ def main(args: argparse.Namespace) -> None:
     say("1. The multi-query notebook on native tensors: V1, V2, V3, masking, then the values\n")
     figures["mqa"] = run_mqa(say=say)["differences"]
 
-    say("\n2. The variants: embed_dim 512, 8 query heads of 64, fp32, one decode step behind 2048 tokens")
+    say("\n2. The variants: embed_dim 512, 8 query heads of 64, fp32, one decode step after 2048 tokens")
     say(f"   {torch.get_num_threads()} threads; SDPA: the same step with torch's scaled_dot_product_attention\n")
     rows = compare_variants()
     figures["variants"] = rows_as_dicts(rows)

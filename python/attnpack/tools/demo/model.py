@@ -26,8 +26,8 @@ def run_model(*, say: Callable[..., None], max_new_tokens: int = 128) -> dict:
     equal = {prompt["name"]: count_equal_tokens(model, prompt) for prompt in progress(prompts, "greedy tokens")}
     wanted = {prompt["name"]: len(prompt["tokens"]) for prompt in prompts}
 
-    say(f"\n\n{found.new_tokens} tokens, {found.tokens_per_second:.1f} a second after the first (fp32)")
-    say(f"{found.kv_bytes:,} bytes of keys and values, {found.kv_bytes // found.positions:,} a token")
+    say(f"\n\n{found.new_tokens} tokens, {found.tokens_per_second:.1f} per second after the first (fp32)")
+    say(f"{found.kv_bytes:,} bytes of keys and values, {found.kv_bytes // found.positions:,} per token")
     for name, count in equal.items():
         say(f"greedy tokens equal to transformers', prompt {name!r}: {count} of {wanted[name]}")
     return {

@@ -65,7 +65,7 @@ def compare_variants(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         shapes = (embed_dim, num_heads, context, length, steps)
-        return [_measure(variant, *shapes) for variant in progress(VARIANTS, "variants")]
+        return [_measure_variant(variant, *shapes) for variant in progress(VARIANTS, "variants")]
 
 
 def format_table(rows: list[Row]) -> str:
@@ -82,7 +82,7 @@ def rows_as_dicts(rows: list[Row]) -> list[dict]:
     return [asdict(row) | {"speed": row.speed} for row in rows]
 
 
-def _measure(variant: Variant, embed_dim: int, num_heads: int, context: int, length: int, steps: int) -> Row:
+def _measure_variant(variant: Variant, embed_dim: int, num_heads: int, context: int, length: int, steps: int) -> Row:
     module = variant.build(embed_dim, num_heads).eval()
     x = torch.randn(1, length, embed_dim)
     other = torch.randn(1, length, embed_dim) if variant.cross else None
@@ -104,11 +104,11 @@ def _measure(variant: Variant, embed_dim: int, num_heads: int, context: int, len
     )
 
 
-def _heads(x: Tensor, head_dim: int) -> Tensor:
+def _split_heads(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # [B, H, L, head_dim]
 
 
-def _join(module: nn.Module, out: Tensor) -> Tensor:
+def _join_heads(module: nn.Module, out: Tensor) -> Tensor:
     joined = out.transpose(1, 2).flatten(2)
     return module.o_proj(joined) if hasattr(module, "o_proj") else joined
 
@@ -119,8 +119,8 @@ def _plain_forward(module: nn.Module, x: Tensor, context: Tensor | None) -> Tens
         return demo_latent.plain_forward(module, x)
     source = x if context is None else context
     projected = module.q_proj(x), module.k_proj(source), module.v_proj(source)
-    q, k, v = (_heads(each, module.head_dim) for each in projected)
-    return _join(module, reference.attention(q, k, v, causal=context is None))
+    q, k, v = (_split_heads(each, module.head_dim) for each in projected)
+    return _join_heads(module, reference.attention(q, k, v, causal=context is None))
 
 
 def _cached_steps(module: nn.Module, prompt: Tensor, steps: int) -> tuple[Callable, Callable, int]:
@@ -136,10 +136,14 @@ def _cached_steps(module: nn.Module, prompt: Tensor, steps: int) -> tuple[Callab
 
     def sdpa_step(token: Tensor) -> Tensor:
         nonlocal used
-        q, k, v = (_heads(layer(token), module.head_dim) for layer in (module.q_proj, module.k_proj, module.v_proj))
+        q, k, v = (
+            _split_heads(layer(token), module.head_dim) for layer in (module.q_proj, module.k_proj, module.v_proj)
+        )
         keys[:, :, used], values[:, :, used] = k[:, :, 0], v[:, :, 0]
         used += 1
-        return _join(module, F.scaled_dot_product_attention(q, keys[:, :, :used], values[:, :, :used], enable_gqa=True))
+        return _join_heads(
+            module, F.scaled_dot_product_attention(q, keys[:, :, :used], values[:, :, :used], enable_gqa=True)
+        )
 
     return lambda token: module(token, cache=cache), sdpa_step, kv_bytes
 
@@ -149,7 +153,9 @@ def _cross_steps(module: nn.Module, context: Tensor, steps: int) -> tuple[Callab
 
     def sdpa_step(token: Tensor) -> Tensor:
         q, k, v = module.q_proj(token), module.k_proj(context), module.v_proj(context)
-        return _join(module, F.scaled_dot_product_attention(*(_heads(each, module.head_dim) for each in (q, k, v))))
+        return _join_heads(
+            module, F.scaled_dot_product_attention(*(_split_heads(each, module.head_dim) for each in (q, k, v)))
+        )
 
     return lambda token: module(token, context), sdpa_step, 0
 

@@ -21,18 +21,18 @@ def lm_attention(model: CausalLM, ids: Tensor) -> list[Tensor]:
     """The attention weights of every layer, each [B, Hq, L, L], from one forward over ids [B, L]."""
     found: list[Tensor] = []
 
-    def ask(attention, args, kwargs):
+    def request_weights(attention, args, kwargs):
         return args, {**kwargs, "need_weights": True}
 
-    def keep(attention, args, result):
+    def keep_weights(attention, args, result):
         out, weights = result
         found.append(weights)
         return out
 
     hooks = []
     for layer in model.layers:
-        hooks.append(layer.self_attn.register_forward_pre_hook(ask, with_kwargs=True))
-        hooks.append(layer.self_attn.register_forward_hook(keep))
+        hooks.append(layer.self_attn.register_forward_pre_hook(request_weights, with_kwargs=True))
+        hooks.append(layer.self_attn.register_forward_hook(keep_weights))
     try:
         model(ids)
     finally:

@@ -11,7 +11,7 @@ namespace attnpack::ATTNPACK_ISA {
 namespace {
 
 template <class S, class A>
-struct Scratch {
+struct BackwardScratch {
   int64_t key_width, value_width;  // row widths of the sums, in whole panels
   int64_t key_ld, value_ld;        // row strides; no powers of two: such rows would share few lines of the L1 cache
   int64_t block;
@@ -19,7 +19,7 @@ struct Scratch {
   A *keys, *keys_t, *values_t;  // the block's keys as rows; its keys and values transposed in panels
   A *scores, *grad_scores, *cap, *grad_key, *grad_value, *lse, *delta;
 
-  Scratch(const AttentionParams& p, Arena& arena)
+  BackwardScratch(const AttentionParams& p, Arena& arena)
       : key_width(padded<A>(p.head_dim)),
         value_width(padded<A>(p.v_head_dim)),
         key_ld(key_width + kLanes<A>),
@@ -41,12 +41,12 @@ struct Scratch {
 };
 
 template <class S, class A>
-class Backward {
+class KeyBlockGradients {
  public:
-  Backward(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, void* scratch)
+  KeyBlockGradients(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, void* scratch)
       : bp_(bp), p_(bp.forward), b_(b), kv_head_(kv_head), arena_(scratch), w_(p_, arena_) {}
 
-  void run(Range keys) {
+  void compute(Range keys) {
     count_ = smaller(keys.end, valid_keys(p_, b_)) - keys.begin;
     clear(w_.grad_key, (keys.end - keys.begin) * w_.key_width);
     clear(w_.grad_value, (keys.end - keys.begin) * w_.value_width);
@@ -54,7 +54,7 @@ class Backward {
     const int64_t rows = group_size(p_, kv_head_) * p_.q_len;
     for (int64_t r = 0; r < rows; r += kTileQueryRows) {
       make_rows(p_, b_, kv_head_, {r, smaller(rows, r + kTileQueryRows)}, tile_);
-      meet_tile(r, keys.begin);
+      add_tile_gradients(r, keys.begin);
     }
     for (int64_t j = 0; j < keys.end - keys.begin; ++j) {
       write(at<S>(bp_.grad_key, bp_.grad_key_strides, b_, kv_head_, keys.begin + j), w_.grad_key + j * w_.key_width,
@@ -72,8 +72,9 @@ class Backward {
     for (int64_t i = 0; i < count; ++i) store_one(to + i, from[i]);
   }
 
-  // Adds what the tile that starts at row `first` of the kv head and the block that starts at key `begin` contribute.
-  void meet_tile(int64_t first, int64_t begin) {
+  // Adds the gradients from one tile and one block: the tile starts at row `first` of the kv head, the block at key
+  // `begin`.
+  void add_tile_gradients(int64_t first, int64_t begin) {
     if (tile_.keys.empty()) {
       if (begin == 0)
         for (int64_t r = 0; r < tile_.count; ++r) clear_query_row(r);
@@ -150,7 +151,7 @@ class Backward {
   }
 
   void differentiate_row(int64_t r, int64_t begin, int64_t count) {
-    const Row& row = tile_.rows[r];
+    const QueryRow& row = tile_.rows[r];
     A *s = w_.scores + r * w_.block, *g = w_.grad_scores + r * w_.block;
     A* cap = p_.softcap > 0 ? w_.cap : nullptr;
     finish_scores<A>(p_, b_, row, begin, count, s, cap);
@@ -161,7 +162,7 @@ class Backward {
     else
       for (int64_t j = 0; j < whole; j += kLanes<A>) {
         const Vec<A> prob = load<A>(s + j);
-        store<A>(g + j, masked(prob, prob * (load<A>(g + j) - w_.delta[r])));
+        store<A>(g + j, where_attended(prob, prob * (load<A>(g + j) - w_.delta[r])));
       }
     if (bp_.grad_scores) {
       A* out = static_cast<A*>(bp_.grad_scores) + ((b_ * p_.num_heads + row.head) * p_.q_len + row.query) * p_.kv_len +
@@ -172,18 +173,18 @@ class Backward {
     for (int64_t j = 0; j < whole; j += kLanes<A>) {
       const Vec<A> slope = cap ? scale * load<A>(cap + j) : broadcast(scale);
       const Vec<A> gradient = load<A>(g + j);
-      store<A>(g + j, masked(load<A>(s + j), gradient * slope));
+      store<A>(g + j, where_attended(load<A>(s + j), gradient * slope));
     }
   }
 
   // Returns value where the pair is attended, and -0.0 where prob marks the pair as excluded.
-  static Vec<A> masked(Vec<A> prob, Vec<A> value) {
+  static Vec<A> where_attended(Vec<A> prob, Vec<A> value) {
     using Int = typename VectorTypes<A>::Int;
     const Int sign = bit_cast<Int>(prob);
     return sign == bit_cast<Int>(broadcast(A(-0.0))) ? broadcast(A(-0.0)) : value;
   }
 
-  void drop_row(const Row& row, int64_t begin, int64_t count, A* probs, A* g, A delta) {
+  void drop_row(const QueryRow& row, int64_t begin, int64_t count, A* probs, A* g, A delta) {
     const A keep = static_cast<A>(1 / (1 - p_.dropout_p));
     for (int64_t j = 0; j < count; ++j) {
       if (probs[j] == 0 && __builtin_signbit(probs[j])) {
@@ -205,25 +206,17 @@ class Backward {
   int64_t b_, kv_head_, count_ = 0;  // count_: how many keys the block has
   bool keys_finite_ = true;
   Arena arena_;
-  Scratch<S, A> w_;
+  BackwardScratch<S, A> w_;
   RowTile tile_;
 };
 
 }  // namespace
 
-size_t backward_scratch(const AttentionParams& p) {
-  size_t used = 0;
-  dispatch(p.dtype, [&](auto storage, auto accumulation) {
-    Arena arena(nullptr);
-    Scratch<decltype(storage), decltype(accumulation)>(p, arena);
-    used = arena.used();
-  });
-  return used;
-}
+size_t backward_scratch(const AttentionParams& p) { return scratch_bytes<BackwardScratch>(p); }
 
 void backward(const AttentionBackwardParams& p, int64_t b, int64_t kv_head, Range keys, void* scratch) {
   dispatch(p.forward.dtype, [&](auto storage, auto accumulation) {
-    Backward<decltype(storage), decltype(accumulation)>(p, b, kv_head, scratch).run(keys);
+    KeyBlockGradients<decltype(storage), decltype(accumulation)>(p, b, kv_head, scratch).compute(keys);
   });
 }
 

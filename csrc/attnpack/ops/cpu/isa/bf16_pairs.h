@@ -52,9 +52,9 @@ template <>
 struct Product<float, Pair> {
   static Vec<float> add(Vec<float> sum, Pair x, Vec<Pair> right) { return pair_products(sum, Vec<Pair>{} + x, right); }
   static bool excluded(Pair x) { return x == kBothExcluded; }
-  // Clears the half of right that an excluded half of x would be multiplied with. The sum is then what it would be if
-  // that half of right were finite.
-  static Vec<Pair> met(Pair x, Vec<Pair> right) {
+  // Returns right without the half that an excluded half of x would multiply. The sum is then the same as for a finite
+  // half.
+  static Vec<Pair> without_excluded(Pair x, Vec<Pair> right) {
     return right & (((x & 0xffffu) == 0x8000u ? 0u : 0xffffu) | (x >> 16 == 0x8000u ? 0u : 0xffff0000u));
   }
 };

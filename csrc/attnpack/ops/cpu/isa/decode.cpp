@@ -1,16 +1,16 @@
 #include <attnpack/ops/cpu/isa/dot.h>
 
-// Decode: there are few rows, so keys and values are streamed once, where they lie. A unit of work is a range of keys.
-// The partial results of the ranges are joined at the end (Flash-Decoding, Dao et al. 2023).
+// Decode: there are few rows, so each key and value is read from memory once. A unit of work is a range of keys. The
+// partial results of the ranges are joined at the end (Flash-Decoding, Dao et al. 2023).
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
-// Keys between two updates of the softmax: kBlock where rows are multiplied, at most kStreamBlock where keys are
-// streamed.
+// The number of keys between two updates of the softmax: kBlock in multiply_block, at most kStreamBlock in
+// stream_block.
 constexpr int64_t kBlock = 64, kStreamBlock = 256;
-constexpr int64_t kStreamBytes = 64 << 10;  // read from the keys, then from the values: each change slows memory down
-constexpr int64_t kAddedBytes = 8 << 10;    // of the values that are added up at a time: they stay in the L1 cache
-constexpr Stream kKeys{8 << 10};            // into L1, also where the keys are the values too: see PERFORMANCE.md
+constexpr int64_t kStreamBytes = 64 << 10;  // of keys, then of values: each change slows memory
+constexpr int64_t kAddedBytes = 8 << 10;    // of values that are summed at a time: they stay in L1
+constexpr Stream kKeys{8 << 10};            // into L1, even if keys are also the values: PERFORMANCE.md
 // With 16 registers, four rows read the values in columns of two vectors. These are prefetched into L2, because
 // prefetching them into L1 is slower (PERFORMANCE.md).
 template <int Rows>
@@ -18,15 +18,15 @@ constexpr Stream kValues{8 << 10, Rows == 4 && kRegisters == 16};
 
 // How many rows of `width` numbers fit into `bytes`: a multiple of `least`, at most `most`.
 template <class S>
-int64_t rows_of(int64_t bytes, int64_t width, int64_t least, int64_t most) {
+int64_t rows_that_fit(int64_t bytes, int64_t width, int64_t least, int64_t most) {
   const int64_t fit = bytes / (larger(width, 1) * static_cast<int64_t>(sizeof(S))) / least * least;
   return fit < least ? least : smaller(fit, most);
 }
 
 // out[r, d ...] += sum over j of p[r, j] * v[j, d ...], for `Vectors` whole vectors of columns, or for the first `some`
 // columns of one vector. All arithmetic is in vectors, so that every element sees the same operations. A row of p has
-// kStreamBlock numbers. Meanwhile the numbers that lie `ahead` elements further are prefetched in the order of their
-// addresses: as many as are read, or one of `Parts` parts of them.
+// kStreamBlock numbers. Along with the sums it prefetches the numbers `ahead` elements further on, in the order of
+// their addresses: one number for each `Parts` numbers that it reads.
 template <class Operands, int Rows, bool Skip, int Parts, int Vectors, class S, class A>
 inline void add_columns(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t d,
                         int64_t ahead, A* out, int64_t ldo, int64_t some = kLanes<A>) {
@@ -60,8 +60,8 @@ inline void add_columns(const typename Operands::Element* p, const S* v, int64_t
 #pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r)
           if (!Skip || !Product<A, E>::excluded(x[r]))
-            sum[r][c + k] =
-                Product<A, E>::add(sum[r][c + k], x[r], Skip ? Product<A, E>::met(x[r], element[k]) : element[k]);
+            sum[r][c + k] = Product<A, E>::add(sum[r][c + k], x[r],
+                                               Skip ? Product<A, E>::without_excluded(x[r], element[k]) : element[k]);
     }
   };
   int64_t j = 0;
@@ -97,12 +97,12 @@ inline void add_rows(const typename Operands::Element* p, const S* v, int64_t st
     add_columns<Operands, Rows, Skip, Parts, 1>(p, v, stride, count, d, ahead, out, ldo, smaller(kLanes<A>, dim - d));
 }
 
-// Adds a few keys at a time: short sums that are added up round less than one long sum.
+// Sums the values of a few keys, then adds that sum to out: short sums round less than one long sum.
 template <class Operands, int Rows, bool Skip, class S, class A>
 inline void add_values(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t dim,
                        A* out, int64_t ldo) {
-  const int64_t step = rows_of<S>(kAddedBytes, dim, 8, kBlock);
-  const int64_t far = ahead<kValues<Rows>, S>(dim, stride, Operands::kStep);
+  const int64_t step = rows_that_fit<S>(kAddedBytes, dim, 8, kBlock);
+  const int64_t far = prefetch_distance<kValues<Rows>, S>(dim, stride, Operands::kStep);
   for (int64_t j = 0; j < count; j += step, p += step / Operands::kStep, v += step * stride) {
     const int64_t some = smaller(step, count - j);
     // With 16 registers no row is read whole anyway, and widening each row twice would cost more.
@@ -122,13 +122,14 @@ inline void add_values(const typename Operands::Element* p, const S* v, int64_t 
 // A row's result over a range of keys: max, sum, values[v_head_dim].
 inline int64_t partial_size(const AttentionParams& p) { return p.v_head_dim + 2; }
 
-template <class A, class Operands>
-struct Scratch {
+template <class S, class A>
+struct DecodeScratch {
+  using Operands = OperandsOf<S, A>;
   using E = typename Operands::Element;
   int64_t key_steps, query_ld, value_width, out_ld;
   A *scores, *scores_t, *out, *max, *sum;
   E *query, *query_panels, *weights, *keys, *values;
-  Scratch(const AttentionParams& p, Arena& arena) {
+  DecodeScratch(const AttentionParams& p, Arena& arena) {
     constexpr int64_t kScores = larger(kTileQueryRows * kBlock, kRowsAtOnce * kStreamBlock);
     key_steps = steps<Operands>(p.head_dim);
     query_ld = padded<E>(key_steps);
@@ -154,7 +155,7 @@ inline bool same_rows(const Strides& a, const Strides& b) {
   return a.batch == b.batch && a.head == b.head && a.row == b.row;
 }
 
-template <class S, class A, class Operands>
+template <class S, class A>
 class DecodeRange {
  public:
   DecodeRange(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
@@ -171,7 +172,7 @@ class DecodeRange {
     if (!streams_) pack_transposed<E>(w_.query, w_.query_ld, tile_.count, w_.key_steps, w_.query_panels);
   }
 
-  void run(Range keys, A* partial) {
+  void compute_partials(Range keys, A* partial) {
     keys = {larger(keys.begin, tile_.keys.begin / kBlock * kBlock), smaller(keys.end, tile_.keys.end)};
     attend<false>(keys);
     // An excluded key's NaN or Inf may have come in as 0 * NaN. Then everything is computed once more without such
@@ -180,7 +181,8 @@ class DecodeRange {
     for (int64_t r = 0; r < tile_.count; ++r, partial += partial_size(p_)) {
       const A* out = w_.out + r * w_.out_ld;
       // Rounding the weights changed their sum. Rescale by unrounded sum / rounded sum.
-      const A met = divisor(p_, state_, weights_, r), factor = met == 0 || met == w_.sum[r] ? A(1) : w_.sum[r] / met;
+      const A rounded_sum = divisor(p_, state_, weights_, r),
+              factor = rounded_sum == 0 || rounded_sum == w_.sum[r] ? A(1) : w_.sum[r] / rounded_sum;
       partial[0] = w_.max[r];
       partial[1] = w_.sum[r];
       for (int64_t d = 0; d < p_.v_head_dim; ++d) partial[2 + d] = out[d] * factor;
@@ -188,12 +190,13 @@ class DecodeRange {
   }
 
  private:
+  using Operands = OperandsOf<S, A>;
   using E = typename Operands::Element;
 
   template <bool Skip>
   void attend(Range keys) {
-    start(state_, tile_.count);
-    const int64_t block = streams_ ? rows_of<S>(kStreamBytes, p_.head_dim, kBlock, kStreamBlock) : kBlock;
+    reset_state(state_, tile_.count);
+    const int64_t block = streams_ ? rows_that_fit<S>(kStreamBytes, p_.head_dim, kBlock, kStreamBlock) : kBlock;
     for (int64_t begin = keys.begin; begin < keys.end; begin += block) {
       const int64_t count = smaller(block, keys.end - begin);
       const S* k = at<S>(p_.key, p_.key_strides, b_, kv_head_, begin);
@@ -212,32 +215,33 @@ class DecodeRange {
   void stream_block(int64_t first, const S* k, const S* v, int64_t begin, int64_t count) {
     dot_products<Operands, Rows, kKeys>(w_.query + first * w_.query_ld, w_.query_ld, k, p_.key_strides.row, count,
                                         p_.head_dim, w_.scores + first * kStreamBlock, kStreamBlock);
-    weigh(p_, b_, tile_, state_, weights_, first, Rows, begin, count);
+    compute_weights(p_, b_, tile_, state_, weights_, first, Rows, begin, count);
     add_values<Operands, Rows, Skip>(w_.weights + first * weights_.ld, v, p_.value_strides.row, count, p_.v_head_dim,
                                      w_.out + first * w_.out_ld, w_.out_ld);
   }
 
   // More rows: two matrix products. The first gives the scores transposed, [keys, rows]: the rows were packed once, and
-  // the keys are read element by element, so they need no packing. The second reads the values where they lie if their
-  // type and width allow it.
+  // the keys are read element by element, so they need no packing. The second reads the values in place if their type
+  // and width allow it.
   template <bool Skip>
   void multiply_block(const S* k, const S* v, int64_t begin, int64_t count) {
     constexpr int64_t kHeight = steps<Operands>(kBlock), kStep = Operands::kStep;
-    const bool keys_lie = this->keys_lie(), values_lie = sizeof(S) == sizeof(A) && p_.v_head_dim == w_.value_width;
-    // A latent whose values are read where they lie is prefetched in two halves. The columns before `half` are
+    const bool keys_in_place = this->keys_in_place(),
+               values_in_place = sizeof(S) == sizeof(A) && p_.v_head_dim == w_.value_width;
+    // If a latent's values are read in place, the latent is prefetched in two halves. The columns before `half` are
     // prefetched during the second product, the others during the first.
-    const int64_t half = latent_ && values_lie ? p_.v_head_dim / 2 / kDepth * kDepth : 0;
+    const int64_t half = latent_ && values_in_place ? p_.v_head_dim / 2 / kDepth * kDepth : 0;
     Operand<E> keys{w_.keys, w_.query_ld, 1};
     Panels<E> values{w_.values, kPanel<A>, kPanel<A> * kHeight};
-    if (keys_lie)
+    if (keys_in_place)
       keys = {reinterpret_cast<const E*>(k), p_.key_strides.row / kStep, 1, kBlock * p_.key_strides.row / kStep, half};
     else
       for (int64_t j = 0; j < count; ++j)
         Operands::pack_row(k + j * p_.key_strides.row, p_.head_dim, w_.keys + j * w_.query_ld, w_.query_ld);
-    if (values_lie)
+    if (values_in_place)
       values = {reinterpret_cast<const E*>(v), p_.value_strides.row, kPanel<A>, kBlock * p_.value_strides.row,
                 latent_ ? half : p_.v_head_dim};
-    else if (latent_ && !keys_lie && kStep == 1)
+    else if (latent_ && !keys_in_place && kStep == 1)
       values = {w_.keys, w_.query_ld, kPanel<A>};
     else
       Operands::pack_values(v, p_.value_strides.row, count, p_.v_head_dim, w_.values, kHeight);
@@ -245,13 +249,13 @@ class DecodeRange {
     gemm<A, E>(false, count, tile_.count, w_.key_steps, keys, {w_.query_panels, kPanel<A>, kPanel<A> * w_.key_steps},
                w_.scores_t, width, false, score_chain(p_, b_));
     transpose(w_.scores_t, width, count, tile_.count, w_.scores, kBlock);
-    weigh(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
+    compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
     gemm<A, E>(Skip, tile_.count, w_.value_width, steps<Operands>(count), {w_.weights, weights_.ld, 1}, values, w_.out,
                w_.out_ld, true);
   }
 
-  // Whether the product can read the keys' elements where they lie.
-  bool keys_lie() const {
+  // Whether the product can read the keys in place, without packing.
+  bool keys_in_place() const {
     const auto whole = [](int64_t n) { return n % Operands::kStep == 0; };
     const Strides& s = p_.key_strides;
     return sizeof(S) * Operands::kStep == sizeof(E) && reinterpret_cast<uintptr_t>(p_.key) % sizeof(E) == 0 &&
@@ -265,7 +269,7 @@ class DecodeRange {
   const bool latent_ =
       p_.value == p_.key && same_rows(p_.value_strides, p_.key_strides) && p_.v_head_dim <= p_.head_dim;
   Arena arena_;
-  Scratch<A, Operands> w_;
+  DecodeScratch<S, A> w_;
   const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, streams_ ? kStreamBlock : kBlock, w_.out_ld};
   const Weights<Operands> weights_{w_.weights, state_.scores_ld / Operands::kStep, w_.value_width};
   RowTile tile_;
@@ -292,16 +296,7 @@ void merge_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows
 
 }  // namespace
 
-size_t decode_scratch(const AttentionParams& p) {
-  size_t used = 0;
-  dispatch(p.dtype, [&](auto storage, auto accumulation) {
-    Arena arena(nullptr);
-    using A = decltype(accumulation);
-    Scratch<A, OperandsOf<decltype(storage), A>>(p, arena);
-    used = arena.used();
-  });
-  return used;
-}
+size_t decode_scratch(const AttentionParams& p) { return scratch_bytes<DecodeScratch>(p); }
 
 void decode(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch) {
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
@@ -309,8 +304,8 @@ void decode(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, vo
     using A = decltype(accumulation);
     const int64_t rows = group_size(p, kv_head) * p.q_len;
     for (int64_t r = 0; r < rows; r += kTileQueryRows)
-      DecodeRange<S, A, OperandsOf<S, A>>(p, b, kv_head, {r, smaller(r + kTileQueryRows, rows)}, scratch)
-          .run(keys, static_cast<A*>(partial) + r * partial_size(p));
+      DecodeRange<S, A>(p, b, kv_head, {r, smaller(r + kTileQueryRows, rows)}, scratch)
+          .compute_partials(keys, static_cast<A*>(partial) + r * partial_size(p));
   });
 }
 

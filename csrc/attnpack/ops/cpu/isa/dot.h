@@ -29,9 +29,9 @@ struct Stream {
   int64_t ahead;
   bool again = false;
 };
-// GCC's hint for how long to keep memory that is read once: 3 keeps it in all caches, 0 in L1 alone. 0 leaves L2 to
-// what the next layer needs (gain: PERFORMANCE.md). AMD's processors then find such memory in L3 the next time, others
-// may not. So 0 is set where pairs are multiplied, which by default happens on AMD's processors alone.
+// GCC's hint for how long to keep memory that is read once: 3 keeps it in all caches, 0 in L1 alone. 0 leaves L2 to the
+// data of the next layer (gain: PERFORMANCE.md). AMD's processors then find such memory in L3 the next time, others may
+// not. By default only AMD's processors multiply pairs, so 0 is set there.
 constexpr int kOnce = kPairProducts ? 0 : 3;
 
 template <Stream stream, class T>
@@ -43,41 +43,41 @@ inline void fetch_ahead(const T* p) {
 }
 
 // How many elements ahead of their use to prefetch rows of `columns` numbers. The rows lie `stride` elements apart, and
-// `beside` of them are read side by side.
+// `neighbours` of them are read side by side.
 template <Stream stream, class S>
-int64_t ahead(int64_t columns, int64_t stride, int64_t beside) {
+int64_t prefetch_distance(int64_t columns, int64_t stride, int64_t neighbours) {
   constexpr int64_t kFit = stream.ahead / sizeof(S);
-  if (beside == 1 && columns >= kFit) return kFit;
-  return larger((kFit + columns - 1) / larger(columns, 1), beside) * stride;
+  if (neighbours == 1 && columns >= kFit) return kFit;
+  return larger((kFit + columns - 1) / larger(columns, 1), neighbours) * stride;
 }
 
-// to[r, i] = x[r] . w[i], lane by lane, for `Rows` rows of x and `Beside` rows of w. A row of `to` has `step` vectors.
-// The rows of w are prefetched one after the other, as they lie: one stream reads memory faster than several that take
-// turns (PERFORMANCE.md).
-template <class Operands, int Rows, int Beside, Stream stream, class A, class S>
+// to[r, i] = x[r] . w[i], lane by lane, for `Rows` rows of x and `Neighbours` rows of w. A row of `to` has `step`
+// vectors. The rows of w are prefetched one after the other, in the order of their addresses: one stream reads memory
+// faster than several that take turns (PERFORMANCE.md).
+template <class Operands, int Rows, int Neighbours, Stream stream, class A, class S>
 [[gnu::always_inline]] inline void row_products(const typename Operands::Element* x, int64_t ldx, const S* w,
                                                 int64_t stride, int64_t dim, int64_t ahead, Vec<A>* to, int step) {
   using E = typename Operands::Element;
-  constexpr int64_t kOfLine = kLine / sizeof(S), kStep = larger(Beside * Operands::kWidth, kOfLine);
+  constexpr int64_t kOfLine = kLine / sizeof(S), kStep = larger(Neighbours * Operands::kWidth, kOfLine);
   const int64_t whole = dim / Operands::kWidth * Operands::kWidth;
-  const int64_t half = (whole / Beside + Operands::kWidth - 1) / Operands::kWidth * Operands::kWidth;
+  const int64_t half = (whole / Neighbours + Operands::kWidth - 1) / Operands::kWidth * Operands::kWidth;
   const S* next = w + ahead;
-  Vec<A> sum[Rows][Beside];
+  Vec<A> sum[Rows][Neighbours];
   clear(sum);
   const auto add = [&](int64_t d, auto... some) __attribute__((always_inline)) {
-    Vec<E> right[Beside];
+    Vec<E> right[Neighbours];
 #pragma GCC unroll 2
-    for (int i = 0; i < Beside; ++i) right[i] = Operands::in_row(w + i * stride + d, some...);
+    for (int i = 0; i < Neighbours; ++i) right[i] = Operands::in_row(w + i * stride + d, some...);
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       const Vec<E> left = load_bits<Vec<E>>(x + r * ldx + d / Operands::kStep);
 #pragma GCC unroll 2
-      for (int i = 0; i < Beside; ++i) sum[r][i] = Operands::add(sum[r][i], left, right[i]);
+      for (int i = 0; i < Neighbours; ++i) sum[r][i] = Operands::add(sum[r][i], left, right[i]);
     }
   };
   for (int64_t d = 0; d < whole; d += Operands::kWidth) {
-    if (Beside > 1 && d == half) next = w + stride + ahead;
-    if (d * Beside % kStep == 0) {
+    if (Neighbours > 1 && d == half) next = w + stride + ahead;
+    if (d * Neighbours % kStep == 0) {
 #pragma GCC unroll 2
       for (int64_t n = 0; n < kStep; n += kOfLine) fetch_ahead<stream>(next + n);
       next += kStep;
@@ -88,7 +88,7 @@ template <class Operands, int Rows, int Beside, Stream stream, class A, class S>
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 2
-    for (int i = 0; i < Beside; ++i) to[r * step + i] = sum[r][i];
+    for (int i = 0; i < Neighbours; ++i) to[r * step + i] = sum[r][i];
 }
 
 // s[r, j] = x[r] . w[j] for `Rows` rows of x and `count` rows of w. The elements of x are padded with zeros to whole
@@ -96,17 +96,17 @@ template <class Operands, int Rows, int Beside, Stream stream, class A, class S>
 template <class Operands, int Rows, Stream stream, class S, class A>
 inline void dot_products(const typename Operands::Element* x, int64_t ldx, const S* w, int64_t stride, int64_t count,
                          int64_t dim, A* s, int64_t lds) {
-  constexpr int kBeside = Rows == 1 || kRegisters == 16 ? 1 : 2;  // rows of w that share the loads of x
-  constexpr int kFolded = kRegisters == 32 || Rows < 4 ? 4 : 2;   // rows of w whose sums are folded at once
-  constexpr int kAtOnce = Rows == 3 ? kFolded : kFolded * Rows;   // a power of two
-  const int64_t far = ahead<stream, S>(dim, stride, kBeside);
+  constexpr int kNeighbours = Rows == 1 || kRegisters == 16 ? 1 : 2;  // rows of w that share the loads of x
+  constexpr int kFolded = kRegisters == 32 || Rows < 4 ? 4 : 2;       // rows of w whose sums are folded at once
+  constexpr int kAtOnce = Rows == 3 ? kFolded : kFolded * Rows;       // a power of two
+  const int64_t far = prefetch_distance<stream, S>(dim, stride, kNeighbours);
   for (int64_t j = 0; j < count; j += kFolded) {
     Vec<A> sum[Rows * kFolded];
 #pragma GCC unroll 4
-    for (int i = 0; i < kFolded; i += kBeside) {
+    for (int i = 0; i < kFolded; i += kNeighbours) {
       const int64_t first = j + i < count ? j + i : j;
-      row_products<Operands, Rows, kBeside, stream, A>(x, ldx, w + first * stride, first + 1 < count ? stride : 0, dim,
-                                                       far, sum + i, kFolded);
+      row_products<Operands, Rows, kNeighbours, stream, A>(x, ldx, w + first * stride, first + 1 < count ? stride : 0,
+                                                           dim, far, sum + i, kFolded);
     }
     A total[Rows * kFolded];
 #pragma GCC unroll 3

@@ -16,15 +16,15 @@ struct Kernels {
   size_t (*prefill_scratch)(const AttentionParams&);
   void (*prefill)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, void* scratch);
 
-  // Forward, few rows: all rows of a kv head against a range of keys, which are streamed where they lie. partial
-  // receives max, sum and v_head_dim values per row.
+  // Forward, few rows: all rows of a kv head against a range of keys, each read from memory once. partial receives max,
+  // sum and v_head_dim values per row.
   size_t (*decode_scratch)(const AttentionParams&);
   void (*decode)(const AttentionParams&, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch);
   // Joins the partial results of some rows of a kv head into out and lse, in the order of the ranges. partials: [count,
   // all rows of the kv head, v_head_dim + 2].
   void (*merge)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, const void* partials, int64_t count);
 
-  // Backward: the gradients of a block of keys, and what the block adds to the gradients of all rows. The units of a kv
+  // Backward: the gradients of a block of keys, and the block's part of the gradients of all rows. The units of a kv
   // head must begin in the order of their keys: each waits, tile by tile, for the units before it.
   size_t (*backward_scratch)(const AttentionParams&);
   void (*backward)(const AttentionBackwardParams&, int64_t b, int64_t kv_head, Range keys, void* scratch);

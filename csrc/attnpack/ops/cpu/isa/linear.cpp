@@ -5,15 +5,16 @@
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
-constexpr int64_t kTogether = 4;            // the outputs of a block are a multiple of this
-constexpr int64_t kBlock = 64;              // most outputs of a block
-constexpr int64_t kBlockBytes = 128 << 10;  // most bytes of a block's weights, so that L2 keeps them for more rows
-constexpr Stream kWeights{5 << 10}, kWeightsAgain{8 << 10, true};  // few rows read a weight once, more rows again
+constexpr int64_t kTogether = 4;                // the outputs of a block are a multiple of this
+constexpr int64_t kBlock = 64;                  // most outputs of a block
+constexpr int64_t kBlockBytes = 128 << 10;      // most bytes of a block's weights, so that L2 keeps them for more rows
+constexpr Stream kWeights{5 << 10};             // few rows read a weight once
+constexpr Stream kWeightsAgain{8 << 10, true};  // more rows read it several times
 
-// Not inlined: beside the loops of more rows, the compiler makes the loop of one row slower (PERFORMANCE.md).
+// Not inlined: next to the loops for more rows, the compiler makes the loop for one row slower (PERFORMANCE.md).
 template <class Operands, int Rows, Stream stream, class S>
-[[gnu::noinline]] void multiply(const LinearParams& p, const typename Operands::Element* x, int64_t width,
-                                int64_t first, int64_t begin, int64_t count) {
+[[gnu::noinline]] void multiply_rows(const LinearParams& p, const typename Operands::Element* x, int64_t width,
+                                     int64_t first, int64_t begin, int64_t count) {
   float s[Rows * kBlock];
   dot_products<Operands, Rows, stream>(x + first * width, width,
                                        static_cast<const S*>(p.weight) + begin * p.weight_stride, p.weight_stride,
@@ -27,7 +28,7 @@ template <class Operands, int Rows, Stream stream, class S>
 }
 
 template <class S>
-void run(const LinearParams& p, Range outputs, void* scratch) {
+void compute_outputs(const LinearParams& p, Range outputs, void* scratch) {
   using Operands = OperandsOf<S, float>;
   using E = typename Operands::Element;
   const int64_t width = padded<E>(steps<Operands>(p.inputs));
@@ -45,9 +46,9 @@ void run(const LinearParams& p, Range outputs, void* scratch) {
     for (int64_t r = 0; r < p.rows; r += kRowsAtOnce)
       with_rows(smaller(p.rows - r, kRowsAtOnce), [&](auto rows) {
         if (once)
-          multiply<Operands, rows, kWeights, S>(p, x, width, r, begin, count);
+          multiply_rows<Operands, rows, kWeights, S>(p, x, width, r, begin, count);
         else
-          multiply<Operands, rows, kWeightsAgain, S>(p, x, width, r, begin, count);
+          multiply_rows<Operands, rows, kWeightsAgain, S>(p, x, width, r, begin, count);
       });
   }
 }
@@ -61,11 +62,11 @@ size_t linear_scratch(const LinearParams& p) {
 void linear_rows(const LinearParams& p, Range outputs, void* scratch) {
   switch (p.dtype) {
     case DType::kFloat32:
-      return run<float>(p, outputs, scratch);
+      return compute_outputs<float>(p, outputs, scratch);
     case DType::kBFloat16:
-      return run<BFloat16>(p, outputs, scratch);
+      return compute_outputs<BFloat16>(p, outputs, scratch);
     default:
-      return run<Float16>(p, outputs, scratch);
+      return compute_outputs<Float16>(p, outputs, scratch);
   }
 }
 

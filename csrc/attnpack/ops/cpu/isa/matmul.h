@@ -22,8 +22,9 @@ template <class T, class E>
 struct Product {
   static Vec<T> add(Vec<T> sum, E x, Vec<E> right) { return sum + x * right; }
   static bool excluded(E x) { return x == 0 && __builtin_signbit(x); }
-  // Clears what an excluded part of x would be multiplied with. Here x has no parts, so right stays as it is.
-  static Vec<E> met(E, Vec<E> right) { return right; }
+  // Returns right without the part that an excluded part of x would multiply. Here x has no parts, so right stays as it
+  // is.
+  static Vec<E> without_excluded(E, Vec<E> right) { return right; }
 };
 
 // An operand that is read element by element, by row and column strides. So a transposed operand costs nothing.
@@ -44,9 +45,9 @@ struct Panels {
   int64_t fetched_to = INT64_MAX;  // the column after the last one that is prefetched
 };
 
-// Work beside the sums. kSkip leaves out terms whose A is -0.0, the mark of an excluded key, because that key's row of
-// B may hold NaN. kFetch prefetches what the operands' `ahead` asks for.
-enum class Beside { kNothing, kSkip, kFetch };
+// Work that is done along with the sums. kSkip leaves out terms whose A is -0.0, the mark of an excluded key, because
+// that key's row of B may hold NaN. kFetch prefetches as the operands' `ahead` says.
+enum class SideWork { kNothing, kSkip, kFetch };
 
 constexpr int64_t kLine = 64;  // bytes of a cache line
 
@@ -55,7 +56,7 @@ inline void fetch(const T* p) {
   __builtin_prefetch(p, 0, 2);
 }
 
-template <class T, class E, int Rows, int Vectors, Beside beside>
+template <class T, class E, int Rows, int Vectors, SideWork side_work>
 inline void register_tile(Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
   constexpr int64_t kOfLine = kLine / sizeof(E);
   Vec<T> sum[Rows][Vectors];
@@ -64,7 +65,7 @@ inline void register_tile(Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t 
     Vec<E> right[Vectors];
 #pragma GCC unroll 2
     for (int v = 0; v < Vectors; ++v) right[v] = load<E>(b.data + k * b.row + v * kLanes<T>);
-    if constexpr (beside == Beside::kFetch) {
+    if constexpr (side_work == SideWork::kFetch) {
       if (a.ahead && k % kOfLine == 0)
 #pragma GCC unroll 12
         for (int r = 0; r < Rows; ++r) fetch(a.data + r * a.row + k * a.column + a.ahead);
@@ -74,11 +75,11 @@ inline void register_tile(Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t 
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
       const E x = a.data[r * a.row + k * a.column];
-      if (beside == Beside::kSkip && Product<T, E>::excluded(x)) continue;
+      if (side_work == SideWork::kSkip && Product<T, E>::excluded(x)) continue;
 #pragma GCC unroll 2
       for (int v = 0; v < Vectors; ++v)
-        sum[r][v] =
-            Product<T, E>::add(sum[r][v], x, beside == Beside::kSkip ? Product<T, E>::met(x, right[v]) : right[v]);
+        sum[r][v] = Product<T, E>::add(
+            sum[r][v], x, side_work == SideWork::kSkip ? Product<T, E>::without_excluded(x, right[v]) : right[v]);
     }
   }
 #pragma GCC unroll 12
@@ -90,35 +91,34 @@ inline void register_tile(Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t 
     }
 }
 
-template <class T, class E, int Rows, int Vectors, Beside beside>
+template <class T, class E, int Rows, int Vectors, SideWork side_work>
 inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth,
                          bool accumulate) {
   for (; begin + Rows <= rows; begin += Rows) {
     if (begin > 0) b.ahead = 0;  // the first row of tiles has prefetched it
-    register_tile<T, E, Rows, Vectors, beside>({a.data + begin * a.row, a.row, a.column, a.ahead}, b, c + begin * ldc,
-                                               ldc, depth, accumulate);
+    register_tile<T, E, Rows, Vectors, side_work>({a.data + begin * a.row, a.row, a.column, a.ahead}, b,
+                                                  c + begin * ldc, ldc, depth, accumulate);
   }
   return begin;
 }
 
 // The most rows of B that a panel's register tiles share. With kPanel columns they stay in the L1 cache. Their products
-// are summed by themselves and then added to C: rounding errors grow with the length of the longest chain of sums.
-// Where accuracy matters, callers halve that length for little time (PERFORMANCE.md).
+// are summed first, and the sum is then added to C: rounding errors grow with the length of the longest chain of sums.
+// If accuracy matters, callers halve that length, which costs little time (PERFORMANCE.md).
 constexpr int64_t kDepth = 64;
 
-// Where terms are skipped, rows are taken one at a time: that path is rare, and a tile with branches would be slow
-// anyway.
-template <class T, class E, int Vectors, Beside beside>
+// If terms are skipped, rows are taken one at a time: that path is rare, and a tile with branches would be slow anyway.
+template <class T, class E, int Vectors, SideWork side_work>
 inline void all_rows(int64_t rows, Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
   int64_t r = 0;
-  if constexpr (beside != Beside::kSkip) {
-    r = row_tiles<T, E, kTileRows, Vectors, beside>(r, rows, a, b, c, ldc, depth, accumulate);
-    r = row_tiles<T, E, 4, Vectors, beside>(r, rows, a, b, c, ldc, depth, accumulate);
+  if constexpr (side_work != SideWork::kSkip) {
+    r = row_tiles<T, E, kTileRows, Vectors, side_work>(r, rows, a, b, c, ldc, depth, accumulate);
+    r = row_tiles<T, E, 4, Vectors, side_work>(r, rows, a, b, c, ldc, depth, accumulate);
   }
-  row_tiles<T, E, 1, Vectors, beside>(r, rows, a, b, c, ldc, depth, accumulate);
+  row_tiles<T, E, 1, Vectors, side_work>(r, rows, a, b, c, ldc, depth, accumulate);
 }
 
-template <class T, class E, Beside beside>
+template <class T, class E, SideWork side_work>
 void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<E> a, Panels<E> b, T* c, int64_t ldc, bool accumulate,
           int64_t chain) {
   static_assert(sizeof(E) == sizeof(T), "a vector of B covers as many columns as one of C");
@@ -132,9 +132,9 @@ void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<E> a, Panels<E> 
                             n < b.fetched_to ? b.ahead : 0};
       const int64_t part = depth - k < chain ? depth - k : chain;
       if (columns - n > kLanes<T>)
-        all_rows<T, E, kTileVectors, beside>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
+        all_rows<T, E, kTileVectors, side_work>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
       else
-        all_rows<T, E, 1, beside>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
+        all_rows<T, E, 1, side_work>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
     }
 }
 
@@ -142,11 +142,11 @@ template <class T, class E = T>
 inline void gemm(bool skip, int64_t rows, int64_t columns, int64_t depth, Operand<E> a, Panels<E> b, T* c, int64_t ldc,
                  bool accumulate, int64_t chain = kDepth) {
   if (skip)
-    gemm<T, E, Beside::kSkip>(rows, columns, depth, a, b, c, ldc, accumulate, chain);
+    gemm<T, E, SideWork::kSkip>(rows, columns, depth, a, b, c, ldc, accumulate, chain);
   else if (a.ahead || b.ahead)
-    gemm<T, E, Beside::kFetch>(rows, columns, depth, a, b, c, ldc, accumulate, chain);
+    gemm<T, E, SideWork::kFetch>(rows, columns, depth, a, b, c, ldc, accumulate, chain);
   else
-    gemm<T, E, Beside::kNothing>(rows, columns, depth, a, b, c, ldc, accumulate, chain);
+    gemm<T, E, SideWork::kNothing>(rows, columns, depth, a, b, c, ldc, accumulate, chain);
 }
 
 // Packs [rows, columns] of any storage type into the accumulation type. Columns are padded with zeros to ld.

@@ -17,7 +17,7 @@ inline Vec<A> load_some(const S* p, int64_t count) {
   return v;
 }
 
-// Either the elements are numbers widened to the accumulation type ...
+// Operands whose elements are numbers, widened to the accumulation type.
 template <class S, class A>
 struct Widened {
   using Element = A;
@@ -36,7 +36,7 @@ struct Widened {
   static Vec<A> in_row(const S* p, int64_t some) { return load_some<A>(p, some); }
   static Vec<A> add(Vec<A> sum, Vec<A> a, Vec<A> b) { return sum + a * b; }
 
-  // Vectors from kStep rows that lie below each other, one column per lane, or their first `some` columns.
+  // Vectors from kStep consecutive rows, one column per lane, or the first `some` columns.
   static constexpr int kTogether = 1;  // vectors that are loaded at once
   template <int Vectors>
   static void below(const S* row, const S*, Vec<A>* to) {
@@ -45,7 +45,7 @@ struct Widened {
   static Vec<A> below_some(const S* row, const S*, int64_t some) { return load_some<A>(row, some); }
 };
 
-// ... or they are pairs of bf16. The results of the softmax are rounded to such pairs.
+// Operands whose elements are pairs of bf16. The results of the softmax are rounded to such pairs.
 struct Paired {
   using Element = Pair;
   static constexpr int64_t kStep = 2;
@@ -82,8 +82,8 @@ constexpr int64_t steps(int64_t n) {
   return (n + Operands::kStep - 1) / Operands::kStep;
 }
 
-// The longest chain of sums in a score (matmul.h). Where a row sees few keys, nothing averages rounding errors out, and
-// short chains cost little. Padding does not count.
+// The longest chain of sums in a score (matmul.h). With few keys, rounding errors do not average out, and short chains
+// cost little. Padding does not count.
 inline int64_t score_chain(const AttentionParams& p, int64_t b) { return valid_keys(p, b) <= 32 ? 8 : kDepth; }
 
 // The weights that multiply the values, in rows of ld elements: the results of the softmax, or those rounded to pairs.
@@ -97,8 +97,9 @@ struct Weights {
 // Turns the products of rows [first, first + rows) with keys [begin, begin + count) into weights. Takes kSoftmaxRows
 // rows at a time, while they are in the L1 cache.
 template <class Operands, class A>
-inline void weigh(const AttentionParams& p, int64_t b, const RowTile& tile, const RowState<A>& state,
-                  const Weights<Operands>& weights, int64_t first, int64_t rows, int64_t begin, int64_t count) {
+inline void compute_weights(const AttentionParams& p, int64_t b, const RowTile& tile, const RowState<A>& state,
+                            const Weights<Operands>& weights, int64_t first, int64_t rows, int64_t begin,
+                            int64_t count) {
   if constexpr (!kRounds<Operands>) {
     softmax_rows<A>(p, b, tile, state, first, rows, begin, count);
   } else {
@@ -112,9 +113,10 @@ inline void weigh(const AttentionParams& p, int64_t b, const RowTile& tile, cons
   }
 }
 
-// The number by which the weighted sum of values in row r is to be divided. That is the sum of the rounded weights,
-// which multiplied the values. With dropout those are other terms than the denominator's, so the denominator is taken.
-// lse keeps the sum of the unrounded weights, because the backward pass computes the probabilities from it.
+// The number by which the weighted sum of values in row r is to be divided. Without dropout it is the sum of the
+// rounded weights, which multiplied the values. With dropout the denominator has other terms than that sum, so it is
+// the denominator. lse keeps the sum of the unrounded weights, because the backward pass computes the probabilities
+// from it.
 template <class Operands, class A>
 inline A divisor(const AttentionParams& p, const RowState<A>& state, const Weights<Operands>& weights, int64_t r) {
   if constexpr (kRounds<Operands>)

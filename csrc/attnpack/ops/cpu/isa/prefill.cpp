@@ -11,15 +11,16 @@ int64_t block_keys(const AttentionParams& p) {
   return width <= 256 ? 256 : width <= 512 ? 128 : 64;
 }
 
-template <class A, class Operands>
-struct Scratch {
+template <class S, class A>
+struct PrefillScratch {
+  using Operands = OperandsOf<S, A>;
   using E = typename Operands::Element;
   int64_t block, key_steps, block_steps, value_width, out_ld;
   PackedBlocks blocks;
   A *scores, *out, *max, *sum;
   E *query, *keys, *values, *weights;
 
-  Scratch(const AttentionParams& p, Arena& arena) : block(block_keys(p)), blocks(p.kv_len, block, arena) {
+  PrefillScratch(const AttentionParams& p, Arena& arena) : block(block_keys(p)), blocks(p.kv_len, block, arena) {
     key_steps = steps<Operands>(p.head_dim);
     block_steps = steps<Operands>(block);
     value_width = padded<A>(p.v_head_dim);
@@ -38,38 +39,38 @@ struct Scratch {
   }
 };
 
-template <class S, class A, class Operands>
+template <class S, class A>
 class PrefillTile {
  public:
   PrefillTile(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
       : p_(p), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_) {
-    w_.blocks.enter(b * p.num_kv_heads + kv_head);
+    w_.blocks.begin_tile(b * p.num_kv_heads + kv_head);
     make_rows(p, b, kv_head, rows, tile_);
     for (int64_t r = 0; r < tile_.count; ++r)
       Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
                          w_.query + r * w_.key_steps, w_.key_steps);
   }
 
-  void run() {
-    attend();
+  void compute_outputs() {
+    attend_keys();
     for (int64_t r = 0; r < tile_.count; ++r)
       finish_row<A, S>(p_, b_, tile_.rows[r].head, tile_.rows[r].query, w_.max[r], w_.sum[r], w_.out + r * w_.out_ld,
                        divisor(p_, state_, weights_, r));
   }
 
  private:
-  using Work = Scratch<A, Operands>;
+  using Operands = OperandsOf<S, A>;
   using E = typename Operands::Element;
 
-  void attend() {
-    attend(false);
+  void attend_keys() {
+    attend_keys(false);
     // An excluded key's NaN or Inf may have come in as 0 * NaN. Then everything is computed once more without such
     // terms.
-    if (!all_finite(w_.out, w_.out_ld, tile_.count, p_.v_head_dim)) attend(true);
+    if (!all_finite(w_.out, w_.out_ld, tile_.count, p_.v_head_dim)) attend_keys(true);
   }
 
-  void attend(bool skip_excluded) {
-    start(state_, tile_.count);
+  void attend_keys(bool skip_excluded) {
+    reset_state(state_, tile_.count);
     for (int64_t begin = tile_.keys.begin / w_.block * w_.block; begin < tile_.keys.end; begin += w_.block)
       attend_block(begin, smaller(w_.block, tile_.keys.end - begin), skip_excluded);
   }
@@ -80,7 +81,7 @@ class PrefillTile {
     const E* values = w_.values + slot * w_.block_steps * w_.value_width;
     gemm<A, E>(false, tile_.count, count, w_.key_steps, {w_.query, w_.key_steps, 1},
                {keys, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false, score_chain(p_, b_));
-    weigh(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
+    compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
     gemm<A, E>(skip_excluded, tile_.count, w_.value_width, steps<Operands>(count), {w_.weights, w_.block_steps, 1},
                {values, kPanel<A>, kPanel<A> * w_.block_steps}, w_.out, w_.out_ld, true);
   }
@@ -96,7 +97,7 @@ class PrefillTile {
   const AttentionParams& p_;
   int64_t b_, kv_head_;
   Arena arena_;
-  Work w_;
+  PrefillScratch<S, A> w_;
   const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, w_.block, w_.out_ld};
   const Weights<Operands> weights_{w_.weights, w_.block_steps, w_.value_width};
   RowTile tile_;
@@ -104,22 +105,13 @@ class PrefillTile {
 
 }  // namespace
 
-size_t prefill_scratch(const AttentionParams& p) {
-  size_t used = 0;
-  dispatch(p.dtype, [&](auto storage, auto accumulation) {
-    Arena arena(nullptr);
-    using A = decltype(accumulation);
-    Scratch<A, OperandsOf<decltype(storage), A>>(p, arena);
-    used = arena.used();
-  });
-  return used;
-}
+size_t prefill_scratch(const AttentionParams& p) { return scratch_bytes<PrefillScratch>(p); }
 
 void prefill(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch) {
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     using S = decltype(storage);
     using A = decltype(accumulation);
-    PrefillTile<S, A, OperandsOf<S, A>>(p, b, kv_head, rows, scratch).run();
+    PrefillTile<S, A>(p, b, kv_head, rows, scratch).compute_outputs();
   });
 }
 

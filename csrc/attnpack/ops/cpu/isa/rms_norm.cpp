@@ -5,7 +5,7 @@ namespace attnpack::ATTNPACK_ISA {
 namespace {
 
 template <class S, class A>
-void normalise(const S* x, const S* weight, int64_t dim, A eps, S* out) {
+void normalise_row(const S* x, const S* weight, int64_t dim, A eps, S* out) {
   const int64_t whole = dim / kLanes<A> * kLanes<A>;
   Vec<A> squares{};
   for (int64_t d = 0; d < whole; d += kLanes<A>) squares += load<A>(x + d) * load<A>(x + d);
@@ -23,8 +23,8 @@ void rms_norm_rows(const RmsNormParams& p, Range rows) {
     using S = decltype(storage);
     using A = decltype(accumulation);
     for (int64_t r = rows.begin; r < rows.end; ++r)
-      normalise<S, A>(static_cast<const S*>(p.x) + r * p.dim, static_cast<const S*>(p.weight), p.dim,
-                      static_cast<A>(p.eps), static_cast<S*>(p.out) + r * p.dim);
+      normalise_row<S, A>(static_cast<const S*>(p.x) + r * p.dim, static_cast<const S*>(p.weight), p.dim,
+                          static_cast<A>(p.eps), static_cast<S*>(p.out) + r * p.dim);
   });
 }
 

@@ -9,26 +9,26 @@
 namespace attnpack::ATTNPACK_ISA {
 
 // One row of a tile: its query, and the keys that its ranges leave.
-struct Row {
+struct QueryRow {
   int64_t head, query, position;
   Range keys;
 };
 
-inline Row make_row(const AttentionParams& p, int64_t b, int64_t head, int64_t query) {
+inline QueryRow make_query_row(const AttentionParams& p, int64_t b, int64_t head, int64_t query) {
   return {head, query, query + (p.q_offsets ? p.q_offsets[b] : p.q_offset), key_range(p, b, query)};
 }
 
-inline bool allows(bool m) { return m; }
+inline bool allows_key(bool m) { return m; }
 template <class S>
-inline bool allows(S m) {
+inline bool allows_key(S m) {
   return load_one(&m) != -kInfinity;
 }
 template <class T>
-inline T added(bool) {
+inline T mask_term(bool) {
   return 0;
 }
 template <class T, class S>
-inline T added(S m) {
+inline T mask_term(S m) {
   return static_cast<T>(load_one(&m));
 }
 
@@ -36,10 +36,10 @@ inline T added(S m) {
 template <class T, class S>
 inline void add_mask(const S* mask, int64_t stride, int64_t count, T* s) {
   if (stride == 1)
-    for (int64_t j = 0; j < count; ++j) s[j] = allows(mask[j]) ? s[j] + added<T>(mask[j]) : T(-kInfinity);
+    for (int64_t j = 0; j < count; ++j) s[j] = allows_key(mask[j]) ? s[j] + mask_term<T>(mask[j]) : T(-kInfinity);
   else
     for (int64_t j = 0; j < count; ++j)
-      s[j] = allows(mask[j * stride]) ? s[j] + added<T>(mask[j * stride]) : T(-kInfinity);
+      s[j] = allows_key(mask[j * stride]) ? s[j] + mask_term<T>(mask[j * stride]) : T(-kInfinity);
 }
 
 template <class T>
@@ -72,7 +72,7 @@ inline T scale_left(const AttentionParams& p) {
 // cap_slope, if given, receives d(capped) / d(scaled) for the backward pass. s and cap_slope are padded to whole
 // vectors.
 template <class T>
-inline void finish_scores(const AttentionParams& p, int64_t b, const Row& row, int64_t begin, int64_t count, T* s,
+inline void finish_scores(const AttentionParams& p, int64_t b, const QueryRow& row, int64_t begin, int64_t count, T* s,
                           T* cap_slope = nullptr) {
   const int64_t end = begin + count;
   const int64_t vectors = (count + kLanes<T> - 1) / kLanes<T>;
@@ -105,7 +105,7 @@ inline void finish_scores(const AttentionParams& p, int64_t b, const Row& row, i
   for (int64_t j = count; j < vectors * kLanes<T>; ++j) s[j] = -kInfinity;
 }
 
-inline bool dropped(const AttentionParams& p, int64_t b, const Row& row, int64_t key) {
+inline bool dropped(const AttentionParams& p, int64_t b, const QueryRow& row, int64_t key) {
   return attnpack::dropped(p, b, row.head, row.query, key);
 }
 

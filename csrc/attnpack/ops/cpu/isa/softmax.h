@@ -10,7 +10,7 @@ template <class T>
 constexpr int64_t kSoftmaxRows = kLanes<T> < 4 ? 4 : kLanes<T>;
 
 template <class T>
-inline Vec<T> largest(const T* s, int64_t count) {
+inline Vec<T> largest_score(const T* s, int64_t count) {
   constexpr int64_t kChains = 4;  // chains of comparisons: in a chain each waits for the one before
   Vec<T> top[kChains] = {load<T>(s), load<T>(s), load<T>(s), load<T>(s)};
   int64_t j = 0;
@@ -52,23 +52,23 @@ inline Vec<T> exponentials_of_row(T* s, int64_t count, T scale, T max) {
 }
 
 // Turns a block of scores of up to kSoftmaxRows rows into exp(scale * score - max), in place; -inf (excluded) becomes
-// -0.0. Rows lie lds apart; scale > 0. Raises max and sum. factor: what earlier results of each row are to be
-// multiplied with. count: whole vectors, padded with -inf. max, sum and factor hold kSoftmaxRows numbers.
+// -0.0. Rows lie lds apart; scale > 0. Raises max and sum. factor receives the number by which to multiply the earlier
+// results of each row. count: whole vectors, padded with -inf. max, sum and factor hold kSoftmaxRows numbers.
 template <class T>
 inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T scale, T* max, T* sum, T* factor) {
-  Vec<T> of_row[kSoftmaxRows<T>];
+  Vec<T> per_row[kSoftmaxRows<T>];
   T folded[kSoftmaxRows<T>];
   for (int64_t r = 0; r < kSoftmaxRows<T>; ++r)
-    of_row[r] = r < rows ? largest(s + r * lds, count) : broadcast(T(-kInfinity));
-  fold_each<T, kSoftmaxRows<T>>(of_row, folded, Larger());
+    per_row[r] = r < rows ? largest_score(s + r * lds, count) : broadcast(T(-kInfinity));
+  fold_each<T, kSoftmaxRows<T>>(per_row, folded, Larger());
   for (int64_t r = 0; r < kSoftmaxRows<T>; r += kLanes<T>) {
     const Vec<T> old = load<T>(max + r), raised = Larger()(scale * load<T>(folded + r), old);
     store<T>(factor + r, raised == old ? broadcast(T(1)) : exp(old - raised));
     store<T>(max + r, raised);
   }
   for (int64_t r = 0; r < kSoftmaxRows<T>; ++r)
-    of_row[r] = r < rows ? exponentials_of_row(s + r * lds, count, scale, max[r]) : Vec<T>{};
-  fold_each<T, kSoftmaxRows<T>>(of_row, folded, Add());
+    per_row[r] = r < rows ? exponentials_of_row(s + r * lds, count, scale, max[r]) : Vec<T>{};
+  fold_each<T, kSoftmaxRows<T>>(per_row, folded, Add());
   for (int64_t r = 0; r < kSoftmaxRows<T>; r += kLanes<T>)
     store<T>(sum + r, load<T>(sum + r) * load<T>(factor + r) + load<T>(folded + r));
 }
@@ -80,7 +80,8 @@ inline void multiply_row(T* x, int64_t count, T factor) {
 }
 
 template <class T>
-inline void drop(const AttentionParams& p, int64_t b, const Row& row, int64_t begin, int64_t count, T* probs) {
+inline void drop_weights(const AttentionParams& p, int64_t b, const QueryRow& row, int64_t begin, int64_t count,
+                         T* probs) {
   const T keep = static_cast<T>(1 / (1 - p.dropout_p));
   for (int64_t j = 0; j < count; ++j)
     if (!(probs[j] == 0 && __builtin_signbit(probs[j])))
@@ -95,7 +96,7 @@ struct RowState {
 };
 
 template <class T>
-inline void start(const RowState<T>& state, int64_t rows) {
+inline void reset_state(const RowState<T>& state, int64_t rows) {
   for (int64_t r = 0; r < kTileQueryRows; ++r) {
     state.max[r] = T(-kInfinity);
     state.sum[r] = 0;
@@ -104,7 +105,7 @@ inline void start(const RowState<T>& state, int64_t rows) {
 }
 
 // Turns the products of rows [first, first + rows) with keys [begin, begin + count) into probabilities that are still
-// to be divided by the sum. Rescales what the rows have gathered so far to their new maximum.
+// to be divided by the sum. Rescales the rows' outputs so far to their new maximum.
 template <class T>
 inline void softmax_rows(const AttentionParams& p, int64_t b, const RowTile& tile, const RowState<T>& state,
                          int64_t first, int64_t rows, int64_t begin, int64_t count) {
@@ -112,12 +113,12 @@ inline void softmax_rows(const AttentionParams& p, int64_t b, const RowTile& til
   for (; first < end; first += kSoftmaxRows<T>) {
     const int64_t some = smaller(kSoftmaxRows<T>, end - first);
     T* s = state.scores + first * state.scores_ld;
-    const Row* row = tile.rows + first;
+    const QueryRow* row = tile.rows + first;
     for (int64_t r = 0; r < some; ++r) finish_scores<T>(p, b, row[r], begin, count, s + r * state.scores_ld);
     T factor[kSoftmaxRows<T>];
     online_softmax<T>(s, state.scores_ld, some, whole, scale_left<T>(p), state.max + first, state.sum + first, factor);
     for (int64_t r = 0; r < some; ++r) {
-      if (p.dropout_p > 0) drop<T>(p, b, row[r], begin, count, s + r * state.scores_ld);
+      if (p.dropout_p > 0) drop_weights<T>(p, b, row[r], begin, count, s + r * state.scores_ld);
       if (factor[r] != 1) multiply_row(state.out + (first + r) * state.out_ld, state.out_ld, factor[r]);
     }
   }

@@ -50,8 +50,17 @@ class Arena {
   uintptr_t next_;
 };
 
-// Which blocks of a head's keys lie packed in scratch. If kPackedKeys suffices, all blocks stay for the next tile of
-// the same head. Otherwise there is one slot, which is packed anew each time.
+// How many bytes the scratch of a call takes. A Scratch<S, A> lays its parts out in an arena.
+template <template <class, class> class Scratch>
+inline size_t scratch_bytes(const AttentionParams& p) {
+  Arena arena(nullptr);
+  dispatch(p.dtype,
+           [&](auto storage, auto accumulation) { Scratch<decltype(storage), decltype(accumulation)>(p, arena); });
+  return arena.used();
+}
+
+// Knows which blocks of a head's keys are packed in scratch. A head with at most kPackedKeys keys has a slot for each
+// block, and all blocks stay packed for its next tile. Otherwise there is one slot, which is packed anew each time.
 class PackedBlocks {
  public:
   PackedBlocks(int64_t kv_len, int64_t block, Arena& arena) : block_(block) {
@@ -63,7 +72,7 @@ class PackedBlocks {
   }
   int64_t slots() const { return slots_; }
   // Begins a tile; head = b * num_kv_heads + kv_head.
-  void enter(int64_t head) {
+  void begin_tile(int64_t head) {
     if (*head_ == head + 1) return;
     *head_ = head + 1;
     for (int64_t i = 0; i < slots_; ++i) packed_[i] = 0;
@@ -86,7 +95,7 @@ class PackedBlocks {
 
 // Rows [begin, end) of a kv head.
 struct RowTile {
-  Row rows[kTileQueryRows];
+  QueryRow rows[kTileQueryRows];
   int64_t count;
   Range keys;  // hull of the rows' ranges
 };
@@ -97,7 +106,7 @@ inline void make_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Rang
   tile.keys = {p.kv_len, 0};
   for (int64_t r = 0; r < tile.count; ++r) {
     const int64_t index = range.begin + r;
-    const Row& row = tile.rows[r] = make_row(p, b, group_head(p, kv_head, index % group), index / group);
+    const QueryRow& row = tile.rows[r] = make_query_row(p, b, group_head(p, kv_head, index % group), index / group);
     if (row.keys.empty()) continue;
     if (row.keys.begin < tile.keys.begin) tile.keys.begin = row.keys.begin;
     if (row.keys.end > tile.keys.end) tile.keys.end = row.keys.end;

@@ -18,7 +18,7 @@ static inline int64_t backward_blocks(const AttentionParams& p, Gradient of, int
   const int64_t owners = of == Gradient::kQuery ? most_group * p.q_len : p.kv_len;
   const int64_t width = of == Gradient::kValue ? p.v_head_dim : p.head_dim;
   const int64_t columns = (width + kBackwardThreads - 1) / kBackwardThreads;
-  // The mask's gradient is computed along with the query's, also where head_dim is 0.
+  // The mask's gradient is computed along with the query's, even if head_dim is 0.
   return p.batch * p.num_kv_heads * ((owners + kOwners - 1) / kOwners) *
          (of == Gradient::kQuery && columns == 0 ? 1 : columns);
 }
@@ -34,7 +34,7 @@ ATTNPACK_DEVICE A pair_weight(const AttentionBackwardParams& bp, int64_t b, cons
   if (score == -infinity<A>()) return A(-0.0);
   const int64_t index = (b * p.num_heads + row.head) * p.q_len + row.query;
   const A probability = std::exp(score - static_cast<const A*>(p.lse)[index]);
-  const A kept = p.dropout_p > 0 ? drop<A>(p, b, row, key) : A(1);
+  const A kept = p.dropout_p > 0 ? dropout_factor<A>(p, b, row, key) : A(1);
   if (Of == Gradient::kValue) return unmarked(probability * kept);
   const A gradient = probability * (kept * grad_product - static_cast<const A*>(bp.delta)[index]);
   if (keep_scores) static_cast<A*>(bp.grad_scores)[index * p.kv_len + key] = gradient;
@@ -58,7 +58,7 @@ class BackwardBlock {
     rows_ = group_size(p_, kv_head_) * p_.q_len;
   }
 
-  ATTNPACK_DEVICE void run() {
+  ATTNPACK_DEVICE void compute_gradient() {
 #pragma unroll
     for (int o = 0; o < kOwners; ++o) sum_[o] = 0;
     if constexpr (Of == Gradient::kQuery)
@@ -68,7 +68,7 @@ class BackwardBlock {
   }
 
  private:
-  using Mine = Share<kBackwardThreads>;
+  using Share = ThreadShare<kBackwardThreads>;
   ATTNPACK_DEVICE static int smaller(int64_t a, int b) { return a < b ? static_cast<int>(a) : b; }
 
   // The owners are rows, the others are keys.
@@ -82,12 +82,12 @@ class BackwardBlock {
     for (int64_t begin = keys.begin; begin < keys.end; begin += kOthers) {
       const int some = smaller(keys.end - begin, kOthers);
       const auto key = key_rows<S>(p_.key, p_.key_strides, b_, kv_head_, begin);
-      weigh(queries, grads, count, key, key_rows<S>(p_.value, p_.value_strides, b_, kv_head_, begin), some,
-            [&](int owner, int other) { return Pair{&shared_.rows[owner], begin + other}; });
+      compute_pair_weights(queries, grads, count, key, key_rows<S>(p_.value, p_.value_strides, b_, kv_head_, begin),
+                           some, [&](int owner, int other) { return RowAndKey{&shared_.rows[owner], begin + other}; });
       add_weighted(shared_, key, some, column_, p_.head_dim, sum_);
     }
     const auto out = query_rows<S>(bp_.grad_query, bp_.grad_query_strides, b_, shared_.rows);
-    store(out, count, p_.head_dim);
+    write_gradient(out, count, p_.head_dim);
   }
 
   // The owners are keys, the others are rows.
@@ -102,41 +102,42 @@ class BackwardBlock {
       fill_rows(p_, b_, kv_head_, begin, kOthers, shared_.rows);
       const auto queries = query_rows<S>(p_.query, p_.query_strides, b_, shared_.rows);
       const auto grads = query_rows<S>(bp_.grad_out, bp_.grad_out_strides, b_, shared_.rows);
-      weigh(keys, values, count, queries, grads, some,
-            [&](int owner, int other) { return Pair{&shared_.rows[other], first_ + owner}; });
+      compute_pair_weights(keys, values, count, queries, grads, some,
+                           [&](int owner, int other) { return RowAndKey{&shared_.rows[other], first_ + owner}; });
       if constexpr (Of == Gradient::kKey)
         add_weighted(shared_, queries, some, column_, p_.head_dim, sum_);
       else
         add_weighted(shared_, grads, some, column_, p_.v_head_dim, sum_);
     }
     if constexpr (Of == Gradient::kKey)
-      store(key_rows<S>(bp_.grad_key, bp_.grad_key_strides, b_, kv_head_, first_), count, p_.head_dim);
+      write_gradient(key_rows<S>(bp_.grad_key, bp_.grad_key_strides, b_, kv_head_, first_), count, p_.head_dim);
     else
-      store(key_rows<S>(bp_.grad_value, bp_.grad_value_strides, b_, kv_head_, first_), count, p_.v_head_dim);
+      write_gradient(key_rows<S>(bp_.grad_value, bp_.grad_value_strides, b_, kv_head_, first_), count, p_.v_head_dim);
   }
 
-  struct Pair {
+  struct RowAndKey {
     const Row* row;
     int64_t key;
   };
 
   // Leaves the weights of all pairs in shared memory.
   template <class Owners, class OwnerGrads, class Others, class OtherGrads, class GetPair>
-  ATTNPACK_DEVICE void weigh(const Owners& owners, const OwnerGrads& owner_grads, int count, const Others& others,
-                             const OtherGrads& other_grads, int some, const GetPair& pair) {
-    A product[Mine::kMine], grad_product[Mine::kMine];
+  ATTNPACK_DEVICE void compute_pair_weights(const Owners& owners, const OwnerGrads& owner_grads, int count,
+                                            const Others& others, const OtherGrads& other_grads, int some,
+                                            const GetPair& pair) {
+    A product[Share::kOwnersPerThread], grad_product[Share::kOwnersPerThread];
     dot_products<kBackwardThreads>(shared_, owners, count, others, some, p_.head_dim, product);
 #pragma unroll
-    for (int i = 0; i < Mine::kMine; ++i) grad_product[i] = 0;
+    for (int i = 0; i < Share::kOwnersPerThread; ++i) grad_product[i] = 0;
     if constexpr (Of != Gradient::kValue)
       dot_products<kBackwardThreads>(shared_, owner_grads, count, other_grads, some, p_.v_head_dim, grad_product);
     sync_block();
 #pragma unroll
-    for (int i = 0; i < Mine::kMine; ++i) {
-      const int owner = Mine::owner(i), other = Mine::lane();
+    for (int i = 0; i < Share::kOwnersPerThread; ++i) {
+      const int owner = Share::owner(i), other = Share::lane();
       A weight = A(-0.0);
       if (owner < count && other < some) {
-        const Pair at = pair(owner, other);
+        const RowAndKey at = pair(owner, other);
         const bool keep_scores = Of == Gradient::kQuery && chunk_ == 0 && bp_.grad_scores;
         weight = pair_weight<Of>(bp_, b_, *at.row, at.key, product[i], grad_product[i], keep_scores);
       }
@@ -146,7 +147,7 @@ class BackwardBlock {
   }
 
   template <class Out>
-  ATTNPACK_DEVICE void store(const Out& out, int count, int64_t width) {
+  ATTNPACK_DEVICE void write_gradient(const Out& out, int count, int64_t width) {
     if (column_ >= width) return;
 #pragma unroll
     for (int o = 0; o < kOwners; ++o)
@@ -163,7 +164,7 @@ class BackwardBlock {
 template <Gradient Of, class S, class A>
 ATTNPACK_DEVICE void backward_block(const AttentionBackwardParams& bp, int64_t most_group, int64_t block,
                                     void* shared) {
-  BackwardBlock<Of, S, A>(bp, most_group, block, *static_cast<ExactShared<A>*>(shared)).run();
+  BackwardBlock<Of, S, A>(bp, most_group, block, *static_cast<ExactShared<A>*>(shared)).compute_gradient();
 }
 
 }  // namespace attnpack::cuda

@@ -22,8 +22,7 @@ const char* launch_gradient(const AttentionBackwardParams& bp, const BackwardPla
                 stream, bp, plan);
 }
 
-// Where registers hold both sums, the gradients of keys and values are computed together, and P is formed once for
-// both.
+// If registers hold both sums, the gradients of keys and values are computed together, and P is formed once for both.
 template <class S, int Width>
 const char* launch_gradients(const AttentionBackwardParams& bp, const BackwardPlan& plan, int device, void* stream) {
   const char* error = launch_gradient<S, Gradient::kQuery, Width>(bp, plan, device, stream);

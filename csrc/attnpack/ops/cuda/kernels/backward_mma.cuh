@@ -58,7 +58,7 @@ class BackwardTile {
   // The owners' fragments stay in registers where there is room for them beside the sums.
   static constexpr bool kKeep = Width <= 64 && kOwnsRows;
 
-  struct Rows {
+  struct RowTable {
     Row row[kOwnsRows ? kTileOwners : kStep];
     float lse[kOwnsRows ? kTileOwners : kStep], delta[kOwnsRows ? kTileOwners : kStep];
   };
@@ -68,7 +68,7 @@ class BackwardTile {
       S other[2][2][kStep * Width];  // [stage]
       float sum[kTileOwners * Width];
     };
-    Rows rows[kOwnsRows ? 1 : 2];
+    RowTable rows[kOwnsRows ? 1 : 2];
   };
 
   ATTNPACK_DEVICE BackwardTile(const AttentionBackwardParams& bp, const BackwardPlan& plan, int64_t block,
@@ -86,10 +86,10 @@ class BackwardTile {
                         : rows_that_see(p_, b_, kv_head_, {first_, first_ + kTileOwners});
   }
 
-  ATTNPACK_DEVICE void run() {
+  ATTNPACK_DEVICE void compute_gradients() {
     if (count_ <= 0) return;
     bool cleaned = false;
-    while (any_in_block(gather(cleaned)) && !cleaned) cleaned = true;
+    while (any_in_block(gather_gradients(cleaned)) && !cleaned) cleaned = true;
   }
 
  private:
@@ -99,46 +99,46 @@ class BackwardTile {
 
   // Returns whether this thread wrote NaN or Inf. cleaned: the operands are cleaned of NaN and Inf, which an excluded
   // pair would bring in as 0 * NaN (write_tile in partial.cuh says why).
-  ATTNPACK_DEVICE bool gather(bool cleaned) {
+  ATTNPACK_DEVICE bool gather_gradients(bool cleaned) {
     load_owners();
-    zero(sum_);
-    zero(value_sum_);
+    clear_sums(sum_);
+    clear_sums(value_sum_);
     stream_steps<kStep>(
         others_, [&](int64_t begin, int stage) { load_others(begin, stage); },
         [&](int64_t begin, int stage) {
           Products s = {}, g = {};
-          multiply(0, stage, s);
-          if constexpr (kOfScores) multiply(1, stage, g);
-          weigh(begin, stage, s, g);
+          multiply_operands(0, stage, s);
+          if constexpr (kOfScores) multiply_operands(1, stage, g);
+          compute_pair_weights(begin, stage, s, g);
           if (cleaned) {
             sync_block();
             clean_tile<2 * kStep * Width, kThreads>(shared_.other[stage][0]);
             sync_block();
           }
-          if constexpr (kOfScores) add(g, shared_.other[stage][0], sum_);
-          if constexpr (kOfValues) add(s, shared_.other[stage][1], value_sum_);
+          if constexpr (kOfScores) add_weighted_operand(g, shared_.other[stage][0], sum_);
+          if constexpr (kOfValues) add_weighted_operand(s, shared_.other[stage][1], value_sum_);
         });
     const float scale = static_cast<float>(p_.scale);
     bool broken = false;
     if constexpr (kOwnsRows)
-      return store(sum_, scale, rows_of(bp_.grad_query, bp_.grad_query_strides), p_.head_dim, cleaned);
+      return write_gradient(sum_, scale, rows_of(bp_.grad_query, bp_.grad_query_strides), p_.head_dim, cleaned);
     if constexpr (kOfScores)
-      broken |= store(sum_, scale, keys_of(bp_.grad_key, bp_.grad_key_strides, first_), p_.head_dim, cleaned);
+      broken |= write_gradient(sum_, scale, keys_of(bp_.grad_key, bp_.grad_key_strides, first_), p_.head_dim, cleaned);
     if constexpr (kOfValues)
-      broken |=
-          store(value_sum_, 1.f, keys_of(bp_.grad_value, bp_.grad_value_strides, first_), p_.v_head_dim, cleaned, true);
+      broken |= write_gradient(value_sum_, 1.f, keys_of(bp_.grad_value, bp_.grad_value_strides, first_), p_.v_head_dim,
+                               cleaned, true);
     return broken;
   }
 
   template <class T>
-  ATTNPACK_DEVICE static void zero(T& sums) {
+  ATTNPACK_DEVICE static void clear_sums(T& sums) {
 #pragma unroll
     for (auto& block : sums)
 #pragma unroll
       for (float& x : block) x = 0;
   }
 
-  // The rows are those of the table.
+  // The tensor's rows that the table lists.
   ATTNPACK_DEVICE QueryRows<S> rows_of(const void* base, const Strides& strides, int stage = 0) const {
     return query_rows<S>(base, strides, b_, shared_.rows[stage].row);
   }
@@ -146,7 +146,7 @@ class BackwardTile {
     return key_rows<S>(base, strides, b_, kv_head_, begin);
   }
 
-  ATTNPACK_DEVICE void fill_table(Rows& table, int64_t first) {
+  ATTNPACK_DEVICE void fill_table(RowTable& table, int64_t first) {
     constexpr int kCount = kOwnsRows ? kTileOwners : kStep;
     fill_rows(p_, b_, kv_head_, first, kCount, table.row);
     const int i = thread_id();
@@ -158,7 +158,7 @@ class BackwardTile {
   }
 
   template <int Count, class First, class Second>
-  ATTNPACK_DEVICE void copy(S* first, S* second, const First& from, const Second& from_second, int count) {
+  ATTNPACK_DEVICE void copy_pair(S* first, S* second, const First& from, const Second& from_second, int count) {
     copy_tile<Count, Width, kThreads>(first, from, count, static_cast<int>(p_.head_dim), static_cast<const S*>(p_.key));
     copy_tile<Count, Width, kThreads>(second, from_second, count, static_cast<int>(p_.v_head_dim),
                                       static_cast<const S*>(p_.key));
@@ -168,10 +168,11 @@ class BackwardTile {
     S *x = shared_.owner[0], *y = shared_.owner[1];
     if constexpr (kOwnsRows) {
       fill_table(shared_.rows[0], first_);
-      copy<kTileOwners>(x, y, rows_of(p_.query, p_.query_strides), rows_of(bp_.grad_out, bp_.grad_out_strides), count_);
+      copy_pair<kTileOwners>(x, y, rows_of(p_.query, p_.query_strides), rows_of(bp_.grad_out, bp_.grad_out_strides),
+                             count_);
     } else {
-      copy<kTileOwners>(x, y, keys_of(p_.key, p_.key_strides, first_), keys_of(p_.value, p_.value_strides, first_),
-                        count_);
+      copy_pair<kTileOwners>(x, y, keys_of(p_.key, p_.key_strides, first_), keys_of(p_.value, p_.value_strides, first_),
+                             count_);
     }
     copy_async_commit();
     if constexpr (kKeep) {
@@ -189,11 +190,11 @@ class BackwardTile {
     const int64_t left = others_.end - begin;
     const int count = left < kStep ? static_cast<int>(left) : kStep;
     if constexpr (kOwnsRows) {
-      copy<kStep>(x, y, keys_of(p_.key, p_.key_strides, begin), keys_of(p_.value, p_.value_strides, begin), count);
+      copy_pair<kStep>(x, y, keys_of(p_.key, p_.key_strides, begin), keys_of(p_.value, p_.value_strides, begin), count);
     } else {
       fill_table(shared_.rows[stage], begin);
-      copy<kStep>(x, y, rows_of(p_.query, p_.query_strides, stage), rows_of(bp_.grad_out, bp_.grad_out_strides, stage),
-                  count);
+      copy_pair<kStep>(x, y, rows_of(p_.query, p_.query_strides, stage),
+                       rows_of(bp_.grad_out, bp_.grad_out_strides, stage), count);
     }
   }
 
@@ -203,7 +204,7 @@ class BackwardTile {
   }
 
   // out [owner, other] += X[which] Y[which]^T for this warp's owners.
-  ATTNPACK_DEVICE void multiply(int which, int stage, Products& out) {
+  ATTNPACK_DEVICE void multiply_operands(int which, int stage, Products& out) {
     const S* other = shared_.other[stage][which];
     const Place at = lane_for_b(lane_);
     // If the fragments are not kept, the loop is hardly unrolled: its addresses would fill the registers.
@@ -223,8 +224,8 @@ class BackwardTile {
   }
 
   // Turns S into P with dropout, and dP into dS / scale. Excluded pairs become zeros, whatever their products are.
-  ATTNPACK_DEVICE void weigh(int64_t begin, int stage, Products& s, Products& g) {
-    const Rows& rows = shared_.rows[kOwnsRows ? 0 : stage];
+  ATTNPACK_DEVICE void compute_pair_weights(int64_t begin, int stage, Products& s, Products& g) {
+    const RowTable& rows = shared_.rows[kOwnsRows ? 0 : stage];
     const Range keys = kOwnsRows ? Range{begin, begin + kStep} : Range{first_, first_ + kTileOwners};
     const Row &lowest = rows.row[0], &highest = rows.row[(kOwnsRows ? kTileOwners : kStep) - 1];
     const bool plain = only_scaled(p_);
@@ -248,7 +249,7 @@ class BackwardTile {
         }
         const bool seen = score != -infinity<float>();
         const float probability = seen ? power_of_two((score * scale - rows.lse[r]) * kLog2E) : 0.f;
-        const float kept = p_.dropout_p > 0 ? drop<float>(p_, b_, rows.row[r], key) : 1.f;
+        const float kept = p_.dropout_p > 0 ? dropout_factor<float>(p_, b_, rows.row[r], key) : 1.f;
         s[j][i] = probability * kept;
         if constexpr (kOfScores) {
           const float gradient = seen ? probability * (kept * g[j][i] - rows.delta[r]) : 0.f;
@@ -264,7 +265,7 @@ class BackwardTile {
   }
 
   // sum += weight Y. The fragments C that the products left are the fragments A of this product.
-  ATTNPACK_DEVICE void add(const Products& weight, const S* other, Sums& sum) {
+  ATTNPACK_DEVICE void add_weighted_operand(const Products& weight, const S* other, Sums& sum) {
     const Place at = lane_for_b_transposed(lane_);
 #pragma unroll
     for (int j = 0; j < kBlocks; j += 2) {
@@ -282,8 +283,8 @@ class BackwardTile {
 
   // Writes factor * sum of this warp's owners, through shared memory, so that rows are written whole.
   template <class Out>
-  ATTNPACK_DEVICE bool store(const Sums& sum, float factor, const Out& out, int64_t width, bool cleaned,
-                             bool of_values = false) {
+  ATTNPACK_DEVICE bool write_gradient(const Sums& sum, float factor, const Out& out, int64_t width, bool cleaned,
+                                      bool of_values = false) {
     sync_warp();
 #pragma unroll
     for (int d = 0; d < Width / 8; ++d)
@@ -324,7 +325,7 @@ template <class S, Gradient Of, int Width>
 ATTNPACK_DEVICE void backward_mma_block(const AttentionBackwardParams& bp, const BackwardPlan& plan, int64_t block,
                                         void* shared) {
   using Tile = BackwardTile<S, Of, Width>;
-  Tile(bp, plan, block, *static_cast<typename Tile::Shared*>(shared)).run();
+  Tile(bp, plan, block, *static_cast<typename Tile::Shared*>(shared)).compute_gradients();
 }
 
 }  // namespace attnpack::cuda

@@ -3,9 +3,9 @@
 #include <attnpack/ops/cuda/kernels/device.cuh>
 #include <attnpack/ops/cuda/kernels/score.cuh>
 
-// Products by plain multiply-adds in the accumulation type, for what the tensor cores cannot do: fp32 and fp64 exactly,
-// and any head_dim. A block has 16 owners (rows or keys). Each owner sums weight[owner][other] * x[other] over all
-// others, 32 at a time.
+// Products by plain multiply-adds in the accumulation type, for calls that the tensor cores cannot take: fp32 and fp64
+// without rounding to 16 bits, and any head_dim. A block has 16 owners (rows or keys). Each owner sums
+// weight[owner][other] * x[other] over all others, 32 at a time.
 namespace attnpack::cuda {
 
 constexpr int kOwners = 16, kOthers = kWarp, kDepth = 32;
@@ -41,7 +41,7 @@ ATTNPACK_HD inline QueryRows<S> query_rows(const void* base, const Strides& s, i
   return {static_cast<const S*>(base) + b * s.batch, s.head, s.row, rows};
 }
 
-// Fills a table with `count` rows from `first` on. Afterwards the block is in step.
+// Fills a table with `count` rows from `first` on. Afterwards every thread of the block sees the table.
 ATTNPACK_DEVICE void fill_rows(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t first, int64_t count,
                                Row* rows) {
   sync_block();
@@ -49,22 +49,22 @@ ATTNPACK_DEVICE void fill_rows(const AttentionParams& p, int64_t b, int64_t kv_h
   sync_block();
 }
 
-// The share of a thread: the owners kMine * warp + i, and the other of its lane.
+// The share of a thread: the owners kOwnersPerThread * warp + i, and the other of its lane.
 template <int Threads>
-struct Share {
-  static constexpr int kMine = kOwners * kWarp / Threads;
+struct ThreadShare {
+  static constexpr int kOwnersPerThread = kOwners * kWarp / Threads;
   ATTNPACK_DEVICE static int lane() { return thread_id() % kWarp; }
-  ATTNPACK_DEVICE static int owner(int i) { return thread_id() / kWarp * kMine + i; }
+  ATTNPACK_DEVICE static int owner(int i) { return thread_id() / kWarp * kOwnersPerThread + i; }
 };
 
 // sum[i] = owner i . other of this lane.
 template <int Threads, class A, class Owners, class Others>
 ATTNPACK_DEVICE void dot_products(ExactShared<A>& shared, const Owners& owners, int64_t num_owners,
                                   const Others& others, int64_t num_others, int64_t depth,
-                                  A (&sum)[Share<Threads>::kMine]) {
-  using Mine = Share<Threads>;
+                                  A (&sum)[ThreadShare<Threads>::kOwnersPerThread]) {
+  using Share = ThreadShare<Threads>;
 #pragma unroll
-  for (int i = 0; i < Mine::kMine; ++i) sum[i] = 0;
+  for (int i = 0; i < Share::kOwnersPerThread; ++i) sum[i] = 0;
   for (int64_t begin = 0; begin < depth; begin += kDepth) {
     sync_block();
     for (int i = thread_id(); i < (kOwners + kOthers) * kDepth; i += Threads) {
@@ -78,14 +78,14 @@ ATTNPACK_DEVICE void dot_products(ExactShared<A>& shared, const Owners& owners, 
     sync_block();
 #pragma unroll 4
     for (int d = 0; d < kDepth; ++d) {
-      const A x = shared.other[Mine::lane()][d];
+      const A x = shared.other[Share::lane()][d];
 #pragma unroll
-      for (int i = 0; i < Mine::kMine; ++i) sum[i] += shared.owner[Mine::owner(i)][d] * x;
+      for (int i = 0; i < Share::kOwnersPerThread; ++i) sum[i] += shared.owner[Share::owner(i)][d] * x;
     }
   }
 }
 
-// sum[o] += weight[o][j] * others(j)[column] over all j, excluded pairs left out. The weights must be in place.
+// sum[o] += weight[o][j] * others(j)[column] over all j, without excluded pairs. The weights must be in shared memory.
 template <class A, class Others>
 ATTNPACK_DEVICE void add_weighted(const ExactShared<A>& shared, const Others& others, int count, int64_t column,
                                   int64_t width, A (&sum)[kOwners]) {

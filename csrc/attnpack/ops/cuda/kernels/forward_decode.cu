@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kWarp * kRowWarps * kKeyWarps, 2)
   forward_mma_block<S, kRowWarps, kKeyWarps, Width>(p, plan, workspace, blockIdx.x, shared);
 }
 
-struct Kernels {
+struct DecodeKernels {
   template <class S, int Width>
   static constexpr MmaKernel* get() {
     return decode_kernel<S, Width>;
@@ -25,7 +25,7 @@ struct Kernels {
 
 const char* forward_decode(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device,
                            void* stream) {
-  return launch_forward<Kernels, kRowWarps, kKeyWarps>(p, plan, workspace, device, stream);
+  return launch_forward<DecodeKernels, kRowWarps, kKeyWarps>(p, plan, workspace, device, stream);
 }
 
 }  // namespace attnpack::cuda

@@ -9,39 +9,39 @@ namespace attnpack::cuda {
 template <class S, class A, int Threads>
 ATTNPACK_DEVICE void attend_exactly(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
                                     int64_t first, int64_t column, ExactShared<A>& shared) {
-  using Mine = Share<Threads>;
+  using Share = ThreadShare<Threads>;
   const int64_t rows = group_size(p, u.kv_head) * p.q_len;
   const int64_t left = rows - first;
   const int count = static_cast<int>(left < kOwners ? left : kOwners);
   fill_rows(p, u.b, u.kv_head, first, kOwners, shared.rows);
   const auto queries = query_rows<S>(p.query, p.query_strides, u.b, shared.rows);
 
-  Softmax<A> state[Mine::kMine];
+  Softmax<A> state[Share::kOwnersPerThread];
   A values[kOwners];
 #pragma unroll
-  for (int i = 0; i < Mine::kMine; ++i) state[i] = {-infinity<A>(), 0};
+  for (int i = 0; i < Share::kOwnersPerThread; ++i) state[i] = {-infinity<A>(), 0};
 #pragma unroll
   for (int o = 0; o < kOwners; ++o) values[o] = 0;
 
   for (int64_t begin = u.keys.begin; begin < u.keys.end; begin += kOthers) {
     const int keys = static_cast<int>(u.keys.end - begin < kOthers ? u.keys.end - begin : kOthers);
-    A s[Mine::kMine];
+    A s[Share::kOwnersPerThread];
     dot_products<Threads>(shared, queries, count, key_rows<S>(p.key, p.key_strides, u.b, u.kv_head, begin), keys,
                           p.head_dim, s);
-    sync_block();  // the weights of the step before have been read, also where head_dim is 0
+    sync_block();  // the weights of the last step have been read, even if head_dim is 0
 #pragma unroll
-    for (int i = 0; i < Mine::kMine; ++i) {
-      const Row& row = shared.rows[Mine::owner(i)];
-      const int64_t key = begin + Mine::lane();
-      const A score = Mine::lane() < keys ? finish_score(p, u.b, row, key, s[i]) : -infinity<A>();
+    for (int i = 0; i < Share::kOwnersPerThread; ++i) {
+      const Row& row = shared.rows[Share::owner(i)];
+      const int64_t key = begin + Share::lane();
+      const A score = Share::lane() < keys ? finish_score(p, u.b, row, key, s[i]) : -infinity<A>();
       const A top = larger(state[i].max, warp_max(score));
       const A factor = top == state[i].max ? A(1) : std::exp(state[i].max - top);
       const bool excluded = score == -infinity<A>();
       A weight = excluded ? A(-0.0) : std::exp(score - top);
       state[i] = {top, state[i].sum * factor + warp_sum(weight)};
-      if (p.dropout_p > 0 && !excluded) weight *= drop<A>(p, u.b, row, key);
-      shared.weight[Mine::owner(i)][Mine::lane()] = weight;
-      if (Mine::lane() == 0) shared.factor[Mine::owner(i)] = factor;
+      if (p.dropout_p > 0 && !excluded) weight *= dropout_factor<A>(p, u.b, row, key);
+      shared.weight[Share::owner(i)][Share::lane()] = weight;
+      if (Share::lane() == 0) shared.factor[Share::owner(i)] = factor;
     }
     sync_block();
 #pragma unroll
@@ -52,18 +52,18 @@ ATTNPACK_DEVICE void attend_exactly(const AttentionParams& p, const ForwardPlan&
   }
 
 #pragma unroll
-  for (int i = 0; i < Mine::kMine; ++i)
-    if (Mine::lane() == 0) {
-      shared.max[Mine::owner(i)] = state[i].max;
-      shared.sum[Mine::owner(i)] = state[i].sum;
+  for (int i = 0; i < Share::kOwnersPerThread; ++i)
+    if (Share::lane() == 0) {
+      shared.max[Share::owner(i)] = state[i].max;
+      shared.sum[Share::owner(i)] = state[i].sum;
     }
   sync_block();
-  const int64_t mine = column + thread_id();
+  const int64_t own_column = column + thread_id();
 #pragma unroll
   for (int o = 0; o < kOwners; ++o)
     if (o < count)
-      write_row<S, A>(p, plan, workspace, u, first + o, shared.rows[o], {shared.max[o], shared.sum[o]}, mine,
-                      p.v_head_dim < mine + 1 ? p.v_head_dim : mine + 1, 1, mine == 0,
+      write_row<S, A>(p, plan, workspace, u, first + o, shared.rows[o], {shared.max[o], shared.sum[o]}, own_column,
+                      p.v_head_dim < own_column + 1 ? p.v_head_dim : own_column + 1, 1, own_column == 0,
                       [&](int64_t) { return values[o]; });
 }
 

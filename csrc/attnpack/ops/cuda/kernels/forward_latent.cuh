@@ -47,7 +47,7 @@ class LatentTile {
         row_tile_(warp_ % RowTiles),
         group_(warp_ / RowTiles) {}
 
-  ATTNPACK_DEVICE void run() {
+  ATTNPACK_DEVICE void compute_outputs() {
     attend_rows<kRows>(p_, u_, [&](int count, bool cleaned) { return attend(count, cleaned); });
   }
 
@@ -55,7 +55,7 @@ class LatentTile {
   // Returns whether this thread wrote NaN or Inf.
   ATTNPACK_DEVICE bool attend(int count, bool cleaned) {
     copy_query<kRows, kWidth, kThreads>(shared_.query, p_, u_, count);
-    const LaneRows mine = lane_rows(p_, u_.b, u_.kv_head, u_.first + 16 * row_tile_);
+    const LaneRows lane_rows = make_lane_rows(p_, u_.b, u_.kv_head, u_.first + 16 * row_tile_);
 #pragma unroll
     for (int t = 0; t < RowTiles; ++t)
 #pragma unroll
@@ -70,15 +70,15 @@ class LatentTile {
     stream_steps<kKeys>(
         u_.keys, [&](int64_t begin, int stage) { load_keys(begin, stage); },
         [&](int64_t begin, int stage) {
-          weigh(mine, begin, stage);
+          compute_weights(lane_rows, begin, stage);
           sync_block();
-          if (cleaned) {  // only now, because the scores depend on what the keys hold
+          if (cleaned) {  // only now, because the scores need the keys as they are
             clean_tile<kKeys * kWidth, kThreads>(shared_.key[stage]);
             sync_block();
           }
           add_values(stage);
         });
-    return finish(count, cleaned);
+    return write_outputs(count, cleaned);
   }
 
   ATTNPACK_DEVICE void load_keys(int64_t begin, int stage) {
@@ -90,7 +90,7 @@ class LatentTile {
 
   // Turns the scores of this warp's 16 rows with its blocks of keys into weights in shared memory, and sets the rows'
   // factors.
-  ATTNPACK_DEVICE void weigh(const LaneRows& mine, int64_t begin, int stage) {
+  ATTNPACK_DEVICE void compute_weights(const LaneRows& lane_rows, int64_t begin, int stage) {
     const int first = group_ * kBlocks * 8;
     float s[kBlocks][4] = {};
     for (int k = 0; k < kWidth / 16; k += 2) {
@@ -107,7 +107,7 @@ class LatentTile {
         multiply_add<S>(s[j], a[1], b[2], b[3]);
       }
     }
-    finish_scores(p_, u_.b, mine, begin + first, s);
+    finish_scores(p_, u_.b, lane_rows, begin + first, s);
     float top[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -138,7 +138,7 @@ class LatentTile {
       sum_[h] = sum_[h] * factor + sum;
       if (group_ == 0 && lane_ % 4 == 0) shared_.factor[row_of(h)] = factor;
     }
-    if (p_.dropout_p > 0) drop_weights(p_, u_.b, mine, begin + first, s);
+    if (p_.dropout_p > 0) drop_weights(p_, u_.b, lane_rows, begin + first, s);
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
@@ -183,7 +183,7 @@ class LatentTile {
     }
   }
 
-  ATTNPACK_DEVICE bool finish(int count, bool cleaned) {
+  ATTNPACK_DEVICE bool write_outputs(int count, bool cleaned) {
     auto& end = shared_.end;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -227,7 +227,7 @@ ATTNPACK_DEVICE void forward_latent_block(const AttentionParams& p, const Forwar
                                           int64_t block, void* shared) {
   using Tile = LatentTile<S, RowTiles, Warps>;
   const Unit u = unit_of(p, plan, block);
-  Tile(p, plan, workspace, u, *static_cast<typename Tile::Shared*>(shared)).run();
+  Tile(p, plan, workspace, u, *static_cast<typename Tile::Shared*>(shared)).compute_outputs();
 }
 
 }  // namespace attnpack::cuda

@@ -45,7 +45,7 @@ class ForwardTile {
         row_warp_(thread_id() / kWarp % RowWarps),
         key_warp_(thread_id() / kWarp / RowWarps) {}
 
-  ATTNPACK_DEVICE void run() {
+  ATTNPACK_DEVICE void compute_outputs() {
     attend_rows<kRows>(p_, u_, [&](int count, bool cleaned) { return attend(count, cleaned); });
   }
 
@@ -53,7 +53,7 @@ class ForwardTile {
   // Returns whether this thread wrote NaN or Inf.
   ATTNPACK_DEVICE bool attend(int count, bool cleaned) {
     load_query(count);
-    const LaneRows mine = lane_rows(p_, u_.b, u_.kv_head, u_.first + 16 * row_warp_);
+    const LaneRows lane_rows = make_lane_rows(p_, u_.b, u_.kv_head, u_.first + 16 * row_warp_);
 #pragma unroll
     for (int d = 0; d < Width / 8; ++d)
 #pragma unroll
@@ -70,9 +70,9 @@ class ForwardTile {
             clean_tile<kKeys * Width, kThreads>(shared_.value[stage]);
             sync_block();
           }
-          step(mine, begin, stage);
+          attend_step(lane_rows, begin, stage);
         });
-    return finish(count, cleaned);
+    return write_outputs(count, cleaned);
   }
 
   ATTNPACK_DEVICE void load_query(int count) {
@@ -102,7 +102,7 @@ class ForwardTile {
                                       static_cast<const S*>(p_.value));
   }
 
-  ATTNPACK_DEVICE void step(const LaneRows& mine, int64_t begin, int stage) {
+  ATTNPACK_DEVICE void attend_step(const LaneRows& lane_rows, int64_t begin, int stage) {
     constexpr int kBlocks = kWarpKeys / 8;
     const int first = key_warp_ * kWarpKeys;
     float s[kBlocks][4] = {};
@@ -121,9 +121,9 @@ class ForwardTile {
       }
     }
     begin += first;
-    finish_scores(p_, u_.b, mine, begin, s);
-    soften(s);
-    if (p_.dropout_p > 0) drop_weights(p_, u_.b, mine, begin, s);
+    finish_scores(p_, u_.b, lane_rows, begin, s);
+    apply_softmax(s);
+    if (p_.dropout_p > 0) drop_weights(p_, u_.b, lane_rows, begin, s);
     sync_warp();
 #pragma unroll
     for (int j = 0; j < kBlocks; j += 2) {
@@ -142,9 +142,9 @@ class ForwardTile {
     }
   }
 
-  // Turns s into weights, raises max and sum, and rescales what was gathered to the new maximum.
+  // Turns s into weights, updates max and sum, and rescales the output so far to the new maximum.
   template <int Blocks>
-  ATTNPACK_DEVICE void soften(float (&s)[Blocks][4]) {
+  ATTNPACK_DEVICE void apply_softmax(float (&s)[Blocks][4]) {
     const float multiplier = multiplier_of(p_);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -174,7 +174,7 @@ class ForwardTile {
   }
 
   // Goes through shared memory: the warps' parts of a row are joined in their order, and rows are written whole.
-  ATTNPACK_DEVICE bool finish(int count, bool cleaned) {
+  ATTNPACK_DEVICE bool write_outputs(int count, bool cleaned) {
     auto& end = shared_.end;
     const float multiplier = multiplier_of(p_);
 #pragma unroll
@@ -234,7 +234,7 @@ ATTNPACK_DEVICE void forward_mma_block(const AttentionParams& p, const ForwardPl
                                        int64_t block, void* shared) {
   using Tile = ForwardTile<S, RowWarps, KeyWarps, Width>;
   const Unit u = unit_of(p, plan, block);
-  Tile(p, plan, workspace, u, *static_cast<typename Tile::Shared*>(shared)).run();
+  Tile(p, plan, workspace, u, *static_cast<typename Tile::Shared*>(shared)).compute_outputs();
 }
 
 }  // namespace attnpack::cuda

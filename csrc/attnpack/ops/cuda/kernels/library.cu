@@ -12,7 +12,7 @@ bool usable(int device) {
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 8;
 }
 
-Device describe(int device) {
+Device describe_device(int device) {
   int count = 1, shared = 48 * 1024;
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -20,21 +20,21 @@ Device describe(int device) {
 }
 
 ForwardPlan plan(const AttentionParams& p, int64_t most_group, int device) {
-  return plan_forward(p, most_group, describe(device));
+  return plan_forward(p, most_group, describe_device(device));
 }
 
 const char* forward(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device, void* stream) {
-  const auto run = plan.kernel == ForwardKernel::kPrefill  ? forward_prefill
-                   : plan.kernel == ForwardKernel::kDecode ? forward_decode
-                   : plan.kernel == ForwardKernel::kLatent ? forward_latent
-                                                           : forward_exact;
-  const char* error = run(p, plan, workspace, device, stream);
+  const auto launch_kernel = plan.kernel == ForwardKernel::kPrefill  ? forward_prefill
+                             : plan.kernel == ForwardKernel::kDecode ? forward_decode
+                             : plan.kernel == ForwardKernel::kLatent ? forward_latent
+                                                                     : forward_exact;
+  const char* error = launch_kernel(p, plan, workspace, device, stream);
   if (!error && plan.split.parts > 1) error = merge_forward(p, plan, workspace, device, stream);
   return error;
 }
 
 const char* backward(const AttentionBackwardParams& bp, int64_t most_group, int device, void* stream) {
-  const BackwardPlan plan = plan_backward(bp, most_group, describe(device));
+  const BackwardPlan plan = plan_backward(bp, most_group, describe_device(device));
   return plan.width > 0 ? backward_mma(bp, plan, device, stream) : backward_exact(bp, most_group, device, stream);
 }
 

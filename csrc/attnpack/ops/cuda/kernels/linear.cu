@@ -13,12 +13,12 @@ __global__ void __launch_bounds__(kLinearThreads) linear_kernel(const __grid_con
 }  // namespace
 
 const char* linear(const LinearParams& p, int device, void* stream) {
-  const auto run = [&](auto storage) {
+  const auto launch_for = [&](auto storage) {
     constexpr int64_t kOutputs = kLinearThreads / kWarp;
     return launch(linear_kernel<decltype(storage)>, (p.outputs + kOutputs - 1) / kOutputs, kLinearThreads, 0, device,
                   stream, p);
   };
-  return p.dtype == DType::kFloat32 ? run(float{}) : with_half_storage(p.dtype, run);
+  return p.dtype == DType::kFloat32 ? launch_for(float{}) : with_half_storage(p.dtype, launch_for);
 }
 
 }  // namespace attnpack::cuda

@@ -16,17 +16,17 @@ struct alignas(Count * sizeof(S)) Chunk {
 // A warp computes one output. It goes through the output's row of the weight once for each kLinearRows rows of input.
 template <class S, int Count>
 ATTNPACK_DEVICE void linear_output(const LinearParams& p, int64_t output) {
-  using Numbers = Chunk<S, Count>;
+  using LaneChunk = Chunk<S, Count>;
   const int lane = thread_id() % kWarp;
   const S *weight = static_cast<const S*>(p.weight) + output * p.weight_stride, *input = static_cast<const S*>(p.input);
   for (int64_t first = 0; first < p.rows; first += kLinearRows) {
     float sum[kLinearRows] = {};
     for (int64_t i = lane * Count; i < p.inputs; i += kWarp * Count) {
-      const Numbers w = *reinterpret_cast<const Numbers*>(weight + i);
+      const LaneChunk w = *reinterpret_cast<const LaneChunk*>(weight + i);
 #pragma unroll
       for (int r = 0; r < kLinearRows; ++r) {
         if (first + r >= p.rows) break;
-        const Numbers x = *reinterpret_cast<const Numbers*>(input + (first + r) * p.inputs + i);
+        const LaneChunk x = *reinterpret_cast<const LaneChunk*>(input + (first + r) * p.inputs + i);
 #pragma unroll
         for (int n = 0; n < Count; ++n) sum[r] += widen(w.x[n]) * widen(x.x[n]);
       }

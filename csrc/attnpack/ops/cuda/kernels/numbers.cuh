@@ -94,8 +94,8 @@ template <class A>
 ATTNPACK_HD inline A infinity() {
   return static_cast<A>(__builtin_huge_val());
 }
-// Whether a weight is -0.0, the mark of an excluded pair, as on the CPU. What that weight would multiply must not come
-// in as 0 * NaN.
+// Whether a weight is -0.0, the mark of an excluded pair, as on the CPU. The number that it would multiply must not
+// come in as 0 * NaN.
 template <class A>
 ATTNPACK_HD inline bool marks_excluded(A weight) {
   return weight == 0 && std::signbit(weight);
@@ -108,7 +108,7 @@ ATTNPACK_HD inline A unmarked(A weight) {
 }
 ATTNPACK_HD inline bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
 template <class A>
-ATTNPACK_HD inline A larger(A a, A b) {  // NaN loses here, and comes back through the sum
+ATTNPACK_HD inline A larger(A a, A b) {  // drops NaN; the sum keeps it
   return a > b || b != b ? a : b;
 }
 

@@ -4,7 +4,7 @@
 #include <attnpack/ops/cuda/kernels/device.cuh>
 #include <attnpack/ops/cuda/kernels/score.cuh>
 
-// Where a row's result goes: into out and lse, or, if the keys of a row are cut into parts, into a partial result (max,
+// Writes a row's result: into out and lse, or, if the keys of a row are cut into parts, into a partial result (max,
 // sum, values). The merge kernel joins the partial results (Flash-Decoding, Dao et al. 2023).
 namespace attnpack::cuda {
 
@@ -66,9 +66,9 @@ ATTNPACK_DEVICE_CALL float broken_part(const AttentionParams& p, const Unit& u, 
 }
 
 // Writes a tile's first `count` rows from shared memory, one warp per row. state(r): row r's softmax. Returns whether
-// this thread met NaN or Inf. An excluded key may have brought them in as 0 * NaN. Then the tile is computed once more,
-// `cleaned`: zeros replace NaN and Inf among the values, and each row receives the NaN and Inf of the keys that it
-// sees. So what an excluded key holds changes no bit.
+// this thread found NaN or Inf. An excluded key may have brought them in as 0 * NaN. Then the tile is computed once
+// more, `cleaned`: zeros replace NaN and Inf among the values, and each row receives the NaN and Inf of the keys that
+// it sees. So the numbers of an excluded key change no bit.
 template <class S, class State>
 ATTNPACK_DEVICE bool write_tile(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
                                 int count, const Row* rows, const float* out, int width, int threads, bool cleaned,

@@ -117,7 +117,7 @@ ATTNPACK_HD inline A finish_score(const AttentionParams& p, int64_t b, const Row
 
 // The factor with which dropout multiplies a probability.
 template <class A>
-ATTNPACK_HD inline A drop(const AttentionParams& p, int64_t b, const Row& row, int64_t key) {
+ATTNPACK_HD inline A dropout_factor(const AttentionParams& p, int64_t b, const Row& row, int64_t key) {
   return dropped(p, b, row.head, row.query, key) ? A(0) : static_cast<A>(1 / (1 - p.dropout_p));
 }
 

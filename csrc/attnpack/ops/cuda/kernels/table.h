@@ -9,7 +9,7 @@
 // compositions of ATen ops.
 namespace attnpack {
 
-// Writes new positions after those that a cache holds.
+// Writes new positions after the ones that a cache holds.
 struct AppendParams {
   int64_t batch, num_kv_heads, new_positions, capacity, row_bytes;
   const void* from;
@@ -31,7 +31,7 @@ struct RopeParams {
 };
 
 struct CudaKernels {
-  // All functions but `usable` and `plan` return null, or a sentence about what went wrong.
+  // All functions but `usable` and `plan` return null, or a sentence about the error.
   bool (*usable)(int device);  // whether driver and device (sm_80 or later) are new enough
   cuda::ForwardPlan (*plan)(const AttentionParams&, int64_t most_group, int device);
   const char* (*forward)(const AttentionParams&, const cuda::ForwardPlan&, void* workspace, int device, void* stream);

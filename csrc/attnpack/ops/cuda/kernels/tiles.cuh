@@ -73,11 +73,11 @@ ATTNPACK_DEVICE void stream_steps(const Range& range, const Load& load, const Us
 // A lane's rows: lane / 4 and lane / 4 + 8 of its warp's 16.
 struct LaneRows {
   Row row[2];
-  // Keys that the ranges of both rows hold, whatever the mask says. Blocks inside need no comparison.
+  // The keys in the ranges of both rows; the mask may exclude some of them. Blocks inside need no comparison.
   int32_t begin, end;
 };
 
-ATTNPACK_DEVICE LaneRows lane_rows(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t first) {
+ATTNPACK_DEVICE LaneRows make_lane_rows(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t first) {
   LaneRows rows;
   const int lane = thread_id() % kWarp;
 #pragma unroll
@@ -133,10 +133,10 @@ ATTNPACK_DEVICE void drop_weights(const AttentionParams& p, int64_t b, const Lan
   for (int j = 0; j < Blocks; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      s[j][i] *= drop<float>(p, b, rows.row[i >> 1], begin + 8 * j + place_in_c(lane, i).column);
+      s[j][i] *= dropout_factor<float>(p, b, rows.row[i >> 1], begin + 8 * j + place_in_c(lane, i).column);
 }
 
-// Sets NaN and Inf to 0, in whatever order the numbers lie.
+// Sets NaN and Inf to 0. The order of the numbers does not matter.
 template <int Count, int Threads, class S>
 ATTNPACK_DEVICE void clean_tile(S* tile) {
   for (int i = thread_id(); i < Count; i += Threads)

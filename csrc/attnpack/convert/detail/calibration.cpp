@@ -1,4 +1,4 @@
-#include <attnpack/convert/detail/moments.h>
+#include <attnpack/convert/detail/calibration.h>
 
 #include <ATen/ATen.h>
 
