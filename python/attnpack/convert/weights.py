@@ -65,7 +65,6 @@ def pool_kv_heads(
     Raises:
         ValueError: a size, the method, the window or the groups do not fit. TypeError: of the wrong kind.
     """
-    _check_groups(groups)
     return call(
         _C.convert.pool_kv_heads,
         weight=weight,
@@ -116,8 +115,6 @@ def merge_kv_heads(
     Raises:
         ValueError: a size, the method, the groups or the calibration do not fit, or a weight holds NaN or Inf.
     """
-    _check_groups(groups)
-    explain({"head_map": head_map, "seed": seed})
     tensors, *rest = call(
         _C.convert.merge_kv_heads,
         weights=list(weights),
@@ -194,6 +191,8 @@ _SPECIAL = {
 
 def call(function: Callable[..., Any], **arguments: Any) -> Any:
     """Calls function of pybind, with a sentence for an argument that it cannot take."""
+    _check_groups(arguments.get("groups"))
+    explain({name: arguments.get(name) for name in ("head_map", "seed")})
     try:
         return function(**arguments)
     except TypeError as error:
