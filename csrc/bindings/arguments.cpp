@@ -42,7 +42,8 @@ const std::map<std::string, std::string>& words() {
         {"embed_tokens", "an Embedding of attnpack.cpp, or None"},
         {"positions", "an int64 tensor" + kMake},
         {"rope", "(inv_freq, factor, interleaved), the settings of a RotaryEmbedding, or None"},
-        {"n", "an int, how many positions to keep"},
+        {"method", "a word such as 'mean'"},
+        {"layout", "'concat', 'grouped' or 'conv1d'"},
         {"layers", "the number of the model's layers, or a list with a cache of attnpack.cpp for each"},
     };
     for (const auto* name :
@@ -73,6 +74,7 @@ const std::map<std::string, std::string>& words_or_none() {
         {"qk_nope_head_dim", "an int"},
         {"qk_rope_head_dim", "an int"},
         {"v_head_dim", "an int"},
+        {"groups", "a list of lists of heads, as [[0, 1], [2, 3]], or None"},
         {"factor", "a number"},
         {"attention_factor", "a number"},
         {"original_max_position_embeddings", "an int"},

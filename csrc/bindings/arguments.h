@@ -49,14 +49,16 @@ void check_not_nested(const std::string& name, const py::handle& value);
 template <typename T>
 struct Reader {
   static std::optional<T> read(const py::handle& value) {
+    constexpr bool number = std::is_integral_v<T> && !std::is_same_v<T, bool>;
+    if (number && py::isinstance<py::bool_>(value)) return std::nullopt;  // True is an int in Python
     py::detail::make_caster<T> caster;
     if (!caster.load(value, /*convert=*/true)) return std::nullopt;
     return py::detail::cast_op<T>(std::move(caster));
   }
   static std::string wanted(const std::string& name) {
     if constexpr (std::is_same_v<T, bool>) return "True or False";
+    if constexpr (std::is_integral_v<T>) return name == "n" ? "an int, how many positions to keep" : "an int";
     if (auto words = wanted_by_name(name, false); !words.empty()) return words;
-    if constexpr (std::is_integral_v<T>) return "an int";
     if constexpr (std::is_floating_point_v<T>) return "a number";
     if constexpr (std::is_same_v<T, std::string>) return "a str";
     return "another kind of value";
@@ -232,6 +234,20 @@ void define(py::module_& m, const char* name, Result (*function)(Values...), con
       const py::gil_scoped_release released;
       return std::apply(function, values);
     }
+  });
+}
+
+// Defines a function that Python calls by the names of its arguments, all of which it gives.
+template <typename Result, typename... Values>
+void define_by_name(py::module_& m, const char* name, Result (*function)(Values...), const Names& names) {
+  TORCH_INTERNAL_ASSERT(names.size() == sizeof...(Values), name);
+  m.def(name, [=](const py::args& args, const py::kwargs& kwargs) -> Result {
+    Arguments arguments(name, names, args, kwargs);
+    size_t i = 0;
+    std::tuple<std::decay_t<Values>...> values{
+        arguments.require<std::decay_t<Values>>(names[i++])...};  // in this order
+    arguments.finish();
+    return std::apply(function, values);
   });
 }
 

@@ -83,7 +83,8 @@ void bind_block(py::module_& m, const char* name, const char* doc, size_t positi
   cls.def(py::init([name](const py::args& args, const py::kwargs& kwargs) {
             return Impl(options_of_call<Options, Attention, FeedForward>(name, args, kwargs));
           }),
-          signature(name, names, 2).c_str());
+          signature(name, names, 2).c_str())
+      .def_readonly("pre_norm", &Impl::pre_norm);
   bind_forward<Inputs>(cls, positional);
 }
 

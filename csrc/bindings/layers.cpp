@@ -29,6 +29,8 @@ void register_layers(py::module_& m) {
   bind_layer<LinearImpl, LinearOptions, int64_t, int64_t>(m, "Linear", "x W^T + b.", "x");
   bind_layer<EmbeddingImpl, EmbeddingOptions, int64_t, int64_t>(m, "Embedding", "Rows of a table by token id.", "ids");
   bind_layer<RMSNormImpl, RMSNormOptions, int64_t>(m, "RMSNorm", "x / sqrt(mean(x^2) + eps) * weight.", "x");
+  bind_layer<LayerNormImpl, LayerNormOptions, int64_t>(m, "LayerNorm",
+                                                       "(x - mean) / sqrt(variance + eps) * weight + bias.", "x");
   bind_layer<FeedForwardImpl, FeedForwardOptions, int64_t, int64_t>(
       m, "FeedForward", "down(silu(gate(x)) * up(x)), or down(gelu(up(x))).", "x");
 

@@ -2,7 +2,6 @@
 
 #include <attnpack/layers/alibi.h>
 #include <attnpack/layers/attend.h>
-#include <attnpack/layers/detail/latent_algebra.h>
 #include <attnpack/layers/latent_attend.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/cpu/isa.h>
@@ -181,7 +180,6 @@ void register_ops(py::module_& m) {
           "kv_lens", "dropout_p", "scale", "need_weights"});
   define(m, "latent_project", &latent_project_py,
          {"query", "latent", "k_rope", "kv_b", "v_dim", "path", "rope", "positions", "cross"});
-  define(m, "fold_latent", &fold_weights, {"query", "kv_b", "out", "num_heads"});
   define(m, "merge_states", &merge_states, {"out_a", "lse_a", "out_b", "lse_b"});
   define(m, "apply_rope", &apply_rope, {"x", "cos", "sin", "interleaved"});
   define(m, "alibi_slopes", &alibi_slopes, {"num_heads"});

@@ -2,7 +2,7 @@
 
 They have the names and arguments of the Python modules. They serve parity tests, and generation without Python in the
 loop. In a Python model use the ``nn.Module`` classes of ``attnpack``: their ``.cpp()`` gives a C++ module on the same
-storage.
+storage, and ``from_cpp()`` of the class gives the Python module of a C++ one.
 """
 
 from . import _C
@@ -10,6 +10,7 @@ from . import _C
 Linear = _C.cpp.Linear
 Embedding = _C.cpp.Embedding
 RMSNorm = _C.cpp.RMSNorm
+LayerNorm = _C.cpp.LayerNorm
 FeedForward = _C.cpp.FeedForward
 RotaryEmbedding = _C.cpp.RotaryEmbedding
 

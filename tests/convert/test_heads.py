@@ -416,6 +416,86 @@ def test_cpp_models_give_the_same_bits(method):
         assert torch.equal(theirs.forward(*inputs), ours(*inputs)) and theirs.training == given.training
 
 
+def test_a_model_of_interleaved_pairs_is_converted_as_its_layers_are():
+    model = attnpack.CausalLM(32, EMBED, 2, HEADS, hidden_dim=32, rope_interleaved=True)
+    for given in (model, model.cpp()):
+        weights = convert.to_gqa(given, 2, "aligned").state_dict()
+        for number, layer in enumerate(model.layers):
+            alone = convert.to_gqa(layer.self_attn, 2, "aligned")
+            for name, tensor in alone.state_dict().items():
+                assert torch.equal(weights[f"model.layers.{number}.self_attn.{name}"], tensor), name
+
+
+def test_hooks_and_other_norms_do_not_hinder_conversion():
+    module, calls = build("qk-norm"), []
+    module.q_norm.eps, module.k_norm = 1e-3, nn.LayerNorm(DIM, dtype=torch.float64)
+    module.rope.inv_freq = (1.0, 0.3, 0.1)
+    share_heads(module, [[0, 1], [2, 3]])
+    x = inputs(module)[0]
+    wanted = module(x)
+    for watched in (module, module.k_proj, module.q_norm):
+        watched.register_forward_hook(lambda *_: calls.append(1))
+    made = convert.to_gqa(module, 2)
+    torch.testing.assert_close(made(x), wanted, rtol=1e-9, atol=1e-9)
+    assert made.q_norm.eps == 1e-3 and made.rope.inv_freq == module.rope.inv_freq
+    assert made.k_norm is not module.k_norm and made.rope is not module.rope
+    model = attnpack.CausalLM(32, EMBED, 2, HEADS, hidden_dim=32, dtype=torch.float64)
+    model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    assert convert.to_mqa(model).layers[1].self_attn.num_kv_heads == 1
+
+
+@pytest.mark.parametrize("lost", ["q_proj", "k_proj", "v_proj", "o_proj"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_bias_that_others_have_is_one_of_zeros(lost, bias):
+    """bias=True without the bias of one projection, or bias=False with that of one."""
+    module = build(bias=bias)
+    getattr(module, lost).bias = None if bias else nn.Parameter(torch.randn(EMBED, dtype=torch.float64))
+    share_heads(module, [[0, 1], [2, 3]])
+    module.k_proj.weight.requires_grad_(False)
+    x = inputs(module)[0]
+    made = convert.to_gqa(module, 2)
+    torch.testing.assert_close(made(x), module(x), rtol=1e-9, atol=1e-9)
+    assert torch.equal(made.cpp().forward(x), made(x))
+    if bias and lost == "k_proj":
+        assert not made.k_proj.bias.any() and not made.k_proj.bias.requires_grad
+
+
+def test_a_feed_forward_of_ones_own_stays():
+    class Mine(nn.Module):
+        def forward(self, x):
+            return x.sin()
+
+    block = attnpack.DecoderBlock(build(dtype=torch.float32, kv_heads=4).eval(), Mine())
+    made = convert.to_gqa(attnpack.Decoder([block]), 2)
+    assert isinstance(made.layers[0].mlp, Mine) and made.layers[0].self_attn.num_kv_heads == 2
+    assert made.training and not made.layers[0].self_attn.training
+
+
+def test_models_that_would_lose_something_are_refused():
+    model = attnpack.CausalLM(32, EMBED, 2, HEADS, hidden_dim=32)
+    model.layers[0].self_attn.scale = 3.0
+    with pytest.raises(TypeError, match="CausalLM has other layers or settings"):
+        convert.to_gqa(model, 2)
+    latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+    model = attnpack.CausalLM(32, EMBED, 1, HEADS, hidden_dim=32, latent=latent)
+    with pytest.raises(TypeError, match="module is a MultiHeadLatentAttention"):
+        convert.to_gqa(model, 2)
+    with pytest.raises(ValueError, match="model: got one of latent attention"):
+        convert.to_gqa(model.cpp(), 2)
+
+
+@pytest.mark.parametrize("convertible", [build, lambda: attnpack.CausalLM(32, EMBED, 2, HEADS, hidden_dim=32)])
+def test_no_gradient_reaches_the_source(convertible):
+    module = convertible()
+    made = convert.to_mqa(module)
+    given = inputs(module) if isinstance(module, attnpack.GroupedQueryAttention) else (torch.ones(1, 3).long(),)
+    made(*given).sum().backward()
+    assert all(parameter.grad is not None for parameter in made.parameters())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    ours = {parameter.data_ptr() for parameter in module.parameters()}
+    assert not any(parameter.data_ptr() in ours for parameter in made.parameters())
+
+
 def test_modules_that_cannot_be_converted_are_named():
     module = build()
     with pytest.raises(TypeError, match=r"attnpack: module is Linear\(.*wants a MultiHeadAttention"):

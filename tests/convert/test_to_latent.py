@@ -234,6 +234,13 @@ def test_what_latent_attention_has_not_is_named(settings, message):
         convert.to_mla(build(), 4, calibration=[1])
 
 
+def test_frequencies_of_ones_own_are_refused():
+    module = build(rope=rope())
+    module.rope.inv_freq = (1.0, 0.3, 0.1)
+    with pytest.raises(TypeError, match="RotaryEmbedding's inv_freq is not that of its base and scaling"):
+        convert.to_mla(module, 8)
+
+
 def test_weights_that_are_no_numbers_are_refused():
     module = attnpack.MultiHeadAttention(16, 4)
     with torch.no_grad():

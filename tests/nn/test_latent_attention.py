@@ -202,6 +202,20 @@ def test_folding_keeps_the_mode(training):
     assert module.fold().training == module.cpp().fold().training == training
 
 
+def test_folding_keeps_what_is_frozen_and_hooks_do_not_hinder():
+    module, x = make_layer(q_lora_rank=20).eval(), torch.randn(2, 5, E)
+    module.kv_a_proj_with_mqa.weight.requires_grad_(False)
+    module.register_forward_hook(lambda *_: None)
+    folded = module.fold()
+    frozen = [name for name, parameter in folded.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["kv_a_proj_with_mqa.weight"]
+    assert folded.kv_a_proj_with_mqa.weight.data_ptr() != module.kv_a_proj_with_mqa.weight.data_ptr()
+    assert_close(folded(x), module(x), rtol=1e-5, atol=5e-6)
+    folded(x).sum().backward()
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert all(parameter.is_meta for parameter in copy.deepcopy(module).to("meta").fold().parameters())
+
+
 # ---- as any module -----------------------------------------------------------------------
 
 

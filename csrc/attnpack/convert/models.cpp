@@ -66,6 +66,7 @@ class BlockConverter {
 CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions& options) {
   refuse_calibration(options);
   const auto& source = model->options;
+  ATTNPACK_CHECK(!source.latent(), "model: got one of latent attention, which has no kv heads to merge");
   auto state = state_dict(*model);
   for (auto& [name, tensor] : state) tensor = tensor.detach().clone();
   for (int64_t layer = 0; layer < source.num_layers(); ++layer) {
@@ -84,6 +85,7 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
                            .groups(own.groups())
                            .seed(own.seed())
                            .rope_dim(*source.head_dim())
+                           .interleaved(source.rope_interleaved())
                            .key_norm(source.qk_norm())
                            .reorder(true));
     const auto& w = merged.weights;

@@ -130,17 +130,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> MultiHeadLatentAttentionImpl::pro
 
 std::shared_ptr<MultiHeadLatentAttentionImpl> MultiHeadLatentAttentionImpl::fold() const {
   ATTNPACK_CHECK(!options.folded(), "kv_b_proj is folded already, fold() wants a module that has one");
+  const at::NoGradGuard no_grad;
   const std::string query = q_proj ? "q_proj.weight" : "q_b_proj.weight";
   auto tensors = state_dict(*this);
-  Factory beside;
-  beside.device = o_proj->weight.device();
-  beside.dtype = o_proj->weight.scalar_type();
+  const Factory beside{o_proj->weight.device(), o_proj->weight.scalar_type()}, nowhere{at::kMeta, beside.dtype};
   auto folded = std::make_shared<MultiHeadLatentAttentionImpl>(
-      MultiHeadLatentAttentionOptions(options).folded(true).factory(beside));
+      MultiHeadLatentAttentionOptions(options).folded(true).factory(nowhere));  // its parameters are replaced below
   std::tie(tensors[query], tensors["o_proj.weight"]) =
       fold_weights(tensors[query], tensors["kv_b_proj.weight"], tensors["o_proj.weight"], options.num_heads());
   tensors.erase("kv_b_proj.weight");
-  load_state_dict(*folded, tensors);
+  for (auto& [name, tensor] : tensors) tensor = tensor.to(beside.options(), /*non_blocking=*/false, /*copy=*/true);
+  assign_state_dict(*folded, tensors);
+  copy_requires_grad(*this, *folded);
+  folded->options.factory(beside);
   folded->train(is_training());
   return folded;
 }

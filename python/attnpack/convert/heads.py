@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from .. import _C, cpp
 from ..errors import wrong_kind
-from ..explain import explain
-from ..nn.attention import GroupedQueryAttention, MultiQueryAttention
+from ..nn.attention import GroupedQueryAttention
 from ..nn.block import Block
 from ..nn.causal_lm import CausalLM
+from ..nn.native import NativeModule, give_parameters
 from ..nn.stack import Decoder, Encoder, EncoderDecoder
-from .weights import Groups, LayerWeights, MergedHeads, calibration_rows, merge_kv_heads
+from .weights import Groups, LayerWeights, calibration_rows
 
-_CPP_KINDS = (cpp.MultiHeadAttention, cpp.GroupedQueryAttention, cpp.MultiQueryAttention)
+CPP_KINDS = cpp.MultiHeadAttention | cpp.GroupedQueryAttention | cpp.MultiQueryAttention
 _WANTED = (
     "a MultiHeadAttention, GroupedQueryAttention or MultiQueryAttention, or a block, stack or CausalLM that holds some"
 )
@@ -56,23 +56,20 @@ def to_gqa(
         ValueError: sizes or groups do not fit. TypeError: a module of another kind, or k_proj, v_proj (with "aligned"
         q_proj and o_proj too) are no plain nn.Linear.
     """
-    explain({"num_kv_heads": num_kv_heads, "seed": seed}, num_kv_heads=(lambda size: type(size) is int, "an int"))
     settings = {"method": method, "window": window, "groups": groups, "seed": seed}
-    if isinstance(module, _CPP_KINDS):
-        return _C.convert.to_gqa(module, num_kv_heads, **settings, calibration=calibration_rows(calibration))
-    if isinstance(module, GroupedQueryAttention):
-        merged = _merge_module(module, num_kv_heads, settings, calibration)
-        even = module.num_heads % num_kv_heads == 0 and merged.head_map == [
-            head * num_kv_heads // module.num_heads for head in range(module.num_heads)
-        ]
-        arguments = {"head_map": None if even else merged.head_map}
-        sizes = (module.embed_dim, module.num_heads, num_kv_heads)
-        return _rebuild_module(module, GroupedQueryAttention, sizes, merged.weights, arguments)
+    if isinstance(module, GroupedQueryAttention | CPP_KINDS):
+        settings["calibration"] = calibration_rows(calibration)
+        return convert_layer(_C.convert.to_gqa, module, num_kv_heads=num_kv_heads, **settings)
     if calibration is not None:
         raise ValueError("attnpack: calibration: got one for a whole model, want it for a single attention layer only")
+    if isinstance(module, CausalLM):
+        for layer in module.layers:
+            layer_weights(layer.self_attn)
+        made = _C.convert.model_to_gqa(model=module._twin(), num_kv_heads=num_kv_heads, **settings, encoder=encoder)
+        return CausalLM.from_cpp(made)
     if isinstance(module, cpp.CausalLM | cpp.EncoderDecoder):
-        return _C.convert.model_to_gqa(module, num_kv_heads, **settings, encoder=encoder)
-    return _convert_model(module, num_kv_heads, settings, encoder)
+        return _C.convert.model_to_gqa(model=module, num_kv_heads=num_kv_heads, **settings, encoder=encoder)
+    return _convert_blocks(module, num_kv_heads, settings, encoder)
 
 
 def to_mqa(
@@ -85,12 +82,9 @@ def to_mqa(
     encoder: bool = False,
 ) -> nn.Module:
     """`to_gqa` with one key-value head; a single layer becomes a MultiQueryAttention."""
-    settings = {"method": method, "window": window, "groups": None, "seed": seed}
-    if isinstance(module, _CPP_KINDS):
-        return _C.convert.to_mqa(module, **settings, calibration=calibration_rows(calibration))
-    if isinstance(module, GroupedQueryAttention):
-        merged = _merge_module(module, 1, settings, calibration)
-        return _rebuild_module(module, MultiQueryAttention, (module.embed_dim, module.num_heads), merged.weights, {})
+    if isinstance(module, GroupedQueryAttention | CPP_KINDS):
+        settings = {"method": method, "window": window, "groups": None, "seed": seed}
+        return convert_layer(_C.convert.to_mqa, module, **settings, calibration=calibration_rows(calibration))
     return to_gqa(module, 1, method, window=window, seed=seed, calibration=calibration, encoder=encoder)
 
 
@@ -126,57 +120,45 @@ def layer_weights(module: GroupedQueryAttention) -> LayerWeights:
     return LayerWeights(q.weight, k.weight, v.weight, o.weight, q.bias, k.bias, v.bias)
 
 
-def _merge_module(
-    module: GroupedQueryAttention, num_kv_heads: int, settings: dict[str, Any], calibration: object, **more: bool
-) -> MergedHeads:
-    return merge_kv_heads(
-        layer_weights(module),
-        module.num_heads,
-        module.num_kv_heads,
-        num_kv_heads,
-        head_map=module.head_map,
-        calibration=calibration,
-        rope_dim=0 if module.rope is None else module.rope.dim,
-        interleaved=module.rope is not None and module.rope.interleaved,
-        key_norm=module.k_norm is not None,
-        **settings,
-        **more,
-    )
+def convert_layer(function: Callable[..., Any], layer: Any, **arguments: Any) -> Any:
+    """Calls a conversion of _C.convert. A Python layer goes there as its twin, and the result comes back as a Python
+    module, with the layer's own RoPE and norms of queries and keys."""
+    if isinstance(layer, CPP_KINDS):
+        return function(module=layer, **arguments)
+    made = NativeModule.from_cpp(function(module=_twin_of(layer), **arguments))
+    made.rope = copy.deepcopy(layer.rope)
+    if layer.k_norm is not None:
+        made.q_norm, made.k_norm = copy.deepcopy((layer.q_norm, layer.k_norm))
+    return made
 
 
-def _rebuild_module(
-    module: GroupedQueryAttention,
-    kind: type[GroupedQueryAttention],
-    sizes: tuple[int, ...],
-    weights: LayerWeights,
-    arguments: dict[str, Any],
-) -> GroupedQueryAttention:
-    """A `kind` with these weights and with copies of all other parts of `module`."""
-    config = {name: value for name, value in module._live_config().items() if name not in _SIZES} | arguments
-    made = kind(*sizes, **config, rope=copy.deepcopy(module.rope), device="meta")
-    for name in ("q_proj", "o_proj", "q_norm", "k_norm"):
-        setattr(made, name, copy.deepcopy(getattr(module, name)))
-    if module.sinks is not None:
-        made.sinks = copy.deepcopy(module.sinks)
-    for name in ("q", "k", "v", "o"):
-        old, new = getattr(module, f"{name}_proj"), getattr(made, f"{name}_proj")
-        new.weight = _like(old.weight, getattr(weights, name))
-        if name != "o" and old.bias is not None:
-            new.bias = _like(old.bias, getattr(weights, f"{name}_bias"))
-    return made.train(module.training)
+def _twin_of(layer: GroupedQueryAttention) -> Any:
+    """The layer as conversion reads it. `cpp()` refuses hooks, norms of queries and keys that are not its own, and a
+    bias that one projection has alone. This twin passes over hooks and norms, and the missing biases are zeros."""
+    layer_weights(layer)
+    config = layer._live_config()
+    projections = {name: getattr(layer, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    biased = [name for name, projection in projections.items() if projection.bias is not None]
+    config["bias"] = any(name != "o_proj" for name in biased)
+    if ("o_proj" in biased) != (config["bias"] if config["out_bias"] is None else config["out_bias"]):
+        config["out_bias"] = "o_proj" in biased
+    config |= {"qk_norm": layer.k_norm is not None, "sinks": layer.sinks is not None}
+    rope = {} if layer.rope is None else {"rope": layer.rope._make_cpp("meta")}
+    twin = layer._cpp_class(**config, **rope, device="meta")
+
+    parameters = {f"{name}.weight": projection.weight for name, projection in projections.items()}
+    parameters |= {f"{name}.bias": projections[name].bias for name in biased}
+    for name, blank in twin.named_parameters():
+        projection = projections.get(name.removesuffix(".bias"))
+        if projection is not None and name not in parameters:
+            weight = projection.weight
+            parameters[name] = weight.new_zeros(blank.shape, requires_grad=weight.requires_grad)
+    if layer.sinks is not None:
+        parameters["sinks"] = layer.sinks
+    return give_parameters(twin, parameters, strict=False).train(layer.training)
 
 
-_SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_map")
-
-
-def _like(old: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A new parameter with the value, and with requires_grad of `old`."""
-    return nn.Parameter(value.clone() if value is old else value, requires_grad=old.requires_grad)
-
-
-def _convert_model(module: nn.Module, num_kv_heads: int, settings: dict[str, Any], encoder: bool) -> nn.Module:
-    if isinstance(module, CausalLM):
-        return _convert_lm(module, num_kv_heads, settings)
+def _convert_blocks(module: nn.Module, num_kv_heads: int, settings: dict[str, Any], encoder: bool) -> nn.Module:
     if not isinstance(module, Block | Encoder | Decoder | EncoderDecoder):
         raise wrong_kind("module", module, _WANTED)
     model = copy.deepcopy(module)
@@ -193,25 +175,6 @@ def _convert_model(module: nn.Module, num_kv_heads: int, settings: dict[str, Any
     for number, (parent, name, child) in enumerate(places):
         setattr(parent, name, to_gqa(child, num_kv_heads, **_for_layer(settings, number)))
     return model
-
-
-def _convert_lm(model: CausalLM, num_kv_heads: int, settings: dict[str, Any]) -> CausalLM:
-    """A CausalLM that is constructed with the new number of heads, so that its C++ twin has the same number."""
-    config = model._live_config() | {"num_kv_heads": num_kv_heads}
-    made = CausalLM(**config, device="meta")
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    for number, layer in enumerate(model.layers):
-        old = layer.self_attn
-        merged = _merge_module(old, num_kv_heads, _for_layer(settings, number), None, reorder=True)
-        for name, value in merged.weights._asdict().items():
-            if value is not None:
-                stem, _, kind = name.partition("_")
-                state[f"model.layers.{number}.self_attn.{stem}_proj.{kind or 'weight'}"] = value.detach().clone()
-    made.load_state_dict(state, assign=True)
-    before = dict(model.named_parameters())
-    for name, parameter in made.named_parameters():
-        parameter.requires_grad_(before[name].requires_grad)
-    return made.train(model.training)
 
 
 def _for_layer(settings: dict[str, Any], number: int) -> dict[str, Any]:

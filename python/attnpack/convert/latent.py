@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-from .. import _C, cpp
+from .. import _C
 from ..errors import wrong_kind
 from ..nn.attention import GroupedQueryAttention
 from ..nn.latent_attention import MultiHeadLatentAttention
-from .heads import layer_error, layer_weights
-from .weights import calibration_rows, call_cpp
-
-_CPP_KINDS = (cpp.MultiHeadAttention, cpp.GroupedQueryAttention, cpp.MultiQueryAttention)
+from .heads import CPP_KINDS, convert_layer, layer_error
+from .weights import calibration_rows
 
 
 def to_mla(
@@ -58,90 +54,16 @@ def to_mla(
     if length is None:
         given = calibration if texts[0] is None or isinstance(calibration, Tensor) else calibration[0]
         length = given.shape[1] if given is not None and given.dim() == 3 else 512
-    if not isinstance(module, (GroupedQueryAttention, *_CPP_KINDS)):
+    if not isinstance(module, GroupedQueryAttention | CPP_KINDS):
         raise wrong_kind(
             "module",
             module,
             "a single MultiHeadAttention, GroupedQueryAttention or MultiQueryAttention: give it the "
             "layers of a model one by one",
         )
-    if isinstance(module, _CPP_KINDS):
-        return _C.convert.to_mla(module, kv_lora_rank, rows, length)
-    made = _build_latent_layer(module, kv_lora_rank, rows, length)
-    made.conversion_error = None
-    if texts[0] is not None:
-        made.conversion_error = layer_error(module, made, *texts)
+    if isinstance(module, GroupedQueryAttention) and module.rope is not None:
+        module.rope.cpp()  # refuses numbers that are not those of its settings: C++ would factorise with others
+    made = convert_layer(_C.convert.to_mla, module, kv_lora_rank=kv_lora_rank, calibration=rows, length=length)
+    if isinstance(made, MultiHeadLatentAttention):
+        made.conversion_error = None if texts[0] is None else layer_error(module, made, *texts)
     return made
-
-
-def _build_latent_layer(
-    module: GroupedQueryAttention, kv_lora_rank: int, rows: list[Tensor | None], length: int
-) -> MultiHeadLatentAttention:
-    weights = layer_weights(module)
-    _check_has_latent_form(module)
-    rope = module.rope
-    q, q_bias, kv_a, kv_a_bias, kv_b = call_cpp(
-        _C.convert.factorise_latent,
-        weights=list(weights),
-        num_heads=module.num_heads,
-        num_kv_heads=module.num_kv_heads,
-        kv_lora_rank=kv_lora_rank,
-        head_map=module.head_map,
-        inv_freq=() if rope is None else rope.inv_freq,
-        interleaved=rope is not None and rope.interleaved,
-        rope_factor=1.0 if rope is None else rope.factor,
-        length=length,
-        causal=module.causal,
-        calibration=rows,
-    )
-    out = module.o_proj
-    bias = any(tensor is not None for tensor in (q_bias, kv_a_bias, out.bias))
-    scale = module.head_dim**-0.5 if module.scale is None else module.scale
-    made = MultiHeadLatentAttention(
-        module.embed_dim,
-        module.num_heads,
-        kv_lora_rank=kv_lora_rank,
-        q_lora_rank=None if q_bias is None else len(q),
-        qk_nope_head_dim=module.head_dim,
-        qk_rope_head_dim=0 if rope is None else 2 * len(rope.inv_freq),
-        v_head_dim=module.head_dim,
-        rope=copy.deepcopy(rope),
-        latent_norm=False,
-        bias=bias,
-        dropout=module.dropout,
-        causal=module.causal,
-        scale=scale if rope is None else scale / rope.softmax_factor,
-        device="meta",
-    )
-    state = {"kv_a_proj_with_mqa.weight": kv_a, "kv_b_proj.weight": kv_b, "o_proj.weight": out.weight.detach().clone()}
-    if bias:
-        state["kv_a_proj_with_mqa.bias"] = kv_a.new_zeros(len(kv_a)) if kv_a_bias is None else kv_a_bias
-        state["o_proj.bias"] = kv_a.new_zeros(module.embed_dim) if out.bias is None else out.bias.detach().clone()
-    if q_bias is None:
-        state["q_proj.weight"] = q
-    else:
-        identity = torch.eye(len(q), dtype=q.dtype, device=q.device)
-        state |= {"q_a_proj.weight": q, "q_a_proj.bias": q_bias, "q_b_proj.weight": identity}
-    made.load_state_dict(state, assign=True)
-    return made.requires_grad_(True).train(module.training)
-
-
-def _check_has_latent_form(module: GroupedQueryAttention) -> None:
-    lacks = {
-        "window": module.window not in (None, (-1, -1)),
-        "softcap": module.softcap != 0,
-        "sinks": module.sinks is not None,
-        "alibi": module.alibi,
-        "qk_norm": module.k_norm is not None,
-    }
-    for name, given in lacks.items():
-        if given:
-            raise ValueError(
-                f"attnpack: {name}: got a layer with it, which latent attention has not; conversion would lose it"
-            )
-    for width in (module.kdim, module.vdim):
-        if width != module.embed_dim:
-            raise ValueError(
-                f"attnpack: kdim, vdim: got a layer with {width}, want embed_dim {module.embed_dim}: one latent makes "
-                "keys and values of it"
-            )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .. import _C
 from ..errors import wrong_kind
-from ..explain import explain, is_tensor
 
 Groups = Sequence[Sequence[int]]
 METHODS = ("mean", "first", "random", "similar", "aligned")
@@ -66,9 +65,7 @@ def pool_kv_heads(
     Raises:
         ValueError: a size, the method, the window or the groups do not fit. TypeError: of the wrong kind.
     """
-    _check_groups(groups)
-    return call_cpp(
-        _C.convert.pool_kv_heads,
+    return _C.convert.pool_kv_heads(
         weight=weight,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -117,10 +114,7 @@ def merge_kv_heads(
     Raises:
         ValueError: a size, the method, the groups or the calibration do not fit, or a weight holds NaN or Inf.
     """
-    _check_groups(groups)
-    explain({"head_map": head_map, "seed": seed})
-    tensors, *rest = call_cpp(
-        _C.convert.merge_kv_heads,
+    tensors, *rest = _C.convert.merge_kv_heads(
         weights=list(weights),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -147,58 +141,24 @@ def split_qkv(weight: Tensor, layout: str, num_heads: int, num_kv_heads: int) ->
     [Q | K | V] of a transposed weight (GPT-2). Raises ValueError if the rows are not those of these heads.
     """
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    return call_cpp(_C.convert.split_qkv, weight=weight, layout=layout, **sizes)
+    return _C.convert.split_qkv(weight=weight, layout=layout, **sizes)
 
 
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str, num_heads: int, num_kv_heads: int) -> Tensor:
     """The fused projection, weight or bias, from its parts: the opposite of `split_qkv`."""
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    return call_cpp(_C.convert.fuse_qkv, q=q, k=k, v=v, layout=layout, **sizes)
+    return _C.convert.fuse_qkv(q=q, k=k, v=v, layout=layout, **sizes)
 
 
 def calibration_rows(calibration: Tensor | Sequence[Tensor | None] | None) -> list[Tensor | None]:
     """Inputs of a layer as rows of tokens."""
-    if calibration is None or is_tensor(calibration):
+    if calibration is None or isinstance(calibration, Tensor):
         inputs = [calibration]
     elif isinstance(calibration, list | tuple) and calibration:
         inputs = list(calibration)
     else:
         raise wrong_kind("calibration", calibration, "a tensor [tokens, width], or (x, context, value_context)")
     for rows in inputs:
-        if rows is not None and not is_tensor(rows):
+        if rows is not None and not isinstance(rows, Tensor):
             raise wrong_kind("calibration", rows, "a tensor [tokens, width], or (x, context, value_context)")
     return [None if rows is None else rows.detach().reshape(-1, rows.shape[-1]) for rows in inputs]
-
-
-def _check_groups(groups: object) -> None:
-    if groups is not None and not (
-        isinstance(groups, Sequence)
-        and not isinstance(groups, str)
-        and all(isinstance(group, Sequence) and all(type(head) is int for head in group) for group in groups)
-    ):
-        raise wrong_kind("groups", groups, "a list of lists of heads, as [[0, 1], [2, 3]], or None")
-
-
-_WORD = (lambda value: isinstance(value, str), "a word: " + ", ".join(METHODS))
-_LAYOUT = (lambda value: isinstance(value, str), "'concat', 'grouped' or 'conv1d'")
-_INT = (lambda value: type(value) is int, "an int")
-_WEIGHT = (is_tensor, "a tensor")
-_SPECIAL = {
-    "method": _WORD,
-    "layout": _LAYOUT,
-    **dict.fromkeys(
-        ("window", "num_heads", "num_kv_heads", "new_kv_heads", "rope_dim", "kv_lora_rank", "length"), _INT
-    ),
-    **dict.fromkeys(("weight", "q", "k", "v"), _WEIGHT),
-}
-
-
-def call_cpp(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Calls function of pybind, with a sentence for an argument that it cannot take."""
-    try:
-        return function(**arguments)
-    except TypeError as error:
-        if "incompatible function arguments" not in str(error):
-            raise
-    explain(arguments, **_SPECIAL)
-    raise TypeError(f"attnpack: {function.__name__}() has an argument of the wrong kind among {', '.join(arguments)}")

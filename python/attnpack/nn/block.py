@@ -15,7 +15,7 @@ from ..errors import check_input, check_lengths, reject_keywords, wrong_kind
 from .attention_base import NativeAttention
 from .feed_forward import FeedForward
 from .native import NativeModule
-from .norm import make_norm, norm_settings
+from .norm import arguments_of_norm, make_norm, norm_settings
 
 
 def _check_parts(attention: nn.Module, feed_forward: nn.Module, cross_attention: nn.Module | None) -> None:
@@ -69,6 +69,13 @@ class Block(NativeModule):
         norms = [self.input_layernorm, self.post_attention_layernorm, getattr(self, "cross_attention_layernorm", None)]
         return {"pre_norm": self.pre_norm, **norm_settings(norm for norm in norms if norm is not None)}
 
+    @classmethod
+    def _arguments(cls, twin: Any) -> dict[str, Any]:
+        parts = dict(twin.named_children().items())
+        names = {"attention": "self_attn", "feed_forward": "mlp", "cross_attention": "cross_attn"}
+        made = {name: NativeModule._shell(parts[part]) for name, part in names.items() if part in parts}
+        return {**made, "pre_norm": twin.pre_norm, **arguments_of_norm(parts["input_layernorm"])}
+
     def _check(self, x: Tensor) -> None:
         check_input("x", x, self.embed_dim, getattr(self.self_attn, "q_proj", None))
 
@@ -90,6 +97,8 @@ class EncoderBlock(Block):
         eps: eps of the norms.
         device, dtype: those of the norms; default those of attention.
     """
+
+    _cpp_class = cpp.EncoderBlock
 
     def __init__(
         self,
@@ -130,7 +139,7 @@ class EncoderBlock(Block):
         return self._residual(x, self.post_attention_layernorm, self.mlp)
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
-        return cpp.EncoderBlock(self.self_attn.cpp(), self.mlp.cpp(), **self._live_config())
+        return self._cpp_class(self.self_attn.cpp(), self.mlp.cpp(), **self._live_config())
 
 
 class DecoderBlock(Block):
@@ -144,6 +153,8 @@ class DecoderBlock(Block):
         attention, feed_forward, norm, pre_norm, eps, device, dtype: as in EncoderBlock.
         cross_attention: an attention module that reads the context; children cross_attn, cross_attention_layernorm.
     """
+
+    _cpp_class = cpp.DecoderBlock
 
     def __init__(
         self,
@@ -205,4 +216,4 @@ class DecoderBlock(Block):
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         cross = self.cross_attn.cpp() if self.has_cross_attention else None
-        return cpp.DecoderBlock(self.self_attn.cpp(), self.mlp.cpp(), cross_attention=cross, **self._live_config())
+        return self._cpp_class(self.self_attn.cpp(), self.mlp.cpp(), cross_attention=cross, **self._live_config())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from ..errors import MODEL_CACHE, check_ids, check_lengths, reject_keywords
 from .attention import GroupedQueryAttention
 from .block import DecoderBlock
 from .feed_forward import FeedForward
+from .kept_twin import kept_twin
 from .latent_attention import MultiHeadLatentAttention
 from .linear import linear, project
 from .native import NativeModule
@@ -105,7 +107,7 @@ class CausalLM(NativeModule):
         embedding.weight.data.mul_(init_std)  # torch draws it from N(0, 1)
         self.model = Decoder([block() for _ in range(num_layers)], eps=eps, embed_tokens=embedding)
         self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=False, **factory)
-        self._made_with = _parts(self)
+        self._made_with = copy.deepcopy(_parts(self))
         self.register_load_state_dict_pre_hook(_drop_tied_head)
 
     @classmethod
@@ -208,7 +210,8 @@ class CausalLM(NativeModule):
             if not isinstance(cache, str):
                 check_kind(cache, ModelCache, "generate")
             native_cache = stack.enter_context(cache.lent()) if isinstance(cache, ModelCache) else cache
-            return self.cpp().generate(
+            twin = stack.enter_context(kept_twin(self))
+            return twin.generate(
                 ids,
                 max_new_tokens=max_new_tokens,
                 cache=native_cache,
@@ -221,13 +224,13 @@ class CausalLM(NativeModule):
                 callback=callback,
             )
 
-    def cpp(self) -> cpp.CausalLM:
+    def _twin(self) -> cpp.CausalLM:
         if not _same_parts(self._made_with, _parts(self)):
             raise TypeError(
                 "attnpack: CausalLM has other layers or settings than it was made with, and its C++ twin is made from "
                 "the same arguments. Build the model with the arguments that give these, or call the Python module"
             )
-        return super().cpp()
+        return super()._twin()
 
 
 def _parts(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:

@@ -199,26 +199,17 @@ class MultiHeadLatentAttention(NativeAttention):
         """
         if self.folded:
             raise TypeError("attnpack: fold(): got a layer that is folded already; take it as it is")
-        layers = {"the query projection": self.q_proj or self.q_b_proj, "kv_b_proj": self.kv_b_proj}
-        weights = {name: None if layer is None else plain_weight(layer) for name, layer in layers.items()}
-        weights["o_proj"] = self.o_proj.weight if type(self.o_proj) is nn.Linear else None
-        for name, weight in weights.items():
-            if weight is None:
+        plain = {
+            "the query projection": plain_weight(self.q_proj or self.q_b_proj) is not None,
+            "kv_b_proj": plain_weight(self.kv_b_proj) is not None,
+            "o_proj": type(self.o_proj) is nn.Linear,
+        }
+        for name, is_plain in plain.items():
+            if not is_plain:
                 raise TypeError(
                     f"attnpack: {name} is no plain nn.Linear, fold() wants the weight of one: merge or unwrap it"
                 )
-        folded = type(self)(
-            **{**self._live_config(), "folded": True},
-            rope=self.rope,
-            device=self.o_proj.weight.device,
-            dtype=self.o_proj.weight.dtype,
-        )
-        query, out = _C.fold_latent(*weights.values(), self.num_heads)
-        state = {name: tensor for name, tensor in self.state_dict().items() if name != "kv_b_proj.weight"}
-        state["q_proj.weight" if self.q_b_proj is None else "q_b_proj.weight"] = query
-        state["o_proj.weight"] = out
-        folded.load_state_dict(state)
-        return folded.train(self.training)
+        return type(self).from_cpp(self._twin().fold())
 
     def _check(
         self,

@@ -4,6 +4,7 @@ weights at the speed of memory."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from .. import ops
 
 _FORWARD = nn.Linear.forward
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks_of = itemgetter(*_HOOKS)
 
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
@@ -80,4 +82,4 @@ def _is_plain(layer: nn.Module) -> bool:
 def is_watched(layer: nn.Module) -> bool:
     """Whether layer has hooks or a forward of its own, so that a call does more than its class says."""
     own = layer.__dict__
-    return "forward" in own or any(own[name] for name in _HOOKS)
+    return "forward" in own or any(_hooks_of(own))

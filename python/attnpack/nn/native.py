@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from ..errors import wrong_kind
 
 # Types of layers that a C++ twin has too. The type must be the same: a derived class may compute something else.
 _PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList)
@@ -24,6 +27,11 @@ class NativeModule(nn.Module):
     """Options that are no attributes of this module, so that later changes of such an attribute mean something else."""
     _config: dict[str, Any]
     """The twin's options, without modules."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "_cpp_class" in vars(cls):
+            _BY_TWIN.setdefault(cls._cpp_class, cls)
 
     def _configure(self, arguments: dict[str, Any]) -> Any:
         """Checks the arguments of the constructor by making the twin, which it returns. The options become attributes.
@@ -56,14 +64,63 @@ class NativeModule(nn.Module):
         parameters were replaced (``load_state_dict(assign=True)``, ``.to(dtype)``).
         """
         _refuse_foreign(self)
-        twin = self._make_cpp("meta")
-        parameters = dict(self.named_parameters(remove_duplicate=False))
-        frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
-        for name, parameter in twin.named_parameters() if frozen else ():
-            if name in frozen:
-                parameter.requires_grad_(False)
-        twin.assign_state_dict(parameters)
-        return twin.train(self.training)
+        return self._twin()
+
+    def _twin(self) -> Any:
+        """`cpp()` for a use that calls no forward: hooks do not matter."""
+        return give_parameters(self._make_cpp("meta"), dict(self.named_parameters(remove_duplicate=False))).train(
+            self.training
+        )
+
+    @classmethod
+    def from_cpp(cls, twin: Any) -> Self:
+        """The Python module of a C++ module: the inverse of `cpp()`. It shares parameters and gradients with the twin.
+
+        Each module is in training or evaluation mode as its twin is. Raises TypeError if `twin` is no module of
+        attnpack.cpp, or that of another class; `NativeModule.from_cpp` itself takes the twin of any class.
+        """
+        module = cls._shell(twin)
+        for name, tensor in twin.named_parameters():
+            owner, _, own_name = name.rpartition(".")
+            if type(tensor) is Tensor:
+                tensor.__class__ = nn.Parameter  # the same tensor for both languages: nn.Parameter(tensor) is another
+            setattr(module.get_submodule(owner), own_name, tensor)
+        for name, part in twin.named_modules().items():
+            module.get_submodule(name).training = part.training
+        return module
+
+    @classmethod
+    def _shell(cls, twin: Any) -> Self:
+        """The module of a twin on the device "meta", without its parameters."""
+        kind = cls if getattr(cls, "_cpp_class", None) is type(twin) else _BY_TWIN.get(type(twin))
+        if kind is None or not issubclass(kind, cls):
+            own = f"an attnpack.cpp.{cls._cpp_class.__name__}" if hasattr(cls, "_cpp_class") else ""
+            wanted = own or "a module of attnpack.cpp that has a class in Python"
+            raise wrong_kind("twin", twin, f"{wanted}: .cpp() of a Python module gives one")
+        return kind(**kind._arguments(twin), device="meta")
+
+    @classmethod
+    def _arguments(cls, twin: Any) -> dict[str, Any]:
+        """The arguments of the constructor that give a module like the twin."""
+
+        def ours(value: Any) -> Any:
+            if type(value) in _BY_TWIN:
+                return NativeModule._shell(value)
+            return tuple(value) if isinstance(value, list) else value
+
+        return {name: ours(value) for name, value in twin.options().items() if name not in cls._not_of_twin}
+
+
+_BY_TWIN: dict[type, type[NativeModule]] = {}
+
+
+def give_parameters(twin: Any, parameters: Mapping[str, Tensor], strict: bool = True) -> Any:
+    """Puts the parameters into a twin that has none yet, and returns it. A parameter that is frozen is frozen there."""
+    for name, blank in twin.named_parameters():
+        if name in parameters and not parameters[name].requires_grad:
+            blank.requires_grad_(False)
+    twin.assign_state_dict(parameters, strict)
+    return twin
 
 
 def _refuse_foreign(module: nn.Module) -> None:
@@ -74,6 +131,10 @@ def _refuse_foreign(module: nn.Module) -> None:
             raise TypeError(
                 f"attnpack: {where} is a {type(child).__name__}, which C++ cannot run: it knows plain nn.Linear, "
                 "nn.Embedding, nn.LayerNorm and attnpack's own modules. Merge or unwrap it, or call the Python module"
+            )
+        if getattr(child, "max_norm", None) is not None:
+            raise TypeError(
+                f"attnpack: {where} has max_norm, which C++ does not know. Leave it out, or call the Python module"
             )
         if "forward" in child.__dict__:
             raise TypeError(

@@ -52,6 +52,11 @@ def make_norm(kind: str, dim: int, eps: float, device: torch.device | None, dtyp
     raise ValueError(f"attnpack: norm: got {kind!r}, want 'rms' or 'layer'")
 
 
+def arguments_of_norm(twin: Any) -> dict[str, Any]:
+    """Kind and eps of a C++ norm, as arguments of blocks and stacks."""
+    return {"norm": "layer" if isinstance(twin, cpp.LayerNorm) else "rms", "eps": twin.options()["eps"]}
+
+
 def norm_settings(norms: Iterable[nn.Module]) -> dict[str, Any]:
     """Kind and eps that the norms share, as arguments of C++ blocks and stacks."""
     found = {("layer" if isinstance(norm, nn.LayerNorm) else "rms", norm.eps) for norm in norms}

@@ -23,7 +23,7 @@ from ..errors import (
 )
 from .block import Block, DecoderBlock, EncoderBlock
 from .native import NativeModule
-from .norm import make_norm, norm_settings
+from .norm import arguments_of_norm, make_norm, norm_settings
 
 
 class _Stack(NativeModule):
@@ -90,14 +90,19 @@ class _Stack(NativeModule):
     def _live_config(self) -> dict[str, Any]:
         return {"norm": None} if self.norm is None else norm_settings([self.norm])
 
+    @classmethod
+    def _arguments(cls, twin: Any) -> dict[str, Any]:
+        parts = dict(twin.named_children().items())
+        table = parts.get("embed_tokens")
+        return {
+            "layers": [NativeModule._shell(layer) for layer in parts["layers"].children()],
+            "embed_tokens": table and nn.Embedding.from_pretrained(table.state_dict()["weight"]),
+            **(arguments_of_norm(parts["norm"]) if "norm" in parts else {"norm": None}),
+        }
+
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         embedding = None
         if self.embed_tokens is not None:
-            if getattr(self.embed_tokens, "max_norm", None) is not None:
-                raise TypeError(
-                    "attnpack: embed_tokens has max_norm, which C++ does not know. Leave it out, or call the Python "
-                    "module"
-                )
             embedding = cpp.Embedding(*self.embed_tokens.weight.shape, device=device)
         layers = [layer.cpp() for layer in self.layers]
         return self._cpp_class(layers, embed_tokens=embedding, **self._live_config())
@@ -181,6 +186,8 @@ class EncoderDecoder(NativeModule):
     `device` and `dtype` have no effect, because both parts exist already; all modules take them.
     """
 
+    _cpp_class = cpp.EncoderDecoder
+
     def __init__(
         self,
         encoder: Encoder,
@@ -223,7 +230,11 @@ class EncoderDecoder(NativeModule):
         )
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
-        return cpp.EncoderDecoder(self.encoder.cpp(), self.decoder.cpp())
+        return self._cpp_class(self.encoder.cpp(), self.decoder.cpp())
+
+    @classmethod
+    def _arguments(cls, twin: Any) -> dict[str, Any]:
+        return {name: NativeModule._shell(part) for name, part in twin.named_children().items()}
 
 
 def _run(stack: nn.Module, name: str, x: Tensor, **inputs: Any) -> Tensor:
