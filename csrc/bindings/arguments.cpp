@@ -1,6 +1,7 @@
 #include <bindings/arguments.h>
 
 #include <bindings/common.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
 #include <map>
@@ -130,7 +131,7 @@ void raise_unexpected_keyword(const std::string& function, const std::string& na
 }
 
 void check_not_nested(const std::string& name, const py::handle& value) {
-  if (THPVariable_Check(value.ptr())) check_padded(name, THPVariable_Unpack(value.ptr()));
+  if (!value.is_none() && THPVariable_Check(value.ptr())) check_padded(name, THPVariable_Unpack(value.ptr()));
 }
 
 std::optional<std::shared_ptr<KVCache>> Reader<std::shared_ptr<KVCache>>::read(const py::handle& value) {
@@ -149,6 +150,34 @@ std::optional<RotaryEmbedding> Reader<RotaryEmbedding>::read(const py::handle& v
   if (value.is_none()) return RotaryEmbedding(nullptr);
   if (!py::isinstance<RotaryEmbeddingImpl>(value)) return std::nullopt;
   return RotaryEmbedding(value.cast<std::shared_ptr<RotaryEmbeddingImpl>>());
+}
+
+namespace {
+
+// A plain function of the module: its closure lies in a capsule, as does its definition, which Python keeps no copy of.
+struct PlainFunction {
+  std::string name;
+  PlainCall call;
+  PyMethodDef definition;
+};
+
+PyObject* call_plain(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  try {
+    const auto* function = static_cast<PlainFunction*>(PyCapsule_GetPointer(self, nullptr));
+    return function->call(arguments, static_cast<size_t>(count)).release().ptr();
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+}  // namespace
+
+void add_plain_function(py::module_& m, const char* name, PlainCall call) {
+  auto* function = new PlainFunction{name, std::move(call), {}};
+  function->definition = {function->name.c_str(), reinterpret_cast<PyCFunction>(&call_plain), METH_FASTCALL, nullptr};
+  const py::capsule self(function, [](void* held) { delete static_cast<PlainFunction*>(held); });
+  m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&function->definition, self.ptr())));
 }
 
 Arguments::Arguments(std::string function, Names positional, const py::args& args, const py::kwargs& kwargs)

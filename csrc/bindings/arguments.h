@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -204,6 +205,13 @@ bool read_item(const std::string& owner, const std::string& key, const py::handl
   return known;
 }
 
+// Calls `call` without the GIL.
+template <typename Call>
+auto without_gil(const Call& call) {
+  const py::gil_scoped_release released;
+  return call();
+}
+
 // The type that holds an argument of a function while the function runs.
 template <typename T>
 struct Held {
@@ -214,25 +222,36 @@ struct Held<c10::ArrayRef<T>> {
   using type = std::vector<T>;
 };
 
+// Adds a function that takes its arguments by place, without the pass over them that pybind makes (PERFORMANCE.md).
+using PlainCall = std::function<py::object(PyObject* const* arguments, size_t count)>;
+void add_plain_function(py::module_& m, const char* name, PlainCall call);
+
 // Defines a function of the native side, which takes its arguments by place alone: attnpack.ops gives them their names
-// and defaults. It runs without the GIL unless its result is a py::object.
+// and defaults. It runs without the GIL unless it takes or gives Python's objects.
 template <typename Result, typename... Values>
 void define(py::module_& m, const char* name, Result (*function)(Values...), const Names& names) {
   TORCH_INTERNAL_ASSERT(names.size() == sizeof...(Values), name);
-  m.def(name, [=](const py::args& args) -> Result {
-    TORCH_CHECK_TYPE(args.size() == names.size(), "attnpack: ", name, "() takes ", c10::Join(", ", names));
+  constexpr bool needs_gil =
+      (std::is_same_v<std::decay_t<Values>, py::object> || ... || std::is_same_v<Result, py::object>);
+  add_plain_function(m, name, [=](PyObject* const* arguments, size_t count) -> py::object {
+    TORCH_CHECK_TYPE(count == names.size(), "attnpack: ", name, "() takes ", c10::Join(", ", names));
     size_t i = 0;
-    const auto read = [&](auto type) {
+    const auto read = [&](auto held) {
       const auto at = i++;
-      return read_value<typename decltype(type)::type>(names[at], PyTuple_GET_ITEM(args.ptr(), at), names[at]);
+      return read_value<typename decltype(held)::type>(names[at], arguments[at], names[at]);
     };
     std::tuple<typename Held<std::decay_t<Values>>::type...> values{
         read(Held<std::decay_t<Values>>())...};  // in this order
-    if constexpr (std::is_same_v<Result, py::object>) {
-      return std::apply(function, values);
+    const auto call = [&] { return std::apply(function, values); };
+    if constexpr (std::is_void_v<Result>) {
+      call();
+      return py::none();
+    } else if constexpr (std::is_same_v<Result, py::object>) {
+      return call();
+    } else if constexpr (needs_gil) {
+      return py::cast(call());
     } else {
-      const py::gil_scoped_release released;
-      return std::apply(function, values);
+      return py::cast(without_gil(call));
     }
   });
 }

@@ -12,8 +12,10 @@ namespace {
 using OptionalTensor = std::optional<at::Tensor>;
 constexpr const char* kMake = ": torch.tensor() makes one of a list";
 
-at::Tensor as_tensor(const char* name, const py::object& value, const std::string& wanted) {
-  if (!THPVariable_Check(value.ptr())) raise_wrong_kind(name, value, wanted);
+// The tensor in value; `wanted` gives the words for the right kind, which only an error needs.
+template <typename Wanted>
+at::Tensor as_tensor(const char* name, const py::object& value, const Wanted& wanted) {
+  if (!THPVariable_Check(value.ptr())) raise_wrong_kind(name, value, wanted());
   auto tensor = THPVariable_Unpack(value.ptr());
   check_padded(name, tensor);
   return tensor;
@@ -23,20 +25,35 @@ OptionalTensor as_optional_tensor(const char* name, const py::object& value) {
   return read_value<OptionalTensor>(name, value, name);
 }
 
+std::string rows_of(int64_t width) { return c10::str("a tensor [batch, length, ", width, "]", kMake); }
+
+void check_input_py(const std::string& name, const py::object& tensor, int64_t width, const OptionalTensor& weight) {
+  check_input(name.c_str(), as_tensor(name.c_str(), tensor, [&] { return rows_of(width); }), width,
+              weight.value_or(at::Tensor()));
+}
+
+void check_tokens_py(const std::string& name, const py::object& tensor, int64_t width, const OptionalTensor& weight) {
+  const auto wanted = [&] { return c10::str("a tensor [..., ", width, "]", kMake); };
+  check_tokens(name.c_str(), as_tensor(name.c_str(), tensor, wanted), width, weight.value_or(at::Tensor()));
+}
+
+void check_inputs_py(const py::object& x, const OptionalTensor& context, const OptionalTensor& value_context,
+                     bool cache, int64_t q_width, const OptionalTensor& q_weight, int64_t k_width,
+                     const OptionalTensor& k_weight, int64_t v_width, const OptionalTensor& v_weight) {
+  check_inputs(as_tensor("x", x, [&] { return rows_of(q_width); }), context, value_context, cache,
+               {q_width, q_weight.value_or(at::Tensor())}, {k_width, k_weight.value_or(at::Tensor())},
+               {v_width, v_weight.value_or(at::Tensor())});
+}
+
 }  // namespace
 
 void register_checks(py::module_& m) {
   m.def("padded", &check_padded);
-  m.def("input", [](const char* name, const py::object& tensor, int64_t width, const OptionalTensor& weight) {
-    const auto wanted = c10::str("a tensor [batch, length, ", width, "]", kMake);
-    check_input(name, as_tensor(name, tensor, wanted), width, weight.value_or(at::Tensor()));
-  });
-  m.def("tokens", [](const char* name, const py::object& tensor, int64_t width, const OptionalTensor& weight) {
-    const auto wanted = c10::str("a tensor [..., ", width, "]", kMake);
-    check_tokens(name, as_tensor(name, tensor, wanted), width, weight.value_or(at::Tensor()));
-  });
-  m.def("context", [](const at::Tensor& x, const OptionalTensor& context, const OptionalTensor& value_context,
-                      bool cache) { check_context(x, context, value_context, cache); });
+  define(m, "input", &check_input_py, {"name", "tensor", "width", "weight"});
+  define(m, "tokens", &check_tokens_py, {"name", "tensor", "width", "weight"});
+  define(
+      m, "inputs", &check_inputs_py,
+      {"x", "context", "value_context", "cache", "q_width", "q_weight", "k_width", "k_weight", "v_width", "v_weight"});
   m.def("one_latent", &check_one_latent);
   m.def("keys_and_values", &check_keys_and_values);
   m.def("positions", [](const py::object& positions, const at::Tensor& query) {
@@ -47,7 +64,7 @@ void register_checks(py::module_& m) {
     check_lengths(name, as_optional_tensor(name, lengths), THPVariable_Unpack(x.ptr()));
   });
   m.def("ids", [](const char* name, const py::object& ids, const OptionalTensor& weight) {
-    const auto tensor = as_tensor(name, ids, wanted_by_name("ids", false));
+    const auto tensor = as_tensor(name, ids, [] { return wanted_by_name("ids", false); });
     check_ids(name, tensor);
     if (weight) check_device(name, tensor, *weight);
   });

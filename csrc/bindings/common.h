@@ -140,11 +140,4 @@ void bind_method(Class& cls, const char* name, const Names& names, size_t positi
       signature(name, names, positional).c_str());
 }
 
-// Calls `call` without the GIL.
-template <typename Call>
-auto without_gil(const Call& call) {
-  const py::gil_scoped_release released;
-  return call();
-}
-
 }  // namespace attnpack

@@ -40,8 +40,8 @@ struct Reader<QOffset> {
       if (overflow == 0) return static_cast<int64_t>(number);
     }
     if (py::isinstance<py::str>(value) && value.cast<std::string>() == "end") return End{};
-    throw py::value_error("attnpack: q_offset is " + py::repr(value).cast<std::string>() +
-                          ", wants an int, an integer tensor [batch] or \"end\"");
+    TORCH_CHECK_VALUE(false, "attnpack: q_offset is ", py::repr(value).cast<std::string>(),
+                      ", wants an int, an integer tensor [batch] or \"end\"");
   }
   static std::string wanted(const std::string&) { return ""; }
 };

@@ -8,8 +8,6 @@ sees is checked in traced calls too.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +54,18 @@ def _plain_weight(projection: nn.Module | None) -> Tensor | None:
     return projection.weight if type(projection) is nn.Linear else None
 
 
-def check_context(x: Tensor, context: Tensor | None, value_context: Tensor | None, cache: object | None) -> None:
-    """Raises if context and cache are given together, if value_context has no context of its own length, or if batch
-    sizes differ."""
+def check_inputs(
+    x: Tensor,
+    context: Tensor | None,
+    value_context: Tensor | None,
+    cache: object | None,
+    *projections: tuple[int, nn.Module | None],
+) -> None:
+    """Checks x [B, L, width], context and value_context against the widths and projections of q, k and v. Context and
+    cache must not be given together, nor value_context without context; lengths and batch sizes must agree."""
     if not _is_compiling() or (context is None and value_context is not None):
-        checks.context(x, context, value_context, cache is not None)
+        places = [part for width, layer in projections for part in (width, _plain_weight(layer))]
+        checks.inputs(x, context, value_context, cache is not None, *places)
 
 
 def check_positions(positions: Tensor | None, query: Tensor) -> None:
@@ -79,21 +84,16 @@ def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
 
 
 def check_ids(name: str, ids: Tensor, weight: Tensor | None = None) -> None:
-    """Checks that ids are token numbers [B, L], on the device of `weight`. `vocabulary_of` finds wrong values."""
+    """Checks that ids are token numbers [B, L], on the device of `weight`. `check_vocabulary` finds wrong values."""
     if not _is_compiling():
         checks.ids(name, ids, weight)
 
 
-@contextmanager
-def vocabulary_of(embedding: nn.Module | None, name: str, ids: Tensor) -> Iterator[None]:
-    """A context for the look-up of ids: if it raises, the error names an id outside the vocabulary. A good call pays
-    nothing, and CUDA does not wait."""
-    try:
-        yield
-    except (IndexError, ValueError):
-        if isinstance(embedding, nn.Embedding):
-            checks.vocabulary(name, ids, embedding.num_embeddings)
-        raise
+def check_vocabulary(embedding: nn.Module | None, name: str, ids: Tensor) -> None:
+    """Raises for an id outside the vocabulary. Call it after a look-up has failed: a good call then pays nothing, and
+    CUDA does not wait."""
+    if isinstance(embedding, nn.Embedding):
+        checks.vocabulary(name, ids, embedding.num_embeddings)
 
 
 def check_dtype(dtype: object) -> None:

@@ -52,12 +52,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sha
     const at::Tensor& x, const AttentionInputs& inputs) {
   const auto& context = inputs.context() ? *inputs.context() : x;
   const auto& value_context = inputs.value_context() ? *inputs.value_context() : context;
-  check_input("x", x, q_proj->options.in_features(), q_proj->weight);
-  check_input(inputs.context() ? "context" : "x, taken as context", context, k_proj->options.in_features(),
-              k_proj->weight);
-  check_input(inputs.value_context() ? "value_context" : "x or context, taken as value_context", value_context,
-              v_proj->options.in_features(), v_proj->weight);
-  check_context(x, inputs.context(), inputs.value_context(), inputs.cache() != nullptr);
+  const auto input_of = [](const Linear& layer) {
+    return ProjectionInput{layer->options.in_features(), layer->weight};
+  };
+  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() != nullptr, input_of(q_proj),
+               input_of(k_proj), input_of(v_proj));
 
   const auto head_dim = *options.head_dim();
   const bool self = !inputs.context() && !inputs.value_context();

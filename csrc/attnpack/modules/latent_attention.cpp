@@ -71,10 +71,9 @@ MultiHeadLatentAttentionImpl::Projected MultiHeadLatentAttentionImpl::heads(cons
                                                                             const AttentionInputs& inputs) {
   check_one_latent(inputs.value_context().has_value());
   const auto& context = inputs.context() ? *inputs.context() : x;
-  check_input("x", x, options.embed_dim(), q_proj ? q_proj->weight : q_a_proj->weight);
-  check_input(inputs.context() ? "context" : "x, taken as context", context, options.embed_dim(),
-              kv_a_proj_with_mqa->weight);
-  check_context(x, inputs.context(), inputs.value_context(), inputs.cache() != nullptr);
+  const ProjectionInput latents{options.embed_dim(), kv_a_proj_with_mqa->weight};
+  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() != nullptr,
+               {options.embed_dim(), q_proj ? q_proj->weight : q_a_proj->weight}, latents, latents);
 
   at::Tensor queries;
   if (q_proj) {

@@ -23,10 +23,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> SelfAttentionImpl::project(const 
                                                                           const AttentionInputs& inputs) {
   const auto& context = inputs.context() ? *inputs.context() : x;
   const auto& value_context = inputs.value_context() ? *inputs.value_context() : context;
-  check_input("x", x, options.embed_dim(), q_proj->weight);
-  check_input("context", context, options.embed_dim(), k_proj->weight);
-  check_input("value_context", value_context, options.embed_dim(), v_proj->weight);
-  check_context(x, inputs.context(), inputs.value_context(), inputs.cache() != nullptr);
+  const auto input_of = [](const Linear& layer) {
+    return ProjectionInput{layer->options.in_features(), layer->weight};
+  };
+  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() != nullptr, input_of(q_proj),
+               input_of(k_proj), input_of(v_proj));
   return {q_proj(x).unsqueeze(1), k_proj(context).unsqueeze(1), v_proj(value_context).unsqueeze(1)};
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import ops
 from ..cache import KVCache, check_kind, unchanged_on_error
-from ..errors import check_context, check_input, check_positions, reject_keywords, wrong_kind
+from ..errors import check_inputs, check_positions, reject_keywords, wrong_kind
 from .linear import project, project_all
 from .local_heads import check_mask_share, grouped_share
 from .native import NativeModule
@@ -175,14 +175,15 @@ class ContextAttention(NativeAttention):
         value_context: Tensor | None,
         cache: KVCache | None,
     ) -> None:
-        keys, key_name = (x, "x, taken as context") if context is None else (context, "context")
-        values, value_name = value_context, "value_context"
-        if value_context is None:
-            values, value_name = keys, "x or context, taken as value_context"
-        check_input("x", x, self.embed_dim, self.q_proj)
-        check_input(key_name, keys, self.kdim, self.k_proj)
-        check_input(value_name, values, self.vdim, self.v_proj)
-        check_context(x, context, value_context, cache)
+        check_inputs(
+            x,
+            context,
+            value_context,
+            cache,
+            (self.embed_dim, self.q_proj),
+            (self.kdim, self.k_proj),
+            (self.vdim, self.v_proj),
+        )
 
     def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v split into heads, before rotation."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import _C, cpp, ops
 from .._C import checks
 from ..cache import KVCache, check_kind, unchanged_on_error
-from ..errors import check_context, check_input, reject_keywords
+from ..errors import check_inputs, reject_keywords
 from .attention_base import NativeAttention, split_heads
 from .linear import plain_weight, project
 from .local_heads import check_mask_share, latent_share
@@ -226,10 +226,9 @@ class MultiHeadLatentAttention(NativeAttention):
                     f"attnpack: {name} is {getattr(self, name)}, a setting that latent attention does not have: unset "
                     "it"
                 )
-        check_input("x", x, self.embed_dim, self.q_proj if self.q_a_proj is None else self.q_a_proj)
-        keys, name = (x, "x, taken as context") if context is None else (context, "context")
-        check_input(name, keys, self.embed_dim, self.kv_a_proj_with_mqa)
-        check_context(x, context, None, cache)
+        latents = (self.embed_dim, self.kv_a_proj_with_mqa)
+        query = (self.embed_dim, self.q_proj if self.q_a_proj is None else self.q_a_proj)
+        check_inputs(x, context, None, cache, query, latents, latents)
 
     def _latents(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries [B, H, L, N + R], latents [B, Lkv, C] after their norm, k_rope [B, Lkv, R] before rotation, and a

@@ -16,8 +16,8 @@ from ..errors import (
     check_ids,
     check_input,
     check_lengths,
+    check_vocabulary,
     reject_keywords,
-    vocabulary_of,
     with_article,
     wrong_kind,
 )
@@ -81,8 +81,11 @@ class _Stack(NativeModule):
         self._check("ids", x)
         if torch.compiler.is_compiling():
             return self.embed_tokens(x)
-        with vocabulary_of(self.embed_tokens, "ids", x):
+        try:
             return self.embed_tokens(x)
+        except IndexError:
+            check_vocabulary(self.embed_tokens, "ids", x)
+            raise
 
     def _finish(self, x: Tensor) -> Tensor:
         return x if self.norm is None else self.norm(x)
@@ -245,5 +248,8 @@ def _run(stack: nn.Module, name: str, x: Tensor, **inputs: Any) -> Tensor:
     if stack.embed_tokens is None:
         check_input(name, x, stack.layers[0].embed_dim, None)
         return stack(x, **inputs)
-    with vocabulary_of(stack.embed_tokens, name, x):
+    try:
         return stack(x, **inputs)
+    except ValueError:
+        check_vocabulary(stack.embed_tokens, name, x)
+        raise

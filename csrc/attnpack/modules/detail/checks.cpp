@@ -83,8 +83,14 @@ void check_tokens(const char* name, const at::Tensor& input, int64_t width, cons
   check_place(name, input, weight);
 }
 
-void check_context(const at::Tensor& x, const std::optional<at::Tensor>& context,
-                   const std::optional<at::Tensor>& value_context, bool cache) {
+void check_inputs(const at::Tensor& x, const std::optional<at::Tensor>& context,
+                  const std::optional<at::Tensor>& value_context, bool cache, const ProjectionInput& q,
+                  const ProjectionInput& k, const ProjectionInput& v) {
+  const at::Tensor& keys = context ? *context : x;
+  check_input("x", x, q.width, q.weight);
+  check_input(context ? "context" : "x, taken as context", keys, k.width, k.weight);
+  check_input(value_context ? "value_context" : "x or context, taken as value_context",
+              value_context ? *value_context : keys, v.width, v.weight);
   const auto same_batch = [&](const char* name, const std::optional<at::Tensor>& other) {
     ATTNPACK_CHECK(!other || other->sym_size(0) == x.sym_size(0), name, ": got batch ", other->sym_size(0), ", want ",
                    x.sym_size(0), " as in x");

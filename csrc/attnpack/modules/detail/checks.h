@@ -29,10 +29,18 @@ void check_device(const char* name, const at::Tensor& input, const at::Tensor& w
 // Checks that input is [B, L, width] in the dtype and on the device of weight.
 void check_input(const char* name, const at::Tensor& input, int64_t width, const at::Tensor& weight);
 
-// Checks that context and cache are not given together, that value_context has a context of its length, and that
-// the batches agree.
-void check_context(const at::Tensor& x, const std::optional<at::Tensor>& context,
-                   const std::optional<at::Tensor>& value_context, bool cache);
+// The input of a projection: rows of `width` numbers, in the dtype and on the device of weight if it is defined.
+struct ProjectionInput {
+  int64_t width;
+  at::Tensor weight;
+};
+
+// Checks x [B, L, q.width], context [B, Lkv, k.width] and value_context [B, Lkv, v.width], which stand for one another
+// where they are not given. context and cache must not be given together, nor value_context without context; lengths
+// and batches must agree.
+void check_inputs(const at::Tensor& x, const std::optional<at::Tensor>& context,
+                  const std::optional<at::Tensor>& value_context, bool cache, const ProjectionInput& q,
+                  const ProjectionInput& k, const ProjectionInput& v);
 
 // Refuses a value_context for latent attention.
 void check_one_latent(bool value_context);
