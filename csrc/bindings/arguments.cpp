@@ -180,8 +180,8 @@ void add_plain_function(py::module_& m, const char* name, PlainCall call) {
   m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&function->definition, self.ptr())));
 }
 
-Arguments::Arguments(std::string function, Names positional, const py::args& args, const py::kwargs& kwargs)
-    : function_(std::move(function)), given_(kwargs) {
+Arguments::Arguments(const char* function, const Names& positional, const py::args& args, const py::kwargs& kwargs)
+    : function_(function), given_(kwargs) {
   TORCH_CHECK_TYPE(args.size() <= positional.size(), "attnpack: ", function_, "() got ", args.size(),
                    " positional arguments, takes at most ", positional.size(), ": (", c10::Join(", ", positional),
                    "); give the others by name");
@@ -192,16 +192,17 @@ Arguments::Arguments(std::string function, Names positional, const py::args& arg
   }
 }
 
-py::object Arguments::take(const std::string& name) {
+py::object Arguments::take(const char* name) {
   taken_.push_back(name);
-  return given_.contains(name) ? given_.attr("pop")(name) : py::object();
+  return !given_.empty() && given_.contains(name) ? given_.attr("pop")(name) : py::object();
 }
 
 void Arguments::finish(const std::string& cache) {
-  for (const auto& [name, value] : given_) raise_unexpected_keyword(function_, name.cast<std::string>(), taken_, cache);
+  for (const auto& [name, value] : given_)
+    raise_unexpected_keyword(function_, name.cast<std::string>(), Names(taken_.begin(), taken_.end()), cache);
 }
 
-void Arguments::raise_missing(const std::string& name) const {
+void Arguments::raise_missing(const char* name) const {
   TORCH_CHECK_TYPE(false, "attnpack: ", function_, "() lacks the argument ", name);
 }
 

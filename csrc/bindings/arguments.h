@@ -114,11 +114,11 @@ T read_value(const std::string& shown_name, const py::handle& value, const std::
 class Arguments {
  public:
   // positional: the names of the arguments that may be given without their names.
-  Arguments(std::string function, Names positional, const py::args& args, const py::kwargs& kwargs);
+  Arguments(const char* function, const Names& positional, const py::args& args, const py::kwargs& kwargs);
 
   // Reads the argument into value; leaves value as it is where the argument was not given, which `required` refuses.
   template <typename T>
-  void read(const std::string& name, T& value, bool required = false) {
+  void read(const char* name, T& value, bool required = false) {
     if constexpr (std::is_same_v<T, Factory>) {
       value = take_factory();
     } else if constexpr (std::is_same_v<T, at::TensorOptions>) {
@@ -130,9 +130,9 @@ class Arguments {
     }
   }
   // The argument as it was given, or an empty object.
-  py::object take(const std::string& name);
+  py::object take(const char* name);
   template <typename T>
-  T require(const std::string& name) {
+  T require(const char* name) {
     const auto held = take(name);
     if (!held) raise_missing(name);
     return read_value<T>(name, held, name);
@@ -150,12 +150,12 @@ class Arguments {
   void finish(const std::string& cache = kLayerCacheWords);
 
  private:
-  [[noreturn]] void raise_missing(const std::string& name) const;
+  [[noreturn]] void raise_missing(const char* name) const;
   Factory take_factory();  // device and dtype
 
-  std::string function_;
+  const char* function_;
   py::dict given_;
-  Names taken_;
+  std::vector<const char*> taken_;  // the names that the function has
 };
 
 // The names of the options, in their order.
@@ -170,12 +170,12 @@ Names option_names(const Options& options) {
 // which are required as the keywords `required` are; `positional` says how many arguments may be given without their
 // names, default the sizes alone.
 template <typename Options, typename... Sizes>
-Options options_of_call(const std::string& function, const py::args& args, const py::kwargs& kwargs,
+Options options_of_call(const char* function, const py::args& args, const py::kwargs& kwargs,
                         size_t positional = sizeof...(Sizes), const Names& required = {}) {
   auto names = option_names(Options(Sizes{}...));
   Arguments arguments(function, Names(names.begin(), names.begin() + positional), args, kwargs);
   size_t i = 0;
-  std::tuple<Sizes...> sizes{arguments.require<Sizes>(names[i++])...};  // in this order: braces
+  std::tuple<Sizes...> sizes{arguments.require<Sizes>(names[i++].c_str())...};  // in this order: braces
   auto options = std::make_from_tuple<Options>(std::move(sizes));
   i = 0;
   Options::for_each_option(options, [&](const char* name, auto& value) {
@@ -264,7 +264,7 @@ void define_by_name(py::module_& m, const char* name, Result (*function)(Values.
     Arguments arguments(name, names, args, kwargs);
     size_t i = 0;
     std::tuple<std::decay_t<Values>...> values{
-        arguments.require<std::decay_t<Values>>(names[i++])...};  // in this order
+        arguments.require<std::decay_t<Values>>(names[i++].c_str())...};  // in this order
     arguments.finish();
     return std::apply(function, values);
   });

@@ -119,7 +119,7 @@ void bind_options(Class& cls, size_t positional = sizeof...(Sizes), const Names&
   py::options no_signatures;
   no_signatures.disable_function_signatures();
   cls.def(py::init([=](const py::args& args, const py::kwargs& kwargs) {
-            return Impl(options_of_call<Options, Sizes...>(name, args, kwargs, positional, required));
+            return Impl(options_of_call<Options, Sizes...>(name.c_str(), args, kwargs, positional, required));
           }),
           signature(name, names, positional).c_str())
       .def("options", [](const Impl& self) { return options_dict(self.options); });
