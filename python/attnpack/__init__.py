@@ -1,6 +1,12 @@
 """attnpack: attention variants for PyTorch. C++ (LibTorch) modules and Python ``nn.Module``s run on one operator."""
 
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from . import _load
+
+if TYPE_CHECKING:
+    from . import checkpoints as checkpoints
 
 try:
     _load.load()
@@ -9,7 +15,7 @@ except ImportError as error:
     raise
 __version__ = _load.build_record()["version"]
 
-from . import checkpoints, convert, cpp
+from . import convert, cpp
 from .cache import DynamicCache, ModelCache, StaticCache
 from .latent_cache import LatentCache
 from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
@@ -52,3 +58,12 @@ __all__ = [
     "cpp",
     "merge_states",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Imports attnpack.checkpoints when it is first used: reading files takes modules that a layer does not need."""
+    if name == "checkpoints":
+        import importlib
+
+        return importlib.import_module(".checkpoints", __name__)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

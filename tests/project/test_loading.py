@@ -120,3 +120,11 @@ def test_kernels_leak_no_code_of_their_instruction_set(isa):
     weak = re.findall(r"^[0-9a-f]+ [WVu] (.*)$", symbols, re.MULTILINE)
     assert [name for name in weak if f"attnpack::{isa}::" not in name] == []
     assert f"attnpack::{isa}::" in symbols
+
+
+def test_checkpoints_are_imported_when_they_are_used():
+    script = (
+        "import attnpack, sys; before = 'attnpack.checkpoints' in sys.modules; attnpack.checkpoints.load; "
+        "print(before, 'attnpack.checkpoints' in sys.modules)"
+    )
+    assert run_python(script).stdout.split() == ["False", "True"]
