@@ -282,7 +282,7 @@ def check_kind(cache: object, wanted: type, where: str, fix: str | None = None) 
         return
     kind = "attnpack.cpp." * isinstance(cache, cpp.KVCache | cpp.ModelCache) + type(cache).__name__
     usual = (
-        "a DynamicCache or StaticCache, one a layer" if wanted is KVCache else "a ModelCache, the list of its layers'"
+        "a DynamicCache or StaticCache, one per layer" if wanted is KVCache else "a ModelCache, the list of its layers'"
     )
     raise TypeError(f"attnpack: cache is {with_article(kind)}, {where} wants {fix or usual}")
 

@@ -141,7 +141,7 @@ class MultiHeadLatentAttention(NativeAttention):
         """
         reject_keywords(unknown)
         self._check(x, context, value_context, cache)
-        check_kind(cache, KVCache, type(self).__name__, "a LatentCache, one a layer")
+        check_kind(cache, KVCache, type(self).__name__, "a LatentCache, one per layer")
         with unchanged_on_error(cache):
             query, latent, k_rope, joined = self._latents(x, context)
             check_mask_share(self, mask, query.size(1))

@@ -13,7 +13,7 @@ void check_settings(const std::optional<Window>& window, double softcap, double 
                     const std::optional<double>& scale) {
   const auto [left, right] = window.value_or(Window{-1, -1});
   ATTNPACK_CHECK(left >= -1 && right >= -1, "window: got (", left, ", ", right,
-                 "), want how many keys before and behind, -1 for all of them");
+                 "), want how many keys before and after, -1 for all of them");
   ATTNPACK_CHECK(softcap >= 0 && std::isfinite(softcap), "softcap: got ", softcap,
                  ", want a number above 0, or 0 for none");
   ATTNPACK_CHECK(dropout >= 0 && dropout < 1, "dropout: got ", dropout, ", want 0 <= dropout < 1");
