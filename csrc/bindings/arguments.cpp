@@ -44,6 +44,7 @@ const std::map<std::string, std::string>& words() {
         {"positions", "an int64 tensor" + kMake},
         {"rope", "(inv_freq, factor, interleaved), the settings of a RotaryEmbedding, or None"},
         {"method", "a word such as 'mean'"},
+        {"state_dict", "a dict of names and tensors"},
         {"layout", "'concat', 'grouped' or 'conv1d'"},
         {"layers", "the number of the model's layers, or a list with a cache of attnpack.cpp for each"},
     };
@@ -134,6 +135,30 @@ void check_not_nested(const std::string& name, const py::handle& value) {
   if (!value.is_none() && THPVariable_Check(value.ptr())) check_padded(name, THPVariable_Unpack(value.ptr()));
 }
 
+std::optional<int64_t> read_index(const py::handle& value) {
+  if (PyBool_Check(value.ptr()) || !PyIndex_Check(value.ptr())) return std::nullopt;
+  int overflow = 0;
+  const auto whole = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+  const int64_t number = whole ? PyLong_AsLongLongAndOverflow(whole.ptr(), &overflow) : -1;
+  const bool failed = PyErr_Occurred() != nullptr;
+  PyErr_Clear();
+  return failed || overflow != 0 ? std::nullopt : std::make_optional(number);
+}
+
+std::optional<uint64_t> read_unsigned(const py::handle& value) {
+  if (PyBool_Check(value.ptr()) || !PyIndex_Check(value.ptr())) return std::nullopt;
+  const auto whole = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+  const uint64_t number = whole ? PyLong_AsUnsignedLongLong(whole.ptr()) : 0;
+  const bool failed = PyErr_Occurred() != nullptr;
+  PyErr_Clear();
+  return failed ? std::nullopt : std::make_optional(number);
+}
+
+bool is_list(const py::handle& value) {
+  return PySequence_Check(value.ptr()) && !PyUnicode_Check(value.ptr()) && !PyBytes_Check(value.ptr()) &&
+         !THPVariable_Check(value.ptr());
+}
+
 std::optional<std::shared_ptr<KVCache>> Reader<std::shared_ptr<KVCache>>::read(const py::handle& value) {
   if (value.is_none()) return nullptr;
   if (!py::isinstance<KVCache>(value)) return std::nullopt;
@@ -183,8 +208,9 @@ void add_plain_function(py::module_& m, const char* name, PlainCall call) {
 Arguments::Arguments(const char* function, const Names& positional, const py::args& args, const py::kwargs& kwargs)
     : function_(function), given_(kwargs) {
   TORCH_CHECK_TYPE(args.size() <= positional.size(), "attnpack: ", function_, "() got ", args.size(),
-                   " positional arguments, takes at most ", positional.size(), ": (", c10::Join(", ", positional),
-                   "); give the others by name");
+                   " arguments without names, takes ",
+                   positional.empty() ? "none" : "(" + c10::Join(", ", positional) + ") at most",
+                   ": give the others by name, or leave them out");
   for (size_t i = 0; i < args.size(); ++i) {
     TORCH_CHECK_TYPE(!given_.contains(positional[i]), "attnpack: ", function_, "() got ", positional[i],
                      " twice, by place and by name: leave one of them out");

@@ -46,12 +46,20 @@ std::string wrong_kind(const std::string& name, const py::handle& value, const s
 // Raises a ValueError for a nested tensor.
 void check_not_nested(const std::string& name, const py::handle& value);
 
+// An int, or what Python uses as one (numpy's ints, a tensor of one int): neither a bool nor a float.
+std::optional<int64_t> read_index(const py::handle& value);
+std::optional<uint64_t> read_unsigned(const py::handle& value);
+template <typename T>
+std::optional<T> read_int(const py::handle& value) {
+  if constexpr (std::is_unsigned_v<T>) return read_unsigned(value);
+  return read_index(value);
+}
+
 // How a Python value becomes a T. read gives none for a value of the wrong kind; wanted says what the right kind is.
 template <typename T>
 struct Reader {
   static std::optional<T> read(const py::handle& value) {
-    constexpr bool number = std::is_integral_v<T> && !std::is_same_v<T, bool>;
-    if (number && py::isinstance<py::bool_>(value)) return std::nullopt;  // True is an int in Python
+    if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) return read_int<T>(value);
     py::detail::make_caster<T> caster;
     if (!caster.load(value, /*convert=*/true)) return std::nullopt;
     return py::detail::cast_op<T>(std::move(caster));
@@ -78,6 +86,34 @@ struct Reader<std::optional<T>> {
     if (auto words = wanted_by_name(name, true); !words.empty()) return words;
     return Reader<T>::wanted(name) + ", or None";
   }
+};
+
+// A sequence that is no text.
+bool is_list(const py::handle& value);
+
+template <>
+struct Reader<std::vector<int64_t>> {
+  static std::optional<std::vector<int64_t>> read(const py::handle& value) {
+    if (!is_list(value)) return std::nullopt;
+    std::vector<int64_t> numbers;
+    for (const auto& item : py::reinterpret_borrow<py::object>(value)) {
+      const auto number = read_index(item);
+      if (!number) return std::nullopt;
+      numbers.push_back(*number);
+    }
+    return numbers;
+  }
+  static std::string wanted(const std::string& name) { return wanted_by_name(name, false); }
+};
+
+template <>
+struct Reader<std::array<int64_t, 2>> {
+  static std::optional<std::array<int64_t, 2>> read(const py::handle& value) {
+    const auto pair = Reader<std::vector<int64_t>>::read(value);
+    return pair && pair->size() == 2 ? std::make_optional(std::array<int64_t, 2>{(*pair)[0], (*pair)[1]})
+                                     : std::nullopt;
+  }
+  static std::string wanted(const std::string& name) { return wanted_by_name(name, false); }
 };
 
 template <>

@@ -28,7 +28,8 @@ py::object run(bool need_weights, const Plain& plain, const Weighted& weighted) 
 template <typename Class>
 void bind_forward_with_weights(Class& cls) {
   cls.def("forward_with_weights", [](const py::object& self, const py::args& args, const py::kwargs& kwargs) {
-    return self.attr("forward")(*args, **kwargs, py::arg("need_weights") = true);
+    kwargs["need_weights"] = true;
+    return self.attr("forward")(*args, **kwargs);
   });
 }
 
@@ -105,11 +106,14 @@ void register_attention(py::module_& m) {
   bind_attention<MultiQueryAttentionImpl, MultiQueryAttentionOptions, int64_t, int64_t>(
       m, "MultiQueryAttention", "All query heads share one kv head.");
   using Latent = MultiHeadLatentAttentionImpl;
-  bind_attention<Latent, MultiHeadLatentAttentionOptions, int64_t, int64_t>(
-      m, "MultiHeadLatentAttention", "Keys and values are made of one cached latent per token.", 2,
-      {"kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
-      .def_property_readonly("softmax_scale", &Latent::softmax_scale)
-      .def("fold", &Latent::fold);
+  auto latent = bind_attention<Latent, MultiHeadLatentAttentionOptions, int64_t, int64_t>(
+                    m, "MultiHeadLatentAttention", "Keys and values are made of one cached latent per token.", 2,
+                    {"kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
+                    .def_property_readonly("softmax_scale", &Latent::softmax_scale);
+  bind_method(latent, "fold", {}, 0, [](Latent& self, Arguments& arguments) {
+    arguments.finish();
+    return self.fold();
+  });
   bind_projected(m);
 }
 

@@ -25,13 +25,11 @@ void bind_tensors(py::class_<Cache, KVCache, std::shared_ptr<Cache>>& cls) {
 
 // A tensor, or a list of ints.
 at::Tensor as_index(const py::object& index) {
+  check_not_nested("index", index);
   if (THPVariable_Check(index.ptr())) return index.cast<at::Tensor>();
-  try {
-    return at::tensor(index.cast<std::vector<int64_t>>(), at::kLong);
-  } catch (const py::cast_error&) {
-    TORCH_CHECK_TYPE(false, "attnpack: index is ", shown(index),
-                     ", wants int64 sequence numbers [B]: a tensor, or a list of ints");
-  }
+  const auto rows = Reader<std::vector<int64_t>>::read(index);
+  if (!rows) raise_wrong_kind("index", index, "int64 sequence numbers [B]: a tensor, or a list of ints");
+  return at::tensor(*rows, at::kLong);
 }
 
 // DynamicCache(batch=1, num_kv_heads=2, len=3, head_dim=4, dtype=torch.float32, bytes=192), as Python's.
@@ -87,14 +85,23 @@ void bind_rules(py::module_& m) {
 
 template <typename T>
 void bind_common(py::class_<T, std::shared_ptr<T>>& cls) {
-  cls.def("__len__", &T::len)
+  cls.def("__len__", [](const std::shared_ptr<T>& self) { return self->len(); })
       .def("__bool__", [](const T&) { return true; })  // an empty cache is a cache
-      .def_property_readonly("lengths", &T::lengths)
-      .def_property_readonly("nbytes", &T::nbytes)
-      .def("reset", &T::reset)
-      .def(
-          "reorder", [](T& self, const py::object& index) { self.reorder(as_index(index)); }, py::arg("index"))
-      .def("clone", &T::clone);
+      .def_property_readonly("lengths", [](const std::shared_ptr<T>& self) { return self->lengths(); })
+      .def_property_readonly("nbytes", [](const std::shared_ptr<T>& self) { return self->nbytes(); });
+  bind_method(cls, "reset", {}, 0, [](T& self, Arguments& arguments) {
+    arguments.finish();
+    self.reset();
+  });
+  bind_method(cls, "clone", {}, 0, [](T& self, Arguments& arguments) {
+    arguments.finish();
+    return self.clone();
+  });
+  bind_method(cls, "reorder", {"index"}, 1, [](T& self, Arguments& arguments) {
+    const auto index = arguments.require<py::object>("index");
+    arguments.finish();
+    self.reorder(as_index(index));
+  });
   bind_method(cls, "crop", {"n"}, 1, [](T& self, Arguments& arguments) {
     const auto n = arguments.require<int64_t>("n");
     arguments.finish();

@@ -45,6 +45,10 @@ void check_inputs_py(const py::object& x, const OptionalTensor& context, const O
                {v_width, v_weight.value_or(at::Tensor())});
 }
 
+void check_size_py(const std::string& name, const py::object& size) {
+  check_size(name.c_str(), read_value<int64_t>(name, size, name));
+}
+
 }  // namespace
 
 void register_checks(py::module_& m) {
@@ -76,7 +80,10 @@ void register_checks(py::module_& m) {
   m.def("embedding_width", &check_embedding_width);
   m.def("cross_attention", &check_cross_attention);
   m.def("cache_layers", &check_cache_layers);
-  m.def("size", &check_size);
+  define(m, "layers_given", &check_layers_given, {"layers"});
+  define(m, "norm_kind", &check_norm_kind, {"norm"});
+  define(m, "size", &check_size_py, {"name", "size"});
+  m.def("device", [](const py::object& device) { make_factory(device, py::none()); });
   m.def("dtype", [](const py::object& dtype) { make_factory(py::str("meta"), dtype); });
   m.def("unexpected_keyword", &raise_unexpected_keyword);
   m.def("wrong_kind", &wrong_kind);

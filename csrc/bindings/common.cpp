@@ -7,7 +7,11 @@ namespace attnpack {
 namespace {
 
 at::Device to_device(const py::object& device) {
-  return py::module_::import("torch").attr("device")(device).cast<at::Device>();
+  try {
+    return py::module_::import("torch").attr("device")(device).cast<at::Device>();
+  } catch (const py::error_already_set&) {
+    raise_wrong_kind("device", device, "a torch.device or its name, such as 'cpu' or 'cuda:0', or None");
+  }
 }
 
 }  // namespace
@@ -43,8 +47,8 @@ Factory parse_to(const py::args& args, const py::kwargs& kwargs) {
   };
   for (const auto& value : args) read(py::reinterpret_borrow<py::object>(value));
   for (const auto& [name, value] : kwargs) {
-    TORCH_CHECK_TYPE(name.cast<std::string>() == "device" || name.cast<std::string>() == "dtype", "to: got keyword ",
-                     name.cast<std::string>(), ", want device or dtype");
+    TORCH_CHECK_TYPE(name.cast<std::string>() == "device" || name.cast<std::string>() == "dtype",
+                     "attnpack: to: got keyword ", name.cast<std::string>(), ", want device or dtype");
     read(py::reinterpret_borrow<py::object>(value));
   }
   return target;

@@ -32,13 +32,9 @@ struct Reader<std::optional<std::tuple<at::Tensor, at::Tensor>>> {
 template <>
 struct Reader<QOffset> {
   static std::optional<QOffset> read(const py::handle& value) {
+    check_not_nested("q_offset", value);
     if (THPVariable_Check(value.ptr())) return value.cast<at::Tensor>();
-    if (PyIndex_Check(value.ptr())) {  // numpy's ints too
-      int overflow = 0;
-      const auto number =
-          PyLong_AsLongLongAndOverflow(py::int_(py::reinterpret_borrow<py::object>(value)).ptr(), &overflow);
-      if (overflow == 0) return static_cast<int64_t>(number);
-    }
+    if (const auto number = read_index(value)) return *number;
     if (py::isinstance<py::str>(value) && value.cast<std::string>() == "end") return End{};
     TORCH_CHECK_VALUE(false, "attnpack: q_offset is ", py::repr(value).cast<std::string>(),
                       ", wants an int, an integer tensor [batch] or \"end\"");

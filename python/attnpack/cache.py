@@ -181,7 +181,9 @@ class ModelCache:
         wanted = "the number of the model's layers, or a list with an attnpack cache for each"
         if not isinstance(layers, int | Iterable):
             raise wrong_kind("layers", layers, wanted)
-        self.layers = [DynamicCache() for _ in range(layers)] if isinstance(layers, int) else list(layers)
+        if isinstance(layers, int):
+            layers = (DynamicCache() for _ in cpp.ModelCache(layers).layers)  # which judges the number
+        self.layers = list(layers)
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, KVCache):
                 raise wrong_kind(f"layers[{i}]", layer, "an attnpack.DynamicCache() or StaticCache")

@@ -44,11 +44,15 @@ CacheTensors DynamicCache::reserve(const at::Tensor& key, const at::Tensor& valu
       tensors_.value = grown(tensors_.value, len_, larger);
     }
   }
-  // As long as the cache will be, so that a mask over its keys fits.
+  // The result is as long as the cache will be, so that a mask over its keys fits.
   return {tensors_.key.narrow_symint(2, 0, need), tensors_.value.narrow_symint(2, 0, need), tensors_.lengths};
 }
 
 void DynamicCache::commit(const SymInt& new_len, const std::optional<at::Tensor>& new_lens) {
+  const auto added = new_len.maybe_as_int(), held = len_.maybe_as_int();
+  const auto room = tensors_.key.defined() ? tensors_.key.sym_size(2).maybe_as_int() : std::make_optional<int64_t>(0);
+  ATTNPACK_CHECK(!added || !held || !room || (*added >= 0 && *held + *added <= *room), "new_len: got ", new_len,
+                 " after ", len_, " positions, want what was written into the room that reserve() gave");
   len_ = new_lens ? longest() : len_ + new_len;
 }
 

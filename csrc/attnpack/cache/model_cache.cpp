@@ -8,13 +8,22 @@
 
 namespace attnpack {
 
+namespace {
+
+void check_num_layers(int64_t num_layers) {
+  constexpr int64_t kMost = 1 << 16;  // more than any model has, and little memory
+  ATTNPACK_CHECK(num_layers > 0 && num_layers <= kMost, "num_layers: got ", num_layers, ", want 1 to ", kMost);
+}
+
+}  // namespace
+
 ModelCache::ModelCache(int64_t num_layers) {
-  ATTNPACK_CHECK(num_layers > 0, "num_layers: got ", num_layers, ", want at least 1");
+  check_num_layers(num_layers);
   for (int64_t i = 0; i < num_layers; ++i) layers_.push_back(std::make_shared<DynamicCache>());
 }
 
 ModelCache::ModelCache(int64_t num_layers, const StaticCacheOptions& options) {
-  ATTNPACK_CHECK(num_layers > 0, "num_layers: got ", num_layers, ", want at least 1");
+  check_num_layers(num_layers);
   for (int64_t i = 0; i < num_layers; ++i) layers_.push_back(std::make_shared<StaticCache>(options));
 }
 

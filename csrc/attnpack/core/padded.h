@@ -14,4 +14,11 @@ inline void check_padded(const std::string& name, const at::Tensor& tensor) {
                  "torch.nested.to_padded_tensor(", name, ", 0.0) and say by kv_lens or a mask which tokens are real");
 }
 
+// The same for a nested or sparse tensor.
+inline void check_dense(const std::string& name, const at::Tensor& tensor) {
+  check_padded(name, tensor);
+  ATTNPACK_CHECK(tensor.layout() == at::kStrided, name, " has the layout ", tensor.layout(),
+                 ", wants a dense tensor: call .to_dense() on it");
+}
+
 }  // namespace attnpack

@@ -56,8 +56,8 @@ at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
 void LayerNormImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::LayerNorm", options); }
 
 Part<TokenModule> make_norm(const std::string& kind, const NormOptions& options) {
+  check_norm_kind(kind);
   if (kind == "rms") return RMSNorm(options);
-  ATTNPACK_CHECK(kind == "layer", "norm: got '", kind, "', want 'rms' or 'layer'");
   return LayerNorm(options);
 }
 

@@ -8,7 +8,7 @@ namespace attnpack {
 
 template <typename Derived, typename Block>
 StackImpl<Derived, Block>::StackImpl(const StackOptions<Block>& options) {
-  ATTNPACK_CHECK(!options.layers().empty(), "layers: got none, want at least one block");
+  check_layers_given(static_cast<int64_t>(options.layers().size()));
   torch::nn::ModuleList list;
   for (size_t i = 0; i < options.layers().size(); ++i) {
     const auto& layer = options.layers()[i];

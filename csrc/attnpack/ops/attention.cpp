@@ -37,9 +37,9 @@ Tensor clamped(const Tensor& kv_lens, const c10::SymInt& kv_len) {
 
 // Makes the op's arguments from the options: "end" becomes numbers, and dropout draws its seed.
 AttentionArguments make_arguments(const Tensor& query, const Tensor& key, const AttentionOptions& o) {
-  check_padded("query", query);
-  check_padded("key", key);
-  if (o.mask()) check_padded("mask", *o.mask());
+  check_dense("query", query);
+  check_dense("key", key);
+  if (o.mask()) check_dense("mask", *o.mask());
   AttentionArguments r{.mask = o.mask(),
                        .causal = o.causal(),
                        .window_left = o.window()[0],
@@ -69,7 +69,7 @@ AttentionArguments make_arguments(const Tensor& query, const Tensor& key, const 
 
 AttentionResult attention_with_lse(const Tensor& query, const Tensor& key, const Tensor& value,
                                    const AttentionOptions& options) {
-  check_padded("value", value);
+  check_dense("value", value);
   return attention_op(query, key, value, make_arguments(query, key, options));
 }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, cpp
-from ..errors import wrong_kind
+from ..errors import check_size, wrong_kind
 from ..nn.attention import GroupedQueryAttention
 from ..nn.block import Block
 from ..nn.causal_lm import CausalLM
@@ -93,8 +93,9 @@ def similar_groups(
 ) -> list[list[int]]:
     """The groups that method "similar" would choose for an attention layer. They have one size if num_kv_heads divides
     the layer's number of kv heads."""
-    heads = module.num_kv_heads
-    distances = _C.convert.head_distances(list(layer_weights(module)), heads, calibration_rows(calibration))
+    weights, heads = list(layer_weights(module)), module.num_kv_heads
+    check_size("num_kv_heads", num_kv_heads)
+    distances = _C.convert.head_distances(weights, heads, calibration_rows(calibration))
     return _C.convert.choose_groups(distances, num_kv_heads, heads % num_kv_heads != 0)
 
 

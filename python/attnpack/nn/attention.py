@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import cpp
+from .._C import checks
 from ..ops import alibi_slopes
 from .attention_base import ContextAttention
 from .linear import project
@@ -166,8 +167,7 @@ class GroupedQueryAttention(ContextAttention):
 def _reject_settings(name: str, settings: AttentionSettings) -> None:
     """Raises TypeError for keywords that `name` does not have."""
     for setting in settings.keys() - AttentionSettings.__annotations__.keys():
-        fix = ": use GroupedQueryAttention" if setting in ("head_map", "num_kv_heads") else ""
-        raise TypeError(f"attnpack: {name}() got an unexpected keyword argument '{setting}'{fix}")
+        checks.unexpected_keyword(name, setting, ["num_heads"], "")
 
 
 class MultiHeadAttention(GroupedQueryAttention):

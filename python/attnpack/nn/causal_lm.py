@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -216,7 +216,7 @@ class CausalLM(NativeModule):
                 max_new_tokens=max_new_tokens,
                 cache=native_cache,
                 lengths=lengths,
-                stop_tokens=list(stop_tokens) if isinstance(stop_tokens, Iterable) else stop_tokens,
+                stop_tokens=list(stop_tokens) if isinstance(stop_tokens, Set | Iterator) else stop_tokens,
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,

@@ -15,7 +15,7 @@ from .native import NativeModule
 
 _VALUES = frozenset({int, float, bool, str, type(None)})
 
-# What _settings_of gave, the twin, and the tensors without memory that it holds between calls.
+# The list of _settings_of, the twin, and the tensors without memory that it holds between calls.
 _Kept = tuple[list[Any], Any, dict[str, Tensor]]
 _kept: WeakKeyDictionary[NativeModule, _Kept] = WeakKeyDictionary()
 

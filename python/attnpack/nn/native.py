@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from .._C import checks
 from ..errors import wrong_kind
 
 # Types of layers that a C++ twin has too. The type must be the same: a derived class may compute something else.
@@ -42,6 +43,8 @@ class NativeModule(nn.Module):
         foreign = {"self", "__class__", "device", "dtype", "rope"} | self._not_of_twin
         given = {name: value for name, value in arguments.items() if name not in foreign}
         self._config = given
+        if arguments["device"] is not None:
+            checks.device(arguments["device"])
         twin = self._make_cpp("meta", dtype=arguments["dtype"])
         resolved = twin.options()
         self._config = {name: resolved[name] if value is None else value for name, value in given.items()}

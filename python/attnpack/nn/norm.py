@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import cpp, ops
+from .._C import checks
 from ..errors import check_dtype, check_tokens
 from .native import NativeModule
 
@@ -44,12 +45,11 @@ class RMSNorm(NativeModule):
 
 def make_norm(kind: str, dim: int, eps: float, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
     """RMSNorm for "rms", torch's LayerNorm for "layer"."""
+    checks.norm_kind(kind)
     if kind == "rms":
         return RMSNorm(dim, eps=eps, device=device, dtype=dtype)
-    if kind == "layer":
-        check_dtype(dtype)
-        return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
-    raise ValueError(f"attnpack: norm: got {kind!r}, want 'rms' or 'layer'")
+    check_dtype(dtype)
+    return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
 
 
 def arguments_of_norm(twin: Any) -> dict[str, Any]:

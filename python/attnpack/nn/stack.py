@@ -46,8 +46,7 @@ class _Stack(NativeModule):
         if not isinstance(layers, Iterable) or isinstance(layers, str | bytes):
             raise wrong_kind("layers", layers, f"a list of {self._block.__name__}s")
         layers = list(layers)
-        if not layers:
-            raise ValueError("attnpack: layers: got none, want at least one block")
+        checks.layers_given(len(layers))
         for i, layer in enumerate(layers):
             other = EncoderBlock if self._block is DecoderBlock else DecoderBlock
             if isinstance(layer, other) or not isinstance(layer, nn.Module):
@@ -55,6 +54,8 @@ class _Stack(NativeModule):
             first, width = getattr(layers[0], "embed_dim", None), getattr(layer, "embed_dim", None)
             if first is not None and width is not None:
                 checks.layer_width(i, width, first)
+        if not isinstance(embed_tokens, nn.Module | None):
+            raise wrong_kind("embed_tokens", embed_tokens, "an nn.Embedding, or None")
         width = getattr(embed_tokens, "embedding_dim", None)
         if width is not None:
             checks.embedding_width(width, layers[0].embed_dim)

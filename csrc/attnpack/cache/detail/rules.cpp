@@ -39,6 +39,8 @@ std::shared_ptr<KVCache> HeldCache::make() const {
                  ", want lengths alone, or lengths, key and value");
   CacheTensors parts{Tensor(), Tensor(), tensors[0]};
   if (tensors.size() == 3) parts = {tensors[1], tensors[2], tensors[0]};
+  const size_t wanted = kind == "StaticCache" ? 0 : kind == "DynamicCache" ? 1 : 2;
+  ATTNPACK_CHECK(numbers.size() >= wanted, "numbers: got ", numbers.size(), ", want ", wanted, " for a ", kind);
   if (kind == "StaticCache") return std::make_shared<StaticCache>(std::move(parts));
   if (kind == "DynamicCache") return std::make_shared<DynamicCache>(std::move(parts), numbers.at(0));
   ATTNPACK_CHECK(kind == "LatentCache", "kind: got ", kind, ", want a class of caches");

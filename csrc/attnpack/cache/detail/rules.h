@@ -7,7 +7,7 @@
 #include <string_view>
 #include <tuple>
 
-// What a cache can do, as functions of its class and its state. They are the ops attnpack::cache_<rule>, so that
+// The rules of a cache, as functions of its class and its state. They are the ops attnpack::cache_<rule>, so that
 // torch.compile traces them; eager calls come through pybind.
 namespace attnpack {
 

@@ -86,7 +86,8 @@ PlacedTokens place_tokens(
   std::optional<RopeSettings> rope = rope_settings(args.rope);
   if (tokens.rotated_dims && *tokens.rotated_dims == 0) rope.reset();
   if (!cache) {
-    if (rope) check(tokens.key, tokens.value, args.kv_lens);  // without rotation the operator's own check comes first
+    // The operator's own check comes first where nothing is done with the tokens before it.
+    if (rope || tokens.rotated_dims) check(tokens.key, tokens.value, args.kv_lens);
     const auto [q, k] = rotate_tokens(tokens, rope, {args.positions, args.cross, std::nullopt, args.kv_lens});
     return {q, k, tokens.value, std::nullopt, args.kv_lens};
   }

@@ -172,6 +172,12 @@ void check_embedding_width(int64_t width, int64_t embed_dim) {
   ATTNPACK_CHECK(width == embed_dim, "embed_tokens: got width ", width, ", want ", embed_dim, " as the blocks have");
 }
 
+void check_layers_given(int64_t layers) { ATTNPACK_CHECK(layers > 0, "layers: got none, want at least one block"); }
+
+void check_norm_kind(const std::string& kind) {
+  ATTNPACK_CHECK(kind == "rms" || kind == "layer", "norm: got '", kind, "', want 'rms' or 'layer'");
+}
+
 void check_cross_attention(bool has_cross_attention, bool context) {
   ATTNPACK_CHECK(has_cross_attention == context, "context: ",
                  has_cross_attention ? "got none, but this block has cross-attention; give what it reads"

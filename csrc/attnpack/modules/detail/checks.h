@@ -6,6 +6,7 @@
 
 #include <array>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace attnpack {
@@ -71,6 +72,12 @@ void check_output_width(int64_t out_dim, int64_t embed_dim);
 void check_part_width(const char* name, int64_t width, int64_t embed_dim);
 void check_layer_width(int64_t layer, int64_t width, int64_t first);
 void check_embedding_width(int64_t width, int64_t embed_dim);
+
+// Checks that a stack is made of at least one block.
+void check_layers_given(int64_t layers);
+
+// Checks the name of a norm: "rms" or "layer".
+void check_norm_kind(const std::string& kind);
 
 // Checks that a block is given a context if it has cross-attention, and only then.
 void check_cross_attention(bool has_cross_attention, bool context);
