@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import time
@@ -49,7 +50,8 @@ class UptrainReport:
 
 
 def main(args: argparse.Namespace) -> None:
-    report = uptrain(args, say=(lambda words: None) if args.json else print)
+    # Flushed: who reads through a pipe sees the estimate when it is made.
+    report = uptrain(args, say=(lambda words: None) if args.json else functools.partial(print, flush=True))
     if args.json:
         print(json.dumps(asdict(report)))
         return
