@@ -122,3 +122,8 @@ def test_similar_groups_judges_its_arguments():
     complaint(
         TypeError, "module is .*, wants a MultiHeadAttention", attnpack.convert.similar_groups, nn.Linear(2, 2), 1
     )
+
+
+def test_a_block_names_a_part_that_cpp_cannot_run():
+    block = attnpack.EncoderBlock(attention(attnpack), nn.Linear(24, 24))
+    complaint(TypeError, "EncoderBlock.mlp is a Linear, which C\\+\\+ cannot run there", block.cpp)

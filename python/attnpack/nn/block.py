@@ -79,6 +79,16 @@ class Block(NativeModule):
     def _check(self, x: Tensor) -> None:
         check_input("x", x, self.embed_dim, getattr(self.self_attn, "q_proj", None))
 
+    def _twins(self, *names: str) -> list[Any]:
+        """The C++ modules of these children."""
+        for name in names:
+            if not hasattr(getattr(self, name), "cpp"):
+                raise TypeError(
+                    f"attnpack: {type(self).__name__}.{name} is a {type(getattr(self, name)).__name__}, which C++ "
+                    "cannot run there: give the block a module of attnpack, or call the Python module"
+                )
+        return [getattr(self, name).cpp() for name in names]
+
     def _residual(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
         return x + layer(norm(x)) if self.pre_norm else norm(x + layer(x))
 
@@ -139,7 +149,7 @@ class EncoderBlock(Block):
         return self._residual(x, self.post_attention_layernorm, self.mlp)
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
-        return self._cpp_class(self.self_attn.cpp(), self.mlp.cpp(), **self._live_config())
+        return self._cpp_class(*self._twins("self_attn", "mlp"), **self._live_config())
 
 
 class DecoderBlock(Block):
@@ -215,5 +225,7 @@ class DecoderBlock(Block):
         return self._residual(x, self.post_attention_layernorm, self.mlp)
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
-        cross = self.cross_attn.cpp() if self.has_cross_attention else None
-        return self._cpp_class(self.self_attn.cpp(), self.mlp.cpp(), cross_attention=cross, **self._live_config())
+        attention, feed_forward, *cross = self._twins("self_attn", "mlp", *["cross_attn"] * self.has_cross_attention)
+        return self._cpp_class(
+            attention, feed_forward, cross_attention=cross[0] if cross else None, **self._live_config()
+        )
