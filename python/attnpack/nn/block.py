@@ -225,7 +225,7 @@ class DecoderBlock(Block):
         return self._residual(x, self.post_attention_layernorm, self.mlp)
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
-        attention, feed_forward, *cross = self._twins("self_attn", "mlp", *["cross_attn"] * self.has_cross_attention)
-        return self._cpp_class(
-            attention, feed_forward, cross_attention=cross[0] if cross else None, **self._live_config()
+        parts = self._twins("self_attn", "mlp")
+        cross = self._twins("cross_attn")[0] if self.has_cross_attention else None
+        return self._cpp_class(*parts, cross_attention=cross, **self._live_config())
         )
