@@ -228,4 +228,3 @@ class DecoderBlock(Block):
         parts = self._twins("self_attn", "mlp")
         cross = self._twins("cross_attn")[0] if self.has_cross_attention else None
         return self._cpp_class(*parts, cross_attention=cross, **self._live_config())
-        )
