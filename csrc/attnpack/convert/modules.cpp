@@ -69,7 +69,8 @@ template <typename Impl>
 void check_has_latent_form(const Impl& module) {
   const auto& o = module.options;
   const auto lacks = [](bool given, const char* name) {
-    ATTNPACK_CHECK(!given, name, ": got a layer with it, which latent attention does not have; conversion would lose it");
+    ATTNPACK_CHECK(!given, name,
+                   ": got a layer with it, which latent attention does not have; conversion would lose it");
   };
   lacks(o.window().has_value() && *o.window() != Window{-1, -1}, "window");
   lacks(o.softcap() != 0, "softcap");
