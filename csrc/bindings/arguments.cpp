@@ -155,6 +155,7 @@ std::optional<uint64_t> read_unsigned(const py::handle& value) {
 }
 
 bool is_list(const py::handle& value) {
+  if (PyTuple_CheckExact(value.ptr()) || PyList_CheckExact(value.ptr())) return true;
   return PySequence_Check(value.ptr()) && !PyUnicode_Check(value.ptr()) && !PyBytes_Check(value.ptr()) &&
          !THPVariable_Check(value.ptr());
 }

@@ -109,9 +109,10 @@ struct Reader<std::vector<int64_t>> {
 template <>
 struct Reader<std::array<int64_t, 2>> {
   static std::optional<std::array<int64_t, 2>> read(const py::handle& value) {
-    const auto pair = Reader<std::vector<int64_t>>::read(value);
-    return pair && pair->size() == 2 ? std::make_optional(std::array<int64_t, 2>{(*pair)[0], (*pair)[1]})
-                                     : std::nullopt;
+    if (!is_list(value) || PySequence_Size(value.ptr()) != 2) return std::nullopt;
+    const auto pair = py::reinterpret_borrow<py::sequence>(value);
+    const auto first = read_index(pair[0]), second = read_index(pair[1]);
+    return first && second ? std::make_optional(std::array<int64_t, 2>{*first, *second}) : std::nullopt;
   }
   static std::string wanted(const std::string& name) { return wanted_by_name(name, false); }
 };

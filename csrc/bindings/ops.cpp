@@ -32,6 +32,9 @@ struct Reader<std::optional<std::tuple<at::Tensor, at::Tensor>>> {
 template <>
 struct Reader<QOffset> {
   static std::optional<QOffset> read(const py::handle& value) {
+    if (PyLong_CheckExact(value.ptr())) {  // before the slower question whether it is a tensor
+      if (const auto number = read_index(value)) return *number;
+    }
     check_not_nested("q_offset", value);
     if (THPVariable_Check(value.ptr())) return value.cast<at::Tensor>();
     if (const auto number = read_index(value)) return *number;

@@ -86,8 +86,8 @@ PlacedTokens place_tokens(
   std::optional<RopeSettings> rope = rope_settings(args.rope);
   if (tokens.rotated_dims && *tokens.rotated_dims == 0) rope.reset();
   if (!cache) {
-    // The operator's own check comes first where nothing is done with the tokens before it.
-    if (rope || tokens.rotated_dims) check(tokens.key, tokens.value, args.kv_lens);
+    // Elsewhere the operator's own check comes before anything is done with the tokens. (Latents are cut by kv_lens.)
+    if (rope || (tokens.rotated_dims && args.kv_lens)) check(tokens.key, tokens.value, args.kv_lens);
     const auto [q, k] = rotate_tokens(tokens, rope, {args.positions, args.cross, std::nullopt, args.kv_lens});
     return {q, k, tokens.value, std::nullopt, args.kv_lens};
   }
