@@ -374,57 +374,6 @@ def test_model_cache_is_the_sum_of_its_layers():
         attnpack.ModelCache([])
 
 
-def native_layer(kind):
-    """A layer of attnpack.cpp and an empty cache for two sequences of up to 8 positions."""
-    torch.manual_seed(0)
-    if kind == "latent":
-        sizes = {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4}
-        return attnpack.cpp.MultiHeadLatentAttention(24, 2, **sizes), attnpack.cpp.LatentCache()
-    cache = attnpack.cpp.DynamicCache() if kind == "dynamic" else attnpack.cpp.StaticCache(2, 2, 8, 6)
-    return attnpack.cpp.GroupedQueryAttention(24, 4, 2), cache
-
-
-native_kinds = pytest.mark.parametrize("kind", ["dynamic", "static", "latent"])
-
-
-@native_kinds
-def test_a_cpp_clone_has_memory_of_its_own(kind):
-    layer, cache = native_layer(kind)
-    layer.forward(torch.randn(2, 6, 24), cache=cache)
-    copied, kept = cache.clone(), cache.k.clone()
-    cache.crop(2)
-    layer.forward(torch.randn(2, 4, 24), cache=cache)  # written in the place of the old rows
-    assert len(copied) == 6 and torch.equal(copied.k, kept) and not torch.equal(cache.k, kept)
-
-
-@native_kinds
-def test_a_cpp_cache_counts_what_its_longest_sequence_holds(kind):
-    layer, cache = native_layer(kind)
-    layer.forward(torch.randn(2, 5, 24), cache=cache, kv_lens=torch.tensor([1, 4]))
-    assert cache.lengths.tolist() == [1, 4] and len(cache) == cache.k.size(2) == 4
-    cache.crop(7)
-    assert cache.lengths.tolist() == [1, 4] and len(cache) == 4
-    cache.crop(3)
-    assert cache.lengths.tolist() == [1, 3] and len(cache) == 3
-    cache.reorder([0, 0])
-    assert cache.lengths.tolist() == [1, 1] and len(cache) == cache.k.size(2) == 1
-
-
-def test_cpp_layers_are_taken_back_together():
-    torch.manual_seed(0)
-    model = attnpack.cpp.CausalLM(16, 24, 3, 4)
-    layers = [attnpack.cpp.DynamicCache(), attnpack.cpp.DynamicCache(), attnpack.cpp.StaticCache(1, 4, 4, 6)]
-    cache, ids = attnpack.cpp.ModelCache(layers), torch.randint(16, (1, 3))
-    with torch.no_grad():
-        model.forward(ids, cache=cache)
-        with pytest.raises(ValueError, match="cache is full"):
-            model.forward(ids, cache=cache)
-        assert [len(layer) for layer in cache.layers] == [3, 3, 3]
-        assert [layer.lengths.tolist() for layer in cache.layers] == [[3]] * 3
-        step = model.forward(ids[:, :1], cache=cache)
-        torch.testing.assert_close(step[:, 0], model.forward(torch.cat([ids, ids[:, :1]], 1))[:, 3])
-
-
 def test_empty_caches():
     for cache in (attnpack.DynamicCache(), attnpack.StaticCache(2, 2, 8, 4), attnpack.ModelCache(1)):
         assert cache and len(cache) == 0

@@ -74,7 +74,7 @@ def test_static_model_cache_compiles_once_for_all_steps():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-# What a compiled function may do with its cache beside forward.
+# Changes that a compiled function makes to its cache, in addition to calls of forward.
 CHANGES = {
     "crop": lambda cache: cache.crop(3),
     "crop to nothing": lambda cache: cache.crop(0),
