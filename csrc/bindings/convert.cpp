@@ -1,4 +1,5 @@
 #include <attnpack/convert/detail/latent.h>
+#include <attnpack/convert/detail/whole_model.h>
 #include <attnpack/convert/fused.h>
 #include <attnpack/convert/models.h>
 #include <attnpack/convert/modules.h>
@@ -145,6 +146,8 @@ void register_convert(py::module_& m) {
                   "rope_factor", "length", "causal", "calibration"});
   define_by_name(m, "model_to_gqa", &model_to_gqa_py,
                  {"model", "num_kv_heads", "method", "window", "groups", "seed", "encoder"});
+  m.def("refuse_calibration", &convert::refuse_calibration);
+  m.def("check_layers_found", &convert::check_layers_found);
   m.def("choose_groups", &convert::choose_groups, py::arg("distances"), py::arg("num_kv_heads"), py::arg("uneven"));
   m.def(
       "head_distances",

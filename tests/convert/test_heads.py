@@ -438,8 +438,10 @@ def test_modules_that_cannot_be_converted_are_named():
     module = build()
     with pytest.raises(TypeError, match=r"attnpack: module is Linear\(.*wants a MultiHeadAttention"):
         convert.to_gqa(nn.Linear(2, 2), 1)
-    with pytest.raises(ValueError, match="without attention layers"):
+    with pytest.raises(ValueError, match="module: got a module of class EncoderBlock without attention layers"):
         convert.to_gqa(attnpack.EncoderBlock(attnpack.SelfAttention(EMBED), attnpack.FeedForward(EMBED, 8)), 1)
+    with pytest.raises(ValueError, match="calibration: got one for a whole model"):
+        convert.to_gqa(attnpack.CausalLM(32, EMBED, 2, HEADS, hidden_dim=32), 1, calibration=torch.zeros(5, EMBED))
     with pytest.raises(ValueError, match="calibration: got rows of width 3, want 24"):
         convert.to_gqa(module, 2, "similar", calibration=torch.zeros(5, 3))
     with pytest.raises(ValueError, match="calibration: got numbers that are not finite"):

@@ -2,17 +2,13 @@
 
 #include <ATen/ATen.h>
 
+#include <attnpack/convert/detail/whole_model.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/state_dict.h>
 
 namespace attnpack::convert {
 
 namespace {
-
-void refuse_calibration(const ToGqaOptions& options) {
-  ATTNPACK_CHECK(!options.calibration().x.defined(),
-                 "calibration: got one for a whole model, want it for a single attention layer only");
-}
 
 ToGqaOptions for_layer(ToGqaOptions options, uint64_t number) {
   if (options.seed()) options.seed(*options.seed() + 4 * number);  // a layer draws up to four tensors
@@ -64,7 +60,7 @@ class BlockConverter {
 }  // namespace
 
 CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions& options) {
-  refuse_calibration(options);
+  refuse_calibration(options.calibration().x.defined());
   const auto& source = model->options;
   ATTNPACK_CHECK(!source.latent(), "model: got one of latent attention, which has no kv heads to merge");
   auto state = state_dict(*model);
@@ -106,12 +102,12 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
 }
 
 EncoderDecoder to_gqa(const EncoderDecoder& model, int64_t num_kv_heads, const ToGqaOptions& options, bool encoder) {
-  refuse_calibration(options);
+  refuse_calibration(options.calibration().x.defined());
   EncoderDecoder made(std::dynamic_pointer_cast<EncoderDecoderImpl>(model->clone()));
   BlockConverter converter(num_kv_heads, options);
   if (encoder) converter.convert<EncoderBlockImpl>(*made->encoder.operator->());
   converter.convert<DecoderBlockImpl>(*made->decoder.operator->());
-  ATTNPACK_CHECK(converter.count() > 0, "model: got an EncoderDecoder without attention layers to convert");
+  check_layers_found("model", "EncoderDecoder", converter.count());
   copy_requires_grad(*model, *made);
   return made;
 }

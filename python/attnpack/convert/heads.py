@@ -60,8 +60,7 @@ def to_gqa(
     if isinstance(module, GroupedQueryAttention | CPP_KINDS):
         settings["calibration"] = calibration_rows(calibration)
         return convert_layer(_C.convert.to_gqa, module, num_kv_heads=num_kv_heads, **settings)
-    if calibration is not None:
-        raise ValueError("attnpack: calibration: got one for a whole model, want it for a single attention layer only")
+    _C.convert.refuse_calibration(calibration is not None)
     if isinstance(module, CausalLM):
         for layer in module.layers:
             layer_weights(layer.self_attn)
@@ -171,8 +170,7 @@ def _convert_blocks(module: nn.Module, num_kv_heads: int, settings: dict[str, An
         for name, child in parent.named_children()
         if isinstance(child, GroupedQueryAttention)
     ]
-    if not places:
-        raise ValueError(f"attnpack: module: got a {type(module).__name__} without attention layers to convert")
+    _C.convert.check_layers_found("module", type(module).__name__, len(places))
     for number, (parent, name, child) in enumerate(places):
         setattr(parent, name, to_gqa(child, num_kv_heads, **_for_layer(settings, number)))
     return model

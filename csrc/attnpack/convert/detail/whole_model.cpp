@@ -1,0 +1,15 @@
+#include <attnpack/convert/detail/whole_model.h>
+
+#include <attnpack/core/check.h>
+
+namespace attnpack::convert {
+
+void refuse_calibration(bool given) {
+  ATTNPACK_CHECK(!given, "calibration: got one for a whole model, want it for a single attention layer only");
+}
+
+void check_layers_found(const std::string& name, const std::string& kind, uint64_t count) {
+  ATTNPACK_CHECK(count > 0, name, ": got a module of class ", kind, " without attention layers to convert");
+}
+
+}  // namespace attnpack::convert
