@@ -11,6 +11,15 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_reference_tokens.py"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def graphs_of_this_build():
+    """Keeps compiled graphs on disk apart from those of other builds, whose operators may give other strides."""
+    import torch
+    from attnpack._load import LIBRARY
+
+    torch.compiler.config.cache_key_tag += f"build {LIBRARY.stat().st_mtime_ns};"
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     """Forgets the functions that earlier tests compiled: dynamo compiles one function at most eight times."""

@@ -13,5 +13,6 @@ void register_attention(py::module_& m);
 void register_blocks(py::module_& m);
 void register_causal_lm(py::module_& m);
 void register_convert(py::module_& m);
+void register_backend(py::module_& m);
 
 }  // namespace attnpack

@@ -15,7 +15,7 @@ except ImportError as error:
     raise
 __version__ = _load.build_record()["version"]
 
-from . import convert, cpp
+from . import backend, convert, cpp
 from .cache import DynamicCache, ModelCache, StaticCache
 from .latent_cache import LatentCache
 from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
@@ -53,6 +53,7 @@ __all__ = [
     "apply_rope",
     "attention",
     "attention_scores",
+    "backend",
     "checkpoints",
     "convert",
     "cpp",

@@ -75,9 +75,12 @@ def test_offsets_beyond_32_bits():
         assert torch.equal(attention(*spread), attention(*(x.contiguous() for x in spread)))
 
 
-def test_out_is_stored_with_heads_inside():
+def test_out_is_contiguous_if_query_is_and_else_stored_with_heads_inside():
     inputs = make_inputs()
-    assert attention(inputs.query, inputs.key, inputs.value).transpose(1, 2).is_contiguous()
+    query, key, value = (x.contiguous() for x in (inputs.query, inputs.key, inputs.value))
+    assert attention(query, key, value).is_contiguous()
+    for laid in (query.transpose(1, 2).contiguous().transpose(1, 2), query.transpose(2, 3).contiguous().mT):
+        assert attention(laid, key, value).transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

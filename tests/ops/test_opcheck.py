@@ -213,10 +213,12 @@ def test_checks_speak_while_tracing():
         compiled(inputs.query, inputs.key[..., :7], inputs.value)
 
 
-def test_meta_tensors_have_the_kernels_shapes_and_strides():
+@pytest.mark.parametrize("dims", [(2, 3), (1, 2), (0, 0)], ids=["columns outside", "heads inside", "contiguous"])
+def test_meta_tensors_have_the_kernels_shapes_and_strides(dims):
     inputs = make_inputs(torch.bfloat16)
-    real = attention(inputs.query, inputs.key, inputs.value, return_lse=True)
-    meta = attention(*(x.to("meta") for x in (inputs.query, inputs.key, inputs.value)), return_lse=True)
+    laid = [x.transpose(*dims).contiguous().transpose(*dims) for x in (inputs.query, inputs.key, inputs.value)]
+    real = attention(*laid, return_lse=True)
+    meta = attention(*(x.to("meta") for x in laid), return_lse=True)
     for a, b in zip(real, meta, strict=True):
         assert a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and b.is_meta
 

@@ -23,6 +23,8 @@ INCLUDES = {
     "rope": ["core", "ops"],
     "layers": ["core", "ops", "ops/detail", "rope", "layers/detail"],
     "layers/detail": ["core", "ops", "ops/detail", "rope", "layers"],
+    "backend": ["core", "ops", "ops/cuda/kernels", "backend/detail"],
+    "backend/detail": [],
     "cache": ["core", "ops"],
     "cache/detail": ["core", "ops/detail", "cache"],
     "modules": ["core", "ops", "rope", "layers", "layers/detail", "cache", "modules/detail"],

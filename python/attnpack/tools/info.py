@@ -43,6 +43,7 @@ def collect_info(failure: str = "") -> dict[str, Any]:
             "built": build.get("instruction_sets", "none").split(";"),
         },
         "threads": torch.get_num_threads(),
+        "replaced": [] if failure else _replaced(),
         "libraries": {
             "attnpack._C": {"loaded": False, "why": failure} if failure else _loaded(_native().__file__),
             "libattnpack.so": _loaded(str(LIBRARY)) if _is_mapped(LIBRARY) else {"loaded": False, "why": failure},
@@ -73,6 +74,13 @@ def _native() -> ModuleType:
     return _C
 
 
+def _replaced() -> list[str]:
+    """The functions of torch that run on the operator in this process (attnpack.backend)."""
+    from ..backend import report
+
+    return [name for name, state in report().items() if state["enabled"]]
+
+
 def _loaded(path: str) -> dict[str, Any]:
     return {"loaded": True, "path": path}
 
@@ -91,6 +99,7 @@ def _lines(info: dict[str, Any]) -> list[str]:
         ("compiler", info["compiler"]),
         ("instruction set", f"{isa['chosen'] or 'none'}, of {', '.join(isa['built'])}"),
         ("threads", info["threads"]),
+        ("replaced", ", ".join(info["replaced"]) or "nothing of torch: attnpack.backend.enable() does it"),
     ]
     for name, library in info["libraries"].items():
         rows.append((name, library["path"] if library["loaded"] else f"not loaded: {library['why']}"))

@@ -19,7 +19,7 @@ AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tens
                               const AttentionArguments& args) {
   check_attention(query, key, value, args);
   PreparedAttention prepared = prepare_attention(query, key, value, args);
-  const AttentionResult result = make_outputs(prepared);
+  const AttentionResult result = make_outputs(prepared, query);
   run_forward(kernels_in_use(), prepared.params, kTorchThreads);
   return result;
 }

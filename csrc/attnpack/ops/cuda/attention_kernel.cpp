@@ -55,7 +55,7 @@ AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Ten
   if (!kernels || !countable(query, key)) return attention_composed(query, key, value, args);
   const Target target(query);
   CudaAttention cuda_call = prepare_cuda_attention(query, key, value, args);
-  const AttentionResult result = make_outputs(cuda_call.prepared);
+  const AttentionResult result = make_outputs(cuda_call.prepared, query);
   const AttentionParams& p = cuda_call.prepared.params;
   const cuda::ForwardPlan plan = kernels->plan(p, cuda_call.most_group, target.device());
   const Tensor workspace = at::empty({plan.workspace_bytes}, query.options().dtype(at::kByte));

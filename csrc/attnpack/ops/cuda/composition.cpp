@@ -44,9 +44,8 @@ AttentionGradients attention_backward_composed(const Tensor& grad_out, const std
   if (grad_lse) total = total + (l * *grad_lse).sum();
   total.backward({}, std::nullopt, false, inputs);
   const auto none = [&] { return at::empty({0}, query.options()); };
-  const auto laid = [](const Tensor& t) { return t.grad().transpose(1, 2).contiguous().transpose(1, 2); };
-  return {laid(q), laid(k), laid(v), mask_gradient ? leaves.mask->grad() : none(),
-          sinks_gradient ? leaves.sinks->grad() : none()};
+  return {laid_as(query, q.grad()), laid_as(key, k.grad()), laid_as(value, v.grad()),
+          mask_gradient ? leaves.mask->grad() : none(), sinks_gradient ? leaves.sinks->grad() : none()};
 }
 
 void kv_cache_append_composed(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,

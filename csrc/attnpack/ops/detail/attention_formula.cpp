@@ -125,7 +125,7 @@ AttentionResult attention_formula(const Tensor& query, const Tensor& key, const 
   // A value that is not finite reaches exactly the rows that attend it.
   const Tensor touched = product((scores != -kInfinity).to(scores.scalar_type()), broken) > 0;
   out = out.masked_fill(touched, std::nan(""));
-  return {out.to(query.scalar_type()).transpose(1, 2).contiguous().transpose(1, 2), lse};
+  return {laid_as(query, out.to(query.scalar_type())), lse};
 }
 
 }  // namespace attnpack

@@ -83,12 +83,11 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   return r;
 }
 
-AttentionResult make_outputs(PreparedAttention& prepared) {
+AttentionResult make_outputs(PreparedAttention& prepared, const Tensor& query) {
   AttentionParams& p = prepared.params;
-  const auto like = prepared.query.options();
-  const Tensor out = empty_heads_inside({p.batch, p.num_heads, p.q_len, p.v_head_dim}, like);
+  const Tensor out = empty_laid_as(query, {p.batch, p.num_heads, p.q_len, p.v_head_dim}, query.options());
   const Tensor lse =
-      at::empty({p.batch, p.num_heads, p.q_len}, like.dtype(accumulation_type(prepared.query.scalar_type())));
+      at::empty({p.batch, p.num_heads, p.q_len}, query.options().dtype(accumulation_type(query.scalar_type())));
   p.out = out.mutable_data_ptr();
   p.out_strides = kernel_strides(out);
   p.lse = lse.mutable_data_ptr();
@@ -115,10 +114,9 @@ PreparedBackward prepare_backward(const PreparedAttention& forward, const Tensor
   bp.grad_out = r.grad_out.const_data_ptr();
   bp.grad_out_strides = kernel_strides(r.grad_out);
   bp.delta = r.delta.const_data_ptr();
-  const auto like = [](const Tensor& t) { return empty_heads_inside(t.sym_sizes(), t.options()); };
-  r.grad_query = like(query);
-  r.grad_key = like(key);
-  r.grad_value = like(value);
+  r.grad_query = empty_laid_as(query);
+  r.grad_key = empty_laid_as(key);
+  r.grad_value = empty_laid_as(value);
   bp.grad_query = r.grad_query.mutable_data_ptr();
   bp.grad_key = r.grad_key.mutable_data_ptr();
   bp.grad_value = r.grad_value.mutable_data_ptr();

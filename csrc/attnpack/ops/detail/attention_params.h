@@ -23,8 +23,8 @@ struct PreparedAttention {
 PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const AttentionArguments& args);
 
-// New tensors for the results of the forward pass; prepared.params points to them from now on.
-AttentionResult make_outputs(PreparedAttention& prepared);
+// New tensors for the results of the forward pass of `query`; prepared.params points to them from now on.
+AttentionResult make_outputs(PreparedAttention& prepared, const Tensor& query);
 
 // The backward kernels' params, the results, and the tensors that the params point to. The params also point into the
 // PreparedAttention that they were made from.

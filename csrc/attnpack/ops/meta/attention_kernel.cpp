@@ -12,7 +12,7 @@ AttentionResult attention_meta(const Tensor& query, const Tensor& key, const Ten
                                const AttentionArguments& args) {
   check_attention(query, key, value, args);
   const c10::SymInt batch = query.sym_size(0), num_heads = query.sym_size(1), q_len = query.sym_size(2);
-  return {empty_heads_inside({batch, num_heads, q_len, value.sym_size(3)}, query.options()),
+  return {empty_laid_as(query, {batch, num_heads, q_len, value.sym_size(3)}, query.options()),
           at::empty_symint({batch, num_heads, q_len}, query.options().dtype(accumulation_type(query.scalar_type())))};
 }
 
@@ -21,9 +21,8 @@ AttentionGradients attention_backward_meta(const Tensor& grad_out, const std::op
                                            const Tensor& out, const Tensor& lse, const AttentionArguments& args,
                                            bool mask_gradient, bool sinks_gradient) {
   check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, args, mask_gradient, sinks_gradient);
-  const auto like = [](const Tensor& t) { return empty_heads_inside(t.sym_sizes(), t.options()); };
   const auto none = [&] { return at::empty({0}, query.options()); };
-  return {like(query), like(key), like(value),
+  return {empty_laid_as(query), empty_laid_as(key), empty_laid_as(value),
           mask_gradient ? at::empty_symint(args.mask->sym_sizes(), args.mask->options()) : none(),
           sinks_gradient ? at::empty_symint(args.sinks->sym_sizes(), args.sinks->options()) : none()};
 }

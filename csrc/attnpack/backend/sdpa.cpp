@@ -1,0 +1,320 @@
+#include <attnpack/backend/sdpa.h>
+
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <mutex>
+
+#include <attnpack/backend/detail/hooks.h>
+#include <attnpack/ops/attention.h>
+#include <attnpack/ops/cuda/kernels/table.h>
+
+namespace attnpack {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using OptionalTensor = std::optional<Tensor>;
+
+// Why a call is passed on. torch refuses some of these calls itself; then its error is the user's.
+enum class Reason {
+  kNone,
+  kLayout,
+  kSubclass,
+  kTransform,
+  kDtype,
+  kDevice,
+  kSizes,
+  kHeads,
+  kMask,
+  kDropout,
+  kScale,
+  kChoice
+};
+constexpr std::array<const char*, 12> kReasons = {
+    "",
+    "a tensor is nested, sparse or quantized",
+    "a tensor is of a class of its own, or a graph is exported",
+    "a torch.func transform or forward-mode differentiation is active",
+    "the dtypes differ, or are none of float64, float32, bfloat16 and float16",
+    "no kernel of attnpack runs on the device, or the devices differ",
+    "the sizes do not fit each other",
+    "the numbers of heads do not fit each other",
+    "the mask does not fit, or there is causality too",
+    "dropout_p is outside of [0, 1)",
+    "the scale is not finite",
+    "torch.nn.attention.sdpa_kernel chose other backends",
+};
+
+std::array<std::atomic<int64_t>, kReasons.size()> counts{};  // the first one counts the calls that are taken
+
+struct State {
+  std::mutex mutex;
+  int64_t enabled = 0;  // replacements in force
+  std::vector<std::unique_ptr<torch::Library>> registrations;
+  ReplacementHooks hooks;
+};
+
+// Leaked: the dispatcher may be gone when the process destroys static objects.
+State& state() {
+  static State& state = *new State;
+  return state;
+}
+
+bool is_one(const SymInt& size) { return size == 1; }
+
+// A size of the result where two sizes meet by broadcasting, or -1.
+SymInt broadcast_size(const SymInt& a, const SymInt& b) {
+  if (a == b || is_one(b)) return a;
+  return is_one(a) ? b : SymInt(-1);
+}
+
+// Whether attention can be computed on the inputs' device.
+bool runs_on(const c10::Device& device) { return device.is_cpu() || cuda_kernels(device.index()); }
+
+bool has_kernel_dtype(const Tensor& t) {
+  const auto dtype = t.scalar_type();
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
+}
+
+bool has_forward_gradient(const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }
+
+// The call's sizes after broadcasting. batch holds all dims before the heads. Tensors of two or three dims have no
+// heads, unless grouped heads were asked for.
+struct Sizes {
+  c10::SmallVector<SymInt, 4> batch;
+  bool with_heads = false;
+  SymInt heads = 1, kv_heads = 1;
+
+  int64_t batch_dims() const { return static_cast<int64_t>(batch.size()); }
+};
+
+Reason read_batch(const Tensor& query, const Tensor& key, const Tensor& value, bool enable_gqa, Sizes& sizes) {
+  sizes.with_heads = query.dim() > 3 || enable_gqa;
+  for (int64_t i = 0; i < query.dim() - 2 - sizes.with_heads; ++i) {
+    const SymInt keys = broadcast_size(key.sym_size(i), value.sym_size(i));
+    const SymInt size = keys == -1 ? SymInt(-1) : broadcast_size(query.sym_size(i), keys);
+    if (size == -1) return Reason::kSizes;
+    sizes.batch.push_back(size);
+  }
+  if (!sizes.with_heads) return Reason::kNone;
+  const SymInt q = query.sym_size(-3), k = key.sym_size(-3), v = value.sym_size(-3);
+  sizes.kv_heads = broadcast_size(k, v);
+  if (sizes.kv_heads == -1) return Reason::kHeads;
+  if (enable_gqa) {
+    sizes.heads = q;
+    return k == v && k > 0 && q % k == 0 ? Reason::kNone : Reason::kHeads;
+  }
+  sizes.heads = broadcast_size(q, sizes.kv_heads);
+  return sizes.heads == -1 ? Reason::kHeads : Reason::kNone;
+}
+
+Reason check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, const Sizes& sizes) {
+  const auto dtype = mask.scalar_type();
+  if (mask.layout() != at::kStrided || mask.device() != query.device()) return Reason::kMask;
+  if (dtype != at::kBool && dtype != at::kFloat && dtype != query.scalar_type()) return Reason::kMask;
+  const int64_t dims = query.dim();
+  if (mask.dim() < 2 || mask.dim() > dims) return Reason::kMask;
+  for (int64_t i = 1; i <= mask.dim(); ++i) {
+    const SymInt size = mask.sym_size(-i);
+    const SymInt wanted = i == 1                       ? key.sym_size(-2)
+                          : i == 2                     ? query.sym_size(-2)
+                          : i == 3 && sizes.with_heads ? sizes.heads
+                                                       : sizes.batch[dims - i];
+    if (size != 1 && size != wanted) return Reason::kMask;
+  }
+  return Reason::kNone;
+}
+
+// Whether the operator takes the call, and its sizes.
+Reason why_not(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+               double dropout_p, bool is_causal, const std::optional<double>& scale, bool enable_gqa, Sizes& sizes) {
+  for (const Tensor* t : {&query, &key, &value})
+    if (t->layout() != at::kStrided || t->is_nested() || t->is_quantized()) return Reason::kLayout;
+  const auto dtype = query.scalar_type();
+  if (!has_kernel_dtype(query) || key.scalar_type() != dtype || value.scalar_type() != dtype) return Reason::kDtype;
+  if (key.device() != query.device() || value.device() != query.device() || !runs_on(query.device()))
+    return Reason::kDevice;
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+      has_forward_gradient(query) || has_forward_gradient(key) || has_forward_gradient(value) ||
+      (mask && has_forward_gradient(*mask)))
+    return Reason::kTransform;
+  const Tensor none;
+  if (at::areAnyTensorSubclassLike({query, key, value}) || (mask && at::isTensorSubclassLike(*mask))) {
+    const auto& takes = state().hooks.takes;
+    if (!takes || !takes(query, key, value, mask ? *mask : none)) return Reason::kSubclass;
+  }
+  const int64_t dims = query.dim();
+  if (dims < (enable_gqa ? 3 : 2) || key.dim() != dims || value.dim() != dims) return Reason::kSizes;
+  if (key.sym_size(-1) != query.sym_size(-1) || query.sym_size(-1) < 1 || value.sym_size(-1) < 1 ||
+      value.sym_size(-2) != key.sym_size(-2))
+    return Reason::kSizes;
+  if (const Reason reason = read_batch(query, key, value, enable_gqa, sizes); reason != Reason::kNone) return reason;
+  if (mask) {
+    if (is_causal) return Reason::kMask;
+    if (const Reason reason = check_mask(*mask, query, key, sizes); reason != Reason::kNone) return reason;
+  }
+  if (!(dropout_p >= 0 && dropout_p < 1)) return Reason::kDropout;
+  if (scale && !std::isfinite(*scale)) return Reason::kScale;
+  return Reason::kNone;
+}
+
+// The shape of a tensor whose last dims are given.
+c10::SmallVector<SymInt, 6> shape_with(const Sizes& sizes, std::initializer_list<SymInt> last) {
+  c10::SmallVector<SymInt, 6> shape(sizes.batch.begin(), sizes.batch.end());
+  shape.append(last);
+  return shape;
+}
+
+// [batch, ..., heads, rows, columns] as [batch, heads, rows, columns].
+Tensor join_batch(const Tensor& x, int64_t batch_dims) {
+  if (batch_dims == 0) return x.unsqueeze(0);
+  return batch_dims == 1 ? x : x.flatten(0, batch_dims - 1);
+}
+
+// query, key or value as [batch, heads, rows, columns]. Broadcasting repeats no memory.
+Tensor with_four_dims(const Tensor& x, const Sizes& sizes, const SymInt& heads) {
+  if (x.dim() == 4 && x.sym_size(0) == sizes.batch[0] && x.sym_size(1) == heads) return x;
+  const Tensor t = sizes.with_heads ? x : x.unsqueeze(-3);
+  return join_batch(t.expand_symint(shape_with(sizes, {heads, t.sym_size(-2), t.sym_size(-1)})), sizes.batch_dims());
+}
+
+// The mask, right-aligned to [batch, heads, q_len, kv_len].
+Tensor with_fitting_dims(const Tensor& mask, const Sizes& sizes) {
+  const Tensor t = sizes.with_heads || mask.dim() == 2 ? mask : mask.unsqueeze(-3);
+  if (t.dim() <= 3 || sizes.batch_dims() <= 1) return t;
+  return join_batch(t.expand_symint(shape_with(sizes, {t.sym_size(-3), t.sym_size(-2), t.sym_size(-1)})),
+                    sizes.batch_dims());
+}
+
+// Whether torch's fused kernel would run, which broadcasts nothing.
+bool torch_would_fuse(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
+                      double dropout_p, bool enable_gqa) {
+  const bool same_batch =
+      query.dim() == 4 && query.sym_size(0) == key.sym_size(0) && query.sym_size(0) == value.sym_size(0);
+  const bool same_heads =
+      same_batch && (enable_gqa || (query.sym_size(1) == key.sym_size(1) && query.sym_size(1) == value.sym_size(1)));
+  return same_heads && value.sym_size(-1) == query.sym_size(-1) && dropout_p == 0 && !(mask && mask->requires_grad()) &&
+         query.sym_numel() > 0 && key.sym_size(-2) > 0;
+}
+
+// Whether two tensors of the same sizes have the same elements at the same places.
+bool same_layout(const Tensor& a, const Tensor& b) {
+  for (int64_t i = 0; i < a.dim(); ++i)
+    if (a.sym_size(i) != 1 && a.sym_stride(i) != b.sym_stride(i)) return false;
+  return true;
+}
+
+// The result in torch's shape, and with torch's strides: those of the query if its fused kernel would run, and
+// contiguous otherwise.
+Tensor as_torch_gives(const Tensor& out, const Tensor& query, const Sizes& sizes, bool fused) {
+  if (query.dim() != 4) {
+    auto shape = shape_with(sizes, {});
+    if (sizes.with_heads) shape.push_back(sizes.heads);
+    shape.append({out.sym_size(-2), out.sym_size(-1)});
+    return out.contiguous().view_symint(shape);
+  }
+  if (!fused || query.is_contiguous()) return out.contiguous();
+  const Tensor like = at::empty_like(query.detach());
+  return same_layout(like, out) ? out : like.copy_(out);
+}
+
+// Whether the user's choice of backends (torch.nn.attention.sdpa_kernel) leaves the operator, which counts as flash
+// attention, to run.
+bool is_chosen(bool fused) {
+  const auto& context = at::globalContext();
+  return context.userEnabledFlashSDP() && (fused || context.userEnabledMathSDP());
+}
+
+Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask, double dropout_p,
+            bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  Sizes sizes;
+  Reason reason = why_not(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, sizes);
+  const bool fused = reason == Reason::kNone && torch_would_fuse(query, key, value, mask, dropout_p, enable_gqa);
+  if (reason == Reason::kNone && !is_chosen(fused)) reason = Reason::kChoice;
+  counts[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
+  if (reason != Reason::kNone)
+    return at::native::scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);
+  AttentionOptions options;
+  options.causal(is_causal).dropout_p(dropout_p).scale(scale);
+  if (mask) options.mask(with_fitting_dims(*mask, sizes));
+  const Tensor out = attention(with_four_dims(query, sizes, sizes.heads), with_four_dims(key, sizes, sizes.kv_heads),
+                               with_four_dims(value, sizes, sizes.kv_heads), options);
+  return as_torch_gives(out, query, sizes, fused);
+}
+
+void register_sdpa(State& s) {
+  using c10::DispatchKey;
+  for (const auto key : {DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::CUDA, DispatchKey::AutogradCUDA}) {
+    s.registrations.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
+    s.registrations.back()->impl("scaled_dot_product_attention", TORCH_FN(sdpa));
+  }
+}
+
+// `change` is +1 or -1. The hook runs without the lock, because it may wait for Python.
+void count_replacements(int64_t change) {
+  State& s = state();
+  std::function<void(bool)> changed;
+  bool enabled = false;
+  {
+    const std::lock_guard lock(s.mutex);
+    const bool before = s.enabled > 0;
+    s.enabled += change;
+    enabled = s.enabled > 0;
+    if (enabled == before) return;
+    if (enabled)
+      register_sdpa(s);
+    else
+      s.registrations.clear();
+    changed = s.hooks.changed;
+  }
+  if (changed) changed(enabled);
+}
+
+}  // namespace
+
+void Replacement::disable() {
+  if (!enabled()) return;
+  *enabled_ = false;
+  count_replacements(-1);
+}
+
+bool Replacement::enabled() const { return enabled_ && *enabled_; }
+
+Replacement enable_sdpa() {
+  count_replacements(1);
+  Replacement replacement;
+  replacement.enabled_ = std::make_shared<bool>(true);
+  return replacement;
+}
+
+bool sdpa_enabled() {
+  const std::lock_guard lock(state().mutex);
+  return state().enabled > 0;
+}
+
+ReplacementReport sdpa_report() {
+  ReplacementReport report;
+  report.taken = counts[0].load();
+  for (size_t i = 1; i < counts.size(); ++i)
+    if (const int64_t calls = counts[i].load()) report.passed_on.emplace_back(kReasons[i], calls);
+  return report;
+}
+
+void reset_sdpa_report() {
+  for (auto& count : counts) count = 0;
+}
+
+void set_sdpa_hooks(ReplacementHooks hooks) {
+  const std::lock_guard lock(state().mutex);
+  state().hooks = std::move(hooks);
+}
+
+}  // namespace attnpack

@@ -1,0 +1,149 @@
+"""Runs functions of torch on attnpack's operator, so that programs need no change. Importing attnpack replaces nothing.
+
+attnpack.backend.enable("sdpa")     # from now on, for every F.scaled_dot_product_attention
+with attnpack.backend.sdpa(): ...   # in a block
+attnpack.backend.report()           # the calls that ran on the operator, and those that torch ran
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _C, _load
+from .errors import wrong_kind
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_TRACERS = {
+    "torch._subclasses.fake_tensor": "FakeTensor",
+    "torch._subclasses.functional_tensor": "FunctionalTensor",
+}
+# In the keys of compiled graphs on disk. Graphs hold the strides that the operators of one version give.
+_VERSION_TAG = f"attnpack {_load.build_record()['version']};"
+_SDPA_TAG = "attnpack sdpa;"
+
+
+class Replacement:
+    """One function of torch that runs on the operator until `disable` is called. Dropping the object changes nothing.
+
+    Replacements of the same function may be nested: torch's own comes back when each of them is disabled.
+    """
+
+    def __init__(self, name: str, native: Any) -> None:
+        self.name = name
+        self._native = native
+
+    @property
+    def enabled(self) -> bool:
+        """Whether `disable` was not called yet."""
+        return self._native.enabled
+
+    def disable(self) -> None:
+        """Undoes this replacement. A second call does nothing."""
+        self._native.disable()
+
+    remove = disable  # as torch's registry of flash attention calls it
+
+    def __repr__(self) -> str:
+        return f"<attnpack.backend.Replacement of {self.name}: {'enabled' if self.enabled else 'disabled'}>"
+
+
+def enable(name: str) -> Replacement:
+    """Replaces a function of torch by the operator, in the whole process: for Python, C++ and compiled graphs.
+
+    Args:
+        name: "sdpa" for `torch.nn.functional.scaled_dot_product_attention`. Its meaning, its gradients and its errors
+            stay those of torch. A call that the operator does not take is passed on to torch (see `report`). The fast
+            paths of `nn.MultiheadAttention` and `nn.TransformerEncoder`, which do not call that function, are off
+            meanwhile.
+
+    Returns:
+        An object whose `disable()` undoes it.
+
+    Raises:
+        ValueError: no function of that name can be replaced.
+
+    Compiled graphs are never reused across a change: `torch.compile` compiles anew, and graphs on disk are kept apart.
+    """
+    if not isinstance(name, str):
+        raise wrong_kind("name", name, _names())
+    if name not in _FUNCTIONS:
+        raise ValueError(f"attnpack: name is {name!r}, wants {_names()}")
+    return Replacement(name, _FUNCTIONS[name]())
+
+
+@contextlib.contextmanager
+def sdpa() -> Iterator[Replacement]:
+    """`enable("sdpa")` for a block or, as a decorator, for a function."""
+    replacement = enable("sdpa")
+    try:
+        yield replacement
+    finally:
+        replacement.disable()
+
+
+def report() -> dict[str, dict[str, Any]]:
+    """The calls of each function since the process began or `reset_report` was called.
+
+    Returns:
+        For each function {"enabled": whether it is replaced now, "taken": calls that ran on the operator, "passed_on":
+        {reason: calls that torch ran}}. A compiled graph counts when it is traced, not when it runs.
+    """
+    return {"sdpa": {"enabled": _C.backend.sdpa_enabled(), **_C.backend.sdpa_report()}}
+
+
+def reset_report() -> None:
+    """Sets the numbers of `report` to 0."""
+    _C.backend.reset_sdpa_report()
+
+
+_FUNCTIONS: dict[str, Callable[[], Any]] = {"sdpa": _C.backend.enable_sdpa}
+_fast_path_before = True
+
+
+def _names() -> str:
+    return " or ".join(f'"{name}"' for name in _FUNCTIONS)
+
+
+def _on_change(enabled: bool) -> None:
+    """Called by C++ after the first replacement and after the last one is undone."""
+    global _fast_path_before
+    mha, config = torch.backends.mha, torch.compiler.config
+    if enabled:
+        _fast_path_before = mha.get_fastpath_enabled()
+        mha.set_fastpath_enabled(False)
+        config.cache_key_tag += _SDPA_TAG
+    else:
+        mha.set_fastpath_enabled(_fast_path_before)
+        config.cache_key_tag = config.cache_key_tag.replace(_SDPA_TAG, "", 1)
+    # While torch traces, it keeps the kernels that it found for each op. Dynamo has no guard for this state. Graphs on
+    # disk are told apart by the tag.
+    torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def _takes(*tensors: Tensor | None) -> bool:
+    """Whether the operator may take these tensors, of which some are no plain ones. A tracer's are welcome. Exported
+    graphs stay portable, and tensors of other classes bring their own rules for torch's function."""
+    if torch.compiler.is_exporting():
+        return False
+    known = {getattr(sys.modules.get(module), name, Tensor) for module, name in _TRACERS.items()}
+    return all(tensor is None or type(tensor) in _PLAIN or type(tensor) in known for tensor in tensors)
+
+
+def _register_flash_name() -> None:
+    """Makes "attnpack" known to `torch.nn.attention.activate_flash_attention_impl`, where torch has it."""
+    registry = sys.modules.get("torch.nn.attention")
+    if hasattr(registry, "register_flash_attention_impl"):
+        registry.register_flash_attention_impl("attnpack", register_fn=lambda: enable("sdpa"))
+
+
+torch.compiler.config.cache_key_tag += _VERSION_TAG
+_C.backend.set_hooks(_on_change, _takes)
+_register_flash_name()
