@@ -69,6 +69,24 @@ def test_a_bias_of_keys_or_of_values_alone(lost):
     torch.testing.assert_close(convert.to_mla(module, 24, calibration=x)(x), module(x), rtol=1e-8, atol=1e-8)
 
 
+def factorise(weights, kv_lora_rank, **settings):
+    """The latent form of a layer's weights and biases: q, its bias, kv_a, its bias, kv_b."""
+    defaults = {"head_map": None, "inv_freq": [], "interleaved": False, "rope_factor": 1.0}
+    defaults |= {"length": 512, "causal": True, "calibration": []}
+    sizes = {"num_heads": HEADS, "num_kv_heads": 2, "kv_lora_rank": kv_lora_rank}
+    return _C.convert.factorise_latent(list(weights), **sizes, **defaults | settings)
+
+
+@pytest.mark.parametrize("lost", ["k_bias", "v_bias"])
+def test_weights_with_one_bias_alone(lost):
+    """A module of C++ has both biases or none, but the weights of a layer may lack one: it counts as zero."""
+    weights = convert.heads.layer_weights(build(bias=True))._replace(**{lost: None})
+    _, _, _, kv_a_bias, kv_b = factorise(weights, 24)
+    heads = [torch.zeros(2, DIM) if bias is None else bias.view(2, DIM) for bias in (weights.k_bias, weights.v_bias)]
+    wanted = torch.cat(heads, 1).double().repeat_interleave(HEADS // 2, 0)
+    torch.testing.assert_close((kv_b @ kv_a_bias).view(HEADS, 2 * DIM), wanted.detach())
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_unrotated_queries_are_turned_as_in_the_mean_pair(causal):
     """The score of a query at i and a key at j is Re(q e^(i theta (i - j)) conj(k)), times the tables' factor
@@ -157,20 +175,8 @@ def test_equal_key_heads_are_exact_with_rope():
 def test_what_does_not_rotate_meets_the_mean_rotation():
     """The least squares constant for e^(i theta distance) over a causal text, by hand."""
     module, length = build(2, causal=True, rope=rope()), 11
-    weights = [module.q_proj.weight, module.k_proj.weight, module.v_proj.weight, module.o_proj.weight]
-    made = _C.convert.factorise_latent(
-        [*weights, None, None, None],
-        num_heads=HEADS,
-        num_kv_heads=2,
-        kv_lora_rank=24,
-        head_map=None,
-        inv_freq=module.rope.inv_freq,
-        interleaved=False,
-        rope_factor=1.0,
-        length=length,
-        causal=True,
-        calibration=[],
-    )
+    weights = convert.heads.layer_weights(module)
+    made = factorise(weights, 24, inv_freq=module.rope.inv_freq, length=length)
     still = made[0].view(HEADS, 2 * DIM, EMBED)[:, :DIM]
     distances = torch.tensor([i - j for i in range(length) for j in range(i + 1)], dtype=torch.float64)
     rows = module.q_proj.weight.view(HEADS, 2, DIM // 2, EMBED)

@@ -140,23 +140,54 @@ def test_cross_attention_reads_the_whole_context():
     assert torch.equal(block(x, context), wanted)
 
 
-def test_decoder_reads_its_context_by_length_and_mask():
+@pytest.mark.parametrize("m", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+def test_decoder_reads_its_context_by_length_and_mask(m):
     torch.manual_seed(0)
     attention, feed_forward, cross = parts(cross=True)
-    decoder = attnpack.Decoder([attnpack.DecoderBlock(attention, feed_forward, cross_attention=cross)])
+    module = attnpack.Decoder([attnpack.DecoderBlock(attention, feed_forward, cross_attention=cross)])
+    decoder = module.cpp() if m is attnpack.cpp else module
     x, context = torch.randn(2, 4, 24), torch.randn(2, 6, 24)
-    short = decoder(x[:1], context[:1, :3])
-    torch.testing.assert_close(decoder(x, context, context_lens=torch.tensor([3, 6]))[:1], short)
+    short = module(x[:1], context[:1, :3])
+    assert not torch.allclose(short, module(x, context)[:1], atol=1e-2)
+    torch.testing.assert_close(decoder.forward(x, context, context_lens=torch.tensor([3, 6]))[:1], short)
     mask = torch.tensor([True, True, True, False, False, False]).view(1, 1, 1, 6)
-    torch.testing.assert_close(decoder(x[:1], context[:1], context_mask=mask), short)
-    cache = attnpack.ModelCache(1)
+    torch.testing.assert_close(decoder.forward(x[:1], context[:1], context_mask=mask), short)
+    cache = m.ModelCache(1)
     with torch.no_grad():
-        steps = [decoder(token, context, cache=cache) for token in x.split(1, 1)]
-        torch.testing.assert_close(torch.cat(steps, 1), decoder(x, context))
+        steps = [decoder.forward(token, context, cache=cache) for token in x.split(1, 1)]
+        torch.testing.assert_close(torch.cat(steps, 1), decoder.forward(x, context))
     with pytest.raises(ValueError, match="context: got none"):
-        decoder(x)
+        decoder.forward(x)
+    plain = attnpack.DecoderBlock(*parts()[:2])
     with pytest.raises(ValueError, match="no cross-attention"):
-        attnpack.DecoderBlock(*parts()[:2])(x, context)
+        (plain.cpp() if m is attnpack.cpp else plain).forward(x, context)
+
+
+@pytest.mark.parametrize("m", [attnpack, attnpack.cpp], ids=["python", "cpp"])
+def test_padding_of_source_and_target_is_not_read(m):
+    """A padded pair of sequences gives what the sequences give alone, and the cache keeps their tokens alone."""
+    torch.manual_seed(0)
+    attention, feed_forward, cross = parts(cross=True)
+    module = attnpack.EncoderDecoder(
+        attnpack.Encoder([attnpack.EncoderBlock(*parts()[:2])]),
+        attnpack.Decoder([attnpack.DecoderBlock(attention, feed_forward, cross_attention=cross)]),
+    )
+    both = module.cpp() if m is attnpack.cpp else module
+    source, target, cache = torch.randn(2, 6, 24), torch.randn(2, 4, 24), m.ModelCache(1)
+    alone = module(source[:1, :3], target[:1, :2])
+    lens = {"source_lens": torch.tensor([3, 6]), "target_lens": torch.tensor([2, 4])}
+    with torch.no_grad():
+        out = both.forward(source, target, cache=cache, **lens)
+    torch.testing.assert_close(out[:1, :2], alone)
+    torch.testing.assert_close(out[1:], module(source[1:], target[1:]))
+    assert cache.lengths.tolist() == [2, 4]
+    # Neither the encoder nor the decoder may read the padding; each alone would change the output.
+    memory = module.encoder(source, kv_lens=lens["source_lens"])
+    for wrong in (
+        module.decoder(target, memory),
+        module.decoder(target, module.encoder(source), context_lens=lens["source_lens"]),
+    ):
+        assert not torch.allclose(wrong[:1, :2], alone, atol=1e-2)
 
 
 @pytest.fixture

@@ -60,6 +60,16 @@ def test_forward_takes_lengths_and_cache(model):
         torch.testing.assert_close(out[:1], whole[:, -1:], rtol=1e-4, atol=1e-4)
 
 
+def test_positions_reach_every_layer(model):
+    """RoPE that is stretched by 2 gives, at positions twice as far, what plain RoPE gives."""
+    stretched = attnpack.CausalLM(50, 24, 2, 4, 2, hidden_dim=48, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    stretched.load_state_dict(model.state_dict())
+    wanted, positions = model(IDS), 2 * torch.arange(5)
+    for each in (stretched, stretched.cpp()):
+        torch.testing.assert_close(each.forward(IDS, positions=positions), wanted, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(each.forward(IDS), wanted, atol=1e-2)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_a_cache_of_ones_own_is_filled_and_continued(model, kind):
     cache = attnpack.ModelCache(2)
@@ -87,15 +97,19 @@ def test_a_short_cache_is_refused_before_anything_is_written(model):
 
 
 def test_stop_tokens_end_rows_and_the_loop(model):
-    free = model.generate(IDS, max_new_tokens=12)
-    stop = int(free[0, 7])
-    at = [row[5:].tolist().index(stop) if stop in row[5:] else 12 for row in free]
-    tokens = model.generate(IDS, max_new_tokens=12, stop_tokens=(stop, 49))
-    for row, wanted, first in zip(tokens, free, at, strict=True):
-        assert torch.equal(row[: 5 + first], wanted[: tokens.size(1)][: 5 + first])
-        assert (row[5 + first :] == stop).all()
-    alone = model.generate(IDS[:1], max_new_tokens=12, stop_tokens=[stop])
-    assert alone.size(1) == 5 + at[0] + 1
+    """Row 0 stops first, is filled with the token that stopped it, and the loop ends when row 1 has stopped too."""
+    free = model.generate(IDS, max_new_tokens=12)[:, 5:].tolist()
+    stops = (free[0][2], free[1][5])
+    ends = [next(step for step, token in enumerate(row) if token in stops) for row in free]
+    assert ends == [2, 5] and free[0][3] not in stops
+    tokens = model.generate(IDS, max_new_tokens=12, stop_tokens=stops)
+    assert torch.equal(tokens[:, :5], IDS)
+    assert tokens[:, 5:].tolist() == [free[0][:2] + 4 * [stops[0]], free[1][:6]]
+    assert stops[0] not in free[1]
+    tokens = model.generate(IDS, max_new_tokens=12, stop_tokens=stops[:1])
+    assert tokens[:, 5:].tolist() == [free[0][:2] + 10 * [stops[0]], free[1]]
+    alone = model.generate(IDS[:1], max_new_tokens=12, stop_tokens=[stops[0]])
+    assert alone[0, 5:].tolist() == free[0][:3]
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["python", "cpp"])
