@@ -52,6 +52,9 @@ CASES = {
     "5 dims, broadcast": ((3, 2, 4, 5, 8), (1, 2, 4, 7, 8), (3, 1, 1, 7, 8), dict),
     "batch of keys": ((1, 4, 5, 8), (3, 4, 7, 8), (3, 4, 7, 8), dict),
     "batch of queries": ((3, 4, 5, 8), (1, 4, 7, 8), (1, 4, 7, 8), lambda: {"is_causal": True}),
+    "query of 3 dims": ((4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), dict),
+    "keys of 3 dims": ((2, 4, 5, 8), (4, 7, 8), (4, 7, 8), lambda: {"attn_mask": draw(2, 1, 5, 7)}),
+    "keys of 2 dims": ((2, 4, 5, 8), (7, 8), (1, 7, 8), lambda: {"is_causal": True}),
     "one kv head": ((2, 4, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8), dict),
     "one key head": ((2, 4, 5, 8), (2, 1, 7, 8), (2, 4, 7, 8), dict),
     "one query head": ((2, 1, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), dict),
@@ -326,3 +329,35 @@ def test_torchs_registry_knows_the_name():
         attention.restore_flash_attention_impl()
     F.scaled_dot_product_attention(q, q, q)
     assert taken() == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torchs_own_samples(dtype):
+    """The samples of torch's OpInfo for this function: outputs, and in fp64 gradients by finite differences too."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (info,) = [op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention"]
+    samples = list(info.sample_inputs("cpu", dtype, requires_grad=dtype == torch.float64))
+    for sample in samples:
+        inputs, keywords = [sample.input, *sample.args], dict(sample.kwargs)
+        if keywords.get("dropout_p"):
+            keywords["dropout_p"] = 0.0
+        expected = F.scaled_dot_product_attention(*inputs, **keywords)
+        with backend.sdpa():
+            out = F.scaled_dot_product_attention(*inputs, **keywords)
+            if dtype == torch.float64:
+                gradients = torch.autograd.gradcheck(
+                    lambda *x, keywords=keywords: F.scaled_dot_product_attention(*x, **keywords), inputs, fast_mode=True
+                )
+                assert gradients
+        exact = F.scaled_dot_product_attention(*(x.double() for x in inputs), **in_fp64(keywords))
+        rounding = torch.finfo(dtype).eps * (1 + exact.abs().max())
+        assert (out - exact).abs().max() <= 2 * (expected - exact).abs().max() + 64 * rounding
+    assert len(samples) > 20 and not backend.report()["sdpa"]["passed_on"]
+
+
+def in_fp64(keywords):
+    return {
+        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in keywords.items()
+    }

@@ -7,6 +7,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cmath>
@@ -233,8 +234,20 @@ bool is_chosen(bool fused) {
   return context.userEnabledFlashSDP() && (fused || context.userEnabledMathSDP());
 }
 
+// x with dims of size 1 before its own.
+Tensor with_dims(Tensor x, int64_t dims) {
+  while (x.dim() < dims) x = x.unsqueeze(0);
+  return x;
+}
+
 Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask, double dropout_p,
             bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  const int64_t dims = std::max({query.dim(), key.dim(), value.dim()});
+  if (std::min({query.dim(), key.dim(), value.dim()}) >= 2 &&
+      (query.dim() < dims || key.dim() < dims || value.dim() < dims) && !query.is_nested() && !key.is_nested() &&
+      !value.is_nested())
+    return sdpa(with_dims(query, dims), with_dims(key, dims), with_dims(value, dims), mask, dropout_p, is_causal, scale,
+                enable_gqa);
   Sizes sizes;
   Reason reason = why_not(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, sizes);
   const bool fused = reason == Reason::kNone && torch_would_fuse(query, key, value, mask, dropout_p, enable_gqa);
