@@ -1,6 +1,7 @@
 """attnpack inside Hugging Face transformers.
 
-`register()` makes ``attn_implementation="attnpack"`` known; `replace_attention(model)` swaps whole layers.
+`register()` makes ``attn_implementation="attnpack"`` known; with `replace_sdpa=True` every model that runs on
+transformers' default attention runs on attnpack; `replace_attention(model)` swaps whole layers.
 """
 
 from __future__ import annotations
@@ -14,19 +15,34 @@ except ImportError as error:
 
 from ..errors import wrong_kind
 from . import layers as hf_layers
+from . import sdpa
 from .masks import mask
 
 NAME = "attnpack"
 
 
-def register() -> None:
+def register(replace_sdpa: bool = False) -> None:
     """Makes `attn_implementation="attnpack"` and `model.set_attn_implementation("attnpack")` known to transformers.
 
     It registers an attention function and a mask function. transformers gives no mask to an attention function that has
     no mask function; padding and causality would then be lost without an error.
+
+    Args:
+        replace_sdpa: also put attnpack in the place of "sdpa", transformers' default attention. Then no word of a
+            program changes: models that exist already run on attnpack too. Their masks stay those of sdpa. Calls that
+            the operator does not take go to transformers' own function.
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask)
+    if replace_sdpa:
+        sdpa.replace_sdpa()
+
+
+def unregister() -> None:
+    """Undoes `register`: "sdpa" is transformers' own again, and transformers does not know the name "attnpack"."""
+    sdpa.restore_sdpa()
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(NAME, None)
 
 
 def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
