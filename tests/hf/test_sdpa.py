@@ -106,5 +106,5 @@ def test_what_sdpa_refuses_and_what_is_exported_goes_to_transformers(replaced):
     assert replaced() == 0
     ids = inputs("llama", padding("none"))["input_ids"]
     with backend.sdpa():
-        graph = torch.export.export(model, (ids,), {"use_cache": False}, strict=False).graph
+        graph = torch.export.export(sdpa_model("llama"), (ids,), {"use_cache": False}, strict=False).graph
     assert "attnpack" not in str(graph) and replaced() == 0
