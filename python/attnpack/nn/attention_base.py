@@ -51,14 +51,8 @@ class NativeAttention(NativeModule):
                 rope=None if self.rope is None else self.rope.settings,
                 cache=None if cache is None else cache.reserve(key, value),
                 kv_lens=kv_lens,
-                window=(-1, -1) if self.window is None else self.window,
-                softcap=self.softcap,
-                sinks=getattr(self, "sinks", None),
-                alibi_slopes=self._alibi_slopes(query),
-                head_map=self.head_map,
-                dropout_p=self.dropout if self.training else 0.0,
-                scale=self.scale,
                 need_weights=need_weights,
+                **self._settings(query),
                 **inputs,
             )
             if cache is not None:
@@ -89,15 +83,21 @@ class NativeAttention(NativeModule):
             source.offsets(),
             causal=causal,
             q_offset=0,
-            window=(-1, -1) if self.window is None else self.window,
-            softcap=self.softcap,
-            sinks=getattr(self, "sinks", None),
-            alibi_slopes=self._alibi_slopes(query),
-            head_map=self.head_map,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scale,
+            **self._settings(query),
         )
         return nested.like(self._output(out.flatten(1).unsqueeze(0))[0], x)
+
+    def _settings(self, query: Tensor) -> dict[str, Any]:
+        """The module's own settings, as keywords of the op."""
+        return {
+            "window": (-1, -1) if self.window is None else self.window,
+            "softcap": self.softcap,
+            "sinks": getattr(self, "sinks", None),
+            "alibi_slopes": self._alibi_slopes(query),
+            "head_map": self.head_map,
+            "dropout_p": self.dropout if self.training else 0.0,
+            "scale": self.scale,
+        }
 
     def _output(self, joined: Tensor) -> Tensor:
         """The output of the module from the joined heads [B, L, Hq * D]."""
