@@ -1,12 +1,11 @@
 """A CPU for torch.nn.attention.varlen: kernels for its private ops, registered while they are wanted.
 
-`attnpack.backend.enable("varlen")` calls `register`, and its handle's `disable()` calls the function that it gives.
+`attnpack.backend.enable("varlen")` holds a `Registration`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,45 +17,45 @@ _held = 0
 _library: torch.library.Library | None = None
 
 
-def register() -> Callable[[], None]:
-    """Registers CPU kernels for the ops of torch.nn.attention.varlen. Registrations are counted.
-
-    Returns:
-        A function that undoes this call. After the last one torch's own errors are back.
+class Registration:
+    """CPU kernels for the ops of torch.nn.attention.varlen, until `disable` is called. Registrations are counted: after
+    the last one torch's own errors are back.
 
     Raises:
         RuntimeError: this torch has no torch.nn.attention.varlen.
     """
-    global _held, _library
-    try:
-        from torch.nn.attention import varlen
-    except ImportError:
-        raise RuntimeError(
-            f"attnpack: torch {torch.__version__} has no torch.nn.attention.varlen, wants a torch that has it: update "
-            "torch, or call attnpack.attention_varlen"
-        ) from None
-    with _lock:
-        if _library is None:
-            _library = torch.library.Library("torch_attn", "IMPL")
-            for name, kernel in _KERNELS.items():
-                if hasattr(varlen, name):
-                    _library.impl(name, kernel, "CPU")
-        _held += 1
-    done = False
 
-    def undo() -> None:
+    def __init__(self) -> None:
         global _held, _library
-        nonlocal done
+        self.enabled = False
+        try:
+            from torch.nn.attention import varlen
+        except ImportError:
+            raise RuntimeError(
+                f"attnpack: torch {torch.__version__} has no torch.nn.attention.varlen, wants a torch that has it: "
+                "update torch, or call attnpack.attention_varlen"
+            ) from None
         with _lock:
-            if done:
+            if _library is None:
+                library = torch.library.Library("torch_attn", "IMPL")
+                for name, kernel in _KERNELS.items():
+                    if hasattr(varlen, name):
+                        library.impl(name, kernel, "CPU")
+                _library = library
+            _held += 1
+            self.enabled = True
+
+    def disable(self) -> None:
+        """Undoes this registration. A second call does nothing."""
+        global _held, _library
+        with _lock:
+            if not self.enabled:
                 return
-            done = True
+            self.enabled = False
             _held -= 1
             if _held == 0 and _library is not None:
                 _library._destroy()
                 _library = None
-
-    return undo
 
 
 def _refuse_pages(block_table: Tensor | None) -> None:

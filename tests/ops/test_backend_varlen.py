@@ -10,9 +10,9 @@ from torch.testing import assert_close
 
 @pytest.fixture
 def backend():
-    undo = _backend_varlen.register()
+    held = _backend_varlen.Registration()
     yield
-    undo()
+    held.disable()
 
 
 def ends(*numbers):
@@ -91,11 +91,14 @@ def test_compiles_with_other_strides():
 
 def test_registrations_are_counted_and_undone():
     tensors, where = call()
-    first, second = _backend_varlen.register(), _backend_varlen.register()
-    first()
-    first()
+    first, second = _backend_varlen.Registration(), _backend_varlen.Registration()
+    first.disable()
+    first.disable()
+    assert second.enabled and not first.enabled
     varlen_attn(*tensors, *where, enable_gqa=True)
-    second()
+    second.disable()
     with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
         varlen_attn(*tensors, *where, enable_gqa=True)
-    _backend_varlen.register()()
+    again = _backend_varlen.Registration()
+    varlen_attn(*tensors, *where, enable_gqa=True)
+    again.disable()
