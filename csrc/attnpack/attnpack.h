@@ -21,6 +21,7 @@
 #include <attnpack/modules/self_attention.h>
 #include <attnpack/modules/state_dict.h>
 #include <attnpack/ops/attention.h>
+#include <attnpack/ops/attention_varlen.h>
 #include <attnpack/ops/kv_cache.h>
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge_states.h>

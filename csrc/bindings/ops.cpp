@@ -4,6 +4,7 @@
 #include <attnpack/layers/attend.h>
 #include <attnpack/layers/latent_attend.h>
 #include <attnpack/ops/attention.h>
+#include <attnpack/ops/attention_varlen.h>
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/cpu/machine_speed.h>
 #include <attnpack/ops/linear.h>
@@ -88,6 +89,32 @@ Tensor attention_scores_py(const Tensor& query, const Tensor& key, const Optiona
   return attention_scores(query, key, options, stage);
 }
 
+py::object attention_varlen_py(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,
+                               const OptionalTensor& cu_seqlens_k, std::optional<int64_t> max_seqlen_q,
+                               std::optional<int64_t> max_seqlen_k, const OptionalTensor& block_table,
+                               const OptionalTensor& kv_lens, bool causal, const QOffset& q_offset, Window window,
+                               double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
+                               const HeadMap& head_map, double dropout_p, std::optional<double> scale,
+                               bool return_lse) {
+  const VarlenOptions options = VarlenOptions()
+                                    .cu_seqlens_k(cu_seqlens_k)
+                                    .max_seqlen_q(max_seqlen_q)
+                                    .max_seqlen_k(max_seqlen_k)
+                                    .block_table(block_table)
+                                    .kv_lens(kv_lens)
+                                    .causal(causal)
+                                    .q_offset(q_offset)
+                                    .window(window)
+                                    .softcap(softcap)
+                                    .sinks(sinks)
+                                    .alibi_slopes(alibi_slopes)
+                                    .head_map(head_map)
+                                    .dropout_p(dropout_p)
+                                    .scale(scale);
+  auto result = without_gil([&] { return attention_varlen_with_lse(query, key, value, cu_seqlens_q, options); });
+  return return_lse ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
+}
+
 using Cache = std::optional<std::tuple<Tensor, Tensor, Tensor>>;
 using LatentTensors = std::tuple<Tensor, Tensor>;
 
@@ -168,6 +195,10 @@ void register_ops(py::module_& m) {
   define(m, "attention", &attention_py,
          {"query", "key", "value", "mask", "causal", "q_offset", "window", "kv_lens", "softcap", "sinks",
           "alibi_slopes", "head_map", "dropout_p", "scale", "return_lse"});
+  define(m, "attention_varlen", &attention_varlen_py,
+         {"query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table",
+          "kv_lens", "causal", "q_offset", "window", "softcap", "sinks", "alibi_slopes", "head_map", "dropout_p",
+          "scale", "return_lse"});
   define(m, "attention_scores", &attention_scores_py,
          {"query", "key", "mask", "stage", "causal", "q_offset", "window", "kv_lens", "softcap", "sinks",
           "alibi_slopes", "head_map", "dropout_p", "scale"});

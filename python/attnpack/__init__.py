@@ -28,6 +28,7 @@ from .nn.projected_attention import ProjectedAttention
 from .nn.rope import RotaryEmbedding
 from .nn.stack import Decoder, Encoder, EncoderDecoder
 from .ops import apply_rope, attention, attention_scores, merge_states
+from .varlen import attention_varlen
 
 __all__ = [
     "CausalLM",
@@ -53,6 +54,7 @@ __all__ = [
     "apply_rope",
     "attention",
     "attention_scores",
+    "attention_varlen",
     "backend",
     "checkpoints",
     "convert",

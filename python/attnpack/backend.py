@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _C, _load
+from . import _C, _backend_varlen, _load
 from .errors import wrong_kind
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -60,13 +60,14 @@ def enable(name: str) -> Replacement:
         name: "sdpa" for `torch.nn.functional.scaled_dot_product_attention`. Its meaning, its gradients and its errors
             stay those of torch. A call that the operator does not take is passed on to torch (see `report`). The fast
             paths of `nn.MultiheadAttention` and `nn.TransformerEncoder`, which do not call that function, are off
-            meanwhile.
+            meanwhile. "varlen" gives `torch.nn.attention.varlen.varlen_attn` a CPU, where torch has none: forward and
+            backward (`attention_varlen`).
 
     Returns:
         An object whose `disable()` undoes it.
 
     Raises:
-        ValueError: no function of that name can be replaced.
+        ValueError: no function of that name can be replaced. RuntimeError: this torch has no varlen_attn.
 
     Compiled graphs are never reused across a change: `torch.compile` compiles anew, and graphs on disk are kept apart.
     """
@@ -92,9 +93,13 @@ def report() -> dict[str, dict[str, Any]]:
 
     Returns:
         For each function {"enabled": whether it is replaced now, "taken": calls that ran on the operator, "passed_on":
-        {reason: calls that torch ran}}. A compiled graph counts when it is traced, not when it runs.
+        {reason: calls that torch ran}}. A compiled graph counts when it is traced, not when it runs. "varlen" has no
+        numbers: torch has no kernels of its own for such calls on the CPU.
     """
-    return {"sdpa": {"enabled": _C.backend.sdpa_enabled(), **_C.backend.sdpa_report()}}
+    return {
+        "sdpa": {"enabled": _C.backend.sdpa_enabled(), **_C.backend.sdpa_report()},
+        "varlen": {"enabled": _backend_varlen.is_enabled()},
+    }
 
 
 def reset_report() -> None:
@@ -102,7 +107,7 @@ def reset_report() -> None:
     _C.backend.reset_sdpa_report()
 
 
-_FUNCTIONS: dict[str, Callable[[], Any]] = {"sdpa": _C.backend.enable_sdpa}
+_FUNCTIONS: dict[str, Callable[[], Any]] = {"sdpa": _C.backend.enable_sdpa, "varlen": _backend_varlen.Registration}
 _fast_path_before = True
 
 

@@ -39,7 +39,8 @@ def attention(
     """softmax(scale * query key^T + mask) value, with grouped heads and nothing of size Lq x Lkv in memory.
 
     Args:
-        query: [B, Hq, Lq, D], float64, float32, bfloat16 or float16; any strides.
+        query: [B, Hq, Lq, D], float64, float32, bfloat16 or float16; any strides. Or all three are jagged nested
+            tensors [B, H, L*, D], which mean one call per sequence; they take no mask and no kv_lens.
         key: [B, Hkv, Lkv, D], value: [B, Hkv, Lkv, Dv], in the dtype of query.
         mask: bool (True = may attend) or additive float, broadcastable to [B, Hq, Lq, Lkv], right-aligned.
         causal: keep keys j <= i + q_offset.
@@ -64,6 +65,13 @@ def attention(
     Order: scale, softcap, ALiBi, mask, softmax, dropout, times value. Vaswani et al. 2017, section 3.2; grouped heads:
     Ainslie et al. 2023.
     """
+    if getattr(query, "is_nested", False):
+        from . import nested
+
+        return nested.attention(
+            query, key, value, mask, causal, q_offset, kv_lens, return_lse, window=window, softcap=softcap,
+            sinks=sinks, alibi_slopes=alibi_slopes, head_map=head_map, dropout_p=dropout_p, scale=scale,
+        )  # fmt: skip
     if _is_compiling():
         return _traced_attention(
             query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,

@@ -53,6 +53,45 @@ def attention_backward(pick: Random) -> Call:
     return "attention_backward", arguments, lambda result: check_against_reference(inputs)
 
 
+def packed(pick: Random) -> tuple[list, list[tuple[int, int, int, int]]]:
+    """The arguments of attention_varlen, and the rows of query and key of each sequence."""
+    lengths = [(pick.randint(0, 40), pick.randint(0, 40)) for _ in range(pick.randint(0, 5))]
+    dtype, (heads, kv_heads) = pick.choice(WIDE), pick.choice([(4, 2), (3, 3), (2, 1)])
+    ends = [torch.tensor([0, *x]).cumsum(0).to(pick.choice([torch.int32, torch.int64])) for x in
+            ([q for q, _ in lengths], [k for _, k in lengths])]  # fmt: skip
+    shapes = [(heads, 8), (kv_heads, 8), (kv_heads, 6)]
+    tensors = [draw(int(ends[min(n, 1)][-1]), *shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes)]
+    window = pick.choice([(-1, -1), (3, 0), (2, 2)])
+    sinks = pick.choice([None, draw(heads)])
+    rest = [None, None, None, None, pick.random() < 0.5, None, None, *window, pick.choice([0.0, 2.0]), sinks]
+    rows = zip(*(x.tolist()[:-1] for x in ends), *(x.tolist()[1:] for x in ends), strict=True)
+    return [*tensors, *ends, *rest, None, None, 0.0, None, None], list(rows)
+
+
+def attention_varlen(pick: Random) -> Call:
+    arguments, rows = packed(pick)
+    q, k, v = arguments[:3]
+    settings = dict(zip(("causal", "window_left", "window_right", "softcap", "sinks"),
+                        [arguments[9], *arguments[12:16]], strict=True))  # fmt: skip
+    settings["window"] = (settings.pop("window_left"), settings.pop("window_right"))
+
+    def right(result):
+        for a, c, b, d in rows:
+            heads = [x.transpose(0, 1).unsqueeze(0) for x in (q[a:b], k[c:d], v[c:d])]
+            expected = reference.attention(*heads, q_offset=(d - c) - (b - a), **settings)
+            assert_close(result[0][a:b], expected[0].transpose(0, 1), atol=1e-4, rtol=1e-4)
+
+    return "attention_varlen", arguments, right
+
+
+def attention_varlen_backward(pick: Random) -> Call:
+    arguments, _ = packed(pick)
+    out, lse = torch.ops.attnpack.attention_varlen(*arguments)
+    grads = [draw(*out.shape, dtype=out.dtype), pick.choice([None, draw(*lse.shape, dtype=lse.dtype)])]
+    sinks_gradient = arguments[15] is not None and pick.random() < 0.5
+    return "attention_varlen_backward", [*grads, *arguments[:3], out, lse, *arguments[3:], sinks_gradient], NO_CHECK
+
+
 def attention_scores(pick: Random) -> Call:
     inputs, stage = layer(pick, dtype=torch.float64), pick.choice(["scaled", "capped", "masked", "probs"])
 
@@ -213,6 +252,7 @@ def null(pick: Random) -> Call:
 
 
 MAKERS: list[Callable[[Random], Call]] = [
-    attention, attention_backward, attention_scores, append, lambda pick: append(pick, rotated=True), attend, latent,
+    attention, attention_backward, attention_varlen, attention_varlen_backward, attention_scores, append,
+    lambda pick: append(pick, rotated=True), attend, latent,
     latent_expand, apply_rope, rope_table, linear, rms_norm, merge_states, null,
 ]  # fmt: skip

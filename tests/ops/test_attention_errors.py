@@ -133,19 +133,14 @@ NESTED = torch.nested.nested_tensor([torch.zeros(3, 4, 8), torch.zeros(5, 4, 8)]
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_a_nested_tensor_is_named(name):
     good = {"query": draw(2, 4, 5, 8), "key": draw(2, 4, 5, 8), "value": draw(2, 4, 5, 8)}
-    with pytest.raises(ValueError, match=f"attnpack: {name} is a nested tensor, wants a padded one: call torch.nested"):
+    beside = (
+        "key is a padded tensor beside nested ones" if name == "query" else f"{name} is a nested tensor, wants a pad"
+    )
+    with pytest.raises(ValueError, match=f"attnpack: {beside}"):
         attention(**good | {name: NESTED})
     if name != "value":
         with pytest.raises(ValueError, match=f"attnpack: {name} is a nested tensor"):
             attention_scores(**{"query": good["query"], "key": good["key"]} | {name: NESTED})
-
-
-@pytest.mark.parametrize("kind", [attnpack.MultiHeadAttention, attnpack.SelfAttention], ids=lambda kind: kind.__name__)
-def test_a_module_names_a_nested_tensor(kind):
-    module = kind(8) if kind is attnpack.SelfAttention else kind(8, 2)
-    nested = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(5, 8)], layout=torch.jagged)
-    with pytest.raises(ValueError, match="attnpack: x is a nested tensor, wants a padded one"):
-        module(nested)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -324,7 +319,3 @@ def test_a_refused_call_leaves_torchs_generator_alone():
     with pytest.raises(ValueError, match="dropout_p"):
         attention(**arguments(dropout_p=-0.5))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_names_that_are_reserved_are_not_there_yet():
-    assert not hasattr(attnpack, "attention_varlen")

@@ -132,7 +132,7 @@ void poison_a_key(const char* isa, const Kernels& kernels, const AttentionParams
     return std::vector<char>(data, data + g.bytes());
   };
   const std::vector<char> expected = copy(out), expected_lse = copy(lse);
-  run_forward(kernels, p, threads);
+  run_forward(kernels, {&p, 1}, threads);
   bool kept = true, seen = true;
   for (int64_t row = 0; row < p.batch * p.num_heads * p.q_len; ++row) {
     const int64_t b = row / p.q_len / p.num_heads, h = row / p.q_len % p.num_heads, i = row % p.q_len;
@@ -198,7 +198,7 @@ void attend(const char* isa, const Kernels& kernels, int64_t n) {
   if (n % 8 == 3)
     p.mask = mask.data(), p.mask_dtype = DType::kBool, p.mask_strides = {0, p.q_len * p.kv_len, p.kv_len, 1};
   const Threads threads{static_cast<int>(pick(1, 4))};
-  run_forward(kernels, p, threads);
+  run_forward(kernels, {&p, 1}, threads);
 
   const int64_t group = p.num_heads / p.num_kv_heads;
   double worst = 0, worst_lse = 0;
@@ -246,7 +246,7 @@ void attend(const char* isa, const Kernels& kernels, int64_t n) {
   std::vector<int32_t> done(t.kv_heads * t.tiles);
   bp.grad_query_sums = sums.data(), bp.blocks_done = done.data(), bp.tiles = t.tiles;
   if (p.mask) bp.grad_scores = scores.data();
-  run_backward(kernels, bp, threads);
+  run_backward(kernels, {&bp, 1}, threads);
   // Sums of dV over keys are those of P^T dO: with one allowed key a row, or many, each row's probabilities add up
   // to 1.
   bool finite = true;

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import nested, ops, varlen
 from ..cache import KVCache, check_kind, unchanged_on_error
 from ..errors import check_inputs, check_positions, reject_keywords, wrong_kind
 from .linear import project, project_all
 from .local_heads import check_mask_share, grouped_share
 from .native import NativeModule
-from .rope import RotaryEmbedding
+from .rope import RotaryEmbedding, rotate_rows
 
 
 class NativeAttention(NativeModule):
@@ -51,14 +51,8 @@ class NativeAttention(NativeModule):
                 rope=None if self.rope is None else self.rope.settings,
                 cache=None if cache is None else cache.reserve(key, value),
                 kv_lens=kv_lens,
-                window=(-1, -1) if self.window is None else self.window,
-                softcap=self.softcap,
-                sinks=getattr(self, "sinks", None),
-                alibi_slopes=self._alibi_slopes(query),
-                head_map=self.head_map,
-                dropout_p=self.dropout if self.training else 0.0,
-                scale=self.scale,
                 need_weights=need_weights,
+                **self._settings(query),
                 **inputs,
             )
             if cache is not None:
@@ -67,6 +61,43 @@ class NativeAttention(NativeModule):
                 return self._output(result)
             out, weights = result
             return self._output(out), weights
+
+    def _attend_nested(
+        self,
+        x: Tensor,  # [B, L*, ...], whose sequences the queries have
+        context: Tensor | None,  # the same for keys, if they come from another sequence
+        query: Tensor,  # [1, Hq, T, D]
+        key: Tensor,  # [1, Hkv, S, D]
+        value: Tensor,  # [1, Hkv, S, D]
+        positions: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        """The nested output of one call per sequence."""
+        source = x if context is None else context
+        if self.rope is not None:
+            query = rotate_rows(self.rope, query, *nested.positions_of(x, positions))
+            key = rotate_rows(self.rope, key, *nested.positions_of(source, positions if context is None else None))
+        out = varlen.attend_packed(
+            *(heads[0].transpose(0, 1) for heads in (query, key, value)),
+            x.offsets(),
+            source.offsets(),
+            causal=causal,
+            q_offset=0,
+            **self._settings(query),
+        )
+        return nested.like(self._output(out.flatten(1).unsqueeze(0))[0], x)
+
+    def _settings(self, query: Tensor) -> dict[str, Any]:
+        """The module's own settings, as keywords of the op."""
+        return {
+            "window": (-1, -1) if self.window is None else self.window,
+            "softcap": self.softcap,
+            "sinks": getattr(self, "sinks", None),
+            "alibi_slopes": self._alibi_slopes(query),
+            "head_map": self.head_map,
+            "dropout_p": self.dropout if self.training else 0.0,
+            "scale": self.scale,
+        }
 
     def _output(self, joined: Tensor) -> Tensor:
         """The output of the module from the joined heads [B, L, Hq * D]."""
@@ -120,7 +151,8 @@ class ContextAttention(NativeAttention):
         """Self-attention of x or, if a context is given, attention of x over the context.
 
         Args:
-            x: [B, L, embed_dim].
+            x: [B, L, embed_dim], or a jagged nested tensor [B, L*, embed_dim], which means one call per sequence;
+                then the contexts and positions are nested too, and mask, cache, kv_lens and need_weights are refused.
             context: [B, Lkv, kdim], the source of keys and values; RoPE rotates its keys at 0..Lkv-1.
             value_context: [B, Lkv, vdim], the source of values; default context.
             mask: bool (True = may attend) or additive float, broadcastable to [B, Hq, L, keys]. A padding mask has
@@ -140,6 +172,10 @@ class ContextAttention(NativeAttention):
             ValueError: a shape, dtype, device or length does not fit; nothing has been written to the cache then.
         """
         reject_keywords(unknown)
+        if nested.is_nested(x):
+            nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, need_weights=need_weights)
+            own = self.causal and context is None
+            return self._forward_nested(x, context, value_context, positions, own if causal is None else causal)
         self._check(x, context, value_context, cache)
         query, key, value = self._heads(x, context, value_context)
         check_mask_share(self, mask, query.size(1))
@@ -155,6 +191,18 @@ class ContextAttention(NativeAttention):
             mask=mask,
             causal=(self.causal and context is None) if causal is None else causal,
         )
+
+    def _forward_nested(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        value_context: Tensor | None,
+        positions: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        rows = packed_inputs(x, context, value_context)
+        self._check(*rows, None)
+        return self._attend_nested(x, context, *self._heads(*rows), positions, causal)
 
     def project(
         self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
@@ -204,3 +252,21 @@ class ContextAttention(NativeAttention):
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """[B, L, H * D] -> [B, H, L, D], a view."""
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def packed_inputs(
+    x: Tensor,
+    context: Tensor | None,
+    value_context: Tensor | None,
+    names: tuple[str, str, str] = ("x", "context", "value_context"),
+) -> list[Tensor | None]:
+    """Nested inputs [B, L*, E] as batches of one row, [1, T, E]."""
+    given = (x, context, value_context)
+    packed = [None if e is None else nested.rows(n, e).unsqueeze(0) for n, e in zip(names, given, strict=True)]
+    if context is not None and context.size(0) != x.size(0):
+        raise ValueError(
+            f"attnpack: {names[1]} has {context.size(0)} sequences, {names[0]} {x.size(0)}: they must agree"
+        )
+    if context is not None and value_context is not None:
+        nested.check_same_sequences(names[2], value_context, names[1], context)
+    return packed

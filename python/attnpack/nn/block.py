@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import cpp
+from .. import cpp, nested
 from .._C import checks
 from ..cache import KVCache
 from ..errors import check_input, check_lengths, reject_keywords, wrong_kind
@@ -77,7 +77,7 @@ class Block(NativeModule):
         return {**made, "pre_norm": twin.pre_norm, **arguments_of_norm(parts["input_layernorm"])}
 
     def _check(self, x: Tensor) -> None:
-        check_input("x", x, self.embed_dim, getattr(self.self_attn, "q_proj", None))
+        check_input("x", nested.one_row("x", x), self.embed_dim, getattr(self.self_attn, "q_proj", None))
 
     def _twins(self, *names: str) -> list[Any]:
         """The C++ modules of these children."""
@@ -132,7 +132,7 @@ class EncoderBlock(Block):
         kv_lens: Tensor | None = None,
         **unknown: Any,
     ) -> Tensor:
-        """[B, L, E] -> [B, L, E].
+        """[B, L, E] -> [B, L, E], or a jagged nested [B, L*, E] -> [B, L*, E], one call per sequence.
 
         Args:
             mask: broadcastable to [B, Hq, L, L].
@@ -194,10 +194,10 @@ class DecoderBlock(Block):
         context_lens: Tensor | None = None,
         **unknown: Any,
     ) -> Tensor:
-        """[B, L, E] -> [B, L, E].
+        """[B, L, E] -> [B, L, E], or a jagged nested [B, L*, E] -> [B, L*, E], one call per sequence.
 
         Args:
-            context: [B, Lc, E], the input of cross-attention.
+            context: [B, Lc, E], the input of cross-attention; nested if x is.
             mask: broadcastable to [B, Hq, L, keys]; it applies in addition to causality.
             cache: the cache of self-attention.
             positions: int64 [L] or [B, L], for RoPE.
@@ -209,7 +209,9 @@ class DecoderBlock(Block):
         self._check(x)
         if self.has_cross_attention != (context is not None):
             checks.cross_attention(self.has_cross_attention, context is not None)
-        if context is not None:
+        if nested.is_nested(x):
+            nested.refuse(context_mask=context_mask, context_lens=context_lens)
+        elif context is not None:
             check_lengths("context_lens", context_lens, context)
         x = self._residual(
             x,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import cpp
+from .. import cpp, nested
 from ..cache import ModelCache, check_kind
 from ..errors import MODEL_CACHE, check_ids, check_lengths, reject_keywords
 from .attention import GroupedQueryAttention
@@ -157,14 +157,17 @@ class CausalLM(NativeModule):
         """Logits [B, L, vocab_size].
 
         Args:
-            ids: int64 [B, L].
+            ids: int64 [B, L]. Jagged nested ids [B, L*] give nested logits [B, L*, vocab_size]: those of one call per
+                sequence, without padding, also for training. They take no cache, mask or lengths.
             cache: the tokens continue the cached sequence. The cache is left as it was by a call that raises.
             mask: broadcastable to [B, Hq, L, keys]; it applies in addition to causality.
             positions: int64 [L] or [B, L], for RoPE; default the positions after the cached ones.
             lengths: [B], the number of valid tokens of each right-padded row.
         """
         reject_keywords(unknown, MODEL_CACHE)
-        check_ids("ids", ids)
+        check_ids("ids", nested.one_row("ids", ids))
+        if nested.is_nested(ids):
+            nested.refuse(cache=cache, mask=mask, lengths=lengths)
         check_lengths("lengths", lengths, ids)
         hidden = self.model(ids, cache=cache, mask=mask, positions=positions, kv_lens=lengths)
         return linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else project(self.lm_head, hidden)

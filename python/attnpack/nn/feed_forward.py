@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import cpp
+from .. import cpp, nested
 from ..errors import check_tokens
 from .linear import project, project_all
 from .native import NativeModule
@@ -42,6 +42,8 @@ class FeedForward(NativeModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., embed_dim] -> [..., embed_dim]"""
+        if nested.is_nested(x):
+            return nested.like(self.forward(nested.rows("x", x)), x)
         check_tokens("x", x, self.embed_dim, self.up_proj)
         if self.activation == "swiglu":
             gate, up = project_all((self.gate_proj, self.up_proj), x)

@@ -11,15 +11,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .. import _C, cpp, ops
+from .. import _C, cpp, nested, ops, varlen
 from .._C import checks
 from ..cache import KVCache, check_kind, unchanged_on_error
 from ..errors import check_inputs, reject_keywords
-from .attention_base import NativeAttention, split_heads
+from .attention_base import NativeAttention, packed_inputs, split_heads
 from .linear import plain_weight, project
 from .local_heads import check_mask_share, latent_share
 from .norm import RMSNorm
-from .rope import RotaryEmbedding
+from .rope import RotaryEmbedding, rotate_rows
 
 _NORM_EPS = 1e-6
 
@@ -131,7 +131,7 @@ class MultiHeadLatentAttention(NativeAttention):
         """Self-attention of x or, if a context is given, attention of x over the context.
 
         Args:
-            x: [B, L, embed_dim].
+            x: [B, L, embed_dim], or a jagged nested tensor as in GroupedQueryAttention.forward.
             context: [B, Lkv, embed_dim], the source of the latents; RoPE rotates its keys at 0..Lkv-1.
             value_context: refused: one latent gives keys and values.
             cache: a LatentCache. A DynamicCache or StaticCache(batch, 1, max_len, C + R, v_head_dim=0) can hold latents
@@ -140,6 +140,10 @@ class MultiHeadLatentAttention(NativeAttention):
         The other arguments and the result are those of GroupedQueryAttention.forward.
         """
         reject_keywords(unknown)
+        if nested.is_nested(x):
+            nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, need_weights=need_weights)
+            own = self.causal and context is None
+            return self._forward_nested(x, context, value_context, positions, own if causal is None else causal)
         self._check(x, context, value_context, cache)
         check_kind(cache, KVCache, type(self).__name__, "a LatentCache, one per layer")
         with unchanged_on_error(cache):
@@ -189,6 +193,42 @@ class MultiHeadLatentAttention(NativeAttention):
             )
         place = {"rope": rope, "positions": positions, "cross": context is not None}
         query, latents, _, _ = ops.latent_append(query, latent, k_rope, **place)
+        return query, *self._expand(latents, query.size(1))
+
+    def _forward_nested(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        value_context: Tensor | None,
+        positions: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        packed, packed_context, _ = packed_inputs(x, context, None)
+        self._check(packed, packed_context, value_context, None)
+        query, latent, k_rope, _ = self._latents(packed, packed_context)
+        source = x if context is None else context
+        if self.rope is not None and self.qk_rope_head_dim:
+            plain, rotating = query.split([query.size(-1) - self.qk_rope_head_dim, self.qk_rope_head_dim], -1)
+            query = torch.cat([plain, rotate_rows(self.rope, rotating, *nested.positions_of(x, positions))], -1)
+            place = nested.positions_of(source, positions if context is None else None)
+            k_rope = rotate_rows(self.rope, k_rope.unsqueeze(1), *place)[:, 0]
+        heads = self._expanded(query, latent, k_rope)
+        out = varlen.attend_packed(
+            *(each[0].transpose(0, 1) for each in heads),
+            x.offsets(),
+            source.offsets(),
+            causal=causal,
+            q_offset=0,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+        )
+        return nested.like(project(self.o_proj, out.flatten(1)), x)
+
+    def _expanded(self, query: Tensor, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(q, k, v) of rotated parts, each [1, heads, T, dims]: those of the latents for a folded layer."""
+        latents = torch.cat([latent, k_rope], -1).unsqueeze(1)
+        if self.folded:
+            return query, latents, latents[..., : self.kv_lora_rank]
         return query, *self._expand(latents, query.size(1))
 
     def fold(self) -> MultiHeadLatentAttention:

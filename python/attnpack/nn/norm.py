@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import cpp, ops
+from .. import cpp, nested, ops
 from .._C import checks
 from ..errors import check_dtype, check_tokens
 from .native import NativeModule
@@ -34,6 +34,8 @@ class RMSNorm(NativeModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]"""
+        if nested.is_nested(x):
+            return nested.like(self.forward(nested.rows("x", x)), x)
         check_tokens("x", x, self.dim, None)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return F.rms_norm(x, (self.dim,), self.weight, self.eps)

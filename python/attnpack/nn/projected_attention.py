@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import cpp
+from .. import cpp, nested
 from .._C import checks
 from ..cache import KVCache
 from ..errors import check_input, reject_keywords
-from .attention_base import NativeAttention, split_heads
+from .attention_base import NativeAttention, packed_inputs, split_heads
 from .rope import RotaryEmbedding
 
 
@@ -64,13 +64,18 @@ class ProjectedAttention(NativeAttention):
         """out [B, L, Hq * D], or (out, weights [B, Hq, L, keys]).
 
         Args:
-            q: [B, L, Hq * D].
+            q: [B, L, Hq * D], or all three are jagged nested tensors [B, L*, Hq * D].
             k, v: [B, Lkv, Hkv * D]. Without a cache, keys whose length differs from that of q belong to another
                 sequence: RoPE rotates them at 0..Lkv-1.
 
         The other arguments are those of GroupedQueryAttention.forward.
         """
         reject_keywords(unknown)
+        causal = self.causal if causal is None else causal
+        if nested.is_nested(q):
+            nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, need_weights=need_weights)
+            heads = self._heads(*packed_inputs(q, k, v, ("q", "k", "v")))
+            return self._attend_nested(q, None if nested.same_sequences(q, k) else k, *heads, positions, causal)
         query, key, value = self._heads(q, k, v)
         return self._attend(
             query,
@@ -82,7 +87,7 @@ class ProjectedAttention(NativeAttention):
             positions=positions,
             cross=cache is None and q.size(1) != k.size(1),
             mask=mask,
-            causal=self.causal if causal is None else causal,
+            causal=causal,
         )
 
     def project(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _C, cpp, ops
+from .. import _C, cpp, nested, ops
 from .native import NativeModule
 
 
@@ -98,7 +98,13 @@ class RotaryEmbedding(NativeModule):
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """x [B, H, L, D] rotated at `positions` (int64 [L] or [B, L]; default 0..L-1). If frequencies follow the
-        length, the length of a row is its highest position + 1."""
+        length, the length of a row is its highest position + 1. For a jagged nested x [B, H, L*, D] positions are
+        nested too, [B, L*], and start anew in each sequence by default."""
+        if nested.is_nested(x):
+            by_rows = x.transpose(1, 2)
+            packed = nested.rows("x", by_rows).transpose(0, 1).unsqueeze(0)
+            rotated = rotate_rows(self, packed, *nested.positions_of(by_rows, positions))
+            return nested.like(rotated[0].transpose(0, 1), by_rows).transpose(1, 2)
         if positions is None:
             positions = torch.arange(x.size(2), device=x.device)
         if self.growth or self.long_inv_freq:
@@ -125,3 +131,16 @@ class RotaryEmbedding(NativeModule):
                     "from. Build a new one, or call the Python module"
                 )
         return twin
+
+
+def rotate_rows(rope: RotaryEmbedding, x: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
+    """Packed heads x [1, H, T, D], rotated at positions [T]. lengths: [T], the length of each row's sequence."""
+    if rope.growth or rope.long_inv_freq:
+        tables = ops.rope_table_by_length(
+            positions.unsqueeze(1), lengths, rope.inv_freq, rope.factor, rope.long_inv_freq, rope.growth,
+            rope.trained_len,
+        )  # fmt: skip
+        cos, sin = (table.squeeze(1) for table in tables)
+    else:
+        cos, sin = ops.rope_table(positions, rope.inv_freq, rope.factor)
+    return ops.apply_rope(x, cos, sin, interleaved=rope.interleaved)

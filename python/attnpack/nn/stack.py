@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import cpp
+from .. import cpp, nested
 from .._C import checks
 from ..cache import ModelCache, check_kind, unchanged_on_error
 from ..errors import (
@@ -69,6 +69,7 @@ class _Stack(NativeModule):
         """Checks the input of forward, which `name` names for users."""
         if torch.compiler.is_compiling():
             return
+        x = nested.one_row(name, x)
         if self.embed_tokens is not None:
             plain = type(self.embed_tokens) is nn.Embedding
             check_ids(name, x, self.embed_tokens.weight if plain else None)
@@ -85,7 +86,7 @@ class _Stack(NativeModule):
         try:
             return self.embed_tokens(x)
         except IndexError:
-            check_vocabulary(self.embed_tokens, "ids", x)
+            check_vocabulary(self.embed_tokens, "ids", nested.one_row("ids", x))
             raise
 
     def _finish(self, x: Tensor) -> Tensor:
@@ -135,7 +136,10 @@ class Encoder(_Stack):
         kv_lens: Tensor | None = None,
         **unknown: Any,
     ) -> Tensor:
-        """[B, L, E], or ids [B, L] with embed_tokens -> [B, L, E]; arguments as in EncoderBlock."""
+        """[B, L, E], or ids [B, L] with embed_tokens -> [B, L, E]; arguments as in EncoderBlock.
+
+        Jagged nested states [B, L*, E] or ids [B, L*] give nested states [B, L*, E], those of one call per sequence.
+        """
         reject_keywords(unknown, cache=None)
         h = self._embed(x)
         for layer in self.layers:
@@ -164,6 +168,7 @@ class Decoder(_Stack):
     ) -> Tensor:
         """[B, L, E], or ids [B, L] with embed_tokens -> [B, L, E]; arguments as in DecoderBlock, cache a ModelCache.
 
+        Jagged nested states or ids give nested states [B, L*, E], those of one call per sequence; cache is None then.
         A call that raises leaves the cache as it was (in eager mode).
         """
         reject_keywords(unknown, MODEL_CACHE)
@@ -220,12 +225,16 @@ class EncoderDecoder(NativeModule):
         """Decoder states [B, Lt, E].
 
         Args:
-            source: [B, Ls, E], or ids [B, Ls] if the encoder has embed_tokens.
+            source: [B, Ls, E], or ids [B, Ls] if the encoder has embed_tokens. Source and target may be jagged nested
+                tensors, without lengths and cache.
             target: [B, Lt, E], or ids [B, Lt] if the decoder has embed_tokens.
             source_lens, target_lens: [B], the numbers of valid source tokens and of valid new target tokens.
             cache: the cache of the decoder's self-attention.
         """
         reject_keywords(unknown, MODEL_CACHE)
+        if nested.is_nested(source) or nested.is_nested(target):
+            nested.rows("source", source), nested.rows("target", target)
+            nested.refuse(source_lens=source_lens, target_lens=target_lens, cache=cache)
         check_lengths("source_lens", source_lens, source)
         check_lengths("target_lens", target_lens, target)
         memory = _run(self.encoder, "source", source, kv_lens=source_lens)
@@ -247,10 +256,10 @@ def _run(stack: nn.Module, name: str, x: Tensor, **inputs: Any) -> Tensor:
         return stack(x, **inputs)
     stack._check(name, x)
     if stack.embed_tokens is None:
-        check_input(name, x, stack.layers[0].embed_dim, None)
+        check_input(name, nested.one_row(name, x), stack.layers[0].embed_dim, None)
         return stack(x, **inputs)
     try:
         return stack(x, **inputs)
     except ValueError:
-        check_vocabulary(stack.embed_tokens, name, x)
+        check_vocabulary(stack.embed_tokens, name, nested.one_row(name, x))
         raise

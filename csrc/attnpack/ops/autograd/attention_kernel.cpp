@@ -1,6 +1,7 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/autograd/node.h>
+#include <attnpack/ops/autograd/saved_arguments.h>
 #include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/schema.h>
 
@@ -8,40 +9,6 @@ namespace attnpack {
 namespace {
 
 using torch::autograd::SavedVariable;
-
-// The arguments, with their tensors as SavedVariables: these keep no graph alive, and autograd notices if they change.
-class SavedArguments {
- public:
-  explicit SavedArguments(const AttentionArguments& args) : args_(args) {
-    for (Tensors::value_type tensor : kTensors) {
-      saved_.emplace_back(args.*tensor ? SavedVariable(*(args.*tensor), false) : SavedVariable());
-      args_.*tensor = std::nullopt;
-    }
-    if (args.head_map) args_.head_map = head_map_ = args.head_map->vec();
-  }
-
-  AttentionArguments unpack() const {
-    AttentionArguments args = args_;
-    for (size_t i = 0; i < kTensors.size(); ++i) {
-      const Tensor tensor = saved_[i].unpack();
-      if (tensor.defined()) args.*kTensors[i] = tensor;
-    }
-    return args;
-  }
-
-  void reset() {
-    for (SavedVariable& saved : saved_) saved.reset_data();
-  }
-
- private:
-  using Tensors = std::array<std::optional<Tensor> AttentionArguments::*, 6>;
-  static constexpr Tensors kTensors = {&AttentionArguments::mask,         &AttentionArguments::q_offsets,
-                                       &AttentionArguments::kv_lens,      &AttentionArguments::sinks,
-                                       &AttentionArguments::alibi_slopes, &AttentionArguments::dropout_seed};
-  AttentionArguments args_;
-  std::vector<int64_t> head_map_;
-  std::vector<SavedVariable> saved_;
-};
 
 struct AttentionBackward : torch::autograd::Node {
   AttentionBackward(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& args)
@@ -77,7 +44,7 @@ struct AttentionBackward : torch::autograd::Node {
 
  private:
   SavedVariable query_, key_, value_, out_, lse_;
-  SavedArguments args_;
+  SavedArguments<AttentionArguments> args_;
 };
 
 AttentionResult attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,

@@ -2,7 +2,8 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/cpu/isa.h>
-#include <attnpack/ops/cpu/threads.h>
+#include <attnpack/ops/cpu/sums.h>
+#include <attnpack/ops/cpu/torch_threads.h>
 #include <attnpack/ops/cpu/work_units.h>
 #include <attnpack/ops/detail/attention_params.h>
 #include <attnpack/ops/detail/schema.h>
@@ -10,27 +11,13 @@
 namespace attnpack {
 namespace {
 
-// Hands units to torch's threads.
-constexpr auto kTorchThreads = [](Order order, int64_t count, double work, size_t scratch_bytes, auto&& unit) {
-  for_each_unit(count, work, scratch_bytes, unit, order == Order::kNeighbours);
-};
-
 AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
                               const AttentionArguments& args) {
   check_attention(query, key, value, args);
   PreparedAttention prepared = prepare_attention(query, key, value, args);
   const AttentionResult result = make_outputs(prepared, query);
-  run_forward(kernels_in_use(), prepared.params, kTorchThreads);
+  run_forward(kernels_in_use(), {&prepared.params, 1}, kTorchThreads);
   return result;
-}
-
-// The sum of all elements, [1], in one order. at::sum splits such a sum over the threads, so its rounding depends on
-// their number.
-Tensor sum_in_order(const Tensor& x) {
-  const Tensor terms = x.to(at::kDouble).contiguous();
-  double sum = 0;
-  for (int64_t i = 0; i < terms.numel(); ++i) sum += terms.const_data_ptr<double>()[i];
-  return at::full({1}, sum, x.options());
 }
 
 AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
@@ -49,16 +36,13 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::opt
   bp.grad_query_sums = sums.mutable_data_ptr();
   bp.blocks_done = done.mutable_data_ptr<int32_t>();
   bp.tiles = t.tiles;
-  run_backward(kernels_in_use(), bp, kTorchThreads);
+  run_backward(kernels_in_use(), {&bp, 1}, kTorchThreads);
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
   if (mask_gradient)
     grad_mask = (args.mask->numel() == 1 ? sum_in_order(r.grad_scores).view(args.mask->sizes())
                                          : r.grad_scores.sum_to_size(args.mask->sizes()))
                     .to(args.mask->scalar_type());
-  if (sinks_gradient) {
-    const Tensor terms = sink_terms(*args.sinks, lse, r.delta);
-    grad_sinks = (p.num_heads == 1 ? sum_in_order(terms) : terms.sum({0, 2})).to(args.sinks->scalar_type());
-  }
+  if (sinks_gradient) grad_sinks = sinks_gradient_in_order(*args.sinks, lse, r.delta);
   return {r.grad_query, r.grad_key, r.grad_value, grad_mask, grad_sinks};
 }
 

@@ -1,17 +1,23 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
+#include <utility>
+#include <vector>
 
 #include <attnpack/ops/cpu/isa/kernels.h>
 #include <attnpack/ops/cpu/scratch.h>
 
-// Cuts an attention call into units of work. No headers of torch: for_each(order, count, work, scratch_bytes, unit)
-// hands the units 0 .. count - 1 to the threads, and calls unit(index, scratch).
+// Cuts attention calls into units of work. No headers of torch: for_each(order, count, work, scratch_bytes, unit) hands
+// the units 0 .. count - 1 to the threads, and calls unit(index, scratch). The calls of a list share dtype, heads, head
+// dims and batch. Their units run in one loop, so that short sequences fill all threads.
 namespace attnpack {
 
 // The unit that a thread takes next. kInTurn: the first one that is left. kNeighbours: neighbours, one after the other,
 // because each unit prefetches the memory of the next one while it reads its own.
 enum class Order { kInTurn, kNeighbours };
+
+using Calls = std::span<const AttentionParams>;
 
 struct Tiling {
   int64_t kv_heads, rows, tiles;  // (batch, kv head) pairs; the most rows of a pair; tiles of these rows
@@ -26,71 +32,174 @@ inline Tiling tile_rows(const AttentionParams& p) {
           static_cast<double>(p.batch) * p.num_heads * p.q_len * p.kv_len * (p.head_dim + p.v_head_dim)};
 }
 
+// Whether the rows of a kv head are so few that they stream the keys.
+inline bool streams_keys(const Tiling& t) { return t.rows <= kDecodeRows; }
+
+// Counts things of several calls, one call after the other. A list of one call allocates nothing.
+class Counts {
+ public:
+  template <class CountOf>
+  Counts(size_t calls, const CountOf& count_of) {
+    if (calls > 1) ends_.reserve(calls);
+    for (size_t i = 0; i < calls; ++i) {
+      total_ += count_of(i);
+      if (calls > 1) ends_.push_back(total_);
+    }
+  }
+  int64_t total() const { return total_; }
+  // How many things the calls before this one have.
+  int64_t before(size_t call) const { return call ? ends_[call - 1] : 0; }
+  // The call that has thing number n, and the thing's number within that call.
+  std::pair<size_t, int64_t> find(int64_t n) const {
+    if (ends_.empty()) return {0, n};
+    const size_t call = std::upper_bound(ends_.begin(), ends_.end(), n) - ends_.begin();
+    return {call, n - before(call)};
+  }
+
+ private:
+  std::vector<int64_t> ends_;
+  int64_t total_ = 0;
+};
+
 // The tiles of rows, the last first: with causality they are the longest. The tiles of a head share its packed keys.
 template <class ForEach>
-void run_prefill(const Kernels& kernels, const AttentionParams& p, const Tiling& t, ForEach&& for_each) {
-  for_each(Order::kNeighbours, t.kv_heads * t.tiles, t.work, kernels.prefill_scratch(p),
-           [&](int64_t index, void* scratch) {
-             const int64_t b = index / t.tiles / p.num_kv_heads, kv_head = index / t.tiles % p.num_kv_heads;
-             const int64_t begin = (t.tiles - 1 - index % t.tiles) * kTileQueryRows;
-             const Range rows{begin, std::min(begin + kTileQueryRows, group_size(p, kv_head) * p.q_len)};
-             if (!rows.empty()) kernels.prefill(p, b, kv_head, rows, scratch);
-           });
+void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
+  // A thread's scratch begins with the number of the call that used it last, + 1. Another call has another layout
+  // there, so its first unit clears the flags.
+  constexpr size_t kHeader = 64;
+  double work = 0;
+  size_t scratch_bytes = 0;
+  const Counts units(calls.size(), [&](size_t i) {
+    const Tiling t = tile_rows(calls[i]);
+    if (streams_keys(t)) return int64_t{0};
+    work += t.work;
+    scratch_bytes = std::max(scratch_bytes, kernels.prefill_scratch(calls[i]));
+    return t.kv_heads * t.tiles;
+  });
+  if (units.total() == 0) return;
+  for_each(Order::kNeighbours, units.total(), work, kHeader + scratch_bytes, [&](int64_t unit, void* scratch) {
+    const auto [call, index] = units.find(unit);
+    const AttentionParams& p = calls[call];
+    void* const own = static_cast<char*>(scratch) + kHeader;
+    int64_t& last_call = *static_cast<int64_t*>(scratch);
+    if (last_call != static_cast<int64_t>(call) + 1) *static_cast<int64_t*>(own) = 0;
+    last_call = static_cast<int64_t>(call) + 1;
+    const int64_t tiles = tile_rows(p).tiles;
+    const int64_t b = index / tiles / p.num_kv_heads, kv_head = index / tiles % p.num_kv_heads;
+    const int64_t begin = (tiles - 1 - index % tiles) * kTileQueryRows;
+    const Range rows{begin, std::min(begin + kTileQueryRows, group_size(p, kv_head) * p.q_len)};
+    if (!rows.empty()) kernels.prefill(p, b, kv_head, rows, own);
+  });
 }
 
-// For few rows per kv head. The head's keys are cut into ranges, whose results are joined at the end.
-template <class ForEach>
-void run_ranges(const Kernels& kernels, const AttentionParams& p, const Tiling& t, ForEach&& for_each) {
-  int64_t ranges = 1;  // the most ranges of a sequence; shorter sequences end with empty ranges
+// The most ranges of keys that a sequence of the call has. Shorter sequences end with empty ranges.
+inline int64_t most_ranges(const AttentionParams& p) {
+  int64_t ranges = 1;
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t keys = range_keys(p, b);
     ranges = std::max(ranges, (valid_keys(p, b) + keys - 1) / keys);
   }
-  const size_t row_bytes = (p.v_head_dim + 2) * (p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
-  const ThreadScratch<1> partials(t.kv_heads * ranges * t.rows * row_bytes);
-  const auto partial = [&](int64_t head, int64_t range) {
-    const int64_t rows = group_size(p, head % p.num_kv_heads) * p.q_len;
-    return static_cast<char*>(partials.data()) + (head * ranges * t.rows + range * rows) * row_bytes;
+  return ranges;
+}
+
+// For few rows per kv head. The head's keys are cut into ranges, whose results are joined at the end.
+template <class ForEach>
+void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
+  double work = 0, merge_work = 0;
+  size_t scratch_bytes = 0;
+  const auto ranges_of = [&, first = calls.size() == 1 ? most_ranges(calls[0]) : 0](size_t call) {
+    return first ? first : most_ranges(calls[call]);
   };
-  for_each(
-      Order::kNeighbours, t.kv_heads * ranges, t.work, kernels.decode_scratch(p), [&](int64_t unit, void* scratch) {
-        const int64_t head = unit / ranges, range = unit % ranges, b = head / p.num_kv_heads, keys = range_keys(p, b);
-        kernels.decode(p, b, head % p.num_kv_heads, {range * keys, std::min((range + 1) * keys, p.kv_len)},
-                       partial(head, range), scratch);
-      });
-  const int64_t merges = (t.rows + kMergedRows - 1) / kMergedRows;
-  for_each(Order::kInTurn, t.kv_heads * merges, static_cast<double>(t.kv_heads * ranges * t.rows * p.v_head_dim), 0,
-           [&](int64_t unit, void*) {
-             const int64_t head = unit / merges, kv_head = head % p.num_kv_heads, begin = unit % merges * kMergedRows;
-             const Range rows{begin, std::min(begin + kMergedRows, group_size(p, kv_head) * p.q_len)};
-             if (!rows.empty()) kernels.merge(p, head / p.num_kv_heads, kv_head, rows, partial(head, 0), ranges);
-           });
+  const auto merges_of = [](const Tiling& t) { return (t.rows + kMergedRows - 1) / kMergedRows; };
+  const auto streams = [](const Tiling& t) { return t.rows > 0 && streams_keys(t); };
+  const Counts units(calls.size(), [&](size_t i) {
+    const Tiling t = tile_rows(calls[i]);
+    if (!streams(t)) return int64_t{0};
+    work += t.work;
+    merge_work += static_cast<double>(t.kv_heads * ranges_of(i) * t.rows * calls[i].v_head_dim);
+    scratch_bytes = std::max(scratch_bytes, kernels.decode_scratch(calls[i]));
+    return t.kv_heads * ranges_of(i);
+  });
+  if (units.total() == 0) return;
+  const Counts rows_held(calls.size(), [&](size_t i) {
+    const Tiling t = tile_rows(calls[i]);
+    return streams(t) ? t.kv_heads * ranges_of(i) * t.rows : int64_t{0};
+  });
+  const Counts merges(calls.size(), [&](size_t i) {
+    const Tiling t = tile_rows(calls[i]);
+    return streams(t) ? t.kv_heads * merges_of(t) : int64_t{0};
+  });
+  const AttentionParams& any = calls[0];
+  const size_t row_bytes = (any.v_head_dim + 2) * (any.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
+  const ThreadScratch<1> partials(rows_held.total() * row_bytes);
+  const auto partial = [&](size_t call, int64_t ranges, int64_t head, int64_t range) {
+    const AttentionParams& p = calls[call];
+    const int64_t rows = group_size(p, head % p.num_kv_heads) * p.q_len;
+    const int64_t first = rows_held.before(call) + head * ranges * tile_rows(p).rows + range * rows;
+    return static_cast<char*>(partials.data()) + first * row_bytes;
+  };
+  for_each(Order::kNeighbours, units.total(), work, scratch_bytes, [&](int64_t unit, void* scratch) {
+    const auto [call, index] = units.find(unit);
+    const AttentionParams& p = calls[call];
+    const int64_t ranges = ranges_of(call), head = index / ranges, range = index % ranges, b = head / p.num_kv_heads;
+    const int64_t keys = range_keys(p, b);
+    kernels.decode(p, b, head % p.num_kv_heads, {range * keys, std::min((range + 1) * keys, p.kv_len)},
+                   partial(call, ranges, head, range), scratch);
+  });
+  for_each(Order::kInTurn, merges.total(), merge_work, 0, [&](int64_t unit, void*) {
+    const auto [call, index] = merges.find(unit);
+    const AttentionParams& p = calls[call];
+    const int64_t ranges = ranges_of(call), of_head = merges_of(tile_rows(p)), head = index / of_head;
+    const int64_t kv_head = head % p.num_kv_heads, begin = index % of_head * kMergedRows;
+    const Range rows{begin, std::min(begin + kMergedRows, group_size(p, kv_head) * p.q_len)};
+    if (!rows.empty()) kernels.merge(p, head / p.num_kv_heads, kv_head, rows, partial(call, ranges, head, 0), ranges);
+  });
 }
 
 template <class ForEach>
-void run_forward(const Kernels& kernels, const AttentionParams& p, ForEach&& for_each) {
-  const Tiling t = tile_rows(p);
-  if (t.rows == 0) return;
-  if (t.rows <= kDecodeRows)
-    run_ranges(kernels, p, t, for_each);
-  else
-    run_prefill(kernels, p, t, for_each);
+void run_forward(const Kernels& kernels, Calls calls, ForEach&& for_each) {
+  run_prefill(kernels, calls, for_each);
+  run_ranges(kernels, calls, for_each);
 }
 
-// bp.tiles is the number of tiles that tile_rows gives. Without keys no unit runs, and nothing is written.
+inline int64_t key_blocks(const AttentionParams& p) {
+  const int64_t step = backward_block(p.head_dim, p.v_head_dim);
+  return (p.kv_len + step - 1) / step;
+}
+
+// bp.tiles of each call is the number of tiles that tile_rows gives. Without keys no unit runs, and nothing is written.
 template <class ForEach>
-void run_backward(const Kernels& kernels, const AttentionBackwardParams& bp, ForEach&& for_each) {
-  const AttentionParams& p = bp.forward;
-  const Tiling t = tile_rows(p);
-  const int64_t step = backward_block(p.head_dim, p.v_head_dim), blocks = (p.kv_len + step - 1) / step;
-  // The outer order is by blocks, the inner by heads. So units that run at the same time seldom wait for each other,
-  // and under causality the longest come first.
-  for_each(Order::kInTurn, blocks * t.kv_heads, 4 * t.work, kernels.backward_scratch(p),
-           [&](int64_t unit, void* scratch) {
-             const int64_t head = unit % t.kv_heads, begin = unit / t.kv_heads * step;
-             kernels.backward(bp, head / p.num_kv_heads, head % p.num_kv_heads,
-                              {begin, std::min(begin + step, p.kv_len)}, scratch);
-           });
+void run_backward(const Kernels& kernels, std::span<const AttentionBackwardParams> calls, ForEach&& for_each) {
+  if (calls.empty()) return;
+  const AttentionParams& any = calls[0].forward;
+  const int64_t heads = any.batch * any.num_kv_heads, step = backward_block(any.head_dim, any.v_head_dim);
+  struct Block {
+    size_t call;
+    int64_t index;
+  };
+  // The outer order is by blocks, then by calls, the inner by heads. So units that run at the same time seldom wait for
+  // each other, and under causality the longest come first.
+  std::vector<Block> blocks;
+  int64_t count = 0;
+  double work = 0;
+  for (const AttentionBackwardParams& bp : calls) {
+    work += 4 * tile_rows(bp.forward).work;
+    count += key_blocks(bp.forward);
+  }
+  if (calls.size() > 1) {
+    blocks.reserve(count);
+    for (size_t i = 0; i < calls.size(); ++i)
+      for (int64_t block = 0; block < key_blocks(calls[i].forward); ++block) blocks.push_back({i, block});
+    std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) { return a.index < b.index; });
+  }
+  for_each(Order::kInTurn, count * heads, work, kernels.backward_scratch(any), [&](int64_t unit, void* scratch) {
+    const int64_t head = unit % heads, n = unit / heads;
+    const Block block = blocks.empty() ? Block{0, n} : blocks[n];
+    const AttentionBackwardParams& bp = calls[block.call];
+    const int64_t begin = block.index * step;
+    kernels.backward(bp, head / any.num_kv_heads, head % any.num_kv_heads,
+                     {begin, std::min(begin + step, bp.forward.kv_len)}, scratch);
+  });
 }
 
 }  // namespace attnpack

@@ -1,0 +1,66 @@
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <attnpack/core/padded.h>
+#include <attnpack/ops/attention_varlen.h>
+#include <attnpack/ops/detail/schema.h>
+#include <attnpack/ops/detail/varlen_arguments.h>
+
+namespace attnpack {
+
+AttentionResult attention_varlen_op(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const Tensor& cu_seqlens_q, const VarlenArguments& args) {
+  static const DispatchedOp<decltype(attention_varlen_op)> op("attnpack::attention_varlen");
+  return op(query, key, value, cu_seqlens_q, args);
+}
+
+VarlenGradients attention_varlen_backward_op(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                             const Tensor& query, const Tensor& key, const Tensor& value,
+                                             const Tensor& out, const Tensor& lse, const Tensor& cu_seqlens_q,
+                                             const VarlenArguments& args, bool sinks_gradient) {
+  static const DispatchedOp<decltype(attention_varlen_backward_op)> op("attnpack::attention_varlen_backward");
+  return op(grad_out, grad_lse, query, key, value, out, lse, cu_seqlens_q, args, sinks_gradient);
+}
+
+AttentionResult attention_varlen_with_lse(const Tensor& query, const Tensor& key, const Tensor& value,
+                                          const Tensor& cu_seqlens_q, const VarlenOptions& o) {
+  check_dense("query", query);
+  check_dense("key", key);
+  check_dense("value", value);
+  check_dense("cu_seqlens_q", cu_seqlens_q);
+  if (o.cu_seqlens_k()) check_dense("cu_seqlens_k", *o.cu_seqlens_k());
+  VarlenArguments args{.cu_seqlens_k = o.cu_seqlens_k(),
+                       .max_seqlen_q = o.max_seqlen_q(),
+                       .max_seqlen_k = o.max_seqlen_k(),
+                       .block_table = o.block_table(),
+                       .kv_lens = o.kv_lens(),
+                       .causal = o.causal(),
+                       .window_left = o.window()[0],
+                       .window_right = o.window()[1],
+                       .softcap = o.softcap(),
+                       .sinks = o.sinks(),
+                       .alibi_slopes = o.alibi_slopes(),
+                       .dropout_p = o.dropout_p(),
+                       .dropout_seed = dropout_seed(o.dropout_p()),
+                       .scale = o.scale()};
+  if (o.head_map()) args.head_map = *o.head_map();
+  if (const auto* number = std::get_if<int64_t>(&o.q_offset())) args.q_offset = *number;
+  if (const auto* tensor = std::get_if<Tensor>(&o.q_offset())) args.q_offsets = *tensor;
+  return attention_varlen_op(query, key, value, cu_seqlens_q, args);
+}
+
+Tensor attention_varlen(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,
+                        const VarlenOptions& options) {
+  return std::get<0>(attention_varlen_with_lse(query, key, value, cu_seqlens_q, options));
+}
+
+}  // namespace attnpack
+
+TORCH_LIBRARY_FRAGMENT(attnpack, m) {
+  m.def("attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, " ATTNPACK_VARLEN_SCHEMA
+        ") -> (Tensor, Tensor)");
+  m.def(
+      "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor "
+      "out, Tensor lse, Tensor cu_seqlens_q, " ATTNPACK_VARLEN_SCHEMA
+      ", bool sinks_gradient) -> (Tensor, Tensor, Tensor, Tensor)");
+}

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <attnpack/ops/attention.h>
+
+namespace attnpack {
+
+// The options of attention_varlen. B: number of sequences. Hq: query heads.
+struct VarlenOptions {
+  // Where the keys of each sequence begin and the last one ends, int32 or int64 [B + 1]; default cu_seqlens_q.
+  TORCH_ARG(std::optional<at::Tensor>, cu_seqlens_k);
+  // Hints: the longest query and key sequence. Nothing is read by them.
+  TORCH_ARG(std::optional<int64_t>, max_seqlen_q);
+  TORCH_ARG(std::optional<int64_t>, max_seqlen_k);
+  // Reserved for keys in pages: both raise.
+  TORCH_ARG(std::optional<at::Tensor>, block_table);
+  TORCH_ARG(std::optional<at::Tensor>, kv_lens);
+  // Keep keys j <= i + q_offset.
+  TORCH_ARG(bool, causal) = false;
+  // Position of each sequence's query row 0: End{} (its keys - its queries), an int, or an integer tensor [B].
+  TORCH_ARG(QOffset, q_offset) = End {};
+  // As in AttentionOptions.
+  TORCH_ARG(Window, window) = { -1, -1 };
+  TORCH_ARG(double, softcap) = 0.0;
+  TORCH_ARG(std::optional<at::Tensor>, sinks);
+  TORCH_ARG(std::optional<at::Tensor>, alibi_slopes);
+  TORCH_ARG(std::optional<std::vector<int64_t>>, head_map);
+  TORCH_ARG(double, dropout_p) = 0.0;
+  TORCH_ARG(std::optional<double>, scale);
+};
+
+// Attention of packed sequences without padding. Sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1],
+// and attends its own keys alone. Its results are those of one `attention` call. The work is the sum over the
+// sequences. Causality and window are bottom-right by default: query row i of a sequence stands at i + keys - queries.
+// On CUDA each sequence is one call of `attention`. Errors: c10::Error that names the argument.
+at::Tensor attention_varlen(const at::Tensor& query,             // [T, Hq, D]
+                            const at::Tensor& key,               // [S, Hkv, D]
+                            const at::Tensor& value,             // [S, Hkv, Dv]
+                            const at::Tensor& cu_seqlens_q,      // [B + 1]
+                            const VarlenOptions& options = {});  // -> [T, Hq, Dv]
+
+// The same, and the natural log of the softmax denominator: (out, lse [Hq, T] in fp32, fp64 for fp64 inputs).
+std::tuple<at::Tensor, at::Tensor> attention_varlen_with_lse(const at::Tensor& query, const at::Tensor& key,
+                                                             const at::Tensor& value, const at::Tensor& cu_seqlens_q,
+                                                             const VarlenOptions& options = {});
+
+}  // namespace attnpack

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <vector>
+
+#include <attnpack/ops/detail/attention_arguments.h>
+
+namespace attnpack {
+
+// The arguments that follow query, key, value and cu_seqlens_q in the schemas of packed sequences.
+struct VarlenArguments {
+  std::optional<Tensor> cu_seqlens_k = {};       // [B + 1]; default cu_seqlens_q
+  std::optional<c10::SymInt> max_seqlen_q = {};  // hints
+  std::optional<c10::SymInt> max_seqlen_k = {};
+  std::optional<Tensor> block_table = {};  // reserved
+  std::optional<Tensor> kv_lens = {};      // reserved
+  bool causal = false;
+  std::optional<c10::SymInt> q_offset = {};  // of every sequence; default: its keys - its queries
+  std::optional<Tensor> q_offsets = {};      // [B], instead of q_offset
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  double softcap = 0.0;
+  std::optional<Tensor> sinks = {};         // [Hq]
+  std::optional<Tensor> alibi_slopes = {};  // [Hq]
+  at::OptionalIntArrayRef head_map = {};
+  double dropout_p = 0.0;
+  std::optional<Tensor> dropout_seed = {};
+  std::optional<double> scale = {};
+
+  auto members() const {
+    return std::tie(cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, kv_lens, causal, q_offset, q_offsets,
+                    window_left, window_right, softcap, sinks, alibi_slopes, head_map, dropout_p, dropout_seed, scale);
+  }
+};
+
+#define ATTNPACK_VARLEN_SCHEMA                                                                                     \
+  "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? block_table, Tensor? kv_lens, bool "  \
+  "causal, SymInt? q_offset, Tensor? q_offsets, int window_left, int window_right, float softcap, Tensor? sinks, " \
+  "Tensor? alibi_slopes, int[]? head_map, float dropout_p, Tensor? dropout_seed, float? scale"
+
+// Those of query, key, value and sinks; the last empty if it was not asked for.
+using VarlenGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// The ops, through the dispatcher.
+AttentionResult attention_varlen_op(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const Tensor& cu_seqlens_q, const VarlenArguments& args);
+VarlenGradients attention_varlen_backward_op(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                             const Tensor& query, const Tensor& key, const Tensor& value,
+                                             const Tensor& out, const Tensor& lse, const Tensor& cu_seqlens_q,
+                                             const VarlenArguments& args, bool sinks_gradient);
+
+// Checks shapes, dtypes, devices and settings, for every backend. The values of cu_seqlens are checked where they are
+// read.
+void check_attention_varlen(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,
+                            const VarlenArguments& args);
+void check_attention_varlen_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
+                                     const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
+                                     const Tensor& cu_seqlens_q, const VarlenArguments& args, bool sinks_gradient);
+
+// A packed tensor as a batch of one sequence: [T, H, D] -> [1, H, T, D], a view.
+inline Tensor one_batch(const Tensor& packed) { return packed.unsqueeze(0).transpose(1, 2); }
+// The reverse.
+inline Tensor packed_rows(const Tensor& batch) { return batch.transpose(1, 2).squeeze(0); }
+
+// What all sequences share, as arguments of one call.
+AttentionArguments shared_arguments(const VarlenArguments& args);
+
+// Where the sequences stand: rows [first_query, first_query + q_len) of query and [first_key, first_key + kv_len) of
+// key, and the position of the first query.
+struct Sequence {
+  int64_t first_query, q_len, first_key, kv_len, q_offset;
+};
+// Reads cu_seqlens, and checks their values. Reading waits for a device.
+std::vector<Sequence> read_sequences(const Tensor& query, const Tensor& key, const Tensor& cu_seqlens_q,
+                                     const VarlenArguments& args);
+// The arguments of the call that computes sequence number b.
+AttentionArguments sequence_arguments(const VarlenArguments& args, const Sequence& sequence, int64_t b);
+
+// One call of `attention` for each sequence: attention_formula, or the op.
+using Attend = AttentionResult (*)(const Tensor&, const Tensor&, const Tensor&, const AttentionArguments&);
+AttentionResult attend_each_sequence(Attend attend, const Tensor& query, const Tensor& key, const Tensor& value,
+                                     const Tensor& cu_seqlens_q, const VarlenArguments& args);
+
+}  // namespace attnpack

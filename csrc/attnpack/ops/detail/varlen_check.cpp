@@ -1,0 +1,84 @@
+#include <ATen/ATen.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/detail/layout.h>
+#include <attnpack/ops/detail/varlen_arguments.h>
+
+namespace attnpack {
+namespace {
+
+void check_rows(const char* name, const Tensor& t) {
+  ATTNPACK_CHECK(t.dim() == 3, name, " has shape ", t.sym_sizes(), ", wants 3 dimensions [tokens, heads, head_dim]: ",
+                 "join the sequences, and split [tokens, heads * head_dim] with .unflatten(-1, (heads, head_dim))");
+}
+
+bool is_length(const Tensor& t) { return t.scalar_type() == at::kInt || t.scalar_type() == at::kLong; }
+
+void check_ends(const char* name, const Tensor& t, const Tensor& query) {
+  ATTNPACK_CHECK(t.dim() == 1 && t.sym_size(0) >= 1, name, " has shape ", t.sym_sizes(),
+                 ", wants [sequences + 1]: where each sequence begins, and the end of the last");
+  ATTNPACK_CHECK(is_length(t), name, " has dtype ", t.scalar_type(), ", wants int32 or int64: call .int() on it");
+  ATTNPACK_CHECK(!t.is_meta() || query.is_meta(), name, " is on meta, query on ", query.device(),
+                 ": pass numbers, not a meta tensor");
+}
+
+void check_most(const char* name, const std::optional<c10::SymInt>& most) {
+  ATTNPACK_CHECK(!most || *most >= 0, name, " is ", *most, ", wants the longest sequence's length, or none");
+}
+
+}  // namespace
+
+void check_attention_varlen(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,
+                            const VarlenArguments& args) {
+  ATTNPACK_CHECK(!args.block_table,
+                 "block_table is given, and keys in pages are not built yet: pass packed key and value with ",
+                 "cu_seqlens_k, or a cache's k and v to attention with kv_lens");
+  ATTNPACK_CHECK(!args.kv_lens, "kv_lens is given without block_table: cu_seqlens_k says how many keys a packed ",
+                 "sequence has");
+  check_rows("query", query);
+  check_rows("key", key);
+  check_rows("value", value);
+  ATTNPACK_CHECK(value.sym_size(0) == key.sym_size(0), "value has ", value.sym_size(0), " rows, key ", key.sym_size(0),
+                 ": they must agree");
+  check_ends("cu_seqlens_q", cu_seqlens_q, query);
+  if (args.cu_seqlens_k) {
+    check_ends("cu_seqlens_k", *args.cu_seqlens_k, query);
+    ATTNPACK_CHECK(args.cu_seqlens_k->sym_size(0) == cu_seqlens_q.sym_size(0), "cu_seqlens_k has shape ",
+                   args.cu_seqlens_k->sym_sizes(), ", wants ", cu_seqlens_q.sym_sizes(),
+                   " as cu_seqlens_q: one number per sequence, and the end");
+  } else {
+    ATTNPACK_CHECK(key.sym_size(0) == query.sym_size(0), "key has ", key.sym_size(0), " rows, query ",
+                   query.sym_size(0), ": pass cu_seqlens_k, where each sequence's keys begin");
+  }
+  check_most("max_seqlen_q", args.max_seqlen_q);
+  check_most("max_seqlen_k", args.max_seqlen_k);
+  if (args.q_offsets) {
+    ATTNPACK_CHECK(args.q_offsets->dim() == 1 && args.q_offsets->sym_size(0) + 1 == cu_seqlens_q.sym_size(0),
+                   "q_offset has shape ", args.q_offsets->sym_sizes(), ", wants [sequences] = [",
+                   cu_seqlens_q.sym_size(0) - 1, "]: one number per sequence");
+    ATTNPACK_CHECK(is_length(*args.q_offsets), "q_offset has dtype ", args.q_offsets->scalar_type(),
+                   ", wants int32 or int64: call .long() on it");
+    ATTNPACK_CHECK(!args.q_offsets->is_meta() || query.is_meta(), "q_offset is on meta, query on ", query.device(),
+                   ": pass numbers, not a meta tensor");
+  }
+  check_attention(one_batch(query), one_batch(key), one_batch(value), shared_arguments(args));
+}
+
+void check_attention_varlen_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
+                                     const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& lse,
+                                     const Tensor& cu_seqlens_q, const VarlenArguments& args, bool sinks_gradient) {
+  check_attention_varlen(query, key, value, cu_seqlens_q, args);
+  check_rows("grad_out", grad_out);
+  check_rows("out", out);
+  const auto check_lse = [](const char* name, const Tensor& t) {
+    ATTNPACK_CHECK(t.dim() == 2, name, " has shape ", t.sym_sizes(), ", wants [num_heads, tokens]: pass what belongs ",
+                   "to one call of attention_varlen");
+  };
+  check_lse("lse", lse);
+  if (grad_lse) check_lse("grad_lse", *grad_lse);
+  check_attention_backward(one_batch(grad_out), grad_lse ? std::make_optional(grad_lse->unsqueeze(0)) : std::nullopt,
+                           one_batch(query), one_batch(key), one_batch(value), one_batch(out), lse.unsqueeze(0),
+                           shared_arguments(args), false, sinks_gradient);
+}
+
+}  // namespace attnpack

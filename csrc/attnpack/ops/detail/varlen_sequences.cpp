@@ -1,0 +1,97 @@
+#include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/core/dropout.h>
+#include <attnpack/ops/detail/varlen_arguments.h>
+
+namespace attnpack {
+namespace {
+
+// The numbers of an int32 or int64 tensor of any device. Tensors inside a torch.func transform have no memory.
+std::vector<int64_t> read_numbers(const Tensor& tensor) {
+  std::vector<int64_t> numbers;
+  if (at::isTensorSubclassLike(tensor)) {
+    for (int64_t i = 0; i < tensor.size(0); ++i) numbers.push_back(tensor.select(0, i).item<int64_t>());
+    return numbers;
+  }
+  const Tensor plain = tensor.to(at::kCPU, at::kLong).contiguous();
+  numbers.assign(plain.const_data_ptr<int64_t>(), plain.const_data_ptr<int64_t>() + plain.numel());
+  return numbers;
+}
+
+std::vector<int64_t> read_ends(const char* name, const Tensor& cu_seqlens, const char* packed, int64_t rows) {
+  const std::vector<int64_t> ends = read_numbers(cu_seqlens);
+  ATTNPACK_CHECK(ends.front() == 0, name, "[0] is ", ends.front(), ", wants 0: the first sequence begins at row 0");
+  for (size_t b = 0; b + 1 < ends.size(); ++b)
+    ATTNPACK_CHECK(ends[b] <= ends[b + 1], name, "[", b + 1, "] is ", ends[b + 1], " after ", ends[b],
+                   ", wants numbers that never fall: where each sequence begins, and the end of the last");
+  ATTNPACK_CHECK(ends.back() == rows, name, " ends at ", ends.back(), ", wants ", rows, ", the rows of ", packed,
+                 ": pass the rows of all sequences, and no others");
+  return ends;
+}
+
+}  // namespace
+
+std::vector<Sequence> read_sequences(const Tensor& query, const Tensor& key, const Tensor& cu_seqlens_q,
+                                     const VarlenArguments& args) {
+  const std::vector<int64_t> queries = read_ends("cu_seqlens_q", cu_seqlens_q, "query", query.size(0));
+  const std::vector<int64_t> keys = args.cu_seqlens_k
+                                        ? read_ends("cu_seqlens_k", *args.cu_seqlens_k, "key", key.size(0))
+                                        : read_ends("cu_seqlens_q", cu_seqlens_q, "key", key.size(0));
+  const std::vector<int64_t> offsets = args.q_offsets ? read_numbers(*args.q_offsets) : std::vector<int64_t>();
+  std::vector<Sequence> sequences(queries.size() - 1);
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    Sequence& s = sequences[b];
+    s = {queries[b], queries[b + 1] - queries[b], keys[b], keys[b + 1] - keys[b], 0};
+    s.q_offset = args.q_offsets  ? offsets[b]
+                 : args.q_offset ? args.q_offset->guard_int(__FILE__, __LINE__)
+                                 : s.kv_len - s.q_len;
+  }
+  return sequences;
+}
+
+AttentionArguments shared_arguments(const VarlenArguments& args) {
+  return {.causal = args.causal,
+          .window_left = args.window_left,
+          .window_right = args.window_right,
+          .softcap = args.softcap,
+          .sinks = args.sinks,
+          .alibi_slopes = args.alibi_slopes,
+          .head_map = args.head_map,
+          .dropout_p = args.dropout_p,
+          .dropout_seed = args.dropout_seed,
+          .scale = args.scale};
+}
+
+AttentionArguments sequence_arguments(const VarlenArguments& args, const Sequence& sequence, int64_t b) {
+  AttentionArguments r = shared_arguments(args);
+  r.q_offset = sequence.q_offset;
+  if (args.dropout_p > 0) {
+    const auto seed = static_cast<uint64_t>(args.dropout_seed->item<int64_t>());
+    r.dropout_seed = at::full({1}, static_cast<int64_t>(sequence_seed(seed, b)), at::kLong);
+  }
+  return r;
+}
+
+AttentionResult attend_each_sequence(Attend attend, const Tensor& query, const Tensor& key, const Tensor& value,
+                                     const Tensor& cu_seqlens_q, const VarlenArguments& args) {
+  check_attention_varlen(query, key, value, cu_seqlens_q, args);
+  const std::vector<Sequence> sequences = read_sequences(query, key, cu_seqlens_q, args);
+  std::vector<Tensor> outs, lses;
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    const Sequence& s = sequences[b];
+    const auto keys = [&](const Tensor& x) { return one_batch(x.narrow(0, s.first_key, s.kv_len)); };
+    const auto [out, lse] = attend(one_batch(query.narrow(0, s.first_query, s.q_len)), keys(key), keys(value),
+                                   sequence_arguments(args, s, b));
+    outs.push_back(packed_rows(out));
+    lses.push_back(lse.squeeze(0));
+  }
+  if (outs.empty()) {  // no sequence: one without rows gives the shapes and dtypes
+    const auto [out, lse] = attend(one_batch(query), one_batch(key), one_batch(value), shared_arguments(args));
+    return {packed_rows(out), lse.squeeze(0)};
+  }
+  return {at::cat(outs, 0), at::cat(lses, 1)};
+}
+
+}  // namespace attnpack

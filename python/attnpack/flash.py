@@ -1,0 +1,375 @@
+"""flash-attn 2's functions on CPU and CUDA tensors: for ``from attnpack import flash as flash_attn``.
+
+The signatures are those of flash-attn 2.8. Tensors are [batch, length, heads, head_dim], or [tokens, heads, head_dim]
+for packed sequences, in float64, float32, bfloat16 or float16. Causality and windows are bottom-right: query i stands
+at i + Lk - Lq. A row without keys gives 0, and its lse is -inf. Results are deterministic, so `deterministic` changes
+nothing. All functions but `flash_attn_with_kvcache` have gradients. Dao 2023, "FlashAttention-2".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import values_of, wrong_kind
+from .ops import apply_rope, attention
+from .varlen import attention_varlen
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                    alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+    """Attention of q [B, Lq, Hq, D] over k [B, Lk, Hkv, D] and v [B, Lk, Hkv, Dv].
+
+    Args:
+        dropout_p: dropout on the probabilities.
+        softmax_scale: factor on the scores; default 1 / sqrt(D).
+        causal: keep keys j <= i + Lk - Lq.
+        window_size: (left, right): keep i + Lk - Lq - left <= j <= i + Lk - Lq + right; -1 = unbounded.
+        softcap: c > 0: scores become c * tanh(score / c).
+        alibi_slopes: [Hq] or [B, Hq], adds -slope * abs(i + Lk - Lq - j); no gradient.
+        deterministic: has no effect: every result is deterministic.
+        return_attn_probs: also return lse and S_dmask; refused with dropout.
+
+    Returns:
+        out [B, Lq, Hq, Dv], or (out, softmax_lse [B, Hq, Lq], S_dmask), where S_dmask is empty, as flash-attn's without
+        dropout.
+
+    Raises:
+        ValueError: a shape, dtype, device or value does not fit.
+    """
+    _check_shapes(q=q, k=k, v=v)
+    _check_probs(return_attn_probs, dropout_p)
+    settings = _settings(dropout_p, softmax_scale, causal, window_size, softcap)
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    out, lse = _attend(*heads, _slopes(alibi_slopes, q.size(0), q.size(2)), **settings)
+    return _results(out.transpose(1, 2), lse, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                             alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+    """`flash_attn_func` of q [B, Lq, Hq, D] and kv [B, Lk, 2, Hkv, D]."""
+    k, v = _unpack("kv", kv, 2, "[batch, length, 2, heads, head_dim]", 5)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                           return_attn_probs)  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                              alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+    """`flash_attn_func` of qkv [B, L, 3, H, D]."""
+    q, k, v = _unpack("qkv", qkv, 3, "[batch, length, 3, heads, head_dim]", 5)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                           return_attn_probs)  # fmt: skip
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                           softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                           deterministic=False, return_attn_probs=False, block_table=None):  # fmt: skip
+    """`flash_attn_func` of packed sequences, q [T, Hq, D], k [S, Hkv, D], v [S, Hkv, Dv].
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 [B + 1]: where each sequence begins, and the end of the last.
+        max_seqlen_q, max_seqlen_k: hints, by which no memory is read.
+        alibi_slopes: [Hq] or [B, Hq]; with [B, Hq] each sequence is a call of its own.
+        block_table: refused: keys in pages are not built yet.
+
+    Returns:
+        out [T, Hq, Dv], or (out, softmax_lse [Hq, T], S_dmask).
+    """
+    _refuse_pages(block_table, "packed k and v")
+    _check_shapes(ranks=3, q=q, k=k, v=v)
+    _check_probs(return_attn_probs, dropout_p)
+    ends = cu_seqlens_q, cu_seqlens_k
+    for name, value in zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True):
+        if not isinstance(value, Tensor):
+            raise wrong_kind(name, value, "an int32 tensor [sequences + 1]: torch.tensor() makes one of a list")
+    settings = _settings(dropout_p, softmax_scale, causal, window_size, softcap)
+    slopes = _slopes(alibi_slopes, cu_seqlens_q.numel() - 1, q.size(1))
+    hints = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    if slopes is None or slopes.dim() == 1:
+        result = attention_varlen(q, k, v, *ends, alibi_slopes=slopes, return_lse=True, **hints, **settings)
+        return _results(*result, return_attn_probs)
+    attention_varlen(q[:0], k[:0], v[:0], cu_seqlens_q * 0, cu_seqlens_k * 0, **hints, **settings)
+    _check_ends(cu_seqlens_q=(cu_seqlens_q, q), cu_seqlens_k=(cu_seqlens_k, k))
+    outs, lses = [q.new_empty(0, q.size(1), v.size(2))], [_empty_lse(q)]
+    for b, slope in enumerate(slopes):
+        (first, last), (start, end) = (x[b : b + 2].tolist() for x in ends)
+        rows = [x.transpose(0, 1).unsqueeze(0) for x in (q[first:last], k[start:end], v[start:end])]
+        out, lse = attention(*rows, alibi_slopes=slope, q_offset="end", return_lse=True, **settings)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return _results(torch.cat(outs), torch.cat(lses, 1), return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                                    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                                    alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+    """`flash_attn_varlen_func` of q [T, Hq, D] and kv [S, 2, Hkv, D]."""
+    k, v = _unpack("kv", kv, 2, "[tokens, 2, heads, head_dim]", 4)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+                                  softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                                  return_attn_probs)  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False,
+                                     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+                                     return_attn_probs=False):  # fmt: skip
+    """`flash_attn_varlen_func` of qkv [T, 3, H, D], whose sequences begin at cu_seqlens [B + 1]."""
+    q, k, v = _unpack("qkv", qkv, 3, "[tokens, 3, heads, head_dim]", 4)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
+                                  causal, window_size, softcap, alibi_slopes, deterministic,
+                                  return_attn_probs)  # fmt: skip
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+                            cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None,
+                            causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
+                            alibi_slopes=None, num_splits=0, return_softmax_lse=False):  # fmt: skip
+    """Attention of q [B, Lq, Hq, D] over a cache, after k and v were written into it. It has no gradients.
+
+    Args:
+        k_cache, v_cache: [rows, S, Hkv, D], changed in place if k and v are given.
+        k, v: [B, Lnew, Hkv, D], written at positions cache_seqlens to cache_seqlens + Lnew.
+        rotary_cos, rotary_sin: [positions, r / 2]: k is rotated at cache_seqlens, cache_seqlens + 1 ...; q too if
+            causal or window_size is set, otherwise q is rotated at cache_seqlens. They go with k and v.
+        cache_seqlens: int or int32 [B], the tokens of the cache before this call; default S, without k and v.
+        cache_batch_idx: int32 [B], the row of the cache of each sequence; default 0, 1 ...
+        cache_leftpad: int32 [B], where the keys of each sequence begin.
+        block_table: refused: keys in pages are not built yet.
+        rotary_interleaved: pairs (2i, 2i + 1) instead of (i, i + r / 2).
+        num_splits: has no effect: results do not depend on how the keys are split.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`, with Lk the keys of the
+            sequence after the writing.
+
+    Returns:
+        out [B, Lq, Hq, D], or (out, softmax_lse [B, Hq, Lq]) with return_softmax_lse.
+
+    Raises:
+        ValueError: a shape, dtype or length does not fit; nothing has been written then.
+    """
+    _refuse_pages(block_table, "k_cache and v_cache [rows, positions, heads, head_dim]")
+    _check_shapes(q=q, k_cache=k_cache, v_cache=v_cache, **({} if k is None else {"k": k}),
+                  **({} if v is None else {"v": v}))  # fmt: skip
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
+        raise wrong_kind("num_splits", num_splits, "an int of at least 0")
+    settings = _settings(0.0, softmax_scale, causal, window_size, softcap)
+    with torch.no_grad():
+        new = _new_length(q, k_cache, v_cache, k, v, cache_seqlens)
+        before = _lengths(cache_seqlens, q.size(0), k_cache)
+        rows = _numbers("cache_batch_idx", cache_batch_idx, q.size(0), range(q.size(0)))
+        pads = _numbers("cache_leftpad", cache_leftpad, q.size(0), [0] * q.size(0))
+        _check_places(before, new, rows, pads, k_cache)
+        slopes = _slopes(alibi_slopes, q.size(0), q.size(2))
+        if rotary_cos is not None or rotary_sin is not None:
+            turns = settings["causal"] or settings["window"] != (-1, -1)
+            q, k = _rotate(q, k, rotary_cos, rotary_sin, before, turns, rotary_interleaved)
+        # A call that fails raises before the cache is written: this one has the shapes of the real ones.
+        _attend(*(x[:, :0].transpose(1, 2) for x in (q, k_cache[:1].expand(q.size(0), -1, -1, -1)[:, :0],
+                v_cache[:1].expand(q.size(0), -1, -1, -1)[:, :0])), slopes, **settings)  # fmt: skip
+        for b in range(q.size(0) if new else 0):
+            k_cache[rows[b], before[b] : before[b] + new] = k[b]
+            v_cache[rows[b], before[b] : before[b] + new] = v[b]
+        out, lse = _attend_cache(q, k_cache, v_cache, [n + new for n in before], rows, pads, slopes, settings)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _attend_cache(q, k_cache, v_cache, ends, rows, pads, slopes, settings):
+    """out [B, Lq, Hq, D] and lse [B, Hq, Lq]: one call, or one for each sequence that has its own row or padding."""
+    heads = [x.transpose(1, 2) for x in (q, k_cache, v_cache)]
+    if rows == list(range(k_cache.size(0))) and not any(pads):
+        lens = torch.tensor(ends, dtype=torch.int64, device=q.device)
+        out, lse = _attend(*heads, slopes, kv_lens=lens, **settings)
+        return out.transpose(1, 2), lse
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    outs = [q.new_empty(0, *q.shape[1:3], v_cache.size(3))]
+    lses = [q.new_empty(0, q.size(2), q.size(1), dtype=kind)]
+    for b, (row, pad, end) in enumerate(zip(rows, pads, ends, strict=True)):
+        keys = [x[row : row + 1, :, pad:end] for x in heads[1:]]
+        own = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+        out, lse = attention(heads[0][b : b + 1], *keys, alibi_slopes=own, q_offset="end", return_lse=True, **settings)
+        outs.append(out.transpose(1, 2))
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _attend(q, k, v, slopes, **settings):
+    """`attention` of heads [B, H, L, D], bottom-right; with slopes [B, Hq] one call for each sequence."""
+    if slopes is None or slopes.dim() == 1 or q.size(0) == 0:
+        slopes = slopes if slopes is None or slopes.dim() == 1 else None
+        return attention(q, k, v, alibi_slopes=slopes, q_offset="end", return_lse=True, **settings)
+    lens = settings.pop("kv_lens", None)
+    results = []
+    for b, slope in enumerate(slopes):
+        rows = (x[b : b + 1] for x in (q, k, v))
+        own = None if lens is None else lens[b : b + 1]
+        results.append(attention(*rows, alibi_slopes=slope, q_offset="end", kv_lens=own, return_lse=True, **settings))
+    return tuple(torch.cat(part) for part in zip(*results, strict=True))
+
+
+def _settings(dropout_p, softmax_scale, causal, window_size, softcap) -> dict[str, Any]:
+    return {"dropout_p": dropout_p, "scale": softmax_scale, "causal": causal, "window": tuple(window_size),
+            "softcap": softcap}  # fmt: skip
+
+
+def _results(out, lse, return_attn_probs):
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
+
+
+def _empty_lse(q: Tensor) -> Tensor:  # q [T, H, D] -> [H, 0]
+    return q.new_empty(q.size(1), 0, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _check_probs(return_attn_probs: bool, dropout_p: float) -> None:
+    if return_attn_probs and dropout_p > 0:
+        raise ValueError(
+            f"attnpack: return_attn_probs is {return_attn_probs} with dropout_p {dropout_p}, wants dropout_p 0.0: the "
+            "probabilities after dropout are not stored"
+        )
+
+
+def _refuse_pages(block_table: object, instead: str) -> None:
+    if block_table is not None:
+        raise ValueError(
+            f"attnpack: block_table is given, and keys in pages are not built yet: pass {instead} without block_table"
+        )
+
+
+def _check_shapes(ranks: int = 4, **tensors: Tensor) -> None:
+    shape = "[batch, length, heads, head_dim]" if ranks == 4 else "[tokens, heads, head_dim]"
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise wrong_kind(name, x, f"a tensor {shape}")
+        if x.is_nested or x.dim() != ranks:
+            shown = "a nested tensor" if x.is_nested else f"of shape {list(x.shape)}"
+            raise ValueError(f"attnpack: {name} is {shown}, wants {shape}: heads before head_dim, length before heads")
+
+
+def _unpack(name: str, x: Tensor, count: int, shape: str, ranks: int) -> tuple[Tensor, ...]:
+    if not isinstance(x, Tensor):
+        raise wrong_kind(name, x, f"a tensor {shape}")
+    if x.is_nested or x.dim() != ranks or x.size(-3) != count:
+        shown = "nested" if x.is_nested else list(x.shape)
+        raise ValueError(f"attnpack: {name} has shape {shown}, wants {shape}: stack the parts before the heads")
+    return x.unbind(-3)
+
+
+def _slopes(slopes: Tensor | None, batch: int, heads: int) -> Tensor | None:
+    """Slopes [Hq] or [B, Hq]."""
+    if slopes is None:
+        return None
+    if not isinstance(slopes, Tensor):
+        raise wrong_kind("alibi_slopes", slopes, "a float tensor [heads] or [batch, heads], or None")
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"attnpack: alibi_slopes has shape {list(slopes.shape)}, wants [heads] = [{heads}] or [batch, heads] = "
+            f"[{batch}, {heads}]: one number per query head"
+        )
+    return slopes
+
+
+def _check_ends(**given: tuple[Tensor, Tensor]) -> None:
+    for name, (ends, rows) in given.items():
+        values = values_of(ends.cpu())
+        if values is not None and (values[0] != 0 or values[-1] != rows.size(0) or values != sorted(values)):
+            raise ValueError(
+                f"attnpack: {name} is {values}, wants numbers from 0 to {rows.size(0)} that never fall: where each "
+                "sequence begins, and the end of the last"
+            )
+
+
+def _new_length(q, k_cache, v_cache, k, v, cache_seqlens) -> int:
+    """The number of new tokens, 0 without k and v."""
+    if (k is None) != (v is None):
+        raise ValueError(
+            f"attnpack: {'v' if v is None else 'k'} is None, wants a tensor: pass both k and v, or neither"
+        )
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(f"attnpack: v_cache has shape {list(v_cache.shape)}, k_cache {list(k_cache.shape)}: all but "
+                         "the width must agree")  # fmt: skip
+    if k is None:
+        return 0
+    if cache_seqlens is None:
+        raise ValueError(
+            "attnpack: cache_seqlens is None, wants an int or int32 [batch] with k and v: say where they go"
+        )
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        wanted = (q.size(0), k.size(1), *cache.shape[2:])
+        if tuple(x.shape) != wanted or x.dtype != cache.dtype or x.device != cache.device:
+            raise ValueError(
+                f"attnpack: {name} has shape {list(x.shape)} in {x.dtype} on {x.device}, wants {list(wanted)} in "
+                f"{cache.dtype} on {cache.device} as its cache"
+            )
+    return k.size(1)
+
+
+def _numbers(name: str, given: Tensor | None, batch: int, default) -> list[int]:
+    if given is None:
+        return list(default)
+    if not isinstance(given, Tensor):
+        raise wrong_kind(name, given, "an int32 tensor [batch]: torch.tensor() makes one of a list")
+    if given.dim() != 1 or given.size(0) != batch or given.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"attnpack: {name} has shape {list(given.shape)} and dtype {given.dtype}, wants int32 [{batch}]: one "
+            "number per sequence"
+        )
+    return given.tolist()
+
+
+def _lengths(cache_seqlens: int | Tensor | None, batch: int, k_cache: Tensor) -> list[int]:
+    if cache_seqlens is None:
+        return [k_cache.size(1)] * batch
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        return [cache_seqlens] * batch
+    return _numbers("cache_seqlens", cache_seqlens, batch, ())
+
+
+def _check_places(before: list[int], new: int, rows: list[int], pads: list[int], k_cache: Tensor) -> None:
+    for b, (length, row, pad) in enumerate(zip(before, rows, pads, strict=True)):
+        if not 0 <= length <= k_cache.size(1) - new:
+            raise ValueError(
+                f"attnpack: cache_seqlens[{b}] is {length}, wants 0 to {k_cache.size(1) - new}: the cache has "
+                f"{k_cache.size(1)} positions, and {new} tokens are new"
+            )
+        if not 0 <= row < k_cache.size(0):
+            raise ValueError(
+                f"attnpack: cache_batch_idx[{b}] is {row}, wants 0 to {k_cache.size(0) - 1}, a row of the cache: "
+                "default 0, 1 ... wants a row for each sequence"
+            )
+        if not 0 <= pad <= length:
+            raise ValueError(f"attnpack: cache_leftpad[{b}] is {pad}, wants 0 to cache_seqlens[{b}] = {length}")
+
+
+def _rotate(q, k, cos, sin, before, turns, interleaved) -> tuple[Tensor, Tensor]:
+    """q and k, rotated at their places in the cache. turns: whether the rows of q stand at places of their own."""
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(table, Tensor):
+            raise wrong_kind(name, table, "a float tensor [positions, rotary_dim / 2] beside the other table")
+        if table.dim() != 2 or table.shape != cos.shape or 2 * table.size(1) > q.size(3):
+            raise ValueError(
+                f"attnpack: {name} has shape {list(table.shape)}, wants [positions, rotary_dim / 2] as rotary_cos, "
+                f"with rotary_dim at most head_dim = {q.size(3)}"
+            )
+    if k is None:
+        raise ValueError("attnpack: rotary_cos is given without k and v, wants new keys to rotate: pass k and v")
+    last = max(before, default=0) + max(k.size(1), q.size(1) if turns else 1)
+    if last > cos.size(0):
+        raise ValueError(f"attnpack: rotary_cos has {cos.size(0)} positions, wants {last}: make longer tables")
+    starts = torch.tensor(before, device=q.device).unsqueeze(1)
+
+    def turned(x: Tensor, steps: int) -> Tensor:
+        places = starts + torch.arange(steps, device=q.device)  # [B, steps]
+        tables = (table.float()[places].unsqueeze(1) for table in (cos, sin))
+        return apply_rope(x.transpose(1, 2), *tables, interleaved=interleaved).transpose(1, 2)
+
+    return turned(q, q.size(1) if turns else 1), turned(k, k.size(1))

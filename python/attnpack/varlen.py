@@ -1,0 +1,83 @@
+"""Attention of packed sequences: they stand one after the other in one tensor, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _C
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    head_map: Sequence[int] | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed sequences: each attends its own keys alone, as one :func:`attention` call per sequence.
+
+    The work is the sum over the sequences, and on the CPU the bits are those of one call per sequence, forward and
+    backward. On CUDA it is one call per sequence. Causality and window are bottom-right here, unlike in
+    :func:`attention`: row i of a sequence of Lq queries and Lk keys stands at position i + Lk - Lq.
+
+    Args:
+        query: [T, Hq, D], float64, float32, bfloat16 or float16; any strides.
+        key: [S, Hkv, D], value: [S, Hkv, Dv], in the dtype of query.
+        cu_seqlens_q: int32 or int64 [B + 1] on any device; sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+        cu_seqlens_k: the same for keys; default cu_seqlens_q.
+        max_seqlen_q, max_seqlen_k: hints, from which nothing is read.
+        block_table, kv_lens: reserved for keys in pages; giving them raises.
+        causal: keep keys j <= i + Lk - Lq.
+        window: (left, right): keep pos - left <= j <= pos + right, inclusive; -1 = unbounded.
+        softcap, sinks, alibi_slopes, head_map, scale, return_lse: as in :func:`attention`.
+        dropout_p: dropout on the probabilities; each sequence has a draw of its own.
+
+    Returns:
+        out [T, Hq, Dv], or (out, lse [Hq, T] in fp32, fp64 for fp64 inputs). A row with no allowed key gives 0, and
+        lse -inf or the head's sink.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, or cu_seqlens do not start at 0, fall, or do not end at T (S
+            for keys); the message names the argument and the fix.
+    """
+    return attend_packed(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, kv_lens, causal,
+        "end", window, softcap, sinks, alibi_slopes, head_map, dropout_p, scale, return_lse,
+    )  # fmt: skip
+
+
+def attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                  block_table=None, kv_lens=None, causal=False, q_offset="end", window=(-1, -1), softcap=0.0,
+                  sinks=None, alibi_slopes=None, head_map=None, dropout_p=0.0, scale=None,
+                  return_lse=False):  # fmt: skip
+    """`attention_varlen`, with q_offset as in `attention`: an int, an integer tensor [B] or "end"."""
+    if not torch.compiler.is_compiling():
+        return _C.attention_varlen(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, kv_lens, causal,
+            q_offset, window, softcap, sinks, alibi_slopes, head_map, dropout_p, scale, return_lse,
+        )  # fmt: skip
+    q_offsets = q_offset if isinstance(q_offset, Tensor) else None
+    offset = None if q_offsets is not None or q_offset == "end" else q_offset
+    seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p > 0 else None
+    result = torch.ops.attnpack.attention_varlen(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, kv_lens, causal,
+        offset, q_offsets, *window, softcap, sinks, alibi_slopes, head_map, dropout_p, seed, scale,
+    )  # fmt: skip
+    return result if return_lse else result[0]

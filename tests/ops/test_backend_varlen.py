@@ -1,0 +1,104 @@
+"""torch.nn.attention.varlen on CPU tensors: the kernels that attnpack.backend.enable("varlen") registers."""
+
+import pytest
+import torch
+from attnpack import _backend_varlen, attention_varlen
+from op_cases import draw
+from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
+from torch.testing import assert_close
+
+
+@pytest.fixture
+def backend():
+    held = _backend_varlen.Registration()
+    yield
+    held.disable()
+
+
+def ends(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def call(dtype=torch.float32, heads=2):
+    tensors = [draw(n, h, 8, dtype=dtype, seed=n + h) for n, h in ((9, 4), (12, heads), (12, heads))]
+    return tensors, (ends(0, 4, 9), ends(0, 7, 12), 5, 7)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0), (1, 3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_varlen_attn_is_ours(dtype, window):
+    tensors, where = call(dtype)
+    settings = {"window": window, "causal": window == (-1, 0), "scale": 0.3}
+    theirs = {"window_size": window, "scale": 0.3, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+    results = []
+    for function in (
+        lambda *x: varlen_attn(*x, *where, **theirs),
+        lambda *x: attention_varlen(*x, *where[:2], return_lse=True, **settings),
+    ):  # fmt: skip
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out, lse = function(*leaves)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves), lse.float()])
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_given_output():
+    tensors, where = call()
+    out = torch.empty(9, 4, 8)
+    result = varlen_attn_out(out, *tensors, *where, enable_gqa=True, num_splits=1)
+    assert result.data_ptr() == out.data_ptr()
+    assert torch.equal(out, attention_varlen(*tensors, *where[:2]))
+
+
+@pytest.mark.usefixtures("backend")
+def test_used_keys():
+    (q, k, v), where = call()
+    k[5:7] = v[5:7] = float("nan")
+    out = varlen_attn(q, k, v, *where, enable_gqa=True, window_size=(-1, 0), seqused_k=ends(5, 5))
+    index = torch.tensor([0, 1, 2, 3, 4, 7, 8, 9, 10, 11])
+    assert torch.equal(out, attention_varlen(q, k[index], v[index], where[0], ends(0, 5, 10), causal=True))
+    for wrong in (ends(8, 5), ends(5), ends(-1, 5)):
+        with pytest.raises(ValueError, match="seqused_k is .*, wants one number for each sequence, from 0 to its keys"):
+            varlen_attn(q, k, v, *where, enable_gqa=True, seqused_k=wrong)
+
+
+@pytest.mark.usefixtures("backend")
+def test_what_is_not_there_is_named():
+    (q, k, v), where = call()
+    with pytest.raises(ValueError, match="block_table is given, and keys in pages are not built yet"):
+        varlen_attn(q, k[None], v[None], *where, enable_gqa=True, block_table=ends(0, 0).view(2, 1))
+    with pytest.raises(ValueError, match="cu_seq_k is None, wants an int32 tensor"):
+        varlen_attn(q, k, v, where[0], None, 5, 7, enable_gqa=True)
+    with pytest.raises(ValueError, match="value has head_dim 5, query 8"):
+        varlen_attn(q, k, v[..., :5], *where, enable_gqa=True)
+    with pytest.raises(ValueError, match="cu_seqlens_k ends at 11, wants 12"):
+        varlen_attn(q, k, v, where[0], ends(0, 7, 11), 5, 7, enable_gqa=True)
+
+
+@pytest.mark.usefixtures("backend")
+def test_compiles_with_other_strides():
+    tensors, where = call()
+    compiled = torch.compile(lambda *x: varlen_attn(*x, *where, enable_gqa=True), fullgraph=True)
+    turned = [x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in tensors]
+    out = compiled(*turned)
+    expected = attention_varlen(*turned, *where[:2])
+    assert_close(out, expected)
+    for got, grad in zip(*(torch.autograd.grad(x.sum(), turned) for x in (out, expected)), strict=True):
+        assert_close(got, grad)
+
+
+def test_registrations_are_counted_and_undone():
+    tensors, where = call()
+    first, second = _backend_varlen.Registration(), _backend_varlen.Registration()
+    first.disable()
+    first.disable()
+    assert second.enabled and not first.enabled
+    varlen_attn(*tensors, *where, enable_gqa=True)
+    second.disable()
+    with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
+        varlen_attn(*tensors, *where, enable_gqa=True)
+    again = _backend_varlen.Registration()
+    varlen_attn(*tensors, *where, enable_gqa=True)
+    again.disable()
