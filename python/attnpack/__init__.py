@@ -15,7 +15,7 @@ except ImportError as error:
     raise
 __version__ = _load.build_record()["version"]
 
-from . import convert, cpp
+from . import convert, cpp, flops
 from .cache import DynamicCache, ModelCache, StaticCache
 from .latent_cache import LatentCache
 from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
@@ -28,6 +28,8 @@ from .nn.projected_attention import ProjectedAttention
 from .nn.rope import RotaryEmbedding
 from .nn.stack import Decoder, Encoder, EncoderDecoder
 from .ops import apply_rope, attention, attention_scores, merge_states
+
+flops.register()
 
 __all__ = [
     "CausalLM",
