@@ -7,6 +7,7 @@ from . import _load
 
 if TYPE_CHECKING:
     from . import checkpoints as checkpoints
+    from . import onnx as onnx
 
 try:
     _load.load()
@@ -63,9 +64,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports attnpack.checkpoints when it is first used: reading files takes modules that a layer does not need."""
-    if name == "checkpoints":
+    """Imports attnpack.checkpoints and attnpack.onnx when they are first used: a layer does not need them."""
+    if name in ("checkpoints", "onnx"):
         import importlib
 
-        return importlib.import_module(".checkpoints", __name__)
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
