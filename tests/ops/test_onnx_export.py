@@ -61,7 +61,7 @@ SETTINGS = {
     "rows without keys": ({"causal": True, "q_offset": -2}, True),
     "bottom right": ({"causal": True, "q_offset": "end"}, True),
     "offsets": ({"causal": True, "q_offset": torch.tensor([2, -3])}, True),
-    "far": ({"causal": True, "q_offset": 2**62, "window": (2**62, -1)}, True),
+    "far": ({"causal": True, "q_offset": 2**62 + 2, "window": (2**62, -1)}, True),
     "window": ({"window": (1, 2)}, True),
     "causal window": ({"window": (1, -1), "causal": True}, True),
     "lengths": ({"kv_lens": LENS, "causal": True, "q_offset": "end"}, True),
@@ -144,6 +144,14 @@ def test_a_language_model_at_far_positions():
     short, far = (torch.randint(0, 50, shape) for shape in ((2, 5), (1, 2000)))
     nodes = check_export(model, (short,), (far,), dynamic=dynamic, atol=2e-4)
     assert nodes["Attention"] == 2
+
+
+def test_rope_tables_at_far_positions():
+    class Table(torch.nn.Module):
+        def forward(self, positions):
+            return attnpack.ops.rope_table(positions, [1.0, 0.3, 0.1], 1.5)
+
+    check_export(Table(), (torch.tensor([0, 5, 999_983, 2**22 + 1]),), rtol=0, atol=1e-5)
 
 
 def test_linear_and_norm_alone():
