@@ -7,6 +7,7 @@ from . import _load
 
 if TYPE_CHECKING:
     from . import checkpoints as checkpoints
+    from . import onnx as onnx
 
 try:
     _load.load()
@@ -15,7 +16,7 @@ except ImportError as error:
     raise
 __version__ = _load.build_record()["version"]
 
-from . import backend, convert, cpp
+from . import backend, convert, cpp, flops
 from .cache import DynamicCache, ModelCache, StaticCache
 from .latent_cache import LatentCache
 from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
@@ -29,6 +30,8 @@ from .nn.rope import RotaryEmbedding
 from .nn.stack import Decoder, Encoder, EncoderDecoder
 from .ops import apply_rope, attention, attention_scores, merge_states
 from .varlen import attention_varlen
+
+flops.register()
 
 __all__ = [
     "CausalLM",
@@ -64,9 +67,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports attnpack.checkpoints when it is first used: reading files takes modules that a layer does not need."""
-    if name == "checkpoints":
+    """Imports attnpack.checkpoints and attnpack.onnx when they are first used: a layer does not need them."""
+    if name in ("checkpoints", "onnx"):
         import importlib
 
-        return importlib.import_module(".checkpoints", __name__)
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

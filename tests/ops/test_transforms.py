@@ -1,14 +1,11 @@
-"""torch.func transforms and forward mode run the plain formula; the error of a double backward names an alternative."""
+"""torch.func transforms and forward mode: derivatives by the kernels and by the plain formula. vmap: test_vmap.py."""
 
-import warnings
-
-import attnpack
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from attnpack import apply_rope, attention, reference
 from op_cases import INF, NAN, draw, make_inputs
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.testing import assert_close
 
 FEATURES = {
@@ -89,37 +86,6 @@ def test_forward_mode_by_dual_numbers():
     assert_close(moved, expected)
 
 
-@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 1, 2)], ids=str)
-def test_vmap(in_dims):
-    shapes = (2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 6)
-    tensors = []
-    for n, (shape, dim) in enumerate(zip(shapes, in_dims, strict=True)):
-        x = draw(3, *shape, dtype=torch.float64, seed=n)
-        tensors.append(x[0] if dim is None else x.movedim(0, dim))
-
-    def one(*x):
-        return attention(*x, causal=True, return_lse=True)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's warning about batching rules
-        got = vmap(one, in_dims)(*tensors)
-    each = [one(*(x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True))) for i in range(3)]
-    assert_close(got, tuple(torch.stack(parts) for parts in zip(*each, strict=True)))
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_over_modules_and_models():
-    torch.manual_seed(0)
-    layers = [attnpack.MultiHeadAttention(16, 4, causal=True, rope=attnpack.RotaryEmbedding(4)) for _ in range(3)]
-    x = torch.randn(3, 2, 5, 16)
-    assert_close(vmap(layers[0])(x), torch.stack([layers[0](one) for one in x]))
-    weights = vmap(lambda one: layers[0](one, need_weights=True)[1])(x)
-    assert_close(weights, torch.stack([layers[0](one, need_weights=True)[1] for one in x]))
-    stacked, _ = stack_module_state(layers)
-    got = vmap(lambda state: functional_call(layers[0], (state,), (x[0],)))(stacked)
-    assert_close(got, torch.stack([layer(x[0]) for layer in layers]))
-
-
 def test_per_sample_gradients():
     inputs = make_inputs(torch.float64, batch=3)
 
@@ -190,17 +156,6 @@ def test_a_row_without_keys_may_hold_nan():
     assert_close(grad(number, (0, 1, 2))(*leaves), expected)
 
 
-@pytest.mark.parametrize("which", ["query", "key", "value", "mask", "sinks"])
-def test_a_double_backward_says_what_to_do(which):
-    inputs = make_inputs(mask="own", scores={"sinks": True})
-    tensors = {n: getattr(inputs, n) for n in ("query", "key", "value", "mask")} | inputs.settings
-    tensors[which] = tensors[which].clone().requires_grad_()
-    (first,) = torch.autograd.grad(attention(**tensors).square().sum(), tensors[which], create_graph=True)
-    message = "attnpack: attention has no double backward: use attnpack.reference, or torch.func transforms"
-    with pytest.raises(RuntimeError, match=message):
-        torch.autograd.grad(first.square().sum(), tensors[which])
-
-
 @pytest.mark.parametrize("name", ["query", "key", "value", "mask", "sinks"])
 def test_forward_gradients_without_a_transform(name):
     shapes = {"query": (1, 2, 3, 4), "key": (1, 2, 5, 4), "value": (1, 2, 5, 4), "mask": (3, 5), "sinks": (2,)}
@@ -215,6 +170,20 @@ def test_forward_gradients_without_a_transform(name):
         got = forward_ad.unpack_dual(out_of(forward_ad.make_dual(inputs[name], tangent))).tangent
     step = 1e-5 * tangent
     assert_close(got, (out_of(inputs[name] + step) - out_of(inputs[name] - step)) / 2e-5)
+
+
+def test_forward_mode_sees_the_draw_of_dropout():
+    inputs = make_inputs(torch.float64, batch=3, lengths=(9, 11))
+    tangent = draw(*inputs.query.shape, dtype=torch.float64, seed=20)
+
+    def call(q):
+        torch.manual_seed(4)
+        return attention(q, inputs.key, inputs.value, dropout_p=0.3)
+
+    value, moved = jvp(call, (inputs.query,), (tangent,))
+    assert_close(value, call(inputs.query))
+    step = 1e-5 * tangent
+    assert_close(moved, (call(inputs.query + step) - call(inputs.query - step)) / 2e-5)
 
 
 def test_an_allowed_nan_reaches_the_rows_that_attend_it():

@@ -10,7 +10,7 @@ from processes import ROOT
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "python/attnpack"
 
 # folder of csrc/attnpack -> the folders that its files may include; its own is always allowed
-BACKENDS = ("ops/autograd", "ops/autocast", "ops/lazy", "ops/meta", "ops/cpu", "ops/cuda")
+BACKENDS = ("ops/autograd", "ops/autocast", "ops/batched", "ops/lazy", "ops/meta", "ops/cpu", "ops/cuda")
 INCLUDES = {
     "core": [],
     "ops": ["core", "ops/detail"],
@@ -93,7 +93,7 @@ def test_what_is_private_is_not_reached_from_the_umbrella():
         if name not in seen:
             seen.add(name)
             left += arrows.get(name, [])
-    private = re.compile(r"core/|(.*/)?detail/|ops/(cpu|cuda|meta|autograd|autocast|lazy)/")
+    private = re.compile(r"core/|(.*/)?detail/|ops/(cpu|cuda|meta|autograd|autocast|batched|lazy)/")
     headers = {str(file.relative_to(CSRC / "attnpack")) for file in (CSRC / "attnpack").rglob("*.h")}
     assert sorted(filter(private.match, seen)) == []
     assert sorted(name for name in headers - seen if not private.match(name)) == [], "public, but not in attnpack.h"

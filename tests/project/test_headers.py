@@ -16,6 +16,7 @@ PRIVATE = {
     "meta",
     "autograd",
     "autocast",
+    "batched",
     "lazy",
 }  # the folders of cmake/Install.cmake
 SOURCES = ROOT / "csrc/attnpack"

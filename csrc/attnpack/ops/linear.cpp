@@ -62,6 +62,3 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
   m.def("linears(Tensor input, Tensor[] weights, Tensor[] biases) -> Tensor[]");
 }
-
-// vmap has no rule for lists of results.
-TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { m.impl("linears", &attnpack::linears_formula); }

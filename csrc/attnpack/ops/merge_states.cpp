@@ -50,3 +50,4 @@ States merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)", &attnpack::merge);
 }
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { m.impl("merge_states", &attnpack::merge); }

@@ -71,17 +71,13 @@ VarlenGradients attention_varlen_backward_autograd(const Tensor& grad_out, const
                                                    const Tensor& query, const Tensor& key, const Tensor& value,
                                                    const Tensor& out, const Tensor& lse, const Tensor& cu_seqlens_q,
                                                    const VarlenArguments& args, bool sinks_gradient) {
-  VarlenGradients gradients;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    gradients = attention_varlen_backward_op(grad_out, grad_lse, query, key, value, out, lse, cu_seqlens_q, args,
-                                             sinks_gradient);
-  }
-  if (torch::autograd::compute_requires_grad(grad_out, grad_lse, query, key, value)) {
-    const auto& [a, b, c, d] = gradients;
-    forbid_double_backward("attention_varlen", std::vector<Tensor>{grad_out, query, key, value}, {a, b, c, d});
-  }
-  return gradients;
+  // One call per sequence gives the same bits, and its gradients can be differentiated again.
+  if (torch::autograd::compute_requires_grad(grad_out, grad_lse, query, key, value, args.sinks))
+    return differentiate_each_sequence(grad_out, grad_lse, query, key, value, out, lse, cu_seqlens_q, args,
+                                       sinks_gradient);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return attention_varlen_backward_op(grad_out, grad_lse, query, key, value, out, lse, cu_seqlens_q, args,
+                                      sinks_gradient);
 }
 
 }  // namespace

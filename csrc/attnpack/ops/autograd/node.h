@@ -1,13 +1,11 @@
 #pragma once
 
 #include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <memory>
 #include <type_traits>
@@ -26,23 +24,12 @@ auto make_node(Args&&... args) {
     return c10::make_intrusive<N>(std::forward<Args>(args)...);
 }
 
-// Whether the plain formula must run: under a torch.func transform, which cannot see our node, or for an input with a
-// forward-mode gradient.
+// Whether the plain formula must run, for an input with a forward-mode gradient. Transforms of torch.func need nothing
+// of their own: each level runs our nodes on its own tensors.
 inline bool wants_formula(std::initializer_list<const at::Tensor*> inputs) {
-  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;
   for (const at::Tensor* input : inputs)
     if (torch::autograd::isFwGradDefined(*input)) return true;
   return false;
-}
-
-// Makes outputs of a backward op raise when they are differentiated once more.
-template <class Inputs>
-void forbid_double_backward(const char* op, const Inputs& inputs, std::initializer_list<at::Tensor> outputs) {
-  auto node = make_node<torch::autograd::Error>(
-      std::string("attnpack: ") + op +
-          " has no double backward: use attnpack.reference, or torch.func transforms, which differentiate the formula",
-      torch::autograd::collect_next_edges(inputs));
-  for (const at::Tensor& output : outputs) torch::autograd::set_history(output, node);
 }
 
 }  // namespace attnpack

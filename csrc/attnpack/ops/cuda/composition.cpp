@@ -24,28 +24,11 @@ AttentionResult attention_composed(const Tensor& query, const Tensor& key, const
   return attention_formula(query, key, value, args);
 }
 
-// Differentiates the formula, so that compiled graphs find the op that they recorded.
 AttentionGradients attention_backward_composed(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
                                                const Tensor& query, const Tensor& key, const Tensor& value,
                                                const AttentionArguments& args, bool mask_gradient,
                                                bool sinks_gradient) {
-  ATTNPACK_CHECK(args.dropout_p == 0, "dropout_p is ", args.dropout_p,
-                 ", wants 0 on CUDA under torch.compile: the composition "
-                 "of ATen ops cannot draw the same mask twice");
-  const at::AutoGradMode enable(true);
-  const auto leaf = [](const Tensor& t, bool wanted) { return t.detach().requires_grad_(wanted); };
-  const Tensor q = leaf(query, true), k = leaf(key, true), v = leaf(value, true);
-  std::vector<Tensor> inputs{q, k, v};
-  AttentionArguments leaves = args;
-  if (mask_gradient) inputs.push_back(*(leaves.mask = leaf(*args.mask, true)));
-  if (sinks_gradient) inputs.push_back(*(leaves.sinks = leaf(*args.sinks, true)));
-  const auto [o, l] = attention_formula(q, k, v, leaves);
-  Tensor total = (o * grad_out).sum();
-  if (grad_lse) total = total + (l * *grad_lse).sum();
-  total.backward({}, std::nullopt, false, inputs);
-  const auto none = [&] { return at::empty({0}, query.options()); };
-  return {laid_as(query, q.grad()), laid_as(key, k.grad()), laid_as(value, v.grad()),
-          mask_gradient ? leaves.mask->grad() : none(), sinks_gradient ? leaves.sinks->grad() : none()};
+  return attention_backward_formula(grad_out, grad_lse, query, key, value, args, mask_gradient, sinks_gradient);
 }
 
 void kv_cache_append_composed(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,

@@ -66,9 +66,13 @@ void check_attention_backward(const Tensor& grad_out, const std::optional<Tensor
 // Checks the values of kv_lens, where reading them does not wait for a device.
 void check_kv_lens_values(const int64_t* kv_lens, int64_t batch, int64_t kv_len);
 
-// The plain differentiable formula in ATen ops. torch.func transforms and devices without a kernel run it.
+// The plain formula in ATen ops, and its gradients, which may be differentiated again. Forward mode, double backward
+// and devices without a kernel run them. They hold the scores [B, Hq, Lq, Lkv].
 AttentionResult attention_formula(const Tensor& query, const Tensor& key, const Tensor& value,
                                   const AttentionArguments& args);
+AttentionGradients attention_backward_formula(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                              const Tensor& query, const Tensor& key, const Tensor& value,
+                                              const AttentionArguments& args, bool mask_gradient, bool sinks_gradient);
 Tensor scores_formula(const Tensor& query, const Tensor& key, const AttentionArguments& args, c10::string_view stage);
 
 }  // namespace attnpack

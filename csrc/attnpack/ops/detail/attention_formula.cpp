@@ -31,6 +31,44 @@ Tensor product(const Tensor& a, const Tensor& b) {
       .view_symint({a.sym_size(0), a.sym_size(1), a.sym_size(2), b.sym_size(3)});
 }
 
+// The transpose of expand_heads: the sum of what the query heads of a kv head give it.
+Tensor sum_heads(const Tensor& x, const c10::SymInt& num_kv_heads, at::OptionalIntArrayRef head_map) {
+  const auto sizes = x.sym_sizes();
+  if (head_map) {
+    std::vector<Tensor> sums(num_kv_heads.guard_int(__FILE__, __LINE__), x.narrow(1, 0, 0).sum(1));
+    for (size_t h = 0; h < head_map->size(); ++h) {
+      Tensor& sum = sums[(*head_map)[h]];
+      sum = sum + x.select(1, static_cast<int64_t>(h));
+    }
+    return sums.empty() ? x.narrow(1, 0, 0) : at::stack(sums, 1);
+  }
+  if (num_kv_heads == sizes[1]) return x;
+  return x.unflatten_symint(1, {num_kv_heads, sizes[1] / num_kv_heads}).sum(2);
+}
+
+double score_factor(const Tensor& query, const AttentionArguments& args) {
+  const int64_t head_dim = known_size(query, 3);
+  return args.scale ? *args.scale : head_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(head_dim)) : 1.0;
+}
+
+// The factors of the probabilities under dropout, [B, Hq, Lq, Lkv]: the draw of core/dropout.h in signed numbers.
+Tensor dropout_factors(const Tensor& probs, const AttentionArguments& args) {
+  const auto sizes = probs.sym_sizes();
+  const auto signed_number = [](uint64_t x) { return static_cast<int64_t>(x); };
+  const auto shifted = [](const Tensor& x, int64_t bits) {
+    return x.bitwise_right_shift(bits).bitwise_and((int64_t{1} << (64 - bits)) - 1);
+  };
+  const auto stir = [&](const Tensor& x, int64_t bits) { return x.bitwise_xor(shifted(x, bits)); };
+  const Tensor place = at::arange(sizes[0] * sizes[1] * sizes[2] * sizes[3], probs.options().dtype(at::kLong));
+  Tensor x = (place.view_symint(sizes) + 1) * signed_number(0x9e3779b97f4a7c15u);
+  x = x + args.dropout_seed->to(probs.device()).view({1, 1, 1, 1});
+  x = stir(x, 30) * signed_number(0xbf58476d1ce4e5b9u);
+  x = stir(x, 27) * signed_number(0x94d049bb133111ebu);
+  x = stir(x, 31);
+  const Tensor kept = shifted(x, 11).to(at::kDouble) * 0x1p-53 >= args.dropout_p;
+  return kept.to(probs.scalar_type()) / (1 - args.dropout_p);
+}
+
 // x with zeros where it is not finite: an excluded key must not come in as 0 * NaN.
 Tensor finite_part(const Tensor& x) { return x.masked_fill(x.isfinite().logical_not(), 0); }
 
@@ -55,11 +93,8 @@ std::optional<Tensor> allowed_by_range(const Tensor& query, const Tensor& key, c
 Tensor masked_scores(const Tensor& query, const Tensor& key, const AttentionArguments& args, c10::string_view stage) {
   const auto accumulation = accumulation_type(query.scalar_type());
   const Tensor keys = expand_heads(key, known_size(query, 1), args.head_map).to(accumulation);
-  const double factor = args.scale                 ? *args.scale
-                        : known_size(query, 3) > 0 ? 1.0 / std::sqrt(static_cast<double>(known_size(query, 3)))
-                                                   : 1.0;
   const Tensor queries = query.to(accumulation);
-  Tensor scores = product(finite_part(queries), finite_part(keys).transpose(-2, -1)) * factor;
+  Tensor scores = product(finite_part(queries), finite_part(keys).transpose(-2, -1)) * score_factor(query, args);
   scores = scores.masked_fill(keys.isfinite().all(-1).logical_not().unsqueeze(-2), std::nan(""));
   scores = scores.masked_fill(queries.isfinite().all(-1).logical_not().unsqueeze(-1), std::nan(""));
   if (stage == "scaled") return scores;
@@ -120,12 +155,62 @@ AttentionResult attention_formula(const Tensor& query, const Tensor& key, const 
   auto [probs, lse] = softmax(scores, args.sinks);
   const Tensor values = expand_heads(value, known_size(query, 1), args.head_map).to(scores.scalar_type());
   const Tensor broken = values.isfinite().logical_not().to(scores.scalar_type());
-  if (args.dropout_p > 0) probs = probs * at::empty_like(probs).bernoulli_(1 - args.dropout_p).div(1 - args.dropout_p);
+  if (args.dropout_p > 0) probs = probs * dropout_factors(probs, args);
   Tensor out = product(probs, finite_part(values));
   // A value that is not finite reaches exactly the rows that attend it.
   const Tensor touched = product((scores != -kInfinity).to(scores.scalar_type()), broken) > 0;
   out = out.masked_fill(touched, std::nan(""));
   return {laid_as(query, out.to(query.scalar_type())), lse};
+}
+
+// With P the probabilities, M the factors of dropout and S the scores after softcap:
+//   dV = (P M)^T dO    dP = M (dO V^T)    delta = rowsum(P dP) - dlse    dS = P (dP - delta)    dsink = -P_sink delta
+// dQ and dK follow from dS by the derivative of softcap, 1 - (S / c)^2, and by the scale.
+AttentionGradients attention_backward_formula(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                              const Tensor& query, const Tensor& key, const Tensor& value,
+                                              const AttentionArguments& args, bool mask_gradient, bool sinks_gradient) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  check_attention(query, key, value, args);
+  const auto dtype = query.scalar_type(), accumulation = accumulation_type(dtype);
+  const Tensor scores = masked_scores(query, key, args, "masked");
+  const Tensor excluded = scores == -kInfinity;
+  const auto [probs, lse] = softmax(scores, args.sinks);
+  const auto expanded = [&](const Tensor& x) {
+    return expand_heads(x, known_size(query, 1), args.head_map).to(accumulation);
+  };
+  const Tensor values = expanded(value), upstream = grad_out.to(accumulation);
+  Tensor weights = probs, grad_probs = product(upstream, finite_part(values).transpose(-2, -1));
+  grad_probs = grad_probs.masked_fill(values.isfinite().all(-1).logical_not().unsqueeze(-2), std::nan(""));
+  if (args.dropout_p > 0) {
+    const Tensor factors = dropout_factors(probs, args);
+    weights = weights * factors;
+    grad_probs = grad_probs * factors;
+  }
+  grad_probs = grad_probs.masked_fill(excluded, 0);
+  Tensor delta = (probs * grad_probs).sum(-1);
+  if (grad_lse) delta = delta - grad_lse->to(accumulation);
+  const Tensor grad_masked = (probs * (grad_probs - delta.unsqueeze(-1))).masked_fill(excluded, 0);
+  Tensor grad_scores = grad_masked;
+  if (const double cap = usable_softcap(args.softcap, accumulation); cap > 0) {
+    const Tensor share = masked_scores(query, key, args, "capped").masked_fill(excluded, 0) / cap;
+    grad_scores = grad_scores * (1 - share * share);
+  }
+  grad_scores = grad_scores * score_factor(query, args);
+  const Tensor grad_query = product(grad_scores, finite_part(expanded(key)));
+  const Tensor grad_keys = product(grad_scores.transpose(-2, -1), finite_part(query.to(accumulation)));
+  const Tensor grad_values = product(weights.transpose(-2, -1), upstream);
+  const auto joined = [&](const Tensor& like, const Tensor& x) {
+    return laid_as(like, sum_heads(x, key.sym_size(1), args.head_map).to(dtype));
+  };
+  Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = grad_mask;
+  if (mask_gradient) grad_mask = at::sum_to(grad_masked, args.mask->sym_sizes()).to(args.mask->scalar_type());
+  if (sinks_gradient) {
+    const Tensor sink = args.sinks->to(accumulation).view({-1, 1}), none = sink == -kInfinity;
+    const Tensor share = (sink.masked_fill(none, 0) - lse.masked_fill(none, 0)).exp().masked_fill(none, 0);
+    grad_sinks = (share * delta).neg().sum({0, 2}).to(args.sinks->scalar_type());
+  }
+  return {laid_as(query, grad_query.to(dtype)), joined(key, grad_keys), joined(value, grad_values), grad_mask,
+          grad_sinks};
 }
 
 }  // namespace attnpack

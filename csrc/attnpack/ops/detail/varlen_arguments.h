@@ -79,5 +79,10 @@ AttentionArguments sequence_arguments(const VarlenArguments& args, const Sequenc
 using Attend = AttentionResult (*)(const Tensor&, const Tensor&, const Tensor&, const AttentionArguments&);
 AttentionResult attend_each_sequence(Attend attend, const Tensor& query, const Tensor& key, const Tensor& value,
                                      const Tensor& cu_seqlens_q, const VarlenArguments& args);
+// The gradients by one call of `attention_backward` for each sequence: these can be differentiated again.
+VarlenGradients differentiate_each_sequence(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                            const Tensor& query, const Tensor& key, const Tensor& value,
+                                            const Tensor& out, const Tensor& lse, const Tensor& cu_seqlens_q,
+                                            const VarlenArguments& args, bool sinks_gradient);
 
 }  // namespace attnpack

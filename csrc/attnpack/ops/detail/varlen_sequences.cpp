@@ -94,4 +94,28 @@ AttentionResult attend_each_sequence(Attend attend, const Tensor& query, const T
   return {at::cat(outs, 0), at::cat(lses, 1)};
 }
 
+VarlenGradients differentiate_each_sequence(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                            const Tensor& query, const Tensor& key, const Tensor& value,
+                                            const Tensor& out, const Tensor& lse, const Tensor& cu_seqlens_q,
+                                            const VarlenArguments& args, bool sinks_gradient) {
+  check_attention_varlen_backward(grad_out, grad_lse, query, key, value, out, lse, cu_seqlens_q, args, sinks_gradient);
+  const std::vector<Sequence> sequences = read_sequences(query, key, cu_seqlens_q, args);
+  std::vector<Tensor> queries{query.narrow(0, 0, 0)}, keys{key.narrow(0, 0, 0)}, values{value.narrow(0, 0, 0)};
+  Tensor sinks = sinks_gradient ? at::zeros_like(*args.sinks) : at::empty({0}, query.options());
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    const Sequence& s = sequences[b];
+    const auto rows = [&](const Tensor& x) { return one_batch(x.narrow(0, s.first_query, s.q_len)); };
+    const auto kv = [&](const Tensor& x) { return one_batch(x.narrow(0, s.first_key, s.kv_len)); };
+    const auto per_row = [&](const Tensor& x) { return x.narrow(1, s.first_query, s.q_len).unsqueeze(0); };
+    const auto grad = attention_backward_op(
+        rows(grad_out), grad_lse ? std::make_optional(per_row(*grad_lse)) : std::nullopt, rows(query), kv(key),
+        kv(value), rows(out), per_row(lse), sequence_arguments(args, s, b), /*mask_gradient=*/false, sinks_gradient);
+    queries.push_back(packed_rows(std::get<0>(grad)));
+    keys.push_back(packed_rows(std::get<1>(grad)));
+    values.push_back(packed_rows(std::get<2>(grad)));
+    if (sinks_gradient) sinks = sinks + std::get<4>(grad);
+  }
+  return {at::cat(queries, 0), at::cat(keys, 0), at::cat(values, 0), sinks};
+}
+
 }  // namespace attnpack

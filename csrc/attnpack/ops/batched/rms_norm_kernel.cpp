@@ -1,0 +1,23 @@
+#include <torch/library.h>
+
+#include <attnpack/ops/batched/vmap_level.h>
+#include <attnpack/ops/rms_norm.h>
+
+namespace attnpack {
+namespace {
+
+// Samples are rows of x. If they have weights of their own, these multiply what is normalised.
+Tensor rms_norm_batched(const Tensor& x, const Tensor& weight, double eps) {
+  {
+    VmapLevel level;
+    const Sampled rows = level.unwrap(x), w = level.unwrap(weight);
+    if (level.is_foreign()) return attnpack::rms_norm(x, weight, eps);
+    if (!w.batched) return level.wrap(attnpack::rms_norm(rows.tensor, weight, eps));
+  }
+  return rms_norm_formula(x, weight, eps);
+}
+
+}  // namespace
+}  // namespace attnpack
+
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatched, m) { m.impl("rms_norm", attnpack::rms_norm_batched); }

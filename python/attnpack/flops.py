@@ -1,0 +1,77 @@
+"""FLOP formulas of the ops for ``torch.utils.flop_counter.FlopCounterMode``; `import attnpack` puts them in place.
+
+They count as torch counts its own attention: two FLOPs for a multiply-add, all Lq x Lkv scores whatever a mask or
+causality leaves out, two matrix products forward and five backward. So figures compare.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from math import prod
+from types import ModuleType
+
+import torch
+
+Shape = Sequence[int]
+_COUNTER = "torch.utils.flop_counter"
+
+
+def attention_flops(query: Shape, key: Shape, value: Shape, *_, **__) -> int:
+    """FLOPs of a forward call, Q K^T and P V, from the shapes [B, Hq, Lq, D], [B, Hkv, Lkv, D], [B, Hkv, Lkv, Dv]."""
+    return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
+
+
+def attention_backward_flops(grad_out: Shape, grad_lse: Shape | None, query: Shape, key: Shape, value: Shape, *_,
+                             **__) -> int:  # fmt: skip
+    """FLOPs of a backward call: Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
+    return 2 * prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
+
+
+def linear_flops(input: Shape, weight: Shape, *_, **__) -> int:
+    """FLOPs of input [..., in] times weight [out, in]."""
+    return 2 * prod(input) * weight[0]
+
+
+def linears_flops(input: Shape, weights: Sequence[Shape], *_, **__) -> int:
+    """FLOPs of one input [..., in] times several weights, each [out, in]."""
+    return sum(linear_flops(input, weight) for weight in weights)
+
+
+def _register(counter: ModuleType) -> None:
+    ops = torch.ops.attnpack
+    for op, formula in (
+        (ops.attention, attention_flops),
+        (ops.attention_backward, attention_backward_flops),
+        (ops.linear, linear_flops),
+        (ops.linears, linears_flops),
+    ):
+        if op not in counter.flop_registry:
+            counter.register_flop_formula(op)(formula)
+
+
+class _RegisterAfterImport(MetaPathFinder):
+    """Registers the formulas when a program imports torch's counter, which itself may import Triton."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if fullname != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        load = spec.loader.exec_module
+
+        def load_and_register(module: ModuleType) -> None:
+            load(module)
+            _register(module)
+
+        spec.loader.exec_module = load_and_register
+        return spec
+
+
+def register() -> None:
+    """Gives torch's counter the formulas, now or as soon as it is imported."""
+    if _COUNTER in sys.modules:
+        _register(sys.modules[_COUNTER])
+    else:
+        sys.meta_path.insert(0, _RegisterAfterImport())

@@ -1,0 +1,49 @@
+"""A package of AOTInductor with our ops runs in a C++ process that links libattnpack."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import attnpack
+import torch
+from processes import ROOT, run_program
+from torch.testing import assert_close
+
+EXAMPLE = ROOT / "examples/cpp/aoti"
+
+
+def load_export():
+    spec = importlib.util.spec_from_file_location("aoti_export", EXAMPLE / "export.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example(tmp_path):
+    prefix = Path(attnpack.__file__).parent
+    for command in (
+        (sys.executable, EXAMPLE / "export.py", tmp_path / "layer.pt2", tmp_path / "inputs.pt"),
+        ("cmake", "-S", EXAMPLE, "-B", tmp_path / "b", f"-DCMAKE_PREFIX_PATH={prefix}"),
+        ("cmake", "--build", tmp_path / "b"),
+    ):
+        process = run_program(*command)
+        assert process.returncode == 0, process.text
+    files = [tmp_path / name for name in ("layer.pt2", "inputs.pt", "outputs.pt")]
+    process = run_program(tmp_path / "b/aoti", *files, env={})
+    assert process.returncode == 0, process.text
+    assert process.stdout.splitlines() == ["output [3, 5, 32]", "output [3, 5, 3, 6]", "output [3, 5, 3]"]
+    torch.manual_seed(0)
+    layer = load_export().Layer().eval()
+    inputs = torch.load(files[1])
+    assert len(inputs[0]) == 3  # the package was made for a batch of 2
+    assert_close(torch.load(files[2]), layer(*inputs))
+
+
+def test_a_package_of_the_example_runs_in_python_too(tmp_path):
+    export = load_export()
+    torch.manual_seed(1)
+    layer, inputs = export.Layer().eval(), export.make_inputs(2)
+    with torch.no_grad():
+        program = torch.export.export(layer, tuple(inputs))
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    assert_close(torch._inductor.aoti_load_package(package)(*inputs), layer(*inputs))
