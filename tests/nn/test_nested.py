@@ -224,6 +224,21 @@ def test_compiles_to_one_graph():
             assert_close(compiled(x).values(), module(x).values())
 
 
+def test_a_compiled_language_model_trains():
+    model = small_model()
+    compiled = torch.compile(model, fullgraph=True)
+    for lengths in ([3, 5, 9], [4, 7]):
+        ids = jag([torch.randint(50, (n,)) for n in lengths])
+        results = []
+        for function in (compiled, model):
+            model.zero_grad()
+            loss = torch.nn.functional.cross_entropy(function(ids).values(), ids.values())
+            loss.backward()
+            results.append([loss, *(p.grad for p in model.parameters())])
+        for got, expected in zip(*results, strict=True):
+            assert_close(got, expected)
+
+
 def context_cases():
     x, y = jag(sequences(32)), jag(sequences(32, lengths=[1, 2], seed=3))
     padded = draw(4, 3, 32, dtype=torch.float64)

@@ -173,6 +173,10 @@ def test_views_of_packed_projections():
         assert_same_bits(got, expected)
     columns = q.transpose(1, 2).contiguous().transpose(1, 2)
     assert_same_bits(attention_varlen(columns, k, v, cu, causal=True), out)
+    heads_outside = [x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (q, k, v)]
+    result = attention_varlen(*heads_outside, cu, causal=True)
+    assert_same_bits(result, out)
+    assert result.is_contiguous()
 
 
 def test_what_is_not_attended_is_not_read():
