@@ -123,6 +123,11 @@ def test_positions_start_anew_or_are_given():
     for o, part, place in zip(out.unbind(), parts, places, strict=True):
         assert_close(o, module(part.unsqueeze(0), positions=place)[0])
     assert not torch.allclose(out.values(), module(x).values())
+    others = sequences(32, seed=9)
+    for o, part, other, place in zip(
+        module(x, jag(others), positions=jag(places)).unbind(), parts, others, places, strict=True
+    ):
+        assert_close(o, module(part.unsqueeze(0), other.unsqueeze(0), positions=place)[0])
 
 
 def test_projected_attention():

@@ -298,7 +298,7 @@ def test_torch_op_is_the_same():
     assert_same_bits(out, attention_varlen(q, k, v, cu_q, cu_k, causal=True))
 
 
-@pytest.mark.parametrize("offset", [0, -2, 5, "tensor", 2**62])
+@pytest.mark.parametrize("offset", [0, -2, 5, "tensor", 2**62, 2**63 - 1])
 def test_offsets_of_the_op(offset):
     """q_offset as `attention` takes it, which nested tensors need."""
     q, k, v, cu_q, cu_k, _ = make([(3, 3), (9, 4)])
