@@ -282,6 +282,9 @@ def context_cases():
             lambda: attention(h.transpose(1, 2), h, h)
         ),
         "key is a padded tensor beside nested ones": lambda: attention(h, draw(4, 2, 3, 8), h),
+        "value has other sequence lengths than key": (
+            lambda: attention(h, h, heads(sequences(2, 8, lengths=[1, 3, 70, 8])))
+        ),
         "mask is given with nested tensors, wants": lambda: attention(h, h, h, torch.ones(1)),
         "kv_lens is given with": lambda: attention(h, h, h, kv_lens=torch.ones(4)),
         "lengths is given with nested tensors": lambda: model(ids, lengths=torch.ones(4).long()),
