@@ -123,6 +123,11 @@ def test_positions_start_anew_or_are_given():
     for o, part, place in zip(out.unbind(), parts, places, strict=True):
         assert_close(o, module(part.unsqueeze(0), positions=place)[0])
     assert not torch.allclose(out.values(), module(x).values())
+    others = sequences(32, seed=9)
+    for o, part, other, place in zip(
+        module(x, jag(others), positions=jag(places)).unbind(), parts, others, places, strict=True
+    ):
+        assert_close(o, module(part.unsqueeze(0), other.unsqueeze(0), positions=place)[0])
 
 
 def test_projected_attention():
@@ -224,6 +229,21 @@ def test_compiles_to_one_graph():
             assert_close(compiled(x).values(), module(x).values())
 
 
+def test_a_compiled_language_model_trains():
+    model = small_model()
+    compiled = torch.compile(model, fullgraph=True)
+    for lengths in ([3, 5, 9], [4, 7]):
+        ids = jag([torch.randint(50, (n,)) for n in lengths])
+        results = []
+        for function in (compiled, model):
+            model.zero_grad()
+            loss = torch.nn.functional.cross_entropy(function(ids).values(), ids.values())
+            loss.backward()
+            results.append([loss, *(p.grad for p in model.parameters())])
+        for got, expected in zip(*results, strict=True):
+            assert_close(got, expected)
+
+
 def context_cases():
     x, y = jag(sequences(32)), jag(sequences(32, lengths=[1, 2], seed=3))
     padded = draw(4, 3, 32, dtype=torch.float64)
@@ -262,6 +282,9 @@ def context_cases():
             lambda: attention(h.transpose(1, 2), h, h)
         ),
         "key is a padded tensor beside nested ones": lambda: attention(h, draw(4, 2, 3, 8), h),
+        "value has other sequence lengths than key": (
+            lambda: attention(h, h, heads(sequences(2, 8, lengths=[1, 3, 70, 8])))
+        ),
         "mask is given with nested tensors, wants": lambda: attention(h, h, h, torch.ones(1)),
         "kv_lens is given with": lambda: attention(h, h, h, kv_lens=torch.ones(4)),
         "lengths is given with nested tensors": lambda: model(ids, lengths=torch.ones(4).long()),

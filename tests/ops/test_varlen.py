@@ -173,6 +173,10 @@ def test_views_of_packed_projections():
         assert_same_bits(got, expected)
     columns = q.transpose(1, 2).contiguous().transpose(1, 2)
     assert_same_bits(attention_varlen(columns, k, v, cu, causal=True), out)
+    heads_outside = [x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (q, k, v)]
+    result = attention_varlen(*heads_outside, cu, causal=True)
+    assert_same_bits(result, out)
+    assert result.is_contiguous()
 
 
 def test_what_is_not_attended_is_not_read():
@@ -294,7 +298,7 @@ def test_torch_op_is_the_same():
     assert_same_bits(out, attention_varlen(q, k, v, cu_q, cu_k, causal=True))
 
 
-@pytest.mark.parametrize("offset", [0, -2, 5, "tensor", 2**62])
+@pytest.mark.parametrize("offset", [0, -2, 5, "tensor", 2**62, 2**63 - 1])
 def test_offsets_of_the_op(offset):
     """q_offset as `attention` takes it, which nested tensors need."""
     q, k, v, cu_q, cu_k, _ = make([(3, 3), (9, 4)])

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 #include <thread>
 #include <vector>
@@ -151,6 +152,40 @@ void poison_a_key(const char* isa, const Kernels& kernels, const AttentionParams
   std::memcpy(lse.data(), expected_lse.data(), expected_lse.size());
 }
 
+// Calls of several lengths, which read pieces of p's tensors, in one loop: the same bits as one after the other.
+void attend_together(const char* isa, const Kernels& kernels, const AttentionParams& p, const Threads& threads,
+                     int64_t n) {
+  const size_t w = width(p.dtype), aw = p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
+  std::vector<AttentionParams> calls;
+  std::vector<std::unique_ptr<Guarded>> outs, lses;
+  for (int i = 0; i < 4; ++i) {
+    AttentionParams& c = calls.emplace_back(p);
+    c.batch = 1;
+    c.kv_lens = nullptr;
+    c.q_len = pick(0, p.q_len);
+    c.kv_len = pick(0, p.kv_len);
+    outs.push_back(std::make_unique<Guarded>(c.num_heads * c.q_len * c.v_head_dim * w));
+    lses.push_back(std::make_unique<Guarded>(c.num_heads * c.q_len * aw));
+    c.out = outs.back()->data(), c.lse = lses.back()->data();
+    c.out_strides = contiguous(c.num_heads, c.q_len, c.v_head_dim);
+  }
+  std::vector<std::vector<char>> expected;
+  const auto bytes = [](Guarded& g) {
+    const char* data = static_cast<const char*>(g.data());
+    return std::vector<char>(data, data + g.bytes());
+  };
+  for (size_t i = 0; i < calls.size(); ++i) {
+    run_forward(kernels, {&calls[i], 1}, threads);
+    expected.push_back(bytes(*outs[i]));
+    expected.push_back(bytes(*lses[i]));
+    std::memset(outs[i]->data(), 1, outs[i]->bytes());
+    std::memset(lses[i]->data(), 1, lses[i]->bytes());
+  }
+  run_forward(kernels, calls, threads);
+  for (size_t i = 0; i < calls.size(); ++i)
+    expect(bytes(*outs[i]) == expected[2 * i] && bytes(*lses[i]) == expected[2 * i + 1], isa, "calls in one loop", n);
+}
+
 void attend(const char* isa, const Kernels& kernels, int64_t n) {
   const auto size = [](int64_t most) {
     int64_t s = kSizes[pick(0, 10)];
@@ -233,6 +268,7 @@ void attend(const char* isa, const Kernels& kernels, int64_t n) {
   expect(worst < (w == 2 ? 0.01 : 1e-3), isa, "out", n);
   expect(worst_lse < 1e-3, isa, "lse", n);
   poison_a_key(isa, kernels, p, threads, out, lse, n);
+  attend_together(isa, kernels, p, threads, n);
 
   AttentionBackwardParams bp{};
   bp.forward = p;

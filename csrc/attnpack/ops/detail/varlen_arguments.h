@@ -58,8 +58,8 @@ void check_attention_varlen_backward(const Tensor& grad_out, const std::optional
 
 // A packed tensor as a batch of one sequence: [T, H, D] -> [1, H, T, D], a view.
 inline Tensor one_batch(const Tensor& packed) { return packed.unsqueeze(0).transpose(1, 2); }
-// The reverse.
-inline Tensor packed_rows(const Tensor& batch) { return batch.transpose(1, 2).squeeze(0); }
+// The reverse, contiguous as Meta says.
+inline Tensor packed_rows(const Tensor& batch) { return batch.transpose(1, 2).squeeze(0).contiguous(); }
 
 // What all sequences share, as arguments of one call.
 AttentionArguments shared_arguments(const VarlenArguments& args);
