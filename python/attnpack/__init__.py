@@ -16,7 +16,7 @@ except ImportError as error:
     raise
 __version__ = _load.build_record()["version"]
 
-from . import backend, convert, cpp, flops
+from . import backend, convert, cpp
 from .cache import DynamicCache, ModelCache, StaticCache
 from .latent_cache import LatentCache
 from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
@@ -30,8 +30,6 @@ from .nn.rope import RotaryEmbedding
 from .nn.stack import Decoder, Encoder, EncoderDecoder
 from .ops import apply_rope, attention, attention_scores, merge_states
 from .varlen import attention_varlen
-
-flops.register()
 
 __all__ = [
     "CausalLM",

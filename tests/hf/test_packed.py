@@ -7,6 +7,7 @@ import attnpack.hf
 import pytest
 import torch
 import transformers
+from attnpack.hf import attention_function, masks
 from hf_families import inputs, make_model, padding
 
 attnpack.hf.register()
@@ -54,6 +55,52 @@ def test_sequences_do_not_see_each_other(case, packed, positions, use_cache):
     with torch.no_grad():
         found = model(ids, use_cache=use_cache, **positions, **PACKED[packed]).logits
     torch.testing.assert_close(found, alone, **FP32)
+
+
+# transformers' sdpa reads position_ids alone, and takes no soft cap.
+@pytest.mark.parametrize(
+    "said, family, implementation",
+    [(said, family, "attnpack") for said in ("position_ids", *PACKED) for family in ("mistral", "gemma2", "llama")]
+    + [("position_ids", family, "sdpa") for family in ("mistral", "qwen3", "llama")],
+)
+def test_packed_sequences_build_no_mask(said, family, implementation, monkeypatch):
+    """No tensor of L x L: the sequences run through attention_varlen, with windows, soft caps and gradients."""
+    model = make_model(family)
+    ids = inputs("llama", padding("none", batch=1))["input_ids"]
+    attnpack.hf.register(replace_sdpa=True)
+    try:
+        model.set_attn_implementation(implementation)
+        parts = [model(part, use_cache=False).logits for part in ids.split([5, 9], dim=1)]
+        calls = []
+        original = attention_function.attention_varlen
+        monkeypatch.setattr(
+            attention_function, "attention_varlen", lambda *a, **k: (calls.append(1), original(*a, **k))[1]
+        )
+        monkeypatch.setattr(attention_function, "same_sequence", None)
+        monkeypatch.setattr(masks.LazyMask, "materialise", None)
+        given = POSITIONS if said == "position_ids" else PACKED[said]
+        found = model(ids, use_cache=False, **given).logits
+    finally:
+        attnpack.hf.unregister()
+        attnpack.hf.register()
+    assert len(calls) == model.config.num_hidden_layers
+    torch.testing.assert_close(found, torch.cat(parts, dim=1), **FP32)
+    alone = torch.autograd.grad(torch.cat(parts, dim=1).square().sum(), list(model.parameters()))
+    for a, b in zip(torch.autograd.grad(found.square().sum(), list(model.parameters())), alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_a_sequence_in_two_pieces_is_one_sequence():
+    index = torch.tensor([[1, 1, 2, 2, 1]])
+    q = torch.randn(1, 4, 5, 8)
+    found, _ = attend_with(q, seq_idx=index)
+    allowed = (index[:, :, None] == index[:, None, :]) & torch.ones(5, 5, dtype=torch.bool).tril()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=allowed).transpose(1, 2)
+    torch.testing.assert_close(found, expected, **FP32)
+
+
+def attend_with(x, **packed):
+    return attnpack.hf.attention_forward(torch.nn.Module(), x, x, x, None, **packed)
 
 
 def test_position_ids_alone_say_it_where_no_cache_is_made():

@@ -259,12 +259,27 @@ def test_transforms_run_the_formula(settings):
     assert_close(derivative, sum((g * t).sum() for g, t in zip(got, tangents, strict=True)))
 
 
-def test_second_derivative_raises():
-    q, k, v, cu_q, cu_k, _ = make([(3, 3)])
-    q.requires_grad_()
-    (grad,) = torch.autograd.grad(attention_varlen(q, k, v, cu_q, cu_k).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="attention_varlen has no double backward"):
-        grad.sum().backward()
+def test_second_derivative():
+    q, k, v, cu_q, cu_k, _ = make([(3, 3), (0, 2), (2, 4)], dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    assert torch.autograd.gradgradcheck(lambda *x: attention_varlen(*x, cu_q, cu_k, causal=True), leaves)
+    first = torch.autograd.grad(attention_varlen(*leaves, cu_q, cu_k).square().sum(), leaves)
+    again = torch.autograd.grad(attention_varlen(*leaves, cu_q, cu_k).square().sum(), leaves, create_graph=True)
+    assert_same_bits(torch.cat([x.flatten() for x in first]), torch.cat([x.flatten() for x in again]).detach())
+
+
+def test_vmap_over_samples():
+    q, k, v, cu_q, cu_k, _ = make([(3, 3), (2, 4)])
+    samples = [torch.stack([x, x.flip(0), 2 * x]) for x in (q, k, v)]
+
+    def loss(q, k, v):
+        return attention_varlen(q, k, v, cu_q, cu_k, causal=True).square().sum()
+
+    found = torch.vmap(torch.func.grad(loss, (0, 1, 2)))(*samples)
+    for n in range(3):
+        alone = torch.func.grad(loss, (0, 1, 2))(*(x[n] for x in samples))
+        for a, b in zip(found, alone, strict=True):
+            assert_close(a[n], b)
 
 
 def test_changed_ends_are_noticed():

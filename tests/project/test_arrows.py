@@ -40,6 +40,7 @@ INTO_MODULES = {"convert/modules": ["modules"], "convert/models": ["modules", "m
 # folder of python/attnpack -> the folders that its modules may import; "." is the package's own modules
 IMPORTS = {
     ".": [],
+    "backend": ["."],
     "nn": ["."],
     "checkpoints": [".", "nn"],
     "convert": [".", "nn", "checkpoints", "convert/checkpoint", "convert/uptrain"],

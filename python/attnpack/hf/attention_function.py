@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from ..ops import attention, attention_scores
+from ..varlen import attention_varlen
 from .arguments import refuse_arguments
 from .masks import LazyMask, Ranges
-from .packed import same_sequence
+from .packed import ends_of, named_sequences, same_sequence
 
 _NO_RANGES = Ranges(causal=False, window=(-1, -1), q_offset=0, kv_lens=None, key_mask=None)
 
@@ -53,7 +54,7 @@ def attention_forward(
         ValueError: names an argument that the operator cannot honour. A window needs no argument: it is in the mask.
     """
     refuse_arguments(others)
-    packed = same_sequence(others, query, key)
+    packed = named_sequences(others, query, key)
     if packed is not None and indices is not None:
         raise ValueError(
             "attnpack: indices: got keys that the model selected for packed sequences, which may be those of another "
@@ -63,10 +64,17 @@ def attention_forward(
         ranges, mask = _NO_RANGES._replace(causal=causal_without_mask(module, is_causal, query.size(2))), None
     else:
         ranges, mask = split_mask(attention_mask, query.size(2), key.size(2))
+    weights_wanted = are_recorded(output_attentions)
+    sequences = [numbers for numbers in (packed, ranges.sequences) if numbers is not None]
+    if sequences:
+        plain = indices is None and position_bias is None and mask is None and not weights_wanted
+        out = _attend_packed(query, key, value, sequences, ranges, dropout, softcap, s_aux, scaling) if plain else None
+        if out is not None:
+            return out, None
+        for numbers in sequences:
+            mask = restricted(mask, same_sequence(numbers))
     if indices is not None:
         mask = restricted(mask, _selected(indices, key.size(2)))
-    if packed is not None:
-        mask = restricted(mask, packed)
     if position_bias is not None:
         mask = _biased(position_bias, mask)
     if query.size(0) == 1 < key.size(0):
@@ -81,8 +89,37 @@ def attention_forward(
         "scale": scaling,
     }
     out = attention(query, key, value, mask, dropout_p=dropout, **settings)
-    weights = attention_scores(query, key, mask, **settings) if are_recorded(output_attentions) else None
+    weights = attention_scores(query, key, mask, **settings) if weights_wanted else None
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _attend_packed(
+    query: Tensor,  # [B, Hq, L, D]
+    key: Tensor,  # [B, Hkv, L, D]
+    value: Tensor,  # [B, Hkv, L, Dv]
+    sequences: list[Tensor],  # each [1 or B, L]
+    ranges: Ranges,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # [Hq]
+    scale: float | None,
+) -> Tensor | None:
+    """The output [B, L, Hq, Dv] by `attention_varlen`, whose work is that of the sequences alone; None where it cannot
+    take the call."""
+    rows, length = query.size(0), query.size(2)
+    limits = ranges.kv_lens is None and ranges.key_mask is None
+    if torch.compiler.is_compiling() or not limits or isinstance(ranges.q_offset, Tensor) or ranges.q_offset != 0:
+        return None
+    if len(sequences) != 1 or key.size(0) != rows or key.size(2) != length:
+        return None
+    ends = ends_of(sequences[0], rows)
+    if ends is None:
+        return None
+    out = attention_varlen(
+        *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)), ends, causal=ranges.causal,
+        window=ranges.window, softcap=softcap or 0.0, sinks=sinks, dropout_p=dropout, scale=scale,
+    )  # fmt: skip
+    return out.view(rows, length, *out.shape[1:])
 
 
 def are_recorded(output_attentions: bool | None) -> bool:

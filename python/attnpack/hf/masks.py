@@ -29,6 +29,15 @@ class Ranges(NamedTuple):
     q_offset: int | Tensor
     kv_lens: Tensor | None  # [B]
     key_mask: Tensor | None  # [B, 1, 1, Lkv], bool
+    sequences: Tensor | None = None  # [B, Lq]: each token attends its own sequence; the number of a token's sequence
+
+
+class Pattern(NamedTuple):
+    """The meaning of a mask function of transformers."""
+
+    causal: bool
+    window: tuple[int, int]
+    sequences: Tensor | None = None  # as in Ranges
 
 
 class LazyMask(Tensor):
@@ -134,7 +143,8 @@ def mask(
 
 
 def _all_allowed(ranges: Ranges) -> bool:
-    return not ranges.causal and ranges.window == (-1, -1) and ranges.kv_lens is None and ranges.key_mask is None
+    limits = (ranges.kv_lens, ranges.key_mask, ranges.sequences)
+    return not ranges.causal and ranges.window == (-1, -1) and limits == (None, None, None)
 
 
 def _ranges(
@@ -149,12 +159,13 @@ def _ranges(
     pattern = _pattern(mask_function)
     if pattern is None or (padding is not None and padding.dim() != 2):
         return None
-    causal, window = pattern
     q_offset = q_offset - kv_offset
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.reshape(-1).expand(batch)
     kv_lens, key_mask = _padding(padding, batch, kv_len, kv_offset)
-    return Ranges(causal, window, q_offset, kv_lens, key_mask)
+    if pattern.sequences is not None and (q_len != kv_len or padding is not None):
+        return None
+    return Ranges(pattern.causal, pattern.window, q_offset, kv_lens, key_mask, pattern.sequences)
 
 
 def _padding(padding: Tensor | None, batch: int, kv_len: int, kv_offset: int) -> tuple[Tensor | None, Tensor | None]:
@@ -170,16 +181,22 @@ def _padding(padding: Tensor | None, batch: int, kv_len: int, kv_offset: int) ->
     return None, torch.nn.functional.pad(valid, (0, kv_len - valid.size(1)))[:, None, None]
 
 
-def _pattern(mask_function: Callable) -> tuple[bool, tuple[int, int]] | None:
-    """(causal, window) of a mask function of transformers; None if it is another function.
+def is_packed(mask_function: Callable) -> bool:
+    """Whether a mask function of transformers keeps packed sequences apart, and is known in all its parts."""
+    pattern = _pattern(mask_function)
+    return pattern is not None and pattern.sequences is not None
+
+
+def _pattern(mask_function: Callable) -> Pattern | None:
+    """The meaning of a mask function of transformers; None if it is another function.
 
     The overlays of transformers are closures without a public mark, so their names and cells are read. A function that
     is not recognised is built as a mask, which is slower but correct.
     """
     if mask_function is masking_utils.causal_mask_function:
-        return True, (-1, -1)
+        return Pattern(True, (-1, -1))
     if mask_function is masking_utils.bidirectional_mask_function:
-        return False, (-1, -1)
+        return Pattern(False, (-1, -1))
     if getattr(mask_function, "__module__", None) != masking_utils.__name__:
         return None
     name, held = mask_function.__qualname__.partition(".")[0], _closure_variables(mask_function)
@@ -187,16 +204,24 @@ def _pattern(mask_function: Callable) -> tuple[bool, tuple[int, int]] | None:
         patterns = [_pattern(part) for part in held["mask_functions"]]
         if None in patterns:
             return None
-        causal, windows = any(causal for causal, _ in patterns), [window for _, window in patterns]
-        left, right = (min((side for side in sides if side >= 0), default=-1) for sides in zip(*windows, strict=True))
-        return causal, (left, right)
+        windows = zip(*(pattern.window for pattern in patterns), strict=True)
+        left, right = (min((side for side in sides if side >= 0), default=-1) for sides in windows)
+        packed = [pattern.sequences for pattern in patterns if pattern.sequences is not None]
+        if len(packed) > 1:
+            return None
+        return Pattern(any(pattern.causal for pattern in patterns), (left, right), *packed)
+    if name == "packed_sequence_mask_function":
+        return Pattern(False, (-1, -1), held["packed_sequence_mask"])
+    if name == "remap_positions_for_packed_sequence":
+        # Positions rise by 1 inside of a sequence, so their differences are those of the tokens' places.
+        return _pattern(held["mask_function"])
     width = held.get("sliding_window")
     if not isinstance(width, int) or width < 1:
         return None
     if name == "sliding_window_overlay":  # keeps key > query - width
-        return False, (width - 1, -1)
+        return Pattern(False, (width - 1, -1))
     if name == "sliding_window_bidirectional_overlay":  # keeps abs(query - key) <= width
-        return False, (width, width)
+        return Pattern(False, (width, width))
     return None
 
 

@@ -14,15 +14,15 @@ _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _SHAPES = {**dict.fromkeys(_LENGTHS, "[sequences + 1]"), "seq_idx": "[batch, length]"}
 
 
-def same_sequence(others: Mapping[str, Any], query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask of the keys that belong to each query's own sequence; None if `others` does not mention packing.
+def named_sequences(others: Mapping[str, Any], query: Tensor, key: Tensor) -> Tensor | None:
+    """The number of each token's sequence; None if `others` does not mention packing.
 
     Args:
         others: keywords of an attention function; `cu_seq_lens_q`, `cu_seq_lens_k` and `seq_idx` are read.
         query, key: [B, H, L, D].
 
     Returns:
-        bool [1 or B, 1, L, L].
+        integers [1 or B, L].
 
     Raises:
         TypeError: one of the three is no tensor.
@@ -55,7 +55,31 @@ def same_sequence(others: Mapping[str, Any], query: Tensor, key: Tensor) -> Tens
             f"attnpack: seq_idx has shape {list(index.shape)}, wants [{rows}, {length}]: the number of each token's "
             "sequence"
         )
-    return (index[:, :, None] == index[:, None, :]).unsqueeze(1)
+    return index
+
+
+def same_sequence(
+    sequences: Tensor,  # [1 or B, L]
+) -> Tensor:
+    """The mask of the keys that belong to each query's own sequence, bool [1 or B, 1, L, L]."""
+    return (sequences[:, :, None] == sequences[:, None, :]).unsqueeze(1)
+
+
+def ends_of(
+    sequences: Tensor,  # [1 or B, L]
+    rows: int,
+) -> Tensor | None:
+    """cu_seqlens [N + 1] of all rows' tokens, one row after the other; None if a sequence is in several pieces."""
+    length = sequences.size(1)
+    if length == 0:
+        return None
+    starts = torch.ones_like(sequences, dtype=torch.bool)
+    starts[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+    for row, begins in zip(sequences, starts, strict=True):
+        if row[begins].unique().numel() != begins.sum():
+            return None
+    first = starts.expand(rows, -1).flatten().nonzero().squeeze(1)
+    return torch.cat([first, first.new_tensor([rows * length])])
 
 
 def _check_lengths(name: str, ends: Tensor, rows: int, length: int) -> None:

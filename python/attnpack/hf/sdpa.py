@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.import_utils import is_tracing
 
 from .attention_function import attention_forward
+from .masks import is_packed, mask
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAME = "sdpa"
 
 
 def replace_sdpa() -> None:
-    """Registers `sdpa_forward` under the name "sdpa"."""
+    """Registers `sdpa_forward` and `sdpa_mask` under the name "sdpa"."""
     AttentionInterface.register(_NAME, sdpa_forward)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 
 def restore_sdpa() -> None:
-    """Registers transformers' own function again, if ours is there."""
+    """Registers transformers' own functions again, if ours are there."""
     if AttentionInterface()[_NAME] is sdpa_forward:
         AttentionInterface.register(_NAME, sdpa_attention_forward)
+    if AttentionMaskInterface()[_NAME] is sdpa_mask:
+        AttentionMaskInterface.register(_NAME, masking_utils.sdpa_mask)
+
+
+def sdpa_mask(*arguments: Any, mask_function: Callable = masking_utils.causal_mask_function, **settings: Any) -> Any:
+    """The mask of transformers' sdpa. For packed sequences it is attnpack's, which takes no memory."""
+    padding = settings.get("attention_mask")
+    if is_packed(mask_function) and padding is None and not is_tracing():
+        return mask(*arguments, mask_function=mask_function, **settings)
+    return masking_utils.sdpa_mask(*arguments, mask_function=mask_function, **settings)
 
 
 def sdpa_forward(

@@ -16,7 +16,7 @@ from ...nn.latent_attention import MultiHeadLatentAttention
 from ...nn.linear import is_watched, plain_weight, project
 from ..arguments import REFUSED_BY_LATENT, refuse_arguments
 from ..attention_function import are_recorded, attention_forward, causal_without_mask, restricted, split_mask
-from ..packed import same_sequence
+from ..packed import named_sequences, same_sequence
 from .adopted import Adopted, check_call, rotated
 
 
@@ -109,8 +109,8 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             where = {"causal": causal_without_mask(self, others.get("is_causal"), query.size(2))}
         else:
             where = _latent_mask_arguments(mask, query.size(2), latent.size(2))
-        if (packed := same_sequence(others, query, latent)) is not None:
-            where["mask"] = restricted(where.get("mask"), packed)
+        if (packed := named_sequences(others, query, latent)) is not None:
+            where["mask"] = restricted(where.get("mask"), same_sequence(packed))
         result = ops.latent_attend(
             query,
             latent.squeeze(1),
@@ -143,7 +143,7 @@ def _latent_mask_arguments(mask: Tensor, q_len: int, kv_len: int) -> dict[str, A
     ranges, plain = split_mask(mask, q_len, kv_len)
     # An offset on another device than the CPU is a tensor. Reading it would wait for that device.
     offset = ranges.q_offset if isinstance(ranges.q_offset, int) else None
-    if ranges.window == (-1, -1):
+    if ranges.window == (-1, -1) and ranges.sequences is None:
         if not ranges.causal or offset == 0:
             return {"mask": plain, "causal": ranges.causal, "kv_lens": ranges.kv_lens}
         if q_len == 1 and offset == kv_len - 1:  # the newest token sees all keys

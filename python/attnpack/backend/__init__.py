@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _C, _backend_varlen, _load
-from .errors import wrong_kind
+from .. import _C, _load
+from ..errors import wrong_kind
+from . import flops, varlen
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _TRACERS = {
@@ -98,7 +99,7 @@ def report() -> dict[str, dict[str, Any]]:
     """
     return {
         "sdpa": {"enabled": _C.backend.sdpa_enabled(), **_C.backend.sdpa_report()},
-        "varlen": {"enabled": _backend_varlen.is_enabled()},
+        "varlen": {"enabled": varlen.is_enabled()},
     }
 
 
@@ -107,7 +108,7 @@ def reset_report() -> None:
     _C.backend.reset_sdpa_report()
 
 
-_FUNCTIONS: dict[str, Callable[[], Any]] = {"sdpa": _C.backend.enable_sdpa, "varlen": _backend_varlen.Registration}
+_FUNCTIONS: dict[str, Callable[[], Any]] = {"sdpa": _C.backend.enable_sdpa, "varlen": varlen.Registration}
 _fast_path_before = True
 
 
@@ -152,3 +153,4 @@ def _register_flash_name() -> None:
 torch.compiler.config.cache_key_tag += _VERSION_TAG
 _C.backend.set_hooks(_on_change, _takes)
 _register_flash_name()
+flops.register()

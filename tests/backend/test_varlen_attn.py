@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from attnpack import _backend_varlen, attention_varlen
+from attnpack import attention_varlen, backend
 from op_cases import draw
 from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 from torch.testing import assert_close
 
 
 @pytest.fixture
-def backend():
-    held = _backend_varlen.Registration()
+def enabled():
+    held = backend.enable("varlen")
     yield
     held.disable()
 
@@ -24,7 +24,7 @@ def call(dtype=torch.float32, heads=2):
     return tensors, (ends(0, 4, 9), ends(0, 7, 12), 5, 7)
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("enabled")
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0), (1, 3)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_varlen_attn_is_ours(dtype, window):
@@ -43,7 +43,7 @@ def test_varlen_attn_is_ours(dtype, window):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("enabled")
 def test_a_given_output():
     tensors, where = call()
     out = torch.empty(9, 4, 8)
@@ -52,7 +52,7 @@ def test_a_given_output():
     assert torch.equal(out, attention_varlen(*tensors, *where[:2]))
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("enabled")
 def test_used_keys():
     (q, k, v), where = call()
     k[5:7] = v[5:7] = float("nan")
@@ -64,7 +64,7 @@ def test_used_keys():
             varlen_attn(q, k, v, *where, enable_gqa=True, seqused_k=wrong)
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("enabled")
 def test_what_is_not_there_is_named():
     (q, k, v), where = call()
     with pytest.raises(ValueError, match="block_table is given, and keys in pages are not built yet"):
@@ -77,7 +77,7 @@ def test_what_is_not_there_is_named():
         varlen_attn(q, k, v, where[0], ends(0, 7, 11), 5, 7, enable_gqa=True)
 
 
-@pytest.mark.usefixtures("backend")
+@pytest.mark.usefixtures("enabled")
 def test_compiles_with_other_strides():
     tensors, where = call()
     compiled = torch.compile(lambda *x: varlen_attn(*x, *where, enable_gqa=True), fullgraph=True)
@@ -91,7 +91,7 @@ def test_compiles_with_other_strides():
 
 def test_registrations_are_counted_and_undone():
     tensors, where = call()
-    first, second = _backend_varlen.Registration(), _backend_varlen.Registration()
+    first, second = backend.enable("varlen"), backend.enable("varlen")
     first.disable()
     first.disable()
     assert second.enabled and not first.enabled
@@ -99,6 +99,6 @@ def test_registrations_are_counted_and_undone():
     second.disable()
     with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
         varlen_attn(*tensors, *where, enable_gqa=True)
-    again = _backend_varlen.Registration()
+    again = backend.enable("varlen")
     varlen_attn(*tensors, *where, enable_gqa=True)
     again.disable()

@@ -10,7 +10,7 @@ import threading
 import torch
 from torch import Tensor
 
-from .varlen import attend_packed
+from ..varlen import attend_packed
 
 _lock = threading.Lock()
 _held = 0
