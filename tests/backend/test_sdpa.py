@@ -267,19 +267,38 @@ def test_grouped_keys_are_not_repeated():
 # ---- other ways to call it -------------------------------------------------------------
 
 
-def test_modules_of_torch_run_on_the_operator():
+PADDING = torch.arange(7) >= torch.tensor([7, 3, 5])[:, None]
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(7)
+MODULES = {
+    "attention": (lambda a, e, x: a(x, x, x, need_weights=False)[0], 1),
+    "padded attention": (lambda a, e, x: a(x, x, x, need_weights=False, key_padding_mask=PADDING)[0], 1),
+    "masked attention": (lambda a, e, x: a(x, x, x, need_weights=False, attn_mask=CAUSAL.bool())[0], 1),
+    "cross-attention": (lambda a, e, x: a(x, x + 1, x + 1, need_weights=False)[0], 1),
+    "attention with weights": (lambda a, e, x: torch.cat(a(x, x, x), -1), 0),
+    "encoder": (lambda a, e, x: e(x), 2),
+    "causal encoder": (lambda a, e, x: e(x, mask=CAUSAL, is_causal=True), 2),
+    "padded encoder": (lambda a, e, x: e(x, src_key_padding_mask=PADDING), 2),  # nested tensors inside
+    "layer with both masks": (lambda a, e, x: e.layers[0](x, CAUSAL, PADDING.float().where(~PADDING, -torch.inf)), 1),
+    "training": (lambda a, e, x: e.train()(x), 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_torch_run_on_the_operator(name, dtype):
+    """In eval mode they call fused functions of their own."""
     torch.manual_seed(0)
-    attention = nn.MultiheadAttention(32, 4, batch_first=True).eval()
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
-    x = torch.randn(3, 7, 32)
-    with torch.no_grad():
-        expected = attention(x, x, x, need_weights=False)[0], encoder(x)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).to(dtype).eval()
+    x, (call, count) = torch.randn(3, 7, 32, dtype=dtype), MODULES[name]
+    with torch.set_grad_enabled(name == "training"):
+        expected = call(encoder.layers[0].self_attn, encoder, x)
         with backend.sdpa():
-            got = attention(x, x, x, need_weights=False)[0], encoder(x)
-    assert taken() == 3
-    for a, b in zip(got, expected, strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
-    assert torch.backends.mha.get_fastpath_enabled()
+            found = call(encoder.layers[0].self_attn, encoder, x)
+    assert taken() == count and found.shape == expected.shape
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_autocast_inference_mode_and_script():

@@ -24,7 +24,7 @@ INCLUDES = {
     "layers": ["core", "ops", "ops/detail", "rope", "layers/detail"],
     "layers/detail": ["core", "ops", "ops/detail", "rope", "layers"],
     "backend": ["core", "ops", "ops/cuda/kernels", "backend/detail"],
-    "backend/detail": [],
+    "backend/detail": ["backend"],
     "cache": ["core", "ops"],
     "cache/detail": ["core", "ops/detail", "cache"],
     "modules": ["core", "ops", "rope", "layers", "layers/detail", "cache", "modules/detail"],

@@ -14,6 +14,8 @@
 #include <mutex>
 
 #include <attnpack/backend/detail/hooks.h>
+#include <attnpack/backend/detail/native_mha.h>
+#include <attnpack/backend/detail/reasons.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/cuda/kernels/table.h>
 
@@ -24,22 +26,7 @@ using at::Tensor;
 using c10::SymInt;
 using OptionalTensor = std::optional<Tensor>;
 
-// Why a call is passed on. torch refuses some of these calls itself; then its error is the user's.
-enum class Reason {
-  kNone,
-  kLayout,
-  kSubclass,
-  kTransform,
-  kDtype,
-  kDevice,
-  kSizes,
-  kHeads,
-  kMask,
-  kDropout,
-  kScale,
-  kChoice
-};
-constexpr std::array<const char*, 12> kReasons = {
+constexpr std::array<const char*, 13> kReasons = {
     "",
     "a tensor is nested, sparse or quantized",
     "a tensor is of a class of its own, or a graph is exported",
@@ -52,6 +39,7 @@ constexpr std::array<const char*, 12> kReasons = {
     "dropout_p is outside of [0, 1)",
     "the scale is not finite",
     "torch.nn.attention.sdpa_kernel chose other backends",
+    "nn.MultiheadAttention is to return its weights",
 };
 
 std::array<std::atomic<int64_t>, kReasons.size()> counts{};  // the first one counts the calls that are taken
@@ -252,7 +240,7 @@ Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const O
   Reason reason = why_not(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, sizes);
   const bool fused = reason == Reason::kNone && torch_would_fuse(query, key, value, mask, dropout_p, enable_gqa);
   if (reason == Reason::kNone && !is_chosen(fused)) reason = Reason::kChoice;
-  counts[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed);
+  count_call(reason);
   if (reason != Reason::kNone)
     return at::native::scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);
   AttentionOptions options;
@@ -269,6 +257,7 @@ void register_sdpa(State& s) {
     s.registrations.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
     s.registrations.back()->impl("scaled_dot_product_attention", TORCH_FN(sdpa));
   }
+  register_native_mha(s.registrations);
 }
 
 // `change` is +1 or -1. The hook runs without the lock, because it may wait for Python.
@@ -292,6 +281,8 @@ void count_replacements(int64_t change) {
 }
 
 }  // namespace
+
+void count_call(Reason reason) { counts[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed); }
 
 void Replacement::disable() {
   if (!enabled()) return;

@@ -59,9 +59,9 @@ def enable(name: str) -> Replacement:
 
     Args:
         name: "sdpa" for `torch.nn.functional.scaled_dot_product_attention`. Its meaning, its gradients and its errors
-            stay those of torch. A call that the operator does not take is passed on to torch (see `report`). The fast
-            paths of `nn.MultiheadAttention` and `nn.TransformerEncoder`, which do not call that function, are off
-            meanwhile. "varlen" gives `torch.nn.attention.varlen.varlen_attn` a CPU, where torch has none: forward and
+            stay those of torch. A call that the operator does not take is passed on to torch (see `report`).
+            `nn.MultiheadAttention` and `nn.TransformerEncoder` in eval mode call a function of their own, which is
+            replaced too. "varlen" gives `torch.nn.attention.varlen.varlen_attn` a CPU, where torch has none: forward and
             backward (`attention_varlen`).
 
     Returns:
@@ -109,7 +109,6 @@ def reset_report() -> None:
 
 
 _FUNCTIONS: dict[str, Callable[[], Any]] = {"sdpa": _C.backend.enable_sdpa, "varlen": varlen.Registration}
-_fast_path_before = True
 
 
 def _names() -> str:
@@ -118,14 +117,10 @@ def _names() -> str:
 
 def _on_change(enabled: bool) -> None:
     """Called by C++ after the first replacement and after the last one is undone."""
-    global _fast_path_before
-    mha, config = torch.backends.mha, torch.compiler.config
+    config = torch.compiler.config
     if enabled:
-        _fast_path_before = mha.get_fastpath_enabled()
-        mha.set_fastpath_enabled(False)
         config.cache_key_tag += _SDPA_TAG
     else:
-        mha.set_fastpath_enabled(_fast_path_before)
         config.cache_key_tag = config.cache_key_tag.replace(_SDPA_TAG, "", 1)
     # While torch traces, it keeps the kernels that it found for each op. Dynamo has no guard for this state. Graphs on
     # disk are told apart by the tag.
