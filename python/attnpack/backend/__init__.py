@@ -61,8 +61,8 @@ def enable(name: str) -> Replacement:
         name: "sdpa" for `torch.nn.functional.scaled_dot_product_attention`. Its meaning, its gradients and its errors
             stay those of torch. A call that the operator does not take is passed on to torch (see `report`).
             `nn.MultiheadAttention` and `nn.TransformerEncoder` in eval mode call a function of their own, which is
-            replaced too. "varlen" gives `torch.nn.attention.varlen.varlen_attn` a CPU, where torch has none: forward and
-            backward (`attention_varlen`).
+            replaced too. "varlen" gives `torch.nn.attention.varlen.varlen_attn` a CPU, where torch has none, forward
+            and backward (`attention_varlen`).
 
     Returns:
         An object whose `disable()` undoes it.

@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")
     bench.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=["fp32", "bf16"])
-    peers = "sdpa packed flex onnxruntime; on CUDA flash cudnn efficient flash_attn flashinfer"
+    peers = "sdpa packed flex onnxruntime zentorch; on CUDA flash cudnn efficient flash_attn flashinfer"
     bench.add_argument("--peers", nargs="*", metavar="PEER", default=["sdpa", "packed"], help=f"{peers} [sdpa packed]")
     bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
     bench.add_argument("--threads", type=_positive, metavar="N", help="number of torch's threads [torch's default]")

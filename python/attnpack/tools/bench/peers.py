@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -114,6 +115,17 @@ def flashinfer(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | 
     return attend
 
 
+def zentorch(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Call | None:
+    """AMD's attention for its CPUs, if the package zentorch is installed; without the backward pass."""
+    if case.backward or case.head_dim != case.v_head_dim or not query.is_cpu:
+        return None
+    try:
+        importlib.import_module("zentorch")  # registers the op
+    except ImportError:
+        return None
+    return lambda: torch.ops.zentorch.zentorch_sdpa(query, key, value, is_causal=case.causal)[0]
+
+
 def _dense_half(case: Case, query: Tensor) -> bool:
     """Whether packages for CUDA take the case. Their causal mask is aligned with the last key, ours with the first."""
     square = case.q_len == case.kv_len or not case.causal
@@ -177,6 +189,7 @@ PEERS = {
     "packed": packed,
     "flex": flex,
     "onnxruntime": onnxruntime,
+    "zentorch": zentorch,
     "flash": _sdpa_backend("FLASH_ATTENTION"),
     "cudnn": _sdpa_backend("CUDNN_ATTENTION"),
     "efficient": _sdpa_backend("EFFICIENT_ATTENTION"),
