@@ -15,6 +15,8 @@ def draw(*shape, layout="contiguous", seed=0):
     x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     if layout == "heads inside" and x.dim() == 4:
         return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "columns outside" and x.dim() >= 2:
+        return x.mT.contiguous().mT
     if layout == "sliced":
         return torch.cat([x, x], -2)[..., : x.size(-2), :]
     return x
@@ -99,7 +101,7 @@ def nothing_counted():
     backend.reset_report()
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "heads inside", "sliced"])
+@pytest.mark.parametrize("layout", ["contiguous", "heads inside", "sliced", "columns outside"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_gradients_and_layout_are_torchs(name, dtype, layout):
@@ -327,6 +329,9 @@ def test_double_disable_and_nesting():
         F.scaled_dot_product_attention(q, q, q)
     F.scaled_dot_product_attention(q, q, q)
     assert taken() == 1 and not backend.report()["sdpa"]["enabled"] and not inner.enabled
+    with backend.enable("sdpa") as held:
+        assert held.enabled
+    assert not held.enabled
 
 
 @pytest.mark.parametrize("name", ["flash", "SDPA", 3, None])
