@@ -269,6 +269,7 @@ def test_grouped_keys_are_not_repeated():
 # ---- other ways to call it -------------------------------------------------------------
 
 
+FIRST_THREE = (torch.arange(4) < 3).expand(4, 4)
 PADDING = torch.arange(7) >= torch.tensor([7, 3, 5])[:, None]
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(7)
 MODULES = {
@@ -301,6 +302,19 @@ def test_modules_of_torch_run_on_the_operator(name, dtype):
     assert taken() == count and found.shape == expected.shape
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float64: 1e-12}[dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_torch_gives_as_nan():
+    """An excluded key that holds NaN, and in torch's fused modules a row without keys."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 4, 8)
+    value = q.clone()
+    value[:, :, 3] = torch.nan
+    attention, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(1, 4, 32)
+    with backend.sdpa(), torch.no_grad():
+        assert F.scaled_dot_product_attention(q, q, value, attn_mask=FIRST_THREE).isfinite().all()
+        padded = attention(x, x, x, key_padding_mask=torch.ones(1, 4).bool(), need_weights=False)[0]
+    assert torch.allclose(padded, attention.out_proj.bias.expand_as(padded))
 
 
 def test_autocast_inference_mode_and_script():
