@@ -218,8 +218,16 @@ def _attend(q, k, v, slopes, **settings):
 
 
 def _settings(dropout_p, softmax_scale, causal, window_size, softcap) -> dict[str, Any]:
-    return {"dropout_p": dropout_p, "scale": softmax_scale, "causal": causal, "window": tuple(window_size),
-            "softcap": softcap}  # fmt: skip
+    sides = window_size if isinstance(window_size, tuple | list) else ()
+    if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
+        raise wrong_kind("window_size", window_size, "a tuple of two ints (left, right), -1 for no limit")
+    return {
+        "dropout_p": dropout_p,
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": tuple(sides),
+        "softcap": softcap,
+    }
 
 
 def _results(out, lse, return_attn_probs):
@@ -231,6 +239,8 @@ def _empty_lse(q: Tensor) -> Tensor:  # q [T, H, D] -> [H, 0]
 
 
 def _check_probs(return_attn_probs: bool, dropout_p: float) -> None:
+    if not isinstance(dropout_p, int | float):
+        raise wrong_kind("dropout_p", dropout_p, "a number from 0 to below 1")
     if return_attn_probs and dropout_p > 0:
         raise ValueError(
             f"attnpack: return_attn_probs is {return_attn_probs} with dropout_p {dropout_p}, wants dropout_p 0.0: the "

@@ -15,6 +15,8 @@ def draw(*shape, layout="contiguous", seed=0):
     x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     if layout == "heads inside" and x.dim() == 4:
         return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "columns outside" and x.dim() >= 2:
+        return x.mT.contiguous().mT
     if layout == "sliced":
         return torch.cat([x, x], -2)[..., : x.size(-2), :]
     return x
@@ -99,7 +101,7 @@ def nothing_counted():
     backend.reset_report()
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "heads inside", "sliced"])
+@pytest.mark.parametrize("layout", ["contiguous", "heads inside", "sliced", "columns outside"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_gradients_and_layout_are_torchs(name, dtype, layout):
@@ -267,6 +269,7 @@ def test_grouped_keys_are_not_repeated():
 # ---- other ways to call it -------------------------------------------------------------
 
 
+FIRST_THREE = (torch.arange(4) < 3).expand(4, 4)
 PADDING = torch.arange(7) >= torch.tensor([7, 3, 5])[:, None]
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(7)
 MODULES = {
@@ -301,6 +304,19 @@ def test_modules_of_torch_run_on_the_operator(name, dtype):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+def test_what_torch_gives_as_nan():
+    """An excluded key that holds NaN, and in torch's fused modules a row without keys."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 4, 8)
+    value = q.clone()
+    value[:, :, 3] = torch.nan
+    attention, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(1, 4, 32)
+    with backend.sdpa(), torch.no_grad():
+        assert F.scaled_dot_product_attention(q, q, value, attn_mask=FIRST_THREE).isfinite().all()
+        padded = attention(x, x, x, key_padding_mask=torch.ones(1, 4).bool(), need_weights=False)[0]
+    assert torch.allclose(padded, attention.out_proj.bias.expand_as(padded))
+
+
 def test_autocast_inference_mode_and_script():
     q = draw(*FOUR).float()
 
@@ -327,6 +343,9 @@ def test_double_disable_and_nesting():
         F.scaled_dot_product_attention(q, q, q)
     F.scaled_dot_product_attention(q, q, q)
     assert taken() == 1 and not backend.report()["sdpa"]["enabled"] and not inner.enabled
+    with backend.enable("sdpa") as held:
+        assert held.enabled
+    assert not held.enabled
 
 
 @pytest.mark.parametrize("name", ["flash", "SDPA", 3, None])

@@ -60,7 +60,11 @@ def test_sequences_do_not_see_each_other(case, packed, positions, use_cache):
 # transformers' sdpa reads position_ids alone, and takes no soft cap.
 @pytest.mark.parametrize(
     "said, family, implementation",
-    [(said, family, "attnpack") for said in ("position_ids", *PACKED) for family in ("mistral", "gemma2", "llama")]
+    [
+        (said, family, "attnpack")
+        for said in ("position_ids", "both", *PACKED)
+        for family in ("mistral", "gemma2", "llama")
+    ]
     + [("position_ids", family, "sdpa") for family in ("mistral", "qwen3", "llama")],
 )
 def test_packed_sequences_build_no_mask(said, family, implementation, monkeypatch):
@@ -78,7 +82,8 @@ def test_packed_sequences_build_no_mask(said, family, implementation, monkeypatc
         )
         monkeypatch.setattr(attention_function, "same_sequence", None)
         monkeypatch.setattr(masks.LazyMask, "materialise", None)
-        given = POSITIONS if said == "position_ids" else PACKED[said]
+        both = POSITIONS | PACKED["lengths"]  # as DataCollatorWithFlattening gives them
+        given = {"position_ids": POSITIONS, "both": both}.get(said) or PACKED[said]
         found = model(ids, use_cache=False, **given).logits
     finally:
         attnpack.hf.unregister()

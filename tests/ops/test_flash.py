@@ -259,6 +259,9 @@ BAD = {
     ),
     "alibi_slopes is 0.5": lambda: flash.flash_attn_func(Q, K, K, alibi_slopes=0.5),
     "softcap is -1": lambda: flash.flash_attn_func(Q, K, K, softcap=-1.0),
+    "window_size is 3 .*wants a tuple of two ints": lambda: flash.flash_attn_func(Q, K, K, window_size=3),
+    "window_size is None": lambda: flash.flash_attn_with_kvcache(Q, K, K, window_size=None),
+    "dropout_p is None": lambda: flash.flash_attn_func(Q, K, K, dropout_p=None, return_attn_probs=True),
     r"window is \(-3, 0\)": lambda: flash.flash_attn_func(Q, K, K, window_size=(-3, 0)),
     "key has dtype Double": lambda: flash.flash_attn_func(Q, K.double(), K),
     "block_table is given, and keys in pages": (

@@ -101,3 +101,17 @@ assert not any(type(finder).__module__ == "attnpack.backend.flops" for finder in
 def test_importing_attnpack_leaves_the_counter_alone():
     ran = run_python('import attnpack, sys; assert "torch.utils.flop_counter" not in sys.modules')
     assert ran.returncode == 0, ran.text
+
+
+def test_packed_sequences_count_as_their_sum():
+    from attnpack import attention, attention_varlen
+
+    q, ends = torch.randn(10, 4, 8, requires_grad=True), torch.tensor([0, 3, 3, 10])
+    k = torch.randn(10, 2, 8)
+    with FlopCounterMode(display=False) as packed:
+        attention_varlen(q, k, k, ends).sum().backward()
+    with FlopCounterMode(display=False) as alone:
+        for begin, end in ((0, 3), (3, 10)):
+            rows, keys = (x[begin:end].transpose(0, 1).unsqueeze(0) for x in (q, k))
+            attention(rows, keys, keys).sum().backward()
+    assert packed.get_total_flops() == alone.get_total_flops() > 0

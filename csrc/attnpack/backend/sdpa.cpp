@@ -190,8 +190,9 @@ bool torch_would_fuse(const Tensor& query, const Tensor& key, const Tensor& valu
       query.dim() == 4 && query.sym_size(0) == key.sym_size(0) && query.sym_size(0) == value.sym_size(0);
   const bool same_heads =
       same_batch && (enable_gqa || (query.sym_size(1) == key.sym_size(1) && query.sym_size(1) == value.sym_size(1)));
-  return same_heads && value.sym_size(-1) == query.sym_size(-1) && dropout_p == 0 && !(mask && mask->requires_grad()) &&
-         query.sym_numel() > 0 && key.sym_size(-2) > 0;
+  const auto dense = [](const Tensor& t) { return t.sym_stride(-1) == 1; };
+  return same_heads && dense(query) && dense(key) && dense(value) && value.sym_size(-1) == query.sym_size(-1) &&
+         dropout_p == 0 && !(mask && mask->requires_grad()) && query.sym_numel() > 0 && key.sym_size(-2) > 0;
 }
 
 // Whether two tensors of the same sizes have the same elements at the same places.

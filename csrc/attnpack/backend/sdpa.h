@@ -25,9 +25,11 @@ class Replacement {
 };
 
 // Replaces scaled_dot_product_attention for tensors on the CPU, and on CUDA devices where attnpack's kernels run. The
-// meaning stays that of torch, with the gradients: causality is top-left, and an error is torch's own. A call that the
-// operator does not take is passed on to torch, and sdpa_report counts it. Calls may be nested; torch's own function
-// comes back when each Replacement is disabled. Any thread may call it, but no thread may run attention meanwhile.
+// meaning stays that of torch, with the gradients: causality is top-left, and an error is torch's own. There are two
+// differences: an excluded key that holds NaN has no influence, and in torch's modules a row without keys attends
+// nothing, where torch gives NaN. A call that the operator does not take is passed on to torch, and sdpa_report counts
+// it. Calls may be nested; torch's own function comes back when each Replacement is disabled. Any thread may call it,
+// but no thread may run attention meanwhile.
 Replacement enable_sdpa();
 
 // The same for a scope.

@@ -48,6 +48,12 @@ class Replacement:
         """Undoes this replacement. A second call does nothing."""
         self._native.disable()
 
+    def __enter__(self) -> Replacement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.disable()
+
     remove = disable  # as torch's registry of flash attention calls it
 
     def __repr__(self) -> str:
@@ -61,11 +67,13 @@ def enable(name: str) -> Replacement:
         name: "sdpa" for `torch.nn.functional.scaled_dot_product_attention`. Its meaning, its gradients and its errors
             stay those of torch. A call that the operator does not take is passed on to torch (see `report`).
             `nn.MultiheadAttention` and `nn.TransformerEncoder` in eval mode call a function of their own, which is
-            replaced too. "varlen" gives `torch.nn.attention.varlen.varlen_attn` a CPU, where torch has none, forward
-            and backward (`attention_varlen`).
+            replaced too. There are two differences: an excluded key that holds NaN has no influence, and in these
+            modules a row without keys attends nothing, where torch gives NaN.
+            "varlen" gives `torch.nn.attention.varlen.varlen_attn` a CPU, where torch has none, forward and backward
+            (`attention_varlen`).
 
     Returns:
-        An object whose `disable()` undoes it.
+        An object whose `disable()` undoes it, as does the end of a `with` block that holds it.
 
     Raises:
         ValueError: no function of that name can be replaced. RuntimeError: this torch has no varlen_attn.

@@ -9,10 +9,14 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from math import prod
 from types import ModuleType
 
 import torch
+from torch import Tensor
+
+from ..errors import values_of
 
 Shape = Sequence[int]
 _COUNTER = "torch.utils.flop_counter"
@@ -27,6 +31,32 @@ def attention_backward_flops(grad_out: Shape, grad_lse: Shape | None, query: Sha
                              **__) -> int:  # fmt: skip
     """FLOPs of a backward call: Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
     return 2 * prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
+
+
+def _pairs(query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> int:
+    """The pairs of rows and keys of all sequences. Ends whose values are not known, while a graph is traced, count as
+    one sequence."""
+    ends = [cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k]
+    values = [values_of(x) for x in ends]
+    if None in values:
+        return query.size(0) * key.size(0)
+    rows, keys = ([b - a for a, b in pairwise(x)] for x in values)
+    return sum(r * k for r, k in zip(rows, keys, strict=True))
+
+
+def varlen_flops(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
+                 cu_seqlens_k: Tensor | None = None, *_, out_val: object = None, **__) -> int:  # fmt: skip
+    """FLOPs of a forward call of packed sequences: the sum over the sequences."""
+    pairs = query.size(1) * _pairs(query, key, cu_seqlens_q, cu_seqlens_k)
+    return 2 * pairs * (query.size(2) + value.size(2))
+
+
+def varlen_backward_flops(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+                          out: Tensor, lse: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *_,
+                          out_val: object = None, **__) -> int:  # fmt: skip
+    """FLOPs of a backward call of packed sequences."""
+    pairs = query.size(1) * _pairs(query, key, cu_seqlens_q, cu_seqlens_k)
+    return 2 * pairs * (3 * query.size(2) + 2 * value.size(2))
 
 
 def linear_flops(input: Shape, weight: Shape, *_, **__) -> int:
@@ -49,6 +79,10 @@ def _register(counter: ModuleType) -> None:
     ):
         if op not in counter.flop_registry:
             counter.register_flop_formula(op)(formula)
+    # These read the lengths, not only the shapes.
+    for op, formula in ((ops.attention_varlen, varlen_flops), (ops.attention_varlen_backward, varlen_backward_flops)):
+        if op not in counter.flop_registry:
+            counter.register_flop_formula(op, get_raw=True)(formula)
 
 
 class _RegisterAfterImport(MetaPathFinder):

@@ -32,6 +32,8 @@ def register(replace_sdpa: bool = False) -> None:
             program changes: models that exist already run on attnpack too. Their masks stay those of sdpa. Calls that
             the operator does not take go to transformers' own function.
     """
+    if not isinstance(replace_sdpa, bool):
+        raise wrong_kind("replace_sdpa", replace_sdpa, "True or False")
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask)
     if replace_sdpa:

@@ -110,10 +110,10 @@ def _attend_packed(
     limits = ranges.kv_lens is None and ranges.key_mask is None
     if torch.compiler.is_compiling() or not limits or isinstance(ranges.q_offset, Tensor) or ranges.q_offset != 0:
         return None
-    if len(sequences) != 1 or key.size(0) != rows or key.size(2) != length:
+    if key.size(0) != rows or key.size(2) != length:
         return None
-    ends = ends_of(sequences[0], rows)
-    if ends is None:
+    ends, *others = (ends_of(numbers, rows) for numbers in sequences)
+    if ends is None or not all(other is not None and torch.equal(ends, other) for other in others):
         return None
     out = attention_varlen(
         *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)), ends, causal=ranges.causal,
