@@ -95,9 +95,13 @@ def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, 
         else:
             lens = kv_lens if kv_lens.is_cpu else kv_lens.clamp(0, key.size(2))  # as the operator does
             q_offset, q_offsets = 0, lens - query.size(2)
-    seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p > 0 else None
     return (mask, causal, q_offset, q_offsets, *window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-            dropout_p, seed, scale)  # fmt: skip
+            dropout_p, draw_seed(dropout_p), scale)  # fmt: skip
+
+
+def draw_seed(dropout_p: float) -> Tensor | None:
+    """A seed [1] from torch's generator on the CPU, where there is dropout."""
+    return torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p > 0 else None
 
 
 def _traced_attention(query, key, value, *arguments):

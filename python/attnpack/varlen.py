@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _C
+from .ops import draw_seed
 
 
 def attention_varlen(
@@ -75,9 +76,8 @@ def attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k=None, max_seqlen
         )  # fmt: skip
     q_offsets = q_offset if isinstance(q_offset, Tensor) else None
     offset = None if q_offsets is not None or q_offset == "end" else q_offset
-    seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p > 0 else None
     result = torch.ops.attnpack.attention_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, kv_lens, causal,
-        offset, q_offsets, *window, softcap, sinks, alibi_slopes, head_map, dropout_p, seed, scale,
+        offset, q_offsets, *window, softcap, sinks, alibi_slopes, head_map, dropout_p, draw_seed(dropout_p), scale,
     )  # fmt: skip
     return result if return_lse else result[0]

@@ -23,7 +23,7 @@ INCLUDES = {
     "rope": ["core", "ops"],
     "layers": ["core", "ops", "ops/detail", "rope", "layers/detail"],
     "layers/detail": ["core", "ops", "ops/detail", "rope", "layers"],
-    "backend": ["core", "ops", "ops/cuda/kernels", "backend/detail"],
+    "backend": ["core", "ops", "ops/cuda/kernels", "ops/detail", "backend/detail"],
     "backend/detail": ["backend"],
     "cache": ["core", "ops"],
     "cache/detail": ["core", "ops/detail", "cache"],

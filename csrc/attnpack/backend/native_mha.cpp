@@ -10,6 +10,7 @@
 #include <attnpack/backend/detail/reasons.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/attention_varlen.h>
+#include <attnpack/ops/detail/attention_arguments.h>
 
 namespace attnpack {
 namespace {
@@ -45,9 +46,7 @@ Reason why_not(const Tensor& query, const Tensor& key, const Tensor& value, int6
   if (at::areAnyTensorSubclassLike({query, weight}) || (mask && at::isTensorSubclassLike(*mask)))
     return Reason::kSubclass;
   const auto dtype = query.scalar_type();
-  if ((dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf && dtype != at::kDouble) ||
-      weight.scalar_type() != dtype)
-    return Reason::kDtype;
+  if (!is_element(dtype) || weight.scalar_type() != dtype) return Reason::kDtype;
   if (heads < 1 || embed_dim % heads != 0 || weight.dim() != 2 || weight.size(0) != 3 * embed_dim)
     return Reason::kSizes;
   if (query.is_nested()) {

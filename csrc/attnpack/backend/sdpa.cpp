@@ -18,6 +18,7 @@
 #include <attnpack/backend/detail/reasons.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/cuda/kernels/table.h>
+#include <attnpack/ops/detail/attention_arguments.h>
 
 namespace attnpack {
 namespace {
@@ -67,11 +68,6 @@ SymInt broadcast_size(const SymInt& a, const SymInt& b) {
 
 // Whether attention can be computed on the inputs' device.
 bool runs_on(const c10::Device& device) { return device.is_cpu() || cuda_kernels(device.index()); }
-
-bool has_kernel_dtype(const Tensor& t) {
-  const auto dtype = t.scalar_type();
-  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
-}
 
 bool has_forward_gradient(const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }
 
@@ -128,7 +124,7 @@ Reason why_not(const Tensor& query, const Tensor& key, const Tensor& value, cons
   for (const Tensor* t : {&query, &key, &value})
     if (t->layout() != at::kStrided || t->is_nested() || t->is_quantized()) return Reason::kLayout;
   const auto dtype = query.scalar_type();
-  if (!has_kernel_dtype(query) || key.scalar_type() != dtype || value.scalar_type() != dtype) return Reason::kDtype;
+  if (!is_element(dtype) || key.scalar_type() != dtype || value.scalar_type() != dtype) return Reason::kDtype;
   if (key.device() != query.device() || value.device() != query.device() || !runs_on(query.device()))
     return Reason::kDevice;
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||

@@ -4,7 +4,7 @@
 
 #include <functional>
 
-// What the Python package adds to a replacement. C++ programs without Python have no hooks.
+// Functions of the Python package that a replacement calls. A C++ program without Python sets none.
 namespace attnpack {
 
 struct ReplacementHooks {

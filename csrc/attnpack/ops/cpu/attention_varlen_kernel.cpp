@@ -77,7 +77,7 @@ AttentionResult attention_varlen_cpu(const Tensor& query, const Tensor& key, con
   run_forward(kernels_in_use(), make_calls(prepared.params, sequences, args, query.element_size(), lse.element_size()),
               kTorchThreads);
   const Tensor rows = sequences.size() == 1 ? lse : rearranged(lse, sequences, Direction::kToRows);
-  return {packed_rows(out).contiguous(), rows.squeeze(0)};
+  return {packed_rows(out), rows.squeeze(0)};
 }
 
 // Sets the pointers of each sequence's call, and the buffers that its units share.
@@ -136,8 +136,7 @@ VarlenGradients attention_varlen_backward_cpu(const Tensor& grad_out, const std:
   run_backward(kernels_in_use(), calls.calls, kTorchThreads);
   Tensor grad_sinks = at::empty({0}, query.options());
   if (sinks_gradient) grad_sinks = sinks_gradient_in_order(*args.sinks, all_lse, r.delta);
-  const auto packed = [](const Tensor& grad) { return packed_rows(grad).contiguous(); };
-  return {packed(r.grad_query), packed(r.grad_key), packed(r.grad_value), grad_sinks};
+  return {packed_rows(r.grad_query), packed_rows(r.grad_key), packed_rows(r.grad_value), grad_sinks};
 }
 
 }  // namespace

@@ -55,6 +55,8 @@ AttentionGradients attention_backward_op(const Tensor& grad_out, const std::opti
                                          const Tensor& lse, const AttentionArguments& args, bool mask_gradient,
                                          bool sinks_gradient);
 
+// Whether the kernels of attention read the dtype.
+bool is_element(at::ScalarType dtype);
 // Checks shapes, dtypes, devices and settings, for every backend.
 void check_attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionArguments& args);
 // The part of check_attention that a layer calls before it writes its cache. The seed is drawn later.

@@ -6,6 +6,11 @@
 #include <attnpack/ops/detail/layout.h>
 
 namespace attnpack {
+
+bool is_element(at::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
 namespace {
 
 bool is_length(const Tensor& t) { return t.scalar_type() == at::kInt || t.scalar_type() == at::kLong; }
@@ -27,11 +32,6 @@ void check_per_head(const char* name, const std::optional<Tensor>& x, const Tens
   ATTNPACK_CHECK(at::isFloatingType(x->scalar_type()), name, " has dtype ", x->scalar_type(), ", wants a float dtype");
   ATTNPACK_CHECK(x->device() == query.device(), name, " is on ", x->device(), ", query on ", query.device(),
                  ": move one of them");
-}
-
-// The dtypes that every kernel reads.
-bool is_element(at::ScalarType dtype) {
-  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
 void check_mask(const Tensor& mask, const Tensor& query, const c10::SymInt& kv_len) {

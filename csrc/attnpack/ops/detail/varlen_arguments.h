@@ -61,7 +61,7 @@ inline Tensor one_batch(const Tensor& packed) { return packed.unsqueeze(0).trans
 // The reverse, contiguous as Meta says.
 inline Tensor packed_rows(const Tensor& batch) { return batch.transpose(1, 2).squeeze(0).contiguous(); }
 
-// What all sequences share, as arguments of one call.
+// The settings that all sequences share, as arguments of one call.
 AttentionArguments shared_arguments(const VarlenArguments& args);
 
 // Where the sequences stand: rows [first_query, first_query + q_len) of query and [first_key, first_key + kv_len) of
@@ -79,7 +79,8 @@ AttentionArguments sequence_arguments(const VarlenArguments& args, const Sequenc
 using Attend = AttentionResult (*)(const Tensor&, const Tensor&, const Tensor&, const AttentionArguments&);
 AttentionResult attend_each_sequence(Attend attend, const Tensor& query, const Tensor& key, const Tensor& value,
                                      const Tensor& cu_seqlens_q, const VarlenArguments& args);
-// The gradients by one call of `attention_backward` for each sequence: these can be differentiated again.
+// The gradients by one call of `attention_backward` for each sequence. With gradients enabled they can be
+// differentiated again.
 VarlenGradients differentiate_each_sequence(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
                                             const Tensor& query, const Tensor& key, const Tensor& value,
                                             const Tensor& out, const Tensor& lse, const Tensor& cu_seqlens_q,
