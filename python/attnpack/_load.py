@@ -31,10 +31,10 @@ def build_record() -> dict[str, str]:
         ) from None
 
 
-def loaded_copies() -> list[str]:
-    """Paths of every libattnpack.so mapped into this process."""
+def loaded_copies(name: str = LIBRARY.name) -> list[str]:
+    """Paths of every file of that name mapped into this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted({line.split(maxsplit=5)[-1] for line in lines if line.endswith("/libattnpack.so")})
+    return sorted({line.split(maxsplit=5)[-1] for line in lines if line.endswith(f"/{name}")})
 
 
 def load() -> ModuleType:

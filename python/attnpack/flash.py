@@ -2,18 +2,20 @@
 
 The signatures are those of flash-attn 2.8. Tensors are [batch, length, heads, head_dim], or [tokens, heads, head_dim]
 for packed sequences, in float64, float32, bfloat16 or float16. Causality and windows are bottom-right: query i stands
-at i + Lk - Lq. A row without keys gives 0, and its lse is -inf. Results are deterministic, so `deterministic` changes
-nothing. All functions but `flash_attn_with_kvcache` have gradients. Dao 2023, "FlashAttention-2".
+at i + Lk - Lq. A row without keys gives 0, and its lse is -inf, where flash-attn has inf. Results are deterministic, so
+`deterministic` changes nothing. All functions but `flash_attn_with_kvcache` have gradients. Dao 2023,
+"FlashAttention-2".
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .errors import values_of, wrong_kind
+from .errors import DTYPES, values_of, wrong_kind
 from .ops import apply_rope, attention
 from .varlen import attention_varlen
 
@@ -50,6 +52,7 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
         ValueError: a shape, dtype, device or value does not fit.
     """
     _check_shapes(q=q, k=k, v=v)
+    _check_fit(q, k, v)
     _check_probs(return_attn_probs, dropout_p)
     settings = _settings(dropout_p, softmax_scale, causal, window_size, softcap)
     heads = [x.transpose(1, 2) for x in (q, k, v)]
@@ -89,6 +92,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     """
     _refuse_pages(block_table, "packed k and v")
     _check_shapes(ranks=3, q=q, k=k, v=v)
+    _check_fit(q, k, v)
     _check_probs(return_attn_probs, dropout_p)
     ends = cu_seqlens_q, cu_seqlens_k
     for name, value in zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True):
@@ -161,6 +165,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     _refuse_pages(block_table, "k_cache and v_cache [rows, positions, heads, head_dim]")
     _check_shapes(q=q, k_cache=k_cache, v_cache=v_cache, **({} if k is None else {"k": k}),
                   **({} if v is None else {"v": v}))  # fmt: skip
+    _check_fit(q, k_cache, v_cache, "_cache")
     if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
         raise wrong_kind("num_splits", num_splits, "an int of at least 0")
     settings = _settings(0.0, softmax_scale, causal, window_size, softcap)
@@ -219,8 +224,10 @@ def _attend(q, k, v, slopes, **settings):
 
 def _settings(dropout_p, softmax_scale, causal, window_size, softcap) -> dict[str, Any]:
     sides = window_size if isinstance(window_size, tuple | list) else ()
-    if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
-        raise wrong_kind("window_size", window_size, "a tuple of two ints (left, right), -1 for no limit")
+    if len(sides) != 2 or not all(isinstance(side, int) and side >= -1 for side in sides):
+        raise wrong_kind("window_size", window_size, "a tuple of two ints (left, right), each at least 0 or -1, no limit")
+    if softmax_scale is not None and not (isinstance(softmax_scale, int | float) and math.isfinite(softmax_scale)):
+        raise wrong_kind("softmax_scale", softmax_scale, "a finite number, or None for 1 / sqrt(head_dim)")
     return {
         "dropout_p": dropout_p,
         "scale": softmax_scale,
@@ -265,6 +272,33 @@ def _check_shapes(ranks: int = 4, **tensors: Tensor) -> None:
             raise ValueError(f"attnpack: {name} is {shown}, wants {shape}: heads before head_dim, length before heads")
 
 
+def _check_fit(q: Tensor, k: Tensor, v: Tensor, suffix: str = "") -> None:
+    """Raises unless k and v fit q. suffix: of their names, "_cache" where they are caches, which have rows of their
+    own."""
+    if q.dtype not in DTYPES.values():
+        raise ValueError(f"attnpack: q has dtype {q.dtype}, wants one of {', '.join(map(str, DTYPES.values()))}")
+    k_name, v_name = f"k{suffix}", f"v{suffix}"
+    for name, x in ((k_name, k), (v_name, v)):
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"attnpack: {name} is {x.dtype} on {x.device}, q {q.dtype} on {q.device}: bring one of them to the "
+                "other with .to()"
+            )
+    if k.dim() == 4 and not suffix and k.size(0) != q.size(0):
+        raise ValueError(f"attnpack: k has batch {k.size(0)}, q {q.size(0)}: expand one of them")
+    if k.size(-1) != q.size(-1):
+        raise ValueError(f"attnpack: {k_name} has head_dim {k.size(-1)}, q {q.size(-1)}: they must agree")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"attnpack: {v_name} has shape {list(v.shape)}, {k_name} {list(k.shape)}: all but head_dim must agree"
+        )
+    if (q.size(-2) % k.size(-2) if k.size(-2) else q.size(-2)) != 0:
+        raise ValueError(
+            f"attnpack: q has {q.size(-2)} heads, {k_name} {k.size(-2)}, wants a multiple of them: pass "
+            "attnpack.attention a head_map for uneven groups"
+        )
+
+
 def _unpack(name: str, x: Tensor, count: int, shape: str, ranks: int) -> tuple[Tensor, ...]:
     if not isinstance(x, Tensor):
         raise wrong_kind(name, x, f"a tensor {shape}")
@@ -304,9 +338,6 @@ def _new_length(q, k_cache, v_cache, k, v, cache_seqlens) -> int:
         raise ValueError(
             f"attnpack: {'v' if v is None else 'k'} is None, wants a tensor: pass both k and v, or neither"
         )
-    if k_cache.shape[:3] != v_cache.shape[:3]:
-        raise ValueError(f"attnpack: v_cache has shape {list(v_cache.shape)}, k_cache {list(k_cache.shape)}: all but "
-                         "the width must agree")  # fmt: skip
     if k is None:
         return 0
     if cache_seqlens is None:

@@ -33,12 +33,14 @@ def translation_table() -> dict[Any, Callable]:
 
     Raises:
         ImportError: onnxscript is missing.
-        ValueError: during the export, for dropout, and for RoPE whose frequencies follow the length.
+        ValueError: during the export, for dropout, for packed sequences, and for RoPE whose frequencies follow the
+            length.
     """
     _op()
     ops = torch.ops.attnpack
     return {
         ops.attention.default: _attention,
+        ops.attention_varlen.default: _refuse_packed,
         ops.apply_rope.default: _apply_rope,
         ops.rope_table.default: _rope_table,
         ops.rope_table_by_length.default: _rope_table_by_length,
@@ -113,6 +115,17 @@ def _attention(query, key, value, mask=None, causal: bool = False, q_offset=0, q
         any_read = op.ReduceMax(op.Cast(read, to=FLOAT), op.Constant(value_ints=[-1]), keepdims=1)
         out = op.Where(op.Cast(any_read, to=BOOL), out, op.CastLike(op.Constant(value_float=0.0), out))
     return out, _softmax(op, masked, None)[1]  # the exporter drops lse if nobody reads it
+
+
+def _refuse_packed(query, key, value, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                   block_table=None, kv_lens=None, causal: bool = False, q_offset=None, q_offsets=None,
+                   window_left: int = -1, window_right: int = -1, softcap: float = 0.0, sinks=None, alibi_slopes=None,
+                   head_map: _Integers = None, dropout_p: float = 0.0, dropout_seed=None,
+                   scale: _Number = None):  # fmt: skip
+    raise ValueError(
+        "attention_varlen takes packed sequences, which ONNX's Attention node does not: export the model with padded "
+        "tensors and kv_lens"
+    )
 
 
 class _Places:

@@ -262,8 +262,18 @@ BAD = {
     "window_size is 3 .*wants a tuple of two ints": lambda: flash.flash_attn_func(Q, K, K, window_size=3),
     "window_size is None": lambda: flash.flash_attn_with_kvcache(Q, K, K, window_size=None),
     "dropout_p is None": lambda: flash.flash_attn_func(Q, K, K, dropout_p=None, return_attn_probs=True),
-    r"window is \(-3, 0\)": lambda: flash.flash_attn_func(Q, K, K, window_size=(-3, 0)),
-    "key has dtype Double": lambda: flash.flash_attn_func(Q, K.double(), K),
+    r"window_size is \(-3, 0\) .*wants a tuple": lambda: flash.flash_attn_func(Q, K, K, window_size=(-3, 0)),
+    "softmax_scale is nan": lambda: flash.flash_attn_func(Q, K, K, softmax_scale=float("nan")),
+    "softmax_scale is 'x'": lambda: flash.flash_attn_varlen_func(Q[0], Q[0], Q[0], E, E, 2, 2, softmax_scale="x"),
+    "q has dtype torch.int64, wants one of": lambda: flash.flash_attn_func(Q.long(), K.long(), K.long()),
+    "k is torch.float64 on cpu, q torch.float32 on cpu": lambda: flash.flash_attn_func(Q, K.double(), K),
+    "v_cache is torch.bfloat16 on cpu": lambda: flash.flash_attn_with_kvcache(Q, K, K.bfloat16()),
+    "k has batch 1, q 2": lambda: flash.flash_attn_func(Q, K[:1], K[:1]),
+    "k_cache has head_dim 4, q 8": lambda: flash.flash_attn_with_kvcache(Q, K[..., :4], K),
+    r"v has shape \[2, 4, 2, 8\], k \[2, 5, 2, 8\]": lambda: flash.flash_attn_func(Q, K, K[:, :4]),
+    "q has 4 heads, k 3, wants a multiple": (
+        lambda: flash.flash_attn_varlen_func(Q[0], Q[0, :, :3], Q[0, :, :3], E, E, 2, 2)
+    ),
     "block_table is given, and keys in pages": (
         lambda: flash.flash_attn_varlen_func(Q[0], K[0], K[0], E, E, 2, 2, block_table=torch.zeros(2, 1).int())
     ),

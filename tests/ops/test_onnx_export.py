@@ -170,11 +170,17 @@ def messages(error):
         error = error.__cause__ or error.__context__
 
 
+class Packed(torch.nn.Module):
+    def forward(self, q, k, v, ends):
+        return attnpack.attention_varlen(q, k, v, ends)
+
+
 def test_what_is_refused():
     dynamic = attnpack.RotaryEmbedding(8, max_positions=16, scaling={"rope_type": "dynamic", "factor": 2.0})
     for model, given, sentence in (
         (Attention(dropout_p=0.5), tensors(), "dropout_p is 0.5, wants 0 for ONNX: call .eval()"),
         (attnpack.MultiHeadAttention(32, 4, rope=dynamic), (draw(2, 5, 32),), "frequencies that follow the length"),
+        (Packed(), (*(draw(5, 2, 8) for _ in "qkv"), torch.tensor([0, 2, 5])), "export the model with padded tensors"),
     ):
         with pytest.raises(torch.onnx.errors.OnnxExporterError) as caught:
             export(model, given)

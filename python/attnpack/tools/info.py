@@ -86,7 +86,7 @@ def _loaded(path: str) -> dict[str, Any]:
 
 
 def _is_mapped(library: Path) -> bool:
-    return library.exists() and any(os.path.samefile(path, library) for path in loaded_copies())
+    return library.exists() and any(os.path.samefile(path, library) for path in loaded_copies(library.name))
 
 
 def _lines(info: dict[str, Any]) -> list[str]:

@@ -102,11 +102,13 @@ inline int64_t most_ranges(const AttentionParams& p) {
   return ranges;
 }
 
-// For few rows per kv head. The head's keys are cut into ranges, whose results are joined at the end.
+// For few rows per kv head. The head's keys are cut into ranges, whose results are joined at the end. If each head has
+// one range, its unit joins the results at once: thousands of heads with a handful of keys then cost one loop.
 template <class ForEach>
 void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   double work = 0, merge_work = 0;
-  size_t scratch_bytes = 0;
+  size_t decode_bytes = 0;
+  int64_t rows_at_once = 0;  // most rows of a unit that joins its own results
   const auto ranges_of = [&, first = calls.size() == 1 ? most_ranges(calls[0]) : 0](size_t call) {
     return first ? first : most_ranges(calls[call]);
   };
@@ -116,18 +118,21 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     const Tiling t = tile_rows(calls[i]);
     if (!streams(t)) return int64_t{0};
     work += t.work;
-    merge_work += static_cast<double>(t.kv_heads * ranges_of(i) * t.rows * calls[i].v_head_dim);
-    scratch_bytes = std::max(scratch_bytes, kernels.decode_scratch(calls[i]));
+    decode_bytes = std::max(decode_bytes, kernels.decode_scratch(calls[i]));
+    if (ranges_of(i) == 1) rows_at_once = std::max(rows_at_once, t.rows);
     return t.kv_heads * ranges_of(i);
   });
   if (units.total() == 0) return;
+  const auto joined_later = [&](size_t i, const Tiling& t) { return streams(t) && ranges_of(i) > 1; };
   const Counts rows_held(calls.size(), [&](size_t i) {
     const Tiling t = tile_rows(calls[i]);
-    return streams(t) ? t.kv_heads * ranges_of(i) * t.rows : int64_t{0};
+    return joined_later(i, t) ? t.kv_heads * ranges_of(i) * t.rows : int64_t{0};
   });
   const Counts merges(calls.size(), [&](size_t i) {
     const Tiling t = tile_rows(calls[i]);
-    return streams(t) ? t.kv_heads * merges_of(t) : int64_t{0};
+    if (!joined_later(i, t)) return int64_t{0};
+    merge_work += static_cast<double>(t.kv_heads * ranges_of(i) * t.rows * calls[i].v_head_dim);
+    return t.kv_heads * merges_of(t);
   });
   const AttentionParams& any = calls[0];
   const size_t row_bytes = (any.v_head_dim + 2) * (any.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
@@ -138,14 +143,18 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     const int64_t first = rows_held.before(call) + head * ranges * tile_rows(p).rows + range * rows;
     return static_cast<char*>(partials.data()) + first * row_bytes;
   };
-  for_each(Order::kNeighbours, units.total(), work, scratch_bytes, [&](int64_t unit, void* scratch) {
+  const auto unit_of_ranges = [&](int64_t unit, void* scratch) {
     const auto [call, index] = units.find(unit);
     const AttentionParams& p = calls[call];
     const int64_t ranges = ranges_of(call), head = index / ranges, range = index % ranges, b = head / p.num_kv_heads;
-    const int64_t keys = range_keys(p, b);
-    kernels.decode(p, b, head % p.num_kv_heads, {range * keys, std::min((range + 1) * keys, p.kv_len)},
-                   partial(call, ranges, head, range), scratch);
-  });
+    const int64_t kv_head = head % p.num_kv_heads, keys = range_keys(p, b);
+    void* const results =
+        ranges == 1 ? static_cast<char*>(scratch) + decode_bytes : partial(call, ranges, head, range);
+    kernels.decode(p, b, kv_head, {range * keys, std::min((range + 1) * keys, p.kv_len)}, results, scratch);
+    if (ranges == 1) kernels.merge(p, b, kv_head, {0, group_size(p, kv_head) * p.q_len}, results, 1);
+  };
+  for_each(Order::kNeighbours, units.total(), work, decode_bytes + rows_at_once * row_bytes, unit_of_ranges);
+  if (merges.total() == 0) return;
   for_each(Order::kInTurn, merges.total(), merge_work, 0, [&](int64_t unit, void*) {
     const auto [call, index] = merges.find(unit);
     const AttentionParams& p = calls[call];
