@@ -224,10 +224,16 @@ def _attend(q, k, v, slopes, **settings):
 
 def _settings(dropout_p, softmax_scale, causal, window_size, softcap) -> dict[str, Any]:
     sides = window_size if isinstance(window_size, tuple | list) else ()
-    if len(sides) != 2 or not all(isinstance(side, int) and side >= -1 for side in sides):
-        raise wrong_kind("window_size", window_size, "a tuple of two ints (left, right), each at least 0 or -1, no limit")
-    if softmax_scale is not None and not (isinstance(softmax_scale, int | float) and math.isfinite(softmax_scale)):
-        raise wrong_kind("softmax_scale", softmax_scale, "a finite number, or None for 1 / sqrt(head_dim)")
+    if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
+        raise wrong_kind("window_size", window_size, "a tuple of two ints (left, right), -1 for no limit")
+    if min(sides) < -1:
+        raise ValueError(f"attnpack: window_size is {window_size}, wants numbers >= 0, or -1 for no limit")
+    if softmax_scale is not None and not isinstance(softmax_scale, int | float):
+        raise wrong_kind("softmax_scale", softmax_scale, "a number, or None for 1 / sqrt(head_dim)")
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        raise ValueError(
+            f"attnpack: softmax_scale is {softmax_scale}, wants a finite number: 1 / sqrt(head_dim) is usual"
+        )
     return {
         "dropout_p": dropout_p,
         "scale": softmax_scale,

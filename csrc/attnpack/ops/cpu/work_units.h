@@ -148,8 +148,7 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     const AttentionParams& p = calls[call];
     const int64_t ranges = ranges_of(call), head = index / ranges, range = index % ranges, b = head / p.num_kv_heads;
     const int64_t kv_head = head % p.num_kv_heads, keys = range_keys(p, b);
-    void* const results =
-        ranges == 1 ? static_cast<char*>(scratch) + decode_bytes : partial(call, ranges, head, range);
+    void* const results = ranges == 1 ? static_cast<char*>(scratch) + decode_bytes : partial(call, ranges, head, range);
     kernels.decode(p, b, kv_head, {range * keys, std::min((range + 1) * keys, p.kv_len)}, results, scratch);
     if (ranges == 1) kernels.merge(p, b, kv_head, {0, group_size(p, kv_head) * p.q_len}, results, 1);
   };

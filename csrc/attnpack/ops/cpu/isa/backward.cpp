@@ -18,6 +18,7 @@ struct BackwardScratch {
   A *query, *grad_out;          // the tile's rows, [rows, ld]
   A *keys, *keys_t, *values_t;  // the block's keys as rows; its keys and values transposed in panels
   A *scores, *grad_scores, *cap, *grad_key, *grad_value, *lse, *delta;
+  A* grad_query;  // of a tile that no other block adds to: [rows, sums_width]
 
   BackwardScratch(const AttentionParams& p, Arena& arena)
       : key_width(padded<A>(p.head_dim)),
@@ -37,6 +38,7 @@ struct BackwardScratch {
     grad_value = arena.take<A>(block * value_width);
     lse = arena.take<A>(kTileQueryRows);
     delta = arena.take<A>(kTileQueryRows);
+    grad_query = arena.take<A>(kTileQueryRows * sums_width(p.head_dim));
   }
 };
 
@@ -98,11 +100,15 @@ class KeyBlockGradients {
     int32_t* done = bp_.blocks_done + (b_ * p_.num_kv_heads + kv_head_) * bp_.tiles + first / kTileQueryRows;
     const int64_t width = sums_width(p_.head_dim);
     const int64_t group_begin = p_.group_start ? p_.group_start[kv_head_] : kv_head_ * group_size(p_, kv_head_);
-    A* sums = static_cast<A*>(bp_.grad_query_sums) + ((b_ * p_.num_heads + group_begin) * p_.q_len + first) * width;
-    wait_for(done, static_cast<int32_t>(block - first_block));
+    const bool shared = first_block != last_block;
+    A* sums = w_.grad_query;
+    if (shared) {
+      sums = static_cast<A*>(bp_.grad_query_sums) + ((b_ * p_.num_heads + group_begin) * p_.q_len + first) * width;
+      wait_for(done, static_cast<int32_t>(block - first_block));
+    }
     gemm<A>(!keys_finite_, tile_.count, w_.key_width, count, {w_.grad_scores, w_.block, 1},
             {w_.keys, w_.key_ld, kPanel<A>}, sums, width, block > first_block, kChain);
-    __atomic_store_n(done, static_cast<int32_t>(block - first_block) + 1, __ATOMIC_RELEASE);
+    if (shared) __atomic_store_n(done, static_cast<int32_t>(block - first_block) + 1, __ATOMIC_RELEASE);
     if (block == last_block)
       for (int64_t r = 0; r < tile_.count; ++r) write(query_gradient(r), sums + r * width, p_.head_dim);
   }

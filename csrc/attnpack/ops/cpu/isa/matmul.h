@@ -170,15 +170,25 @@ inline void pack_panels(const S* from, int64_t row_stride, int64_t rows, int64_t
     pack<A>(from + c, row_stride, rows, columns - c < kPanel<A> ? columns - c : kPanel<A>, to + c * height, kPanel<A>);
 }
 
-// to[c * ld + r] = block[r * kLanes + c] for kLanes rows and `width` columns, in pieces of 4 x 4.
+// How many rows of a block transpose_block reads, if `rows` of them are wanted.
 template <class A>
-inline void transpose_block(const A* block, int64_t width, A* to, int64_t ld) {
+constexpr int64_t rows_read(int64_t rows) {
+  return kLanes<A> < 4 ? kLanes<A> : (rows + 3) / 4 * 4;
+}
+
+// to[c * ld + r] = block[r * kLanes + c] for `width` columns and kLanes rows, in pieces of 4 x 4. Rows that are not
+// read are zero.
+template <class A>
+inline void transpose_block(const A* block, int64_t rows, int64_t width, A* to, int64_t ld) {
   constexpr int64_t kBlock = kLanes<A>;
+  const int64_t filled = rows_read<A>(rows);
   int64_t c = 0;
+  if (filled < kBlock)
+    for (int64_t i = 0; i < width; ++i) store<A>(to + i * ld, Vec<A>{});
   if constexpr (kBlock >= 4) {
     typedef A Four __attribute__((vector_size(4 * sizeof(A))));
     for (; c + 4 <= width; c += 4)
-      for (int64_t r = 0; r < kBlock; r += 4) {
+      for (int64_t r = 0; r < filled; r += 4) {
         Four x[4];
         for (int i = 0; i < 4; ++i) x[i] = load_bits<Four>(block + (r + i) * kBlock + c);
         const Four even_low = ATTNPACK_SHUFFLE(x[0], x[2], 0, 4, 1, 5),
@@ -193,7 +203,7 @@ inline void transpose_block(const A* block, int64_t width, A* to, int64_t ld) {
       }
   }
   for (; c < width; ++c)
-    for (int64_t r = 0; r < kBlock; ++r) to[c * ld + r] = block[r * kBlock + c];
+    for (int64_t r = 0; r < filled; ++r) to[c * ld + r] = block[r * kBlock + c];
 }
 
 // The transpose in panels: block p of kPanel rows goes to `to + p * kPanel * columns` as [columns, kPanel]. Missing
@@ -208,12 +218,12 @@ inline void transpose_panels(int64_t rows, int64_t columns, A* to, Read&& read) 
       const int64_t present = rows - r0 - half < 0 ? 0 : (rows - r0 - half < kBlock ? rows - r0 - half : kBlock);
       for (int64_t c0 = 0; c0 < columns; c0 += kBlock) {
         const int64_t width = columns - c0 < kBlock ? columns - c0 : kBlock;
-        for (int64_t r = 0; r < kBlock; ++r)
+        for (int64_t r = 0; r < rows_read<A>(present); ++r)
           if (r < present)
             read(r0 + half + r, c0, width, block + r * kBlock);
           else
             store<A>(block + r * kBlock, Vec<A>{});
-        transpose_block(block, width, panel + c0 * kPanel<A> + half, kPanel<A>);
+        transpose_block(block, present, width, panel + c0 * kPanel<A> + half, kPanel<A>);
       }
     }
   }
@@ -238,7 +248,7 @@ inline void transpose(const A* from, int64_t from_ld, int64_t rows, int64_t colu
   for (int64_t r = 0; r < rows; r += kLanes<A>)
     for (int64_t c = 0; c < columns; c += kLanes<A>) {
       for (int64_t i = 0; i < kLanes<A>; ++i) store<A>(block + i * kLanes<A>, load<A>(from + (r + i) * from_ld + c));
-      transpose_block(block, kLanes<A>, to + c * to_ld + r, to_ld);
+      transpose_block(block, kLanes<A>, kLanes<A>, to + c * to_ld + r, to_ld);
     }
 }
 

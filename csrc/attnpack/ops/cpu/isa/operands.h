@@ -12,6 +12,9 @@ namespace attnpack::ATTNPACK_ISA {
 // Loads the first count < kLanes elements. The lanes after them are zero.
 template <class A, class S>
 inline Vec<A> load_some(const S* p, int64_t count) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<S, float>) return load_first(p, count);
+#endif
   Vec<A> v{};
   for (int64_t i = 0; i < count; ++i) v[i] = load_one(p + i);
   return v;

@@ -18,6 +18,10 @@ inline FloatVector bfloat_to_float(HalfBits half) {
 inline FloatVector at_least(FloatVector x, float least) {
   return (FloatVector)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);
 }
+// The first count < 16 numbers, then zeros.
+inline FloatVector load_first(const float* p, int64_t count) {
+  return (FloatVector)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p);
+}
 // x 2^n, rounded once.
 inline FloatVector times_power_of_two(FloatVector x, FloatVector n) {
   return (FloatVector)_mm512_scalef_ps((__m512)x, (__m512)n);

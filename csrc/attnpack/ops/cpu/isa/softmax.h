@@ -56,6 +56,14 @@ inline Vec<T> exponentials_of_row(T* s, int64_t count, T scale, T max) {
 // results of each row. count: whole vectors, padded with -inf. max, sum and factor hold kSoftmaxRows numbers.
 template <class T>
 inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T scale, T* max, T* sum, T* factor) {
+  if (rows == 1) {  // the same without folding vectors that are not there
+    const Vec<T> old = broadcast(*max),
+                 raised = Larger()(broadcast(scale * fold_lanes<T>(largest_score(s, count), Larger())), old);
+    *factor = raised[0] == *max ? T(1) : exp(old - raised)[0];
+    *max = raised[0];
+    *sum = *sum * *factor + fold_lanes<T>(exponentials_of_row(s, count, scale, *max), Add());
+    return;
+  }
   Vec<T> per_row[kSoftmaxRows<T>];
   T folded[kSoftmaxRows<T>];
   for (int64_t r = 0; r < kSoftmaxRows<T>; ++r)
@@ -97,9 +105,10 @@ struct RowState {
 
 template <class T>
 inline void reset_state(const RowState<T>& state, int64_t rows) {
-  for (int64_t r = 0; r < kTileQueryRows; ++r) {
-    state.max[r] = T(-kInfinity);
-    state.sum[r] = 0;
+  // Groups of kSoftmaxRows may begin at any row.
+  for (int64_t r = 0; r < rows + kSoftmaxRows<T> && r < kTileQueryRows; r += kLanes<T>) {
+    store<T>(state.max + r, broadcast(T(-kInfinity)));
+    store<T>(state.sum + r, Vec<T>{});
   }
   for (int64_t i = 0; i < rows * state.out_ld; ++i) state.out[i] = 0;
 }
