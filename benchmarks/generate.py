@@ -35,7 +35,7 @@ def load_transformers():
     spec = importlib.util.spec_from_file_location("make_reference_tokens", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    return script.load_model()
+    return script.load_model(), script.load_tokenizer()
 
 
 class Stamps:

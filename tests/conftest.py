@@ -1,6 +1,8 @@
-"""Every test compiles anew. The real model, SmolLM2-135M-Instruct, is loaded once per session: by transformers and by
-attnpack, from the same file."""
+"""Every test compiles anew. The real model, SmolLM2-135M-Instruct, is loaded by transformers and by attnpack, from the
+same file. A module of tests gives back the memory that it took, so that the suite fits into 2 GB."""
 
+import ctypes
+import gc
 import importlib.util
 import sys
 from pathlib import Path
@@ -36,13 +38,28 @@ def reference_script():
     return module
 
 
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_a_module():
+    """Returns freed memory to the system: glibc keeps what lies below a small block that is in use."""
+    yield
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        gc.collect()
+        trim(0)
+
+
 @pytest.fixture(scope="session")
+def smollm2_tokenizer_hf(reference_script):
+    """The tokenizer of transformers."""
+    return reference_script.load_tokenizer()
+
+
+@pytest.fixture(scope="module")
 def smollm2_hf(reference_script):
-    """(model, tokenizer) of transformers, fp32."""
+    """The model of transformers, fp32."""
     return reference_script.load_model()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def smollm2():
     """attnpack's CausalLM, fp32."""
     import attnpack

@@ -29,28 +29,39 @@ def topics_ids(tokenizer, topics_text):
     return torch.tensor([tokenizer.encode(topics_text[:20000])])
 
 
+def test_weights_are_bitwise_those_of_transformers(smollm2, smollm2_hf):
+    expected = smollm2_hf.state_dict()
+    found = smollm2.state_dict()
+    assert found.keys() <= expected.keys()
+    assert expected.keys() - found.keys() <= {"lm_head.weight"}
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def test_logits_of_512_tokens_equal_transformers(smollm2, smollm2_hf, topics_ids):
     ids = topics_ids[:, :512]
     with torch.no_grad():
-        torch.testing.assert_close(smollm2(ids), smollm2_hf[0](ids).logits, rtol=0, atol=2e-3)
+        torch.testing.assert_close(smollm2(ids), smollm2_hf(ids).logits, rtol=0, atol=2e-3)
 
 
-def test_perplexity_of_1024_tokens_equals_transformers(smollm2, smollm2_hf, topics_ids, topics_text):
+def test_perplexity_of_1024_tokens_equals_transformers(
+    smollm2, smollm2_hf, smollm2_tokenizer_hf, topics_ids, topics_text
+):
     ids = topics_ids[:, :1024]
-    assert ids[0].tolist() == smollm2_hf[1](topics_text[:20000]).input_ids[:1024]
+    assert ids[0].tolist() == smollm2_tokenizer_hf(topics_text[:20000]).input_ids[:1024]
 
     def perplexity(logits):
         return F.cross_entropy(logits[0, :-1], ids[0, 1:]).exp().item()
 
     with torch.no_grad():
-        ours, theirs = perplexity(smollm2(ids)), perplexity(smollm2_hf[0](ids).logits)
+        ours, theirs = perplexity(smollm2(ids)), perplexity(smollm2_hf(ids).logits)
     print(f"perplexity {ours:.4f}, of transformers {theirs:.4f}")
     assert math.isclose(ours, theirs, rel_tol=1e-4)
     assert 10 < ours < 16  # 12.72 on the text of Python 3.11
 
 
-def test_stored_reference_is_what_transformers_gives(reference_script, smollm2_hf):
-    made = reference_script.make_content(*smollm2_hf)
+def test_stored_reference_is_what_transformers_gives(reference_script, smollm2_hf, smollm2_tokenizer_hf):
+    made = reference_script.make_content(smollm2_hf, smollm2_tokenizer_hf)
     assert made["model"] == REFERENCE["model"]
     for new, stored in zip(made["prompts"], REFERENCE["prompts"], strict=True):
         for key in ("name", "prompt", "chat", "prompt_ids", "tokens", "text"):
@@ -87,7 +98,7 @@ def test_prompts_of_different_lengths_in_one_batch(cache, smollm2):
 
 @pytest.mark.parametrize("way", ["register", "replace_attention"])
 def test_transformers_writes_the_same_text_on_our_operator(way, smollm2_hf):
-    model = copy.deepcopy(smollm2_hf[0], {id(parameter): parameter for parameter in smollm2_hf[0].parameters()})
+    model = copy.deepcopy(smollm2_hf, {id(parameter): parameter for parameter in smollm2_hf.parameters()})
     attnpack.hf.register()
     model.set_attn_implementation("attnpack")
     if way == "replace_attention":
@@ -100,7 +111,7 @@ def test_transformers_writes_the_same_text_on_our_operator(way, smollm2_hf):
 
 def test_bf16_is_as_close_to_fp32_as_transformers(smollm2_hf, topics_ids):
     ids = topics_ids[:, :256]
-    hf = smollm2_hf[0]
+    hf = smollm2_hf
     ours = attnpack.CausalLM.from_gguf(smollm2_path(), dtype=torch.bfloat16)
     with torch.no_grad():
         truth = hf(ids).logits

@@ -30,15 +30,15 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_ids_equal_transformers(text, tokenizer, smollm2_hf):
-    assert tokenizer.encode(text) == smollm2_hf[1](text).input_ids
+def test_ids_equal_transformers(text, tokenizer, smollm2_tokenizer_hf):
+    assert tokenizer.encode(text) == smollm2_tokenizer_hf(text).input_ids
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
-def test_digits_stand_alone_as_in_training(tokenizer, smollm2_hf, topics_text):
+def test_digits_stand_alone_as_in_training(tokenizer, smollm2_tokenizer_hf, topics_text):
     """transformers ignores the file's tokenizer.ggml.pre, `smollm`, which first splits off each digit, then takes
     GPT-2's rule."""
-    hf = smollm2_hf[1]
+    hf = smollm2_tokenizer_hf
     text = topics_text + " \u00bd\u00b2  \u0663"
     numbers = "".join({c for c in text if unicodedata.category(c).startswith("N")})
     pieces = re.split(f"([{numbers}])", text)
@@ -54,12 +54,12 @@ def test_special_tokens_are_left_out_of_text(tokenizer):
 
 
 @pytest.mark.parametrize("jinja", [True, False])
-def test_chat_equals_transformers(jinja, tokenizer, smollm2_hf, monkeypatch):
+def test_chat_equals_transformers(jinja, tokenizer, smollm2_tokenizer_hf, monkeypatch):
     if not jinja:
         monkeypatch.setitem(sys.modules, "jinja2", None)
     prompt = "Why is {{ 1 }} <b>so</b>\nlonely?\n"
     messages = [{"role": "user", "content": prompt}]
-    expected = smollm2_hf[1].apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    expected = smollm2_tokenizer_hf.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     assert tokenizer.chat(prompt) == expected["input_ids"]
 
 
@@ -74,8 +74,8 @@ def test_stream_gives_whole_characters(tokenizer):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_directory(tmp_path, smollm2_hf):
-    hf = smollm2_hf[1]
+def test_directory(tmp_path, smollm2_tokenizer_hf):
+    hf = smollm2_tokenizer_hf
     hf.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     for text in TEXTS:
@@ -86,16 +86,16 @@ def test_directory(tmp_path, smollm2_hf):
 
 
 @pytest.mark.parametrize("direction", ["Left", "Right"])
-def test_padding_and_truncation_are_for_batches(direction, tmp_path, smollm2_hf):
+def test_padding_and_truncation_are_for_batches(direction, tmp_path, smollm2_tokenizer_hf):
     """transformers leaves padding and truncation out of a plain call, whatever tokenizer.json says."""
-    smollm2_hf[1].save_pretrained(tmp_path)
+    smollm2_tokenizer_hf.save_pretrained(tmp_path)
     padding = {"strategy": {"Fixed": 20}, "direction": direction, "pad_to_multiple_of": 8}
     truncation = {"max_length": 3, "strategy": "LongestFirst", "direction": direction, "stride": 0}
     padding |= {"pad_id": 2, "pad_type_id": 0, "pad_token": "<|im_end|>"}
     edit_json(tmp_path / "tokenizer.json", padding=padding, truncation=truncation)
     ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS:
-        assert ours.encode(text) == theirs(text).input_ids == smollm2_hf[1](text).input_ids
+        assert ours.encode(text) == theirs(text).input_ids == smollm2_tokenizer_hf(text).input_ids
 
 
 def edit_json(path, **values) -> None:

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/autograd/node.h>
+#include <attnpack/ops/cpu/onednn_linear.h>
 #include <attnpack/ops/linear.h>
 
 #include <algorithm>
@@ -10,15 +11,52 @@ namespace attnpack {
 namespace {
 
 using at::Tensor;
+using torch::autograd::SavedVariable;
 
-// With gradients it is torch's linear and its derivatives.
+Tensor as_rows(const Tensor& x) { return x.dim() == 1 ? x.unsqueeze(0) : x.flatten(0, -2); }
+
+// grad_input = grad weight, grad_weight = grad^T input, grad_bias = sum(grad). The products are linear layers too, so
+// they take the faster kernel, and can be differentiated.
+struct LinearBackward : torch::autograd::Node {
+  LinearBackward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias)
+      : Node(torch::autograd::collect_next_edges(input, weight, bias)) {
+    if (weight.requires_grad()) input_ = SavedVariable(input, false);
+    if (input.requires_grad()) weight_ = SavedVariable(weight, false);
+  }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    Tensor input, weight, bias;
+    if (!grads[0].defined()) return {input, weight, bias};
+    const Tensor rows = as_rows(grads[0]);
+    if (task_should_compute_output(0)) input = attnpack::linear(grads[0], weight_.unpack().t());
+    if (task_should_compute_output(1)) weight = attnpack::linear(rows.t(), as_rows(input_.unpack()).t());
+    if (task_should_compute_output(2)) bias = rows.sum(0);
+    return {input, weight, bias};
+  }
+
+  void release_variables() override {
+    input_.reset_data();
+    weight_.reset_data();
+  }
+  std::string name() const override { return "LinearBackward"; }
+
+ private:
+  SavedVariable input_, weight_;
+};
+
+// Where torch's kernel is taken, its own derivatives are.
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const Tensor none;
-  if (wants_formula({&input, &weight, bias ? &*bias : &none}) ||
-      torch::autograd::compute_requires_grad(input, weight, bias))
+  const bool differentiable = torch::autograd::compute_requires_grad(input, weight, bias);
+  if (wants_formula({&input, &weight, bias ? &*bias : &none}) || (differentiable && !takes_onednn(input, weight, bias)))
     return linear_formula(input, weight, bias);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return attnpack::linear(input, weight, bias);
+  Tensor out;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    out = attnpack::linear(input, weight, bias);
+  }
+  if (differentiable) torch::autograd::set_history(out, make_node<LinearBackward>(input, weight, bias));
+  return out;
 }
 
 bool without_derivatives(const Tensor& x) { return !wants_formula({&x}) && !torch::autograd::compute_requires_grad(x); }
@@ -26,7 +64,7 @@ bool without_derivatives(const Tensor& x) { return !wants_formula({&x}) && !torc
 std::vector<Tensor> linears_autograd(const Tensor& input, at::TensorList weights, at::TensorList biases) {
   if (!without_derivatives(input) || !std::all_of(weights.begin(), weights.end(), without_derivatives) ||
       !std::all_of(biases.begin(), biases.end(), without_derivatives))
-    return linears_formula(input, weights, biases);
+    return each_linear(linear_autograd, input, weights, biases);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return attnpack::linears(input, weights, biases);
 }

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/cpu/onednn_linear.h>
 #include <attnpack/ops/cpu/threads.h>
 #include <attnpack/ops/detail/linear_params.h>
 #include <attnpack/ops/linear.h>
@@ -54,9 +55,13 @@ std::vector<Tensor> multiply_few_rows(const Tensor& input, at::TensorList weight
   return outs;
 }
 
+bool takes_few_rows(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return pinned_linear_kernel() == LinearKernel::kTable && fits_few_rows(input, weight, bias);
+}
+
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return fits_few_rows(input, weight, bias) ? multiply_few_rows(input, weight, &bias).front()
-                                            : linear_formula(input, weight, bias);
+  if (takes_few_rows(input, weight, bias)) return multiply_few_rows(input, weight, &bias).front();
+  return takes_onednn(input, weight, bias) ? onednn_linear(input, weight, bias) : linear_formula(input, weight, bias);
 }
 
 std::vector<Tensor> linears_cpu(const Tensor& input, at::TensorList weights, at::TensorList biases) {
@@ -64,9 +69,9 @@ std::vector<Tensor> linears_cpu(const Tensor& input, at::TensorList weights, at:
   c10::SmallVector<std::optional<Tensor>, 3> offsets(weights.size());
   for (size_t i = 0; all_fit && i < weights.size(); ++i) {
     if (!biases.empty()) offsets[i] = biases[i];
-    all_fit = fits_few_rows(input, weights[i], offsets[i]);
+    all_fit = takes_few_rows(input, weights[i], offsets[i]);
   }
-  return all_fit ? multiply_few_rows(input, weights, offsets.data()) : linears_formula(input, weights, biases);
+  return all_fit ? multiply_few_rows(input, weights, offsets.data()) : each_linear(linear_cpu, input, weights, biases);
 }
 
 }  // namespace

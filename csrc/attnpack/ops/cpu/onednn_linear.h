@@ -1,0 +1,30 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+
+// Linear layers of many rows on the CPU. at::linear multiplies fp32 by MKL. torch also brings oneDNN, whose product is
+// an op of its own, and twice as fast where MKL does not use the whole vectors of the CPU (PERFORMANCE.md).
+namespace attnpack {
+
+// Which kernel linear layers take, for any number of rows. kTable: our own for few rows, and for many rows the faster
+// one by the CPU, the dtype and the number of multiply-adds alone. So a program gives the same bits in each run.
+enum class LinearKernel { kTable, kTorch, kOneDnn };
+
+// The kernel that the environment variable ATTNPACK_LINEAR names ("torch" or "onednn"), or kTable.
+LinearKernel pinned_linear_kernel();
+
+// Whether oneDNN computes this layer: by the table, or because it is pinned and takes the arguments.
+bool takes_onednn(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+
+// input weight^T + bias by oneDNN. input and weight may be transposed views.
+at::Tensor onednn_linear(const at::Tensor& input,                 // [..., in]
+                         const at::Tensor& weight,                // [out, in]
+                         const std::optional<at::Tensor>& bias);  // [out] -> [..., out]
+
+// The kernels that this process takes, and why, in words.
+std::string describe_linear_kernels();
+
+}  // namespace attnpack
