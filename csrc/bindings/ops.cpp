@@ -7,6 +7,7 @@
 #include <attnpack/ops/attention_varlen.h>
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/cpu/machine_speed.h>
+#include <attnpack/ops/detail/onednn_linear.h>
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge_states.h>
 #include <attnpack/ops/null.h>
@@ -221,6 +222,7 @@ void register_ops(py::module_& m) {
   define(m, "rms_norm", &rms_norm, {"x", "weight", "eps"});
   define(m, "null", &null, {"x"});
   m.def("isa", &isa_name);
+  m.def("linear_kernels", &describe_linear_kernels);
   m.def("last_level_cache_bytes", last_level_cache_bytes);
   m.def("read_bytes_per_second", [](const at::Tensor& data) {
     TORCH_CHECK(data.is_contiguous() && data.scalar_type() == at::kFloat && data.is_cpu(),

@@ -20,9 +20,10 @@ def run_program(*command, timeout: float = 600, **options) -> subprocess.Complet
     return process
 
 
-def run_python(code: str, first: Path | None = None) -> subprocess.CompletedProcess:
-    """`code` in a new interpreter, outside the repository, with the attnpack of folder `first`, or the one in use."""
-    environment = os.environ | {"PYTHONPATH": str(first or Path(attnpack.__file__).parents[1])}
+def run_python(code: str, first: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
+    """`code` in a new interpreter, outside the repository, with the attnpack of folder `first`, or the one in use, and
+    with environment variables."""
+    environment = os.environ | {"PYTHONPATH": str(first or Path(attnpack.__file__).parents[1])} | variables
     return run_program(sys.executable, "-c", code, env=environment, cwd="/")
 
 

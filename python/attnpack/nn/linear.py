@@ -1,5 +1,5 @@
-"""Calls of linear layers. The layers are torch's own; decoding calls them through ``attnpack.ops.linear``, which reads
-weights at the speed of memory."""
+"""Calls of linear layers. The layers are torch's own; their products are computed by ``attnpack.ops.linear``, which
+reads the weights at the speed of memory for few rows, and takes the faster of torch's kernels for many."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _hooks_of = itemgetter(*_HOOKS)
 
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
-    """layer(x). Without gradients, a plain ``nn.Linear`` without hooks is computed by ``attnpack.ops.linear``.
+    """layer(x). A plain ``nn.Linear`` without hooks is computed by ``attnpack.ops.linear``, unless a graph is traced.
 
     A subclass of ``nn.Linear`` could do the same, but quantisers and LoRA look for the type ``nn.Linear`` itself.
     """
-    if _only_values() and _is_plain(layer) and _are_plain(x, layer.weight):
+    if not torch.compiler.is_compiling() and _is_plain(layer) and _are_plain(x, layer.weight):
         return ops.linear(x, layer.weight, layer.bias)
     return layer(x)
 
@@ -32,7 +32,7 @@ def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """`project` by each of the layers; one call of ``attnpack.ops.linears`` if all of them are plain."""
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
     if (
-        _only_values()
+        not torch.compiler.is_compiling()
         and len(biases) in (0, len(layers))
         and all(_is_plain(layer) and _are_plain(x, layer.weight) for layer in layers)
     ):
@@ -41,9 +41,9 @@ def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """input [..., in] times weight [out, in] plus bias [out]. torch's linear computes it while a graph is compiled,
-    with gradients, and for tensors of other types, such as a quantised weight."""
-    if _only_values() and _are_plain(input, weight):
+    """input [..., in] times weight [out, in] plus bias [out]. torch's linear computes it while a graph is traced, and
+    for tensors of other types, such as a quantised weight."""
+    if not torch.compiler.is_compiling() and _are_plain(input, weight):
         return ops.linear(input, weight, bias)
     return F.linear(input, weight, bias)
 
@@ -58,11 +58,6 @@ def plain_weight(layer: nn.Module) -> Tensor | None:
     if torch.compiler.is_compiling():  # a compiled graph knows no global hooks
         return None if any(getattr(layer, name) for name in _HOOKS) else layer.weight
     return layer.weight if _is_plain(layer) else None
-
-
-def _only_values() -> bool:
-    """Whether neither gradients are recorded nor a graph is traced."""
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 def _are_plain(input: Tensor, weight: Tensor) -> bool:

@@ -42,6 +42,7 @@ def collect_info(failure: str = "") -> dict[str, Any]:
             "chosen": None if failure else _native().isa(),
             "built": build.get("instruction_sets", "none").split(";"),
         },
+        "linear": None if failure else _native().linear_kernels(),
         "threads": torch.get_num_threads(),
         "replaced": [] if failure else _replaced(),
         "libraries": {
@@ -98,6 +99,7 @@ def _lines(info: dict[str, Any]) -> list[str]:
         ("pybind11", f"{info['pybind11']}, torch's bundled headers"),
         ("compiler", info["compiler"]),
         ("instruction set", f"{isa['chosen'] or 'none'}, of {', '.join(isa['built'])}"),
+        ("linear layers", info["linear"] or "none"),
         ("threads", info["threads"]),
         ("replaced", ", ".join(info["replaced"]) or "nothing of torch: attnpack.backend.enable() does it"),
     ]

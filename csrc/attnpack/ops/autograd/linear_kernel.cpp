@@ -2,7 +2,7 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/autograd/node.h>
-#include <attnpack/ops/cpu/onednn_linear.h>
+#include <attnpack/ops/detail/onednn_linear.h>
 #include <attnpack/ops/linear.h>
 
 #include <algorithm>

@@ -3,9 +3,9 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/cpu/isa.h>
-#include <attnpack/ops/cpu/onednn_linear.h>
 #include <attnpack/ops/cpu/threads.h>
 #include <attnpack/ops/detail/linear_params.h>
+#include <attnpack/ops/detail/onednn_linear.h>
 #include <attnpack/ops/linear.h>
 
 namespace attnpack {

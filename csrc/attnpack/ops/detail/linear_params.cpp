@@ -11,8 +11,8 @@ bool fits_few_rows(const Tensor& input, const Tensor& weight, const std::optiona
   const auto alike = [&](const Tensor& t) { return t.scalar_type() == dtype && t.device() == input.device(); };
   return (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && alike(weight) &&
          (!bias || (alike(*bias) && bias->dim() == 1 && bias->size(0) == weight.size(0))) && input.dim() >= 1 &&
-         weight.dim() == 2 && weight.stride(1) == 1 && input.size(-1) == weight.size(1) && weight.size(1) > 0 &&
-         input.numel() > 0 && input.numel() / weight.size(1) <= kFewRows;
+         weight.dim() == 2 && weight.stride(1) == 1 && input.size(-1) == weight.size(1) &&
+         weight.size(1) >= kFewRowsInputs && input.numel() > 0 && input.numel() / weight.size(1) <= kFewRows;
 }
 
 PreparedLinear prepare_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {

@@ -56,12 +56,14 @@ inline Vec<T> exponentials_of_row(T* s, int64_t count, T scale, T max) {
 // results of each row. count: whole vectors, padded with -inf. max, sum and factor hold kSoftmaxRows numbers.
 template <class T>
 inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T scale, T* max, T* sum, T* factor) {
-  if (rows == 1) {  // the same without folding vectors that are not there
-    const Vec<T> old = broadcast(*max),
-                 raised = Larger()(broadcast(scale * fold_lanes<T>(largest_score(s, count), Larger())), old);
-    *factor = raised[0] == *max ? T(1) : exp(old - raised)[0];
+  if (rows == 1) {  // the same bits, without folding vectors that are not there
+    const Vec<T> old = broadcast(*max), top = broadcast(fold_lanes<T>(largest_score(s, count), Larger()));
+    const Vec<T> raised = Larger()(unfused(scale * top), old);
+    const Vec<T> lowered = raised == old ? broadcast(T(1)) : exp(old - raised);
     *max = raised[0];
-    *sum = *sum * *factor + fold_lanes<T>(exponentials_of_row(s, count, scale, *max), Add());
+    *factor = lowered[0];
+    const Vec<T> added = broadcast(fold_lanes<T>(exponentials_of_row(s, count, scale, *max), Add()));
+    *sum = (broadcast(*sum) * lowered + added)[0];
     return;
   }
   Vec<T> per_row[kSoftmaxRows<T>];

@@ -1,9 +1,10 @@
-#include <attnpack/ops/cpu/onednn_linear.h>
+#include <attnpack/ops/detail/onednn_linear.h>
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cstdlib>
+#include <string_view>
 
 #include <attnpack/core/check.h>
 
@@ -12,11 +13,13 @@ namespace {
 
 using at::Tensor;
 
-// Measured on Zen 5: `python benchmarks/linear_layers.py` compares the kernels. Below this work a call of oneDNN costs
-// more than it gains.
-constexpr int64_t kLeastWork = 1 << 21;      // multiply-adds in fp32
-constexpr int64_t kLeastWidth = 16;          // of inputs and outputs: thin products are MKL's
-constexpr int64_t kLeastBiasWork = 1 << 14;  // in bf16, where at::linear is oneDNN too, but copies the bias to each row
+// The table, from `python benchmarks/linear_layers.py --all` on Zen 5. Below this work a call of oneDNN costs more than
+// it gains, and products with few outputs or short sums are MKL's.
+struct Least {
+  int64_t work, inputs, outputs;  // work: multiply-adds
+};
+constexpr Least kFloat{1 << 21, 16, 64};
+constexpr Least kBiasedBFloat16{1 << 14, 1, 16};  // at::linear is oneDNN too, but copies the bias into each row first
 
 const std::optional<c10::OperatorHandle>& onednn_op() {
   static const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
@@ -42,9 +45,10 @@ bool is_slow_with_mkl() {
 
 LinearKernel read_pinned() {
   const char* name = std::getenv("ATTNPACK_LINEAR");
-  if (!name || !*name) return LinearKernel::kTable;
-  if (std::string(name) == "torch") return LinearKernel::kTorch;
-  ATTNPACK_CHECK(std::string(name) == "onednn", "ATTNPACK_LINEAR is '", name,
+  const std::string_view pinned = name ? name : "";
+  if (pinned.empty()) return LinearKernel::kTable;
+  if (pinned == "torch") return LinearKernel::kTorch;
+  ATTNPACK_CHECK(pinned == "onednn", "ATTNPACK_LINEAR is '", pinned,
                  "', wants torch or onednn, or nothing for the faster one");
   ATTNPACK_CHECK(onednn_op(), "ATTNPACK_LINEAR is onednn, which this torch does not have: unset it");
   return LinearKernel::kOneDnn;
@@ -84,11 +88,12 @@ bool takes_onednn(const Tensor& input, const Tensor& weight, const std::optional
   const LinearKernel pinned = pinned_linear_kernel();
   if (pinned == LinearKernel::kTorch || !fits_onednn(input, weight, bias)) return false;
   if (pinned == LinearKernel::kOneDnn) return true;
-  const auto work = input.sym_numel() * weight.sym_size(0);
-  if (input.scalar_type() == at::kFloat)
-    return is_slow_with_mkl() && work >= kLeastWork && weight.sym_size(0) >= kLeastWidth &&
-           weight.sym_size(1) >= kLeastWidth;
-  return bias && work >= kLeastBiasWork && input.sym_numel() > weight.sym_size(1);
+  const bool is_float = input.scalar_type() == at::kFloat;
+  const c10::SymInt& outputs = weight.sym_size(0);
+  const c10::SymInt& inputs = weight.sym_size(1);
+  if (is_float ? !is_slow_with_mkl() : !bias || input.sym_numel() == inputs) return false;
+  const Least& least = is_float ? kFloat : kBiasedBFloat16;
+  return outputs >= least.outputs && inputs >= least.inputs && input.sym_numel() * outputs >= least.work;
 }
 
 Tensor onednn_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -112,8 +117,9 @@ std::string describe_linear_kernels() {
   }
   if (!onednn_op()) return "torch's linear: this torch has no oneDNN";
   if (!is_slow_with_mkl()) return "torch's linear, and oneDNN for bf16 with a bias";
-  return "oneDNN for fp32 from " + std::to_string(kLeastWork) +
-         " multiply-adds on, where MKL uses half of AVX-512 on this CPU, and for bf16 with a bias; else torch's linear";
+  return c10::str("oneDNN for fp32 from ", kFloat.work,
+                  " multiply-adds on, where MKL uses half of AVX-512 on this CPU, ",
+                  "and for bf16 with a bias; else torch's linear");
 }
 
 }  // namespace attnpack

@@ -1,0 +1,181 @@
+"""Linear layers of many rows: values and gradients against fp64, by each kernel that ATTNPACK_LINEAR can pin."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attnpack import _C, ops
+from processes import run_python
+from torch import nn
+from torch.testing import assert_close
+
+# Enough work for oneDNN by the table, where the table has it.
+ROWS, IN, OUT = 130, 160, 192
+takes_onednn = pytest.mark.skipif(
+    not _C.linear_kernels().startswith("oneDNN"), reason="torch's linear is faster on this CPU"
+)
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def ops_of(call) -> set[str]:
+    with torch.profiler.profile() as profile:
+        call()
+    return {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [17, 130, 1000])
+@pytest.mark.parametrize(("inputs", "outputs"), [(160, 192), (33, 4001), (771, 65), (2048, 64), (16, 999)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_values_and_gradients(dtype, rows, inputs, outputs, biased):
+    given = [draw(rows, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype)]
+    given += [draw(outputs, dtype=dtype)] if biased else []
+    grad = draw(rows, outputs, dtype=dtype, seed=1)
+
+    def results(linear, *tensors, gradient):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = linear(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+
+    exact = results(F.linear, *(t.double() for t in given), gradient=grad.double())
+    torchs = results(F.linear, *given, gradient=grad)
+    found = results(ops.linear, *given, gradient=grad)
+    with torch.no_grad():
+        assert_close(ops.linear(*given), found[0], rtol=0, atol=0)
+    for ours, theirs, true in zip(found, torchs, exact, strict=True):
+        assert ours.dtype == dtype and ours.shape == true.shape
+        # oneDNN's sums in fp32 are longer than MKL's: its error is up to four times as large.
+        allowed = 4 * (theirs - true).abs().max() + 1e-6 * true.abs().max()
+        assert (ours - true).abs().max() <= allowed
+
+
+@takes_onednn
+def test_the_table_is_followed():
+    x, weight, bias = draw(ROWS, IN), draw(OUT, IN), draw(OUT)
+    with torch.no_grad():
+        assert "mkldnn::_linear_pointwise" in ops_of(lambda: ops.linear(x, weight))
+        assert "mkldnn::_linear_pointwise" in ops_of(lambda: ops.linear(*(t.bfloat16() for t in (x, weight, bias))))
+        for few in (x[:20, :40], x[:, :8], x.double(), x.half()):
+            name = ops_of(lambda few=few: ops.linear(few, weight[:, : few.size(1)].to(few.dtype)))
+            assert "mkldnn::_linear_pointwise" not in name
+        assert "mkldnn::_linear_pointwise" not in ops_of(lambda: ops.linear(x, weight[:20]))
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    names = ops_of(lambda: ops.linear(*leaves).sum().backward())
+    assert "mkldnn::_linear_pointwise" in names and not names & {"aten::mm", "aten::addmm"}
+
+
+@pytest.mark.parametrize("kernel", ["torch", "onednn", "", "mkl"])
+def test_a_kernel_is_pinned(kernel):
+    program = """
+import torch, attnpack
+import torch.nn.functional as F
+torch.manual_seed(0)
+for rows, inputs, outputs in ((3, 40, 50), (40, 50, 60), (200, 300, 400)):
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    with torch.profiler.profile() as profile:
+        out = attnpack.ops.linear(x, weight, bias)
+    names = {event.key for event in profile.key_averages()}
+    print("mkldnn::_linear_pointwise" in names, torch.equal(out, F.linear(x, weight, bias)))
+"""
+    ran = run_python(program, ATTNPACK_LINEAR=kernel)
+    if kernel == "mkl":
+        assert ran.returncode != 0
+        assert "ATTNPACK_LINEAR is 'mkl', wants torch or onednn, or nothing for the faster one" in ran.text
+        return
+    assert ran.returncode == 0, ran.text
+    lines = ran.stdout.splitlines()
+    if kernel == "torch":
+        assert lines == ["False True"] * 3
+    elif kernel == "onednn":
+        assert [line.split()[0] for line in lines] == ["True"] * 3
+    else:
+        assert lines[0].startswith("False")
+
+
+@pytest.mark.parametrize("shape", [(2, 65, IN), (2, 5, 13, IN), (ROWS, IN)])
+def test_layouts(shape):
+    weight, bias = draw(OUT, IN), draw(OUT)
+    x = draw(*shape)
+    expected = F.linear(x, weight, bias)
+    for same in (
+        ops.linear(x.transpose(0, 1).contiguous().transpose(0, 1), weight, bias),
+        ops.linear(x.repeat_interleave(2, -1)[..., ::2], weight, bias),
+        ops.linear(x, weight.t().contiguous().t(), bias.repeat_interleave(2)[::2]),
+        ops.linear(x, weight.repeat_interleave(3, 1)[:, ::3], bias),
+        ops.linear(F.pad(x, (3, 4))[..., 3:-4], F.pad(weight, (1, 2))[:, 1:-2], bias),
+    ):
+        assert_close(same, expected, rtol=1e-4, atol=1e-4)
+    row = draw(1, IN)
+    assert_close(
+        ops.linear(row.expand(ROWS, IN), weight), F.linear(row, weight).expand(ROWS, OUT), rtol=1e-4, atol=1e-4
+    )
+    assert ops.linear(draw(0, IN), weight).shape == (0, OUT)
+
+
+def test_second_derivatives_and_transforms():
+    x, weight, bias = draw(ROWS, IN), draw(OUT, IN), draw(OUT)
+
+    def loss(linear, x, weight, bias):
+        return (linear(x, weight, bias) / 40).tanh().sum()
+
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    seconds = []
+    for linear in (ops.linear, F.linear):
+        grads = torch.autograd.grad(loss(linear, *leaves), leaves, create_graph=True)
+        seconds.append(torch.autograd.grad(sum(g.square().sum() for g in grads), leaves))
+    for ours, theirs in zip(*seconds, strict=True):
+        assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max())
+    for transform in (
+        lambda linear: torch.func.grad(lambda w: loss(linear, x, w, bias))(weight),
+        lambda linear: torch.func.vmap(lambda x: linear(x, weight, bias))(draw(3, ROWS, IN)),
+        lambda linear: torch.func.vmap(torch.func.grad(lambda x: loss(linear, x, weight, bias)))(draw(3, ROWS, IN)),
+        lambda linear: torch.func.jvp(lambda x: linear(x, weight, bias), (x,), (x.cos(),))[1],
+        lambda linear: torch.func.jvp(torch.func.grad(lambda w: loss(linear, x, w, bias)), (weight,), (weight.cos(),))[
+            1
+        ],
+    ):
+        ours, theirs = transform(ops.linear), transform(F.linear)
+        assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+def test_only_the_gradients_that_are_asked_for():
+    x, weight, bias = draw(ROWS, IN), draw(OUT, IN), draw(OUT)
+    for wanted in ({0}, {1}, {2}, {0, 1}, {0, 2}, {1, 2}):
+        leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((x, weight, bias))]
+        ops.linear(*leaves).sum().backward()
+        assert {i for i, leaf in enumerate(leaves) if leaf.grad is not None} == wanted
+
+
+def test_a_weight_that_changes_before_the_backward_pass_is_noticed():
+    x, weight = draw(ROWS, IN).requires_grad_(), draw(OUT, IN)
+    out = ops.linear(x, weight)
+    weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_with_gradients(backend):
+    x, weight, bias = (t.requires_grad_() for t in (draw(ROWS, IN), draw(OUT, IN), draw(OUT)))
+
+    def call(x, weight, bias):
+        return torch.ops.attnpack.linear(x, weight, bias).relu()
+
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for found, expected in zip(
+        torch.autograd.grad(compiled(x, weight, bias).sum(), (x, weight, bias)),
+        torch.autograd.grad(call(x, weight, bias).sum(), (x, weight, bias)),
+        strict=True,
+    ):
+        assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    torch.library.opcheck(torch.ops.attnpack.linear.default, (x, weight, bias))
+
+
+def test_autocast_casts_as_torch_does():
+    layer, x = nn.Linear(IN, OUT), draw(ROWS, IN)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = ops.linear(x, layer.weight, layer.bias), layer(x)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
