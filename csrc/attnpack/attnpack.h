@@ -3,6 +3,7 @@
 // The umbrella for C++ users: LibTorch, the operators, the caches and the modules. C++17.
 #include <torch/torch.h>
 
+#include <attnpack/backend/linear.h>
 #include <attnpack/backend/sdpa.h>
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>

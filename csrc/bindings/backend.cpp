@@ -1,4 +1,5 @@
 #include <attnpack/backend/detail/hooks.h>
+#include <attnpack/backend/linear.h>
 #include <attnpack/backend/sdpa.h>
 #include <bindings/common.h>
 #include <bindings/register.h>
@@ -7,25 +8,40 @@ namespace attnpack {
 
 namespace {
 
-py::dict report_py() {
-  const ReplacementReport report = sdpa_report();
+py::dict as_dict(const ReplacementReport& report) {
   py::dict passed_on;
   for (const auto& [reason, calls] : report.passed_on) passed_on[py::str(reason)] = calls;
   return py::dict(py::arg("taken") = report.taken, py::arg("passed_on") = passed_on);
 }
 
-void set_hooks(const py::function& changed, const py::function& takes) {
-  // Leaked: the process may end after Python.
-  const auto* held = new std::pair<py::function, py::function>(changed, takes);
-  set_sdpa_hooks(
-      {[held](bool enabled) {
-         const py::gil_scoped_acquire gil;
-         held->first(enabled);
-       },
-       [held](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& mask) {
-         const py::gil_scoped_acquire gil;
-         return held->second(query, key, value, mask.defined() ? py::cast(mask) : py::none()).cast<bool>();
-       }});
+// A function of Python as a hook. Leaked: the process may end after Python.
+ChangeHook as_hook(const py::function& changed) {
+  const auto* held = new py::function(changed);
+  return [held](bool enabled) {
+    const py::gil_scoped_acquire gil;
+    (*held)(enabled);
+  };
+}
+
+void set_takes(const py::function& takes) {
+  const auto* held = new py::function(takes);
+  set_takes_hook([held](at::TensorList tensors) {
+    const py::gil_scoped_acquire gil;
+    py::tuple given(tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i)
+      given[i] = tensors[i].defined() ? py::cast(tensors[i]) : py::object(py::none());
+    return (*held)(*given).cast<bool>();
+  });
+}
+
+// enable_<name>, <name>_enabled, <name>_report, reset_<name>_report and set_<name>_hook of one replaceable function.
+void define(py::module_& m, const std::string& name, Replacement (*enable)(), bool (*enabled)(),
+            ReplacementReport (*report)(), void (*reset_report)(), void (*set_hook)(ChangeHook)) {
+  m.def(("enable_" + name).c_str(), enable);
+  m.def((name + "_enabled").c_str(), enabled);
+  m.def((name + "_report").c_str(), [report] { return as_dict(report()); });
+  m.def(("reset_" + name + "_report").c_str(), reset_report);
+  m.def(("set_" + name + "_hook").c_str(), [set_hook](const py::function& changed) { set_hook(as_hook(changed)); });
 }
 
 }  // namespace
@@ -34,11 +50,9 @@ void register_backend(py::module_& m) {
   py::class_<Replacement>(m, "Replacement", "Undoes one replacement.")
       .def("disable", &Replacement::disable)
       .def_property_readonly("enabled", &Replacement::enabled);
-  m.def("enable_sdpa", &enable_sdpa);
-  m.def("sdpa_enabled", &sdpa_enabled);
-  m.def("sdpa_report", &report_py);
-  m.def("reset_sdpa_report", &reset_sdpa_report);
-  m.def("set_hooks", &set_hooks);
+  define(m, "sdpa", &enable_sdpa, &sdpa_enabled, &sdpa_report, &reset_sdpa_report, &set_sdpa_hook);
+  define(m, "linear", &enable_linear, &linear_enabled, &linear_report, &reset_linear_report, &set_linear_hook);
+  m.def("set_takes_hook", &set_takes);
 }
 
 }  // namespace attnpack

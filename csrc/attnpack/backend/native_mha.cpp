@@ -107,7 +107,7 @@ std::tuple<Tensor, Tensor> native_mha(const Tensor& query, const Tensor& key, co
 
 }  // namespace
 
-void register_native_mha(std::vector<std::unique_ptr<torch::Library>>& registrations) {
+void register_native_mha(Registrations& registrations) {
   NoWarnings none;
   const c10::WarningUtils::WarningHandlerGuard quiet(&none);
   for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::NestedTensorCPU}) {

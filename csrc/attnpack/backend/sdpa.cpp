@@ -2,20 +2,17 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
-#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cmath>
-#include <mutex>
 
 #include <attnpack/backend/detail/hooks.h>
 #include <attnpack/backend/detail/native_mha.h>
 #include <attnpack/backend/detail/reasons.h>
+#include <attnpack/backend/detail/replaceable.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/cuda/kernels/table.h>
 #include <attnpack/ops/detail/attention_arguments.h>
@@ -27,35 +24,19 @@ using at::Tensor;
 using c10::SymInt;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr std::array<const char*, 13> kReasons = {
-    "",
-    "a tensor is nested, sparse or quantized",
-    "a tensor is of a class of its own, or a graph is exported",
-    "a torch.func transform or forward-mode differentiation is active",
-    "the dtypes differ, or are none of float64, float32, bfloat16 and float16",
-    "no kernel of attnpack runs on the device, or the devices differ",
-    "the sizes do not fit each other",
-    "the numbers of heads do not fit each other",
-    "the mask does not fit, or there is causality too",
-    "dropout_p is outside of [0, 1)",
-    "the scale is not finite",
-    "torch.nn.attention.sdpa_kernel chose other backends",
-    "nn.MultiheadAttention is to return its weights",
-};
+void register_sdpa(Registrations& registrations);
 
-std::array<std::atomic<int64_t>, kReasons.size()> counts{};  // the first one counts the calls that are taken
-
-struct State {
-  std::mutex mutex;
-  int64_t enabled = 0;  // replacements in force
-  std::vector<std::unique_ptr<torch::Library>> registrations;
-  ReplacementHooks hooks;
-};
-
-// Leaked: the dispatcher may be gone when the process destroys static objects.
-State& state() {
-  static State& state = *new State;
-  return state;
+ReplaceableFunction& replaceable() {
+  static auto& function = *new ReplaceableFunction(
+      register_sdpa,
+      {"", "a tensor is nested, sparse or quantized", "a tensor is of a class of its own, or a graph is exported",
+       "a torch.func transform or forward-mode differentiation is active",
+       "the dtypes differ, or are none of float64, float32, bfloat16 and float16",
+       "no kernel of attnpack runs on the device, or the devices differ", "the sizes do not fit each other",
+       "the numbers of heads do not fit each other", "the mask does not fit, or there is causality too",
+       "dropout_p is outside of [0, 1)", "the scale is not finite",
+       "torch.nn.attention.sdpa_kernel chose other backends", "nn.MultiheadAttention is to return its weights"});
+  return function;
 }
 
 bool is_one(const SymInt& size) { return size == 1; }
@@ -131,11 +112,7 @@ Reason why_not(const Tensor& query, const Tensor& key, const Tensor& value, cons
       has_forward_gradient(query) || has_forward_gradient(key) || has_forward_gradient(value) ||
       (mask && has_forward_gradient(*mask)))
     return Reason::kTransform;
-  const Tensor none;
-  if (at::areAnyTensorSubclassLike({query, key, value}) || (mask && at::isTensorSubclassLike(*mask))) {
-    const auto& takes = state().hooks.takes;
-    if (!takes || !takes(query, key, value, mask ? *mask : none)) return Reason::kSubclass;
-  }
+  if (!takes_classes_of({query, key, value, mask ? *mask : Tensor()})) return Reason::kSubclass;
   const int64_t dims = query.dim();
   if (dims < (enable_gqa ? 3 : 2) || key.dim() != dims || value.dim() != dims) return Reason::kSizes;
   if (key.sym_size(-1) != query.sym_size(-1) || query.sym_size(-1) < 1 || value.sym_size(-1) < 1 ||
@@ -248,74 +225,23 @@ Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const O
   return as_torch_gives(out, query, sizes, fused);
 }
 
-void register_sdpa(State& s) {
+void register_sdpa(Registrations& registrations) {
   using c10::DispatchKey;
   for (const auto key : {DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::CUDA, DispatchKey::AutogradCUDA}) {
-    s.registrations.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
-    s.registrations.back()->impl("scaled_dot_product_attention", TORCH_FN(sdpa));
+    registrations.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
+    registrations.back()->impl("scaled_dot_product_attention", TORCH_FN(sdpa));
   }
-  register_native_mha(s.registrations);
-}
-
-// `change` is +1 or -1. The hook runs without the lock, because it may wait for Python.
-void count_replacements(int64_t change) {
-  State& s = state();
-  std::function<void(bool)> changed;
-  bool enabled = false;
-  {
-    const std::lock_guard lock(s.mutex);
-    const bool before = s.enabled > 0;
-    s.enabled += change;
-    enabled = s.enabled > 0;
-    if (enabled == before) return;
-    if (enabled)
-      register_sdpa(s);
-    else
-      s.registrations.clear();
-    changed = s.hooks.changed;
-  }
-  if (changed) changed(enabled);
+  register_native_mha(registrations);
 }
 
 }  // namespace
 
-void count_call(Reason reason) { counts[static_cast<size_t>(reason)].fetch_add(1, std::memory_order_relaxed); }
+void count_call(Reason reason) { replaceable().count_call(static_cast<size_t>(reason)); }
 
-void Replacement::disable() {
-  if (!enabled()) return;
-  *enabled_ = false;
-  count_replacements(-1);
-}
-
-bool Replacement::enabled() const { return enabled_ && *enabled_; }
-
-Replacement enable_sdpa() {
-  count_replacements(1);
-  Replacement replacement;
-  replacement.enabled_ = std::make_shared<bool>(true);
-  return replacement;
-}
-
-bool sdpa_enabled() {
-  const std::lock_guard lock(state().mutex);
-  return state().enabled > 0;
-}
-
-ReplacementReport sdpa_report() {
-  ReplacementReport report;
-  report.taken = counts[0].load();
-  for (size_t i = 1; i < counts.size(); ++i)
-    if (const int64_t calls = counts[i].load()) report.passed_on.emplace_back(kReasons[i], calls);
-  return report;
-}
-
-void reset_sdpa_report() {
-  for (auto& count : counts) count = 0;
-}
-
-void set_sdpa_hooks(ReplacementHooks hooks) {
-  const std::lock_guard lock(state().mutex);
-  state().hooks = std::move(hooks);
-}
+Replacement enable_sdpa() { return replaceable().enable(); }
+bool sdpa_enabled() { return replaceable().enabled(); }
+ReplacementReport sdpa_report() { return replaceable().report(); }
+void reset_sdpa_report() { replaceable().reset_report(); }
+void set_sdpa_hook(ChangeHook changed) { replaceable().on_change(std::move(changed)); }
 
 }  // namespace attnpack

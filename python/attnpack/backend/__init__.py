@@ -1,13 +1,15 @@
 """Runs functions of torch on attnpack's operator, so that programs need no change. Importing attnpack replaces nothing.
 
 attnpack.backend.enable("sdpa")     # from now on, for every F.scaled_dot_product_attention
+attnpack.backend.enable("linear")   # for every F.linear, so every nn.Linear, on the CPU
 with attnpack.backend.sdpa(): ...   # in a block
-attnpack.backend.report()           # the calls that ran on the operator, and those that torch ran
+attnpack.backend.report()           # the calls that ran on the operators, and those that torch ran
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +28,7 @@ _TRACERS = {
 }
 # In the keys of compiled graphs on disk. Graphs hold the strides that the operators of one version give.
 _VERSION_TAG = f"attnpack {_load.build_record()['version']};"
-_SDPA_TAG = "attnpack sdpa;"
+_TAG = "attnpack {};"
 
 
 class Replacement:
@@ -69,6 +71,9 @@ def enable(name: str) -> Replacement:
             `nn.MultiheadAttention` and `nn.TransformerEncoder` in eval mode call a function of their own, which is
             replaced too. There are two differences: an excluded key that holds NaN has no influence, and in these
             modules a row without keys attends nothing, where torch gives NaN.
+            "linear" for `torch.nn.functional.linear` on the CPU: the faster of the kernels that this torch has, and our
+            own for up to 16 rows without gradients (`attnpack.ops.linear`). Its results have torch's tolerance, not
+            its bits. Models whose layers call another function, such as GPT-2's `torch.addmm`, gain nothing.
             "varlen" gives `torch.nn.attention.varlen.varlen_attn` a CPU, where torch has none, forward and backward
             (`attention_varlen`).
 
@@ -107,6 +112,7 @@ def report() -> dict[str, dict[str, Any]]:
     """
     return {
         "sdpa": {"enabled": _C.backend.sdpa_enabled(), **_C.backend.sdpa_report()},
+        "linear": {"enabled": _C.backend.linear_enabled(), **_C.backend.linear_report()},
         "varlen": {"enabled": varlen.is_enabled()},
     }
 
@@ -114,31 +120,37 @@ def report() -> dict[str, dict[str, Any]]:
 def reset_report() -> None:
     """Sets the numbers of `report` to 0."""
     _C.backend.reset_sdpa_report()
+    _C.backend.reset_linear_report()
 
 
-_FUNCTIONS: dict[str, Callable[[], Any]] = {"sdpa": _C.backend.enable_sdpa, "varlen": varlen.Registration}
+_FUNCTIONS: dict[str, Callable[[], Any]] = {
+    "sdpa": _C.backend.enable_sdpa,
+    "linear": _C.backend.enable_linear,
+    "varlen": varlen.Registration,
+}
 
 
 def _names() -> str:
-    return " or ".join(f'"{name}"' for name in _FUNCTIONS)
+    *names, last = (f'"{name}"' for name in _FUNCTIONS)
+    return f"{', '.join(names)} or {last}"
 
 
-def _on_change(enabled: bool) -> None:
-    """Called by C++ after the first replacement and after the last one is undone."""
-    config = torch.compiler.config
+def _on_change(name: str, op: Any, enabled: bool) -> None:
+    """Called by C++ after the first replacement of a function and after the last one is undone."""
+    config, tag = torch.compiler.config, _TAG.format(name)
     if enabled:
-        config.cache_key_tag += _SDPA_TAG
+        config.cache_key_tag += tag
     else:
-        config.cache_key_tag = config.cache_key_tag.replace(_SDPA_TAG, "", 1)
+        config.cache_key_tag = config.cache_key_tag.replace(tag, "", 1)
     # While torch traces, it keeps the kernels that it found for each op. Dynamo has no guard for this state. Graphs on
     # disk are told apart by the tag.
-    torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
+    op._dispatch_cache.clear()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
 
 def _takes(*tensors: Tensor | None) -> bool:
-    """Whether the operator may take these tensors, of which some are no plain ones. A tracer's are welcome. Exported
+    """Whether the operators may take these tensors, of which some are no plain ones. A tracer's are welcome. Exported
     graphs stay portable, and tensors of other classes bring their own rules for torch's function."""
     if torch.compiler.is_exporting():
         return False
@@ -154,6 +166,8 @@ def _register_flash_name() -> None:
 
 
 torch.compiler.config.cache_key_tag += _VERSION_TAG
-_C.backend.set_hooks(_on_change, _takes)
+_C.backend.set_takes_hook(_takes)
+_C.backend.set_sdpa_hook(functools.partial(_on_change, "sdpa", torch.ops.aten.scaled_dot_product_attention.default))
+_C.backend.set_linear_hook(functools.partial(_on_change, "linear", torch.ops.aten.linear.default))
 _register_flash_name()
 flops.register()

@@ -4,17 +4,20 @@
 
 #include <functional>
 
-// Functions of the Python package that a replacement calls. A C++ program without Python sets none.
+// What the Python package tells the replacements. A C++ program without Python sets nothing.
 namespace attnpack {
 
-struct ReplacementHooks {
-  // After the first enable (true) and after the last disable (false).
-  std::function<void(bool enabled)> changed;
-  // Whether the operator may take tensors of these classes, which are not plain: those of a tracer, for one.
-  std::function<bool(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& mask)>
-      takes;
-};
+// After the first enable of a function (true) and after its last disable (false).
+using ChangeHook = std::function<void(bool enabled)>;
+void set_sdpa_hook(ChangeHook changed);
+void set_linear_hook(ChangeHook changed);
 
-void set_sdpa_hooks(ReplacementHooks hooks);
+// Whether the operators may take tensors of these classes, which are not plain: those of a tracer, for one. Undefined
+// tensors are none.
+using TakesHook = std::function<bool(at::TensorList tensors)>;
+void set_takes_hook(TakesHook takes);
+
+// Whether all tensors are plain, or the hook welcomes them.
+bool takes_classes_of(at::TensorList tensors);
 
 }  // namespace attnpack

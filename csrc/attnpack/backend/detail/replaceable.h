@@ -1,0 +1,44 @@
+#pragma once
+
+#include <torch/library.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <attnpack/backend/replacement.h>
+
+namespace attnpack {
+
+using Registrations = std::vector<std::unique_ptr<torch::Library>>;
+
+// A function of torch that can be replaced in the whole process. Its kernels are registered while a replacement is in
+// force. Make it a leaked static: the dispatcher may be gone when the process destroys static objects.
+class ReplaceableFunction {
+ public:
+  // reasons: why calls are passed on, for the report. Number 0 stands for the calls that are taken.
+  ReplaceableFunction(void (*register_kernels)(Registrations&), std::vector<const char*> reasons);
+
+  Replacement enable();
+  bool enabled();
+  // Counts a call; 0: the operator took it.
+  void count_call(size_t reason) { counts_[reason].fetch_add(1, std::memory_order_relaxed); }
+  ReplacementReport report() const;
+  void reset_report();
+  // The hook runs after the first enable (true) and after the last disable (false).
+  void on_change(std::function<void(bool enabled)> changed);
+
+ private:
+  void change_number(int64_t by);
+
+  void (*register_kernels_)(Registrations&);
+  const std::vector<const char*> reasons_;
+  std::vector<std::atomic<int64_t>> counts_;
+  std::mutex mutex_;
+  int64_t in_force_ = 0;
+  Registrations registrations_;
+  std::function<void(bool)> changed_;
+};
+
+}  // namespace attnpack

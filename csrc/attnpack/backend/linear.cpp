@@ -1,0 +1,77 @@
+#include <attnpack/backend/linear.h>
+
+#include <ATen/ATen.h>
+#include <ATen/ops/linear_native.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/library.h>
+
+#include <attnpack/backend/detail/hooks.h>
+#include <attnpack/backend/detail/replaceable.h>
+#include <attnpack/ops/detail/linear_params.h>
+#include <attnpack/ops/detail/onednn_linear.h>
+#include <attnpack/ops/linear.h>
+
+namespace attnpack {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+enum class LinearReason { kNone, kAsFast, kTransform, kSubclass };
+
+void register_linear(Registrations& registrations);
+
+ReplaceableFunction& replaceable() {
+  static auto& function = *new ReplaceableFunction(
+      register_linear, {"", "torch's kernel is as fast for the sizes, the dtype and the CPU, or the call is not for it",
+                        "a torch.func transform or forward-mode differentiation is active",
+                        "a tensor is of a class of its own, or a graph is exported"});
+  return function;
+}
+
+bool has_forward_gradient(const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }
+
+// Whether the kernel for few rows runs: without gradients, on tensors that have memory.
+bool takes_few_rows(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  return pinned_linear_kernel() == LinearKernel::kTable && input.has_storage() && weight.has_storage() &&
+         !c10::impl::dispatch_mode_enabled() && !torch::autograd::compute_requires_grad(input, weight, bias) &&
+         fits_few_rows(input, weight, bias);
+}
+
+LinearReason why_not(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  if (input.layout() != at::kStrided || input.is_nested() || weight.layout() != at::kStrided || weight.is_nested())
+    return LinearReason::kAsFast;
+  if (!takes_onednn(input, weight, bias) && !takes_few_rows(input, weight, bias)) return LinearReason::kAsFast;
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+      has_forward_gradient(input) || has_forward_gradient(weight) || (bias && has_forward_gradient(*bias)))
+    return LinearReason::kTransform;
+  if (!takes_classes_of({input, weight, bias ? *bias : Tensor()})) return LinearReason::kSubclass;
+  return LinearReason::kNone;
+}
+
+// The operator asks torch's linear for what it does not compute itself. Such calls come back here, and are passed on
+// for the same reason.
+Tensor replaced_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  const LinearReason reason = why_not(input, weight, bias);
+  replaceable().count_call(static_cast<size_t>(reason));
+  if (reason != LinearReason::kNone) return at::native::linear(input, weight, bias);
+  return attnpack::linear(input, weight, bias);
+}
+
+void register_linear(Registrations& registrations) {
+  for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU}) {
+    registrations.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
+    registrations.back()->impl("linear", TORCH_FN(replaced_linear));
+  }
+}
+
+}  // namespace
+
+Replacement enable_linear() { return replaceable().enable(); }
+bool linear_enabled() { return replaceable().enabled(); }
+ReplacementReport linear_report() { return replaceable().report(); }
+void reset_linear_report() { replaceable().reset_report(); }
+void set_linear_hook(ChangeHook changed) { replaceable().on_change(std::move(changed)); }
+
+}  // namespace attnpack
