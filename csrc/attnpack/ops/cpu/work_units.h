@@ -32,8 +32,23 @@ inline Tiling tile_rows(const AttentionParams& p) {
           static_cast<double>(p.batch) * p.num_heads * p.q_len * p.kv_len * (p.head_dim + p.v_head_dim)};
 }
 
-// Whether the rows of a kv head are so few that they stream the keys.
-inline bool streams_keys(const Tiling& t) { return t.rows <= kDecodeRows; }
+// Whether the rows of a kv head of sequence b are so few that they stream the keys. Else the keys are packed, which
+// pays for few rows too if the keys are few. Padding does not count.
+inline bool streams_keys(const AttentionParams& p, const Tiling& t, int64_t b) {
+  if (t.rows > kDecodeRows) return false;
+  const int64_t keys = valid_keys(p, b);
+  return keys > kShortKeys || t.rows <= (keys > kFewKeys ? kShortRows : kFewKeysRows) ||
+         p.head_dim + p.v_head_dim > kShortWidth;
+}
+
+// Whether all sequences of a call stream their keys, or pack them, or neither.
+enum class Path { kStreamed, kPacked, kMixed };
+inline Path path_of(const AttentionParams& p, const Tiling& t) {
+  int64_t streamed = 0;
+  const int64_t count = p.kv_lens ? p.batch : 1;
+  for (int64_t b = 0; b < count; ++b) streamed += streams_keys(p, t, b);
+  return streamed == 0 ? Path::kPacked : streamed == count ? Path::kStreamed : Path::kMixed;
+}
 
 // Counts things of several calls, one call after the other. A list of one call allocates nothing.
 class Counts {
@@ -71,7 +86,7 @@ void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   size_t scratch_bytes = 0;
   const Counts units(calls.size(), [&](size_t i) {
     const Tiling t = tile_rows(calls[i]);
-    if (streams_keys(t)) return int64_t{0};
+    if (path_of(calls[i], t) == Path::kStreamed) return int64_t{0};
     work += t.work;
     scratch_bytes = std::max(scratch_bytes, kernels.prefill_scratch(calls[i]));
     return t.kv_heads * t.tiles;
@@ -80,13 +95,14 @@ void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   for_each(Order::kNeighbours, units.total(), work, kHeader + scratch_bytes, [&](int64_t unit, void* scratch) {
     const auto [call, index] = units.find(unit);
     const AttentionParams& p = calls[call];
+    const Tiling t = tile_rows(p);
+    const int64_t b = index / t.tiles / p.num_kv_heads, kv_head = index / t.tiles % p.num_kv_heads;
+    if (streams_keys(p, t, b)) return;
     void* const own = static_cast<char*>(scratch) + kHeader;
     int64_t& last_call = *static_cast<int64_t*>(scratch);
     if (last_call != static_cast<int64_t>(call) + 1) *static_cast<int64_t*>(own) = 0;
     last_call = static_cast<int64_t>(call) + 1;
-    const int64_t tiles = tile_rows(p).tiles;
-    const int64_t b = index / tiles / p.num_kv_heads, kv_head = index / tiles % p.num_kv_heads;
-    const int64_t begin = (tiles - 1 - index % tiles) * kTileQueryRows;
+    const int64_t begin = (t.tiles - 1 - index % t.tiles) * kTileQueryRows;
     const Range rows{begin, std::min(begin + kTileQueryRows, group_size(p, kv_head) * p.q_len)};
     if (!rows.empty()) kernels.prefill(p, b, kv_head, rows, own);
   });
@@ -113,17 +129,17 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     return first ? first : most_ranges(calls[call]);
   };
   const auto merges_of = [](const Tiling& t) { return (t.rows + kMergedRows - 1) / kMergedRows; };
-  const auto streams = [](const Tiling& t) { return t.rows > 0 && streams_keys(t); };
+  const auto streams = [&](size_t i, const Tiling& t) { return t.rows > 0 && path_of(calls[i], t) != Path::kPacked; };
   const Counts units(calls.size(), [&](size_t i) {
     const Tiling t = tile_rows(calls[i]);
-    if (!streams(t)) return int64_t{0};
+    if (!streams(i, t)) return int64_t{0};
     work += t.work;
     decode_bytes = std::max(decode_bytes, kernels.decode_scratch(calls[i]));
     if (ranges_of(i) == 1) rows_at_once = std::max(rows_at_once, t.rows);
     return t.kv_heads * ranges_of(i);
   });
   if (units.total() == 0) return;
-  const auto joined_later = [&](size_t i, const Tiling& t) { return streams(t) && ranges_of(i) > 1; };
+  const auto joined_later = [&](size_t i, const Tiling& t) { return streams(i, t) && ranges_of(i) > 1; };
   const Counts rows_held(calls.size(), [&](size_t i) {
     const Tiling t = tile_rows(calls[i]);
     return joined_later(i, t) ? t.kv_heads * ranges_of(i) * t.rows : int64_t{0};
@@ -148,6 +164,7 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     const AttentionParams& p = calls[call];
     const int64_t ranges = ranges_of(call), head = index / ranges, range = index % ranges, b = head / p.num_kv_heads;
     const int64_t kv_head = head % p.num_kv_heads, keys = range_keys(p, b);
+    if (!streams_keys(p, tile_rows(p), b)) return;
     void* const results = ranges == 1 ? static_cast<char*>(scratch) + decode_bytes : partial(call, ranges, head, range);
     kernels.decode(p, b, kv_head, {range * keys, std::min((range + 1) * keys, p.kv_len)}, results, scratch);
     if (ranges == 1) kernels.merge(p, b, kv_head, {0, group_size(p, kv_head) * p.q_len}, results, 1);
@@ -159,6 +176,7 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     const AttentionParams& p = calls[call];
     const int64_t ranges = ranges_of(call), of_head = merges_of(tile_rows(p)), head = index / of_head;
     const int64_t kv_head = head % p.num_kv_heads, begin = index % of_head * kMergedRows;
+    if (!streams_keys(p, tile_rows(p), head / p.num_kv_heads)) return;
     const Range rows{begin, std::min(begin + kMergedRows, group_size(p, kv_head) * p.q_len)};
     if (!rows.empty()) kernels.merge(p, head / p.num_kv_heads, kv_head, rows, partial(call, ranges, head, 0), ranges);
   });

@@ -45,8 +45,12 @@ struct Kernels {
 // How work is cut, from one sequence's shapes alone.
 constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
 constexpr int64_t kDecodeRows = 192;    // most rows of a kv head that stream the keys; packing the keys would cost more
-constexpr int64_t kMergedRows = 8;      // rows whose partial results one unit joins
-constexpr int64_t kPackedKeys = 8192;   // most keys of a head that stay packed in scratch between tiles
+constexpr int64_t kShortKeys = 512;     // most keys that are packed for fewer rows: for more than kShortRows,
+constexpr int64_t kShortRows = 48;      // or for more than kFewKeysRows if there are at most kFewKeys keys
+constexpr int64_t kFewKeys = 32, kFewKeysRows = 4;
+constexpr int64_t kShortWidth = 256;   // and for heads of at most this head_dim + v_head_dim
+constexpr int64_t kMergedRows = 8;     // rows whose partial results one unit joins
+constexpr int64_t kPackedKeys = 8192;  // most keys of a head that stay packed in scratch between tiles
 
 // How many keys of sequence b one decode unit streams. Ranges are long, because the first range of a thread begins with
 // reads that nothing has prefetched. But a long sequence has at least some 64 ranges in all its kv heads together.
