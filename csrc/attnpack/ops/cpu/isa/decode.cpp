@@ -158,14 +158,14 @@ inline bool same_rows(const Strides& a, const Strides& b) {
 template <class S, class A>
 class DecodeRange {
  public:
-  DecodeRange(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
-      : p_(p),
+  DecodeRange(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, Range keys, void* scratch)
+      : mask_(p, b, {keys.begin, smaller(keys.end, valid_keys(p, b))}),
         b_(b),
         kv_head_(kv_head),
         streams_(rows.end - rows.begin <= kRowsAtOnce),
         arena_(scratch),
         w_(p, arena_) {
-    make_rows(p, b, kv_head, rows, tile_);
+    make_rows(p, b, kv_head, rows, mask_.keys(), tile_);
     for (int64_t r = 0; r < tile_.count; ++r)
       Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
                          w_.query + r * w_.query_ld, w_.query_ld);
@@ -262,7 +262,8 @@ class DecodeRange {
            whole(p_.head_dim) && whole(s.batch) && whole(s.head) && whole(s.row);
   }
 
-  const AttentionParams& p_;
+  const SharedMask mask_;  // in the range
+  const AttentionParams& p_ = mask_.params();
   int64_t b_, kv_head_;
   const bool streams_;
   // Whether the values are the first columns of the keys. Then both are packed once.
@@ -304,7 +305,7 @@ void decode(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, vo
     using A = decltype(accumulation);
     const int64_t rows = group_size(p, kv_head) * p.q_len;
     for (int64_t r = 0; r < rows; r += kTileQueryRows)
-      DecodeRange<S, A>(p, b, kv_head, {r, smaller(r + kTileQueryRows, rows)}, scratch)
+      DecodeRange<S, A>(p, b, kv_head, {r, smaller(r + kTileQueryRows, rows)}, keys, scratch)
           .compute_partials(keys, static_cast<A*>(partial) + r * partial_size(p));
   });
 }

@@ -43,9 +43,9 @@ template <class S, class A>
 class PrefillTile {
  public:
   PrefillTile(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
-      : p_(p), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_) {
+      : mask_(p, b, {0, valid_keys(p, b)}), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_) {
     w_.blocks.begin_tile(b * p.num_kv_heads + kv_head);
-    make_rows(p, b, kv_head, rows, tile_);
+    make_rows(p, b, kv_head, rows, mask_.keys(), tile_);
     for (int64_t r = 0; r < tile_.count; ++r)
       Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
                          w_.query + r * w_.key_steps, w_.key_steps);
@@ -94,7 +94,8 @@ class PrefillTile {
                           p_.v_head_dim, w_.values + slot * w_.block_steps * w_.value_width, w_.block_steps);
   }
 
-  const AttentionParams& p_;
+  const SharedMask mask_;
+  const AttentionParams& p_ = mask_.params();
   int64_t b_, kv_head_;
   Arena arena_;
   PrefillScratch<S, A> w_;

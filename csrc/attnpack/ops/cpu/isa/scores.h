@@ -14,8 +14,13 @@ struct QueryRow {
   Range keys;
 };
 
-inline QueryRow make_query_row(const AttentionParams& p, int64_t b, int64_t head, int64_t query) {
-  return {head, query, query + (p.q_offsets ? p.q_offsets[b] : p.q_offset), key_range(p, b, query)};
+// allowed: the keys that a shared mask leaves (SharedMask).
+inline QueryRow make_query_row(const AttentionParams& p, int64_t b, int64_t head, int64_t query, Range allowed) {
+  Range keys = key_range(p, b, query);
+  if (keys.begin < allowed.begin) keys.begin = allowed.begin;
+  if (keys.end > allowed.end) keys.end = allowed.end;
+  if (keys.end < keys.begin) keys.end = keys.begin;
+  return {head, query, query + (p.q_offsets ? p.q_offsets[b] : p.q_offset), keys};
 }
 
 inline bool allows_key(bool m) { return m; }
@@ -23,13 +28,16 @@ template <class S>
 inline bool allows_key(S m) {
   return load_one(&m) != -kInfinity;
 }
-template <class T>
-inline T mask_term(bool) {
-  return 0;
-}
 template <class T, class S>
 inline T mask_term(S m) {
   return static_cast<T>(load_one(&m));
+}
+
+// Whether a mask's element allows the key and adds nothing.
+inline bool is_plain(bool m) { return m; }
+template <class S>
+inline bool is_plain(S m) {
+  return load_one(&m) == 0;
 }
 
 // s += mask, or s = -inf where the mask excludes the key. mask: `count` elements, `stride` apart.
@@ -43,21 +51,66 @@ inline void add_mask(const S* mask, int64_t stride, int64_t count, T* s) {
 }
 
 template <class T>
-inline void add_mask(const AttentionParams& p, int64_t offset, int64_t count, T* s) {
-  const int64_t stride = p.mask_strides.column;
+inline void add_mask(const bool* mask, int64_t stride, int64_t count, T* s) {
+  int64_t j = 0;
+#if defined(__AVX2__)  // compilers take the bools apart
+  if constexpr (sizeof(T) == sizeof(float))
+    for (; stride == 1 && j + kLanes<T> <= count; j += kLanes<T>)
+      store<T>(s + j, where(mask + j, load<T>(s + j), broadcast(T(-kInfinity))));
+#endif
+  for (; j < count; ++j)
+    if (!mask[j * stride]) s[j] = T(-kInfinity);
+}
+
+// Calls f with the mask from element `offset` on, in its type.
+template <class F>
+inline void with_mask(const AttentionParams& p, int64_t offset, F&& f) {
   switch (p.mask_dtype) {
     case DType::kFloat64:
-      return add_mask(static_cast<const double*>(p.mask) + offset, stride, count, s);
+      return f(static_cast<const double*>(p.mask) + offset);
     case DType::kFloat32:
-      return add_mask(static_cast<const float*>(p.mask) + offset, stride, count, s);
+      return f(static_cast<const float*>(p.mask) + offset);
     case DType::kBFloat16:
-      return add_mask(static_cast<const BFloat16*>(p.mask) + offset, stride, count, s);
+      return f(static_cast<const BFloat16*>(p.mask) + offset);
     case DType::kFloat16:
-      return add_mask(static_cast<const Float16*>(p.mask) + offset, stride, count, s);
+      return f(static_cast<const Float16*>(p.mask) + offset);
     case DType::kBool:
-      return add_mask(static_cast<const bool*>(p.mask) + offset, stride, count, s);
+      return f(static_cast<const bool*>(p.mask) + offset);
   }
 }
+
+// A mask that all rows and heads of a sequence share, as padding masks are, often leaves one range of keys. Then the
+// range takes its place, which costs nothing per score, and nothing at all for the keys outside.
+class SharedMask {
+ public:
+  // Reads the mask of sequence b in the range `within`.
+  SharedMask(const AttentionParams& p, int64_t b, Range within) : p_(&p), keys_(within) {
+    const Strides& s = p.mask_strides;
+    if (!p.mask || (s.row != 0 && p.q_len > 1) || (s.head != 0 && p.num_heads > 1)) return;
+    bool is_range = true;
+    with_mask(p, b * s.batch, [&](const auto* mask) {
+      while (!keys_.empty() && !allows_key(mask[keys_.begin * s.column])) ++keys_.begin;
+      while (!keys_.empty() && !allows_key(mask[(keys_.end - 1) * s.column])) --keys_.end;
+      for (int64_t j = keys_.begin; j < keys_.end; ++j) is_range &= is_plain(mask[j * s.column]);
+    });
+    if (!is_range) return;
+    without_ = p;
+    without_.mask = nullptr;
+    p_ = &without_;
+  }
+  SharedMask(const SharedMask&) = delete;
+  SharedMask& operator=(const SharedMask&) = delete;
+
+  // The call, without the mask if it is a range.
+  const AttentionParams& params() const { return *p_; }
+  // The keys from the first to the last that the mask leaves.
+  Range keys() const { return keys_; }
+
+ private:
+  const AttentionParams* p_;
+  Range keys_;
+  AttentionParams without_;
+};
 
 // Whether scores need a scale above 0 and nothing else. Then the exponential applies the scale at no cost.
 inline bool only_scaled(const AttentionParams& p) {
@@ -95,10 +148,9 @@ inline void finish_scores(const AttentionParams& p, int64_t b, const QueryRow& r
     }
   }
   if (p.mask) {
-    add_mask<T>(p,
-                b * p.mask_strides.batch + row.head * p.mask_strides.head + row.query * p.mask_strides.row +
-                    begin * p.mask_strides.column,
-                count, s);
+    const Strides& strides = p.mask_strides;
+    with_mask(p, b * strides.batch + row.head * strides.head + row.query * strides.row + begin * strides.column,
+              [&](const auto* mask) { add_mask(mask, strides.column, count, s); });
   }
   for (int64_t j = begin; j < end && j < row.keys.begin; ++j) s[j - begin] = -kInfinity;
   for (int64_t j = row.keys.end > begin ? row.keys.end : begin; j < end; ++j) s[j - begin] = -kInfinity;

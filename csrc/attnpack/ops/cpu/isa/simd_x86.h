@@ -22,6 +22,11 @@ inline FloatVector at_least(FloatVector x, float least) {
 inline FloatVector load_first(const float* p, int64_t count) {
   return (FloatVector)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p);
 }
+// One bool per lane: x where it is true, else other.
+inline FloatVector where(const bool* m, FloatVector x, FloatVector other) {
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(m)));
+  return (FloatVector)_mm512_mask_blend_ps(_mm512_test_epi32_mask(wide, wide), (__m512)other, (__m512)x);
+}
 // x 2^n, rounded once.
 inline FloatVector times_power_of_two(FloatVector x, FloatVector n) {
   return (FloatVector)_mm512_scalef_ps((__m512)x, (__m512)n);
@@ -43,6 +48,11 @@ typedef float FloatVector __attribute__((vector_size(32)));
 inline FloatVector half_to_float(HalfBits half) { return (FloatVector)_mm256_cvtph_ps((__m128i)half); }
 inline FloatVector bfloat_to_float(HalfBits half) {
   return (FloatVector)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)half), 16);
+}
+inline FloatVector where(const bool* m, FloatVector x, FloatVector other) {
+  const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(m)));
+  const __m256i is_false = _mm256_cmpeq_epi32(wide, _mm256_setzero_si256());
+  return (FloatVector)_mm256_blendv_ps((__m256)x, (__m256)other, (__m256)is_false);
 }
 #endif
 

@@ -100,13 +100,15 @@ struct RowTile {
   Range keys;  // hull of the rows' ranges
 };
 
-inline void make_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Range range, RowTile& tile) {
+// allowed: the keys that a shared mask leaves.
+inline void make_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Range range, Range allowed, RowTile& tile) {
   const int64_t group = group_size(p, kv_head);
   tile.count = range.end - range.begin;
   tile.keys = {p.kv_len, 0};
   for (int64_t r = 0; r < tile.count; ++r) {
     const int64_t index = range.begin + r;
-    const QueryRow& row = tile.rows[r] = make_query_row(p, b, group_head(p, kv_head, index % group), index / group);
+    const QueryRow& row = tile.rows[r] =
+        make_query_row(p, b, group_head(p, kv_head, index % group), index / group, allowed);
     if (row.keys.empty()) continue;
     if (row.keys.begin < tile.keys.begin) tile.keys.begin = row.keys.begin;
     if (row.keys.end > tile.keys.end) tile.keys.end = row.keys.end;
