@@ -106,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands,
         "bench",
         _bench,
-        "compare attention or a whole model with this machine's limits and its peers",
+        "compare attention or a model with its peers and limits",
         example,
     )
     bench.add_argument(

@@ -2,8 +2,8 @@
 
 A round of a row lets each library generate once, in turns, and every second round has the reverse order. So a machine
 that changes its speed slows all of them. A ratio is the median over the rounds of the peer's time / our time in the
-same round. The share is the median of limit / our time: the limits of a round are measured next to our call, the speed
-of memory directly before and after it, and the multiply-adds before a prefill.
+same round. The share is the median of limit / our time, with limits that are measured next to our call: the speed of
+memory before and after it, and the multiply-adds before a prefill. For a step the best multiply-adds so far count.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ def run(dtypes: list[str], peers: list[str], *, rounds: int, quick: bool) -> tup
     """Measures all rows of the dtypes. Loads one model per dtype: the file's weights as plain numbers."""
     path, on = smollm2_path(), Cpu()
     ids = torch.tensor(load_tokenizer(path).encode("\n".join(topics[name] for name in sorted(topics))[:TEXT]))
-    results = []
+    results, peak = [], on.limits()
     for dtype in dtypes:
         model, todo = CausalLM.from_gguf(path, dtype=DTYPES[dtype]), rows(dtype, quick)
         context = max(row.prompt + row.new_tokens for row in todo)
         contenders, missing = make_contenders(model, dtype, peers, context, quick)
-        sizes, peak = Sizes.of(model), on.limits()
+        sizes = Sizes.of(model)
         for row in progress(todo, f"rows of {dtype}"):
             prompts = ids[: row.batch * row.prompt].view(row.batch, row.prompt)
             results.append(_measure_row(row, prompts, contenders, missing, sizes, rounds, peak, on))
+            peak = Limits(*map(max, peak, results[-1].limits))
     return sizes, results
 
 
@@ -68,9 +69,10 @@ def _measure_row(
     missing: dict[str, str],
     sizes: Sizes,
     rounds: int,
-    peak: Limits,
+    peak: Limits,  # for the multiply-adds of steps
     on: Cpu,
 ) -> ModelResult:
+    """Lets each contender generate once to warm up, and then once in each round."""
     tokens, missing = {}, dict(missing)
     for name, contender in contenders.items():
         try:

@@ -182,22 +182,27 @@ def _zentorch(dtype: str, quick: bool) -> Contender:
     return Zentorch(dtype).run
 
 
-# by name: the package that Python imports, and what installs it
+class Package(NamedTuple):
+    module: str  # that Python imports
+    distribution: str  # that has the version
+    install: str  # what pip installs
+
+
 PEERS = {
-    "transformers": ("transformers", "'attnpack[hf]'"),
-    "transformers+attnpack": ("transformers", "'attnpack[hf]'"),
-    "llama.cpp": ("llama_cpp", "llama-cpp-python"),
-    "zentorch": ("zentorch", "zentorch"),
+    "transformers": Package("transformers", "transformers", "'attnpack[hf]'"),
+    "transformers+attnpack": Package("transformers", "transformers", "'attnpack[hf]'"),
+    "llama.cpp": Package("llama_cpp", "llama-cpp-python", "llama-cpp-python"),
+    "zentorch": Package("zentorch", "zentorch", "zentorch"),
 }
 
 
 def version(peer: str) -> str | None:
     """The version of the peer's package; None if it is not installed."""
-    package = PEERS[peer][0]
-    if importlib.util.find_spec(package) is None:
+    package = PEERS[peer]
+    if importlib.util.find_spec(package.module) is None:
         return None
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(package.distribution)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
 
@@ -215,10 +220,10 @@ def make_contenders(
     theirs: list[Transformers] = []
     for name in peers:
         if version(name) is None:
-            missing[name] = f"not installed: pip install {PEERS[name][1]}"
+            missing[name] = f"not installed: pip install {PEERS[name].install}"
             continue
         try:
-            if PEERS[name][0] == "transformers":
+            if PEERS[name].module == "transformers":
                 theirs = theirs or [Transformers(make_transformers(ours))]
                 contenders[name] = theirs[0].plain if name == "transformers" else theirs[0].replaced
             else:
