@@ -24,7 +24,7 @@ from pydoc_data.topics import topics
 import attnpack
 import torch
 from attnpack.checkpoints import load_tokenizer, smollm2_path
-from llama_cpp_peer import LlamaCpp, installed
+from attnpack.tools.bench.llama_cpp import LlamaCpp
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_reference_tokens.py"
@@ -71,7 +71,7 @@ def compare_libraries(hf, dtype: str, ids: torch.Tensor, new_tokens: int, rounds
         "transformers": lambda stamps: hf.generate(ids, attention_mask=torch.ones_like(ids), streamer=stamps, **greedy),
     }
 
-    if installed() and len(ids) == 1:
+    if importlib.util.find_spec("llama_cpp") and len(ids) == 1:
         peer = LlamaCpp(dtype, ids.shape[1] + new_tokens)
         runs["llama.cpp"] = lambda stamps: peer.generate(ids, new_tokens, stamps)
 

@@ -106,16 +106,22 @@ def build_parser() -> argparse.ArgumentParser:
         commands,
         "bench",
         _bench,
-        "compare attention with this machine's limits and its peers",
+        "compare attention or a model with its peers and limits",
         example,
     )
-    bench.add_argument("sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]")
+    bench.add_argument(
+        "sections", nargs="*", metavar="SECTION", help="decode prefill train latent small [all]; or model"
+    )
     bench.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16", "fp16"), default=["fp32", "bf16"])
-    peers = "sdpa packed flex onnxruntime zentorch; on CUDA flash cudnn efficient flash_attn flashinfer"
-    bench.add_argument("--peers", nargs="*", metavar="PEER", default=["sdpa", "packed"], help=f"{peers} [sdpa packed]")
+    peers = (
+        "sdpa packed flex onnxruntime zentorch; on CUDA flash cudnn efficient flash_attn flashinfer [sdpa packed]; "
+        "of model: transformers transformers+attnpack llama.cpp zentorch [all]"
+    )
+    bench.add_argument("--peers", nargs="*", metavar="PEER", help=peers)
     bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
     bench.add_argument("--threads", type=_positive, metavar="N", help="number of torch's threads [torch's default]")
     bench.add_argument("--quick", action="store_true", help="fewer and smaller cases, less time for each")
+    bench.add_argument("--rounds", type=_positive, metavar="N", help="rounds of each row of model [5; quick: 3]")
     bench.add_argument("--out", type=Path, metavar="PNG|SVG", help="also draw a roofline")
 
     example = "attnpack plot kv-memory --out kv_memory.png"
@@ -192,14 +198,19 @@ def _uptrain(args: argparse.Namespace) -> None:
 
 def _bench(args: argparse.Namespace) -> None:
     from . import bench
+    from .bench import model
     from .bench.cases import SECTIONS
     from .bench.peers import PEERS
 
-    for kind, given, known in (("SECTION", args.sections, SECTIONS), ("--peers", args.peers, PEERS)):
+    whole = model.SECTION in args.sections
+    for kind, given, known in (
+        ("SECTION", args.sections, [*SECTIONS, model.SECTION]),
+        ("--peers", args.peers or [], model.PEERS if whole else PEERS),
+    ):
         for name in given:
             if name not in known:
                 raise ValueError(f"{kind}: got {name!r}, want some of {', '.join(known)}")
-    bench.main(args)
+    (model if whole else bench).main(args)
 
 
 def _plot(args: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ Each round of a case times all libraries in turn, so that a busy machine slows a
 the rounds. The limits (multiply-adds in registers, bytes read in order) are measured before and after the cases, and
 the better value counts. If keys and values must be cold, the bench empties all caches before each call by reading other
 memory in order. On a CPU the median speed of these reads is the limit of the case, because the speed of memory changes
-when other processes use it too.
+when other processes use it too. `model.py` has the section "model".
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .peers import PEERS, Call, make_inputs, ours
 
 ROUND_SECONDS = 2.0  # time of one case with all peers; there are at least MIN_ROUNDS rounds
 MIN_ROUNDS, MAX_ROUNDS = 3, 200
+DEFAULT_PEERS = ("sdpa", "packed")
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,9 @@ def machine() -> str:
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.rounds:
+        raise ValueError(f"--rounds: got {args.rounds}, but only the section 'model' counts rounds: leave it out")
+    peers = list(DEFAULT_PEERS) if args.peers is None else args.peers
     if args.out:
         from ..plot import check_picture, new_figure, save
         from ..plot.roofline import draw_roofline
@@ -154,8 +158,8 @@ def main(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     on = device_named(args.device)
-    limits, results = run(args.sections or list(SECTIONS), args.dtypes, args.peers, quick=args.quick, on=on)
+    limits, results = run(args.sections or list(SECTIONS), args.dtypes, peers, quick=args.quick, on=on)
     if args.out:
         draw_roofline(figure.subplots(), as_dict(limits, results, on))
         save(figure, args.out)
-    print(json.dumps(as_dict(limits, results, on)) if args.json else format_table(limits, results, args.peers, on))
+    print(json.dumps(as_dict(limits, results, on)) if args.json else format_table(limits, results, peers, on))

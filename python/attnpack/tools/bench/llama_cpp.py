@@ -1,23 +1,25 @@
-"""llama.cpp on SmolLM2, for generate.py; `pip install llama-cpp-python gguf` builds it."""
+"""llama.cpp on SmolLM2: `pip install llama-cpp-python gguf` builds it."""
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import tempfile
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 import torch
-from attnpack.checkpoints import smollm2_path
 
-
-def installed() -> bool:
-    return importlib.util.find_spec("llama_cpp") is not None
+from ...checkpoints import smollm2_path
 
 
 class LlamaCpp:
-    """Greedy tokens with plain weights of a dtype and torch's number of threads; keys and values are fp16."""
+    """Greedy tokens with plain weights of a dtype and torch's number of threads; keys and values are fp16.
+
+    Args:
+        dtype: "fp32", "bf16" or "fp16".
+        context: positions of its cache, for the prompt and the new tokens.
+    """
 
     def __init__(self, dtype: str, context: int) -> None:
         from llama_cpp import Llama
@@ -28,13 +30,22 @@ class LlamaCpp:
             _write_plain(path, dtype)
             self._model = Llama(str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
 
-    def generate(self, ids: torch.Tensor, new_tokens: int, callback: Callable[[int], None]) -> torch.Tensor:
-        """ids [1, L] -> [1, L + new_tokens]; callback: called with each new token."""
-        self._model.reset()  # otherwise llama.cpp would reuse the prompt from its cache
+    def generate(
+        self, ids: torch.Tensor, new_tokens: int, callback: Callable[[int], object], keep: bool = False
+    ) -> torch.Tensor:
+        """ids [1, L] -> [1, L + new_tokens].
+
+        Args:
+            callback: called with each new token.
+            keep: take the prompt's keys and values from the call before, if it had the same prompt.
+        """
+        if not keep:
+            self._model.reset()  # otherwise llama.cpp would reuse the prompt from its cache
         tokens = ids[0].tolist()
-        for token in islice(self._model.generate(tokens[:], temp=0.0, repeat_penalty=1.0), new_tokens):
-            callback(token)
-            tokens.append(token)
+        with contextlib.closing(self._model.generate(tokens[:], temp=0.0, repeat_penalty=1.0)) as stream:
+            for token in islice(stream, new_tokens):
+                callback(token)
+                tokens.append(token)
         return torch.tensor([tokens])
 
 
