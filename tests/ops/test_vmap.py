@@ -6,6 +6,7 @@ import torch
 from attnpack import apply_rope, attention, attention_scores, merge_states
 from attnpack.ops import linear, linears, rms_norm, rope_table, rope_table_by_length
 from op_cases import draw
+from processes import run_python
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.testing import assert_close
 
@@ -148,6 +149,21 @@ def test_the_kernel_runs_and_shared_keys_are_not_copied():
     assert not names & {"aten::bmm", "aten::exp", "aten::copy_"}
     names = names_of_ops(lambda: vmap(gradients(attention, 0, 1, 2))(*whole))
     assert "attnpack::attention_backward" in names and not names & {"aten::bmm", "aten::exp"}
+
+
+def test_samples_that_share_keys_take_no_memory_for_them():
+    """Peak memory of 32 samples on 16 MB of keys and values, minus that of one sample; copied they would take 512 MB."""
+    process = run_python("""
+import resource, torch, attnpack
+k, v = (torch.randn(2, 1, 16384, 64) for _ in range(2))
+def peak(samples):
+    torch.vmap(lambda q: attnpack.attention(q, k, v))(torch.randn(samples, 2, 1, 1, 64))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+one = peak(2)
+print(peak(32) - one)
+""")
+    assert process.returncode == 0, process.text
+    assert int(process.stdout) < 64 * 1024  # KiB
 
 
 def test_dropout_draws_as_the_loop_does():
