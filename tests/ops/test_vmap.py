@@ -152,7 +152,7 @@ def test_the_kernel_runs_and_shared_keys_are_not_copied():
 
 
 def test_samples_that_share_keys_take_no_memory_for_them():
-    """Peak memory of 32 samples on 16 MB of keys and values, minus that of one sample; copied they would take 512 MB."""
+    """Peak memory of 32 samples on 16 MB of keys and values, minus that of two; copied they would take 512 MB."""
     process = run_python("""
 import resource, torch, attnpack
 k, v = (torch.randn(2, 1, 16384, 64) for _ in range(2))
