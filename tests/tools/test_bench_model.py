@@ -44,7 +44,7 @@ def test_sizes_of_the_model(smollm2):
 
 
 def test_rows_are_those_of_the_page():
-    for quick, context in ((False, 8192), (True, 512)):
+    for quick, context in ((False, 8192), (True, 256)):
         found = rows("fp32", quick)
         assert [row.kind for row in found] == ["prefill"] * 2 + ["decode"] * 4
         assert [row.batch for row in found] == [1, 1, 1, 4, 16, 1]

@@ -121,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
     bench.add_argument("--threads", type=_positive, metavar="N", help="number of torch's threads [torch's default]")
     bench.add_argument("--quick", action="store_true", help="fewer and smaller cases, less time for each")
-    bench.add_argument("--rounds", type=_positive, metavar="N", help="rounds of each row of model [5; quick: 3]")
+    bench.add_argument("--rounds", type=_positive, metavar="N", help="rounds of each row of model [5; quick: 1]")
     bench.add_argument("--out", type=Path, metavar="PNG|SVG", help="also draw a roofline")
 
     example = "attnpack plot kv-memory --out kv_memory.png"

@@ -28,7 +28,7 @@ from .model_peers import PEERS, Contender, LeftOut, make_contenders, reason, ver
 from .model_rows import Row, Sizes, rows
 
 SECTION = "model"
-ROUNDS, QUICK_ROUNDS = 5, 3
+ROUNDS, QUICK_ROUNDS = 5, 1
 READS = 3  # of other memory, before our call and after it
 TEXT = 60_000  # characters that are enough for the longest prompts
 

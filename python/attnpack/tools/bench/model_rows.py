@@ -92,7 +92,7 @@ class Row:
 
 def rows(dtype: str, quick: bool) -> list[Row]:
     """The rows of one dtype. The context of a long decode is the prompt and the new tokens together."""
-    prompt, steps, context, lengths = (16, 4, 512, (64, 256)) if quick else (32, 24, 8192, (512, 2048))
+    prompt, steps, context, lengths = (8, 4, 256, (64, 128)) if quick else (32, 24, 8192, (512, 2048))
     prefills = [Row(f"prefill {length} tokens", "prefill", dtype, 1, length, 1) for length in lengths]
     decodes = [Row(f"decode batch {batch}", "decode", dtype, batch, prompt, steps) for batch in (1, 4, 16)]
     long = Row(f"decode {context} context", "decode", dtype, 1, context - steps, steps, keep=True)
