@@ -5,6 +5,7 @@ import copy
 import attnpack
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from attnpack import _C, backend
 from processes import run_python
@@ -189,3 +190,36 @@ with attnpack.backend.enable("linear"):
 """
     assert run_python(program, ATTNPACK_LINEAR="torch").stdout == "True 0\n"
     assert run_python(program, ATTNPACK_LINEAR="onednn").stdout.endswith(" 1\n")
+
+
+@pytest.mark.parametrize("mode", ["aot_eager", "inductor"])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_depend_on_data_compile(mode, replaced):
+    weight, bias, x = torch.randn(192, 160), torch.randn(192), torch.randn(300, 160)
+    for linear in (F.linear, attnpack.ops.linear):
+        compiled = torch.compile(lambda x, linear=linear: linear(x[x[:, 0] > 0], weight, bias), backend=mode)
+        assert_close(compiled(x), F.linear(x[x[:, 0] > 0], weight, bias), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_sizes_stay_free(strict, replaced):
+    model, x = perceptron().eval(), torch.randn(130, 160)
+    for dim in (torch.export.Dim("n", min=2, max=4096), torch.export.Dim.AUTO):
+        program = torch.export.export(model, (x,), dynamic_shapes=({0: dim},), strict=strict)
+        (allowed,) = program.range_constraints.values()
+        assert allowed.lower == 2 and allowed.upper >= 4096
+
+
+def test_gradients_of_a_batch(replaced):
+    x, weight = torch.randn(130, 160), torch.randn(192, 160, requires_grad=True)
+    out = F.linear(x, weight)
+    assert counts()[0] == 1
+    vectors = torch.randn(3, 130, 192)
+    (found,) = torch.autograd.grad(out, [weight], vectors, is_grads_batched=True)
+    assert_close(found, vectors.transpose(1, 2) @ x, rtol=1e-4, atol=1e-4)
+
+
+def test_onednn_that_is_switched_off_is_not_taken(replaced):
+    with torch.backends.mkldnn.flags(enabled=False), torch.no_grad():
+        F.linear(torch.randn(130, 160), torch.randn(192, 160))
+    assert counts()[0] == 0

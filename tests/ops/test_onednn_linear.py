@@ -179,3 +179,37 @@ def test_autocast_casts_as_torch_does():
         found, expected = ops.linear(x, layer.weight, layer.bias), layer(x)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, expected)
+
+
+@takes_onednn
+@pytest.mark.parametrize("training", [False, True])
+def test_many_lengths_take_little_memory(training):
+    """oneDNN keeps memory for each shape: 300 lengths once took 200 MB."""
+    process = run_python(f"""
+import torch, attnpack, ctypes
+torch.set_num_threads(1)
+def resident():
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(open("/proc/self/statm").read().split()[1]) * 4
+x, weight = torch.randn(600, 128), torch.randn(128, 128, requires_grad={training})
+def call(rows):
+    out = attnpack.ops.linear(x[:rows], weight)
+    if {training}:
+        out.sum().backward()
+call(600)
+before = resident()
+for rows in range(201, 501):
+    call(rows)
+print(resident() - before)
+""")
+    assert process.returncode == 0, process.text
+    assert int(process.stdout) < 48 * 1024  # KiB
+
+
+def test_every_number_of_rows():
+    weight, bias = draw(OUT, IN), draw(OUT)
+    for rows in (*range(60, 140), 255, 257, 511, 1000):
+        x = draw(rows, IN)
+        found = ops.linear(x, weight, bias)
+        assert found.shape == (rows, OUT) and found.is_contiguous()
+        assert_close(found, F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)

@@ -42,11 +42,12 @@ bool takes_few_rows(const Tensor& input, const Tensor& weight, const OptionalTen
 LinearReason why_not(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   if (input.layout() != at::kStrided || input.is_nested() || weight.layout() != at::kStrided || weight.is_nested())
     return LinearReason::kAsFast;
-  if (!takes_onednn(input, weight, bias) && !takes_few_rows(input, weight, bias)) return LinearReason::kAsFast;
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
       has_forward_gradient(input) || has_forward_gradient(weight) || (bias && has_forward_gradient(*bias)))
     return LinearReason::kTransform;
+  // Before the sizes are asked: a question about the sizes of a traced tensor is a promise of the graph.
   if (!takes_classes_of({input, weight, bias ? *bias : Tensor()})) return LinearReason::kSubclass;
+  if (!takes_onednn(input, weight, bias) && !takes_few_rows(input, weight, bias)) return LinearReason::kAsFast;
   return LinearReason::kNone;
 }
 

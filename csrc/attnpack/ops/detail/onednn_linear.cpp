@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <string_view>
 
@@ -54,10 +56,15 @@ LinearKernel read_pinned() {
   return LinearKernel::kOneDnn;
 }
 
+// Whether a condition on sizes holds, as far as is known: a traced graph may have sizes that nobody knows.
+bool holds(const c10::SymBool& condition) { return TORCH_GUARD_OR_FALSE(condition); }
+
 // Whether a matrix can be read in place: rows or columns are contiguous.
 bool is_matrix(const Tensor& x) {
-  return x.dim() == 2 && ((x.sym_stride(1) == 1 && x.sym_stride(0) >= x.sym_size(1)) ||
-                          (x.sym_stride(0) == 1 && x.sym_stride(1) >= x.sym_size(0)));
+  if (x.dim() != 2) return false;
+  const auto &rows = x.sym_size(0), &columns = x.sym_size(1), &of_row = x.sym_stride(0), &of_column = x.sym_stride(1);
+  return (holds(of_column.sym_eq(1)) && holds(of_row.sym_ge(columns))) ||
+         (holds(of_row.sym_eq(1)) && holds(of_column.sym_ge(rows)));
 }
 
 bool fits_onednn(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -65,10 +72,11 @@ bool fits_onednn(const Tensor& input, const Tensor& weight, const std::optional<
   const auto alike = [&](const Tensor& t) {
     return t.scalar_type() == dtype && t.is_cpu() && t.layout() == at::kStrided && !t.is_nested();
   };
-  return onednn_op() && (dtype == at::kFloat || (dtype == at::kBFloat16 && has_wide_vectors())) && alike(input) &&
-         alike(weight) && weight.dim() == 2 && input.dim() >= 1 && input.sym_size(-1) == weight.sym_size(1) &&
-         (!bias || (alike(*bias) && bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0))) &&
-         input.sym_numel() > 0 && weight.sym_numel() > 0 && is_matrix(weight);
+  return onednn_op() && at::globalContext().userEnabledMkldnn() &&
+         (dtype == at::kFloat || (dtype == at::kBFloat16 && has_wide_vectors())) && alike(input) && alike(weight) &&
+         weight.dim() == 2 && input.dim() >= 1 && holds(input.sym_size(-1).sym_eq(weight.sym_size(1))) &&
+         (!bias || (alike(*bias) && bias->dim() == 1 && holds(bias->sym_size(0).sym_eq(weight.sym_size(0))))) &&
+         holds(input.sym_numel().sym_gt(0)) && holds(weight.sym_numel().sym_gt(0)) && is_matrix(weight);
 }
 
 // x [..., columns] as [rows, columns].
@@ -89,21 +97,29 @@ bool takes_onednn(const Tensor& input, const Tensor& weight, const std::optional
   if (pinned == LinearKernel::kTorch || !fits_onednn(input, weight, bias)) return false;
   if (pinned == LinearKernel::kOneDnn) return true;
   const bool is_float = input.scalar_type() == at::kFloat;
-  const c10::SymInt& outputs = weight.sym_size(0);
-  const c10::SymInt& inputs = weight.sym_size(1);
-  if (is_float ? !is_slow_with_mkl() : !bias || input.sym_numel() == inputs) return false;
+  const c10::SymInt outputs = weight.sym_size(0), inputs = weight.sym_size(1), numbers = input.sym_numel();
+  if (is_float ? !is_slow_with_mkl() : !bias || !holds(numbers.sym_gt(inputs))) return false;
   const Least& least = is_float ? kFloat : kBiasedBFloat16;
-  return outputs >= least.outputs && inputs >= least.inputs && input.sym_numel() * outputs >= least.work;
+  return holds(outputs.sym_ge(least.outputs)) && holds(inputs.sym_ge(least.inputs)) &&
+         holds((numbers * outputs).sym_ge(least.work));
+}
+
+int64_t rounded_rows(int64_t rows) {
+  const int64_t step = std::max<int64_t>(8, static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(rows)) / 8));
+  return (rows + step - 1) / step * step;
 }
 
 Tensor onednn_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   auto shape = input.sizes().vec();
   shape.back() = weight.size(0);
+  Tensor x = as_matrix(input);
+  const int64_t rows = x.size(0), padding = rounded_rows(rows) - rows;
+  if (padding > 0) x = at::constant_pad_nd(x, {0, 0, 0, padding});
   torch::jit::Stack stack;
-  torch::jit::push(stack, as_matrix(input), weight, bias ? c10::IValue(bias->contiguous()) : c10::IValue(), "none",
+  torch::jit::push(stack, x, weight, bias ? c10::IValue(bias->contiguous()) : c10::IValue(), "none",
                    c10::List<std::optional<at::Scalar>>(), "");
   onednn_op()->callBoxed(stack);
-  return stack.front().toTensor().view(shape);
+  return stack.front().toTensor().narrow(0, 0, rows).view(shape);
 }
 
 std::string describe_linear_kernels() {
