@@ -15,13 +15,6 @@ using torch::autograd::SavedVariable;
 
 Tensor as_rows(const Tensor& x) { return x.dim() == 2 ? x : x.reshape_symint({-1, x.sym_size(-1)}); }
 
-// Columns of zeros after those of x^T, so that oneDNN meets few lengths of sums.
-Tensor transposed(const Tensor& x) {
-  if (x.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return x.t();
-  const int64_t rows = x.size(0), padding = rounded_rows(std::max<int64_t>(rows, 1)) - rows;
-  return (padding > 0 ? at::constant_pad_nd(x, {0, 0, 0, padding}) : x).t();
-}
-
 // grad_input = grad weight, grad_weight = grad^T input, grad_bias = sum(grad). The products are linear layers too, so
 // they take the faster kernel, and can be differentiated.
 struct LinearBackward : torch::autograd::Node {
@@ -37,7 +30,7 @@ struct LinearBackward : torch::autograd::Node {
     const Tensor rows = as_rows(grads[0]);
     if (task_should_compute_output(0)) input = attnpack::linear(grads[0], weight_.unpack().t());
     if (task_should_compute_output(1))
-      weight = attnpack::linear(transposed(rows), transposed(as_rows(input_.unpack())));
+      weight = attnpack::linear(with_round_rows(rows).t(), with_round_rows(as_rows(input_.unpack())).t());
     if (task_should_compute_output(2)) bias = rows.sum(0);
     return {input, weight, bias};
   }

@@ -104,22 +104,23 @@ bool takes_onednn(const Tensor& input, const Tensor& weight, const std::optional
          holds((numbers * outputs).sym_ge(least.work));
 }
 
-int64_t rounded_rows(int64_t rows) {
-  const int64_t step = std::max<int64_t>(8, static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(rows)) / 8));
-  return (rows + step - 1) / step * step;
+Tensor with_round_rows(const Tensor& rows) {
+  if (rows.scalar_type() != at::kFloat || rows.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return rows;
+  const int64_t count = rows.size(0);
+  const int64_t step = std::max<int64_t>(8, static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(count)) / 8));
+  const int64_t padding = (count + step - 1) / step * step - count;
+  return padding > 0 ? at::constant_pad_nd(rows, {0, 0, 0, padding}) : rows;
 }
 
 Tensor onednn_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   auto shape = input.sizes().vec();
   shape.back() = weight.size(0);
-  Tensor x = as_matrix(input);
-  const int64_t rows = x.size(0), padding = rounded_rows(rows) - rows;
-  if (padding > 0) x = at::constant_pad_nd(x, {0, 0, 0, padding});
+  const Tensor rows = as_matrix(input);
   torch::jit::Stack stack;
-  torch::jit::push(stack, x, weight, bias ? c10::IValue(bias->contiguous()) : c10::IValue(), "none",
+  torch::jit::push(stack, with_round_rows(rows), weight, bias ? c10::IValue(bias->contiguous()) : c10::IValue(), "none",
                    c10::List<std::optional<at::Scalar>>(), "");
   onednn_op()->callBoxed(stack);
-  return stack.front().toTensor().narrow(0, 0, rows).view(shape);
+  return stack.front().toTensor().narrow(0, 0, rows.size(0)).view(shape);
 }
 
 std::string describe_linear_kernels() {

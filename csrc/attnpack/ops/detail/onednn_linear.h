@@ -19,9 +19,10 @@ LinearKernel pinned_linear_kernel();
 // Whether oneDNN computes this layer: by the table, or because it is pinned and takes the arguments.
 bool takes_onednn(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
-// The number of rows that oneDNN is given: the next one of eight between two powers of two. It keeps memory for each
-// shape that it meets, 0.4 MB and more, so rows of zeros stand in for all other numbers of rows.
-int64_t rounded_rows(int64_t rows);
+// The rows [rows, columns] and as many rows of zeros as oneDNN is to see in fp32: the next one of eight numbers between
+// two powers of two. oneDNN keeps memory for each shape that it meets, 0.4 MB and more. In 16 bit torch's linear is
+// oneDNN too, so there is nothing to save.
+at::Tensor with_round_rows(const at::Tensor& rows);
 
 // input weight^T + bias by oneDNN. input and weight may be transposed views.
 at::Tensor onednn_linear(const at::Tensor& input,                 // [..., in]
