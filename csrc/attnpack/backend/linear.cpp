@@ -2,13 +2,11 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ops/linear_native.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 #include <attnpack/backend/detail/hooks.h>
 #include <attnpack/backend/detail/replaceable.h>
-#include <attnpack/ops/detail/linear_params.h>
 #include <attnpack/ops/detail/onednn_linear.h>
 #include <attnpack/ops/linear.h>
 
@@ -30,24 +28,20 @@ ReplaceableFunction& replaceable() {
   return function;
 }
 
-bool has_forward_gradient(const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }
-
 // Whether the kernel for few rows runs: without gradients, on tensors that have memory.
-bool takes_few_rows(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  return pinned_linear_kernel() == LinearKernel::kTable && input.has_storage() && weight.has_storage() &&
-         !c10::impl::dispatch_mode_enabled() && !torch::autograd::compute_requires_grad(input, weight, bias) &&
-         fits_few_rows(input, weight, bias);
+bool streams_rows(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  return input.has_storage() && weight.has_storage() && !c10::impl::dispatch_mode_enabled() &&
+         !torch::autograd::compute_requires_grad(input, weight, bias) && takes_few_rows(input, weight, bias);
 }
 
 LinearReason why_not(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   if (input.layout() != at::kStrided || input.is_nested() || weight.layout() != at::kStrided || weight.is_nested())
     return LinearReason::kAsFast;
-  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-      has_forward_gradient(input) || has_forward_gradient(weight) || (bias && has_forward_gradient(*bias)))
-    return LinearReason::kTransform;
+  const Tensor given_bias = bias ? *bias : Tensor();
+  if (is_transformed({input, weight, given_bias})) return LinearReason::kTransform;
   // Before the sizes are asked: a question about the sizes of a traced tensor is a promise of the graph.
-  if (!takes_classes_of({input, weight, bias ? *bias : Tensor()})) return LinearReason::kSubclass;
-  if (!takes_onednn(input, weight, bias) && !takes_few_rows(input, weight, bias)) return LinearReason::kAsFast;
+  if (!takes_classes_of({input, weight, given_bias})) return LinearReason::kSubclass;
+  if (!takes_onednn(input, weight, bias) && !streams_rows(input, weight, bias)) return LinearReason::kAsFast;
   return LinearReason::kNone;
 }
 
@@ -61,10 +55,8 @@ Tensor replaced_linear(const Tensor& input, const Tensor& weight, const Optional
 }
 
 void register_linear(Registrations& registrations) {
-  for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU}) {
-    registrations.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
-    registrations.back()->impl("linear", TORCH_FN(replaced_linear));
-  }
+  register_kernel(registrations, "linear", {c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU},
+                  TORCH_FN(replaced_linear));
 }
 
 }  // namespace

@@ -110,10 +110,8 @@ std::tuple<Tensor, Tensor> native_mha(const Tensor& query, const Tensor& key, co
 void register_native_mha(Registrations& registrations) {
   NoWarnings none;
   const c10::WarningUtils::WarningHandlerGuard quiet(&none);
-  for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::NestedTensorCPU}) {
-    registrations.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
-    registrations.back()->impl("_native_multi_head_attention", TORCH_FN(native_mha));
-  }
+  register_kernel(registrations, "_native_multi_head_attention",
+                  {c10::DispatchKey::CPU, c10::DispatchKey::NestedTensorCPU}, TORCH_FN(native_mha));
 }
 
 }  // namespace attnpack

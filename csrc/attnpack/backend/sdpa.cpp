@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -49,8 +48,6 @@ SymInt broadcast_size(const SymInt& a, const SymInt& b) {
 
 // Whether attention can be computed on the inputs' device.
 bool runs_on(const c10::Device& device) { return device.is_cpu() || cuda_kernels(device.index()); }
-
-bool has_forward_gradient(const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }
 
 // The call's sizes after broadcasting. batch holds all dims before the heads. Tensors of two or three dims have no
 // heads, unless grouped heads were asked for.
@@ -108,11 +105,9 @@ Reason why_not(const Tensor& query, const Tensor& key, const Tensor& value, cons
   if (!is_element(dtype) || key.scalar_type() != dtype || value.scalar_type() != dtype) return Reason::kDtype;
   if (key.device() != query.device() || value.device() != query.device() || !runs_on(query.device()))
     return Reason::kDevice;
-  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-      has_forward_gradient(query) || has_forward_gradient(key) || has_forward_gradient(value) ||
-      (mask && has_forward_gradient(*mask)))
-    return Reason::kTransform;
-  if (!takes_classes_of({query, key, value, mask ? *mask : Tensor()})) return Reason::kSubclass;
+  const Tensor given_mask = mask ? *mask : Tensor();
+  if (is_transformed({query, key, value, given_mask})) return Reason::kTransform;
+  if (!takes_classes_of({query, key, value, given_mask})) return Reason::kSubclass;
   const int64_t dims = query.dim();
   if (dims < (enable_gqa ? 3 : 2) || key.dim() != dims || value.dim() != dims) return Reason::kSizes;
   if (key.sym_size(-1) != query.sym_size(-1) || query.sym_size(-1) < 1 || value.sym_size(-1) < 1 ||
@@ -227,10 +222,9 @@ Tensor sdpa(const Tensor& query, const Tensor& key, const Tensor& value, const O
 
 void register_sdpa(Registrations& registrations) {
   using c10::DispatchKey;
-  for (const auto key : {DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::CUDA, DispatchKey::AutogradCUDA}) {
-    registrations.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
-    registrations.back()->impl("scaled_dot_product_attention", TORCH_FN(sdpa));
-  }
+  register_kernel(registrations, "scaled_dot_product_attention",
+                  {DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::CUDA, DispatchKey::AutogradCUDA},
+                  TORCH_FN(sdpa));
   register_native_mha(registrations);
 }
 

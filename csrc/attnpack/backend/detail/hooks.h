@@ -4,7 +4,7 @@
 
 #include <functional>
 
-// What the Python package tells the replacements. A C++ program without Python sets nothing.
+// The Python package sets these hooks of the replacements. A C++ program without Python sets none.
 namespace attnpack {
 
 // After the first enable of a function (true) and after its last disable (false).

@@ -1,6 +1,16 @@
 #include <attnpack/backend/detail/replaceable.h>
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <algorithm>
+
 namespace attnpack {
+
+bool is_transformed(at::TensorList tensors) {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         std::any_of(tensors.begin(), tensors.end(), torch::autograd::isFwGradDefined);
+}
 
 ReplaceableFunction::ReplaceableFunction(void (*register_kernels)(Registrations&), std::vector<const char*> reasons)
     : register_kernels_(register_kernels), reasons_(std::move(reasons)), counts_(reasons_.size()) {}

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -12,6 +13,19 @@
 namespace attnpack {
 
 using Registrations = std::vector<std::unique_ptr<torch::Library>>;
+
+// Registers a kernel of an op of aten for some dispatch keys.
+template <class Kernel>
+void register_kernel(Registrations& registrations, const char* op, std::initializer_list<c10::DispatchKey> keys,
+                     Kernel kernel) {
+  for (const c10::DispatchKey key : keys) {
+    registrations.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
+    registrations.back()->impl(op, kernel);
+  }
+}
+
+// Whether torch.func transforms the call, or a tensor has a forward-mode gradient. Undefined tensors have none.
+bool is_transformed(at::TensorList tensors);
 
 // A function of torch that can be replaced in the whole process. Its kernels are registered while a replacement is in
 // force. Make it a leaked static: the dispatcher may be gone when the process destroys static objects.

@@ -55,10 +55,6 @@ std::vector<Tensor> multiply_few_rows(const Tensor& input, at::TensorList weight
   return outs;
 }
 
-bool takes_few_rows(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return pinned_linear_kernel() == LinearKernel::kTable && fits_few_rows(input, weight, bias);
-}
-
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   if (takes_few_rows(input, weight, bias)) return multiply_few_rows(input, weight, &bias).front();
   return takes_onednn(input, weight, bias) ? onednn_linear(input, weight, bias) : linear_formula(input, weight, bias);

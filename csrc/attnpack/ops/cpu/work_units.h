@@ -41,7 +41,7 @@ inline bool streams_keys(const AttentionParams& p, const Tiling& t, int64_t b) {
          p.head_dim + p.v_head_dim > kShortWidth;
 }
 
-// Whether all sequences of a call stream their keys, or pack them, or neither.
+// Whether all sequences of a call stream their keys, or all pack them, or some do this and some do that.
 enum class Path { kStreamed, kPacked, kMixed };
 inline Path path_of(const AttentionParams& p, const Tiling& t) {
   int64_t streamed = 0;

@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include <attnpack/core/check.h>
+#include <attnpack/ops/detail/linear_params.h>
 
 namespace attnpack {
 namespace {
@@ -62,7 +63,8 @@ bool holds(const c10::SymBool& condition) { return TORCH_GUARD_OR_FALSE(conditio
 // Whether a matrix can be read in place: rows or columns are contiguous.
 bool is_matrix(const Tensor& x) {
   if (x.dim() != 2) return false;
-  const auto &rows = x.sym_size(0), &columns = x.sym_size(1), &of_row = x.sym_stride(0), &of_column = x.sym_stride(1);
+  const c10::SymInt rows = x.sym_size(0), columns = x.sym_size(1), of_row = x.sym_stride(0),
+                    of_column = x.sym_stride(1);
   return (holds(of_column.sym_eq(1)) && holds(of_row.sym_ge(columns))) ||
          (holds(of_row.sym_eq(1)) && holds(of_column.sym_ge(rows)));
 }
@@ -90,6 +92,10 @@ Tensor as_matrix(const Tensor& x) {
 LinearKernel pinned_linear_kernel() {
   static const LinearKernel kernel = read_pinned();
   return kernel;
+}
+
+bool takes_few_rows(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return pinned_linear_kernel() == LinearKernel::kTable && fits_few_rows(input, weight, bias);
 }
 
 bool takes_onednn(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
