@@ -5,8 +5,10 @@
 
 #include <attnpack/backend/linear.h>
 #include <attnpack/backend/sdpa.h>
+#include <attnpack/cache/cross_cache.h>
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>
+#include <attnpack/cache/sliding_window_cache.h>
 #include <attnpack/convert/fused.h>
 #include <attnpack/convert/models.h>
 #include <attnpack/convert/modules.h>
@@ -24,9 +26,11 @@
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/attention_varlen.h>
 #include <attnpack/ops/kv_cache.h>
+#include <attnpack/ops/kv_cache_paged.h>
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge_states.h>
 #include <attnpack/ops/null.h>
+#include <attnpack/ops/quantize.h>
 #include <attnpack/ops/register.h>
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>

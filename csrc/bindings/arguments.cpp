@@ -72,7 +72,7 @@ const std::map<std::string, std::string>& words_or_none() {
         {"cu_seqlens_k", "an int32 or int64 tensor [sequences + 1], or None for cu_seqlens_q" + kMake},
         {"max_seqlen_q", "an int, or None"},
         {"max_seqlen_k", "an int, or None"},
-        {"block_table", "None: it is reserved for keys in pages"},
+        {"block_table", "an int32 tensor [sequences, max_pages], or None" + kMake},
         {"bias", "a tensor [out], or None"},
         {"cache", "the tensors (key, value, lengths), or None"},
         {"window", "two ints (left, right), -1 for unbounded"},
@@ -99,7 +99,9 @@ const std::map<std::string, std::string>& words_or_none() {
 }  // namespace
 
 std::string shown(const py::handle& argument) {
-  const auto type = py::type::of(argument).attr("__name__").cast<std::string>();
+  const py::object kind = py::type::of(argument);
+  auto type = kind.attr("__name__").cast<std::string>();
+  if (kind.attr("__module__").cast<std::string>() == "attnpack._C.cpp") type = "attnpack.cpp." + type;
   const auto text = py::repr(argument).cast<std::string>();
   return text.size() > 60 || text.find('\n') != std::string::npos ? with_article(type) : text + " (" + type + ")";
 }

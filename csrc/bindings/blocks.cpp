@@ -119,9 +119,9 @@ void bind_encoder_decoder(py::module_& m) {
     arguments.finish();
     return Impl(encoder, decoder);
   }));
-  bind_method(cls, "forward", {"source", "target", "source_lens", "target_lens", "cache"}, 2,
+  bind_method(cls, "forward", {"source", "target", "source_lens", "target_lens", "cache", "cross_cache"}, 2,
               [](Impl& self, Arguments& arguments) {
-                const auto source = arguments.require<at::Tensor>("source");
+                const auto source = arguments.require<OptionalTensor>("source").value_or(at::Tensor());
                 const auto target = arguments.require<at::Tensor>("target");
                 EncoderDecoderInputs inputs;
                 arguments.read_options(inputs);

@@ -1,6 +1,8 @@
+#include <attnpack/cache/cross_cache.h>
 #include <attnpack/cache/detail/rules.h>
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>
+#include <attnpack/cache/sliding_window_cache.h>
 #include <bindings/common.h>
 #include <bindings/register.h>
 
@@ -36,7 +38,7 @@ at::Tensor as_index(const py::object& index) {
 std::string describe_cache(const std::string& name, const KVCache& cache) {
   if (!cache.k().defined()) return c10::str(name, "(len=0)");
   const auto k = cache.k();
-  return c10::str(name, "(batch=", k.size(0), ", num_kv_heads=", k.size(1), ", len=", k.size(2),
+  return c10::str(name, "(batch=", k.size(0), ", num_kv_heads=", k.size(1), ", len=", cache.len(),
                   ", head_dim=", k.size(3), ", dtype=", py::str(py::cast(k.scalar_type())).cast<std::string>(),
                   ", bytes=", cache.nbytes(), ")");
 }
@@ -46,6 +48,18 @@ template <typename Result, typename... Rest>
 void bind_rule(py::module_& m, const char* name, Result (*rule)(const HeldCache&, Rest...)) {
   m.def(name, [rule](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers,
                      Rest... rest) { return rule({kind, tensors, numbers}, rest...); });
+}
+
+// A window as an int, how many positions before, or as (left, right).
+Window read_window(const py::object& window) {
+  if (const auto left = read_index(window)) return {*left, 0};
+  if (const auto both = Reader<Window>::read(window)) return *both;
+  raise_wrong_kind("window", window, "how many positions before its own each one sees: an int, or (left, 0)");
+}
+
+Changed sliding_window_cache_py(const py::object& window, const py::object& keep_first) {
+  const auto [left, right] = read_window(window);
+  return sliding_window_cache(left, right, read_value<int64_t>("keep_first", keep_first, "keep_first"));
 }
 
 py::object static_cache_py(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
@@ -62,14 +76,17 @@ void bind_rules(py::module_& m) {
   bind_rule(
       m, "cache_crop",
       +[](const HeldCache& held, const py::object& n) { return cache_crop(held, read_value<int64_t>("n", n, "n")); });
-  bind_rule(m, "cache_take_back", &cache_take_back);
   bind_rule(m, "cache_clone", &cache_clone);
+  bind_rule(m, "cache_store", &cache_store);
+  bind_rule(m, "cache_check_call", &cache_check_call);
   bind_rule(m, "cache_len", &cache_len);
   bind_rule(m, "cache_nbytes", &cache_nbytes);
+  bind_rule(m, "cache_nbytes_allocated", &cache_nbytes_allocated);
   bind_rule(m, "cache_views", &cache_views);
   bind_rule(
       m, "cache_reorder",
       +[](const HeldCache& held, const py::object& index) { return cache_reorder(held, as_index(index)); });
+  m.def("sliding_window_cache", &sliding_window_cache_py);
   define(m, "static_cache", &static_cache_py,
          {"batch", "num_kv_heads", "max_len", "head_dim", "v_head_dim", "dtype", "device"});
   // A cache of Python lends its tensors to the C++ loop, and takes over those that the loop leaves.
@@ -88,7 +105,9 @@ void bind_common(py::class_<T, std::shared_ptr<T>>& cls) {
   cls.def("__len__", [](const std::shared_ptr<T>& self) { return self->len(); })
       .def("__bool__", [](const T&) { return true; })  // an empty cache is a cache
       .def_property_readonly("lengths", [](const std::shared_ptr<T>& self) { return self->lengths(); })
-      .def_property_readonly("nbytes", [](const std::shared_ptr<T>& self) { return self->nbytes(); });
+      .def_property_readonly("nbytes", [](const std::shared_ptr<T>& self) { return self->nbytes(); })
+      .def_property_readonly("nbytes_allocated",
+                             [](const std::shared_ptr<T>& self) { return self->nbytes_allocated(); });
   bind_method(cls, "reset", {}, 0, [](T& self, Arguments& arguments) {
     arguments.finish();
     self.reset();
@@ -164,6 +183,29 @@ void register_caches(py::module_& m) {
             return std::make_shared<LatentCache>(CacheTensors{key, value, lengths}, kv_lora_rank);
           },
           py::arg("key"), py::arg("value"), py::arg("lengths"), py::arg("kv_lora_rank"));
+
+  py::class_<SlidingWindowCache, KVCache, std::shared_ptr<SlidingWindowCache>> sliding(m, "SlidingWindowCache");
+  sliding
+      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+        Arguments arguments("SlidingWindowCache", {"window"}, args, kwargs);
+        SlidingWindowCacheOptions options(read_window(arguments.require<py::object>("window")));
+        int64_t keep_first = 0;
+        arguments.read("keep_first", keep_first);
+        arguments.finish();
+        return std::make_shared<SlidingWindowCache>(options.keep_first(keep_first));
+      }))
+      .def("__repr__", [](const SlidingWindowCache& self) { return describe_cache("SlidingWindowCache", self); })
+      .def_property_readonly("window", [](const SlidingWindowCache& self) { return py::make_tuple(self.window(), 0); })
+      .def_property_readonly("keep_first", &SlidingWindowCache::keep_first)
+      .def_property_readonly("dropped", &SlidingWindowCache::dropped);
+
+  py::class_<CrossCache, KVCache, std::shared_ptr<CrossCache>> cross(m, "CrossCache");
+  cross
+      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+        return make_growing<CrossCache>("CrossCache", args, kwargs);
+      }))
+      .def("__repr__", [](const CrossCache& self) { return describe_cache("CrossCache", self); })
+      .def_property_readonly("filled", &CrossCache::filled);
 
   py::class_<StaticCache, KVCache, std::shared_ptr<StaticCache>> fixed(m, "StaticCache");
   fixed.def(py::init([](const py::args& args, const py::kwargs& kwargs) {

@@ -2,6 +2,7 @@
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/rope/rotate.h>
 #include <bindings/common.h>
+#include <bindings/plain_linear.h>
 #include <bindings/register.h>
 
 // The judges of wrong calls, for the Python modules: both languages raise the same sentences.
@@ -27,22 +28,24 @@ OptionalTensor as_optional_tensor(const char* name, const py::object& value) {
 
 std::string rows_of(int64_t width) { return c10::str("a tensor [batch, length, ", width, "]", kMake); }
 
-void check_input_py(const std::string& name, const py::object& tensor, int64_t width, const OptionalTensor& weight) {
+// The weight whose dtype and device an input must have. A module in place of the plain linear may want others.
+at::Tensor weight_of(const py::object& projection) { return linear_weight(projection).value_or(at::Tensor()); }
+
+void check_input_py(const std::string& name, const py::object& tensor, int64_t width, const py::object& projection) {
   check_input(name.c_str(), as_tensor(name.c_str(), tensor, [&] { return rows_of(width); }), width,
-              weight.value_or(at::Tensor()));
+              weight_of(projection));
 }
 
-void check_tokens_py(const std::string& name, const py::object& tensor, int64_t width, const OptionalTensor& weight) {
+void check_tokens_py(const std::string& name, const py::object& tensor, int64_t width, const py::object& projection) {
   const auto wanted = [&] { return c10::str("a tensor [..., ", width, "]", kMake); };
-  check_tokens(name.c_str(), as_tensor(name.c_str(), tensor, wanted), width, weight.value_or(at::Tensor()));
+  check_tokens(name.c_str(), as_tensor(name.c_str(), tensor, wanted), width, weight_of(projection));
 }
 
 void check_inputs_py(const py::object& x, const OptionalTensor& context, const OptionalTensor& value_context,
-                     bool cache, int64_t q_width, const OptionalTensor& q_weight, int64_t k_width,
-                     const OptionalTensor& k_weight, int64_t v_width, const OptionalTensor& v_weight) {
+                     bool cache, int64_t q_width, const py::object& q_proj, int64_t k_width, const py::object& k_proj,
+                     int64_t v_width, const py::object& v_proj) {
   check_inputs(as_tensor("x", x, [&] { return rows_of(q_width); }), context, value_context, cache,
-               {q_width, q_weight.value_or(at::Tensor())}, {k_width, k_weight.value_or(at::Tensor())},
-               {v_width, v_weight.value_or(at::Tensor())});
+               {q_width, weight_of(q_proj)}, {k_width, weight_of(k_proj)}, {v_width, weight_of(v_proj)});
 }
 
 void check_size_py(const std::string& name, const py::object& size) {
@@ -53,11 +56,10 @@ void check_size_py(const std::string& name, const py::object& size) {
 
 void register_checks(py::module_& m) {
   m.def("padded", &check_padded);
-  define(m, "input", &check_input_py, {"name", "tensor", "width", "weight"});
-  define(m, "tokens", &check_tokens_py, {"name", "tensor", "width", "weight"});
-  define(
-      m, "inputs", &check_inputs_py,
-      {"x", "context", "value_context", "cache", "q_width", "q_weight", "k_width", "k_weight", "v_width", "v_weight"});
+  define(m, "input", &check_input_py, {"name", "tensor", "width", "projection"});
+  define(m, "tokens", &check_tokens_py, {"name", "tensor", "width", "projection"});
+  define(m, "inputs", &check_inputs_py,
+         {"x", "context", "value_context", "cache", "q_width", "q_proj", "k_width", "k_proj", "v_width", "v_proj"});
   m.def("one_latent", &check_one_latent);
   m.def("keys_and_values", &check_keys_and_values);
   m.def("positions", [](const py::object& positions, const at::Tensor& query) {
@@ -79,6 +81,9 @@ void register_checks(py::module_& m) {
   m.def("layer_width", &check_layer_width);
   m.def("embedding_width", &check_embedding_width);
   m.def("cross_attention", &check_cross_attention);
+  m.def("cross_cache", &check_cross_cache);
+  m.def("self_cache", &check_self_cache);
+  m.def("projected_cache", &check_projected_cache);
   m.def("cache_layers", &check_cache_layers);
   define(m, "layers_given", &check_layers_given, {"layers"});
   define(m, "norm_kind", &check_norm_kind, {"norm"});

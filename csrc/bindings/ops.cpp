@@ -11,6 +11,7 @@
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge_states.h>
 #include <attnpack/ops/null.h>
+#include <attnpack/ops/quantize.h>
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>
 #include <bindings/rope_scaling.h>
@@ -116,7 +117,8 @@ py::object attention_varlen_py(const Tensor& query, const Tensor& key, const Ten
   return return_lse ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
 }
 
-using Cache = std::optional<std::tuple<Tensor, Tensor, Tensor>>;
+// The members of CacheTensors.
+using Cache = std::optional<std::tuple<Tensor, Tensor, Tensor, OptionalTensor, int64_t, int64_t>>;
 using LatentTensors = std::tuple<Tensor, Tensor>;
 
 LayerInputs to_inputs(const RopeSettings* rope, const OptionalTensor& positions, bool cross, const OptionalTensor& mask,
@@ -137,7 +139,7 @@ py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value
                      const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, const HeadMap& head_map,
                      double dropout_p, std::optional<double> scale, bool need_weights) {
   AttendOptions options{to_inputs(rope, positions, cross, mask, causal, kv_lens, dropout_p, scale)};
-  if (cache) options.cache = CacheTensors{std::get<0>(*cache), std::get<1>(*cache), std::get<2>(*cache)};
+  if (cache) options.cache = std::apply([](auto... part) { return CacheTensors{part...}; }, *cache);
   options.window = window;
   options.softcap = softcap;
   options.sinks = sinks;
@@ -220,6 +222,10 @@ void register_ops(py::module_& m) {
   define(m, "linear", &linear<>, {"input", "weight", "bias"});
   define(m, "linears", &linears, {"input", "weights", "biases"});
   define(m, "rms_norm", &rms_norm, {"x", "weight", "eps"});
+  define(m, "quantize_rows", &quantize_rows, {"x", "bits"});
+  m.def("dequantize_rows", [](const Tensor& rows, int64_t bits, int64_t dim, at::ScalarType dtype) {
+    return without_gil([&] { return dequantize_rows(rows, bits, dim, dtype); });
+  });
   define(m, "null", &null, {"x"});
   m.def("isa", &isa_name);
   m.def("linear_kernels", &describe_linear_kernels);

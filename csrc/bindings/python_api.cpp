@@ -13,6 +13,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   attnpack::register_causal_lm(cpp);
   auto convert = m.def_submodule("convert", "Weights of one variant as those of another.");
   attnpack::register_convert(convert);
+  auto linear_layers = m.def_submodule("linear_layers", "Calls of torch's linear layers.");
+  attnpack::register_plain_linear(linear_layers);
   auto backend = m.def_submodule("backend", "Functions of torch that run on the operator.");
   attnpack::register_backend(backend);
 }

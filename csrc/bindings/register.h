@@ -13,6 +13,7 @@ void register_attention(py::module_& m);
 void register_blocks(py::module_& m);
 void register_causal_lm(py::module_& m);
 void register_convert(py::module_& m);
+void register_plain_linear(py::module_& m);
 void register_backend(py::module_& m);
 
 }  // namespace attnpack

@@ -17,8 +17,7 @@ except ImportError as error:
 __version__ = _load.build_record()["version"]
 
 from . import backend, convert, cpp
-from .cache import DynamicCache, ModelCache, StaticCache
-from .latent_cache import LatentCache
+from .cache import CrossCache, DynamicCache, LatentCache, ModelCache, SlidingWindowCache, StaticCache
 from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
 from .nn.block import DecoderBlock, EncoderBlock
 from .nn.causal_lm import CausalLM
@@ -33,6 +32,7 @@ from .varlen import attention_varlen
 
 __all__ = [
     "CausalLM",
+    "CrossCache",
     "Decoder",
     "DecoderBlock",
     "DynamicCache",
@@ -50,6 +50,7 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "SelfAttention",
+    "SlidingWindowCache",
     "StaticCache",
     "__version__",
     "apply_rope",

@@ -29,7 +29,9 @@ EncoderDecoder = _C.cpp.EncoderDecoder
 CausalLM = _C.cpp.CausalLM
 
 KVCache = _C.cpp.KVCache
+CrossCache = _C.cpp.CrossCache
 DynamicCache = _C.cpp.DynamicCache
 LatentCache = _C.cpp.LatentCache
+SlidingWindowCache = _C.cpp.SlidingWindowCache
 StaticCache = _C.cpp.StaticCache
 ModelCache = _C.cpp.ModelCache

@@ -40,18 +40,13 @@ def reject_keywords(unknown: dict[str, Any], cache: str | None = LAYER_CACHE, fu
 def check_input(name: str, tensor: Tensor, width: int, projection: nn.Module | None) -> None:
     """Raises unless `tensor` is [B, L, width] in the dtype and on the device of a plain linear `projection`."""
     if not _is_compiling():
-        checks.input(name, tensor, width, _plain_weight(projection))
+        checks.input(name, tensor, width, projection)
 
 
 def check_tokens(name: str, tensor: Tensor, width: int, projection: nn.Module | None) -> None:
     """As `check_input` for [..., width], which norms and feed-forwards take."""
     if not _is_compiling():
-        checks.tokens(name, tensor, width, _plain_weight(projection))
-
-
-def _plain_weight(projection: nn.Module | None) -> Tensor | None:
-    """The weight whose dtype and device an input must have. A module in place of the plain linear may want others."""
-    return projection.weight if type(projection) is nn.Linear else None
+        checks.tokens(name, tensor, width, projection)
 
 
 def check_inputs(
@@ -64,8 +59,8 @@ def check_inputs(
     """Checks x [B, L, width], context and value_context against the widths and projections of q, k and v. Context and
     cache must not be given together, nor value_context without context; lengths and batch sizes must agree."""
     if not _is_compiling() or (context is None and value_context is not None):
-        places = [part for width, layer in projections for part in (width, _plain_weight(layer))]
-        checks.inputs(x, context, value_context, cache is not None, *places)
+        (q_width, q_proj), (k_width, k_proj), (v_width, v_proj) = projections
+        checks.inputs(x, context, value_context, cache is not None, q_width, q_proj, k_width, k_proj, v_width, v_proj)
 
 
 def check_positions(positions: Tensor | None, query: Tensor) -> None:

@@ -85,13 +85,15 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
         cu_seqlens_q, cu_seqlens_k: int32 or int64 [B + 1]: where each sequence begins, and the end of the last.
         max_seqlen_q, max_seqlen_k: hints, by which no memory is read.
         alibi_slopes: [Hq] or [B, Hq]; with [B, Hq] each sequence is a call of its own.
-        block_table: refused: keys in pages are not built yet.
+        block_table: int32 [B, pages]: k and v are then pools [num_pages, page_size, Hkv, D] of any page_size, and
+            cu_seqlens_k counts the keys of each sequence. Pools have no gradients.
 
     Returns:
         out [T, Hq, Dv], or (out, softmax_lse [Hq, T], S_dmask).
     """
-    _refuse_pages(block_table, "packed k and v")
-    _check_shapes(ranks=3, q=q, k=k, v=v)
+    _check_table(block_table)
+    _check_shapes(ranks=3, q=q)
+    _check_shapes(ranks=3 if block_table is None else 4, k=k, v=v)
     _check_fit(q, k, v)
     _check_probs(return_attn_probs, dropout_p)
     ends = cu_seqlens_q, cu_seqlens_k
@@ -101,6 +103,10 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     settings = _settings(dropout_p, softmax_scale, causal, window_size, softcap)
     slopes = _slopes(alibi_slopes, cu_seqlens_q.numel() - 1, q.size(1))
     hints = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    if block_table is not None:
+        lens = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        result = _attend_pages(q, k, v, cu_seqlens_q, block_table, lens, slopes, **hints, **settings)
+        return _results(*result, return_attn_probs)
     if slopes is None or slopes.dim() == 1:
         result = attention_varlen(q, k, v, *ends, alibi_slopes=slopes, return_lse=True, **hints, **settings)
         return _results(*result, return_attn_probs)
@@ -143,14 +149,17 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     """Attention of q [B, Lq, Hq, D] over a cache, after k and v were written into it. It has no gradients.
 
     Args:
-        k_cache, v_cache: [rows, S, Hkv, D], changed in place if k and v are given.
+        k_cache, v_cache: [rows, S, Hkv, D], changed in place if k and v are given; with block_table pools
+            [num_pages, page_size, Hkv, D] of any page_size.
         k, v: [B, Lnew, Hkv, D], written at positions cache_seqlens to cache_seqlens + Lnew.
         rotary_cos, rotary_sin: [positions, r / 2]: k is rotated at cache_seqlens, cache_seqlens + 1 ...; q too if
             causal or window_size is set, otherwise q is rotated at cache_seqlens. They go with k and v.
-        cache_seqlens: int or int32 [B], the tokens of the cache before this call; default S, without k and v.
+        cache_seqlens: int or int32 [B], the tokens of the cache before this call; default S, without k and v. With
+            block_table S is pages * page_size.
         cache_batch_idx: int32 [B], the row of the cache of each sequence; default 0, 1 ...
         cache_leftpad: int32 [B], where the keys of each sequence begin.
-        block_table: refused: keys in pages are not built yet.
+        block_table: int32 [B, pages], the pages of each sequence; without cache_batch_idx and cache_leftpad, as in
+            flash-attn.
         rotary_interleaved: pairs (2i, 2i + 1) instead of (i, i + r / 2).
         num_splits: has no effect: results do not depend on how the keys are split.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`, with Lk the keys of the
@@ -162,7 +171,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     Raises:
         ValueError: a shape, dtype or length does not fit; nothing has been written then.
     """
-    _refuse_pages(block_table, "k_cache and v_cache [rows, positions, heads, head_dim]")
+    _check_table(block_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     _check_shapes(q=q, k_cache=k_cache, v_cache=v_cache, **({} if k is None else {"k": k}),
                   **({} if v is None else {"v": v}))  # fmt: skip
     _check_fit(q, k_cache, v_cache, "_cache")
@@ -171,14 +180,18 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     settings = _settings(0.0, softmax_scale, causal, window_size, softcap)
     with torch.no_grad():
         new = _new_length(q, k_cache, v_cache, k, v, cache_seqlens)
-        before = _lengths(cache_seqlens, q.size(0), k_cache)
+        room = k_cache.size(1) * (1 if block_table is None else block_table.size(1))
+        before = _lengths(cache_seqlens, q.size(0), room)
         rows = _numbers("cache_batch_idx", cache_batch_idx, q.size(0), range(q.size(0)))
         pads = _numbers("cache_leftpad", cache_leftpad, q.size(0), [0] * q.size(0))
-        _check_places(before, new, rows, pads, k_cache)
+        _check_places(before, new, rows, pads, room, k_cache.size(0) if block_table is None else q.size(0))
         slopes = _slopes(alibi_slopes, q.size(0), q.size(2))
         if rotary_cos is not None or rotary_sin is not None:
             turns = settings["causal"] or settings["window"] != (-1, -1)
             q, k = _rotate(q, k, rotary_cos, rotary_sin, before, turns, rotary_interleaved)
+        if block_table is not None:
+            out, lse = _append_and_attend_pages(q, k_cache, v_cache, k, v, before, block_table, slopes, settings)
+            return (out, lse) if return_softmax_lse else out
         # A call that fails raises before the cache is written: this one has the shapes of the real ones.
         _attend(*(x[:, :0].transpose(1, 2) for x in (q, k_cache[:1].expand(q.size(0), -1, -1, -1)[:, :0],
                 v_cache[:1].expand(q.size(0), -1, -1, -1)[:, :0])), slopes, **settings)  # fmt: skip
@@ -206,6 +219,40 @@ def _attend_cache(q, k_cache, v_cache, ends, rows, pads, slopes, settings):
         outs.append(out.transpose(1, 2))
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
+
+
+def _append_and_attend_pages(q, k_pool, v_pool, k, v, before, table, slopes, settings):
+    """out [B, Lq, Hq, D] and lse [B, Hq, Lq] over pools, after k and v were written into them."""
+    batch, length = q.shape[:2]
+    lens = torch.tensor(before, dtype=torch.int64, device=q.device)
+    # A call that fails raises before the pools are written: this one has no rows, and checks all that is read.
+    none = torch.zeros(batch + 1, dtype=torch.int32)
+    _attend_pages(q[:0].flatten(0, 1), k_pool, v_pool, none, table, lens, slopes, **settings)
+    if k is not None:
+        heads = [x.transpose(1, 2) for x in (k, v)]
+        torch.ops.attnpack.kv_cache_append_paged_(k_pool, v_pool, table, lens, *heads, None, None)
+    ends = torch.arange(batch + 1, dtype=torch.int32) * length
+    out, lse = _attend_pages(q.flatten(0, 1), k_pool, v_pool, ends, table, lens, slopes, **settings)
+    return out.unflatten(0, (batch, length)), lse.unflatten(1, (batch, length)).transpose(0, 1)
+
+
+def _attend_pages(q, k_pool, v_pool, ends, table, lens, slopes, **settings):
+    """`attention_varlen` over pools; with slopes [B, Hq] one call for each sequence."""
+    pages = {"block_table": table, "kv_lens": lens}
+    if slopes is None or slopes.dim() == 1:
+        return attention_varlen(q, k_pool, v_pool, ends, **pages, alibi_slopes=slopes, return_lse=True, **settings)
+    # This call has no rows: it checks all sequences before the first one is computed.
+    none = attention_varlen(q[:0], k_pool, v_pool, ends * 0, **pages, return_lse=True, **settings)
+    _check_ends(cu_seqlens_q=(ends, q))
+    outs, lses = ([x] for x in none)
+    for b, slope in enumerate(slopes):
+        first, last = ends[b : b + 2].tolist()
+        own = {"block_table": table[b : b + 1], "kv_lens": lens[b : b + 1], "alibi_slopes": slope}
+        one = torch.tensor([0, last - first], dtype=torch.int32)
+        out, lse = attention_varlen(q[first:last], k_pool, v_pool, one, **own, return_lse=True, **settings)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses, 1)
 
 
 def _attend(q, k, v, slopes, **settings):
@@ -261,11 +308,19 @@ def _check_probs(return_attn_probs: bool, dropout_p: float) -> None:
         )
 
 
-def _refuse_pages(block_table: object, instead: str) -> None:
-    if block_table is not None:
-        raise ValueError(
-            f"attnpack: block_table is given, and keys in pages are not built yet: pass {instead} without block_table"
-        )
+def _check_table(block_table: Tensor | None, **others: Tensor | None) -> None:
+    """Raises unless block_table is None or a tensor [B, pages], and stands without the others."""
+    if block_table is None:
+        return
+    if not isinstance(block_table, Tensor):
+        raise wrong_kind("block_table", block_table, "an int32 tensor [batch, pages], or None")
+    if block_table.dim() != 2:
+        raise ValueError(f"attnpack: block_table has shape {list(block_table.shape)}, wants [batch, pages]")
+    for name, other in others.items():
+        if other is not None:
+            raise ValueError(
+                f"attnpack: {name} is given with block_table, wants None: choose and shift the rows of block_table"
+            )
 
 
 def _check_shapes(ranks: int = 4, **tensors: Tensor) -> None:
@@ -290,7 +345,7 @@ def _check_fit(q: Tensor, k: Tensor, v: Tensor, suffix: str = "") -> None:
                 f"attnpack: {name} is {x.dtype} on {x.device}, q {q.dtype} on {q.device}: bring one of them to the "
                 "other with .to()"
             )
-    if k.dim() == 4 and not suffix and k.size(0) != q.size(0):
+    if k.dim() == q.dim() == 4 and not suffix and k.size(0) != q.size(0):
         raise ValueError(f"attnpack: k has batch {k.size(0)}, q {q.size(0)}: expand one of them")
     if k.size(-1) != q.size(-1):
         raise ValueError(f"attnpack: {k_name} has head_dim {k.size(-1)}, q {q.size(-1)}: they must agree")
@@ -373,24 +428,25 @@ def _numbers(name: str, given: Tensor | None, batch: int, default) -> list[int]:
     return given.tolist()
 
 
-def _lengths(cache_seqlens: int | Tensor | None, batch: int, k_cache: Tensor) -> list[int]:
+def _lengths(cache_seqlens: int | Tensor | None, batch: int, room: int) -> list[int]:
     if cache_seqlens is None:
-        return [k_cache.size(1)] * batch
+        return [room] * batch
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         return [cache_seqlens] * batch
     return _numbers("cache_seqlens", cache_seqlens, batch, ())
 
 
-def _check_places(before: list[int], new: int, rows: list[int], pads: list[int], k_cache: Tensor) -> None:
+def _check_places(before: list[int], new: int, rows: list[int], pads: list[int], room: int, count: int) -> None:
+    """room: the positions of a row of the cache; count: its rows."""
     for b, (length, row, pad) in enumerate(zip(before, rows, pads, strict=True)):
-        if not 0 <= length <= k_cache.size(1) - new:
+        if not 0 <= length <= room - new:
             raise ValueError(
-                f"attnpack: cache_seqlens[{b}] is {length}, wants 0 to {k_cache.size(1) - new}: the cache has "
-                f"{k_cache.size(1)} positions, and {new} tokens are new"
+                f"attnpack: cache_seqlens[{b}] is {length}, wants 0 to {room - new}: the cache has {room} positions, "
+                f"and {new} tokens are new"
             )
-        if not 0 <= row < k_cache.size(0):
+        if not 0 <= row < count:
             raise ValueError(
-                f"attnpack: cache_batch_idx[{b}] is {row}, wants 0 to {k_cache.size(0) - 1}, a row of the cache: "
+                f"attnpack: cache_batch_idx[{b}] is {row}, wants 0 to {count - 1}, a row of the cache: "
                 "default 0, 1 ... wants a row for each sequence"
             )
         if not 0 <= pad <= length:

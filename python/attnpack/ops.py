@@ -6,6 +6,7 @@ B batch, Hq / Hkv query / kv heads, Lq / Lkv lengths, D head dim of queries and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,23 @@ _is_compiling = torch.compiler.is_compiling
 
 Rope = _C.RopeSettings | tuple | None
 """`RotaryEmbedding.settings`, or its first numbers as a tuple."""
+
+
+class CacheTensors(NamedTuple):
+    """The tensors of one layer's KV cache, as `attend` takes them."""
+
+    key: Tensor
+    """[B, Hkv, capacity, D], written by a call."""
+    value: Tensor
+    """[B, Hkv, capacity, Dv], written by a call."""
+    lengths: Tensor
+    """int64 [B], how many positions each sequence has; a call adds to them."""
+    dropped: Tensor | None = None
+    """int64 [B], how many of them are no longer stored; None if all are."""
+    window: int = -1
+    """With `dropped`: how many positions before each new one are stored in any case."""
+    keep_first: int = 0
+    """With `dropped`: how many first positions are stored, and seen by all later ones."""
 
 
 def attention(
@@ -253,6 +271,28 @@ def linears(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] =
     return _C.linears(input, weights, biases)
 
 
+def quantize_rows(x: Tensor, bits: int) -> Tensor:
+    """Rows as bytes: integers in blocks of 32, each block with a scale in fp16; 8.5 or 4.5 bits per number.
+
+    With 4 bits a row is rotated by a Hadamard matrix first, so that no number stands out of its block (QuaRot, Ashkboos
+    et al. 2024, section 4).
+
+    Args:
+        x: [..., dim], float64, float32, bfloat16 or float16.
+        bits: 8 or 4.
+
+    Returns:
+        [..., row bytes] uint8: dim integers, then ceil(dim / 32) scales. With 8 bits an integer is x * 127 / max |x| of
+        its block, with 4 bits one of 16 steps. A block with a number that is not finite becomes NaN.
+    """
+    return (torch.ops.attnpack if _is_compiling() else _C).quantize_rows(x, bits)
+
+
+def dequantize_rows(rows: Tensor, bits: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers [..., dim] of rows that `quantize_rows` made, in dtype."""
+    return (torch.ops.attnpack if _is_compiling() else _C).dequantize_rows(rows, bits, dim, dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich 2019); one pass without gradients.
 
@@ -275,7 +315,7 @@ def attend(
     rope: Rope = None,
     positions: Tensor | None = None,
     cross: bool = False,
-    cache: tuple[Tensor, Tensor, Tensor] | None = None,
+    cache: CacheTensors | tuple[Tensor, Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
     kv_lens: Tensor | None = None,
@@ -296,6 +336,7 @@ def attend(
         positions: int64 [L] or [B, L], for RoPE only; default the positions after the cached ones, or 0..L-1.
         cross: keys come from another sequence and are rotated at 0..Lkv-1.
         cache: (key [B, Hkv, capacity, D], value [B, Hkv, capacity, Dv], lengths [B] int64); the call writes into them.
+            CacheTensors say more.
         kv_lens: [B], the number of valid new tokens of each sequence (with cross: of valid context keys).
 
     Returns:
@@ -303,14 +344,15 @@ def attend(
     """
     if not _is_compiling():
         rope = _native(rope)
+        held = CacheTensors(*cache) if isinstance(cache, tuple) and len(cache) == 3 else cache
         return _C.attend(
-            query, key, value, rope, positions, cross, cache, mask, causal, kv_lens, window, softcap, sinks,
+            query, key, value, rope, positions, cross, held, mask, causal, kv_lens, window, softcap, sinks,
             alibi_slopes, head_map, dropout_p, scale, need_weights,
         )  # fmt: skip
     op = torch.ops.attnpack.attend_with_weights if need_weights else torch.ops.attnpack.attend
     return op(
-        query, key, value, *(cache or (None, None, None)), *_flat(rope), positions, cross, mask, causal, kv_lens,
-        dropout_p, scale, *window, softcap, sinks, alibi_slopes, head_map,
+        query, key, value, *CacheTensors(*(cache or (None, None, None))), *_flat(rope), positions, cross, mask, causal,
+        kv_lens, dropout_p, scale, *window, softcap, sinks, alibi_slopes, head_map,
     )  # fmt: skip
 
 

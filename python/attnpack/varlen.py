@@ -38,13 +38,20 @@ def attention_varlen(
     backward. On CUDA it is one call per sequence. Causality and window are bottom-right here, unlike in
     :func:`attention`: row i of a sequence of Lq queries and Lk keys stands at position i + Lk - Lq.
 
+    Keys may stand in pages, as in PagedAttention (Kwon et al. 2023). On the CPU the bits are those of packed keys; on
+    CUDA the pages are gathered first.
+
     Args:
         query: [T, Hq, D], float64, float32, bfloat16 or float16; any strides.
-        key: [S, Hkv, D], value: [S, Hkv, Dv], in the dtype of query.
+        key: [S, Hkv, D], value: [S, Hkv, Dv], in the dtype of query. With block_table they are pools of pages of any
+            strides, [num_pages, page_size, Hkv, D] and [num_pages, page_size, Hkv, Dv]; other layouts are views.
         cu_seqlens_q: int32 or int64 [B + 1] on any device; sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
         cu_seqlens_k: the same for keys; default cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: hints, from which nothing is read.
-        block_table, kv_lens: reserved for keys in pages; giving them raises.
+        block_table: int32 [B, max_pages] on any device: key j of sequence b is row j % page_size of page
+            block_table[b, j // page_size]. Sequences may share pages. Entries after those that kv_lens needs may be
+            anything, and no other page is read. Pools have no gradients; query and sinks have.
+        kv_lens: int32 or int64 [B] on any device, the keys of each sequence in pages; it goes with block_table.
         causal: keep keys j <= i + Lk - Lq.
         window: (left, right): keep pos - left <= j <= pos + right, inclusive; -1 = unbounded.
         softcap, sinks, alibi_slopes, head_map, scale, return_lse: as in :func:`attention`.
@@ -56,7 +63,8 @@ def attention_varlen(
 
     Raises:
         ValueError: a shape, dtype or device does not fit, or cu_seqlens do not start at 0, fall, or do not end at T (S
-            for keys); the message names the argument and the fix.
+            for keys), or an entry of block_table that kv_lens needs is not a page, or a pool requires a gradient; the
+            message names the argument and the fix.
     """
     return attend_packed(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, kv_lens, causal,

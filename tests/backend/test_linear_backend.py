@@ -7,15 +7,11 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from attnpack import _C, backend
-from processes import run_python
+from attnpack import backend
 from torch import nn
 from torch.testing import assert_close
 
-pytestmark = pytest.mark.skipif(
-    not _C.linear_kernels().startswith("oneDNN"), reason="torch's linear is faster on this CPU"
-)
-AS_FAST = "torch's kernel is as fast for the sizes, the dtype and the CPU, or the call is not for it"
+pytestmark = pytest.mark.onednn
 SUBCLASS = "a tensor is of a class of its own, or a graph is exported"
 
 
@@ -61,15 +57,6 @@ def test_a_training_step(shape, dtype):
     assert counts()[0] == 2
     close(found, expected, 1e-5 if dtype == torch.float32 else 2e-2)
     assert torch.equal(step(model, x)[0], expected[0])
-
-
-def test_few_rows_are_taken_without_gradients(replaced):
-    model, x = perceptron(), torch.randn(3, 160)
-    with torch.no_grad():
-        model(x)
-    assert counts() == (2, {})
-    model(x)
-    assert counts() == (2, {AS_FAST: 2})
 
 
 @pytest.mark.parametrize("name", ["half", "double", "wrong shape", "complex", "meta", "sparse", "nested", "int8"])
@@ -147,7 +134,7 @@ def test_autocast(replaced):
     model, x = perceptron(), torch.randn(130, 160)
     with torch.autocast("cpu", torch.bfloat16):
         found = step(model, x)
-    assert counts()[0] == 2
+    assert counts()[0] >= 2  # products of the backward pass count too where oneDNN is pinned
     replaced.disable()
     with torch.autocast("cpu", torch.bfloat16):
         close(found, step(model, x), 2e-2)
@@ -176,20 +163,6 @@ def test_attnpacks_modules_give_the_same_bits():
     expected = model(ids)
     with backend.enable("linear"):
         assert torch.equal(model(ids), expected)
-
-
-def test_a_pinned_kernel_is_everybodys():
-    program = """
-import torch, attnpack
-import torch.nn.functional as F
-torch.manual_seed(0)
-x, weight = torch.randn(130, 160), torch.randn(192, 160)
-expected = F.linear(x, weight)
-with attnpack.backend.enable("linear"):
-    print(torch.equal(F.linear(x, weight), expected), attnpack.backend.report()["linear"]["taken"])
-"""
-    assert run_python(program, ATTNPACK_LINEAR="torch").stdout == "True 0\n"
-    assert run_python(program, ATTNPACK_LINEAR="onednn").stdout.endswith(" 1\n")
 
 
 @pytest.mark.parametrize("mode", ["aot_eager", "inductor"])

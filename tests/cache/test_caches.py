@@ -15,8 +15,9 @@ BATCH, HEADS, DIM, V_DIM, ROOM = 3, 2, 4, 5, 24
 
 def append(cache, key, value, new_lens=None):
     """Does to a cache what a module does, without attention."""
-    keys, values, lengths = cache.reserve(key, value)
-    attnpack.ops.attend(key.new_zeros(key.shape), key, value, cache=(keys, values, lengths), kv_lens=new_lens)
+    room, window = cache.reserve(key, value), getattr(cache, "window", (-1, -1))
+    query = key.new_zeros(key.shape)
+    attnpack.ops.attend(query, key, value, cache=room, kv_lens=new_lens, causal=True, window=window)
     cache.commit(key.size(2), new_lens)
 
 

@@ -14,6 +14,14 @@ def latent_layer():
     return attnpack.MultiHeadLatentAttention(24, 2, **sizes, rope=attnpack.RotaryEmbedding(4), causal=True)
 
 
+def windowed_layer():
+    return attnpack.GroupedQueryAttention(24, 4, 2, causal=True, rope=attnpack.RotaryEmbedding(6), window=(20, 0))
+
+
+def sliding_cache():
+    return attnpack.SlidingWindowCache(20)
+
+
 def static_cache():
     return attnpack.StaticCache(2, 2, 16, 6)
 
@@ -50,6 +58,21 @@ def test_a_cache_that_grows_compiles_to_few_graphs(layer, make, backend, graphs)
     torch.manual_seed(0)
     layer, steps = layer().eval(), [torch.randn(2, 3, 24), *torch.randn(2, 20, 24).split(1, 1)]
     assert graphs_of(lambda cache, x: layer(x, cache=cache), make, steps, backend) <= graphs
+
+
+@pytest.mark.parametrize(("backend", "graphs"), [("eager", 6), ("aot_eager", 8), ("inductor", 8)])
+@pytest.mark.parametrize("keep_first", [0, 2])
+def test_a_sliding_cache_compiles_to_few_graphs(backend, graphs, keep_first):
+    """Those of a cache that grows, and one where it slides."""
+    torch.manual_seed(0)
+    layer, steps = windowed_layer().eval(), [torch.randn(2, 250, 24), *torch.randn(2, 160, 24).split(1, 1)]
+    made = graphs_of(
+        lambda cache, x: layer(x, cache=cache),
+        lambda: attnpack.SlidingWindowCache(20, keep_first=keep_first),
+        steps,
+        backend,
+    )
+    assert made <= graphs
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -89,11 +112,12 @@ CHANGES = {
 @pytest.mark.parametrize(
     ("make", "change"),
     [(static_cache, name) for name in CHANGES]
+    + [(sliding_cache, name) for name in CHANGES]
     + [(attnpack.DynamicCache, name) for name in CHANGES if "reorder" not in name],
 )
 def test_a_compiled_function_changes_its_cache(make, change):
     torch.manual_seed(0)
-    layer = grouped_layer().eval()
+    layer = windowed_layer().eval()
 
     def call(cache, x):
         out = layer(x, cache=cache)
@@ -104,10 +128,10 @@ def test_a_compiled_function_changes_its_cache(make, change):
     assert graphs_of(call, make, steps, "aot_eager") <= (1 if make is static_cache else 5)
 
 
-@pytest.mark.parametrize("make", [attnpack.DynamicCache, static_cache])
+@pytest.mark.parametrize("make", [attnpack.DynamicCache, static_cache, sliding_cache])
 def test_a_compiled_function_makes_its_own_cache(make):
     torch.manual_seed(0)
-    layer = grouped_layer().eval()
+    layer = windowed_layer().eval()
 
     def call(cache, x):
         own = make()

@@ -12,6 +12,8 @@ LAYER = {
     "dynamic": attnpack.DynamicCache,
     "static": lambda: attnpack.StaticCache(2, 2, 12, 6),
     "latent": attnpack.LatentCache,
+    "sliding": lambda: attnpack.SlidingWindowCache(8),
+    "first kept": lambda: attnpack.SlidingWindowCache(8, keep_first=1),
 }
 WAYS = {
     "clone": lambda cache: cache.clone(),
@@ -26,7 +28,8 @@ def layer_for(kind):
     if kind == "latent":
         sizes = {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4}
         return attnpack.MultiHeadLatentAttention(24, 2, **sizes).eval()
-    return attnpack.GroupedQueryAttention(24, 4, 2).eval()
+    window = (8, 0) if kind in ("sliding", "first kept") else None
+    return attnpack.GroupedQueryAttention(24, 4, 2, causal=True, window=window).eval()
 
 
 def content(cache):

@@ -45,3 +45,27 @@ def test_a_cache_of_the_other_language():
         model(attnpack)(IDS, attnpack.cpp.ModelCache(2))
     with pytest.raises(TypeError, match=r"cache is .*ModelCache.*, wants an attnpack.cpp.ModelCache"):
         model(attnpack.cpp).forward(IDS, attnpack.ModelCache(2))
+
+
+KEY, LENGTHS = torch.zeros(1, 2, 3, 4), torch.tensor([1])
+STATES = {
+    "tensors: got 0, want lengths, key and value": ("StaticCache", [], []),
+    "tensors: got 1, want lengths, key and value": ("StaticCache", [LENGTHS], []),
+    "tensors: got 2, want": ("DynamicCache", [LENGTHS, KEY], [1]),
+    "numbers: got 1, want 2 for a cache of this class": ("LatentCache", [LENGTHS, KEY, KEY], [1]),
+    "kind: got Cache, want a class of caches": ("Cache", [LENGTHS, KEY, KEY], [1, 2]),
+    r"lengths\[0\] is 1, wants 0 to its 0 positions": ("StaticCache", [LENGTHS, KEY[:, :, :0], KEY], []),
+}
+
+
+@pytest.mark.parametrize("message", STATES)
+def test_a_state_that_no_cache_has_is_refused_by_the_ops(message):
+    with pytest.raises(ValueError, match=message):
+        torch.ops.attnpack.cache_views(*STATES[message])
+
+
+@pytest.mark.parametrize("dtype", [-7, -1, 100])
+def test_a_number_that_is_no_dtype_is_refused(dtype):
+    """torch.zeros reads outside of a table, and may crash."""
+    with pytest.raises(ValueError, match=f"dtype: got the number {dtype}, want one of torch's dtypes"):
+        torch.ops.attnpack.static_cache(1, 2, 3, 4, None, dtype, None)

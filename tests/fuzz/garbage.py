@@ -97,6 +97,9 @@ def value(pick: Random, kind: str, was: object, others: list[torch.Tensor]) -> o
     if kind == "Tensor":
         return tensor(pick, was, others)
     if kind == "List[Tensor":
+        if was and pick.random() < 0.5:
+            spoiled = pick.randrange(len(was))
+            return [tensor(pick, x, others + was) if n == spoiled else x for n, x in enumerate(was)]
         return [tensor(pick, pick.choice(was) if was else None, others) for _ in range(pick.randint(0, 3))]
     if kind.startswith("List["):
         return [value(pick, kind.removeprefix("List["), None, others) for _ in range(pick.randint(0, 6))]

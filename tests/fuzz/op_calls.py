@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from attnpack import reference
 from op_cases import AXES, DTYPES, Inputs, check, check_against_reference, compute_results, draw, laid_out, make_inputs
+from pages import LAYOUTS, make_table, put_into_pages
 from torch.testing import assert_close
 
 WIDE = [torch.float64, torch.float32]
@@ -84,6 +85,20 @@ def attention_varlen(pick: Random) -> Call:
     return "attention_varlen", arguments, right
 
 
+def attention_paged(pick: Random) -> Call:
+    """attention_varlen on the same keys in pages, whose other rows hold NaN."""
+    name, arguments, right = attention_varlen(pick)
+    lengths, page_size = arguments[4].diff().tolist(), pick.choice([1, 3, 7, 16])
+    table = make_table(lengths, page_size, pick.choice(["in order", "shuffled"]))
+    layout = pick.choice(LAYOUTS)
+    pools = [put_into_pages(x, lengths, table, page_size, layout) for x in arguments[1:3]]
+    return (
+        name,
+        [arguments[0], *pools, arguments[3], None, None, None, table, arguments[4].diff(), *arguments[9:]],
+        right,
+    )
+
+
 def attention_varlen_backward(pick: Random) -> Call:
     arguments, _ = packed(pick)
     out, lse = torch.ops.attnpack.attention_varlen(*arguments)
@@ -114,7 +129,8 @@ def cache(pick: Random, batch: int, heads: int, widths: tuple[int, ...], dtype: 
 
 def margins_are_whole(arguments: list) -> bool:
     """Checks that nothing was written around the tensors that `cache` made."""
-    rooms = [x._base for x in arguments if isinstance(x, torch.Tensor) and x.dim() == 4 and x._base is not None]
+    tensors = [x for each in arguments for x in (each if isinstance(each, list) else [each])]
+    rooms = [x._base for x in tensors if isinstance(x, torch.Tensor) and x.dim() == 4 and x._base is not None]
     rooms = [room for room in rooms if room.dim() == 4 and room.numel() and (room[0] == 77).all()]
     return all((room[-1] == 77).all() for room in rooms)
 
@@ -141,6 +157,57 @@ def append(pick: Random, rotated: bool = False) -> Call:
         return "kv_cache_append_", [*held, key, value, new_lens, pick.choice([None, 20])], right
     arguments = [*held, draw(batch, 4, length, 6, dtype=dtype), key, value, [1.0, 0.1], 1.0, pick.random() < 0.5]
     return "kv_cache_append_rotated_", [*arguments, new_lens, None], right
+
+
+def append_paged(pick: Random) -> Call:
+    batch, heads, length, dtype = pick.randint(1, 3), pick.randint(1, 3), pick.randint(0, 4), pick.choice(DTYPES)
+    page_size, pages = pick.choice([1, 3, 7]), pick.randint(1, 4)
+    count = batch * pages + 1
+    rooms = [torch.full((count + 2, page_size, heads, width), 77.0, dtype=dtype) for width in (6, 5)]
+    pools = [room[1:-1] for room in rooms]
+    table = torch.randperm(count)[: batch * pages].view(batch, pages).int()
+    most = page_size * pages
+    held = torch.tensor([pick.randint(0, max(most - length, 0)) for _ in range(batch)])
+    x = [draw(batch, heads, length, width, dtype=dtype) for width in (6, 5)]
+    new_lens = torch.tensor([pick.randint(0, min(length, most)) for _ in range(batch)])
+    before, starts = [pool.clone() for pool in pools], held.tolist()
+
+    def right(result):
+        for pool, expected, new in zip(pools, before, x, strict=True):
+            for b, (start, some) in enumerate(zip(starts, new_lens.tolist(), strict=True)):
+                for n in range(some):
+                    page, row = divmod(start + n, page_size)
+                    expected[int(table[b, page]), row] = new[b, :, n]
+            assert torch.equal(pool, expected)
+        assert held.tolist() == [n + c for n, c in zip(starts, new_lens.tolist(), strict=True)]
+
+    return "kv_cache_append_paged_", [*pools, table, held, *x, new_lens, None], right
+
+
+def cache_rule(pick: Random) -> Call:
+    """An op that is a rule of a cache, on the state of such a cache."""
+    kind = pick.choice(["StaticCache", "DynamicCache", "LatentCache"])
+    latent, batch, length, dtype = kind == "LatentCache", pick.randint(1, 3), pick.randint(0, 3), pick.choice(DTYPES)
+    heads, *widths = (1, 10, 0) if latent else (pick.randint(1, 3), 6, 5)
+    key, value, lengths = cache(pick, batch, heads, tuple(widths), dtype)
+    longest = int(lengths.max())
+    numbers = {"StaticCache": [], "DynamicCache": [longest], "LatentCache": [longest, 6]}[kind]
+    new = [draw(batch, heads, length, width, dtype=dtype) for width in widths]
+    rules = {
+        **dict.fromkeys(("cache_clone", "cache_len", "cache_nbytes", "cache_reset", "cache_views"), []),
+        "cache_commit": [key.size(2) - longest, pick.choice([None, lengths])],
+        "cache_crop": [pick.randint(0, 9)],
+        "cache_reorder": [torch.tensor([pick.randrange(batch) for _ in range(batch)])],
+        "cache_take_back": [lengths.clone()],
+        **({"cache_reserve_latents": [new[0], 6]} if latent else {"cache_reserve": new}),
+    }
+    name = pick.choice(list(rules))
+    return name, [kind, [lengths, key, value], numbers, *rules[name]], NO_CHECK
+
+
+def static_cache(pick: Random) -> Call:
+    sizes = [pick.randint(1, 4) for _ in range(4)]
+    return "static_cache", [*sizes, pick.choice([None, 0, 5]), pick.choice(DTYPES), None], NO_CHECK
 
 
 def attend(pick: Random) -> Call:
@@ -236,6 +303,17 @@ def rms_norm(pick: Random) -> Call:
     return "rms_norm", [x, weight, 1e-5], lambda result: assert_close(result, F.rms_norm(x, (9,), weight, 1e-5))
 
 
+def quantize_rows(pick: Random) -> Call:
+    x, bits = draw(2, pick.randint(0, 5), pick.randint(1, 70), dtype=pick.choice(WIDE)), pick.choice([4, 8])
+
+    def right(rows):
+        back = attnpack.ops.dequantize_rows(rows, bits, x.size(-1), torch.float64)
+        if x.numel():
+            assert ((back - x).norm() <= 0.3 * x.double().norm()).item()
+
+    return "quantize_rows", [x, bits], right
+
+
 def merge_states(pick: Random) -> Call:
     states = [draw(2, 3, 4, *width, seed=n) for n, width in enumerate([(5,), (), (5,), ()])]
 
@@ -252,7 +330,7 @@ def null(pick: Random) -> Call:
 
 
 MAKERS: list[Callable[[Random], Call]] = [
-    attention, attention_backward, attention_varlen, attention_varlen_backward, attention_scores, append,
-    lambda pick: append(pick, rotated=True), attend, latent,
-    latent_expand, apply_rope, rope_table, linear, rms_norm, merge_states, null,
+    attention, attention_backward, attention_varlen, attention_paged, attention_varlen_backward, attention_scores,
+    append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, static_cache, attend, latent,
+    latent_expand, apply_rope, rope_table, linear, rms_norm, quantize_rows, merge_states, null,
 ]  # fmt: skip

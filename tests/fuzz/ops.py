@@ -7,6 +7,7 @@ that does not end, an internal error, a write outside of a cache, and a wrong re
 
 from __future__ import annotations
 
+import resource
 import select
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+from attnpack.tools.memory import resident_bytes
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "support")]
@@ -24,6 +26,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "support")]
 from fuzz import garbage, op_calls  # noqa: E402
 
 PATIENCE = 60  # seconds that one call may take
+MEMORY = 4 << 30  # that all calls may add
 COMPLAINTS = (ValueError, TypeError, RuntimeError, NotImplementedError, IndexError, MemoryError, OverflowError)
 COMPLAINTS += (AttributeError,)  # torch's own, for jagged tensors together with plain ones
 
@@ -83,6 +86,8 @@ def work(seed: int, seconds: float) -> None:
     """The child process: prints each seed before its call, and the failure after it."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(2)
+    mapped = resident_bytes("VmSize") + MEMORY  # a call that wants more is refused by torch, and fills no machine
+    resource.setrlimit(resource.RLIMIT_AS, (mapped, mapped))
     end = time.monotonic() + seconds
     while True:
         print(f"seed {seed}", flush=True)

@@ -74,6 +74,7 @@ ATTENTION = {
 PARTS = {
     "dim: got 5, want an even number": (ValueError, lambda m: m.RotaryEmbedding(5)),
     "dim: got 0, want an even number": (ValueError, lambda m: m.RotaryEmbedding(0)),
+    f"dim: got {2**62}, want an even number .* at most 1048576": (ValueError, lambda m: m.RotaryEmbedding(2**62)),
     "max_positions: got 0, want at least 1": (ValueError, lambda m: m.RotaryEmbedding(4, max_positions=0)),
     "scaling: got rope_type 'su', want 'default', 'linear', 'ntk'": (
         ValueError,
@@ -99,7 +100,7 @@ PARTS = {
 }
 BLOCKS = {
     "attention is 'a'.*wants an attention module": (TypeError, lambda m: m.DecoderBlock("a", "b")),
-    "attention is a FeedForward, wants an attention module": (
+    "attention is an? .*FeedForward, wants an attention module": (
         TypeError,
         lambda m: m.EncoderBlock(m.FeedForward(24, 32), m.FeedForward(24, 32)),
     ),
@@ -108,7 +109,7 @@ BLOCKS = {
         lambda m: m.DecoderBlock(m.SelfAttention(24, 1), m.FeedForward(24, 32)),
     ),
     "feed_forward is 'b'.*FeedForward": (TypeError, lambda m: m.EncoderBlock(attention(m), "b")),
-    "feed_forward is a GroupedQueryAttention.*FeedForward": (
+    "feed_forward is an? .*GroupedQueryAttention.*FeedForward": (
         TypeError,
         lambda m: m.EncoderBlock(attention(m), attention(m)),
     ),

@@ -101,6 +101,9 @@ def test_a_commit_of_more_than_the_room_is_refused():
     cache.reserve(new, new)
     for new_len in (100, -1):
         complaint(ValueError, f"new_len: got {new_len} after 0 positions", cache.commit, new_len, None)
+    cache.commit(3, None)
+    for new_len in (1, 2**63 - 1):
+        complaint(ValueError, f"new_len: got {new_len} after 3 positions", cache.commit, new_len, None)
 
 
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "DynamicCache"])
@@ -121,6 +124,10 @@ def test_similar_groups_judges_its_arguments():
     complaint(TypeError, "num_kv_heads is 'x' .*, wants an int", attnpack.convert.similar_groups, layer, "x")
     complaint(
         TypeError, "module is .*, wants a MultiHeadAttention", attnpack.convert.similar_groups, nn.Linear(2, 2), 1
+    )
+    of_cpp = attnpack.cpp.MultiHeadAttention(16, 4)
+    complaint(
+        TypeError, "module is an attnpack.cpp.MultiHeadAttention, wants", attnpack.convert.similar_groups, of_cpp, 1
     )
 
 

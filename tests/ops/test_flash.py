@@ -6,6 +6,7 @@ import pytest
 import torch
 from attnpack import flash
 from op_cases import draw
+from pages import make_table, put_into_pages
 from torch.testing import assert_close
 
 INF = float("inf")
@@ -232,6 +233,56 @@ def test_cache(name):
         assert torch.equal(flash.flash_attn_with_kvcache(q, *again, **arguments), out)
 
 
+@pytest.mark.parametrize("name", [n for n in CACHED if not {"cache_batch_idx", "cache_leftpad"} & set(CACHED[n])])
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_cache_in_pages(page_size, name):
+    """The numbers of the cache in one piece, and the pools hold what that cache holds."""
+    arguments = dict(CACHED[name])
+    new, rope = arguments.pop("new", 0), arguments.pop("rope", False)
+    q = draw(2, 3, 4, 16, dtype=torch.float64)
+    caches = [draw(2, 12, 2, 16, dtype=torch.float64, seed=s) for s in (1, 2)]
+    table = make_table([12, 12], page_size, spare=0)
+    pools = [put_into_pages(x.flatten(0, 1), [12, 12], table, page_size) for x in caches]
+    if new:
+        arguments |= {n: draw(2, new, 2, 16, dtype=torch.float64, seed=s) for n, s in (("k", 3), ("v", 4))}
+    arguments |= dict(zip(("rotary_cos", "rotary_sin"), tables(), strict=True)) if rope else {}
+    expected = flash.flash_attn_with_kvcache(q, *caches, return_softmax_lse=True, **arguments)
+    got = flash.flash_attn_with_kvcache(q, *pools, block_table=table, return_softmax_lse=True, **arguments)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+    for pool, cache in zip(pools, caches, strict=True):
+        kept = put_into_pages(cache.flatten(0, 1), [12, 12], table, page_size)
+        assert torch.equal(pool.nan_to_num(9.0), kept.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_packed_rows_over_pages(name):
+    arguments = ARGUMENTS[name]
+    q, k, v = (draw(*shape, dtype=torch.float64) for shape in ((12, 4, 8), (11, 2, 8), (11, 2, 8)))
+    ends = torch.tensor([0, 5, 12], dtype=torch.int32), torch.tensor([0, 8, 11], dtype=torch.int32)
+    table = make_table([8, 3], 4)
+    pools = [put_into_pages(x, [8, 3], table, 4) for x in (k, v)]
+    expected = flash.flash_attn_varlen_func(q, k, v, *ends, 7, 8, return_attn_probs=True, **arguments)
+    got = flash.flash_attn_varlen_func(q, *pools, *ends, 7, 8, return_attn_probs=True, block_table=table, **arguments)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_refused_call_writes_nothing_into_pages():
+    pools, table = [K.clone(), K.clone()], torch.tensor([[0], [1]]).int()
+    new = {"k": K[:, :1], "v": K[:, :1], "cache_seqlens": 1}
+    wrong_page = table.clone()
+    wrong_page[1, 0] = 2
+    same_page = table * 0
+    for wrong in ({"softcap": -1.0}, {"window_size": (-5, 0)}, {"alibi_slopes": torch.ones(4).requires_grad_()},
+                  {"block_table": wrong_page}, {"block_table": same_page}, {"cache_seqlens": 5}):  # fmt: skip
+        with pytest.raises(ValueError, match="attnpack: "):
+            flash.flash_attn_with_kvcache(Q, *pools, **({"block_table": table} | new | wrong))
+    assert all(torch.equal(x, K) for x in pools)
+    flash.flash_attn_with_kvcache(Q, *pools, block_table=table, **new)
+    assert not torch.equal(pools[0], K)
+
+
 def test_a_cache_gives_no_gradients():
     q = draw(1, 1, 2, 8).requires_grad_()
     out = flash.flash_attn_with_kvcache(q, draw(1, 4, 2, 8), draw(1, 4, 2, 8), q, q, cache_seqlens=2)
@@ -274,10 +325,25 @@ BAD = {
     "q has 4 heads, k 3, wants a multiple": (
         lambda: flash.flash_attn_varlen_func(Q[0], Q[0, :, :3], Q[0, :, :3], E, E, 2, 2)
     ),
-    "block_table is given, and keys in pages": (
+    r"k is of shape \[5, 2, 8\], wants \[batch": (
         lambda: flash.flash_attn_varlen_func(Q[0], K[0], K[0], E, E, 2, 2, block_table=torch.zeros(2, 1).int())
     ),
-    "block_table is given": lambda: flash.flash_attn_with_kvcache(Q, K, K, block_table=torch.zeros(2, 1).int()),
+    r"block_table is \[0\] \(list\), wants an int32": lambda: flash.flash_attn_with_kvcache(Q, K, K, block_table=[0]),
+    r"block_table has shape \[2\], wants \[batch, pages\]": (
+        lambda: flash.flash_attn_with_kvcache(Q, K, K, block_table=torch.zeros(2).int())
+    ),
+    r"block_table\[1, 0\] is 7, wants a page from 0 to 1": (
+        lambda: flash.flash_attn_with_kvcache(Q, K, K, block_table=torch.tensor([[0], [7]]).int())
+    ),
+    r"cache_seqlens\[0\] is 11, wants 0 to 10: the cache has 10 positions": (
+        lambda: flash.flash_attn_with_kvcache(Q, K, K, cache_seqlens=11, block_table=torch.zeros(2, 2).int())
+    ),
+    "cache_batch_idx is given with block_table": (
+        lambda: flash.flash_attn_with_kvcache(Q, K, K, cache_batch_idx=E[:2], block_table=torch.zeros(2, 1).int())
+    ),
+    "cache_leftpad is given with block_table": (
+        lambda: flash.flash_attn_with_kvcache(Q, K, K, cache_leftpad=E[:2], block_table=torch.zeros(2, 1).int())
+    ),
     "cu_seqlens_k ends at 3, wants 5": lambda: flash.flash_attn_varlen_func(Q[0], K[0], K[0], E, E, 2, 2),
     r"cu_seqlens_k is \[0, 1, 3\], wants numbers from 0 to 5": (
         lambda: flash.flash_attn_varlen_func(Q[0], K[0], K[0], E, E, 2, 2, alibi_slopes=torch.ones(2, 4))

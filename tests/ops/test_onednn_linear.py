@@ -1,28 +1,20 @@
-"""Linear layers of many rows: values and gradients against fp64, by each kernel that ATTNPACK_LINEAR can pin."""
+"""Linear layers of many rows by oneDNN: values and gradients against fp64, transforms, memory."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attnpack import _C, ops
+from attnpack import ops
 from processes import run_python
 from torch import nn
 from torch.testing import assert_close
 
 # Enough work for oneDNN by the table, where the table has it.
 ROWS, IN, OUT = 130, 160, 192
-takes_onednn = pytest.mark.skipif(
-    not _C.linear_kernels().startswith("oneDNN"), reason="torch's linear is faster on this CPU"
-)
+pytestmark = pytest.mark.onednn
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
-
-
-def ops_of(call) -> set[str]:
-    with torch.profiler.profile() as profile:
-        call()
-    return {event.key for event in profile.key_averages()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -49,49 +41,6 @@ def test_values_and_gradients(dtype, rows, inputs, outputs, biased):
         # oneDNN's sums in fp32 are longer than MKL's: its error is up to four times as large.
         allowed = 4 * (theirs - true).abs().max() + 1e-6 * true.abs().max()
         assert (ours - true).abs().max() <= allowed
-
-
-@takes_onednn
-def test_the_table_is_followed():
-    x, weight, bias = draw(ROWS, IN), draw(OUT, IN), draw(OUT)
-    with torch.no_grad():
-        assert "mkldnn::_linear_pointwise" in ops_of(lambda: ops.linear(x, weight))
-        assert "mkldnn::_linear_pointwise" in ops_of(lambda: ops.linear(*(t.bfloat16() for t in (x, weight, bias))))
-        for few in (x[:20, :40], x[:, :8], x.double(), x.half()):
-            name = ops_of(lambda few=few: ops.linear(few, weight[:, : few.size(1)].to(few.dtype)))
-            assert "mkldnn::_linear_pointwise" not in name
-        assert "mkldnn::_linear_pointwise" not in ops_of(lambda: ops.linear(x, weight[:20]))
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    names = ops_of(lambda: ops.linear(*leaves).sum().backward())
-    assert "mkldnn::_linear_pointwise" in names and not names & {"aten::mm", "aten::addmm"}
-
-
-@pytest.mark.parametrize("kernel", ["torch", "onednn", "", "mkl"])
-def test_a_kernel_is_pinned(kernel):
-    program = """
-import torch, attnpack
-import torch.nn.functional as F
-torch.manual_seed(0)
-for rows, inputs, outputs in ((3, 40, 50), (40, 50, 60), (200, 300, 400)):
-    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
-    with torch.profiler.profile() as profile:
-        out = attnpack.ops.linear(x, weight, bias)
-    names = {event.key for event in profile.key_averages()}
-    print("mkldnn::_linear_pointwise" in names, torch.equal(out, F.linear(x, weight, bias)))
-"""
-    ran = run_python(program, ATTNPACK_LINEAR=kernel)
-    if kernel == "mkl":
-        assert ran.returncode != 0
-        assert "ATTNPACK_LINEAR is 'mkl', wants torch or onednn, or nothing for the faster one" in ran.text
-        return
-    assert ran.returncode == 0, ran.text
-    lines = ran.stdout.splitlines()
-    if kernel == "torch":
-        assert lines == ["False True"] * 3
-    elif kernel == "onednn":
-        assert [line.split()[0] for line in lines] == ["True"] * 3
-    else:
-        assert lines[0].startswith("False")
 
 
 @pytest.mark.parametrize("shape", [(2, 65, IN), (2, 5, 13, IN), (ROWS, IN)])
@@ -181,7 +130,6 @@ def test_autocast_casts_as_torch_does():
     assert torch.equal(found, expected)
 
 
-@takes_onednn
 @pytest.mark.parametrize("training", [False, True])
 def test_many_lengths_take_little_memory(training):
     """oneDNN keeps memory for each shape: 300 lengths once took 200 MB."""

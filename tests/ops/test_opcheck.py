@@ -116,6 +116,17 @@ def test_opcheck_kv_cache_append(dtype):
         opcheck(ops.kv_cache_append_.default, (*cache, *new, lens, None))
 
 
+def test_opcheck_of_caches_that_drop_positions():
+    key, value, lengths, dropped = draw(2, 3, 8, 4), draw(2, 3, 8, 5), torch.tensor([303, 5]), torch.tensor([300, 0])
+    opcheck(ops.kv_window_slide.default, (key, value, lengths, dropped, 12, 2, 1))
+    opcheck(ops.kv_window_crop.default, (lengths, dropped, 302, 1, 0))
+    new = draw(2, 3, 3, 4), draw(2, 3, 3, 5)
+    opcheck(ops.kv_cache_append_.default, (key, value, lengths, *new, None, None, dropped))
+    rotation = [1.0, 0.5], 1.0, False
+    query = draw(2, 6, 3, 4)
+    opcheck(ops.kv_cache_append_rotated_.default, (key, value, lengths, query, *new, *rotation, None, None, dropped))
+
+
 @pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
 def test_opcheck_kv_cache_append_rotated(dtype):
     cache = [torch.zeros(2, 3, 8, 4, dtype=dtype), torch.zeros(2, 3, 8, 5, dtype=dtype), torch.tensor([2, 5])]

@@ -45,7 +45,6 @@ BAD = {
     "short ends": ({"cu_seqlens_k": ends(0, 3, 11).short()}, "cu_seqlens_k has dtype Short, wants int32 or int64"),
     "meta ends": ({"cu_seqlens_q": ends(0, 4, 9).to("meta")}, "cu_seqlens_q is on meta, query on cpu: pass numbers"),
     "keys of other rows": ({"cu_seqlens_k": None}, "key has 11 rows, query 9: pass cu_seqlens_k"),
-    "block_table": ({"block_table": torch.zeros(2, 1).int()}, "block_table is given, and keys in pages are not built"),
     "kv_lens": ({"kv_lens": torch.tensor([3, 8])}, "kv_lens is given without block_table: cu_seqlens_k says"),
     "hint below 0": ({"max_seqlen_q": -1}, "max_seqlen_q is -1, wants the longest sequence's length, or none"),
     "key hint below 0": ({"max_seqlen_k": -7}, "max_seqlen_k is -7, wants"),
@@ -73,7 +72,7 @@ WRONG_KIND = {
     "cu_seqlens_k": (3, r"cu_seqlens_k is 3 \(int\), wants an int32 or int64 tensor .*, or None"),
     "max_seqlen_q": ("long", r"max_seqlen_q is 'long' \(str\), wants an int"),
     "max_seqlen_k": (1.5, r"max_seqlen_k is 1.5 \(float\), wants an int"),
-    "block_table": ([0], r"block_table is \[0\] \(list\), wants None: it is reserved"),
+    "block_table": ([0], r"block_table is \[0\] \(list\), wants an int32 tensor \[sequences, max_pages\]"),
     "window": (3, r"window is 3 \(int\), wants two ints"),
 }
 

@@ -1,5 +1,6 @@
 // The kernels without torch, for the sanitizers: every buffer ends at a page that may not be touched, sizes are odd,
 // and the results of every instruction set are compared with the formula. Built and run by scripts/sanitize.sh.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -186,6 +187,48 @@ void attend_together(const char* isa, const Kernels& kernels, const AttentionPar
     expect(bytes(*outs[i]) == expected[2 * i] && bytes(*lses[i]) == expected[2 * i + 1], isa, "calls in one loop", n);
 }
 
+// The first sequence, with its keys in pages of a pool: the same bits as with the keys in one piece. Each page ends at
+// memory that may not be touched, and so does the table.
+void attend_in_pages(const char* isa, const Kernels& kernels, const AttentionParams& p, const Threads& threads,
+                     int64_t n) {
+  const size_t w = width(p.dtype), aw = p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
+  AttentionParams c = p;
+  c.batch = 1;
+  c.kv_lens = nullptr;
+  c.kv_len = pick(0, p.kv_len);
+  Guarded out(c.num_heads * c.q_len * c.v_head_dim * w), lse(c.num_heads * c.q_len * aw);
+  c.out = out.data(), c.lse = lse.data();
+  run_forward(kernels, {&c, 1}, threads);
+  std::vector<char> expected(static_cast<char*>(out.data()), static_cast<char*>(out.data()) + out.bytes());
+  std::memset(out.data(), 1, out.bytes());
+  constexpr int64_t kPages[] = {1, 7, 8, 16, 24, 256};
+  c.page_size = kPages[pick(0, 5)];
+  const int64_t pages = (c.kv_len + c.page_size - 1) / c.page_size;
+  Guarded table(pages * sizeof(int32_t));
+  auto* entries = static_cast<int32_t*>(table.data());
+  for (int64_t i = 0; i < pages; ++i) entries[i] = static_cast<int32_t>(i);
+  if (n % 3) std::shuffle(entries, entries + pages, generator);
+  // The pages of a head lie together, or the heads of a page.
+  const auto pool = [&](const void* from, int64_t dim, Strides& strides, bool heads_outside) {
+    const int64_t page = c.page_size * dim;
+    auto to = std::make_unique<Guarded>(pages * c.num_kv_heads * page * w);
+    const Strides own = strides;
+    strides = heads_outside ? Strides{page, pages * page, dim, 1} : Strides{c.num_kv_heads * page, page, dim, 1};
+    for (int64_t h = 0; h < c.num_kv_heads; ++h)
+      for (int64_t j = 0; j < c.kv_len; ++j)
+        std::memcpy(
+            static_cast<char*>(to->data()) +
+                (entries[j / c.page_size] * strides.batch + h * strides.head + j % c.page_size * strides.row) * w,
+            static_cast<const char*>(from) + (h * own.head + j * own.row) * w, dim * w);
+    return to;
+  };
+  const auto keys = pool(p.key, c.head_dim, c.key_strides, n % 2),
+             values = pool(p.value, c.v_head_dim, c.value_strides, n % 2);
+  c.key = keys->data(), c.value = values->data(), c.block_table = entries;
+  run_forward(kernels, {&c, 1}, threads);
+  expect(std::memcmp(out.data(), expected.data(), expected.size()) == 0, isa, "keys in pages", n);
+}
+
 void attend(const char* isa, const Kernels& kernels, int64_t n) {
   const auto size = [](int64_t most) {
     int64_t s = kSizes[pick(0, 10)];
@@ -269,6 +312,7 @@ void attend(const char* isa, const Kernels& kernels, int64_t n) {
   expect(worst_lse < 1e-3, isa, "lse", n);
   poison_a_key(isa, kernels, p, threads, out, lse, n);
   attend_together(isa, kernels, p, threads, n);
+  attend_in_pages(isa, kernels, p, threads, n);
 
   AttentionBackwardParams bp{};
   bp.forward = p;
@@ -332,6 +376,19 @@ void few_rows(const char* isa, const Kernels& kernels, int64_t n) {
   const double first = get(p.input, p.dtype, r * p.inputs) * get(p.weight, p.dtype, 0) /
                        std::sqrt(squares / static_cast<double>(p.inputs) + 1e-6);
   expect(std::fabs(get(norm.out, p.dtype, r * p.inputs) - first) < (w == 2 ? 0.05 : 1e-3), isa, "rms_norm", n);
+
+  for (const int64_t bits : {4, 8}) {
+    QuantizeParams rows{p.inputs, bits, p.dtype, x.data(), nullptr};
+    Guarded bytes(p.rows * quantized_row_bytes(bits, p.inputs)), row(p.inputs * 4), back(p.rows * p.inputs * w);
+    rows.to = bytes.data();
+    kernels.quantize_rows(rows, {0, p.rows}, row.data());
+    rows.from = bytes.data(), rows.to = back.data();
+    kernels.dequantize_rows(rows, {0, p.rows}, row.data());
+    double error = 0;
+    for (int64_t i = 0; i < p.inputs; ++i)
+      error += std::pow(get(back.data(), p.dtype, r * p.inputs + i) - get(p.input, p.dtype, r * p.inputs + i), 2);
+    expect(error <= (bits == 8 ? 1e-3 : 0.1) * squares, isa, "quantize_rows", n);
+  }
 }
 
 }  // namespace

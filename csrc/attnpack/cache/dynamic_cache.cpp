@@ -7,20 +7,7 @@
 
 namespace attnpack {
 
-namespace {
-
 using c10::SymInt;
-
-// A tensor like `like` [B, H, L, D] with room for `capacity` positions. It begins with the first `len` ones of `like`.
-at::Tensor grown(const at::Tensor& like, const SymInt& len, const SymInt& capacity) {
-  auto larger = cache_zeros({like.sym_size(0), like.sym_size(1), capacity, like.sym_size(3)}, like.options());
-  if (len == 0) return larger;
-  at::NoGradGuard no_grad;
-  larger.narrow_symint(2, 0, len).copy_(like.narrow_symint(2, 0, len));
-  return larger;
-}
-
-}  // namespace
 
 DynamicCache::DynamicCache() { reset(); }
 
@@ -33,15 +20,15 @@ SymInt DynamicCache::longest() const {
 CacheTensors DynamicCache::reserve(const at::Tensor& key, const at::Tensor& value) {
   const SymInt need = len_ + key.sym_size(2);
   if (len_ == 0) {
-    tensors_ = {grown(key, 0, need), grown(value, 0, need),
+    tensors_ = {cache_grown(key, 0, need), cache_grown(value, 0, need),
                 cache_zeros({key.sym_size(0)}, key.options().dtype(at::kLong))};
   } else {
     check_fits(tensors_, key, value);
     const SymInt capacity = tensors_.key.sym_size(2);
     if (need > capacity) {
       const SymInt larger = std::max(need, capacity * 2);
-      tensors_.key = grown(tensors_.key, len_, larger);
-      tensors_.value = grown(tensors_.value, len_, larger);
+      tensors_.key = cache_grown(tensors_.key, len_, larger);
+      tensors_.value = cache_grown(tensors_.value, len_, larger);
     }
   }
   // The result is as long as the cache will be, so that a mask over its keys fits.
@@ -51,17 +38,14 @@ CacheTensors DynamicCache::reserve(const at::Tensor& key, const at::Tensor& valu
 void DynamicCache::commit(const SymInt& new_len, const std::optional<at::Tensor>& new_lens) {
   const auto added = new_len.maybe_as_int(), held = len_.maybe_as_int();
   const auto room = tensors_.key.defined() ? tensors_.key.sym_size(2).maybe_as_int() : std::make_optional<int64_t>(0);
-  ATTNPACK_CHECK(!added || !held || !room || (*added >= 0 && *held + *added <= *room), "new_len: got ", new_len,
+  ATTNPACK_CHECK(!added || !held || !room || (*added >= 0 && *held <= *room - *added), "new_len: got ", new_len,
                  " after ", len_, " positions, want what was written into the room that reserve() gave");
   len_ = new_lens ? longest() : len_ + new_len;
 }
 
 SymInt DynamicCache::sym_nbytes() const {
   if (len_ == 0) return 0;
-  const auto bytes_of_position = [](const at::Tensor& held) {
-    return held.sym_size(0) * held.sym_size(1) * held.sym_size(3) * static_cast<int64_t>(held.element_size());
-  };
-  return (bytes_of_position(tensors_.key) + bytes_of_position(tensors_.value)) * len_;
+  return bytes_of_position(tensors_) * len_;
 }
 
 void DynamicCache::reset() {
@@ -86,17 +70,15 @@ void DynamicCache::reorder(const at::Tensor& index) {
   len_ = longest();
 }
 
-void DynamicCache::take_back(const at::Tensor& lengths) {
-  // Another batch than now: the cache was empty then, and has taken its shape from the append that is forgotten.
-  if (lengths.sym_numel() == 0 || lengths.sym_sizes() != tensors_.lengths.sym_sizes()) return reset();
-  tensors_.lengths.copy_(lengths);
-  len_ = longest();
-}
-
 CacheState DynamicCache::state() const {
   auto result = KVCache::state();
   result.numbers = {len_};
   return result;
+}
+
+void DynamicCache::restore(const CacheState& state) {
+  KVCache::restore(state);
+  len_ = numbers_of(state, 1)[0];
 }
 
 }  // namespace attnpack

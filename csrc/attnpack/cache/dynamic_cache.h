@@ -11,8 +11,6 @@ class DynamicCache : public KVCache {
   DynamicCache();
   // Over tensors that somebody else holds too. They are written until the cache outgrows them.
   explicit DynamicCache(CacheTensors tensors);
-  // The same where the longest sequence is known to hold `len` positions.
-  DynamicCache(CacheTensors tensors, c10::SymInt len) : KVCache(std::move(tensors)), len_(std::move(len)) {}
 
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
   void commit(const c10::SymInt& new_len, const std::optional<at::Tensor>& new_lens) override;
@@ -24,9 +22,9 @@ class DynamicCache : public KVCache {
   void crop(const c10::SymInt& n) override;
   void reorder(const at::Tensor& index) override;
   std::shared_ptr<KVCache> clone() const override { return copy_of(*this); }
-  void take_back(const at::Tensor& lengths) override;
   // numbers: len
   CacheState state() const override;
+  void restore(const CacheState& state) override;
 
  private:
   c10::SymInt longest() const;

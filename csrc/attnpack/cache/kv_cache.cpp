@@ -27,9 +27,36 @@ CacheTensors KVCache::reserve_latents(const at::Tensor& latents, int64_t) {
   return reserve(latents, latents.narrow(-1, 0, 0));
 }
 
+c10::SymInt KVCache::sym_nbytes_allocated() const {
+  return tensors_.key.defined() ? tensors_.key.sym_nbytes() + tensors_.value.sym_nbytes() : c10::SymInt(0);
+}
+
+void KVCache::restore(const CacheState& state) {
+  const auto& parts = state.tensors;
+  ATTNPACK_CHECK(parts.size() == 1 || parts.size() == 3 || parts.size() == 4, "tensors: got ", parts.size(),
+                 ", want lengths alone, or lengths, key and value, and dropped");
+  tensors_.lengths = parts[0];
+  tensors_.key = parts.size() > 1 ? parts[1] : at::Tensor();
+  tensors_.value = parts.size() > 1 ? parts[2] : at::Tensor();
+  tensors_.dropped = parts.size() > 3 ? std::make_optional(parts[3]) : std::nullopt;
+}
+
+void KVCache::take_back(const CacheBefore& before) {
+  restore(before.state);
+  tensors_.lengths.copy_(before.lengths);
+}
+
+const std::vector<c10::SymInt>& KVCache::numbers_of(const CacheState& state, size_t count) {
+  ATTNPACK_CHECK(state.numbers.size() == count, "numbers: got ", state.numbers.size(), ", want ", count,
+                 " for a cache of this class");
+  return state.numbers;
+}
+
 CacheState KVCache::state() const {
   if (!tensors_.key.defined()) return {{tensors_.lengths}, {}};
-  return {{tensors_.lengths, tensors_.key, tensors_.value}, {}};
+  CacheState result{{tensors_.lengths, tensors_.key, tensors_.value}, {}};
+  if (tensors_.dropped) result.tensors.push_back(*tensors_.dropped);
+  return result;
 }
 
 void check_crop(const c10::SymInt& n) {
@@ -59,6 +86,21 @@ at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool 
   return index.to(lengths.device());
 }
 
+at::Tensor cache_grown(const at::Tensor& like, const c10::SymInt& len, const c10::SymInt& capacity) {
+  auto larger = cache_zeros({like.sym_size(0), like.sym_size(1), capacity, like.sym_size(3)}, like.options());
+  if (len == 0) return larger;
+  at::NoGradGuard no_grad;
+  larger.narrow_symint(2, 0, len).copy_(like.narrow_symint(2, 0, len));
+  return larger;
+}
+
+c10::SymInt bytes_of_position(const CacheTensors& cache) {
+  const auto bytes = [](const at::Tensor& held) {
+    return held.sym_size(0) * held.sym_size(1) * held.sym_size(3) * static_cast<int64_t>(held.element_size());
+  };
+  return bytes(cache.key) + bytes(cache.value);
+}
+
 at::Tensor cache_zeros(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
   c10::InferenceMode normal(false);
   return at::zeros_symint(sizes, options);
@@ -68,7 +110,10 @@ CacheTensors KVCache::copy_tensors(const CacheTensors& tensors) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   const auto copy = [](const at::Tensor& t) { return t.defined() ? t.clone() : t; };
-  return {copy(tensors.key), copy(tensors.value), copy(tensors.lengths)};
+  CacheTensors result = tensors;
+  for (auto* tensor : {&result.key, &result.value, &result.lengths}) *tensor = copy(*tensor);
+  if (result.dropped) result.dropped = copy(*result.dropped);
+  return result;
 }
 
 }  // namespace attnpack

@@ -13,14 +13,22 @@ namespace attnpack {
 
 // A cache as plain values, from which the same cache can be made again. Python's classes hold nothing else.
 struct CacheState {
-  std::vector<at::Tensor> tensors;   // lengths [B], then key and value [B, Hkv, capacity, D or Dv] if there are any
+  // lengths [B], then key and value [B, Hkv, capacity, D or Dv] if there are any, then dropped [B] if it drops any
+  std::vector<at::Tensor> tensors;
   std::vector<c10::SymInt> numbers;  // what the cache knows beside its tensors
+};
+
+// A cache before a call. Of the state's tensors a call writes into lengths, and after them into key and value.
+struct CacheBefore {
+  CacheState state;
+  at::Tensor lengths;  // [B], a copy
 };
 
 // Keys and values of one attention layer. A cache is a value handed to forward, never a buffer of a module.
 //
 // A call asks for room with reserve, lets attend write into it, and counts the new positions with commit. Where the
-// call raises, take_back forgets what it did.
+// call raises, take_back forgets what it did. What a failed call did is to be undone exactly: reserve and commit leave
+// the held positions of the state's tensors as they are, and put new tensors in their place where positions move.
 //
 // Lengths that torch.compile does not know while it traces a call are c10::SymInt, as in torch: sym_len() beside len().
 //
@@ -41,20 +49,28 @@ class KVCache {
   // The number of positions of the longest sequence.
   virtual c10::SymInt sym_len() const = 0;
   int64_t len() const { return sym_len().guard_int(__FILE__, __LINE__); }
+  // The number of positions that k() and v() show.
+  virtual c10::SymInt sym_stored() const { return sym_len(); }
   // The most positions that it can hold; none if it grows.
   virtual std::optional<int64_t> capacity() const { return std::nullopt; }
-  // Bytes of keys and values.
+  // Bytes of the keys and values that are stored.
   virtual c10::SymInt sym_nbytes() const = 0;
   int64_t nbytes() const { return sym_nbytes().guard_int(__FILE__, __LINE__); }
+  // Bytes of the memory that keys and values take, with the free capacity.
+  c10::SymInt sym_nbytes_allocated() const;
+  int64_t nbytes_allocated() const { return sym_nbytes_allocated().guard_int(__FILE__, __LINE__); }
   virtual void reset() = 0;
   // Keeps the first n positions of each sequence.
   virtual void crop(const c10::SymInt& n) = 0;
   // Sequence b becomes what index[b] was, index [B] int64 (beam search).
   virtual void reorder(const at::Tensor& index) = 0;
   virtual std::shared_ptr<KVCache> clone() const = 0;
-  // Forgets what was appended since `lengths` was copied from lengths().
-  virtual void take_back(const at::Tensor& lengths) = 0;
   virtual CacheState state() const;
+  // Becomes the cache that had this state.
+  virtual void restore(const CacheState& state);
+  // Forgets what was done since before() was called.
+  CacheBefore before() const { return {state(), tensors_.lengths.clone()}; }
+  void take_back(const CacheBefore& before);
 
   // [B, Hkv, len, D] and [B, Hkv, len, Dv], views; undefined before the first append of a DynamicCache. Where sequences
   // differ in length, the positions after the end of a shorter one are unspecified.
@@ -78,13 +94,16 @@ class KVCache {
     return copy;
   }
 
+  // The numbers of a state that has `count` of them.
+  static const std::vector<c10::SymInt>& numbers_of(const CacheState& state, size_t count);
+
   CacheTensors tensors_;
 
  private:
   // Copies, which are normal tensors also under inference_mode.
   static CacheTensors copy_tensors(const CacheTensors& tensors);
   at::Tensor held(const at::Tensor& tensor) const {  // the positions that are held
-    return tensor.defined() ? tensor.narrow_symint(2, 0, sym_len()) : tensor;
+    return tensor.defined() ? tensor.narrow_symint(2, 0, sym_stored()) : tensor;
   }
 };
 
@@ -92,8 +111,8 @@ class KVCache {
 // where it was.
 template <typename Caches, typename Call>
 auto all_or_none(const Caches& caches, const Call& call) {
-  std::vector<at::Tensor> before;
-  for (const auto& cache : caches) before.push_back(cache->lengths().clone());
+  std::vector<CacheBefore> before;
+  for (const auto& cache : caches) before.push_back(cache->before());
   try {
     return call();
   } catch (...) {
@@ -111,6 +130,12 @@ void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tens
 // Checks that index [B] names sequences that lengths has, and with same_batch as many as lengths has. Returns index on
 // the device of lengths.
 at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch);
+
+// A tensor like `like` [B, H, slots, D] with `capacity` slots. It begins with the first `len` ones of `like`.
+at::Tensor cache_grown(const at::Tensor& like, const c10::SymInt& len, const c10::SymInt& capacity);
+
+// Bytes of one position of all sequences.
+c10::SymInt bytes_of_position(const CacheTensors& cache);
 
 // Zeros. They are a normal tensor also under inference_mode, so that a cache made there can be written anywhere.
 at::Tensor cache_zeros(c10::SymIntArrayRef sizes, const at::TensorOptions& options);

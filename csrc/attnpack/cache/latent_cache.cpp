@@ -30,6 +30,12 @@ CacheState LatentCache::state() const {
   return result;
 }
 
+void LatentCache::restore(const CacheState& state) {
+  const auto& numbers = numbers_of(state, 2);
+  DynamicCache::restore({state.tensors, {numbers[0]}});
+  kv_lora_rank_ = numbers[1].guard_int(__FILE__, __LINE__);
+}
+
 at::Tensor LatentCache::v() const { return k().defined() ? k().narrow_symint(3, 0, kv_lora_rank_) : at::Tensor(); }
 
 at::Tensor LatentCache::k_rope() const {

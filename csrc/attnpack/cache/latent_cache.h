@@ -12,8 +12,6 @@ class LatentCache : public DynamicCache {
   // Over tensors that somebody else holds too; key [B, 1, capacity, kv_lora_rank + rope], value [B, 1, capacity, 0].
   LatentCache(CacheTensors tensors, int64_t kv_lora_rank)
       : DynamicCache(std::move(tensors)), kv_lora_rank_(kv_lora_rank) {}
-  LatentCache(CacheTensors tensors, c10::SymInt len, int64_t kv_lora_rank)
-      : DynamicCache(std::move(tensors), std::move(len)), kv_lora_rank_(kv_lora_rank) {}
 
   // Raises: keys and values of other attention belong into a DynamicCache.
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
@@ -22,6 +20,7 @@ class LatentCache : public DynamicCache {
   std::shared_ptr<KVCache> clone() const override { return copy_of(*this); }
   // numbers: len, kv_lora_rank
   CacheState state() const override;
+  void restore(const CacheState& state) override;
 
   // The latents c, which are also the values of the absorbed path: [B, 1, len, kv_lora_rank], a view of k().
   at::Tensor v() const override;

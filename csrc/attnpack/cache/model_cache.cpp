@@ -43,12 +43,20 @@ int64_t ModelCache::nbytes() const {
   return bytes;
 }
 
+int64_t ModelCache::nbytes_allocated() const {
+  int64_t bytes = 0;
+  for (const auto& layer : layers_) bytes += layer->nbytes_allocated();
+  return bytes;
+}
+
 void ModelCache::reset() {
   for (const auto& layer : layers_) layer->reset();
 }
 
 void ModelCache::crop(const c10::SymInt& n) {
-  for (const auto& layer : layers_) layer->crop(n);
+  all_or_none([&] {
+    for (const auto& layer : layers_) layer->crop(n);
+  });
 }
 
 void ModelCache::reorder(const at::Tensor& index) {

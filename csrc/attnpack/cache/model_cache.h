@@ -21,7 +21,9 @@ class ModelCache {
   // The lengths of the first layer, [B]. All layers hold the same positions.
   const at::Tensor& lengths() const { return layers_.front()->lengths(); }
   int64_t nbytes() const;
+  int64_t nbytes_allocated() const;
   void reset();
+  // Where a layer refuses, no layer is cropped.
   void crop(const c10::SymInt& n);
   void reorder(const at::Tensor& index);
   std::shared_ptr<ModelCache> clone() const;

@@ -51,7 +51,6 @@ class StaticCache : public KVCache {
   // In place; the batch keeps its size.
   void reorder(const at::Tensor& index) override;
   std::shared_ptr<KVCache> clone() const override { return copy_of(*this); }
-  void take_back(const at::Tensor& lengths) override { tensors_.lengths.copy_(lengths); }
 };
 
 }  // namespace attnpack

@@ -29,6 +29,11 @@ struct AttentionParams {
   const void* key;    // [batch, num_kv_heads, kv_len, head_dim]
   const void* value;  // [batch, num_kv_heads, kv_len, v_head_dim]
   Strides query_strides, key_strides, value_strides;
+  // Keys in pages, or null. Then the batch is one sequence, key and value are pools [pages, num_kv_heads, page_size,
+  // width], and key j is row j % page_size of page block_table[j / page_size]. The stride `batch` is that of a page.
+  const int32_t* block_table;  // a page for each page_size of the kv_len keys; anything may follow
+  int64_t page_size;
+  int64_t quantized_bits;  // 8 or 4: key and value are quantised rows (core/quantized.h), strides in bytes; 0: numbers
 
   void* out;  // [batch, num_heads, q_len, v_head_dim]
   Strides out_strides;
@@ -118,6 +123,20 @@ ATTNPACK_HD static inline Range key_range(const AttentionParams& p, int64_t b, i
   if (p.window_left >= 0 && position - p.window_left > keys.begin) keys.begin = position - p.window_left;
   if (keys.end < keys.begin) keys.end = keys.begin;
   return keys;
+}
+
+// The kernels cut the keys of a sequence into pieces that begin at multiples of some divisor of it. So results keep
+// their bits where whole multiples of it are taken away before the first key that is seen.
+constexpr int64_t kKeyAlignment = 256;
+
+// The keys that causality, window and kv_lens leave to the rows of sequence b together, from a multiple of
+// kKeyAlignment on. How work is cut depends on them, but not on the keys before them.
+ATTNPACK_HD static inline Range seen_keys(const AttentionParams& p, int64_t b) {
+  if (p.q_len == 0) return {0, 0};
+  const Range last = key_range(p, b, p.q_len - 1);
+  const int64_t valid = valid_keys(p, b), end = last.end < valid ? last.end : valid;
+  const int64_t first = key_range(p, b, 0).begin, begin = first < end ? first : end;
+  return {begin / kKeyAlignment * kKeyAlignment, end};
 }
 
 // The factor scale / softcap of a product before tanh. It is clamped to finite numbers, so that a product of 0 stays 0.

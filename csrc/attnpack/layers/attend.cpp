@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/layers/detail/dropped_keys.h>
 #include <attnpack/layers/detail/place_tokens.h>
 #include <attnpack/ops/detail/schema.h>
 
@@ -12,48 +13,69 @@ namespace {
 
 std::optional<CacheTensors> cache_tensors(const CacheArguments& cache) {
   if (!cache.key) return std::nullopt;
-  ATTNPACK_CHECK(cache.value && cache.lengths, "cache has no value or no lengths: pass all three of its tensors");
-  return CacheTensors{*cache.key, *cache.value, *cache.lengths};
+  ATTNPACK_CHECK(cache.value && cache.lengths, "cache has no value or no lengths: pass all of its tensors");
+  return CacheTensors{*cache.key, *cache.value, *cache.lengths, cache.dropped, cache.window, cache.keep_first};
 }
 
-PlacedTokens place_heads(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& cache,
-                         const LayerArguments& layer, AttentionArguments args) {
-  return place_tokens({query, key, value}, cache_tensors(cache), layer,
+// The operator's arguments for the cache as it is to be read, but for those that the append decides.
+AttentionArguments arguments_over(const std::optional<CacheTensors>& cache, const LayerArguments& layer,
+                                  const ScoreArguments& score) {
+  AttentionArguments args = attention_arguments(layer, score);
+  if (!cache || !cache->dropped) return args;
+  check_window_fits(*cache, args);
+  if (args.mask) args.mask = mask_of_slots(*args.mask, *cache);
+  return args;
+}
+
+PlacedTokens place_heads(const Tensor& query, const Tensor& key, const Tensor& value,
+                         const std::optional<CacheTensors>& cache, const LayerArguments& layer,
+                         AttentionArguments args) {
+  return place_tokens({query, key, value}, cache, layer,
                       [&](const Tensor& k, const Tensor& v, const std::optional<Tensor>& kv_lens) {
                         args.kv_lens = kv_lens;
                         check_attention(query, k, v, args);
                       });
 }
 
-Tensor attend_placed(const PlacedTokens& tokens, AttentionArguments args, double dropout_p) {
+Tensor attend_placed(const PlacedTokens& tokens, const std::optional<CacheTensors>& cache, AttentionArguments args,
+                     double dropout_p) {
   args.dropout_p = dropout_p;
   args.dropout_seed = dropout_seed(dropout_p);
-  return std::get<0>(attention_op(tokens.query, tokens.key, tokens.value, args)).transpose(1, 2).flatten(2);
+  const auto [out, lse] = cache && cache->keep_first > 0 ? attend_kept(tokens, *cache, args)
+                                                         : attention_op(tokens.query, tokens.key, tokens.value, args);
+  return out.transpose(1, 2).flatten(2);
 }
 
-Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& cache,
+Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& held,
                         const LayerArguments& layer, const ScoreArguments& score) {
-  AttentionArguments args = attention_arguments(layer, score);
+  const auto cache = cache_tensors(held);
+  AttentionArguments args = arguments_over(cache, layer, score);
   const PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
-  return attend_placed(tokens, args, layer.dropout_p);
+  return attend_placed(tokens, cache, args, layer.dropout_p);
 }
 
 std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                         const CacheArguments& cache, const LayerArguments& layer,
+                                                         const CacheArguments& held, const LayerArguments& layer,
                                                          const ScoreArguments& score) {
-  AttentionArguments args = attention_arguments(layer, score);
+  const auto cache = cache_tensors(held);
+  AttentionArguments args = arguments_over(cache, layer, score);
   PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
-  trim_to_longest(tokens, layer.mask);
+  const bool slots = cache && cache->dropped;
+  trim_to_longest(tokens, slots ? std::nullopt : layer.mask);
+  if (slots && args.mask && args.mask->dim() > 0 && args.mask->sym_size(-1) != 1)
+    args.mask = args.mask->narrow_symint(-1, 0, tokens.key.sym_size(2));
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
-  return {attend_placed(tokens, args, layer.dropout_p), scores_formula(tokens.query, tokens.key, args, "probs")};
+  const Tensor weights = cache && cache->keep_first > 0 ? kept_probabilities(tokens, *cache, args)
+                                                        : scores_formula(tokens.query, tokens.key, args, "probs");
+  return {attend_placed(tokens, cache, args, layer.dropout_p), weights};
 }
 
 CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
   if (!cache) return {};
-  return {cache->key, cache->value, cache->lengths};
+  return {cache->key, cache->value, cache->lengths, cache->dropped, cache->window, cache->keep_first};
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include <attnpack/cache/latent_cache.h>
+#include <attnpack/cache/sliding_window_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/print_options.h>
@@ -119,6 +120,16 @@ std::shared_ptr<ModelCache> CausalLMImpl::static_cache(int64_t batch, int64_t ma
   if (latent) shape.v_head_dim(0);
   return std::make_shared<ModelCache>(options.num_layers(),
                                       shape.tensor(model->embed_tokens->weight.options().requires_grad(false)));
+}
+
+std::shared_ptr<ModelCache> CausalLMImpl::sliding_cache() const {
+  const auto [left, right] = options.window().value_or(Window{-1, -1});
+  if (left < 0 || right > 0) return dynamic_cache();
+  std::vector<std::shared_ptr<KVCache>> layers;
+  for (int64_t i = 0; i < options.num_layers(); ++i) {
+    layers.push_back(std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(left)));
+  }
+  return std::make_shared<ModelCache>(std::move(layers));
 }
 
 void CausalLMImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::CausalLM", options); }

@@ -92,6 +92,8 @@ class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
   // Caches of the right shape for every layer: growing, or with room for max_len positions.
   std::shared_ptr<ModelCache> dynamic_cache() const;
   std::shared_ptr<ModelCache> static_cache(int64_t batch, int64_t max_len) const;
+  // A SlidingWindowCache for each layer if the model has a window (left, ...), else what dynamic_cache() gives.
+  std::shared_ptr<ModelCache> sliding_cache() const;
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;

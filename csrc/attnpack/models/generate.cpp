@@ -32,7 +32,8 @@ std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tens
   }
   if (o.cache() == "dynamic") return model.dynamic_cache();
   if (o.cache() == "static") return model.static_cache(ids.size(0), ids.size(1) + o.max_new_tokens());
-  ATTNPACK_CHECK(o.cache() == "none", "cache: got '", o.cache(), "', want 'dynamic', 'static' or 'none'");
+  if (o.cache() == "sliding") return model.sliding_cache();
+  ATTNPACK_CHECK(o.cache() == "none", "cache: got '", o.cache(), "', want 'dynamic', 'static', 'sliding' or 'none'");
   return nullptr;
 }
 

@@ -1,5 +1,6 @@
 #include <attnpack/modules/block.h>
 
+#include <attnpack/cache/cross_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/norm.h>
@@ -68,9 +69,12 @@ DecoderBlockImpl::DecoderBlockImpl(const DecoderBlockOptions& options)
 }
 
 at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInputs& inputs) {
-  check_cross_attention(bool(cross_attn), inputs.context().has_value());
+  const auto held = std::dynamic_pointer_cast<CrossCache>(inputs.cross_cache());
+  check_cross_cache(bool(held), bool(inputs.cross_cache()), bool(cross_attn));
+  check_self_cache(bool(std::dynamic_pointer_cast<CrossCache>(inputs.cache())));
+  check_cross_attention(bool(cross_attn), inputs.context() || (held && held->filled()));
   check_input("x", x, self_attn->embed_dim(), {});
-  if (cross_attn) check_lengths("context_lens", inputs.context_lens(), *inputs.context());
+  if (inputs.context()) check_lengths("context_lens", inputs.context_lens(), *inputs.context());
   auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {
     return self_attn->forward(t, AttentionInputs()
                                      .causal(true)
@@ -81,8 +85,11 @@ at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInpu
   });
   if (cross_attn) {
     h = residual(h, cross_attention_layernorm, pre_norm, [&](const at::Tensor& t) {
-      return cross_attn->forward(
-          t, AttentionInputs(*inputs.context()).mask(inputs.context_mask()).kv_lens(inputs.context_lens()));
+      return cross_attn->forward(t, AttentionInputs()
+                                        .context(inputs.context())
+                                        .cache(inputs.cross_cache())
+                                        .mask(inputs.context_mask())
+                                        .kv_lens(inputs.context_lens()));
     });
   }
   return residual(h, post_attention_layernorm, pre_norm, [&](const at::Tensor& t) { return mlp->forward(t); });

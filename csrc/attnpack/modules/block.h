@@ -35,6 +35,8 @@ struct DecoderInputsOf {
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);       // valid new tokens of each sequence, [B]
   TORCH_ARG(std::optional<at::Tensor>, context_mask);  // broadcastable to [B, Hq, L, Lc]
   TORCH_ARG(std::optional<at::Tensor>, context_lens);  // valid context tokens of each sequence, [B]
+  // cross-attention's: a CrossCache, for a stack a ModelCache of them. Where it is filled, the context is not read.
+  TORCH_ARG(std::shared_ptr<Cache>, cross_cache);
 
  public:
   template <typename Self, typename Visit>
@@ -46,6 +48,7 @@ struct DecoderInputsOf {
     visit("kv_lens", self.kv_lens_);
     visit("context_mask", self.context_mask_);
     visit("context_lens", self.context_lens_);
+    visit("cross_cache", self.cross_cache_);
   }
 };
 using DecoderBlockInputs = DecoderInputsOf<KVCache>;

@@ -55,10 +55,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sha
   const auto input_of = [](const Linear& layer) {
     return ProjectionInput{layer->options.in_features(), layer->weight};
   };
-  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() != nullptr, input_of(q_proj),
-               input_of(k_proj), input_of(v_proj));
-
   const auto head_dim = *options.head_dim();
+  const auto held = cross_cache(inputs);
+  if (held) held->check_call(x, inputs.context());
+  if (held && held->filled()) {
+    check_input("x", x, q_proj->options.in_features(), q_proj->weight);
+    const auto q = split_heads(q_proj(x), options.num_heads(), head_dim);
+    return {q_norm ? q_norm(q) : q, held->k(), held->v()};
+  }
+  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !held, input_of(q_proj), input_of(k_proj),
+               input_of(v_proj));
+
   const bool self = !inputs.context() && !inputs.value_context();
   const auto made = self ? forward_all(x, {q_proj.get(), k_proj.get(), v_proj.get()})
                          : std::vector<at::Tensor>{q_proj(x), k_proj(context), v_proj(value_context)};

@@ -26,8 +26,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> SelfAttentionImpl::project(const 
   const auto input_of = [](const Linear& layer) {
     return ProjectionInput{layer->options.in_features(), layer->weight};
   };
-  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() != nullptr, input_of(q_proj),
-               input_of(k_proj), input_of(v_proj));
+  const auto held = cross_cache(inputs);
+  if (held) held->check_call(x, inputs.context());
+  if (held && held->filled()) {
+    check_input("x", x, q_proj->options.in_features(), q_proj->weight);
+    return {q_proj(x).unsqueeze(1), held->k(), held->v()};
+  }
+  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !held, input_of(q_proj), input_of(k_proj),
+               input_of(v_proj));
   return {q_proj(x).unsqueeze(1), k_proj(context).unsqueeze(1), v_proj(value_context).unsqueeze(1)};
 }
 

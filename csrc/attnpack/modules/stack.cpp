@@ -48,7 +48,9 @@ at::Tensor EncoderImpl::run(const char* name, const at::Tensor& x, const Encoder
 
 at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const DecoderInputs& inputs) {
   const auto& cache = inputs.cache();
+  const auto& cross_cache = inputs.cross_cache();
   if (cache) check_cache_layers(cache->layers().size(), layers->size());
+  if (cross_cache) check_cache_layers(cross_cache->layers().size(), layers->size());
   const auto run_layers = [&] {
     auto h = embed(name, x);
     for (size_t i = 0; i < layers->size(); ++i) {
@@ -60,11 +62,13 @@ at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const Decoder
                      .context_mask(inputs.context_mask())
                      .context_lens(inputs.context_lens());
       if (cache) own.cache(cache->layers()[i]);
+      if (cross_cache) own.cross_cache(cross_cache->layers()[i]);
       h = block(i).forward(h, own);
     }
     return finish(h);
   };
-  return cache ? cache->all_or_none(run_layers) : run_layers();
+  const auto run_all = [&] { return cache ? cache->all_or_none(run_layers) : run_layers(); };
+  return cross_cache ? cross_cache->all_or_none(run_all) : run_all();
 }
 
 EncoderDecoderImpl::EncoderDecoderImpl(Part<EncoderImpl> encoder, Part<DecoderImpl> decoder)
@@ -74,12 +78,19 @@ EncoderDecoderImpl::EncoderDecoderImpl(Part<EncoderImpl> encoder, Part<DecoderIm
 
 at::Tensor EncoderDecoderImpl::forward(const at::Tensor& source, const at::Tensor& target,
                                        const EncoderDecoderInputs& inputs) {
-  check_lengths("source_lens", inputs.source_lens(), source);
   check_lengths("target_lens", inputs.target_lens(), target);
-  const auto memory = encoder->run("source", source, EncoderInputs().kv_lens(inputs.source_lens()));
-  return decoder->run(
-      "target", target,
-      DecoderInputs(memory).context_lens(inputs.source_lens()).kv_lens(inputs.target_lens()).cache(inputs.cache()));
+  const auto& held = inputs.cross_cache();
+  auto own = DecoderInputs()
+                 .context_lens(inputs.source_lens())
+                 .kv_lens(inputs.target_lens())
+                 .cache(inputs.cache())
+                 .cross_cache(held);
+  if (!held || held->len() == 0) {
+    ATTNPACK_CHECK(source.defined(), "source: got none, but no cross_cache holds it; give the first call the source");
+    check_lengths("source_lens", inputs.source_lens(), source);
+    own.context(encoder->run("source", source, EncoderInputs().kv_lens(inputs.source_lens())));
+  }
+  return decoder->run("target", target, own);
 }
 
 template class StackImpl<EncoderImpl, EncoderBlock>;

@@ -94,6 +94,8 @@ struct EncoderDecoderInputs {
   TORCH_ARG(std::optional<at::Tensor>, source_lens);  // valid source tokens of each sequence, [B]
   TORCH_ARG(std::optional<at::Tensor>, target_lens);  // valid new target tokens of each sequence, [B]
   TORCH_ARG(std::shared_ptr<ModelCache>, cache);      // the cache of the decoder's self-attention
+  // CrossCaches. Where they are filled, the encoder does not run, and the source may be undefined.
+  TORCH_ARG(std::shared_ptr<ModelCache>, cross_cache);
 
  public:
   template <typename Self, typename Visit>
@@ -101,6 +103,7 @@ struct EncoderDecoderInputs {
     visit("source_lens", self.source_lens_);
     visit("target_lens", self.target_lens_);
     visit("cache", self.cache_);
+    visit("cross_cache", self.cross_cache_);
   }
 };
 

@@ -29,6 +29,8 @@ AttentionResult attention_varlen_with_lse(const Tensor& query, const Tensor& key
   check_dense("value", value);
   check_dense("cu_seqlens_q", cu_seqlens_q);
   if (o.cu_seqlens_k()) check_dense("cu_seqlens_k", *o.cu_seqlens_k());
+  if (o.block_table()) check_dense("block_table", *o.block_table());
+  if (o.kv_lens()) check_dense("kv_lens", *o.kv_lens());
   VarlenArguments args{.cu_seqlens_k = o.cu_seqlens_k(),
                        .max_seqlen_q = o.max_seqlen_q(),
                        .max_seqlen_k = o.max_seqlen_k(),

@@ -11,7 +11,10 @@ struct VarlenOptions {
   // Hints: the longest query and key sequence. Nothing is read by them.
   TORCH_ARG(std::optional<int64_t>, max_seqlen_q);
   TORCH_ARG(std::optional<int64_t>, max_seqlen_k);
-  // Reserved for keys in pages: both raise.
+  // Keys in pages: the pages of each sequence in order, int32 [B, max_pages], and its number of keys, int32 or int64
+  // [B]. key and value are pools of any strides, [num_pages, page_size, Hkv, D] and [num_pages, page_size, Hkv, Dv].
+  // Key j of sequence b is row j % page_size of page block_table[b, j / page_size]. No other page is read, and no entry
+  // of block_table after those that kv_lens needs. Pools have no gradients.
   TORCH_ARG(std::optional<at::Tensor>, block_table);
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);
   // Keep keys j <= i + q_offset.
@@ -33,8 +36,8 @@ struct VarlenOptions {
 // sequences. Causality and window are bottom-right by default: query row i of a sequence stands at i + keys - queries.
 // On CUDA each sequence is one call of `attention`. Errors: c10::Error that names the argument.
 at::Tensor attention_varlen(const at::Tensor& query,             // [T, Hq, D]
-                            const at::Tensor& key,               // [S, Hkv, D]
-                            const at::Tensor& value,             // [S, Hkv, Dv]
+                            const at::Tensor& key,               // [S, Hkv, D], or a pool
+                            const at::Tensor& value,             // [S, Hkv, Dv], or a pool
                             const at::Tensor& cu_seqlens_q,      // [B + 1]
                             const VarlenOptions& options = {});  // -> [T, Hq, Dv]
 

@@ -31,8 +31,16 @@ void check_length(int64_t b, int64_t held, int64_t capacity) {
                  " positions: call reset() on the cache");
 }
 
+void check_dropped(const Tensor& lengths, const Tensor& dropped) {
+  ATTNPACK_CHECK(dropped.sym_sizes() == lengths.sym_sizes() && dropped.scalar_type() == at::kLong &&
+                     dropped.device() == lengths.device(),
+                 "the cache's dropped has shape ", dropped.sym_sizes(), " and dtype ", dropped.scalar_type(), " on ",
+                 dropped.device(), ", wants int64 ", lengths.sym_sizes(), " on ", lengths.device(), " as lengths");
+}
+
 void check_kv_cache_append(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
-                           const Tensor& value, const std::optional<Tensor>& new_lens) {
+                           const Tensor& value, const std::optional<Tensor>& new_lens,
+                           const std::optional<Tensor>& dropped) {
   const auto check_one = [](const char* name, const Tensor& cache, const Tensor& x) {
     ATTNPACK_CHECK(x.dim() == 4 && cache.dim() == 4, name, " has shape ", x.sym_sizes(), ", its cache ",
                    cache.sym_sizes(), ", both want [batch, num_kv_heads, length, head_dim]");
@@ -60,6 +68,7 @@ void check_kv_cache_append(const Tensor& cache_key, const Tensor& cache_value, c
   };
   check_device("the cache's values are on ", cache_value);
   check_device("the cache's lengths are on ", lengths);
+  if (dropped) check_dropped(lengths, *dropped);
   if (!new_lens) return;
   check_device("kv_lens is on ", *new_lens);
   ATTNPACK_CHECK(new_lens->dim() == 1 && new_lens->sym_size(0) == key.sym_size(0) &&
@@ -119,11 +128,12 @@ void check_kv_cache_memory(const Tensor& cache_key, const Tensor& cache_value, c
 
 void kv_cache_append_(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
                       const Tensor& value, const std::optional<Tensor>& new_lens,
-                      const std::optional<c10::SymInt>& limit) {
+                      const std::optional<c10::SymInt>& limit, const std::optional<Tensor>& dropped) {
   static const DispatchedOp<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                 const std::optional<Tensor>&, std::optional<c10::SymInt>)>
+                                 const std::optional<Tensor>&, std::optional<c10::SymInt>,
+                                 const std::optional<Tensor>&)>
       op("attnpack::kv_cache_append_");
-  op(cache_key, cache_value, lengths, key, value, new_lens, limit);
+  op(cache_key, cache_value, lengths, key, value, new_lens, limit, dropped);
 }
 
 void check_rotated(const Tensor& query, const Tensor& key, at::ArrayRef<double> inv_freq) {
@@ -139,12 +149,14 @@ void check_rotated(const Tensor& query, const Tensor& key, at::ArrayRef<double> 
 Tensor kv_cache_append_rotated_(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
                                 const Tensor& query, const Tensor& key, const Tensor& value,
                                 at::ArrayRef<double> inv_freq, double factor, bool interleaved,
-                                const std::optional<Tensor>& new_lens, const std::optional<c10::SymInt>& limit) {
+                                const std::optional<Tensor>& new_lens, const std::optional<c10::SymInt>& limit,
+                                const std::optional<Tensor>& dropped) {
   static const DispatchedOp<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                    const Tensor&, at::ArrayRef<double>, double, bool, const std::optional<Tensor>&,
-                                   std::optional<c10::SymInt>)>
+                                   std::optional<c10::SymInt>, const std::optional<Tensor>&)>
       op("attnpack::kv_cache_append_rotated_");
-  return op(cache_key, cache_value, lengths, query, key, value, inv_freq, factor, interleaved, new_lens, limit);
+  return op(cache_key, cache_value, lengths, query, key, value, inv_freq, factor, interleaved, new_lens, limit,
+            dropped);
 }
 
 }  // namespace attnpack
@@ -152,9 +164,10 @@ Tensor kv_cache_append_rotated_(const Tensor& cache_key, const Tensor& cache_val
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def(
       "kv_cache_append_rotated_(Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) lengths, Tensor query, "
-      "Tensor key, Tensor value, float[] inv_freq, float factor, bool interleaved, Tensor? new_lens, SymInt? limit) "
+      "Tensor key, Tensor value, float[] inv_freq, float factor, bool interleaved, Tensor? new_lens, SymInt? limit, "
+      "Tensor? dropped=None) "
       "-> Tensor");
   m.def(
       "kv_cache_append_(Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) lengths, Tensor key, Tensor value, "
-      "Tensor? new_lens, SymInt? limit) -> ()");
+      "Tensor? new_lens, SymInt? limit, Tensor? dropped=None) -> ()");
 }

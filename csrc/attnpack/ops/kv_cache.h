@@ -13,6 +13,10 @@ struct CacheTensors {
   at::Tensor key;      // [B, Hkv, capacity, D]; for latent attention [B, 1, capacity, kv_lora_rank + rope]
   at::Tensor value;    // [B, Hkv, capacity, Dv]; for latent attention Dv = 0
   at::Tensor lengths;  // [B] int64: how many positions are held; a call adds to them
+  // Of a cache that forgets positions (ops/detail/kv_window.h): how many of each sequence it has dropped, [B] int64.
+  std::optional<at::Tensor> dropped = std::nullopt;
+  int64_t window = -1;     // it keeps at least this many positions before each that is to come; -1: all of them
+  int64_t keep_first = 0;  // and the first keep_first ones
 };
 
 // The number of positions of the longest sequence; 0 if there is no sequence. It reads lengths: for a tensor on another
@@ -33,7 +37,9 @@ void kv_cache_append_(const at::Tensor& cache_key,    // [B, Hkv, capacity, D], 
                       // how many of the L new positions of each sequence are valid, [B] int32 or int64; default: all
                       const std::optional<at::Tensor>& new_lens = std::nullopt,
                       // most positions that a sequence may have afterwards (a mask may cover fewer than the capacity)
-                      const std::optional<c10::SymInt>& limit = std::nullopt);
+                      const std::optional<c10::SymInt>& limit = std::nullopt,
+                      // [B] int64; the new rows go to slot lengths - dropped and after it
+                      const std::optional<at::Tensor>& dropped = std::nullopt);
 
 // The same, with keys rotated as they are written. Returns query [B, Hq, L, D] rotated. Token l of a sequence stands at
 // position p = its length before the call + l, and rotates by p * inv_freq (see rope_table, apply_rope).
@@ -41,11 +47,15 @@ at::Tensor kv_cache_append_rotated_(const at::Tensor& cache_key, const at::Tenso
                                     const at::Tensor& lengths, const at::Tensor& query, const at::Tensor& key,
                                     const at::Tensor& value, at::ArrayRef<double> inv_freq, double factor,
                                     bool interleaved, const std::optional<at::Tensor>& new_lens = std::nullopt,
-                                    const std::optional<c10::SymInt>& limit = std::nullopt);
+                                    const std::optional<c10::SymInt>& limit = std::nullopt,
+                                    const std::optional<at::Tensor>& dropped = std::nullopt);
 
 void check_rotated(const at::Tensor& query, const at::Tensor& key, at::ArrayRef<double> inv_freq);
 void check_kv_cache_append(const at::Tensor& cache_key, const at::Tensor& cache_value, const at::Tensor& lengths,
-                           const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& new_lens);
+                           const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& new_lens,
+                           const std::optional<at::Tensor>& dropped = std::nullopt);
+// Raises unless dropped is int64 [batch] as lengths are, on their device.
+void check_dropped(const at::Tensor& lengths, const at::Tensor& dropped);
 // Checks that the tensors that are written have memory of their own. Meta tensors have no memory, so Meta kernels do
 // not call it.
 void check_kv_cache_memory(const at::Tensor& cache_key, const at::Tensor& cache_value, const at::Tensor& lengths,

@@ -70,8 +70,9 @@ std::tuple<Tensor, Tensor> rotate_new(const Tensor& query, const Tensor& key, co
   return {rotated, rotate_at(key, rope, count(key), place.new_lens)};
 }
 
-Tensor rotate_cached(const Tensor& key, const Tensor& lengths, const RopeSettings& rope) {
-  return rope.raw_keys ? rotate_at(key, rope, count(key), lengths) : key;
+Tensor rotate_cached(const Tensor& key, const Tensor& lengths, const RopeSettings& rope,
+                     const std::optional<Tensor>& positions) {
+  return rope.raw_keys ? rotate_at(key, rope, positions ? *positions : count(key), lengths) : key;
 }
 
 }  // namespace attnpack

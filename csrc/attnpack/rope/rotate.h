@@ -32,10 +32,10 @@ std::tuple<at::Tensor, at::Tensor> rotate_new(const at::Tensor& query,  // [B, H
                                               const at::Tensor& key,    // [B, Hkv, Lkv, D]
                                               const RopeSettings& rope, const Placement& place);
 
-// Rotates a cache's raw keys at 0..capacity-1, by the lengths after the append. Keys that were stored rotated stay as
-// they are.
+// Rotates a cache's raw keys, by the lengths after the append. Keys that were stored rotated stay as they are.
 at::Tensor rotate_cached(const at::Tensor& key,      // [B, Hkv, capacity, D]
                          const at::Tensor& lengths,  // [B] int64
-                         const RopeSettings& rope);
+                         const RopeSettings& rope,
+                         const std::optional<at::Tensor>& positions = std::nullopt);  // [B, capacity]; 0..capacity-1
 
 }  // namespace attnpack

@@ -10,6 +10,7 @@ namespace attnpack {
 namespace {
 
 constexpr double kTwoPi = 6.283185307179586;
+constexpr int64_t kMostDims = 1 << 20;  // far above any head, so that a wrong number does not fill the memory
 
 using Frequencies = std::vector<double>;
 
@@ -91,7 +92,8 @@ Frequencies divided(Frequencies inv_freq, const char* name, const std::vector<do
 
 RopeSettings rope_settings(int64_t dim, double base, int64_t max_positions, const std::optional<RopeScaling>& scaling,
                            bool interleaved, std::optional<bool> raw_keys) {
-  ATTNPACK_CHECK(dim > 0 && dim % 2 == 0, "dim: got ", dim, ", want an even number of dims to rotate in pairs");
+  ATTNPACK_CHECK(dim > 0 && dim % 2 == 0 && dim <= kMostDims, "dim: got ", dim,
+                 ", want an even number of dims to rotate in pairs, at most ", kMostDims);
   ATTNPACK_CHECK(base > 0 && std::isfinite(base), "base: got ", base, ", want a number above 0");
   ATTNPACK_CHECK(max_positions > 0, "max_positions: got ", max_positions, ", want at least 1");
   const RopeScaling s = scaling.value_or(RopeScaling());

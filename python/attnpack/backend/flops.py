@@ -33,9 +33,15 @@ def attention_backward_flops(grad_out: Shape, grad_lse: Shape | None, query: Sha
     return 2 * prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
 
 
-def _pairs(query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> int:
+def _pairs(query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+           kv_lens: Tensor | None = None) -> int:  # fmt: skip
     """The pairs of rows and keys of all sequences. Ends whose values are not known, while a graph is traced, count as
-    one sequence."""
+    one sequence, which has all keys of a pool."""
+    if kv_lens is not None:
+        ends, keys = values_of(cu_seqlens_q), values_of(kv_lens)
+        if ends is None or keys is None:
+            return query.size(0) * key.size(0) * key.size(1)
+        return sum((b - a) * n for (a, b), n in zip(pairwise(ends), keys, strict=True))
     ends = [cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k]
     values = [values_of(x) for x in ends]
     if None in values:
@@ -45,10 +51,12 @@ def _pairs(query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tenso
 
 
 def varlen_flops(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
-                 cu_seqlens_k: Tensor | None = None, *_, out_val: object = None, **__) -> int:  # fmt: skip
+                 cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                 block_table: Tensor | None = None, kv_lens: Tensor | None = None, *_, out_val: object = None,
+                 **__) -> int:  # fmt: skip
     """FLOPs of a forward call of packed sequences: the sum over the sequences."""
-    pairs = query.size(1) * _pairs(query, key, cu_seqlens_q, cu_seqlens_k)
-    return 2 * pairs * (query.size(2) + value.size(2))
+    pairs = query.size(1) * _pairs(query, key, cu_seqlens_q, cu_seqlens_k, kv_lens)
+    return 2 * pairs * (query.size(-1) + value.size(-1))
 
 
 def varlen_backward_flops(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor,

@@ -160,6 +160,10 @@ class GroupedQueryAttention(ContextAttention):
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key, value
 
+    def _queries(self, x: Tensor, key: Tensor) -> Tensor:
+        query = super()._queries(x, key)
+        return query if self.q_norm is None else self.q_norm(query)
+
     def _output(self, joined: Tensor) -> Tensor:
         return project(self.o_proj, joined)
 

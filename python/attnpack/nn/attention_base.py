@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import nested, ops, varlen
-from ..cache import KVCache, check_kind, unchanged_on_error
-from ..errors import check_inputs, check_positions, reject_keywords, wrong_kind
+from .._C import linear_layers
+from ..cache import CrossCache, KVCache, check_kind, unchanged_on_error
+from ..errors import check_input, check_inputs, check_positions, reject_keywords, wrong_kind
 from .linear import project, project_all
 from .local_heads import check_mask_share, grouped_share
 from .native import NativeModule
@@ -44,18 +45,23 @@ class NativeAttention(NativeModule):
     ) -> Tensor | tuple[Tensor, Tensor]:
         check_kind(cache, KVCache, type(self).__name__)
         with unchanged_on_error(cache):
+            appends = cache is not None and not isinstance(cache, CrossCache)
+            if isinstance(cache, CrossCache) and not cache.filled:
+                cache.store(key, value, kv_lens)
+            elif isinstance(cache, CrossCache) and kv_lens is None:
+                kv_lens = cache.lengths
             result = ops.attend(
                 query,
                 key,
                 value,
                 rope=None if self.rope is None else self.rope.settings,
-                cache=None if cache is None else cache.reserve(key, value),
+                cache=cache.reserve(key, value) if appends else None,
                 kv_lens=kv_lens,
                 need_weights=need_weights,
                 **self._settings(query),
                 **inputs,
             )
-            if cache is not None:
+            if appends:
                 cache.commit(key.size(2), kv_lens)
             if not need_weights:
                 return self._output(result)
@@ -159,7 +165,8 @@ class ContextAttention(NativeAttention):
                 shape [B, 1, 1, Lkv]. With a cache, keys is `len(cache)` after the append. Under tensor
                 parallelism Hq is this rank's heads.
             causal: default the module's own setting; with a context False.
-            cache: the call first appends the new keys and values; the queries come after the cached positions.
+            cache: the call first appends the new keys and values; the queries come after the cached positions. A
+                CrossCache stores the context's keys and values in its first call, and later calls read it instead.
             positions: int64 [L] or [B, L], for RoPE only; default the positions after the cached ones, or 0..L-1.
             kv_lens: [B], the number of valid new tokens of each sequence (with a context: of valid context keys).
             need_weights: also return the probabilities before dropout; under tensor parallelism those of this rank's
@@ -176,8 +183,17 @@ class ContextAttention(NativeAttention):
             nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, need_weights=need_weights)
             own = self.causal and context is None
             return self._forward_nested(x, context, value_context, positions, own if causal is None else causal)
-        self._check(x, context, value_context, cache)
-        query, key, value = self._heads(x, context, value_context)
+        held = cache if isinstance(cache, CrossCache) else None
+        if held is not None:
+            held.check_call(x, context)
+        if held is not None and held.filled:
+            check_input("x", x, self.embed_dim, self.q_proj)
+            key, value = held.k, held.v
+            query = self._queries(x, key)
+        else:
+            self._check(x, context, value_context, cache if held is None else None)
+            query, key, value = self._heads(x, context, value_context)
+        cross = context is not None or held is not None
         check_mask_share(self, mask, query.size(1))
         return self._attend(
             query,
@@ -187,9 +203,9 @@ class ContextAttention(NativeAttention):
             kv_lens,
             need_weights,
             positions=positions,
-            cross=context is not None,
+            cross=cross,
             mask=mask,
-            causal=(self.causal and context is None) if causal is None else causal,
+            causal=(self.causal and not cross) if causal is None else causal,
         )
 
     def _forward_nested(
@@ -243,6 +259,11 @@ class ContextAttention(NativeAttention):
         heads, kv_heads = grouped_share(self, query, key, value)
         return split_heads(query, heads), split_heads(key, kv_heads), split_heads(value, kv_heads)
 
+    def _queries(self, x: Tensor, key: Tensor) -> Tensor:
+        """q for keys [B, Hkv, Lc, D] that are given, as `_heads`."""
+        query, kv = project(self.q_proj, x), key.new_empty(0, key.size(1) * key.size(3))
+        return split_heads(query, grouped_share(self, query, kv, kv)[0])
+
     @property
     def out_dim(self) -> int:
         """Width of the output of forward."""
@@ -251,6 +272,8 @@ class ContextAttention(NativeAttention):
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """[B, L, H * D] -> [B, H, L, D], a view."""
+    if not torch.compiler.is_compiling():
+        return linear_layers.split_heads(x, num_heads)
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import cpp, nested
 from .._C import checks
-from ..cache import KVCache
+from ..cache import CrossCache, KVCache
 from ..errors import check_input, check_lengths, reject_keywords, wrong_kind
 from .attention_base import NativeAttention
 from .feed_forward import FeedForward
@@ -192,6 +192,7 @@ class DecoderBlock(Block):
         kv_lens: Tensor | None = None,
         context_mask: Tensor | None = None,
         context_lens: Tensor | None = None,
+        cross_cache: CrossCache | None = None,
         **unknown: Any,
     ) -> Tensor:
         """[B, L, E] -> [B, L, E], or a jagged nested [B, L*, E] -> [B, L*, E], one call per sequence.
@@ -204,13 +205,21 @@ class DecoderBlock(Block):
             kv_lens: [B], the number of valid new tokens of each sequence.
             context_mask: broadcastable to [B, Hq, L, Lc].
             context_lens: [B], the number of valid context tokens of each sequence.
+            cross_cache: the cache of cross-attention. The first call stores the context in it; later calls read it, and
+                need no context.
         """
         reject_keywords(unknown)
         self._check(x)
-        if self.has_cross_attention != (context is not None):
-            checks.cross_attention(self.has_cross_attention, context is not None)
+        held = isinstance(cross_cache, CrossCache)
+        if cross_cache is not None and not (held and self.has_cross_attention):
+            checks.cross_cache(held, True, self.has_cross_attention)
+        if isinstance(cache, CrossCache):
+            checks.self_cache(True)
+        reads = context is not None or (held and cross_cache.filled)
+        if self.has_cross_attention != reads:
+            checks.cross_attention(self.has_cross_attention, reads)
         if nested.is_nested(x):
-            nested.refuse(context_mask=context_mask, context_lens=context_lens)
+            nested.refuse(context_mask=context_mask, context_lens=context_lens, cross_cache=cross_cache)
         elif context is not None:
             check_lengths("context_lens", context_lens, context)
         x = self._residual(
@@ -219,11 +228,10 @@ class DecoderBlock(Block):
             lambda h: self.self_attn(h, causal=True, mask=mask, cache=cache, positions=positions, kv_lens=kv_lens),
         )
         if self.has_cross_attention:
-            x = self._residual(
-                x,
-                self.cross_attention_layernorm,
-                lambda h: self.cross_attn(h, context, mask=context_mask, kv_lens=context_lens),
-            )
+            inputs = {"mask": context_mask, "kv_lens": context_lens}
+            if held:
+                inputs["cache"] = cross_cache
+            x = self._residual(x, self.cross_attention_layernorm, lambda h: self.cross_attn(h, context, **inputs))
         return self._residual(x, self.post_attention_layernorm, self.mlp)
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:

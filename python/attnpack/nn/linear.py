@@ -4,18 +4,18 @@ reads the weights at the speed of memory for few rows, and takes the faster of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import module as torch_module
 
 from .. import ops
+from .._C import linear_layers
 
-_FORWARD = nn.Linear.forward
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_hooks_of = itemgetter(*_HOOKS)
+is_watched = linear_layers.is_watched
+"""Whether a module has hooks or a forward of its own, so that a call does more than its class says."""
+
+_is_compiling = torch.compiler.is_compiling
 
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
@@ -23,27 +23,23 @@ def project(layer: nn.Module, x: Tensor) -> Tensor:  # [..., in_features] -> [..
 
     A subclass of ``nn.Linear`` could do the same, but quantisers and LoRA look for the type ``nn.Linear`` itself.
     """
-    if not torch.compiler.is_compiling() and _is_plain(layer) and _are_plain(x, layer.weight):
-        return ops.linear(x, layer.weight, layer.bias)
+    if not _is_compiling():
+        found = linear_layers.project((layer,), x)
+        if found is not None:
+            return found[0]
     return layer(x)
 
 
 def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """`project` by each of the layers; one call of ``attnpack.ops.linears`` if all of them are plain."""
-    biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
-    if (
-        not torch.compiler.is_compiling()
-        and len(biases) in (0, len(layers))
-        and all(_is_plain(layer) and _are_plain(x, layer.weight) for layer in layers)
-    ):
-        return ops.linears(x, [layer.weight for layer in layers], biases)
-    return [project(layer, x) for layer in layers]
+    found = None if _is_compiling() else linear_layers.project(layers, x)
+    return [project(layer, x) for layer in layers] if found is None else found
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input [..., in] times weight [out, in] plus bias [out]. torch's linear computes it while a graph is traced, and
     for tensors of other types, such as a quantised weight."""
-    if not torch.compiler.is_compiling() and _are_plain(input, weight):
+    if not _is_compiling() and type(weight) in (Tensor, nn.Parameter) and type(input) is Tensor:
         return ops.linear(input, weight, bias)
     return F.linear(input, weight, bias)
 
@@ -55,26 +51,6 @@ def plain_weight(layer: nn.Module) -> Tensor | None:
     """
     if type(layer) is not nn.Linear or layer.bias is not None or type(layer.weight) not in (Tensor, nn.Parameter):
         return None
-    if torch.compiler.is_compiling():  # a compiled graph knows no global hooks
-        return None if any(getattr(layer, name) for name in _HOOKS) else layer.weight
-    return layer.weight if _is_plain(layer) else None
-
-
-def _are_plain(input: Tensor, weight: Tensor) -> bool:
-    return type(weight) in (Tensor, nn.Parameter) and type(input) is Tensor
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether a call of layer is torch's linear alone: no other type, no forward of its own, no hooks."""
-    return (
-        type(layer) is nn.Linear
-        and nn.Linear.forward is _FORWARD
-        and not is_watched(layer)
-        and not torch_module._has_any_global_hook()
-    )
-
-
-def is_watched(layer: nn.Module) -> bool:
-    """Whether layer has hooks or a forward of its own, so that a call does more than its class says."""
-    own = layer.__dict__
-    return "forward" in own or any(_hooks_of(own))
+    if _is_compiling():  # a compiled graph knows no global hooks
+        return None if any(getattr(layer, name) for name in linear_layers.HOOKS) else layer.weight
+    return layer.weight if linear_layers.is_plain(layer) else None

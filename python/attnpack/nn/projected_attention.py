@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import cpp, nested
 from .._C import checks
-from ..cache import KVCache
+from ..cache import CrossCache, KVCache
 from ..errors import check_input, reject_keywords
 from .attention_base import NativeAttention, packed_inputs, split_heads
 from .rope import RotaryEmbedding
@@ -71,6 +71,8 @@ class ProjectedAttention(NativeAttention):
         The other arguments are those of GroupedQueryAttention.forward.
         """
         reject_keywords(unknown)
+        if isinstance(cache, CrossCache):
+            checks.projected_cache(True)
         causal = self.causal if causal is None else causal
         if nested.is_nested(q):
             nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, need_weights=need_weights)

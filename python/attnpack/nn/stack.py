@@ -164,17 +164,20 @@ class Decoder(_Stack):
         kv_lens: Tensor | None = None,
         context_mask: Tensor | None = None,
         context_lens: Tensor | None = None,
+        cross_cache: ModelCache | None = None,
         **unknown: Any,
     ) -> Tensor:
-        """[B, L, E], or ids [B, L] with embed_tokens -> [B, L, E]; arguments as in DecoderBlock, cache a ModelCache.
+        """[B, L, E], or ids [B, L] with embed_tokens -> [B, L, E]; arguments as in DecoderBlock, cache a ModelCache,
+        cross_cache one of CrossCaches.
 
         Jagged nested states or ids give nested states [B, L*, E], those of one call per sequence; cache is None then.
-        A call that raises leaves the cache as it was (in eager mode).
+        A call that raises leaves the caches as they were (in eager mode).
         """
         reject_keywords(unknown, MODEL_CACHE)
-        check_kind(cache, ModelCache, type(self).__name__)
-        if cache is not None and len(cache.layers) != len(self.layers):
-            checks.cache_layers(len(cache.layers), len(self.layers))
+        for held in (cache, cross_cache):
+            check_kind(held, ModelCache, type(self).__name__)
+            if held is not None and len(held.layers) != len(self.layers):
+                checks.cache_layers(len(held.layers), len(self.layers))
         inputs = {
             "mask": mask,
             "positions": positions,
@@ -182,9 +185,11 @@ class Decoder(_Stack):
             "context_mask": context_mask,
             "context_lens": context_lens,
         }
-        with unchanged_on_error(cache):
+        with unchanged_on_error(cache), unchanged_on_error(cross_cache):
             h = self._embed(x)
             for i, layer in enumerate(self.layers):
+                if cross_cache is not None:
+                    inputs["cross_cache"] = cross_cache.layers[i]
                 h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs)
             return self._finish(h)
 
@@ -214,12 +219,13 @@ class EncoderDecoder(NativeModule):
 
     def forward(
         self,
-        source: Tensor,
+        source: Tensor | None,
         target: Tensor,
         *,
         source_lens: Tensor | None = None,
         target_lens: Tensor | None = None,
         cache: ModelCache | None = None,
+        cross_cache: ModelCache | None = None,
         **unknown: Any,
     ) -> Tensor:
         """Decoder states [B, Lt, E].
@@ -230,17 +236,28 @@ class EncoderDecoder(NativeModule):
             target: [B, Lt, E], or ids [B, Lt] if the decoder has embed_tokens.
             source_lens, target_lens: [B], the numbers of valid source tokens and of valid new target tokens.
             cache: the cache of the decoder's self-attention.
+            cross_cache: a ModelCache of CrossCaches. The first call fills it; in later ones the encoder does not run,
+                and source may be None.
         """
         reject_keywords(unknown, MODEL_CACHE)
+        if cross_cache is not None:
+            check_kind(cross_cache, ModelCache, type(self).__name__)
+            if len(cross_cache) > 0:
+                check_lengths("target_lens", target_lens, target)
+                inputs = {"context_lens": source_lens, "cache": cache, "cross_cache": cross_cache}
+                return _run(self.decoder, "target", target, kv_lens=target_lens, **inputs)
+        if source is None:
+            raise ValueError("attnpack: source: got none, but no cross_cache holds it; give the first call the source")
         if nested.is_nested(source) or nested.is_nested(target):
             nested.rows("source", source), nested.rows("target", target)
-            nested.refuse(source_lens=source_lens, target_lens=target_lens, cache=cache)
+            nested.refuse(source_lens=source_lens, target_lens=target_lens, cache=cache, cross_cache=cross_cache)
         check_lengths("source_lens", source_lens, source)
         check_lengths("target_lens", target_lens, target)
         memory = _run(self.encoder, "source", source, kv_lens=source_lens)
-        return _run(
-            self.decoder, "target", target, context=memory, kv_lens=target_lens, context_lens=source_lens, cache=cache
-        )
+        inputs = {"context_lens": source_lens, "cache": cache}
+        if cross_cache is not None:
+            inputs["cross_cache"] = cross_cache
+        return _run(self.decoder, "target", target, context=memory, kv_lens=target_lens, **inputs)
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         return self._cpp_class(self.encoder.cpp(), self.decoder.cpp())

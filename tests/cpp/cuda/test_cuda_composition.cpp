@@ -7,6 +7,7 @@
 #include <attnpack/attnpack.h>
 #include <attnpack/ops/cuda/composition.h>
 #include <attnpack/ops/cuda/device_constants.h>
+#include <attnpack/ops/detail/kv_window.h>
 #include <attnpack/ops/kv_cache.h>
 
 using namespace attnpack;
@@ -61,6 +62,33 @@ TEST_CASE("a composed append drops what goes beyond the capacity") {
   CHECK(cache.key[1].narrow(1, 5, 4).equal(key[1].narrow(1, 0, 4)));
   CHECK(cache.value[1].narrow(1, 5, 4).equal(value[1].narrow(1, 0, 4)));
   CHECK((cache.key[1].narrow(1, 0, 5) == -1).all().item<bool>());
+}
+
+TEST_CASE("composed appends and slides of caches that drop positions are the CPU's") {
+  torch::manual_seed(0);
+  const at::NoGradGuard no_grad;
+  const Tensor dropped = at::tensor({512, 0, 256}, at::kLong), first = at::tensor({700, 20, 556}, at::kLong);
+  const Tensor key = at::randn({3, 2, 4, 6}), value = at::randn({3, 2, 4, 5});
+  Tensor keys = at::randn({3, 2, 310, 6}), values = at::randn({3, 2, 310, 5}), lengths = first.clone();
+  Tensor other_keys = keys.clone(), other_values = values.clone(), other_lengths = first.clone();
+  const auto lens = at::tensor({4, 0, 3}, at::kInt);
+  kv_cache_append_(keys, values, lengths, key, value, lens, std::nullopt, dropped);
+  kv_cache_append_composed(other_keys, other_values, other_lengths, key, value, lens, dropped);
+  CHECK(keys.equal(other_keys));
+  CHECK(values.equal(other_values));
+  CHECK(lengths.equal(at::tensor({704, 20, 559}, at::kLong)));
+  CHECK(lengths.equal(other_lengths));
+  CHECK(keys[0].narrow(1, 188, 4).equal(key[0]));
+  for (const int64_t keep_first : {0, 3}) {
+    const auto [k, v, d] = kv_window_slide(keys, values, lengths, dropped, 400, 10, keep_first);
+    const auto [k2, v2, d2] = kv_window_slide_composed(keys, values, lengths, dropped, 400, 10, keep_first);
+    CHECK(d.equal(at::tensor({512, 0, 512}, at::kLong)));
+    CHECK(d.equal(d2));
+    CHECK(k.equal(k2));
+    CHECK(v.equal(v2));
+    CHECK(k[2].narrow(1, keep_first, 47 - keep_first).equal(keys[2].narrow(1, 256 + keep_first, 47 - keep_first)));
+    CHECK(k[2].narrow(1, 0, keep_first).equal(keys[2].narrow(1, 0, keep_first)));
+  }
 }
 
 TEST_CASE("composed attention and its gradients are the CPU's") {

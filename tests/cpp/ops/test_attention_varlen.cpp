@@ -78,8 +78,33 @@ TEST_CASE("packed sequences name what is wrong") {
   REQUIRE(run(VarlenOptions()).find("key has 217 rows, query 213: pass cu_seqlens_k") != std::string::npos);
   REQUIRE(run(VarlenOptions().cu_seqlens_k(x.queries)).find("cu_seqlens_k ends at 213, wants 217") !=
           std::string::npos);
-  REQUIRE(run(VarlenOptions().cu_seqlens_k(x.keys).block_table(x.keys)).find("block_table is given") !=
+  REQUIRE(run(VarlenOptions().block_table(x.keys)).find("key has shape [217, 2, 8], wants a pool") !=
           std::string::npos);
+}
+
+TEST_CASE("keys in pages: appended, shared, and read with the bits of packed keys") {
+  torch::manual_seed(0);
+  const int64_t held = 21, pages = 12, page_size = 4;
+  const at::Tensor new_keys = at::randn({2, 2, held, 8}), new_values = at::randn({2, 2, held, 6});
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const at::Tensor keys = at::full({pages, page_size, 2, 8}, nan), values = at::full({pages, page_size, 2, 6}, nan);
+  const at::Tensor table = at::randperm(pages).view({2, 6}).to(at::kInt), lengths = at::zeros({2}, at::kLong);
+  kv_cache_append_paged_(keys, values, table, lengths, new_keys, new_values, at::tensor({held, int64_t{5}}));
+  REQUIRE(at::equal(lengths, at::tensor({held, int64_t{5}})));
+
+  const at::Tensor query = at::randn({4, 4, 8}), ends = at::tensor({0, 1, 4}, at::kInt);
+  const auto packed = [&](const at::Tensor& x) {
+    return at::cat({x[0].transpose(0, 1), x[1].transpose(0, 1).narrow(0, 0, 5)});
+  };
+  const auto options = VarlenOptions().causal(true).softcap(3);
+  const at::Tensor expected = attention_varlen(query, packed(new_keys), packed(new_values), ends,
+                                               VarlenOptions(options).cu_seqlens_k(at::tensor({0, 21, 26}, at::kInt)));
+  const auto paged = VarlenOptions(options).block_table(table).kv_lens(lengths);
+  REQUIRE(at::equal(attention_varlen(query, keys, values, ends, paged), expected));
+
+  table[1][1] = 12;
+  const std::string message = complaint([&] { attention_varlen(query, keys, values, ends, paged); });
+  REQUIRE(message.find("block_table[1, 1] is 12, wants a page from 0 to 11") != std::string::npos);
 }
 
 }  // namespace attnpack

@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <attnpack/cache/cross_cache.h>
 #include <attnpack/cache/latent_cache.h>
+#include <attnpack/cache/sliding_window_cache.h>
 #include <attnpack/cache/static_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/ops/detail/schema.h>
@@ -27,25 +29,29 @@ Changed changed(const HeldCache& held, const Change& change) {
 }
 
 Room with_state(const KVCache& cache, const CacheTensors& room) {
-  return std::tuple_cat(state_of(cache), std::make_tuple(Tensors{room.key, room.value, room.lengths}));
+  Tensors tensors{room.key, room.value, room.lengths};
+  if (room.dropped) tensors.push_back(*room.dropped);
+  return std::tuple_cat(state_of(cache), std::make_tuple(std::move(tensors)));
 }
 
 }  // namespace
 
 std::shared_ptr<KVCache> HeldCache::make() const {
-  if (tensors.empty() && kind == "DynamicCache") return std::make_shared<DynamicCache>();
-  if (tensors.empty() && kind == "LatentCache") return std::make_shared<LatentCache>();
-  ATTNPACK_CHECK(tensors.size() == 1 || tensors.size() == 3, "tensors: got ", tensors.size(),
-                 ", want lengths alone, or lengths, key and value");
-  CacheTensors parts{Tensor(), Tensor(), tensors[0]};
-  if (tensors.size() == 3) parts = {tensors[1], tensors[2], tensors[0]};
-  const size_t wanted = kind == "StaticCache" ? 0 : kind == "DynamicCache" ? 1 : 2;
-  ATTNPACK_CHECK(numbers.size() >= wanted, "numbers: got ", numbers.size(), ", want ", wanted, " for a ", kind);
-  if (kind == "StaticCache") return std::make_shared<StaticCache>(std::move(parts));
-  if (kind == "DynamicCache") return std::make_shared<DynamicCache>(std::move(parts), numbers.at(0));
-  ATTNPACK_CHECK(kind == "LatentCache", "kind: got ", kind, ", want a class of caches");
-  const int64_t kv_lora_rank = numbers.at(1).guard_int(__FILE__, __LINE__);
-  return std::make_shared<LatentCache>(std::move(parts), numbers.at(0), kv_lora_rank);
+  std::shared_ptr<KVCache> cache;
+  if (kind == "DynamicCache") cache = std::make_shared<DynamicCache>();
+  if (kind == "LatentCache") cache = std::make_shared<LatentCache>();
+  if (kind == "CrossCache") cache = std::make_shared<CrossCache>();
+  if (kind == "StaticCache") cache = std::make_shared<StaticCache>(CacheTensors());
+  if (kind == "SlidingWindowCache") {
+    ATTNPACK_CHECK(numbers.size() == 3, "numbers: got ", numbers.size(), ", want 3 for a SlidingWindowCache");
+    const auto number = [&](size_t i) { return numbers[i].guard_int(__FILE__, __LINE__); };
+    cache = std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(number(0)).keep_first(number(1)));
+  }
+  ATTNPACK_CHECK(cache, "kind: got ", kind, ", want a class of caches");
+  ATTNPACK_CHECK(tensors.size() >= 3 || (kind != "StaticCache" && tensors.size() < 2), "tensors: got ", tensors.size(),
+                 ", want lengths, key and value, or lengths alone for a cache that grows");
+  if (!tensors.empty()) cache->restore({tensors.vec(), numbers.vec()});
+  return cache;
 }
 
 Room cache_reserve(const HeldCache& held, const Tensor& key, const Tensor& value) {
@@ -76,8 +82,25 @@ Changed cache_reorder(const HeldCache& held, const Tensor& index) {
   return changed(held, [&](KVCache& cache) { cache.reorder(index); });
 }
 
-Changed cache_take_back(const HeldCache& held, const Tensor& lengths) {
-  return changed(held, [&](KVCache& cache) { cache.take_back(lengths); });
+namespace {
+
+std::shared_ptr<CrossCache> cross_cache(const HeldCache& held) {
+  auto cache = std::dynamic_pointer_cast<CrossCache>(held.make());
+  ATTNPACK_CHECK(cache, "kind: got ", held.kind, ", want a CrossCache");
+  return cache;
+}
+
+}  // namespace
+
+Changed cache_store(const HeldCache& held, const Tensor& key, const Tensor& value,
+                    const std::optional<Tensor>& kv_lens) {
+  const auto cache = cross_cache(held);
+  cache->store(key, value, kv_lens);
+  return state_of(*cache);
+}
+
+void cache_check_call(const HeldCache& held, const Tensor& x, const std::optional<Tensor>& context) {
+  cross_cache(held)->check_call(x, context);
 }
 
 Changed cache_clone(const HeldCache& held) { return state_of(*held.make()->clone()); }
@@ -86,15 +109,24 @@ Numbers cache_len(const HeldCache& held) { return {held.make()->sym_len()}; }
 
 Numbers cache_nbytes(const HeldCache& held) { return {held.make()->sym_nbytes()}; }
 
+Numbers cache_nbytes_allocated(const HeldCache& held) { return {held.make()->sym_nbytes_allocated()}; }
+
 Tensors cache_views(const HeldCache& held) {
   const auto cache = held.make();
   const auto key = cache->k();
   return key.defined() ? Tensors{key, cache->v()} : Tensors{};
 }
 
+Changed sliding_window_cache(int64_t left, int64_t right, int64_t keep_first) {
+  return state_of(SlidingWindowCache(SlidingWindowCacheOptions(Window{left, right}).keep_first(keep_first)));
+}
+
 Tensors static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
                      std::optional<int64_t> v_head_dim, std::optional<at::ScalarType> dtype,
                      std::optional<at::Device> device) {
+  // torch reads its table of dtypes at that number, wherever it lies.
+  ATTNPACK_CHECK(!dtype || (*dtype >= at::kByte && *dtype < at::ScalarType::NumOptions), "dtype: got the number ",
+                 static_cast<int>(*dtype), ", want one of torch's dtypes");
   return StaticCache(StaticCacheOptions(batch, num_kv_heads, max_len, head_dim)
                          .v_head_dim(v_head_dim)
                          .tensor(at::TensorOptions().dtype(dtype).device(device)))
@@ -118,11 +150,17 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("cache_reset" ATTNPACK_STATE ATTNPACK_CHANGED ")", from_schema<cache_reset>);
   m.def("cache_crop" ATTNPACK_STATE ", SymInt n" ATTNPACK_CHANGED ")", from_schema<cache_crop>);
   m.def("cache_reorder" ATTNPACK_STATE ", Tensor index" ATTNPACK_CHANGED ")", from_schema<cache_reorder>);
-  m.def("cache_take_back" ATTNPACK_STATE ", Tensor lengths" ATTNPACK_CHANGED ")", from_schema<cache_take_back>);
+  m.def("cache_store" ATTNPACK_STATE ", Tensor key, Tensor value, Tensor? kv_lens" ATTNPACK_CHANGED ")",
+        from_schema<cache_store>);
+  m.def("cache_check_call(str kind, Tensor[] tensors, SymInt[] numbers, Tensor x, Tensor? context) -> ()",
+        from_schema<cache_check_call>);
   m.def("cache_clone(str kind, Tensor[] tensors, SymInt[] numbers) -> (Tensor[], SymInt[])", from_schema<cache_clone>);
   m.def("cache_len(str kind, Tensor[] tensors, SymInt[] numbers) -> SymInt[]", from_schema<cache_len>);
   m.def("cache_nbytes(str kind, Tensor[] tensors, SymInt[] numbers) -> SymInt[]", from_schema<cache_nbytes>);
+  m.def("cache_nbytes_allocated(str kind, Tensor[] tensors, SymInt[] numbers) -> SymInt[]",
+        from_schema<cache_nbytes_allocated>);
   m.def("cache_views(str kind, Tensor(a)[] tensors, SymInt[] numbers) -> Tensor(a)[]", from_schema<cache_views>);
+  m.def("sliding_window_cache(int left, int right, int keep_first) -> (Tensor[], SymInt[])", sliding_window_cache);
   m.def(
       "static_cache(int batch, int num_kv_heads, int max_len, int head_dim, int? v_head_dim, ScalarType? dtype, "
       "Device? device) -> Tensor[]",

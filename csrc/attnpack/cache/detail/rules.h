@@ -24,7 +24,7 @@ struct HeldCache {
 using Tensors = std::vector<at::Tensor>;
 using Numbers = std::vector<c10::SymInt>;
 using Changed = std::tuple<Tensors, Numbers>;        // the new state
-using Room = std::tuple<Tensors, Numbers, Tensors>;  // and key, value and lengths of the room
+using Room = std::tuple<Tensors, Numbers, Tensors>;  // and key, value, lengths of the room, and dropped if there is one
 
 Room cache_reserve(const HeldCache& held, const at::Tensor& key, const at::Tensor& value);
 Room cache_reserve_latents(const HeldCache& held, const at::Tensor& latents, int64_t kv_lora_rank);
@@ -32,14 +32,22 @@ Changed cache_commit(const HeldCache& held, c10::SymInt new_len, const std::opti
 Changed cache_reset(const HeldCache& held);
 Changed cache_crop(const HeldCache& held, c10::SymInt n);
 Changed cache_reorder(const HeldCache& held, const at::Tensor& index);
-Changed cache_take_back(const HeldCache& held, const at::Tensor& lengths);
 Changed cache_clone(const HeldCache& held);
+
+// Of a CrossCache.
+Changed cache_store(const HeldCache& held, const at::Tensor& key, const at::Tensor& value,
+                    const std::optional<at::Tensor>& kv_lens);
+void cache_check_call(const HeldCache& held, const at::Tensor& x, const std::optional<at::Tensor>& context);
 
 // One number each. torch.compile takes no op that returns a number instead of a list.
 Numbers cache_len(const HeldCache& held);
 Numbers cache_nbytes(const HeldCache& held);
+Numbers cache_nbytes_allocated(const HeldCache& held);
 // k and v; nothing before the first append of a cache that grows.
 Tensors cache_views(const HeldCache& held);
+
+// The state of an empty SlidingWindowCache.
+Changed sliding_window_cache(int64_t left, int64_t right, int64_t keep_first);
 
 // The tensors of an empty StaticCache.
 Tensors static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,

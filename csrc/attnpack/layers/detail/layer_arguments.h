@@ -47,11 +47,15 @@ struct LayerArguments {
   "causal, Tensor? kv_lens, float dropout_p, float? scale"
 
 struct CacheArguments {
-  std::optional<Tensor> key = {}, value = {}, lengths = {};
+  std::optional<Tensor> key = {}, value = {}, lengths = {}, dropped = {};
+  int64_t window = -1;
+  int64_t keep_first = 0;
 
-  auto members() const { return std::tie(key, value, lengths); }
+  auto members() const { return std::tie(key, value, lengths, dropped, window, keep_first); }
 };
-#define ATTNPACK_CACHE_SCHEMA "Tensor(a!)? cache_key, Tensor(b!)? cache_value, Tensor(c!)? cache_lengths"
+#define ATTNPACK_CACHE_SCHEMA                                                                              \
+  "Tensor(a!)? cache_key, Tensor(b!)? cache_value, Tensor(c!)? cache_lengths, Tensor? cache_dropped, int " \
+  "cache_window, int cache_keep_first"
 
 struct LatentCacheArguments {
   std::optional<Tensor> latents = {}, lengths = {};

@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/layers/detail/dropped_keys.h>
 #include <attnpack/ops/kv_cache.h>
 
 namespace attnpack {
@@ -12,7 +13,8 @@ namespace {
 
 using c10::SymInt;
 
-// The part of the cache that attention may read: all of it, or its first positions if a mask covers fewer.
+// The part of the cache that attention may read: all of it, or its first positions if a mask covers fewer. A mask over
+// a cache that drops positions covers the dropped ones too.
 struct ReadableCache {
   Tensor key, value;
   std::optional<SymInt> limit;
@@ -20,7 +22,10 @@ struct ReadableCache {
 
 ReadableCache readable_under(const CacheTensors& cache, const std::optional<Tensor>& mask) {
   ReadableCache readable{cache.key, cache.value, std::nullopt};
-  if (mask && mask->dim() > 0 && mask->sym_size(-1) != 1 && mask->sym_size(-1) < cache.key.sym_size(2)) {
+  if (!mask || mask->dim() == 0 || mask->sym_size(-1) == 1) return readable;
+  if (cache.dropped) {
+    readable.limit = mask->sym_size(-1);
+  } else if (mask->sym_size(-1) < cache.key.sym_size(2)) {
     readable.limit = mask->sym_size(-1);
     readable.key = cache.key.narrow_symint(2, 0, *readable.limit);
     readable.value = cache.value.narrow_symint(2, 0, *readable.limit);
@@ -31,7 +36,7 @@ ReadableCache readable_under(const CacheTensors& cache, const std::optional<Tens
 // A copy of the cache that is differentiable in its new rows, and only in them: [B, Hkv, capacity, D].
 Tensor with_new_rows(const Tensor& cache,
                      const Tensor& rows,                       // [B, Hkv, L, D]
-                     const Tensor& past,                       // [B], lengths before the append
+                     const Tensor& past,                       // [B], slots in use before the append
                      const std::optional<Tensor>& new_lens) {  // [B]
   const SymInt capacity = cache.sym_size(2);
   const Tensor step = at::arange(rows.sym_size(2), past.options());
@@ -59,11 +64,14 @@ std::pair<Tensor, Tensor> split_dims(const Tensor& x, const SymInt& rotated_dims
 }
 
 // The cache's keys at their positions: rotated now if the cache holds them unrotated.
-Tensor rotate_stored(const Tensor& key, const Tensor& lengths, const RopeSettings& rope,
+Tensor rotate_stored(const Tensor& key, const CacheTensors& cache, const Tensor& lengths, const RopeSettings& rope,
                      const std::optional<SymInt>& rotated_dims) {
-  if (!rope.raw_keys || !rotated_dims) return rotate_cached(key, lengths, rope);
+  if (!rope.raw_keys) return key;
+  std::optional<Tensor> positions;
+  if (cache.dropped) positions = positions_of_slots(cache);
+  if (!rotated_dims) return rotate_cached(key, lengths, rope, positions);
   const auto [fixed, raw] = split_dims(key, *rotated_dims);
-  return at::cat({fixed, rotate_cached(raw, lengths, rope)}, -1);
+  return at::cat({fixed, rotate_cached(raw, lengths, rope, positions)}, -1);
 }
 
 }  // namespace
@@ -92,25 +100,28 @@ PlacedTokens place_tokens(
     return {q, k, tokens.value, std::nullopt, args.kv_lens};
   }
   ATTNPACK_CHECK(!args.cross, "cache is given together with a context: a cache holds the keys of self-attention");
-  check_kv_cache_append(cache->key, cache->value, cache->lengths, tokens.key, tokens.value, args.kv_lens);
+  check_kv_cache_append(cache->key, cache->value, cache->lengths, tokens.key, tokens.value, args.kv_lens,
+                        cache->dropped);
   ReadableCache readable = readable_under(*cache, args.mask);
   check(readable.key, readable.value, std::nullopt);
+  const auto slots = [&](const Tensor& lengths) { return cache->dropped ? lengths - *cache->dropped : lengths; };
   const Tensor past = cache->lengths.clone();
   if (rope && rotates_in_cache(tokens, *rope, args.positions)) {
-    const Tensor q =
-        kv_cache_append_rotated_(cache->key, cache->value, cache->lengths, tokens.query, tokens.key, tokens.value,
-                                 rope->inv_freq, rope->factor, rope->interleaved, args.kv_lens, readable.limit);
-    return {q, readable.key, readable.value, past, cache->lengths, true};
+    const Tensor q = kv_cache_append_rotated_(cache->key, cache->value, cache->lengths, tokens.query, tokens.key,
+                                              tokens.value, rope->inv_freq, rope->factor, rope->interleaved,
+                                              args.kv_lens, readable.limit, cache->dropped);
+    return {q, readable.key, readable.value, slots(past), slots(cache->lengths), true};
   }
   const auto [q, k] = rotate_tokens(tokens, rope, {args.positions, false, past, args.kv_lens});
-  kv_cache_append_(cache->key, cache->value, cache->lengths, k, tokens.value, args.kv_lens, readable.limit);
+  kv_cache_append_(cache->key, cache->value, cache->lengths, k, tokens.value, args.kv_lens, readable.limit,
+                   cache->dropped);
   if (at::GradMode::is_enabled() && (k.requires_grad() || tokens.value.requires_grad())) {
-    readable.key = with_new_rows(readable.key, k, past, args.kv_lens);
-    readable.value = with_new_rows(readable.value, tokens.value, past, args.kv_lens);
+    readable.key = with_new_rows(readable.key, k, slots(past), args.kv_lens);
+    readable.value = with_new_rows(readable.value, tokens.value, slots(past), args.kv_lens);
   }
   const Tensor lengths = cache->lengths.clone();
-  if (rope) readable.key = rotate_stored(readable.key, lengths, *rope, tokens.rotated_dims);
-  return {q, readable.key, readable.value, past, lengths, true};
+  if (rope) readable.key = rotate_stored(readable.key, *cache, lengths, *rope, tokens.rotated_dims);
+  return {q, readable.key, readable.value, slots(past), slots(lengths), true};
 }
 
 void trim_to_longest(PlacedTokens& tokens, const std::optional<Tensor>& mask) {

@@ -15,7 +15,7 @@ namespace attnpack {
 struct PlacedTokens {
   Tensor query;                     // [B, Hq, L, D], rotated
   Tensor key, value;                // [B, Hkv, keys, D], rotated, and [B, Hkv, keys, Dv]: all that may be read
-  std::optional<Tensor> q_offsets;  // [B], lengths of the cache before the call
+  std::optional<Tensor> q_offsets;  // [B], slots of the cache that were in use before the call
   std::optional<Tensor> kv_lens;    // [B], valid keys
   bool cached = false;
 };

@@ -100,7 +100,8 @@ void check_inputs(const at::Tensor& x, const std::optional<at::Tensor>& context,
   ATTNPACK_CHECK(!value_context || context,
                  "value_context: got a tensor without context; give context, where the keys come from, too");
   ATTNPACK_CHECK(!context || !cache,
-                 "cache: got one together with context; a cache holds self-attention's keys, leave it out");
+                 "cache: got one together with context; a cache holds self-attention's keys, leave it out or take a "
+                 "CrossCache");
   ATTNPACK_CHECK(!value_context || value_context->sym_size(1) == context->sym_size(1), "value_context: got length ",
                  value_context->sym_size(1), ", want ", context->sym_size(1),
                  " as context has: each of its keys needs one value");
@@ -180,8 +181,24 @@ void check_norm_kind(const std::string& kind) {
 
 void check_cross_attention(bool has_cross_attention, bool context) {
   ATTNPACK_CHECK(has_cross_attention == context, "context: ",
-                 has_cross_attention ? "got none, but this block has cross-attention; give what it reads"
+                 has_cross_attention ? "got none, but this block has cross-attention; give what it reads, or a filled "
+                                       "cross_cache"
                                      : "got a tensor, but this block has no cross-attention; give it cross_attention");
+}
+
+void check_cross_cache(bool is_cross_cache, bool given, bool has_cross_attention) {
+  ATTNPACK_CHECK(!given || (is_cross_cache && has_cross_attention), "cross_cache: got ",
+                 is_cross_cache ? "a CrossCache, but this block has no cross-attention; leave it out"
+                                : "a cache that appends, want a CrossCache: cross-attention reads a context");
+}
+
+void check_self_cache(bool is_cross_cache) {
+  ATTNPACK_CHECK(!is_cross_cache, "cache: got a CrossCache, want the cache of self-attention; give it as cross_cache");
+}
+
+void check_projected_cache(bool is_cross_cache) {
+  ATTNPACK_CHECK(!is_cross_cache,
+                 "cache: got a CrossCache, but ProjectedAttention is given its keys; keep k and v yourself");
 }
 
 void check_cache_layers(int64_t cached, int64_t layers) {

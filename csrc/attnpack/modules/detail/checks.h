@@ -82,6 +82,14 @@ void check_norm_kind(const std::string& kind);
 // Checks that a block is given a context if it has cross-attention, and only then.
 void check_cross_attention(bool has_cross_attention, bool context);
 
+// Checks that a cross_cache, if given, is a CrossCache of a block that has cross-attention, and that the other cache is
+// none.
+void check_cross_cache(bool is_cross_cache, bool given, bool has_cross_attention);
+void check_self_cache(bool is_cross_cache);
+
+// Refuses a CrossCache for attention over keys that are given.
+void check_projected_cache(bool is_cross_cache);
+
 // Checks that a model's cache has as many layers as the model.
 void check_cache_layers(int64_t cached, int64_t layers);
 

@@ -1,5 +1,6 @@
 #include <torch/library.h>
 
+#include <attnpack/core/check.h>
 #include <attnpack/ops/autograd/node.h>
 #include <attnpack/ops/autograd/saved_arguments.h>
 #include <attnpack/ops/detail/varlen_arguments.h>
@@ -47,12 +48,29 @@ struct AttentionVarlenBackward : torch::autograd::Node {
   SavedArguments<VarlenArguments> args_;
 };
 
+// Raises if a pool of pages requires a gradient.
+void check_paged_gradients(const Tensor& key, const Tensor& value) {
+  const char* name = key.requires_grad() ? "key" : "value";
+  ATTNPACK_CHECK(!key.requires_grad() && !value.requires_grad(), name,
+                 " requires a gradient, which a pool of pages has none of: call it under torch.no_grad(), or pass ",
+                 name, ".detach()");
+}
+
 AttentionResult attention_varlen_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
                                           const Tensor& cu_seqlens_q, const VarlenArguments& args) {
+  const bool differentiable = torch::autograd::compute_requires_grad(query, key, value, args.sinks);
   const Tensor none;
+  if (args.block_table && differentiable) check_paged_gradients(key, value);
   if (wants_formula({&query, &key, &value, args.sinks ? &*args.sinks : &none}))
     return attend_each_sequence(&attention_formula, query, key, value, cu_seqlens_q, args);
-  const bool differentiable = torch::autograd::compute_requires_grad(query, key, value, args.sinks);
+  // Keys in pages: calls of `attention` give the same bits, and know the gradients of query and sinks.
+  if (differentiable && args.block_table) {
+    constexpr c10::DispatchKeySet kTraced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
+    ATTNPACK_CHECK(!cu_seqlens_q.key_set().has_any(kTraced),
+                   "query requires a gradient with block_table while a graph is traced, wants none: call it under ",
+                   "torch.no_grad(), or outside of the compiled function");
+    return attend_each_sequence(&attention_op, query, key, value, cu_seqlens_q, args);
+  }
   AttentionResult result;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -19,10 +19,10 @@ void count_writes(std::initializer_list<const Tensor*> written) {
 // A cache stores values without history.
 void kv_cache_append_autograd(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
                               const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens,
-                              std::optional<c10::SymInt> limit) {
+                              std::optional<c10::SymInt> limit, const std::optional<Tensor>& dropped) {
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    kv_cache_append_(cache_key, cache_value, lengths, key, value, new_lens, limit);
+    kv_cache_append_(cache_key, cache_value, lengths, key, value, new_lens, limit, dropped);
   }
   count_writes({&cache_key, &cache_value, &lengths});
 }
@@ -31,14 +31,15 @@ void kv_cache_append_autograd(const Tensor& cache_key, const Tensor& cache_value
 Tensor kv_cache_append_rotated_autograd(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
                                         const Tensor& query, const Tensor& key, const Tensor& value,
                                         at::ArrayRef<double> inv_freq, double factor, bool interleaved,
-                                        const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit) {
+                                        const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit,
+                                        const std::optional<Tensor>& dropped) {
   ATTNPACK_CHECK(!at::GradMode::is_enabled() || !(query.requires_grad() || key.requires_grad()),
                  "query or key want gradients, which kv_cache_append_rotated_ has none of: call it under no_grad");
   Tensor rotated;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     rotated = kv_cache_append_rotated_(cache_key, cache_value, lengths, query, key, value, inv_freq, factor,
-                                       interleaved, new_lens, limit);
+                                       interleaved, new_lens, limit, dropped);
   }
   count_writes({&cache_key, &cache_value, &lengths});
   return rotated;

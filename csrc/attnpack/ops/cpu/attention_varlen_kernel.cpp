@@ -44,8 +44,14 @@ std::vector<AttentionParams> make_calls(const AttentionParams& all, const std::v
     p.value = row_at(all.value, all.value_strides, s.first_key, element_size);
     p.out = all.out ? row_at(all.out, all.out_strides, s.first_query, element_size) : nullptr;
     p.lse = static_cast<char*>(all.lse) + s.first_query * all.num_heads * lse_size;
-    for (Strides* strides : {&p.query_strides, &p.key_strides, &p.value_strides, &p.out_strides})
-      *strides = without_batch(*strides);
+    p.query_strides = without_batch(all.query_strides);
+    p.out_strides = without_batch(all.out_strides);
+    if (all.block_table) {
+      p.block_table = all.block_table + b * args.block_table->size(1);
+    } else {
+      p.key_strides = without_batch(all.key_strides);
+      p.value_strides = without_batch(all.value_strides);
+    }
     p.dropout_seed = sequence_seed(all.dropout_seed, b);
   }
   return calls;
@@ -70,9 +76,18 @@ Tensor rearranged(const Tensor& from, const std::vector<Sequence>& sequences, Di
 AttentionResult attention_varlen_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
                                      const Tensor& cu_seqlens_q, const VarlenArguments& args) {
   check_attention_varlen(query, key, value, cu_seqlens_q, args);
+  // The kernels read whole rows.
+  const auto has_rows = [](const Tensor& pool) { return pool.size(3) <= 1 || pool.stride(3) == 1; };
+  if (args.block_table && !(has_rows(key) && has_rows(value)))
+    return attend_each_sequence(&attention_op, query, key, value, cu_seqlens_q, args);
   const std::vector<Sequence> sequences = read_sequences(query, key, cu_seqlens_q, args);
-  PreparedAttention prepared =
-      prepare_attention(one_batch(query), one_batch(key), one_batch(value), shared_arguments(args));
+  const auto heads = [&](const Tensor& x) { return args.block_table ? batch_of_pages(x) : one_batch(x); };
+  PreparedAttention prepared = prepare_attention(one_batch(query), heads(key), heads(value), shared_arguments(args));
+  const Tensor table = args.block_table ? args.block_table->cpu().contiguous() : Tensor();
+  if (args.block_table) {
+    prepared.params.block_table = table.const_data_ptr<int32_t>();
+    prepared.params.page_size = key.size(1);
+  }
   const auto [out, lse] = make_outputs(prepared, one_batch(query));
   run_forward(kernels_in_use(), make_calls(prepared.params, sequences, args, query.element_size(), lse.element_size()),
               kTorchThreads);

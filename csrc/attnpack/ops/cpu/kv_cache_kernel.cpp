@@ -32,9 +32,9 @@ void copy_rows(const Tensor& cache, const Tensor& x, int64_t b, int64_t position
                   from + (h * x.stride(1) + l * x.stride(2)) * bytes, x.size(3) * bytes);
 }
 
-// The place of a sequence's new rows: `count` rows after the `held` ones.
+// The place of a sequence's new rows: `count` rows after the `held` ones, from `slot` of the cache on.
 struct NewPlace {
-  int64_t held, count;
+  int64_t held, slot, count;
 };
 using NewPlaces = c10::SmallVector<NewPlace, 8>;
 
@@ -42,10 +42,10 @@ using NewPlaces = c10::SmallVector<NewPlace, 8>;
 // change them.
 NewPlaces find_places(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
                       const Tensor& value, const std::optional<Tensor>& new_lens,
-                      const std::optional<c10::SymInt>& limit) {
-  check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
+                      const std::optional<c10::SymInt>& limit, const std::optional<Tensor>& dropped) {
+  check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens, dropped);
   check_kv_cache_memory(cache_key, cache_value, lengths, key, value);
-  const int64_t capacity = cache_key.size(2), all = key.size(2), most = limit ? limit->expect_int() : capacity;
+  const int64_t capacity = cache_key.size(2), all = key.size(2);
   const Tensor counts = new_lens ? new_lens->to(at::kLong).contiguous() : Tensor();
   NewPlaces result;
   for (int64_t b = 0; b < key.size(0); ++b) {
@@ -53,13 +53,16 @@ NewPlaces find_places(const Tensor& cache_key, const Tensor& cache_value, const 
     const int64_t count = new_lens ? counts.const_data_ptr<int64_t>()[b] : all;
     ATTNPACK_CHECK(count >= 0 && count <= all, "kv_lens[", b, "] is ", count, ", wants 0 to the number of new tokens, ",
                    all);
-    check_length(b, held, capacity);
-    ATTNPACK_CHECK(count <= capacity - held, "cache is full: sequence ", b, " holds ", held, " of ", capacity,
-                   " positions and ", count,
+    const int64_t gone = dropped ? dropped->const_data_ptr<int64_t>()[b * dropped->stride(0)] : 0;
+    ATTNPACK_CHECK(gone >= 0 && gone <= std::max<int64_t>(held, 0), "the cache's dropped[", b, "] is ", gone,
+                   ", wants 0 to its length ", held, ": call reset() on the cache");
+    check_length(b, held - gone, capacity);
+    ATTNPACK_CHECK(count <= capacity - (held - gone), "cache is full: sequence ", b, " holds ", held - gone, " of ",
+                   capacity, " positions and ", count,
                    " are to be appended: make it with a larger max_len, or crop() or reset() it");
-    ATTNPACK_CHECK(held + count <= most, "mask covers ", most, " keys, sequence ", b, " has ", held + count,
-                   " after the append: with a cache a mask covers all keys, past and new");
-    result.push_back({held, count});
+    ATTNPACK_CHECK(!limit || held + count <= limit->expect_int(), "mask covers ", *limit, " keys, sequence ", b,
+                   " has ", held + count, " after the append: with a cache a mask covers all keys, past and new");
+    result.push_back({held, held - gone, count});
   }
   return result;
 }
@@ -70,21 +73,22 @@ void write_lengths(const Tensor& lengths, const NewPlaces& places) {
 }
 
 void kv_cache_append_cpu(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
-                         const Tensor& value, const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit) {
-  const NewPlaces places = find_places(cache_key, cache_value, lengths, key, value, new_lens, limit);
+                         const Tensor& value, const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit,
+                         const std::optional<Tensor>& dropped) {
+  const NewPlaces places = find_places(cache_key, cache_value, lengths, key, value, new_lens, limit, dropped);
   for (int64_t b = 0; b < key.size(0); ++b) {
-    copy_rows(cache_key, key, b, places[b].held, places[b].count);
-    copy_rows(cache_value, value, b, places[b].held, places[b].count);
+    copy_rows(cache_key, key, b, places[b].slot, places[b].count);
+    copy_rows(cache_value, value, b, places[b].slot, places[b].count);
   }
   write_lengths(lengths, places);
 }
 
-// Rotates the heads of x [B, H, L, D] at token l of sequence b into those of `to` at token `position`.
+// Rotates the heads of x [B, H, L, D] at token l of sequence b into those of `to` at its row `row`.
 template <class T>
 void rotate_token(const Tensor& x, int64_t b, int64_t l, const float* cos, const float* sin, int64_t half,
-                  bool interleaved, const Tensor& to, int64_t position) {
+                  bool interleaved, const Tensor& to, int64_t row) {
   const T* from = x.const_data_ptr<T>() + b * x.stride(0) + l * x.stride(2);
-  T* target = to.mutable_data_ptr<T>() + b * to.stride(0) + position * to.stride(2);
+  T* target = to.mutable_data_ptr<T>() + b * to.stride(0) + row * to.stride(2);
   for (int64_t h = 0; h < x.size(1); ++h)
     rotate_row<T, float>({from + h * x.stride(1), x.stride(3)}, {cos, 1}, {sin, 1}, half, x.size(3), interleaved,
                          {target + h * to.stride(1), to.stride(3)});
@@ -93,8 +97,9 @@ void rotate_token(const Tensor& x, int64_t b, int64_t l, const float* cos, const
 Tensor kv_cache_append_rotated_cpu(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
                                    const Tensor& query, const Tensor& key, const Tensor& value,
                                    at::ArrayRef<double> inv_freq, double factor, bool interleaved,
-                                   const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit) {
-  const NewPlaces places = find_places(cache_key, cache_value, lengths, key, value, new_lens, limit);
+                                   const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit,
+                                   const std::optional<Tensor>& dropped) {
+  const NewPlaces places = find_places(cache_key, cache_value, lengths, key, value, new_lens, limit, dropped);
   check_rotated(query, key, inv_freq);
   const Tensor rotated = at::empty_like(query);
   const int64_t new_positions = key.size(2), half = static_cast<int64_t>(inv_freq.size());
@@ -103,15 +108,15 @@ Tensor kv_cache_append_rotated_cpu(const Tensor& cache_key, const Tensor& cache_
     at::parallel_for(0, key.size(0) * new_positions, grain, [&](int64_t begin, int64_t end) {
       std::vector<float> cos(half), sin(half);
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t b = i / new_positions, l = i % new_positions, position = places[b].held + l;
-        fill_angles(position, inv_freq, factor, cos.data(), sin.data());
+        const int64_t b = i / new_positions, l = i % new_positions;
+        fill_angles(places[b].held + l, inv_freq, factor, cos.data(), sin.data());
         rotate_token<scalar_t>(query, b, l, cos.data(), sin.data(), half, interleaved, rotated, l);
         if (l < places[b].count)
-          rotate_token<scalar_t>(key, b, l, cos.data(), sin.data(), half, interleaved, cache_key, position);
+          rotate_token<scalar_t>(key, b, l, cos.data(), sin.data(), half, interleaved, cache_key, places[b].slot + l);
       }
     });
   });
-  for (int64_t b = 0; b < key.size(0); ++b) copy_rows(cache_value, value, b, places[b].held, places[b].count);
+  for (int64_t b = 0; b < key.size(0); ++b) copy_rows(cache_value, value, b, places[b].slot, places[b].count);
   write_lengths(lengths, places);
   return rotated;
 }

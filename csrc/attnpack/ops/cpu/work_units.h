@@ -32,11 +32,17 @@ inline Tiling tile_rows(const AttentionParams& p) {
           static_cast<double>(p.batch) * p.num_heads * p.q_len * p.kv_len * (p.head_dim + p.v_head_dim)};
 }
 
+inline int64_t count_seen(const AttentionParams& p, int64_t b) {
+  const Range keys = seen_keys(p, b);
+  return std::max<int64_t>(keys.end - keys.begin, 0);
+}
+
 // Whether the rows of a kv head of sequence b are so few that they stream the keys. Else the keys are packed, which
-// pays for few rows too if the keys are few. Padding does not count.
+// pays for few rows too if the keys are few. Padding and keys outside the window do not count.
 inline bool streams_keys(const AttentionParams& p, const Tiling& t, int64_t b) {
+  if (p.quantized_bits) return true;  // no other unit reads them
   if (t.rows > kDecodeRows) return false;
-  const int64_t keys = valid_keys(p, b);
+  const int64_t keys = count_seen(p, b);
   return keys > kShortKeys || t.rows <= (keys > kFewKeys ? kShortRows : kFewKeysRows) ||
          p.head_dim + p.v_head_dim > kShortWidth;
 }
@@ -45,7 +51,7 @@ inline bool streams_keys(const AttentionParams& p, const Tiling& t, int64_t b) {
 enum class Path { kStreamed, kPacked, kMixed };
 inline Path path_of(const AttentionParams& p, const Tiling& t) {
   int64_t streamed = 0;
-  const int64_t count = p.kv_lens ? p.batch : 1;
+  const int64_t count = p.kv_lens || p.q_offsets ? p.batch : 1;
   for (int64_t b = 0; b < count; ++b) streamed += streams_keys(p, t, b);
   return streamed == 0 ? Path::kPacked : streamed == count ? Path::kStreamed : Path::kMixed;
 }
@@ -112,8 +118,8 @@ void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
 inline int64_t most_ranges(const AttentionParams& p) {
   int64_t ranges = 1;
   for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t keys = range_keys(p, b);
-    ranges = std::max(ranges, (valid_keys(p, b) + keys - 1) / keys);
+    const int64_t seen = count_seen(p, b), keys = range_keys(p, seen);
+    ranges = std::max(ranges, (seen + keys - 1) / keys);
   }
   return ranges;
 }
@@ -163,10 +169,11 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     const auto [call, index] = units.find(unit);
     const AttentionParams& p = calls[call];
     const int64_t ranges = ranges_of(call), head = index / ranges, range = index % ranges, b = head / p.num_kv_heads;
-    const int64_t kv_head = head % p.num_kv_heads, keys = range_keys(p, b);
     if (!streams_keys(p, tile_rows(p), b)) return;
+    const int64_t kv_head = head % p.num_kv_heads, keys = range_keys(p, count_seen(p, b));
+    const int64_t begin = seen_keys(p, b).begin + range * keys;
     void* const results = ranges == 1 ? static_cast<char*>(scratch) + decode_bytes : partial(call, ranges, head, range);
-    kernels.decode(p, b, kv_head, {range * keys, std::min((range + 1) * keys, p.kv_len)}, results, scratch);
+    kernels.decode(p, b, kv_head, {begin, std::min(begin + keys, p.kv_len)}, results, scratch);
     if (ranges == 1) kernels.merge(p, b, kv_head, {0, group_size(p, kv_head) * p.q_len}, results, 1);
   };
   for_each(Order::kNeighbours, units.total(), work, decode_bytes + rows_at_once * row_bytes, unit_of_ranges);

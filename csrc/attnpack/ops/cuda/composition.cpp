@@ -31,12 +31,20 @@ AttentionGradients attention_backward_composed(const Tensor& grad_out, const std
   return attention_backward_formula(grad_out, grad_lse, query, key, value, args, mask_gradient, sinks_gradient);
 }
 
+void add_up_to_capacity(const Tensor& lengths, const Tensor& counts, int64_t capacity,
+                        const std::optional<Tensor>& dropped) {
+  lengths.add_(counts);
+  dropped ? lengths.clamp_max_(*dropped + capacity) : lengths.clamp_max_(capacity);
+}
+
 void kv_cache_append_composed(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
-                              const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens) {
+                              const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens,
+                              const std::optional<Tensor>& dropped) {
   if (key.size(2) == 0) return;
   const Tensor counts = new_lens ? new_lens->to(at::kLong) : at::full_like(lengths, key.size(2));
-  // Slot j of sequence b takes new position j - lengths[b], where there is one.
-  const Tensor source = at::arange(cache_key.size(2), lengths.options()) - lengths.unsqueeze(1);  // [B, capacity]
+  // Slot j of sequence b takes new position j - (lengths - dropped)[b], where there is one.
+  const Tensor held = dropped ? lengths - *dropped : lengths;                                  // [B]
+  const Tensor source = at::arange(cache_key.size(2), lengths.options()) - held.unsqueeze(1);  // [B, capacity]
   const Tensor fresh = source.ge(0).logical_and(source < counts.unsqueeze(1)).unsqueeze(1).unsqueeze(-1);
   const Tensor index = source.clamp(0, key.size(2) - 1).unsqueeze(1).unsqueeze(-1);
   const auto write = [&](const Tensor& cache, const Tensor& x) {
@@ -44,14 +52,15 @@ void kv_cache_append_composed(const Tensor& cache_key, const Tensor& cache_value
   };
   write(cache_key, key);
   write(cache_value, value);
-  lengths.add_(counts).clamp_max_(cache_key.size(2));
+  add_up_to_capacity(lengths, counts, cache_key.size(2), dropped);
 }
 
 Tensor kv_cache_append_rotated_composed(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
                                         const Tensor& query, const Tensor& key, const Tensor& value,
                                         at::ArrayRef<double> inv_freq, double factor, bool interleaved,
-                                        const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit) {
-  check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens);
+                                        const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit,
+                                        const std::optional<Tensor>& dropped) {
+  check_kv_cache_append(cache_key, cache_value, lengths, key, value, new_lens, dropped);
   check_rotated(query, key, inv_freq);
   const Tensor positions = lengths.unsqueeze(1) + at::arange(key.size(2), lengths.options());  // [B, L]
   const auto [cos, sin] = rope_table(positions, inv_freq, factor);
@@ -59,7 +68,7 @@ Tensor kv_cache_append_rotated_composed(const Tensor& cache_key, const Tensor& c
     return apply_rope(x, c, s, interleaved);
   };
   const Tensor rotated = rotate(query);
-  kv_cache_append_(cache_key, cache_value, lengths, rotate(key), value, new_lens, limit);
+  kv_cache_append_(cache_key, cache_value, lengths, rotate(key), value, new_lens, limit, dropped);
   return rotated;
 }
 

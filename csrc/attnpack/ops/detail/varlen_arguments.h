@@ -11,8 +11,8 @@ struct VarlenArguments {
   std::optional<Tensor> cu_seqlens_k = {};       // [B + 1]; default cu_seqlens_q
   std::optional<c10::SymInt> max_seqlen_q = {};  // hints
   std::optional<c10::SymInt> max_seqlen_k = {};
-  std::optional<Tensor> block_table = {};  // reserved
-  std::optional<Tensor> kv_lens = {};      // reserved
+  std::optional<Tensor> block_table = {};  // int32 [B, max_pages]: key and value are pools of pages
+  std::optional<Tensor> kv_lens = {};      // [B]: the keys of each sequence, where they are in pages
   bool causal = false;
   std::optional<c10::SymInt> q_offset = {};  // of every sequence; default: its keys - its queries
   std::optional<Tensor> q_offsets = {};      // [B], instead of q_offset
@@ -58,24 +58,28 @@ void check_attention_varlen_backward(const Tensor& grad_out, const std::optional
 
 // A packed tensor as a batch of one sequence: [T, H, D] -> [1, H, T, D], a view.
 inline Tensor one_batch(const Tensor& packed) { return packed.unsqueeze(0).transpose(1, 2); }
-// The reverse, contiguous as Meta says.
+// A pool as a batch of pages: [num_pages, page_size, H, D] -> [num_pages, H, page_size, D], a view.
+inline Tensor batch_of_pages(const Tensor& pool) { return pool.transpose(1, 2); }
+// The reverse of one_batch, contiguous as Meta says.
 inline Tensor packed_rows(const Tensor& batch) { return batch.transpose(1, 2).squeeze(0).contiguous(); }
 
 // The settings that all sequences share, as arguments of one call.
 AttentionArguments shared_arguments(const VarlenArguments& args);
 
 // Where the sequences stand: rows [first_query, first_query + q_len) of query and [first_key, first_key + kv_len) of
-// key, and the position of the first query.
+// key, and the position of the first query. Keys in pages have kv_len rows, which block_table finds.
 struct Sequence {
   int64_t first_query, q_len, first_key, kv_len, q_offset;
 };
-// Reads cu_seqlens, and checks their values. Reading waits for a device.
+// Reads cu_seqlens, or kv_lens and block_table, and checks their values. Reading waits for a device.
 std::vector<Sequence> read_sequences(const Tensor& query, const Tensor& key, const Tensor& cu_seqlens_q,
                                      const VarlenArguments& args);
+// How many pages hold the keys of a sequence.
+inline int64_t pages_of(int64_t kv_len, int64_t page_size) { return (kv_len + page_size - 1) / page_size; }
 // The arguments of the call that computes sequence number b.
 AttentionArguments sequence_arguments(const VarlenArguments& args, const Sequence& sequence, int64_t b);
 
-// One call of `attention` for each sequence: attention_formula, or the op.
+// One call of `attention` for each sequence: attention_formula, or the op. Pages are gathered.
 using Attend = AttentionResult (*)(const Tensor&, const Tensor&, const Tensor&, const AttentionArguments&);
 AttentionResult attend_each_sequence(Attend attend, const Tensor& query, const Tensor& key, const Tensor& value,
                                      const Tensor& cu_seqlens_q, const VarlenArguments& args);

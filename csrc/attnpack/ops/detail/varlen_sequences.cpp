@@ -31,19 +31,46 @@ std::vector<int64_t> read_ends(const char* name, const Tensor& cu_seqlens, const
   return ends;
 }
 
+// Where no keys are packed: the numbers of keys say how many pages each sequence reads.
+std::vector<int64_t> read_paged_lengths(const Tensor& key, const VarlenArguments& args) {
+  const Tensor& table = *args.block_table;
+  const int64_t num_pages = key.size(0), page_size = key.size(1), most = table.size(1);
+  const std::vector<int64_t> lengths = read_numbers(*args.kv_lens);
+  const Tensor read = at::isTensorSubclassLike(table) ? Tensor() : table.cpu();
+  for (size_t b = 0; b < lengths.size(); ++b) {
+    ATTNPACK_CHECK(lengths[b] >= 0 && pages_of(lengths[b], page_size) <= most, "kv_lens[", b, "] is ", lengths[b],
+                   ", wants 0 to ", most * page_size, ", which ", most, " pages of ", page_size, " keys hold");
+    if (!read.defined()) continue;
+    const int32_t* pages = read.const_data_ptr<int32_t>() + b * read.stride(0);
+    for (int64_t i = 0; i < pages_of(lengths[b], page_size); ++i)
+      ATTNPACK_CHECK(pages[i * read.stride(1)] >= 0 && pages[i * read.stride(1)] < num_pages, "block_table[", b, ", ",
+                     i, "] is ", pages[i * read.stride(1)], ", wants a page from 0 to ", num_pages - 1, ": kv_lens[", b,
+                     "] = ", lengths[b], " keys read it");
+  }
+  return lengths;
+}
+
+// The keys or values of sequence number b, gathered from their pages.
+Tensor gathered(const Tensor& pool, const VarlenArguments& args, size_t b, int64_t kv_len) {
+  const Tensor pages = args.block_table->select(0, b).narrow(0, 0, pages_of(kv_len, pool.size(1))).to(pool.device());
+  return pool.index_select(0, pages).flatten(0, 1).narrow(0, 0, kv_len);
+}
+
 }  // namespace
 
 std::vector<Sequence> read_sequences(const Tensor& query, const Tensor& key, const Tensor& cu_seqlens_q,
                                      const VarlenArguments& args) {
   const std::vector<int64_t> queries = read_ends("cu_seqlens_q", cu_seqlens_q, "query", query.size(0));
-  const std::vector<int64_t> keys = args.cu_seqlens_k
+  const std::vector<int64_t> lengths = args.block_table ? read_paged_lengths(key, args) : std::vector<int64_t>();
+  const std::vector<int64_t> keys = args.block_table ? std::vector<int64_t>(queries.size(), 0)
+                                    : args.cu_seqlens_k
                                         ? read_ends("cu_seqlens_k", *args.cu_seqlens_k, "key", key.size(0))
                                         : read_ends("cu_seqlens_q", cu_seqlens_q, "key", key.size(0));
   const std::vector<int64_t> offsets = args.q_offsets ? read_numbers(*args.q_offsets) : std::vector<int64_t>();
   std::vector<Sequence> sequences(queries.size() - 1);
   for (size_t b = 0; b < sequences.size(); ++b) {
     Sequence& s = sequences[b];
-    s = {queries[b], queries[b + 1] - queries[b], keys[b], keys[b + 1] - keys[b], 0};
+    s = {queries[b], queries[b + 1] - queries[b], keys[b], args.block_table ? lengths[b] : keys[b + 1] - keys[b], 0};
     s.q_offset = args.q_offsets  ? offsets[b]
                  : args.q_offset ? args.q_offset->guard_int(__FILE__, __LINE__)
                                  : s.kv_len - s.q_len;
@@ -81,14 +108,19 @@ AttentionResult attend_each_sequence(Attend attend, const Tensor& query, const T
   std::vector<Tensor> outs, lses;
   for (size_t b = 0; b < sequences.size(); ++b) {
     const Sequence& s = sequences[b];
-    const auto keys = [&](const Tensor& x) { return one_batch(x.narrow(0, s.first_key, s.kv_len)); };
+    const auto keys = [&](const Tensor& x) {
+      return one_batch(args.block_table ? gathered(x, args, b, s.kv_len) : x.narrow(0, s.first_key, s.kv_len));
+    };
     const auto [out, lse] = attend(one_batch(query.narrow(0, s.first_query, s.q_len)), keys(key), keys(value),
                                    sequence_arguments(args, s, b));
     outs.push_back(packed_rows(out));
     lses.push_back(lse.squeeze(0));
   }
   if (outs.empty()) {  // no sequence: one without rows gives the shapes and dtypes
-    const auto [out, lse] = attend(one_batch(query), one_batch(key), one_batch(value), shared_arguments(args));
+    const auto none = [&](const Tensor& x) {
+      return one_batch(args.block_table ? x.flatten(0, 1).narrow(0, 0, 0) : x);
+    };
+    const auto [out, lse] = attend(one_batch(query), none(key), none(value), shared_arguments(args));
     return {packed_rows(out), lse.squeeze(0)};
   }
   return {at::cat(outs, 0), at::cat(lses, 1)};

@@ -22,19 +22,20 @@ void check_cache(const Tensor& cache_key, const Tensor& cache_value, const Tenso
 }
 
 void kv_cache_append_lazy(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths, const Tensor& key,
-                          const Tensor& value, const std::optional<Tensor>& new_lens,
-                          std::optional<c10::SymInt> limit) {
+                          const Tensor& value, const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit,
+                          const std::optional<Tensor>& dropped) {
   check_cache(cache_key, cache_value, lengths);
-  kv_cache_append_(cache_key, cache_value, lengths, done(key), done(value), done(new_lens), limit);
+  kv_cache_append_(cache_key, cache_value, lengths, done(key), done(value), done(new_lens), limit, done(dropped));
 }
 
 Tensor kv_cache_append_rotated_lazy(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
                                     const Tensor& query, const Tensor& key, const Tensor& value,
                                     at::ArrayRef<double> inv_freq, double factor, bool interleaved,
-                                    const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit) {
+                                    const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit,
+                                    const std::optional<Tensor>& dropped) {
   check_cache(cache_key, cache_value, lengths);
   return kv_cache_append_rotated_(cache_key, cache_value, lengths, done(query), done(key), done(value), inv_freq,
-                                  factor, interleaved, done(new_lens), limit);
+                                  factor, interleaved, done(new_lens), limit, done(dropped));
 }
 
 void register_appends(torch::Library& m) {

@@ -12,7 +12,7 @@ AttentionResult attention_varlen_meta(const Tensor& query, const Tensor& key, co
                                       const Tensor& cu_seqlens_q, const VarlenArguments& args) {
   check_attention_varlen(query, key, value, cu_seqlens_q, args);
   const c10::SymInt tokens = query.sym_size(0), num_heads = query.sym_size(1);
-  return {at::empty_symint({tokens, num_heads, value.sym_size(2)}, query.options()),
+  return {at::empty_symint({tokens, num_heads, value.sym_size(-1)}, query.options()),
           at::empty_symint({num_heads, tokens}, query.options().dtype(accumulation_type(query.scalar_type())))};
 }
 

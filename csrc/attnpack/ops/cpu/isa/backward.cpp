@@ -133,11 +133,11 @@ class KeyBlockGradients {
   }
 
   void load_block(int64_t begin) {
-    const S* keys = at<S>(p_.key, p_.key_strides, b_, kv_head_, begin);
-    pack<A>(keys, p_.key_strides.row, count_, p_.head_dim, w_.keys, w_.key_ld);
-    pack_transposed<A>(keys, p_.key_strides.row, count_, p_.head_dim, w_.keys_t);
-    pack_transposed<A>(at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row, count_,
-                       p_.v_head_dim, w_.values_t);
+    const StridedRows<S> keys{at<S>(p_.key, p_.key_strides, b_, kv_head_, begin), p_.key_strides.row};
+    const StridedRows<S> values{at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row};
+    for (int64_t j = 0; j < count_; ++j) pack(keys[j], p_.head_dim, w_.keys + j * w_.key_ld, w_.key_ld);
+    pack_transposed(keys, count_, p_.head_dim, w_.keys_t);
+    pack_transposed(values, count_, p_.v_head_dim, w_.values_t);
     keys_finite_ = all_finite(w_.keys, w_.key_ld, count_, p_.head_dim);
   }
 

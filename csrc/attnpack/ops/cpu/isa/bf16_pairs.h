@@ -78,9 +78,10 @@ inline void pack_pairs(const BFloat16* from, int64_t columns, Pair* to, int64_t 
 }
 
 // pack_transposed with pairs along the columns of from: panels of [pairs_of(columns), kPanel].
-inline void pack_pairs_transposed(const BFloat16* from, int64_t row_stride, int64_t rows, int64_t columns, Pair* to) {
-  transpose_panels(rows, pairs_of(columns), to, [=](int64_t r, int64_t c, int64_t width, Pair* x) {
-    read_pairs(from + r * row_stride + 2 * c, columns - 2 * c, width, x);
+template <class Rows>
+inline void pack_pairs_transposed(const Rows& from, int64_t rows, int64_t columns, Pair* to) {
+  transpose_panels(rows, pairs_of(columns), to, [&](int64_t r, int64_t c, int64_t width, Pair* x) {
+    read_pairs(from[r] + 2 * c, columns - 2 * c, width, x);
   });
 }
 
@@ -111,12 +112,12 @@ inline Vec<Pair> pair_rows_some(const BFloat16* first, const BFloat16* second, i
 }
 
 // pack_panels with pairs along the rows of from. height counts pairs.
-inline void pack_pair_panels(const BFloat16* from, int64_t row_stride, int64_t rows, int64_t columns, Pair* to,
-                             int64_t height) {
+template <class Rows>
+inline void pack_pair_panels(const Rows& from, int64_t rows, int64_t columns, Pair* to, int64_t height) {
   static_assert(kPanel<Pair> == 2 * kLanes<Pair>);
   for (int64_t c = 0; c < padded<float>(columns); c += kPanel<Pair>)
     for (int64_t r = 0; r < rows; r += 2) {
-      const BFloat16 *first = from + r * row_stride + c, *second = r + 1 < rows ? first + row_stride : nullptr;
+      const BFloat16 *first = from[r] + c, *second = r + 1 < rows ? from[r + 1] + c : nullptr;
       Vec<Pair> both[2];
       if (columns - c >= kPanel<Pair>)
         pair_rows<2>(first, second, both);

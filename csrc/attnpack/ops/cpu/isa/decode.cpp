@@ -1,4 +1,4 @@
-#include <attnpack/ops/cpu/isa/dot.h>
+#include <attnpack/ops/cpu/isa/quantized_rows.h>
 
 // Decode: there are few rows, so each key and value is read from memory once. A unit of work is a range of keys. The
 // partial results of the ranges are joined at the end (Flash-Decoding, Dao et al. 2023).
@@ -10,11 +10,14 @@ namespace {
 constexpr int64_t kBlock = 64, kStreamBlock = 256;
 constexpr int64_t kStreamBytes = 64 << 10;  // of keys, then of values: each change slows memory
 constexpr int64_t kAddedBytes = 8 << 10;    // of values that are summed at a time: they stay in L1
-constexpr Stream kKeys{8 << 10};            // into L1, even if keys are also the values: PERFORMANCE.md
+// Rows that follow each other are prefetched into L1, even if keys are also the values (PERFORMANCE.md). Where they lie
+// in pages, no hardware prefetches them. Then more of them have to be under way than an L1 cache waits for at a time.
+template <class Rows>
+constexpr Stream kKeys = Rows::kListed ? Stream{32 << 10, true} : Stream{8 << 10};
 // With 16 registers, four rows read the values in columns of two vectors. These are prefetched into L2, because
 // prefetching them into L1 is slower (PERFORMANCE.md).
-template <int Rows>
-constexpr Stream kValues{8 << 10, Rows == 4 && kRegisters == 16};
+template <int Count, class Rows>
+constexpr Stream kValues = Rows::kListed ? kKeys<Rows> : Stream{8 << 10, Count == 4 && kRegisters == 16};
 
 // How many rows of `width` numbers fit into `bytes`: a multiple of `least`, at most `most`.
 template <class S>
@@ -25,12 +28,13 @@ int64_t rows_that_fit(int64_t bytes, int64_t width, int64_t least, int64_t most)
 
 // out[r, d ...] += sum over j of p[r, j] * v[j, d ...], for `Vectors` whole vectors of columns, or for the first `some`
 // columns of one vector. All arithmetic is in vectors, so that every element sees the same operations. A row of p has
-// kStreamBlock numbers. Along with the sums it prefetches the numbers `ahead` elements further on, in the order of
-// their addresses: one number for each `Parts` numbers that it reads.
-template <class Operands, int Rows, bool Skip, int Parts, int Vectors, class S, class A>
-inline void add_columns(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t d,
-                        int64_t ahead, A* out, int64_t ldo, int64_t some = kLanes<A>) {
+// kStreamBlock numbers. Along with the sums it prefetches the numbers that lie `ahead`, in the order of their
+// addresses: one number for each `Parts` numbers that it reads.
+template <class Operands, int Rows, bool Skip, int Parts, int Vectors, class Values, class A>
+inline void add_columns(const typename Operands::Element* p, const Values& v, int64_t count, int64_t d, Ahead ahead,
+                        A* out, int64_t ldo, int64_t some = kLanes<A>) {
   using E = typename Operands::Element;
+  using S = ElementOf<Values>;
   constexpr int kTogether = Vectors % Operands::kTogether == 0 ? Operands::kTogether : 1;
   // kRead: numbers read at once. kRow: numbers of a row. kFetched: numbers read per cache line that is prefetched.
   constexpr int kStep = static_cast<int>(Operands::kStep), kRead = kStep * kTogether * kLanes<A>;
@@ -39,7 +43,8 @@ inline void add_columns(const typename Operands::Element* p, const S* v, int64_t
   Vec<A> sum[Rows][Vectors];
   clear(sum);
   const auto add = [&](int64_t j, const S* value, const S* next) __attribute__((always_inline)) {
-    const S* far = v + j / Parts * stride + d + ahead + (kStep < Parts && j % 2 ? kRow / 2 : 0);
+    const int64_t far_row = j / Parts + ahead.rows;
+    const int64_t far_column = d + ahead.columns + (kStep < Parts && j % 2 ? kRow / 2 : 0);
     E x[Rows];
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) x[r] = p[r * ldp + j / Operands::kStep];
@@ -54,7 +59,7 @@ inline void add_columns(const typename Operands::Element* p, const S* v, int64_t
       const int read = c * kStep * kLanes<A>;  // numbers read before this step
 #pragma GCC unroll 2
       for (int n = (read + kFetched - 1) / kFetched * kFetched; n < read + kRead; n += kFetched)
-        fetch_ahead<kValues<Rows>>(far + n / Parts / kRow * stride + n / Parts % kRow);
+        fetch_ahead<kValues<Rows, Values>>(v[far_row + n / Parts / kRow] + far_column + n / Parts % kRow);
 #pragma GCC unroll 2
       for (int k = 0; k < kTogether; ++k)
 #pragma GCC unroll 4
@@ -65,8 +70,8 @@ inline void add_columns(const typename Operands::Element* p, const S* v, int64_t
     }
   };
   int64_t j = 0;
-  for (; j + kStep <= count; j += kStep) add(j, v + j * stride + d, v + (j + 1) * stride + d);
-  if (j < count) add(j, v + j * stride + d, nullptr);
+  for (; j + kStep <= count; j += kStep) add(j, v[j] + d, kStep > 1 ? v[j + 1] + d : nullptr);
+  if (j < count) add(j, v[j] + d, nullptr);
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
@@ -84,37 +89,38 @@ constexpr int kColumns = kRegisters == 32 ? (Rows < 4 ? 8 : 4)
                          : Rows < 4       ? 4
                                           : 2;
 
-template <class Operands, int Rows, bool Skip, int Parts, class S, class A>
-inline void add_rows(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t dim,
-                     int64_t ahead, A* out, int64_t ldo) {
+template <class Operands, int Rows, bool Skip, int Parts, class Values, class A>
+inline void add_rows(const typename Operands::Element* p, const Values& v, int64_t count, int64_t dim, Ahead ahead,
+                     A* out, int64_t ldo) {
   constexpr int kMost = kColumns<Rows>, kLess = kMost < 4 ? kMost : 4;
   int64_t d = 0;
   for (; d + kMost * kLanes<A> <= dim; d += kMost * kLanes<A>)
-    add_columns<Operands, Rows, Skip, Parts, kMost>(p, v, stride, count, d, ahead, out, ldo);
+    add_columns<Operands, Rows, Skip, Parts, kMost>(p, v, count, d, ahead, out, ldo);
   for (; d + kLess * kLanes<A> <= dim; d += kLess * kLanes<A>)
-    add_columns<Operands, Rows, Skip, Parts, kLess>(p, v, stride, count, d, ahead, out, ldo);
+    add_columns<Operands, Rows, Skip, Parts, kLess>(p, v, count, d, ahead, out, ldo);
   for (; d < dim; d += kLanes<A>)
-    add_columns<Operands, Rows, Skip, Parts, 1>(p, v, stride, count, d, ahead, out, ldo, smaller(kLanes<A>, dim - d));
+    add_columns<Operands, Rows, Skip, Parts, 1>(p, v, count, d, ahead, out, ldo, smaller(kLanes<A>, dim - d));
 }
 
 // Sums the values of a few keys, then adds that sum to out: short sums round less than one long sum.
-template <class Operands, int Rows, bool Skip, class S, class A>
-inline void add_values(const typename Operands::Element* p, const S* v, int64_t stride, int64_t count, int64_t dim,
-                       A* out, int64_t ldo) {
-  const int64_t step = rows_that_fit<S>(kAddedBytes, dim, 8, kBlock);
-  const int64_t far = prefetch_distance<kValues<Rows>, S>(dim, stride, Operands::kStep);
-  for (int64_t j = 0; j < count; j += step, p += step / Operands::kStep, v += step * stride) {
+template <class Operands, int Rows, bool Skip, class Values, class A>
+inline void add_values(const typename Operands::Element* p, const Values& values, int64_t count, int64_t dim, A* out,
+                       int64_t ldo) {
+  const int64_t step = rows_that_fit<ElementOf<Values>>(kAddedBytes, dim, 8, kBlock);
+  const Ahead far = prefetch_distance<kValues<Rows, Values>, ElementOf<Values>, Values>(dim, Operands::kStep);
+  for (int64_t j = 0; j < count; j += step, p += step / Operands::kStep) {
     const int64_t some = smaller(step, count - j);
+    const Values v = values.from(j);
     // With 16 registers no row is read whole anyway, and widening each row twice would cost more.
     if (Rows < 4 || kRegisters == 16 || dim <= kColumns<Rows> * kLanes<A>) {
-      add_rows<Operands, Rows, Skip, 1>(p, v, stride, some, dim, far, out, ldo);
+      add_rows<Operands, Rows, Skip, 1>(p, v, some, dim, far, out, ldo);
     } else {
       // Memory is fastest where rows are read whole. So the first two rows of p read the values from memory, and then
       // the other two read them from the L1 cache.
       constexpr int kHalf = Rows < 4 ? Rows : 2;
-      add_rows<Operands, kHalf, Skip, 2>(p, v, stride, some, dim, far, out, ldo);
-      add_rows<Operands, kHalf, Skip, 2>(p + kHalf * (kStreamBlock / Operands::kStep), v, stride, some, dim,
-                                         far + some / 2 * stride, out + kHalf * ldo, ldo);
+      add_rows<Operands, kHalf, Skip, 2>(p, v, some, dim, far, out, ldo);
+      add_rows<Operands, kHalf, Skip, 2>(p + kHalf * (kStreamBlock / Operands::kStep), v, some, dim,
+                                         {far.rows + some / 2, far.columns}, out + kHalf * ldo, ldo);
     }
   }
 }
@@ -122,18 +128,28 @@ inline void add_values(const typename Operands::Element* p, const S* v, int64_t 
 // A row's result over a range of keys: max, sum, values[v_head_dim].
 inline int64_t partial_size(const AttentionParams& p) { return p.v_head_dim + 2; }
 
-template <class S, class A>
+// The fewest keys of a page that are a product of their own.
+constexpr int64_t kLeastRun = 8;
+// A list of values goes further than the rows that are prefetched: add_values names up to half a step more.
+constexpr int64_t kListedMore = kBlock;
+
+// The operands for keys and values that are numbers (Bits 0) or quantised rows.
+template <class S, class A, int Bits>
+using DecodeOperands = std::conditional_t<Bits == 0, OperandsOf<S, A>, Widened<S, A>>;
+
+template <class S, class A, int Bits = 0>
 struct DecodeScratch {
-  using Operands = OperandsOf<S, A>;
+  using Operands = DecodeOperands<S, A, Bits>;
   using E = typename Operands::Element;
   int64_t key_steps, query_ld, value_width, out_ld;
   A *scores, *scores_t, *out, *max, *sum;
   E *query, *query_panels, *weights, *keys, *values;
+  const S **key_list, **value_list;
   DecodeScratch(const AttentionParams& p, Arena& arena) {
     constexpr int64_t kScores = larger(kTileQueryRows * kBlock, kRowsAtOnce * kStreamBlock);
     key_steps = steps<Operands>(p.head_dim);
-    query_ld = padded<E>(key_steps);
-    value_width = padded<A>(p.v_head_dim);
+    query_ld = Bits ? quantized_blocks(p.head_dim) * kQuantizedBlock : padded<E>(key_steps);
+    value_width = Bits ? quantized_blocks(p.v_head_dim) * kQuantizedBlock : padded<A>(p.v_head_dim);
     out_ld = value_width + (kRounds<Operands> ? kLanes<A> : 0);  // after each row: the sums of its rounded weights
     query = arena.take<E>(kTileQueryRows * query_ld);
     query_panels = arena.take<E>(kTileQueryRows * query_ld);
@@ -148,6 +164,8 @@ struct DecodeScratch {
       weights = arena.take<E>(steps<Operands>(kScores));
     else
       weights = scores;
+    key_list = arena.take<const S*>(list_length<S>(p, kStreamBlock + kListedMore));
+    value_list = arena.take<const S*>(list_length<S>(p, kStreamBlock + kListedMore));
   }
 };
 
@@ -155,7 +173,7 @@ inline bool same_rows(const Strides& a, const Strides& b) {
   return a.batch == b.batch && a.head == b.head && a.row == b.row;
 }
 
-template <class S, class A>
+template <class S, class A, int Bits = 0>
 class DecodeRange {
  public:
   DecodeRange(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, Range keys, void* scratch)
@@ -169,7 +187,7 @@ class DecodeRange {
     for (int64_t r = 0; r < tile_.count; ++r)
       Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
                          w_.query + r * w_.query_ld, w_.query_ld);
-    if (!streams_) pack_transposed<E>(w_.query, w_.query_ld, tile_.count, w_.key_steps, w_.query_panels);
+    if (!streams_) pack_transposed(StridedRows<E>{w_.query, w_.query_ld}, tile_.count, w_.key_steps, w_.query_panels);
   }
 
   void compute_partials(Range keys, A* partial) {
@@ -190,76 +208,154 @@ class DecodeRange {
   }
 
  private:
-  using Operands = OperandsOf<S, A>;
+  using Operands = DecodeOperands<S, A, Bits>;
   using E = typename Operands::Element;
 
   template <bool Skip>
   void attend(Range keys) {
     reset_state(state_, tile_.count);
+    if constexpr (Bits == 0)
+      attend_numbers<Skip>(keys);
+    else
+      for (int64_t begin = keys.begin; begin < keys.end; begin += kStreamBlock)
+        attend_block<Skip>(quantized(p_.key, p_.key_strides, begin), quantized(p_.value, p_.value_strides, begin),
+                           begin, smaller(kStreamBlock, keys.end - begin));
+  }
+
+  template <bool Skip>
+  void attend_numbers(Range keys) {
     const int64_t block = streams_ ? rows_that_fit<S>(kStreamBytes, p_.head_dim, kBlock, kStreamBlock) : kBlock;
     for (int64_t begin = keys.begin; begin < keys.end; begin += block) {
       const int64_t count = smaller(block, keys.end - begin);
-      const S* k = at<S>(p_.key, p_.key_strides, b_, kv_head_, begin);
-      const S* v = at<S>(p_.value, p_.value_strides, b_, kv_head_, begin);
-      if (!streams_)
-        multiply_block<Skip>(k, v, begin, count);
-      else if constexpr (Skip)
-        for (int64_t r = 0; r < tile_.count; ++r) stream_block<1, Skip>(r, k, v, begin, count);
+      if (p_.block_table && !rows_follow(p_, begin, smaller(begin + 2 * block, p_.kv_len)))
+        attend_block<Skip>(listed(p_.key, p_.key_strides, p_.head_dim, begin, count, w_.key_list),
+                           listed(p_.value, p_.value_strides, p_.v_head_dim, begin, count, w_.value_list), begin,
+                           count);
       else
-        with_rows(tile_.count, [&](auto rows) { stream_block<rows, false>(0, k, v, begin, count); });
+        attend_block<Skip>(strided(p_.key, p_.key_strides, begin), strided(p_.value, p_.value_strides, begin), begin,
+                           count);
     }
   }
 
+  QuantizedRows<Bits> quantized(const void* from, const Strides& strides, int64_t begin) const {
+    return {at<unsigned char>(from, strides, b_, kv_head_, begin), strides.row};
+  }
+
+  // The rows of `from`, the keys or the values, from row `begin` on.
+  StridedRows<S> strided(const void* from, const Strides& strides, int64_t begin) const {
+    return {
+        p_.block_table ? row_in_page<S>(p_, from, strides, kv_head_, begin) : at<S>(from, strides, b_, kv_head_, begin),
+        strides.row};
+  }
+
+  // The rows of a block in pages, and those after them that the block prefetches.
+  ListedRows<S> listed(const void* pool, const Strides& strides, int64_t width, int64_t begin, int64_t count,
+                       const S** list) const {
+    const int64_t ahead =
+        streams_ ? prefetch_distance<kKeys<ListedRows<S>>, S, ListedRows<S>>(width, Operands::kStep).rows + kListedMore
+                 : kBlock;
+    return list_rows<S>(p_, pool, strides, kv_head_, begin, count, ahead, list);
+  }
+
+  template <bool Skip, class Rows>
+  void attend_block(const Rows& k, const Rows& v, int64_t begin, int64_t count) {
+    if constexpr (Bits == 0)
+      if (!streams_) return multiply_block<Skip>(k, v, begin, count);
+    if constexpr (Skip)
+      for (int64_t r = 0; r < tile_.count; ++r) stream_block<1, Skip>(r, k, v, begin, count);
+    else
+      with_rows(tile_.count, [&](auto rows) { stream_block<rows, false>(0, k, v, begin, count); });
+  }
+
   // Few rows that share each load: dot products with the keys, then weighted sums of the values.
-  template <int Rows, bool Skip>
-  void stream_block(int64_t first, const S* k, const S* v, int64_t begin, int64_t count) {
-    dot_products<Operands, Rows, kKeys>(w_.query + first * w_.query_ld, w_.query_ld, k, p_.key_strides.row, count,
-                                        p_.head_dim, w_.scores + first * kStreamBlock, kStreamBlock);
-    compute_weights(p_, b_, tile_, state_, weights_, first, Rows, begin, count);
-    add_values<Operands, Rows, Skip>(w_.weights + first * weights_.ld, v, p_.value_strides.row, count, p_.v_head_dim,
-                                     w_.out + first * w_.out_ld, w_.out_ld);
+  template <int Count, bool Skip, class Rows>
+  void stream_block(int64_t first, const Rows& k, const Rows& v, int64_t begin, int64_t count) {
+    const E* const query = w_.query + first * w_.query_ld;
+    const E* const weights = w_.weights + first * weights_.ld;
+    A *const scores = w_.scores + first * kStreamBlock, *const out = w_.out + first * w_.out_ld;
+    if constexpr (Bits == 0)
+      dot_products<Operands, Count, kKeys<Rows>>(query, w_.query_ld, k, count, p_.head_dim, scores, kStreamBlock);
+    else
+      dot_products<Count>(query, w_.query_ld, k, count, p_.head_dim, scores, kStreamBlock);
+    compute_weights(p_, b_, tile_, state_, weights_, first, Count, begin, count);
+    if constexpr (Bits == 0)
+      add_values<Operands, Count, Skip>(weights, v, count, p_.v_head_dim, out, w_.out_ld);
+    else
+      add_values<Count, Skip>(weights, weights_.ld, v, count, p_.v_head_dim, out, w_.out_ld);
   }
 
   // More rows: two matrix products. The first gives the scores transposed, [keys, rows]: the rows were packed once, and
   // the keys are read element by element, so they need no packing. The second reads the values in place if their type
   // and width allow it.
-  template <bool Skip>
-  void multiply_block(const S* k, const S* v, int64_t begin, int64_t count) {
-    constexpr int64_t kHeight = steps<Operands>(kBlock), kStep = Operands::kStep;
-    const bool keys_in_place = this->keys_in_place(),
+  template <bool Skip, class Rows>
+  void multiply_block(const Rows& k, const Rows& v, int64_t begin, int64_t count) {
+    const bool keys_in_place = reads_keys_in_place<Rows>(),
                values_in_place = sizeof(S) == sizeof(A) && p_.v_head_dim == w_.value_width;
     // If a latent's values are read in place, the latent is prefetched in two halves. The columns before `half` are
     // prefetched during the second product, the others during the first.
     const int64_t half = latent_ && values_in_place ? p_.v_head_dim / 2 / kDepth * kDepth : 0;
-    Operand<E> keys{w_.keys, w_.query_ld, 1};
-    Panels<E> values{w_.values, kPanel<A>, kPanel<A> * kHeight};
-    if (keys_in_place)
-      keys = {reinterpret_cast<const E*>(k), p_.key_strides.row / kStep, 1, kBlock * p_.key_strides.row / kStep, half};
-    else
-      for (int64_t j = 0; j < count; ++j)
-        Operands::pack_row(k + j * p_.key_strides.row, p_.head_dim, w_.keys + j * w_.query_ld, w_.query_ld);
-    if (values_in_place)
-      values = {reinterpret_cast<const E*>(v), p_.value_strides.row, kPanel<A>, kBlock * p_.value_strides.row,
-                latent_ ? half : p_.v_head_dim};
-    else if (latent_ && !keys_in_place && kStep == 1)
-      values = {w_.keys, w_.query_ld, kPanel<A>};
-    else
-      Operands::pack_values(v, p_.value_strides.row, count, p_.v_head_dim, w_.values, kHeight);
+    if (keys_in_place) {
+      constexpr int64_t kStep = Operands::kStep;
+      for (int64_t j = 0, some; j < count; j += some) {
+        some = run_length(k, p_.key_strides.row, j, count);
+        multiply_keys(
+            {reinterpret_cast<const E*>(k[j]), p_.key_strides.row / kStep, 1, (k[j + kBlock] - k[j]) / kStep, half}, j,
+            some);
+      }
+    } else {
+      for (int64_t j = 0; j < count; ++j) {
+        fetch_next(k, j, p_.head_dim);
+        Operands::pack_row(k[j], p_.head_dim, w_.keys + j * w_.query_ld, w_.query_ld);
+      }
+      multiply_keys({w_.keys, w_.query_ld, 1}, 0, count);
+    }
+    transpose(w_.scores_t, padded<A>(tile_.count), count, tile_.count, w_.scores, kBlock);
+    compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
+    const int64_t fetched_to = latent_ ? half : p_.v_head_dim;
+    if constexpr (std::is_same_v<E, S>)
+      if (values_in_place) {
+        if constexpr (Rows::kListed)
+          return multiply_values<Skip>(count, ListedPanels<E>{v, kBlock, fetched_to});
+        else
+          return multiply_values<Skip>(count, Panels<E>{v.first, v.stride, kPanel<A>, kBlock * v.stride, fetched_to});
+      }
+    if (latent_ && !keys_in_place && Operands::kStep == 1)
+      return multiply_values<Skip>(count, Panels<E>{w_.keys, w_.query_ld, kPanel<A>});
+    constexpr int64_t kHeight = steps<Operands>(kBlock);
+    for (int64_t j = 0; j < count; ++j) fetch_next(v, j, p_.v_head_dim);
+    Operands::pack_values(v, count, p_.v_head_dim, w_.values, kHeight);
+    multiply_values<Skip>(count, Panels<E>{w_.values, kPanel<A>, kPanel<A> * kHeight});
+  }
+
+  // The transposed scores of the keys [first, first + count) of a block.
+  void multiply_keys(const Operand<E>& keys, int64_t first, int64_t count) {
     const int64_t width = padded<A>(tile_.count);
     gemm<A, E>(false, count, tile_.count, w_.key_steps, keys, {w_.query_panels, kPanel<A>, kPanel<A> * w_.key_steps},
-               w_.scores_t, width, false, score_chain(p_, b_));
-    transpose(w_.scores_t, width, count, tile_.count, w_.scores, kBlock);
-    compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
+               w_.scores_t + first * width, width, false, score_chain(p_, b_));
+  }
+
+  template <bool Skip, class Values>
+  void multiply_values(int64_t count, const Values& values) {
     gemm<A, E>(Skip, tile_.count, w_.value_width, steps<Operands>(count), {w_.weights, weights_.ld, 1}, values, w_.out,
                w_.out_ld, true);
   }
 
-  // Whether the product can read the keys in place, without packing.
-  bool keys_in_place() const {
+  // Prefetches what the next block packs in the place of row j, where no hardware does. Always inlined, as fetch_ahead.
+  template <class Rows>
+  [[gnu::always_inline]] static void fetch_next(const Rows& rows, int64_t j, int64_t columns) {
+    if constexpr (Rows::kListed)
+      for (int64_t d = 0; d < columns; d += kLine / static_cast<int64_t>(sizeof(S))) fetch(rows[j + kBlock] + d);
+  }
+
+  // Whether the product can read the keys in place, without packing. Each run of keys is a product of its own, so short
+  // pages are packed.
+  template <class Rows>
+  bool reads_keys_in_place() const {
     const auto whole = [](int64_t n) { return n % Operands::kStep == 0; };
     const Strides& s = p_.key_strides;
     return sizeof(S) * Operands::kStep == sizeof(E) && reinterpret_cast<uintptr_t>(p_.key) % sizeof(E) == 0 &&
-           whole(p_.head_dim) && whole(s.batch) && whole(s.head) && whole(s.row);
+           whole(p_.head_dim) && whole(s.batch) && whole(s.head) && whole(s.row) &&
+           !(Rows::kListed && p_.page_size < kLeastRun);
   }
 
   const SharedMask mask_;  // in the range
@@ -270,11 +366,26 @@ class DecodeRange {
   const bool latent_ =
       p_.value == p_.key && same_rows(p_.value_strides, p_.key_strides) && p_.v_head_dim <= p_.head_dim;
   Arena arena_;
-  DecodeScratch<S, A> w_;
+  DecodeScratch<S, A, Bits> w_;
   const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, streams_ ? kStreamBlock : kBlock, w_.out_ld};
   const Weights<Operands> weights_{w_.weights, state_.scores_ld / Operands::kStep, w_.value_width};
   RowTile tile_;
 };
+
+// All rows of a kv head. Quantised rows are widened once for each tile of rows that fits the registers.
+template <class S, class A, int Bits>
+void decode_tiles(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch) {
+  constexpr int64_t kTile = Bits ? kRowsAtOnce : kTileQueryRows;
+  const int64_t rows = group_size(p, kv_head) * p.q_len;
+  for (int64_t r = 0; r < rows; r += kTile)
+    DecodeRange<S, A, Bits>(p, b, kv_head, {r, smaller(r + kTile, rows)}, keys, scratch)
+        .compute_partials(keys, static_cast<A*>(partial) + r * partial_size(p));
+}
+
+template <class S, class A>
+using PlainScratch = DecodeScratch<S, A, 0>;
+template <class S, class A>
+using QuantizedScratch = DecodeScratch<S, A, 8>;  // as large as with 4 bits
 
 template <class S, class A>
 void merge_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, const A* partials, int64_t count) {
@@ -297,16 +408,19 @@ void merge_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows
 
 }  // namespace
 
-size_t decode_scratch(const AttentionParams& p) { return scratch_bytes<DecodeScratch>(p); }
+size_t decode_scratch(const AttentionParams& p) {
+  return p.quantized_bits ? scratch_bytes<QuantizedScratch>(p) : scratch_bytes<PlainScratch>(p);
+}
 
 void decode(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch) {
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     using S = decltype(storage);
     using A = decltype(accumulation);
-    const int64_t rows = group_size(p, kv_head) * p.q_len;
-    for (int64_t r = 0; r < rows; r += kTileQueryRows)
-      DecodeRange<S, A>(p, b, kv_head, {r, smaller(r + kTileQueryRows, rows)}, keys, scratch)
-          .compute_partials(keys, static_cast<A*>(partial) + r * partial_size(p));
+    if constexpr (std::is_same_v<A, float>) {
+      if (p.quantized_bits == 8) return decode_tiles<S, A, 8>(p, b, kv_head, keys, partial, scratch);
+      if (p.quantized_bits == 4) return decode_tiles<S, A, 4>(p, b, kv_head, keys, partial, scratch);
+    }
+    decode_tiles<S, A, 0>(p, b, kv_head, keys, partial, scratch);
   });
 }
 

@@ -34,41 +34,47 @@ struct Stream {
 // not. By default only AMD's processors multiply pairs, so 0 is set there.
 constexpr int kOnce = kPairProducts ? 0 : 3;
 
+// Always inlined: GCC takes a function that only prefetches for one without effects, and drops calls of it.
 template <Stream stream, class T>
-inline void fetch_ahead(const T* p) {
+[[gnu::always_inline]] inline void fetch_ahead(const T* p) {
   if constexpr (stream.again)
     fetch(p);
   else
     __builtin_prefetch(p, 0, kOnce);
 }
 
-// How many elements ahead of their use to prefetch rows of `columns` numbers. The rows lie `stride` elements apart, and
-// `neighbours` of them are read side by side.
-template <Stream stream, class S>
-int64_t prefetch_distance(int64_t columns, int64_t stride, int64_t neighbours) {
+// How far ahead of its use memory is prefetched: in rows, and in columns of that row.
+struct Ahead {
+  int64_t rows, columns;
+};
+
+// The distance for rows of `columns` numbers, of which `neighbours` are read side by side.
+template <Stream stream, class S, class Rows>
+Ahead prefetch_distance(int64_t columns, int64_t neighbours) {
   constexpr int64_t kFit = stream.ahead / sizeof(S);
-  if (neighbours == 1 && columns >= kFit) return kFit;
-  return larger((kFit + columns - 1) / larger(columns, 1), neighbours) * stride;
+  if (neighbours == 1 && columns >= kFit) return {0, kFit};
+  return {smaller(larger((kFit + columns - 1) / larger(columns, 1), neighbours), Rows::kMostAhead), 0};
 }
 
 // to[r, i] = x[r] . w[i], lane by lane, for `Rows` rows of x and `Neighbours` rows of w. A row of `to` has `step`
-// vectors. The rows of w are prefetched one after the other, in the order of their addresses: one stream reads memory
+// vectors. The rows far[i] are prefetched one after the other, in the order of their addresses: one stream reads memory
 // faster than several that take turns (PERFORMANCE.md).
 template <class Operands, int Rows, int Neighbours, Stream stream, class A, class S>
-[[gnu::always_inline]] inline void row_products(const typename Operands::Element* x, int64_t ldx, const S* w,
-                                                int64_t stride, int64_t dim, int64_t ahead, Vec<A>* to, int step) {
+[[gnu::always_inline]] inline void row_products(const typename Operands::Element* x, int64_t ldx,
+                                                const S* const (&w)[Neighbours], const S* const (&far)[Neighbours],
+                                                int64_t dim, Vec<A>* to, int step) {
   using E = typename Operands::Element;
   constexpr int64_t kOfLine = kLine / sizeof(S), kStep = larger(Neighbours * Operands::kWidth, kOfLine);
   const int64_t whole = dim / Operands::kWidth * Operands::kWidth;
   const int64_t half = (whole / Neighbours + Operands::kWidth - 1) / Operands::kWidth * Operands::kWidth;
-  const S* next = w + ahead;
+  const S* next = far[0];
   Vec<A> sum[Rows][Neighbours];
   clear(sum);
   const auto add = [&](int64_t d, auto... some) __attribute__((always_inline)) {
     Vec<E> right[Neighbours];
 #pragma GCC unroll 2
-    for (int i = 0; i < Neighbours; ++i) right[i] = Operands::in_row(w + i * stride + d, some...);
-#pragma GCC unroll 4
+    for (int i = 0; i < Neighbours; ++i) right[i] = Operands::in_row(w[i] + d, some...);
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
       const Vec<E> left = load_bits<Vec<E>>(x + r * ldx + d / Operands::kStep);
 #pragma GCC unroll 2
@@ -76,7 +82,7 @@ template <class Operands, int Rows, int Neighbours, Stream stream, class A, clas
     }
   };
   for (int64_t d = 0; d < whole; d += Operands::kWidth) {
-    if (Neighbours > 1 && d == half) next = w + stride + ahead;
+    if (Neighbours > 1 && d == half) next = far[1];
     if (d * Neighbours % kStep == 0) {
 #pragma GCC unroll 2
       for (int64_t n = 0; n < kStep; n += kOfLine) fetch_ahead<stream>(next + n);
@@ -85,28 +91,35 @@ template <class Operands, int Rows, int Neighbours, Stream stream, class A, clas
     add(d);
   }
   if (whole < dim) add(whole, dim - whole);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 2
     for (int i = 0; i < Neighbours; ++i) to[r * step + i] = sum[r][i];
 }
 
 // s[r, j] = x[r] . w[j] for `Rows` rows of x and `count` rows of w. The elements of x are padded with zeros to whole
-// vectors. The rows of w have dim numbers each and lie stride apart.
-template <class Operands, int Rows, Stream stream, class S, class A>
-inline void dot_products(const typename Operands::Element* x, int64_t ldx, const S* w, int64_t stride, int64_t count,
-                         int64_t dim, A* s, int64_t lds) {
+// vectors. The rows of w have dim numbers each.
+template <class Operands, int Rows, Stream stream, class RowsOfW, class A>
+inline void dot_products(const typename Operands::Element* x, int64_t ldx, const RowsOfW& w, int64_t count, int64_t dim,
+                         A* s, int64_t lds) {
+  using S = ElementOf<RowsOfW>;
   constexpr int kNeighbours = Rows == 1 || kRegisters == 16 ? 1 : 2;  // rows of w that share the loads of x
   constexpr int kFolded = kRegisters == 32 || Rows < 4 ? 4 : 2;       // rows of w whose sums are folded at once
   constexpr int kAtOnce = Rows == 3 ? kFolded : kFolded * Rows;       // a power of two
-  const int64_t far = prefetch_distance<stream, S>(dim, stride, kNeighbours);
+  const Ahead ahead = prefetch_distance<stream, S, RowsOfW>(dim, kNeighbours);
   for (int64_t j = 0; j < count; j += kFolded) {
     Vec<A> sum[Rows * kFolded];
 #pragma GCC unroll 4
     for (int i = 0; i < kFolded; i += kNeighbours) {
       const int64_t first = j + i < count ? j + i : j;
-      row_products<Operands, Rows, kNeighbours, stream, A>(x, ldx, w + first * stride, first + 1 < count ? stride : 0,
-                                                           dim, far, sum + i, kFolded);
+      const S *row[kNeighbours], *far[kNeighbours];
+#pragma GCC unroll 2
+      for (int n = 0; n < kNeighbours; ++n) {
+        const int64_t own = first + n < count ? first + n : first;
+        row[n] = w[own];
+        far[n] = w[own + ahead.rows] + ahead.columns;
+      }
+      row_products<Operands, Rows, kNeighbours, stream, A>(x, ldx, row, far, dim, sum + i, kFolded);
     }
     A total[Rows * kFolded];
 #pragma GCC unroll 3

@@ -3,6 +3,7 @@
 #include <cstddef>
 
 #include <attnpack/core/params.h>
+#include <attnpack/core/quantized.h>
 
 // The units of work of one instruction set. The result of a unit does not depend on other units, on the thread count or
 // on the batch. So results are bitwise the same however units are handed out.
@@ -36,6 +37,11 @@ struct Kernels {
 
   void (*rms_norm_rows)(const RmsNormParams&, Range rows);
 
+  // scratch: a float for each number of a row.
+  void (*quantize_rows)(const QuantizeParams&, Range rows, void* scratch);
+  void (*dequantize_rows)(const QuantizeParams&, Range rows, void* scratch);
+  void (*rotate_rows)(const QuantizeParams&, Range rows);  // of floats, in place, as rows of 4 bits are rotated
+
   // For benchmarks. They write their results to sink, so that no compiler leaves the work out.
   double (*multiply_adds)(int64_t rounds, float* sink);
   double (*pair_multiply_adds)(int64_t rounds, float* sink);
@@ -52,11 +58,11 @@ constexpr int64_t kShortWidth = 256;   // and for heads of at most this head_dim
 constexpr int64_t kMergedRows = 8;     // rows whose partial results one unit joins
 constexpr int64_t kPackedKeys = 8192;  // most keys of a head that stay packed in scratch between tiles
 
-// How many keys of sequence b one decode unit streams. Ranges are long, because the first range of a thread begins with
-// reads that nothing has prefetched. But a long sequence has at least some 64 ranges in all its kv heads together.
-// Padding does not count.
-inline int64_t range_keys(const AttentionParams& p, int64_t b) {
-  const int64_t share = p.num_kv_heads * valid_keys(p, b) / 64 / 512 * 512;
+// How many keys one decode unit streams of a sequence that sees `keys` keys (seen_keys). Ranges are long, because the
+// first range of a thread begins with reads that nothing has prefetched. But a long sequence has at least some 64
+// ranges in all its kv heads together.
+inline int64_t range_keys(const AttentionParams& p, int64_t keys) {
+  const int64_t share = p.num_kv_heads * keys / 64 / 512 * 512;
   return share < 512 ? 512 : share < 2048 ? share : 2048;
 }
 
@@ -80,6 +86,9 @@ constexpr int64_t sums_width(int64_t head_dim) { return (head_dim + 31) / 32 * 3
   size_t linear_scratch(const LinearParams&);                                        \
   void linear_rows(const LinearParams&, Range, void*);                               \
   void rms_norm_rows(const RmsNormParams&, Range);                                   \
+  void quantize_rows(const QuantizeParams&, Range, void*);                           \
+  void dequantize_rows(const QuantizeParams&, Range, void*);                         \
+  void rotate_rows(const QuantizeParams&, Range);                                    \
   double multiply_adds(int64_t, float*);                                             \
   double pair_multiply_adds(int64_t, float*);                                        \
   void read_through(const float*, int64_t, float*);                                  \

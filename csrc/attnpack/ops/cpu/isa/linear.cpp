@@ -11,13 +11,18 @@ constexpr int64_t kBlockBytes = 128 << 10;      // most bytes of a block's weigh
 constexpr Stream kWeights{5 << 10};             // few rows read a weight once
 constexpr Stream kWeightsAgain{8 << 10, true};  // more rows read it several times
 
+// Rows that share each load of a weight. Eight rows by two weights are enough sums in flight to hide the time of an
+// addition (PERFORMANCE.md).
+constexpr int64_t kMostTogether = kRegisters == 32 ? 8 : kRowsAtOnce;
+int64_t rows_together(int64_t rows) { return rows >= kMostTogether ? kMostTogether : smaller(rows, kRowsAtOnce); }
+
 // Not inlined: next to the loops for more rows, the compiler makes the loop for one row slower (PERFORMANCE.md).
 template <class Operands, int Rows, Stream stream, class S>
 [[gnu::noinline]] void multiply_rows(const LinearParams& p, const typename Operands::Element* x, int64_t width,
                                      int64_t first, int64_t begin, int64_t count) {
   float s[Rows * kBlock];
   dot_products<Operands, Rows, stream>(x + first * width, width,
-                                       static_cast<const S*>(p.weight) + begin * p.weight_stride, p.weight_stride,
+                                       StridedRows<S>{static_cast<const S*>(p.weight), p.weight_stride}.from(begin),
                                        count, p.inputs, s, kBlock);
   float bias[kBlock];
   for (int64_t j = 0; j < count; ++j) bias[j] = p.bias ? load_one(static_cast<const S*>(p.bias) + begin + j) : 0.0f;
@@ -43,13 +48,18 @@ void compute_outputs(const LinearParams& p, Range outputs, void* scratch) {
   for (int64_t begin = outputs.begin; begin < outputs.end; begin += block) {
     const int64_t count = smaller(block, outputs.end - begin);
     const bool once = p.rows <= kRowsAtOnce;
-    for (int64_t r = 0; r < p.rows; r += kRowsAtOnce)
-      with_rows(smaller(p.rows - r, kRowsAtOnce), [&](auto rows) {
-        if (once)
-          multiply_rows<Operands, rows, kWeights, S>(p, x, width, r, begin, count);
-        else
-          multiply_rows<Operands, rows, kWeightsAgain, S>(p, x, width, r, begin, count);
-      });
+    for (int64_t r = 0, some; r < p.rows; r += some) {
+      some = rows_together(p.rows - r);
+      if (some > kRowsAtOnce)
+        multiply_rows<Operands, kMostTogether, kWeightsAgain, S>(p, x, width, r, begin, count);
+      else
+        with_rows(some, [&](auto rows) {
+          if (once)
+            multiply_rows<Operands, rows, kWeights, S>(p, x, width, r, begin, count);
+          else
+            multiply_rows<Operands, rows, kWeightsAgain, S>(p, x, width, r, begin, count);
+        });
+    }
   }
 }
 

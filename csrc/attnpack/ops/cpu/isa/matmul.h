@@ -1,6 +1,7 @@
 #pragma once
 
 #include <attnpack/ops/cpu/isa/math.h>
+#include <attnpack/ops/cpu/isa/rows.h>
 
 // The one matrix product of all tiles: C [M, N] (+)= A [M, K] B [K, N], on padded, packed scratch. C has elements T. A
 // and B have elements E, which is T except in bf16_pairs.h.
@@ -41,8 +42,26 @@ template <class T>
 struct Panels {
   const T* data;
   int64_t row, panel;
-  int64_t ahead = 0;
+  int64_t ahead = 0;               // as in Operand
   int64_t fetched_to = INT64_MAX;  // the column after the last one that is prefetched
+  const T* operator[](int64_t k) const { return data + k * row; }
+  const T* far(int64_t k) const { return data + k * row + ahead; }
+  // The rows from k on of the panel that begins at column n.
+  Panels part(int64_t k, int64_t n) const {
+    return {data + n / kPanel<T> * panel + k * row, row, panel, n < fetched_to ? ahead : 0};
+  }
+};
+
+// The same for rows that are listed, whose panels stand side by side.
+template <class T>
+struct ListedPanels {
+  ListedRows<T> rows;
+  int64_t ahead = 0;  // in rows
+  int64_t fetched_to = INT64_MAX;
+  int64_t column = 0;  // where the panel begins
+  const T* operator[](int64_t k) const { return rows[k] + column; }
+  const T* far(int64_t k) const { return rows[k + ahead] + column; }
+  ListedPanels part(int64_t k, int64_t n) const { return {rows.from(k), n < fetched_to ? ahead : 0, 0, n}; }
 };
 
 // Work that is done along with the sums. kSkip leaves out terms whose A is -0.0, the mark of an excluded key, because
@@ -51,26 +70,27 @@ enum class SideWork { kNothing, kSkip, kFetch };
 
 constexpr int64_t kLine = 64;  // bytes of a cache line
 
+// Always inlined: GCC takes a function that only prefetches for one without effects, and drops calls of it.
 template <class T>
-inline void fetch(const T* p) {
+[[gnu::always_inline]] inline void fetch(const T* p) {
   __builtin_prefetch(p, 0, 2);
 }
 
-template <class T, class E, int Rows, int Vectors, SideWork side_work>
-inline void register_tile(Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
+template <class T, class E, int Rows, int Vectors, SideWork side_work, class B>
+inline void register_tile(Operand<E> a, const B& b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
   constexpr int64_t kOfLine = kLine / sizeof(E);
   Vec<T> sum[Rows][Vectors];
   clear(sum);
   for (int64_t k = 0; k < depth; ++k) {
     Vec<E> right[Vectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < Vectors; ++v) right[v] = load<E>(b.data + k * b.row + v * kLanes<T>);
+    for (int v = 0; v < Vectors; ++v) right[v] = load<E>(b[k] + v * kLanes<T>);
     if constexpr (side_work == SideWork::kFetch) {
       if (a.ahead && k % kOfLine == 0)
 #pragma GCC unroll 12
         for (int r = 0; r < Rows; ++r) fetch(a.data + r * a.row + k * a.column + a.ahead);
       if (b.ahead)
-        for (int64_t i = 0; i < Vectors * kLanes<T>; i += kOfLine) fetch(b.data + k * b.row + i + b.ahead);
+        for (int64_t i = 0; i < Vectors * kLanes<T>; i += kOfLine) fetch(b.far(k) + i);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
@@ -91,8 +111,8 @@ inline void register_tile(Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t 
     }
 }
 
-template <class T, class E, int Rows, int Vectors, SideWork side_work>
-inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth,
+template <class T, class E, int Rows, int Vectors, SideWork side_work, class B>
+inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<E> a, B b, T* c, int64_t ldc, int64_t depth,
                          bool accumulate) {
   for (; begin + Rows <= rows; begin += Rows) {
     if (begin > 0) b.ahead = 0;  // the first row of tiles has prefetched it
@@ -108,8 +128,8 @@ inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<E> a, Panels<E> b,
 constexpr int64_t kDepth = 64;
 
 // If terms are skipped, rows are taken one at a time: that path is rare, and a tile with branches would be slow anyway.
-template <class T, class E, int Vectors, SideWork side_work>
-inline void all_rows(int64_t rows, Operand<E> a, Panels<E> b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
+template <class T, class E, int Vectors, SideWork side_work, class B>
+inline void all_rows(int64_t rows, Operand<E> a, const B& b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
   int64_t r = 0;
   if constexpr (side_work != SideWork::kSkip) {
     r = row_tiles<T, E, kTileRows, Vectors, side_work>(r, rows, a, b, c, ldc, depth, accumulate);
@@ -118,8 +138,8 @@ inline void all_rows(int64_t rows, Operand<E> a, Panels<E> b, T* c, int64_t ldc,
   row_tiles<T, E, 1, Vectors, side_work>(r, rows, a, b, c, ldc, depth, accumulate);
 }
 
-template <class T, class E, SideWork side_work>
-void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<E> a, Panels<E> b, T* c, int64_t ldc, bool accumulate,
+template <class T, class E, SideWork side_work, class B>
+void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<E> a, const B& b, T* c, int64_t ldc, bool accumulate,
           int64_t chain) {
   static_assert(sizeof(E) == sizeof(T), "a vector of B covers as many columns as one of C");
   if (depth == 0 && !accumulate)
@@ -128,8 +148,7 @@ void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<E> a, Panels<E> 
   for (int64_t n = 0; n < columns; n += kPanel<T>)
     for (int64_t k = 0; k < depth; k += chain) {
       const Operand<E> left{a.data + k * a.column, a.row, a.column, n == 0 && k >= a.fetched_from ? a.ahead : 0};
-      const Panels<E> right{b.data + n / kPanel<T> * b.panel + k * b.row, b.row, b.panel,
-                            n < b.fetched_to ? b.ahead : 0};
+      const B right = b.part(k, n);
       const int64_t part = depth - k < chain ? depth - k : chain;
       if (columns - n > kLanes<T>)
         all_rows<T, E, kTileVectors, side_work>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
@@ -138,8 +157,8 @@ void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<E> a, Panels<E> 
     }
 }
 
-template <class T, class E = T>
-inline void gemm(bool skip, int64_t rows, int64_t columns, int64_t depth, Operand<E> a, Panels<E> b, T* c, int64_t ldc,
+template <class T, class E = T, class B = Panels<E>>
+inline void gemm(bool skip, int64_t rows, int64_t columns, int64_t depth, Operand<E> a, const B& b, T* c, int64_t ldc,
                  bool accumulate, int64_t chain = kDepth) {
   if (skip)
     gemm<T, E, SideWork::kSkip>(rows, columns, depth, a, b, c, ldc, accumulate, chain);
@@ -149,25 +168,22 @@ inline void gemm(bool skip, int64_t rows, int64_t columns, int64_t depth, Operan
     gemm<T, E, SideWork::kNothing>(rows, columns, depth, a, b, c, ldc, accumulate, chain);
 }
 
-// Packs [rows, columns] of any storage type into the accumulation type. Columns are padded with zeros to ld.
+// Packs a row of any storage type into the accumulation type. Columns are padded with zeros to ld.
 template <class A, class S>
-inline void pack(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to, int64_t ld) {
-  for (int64_t r = 0; r < rows; ++r) {
-    const S* source = from + r * row_stride;
-    A* target = to + r * ld;
-    int64_t c = 0;
-    for (; c + kLanes<A> <= columns; c += kLanes<A>) store<A>(target + c, load<A>(source + c));
-    for (; c < columns; ++c) target[c] = load_one(source + c);
-    for (; c < ld; ++c) target[c] = 0;
-  }
+inline void pack(const S* from, int64_t columns, A* to, int64_t ld) {
+  int64_t c = 0;
+  for (; c + kLanes<A> <= columns; c += kLanes<A>) store<A>(to + c, load<A>(from + c));
+  for (; c < columns; ++c) to[c] = load_one(from + c);
+  for (; c < ld; ++c) to[c] = 0;
 }
 
-// The same in panels: columns [p * kPanel, ...) of row r go to `to + (p * height + r) * kPanel`. Missing columns are
+// Packs rows in panels: columns [p * kPanel, ...) of row r go to `to + (p * height + r) * kPanel`. Missing columns are
 // zero.
-template <class A, class S>
-inline void pack_panels(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to, int64_t height) {
+template <class A, class Rows>
+inline void pack_panels(const Rows& from, int64_t rows, int64_t columns, A* to, int64_t height) {
   for (int64_t c = 0; c < columns; c += kPanel<A>)
-    pack<A>(from + c, row_stride, rows, columns - c < kPanel<A> ? columns - c : kPanel<A>, to + c * height, kPanel<A>);
+    for (int64_t r = 0; r < rows; ++r)
+      pack(from[r] + c, columns - c < kPanel<A> ? columns - c : kPanel<A>, to + c * height + r * kPanel<A>, kPanel<A>);
 }
 
 // How many rows of a block transpose_block reads, if `rows` of them are wanted.
@@ -230,10 +246,10 @@ inline void transpose_panels(int64_t rows, int64_t columns, A* to, Read&& read) 
 }
 
 // from: [rows, columns] of any storage type.
-template <class A, class S>
-inline void pack_transposed(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to) {
-  transpose_panels(rows, columns, to, [=](int64_t r, int64_t column, int64_t width, A* x) {
-    const S* source = from + r * row_stride + column;
+template <class A, class Rows>
+inline void pack_transposed(const Rows& from, int64_t rows, int64_t columns, A* to) {
+  transpose_panels(rows, columns, to, [&](int64_t r, int64_t column, int64_t width, A* x) {
+    const auto* source = from[r] + column;
     if (width == kLanes<A>)
       store<A>(x, load<A>(source));
     else

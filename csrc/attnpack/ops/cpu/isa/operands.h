@@ -25,12 +25,14 @@ template <class S, class A>
 struct Widened {
   using Element = A;
   static constexpr int64_t kStep = 1;
-  static void pack_row(const S* from, int64_t columns, A* to, int64_t ld) { pack<A>(from, 0, 1, columns, to, ld); }
-  static void pack_keys(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to) {
-    pack_transposed<A>(from, row_stride, rows, columns, to);
+  static void pack_row(const S* from, int64_t columns, A* to, int64_t ld) { pack(from, columns, to, ld); }
+  template <class Rows>
+  static void pack_keys(const Rows& from, int64_t rows, int64_t columns, A* to) {
+    pack_transposed(from, rows, columns, to);
   }
-  static void pack_values(const S* from, int64_t row_stride, int64_t rows, int64_t columns, A* to, int64_t height) {
-    pack_panels<A>(from, row_stride, rows, columns, to, height);
+  template <class Rows>
+  static void pack_values(const Rows& from, int64_t rows, int64_t columns, A* to, int64_t height) {
+    pack_panels(from, rows, columns, to, height);
   }
 
   // A vector from one row: kWidth numbers, or the first `some` of them.
@@ -53,8 +55,14 @@ struct Paired {
   using Element = Pair;
   static constexpr int64_t kStep = 2;
   static constexpr auto pack_row = pack_pairs;
-  static constexpr auto pack_keys = pack_pairs_transposed;
-  static constexpr auto pack_values = pack_pair_panels;
+  template <class Rows>
+  static void pack_keys(const Rows& from, int64_t rows, int64_t columns, Pair* to) {
+    pack_pairs_transposed(from, rows, columns, to);
+  }
+  template <class Rows>
+  static void pack_values(const Rows& from, int64_t rows, int64_t columns, Pair* to, int64_t height) {
+    pack_pair_panels(from, rows, columns, to, height);
+  }
 
   static constexpr int64_t kWidth = 2 * kLanes<Pair>;
   static Vec<Pair> in_row(const BFloat16* p) { return load_bits<Vec<Pair>>(p); }
@@ -87,7 +95,10 @@ constexpr int64_t steps(int64_t n) {
 
 // The longest chain of sums in a score (matmul.h). With few keys, rounding errors do not average out, and short chains
 // cost little. Padding does not count.
-inline int64_t score_chain(const AttentionParams& p, int64_t b) { return valid_keys(p, b) <= 32 ? 8 : kDepth; }
+inline int64_t score_chain(const AttentionParams& p, int64_t b) {
+  const Range keys = seen_keys(p, b);
+  return keys.end - keys.begin <= 32 ? 8 : kDepth;
+}
 
 // The weights that multiply the values, in rows of ld elements: the results of the softmax, or those rounded to pairs.
 // If they are rounded, a vector after each row of out, at offset `sums`, adds up the rounded weights.

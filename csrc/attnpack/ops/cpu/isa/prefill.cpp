@@ -8,6 +8,7 @@ namespace {
 // How many keys a block has. Its scores, packed keys and packed values stay in the L2 cache.
 int64_t block_keys(const AttentionParams& p) {
   const int64_t width = p.head_dim + p.v_head_dim;
+  static_assert(kKeyAlignment % 256 == 0);
   return width <= 256 ? 256 : width <= 512 ? 128 : 64;
 }
 
@@ -19,6 +20,7 @@ struct PrefillScratch {
   PackedBlocks blocks;
   A *scores, *out, *max, *sum;
   E *query, *keys, *values, *weights;
+  const S** list;
 
   PrefillScratch(const AttentionParams& p, Arena& arena) : block(block_keys(p)), blocks(p.kv_len, block, arena) {
     key_steps = steps<Operands>(p.head_dim);
@@ -36,6 +38,7 @@ struct PrefillScratch {
       weights = arena.take<E>(kTileQueryRows * block_steps);
     else
       weights = scores;
+    list = arena.take<const S*>(list_length<S>(p, block));
   }
 };
 
@@ -88,10 +91,22 @@ class PrefillTile {
 
   void pack_block(int64_t begin, int64_t slot) {
     const int64_t count = smaller(w_.block, valid_keys(p_, b_) - begin);
-    Operands::pack_keys(at<S>(p_.key, p_.key_strides, b_, kv_head_, begin), p_.key_strides.row, count, p_.head_dim,
-                        w_.keys + slot * w_.block * w_.key_steps);
-    Operands::pack_values(at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row, count,
-                          p_.v_head_dim, w_.values + slot * w_.block_steps * w_.value_width, w_.block_steps);
+    with_keys(p_.key, p_.key_strides, begin, count, [&](const auto& keys) {
+      Operands::pack_keys(keys, count, p_.head_dim, w_.keys + slot * w_.block * w_.key_steps);
+    });
+    with_keys(p_.value, p_.value_strides, begin, count, [&](const auto& values) {
+      Operands::pack_values(values, count, p_.v_head_dim, w_.values + slot * w_.block_steps * w_.value_width,
+                            w_.block_steps);
+    });
+  }
+
+  // Calls f with the rows of keys [begin, begin + count) in `from`, the keys or the values.
+  template <class F>
+  void with_keys(const void* from, const Strides& strides, int64_t begin, int64_t count, F&& f) const {
+    if (p_.block_table)
+      f(list_rows<S>(p_, from, strides, kv_head_, begin, count, 0, w_.list));
+    else
+      f(StridedRows<S>{at<S>(from, strides, b_, kv_head_, begin), strides.row});
   }
 
   const SharedMask mask_;

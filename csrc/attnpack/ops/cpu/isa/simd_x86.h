@@ -27,6 +27,14 @@ inline FloatVector where(const bool* m, FloatVector x, FloatVector other) {
   const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(m)));
   return (FloatVector)_mm512_mask_blend_ps(_mm512_test_epi32_mask(wide, wide), (__m512)other, (__m512)x);
 }
+// Signed or unsigned bytes, one per lane.
+typedef int32_t IntegerVector __attribute__((vector_size(64)));
+inline IntegerVector widen(const int8_t* p) {
+  return (IntegerVector)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline IntegerVector widen(const uint8_t* p) {
+  return (IntegerVector)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 // x 2^n, rounded once.
 inline FloatVector times_power_of_two(FloatVector x, FloatVector n) {
   return (FloatVector)_mm512_scalef_ps((__m512)x, (__m512)n);
@@ -54,6 +62,20 @@ inline FloatVector where(const bool* m, FloatVector x, FloatVector other) {
   const __m256i is_false = _mm256_cmpeq_epi32(wide, _mm256_setzero_si256());
   return (FloatVector)_mm256_blendv_ps((__m256)x, (__m256)other, (__m256)is_false);
 }
+typedef int32_t IntegerVector __attribute__((vector_size(32)));
+inline IntegerVector widen(const int8_t* p) {
+  return (IntegerVector)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline IntegerVector widen(const uint8_t* p) {
+  return (IntegerVector)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
 #endif
+
+// The number of 16 bits at p, which need not be aligned.
+inline float half_at(const void* p) {
+  unsigned short bits;
+  __builtin_memcpy(&bits, p, sizeof(bits));
+  return _cvtsh_ss(bits);
+}
 
 }  // namespace attnpack::ATTNPACK_ISA

@@ -120,7 +120,7 @@ template <class A, class S>
 inline void pack_rows(const RowTile& tile, const void* base, const Strides& strides, int64_t b, int64_t columns, A* to,
                       int64_t ld) {
   for (int64_t r = 0; r < tile.count; ++r)
-    pack<A>(at<S>(base, strides, b, tile.rows[r].head, tile.rows[r].query), 0, 1, columns, to + r * ld, ld);
+    pack(at<S>(base, strides, b, tile.rows[r].head, tile.rows[r].query), columns, to + r * ld, ld);
 }
 
 }  // namespace attnpack::ATTNPACK_ISA

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cache import DynamicCache
-from .errors import check_lengths, wrong_kind
+from ..errors import check_lengths, wrong_kind
+from .kv_cache import DynamicCache
 
 
 class LatentCache(DynamicCache):

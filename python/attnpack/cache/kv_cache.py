@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _C, cpp
-from .errors import with_article, wrong_kind
+from .. import _C, cpp
+from ..errors import with_article, wrong_kind
+from ..ops import CacheTensors
 
 
 class KVCache:
@@ -27,7 +28,7 @@ class KVCache:
     _kind: str
     """Class of the native cache."""
     _tensors: list[Tensor]
-    """`lengths`, and then key and value if there are any."""
+    """`lengths`, then key and value if there are any, then what the kind has beside them."""
     _numbers: list[int]
     """What the native cache knows beside its tensors."""
 
@@ -37,11 +38,11 @@ class KVCache:
     def _change(self, rule: str, *arguments: Any) -> None:
         self._tensors, self._numbers = self._ask(rule, *arguments)
 
-    def reserve(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(key, value, lengths) with room for the new key [B, Hkv, L, D] and value [B, Hkv, L, Dv]; a ValueError if
-        they do not fit the cache."""
-        self._tensors, self._numbers, (key, value, lengths) = self._ask("reserve", key, value)
-        return key, value, lengths
+    def reserve(self, key: Tensor, value: Tensor) -> CacheTensors:
+        """Tensors with room for the new key [B, Hkv, L, D] and value [B, Hkv, L, Dv]; a ValueError if they do not fit
+        the cache."""
+        self._tensors, self._numbers, room = self._ask("reserve", key, value)
+        return CacheTensors(*room)
 
     def reserve_latents(self, latents: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
         """(latents, lengths) with room for the new latents [B, 1, L, kv_lora_rank + rope] of latent attention.
@@ -86,9 +87,14 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the positions that are held, without free capacity; of a StaticCache, whose memory is allocated at
+        """Bytes of the positions that are stored, without free capacity; of a StaticCache, whose memory is allocated at
         once, bytes of all max_len positions."""
         return self._ask("nbytes")[0]
+
+    @property
+    def nbytes_allocated(self) -> int:
+        """Bytes of the memory that the cache takes, with its free capacity."""
+        return self._ask("nbytes_allocated")[0]
 
     def reset(self) -> None:
         """Forgets everything. A StaticCache keeps its memory, the others forget shape and memory too."""
@@ -104,10 +110,6 @@ class KVCache:
         if torch.compiler.is_compiling() and not isinstance(index, Tensor):
             index = torch.tensor(index)  # an op takes no list in place of a tensor
         self._change("reorder", index)
-
-    def take_back(self, lengths: Tensor) -> None:
-        """Forgets the positions that were appended after `lengths` was copied."""
-        self._change("take_back", lengths)
 
     def all_or_none(self) -> AbstractContextManager[None]:
         """Takes the cache back to where it was if the body raises."""
@@ -216,14 +218,20 @@ class ModelCache:
         """Bytes of all layers together."""
         return sum(layer.nbytes for layer in self.layers)
 
+    @property
+    def nbytes_allocated(self) -> int:
+        """Bytes of the memory that all layers take, with their free capacity."""
+        return sum(layer.nbytes_allocated for layer in self.layers)
+
     def reset(self) -> None:
         for layer in self.layers:
             layer.reset()
 
     def crop(self, n: int) -> None:
-        """Keeps the first n positions of each sequence."""
-        for layer in self.layers:
-            layer.crop(n)
+        """Keeps the first n positions of each sequence. If a layer refuses, no layer is cropped."""
+        with unchanged_on_error(self):
+            for layer in self.layers:
+                layer.crop(n)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Sequence b becomes the former sequence index[b] (beam search); index int64 [B]."""
@@ -270,12 +278,13 @@ class _AllOrNone:
         self._caches = caches
 
     def __enter__(self) -> None:
-        self._before = [cache.lengths.clone() for cache in self._caches]
+        self._before = [(cache._tensors, cache._numbers, cache.lengths.clone()) for cache in self._caches]
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:
-            for cache, lengths in zip(self._caches, self._before, strict=True):
-                cache.take_back(lengths)
+            for cache, (tensors, numbers, lengths) in zip(self._caches, self._before, strict=True):
+                cache._tensors, cache._numbers = tensors, numbers
+                cache.lengths.copy_(lengths)
 
 
 def check_kind(cache: object, wanted: type, where: str, fix: str | None = None) -> None:

@@ -1,0 +1,134 @@
+#include <attnpack/cache/detail/page_table.h>
+
+#include <ATen/ATen.h>
+
+#include <attnpack/core/check.h>
+
+namespace attnpack {
+namespace {
+
+using at::Tensor;
+
+int64_t pages_for(int64_t positions, int64_t page_size) { return (positions + page_size - 1) / page_size; }
+
+int32_t* row_of(const PageTable& table, int64_t b) {
+  return table.block_table.mutable_data_ptr<int32_t>() + b * table.block_table.size(1);
+}
+
+// Hands out free pages. It counts those that it has handed out, but changes no counts of references.
+class FreePages {
+ public:
+  explicit FreePages(const Tensor& references)
+      : references_(references.const_data_ptr<int32_t>()), count_(references.numel()), taken_(count_, false) {}
+
+  // The page after `last`, or the first free one; -1 if there is none.
+  int64_t take(int64_t last) {
+    if (last >= 0 && is_free(last + 1)) return taken(last + 1);
+    while (first_ < count_ && !is_free(first_)) ++first_;
+    return first_ < count_ ? taken(first_) : -1;
+  }
+
+ private:
+  bool is_free(int64_t page) const { return page < count_ && references_[page] == 0 && !taken_[page]; }
+  int64_t taken(int64_t page) {
+    taken_[page] = true;
+    return page;
+  }
+  const int32_t* references_;
+  int64_t count_, first_ = 0;
+  std::vector<bool> taken_;
+};
+
+// Entry `entry` of row b becomes `page`.
+struct Entry {
+  int64_t b, entry, page;
+};
+
+}  // namespace
+
+PageTable make_page_table(int64_t batch, int64_t num_pages, int64_t page_size) {
+  ATTNPACK_CHECK(batch >= 0 && num_pages >= 0, "batch is ", batch, " and num_pages ", num_pages,
+                 ", wants numbers >= 0");
+  ATTNPACK_CHECK(page_size >= 1, "page_size is ", page_size, ", wants at least 1");
+  return {at::full({batch, num_pages}, -1, at::kInt), at::zeros({num_pages}, at::kInt), page_size};
+}
+
+int64_t free_pages(const PageTable& table) {
+  const int32_t* references = table.references.const_data_ptr<int32_t>();
+  int64_t count = 0;
+  for (int64_t i = 0; i < table.references.numel(); ++i) count += references[i] == 0;
+  return count;
+}
+
+std::vector<PageCopy> give_room(const PageTable& table, const std::vector<int64_t>& held,
+                                const std::vector<int64_t>& counts) {
+  const int64_t size = table.page_size, most = table.block_table.size(1);
+  int32_t* references = table.references.mutable_data_ptr<int32_t>();
+  // A page that two rows of this call are to write: the last of them keeps it.
+  std::vector<int32_t> left;
+  FreePages free(table.references);
+  std::vector<PageCopy> copies;
+  std::vector<Entry> entries;
+  int64_t missing = 0;
+  for (size_t b = 0; b < held.size(); ++b) {
+    const auto own = static_cast<int64_t>(b);
+    if (counts[b] == 0) continue;
+    ATTNPACK_CHECK(pages_for(held[b] + counts[b], size) <= most, "sequence ", b, " holds ", held[b], " positions and ",
+                   counts[b], " are to be appended, wants at most ", most * size, ": make the cache with more pages");
+    const int32_t* row = row_of(table, own);
+    int64_t last = held[b] > 0 ? row[pages_for(held[b], size) - 1] : -1;
+    const auto take = [&](int64_t entry) {
+      const int64_t page = free.take(last);
+      missing += page < 0;
+      entries.push_back({own, entry, page});
+      last = page;
+    };
+    if (held[b] % size != 0) {
+      if (left.empty()) left.assign(references, references + table.references.numel());
+      const int64_t shared = last;
+      if (left[shared] > 1) {
+        --left[shared];
+        take(held[b] / size);
+        copies.push_back({shared, last, held[b] % size});
+      }
+    }
+    for (int64_t i = pages_for(held[b], size); i < pages_for(held[b] + counts[b], size); ++i) take(i);
+  }
+  ATTNPACK_CHECK(missing == 0, "the pool is full: ", entries.size(), " pages are needed and ",
+                 static_cast<int64_t>(entries.size()) - missing, " of ", table.references.numel(),
+                 " are free: release() sequences, or make the cache with more pages");
+  for (const PageCopy& copy : copies) --references[copy.from];
+  for (const Entry& e : entries) {
+    row_of(table, e.b)[e.entry] = static_cast<int32_t>(e.page);
+    ++references[e.page];
+  }
+  return copies;
+}
+
+void keep_pages(const PageTable& table, const std::vector<int64_t>& held) {
+  int32_t* references = table.references.mutable_data_ptr<int32_t>();
+  for (size_t b = 0; b < held.size(); ++b) {
+    int32_t* row = row_of(table, static_cast<int64_t>(b));
+    for (int64_t i = pages_for(held[b], table.page_size); i < table.block_table.size(1) && row[i] >= 0; ++i) {
+      --references[row[i]];
+      row[i] = -1;
+    }
+  }
+}
+
+PageTable fork_pages(const PageTable& table, const Tensor& index) {
+  PageTable fork{table.block_table.index_select(0, index), table.references, table.page_size};
+  int32_t* references = table.references.mutable_data_ptr<int32_t>();
+  for (int64_t b = 0; b < fork.block_table.size(0); ++b) {
+    const int32_t* row = row_of(fork, b);
+    for (int64_t i = 0; i < fork.block_table.size(1) && row[i] >= 0; ++i) ++references[row[i]];
+  }
+  return fork;
+}
+
+void copy_pages(const Tensor& pool, const std::vector<PageCopy>& copies) {
+  for (const PageCopy& copy : copies)
+    pool.select(0, copy.to).narrow(0, 0, copy.rows).copy_(pool.select(0, copy.from).narrow(0, 0, copy.rows));
+}
+
+}  // namespace attnpack

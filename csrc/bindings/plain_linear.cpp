@@ -1,0 +1,139 @@
+#include <bindings/plain_linear.h>
+
+#include <attnpack/modules/detail/heads.h>
+#include <attnpack/ops/linear.h>
+#include <bindings/common.h>
+#include <bindings/register.h>
+
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <vector>
+
+namespace attnpack {
+
+namespace {
+
+using at::Tensor;
+
+// Names that are looked up in a module.
+struct Name {
+  explicit Name(const char* text) : object(PyUnicode_InternFromString(text)) {}
+  PyObject* object;
+};
+
+py::object attribute(const py::handle& object, const Name& name) {
+  return py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name.object));
+}
+
+// Borrowed; null where the dict lacks it.
+py::handle item(const py::handle& dict, const Name& name) {
+  return PyDict_Check(dict.ptr()) ? PyDict_GetItemWithError(dict.ptr(), name.object) : nullptr;
+}
+
+// nn.Linear as it was when attnpack was imported.
+struct TorchLinear {
+  py::object type = py::module_::import("torch.nn").attr("Linear");
+  py::object forward = type.attr("forward");
+  py::object has_global_hook = py::module_::import("torch.nn.modules.module").attr("_has_any_global_hook");
+};
+const TorchLinear& torch_linear() {
+  static const auto* const found = new TorchLinear;  // never destroyed: Python may be gone by then
+  return *found;
+}
+
+constexpr std::array kHooks{"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"};
+
+py::object own_dict(const py::handle& module) {
+  static const Name name("__dict__");
+  return attribute(module, name);
+}
+
+// Whether the module has hooks or a forward of its own, so that a call does more than its class says.
+bool is_watched_dict(const py::handle& own) {
+  static const Name forward("forward");
+  static const std::array hooks{Name(kHooks[0]), Name(kHooks[1]), Name(kHooks[2]), Name(kHooks[3])};
+  if (item(own, forward).ptr()) return true;
+  for (const Name& name : hooks) {
+    const auto held = item(own, name);
+    if (held && PyObject_IsTrue(held.ptr()) != 0) return true;
+  }
+  return false;
+}
+
+bool is_watched(const py::handle& module) { return is_watched_dict(own_dict(module)); }
+
+bool is_linear(const py::handle& layer) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(layer.ptr())) == torch_linear().type.ptr();
+}
+
+// Whether a call of an nn.Linear is torch's linear, as far as its class and the hooks of all modules say.
+bool is_unpatched() {
+  static const Name forward("forward");
+  return attribute(torch_linear().type, forward).is(torch_linear().forward) &&
+         !py::cast<bool>(py::bool_(torch_linear().has_global_hook()));
+}
+
+// Whether a call of layer is torch's linear alone: no other type, no forward of its own, no hooks.
+bool is_plain(const py::handle& layer) { return is_linear(layer) && !is_watched(layer) && is_unpatched(); }
+
+// Borrowed; null where the layer lacks it.
+py::handle parameter(const py::handle& own, const Name& name) {
+  static const Name parameters("_parameters");
+  const auto held = item(own, parameters);
+  return held ? item(held, name) : nullptr;
+}
+
+const Name& weight_name() {
+  static const Name name("weight");
+  return name;
+}
+
+// A tensor whose class is Tensor or Parameter itself: others, such as quantised weights, have products of their own.
+bool is_exact(const py::handle& value) { return value && THPVariable_CheckExact(value.ptr()); }
+
+// The products of x with each of the layers; None unless all of them are plain, with tensors of no other class.
+py::object project(const py::object& layers, const py::object& x) {
+  c10::SmallVector<Tensor, 3> weights, biases;
+  if (!is_exact(x) || !is_unpatched()) return py::none();
+  for (const auto& layer : py::reinterpret_borrow<py::sequence>(layers)) {
+    static const Name bias_name("bias");
+    if (!is_linear(layer)) return py::none();
+    const auto own = own_dict(layer);
+    const auto weight = parameter(own, weight_name()), bias = parameter(own, bias_name);
+    if (is_watched_dict(own) || !is_exact(weight) || !bias || !(bias.is_none() || is_exact(bias))) return py::none();
+    weights.push_back(THPVariable_Unpack(weight.ptr()));
+    if (!bias.is_none()) biases.push_back(THPVariable_Unpack(bias.ptr()));
+  }
+  if (!biases.empty() && biases.size() != weights.size()) return py::none();
+  const Tensor input = THPVariable_Unpack(x.ptr());
+  return py::cast(without_gil([&]() -> std::vector<Tensor> {
+    if (weights.size() != 1) return linears(input, weights, biases);
+    return {linear<>(input, weights[0], biases.empty() ? OptionalTensor() : biases[0])};
+  }));
+}
+
+// [B, L, H * D] -> [B, H, L, D], a view
+Tensor split_heads_py(const Tensor& x, int64_t num_heads) {
+  return split_heads(x, num_heads, num_heads == 0 ? 0 : x.size(-1) / num_heads);
+}
+
+}  // namespace
+
+std::optional<Tensor> linear_weight(const py::handle& layer) {
+  if (!is_linear(layer)) return std::nullopt;
+  const auto weight = parameter(own_dict(layer), weight_name());
+  return weight && THPVariable_Check(weight.ptr()) ? std::make_optional(THPVariable_Unpack(weight.ptr()))
+                                                   : std::nullopt;
+}
+
+void register_plain_linear(py::module_& m) {
+  torch_linear();
+  m.attr("HOOKS") = py::tuple(py::cast(kHooks));
+  m.def("is_plain", [](const py::object& layer) { return is_plain(layer); });
+  m.def("is_watched", [](const py::object& module) { return is_watched(module); });
+  define(m, "project", &project, {"layers", "x"});
+  define(m, "split_heads", &split_heads_py, {"x", "num_heads"});
+}
+
+}  // namespace attnpack

@@ -1,0 +1,18 @@
+"""KV caches: the memory of one attention layer, and the list of a model's."""
+
+from .cross_cache import CrossCache
+from .kv_cache import DynamicCache, KVCache, ModelCache, StaticCache, check_kind, unchanged_on_error
+from .latent_cache import LatentCache
+from .sliding_window_cache import SlidingWindowCache
+
+__all__ = [
+    "CrossCache",
+    "DynamicCache",
+    "KVCache",
+    "LatentCache",
+    "ModelCache",
+    "SlidingWindowCache",
+    "StaticCache",
+    "check_kind",
+    "unchanged_on_error",
+]

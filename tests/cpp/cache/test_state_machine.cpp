@@ -1,0 +1,236 @@
+// Thousands of random sequences of changes over every kind of cache, beside rows that are kept by hand. A new kind is a
+// row of kKinds.
+#include <torch/torch.h>
+
+#include <functional>
+#include <random>
+
+#include "catch.h"
+#include "complains.h"
+
+#include <attnpack/attnpack.h>
+#include <attnpack/layers/attend.h>
+
+namespace attnpack {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kBatch = 3, kHeads = 2, kDim = 2, kWidth = 3, kRoom = 700;
+
+struct Kind {
+  const char* name;
+  std::function<std::shared_ptr<KVCache>()> make;
+  Window window = {-1, -1};
+  int64_t keep_first = 0;
+  std::optional<int64_t> room;       // the most positions of a sequence
+  std::optional<int64_t> allocated;  // the most positions that take memory between calls
+};
+
+const Kind kKinds[] = {
+    {"dynamic", [] { return std::make_shared<DynamicCache>(); }},
+    {"static",
+     [] { return std::make_shared<StaticCache>(StaticCacheOptions(kBatch, kHeads, kRoom, kDim).v_head_dim(kWidth)); },
+     {-1, -1},
+     0,
+     kRoom,
+     kRoom},
+    {"sliding",
+     [] { return std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(9)); },
+     {9, 0},
+     0,
+     std::nullopt,
+     9 + 256 + 64},
+    {"sliding, first kept",
+     [] { return std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(Window{40, 0}).keep_first(5)); },
+     {40, 0},
+     5,
+     std::nullopt,
+     45 + 256 + 64},
+};
+
+struct Rows {
+  Tensor keys, values;  // [H, n, D], [H, n, Dv]
+};
+
+class Machine {
+ public:
+  Machine(const Kind& kind, uint64_t seed) : kind_(kind), draw_(seed), cache_(kind.make()) { clear(); }
+
+  void change() {
+    switch (pick(0, 12)) {
+      case 6:
+      case 7:
+        return crop();
+      case 8:
+      case 9:
+        return fail();
+      case 10:
+        return reorder();
+      case 11:
+        return clone();
+      case 12:
+        return cache_->reset(), clear();
+      default:
+        return append();
+    }
+  }
+
+  void check() {
+    const auto most = longest();
+    REQUIRE(cache_->len() == most);
+    if (most == 0) return;
+    int64_t shown = 0;
+    for (int64_t b = 0; b < kBatch; ++b) {
+      REQUIRE(cache_->lengths()[b].item<int64_t>() == length(b));
+      const auto held = stored(b);
+      shown = std::max<int64_t>(shown, held.numel());
+      REQUIRE(at::equal(cache_->k()[b].narrow(1, 0, held.numel()), rows_[b].keys.index_select(1, held)));
+      REQUIRE(at::equal(cache_->v()[b].narrow(1, 0, held.numel()), rows_[b].values.index_select(1, held)));
+    }
+    REQUIRE(cache_->k().size(2) == shown);
+    const int64_t position = kBatch * kHeads * (kDim + kWidth) * 4;
+    REQUIRE(cache_->nbytes() == position * kind_.room.value_or(shown));
+    REQUIRE(cache_->nbytes() <= cache_->nbytes_allocated());
+    if (kind_.allocated) REQUIRE(cache_->nbytes_allocated() <= position * *kind_.allocated);
+  }
+
+ private:
+  int64_t pick(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(draw_); }
+  int64_t length(int64_t b) const { return rows_[b].keys.size(1); }
+  int64_t longest() const { return std::max({length(0), length(1), length(2)}); }
+  void clear() { rows_.assign(kBatch, {torch::zeros({kHeads, 0, kDim}), torch::zeros({kHeads, 0, kWidth})}); }
+
+  // The positions of a sequence that k() and v() show.
+  Tensor stored(int64_t b) const {
+    const auto all = torch::arange(length(b), at::kLong);
+    const auto* ring = dynamic_cast<const SlidingWindowCache*>(cache_.get());
+    if (!ring || !cache_->k().defined()) return all;
+    const auto gone = ring->dropped()[b].item<int64_t>();
+    REQUIRE((gone == 0 || kind_.keep_first + gone <= length(b) - kind_.window[0]));
+    return all.masked_select((all < kind_.keep_first).logical_or(all >= kind_.keep_first + gone));
+  }
+
+  void write(const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens) {
+    all_or_none(std::vector{cache_}, [&] {
+      AttendOptions options;
+      options.cache = cache_->reserve(key, value);
+      options.causal = true;
+      options.window = kind_.window;
+      options.kv_lens = new_lens;
+      attend(torch::zeros_like(key), key, value, options);
+      cache_->commit(key.size(2), new_lens);
+      return 0;
+    });
+  }
+
+  std::pair<Tensor, Tensor> fresh(int64_t length, int64_t dim = kDim) {
+    return {torch::randn({kBatch, kHeads, length, dim}), torch::randn({kBatch, kHeads, length, kWidth})};
+  }
+
+  void append() {
+    constexpr int64_t kLengths[] = {1, 1, 2, 5, 60, 130, 300};
+    const auto added = kLengths[pick(0, 6)];
+    const bool ragged = pick(0, 1) == 1;
+    std::vector<int64_t> valid(kBatch, added);
+    bool full = false;
+    for (int64_t b = 0; b < kBatch; ++b) {
+      if (ragged) valid[b] = pick(0, added);
+      full |= kind_.room && length(b) + valid[b] > *kind_.room;
+    }
+    const auto [key, value] = fresh(added);
+    const auto lens = ragged ? std::make_optional(torch::tensor(valid, at::kLong)) : std::nullopt;
+    if (full) {
+      REQUIRE(complains("cache is full", [&, &key = key, &value = value] { write(key, value, lens); }));
+      return;
+    }
+    write(key, value, lens);
+    for (int64_t b = 0; b < kBatch; ++b) {
+      rows_[b].keys = at::cat({rows_[b].keys, key[b].narrow(1, 0, valid[b])}, 1);
+      rows_[b].values = at::cat({rows_[b].values, value[b].narrow(1, 0, valid[b])}, 1);
+    }
+  }
+
+  void crop() {
+    const auto n = pick(0, 2) == 0 ? pick(0, 600) : std::max<int64_t>(longest() - pick(0, 70), 0);
+    bool lost = false;
+    for (int64_t b = 0; b < kBatch; ++b) {
+      if (length(b) <= n || n == 0) continue;
+      const auto held = stored(b), first = torch::tensor(std::max<int64_t>(n - kind_.window[0], 0));
+      const auto needed = held.masked_select((held >= first).logical_and(held < n)).numel();
+      lost |= kind_.window[0] >= 0 && needed < n - first.item<int64_t>();
+    }
+    if (lost) {
+      REQUIRE(complains("but sequence", [&] { cache_->crop(n); }));
+      return;
+    }
+    cache_->crop(n);
+    for (auto& row : rows_) {
+      row.keys = row.keys.narrow(1, 0, std::min(n, row.keys.size(1)));
+      row.values = row.values.narrow(1, 0, std::min(n, row.values.size(1)));
+    }
+  }
+
+  void reorder() {
+    std::vector<int64_t> index;
+    std::vector<Rows> moved;
+    for (int64_t b = 0; b < kBatch; ++b) moved.push_back(rows_[index.emplace_back(pick(0, kBatch - 1))]);
+    cache_->reorder(torch::tensor(index, at::kLong));
+    rows_ = moved;
+  }
+
+  void clone() {
+    const auto before = cache_;
+    cache_ = before->clone();
+    if (before->k().defined()) before->k().fill_(7);
+    before->reset();
+  }
+
+  // An append that fails in the op, or after the commit.
+  void fail() {
+    const auto memory = cache_->nbytes_allocated();
+    const bool empty = !cache_->k().defined();
+    const auto added = pick(0, 1) ? 400 : 3;
+    const auto [key, value] = fresh(added);
+    const bool late = pick(0, 1) && !(kind_.room && longest() + added > *kind_.room);
+    std::string message;
+    try {
+      all_or_none(std::vector{cache_}, [&, &key = key, &value = value] {
+        write(key, value,
+              late ? std::nullopt : std::make_optional(at::tensor(std::vector<int64_t>{0, added + 1, 0}, at::kLong)));
+        throw std::runtime_error("stop");
+        return 0;
+      });
+    } catch (const std::exception& error) {
+      message = error.what();
+    }
+    INFO(message);
+    REQUIRE(message.find(late ? "stop" : "kv_lens[1] is") != std::string::npos);
+    REQUIRE(cache_->nbytes_allocated() == memory);
+    REQUIRE(!cache_->k().defined() == empty);
+  }
+
+  const Kind& kind_;
+  std::mt19937_64 draw_;
+  std::shared_ptr<KVCache> cache_;
+  std::vector<Rows> rows_;
+};
+
+}  // namespace
+
+TEST_CASE("random sequences of changes leave in a cache what they should") {
+  torch::NoGradGuard no_grad;
+  torch::manual_seed(0);
+  for (const auto& kind : kKinds) {
+    for (uint64_t seed = 0; seed < 500; ++seed) {
+      INFO(kind.name << ", seed " << seed);
+      Machine machine(kind, seed);
+      for (int step = 0; step < 14; ++step) {
+        machine.change();
+        machine.check();
+      }
+    }
+  }
+}
+
+}  // namespace attnpack
