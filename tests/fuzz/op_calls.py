@@ -186,23 +186,51 @@ def append_paged(pick: Random) -> Call:
 
 def cache_rule(pick: Random) -> Call:
     """An op that is a rule of a cache, on the state of such a cache."""
-    kind = pick.choice(["StaticCache", "DynamicCache", "LatentCache"])
+    kind = pick.choice(["StaticCache", "DynamicCache", "LatentCache", "SlidingWindowCache", "CrossCache"])
     latent, batch, length, dtype = kind == "LatentCache", pick.randint(1, 3), pick.randint(0, 3), pick.choice(DTYPES)
     heads, *widths = (1, 10, 0) if latent else (pick.randint(1, 3), 6, 5)
     key, value, lengths = cache(pick, batch, heads, tuple(widths), dtype)
     longest = int(lengths.max())
-    numbers = {"StaticCache": [], "DynamicCache": [longest], "LatentCache": [longest, 6]}[kind]
+    numbers = {"DynamicCache": [longest], "LatentCache": [longest, 6], "SlidingWindowCache": [2, 1, longest]}.get(
+        kind, []
+    )
+    dropped = [torch.zeros(batch, dtype=torch.int64)] if kind == "SlidingWindowCache" else []
     new = [draw(batch, heads, length, width, dtype=dtype) for width in widths]
     rules = {
         **dict.fromkeys(("cache_clone", "cache_len", "cache_nbytes", "cache_reset", "cache_views"), []),
+        "cache_nbytes_allocated": [],
         "cache_commit": [key.size(2) - longest, pick.choice([None, lengths])],
         "cache_crop": [pick.randint(0, 9)],
         "cache_reorder": [torch.tensor([pick.randrange(batch) for _ in range(batch)])],
-        "cache_take_back": [lengths.clone()],
         **({"cache_reserve_latents": [new[0], 6]} if latent else {"cache_reserve": new}),
     }
+    if kind == "CrossCache":
+        for name in ("cache_commit", "cache_crop", "cache_reserve"):  # nothing is appended to it, and nothing cropped
+            del rules[name]
+        rules["cache_store"] = [*new, pick.choice([None, torch.full((batch,), length)])]
+        rules["cache_check_call"] = [draw(batch, 1, 4), pick.choice([None, draw(batch, key.size(2), 4)])]
     name = pick.choice(list(rules))
-    return name, [kind, [lengths, key, value], numbers, *rules[name]], NO_CHECK
+    return name, [kind, [lengths, key, value, *dropped], numbers, *rules[name]], NO_CHECK
+
+
+def kv_window(pick: Random) -> Call:
+    """The slots of a cache that has dropped nothing: they keep their positions, or move as a whole."""
+    batch, heads, keep_first = pick.randint(1, 3), pick.randint(1, 3), pick.choice([0, 0, 2])
+    key, value, lengths = cache(pick, batch, heads, (6, 5), pick.choice(DTYPES))
+    dropped, window, room = torch.zeros(batch, dtype=torch.int64), pick.randint(0, 9), key.size(2) + pick.randint(0, 4)
+
+    def right(result):
+        for b, length in enumerate(lengths.tolist()):
+            assert torch.equal(result[0][b, :, :length], key[b, :, :length])
+            assert torch.equal(result[1][b, :, :length], value[b, :, :length])
+
+    if pick.random() < 0.5:
+        return "kv_window_slide", [key, value, lengths, dropped, room, window, keep_first], right
+    return "kv_window_crop", [lengths, dropped, pick.randint(0, 9), window, keep_first], NO_CHECK
+
+
+def sliding_window_cache(pick: Random) -> Call:
+    return "sliding_window_cache", [pick.randint(0, 9), 0, pick.randint(0, 3)], NO_CHECK
 
 
 def static_cache(pick: Random) -> Call:
@@ -217,8 +245,11 @@ def attend(pick: Random) -> Call:
     batch, heads, length = k.shape[:3]
     held = pick.choice([[None] * 3, cache(pick, batch, heads, (8, 6), k.dtype)])
     rope, settings = pick.choice([None, [1.0, 0.1]]), inputs.settings
-    arguments = [q, k, v, *held, rope, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0]
-    arguments += [settings.get("scale"), -1, -1, settings.get("softcap", 0.0)]
+    left, dropped = -1, [None, -1, 0]
+    if held[0] is not None and pick.random() < 0.5:  # a sliding window
+        left, dropped = 2, [torch.zeros(batch, dtype=torch.int64), 2, pick.choice([0, 1])]
+    arguments = [q, k, v, *held, *dropped, rope, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0]
+    arguments += [settings.get("scale"), left, 0 if left >= 0 else -1, settings.get("softcap", 0.0)]
     arguments += [settings.get(name) for name in ("sinks", "alibi_slopes", "head_map")]
 
     def right(result):
@@ -303,6 +334,31 @@ def rms_norm(pick: Random) -> Call:
     return "rms_norm", [x, weight, 1e-5], lambda result: assert_close(result, F.rms_norm(x, (9,), weight, 1e-5))
 
 
+def attention_quantized(pick: Random) -> Call:
+    inputs, bits = layer(pick, dtype=pick.choice(WIDE)), pick.choice([4, 8])
+    rows = [attnpack.ops.quantize_rows(x, bits) for x in (inputs.key, inputs.value)]
+    held = [attnpack.ops.dequantize_rows(x, bits, like.size(-1), like.dtype)
+            for x, like in zip(rows, (inputs.key, inputs.value), strict=True)]  # fmt: skip
+
+    def right(result):
+        settings = inputs.settings
+        expected = reference.attention(inputs.query, *held, inputs.mask, **settings)
+        assert_close(result[0], expected, atol=1e-3, rtol=1e-3)
+
+    v_dim = inputs.value.size(-1)
+    return "attention_quantized", [inputs.query, *rows, bits, v_dim, *op_settings(inputs)], right
+
+
+def dequantize_rows(pick: Random) -> Call:
+    x, bits, dtype = draw(2, pick.randint(0, 5), pick.randint(1, 70)), pick.choice([4, 8]), pick.choice(DTYPES)
+
+    def right(back):
+        assert back.dtype == dtype
+        assert back.shape == x.shape
+
+    return "dequantize_rows", [attnpack.ops.quantize_rows(x, bits), bits, x.size(-1), dtype], right
+
+
 def quantize_rows(pick: Random) -> Call:
     x, bits = draw(2, pick.randint(0, 5), pick.randint(1, 70), dtype=pick.choice(WIDE)), pick.choice([4, 8])
 
@@ -331,6 +387,7 @@ def null(pick: Random) -> Call:
 
 MAKERS: list[Callable[[Random], Call]] = [
     attention, attention_backward, attention_varlen, attention_paged, attention_varlen_backward, attention_scores,
-    append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, static_cache, attend, latent,
-    latent_expand, apply_rope, rope_table, linear, rms_norm, quantize_rows, merge_states, null,
+    append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, kv_window, static_cache,
+    sliding_window_cache, attend, latent, latent_expand, apply_rope, rope_table, linear, rms_norm, quantize_rows,
+    dequantize_rows, attention_quantized, merge_states, null,
 ]  # fmt: skip

@@ -4,6 +4,8 @@ import random
 import sys
 
 import pytest
+import torch
+from fuzz import op_calls
 from processes import ROOT, run_program
 
 KINDS = sorted(path.stem for path in (ROOT / "tests/fuzz").glob("*.py") if "\ndef main(" in path.read_text())
@@ -17,6 +19,12 @@ def fuzz(what: str, seed: int, seconds: float):
 
 def test_a_few_seconds_of_ops():
     fuzz("ops", seed=0, seconds=5)
+
+
+def test_every_op_is_called():
+    drawn = {make(random.Random(seed))[0] for make in op_calls.MAKERS for seed in range(200)}
+    ops = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("attnpack::")}
+    assert drawn == {name.removeprefix("attnpack::") for name in ops}
 
 
 @pytest.mark.long

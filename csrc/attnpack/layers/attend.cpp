@@ -14,6 +14,8 @@ namespace {
 std::optional<CacheTensors> cache_tensors(const CacheArguments& cache) {
   if (!cache.key) return std::nullopt;
   ATTNPACK_CHECK(cache.value && cache.lengths, "cache has no value or no lengths: pass all of its tensors");
+  ATTNPACK_CHECK(cache.dropped || cache.keep_first == 0, "cache_keep_first: got ", cache.keep_first,
+                 " without cache_dropped, wants 0 for a cache that drops nothing");
   return CacheTensors{*cache.key, *cache.value, *cache.lengths, cache.dropped, cache.window, cache.keep_first};
 }
 
