@@ -2,6 +2,7 @@
 #include <attnpack/cache/detail/rules.h>
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>
+#include <attnpack/cache/quantized_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
 #include <bindings/common.h>
 #include <bindings/register.h>
@@ -87,6 +88,11 @@ void bind_rules(py::module_& m) {
       m, "cache_reorder",
       +[](const HeldCache& held, const py::object& index) { return cache_reorder(held, as_index(index)); });
   m.def("sliding_window_cache", &sliding_window_cache_py);
+  m.def("quantized_cache", [](const py::object& bits, const py::object& exact_first, const py::object& exact_last) {
+    return quantized_cache(read_value<int64_t>("bits", bits, "bits"),
+                           read_value<int64_t>("exact_first", exact_first, "exact_first"),
+                           read_value<int64_t>("exact_last", exact_last, "exact_last"));
+  });
   define(m, "static_cache", &static_cache_py,
          {"batch", "num_kv_heads", "max_len", "head_dim", "v_head_dim", "dtype", "device"});
   // A cache of Python lends its tensors to the C++ loop, and takes over those that the loop leaves.
@@ -198,6 +204,17 @@ void register_caches(py::module_& m) {
       .def_property_readonly("window", [](const SlidingWindowCache& self) { return py::make_tuple(self.window(), 0); })
       .def_property_readonly("keep_first", &SlidingWindowCache::keep_first)
       .def_property_readonly("dropped", &SlidingWindowCache::dropped);
+
+  py::class_<QuantizedCache, KVCache, std::shared_ptr<QuantizedCache>> quantized(m, "QuantizedCache");
+  quantized
+      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+        return std::make_shared<QuantizedCache>(
+            options_of_call<QuantizedCacheOptions, int64_t>("QuantizedCache", args, kwargs));
+      }))
+      .def("__repr__", [](const QuantizedCache& self) { return describe_cache("QuantizedCache", self); })
+      .def_property_readonly("bits", &QuantizedCache::bits)
+      .def_property_readonly("exact_first", &QuantizedCache::exact_first)
+      .def_property_readonly("exact_last", &QuantizedCache::exact_last);
 
   py::class_<CrossCache, KVCache, std::shared_ptr<CrossCache>> cross(m, "CrossCache");
   cross

@@ -17,7 +17,7 @@ except ImportError as error:
 __version__ = _load.build_record()["version"]
 
 from . import backend, convert, cpp
-from .cache import CrossCache, DynamicCache, LatentCache, ModelCache, SlidingWindowCache, StaticCache
+from .cache import CrossCache, DynamicCache, LatentCache, ModelCache, QuantizedCache, SlidingWindowCache, StaticCache
 from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
 from .nn.block import DecoderBlock, EncoderBlock
 from .nn.causal_lm import CausalLM
@@ -50,6 +50,7 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "SelfAttention",
+    "QuantizedCache",
     "SlidingWindowCache",
     "StaticCache",
     "__version__",

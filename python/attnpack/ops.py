@@ -34,6 +34,13 @@ class CacheTensors(NamedTuple):
     """With `dropped`: how many positions before each new one are stored in any case."""
     keep_first: int = 0
     """With `dropped`: how many first positions are stored, and seen by all later ones."""
+    bits: int = 0
+    """8 or 4: key and value are quantised rows (`quantize_rows`), and `dropped`, `window` and `keep_first` are those of
+    the exact positions beside them."""
+    exact_key: Tensor | None = None
+    """With `bits`: [B, Hkv, slots, D], the exact positions, written by a call."""
+    exact_value: Tensor | None = None
+    """With `bits`: [B, Hkv, slots, Dv], as `exact_key`."""
 
 
 def attention(

@@ -32,6 +32,8 @@ class Kind:
     room: int | None = None  # the most positions of a sequence
     latent: bool = False
     allocated: int | None = None  # the most positions that take memory between calls
+    bits: int = 0  # of quantised rows; 0: rows as they are
+    tolerance: float = 1e-5  # of a mean of values
 
 
 KINDS = {
@@ -42,6 +44,11 @@ KINDS = {
     "sliding of nothing": Kind(lambda: attnpack.SlidingWindowCache(0), window_positions, (0, 0), allocated=256 + 64),
     "sliding, first kept": Kind(
         lambda: attnpack.SlidingWindowCache(40, keep_first=5), window_positions, (40, 0), allocated=45 + 256 + 64
+    ),
+    "8 bits": Kind(lambda: attnpack.QuantizedCache(8), bits=8, tolerance=0.03),
+    "4 bits": Kind(lambda: attnpack.QuantizedCache(4), bits=4, tolerance=0.4),
+    "8 bits, some exact": Kind(
+        lambda: attnpack.QuantizedCache(8, exact_first=4, exact_last=20), bits=8, tolerance=0.03
     ),
 }
 
@@ -117,7 +124,7 @@ class Machine:
             values = self.rows[b][1]
             seen = torch.cat([values[:, : min(first, begin)], values[:, begin : position + 1]], 1)
             wanted = seen.double().mean(1).flatten()
-            torch.testing.assert_close(out[b, n - 1].double(), wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(out[b, n - 1].double(), wanted, rtol=1e-4, atol=self.kind.tolerance)
 
     def crop(self):
         longest = max(self.lengths())
@@ -184,14 +191,28 @@ class Machine:
         for b, (keys, values) in enumerate(self.rows):
             positions = self.kind.stored(cache, b, lengths[b])
             most = max(most, len(positions))
-            assert torch.equal(cache.k[b, :, : len(positions)], keys[:, positions])
+            self.check_rows(cache.k[b, :, : len(positions)], keys[:, positions])
             if not self.kind.latent:
-                assert torch.equal(cache.v[b, :, : len(positions)], values[:, positions])
+                self.check_rows(cache.v[b, :, : len(positions)], values[:, positions])
         assert cache.k.shape == (BATCH, self.heads, most, DIM)
+        if self.kind.bits:
+            assert cache.nbytes <= cache.nbytes_allocated
+            return
         position = BATCH * self.heads * (DIM + self.v_dim) * 4
         assert cache.nbytes == position * (self.kind.room or most) <= cache.nbytes_allocated
         if self.kind.allocated is not None:
             assert cache.nbytes_allocated <= position * self.kind.allocated
+
+    def check_rows(self, shown, rows):
+        """Each row as it was, or of a QuantizedCache as it is after it was quantised once."""
+        same = (shown == rows).all(-1)
+        if self.kind.bits:
+            held = attnpack.ops.quantize_rows(rows, self.kind.bits)
+            back = attnpack.ops.dequantize_rows(held, self.kind.bits, rows.size(-1), rows.dtype)
+            same |= (shown == back).all(-1)
+            exact_first = self.cache.exact_first
+            assert torch.equal(shown[:, :exact_first], rows[:, :exact_first])
+        assert same.all()
 
 
 CHANGES = [Machine.append] * 6 + [Machine.crop] * 2 + [Machine.failed_append] * 2

@@ -130,8 +130,9 @@ def cache(pick: Random, batch: int, heads: int, widths: tuple[int, ...], dtype: 
 def margins_are_whole(arguments: list) -> bool:
     """Checks that nothing was written around the tensors that `cache` made."""
     tensors = [x for each in arguments for x in (each if isinstance(each, list) else [each])]
-    rooms = [x._base for x in tensors if isinstance(x, torch.Tensor) and x.dim() == 4 and x._base is not None]
-    rooms = [room for room in rooms if room.dim() == 4 and room.numel() and (room[0] == 77).all()]
+    held = [x for x in tensors if isinstance(x, torch.Tensor) and x.dim() == 4 and x._base is not None]
+    rooms = [x._base for x in held if x._base.shape == (x.size(0) + 2, *x.shape[1:])]
+    rooms = [room for room in rooms if room.numel() and (room[0] == 77).all()]
     return all((room[-1] == 77).all() for room in rooms)
 
 
@@ -186,7 +187,11 @@ def append_paged(pick: Random) -> Call:
 
 def cache_rule(pick: Random) -> Call:
     """An op that is a rule of a cache, on the state of such a cache."""
-    kind = pick.choice(["StaticCache", "DynamicCache", "LatentCache", "SlidingWindowCache", "CrossCache"])
+    kind = pick.choice(
+        ["StaticCache", "DynamicCache", "LatentCache", "SlidingWindowCache", "CrossCache", "QuantizedCache"]
+    )
+    if kind == "QuantizedCache":
+        return quantized_rule(pick)
     latent, batch, length, dtype = kind == "LatentCache", pick.randint(1, 3), pick.randint(0, 3), pick.choice(DTYPES)
     heads, *widths = (1, 10, 0) if latent else (pick.randint(1, 3), 6, 5)
     key, value, lengths = cache(pick, batch, heads, tuple(widths), dtype)
@@ -213,6 +218,21 @@ def cache_rule(pick: Random) -> Call:
     return name, [kind, [lengths, key, value, *dropped], numbers, *rules[name]], NO_CHECK
 
 
+def quantized_rule(pick: Random) -> Call:
+    _, arguments, _ = attend_quantized(pick)
+    key, value, room = *arguments[1:3], attnpack.ops.CacheTensors(*arguments[3:12])
+    exact = [x for x in (room.dropped, room.exact_key, room.exact_value) if x is not None]
+    dtypes = {torch.float32: 6, torch.float64: 7}  # torch's own numbers
+    first, held = room.keep_first, int(room.lengths.max())
+    numbers = [room.bits, first, room.window + 1, held, key.size(3), value.size(3), dtypes[key.dtype], held]
+    rules = dict.fromkeys(("clone", "len", "nbytes", "nbytes_allocated", "reset", "views"), [])
+    rules |= {"crop": [pick.randint(0, 9)], "commit": [1, None], "reserve": [key, value]}
+    rules["reorder"] = [torch.zeros(key.size(0), dtype=torch.int64)]
+    name = pick.choice(list(rules))
+    state = [room.lengths, room.key, room.value, *exact]
+    return f"cache_{name}", ["QuantizedCache", state, numbers, *rules[name]], NO_CHECK
+
+
 def kv_window(pick: Random) -> Call:
     """The slots of a cache that has dropped nothing: they keep their positions, or move as a whole."""
     batch, heads, keep_first = pick.randint(1, 3), pick.randint(1, 3), pick.choice([0, 0, 2])
@@ -233,6 +253,10 @@ def sliding_window_cache(pick: Random) -> Call:
     return "sliding_window_cache", [pick.randint(0, 9), 0, pick.randint(0, 3)], NO_CHECK
 
 
+def quantized_cache(pick: Random) -> Call:
+    return "quantized_cache", [pick.choice([4, 8]), pick.randint(0, 3), pick.randint(0, 3)], NO_CHECK
+
+
 def static_cache(pick: Random) -> Call:
     sizes = [pick.randint(1, 4) for _ in range(4)]
     return "static_cache", [*sizes, pick.choice([None, 0, 5]), pick.choice(DTYPES), None], NO_CHECK
@@ -248,7 +272,29 @@ def attend(pick: Random) -> Call:
     left, dropped = -1, [None, -1, 0]
     if held[0] is not None and pick.random() < 0.5:  # a sliding window
         left, dropped = 2, [torch.zeros(batch, dtype=torch.int64), 2, pick.choice([0, 1])]
-    arguments = [q, k, v, *held, *dropped, rope, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0]
+    arguments = [
+        q,
+        k,
+        v,
+        *held,
+        *dropped,
+        0,
+        None,
+        None,
+        rope,
+        1.0,
+        False,
+        None,
+        0.0,
+        0,
+        False,
+        None,
+        False,
+        None,
+        True,
+        None,
+        0.0,
+    ]
     arguments += [settings.get("scale"), left, 0 if left >= 0 else -1, settings.get("softcap", 0.0)]
     arguments += [settings.get(name) for name in ("sinks", "alibi_slopes", "head_map")]
 
@@ -259,6 +305,20 @@ def attend(pick: Random) -> Call:
 
     name = pick.choice(["attend", "attend_with_weights"])
     return name, arguments, right
+
+
+def attend_quantized(pick: Random) -> Call:
+    """One token after those that a QuantizedCache holds."""
+    batch, heads, bits, dtype = pick.randint(1, 3), pick.randint(1, 2), pick.choice([4, 8]), pick.choice(WIDE)
+    made = attnpack.QuantizedCache(bits, exact_first=pick.choice([0, 2]), exact_last=pick.choice([0, 3]))
+    for length in (pick.randint(1, 9), 1):
+        q, k, v = (draw(batch, n, length, d, dtype=dtype) for n, d in ((2 * heads, 8), (heads, 8), (heads, 6)))
+        room = made.reserve(k, v)
+        if length > 1:
+            attnpack.ops.attend(q, k, v, cache=room, causal=True)
+            made.commit(length, None)
+    rest = [None, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0, None, -1, -1, 0.0]
+    return pick.choice(["attend", "attend_with_weights"]), [q, k, v, *room, *rest, None, None, None], NO_CHECK
 
 
 def latent(pick: Random) -> Call:
@@ -388,6 +448,6 @@ def null(pick: Random) -> Call:
 MAKERS: list[Callable[[Random], Call]] = [
     attention, attention_backward, attention_varlen, attention_paged, attention_varlen_backward, attention_scores,
     append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, kv_window, static_cache,
-    sliding_window_cache, attend, latent, latent_expand, apply_rope, rope_table, linear, rms_norm, quantize_rows,
-    dequantize_rows, attention_quantized, merge_states, null,
+    sliding_window_cache, quantized_cache, attend, attend_quantized, latent, latent_expand, apply_rope, rope_table,
+    linear, rms_norm, quantize_rows, dequantize_rows, attention_quantized, merge_states, null,
 ]  # fmt: skip

@@ -13,7 +13,8 @@ namespace attnpack {
 
 // A cache as plain values, from which the same cache can be made again. Python's classes hold nothing else.
 struct CacheState {
-  // lengths [B], then key and value [B, Hkv, capacity, D or Dv] if there are any, then dropped [B] if it drops any
+  // lengths [B], then key and value [B, Hkv, capacity, D or Dv] if there are any, then dropped [B] if it drops any,
+  // then what the kind has beside them
   std::vector<at::Tensor> tensors;
   std::vector<c10::SymInt> numbers;  // what the cache knows beside its tensors
 };
@@ -57,7 +58,7 @@ class KVCache {
   virtual c10::SymInt sym_nbytes() const = 0;
   int64_t nbytes() const { return sym_nbytes().guard_int(__FILE__, __LINE__); }
   // Bytes of the memory that keys and values take, with the free capacity.
-  c10::SymInt sym_nbytes_allocated() const;
+  virtual c10::SymInt sym_nbytes_allocated() const;
   int64_t nbytes_allocated() const { return sym_nbytes_allocated().guard_int(__FILE__, __LINE__); }
   virtual void reset() = 0;
   // Keeps the first n positions of each sequence.
@@ -72,9 +73,9 @@ class KVCache {
   CacheBefore before() const { return {state(), tensors_.lengths.clone()}; }
   void take_back(const CacheBefore& before);
 
-  // [B, Hkv, len, D] and [B, Hkv, len, Dv], views; undefined before the first append of a DynamicCache. Where sequences
-  // differ in length, the positions after the end of a shorter one are unspecified.
-  at::Tensor k() const { return held(tensors_.key); }
+  // [B, Hkv, len, D] and [B, Hkv, len, Dv], views (of a QuantizedCache copies); undefined before the first append of a
+  // DynamicCache. Where sequences differ in length, the positions after the end of a shorter one are unspecified.
+  virtual at::Tensor k() const { return held(tensors_.key); }
   virtual at::Tensor v() const { return held(tensors_.value); }
   // [B] int64
   const at::Tensor& lengths() const { return tensors_.lengths; }

@@ -67,10 +67,11 @@ struct AttentionBackwardParams {
   AttentionParams forward;  // out and lse are read here
   const void* grad_out;     // as out
   Strides grad_out_strides;
-  const void* delta;  // [batch, num_heads, q_len]: rowsum(grad_out * out) - grad_lse, accumulation type
-  void* grad_query;   // as query
-  void* grad_key;     // as key
-  void* grad_value;   // as value
+  const void* delta;     // [batch, num_heads, q_len]: rowsum(grad_out * out) - grad_lse, accumulation type
+  const void* grad_lse;  // as delta, or null
+  void* grad_query;      // as query
+  void* grad_key;        // as key
+  void* grad_value;      // as value
   Strides grad_query_strides, grad_key_strides, grad_value_strides;
   // grad_query_sums: the running sums of grad_query in the accumulation type, [batch, rows, sums_width(head_dim)]. The
   // rows of a sequence are those of its kv heads, one kv head after the other, in the order of the tiles. blocks_done:

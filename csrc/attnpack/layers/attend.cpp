@@ -6,6 +6,7 @@
 #include <attnpack/core/check.h>
 #include <attnpack/layers/detail/dropped_keys.h>
 #include <attnpack/layers/detail/place_tokens.h>
+#include <attnpack/layers/detail/quantized_keys.h>
 #include <attnpack/ops/detail/schema.h>
 
 namespace attnpack {
@@ -14,9 +15,18 @@ namespace {
 std::optional<CacheTensors> cache_tensors(const CacheArguments& cache) {
   if (!cache.key) return std::nullopt;
   ATTNPACK_CHECK(cache.value && cache.lengths, "cache has no value or no lengths: pass all of its tensors");
+  ATTNPACK_CHECK(cache.bits == 0 || cache.bits == 8 || cache.bits == 4, "cache_bits: got ", cache.bits,
+                 ", wants 8 or 4, or 0 for a cache that is not quantised");
+  ATTNPACK_CHECK(cache.exact_key.has_value() == cache.exact_value.has_value() &&
+                     (!cache.exact_key || (cache.bits && cache.dropped && cache.window >= -1 && cache.keep_first >= 0)),
+                 "cache_exact_key and cache_exact_value want each other, cache_bits and cache_dropped");
+  constexpr int64_t kMost = int64_t{1} << 40;  // sums of it do not overflow
+  ATTNPACK_CHECK(cache.window <= kMost && cache.keep_first <= kMost, "cache_window is ", cache.window,
+                 ", cache_keep_first ", cache.keep_first, ", each wants at most ", kMost);
   ATTNPACK_CHECK(cache.dropped || cache.keep_first == 0, "cache_keep_first: got ", cache.keep_first,
                  " without cache_dropped, wants 0 for a cache that drops nothing");
-  return CacheTensors{*cache.key, *cache.value, *cache.lengths, cache.dropped, cache.window, cache.keep_first};
+  return CacheTensors{*cache.key,       *cache.value, *cache.lengths,  cache.dropped,    cache.window,
+                      cache.keep_first, cache.bits,   cache.exact_key, cache.exact_value};
 }
 
 // The operator's arguments for the cache as it is to be read, but for those that the append decides.
@@ -39,18 +49,25 @@ PlacedTokens place_heads(const Tensor& query, const Tensor& key, const Tensor& v
                       });
 }
 
+// [B, H, L, Dv] -> [B, L, H * Dv]
+Tensor join_heads(const Tensor& out) { return out.transpose(1, 2).flatten(2); }
+
 Tensor attend_placed(const PlacedTokens& tokens, const std::optional<CacheTensors>& cache, AttentionArguments args,
                      double dropout_p) {
   args.dropout_p = dropout_p;
   args.dropout_seed = dropout_seed(dropout_p);
   const auto [out, lse] = cache && cache->keep_first > 0 ? attend_kept(tokens, *cache, args)
                                                          : attention_op(tokens.query, tokens.key, tokens.value, args);
-  return out.transpose(1, 2).flatten(2);
+  return join_heads(out);
 }
 
 Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& held,
                         const LayerArguments& layer, const ScoreArguments& score) {
   const auto cache = cache_tensors(held);
+  if (cache && cache->bits) {
+    const auto [out, weights] = attend_quantized(query, key, value, *cache, layer, score, /*need_weights=*/false);
+    return join_heads(out);
+  }
   AttentionArguments args = arguments_over(cache, layer, score);
   const PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   args.q_offsets = tokens.q_offsets;
@@ -62,6 +79,10 @@ std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, co
                                                          const CacheArguments& held, const LayerArguments& layer,
                                                          const ScoreArguments& score) {
   const auto cache = cache_tensors(held);
+  if (cache && cache->bits) {
+    const auto [out, weights] = attend_quantized(query, key, value, *cache, layer, score, /*need_weights=*/true);
+    return {join_heads(out), weights};
+  }
   AttentionArguments args = arguments_over(cache, layer, score);
   PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   const bool slots = cache && cache->dropped;
@@ -77,7 +98,8 @@ std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, co
 
 CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
   if (!cache) return {};
-  return {cache->key, cache->value, cache->lengths, cache->dropped, cache->window, cache->keep_first};
+  return {cache->key,        cache->value, cache->lengths,   cache->dropped,    cache->window,
+          cache->keep_first, cache->bits,  cache->exact_key, cache->exact_value};
 }
 
 }  // namespace

@@ -132,6 +132,12 @@ std::shared_ptr<ModelCache> CausalLMImpl::sliding_cache() const {
   return std::make_shared<ModelCache>(std::move(layers));
 }
 
+std::shared_ptr<ModelCache> CausalLMImpl::quantized_cache(const QuantizedCacheOptions& cache) const {
+  std::vector<std::shared_ptr<KVCache>> layers;
+  for (int64_t i = 0; i < options.num_layers(); ++i) layers.push_back(std::make_shared<QuantizedCache>(cache));
+  return std::make_shared<ModelCache>(std::move(layers));
+}
+
 void CausalLMImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::CausalLM", options); }
 
 }  // namespace attnpack

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <attnpack/cache/quantized_cache.h>
 #include <attnpack/modules/latent_attention.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/rotary_embedding.h>
@@ -94,6 +95,7 @@ class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
   std::shared_ptr<ModelCache> static_cache(int64_t batch, int64_t max_len) const;
   // A SlidingWindowCache for each layer if the model has a window (left, ...), else what dynamic_cache() gives.
   std::shared_ptr<ModelCache> sliding_cache() const;
+  std::shared_ptr<ModelCache> quantized_cache(const QuantizedCacheOptions& cache) const;
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;

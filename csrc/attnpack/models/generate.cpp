@@ -33,7 +33,10 @@ std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tens
   if (o.cache() == "dynamic") return model.dynamic_cache();
   if (o.cache() == "static") return model.static_cache(ids.size(0), ids.size(1) + o.max_new_tokens());
   if (o.cache() == "sliding") return model.sliding_cache();
-  ATTNPACK_CHECK(o.cache() == "none", "cache: got '", o.cache(), "', want 'dynamic', 'static', 'sliding' or 'none'");
+  if (o.cache() == "int8") return model.quantized_cache(8);
+  if (o.cache() == "int4") return model.quantized_cache(4);
+  ATTNPACK_CHECK(o.cache() == "none", "cache: got '", o.cache(),
+                 "', want 'dynamic', 'static', 'sliding', 'int8', 'int4' or 'none'");
   return nullptr;
 }
 

@@ -17,6 +17,11 @@ struct CacheTensors {
   std::optional<at::Tensor> dropped = std::nullopt;
   int64_t window = -1;     // it keeps at least this many positions before each that is to come; -1: all of them
   int64_t keep_first = 0;  // and the first keep_first ones
+  // Of a cache of quantised rows (ops/quantize.h): key and value are such rows. Positions that are kept as they were
+  // stand in slots beside them, and dropped, window and keep_first are those of the slots.
+  int64_t bits = 0;
+  std::optional<at::Tensor> exact_key = std::nullopt;    // [B, Hkv, slots, D], written
+  std::optional<at::Tensor> exact_value = std::nullopt;  // [B, Hkv, slots, Dv], written
 };
 
 // The number of positions of the longest sequence; 0 if there is no sequence. It reads lengths: for a tensor on another

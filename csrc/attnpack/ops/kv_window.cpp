@@ -75,6 +75,12 @@ void check_kv_window_slide(const Tensor& key, const Tensor& value, const Tensor&
   ATTNPACK_CHECK(capacity >= 0, "capacity is ", capacity, ", wants 0 or more");
 }
 
+Tensor positions_of_slots(const CacheTensors& cache) {
+  const Tensor slot = at::arange(cache.key.sym_size(2), cache.lengths.options());
+  const Tensor later = slot + cache.dropped->unsqueeze(1);  // [B, slots]
+  return cache.keep_first > 0 ? at::where(slot < cache.keep_first, slot, later) : later;
+}
+
 Tensor dropped_by_slide(const Tensor& lengths, const Tensor& dropped, int64_t window, int64_t keep_first) {
   const Tensor unneeded = (lengths - window - keep_first).clamp_min(0);
   return at::maximum(dropped, unneeded - unneeded.remainder(kKeyAlignment));

@@ -5,6 +5,7 @@
 
 #include <attnpack/cache/cross_cache.h>
 #include <attnpack/cache/latent_cache.h>
+#include <attnpack/cache/quantized_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
 #include <attnpack/cache/static_cache.h>
 #include <attnpack/core/check.h>
@@ -31,12 +32,14 @@ Changed changed(const HeldCache& held, const Change& change) {
 Room with_state(const KVCache& cache, const CacheTensors& room) {
   Tensors tensors{room.key, room.value, room.lengths};
   if (room.dropped) tensors.push_back(*room.dropped);
+  if (room.exact_key) tensors.insert(tensors.end(), {*room.exact_key, *room.exact_value});
   return std::tuple_cat(state_of(cache), std::make_tuple(std::move(tensors)));
 }
 
 }  // namespace
 
 std::shared_ptr<KVCache> HeldCache::make() const {
+  const auto number = [&](size_t i) { return numbers[i].guard_int(__FILE__, __LINE__); };
   std::shared_ptr<KVCache> cache;
   if (kind == "DynamicCache") cache = std::make_shared<DynamicCache>();
   if (kind == "LatentCache") cache = std::make_shared<LatentCache>();
@@ -44,8 +47,12 @@ std::shared_ptr<KVCache> HeldCache::make() const {
   if (kind == "StaticCache") cache = std::make_shared<StaticCache>(CacheTensors());
   if (kind == "SlidingWindowCache") {
     ATTNPACK_CHECK(numbers.size() == 3, "numbers: got ", numbers.size(), ", want 3 for a SlidingWindowCache");
-    const auto number = [&](size_t i) { return numbers[i].guard_int(__FILE__, __LINE__); };
     cache = std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(number(0)).keep_first(number(1)));
+  }
+  if (kind == "QuantizedCache") {
+    ATTNPACK_CHECK(numbers.size() == 8, "numbers: got ", numbers.size(), ", want 8 for a QuantizedCache");
+    cache =
+        std::make_shared<QuantizedCache>(QuantizedCacheOptions(number(0)).exact_first(number(1)).exact_last(number(2)));
   }
   ATTNPACK_CHECK(cache, "kind: got ", kind, ", want a class of caches");
   ATTNPACK_CHECK(tensors.size() >= 3 || (kind != "StaticCache" && tensors.size() < 2), "tensors: got ", tensors.size(),
@@ -121,6 +128,10 @@ Changed sliding_window_cache(int64_t left, int64_t right, int64_t keep_first) {
   return state_of(SlidingWindowCache(SlidingWindowCacheOptions(Window{left, right}).keep_first(keep_first)));
 }
 
+Changed quantized_cache(int64_t bits, int64_t exact_first, int64_t exact_last) {
+  return state_of(QuantizedCache(QuantizedCacheOptions(bits).exact_first(exact_first).exact_last(exact_last)));
+}
+
 Tensors static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
                      std::optional<int64_t> v_head_dim, std::optional<at::ScalarType> dtype,
                      std::optional<at::Device> device) {
@@ -161,6 +172,7 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
         from_schema<cache_nbytes_allocated>);
   m.def("cache_views(str kind, Tensor(a)[] tensors, SymInt[] numbers) -> Tensor(a)[]", from_schema<cache_views>);
   m.def("sliding_window_cache(int left, int right, int keep_first) -> (Tensor[], SymInt[])", sliding_window_cache);
+  m.def("quantized_cache(int bits, int exact_first, int exact_last) -> (Tensor[], SymInt[])", quantized_cache);
   m.def(
       "static_cache(int batch, int num_kv_heads, int max_len, int head_dim, int? v_head_dim, ScalarType? dtype, "
       "Device? device) -> Tensor[]",

@@ -24,7 +24,7 @@ struct HeldCache {
 using Tensors = std::vector<at::Tensor>;
 using Numbers = std::vector<c10::SymInt>;
 using Changed = std::tuple<Tensors, Numbers>;        // the new state
-using Room = std::tuple<Tensors, Numbers, Tensors>;  // and key, value, lengths of the room, and dropped if there is one
+using Room = std::tuple<Tensors, Numbers, Tensors>;  // and the tensors of the room, in the order of CacheTensors
 
 Room cache_reserve(const HeldCache& held, const at::Tensor& key, const at::Tensor& value);
 Room cache_reserve_latents(const HeldCache& held, const at::Tensor& latents, int64_t kv_lora_rank);
@@ -48,6 +48,9 @@ Tensors cache_views(const HeldCache& held);
 
 // The state of an empty SlidingWindowCache.
 Changed sliding_window_cache(int64_t left, int64_t right, int64_t keep_first);
+
+// The state of an empty QuantizedCache.
+Changed quantized_cache(int64_t bits, int64_t exact_first, int64_t exact_last);
 
 // The tensors of an empty StaticCache.
 Tensors static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,

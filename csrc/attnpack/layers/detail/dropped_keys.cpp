@@ -20,12 +20,6 @@ void check_window_fits(const CacheTensors& cache, const AttentionArguments& args
                  "; use a DynamicCache or StaticCache, or make the cache with the module's window");
 }
 
-Tensor positions_of_slots(const CacheTensors& cache) {
-  const Tensor slot = at::arange(cache.key.sym_size(2), cache.lengths.options());
-  const Tensor later = slot + cache.dropped->unsqueeze(1);  // [B, slots]
-  return cache.keep_first > 0 ? at::where(slot < cache.keep_first, slot, later) : later;
-}
-
 Tensor mask_of_slots(const Tensor& mask, const CacheTensors& cache) {
   const SymInt batch = cache.lengths.sym_size(0), slots = cache.key.sym_size(2);
   if (mask.dim() == 0 || mask.dim() > 4 || mask.sym_size(-1) < 2) return mask;

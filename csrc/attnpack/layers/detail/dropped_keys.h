@@ -7,6 +7,7 @@
 
 #include <attnpack/layers/detail/layer_arguments.h>
 #include <attnpack/layers/detail/place_tokens.h>
+#include <attnpack/ops/detail/kv_window.h>
 
 // Attention over a cache that has dropped positions (ops/detail/kv_window.h).
 namespace attnpack {
@@ -18,9 +19,6 @@ void check_window_fits(const CacheTensors& cache, const AttentionArguments& args
 // The part of a mask over all positions, broadcastable to [B, Hq, L, positions], that covers the cache's slots. A mask
 // may cover more positions than the sequences have.
 Tensor mask_of_slots(const Tensor& mask, const CacheTensors& cache);
-
-// The positions of the cache's slots, [B, slots].
-Tensor positions_of_slots(const CacheTensors& cache);
 
 // Attention over the slots, and over the kept first positions before each query's window: out [B, Hq, L, Dv] and lse
 // [B, Hq, L]. args: those of a call over all slots.

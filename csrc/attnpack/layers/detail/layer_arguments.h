@@ -50,12 +50,16 @@ struct CacheArguments {
   std::optional<Tensor> key = {}, value = {}, lengths = {}, dropped = {};
   int64_t window = -1;
   int64_t keep_first = 0;
+  int64_t bits = 0;
+  std::optional<Tensor> exact_key = {}, exact_value = {};
 
-  auto members() const { return std::tie(key, value, lengths, dropped, window, keep_first); }
+  auto members() const {
+    return std::tie(key, value, lengths, dropped, window, keep_first, bits, exact_key, exact_value);
+  }
 };
 #define ATTNPACK_CACHE_SCHEMA                                                                              \
   "Tensor(a!)? cache_key, Tensor(b!)? cache_value, Tensor(c!)? cache_lengths, Tensor? cache_dropped, int " \
-  "cache_window, int cache_keep_first"
+  "cache_window, int cache_keep_first, int cache_bits, Tensor(d!)? cache_exact_key, Tensor(e!)? cache_exact_value"
 
 struct LatentCacheArguments {
   std::optional<Tensor> latents = {}, lengths = {};

@@ -33,21 +33,6 @@ ReadableCache readable_under(const CacheTensors& cache, const std::optional<Tens
   return readable;
 }
 
-// A copy of the cache that is differentiable in its new rows, and only in them: [B, Hkv, capacity, D].
-Tensor with_new_rows(const Tensor& cache,
-                     const Tensor& rows,                       // [B, Hkv, L, D]
-                     const Tensor& past,                       // [B], slots in use before the append
-                     const std::optional<Tensor>& new_lens) {  // [B]
-  const SymInt capacity = cache.sym_size(2);
-  const Tensor step = at::arange(rows.sym_size(2), past.options());
-  Tensor target = past.unsqueeze(-1) + step;  // [B, L]
-  // Rows that are not valid go to slots after the end. These slots are cut off again.
-  if (new_lens) target = at::where(step < new_lens->to(at::kLong).unsqueeze(-1), target, step + capacity);
-  const Tensor padded = at::constant_pad_nd_symint(cache.detach(), {0, 0, 0, rows.sym_size(2)});
-  const Tensor index = target.unsqueeze(1).unsqueeze(-1).expand_symint(rows.sym_sizes());
-  return padded.scatter(2, index, rows).narrow_symint(2, 0, capacity);
-}
-
 // Whether the cache may rotate the keys that it takes: all dims rotate, the tensors are plain numbers on the CPU
 // without gradients, and each token's position is one more than that of the token before it.
 bool rotates_in_cache(const NewTokens& tokens, const RopeSettings& rope, const std::optional<Tensor>& positions) {
@@ -75,6 +60,18 @@ Tensor rotate_stored(const Tensor& key, const CacheTensors& cache, const Tensor&
 }
 
 }  // namespace
+
+Tensor with_new_rows(const Tensor& cache, const Tensor& rows, const Tensor& past,
+                     const std::optional<Tensor>& new_lens) {
+  const SymInt capacity = cache.sym_size(2);
+  const Tensor step = at::arange(rows.sym_size(2), past.options());
+  Tensor target = past.unsqueeze(-1) + step;  // [B, L]
+  // Rows that are not valid go to slots after the end. These slots are cut off again.
+  if (new_lens) target = at::where(step < new_lens->to(at::kLong).unsqueeze(-1), target, step + capacity);
+  const Tensor padded = at::constant_pad_nd_symint(cache.detach(), {0, 0, 0, rows.sym_size(2)});
+  const Tensor index = target.unsqueeze(1).unsqueeze(-1).expand_symint(rows.sym_sizes());
+  return padded.scatter(2, index, rows).narrow_symint(2, 0, capacity);
+}
 
 std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::optional<RopeSettings>& rope,
                                          const Placement& place) {

@@ -36,6 +36,12 @@ PlacedTokens place_tokens(
 std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::optional<RopeSettings>& rope,
                                          const Placement& place);
 
+// A copy of the cache that is differentiable in its new rows, and only in them: [B, Hkv, capacity, D].
+Tensor with_new_rows(const Tensor& cache,
+                     const Tensor& rows,                      // [B, Hkv, L, D]
+                     const Tensor& past,                      // [B], slots in use before the append
+                     const std::optional<Tensor>& new_lens);  // [B]
+
 // For calls that return weights. Keeps as many keys as the longest sequence has, or as the mask covers. If tracing
 // hides the values, it keeps every position of the cache.
 void trim_to_longest(PlacedTokens& tokens, const std::optional<Tensor>& mask);

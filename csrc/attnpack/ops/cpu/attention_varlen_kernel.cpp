@@ -103,7 +103,7 @@ struct BackwardCalls {
 };
 
 void make_backward_calls(BackwardCalls& r, const AttentionBackwardParams& all, const std::vector<Sequence>& sequences,
-                         const Tensor& delta, int64_t element_size) {
+                         const Tensor& delta, const Tensor& grad_lse, int64_t element_size) {
   const AttentionParams& shared = all.forward;
   const int64_t size = delta.element_size(), width = sums_width(shared.head_dim);
   const Counts tiles(sequences.size(), [&](size_t b) {
@@ -122,6 +122,8 @@ void make_backward_calls(BackwardCalls& r, const AttentionBackwardParams& all, c
     bp.grad_key = row_at(all.grad_key, all.grad_key_strides, s.first_key, element_size);
     bp.grad_value = row_at(all.grad_value, all.grad_value_strides, s.first_key, element_size);
     bp.delta = static_cast<const char*>(delta.const_data_ptr()) + s.first_query * shared.num_heads * size;
+    if (grad_lse.defined())
+      bp.grad_lse = static_cast<const char*>(grad_lse.const_data_ptr()) + s.first_query * shared.num_heads * size;
     bp.grad_query_sums =
         static_cast<char*>(r.sums.mutable_data_ptr()) + s.first_query * shared.num_heads * width * size;
     bp.blocks_done = r.done.mutable_data_ptr<int32_t>() + tiles.before(b);
@@ -142,10 +144,12 @@ VarlenGradients attention_varlen_backward_cpu(const Tensor& grad_out, const std:
                        q, k, v, one_batch(out), all_lse, false);
   const Tensor lse_pieces = rearranged(r.lse, sequences, Direction::kToPieces);
   const Tensor delta_pieces = rearranged(r.delta, sequences, Direction::kToPieces);
+  const Tensor grad_lse_pieces =
+      r.grad_lse.defined() ? rearranged(r.grad_lse, sequences, Direction::kToPieces) : Tensor();
   AttentionBackwardParams& all = r.params;
   all.forward.lse = lse_pieces.data_ptr();
   BackwardCalls calls{.forward = make_calls(all.forward, sequences, args, query.element_size(), lse.element_size())};
-  make_backward_calls(calls, all, sequences, delta_pieces, query.element_size());
+  make_backward_calls(calls, all, sequences, delta_pieces, grad_lse_pieces, query.element_size());
   for (const Sequence& s : sequences)
     if (key.size(1) * s.kv_len == 0) r.grad_query.narrow(2, s.first_query, s.q_len).zero_();
   run_backward(kernels_in_use(), calls.calls, kTorchThreads);

@@ -108,7 +108,11 @@ PreparedBackward prepare_backward(const PreparedAttention& forward, const Tensor
   // that row.
   if (p.sinks) products = products.masked_fill(out == 0, 0);
   r.delta = products.sum(-1);
-  if (grad_lse) r.delta = r.delta.sub(*grad_lse);
+  if (grad_lse) {
+    r.grad_lse = grad_lse->to(accumulation).contiguous();
+    r.delta = r.delta.sub(r.grad_lse);
+    bp.grad_lse = r.grad_lse.const_data_ptr();
+  }
   r.delta = r.delta.contiguous();
   p.lse = r.lse.data_ptr();
   bp.grad_out = r.grad_out.const_data_ptr();

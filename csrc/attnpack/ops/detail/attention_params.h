@@ -31,6 +31,7 @@ AttentionResult make_outputs(PreparedAttention& prepared, const Tensor& query);
 struct PreparedBackward {
   AttentionBackwardParams params{};
   Tensor grad_out, lse;  // as the kernels read them
+  Tensor grad_lse;       // of the accumulation type; undefined if there is none
   Tensor delta;          // [batch, heads, q_len]: rowsum(dO * O) - dlse, which all scores of a row share
   Tensor grad_query, grad_key, grad_value;
   Tensor grad_scores;  // zeros; undefined without mask_gradient

@@ -5,6 +5,8 @@
 
 #include <tuple>
 
+#include <attnpack/ops/kv_cache.h>
+
 // Caches that keep a window of the positions: those that causality and a window (left, 0) leave to the positions to
 // come, and the first `keep_first` ones. Position p < keep_first of a sequence lies in slot p, a later one in slot
 // p - dropped. Each sequence drops multiples of kKeyAlignment (core/params.h), so that attention over what is left has
@@ -28,6 +30,9 @@ std::tuple<at::Tensor, at::Tensor> kv_window_crop(const at::Tensor& lengths, con
 
 // dropped [B] after a slide.
 at::Tensor dropped_by_slide(const at::Tensor& lengths, const at::Tensor& dropped, int64_t window, int64_t keep_first);
+
+// The positions of the cache's slots, [B, slots]. Slots that hold nothing have positions from lengths on.
+at::Tensor positions_of_slots(const CacheTensors& cache);
 
 void check_kv_window_slide(const at::Tensor& key, const at::Tensor& value, const at::Tensor& lengths,
                            const at::Tensor& dropped, const c10::SymInt& capacity, int64_t window, int64_t keep_first);

@@ -17,7 +17,7 @@ struct BackwardScratch {
   int64_t block;
   A *query, *grad_out;          // the tile's rows, [rows, ld]
   A *keys, *keys_t, *values_t;  // the block's keys as rows; its keys and values transposed in panels
-  A *scores, *grad_scores, *cap, *grad_key, *grad_value, *lse, *delta;
+  A *scores, *grad_scores, *cap, *grad_key, *grad_value, *lse, *delta, *grad_lse;
   A* grad_query;  // of a tile that no other block adds to: [rows, sums_width]
 
   BackwardScratch(const AttentionParams& p, Arena& arena)
@@ -38,6 +38,7 @@ struct BackwardScratch {
     grad_value = arena.take<A>(block * value_width);
     lse = arena.take<A>(kTileQueryRows);
     delta = arena.take<A>(kTileQueryRows);
+    grad_lse = arena.take<A>(kTileQueryRows);
     grad_query = arena.take<A>(kTileQueryRows * sums_width(p.head_dim));
   }
 };
@@ -91,6 +92,7 @@ class KeyBlockGradients {
     const int64_t first_block = tile_.keys.begin / step, last_block = (tile_.keys.end - 1) / step;
     if (block < first_block || block > last_block) return;
     load_rows();
+    alone_ = first_block == last_block && !p_.sinks;
     const int64_t count = smaller(count_, tile_.keys.end - begin);  // after these no row of the tile sees a key
     differentiate(begin, count);
     // -0.0 marks an excluded pair. Leaving such pairs out is slow, and is needed only where the other operand holds NaN
@@ -148,6 +150,7 @@ class KeyBlockGradients {
       const int64_t index = (b_ * p_.num_heads + tile_.rows[r].head) * p_.q_len + tile_.rows[r].query;
       w_.lse[r] = static_cast<const A*>(p_.lse)[index];
       w_.delta[r] = static_cast<const A*>(bp_.delta)[index];
+      w_.grad_lse[r] = bp_.grad_lse ? static_cast<const A*>(bp_.grad_lse)[index] : A(0);
     }
   }
 
@@ -168,13 +171,15 @@ class KeyBlockGradients {
     finish_scores<A>(p_, b_, row, begin, count, s, cap);
     const int64_t whole = (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
     exponentials_of_row(s, whole, scale_left<A>(p_), w_.lse[r]);
-    if (p_.dropout_p > 0)
+    if (p_.dropout_p > 0) {
       drop_row(row, begin, count, s, g, w_.delta[r]);
-    else
+    } else {
+      const A delta = alone_ ? delta_of_row(s, g, whole) - w_.grad_lse[r] : w_.delta[r];
       for (int64_t j = 0; j < whole; j += kLanes<A>) {
         const Vec<A> prob = load<A>(s + j);
-        store<A>(g + j, where_attended(prob, prob * (load<A>(g + j) - w_.delta[r])));
+        store<A>(g + j, where_attended(prob, prob * (load<A>(g + j) - delta)));
       }
+    }
     if (bp_.grad_scores) {
       A* out = static_cast<A*>(bp_.grad_scores) + ((b_ * p_.num_heads + row.head) * p_.q_len + row.query) * p_.kv_len +
                begin;
@@ -186,6 +191,19 @@ class KeyBlockGradients {
       const Vec<A> gradient = load<A>(g + j);
       store<A>(g + j, where_attended(load<A>(s + j), gradient * slope));
     }
+  }
+
+  // rowsum(dO * O) of a row whose keys are all in this block, from P and dP. It is closer, because O is rounded, and
+  // dS is a difference that nearly cancels. P does not sum to one exactly, as lse is rounded.
+  static A delta_of_row(const A* probs, const A* grad_probs, int64_t count) {
+    Vec<A> products = broadcast(A(0)), sum = broadcast(A(0));
+    for (int64_t j = 0; j < count; j += kLanes<A>) {
+      const Vec<A> prob = load<A>(probs + j);
+      products += where_attended(prob, prob * load<A>(grad_probs + j));
+      sum += prob;
+    }
+    const A total = fold_lanes<A>(sum, Add());
+    return total > 0 ? fold_lanes<A>(products, Add()) / total : A(0);
   }
 
   // Returns value where the pair is attended, and -0.0 where prob marks the pair as excluded.
@@ -217,6 +235,7 @@ class KeyBlockGradients {
   const AttentionParams& p_ = mask_.params();
   int64_t b_, kv_head_, count_ = 0;  // count_: how many keys the block has
   bool keys_finite_ = true;
+  bool alone_ = false;  // whether this block has all keys that the tile sees, and no sink has a share
   Arena arena_;
   BackwardScratch<S, A> w_;
   RowTile tile_;

@@ -1,0 +1,180 @@
+#include <attnpack/cache/quantized_cache.h>
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+
+#include <attnpack/core/check.h>
+#include <attnpack/ops/detail/kv_window.h>
+#include <attnpack/ops/quantize.h>
+
+namespace attnpack {
+
+using c10::SymInt;
+
+namespace {
+
+SlidingWindowCache exact_cache(const QuantizedCacheOptions& o) {
+  constexpr int64_t kMost = int64_t{1} << 40;
+  ATTNPACK_CHECK(o.bits() == 8 || o.bits() == 4, "bits: got ", o.bits(),
+                 ", want 8 or 4; a DynamicCache holds 16 or 32");
+  ATTNPACK_CHECK(o.exact_first() >= 0 && o.exact_first() <= kMost, "exact_first: got ", o.exact_first(),
+                 ", want how many first positions are exact, 0 or more");
+  ATTNPACK_CHECK(o.exact_last() >= 0 && o.exact_last() <= kMost, "exact_last: got ", o.exact_last(),
+                 ", want how many last positions are exact, 0 or more");
+  const int64_t left = std::max<int64_t>(o.exact_last() - 1, 0);  // a position sees itself beside those before it
+  return SlidingWindowCache(SlidingWindowCacheOptions(left).keep_first(o.exact_first()));
+}
+
+// A tensor that has the shape of x's rows after they are quantised, without memory for them.
+at::Tensor row_shape(const at::Tensor& x, int64_t bits) {
+  const auto bytes = sym_quantized_row_bytes(bits, x.sym_size(3));
+  return at::empty_symint({bytes}, x.options().dtype(at::kByte).requires_grad(false))
+      .expand_symint({x.sym_size(0), x.sym_size(1), x.sym_size(2), bytes});
+}
+
+}  // namespace
+
+QuantizedCache::QuantizedCache(const QuantizedCacheOptions& options)
+    : options_(options), exact_(exact_cache(options)) {}
+
+void QuantizedCache::share_lengths() {
+  auto state = exact_.state();
+  state.tensors[0] = tensors_.lengths;
+  exact_.restore(state);
+}
+
+CacheTensors QuantizedCache::reserve(const at::Tensor& key, const at::Tensor& value) {
+  ATTNPACK_CHECK(key.dim() == 4 && value.dim() == 4, "cache: got keys of shape ", key.sym_sizes(), " and values of ",
+                 value.sym_sizes(), ", want [batch, num_kv_heads, L, head_dim] each");
+  ATTNPACK_CHECK(at::isFloatingType(key.scalar_type()) && value.scalar_type() == key.scalar_type(),
+                 "cache: got keys in ", key.scalar_type(), " and values in ", value.scalar_type(),
+                 ", want one float dtype, which a QuantizedCache quantises");
+  if (sym_len() == 0) {
+    head_dim_ = key.sym_size(3);
+    v_head_dim_ = value.sym_size(3);
+    dtype_ = key.scalar_type();
+  } else {
+    const auto held = [&](const at::Tensor& rows, const SymInt& dim) {
+      return at::empty_symint({rows.sym_size(0), rows.sym_size(1), 0, dim}, rows.options().dtype(dtype_));
+    };
+    check_fits({held(tensors_.key, head_dim_), held(tensors_.value, v_head_dim_), tensors_.lengths}, key, value);
+  }
+  auto room = DynamicCache::reserve(row_shape(key, bits()), row_shape(value, bits()));
+  room.bits = bits();
+  if (!keeps_exact()) return room;
+  const auto exact = exact_.reserve(key, value);
+  share_lengths();
+  room.exact_key = exact.key;
+  room.exact_value = exact.value;
+  room.dropped = exact.dropped;
+  room.window = exact_last() - 1;
+  room.keep_first = exact_first();
+  return room;
+}
+
+CacheTensors QuantizedCache::reserve_latents(const at::Tensor& latents, int64_t) {
+  ATTNPACK_CHECK(false, "cache: got a QuantizedCache, want a LatentCache for latents of shape ", latents.sym_sizes(),
+                 "; a QuantizedCache holds the keys and values of other attention");
+}
+
+void QuantizedCache::commit(const SymInt& new_len, const std::optional<at::Tensor>& new_lens) {
+  DynamicCache::commit(new_len, new_lens);
+  if (keeps_exact()) exact_.commit(new_len, new_lens);
+}
+
+SymInt QuantizedCache::sym_nbytes() const { return DynamicCache::sym_nbytes() + exact_.sym_nbytes(); }
+
+SymInt QuantizedCache::sym_nbytes_allocated() const {
+  return DynamicCache::sym_nbytes_allocated() + exact_.sym_nbytes_allocated();
+}
+
+void QuantizedCache::reset() {
+  DynamicCache::reset();
+  exact_.reset();
+  share_lengths();
+}
+
+void QuantizedCache::crop(const SymInt& n) {
+  check_crop(n);
+  if (n == 0) return reset();
+  if (!keeps_exact() || sym_len() <= n) return DynamicCache::crop(n);
+  // The exact rows are made again of all rows that are held, because the window before position n may have been
+  // dropped.
+  auto lengths = tensors_.lengths.clamp_max(n);
+  const auto first = [&](const at::Tensor& all) { return all.narrow_symint(2, 0, n); };
+  CacheState exact{{lengths, first(k()), first(v()), at::zeros_like(lengths)}, exact_.state().numbers};
+  exact.numbers[2] = n;
+  DynamicCache::crop(n);
+  tensors_.lengths = lengths;
+  exact_.restore(exact);
+  exact_.commit(0, std::nullopt);  // drops what is not needed
+}
+
+void QuantizedCache::reorder(const at::Tensor& index) {
+  DynamicCache::reorder(index);
+  if (!keeps_exact()) return;
+  exact_.reorder(index);
+  share_lengths();
+}
+
+std::shared_ptr<KVCache> QuantizedCache::clone() const {
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  auto copied = state();
+  for (auto& tensor : copied.tensors) tensor = tensor.clone();
+  auto copy = std::make_shared<QuantizedCache>(options_);
+  copy->restore(copied);
+  return copy;
+}
+
+CacheState QuantizedCache::state() const {
+  auto result = DynamicCache::state();
+  const auto exact = exact_.state();
+  if (exact.tensors.size() > 1) {
+    for (const auto n : {3, 1, 2}) result.tensors.push_back(exact.tensors[n]);  // dropped, key, value
+  }
+  result.numbers = {
+      bits(),          exact_first(), exact_last(), sym_len(), head_dim_, v_head_dim_, static_cast<int64_t>(dtype_),
+      exact.numbers[2]};
+  return result;
+}
+
+void QuantizedCache::restore(const CacheState& state) {
+  const auto& parts = state.tensors;
+  const auto& numbers = numbers_of(state, 8);
+  ATTNPACK_CHECK(parts.size() == 1 || parts.size() == (keeps_exact() ? 6 : 3), "tensors: got ", parts.size(),
+                 ", want lengths alone, or lengths, keys and values",
+                 keeps_exact() ? ", and dropped, keys and values" : "", " for a QuantizedCache");
+  const auto dtype = numbers[6].guard_int(__FILE__, __LINE__);
+  ATTNPACK_CHECK(dtype >= 0 && dtype < static_cast<int64_t>(at::ScalarType::NumOptions), "dtype: got the number ",
+                 dtype, ", want one of torch's dtypes");
+  DynamicCache::restore({{parts.begin(), parts.begin() + std::min<size_t>(parts.size(), 3)}, {numbers[3]}});
+  head_dim_ = numbers[4];
+  v_head_dim_ = numbers[5];
+  dtype_ = static_cast<at::ScalarType>(dtype);
+  CacheState exact{{parts[0]}, {exact_.window(), exact_first(), numbers[7]}};
+  if (parts.size() == 6) exact.tensors.insert(exact.tensors.end(), {parts[4], parts[5], parts[3]});
+  exact_.restore(exact);
+}
+
+at::Tensor QuantizedCache::k() const { return expanded(tensors_.key, head_dim_, exact_.tensors().key); }
+
+at::Tensor QuantizedCache::v() const { return expanded(tensors_.value, v_head_dim_, exact_.tensors().value); }
+
+at::Tensor QuantizedCache::expanded(const at::Tensor& rows, const SymInt& dim, const at::Tensor& exact) const {
+  if (!rows.defined()) return rows;
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  auto all = dequantize_rows(rows.narrow_symint(2, 0, sym_len()), bits(), dim, dtype_);
+  if (!exact.defined()) return all;
+  // Slots without a position go to a row after the last one.
+  const auto position = positions_of_slots(exact_.tensors());
+  const auto place =
+      position.where(position < tensors_.lengths.unsqueeze(1), at::full_symint({}, sym_len(), position.options()));
+  const auto index = place.unsqueeze(1).unsqueeze(-1).expand_symint(exact.sym_sizes());
+  return at::constant_pad_nd(all, {0, 0, 0, 1}).scatter(2, index, exact).narrow_symint(2, 0, sym_len());
+}
+
+}  // namespace attnpack

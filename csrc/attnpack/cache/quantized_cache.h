@@ -1,0 +1,71 @@
+#pragma once
+
+#include <torch/csrc/api/include/torch/arg.h>
+
+#include <attnpack/cache/dynamic_cache.h>
+#include <attnpack/cache/sliding_window_cache.h>
+
+namespace attnpack {
+
+struct QuantizedCacheOptions {
+  /* implicit */ QuantizedCacheOptions(int64_t bits) : bits_(bits) {}
+  TORCH_ARG(int64_t, bits);             // 8 or 4
+  TORCH_ARG(int64_t, exact_first) = 0;  // how many first positions are kept in the module's dtype too
+  TORCH_ARG(int64_t, exact_last) = 0;   // of how many positions, its own and those before it, a query sees them so
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("bits", self.bits_);
+    visit("exact_first", self.exact_first_);
+    visit("exact_last", self.exact_last_);
+  }
+};
+
+// Keeps keys and values as integers of 8 or 4 bits with a scale per 32 numbers: 8.5 or 4.5 bits per number
+// (ops/quantize.h). A position is quantised when it is appended, and not again. Few queries read the integers without
+// an expanded copy. Grows as DynamicCache does.
+//
+// With exact_first or exact_last attention is causal, and the position at p sees the exact keys and values of the first
+// exact_first positions, and of the exact_last positions up to its own; a SlidingWindowCache holds them. After crop()
+// the last positions may be exact no longer.
+class QuantizedCache : public DynamicCache {
+ public:
+  explicit QuantizedCache(const QuantizedCacheOptions& options);
+
+  CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
+  // Raises: a LatentCache holds latents.
+  CacheTensors reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) override;
+  void commit(const c10::SymInt& new_len, const std::optional<at::Tensor>& new_lens) override;
+
+  c10::SymInt sym_nbytes() const override;
+  c10::SymInt sym_nbytes_allocated() const override;
+  void reset() override;
+  void crop(const c10::SymInt& n) override;
+  void reorder(const at::Tensor& index) override;
+  std::shared_ptr<KVCache> clone() const override;
+  // tensors: lengths, the rows of keys and values; dropped, keys and values of the slots of exact_
+  // numbers: bits, exact_first, exact_last, len, head_dim, v_head_dim, dtype, slots in use
+  CacheState state() const override;
+  void restore(const CacheState& state) override;
+
+  // What the cache holds in the module's dtype, a new tensor: [B, Hkv, len, D] and [B, Hkv, len, Dv].
+  at::Tensor k() const override;
+  at::Tensor v() const override;
+  int64_t bits() const { return options_.bits(); }
+  int64_t exact_first() const { return options_.exact_first(); }
+  int64_t exact_last() const { return options_.exact_last(); }
+
+ private:
+  bool keeps_exact() const { return exact_first() > 0 || exact_last() > 0; }
+  CacheTensors room_of(CacheTensors rows, const std::optional<CacheTensors>& exact) const;
+  at::Tensor expanded(const at::Tensor& rows, const c10::SymInt& dim, const at::Tensor& exact) const;
+  void share_lengths();
+
+  QuantizedCacheOptions options_;
+  SlidingWindowCache exact_;  // its lengths are this cache's lengths
+  c10::SymInt head_dim_ = 0, v_head_dim_ = 0;
+  at::ScalarType dtype_ = at::kFloat;
+};
+
+}  // namespace attnpack

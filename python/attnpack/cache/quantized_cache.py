@@ -1,0 +1,51 @@
+"""The cache of quantised keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..ops import CacheTensors
+from .kv_cache import KVCache, _native
+
+
+class QuantizedCache(KVCache):
+    """Keeps keys and values as integers of 8 or 4 bits, with one fp16 scale per 32 numbers: 8.5 or 4.5 bits per number
+    (see `attnpack.ops.quantize_rows`). With 4 bits, rows are rotated by a Hadamard matrix first.
+
+    A position is quantised when it is appended, and not again. On the CPU, few queries read the integers without an
+    expanded copy. It grows as a DynamicCache does. `k` and `v` are expanded copies in the module's dtype. Gradients
+    flow through this call's keys and values as if they were exact. Use a LatentCache for latent attention. RoPE of the
+    kind "dynamic", which rotates stored keys again, raises.
+
+    Args:
+        bits: 8 or 4.
+        exact_first: how many first positions are kept in the module's dtype too (a model's sinks), for all queries.
+        exact_last: a query sees the exact numbers of so many positions, its own and those before it. With one of the
+            two, attention must be causal, or it raises. After `crop()` the last positions may be exact no longer.
+    """
+
+    _kind = "QuantizedCache"
+
+    def __init__(self, bits: int, *, exact_first: int = 0, exact_last: int = 0) -> None:
+        self._tensors, self._numbers = _native("quantized_cache")(bits, exact_first, exact_last)
+
+    def reserve(self, key: Tensor, value: Tensor) -> CacheTensors:
+        self._tensors, self._numbers, room = self._ask("reserve", key, value)
+        named: dict[str, Any] = dict(
+            zip(("key", "value", "lengths", "dropped", "exact_key", "exact_value"), room, strict=False)
+        )
+        return CacheTensors(**named, bits=self.bits, window=self.exact_last - 1, keep_first=self.exact_first)
+
+    @property
+    def bits(self) -> int:
+        return self._numbers[0]
+
+    @property
+    def exact_first(self) -> int:
+        return self._numbers[1]
+
+    @property
+    def exact_last(self) -> int:
+        return self._numbers[2]
