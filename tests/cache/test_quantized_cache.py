@@ -241,8 +241,8 @@ def test_generate():
     torch.manual_seed(0)
     model = attnpack.CausalLM(101, 64, 2, 4, num_kv_heads=2).eval()
     ids = torch.randint(0, 101, (2, 9))
-    for name, bits in (("int8", 8), ("int4", 4)):
-        caches = attnpack.ModelCache([attnpack.QuantizedCache(bits) for _ in range(2)])
+    for name, settings in (("int8", {"bits": 8}), ("int4", {"bits": 4, "exact_first": 4, "exact_last": 128})):
+        caches = attnpack.ModelCache([attnpack.QuantizedCache(**settings) for _ in range(2)])
         assert torch.equal(
             model.generate(ids, max_new_tokens=12, cache=name), model.generate(ids, max_new_tokens=12, cache=caches)
         )

@@ -34,7 +34,7 @@ std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tens
   if (o.cache() == "static") return model.static_cache(ids.size(0), ids.size(1) + o.max_new_tokens());
   if (o.cache() == "sliding") return model.sliding_cache();
   if (o.cache() == "int8") return model.quantized_cache(8);
-  if (o.cache() == "int4") return model.quantized_cache(4);
+  if (o.cache() == "int4") return model.quantized_cache(QuantizedCacheOptions(4).exact_first(4).exact_last(128));
   ATTNPACK_CHECK(o.cache() == "none", "cache: got '", o.cache(),
                  "', want 'dynamic', 'static', 'sliding', 'int8', 'int4' or 'none'");
   return nullptr;

@@ -12,7 +12,8 @@ struct GenerateOptions {
   explicit GenerateOptions(int64_t max_new_tokens) : max_new_tokens_(max_new_tokens) {}
   TORCH_ARG(int64_t, max_new_tokens);
   // "dynamic", "static" (allocated at once), "sliding" (memory of the window alone for layers with a window, "dynamic"
-  // for the others), "int8" and "int4" (QuantizedCaches), or "none": everything is computed anew for each token.
+  // for the others), "int8" and "int4" (QuantizedCaches; int4 with exact_first 4 and exact_last 128), or "none":
+  // everything is computed anew for each token.
   TORCH_ARG(std::string, cache) = "dynamic";
   // A cache of your own instead; the prompt continues after the positions that it holds. A row that has stopped keeps
   // appending the token that fills it while other rows run: crop or reorder the cache by what each row really holds.

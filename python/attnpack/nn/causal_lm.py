@@ -193,9 +193,9 @@ class CausalLM(NativeModule):
             ids: the prompt, int64 [B, L].
             max_new_tokens: the limit. Fewer tokens come if all rows have stopped, or if the callback ends generation.
             cache: "dynamic", "static" (allocated at once), "sliding" (SlidingWindowCaches for layers with a window,
-                "dynamic" for the others), "int8" and "int4" (QuantizedCaches), "none" (each token computes everything
-                anew), or a ModelCache: the prompt then continues the cached sequence. A row that has stopped appends
-                its fill tokens to the cache while other rows run.
+                "dynamic" for the others), "int8", "int4" (QuantizedCaches; int4 with exact_first=4, exact_last=128),
+                "none" (each token computes everything anew), or a ModelCache: the prompt then continues the cached
+                sequence. A row that has stopped appends its fill tokens to the cache while other rows run.
             lengths: [B], the number of valid tokens of each right-padded prompt. A row continues at its own position,
                 but its new tokens are in the columns from L on.
             stop_tokens: a number or several. A row that gives one of them stops; it is filled with that token while

@@ -42,26 +42,25 @@ inline auto widen_bytes(const unsigned char* from) {
 #endif
 }
 
-// The numbers of a whole block.
+// The integers of a whole block.
 template <int Bits>
-[[gnu::always_inline]] inline void widen_block(const unsigned char* codes, float scale,
-                                               Vec<float> (&to)[kBlockVectors]) {
+[[gnu::always_inline]] inline void widen_block(const unsigned char* codes, Vec<float> (&to)[kBlockVectors]) {
 #pragma GCC unroll 8
   for (int v = 0; v < kBlockVectors; ++v) {
     constexpr int64_t kWidth = kLanes<float>;
     if constexpr (Bits == 8) {
-      to[v] = __builtin_convertvector(widen_bytes<int8_t>(codes + v * kWidth), Vec<float>) * scale;
+      to[v] = __builtin_convertvector(widen_bytes<int8_t>(codes + v * kWidth), Vec<float>);
     } else {
       const auto both = widen_bytes<uint8_t>(codes + v * kWidth % kHalfBlock);
       const auto own = v * kWidth < kHalfBlock ? both & 15 : both >> 4;
-      to[v] = __builtin_convertvector(own, Vec<float>) * scale - 8.0f * scale;
+      to[v] = __builtin_convertvector(own, Vec<float>) - 8.0f;
     }
   }
 }
 
-// The numbers of a last block of `count` < kQuantizedBlock numbers; anything after them.
+// The integers of a last block of `count` < kQuantizedBlock numbers; anything after them.
 template <int Bits>
-inline void widen_last_block(const unsigned char* codes, int64_t count, float scale, Vec<float> (&to)[kBlockVectors]) {
+inline void widen_last_block(const unsigned char* codes, int64_t count, Vec<float> (&to)[kBlockVectors]) {
   unsigned char whole[kQuantizedBlock] = {};
   if constexpr (Bits == 8) {
     __builtin_memcpy(whole, codes, count);
@@ -72,20 +71,21 @@ inline void widen_last_block(const unsigned char* codes, int64_t count, float sc
       whole[i % kHalfBlock] |= static_cast<unsigned char>(i < kHalfBlock ? code : code << 4);
     }
   }
-  widen_block<Bits>(whole, scale, to);
+  widen_block<Bits>(whole, to);
 }
 
-// Block b of a row of dim numbers.
+// The integers of block b of a row of dim numbers. Returns their scale.
 template <int Bits>
-[[gnu::always_inline]] inline void read_block(const unsigned char* row, int64_t dim, int64_t b,
-                                              Vec<float> (&to)[kBlockVectors]) {
+[[gnu::always_inline]] inline float read_block(const unsigned char* row, int64_t dim, int64_t b,
+                                               Vec<float> (&to)[kBlockVectors]) {
   const unsigned char* codes = row + b * kBlockBytes<Bits>;
   const float scale = load_scale(row + code_bytes(Bits, dim) + 2 * b);
   const int64_t left = dim - b * kQuantizedBlock;
   if (left >= kQuantizedBlock)
-    widen_block<Bits>(codes, scale, to);
+    widen_block<Bits>(codes, to);
   else
-    widen_last_block<Bits>(codes, left, scale, to);
+    widen_last_block<Bits>(codes, left, to);
+  return scale;
 }
 
 // Prefetches the row that stands kQuantizedAhead bytes after this one.
@@ -106,23 +106,22 @@ void dot_products(const float* x, int64_t ldx, const QuantizedRows<Bits>& w, int
     for (int i = 0; i < kFolded; ++i) {
       const unsigned char* row = w[j + i < count ? j + i : j];
       fetch_row(row, bytes);
-      Vec<float> parts[Rows][kBlockVectors];
-      clear(parts);
+      Vec<float> parts[Rows];
+      for (auto& part : parts) part = broadcast(0.0f);
       for (int64_t b = 0; b < blocks; ++b) {
         Vec<float> numbers[kBlockVectors];
-        read_block<Bits>(row, dim, b, numbers);
+        const Vec<float> scale = broadcast(read_block<Bits>(row, dim, b, numbers));
 #pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r)
+        for (int r = 0; r < Rows; ++r) {
+          const float* own = x + r * ldx + b * kQuantizedBlock;
+          Vec<float> part = load<float>(own) * numbers[0];
 #pragma GCC unroll 8
-          for (int v = 0; v < kBlockVectors; ++v)
-            parts[r][v] += load<float>(x + r * ldx + b * kQuantizedBlock + v * kLanes<float>) * numbers[v];
+          for (int v = 1; v < kBlockVectors; ++v) part += load<float>(own + v * kLanes<float>) * numbers[v];
+          parts[r] += part * scale;
+        }
       }
 #pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) {
-        sum[r * kFolded + i] = parts[r][0];
-#pragma GCC unroll 8
-        for (int v = 1; v < kBlockVectors; ++v) sum[r * kFolded + i] += parts[r][v];
-      }
+      for (int r = 0; r < Rows; ++r) sum[r * kFolded + i] = parts[r];
     }
     float total[Rows * kFolded];
     for (int i = 0; i < Rows * kFolded; i += kAtOnce) fold_each<float, kAtOnce>(sum + i, total + i, Add());
@@ -140,21 +139,33 @@ void add_values(const float* p, int64_t ldp, const QuantizedRows<Bits>& values, 
   for (int64_t first = 0; first < count; first += kSummed) {
     const int64_t end = smaller(first + kSummed, count);
     for (int64_t b = 0; b < blocks; ++b) {
-      Vec<float> sum[Rows][kBlockVectors];
-      clear(sum);
-      for (int64_t j = first; j < end; ++j) {
+      // With few rows two keys in turn, because an addition waits for the one before it.
+      constexpr int kTurns = Rows <= 2 ? 2 : 1;
+      Vec<float> sums[kTurns][Rows][kBlockVectors];
+      for (auto& sum : sums) clear(sum);
+      const auto add = [&](int64_t j, Vec<float>(&sum)[Rows][kBlockVectors]) {
         const unsigned char* row = values[j];
         if (b == 0) fetch_row(row, bytes);
         Vec<float> numbers[kBlockVectors];
-        read_block<Bits>(row, dim, b, numbers);
+        const float scale = read_block<Bits>(row, dim, b, numbers);
 #pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r) {
           const float x = p[r * ldp + j];
           if (Skip && Product<float, float>::excluded(x)) continue;
+          const float share = x * scale;
 #pragma GCC unroll 8
-          for (int v = 0; v < kBlockVectors; ++v) sum[r][v] += x * numbers[v];
+          for (int v = 0; v < kBlockVectors; ++v) sum[r][v] += share * numbers[v];
         }
-      }
+      };
+      int64_t j = first;
+      for (; j + kTurns <= end; j += kTurns)
+#pragma GCC unroll 2
+        for (int turn = 0; turn < kTurns; ++turn) add(j + turn, sums[turn]);
+      if (j < end) add(j, sums[0]);
+      auto& sum = sums[0];
+      if constexpr (kTurns > 1)
+        for (int r = 0; r < Rows; ++r)
+          for (int v = 0; v < kBlockVectors; ++v) sum[r][v] += sums[1][r][v];
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
