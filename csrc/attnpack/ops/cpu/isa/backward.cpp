@@ -1,36 +1,64 @@
 #include <sched.h>
 
-#include <attnpack/ops/cpu/isa/softmax.h>
+#include <attnpack/ops/cpu/isa/operands.h>
 
 // Backward (Dao et al. 2022, algorithm 4): the probabilities P are recomputed from lse, tile by tile.
 //   D = rowsum(dO * O) - dlse,  dS = P * (dO V^T - D),
 //   dV = P^T dO,  dQ = scale dS K,  dK = scale dS^T Q.
 // A unit of work is one block of keys. It visits the tiles of rows one after the other. The blocks add to a tile's dQ
 // one at a time, in the order of the blocks, so each sum has one fixed order on any number of threads.
+// Where bf16 is multiplied in pairs, P and dS are rounded to bf16 for the last three products (as in FlashAttention-2).
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
 template <class S, class A>
 struct BackwardScratch {
+  using Operands = OperandsOf<S, A>;
+  using E = typename Operands::Element;
   int64_t key_width, value_width;  // row widths of the sums, in whole panels
+  int64_t key_steps, value_steps;  // elements of a row
   int64_t key_ld, value_ld;        // row strides; no powers of two: such rows would share few lines of the L1 cache
-  int64_t block;
-  A *query, *grad_out;          // the tile's rows, [rows, ld]
-  A *keys, *keys_t, *values_t;  // the block's keys as rows; its keys and values transposed in panels
+  int64_t block, tile_steps, block_steps;
+  E *query, *grad_out;                 // the tile's rows, [rows, ld]
+  E *keys_t, *values_t;                // the block's keys and values, transposed in panels
+  Panels<E> keys, queries, grad_outs;  // the block's keys and the tile's rows, below each other
+  // With pairs: those panels, P and dS with pairs along the rows, and dS with pairs along the keys.
+  E *keys_below, *queries_below = nullptr, *grad_outs_below = nullptr;
+  E *probs_down = nullptr, *grad_scores_down = nullptr, *grad_scores_along = nullptr, *grad_scores_rest = nullptr;
   A *scores, *grad_scores, *cap, *grad_key, *grad_value, *lse, *delta, *grad_lse;
   A* grad_query;  // of a tile that no other block adds to: [rows, sums_width]
 
   BackwardScratch(const AttentionParams& p, Arena& arena)
       : key_width(padded<A>(p.head_dim)),
         value_width(padded<A>(p.v_head_dim)),
-        key_ld(key_width + kLanes<A>),
-        value_ld(value_width + kLanes<A>),
-        block(padded<A>(backward_block(p.head_dim, p.v_head_dim))) {
-    query = arena.take<A>(kTileQueryRows * key_ld);
-    grad_out = arena.take<A>(kTileQueryRows * value_ld);
-    keys = arena.take<A>(block * key_ld);
-    keys_t = arena.take<A>(block * p.head_dim);
-    values_t = arena.take<A>(block * p.v_head_dim);
+        key_steps(steps<Operands>(p.head_dim)),
+        value_steps(steps<Operands>(p.v_head_dim)),
+        key_ld(steps<Operands>(key_width) + kLanes<A>),
+        value_ld(steps<Operands>(value_width) + kLanes<A>),
+        block(padded<A>(backward_block(p.head_dim, p.v_head_dim))),
+        tile_steps(steps<Operands>(kTileQueryRows)),
+        block_steps(steps<Operands>(block)) {
+    query = arena.take<E>(kTileQueryRows * key_ld);
+    grad_out = arena.take<E>(kTileQueryRows * value_ld);
+    keys_t = arena.take<E>(block * key_steps);
+    values_t = arena.take<E>(block * value_steps);
+    if constexpr (kRounds<Operands>) {
+      keys_below = arena.take<E>(block_steps * key_width);
+      queries_below = arena.take<E>(tile_steps * key_width);
+      grad_outs_below = arena.take<E>(tile_steps * value_width);
+      probs_down = arena.take<E>(tile_steps * block);
+      grad_scores_down = arena.take<E>(tile_steps * block);
+      grad_scores_along = arena.take<E>(kTileQueryRows * block_steps);
+      grad_scores_rest = arena.take<E>(kTileQueryRows * block_steps);
+      keys = {keys_below, kPanel<A>, kPanel<A> * block_steps};
+      queries = {queries_below, kPanel<A>, kPanel<A> * tile_steps};
+      grad_outs = {grad_outs_below, kPanel<A>, kPanel<A> * tile_steps};
+    } else {
+      keys_below = arena.take<E>(block * key_ld);
+      keys = {keys_below, key_ld, kPanel<A>};
+      queries = {query, key_ld, kPanel<A>};
+      grad_outs = {grad_out, value_ld, kPanel<A>};
+    }
     scores = arena.take<A>(kTileQueryRows * block);
     grad_scores = arena.take<A>(kTileQueryRows * block);
     cap = arena.take<A>(block);
@@ -73,6 +101,9 @@ class KeyBlockGradients {
   }
 
  private:
+  using Operands = OperandsOf<S, A>;
+  using E = typename Operands::Element;
+
   static void clear(A* x, int64_t count) {
     for (int64_t i = 0; i < count; ++i) x[i] = 0;
   }
@@ -97,12 +128,14 @@ class KeyBlockGradients {
     differentiate(begin, count);
     // -0.0 marks an excluded pair. Leaving such pairs out is slow, and is needed only where the other operand holds NaN
     // or Inf.
-    const bool query_finite = all_finite(w_.query, w_.key_ld, tile_.count, p_.head_dim);
-    const bool grad_out_finite = all_finite(w_.grad_out, w_.value_ld, tile_.count, p_.v_head_dim);
-    gemm<A>(!grad_out_finite, count, w_.value_width, tile_.count, {w_.scores, 1, w_.block},
-            {w_.grad_out, w_.value_ld, kPanel<A>}, w_.grad_value, w_.value_width, true, kChain);
-    gemm<A>(!query_finite, count, w_.key_width, tile_.count, {w_.grad_scores, 1, w_.block},
-            {w_.query, w_.key_ld, kPanel<A>}, w_.grad_key, w_.key_width, true, kChain);
+    const bool query_finite = all_finite(w_.query, w_.key_ld, tile_.count, w_.key_steps);
+    const bool grad_out_finite = all_finite(w_.grad_out, w_.value_ld, tile_.count, w_.value_steps);
+    const Factors f = factors(count, first_block == last_block);
+    const int64_t rows = steps<Operands>(tile_.count);
+    gemm<A, E>(!grad_out_finite, count, w_.value_width, rows, f.probs_t, w_.grad_outs, w_.grad_value, w_.value_width,
+               true, kChain);
+    gemm<A, E>(!query_finite, count, w_.key_width, rows, f.grad_scores_t, w_.queries, w_.grad_key, w_.key_width, true,
+               kChain);
 
     int32_t* done = bp_.blocks_done + (b_ * p_.num_kv_heads + kv_head_) * bp_.tiles + first / kTileQueryRows;
     const int64_t width = sums_width(p_.head_dim);
@@ -113,8 +146,12 @@ class KeyBlockGradients {
       sums = static_cast<A*>(bp_.grad_query_sums) + ((b_ * p_.num_heads + group_begin) * p_.q_len + first) * width;
       wait_for(done, static_cast<int32_t>(block - first_block));
     }
-    gemm<A>(!keys_finite_, tile_.count, w_.key_width, count, {w_.grad_scores, w_.block, 1},
-            {w_.keys, w_.key_ld, kPanel<A>}, sums, width, block > first_block, kChain);
+    const auto add_query_gradients = [&](const Operand<E>& grad_scores, bool accumulate) {
+      gemm<A, E>(!keys_finite_, tile_.count, w_.key_width, steps<Operands>(count), grad_scores, w_.keys, sums, width,
+                 accumulate, kChain);
+    };
+    add_query_gradients(f.grad_scores, block > first_block);
+    if (f.rest.data) add_query_gradients(f.rest, true);
     if (shared) __atomic_store_n(done, static_cast<int32_t>(block - first_block) + 1, __ATOMIC_RELEASE);
     if (block == last_block)
       for (int64_t r = 0; r < tile_.count; ++r) write(query_gradient(r), sums + r * width, p_.head_dim);
@@ -137,15 +174,34 @@ class KeyBlockGradients {
   void load_block(int64_t begin) {
     const StridedRows<S> keys{at<S>(p_.key, p_.key_strides, b_, kv_head_, begin), p_.key_strides.row};
     const StridedRows<S> values{at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row};
-    for (int64_t j = 0; j < count_; ++j) pack(keys[j], p_.head_dim, w_.keys + j * w_.key_ld, w_.key_ld);
-    pack_transposed(keys, count_, p_.head_dim, w_.keys_t);
-    pack_transposed(values, count_, p_.v_head_dim, w_.values_t);
-    keys_finite_ = all_finite(w_.keys, w_.key_ld, count_, p_.head_dim);
+    Operands::pack_keys(keys, count_, p_.head_dim, w_.keys_t);
+    Operands::pack_keys(values, count_, p_.v_head_dim, w_.values_t);
+    if constexpr (kRounds<Operands>)
+      pack_pair_panels(keys, count_, p_.head_dim, w_.keys_below, w_.block_steps);
+    else
+      for (int64_t j = 0; j < count_; ++j) pack(keys[j], p_.head_dim, w_.keys_below + j * w_.key_ld, w_.key_ld);
+    keys_finite_ =
+        all_finite(w_.keys_t, kPanel<A> * w_.key_steps, padded<A>(count_) / kPanel<A>, kPanel<A> * w_.key_steps);
+  }
+
+  // The rows of the tile in a tensor.
+  struct TileRows {
+    const RowTile& tile;
+    const void* base;
+    const Strides& strides;
+    int64_t b;
+    const S* operator[](int64_t r) const { return at<S>(base, strides, b, tile.rows[r].head, tile.rows[r].query); }
+  };
+
+  void load_rows(const TileRows& from, int64_t columns, E* rows, int64_t ld, E* below) {
+    for (int64_t r = 0; r < tile_.count; ++r) Operands::pack_row(from[r], columns, rows + r * ld, ld);
+    if constexpr (kRounds<Operands>) pack_pair_panels(from, tile_.count, columns, below, w_.tile_steps);
   }
 
   void load_rows() {
-    pack_rows<A, S>(tile_, p_.query, p_.query_strides, b_, p_.head_dim, w_.query, w_.key_ld);
-    pack_rows<A, S>(tile_, bp_.grad_out, bp_.grad_out_strides, b_, p_.v_head_dim, w_.grad_out, w_.value_ld);
+    load_rows({tile_, p_.query, p_.query_strides, b_}, p_.head_dim, w_.query, w_.key_ld, w_.queries_below);
+    load_rows({tile_, bp_.grad_out, bp_.grad_out_strides, b_}, p_.v_head_dim, w_.grad_out, w_.value_ld,
+              w_.grad_outs_below);
     for (int64_t r = 0; r < tile_.count; ++r) {
       const int64_t index = (b_ * p_.num_heads + tile_.rows[r].head) * p_.q_len + tile_.rows[r].query;
       w_.lse[r] = static_cast<const A*>(p_.lse)[index];
@@ -157,11 +213,46 @@ class KeyBlockGradients {
   // scores <- P as it multiplied the values, grad_scores <- scale * dS; both [rows, count], with -0.0 for excluded
   // pairs.
   void differentiate(int64_t begin, int64_t count) {
-    gemm<A>(false, tile_.count, count, p_.head_dim, {w_.query, w_.key_ld, 1},
-            {w_.keys_t, kPanel<A>, kPanel<A> * p_.head_dim}, w_.scores, w_.block, false, kChain);
-    gemm<A>(false, tile_.count, count, p_.v_head_dim, {w_.grad_out, w_.value_ld, 1},
-            {w_.values_t, kPanel<A>, kPanel<A> * p_.v_head_dim}, w_.grad_scores, w_.block, false, kChain);
+    gemm<A, E>(false, tile_.count, count, w_.key_steps, {w_.query, w_.key_ld, 1},
+               {w_.keys_t, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false, kChain);
+    gemm<A, E>(false, tile_.count, count, w_.value_steps, {w_.grad_out, w_.value_ld, 1},
+               {w_.values_t, kPanel<A>, kPanel<A> * w_.value_steps}, w_.grad_scores, w_.block, false, kChain);
     for (int64_t r = 0; r < tile_.count; ++r) differentiate_row(r, begin, count);
+  }
+
+  // The left sides of the last three products: P and dS transposed, and dS. Where dS is rounded and the row has few
+  // keys, SDPA's errors are small, and so dQ takes what was rounded off too.
+  struct Factors {
+    Operand<E> probs_t, grad_scores_t, grad_scores, rest{nullptr, 0, 0};
+  };
+
+  Factors factors(int64_t count, bool one_block) {
+    if constexpr (!kRounds<Operands>) {
+      return {{w_.scores, 1, w_.block}, {w_.grad_scores, 1, w_.block}, {w_.grad_scores, w_.block, 1}};
+    } else {
+      pair_down(w_.scores, count, w_.probs_down);
+      pair_down(w_.grad_scores, count, w_.grad_scores_down);
+      for (int64_t r = 0; r < tile_.count; ++r) {
+        const A* row = w_.grad_scores + r * w_.block;
+        E* rounded = w_.grad_scores_along + r * w_.block_steps;
+        pair_along(row, count, rounded);
+        if (one_block) pair_rest_along(row, rounded, count, w_.grad_scores_rest + r * w_.block_steps);
+      }
+      return {{w_.probs_down, 1, w_.block},
+              {w_.grad_scores_down, 1, w_.block},
+              {w_.grad_scores_along, w_.block_steps, 1},
+              {one_block ? w_.grad_scores_rest : nullptr, w_.block_steps, 1}};
+    }
+  }
+
+  // Rounds numbers [rows, block] to pairs along the rows, [rows / 2, block]. A missing row is excluded.
+  void pair_down(const A* from, int64_t count, E* to) {
+    for (int64_t r = 0; r < tile_.count; r += 2)
+      for (int64_t j = 0; j < count; j += kLanes<A>) {
+        const A* x = from + r * w_.block + j;
+        const Vec<A> below = r + 1 < tile_.count ? load<A>(x + w_.block) : broadcast(A(-0.0));
+        store<E>(to + r / 2 * w_.block + j, zipped(to_pairs(load<A>(x), below)));
+      }
   }
 
   void differentiate_row(int64_t r, int64_t begin, int64_t count) {

@@ -130,6 +130,48 @@ inline void pack_pair_panels(const Rows& from, int64_t rows, int64_t columns, Pa
     }
 }
 
+// The lane of the result at p is a number of the first half of the lanes, or of the second.
+struct Zipped {
+  static constexpr int lane(int p) { return p / 2 + p % 2 * static_cast<int>(kLanes<Pair>); }
+};
+// The pairs (x_i, y_i) of to_pairs(x, y).
+inline Vec<Pair> zipped(Vec<Pair> x) {
+  const auto halves = bit_cast<Vec<uint16_t>>(x);
+  constexpr auto kAll = std::make_integer_sequence<int, kLanes<uint16_t>>{};
+  return bit_cast<Vec<Pair>>(shuffle_by<uint16_t, Zipped>(halves, halves, kAll));
+}
+
+// Rounds count numbers, padded to whole vectors, to pairs of neighbours.
+inline void pair_along(const float* x, int64_t count, Pair* to) {
+  for (int64_t j = 0; j < count; j += 2 * kLanes<float>) {
+    const bool both = j + kLanes<float> < count;
+    store<Pair>(to + j / 2, to_pairs(load<float>(x + j), both ? load<float>(x + j + kLanes<float>) : broadcast(-0.0f)));
+  }
+}
+
+// The same for what pair_along has rounded off: x = to + rest, to 16 bits. Numbers that are excluded stay so.
+inline void pair_rest_along(const float* x, const Pair* to, int64_t count, Pair* rest) {
+  const auto* rounded = reinterpret_cast<const BFloat16*>(to);
+  const auto left = [&](int64_t j) { return -(load<float>(rounded + j) - load<float>(x + j)); };
+  for (int64_t j = 0; j < count; j += 2 * kLanes<float>) {
+    const bool both = j + kLanes<float> < count;
+    store<Pair>(rest + j / 2, to_pairs(left(j), both ? left(j + kLanes<float>) : broadcast(-0.0f)));
+  }
+}
+
+// Whether rows x columns pairs hold neither NaN nor Inf. Rows are padded with zeros to whole vectors.
+inline bool all_finite(const Pair* x, int64_t ld, int64_t rows, int64_t columns) {
+  Vec<Pair> found{};
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; c += kLanes<Pair>) {
+      const Vec<uint16_t> exponents = bit_cast<Vec<uint16_t>>(load<Pair>(x + r * ld + c)) & 0x7f80;
+      found |= bit_cast<Vec<Pair>>(exponents == 0x7f80);
+    }
+  for (int i = 0; i < kLanes<Pair>; ++i)
+    if (found[i]) return false;
+  return true;
+}
+
 // Rounds the weights of count keys, padded to whole vectors, to pairs (nearest even), and adds the rounded weights to
 // the vector at sums. The weighted sum of values is later divided by that sum. So rounding changes the shares of the
 // weights, but not their total.
