@@ -291,6 +291,33 @@ def test_rules_that_fail_on_a_text_name_the_file(files, words, tmp_path):
         assert words in message and "\n" not in message, message
 
 
+def replacing(pattern, content, times):
+    rule = {"type": "Replace", "pattern": pattern, "content": content}
+    return [rule] * times
+
+
+def test_replacements_that_make_a_text_too_long_are_refused(tmp_path):
+    """Six of these would make a character 10**12 characters, and the package ends the process."""
+    for n, (rules, refused) in enumerate(
+        [
+            (replacing({"String": "a"}, "a" * 100, 6), "1000000000000 times"),
+            (replacing({"Regex": ""}, "a" * 9, 3), "1000 times"),
+            (replacing({"String": "aa"}, "a" * 100, 1), None),
+            (replacing({"String": "a"}, "", 9), None),
+        ]
+    ):
+        for kind in ("normalizer", "decoder"):
+            files = byte_level(**{kind: {"type": "Sequence", f"{kind}s": rules}})
+            path = lies.write(files, tmp_path / f"{kind}{n}")
+            if refused is None:
+                load_tokenizer(path)
+                continue
+            with pytest.raises(ValueError) as caught:
+                load_tokenizer(path)
+            assert str(path / "tokenizer.json") in str(caught.value)
+            assert f"its {kind} makes a text up to {refused} as long" in str(caught.value)
+
+
 class Failing:
     """A decoder in Python, because no file is known whose decoder fails."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_MOST_GROWTH = 100  # times that a file's replacements may make a text longer
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
 
@@ -164,6 +166,8 @@ def _from_directory(path: Path) -> Tokenizer:
         data = read_bounded(path / "tokenizer.json", LONGEST)
         check_values(data)
         backend = Backend.from_buffer(data)
+        for name in ("normalizer", "decoder"):
+            _check_growth(name, getattr(backend, name))
     # Both are for batches: transformers, too, leaves them out of a plain call.
     backend.no_padding()
     backend.no_truncation()
@@ -194,6 +198,23 @@ def _from_directory(path: Path) -> Tokenizer:
         source=str(path),
         vocabulary=str(path / "tokenizer.json"),
     )
+
+
+def _check_growth(name: str, rules: Any) -> None:
+    """Refuses replacements that follow each other and make a text much longer: they would take all memory."""
+    growth = 1.0
+    left = [json.loads(rules.__getstate__())] if rules is not None else []
+    while left:
+        rule = left.pop()
+        left += rule.get(f"{name}s", [])
+        if rule["type"] == "Replace":
+            found = len(rule["pattern"].get("String", ""))
+            # A pattern may match nothing, before and after each character.
+            growth *= max(1, len(rule["content"]) / found if found else 1 + len(rule["content"]))
+    if growth > _MOST_GROWTH:
+        raise ValueError(
+            f"its {name} makes a text up to {growth:.0f} times as long, wants at most {_MOST_GROWTH} times"
+        )
 
 
 def _from_gguf(path: Path) -> Tokenizer:
