@@ -17,7 +17,7 @@ except ImportError as error:
 __version__ = _load.build_record()["version"]
 
 from . import backend, convert, cpp
-from .cache import CrossCache, DynamicCache, LatentCache, ModelCache, SlidingWindowCache, StaticCache
+from .cache import CrossCache, DynamicCache, LatentCache, ModelCache, PagedCache, SlidingWindowCache, StaticCache
 from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
 from .nn.block import DecoderBlock, EncoderBlock
 from .nn.causal_lm import CausalLM
@@ -46,6 +46,7 @@ __all__ = [
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "MultiQueryAttention",
+    "PagedCache",
     "ProjectedAttention",
     "RMSNorm",
     "RotaryEmbedding",

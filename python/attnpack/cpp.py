@@ -32,6 +32,7 @@ KVCache = _C.cpp.KVCache
 CrossCache = _C.cpp.CrossCache
 DynamicCache = _C.cpp.DynamicCache
 LatentCache = _C.cpp.LatentCache
+PagedCache = _C.cpp.PagedCache
 SlidingWindowCache = _C.cpp.SlidingWindowCache
 StaticCache = _C.cpp.StaticCache
 ModelCache = _C.cpp.ModelCache

@@ -34,6 +34,8 @@ class CacheTensors(NamedTuple):
     """With `dropped`: how many positions before each new one are stored in any case."""
     keep_first: int = 0
     """With `dropped`: how many first positions are stored, and seen by all later ones."""
+    block_table: Tensor | None = None
+    """Of a PagedCache, int32 [B, max_pages]; key and value are then its pools [num_pages, page_size, Hkv, D or Dv]."""
 
 
 def attention(

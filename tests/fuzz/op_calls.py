@@ -202,7 +202,7 @@ def cache_rule(pick: Random) -> Call:
         "cache_commit": [key.size(2) - longest, pick.choice([None, lengths])],
         "cache_crop": [pick.randint(0, 9)],
         "cache_reorder": [torch.tensor([pick.randrange(batch) for _ in range(batch)])],
-        **({"cache_reserve_latents": [new[0], 6]} if latent else {"cache_reserve": new}),
+        **({"cache_reserve_latents": [new[0], 6]} if latent else {"cache_reserve": [*new, None]}),
     }
     if kind == "CrossCache":
         for name in ("cache_commit", "cache_crop", "cache_reserve"):  # nothing is appended to it, and nothing cropped
@@ -245,11 +245,11 @@ def attend(pick: Random) -> Call:
     batch, heads, length = k.shape[:3]
     held = pick.choice([[None] * 3, cache(pick, batch, heads, (8, 6), k.dtype)])
     rope, settings = pick.choice([None, [1.0, 0.1]]), inputs.settings
-    left, dropped = -1, [None, -1, 0]
+    left, dropped, pages = -1, [None, -1, 0], [None]
     if held[0] is not None and pick.random() < 0.5:  # a sliding window
         left, dropped = 2, [torch.zeros(batch, dtype=torch.int64), 2, pick.choice([0, 1])]
-    arguments = [q, k, v, *held, *dropped, rope, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0]
-    arguments += [settings.get("scale"), left, 0 if left >= 0 else -1, settings.get("softcap", 0.0)]
+    arguments = [q, k, v, *held, *dropped, *pages, rope, 1.0, False, None, 0.0, 0, False, None, False, None, True]
+    arguments += [None, 0.0, settings.get("scale"), left, 0 if left >= 0 else -1, settings.get("softcap", 0.0)]
     arguments += [settings.get(name) for name in ("sinks", "alibi_slopes", "head_map")]
 
     def right(result):

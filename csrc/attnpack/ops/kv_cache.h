@@ -17,6 +17,8 @@ struct CacheTensors {
   std::optional<at::Tensor> dropped = std::nullopt;
   int64_t window = -1;     // it keeps at least this many positions before each that is to come; -1: all of them
   int64_t keep_first = 0;  // and the first keep_first ones
+  // Of a cache in pages, [B, max_pages] int32 (ops/kv_cache_paged.h); key and value are pools then.
+  std::optional<at::Tensor> block_table = std::nullopt;
 };
 
 // The number of positions of the longest sequence; 0 if there is no sequence. It reads lengths: for a tensor on another

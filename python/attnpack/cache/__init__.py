@@ -3,6 +3,7 @@
 from .cross_cache import CrossCache
 from .kv_cache import DynamicCache, KVCache, ModelCache, StaticCache, check_kind, unchanged_on_error
 from .latent_cache import LatentCache
+from .paged_cache import PagedCache
 from .sliding_window_cache import SlidingWindowCache
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "KVCache",
     "LatentCache",
     "ModelCache",
+    "PagedCache",
     "SlidingWindowCache",
     "StaticCache",
     "check_kind",

@@ -50,12 +50,13 @@ struct CacheArguments {
   std::optional<Tensor> key = {}, value = {}, lengths = {}, dropped = {};
   int64_t window = -1;
   int64_t keep_first = 0;
+  std::optional<Tensor> block_table = {};
 
-  auto members() const { return std::tie(key, value, lengths, dropped, window, keep_first); }
+  auto members() const { return std::tie(key, value, lengths, dropped, window, keep_first, block_table); }
 };
 #define ATTNPACK_CACHE_SCHEMA                                                                              \
   "Tensor(a!)? cache_key, Tensor(b!)? cache_value, Tensor(c!)? cache_lengths, Tensor? cache_dropped, int " \
-  "cache_window, int cache_keep_first"
+  "cache_window, int cache_keep_first, Tensor? cache_block_table"
 
 struct LatentCacheArguments {
   std::optional<Tensor> latents = {}, lengths = {};
