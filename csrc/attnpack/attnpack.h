@@ -8,6 +8,7 @@
 #include <attnpack/cache/cross_cache.h>
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>
+#include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/quantized_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
 #include <attnpack/convert/fused.h>

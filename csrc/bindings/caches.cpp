@@ -2,6 +2,7 @@
 #include <attnpack/cache/detail/rules.h>
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>
+#include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/quantized_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
 #include <bindings/common.h>
@@ -27,11 +28,11 @@ void bind_tensors(py::class_<Cache, KVCache, std::shared_ptr<Cache>>& cls) {
 }
 
 // A tensor, or a list of ints.
-at::Tensor as_index(const py::object& index) {
-  check_not_nested("index", index);
+at::Tensor as_index(const py::object& index, const char* name = "index") {
+  check_not_nested(name, index);
   if (THPVariable_Check(index.ptr())) return index.cast<at::Tensor>();
   const auto rows = Reader<std::vector<int64_t>>::read(index);
-  if (!rows) raise_wrong_kind("index", index, "int64 sequence numbers [B]: a tensor, or a list of ints");
+  if (!rows) raise_wrong_kind(name, index, "int64 sequence numbers [B]: a tensor, or a list of ints");
   return at::tensor(*rows, at::kLong);
 }
 
@@ -69,6 +70,12 @@ py::object static_cache_py(int64_t batch, int64_t num_kv_heads, int64_t max_len,
   return py::cast(static_cache(batch, num_kv_heads, max_len, head_dim, v_head_dim, factory.dtype, factory.device));
 }
 
+Changed paged_cache_py(int64_t batch, int64_t num_kv_heads, int64_t head_dim, int64_t page_size, int64_t num_pages,
+                       std::optional<int64_t> v_head_dim, const py::object& dtype, const py::object& device) {
+  const auto factory = make_factory(device, dtype);
+  return paged_cache(batch, num_kv_heads, head_dim, page_size, num_pages, v_head_dim, factory.dtype, factory.device);
+}
+
 void bind_rules(py::module_& m) {
   bind_rule(m, "cache_reserve", &cache_reserve);
   bind_rule(m, "cache_reserve_latents", &cache_reserve_latents);
@@ -87,12 +94,21 @@ void bind_rules(py::module_& m) {
   bind_rule(
       m, "cache_reorder",
       +[](const HeldCache& held, const py::object& index) { return cache_reorder(held, as_index(index)); });
+  bind_rule(
+      m, "cache_fork",
+      +[](const HeldCache& held, const py::object& index) { return cache_fork(held, as_index(index)); });
+  bind_rule(
+      m, "cache_release",
+      +[](const HeldCache& held, const py::object& rows) { return cache_release(held, as_index(rows, "rows")); });
+  bind_rule(m, "cache_give_back", &cache_give_back);
   m.def("sliding_window_cache", &sliding_window_cache_py);
   m.def("quantized_cache", [](const py::object& bits, const py::object& exact_first, const py::object& exact_last) {
     return quantized_cache(read_value<int64_t>("bits", bits, "bits"),
                            read_value<int64_t>("exact_first", exact_first, "exact_first"),
                            read_value<int64_t>("exact_last", exact_last, "exact_last"));
   });
+  define(m, "paged_cache", &paged_cache_py,
+         {"batch", "num_kv_heads", "head_dim", "page_size", "num_pages", "v_head_dim", "dtype", "device"});
   define(m, "static_cache", &static_cache_py,
          {"batch", "num_kv_heads", "max_len", "head_dim", "v_head_dim", "dtype", "device"});
   // A cache of Python lends its tensors to the C++ loop, and takes over those that the loop leaves.
@@ -215,6 +231,29 @@ void register_caches(py::module_& m) {
       .def_property_readonly("bits", &QuantizedCache::bits)
       .def_property_readonly("exact_first", &QuantizedCache::exact_first)
       .def_property_readonly("exact_last", &QuantizedCache::exact_last);
+  py::class_<PagedCache, KVCache, std::shared_ptr<PagedCache>> paged(m, "PagedCache");
+  paged
+      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+        return std::make_shared<PagedCache>(
+            options_of_call<PagedCacheOptions, int64_t, int64_t, int64_t, int64_t>("PagedCache", args, kwargs));
+      }))
+      .def("__repr__", [](const PagedCache& self) { return describe_cache("PagedCache", self); })
+      .def_property_readonly("block_table", &PagedCache::block_table)
+      .def_property_readonly("k_pool", &PagedCache::k_pool)
+      .def_property_readonly("v_pool", &PagedCache::v_pool)
+      .def_property_readonly("page_size", &PagedCache::page_size)
+      .def_property_readonly("num_pages", &PagedCache::num_pages)
+      .def_property_readonly("free_pages", &PagedCache::free_pages);
+  bind_method(paged, "fork", {"index"}, 1, [](PagedCache& self, Arguments& arguments) {
+    const auto index = arguments.require<py::object>("index");
+    arguments.finish();
+    return self.fork(as_index(index));
+  });
+  bind_method(paged, "release", {"rows"}, 1, [](PagedCache& self, Arguments& arguments) {
+    const auto rows = arguments.require<py::object>("rows");
+    arguments.finish();
+    self.release(as_index(rows, "rows"));
+  });
 
   py::class_<CrossCache, KVCache, std::shared_ptr<CrossCache>> cross(m, "CrossCache");
   cross

@@ -118,8 +118,8 @@ py::object attention_varlen_py(const Tensor& query, const Tensor& key, const Ten
 }
 
 // The members of CacheTensors.
-using Cache = std::optional<
-    std::tuple<Tensor, Tensor, Tensor, OptionalTensor, int64_t, int64_t, int64_t, OptionalTensor, OptionalTensor>>;
+using Cache = std::optional<std::tuple<Tensor, Tensor, Tensor, OptionalTensor, int64_t, int64_t, int64_t,
+                                       OptionalTensor, OptionalTensor, OptionalTensor>>;
 using LatentTensors = std::tuple<Tensor, Tensor>;
 
 LayerInputs to_inputs(const RopeSettings* rope, const OptionalTensor& positions, bool cross, const OptionalTensor& mask,

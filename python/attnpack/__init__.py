@@ -17,7 +17,16 @@ except ImportError as error:
 __version__ = _load.build_record()["version"]
 
 from . import backend, convert, cpp
-from .cache import CrossCache, DynamicCache, LatentCache, ModelCache, QuantizedCache, SlidingWindowCache, StaticCache
+from .cache import (
+    CrossCache,
+    DynamicCache,
+    LatentCache,
+    ModelCache,
+    PagedCache,
+    QuantizedCache,
+    SlidingWindowCache,
+    StaticCache,
+)
 from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
 from .nn.block import DecoderBlock, EncoderBlock
 from .nn.causal_lm import CausalLM
@@ -46,6 +55,7 @@ __all__ = [
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "MultiQueryAttention",
+    "PagedCache",
     "ProjectedAttention",
     "RMSNorm",
     "RotaryEmbedding",

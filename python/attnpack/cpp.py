@@ -33,6 +33,7 @@ CrossCache = _C.cpp.CrossCache
 DynamicCache = _C.cpp.DynamicCache
 LatentCache = _C.cpp.LatentCache
 QuantizedCache = _C.cpp.QuantizedCache
+PagedCache = _C.cpp.PagedCache
 SlidingWindowCache = _C.cpp.SlidingWindowCache
 StaticCache = _C.cpp.StaticCache
 ModelCache = _C.cpp.ModelCache

@@ -41,6 +41,8 @@ class CacheTensors(NamedTuple):
     """With `bits`: [B, Hkv, slots, D], the exact positions, written by a call."""
     exact_value: Tensor | None = None
     """With `bits`: [B, Hkv, slots, Dv], as `exact_key`."""
+    block_table: Tensor | None = None
+    """Of a PagedCache, int32 [B, max_pages]; key and value are then its pools [num_pages, page_size, Hkv, D or Dv]."""
 
 
 def attention(

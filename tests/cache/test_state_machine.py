@@ -34,6 +34,7 @@ class Kind:
     allocated: int | None = None  # the most positions that take memory between calls
     bits: int = 0  # of quantised rows; 0: rows as they are
     tolerance: float = 1e-5  # of a mean of values
+    pages: int | None = None  # of a pool, which takes memory for all of them
 
 
 KINDS = {
@@ -50,7 +51,41 @@ KINDS = {
     "8 bits, some exact": Kind(
         lambda: attnpack.QuantizedCache(8, exact_first=4, exact_last=20), bits=8, tolerance=0.03
     ),
+    "paged": Kind(lambda: paged_cache(850), pages=850),
+    "paged, often full": Kind(lambda: paged_cache(40), pages=40),
 }
+
+
+def paged_cache(num_pages):
+    return attnpack.PagedCache(BATCH, HEADS, DIM, num_pages=num_pages, v_head_dim=V_DIM)
+
+
+def pages_of(cache):
+    """The pages that each sequence needs for its positions."""
+    counts = [-(-n // cache.page_size) for n in cache.lengths.tolist()]
+    return [row[:n] for row, n in zip(cache.block_table.tolist(), counts, strict=True)]
+
+
+def missing_pages(cache, valid):
+    """How many pages an append lacks: each sequence takes new ones, and a copy of a shared page that it writes to."""
+    size, pages, lengths = cache.page_size, pages_of(cache), cache.lengths.tolist()
+    wanted, written = 0, {}
+    for row, length, n in zip(pages, lengths, valid, strict=True):
+        wanted += -(-(length + n) // size) - len(row)
+        if n and length % size:
+            written[row[-1]] = written.get(row[-1], 0) + 1
+    for page, writers in written.items():
+        wanted += writers - (writers == sum(page in row for row in pages))
+    return wanted - (cache.num_pages - len({page for row in pages for page in row}))
+
+
+def stored_positions(cache):
+    """How many positions the pages hold, with those that sequences share once."""
+    rows = {}
+    for pages, length in zip(pages_of(cache), cache.lengths.tolist(), strict=True):
+        for i, page in enumerate(pages):
+            rows[page] = max(rows.get(page, 0), min(cache.page_size, length - i * cache.page_size))
+    return sum(rows.values())
 
 
 class Machine:
@@ -86,8 +121,8 @@ class Machine:
             else:
                 query = key.new_zeros(key.shape)
                 out = attnpack.ops.attend(
-                    query, key, value, cache=self.cache.reserve(key, value), kv_lens=new_lens, causal=True,
-                    window=self.kind.window,
+                    query, key, value, cache=self.cache.reserve(key, value, new_lens), kv_lens=new_lens,
+                    causal=True, window=self.kind.window,
                 )  # fmt: skip
             self.cache.commit(key.size(2), new_lens)
         return out
@@ -101,6 +136,10 @@ class Machine:
         key, value = self.new(length)
         if self.kind.room and any(n + more > self.kind.room for n, more in zip(self.lengths(), valid, strict=True)):
             with pytest.raises(ValueError, match="cache is full"):
+                self.write(key, value, new_lens)
+            return
+        if self.kind.pages and missing_pages(self.cache, valid) > 0:
+            with pytest.raises(ValueError, match="the pool is full|are to be appended, wants at most"):
                 self.write(key, value, new_lens)
             return
         out = self.write(key, value, new_lens)
@@ -150,7 +189,7 @@ class Machine:
     def clone(self):
         before, self.cache = self.cache, self.cache.clone()
         if before.k is not None:
-            before.k.fill_(7)
+            (before.k_pool if self.kind.pages else before.k).fill_(7)
         before.reset()
 
     def reset(self):
@@ -161,6 +200,7 @@ class Machine:
         """Errors before the append, in it, and after it: nothing may change."""
         length = self.draw.choice([1, 5, 130, 400])
         memory = self.cache.nbytes_allocated
+        table = self.kind.pages and self.cache.block_table.clone()
         empty = self.cache.k is None
         kind = self.draw.choice(["shape", "lens", "after"])
         if kind == "shape":
@@ -173,15 +213,19 @@ class Machine:
         else:
             model = attnpack.ModelCache([self.cache])
             full = self.kind.room and max(self.lengths()) + length > self.kind.room
+            full = full or (self.kind.pages and missing_pages(self.cache, [length] * BATCH) > 0)
             with pytest.raises(RuntimeError, match="stop"), model.all_or_none():
                 if not full:
                     self.write(*self.new(length), None)
                 raise RuntimeError("stop")
         assert self.cache.nbytes_allocated == memory
+        assert not self.kind.pages or torch.equal(self.cache.block_table, table)
         assert (self.cache.k is None) == empty
 
     def check(self):
         lengths, cache = self.lengths(), self.cache
+        if self.kind.pages:
+            self.check_pages()
         assert len(cache) == max(lengths)
         if max(lengths) == 0:
             assert cache.lengths.sum() == 0
@@ -199,7 +243,8 @@ class Machine:
             assert cache.nbytes <= cache.nbytes_allocated
             return
         position = BATCH * self.heads * (DIM + self.v_dim) * 4
-        assert cache.nbytes == position * (self.kind.room or most) <= cache.nbytes_allocated
+        stored = BATCH * (self.kind.room or most) if not self.kind.pages else stored_positions(cache)
+        assert cache.nbytes == position // BATCH * stored <= cache.nbytes_allocated
         if self.kind.allocated is not None:
             assert cache.nbytes_allocated <= position * self.kind.allocated
 
@@ -213,6 +258,12 @@ class Machine:
             exact_first = self.cache.exact_first
             assert torch.equal(shown[:, :exact_first], rows[:, :exact_first])
         assert same.all()
+
+    def check_pages(self):
+        """Each sequence holds the pages of its positions and no other, and the other pages are free."""
+        table, pages = self.cache.block_table, pages_of(self.cache)
+        assert [(row >= 0).sum() for row in table] == [len(row) for row in pages]
+        assert self.cache.free_pages == self.kind.pages - len({page for row in pages for page in row})
 
 
 CHANGES = [Machine.append] * 6 + [Machine.crop] * 2 + [Machine.failed_append] * 2

@@ -207,7 +207,7 @@ def cache_rule(pick: Random) -> Call:
         "cache_commit": [key.size(2) - longest, pick.choice([None, lengths])],
         "cache_crop": [pick.randint(0, 9)],
         "cache_reorder": [torch.tensor([pick.randrange(batch) for _ in range(batch)])],
-        **({"cache_reserve_latents": [new[0], 6]} if latent else {"cache_reserve": new}),
+        **({"cache_reserve_latents": [new[0], 6]} if latent else {"cache_reserve": [*new, None]}),
     }
     if kind == "CrossCache":
         for name in ("cache_commit", "cache_crop", "cache_reserve"):  # nothing is appended to it, and nothing cropped
@@ -220,13 +220,13 @@ def cache_rule(pick: Random) -> Call:
 
 def quantized_rule(pick: Random) -> Call:
     _, arguments, _ = attend_quantized(pick)
-    key, value, room = *arguments[1:3], attnpack.ops.CacheTensors(*arguments[3:12])
+    key, value, room = *arguments[1:3], attnpack.ops.CacheTensors(*arguments[3:13])
     exact = [x for x in (room.dropped, room.exact_key, room.exact_value) if x is not None]
     dtypes = {torch.float32: 6, torch.float64: 7}  # torch's own numbers
     first, held = room.keep_first, int(room.lengths.max())
     numbers = [room.bits, first, room.window + 1, held, key.size(3), value.size(3), dtypes[key.dtype], held]
     rules = dict.fromkeys(("clone", "len", "nbytes", "nbytes_allocated", "reset", "views"), [])
-    rules |= {"crop": [pick.randint(0, 9)], "commit": [1, None], "reserve": [key, value]}
+    rules |= {"crop": [pick.randint(0, 9)], "commit": [1, None], "reserve": [key, value, None]}
     rules["reorder"] = [torch.zeros(key.size(0), dtype=torch.int64)]
     name = pick.choice(list(rules))
     state = [room.lengths, room.key, room.value, *exact]
@@ -269,7 +269,7 @@ def attend(pick: Random) -> Call:
     batch, heads, length = k.shape[:3]
     held = pick.choice([[None] * 3, cache(pick, batch, heads, (8, 6), k.dtype)])
     rope, settings = pick.choice([None, [1.0, 0.1]]), inputs.settings
-    left, dropped = -1, [None, -1, 0]
+    left, dropped, pages = -1, [None, -1, 0], [None]
     if held[0] is not None and pick.random() < 0.5:  # a sliding window
         left, dropped = 2, [torch.zeros(batch, dtype=torch.int64), 2, pick.choice([0, 1])]
     arguments = [
@@ -281,6 +281,7 @@ def attend(pick: Random) -> Call:
         0,
         None,
         None,
+        *pages,
         rope,
         1.0,
         False,
@@ -292,10 +293,8 @@ def attend(pick: Random) -> Call:
         False,
         None,
         True,
-        None,
-        0.0,
     ]
-    arguments += [settings.get("scale"), left, 0 if left >= 0 else -1, settings.get("softcap", 0.0)]
+    arguments += [None, 0.0, settings.get("scale"), left, 0 if left >= 0 else -1, settings.get("softcap", 0.0)]
     arguments += [settings.get(name) for name in ("sinks", "alibi_slopes", "head_map")]
 
     def right(result):

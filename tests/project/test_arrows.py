@@ -25,7 +25,7 @@ INCLUDES = {
     "layers/detail": ["core", "ops", "ops/detail", "rope", "layers"],
     "backend": ["core", "ops", "ops/cuda/kernels", "ops/detail", "backend/detail"],
     "backend/detail": ["backend"],
-    "cache": ["core", "ops", "ops/detail"],
+    "cache": ["core", "ops", "ops/detail", "cache/detail"],
     "cache/detail": ["core", "ops/detail", "cache"],
     "modules": ["core", "ops", "rope", "layers", "layers/detail", "cache", "modules/detail"],
     "modules/detail": ["core", "cache", "modules"],

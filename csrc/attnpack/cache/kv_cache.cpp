@@ -23,6 +23,10 @@ void check_part(const char* name, const at::Tensor& held, const at::Tensor& adde
 
 }  // namespace
 
+CacheTensors KVCache::reserve_valid(const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>&) {
+  return reserve(key, value);
+}
+
 CacheTensors KVCache::reserve_latents(const at::Tensor& latents, int64_t) {
   return reserve(latents, latents.narrow(-1, 0, 0));
 }
@@ -68,10 +72,10 @@ void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tens
   check_part("values", cache.value, value);
 }
 
-at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch) {
+at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch, const char* name) {
   const auto batch = lengths.sym_size(0);
   ATTNPACK_CHECK(index.dim() == 1 && index.scalar_type() == at::kLong && (!same_batch || index.sym_size(0) == batch),
-                 "index: got ", index.scalar_type(), " of shape ", index.sym_sizes(), ", want int64 ",
+                 name, ": got ", index.scalar_type(), " of shape ", index.sym_sizes(), ", want int64 ",
                  same_batch ? c10::str("[", batch, "]: a StaticCache keeps its batch size")
                             : "sequence numbers [B]: call .long(), in C++ .to(at::kLong)");
   // Elsewhere reading would wait for the device. A tensor that torch.compile traces has no numbers yet.
@@ -79,7 +83,7 @@ at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool 
     const auto read = index.contiguous();
     for (int64_t b = 0; b < read.numel(); ++b) {
       const auto row = read.const_data_ptr<int64_t>()[b];
-      ATTNPACK_CHECK(row >= 0 && row < batch, "index[", b, "] is ", row, ", wants 0 to ", batch - 1,
+      ATTNPACK_CHECK(row >= 0 && row < batch, name, "[", b, "] is ", row, ", wants 0 to ", batch - 1,
                      ": a sequence that the cache holds");
     }
   }

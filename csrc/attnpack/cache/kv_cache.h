@@ -41,6 +41,9 @@ class KVCache {
   // Tensors with room for key.size(2) more positions; raises where key or value do not fit the cache.
   virtual CacheTensors reserve(const at::Tensor& key,         // [B, Hkv, L, D]
                                const at::Tensor& value) = 0;  // [B, Hkv, L, Dv]
+  // The same with room for new_lens [B] of the new positions alone, where the cache can tell.
+  virtual CacheTensors reserve_valid(const at::Tensor& key, const at::Tensor& value,
+                                     const std::optional<at::Tensor>& new_lens);
   // The same for latent attention. Its keys and values are one: they are stored as keys, with values of no width.
   virtual CacheTensors reserve_latents(const at::Tensor& latents,  // [B, 1, L, kv_lora_rank + rope]
                                        int64_t kv_lora_rank);
@@ -71,10 +74,11 @@ class KVCache {
   virtual void restore(const CacheState& state);
   // Forgets what was done since before() was called.
   CacheBefore before() const { return {state(), tensors_.lengths.clone()}; }
-  void take_back(const CacheBefore& before);
+  virtual void take_back(const CacheBefore& before);
 
-  // [B, Hkv, len, D] and [B, Hkv, len, Dv], views (of a QuantizedCache copies); undefined before the first append of a
-  // DynamicCache. Where sequences differ in length, the positions after the end of a shorter one are unspecified.
+  // [B, Hkv, len, D] and [B, Hkv, len, Dv], views (copies of a QuantizedCache and a PagedCache); undefined before the
+  // first append of a DynamicCache. Where sequences differ in length, the positions after the end of a shorter one are
+  // unspecified.
   virtual at::Tensor k() const { return held(tensors_.key); }
   virtual at::Tensor v() const { return held(tensors_.value); }
   // [B] int64
@@ -130,7 +134,7 @@ void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tens
 
 // Checks that index [B] names sequences that lengths has, and with same_batch as many as lengths has. Returns index on
 // the device of lengths.
-at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch);
+at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch, const char* name = "index");
 
 // A tensor like `like` [B, H, slots, D] with `capacity` slots. It begins with the first `len` ones of `like`.
 at::Tensor cache_grown(const at::Tensor& like, const c10::SymInt& len, const c10::SymInt& capacity);

@@ -5,6 +5,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/layers/detail/dropped_keys.h>
+#include <attnpack/layers/detail/paged_keys.h>
 #include <attnpack/layers/detail/place_tokens.h>
 #include <attnpack/layers/detail/quantized_keys.h>
 #include <attnpack/ops/detail/schema.h>
@@ -25,8 +26,8 @@ std::optional<CacheTensors> cache_tensors(const CacheArguments& cache) {
                  ", cache_keep_first ", cache.keep_first, ", each wants at most ", kMost);
   ATTNPACK_CHECK(cache.dropped || cache.keep_first == 0, "cache_keep_first: got ", cache.keep_first,
                  " without cache_dropped, wants 0 for a cache that drops nothing");
-  return CacheTensors{*cache.key,       *cache.value, *cache.lengths,  cache.dropped,    cache.window,
-                      cache.keep_first, cache.bits,   cache.exact_key, cache.exact_value};
+  return CacheTensors{*cache.key,       *cache.value, *cache.lengths,  cache.dropped,     cache.window,
+                      cache.keep_first, cache.bits,   cache.exact_key, cache.exact_value, cache.block_table};
 }
 
 // The operator's arguments for the cache as it is to be read, but for those that the append decides.
@@ -61,9 +62,8 @@ Tensor attend_placed(const PlacedTokens& tokens, const std::optional<CacheTensor
   return join_heads(out);
 }
 
-Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& held,
-                        const LayerArguments& layer, const ScoreArguments& score) {
-  const auto cache = cache_tensors(held);
+Tensor attend_keys(const Tensor& query, const Tensor& key, const Tensor& value,
+                   const std::optional<CacheTensors>& cache, const LayerArguments& layer, const ScoreArguments& score) {
   if (cache && cache->bits) {
     const auto [out, weights] = attend_quantized(query, key, value, *cache, layer, score, /*need_weights=*/false);
     return join_heads(out);
@@ -75,10 +75,9 @@ Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& va
   return attend_placed(tokens, cache, args, layer.dropout_p);
 }
 
-std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                         const CacheArguments& held, const LayerArguments& layer,
-                                                         const ScoreArguments& score) {
-  const auto cache = cache_tensors(held);
+std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                    const std::optional<CacheTensors>& cache,
+                                                    const LayerArguments& layer, const ScoreArguments& score) {
   if (cache && cache->bits) {
     const auto [out, weights] = attend_quantized(query, key, value, *cache, layer, score, /*need_weights=*/true);
     return {join_heads(out), weights};
@@ -96,10 +95,34 @@ std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, co
   return {attend_placed(tokens, cache, args, layer.dropout_p), weights};
 }
 
+Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& held,
+                        const LayerArguments& layer, const ScoreArguments& score) {
+  const auto cache = cache_tensors(held);
+  if (!cache || !cache->block_table) return attend_keys(query, key, value, cache, layer, score);
+  const LayerTokens tokens{query, key, value};
+  if (reads_pages(tokens, layer, score)) return attend_pages(tokens, *cache, layer, score);
+  Tensor out;
+  through_copy(tokens, *cache, layer,
+               [&](const CacheTensors& copy) { out = attend_keys(query, key, value, copy, layer, score); });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                         const CacheArguments& held, const LayerArguments& layer,
+                                                         const ScoreArguments& score) {
+  const auto cache = cache_tensors(held);
+  if (!cache || !cache->block_table) return attend_keys_with_weights(query, key, value, cache, layer, score);
+  std::tuple<Tensor, Tensor> result;
+  through_copy({query, key, value}, *cache, layer, [&](const CacheTensors& copy) {
+    result = attend_keys_with_weights(query, key, value, copy, layer, score);
+  });
+  return result;
+}
+
 CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
   if (!cache) return {};
-  return {cache->key,        cache->value, cache->lengths,   cache->dropped,    cache->window,
-          cache->keep_first, cache->bits,  cache->exact_key, cache->exact_value};
+  return {cache->key,        cache->value, cache->lengths,   cache->dropped,     cache->window,
+          cache->keep_first, cache->bits,  cache->exact_key, cache->exact_value, cache->block_table};
 }
 
 }  // namespace

@@ -22,6 +22,8 @@ struct CacheTensors {
   int64_t bits = 0;
   std::optional<at::Tensor> exact_key = std::nullopt;    // [B, Hkv, slots, D], written
   std::optional<at::Tensor> exact_value = std::nullopt;  // [B, Hkv, slots, Dv], written
+  // Of a cache in pages, [B, max_pages] int32 (ops/kv_cache_paged.h); key and value are pools then.
+  std::optional<at::Tensor> block_table = std::nullopt;
 };
 
 // The number of positions of the longest sequence; 0 if there is no sequence. It reads lengths: for a tensor on another

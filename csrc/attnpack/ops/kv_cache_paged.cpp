@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -126,6 +127,17 @@ Tensor rows_in_pool(const Tensor& pool, const PageRun& run) {
 Tensor new_rows(const Tensor& x, const PageRun& run) {
   const Tensor own = x.dim() == 4 ? x.select(0, run.sequence).transpose(0, 1) : x;
   return own.narrow(0, run.first, run.count);
+}
+
+Tensor gather_pages(const Tensor& pool, const Tensor& block_table, const Tensor& lengths, const c10::SymInt& capacity) {
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  const c10::SymInt size = pool.sym_size(1), most = block_table.sym_size(1), wanted = (capacity + size - 1) / size;
+  const Tensor pages = block_table.narrow_symint(1, 0, wanted < most ? wanted : most).to(pool.device());
+  Tensor rows = pool.index_select(0, pages.clamp_min(0).flatten()).unflatten_symint(0, pages.sym_sizes()).flatten(1, 2);
+  rows = at::constant_pad_nd_symint(rows, {0, 0, 0, 0, 0, capacity - rows.sym_size(1)});  // it may cut, too
+  const Tensor valid = at::arange(capacity, lengths.options()) < lengths.unsqueeze(1);    // [B, capacity]
+  return at::where(valid.unsqueeze(-1).unsqueeze(-1), rows, at::zeros({}, rows.options())).transpose(1, 2).contiguous();
 }
 
 void kv_cache_append_paged_(const Tensor& key_pool, const Tensor& value_pool, const Tensor& block_table,

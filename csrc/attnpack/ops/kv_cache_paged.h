@@ -23,6 +23,12 @@ void kv_cache_append_paged_(const at::Tensor& key_pool,     // [num_pages, page_
                             // where the new rows of each sequence begin and the last one ends, [B + 1] int32 or int64
                             const std::optional<at::Tensor>& cu_seqlens = std::nullopt);
 
+// A copy of keys or values from their pages, with zeros after the end of each sequence.
+at::Tensor gather_pages(const at::Tensor& pool,         // [num_pages, page_size, Hkv, D]
+                        const at::Tensor& block_table,  // [B, max_pages] int32, -1 where there is no page
+                        const at::Tensor& lengths,      // [B] int64
+                        const c10::SymInt& capacity);   // -> [B, Hkv, capacity, D], at least the longest sequence
+
 void check_kv_cache_append_paged(const at::Tensor& key_pool, const at::Tensor& value_pool,
                                  const at::Tensor& block_table, const at::Tensor& lengths, const at::Tensor& key,
                                  const at::Tensor& value, const std::optional<at::Tensor>& new_lens,

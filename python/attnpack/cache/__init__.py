@@ -3,6 +3,7 @@
 from .cross_cache import CrossCache
 from .kv_cache import DynamicCache, KVCache, ModelCache, StaticCache, check_kind, unchanged_on_error
 from .latent_cache import LatentCache
+from .paged_cache import PagedCache
 from .quantized_cache import QuantizedCache
 from .sliding_window_cache import SlidingWindowCache
 
@@ -13,6 +14,7 @@ __all__ = [
     "LatentCache",
     "ModelCache",
     "QuantizedCache",
+    "PagedCache",
     "SlidingWindowCache",
     "StaticCache",
     "check_kind",

@@ -38,10 +38,10 @@ class KVCache:
     def _change(self, rule: str, *arguments: Any) -> None:
         self._tensors, self._numbers = self._ask(rule, *arguments)
 
-    def reserve(self, key: Tensor, value: Tensor) -> CacheTensors:
-        """Tensors with room for the new key [B, Hkv, L, D] and value [B, Hkv, L, Dv]; a ValueError if they do not fit
-        the cache."""
-        self._tensors, self._numbers, room = self._ask("reserve", key, value)
+    def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
+        """Tensors with room for the new key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of which new_lens [B] are valid;
+        a ValueError if they do not fit the cache."""
+        self._tensors, self._numbers, room = self._ask("reserve", key, value, new_lens)
         return CacheTensors(*room)
 
     def reserve_latents(self, latents: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
@@ -114,6 +114,9 @@ class KVCache:
     def all_or_none(self) -> AbstractContextManager[None]:
         """Takes the cache back to where it was if the body raises."""
         return _AllOrNone([self])
+
+    def _taken_back(self) -> None:
+        """What is to be done when the former state is there again."""
 
     def clone(self) -> KVCache:
         """A deep copy."""
@@ -285,6 +288,7 @@ class _AllOrNone:
             for cache, (tensors, numbers, lengths) in zip(self._caches, self._before, strict=True):
                 cache._tensors, cache._numbers = tensors, numbers
                 cache.lengths.copy_(lengths)
+                cache._taken_back()
 
 
 def check_kind(cache: object, wanted: type, where: str, fix: str | None = None) -> None:

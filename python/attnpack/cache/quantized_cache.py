@@ -31,8 +31,8 @@ class QuantizedCache(KVCache):
     def __init__(self, bits: int, *, exact_first: int = 0, exact_last: int = 0) -> None:
         self._tensors, self._numbers = _native("quantized_cache")(bits, exact_first, exact_last)
 
-    def reserve(self, key: Tensor, value: Tensor) -> CacheTensors:
-        self._tensors, self._numbers, room = self._ask("reserve", key, value)
+    def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
+        self._tensors, self._numbers, room = self._ask("reserve", key, value, new_lens)
         named: dict[str, Any] = dict(
             zip(("key", "value", "lengths", "dropped", "exact_key", "exact_value"), room, strict=False)
         )

@@ -40,8 +40,8 @@ class SlidingWindowCache(KVCache):
         else:
             self._tensors, self._numbers = _C.cpp.sliding_window_cache(window, keep_first)
 
-    def reserve(self, key: Tensor, value: Tensor) -> CacheTensors:
-        return super().reserve(key, value)._replace(window=self.window[0], keep_first=self.keep_first)
+    def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
+        return super().reserve(key, value, new_lens)._replace(window=self.window[0], keep_first=self.keep_first)
 
     @property
     def window(self) -> tuple[int, int]:

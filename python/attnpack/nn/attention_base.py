@@ -55,7 +55,7 @@ class NativeAttention(NativeModule):
                 key,
                 value,
                 rope=None if self.rope is None else self.rope.settings,
-                cache=cache.reserve(key, value) if appends else None,
+                cache=cache.reserve(key, value, kv_lens) if appends else None,
                 kv_lens=kv_lens,
                 need_weights=need_weights,
                 **self._settings(query),

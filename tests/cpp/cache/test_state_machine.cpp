@@ -26,6 +26,7 @@ struct Kind {
   std::optional<int64_t> room;       // the most positions of a sequence
   std::optional<int64_t> allocated;  // the most positions that take memory between calls
   int64_t bits = 0;                  // of quantised rows; 0: rows as they are
+  bool paged = false;                // stores the positions that sequences hold, and shared ones once
 };
 
 const Kind kKinds[] = {
@@ -56,6 +57,14 @@ const Kind kKinds[] = {
      std::nullopt,
      std::nullopt,
      4},
+    {"paged",
+     [] { return std::make_shared<PagedCache>(PagedCacheOptions(kBatch, kHeads, kDim, 850).v_head_dim(kWidth)); },
+     {-1, -1},
+     0,
+     std::nullopt,
+     850 * 16,
+     0,
+     true},
 };
 
 struct Rows {
@@ -101,7 +110,13 @@ class Machine {
     REQUIRE(cache_->nbytes() <= cache_->nbytes_allocated());
     if (kind_.bits) return;
     const int64_t position = kBatch * kHeads * (kDim + kWidth) * 4;
-    REQUIRE(cache_->nbytes() == position * kind_.room.value_or(shown));
+    if (kind_.paged) {
+      REQUIRE(cache_->nbytes() <= position / kBatch * (length(0) + length(1) + length(2)));
+      REQUIRE(cache_->nbytes() >= position / kBatch * shown);
+    } else {
+      REQUIRE(cache_->nbytes() == position * kind_.room.value_or(shown));
+    }
+    REQUIRE(cache_->nbytes() <= cache_->nbytes_allocated());
     if (kind_.allocated) REQUIRE(cache_->nbytes_allocated() <= position * *kind_.allocated);
   }
 
@@ -130,7 +145,7 @@ class Machine {
   void write(const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens) {
     all_or_none(std::vector{cache_}, [&] {
       AttendOptions options;
-      options.cache = cache_->reserve(key, value);
+      options.cache = cache_->reserve_valid(key, value, new_lens);
       options.causal = true;
       options.window = kind_.window;
       options.kv_lens = new_lens;

@@ -2,6 +2,11 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <mutex>
+#include <numeric>
+#include <unordered_map>
+
 #include <attnpack/core/check.h>
 
 namespace attnpack {
@@ -10,6 +15,12 @@ namespace {
 using at::Tensor;
 
 int64_t pages_for(int64_t positions, int64_t page_size) { return (positions + page_size - 1) / page_size; }
+
+// Caches on one pool may end or append in several threads.
+std::mutex& pages_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
 
 int32_t* row_of(const PageTable& table, int64_t b) {
   return table.block_table.mutable_data_ptr<int32_t>() + b * table.block_table.size(1);
@@ -44,52 +55,73 @@ struct Entry {
   int64_t b, entry, page;
 };
 
-}  // namespace
-
-PageTable make_page_table(int64_t batch, int64_t num_pages, int64_t page_size) {
-  ATTNPACK_CHECK(batch >= 0 && num_pages >= 0, "batch is ", batch, " and num_pages ", num_pages,
-                 ", wants numbers >= 0");
-  ATTNPACK_CHECK(page_size >= 1, "page_size is ", page_size, ", wants at least 1");
-  return {at::full({batch, num_pages}, -1, at::kInt), at::zeros({num_pages}, at::kInt), page_size};
+// Counts each page of a table once more.
+void count_pages(const PageTable& table) {
+  int32_t* references = table.references.mutable_data_ptr<int32_t>();
+  for (int64_t b = 0; b < table.block_table.size(0); ++b) {
+    const int32_t* row = row_of(table, b);
+    for (int64_t i = 0; i < table.block_table.size(1) && row[i] >= 0; ++i) ++references[row[i]];
+  }
 }
 
-int64_t free_pages(const PageTable& table) {
-  const int32_t* references = table.references.const_data_ptr<int32_t>();
-  int64_t count = 0;
-  for (int64_t i = 0; i < table.references.numel(); ++i) count += references[i] == 0;
-  return count;
+// The same table over memory that gives the pages back when it ends.
+PageTable owning(const PageTable& table) {
+  const auto give_back = [table](void*) { keep_pages(table, std::vector<int64_t>(table.block_table.size(0))); };
+  return {at::from_blob(table.block_table.mutable_data_ptr(), table.block_table.sizes(), give_back, at::kInt),
+          table.references, table.page_size};
 }
 
-std::vector<PageCopy> give_room(const PageTable& table, const std::vector<int64_t>& held,
+// The last page of a sequence, where that page has free rows and the sequence is to write to it; else -1.
+int64_t written_page(const PageTable& table, const std::vector<int64_t>& held, const std::vector<int64_t>& counts,
+                     int64_t b) {
+  return counts[b] > 0 && held[b] % table.page_size != 0 ? row_of(table, b)[held[b] / table.page_size] : -1;
+}
+
+// The sequence that keeps a page which only sequences that are to write hold: the longest, so that it writes after the
+// rows that the others hold.
+struct Writers {
+  int32_t count = 0;
+  int64_t longest = -1;
+};
+
+std::unordered_map<int64_t, Writers> writers_of_pages(const PageTable& table, const std::vector<int64_t>& held,
+                                                      const std::vector<int64_t>& counts) {
+  std::unordered_map<int64_t, Writers> result;
+  for (int64_t b = 0; b < static_cast<int64_t>(held.size()); ++b) {
+    const int64_t page = written_page(table, held, counts, b);
+    if (page < 0) continue;
+    Writers& writers = result[page];
+    ++writers.count;
+    if (writers.longest < 0 || held[b] > held[writers.longest]) writers.longest = b;
+  }
+  return result;
+}
+
+std::vector<PageCopy> add_pages(const PageTable& table, const std::vector<int64_t>& held,
                                 const std::vector<int64_t>& counts) {
   const int64_t size = table.page_size, most = table.block_table.size(1);
   int32_t* references = table.references.mutable_data_ptr<int32_t>();
-  // A page that two rows of this call are to write: the last of them keeps it.
-  std::vector<int32_t> left;
+  const auto writers = writers_of_pages(table, held, counts);
   FreePages free(table.references);
   std::vector<PageCopy> copies;
   std::vector<Entry> entries;
   int64_t missing = 0;
-  for (size_t b = 0; b < held.size(); ++b) {
-    const auto own = static_cast<int64_t>(b);
+  for (int64_t b = 0; b < static_cast<int64_t>(held.size()); ++b) {
     if (counts[b] == 0) continue;
     ATTNPACK_CHECK(pages_for(held[b] + counts[b], size) <= most, "sequence ", b, " holds ", held[b], " positions and ",
                    counts[b], " are to be appended, wants at most ", most * size, ": make the cache with more pages");
-    const int32_t* row = row_of(table, own);
-    int64_t last = held[b] > 0 ? row[pages_for(held[b], size) - 1] : -1;
+    int64_t last = held[b] > 0 ? row_of(table, b)[pages_for(held[b], size) - 1] : -1;
     const auto take = [&](int64_t entry) {
       const int64_t page = free.take(last);
       missing += page < 0;
-      entries.push_back({own, entry, page});
+      entries.push_back({b, entry, page});
       last = page;
     };
-    if (held[b] % size != 0) {
-      if (left.empty()) left.assign(references, references + table.references.numel());
-      const int64_t shared = last;
-      if (left[shared] > 1) {
-        --left[shared];
+    if (const int64_t page = written_page(table, held, counts, b); page >= 0) {
+      const Writers& all = writers.at(page);
+      if (references[page] > all.count || all.longest != b) {
         take(held[b] / size);
-        copies.push_back({shared, last, held[b] % size});
+        copies.push_back({page, last, held[b] % size});
       }
     }
     for (int64_t i = pages_for(held[b], size); i < pages_for(held[b] + counts[b], size); ++i) take(i);
@@ -105,7 +137,49 @@ std::vector<PageCopy> give_room(const PageTable& table, const std::vector<int64_
   return copies;
 }
 
+}  // namespace
+
+PageTable make_page_table(int64_t batch, int64_t num_pages, int64_t page_size) {
+  ATTNPACK_CHECK(batch >= 0 && num_pages >= 0, "batch is ", batch, " and num_pages ", num_pages,
+                 ", wants numbers >= 0");
+  ATTNPACK_CHECK(page_size >= 1, "page_size is ", page_size, ", wants at least 1");
+  return owning({at::full({batch, num_pages}, -1, at::kInt), at::zeros({num_pages}, at::kInt), page_size});
+}
+
+int64_t free_pages(const PageTable& table) {
+  const int32_t* references = table.references.const_data_ptr<int32_t>();
+  int64_t count = 0;
+  for (int64_t i = 0; i < table.references.numel(); ++i) count += references[i] == 0;
+  return count;
+}
+
+std::vector<PageCopy> give_room(const PageTable& table, const std::vector<int64_t>& held,
+                                const std::vector<int64_t>& counts) {
+  const std::lock_guard lock(pages_mutex());
+  return add_pages(table, held, counts);
+}
+
+bool writes_shared_page(const PageTable& table, const std::vector<int64_t>& held, const std::vector<int64_t>& counts) {
+  const std::lock_guard lock(pages_mutex());
+  const int32_t* references = table.references.const_data_ptr<int32_t>();
+  for (int64_t b = 0; b < static_cast<int64_t>(held.size()); ++b) {
+    const int64_t page = written_page(table, held, counts, b);
+    if (page >= 0 && references[page] > 1) return true;
+  }
+  return false;
+}
+
+std::pair<PageTable, std::vector<PageCopy>> copy_with_room(const PageTable& table, const std::vector<int64_t>& held,
+                                                           const std::vector<int64_t>& counts) {
+  const PageTable copy{table.block_table.clone(), table.references, table.page_size};
+  const std::lock_guard lock(pages_mutex());
+  auto copies = add_pages(copy, held, counts);
+  count_pages(table);
+  return {owning(copy), std::move(copies)};
+}
+
 void keep_pages(const PageTable& table, const std::vector<int64_t>& held) {
+  const std::lock_guard lock(pages_mutex());
   int32_t* references = table.references.mutable_data_ptr<int32_t>();
   for (size_t b = 0; b < held.size(); ++b) {
     int32_t* row = row_of(table, static_cast<int64_t>(b));
@@ -117,13 +191,26 @@ void keep_pages(const PageTable& table, const std::vector<int64_t>& held) {
 }
 
 PageTable fork_pages(const PageTable& table, const Tensor& index) {
-  PageTable fork{table.block_table.index_select(0, index), table.references, table.page_size};
-  int32_t* references = table.references.mutable_data_ptr<int32_t>();
-  for (int64_t b = 0; b < fork.block_table.size(0); ++b) {
-    const int32_t* row = row_of(fork, b);
-    for (int64_t i = 0; i < fork.block_table.size(1) && row[i] >= 0; ++i) ++references[row[i]];
+  const PageTable fork{table.block_table.index_select(0, index), table.references, table.page_size};
+  const std::lock_guard lock(pages_mutex());
+  count_pages(fork);
+  return owning(fork);
+}
+
+PageTable clone_table(const PageTable& table) {
+  const PageTable clone{table.block_table.clone(), at::zeros_like(table.references), table.page_size};
+  count_pages(clone);
+  return owning(clone);
+}
+
+int64_t rows_held(const PageTable& table, const std::vector<int64_t>& held) {
+  std::vector<int64_t> rows(table.references.numel());
+  for (size_t b = 0; b < held.size(); ++b) {
+    const int32_t* row = row_of(table, static_cast<int64_t>(b));
+    for (int64_t i = 0; i < pages_for(held[b], table.page_size); ++i)
+      rows[row[i]] = std::max(rows[row[i]], std::min(table.page_size, held[b] - i * table.page_size));
   }
-  return fork;
+  return std::accumulate(rows.begin(), rows.end(), int64_t{0});
 }
 
 void copy_pages(const Tensor& pool, const std::vector<PageCopy>& copies) {

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
 #include <vector>
 
 namespace attnpack {
@@ -20,6 +21,8 @@ struct PageCopy {
   int64_t from, to, rows;
 };
 
+// A table that holds no page. Its pages, and those of the tables below, go back to the pool when the last tensor over
+// its block_table ends.
 PageTable make_page_table(int64_t batch, int64_t num_pages, int64_t page_size);
 
 int64_t free_pages(const PageTable& table);
@@ -31,11 +34,24 @@ int64_t free_pages(const PageTable& table);
 std::vector<PageCopy> give_room(const PageTable& table, const std::vector<int64_t>& held,
                                 const std::vector<int64_t>& counts);
 
+// Whether give_room would copy a page: a sequence is to write to its last page, and another row holds it too.
+bool writes_shared_page(const PageTable& table, const std::vector<int64_t>& held, const std::vector<int64_t>& counts);
+
+// give_room in a copy of the table. `table` stays as it is, and holds its pages until it ends.
+std::pair<PageTable, std::vector<PageCopy>> copy_with_room(const PageTable& table, const std::vector<int64_t>& held,
+                                                           const std::vector<int64_t>& counts);
+
 // Keeps the pages of the first held[b] positions of each sequence, and gives the others back.
 void keep_pages(const PageTable& table, const std::vector<int64_t>& held);
 
 // A table on the same pool whose row b holds the pages of row index[b]. It copies no page.
 PageTable fork_pages(const PageTable& table, const at::Tensor& index);  // index [B'] int64
+
+// A table like this one on a pool of its own, where nobody else holds pages.
+PageTable clone_table(const PageTable& table);
+
+// How many rows of pages hold positions. A row that several sequences share counts once.
+int64_t rows_held(const PageTable& table, const std::vector<int64_t>& held);
 
 // Makes the copies in a pool of any strides.
 void copy_pages(const at::Tensor& pool,  // [num_pages, page_size, Hkv, D], written

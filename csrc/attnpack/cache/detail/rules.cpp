@@ -5,6 +5,7 @@
 
 #include <attnpack/cache/cross_cache.h>
 #include <attnpack/cache/latent_cache.h>
+#include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/quantized_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
 #include <attnpack/cache/static_cache.h>
@@ -33,6 +34,7 @@ Room with_state(const KVCache& cache, const CacheTensors& room) {
   Tensors tensors{room.key, room.value, room.lengths};
   if (room.dropped) tensors.push_back(*room.dropped);
   if (room.exact_key) tensors.insert(tensors.end(), {*room.exact_key, *room.exact_value});
+  if (room.block_table) tensors.push_back(*room.block_table);
   return std::tuple_cat(state_of(cache), std::make_tuple(std::move(tensors)));
 }
 
@@ -54,6 +56,7 @@ std::shared_ptr<KVCache> HeldCache::make() const {
     cache =
         std::make_shared<QuantizedCache>(QuantizedCacheOptions(number(0)).exact_first(number(1)).exact_last(number(2)));
   }
+  if (kind == "PagedCache") return std::make_shared<PagedCache>(CacheState{tensors.vec(), numbers.vec()});
   ATTNPACK_CHECK(cache, "kind: got ", kind, ", want a class of caches");
   ATTNPACK_CHECK(tensors.size() >= 3 || (kind != "StaticCache" && tensors.size() < 2), "tensors: got ", tensors.size(),
                  ", want lengths, key and value, or lengths alone for a cache that grows");
@@ -61,9 +64,10 @@ std::shared_ptr<KVCache> HeldCache::make() const {
   return cache;
 }
 
-Room cache_reserve(const HeldCache& held, const Tensor& key, const Tensor& value) {
+Room cache_reserve(const HeldCache& held, const Tensor& key, const Tensor& value,
+                   const std::optional<Tensor>& new_lens) {
   const auto cache = held.make();
-  const auto room = cache->reserve(key, value);
+  const auto room = cache->reserve_valid(key, value, new_lens);
   return with_state(*cache, room);
 }
 
@@ -91,9 +95,11 @@ Changed cache_reorder(const HeldCache& held, const Tensor& index) {
 
 namespace {
 
-std::shared_ptr<CrossCache> cross_cache(const HeldCache& held) {
-  auto cache = std::dynamic_pointer_cast<CrossCache>(held.make());
-  ATTNPACK_CHECK(cache, "kind: got ", held.kind, ", want a CrossCache");
+// The cache of a rule that only the class Cache has.
+template <typename Cache>
+std::shared_ptr<Cache> made_as(const HeldCache& held, const char* name) {
+  auto cache = std::dynamic_pointer_cast<Cache>(held.make());
+  ATTNPACK_CHECK(cache, "kind: got ", held.kind, ", want a ", name);
   return cache;
 }
 
@@ -101,13 +107,29 @@ std::shared_ptr<CrossCache> cross_cache(const HeldCache& held) {
 
 Changed cache_store(const HeldCache& held, const Tensor& key, const Tensor& value,
                     const std::optional<Tensor>& kv_lens) {
-  const auto cache = cross_cache(held);
+  const auto cache = made_as<CrossCache>(held, "CrossCache");
   cache->store(key, value, kv_lens);
   return state_of(*cache);
 }
 
 void cache_check_call(const HeldCache& held, const Tensor& x, const std::optional<Tensor>& context) {
-  cross_cache(held)->check_call(x, context);
+  made_as<CrossCache>(held, "CrossCache")->check_call(x, context);
+}
+
+Changed cache_fork(const HeldCache& held, const Tensor& index) {
+  return state_of(*made_as<PagedCache>(held, "PagedCache")->fork(index));
+}
+
+Changed cache_release(const HeldCache& held, const Tensor& rows) {
+  const auto cache = made_as<PagedCache>(held, "PagedCache");
+  cache->release(rows);
+  return state_of(*cache);
+}
+
+Changed cache_give_back(const HeldCache& held) {
+  const auto cache = made_as<PagedCache>(held, "PagedCache");
+  cache->give_back();
+  return state_of(*cache);
 }
 
 Changed cache_clone(const HeldCache& held) { return state_of(*held.make()->clone()); }
@@ -132,15 +154,32 @@ Changed quantized_cache(int64_t bits, int64_t exact_first, int64_t exact_last) {
   return state_of(QuantizedCache(QuantizedCacheOptions(bits).exact_first(exact_first).exact_last(exact_last)));
 }
 
-Tensors static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
-                     std::optional<int64_t> v_head_dim, std::optional<at::ScalarType> dtype,
-                     std::optional<at::Device> device) {
+namespace {
+
+at::TensorOptions tensor_options(std::optional<at::ScalarType> dtype, std::optional<at::Device> device) {
   // torch reads its table of dtypes at that number, wherever it lies.
   ATTNPACK_CHECK(!dtype || (*dtype >= at::kByte && *dtype < at::ScalarType::NumOptions), "dtype: got the number ",
                  static_cast<int>(*dtype), ", want one of torch's dtypes");
+  return at::TensorOptions().dtype(dtype).device(device);
+}
+
+}  // namespace
+
+Changed paged_cache(int64_t batch, int64_t num_kv_heads, int64_t head_dim, int64_t page_size, int64_t num_pages,
+                    std::optional<int64_t> v_head_dim, std::optional<at::ScalarType> dtype,
+                    std::optional<at::Device> device) {
+  return state_of(PagedCache(PagedCacheOptions(batch, num_kv_heads, head_dim, num_pages)
+                                 .page_size(page_size)
+                                 .v_head_dim(v_head_dim)
+                                 .tensor(tensor_options(dtype, device))));
+}
+
+Tensors static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,
+                     std::optional<int64_t> v_head_dim, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Device> device) {
   return StaticCache(StaticCacheOptions(batch, num_kv_heads, max_len, head_dim)
                          .v_head_dim(v_head_dim)
-                         .tensor(at::TensorOptions().dtype(dtype).device(device)))
+                         .tensor(tensor_options(dtype, device)))
       .state()
       .tensors;
 }
@@ -152,7 +191,8 @@ Tensors static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64
 
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   using namespace attnpack;
-  m.def("cache_reserve" ATTNPACK_STATE ", Tensor key, Tensor value" ATTNPACK_CHANGED ", Tensor(a!)[])",
+  m.def("cache_reserve" ATTNPACK_STATE ", Tensor key, Tensor value, Tensor? new_lens" ATTNPACK_CHANGED
+        ", Tensor(a!)[])",
         from_schema<cache_reserve>);
   m.def("cache_reserve_latents" ATTNPACK_STATE ", Tensor latents, int kv_lora_rank" ATTNPACK_CHANGED ", Tensor(a!)[])",
         from_schema<cache_reserve_latents>);
@@ -165,6 +205,9 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
         from_schema<cache_store>);
   m.def("cache_check_call(str kind, Tensor[] tensors, SymInt[] numbers, Tensor x, Tensor? context) -> ()",
         from_schema<cache_check_call>);
+  m.def("cache_fork" ATTNPACK_STATE ", Tensor index" ATTNPACK_CHANGED ")", from_schema<cache_fork>);
+  m.def("cache_release" ATTNPACK_STATE ", Tensor rows" ATTNPACK_CHANGED ")", from_schema<cache_release>);
+  m.def("cache_give_back" ATTNPACK_STATE ATTNPACK_CHANGED ")", from_schema<cache_give_back>);
   m.def("cache_clone(str kind, Tensor[] tensors, SymInt[] numbers) -> (Tensor[], SymInt[])", from_schema<cache_clone>);
   m.def("cache_len(str kind, Tensor[] tensors, SymInt[] numbers) -> SymInt[]", from_schema<cache_len>);
   m.def("cache_nbytes(str kind, Tensor[] tensors, SymInt[] numbers) -> SymInt[]", from_schema<cache_nbytes>);
@@ -173,6 +216,10 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("cache_views(str kind, Tensor(a)[] tensors, SymInt[] numbers) -> Tensor(a)[]", from_schema<cache_views>);
   m.def("sliding_window_cache(int left, int right, int keep_first) -> (Tensor[], SymInt[])", sliding_window_cache);
   m.def("quantized_cache(int bits, int exact_first, int exact_last) -> (Tensor[], SymInt[])", quantized_cache);
+  m.def(
+      "paged_cache(int batch, int num_kv_heads, int head_dim, int page_size, int num_pages, int? v_head_dim, "
+      "ScalarType? dtype, Device? device) -> (Tensor[], SymInt[])",
+      paged_cache);
   m.def(
       "static_cache(int batch, int num_kv_heads, int max_len, int head_dim, int? v_head_dim, ScalarType? dtype, "
       "Device? device) -> Tensor[]",

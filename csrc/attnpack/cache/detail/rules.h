@@ -26,7 +26,8 @@ using Numbers = std::vector<c10::SymInt>;
 using Changed = std::tuple<Tensors, Numbers>;        // the new state
 using Room = std::tuple<Tensors, Numbers, Tensors>;  // and the tensors of the room, in the order of CacheTensors
 
-Room cache_reserve(const HeldCache& held, const at::Tensor& key, const at::Tensor& value);
+Room cache_reserve(const HeldCache& held, const at::Tensor& key, const at::Tensor& value,
+                   const std::optional<at::Tensor>& new_lens);
 Room cache_reserve_latents(const HeldCache& held, const at::Tensor& latents, int64_t kv_lora_rank);
 Changed cache_commit(const HeldCache& held, c10::SymInt new_len, const std::optional<at::Tensor>& new_lens);
 Changed cache_reset(const HeldCache& held);
@@ -46,11 +47,21 @@ Numbers cache_nbytes_allocated(const HeldCache& held);
 // k and v; nothing before the first append of a cache that grows.
 Tensors cache_views(const HeldCache& held);
 
+// Of a PagedCache.
+Changed cache_fork(const HeldCache& held, const at::Tensor& index);
+Changed cache_release(const HeldCache& held, const at::Tensor& rows);
+// The end of take_back: gives back the pages after the held positions.
+Changed cache_give_back(const HeldCache& held);
+
 // The state of an empty SlidingWindowCache.
 Changed sliding_window_cache(int64_t left, int64_t right, int64_t keep_first);
 
 // The state of an empty QuantizedCache.
 Changed quantized_cache(int64_t bits, int64_t exact_first, int64_t exact_last);
+// The state of an empty PagedCache.
+Changed paged_cache(int64_t batch, int64_t num_kv_heads, int64_t head_dim, int64_t page_size, int64_t num_pages,
+                    std::optional<int64_t> v_head_dim, std::optional<at::ScalarType> dtype,
+                    std::optional<at::Device> device);
 
 // The tensors of an empty StaticCache.
 Tensors static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim,

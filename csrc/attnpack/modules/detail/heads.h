@@ -54,7 +54,9 @@ auto with_cache(const std::shared_ptr<KVCache>& cache, const at::Tensor& key, co
       return call(options);
     });
   }
-  return with_room(cache, key.size(2), options, [&](KVCache& held) { return held.reserve(key, value); }, call);
+  return with_room(
+      cache, key.size(2), options, [&](KVCache& held) { return held.reserve_valid(key, value, options.kv_lens); },
+      call);
 }
 
 }  // namespace attnpack

@@ -1,0 +1,196 @@
+#include <attnpack/cache/paged_cache.h>
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+
+#include <attnpack/cache/detail/page_table.h>
+#include <attnpack/core/check.h>
+#include <attnpack/ops/kv_cache_paged.h>
+
+namespace attnpack {
+
+using at::Tensor;
+using c10::SymInt;
+
+namespace {
+
+std::vector<int64_t> read_lengths(const Tensor& lengths) {
+  const Tensor read = lengths.to(at::kCPU, at::kLong).contiguous();
+  return {read.const_data_ptr<int64_t>(), read.const_data_ptr<int64_t>() + read.numel()};
+}
+
+// How many of the new positions of each sequence are valid.
+std::vector<int64_t> read_counts(const std::optional<Tensor>& new_lens, int64_t batch, int64_t length) {
+  if (!new_lens) return std::vector<int64_t>(batch, length);
+  ATTNPACK_CHECK(
+      new_lens->dim() == 1 && new_lens->size(0) == batch && at::isIntegralType(new_lens->scalar_type(), false),
+      "kv_lens has shape ", new_lens->sizes(), " and dtype ", new_lens->scalar_type(),
+      ", wants int32 or int64 [batch]: the valid new tokens of each sequence");
+  auto counts = read_lengths(*new_lens);
+  for (size_t b = 0; b < counts.size(); ++b)
+    ATTNPACK_CHECK(counts[b] >= 0 && counts[b] <= length, "kv_lens[", b, "] is ", counts[b],
+                   ", wants 0 to the number of new tokens, ", length);
+  return counts;
+}
+
+// The pool as a cache of `batch` sequences, to be compared with new keys and values.
+CacheTensors as_sequences(const CacheTensors& pool, int64_t batch) {
+  const auto view = [&](const Tensor& x) { return x.narrow(0, 0, 1).transpose(1, 2).expand({batch, -1, -1, -1}); };
+  return {view(pool.key), view(pool.value), pool.lengths};
+}
+
+Tensor all_rows(int64_t batch) { return at::arange(batch, at::kLong); }
+
+}  // namespace
+
+PagedCache::PagedCache(const PagedCacheOptions& o) {
+  ATTNPACK_CHECK(o.batch() >= 0, "batch: got ", o.batch(), ", want 0 or more");
+  constexpr int64_t kMost = int64_t{1} << 31;  // numbers of pages are int32
+  const auto check_size = [&](const char* name, int64_t size) {
+    ATTNPACK_CHECK(size > 0 && size < kMost, name, ": got ", size, ", want 1 to ", kMost - 1);
+  };
+  check_size("num_kv_heads", o.num_kv_heads());
+  check_size("head_dim", o.head_dim());
+  check_size("page_size", o.page_size());
+  check_size("num_pages", o.num_pages());
+  const int64_t v_head_dim = o.v_head_dim().value_or(o.head_dim());
+  check_size("v_head_dim", v_head_dim);
+  const auto dtype = c10::typeMetaToScalarType(o.tensor().dtype());
+  ATTNPACK_CHECK(at::isFloatingType(dtype), "dtype: got ", dtype, ", want a floating one, that of the module");
+  const auto pool = [&](int64_t width) {
+    return cache_zeros({o.num_pages(), o.page_size(), o.num_kv_heads(), width}, o.tensor());
+  };
+  tensors_.key = pool(o.head_dim());
+  tensors_.value = pool(v_head_dim);
+  tensors_.lengths = cache_zeros({o.batch()}, o.tensor().dtype(at::kLong));
+  const PageTable table = make_page_table(o.batch(), o.num_pages(), o.page_size());
+  tensors_.block_table = table.block_table;
+  references_ = table.references;
+}
+
+namespace {
+
+PageTable table_of(const CacheTensors& tensors, const Tensor& references) {
+  return {*tensors.block_table, references, tensors.key.size(1)};
+}
+
+}  // namespace
+
+std::vector<int64_t> PagedCache::held() const {
+  auto lengths = read_lengths(tensors_.lengths);
+  for (size_t b = 0; b < lengths.size(); ++b) check_length(static_cast<int64_t>(b), lengths[b], *capacity());
+  return lengths;
+}
+
+CacheTensors PagedCache::reserve(const Tensor& key, const Tensor& value) {
+  return reserve_valid(key, value, std::nullopt);
+}
+
+CacheTensors PagedCache::reserve_valid(const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens) {
+  const int64_t batch = tensors_.lengths.size(0);
+  check_fits(as_sequences(tensors_, batch), key, value);
+  const auto lengths = held(), counts = read_counts(new_lens, batch, key.size(2));
+  const PageTable table = table_of(tensors_, references_);
+  std::vector<PageCopy> copies;
+  if (writes_shared_page(table, lengths, counts)) {
+    PageTable room;
+    std::tie(room, copies) = copy_with_room(table, lengths, counts);
+    tensors_.block_table = room.block_table;
+  } else {
+    give_room(table, lengths, counts);
+  }
+  at::NoGradGuard no_grad;
+  copy_pages(tensors_.key, copies);
+  copy_pages(tensors_.value, copies);
+  return tensors_;
+}
+
+CacheTensors PagedCache::reserve_latents(const Tensor& latents, int64_t) {
+  ATTNPACK_CHECK(false, "cache: got a PagedCache, want a LatentCache or StaticCache for latents of shape ",
+                 latents.sym_sizes(), "; pages hold the keys and values of heads");
+}
+
+// The op has counted the positions already. Pages for those that are not valid may be left.
+void PagedCache::commit(const SymInt&, const std::optional<Tensor>& new_lens) {
+  if (new_lens) give_back();
+}
+
+void PagedCache::give_back() { keep_pages(table_of(tensors_, references_), held()); }
+
+std::shared_ptr<PagedCache> PagedCache::fork(const Tensor& index) const {
+  const auto rows = check_index(index, lengths(), /*same_batch=*/false);
+  c10::InferenceMode normal(false);
+  const PageTable table = fork_pages(table_of(tensors_, references_), rows.cpu());
+  return std::make_shared<PagedCache>(CacheState{
+      {tensors_.lengths.index_select(0, rows), tensors_.key, tensors_.value, table.block_table, references_}, {}});
+}
+
+void PagedCache::keep(const std::vector<int64_t>& held) {
+  c10::InferenceMode normal(false);
+  const PageTable table = fork_pages(table_of(tensors_, references_), all_rows(lengths().size(0)));
+  keep_pages(table, held);
+  tensors_.block_table = table.block_table;
+  tensors_.lengths = at::tensor(held, at::kLong).to(lengths().device());
+}
+
+void PagedCache::release(const Tensor& rows) {
+  const Tensor checked = check_index(rows, lengths(), /*same_batch=*/false, "rows");
+  auto kept = held();
+  for (const int64_t b : read_lengths(checked)) kept[b] = 0;
+  keep(kept);
+}
+
+void PagedCache::reset() { keep(std::vector<int64_t>(lengths().size(0))); }
+
+void PagedCache::crop(const SymInt& n) {
+  check_crop(n);
+  auto kept = held();
+  for (int64_t& length : kept) length = std::min(length, n.guard_int(__FILE__, __LINE__));
+  keep(kept);
+}
+
+void PagedCache::reorder(const Tensor& index) { restore(fork(index)->state()); }
+
+std::shared_ptr<KVCache> PagedCache::clone() const {
+  c10::InferenceMode normal(false);
+  at::NoGradGuard no_grad;
+  const PageTable table = clone_table(table_of(tensors_, references_));
+  return std::make_shared<PagedCache>(CacheState{
+      {tensors_.lengths.clone(), tensors_.key.clone(), tensors_.value.clone(), table.block_table, table.references},
+      {}});
+}
+
+int64_t PagedCache::free_pages() const { return attnpack::free_pages(table_of(tensors_, references_)); }
+
+Tensor PagedCache::k() const { return gather_pages(tensors_.key, block_table(), lengths(), sym_len()); }
+
+Tensor PagedCache::v() const { return gather_pages(tensors_.value, block_table(), lengths(), sym_len()); }
+
+SymInt PagedCache::sym_len() const { return longest_length(lengths(), *capacity()); }
+
+SymInt PagedCache::sym_nbytes() const {
+  const auto row = [](const Tensor& pool) { return pool.size(2) * pool.size(3) * pool.element_size(); };
+  return rows_held(table_of(tensors_, references_), held()) * (row(tensors_.key) + row(tensors_.value));
+}
+
+CacheState PagedCache::state() const {
+  return {{tensors_.lengths, tensors_.key, tensors_.value, block_table(), references_}, {}};
+}
+
+void PagedCache::restore(const CacheState& state) {
+  const auto& parts = state.tensors;
+  ATTNPACK_CHECK(parts.size() == 5, "tensors: got ", parts.size(),
+                 ", want lengths, key pool, value pool, block_table and references for a PagedCache");
+  numbers_of(state, 0);
+  tensors_ = {.key = parts[1], .value = parts[2], .lengths = parts[0], .block_table = parts[3]};
+  references_ = parts[4];
+}
+
+void PagedCache::take_back(const CacheBefore& before) {
+  KVCache::take_back(before);
+  give_back();
+}
+
+}  // namespace attnpack

@@ -1,0 +1,93 @@
+#include <attnpack/layers/detail/paged_keys.h>
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+#include <attnpack/core/check.h>
+#include <attnpack/layers/detail/place_tokens.h>
+#include <attnpack/ops/detail/varlen_arguments.h>
+#include <attnpack/ops/kv_cache_paged.h>
+
+namespace attnpack {
+
+using c10::SymInt;
+
+namespace {
+
+VarlenArguments varlen_arguments(const CacheTensors& cache, const LayerArguments& layer, const ScoreArguments& score) {
+  return {.block_table = cache.block_table,
+          .causal = layer.causal,
+          .window_left = score.window_left,
+          .window_right = score.window_right,
+          .softcap = score.softcap,
+          .sinks = score.sinks,
+          .alibi_slopes = score.alibi_slopes,
+          .head_map = score.head_map,
+          .scale = layer.scale};
+}
+
+// [B, H, L, D] -> [B * L, H, D]
+Tensor as_rows(const Tensor& x) { return x.transpose(1, 2).flatten(0, 1); }
+
+void check_no_context(const LayerArguments& layer) {
+  ATTNPACK_CHECK(!layer.cross, "cache is given together with a context: a cache holds the keys of self-attention");
+}
+
+}  // namespace
+
+bool reads_pages(const LayerTokens& tokens, const LayerArguments& layer, const ScoreArguments& score) {
+  const auto differentiated = [](const Tensor& x) {
+    return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
+  };
+  return !layer.mask && layer.dropout_p == 0 && !layer.rope.raw_keys && !differentiated(tokens.query) &&
+         !differentiated(tokens.key) && !differentiated(tokens.value) && !(score.sinks && differentiated(*score.sinks));
+}
+
+Tensor attend_pages(const LayerTokens& tokens, const CacheTensors& cache, const LayerArguments& layer,
+                    const ScoreArguments& score) {
+  check_no_context(layer);
+  const auto& [query, key, value] = tokens;
+  check_kv_cache_append_paged(cache.key, cache.value, *cache.block_table, cache.lengths, key, value, layer.kv_lens,
+                              std::nullopt);
+  ATTNPACK_CHECK(query.dim() == 4 && query.sym_size(0) == key.sym_size(0) && query.sym_size(2) == key.sym_size(2),
+                 "query has shape ", query.sym_sizes(), ", key ", key.sym_sizes(), ": batch and length must agree");
+  const SymInt batch = query.sym_size(0), length = query.sym_size(2);
+  const Tensor ends = at::arange(batch + 1, cache.lengths.options()) * length;
+  const Tensor past = cache.lengths.clone();
+  VarlenArguments args = varlen_arguments(cache, layer, score);
+  args.q_offsets = past;
+  args.kv_lens = cache.lengths;
+  check_attention_varlen(as_rows(query), cache.key, cache.value, ends, args);  // before anything is written
+  const auto [q, k] =
+      rotate_tokens({query, key, value}, rope_settings(layer.rope), {layer.positions, false, past, layer.kv_lens});
+  kv_cache_append_paged_(cache.key, cache.value, *cache.block_table, cache.lengths, k, value, layer.kv_lens);
+  const auto [out, lse] = attention_varlen_op(as_rows(q), cache.key, cache.value, ends, args);
+  return out.unflatten_symint(0, {batch, length}).flatten(2);
+}
+
+void through_copy(const LayerTokens& tokens, const CacheTensors& cache, const LayerArguments& layer,
+                  c10::function_ref<void(const CacheTensors& copy)> call) {
+  check_no_context(layer);
+  check_kv_cache_append_paged(cache.key, cache.value, *cache.block_table, cache.lengths, tokens.key, tokens.value,
+                              layer.kv_lens, std::nullopt);
+  const SymInt added = tokens.key.sym_size(2);
+  const SymInt held = longest_length(cache.lengths, cache.block_table->sym_size(1) * cache.key.sym_size(1));
+  const auto copied = [&](const Tensor& pool) {
+    return gather_pages(pool, *cache.block_table, cache.lengths, held + added);
+  };
+  const CacheTensors copy{copied(cache.key), copied(cache.value), cache.lengths.clone()};
+  call(copy);
+  at::NoGradGuard no_grad;
+  const Tensor slots = cache.lengths.unsqueeze(1) + at::arange(added, cache.lengths.options());  // [B, L]
+  const auto new_rows = [&](const Tensor& x) {
+    auto shape = x.sym_sizes().vec();
+    shape[2] = added;
+    return x.gather(2, slots.unsqueeze(1).unsqueeze(-1).expand_symint(shape));
+  };
+  kv_cache_append_paged_(cache.key, cache.value, *cache.block_table, cache.lengths, new_rows(copy.key),
+                         new_rows(copy.value), layer.kv_lens);
+}
+
+}  // namespace attnpack
