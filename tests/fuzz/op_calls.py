@@ -233,6 +233,34 @@ def quantized_rule(pick: Random) -> Call:
     return f"cache_{name}", ["QuantizedCache", state, numbers, *rules[name]], NO_CHECK
 
 
+def paged_rule(pick: Random) -> Call:
+    """A rule of a PagedCache that holds some positions."""
+    batch, heads, length, dtype = pick.randint(1, 3), pick.randint(1, 2), pick.randint(1, 7), pick.choice(WIDE)
+    made = attnpack.PagedCache(
+        batch, heads, 8, page_size=pick.choice([1, 3, 16]), num_pages=8 * batch, v_head_dim=6, dtype=dtype
+    )
+    q, k, v = (draw(batch, n, length, d, dtype=dtype) for n, d in ((2 * heads, 8), (heads, 8), (heads, 6)))
+    attnpack.ops.attend(q, k, v, cache=made.reserve(k, v), causal=True)
+    made.commit(length, None)
+    rows = torch.tensor([pick.randrange(batch) for _ in range(batch)])
+    new = [x[:, :, :1] for x in (k, v)]
+    rules = dict.fromkeys(("clone", "len", "nbytes", "nbytes_allocated", "reset", "views", "give_back"), [])
+    rules |= {"crop": [pick.randint(0, 9)], "reserve": [*new, None], "commit": [0, None], "reorder": [rows]}
+    rules |= {"fork": [rows], "release": [rows[:1]]}
+    name = pick.choice([*rules, "attend"])
+    if name == "attend":
+        rest = [None, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0, None, -1, -1, 0.0]
+        room = made.reserve(*new)
+        return pick.choice(["attend", "attend_with_weights"]), [q[:, :, :1], *new, *room, *rest, *[None] * 3], NO_CHECK
+    state = [x.clone() for x in made._tensors]  # the cache gives its own pages back when it ends
+    return f"cache_{name}", ["PagedCache", state, made._numbers, *rules[name]], NO_CHECK
+
+
+def paged_cache(pick: Random) -> Call:
+    sizes = [pick.randint(1, 4) for _ in range(5)]
+    return "paged_cache", [*sizes, pick.choice([None, 5]), pick.choice(DTYPES), None], NO_CHECK
+
+
 def kv_window(pick: Random) -> Call:
     """The slots of a cache that has dropped nothing: they keep their positions, or move as a whole."""
     batch, heads, keep_first = pick.randint(1, 3), pick.randint(1, 3), pick.choice([0, 0, 2])
@@ -446,7 +474,7 @@ def null(pick: Random) -> Call:
 
 MAKERS: list[Callable[[Random], Call]] = [
     attention, attention_backward, attention_varlen, attention_paged, attention_varlen_backward, attention_scores,
-    append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, kv_window, static_cache,
-    sliding_window_cache, quantized_cache, attend, attend_quantized, latent, latent_expand, apply_rope, rope_table,
-    linear, rms_norm, quantize_rows, dequantize_rows, attention_quantized, merge_states, null,
+    append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, paged_rule, kv_window, static_cache,
+    sliding_window_cache, quantized_cache, paged_cache, attend, attend_quantized, latent, latent_expand, apply_rope,
+    rope_table, linear, rms_norm, quantize_rows, dequantize_rows, attention_quantized, merge_states, null,
 ]  # fmt: skip

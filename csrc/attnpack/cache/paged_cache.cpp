@@ -1,6 +1,7 @@
 #include <attnpack/cache/paged_cache.h>
 
 #include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -179,11 +180,38 @@ CacheState PagedCache::state() const {
   return {{tensors_.lengths, tensors_.key, tensors_.value, block_table(), references_}, {}};
 }
 
+namespace {
+
+// Raises unless the tensors can be those of a PagedCache: the table is read without a look at its numbers.
+void check_parts(const std::vector<Tensor>& parts) {
+  for (const Tensor& part : parts)
+    ATTNPACK_CHECK(part.defined() && !part.is_nested() && part.layout() == at::kStrided,
+                   "tensors: got a tensor that is nested or sparse, want plain ones for a PagedCache");
+  const Tensor &lengths = parts[0], &key = parts[1], &value = parts[2], &table = parts[3], &references = parts[4];
+  ATTNPACK_CHECK(lengths.dim() == 1 && lengths.scalar_type() == at::kLong && key.dim() == 4 && value.dim() == 4 &&
+                     key.sizes().slice(0, 3) == value.sizes().slice(0, 3) && key.size(1) > 0,
+                 "tensors: got lengths ", lengths.sizes(), ", key pool ", key.sizes(), " and value pool ",
+                 value.sizes(), ", want int64 [batch] and [num_pages, page_size, num_kv_heads, head_dim] each");
+  const auto plain = [](const Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kInt && x.is_contiguous(); };
+  ATTNPACK_CHECK(plain(table) && plain(references) && table.dim() == 2 && table.size(0) == lengths.size(0) &&
+                     references.dim() == 1 && references.size(0) == key.size(0),
+                 "tensors: got block_table ", table.sizes(), " and references ", references.sizes(),
+                 ", want int32 [batch, max_pages] and [num_pages] on the CPU, contiguous");
+  if (at::isTensorSubclassLike(table) || table.is_meta()) return;
+  const auto* pages = table.const_data_ptr<int32_t>();
+  for (int64_t i = 0; i < table.numel(); ++i)
+    ATTNPACK_CHECK(pages[i] >= -1 && pages[i] < key.size(0), "tensors: block_table has page ", pages[i],
+                   ", wants -1 to ", key.size(0) - 1);
+}
+
+}  // namespace
+
 void PagedCache::restore(const CacheState& state) {
   const auto& parts = state.tensors;
   ATTNPACK_CHECK(parts.size() == 5, "tensors: got ", parts.size(),
                  ", want lengths, key pool, value pool, block_table and references for a PagedCache");
   numbers_of(state, 0);
+  check_parts(parts);
   tensors_ = {.key = parts[1], .value = parts[2], .lengths = parts[0], .block_table = parts[3]};
   references_ = parts[4];
 }
