@@ -27,8 +27,9 @@ at::Tensor generate_py(CausalLMImpl& self, Arguments& arguments) {
     options.cache(cache.cast<std::string>());
   } else if (cache) {
     TORCH_CHECK_TYPE(py::isinstance<ModelCache>(cache), "attnpack: cache is ", shown(cache),
-                     ", generate wants 'dynamic', 'static', 'none' (everything is computed anew for each token) or a "
-                     "ModelCache");
+                     ", generate wants 'dynamic', 'static', 'sliding', 'paged', 'int8', 'int4', 'none' (everything is "
+                     "computed anew for each "
+                     "token) or a ModelCache");
     options.model_cache(cache.cast<ModelCachePtr>());
   }
   if (const auto token = arguments.take("stop_tokens"))
@@ -91,10 +92,10 @@ void register_causal_lm(py::module_& m) {
                 arguments.finish(kModelCacheWords);
                 return without_gil([&] { return self.forward(ids, inputs); });
               });
-  bind_method(
-      cls, "generate",
-      {"ids", "max_new_tokens", "cache", "lengths", "stop_tokens", "temperature", "top_k", "top_p", "seed", "callback"},
-      1, &generate_py);
+  bind_method(cls, "generate",
+              {"ids", "max_new_tokens", "cache", "num_return_sequences", "lengths", "stop_tokens", "temperature",
+               "top_k", "top_p", "seed", "callback"},
+              1, &generate_py);
 }
 
 }  // namespace attnpack

@@ -203,7 +203,7 @@ def test_one_bit_the_same_alone_and_in_a_batch(model):
 
 def test_bad_input(model):
     for settings, message in (
-        (dict(cache="paged"), "cache: got 'paged'"),
+        (dict(cache="int2"), "cache: got 'int2'"),
         (dict(max_new_tokens=-1), "max_new_tokens: got -1"),
         (dict(top_p=0.0), "top_p: got 0"),
         (dict(top_k=-1), "top_k: got -1"),

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include <attnpack/cache/latent_cache.h>
+#include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
@@ -135,6 +136,17 @@ std::shared_ptr<ModelCache> CausalLMImpl::sliding_cache() const {
 std::shared_ptr<ModelCache> CausalLMImpl::quantized_cache(const QuantizedCacheOptions& cache) const {
   std::vector<std::shared_ptr<KVCache>> layers;
   for (int64_t i = 0; i < options.num_layers(); ++i) layers.push_back(std::make_shared<QuantizedCache>(cache));
+  return std::make_shared<ModelCache>(std::move(layers));
+}
+
+std::shared_ptr<ModelCache> CausalLMImpl::paged_cache(int64_t batch, int64_t num_pages) const {
+  ATTNPACK_CHECK(!options.latent(),
+                 "cache: got 'paged' for a model with latent attention, want 'dynamic', 'static' or "
+                 "'none': pages hold the keys and values of heads");
+  const auto shape = PagedCacheOptions(batch, *options.num_kv_heads(), *options.head_dim(), num_pages)
+                         .tensor(model->embed_tokens->weight.options().requires_grad(false));
+  std::vector<std::shared_ptr<KVCache>> layers;
+  for (int64_t i = 0; i < options.num_layers(); ++i) layers.push_back(std::make_shared<PagedCache>(shape));
   return std::make_shared<ModelCache>(std::move(layers));
 }
 

@@ -96,6 +96,8 @@ class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
   // A SlidingWindowCache for each layer if the model has a window (left, ...), else what dynamic_cache() gives.
   std::shared_ptr<ModelCache> sliding_cache() const;
   std::shared_ptr<ModelCache> quantized_cache(const QuantizedCacheOptions& cache) const;
+  // A PagedCache for each layer, with pages of 16. Raises for latent attention.
+  std::shared_ptr<ModelCache> paged_cache(int64_t batch, int64_t num_pages) const;
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;

@@ -24,6 +24,25 @@ void check_room(const ModelCache& cache, const at::Tensor& lengths, int64_t max_
   }
 }
 
+// Pages for each prompt, which its answers share, and for each answer: a copy of the prompt's last page, and new ones.
+int64_t pages_for(const at::Tensor& ids, const GenerateOptions& o) {
+  constexpr int64_t kPageSize = 16;
+  const auto pages = [](int64_t positions) { return (positions + kPageSize - 1) / kPageSize; };
+  const int64_t each = pages(ids.size(1)) + o.num_return_sequences() * (pages(o.max_new_tokens()) + 1);
+  return std::max<int64_t>(ids.size(0) * each, 1);
+}
+
+void check_answers(const GenerateOptions& o) {
+  ATTNPACK_CHECK(o.num_return_sequences() >= 1, "num_return_sequences: got ", o.num_return_sequences(),
+                 ", want how many answers each prompt gets, 1 or more");
+  if (!o.model_cache() || o.num_return_sequences() == 1) return;
+  for (const auto& layer : o.model_cache()->layers())
+    ATTNPACK_CHECK(!std::dynamic_pointer_cast<StaticCache>(layer), "cache: got a StaticCache for ",
+                   o.num_return_sequences(),
+                   " answers to each prompt, want one whose batch may grow: use a PagedCache "
+                   "or a DynamicCache, or the cache \"static\"");
+}
+
 std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tensor& ids, const at::Tensor& lengths,
                                        const GenerateOptions& o) {
   if (o.model_cache()) {
@@ -35,9 +54,26 @@ std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tens
   if (o.cache() == "sliding") return model.sliding_cache();
   if (o.cache() == "int8") return model.quantized_cache(8);
   if (o.cache() == "int4") return model.quantized_cache(QuantizedCacheOptions(4).exact_first(4).exact_last(128));
+  if (o.cache() == "paged") return model.paged_cache(ids.size(0), pages_for(ids, o));
   ATTNPACK_CHECK(o.cache() == "none", "cache: got '", o.cache(),
-                 "', want 'dynamic', 'static', 'sliding', 'int8', 'int4' or 'none'");
+                 "', want 'dynamic', 'static', 'sliding', 'paged', 'int8', 'int4' or 'none'");
   return nullptr;
+}
+
+// Each sequence as several, index [B * n]. The caller's own cache stays the object that it is.
+std::shared_ptr<ModelCache> share_rows(const std::shared_ptr<ModelCache>& cache, const at::Tensor& index) {
+  std::vector<std::shared_ptr<KVCache>> layers;
+  for (const auto& layer : cache->layers()) {
+    if (!std::dynamic_pointer_cast<StaticCache>(layer)) {
+      layer->reorder(index);
+      layers.push_back(layer);
+      continue;
+    }
+    const auto& held = layer->tensors();
+    const auto rows = [&](const at::Tensor& x) { return x.index_select(0, index); };
+    layers.push_back(std::make_shared<StaticCache>(CacheTensors{rows(held.key), rows(held.value), rows(held.lengths)}));
+  }
+  return std::make_shared<ModelCache>(std::move(layers));
 }
 
 at::Tensor prompt_lengths(const at::Tensor& ids, const GenerateOptions& o) {
@@ -68,6 +104,14 @@ class Stepper {
     return ragged_ ? last(hidden, lengths_) : hidden.select(1, ids_.size(1) - 1);
   }
 
+  // From now on each sequence is `count` ones.
+  void share(int64_t count) {
+    const auto index = at::arange(ids_.size(0), ids_.options()).repeat_interleave(count);
+    ids_ = ids_.index_select(0, index);
+    lengths_ = lengths_.index_select(0, index);
+    if (cache_) cache_ = share_rows(cache_, index);
+  }
+
   at::Tensor next(const at::Tensor& tokens) {  // [B] -> [B, E]
     if (cache_) return model_.hidden(tokens.unsqueeze(1), CausalLMInputs().cache(cache_)).select(1, 0);
     ids_ = at::cat({ids_, tokens.unsqueeze(1)}, 1);
@@ -93,21 +137,27 @@ at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const Generat
                  ", want int64 token numbers [B, L] with L at least 1; for one sequence pass ids.unsqueeze(0)");
   const auto ids = prompt.to(at::kLong);
   ATTNPACK_CHECK(options.max_new_tokens() >= 0, "max_new_tokens: got ", options.max_new_tokens(), ", want 0 or more");
+  check_answers(options);
   at::NoGradGuard no_grad;
+  const int64_t answers = options.num_return_sequences();
   const auto lengths = prompt_lengths(ids, options);
   Stepper stepper(model, make_cache(model, ids, lengths, options), ids, lengths, options.lengths().has_value());
   Sampler sample(options.temperature(), options.top_k(), options.top_p(), options.seed(), ids.device());
   const auto stop_tokens = at::tensor(options.stop_tokens(), ids.options());
-  auto stopped = at::zeros({ids.size(0)}, ids.options().dtype(at::kBool));
+  auto stopped = at::zeros({ids.size(0) * answers}, ids.options().dtype(at::kBool));
 
   at::Tensor tokens;
   const auto logits = [&](bool first) {
     // Nobody else sees the cache and the states, so autograd need not count in-place writes and views.
     std::optional<at::AutoDispatchBelowADInplaceOrView> quiet;
     if (!options.model_cache()) quiet.emplace();
-    return model.head(first ? stepper.prompt() : stepper.next(tokens));
+    if (!first) return model.head(stepper.next(tokens));
+    const auto result = model.head(stepper.prompt());
+    if (answers == 1) return result;
+    stepper.share(answers);
+    return result.repeat_interleave(answers, 0);
   };
-  std::vector<at::Tensor> pieces{ids};
+  std::vector<at::Tensor> pieces{answers == 1 ? ids : ids.repeat_interleave(answers, 0)};
   for (int64_t step = 0; step < options.max_new_tokens(); ++step) {
     const auto chosen = sample(logits(step == 0));
     tokens = step == 0 ? chosen : at::where(stopped, tokens, chosen);

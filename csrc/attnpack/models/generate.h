@@ -12,12 +12,16 @@ struct GenerateOptions {
   explicit GenerateOptions(int64_t max_new_tokens) : max_new_tokens_(max_new_tokens) {}
   TORCH_ARG(int64_t, max_new_tokens);
   // "dynamic", "static" (allocated at once), "sliding" (memory of the window alone for layers with a window, "dynamic"
-  // for the others), "int8" and "int4" (QuantizedCaches; int4 with exact_first 4 and exact_last 128), or "none":
+  // for the others), "paged" (allocated at once, in pages of 16 that several answers to a prompt share), "int8" and
+  // "int4" (QuantizedCaches; int4 with exact_first 4 and exact_last 128), or "none":
   // everything is computed anew for each token.
   TORCH_ARG(std::string, cache) = "dynamic";
   // A cache of your own instead; the prompt continues after the positions that it holds. A row that has stopped keeps
   // appending the token that fills it while other rows run: crop or reorder the cache by what each row really holds.
   TORCH_ARG(std::shared_ptr<ModelCache>, model_cache);
+  // How many answers each prompt gets. The prompt runs once, and its answers share what the cache holds of it: pages of
+  // a PagedCache as they are, rows of other caches as copies. A StaticCache in model_cache cannot do so.
+  TORCH_ARG(int64_t, num_return_sequences) = 1;
   // Valid tokens of each right-padded prompt, [B]; default: all.
   TORCH_ARG(std::optional<at::Tensor>, lengths);
   // A row that gives one of them stops and is filled with it.
@@ -38,6 +42,7 @@ struct GenerateOptions {
     visit("max_new_tokens", self.max_new_tokens_);
     visit("cache", self.cache_);
     visit("model_cache", self.model_cache_);
+    visit("num_return_sequences", self.num_return_sequences_);
     visit("lengths", self.lengths_);
     visit("stop_tokens", self.stop_tokens_);
     visit("temperature", self.temperature_);
@@ -48,9 +53,9 @@ struct GenerateOptions {
   }
 };
 
-// Returns prompt [B, L] (int32 or int64) with the new tokens after it, int64 [B, L + new], new <= max_new_tokens. The
-// loop ends early when all rows have stopped. A right-padded row continues at its own position; its new tokens still
-// stand from column L on.
+// Returns prompt [B, L] (int32 or int64) with the new tokens after it, int64 [B * num_return_sequences, L + new], new
+// <= max_new_tokens; the answers to one prompt follow each other. The loop ends early when all rows have stopped. A
+// right-padded row continues at its own position; its new tokens still stand from column L on.
 at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const GenerateOptions& options);
 
 }  // namespace attnpack

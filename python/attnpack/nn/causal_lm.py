@@ -178,6 +178,7 @@ class CausalLM(NativeModule):
         *,
         max_new_tokens: int,
         cache: str | ModelCache = "dynamic",
+        num_return_sequences: int = 1,
         lengths: Tensor | None = None,
         stop_tokens: int | Iterable[int] = (),
         temperature: float | None = None,
@@ -187,15 +188,20 @@ class CausalLM(NativeModule):
         callback: Callable[[Tensor], bool | None] | None = None,
         **unknown: Any,
     ) -> Tensor:
-        """The prompt followed by the new tokens, [B, L + new]. The whole loop runs in C++.
+        """The prompt followed by the new tokens, [B * num_return_sequences, L + new]. The whole loop runs in C++.
 
         Args:
             ids: the prompt, int64 [B, L].
             max_new_tokens: the limit. Fewer tokens come if all rows have stopped, or if the callback ends generation.
             cache: "dynamic", "static" (allocated at once), "sliding" (SlidingWindowCaches for layers with a window,
-                "dynamic" for the others), "int8", "int4" (QuantizedCaches; int4 with exact_first=4, exact_last=128),
-                "none" (each token computes everything anew), or a ModelCache: the prompt then continues the cached
-                sequence. A row that has stopped appends its fill tokens to the cache while other rows run.
+                "dynamic" for the others), "paged" (PagedCaches), "int8", "int4" (QuantizedCaches; int4 with
+                exact_first=4, exact_last=128), "none" (each token computes everything anew), or a ModelCache: the
+                prompt then continues the cached sequence. A row that has stopped appends its fill tokens to the cache
+                while other rows run.
+            num_return_sequences: answers to each prompt, which follow each other in the result. The prompt runs once.
+                Its answers share its pages in PagedCaches, other caches copy their rows. Greedy answers are equal.
+                Tokens are those of a prompt that is repeated in `ids`, as far as rounding in the linear layers allows.
+                A ModelCache then has B * num_return_sequences sequences; StaticCaches in it are refused.
             lengths: [B], the number of valid tokens of each right-padded prompt. A row continues at its own position,
                 but its new tokens are in the columns from L on.
             stop_tokens: a number or several. A row that gives one of them stops; it is filled with that token while
@@ -219,6 +225,7 @@ class CausalLM(NativeModule):
                 ids,
                 max_new_tokens=max_new_tokens,
                 cache=native_cache,
+                num_return_sequences=num_return_sequences,
                 lengths=lengths,
                 stop_tokens=list(stop_tokens) if isinstance(stop_tokens, Set | Iterator) else stop_tokens,
                 temperature=temperature,

@@ -218,7 +218,7 @@ TEST_CASE("generation is the same with every cache") {
   int calls = 0;
   generate(*model, ids, GenerateOptions(6).callback([&](const at::Tensor&) { return ++calls < 2; }));
   REQUIRE(calls == 2);
-  REQUIRE(complains("paged", [&] { generate(*model, ids, GenerateOptions(6).cache("paged")); }));
+  REQUIRE(complains("int2", [&] { generate(*model, ids, GenerateOptions(6).cache("int2")); }));
 }
 
 TEST_CASE("a window of the model is that of its layers") {
