@@ -324,6 +324,6 @@ def test_a_compiled_layer_breaks_its_graph_at_the_cache():
     torch.testing.assert_close(cache.k, eager.k, rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()
     whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="the numbers of a PagedCache's pages are read on the CPU"):
+    with pytest.raises(Exception, match=r"PagedCache\._ask"):
         whole(torch.randn(2, 1, 24), cache=cache)
     assert cache.lengths.tolist() == [9, 9]

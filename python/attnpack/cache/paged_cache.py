@@ -12,7 +12,9 @@ from .. import _C
 from ..ops import CacheTensors
 from .kv_cache import KVCache
 
-_eager = torch.compiler.disable(reason="attnpack: the numbers of a PagedCache's pages are read on the CPU")
+# torch.compiler.disable would import torch._dynamo with attnpack, which takes a second. Torch's own form of it waits
+# for the first call.
+_eager = torch._disable_dynamo
 
 
 class PagedCache(KVCache):
