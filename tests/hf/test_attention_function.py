@@ -286,14 +286,6 @@ def test_sinks_of_each_token_are_refused():
         model(**inputs("inkling2_text", padding("left")))
 
 
-def test_continuous_batching_is_refused():
-    """transformers itself refuses, before any token."""
-    model = make_model("llama")
-    model.set_attn_implementation("attnpack")
-    with pytest.raises(ValueError, match="attnpack is not supported for continuous batching"):
-        model.generate_batch([[3, 4, 5]], progress_bar=False)
-
-
 def test_readme_counts_the_families():
     assert len(FAMILIES) > 100
 

@@ -15,7 +15,7 @@ except ImportError as error:
 
 from ..errors import wrong_kind
 from . import layers as hf_layers
-from . import sdpa
+from . import paged, sdpa
 from .masks import mask
 
 NAME = "attnpack"
@@ -25,7 +25,8 @@ def register(replace_sdpa: bool = False) -> None:
     """Makes `attn_implementation="attnpack"` and `model.set_attn_implementation("attnpack")` known to transformers.
 
     It registers an attention function and a mask function. transformers gives no mask to an attention function that has
-    no mask function; padding and causality would then be lost without an error.
+    no mask function; padding and causality would then be lost without an error. `model.generate_batch` (continuous
+    batching) takes the name too.
 
     Args:
         replace_sdpa: also put attnpack in the place of "sdpa", transformers' default attention. Then no word of a
@@ -36,6 +37,7 @@ def register(replace_sdpa: bool = False) -> None:
         raise wrong_kind("replace_sdpa", replace_sdpa, "True or False")
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask)
+    paged.allow(NAME)
     if replace_sdpa:
         sdpa.replace_sdpa()
 
@@ -43,6 +45,7 @@ def register(replace_sdpa: bool = False) -> None:
 def unregister() -> None:
     """Undoes `register`: "sdpa" is transformers' own again, and transformers does not know the name "attnpack"."""
     sdpa.restore_sdpa()
+    paged.forbid()
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(NAME, None)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _EAGER = 'call model.set_attn_implementation("eager")'
-_PAGED = 'call model.set_attn_implementation("sdpa"), which continuous batching can use'
+_PAGED = "leave it to model.generate_batch, which passes a PagedAttentionCache with it"
 
 # Models pass on every keyword of their caller, also the names of losses and the flags of trainers. A list of harmless
 # keywords would never be complete, and sdpa ignores them. So this list has the keywords that change attention, each
@@ -19,6 +19,11 @@ REFUSED: dict[str, str] = {
     "use_top_left_mask": "give the model an attention_mask",
     **dict.fromkeys(("block_table", "cache", "k_cache", "read_index", "v_cache", "write_index"), _PAGED),
 }
+
+# Continuous batching: the keys of a request stand in pages, which have no mask tensor.
+REFUSED_BY_PAGES: dict[str, str] = dict.fromkeys(
+    ("indices", "position_bias"), 'call model.set_attn_implementation("sdpa") before model.generate_batch'
+)
 
 
 # Latent layers also refuse the arguments that the operator takes and they do not.

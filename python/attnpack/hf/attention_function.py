@@ -10,9 +10,10 @@ from transformers.utils.output_capturing import _active_collector
 
 from ..ops import attention, attention_scores
 from ..varlen import attention_varlen
-from .arguments import refuse_arguments
+from .arguments import REFUSED_BY_PAGES, refuse_arguments
 from .masks import LazyMask, Ranges
 from .packed import ends_of, named_sequences, same_sequence
+from .paged import attend_paged, is_paged
 
 _NO_RANGES = Ranges(causal=False, window=(-1, -1), q_offset=0, kv_lens=None, key_mask=None)
 
@@ -44,8 +45,9 @@ def attention_forward(
         position_bias: added to the scores.
         indices: the keys that each query may attend, if the model selects them (sparse attention of DeepSeek-V3.2).
         output_attentions: also return the probabilities, before dropout.
-        others: cu_seq_lens_q, cu_seq_lens_k and seq_idx keep packed sequences apart (`packed.py`). The names in
-            `arguments.REFUSED` raise. All others are ignored.
+        others: cu_seq_lens_q, cu_seq_lens_k and seq_idx keep packed sequences apart (`packed.py`). `cache` and its
+            indices are those of continuous batching (`paged.py`); they say what each token attends, so
+            `attention_mask` is not read. The names in `arguments.REFUSED` raise. All others are ignored.
 
     Returns:
         (out [B, Lq, Hq, Dv], probabilities [B, Hq, Lq, Lkv] or None).
@@ -53,6 +55,9 @@ def attention_forward(
     Raises:
         ValueError: names an argument that the operator cannot honour. A window needs no argument: it is in the mask.
     """
+    if is_paged(others):
+        refuse_arguments({"position_bias": position_bias, "indices": indices}, REFUSED_BY_PAGES)
+        return attend_paged(module, query, key, value, others, scale=scaling, softcap=softcap, sinks=s_aux), None
     refuse_arguments(others)
     packed = named_sequences(others, query, key)
     if packed is not None and indices is not None:

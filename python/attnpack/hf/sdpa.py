@@ -13,6 +13,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .attention_function import attention_forward
 from .masks import is_packed, mask
+from .paged import PAGED_ARGUMENTS, is_paged
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAME = "sdpa"
@@ -53,22 +54,26 @@ def sdpa_forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """`attention_forward` with the arguments and the meaning of transformers' sdpa. Calls that the operator does not
-    take go to transformers' function: continuous batching, exported graphs, soft caps (which sdpa refuses)."""
-    if not _is_taken(query, key, value, attention_mask, others):
+    take go to transformers' function: exported graphs, soft caps (which sdpa refuses)."""
+    biased_pages = is_paged(others) and position_bias is not None
+    if biased_pages or not _is_taken(query, key, value, attention_mask, others):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, **others
         )
+    paged = {name: others[name] for name in PAGED_ARGUMENTS} if is_paged(others) else {}
     return attention_forward(
         module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias=position_bias,
-        output_attentions=None,
+        output_attentions=None, **paged,
     )  # fmt: skip
 
 
 def _is_taken(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, others: dict[str, Any]) -> bool:
-    if any(others.get(name) is not None for name in ("cache", "softcap")) or others.get("output_attentions"):
+    if others.get("softcap") is not None or others.get("output_attentions"):
         return False
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return False
+    if is_paged(others):
+        mask = None  # the cache says the same
     heads, lengths = query.size(1), [query.size(2), key.size(2)]
     if mask is not None and (mask.dim() != 4 or list(mask.shape[2:]) != lengths or mask.size(1) not in (1, heads)):
         return False
