@@ -1,8 +1,11 @@
 """Speed of keys in pages, as a share of the speed of the same keys in one piece: a table of ratios.
 
 Each round times both ways in turn, on one thread, and goes through several copies that no cache holds together. A ratio
-is that of the shortest times. "rows": packed keys [S, Hkv, D] against pools [pages, page, Hkv, D]. "heads": each head's
-keys in one piece against pools whose pages hold one head after the other. Pages stand in order, or shuffled.
+is that of the shortest times. At the end it times `fork` of a PagedCache, which shares the pages, and `reorder` of a
+DynamicCache, which copies the keys.
+
+"rows": packed keys [S, Hkv, D] against pools [pages, page, Hkv, D]. "heads": each head's keys in one piece
+against pools whose pages hold one head after the other. Pages stand in order, or shuffled.
 """
 
 import argparse
@@ -61,6 +64,26 @@ def measure(heads: tuple, rows: int, keys: int, page_size: int, layout: str, ord
     return shortest[0], shortest[1]
 
 
+def measure_fork(keys: int, page_size: int, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
+    """The shortest seconds in which one sequence becomes two, in pages and in one piece: 8 KV heads of 64."""
+    x = torch.randn(1, 8, keys, 64, dtype=dtype)
+    shortest = [float("inf")] * 2
+    for _ in range(rounds):
+        pages = attnpack.PagedCache(1, 8, 64, page_size=page_size, num_pages=-(-keys // page_size) + 2, dtype=dtype)
+        piece = attnpack.DynamicCache()
+        for cache in (pages, piece):
+            cache.reserve(x, x)
+            cache.commit(keys, None)
+        pages.k_pool.fill_(1), pages.v_pool.fill_(1)
+        piece.k.fill_(1), piece.v.fill_(1)
+        begin = time.perf_counter()
+        pages.fork([0, 0])
+        middle = time.perf_counter()
+        piece.reorder(torch.tensor([0, 0]))
+        shortest = [min(shortest[0], middle - begin), min(shortest[1], time.perf_counter() - middle)]
+    return shortest[0], shortest[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keys", type=int, default=16384)
@@ -79,6 +102,8 @@ def main() -> None:
             found = [measure(heads, args.rows, args.keys, args.page, *column, DTYPES[args.dtype], args.rounds)
                      for column in columns]  # fmt: skip
             print(f"{name:12}" + "".join(f"{piece / pages:18.2f}" for piece, pages in found), flush=True)
+        fork, copy = measure_fork(args.keys, args.page, DTYPES[args.dtype], args.rounds)
+    print(f"fork of {args.keys} positions: {1e3 * fork:.3f} ms; copies of them: {1e3 * copy:.1f} ms")
 
 
 if __name__ == "__main__":

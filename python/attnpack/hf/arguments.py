@@ -7,6 +7,7 @@ from typing import Any
 
 _EAGER = 'call model.set_attn_implementation("eager")'
 _PAGED = "leave it to model.generate_batch, which passes a PagedAttentionCache with it"
+_OF_PAGES = ("block_table", "cache", "k_cache", "read_index", "v_cache", "write_index")
 
 # Models pass on every keyword of their caller, also the names of losses and the flags of trainers. A list of harmless
 # keywords would never be complete, and sdpa ignores them. So this list has the keywords that change attention, each
@@ -17,7 +18,7 @@ REFUSED: dict[str, str] = {
     "sinks": _EAGER,
     "softmax_scale": "set the scaling of the model's layers",
     "use_top_left_mask": "give the model an attention_mask",
-    **dict.fromkeys(("block_table", "cache", "k_cache", "read_index", "v_cache", "write_index"), _PAGED),
+    **dict.fromkeys(_OF_PAGES, _PAGED),
 }
 
 # Continuous batching: the keys of a request stand in pages, which have no mask tensor.
@@ -28,7 +29,7 @@ REFUSED_BY_PAGES: dict[str, str] = dict.fromkeys(
 
 # Latent layers also refuse the arguments that the operator takes and they do not.
 _LAYERS = 'leave the layers as they are, with model.set_attn_implementation("attnpack")'
-REFUSED_BY_LATENT = REFUSED | dict.fromkeys(("indices", "position_bias", "s_aux", "softcap"), _LAYERS)
+REFUSED_BY_LATENT = REFUSED | dict.fromkeys(("indices", "position_bias", "s_aux", "softcap", *_OF_PAGES), _LAYERS)
 
 
 def refuse_arguments(others: Mapping[str, Any], refused: Mapping[str, str] = REFUSED) -> None:
