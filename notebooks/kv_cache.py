@@ -261,7 +261,7 @@ print(f"most memory above the inputs: operator {tiled / 2**20:.0f} MiB, written 
 assert tiled < 20 * 2**20 < written_out
 
 # %% [markdown]
-# ## Two kinds of cache at work
+# ## The two common kinds at work
 #
 # A **DynamicCache** grows as tokens come, so its final length need not be known. Growing moves the stored numbers to a
 # larger place, so the cache doubles its capacity each time, and moves seldom. A **StaticCache** allocates `max_len`
@@ -327,3 +327,81 @@ with torch.no_grad():
     print("lengths:", ragged.lengths.tolist())
     print("the short one, in the batch and alone:", largest_difference(out[1:], layer(step[1:], cache=alone)))
     assert torch.equal(ragged.lengths, torch.tensor([7, 5])) and not out.isnan().any()
+
+# %% [markdown]
+# ## Other kinds: shared, coarser, or bounded
+#
+# What a cache holds need not be every number of every token. A **PagedCache** deals out pages of 16 positions from a
+# pool, so several sequences may share what they have in common. A **QuantizedCache** keeps keys and values as 8- or
+# 4-bit numbers, in blocks of 32 with one scale each. The next cell gives SmolLM2 the same text with each of them: 160
+# tokens at once, then 96 one by one. It prints the bytes held, the time per token, and how far the predictions are from
+# those with a DynamicCache: the mean KL divergence, and the share of tokens whose likeliest successor is the same.
+
+# %%
+text = " ".join((attnpack.attention.__doc__ or "").split())
+tokens = torch.tensor([tokenizer.encode(text)[:256]])
+sizes = model.layers[0].self_attn
+heads = (1, sizes.num_kv_heads, sizes.head_dim)
+kinds = {
+    "DynamicCache": lambda: attnpack.DynamicCache(),
+    "StaticCache": lambda: attnpack.StaticCache(1, heads[1], 256, heads[2]),
+    "PagedCache": lambda: attnpack.PagedCache(*heads, num_pages=16),
+    "QuantizedCache(8)": lambda: attnpack.QuantizedCache(8),
+    "QuantizedCache(4)": lambda: attnpack.QuantizedCache(4),
+}
+
+
+def read(make):
+    """The predictions [96, vocabulary] of the last 96 tokens, the seconds per token, and the cache's bytes."""
+    cache = attnpack.ModelCache([make() for _ in model.layers])
+    rows, ticks = [], []
+    with torch.no_grad():
+        model(tokens[:, :160], cache)
+        for token in tokens[:, 160:].split(1, dim=1):
+            begin = time.perf_counter()
+            rows.append(model(token, cache)[0, 0])
+            ticks.append(time.perf_counter() - begin)
+    return torch.stack(rows).log_softmax(-1), statistics.median(ticks), cache.nbytes
+
+
+exact, _, most = read(kinds["DynamicCache"])
+print(f"{'':<18}{'bytes':>12}{'of all':>8}{'ms/token':>10}{'KL':>10}{'same':>7}")
+for name, make in kinds.items():
+    rows, seconds, held = read(make)
+    divergence = (exact.exp() * (exact - rows)).sum(-1).mean().item()
+    same = (exact.argmax(-1) == rows.argmax(-1)).float().mean().item()
+    print(f"{name:<18}{held:>12,}{held / most:>8.0%}{1e3 * seconds:>10.1f}{abs(divergence):>10.1e}{same:>7.0%}")
+    assert divergence < 0.2 and (held < most / 2 or not name.startswith("QuantizedCache"))
+
+# %% [markdown]
+# Eight bits are nearly free; four bits alone are not. `exact_first` and `exact_last` keep the first and the latest
+# tokens in full, which mends most of that: `python benchmarks/cache_error.py` measures the error on a longer text. With
+# 256 tokens a cache is small beside the weights, so the times say little; `python benchmarks/cache_decode.py` times
+# single calls over 16,384 keys.
+#
+# A layer with a window never looks back further than the window, so a **SlidingWindowCache** keeps the window and some
+# room for appends, however long the text gets: a ring, whose outputs equal those of a cache that keeps everything:
+
+# %%
+windowed = attnpack.GroupedQueryAttention(64, 8, 2, causal=True, window=(63, 0))
+ring, whole = attnpack.SlidingWindowCache(63), attnpack.DynamicCache()
+with torch.no_grad():
+    for count, token in enumerate(torch.randn(1000, 1, 1, 64), 1):
+        a, b = windowed(token, cache=ring), windowed(token, cache=whole)
+        assert torch.equal(a, b)
+        if count in (10, 100, 1000):
+            print(f"{count:>4} tokens: the ring holds {ring.nbytes:>7,} bytes, the whole cache {whole.nbytes:>7,}")
+
+# %% [markdown]
+# And pages are shared until somebody writes to them. Here one prompt gets four answers, which hold the prompt once:
+
+# %%
+with torch.no_grad():
+    pages = attnpack.PagedCache(1, 2, 8, num_pages=64)
+    layer(torch.randn(1, 320, 64), cache=pages)
+    answers = pages.fork([0, 0, 0, 0])
+    print(f"the prompt {pages.nbytes:,} bytes, the four answers at first {answers.nbytes:,}")
+    for _ in range(8):
+        layer(torch.randn(4, 1, 64), cache=answers)
+    print(f"after 8 tokens each: {answers.nbytes:,} bytes; four caches of their own: {4 * 328 * 2 * 2 * 8 * 4:,}")
+    assert answers.nbytes < 2 * pages.nbytes
