@@ -62,6 +62,8 @@ class Mutant:
         if marks is None:
             raise ValueError(f"{self.name}: its text marks no piece as «original → mistake»")
         original, mistake = marks.groups()
+        if self.in_cpp and not mistake.strip() and not original.rstrip().endswith((";", "}")):
+            raise ValueError(f"{self.name}: its mistake is no expression: mark the whole expression, or a statement")
         before, after = self.text[: marks.start()], self.text[marks.end() :]
         count = source.count(before + original + after)
         if count != 1:
