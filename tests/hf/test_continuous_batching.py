@@ -51,11 +51,11 @@ def alone(model, requests):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What each call of the operator got: rows of queries, shape of keys, and whether they stand in pages."""
+    """What each call of the operator got: shape of keys, whether they stand in pages, and the soft cap."""
     seen = []
 
     def attend(query, key, value, cu_seqlens_q, cu_seqlens_k=None, **others):
-        seen.append((query.size(0), key.shape, "block_table" in others))
+        seen.append((key.shape, "block_table" in others, others["softcap"]))
         return attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, **others)
 
     attention_varlen = paged.attention_varlen
@@ -84,8 +84,16 @@ def test_keys_are_read_in_their_pages_without_a_mask(calls, monkeypatch):
     batched(model, prompts())
     hook.remove()
     assert not gathered and torch.Tensor not in masks
-    assert sum(in_pages for _, _, in_pages in calls) > len(calls) // 2, "all but the first prompts read pages"
-    assert all(shape[1] == 8 for _, shape, in_pages in calls if in_pages)
+    assert sum(in_pages for _, in_pages, _ in calls) > len(calls) // 2, "all but the first prompts read pages"
+    assert all(shape[1] == 8 for shape, in_pages, _ in calls if in_pages)
+
+
+def test_soft_caps_reach_the_operator(calls):
+    """Greedy tokens hardly depend on them."""
+    model = make_model("gemma2")
+    model.set_attn_implementation("attnpack")
+    batched(model, prompts()[:2])
+    assert {softcap for _, _, softcap in calls} == {model.config.attn_logit_softcapping} != {0.0}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
