@@ -230,7 +230,8 @@ void register_caches(py::module_& m) {
       .def("__repr__", [](const QuantizedCache& self) { return describe_cache("QuantizedCache", self); })
       .def_property_readonly("bits", &QuantizedCache::bits)
       .def_property_readonly("exact_first", &QuantizedCache::exact_first)
-      .def_property_readonly("exact_last", &QuantizedCache::exact_last);
+      .def_property_readonly("exact_last", &QuantizedCache::exact_last)
+      .def_property_readonly("kv_lora_rank", &QuantizedCache::kv_lora_rank);
   py::class_<PagedCache, KVCache, std::shared_ptr<PagedCache>> paged(m, "PagedCache");
   paged
       .def(py::init([](const py::args& args, const py::kwargs& kwargs) {

@@ -269,7 +269,7 @@ def test_refused():
         (lambda: append(cache, k.double(), v.double(), q.double(), causal=True), "cache: got keys in Double"),
         (lambda: append(cache, k, v, q, torch.tensor([1, 9]), causal=True), "kv_lens"),
         (lambda: append(cache, k, v, q, causal=True, head_map=[0, 0, 0, 2]), "head_map"),
-        (lambda: cache.reserve_latents(k[:, :1], 8), "want a LatentCache"),
+        (lambda: cache.reserve_latents(k[:, :1], 8), "or a LatentCache"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             change()

@@ -224,7 +224,7 @@ def quantized_rule(pick: Random) -> Call:
     exact = [x for x in (room.dropped, room.exact_key, room.exact_value) if x is not None]
     dtypes = {torch.float32: 6, torch.float64: 7}  # torch's own numbers
     first, held = room.keep_first, int(room.lengths.max())
-    numbers = [room.bits, first, room.window + 1, held, key.size(3), value.size(3), dtypes[key.dtype], held]
+    numbers = [room.bits, first, room.window + 1, held, key.size(3), value.size(3), dtypes[key.dtype], held, 0]
     rules = dict.fromkeys(("clone", "len", "nbytes", "nbytes_allocated", "reset", "views"), [])
     rules |= {"crop": [pick.randint(0, 9)], "commit": [1, None], "reserve": [key, value, None]}
     rules["reorder"] = [torch.zeros(key.size(0), dtype=torch.int64)]
@@ -351,7 +351,11 @@ def attend_quantized(pick: Random) -> Call:
 def latent(pick: Random) -> Call:
     batch, heads, length, dtype = pick.randint(1, 2), pick.randint(1, 4), pick.randint(1, 5), pick.choice(WIDE)
     query, latents, k_rope = (draw(batch, *s, dtype=dtype) for s in ((heads, length, 7), (length, 6), (length, 4)))
-    held = pick.choice([[None, None], cache(pick, batch, 1, (10,), dtype)])
+    # Latents that are held as bytes: c in 8 bits, then the rotated numbers.
+    row_bytes = attnpack.ops.quantize_rows(latents, 8).size(-1) + 4 * dtype.itemsize
+    held = pick.choice(
+        [[None, None], cache(pick, batch, 1, (10,), dtype), cache(pick, batch, 1, (row_bytes,), torch.uint8)]
+    )
     rope = pick.choice([None, [1.0, 0.1]])
     where = [*held, rope, 1.0, False, None, 0.0, 1, False, None, False, None, True, None, 0.0, None]
     name = pick.choice(["latent_attend", "latent_attend_with_weights", "latent_append"])

@@ -7,6 +7,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/detail/kv_window.h>
+#include <attnpack/ops/detail/latent_rows.h>
 #include <attnpack/ops/quantize.h>
 
 namespace attnpack {
@@ -27,9 +28,8 @@ SlidingWindowCache exact_cache(const QuantizedCacheOptions& o) {
   return SlidingWindowCache(SlidingWindowCacheOptions(left).keep_first(o.exact_first()));
 }
 
-// A tensor that has the shape of x's rows after they are quantised, without memory for them.
-at::Tensor row_shape(const at::Tensor& x, int64_t bits) {
-  const auto bytes = sym_quantized_row_bytes(bits, x.sym_size(3));
+// A tensor that has the shape of x's rows, of that many bytes each, without memory for them.
+at::Tensor row_shape(const at::Tensor& x, const SymInt& bytes) {
   return at::empty_symint({bytes}, x.options().dtype(at::kByte).requires_grad(false))
       .expand_symint({x.sym_size(0), x.sym_size(1), x.sym_size(2), bytes});
 }
@@ -45,7 +45,7 @@ void QuantizedCache::share_lengths() {
   exact_.restore(state);
 }
 
-CacheTensors QuantizedCache::reserve(const at::Tensor& key, const at::Tensor& value) {
+void QuantizedCache::check_held(const at::Tensor& key, const at::Tensor& value, int64_t kv_lora_rank) {
   ATTNPACK_CHECK(key.dim() == 4 && value.dim() == 4, "cache: got keys of shape ", key.sym_sizes(), " and values of ",
                  value.sym_sizes(), ", want [batch, num_kv_heads, L, head_dim] each");
   ATTNPACK_CHECK(at::isFloatingType(key.scalar_type()) && value.scalar_type() == key.scalar_type(),
@@ -54,14 +54,23 @@ CacheTensors QuantizedCache::reserve(const at::Tensor& key, const at::Tensor& va
   if (sym_len() == 0) {
     head_dim_ = key.sym_size(3);
     v_head_dim_ = value.sym_size(3);
+    kv_lora_rank_ = kv_lora_rank;
     dtype_ = key.scalar_type();
-  } else {
-    const auto held = [&](const at::Tensor& rows, const SymInt& dim) {
-      return at::empty_symint({rows.sym_size(0), rows.sym_size(1), 0, dim}, rows.options().dtype(dtype_));
-    };
-    check_fits({held(tensors_.key, head_dim_), held(tensors_.value, v_head_dim_), tensors_.lengths}, key, value);
+    return;
   }
-  auto room = DynamicCache::reserve(row_shape(key, bits()), row_shape(value, bits()));
+  ATTNPACK_CHECK(kv_lora_rank == kv_lora_rank_, "cache: got ", kv_lora_rank ? "latents" : "keys and values",
+                 " of kv_lora_rank ", kv_lora_rank, ", want ", kv_lora_rank_,
+                 " as the cache holds (0: keys and values); use a cache of this layer's shape, or reset() it");
+  const auto held = [&](const at::Tensor& rows, const SymInt& dim) {
+    return at::empty_symint({rows.sym_size(0), rows.sym_size(1), 0, dim}, rows.options().dtype(dtype_));
+  };
+  check_fits({held(tensors_.key, head_dim_), held(tensors_.value, v_head_dim_), tensors_.lengths}, key, value);
+}
+
+CacheTensors QuantizedCache::reserve(const at::Tensor& key, const at::Tensor& value) {
+  check_held(key, value, /*kv_lora_rank=*/0);
+  const auto bytes = [&](const at::Tensor& x) { return sym_quantized_row_bytes(bits(), x.sym_size(3)); };
+  auto room = DynamicCache::reserve(row_shape(key, bytes(key)), row_shape(value, bytes(value)));
   room.bits = bits();
   if (!keeps_exact()) return room;
   const auto exact = exact_.reserve(key, value);
@@ -74,9 +83,16 @@ CacheTensors QuantizedCache::reserve(const at::Tensor& key, const at::Tensor& va
   return room;
 }
 
-CacheTensors QuantizedCache::reserve_latents(const at::Tensor& latents, int64_t) {
-  ATTNPACK_CHECK(false, "cache: got a QuantizedCache, want a LatentCache for latents of shape ", latents.sym_sizes(),
-                 "; a QuantizedCache holds the keys and values of other attention");
+CacheTensors QuantizedCache::reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) {
+  ATTNPACK_CHECK(bits() == kLatentBits && !keeps_exact(), "cache: got a QuantizedCache with bits = ", bits(),
+                 ", exact_first = ", exact_first(), " and exact_last = ", exact_last(),
+                 " for latents, want bits = 8 without exact positions, or a LatentCache");
+  ATTNPACK_CHECK(latents.dim() == 4 && kv_lora_rank > 0 && latents.sym_size(3) >= kv_lora_rank,
+                 "cache: got latents of shape ", latents.sym_sizes(), " and kv_lora_rank ", kv_lora_rank,
+                 ", want [batch, 1, L, kv_lora_rank + qk_rope_head_dim]");
+  check_held(latents, latents.narrow(-1, 0, 0), kv_lora_rank);
+  const auto bytes = sym_latent_row_bytes(kv_lora_rank, head_dim_ - kv_lora_rank, dtype_);
+  return DynamicCache::reserve(row_shape(latents, bytes), row_shape(latents, 0));
 }
 
 void QuantizedCache::commit(const SymInt& new_len, const std::optional<at::Tensor>& new_lens) {
@@ -136,14 +152,14 @@ CacheState QuantizedCache::state() const {
     for (const auto n : {3, 1, 2}) result.tensors.push_back(exact.tensors[n]);  // dropped, key, value
   }
   result.numbers = {
-      bits(),          exact_first(), exact_last(), sym_len(), head_dim_, v_head_dim_, static_cast<int64_t>(dtype_),
-      exact.numbers[2]};
+      bits(),           exact_first(), exact_last(), sym_len(), head_dim_, v_head_dim_, static_cast<int64_t>(dtype_),
+      exact.numbers[2], kv_lora_rank_};
   return result;
 }
 
 void QuantizedCache::restore(const CacheState& state) {
   const auto& parts = state.tensors;
-  const auto& numbers = numbers_of(state, 8);
+  const auto& numbers = numbers_of(state, 9);
   ATTNPACK_CHECK(parts.size() == 1 || parts.size() == (keeps_exact() ? 6 : 3), "tensors: got ", parts.size(),
                  ", want lengths alone, or lengths, keys and values",
                  keeps_exact() ? ", and dropped, keys and values" : "", " for a QuantizedCache");
@@ -154,6 +170,9 @@ void QuantizedCache::restore(const CacheState& state) {
   head_dim_ = numbers[4];
   v_head_dim_ = numbers[5];
   dtype_ = static_cast<at::ScalarType>(dtype);
+  kv_lora_rank_ = numbers[8].guard_int(__FILE__, __LINE__);
+  ATTNPACK_CHECK(kv_lora_rank_ >= 0 && kv_lora_rank_ <= head_dim_, "kv_lora_rank: got ", kv_lora_rank_,
+                 ", want 0 for keys and values, or at most head_dim = ", head_dim_);
   CacheState exact{{parts[0]}, {exact_.window(), exact_first(), numbers[7]}};
   if (parts.size() == 6) exact.tensors.insert(exact.tensors.end(), {parts[4], parts[5], parts[3]});
   exact_.restore(exact);
@@ -161,12 +180,16 @@ void QuantizedCache::restore(const CacheState& state) {
 
 at::Tensor QuantizedCache::k() const { return expanded(tensors_.key, head_dim_, exact_.tensors().key); }
 
-at::Tensor QuantizedCache::v() const { return expanded(tensors_.value, v_head_dim_, exact_.tensors().value); }
+at::Tensor QuantizedCache::v() const {
+  if (kv_lora_rank_ > 0 && tensors_.key.defined()) return k().narrow(3, 0, kv_lora_rank_);
+  return expanded(tensors_.value, v_head_dim_, exact_.tensors().value);
+}
 
 at::Tensor QuantizedCache::expanded(const at::Tensor& rows, const SymInt& dim, const at::Tensor& exact) const {
   if (!rows.defined()) return rows;
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
+  if (kv_lora_rank_ > 0) return latents_of_rows(rows.narrow_symint(2, 0, sym_len()), kv_lora_rank_, dtype_);
   auto all = dequantize_rows(rows.narrow_symint(2, 0, sym_len()), bits(), dim, dtype_);
   if (!exact.defined()) return all;
   // Slots without a position go to a row after the last one.

@@ -34,7 +34,8 @@ class QuantizedCache : public DynamicCache {
   explicit QuantizedCache(const QuantizedCacheOptions& options);
 
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
-  // Raises: a LatentCache holds latents.
+  // Latents as bytes (ops/detail/latent_rows.h): c in 8 bits, the rotated k_rope as it is. Raises with 4 bits, or with
+  // exact positions. A call expands the latents of its layer.
   CacheTensors reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) override;
   void commit(const c10::SymInt& new_len, const std::optional<at::Tensor>& new_lens) override;
 
@@ -45,26 +46,30 @@ class QuantizedCache : public DynamicCache {
   void reorder(const at::Tensor& index) override;
   std::shared_ptr<KVCache> clone() const override;
   // tensors: lengths, the rows of keys and values; dropped, keys and values of the slots of exact_
-  // numbers: bits, exact_first, exact_last, len, head_dim, v_head_dim, dtype, slots in use
+  // numbers: bits, exact_first, exact_last, len, head_dim, v_head_dim, dtype, slots in use, kv_lora_rank
   CacheState state() const override;
   void restore(const CacheState& state) override;
 
-  // What the cache holds in the module's dtype, a new tensor: [B, Hkv, len, D] and [B, Hkv, len, Dv].
+  // What the cache holds in the module's dtype, a new tensor: [B, Hkv, len, D] and [B, Hkv, len, Dv]. Latents: k() is
+  // [B, 1, len, kv_lora_rank + rope], v() its first kv_lora_rank numbers.
   at::Tensor k() const override;
   at::Tensor v() const override;
   int64_t bits() const { return options_.bits(); }
   int64_t exact_first() const { return options_.exact_first(); }
   int64_t exact_last() const { return options_.exact_last(); }
+  int64_t kv_lora_rank() const { return kv_lora_rank_; }  // of latents; 0 for keys and values
 
  private:
   bool keeps_exact() const { return exact_first() > 0 || exact_last() > 0; }
-  CacheTensors room_of(CacheTensors rows, const std::optional<CacheTensors>& exact) const;
+  // Takes shape and dtype of the first append, and checks those of later ones.
+  void check_held(const at::Tensor& key, const at::Tensor& value, int64_t kv_lora_rank);
   at::Tensor expanded(const at::Tensor& rows, const c10::SymInt& dim, const at::Tensor& exact) const;
   void share_lengths();
 
   QuantizedCacheOptions options_;
   SlidingWindowCache exact_;  // its lengths are this cache's lengths
   c10::SymInt head_dim_ = 0, v_head_dim_ = 0;
+  int64_t kv_lora_rank_ = 0;
   at::ScalarType dtype_ = at::kFloat;
 };
 

@@ -1,11 +1,13 @@
 #include <attnpack/layers/latent_attend.h>
 
 #include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/library.h>
 
 #include <attnpack/core/check.h>
 #include <attnpack/layers/detail/latent_algebra.h>
 #include <attnpack/layers/detail/place_tokens.h>
+#include <attnpack/ops/detail/latent_rows.h>
 #include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/linear.h>
 
@@ -79,6 +81,45 @@ struct PlacedLatents : PlacedTokens {
   Tensor rotated() const { return query.narrow_symint(3, query.sym_size(3) - rotated_dim, rotated_dim); }
 };
 
+// place_tokens for a cache whose latents are bytes (ops/detail/latent_rows.h). What is to be read is expanded. The new
+// latents are read as they are stored; gradients flow through them as if they were exact.
+PlacedTokens place_rows(const NewTokens& tokens, const CacheTensors& cache, const SymInt& latent_dim,
+                        const LayerArguments& layer,
+                        c10::function_ref<void(const Tensor&, const Tensor&, const std::optional<Tensor>&)> check) {
+  check_dropout(layer.dropout_p);
+  ATTNPACK_CHECK(!layer.cross, "cache is given together with a context: a cache holds the keys of self-attention");
+  auto rope = rope_settings(layer.rope);
+  if (*tokens.rotated_dims == 0) rope.reset();
+  ATTNPACK_CHECK(!rope || !rope->raw_keys,
+                 "cache: got a QuantizedCache for RoPE that rotates all stored keys at each call, want one that stores "
+                 "them as they are; use a LatentCache");
+  const Tensor past = cache.lengths.clone();
+  const auto [q, k] = rotate_tokens(tokens, rope, {layer.positions, false, past, layer.kv_lens});
+  const Tensor rows = latent_rows(k.detach(), latent_dim), no_values = without_width(rows);
+
+  // Nothing is written before everything is checked.
+  check_kv_cache_append(cache.key, cache.value, cache.lengths, rows, no_values, layer.kv_lens);
+  SymInt readable = cache.key.sym_size(2);
+  std::optional<SymInt> limit;
+  const auto& mask = layer.mask;
+  const bool covers = mask && mask->dim() > 0 && mask->sym_size(-1) != 1;
+  if (covers && mask->sym_size(-1) < readable) readable = *(limit = mask->sym_size(-1));
+  const auto keys_like = at::empty_symint({1}, k.options().requires_grad(false))
+                             .expand_symint({cache.key.sym_size(0), 1, readable, SymInt(1)});
+  check(keys_like, keys_like, std::nullopt);
+
+  kv_cache_append_(cache.key, cache.value, cache.lengths, rows, no_values, layer.kv_lens, limit);
+  const Tensor lengths = cache.lengths.clone();
+  // The free capacity is not expanded where the lengths can be looked at.
+  if (!covers && lengths.is_cpu() && !at::isTensorSubclassLike(lengths) && lengths.numel() > 0)
+    readable = lengths.max().item<int64_t>();
+  const auto expand = [&](const Tensor& r) { return latents_of_rows(r, latent_dim, k.scalar_type()); };
+  Tensor key = expand(cache.key.narrow_symint(2, 0, readable));
+  if (at::GradMode::is_enabled() && k.requires_grad())
+    key = with_new_rows(key, as_if_exact(k, expand(rows)), past, layer.kv_lens);
+  return {q, key, without_width(key), past, lengths, true};
+}
+
 PlacedLatents place_latents(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
                             const LatentCacheArguments& cache, const LayerArguments& layer) {
   AttentionArguments args = attention_arguments(layer);
@@ -88,7 +129,11 @@ PlacedLatents place_latents(const Tensor& query, const Tensor& latent, const Ten
     check_attention(query, like, like, args);
   };
   const NewTokens tokens = new_tokens(query, latent, k_rope);
-  return {place_tokens(tokens, cache_tensors(cache), layer, check), latent.sym_size(2), k_rope.sym_size(2)};
+  const auto held = cache_tensors(cache);
+  const SymInt latent_dim = latent.sym_size(2);
+  const bool rows = held && held->key.scalar_type() == at::kByte;
+  return {rows ? place_rows(tokens, *held, latent_dim, layer, check) : place_tokens(tokens, held, layer, check),
+          latent_dim, k_rope.sym_size(2)};
 }
 
 // Query, key and value as the operator takes them. Absorbed outputs are still latents.

@@ -16,8 +16,11 @@ class QuantizedCache(KVCache):
 
     A position is quantised when it is appended, and not again. On the CPU, few queries read the integers without an
     expanded copy. It grows as a DynamicCache does. `k` and `v` are expanded copies in the module's dtype. Gradients
-    flow through this call's keys and values as if they were exact. Use a LatentCache for latent attention. RoPE of the
-    kind "dynamic", which rotates stored keys again, raises.
+    flow through this call's keys and values as if they were exact. RoPE of the kind "dynamic", which rotates stored
+    keys again, raises.
+
+    Under a MultiHeadLatentAttention it holds latents: c in 8 bits, the rotated k_rope as it is. A call expands the
+    latents of its layer. `k` is [c | k_rope], [B, 1, len, C + R]; `v` is c. 4 bits and exact positions raise there.
 
     Args:
         bits: 8 or 4.
@@ -49,3 +52,8 @@ class QuantizedCache(KVCache):
     @property
     def exact_last(self) -> int:
         return self._numbers[2]
+
+    @property
+    def kv_lora_rank(self) -> int:
+        """C of the latents that the cache holds; 0 for keys and values."""
+        return self._numbers[8]

@@ -134,8 +134,8 @@ class MultiHeadLatentAttention(NativeAttention):
             x: [B, L, embed_dim], or a jagged nested tensor as in GroupedQueryAttention.forward.
             context: [B, Lkv, embed_dim], the source of the latents; RoPE rotates its keys at 0..Lkv-1.
             value_context: refused: one latent gives keys and values.
-            cache: a LatentCache. A DynamicCache or StaticCache(batch, 1, max_len, C + R, v_head_dim=0) can hold latents
-                as its keys.
+            cache: a LatentCache, or a QuantizedCache(8). A DynamicCache or StaticCache(batch, 1, max_len, C + R,
+                v_head_dim=0) can hold latents as its keys.
 
         The other arguments and the result are those of GroupedQueryAttention.forward.
         """

@@ -52,7 +52,7 @@ std::shared_ptr<KVCache> HeldCache::make() const {
     cache = std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(number(0)).keep_first(number(1)));
   }
   if (kind == "QuantizedCache") {
-    ATTNPACK_CHECK(numbers.size() == 8, "numbers: got ", numbers.size(), ", want 8 for a QuantizedCache");
+    ATTNPACK_CHECK(numbers.size() == 9, "numbers: got ", numbers.size(), ", want 9 for a QuantizedCache");
     cache =
         std::make_shared<QuantizedCache>(QuantizedCacheOptions(number(0)).exact_first(number(1)).exact_last(number(2)));
   }

@@ -121,6 +121,8 @@ PlacedTokens place_tokens(
   return {q, readable.key, readable.value, slots(past), slots(lengths), true};
 }
 
+Tensor as_if_exact(const Tensor& x, const Tensor& rounded) { return x + (rounded - x).detach(); }
+
 void trim_to_longest(PlacedTokens& tokens, const std::optional<Tensor>& mask) {
   if (!tokens.cached || mask || at::isTensorSubclassLike(*tokens.kv_lens) || tokens.kv_lens->numel() == 0) return;
   const int64_t longest = tokens.kv_lens->max().item<int64_t>();

@@ -42,6 +42,9 @@ Tensor with_new_rows(const Tensor& cache,
                      const Tensor& past,                      // [B], slots in use before the append
                      const std::optional<Tensor>& new_lens);  // [B]
 
+// Numbers that have the values of `rounded` and the gradients of x.
+Tensor as_if_exact(const Tensor& x, const Tensor& rounded);
+
 // For calls that return weights. Keeps as many keys as the longest sequence has, or as the mask covers. If tracing
 // hides the values, it keeps every position of the cache.
 void trim_to_longest(PlacedTokens& tokens, const std::optional<Tensor>& mask);

@@ -143,9 +143,6 @@ Tensor probabilities(const Tensor& query, std::vector<Part> parts, const SymInt&
   return sum;
 }
 
-// Numbers that have the values of `rounded` and the gradients of x.
-Tensor as_if_exact(const Tensor& x, const Tensor& rounded) { return x + (rounded - x).detach(); }
-
 void check_layer(const CacheTensors& cache, const LayerArguments& layer, const AttentionArguments& args,
                  const std::optional<RopeSettings>& rope) {
   ATTNPACK_CHECK(!layer.cross, "cache is given together with a context: a cache holds the keys of self-attention");
