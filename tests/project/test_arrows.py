@@ -47,6 +47,7 @@ IMPORTS = {
     "convert": [".", "nn", "checkpoints", "convert/checkpoint", "convert/uptrain"],
     "convert/checkpoint": [".", "nn", "checkpoints", "convert"],
     "convert/uptrain": [".", "nn", "checkpoints", "convert", "convert/checkpoint"],
+    "distributed": [".", "cache", "nn"],
     "hf": [".", "nn", "hf/layers"],
     "hf/layers": [".", "cache", "nn", "hf"],
     "tools": None,  # the command line: everything

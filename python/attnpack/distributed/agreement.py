@@ -1,0 +1,64 @@
+"""Whether all ranks mean the same call. Ranks that do not would wait for each other, or give wrong results."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .collectives import all_gather
+
+_WIDTH = 512
+_SEPARATOR = "\n"
+
+
+def shown(value: Any) -> str:
+    """What ranks must agree on: shape and dtype of a tensor, and whether it wants a gradient; other values as such."""
+    if isinstance(value, Tensor):
+        wants = ", with gradient" if value.requires_grad and torch.is_grad_enabled() else ""
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{wants}"
+    return str(value)
+
+
+def agree(what: str, group: dist.ProcessGroup, device: torch.device, **values: Any) -> None:
+    """Raises ValueError, on every rank, unless all ranks give the same values for the call `what`.
+
+    On the CPU this is one small collective. On other devices it waits for the device, so it runs under ATTNPACK_CHECK=1
+    alone; while a graph is traced it does not run.
+    """
+    if group.size() == 1 or torch.compiler.is_compiling():
+        return
+    if device.type != "cpu" and os.environ.get("ATTNPACK_CHECK") != "1":
+        return
+    said = [what, *(f"{name} {shown(value)}" for name, value in values.items() if value is not None)]
+    text = _SEPARATOR.join(said).encode()
+    if len(text) > _WIDTH:
+        text = text[: _WIDTH - 24] + f"...{hash_of(text):020d}".encode()
+    row = torch.zeros(1, _WIDTH, dtype=torch.uint8)
+    row[0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = all_gather(row.to(device), group).cpu()
+    differing = (rows != rows[:1]).any(1).nonzero().flatten().tolist()
+    if not differing:
+        return
+    first, other = (
+        bytes(rows[rank].tolist()).rstrip(b"\0").decode(errors="replace").split(_SEPARATOR)
+        for rank in (0, differing[0])
+    )
+    here, there = (
+        "; ".join(each for each in mine if each not in theirs) for mine, theirs in ((first, other), (other, first))
+    )
+    raise ValueError(
+        f"attnpack: the ranks of a group give {what} different arguments: rank 0 has {here or 'none of these'}, rank "
+        f"{differing[0]} has {there or 'none of these'}, want the same on all ranks: give each the same shapes and "
+        "settings"
+    )
+
+
+def hash_of(text: bytes) -> int:
+    """A number of the text that is the same in all processes, unlike `hash`."""
+    import hashlib
+
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

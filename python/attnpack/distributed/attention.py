@@ -1,0 +1,140 @@
+"""Context parallelism: attention over a sequence that is dealt out over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import ops
+from .agreement import agree, hash_of
+from .block_attention import Rules
+from .collectives import Group, as_group
+from .gathered import attend_gathered
+from .layouts import check_layout, pieces
+from .ring import RingAttention
+from .ulysses import attend_ulysses
+
+
+def _ring(*arguments: Any) -> tuple[Tensor, Tensor]:
+    query, key, value, rules, group, layout = arguments
+    return RingAttention.apply(query, key, value, rules.sinks, rules, group, layout)
+
+
+METHODS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "allgather": attend_gathered,
+    "ulysses": attend_ulysses,
+    "ring": _ring,
+}
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Group = None,
+    method: str = "allgather",
+    layout: str = "contiguous",
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    head_map: Sequence[int] | None = None,
+    scale: float | None = None,
+    kv_lens: Tensor | None = None,
+    return_lse: bool = False,
+    **refused: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attnpack.attention` over a sequence of which each rank holds a part; differentiable.
+
+    Args:
+        query: [B, Hq, Lq / ranks, D], key: [B, Hkv, Lkv / ranks, D], value: [B, Hkv, Lkv / ranks, Dv], this rank's
+            part, as `shard_sequence` deals it out. Each row and key has its position in the whole sequence.
+        group: a process group, a DeviceMesh of one dim, or None for all processes.
+        method: "allgather" (every rank gets all kv heads; no more of them than num_kv_heads travel), "ulysses" (ranks
+            exchange parts of the sequence for heads) or "ring" (keys travel piece by piece while ranks compute; a rank
+            holds two pieces at a time).
+        layout: "contiguous", or "zigzag": equal work for every rank in causal attention.
+        kv_lens: [B], valid keys of the whole sequences; the same on all ranks.
+
+    The other arguments are those of `attnpack.attention`, the same on all ranks. sinks' gradient is this rank's share:
+    its sum over the ranks is that of one process, as for the weights of a model under context parallelism.
+
+    Returns:
+        out [B, Hq, Lq / ranks, Dv], or (out, lse [B, Hq, Lq / ranks]): the rows of this rank.
+
+    Raises:
+        ValueError: an argument does not fit, or differs between ranks; mask, dropout_p and q_offset are refused. No
+            rank is left waiting.
+        RuntimeError: another process died, or did not come within the group's timeout.
+    """
+    refuse(refused)
+    if method not in METHODS:
+        raise ValueError(f"attnpack: method: got {method!r}, want 'allgather', 'ulysses' or 'ring'")
+    check_layout(layout)
+    group = as_group(group)
+    head_map = None if head_map is None else tuple(head_map)
+    rules = Rules(causal, tuple(window), softcap, sinks, alibi_slopes, head_map, scale, kv_lens)
+    _agree(query, key, value, rules, group, method, layout)
+    out, lse = METHODS[method](query, key, value, rules, group, layout)
+    return (out, lse) if return_lse else out
+
+
+def refuse(given: dict[str, Any]) -> None:
+    """Raises for arguments of the operator that context parallelism does not have."""
+    why = {
+        "mask": "each rank would need its rows of it: use causal, window or kv_lens",
+        "dropout_p": "each rank would draw other numbers than one process: train without it",
+        "q_offset": "rows have the positions that the layout gives them: leave it out",
+    }
+    for name, value in given.items():
+        if name not in why:
+            raise TypeError(f"attnpack: attention() has no argument {name!r}: see attnpack.distributed.attention")
+        if value is not None and not (name == "dropout_p" and value == 0):
+            shape = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"attnpack: {name}: got {shape}, which is not done over several processes; {why[name]}")
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, rules: Rules, group: dist.ProcessGroup, layout: str) -> None:
+    """Lets the operator judge the arguments, with no row to compute, before any collective."""
+    for name, x in (("query", query), ("key", key)):
+        if x.dim() == 4:
+            pieces(layout, x.size(2), group.size(), group.rank(), name)
+    lens, kv_len = rules.kv_lens, key.size(2) * group.size() if key.dim() == 4 else 0
+    if lens is not None and lens.device.type == "cpu" and lens.numel():
+        low, high = int(lens.min()), int(lens.max())
+        if low < 0 or high > kv_len:
+            raise ValueError(
+                f"attnpack: kv_lens: got values from {low} to {high}, want 0 to {kv_len}, the length of the whole "
+                "sequence: give the valid keys of all ranks together"
+            )
+    local = None if lens is None else lens.clamp(0, key.size(2))
+    ops.attention(
+        query.detach()[:, :, :0] if query.dim() == 4 else query, key.detach(), value.detach(), causal=rules.causal,
+        window=rules.window, kv_lens=local, softcap=rules.softcap, sinks=rules.sinks,
+        alibi_slopes=rules.alibi_slopes, head_map=rules.head_map, scale=rules.scale,
+    )  # fmt: skip
+
+
+def _agree(
+    query: Tensor, key: Tensor, value: Tensor, rules: Rules, group: dist.ProcessGroup, method: str, layout: str
+) -> None:
+    """Raises on every rank if an argument does not fit on one of them, or differs between them."""
+    failed = None
+    try:
+        _check(query, key, value, rules, group, layout)
+    except (ValueError, TypeError) as error:
+        failed = error
+    lens = rules.kv_lens
+    held = None if lens is None or lens.device.type != "cpu" else hash_of(str(lens.tolist()).encode())
+    agree(
+        "attention", group, query.device, error=failed, query=query, key=key, value=value, method=method, layout=layout,
+        causal=rules.causal, window=rules.window, softcap=rules.softcap, scale=rules.scale, sinks=rules.sinks,
+        alibi_slopes=rules.alibi_slopes, head_map=rules.head_map, kv_lens=lens, lens=held,
+    )  # fmt: skip
+    if failed is not None:
+        raise failed

@@ -1,0 +1,229 @@
+"""Attention over a sequence that 2 or 4 processes hold: numbers and gradients of one process, and the bytes sent."""
+
+import re
+
+import attnpack
+import attnpack.distributed as parallel
+import pytest
+import torch
+import torch.distributed as dist
+from attnpack.distributed.block_attention import Rules
+from op_cases import draw
+from ranks import run_checks, unequal
+from wire import CountedBytes
+
+METHODS = ["allgather", "ulysses", "ring"]
+LAYOUTS = ["contiguous", "zigzag"]
+BATCH, LENGTH, DIM, V_DIM = 2, 48, 8, 6
+HEADS = {"grouped": (8, 2, None), "one kv head": (6, 1, None), "each its own": (4, 4, None)}
+HEADS |= {"uneven": (5, 3, [2, 0, 0, 1, 2]), "fewer than ranks": (3, 3, None)}
+RULES = {
+    "causal": {"causal": True},
+    "all keys": {},
+    "window": {"causal": True, "window": (9, 0)},
+    "window to the right": {"window": (3, 14)},
+    "soft cap": {"causal": True, "softcap": 1.5},
+    "sinks": {"causal": True, "sinks": True},
+    "sinks, lengths": {"sinks": True, "kv_lens": torch.tensor([5, 41])},
+    "alibi": {"causal": True, "alibi_slopes": True, "scale": 0.7},
+    "lengths": {"causal": True, "kv_lens": torch.tensor([48, 13], dtype=torch.int32)},
+    "no keys": {"kv_lens": torch.tensor([0, 29])},
+    "all at once": {"causal": True, "window": (20, 0), "softcap": 2.0, "sinks": True, "alibi_slopes": True,
+                    "kv_lens": torch.tensor([33, 48])},
+}  # fmt: skip
+
+
+def tensors(num_heads, num_kv_heads, dtype, kv_len=LENGTH):
+    shapes = [(num_heads, LENGTH, DIM), (num_kv_heads, kv_len, DIM), (num_kv_heads, kv_len, V_DIM)]
+    shapes += [(num_heads, LENGTH, V_DIM), (num_heads, LENGTH)]  # gradients of out and lse
+    return [draw(BATCH, *shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+
+
+def settings(rules, num_heads, head_map, dtype):
+    chosen = dict(rules)
+    if chosen.get("sinks"):
+        chosen["sinks"] = draw(num_heads, dtype=dtype).requires_grad_()
+    if chosen.get("alibi_slopes"):
+        chosen["alibi_slopes"] = torch.tensor(attnpack.ops.alibi_slopes(num_heads), dtype=dtype)
+    return chosen | ({} if head_map is None else {"head_map": head_map})
+
+
+def results(attention, query, key, value, grad_out, grad_lse, **chosen):
+    """out, lse and the gradients; lse counts where it is finite."""
+    inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+    out, lse = attention(*inputs, **chosen, return_lse=True)
+    weight = torch.where(lse.isfinite(), grad_lse.to(lse.dtype), 0)
+    ((out * grad_out).sum() + (torch.where(lse.isfinite(), lse, 0) * weight).sum()).backward()
+    sinks = chosen.get("sinks")
+    return [out.detach(), lse.detach(), *(x.grad for x in inputs)], None if sinks is None else sinks.grad
+
+
+def distance(got, wanted):
+    assert got.shape == wanted.shape
+    got, wanted = (torch.where(x.isfinite(), x, 1e3).double() for x in (got, wanted))
+    return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1)) if wanted.numel() else 0.0
+
+
+def compare(method, layout, rules, heads, kv_len=LENGTH, dtype=torch.float32):
+    """Largest distance from one process in float64, over out, lse and all gradients."""
+    num_heads, num_kv_heads, head_map = heads
+    exact = tensors(num_heads, num_kv_heads, torch.float64, kv_len)
+    wanted, wanted_sinks = results(attnpack.attention, *exact, **settings(rules, num_heads, head_map, torch.float64))
+    own = [parallel.shard_sequence(x.to(dtype), dim=2, layout=layout) for x in exact]
+    got, got_sinks = results(
+        parallel.attention, *own, **settings(rules, num_heads, head_map, dtype), method=method, layout=layout
+    )
+    parts = [parallel.shard_sequence(x, dim=2, layout=layout) for x in wanted]
+    distances = [distance(a, b) for a, b in zip(got, parts, strict=True)]
+    if wanted_sinks is not None:
+        dist.all_reduce(got_sinks)
+        distances.append(distance(got_sinks, wanted_sinks))
+    return max(distances)
+
+
+def grid():
+    for method in METHODS:
+        for layout in LAYOUTS:
+            for name, rules in RULES.items():
+                yield f"{method}, {layout}, {name}", (method, layout, rules, HEADS["grouped"])
+            for name, heads in HEADS.items():
+                yield f"{method}, {layout}, {name}", (method, layout, RULES["causal"], heads)
+            yield f"{method}, {layout}, other length", (method, layout, RULES["lengths"], HEADS["grouped"], 64)
+
+
+def sent(method, heads, kv_heads, dtype=torch.float32):
+    """(bytes sent in forward, in backward) by this rank, beside the check of the arguments."""
+    query, key, value, grad, _ = tensors(heads, kv_heads, dtype)
+    own = [parallel.shard_sequence(x, dim=2).requires_grad_() for x in (query, key, value)]
+    with CountedBytes() as forward:
+        out = parallel.attention(*own, method=method, causal=True)
+    with CountedBytes() as backward:
+        out.backward(parallel.shard_sequence(grad, dim=2))
+    return forward.sent, backward.sent
+
+
+def refused(**wrong):
+    query, key, value, *_ = (parallel.shard_sequence(x, dim=2) for x in tensors(4, 2, torch.float32))
+    with CountedBytes() as wire:
+        try:
+            parallel.attention(query, key, value, **wrong)
+        except (ValueError, TypeError) as error:
+            return str(error), wire.collectives
+    return "no error", wire.collectives
+
+
+def differing(name):
+    """The error where rank 1 gives other arguments than rank 0."""
+    query, key, value, *_ = (parallel.shard_sequence(x, dim=2) for x in tensors(4, 2, torch.float32))
+    other = dist.get_rank() == 1
+    if name == "length" and other:
+        query, key, value = (x[:, :, :-2] for x in (query, key, value))
+    if name == "kv heads" and other:
+        key, value = key[:, :1], value[:, :1]
+    if name == "width" and other:
+        key = key[..., :-1]
+    if name == "gradient":
+        query.requires_grad_(other)
+    lens = torch.tensor([40, 40 - other])
+    parallel.attention(query, key, value, causal=other if name == "causal" else True, kv_lens=lens * (name == "lens"))
+
+
+def round_trip():
+    x, found = draw(2, 16, 3), []
+    for layout in LAYOUTS:
+        leaf = x.clone().requires_grad_()
+        whole = parallel.unshard_sequence(parallel.shard_sequence(leaf, layout=layout), layout=layout)
+        (whole * x).sum().backward()
+        dist.all_reduce(leaf.grad)
+        found.append((torch.equal(whole, x), torch.equal(leaf.grad, x)))
+    return found
+
+
+def half_precision(method):
+    return compare(method, "zigzag", RULES["all at once"], HEADS["grouped"], dtype=torch.bfloat16)
+
+
+WRONG = {
+    "mask": {"mask": torch.ones(1, 1, 8, 8)},
+    "dropout_p": {"dropout_p": 0.1},
+    "q_offset": {"q_offset": 3},
+    "method": {"method": "star"},
+    "layout": {"layout": "striped"},
+    "group": {"group": 3},
+}
+DIFFERENT = ["length", "kv heads", "width", "gradient", "causal", "lens"]
+
+
+def program():
+    checks = {name: (lambda case=case: compare(*case)) for name, case in grid()}
+    checks |= {f"bytes {m} {h}": (lambda m=m, h=h: sent(m, *h)) for m in METHODS for h in ((8, 2), (8, 1), (8, 8))}
+    checks |= {f"wrong {name}": (lambda wrong=wrong: refused(**wrong)) for name, wrong in WRONG.items()}
+    checks |= {f"differing {name}": (lambda name=name: differing(name)) for name in DIFFERENT}
+    checks |= {f"bf16 {method}": (lambda method=method: half_precision(method)) for method in METHODS}
+    checks["round trip"] = round_trip
+    return run_checks(checks)
+
+
+@pytest.fixture(scope="module", params=["two_ranks", "four_ranks"])
+def outcomes(request):
+    return request.getfixturevalue(request.param).run(program)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parts_give_the_numbers_and_gradients_of_one_process(outcomes, method):
+    names = [name for name, _ in grid() if name.startswith(method)]
+    assert len(names) == 2 * (len(RULES) + len(HEADS) + 1)
+    assert not unequal(outcomes, names)
+
+
+def test_half_precision_is_as_near_as_one_process(outcomes):
+    assert not unequal(outcomes, [f"bf16 {method}" for method in METHODS], 0.02)
+
+
+def test_keys_travel_with_as_many_heads_as_they_have(outcomes):
+    """Numbers of float32 that a rank sends, in forward and backward, where it has n positions."""
+    ranks = len(outcomes)
+    n = LENGTH // ranks
+    for heads, kv_heads in ((8, 2), (8, 1), (8, 8)):
+        kv = BATCH * kv_heads * n * (DIM + V_DIM) * 4
+        for rank in outcomes:
+            assert rank[f"bytes allgather {(heads, kv_heads)}"] == ((ranks - 1) * kv, (ranks - 1) * kv)
+            assert rank[f"bytes ring {(heads, kv_heads)}"] == ((ranks - 1) * kv, (2 * ranks - 1) * kv)
+        away = BATCH * n * 4 * (ranks - 1)  # numbers for one head of every other rank
+        share, read = heads // ranks, max(kv_heads // ranks, 1)
+        there = away * (share * DIM + read * (DIM + V_DIM))
+        back = away * share * (V_DIM + 1)  # out and lse
+        for rank in outcomes:
+            assert rank[f"bytes ulysses {(heads, kv_heads)}"] == (there + back, there + back - away * share)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_done_is_refused_before_anything_is_sent(outcomes, name):
+    for rank in outcomes:
+        message, collectives = rank[f"wrong {name}"]
+        assert re.match(f"attnpack: {name}: got|attnpack: {name} is ", message) and collectives == 0
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_differ_are_told_so(outcomes, name):
+    for rank in outcomes:
+        assert re.match(r"ValueError: attnpack: the ranks .* rank 0 has .*, rank 1 has ", rank[f"differing {name}"])
+
+
+def test_a_sequence_comes_back(outcomes):
+    assert all(rank["round trip"] == [(True, True), (True, True)] for rank in outcomes)
+
+
+def test_the_gradient_of_a_part_is_the_same_by_the_kernel_and_by_the_join():
+    """The second way is for devices whose kernels need not take the shares of a row from out and lse."""
+    for rules in (Rules(causal=True, sinks=draw(4)), Rules(window=(5, 2), softcap=1.5, kv_lens=torch.tensor([3, 20]))):
+        query, key, value, grad_out, grad_lse = tensors(4, 2, torch.float32)
+        rows, keys = range(LENGTH), range(8, 24)
+        out, lse = rules.attend(query, key, value, rows, range(LENGTH))
+        part = (query, key[:, :, 8:24], value[:, :, 8:24], out, lse)
+        for grads in ((grad_out, torch.where(lse.isfinite(), grad_lse, 0)), (grad_out, None)):
+            by_kernel = rules.backward_of_kernel(grads, part, rows, keys)
+            by_parts = rules.backward_of_parts(grads, part, rows, keys)
+            for one, other in zip(by_kernel[:4], by_parts, strict=True):
+                if other is not None:
+                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

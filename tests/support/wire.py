@@ -1,0 +1,36 @@
+"""Counts what a rank sends in collectives."""
+
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._pytree import tree_leaves
+
+
+class CountedBytes(CommDebugMode):
+    """`collectives` counts them; `sent` adds up the bytes that this rank sends to others, in collectives of floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.collectives, self.sent = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = self.get_total_counts()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.get_total_counts() > before:
+            self.collectives += 1
+            x = tree_leaves(args)[0]
+            if x.is_floating_point():
+                self.sent += x.element_size() * self._numbers(func, x, args)
+        return result
+
+    def _numbers(self, func, x, args):
+        import torch.distributed as dist
+
+        name, ranks = func._overloadpacket.__name__, dist.get_world_size()
+        if name == "all_gather_into_tensor":
+            return x.numel() * (ranks - 1)
+        if name == "reduce_scatter_tensor":
+            return x.numel() // ranks * (ranks - 1)
+        if name == "all_to_all_single":
+            return sum(args[2]) - args[2][dist.get_rank()]
+        if name == "all_reduce":
+            return 2 * x.numel() * (ranks - 1) // ranks
+        raise AssertionError(f"no rule for {name}")
