@@ -1,4 +1,5 @@
 #include <attnpack/core/check.h>
+#include <attnpack/models/detail/sampler.h>
 #include <attnpack/models/generate.h>
 #include <bindings/common.h>
 #include <bindings/register.h>
@@ -82,6 +83,18 @@ py::object to_python(const MultiHeadLatentAttentionOptions& latent) {
 }
 
 void register_causal_lm(py::module_& m) {
+  py::class_<Sampler>(m, "Sampler", "Chooses a token from each row of logits [B, V]: the likeliest, or drawn.")
+      .def(py::init([](std::optional<double> temperature, std::optional<int64_t> top_k, std::optional<double> top_p,
+                       std::optional<uint64_t> seed) {
+             return Sampler(temperature, top_k, top_p, seed, at::Device("cpu"));
+           }),
+           py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("seed"))
+      .def("__call__", [](Sampler& self, const at::Tensor& logits) {
+        return without_gil([&] {
+          const at::NoGradGuard no_grad;
+          return self(logits);
+        });
+      });
   auto cls = bind_module<CausalLMImpl>(m, "CausalLM", "A decoder-only language model with Llama's layers and names.");
   bind_options<CausalLMImpl, CausalLMOptions, int64_t, int64_t, int64_t, int64_t>(cls, 5);
   bind_method(cls, "forward", {"ids", "cache", "mask", "positions", "lengths"}, 2,

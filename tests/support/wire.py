@@ -1,6 +1,8 @@
 """Counts what a rank sends in collectives."""
 
+import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
@@ -11,10 +13,15 @@ class CountedBytes(CommDebugMode):
         super().__init__()
         self.collectives, self.sent = 0, 0
 
+    def __enter__(self):  # without torch's tracker of modules, which fails where modules call each other
+        return TorchDispatchMode.__enter__(self)
+
+    def __exit__(self, *error):
+        return TorchDispatchMode.__exit__(self, *error)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = self.get_total_counts()
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.get_total_counts() > before:
+        result = func(*args, **kwargs or {})
+        if func._overloadpacket in self.comm_registry:
             self.collectives += 1
             x = tree_leaves(args)[0]
             if x.is_floating_point():
@@ -22,8 +29,6 @@ class CountedBytes(CommDebugMode):
         return result
 
     def _numbers(self, func, x, args):
-        import torch.distributed as dist
-
         name, ranks = func._overloadpacket.__name__, dist.get_world_size()
         if name == "all_gather_into_tensor":
             return x.numel() * (ranks - 1)

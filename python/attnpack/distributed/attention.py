@@ -73,15 +73,19 @@ def attention(
         RuntimeError: another process died, or did not come within the group's timeout.
     """
     refuse(refused)
-    if method not in METHODS:
-        raise ValueError(f"attnpack: method: got {method!r}, want 'allgather', 'ulysses' or 'ring'")
+    check_method(method)
     check_layout(layout)
     group = as_group(group)
     head_map = None if head_map is None else tuple(head_map)
     rules = Rules(causal, tuple(window), softcap, sinks, alibi_slopes, head_map, scale, kv_lens)
-    _agree(query, key, value, rules, group, method, layout)
+    agree_on(query, key, value, rules, group, method, layout)
     out, lse = METHODS[method](query, key, value, rules, group, layout)
     return (out, lse) if return_lse else out
+
+
+def check_method(method: str) -> None:
+    if method not in METHODS:
+        raise ValueError(f"attnpack: method: got {method!r}, want 'allgather', 'ulysses' or 'ring'")
 
 
 def refuse(given: dict[str, Any]) -> None:
@@ -120,7 +124,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, rules: Rules, group: dist.
     )  # fmt: skip
 
 
-def _agree(
+def agree_on(
     query: Tensor, key: Tensor, value: Tensor, rules: Rules, group: dist.ProcessGroup, method: str, layout: str
 ) -> None:
     """Raises on every rank if an argument does not fit on one of them, or differs between them."""

@@ -18,6 +18,7 @@ from .linear import project, project_all
 from .local_heads import check_mask_share, grouped_share
 from .native import NativeModule
 from .rope import RotaryEmbedding, rotate_rows
+from .spread import refuse_spread, spread
 
 
 class NativeAttention(NativeModule):
@@ -44,7 +45,11 @@ class NativeAttention(NativeModule):
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         check_kind(cache, KVCache, type(self).__name__)
+        over = spread(cache)
         with unchanged_on_error(cache):
+            if over is not None:
+                inputs |= {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights}
+                return self._output(over.attend(self, query, key, value, **inputs))
             appends = cache is not None and not isinstance(cache, CrossCache)
             if isinstance(cache, CrossCache) and not cache.filled:
                 cache.store(key, value, kv_lens)
@@ -79,6 +84,7 @@ class NativeAttention(NativeModule):
         causal: bool,
     ) -> Tensor:
         """The nested output of one call per sequence."""
+        refuse_spread("x is a nested tensor", "pass padded tensors and kv_lens")
         source = x if context is None else context
         if self.rope is not None:
             query = rotate_rows(self.rope, query, *nested.positions_of(x, positions))

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from .. import cpp, nested
 from .._C import checks
 from ..cache import CrossCache, KVCache
-from ..errors import check_input, check_lengths, reject_keywords, wrong_kind
+from ..errors import check_input, reject_keywords, wrong_kind
 from .attention_base import NativeAttention
 from .feed_forward import FeedForward
 from .native import NativeModule
 from .norm import arguments_of_norm, make_norm, norm_settings
+from .spread import check_lengths
 
 
 def _check_parts(attention: nn.Module, feed_forward: nn.Module, cross_attention: nn.Module | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import cpp, nested
 from ..cache import ModelCache, check_kind
-from ..errors import MODEL_CACHE, check_ids, check_lengths, reject_keywords
+from ..errors import MODEL_CACHE, check_ids, reject_keywords
 from .attention import GroupedQueryAttention
 from .block import DecoderBlock
 from .feed_forward import FeedForward
@@ -22,6 +22,7 @@ from .latent_attention import MultiHeadLatentAttention
 from .linear import linear, project
 from .native import NativeModule
 from .rope import RotaryEmbedding
+from .spread import Spread, check_lengths, refuse_spread
 from .stack import Decoder
 
 
@@ -51,6 +52,8 @@ class CausalLM(NativeModule):
     """
 
     _cpp_class = cpp.CausalLM
+    _generate: Callable[..., Tensor] | None = None
+    """A loop in the place of C++'s, for a model that several processes share."""
 
     def __init__(
         self,
@@ -216,24 +219,28 @@ class CausalLM(NativeModule):
             ValueError: an argument does not fit. TypeError: C++ cannot run this model, see `cpp()`.
         """
         reject_keywords(unknown, MODEL_CACHE, "generate")
+        refuse_spread("generate is called", "call it outside, with the whole prompt on each rank")
+        if not isinstance(cache, str):
+            check_kind(cache, ModelCache, "generate")
+        arguments = {
+            "max_new_tokens": max_new_tokens,
+            "num_return_sequences": num_return_sequences,
+            "lengths": lengths,
+            "stop_tokens": list(stop_tokens) if isinstance(stop_tokens, Set | Iterator) else stop_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "seed": seed,
+            "callback": callback,
+        }
+        held = cache.layers[0] if isinstance(cache, ModelCache) else None
+        loop = held.generate if isinstance(held, Spread) else self._generate
+        if loop is not None:
+            return loop(self, ids, cache=cache, **arguments)
         with contextlib.ExitStack() as stack:
-            if not isinstance(cache, str):
-                check_kind(cache, ModelCache, "generate")
             native_cache = stack.enter_context(cache.lent()) if isinstance(cache, ModelCache) else cache
             twin = stack.enter_context(kept_twin(self))
-            return twin.generate(
-                ids,
-                max_new_tokens=max_new_tokens,
-                cache=native_cache,
-                num_return_sequences=num_return_sequences,
-                lengths=lengths,
-                stop_tokens=list(stop_tokens) if isinstance(stop_tokens, Set | Iterator) else stop_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                callback=callback,
-            )
+            return twin.generate(ids, cache=native_cache, **arguments)
 
     def _twin(self) -> cpp.CausalLM:
         if not _same_parts(self._made_with, _parts(self)):

@@ -20,6 +20,7 @@ from .linear import plain_weight, project
 from .local_heads import check_mask_share, latent_share
 from .norm import RMSNorm
 from .rope import RotaryEmbedding, rotate_rows
+from .spread import refuse_spread, spread
 
 _NORM_EPS = 1e-6
 
@@ -149,6 +150,12 @@ class MultiHeadLatentAttention(NativeAttention):
         with unchanged_on_error(cache):
             query, latent, k_rope, joined = self._latents(x, context)
             check_mask_share(self, mask, query.size(1))
+            over = spread(cache)
+            if over is not None:
+                inputs = {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights, "positions": positions}
+                inputs |= {"cross": context is not None, "mask": mask}
+                inputs["causal"] = (self.causal and context is None) if causal is None else causal
+                return project(self.o_proj, over.attend_latents(self, query, latent, k_rope, **inputs))
             settings = {
                 "rope": None if self.rope is None else self.rope.settings,
                 "positions": positions,
@@ -203,6 +210,7 @@ class MultiHeadLatentAttention(NativeAttention):
         positions: Tensor | None,
         causal: bool,
     ) -> Tensor:
+        refuse_spread("x is a nested tensor", "pass padded tensors and kv_lens")
         packed, packed_context, _ = packed_inputs(x, context, None)
         self._check(packed, packed_context, value_context, None)
         query, latent, k_rope, _ = self._latents(packed, packed_context)

@@ -15,7 +15,6 @@ from ..errors import (
     MODEL_CACHE,
     check_ids,
     check_input,
-    check_lengths,
     check_vocabulary,
     reject_keywords,
     with_article,
@@ -24,6 +23,7 @@ from ..errors import (
 from .block import Block, DecoderBlock, EncoderBlock
 from .native import NativeModule
 from .norm import arguments_of_norm, make_norm, norm_settings
+from .spread import check_lengths
 
 
 class _Stack(NativeModule):

@@ -1,0 +1,152 @@
+"""Modules over a sequence that is dealt out over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import ops
+from ..nn.linear import plain_weight
+from ..nn.spread import Spread, spread_sequence
+from .attention import METHODS, agree_on, attention, check_method
+from .block_attention import Rules
+from .collectives import Group, as_group
+from .gathered import attend_rows, gather_sequence
+from .layouts import check_layout, positions
+
+
+@contextmanager
+def context_parallel(group: Group = None, *, method: str = "allgather", layout: str = "contiguous") -> Iterator[None]:
+    """A context in which every attention module of attnpack attends over a sequence of which each rank holds a part.
+
+    x [B, L / ranks, E] and a context are parts as `shard_sequence` deals them out; kv_lens and lengths are those of the
+    whole sequences, and positions for RoPE those of the rows in them. Outputs are this rank's rows. Gradients of the
+    weights are this rank's share: add them up over the ranks (DistributedDataParallel gives their mean).
+
+    Args:
+        group, method, layout: as in `attnpack.distributed.attention`. With "allgather" latent attention sends its
+            latents, with the others its keys and values.
+
+    Raises ValueError in modules for what is not done: a mask, a cache, need_weights, dropout in training, nested
+    tensors, RoPE whose frequencies follow the length.
+    """
+    check_method(method)
+    check_layout(layout)
+    with spread_sequence(ContextParallel(as_group(group), method, layout)):
+        yield
+
+
+def refuse_inputs(module: nn.Module, place: str, **given: Any) -> None:
+    """Raises for inputs and settings of a module that are not done over several processes."""
+    why = {
+        "mask": "each rank would need its part of it: use causal, window or kv_lens",
+        "need_weights": "no rank has all scores: ask one process for them",
+        "cache": "prefill and decode with attnpack.distributed.ShardedCache, outside",
+        "cross": "a ShardedCache holds the keys of self-attention alone: use a CrossCache",
+    }
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise ValueError(f"attnpack: {name}: got one {place}, which is not done; {why[name]}")
+    if module.training and module.dropout:
+        raise ValueError(
+            f"attnpack: dropout: got {module.dropout} in training {place}, which is not done: each rank would draw "
+            "other numbers than one process; set it to 0, or call eval()"
+        )
+    rope = module.rope
+    if rope is not None and (rope.growth or rope.long_inv_freq):
+        raise ValueError(
+            f"attnpack: rope: got frequencies that follow the length {place}, which is not done: use another scaling"
+        )
+
+
+def settings_of(module: nn.Module, query: Tensor) -> dict[str, Any]:
+    """The module's own settings, as arguments of the operator, but for dropout."""
+    settings = module._settings(query)
+    del settings["dropout_p"]
+    return settings
+
+
+def rotated(module: nn.Module, x: Tensor, places: Tensor) -> Tensor:
+    """Heads x [B, H, L, D] at positions [L] or [B, L]."""
+    return x if module.rope is None else module.rope(x, places)
+
+
+class ContextParallel(Spread):
+    """How modules attend under `context_parallel`."""
+
+    def __init__(self, group: dist.ProcessGroup, method: str, layout: str) -> None:
+        self.group, self.method, self.layout = group, method, layout
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **inputs: Any) -> Tensor:
+        self._check(module, inputs)
+        rows, keys = self._places(query, key.size(2), inputs)
+        out = attention(
+            rotated(module, query, rows),
+            rotated(module, key, keys),
+            value,
+            group=self.group,
+            method=self.method,
+            layout=self.layout,
+            causal=inputs["causal"],
+            kv_lens=inputs["kv_lens"],
+            **settings_of(module, query),
+        )
+        return out.transpose(1, 2).flatten(2)
+
+    def attend_latents(self, module: nn.Module, query: Tensor, latent: Tensor, k_rope: Tensor, **inputs: Any) -> Tensor:
+        """The latents travel, and each rank expands them; other methods than "allgather" take expanded heads."""
+        self._check(module, inputs)
+        rows, keys = self._places(query, latent.size(1), inputs)
+        query, latents = rotate_latents(module, query, latent, k_rope, rows, keys)
+        rules = Rules(causal=inputs["causal"], scale=module.softmax_scale, kv_lens=inputs["kv_lens"])
+        if self.method == "allgather":
+            like = latents[..., :1].detach()  # heads that the latents will give, without their memory
+            key, value = (like.expand(-1, query.size(1), -1, width) for width in (query.size(-1), 1))
+            agree_on(query, key, value, rules, self.group, self.method, self.layout)
+            whole = gather_sequence(latents, self.group, self.layout)
+            out, _ = attend_rows(query, *expand(module, whole, query.size(1)), rules, self.group, self.layout)
+        else:
+            heads = query, *expand(module, latents, query.size(1))
+            agree_on(*heads, rules, self.group, self.method, self.layout)
+            out, _ = METHODS[self.method](*heads, rules, self.group, self.layout)
+        return out.transpose(1, 2).flatten(2)
+
+    def _check(self, module: nn.Module, inputs: dict[str, Any]) -> None:
+        names = ("mask", "need_weights", "cache")
+        refuse_inputs(module, "under context_parallel", **{name: inputs[name] for name in names})
+
+    def _places(self, query: Tensor, kv_len: int, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Positions of the queries and of the keys of this rank; those of self-attention may be given."""
+        ranks, rank = self.group.size(), self.group.rank()
+        given = inputs["positions"]
+        rows = positions(self.layout, query.size(2), ranks, rank, query.device) if given is None else given
+        keys = positions(self.layout, kv_len, ranks, rank, query.device) if inputs["cross"] else rows
+        return rows, keys
+
+
+def rotate_latents(
+    module: nn.Module, query: Tensor, latent: Tensor, k_rope: Tensor, rows: Tensor, keys: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotated queries [B, H, L, N + R] and latents [B, 1, Lkv, C + R] of latent attention."""
+    width = module.qk_rope_head_dim
+    if module.rope is not None and width:
+        plain, rotating = query.split([query.size(-1) - width, width], -1)
+        query = torch.cat([plain, module.rope(rotating, rows)], -1)
+        k_rope = module.rope(k_rope.unsqueeze(1), keys)[:, 0]
+    return query, torch.cat([latent, k_rope], -1).unsqueeze(1)
+
+
+def expand(module: nn.Module, latents: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Keys [B, H, K, N + R] and values [B, H, K, V] of latents [B, 1, K, C + R]; of a folded module the latents."""
+    if module.folded:
+        return latents, latents[..., : module.kv_lora_rank]
+    weight = plain_weight(module.kv_b_proj)
+    if weight is None:
+        return module._expand(latents, num_heads)
+    kv = ops.linear(latents[:, 0, :, : module.kv_lora_rank], weight)
+    return torch.ops.attnpack.latent_expand(latents, kv, module.kv_lora_rank, num_heads, module.v_head_dim)

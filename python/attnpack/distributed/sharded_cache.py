@@ -1,0 +1,253 @@
+"""A KV cache whose positions are dealt out over the ranks of a group: position p is held by rank p mod ranks.
+
+Every rank computes the new keys and all queries, attends over the keys that it holds, and the results are joined by
+their lse: one collective a call. B batch, L new tokens, Hq / Hkv query / kv heads, K held keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..cache import DynamicCache, KVCache, LatentCache, StaticCache
+from ..errors import wrong_kind
+from ..nn.linear import plain_weight
+from ..nn.spread import Spread
+from .agreement import agree
+from .collectives import Group, all_gather, as_group
+from .context_parallel import expand, refuse_inputs, rotate_latents, rotated, settings_of
+from .generate import generate
+
+_KINDS = (DynamicCache, LatentCache, StaticCache)
+
+
+class ShardedCache(KVCache, Spread):
+    """The share of one rank in a KV cache that no single process holds. Give each rank the same calls.
+
+    Args:
+        cache: an empty DynamicCache, LatentCache or StaticCache, which holds this rank's positions.
+        group: a process group, a DeviceMesh of one dim, or None for all processes.
+
+    `lengths` and `len` are those of the whole sequences; `nbytes`, `k` and `v` those of this rank. As in all caches, no
+    gradient flows through the past; under it no gradient flows at all. It refuses masks, need_weights and dropout in
+    training; sliding windows and ALiBi are exact.
+    """
+
+    def __init__(self, cache: KVCache, group: Group = None) -> None:
+        if type(cache) not in _KINDS:
+            raise wrong_kind("cache", cache, "a DynamicCache(), a LatentCache() or a StaticCache")
+        if len(cache):
+            raise ValueError(f"attnpack: cache: got one that holds {len(cache)} positions, want an empty one")
+        self.inner, self.group = cache, as_group(group)
+        self._whole = cache.lengths.clone()
+
+    generate = staticmethod(generate)
+
+    @property
+    def _kind(self) -> str:
+        return self.inner._kind
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return self.inner._tensors
+
+    @_tensors.setter
+    def _tensors(self, tensors: list[Tensor]) -> None:
+        self.inner._tensors = tensors
+
+    @property
+    def _numbers(self) -> list[int]:
+        return self.inner._numbers
+
+    @_numbers.setter
+    def _numbers(self, numbers: list[int]) -> None:
+        self.inner._numbers = numbers
+
+    @property
+    def lengths(self) -> Tensor:
+        """Number of positions of each whole sequence, int64 [B]."""
+        return self._whole
+
+    def __len__(self) -> int:
+        return int(self._whole.max()) if self._whole.numel() else 0
+
+    def __repr__(self) -> str:
+        return f"ShardedCache({len(self)} positions over {self.group.size()} ranks, here: {self.inner!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedCache:
+        return self.clone()
+
+    def reset(self) -> None:
+        self.inner.reset()
+        self._whole = self.inner.lengths.clone()
+
+    def crop(self, n: int) -> None:
+        """Keeps the first n positions of each sequence."""
+        self.inner.crop(self._held(torch.tensor([n]), self.group.rank()).item())
+        self._whole = self._whole.clamp(max=n)
+
+    def reorder(self, index: Tensor | Sequence[int]) -> None:
+        """Sequence b becomes the former sequence index[b]."""
+        self.inner.reorder(index)
+        self._whole = self._whole[torch.as_tensor(index, device=self._whole.device)]
+
+    def clone(self) -> ShardedCache:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, inner=self.inner.clone(), _whole=self._whole.clone())
+        return other
+
+    def _taken_back(self) -> None:
+        self.inner.lengths.copy_(self._held(self._whole, self.group.rank()))
+
+    def _held(self, lengths: Tensor, rank: int) -> Tensor:
+        """How many of the first `lengths` positions a rank holds."""
+        ranks = self.group.size()
+        return (lengths - rank + ranks - 1).div(ranks, rounding_mode="floor").clamp(min=0)
+
+    @torch.no_grad()
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **inputs: Any) -> Tensor:
+        past, new = self._begin(module, inputs, query=query, key=key, value=value)
+        places = self._places(past, query, inputs)
+        query, key = rotated(module, query, places), rotated(module, key, places)
+        settings = settings_of(module, query)
+        with self.inner.all_or_none():
+            own, lens = self._own(past, new, key, value)
+            room = self.inner.reserve(*own, lens)
+            held = self._append(room.key, room.value, room.lengths, own, lens)
+            out = self._joined(query, *held, past, causal=inputs["causal"], **settings)
+            self._whole = past + new
+        return out.transpose(1, 2).flatten(2)
+
+    @torch.no_grad()
+    def attend_latents(self, module: nn.Module, query: Tensor, latent: Tensor, k_rope: Tensor, **inputs: Any) -> Tensor:
+        """One token reads the latents as they are; more expand those of this rank."""
+        past, new = self._begin(module, inputs, query=query, latent=latent)
+        places = self._places(past, query, inputs)
+        query, latents = rotate_latents(module, query, latent, k_rope, places, places)
+        width = module.kv_lora_rank
+        with self.inner.all_or_none():
+            own, lens = self._own(past, new, latents, latents[..., :0])
+            keys, lengths = self.inner.reserve_latents(own[0], width)
+            held, _ = self._append(keys, keys[..., :0], lengths, own, lens)
+            settings = {"causal": inputs["causal"], "scale": module.softmax_scale}
+            weight = None if module.folded else plain_weight(module.kv_b_proj)
+            if weight is not None and query.size(2) == 1:
+                by_head = weight.view(query.size(1), -1, width)  # [H, N + V, C]
+                up_keys, up_values = by_head.split([module.qk_nope_head_dim, module.v_head_dim], 1)
+                plain, rotating = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+                query = torch.cat([plain @ up_keys, rotating], -1)
+                out = self._joined(query, held, held[..., :width], past, **settings) @ up_values.transpose(1, 2)
+            else:
+                out = self._joined(query, *expand(module, held, query.size(1)), past, **settings)
+            self._whole = past + new
+        return out.transpose(1, 2).flatten(2)
+
+    def _begin(
+        self, module: nn.Module, inputs: dict[str, Any], query: Tensor, **shown: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Lengths [B] of the whole sequences, and of the new tokens."""
+        names = ("mask", "need_weights", "cross")
+        refuse_inputs(module, "with a ShardedCache", **{name: inputs[name] for name in names})
+        batch, lens = query.size(0), inputs["kv_lens"]
+        past = self._whole if self._whole.numel() else self._whole.new_zeros(batch)
+        if past.size(0) != batch:
+            raise ValueError(f"attnpack: cache: holds {past.size(0)} sequences, got {batch} new ones: they must agree")
+        agree(
+            "a ShardedCache",
+            self.group,
+            query.device,
+            causal=inputs["causal"],
+            past=past.tolist(),
+            query=query,
+            **shown,
+        )
+        past = past.to(query.device)
+        return past, torch.full_like(past, query.size(2)) if lens is None else lens.to(past)
+
+    def _places(self, past: Tensor, query: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Positions of the new tokens, [B, L], for RoPE."""
+        if inputs["positions"] is not None:
+            return inputs["positions"]
+        return past.unsqueeze(1) + torch.arange(query.size(2), device=query.device)
+
+    def _own(self, past: Tensor, new: Tensor, *tensors: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The new tokens of [B, H, L, D] that this rank holds, and how many of each sequence are valid."""
+        ranks, rank, length = self.group.size(), self.group.rank(), tensors[0].size(2)
+        first = (rank - past) % ranks
+        lens = self._held(past + new, rank) - self._held(past, rank)
+        steps = torch.arange(-(-length // ranks), device=past.device) * ranks
+        index = (first.unsqueeze(1) + steps).clamp(max=max(length - 1, 0))  # [B, M]
+        index = index[:, None, :, None]
+        return [x.gather(2, index.expand(-1, x.size(1), -1, x.size(3))) for x in tensors], lens
+
+    def _append(
+        self, key: Tensor, value: Tensor, lengths: Tensor, own: Sequence[Tensor], lens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Writes the own tokens; the keys and values [B, Hkv, K, D] that this rank then holds."""
+        torch.ops.attnpack.kv_cache_append_(key, value, lengths, *own, lens, None)
+        self.inner.commit(own[0].size(2), lens)
+        longest = int(self.inner.lengths.max()) if lens.numel() else 0
+        return key[:, :, :longest], value[:, :, :longest]
+
+    def _joined(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        past: Tensor,
+        *,
+        causal: bool,
+        window: tuple[int, int] = (-1, -1),
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        **settings: Any,
+    ) -> Tensor:
+        """out [B, Hq, L, Dv] over the keys of all ranks."""
+        rank = self.group.rank()
+        mask = self._mask(query, key, past, causal, window, alibi_slopes)
+        settings |= {"sinks": sinks if rank == 0 else None, "kv_lens": self.inner.lengths}
+        out, lse = ops.attention(query, key, value, mask, return_lse=True, **settings)
+        exact = lse.dtype
+        parts = all_gather(torch.cat([out.to(exact), lse.unsqueeze(-1)], -1).unsqueeze(0), self.group)
+        states = [(part[..., :-1], part[..., -1].contiguous()) for part in parts]
+        joined = states[0]
+        for state in states[1:]:
+            joined = ops.merge_states(*joined, *state)
+        return joined[0].to(out.dtype)
+
+    def _mask(
+        self,
+        query: Tensor,
+        key: Tensor,
+        past: Tensor,
+        causal: bool,
+        window: tuple[int, int],
+        alibi_slopes: Tensor | None,
+    ) -> Tensor | None:
+        """What positions exclude, [B or 1, 1, L, K], or ALiBi's bias too, [B or 1, Hq, L, K]. None where one new token
+        sees all keys."""
+        left, right = window
+        length = query.size(2)
+        if alibi_slopes is None and left < 0 and (right < 0 or length == 1) and (length == 1 or not causal):
+            return None
+        if bool((past == past[:1]).all()):
+            past = past[:1]
+        rows = past.view(-1, 1, 1, 1) + torch.arange(length, device=past.device).view(-1, 1)
+        keys = torch.arange(key.size(2), device=past.device) * self.group.size() + self.group.rank()
+        ahead = keys - rows
+        allowed = torch.ones_like(ahead, dtype=torch.bool)
+        if causal:
+            allowed &= ahead <= 0
+        if left >= 0:
+            allowed &= ahead >= -left
+        if right >= 0:
+            allowed &= ahead <= right
+        if alibi_slopes is None:
+            return allowed
+        exact = torch.promote_types(query.dtype, torch.float32)
+        bias = -alibi_slopes.to(exact).view(-1, 1, 1) * ahead.abs()
+        return bias.masked_fill(~allowed, -torch.inf)

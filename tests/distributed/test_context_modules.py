@@ -1,0 +1,321 @@
+"""Modules over a sequence, and caches, that 2 or 4 processes hold in parts: the numbers of one process."""
+
+import copy
+import re
+
+import attnpack
+import pytest
+import torch
+import torch.distributed as dist
+from attnpack.distributed import ShardedCache, context_parallel, shard_sequence, tensor_parallel
+from op_cases import draw
+from ranks import run_checks, unequal
+from shared_modules import LATENT, MODELS, WIDTH, block, distance, grouped, latent, made
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from wire import CountedBytes
+
+LENGTH = 16
+WAYS = [("allgather", "contiguous"), ("allgather", "zigzag"), ("ulysses", "zigzag"), ("ring", "contiguous")]
+WAYS += [("ring", "zigzag")]
+MODULES = {
+    "grouped": grouped,
+    "all settings": lambda: grouped(2, sinks=True, alibi=True, qk_norm=True, softcap=1.5, window=(5, 0)),
+    "head map": lambda: grouped(3, 8, head_map=[2, 2, 0, 1, 1, 0, 0, 2]),
+    "latent": lambda: latent(q_lora_rank=9, bias=True),
+    "latent, replaced": lambda: replaced(latent()),
+    "folded": lambda: latent().fold(),
+    "block": lambda: block(grouped(1), cross_attention=grouped(2, rope=None)),
+    "encoder": lambda: attnpack.Encoder(
+        [attnpack.EncoderBlock(grouped(causal=False), attnpack.FeedForward(WIDTH, 16)) for _ in range(2)]
+    ),
+}
+CACHED = {
+    "grouped": grouped,
+    "softcap, sinks": lambda: grouped(2, sinks=True, softcap=1.5),
+    "window": lambda: grouped(2, window=(5, 0)),
+    "window, alibi": lambda: grouped(2, window=(7, 0), alibi=True, rope=None),
+    "not causal": lambda: grouped(2, causal=False),
+    "latent": latent,
+    "latent, replaced": lambda: replaced(latent()),
+    "folded": lambda: latent().fold(),
+}
+
+
+def replaced(module):
+    """Its kv_b_proj in a wrapper, as LoRA has it."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    module.kv_b_proj = Wrapped(module.kv_b_proj)
+    return module
+
+
+def parts(x, layout):
+    return x if x is None else shard_sequence(x, layout=layout)
+
+
+def compare(make, method, layout, ids=None, **inputs):
+    """Distance of outputs and of the gradients, added up over the ranks, from one process."""
+    whole = made(make)
+    spread = copy.deepcopy(whole)
+    x = draw(2, LENGTH, WIDTH) if ids is None else ids
+    context = draw(2, 8, WIDTH, seed=4) if getattr(whole, "has_cross_attention", False) else None
+    upstream = draw(2, LENGTH, WIDTH if ids is None else whole.model.embed_tokens.num_embeddings, seed=5)
+    given = [x] if context is None else [x, context]
+    out = whole(*given, **inputs)
+    (out * upstream).sum().backward()
+    with context_parallel(method=method, layout=layout):
+        own = spread(*(parts(each, layout) for each in given), **inputs)
+        (own * parts(upstream, layout)).sum().backward()
+    for parameter in spread.parameters():
+        dist.all_reduce(parameter.grad)
+    pairs = [
+        (own, parts(out, layout)),
+        *((b.grad, a.grad) for a, b in zip(whole.parameters(), spread.parameters(), strict=True)),
+    ]
+    return max(distance(*pair) for pair in pairs)
+
+
+def with_lengths(make, method, layout):
+    name = "kv_lens" if make is grouped else "lengths"
+    ids = None if make is grouped else torch.arange(2 * LENGTH).view(2, LENGTH) % 5
+    return compare(make, method, layout, ids, **{name: torch.tensor([LENGTH, 9])})
+
+
+def shared_both_ways():
+    """Heads over one dim of a mesh, the sequence over the other one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp", "tp"))
+    whole = made(lambda: block(grouped(1)))
+    both = tensor_parallel(copy.deepcopy(whole), mesh["tp"])
+    x = draw(2, LENGTH, WIDTH)
+    with torch.no_grad(), context_parallel(mesh["cp"], method="ring", layout="zigzag"):
+        got = both(shard_sequence(x, mesh["cp"], layout="zigzag"))
+    return distance(got, shard_sequence(whole(x), mesh["cp"], layout="zigzag"))
+
+
+def compiled():
+    module = made(grouped)
+    traced = torch.compile(module, backend="eager")
+    with torch.no_grad(), context_parallel():
+        got = traced(parts(draw(2, LENGTH, WIDTH), "contiguous"))
+    plain = traced(draw(2, LENGTH, WIDTH))
+    wanted = module(draw(2, LENGTH, WIDTH))
+    return max(distance(got, parts(wanted, "contiguous")), distance(plain, wanted))
+
+
+def latent_bytes():
+    """Bytes that a rank sends for one layer of latent attention."""
+    module = made(latent)
+    with torch.no_grad(), context_parallel(), CountedBytes() as wire:
+        module(parts(draw(2, LENGTH, WIDTH), "contiguous"))
+    return wire.sent
+
+
+@torch.no_grad()
+def steps(make, ragged=False, lengths=(5, 1, 1, 3, 1)):
+    """Calls with a ShardedCache, beside those with a plain one."""
+    module, found = made(make), []
+    is_latent = isinstance(module, attnpack.MultiHeadLatentAttention)
+    plain = attnpack.LatentCache() if is_latent else attnpack.DynamicCache()
+    held = ShardedCache(copy.deepcopy(plain))
+    for step, x in enumerate(draw(3, sum(lengths), WIDTH).split(lengths, 1)):
+        lens = torch.tensor([x.size(1), max(x.size(1) - 2, 1), 1]) if ragged and step < 4 else None
+        outs = [module(x, cache=cache, kv_lens=lens) for cache in (plain, held)]
+        if lens is not None:  # rows of padding are unspecified
+            outs = [out * (torch.arange(x.size(1)) < lens.unsqueeze(1)).unsqueeze(-1) for out in outs]
+        found.append(distance(outs[1], outs[0]))
+        assert torch.equal(held.lengths, plain.lengths) and len(held) == len(plain)
+    total = torch.tensor(held.nbytes)
+    dist.all_reduce(total)
+    assert ragged or total == plain.nbytes
+    return max(found)
+
+
+@torch.no_grad()
+def changes():
+    """crop, reorder, clone, a failed call, reset."""
+    module, plain, held = made(grouped), attnpack.DynamicCache(), ShardedCache(attnpack.DynamicCache())
+    x, found = draw(3, 9, WIDTH), []
+
+    def call(x):
+        found.append(distance(module(x, cache=held), module(x, cache=plain)))
+
+    call(x)
+    for cache in (plain, held):
+        cache.crop(6)
+        cache.reorder(torch.tensor([2, 0, 0, 1]))
+    copied = held.clone()
+    call(draw(4, 2, WIDTH))
+    assert len(copied) == 6 and len(held) == 8 and "8 positions over" in repr(held)
+    with pytest.raises(ValueError):
+        module(draw(2, 2, WIDTH), cache=held)
+    model_cache = attnpack.ModelCache([held])
+    with pytest.raises(KeyError), model_cache.all_or_none():
+        module(draw(4, 3, WIDTH), cache=held)
+        raise KeyError
+    call(draw(4, 1, WIDTH))
+    held.reset(), plain.reset()
+    call(draw(2, 3, WIDTH))
+    return max(found)
+
+
+def step_bytes():
+    """Bytes that one step of decoding sends, whatever the cache holds."""
+    module, held, sent = made(grouped), ShardedCache(attnpack.DynamicCache()), []
+    for length in (5, 1, 30, 1):
+        with CountedBytes() as wire, torch.no_grad():
+            module(draw(1, length, WIDTH), cache=held)
+        sent.append(wire.sent)
+    return sent[1], sent[3]
+
+
+def generated(name, shared_model, cache, **settings):
+    """0.0 if the tokens are those of one process."""
+    whole = made(MODELS[name])
+    ids = torch.arange(12).view(2, 6) % 5
+    settings = {"max_new_tokens": 7} | settings
+    wanted = whole.generate(ids, **settings)
+    model = copy.deepcopy(whole)
+    if shared_model:
+        model = tensor_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    if cache == "sharded":
+        kind = attnpack.LatentCache if "latent" in name else attnpack.DynamicCache
+        cache = attnpack.ModelCache([ShardedCache(kind()) for _ in model.layers])
+    if settings.get("temperature"):
+        torch.manual_seed(dist.get_rank())
+    seen = []
+    got = model.generate(ids, cache=cache, callback=seen.append, **settings)
+    assert len(seen) == got.size(1) - 6
+    return float((got != wanted).sum()) if got.shape == wanted.shape else f"{got.shape}, {wanted.shape}"
+
+
+def generate_checks():
+    yield "greedy", ("model", True, "dynamic")
+    yield "static", ("model", True, "static")
+    yield "tied", ("tied", True, "dynamic")
+    yield "latent", ("latent model", True, "static")
+    yield "lengths", ("model", True, "dynamic", {"lengths": torch.tensor([6, 3])})
+    yield "sampled", ("model", True, "dynamic", {"temperature": 1.5, "top_k": 9, "seed": 5})
+    yield "answers", ("model", True, "dynamic", {"num_return_sequences": 2, "stop_tokens": [3]})
+    yield "sharded cache", ("model", False, "sharded")
+    yield "sharded cache, lengths", ("tied", False, "sharded", {"lengths": torch.tensor([2, 6])})
+    yield "sharded latents", ("latent model", False, "sharded")
+
+
+def wrong(name):
+    x = draw(2, LENGTH, WIDTH)
+    if name.startswith("cache"):
+        module, held = made(latent if "latent" in name else grouped), ShardedCache(attnpack.LatentCache())
+        if "mask" in name:
+            module(x, cache=held, mask=torch.ones(LENGTH, LENGTH))
+        if "weights" in name:
+            module(x, cache=held, need_weights=True)
+        if "kind" in name:
+            ShardedCache(attnpack.QuantizedCache(8))
+        if "ranks" in name:
+            module(x[:, : 3 + dist.get_rank() % 2], cache=held)
+    with context_parallel(layout="zigzag"):
+        if name == "mask":
+            made(grouped)(x, mask=torch.ones(LENGTH, LENGTH))
+        if name == "latent mask":
+            made(latent)(x, mask=torch.ones(LENGTH, LENGTH))
+        if name == "weights":
+            made(grouped)(x, need_weights=True)
+        if name == "cache":
+            made(grouped)(x, cache=attnpack.DynamicCache())
+        if name == "dropout":
+            made(lambda: grouped(dropout=0.1))(x)
+        if name == "nested":
+            made(grouped)(torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged))
+        if name == "generate":
+            made(MODELS["model"]).generate(torch.zeros(1, 2).long(), max_new_tokens=1)
+        if name == "rope":
+            scaling = {"rope_type": "dynamic", "factor": 2.0}
+            made(lambda: grouped(rope=attnpack.RotaryEmbedding(6, scaling=scaling)))(x)
+        if name == "odd":
+            made(grouped)(x[:, :3])
+        if name == "lengths":
+            made(MODELS["model"])(torch.zeros(1, LENGTH).long(), lengths=torch.tensor([LENGTH * 99]))
+
+
+WRONG = {
+    "mask": "mask: got one under context_parallel",
+    "latent mask": "mask: got one under context_parallel",
+    "weights": "need_weights: got one under context_parallel",
+    "cache": "cache: got one under context_parallel",
+    "dropout": "dropout: got 0.1 in training under context_parallel",
+    "nested": "x is a nested tensor under context_parallel",
+    "generate": "generate is called under context_parallel",
+    "rope": "rope: got frequencies that follow the length under context_parallel",
+    "odd": "(x: got 3 positions on a rank, want an even number)",
+    "lengths": "kv_lens: got values from 1584 to 1584, want 0 to",
+    "cache, mask": "mask: got one with a ShardedCache",
+    "cache, latent weights": "need_weights: got one with a ShardedCache",
+    "cache, kind": r"cache is .*QuantizedCache.*wants a DynamicCache\(\), a LatentCache\(\) or a StaticCache",
+    "cache, ranks": "the ranks of a group give a ShardedCache different arguments",
+}
+
+
+def program(only=None):
+    checks = {}
+    for name, make in MODULES.items():
+        for way in WAYS if name in ("all settings", "latent") else WAYS[1::2]:
+            checks[f"context {name} {way}"] = lambda make=make, way=way: compare(make, *way)
+    for way in WAYS[1:3]:
+        checks[f"context lengths {way}"] = lambda way=way: with_lengths(grouped, *way)
+        checks[f"context model {way}"] = lambda way=way: with_lengths(MODELS["tied"], *way)
+    checks |= {"context and heads": shared_both_ways, "context compiled": compiled, "changes": changes}
+    for name, make in CACHED.items():
+        checks[f"cache {name}"] = lambda make=make: steps(make)
+        checks[f"cache {name}, ragged"] = lambda make=make: steps(make, True)
+    for name, case in generate_checks():
+        settings = case[3] if len(case) > 3 else {}
+        checks[f"generate {name}"] = lambda case=case, settings=settings: generated(*case[:3], **settings)
+    checks |= {"bytes latent": latent_bytes, "bytes step": step_bytes}
+    checks |= {f"wrong {name}": lambda name=name: wrong(name) for name in WRONG}
+    return run_checks({name: check for name, check in checks.items() if only is None or name in only})
+
+
+@pytest.fixture(scope="module", params=["two_ranks", pytest.param("four_ranks", marks=pytest.mark.long)])
+def outcomes(request):
+    return request.getfixturevalue(request.param).run(program)
+
+
+@pytest.mark.parametrize("what", ["context", "cache", "changes", "generate"])
+def test_parts_give_the_numbers_of_one_process(outcomes, what):
+    names = [name for name in outcomes[0] if name.startswith(what)]
+    assert names and not unequal(outcomes, names)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_done_is_refused(outcomes, name):
+    for rank in outcomes:
+        assert re.match(rf"\w+Error: attnpack: {WRONG[name]}", str(rank[f"wrong {name}"])), rank[f"wrong {name}"]
+
+
+def test_latents_travel_in_place_of_heads(outcomes):
+    ranks = len(outcomes)
+    numbers = 2 * LENGTH // ranks * (LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"])
+    assert all(rank["bytes latent"] == (ranks - 1) * numbers * 4 for rank in outcomes)
+
+
+def test_a_step_sends_one_row_for_each_head(outcomes):
+    """Its output and its lse, in fp32."""
+    wanted = (len(outcomes) - 1) * 8 * (6 + 1) * 4
+    assert all(rank["bytes step"] == (wanted, wanted) for rank in outcomes)
+
+
+FEW = ["context all settings ('ring', 'zigzag')", "context latent ('allgather', 'zigzag')", "context and heads"]
+FEW += ["cache grouped, ragged", "cache latent", "cache window, alibi", "changes", "generate tied"]
+
+
+def test_four_ranks_give_the_numbers_of_one_process(four_ranks):
+    """The cases where four ranks are not as two; all of them are marked long."""
+    assert not unequal(four_ranks.run(program, FEW), FEW)

@@ -1,0 +1,258 @@
+"""tensor_parallel: modules shared by 2 and 4 processes give numbers and gradients of one process."""
+
+import copy
+import re
+
+import attnpack
+import pytest
+import torch
+import torch.distributed as dist
+from attnpack.distributed import tensor_parallel
+from op_cases import draw
+from ranks import run_checks, unequal
+from shared_modules import MODELS, WIDTH, block, distance, grouped, latent, made, rope
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from wire import CountedBytes
+
+LENGTH = 7
+MODULES = {
+    "kv heads divide": grouped,
+    "each its own": lambda: attnpack.MultiHeadAttention(WIDTH, 4, bias=True, causal=True, rope=rope(), alibi=True),
+    "one kv head": lambda: attnpack.MultiQueryAttention(WIDTH, 4, bias=True, causal=True, window=(3, 0)),
+    "three kv heads": lambda: grouped(3, 12, out_bias=False),
+    "head map": lambda: grouped(3, 8, head_map=[2, 2, 0, 1, 1, 0, 0, 2]),
+    "sinks, alibi, norms": lambda: grouped(2, sinks=True, alibi=True, qk_norm=True, softcap=1.5),
+    "latent": lambda: latent(bias=True),
+    "latent, queries low": lambda: latent(q_lora_rank=9, bias=True),
+    "latent, absorbed": lambda: latent(path="absorbed"),
+    "latent, no norm": lambda: latent(latent_norm=False, qk_rope_head_dim=0, rope=None),
+    "folded": lambda: latent().fold(),
+    "swiglu": lambda: attnpack.FeedForward(WIDTH, 20, bias=True),
+    "gelu, uneven": lambda: attnpack.FeedForward(WIDTH, 5, activation="gelu"),
+    "one head": lambda: attnpack.SelfAttention(WIDTH, causal=True),
+    "norm": lambda: attnpack.RMSNorm(WIDTH),
+    "decoder block": lambda: block(grouped(1)),
+    "latent block": lambda: block(latent(), norm="layer", pre_norm=False),
+    "encoder": lambda: attnpack.Encoder(
+        [attnpack.EncoderBlock(grouped(), attnpack.FeedForward(WIDTH, 16)) for _ in range(2)]
+    ),
+    "others between": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), grouped(2), nn.GELU()),
+}
+
+
+def mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def both(make):
+    """(module of one process, the same shared)."""
+    whole = made(make)
+    return whole, tensor_parallel(copy.deepcopy(whole), mesh())
+
+
+def compare(whole, shared, *inputs, **settings):
+    """Largest relative distance of the outputs, and of the gradients of inputs and parameters."""
+    distances, grads = [], []
+    for module in (whole, shared):
+        given = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+        out = module(*given, **settings)
+        loss = out if isinstance(out, torch.Tensor) else out[0]
+        (loss * draw(*loss.shape, seed=5)).sum().backward()
+        parameters = dict(module.named_parameters())
+        grads.append([out, *[x.grad for x in given if x.requires_grad], *[p.grad for p in parameters.values()]])
+    names = [[name.removeprefix("_orig_mod.") for name, _ in module.named_parameters()] for module in (whole, shared)]
+    assert names[0] == names[1]
+    for wanted, got in zip(*grads, strict=True):
+        for one, other in zip(wanted, got, strict=True) if isinstance(wanted, tuple) else [(wanted, got)]:
+            distances.append(distance(other, one))
+    return max(distances)
+
+
+def module_check(make):
+    whole, shared = both(make)
+    assert all(isinstance(p, DTensor) for p in shared.parameters())
+    return compare(whole, shared, draw(2, LENGTH, WIDTH))
+
+
+def model_check(make):
+    return compare(*both(make), torch.arange(2 * LENGTH).view(2, LENGTH) % 5)
+
+
+def cross_check():
+    whole, shared = both(lambda: block(grouped(), cross_attention=grouped(2, rope=None)))
+    return compare(whole, shared, draw(2, LENGTH, WIDTH), draw(2, 5, WIDTH, seed=3), context_lens=torch.tensor([5, 2]))
+
+
+def mask_check(shape):
+    whole, shared = both(grouped)
+    return compare(whole, shared, draw(2, LENGTH, WIDTH), mask=draw(*shape, seed=8))
+
+
+def weights_check():
+    return compare(*both(lambda: grouped(2)), draw(2, LENGTH, WIDTH), need_weights=True)
+
+
+def compiled_check():
+    whole, shared = both(lambda: grouped(2))
+    return compare(whole, torch.compile(shared, fullgraph=True, backend="aot_eager"), draw(2, LENGTH, WIDTH))
+
+
+@torch.no_grad()
+def steps_check(make, cache):
+    whole, shared = both(make)
+    parts = draw(2, LENGTH, WIDTH).split([4, 1, 2], 1)
+    outs = []
+    for module in (whole, shared):
+        held = cache()
+        outs.append(torch.cat([module(part, cache=held) for part in parts], 1))
+    return distance(outs[1], outs[0])
+
+
+def copied_check():
+    """deepcopy and checkpointing of activations keep the shares."""
+    whole, shared = both(lambda: block(grouped(1, qk_norm=True)))
+    again = copy.deepcopy(shared)
+    x = draw(2, LENGTH, WIDTH)
+    found = compare(whole, again, x)
+    again.zero_grad(), whole.zero_grad()
+    leaf = x.clone().requires_grad_()
+    out = torch.utils.checkpoint.checkpoint(again, leaf, use_reentrant=False)
+    (out * draw(*out.shape, seed=5)).sum().backward()
+    (whole(x) * draw(*out.shape, seed=5)).sum().backward()
+    return max(found, *(distance(b.grad, a.grad) for a, b in zip(whole.parameters(), again.parameters(), strict=True)))
+
+
+def after_an_error():
+    """A call that raises leaves DTensors behind, and the next call is right."""
+    whole, shared = both(lambda: grouped(1))
+    try:
+        shared(draw(2, LENGTH, WIDTH + 1))
+    except ValueError as error:
+        assert str(error).startswith("attnpack: x")
+    assert all(isinstance(p, DTensor) for p in shared.parameters()) and shared.num_heads == 8
+    return compare(whole, shared, draw(2, LENGTH, WIDTH))
+
+
+def trained():
+    """Three steps of AdamW with clipped gradients: the weights of one process."""
+    whole, shared = both(MODELS["tied"])
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 19
+    for model in (whole, shared):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            logits = model(ids)
+            nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    return max(distance(b, a) for a, b in zip(whole.parameters(), shared.parameters(), strict=True))
+
+
+def memory():
+    """This rank's bytes of the parameters, as a share of all."""
+    whole, shared = both(lambda: attnpack.CausalLM(64, 64, 2, 8, 4))
+    held = sum(p.to_local().numel() for p in shared.parameters())
+    return held / sum(p.numel() for p in whole.parameters())
+
+
+def collectives():
+    """Collectives of floats in one layer, forward and backward."""
+    _, shared = both(lambda: grouped(4))
+    x = draw(2, LENGTH, WIDTH).requires_grad_()
+    with CountedBytes() as wire:
+        out = shared(x)
+    with CountedBytes() as back:
+        out.sum().backward()
+    return wire.collectives, back.collectives
+
+
+def refused(make, *inputs, training=True):
+    _, shared = both(make)
+    shared.train(training)(*inputs)
+
+
+REFUSED = {
+    "heads": "num_heads: got 3 heads of GroupedQueryAttention for",
+    "dropout": "dropout: got 0.1 in training",
+    "ids": "the ranks of a group give the model different arguments: rank 0 has ids int64",
+    "id": "ids holds 19",
+    "twice": ".* is a DTensor already",
+    "wrapped": "GroupedQueryAttention has a parameter 'q_proj.extra'",
+}
+
+
+def wrapped():
+    layer = grouped()
+    layer.q_proj.extra = nn.Parameter(torch.zeros(2))
+    return layer
+
+
+def different_ids():
+    _, shared = both(MODELS["model"])
+    shared(torch.zeros(1, 3 + dist.get_rank() % 2, dtype=torch.int64))
+
+
+def program(only=None):
+    checks = {name: (lambda make=make: module_check(make)) for name, make in MODULES.items()}
+    checks |= {name: (lambda make=make: model_check(make)) for name, make in MODELS.items()}
+    checks |= {"cross": cross_check, "weights": weights_check, "compiled": compiled_check, "copied": copied_check}
+    for shape in ((LENGTH, LENGTH), (8, 1, LENGTH), (2, 8, LENGTH, LENGTH), (2, 1, 1, LENGTH)):
+        checks[f"mask {shape}"] = lambda shape=shape: mask_check(shape)
+    checks["steps"] = lambda: steps_check(lambda: grouped(2), attnpack.DynamicCache)
+    checks["steps, one kv head"] = lambda: steps_check(lambda: grouped(1), attnpack.DynamicCache)
+    checks["steps, int8"] = lambda: steps_check(lambda: grouped(2), lambda: attnpack.QuantizedCache(8))
+    checks["steps, latent"] = lambda: steps_check(latent, attnpack.LatentCache)
+    checks |= {"error": after_an_error, "trained": trained, "memory": memory, "collectives": collectives}
+    checks["refused heads"] = lambda: both(lambda: grouped(3, 3))
+    checks["refused dropout"] = lambda: refused(lambda: grouped(dropout=0.1), draw(2, LENGTH, WIDTH))
+    checks["refused ids"] = different_ids
+    checks["refused id"] = lambda: refused(MODELS["model"], torch.full((1, 2), 19))
+    checks["refused twice"] = lambda: tensor_parallel(both(grouped)[1], mesh())
+    checks["refused wrapped"] = lambda: both(wrapped)
+    return run_checks({name: check for name, check in checks.items() if only is None or name in only})
+
+
+@pytest.fixture(scope="module", params=["two_ranks", pytest.param("four_ranks", marks=pytest.mark.long)])
+def outcomes(request):
+    return request.getfixturevalue(request.param).run(program)
+
+
+def test_shares_give_the_numbers_and_gradients_of_one_process(outcomes):
+    others = ("refused", "memory", "collectives")
+    assert not unequal(outcomes, [name for name in outcomes[0] if not name.startswith(others)])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_shared_is_refused(outcomes, name):
+    for rank in outcomes:
+        assert re.match(rf"\w+Error: attnpack: .*{REFUSED[name]}", str(rank[f"refused {name}"])), rank[
+            f"refused {name}"
+        ]
+
+
+def test_a_rank_holds_its_share_of_the_weights(outcomes):
+    """All but the norms."""
+    for rank in outcomes:
+        assert 1 / len(outcomes) < rank["memory"] < 1 / len(outcomes) + 0.01
+
+
+def test_a_layer_needs_one_sum_forward_and_one_backward(outcomes):
+    assert all(rank["collectives"] == (1, 1) for rank in outcomes)
+
+
+FEW = [
+    "one kv head",
+    "three kv heads",
+    "head map",
+    "latent, queries low",
+    "gelu, uneven",
+    "small vocabulary",
+    "trained",
+]
+
+
+def test_four_ranks_give_the_numbers_of_one_process(four_ranks):
+    """The cases where four ranks are not as two; all of them are marked long."""
+    assert not unequal(four_ranks.run(program, FEW), FEW)
