@@ -318,6 +318,38 @@ def test_replacements_that_make_a_text_too_long_are_refused(tmp_path):
             assert f"its {kind} makes a text up to {refused} as long" in str(caught.value)
 
 
+def template(pieces, ids):
+    """A post-processor of `pieces` times the text's tokens and once `ids` special ones."""
+    single = [{"Sequence": {"id": "A", "type_id": 0}}] * pieces + [{"SpecialToken": {"id": "s", "type_id": 0}}]
+    pair = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    special = {"s": {"id": "s", "ids": [0] * ids, "tokens": ["b"] * ids}}
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rules", "refused"),
+    [
+        ("normalizer", [{"type": "Prepend", "prepend": "a" * 6_000}] * 2, "adds 12000 characters"),
+        ("normalizer", [{"type": "Prepend", "prepend": "\u2581"}] * 2, None),
+        ("post_processor", [template(101, 1)], "makes a text up to 101 times as long"),
+        ("post_processor", [template(11, 1)] * 2, "makes a text up to 121 times as long"),
+        ("post_processor", [template(1, 6_000)] * 2, "adds 12000 characters or tokens"),
+        ("post_processor", [template(2, 1)], None),
+    ],
+)
+def test_rules_that_add_too_much_are_refused(kind, rules, refused, tmp_path):
+    """90 MB of prefixes took 2.9 GB, and a template of 10,000 texts took 1.6 GB for 1,000 words."""
+    parts = {"normalizer": "normalizers", "post_processor": "processors"}[kind]
+    path = lies.write(byte_level(**{kind: {"type": "Sequence", parts: rules}}), tmp_path / "model")
+    if refused is None:
+        load_tokenizer(path).encode("b")
+        return
+    with pytest.raises(ValueError) as caught:
+        load_tokenizer(path)
+    assert str(path / "tokenizer.json") in str(caught.value)
+    assert f"its {kind} {refused}" in str(caught.value)
+
+
 class Failing:
     """A decoder in Python, because no file is known whose decoder fails."""
 

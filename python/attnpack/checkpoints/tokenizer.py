@@ -22,7 +22,8 @@ _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_MOST_GROWTH = 100  # times that a file's replacements may make a text longer
+_MOST_GROWTH = 100  # times that a file's rules may make a text longer
+_MOST_ADDED = 10_000  # characters or tokens that they may add to any text
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
 
@@ -166,8 +167,8 @@ def _from_directory(path: Path) -> Tokenizer:
         data = read_bounded(path / "tokenizer.json", LONGEST)
         check_values(data)
         backend = Backend.from_buffer(data)
-        for name in ("normalizer", "decoder"):
-            _check_growth(name, getattr(backend, name))
+        for name, parts in (("normalizer", "normalizers"), ("decoder", "decoders"), ("post_processor", "processors")):
+            _check_growth(name, parts, getattr(backend, name))
     # Both are for batches: transformers, too, leaves them out of a plain call.
     backend.no_padding()
     backend.no_truncation()
@@ -200,21 +201,29 @@ def _from_directory(path: Path) -> Tokenizer:
     )
 
 
-def _check_growth(name: str, rules: Any) -> None:
-    """Refuses replacements that follow each other and make a text much longer: they would take all memory."""
-    growth = 1.0
+def _check_growth(name: str, parts: str, rules: Any) -> None:
+    """Refuses rules that make a text much longer, one after the other: they would take all memory."""
+    growth, added = 1.0, 0
     left = [json.loads(rules.__getstate__())] if rules is not None else []
     while left:
         rule = left.pop()
-        left += rule.get(f"{name}s", [])
+        left += rule.get(parts, [])
         if rule["type"] == "Replace":
             found = len(rule["pattern"].get("String", ""))
             # A pattern may match nothing, before and after each character.
             growth *= max(1, len(rule["content"]) / found if found else 1 + len(rule["content"]))
+        elif rule["type"] == "Prepend":
+            added += len(rule["prepend"])
+        elif rule["type"] == "TemplateProcessing":  # each piece is the text's tokens, or the ids of a special token
+            special = [piece["SpecialToken"]["id"] for piece in rule["single"] if "SpecialToken" in piece]
+            growth *= max(1, len(rule["single"]) - len(special))
+            added += sum(len(rule["special_tokens"][token]["ids"]) for token in special)
     if growth > _MOST_GROWTH:
         raise ValueError(
             f"its {name} makes a text up to {growth:.0f} times as long, wants at most {_MOST_GROWTH} times"
         )
+    if added > _MOST_ADDED:
+        raise ValueError(f"its {name} adds {added} characters or tokens to a text, wants at most {_MOST_ADDED}")
 
 
 def _from_gguf(path: Path) -> Tokenizer:
