@@ -154,17 +154,17 @@ WRONG = {
 DIFFERENT = ["length", "kv heads", "width", "gradient", "causal", "lens"]
 
 
-def program():
+def program(only=None):
     checks = {name: (lambda case=case: compare(*case)) for name, case in grid()}
     checks |= {f"bytes {m} {h}": (lambda m=m, h=h: sent(m, *h)) for m in METHODS for h in ((8, 2), (8, 1), (8, 8))}
     checks |= {f"wrong {name}": (lambda wrong=wrong: refused(**wrong)) for name, wrong in WRONG.items()}
     checks |= {f"differing {name}": (lambda name=name: differing(name)) for name in DIFFERENT}
     checks |= {f"bf16 {method}": (lambda method=method: half_precision(method)) for method in METHODS}
     checks["round trip"] = round_trip
-    return run_checks(checks)
+    return run_checks({name: check for name, check in checks.items() if only is None or name in only})
 
 
-@pytest.fixture(scope="module", params=["two_ranks", "four_ranks"])
+@pytest.fixture(scope="module", params=["two_ranks", pytest.param("four_ranks", marks=pytest.mark.long)])
 def outcomes(request):
     return request.getfixturevalue(request.param).run(program)
 
@@ -227,3 +227,11 @@ def test_the_gradient_of_a_part_is_the_same_by_the_kernel_and_by_the_join():
             for one, other in zip(by_kernel[:4], by_parts, strict=True):
                 if other is not None:
                     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+FEW = [f"{method}, zigzag, {name}" for method in METHODS for name in ("all at once", "one kv head", "uneven")]
+
+
+def test_four_ranks_give_the_numbers_of_one_process(four_ranks):
+    """Some cases; all of them are marked long."""
+    assert not unequal(four_ranks.run(program, FEW), FEW)
