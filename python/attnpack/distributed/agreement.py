@@ -26,12 +26,13 @@ def shown(value: Any) -> str:
 def agree(what: str, group: dist.ProcessGroup, device: torch.device, **values: Any) -> None:
     """Raises ValueError, on every rank, unless all ranks give the same values for the call `what`.
 
-    On the CPU this is one small collective. On other devices it waits for the device, so it runs under ATTNPACK_CHECK=1
-    alone; while a graph is traced it does not run.
+    On the CPU this is one small collective, which ATTNPACK_CHECK=0 leaves out. On other devices it waits for the
+    device, so it runs under ATTNPACK_CHECK=1 alone; while a graph is traced it does not run.
     """
     if group.size() == 1 or torch.compiler.is_compiling():
         return
-    if device.type != "cpu" and os.environ.get("ATTNPACK_CHECK") != "1":
+    asked = os.environ.get("ATTNPACK_CHECK")
+    if asked == "0" or (device.type != "cpu" and asked != "1"):
         return
     said = [what, *(f"{name} {shown(value)}" for name, value in values.items() if value is not None)]
     text = _SEPARATOR.join(said).encode()
