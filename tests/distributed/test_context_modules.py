@@ -176,6 +176,30 @@ def step_bytes():
     return sent[1], sent[3]
 
 
+def in_bf16(method):
+    """Under autocast, against one process under autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return compare(grouped, method, "zigzag")
+
+
+def generated_on_a_mesh():
+    """A model shared over one dim of a mesh, its cache over the other one; each rank draws for itself."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cache", "tensor"))
+    whole, ids = made(MODELS["tied"]), torch.arange(12).view(2, 6) % 5
+    model = tensor_parallel(copy.deepcopy(whole), mesh["tensor"])
+    found = []
+    for settings in ({}, {"temperature": 1.2, "seed": 3}):
+        cache = attnpack.ModelCache([ShardedCache(attnpack.DynamicCache(), mesh["cache"]) for _ in model.layers])
+        settings = {"max_new_tokens": 6, **settings}
+        found.append(torch.equal(model.generate(ids, cache=cache, **settings), whole.generate(ids, **settings)))
+    torch.manual_seed(dist.get_rank())
+    drawn = model.generate(ids, max_new_tokens=8, temperature=3.0, cache="dynamic")
+    everywhere = [torch.empty_like(drawn) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, drawn)
+    found.append(all(torch.equal(other, drawn) for other in everywhere[mesh.get_local_rank("cache") * 2 :][:2]))
+    return 0.0 if all(found) else str(found)
+
+
 def generated(name, shared_model, cache, **settings):
     """0.0 if the tokens are those of one process."""
     whole = made(MODELS[name])
@@ -278,6 +302,8 @@ def program(only=None):
     for name, case in generate_checks():
         settings = case[3] if len(case) > 3 else {}
         checks[f"generate {name}"] = lambda case=case, settings=settings: generated(*case[:3], **settings)
+    checks["generate on a mesh"] = generated_on_a_mesh
+    checks |= {f"bf16 {method}": lambda method=method: in_bf16(method) for method in ("allgather", "ring")}
     checks |= {"bytes latent": latent_bytes, "bytes step": step_bytes}
     checks |= {f"wrong {name}": lambda name=name: wrong(name) for name in WRONG}
     return run_checks({name: check for name, check in checks.items() if only is None or name in only})
@@ -292,6 +318,10 @@ def outcomes(request):
 def test_parts_give_the_numbers_of_one_process(outcomes, what):
     names = [name for name in outcomes[0] if name.startswith(what)]
     assert names and not unequal(outcomes, names)
+
+
+def test_autocast_rounds_as_one_process(outcomes):
+    assert not unequal(outcomes, ["bf16 allgather", "bf16 ring"], 0.02)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -313,7 +343,7 @@ def test_a_step_sends_one_row_for_each_head(outcomes):
 
 
 FEW = ["context all settings ('ring', 'zigzag')", "context latent ('allgather', 'zigzag')", "context and heads"]
-FEW += ["cache grouped, ragged", "cache latent", "cache window, alibi", "changes", "generate tied"]
+FEW += ["cache grouped, ragged", "cache latent", "cache window, alibi", "changes", "generate on a mesh"]
 
 
 def test_four_ranks_give_the_numbers_of_one_process(four_ranks):

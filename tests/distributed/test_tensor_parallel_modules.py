@@ -179,6 +179,7 @@ REFUSED = {
     "ids": "the ranks of a group give the model different arguments: rank 0 has ids int64",
     "id": "ids holds 19",
     "twice": ".* is a DTensor already",
+    "twin": r"CausalLM has hooks, which C\+\+ would not run",
     "wrapped": "GroupedQueryAttention has a parameter 'q_proj.extra'",
 }
 
@@ -210,6 +211,7 @@ def program(only=None):
     checks["refused ids"] = different_ids
     checks["refused id"] = lambda: refused(MODELS["model"], torch.full((1, 2), 19))
     checks["refused twice"] = lambda: tensor_parallel(both(grouped)[1], mesh())
+    checks["refused twin"] = lambda: both(MODELS["model"])[1].cpp()
     checks["refused wrapped"] = lambda: both(wrapped)
     return run_checks({name: check for name, check in checks.items() if only is None or name in only})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -76,6 +77,9 @@ def attention(
     check_method(method)
     check_layout(layout)
     group = as_group(group)
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     head_map = None if head_map is None else tuple(head_map)
     rules = Rules(causal, tuple(window), softcap, sinks, alibi_slopes, head_map, scale, kv_lens)
     agree_on(query, key, value, rules, group, method, layout)

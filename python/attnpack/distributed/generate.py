@@ -13,6 +13,7 @@ from ..cache import DynamicCache, LatentCache, ModelCache, StaticCache
 from ..errors import check_ids, check_lengths, check_size
 from ..nn.causal_lm import CausalLM
 from ..nn.latent_attention import MultiHeadLatentAttention
+from ..nn.spread import Spread
 from .collectives import explained
 from .shares import plan_of
 
@@ -37,8 +38,8 @@ def generate(
     check_ids("ids", ids)
     check_lengths("lengths", lengths, ids)
     check_size("num_return_sequences", num_return_sequences)
-    group = _group_of(model, cache)
-    held = cache if isinstance(cache, ModelCache) else _make_cache(model, cache, ids, max_new_tokens, group)
+    groups = _groups_of(model, cache)
+    held = cache if isinstance(cache, ModelCache) else _make_cache(model, cache, ids, max_new_tokens, groups[0])
     choose = _C.cpp.Sampler(temperature, top_k, top_p, seed)
     stops = torch.tensor([stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens), device=ids.device)
 
@@ -55,7 +56,7 @@ def generate(
                 held.reorder(rows)
         else:
             logits = model(tokens.unsqueeze(1), cache=held)[:, 0]
-        chosen = _chosen(choose, logits, group)
+        chosen = _chosen(choose, logits, groups)
         tokens = chosen if step == 0 else torch.where(stopped, tokens, chosen)
         pieces.append(tokens.unsqueeze(1))
         if callback is not None and callback(tokens) is False:
@@ -66,20 +67,23 @@ def generate(
     return torch.cat(pieces, 1)
 
 
-def _chosen(choose: Callable[[Tensor], Tensor], logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tokens that rank 0 chooses, on all ranks: draws differ where their generators do."""
-    tokens = (
-        choose(logits) if group.rank() == 0 else torch.empty(logits.size(0), dtype=torch.int64, device=logits.device)
-    )
-    with explained(group):
-        dist.broadcast(tokens, group=group, group_src=0)
+def _chosen(choose: Callable[[Tensor], Tensor], logits: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """The tokens that the first rank of each group chooses, on all ranks: draws differ where their generators do."""
+    tokens = torch.empty(logits.size(0), dtype=torch.int64, device=logits.device)
+    if all(group.rank() == 0 for group in groups):
+        tokens = choose(logits)
+    for group in groups:
+        with explained(group):
+            dist.broadcast(tokens, group=group, group_src=0)
     return tokens
 
 
-def _group_of(model: CausalLM, cache: str | ModelCache) -> dist.ProcessGroup:
-    if model._generate is None:
-        return cache.layers[0].group
-    return next(model.parameters()).device_mesh.get_group()
+def _groups_of(model: CausalLM, cache: str | ModelCache) -> list[dist.ProcessGroup]:
+    """The groups that share the model and the cache."""
+    groups = [] if model._generate is None else [next(model.parameters()).device_mesh.get_group()]
+    if isinstance(cache, ModelCache) and isinstance(cache.layers[0], Spread):
+        groups.append(cache.layers[0].group)
+    return groups
 
 
 def _make_cache(model: CausalLM, name: str, ids: Tensor, max_new_tokens: int, group: dist.ProcessGroup) -> ModelCache:
