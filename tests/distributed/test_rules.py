@@ -1,5 +1,6 @@
 """DTensors through the ops, forward and backward: the numbers of plain tensors, wherever the shares lie."""
 
+import copy
 import itertools
 import re
 
@@ -13,6 +14,7 @@ from op_cases import draw
 from ranks import run_checks, unequal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 R, BATCH, HEADS, ROWS = Replicate(), Shard(0), Shard(1), Shard(2)
 OPS = torch.ops.attnpack
@@ -152,6 +154,34 @@ def module(mesh):
     return compare(lambda net, x: net(x), [whole, x], [layer, over(mesh, x)])
 
 
+def plan_of_dtensors(mesh):
+    """torch's plan where the projections give DTensors."""
+    layer = attnpack.GroupedQueryAttention(32, 8, 4, causal=True, rope=attnpack.RotaryEmbedding(4), bias=True)
+    whole = copy.deepcopy(layer)
+    plan = {f"{name}_proj": ColwiseParallel(use_local_output=False) for name in "qkv"}
+    parallelize_module(layer, mesh, plan | {"o_proj": RowwiseParallel()})
+    x = draw(2, 6, 32)
+    outs = [net(x) for net in (whole, layer)]
+    for out in outs:
+        out.square().sum().backward()
+    pairs = zip(whole.parameters(), layer.parameters(), strict=True)
+    grads = [float((a.grad - b.grad.full_tensor()).abs().max()) for a, b in pairs]
+    return max(float((outs[0] - outs[1]).detach().abs().max()), *grads)
+
+
+def quantized(mesh, place):
+    """Keys and values of 8 bits, whose rows have been quantised as DTensors too."""
+    query, key, value = (draw(4, n, 6, 8, seed=n) for n in (8, 4, 4))
+
+    def call(query, key, value):
+        rows = [ops.quantize_rows(x, 8) for x in (key, value)]
+        options = (8, 8, None, True, 0, None, -1, -1, None, 0.0, None, None, None, 0.0, None, None)
+        return OPS.attention_quantized(query, *rows, *options)
+
+    plain = (query, key, value)
+    return compare(call, plain, [over(mesh, x, place) for x in plain], place if mesh.ndim == 1 else None)
+
+
 def checks(mesh):
     cases = {}
     for q, kv in itertools.product([R, BATCH, HEADS, ROWS], repeat=2):
@@ -166,6 +196,7 @@ def checks(mesh):
     for place in (BATCH, HEADS):
         head_map = [0, 3, 1, 1, 2, 0, 0, 3]
         cases[f"head map {place}"] = lambda place=place, m=head_map: attend(mesh, [place], [place], head_map=m)
+        cases[f"quantized {place}"] = lambda place=place: quantized(mesh, place)
         cases[f"rope {place}"] = lambda place=place: rope(mesh, place)
         for rotated in (False, True):
             cases[f"append {place} {rotated}"] = lambda place=place, rotated=rotated: append(mesh, place, rotated)
@@ -184,11 +215,15 @@ def checks(mesh):
     ):
         cases[name] = lambda call=call, shapes=shapes, places=places: rows(mesh, call, shapes, places)
 
-    def varlen(q, k, v):
+    def varlen(q, k, v, sinks):
         ends = torch.tensor([0, 4, 9], dtype=torch.int32)
-        return attnpack.attention_varlen(q, k, v, over(mesh, ends) if isinstance(q, DTensor) else ends, causal=True)
+        ends = over(mesh, ends) if isinstance(q, DTensor) else ends
+        return attnpack.attention_varlen(q, k, v, ends, causal=True, sinks=sinks, return_lse=True)
 
-    cases["varlen"] = lambda: rows(mesh, varlen, [(9, 4, 8)] * 3, [[HEADS]] * 3)
+    shapes = [(9, 8, 8), (9, 4, 8), (9, 4, 6), (8,)]
+    cases["varlen"] = lambda: rows(mesh, varlen, shapes, [[HEADS]] * 3 + [[]])
+    cases["varlen, rows"] = lambda: rows(mesh, varlen, shapes, [[BATCH], [HEADS], [], []])
+    cases["plan"] = lambda: plan_of_dtensors(mesh)
     with_dropout = {"dropout_p": 0.5}
     cases["dropout"] = lambda: attend_with_dropout(mesh, with_dropout)
     return cases | {"append elsewhere": lambda: append_elsewhere(mesh)}

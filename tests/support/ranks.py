@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-WAIT = timedelta(seconds=60)
+WAIT = timedelta(seconds=240)
 
 
 class Ranks:

@@ -126,6 +126,24 @@ def _backward_ways(given: Given) -> Iterator[Way]:
         yield [Shard(abs(dim)), keys, keys, grad_mask, grad_sinks], places
 
 
+def _varlen_forward_ways(given: Given) -> Iterator[Way]:
+    for places in _varlen_ways(given, ("query", "key", "value")):
+        yield [Shard(1), Shard(0)], places
+
+
+def _varlen_backward_ways(given: Given) -> Iterator[Way]:
+    for places in _varlen_ways(given, ("grad_out", "query", "key", "value", "out")):
+        sinks = Shard(0) if given["sinks_gradient"] else Replicate()
+        yield [Shard(1), Shard(1), Shard(1), sinks], places | {"lse": Shard(0), "grad_lse": Shard(0)}
+
+
+def _varlen_ways(given: Given, heads: tuple[str, ...]) -> Iterator[dict[str, Placement]]:
+    """Packed heads [T, H, D] by heads; keys in pages are replicated."""
+    plain = given["block_table"] is None and given["head_map"] is None and given["dropout_p"] == 0
+    if plain and _divides(given["key"].shape[1], given["query"]):
+        yield {name: Shard(1) for name in heads} | {"sinks": Shard(0), "alibi_slopes": Shard(0)}
+
+
 def _row_ways(given: Given) -> Iterator[Way]:
     """x [..., dim] of an op that treats each row alike: all dims but the last may be shared."""
     x = given["x"]
@@ -208,6 +226,8 @@ _WAYS: dict[torch._ops.OpOverload, Callable[[Given], Iterator[Way]]] = {
     _OPS.attention.default: _forward_ways,
     _OPS.attention_backward.default: _backward_ways,
     _OPS.attention_quantized.default: _forward_ways,
+    _OPS.attention_varlen.default: _varlen_forward_ways,
+    _OPS.attention_varlen_backward.default: _varlen_backward_ways,
     _OPS.rms_norm.default: _row_ways,
     _OPS.null.default: _row_ways,
     _OPS.quantize_rows.default: _row_ways,
@@ -215,8 +235,6 @@ _WAYS: dict[torch._ops.OpOverload, Callable[[Given], Iterator[Way]]] = {
     _OPS.kv_cache_append_.default: _append_ways,
 }
 _REPLICATED = (
-    "attention_varlen",
-    "attention_varlen_backward",
     "dequantize_rows",
     "kv_cache_append_paged_",
     "kv_window_crop",
