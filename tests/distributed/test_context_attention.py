@@ -106,7 +106,7 @@ def refused(**wrong):
     query, key, value, *_ = (parallel.shard_sequence(x, dim=2) for x in tensors(4, 2, torch.float32))
     with CountedBytes() as wire:
         try:
-            parallel.attention(query, key, value, **wrong)
+            parallel.attention(**{"query": query, "key": key, "value": value} | wrong)
         except (ValueError, TypeError) as error:
             return str(error), wire.collectives
     return "no error", wire.collectives
@@ -150,6 +150,9 @@ WRONG = {
     "method": {"method": "star"},
     "layout": {"layout": "striped"},
     "group": {"group": 3},
+    "window": {"window": None},
+    "key": {"key": None},
+    "query": {"query": torch.nested.nested_tensor([torch.zeros(2, 3)], layout=torch.jagged)},
 }
 DIFFERENT = ["length", "kv heads", "width", "gradient", "causal", "lens"]
 
@@ -201,7 +204,7 @@ def test_keys_travel_with_as_many_heads_as_they_have(outcomes):
 def test_what_cannot_be_done_is_refused_before_anything_is_sent(outcomes, name):
     for rank in outcomes:
         message, collectives = rank[f"wrong {name}"]
-        assert re.match(f"attnpack: {name}: got|attnpack: {name} is ", message) and collectives == 0
+        assert re.match(f"attnpack: {name}: got|attnpack: {name} is ", message) and collectives == (name == "window")
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

@@ -176,6 +176,19 @@ def step_bytes():
     return sent[1], sent[3]
 
 
+def inferred():
+    """In inference mode, by parts of the sequence and by shares of the heads."""
+    whole, x = made(lambda: block(grouped(1))), draw(2, LENGTH, WIDTH)
+    with torch.inference_mode():
+        with context_parallel(method="ring"):
+            got = whole(parts(x, "contiguous"))
+        wanted = whole(x)
+        found = distance(got, parts(wanted, "contiguous"))
+    shared = tensor_parallel(copy.deepcopy(whole), init_device_mesh("cpu", (dist.get_world_size(),)))
+    with torch.inference_mode():
+        return max(found, distance(shared(x), wanted))
+
+
 def in_bf16(method):
     """Under autocast, against one process under autocast."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -295,7 +308,12 @@ def program(only=None):
     for way in WAYS[1:3]:
         checks[f"context lengths {way}"] = lambda way=way: with_lengths(grouped, *way)
         checks[f"context model {way}"] = lambda way=way: with_lengths(MODELS["tied"], *way)
-    checks |= {"context and heads": shared_both_ways, "context compiled": compiled, "changes": changes}
+    checks |= {
+        "context and heads": shared_both_ways,
+        "context compiled": compiled,
+        "context inferred": inferred,
+        "changes": changes,
+    }
     for name, make in CACHED.items():
         checks[f"cache {name}"] = lambda make=make: steps(make)
         checks[f"cache {name}, ragged"] = lambda make=make: steps(make, True)

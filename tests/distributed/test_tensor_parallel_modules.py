@@ -85,6 +85,15 @@ def cross_check():
     return compare(whole, shared, draw(2, LENGTH, WIDTH), draw(2, 5, WIDTH, seed=3), context_lens=torch.tensor([5, 2]))
 
 
+def encoder_decoder_check():
+    def make():
+        layers = [attnpack.EncoderBlock(grouped(2, causal=False), attnpack.FeedForward(WIDTH, 16))]
+        decoder = attnpack.Decoder([block(grouped(1), cross_attention=grouped(2, rope=None))])
+        return attnpack.EncoderDecoder(attnpack.Encoder(layers), decoder)
+
+    return compare(*both(make), draw(2, 5, WIDTH, seed=3), draw(2, LENGTH, WIDTH), source_lens=torch.tensor([5, 3]))
+
+
 def mask_check(shape):
     whole, shared = both(grouped)
     return compare(whole, shared, draw(2, LENGTH, WIDTH), mask=draw(*shape, seed=8))
@@ -198,7 +207,13 @@ def different_ids():
 def program(only=None):
     checks = {name: (lambda make=make: module_check(make)) for name, make in MODULES.items()}
     checks |= {name: (lambda make=make: model_check(make)) for name, make in MODELS.items()}
-    checks |= {"cross": cross_check, "weights": weights_check, "compiled": compiled_check, "copied": copied_check}
+    checks |= {
+        "cross": cross_check,
+        "encoder-decoder": encoder_decoder_check,
+        "weights": weights_check,
+        "compiled": compiled_check,
+        "copied": copied_check,
+    }
     for shape in ((LENGTH, LENGTH), (8, 1, LENGTH), (2, 8, LENGTH, LENGTH), (2, 1, 1, LENGTH)):
         checks[f"mask {shape}"] = lambda shape=shape: mask_check(shape)
     checks["steps"] = lambda: steps_check(lambda: grouped(2), attnpack.DynamicCache)

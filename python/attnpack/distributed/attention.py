@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .. import ops
+from ..errors import wrong_kind
 from .agreement import agree, hash_of
 from .block_attention import Rules
 from .collectives import Group, as_group
@@ -76,15 +78,25 @@ def attention(
     refuse(refused)
     check_method(method)
     check_layout(layout)
+    _check_kinds(query=query, key=key, value=value)
     group = as_group(group)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     head_map = None if head_map is None else tuple(head_map)
-    rules = Rules(causal, tuple(window), softcap, sinks, alibi_slopes, head_map, scale, kv_lens)
+    window = tuple(window) if isinstance(window, list) else window
+    rules = Rules(causal, window, softcap, sinks, alibi_slopes, head_map, scale, kv_lens)
     agree_on(query, key, value, rules, group, method, layout)
     out, lse = METHODS[method](query, key, value, rules, group, layout)
     return (out, lse) if return_lse else out
+
+
+def _check_kinds(**tensors: Any) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) or x.is_nested:
+            raise wrong_kind(name, x, "a padded tensor [batch, heads, length, head_dim]: this rank's part")
+        if isinstance(x, DTensor):
+            raise wrong_kind(name, x, "a plain tensor: this rank's part, .to_local() of a DTensor")
 
 
 def check_method(method: str) -> None:
