@@ -1,5 +1,6 @@
 """Modules over a sequence, and caches, that 2 or 4 processes hold in parts: the numbers of one process."""
 
+import contextlib
 import copy
 import re
 
@@ -100,14 +101,18 @@ def shared_both_ways():
     return distance(got, shard_sequence(whole(x), mesh["cp"], layout="zigzag"))
 
 
-def compiled():
-    module = made(grouped)
-    traced = torch.compile(module, backend="eager")
-    with torch.no_grad(), context_parallel():
-        got = traced(parts(draw(2, LENGTH, WIDTH), "contiguous"))
-    plain = traced(draw(2, LENGTH, WIDTH))
-    wanted = module(draw(2, LENGTH, WIDTH))
-    return max(distance(got, parts(wanted, "contiguous")), distance(plain, wanted))
+def compiled(method):
+    """One graph with its gradient, in the context and outside."""
+    module, found = made(grouped), []
+    traced = torch.compile(module, fullgraph=True, backend="aot_eager")
+    whole = draw(2, LENGTH, WIDTH)
+    for context in (context_parallel(method=method), contextlib.nullcontext()):
+        with context:
+            x = (whole if len(found) else parts(whole, "contiguous")).clone().requires_grad_()
+            outs = module(x), traced(x)
+            grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in outs]
+        found += [distance(*outs), distance(*grads)]
+    return max(found)
 
 
 def latent_bytes():
@@ -310,7 +315,6 @@ def program(only=None):
         checks[f"context model {way}"] = lambda way=way: with_lengths(MODELS["tied"], *way)
     checks |= {
         "context and heads": shared_both_ways,
-        "context compiled": compiled,
         "context inferred": inferred,
         "changes": changes,
     }

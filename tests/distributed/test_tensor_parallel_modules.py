@@ -166,6 +166,17 @@ def memory():
     return held / sum(p.numel() for p in whole.parameters())
 
 
+@torch.no_grad()
+def cached_heads():
+    """kv heads that a rank's caches hold, of 4 and of 1."""
+    found = []
+    for kv_heads in (4, 1):
+        cache = attnpack.DynamicCache()
+        both(lambda kv_heads=kv_heads: grouped(kv_heads))[1](draw(2, LENGTH, WIDTH), cache=cache)
+        found.append(cache.k.size(1))
+    return found
+
+
 def collectives():
     """Collectives of floats in one layer, forward and backward."""
     _, shared = both(lambda: grouped(4))
@@ -220,7 +231,8 @@ def program(only=None):
     checks["steps, one kv head"] = lambda: steps_check(lambda: grouped(1), attnpack.DynamicCache)
     checks["steps, int8"] = lambda: steps_check(lambda: grouped(2), lambda: attnpack.QuantizedCache(8))
     checks["steps, latent"] = lambda: steps_check(latent, attnpack.LatentCache)
-    checks |= {"error": after_an_error, "trained": trained, "memory": memory, "collectives": collectives}
+    checks |= {"error": after_an_error, "trained": trained, "memory": memory, "cached": cached_heads}
+    checks["collectives"] = collectives
     checks["refused heads"] = lambda: both(lambda: grouped(3, 3))
     checks["refused dropout"] = lambda: refused(lambda: grouped(dropout=0.1), draw(2, LENGTH, WIDTH))
     checks["refused ids"] = different_ids
@@ -237,7 +249,7 @@ def outcomes(request):
 
 
 def test_shares_give_the_numbers_and_gradients_of_one_process(outcomes):
-    others = ("refused", "memory", "collectives")
+    others = ("refused", "memory", "cached", "collectives")
     assert not unequal(outcomes, [name for name in outcomes[0] if not name.startswith(others)])
 
 
@@ -253,6 +265,10 @@ def test_a_rank_holds_its_share_of_the_weights(outcomes):
     """All but the norms."""
     for rank in outcomes:
         assert 1 / len(outcomes) < rank["memory"] < 1 / len(outcomes) + 0.01
+
+
+def test_a_cache_holds_the_heads_of_its_rank(outcomes):
+    assert all(rank["cached"] == [4 // len(outcomes), 1] for rank in outcomes)
 
 
 def test_a_layer_needs_one_sum_forward_and_one_backward(outcomes):
