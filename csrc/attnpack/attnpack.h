@@ -17,6 +17,7 @@
 #include <attnpack/convert/pool.h>
 #include <attnpack/convert/similar.h>
 #include <attnpack/layers/alibi.h>
+#include <attnpack/models/from_hf.h>
 #include <attnpack/models/generate.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/grouped_attention.h>
@@ -37,6 +38,7 @@
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>
 #include <attnpack/version.h>
+#include <attnpack/weights/safetensors.h>
 
 namespace attnpack {
 namespace {

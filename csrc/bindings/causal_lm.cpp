@@ -1,11 +1,9 @@
 #include <attnpack/core/check.h>
 #include <attnpack/models/detail/sampler.h>
 #include <attnpack/models/generate.h>
-#include <bindings/common.h>
+#include <bindings/causal_lm_options.h>
 #include <bindings/register.h>
-#include <bindings/rope_scaling.h>
 
-#include <set>
 #include <string>
 
 namespace attnpack {
@@ -13,13 +11,6 @@ namespace attnpack {
 namespace {
 
 using ModelCachePtr = std::shared_ptr<ModelCache>;
-
-// The keywords of MultiHeadLatentAttention that are not the model's.
-bool is_latent_name(const std::string& name) {
-  static const std::set<std::string> names{
-      "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm", "path"};
-  return names.contains(name);
-}
 
 at::Tensor generate_py(CausalLMImpl& self, Arguments& arguments) {
   const auto ids = arguments.require<at::Tensor>("ids");
@@ -53,34 +44,6 @@ at::Tensor generate_py(CausalLMImpl& self, Arguments& arguments) {
 }
 
 }  // namespace
-
-template <>
-struct Reader<std::optional<MultiHeadLatentAttentionOptions>> {
-  static std::optional<std::optional<MultiHeadLatentAttentionOptions>> read(const py::handle& value) {
-    if (value.is_none()) return std::optional<MultiHeadLatentAttentionOptions>();
-    if (!py::isinstance<py::dict>(value)) return std::nullopt;
-    MultiHeadLatentAttentionOptions result(1, 1);
-    for (const auto& [key, item] : py::reinterpret_borrow<py::dict>(value)) {
-      const auto name = py::str(key).cast<std::string>();
-      ATTNPACK_CHECK(is_latent_name(name) && read_item("latent", name, item, result), "latent: got '", name,
-                     "', want keywords of MultiHeadLatentAttention that are not the model's: ranks, head dims, "
-                     "latent_norm and path");
-    }
-    return std::make_optional(result);
-  }
-  static std::string wanted(const std::string&) {
-    return "None or a dict such as {'kv_lora_rank': 64, 'qk_nope_head_dim': 32, 'qk_rope_head_dim': 16, "
-           "'v_head_dim': 32}";
-  }
-};
-
-py::object to_python(const MultiHeadLatentAttentionOptions& latent) {
-  py::dict result;
-  MultiHeadLatentAttentionOptions::for_each_option(latent, [&](const char* name, const auto& value) {
-    if (is_latent_name(name)) result[name] = to_python(value);
-  });
-  return result;
-}
 
 void register_causal_lm(py::module_& m) {
   py::class_<Sampler>(m, "Sampler", "Chooses a token from each row of logits [B, V]: the likeliest, or drawn.")

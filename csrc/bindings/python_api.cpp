@@ -17,4 +17,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   attnpack::register_plain_linear(linear_layers);
   auto backend = m.def_submodule("backend", "Functions of torch that run on the operator.");
   attnpack::register_backend(backend);
+  auto checkpoints = m.def_submodule("checkpoints", "Files of weights, JSON, and Hugging Face directories.");
+  attnpack::register_checkpoints(checkpoints);
 }

@@ -15,5 +15,6 @@ void register_causal_lm(py::module_& m);
 void register_convert(py::module_& m);
 void register_plain_linear(py::module_& m);
 void register_backend(py::module_& m);
+void register_checkpoints(py::module_& m);
 
 }  // namespace attnpack

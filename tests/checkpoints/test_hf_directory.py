@@ -7,7 +7,7 @@ import attnpack
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_checkpoints import CONFIGS, SIZES, edit_config, edit_weights, random_model, refused
+from hf_checkpoints import CONFIGS, SIZES, edit_config, edit_weights, from_hf_in_cpp, random_model, refused
 from memory_growth import growth
 from transformers import AutoModelForCausalLM, LlamaConfig, MinistralConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -30,8 +30,11 @@ def assert_same_logits(model, reference) -> None:
 def test_logits_equal_transformers(name, tmp_path):
     reference = random_model(CONFIGS[name])
     reference.save_pretrained(tmp_path)
-    model = attnpack.CausalLM.from_hf(tmp_path)
+    model, in_cpp = attnpack.CausalLM.from_hf(tmp_path), from_hf_in_cpp(tmp_path)
     assert_same_logits(model, reference)
+    assert in_cpp.options() == model.cpp().options()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(in_cpp.state_dict()[name], tensor), name
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
     assert not model.training
 
@@ -89,8 +92,7 @@ def test_config_of_transformers_4(llama):
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
-def test_dtypes_convert_as_torch_does(llama, stored, wanted, monkeypatch):
-    monkeypatch.setattr("attnpack.checkpoints.safetensors._CHUNK_ELEMENTS", 1000)  # several pieces per tensor
+def test_dtypes_convert_as_torch_does(llama, stored, wanted):
     reference, directory = llama
     reference.to(stored).save_pretrained(directory)
     found = attnpack.CausalLM.from_hf(directory, dtype=wanted).state_dict()

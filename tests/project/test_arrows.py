@@ -27,10 +27,14 @@ INCLUDES = {
     "backend/detail": ["backend"],
     "cache": ["core", "ops", "ops/detail", "cache/detail"],
     "cache/detail": ["core", "ops/detail", "cache"],
-    "modules": ["core", "ops", "rope", "layers", "layers/detail", "cache", "modules/detail"],
+    "weights": ["weights/detail"],
+    "weights/detail": ["core"],
+    "modules": ["core", "ops", "rope", "layers", "layers/detail", "cache", "weights", "modules/detail"],
     "modules/detail": ["core", "cache", "modules"],
-    "models": ["core", "ops", "rope", "layers", "cache", "modules", "modules/detail", "models/detail"],
-    "models/detail": ["core"],
+    "models": [
+        *("core", "ops", "rope", "layers", "cache", "modules", "modules/detail", "weights/detail", "models/detail"),
+    ],
+    "models/detail": ["core", "modules", "weights/detail", "models"],
     "convert": ["core", "convert/detail"],
     "convert/detail": ["core", "convert"],
 }

@@ -88,10 +88,19 @@ def edit_weights(directory: Path, change) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
+def from_hf_in_cpp(path, max_positions: int | None = None):
+    """The model that C++ builds of a checkpoint."""
+    return attnpack._C.checkpoints.causal_lm_from_hf(str(path), torch.float32, max_positions)
+
+
 def refused(path, *words, **keywords):
+    """C++ refuses the checkpoint too, in the same words."""
     with pytest.raises(ValueError) as caught:
         attnpack.CausalLM.from_hf(path, **keywords)
     message = str(caught.value)
+    with pytest.raises(ValueError) as in_cpp:
+        from_hf_in_cpp(path, **keywords)
+    assert str(in_cpp.value) == message
     assert str(path) in message
     for word in words:
         assert word in message, message

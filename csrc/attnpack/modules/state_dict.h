@@ -2,13 +2,12 @@
 
 #include <torch/nn/module.h>
 
-#include <map>
+#include <attnpack/weights/safetensors.h>
+
 #include <string>
 #include <vector>
 
 namespace attnpack {
-
-using StateDict = std::map<std::string, at::Tensor>;
 
 struct LoadResult {
   std::vector<std::string> missing, unexpected;

@@ -1,4 +1,4 @@
-"""Models and tokenizers from GGUF files and Hugging Face directories."""
+"""Models and tokenizers from GGUF files and Hugging Face directories, and safetensors files."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 from ..errors import as_path
 from .build import smollm2_path
+from .safetensors import load_safetensors, save_safetensors
 from .tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Tokenizer", "load", "load_tokenizer", "smollm2_path"]
+__all__ = ["Tokenizer", "load", "load_safetensors", "load_tokenizer", "save_safetensors", "smollm2_path"]
 
 
 def load(path: str | os.PathLike, dtype: torch.dtype = torch.float32):

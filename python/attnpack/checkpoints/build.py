@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._C import checkpoints
 from ..errors import as_path, check_dtype, check_size
 from ..file_errors import naming
 from ..progress import progress
 from .gguf import GgufCheckpoint
 from .hf_directory import HfCheckpoint
-from .size_checks import check_shapes
 from .tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Tokenizer", "from_gguf", "from_hf", "load_tokenizer", "smollm2_path"]
 
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_FIRST_LAYER = "model.layers.0."
 
 
 def from_gguf(
@@ -81,7 +79,7 @@ def _load_model(
     device = torch.get_default_device() if device is None else torch.device(device)
     with naming(path, "cannot be loaded", "get the checkpoint again, or give another"):
         checkpoint = checkpoint_of(path, max_positions)
-        shapes = check_whole(cls, checkpoint)
+        shapes = check_whole(checkpoint)
         model = _empty_model(cls, checkpoint, dtype)
         state = {}
         for name in progress(model.state_dict(), f"loading {path.name}"):
@@ -92,31 +90,16 @@ def _load_model(
     return model.eval()
 
 
-def check_whole(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of the `cls` (CausalLM) that the configuration describes, by name. Raises unless the
-    checkpoint has exactly these tensors.
-
-    It builds one layer of the model: a configuration that lies may ask for more layers than fit in memory.
-    """
-    model = _empty_model(cls, checkpoint, torch.float32, num_layers=1)
-    expected = {}
-    for name, tensor in model.state_dict().items():
-        layers = range(checkpoint.config["num_layers"]) if name.startswith(_FIRST_LAYER) else range(1)
-        for layer in layers:
-            expected[name.replace(_FIRST_LAYER, f"model.layers.{layer}.")] = tuple(tensor.shape)
-    check_shapes(checkpoint.path, checkpoint.shapes, expected)
-    return expected
+def check_whole(checkpoint: GgufCheckpoint | HfCheckpoint) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of the CausalLM that the configuration describes, by name. Raises unless the checkpoint
+    has exactly these tensors."""
+    return checkpoints.check_whole(str(checkpoint.path), checkpoint.shapes, **checkpoint.config)
 
 
-def _empty_model(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype, **changed: int):
+def _empty_model(cls: type, checkpoint: GgufCheckpoint | HfCheckpoint, dtype: torch.dtype):
     """The `cls` that the checkpoint's configuration describes, on "meta"."""
-    if checkpoint.config["qk_norm"] and not math.isclose(checkpoint.config["eps"], 1e-6, rel_tol=1e-3):
-        raise ValueError(
-            f"{checkpoint.path}: its norms have eps {checkpoint.config['eps']}, but those of queries and keys are "
-            "computed with 1e-6; other values are not supported with them"
-        )
     with naming(checkpoint.path, "its configuration makes no model", "get it again"), _SkipInit():
-        return cls(**(checkpoint.config | changed), dtype=dtype, device="meta")
+        return cls(**checkpoint.config, dtype=dtype, device="meta")
 
 
 class _SkipInit(TorchDispatchMode):

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from .._C import checkpoints
 from ..file_errors import brief
 from .gguf_file import GgufFile
-from .size_checks import check_sizes
 
 # GGUF architecture -> whether the rows of q and k are stored as interleaved RoPE pairs.
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
@@ -122,7 +122,8 @@ class GgufCheckpoint:
         embed_dim, num_heads = self._size("embedding_length"), self._size("attention.head_count")
         num_kv_heads = self._size("attention.head_count_kv", num_heads)
         head_dim = self._size("attention.key_length", embed_dim // num_heads)
-        check_sizes(self.path, self.shapes, self._size("block_count"), max(num_heads, num_kv_heads), head_dim)
+        layers, heads = self._size("block_count"), max(num_heads, num_kv_heads)
+        checkpoints.check_sizes(str(self.path), len(self.shapes), layers, heads, head_dim)
         for key in ("attention.value_length", "rope.dimension_count"):
             if self._setting(key, head_dim) != head_dim:
                 raise ValueError(

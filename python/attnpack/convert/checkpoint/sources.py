@@ -17,7 +17,6 @@ from ...checkpoints.hf_directory import MODEL_TYPES, HfCheckpoint
 from ...checkpoints.safetensors import SafetensorsFile, open_files
 from ...checkpoints.strict_json import read_json
 from ...checkpoints.writer import require_finite
-from ...nn.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class DecoderOnly(Source):
     def __init__(self, path: Path, dtype: torch.dtype | None) -> None:
         super().__init__(path, dtype)
         self.checkpoint = HfCheckpoint(path) if path.is_dir() else GgufCheckpoint(path)
-        check_whole(CausalLM, self.checkpoint)
+        check_whole(self.checkpoint)
         self.config, self.shapes = self.checkpoint.config, self.checkpoint.shapes
         self.files = self.checkpoint.files if isinstance(self.checkpoint, HfCheckpoint) else {}
 

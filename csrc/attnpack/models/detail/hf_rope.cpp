@@ -1,0 +1,176 @@
+#include <algorithm>
+#include <array>
+#include <string_view>
+
+#include <attnpack/models/detail/hf_config.h>
+
+namespace attnpack {
+
+namespace {
+
+constexpr std::array<std::string_view, 5> kRopeTypes = {"linear", "dynamic", "yarn", "llama3", "longrope"};
+
+template <typename Names>
+bool contains(const Names& names, std::string_view name) {
+  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+}
+
+const Json& item(const Json& object, const char* name) {
+  static const Json kAbsent;
+  const auto* found = object.find(name);
+  return found ? *found : kAbsent;
+}
+
+// The first that is set, else the last.
+const Json& first_set(std::initializer_list<const Json*> values) {
+  const auto found = std::find_if(values.begin(), values.end() - 1, [](const Json* value) { return is_set(*value); });
+  return **found;
+}
+
+// How an option of RopeScaling is read: each gives whether the value is of the right kind.
+bool read_setting(const Json& value, double& option) {
+  const auto number = value.as<bool>() ? std::nullopt : number_in(value);
+  if (number) option = *number;
+  return number.has_value();
+}
+bool read_setting(const Json& value, int64_t& option) {
+  const auto* number = value.as<int64_t>();
+  if (number) option = *number;
+  return number;
+}
+bool read_setting(const Json& value, bool& option) {
+  const auto* said = value.as<bool>();
+  if (said) option = *said;
+  return said;
+}
+bool read_setting(const Json& value, std::string& option) {
+  const auto* word = value.as<std::string>();
+  if (word) option = *word;
+  return word;
+}
+bool read_setting(const Json& value, std::vector<double>& option) {
+  const auto* list = value.as<Json::List>();
+  if (!list) return false;
+  option.resize(list->size());
+  return std::equal(list->begin(), list->end(), option.begin(),
+                    [](const Json& number, double& each) { return read_setting(number, each); });
+}
+template <typename T>
+bool read_setting(const Json& value, std::optional<T>& option) {
+  return read_setting(value, option.emplace());
+}
+
+constexpr const char* wanted(const double&) { return "a number"; }
+constexpr const char* wanted(const int64_t&) { return "an int"; }
+constexpr const char* wanted(const bool&) { return "true or false"; }
+constexpr const char* wanted(const std::string&) { return "a text"; }
+constexpr const char* wanted(const std::vector<double>&) { return "a list of numbers"; }
+template <typename T>
+constexpr const char* wanted(const std::optional<T>&) {
+  return wanted(T());
+}
+
+void set_option(RopeScaling& scaling, const std::string& name, const Json& value) {
+  bool known = name == "finetuned";  // says nothing about the rotation
+  RopeScaling::for_each_option(scaling, [&](const char* option_name, auto& option) {
+    if (name != option_name) return;
+    known = true;
+    refuse_unless(read_setting(value, option), "scaling: ", name, " is ", brief(shown(value)), ", wants ",
+                  wanted(option));
+  });
+  refuse_unless(known, "scaling: got ", brief(in_quotes(name)),
+                ", which no rope_type here knows; leave it out, or see the docstring of RotaryEmbedding");
+}
+
+// As in transformers, missing lengths come from elsewhere in the configuration.
+RopeScaling read_scaling(const HfSettings& config, const std::string& source, const std::string& kind,
+                         const Json& rope) {
+  const auto& longest = config.get("max_position_embeddings");
+  const auto& trained = kind == "dynamic" ? longest
+                                          : first_set({&item(rope, "original_max_position_embeddings"),
+                                                       &config.get("original_max_position_embeddings"), &longest});
+  RopeScaling scaling;
+  scaling.rope_type(kind);
+  constexpr std::array<std::string_view, 5> kElsewhere = {"type", "rope_type", "rope_theta", "partial_rotary_factor",
+                                                          "original_max_position_embeddings"};
+  for (const auto& [name, value] : *rope.as<Json::Object>()) {
+    if (!contains(kElsewhere, name) && !value.is_null()) set_option(scaling, name, value);
+  }
+  if (!trained.is_null()) set_option(scaling, "original_max_position_embeddings", trained);
+  if ((kind == "yarn" || kind == "longrope") && !scaling.factor()) {
+    const auto words = "original_max_position_embeddings of " + source;
+    scaling.factor(config.as_number("max_position_embeddings", longest) / config.as_number(words, trained));
+  }
+  return scaling;
+}
+
+HfRope read_rope(const HfSettings& config, const char* source) {
+  static const Json kNothing{Json::Object()}, kUsualBase{10000.0}, kDefault{std::string("default")};
+  const auto& rope = config.is_set(source) ? config.get(source) : kNothing;
+  const auto* members = rope.as<Json::Object>();
+  config.check(members, source, " in config.json is ", brief(shown(rope)), ", wants an object with rope_type, or null");
+  std::string nested;
+  for (const auto& [name, value] : *members) {
+    if (value.as<Json::Object>()) (nested += nested.empty() ? "" : ", ") += name;
+  }
+  config.check(nested.empty(), source, " for kinds of layers (", brief(nested),
+               ") in config.json is not supported yet");
+  const auto base =
+      config.as_number("rope_theta", first_set({&item(rope, "rope_theta"), &config.get("rope_theta"), &kUsualBase}));
+  const auto& part = item(rope, "partial_rotary_factor");
+  config.check(!rope.find("partial_rotary_factor") || number_in(part) == 1.0,
+               "partial_rotary_factor = ", brief(shown(part)), " is not supported yet");
+  const auto& said = first_set({&item(rope, "rope_type"), &item(rope, "type"), &kDefault});
+  const auto* kind = said.as<std::string>();
+  if (kind && *kind == "default") return {base, std::nullopt};
+  config.check(kind && contains(kRopeTypes, *kind), "rope_type ", brief(shown(said)),
+               " in config.json is not supported; from_hf knows 'default', 'linear', 'dynamic', 'yarn', 'llama3', "
+               "'longrope'");
+  if (*kind == "linear") {
+    const auto factor = config.as_number(c10::str("factor of ", source), item(rope, "factor"));
+    return {base, RopeScaling().rope_type("linear").factor(factor)};
+  }
+  return {base, naming(config.path(), "its configuration makes no model", "get it again",
+                       [&] { return read_scaling(config, source, *kind, rope); })};
+}
+
+std::string option_text(const std::string& word) { return word; }
+std::string option_text(double number) { return shown({number}); }
+std::string option_text(int64_t number) { return std::to_string(number); }
+std::string option_text(bool value) { return value ? "true" : "false"; }
+std::string option_text(const std::vector<double>& numbers) {
+  std::string text;
+  for (const double number : numbers) text += option_text(number) + ' ';
+  return text;
+}
+template <typename T>
+std::string option_text(const std::optional<T>& value) {
+  return value ? option_text(*value) : "none";
+}
+
+bool are_equal(const HfRope& a, const HfRope& b) {
+  if (a.base != b.base || a.scaling.has_value() != b.scaling.has_value()) return false;
+  if (!a.scaling) return true;
+  std::vector<std::string> shown_a, shown_b;
+  const auto list = [](std::vector<std::string>& words) {
+    return [&](const char*, const auto& option) { words.push_back(option_text(option)); };
+  };
+  RopeScaling::for_each_option(*a.scaling, list(shown_a));
+  RopeScaling::for_each_option(*b.scaling, list(shown_b));
+  return shown_a == shown_b;
+}
+
+}  // namespace
+
+HfRope hf_rope(const HfSettings& config) {
+  constexpr const char *kNew = "rope_parameters", *kOld = "rope_scaling";
+  if (!config.is_set(kNew)) return read_rope(config, kOld);
+  auto found = read_rope(config, kNew);
+  if (!config.is_set(kOld)) return found;
+  config.check(are_equal(found, read_rope(config, kOld)),
+               "rope_parameters and rope_scaling in config.json say different things (", brief(shown(config.get(kNew))),
+               ", ", brief(shown(config.get(kOld))), "); leave out the wrong one");
+  return found;
+}
+
+}  // namespace attnpack

@@ -1,0 +1,78 @@
+#include <attnpack/models/detail/whole_checkpoint.h>
+
+#include <cmath>
+
+#include <attnpack/modules/state_dict.h>
+#include <attnpack/weights/detail/file_errors.h>
+#include <attnpack/weights/detail/json.h>
+
+namespace attnpack {
+
+namespace {
+
+constexpr uint64_t kWidest =
+    1 << 20;  // of heads * head_dim: a layer holds a number per head, RoPE one per pair of dims
+constexpr std::string_view kFirstLayer = "model.layers.0.";
+
+// "a, b, c and 4 more"
+std::string some(const std::vector<std::string>& names) {
+  std::string text;
+  for (size_t i = 0; i < names.size() && i < 3; ++i) (text += i == 0 ? "" : ", ") += brief(names[i]);
+  return names.size() > 3 ? c10::str(text, " and ", names.size() - 3, " more") : text;
+}
+
+std::string listed(const std::vector<uint64_t>& sizes) { return c10::str("[", c10::Join(", ", sizes), "]"); }
+
+Shapes expected_shapes(const std::string& path, CausalLMOptions options) {
+  const auto num_layers = options.num_layers();
+  Factory factory;
+  factory.device = at::kMeta;
+  factory.dtype = at::kFloat;
+  const auto model = naming(path, "its configuration makes no model", "get it again",
+                            [&] { return CausalLM(options.num_layers(1).factory(factory)); });
+  Shapes expected;
+  for (const auto& [name, tensor] : state_dict(*model)) {
+    const std::vector<uint64_t> shape(tensor.sizes().begin(), tensor.sizes().end());
+    const bool in_layer = std::string_view(name).substr(0, kFirstLayer.size()) == kFirstLayer;
+    const auto rest = in_layer ? name.substr(kFirstLayer.size()) : name;
+    for (int64_t layer = 0; layer < (in_layer ? num_layers : 1); ++layer)
+      expected[in_layer ? c10::str("model.layers.", layer, ".", rest) : name] = shape;
+  }
+  return expected;
+}
+
+}  // namespace
+
+void check_sizes(const std::string& path, uint64_t num_tensors, uint64_t num_layers, uint64_t heads,
+                 uint64_t head_dim) {
+  refuse_unless(num_layers <= num_tensors, path, ": its configuration asks for ", num_layers, " layers, but it has ",
+                num_tensors, " tensors; the configuration is of another checkpoint, get both again");
+  uint64_t width = 0;
+  const bool overflows = __builtin_mul_overflow(heads, head_dim, &width);
+  refuse_unless(!overflows && width <= kWidest, path, ": its configuration asks for ", heads, " heads of head_dim ",
+                head_dim, ", together ", kWidest, " is the most; ", kGetAgain);
+}
+
+Shapes check_whole(const std::string& path, const Shapes& found, const CausalLMOptions& options) {
+  refuse_unless(!options.qk_norm() || std::abs(options.eps() - 1e-6) <= 1e-9, path, ": its norms have eps ",
+                shown({options.eps()}),
+                ", but those of queries and keys are computed with 1e-6; other values are not supported with them");
+  auto expected = expected_shapes(path, options);
+  std::vector<std::string> missing, extra;
+  for (const auto& [name, shape] : expected)
+    if (!found.count(name)) missing.push_back(name);
+  for (const auto& [name, shape] : found)
+    if (!expected.count(name)) extra.push_back(name);
+  refuse_unless(missing.empty() && extra.empty(), path, ": ",
+                missing.empty() ? std::string() : c10::str("lacks ", some(missing)),
+                missing.empty() || extra.empty() ? "" : " and ",
+                extra.empty() ? std::string() : c10::str("has unexpected ", some(extra)),
+                "; its configuration asks for other tensors");
+  for (const auto& [name, shape] : expected) {
+    refuse_unless(found.at(name) == shape, path, ": ", name, " has shape ", listed(found.at(name)),
+                  ", its configuration asks for ", listed(shape));
+  }
+  return expected;
+}
+
+}  // namespace attnpack

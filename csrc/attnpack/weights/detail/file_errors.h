@@ -1,0 +1,44 @@
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <string>
+#include <string_view>
+#include <system_error>
+
+// Errors about files that others made: a c10::ValueError of one sentence that names the file.
+namespace attnpack {
+
+// "get the checkpoint again", the usual advice.
+inline constexpr const char* kGetAgain = "get the checkpoint again";
+
+template <typename... Words>
+void refuse_unless(bool condition, const Words&... words) {
+  TORCH_CHECK_VALUE(condition, words...);
+}
+
+// Words from a file, made fit for an error sentence: short, on one line, printable.
+std::string brief(std::string_view text);
+
+// The words in single quotes, as Python shows a str.
+std::string in_quotes(std::string_view text);
+
+// What an exception says, without the stack of a c10::Error.
+std::string reason_of(const std::exception& error);
+
+// Calls `call`. An error that does not name `path` becomes a c10::ValueError "PATH: FAILED (the error); FIX".
+template <typename Call>
+auto naming(const std::string& path, const char* failed, const char* fix, const Call& call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    const auto reason = reason_of(error);
+    if (dynamic_cast<const c10::ValueError*>(&error) && reason.find(path) != std::string::npos) throw;
+    TORCH_CHECK_VALUE(false, path, ": ", failed, " (", reason, "); ", fix);
+  }
+}
+
+// Raises unless the UTF-8 is whole.
+void check_utf8(std::string_view text);
+
+}  // namespace attnpack

@@ -1,0 +1,71 @@
+#include <attnpack/weights/detail/json.h>
+
+#include <charconv>
+#include <cmath>
+
+#include <attnpack/weights/detail/file_errors.h>
+
+namespace attnpack {
+
+namespace {
+
+// Longer texts are cut by brief(): no more of them is worth building.
+constexpr size_t kEnough = 1000;
+
+std::string shown_double(double number) {
+  char digits[32];
+  std::string text(digits, std::to_chars(digits, digits + sizeof(digits), number).ptr);
+  return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
+}
+
+void append(std::string& text, const Json& value);
+
+template <typename Items, typename Append>
+void append_items(std::string& text, const Items& items, const char* brackets, const Append& append_item) {
+  text += brackets[0];
+  for (const auto& item : items) {
+    if (&item != &items.front()) text += ", ";
+    append_item(item);
+    if (text.size() > kEnough) return;
+  }
+  text += brackets[1];
+}
+
+struct Appender {
+  std::string& text;
+
+  void operator()(std::monostate) const { text += "None"; }
+  void operator()(bool value) const { text += value ? "True" : "False"; }
+  void operator()(int64_t number) const { text += std::to_string(number); }
+  void operator()(uint64_t number) const { text += std::to_string(number); }
+  void operator()(double number) const { text += shown_double(number); }
+  void operator()(const std::string& words) const { text += in_quotes(words.substr(0, kEnough)); }
+  void operator()(const Json::List& list) const {
+    append_items(text, list, "[]", [&](const Json& item) { append(text, item); });
+  }
+  void operator()(const Json::Object& object) const {
+    append_items(text, object, "{}", [&](const Json::Member& member) {
+      (*this)(member.name);
+      text += ": ";
+      append(text, member.value);
+    });
+  }
+};
+
+void append(std::string& text, const Json& value) { std::visit(Appender{text}, value.value); }
+
+}  // namespace
+
+std::string shown(const Json& value) {
+  std::string text;
+  append(text, value);
+  return text;
+}
+
+const char* kind_of(const Json& value) {
+  static constexpr const char* kKinds[] = {"a NoneType", "a bool", "an int", "an int",
+                                           "a float",    "a str",  "a list", "a dict"};
+  return kKinds[value.value.index()];
+}
+
+}  // namespace attnpack

@@ -1,0 +1,141 @@
+#include <attnpack/models/detail/hf_checkpoint.h>
+#include <attnpack/models/detail/hf_config.h>
+#include <attnpack/models/from_hf.h>
+#include <attnpack/weights/detail/safetensors_writer.h>
+#include <attnpack/weights/detail/shards.h>
+#include <attnpack/weights/safetensors.h>
+#include <bindings/causal_lm_options.h>
+#include <bindings/register.h>
+
+#include <cerrno>
+
+namespace attnpack {
+
+namespace {
+
+py::object to_python_value(const Json& json);
+
+struct ToPython {
+  py::object operator()(std::monostate) const { return py::none(); }
+  py::object operator()(const Json::List& list) const {
+    py::list result(list.size());
+    for (size_t i = 0; i < list.size(); ++i) result[i] = to_python_value(list[i]);
+    return result;
+  }
+  py::object operator()(const Json::Object& object) const {
+    py::dict result;
+    for (const auto& [name, value] : object) result[py::str(name)] = to_python_value(value);
+    return result;
+  }
+  template <typename T>
+  py::object operator()(const T& value) const {
+    return py::cast(value);
+  }
+};
+
+py::object to_python_value(const Json& json) { return std::visit(ToPython(), json.value); }
+
+// Calls `call`, and raises an error of the system as Python's OSError with `path`.
+template <typename Call>
+auto with_os_errors(const std::string& path, const Call& call) {
+  try {
+    return call();
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+    throw py::error_already_set();
+  }
+}
+
+py::dict as_tuples(const Shapes& shapes) {
+  py::dict result;
+  for (const auto& [name, shape] : shapes) result[py::str(name)] = py::tuple(py::cast(shape));
+  return result;
+}
+
+py::dict shapes_of(const SafetensorsFile& file) {
+  Shapes shapes;
+  for (const auto& [name, tensor] : file.tensors()) shapes[name] = tensor.shape;
+  return as_tuples(shapes);
+}
+
+// config: keywords of CausalLM.
+py::dict check_whole_py(const std::string& path, const Shapes& shapes, const py::kwargs& config) {
+  return as_tuples(check_whole(
+      path, shapes,
+      options_of_call<CausalLMOptions, int64_t, int64_t, int64_t, int64_t>("CausalLM", py::args(), config, 5)));
+}
+
+std::vector<std::string> model_types() {
+  std::vector<std::string> names;
+  for (const auto& family : hf_families()) names.emplace_back(family.model_type);
+  return names;
+}
+
+// A writer that knows its path, for the errors of the system.
+struct PathWriter {
+  std::string path;
+  SafetensorsWriter writer;
+
+  static std::unique_ptr<PathWriter> make(const std::string& path, const py::dict& tensors) {
+    std::vector<AnnouncedTensor> announced;
+    for (const auto& [name, described] : tensors) {
+      const auto [shape, dtype] = described.cast<std::pair<std::vector<int64_t>, at::ScalarType>>();
+      announced.push_back({name.cast<std::string>(), shape, dtype});
+    }
+    return with_os_errors(path, [&] {
+      return std::unique_ptr<PathWriter>(new PathWriter{path, SafetensorsWriter(path, announced, {{"format", "pt"}})});
+    });
+  }
+};
+
+void register_hf(py::module_& m) {
+  m.attr("MODEL_TYPES") = py::tuple(py::cast(model_types()));
+  py::class_<HfCheckpoint>(m, "HfCheckpoint")
+      .def(py::init([](const std::string& directory, std::optional<int64_t> max_positions) {
+        return without_gil([&] { return std::make_unique<HfCheckpoint>(directory, max_positions); });
+      }))
+      .def_property_readonly("config", [](const HfCheckpoint& self) { return options_dict(self.options()); })
+      .def_property_readonly("shapes", [](const HfCheckpoint& self) { return as_tuples(self.shapes()); })
+      .def_property_readonly("files", &HfCheckpoint::files);
+  m.def("causal_lm_from_hf", [](const std::string& directory, at::ScalarType dtype, std::optional<int64_t> positions) {
+    const auto options = FromHfOptions().dtype(dtype).max_positions(positions);
+    return without_gil([&] { return causal_lm_from_hf(directory, options).ptr(); });
+  });
+  m.def("check_sizes", &check_sizes);
+  m.def("check_whole", &check_whole_py);
+}
+
+}  // namespace
+
+void register_checkpoints(py::module_& m) {
+  register_hf(m);
+  m.attr("LONGEST_JSON") = kLongestJson;
+  m.def(
+      "parse_json", [](std::string_view text, int64_t most) { return to_python_value(parse_json(text, most)); },
+      py::arg("text"), py::arg("most") = kMostJsonMarks);
+  m.def("check_json_values", &check_json_values, py::arg("text"), py::arg("most") = kMostJsonMarks);
+  m.def("read_json", [](const std::string& path) { return to_python_value(read_json_file(path)); });
+
+  py::class_<SafetensorsFile, std::shared_ptr<SafetensorsFile>>(m, "SafetensorsFile")
+      .def(py::init(
+          [](const std::string& path) { return without_gil([&] { return std::make_shared<SafetensorsFile>(path); }); }))
+      .def_property_readonly("path", &SafetensorsFile::path)
+      .def_property_readonly("shapes", &shapes_of)
+      .def("dtype", &SafetensorsFile::weight_dtype)
+      .def("read", &SafetensorsFile::read, py::call_guard<py::gil_scoped_release>());
+  m.def("open_safetensors", &open_safetensors, py::call_guard<py::gil_scoped_release>());
+  m.def("load_safetensors", &load_safetensors, py::call_guard<py::gil_scoped_release>());
+  m.def("save_safetensors", &save_safetensors, py::call_guard<py::gil_scoped_release>());
+
+  py::class_<PathWriter>(m, "SafetensorsWriter")
+      .def(py::init(&PathWriter::make))
+      .def_property_readonly("size", [](const PathWriter& self) { return self.writer.size(); })
+      .def("write_tensor",
+           [](PathWriter& self, const std::string& name, const at::Tensor& tensor) {
+             with_os_errors(self.path, [&] { without_gil([&] { self.writer.write_tensor(name, tensor); }); });
+           })
+      .def("close", [](PathWriter& self) { with_os_errors(self.path, [&] { self.writer.close(); }); });
+}
+
+}  // namespace attnpack

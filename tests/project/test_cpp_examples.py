@@ -1,0 +1,91 @@
+"""The examples in C++ that train, save and load whole models: built by their own CMakeLists, and run."""
+
+from pathlib import Path
+
+import attnpack
+import pytest
+import torch
+from processes import ROOT, run_program
+
+PREFIX = Path(attnpack.__file__).parent
+
+
+def built(name: str, folder: Path) -> Path:
+    """The program of examples/cpp/NAME."""
+    source = ROOT / "examples/cpp" / name
+    for command in (
+        ("cmake", "-S", source, "-B", folder / name, f"-DCMAKE_PREFIX_PATH={PREFIX}"),
+        ("cmake", "--build", folder / name),
+    ):
+        process = run_program(*command)
+        assert process.returncode == 0, process.text
+    return folder / name / name
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, list[str]]:
+    """The directory that `train` writes, and its lines."""
+    folder = tmp_path_factory.mktemp("train")
+    program, directory = built("train", folder), folder / "model"
+    directory.mkdir()
+    process = run_program(program, directory, env={"OMP_NUM_THREADS": "1"})
+    assert process.returncode == 0, process.text
+    return directory, process.stdout.splitlines()
+
+
+def counted(start: int, step: int, length: int) -> list[int]:
+    return [(start + step * i) % 20 for i in range(length)]
+
+
+def test_train_learns_to_count_and_python_opens_its_model(trained):
+    directory, lines = trained
+    losses = [float(line.split()[-1]) for line in lines]
+    assert losses[0] > 2.5 and losses[-1] < 0.1
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
+    model = attnpack.CausalLM.from_hf(directory)
+    prompt = torch.tensor([counted(start, step, 4) for start in range(20) for step in (1, 2, 3)])
+    expected = torch.tensor([counted(start, step, 16) for start in range(20) for step in (1, 2, 3)])
+    assert (model.generate(prompt, max_new_tokens=12) == expected).float().mean() > 0.99
+
+
+def test_transformers_opens_what_train_writes(trained):
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(trained[0]).eval()
+    ids = torch.randint(20, (2, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(attnpack.CausalLM.from_hf(trained[0])(ids), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_generate_gives_pythons_tokens_and_their_speed(trained, tmp_path):
+    program, prompt = built("generate", tmp_path), [3, 5, 7, 9]
+    process = run_program(program, trained[0], 12, *prompt, env={})
+    assert process.returncode == 0, process.text
+    tokens = attnpack.CausalLM.from_hf(trained[0]).generate(torch.tensor([prompt]), max_new_tokens=12)
+    assert list(map(int, process.stdout.split())) == tokens[0].tolist()
+    assert float(process.stderr.split(" tokens per second")[0]) > 0
+    missing = run_program(program, tmp_path / "none", 12, *prompt, env={})
+    assert missing.returncode == 1
+    assert (
+        missing.stderr == f"{tmp_path / 'none'}: has no config.json; give the directory of a Hugging Face checkpoint\n"
+    )
+
+
+def test_the_examples_say_which_libraries_give_ids():
+    text = (ROOT / "examples/cpp/generate/main.cpp").read_text()
+    assert "tokenizers-cpp" in text and "SentencePiece" in text
+
+
+def test_an_encoder_decoder_learns_to_write_backwards(tmp_path):
+    process = run_program(built("encoder_decoder", tmp_path), env={"OMP_NUM_THREADS": "1"})
+    assert process.returncode == 0, process.text
+    lines = process.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [*(5 * ["step"]), "right"]
+    assert float(lines[-1].split()[1]) > 99
+
+
+def test_threads_share_a_model(trained, tmp_path):
+    program = built("serve_threads", tmp_path)
+    for arguments in ((), (trained[0],)):
+        process = run_program(program, *arguments, env={})
+        assert process.stdout == "12 requests, 3 threads, 12 answers as from one thread\n", process.text
