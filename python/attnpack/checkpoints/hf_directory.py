@@ -22,6 +22,8 @@ class HfCheckpoint:
         self.path = as_path("directory", directory)
         opened = checkpoints.HfCheckpoint(str(self.path), max_positions)
         self.config: dict[str, Any] = opened.config
+        if (window := self.config["window"]) is not None:
+            self.config["window"] = tuple(window)
         self.shapes: dict[str, tuple[int, ...]] = opened.shapes
         files: dict[str, SafetensorsFile] = {}
         for file in opened.files.values():
