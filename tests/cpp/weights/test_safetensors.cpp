@@ -29,7 +29,7 @@ bool refused(const Folder& folder, const std::string& header, size_t bytes, cons
 }
 
 std::string tensor(const std::string& dtype, const std::string& shape, const std::string& offsets) {
-  return "\"dtype\":\"" + dtype + "\",\"shape\":[" + shape + "],\"data_offsets\":[" + offsets + "]";
+  return c10::str("\"dtype\":\"", dtype, "\",\"shape\":[", shape, "],\"data_offsets\":[", offsets, "]");
 }
 
 }  // namespace
@@ -84,7 +84,7 @@ TEST_CASE("loaded tensors are mapped: no copy, and writes stay in the process") 
 
 TEST_CASE("a tensor at an odd byte is copied") {
   const Folder folder;
-  const auto header = "{\"a\":{" + tensor("U8", "1", "0,1") + "},\"b\":{" + tensor("F32", "1", "1,5") + "}}";
+  const auto header = c10::str("{\"a\":{", tensor("U8", "1", "0,1"), "},\"b\":{", tensor("F32", "1", "1,5"), "}}");
   const auto path = folder.write("x.safetensors", file_of(header + std::string((8 - header.size() % 8) % 8, ' '), 5));
   const auto b = load_safetensors(path).at("b");
   REQUIRE(reinterpret_cast<uintptr_t>(b.data_ptr()) % 4 == 0);
@@ -93,9 +93,9 @@ TEST_CASE("a tensor at an odd byte is copied") {
 
 TEST_CASE("each check refuses its lie, and names the file") {
   const Folder folder;
-  const auto one = [](const std::string& text) { return "{\"a\":{" + text + "}}"; };
+  const auto one = [](const std::string& text) { return c10::str("{\"a\":{", text, "}}"); };
   const auto two = [](const std::string& text) {
-    return "{\"a\":{" + tensor("F32", "2", "0,8") + "},\"b\":{" + text + "}}";
+    return c10::str("{\"a\":{", tensor("F32", "2", "0,8"), "},\"b\":{", text, "}}");
   };
   const auto short_file = folder.write("short", "1234567");
   REQUIRE(
@@ -134,7 +134,7 @@ TEST_CASE("shards are read through their index, which must tell the truth") {
   save_safetensors({{"a", a}}, folder.path("1.safetensors"));
   save_safetensors({{"b", b}}, folder.path("2.safetensors"));
   const auto index = [&](const std::string& places) {
-    folder.write("model.safetensors.index.json", "{\"weight_map\":{" + places + "}}");
+    folder.write("model.safetensors.index.json", c10::str("{\"weight_map\":{", places, "}}"));
   };
   index("\"a\":\"1.safetensors\",\"b\":\"2.safetensors\"");
   const auto found = load_safetensors(folder.path("."));

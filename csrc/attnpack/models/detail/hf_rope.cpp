@@ -98,7 +98,7 @@ RopeScaling read_scaling(const HfSettings& config, const std::string& source, co
   }
   if (!trained.is_null()) set_option(scaling, "original_max_position_embeddings", trained);
   if ((kind == "yarn" || kind == "longrope") && !scaling.factor()) {
-    const auto words = "original_max_position_embeddings of " + source;
+    const auto words = c10::str("original_max_position_embeddings of ", source);
     scaling.factor(config.as_number("max_position_embeddings", longest) / config.as_number(words, trained));
   }
   return scaling;
