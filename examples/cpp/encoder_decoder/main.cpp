@@ -19,7 +19,7 @@ namespace {
 using attnpack::MultiHeadAttention, attnpack::MultiHeadAttentionOptions;
 
 constexpr int64_t kLetters = 10, kBegin = kLetters, kVocabulary = kLetters + 1, kLength = 8;
-constexpr int64_t kWidth = 64, kHeads = 4, kLayers = 2;
+constexpr int64_t kWidth = 64, kHeads = 4, kLayers = 2, kSteps = 500;
 
 class Reverser : public torch::nn::Module {
  public:
@@ -28,13 +28,14 @@ class Reverser : public torch::nn::Module {
     const auto attention = [&](bool causal) {
       return MultiHeadAttention(MultiHeadAttentionOptions(kWidth, kHeads).rope(rope).causal(causal));
     };
+    const auto cross_attention = [] { return MultiHeadAttention(kWidth, kHeads); };
     const auto feed_forward = [] { return attnpack::FeedForward(kWidth, 2 * kWidth); };
     std::vector<attnpack::EncoderBlock> readers;
     std::vector<attnpack::DecoderBlock> writers;
     for (int64_t i = 0; i < kLayers; ++i) {
       readers.emplace_back(attention(false), feed_forward());
       writers.emplace_back(
-          attnpack::DecoderBlockOptions(attention(true), feed_forward()).cross_attention(attention(false)));
+          attnpack::DecoderBlockOptions(attention(true), feed_forward()).cross_attention(cross_attention()));
     }
     const attnpack::Embedding source(kVocabulary, kWidth), target(kVocabulary, kWidth);
     stacks_ = register_module(
@@ -78,8 +79,10 @@ at::Tensor draw(int64_t batch) { return at::randint(kLetters, {batch, kLength}, 
 int main() {
   torch::manual_seed(0);
   Reverser model;
-  torch::optim::Adam optimizer(attnpack::distinct_parameters(model), torch::optim::AdamOptions(2e-3));
-  for (int step = 0; step <= 400; ++step) {
+  torch::optim::Adam optimizer(attnpack::distinct_parameters(model), torch::optim::AdamOptions());
+  for (int step = 0; step <= kSteps; ++step) {
+    static_cast<torch::optim::AdamOptions&>(optimizer.param_groups()[0].options())
+        .lr(4e-3 * (1 - step / (kSteps + 1.0)));
     const auto source = draw(64), target = source.flip(1);
     const auto given = at::cat({at::full({64, 1}, kBegin, at::kLong), target.slice(1, 0, kLength - 1)}, 1);
     optimizer.zero_grad();
