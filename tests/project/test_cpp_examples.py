@@ -80,7 +80,7 @@ def test_an_encoder_decoder_learns_to_write_backwards(tmp_path):
     process = run_program(built("encoder_decoder", tmp_path), env={"OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, process.text
     lines = process.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == [*(5 * ["step"]), "right"]
+    assert [line.split()[0] for line in lines] == [*(6 * ["step"]), "right"]
     assert float(lines[-1].split()[1]) > 99
 
 
