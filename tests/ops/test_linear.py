@@ -13,8 +13,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", (1, 2, 4, 7, 16, 17))
-@pytest.mark.parametrize(("inputs", "outputs"), ((1, 1), (17, 3), (64, 65), (576, 192), (33, 600)))
+@pytest.mark.parametrize("rows", (1, 2, 4, 7, 16, 24, 31, 32, 33))
+@pytest.mark.parametrize(("inputs", "outputs"), ((1, 1), (17, 3), (64, 65), (576, 192), (33, 600), (4100, 70)))
 def test_error_is_at_most_twice_that_of_torch(dtype, rows, inputs, outputs):
     torch.manual_seed(rows)
     x, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((rows, inputs), (outputs, inputs), (outputs,)))

@@ -83,6 +83,8 @@ struct AttentionBackwardParams {
   void* grad_scores;
 };
 
+constexpr int64_t kFewRows = 32;  // the most rows of a LinearParams
+
 // out [rows, outputs] = input [rows, inputs] weight^T + bias, for few rows; all but the weight contiguous.
 struct LinearParams {
   int64_t rows, inputs, outputs;

@@ -72,7 +72,7 @@ def enable(name: str) -> Replacement:
             replaced too. There are two differences: an excluded key that holds NaN has no influence, and in these
             modules a row without keys attends nothing, where torch gives NaN.
             "linear" for `torch.nn.functional.linear` on the CPU: the faster of the kernels that this torch has, and our
-            own for up to 16 rows without gradients (`attnpack.ops.linear`). Its results have torch's tolerance, not
+            own for few rows without gradients (`attnpack.ops.linear`). Its results have torch's tolerance, not
             its bits. Models whose layers call another function, such as GPT-2's `torch.addmm`, gain nothing.
             Dispatch modes see `attnpack.linear` in place of `aten.addmm` and `aten.mm`.
             "varlen" gives `torch.nn.attention.varlen.varlen_attn` a CPU, where torch has none, forward and backward

@@ -97,9 +97,31 @@ template <class Operands, int Rows, int Neighbours, Stream stream, class A, clas
     for (int i = 0; i < Neighbours; ++i) to[r * step + i] = sum[r][i];
 }
 
+// The products of `Rows` rows with `Neighbours` rows whose columns are added up in pieces of `Piece`, to[r * step + i].
+template <class Operands, int Rows, int Neighbours, Stream stream, int64_t Piece, class A, class S>
+inline void piecewise_products(const typename Operands::Element* x, int64_t ldx, const S* const (&w)[Neighbours],
+                               const S* const (&far)[Neighbours], int64_t dim, A* to, int step) {
+  for (int64_t c = 0; c < dim; c += Piece) {
+    const S *row[Neighbours], *next[Neighbours];
+    for (int n = 0; n < Neighbours; ++n) row[n] = w[n] + c, next[n] = far[n] + c;
+    Vec<A> sum[Rows * Neighbours];
+    row_products<Operands, Rows, Neighbours, stream, A>(x + c / Operands::kStep, ldx, row, next,
+                                                        smaller(Piece, dim - c), sum, Neighbours);
+    constexpr int kSums = Rows * Neighbours, kAtOnce = Rows == 3 ? Neighbours : kSums;  // a power of two
+    A pieces[kSums];
+#pragma GCC unroll 3
+    for (int i = 0; i < kSums; i += kAtOnce) fold_each<A, kAtOnce>(sum + i, pieces + i, Add());
+    for (int i = 0; i < kSums; ++i) {
+      A& total = to[i / Neighbours * step + i % Neighbours];
+      total = c ? total + pieces[i] : pieces[i];
+    }
+  }
+}
+
 // s[r, j] = x[r] . w[j] for `Rows` rows of x and `count` rows of w. The elements of x are padded with zeros to whole
-// vectors. The rows of w have dim numbers each.
-template <class Operands, int Rows, Stream stream, class RowsOfW, class A>
+// vectors. The rows of w have dim numbers each. Longer rows than `Piece` columns are added up in pieces, so that the
+// sums are those of one call per piece.
+template <class Operands, int Rows, Stream stream, int64_t Piece = INT64_MAX, class RowsOfW, class A>
 inline void dot_products(const typename Operands::Element* x, int64_t ldx, const RowsOfW& w, int64_t count, int64_t dim,
                          A* s, int64_t lds) {
   using S = ElementOf<RowsOfW>;
@@ -109,6 +131,8 @@ inline void dot_products(const typename Operands::Element* x, int64_t ldx, const
   const Ahead ahead = prefetch_distance<stream, S, RowsOfW>(dim, kNeighbours);
   for (int64_t j = 0; j < count; j += kFolded) {
     Vec<A> sum[Rows * kFolded];
+    A total[Rows * kFolded];
+    const bool whole = Piece == INT64_MAX || dim <= Piece;
 #pragma GCC unroll 4
     for (int i = 0; i < kFolded; i += kNeighbours) {
       const int64_t first = j + i < count ? j + i : j;
@@ -119,11 +143,13 @@ inline void dot_products(const typename Operands::Element* x, int64_t ldx, const
         row[n] = w[own];
         far[n] = w[own + ahead.rows] + ahead.columns;
       }
-      row_products<Operands, Rows, kNeighbours, stream, A>(x, ldx, row, far, dim, sum + i, kFolded);
+      if (whole)
+        row_products<Operands, Rows, kNeighbours, stream, A>(x, ldx, row, far, dim, sum + i, kFolded);
+      else
+        piecewise_products<Operands, Rows, kNeighbours, stream, Piece>(x, ldx, row, far, dim, total + i, kFolded);
     }
-    A total[Rows * kFolded];
 #pragma GCC unroll 3
-    for (int i = 0; i < Rows * kFolded; i += kAtOnce) fold_each<A, kAtOnce>(sum + i, total + i, Add());
+    for (int i = 0; whole && i < Rows * kFolded; i += kAtOnce) fold_each<A, kAtOnce>(sum + i, total + i, Add());
     for (int r = 0; r < Rows; ++r)
       if (j + kFolded <= count)
         __builtin_memcpy(s + r * lds + j, total + r * kFolded, kFolded * sizeof(A));

@@ -5,29 +5,36 @@
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
-constexpr int64_t kTogether = 4;                // the outputs of a block are a multiple of this
-constexpr int64_t kBlock = 64;                  // most outputs of a block
-constexpr int64_t kBlockBytes = 128 << 10;      // most bytes of a block's weights, so that L2 keeps them for more rows
-constexpr Stream kWeights{5 << 10};             // few rows read a weight once
-constexpr Stream kWeightsAgain{8 << 10, true};  // more rows read it several times
+constexpr int64_t kTogether = 4;            // the outputs of a block are a multiple of this
+constexpr int64_t kBlock = 64;              // most outputs of a block
+constexpr int64_t kBlockBytes = 128 << 10;  // most bytes of weights that all rows read, so that L2 keeps them
+constexpr int64_t kColumnBytes = 4 << 10;   // of these, most of one row: L1 keeps that part of several rows of input
+// More rows find a block again in L2, and are faster all the same if it is prefetched into L1 (PERFORMANCE.md).
+constexpr Stream kWeights{5 << 10};
 
 // Rows that share each load of a weight. Eight rows by two weights are enough sums in flight to hide the time of an
 // addition (PERFORMANCE.md).
 constexpr int64_t kMostTogether = kRegisters == 32 ? 8 : kRowsAtOnce;
 int64_t rows_together(int64_t rows) { return rows >= kMostTogether ? kMostTogether : smaller(rows, kRowsAtOnce); }
 
+// s[r, j] = x[r] . w[j] for some columns; the products of further columns are added. A row of s has kBlock numbers.
 // Not inlined: next to the loops for more rows, the compiler makes the loop for one row slower (PERFORMANCE.md).
-template <class Operands, int Rows, Stream stream, class S>
-[[gnu::noinline]] void multiply_rows(const LinearParams& p, const typename Operands::Element* x, int64_t width,
-                                     int64_t first, int64_t begin, int64_t count) {
-  float s[Rows * kBlock];
-  dot_products<Operands, Rows, stream>(x + first * width, width,
-                                       StridedRows<S>{static_cast<const S*>(p.weight), p.weight_stride}.from(begin),
-                                       count, p.inputs, s, kBlock);
+template <class Operands, int Rows, class S>
+[[gnu::noinline]] void multiply_rows(const typename Operands::Element* x, int64_t width, const StridedRows<S>& w,
+                                     int64_t count, int64_t columns, bool further, float* s) {
+  float part[Rows * kBlock];
+  dot_products<Operands, Rows, kWeights, kColumnBytes / sizeof(S)>(x, width, w, count, columns, further ? part : s,
+                                                                   kBlock);
+  for (int64_t r = 0; further && r < Rows; ++r)
+    for (int64_t j = 0; j < count; ++j) s[r * kBlock + j] += part[r * kBlock + j];
+}
+
+template <class S>
+void store_outputs(const LinearParams& p, int64_t begin, int64_t count, const float* s) {
   float bias[kBlock];
   for (int64_t j = 0; j < count; ++j) bias[j] = p.bias ? load_one(static_cast<const S*>(p.bias) + begin + j) : 0.0f;
-  for (int64_t r = 0; r < Rows; ++r) {
-    S* out = static_cast<S*>(p.out) + (first + r) * p.outputs + begin;
+  for (int64_t r = 0; r < p.rows; ++r) {
+    S* out = static_cast<S*>(p.out) + r * p.outputs + begin;
     for (int64_t j = 0; j < count; ++j) store_one(out + j, s[r * kBlock + j] + bias[j]);
   }
 }
@@ -43,23 +50,30 @@ void compute_outputs(const LinearParams& p, Range outputs, void* scratch) {
   for (int64_t r = 0; r < p.rows && !*packed; ++r)
     Operands::pack_row(static_cast<const S*>(p.input) + r * p.inputs, p.inputs, x + r * width, width);
   *packed = 1;
-  const int64_t fit = kBlockBytes / (p.inputs * static_cast<int64_t>(sizeof(S))) / kTogether * kTogether;
+  // Few rows read each weight once, so they read whole rows of it. They add up its parts all the same, so that a row's
+  // result does not depend on how many rows there are.
+  const int64_t most = p.rows <= kRowsAtOnce ? p.inputs : kColumnBytes / static_cast<int64_t>(sizeof(S));
+  const int64_t columns = smaller(p.inputs, most);
+  const int64_t fit = kBlockBytes / (columns * static_cast<int64_t>(sizeof(S))) / kTogether * kTogether;
   const int64_t block = fit < kTogether ? kTogether : smaller(fit, kBlock);
+  float s[kFewRows * kBlock];
   for (int64_t begin = outputs.begin; begin < outputs.end; begin += block) {
     const int64_t count = smaller(block, outputs.end - begin);
-    const bool once = p.rows <= kRowsAtOnce;
-    for (int64_t r = 0, some; r < p.rows; r += some) {
-      some = rows_together(p.rows - r);
-      if (some > kRowsAtOnce)
-        multiply_rows<Operands, kMostTogether, kWeightsAgain, S>(p, x, width, r, begin, count);
-      else
-        with_rows(some, [&](auto rows) {
-          if (once)
-            multiply_rows<Operands, rows, kWeights, S>(p, x, width, r, begin, count);
-          else
-            multiply_rows<Operands, rows, kWeightsAgain, S>(p, x, width, r, begin, count);
-        });
+    for (int64_t c = 0; c < p.inputs; c += columns) {
+      const StridedRows<S> w{static_cast<const S*>(p.weight) + begin * p.weight_stride + c, p.weight_stride};
+      for (int64_t r = 0, some; r < p.rows; r += some) {
+        some = rows_together(p.rows - r);
+        const auto multiply = [&](auto rows) {
+          multiply_rows<Operands, rows, S>(x + r * width + c / Operands::kStep, width, w, count,
+                                           smaller(columns, p.inputs - c), c > 0, s + r * kBlock);
+        };
+        if (some > kRowsAtOnce)
+          multiply(std::integral_constant<int, kMostTogether>());
+        else
+          with_rows(some, multiply);
+      }
     }
+    store_outputs<S>(p, begin, count, s);
   }
 }
 
