@@ -12,8 +12,9 @@ import torch.distributed as dist
 from attnpack import ops
 from op_cases import draw
 from ranks import run_checks, unequal
+from shared_modules import MODELS, WIDTH, block, distance, grouped, latent, made
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 R, BATCH, HEADS, ROWS = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -141,17 +142,37 @@ def compiled(mesh):
     return compare(traced, plain, shared, HEADS if mesh.ndim == 1 else None)
 
 
-def module(mesh):
-    """A module whose parameters are DTensors, as FSDP and tensor parallel plans leave them."""
-    layer = attnpack.GroupedQueryAttention(32, 8, 4, causal=True, rope=attnpack.RotaryEmbedding(4))
-    whole = attnpack.GroupedQueryAttention(32, 8, 4, causal=True, rope=attnpack.RotaryEmbedding(4))
-    whole.load_state_dict(layer.state_dict())
-    for name, child in layer.named_children():
-        for own, parameter in list(child.named_parameters()):
-            place = Shard(1) if name == "o_proj" else Shard(0)
-            setattr(child, own, torch.nn.Parameter(over(mesh, parameter.detach(), *[R] * (mesh.ndim - 1), place)))
-    (x,) = leaves((2, 6, 32))
-    return compare(lambda net, x: net(x), [whole, x], [layer, over(mesh, x)])
+MODULES = {
+    "grouped": grouped,
+    "settings": lambda: grouped(4, alibi=True, sinks=True, qk_norm=True, window=(4, 0)),
+    "latent": latent,
+    "absorbed": lambda: latent(path="absorbed"),
+    "block": lambda: block(grouped(4)),
+    **{name: MODELS[name] for name in ("model", "latent model")},
+}
+SPLIT = dict.fromkeys(["q_proj", "k_proj", "v_proj", "kv_b_proj", "gate_proj", "up_proj"], 0)
+SPLIT |= {"o_proj": 1, "down_proj": 1}
+
+
+def module(mesh, make):
+    """A module whose parameters and inputs are DTensors, with and without gradients."""
+
+    def share(name, child, mesh):
+        for own, parameter in list(child.named_parameters(recurse=False)):
+            dim = SPLIT.get(name.split(".")[-1])
+            place = R if dim is None or (dim == 1 and own == "bias") else Shard(dim)
+            places = [R] * (mesh.ndim - 1) + [place]
+            setattr(child, own, torch.nn.Parameter(distribute_tensor(parameter.detach().clone(), mesh, places)))
+
+    whole = made(make)
+    shared = distribute_module(copy.deepcopy(whole), mesh, share)
+    x = torch.arange(16).view(2, 8) % 5 if hasattr(whole, "lm_head") else draw(2, 8, WIDTH)
+    with torch.no_grad():
+        found = [distance(shared(over(mesh, x)), whole(x))]
+    for net, given in ((whole, x), (shared, over(mesh, x))):
+        net(given).square().sum().backward()
+    pairs = zip(whole.parameters(), shared.parameters(), strict=True)
+    return max(found[0], *(distance(b.grad, a.grad) for a, b in pairs))
 
 
 def plan_of_dtensors(mesh):
@@ -200,10 +221,12 @@ def checks(mesh):
         cases[f"rope {place}"] = lambda place=place: rope(mesh, place)
         for rotated in (False, True):
             cases[f"append {place} {rotated}"] = lambda place=place, rotated=rotated: append(mesh, place, rotated)
-    cases |= {"lengths": lambda: lengths(mesh), "odd heads": lambda: odd_heads(mesh), "module": lambda: module(mesh)}
+    cases |= {"lengths": lambda: lengths(mesh), "odd heads": lambda: odd_heads(mesh)}
+    for name, make in MODULES.items():
+        cases[f"module {name}"] = lambda make=make: module(mesh, make)
     cases["compiled"] = lambda: compiled(mesh)
     if mesh.ndim == 2:
-        few = ("attention S(0)R", "attention S(1)S(1)", "lengths", "odd heads", "module", "append S(1) True")
+        few = ("attention S(0)R", "attention S(1)S(1)", "lengths", "odd heads", "module block", "append S(1) True")
         return {name: cases[name] for name in few} | {"two dims": lambda: twice(mesh)}
     for name, call, shapes, places in (
         ("rms_norm", lambda x, w: ops.rms_norm(x, w, 1e-6), [(4, 6, 8), (8,)], [[BATCH], []]),

@@ -7,6 +7,7 @@ torch first. Heads are shared only in numbers that divide, so that a rank's quer
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ def register_rules() -> None:
     for name in _REPLICATED:
         _register(getattr(_OPS, name).default, lambda given: iter(()))
     own = {_OPS.linears.default: _linears, _OPS.apply_rope.default: _apply_rope}
+    own |= dict.fromkeys((_OPS.attention.default, _OPS.attention_backward.default), _with_whole_lengths)
     own[_OPS.kv_cache_append_rotated_.default] = _append_rotated
     DTensor._op_dispatcher._custom_op_handlers.update(own)
 
@@ -171,6 +173,45 @@ def _linears(op: Any, arguments: tuple, keywords: dict) -> list[DTensor]:
     """By `linear`: torch knows no rule for an op that gives a list."""
     x, weights, biases = (*arguments, [])[:3]
     return [_OPS.linear(x, weight, bias) for weight, bias in itertools.zip_longest(weights, biases)]
+
+
+_OF_ALL_RANKS = ("q_offsets", "kv_lens", "alibi_slopes", "dropout_seed")
+
+
+def _with_whole_lengths(op: Any, arguments: tuple, keywords: dict) -> Any:
+    """Lengths, offsets and slopes that modules make are plain tensors, the same on all ranks. Heads and masks must be
+    DTensors: a plain one may be a share."""
+    mesh = next(x.device_mesh for x in arguments if isinstance(x, DTensor))
+    given = [
+        DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        if argument.name in _OF_ALL_RANKS and isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+        else x
+        for argument, x in zip(op._schema.arguments, arguments, strict=False)
+    ]
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    with _lock:
+        handlers.pop(op)  # torch's own way, by the rules
+        try:
+            return tuple(_laid_as_said(x) for x in op(*given, **keywords))
+        finally:
+            handlers[op] = _with_whole_lengths
+
+
+_lock = threading.RLock()
+
+
+def _laid_as_said(x: Any) -> Any:
+    """x, whose share lies as x says that the whole does: torch makes views of it by the strides of the whole. A kernel
+    lays its output as the query, and a query that torch has moved lies in other strides than it says."""
+    if not isinstance(x, DTensor):
+        return x
+    share = x.to_local()
+    order = sorted(range(x.ndim), key=lambda dim: (-x.stride(dim), dim))
+    if share.permute(order).is_contiguous():
+        return x
+    back = sorted(range(x.ndim), key=order.__getitem__)
+    laid = share.permute(order).contiguous().permute(back)
+    return DTensor.from_local(laid, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def _apply_rope(op: Any, arguments: tuple, keywords: dict) -> DTensor:
