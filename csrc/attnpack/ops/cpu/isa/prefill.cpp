@@ -42,12 +42,56 @@ struct PrefillScratch {
   }
 };
 
+// The rows of the head that the thread takes next, if heads are short. They are prefetched a few lines at a time.
+template <class S>
+class NextHead {
+ public:
+  NextHead() = default;
+  NextHead(const AttentionParams& p, int64_t b, int64_t kv_head) {
+    if (++kv_head == p.num_kv_heads) kv_head = 0, ++b;
+    if (b == p.batch || p.block_table || p.kv_len > kMostRows || p.q_len > kMostRows) return;
+    const int64_t keys = valid_keys(p, b);
+    add(at<S>(p.key, p.key_strides, b, kv_head, 0), p.key_strides.row, keys, p.head_dim);
+    add(at<S>(p.value, p.value_strides, b, kv_head, 0), p.value_strides.row, keys, p.v_head_dim);
+    if (group_size(p, kv_head) > 0)
+      add(at<S>(p.query, p.query_strides, b, group_head(p, kv_head, 0), 0), p.query_strides.row, p.q_len, p.head_dim);
+  }
+
+  int64_t lines() const { return lines_; }
+  void fetch_lines(int64_t count) {
+    for (; count > 0 && part_ < parts_; --count) {
+      const Part& part = list_[part_];
+      fetch(part.first + row_ * part.stride + column_);
+      column_ += kOfLine;
+      if (column_ < part.width) continue;
+      column_ = 0;
+      if (++row_ == part.rows) row_ = 0, ++part_;
+    }
+  }
+
+ private:
+  static constexpr int64_t kMostRows = 512, kOfLine = kLine / sizeof(S);
+  struct Part {
+    const S* first;
+    int64_t stride, rows, width;
+  };
+  void add(const S* first, int64_t stride, int64_t rows, int64_t width) {
+    if (rows <= 0 || width <= 0) return;
+    list_[parts_++] = {first, stride, rows, width};
+    lines_ += rows * ((width + kOfLine - 1) / kOfLine);
+  }
+
+  Part list_[3];
+  int64_t parts_ = 0, lines_ = 0, part_ = 0, row_ = 0, column_ = 0;
+};
+
 template <class S, class A>
 class PrefillTile {
  public:
   PrefillTile(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
       : mask_(p, b, {0, valid_keys(p, b)}), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_) {
     w_.blocks.begin_tile(b * p.num_kv_heads + kv_head);
+    if (rows.begin == 0) next_ = NextHead<S>(p, b, kv_head);
     make_rows(p, b, kv_head, rows, mask_.keys(), tile_);
     for (int64_t r = 0; r < tile_.count; ++r)
       Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
@@ -84,9 +128,20 @@ class PrefillTile {
     const E* values = w_.values + slot * w_.block_steps * w_.value_width;
     gemm<A, E>(false, tile_.count, count, w_.key_steps, {w_.query, w_.key_steps, 1},
                {keys, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false, score_chain(p_, b_));
-    compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
+    weigh_keys(begin, count);
     gemm<A, E>(skip_excluded, tile_.count, w_.value_width, steps<Operands>(count), {w_.weights, w_.block_steps, 1},
                {values, kPanel<A>, kPanel<A> * w_.block_steps}, w_.out, w_.out_ld, true);
+  }
+
+  // compute_weights of a block. Meanwhile memory brings the next head.
+  void weigh_keys(int64_t begin, int64_t count) {
+    constexpr int64_t kRows = kSoftmaxRows<A>;
+    const int64_t lines = (next_.lines() * kRows + tile_.count - 1) / tile_.count;
+    if (lines == 0) return compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
+    for (int64_t r = 0; r < tile_.count; r += kRows) {
+      compute_weights(p_, b_, tile_, state_, weights_, r, smaller(kRows, tile_.count - r), begin, count);
+      next_.fetch_lines(lines);
+    }
   }
 
   void pack_block(int64_t begin, int64_t slot) {
@@ -117,6 +172,7 @@ class PrefillTile {
   const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, w_.block, w_.out_ld};
   const Weights<Operands> weights_{w_.weights, w_.block_steps, w_.value_width};
   RowTile tile_;
+  NextHead<S> next_;
 };
 
 }  // namespace
