@@ -51,6 +51,20 @@ def array(item: int, count: int) -> bytes:
     return string("x") + struct.pack("<IIQ", 9, item, count)
 
 
+def gguf_layers(count: int, strings: int = 0) -> dict[str, bytes]:
+    """A GGUF file with `count` layers, each with one tensor of no numbers, and so many strings in its metadata."""
+    numbers = {"block_count": count, "embedding_length": 8, "attention.head_count": 1, "context_length": 8}
+    keys = [string("general.architecture") + struct.pack("<I", 8) + string("llama")]
+    keys += [string(f"llama.{key}") + struct.pack("<II", 4, value) for key, value in numbers.items()]
+    keys += [string("llama.feed_forward_length") + struct.pack("<II", 4, 8)]
+    keys += [string("llama.attention.layer_norm_rms_epsilon") + struct.pack("<If", 6, 1e-6)]
+    keys += [array(8, strings) + strings * string("ab")]
+    tensors = [string("token_embd.weight") + struct.pack("<IQQIQ", 2, 8, 4, 0, 0)]
+    tensors += [string(f"blk.{i}.ffn_up.weight") + struct.pack("<IQIQ", 1, 0, 0, 128) for i in range(count - 1)]
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys)) + b"".join(keys + tensors)
+    return {"model.gguf": head + bytes(-len(head) % 32 + 128)}
+
+
 SHAPE = ", ".join(600 * ["9" * 4000])
 ENTRY = '{"a": {"dtype": "F32", "shape": [%s], "data_offsets": [0, 8]}}'
 SLIDING = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
@@ -82,13 +96,14 @@ CASES = {
     ),
     "gguf bytes": ({"model.gguf": gguf_with(array(0, HOLE // 2))}, "values in arrays", "model.gguf"),
     "gguf small numbers": ({"model.gguf": gguf_with(array(1, 6 * 10**7))}, "values in arrays", "model.gguf"),
+    "gguf layers, tensors and strings": (gguf_layers(2**16, 2_999_999), "its configuration asks for other", None),
     "gguf strings": ({"model.gguf": gguf_with(array(8, 10**7))}, "values in arrays", "model.gguf"),
     "gguf strings without bytes": ({"model.gguf": gguf_with(array(8, 2**61))}, "values in arrays", None),
     "gguf arrays": ({"model.gguf": gguf_with(array(9, 2_999_999))}, "architecture None", "model.gguf"),
     "gguf empty strings": ({"model.gguf": gguf_with(array(8, 3_000_000))}, "architecture None", "model.gguf"),
     "gguf one string": ({"model.gguf": gguf_with(struct.pack("<Q", 2**31))}, "bytes, where 64000000", "model.gguf"),
     "gguf keys": ({"model.gguf": b"GGUF" + struct.pack("<IQQ", 3, 0, 10**8)}, "keys, where 65536", "model.gguf"),
-    "gguf tensors": ({"model.gguf": b"GGUF" + struct.pack("<IQQ", 3, 10**8, 0)}, "tensors, where 262144", "model.gguf"),
+    "gguf tensors": ({"model.gguf": b"GGUF" + struct.pack("<IQQ", 3, 10**8, 0)}, "tensors, where 65536", "model.gguf"),
 }
 
 CHILD = """

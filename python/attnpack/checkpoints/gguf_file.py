@@ -21,12 +21,13 @@ from ..file_errors import brief, naming
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _UINT32, _STRING, _ARRAY = 4, 8, 9
-_CHUNK_BYTES = 1 << 20  # of dequantised fp32 at a time
+_LENGTH = struct.Struct("<Q")
+_CHUNK_BYTES = 1 << 20  # of the header, or of dequantised fp32, at a time
 
-# Limits of a header, so that a file that lies costs little. The largest vocabularies take a quarter of them.
+# Limits of a header, so that a file that lies costs little. The largest vocabularies take half of them.
 _LONGEST = 64_000_000  # bytes
 _MOST_KEYS = 1 << 16
-_MOST_TENSORS = 1 << 18
+_MOST_TENSORS = 1 << 16
 _MOST_ITEMS = 3_000_000  # of all arrays together
 _MOST_DIMS = 4  # as in ggml
 _DEEPEST = 16  # arrays in arrays
@@ -50,15 +51,20 @@ class _Header:
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.file, self.path, self.size, self.at = file, path, os.fstat(file.fileno()).st_size, file.tell()
         self._items = 0
+        # A piece of the file, and how much of it is read: a header has millions of small values.
+        self._piece, self._next = b"", 0
 
     def check_left(self, count: int) -> None:
         """Raises unless the file has `count` more bytes."""
         if count > self.size - self.at:
-            raise ValueError(
-                f"{self.path}: the GGUF header ends early (the file has {self.size} bytes); "
-                "the file is truncated or damaged, get it again"
-            )
+            self._refuse_end()
         self.check_at_most(self.at + count, _LONGEST, "bytes")
+
+    def _refuse_end(self) -> None:
+        raise ValueError(
+            f"{self.path}: the GGUF header ends early (the file has {self.size} bytes); "
+            "the file is truncated or damaged, get it again"
+        )
 
     def check_at_most(self, count: int, most: int, unit: str) -> None:
         if count > most:
@@ -73,15 +79,23 @@ class _Header:
         return count
 
     def read_bytes(self, count: int) -> bytes:
-        self.check_left(count)
+        begin, end = self._next, self._next + count
+        if end > len(self._piece):
+            self.check_left(count)
+            self._piece = self._piece[begin:] + self.file.read(max(count, _CHUNK_BYTES))
+            begin, end = 0, count
+            if end > len(self._piece):  # somebody has cut the file meanwhile
+                self._refuse_end()
         self.at += count
-        return self.file.read(count)
+        self._next = end
+        return self._piece[begin:end]
 
     def read_scalar(self, code: str) -> Any:
         return struct.unpack("<" + code, self.read_bytes(struct.calcsize("<" + code)))[0]
 
     def read_text(self) -> str:
-        return self.read_bytes(self.read_scalar("Q")).decode("utf-8", errors="replace")
+        (length,) = _LENGTH.unpack(self.read_bytes(8))
+        return self.read_bytes(length).decode("utf-8", errors="replace")
 
     def read_name(self) -> str:
         """A name, strictly decoded: as replaced characters, two names that are not UTF-8 could become the same."""
@@ -105,6 +119,8 @@ class _Header:
         if item in _SCALARS:
             form = f"<{count}{_SCALARS[item]}"
             return list(struct.unpack(form, self.read_bytes(struct.calcsize(form))))
+        if item == _STRING:
+            return [self.read_text() for _ in range(count)]
         return [self.read_value(item, depth + 1) for _ in range(count)]
 
 
