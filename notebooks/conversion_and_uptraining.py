@@ -189,7 +189,8 @@ for mean, first, random in zip(*(over_seeds(f"uptrain/1/{method}", "loss_5") for
 # ahead of their mean at once; after 10% the two are equal within the spread.
 #
 # With `mean` and `first`, the more heads remain, the less is lost, before and after training. With `mean`, more heads
-# also recover more. For random heads none of this holds.
+# also recover more. With random heads it matters little after training how many remain: the losses after 5% are 2.81 to
+# 2.83. Before training, one random head loses less than two or four.
 #
 # And the two windows (each region of w x w numbers replaced by its mean, before heads are pooled):
 
