@@ -44,6 +44,14 @@ def test_cpp_is_that_of_the_example_which_the_tests_build_and_run(language, file
         assert line in example, f"{line!r} is not in {file}, or not in this order"
 
 
+def test_the_table_of_caches_has_every_cache():
+    rows = set(re.findall(r"^\| `(\w+Cache)\(", README, flags=re.M))
+    others = {"ModelCache"}  # the list of a model's caches, in prose
+    assert rows == {name for name in attnpack.__all__ if name.endswith("Cache")} - others
+    missing = README.split("## Not there yet")[1].split("\n\n")[1]
+    assert "missing" in missing and "cache" not in missing
+
+
 def test_named_things_exist():
     tables = re.findall(r"^\| `(\w+)` \|", README, flags=re.M)
     prose = re.search(r"^Around them:.*?\.\s\[", README, flags=re.S | re.M).group()
