@@ -69,3 +69,12 @@ def test_a_number_that_is_no_dtype_is_refused(dtype):
     """torch.zeros reads outside of a table, and may crash."""
     with pytest.raises(ValueError, match=f"dtype: got the number {dtype}, want one of torch's dtypes"):
         torch.ops.attnpack.static_cache(1, 2, 3, 4, None, dtype, None)
+
+
+CLASSES = [value for value in vars(attnpack).values() if isinstance(value, type) and "Cache" in value.__name__]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_help_says_that_a_cache_is_for_one_thread(kind):
+    """Two threads that append at once lose positions, mostly without an error."""
+    assert "thread-safe" in kind.__doc__

@@ -34,6 +34,7 @@ struct CacheBefore {
 // Lengths that torch.compile does not know while it traces a call are c10::SymInt, as in torch: sym_len() beside len().
 //
 // Not thread-safe: calls that append to one cache come one after the other. Calls in other threads use other caches.
+// Appends of two threads to one cache at once may raise, or be lost or mixed without an error.
 class KVCache {
  public:
   virtual ~KVCache() = default;

@@ -33,6 +33,8 @@ struct PagedCacheOptions {
 // Keys and values in pages of a pool that is allocated once (PagedAttention, Kwon et al. 2023). A sequence takes pages
 // as it grows, and sequences share pages: a page that several hold is copied when one of them writes to it. Pages go
 // back to the pool when no sequence holds them any more, also when a cache ends. An append to a full pool raises.
+// Caches on one pool may append in several threads, one thread for each cache; two threads that append to one
+// PagedCache lose positions without an error.
 class PagedCache : public KVCache {
  public:
   explicit PagedCache(const PagedCacheOptions& options);

@@ -18,6 +18,8 @@ class CrossCache(KVCache):
 
     Attention modules take it as `cache`, decoder blocks as `cross_cache`, stacks a ModelCache of them.
     MultiHeadLatentAttention and ProjectedAttention refuse it; `crop` raises.
+
+    Not thread-safe while it is filled or changed: let one thread do that. Give each thread its own otherwise.
     """
 
     _kind = "CrossCache"

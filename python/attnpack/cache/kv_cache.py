@@ -4,8 +4,8 @@ own cache, and forward takes it.
 A call asks for room with `reserve`, lets the native op write, and counts the new positions with `commit`. If the call
 raises, `all_or_none` takes the cache back to where it was. B batch, Hkv kv heads, D head dim, Dv head dim of values.
 
-A cache is not thread-safe: calls that append to one cache must come one after the other. Give each thread its own
-caches.
+A cache is not thread-safe: calls that append to one cache must come one after the other. Appends of two threads to one
+cache may be lost without an error. Give each thread its own caches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ..ops import CacheTensors
 
 
 class KVCache:
-    """Base class of the caches of one layer. It holds the state of a native cache, and each call asks such a cache."""
+    """Base class of the caches of one layer. It holds the state of a native cache, and each call asks such a cache. Not
+    thread-safe."""
 
     _kind: str
     """Class of the native cache."""
@@ -130,6 +131,8 @@ class DynamicCache(KVCache):
     """A cache that grows with each append and doubles its capacity when it is full.
 
     It takes shape, dtype and device from the first append, and again from the first append after `reset()`.
+
+    Not thread-safe: appends of two threads to one cache may be lost without an error. Give each thread its own.
     """
 
     _kind = "DynamicCache"
@@ -142,6 +145,8 @@ class DynamicCache(KVCache):
 class StaticCache(KVCache):
     """Room for `max_len` positions, allocated once; an append past it raises. Compiles with `fullgraph=True` and does
     not recompile as it fills.
+
+    Not thread-safe: appends of two threads to one cache may be lost without an error. Give each thread its own.
 
     Args:
         batch, num_kv_heads, max_len, head_dim: the shape of the keys, [batch, num_kv_heads, max_len, head_dim].
@@ -176,7 +181,7 @@ class StaticCache(KVCache):
 
 
 class ModelCache:
-    """The caches of a model's layers, in the order of the layers.
+    """The caches of a model's layers, in the order of the layers. Not thread-safe: give each thread its own.
 
     Args:
         layers: the number of layers, which each get a DynamicCache, or a list of caches.

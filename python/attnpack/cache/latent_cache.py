@@ -19,6 +19,8 @@ class LatentCache(DynamicCache):
     in one buffer that the absorbed path reads as it is. `k` is [c | k_rope], [B, 1, len, C + R]; `v` is c,
     [B, 1, len, C], a view of `k`. The absorbed path takes them as keys and values. `nbytes` is B * len * (C + R) *
     element size.
+
+    Not thread-safe: appends of two threads to one cache may be lost without an error. Give each thread its own.
     """
 
     _kind = "LatentCache"

@@ -31,6 +31,9 @@ class PagedCache(KVCache):
     `reorder` or of `fork`; `reset()` keeps it. torch.compile breaks its graph at the cache. On CUDA a call waits for
     the device.
 
+    Not thread-safe: appends of two threads to one cache may be lost without an error. Give each thread its own. Caches
+    that share a pool (`fork`) may append in several threads, each cache in one thread.
+
     Args:
         batch, num_kv_heads, head_dim: the shape of the keys.
         page_size: positions of a page.

@@ -22,6 +22,8 @@ class QuantizedCache(KVCache):
     Under a MultiHeadLatentAttention it holds latents: c in 8 bits, the rotated k_rope as it is. A call expands the
     latents of its layer. `k` is [c | k_rope], [B, 1, len, C + R]; `v` is c. 4 bits and exact positions raise there.
 
+    Not thread-safe: appends of two threads to one cache may be lost without an error. Give each thread its own.
+
     Args:
         bits: 8 or 4.
         exact_first: how many first positions are kept in the module's dtype too (a model's sinks), for all queries.

@@ -25,6 +25,8 @@ class SlidingWindowCache(KVCache):
     window before the new end has; the last append can be taken back if it had at most 64 positions. On CUDA, `len`,
     `k`, `v`, `nbytes` and `crop` wait for the device.
 
+    Not thread-safe: appends of two threads to one cache may be lost without an error. Give each thread its own.
+
     Args:
         window: how many positions before its own each position sees: an int, or the module's window (left, 0).
         keep_first: how many first positions stay. Every later position sees them too, whatever the module's window says

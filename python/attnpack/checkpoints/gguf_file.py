@@ -29,6 +29,7 @@ _LONGEST = 64_000_000  # bytes
 _MOST_KEYS = 1 << 16
 _MOST_TENSORS = 1 << 16
 _MOST_ITEMS = 3_000_000  # of all arrays together
+_ARRAY_COST = 10  # of an array in an array, in items
 _MOST_DIMS = 4  # as in ggml
 _DEEPEST = 16  # arrays in arrays
 
@@ -114,8 +115,9 @@ class _Header:
         if depth == _DEEPEST:
             raise ValueError(f"{self.path}: metadata with arrays in arrays, {depth} deep; the file is damaged")
         item = self.read_scalar("I")
-        count = self.read_count(_MOST_ITEMS - self._items, "values in arrays")
-        self._items += count
+        cost = _ARRAY_COST if item == _ARRAY else 1
+        count = self.read_count((_MOST_ITEMS - self._items) // cost, "values in arrays")
+        self._items += count * cost
         if item in _SCALARS:
             form = f"<{count}{_SCALARS[item]}"
             return list(struct.unpack(form, self.read_bytes(struct.calcsize(form))))
