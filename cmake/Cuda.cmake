@@ -3,7 +3,8 @@
 # is needed. nvcc is called directly: CMake 3.25 does not know how newer versions name C++20, and its checks of the
 # language are slow (PERFORMANCE.md).
 set(ATTNPACK_CUDA AUTO CACHE STRING "build libattnpack_cuda: ON, OFF, or AUTO: where nvcc and a CUDA torch are found")
-set(ATTNPACK_CUDA_ARCHITECTURES "80;90" CACHE STRING "architectures of libattnpack_cuda; PTX is kept of the last one")
+set(ATTNPACK_CUDA_ARCHITECTURES AUTO CACHE STRING
+    "architectures of libattnpack_cuda, AUTO: 80, 90 and those of 100 and 120 that nvcc has; PTX is kept of the last one")
 set(ATTNPACK_HAS_CUDA OFF)
 
 if(NOT ATTNPACK_CUDA STREQUAL "OFF")
@@ -17,6 +18,16 @@ if(NOT ATTNPACK_CUDA STREQUAL "OFF")
 endif()
 
 if(ATTNPACK_HAS_CUDA)
+  if(ATTNPACK_CUDA_ARCHITECTURES STREQUAL "AUTO")
+    # Without an image of its own a newer device compiles PTX at the first call, for minutes.
+    execute_process(COMMAND ${ATTNPACK_NVCC} --list-gpu-arch OUTPUT_VARIABLE nvcc_architectures)
+    set(ATTNPACK_CUDA_ARCHITECTURES 80 90)
+    foreach(architecture 100 120)
+      if(nvcc_architectures MATCHES "compute_${architecture}\n")
+        list(APPEND ATTNPACK_CUDA_ARCHITECTURES ${architecture})
+      endif()
+    endforeach()
+  endif()
   message(STATUS "CUDA kernels: ${ATTNPACK_NVCC}, architectures ${ATTNPACK_CUDA_ARCHITECTURES}")
   set(nvcc_flags -std=c++20 -O3 -Xcompiler -fPIC -ccbin ${CMAKE_CXX_COMPILER})
   foreach(architecture ${ATTNPACK_CUDA_ARCHITECTURES})

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compiles every CUDA kernel for sm_80, sm_90a and, if nvcc has it, sm_100, with warnings as errors. Prints registers,
+# Compiles every CUDA kernel for sm_80, sm_90a and, if nvcc has them, sm_100 and sm_120, with warnings as errors. Prints registers,
 # shared memory and spilled bytes of each kernel, and fails if a kernel spills more bytes than the limit. Needs nvcc
 # (12.0 or newer) and Python, no GPU and no torch; takes less than eight minutes on two cores.
 #   check_cuda.sh [bytes [architecture ...]]
@@ -15,7 +15,9 @@ python=$(find_python) || stop "no Python >= 3.11 found; install one (Debian, Ubu
 architectures=("${@:2}")
 if [ ${#architectures[@]} = 0 ]; then
   architectures=(80 90a)
-  if nvcc --list-gpu-arch | grep -qx compute_100; then architectures+=(100); fi
+  for architecture in 100 120; do
+    if nvcc --list-gpu-arch | grep -qx "compute_$architecture"; then architectures+=("$architecture"); fi
+  done
 fi
 mkdir -p build
 out=$(mktemp -d build/check_cuda.XXXXXX)

@@ -7,6 +7,7 @@
 #include <attnpack/ops/attention_varlen.h>
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/cpu/machine_speed.h>
+#include <attnpack/ops/cuda/kernels/table.h>
 #include <attnpack/ops/detail/onednn_linear.h>
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge_states.h>
@@ -229,6 +230,7 @@ void register_ops(py::module_& m) {
   });
   define(m, "null", &null, {"x"});
   m.def("isa", &isa_name);
+  m.def("cuda_kernels_run", [](int device) { return cuda_kernels(device) != nullptr; });
   m.def("linear_kernels", &describe_linear_kernels);
   m.def("last_level_cache_bytes", last_level_cache_bytes);
   m.def("read_bytes_per_second", [](const at::Tensor& data) {

@@ -1,7 +1,9 @@
 """The CUDA kernels compile without a GPU, and Python reports them."""
 
 import os
+import re
 import shutil
+from collections import Counter
 
 import pytest
 from attnpack import _load
@@ -30,9 +32,19 @@ def test_some_kernels_compile_without_spills():
 @pytest.mark.timeout(1200)
 def test_every_kernel_compiles_with_few_spills():
     said = check()
-    for kernel in ("prefill", "decode", "latent", "exact", "gradient", "gradient_mma"):
+    for kernel in (
+        "prefill",
+        "decode",
+        "decode_source",
+        "latent",
+        "exact",
+        "gradient",
+        "gradient_mma",
+        "place",
+        "quantize",
+    ):
         assert f"{kernel}_kernel" in said
-    assert "sm_80" in said and "sm_90a" in said
+    assert all(architecture in said for architecture in ("sm_80", "sm_90a", "sm_100", "sm_120"))
 
 
 @nvcc
@@ -43,6 +55,64 @@ def test_a_source_that_does_not_compile_stops_the_check(tmp_path):
     (copy / "csrc/attnpack/ops/cuda/kernels/broken.cu").write_text("__global__ void kernel() { int unused; }\n")
     process = run_program("bash", copy / "scripts/check_cuda.sh", 0, "80", env=os.environ | {"FILES": "broken.cu"})
     assert process.returncode == 1 and "a kernel did not compile" in process.text and "unused" in process.text
+
+
+# One kernel of each kind in bf16, so that PTX is made in seconds.
+KERNELS = """
+#include <attnpack/ops/cuda/kernels/backward_mma.cuh>
+#include <attnpack/ops/cuda/kernels/forward_latent.cuh>
+#include <attnpack/ops/cuda/kernels/forward_mma.cuh>
+namespace attnpack::cuda {
+extern __shared__ __align__(128) unsigned char shared[];
+#define ATTNPACK_FORWARD(name, ...)                                                                           \\
+  __global__ void name(const __grid_constant__ AttentionParams p, const __grid_constant__ ForwardPlan plan,   \\
+                       void* workspace) {                                                                     \\
+    __VA_ARGS__(p, plan, workspace, blockIdx.x, shared);                                                      \\
+  }
+ATTNPACK_FORWARD(prefill, forward_mma_block<BFloat16, 4, 1, 128>)
+ATTNPACK_FORWARD(decode, forward_mma_block<BFloat16, 1, 4, 128>)
+ATTNPACK_FORWARD(pages, forward_mma_block<BFloat16, 1, 4, 128, KeysIn::kPages>)
+ATTNPACK_FORWARD(bytes, forward_mma_block<BFloat16, 1, 4, 128, KeysIn::kBytes8>)
+ATTNPACK_FORWARD(latent, forward_latent_block<BFloat16, 1, 4>)
+__global__ void gradient(const __grid_constant__ AttentionBackwardParams p,
+                         const __grid_constant__ BackwardPlan plan) {
+  backward_mma_block<BFloat16, Gradient::kKeyAndValue, 128>(p, plan, blockIdx.x, shared);
+}
+}
+"""
+# By arithmetic: products of 16 x 8 x 16 per warp and step, and what feeds them. A step has 64 keys; latent 32, and its
+# loop over the width is kept, two k steps a turn; a gradient has 32 rows, and keeps its loops over the width, too.
+MMA, MATRICES, TRANSPOSED = "mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4.shared", ".x4.trans.shared"
+COUNTS = {
+    "prefill": {MMA: 2 * 64, MATRICES: 8 + 32, TRANSPOSED: 32, "cvt.rn.bf16x2.f32": 16},
+    "decode": {MMA: 2 * 16, MATRICES: 8 + 8, TRANSPOSED: 8, "cvt.rn.bf16x2.f32": 4},
+    "pages": {MMA: 2 * 16, MATRICES: 8 + 8, TRANSPOSED: 8, "cvt.rn.bf16x2.f32": 4},
+    "bytes": {MMA: 2 * 16, MATRICES: 8 + 8, TRANSPOSED: 8},
+    "latent": {MMA: 4 + 32, MATRICES: 2 + 4 + 2, TRANSPOSED: 16, "cvt.rn.bf16x2.f32": 2},
+    "gradient": {MMA: 16 + 64, TRANSPOSED: 32, "cvt.rn.bf16x2.f32": 16},
+}
+
+
+@nvcc
+def test_kernels_hold_the_instructions_that_they_should(tmp_path):
+    source, ptx = tmp_path / "kernels.cu", tmp_path / "kernels.ptx"
+    source.write_text(KERNELS)
+    process = run_program("nvcc", "-ptx", "-std=c++20", "-O3", "-arch=sm_80", "-I", ROOT / "csrc", source, "-o", ptx)
+    assert process.returncode == 0, process.text
+    bodies = re.split(r"\n(?=\.visible \.entry|\.func)", ptx.read_text())
+    for kernel, counts in COUNTS.items():
+        body = next(body for body in bodies if re.match(rf"\.visible \.entry \w*{len(kernel)}{kernel}E", body))
+        found = Counter(re.findall(r"^\s+(?:@%\w+ )?([a-z][\w.]+)", body, re.MULTILINE))
+        for name, count in counts.items():
+            assert sum(n for full, n in found.items() if name in full) == count, (kernel, name, found)
+        assert any(name.startswith("cp.async.cg.shared.global") for name in found)
+        assert any(name.startswith("st.shared.v2.f32") for name in found)  # results by pairs: no bank conflicts
+        # No memory of a thread's own, and the larger of two numbers by one instruction.
+        assert not any(name.startswith(("ld.local", "st.local", "setp.nan")) for name in found), (kernel, found)
+        assert ".local " not in body
+        # Scores are finished in fp32: fp64 is read for masks in fp64, ALiBi and sinks, and dropout compares integers.
+        scores = counts[MMA] // 4
+        assert found["ld.global.f64"] <= scores + 8 and found["setp.lt.f64"] <= 3, (kernel, found)
 
 
 def test_a_kernel_that_spills_is_refused(tmp_path):

@@ -316,7 +316,7 @@ void attend(const char* isa, const Kernels& kernels, int64_t n) {
 
   AttentionBackwardParams bp{};
   bp.forward = p;
-  if (n % 10 == 4) bp.forward.dropout_p = 0.3, bp.forward.dropout_seed = static_cast<uint64_t>(n);
+  if (n % 10 == 4) set_dropout(bp.forward, 0.3, static_cast<uint64_t>(n));
   bp.grad_out = grad_out.data(), bp.delta = delta.data();
   bp.grad_query = dq.data(), bp.grad_key = dk.data(), bp.grad_value = dv.data();
   bp.grad_out_strides = p.out_strides, bp.grad_query_strides = p.query_strides;

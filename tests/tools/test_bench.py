@@ -72,6 +72,15 @@ def test_cuda_cases_and_a_sentence_where_there_is_no_device(capsys):
         assert "this torch sees no CUDA device: pass --device cpu" in capsys.readouterr().err
 
 
+def test_aten_is_not_timed_in_place_of_our_cuda_kernels(monkeypatch, capsys):
+    if torch.cuda.is_available():
+        monkeypatch.setattr("attnpack._C.cuda_kernels_run", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert cli.main(["bench", "--device", "cuda"]) == 2
+    assert "attnpack's CUDA kernels do not run there" in capsys.readouterr().err
+
+
 def test_unknown_section_is_named(capsys):
     assert cli.main(["bench", "speed"]) == 2
     assert "SECTION: got 'speed', want some of decode, prefill" in capsys.readouterr().err

@@ -29,10 +29,11 @@ struct AttentionParams {
   const void* key;    // [batch, num_kv_heads, kv_len, head_dim]
   const void* value;  // [batch, num_kv_heads, kv_len, v_head_dim]
   Strides query_strides, key_strides, value_strides;
-  // Keys in pages, or null. Then the batch is one sequence, key and value are pools [pages, num_kv_heads, page_size,
-  // width], and key j is row j % page_size of page block_table[j / page_size]. The stride `batch` is that of a page.
+  // Keys in pages, or null. Then key and value are pools [num_pages, num_kv_heads, page_size, width], and key j of
+  // sequence b is row j % page_size of page block_table[b * table_stride + j / page_size]. The stride `batch` is that
+  // of a page. On the CPU the batch is one sequence.
   const int32_t* block_table;  // a page for each page_size of the kv_len keys; anything may follow
-  int64_t page_size;
+  int64_t page_size, num_pages, table_stride;
   int64_t quantized_bits;  // 8 or 4: key and value are quantised rows (core/quantized.h), strides in bytes; 0: numbers
 
   void* out;  // [batch, num_heads, q_len, v_head_dim]
@@ -59,8 +60,11 @@ struct AttentionParams {
   const double* sinks;         // [num_heads] or null
   const double* alibi_slopes;  // [num_heads] or null
 
-  double dropout_p;
+  double dropout_p;  // this and the next two by set_dropout (core/dropout.h)
+  double kept_factor;
+  uint64_t dropout_below;
   uint64_t dropout_seed;
+  const int64_t* dropout_seed_at;  // CUDA: where the seed stands on the device; null: dropout_seed
 };
 
 struct AttentionBackwardParams {
@@ -112,14 +116,25 @@ struct Range {
   ATTNPACK_HD bool empty() const { return begin >= end; }
 };
 
-// The number of valid keys of sequence b. The keys after them are padding.
+// The number of valid keys of sequence b. The keys after them are padding. On CUDA nobody has checked kv_lens, because
+// reading them would wait for the device: numbers out of range become the nearest ones in range.
 ATTNPACK_HD static inline int64_t valid_keys(const AttentionParams& p, int64_t b) {
-  return p.kv_lens ? p.kv_lens[b] : p.kv_len;
+  if (!p.kv_lens) return p.kv_len;
+  const int64_t keys = p.kv_lens[b] > 0 ? p.kv_lens[b] : 0;
+  return keys < p.kv_len ? keys : p.kv_len;
+}
+
+// The position of query row 0 of sequence b, within kMostOffset of 0, so that sums with windows stay in 64 bits.
+constexpr int64_t kMostOffset = (int64_t{1} << 60) / 2 * 3;
+ATTNPACK_HD static inline int64_t first_position(const AttentionParams& p, int64_t b) {
+  if (!p.q_offsets) return p.q_offset;
+  const int64_t offset = p.q_offsets[b] > -kMostOffset ? p.q_offsets[b] : -kMostOffset;
+  return offset < kMostOffset ? offset : kMostOffset;
 }
 
 // The range of keys that causality, window and kv_lens leave to query row i of sequence b.
 ATTNPACK_HD static inline Range key_range(const AttentionParams& p, int64_t b, int64_t i) {
-  const int64_t position = i + (p.q_offsets ? p.q_offsets[b] : p.q_offset);
+  const int64_t position = i + first_position(p, b);
   Range keys{0, valid_keys(p, b)};
   if (p.causal && position + 1 < keys.end) keys.end = position + 1;
   if (p.window_right >= 0 && position + p.window_right + 1 < keys.end) keys.end = position + p.window_right + 1;

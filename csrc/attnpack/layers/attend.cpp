@@ -56,7 +56,7 @@ Tensor join_heads(const Tensor& out) { return out.transpose(1, 2).flatten(2); }
 Tensor attend_placed(const PlacedTokens& tokens, const std::optional<CacheTensors>& cache, AttentionArguments args,
                      double dropout_p) {
   args.dropout_p = dropout_p;
-  args.dropout_seed = dropout_seed(dropout_p);
+  args.dropout_seed = dropout_seed(dropout_p, tokens.query.device());
   const auto [out, lse] = cache && cache->keep_first > 0 ? attend_kept(tokens, *cache, args)
                                                          : attention_op(tokens.query, tokens.key, tokens.value, args);
   return join_heads(out);

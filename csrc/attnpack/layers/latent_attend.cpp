@@ -181,7 +181,7 @@ AttentionArguments operator_arguments(const Tensor& query, const PlacedLatents& 
 Tensor attend_heads(const Heads& heads, AttentionArguments args, double dropout_p, const std::optional<Tensor>& kv_b,
                     const SymInt& v_dim) {
   args.dropout_p = dropout_p;
-  args.dropout_seed = dropout_seed(dropout_p);
+  args.dropout_seed = dropout_seed(dropout_p, heads.query.device());
   Tensor out = std::get<0>(attention_op(heads.query, heads.key, heads.value, args));
   if (kv_b && heads.absorbed) out = unfold_output(out, *kv_b, v_dim);
   return out.transpose(1, 2).flatten(2);

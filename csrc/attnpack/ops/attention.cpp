@@ -8,9 +8,10 @@
 
 namespace attnpack {
 
-std::optional<Tensor> dropout_seed(double dropout_p) {
+std::optional<Tensor> dropout_seed(double dropout_p, const c10::Device& device) {
   if (dropout_p <= 0) return std::nullopt;
-  return at::randint(std::numeric_limits<int64_t>::max(), {1}, at::kLong);
+  const c10::Device where = device.is_cuda() ? device : c10::Device(c10::kCPU);
+  return at::randint(std::numeric_limits<int64_t>::max(), {1}, at::TensorOptions(at::kLong).device(where));
 }
 
 AttentionResult attention_op(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -49,7 +50,7 @@ AttentionArguments make_arguments(const Tensor& query, const Tensor& key, const 
                        .sinks = o.sinks(),
                        .alibi_slopes = o.alibi_slopes(),
                        .dropout_p = o.dropout_p(),
-                       .dropout_seed = dropout_seed(o.dropout_p()),
+                       .dropout_seed = dropout_seed(o.dropout_p(), query.device()),
                        .scale = o.scale()};
   if (o.head_map()) r.head_map = *o.head_map();
   if (const auto* number = std::get_if<int64_t>(&o.q_offset())) {

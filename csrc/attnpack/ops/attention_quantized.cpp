@@ -54,5 +54,3 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("attention_quantized(Tensor query, Tensor key, Tensor value, int bits, SymInt v_head_dim, "  //
         ATTNPACK_ATTENTION_SCHEMA ") -> (Tensor, Tensor)");
 }
-
-TORCH_LIBRARY_IMPL(attnpack, CUDA, m) { m.impl("attention_quantized", attnpack::from_schema<attnpack::formula_op>); }

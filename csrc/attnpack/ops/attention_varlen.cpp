@@ -43,7 +43,7 @@ AttentionResult attention_varlen_with_lse(const Tensor& query, const Tensor& key
                        .sinks = o.sinks(),
                        .alibi_slopes = o.alibi_slopes(),
                        .dropout_p = o.dropout_p(),
-                       .dropout_seed = dropout_seed(o.dropout_p()),
+                       .dropout_seed = dropout_seed(o.dropout_p(), query.device()),
                        .scale = o.scale()};
   if (o.head_map()) args.head_map = *o.head_map();
   if (const auto* number = std::get_if<int64_t>(&o.q_offset())) args.q_offset = *number;

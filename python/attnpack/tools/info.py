@@ -44,6 +44,7 @@ def collect_info(failure: str = "") -> dict[str, Any]:
         },
         "linear": None if failure else _native().linear_kernels(),
         "threads": torch.get_num_threads(),
+        "cuda_devices": [] if failure else _cuda_devices(),
         "replaced": [] if failure else _replaced(),
         "libraries": {
             "attnpack._C": {"loaded": False, "why": failure} if failure else _loaded(_native().__file__),
@@ -82,6 +83,14 @@ def _replaced() -> list[str]:
     return [name for name, state in report().items() if state["enabled"]]
 
 
+def _cuda_devices() -> list[dict[str, Any]]:
+    """The CUDA devices, and whether our kernels run there or a composition of ATen ops."""
+    return [
+        {"name": torch.cuda.get_device_name(i), "kernels": _native().cuda_kernels_run(i)}
+        for i in range(torch.cuda.device_count())
+    ]
+
+
 def _loaded(path: str) -> dict[str, Any]:
     return {"loaded": True, "path": path}
 
@@ -103,6 +112,9 @@ def _lines(info: dict[str, Any]) -> list[str]:
         ("threads", info["threads"]),
         ("replaced", ", ".join(info["replaced"]) or "nothing of torch: attnpack.backend.enable() does it"),
     ]
+    for i, device in enumerate(info["cuda_devices"]):
+        here = "attnpack's kernels run" if device["kernels"] else "ATen runs: no kernel fits device and driver"
+        rows.append((f"cuda:{i}", f"{device['name']}: {here}"))
     for name, library in info["libraries"].items():
         rows.append((name, library["path"] if library["loaded"] else f"not loaded: {library['why']}"))
     rows += info["optional"].items()

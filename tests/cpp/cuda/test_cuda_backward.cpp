@@ -1,14 +1,11 @@
 #include <memory>
 
 #include "catch.h"
-#include "cuda_emulator.h"
 #include "cuda_problem.h"
+#include "cuda_run.h"
 
-#include <attnpack/ops/cuda/kernels/append.cuh>
-#include <attnpack/ops/cuda/kernels/backward_exact.cuh>
-#include <attnpack/ops/cuda/kernels/backward_mma.cuh>
 #include <attnpack/ops/cuda/kernels/linear.cuh>
-#include <attnpack/ops/cuda/kernels/rope.cuh>
+#include <attnpack/ops/cuda/kernels/place.cuh>
 
 // The source of the CUDA backward kernels and of the layers' kernels, run on an emulated block, against the formulas.
 using namespace attnpack;
@@ -74,46 +71,11 @@ struct Gradients {
   }
 };
 
-template <Gradient Of, class S>
-void run_exact(Problem<S>& x, int seed) {
-  using A = typename Problem<S>::A;
-  run_blocks<ExactShared<A>>(backward_blocks(x.p, Of, x.most_group), kBackwardThreads, seed,
-                             [&](int64_t i, void* shared) { backward_block<Of, S, A>(x.bp, x.most_group, i, shared); });
-}
-
-template <Gradient Of, int Width, class S>
-void run_mma(Problem<S>& x, const BackwardPlan& plan, int seed) {
-  using Tile = BackwardTile<S, Of, Width>;
-  CHECK(static_cast<int64_t>(sizeof(typename Tile::Shared)) <= backward_shared_bytes(Width));
-  const int64_t blocks = x.p.batch * x.p.num_kv_heads * backward_tiles(x.p, plan, Of);
-  run_blocks<typename Tile::Shared>(blocks, Tile::kThreads, seed, [&](int64_t i, void* shared) {
-    backward_mma_block<S, Of, Width>(x.bp, plan, i, shared);
-  });
-}
-
-template <int Width, class S>
-void run_mma(Problem<S>& x, const BackwardPlan& plan, int seed) {
-  run_mma<Gradient::kQuery, Width>(x, plan, seed);
-  if constexpr (Width <= 128) {
-    run_mma<Gradient::kKeyAndValue, Width>(x, plan, seed);
-  } else {
-    run_mma<Gradient::kKey, Width>(x, plan, seed);
-    run_mma<Gradient::kValue, Width>(x, plan, seed);
-  }
-}
-
 template <class S>
 void run(Problem<S>& x, int seed, bool on_tensor_cores) {
   const BackwardPlan plan = plan_backward(x.bp, x.most_group, kDevice);
   CHECK((plan.width > 0) == on_tensor_cores);
-  if constexpr (sizeof(S) == 2) {
-    if (plan.width == 64) return run_mma<64>(x, plan, seed);
-    if (plan.width == 128) return run_mma<128>(x, plan, seed);
-    if (plan.width == 256) return run_mma<256>(x, plan, seed);
-  }
-  run_exact<Gradient::kQuery>(x, seed);
-  run_exact<Gradient::kKey>(x, seed);
-  run_exact<Gradient::kValue>(x, seed);
+  run_backward<S>(x.bp, plan, seed);
 }
 
 // Weights and results are rounded to the storage type, by up to two units each. fp32 and fp64 see the error of long
@@ -270,35 +232,6 @@ TEST_CASE("backward of drawn problems") {
         check<Float16>(shape, on, seed, whole_chunks);
     }
   }
-}
-
-TEST_CASE("append writes after each sequence's end and nowhere else") {
-  const int64_t batch = 3, heads = 2, fresh = 4, capacity = 9, width = 6;
-  std::vector<float> cache(batch * heads * capacity * width, -1), x(batch * heads * fresh * width);
-  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i);
-  const std::vector<int64_t> lengths{0, 7, 3}, lens{4, 4, 2};
-  AppendParams p{batch,
-                 heads,
-                 fresh,
-                 capacity,
-                 width * 4,
-                 x.data(),
-                 cache.data(),
-                 {heads * fresh * width * 4, fresh * width * 4, width * 4, 4},
-                 {heads * capacity * width * 4, capacity * width * 4, width * 4, 4},
-                 lengths.data(),
-                 1,
-                 lens.data()};
-  EmulatedBlock block(kAppendThreads, 1);
-  for (int64_t i = 0; i < batch * heads * fresh; ++i) block.run([&] { append_block(p, i); });
-  for (int64_t b = 0; b < batch; ++b)
-    for (int64_t h = 0; h < heads; ++h)
-      for (int64_t j = 0; j < capacity; ++j)
-        for (int64_t d = 0; d < width; ++d) {
-          const int64_t i = j - lengths[b];
-          const float wanted = i >= 0 && i < lens[b] ? x[((b * heads + h) * fresh + i) * width + d] : -1;
-          CHECK(cache[((b * heads + h) * capacity + j) * width + d] == wanted);
-        }
 }
 
 TEST_CASE("rope turns pairs and leaves the rest") {

@@ -1,62 +1,14 @@
 #include <optional>
 
 #include "catch.h"
-#include "cuda_emulator.h"
 #include "cuda_problem.h"
-
-#include <attnpack/ops/cuda/kernels/forward_exact.cuh>
-#include <attnpack/ops/cuda/kernels/forward_latent.cuh>
-#include <attnpack/ops/cuda/kernels/forward_mma.cuh>
+#include "cuda_run.h"
 
 // The source of the CUDA forward kernels, run on an emulated block, against the formula in fp64.
 using namespace attnpack;
 using namespace attnpack::cuda;
 
 namespace {
-
-template <class S, int RowWarps, int KeyWarps, int Width>
-void run_mma(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
-  using Tile = ForwardTile<S, RowWarps, KeyWarps, Width>;
-  CHECK(static_cast<int64_t>(sizeof(typename Tile::Shared)) <= shared_bytes(plan.kernel, plan.tile_rows, plan.width));
-  run_blocks<typename Tile::Shared>(plan.blocks, Tile::kThreads, seed, [&](int64_t i, void* shared) {
-    forward_mma_block<S, RowWarps, KeyWarps, Width>(p, plan, workspace, i, shared);
-  });
-}
-template <class S, int RowTiles, int Warps>
-void run_latent(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
-  using Tile = LatentTile<S, RowTiles, Warps>;
-  CHECK(static_cast<int64_t>(sizeof(typename Tile::Shared)) <= shared_bytes(plan.kernel, plan.tile_rows, plan.width));
-  run_blocks<typename Tile::Shared>(plan.blocks, Tile::kThreads, seed, [&](int64_t i, void* shared) {
-    forward_latent_block<S, RowTiles, Warps>(p, plan, workspace, i, shared);
-  });
-}
-
-template <class S>
-void run_forward(const AttentionParams& p, const ForwardPlan& plan, uint64_t seed) {
-  using A = typename Accumulation<S>::type;
-  Guarded workspace(plan.workspace_bytes);
-  std::memset(workspace.data(), 0xff, workspace.bytes());
-  if constexpr (sizeof(S) == 2) {
-    if (plan.kernel == ForwardKernel::kLatent)
-      plan.tile_rows == 16 ? run_latent<S, 1, 4>(p, plan, workspace.data(), seed)
-                           : run_latent<S, 4, 8>(p, plan, workspace.data(), seed);
-    else if (plan.kernel == ForwardKernel::kDecode)
-      plan.width == 64    ? run_mma<S, 1, 4, 64>(p, plan, workspace.data(), seed)
-      : plan.width == 128 ? run_mma<S, 1, 4, 128>(p, plan, workspace.data(), seed)
-                          : run_mma<S, 1, 4, 256>(p, plan, workspace.data(), seed);
-    else if (plan.kernel == ForwardKernel::kPrefill)
-      plan.width == 64    ? run_mma<S, 4, 1, 64>(p, plan, workspace.data(), seed)
-      : plan.width == 128 ? run_mma<S, 4, 1, 128>(p, plan, workspace.data(), seed)
-                          : run_mma<S, 4, 1, 256>(p, plan, workspace.data(), seed);
-  }
-  if (plan.kernel == ForwardKernel::kExact)
-    run_blocks<ExactShared<A>>(plan.blocks, kExactThreads, seed, [&](int64_t i, void* shared) {
-      forward_exact_block<S, A>(p, plan, workspace.data(), i, shared);
-    });
-  if (plan.split.parts > 1)
-    run_blocks<char>(p.batch * p.num_kv_heads * plan.rows, 128, seed,
-                     [&](int64_t i, void*) { merge_parts<S, A>(p, plan, workspace.data(), i, 128); });
-}
 
 // No bit changes with the contents of keys that no row may see, nor with the contents of rows that may not see a key.
 template <class S>
@@ -66,8 +18,8 @@ void check_bits(const Shape& shape, Settings on, int seed) {
   on.poison = true;
   Problem<S> poisoned(shape, on, seed);
   const ForwardPlan plan = plan_forward(clean.p, clean.most_group, kDevice);
-  run_forward<S>(clean.p, plan, seed);
-  run_forward<S>(poisoned.p, plan, seed + 1);
+  run_forward_guarded<S>(clean.p, plan, seed);
+  run_forward_guarded<S>(poisoned.p, plan, seed + 1);
   int64_t same = 0, wrong = 0;
   for (int64_t b = 0; b < shape.batch; ++b)
     for (int64_t h = 0; h < clean.num_heads; ++h)
@@ -91,7 +43,7 @@ void check(const Shape& shape, const Settings& on, std::optional<ForwardKernel> 
   Problem<S> problem(shape, on, seed);
   const ForwardPlan plan = plan_forward(problem.p, problem.most_group, device);
   if (kernel) CHECK(plan.kernel == *kernel);
-  run_forward<S>(problem.p, plan, seed);
+  run_forward_guarded<S>(problem.p, plan, seed);
   const double least = std::is_same_v<S, Float16> ? 0x1p-25 : 1e-38;  // rounding of the smallest results
   double worst = 0, worst_lse = 0;
   int64_t wrong = 0;
@@ -221,7 +173,7 @@ TEST_CASE("a row without keys is zero whatever its sink is") {
     std::fill(problem.lens.begin(), problem.lens.end(), 0);
     problem.sinks[0] = infinity<double>();
     problem.sinks[1] = std::nan("");
-    run_forward<S>(problem.p, plan_forward(problem.p, problem.most_group, kDevice), 701);
+    run_forward_guarded<S>(problem.p, plan_forward(problem.p, problem.most_group, kDevice), 701);
     for (int64_t h = 0; h < problem.num_heads; ++h)
       for (int64_t i = 0; i < shape.q_len; ++i) {
         const double lse = problem.lse[h * shape.q_len + i], sink = problem.sinks[h];
@@ -232,6 +184,63 @@ TEST_CASE("a row without keys is zero whatever its sink is") {
   check_rows(float(), {1, 1, 3, 7, 50, 20, 33});
   check_rows(BFloat16(), {1, 1, 3, 41, 150, 64, 64});
   check_rows(Float16(), {1, 1, 3, 2, 700, 64, 64});
+}
+
+TEST_CASE("the seed of dropout may stand on the device") {
+  Problem<BFloat16> by_value({1, 2, 1, 40, 150, 64, 64}, {.dropout = true}, 901),
+      there(by_value.shape, by_value.on, 901);
+  const int64_t seed = static_cast<int64_t>(by_value.p.dropout_seed);
+  there.p.dropout_seed = 0;
+  there.p.dropout_seed_at = &seed;
+  const ForwardPlan plan = plan_forward(by_value.p, 1, kDevice);
+  run_forward_guarded<BFloat16>(by_value.p, plan, 901);
+  run_forward_guarded<BFloat16>(there.p, plan, 901);
+  const size_t bytes = 2 * 40 * 64 * sizeof(BFloat16);
+  CHECK(std::memcmp(by_value.out.data(), there.out.data(), bytes) == 0);
+}
+
+TEST_CASE("NaN and Inf are added by one reading of the others, or none") {
+  constexpr int kColumns = 64;
+  constexpr int64_t kKeys = 1000;
+  struct Number {
+    int64_t* reads;
+    float operator()(int64_t key, int c) const {
+      ++*reads;
+      return key == 300 && c == 5 ? infinity<float>() : key == 701 && c == 9 ? std::nanf("") : 1.f;
+    }
+  };
+  struct Sees {
+    int64_t* asked;
+    int64_t prepare(int64_t key) const { return key; }
+    bool operator()(int owner, int64_t key) const {
+      ++*asked;
+      return owner != 3 || key != 701;
+    }
+  };
+  for (const bool diverged : {false, true}) {
+    std::vector<float> tile(8 * kColumns, diverged ? std::nanf("") : 2.f);
+    int64_t reads = 0, asked = 0;
+    const std::function<void()> body = [&] {
+      add_broken(tile.data(), kColumns, {1, 2, 8, kColumns}, {0, kKeys}, Number{&reads}, Sees{&asked});
+    };
+    EmulatedBlock(32, 1).run(body);
+    if (diverged) {
+      CHECK(reads == 0);
+      continue;
+    }
+    CHECK(reads <= kKeys * kColumns + 8 * 2 * kColumns);
+    CHECK(asked <= 4 * 2);
+    for (int owner = 0; owner < 8; ++owner)
+      for (int c = 0; c < kColumns; ++c) {
+        const float x = tile[owner * kColumns + c];
+        if (owner % 2 == 1 && c == 5)
+          CHECK(x == infinity<float>());
+        else if (owner % 2 == 1 && owner != 3 && c == 9)
+          CHECK(std::isnan(x));
+        else
+          CHECK(x == 2);
+      }
+  }
 }
 
 TEST_CASE("forward of drawn problems") {

@@ -5,6 +5,8 @@
 #include "catch.h"
 #include "cuda_emulator.h"
 
+#include <attnpack/ops/cuda/kernels/usable.h>
+#include <attnpack/ops/cuda/kernels/exact.cuh>
 #include <attnpack/ops/cuda/kernels/forward_latent.cuh>
 #include <attnpack/ops/cuda/kernels/forward_mma.cuh>
 
@@ -88,18 +90,15 @@ TEST_CASE("splits cover every key once and follow shapes alone") {
   for (int64_t kv_len : {0, 1, 63, 64, 65, 255, 256, 257, 1000, 4096, 65536, 1000003})
     for (int64_t blocks : {1, 2, 8, 100, 132, 5000})
       for (int64_t at_once : {1, 108, 132, 264}) {
-        const Split s = split_keys(blocks, at_once, kv_len, 64);
-        CHECK(s.keys % 64 == 0);
-        CHECK(s.parts >= 1);
-        CHECK(s.parts <= 128);
-        CHECK(s.parts * s.keys >= kv_len);
-        if (s.parts > 1) {
-          CHECK((s.parts - 1) * s.keys < kv_len);
-          CHECK(s.keys >= 4 * 64);
+        const int64_t parts = parts_of_keys(blocks, at_once, kv_len);
+        CHECK(parts >= 1);
+        CHECK(parts <= kMostParts);
+        if (parts > 1) {
+          CHECK(parts * 4 * kSplitStep <= kv_len + kSplitStep);
           CHECK(5 * blocks < 4 * at_once);
         }
       }
-  CHECK(split_keys(8, 264, 65536, 64).parts > 16);
+  CHECK(parts_of_keys(8, 264, 65536) > 16);
 }
 
 TEST_CASE("units give every pair of a row and a key that it sees to one block") {
@@ -253,8 +252,125 @@ TEST_CASE("what tensor cores cannot take goes to the exact kernel") {
     p.key_strides = p.value_strides = {1000 * 576, 1000 * 576, 576, 1};
   };
   CHECK(kernel(latent) == ForwardKernel::kLatent);
-  CHECK(kernel(latent, 99 * 1024) == ForwardKernel::kExact);  // sm_86 and sm_89
+  CHECK(kernel(latent, 99 * 1024) == ForwardKernel::kLatent);  // sm_86, sm_89 and sm_120: fewer rows at once
+  CHECK(kernel([&](auto& p) { latent(p), p.dtype = DType::kFloat32; }) == ForwardKernel::kExact);
   CHECK(kernel([&](auto& p) { latent(p), p.value_strides.row = 584; }) == ForwardKernel::kExact);
+}
+
+TEST_CASE("devices with little shared memory get smaller tiles, never the exact kernel") {
+  constexpr int64_t kLittle = 99 * 1024;  // sm_86, sm_89 and sm_120
+  alignas(16) char memory[16] = {};
+  for (const auto& [head_dim, v_head_dim] :
+       {std::pair<int64_t, int64_t>{64, 64}, {128, 128}, {192, 128}, {256, 256}, {576, 512}})
+    for (const int64_t q_len : {1, 16, 17, 300})
+      for (const int64_t shared : {kLittle, int64_t{163 * 1024}, int64_t{227 * 1024}}) {
+        AttentionParams p{};
+        p.batch = p.num_heads = p.num_kv_heads = 1;
+        p.q_len = q_len;
+        p.kv_len = 1000;
+        p.head_dim = head_dim;
+        p.v_head_dim = v_head_dim;
+        p.dtype = DType::kBFloat16;
+        p.query = p.key = p.value = memory;
+        p.query_strides = p.key_strides = p.value_strides = {0, 0, head_dim, 1};
+        const Device device{132, shared};
+        const ForwardPlan plan = plan_forward(p, 1, device);
+        CHECK(plan.kernel != ForwardKernel::kExact);
+        CHECK(shared_bytes(plan.kernel, plan.tile_rows, plan.width) <= shared);
+        AttentionBackwardParams bp{p};
+        bp.grad_out = memory;
+        if (head_dim <= 256) CHECK(plan_backward(bp, 1, device).width > 0);
+      }
+}
+
+TEST_CASE("strides of dimensions of size 1 do not matter") {
+  alignas(16) char memory[16] = {};
+  AttentionParams p{};
+  p.batch = p.num_kv_heads = 1;
+  p.num_heads = 16;
+  p.q_len = 1;
+  p.kv_len = 100;
+  p.head_dim = 576;
+  p.v_head_dim = 512;
+  p.dtype = DType::kBFloat16;
+  p.query = p.key = p.value = memory;
+  p.query_strides = {3, 576, 7, 1};
+  p.key_strides = {1, 5, 576, 1};
+  p.value_strides = {2, 9, 576, 1};
+  CHECK(plan_forward(p, 16, {132, 227 * 1024}).kernel == ForwardKernel::kExact);
+  drop_unused_strides(p);
+  CHECK(plan_forward(p, 16, {132, 227 * 1024}).kernel == ForwardKernel::kLatent);
+  p.batch = 2;
+  p.key_strides.batch = 1;
+  drop_unused_strides(p);
+  CHECK(p.key_strides.batch == 1);
+}
+
+TEST_CASE("the parts of a sequence share out the keys that it sees") {
+  AttentionParams p{};
+  p.batch = 3;
+  p.num_heads = p.num_kv_heads = 1;
+  p.q_len = 1;
+  p.kv_len = 128 << 10;
+  p.head_dim = p.v_head_dim = 128;
+  p.dtype = DType::kFloat32;
+  p.window_left = p.window_right = -1;
+  const int64_t lens[] = {8192, 128 << 10, 100}, offsets[] = {8191, (128 << 10) - 1, 99};
+  p.kv_lens = lens;
+  const auto working = [&](int64_t b, const ForwardPlan& plan, int64_t* longest) {
+    int64_t parts = 0;
+    *longest = 0;
+    for (int64_t block = 0; block < plan.blocks; ++block)
+      if (const Unit u = unit_of(p, plan, block); u.b == b && u.keys.begin < u.keys.end) {
+        ++parts;
+        *longest = std::max(*longest, u.keys.end - u.keys.begin);
+      }
+    return parts;
+  };
+  int64_t longest;
+  ForwardPlan split = plan_forward(p, 1, {1, 227 * 1024});
+  split.blocks = split.blocks / split.parts * 29;
+  split.parts = 29;
+  CHECK(working(0, split, &longest) >= 26);
+  CHECK(longest <= 320);
+  CHECK(working(1, split, &longest) == 29);
+  CHECK(working(2, split, &longest) == 2);
+  // A window leaves the last 5000 keys.
+  p.kv_lens = nullptr;
+  p.q_offsets = offsets;
+  p.causal = true;
+  p.window_left = 4999;
+  CHECK(working(1, split, &longest) >= 26);
+}
+
+TEST_CASE("kernels run where the driver is new enough and the build has an image for the device") {
+  struct Machine {
+    int driver = 13000, runtime = 13000, capability = 9;
+    bool image = true;
+    int* asked = nullptr;
+    int driver_version() const { return driver; }
+    int runtime_version() const { return runtime; }
+    int major(int) const { return capability; }
+    bool has_image(int device) const {
+      if (asked) ++*asked;
+      return image && device != 1;
+    }
+  };
+  const auto runs = [](Machine machine) { return can_run_on(machine, 0); };
+  CHECK(runs({}));
+  CHECK(runs({.driver = 13020}));
+  CHECK(!runs({.driver = 12080}));
+  CHECK(!runs({.driver = 0}));
+  CHECK(!runs({.capability = 7}));
+  CHECK(!runs({.image = false}));
+  int asked = 0;
+  Usable<Machine> usable(Machine{.asked = &asked});
+  for (int i = 0; i < 3; ++i) {
+    CHECK(usable(0));
+    CHECK(!usable(1));
+    CHECK(!usable(-1));
+  }
+  CHECK(asked == 2);
 }
 
 TEST_CASE("partial results of all parts and rows lie apart, within the workspace") {
@@ -267,13 +383,13 @@ TEST_CASE("partial results of all parts and rows lie apart, within the workspace
   p.head_dim = p.v_head_dim = 24;
   p.dtype = DType::kFloat32;
   const ForwardPlan plan = plan_forward(p, 2, {132, 227 * 1024});
-  REQUIRE(plan.split.parts > 1);
+  REQUIRE(plan.parts > 1);
   std::set<float*> places;
   float* const base = nullptr;
   for (int64_t head = 0; head < p.batch * p.num_kv_heads; ++head)
-    for (int64_t part = 0; part < plan.split.parts; ++part)
+    for (int64_t part = 0; part < plan.parts; ++part)
       for (int64_t row = 0; row < plan.rows; ++row) places.insert(partial_row<float>(p, plan, base, head, part, row));
-  CHECK(static_cast<int64_t>(places.size()) == p.batch * p.num_kv_heads * plan.split.parts * plan.rows);
+  CHECK(static_cast<int64_t>(places.size()) == p.batch * p.num_kv_heads * plan.parts * plan.rows);
   float* last = *places.begin();
   int64_t overlaps = 0;
   for (float* place : places) {

@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include <attnpack/core/dropout.h>
 #include <attnpack/core/head_groups.h>
 #include <attnpack/ops/cuda/kernels/plan.h>
 #include <attnpack/ops/cuda/kernels/numbers.cuh>
@@ -163,8 +164,7 @@ struct Problem {
       p.mask_strides = {0, shape.q_len * shape.kv_len, shape.kv_len, 1};
     }
     if (on.dropout) {
-      p.dropout_p = 0.3;
-      p.dropout_seed = 1234567;
+      set_dropout(p, 0.3, 1234567);
     }
     bp.grad_out = grad_out.data();
     bp.grad_out_strides = grad_out.strides;

@@ -54,11 +54,12 @@ Tensor attend_pages(const LayerTokens& tokens, const CacheTensors& cache, const 
   ATTNPACK_CHECK(query.dim() == 4 && query.sym_size(0) == key.sym_size(0) && query.sym_size(2) == key.sym_size(2),
                  "query has shape ", query.sym_sizes(), ", key ", key.sym_sizes(), ": batch and length must agree");
   const SymInt batch = query.sym_size(0), length = query.sym_size(2);
-  const Tensor ends = at::arange(batch + 1, cache.lengths.options()) * length;
+  const Tensor ends = at::arange(batch + 1, at::kLong) * length;  // on the CPU: there reading it waits for nothing
   const Tensor past = cache.lengths.clone();
   VarlenArguments args = varlen_arguments(cache, layer, score);
   args.q_offsets = past;
   args.kv_lens = cache.lengths;
+  args.max_seqlen_q = length;
   check_attention_varlen(as_rows(query), cache.key, cache.value, ends, args);  // before anything is written
   const auto [q, k] =
       rotate_tokens({query, key, value}, rope_settings(layer.rope), {layer.positions, false, past, layer.kv_lens});

@@ -34,10 +34,10 @@ ReadableCache readable_under(const CacheTensors& cache, const std::optional<Tens
 }
 
 // Whether the cache may rotate the keys that it takes: all dims rotate, the tensors are plain numbers on the CPU
-// without gradients, and each token's position is one more than that of the token before it.
+// or on CUDA without gradients, and each token's position is one more than that of the token before it.
 bool rotates_in_cache(const NewTokens& tokens, const RopeSettings& rope, const std::optional<Tensor>& positions) {
-  return !tokens.rotated_dims && tokens.query.is_cpu() && !at::GradMode::is_enabled() && !positions &&
-         !rope.by_length() && !rope.raw_keys &&
+  return !tokens.rotated_dims && (tokens.query.is_cpu() || tokens.query.is_cuda()) && !at::GradMode::is_enabled() &&
+         !positions && !rope.by_length() && !rope.raw_keys &&
          !at::areAnyTensorSubclassLike({tokens.query, tokens.key, tokens.value}) &&
          !tokens.query._fw_grad(/*level=*/0).defined();
 }

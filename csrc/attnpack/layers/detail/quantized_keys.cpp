@@ -206,7 +206,7 @@ std::tuple<Tensor, Tensor> attend_quantized(const Tensor& query, const Tensor& k
     }
   }
   args.dropout_p = layer.dropout_p;
-  args.dropout_seed = dropout_seed(layer.dropout_p);
+  args.dropout_seed = dropout_seed(layer.dropout_p, q.device());
   const auto parts = parts_of(stored, cache, args, v_head_dim);
   const Tensor weights = need_weights ? probabilities(q, parts, readable) : Tensor();
   return {std::get<0>(attend_parts(q, parts)), weights};

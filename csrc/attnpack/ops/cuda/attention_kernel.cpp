@@ -1,22 +1,12 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <cstdlib>
-#include <cstring>
-
 #include <attnpack/ops/cuda/composition.h>
-#include <attnpack/ops/cuda/device_constants.h>
-#include <attnpack/ops/cuda/target.h>
-#include <attnpack/ops/detail/attention_params.h>
+#include <attnpack/ops/cuda/ops.h>
+#include <attnpack/ops/cuda/run_attention.h>
 #include <attnpack/ops/detail/schema.h>
 
 namespace attnpack {
-namespace {
-
-struct CudaAttention {
-  PreparedAttention prepared;
-  int64_t most_group;
-};
 
 CudaAttention prepare_cuda_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                      const AttentionArguments& args) {
@@ -30,37 +20,44 @@ CudaAttention prepare_cuda_attention(const Tensor& query, const Tensor& key, con
     p.group_start = kept(r.prepared.groups.start);
     p.group_heads = kept(r.prepared.groups.heads);
   }
+  cuda::drop_unused_strides(p);
   return r;
 }
 
-// Reading kv_lens waits for the device. So calls clamp the lengths, and check them with ATTNPACK_CHECK=1 alone.
+AttentionResult run_cuda_forward(const CudaKernels& kernels, CudaAttention& call, const Tensor& query) {
+  const Target target(query);
+  const AttentionResult result = make_outputs(call.prepared, query);
+  const AttentionParams& p = call.prepared.params;
+  const cuda::ForwardPlan plan = kernels.plan(p, call.most_group, target.device());
+  const Tensor workspace = at::empty({plan.workspace_bytes}, query.options().dtype(at::kByte));
+  check_launch(kernels.forward(p, plan, workspace.mutable_data_ptr(), target.device(), target.stream()));
+  return result;
+}
+
+bool countable(const Tensor& query, int64_t kv_len) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 64;
+  return query.size(1) <= kMost && query.size(2) <= kMost && kv_len <= kMost;
+}
+
+namespace {
+
+// Reading kv_lens waits for the device. So kernels clamp the lengths, and calls check them with ATTNPACK_CHECK=1 alone.
 void check_lengths_if_asked(const std::optional<Tensor>& kv_lens, int64_t kv_len) {
-  const char* asked = std::getenv("ATTNPACK_CHECK");
-  if (!kv_lens || !asked || std::strcmp(asked, "1") != 0) return;
+  if (!kv_lens || !checks_numbers()) return;
   const Tensor lens = kv_lens->to(at::kCPU, at::kLong).contiguous();
   check_kv_lens_values(lens.const_data_ptr<int64_t>(), lens.numel(), kv_len);
 }
 
-// The kernels count rows, heads and keys in 32 bits, but not elements.
-bool countable(const Tensor& query, const Tensor& key) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - 64;
-  return query.size(1) <= kMost && query.size(2) <= kMost && key.size(2) <= kMost;
-}
+}  // namespace
 
 AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
                                const AttentionArguments& args) {
   check_attention(query, key, value, args);
   check_lengths_if_asked(args.kv_lens, key.size(2));
   const CudaKernels* kernels = cuda_kernels(query.device().index());
-  if (!kernels || !countable(query, key)) return attention_composed(query, key, value, args);
-  const Target target(query);
-  CudaAttention cuda_call = prepare_cuda_attention(query, key, value, args);
-  const AttentionResult result = make_outputs(cuda_call.prepared, query);
-  const AttentionParams& p = cuda_call.prepared.params;
-  const cuda::ForwardPlan plan = kernels->plan(p, cuda_call.most_group, target.device());
-  const Tensor workspace = at::empty({plan.workspace_bytes}, query.options().dtype(at::kByte));
-  check_launch(kernels->forward(p, plan, workspace.mutable_data_ptr(), target.device(), target.stream()));
-  return result;
+  if (!kernels || !countable(query, key.size(2))) return attention_composed(query, key, value, args);
+  CudaAttention call = prepare_cuda_attention(query, key, value, args);
+  return run_cuda_forward(*kernels, call, query);
 }
 
 AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
@@ -69,20 +66,19 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
                                            bool mask_gradient, bool sinks_gradient) {
   check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, args, mask_gradient, sinks_gradient);
   const CudaKernels* kernels = cuda_kernels(query.device().index());
-  if (!kernels || !countable(query, key))
+  if (!kernels || !countable(query, key.size(2)))
     return attention_backward_composed(grad_out, grad_lse, query, key, value, args, mask_gradient, sinks_gradient);
   const Target target(query);
-  const CudaAttention cuda_call = prepare_cuda_attention(query, key, value, args);
+  const CudaAttention call = prepare_cuda_attention(query, key, value, args);
   const PreparedBackward r =
-      prepare_backward(cuda_call.prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
-  check_launch(kernels->backward(r.params, cuda_call.most_group, target.device(), target.stream()));
+      prepare_backward(call.prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
+  check_launch(kernels->backward(r.params, call.most_group, target.device(), target.stream()));
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
   if (mask_gradient) grad_mask = r.grad_scores.sum_to_size(args.mask->sizes()).to(args.mask->scalar_type());
   if (sinks_gradient) grad_sinks = sink_terms(*args.sinks, lse, r.delta).sum({0, 2}).to(args.sinks->scalar_type());
   return {r.grad_query, r.grad_key, r.grad_value, grad_mask, grad_sinks};
 }
 
-}  // namespace
 }  // namespace attnpack
 
 TORCH_LIBRARY_IMPL(attnpack, CUDA, m) {

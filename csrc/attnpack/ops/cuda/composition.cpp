@@ -12,8 +12,9 @@ namespace {
 
 void warn_once() {
   TORCH_WARN_ONCE(
-      "attnpack: no CUDA kernels are loaded; CUDA tensors run through a composition of ATen ops with "
-      "the same results, which holds the scores [batch, num_heads, q_len, kv_len] in memory.");
+      "attnpack: no CUDA kernels run here: they are not built, not loaded, or too new for this device or its driver "
+      "(`attnpack info` says which). CUDA tensors run through a composition of ATen ops with the same results, which "
+      "holds the scores [batch, num_heads, q_len, kv_len] in memory.");
 }
 
 }  // namespace

@@ -10,9 +10,20 @@ namespace {
 
 using at::Tensor;
 
+// More rows read the weight more than once.
+constexpr int64_t kFewCudaRows = 2;
+
+// Until a GPU has shown where our kernel is faster than torch's, it runs on request alone:
+// ATTNPACK_CUDA_LINEAR=attnpack.
+bool takes_own_kernel() {
+  const char* named = std::getenv("ATTNPACK_CUDA_LINEAR");
+  return named && std::strcmp(named, "attnpack") == 0;
+}
+
 Tensor linear_cuda(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const CudaKernels* kernels = cuda_kernels(input.device().index());
-  if (!kernels || !fits_few_rows(input, weight, bias)) return linear_formula(input, weight, bias);
+  const CudaKernels* kernels = takes_own_kernel() ? cuda_kernels(input.device().index()) : nullptr;
+  if (!kernels || !fits_few_rows(input, weight, bias) || input.numel() / input.size(-1) > kFewCudaRows)
+    return linear_formula(input, weight, bias);
   const Target target(input);
   const PreparedLinear prepared = prepare_linear(input, weight, bias);
   check_launch(kernels->linear(prepared.params, target.device(), target.stream()));

@@ -44,8 +44,8 @@ struct AttentionArguments {
 using AttentionResult = std::tuple<Tensor, Tensor>;
 using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// A seed drawn from torch's generator on the CPU, where there is dropout.
-std::optional<Tensor> dropout_seed(double dropout_p);
+// A seed drawn from torch's generator of the device, where there is dropout. A CUDA graph draws it anew at each replay.
+std::optional<Tensor> dropout_seed(double dropout_p, const c10::Device& device);
 
 // The ops, through the dispatcher.
 AttentionResult attention_op(const Tensor& query, const Tensor& key, const Tensor& value,

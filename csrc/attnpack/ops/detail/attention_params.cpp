@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/core/dropout.h>
 #include <attnpack/ops/detail/attention_params.h>
 #include <attnpack/ops/detail/extremes.h>
 
@@ -53,8 +54,13 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   p.causal = args.causal;
   p.window_left = near_window(args.window_left);
   p.window_right = near_window(args.window_right);
-  p.dropout_p = args.dropout_p;
-  if (args.dropout_p > 0) p.dropout_seed = static_cast<uint64_t>(args.dropout_seed->item<int64_t>());
+  if (args.dropout_p > 0 && !args.dropout_seed->is_cpu()) {  // reading it here would wait for the device
+    r.dropout_seed = *args.dropout_seed;
+    p.dropout_seed_at = r.dropout_seed.const_data_ptr<int64_t>();
+    set_dropout(p, args.dropout_p, 0);
+  } else if (args.dropout_p > 0) {
+    set_dropout(p, args.dropout_p, static_cast<uint64_t>(args.dropout_seed->item<int64_t>()));
+  }
   if (args.head_map) {
     r.groups = group_heads(args.head_map->vec(), p.num_kv_heads);
     p.group_start = r.groups.start.data();
@@ -68,12 +74,15 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   }
   p.q_offset = near_offset(args.q_offset.expect_int(), args.window_left, args.window_right);
   if (args.q_offsets) {
-    r.q_offsets = near_offset(args.q_offsets->to(at::kLong), args.window_left, args.window_right).contiguous();
+    r.q_offsets = args.q_offsets->to(at::kLong);
+    // first_position does the rest. On CUDA a call of its own would cost as much as the kernel.
+    if (r.q_offsets.is_cpu() || std::max(args.window_left, args.window_right) > kFar)
+      r.q_offsets = near_offset(r.q_offsets, args.window_left, args.window_right);
+    r.q_offsets = r.q_offsets.contiguous();
     p.q_offsets = r.q_offsets.const_data_ptr<int64_t>();
   }
   if (args.kv_lens) {
     r.kv_lens = args.kv_lens->to(at::kLong).contiguous();
-    if (!args.kv_lens->is_cpu()) r.kv_lens = r.kv_lens.clamp(0, p.kv_len);  // reading them would wait for the device
     p.kv_lens = r.kv_lens.const_data_ptr<int64_t>();
     if (args.kv_lens->is_cpu()) check_kv_lens_values(p.kv_lens, p.batch, p.kv_len);
   }

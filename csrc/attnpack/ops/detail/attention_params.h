@@ -17,6 +17,7 @@ struct PreparedAttention {
   Tensor query, key, value, mask;  // last stride 1 (mask: any)
   Tensor q_offsets, kv_lens;       // int64, contiguous
   Tensor sinks, alibi_slopes;      // fp64, contiguous
+  Tensor dropout_seed;             // undefined where params hold the number
   HeadGroups groups;
 };
 

@@ -54,9 +54,14 @@ class Cpu:
 
 
 class Cuda:
-    """torch's current CUDA device, timed by CUDA events."""
+    """torch's current CUDA device, timed by CUDA events around graph replays: without the time of Python."""
 
     device = "cuda"
+    MOST_GRAPHS = 16  # they keep memory
+
+    def __init__(self) -> None:
+        self._graphs: dict[Callable, torch.cuda.CUDAGraph | None] = {}
+        self._other: torch.Tensor | None = None  # for empty_caches
 
     def name(self) -> str:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -80,14 +85,25 @@ class Cuda:
         return statistics.median(self.seconds(call) for _ in range(10))
 
     def empty_caches(self) -> None:
-        """Overwrites more than the L2 cache holds."""
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        torch.zeros(2 * properties.L2_cache_size, device="cuda", dtype=torch.uint8)
+        """Reads more than the L2 cache holds. Writing would leave lines to be written back during the timed call."""
+        if self._other is None:
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            self._other = torch.ones(2 * properties.L2_cache_size // 4, device="cuda")
+        self._other.sum()
 
     def seconds(self, call: Callable) -> float:
+        """The time of a replay of the call. A call that cannot be captured waits behind a kernel that sleeps, so that
+        the device finds all its kernels in the queue."""
+        if call not in self._graphs:
+            if len(self._graphs) >= self.MOST_GRAPHS:
+                self._graphs.clear()
+            self._graphs[call] = _captured(call)
+        graph = self._graphs[call]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if graph is None:
+            torch.cuda._sleep(2_000_000)  # cycles: about a millisecond
         start.record()
-        call()
+        call() if graph is None else graph.replay()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
@@ -98,6 +114,24 @@ class Cuda:
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
+
+
+def _captured(call: Callable) -> torch.cuda.CUDAGraph | None:
+    """The call as a CUDA graph, or None where it cannot be captured: it may wait for the device."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return graph
 
 
 def _driver_version() -> str:
@@ -114,4 +148,9 @@ def device_named(device: str) -> Cpu | Cuda:
         return Cpu()
     if not torch.cuda.is_available():
         raise ValueError(f"--device is '{device}', but this torch sees no CUDA device: pass --device cpu")
+    if not _C.cuda_kernels_run(torch.cuda.current_device()):
+        raise ValueError(
+            f"--device is '{device}', but attnpack's CUDA kernels do not run there, and ATen ops would be timed in "
+            "their place: `attnpack info` says why"
+        )
     return Cuda()

@@ -305,7 +305,7 @@ class KeyBlockGradients {
   }
 
   void drop_row(const QueryRow& row, int64_t begin, int64_t count, A* probs, A* g, A delta) {
-    const A keep = static_cast<A>(1 / (1 - p_.dropout_p));
+    const A keep = static_cast<A>(p_.kept_factor);
     for (int64_t j = 0; j < count; ++j) {
       if (probs[j] == 0 && __builtin_signbit(probs[j])) {
         g[j] = A(-0.0);

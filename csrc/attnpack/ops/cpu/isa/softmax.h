@@ -92,7 +92,7 @@ inline void multiply_row(T* x, int64_t count, T factor) {
 template <class T>
 inline void drop_weights(const AttentionParams& p, int64_t b, const QueryRow& row, int64_t begin, int64_t count,
                          T* probs) {
-  const T keep = static_cast<T>(1 / (1 - p.dropout_p));
+  const T keep = static_cast<T>(p.kept_factor);
   for (int64_t j = 0; j < count; ++j)
     if (!(probs[j] == 0 && __builtin_signbit(probs[j])))
       probs[j] = dropped(p, b, row, begin + j) ? T(0) : probs[j] * keep;

@@ -11,62 +11,51 @@
 //   S = X0 Y0^T,  dP = X1 Y1^T,  then from P and dS:  sum0 += dS Y0 (dQ or dK),  sum1 += P Y1 (dV).
 namespace attnpack::cuda {
 
-// The NaN or Inf that the others bring into column c of an owner. They come from all others that the owner sees, or
-// that see it. An infinite query or key leaves NaN in its row's scores, so it brings NaN. Out of line, as broken_part
-// in partial.cuh.
+// The numbers of the others, for add_broken. An infinite query or key leaves NaN in its row's scores, so it brings NaN.
 template <class S>
-ATTNPACK_DEVICE_CALL float broken_keys(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, int64_t owner,
-                                       Range others, int64_t c) {
-  const AttentionParams& p = bp.forward;
-  const Row row = make_row(p, b, kv_head, owner);
-  const auto keys = key_rows<S>(p.key, p.key_strides, b, kv_head, 0);
-  float sum = 0;
-  for (int64_t key = others.begin; key < others.end && sum == sum; ++key) {
-    const float x = widen(keys(key)[c]);
-    if (!is_finite(x) && finish_score(p, b, row, key, 0.f) != -infinity<float>()) sum += x * 0;
+struct KeyNumber {
+  KeyRows<S> rows;
+  ATTNPACK_DEVICE float operator()(int64_t j, int c) const { return widen(rows(j)[c]) * 0; }
+};
+template <class S>
+struct RowNumber {
+  const AttentionParams* p;
+  const S* base;  // of the sequence
+  Strides strides;
+  int64_t kv_head;
+  bool as_nan;
+  ATTNPACK_DEVICE float operator()(int64_t index, int c) const {
+    const int64_t group = group_size(*p, kv_head), head = group_head(*p, kv_head, index % group);
+    const float x = widen(base[head * strides.head + index / group * strides.row + c]);
+    return as_nan ? x * 0 : x;
   }
-  return sum;
-}
-template <class S>
-ATTNPACK_DEVICE_CALL float broken_rows(const AttentionBackwardParams& bp, int64_t b, int64_t kv_head, int64_t owner,
-                                       Range others, int64_t c, bool of_values) {
-  const AttentionParams& p = bp.forward;
-  const int64_t group = group_size(p, kv_head);
-  const S* base = static_cast<const S*>(of_values ? bp.grad_out : p.query);
-  const Strides& strides = of_values ? bp.grad_out_strides : p.query_strides;
-  float sum = 0;
-  for (int64_t query = others.begin / group; query * group < others.end; ++query)
-    for (int64_t member = 0; member < group && sum == sum; ++member) {
-      const int64_t head = group_head(p, kv_head, member);
-      const float x = widen(base[b * strides.batch + head * strides.head + query * strides.row + c]);
-      if (is_finite(x)) continue;
-      const Row row = make_row(p, b, kv_head, query * group + member);
-      if (finish_score(p, b, row, owner, 0.f) != -infinity<float>()) sum += of_values ? x : x * 0;
-    }
-  return sum;
-}
+};
 
 template <class S, Gradient Of, int Width>
 class BackwardTile {
  public:
   static constexpr int kWarps = 4, kThreads = kWarp * kWarps;
   static constexpr int kTileOwners = static_cast<int>(kBackwardOwners);
-  static constexpr int kStep = Width <= 64 ? 64 : 32;  // others per step
+  static constexpr int kStep = static_cast<int>(backward_step(Width));  // others per step
   static constexpr bool kOwnsRows = Of == Gradient::kQuery;
   static constexpr bool kOfValues = Of == Gradient::kValue || Of == Gradient::kKeyAndValue;
   static constexpr bool kOfScores = Of != Gradient::kValue;
   // The owners' fragments stay in registers where there is room for them beside the sums.
   static constexpr bool kKeep = Width <= 64 && kOwnsRows;
 
+  static constexpr int kTableRows = kOwnsRows ? kTileOwners : kStep;
+  static constexpr int kSumStride = Width + 8;  // as in forward_mma.cuh
   struct RowTable {
-    Row row[kOwnsRows ? kTileOwners : kStep];
-    float lse[kOwnsRows ? kTileOwners : kStep], delta[kOwnsRows ? kTileOwners : kStep];
+    Row row[kTableRows];
+    RowRule<float> rule[kTableRows];
+    float lse[kTableRows], delta[kTableRows];
   };
   struct Shared {
-    S owner[2][kTileOwners * Width];
     union {
-      S other[2][2][kStep * Width];  // [stage]
-      float sum[kTileOwners * Width];
+      struct {
+        S owner[2][kTileOwners * Width], other[2][2][kStep * Width];  // [stage]
+      };
+      float sum[kTileOwners * kSumStride];
     };
     RowTable rows[kOwnsRows ? 1 : 2];
   };
@@ -152,6 +141,7 @@ class BackwardTile {
     const int i = thread_id();
     if (i < kCount) {
       const int64_t at = (b_ * p_.num_heads + table.row[i].head) * p_.q_len + table.row[i].query;
+      table.rule[i] = row_rule<float>(p_, b_, table.row[i]);
       table.lse[i] = static_cast<const float*>(p_.lse)[at];
       table.delta[i] = static_cast<const float*>(bp_.delta)[at];
     }
@@ -231,7 +221,9 @@ class BackwardTile {
     const bool plain = only_scaled(p_);
     // The ranges of later rows never begin or end earlier. A row past the last one ends at 0.
     const bool inside = plain && lowest.end >= keys.end && highest.end >= keys.end && highest.begin <= keys.begin;
-    const float scale = plain ? static_cast<float>(p_.scale) : 1.f;
+    const float scale = plain ? static_cast<float>(p_.scale) : 1.f, kept_factor = static_cast<float>(p_.kept_factor);
+    const ScoreRule<float> rule = score_rule<float>(p_);
+    const uint64_t seed = p_.dropout_p > 0 ? seed_of(p_) : 0;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
@@ -245,11 +237,13 @@ class BackwardTile {
           if (plain)
             score = key >= row.begin && key < row.end ? score : -infinity<float>();
           else
-            score = finish_score(p_, b_, row, key, score, &slope);
+            score = finish_score(p_, rule, rows.rule[r], row, key, score, &slope);
         }
         const bool seen = score != -infinity<float>();
         const float probability = seen ? power_of_two((score * scale - rows.lse[r]) * kLog2E) : 0.f;
-        const float kept = p_.dropout_p > 0 ? dropout_factor<float>(p_, b_, rows.row[r], key) : 1.f;
+        float kept = 1;
+        if (p_.dropout_p > 0)
+          kept = dropped_at(p_, seed, first_place(p_, b_, rows.row[r].head, rows.row[r].query) + key) ? 0 : kept_factor;
         s[j][i] = probability * kept;
         if constexpr (kOfScores) {
           const float gradient = seen ? probability * (kept * g[j][i] - rows.delta[r]) : 0.f;
@@ -289,21 +283,27 @@ class BackwardTile {
 #pragma unroll
     for (int d = 0; d < Width / 8; ++d)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const Place at = place_in_c(lane_, i);
-        shared_.sum[(16 * warp_ + at.row) * Width + 8 * d + at.column] = sum[d][i] * factor;
-      }
+      for (int h = 0; h < 2; ++h)
+        store_pair(shared_.sum + (16 * warp_ + lane_ / 4 + 8 * h) * kSumStride + 8 * d + lane_ % 4 * 2,
+                   sum[d][2 * h] * factor, sum[d][2 * h + 1] * factor);
     sync_warp();
+    const int end = 16 * warp_ + 16 < count_ ? 16 * warp_ + 16 : count_;
+    if (cleaned && others_.begin < others_.end) {
+      const BrokenOwners owners{16 * warp_, 1, end, static_cast<int>(width)};
+      if constexpr (kOwnsRows) {
+        add_broken(shared_.sum, kSumStride, owners, others_, KeyNumber<S>{keys_of(p_.key, p_.key_strides, 0)},
+                   RowSeesKey{&p_, b_, shared_.rows[0].row});
+      } else {
+        const Strides& strides = of_values ? bp_.grad_out_strides : p_.query_strides;
+        const S* base = static_cast<const S*>(of_values ? bp_.grad_out : p_.query) + b_ * strides.batch;
+        add_broken(shared_.sum, kSumStride, owners, others_, RowNumber<S>{&p_, base, strides, kv_head_, !of_values},
+                   KeySeenByRow{&p_, b_, kv_head_, first_});
+      }
+    }
     bool broken = false;
-    for (int owner = 16 * warp_; owner < 16 * warp_ + 16 && owner < count_; ++owner)
+    for (int owner = 16 * warp_; owner < end; ++owner)
       for (int64_t c = lane_; c < width; c += kWarp) {
-        float x = shared_.sum[owner * Width + c];
-        if (cleaned && x == x) {
-          if constexpr (kOwnsRows)
-            x += broken_keys<S>(bp_, b_, kv_head_, first_ + owner, others_, c);
-          else if (others_.begin < others_.end)
-            x += broken_rows<S>(bp_, b_, kv_head_, first_ + owner, others_, c, of_values);
-        }
+        const float x = shared_.sum[owner * kSumStride + c];
         broken |= !is_finite(x);
         narrow(x, const_cast<S*>(out(owner)) + c);
       }

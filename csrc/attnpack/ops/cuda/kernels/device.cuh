@@ -23,11 +23,13 @@ ATTNPACK_DEVICE T shuffle_xor(T x, int mask) {
   return __shfl_xor_sync(0xffffffffu, x, mask);
 }
 
-// Copies 16 bytes from global to shared memory, bypassing the registers. If not valid, it writes zeros and reads
-// nothing.
-ATTNPACK_DEVICE void copy_async(void* shared, const void* global, bool valid) {
+// Bit i: lane i's x.
+ATTNPACK_DEVICE uint32_t ballot(bool x) { return __ballot_sync(0xffffffffu, x); }
+
+// Copies 16 bytes from global to shared memory, bypassing the registers. It reads `bytes` of them, 0 to 16, and writes
+// zeros for the rest.
+ATTNPACK_DEVICE void copy_async(void* shared, const void* global, int bytes) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 }
 ATTNPACK_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -53,6 +55,14 @@ ATTNPACK_DEVICE void load_matrices_transposed(uint32_t (&to)[4], const void* row
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(from)
                : "memory");
+}
+
+// Stores two neighbours at once, and eight numbers of 16 bits: to shared memory, at multiples of their size.
+ATTNPACK_DEVICE void store_pair(float* to, float first, float second) {
+  *reinterpret_cast<float2*>(to) = make_float2(first, second);
+}
+ATTNPACK_DEVICE void store_chunk(void* to, const uint32_t (&x)[4]) {
+  *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
 }
 
 // c [16, 8] += a [16, 16] b [16, 8], with fp32 sums. index.h maps fragments to elements.
@@ -95,10 +105,7 @@ constexpr int kWarp = 32;
 template <class T>
 ATTNPACK_DEVICE T warp_max(T x) {
 #pragma unroll
-  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-    const T other = shuffle_xor(x, mask);
-    x = other > x || x != x ? other : x;
-  }
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) x = larger(x, shuffle_xor(x, mask));
   return x;
 }
 template <class T>

@@ -1,17 +1,15 @@
 #include <attnpack/ops/cuda/kernels/launchers.h>
-#include <attnpack/ops/cuda/kernels/forward_mma_launch.cuh>
+#include <attnpack/ops/cuda/kernels/forward_mma.cuh>
 
 namespace attnpack::cuda {
 namespace {
 
-constexpr int kRowWarps = 1, kKeyWarps = 4;
-
 template <class S, int Width>
-__global__ void __launch_bounds__(kWarp * kRowWarps * kKeyWarps, 2)
+__global__ void __launch_bounds__(kDecodeThreads, 2)
     decode_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ ForwardPlan plan,
                   void* workspace) {
   extern __shared__ __align__(128) unsigned char shared[];
-  forward_mma_block<S, kRowWarps, kKeyWarps, Width>(p, plan, workspace, blockIdx.x, shared);
+  forward_mma_block<S, 1, kDecodeKeyWarps, Width>(p, plan, workspace, blockIdx.x, shared);
 }
 
 struct DecodeKernels {
@@ -25,7 +23,7 @@ struct DecodeKernels {
 
 const char* forward_decode(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device,
                            void* stream) {
-  return launch_forward<DecodeKernels, kRowWarps, kKeyWarps>(p, plan, workspace, device, stream);
+  return launch_forward<DecodeKernels, 1, kDecodeKeyWarps>(p, plan, workspace, device, stream);
 }
 
 }  // namespace attnpack::cuda

@@ -12,12 +12,11 @@ __global__ void __launch_bounds__(kExactThreads)
   forward_exact_block<S, A>(p, plan, workspace, blockIdx.x, &shared);
 }
 
-constexpr int kMergeThreads = 128;
-
 template <class S, class A>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ ForwardPlan plan, void* workspace) {
-  merge_parts<S, A>(p, plan, workspace, blockIdx.x, kMergeThreads);
+  __shared__ MergeShared<A> shared;
+  merge_parts<S, A>(p, plan, workspace, blockIdx.x, shared);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <attnpack/ops/cuda/kernels/exact.cuh>
+#include <attnpack/ops/cuda/kernels/key_source.cuh>
 #include <attnpack/ops/cuda/kernels/partial.cuh>
 #include <attnpack/ops/cuda/kernels/tiles.cuh>
 
@@ -21,6 +21,7 @@ class LatentTile {
   static constexpr int kBlocks = kKeys / 8 / kGroups;  // blocks of 8 keys per warp
   static constexpr int kColumns = kValues / Warps;     // columns of the output per warp
   static constexpr int kWeightStride = kKeys + 8;      // 80 bytes: eight rows lie in different groups of banks
+  static constexpr int kOutStride = kValues + 8;       // as in forward_mma.cuh
 
   struct Shared {
     union {
@@ -28,7 +29,7 @@ class LatentTile {
         S query[kRows * kWidth], key[2][kKeys * kWidth], weight[kRows * kWeightStride];
       };
       struct {
-        float out[kRows * kValues], sum[kGroups][kRows], max[kRows];
+        float out[kRows * kOutStride], sum[kGroups][kRows], max[kRows];
         Row rows[kRows];
       } end;
     };
@@ -83,9 +84,10 @@ class LatentTile {
 
   ATTNPACK_DEVICE void load_keys(int64_t begin, int stage) {
     const int64_t left = u_.keys.end - begin;
-    copy_tile<kKeys, kWidth, kThreads>(shared_.key[stage], key_rows<S>(p_.key, p_.key_strides, u_.b, u_.kv_head, begin),
-                                       static_cast<int>(left < kKeys ? left : kKeys), kWidth,
-                                       static_cast<const S*>(p_.key));
+    const auto keys = plain_rows<S>(p_.key, p_.key_strides, u_.b, u_.kv_head);
+    copy_tile<kKeys, kWidth, kThreads>(
+        shared_.key[stage], [&](int r) { return keys(begin + r); }, static_cast<int>(left < kKeys ? left : kKeys),
+        kWidth, static_cast<const S*>(p_.key));
   }
 
   // Turns the scores of this warp's 16 rows with its blocks of keys into weights in shared memory, and sets the rows'
@@ -198,17 +200,23 @@ class LatentTile {
 #pragma unroll
       for (int d = 0; d < kColumns / 8; ++d)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const Place at = place_in_c(lane_, i);
-          end.out[(16 * t + at.row) * kValues + warp_ * kColumns + 8 * d + at.column] = out_[t][d][i];
-        }
-    fill_rows(p_, u_.b, u_.kv_head, u_.first, kRows, end.rows);
+        for (int h = 0; h < 2; ++h)
+          store_pair(end.out + (16 * t + lane_ / 4 + 8 * h) * kOutStride + warp_ * kColumns + 8 * d + lane_ % 4 * 2,
+                     out_[t][d][2 * h], out_[t][d][2 * h + 1]);
+    if (thread_id() < kRows) end.rows[thread_id()] = make_row(p_, u_.b, u_.kv_head, u_.first + thread_id());
+    sync_block();
+    if (cleaned)
+      add_broken(end.out, kOutStride, {warp_, Warps, count, kValues}, u_.keys,
+                 NumberOfRows<PlainRows<S>>{plain_rows<S>(p_.value, p_.value_strides, u_.b, u_.kv_head)},
+                 RowSeesKey{&p_, u_.b, end.rows});
     const auto state = [&](int r) {
       Softmax<float> row{end.max[r], 0};
+#pragma unroll
       for (int g = 0; g < kGroups; ++g) row.sum += end.sum[g][r];
       return row;
     };
-    return write_tile<S>(p_, plan_, workspace_, u_, count, end.rows, end.out, kValues, kThreads, cleaned, state);
+    return write_tile<S>(p_, plan_, workspace_, u_, count, end.rows, kThreads, state,
+                         [&](int r) { return [&, r](int64_t c) { return end.out[r * kOutStride + c]; }; });
   }
 
   ATTNPACK_DEVICE int row_of(int h) const { return 16 * row_tile_ + lane_ / 4 + 8 * h; }

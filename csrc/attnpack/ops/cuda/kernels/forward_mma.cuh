@@ -1,34 +1,43 @@
 #pragma once
 
-#include <attnpack/ops/cuda/kernels/exact.cuh>
+#ifdef __CUDACC__
+#include <attnpack/ops/cuda/kernels/launch.cuh>
+#endif
+#include <attnpack/ops/cuda/kernels/key_source.cuh>
 #include <attnpack/ops/cuda/kernels/partial.cuh>
 #include <attnpack/ops/cuda/kernels/tiles.cuh>
 
 // Forward on tensor cores (FlashAttention-2, Dao 2023): a block of four warps holds a tile of query rows and goes
-// through the keys, which arrive by asynchronous copies one step ahead. Prefill: each warp has 16 rows of its own and
-// all keys of a step. Decode: all warps have the same 16 rows, and each has a quarter of the keys; their results are
-// joined at the end.
+// through the keys, which arrive by asynchronous copies one step ahead. key_source.cuh says from where. Prefill: each
+// warp has 16 rows of its own and all keys of a step. Decode: all warps have the same 16 rows, and each has a quarter
+// of the keys; their results are joined at the end.
 namespace attnpack::cuda {
 
-template <class S, int RowWarps, int KeyWarps, int Width>
+enum class KeysIn { kTensor, kPages, kBytes8, kBytes4 };
+
+template <class S, int RowWarps, int KeyWarps, int Width, KeysIn From = KeysIn::kTensor>
 class ForwardTile {
  public:
   static constexpr int kThreads = kWarp * RowWarps * KeyWarps;
   static constexpr int kRows = 16 * RowWarps;
   static constexpr int kKeys = Width <= 128 || KeyWarps > 1 ? 64 : 32;  // keys per step
   static constexpr int kWarpKeys = kKeys / KeyWarps;
-  static constexpr int kStages = 2;
+  static constexpr int kBits = From == KeysIn::kBytes8 ? 8 : From == KeysIn::kBytes4 ? 4 : 0;
+  using Source = std::conditional_t<kBits == 0, NumberSource<S, kKeys, Width, kThreads, From == KeysIn::kPages>,
+                                    QuantizedSource<S, kKeys, Width, kThreads, kBits == 0 ? 8 : kBits>>;
   // Query fragments stay in registers where there is room for them beside the sums.
   static constexpr bool kKeepQuery = Width <= 128;
+  static constexpr int kOutStride = Width + 8;
 
   struct Shared {
     union {
       struct {
         S query[kRows * Width];
-        S key[kStages][kKeys * Width], value[kStages][kKeys * Width];
+        typename Source::Shared keys;
       };
       struct {
-        float out[kRows * Width], max[KeyWarps][kRows], sum[KeyWarps][kRows];
+        // Each warp's part of the result. With this stride the rows that a warp stores at once lie in different banks.
+        float out[KeyWarps][kRows * kOutStride], max[KeyWarps][kRows], sum[KeyWarps][kRows];
         Row rows[kRows];
       } end;
     };
@@ -41,6 +50,7 @@ class ForwardTile {
         workspace_(workspace),
         u_(u),
         shared_(shared),
+        source_(p, u, shared.keys),
         lane_(thread_id() % kWarp),
         row_warp_(thread_id() / kWarp % RowWarps),
         key_warp_(thread_id() / kWarp / RowWarps) {}
@@ -64,10 +74,11 @@ class ForwardTile {
       sum_[h] = 0;
     }
     stream_steps<kKeys>(
-        u_.keys, [&](int64_t begin, int stage) { load_keys(begin, stage); },
+        u_.keys, [&](int64_t begin, int stage) { source_.load(begin, stage); },
         [&](int64_t begin, int stage) {
+          source_.prepare(begin, stage);
           if (cleaned) {
-            clean_tile<kKeys * Width, kThreads>(shared_.value[stage]);
+            clean_tile<kKeys * Width, kThreads>(source_.value_tile(stage));
             sync_block();
           }
           attend_step(lane_rows, begin, stage);
@@ -91,17 +102,6 @@ class ForwardTile {
     load_matrices(to, shared_.query + swizzled_offset(16 * row_warp_ + at.row, 2 * k + at.column, Width));
   }
 
-  ATTNPACK_DEVICE void load_keys(int64_t begin, int stage) {
-    const int64_t left = u_.keys.end - begin;
-    const int count = static_cast<int>(left < kKeys ? left : kKeys);
-    const auto keys = key_rows<S>(p_.key, p_.key_strides, u_.b, u_.kv_head, begin);
-    const auto values = key_rows<S>(p_.value, p_.value_strides, u_.b, u_.kv_head, begin);
-    copy_tile<kKeys, Width, kThreads>(shared_.key[stage], keys, count, static_cast<int>(p_.head_dim),
-                                      static_cast<const S*>(p_.key));
-    copy_tile<kKeys, Width, kThreads>(shared_.value[stage], values, count, static_cast<int>(p_.v_head_dim),
-                                      static_cast<const S*>(p_.value));
-  }
-
   ATTNPACK_DEVICE void attend_step(const LaneRows& lane_rows, int64_t begin, int stage) {
     constexpr int kBlocks = kWarpKeys / 8;
     const int first = key_warp_ * kWarpKeys;
@@ -115,7 +115,7 @@ class ForwardTile {
 #pragma unroll
       for (int j = 0; j < kBlocks; j += 2) {
         uint32_t b[4];
-        load_matrices(b, shared_.key[stage] + swizzled_offset(first + 8 * j + at.row, 2 * k + at.column, Width));
+        load_matrices(b, source_.key_tile(stage) + swizzled_offset(first + 8 * j + at.row, 2 * k + at.column, Width));
         multiply_add<S>(s[j], query_[kKeepQuery ? k : 0], b[0], b[1]);
         multiply_add<S>(s[j + 1], query_[kKeepQuery ? k : 0], b[2], b[3]);
       }
@@ -134,8 +134,8 @@ class ForwardTile {
 #pragma unroll
       for (int d = 0; d < Width / 8; d += 2) {
         uint32_t b[4];
-        load_matrices_transposed(b,
-                                 shared_.value[stage] + swizzled_offset(first + 8 * j + at.row, d + at.column, Width));
+        load_matrices_transposed(
+            b, source_.value_tile(stage) + swizzled_offset(first + 8 * j + at.row, d + at.column, Width));
         multiply_add<S>(out_[d], a, b[0], b[1]);
         multiply_add<S>(out_[d + 1], a, b[2], b[3]);
       }
@@ -176,46 +176,68 @@ class ForwardTile {
   // Goes through shared memory: the warps' parts of a row are joined in their order, and rows are written whole.
   ATTNPACK_DEVICE bool write_outputs(int count, bool cleaned) {
     auto& end = shared_.end;
-    const float multiplier = multiplier_of(p_);
+    float* part = end.out[key_warp_];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       sum_[h] = row_sum(sum_[h]);
+      const int row = 16 * row_warp_ + lane_ / 4 + 8 * h;
       if (lane_ % 4 == 0) {
-        end.max[key_warp_][16 * row_warp_ + lane_ / 4 + 8 * h] = max_[h];
-        end.sum[key_warp_][16 * row_warp_ + lane_ / 4 + 8 * h] = sum_[h];
+        end.max[key_warp_][row] = max_[h];
+        end.sum[key_warp_][row] = sum_[h];
       }
-    }
-    fill_rows(p_, u_.b, u_.kv_head, u_.first, kRows, end.rows);
-    for (int warp = 0; warp < KeyWarps; ++warp) {
-      if (warp == key_warp_)
 #pragma unroll
-        for (int d = 0; d < Width / 8; ++d)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const Place at = place_in_c(lane_, i);
-            const int row = 16 * row_warp_ + at.row;
-            float* to = end.out + row * Width + 8 * d + at.column;
-            const float top = joined_max(row);
-            const float x = out_[d][i] * (max_[i >> 1] == top ? 1.f : power_of_two((max_[i >> 1] - top) * multiplier));
-            *to = warp == 0 ? x : *to + x;
-          }
-      sync_block();
+      for (int d = 0; d < Width / 8; ++d)
+        store_pair(part + row * kOutStride + 8 * d + lane_ % 4 * 2, out_[d][2 * h], out_[d][2 * h + 1]);
     }
-    const auto state = [&](int r) {
-      Softmax<float> joined{joined_max(r), 0};
-      for (int w = 0; w < KeyWarps; ++w)
-        joined.sum += end.sum[w][r] *
-                      (end.max[w][r] == joined.max ? 1.f : power_of_two((end.max[w][r] - joined.max) * multiplier));
-      joined.max *= multiplier / kLog2E;
-      return joined;
+    if (thread_id() < kRows) end.rows[thread_id()] = make_row(p_, u_.b, u_.kv_head, u_.first + thread_id());
+    sync_block();
+    const auto join = [&](int r) {
+      JoinedRow row{end.out[0] + r * kOutStride};
+      factors(r, row.factor);
+      return row;
     };
-    return write_tile<S>(p_, plan_, workspace_, u_, count, end.rows, end.out, Width, kThreads, cleaned, state);
+    const auto state = [&](int r) {
+      float factor[KeyWarps], sum = 0;
+      const float top = factors(r, factor);
+#pragma unroll
+      for (int w = 0; w < KeyWarps; ++w) sum += end.sum[w][r] * factor[w];
+      return Softmax<float>{top * (multiplier_of(p_) / kLog2E), sum};
+    };
+    if (!cleaned) return write_tile<S>(p_, plan_, workspace_, u_, count, end.rows, kThreads, state, join);
+    // The joined rows take the place of the first warp's part, so that NaN and Inf are added to them.
+    const int warp = thread_id() / kWarp;
+    for (int r = warp; r < count; r += kThreads / kWarp) {
+      const JoinedRow row = join(r);
+      for (int c = lane_; c < p_.v_head_dim; c += kWarp) end.out[0][r * kOutStride + c] = row(c);
+    }
+    add_broken(end.out[0], kOutStride, {warp, kThreads / kWarp, count, static_cast<int>(p_.v_head_dim)}, u_.keys,
+               Source::number(p_, u_), RowSeesKey{&p_, u_.b, end.rows});
+    return write_tile<S>(p_, plan_, workspace_, u_, count, end.rows, kThreads, state,
+                         [&](int r) { return [&, r](int64_t c) { return end.out[0][r * kOutStride + c]; }; });
   }
 
-  ATTNPACK_DEVICE float joined_max(int row) const {
+  // A row's values: the sum of the warps' parts, each with its factor.
+  struct JoinedRow {
+    const float* first;
+    float factor[KeyWarps];
+    ATTNPACK_DEVICE float operator()(int64_t c) const {
+      float sum = first[c] * factor[0];
+#pragma unroll
+      for (int w = 1; w < KeyWarps; ++w) sum += first[w * kRows * kOutStride + c] * factor[w];
+      return sum;
+    }
+  };
+  // The factors that bring the warps' parts of a row to one maximum, which is returned.
+  ATTNPACK_DEVICE float factors(int row, float (&factor)[KeyWarps]) const {
     float top = shared_.end.max[0][row];
 #pragma unroll
     for (int w = 1; w < KeyWarps; ++w) top = larger(top, shared_.end.max[w][row]);
+    const float multiplier = multiplier_of(p_);
+#pragma unroll
+    for (int w = 0; w < KeyWarps; ++w) {
+      const float own = shared_.end.max[w][row];
+      factor[w] = own == top ? 1.f : power_of_two((own - top) * multiplier);
+    }
     return top;
   }
 
@@ -224,17 +246,44 @@ class ForwardTile {
   void* workspace_;
   const Unit& u_;
   Shared& shared_;
+  Source source_;
   const int lane_, row_warp_, key_warp_;
   uint32_t query_[kKeepQuery ? Width / 16 : 1][4];
   float out_[Width / 8][4], max_[2], sum_[2];
 };
 
-template <class S, int RowWarps, int KeyWarps, int Width>
+template <class S, int RowWarps, int KeyWarps, int Width, KeysIn From = KeysIn::kTensor>
 ATTNPACK_DEVICE void forward_mma_block(const AttentionParams& p, const ForwardPlan& plan, void* workspace,
                                        int64_t block, void* shared) {
-  using Tile = ForwardTile<S, RowWarps, KeyWarps, Width>;
+  using Tile = ForwardTile<S, RowWarps, KeyWarps, Width, From>;
   const Unit u = unit_of(p, plan, block);
   Tile(p, plan, workspace, u, *static_cast<typename Tile::Shared*>(shared)).compute_outputs();
 }
+
+#ifdef __CUDACC__
+
+using MmaKernel = void(const AttentionParams, const ForwardPlan, void* workspace);
+
+constexpr int kDecodeKeyWarps = 4, kDecodeThreads = kWarp * kDecodeKeyWarps;
+
+// Kernels::get<S, Width>(): the kernel of RowWarps x KeyWarps warps for a storage type and padded head_dim.
+template <class Kernels, int RowWarps, int KeyWarps, KeysIn From = KeysIn::kTensor>
+const char* launch_forward(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device,
+                           void* stream) {
+  return with_half_storage(p.dtype, [&](auto storage) {
+    using S = decltype(storage);
+    const auto of_width = [&](auto width) {
+      using Tile = ForwardTile<S, RowWarps, KeyWarps, decltype(width)::value, From>;
+      constexpr MmaKernel* kernel = Kernels::template get<S, decltype(width)::value>();
+      return launch(kernel, plan.blocks, Tile::kThreads, sizeof(typename Tile::Shared), device, stream, p, plan,
+                    workspace);
+    };
+    return plan.width == 64    ? of_width(std::integral_constant<int, 64>{})
+           : plan.width == 128 ? of_width(std::integral_constant<int, 128>{})
+                               : of_width(std::integral_constant<int, 256>{});
+  });
+}
+
+#endif
 
 }  // namespace attnpack::cuda

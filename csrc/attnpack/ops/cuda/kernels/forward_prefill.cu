@@ -1,5 +1,5 @@
 #include <attnpack/ops/cuda/kernels/launchers.h>
-#include <attnpack/ops/cuda/kernels/forward_mma_launch.cuh>
+#include <attnpack/ops/cuda/kernels/forward_mma.cuh>
 
 namespace attnpack::cuda {
 namespace {

@@ -36,19 +36,17 @@ ATTNPACK_HD constexpr Place lane_for_b(int lane) { return {lane % 8 + lane / 16 
 // - b0, b1 of two neighbouring operands B stored as they are, loaded transposed (values, for P V).
 ATTNPACK_HD constexpr Place lane_for_b_transposed(int lane) { return {lane % 16, lane / 16}; }
 
-// How the keys of a kv head are cut into parts, by shapes and by how many blocks the device runs at once. A part is a
-// multiple of `step` keys. There are as few parts as keep the device busy. The rule is that of flash-attention's
-// splits: one part where the blocks fill 80% of a wave, else the smallest count whose last wave is at least 85% as full
-// as the best count's.
-struct Split {
-  int64_t parts, keys;  // keys: the keys of one part
-};
-static inline Split split_keys(int64_t blocks, int64_t at_once, int64_t kv_len, int64_t step) {
-  constexpr int64_t kMostParts = 128, kFewestSteps = 4;
-  const int64_t steps = kv_len > step ? (kv_len + step - 1) / step : 1;
+// Into how many parts the keys of a kv head are cut, by the call's shape and by how many blocks the device runs at
+// once. There are as few parts as keep the device busy. The rule is that of flash-attention's splits: one part where
+// the blocks fill 80% of a wave, else the smallest count whose last wave is at least 85% as full as the best count's.
+// Parts begin at multiples of kSplitStep.
+constexpr int64_t kMostParts = 128, kSplitStep = 64;
+static inline int64_t parts_of_keys(int64_t blocks, int64_t at_once, int64_t kv_len) {
+  constexpr int64_t kFewestSteps = 4;
+  const int64_t steps = kv_len > kSplitStep ? (kv_len + kSplitStep - 1) / kSplitStep : 1;
   int64_t most = steps / kFewestSteps;
   if (most > kMostParts) most = kMostParts;
-  if (most <= 1 || blocks <= 0 || 5 * blocks >= 4 * at_once) return {1, steps * step};
+  if (most <= 1 || blocks <= 0 || 5 * blocks >= 4 * at_once) return 1;
   const auto efficiency = [&](int64_t parts) {
     const double waves = static_cast<double>(blocks * parts) / static_cast<double>(at_once);
     const int64_t whole = (blocks * parts + at_once - 1) / at_once;
@@ -60,7 +58,7 @@ static inline Split split_keys(int64_t blocks, int64_t at_once, int64_t kv_len, 
   int64_t parts = 1;
   while (efficiency(parts) < 0.85 * best) ++parts;
   const int64_t each = (steps + parts - 1) / parts;
-  return {(steps + each - 1) / each, each * step};
+  return (steps + each - 1) / each;
 }
 
 }  // namespace attnpack::cuda

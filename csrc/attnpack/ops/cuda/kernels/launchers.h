@@ -9,10 +9,12 @@ const char* forward_exact(const AttentionParams&, const ForwardPlan&, void* work
 const char* forward_prefill(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* forward_decode(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* forward_latent(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
+const char* forward_from_source(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* merge_forward(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* backward_exact(const AttentionBackwardParams&, int64_t most_group, int device, void* stream);
 const char* backward_mma(const AttentionBackwardParams&, const BackwardPlan&, int device, void* stream);
-const char* append(const AppendParams&, int device, void* stream);
+const char* place(const PlaceParams&, int device, void* stream);
+const char* quantize(const QuantizeParams&, RowsTo, int64_t rows, int device, void* stream);
 const char* rope(const RopeParams&, int device, void* stream);
 const char* linear(const LinearParams&, int device, void* stream);
 

@@ -1,15 +1,40 @@
 #include <attnpack/ops/cuda/kernels/launchers.h>
+#include <attnpack/ops/cuda/kernels/usable.h>
 #include <attnpack/ops/cuda/kernels/launch.cuh>
 
 namespace attnpack::cuda {
 namespace {
 
-// The tensor-core kernels need cp.async, ldmatrix and mma.m16n8k16, which came with sm_80.
+__global__ void image_kernel() {}
+
+struct CudaRuntime {
+  int driver_version() const {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+  }
+  int runtime_version() const {
+    int version = 0;
+    return cudaRuntimeGetVersion(&version) == cudaSuccess ? version : 1 << 30;
+  }
+  int major(int device) const {
+    int major = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    return major;
+  }
+  bool has_image(int device) const {
+    int before = 0;
+    cudaFuncAttributes attributes;
+    const bool has = cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device) == cudaSuccess &&
+                     cudaFuncGetAttributes(&attributes, image_kernel) == cudaSuccess;
+    cudaSetDevice(before);
+    cudaGetLastError();  // a missing image is an answer, not an error of the next call
+    return has;
+  }
+};
+
 bool usable(int device) {
-  int driver = 0, runtime = 0, major = 0;
-  return cudaDriverGetVersion(&driver) == cudaSuccess && cudaRuntimeGetVersion(&runtime) == cudaSuccess &&
-         driver / 1000 >= runtime / 1000 &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 8;
+  static Usable<CudaRuntime> answers{CudaRuntime{}};
+  return answers(device);
 }
 
 Device describe_device(int device) {
@@ -23,13 +48,20 @@ ForwardPlan plan(const AttentionParams& p, int64_t most_group, int device) {
   return plan_forward(p, most_group, describe_device(device));
 }
 
+bool reads_source(const AttentionParams& p, int64_t most_group, int device) {
+  const Device described = describe_device(device);
+  return p.quantized_bits ? reads_quantized(p, most_group, described) : reads_pages(p, most_group, described);
+}
+
 const char* forward(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device, void* stream) {
-  const auto launch_kernel = plan.kernel == ForwardKernel::kPrefill  ? forward_prefill
-                             : plan.kernel == ForwardKernel::kDecode ? forward_decode
-                             : plan.kernel == ForwardKernel::kLatent ? forward_latent
-                                                                     : forward_exact;
+  const bool from_source = p.block_table || p.quantized_bits;
+  const auto launch_kernel = from_source                              ? forward_from_source
+                             : plan.kernel == ForwardKernel::kPrefill ? forward_prefill
+                             : plan.kernel == ForwardKernel::kDecode  ? forward_decode
+                             : plan.kernel == ForwardKernel::kLatent  ? forward_latent
+                                                                      : forward_exact;
   const char* error = launch_kernel(p, plan, workspace, device, stream);
-  if (!error && plan.split.parts > 1) error = merge_forward(p, plan, workspace, device, stream);
+  if (!error && plan.parts > 1) error = merge_forward(p, plan, workspace, device, stream);
   return error;
 }
 
@@ -38,7 +70,7 @@ const char* backward(const AttentionBackwardParams& bp, int64_t most_group, int 
   return plan.width > 0 ? backward_mma(bp, plan, device, stream) : backward_exact(bp, most_group, device, stream);
 }
 
-constexpr CudaKernels kTable{usable, plan, forward, backward, append, rope, linear};
+constexpr CudaKernels kTable{usable, plan, forward, reads_source, backward, place, quantize, rope, linear};
 [[maybe_unused]] const bool registered = (set_cuda_kernels(&kTable), true);
 
 }  // namespace

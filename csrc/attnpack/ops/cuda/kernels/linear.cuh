@@ -5,7 +5,7 @@
 
 namespace attnpack::cuda {
 
-constexpr int kLinearThreads = 128, kLinearRows = 4;  // kLinearRows: rows that share one reading of the weight
+constexpr int kLinearThreads = 128, kLinearRows = 2;  // kLinearRows: rows that share one reading of the weight
 
 // The numbers that a lane reads at once: 16 bytes where rows begin and end at multiples of 16 bytes, else one number.
 template <class S, int Count>
@@ -21,12 +21,16 @@ ATTNPACK_DEVICE void linear_output(const LinearParams& p, int64_t output) {
   const S *weight = static_cast<const S*>(p.weight) + output * p.weight_stride, *input = static_cast<const S*>(p.input);
   for (int64_t first = 0; first < p.rows; first += kLinearRows) {
     float sum[kLinearRows] = {};
+    // Rows after the last one repeat it, so that the loop has no condition and several loads are under way.
+    const S* row[kLinearRows];
+#pragma unroll
+    for (int r = 0; r < kLinearRows; ++r) row[r] = input + (first + r < p.rows ? first + r : p.rows - 1) * p.inputs;
+#pragma unroll 4
     for (int64_t i = lane * Count; i < p.inputs; i += kWarp * Count) {
       const LaneChunk w = *reinterpret_cast<const LaneChunk*>(weight + i);
 #pragma unroll
       for (int r = 0; r < kLinearRows; ++r) {
-        if (first + r >= p.rows) break;
-        const LaneChunk x = *reinterpret_cast<const LaneChunk*>(input + (first + r) * p.inputs + i);
+        const LaneChunk x = *reinterpret_cast<const LaneChunk*>(row[r] + i);
 #pragma unroll
         for (int n = 0; n < Count; ++n) sum[r] += widen(w.x[n]) * widen(x.x[n]);
       }

@@ -11,7 +11,7 @@ namespace attnpack::cuda {
 template <class A>
 ATTNPACK_HD inline A* partial_row(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int64_t head,
                                   int64_t part, int64_t row) {
-  return static_cast<A*>(workspace) + ((head * plan.split.parts + part) * plan.rows + row) * (p.v_head_dim + 2);
+  return static_cast<A*>(workspace) + ((head * plan.parts + part) * plan.rows + row) * (p.v_head_dim + 2);
 }
 
 // A tile of rows of one kv head against one part of the keys.
@@ -20,13 +20,20 @@ struct Unit {
   Range keys;  // keys of this part that some row of the tile may see
 };
 
+// The keys of part number `part` of a sequence. The parts share out the keys that the sequence's rows see, in whole
+// steps: where a cache is mostly empty, all parts still have work.
+ATTNPACK_HD inline Range keys_of_part(const AttentionParams& p, const ForwardPlan& plan, int64_t b, int64_t part) {
+  const Range seen = seen_keys(p, b);
+  const int64_t steps = (seen.end - seen.begin + kSplitStep - 1) / kSplitStep;
+  const int64_t keys = (steps + plan.parts - 1) / plan.parts * kSplitStep;
+  return {seen.begin + part * keys, seen.begin + (part + 1) * keys};
+}
+
 // The last tiles come first: with causality they are the longest.
 ATTNPACK_HD inline Unit unit_of(const AttentionParams& p, const ForwardPlan& plan, int64_t index) {
-  const int64_t tile = plan.tiles - 1 - index % plan.tiles, head = index / plan.tiles / plan.split.parts;
-  Unit u{
-      head / p.num_kv_heads, head % p.num_kv_heads, tile * plan.tile_rows, index / plan.tiles % plan.split.parts, {}};
-  u.keys = intersection(hull(p, u.b, u.kv_head, u.first, plan.tile_rows),
-                        {u.part * plan.split.keys, (u.part + 1) * plan.split.keys});
+  const int64_t tile = plan.tiles - 1 - index % plan.tiles, head = index / plan.tiles / plan.parts;
+  Unit u{head / p.num_kv_heads, head % p.num_kv_heads, tile * plan.tile_rows, index / plan.tiles % plan.parts, {}};
+  u.keys = intersection(hull(p, u.b, u.kv_head, u.first, plan.tile_rows), keys_of_part(p, plan, u.b, u.part));
   return u;
 }
 
@@ -36,7 +43,7 @@ template <class S, class A, class Values>
 ATTNPACK_DEVICE void write_row(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
                                int64_t index, const Row& row, Softmax<A> state, int64_t begin, int64_t end,
                                int64_t step, bool first, const Values& values) {
-  if (plan.split.parts > 1) {
+  if (plan.parts > 1) {
     A* to = partial_row<A>(p, plan, workspace, u.b * p.num_kv_heads + u.kv_head, u.part, index);
     if (first) {
       to[0] = state.max;
@@ -52,62 +59,127 @@ ATTNPACK_DEVICE void write_row(const AttentionParams& p, const ForwardPlan& plan
   if (first) static_cast<A*>(p.lse)[(u.b * p.num_heads + row.head) * p.q_len + row.query] = done.lse;
 }
 
-// The NaN or Inf that the values bring into column c of a row. They come from all values whose keys the row sees. Out
-// of line: it is seldom needed and must not cost registers.
-template <class S>
-ATTNPACK_DEVICE_CALL float broken_part(const AttentionParams& p, const Unit& u, const Row& row, int64_t c) {
-  const S* value = static_cast<const S*>(p.value) + u.b * p.value_strides.batch + u.kv_head * p.value_strides.head + c;
-  float sum = 0;
-  for (int64_t key = u.keys.begin; key < u.keys.end && sum == sum; ++key) {
-    const float x = widen(value[key * p.value_strides.row]);
-    if (!is_finite(x) && finish_score(p, u.b, row, key, 0.f) != -infinity<float>()) sum += x;
+// The owners of one warp in a tile: `first`, `first + step`, ... before `end`. Columns [0, width) are in use.
+struct BrokenOwners {
+  int first, step, end, width;
+};
+
+// Adds to tile[owner * stride + c] the NaN and Inf in column c of all others that the owner sees. number(other, c): a
+// number of another. sees.prepare(other) is asked once per other, and sees(owner, prepared) once per pair. A warp goes
+// through its others 32 at a time. Most of them hold no NaN, so the time is about that of reading them once. Where an
+// owner's columns are NaN already nothing is left to add: sums over a model that has diverged end at once. Out of line,
+// because it is seldom needed and must not cost registers.
+template <class Number, class Sees>
+ATTNPACK_DEVICE_CALL void add_broken(float* tile, int stride, const BrokenOwners owners, Range others,
+                                     const Number number, const Sees sees) {
+  const int lane = thread_id() % kWarp;
+  const auto is_open = [&](int owner) {  // whether any of its columns is not NaN yet
+    bool open = false;
+    for (int c = lane; c < owners.width; c += kWarp) open |= tile[owner * stride + c] == tile[owner * stride + c];
+    return ballot(open) != 0;
+  };
+  bool any_open = false;
+  for (int owner = owners.first; owner < owners.end; owner += owners.step) any_open |= is_open(owner);
+  if (!any_open) return;
+  for (int64_t begin = others.begin; begin < others.end; begin += kWarp) {
+    const int count = static_cast<int>(others.end - begin < kWarp ? others.end - begin : kWarp);
+    uint32_t broken = 0;
+    for (int k = 0; k < count; ++k) {
+      bool mine = false;
+      for (int c = lane; c < owners.width; c += kWarp) mine |= !is_finite(number(begin + k, c));
+      broken |= static_cast<uint32_t>(ballot(mine) != 0) << k;
+    }
+    if (!broken) continue;
+    const bool own = broken >> lane & 1;
+    const auto prepared = sees.prepare(begin + (own ? lane : 0));
+    for (int owner = owners.first; owner < owners.end; owner += owners.step) {
+      uint32_t seen = ballot(own && sees(owner, prepared));
+      if (!seen || !is_open(owner)) continue;
+      for (int k = 0; seen; ++k, seen >>= 1)
+        if (seen & 1)
+          for (int c = lane; c < owners.width; c += kWarp)
+            if (const float x = number(begin + k, c); !is_finite(x)) tile[owner * stride + c] += x;
+    }
   }
-  return sum;
 }
 
-// Writes a tile's first `count` rows from shared memory, one warp per row. state(r): row r's softmax. Returns whether
-// this thread found NaN or Inf. An excluded key may have brought them in as 0 * NaN. Then the tile is computed once
-// more, `cleaned`: zeros replace NaN and Inf among the values, and each row receives the NaN and Inf of the keys that
-// it sees. So the numbers of an excluded key change no bit.
-template <class S, class State>
+// The owners are rows of a table, the others are keys.
+struct RowSeesKey {
+  const AttentionParams* p;
+  int64_t b;
+  const Row* rows;
+  ATTNPACK_DEVICE int64_t prepare(int64_t key) const { return key; }
+  ATTNPACK_DEVICE bool operator()(int owner, int64_t key) const { return row_sees(*p, b, rows[owner], key); }
+};
+// The owners are keys from `first` on, the others are rows of a kv head.
+struct KeySeenByRow {
+  const AttentionParams* p;
+  int64_t b, kv_head, first;
+  ATTNPACK_DEVICE Row prepare(int64_t index) const { return make_row(*p, b, kv_head, index); }
+  ATTNPACK_DEVICE bool operator()(int owner, const Row& row) const { return row_sees(*p, b, row, first + owner); }
+};
+
+// Writes a tile's first `count` rows from shared memory, one warp per row. state(r): row r's softmax; values(r): a
+// function of the column. Returns whether this thread found NaN or Inf. An excluded key may have brought them in as 0 *
+// NaN. Then the tile is computed once more, `cleaned`: zeros replace NaN and Inf among the values, and each row
+// receives the NaN and Inf of the keys that it sees (add_broken). So the numbers of an excluded key change no bit.
+template <class S, class State, class Values>
 ATTNPACK_DEVICE bool write_tile(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
-                                int count, const Row* rows, const float* out, int width, int threads, bool cleaned,
-                                const State& state) {
+                                int count, const Row* rows, int threads, const State& state, const Values& values) {
   bool broken = false;
   const int lane = thread_id() % kWarp;
-  for (int r = thread_id() / kWarp; r < count; r += threads / kWarp)
+  for (int r = thread_id() / kWarp; r < count; r += threads / kWarp) {
+    const auto value = values(r);
     write_row<S, float>(p, plan, workspace, u, u.first + r, rows[r], state(r), lane, p.v_head_dim, kWarp, lane == 0,
                         [&](int64_t c) {
-                          float x = out[r * width + c];
-                          if (cleaned) x += broken_part<S>(p, u, rows[r], c);
+                          const float x = value(c);
                           broken |= !is_finite(x);
                           return x;
                         });
+  }
   return broken;
 }
 
-// Joins the parts of one row of a kv head, in their order.
+constexpr int kMergeThreads = static_cast<int>(kMostParts);
+template <class A>
+struct MergeShared {
+  A weight[kMergeThreads], max[kMergeThreads / kWarp], sum[kMergeThreads / kWarp];
+};
+
+// Joins the parts of one row of a kv head, in their order. Thread i weighs part i; then each thread adds up columns.
 template <class S, class A>
 ATTNPACK_DEVICE void merge_parts(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int64_t index,
-                                 int threads) {
+                                 MergeShared<A>& shared) {
   const int64_t row_index = index % plan.rows, head = index / plan.rows;
   const int64_t b = head / p.num_kv_heads, kv_head = head % p.num_kv_heads;
   if (row_index >= group_size(p, kv_head) * p.q_len) return;
   const Row row = make_row(p, b, kv_head, row_index);
   const auto part = [&](int64_t i) { return partial_row<A>(p, plan, workspace, head, i, row_index); };
-  Softmax<A> all{-infinity<A>(), 0};
-  for (int64_t i = 0; i < plan.split.parts; ++i) all.max = larger(all.max, part(i)[0]);
-  const auto weight = [&](int64_t i) { return part(i)[0] == all.max ? A(1) : std::exp(part(i)[0] - all.max); };
-  for (int64_t i = 0; i < plan.split.parts; ++i) all.sum += part(i)[1] * weight(i);
+  const int thread = thread_id(), warp = thread / kWarp;
+  const bool own = thread < plan.parts;
+  const Softmax<A> mine = own ? Softmax<A>{part(thread)[0], part(thread)[1]} : Softmax<A>{-infinity<A>(), 0};
+  const A top = warp_max(mine.max);
+  if (thread % kWarp == 0) shared.max[warp] = top;
+  sync_block();
+  Softmax<A> all{shared.max[0], 0};
+#pragma unroll
+  for (int w = 1; w < kMergeThreads / kWarp; ++w) all.max = larger(all.max, shared.max[w]);
+  const A weight = mine.max == all.max ? A(1) : std::exp(mine.max - all.max), sum = warp_sum(mine.sum * weight);
+  shared.weight[thread] = weight;
+  if (thread % kWarp == 0) shared.sum[warp] = sum;
+  sync_block();
+#pragma unroll
+  for (int w = 0; w < kMergeThreads / kWarp; ++w) all.sum += shared.sum[w];
   const RowEnd<A> done = end_row(p, row.head, all);
   S* out =
       static_cast<S*>(p.out) + b * p.out_strides.batch + row.head * p.out_strides.head + row.query * p.out_strides.row;
-  for (int64_t c = thread_id(); c < p.v_head_dim; c += threads) {
+  for (int64_t c = thread; c < p.v_head_dim; c += kMergeThreads) {
     A value = 0;
-    for (int64_t i = 0; i < plan.split.parts; ++i) value += part(i)[2 + c] * weight(i);
+#pragma unroll 8
+    for (int64_t i = 0; i < plan.parts; ++i) value += part(i)[2 + c] * shared.weight[i];
     narrow(value * done.factor / done.divisor, out + c);
   }
-  if (thread_id() == 0) static_cast<A*>(p.lse)[(b * p.num_heads + row.head) * p.q_len + row.query] = done.lse;
+  if (thread == 0) static_cast<A*>(p.lse)[(b * p.num_heads + row.head) * p.q_len + row.query] = done.lse;
 }
 
 }  // namespace attnpack::cuda

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include <attnpack/core/params.h>
+#include <attnpack/core/quantized.h>
 #include <attnpack/ops/cuda/kernels/index.h>
 
 // Decides which kernel takes a call, and how the call is cut into blocks: by shapes, layout and device alone.
@@ -17,13 +18,17 @@ struct ForwardPlan {
   int64_t tile_rows;      // rows of a block
   int64_t tiles;          // tiles of a kv head's rows
   int64_t column_blocks;  // exact kernel: blocks that share the columns of the values
-  Split split;            // of the keys
+  int64_t parts;          // of the keys
   int64_t blocks;
   int64_t workspace_bytes;  // memory for the partial results, if there are several parts
 };
 
 constexpr int64_t kExactRows = 16, kDecodeTileRows = 16, kPrefillTileRows = 64, kExactColumns = 128;
 constexpr int64_t kLatentHeadDim = 576, kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
+
+struct Device {
+  int64_t multiprocessors, shared_bytes;  // shared memory that a block may ask for
+};
 
 // Asynchronous copies take chunks of 16 bytes, which must not straddle rows.
 static inline bool aligned(const void* base, const Strides& s, int64_t width) {
@@ -37,6 +42,20 @@ static inline bool fits_tensor_cores(const AttentionParams& p) {
          aligned(p.value, p.value_strides, p.v_head_dim);
 }
 
+// A dimension of size 1 has no step, so any stride may stand there. It becomes 0, and layouts that are alike look
+// alike.
+static inline void drop_unused_strides(Strides& s, int64_t batch, int64_t heads, int64_t rows) {
+  if (batch == 1) s.batch = 0;
+  if (heads == 1) s.head = 0;
+  if (rows == 1) s.row = 0;
+}
+static inline void drop_unused_strides(AttentionParams& p) {
+  drop_unused_strides(p.query_strides, p.batch, p.num_heads, p.q_len);
+  if (p.block_table) return;  // the sizes of a pool are others
+  drop_unused_strides(p.key_strides, p.batch, p.num_kv_heads, p.kv_len);
+  drop_unused_strides(p.value_strides, p.batch, p.num_kv_heads, p.kv_len);
+}
+
 // Whether the values are the first columns of the keys. The keys are then read once.
 static inline bool is_latent(const AttentionParams& p) {
   return p.head_dim == kLatentHeadDim && p.v_head_dim == kLatentValueDim && p.value == p.key &&
@@ -44,15 +63,65 @@ static inline bool is_latent(const AttentionParams& p) {
          p.value_strides.row == p.key_strides.row;
 }
 
-struct Device {
-  int64_t multiprocessors, shared_bytes;  // shared memory that a block may ask for
-};
-
 // The shared memory that the tensor-core kernels use (forward_mma.cuh, forward_latent.cuh).
 static inline int64_t shared_bytes(ForwardKernel kernel, int64_t tile_rows, int64_t width) {
   if (kernel == ForwardKernel::kLatent) return (tile_rows + 64) * width * 2 + tile_rows * 112;
   const int64_t keys = width <= 128 || kernel == ForwardKernel::kDecode ? 64 : 32;
   return (tile_rows + 4 * keys) * width * 2;
+}
+// Quantised decode: two steps of rows as they are stored, and one step of numbers (key_source.cuh).
+static inline int64_t quantized_raw_bytes(int64_t bits, int64_t width) {
+  return (kSplitStep * quantized_row_bytes(bits, width) + 15) / 16 * 16 + 16;
+}
+static inline int64_t quantized_shared_bytes(int64_t bits, int64_t width) {
+  return (kDecodeTileRows + 2 * kSplitStep) * width * 2 + 4 * quantized_raw_bytes(bits, width);
+}
+
+// The kernel for a call that tensor cores take, by the rows and widths. Tiles are smaller where a block has less shared
+// memory (99 KB on sm_86, sm_89 and sm_120).
+struct TilePlan {
+  ForwardKernel kernel;
+  int32_t width;  // 0: none fits
+  int64_t tile_rows;
+};
+static inline TilePlan plan_tile(const AttentionParams& p, int64_t rows, const Device& device) {
+  const int64_t wide = p.head_dim > p.v_head_dim ? p.head_dim : p.v_head_dim;
+  const bool few = rows <= kDecodeTileRows, latent = is_latent(p);
+  TilePlan tile{latent ? ForwardKernel::kLatent
+                : few  ? ForwardKernel::kDecode
+                       : ForwardKernel::kPrefill,
+                latent        ? static_cast<int32_t>(kLatentHeadDim)
+                : wide <= 64  ? 64
+                : wide <= 128 ? 128
+                : wide <= 256 ? 256
+                              : 0,
+                few ? kDecodeTileRows : kPrefillTileRows};
+  const auto fits = [&] { return shared_bytes(tile.kernel, tile.tile_rows, tile.width) <= device.shared_bytes; };
+  if (!fits() && latent) tile.tile_rows = kDecodeTileRows;
+  if (!fits() && tile.kernel == ForwardKernel::kDecode)  // it holds 64 keys at once, and prefill half of them
+    tile.kernel = ForwardKernel::kPrefill, tile.tile_rows = kPrefillTileRows;
+  if (!fits()) tile.width = 0;
+  return tile;
+}
+
+// Whether the decode kernel reads keys in pages, or quantised rows. Else the caller makes plain keys of them.
+static inline bool reads_pages(const AttentionParams& p, int64_t most_group, const Device& device) {
+  const TilePlan tile = plan_tile(p, most_group * p.q_len, device);
+  return fits_tensor_cores(p) && tile.kernel == ForwardKernel::kDecode && tile.width > 0;
+}
+static inline bool reads_quantized(const AttentionParams& p, int64_t most_group, const Device& device) {
+  const auto whole = [&](const Strides& s, int64_t dim) {  // rows without gaps, in whole words
+    const int64_t bytes = quantized_row_bytes(p.quantized_bits, dim);
+    return bytes % 4 == 0 && dim % 8 == 0 && (s.row == bytes || p.kv_len == 1) && s.batch % 4 == 0 && s.head % 4 == 0;
+  };
+  const int64_t wide = p.head_dim > p.v_head_dim ? p.head_dim : p.v_head_dim;
+  return (p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16) && wide <= 256 &&
+         most_group * p.q_len <= kDecodeTileRows && aligned(p.query, p.query_strides, p.head_dim) &&
+         (reinterpret_cast<uintptr_t>(p.key) | reinterpret_cast<uintptr_t>(p.value)) % 16 == 0 &&
+         whole(p.key_strides, p.head_dim) && whole(p.value_strides, p.v_head_dim) &&
+         quantized_shared_bytes(p.quantized_bits, wide <= 64    ? 64
+                                                  : wide <= 128 ? 128
+                                                                : 256) <= device.shared_bytes;
 }
 
 // most_group: the size of the largest group of query heads that share a kv head.
@@ -60,18 +129,17 @@ static inline ForwardPlan plan_forward(const AttentionParams& p, int64_t most_gr
   ForwardPlan plan{};
   plan.rows = most_group * p.q_len;
   plan.column_blocks = 1;
-  const int64_t wide = p.head_dim > p.v_head_dim ? p.head_dim : p.v_head_dim;
-  int64_t at_once = device.multiprocessors;
-  plan.tile_rows = plan.rows <= kDecodeTileRows ? kDecodeTileRows : kPrefillTileRows;
-  if (is_latent(p)) {
-    plan.kernel = ForwardKernel::kLatent;
-    plan.width = static_cast<int32_t>(kLatentHeadDim);
-  } else {
-    plan.kernel = plan.rows <= kDecodeTileRows ? ForwardKernel::kDecode : ForwardKernel::kPrefill;
-    plan.width = wide <= 64 ? 64 : wide <= 128 ? 128 : wide <= 256 ? 256 : 0;
+  const TilePlan tile = plan_tile(p, plan.rows, device);
+  int64_t at_once = device.multiprocessors, shared = shared_bytes(tile.kernel, tile.tile_rows, tile.width);
+  plan.kernel = tile.kernel;
+  plan.width = tile.width;
+  plan.tile_rows = tile.tile_rows;
+  if (p.quantized_bits) {  // the caller has asked reads_quantized
+    plan.kernel = ForwardKernel::kDecode;
+    plan.tile_rows = kDecodeTileRows;
+    shared = quantized_shared_bytes(p.quantized_bits, plan.width);
   }
-  const int64_t shared = shared_bytes(plan.kernel, plan.tile_rows, plan.width);
-  if (fits_tensor_cores(p) && plan.width > 0 && shared <= device.shared_bytes) {
+  if (p.quantized_bits || (fits_tensor_cores(p) && plan.width > 0)) {
     at_once *= 2 * shared <= device.shared_bytes ? 2 : 1;
   } else {
     plan.kernel = ForwardKernel::kExact;
@@ -81,10 +149,10 @@ static inline ForwardPlan plan_forward(const AttentionParams& p, int64_t most_gr
   }
   plan.tiles = plan.rows > 0 ? (plan.rows + plan.tile_rows - 1) / plan.tile_rows : 0;
   const int64_t heads = p.batch * p.num_kv_heads, blocks = heads * plan.tiles * plan.column_blocks;
-  plan.split = split_keys(blocks, at_once, p.kv_len, 64);
-  plan.blocks = blocks * plan.split.parts;
-  if (plan.split.parts > 1)
-    plan.workspace_bytes = heads * plan.split.parts * plan.rows * (p.v_head_dim + 2) *
+  plan.parts = parts_of_keys(blocks, at_once, p.kv_len);
+  plan.blocks = blocks * plan.parts;
+  if (plan.parts > 1)
+    plan.workspace_bytes = heads * plan.parts * plan.rows * (p.v_head_dim + 2) *
                            static_cast<int64_t>(p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float));
   return plan;
 }
@@ -98,9 +166,10 @@ struct BackwardPlan {
   int64_t most_group;  // size of the largest group of query heads that share a kv head
 };
 
+constexpr int64_t backward_step(int64_t width) { return width <= 64 ? 64 : width <= 128 ? 32 : 16; }
 static inline int64_t backward_shared_bytes(int64_t width) {
-  const int64_t others = width <= 64 ? 64 : 32;
-  return (2 * kBackwardOwners + 4 * others) * width * 2 + 4096;
+  const int64_t step = backward_step(width), table = step > kBackwardOwners / 2 ? 2 * step : kBackwardOwners;
+  return (2 * kBackwardOwners + 4 * step) * width * 2 + table * 48;
 }
 // How many blocks of owners one kv head has.
 ATTNPACK_HD static inline int64_t backward_tiles(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {

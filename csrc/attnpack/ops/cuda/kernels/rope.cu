@@ -1,6 +1,6 @@
 #include <attnpack/ops/cuda/kernels/launchers.h>
 #include <attnpack/ops/cuda/kernels/launch.cuh>
-#include <attnpack/ops/cuda/kernels/rope.cuh>
+#include <attnpack/ops/cuda/kernels/place.cuh>
 
 namespace attnpack::cuda {
 namespace {

@@ -25,7 +25,7 @@ ATTNPACK_HD inline Row make_row(const AttentionParams& p, int64_t b, int64_t kv_
   const bool some = keys.begin < keys.end;
   return {static_cast<int32_t>(group_head(p, kv_head, index % group)), static_cast<int32_t>(query),
           some ? static_cast<int32_t>(keys.begin) : 0, some ? static_cast<int32_t>(keys.end) : 0,
-          query + (p.q_offsets ? p.q_offsets[b] : p.q_offset)};
+          query + first_position(p, b)};
 }
 
 // The keys that rows [first, first + count) of one kv head see. The ranges of later queries never begin or end earlier,
@@ -64,25 +64,37 @@ ATTNPACK_HD inline Range intersection(Range a, Range b) {
   return r.begin < r.end ? r : Range{0, 0};
 }
 
+// What a mask holds for one pair. It excludes the key if it holds -inf before any rounding.
 template <class A>
-ATTNPACK_HD inline A mask_value(const AttentionParams& p, int64_t offset) {
-  switch (p.mask_dtype) {
-    case DType::kFloat64:
-      return static_cast<A>(static_cast<const double*>(p.mask)[offset]);
-    case DType::kFloat32:
-      return static_cast<A>(static_cast<const float*>(p.mask)[offset]);
-    case DType::kBFloat16:
-      return static_cast<A>(widen(static_cast<const BFloat16*>(p.mask)[offset]));
-    case DType::kFloat16:
-      return static_cast<A>(widen(static_cast<const Float16*>(p.mask)[offset]));
-    default:
-      return static_cast<const bool*>(p.mask)[offset] ? A(0) : -infinity<A>();
+struct MaskValue {
+  A value;
+  bool excludes;
+};
+template <class A, class M>
+ATTNPACK_HD inline MaskValue<A> mask_value(const void* mask, int64_t offset) {
+  if constexpr (std::is_same_v<M, bool>) {
+    const bool excludes = !static_cast<const bool*>(mask)[offset];
+    return {A(0), excludes};
+  } else {
+    const auto x = widen(static_cast<const M*>(mask)[offset]);
+    return {static_cast<A>(x), x == -infinity<decltype(x + 0)>()};
   }
 }
-// Whether the mask excludes a key: it holds -inf before any rounding.
-ATTNPACK_HD inline bool mask_excludes(const AttentionParams& p, int64_t offset) {
-  return p.mask_dtype == DType::kFloat64 ? static_cast<const double*>(p.mask)[offset] == -infinity<double>()
-                                         : mask_value<float>(p, offset) == -infinity<float>();
+// Calls f with one value of the mask's type.
+template <class F>
+ATTNPACK_HD inline auto with_mask_type(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return f(double{});
+    case DType::kFloat32:
+      return f(float{});
+    case DType::kBFloat16:
+      return f(BFloat16{});
+    case DType::kFloat16:
+      return f(Float16{});
+    default:
+      return f(bool{});
+  }
 }
 
 // Whether scores need a scale above 0 and nothing else but the row's range.
@@ -90,35 +102,66 @@ ATTNPACK_HD inline bool only_scaled(const AttentionParams& p) {
   return p.softcap == 0 && !p.alibi_slopes && !p.mask && p.scale > 0;
 }
 
-// The score of one pair, or -inf where the key is excluded, whatever `product` holds. cap_slope, if given, receives
-// d(capped) / d(scaled).
+// The numbers that all scores of a call share, and those that the scores of a row share, in the type to compute with.
+template <class A>
+struct ScoreRule {
+  A scale, cap, into_cap;
+};
+template <class A>
+ATTNPACK_HD inline ScoreRule<A> score_rule(const AttentionParams& p) {
+  return {static_cast<A>(p.scale), static_cast<A>(p.softcap), p.softcap > 0 ? scale_into_cap<A>(p) : A(0)};
+}
+template <class A>
+struct RowRule {
+  A slope;       // of ALiBi
+  int64_t mask;  // where the mask's row begins, in elements
+};
+template <class A>
+ATTNPACK_HD inline RowRule<A> row_rule(const AttentionParams& p, int64_t b, const Row& row) {
+  return {p.alibi_slopes ? static_cast<A>(p.alibi_slopes[row.head]) : A(0),
+          p.mask ? b * p.mask_strides.batch + row.head * p.mask_strides.head + row.query * p.mask_strides.row : 0};
+}
+
+// cap tanh(scaled / cap). cap_slope, if given, receives d(capped) / d(scaled).
+template <class A>
+ATTNPACK_HD inline A capped_score(const ScoreRule<A>& rule, A product, A* cap_slope = nullptr) {
+  const A t = std::tanh(product * rule.into_cap);
+  if (cap_slope) *cap_slope = A(1) - t * t;
+  return rule.cap * t;
+}
+
+// The score of one pair, or -inf where the key is excluded, whatever `product` holds. cap_slope as in capped_score.
+template <class A>
+ATTNPACK_HD inline A finish_score(const AttentionParams& p, const ScoreRule<A>& rule, const RowRule<A>& of_row,
+                                  const Row& row, int64_t key, A product, A* cap_slope = nullptr) {
+  if (key < row.begin || key >= row.end) return -infinity<A>();
+  A score = p.softcap > 0 ? capped_score(rule, product, cap_slope) : rule.scale * product;
+  if (p.alibi_slopes) {
+    const int64_t distance = row.position < key ? key - row.position : row.position - key;
+    score -= of_row.slope * static_cast<A>(distance);
+  }
+  if (p.mask) {
+    const int64_t offset = of_row.mask + key * p.mask_strides.column;
+    const auto mask =
+        with_mask_type(p.mask_dtype, [&](auto type) { return mask_value<A, decltype(type)>(p.mask, offset); });
+    score = mask.excludes ? -infinity<A>() : score + mask.value;
+  }
+  return score;
+}
 template <class A>
 ATTNPACK_HD inline A finish_score(const AttentionParams& p, int64_t b, const Row& row, int64_t key, A product,
                                   A* cap_slope = nullptr) {
-  if (key < row.begin || key >= row.end) return -infinity<A>();
-  A score = static_cast<A>(p.scale) * product;
-  if (p.softcap > 0) {
-    const A cap = static_cast<A>(p.softcap), t = std::tanh(product * scale_into_cap<A>(p));
-    score = cap * t;
-    if (cap_slope) *cap_slope = A(1) - t * t;
-  }
-  if (p.alibi_slopes) {
-    const int64_t distance = row.position < key ? key - row.position : row.position - key;
-    score -= static_cast<A>(p.alibi_slopes[row.head]) * static_cast<A>(distance);
-  }
-  if (p.mask) {
-    const int64_t offset = b * p.mask_strides.batch + row.head * p.mask_strides.head + row.query * p.mask_strides.row +
-                           key * p.mask_strides.column;
-    if (mask_excludes(p, offset)) return -infinity<A>();
-    score += mask_value<A>(p, offset);
-  }
-  return score;
+  return finish_score(p, score_rule<A>(p), row_rule<A>(p, b, row), row, key, product, cap_slope);
+}
+// Whether range and mask leave the key to the row.
+ATTNPACK_HD inline bool row_sees(const AttentionParams& p, int64_t b, const Row& row, int64_t key) {
+  return finish_score(p, b, row, key, 0.f) != -infinity<float>();
 }
 
 // The factor with which dropout multiplies a probability.
 template <class A>
 ATTNPACK_HD inline A dropout_factor(const AttentionParams& p, int64_t b, const Row& row, int64_t key) {
-  return dropped(p, b, row.head, row.query, key) ? A(0) : static_cast<A>(1 / (1 - p.dropout_p));
+  return dropped(p, b, row.head, row.query, key) ? A(0) : static_cast<A>(p.kept_factor);
 }
 
 // The online softmax (Milakov and Gimelshein 2018): a row's maximum and the sum of exp(score - max).
@@ -155,7 +198,7 @@ ATTNPACK_HD inline RowEnd<A> end_row(const AttentionParams& p, int64_t head, Sof
     row.sum = row.sum * factor + std::exp(sink - top);
     row.max = top;
   }
-  return {factor, row.sum, row.max + static_cast<A>(std::log(static_cast<double>(row.sum)))};
+  return {factor, row.sum, row.max + std::log(row.sum)};
 }
 
 }  // namespace attnpack::cuda

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <attnpack/core/params.h>
+#include <attnpack/core/quantized.h>
 #include <attnpack/ops/cuda/kernels/plan.h>
 
 // The table of functions that libattnpack_cuda offers. That library knows nothing of torch: it reads params structs,
@@ -9,16 +10,36 @@
 // compositions of ATen ops.
 namespace attnpack {
 
-// Writes new positions after the ones that a cache holds.
-struct AppendParams {
-  int64_t batch, num_kv_heads, new_positions, capacity, row_bytes;
-  const void* from;
-  void* to;
-  Strides from_strides, to_strides;  // in bytes; each row is contiguous
-  const int64_t* lengths;            // [batch], lengths_stride apart: lengths before the append
+// Writes new keys and values after the positions that a cache holds, rotates keys and queries on the way if `rotates`,
+// and adds to lengths. Strides are in elements. The cache is one tensor, or pools of pages with a table.
+struct PlaceParams {
+  int64_t batch, tokens, new_positions;  // tokens: of all sequences; new_positions: of each, without cu_seqlens
+  int64_t num_heads, num_kv_heads, head_dim, v_head_dim, capacity;  // num_heads: of query; 0 without one
+  DType dtype;                                                      // only if it rotates
+  int32_t element_size;
+  bool rotates, interleaved;
+  int64_t half;  // rotated pairs, at most kMostRopeHalf
+  double factor;
+  const double* inv_freq;  // [half]
+  const void *query, *key, *value;
+  void *rotated, *cache_key, *cache_value;
+  Strides query_strides, key_strides, value_strides, rotated_strides, cache_key_strides, cache_value_strides;
+  const int64_t* lengths;  // [batch], lengths_stride apart, written
   int64_t lengths_stride;
-  const int64_t* new_lens;  // [batch] or null: new_positions
+  const int64_t* dropped;  // [batch], dropped_stride apart, or null
+  int64_t dropped_stride;
+  const int64_t* new_lens;     // [batch] or null: new_positions
+  const int64_t* cu_seqlens;   // [batch + 1] or null: where the packed rows of each sequence begin
+  const int32_t* block_table;  // [batch, max_pages], rows table_stride apart, or null; then `batch` of a cache's
+                               // strides is the step of a page
+  int64_t table_stride, page_size, num_pages;
 };
+constexpr int64_t kMostRopeHalf = 256;
+
+// What quantize makes of rows (core/quantized.h): bytes of numbers, numbers of bytes, or numbers rotated as rows of 4
+// bits are.
+enum class RowsTo : int32_t { kBytes, kNumbers, kRotated };
+constexpr int64_t kMostQuantizedDim = 1024;
 
 // out = x with its first 2 * half dims rotated by cos and sin. All are [batch, head, row, column] by strides.
 struct RopeParams {
@@ -32,11 +53,14 @@ struct RopeParams {
 
 struct CudaKernels {
   // All functions but `usable` and `plan` return null, or a sentence about the error.
-  bool (*usable)(int device);  // whether driver and device (sm_80 or later) are new enough
+  bool (*usable)(int device);  // usable.h says when; asked once per device
   cuda::ForwardPlan (*plan)(const AttentionParams&, int64_t most_group, int device);
   const char* (*forward)(const AttentionParams&, const cuda::ForwardPlan&, void* workspace, int device, void* stream);
+  // Whether the decode kernel reads the keys where they are: in pages, or as quantised rows.
+  bool (*reads_source)(const AttentionParams&, int64_t most_group, int device);
   const char* (*backward)(const AttentionBackwardParams&, int64_t most_group, int device, void* stream);
-  const char* (*append)(const AppendParams&, int device, void* stream);
+  const char* (*place)(const PlaceParams&, int device, void* stream);
+  const char* (*quantize)(const QuantizeParams&, RowsTo, int64_t rows, int device, void* stream);
   const char* (*rope)(const RopeParams&, int device, void* stream);
   const char* (*linear)(const LinearParams&, int device, void* stream);
 };

@@ -23,7 +23,7 @@ ATTNPACK_DEVICE void copy_tile(S* tile, const GetRow& row, int count, int width,
   for (int i = 0; i < Rows * kChunks / Threads; ++i) {
     const int n = i * Threads + thread_id(), r = n / kChunks, chunk = n % kChunks;
     const bool valid = r < count && chunk * 8 < width;
-    copy_async(tile + swizzled_offset(r, chunk, Width), valid ? row(r) + chunk * 8 : somewhere, valid);
+    copy_async(tile + swizzled_offset(r, chunk, Width), valid ? row(r) + chunk * 8 : somewhere, valid ? 16 : 0);
   }
 }
 
@@ -87,24 +87,66 @@ ATTNPACK_DEVICE LaneRows make_lane_rows(const AttentionParams& p, int64_t b, int
   return rows;
 }
 
+// The parts of finish_score that need more than a row's range, for all scores of a lane. Each question about the
+// settings is asked once for all of them, because a score has time for few instructions.
+template <int Blocks>
+ATTNPACK_DEVICE void apply_score_rules(const AttentionParams& p, int64_t b, const LaneRows& rows, int64_t begin,
+                                       float (&s)[Blocks][4]) {
+  const int column = place_in_c(thread_id() % kWarp, 0).column;
+  const ScoreRule<float> rule = score_rule<float>(p);
+  const auto for_each = [&](const auto& change) {
+#pragma unroll
+    for (int j = 0; j < Blocks; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) change(s[j][i], i >> 1, 8 * j + column + (i & 1));  // score, row, key from begin
+  };
+  if (p.softcap > 0)
+    for_each([&](float& x, int, int) { x = capped_score(rule, x); });
+  else
+    for_each([&](float& x, int, int) { x *= rule.scale; });
+  const RowRule<float> of_row[2] = {row_rule<float>(p, b, rows.row[0]), row_rule<float>(p, b, rows.row[1])};
+  if (p.alibi_slopes) {
+    const int64_t far[2] = {rows.row[0].position - begin, rows.row[1].position - begin};
+    constexpr int64_t kNear = int64_t{1} << 30;
+    if (far[0] > -kNear && far[1] > -kNear && far[0] < kNear && far[1] < kNear) {
+      const int32_t near[2] = {static_cast<int32_t>(far[0]), static_cast<int32_t>(far[1])};
+      for_each([&](float& x, int h, int key) {
+        const int32_t distance = near[h] < key ? key - near[h] : near[h] - key;
+        x -= of_row[h].slope * static_cast<float>(distance);
+      });
+    } else {
+      for_each([&](float& x, int h, int key) {
+        const int64_t distance = far[h] < key ? key - far[h] : far[h] - key;
+        x -= of_row[h].slope * static_cast<float>(distance);
+      });
+    }
+  }
+  if (p.mask)
+    with_mask_type(p.mask_dtype, [&](auto type) {
+      for_each([&](float& x, int h, int key) {
+        const int64_t at = begin + key;
+        if (at < rows.row[h].begin || at >= rows.row[h].end) return;  // the mask may not be there
+        const auto mask = mask_value<float, decltype(type)>(p.mask, of_row[h].mask + at * p.mask_strides.column);
+        x = mask.excludes ? -infinity<float>() : x + mask.value;
+      });
+    });
+}
+
 // Turns products into scores without the factor `multiplier`; excluded keys become -inf. s: `Blocks` fragments of 8
 // keys from `begin` on.
 template <int Blocks>
 ATTNPACK_DEVICE void finish_scores(const AttentionParams& p, int64_t b, const LaneRows& rows, int64_t begin,
                                    float (&s)[Blocks][4]) {
-  const int lane = thread_id() % kWarp;
-  const bool plain = only_scaled(p);
-  if (plain && begin >= rows.begin && begin + 8 * Blocks <= rows.end) return;
+  if (!only_scaled(p)) apply_score_rules(p, b, rows, begin, s);
+  const int32_t first = static_cast<int32_t>(begin) + place_in_c(thread_id() % kWarp, 0).column;
+  if (begin >= rows.begin && begin + 8 * Blocks <= rows.end) return;
 #pragma unroll
   for (int j = 0; j < Blocks; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Row& row = rows.row[i >> 1];
-      const int64_t key = begin + 8 * j + place_in_c(lane, i).column;
-      if (plain)
-        s[j][i] = key >= row.begin && key < row.end ? s[j][i] : -infinity<float>();
-      else
-        s[j][i] = finish_score(p, b, row, key, s[j][i]);
+      const int32_t key = first + 8 * j + (i & 1);
+      s[j][i] = key >= row.begin && key < row.end ? s[j][i] : -infinity<float>();
     }
 }
 
@@ -128,12 +170,17 @@ ATTNPACK_DEVICE float finite_max(float max) { return max == -infinity<float>() ?
 template <int Blocks>
 ATTNPACK_DEVICE void drop_weights(const AttentionParams& p, int64_t b, const LaneRows& rows, int64_t begin,
                                   float (&s)[Blocks][4]) {
-  const int lane = thread_id() % kWarp;
+  const int column = place_in_c(thread_id() % kWarp, 0).column;
+  const float kept = static_cast<float>(p.kept_factor);
+  const uint64_t seed = seed_of(p);
 #pragma unroll
-  for (int j = 0; j < Blocks; ++j)
+  for (int h = 0; h < 2; ++h) {
+    const uint64_t place = first_place(p, b, rows.row[h].head, rows.row[h].query) + begin + column;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      s[j][i] *= dropout_factor<float>(p, b, rows.row[i >> 1], begin + 8 * j + place_in_c(lane, i).column);
+    for (int j = 0; j < Blocks; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) s[j][2 * h + i] *= dropped_at(p, seed, place + 8 * j + i) ? 0.f : kept;
+  }
 }
 
 // Sets NaN and Inf to 0. The order of the numbers does not matter.

@@ -1,0 +1,88 @@
+"""The first calls on a GPU: one of each kind of kernel, against the formula in fp64, and the kernels' names.
+
+python -W error scripts/gpu_smoke.py [--names]    --names: ask the profiler too, not under compute-sanitizer
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+
+from attnpack import _C, attention, reference  # noqa: E402
+
+Case = tuple[str, tuple[str, ...], Callable[[], torch.Tensor], Callable[[], torch.Tensor]]
+
+
+def make_cases() -> Iterator[Case]:
+    """(name, kernels, our call, the same in fp64 on the CPU)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    def pair(query, key, value, **settings):
+        here = functools.partial(attention, *(x.cuda() for x in (query, key, value)), **settings)
+        exact = functools.partial(reference.attention, *(x.double() for x in (query, key, value)), **settings)
+        return here, exact
+
+    query, key, value = draw(2, 8, 1, 128), draw(2, 2, 3000, 128), draw(2, 2, 3000, 128)
+    yield "decode", ("decode_kernel", "merge_kernel"), *pair(query, key, value)
+    query, key, value = draw(1, 8, 300, 128), draw(1, 2, 300, 128), draw(1, 2, 300, 128)
+    yield "prefill", ("prefill_kernel",), *pair(query, key, value, causal=True)
+    tensors = (query, key, value)
+
+    def gradient(attend, device, dtype):
+        leaves = [x.to(device, dtype).requires_grad_() for x in tensors]
+        out = attend(*leaves, causal=True)
+        return torch.cat([x.flatten() for x in torch.autograd.grad(out.square().sum(), leaves)])
+
+    ours = functools.partial(gradient, attention, "cuda", torch.bfloat16)
+    yield (
+        "backward",
+        ("gradient_mma_kernel",),
+        ours,
+        functools.partial(gradient, reference.attention, "cpu", torch.float64),
+    )
+    query, latent = draw(1, 16, 1, 576), draw(1, 1, 700, 576).cuda()
+    exact = functools.partial(
+        reference.attention, query.double(), latent.cpu().double(), latent.cpu().double()[..., :512]
+    )
+    yield "latent", ("latent_kernel",), functools.partial(attention, query.cuda(), latent, latent[..., :512]), exact
+    query, key, value = (x.float() for x in (draw(1, 4, 20, 40), draw(1, 2, 50, 40), draw(1, 2, 50, 24)))
+    yield "exact", ("exact_kernel",), *pair(query, key, value)
+
+
+def kernel_names(call: Callable) -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return {event.key for event in profile.key_averages()}
+
+
+def main(names: bool) -> int:
+    device = torch.cuda.current_device()
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, our kernels run: "
+          f"{_C.cuda_kernels_run(device)}")  # fmt: skip
+    failures = int(not _C.cuda_kernels_run(device))
+    for name, kernels, call, exact in make_cases():
+        wanted, got = exact(), call().cpu().double()
+        error = ((got - wanted).abs().max() / wanted.abs().max()).item()
+        missing = []
+        if names:
+            seen = kernel_names(call)
+            missing = [kernel for kernel in kernels if not any(kernel in each for each in seen)]
+        failures += bool(missing) or not error < 2e-2
+        print(f"{name:<10} largest error {error:.1e} of the largest number{', MISSING ' if missing else ''}"
+              f"{' '.join(missing)}")  # fmt: skip
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--names", action="store_true", help="ask the profiler which kernels ran")
+    sys.exit(main(parser.parse_args().names))

@@ -1,0 +1,245 @@
+// The kernels' own source under ThreadSanitizer, one CUDA thread a fiber (cuda_races.h): no access races with another.
+// A barrier too few need not show in results: this finds it whatever the drawn schedule was.
+//
+//   cuda_races             runs all kernels; the exit code is 1 if there is a race
+//   cuda_races mutants     leaves out each barrier, warp barrier and wait in turn, and demands a race: minutes
+//   cuda_races without SITE  leaves out one, as FILE:LINE, and prints the races
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+#include <map>
+
+#define CHECK(condition) ((condition) ? void() : fail_check(#condition))
+[[noreturn]] static void fail_check(const char* condition) {
+  std::fprintf(stderr, "failed: %s\n", condition);
+  std::abort();
+}
+
+#include "cuda_problem.h"
+#include "cuda_run.h"
+
+#include <attnpack/ops/cuda/kernels/linear.cuh>
+#include <attnpack/ops/cuda/kernels/place.cuh>
+#include <attnpack/ops/cuda/kernels/quantize.cuh>
+
+using namespace attnpack;
+using namespace attnpack::cuda;
+
+static int reports = 0;
+static bool stops_at_a_report = false;
+extern "C" void __tsan_on_report(void*) {
+  ++reports;
+  if (stops_at_a_report) _exit(3);
+}
+extern "C" const char* __tsan_default_options() {
+  return "halt_on_error=0:exitcode=5:history_size=4:suppress_equal_stacks=0:report_atomic_races=0";
+}
+
+namespace {
+
+constexpr Device kSmall{2, 227 * 1024};
+
+template <class S>
+void attend(const Shape& shape, const Settings& on, const Device& device = kSmall) {
+  Problem<S> x(shape, on, 1);
+  run_forward_guarded<S>(x.p, plan_forward(x.p, x.most_group, device), 1);
+}
+template <class S>
+void differentiate(const Shape& shape, const Settings& on) {
+  Problem<S> x(shape, on, 2);
+  x.delta.assign(x.lse.size(), 0);
+  x.grad_scores.assign(x.lse.size() * x.shape.kv_len, 0);
+  x.bp.grad_scores = x.grad_scores.data();
+  x.bp.delta = x.delta.data();
+  run_backward<S>(x.bp, plan_backward(x.bp, x.most_group, kSmall), 2);
+}
+
+void attend_pages() {
+  Problem<BFloat16> x({1, 1, 4, 2, 150, 64, 64}, {.causal = true}, 3);
+  const int64_t page = 16, pages = 10;
+  std::vector<int32_t> table(pages);
+  for (int64_t i = 0; i < pages; ++i) table[i] = static_cast<int32_t>((i * 7 + 3) % pages);
+  Tensor4<BFloat16> keys(pages, 1, page, 64), values(pages, 1, page, 64);
+  std::memset(keys.data(), 0, pages * page * 128);
+  std::memset(values.data(), 0, pages * page * 128);
+  x.p.key = keys.data();
+  x.p.value = values.data();
+  x.p.key_strides = x.p.value_strides = keys.strides;
+  x.p.block_table = table.data();
+  x.p.page_size = page;
+  x.p.num_pages = x.p.table_stride = pages;
+  run_forward_guarded<BFloat16>(x.p, plan_forward(x.p, 4, kSmall), 3);
+}
+
+template <int Bits>
+void attend_quantized() {
+  Problem<Float16> x({1, 1, 4, 2, 150, 64, 64}, {.causal = true}, 4);
+  const int64_t bytes = quantized_row_bytes(Bits, 64);
+  std::vector<unsigned char> rows((150 * bytes + 31) / 16 * 16);
+  for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<unsigned char>(i * 37 % 61);
+  auto* first = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(rows.data()) + 15) / 16 * 16);
+  x.p.key = x.p.value = first;
+  x.p.key_strides = x.p.value_strides = {0, 0, bytes, 1};
+  x.p.quantized_bits = Bits;
+  run_forward_guarded<Float16>(x.p, plan_forward(x.p, 4, kSmall), 4);
+}
+
+void place() {
+  const int64_t length = 3, capacity = 8, dim = 32;
+  std::vector<float> query(4 * length * dim), key(2 * length * dim), rotated(query.size()), cache(2 * capacity * dim),
+      other(cache.size());
+  std::vector<double> inv_freq(dim / 2, 0.1);
+  int64_t held = 2;
+  PlaceParams p{};
+  p.batch = 1;
+  p.tokens = p.new_positions = length;
+  p.num_heads = 4;
+  p.num_kv_heads = 2;
+  p.head_dim = p.v_head_dim = dim;
+  p.capacity = capacity;
+  p.rotates = true;
+  p.half = dim / 2;
+  p.factor = 1;
+  p.inv_freq = inv_freq.data();
+  p.query = query.data();
+  p.key = p.value = key.data();
+  p.rotated = rotated.data();
+  p.cache_key = cache.data();
+  p.cache_value = other.data();
+  p.query_strides = p.rotated_strides = p.key_strides = p.value_strides = {0, length * dim, dim, 1};
+  p.cache_key_strides = p.cache_value_strides = {0, capacity * dim, dim, 1};
+  p.lengths = &held;
+  p.lengths_stride = 1;
+  run_blocks<PlaceShared>(length, kPlaceThreads, 5, [&](int64_t i, void* shared) {
+    place_block<float, true>(p, i, *static_cast<PlaceShared*>(shared));
+  });
+}
+
+void quantize() {
+  std::vector<float> x(5 * 64, 0.5f), back(x.size()), rotated(x.size());
+  std::vector<unsigned char> rows(5 * quantized_row_bytes(4, 64));
+  const auto run = [&](RowsTo to, const void* from, void* result) {
+    const QuantizeParams p{64, 4, DType::kFloat32, from, result};
+    run_blocks<QuantizeShared>(2, kQuantizeThreads, 6, [&](int64_t i, void* shared) {
+      quantize_block<float>(p, to, 5, i, *static_cast<QuantizeShared*>(shared));
+    });
+  };
+  run(RowsTo::kBytes, x.data(), rows.data());
+  run(RowsTo::kNumbers, rows.data(), back.data());
+  run(RowsTo::kRotated, x.data(), rotated.data());
+}
+
+// Small calls that reach every barrier: several steps, several parts, and the second pass that NaN asks for.
+const std::map<std::string, std::function<void()>> kRuns{
+    {"prefill 64", [] { attend<BFloat16>({1, 1, 1, 64, 150, 64, 64}, {.causal = true, .poison = true}); }},
+    {"prefill 256", [] { attend<Float16>({1, 1, 1, 20, 70, 256, 256}, {.causal = true}); }},
+    {"prefill without keys", [] { attend<Float16>({1, 1, 1, 20, 1, 256, 256}, {.lens = true}); }},
+    {"decode", [] { attend<BFloat16>({1, 1, 4, 2, 600, 64, 64}, {.causal = true, .poison = true}, {8, 227 * 1024}); }},
+    {"decode in pages", attend_pages},
+    {"decode of 8 bits", attend_quantized<8>},
+    {"decode of 4 bits", attend_quantized<4>},
+    {"latent, 16 rows",
+     [] { attend<BFloat16>({1, 1, 16, 1, 70, 576, 512}, {.bool_mask = true, .poison = true, .latent = true}); }},
+    {"latent, 64 rows", [] { attend<BFloat16>({1, 1, 20, 1, 40, 576, 512}, {.latent = true}); }},
+    {"exact", [] { attend<float>({1, 1, 1, 5, 70, 40, 40}, {.causal = true}); }},
+    {"exact, head_dim 0", [] { attend<float>({1, 1, 1, 5, 70, 0, 40}, {.causal = true}); }},
+    {"backward 64", [] { differentiate<BFloat16>({1, 1, 1, 66, 140, 64, 64}, {.causal = true, .poison = true}); }},
+    {"backward 256", [] { differentiate<Float16>({1, 1, 1, 20, 40, 256, 256}, {.causal = true}); }},
+    {"exact backward", [] { differentiate<float>({1, 1, 1, 40, 40, 40, 40}, {.causal = true}); }},
+    {"exact backward, head_dim 0", [] { differentiate<float>({1, 1, 1, 40, 40, 0, 0}, {.causal = true}); }},
+    {"append and rotate", place},
+    {"quantise", quantize},
+};
+
+// Barriers that may be left out where they stand, each by a piece of its line or of the line before it.
+struct Equivalent {
+  const char *file, *text, *why;
+};
+constexpr const char* kConverges = "equivalent: no lane reads what another wrote; products want all lanes at once";
+const Equivalent kEquivalent[] = {
+    {"forward_mma.cuh", "drop_weights(p_, u_.b, lane_rows, begin, s);", kConverges},
+    {"forward_latent.cuh", "sync_warp();", kConverges},
+    {"backward_mma.cuh", "}\n    sync_warp();", kConverges},
+};
+
+std::string source_of(const std::string& site) {
+  const size_t colon = site.rfind(':');
+  std::ifstream file(std::string(ATTNPACK_KERNELS) + "/" + site.substr(0, colon));
+  std::string line, before;
+  for (int n = std::atoi(site.c_str() + colon + 1); n > 0 && std::getline(file, line); --n)
+    if (n > 1) before = line;
+  return before + "\n" + line;
+}
+
+const Equivalent* equivalent_of(const std::string& site) {
+  const std::string source = source_of(site);
+  for (const Equivalent& each : kEquivalent)
+    if (site.rfind(each.file, 0) == 0 && source.find(each.text) != std::string::npos) return &each;
+  return nullptr;
+}
+
+// Whether a run finds a race, or stops, in a process of its own.
+bool notices(const std::function<void()>& run, const std::string& left_out) {
+  const pid_t child = fork();
+  if (child == 0) {
+    if (!std::freopen("/dev/null", "w", stderr)) _exit(4);
+    Sites::all().left_out = left_out;
+    stops_at_a_report = true;
+    run();
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return !(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+int run_mutants() {
+  std::map<std::string, std::vector<std::string>> reached;  // by site: the runs that reach it
+  for (const auto& [name, run] : kRuns) {
+    Sites::all().reached.clear();
+    run();
+    for (const std::string& site : Sites::all().reached) reached[site].push_back(name);
+  }
+  int survivors = 0;
+  for (const auto& [site, names] : reached) {
+    const auto killer = std::find_if(names.begin(), names.end(),
+                                     [&](const std::string& name) { return notices(kRuns.at(name), site); });
+    const Equivalent* listed = equivalent_of(site);
+    if (killer != names.end())
+      std::printf("%-28s race in: %s%s\n", site.c_str(), killer->c_str(), listed ? ", BUT LISTED AS EQUIVALENT" : "");
+    else
+      std::printf("%-28s %s\n%s\n", site.c_str(), listed ? listed->why : "NO RACE", source_of(site).c_str());
+    survivors += (killer == names.end()) != (listed != nullptr);
+    std::fflush(stdout);
+  }
+  std::printf("%zu barriers and waits, %d not as listed\n", reached.size(), survivors);
+  return survivors > 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  Sites::all().records = true;
+  if (mode == "mutants") return run_mutants();
+  if (mode == "without" && argc > 2) Sites::all().left_out = argv[2];
+  for (const auto& [name, run] : kRuns) {
+    const int before = reports;
+    run();
+    std::printf("%-28s %d races\n", name.c_str(), reports - before);
+    std::fflush(stdout);
+  }
+  if (mode == "without") return 0;
+  // The detector itself: without the barrier that follows each step's copies there must be a race.
+  for (const std::string& site : Sites::all().reached)
+    if (site.rfind("tiles.cuh", 0) == 0 && source_of(site).find("copy_async_wait<1>") != std::string::npos &&
+        source_of(site).find("sync_block();") != std::string::npos) {
+      const bool noticed = notices(kRuns.at("prefill 64"), site);
+      std::printf("without %s: %s\n", site.c_str(), noticed ? "a race" : "NO RACE");
+      if (!noticed) return 1;
+    }
+  return reports > 0 ? 5 : 0;
+}

@@ -1,0 +1,133 @@
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstddef>
+
+// Races between the threads of an emulated block. Under ThreadSanitizer each CUDA thread is a fiber of its own, and
+// only barriers order what fibers do: shuffles, loads of matrices and products do not, as on hardware. ThreadSanitizer
+// then reports every pair of accesses that no barrier orders, whatever the drawn schedule was. Elsewhere nothing
+// happens.
+#if defined(__SANITIZE_THREAD__)
+
+#include <sanitizer/tsan_interface.h>
+
+extern "C" {
+void __tsan_write_range(void* at, long bytes);
+void __tsan_read_range(void* at, long bytes);
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
+}
+
+// Of the emulator itself, which fibers and scheduler share.
+#define ATTNPACK_UNSEEN __attribute__((no_sanitize("thread"), noinline))
+
+namespace attnpack::cuda {
+
+// What a fiber, or the scheduler, does while it lives is no access of the kernels.
+struct Unseen {
+  ATTNPACK_UNSEEN Unseen() {
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+  }
+  ATTNPACK_UNSEEN ~Unseen() {
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  }
+};
+
+constexpr size_t kFiberStack = 2 << 20;
+constexpr unsigned kNoOrder = __tsan_switch_to_fiber_no_sync;
+
+class Races {
+ public:
+  void begin() { scheduler_ = __tsan_get_current_fiber(); }
+  ATTNPACK_UNSEEN void enter_scheduler() { __tsan_switch_to_fiber(scheduler_, kNoOrder); }
+  void end() { __tsan_acquire(&done_); }
+  char* cell(size_t of, int phase) { return &cells_[of][phase & 1]; }
+  void* done() { return &done_; }
+
+ private:
+  void* scheduler_ = nullptr;
+  char cells_[65][2] = {}, done_ = 0;  // the last cell in use is the block's, those before it are the warps'
+};
+
+// A CUDA thread, and the unit that makes its asynchronous copies. A copy comes after what the thread did before it
+// started it, and before what the thread does after it has waited for the copy's group; nothing else orders it.
+class RaceFiber {
+ public:
+  void make() {
+    fiber_ = __tsan_create_fiber(0);
+    copier_ = __tsan_create_fiber(0);
+    phases_[0] = phases_[1] = open_ = landed_ = 0;
+  }
+  void destroy() {
+    __tsan_destroy_fiber(fiber_);
+    __tsan_destroy_fiber(copier_);
+  }
+  ATTNPACK_UNSEEN void start_copy(void* to, const void* from, int bytes) {
+    __tsan_release(&issued_);
+    __tsan_switch_to_fiber(copier_, kNoOrder);
+    __tsan_acquire(&issued_);
+    __tsan_write_range(to, 16);
+    if (bytes) __tsan_read_range(const_cast<void*>(from), bytes);
+    __tsan_release(&groups_[open_ % kGroups]);
+    __tsan_switch_to_fiber(fiber_, kNoOrder);
+  }
+  ATTNPACK_UNSEEN void close_group() { ++open_; }
+  ATTNPACK_UNSEEN void land_group() { __tsan_acquire(&groups_[landed_++ % kGroups]); }
+  ATTNPACK_UNSEEN void enter() { __tsan_switch_to_fiber(fiber_, kNoOrder); }
+  void release(Races& races, size_t cell, bool of_block) { __tsan_release(races.cell(cell, phases_[of_block])); }
+  void acquire(Races& races, size_t cell, bool of_block) { __tsan_acquire(races.cell(cell, phases_[of_block]++)); }
+
+ private:
+  static constexpr int kGroups = 4;
+  void *fiber_ = nullptr, *copier_ = nullptr;
+  int phases_[2], open_, landed_;
+  char issued_ = 0, groups_[kGroups] = {};
+};
+
+// Ends a fiber. Its frames are left as they are: to return from them would be seen by the wrong fiber.
+inline void leave_fiber(Races& races, const ucontext_t& scheduler) {
+  __tsan_release(races.done());
+  races.enter_scheduler();
+  setcontext(&scheduler);
+}
+
+}  // namespace attnpack::cuda
+
+#else
+
+#define ATTNPACK_UNSEEN
+
+namespace attnpack::cuda {
+
+constexpr size_t kFiberStack = 256 << 10;
+
+struct Unseen {
+  Unseen() {}
+  ~Unseen() {}
+};
+
+struct Races {
+  void begin() {}
+  void enter_scheduler() {}
+  void end() {}
+};
+struct RaceFiber {
+  void make() {}
+  void destroy() {}
+  void enter() {}
+  void start_copy(void*, const void*, int) {}
+  void close_group() {}
+  void land_group() {}
+  void release(Races&, size_t, bool) {}
+  void acquire(Races&, size_t, bool) {}
+};
+inline void leave_fiber(Races&, const ucontext_t&) {}
+
+}  // namespace attnpack::cuda
+
+#endif

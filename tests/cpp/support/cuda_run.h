@@ -1,0 +1,116 @@
+#pragma once
+
+#include "cuda_emulator.h"
+
+#include <attnpack/ops/cuda/kernels/backward_exact.cuh>
+#include <attnpack/ops/cuda/kernels/backward_mma.cuh>
+#include <attnpack/ops/cuda/kernels/forward_exact.cuh>
+#include <attnpack/ops/cuda/kernels/forward_latent.cuh>
+#include <attnpack/ops/cuda/kernels/forward_mma.cuh>
+
+// Include catch.h first, or define CHECK.
+//
+// Runs the kernels that a plan names on the emulated block, as the launchers of the .cu files do. No instruction may
+// meet a bank twice.
+namespace attnpack::cuda {
+
+template <class Tile, class Body>
+void run_tiles(int64_t blocks, int64_t room, uint64_t seed, const Body& body) {
+  CHECK(static_cast<int64_t>(sizeof(typename Tile::Shared)) <= room);
+  const int conflicts = run_blocks<typename Tile::Shared>(blocks, Tile::kThreads, seed, body);
+  CHECK(conflicts == 1);
+}
+
+template <class S, int RowWarps, int KeyWarps, int Width, KeysIn From = KeysIn::kTensor>
+void run_mma(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
+  const int64_t room = p.quantized_bits ? quantized_shared_bytes(p.quantized_bits, plan.width)
+                                        : shared_bytes(plan.kernel, plan.tile_rows, plan.width);
+  run_tiles<ForwardTile<S, RowWarps, KeyWarps, Width, From>>(plan.blocks, room, seed, [&](int64_t i, void* shared) {
+    forward_mma_block<S, RowWarps, KeyWarps, Width, From>(p, plan, workspace, i, shared);
+  });
+}
+template <class S, KeysIn From = KeysIn::kTensor>
+void run_decode(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
+  plan.width == 64    ? run_mma<S, 1, 4, 64, From>(p, plan, workspace, seed)
+  : plan.width == 128 ? run_mma<S, 1, 4, 128, From>(p, plan, workspace, seed)
+                      : run_mma<S, 1, 4, 256, From>(p, plan, workspace, seed);
+}
+template <class S, int RowTiles, int Warps>
+void run_latent(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
+  run_tiles<LatentTile<S, RowTiles, Warps>>(
+      plan.blocks, shared_bytes(plan.kernel, plan.tile_rows, plan.width), seed,
+      [&](int64_t i, void* shared) { forward_latent_block<S, RowTiles, Warps>(p, plan, workspace, i, shared); });
+}
+
+template <class S>
+void run_forward(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
+  using A = typename Accumulation<S>::type;
+  if constexpr (sizeof(S) == 2) {
+    if (p.block_table)
+      run_decode<S, KeysIn::kPages>(p, plan, workspace, seed);
+    else if (p.quantized_bits == 8)
+      run_decode<S, KeysIn::kBytes8>(p, plan, workspace, seed);
+    else if (p.quantized_bits == 4)
+      run_decode<S, KeysIn::kBytes4>(p, plan, workspace, seed);
+    else if (plan.kernel == ForwardKernel::kLatent)
+      plan.tile_rows == 16 ? run_latent<S, 1, 4>(p, plan, workspace, seed)
+                           : run_latent<S, 4, 8>(p, plan, workspace, seed);
+    else if (plan.kernel == ForwardKernel::kDecode)
+      run_decode<S>(p, plan, workspace, seed);
+    else if (plan.kernel == ForwardKernel::kPrefill)
+      plan.width == 64    ? run_mma<S, 4, 1, 64>(p, plan, workspace, seed)
+      : plan.width == 128 ? run_mma<S, 4, 1, 128>(p, plan, workspace, seed)
+                          : run_mma<S, 4, 1, 256>(p, plan, workspace, seed);
+  }
+  if (plan.kernel == ForwardKernel::kExact)
+    run_blocks<ExactShared<A>>(plan.blocks, kExactThreads, seed, [&](int64_t i, void* shared) {
+      forward_exact_block<S, A>(p, plan, workspace, i, shared);
+    });
+  if (plan.parts > 1)
+    run_blocks<MergeShared<A>>(p.batch * p.num_kv_heads * plan.rows, kMergeThreads, seed, [&](int64_t i, void* shared) {
+      merge_parts<S, A>(p, plan, workspace, i, *static_cast<MergeShared<A>*>(shared));
+    });
+}
+template <class S>
+void run_forward_guarded(const AttentionParams& p, const ForwardPlan& plan, uint64_t seed) {
+  Guarded workspace(plan.workspace_bytes);
+  std::memset(workspace.data(), 0xff, workspace.bytes());
+  run_forward<S>(p, plan, workspace.data(), seed);
+}
+
+template <Gradient Of, class S>
+void run_gradient_exactly(const AttentionBackwardParams& bp, int64_t most_group, uint64_t seed) {
+  using A = typename Accumulation<S>::type;
+  run_blocks<ExactShared<A>>(backward_blocks(bp.forward, Of, most_group), kBackwardThreads, seed,
+                             [&](int64_t i, void* shared) { backward_block<Of, S, A>(bp, most_group, i, shared); });
+}
+template <Gradient Of, int Width, class S>
+void run_gradient(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {
+  const int64_t blocks = bp.forward.batch * bp.forward.num_kv_heads * backward_tiles(bp.forward, plan, Of);
+  run_tiles<BackwardTile<S, Of, Width>>(blocks, backward_shared_bytes(Width), seed, [&](int64_t i, void* shared) {
+    backward_mma_block<S, Of, Width>(bp, plan, i, shared);
+  });
+}
+template <int Width, class S>
+void run_gradients(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {
+  run_gradient<Gradient::kQuery, Width, S>(bp, plan, seed);
+  if constexpr (Width <= 128) {
+    run_gradient<Gradient::kKeyAndValue, Width, S>(bp, plan, seed);
+  } else {
+    run_gradient<Gradient::kKey, Width, S>(bp, plan, seed);
+    run_gradient<Gradient::kValue, Width, S>(bp, plan, seed);
+  }
+}
+template <class S>
+void run_backward(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {
+  if constexpr (sizeof(S) == 2) {
+    if (plan.width == 64) return run_gradients<64, S>(bp, plan, seed);
+    if (plan.width == 128) return run_gradients<128, S>(bp, plan, seed);
+    if (plan.width == 256) return run_gradients<256, S>(bp, plan, seed);
+  }
+  run_gradient_exactly<Gradient::kQuery, S>(bp, plan.most_group, seed);
+  run_gradient_exactly<Gradient::kKey, S>(bp, plan.most_group, seed);
+  run_gradient_exactly<Gradient::kValue, S>(bp, plan.most_group, seed);
+}
+
+}  // namespace attnpack::cuda
