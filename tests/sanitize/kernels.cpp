@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include <attnpack/core/dropout.h>
 #include <attnpack/ops/cpu/isa_table.h>
 #include <attnpack/ops/cpu/work_units.h>
 
