@@ -238,3 +238,17 @@ def test_a_full_disk_leaves_nothing(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("stored", "size"), [("F4", 16), ("F6_E2M3", 4), ("I64", 1), ("BOOL", 8), ("F8_E4M3", 8)])
+def test_a_weight_of_another_dtype_is_refused_by_its_name(stored, size, tmp_path):
+    entry = {"dtype": stored, "shape": [size], "data_offsets": [0, 3 if stored == "F6_E2M3" else 8]}
+    (tmp_path / "x").write_bytes(file_of({"a": entry}, bytes(entry["data_offsets"][1])))
+    file = SafetensorsFile(tmp_path / "x")
+    for call in (lambda: file.read("a", torch.empty(size)), lambda: file.dtype("a")):
+        with pytest.raises(ValueError, match=f"x: tensor a is {stored}; readable are F64, F32, F16, BF16"):
+            call()
+    with pytest.raises(ValueError, match=rf"x: tensor a has shape \[{size}\], and is read into one of shape \[3, 7\]"):
+        file.read("a", torch.empty(3, 7))
+    with pytest.raises(ValueError, match="x: has no tensor b"):
+        file.dtype("b")

@@ -108,9 +108,10 @@ at::Tensor SafetensorsFile::map(const std::string& name) {
 
 at::Tensor SafetensorsFile::elements(const std::string& name, int64_t first, int64_t most) const {
   const auto& stored = tensor(name);
-  const uint64_t item = stored.dtype->bits / 8;
+  const auto dtype = weight_dtype(name);  // first: an element of another dtype may be less than a byte
+  const uint64_t item = c10::elementSize(dtype);
   const auto count = std::clamp<int64_t>((stored.end - stored.begin) / item - first, 0, most);
-  auto chunk = at::empty({count}, on_cpu(weight_dtype(name)));
+  auto chunk = at::empty({count}, on_cpu(dtype));
   reading(name, [&] { file_->read_at(start_ + stored.begin + first * item, chunk.data_ptr(), count * item); });
   return chunk;
 }
