@@ -193,9 +193,15 @@ def refused(make, *inputs, training=True):
     shared.train(training)(*inputs)
 
 
+def jagged(*rows):
+    return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+
+
 REFUSED = {
     "heads": "num_heads: got 3 heads of GroupedQueryAttention for",
     "dropout": "dropout: got 0.1 in training",
+    "nested": "x is a nested tensor, wants a padded one under tensor parallelism",
+    "nested ids": "ids are nested, want padded ones under tensor parallelism",
     "ids": "the ranks of a group give the model different arguments: rank 0 has ids int64",
     "id": "ids holds 19",
     "twice": ".* is a DTensor already",
@@ -235,6 +241,8 @@ def program(only=None):
     checks["collectives"] = collectives
     checks["refused heads"] = lambda: both(lambda: grouped(3, 3))
     checks["refused dropout"] = lambda: refused(lambda: grouped(dropout=0.1), draw(2, LENGTH, WIDTH))
+    checks["refused nested"] = lambda: refused(grouped, jagged(draw(3, WIDTH), draw(2, WIDTH)))
+    checks["refused nested ids"] = lambda: refused(MODELS["model"], jagged(torch.arange(3), torch.arange(2)))
     checks["refused ids"] = different_ids
     checks["refused id"] = lambda: refused(MODELS["model"], torch.full((1, 2), 19))
     checks["refused twice"] = lambda: tensor_parallel(both(grouped)[1], mesh())
