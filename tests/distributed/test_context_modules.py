@@ -26,7 +26,7 @@ MODULES = {
     "latent": lambda: latent(q_lora_rank=9, bias=True),
     "latent, replaced": lambda: replaced(latent()),
     "folded": lambda: latent().fold(),
-    "block": lambda: block(grouped(1), cross_attention=grouped(2, rope=None)),
+    "block": lambda: block(grouped(1), cross_attention=grouped(2)),
     "encoder": lambda: attnpack.Encoder(
         [attnpack.EncoderBlock(grouped(causal=False), attnpack.FeedForward(WIDTH, 16)) for _ in range(2)]
     ),
