@@ -1,5 +1,8 @@
 """transformers' own tensor parallelism with attn_implementation="attnpack": the logits and tokens of one process."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,10 +17,12 @@ def program(folder):
     attnpack.hf.register()
     ids = torch.arange(20).view(2, 10)
     whole = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shared = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="attnpack", tp_plan="auto", device_mesh=mesh
-    ).eval()
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), str(dist.get_rank())
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}  # as by torchrun
+    with mock.patch.dict(os.environ, launched):
+        shared = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="attnpack", tp_plan="auto", device_mesh=mesh
+        ).eval()
     with torch.no_grad():
         logits = shared(ids).logits
         logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
