@@ -1,0 +1,35 @@
+"""Settings of the documentation site, which `bash scripts/docs.sh` builds. The repository's root is the source folder,
+so that links between pages, notebooks, tables and sources are the same on the site and in the repository."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+
+project = "attnpack"
+author = "attnpack developers"
+root_doc = "docs/index"
+include_patterns = [
+    "docs/*.md",
+    "docs/**/*.md",
+    "notebooks/*.ipynb",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "PERFORMANCE.md",
+]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "extension"]
+
+html_theme = "furo"
+html_title = "attnpack"
+html_copy_source = False
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # pages show the outputs that the notebooks store
+
+default_role = "py:obj"  # docstrings write names in single back-ticks
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_use_rtype = False

@@ -1,0 +1,215 @@
+"""The documentation site: built without warnings, every public name and header on a page, no dead link inside."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import types
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import attnpack
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+pytest.importorskip("myst_nb", reason="the extra `docs` is not installed")
+from extension import headers, plain_docstrings, readme_section  # noqa: E402
+
+MODULES = ["backend", "convert", "checkpoints", "flash", "distributed", "hf", "onnx", "reference", "cpp"]
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The folder of a site that is built anew: a page that was read before would not warn again."""
+    command = ["bash", "scripts/docs.sh", "-E"]
+    built = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ, VIRTUAL_ENV=sys.prefix)
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "WARNING" not in built.stderr
+    return ROOT / "build/docs"
+
+
+class Page(HTMLParser):
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.links, self.ids, self.texts = path, [], set(), []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.text = "".join(self.texts)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.ids |= {attributes["id"]} if "id" in attributes else set()
+        self.links += [attributes[name] for name in ("href", "src") if attributes.get(name)]
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path.resolve(): Page(path) for path in site.rglob("*.html") if "_static" not in path.parts}
+
+
+def public_names():
+    """attnpack.__all__, and what the modules that a user imports by name define or export."""
+    for name in attnpack.__all__:
+        if not isinstance(getattr(attnpack, name), types.ModuleType):
+            yield f"attnpack.{name}"
+    for module in MODULES:
+        content = importlib.import_module(f"attnpack.{module}")
+        own = [name for name, value in vars(content).items() if getattr(value, "__module__", "") == content.__name__]
+        bound = [name for name in vars(content) if module == "cpp" and isinstance(getattr(content, name), type)]
+        for name in getattr(content, "__all__", own + bound):
+            if not name.startswith("_"):
+                yield f"attnpack.{module}.{name}"
+
+
+def test_every_public_python_name_is_on_a_page(pages):
+    described = set().union(*(page.ids for page in pages.values()))
+    names = set(public_names())
+    assert {"attnpack.attention", "attnpack.cpp.CausalLM", "attnpack.hf.register"} <= names and len(names) > 90
+    assert sorted(names - described) == []
+
+
+def test_methods_and_arguments_of_modules_are_on_their_page(pages, site):
+    page = pages[(site / "docs/api/python/modules.html").resolve()]
+    assert {"attnpack.CausalLM.generate", "attnpack.GroupedQueryAttention.forward"} <= page.ids
+    assert "attnpack.CausalLM.register_forward_hook" not in page.ids  # nn.Module's are torch's to describe
+    assert "kv head read by each query head" in pages[(site / "docs/api/cpp/modules.html").resolve()].text
+
+
+def test_every_public_header_and_its_names_are_on_a_page(pages, site):
+    shown = "\n".join(page.text for path, page in pages.items() if (site / "docs/api/cpp").resolve() in path.parents)
+    found = headers.public_headers()
+    umbrella = (ROOT / "csrc/attnpack/attnpack.h").read_text()
+    assert set(re.findall(r"#include <(attnpack/.*?)>", umbrella)) <= set(found)
+    for header in found:
+        assert header in shown, f"{header} is on no page: name its folder in docs/api/cpp"
+        for paragraph in headers.read((ROOT / "csrc" / header).read_text()):
+            assert "".join(paragraph.code.split()) in "".join(shown.split()), f"{header}: {paragraph.names}"
+
+
+def test_public_headers_are_those_that_are_installed():
+    (excluded,) = re.findall(r'REGEX "/(.*)\$" EXCLUDE', (ROOT / "cmake/Install.cmake").read_text())
+    assert set(headers.NOT_PUBLIC) == set(re.findall(r"\w+", excluded)) - {"ops"}
+    assert "attnpack/ops/attention.h" in headers.public_headers()
+    assert not [header for header in headers.public_headers() if re.search(rf"/{excluded}/", header)]
+
+
+def test_links_inside_the_site_lead_somewhere(pages, site):
+    dead, seen = [], 0
+    for path, page in pages.items():
+        for link in page.links:
+            target, _, anchor = unquote(link).partition("#")
+            if re.match(r"[a-z]+:", target):
+                continue
+            seen += 1
+            file = (path.parent / target.partition("?")[0]).resolve() if target else path
+            file = file / "index.html" if file.is_dir() else file
+            here = pages.get(file)
+            if not file.exists() or (anchor and here and anchor not in here.ids):
+                dead.append((path.name, link))
+    assert seen > 1000 and dead == []
+
+
+def test_the_readmes_links_lead_into_the_site(pages, site):
+    start = pages[(site / "docs/start.html").resolve()]
+    assert "examples.html#hello-attention" in start.links
+    assert "find_package(attnpack REQUIRED)" in start.text and "torch.testing.assert_close" in start.text
+
+
+def test_notebooks_show_their_stored_outputs(pages, site):
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        page = pages[(site / "notebooks" / notebook.name).with_suffix(".html").resolve()]
+        assert any("_images/" in link for link in page.links) or notebook.stem == "errata", notebook.name
+
+
+def test_python_on_the_pages_runs():
+    blocks = 0
+    for page in sorted((ROOT / "docs").glob("**/*.md")):
+        if page.name == "distributed.md":  # its blocks run on several processes: tests/distributed
+            continue
+        names = {}
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S):
+            exec(compile(block, str(page), "exec"), names)
+            blocks += 1
+    assert blocks >= 2
+
+
+def test_every_example_in_cpp_is_shown():
+    shown = (ROOT / "docs/examples.md").read_text()
+    for example in (ROOT / "examples/cpp").iterdir():
+        assert f"examples/cpp/{example.name}/main.cpp" in shown
+
+
+HEADER = """
+#pragma once
+#include <x.h>
+namespace attnpack {
+
+// Alone.
+
+// What it does.
+at::Tensor pool(const at::Tensor& weight,  // [H * D, E]
+                int64_t heads = {});
+
+class Cache : public Base {
+ public:
+  int64_t len() const { return 1; }
+
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    if (visit) {
+      visit("x", self.x_);
+    }
+  }
+  int64_t last() const;
+
+ protected:
+  int64_t hidden_ = 0;
+};
+TORCH_MODULE(Cache);
+
+namespace detail {
+void secret();
+}
+
+using Groups = std::vector<std::vector<int64_t>>;
+
+}  // namespace attnpack
+"""
+
+
+def test_reads_headers():
+    alone, pool, cache, groups = headers.read(HEADER)
+    assert alone == ([], "Alone.", "")
+    assert pool.names == ["pool"] and pool.comment == "What it does." and "// [H * D, E]" in pool.code
+    assert cache.names == ["Cache"] and "len()" in cache.code and "last()" in cache.code
+    assert "hidden_" not in cache.code and "Visit" not in cache.code and "self.x_" not in cache.code
+    assert cache.code.endswith("};\nTORCH_MODULE(Cache);")
+    assert groups.names == ["Groups"]
+
+
+def test_docstrings_are_plain_text():
+    lines = ["max |x| * w of *rows in `a * b` and ``c_``, tail_ :func:`f_`"]
+    expected = "max \\|x\\| \\* w of \\*rows in `a * b` and ``c_``, tail\\_ :func:`f_`"
+    assert plain_docstrings.escape_lines(lines) == [expected]
+
+
+def test_sections_of_the_readme():
+    text = "a\n\n## One\n\nfirst [x](y.md)\n\n```sh\n# no heading\n```\n\nlast [e](examples/cpp/a_b)\n\n## Two\n\nz\n"
+    one = readme_section.section(text, "One")
+    assert one.startswith("first") and one.endswith("a_b)\n") and "# no heading" in one
+    assert readme_section.cut(one, "last", None) == "last [e](examples/cpp/a_b)\n"
+    assert readme_section.cut(one, None, "```sh") == "first [x](y.md)\n"
+    assert readme_section.links_from_root("[x](y.md) [h](https://a) [e](examples/cpp/a_b)") == (
+        "[x](/y.md) [h](https://a) [e](/docs/examples.md#a-b)"
+    )
+    with pytest.raises(ValueError, match="no section 'Three', only .*'One', 'Two'"):
+        readme_section.section(text, "Three")
+    with pytest.raises(ValueError, match="no paragraph begins with 'nowhere'"):
+        readme_section.cut(one, "nowhere", None)
