@@ -76,10 +76,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Imports attnpack.checkpoints and attnpack.onnx when they are first used: a layer does not need them."""
-    if name in ("checkpoints", "onnx"):
-        import importlib
+if not TYPE_CHECKING:  # a type checker would take every name for a module
 
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    def __getattr__(name: str) -> ModuleType:
+        """Imports attnpack.checkpoints and attnpack.onnx when they are first used: a layer does not need them."""
+        if name in ("checkpoints", "onnx"):
+            import importlib
+
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

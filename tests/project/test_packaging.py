@@ -32,7 +32,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_wheel_carries_both_languages(wheel):
     package = wheel / "attnpack"
     for file in ("include/attnpack/attnpack.h", "include/attnpack/ops/attention.h", "lib/libattnpack.so", "py.typed",
-                 "share/cmake/attnpack/attnpackConfig.cmake", "tools/data/smollm2_reference.json",
+                 "cpp.pyi", "share/cmake/attnpack/attnpackConfig.cmake", "tools/data/smollm2_reference.json",
                  "tools/cli.py"):  # fmt: skip
         assert (package / file).is_file(), file
     assert list(package.glob("_C.*.so"))
