@@ -17,11 +17,13 @@
 #include <attnpack/convert/pool.h>
 #include <attnpack/convert/similar.h>
 #include <attnpack/layers/alibi.h>
+#include <attnpack/layers/route_experts.h>
 #include <attnpack/models/from_hf.h>
 #include <attnpack/models/generate.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/grouped_attention.h>
 #include <attnpack/modules/latent_attention.h>
+#include <attnpack/modules/mixture_of_experts.h>
 #include <attnpack/modules/norm.h>
 #include <attnpack/modules/projected_attention.h>
 #include <attnpack/modules/self_attention.h>
@@ -37,6 +39,7 @@
 #include <attnpack/ops/register.h>
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>
+#include <attnpack/ops/softcap.h>
 #include <attnpack/version.h>
 #include <attnpack/weights/safetensors.h>
 

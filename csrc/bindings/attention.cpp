@@ -3,6 +3,7 @@
 #include <attnpack/modules/projected_attention.h>
 #include <attnpack/modules/self_attention.h>
 #include <bindings/common.h>
+#include <bindings/option_dicts.h>
 #include <bindings/register.h>
 
 namespace attnpack {

@@ -85,6 +85,7 @@ void bind_block(py::module_& m, const char* name, const char* doc, size_t positi
           }),
           signature(name, names, 2).c_str())
       .def_readonly("pre_norm", &Impl::pre_norm);
+  if constexpr (requires(Impl impl) { impl.layout; }) cls.def_readonly("layout", &Impl::layout);
   bind_forward<Inputs>(cls, positional);
 }
 
@@ -98,7 +99,8 @@ void bind_stack(py::module_& m, const char* name, const char* doc, size_t positi
             if (kwargs.contains("norm") && kwargs["norm"].is_none()) kwargs["norm"] = "none";
             return Impl(options_of_call<Options, std::vector<Block>>(name, args, kwargs));
           }),
-          signature(name, option_names(Options({})), 1).c_str());
+          signature(name, option_names(Options({})), 1).c_str())
+      .def_readonly("embed_scale", &Impl::embed_scale);
   bind_forward<Inputs>(cls, positional);
 }
 

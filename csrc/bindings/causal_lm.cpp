@@ -60,6 +60,10 @@ void register_causal_lm(py::module_& m) {
       });
   auto cls = bind_module<CausalLMImpl>(m, "CausalLM", "A decoder-only language model with Llama's layers and names.");
   bind_options<CausalLMImpl, CausalLMOptions, int64_t, int64_t, int64_t, int64_t>(cls, 5);
+  bind_method(cls, "resolved_layers", {}, 0, [](const CausalLMImpl& self, Arguments& arguments) {
+    arguments.finish();
+    return to_python(self.resolved_layers());
+  });
   bind_method(cls, "forward", {"ids", "cache", "mask", "positions", "lengths"}, 2,
               [](CausalLMImpl& self, Arguments& arguments) {
                 const auto ids = arguments.require<at::Tensor>("ids");

@@ -2,6 +2,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/models/causal_lm.h>
+#include <bindings/option_dicts.h>
 #include <bindings/rope_scaling.h>
 
 #include <optional>

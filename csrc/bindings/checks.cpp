@@ -80,6 +80,9 @@ void register_checks(py::module_& m) {
   m.def("part_width", &check_part_width);
   m.def("layer_width", &check_layer_width);
   m.def("embedding_width", &check_embedding_width);
+  m.def("learned_positions", &check_learned_positions);
+  m.def("layout", &check_layout);
+  m.def("activation", &check_activation);
   m.def("cross_attention", &check_cross_attention);
   m.def("cross_cache", &check_cross_cache);
   m.def("self_cache", &check_self_cache);

@@ -1,6 +1,7 @@
 #include <attnpack/modules/embedding.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/linear.h>
+#include <attnpack/modules/mixture_of_experts.h>
 #include <attnpack/modules/norm.h>
 #include <attnpack/modules/rotary_embedding.h>
 #include <bindings/common.h>
@@ -32,7 +33,9 @@ void register_layers(py::module_& m) {
   bind_layer<LayerNormImpl, LayerNormOptions, int64_t>(m, "LayerNorm",
                                                        "(x - mean) / sqrt(variance + eps) * weight + bias.", "x");
   bind_layer<FeedForwardImpl, FeedForwardOptions, int64_t, int64_t>(
-      m, "FeedForward", "down(silu(gate(x)) * up(x)), or down(gelu(up(x))).", "x");
+      m, "FeedForward", "down(f(gate(x)) * up(x)), or down(f(up(x))).", "x");
+  bind_layer<MixtureOfExpertsImpl, MixtureOfExpertsOptions, int64_t, int64_t, int64_t, int64_t>(
+      m, "MixtureOfExperts", "Feed-forwards of which a gate chooses some for each token.", "x");
 
   auto rope = bind_module<RotaryEmbeddingImpl>(m, "RotaryEmbedding", "Rotary position embedding; no parameters.");
   bind_options<RotaryEmbeddingImpl, RotaryEmbeddingOptions, int64_t>(rope);

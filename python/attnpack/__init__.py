@@ -30,7 +30,7 @@ from .cache import (
 from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
 from .nn.block import DecoderBlock, EncoderBlock
 from .nn.causal_lm import CausalLM
-from .nn.feed_forward import FeedForward
+from .nn.feed_forward import FeedForward, MixtureOfExperts
 from .nn.latent_attention import MultiHeadLatentAttention
 from .nn.norm import RMSNorm
 from .nn.projected_attention import ProjectedAttention
@@ -51,6 +51,7 @@ __all__ = [
     "FeedForward",
     "GroupedQueryAttention",
     "LatentCache",
+    "MixtureOfExperts",
     "ModelCache",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",

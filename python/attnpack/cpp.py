@@ -12,6 +12,7 @@ Embedding = _C.cpp.Embedding
 RMSNorm = _C.cpp.RMSNorm
 LayerNorm = _C.cpp.LayerNorm
 FeedForward = _C.cpp.FeedForward
+MixtureOfExperts = _C.cpp.MixtureOfExperts
 RotaryEmbedding = _C.cpp.RotaryEmbedding
 
 SelfAttention = _C.cpp.SelfAttention

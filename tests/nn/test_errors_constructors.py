@@ -91,7 +91,7 @@ PARTS = {
         TypeError,
         lambda m: m.RotaryEmbedding(4, scaling=LINEAR | {"original_max_position_embeddings": 1.5}),
     ),
-    "activation: got 'relu'": (ValueError, lambda m: m.FeedForward(24, 32, activation="relu")),
+    "activation: got 'tanh'": (ValueError, lambda m: m.FeedForward(24, 32, activation="tanh")),
     "hidden_dim: got 0, want at least 1": (ValueError, lambda m: m.FeedForward(24, 0)),
     "dtype is 'float32' .*, wants a torch.dtype": (TypeError, lambda m: m.FeedForward(24, 32, dtype="float32")),
     "dim: got 0, want at least 1": (ValueError, lambda m: m.RMSNorm(0)),
@@ -126,7 +126,7 @@ BLOCKS = {
         ValueError,
         lambda m: decoder_block(m, cross_attention=m.SelfAttention(24, 1)),
     ),
-    "norm: got 'batch', want 'rms' or 'layer'": (
+    "norm: got 'batch', want 'rms', 'rms_plus_one' or 'layer'": (
         ValueError,
         lambda m: m.EncoderBlock(m.MultiHeadAttention(24, 4), m.FeedForward(24, 32), norm="batch"),
     ),
@@ -153,6 +153,55 @@ STACKS = {
     "embed_dim: got 0": (ValueError, lambda m: m.CausalLM(11, 0, 2, 4)),
     "max_positions: got -1, want at least 1": (ValueError, lambda m: m.CausalLM(11, 24, 2, 4, max_positions=-1)),
     "window is 3 .*, wants two ints": (TypeError, lambda m: m.CausalLM(11, 24, 2, 4, window=3)),
+    "scores: got 'soft', want softcap, sinks": (ValueError, lambda m: m.CausalLM(11, 24, 2, 4, scores={"soft": 3.0})),
+    "scores is 3 .*, wants None or a dict": (TypeError, lambda m: m.CausalLM(11, 24, 2, 4, scores=3)),
+    "scores: got one together with latent": (
+        ValueError,
+        lambda m: m.CausalLM(11, 24, 2, 4, latent=SIZES, scores={"softcap": 3.0}),
+    ),
+    "position_embedding: got 'sine'": (ValueError, lambda m: m.CausalLM(11, 24, 2, 4, position_embedding="sine")),
+    "final_softcap: got -1": (ValueError, lambda m: m.CausalLM(11, 24, 2, 4, final_softcap=-1.0)),
+    "embed_scale: got inf": (ValueError, lambda m: m.CausalLM(11, 24, 2, 4, embed_scale=float("inf"))),
+    "layer_settings: got 1 of them, want one for each of 2": (
+        ValueError,
+        lambda m: m.CausalLM(11, 24, 2, 4, layer_settings=[{}]),
+    ),
+    r"layer_settings\[1\]: got 'base', want window": (
+        ValueError,
+        lambda m: m.CausalLM(11, 24, 2, 4, layer_settings=[{}, {"base": 3.0}]),
+    ),
+    "layer_settings is 3 .*, wants None or a list": (TypeError, lambda m: m.CausalLM(11, 24, 2, 4, layer_settings=3)),
+    "experts: got 'width', want keywords of MixtureOfExperts": (
+        ValueError,
+        lambda m: m.CausalLM(11, 24, 2, 4, experts={"width": 3}),
+    ),
+    "hidden_dim: got 0, want at least 1": (
+        ValueError,
+        lambda m: m.CausalLM(11, 24, 2, 4, experts={"num_experts": 3, "top_k": 1}),
+    ),
+    "top_k: got 5, want 1 to 4": (ValueError, lambda m: m.MixtureOfExperts(24, 8, 4, 5)),
+    "num_groups: got 3, want a number that divides": (
+        ValueError,
+        lambda m: m.MixtureOfExperts(24, 8, 4, 1, num_groups=3),
+    ),
+    "top_groups: got 3, want 1 to num_groups 2": (
+        ValueError,
+        lambda m: m.MixtureOfExperts(24, 8, 4, 1, num_groups=2, top_groups=3),
+    ),
+    "num_groups: got 4 for 4 experts, want at least two": (
+        ValueError,
+        lambda m: m.MixtureOfExperts(24, 8, 4, 1, scores="sigmoid", num_groups=4, top_groups=2),
+    ),
+    "scores: got 'max', want 'softmax' or 'sigmoid'": (
+        ValueError,
+        lambda m: m.MixtureOfExperts(24, 8, 4, 1, scores="max"),
+    ),
+    "scaling: got nan": (ValueError, lambda m: m.MixtureOfExperts(24, 8, 4, 1, scaling=float("nan"))),
+    "qk_norm: got 'heads', want all_heads, plus_one and eps": (
+        ValueError,
+        lambda m: m.GroupedQueryAttention(24, 4, 2, qk_norm={"heads": True}),
+    ),
+    "layout: got 'serial', want 'sandwich'": (ValueError, lambda m: m.CausalLM(11, 24, 2, 4, layout="serial")),
 }
 
 

@@ -39,6 +39,8 @@ def test_twin_gives_bitwise_the_same(case):
     assert torch.equal(out, native_out)
     assert set(grads) == set(native_grads)
     for name in grads:
+        if name.endswith("e_score_correction_bias"):  # frozen
+            continue
         assert grads[name] is not None and torch.equal(grads[name], native_grads[name]), name
 
 

@@ -49,6 +49,17 @@ def _encoder_block(norm: str = "rms", **factory) -> attnpack.EncoderBlock:
     return attnpack.EncoderBlock(attnpack.MultiHeadAttention(EMBED, 4, **factory), feed_forward, norm=norm)
 
 
+def _layout(layout: str, norm: str = "rms", **factory) -> attnpack.DecoderBlock:
+    return attnpack.DecoderBlock(
+        _attention(**factory), attnpack.FeedForward(EMBED, 32, **factory), norm=norm, layout=layout
+    )
+
+
+def _learned_positions(**factory) -> attnpack.Decoder:
+    tables = {"embed_tokens": nn.Embedding(32, EMBED, **factory), "embed_positions": nn.Embedding(9, EMBED, **factory)}
+    return attnpack.Decoder([_decoder_block(**factory)], embed_scale=2.0, **tables)
+
+
 def _encoder_decoder(**factory) -> attnpack.EncoderDecoder:
     encoder = attnpack.Encoder([_encoder_block(**factory)])
     return attnpack.EncoderDecoder(encoder, attnpack.Decoder([_decoder_block(cross=True, **factory)], norm="layer"))
@@ -142,6 +153,18 @@ CASES = [
     ModuleCase("decoder_block_cross", lambda **f: _decoder_block(cross=True, **f), lambda: (_x(), _x(7))),
     ModuleCase("encoder", lambda **f: attnpack.Encoder([_encoder_block(**f)], norm=None), lambda: (_x(),)),
     ModuleCase("decoder", lambda **f: attnpack.Decoder([_decoder_block(**f), _decoder_block(**f)]), lambda: (_x(),)),
+    ModuleCase(
+        "qk_norm_of_all_heads",
+        lambda **f: attnpack.GroupedQueryAttention(
+            EMBED, 4, 2, causal=True, qk_norm={"all_heads": True, "plus_one": True, "eps": 1e-3}, rope=_rope(), **f
+        ),
+        lambda: (_x(),),
+    ),
+    ModuleCase("decoder_block_sandwich", lambda **f: _layout("sandwich", norm="rms_plus_one", **f), lambda: (_x(),)),
+    ModuleCase("decoder_block_output", lambda **f: _layout("output", **f), lambda: (_x(),)),
+    ModuleCase("decoder_block_parallel", lambda **f: _layout("parallel", norm="layer", **f), lambda: (_x(),)),
+    ModuleCase("decoder_block_parallel_two", lambda **f: _layout("parallel_two", **f), lambda: (_x(),)),
+    ModuleCase("decoder_learned_positions", _learned_positions, lambda: (_ids(),)),
     ModuleCase("encoder_decoder", _encoder_decoder, lambda: (_x(), _x(7))),
     ModuleCase("causal_lm", _causal_lm, lambda: (_ids(),)),
     ModuleCase("causal_lm_tied", lambda **f: _causal_lm(tie_embeddings=True, bias=True, **f), lambda: (_ids(),)),
@@ -149,6 +172,57 @@ CASES = [
         "causal_lm_latent",
         lambda **f: attnpack.CausalLM(32, EMBED, 2, 4, hidden_dim=32, rope_interleaved=True, latent=LATENT, **f),
         lambda: (_ids(),),
+    ),
+    ModuleCase(
+        "causal_lm_of_many_kinds",
+        lambda **f: _causal_lm(
+            norm="rms_plus_one",
+            layout="sandwich",
+            activation="geglu_tanh",
+            embed_scale=3.0,
+            final_softcap=2.0,
+            scores={"softcap": 3.0, "sinks": True, "scale": 0.3, "rope_dim": 4},
+            qk_norm={"plus_one": True},
+            experts={"hidden_dim": 8, "num_experts": 3, "top_k": 2},
+            layer_settings=[{"window": (2, 0), "rope_base": 100.0, "experts": False}, {"rope": False}],
+            **f,
+        ),
+        lambda: (_ids(),),
+    ),
+    ModuleCase("experts", lambda **f: attnpack.MixtureOfExperts(EMBED, 8, 4, 2, **f), lambda: (_x(),), attends=False),
+    ModuleCase(
+        "experts_in_groups",
+        lambda **f: attnpack.MixtureOfExperts(
+            EMBED,
+            8,
+            4,
+            2,
+            scores="sigmoid",
+            normalize=True,
+            scaling=1.5,
+            num_groups=2,
+            top_groups=1,
+            correction=True,
+            gate_bias=True,
+            activation="clamped_swiglu",
+            bias=True,
+            shared_dim=12,
+            **f,
+        ),
+        lambda: (_x(),),
+        attends=False,
+    ),  # fmt: skip
+    ModuleCase(
+        "rms_norm_plus_one", lambda **f: attnpack.RMSNorm(EMBED, plus_one=True, **f), lambda: (_x(),), attends=False
+    ),
+    *(
+        ModuleCase(
+            name,
+            lambda name=name, **f: attnpack.FeedForward(EMBED, 32, activation=name, **f),
+            lambda: (_x(),),
+            attends=False,
+        )
+        for name in ("geglu", "geglu_tanh", "clamped_swiglu", "gelu_tanh", "relu")
     ),
     ModuleCase("rms_norm", lambda **f: attnpack.RMSNorm(EMBED, **f), lambda: (_x(),), attends=False),
     ModuleCase("swiglu", lambda **f: attnpack.FeedForward(EMBED, 32, **f), lambda: (_x(),), attends=False),

@@ -63,6 +63,12 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
   refuse_calibration(options.calibration().x.defined());
   const auto& source = model->options;
   ATTNPACK_CHECK(!source.latent(), "model: got one of latent attention, which has no kv heads to merge");
+  refuse_shared_norm(source.qk_norm().all_heads());
+  const auto scores = source.scores().value_or(ScoreSettings());
+  ATTNPACK_CHECK(!scores.alibi(),
+                 "model: got one with ALiBi, whose slopes belong to the places of its heads; merged "
+                 "heads are put in another order");
+  const auto layers = model->resolved_layers();
   auto state = state_dict(*model);
   for (auto& [name, tensor] : state) tensor = tensor.detach().clone();
   for (int64_t layer = 0; layer < source.num_layers(); ++layer) {
@@ -80,9 +86,9 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
                            .window(own.window())
                            .groups(own.groups())
                            .seed(own.seed())
-                           .rope_dim(*source.head_dim())
+                           .rope_dim(layers[layer].rope() ? scores.rope_dim().value_or(*source.head_dim()) : 0)
                            .interleaved(source.rope_interleaved())
-                           .key_norm(source.qk_norm())
+                           .key_norm(bool(source.qk_norm()))
                            .reorder(true));
     const auto& w = merged.weights;
     state[name("q_proj.weight")] = w.q, state[name("k_proj.weight")] = w.k;
@@ -90,6 +96,10 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
     if (w.q_bias.defined()) state[name("q_proj.bias")] = w.q_bias;
     if (w.k_bias.defined()) state[name("k_proj.bias")] = w.k_bias;
     if (w.v_bias.defined()) state[name("v_proj.bias")] = w.v_bias;
+    if (scores.sinks()) {
+      const auto order = at::tensor(merged.head_order, at::kLong).to(find("sinks").device());
+      state[name("sinks")] = find("sinks").index_select(0, order);
+    }
   }
   auto target = source;
   target.num_kv_heads(num_kv_heads).factory().device = at::kMeta;  // replaced below

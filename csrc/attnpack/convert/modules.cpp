@@ -38,6 +38,7 @@ bool consecutive(const std::vector<int64_t>& map, int64_t num_kv_heads) {
 template <typename Impl>
 MergedHeads merge_module(const Impl& module, int64_t num_kv_heads, const ToGqaOptions& options) {
   const auto& o = module.options;
+  refuse_shared_norm(o.qk_norm().all_heads());
   return merge_kv_heads(weights_of(module.q_proj, module.k_proj, module.v_proj, module.o_proj),
                         MergeOptions(o.num_heads(), o.num_kv_heads(), num_kv_heads)
                             .head_map(o.head_map())
@@ -48,7 +49,7 @@ MergedHeads merge_module(const Impl& module, int64_t num_kv_heads, const ToGqaOp
                             .calibration(options.calibration())
                             .rope_dim(module.rope ? module.rope->options.dim() : 0)
                             .interleaved(module.rope && module.rope->options.interleaved())
-                            .key_norm(o.qk_norm()));
+                            .key_norm(bool(o.qk_norm())));
 }
 
 // Parameters by name: the merged ones, and copies of the others.
@@ -76,7 +77,7 @@ void check_has_latent_form(const Impl& module) {
   lacks(o.softcap() != 0, "softcap");
   lacks(o.sinks(), "sinks");
   lacks(o.alibi(), "alibi");
-  lacks(o.qk_norm(), "qk_norm");
+  lacks(bool(o.qk_norm()), "qk_norm");
   for (const auto& width : {o.kdim(), o.vdim()}) {
     ATTNPACK_CHECK(!width || *width == o.embed_dim(), "kdim, vdim: got a layer with ", *width, ", want embed_dim ",
                    o.embed_dim(), ": one latent makes keys and values of it");

@@ -11,12 +11,14 @@
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/grouped_attention.h>
 #include <attnpack/ops/linear.h>
+#include <attnpack/ops/softcap.h>
 
 namespace attnpack {
 
 namespace {
 
-Part<AttentionModule> make_attention(const CausalLMOptions& o, const RotaryEmbedding& rope) {
+Part<AttentionModule> make_attention(const CausalLMOptions& o, const LayerSettings& layer,
+                                     const RotaryEmbedding& rope) {
   if (o.latent()) {
     return MultiHeadLatentAttention(MultiHeadLatentAttentionOptions(*o.latent())
                                         .embed_dim(o.embed_dim())
@@ -26,20 +28,53 @@ Part<AttentionModule> make_attention(const CausalLMOptions& o, const RotaryEmbed
                                         .causal(true)
                                         .factory(o.factory()));
   }
+  const auto scores = o.scores().value_or(ScoreSettings());
   return GroupedQueryAttention(GroupedQueryAttentionOptions(o.embed_dim(), o.num_heads(), *o.num_kv_heads())
                                    .head_dim(o.head_dim())
                                    .bias(o.bias())
                                    .out_bias(o.out_bias())
                                    .qk_norm(o.qk_norm())
-                                   .window(o.window())
+                                   .window(layer.window())
+                                   .softcap(scores.softcap())
+                                   .sinks(scores.sinks())
+                                   .alibi(scores.alibi())
+                                   .scale(scores.scale())
                                    .rope(rope)
                                    .causal(true)
                                    .factory(o.factory()));
 }
 
-DecoderBlock make_block(const CausalLMOptions& o, const RotaryEmbedding& rope) {
-  FeedForward feed_forward(FeedForwardOptions(o.embed_dim(), *o.hidden_dim()).bias(o.mlp_bias()).factory(o.factory()));
-  return DecoderBlock(DecoderBlockOptions(make_attention(o, rope), feed_forward).eps(o.eps()));
+// The dims of a head that rotate.
+int64_t rotated_dims(const CausalLMOptions& o) {
+  if (o.latent()) return o.latent()->qk_rope_head_dim().value_or(0);
+  return o.scores().value_or(ScoreSettings()).rope_dim().value_or(*o.head_dim());
+}
+
+RotaryEmbedding make_rope(const CausalLMOptions& o, const LayerSettings& layer) {
+  const bool none = !layer.rope() || (o.latent() && rotated_dims(o) == 0);
+  if (none) return nullptr;
+  return RotaryEmbedding(RotaryEmbeddingOptions(rotated_dims(o))
+                             .base(*layer.rope_base())
+                             .max_positions(o.max_positions())
+                             .scaling(layer.rope_scaling())
+                             .interleaved(o.rope_interleaved()));
+}
+
+Part<TokenModule> make_feed_forward(const CausalLMOptions& o, const LayerSettings& layer) {
+  if (layer.experts()) {
+    return MixtureOfExperts(MixtureOfExpertsOptions(*o.experts()).embed_dim(o.embed_dim()).factory(o.factory()));
+  }
+  return FeedForward(FeedForwardOptions(o.embed_dim(), *o.hidden_dim())
+                         .activation(o.activation())
+                         .bias(o.mlp_bias())
+                         .factory(o.factory()));
+}
+
+DecoderBlock make_block(const CausalLMOptions& o, const LayerSettings& layer) {
+  return DecoderBlock(DecoderBlockOptions(make_attention(o, layer, make_rope(o, layer)), make_feed_forward(o, layer))
+                          .norm(o.norm())
+                          .layout(o.layout())
+                          .eps(o.eps()));
 }
 
 void check_latent(const CausalLMOptions& o) {
@@ -48,9 +83,22 @@ void check_latent(const CausalLMOptions& o) {
   };
   refuse(o.num_kv_heads().has_value(), "num_kv_heads");
   refuse(o.head_dim().has_value(), "head_dim");
-  refuse(o.qk_norm(), "qk_norm");
+  refuse(bool(o.qk_norm()), "qk_norm");
   refuse(o.window().has_value(), "window");
   refuse(o.out_bias().has_value(), "out_bias");
+  refuse(o.scores().has_value(), "scores");
+  for (const auto& layer : o.layer_settings()) refuse(layer.window().has_value(), "layer_settings: window");
+}
+
+void check_families(const CausalLMOptions& o) {
+  ATTNPACK_CHECK(
+      o.position_embedding() == "rope" || o.position_embedding() == "learned" || o.position_embedding() == "none",
+      "position_embedding: got '", o.position_embedding(), "', want 'rope', 'learned' or 'none'");
+  ATTNPACK_CHECK(o.final_softcap() >= 0 && std::isfinite(o.final_softcap()), "final_softcap: got ", o.final_softcap(),
+                 ", want a number above 0, or 0 for none");
+  ATTNPACK_CHECK(o.layer_settings().empty() || static_cast<int64_t>(o.layer_settings().size()) == o.num_layers(),
+                 "layer_settings: got ", o.layer_settings().size(), " of them, want one for each of ", o.num_layers(),
+                 " layers, or none");
 }
 
 }  // namespace
@@ -69,22 +117,20 @@ void CausalLMImpl::reset() {
     o.head_dim(resolve_head_dim(o.embed_dim(), o.num_heads(), o.head_dim()));
   }
   o.hidden_dim(o.hidden_dim().value_or(4 * o.embed_dim()));
+  check_families(o);
 
-  const auto rotated = o.latent() ? o.latent()->qk_rope_head_dim().value_or(0) : *o.head_dim();
-  RotaryEmbedding rope(nullptr);
-  if (rotated > 0 || !o.latent()) {
-    rope = RotaryEmbedding(RotaryEmbeddingOptions(rotated)
-                               .base(o.rope_base())
-                               .max_positions(o.max_positions())
-                               .scaling(o.rope_scaling())
-                               .interleaved(o.rope_interleaved()));
-  }
-  Embedding embedding(EmbeddingOptions(o.vocab_size(), o.embed_dim()).factory(o.factory()));
-  // An embedding that is also the head would, with N(0, 1), start at a loss of hundreds instead of ln V.
-  embedding->weight.detach().mul_(o.init_std());
+  const auto table = [&](int64_t rows) {
+    Embedding made(EmbeddingOptions(rows, o.embed_dim()).factory(o.factory()));
+    // An embedding that is also the head would, with N(0, 1), start at a loss of hundreds instead of ln V.
+    made->weight.detach().mul_(o.init_std());
+    return made;
+  };
+  const auto embedding = table(o.vocab_size());
   std::vector<DecoderBlock> layers;
-  for (int64_t i = 0; i < o.num_layers(); ++i) layers.push_back(make_block(o, rope));
-  model = register_module("model", Decoder(DecoderOptions(layers).eps(o.eps()).embed_tokens(embedding)));
+  for (const auto& layer : resolved_layers()) layers.push_back(make_block(o, layer));
+  auto stack = DecoderOptions(layers).norm(o.norm()).eps(o.eps()).embed_tokens(embedding).embed_scale(o.embed_scale());
+  if (o.position_embedding() == "learned") stack.embed_positions(table(o.max_positions()));
+  model = register_module("model", Decoder(stack));
   if (!o.tie_embeddings()) {
     lm_head = register_module("lm_head", Linear(LinearOptions(o.embed_dim(), o.vocab_size()).factory(o.factory())));
   }
@@ -100,11 +146,26 @@ at::Tensor CausalLMImpl::hidden(const at::Tensor& ids, const CausalLMInputs& inp
 }
 
 at::Tensor CausalLMImpl::head(const at::Tensor& hidden) {
-  return lm_head ? lm_head(hidden) : attnpack::linear(hidden, model->embed_tokens->weight);
+  const auto logits = lm_head ? lm_head(hidden) : attnpack::linear(hidden, model->embed_tokens->weight);
+  return softcapped(logits, options.final_softcap());
 }
 
 at::Tensor CausalLMImpl::forward(const at::Tensor& ids, const CausalLMInputs& inputs) {
   return head(hidden(ids, inputs));
+}
+
+std::vector<LayerSettings> CausalLMImpl::resolved_layers() const {
+  const auto& o = options;
+  auto layers = o.layer_settings();
+  if (layers.empty()) layers.resize(o.num_layers());
+  for (auto& layer : layers) {
+    if (!layer.window()) layer.window(o.window());
+    if (!layer.rope_base()) layer.rope_base(o.rope_base());
+    if (!layer.rope_scaling()) layer.rope_scaling(o.rope_scaling());
+    layer.rope(layer.rope() && o.position_embedding() == "rope");
+    layer.experts(layer.experts() && o.experts());
+  }
+  return layers;
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::dynamic_cache() const {
@@ -124,11 +185,11 @@ std::shared_ptr<ModelCache> CausalLMImpl::static_cache(int64_t batch, int64_t ma
 }
 
 std::shared_ptr<ModelCache> CausalLMImpl::sliding_cache() const {
-  const auto [left, right] = options.window().value_or(Window{-1, -1});
-  if (left < 0 || right > 0) return dynamic_cache();
-  std::vector<std::shared_ptr<KVCache>> layers;
-  for (int64_t i = 0; i < options.num_layers(); ++i) {
-    layers.push_back(std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(left)));
+  auto layers = dynamic_cache()->layers();
+  const auto settings = resolved_layers();
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const auto [left, right] = settings[i].window().value_or(Window{-1, -1});
+    if (left >= 0 && right <= 0) layers[i] = std::make_shared<SlidingWindowCache>(SlidingWindowCacheOptions(left));
   }
   return std::make_shared<ModelCache>(std::move(layers));
 }

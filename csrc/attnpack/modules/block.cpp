@@ -55,11 +55,15 @@ at::Tensor EncoderBlockImpl::forward(const at::Tensor& x, const EncoderInputs& i
 
 DecoderBlockImpl::DecoderBlockImpl(const DecoderBlockOptions& options)
     : pre_norm(checked(options).pre_norm()),
+      layout(options.layout()),
       self_attn(options.attention()),
       cross_attn(options.cross_attention()),
-      mlp(options.feed_forward()),
-      input_layernorm(norm_beside(options)),
-      post_attention_layernorm(norm_beside(options)) {
+      mlp(options.feed_forward()) {
+  check_layout(layout, pre_norm, bool(cross_attn));
+  if (layout != "output") input_layernorm = norm_beside(options);
+  if (layout != "parallel") post_attention_layernorm = norm_beside(options);
+  if (layout == "sandwich") pre_feedforward_layernorm = norm_beside(options);
+  if (layout == "sandwich" || layout == "output") post_feedforward_layernorm = norm_beside(options);
   if (cross_attn) {
     check_part_width("cross_attention", cross_attn->embed_dim(), self_attn->embed_dim());
     check_part_width("cross_attention", cross_attn->out_dim(), self_attn->embed_dim());
@@ -75,14 +79,16 @@ at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInpu
   check_cross_attention(bool(cross_attn), inputs.context() || (held && held->filled()));
   check_input("x", x, self_attn->embed_dim(), {});
   if (inputs.context()) check_lengths("context_lens", inputs.context_lens(), *inputs.context());
-  auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {
+  const auto attend = [&](const at::Tensor& t) {
     return self_attn->forward(t, AttentionInputs()
                                      .causal(true)
                                      .mask(inputs.mask())
                                      .cache(inputs.cache())
                                      .positions(inputs.positions())
                                      .kv_lens(inputs.kv_lens()));
-  });
+  };
+  if (layout) return run_layout(x, attend);
+  auto h = residual(x, input_layernorm, pre_norm, attend);
   if (cross_attn) {
     h = residual(h, cross_attention_layernorm, pre_norm, [&](const at::Tensor& t) {
       return cross_attn->forward(t, AttentionInputs()
@@ -93,6 +99,19 @@ at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInpu
     });
   }
   return residual(h, post_attention_layernorm, pre_norm, [&](const at::Tensor& t) { return mlp->forward(t); });
+}
+
+at::Tensor DecoderBlockImpl::run_layout(const at::Tensor& x,
+                                        const std::function<at::Tensor(const at::Tensor&)>& attend) {
+  const auto normed = [](const Part<TokenModule>& norm, const at::Tensor& t) { return norm ? norm->forward(t) : t; };
+  const auto first = normed(input_layernorm, x);
+  if (*layout == "parallel" || *layout == "parallel_two") {
+    const auto second = *layout == "parallel" ? first : post_attention_layernorm->forward(x);
+    const auto attended = x + attend(first);
+    return attended + mlp->forward(second);
+  }
+  const auto h = x + post_attention_layernorm->forward(attend(first));
+  return h + post_feedforward_layernorm->forward(mlp->forward(normed(pre_feedforward_layernorm, h)));
 }
 
 }  // namespace attnpack

@@ -3,6 +3,7 @@
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/part.h>
 
+#include <functional>
 #include <string>
 
 namespace attnpack {
@@ -108,6 +109,10 @@ struct DecoderBlockOptions {
   TORCH_ARG(Part<TokenModule>, feed_forward);
   TORCH_ARG(std::string, norm) = "rms";  // or "layer"
   TORCH_ARG(bool, pre_norm) = true;      // as in EncoderBlockOptions
+  // Other places of the norms, in place of pre_norm; not together with cross-attention:
+  // "sandwich": x + norm(f(norm(x))) (Gemma 2); "output": x + norm(f(x)) (OLMo 2);
+  // "parallel": x + attention(norm(x)) + feed_forward(norm(x)) with one norm (Falcon-7B), "parallel_two" with two.
+  TORCH_ARG(std::optional<std::string>, layout);
   TORCH_ARG(Part<AttentionModule>, cross_attention);
   TORCH_ARG(double, eps) = 1e-6;
 
@@ -118,6 +123,7 @@ struct DecoderBlockOptions {
     visit("feed_forward", self.feed_forward_);
     visit("norm", self.norm_);
     visit("pre_norm", self.pre_norm_);
+    visit("layout", self.layout_);
     visit("cross_attention", self.cross_attention_);
     visit("eps", self.eps_);
   }
@@ -125,7 +131,8 @@ struct DecoderBlockOptions {
 
 // Self-attention, which is causal whatever the module's own setting says. Then cross-attention to the whole context, if
 // a context is given. Then the feed-forward. Each has a norm and a residual. Without cross-attention the parameter
-// names are those of a Llama layer.
+// names are those of a Llama layer. A layout has some of the norms input_layernorm, post_attention_layernorm,
+// pre_feedforward_layernorm and post_feedforward_layernorm, with the names of Gemma 2.
 class DecoderBlockImpl : public Container<DecoderBlockImpl> {
  public:
   DecoderBlockImpl(Part<AttentionModule> attention, Part<TokenModule> feed_forward)
@@ -138,8 +145,10 @@ class DecoderBlockImpl : public Container<DecoderBlockImpl> {
   void for_each_part(const F& f) {
     f("self_attn", self_attn);
     f("mlp", mlp);
-    f("input_layernorm", input_layernorm);
-    f("post_attention_layernorm", post_attention_layernorm);
+    if (input_layernorm) f("input_layernorm", input_layernorm);
+    if (post_attention_layernorm) f("post_attention_layernorm", post_attention_layernorm);
+    if (pre_feedforward_layernorm) f("pre_feedforward_layernorm", pre_feedforward_layernorm);
+    if (post_feedforward_layernorm) f("post_feedforward_layernorm", post_feedforward_layernorm);
     if (cross_attn) {
       f("cross_attn", cross_attn);
       f("cross_attention_layernorm", cross_attention_layernorm);
@@ -148,11 +157,17 @@ class DecoderBlockImpl : public Container<DecoderBlockImpl> {
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::DecoderBlock"; }
 
   bool pre_norm;
+  std::optional<std::string> layout;
   Part<AttentionModule> self_attn, cross_attn;
-  Part<TokenModule> mlp, input_layernorm, post_attention_layernorm, cross_attention_layernorm;
+  Part<TokenModule> mlp, input_layernorm, post_attention_layernorm, pre_feedforward_layernorm,
+      post_feedforward_layernorm, cross_attention_layernorm;
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(DecoderBlockInputs())})
+
+ private:
+  // The block with a layout. attend is self-attention.
+  at::Tensor run_layout(const at::Tensor& x, const std::function<at::Tensor(const at::Tensor&)>& attend);
 };
 TORCH_MODULE(DecoderBlock);
 

@@ -6,25 +6,43 @@
 
 namespace attnpack {
 
+namespace {
+
+bool has_gate(const std::string& activation) { return activation.ends_with("glu") || activation == "geglu_tanh"; }
+
+at::Tensor activated(const std::string& activation, const at::Tensor& x) {
+  if (activation == "swiglu") return at::silu(x);
+  if (activation == "relu") return at::relu(x);
+  return at::gelu(x, activation.ends_with("_tanh") ? "tanh" : "none");
+}
+
+at::Tensor gated(const std::string& activation, const at::Tensor& gate, const at::Tensor& up) {
+  if (activation != "clamped_swiglu") return activated(activation, gate) * up;
+  const double alpha = 1.702, limit = 7;  // of gpt-oss
+  const auto g = gate.clamp_max(limit);
+  return g * at::sigmoid(alpha * g) * (up.clamp(-limit, limit) + 1);
+}
+
+}  // namespace
+
 void FeedForwardImpl::reset() {
   const auto& o = options;
-  ATTNPACK_CHECK(o.activation() == "swiglu" || o.activation() == "gelu", "activation: got '", o.activation(),
-                 "', want 'swiglu' or 'gelu'");
+  check_activation(o.activation());
   check_size("embed_dim", o.embed_dim());
   check_size("hidden_dim", o.hidden_dim());
   const auto linear = [&](const char* name, int64_t in, int64_t out) {
     return register_module(name, Linear(LinearOptions(in, out).bias(o.bias()).factory(o.factory())));
   };
-  if (o.activation() == "swiglu") gate_proj = linear("gate_proj", o.embed_dim(), o.hidden_dim());
+  if (has_gate(o.activation())) gate_proj = linear("gate_proj", o.embed_dim(), o.hidden_dim());
   up_proj = linear("up_proj", o.embed_dim(), o.hidden_dim());
   down_proj = linear("down_proj", o.hidden_dim(), o.embed_dim());
 }
 
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
   check_tokens("x", x, options.embed_dim(), up_proj->weight);
-  if (!gate_proj) return down_proj(at::gelu(up_proj(x)));
+  if (!gate_proj) return down_proj(activated(options.activation(), up_proj(x)));
   const auto inner = forward_all(x, {gate_proj.get(), up_proj.get()});
-  return down_proj(at::silu(inner[0]) * inner[1]);
+  return down_proj(gated(options.activation(), inner[0], inner[1]));
 }
 
 void FeedForwardImpl::pretty_print(std::ostream& stream) const {

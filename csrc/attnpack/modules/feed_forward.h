@@ -11,7 +11,8 @@ struct FeedForwardOptions {
   FeedForwardOptions(int64_t embed_dim, int64_t hidden_dim) : embed_dim_(embed_dim), hidden_dim_(hidden_dim) {}
   TORCH_ARG(int64_t, embed_dim);
   TORCH_ARG(int64_t, hidden_dim);
-  TORCH_ARG(std::string, activation) = "swiglu";  // or "gelu"
+  // With a gate "swiglu", "geglu", "geglu_tanh" or "clamped_swiglu", without one "gelu", "gelu_tanh" or "relu".
+  TORCH_ARG(std::string, activation) = "swiglu";
   TORCH_ARG(bool, bias) = false;
   TORCH_ARG(Factory, factory);
 
@@ -26,7 +27,9 @@ struct FeedForwardOptions {
   }
 };
 
-// swiglu: down(silu(gate(x)) * up(x)) (Shazeer 2020); gelu: down(gelu(up(x))), the exact gelu.
+// With a gate down(f(gate(x)) * up(x)) (Shazeer 2020), where f is silu for "swiglu", the exact gelu for "geglu" and its
+// tanh form for "geglu_tanh" (Gemma). Without one down(f(up(x))): "gelu", "gelu_tanh" (GPT-2), "relu". For
+// "clamped_swiglu" (gpt-oss), with g = min(gate(x), 7) and u = up(x) within -7 to 7: down(g sigmoid(1.702 g) (u + 1)).
 class FeedForwardImpl : public torch::nn::Cloneable<FeedForwardImpl>, public TokenModule {
  public:
   FeedForwardImpl(int64_t embed_dim, int64_t hidden_dim) : FeedForwardImpl(FeedForwardOptions(embed_dim, hidden_dim)) {}

@@ -34,8 +34,14 @@ void GroupedAttentionImpl<Derived, sharing>::reset() {
   v_proj = linear("v_proj", o.vdim().value_or(o.embed_dim()), o.num_kv_heads() * head_dim, o.bias());
   o_proj = linear("o_proj", o.num_heads() * head_dim, o.embed_dim(), o.out_bias().value_or(o.bias()));
   if (o.qk_norm()) {
-    q_norm = this->register_module("q_norm", RMSNorm(RMSNormOptions(head_dim).factory(o.factory())));
-    k_norm = this->register_module("k_norm", RMSNorm(RMSNormOptions(head_dim).factory(o.factory())));
+    const auto norm = [&](const char* name, int64_t heads) {
+      const auto& n = o.qk_norm();
+      const auto dim = n.all_heads() ? heads * head_dim : head_dim;
+      const auto made = RMSNormOptions(dim).eps(n.eps()).plus_one(n.plus_one()).factory(o.factory());
+      return this->register_module(name, RMSNorm(made));
+    };
+    q_norm = norm("q_norm", o.num_heads());
+    k_norm = norm("k_norm", o.num_kv_heads());
   }
   if (o.sinks()) this->register_parameter("sinks", this->allocate({o.num_heads()}, sinks, o.factory()).zero_());
   bind_members();
@@ -48,6 +54,13 @@ void GroupedAttentionImpl<Derived, sharing>::reset() {
 }
 
 template <typename Derived, Sharing sharing>
+at::Tensor GroupedAttentionImpl<Derived, sharing>::split(const at::Tensor& x, int64_t heads, RMSNorm& norm) const {
+  const bool whole = norm && options.qk_norm().all_heads();
+  const auto parts = split_heads(whole ? norm(x) : x, heads, *options.head_dim());
+  return norm && !whole ? norm(parts) : parts;
+}
+
+template <typename Derived, Sharing sharing>
 std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::heads(
     const at::Tensor& x, const AttentionInputs& inputs) {
   const auto& context = inputs.context() ? *inputs.context() : x;
@@ -55,13 +68,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sha
   const auto input_of = [](const Linear& layer) {
     return ProjectionInput{layer->options.in_features(), layer->weight};
   };
-  const auto head_dim = *options.head_dim();
   const auto held = cross_cache(inputs);
   if (held) held->check_call(x, inputs.context());
   if (held && held->filled()) {
     check_input("x", x, q_proj->options.in_features(), q_proj->weight);
-    const auto q = split_heads(q_proj(x), options.num_heads(), head_dim);
-    return {q_norm ? q_norm(q) : q, held->k(), held->v()};
+    return {split(q_proj(x), options.num_heads(), q_norm), held->k(), held->v()};
   }
   check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !held, input_of(q_proj), input_of(k_proj),
                input_of(v_proj));
@@ -69,11 +80,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sha
   const bool self = !inputs.context() && !inputs.value_context();
   const auto made = self ? forward_all(x, {q_proj.get(), k_proj.get(), v_proj.get()})
                          : std::vector<at::Tensor>{q_proj(x), k_proj(context), v_proj(value_context)};
-  auto q = split_heads(made[0], options.num_heads(), head_dim);
-  auto k = split_heads(made[1], options.num_kv_heads(), head_dim);
-  auto v = split_heads(made[2], options.num_kv_heads(), head_dim);
-  if (q_norm) q = q_norm(q), k = k_norm(k);
-  return {q, k, v};
+  return {split(made[0], options.num_heads(), q_norm), split(made[1], options.num_kv_heads(), k_norm),
+          split_heads(made[2], options.num_kv_heads(), *options.head_dim())};
 }
 
 template <typename Derived, Sharing sharing>

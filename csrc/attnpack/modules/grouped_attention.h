@@ -50,8 +50,8 @@ struct GroupedOptions {
   TORCH_ARG(bool, sinks) = false;
   // Scores fall by alibi_slopes * distance (layers/alibi.h).
   TORCH_ARG(bool, alibi) = false;
-  // RMSNorm over head_dim on q and k before RoPE, eps 1e-6.
-  TORCH_ARG(bool, qk_norm) = false;
+  // RMSNorm on q and k before RoPE: true, over head_dim with eps 1e-6, or a QkNorm.
+  TORCH_ARG(QkNorm, qk_norm);
   TORCH_ARG(RotaryEmbedding, rope) = nullptr;
   // Default 1 / sqrt(head_dim).
   TORCH_ARG(std::optional<double>, scale);
@@ -115,6 +115,8 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
  private:
   // q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D], normed, not rotated.
   std::tuple<at::Tensor, at::Tensor, at::Tensor> heads(const at::Tensor& x, const AttentionInputs& inputs);
+  // [B, L, heads * D] -> [B, heads, L, D], normed where norm is given
+  at::Tensor split(const at::Tensor& x, int64_t heads, RMSNorm& norm) const;
   AttendOptions settings(const AttentionInputs& inputs) const;
 
   std::vector<double> slopes_;  // of ALiBi, not rounded by .to(kBFloat16)

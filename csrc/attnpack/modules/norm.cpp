@@ -1,5 +1,7 @@
 #include <attnpack/modules/norm.h>
 
+#include <ATen/OpMathType.h>
+
 #include <cmath>
 
 #include <attnpack/core/check.h>
@@ -11,7 +13,8 @@ namespace attnpack {
 
 namespace {
 
-void check_norm(const NormOptions& options) {
+template <typename Options>
+void check_norm(const Options& options) {
   check_size("dim", options.dim());
   ATTNPACK_CHECK(options.eps() >= 0 && std::isfinite(options.eps()), "eps: got ", options.eps(),
                  ", want a small number such as 1e-6");
@@ -23,13 +26,17 @@ RMSNormImpl::RMSNormImpl(RMSNormOptions options) : options(std::move(options)) {
 
 void RMSNormImpl::reset() {
   check_norm(options);
-  register_parameter("weight", allocate({options.dim()}, weight, options.factory()).fill_(1));
+  const double start = options.plus_one() ? 0 : 1;
+  register_parameter("weight", allocate({options.dim()}, weight, options.factory()).fill_(start));
   bind_members();
 }
 
 at::Tensor RMSNormImpl::forward(const at::Tensor& x) {
   check_tokens("x", x, options.dim(), {});
-  return rms_norm(x, weight, options.eps());
+  if (!options.plus_one()) return rms_norm(x, weight, options.eps());
+  // 16-bit numbers near 1 are too coarse for 1 + weight.
+  const auto wide = at::toOpMathType(x.scalar_type());
+  return rms_norm(x.to(wide), weight.to(wide) + 1, options.eps()).to(x.scalar_type());
 }
 
 void RMSNormImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::RMSNorm", options); }
@@ -57,8 +64,9 @@ void LayerNormImpl::pretty_print(std::ostream& stream) const { print_options(str
 
 Part<TokenModule> make_norm(const std::string& kind, const NormOptions& options) {
   check_norm_kind(kind);
-  if (kind == "rms") return RMSNorm(options);
-  return LayerNorm(options);
+  if (kind == "layer") return LayerNorm(options);
+  const bool plus_one = kind == "rms_plus_one";
+  return RMSNorm(RMSNormOptions(options.dim()).eps(options.eps()).plus_one(plus_one).factory(options.factory()));
 }
 
 }  // namespace attnpack

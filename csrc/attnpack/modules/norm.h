@@ -23,8 +23,24 @@ struct NormOptions {
     visit("factory", self.factory_);
   }
 };
-using RMSNormOptions = NormOptions;
 using LayerNormOptions = NormOptions;
+
+struct RMSNormOptions {
+  explicit RMSNormOptions(int64_t dim) : dim_(dim) {}
+  TORCH_ARG(int64_t, dim);
+  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(bool, plus_one) = false;  // multiply by 1 + weight, as Gemma does; weight is 0 at first
+  TORCH_ARG(Factory, factory);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("dim", self.dim_);
+    visit("eps", self.eps_);
+    visit("plus_one", self.plus_one_);
+    visit("factory", self.factory_);
+  }
+};
 
 // x / sqrt(mean(x^2) + eps) * weight over the last dim. (Zhang and Sennrich 2019.)
 class RMSNormImpl : public LeafModule<RMSNormImpl>, public TokenModule {
@@ -44,6 +60,26 @@ class RMSNormImpl : public LeafModule<RMSNormImpl>, public TokenModule {
 };
 TORCH_MODULE(RMSNorm);
 
+// RMSNorm on q and k before RoPE: over head_dim (Qwen 3), or over all heads (OLMo 2).
+struct QkNorm {
+  QkNorm() = default;
+  /* implicit */ QkNorm(bool on) : on_(on) {}
+  explicit operator bool() const { return on_; }
+  TORCH_ARG(bool, on) = false;
+  TORCH_ARG(bool, all_heads) = false;
+  TORCH_ARG(bool, plus_one) = false;  // as in RMSNormOptions
+  TORCH_ARG(double, eps) = 1e-6;
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("on", self.on_);
+    visit("all_heads", self.all_heads_);
+    visit("plus_one", self.plus_one_);
+    visit("eps", self.eps_);
+  }
+};
+
 // (x - mean) / sqrt(variance + eps) * weight + bias over the last dim. (Ba et al. 2016.)
 class LayerNormImpl : public LeafModule<LayerNormImpl>, public TokenModule {
  public:
@@ -62,7 +98,7 @@ class LayerNormImpl : public LeafModule<LayerNormImpl>, public TokenModule {
 };
 TORCH_MODULE(LayerNorm);
 
-// "rms" or "layer"; anything else raises.
+// "rms", "rms_plus_one" (an RMSNorm with plus_one) or "layer"; anything else raises.
 Part<TokenModule> make_norm(const std::string& kind, const NormOptions& options);
 
 }  // namespace attnpack

@@ -1,10 +1,22 @@
 #include <attnpack/modules/stack.h>
 
+#include <cmath>
+
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/norm.h>
 
 namespace attnpack {
+
+namespace {
+
+// How many positions of each sequence the cache holds, [B]; none for a cache that holds no sequence.
+std::optional<at::Tensor> past_lengths(const std::shared_ptr<ModelCache>& cache, const at::Tensor& x) {
+  const bool held = cache && x.dim() > 0 && cache->lengths().size(0) == x.size(0);
+  return held ? std::make_optional(cache->lengths()) : std::nullopt;
+}
+
+}  // namespace
 
 template <typename Derived, typename Block>
 StackImpl<Derived, Block>::StackImpl(const StackOptions<Block>& options) {
@@ -24,6 +36,12 @@ StackImpl<Derived, Block>::StackImpl(const StackOptions<Block>& options) {
     embed_tokens = options.embed_tokens();
     check_embedding_width(embed_tokens->options.embed_dim(), embed_dim);
   }
+  embed_scale = options.embed_scale();
+  ATTNPACK_CHECK(std::isfinite(embed_scale), "embed_scale: got ", embed_scale, ", want a finite number, 1 for none");
+  if (options.embed_positions()) {
+    embed_positions = options.embed_positions();
+    check_embedding_width(embed_positions->options.embed_dim(), embed_dim, "embed_positions");
+  }
   if (options.norm() != "none") {
     const auto& attention = block(0).self_attn;
     norm =
@@ -33,15 +51,25 @@ StackImpl<Derived, Block>::StackImpl(const StackOptions<Block>& options) {
 }
 
 template <typename Derived, typename Block>
-at::Tensor StackImpl<Derived, Block>::embed(const char* name, const at::Tensor& x) const {
-  if (embed_tokens) return embed_tokens->look_up(name, x);
-  check_states(name, x, block(0).self_attn->embed_dim());
-  check_input(name, x, block(0).self_attn->embed_dim(), {});
-  return x;
+at::Tensor StackImpl<Derived, Block>::embed(const char* name, const at::Tensor& x,
+                                            const std::optional<at::Tensor>& positions,
+                                            const std::optional<at::Tensor>& past) const {
+  auto h = x;
+  if (embed_tokens) {
+    h = embed_tokens->look_up(name, x);
+    if (embed_scale != 1) h = h * at::full({}, embed_scale, h.options().requires_grad(false));
+  } else {
+    check_states(name, x, block(0).self_attn->embed_dim());
+    check_input(name, x, block(0).self_attn->embed_dim(), {});
+  }
+  if (!embed_positions) return h;
+  const auto places = token_positions(h, positions, past);
+  if (places.is_cpu()) check_learned_positions(places, embed_positions->weight.size(0));
+  return h + at::embedding(embed_positions->weight, places);
 }
 
 at::Tensor EncoderImpl::run(const char* name, const at::Tensor& x, const EncoderInputs& inputs) {
-  auto h = embed(name, x);
+  auto h = embed(name, x, inputs.positions());
   for (size_t i = 0; i < layers->size(); ++i) h = block(i).forward(h, inputs);
   return finish(h);
 }
@@ -52,7 +80,7 @@ at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const Decoder
   if (cache) check_cache_layers(cache->layers().size(), layers->size());
   if (cross_cache) check_cache_layers(cross_cache->layers().size(), layers->size());
   const auto run_layers = [&] {
-    auto h = embed(name, x);
+    auto h = embed(name, x, inputs.positions(), past_lengths(cache, x));
     for (size_t i = 0; i < layers->size(); ++i) {
       auto own = DecoderBlockInputs()
                      .context(inputs.context())

@@ -21,6 +21,9 @@ struct StackOptions {
   TORCH_ARG(std::string, norm) = "rms";  // after the last block: "rms", "layer" or "none"
   TORCH_ARG(double, eps) = 1e-6;
   TORCH_ARG(Embedding, embed_tokens) = nullptr;  // with it the stack takes token ids [B, L]
+  TORCH_ARG(double, embed_scale) = 1.0;          // factor on the embeddings, rounded to their dtype (Gemma)
+  // Learned positions (GPT-2): row p is added to what stands at position p.
+  TORCH_ARG(Embedding, embed_positions) = nullptr;
 
  public:
   template <typename Self, typename Visit>
@@ -29,12 +32,14 @@ struct StackOptions {
     visit("norm", self.norm_);
     visit("eps", self.eps_);
     visit("embed_tokens", self.embed_tokens_);
+    visit("embed_scale", self.embed_scale_);
+    visit("embed_positions", self.embed_positions_);
   }
 };
 using EncoderOptions = StackOptions<EncoderBlock>;
 using DecoderOptions = StackOptions<DecoderBlock>;
 
-// Children embed_tokens, layers and norm, as in a Llama model.
+// Children embed_tokens, embed_positions, layers and norm, as in a Llama model.
 template <typename Derived, typename Block>
 class StackImpl : public Container<Derived> {
  public:
@@ -43,17 +48,22 @@ class StackImpl : public Container<Derived> {
   template <typename F>
   void for_each_part(const F& f) {
     if (embed_tokens) f("embed_tokens", embed_tokens);
+    if (embed_positions) f("embed_positions", embed_positions);
     f("layers", layers);
     if (norm) f("norm", norm);
   }
 
-  Part<EmbeddingImpl> embed_tokens;
+  Part<EmbeddingImpl> embed_tokens, embed_positions;
+  double embed_scale;
   Part<torch::nn::ModuleListImpl> layers;
   Part<TokenModule> norm;
 
  protected:
   using BlockImpl = typename Block::ContainedType;
-  at::Tensor embed(const char* name, const at::Tensor& x) const;
+  // The states before the first block. positions [L] or [B, L] are those of x; default: those after `past` [B], if it
+  // is given, else 0..L-1.
+  at::Tensor embed(const char* name, const at::Tensor& x, const std::optional<at::Tensor>& positions,
+                   const std::optional<at::Tensor>& past = std::nullopt) const;
   at::Tensor finish(const at::Tensor& x) const { return norm ? norm->forward(x) : x; }
   BlockImpl& block(size_t i) const { return *layers->template ptr<BlockImpl>(i); }
 };

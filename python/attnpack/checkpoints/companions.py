@@ -31,6 +31,8 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+CONVERTIBLE = tuple(_CLASSES)
+"""The families whose checkpoints can be written again with other heads."""
 
 
 def config_json(checkpoint: HfCheckpoint | GgufCheckpoint, num_kv_heads: int) -> dict[str, Any]:

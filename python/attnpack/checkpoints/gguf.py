@@ -131,7 +131,7 @@ class GgufCheckpoint:
                     "models where they differ are not supported"
                 )
         positions = min(self._size("context_length"), max_positions or math.inf)
-        shapes = self.shapes
+        shapes, eps = self.shapes, self._number("attention.layer_norm_rms_epsilon")
         return {
             "vocab_size": shapes.get("model.embed_tokens.weight", (0,))[0],
             "embed_dim": embed_dim,
@@ -143,10 +143,10 @@ class GgufCheckpoint:
             "max_positions": positions,
             "rope_base": self._number("rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(head_dim),
-            "eps": self._number("attention.layer_norm_rms_epsilon"),
+            "eps": eps,
             "tie_embeddings": "lm_head.weight" not in shapes,
             "window": self._window(positions),
-            "qk_norm": "model.layers.0.self_attn.q_norm.weight" in shapes,
+            "qk_norm": {"eps": eps} if "model.layers.0.self_attn.q_norm.weight" in shapes else False,
             "bias": "model.layers.0.self_attn.q_proj.bias" in shapes,
             "out_bias": "model.layers.0.self_attn.o_proj.bias" in shapes,
             "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in shapes,

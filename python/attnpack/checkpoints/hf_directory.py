@@ -25,6 +25,9 @@ class HfCheckpoint:
         if (window := self.config["window"]) is not None:
             self.config["window"] = tuple(window)
         self.shapes: dict[str, tuple[int, ...]] = opened.shapes
+        self.is_plain: bool = opened.is_plain
+        """Whether the stored tensors are those of the state dict, under the same names."""
+        self._opened = opened
         files: dict[str, SafetensorsFile] = {}
         for file in opened.files.values():
             if file.path not in files:
@@ -33,4 +36,7 @@ class HfCheckpoint:
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fills `out` with the tensor of state_dict name `name`."""
-        self.files[name].read(name, out)
+        if self.is_plain:
+            self.files[name].read(name, out)
+        else:
+            self._opened.read(name, out)

@@ -142,7 +142,8 @@ def _twin_of(layer: GroupedQueryAttention) -> Any:
     config["bias"] = any(name != "o_proj" for name in biased)
     if ("o_proj" in biased) != (config["bias"] if config["out_bias"] is None else config["out_bias"]):
         config["out_bias"] = "o_proj" in biased
-    config |= {"qk_norm": layer.k_norm is not None, "sinks": layer.sinks is not None}
+    norm = False if layer.k_norm is None else layer.qk_norm or True
+    config |= {"qk_norm": norm, "sinks": layer.sinks is not None}
     rope = {} if layer.rope is None else {"rope": layer.rope._make_cpp("meta")}
     twin = layer._cpp_class(**config, **rope, device="meta")
 

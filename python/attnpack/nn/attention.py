@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from .. import cpp
 from .._C import checks
 from ..ops import alibi_slopes
-from .attention_base import ContextAttention
+from .attention_base import ContextAttention, split_heads
 from .linear import project
 from .norm import RMSNorm
 from .rope import RotaryEmbedding
 
-_QK_NORM_EPS = 1e-6
+_QK_NORM = {"all_heads": False, "plus_one": False, "eps": 1e-6}
 
 
 class AttentionSettings(TypedDict, total=False):
@@ -33,7 +33,7 @@ class AttentionSettings(TypedDict, total=False):
     softcap: float
     sinks: bool
     alibi: bool
-    qk_norm: bool
+    qk_norm: bool | dict[str, Any]
     rope: RotaryEmbedding | None
     scale: float | None
     device: torch.device | str | None
@@ -86,7 +86,8 @@ class GroupedQueryAttention(ContextAttention):
         kdim, vdim: widths of context and value_context; default embed_dim.
         bias: on q_proj, k_proj, v_proj; out_bias: on o_proj, default as bias.
         causal: each token sees itself and the tokens before it.
-        qk_norm: RMSNorm over head_dim on q and k before RoPE, eps 1e-6 (children q_norm, k_norm).
+        qk_norm: RMSNorm over head_dim on q and k before RoPE, eps 1e-6 (children q_norm, k_norm). A dict changes what
+            it names: `all_heads` (one norm over all heads together, as in OLMo 2), `plus_one` (as in RMSNorm), `eps`.
         rope: a RotaryEmbedding, or None for no rotation.
         scale: factor on the scores; default 1 / sqrt(head_dim).
         dropout: on the probabilities, in training only.
@@ -119,7 +120,7 @@ class GroupedQueryAttention(ContextAttention):
         softcap: float = 0.0,
         sinks: bool = False,
         alibi: bool = False,
-        qk_norm: bool = False,
+        qk_norm: bool | dict[str, Any] = False,
         rope: RotaryEmbedding | None = None,
         scale: float | None = None,
         device: torch.device | str | None = None,
@@ -141,15 +142,24 @@ class GroupedQueryAttention(ContextAttention):
         self.v_proj = nn.Linear(self.vdim, kv_width, bias=bias, **factory)
         self.o_proj = nn.Linear(width, embed_dim, bias=bias if out_bias is None else out_bias, **factory)
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
-        self.q_norm = RMSNorm(self.head_dim, eps=_QK_NORM_EPS, **factory) if qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps=_QK_NORM_EPS, **factory) if qk_norm else None
+        self.q_norm = self._norm(num_heads, factory) if qk_norm is not False else None
+        self.k_norm = self._norm(num_kv_heads, factory) if qk_norm is not False else None
+
+    def _norm(self, heads: int, factory: dict[str, Any]) -> RMSNorm:
+        settings = self._norm_settings()
+        dim = self.head_dim * (heads if settings["all_heads"] else 1)
+        return RMSNorm(dim, eps=settings["eps"], plus_one=settings["plus_one"], **factory)
+
+    def _norm_settings(self) -> dict[str, Any]:
+        return _QK_NORM | self.qk_norm if isinstance(self.qk_norm, dict) else _QK_NORM
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         norms = [norm for norm in (getattr(self, "q_norm", None), getattr(self, "k_norm", None)) if norm is not None]
         for norm in norms:
-            if not isinstance(norm, RMSNorm) or norm.eps != _QK_NORM_EPS:
+            eps = self._norm_settings()["eps"]
+            if not isinstance(norm, RMSNorm) or norm.eps != eps:
                 raise TypeError(
-                    f"attnpack: q_norm or k_norm is {norm}, C++ has RMSNorm with eps {_QK_NORM_EPS:g} there. Set that "
+                    f"attnpack: q_norm or k_norm is {norm}, C++ has RMSNorm with eps {eps:g} there. Set that "
                     "eps, or call the Python module"
                 )
         return super()._make_cpp(device, dtype)
@@ -157,12 +167,17 @@ class GroupedQueryAttention(ContextAttention):
     def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = super()._heads(x, context, value_context)
         if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = self._normed(self.q_norm, query), self._normed(self.k_norm, key)
         return query, key, value
 
     def _queries(self, x: Tensor, key: Tensor) -> Tensor:
         query = super()._queries(x, key)
-        return query if self.q_norm is None else self.q_norm(query)
+        return query if self.q_norm is None else self._normed(self.q_norm, query)
+
+    def _normed(self, norm: nn.Module, heads: Tensor) -> Tensor:  # [B, H, L, D]
+        if not self._norm_settings()["all_heads"]:
+            return norm(heads)
+        return split_heads(norm(heads.transpose(1, 2).flatten(2)), heads.size(1))
 
     def _output(self, joined: Tensor) -> Tensor:
         return project(self.o_proj, joined)

@@ -18,6 +18,22 @@ from .native import NativeModule
 from .norm import arguments_of_norm, make_norm, norm_settings
 from .spread import check_lengths
 
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+    "cross_attention_layernorm",
+)
+# The norms that a layout has. None is the layout that pre_norm says.
+_NORMS_OF = {
+    None: _NORMS[:2],
+    "sandwich": _NORMS[:4],
+    "output": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "parallel": _NORMS[:1],
+    "parallel_two": _NORMS[:2],
+}
+
 
 def _check_parts(attention: nn.Module, feed_forward: nn.Module, cross_attention: nn.Module | None) -> None:
     """Checks that the parts are of the right kinds and of one width: their outputs are added to x."""
@@ -50,9 +66,12 @@ class Block(NativeModule):
         eps: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        layout: str | None = None,
     ) -> None:
         super().__init__()
         _check_parts(attention, feed_forward, cross_attention)
+        if layout is not None:
+            checks.layout(layout, pre_norm, cross_attention is not None)
         self.pre_norm = pre_norm
         self.embed_dim = attention.embed_dim
         self.self_attn = attention
@@ -60,14 +79,14 @@ class Block(NativeModule):
         # By default the norms get the device and dtype of the attention.
         beside = next(attention.parameters(), torch.empty(0))
         factory = (beside.device if device is None else device, beside.dtype if dtype is None else dtype)
-        self.input_layernorm = make_norm(norm, self.embed_dim, eps, *factory)
-        self.post_attention_layernorm = make_norm(norm, self.embed_dim, eps, *factory)
+        for name in _NORMS_OF[layout]:
+            setattr(self, name, make_norm(norm, self.embed_dim, eps, *factory))
         if cross_attention is not None:
             self.cross_attn = cross_attention
             self.cross_attention_layernorm = make_norm(norm, self.embed_dim, eps, *factory)
 
     def _live_config(self) -> dict[str, Any]:
-        norms = [self.input_layernorm, self.post_attention_layernorm, getattr(self, "cross_attention_layernorm", None)]
+        norms = (getattr(self, name, None) for name in _NORMS)
         return {"pre_norm": self.pre_norm, **norm_settings(norm for norm in norms if norm is not None)}
 
     @classmethod
@@ -75,7 +94,8 @@ class Block(NativeModule):
         parts = dict(twin.named_children().items())
         names = {"attention": "self_attn", "feed_forward": "mlp", "cross_attention": "cross_attn"}
         made = {name: NativeModule._shell(parts[part]) for name, part in names.items() if part in parts}
-        return {**made, "pre_norm": twin.pre_norm, **arguments_of_norm(parts["input_layernorm"])}
+        norm = next(parts[name] for name in _NORMS if name in parts)
+        return {**made, "pre_norm": twin.pre_norm, **arguments_of_norm(norm)}
 
     def _check(self, x: Tensor) -> None:
         check_input("x", nested.one_row("x", x), self.embed_dim, getattr(self.self_attn, "q_proj", None))
@@ -162,6 +182,11 @@ class DecoderBlock(Block):
 
     Args:
         attention, feed_forward, norm, pre_norm, eps, device, dtype: as in EncoderBlock.
+        layout: other places of the norms, in place of pre_norm; not together with cross_attention.
+            "sandwich": x + norm(f(norm(x))), with children pre_feedforward_layernorm and post_feedforward_layernorm too
+            (Gemma 2). "output": x + norm(f(x)), children post_attention_layernorm and post_feedforward_layernorm (OLMo
+            2). "parallel": x + attention(norm(x)) + feed_forward(norm(x)) with input_layernorm alone (Falcon-7B), or
+            with post_attention_layernorm before the feed-forward for "parallel_two" (Falcon-40B).
         cross_attention: an attention module that reads the context; children cross_attn, cross_attention_layernorm.
     """
 
@@ -174,12 +199,14 @@ class DecoderBlock(Block):
         *,
         norm: str = "rms",
         pre_norm: bool = True,
+        layout: str | None = None,
         cross_attention: nn.Module | None = None,
         eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(attention, feed_forward, norm, pre_norm, cross_attention, eps, device, dtype)
+        super().__init__(attention, feed_forward, norm, pre_norm, cross_attention, eps, device, dtype, layout)
+        self.layout = layout
         self.has_cross_attention = cross_attention is not None
 
     def forward(
@@ -223,17 +250,35 @@ class DecoderBlock(Block):
             nested.refuse(context_mask=context_mask, context_lens=context_lens, cross_cache=cross_cache)
         elif context is not None:
             check_lengths("context_lens", context_lens, context)
-        x = self._residual(
-            x,
-            self.input_layernorm,
-            lambda h: self.self_attn(h, causal=True, mask=mask, cache=cache, positions=positions, kv_lens=kv_lens),
-        )
+
+        def attend(h: Tensor) -> Tensor:
+            return self.self_attn(h, causal=True, mask=mask, cache=cache, positions=positions, kv_lens=kv_lens)
+
+        if self.layout is not None:
+            return self._run_layout(x, attend)
+        x = self._residual(x, self.input_layernorm, attend)
         if self.has_cross_attention:
             inputs = {"mask": context_mask, "kv_lens": context_lens}
             if held:
                 inputs["cache"] = cross_cache
             x = self._residual(x, self.cross_attention_layernorm, lambda h: self.cross_attn(h, context, **inputs))
         return self._residual(x, self.post_attention_layernorm, self.mlp)
+
+    def _run_layout(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.layout in ("parallel", "parallel_two"):
+            first = self.input_layernorm(x)
+            second = first if self.layout == "parallel" else self.post_attention_layernorm(x)
+            return x + attend(first) + self.mlp(second)
+        sandwich = self.layout == "sandwich"
+        x = x + self.post_attention_layernorm(attend(self.input_layernorm(x) if sandwich else x))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x) if sandwich else x))
+
+    def _live_config(self) -> dict[str, Any]:
+        return {**super()._live_config(), "layout": self.layout}
+
+    @classmethod
+    def _arguments(cls, twin: Any) -> dict[str, Any]:
+        return {**super()._arguments(twin), "layout": twin.layout}
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         parts = self._twins("self_attn", "mlp")

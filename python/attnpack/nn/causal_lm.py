@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..cache import ModelCache, check_kind
 from ..errors import MODEL_CACHE, check_ids, reject_keywords
 from .attention import GroupedQueryAttention
 from .block import DecoderBlock
-from .feed_forward import FeedForward
+from .feed_forward import FeedForward, MixtureOfExperts
 from .kept_twin import kept_twin
 from .latent_attention import MultiHeadLatentAttention
 from .linear import linear, project
@@ -27,7 +27,7 @@ from .stack import Decoder
 
 
 class CausalLM(NativeModule):
-    """A language model with the layers and state dict names of Llama (Touvron et al. 2023).
+    """A language model with the layers and state dict names of Llama (Touvron et al. 2023), or those of a relative.
 
     Args:
         vocab_size, embed_dim, num_layers, num_heads: the sizes.
@@ -41,14 +41,25 @@ class CausalLM(NativeModule):
             ignored.
         init_std: standard deviation of the new embedding, as in Llama and GPT-2. It is small, so that with
             tie_embeddings the first loss is near ln vocab_size.
-        qk_norm: RMSNorm on queries and keys.
+        qk_norm: RMSNorm on queries and keys, as in GroupedQueryAttention.
         window: (left, right) of every layer, as in GroupedQueryAttention; a checkpoint's sliding_window of W tokens is
             (W - 1, 0).
         bias: on q, k and v; out_bias: on o_proj, default as bias; mlp_bias: in the feed-forwards.
         rope_interleaved: `interleaved` of the RotaryEmbedding.
+        activation: of the feed-forwards, as in FeedForward.
+        norm, layout: kind and places of the norms, as in DecoderBlock.
+        position_embedding: "rope", "learned" (a table of max_positions rows, added to the embeddings) or "none".
+        embed_scale: factor on the embeddings.
+        final_softcap: c > 0: logits become c * tanh(logit / c).
+        scores: what attention has beside the usual: a dict with `softcap`, `sinks`, `alibi`, `scale` as in
+            GroupedQueryAttention, and `rope_dim`, the first dims of a head that rotate, default all.
+        experts: a MixtureOfExperts in place of each feed-forward: a dict with its keywords but for embed_dim.
+        layer_settings: where layers differ, a dict for each, with what this layer has of its own: `window` ((-1, -1)
+            for none), `rope_base`, `rope_scaling`; `rope` False for no rotation, `experts` False for the plain
+            feed-forward.
         latent: latent attention in every layer: a dict with kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and
             v_head_dim, and optionally q_lora_rank, latent_norm and path, as in MultiHeadLatentAttention, which also
-            takes bias. Do not combine it with num_kv_heads, head_dim, qk_norm, window and out_bias.
+            takes bias. Do not combine it with num_kv_heads, head_dim, qk_norm, window, scores and out_bias.
     """
 
     _cpp_class = cpp.CausalLM
@@ -71,47 +82,79 @@ class CausalLM(NativeModule):
         eps: float = 1e-6,
         tie_embeddings: bool = False,
         init_std: float = 0.02,
-        qk_norm: bool = False,
+        qk_norm: bool | dict[str, Any] = False,
         window: tuple[int, int] | None = None,
         bias: bool = False,
         out_bias: bool | None = None,
         mlp_bias: bool = False,
         rope_interleaved: bool = False,
         latent: dict[str, Any] | None = None,
+        activation: str = "swiglu",
+        norm: str = "rms",
+        layout: str | None = None,
+        position_embedding: str = "rope",
+        embed_scale: float = 1.0,
+        final_softcap: float = 0.0,
+        scores: dict[str, Any] | None = None,
+        experts: dict[str, Any] | None = None,
+        layer_settings: Sequence[dict[str, Any]] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._configure(locals())
-        num_kv_heads, head_dim, hidden_dim = (self._config[name] for name in ("num_kv_heads", "head_dim", "hidden_dim"))
+        twin = self._configure(locals())
         factory = {"device": device, "dtype": dtype}
-        rotated = head_dim if latent is None else latent["qk_rope_head_dim"]
-        rope = None
-        if rotated:
-            rope = RotaryEmbedding(
-                rotated,
-                base=rope_base,
-                max_positions=max_positions,
-                scaling=rope_scaling,
-                interleaved=rope_interleaved,
-            )
 
-        def attention() -> nn.Module:
-            shared = {"bias": bias, "rope": rope, "causal": True, **factory}
-            if latent is not None:
-                return MultiHeadLatentAttention(embed_dim, num_heads, **latent, **shared)
-            own = {"head_dim": head_dim, "out_bias": out_bias, "qk_norm": qk_norm, "window": window}
-            return GroupedQueryAttention(embed_dim, num_heads, num_kv_heads, **own, **shared)
+        def table(rows: int) -> nn.Embedding:
+            made = nn.Embedding(rows, embed_dim, **factory)
+            made.weight.data.mul_(init_std)  # torch draws it from N(0, 1)
+            return made
 
-        def block() -> DecoderBlock:
-            return DecoderBlock(attention(), FeedForward(embed_dim, hidden_dim, bias=mlp_bias, **factory), eps=eps)
-
-        embedding = nn.Embedding(vocab_size, embed_dim, **factory)
-        embedding.weight.data.mul_(init_std)  # torch draws it from N(0, 1)
-        self.model = Decoder([block() for _ in range(num_layers)], eps=eps, embed_tokens=embedding)
+        tables = {"embed_tokens": table(vocab_size)}
+        if position_embedding == "learned":
+            tables["embed_positions"] = table(max_positions)
+        blocks = [self._block(settings, **factory) for settings in twin.resolved_layers()]
+        self.model = Decoder(blocks, norm=norm, eps=eps, embed_scale=embed_scale, **tables)
         self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=False, **factory)
         self._made_with = copy.deepcopy(_parts(self))
         self.register_load_state_dict_pre_hook(_drop_tied_head)
+
+    def _block(self, settings: dict[str, Any], **factory: Any) -> DecoderBlock:
+        """The block of a layer with these settings, in which nothing is left to the model's."""
+        norms = {"norm": self.norm, "layout": self.layout, "eps": self.eps}
+        return DecoderBlock(self._attention(settings, **factory), self._feed_forward(settings, **factory), **norms)
+
+    def _attention(self, settings: dict[str, Any], **factory: Any) -> nn.Module:
+        rope = self._rope(settings)
+        shared = {"bias": self.bias, "rope": rope, "causal": True, **factory}
+        if self.latent is not None:
+            return MultiHeadLatentAttention(self.embed_dim, self.num_heads, **self.latent, **shared)
+        scores = {name: value for name, value in (self.scores or {}).items() if name != "rope_dim"}
+        own = {name: getattr(self, name) for name in ("head_dim", "out_bias", "qk_norm")}
+        window = settings["window"] and tuple(settings["window"])
+        return GroupedQueryAttention(
+            self.embed_dim, self.num_heads, self.num_kv_heads, window=window, **own, **scores, **shared
+        )
+
+    def _rope(self, settings: dict[str, Any]) -> RotaryEmbedding | None:
+        if self.latent is not None:
+            rotated = self.latent["qk_rope_head_dim"]
+        else:
+            rotated = (self.scores or {}).get("rope_dim") or self.head_dim
+        if not (rotated and settings["rope"]):
+            return None
+        return RotaryEmbedding(
+            rotated,
+            base=settings["rope_base"],
+            max_positions=self.max_positions,
+            scaling=settings["rope_scaling"],
+            interleaved=self.rope_interleaved,
+        )
+
+    def _feed_forward(self, settings: dict[str, Any], **factory: Any) -> nn.Module:
+        if settings["experts"]:
+            return MixtureOfExperts(self.embed_dim, **self.experts, **factory)
+        return FeedForward(self.embed_dim, self.hidden_dim, activation=self.activation, bias=self.mlp_bias, **factory)
 
     @classmethod
     def from_gguf(
@@ -136,8 +179,8 @@ class CausalLM(NativeModule):
         device: torch.device | str | None = None,
         max_positions: int | None = None,
     ) -> CausalLM:
-        """A Hugging Face directory's model (llama, mistral, qwen2, qwen3), in evaluation mode; see
-        checkpoints.build."""
+        """The model of a Hugging Face directory, in evaluation mode: Llama and the families that `checkpoints.build`
+        lists."""
         from ..checkpoints import build
 
         return build.from_hf(cls, directory, dtype=dtype, device=device, max_positions=max_positions)
@@ -173,7 +216,11 @@ class CausalLM(NativeModule):
             nested.refuse(cache=cache, mask=mask, lengths=lengths)
         check_lengths("lengths", lengths, ids)
         hidden = self.model(ids, cache=cache, mask=mask, positions=positions, kv_lens=lengths)
-        return linear(hidden, self.model.embed_tokens.weight) if self.lm_head is None else project(self.lm_head, hidden)
+        if self.lm_head is None:
+            logits = linear(hidden, self.model.embed_tokens.weight)
+        else:
+            logits = project(self.lm_head, hidden)
+        return self.final_softcap * torch.tanh(logits / self.final_softcap) if self.final_softcap else logits
 
     def generate(
         self,

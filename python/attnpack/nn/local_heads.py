@@ -30,6 +30,8 @@ def grouped_share(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) 
     for name, held in {"sinks": getattr(module, "sinks", None), "alibi": slopes, "head_map": module.head_map}.items():
         _check_share(name, held, heads)
     norm = getattr(module, "q_norm", None)
+    if norm is not None and getattr(norm, "dim", dim) != dim:
+        _check_share("qk_norm", range(module.num_heads), heads)
     if norm is not None:
         _refuse_partial_gradient("q_norm.weight", norm.weight)
     return heads, kv_heads

@@ -16,7 +16,10 @@ from .native import NativeModule
 
 
 class RMSNorm(NativeModule):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich 2019); weight [dim] starts at 1."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim (Zhang and Sennrich 2019); weight [dim] starts at 1.
+
+    With `plus_one` it multiplies by 1 + weight, as Gemma does, and weight starts at 0.
+    """
 
     _cpp_class = cpp.RMSNorm
 
@@ -25,46 +28,58 @@ class RMSNorm(NativeModule):
         dim: int,
         *,
         eps: float = 1e-6,
+        plus_one: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self._configure(locals())
-        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+        start = torch.zeros if plus_one else torch.ones
+        self.weight = nn.Parameter(start(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]"""
         if nested.is_nested(x):
             return nested.like(self.forward(nested.rows("x", x)), x)
         check_tokens("x", x, self.dim, None)
+        if self.plus_one:  # 16-bit numbers near 1 are too coarse for 1 + weight
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return F.rms_norm(x.to(wide), (self.dim,), self.weight.to(wide) + 1, self.eps).to(x.dtype)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return F.rms_norm(x, (self.dim,), self.weight, self.eps)
         return ops.rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, eps={self.eps:g}"
+        return f"{self.dim}, eps={self.eps:g}" + (", plus_one=True" if self.plus_one else "")
 
 
 def make_norm(kind: str, dim: int, eps: float, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
-    """RMSNorm for "rms", torch's LayerNorm for "layer"."""
+    """RMSNorm for "rms" and, with plus_one, for "rms_plus_one"; torch's LayerNorm for "layer"."""
     checks.norm_kind(kind)
-    if kind == "rms":
-        return RMSNorm(dim, eps=eps, device=device, dtype=dtype)
-    check_dtype(dtype)
-    return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
+    if kind == "layer":
+        check_dtype(dtype)
+        return nn.LayerNorm(dim, eps=eps, device=device, dtype=dtype)
+    return RMSNorm(dim, eps=eps, plus_one=kind == "rms_plus_one", device=device, dtype=dtype)
 
 
 def arguments_of_norm(twin: Any) -> dict[str, Any]:
     """Kind and eps of a C++ norm, as arguments of blocks and stacks."""
-    return {"norm": "layer" if isinstance(twin, cpp.LayerNorm) else "rms", "eps": twin.options()["eps"]}
+    options = twin.options()
+    return {"norm": _kind(isinstance(twin, cpp.LayerNorm), options.get("plus_one")), "eps": options["eps"]}
 
 
 def norm_settings(norms: Iterable[nn.Module]) -> dict[str, Any]:
     """Kind and eps that the norms share, as arguments of C++ blocks and stacks."""
-    found = {("layer" if isinstance(norm, nn.LayerNorm) else "rms", norm.eps) for norm in norms}
+    found = {(_kind(isinstance(norm, nn.LayerNorm), getattr(norm, "plus_one", False)), norm.eps) for norm in norms}
     if len(found) > 1:
         raise TypeError(
             f"attnpack: norms: got {sorted(found)} side by side, C++ wants one kind and eps for all of them"
         )
     ((kind, eps),) = found
     return {"norm": kind, "eps": eps}
+
+
+def _kind(is_layer_norm: bool, plus_one: bool | None) -> str:
+    if is_layer_norm:
+        return "layer"
+    return "rms_plus_one" if plus_one else "rms"

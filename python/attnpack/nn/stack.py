@@ -27,8 +27,8 @@ from .spread import check_lengths
 
 
 class _Stack(NativeModule):
-    """Blocks of one kind between an optional embedding and an optional norm. Children embed_tokens, layers, norm, as in
-    a Llama model."""
+    """Blocks of one kind between optional embeddings and an optional norm. Children embed_tokens, embed_positions,
+    layers, norm, as in a Llama model."""
 
     _block: type
 
@@ -39,6 +39,8 @@ class _Stack(NativeModule):
         norm: str | None = "rms",
         eps: float = 1e-6,
         embed_tokens: nn.Embedding | None = None,
+        embed_scale: float = 1.0,
+        embed_positions: nn.Embedding | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -54,14 +56,17 @@ class _Stack(NativeModule):
             first, width = getattr(layers[0], "embed_dim", None), getattr(layer, "embed_dim", None)
             if first is not None and width is not None:
                 checks.layer_width(i, width, first)
-        if not isinstance(embed_tokens, nn.Module | None):
-            raise wrong_kind("embed_tokens", embed_tokens, "an nn.Embedding, or None")
-        width = getattr(embed_tokens, "embedding_dim", None)
-        if width is not None:
-            checks.embedding_width(width, layers[0].embed_dim)
+        for name, table in (("embed_tokens", embed_tokens), ("embed_positions", embed_positions)):
+            if not isinstance(table, nn.Module | None):
+                raise wrong_kind(name, table, "an nn.Embedding, or None")
+            width = getattr(table, "embedding_dim", None)
+            if width is not None:
+                checks.embedding_width(width, layers[0].embed_dim, name)
         self.embed_tokens = embed_tokens
+        self.embed_scale = embed_scale
+        self.embed_positions = embed_positions
         self.layers = nn.ModuleList(layers)
-        beside = layers[0].input_layernorm.weight
+        beside = next(norm.weight for name, norm in layers[0].named_children() if name.endswith("layernorm"))
         factory = (beside.device if device is None else device, beside.dtype if dtype is None else dtype)
         self.norm = None if norm is None else make_norm(norm, layers[0].embed_dim, eps, *factory)
 
@@ -76,11 +81,34 @@ class _Stack(NativeModule):
         elif isinstance(x, Tensor):
             checks.states(name, x, self.layers[0].embed_dim)
 
-    def _embed(self, x: Tensor) -> Tensor:
+    def _embed(self, x: Tensor, positions: Tensor | None, past: Tensor | None = None) -> Tensor:
+        """The states before the first block. positions are those of x; default: those after `past` [B] if it is given,
+        else 0..L-1."""
+        h = self._look_up(x)
+        if self.embed_positions is None:
+            return h
+        if nested.is_nested(h):
+            places = nested.positions_of(h, positions)[0]
+            return nested.like(nested.rows("x", h) + self._learned(places), h)
+        if positions is None:
+            positions = torch.arange(h.size(1), device=h.device)
+            positions = positions if past is None else past.unsqueeze(1) + positions
+        return h + self._learned(positions)
+
+    def _learned(self, positions: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and positions.device.type == "cpu":
+            checks.learned_positions(positions, self.embed_positions.num_embeddings)
+        return self.embed_positions(positions)
+
+    def _look_up(self, x: Tensor) -> Tensor:
         if self.embed_tokens is None:
             self._check("x", x)
             return x
         self._check("ids", x)
+        h = self._rows_of(x)
+        return h if self.embed_scale == 1 else h * torch.full((), self.embed_scale, dtype=h.dtype, device=h.device)
+
+    def _rows_of(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self.embed_tokens(x)
         try:
@@ -93,24 +121,29 @@ class _Stack(NativeModule):
         return x if self.norm is None else self.norm(x)
 
     def _live_config(self) -> dict[str, Any]:
-        return {"norm": None} if self.norm is None else norm_settings([self.norm])
+        norm = {"norm": None} if self.norm is None else norm_settings([self.norm])
+        return {"embed_scale": self.embed_scale, **norm}
 
     @classmethod
     def _arguments(cls, twin: Any) -> dict[str, Any]:
         parts = dict(twin.named_children().items())
-        table = parts.get("embed_tokens")
+        names = ("embed_tokens", "embed_positions")
+        tables = {name: parts[name].state_dict()["weight"] for name in names if name in parts}
         return {
             "layers": [NativeModule._shell(layer) for layer in parts["layers"].children()],
-            "embed_tokens": table and nn.Embedding.from_pretrained(table.state_dict()["weight"]),
+            "embed_scale": twin.embed_scale,
+            **{name: nn.Embedding.from_pretrained(table) for name, table in tables.items()},
             **(arguments_of_norm(parts["norm"]) if "norm" in parts else {"norm": None}),
         }
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
-        embedding = None
-        if self.embed_tokens is not None:
-            embedding = cpp.Embedding(*self.embed_tokens.weight.shape, device=device)
+        tables = {
+            name: cpp.Embedding(*getattr(self, name).weight.shape, device=device)
+            for name in ("embed_tokens", "embed_positions")
+            if getattr(self, name) is not None
+        }
         layers = [layer.cpp() for layer in self.layers]
-        return self._cpp_class(layers, embed_tokens=embedding, **self._live_config())
+        return self._cpp_class(layers, **tables, **self._live_config())
 
 
 class Encoder(_Stack):
@@ -121,6 +154,8 @@ class Encoder(_Stack):
         norm: after the last block: "rms", "layer" or None.
         eps: eps of that norm.
         embed_tokens: an nn.Embedding; with it forward takes token ids.
+        embed_scale: factor on its rows, rounded to their dtype (Gemma).
+        embed_positions: an nn.Embedding of learned positions (GPT-2): row p is added to what stands at position p.
         device, dtype: those of the norm; default those of the first block.
     """
 
@@ -141,7 +176,7 @@ class Encoder(_Stack):
         Jagged nested states [B, L*, E] or ids [B, L*] give nested states [B, L*, E], those of one call per sequence.
         """
         reject_keywords(unknown, cache=None)
-        h = self._embed(x)
+        h = self._embed(x, positions)
         for layer in self.layers:
             h = layer(h, mask=mask, positions=positions, kv_lens=kv_lens)
         return self._finish(h)
@@ -186,12 +221,18 @@ class Decoder(_Stack):
             "context_lens": context_lens,
         }
         with unchanged_on_error(cache), unchanged_on_error(cross_cache):
-            h = self._embed(x)
+            h = self._embed(x, positions, self._past(x, cache))
             for i, layer in enumerate(self.layers):
                 if cross_cache is not None:
                     inputs["cross_cache"] = cross_cache.layers[i]
                 h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs)
             return self._finish(h)
+
+    def _past(self, x: Tensor, cache: ModelCache | None) -> Tensor | None:
+        """How many positions of each sequence the cache holds, [B]; None where no one asks, or it holds no sequence."""
+        if cache is None or self.embed_positions is None or cache.lengths.size(0) != x.size(0):
+            return None
+        return cache.lengths
 
 
 class EncoderDecoder(NativeModule):

@@ -85,7 +85,7 @@ TEST_CASE("what a checkpoint cannot be is named") {
     REQUIRE(says(words));
   }
   configure(R"({"model_type": "gemma9"})");
-  REQUIRE(says(": model_type 'gemma9' is not supported; from_hf reads llama, mistral, qwen2, qwen3"));
+  REQUIRE(says(": model_type 'gemma9' is not supported; from_hf reads llama, mistral, qwen2, qwen3, gemma2"));
   configure("{");
   REQUIRE(says("/config.json: cannot be read as JSON (Expecting a name in double quotes at byte 1); get"));
   configure(kConfig);

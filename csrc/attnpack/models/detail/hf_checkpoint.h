@@ -1,12 +1,15 @@
 #pragma once
 
+#include <attnpack/models/detail/hf_parts.h>
 #include <attnpack/models/detail/whole_checkpoint.h>
 #include <attnpack/weights/detail/safetensors_file.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace attnpack {
 
@@ -20,17 +23,29 @@ class HfCheckpoint {
 
   const std::string& path() const { return path_; }
   const CausalLMOptions& options() const { return options_; }
-  const Files& files() const { return files_; }  // which file each tensor is in
+  const Files& files() const { return files_; }  // which file each stored tensor is in, by its own name
+  // Whether the stored tensors are those of the state dict, under the same names.
+  bool is_plain() const { return plain_; }
+  // By the names of the state dict.
   Shapes shapes() const;
   // Fills `out` with the tensor of that name.
-  void read(const std::string& name, const at::Tensor& out) const { files_.at(name)->read(name, out); }
+  void read(const std::string& name, const at::Tensor& out) const;
 
  private:
+  // Where a tensor of the state dict comes from.
+  struct Source {
+    std::string stored;
+    std::function<at::Tensor(const at::Tensor&)> cut;  // none for all of it
+  };
+
+  void add(const std::string& stored, const std::vector<HfPart>& parts);
   void drop_tied_head();
 
   std::string path_;
   CausalLMOptions options_;
   Files files_;
+  std::map<std::string, Source> sources_;
+  bool plain_ = true;
 };
 
 }  // namespace attnpack

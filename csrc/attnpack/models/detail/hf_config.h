@@ -1,26 +1,38 @@
 #pragma once
 
 #include <attnpack/models/causal_lm.h>
+#include <attnpack/models/detail/hf_parts.h>
 #include <attnpack/models/detail/hf_settings.h>
 
 #include <optional>
+#include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 // config.json of a Hugging Face checkpoint as options of CausalLM.
 namespace attnpack {
 
-// A family of models: how it differs from Llama, whose settings the options have already.
+// A family of models: how it differs from Llama, whose settings the options have already when `configure` is called.
 struct HfFamily {
   const char* model_type;
   void (*configure)(const HfSettings& config, CausalLMOptions& options);
+  HfParts parts = llama_parts;              // where its tensors go
+  HfAliases aliases = {};                   // its names of Llama's settings
+  double eps = 1e-6;                        // of the norms, where the configuration does not say
+  bool tied = false;                        // the head is the embedding, where the configuration does not say
+  std::set<std::string_view> honours = {};  // of what is refused elsewhere
 };
 
 // The families that can be read. A new one is a row of the table in hf_families.cpp.
 const std::vector<HfFamily>& hf_families();
 
-// Raises for a setting that CausalLM does not have, by its name. max_positions limits the configuration's own context.
-CausalLMOptions hf_options(const HfSettings& config, std::optional<int64_t> max_positions);
+// The family of the configuration; raises for one that cannot be read.
+const HfFamily& hf_family(const HfSettings& config);
+
+// Raises for a setting that CausalLM does not have, by its name, and for one that nothing here reads.
+// max_positions limits the configuration's own context.
+CausalLMOptions hf_options(HfSettings& config, std::optional<int64_t> max_positions);
 
 // Base and scaling of the rotation, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
 // (before).
@@ -29,10 +41,12 @@ struct HfRope {
   std::optional<RopeScaling> scaling;
 };
 HfRope hf_rope(const HfSettings& config);
-
-// The window of every layer: (W - 1, 0) for a sliding_window of W tokens, the token itself included. `used`: the family
-// uses the setting; without layer_types the layers from first_layer on slide. Raises if only some layers have a window
-// that is shorter than the context.
-std::optional<Window> hf_window(const HfSettings& config, bool used, int64_t first_layer, int64_t max_positions);
+// The same for Gemma 3, whose layers with a window have frequencies of their own.
+struct HfRopeByKind {
+  HfRope full, sliding;
+};
+HfRopeByKind hf_rope_by_kind(const HfSettings& config);
+// The part of a head's dims that rotate.
+double hf_rotated_part(const HfSettings& config);
 
 }  // namespace attnpack

@@ -1,112 +1,251 @@
 #include <algorithm>
+#include <cmath>
 
 #include <attnpack/models/detail/hf_config.h>
+#include <attnpack/models/detail/hf_families.h>
 
 namespace attnpack {
 
 namespace {
 
-void configure_llama(const HfSettings& config, CausalLMOptions& options) {
-  options.mlp_bias(config.is_set("mlp_bias"));
+using Options = CausalLMOptions;
+
+void configure_llama(const HfSettings& config, Options& o) {
+  o.mlp_bias(config.is_set("mlp_bias"));
+  check_silu(config);
 }
 
-void configure_mistral(const HfSettings& config, CausalLMOptions& options) {
-  options.bias(false).out_bias(false).window(hf_window(config, true, 0, options.max_positions()));
+void configure_mistral(const HfSettings& config, Options& o) {
+  o.bias(false).out_bias(false);
+  check_silu(config);
+  set_windows(config, o, window_size(config, 4096), every_layer_slides);
 }
 
-std::optional<Window> qwen_window(const HfSettings& config, const CausalLMOptions& options) {
-  const auto* first = config.get("max_window_layers").as<int64_t>();
-  return hf_window(config, config.is_set("use_sliding_window"), first ? *first : 28, options.max_positions());
+// The window of Qwen's models, which have a switch for it.
+std::optional<int64_t> used_window(const HfSettings& config) {
+  config.get("sliding_window");
+  return config.is_set("use_sliding_window") ? window_size(config, 4096) : std::nullopt;
 }
 
-void configure_qwen2(const HfSettings& config, CausalLMOptions& options) {
-  options.bias(true).out_bias(false).window(qwen_window(config, options));
+// Layers from max_window_layers on slide.
+void set_qwen_windows(const HfSettings& config, Options& o) {
+  const auto* given = config.get("max_window_layers").as<int64_t>();
+  const int64_t first = given ? *given : 28;
+  const auto size = used_window(config);
+  check_silu(config);
+  set_windows(config, o, size, [=](int64_t layer) { return layer >= first; });
 }
 
-void configure_qwen3(const HfSettings& config, CausalLMOptions& options) {
-  options.head_dim(config.size("head_dim", 128)).qk_norm(true).window(qwen_window(config, options));
+void configure_qwen2(const HfSettings& config, Options& o) {
+  o.bias(true).out_bias(false);
+  set_qwen_windows(config, o);
 }
 
-// A setting that changes the mathematics, and the number that means "off"; null and absent do so too.
-struct Unsupported {
-  const char* name;
-  std::optional<double> off;
-};
-constexpr Unsupported kUnsupported[] = {
-    {"attn_logit_softcapping", 0},
-    {"final_logit_softcapping", 0},
-    {"attention_dropout", 0},
-    {"quantization_config", std::nullopt},
-    {"partial_rotary_factor", 1},
-    {"use_bidirectional_attention", 0},
-    {"is_causal", 1},
-};
-
-const HfFamily& find_family(const HfSettings& config) {
-  const auto& families = hf_families();
-  const auto found = std::find_if(families.begin(), families.end(),
-                                  [&](const auto& family) { return family.model_type == config.model_type(); });
-  std::string known;
-  for (const auto& family : families) (known += known.empty() ? "" : ", ") += family.model_type;
-  config.check(found != families.end(), "model_type ", brief(shown(config.get("model_type"))),
-               " is not supported; from_hf reads ", known);
-  return *found;
+void configure_qwen3(const HfSettings& config, Options& o) {
+  o.head_dim(config.size("head_dim", 128)).qk_norm(QkNorm(true).eps(o.eps()));
+  set_qwen_windows(config, o);
 }
 
-void check_supported(const HfSettings& config) {
-  for (const auto& [name, off] : kUnsupported) {
-    const auto& value = config.get(name);
-    config.check(value.is_null() || (off && number_in(value) == off), name, " = ", brief(shown(value)),
-                 " in config.json is not supported yet");
+void configure_gemma(const HfSettings& config, Options& o) {
+  const auto width = static_cast<double>(o.embed_dim());
+  const auto query = config.number("query_pre_attn_scalar", 256);
+  o.head_dim(config.size("head_dim", 256))
+      .norm("rms_plus_one")
+      .layout("sandwich")
+      .activation(gated_activation(config, "gelu_pytorch_tanh"))
+      .embed_scale(std::sqrt(width))
+      .scores(ScoreSettings().scale(1 / std::sqrt(query)));
+}
+
+void set_softcaps(const HfSettings& config, Options& o, std::optional<double> usual, std::optional<double> usual_last) {
+  o.scores()->softcap(config.number_or_none("attn_logit_softcapping", usual).value_or(0));
+  o.final_softcap(config.number_or_none("final_logit_softcapping", usual_last).value_or(0));
+}
+
+void configure_gemma2(const HfSettings& config, Options& o) {
+  configure_gemma(config, o);
+  set_softcaps(config, o, 50, 30);
+  set_windows(config, o, window_size(config, 4096), [](int64_t layer) { return layer % 2 == 0; });
+}
+
+void configure_gemma3(const HfSettings& config, Options& o) {
+  configure_gemma(config, o);
+  set_softcaps(config, o, std::nullopt, std::nullopt);
+  o.qk_norm(QkNorm(true).plus_one(true).eps(o.eps()));
+  const char* name = config.has("_sliding_window_pattern") ? "_sliding_window_pattern" : "sliding_window_pattern";
+  const auto pattern = config.size(name, 6);
+  set_windows(config, o, window_size(config, 4096), [=](int64_t layer) { return (layer + 1) % pattern != 0; });
+  // Layers with a window rotate by a base of their own.
+  const auto [all, sliding] = hf_rope_by_kind(config);
+  o.rope_base(all.base).rope_scaling(all.scaling);
+  for (auto& layer : o.layer_settings()) {
+    if (layer.window() == Window{-1, -1}) continue;
+    layer.rope_base(sliding.base).rope_scaling(sliding.scaling.value_or(RopeScaling()));
   }
-  const auto& activation = config.get("hidden_act");
-  const auto* word = activation.as<std::string>();
-  config.check(activation.is_null() || (word && *word == "silu"), "hidden_act ", brief(shown(activation)),
-               " in config.json is not supported; it must be 'silu'");
 }
+
+void configure_phi3(const HfSettings& config, Options& o) {
+  check_silu(config);
+  const auto part = hf_rotated_part(config);
+  if (part != 1) o.scores(ScoreSettings().rope_dim(static_cast<int64_t>(part * static_cast<double>(*o.head_dim()))));
+  set_windows(config, o, window_size(config, std::nullopt), every_layer_slides);
+}
+
+void configure_olmo2(const HfSettings& config, Options& o) {
+  check_silu(config);
+  o.layout("output").qk_norm(QkNorm(true).all_heads(true).eps(o.eps()));
+}
+
+void configure_starcoder2(const HfSettings& config, Options& o) {
+  const bool bias = config.is_set_or("use_bias", true);
+  config.check_word("mlp_type", "default");
+  config.check_word("norm_type", "layer_norm");
+  for (const char* name : {"layer_norm_epsilon", "scale_attn_weights"}) config.get(name);  // transformers reads neither
+  o.norm("layer").bias(bias).out_bias(bias).mlp_bias(bias).activation(plain_activation(config, "gelu_pytorch_tanh"));
+  set_windows(config, o, window_size(config, std::nullopt), every_layer_slides);
+}
+
+void configure_gpt2(const HfSettings& config, Options& o) {
+  config.refuse_if_set("scale_attn_by_inverse_layer_idx");
+  config.refuse_if_set("add_cross_attention");
+  o.norm("layer").bias(true).out_bias(true).mlp_bias(true).position_embedding("learned");
+  o.activation(plain_activation(config, config.model_type() == "gpt2" ? "gelu_new" : "gelu_pytorch_tanh"));
+  if (!config.is_set_or("scale_attn_weights", true)) o.scores(ScoreSettings().scale(1.0));
+}
+
+void configure_gpt_bigcode(const HfSettings& config, Options& o) {
+  configure_gpt2(config, o);
+  o.num_kv_heads(config.is_set_or("multi_query", true) ? 1 : o.num_heads());
+}
+
+void configure_falcon(const HfSettings& config, Options& o) {
+  config.refuse_if_set("alibi");  // it is added before the scale
+  const bool newer = config.is_set("new_decoder_architecture"), parallel = config.is_set_or("parallel_attn", true);
+  const bool one_kv_head = config.is_set_or("multi_query", true);
+  const auto norms = config.size("num_ln_in_parallel_attn", newer ? 2 : 1);
+  config.check(parallel ? norms == 1 || (newer && norms == 2) : !newer,
+               "new_decoder_architecture, parallel_attn and num_ln_in_parallel_attn in config.json do not go together");
+  const auto kv_heads = config.size("num_kv_heads", o.num_heads());
+  const bool bias = config.is_set("bias");
+  o.num_kv_heads(newer         ? kv_heads
+                 : one_kv_head ? 1
+                               : o.num_heads())
+      .norm("layer")
+      .bias(bias)
+      .out_bias(bias)
+      .mlp_bias(bias)
+      .activation(plain_activation(config, "gelu"));
+  if (parallel) o.layout(norms == 2 ? "parallel_two" : "parallel");
+}
+
+void configure_gpt_oss(const HfSettings& config, Options& o) {
+  const bool bias = config.is_set_or("attention_bias", true);
+  for (const auto& [name, value] : {std::pair{"swiglu_alpha", 1.702}, std::pair{"swiglu_limit", 7.0}})
+    config.check(config.number(name, value) == value, name, " in config.json is not ", value,
+                 ", which is not supported");
+  o.bias(bias).out_bias(bias).head_dim(config.size("head_dim", 64)).scores(ScoreSettings().sinks(true));
+  o.experts(experts(config, *o.hidden_dim(), "num_local_experts", 128, 4)
+                .normalize(true)
+                .gate_bias(true)
+                .bias(true)
+                .activation("clamped_swiglu"));
+  check_silu(config);
+  set_windows(config, o, window_size(config, 128), [](int64_t layer) { return layer % 2 == 0; });
+}
+
+void configure_qwen3_moe(const HfSettings& config, Options& o) {
+  o.qk_norm(QkNorm(true).eps(o.eps()));
+  const char* count = config.has("num_local_experts") ? "num_local_experts" : "num_experts";
+  o.experts(experts(config, config.size("moe_intermediate_size", 768), count, 128, 8)
+                .normalize(config.is_set("norm_topk_prob")));
+  const auto every = config.size("decoder_sparse_step", 1);
+  const auto dense = config.list_of_ints("mlp_only_layers");
+  set_dense_layers(o, [&](int64_t layer) {
+    return (layer + 1) % every != 0 || std::find(dense.begin(), dense.end(), layer) != dense.end();
+  });
+  check_silu(config);
+  config.get("max_window_layers");  // transformers does not use it here
+  set_windows(config, o, used_window(config), every_layer_slides);
+}
+
+// Latent attention, and experts beside a shared one.
+void configure_deepseek(const HfSettings& config, Options& o) {
+  const bool third = config.model_type() == "deepseek_v3";
+  config.check(*o.num_kv_heads() == o.num_heads(), "num_key_value_heads in config.json is ", *o.num_kv_heads(),
+               ", but latent attention has as many as num_attention_heads");
+  for (const char* name : {"head_dim", "qk_head_dim"}) config.get(name);  // they follow from the others
+  MultiHeadLatentAttentionOptions latent(1, 1);
+  latent.kv_lora_rank(config.size("kv_lora_rank", 512))
+      .qk_nope_head_dim(config.size("qk_nope_head_dim", 128))
+      .qk_rope_head_dim(config.size("qk_rope_head_dim", 64))
+      .v_head_dim(config.size("v_head_dim", 128));
+  if (!config.has("q_lora_rank") || !config.get("q_lora_rank").is_null())
+    latent.q_lora_rank(config.size("q_lora_rank", 1536));
+  o.latent(latent).num_kv_heads(std::nullopt).head_dim(std::nullopt).out_bias(std::nullopt);
+  o.rope_interleaved(!third || config.is_set_or("rope_interleave", true));
+  config.refuse_if_set("mlp_bias");
+  check_silu(config);
+
+  config.check_word("scoring_func", third ? "sigmoid" : "softmax");
+  const auto width = config.size("moe_intermediate_size", third ? 2048 : 1407);
+  auto mixture = experts(config, width, "n_routed_experts", third ? 256 : 64, third ? 8 : 6)
+                     .scaling(config.number("routed_scaling_factor", third ? 2.5 : 1.0))
+                     .shared_dim(width * config.size("n_shared_experts", third ? 1 : 2));
+  bool grouped = true;
+  if (third) {
+    config.check_word("topk_method", "noaux_tc");
+    mixture.scores("sigmoid").correction(true).normalize(config.is_set_or("norm_topk_prob", true));
+  } else {
+    config.refuse_if_set("norm_topk_prob");  // transformers does not honour it
+    grouped = config.is_word("topk_method", "group_limited_greedy");
+    if (!grouped) config.check_word("topk_method", "greedy");
+  }
+  const auto groups = config.size("n_group", third ? 8 : 1), best = config.size("topk_group", third ? 4 : 1);
+  if (grouped) mixture.num_groups(groups).top_groups(best);
+  o.experts(mixture);
+  config.check(config.size("moe_layer_freq", 1) == 1, "moe_layer_freq in config.json is not 1, which is not supported");
+  const auto dense = config.whole_number("first_k_dense_replace", third ? 3 : 0);
+  set_dense_layers(o, [=](int64_t layer) { return layer < dense; });
+}
+
+const std::set<std::string_view> kSoftcaps{"attn_logit_softcapping", "final_logit_softcapping"};
+const std::set<std::string_view> kDropout{"attention_dropout"};  // in training; released models have it
+
+const HfAliases kOfGpt2{{"hidden_size", "n_embd"},
+                        {"max_position_embeddings", "n_positions"},
+                        {"num_attention_heads", "n_head"},
+                        {"num_hidden_layers", "n_layer"},
+                        {"intermediate_size", "n_inner"},
+                        {"hidden_act", "activation_function"},
+                        {"rms_norm_eps", "layer_norm_epsilon"}};
+const HfAliases kOfGemma{{"hidden_act", "hidden_activation"}};
+const HfAliases kOfStarcoder2{{"rms_norm_eps", "norm_epsilon"}};
+const HfAliases kOfFalcon{
+    {"rms_norm_eps", "layer_norm_epsilon"}, {"intermediate_size", "ffn_hidden_size"}, {"hidden_act", "activation"}};
 
 }  // namespace
 
 const std::vector<HfFamily>& hf_families() {
   static const std::vector<HfFamily> families = {
+      // model_type, configure, names of the tensors, names of the settings, eps, tied embeddings, what it honours
       {"llama", configure_llama},
       {"mistral", configure_mistral},
       {"qwen2", configure_qwen2},
       {"qwen3", configure_qwen3},
+      {"gemma2", configure_gemma2, llama_parts, kOfGemma, 1e-6, true, kSoftcaps},
+      {"gemma3_text", configure_gemma3, llama_parts, kOfGemma, 1e-6, true, kSoftcaps},
+      {"phi3", configure_phi3, phi3_parts, {}, 1e-5, false, {"partial_rotary_factor"}},
+      {"olmo2", configure_olmo2, llama_parts, {}, 1e-5},
+      {"starcoder2", configure_starcoder2, starcoder2_parts, kOfStarcoder2, 1e-5, true, kDropout},
+      {"gpt2", configure_gpt2, gpt2_parts, kOfGpt2, 1e-5, true},
+      {"gpt_bigcode", configure_gpt_bigcode, gpt_bigcode_parts, kOfGpt2, 1e-5, true},
+      {"falcon", configure_falcon, falcon_parts, kOfFalcon, 1e-5, true},
+      {"gpt_oss", configure_gpt_oss, gpt_oss_parts, {}, 1e-5},
+      {"qwen3_moe", configure_qwen3_moe},
+      {"deepseek_v2", configure_deepseek},
+      {"deepseek_v3", configure_deepseek},
   };
   return families;
-}
-
-CausalLMOptions hf_options(const HfSettings& config, std::optional<int64_t> max_positions) {
-  const auto& family = find_family(config);
-  check_supported(config);
-  const auto heads = config.size("num_attention_heads"), kv_heads = config.size("num_key_value_heads", heads);
-  config.check(heads % kv_heads == 0, "num_attention_heads ", heads,
-               " in config.json is no multiple of num_key_value_heads ", kv_heads,
-               "; a Hugging Face checkpoint has groups of one size");
-  const auto width = config.size("hidden_size"), positions = config.size("max_position_embeddings");
-  const auto rope = hf_rope(config);
-  const bool bias = config.is_set("attention_bias");
-  CausalLMOptions options(config.size("vocab_size"), width, config.size("num_hidden_layers"), heads);
-  options.num_kv_heads(kv_heads)
-      .hidden_dim(config.size("intermediate_size"))
-      .max_positions(std::min(positions, max_positions.value_or(positions)))
-      .rope_base(rope.base)
-      .rope_scaling(rope.scaling)
-      .eps(config.number("rms_norm_eps", 1e-6))
-      .tie_embeddings(config.is_set("tie_word_embeddings"))
-      .bias(bias)
-      .out_bias(bias);
-  // A family may have heads of a size of its own, so the division is not checked here.
-  if (!config.get("head_dim").is_null()) {
-    options.head_dim(config.size("head_dim"));
-  } else if (width >= heads) {
-    options.head_dim(width / heads);
-  }
-  family.configure(config, options);
-  config.check(options.head_dim().has_value(), "num_attention_heads ", heads,
-               " in config.json is more than hidden_size ", width, ", and there is no head_dim");
-  return options;
 }
 
 }  // namespace attnpack

@@ -104,9 +104,9 @@ RopeScaling read_scaling(const HfSettings& config, const std::string& source, co
   return scaling;
 }
 
-HfRope read_rope(const HfSettings& config, const char* source) {
-  static const Json kNothing{Json::Object()}, kUsualBase{10000.0}, kDefault{std::string("default")};
-  const auto& rope = config.is_set(source) ? config.get(source) : kNothing;
+// What an object says, with `usual_base` where it says no base.
+HfRope read_rope_of(const HfSettings& config, const char* source, const Json& rope, const Json& usual_base) {
+  static const Json kDefault{std::string("default")};
   const auto* members = rope.as<Json::Object>();
   config.check(members, source, " in config.json is ", brief(shown(rope)), ", wants an object with rope_type, or null");
   std::string nested;
@@ -115,12 +115,16 @@ HfRope read_rope(const HfSettings& config, const char* source) {
   }
   config.check(nested.empty(), source, " for kinds of layers (", brief(nested),
                ") in config.json is not supported yet");
-  const auto base =
-      config.as_number("rope_theta", first_set({&item(rope, "rope_theta"), &config.get("rope_theta"), &kUsualBase}));
+  const auto base = config.as_number("rope_theta", first_set({&item(rope, "rope_theta"), &usual_base}));
   const auto& part = item(rope, "partial_rotary_factor");
-  config.check(!rope.find("partial_rotary_factor") || number_in(part) == 1.0,
+  const bool phi3 = config.model_type() == "phi3";
+  config.check(phi3 || !rope.find("partial_rotary_factor") || number_in(part) == 1.0,
                "partial_rotary_factor = ", brief(shown(part)), " is not supported yet");
-  const auto& said = first_set({&item(rope, "rope_type"), &item(rope, "type"), &kDefault});
+  static const Json kLongrope{std::string("longrope")};
+  const auto& given = first_set({&item(rope, "rope_type"), &item(rope, "type"), &kDefault});
+  const auto* word = given.as<std::string>();
+  const bool older = phi3 && word && (*word == "su" || *word == "yarn");  // names of longrope there
+  const auto& said = older ? kLongrope : given;
   const auto* kind = said.as<std::string>();
   if (kind && *kind == "default") return {base, std::nullopt};
   config.check(kind && contains(kRopeTypes, *kind), "rope_type ", brief(shown(said)),
@@ -132,6 +136,12 @@ HfRope read_rope(const HfSettings& config, const char* source) {
   }
   return {base, naming(config.path(), "its configuration makes no model", "get it again",
                        [&] { return read_scaling(config, source, *kind, rope); })};
+}
+
+HfRope read_rope(const HfSettings& config, const char* source) {
+  static const Json kNothing{Json::Object()}, kUsualBase{10000.0};
+  const auto& rope = config.is_set(source) ? config.get(source) : kNothing;
+  return read_rope_of(config, source, rope, first_set({&config.get("rope_theta"), &kUsualBase}));
 }
 
 std::string option_text(const std::string& word) { return word; }
@@ -171,6 +181,35 @@ HfRope hf_rope(const HfSettings& config) {
                "rope_parameters and rope_scaling in config.json say different things (", brief(shown(config.get(kNew))),
                ", ", brief(shown(config.get(kOld))), "); leave out the wrong one");
   return found;
+}
+
+HfRopeByKind hf_rope_by_kind(const HfSettings& config) {
+  static const Json kNothing{Json::Object()}, kFullBase{1e6}, kSlidingBase{1e4};
+  constexpr const char *kNew = "rope_parameters", *kOld = "rope_scaling";
+  const auto& kinds = config.get(kNew);
+  const auto &full_base = first_set({&config.get("rope_theta"), &kFullBase}),
+             &sliding_base = first_set({&config.get("rope_local_base_freq"), &kSlidingBase});
+  const auto* old = &kNothing;
+  if (config.is_set(kOld)) old = &config.get(kOld);
+  if (!is_set(kinds)) {
+    return {read_rope_of(config, kOld, *old, full_base), {config.as_number("rope_local_base_freq", sliding_base), {}}};
+  }
+  const auto &full = item(kinds, "full_attention"), &sliding = item(kinds, "sliding_attention");
+  config.check(full.as<Json::Object>() && sliding.as<Json::Object>(), kNew, " in config.json is ", brief(shown(kinds)),
+               ", wants an object with full_attention and sliding_attention");
+  return {read_rope_of(config, kNew, full, full_base), read_rope_of(config, kNew, sliding, sliding_base)};
+}
+
+double hf_rotated_part(const HfSettings& config) {
+  static const Json kAll{1.0};
+  const Json* said = &config.get("partial_rotary_factor");
+  for (const char* source : {"rope_scaling", "rope_parameters"}) {
+    const auto& part = item(config.get(source), "partial_rotary_factor");
+    if (!part.is_null()) said = &part;
+  }
+  const auto part = config.as_number("partial_rotary_factor", said->is_null() ? kAll : *said);
+  config.check(part <= 1, "partial_rotary_factor in config.json is ", brief(shown(*said)), ", wants 1 at most");
+  return part;
 }
 
 }  // namespace attnpack

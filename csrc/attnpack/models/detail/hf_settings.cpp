@@ -5,19 +5,102 @@
 
 namespace attnpack {
 
+namespace {
+
+// Settings that do not change what CausalLM computes: about training, generation, tokens and files, and switches of
+// how transformers computes. Dropout is among them where released models have it: a loaded model is in evaluation mode.
+constexpr std::string_view kHarmless =
+    " architectures auto_map transformers_version torch_dtype dtype _name_or_path model_type use_cache "
+    "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id "
+    "initializer_range pretraining_tp output_router_logits router_aux_loss_coef output_attentions "
+    "output_hidden_states return_dict torchscript id2label label2id problem_type task_specific_params "
+    "attn_implementation _attn_implementation _attn_implementation_autoset cache_implementation summary_type "
+    "summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout n_ctx resid_pdrop "
+    "embd_pdrop attn_pdrop residual_dropout embedding_dropout hidden_dropout reorder_and_upcast_attn "
+    "attention_softmax_in_fp32 scale_attention_softmax_in_fp32 seq_aux aux_loss_alpha ep_size "
+    "num_nextn_predict_layers num_mtp_layers initial_context_length original_max_position_embeddings "
+    "unsloth_fixed experts_per_token interpolate_factor full_attn_mod pre_allocate_kv_cache validate_runner_input "
+    "inference_runner is_llama_config transformers.js_config tokenizer_class max_length min_length do_sample "
+    "temperature top_k top_p repetition_penalty length_penalty num_beams num_return_sequences early_stopping "
+    "no_repeat_ngram_size ";
+
+bool is_harmless(const std::string& name) {
+  return name.find(' ') == name.npos && kHarmless.find(" " + name + " ") != kHarmless.npos;
+}
+
+}  // namespace
+
+const char* HfSettings::called(const char* name) const {
+  for (const auto& [usual, own] : aliases_)
+    if (std::string_view(usual) == name && (config_.find(own) || !config_.find(name))) return own;
+  return name;
+}
+
 const Json& HfSettings::get(const char* name) const {
   static const Json kAbsent;
+  asked_.insert(name);  // the usual name too: some configurations have both
+  name = called(name);
+  asked_.insert(name);
   const auto* found = config_.find(name);
   return found ? *found : kAbsent;
 }
 
 int64_t HfSettings::size(const char* name, std::optional<int64_t> usual) const {
   const auto& value = get(name);
-  check(usual || !value.is_null(), "config.json lacks ", name);
+  check(usual || !value.is_null(), "config.json lacks ", called(name));
   if (value.is_null()) return *usual;
   const auto* number = value.as<int64_t>();
-  check(number && *number >= 1, name, " in config.json is ", brief(shown(value)), ", wants an int of at least 1");
+  check(number && *number >= 1, called(name), " in config.json is ", brief(shown(value)),
+        ", wants an int of at least 1");
   return *number;
+}
+
+int64_t HfSettings::whole_number(const char* name, int64_t usual) const {
+  const auto* number = get(name).as<int64_t>();
+  return number && *number == 0 ? 0 : size(name, usual);
+}
+
+std::optional<double> HfSettings::number_or_none(const char* name, std::optional<double> usual) const {
+  const auto& value = get(name);
+  if (value.is_null()) return has(name) ? std::nullopt : usual;
+  return attnpack::is_set(value) ? std::make_optional(number(name, 1)) : std::nullopt;
+}
+
+std::vector<int64_t> HfSettings::list_of_ints(const char* name) const {
+  const auto& value = get(name);
+  std::vector<int64_t> numbers;
+  if (value.is_null()) return numbers;
+  const auto* list = value.as<Json::List>();
+  for (size_t i = 0; list && i < list->size(); ++i)
+    if (const auto* number = (*list)[i].as<int64_t>()) numbers.push_back(*number);
+  check(list && numbers.size() == list->size(), name, " in config.json is ", brief(shown(value)),
+        ", wants a list of ints");
+  return numbers;
+}
+
+bool HfSettings::is_word(const char* name, std::string_view word) const {
+  const auto* said = get(name).as<std::string>();
+  return said && *said == word;
+}
+
+void HfSettings::check_word(const char* name, std::string_view word) const {
+  const auto& value = get(name);
+  check(value.is_null() || is_word(name, word), name, " = ", brief(shown(value)),
+        " in config.json is not supported; it must be ", in_quotes(std::string(word)));
+}
+
+void HfSettings::refuse_if_set(const char* name) const {
+  check(!is_set(name), name, " = ", brief(shown(get(name))), " in config.json is not supported yet");
+}
+
+void HfSettings::check_all_read() const {
+  const auto* members = config_.as<Json::Object>();
+  if (!members) return;
+  for (const auto& [name, value] : *members) {
+    if (asked_.count(name) || is_harmless(name)) continue;
+    check(!attnpack::is_set(value), brief(name), " = ", brief(shown(value)),
+          " in config.json is not known here, and may change what the model computes; remove it if it does not");
+  }
 }
 
 double HfSettings::as_number(const std::string& name, const Json& value) const {
@@ -29,7 +112,7 @@ double HfSettings::as_number(const std::string& name, const Json& value) const {
 
 double HfSettings::number(const char* name, double usual) const {
   const auto& value = get(name);
-  return value.is_null() ? usual : as_number(name, value);
+  return value.is_null() ? usual : as_number(called(name), value);
 }
 
 bool HfSettings::is_set(const char* name) const { return attnpack::is_set(get(name)); }

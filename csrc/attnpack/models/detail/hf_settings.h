@@ -5,10 +5,16 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 namespace attnpack {
+
+// A family's own names of settings that others have too: the usual name, and its own.
+using HfAliases = std::vector<std::pair<const char*, const char*>>;
 
 // The settings in the config.json of a checkpoint directory, by name. A setting that is null counts as absent. Errors
 // name the directory and the setting.
@@ -17,18 +23,38 @@ class HfSettings {
   HfSettings(std::string path, Json config) : path_(std::move(path)), config_(std::move(config)) {}
 
   const std::string& path() const { return path_; }
+  // From now on these settings are found under their other names too.
+  void set_aliases(const HfAliases& aliases) { aliases_ = aliases; }
+  // The name under which the setting stands here.
+  const char* called(const char* name) const;
   // The setting; null if it is absent.
   const Json& get(const char* name) const;
-  bool has(const char* name) const { return config_.find(name); }  // null too
+  bool has(const char* name) const { return config_.find(called(name)); }  // null too
   // An int of at least 1; `usual` if it is absent, and an error if there is no usual one.
   int64_t size(const char* name, std::optional<int64_t> usual = std::nullopt) const;
+  // The same, where 0 is legal too.
+  int64_t whole_number(const char* name, int64_t usual) const;
   // A number above 0; `usual` if it is absent.
   double number(const char* name, double usual) const;
+  // The same; none for null and for 0.
+  std::optional<double> number_or_none(const char* name, std::optional<double> usual) const;
+  // Ints; none if it is absent.
+  std::vector<int64_t> list_of_ints(const char* name) const;
+  // Whether it is this word.
+  bool is_word(const char* name, std::string_view word) const;
+  // Raises for another word; absent is legal.
+  void check_word(const char* name, std::string_view word) const;
   // The value of the setting `name`, which must be a number above 0.
   double as_number(const std::string& name, const Json& value) const;
   // What Python takes as true: neither absent nor false, 0 or empty.
   bool is_set(const char* name) const;
+  // The same; `usual` if it is absent.
+  bool is_set_or(const char* name, bool usual) const { return get(name).is_null() ? usual : is_set(name); }
+  // Raises for a setting that is on.
+  void refuse_if_set(const char* name) const;
   std::string model_type() const;
+  // Raises for a setting that is on, that nobody asked for, and that is not known to leave the numbers as they are.
+  void check_all_read() const;
 
   template <typename... Words>
   void check(bool condition, const Words&... words) const {
@@ -38,6 +64,8 @@ class HfSettings {
  private:
   std::string path_;
   Json config_;
+  HfAliases aliases_;
+  mutable std::set<std::string> asked_;
 };
 
 bool is_set(const Json& value);

@@ -1,7 +1,5 @@
 #include <attnpack/models/detail/whole_checkpoint.h>
 
-#include <cmath>
-
 #include <attnpack/modules/state_dict.h>
 #include <attnpack/weights/detail/file_errors.h>
 #include <attnpack/weights/detail/json.h>
@@ -23,20 +21,30 @@ std::string some(const std::vector<std::string>& names) {
 
 std::string listed(const std::vector<uint64_t>& sizes) { return c10::str("[", c10::Join(", ", sizes), "]"); }
 
-Shapes expected_shapes(const std::string& path, CausalLMOptions options) {
-  const auto num_layers = options.num_layers();
+// The shapes of a layer of that kind and, with it, those of what stands outside the layers.
+Shapes shapes_of_one_layer(const std::string& path, CausalLMOptions options, const LayerSettings& layer) {
   Factory factory;
   factory.device = at::kMeta;
   factory.dtype = at::kFloat;
   const auto model = naming(path, "its configuration makes no model", "get it again",
-                            [&] { return CausalLM(options.num_layers(1).factory(factory)); });
+                            [&] { return CausalLM(options.num_layers(1).layer_settings({layer}).factory(factory)); });
+  Shapes shapes;
+  for (const auto& [name, tensor] : state_dict(*model))
+    shapes[name] = std::vector<uint64_t>(tensor.sizes().begin(), tensor.sizes().end());
+  return shapes;
+}
+
+Shapes expected_shapes(const std::string& path, const CausalLMOptions& options) {
+  std::map<bool, Shapes> kinds;  // layers with and without experts differ in their shapes
   Shapes expected;
-  for (const auto& [name, tensor] : state_dict(*model)) {
-    const std::vector<uint64_t> shape(tensor.sizes().begin(), tensor.sizes().end());
-    const bool in_layer = std::string_view(name).substr(0, kFirstLayer.size()) == kFirstLayer;
-    const auto rest = in_layer ? name.substr(kFirstLayer.size()) : name;
-    for (int64_t layer = 0; layer < (in_layer ? num_layers : 1); ++layer)
-      expected[in_layer ? c10::str("model.layers.", layer, ".", rest) : name] = shape;
+  for (int64_t layer = 0; layer < options.num_layers(); ++layer) {
+    const auto settings = options.layer_settings().empty() ? LayerSettings() : options.layer_settings()[layer];
+    const bool kind = settings.experts();
+    if (!kinds.count(kind)) kinds[kind] = shapes_of_one_layer(path, options, settings);
+    for (const auto& [name, shape] : kinds[kind]) {
+      const bool in_layer = std::string_view(name).substr(0, kFirstLayer.size()) == kFirstLayer;
+      expected[in_layer ? c10::str("model.layers.", layer, ".", name.substr(kFirstLayer.size())) : name] = shape;
+    }
   }
   return expected;
 }
@@ -54,9 +62,6 @@ void check_sizes(const std::string& path, uint64_t num_tensors, uint64_t num_lay
 }
 
 Shapes check_whole(const std::string& path, const Shapes& found, const CausalLMOptions& options) {
-  refuse_unless(!options.qk_norm() || std::abs(options.eps() - 1e-6) <= 1e-9, path, ": its norms have eps ",
-                shown({options.eps()}),
-                ", but those of queries and keys are computed with 1e-6; other values are not supported with them");
   auto expected = expected_shapes(path, options);
   std::vector<std::string> missing, extra;
   for (const auto& [name, shape] : expected)

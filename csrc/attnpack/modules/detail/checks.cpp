@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 
 #include <cmath>
+#include <set>
 
 #include <attnpack/core/padded.h>
 
@@ -169,14 +170,52 @@ void check_layer_width(int64_t layer, int64_t width, int64_t first) {
                  " as the first block has; each reads what the one before it gives");
 }
 
-void check_embedding_width(int64_t width, int64_t embed_dim) {
-  ATTNPACK_CHECK(width == embed_dim, "embed_tokens: got width ", width, ", want ", embed_dim, " as the blocks have");
+void check_embedding_width(int64_t width, int64_t embed_dim, const char* name) {
+  ATTNPACK_CHECK(width == embed_dim, name, ": got width ", width, ", want ", embed_dim, " as the blocks have");
 }
 
 void check_layers_given(int64_t layers) { ATTNPACK_CHECK(layers > 0, "layers: got none, want at least one block"); }
 
 void check_norm_kind(const std::string& kind) {
-  ATTNPACK_CHECK(kind == "rms" || kind == "layer", "norm: got '", kind, "', want 'rms' or 'layer'");
+  ATTNPACK_CHECK(kind == "rms" || kind == "rms_plus_one" || kind == "layer", "norm: got '", kind,
+                 "', want 'rms', 'rms_plus_one' or 'layer'");
+}
+
+at::Tensor token_positions(const at::Tensor& x, const std::optional<at::Tensor>& positions,
+                           const std::optional<at::Tensor>& past) {
+  if (positions) {
+    ATTNPACK_CHECK(positions->scalar_type() == at::kLong, "positions has dtype ", positions->scalar_type(),
+                   ", wants int64 [L] or [B, L]: call .long() on it");
+    return *positions;
+  }
+  const auto steps = at::arange(x.size(1), x.options().dtype(at::kLong).requires_grad(false));
+  return past ? past->to(steps.device()).unsqueeze(1) + steps : steps;
+}
+
+void check_learned_positions(const at::Tensor& positions, int64_t max_positions) {
+  if (positions.numel() == 0 || positions.is_meta()) return;
+  const auto most = positions.max().item<int64_t>(), least = positions.min().item<int64_t>();
+  ATTNPACK_CHECK(least >= 0 && most < max_positions, "positions: got ", least, " to ", most, ", want 0 to ",
+                 max_positions - 1, ", the positions that the model has learned; give it a shorter sequence");
+}
+
+void check_layout(const std::optional<std::string>& layout, bool pre_norm, bool cross_attention) {
+  if (!layout) return;
+  static const std::set<std::string> known{"sandwich", "output", "parallel", "parallel_two"};
+  ATTNPACK_CHECK(known.contains(*layout), "layout: got '", *layout,
+                 "', want 'sandwich', 'output', 'parallel' or 'parallel_two', or none for that of pre_norm");
+  ATTNPACK_CHECK(pre_norm, "pre_norm: got false together with layout '", *layout,
+                 "', which says where the norms are; leave one of them out");
+  ATTNPACK_CHECK(!cross_attention, "layout: got '", *layout,
+                 "' for a block with cross-attention, want none; pre_norm says where its norms are");
+}
+
+void check_activation(const std::string& activation) {
+  static const std::set<std::string> known{"swiglu", "geglu",     "geglu_tanh", "clamped_swiglu",
+                                           "gelu",   "gelu_tanh", "relu"};
+  ATTNPACK_CHECK(known.contains(activation), "activation: got '", activation,
+                 "', want 'swiglu', 'geglu', 'geglu_tanh' or 'clamped_swiglu' (with a gate), 'gelu', 'gelu_tanh' or "
+                 "'relu'");
 }
 
 void check_cross_attention(bool has_cross_attention, bool context) {

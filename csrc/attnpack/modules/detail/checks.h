@@ -71,13 +71,27 @@ void check_states(const char* name, const at::Tensor& x, int64_t embed_dim);
 void check_output_width(int64_t out_dim, int64_t embed_dim);
 void check_part_width(const char* name, int64_t width, int64_t embed_dim);
 void check_layer_width(int64_t layer, int64_t width, int64_t first);
-void check_embedding_width(int64_t width, int64_t embed_dim);
+void check_embedding_width(int64_t width, int64_t embed_dim, const char* name = "embed_tokens");
 
 // Checks that a stack is made of at least one block.
 void check_layers_given(int64_t layers);
 
-// Checks the name of a norm: "rms" or "layer".
+// Checks the name of a norm: "rms", "rms_plus_one" or "layer".
 void check_norm_kind(const std::string& kind);
+
+// The position of each token of x [B, L, ...], [L] or [B, L]: positions if they are given, else those after past [B],
+// else 0..L-1.
+at::Tensor token_positions(const at::Tensor& x, const std::optional<at::Tensor>& positions,
+                           const std::optional<at::Tensor>& past);
+
+// Checks that positions are 0 to max_positions - 1, which reads them.
+void check_learned_positions(const at::Tensor& positions, int64_t max_positions);
+
+// Checks the layout of a decoder block, and that nothing is given that it does not go with.
+void check_layout(const std::optional<std::string>& layout, bool pre_norm, bool cross_attention);
+
+// Checks the name of a feed-forward's activation.
+void check_activation(const std::string& activation);
 
 // Checks that a block is given a context if it has cross-attention, and only then.
 void check_cross_attention(bool has_cross_attention, bool context);

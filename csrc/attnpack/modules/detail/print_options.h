@@ -1,5 +1,6 @@
 #pragma once
 
+#include <attnpack/modules/norm.h>
 #include <attnpack/modules/rotary_embedding.h>
 
 #include <algorithm>
@@ -53,6 +54,14 @@ std::optional<std::string> option_text(const T& value) {
     return "{" + join_options(texts) + "}";
   }
   return std::nullopt;
+}
+
+inline std::optional<std::string> option_text(const QkNorm& norm) {
+  if (!norm) return std::nullopt;
+  auto texts = option_texts(norm);
+  const auto usual = option_texts(QkNorm(true));
+  std::erase_if(texts, [&](const auto& text) { return std::find(usual.begin(), usual.end(), text) != usual.end(); });
+  return texts.empty() ? option_text(true) : std::make_optional("{" + join_options(texts) + "}");
 }
 
 template <typename Options>

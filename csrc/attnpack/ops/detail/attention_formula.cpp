@@ -5,6 +5,7 @@
 #include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/extremes.h>
 #include <attnpack/ops/detail/layout.h>
+#include <attnpack/ops/softcap.h>
 
 namespace attnpack {
 namespace {
@@ -98,7 +99,7 @@ Tensor masked_scores(const Tensor& query, const Tensor& key, const AttentionArgu
   scores = scores.masked_fill(keys.isfinite().all(-1).logical_not().unsqueeze(-2), std::nan(""));
   scores = scores.masked_fill(queries.isfinite().all(-1).logical_not().unsqueeze(-1), std::nan(""));
   if (stage == "scaled") return scores;
-  if (const double cap = usable_softcap(args.softcap, accumulation); cap > 0) scores = cap * (scores / cap).tanh();
+  scores = softcapped(scores, usable_softcap(args.softcap, accumulation));
   if (stage == "capped") return scores;
   Tensor position, column;
   const auto allowed = allowed_by_range(query, key, args, &position, &column);
@@ -133,6 +134,8 @@ std::tuple<Tensor, Tensor> softmax(const Tensor& scores, const std::optional<Ten
 }
 
 }  // namespace
+
+Tensor softcapped(const Tensor& x, double softcap) { return softcap > 0 ? softcap * (x / softcap).tanh() : x; }
 
 Tensor scores_formula(const Tensor& query, const Tensor& key, const AttentionArguments& args, c10::string_view stage) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.build import check_whole
-from ...checkpoints.companions import config_json
+from ...checkpoints.companions import CONVERTIBLE, config_json
 from ...checkpoints.gguf import GgufCheckpoint
-from ...checkpoints.hf_directory import MODEL_TYPES, HfCheckpoint
+from ...checkpoints.hf_directory import HfCheckpoint
 from ...checkpoints.safetensors import SafetensorsFile, open_files
 from ...checkpoints.strict_json import read_json
 from ...checkpoints.writer import require_finite
@@ -183,8 +183,8 @@ def open_source(path: Path, dtype: torch.dtype | None, encoder: bool) -> Source:
     model_type = read_json(config).get("model_type") if config.is_file() else None
     if model_type == "t5gemma":
         return EncoderDecoder(path, dtype, encoder)
-    if model_type is not None and model_type not in MODEL_TYPES:
-        known = ", ".join((*MODEL_TYPES, "t5gemma"))
+    if model_type is not None and model_type not in CONVERTIBLE:
+        known = ", ".join((*CONVERTIBLE, "t5gemma"))
         raise ValueError(f"{path}: model_type {model_type!r} is not supported; conversion knows {known}")
     if encoder:
         raise ValueError(f"--encoder: {path} is no encoder-decoder model (attnpack knows t5gemma); leave it out")

@@ -79,6 +79,10 @@ def uptrain(args: argparse.Namespace, say) -> UptrainReport:
         raise ValueError(f"--learning-rate: got {args.learning_rate}, want a number between 0 and 1")
     with naming(directory, "cannot be trained", "give what attnpack convert made"):
         checkpoint = HfCheckpoint(directory)
+        if not checkpoint.is_plain:
+            raise ValueError(
+                f"{directory}: its tensors do not have the names of Llama, under which training writes them"
+            )
     teacher_path = args.teacher or _recorded_teacher(directory)
     ids = torch.tensor(load_tokenizer(directory).encode(load_text(args.text)))
     length = min(args.length, checkpoint.config["max_positions"])

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <attnpack/models/detail/hf_config.h>
+#include <attnpack/models/detail/hf_parts.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+
+// What families share when they read their settings.
+namespace attnpack {
+
+// The number of tokens that a layer with a window sees, its own included; none for null.
+std::optional<int64_t> window_size(const HfSettings& config, std::optional<int64_t> usual);
+
+inline bool every_layer_slides(int64_t) { return true; }
+
+// Windows of `size` tokens in the layers that layer_types says, or else in those that `slides` says.
+void set_windows(const HfSettings& config, CausalLMOptions& options, std::optional<int64_t> size,
+                 const std::function<bool(int64_t layer)>& slides);
+
+// Layers with the plain feed-forward in a model with experts.
+void set_dense_layers(CausalLMOptions& options, const std::function<bool(int64_t layer)>& is_dense);
+
+// The activation by FeedForward's name, with a gate or without one; `usual` is Hugging Face's name of the usual one.
+std::string gated_activation(const HfSettings& config, const char* usual);
+std::string plain_activation(const HfSettings& config, const char* usual);
+
+// Checks that hidden_act is silu, or absent.
+void check_silu(const HfSettings& config);
+
+// Experts of that width; `count` is the setting that says how many there are, `usual` and `usual_k` are defaults.
+MixtureOfExpertsOptions experts(const HfSettings& config, int64_t width, const char* count, int64_t usual,
+                                int64_t usual_k);
+
+}  // namespace attnpack

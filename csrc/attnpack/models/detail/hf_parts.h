@@ -1,0 +1,31 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <attnpack/models/causal_lm.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+// Where the tensors of a family's checkpoints go: one of theirs may hold several of CausalLM's.
+namespace attnpack {
+
+// A tensor of CausalLM: its name, and how it is cut out of the stored one, as a view. No cut: all of it.
+struct HfPart {
+  std::string name;
+  std::function<at::Tensor(const at::Tensor&)> cut;
+};
+
+// The parts of the stored tensor of that name; none for one that a model does not need.
+using HfParts = std::vector<HfPart> (*)(const std::string& name, const CausalLMOptions& options);
+
+std::vector<HfPart> llama_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> phi3_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> starcoder2_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> gpt2_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> gpt_bigcode_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> falcon_parts(const std::string& name, const CausalLMOptions& options);
+std::vector<HfPart> gpt_oss_parts(const std::string& name, const CausalLMOptions& options);
+
+}  // namespace attnpack

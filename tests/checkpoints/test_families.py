@@ -1,0 +1,219 @@
+"""from_hf for every family, in both languages: the model of transformers; what is not honoured is refused by name."""
+
+import json
+
+import attnpack
+import pytest
+import torch
+from attnpack._C import checkpoints
+from families import FAMILIES, SIZES, peer_of
+from safetensors.torch import load_file, save_file
+
+TEXT = torch.randint(SIZES["vocab_size"], (2, 20), generator=torch.Generator().manual_seed(1))
+EACH = pytest.mark.parametrize("name", FAMILIES)
+
+# Settings of which transformers' classes write a value, and that change nothing of what a loaded model computes.
+HARMLESS = {
+    "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "initializer_range", "use_cache",
+    "transformers_version", "output_router_logits", "router_aux_loss_coef", "pretraining_tp", "resid_pdrop",
+    "embd_pdrop", "attn_pdrop", "residual_dropout", "embedding_dropout", "hidden_dropout", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "reorder_and_upcast_attn",
+    "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "num_nextn_predict_layers",
+}  # fmt: skip
+# What follows from other settings in a family, or is not read by transformers either.
+UNUSED = {
+    "gemma3": {"_sliding_window_pattern"},  # layer_types say it
+    "starcoder2": {"attention_dropout"},
+    "qwen2_windows": {"max_window_layers"},
+    "gpt_bigcode": {"num_key_value_heads"},
+    "gpt_bigcode_heads": {"num_key_value_heads"},
+    "falcon_7b": {"num_kv_heads"},
+    "falcon_in_turn": {"num_kv_heads", "num_ln_in_parallel_attn"},
+    "deepseek_v2": {"head_dim", "qk_head_dim"},
+    "deepseek_v3": {"head_dim", "qk_head_dim"},
+    "qwen3_moe": {"use_sliding_window", "sliding_window"},  # each is off without the other
+    "phi3": {"original_max_position_embeddings"},  # rope_parameters say it
+    "falcon_40b": {"multi_query"},
+}
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory):
+    """Gives the directory of a family's checkpoint, which is written once."""
+    made = {}
+
+    def directory(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            peer_of(name).save_pretrained(made[name])
+        return made[name]
+
+    return directory
+
+
+@EACH
+def test_both_languages_load_the_model_of_transformers(name, directory_of):
+    directory, peer = directory_of(name), peer_of(name)
+    model = attnpack.CausalLM.from_hf(directory)
+    native = checkpoints.causal_lm_from_hf(str(directory), torch.float32, None)
+    with torch.no_grad():
+        wanted = peer(TEXT).logits
+        for logits in (model(TEXT), native.forward(TEXT)):
+            torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    tokens = peer.generate(TEXT, max_new_tokens=6, do_sample=False)
+    assert model.generate(TEXT, max_new_tokens=6, cache="sliding").equal(tokens)
+    assert native.generate(TEXT, max_new_tokens=6).equal(tokens)
+    ours, theirs = model.state_dict(), native.state_dict()
+    assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
+
+
+@EACH
+def test_the_windows_of_the_layers_are_those_of_the_configuration(name, directory_of):
+    settings = checkpoints.causal_lm_from_hf(str(directory_of(name)), torch.float32, None).resolved_layers()
+    windows = [0 if layer["window"] in (None, [-1, -1]) else layer["window"][0] + 1 for layer in settings]
+    assert windows == (FAMILIES[name].windows or [0, 0, 0])
+
+
+def strange(value):
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + (1 if isinstance(value, int) else 0.37)
+    return {str: "strange", list: ["strange"], dict: {"rope_type": "strange"}, type(None): 3}[type(value)]
+
+
+@EACH
+def test_every_setting_of_the_class_is_honoured_or_refused(name, directory_of, tmp_path):
+    """Each setting that transformers writes for the family is changed in turn. Then the options differ, or it raises
+    and says which setting."""
+    source = directory_of(name)
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+
+    def options(changed):
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        return checkpoints.HfCheckpoint(str(tmp_path), None).config
+
+    usual = options(config)
+    dropped = []
+    for key, value in config.items():
+        if key in HARMLESS | UNUSED.get(name, set()) | {"model_type"}:
+            continue
+        try:
+            if options(config | {key: strange(value)}) == usual:
+                dropped.append(key)
+        except ValueError as error:
+            assert "attnpack" in str(error) or str(tmp_path) in str(error)
+    assert not dropped
+
+
+def test_a_setting_that_nobody_knows_is_refused_by_its_name(directory_of, tmp_path):
+    source = directory_of("llama")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"residual_multiplier": 0.5, "other": None}))
+    with pytest.raises(ValueError, match=r"residual_multiplier = 0.5 in config.json is not known here"):
+        attnpack.CausalLM.from_hf(tmp_path)
+
+
+REFUSED = {
+    "falcon_7b": ({"alibi": True}, "alibi = True"),
+    "gpt2": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+    "gpt_oss": ({"swiglu_limit": 5.0}, "swiglu_limit in config.json is not 7"),
+    "deepseek_v2": ({"norm_topk_prob": True}, "norm_topk_prob = True"),
+    "deepseek_v3": ({"topk_method": "greedy"}, "topk_method = 'greedy' in config.json is not supported"),
+    "gemma2": ({"hidden_activation": "relu"}, "hidden_activation 'relu' in config.json is not supported"),
+    "gemma3": ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    "qwen3_moe": ({"num_experts": 10**7, "num_local_experts": 10**7}, "wants 4096 at most"),
+    "phi3": ({"quantization_config": {"bits": 4}}, "quantization_config ="),
+    "qwen2_windows": ({"layer_types": ["sliding_attention"]}, "layer_types in config.json is"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_honoured_is_refused(name, directory_of, tmp_path):
+    source, (changed, message) = directory_of(name), REFUSED[name]
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ValueError, match=message):
+        attnpack.CausalLM.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "falcon_40b", "gpt_oss", "gpt_bigcode_heads"])
+def test_a_fused_tensor_of_another_shape_is_named(name, directory_of, tmp_path):
+    source = directory_of(name)
+    tensors = load_file(source / "model.safetensors")
+    fused = next(
+        key for key in tensors if any(part in key for part in ("c_attn.weight", "qkv", "query_key", "gate_up_proj"))
+    )
+    save_file(tensors | {fused: tensors[fused][:-1, :-1].contiguous()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"layers\.\d|\.h\.\d"):
+        attnpack.CausalLM.from_hf(tmp_path)
+
+
+def test_the_first_names_of_gpt2_and_further_layers_of_deepseek(directory_of, tmp_path):
+    """GPT-2's first checkpoints have no "transformer." and hold their masks; DeepSeek-V3's have one layer more."""
+    for name, change in (
+        (
+            "gpt2",
+            lambda t: {k.removeprefix("transformer."): v for k, v in t.items()} | {"h.0.attn.bias": torch.ones(1)},
+        ),
+        ("deepseek_v3", lambda t: t | {"model.layers.3.eh_proj.weight": torch.ones(2)}),
+    ):
+        source, directory = directory_of(name), tmp_path / name
+        directory.mkdir()
+        save_file(change(load_file(source / "model.safetensors")), directory / "model.safetensors")
+        (directory / "config.json").write_text((source / "config.json").read_text())
+        with torch.no_grad():
+            logits = attnpack.CausalLM.from_hf(directory)(TEXT)
+            torch.testing.assert_close(logits, peer_of(name)(TEXT).logits, rtol=1e-4, atol=1e-4)
+
+
+OLDER = {
+    "gemma2": ({}, ["layer_types"]),
+    "gpt_oss": ({"num_experts_per_tok": 2, "experts_per_token": 2}, ["layer_types"]),
+    "gemma3": (
+        {
+            "sliding_window_pattern": 2,
+            "rope_theta": 900.0,
+            "rope_local_base_freq": 100.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        ["layer_types", "rope_parameters", "_sliding_window_pattern"],
+    ),
+    "phi3": (
+        {
+            "rope_theta": 300.0,
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": {"type": "su", "short_factor": [1.0, 1.2], "long_factor": [2.0, 5.0]},
+        },
+        ["rope_parameters"],
+    ),
+    "starcoder2": ({"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True}, []),
+    "deepseek_v2": ({"scoring_func": "softmax", "moe_layer_freq": 1, "seq_aux": True}, ["qk_head_dim", "head_dim"]),
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_configurations_as_they_were_released(name, directory_of, tmp_path):
+    """Settings by their older names, and those that were left to the class."""
+    source, (added, dropped) = directory_of(name), OLDER[name]
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    kept = {key: value for key, value in config.items() if key not in dropped}
+    (tmp_path / "config.json").write_text(json.dumps(kept | added))
+    with torch.no_grad():
+        logits = attnpack.CausalLM.from_hf(tmp_path)(TEXT)
+        torch.testing.assert_close(logits, peer_of(name)(TEXT).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "tied"), [("gpt2", True), ("gemma2", True), ("phi3", False)])
+def test_heads_are_tied_as_the_class_says_where_the_configuration_does_not(name, tied, directory_of, tmp_path):
+    source = directory_of(name)
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "tie_word_embeddings"}))
+    assert (attnpack.CausalLM.from_hf(tmp_path).lm_head is None) == tied
