@@ -5,8 +5,9 @@ import functools
 
 import pytest
 import torch
-from attnpack import _C, _load, apply_rope, attention, attention_varlen, dequantize_rows, quantize_rows, reference
+from attnpack import _C, _load, apply_rope, attention, attention_varlen, reference
 from attnpack.nn.linear import project
+from attnpack.ops import dequantize_rows, quantize_rows
 from op_cases import COVERING, DTYPES, INF, NAN, Inputs, check, compute_results, describe, draw, make_inputs
 from torch.testing import assert_close
 
