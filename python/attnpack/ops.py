@@ -252,9 +252,8 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input weight^T + bias, as torch's linear, on the CPU by the fastest kernel for the CPU, the dtype and the size.
 
-    Without gradients, up to 16 rows of input read the weight once; on AMD's processors with AVX-512 up to 24 rows in
-    fp32, and up to 32 in bf16 and fp16. `attnpack info` names the kernel for more rows. The environment
-    variable ATTNPACK_LINEAR pins one for all: "torch" (its linear) or "onednn".
+    Without gradients, up to 16 rows of input read the weight once. `attnpack info` names the kernel for more rows. The
+    environment variable ATTNPACK_LINEAR pins one for all: "torch" (its linear) or "onednn".
 
     Args:
         input: [..., in], weight: [out, in], bias: [out].

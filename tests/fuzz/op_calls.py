@@ -471,6 +471,23 @@ def merge_states(pick: Random) -> Call:
     return "merge_states", states, right
 
 
+def route_experts(pick: Random) -> Call:
+    logits, top_k = draw(pick.randint(0, 4), 6, dtype=torch.float32), pick.randint(1, 6)
+    scores, normalize = pick.choice(["softmax", "sigmoid"]), pick.random() < 0.5
+    correction = pick.choice([None, torch.zeros(6)])
+
+    def right(result):
+        weights, index = result
+        probabilities = logits.softmax(-1) if scores == "softmax" else logits.sigmoid()
+        expected, chosen = probabilities.topk(top_k)
+        if normalize:
+            expected = expected / expected.sum(-1, keepdim=True)
+        assert_close(weights.sort(-1).values, expected.sort(-1).values)
+        assert torch.equal(index.sort(-1).values, chosen.sort(-1).values)
+
+    return "route_experts", [logits, correction, scores, top_k, normalize, 1.0, 1, 1], right
+
+
 def null(pick: Random) -> Call:
     x = draw(*[pick.randint(0, 3) for _ in range(pick.randint(0, 3))])
     return "null", [x], lambda result: assert_close(result, x)
@@ -480,5 +497,6 @@ MAKERS: list[Callable[[Random], Call]] = [
     attention, attention_backward, attention_varlen, attention_paged, attention_varlen_backward, attention_scores,
     append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, paged_rule, kv_window, static_cache,
     sliding_window_cache, quantized_cache, paged_cache, attend, attend_quantized, latent, latent_expand, apply_rope,
-    rope_table, linear, rms_norm, quantize_rows, dequantize_rows, attention_quantized, merge_states, null,
+    rope_table, linear, rms_norm, quantize_rows, dequantize_rows, attention_quantized, merge_states,
+    route_experts, null,
 ]  # fmt: skip

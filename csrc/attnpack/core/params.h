@@ -87,7 +87,7 @@ struct AttentionBackwardParams {
   void* grad_scores;
 };
 
-constexpr int64_t kFewRows = 32;  // the most rows of a LinearParams
+constexpr int64_t kFewRows = 16;  // the most rows of a LinearParams
 
 // out [rows, outputs] = input [rows, inputs] weight^T + bias, for few rows; all but the weight contiguous.
 struct LinearParams {

@@ -7,11 +7,11 @@
 
 namespace attnpack {
 
-// input weight^T + bias, as torch's linear. On the CPU few rows of input without gradients, as in decoding, stream the
-// weight at the speed of memory: up to 16 rows, and up to 32 where that is faster. More rows take torch's linear or
-// oneDNN, whichever is faster (ops/detail/onednn_linear.h); the environment variable ATTNPACK_LINEAR ("torch",
-// "onednn") pins one. It is a template, so that an unqualified call that finds at::linear too takes at::linear. Two
-// plain functions would be ambiguous.
+// input weight^T + bias, as torch's linear. On the CPU, up to 16 rows of input without gradients, as in decoding,
+// stream the weight at the speed of memory. More rows take torch's linear or oneDNN, whichever is faster
+// (ops/detail/onednn_linear.h); the environment variable ATTNPACK_LINEAR ("torch", "onednn") pins one. It is a
+// template, so that an unqualified call that finds at::linear too takes at::linear. Two plain functions would be
+// ambiguous.
 template <typename = void>
 at::Tensor linear(const at::Tensor& input,                      // [..., in]
                   const at::Tensor& weight,                     // [out, in]

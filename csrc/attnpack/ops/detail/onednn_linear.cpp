@@ -24,9 +24,6 @@ struct Least {
 constexpr Least kFloat{1 << 21, 16, 64};
 constexpr Least kBiasedBFloat16{1 << 14, 1, 16};  // at::linear is oneDNN too, but copies the bias into each row first
 
-// The most rows of our own kernel. Where MKL is fast, 16. Where it is not, our kernel beats oneDNN too, up to these.
-constexpr int64_t kRows = 16, kFloatRows = 24, kHalfRows = kFewRows;
-
 const std::optional<c10::OperatorHandle>& onednn_op() {
   static const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
   return op;
@@ -98,9 +95,7 @@ LinearKernel pinned_linear_kernel() {
 }
 
 bool takes_few_rows(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  if (pinned_linear_kernel() != LinearKernel::kTable || !fits_few_rows(input, weight, bias)) return false;
-  const int64_t most = !is_slow_with_mkl() ? kRows : input.scalar_type() == at::kFloat ? kFloatRows : kHalfRows;
-  return input.numel() <= most * weight.size(1);
+  return pinned_linear_kernel() == LinearKernel::kTable && fits_few_rows(input, weight, bias);
 }
 
 bool takes_onednn(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
