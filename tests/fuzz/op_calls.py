@@ -477,13 +477,10 @@ def route_experts(pick: Random) -> Call:
     correction = pick.choice([None, torch.zeros(6)])
 
     def right(result):
-        weights, index = result
-        probabilities = logits.softmax(-1) if scores == "softmax" else logits.sigmoid()
-        expected, chosen = probabilities.topk(top_k)
-        if normalize:
-            expected = expected / expected.sum(-1, keepdim=True)
-        assert_close(weights.sort(-1).values, expected.sort(-1).values)
-        assert torch.equal(index.sort(-1).values, chosen.sort(-1).values)
+        expected, chosen = (logits.softmax(-1) if scores == "softmax" else logits.sigmoid()).topk(top_k)
+        expected = expected / expected.sum(-1, keepdim=True) if normalize else expected
+        assert_close(result[0].sort(-1).values, expected.sort(-1).values)
+        assert torch.equal(result[1].sort(-1).values, chosen.sort(-1).values)
 
     return "route_experts", [logits, correction, scores, top_k, normalize, 1.0, 1, 1], right
 

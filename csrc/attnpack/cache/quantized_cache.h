@@ -50,7 +50,7 @@ class QuantizedCache : public DynamicCache {
   CacheState state() const override;
   void restore(const CacheState& state) override;
 
-  // What the cache holds in the module's dtype, a new tensor: [B, Hkv, len, D] and [B, Hkv, len, Dv]. Latents: k() is
+  // The held numbers in the module's dtype, a new tensor: [B, Hkv, len, D] and [B, Hkv, len, Dv]. Latents: k() is
   // [B, 1, len, kv_lora_rank + rope], v() its first kv_lora_rank numbers.
   at::Tensor k() const override;
   at::Tensor v() const override;

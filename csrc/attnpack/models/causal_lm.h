@@ -10,7 +10,7 @@
 
 namespace attnpack {
 
-// What one layer has of its own. What is not given is as in the model's options.
+// A layer's own settings. A setting that is not given is that of the model's options.
 struct LayerSettings {
   TORCH_ARG(std::optional<Window>, window);  // {-1, -1} for none
   TORCH_ARG(std::optional<double>, rope_base);
@@ -29,7 +29,7 @@ struct LayerSettings {
   }
 };
 
-// What all attention layers have beside the usual, as in GroupedQueryAttentionOptions.
+// Further options of all attention layers, as in GroupedQueryAttentionOptions.
 struct ScoreSettings {
   TORCH_ARG(double, softcap) = 0.0;
   TORCH_ARG(bool, sinks) = false;

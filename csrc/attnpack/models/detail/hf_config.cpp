@@ -35,7 +35,7 @@ void check_supported(const HfSettings& config, const std::set<std::string_view>&
   }
 }
 
-// What all families say in the same words.
+// The settings that all families name alike.
 CausalLMOptions usual_options(const HfSettings& config, const HfFamily& family, std::optional<int64_t> max_positions) {
   const auto heads = config.size("num_attention_heads"), kv_heads = config.size("num_key_value_heads", heads);
   config.check(heads % kv_heads == 0, "num_attention_heads ", heads,

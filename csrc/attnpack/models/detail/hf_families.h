@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-// What families share when they read their settings.
+// Shared by the families when they read their settings.
 namespace attnpack {
 
 // The number of tokens that a layer with a window sees, its own included; none for null.

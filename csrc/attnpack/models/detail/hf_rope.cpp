@@ -104,7 +104,7 @@ RopeScaling read_scaling(const HfSettings& config, const std::string& source, co
   return scaling;
 }
 
-// What an object says, with `usual_base` where it says no base.
+// The RoPE of an object, with `usual_base` if the object has no base.
 HfRope read_rope_of(const HfSettings& config, const char* source, const Json& rope, const Json& usual_base) {
   static const Json kDefault{std::string("default")};
   const auto* members = rope.as<Json::Object>();

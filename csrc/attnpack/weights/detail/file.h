@@ -30,7 +30,7 @@ std::string read_bounded(const std::string& path, uint64_t most);
 
 bool is_file(const std::string& path);
 
-// What the last failed call of the system left in errno.
+// The error that the last failed call of the system left in errno.
 [[noreturn]] void raise_system_error();
 
 }  // namespace attnpack

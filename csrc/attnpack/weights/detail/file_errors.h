@@ -23,7 +23,7 @@ std::string brief(std::string_view text);
 // The words in single quotes, as Python shows a str.
 std::string in_quotes(std::string_view text);
 
-// What an exception says, without the stack of a c10::Error.
+// The text of an exception, without the stack of a c10::Error.
 std::string reason_of(const std::exception& error);
 
 // Calls `call`. An error that does not name `path` becomes a c10::ValueError "PATH: FAILED (the error); FIX".

@@ -64,7 +64,7 @@ ATTNPACK_HD inline Range intersection(Range a, Range b) {
   return r.begin < r.end ? r : Range{0, 0};
 }
 
-// What a mask holds for one pair. It excludes the key if it holds -inf before any rounding.
+// A mask's number for one pair. It excludes the key if it holds -inf before any rounding.
 template <class A>
 struct MaskValue {
   A value;

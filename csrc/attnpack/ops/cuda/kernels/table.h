@@ -36,7 +36,7 @@ struct PlaceParams {
 };
 constexpr int64_t kMostRopeHalf = 256;
 
-// What quantize makes of rows (core/quantized.h): bytes of numbers, numbers of bytes, or numbers rotated as rows of 4
+// Results of quantize for rows (core/quantized.h): bytes of numbers, numbers of bytes, or numbers rotated as rows of 4
 // bits are.
 enum class RowsTo : int32_t { kBytes, kNumbers, kRotated };
 constexpr int64_t kMostQuantizedDim = 1024;
