@@ -38,6 +38,7 @@ at::Tensor as_index(const py::object& index, const char* name = "index") {
 
 // DynamicCache(batch=1, num_kv_heads=2, len=3, head_dim=4, dtype=torch.float32, bytes=192), as Python's.
 std::string describe_cache(const std::string& name, const KVCache& cache) {
+  if (cache.lengths().is_meta()) return c10::str(name, "(device=meta)");  // its lengths hold no numbers
   if (!cache.k().defined()) return c10::str(name, "(len=0)");
   const auto k = cache.k();
   return c10::str(name, "(batch=", k.size(0), ", num_kv_heads=", k.size(1), ", len=", cache.len(),
@@ -49,7 +50,9 @@ std::string describe_cache(const std::string& name, const KVCache& cache) {
 template <typename Result, typename... Rest>
 void bind_rule(py::module_& m, const char* name, Result (*rule)(const HeldCache&, Rest...)) {
   m.def(name, [rule](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers,
-                     Rest... rest) { return rule({kind, tensors, numbers}, rest...); });
+                     Rest... rest) {
+    return rule({kind, tensors, numbers}, rest...);
+  });
 }
 
 // A window as an int, how many positions before, or as (left, right).

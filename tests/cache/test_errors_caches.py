@@ -78,3 +78,22 @@ CLASSES = [value for value in vars(attnpack).values() if isinstance(value, type)
 def test_help_says_that_a_cache_is_for_one_thread(kind):
     """Two threads that append at once lose positions, mostly without an error."""
     assert "thread-safe" in kind.__doc__
+
+
+def test_a_cache_that_two_threads_fill_advises_nothing_that_it_lacks():
+    """The rows of a DynamicCache that another thread has taken: its `max_len` cannot be larger, it has none."""
+    cache = attnpack.DynamicCache()
+    layer = attnpack.MultiHeadAttention(8, 2)
+    layer(torch.randn(1, 3, 8), cache=cache)
+    room = cache.reserve(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
+    cache.lengths.add_(1)
+    with pytest.raises(ValueError, match="make a StaticCache with a larger max_len.*a DynamicCache grows, but not for"):
+        torch.ops.attnpack.kv_cache_append_(*room[:3], *2 * [torch.zeros(1, 2, 1, 4)], None, None)
+
+
+@both("message", ["lengths are on meta, where they hold no numbers"])
+def test_a_cache_on_meta_knows_no_length(message, m):
+    cache = m.StaticCache(1, 4, 8, 6, device="meta")
+    complaint(ValueError, message, lambda m: len(cache), m)
+    assert repr(cache) == "StaticCache(device=meta)"
+    complaint(ValueError, "device: got meta", lambda m: m.PagedCache(1, 4, 6, num_pages=4, device="meta"), m)

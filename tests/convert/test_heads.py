@@ -479,3 +479,13 @@ def test_weights_that_are_no_numbers_are_refused(method, name):
 def test_pooling_refuses_what_is_no_number():
     with pytest.raises(ValueError, match="^attnpack: weight: got a weight that holds NaN or Inf"):
         convert.pool_kv_heads(torch.full((6, 3), torch.nan), 6, 1)
+
+
+@pytest.mark.parametrize("method", ["similar", "aligned"])
+def test_weights_on_meta_have_no_heads_to_compare(method):
+    layer = attnpack.MultiHeadAttention(24, 4, device="meta")
+    with pytest.raises(ValueError, match="^attnpack: q: got a weight on meta, where it has no numbers"):
+        attnpack.convert.to_gqa(layer, 2, method)
+    with pytest.raises(ValueError, match="^attnpack: q: got a weight on meta"):
+        attnpack.convert.to_mla(layer, 8)
+    assert attnpack.convert.to_gqa(layer, 2).k_proj.weight.is_meta

@@ -277,6 +277,8 @@ def test_a_fresh_model_knows_nothing(module, tied):
 @pytest.mark.parametrize("module", [attnpack, attnpack.cpp], ids=["python", "cpp"])
 def test_a_model_on_meta_has_no_numbers(module):
     model = module.CausalLM(50, 24, 1, 4, device="meta")
+    with pytest.raises(ValueError, match="^attnpack: ids: got a tensor on meta, which holds no token numbers"):
+        model.generate(IDS.to("meta"), max_new_tokens=2)
     words = "^attnpack: ids: got device cpu, want the module's device meta; its weights hold no numbers yet"
     with pytest.raises(ValueError, match=words):
         model.forward(IDS)
@@ -347,8 +349,21 @@ def test_nan_logits_choose_no_token(settings):
 def test_a_temperature_that_overflows(model):
     with pytest.raises(ValueError, match="^attnpack: temperature: got 1e-40 for logits up to .*, or 0 for greedy"):
         model.generate(IDS, max_new_tokens=2, temperature=1e-40)
+    with pytest.raises(ValueError, match="^attnpack: temperature: got 1e-300 for logits up to"):
+        model.generate(IDS, max_new_tokens=2, temperature=1e-300)
     with pytest.raises(ValueError, match="^attnpack: temperature: got inf"):
         model.generate(IDS, max_new_tokens=2, temperature=float("inf"))
+
+
+@pytest.mark.parametrize("top_p", [1e-46, 1e-300])
+def test_a_top_p_that_fp32_lacks_leaves_the_likeliest_token(model, top_p):
+    greedy = model.generate(IDS, max_new_tokens=5)
+    assert torch.equal(model.generate(IDS, max_new_tokens=5, temperature=1.0, top_p=top_p, seed=0), greedy)
+
+
+def test_a_hot_temperature_draws_every_token(model):
+    drawn = model.generate(IDS[:1].expand(2000, -1), max_new_tokens=1, temperature=1e300, seed=0)[:, -1]
+    assert drawn.unique().numel() == model.lm_head.weight.size(0)
 
 
 LATENT = SIZES | {"q_lora_rank": 20}

@@ -105,3 +105,14 @@ def test_states_of_two_dtypes_do_not_merge():
     out, lse = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3)
     with pytest.raises(ValueError, match="merge_states: out_b is Double with lse_b Double, wants Float and Float"):
         merge_states(out, lse, out.double(), lse.double())
+
+
+def test_states_of_two_devices_do_not_merge():
+    out, lse = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
+    for place in range(1, 4):
+        states = [out, lse, out, lse]
+        states[place] = states[place].to("meta")
+        with pytest.raises(
+            ValueError, match="merge_states: out_a is on cpu, lse_a on .*meta.*: move them to one device"
+        ):
+            merge_states(*states)

@@ -3,11 +3,14 @@
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 
 namespace attnpack {
 
 void CrossCache::store(const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& kv_lens) {
+  check_defined("key", key);
+  check_defined("value", value);
+  if (kv_lens) check_defined("kv_lens", *kv_lens);
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   const auto options = key.options().dtype(at::kLong);
@@ -23,6 +26,8 @@ void CrossCache::check_call(const at::Tensor& x, const std::optional<at::Tensor>
     ATTNPACK_CHECK(context, "context: got none with an empty CrossCache; give the first call what it is to store");
     return;
   }
+  check_defined("x", x);
+  if (context) check_defined("context", *context);
   const auto batch = tensors_.key.sym_size(0), length = tensors_.key.sym_size(2);
   ATTNPACK_CHECK(x.dim() != 3 || x.sym_size(0) == batch, "x: got batch ", x.sym_size(0), ", want ", batch,
                  " as the CrossCache holds; reorder() it, or reset() it for another context");
@@ -32,11 +37,13 @@ void CrossCache::check_call(const at::Tensor& x, const std::optional<at::Tensor>
 }
 
 CacheTensors CrossCache::reserve(const at::Tensor& key, const at::Tensor&) {
+  check_defined("key", key);
   ATTNPACK_CHECK(false, "cache: got a CrossCache, want one that appends for keys of shape ", key.sym_sizes(),
                  "; use a DynamicCache or StaticCache, a CrossCache holds the context of cross-attention");
 }
 
 CacheTensors CrossCache::reserve_latents(const at::Tensor& latents, int64_t) {
+  check_defined("latents", latents);
   ATTNPACK_CHECK(false, "cache: got a CrossCache, want a LatentCache for latents of shape ", latents.sym_sizes(),
                  "; latent attention stores no context");
 }

@@ -18,6 +18,7 @@ SymInt DynamicCache::longest() const {
 }
 
 CacheTensors DynamicCache::reserve(const at::Tensor& key, const at::Tensor& value) {
+  check_given(key, value);
   const SymInt need = len_ + key.sym_size(2);
   if (len_ == 0) {
     tensors_ = {cache_grown(key, 0, need), cache_grown(value, 0, need),

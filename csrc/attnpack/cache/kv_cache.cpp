@@ -4,7 +4,8 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <c10/core/InferenceMode.h>
 
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
+#include <attnpack/core/sizes.h>
 
 namespace attnpack {
 
@@ -28,6 +29,7 @@ CacheTensors KVCache::reserve_valid(const at::Tensor& key, const at::Tensor& val
 }
 
 CacheTensors KVCache::reserve_latents(const at::Tensor& latents, int64_t) {
+  check_defined("latents", latents);
   return reserve(latents, latents.narrow(-1, 0, 0));
 }
 
@@ -67,12 +69,19 @@ void check_crop(const c10::SymInt& n) {
   ATTNPACK_CHECK(n >= 0, "n: got ", n, ", want how many positions to keep, 0 or more");
 }
 
+void check_given(const at::Tensor& key, const at::Tensor& value) {
+  check_defined("key", key);
+  check_defined("value", value);
+}
+
 void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tensor& value) {
+  check_given(key, value);
   check_part("keys", cache.key, key);
   check_part("values", cache.value, value);
 }
 
 at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch, const char* name) {
+  check_defined(name, index);
   const auto batch = lengths.sym_size(0);
   ATTNPACK_CHECK(index.dim() == 1 && index.scalar_type() == at::kLong && (!same_batch || index.sym_size(0) == batch),
                  name, ": got ", index.scalar_type(), " of shape ", index.sym_sizes(), ", want int64 ",
@@ -106,6 +115,8 @@ c10::SymInt bytes_of_position(const CacheTensors& cache) {
 }
 
 at::Tensor cache_zeros(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
+  if (const auto numbers = c10::asIntArrayRefSlowOpt(sizes))
+    check_storable("cache: its batch, kv heads, positions and head_dim", *numbers, options.dtype().itemsize());
   c10::InferenceMode normal(false);
   return at::zeros_symint(sizes, options);
 }

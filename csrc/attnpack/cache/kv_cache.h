@@ -130,6 +130,9 @@ auto all_or_none(const Caches& caches, const Call& call) {
 // Raises unless n is a number of positions that crop can keep.
 void check_crop(const c10::SymInt& n);
 
+// Raises for an undefined key or value.
+void check_given(const at::Tensor& key, const at::Tensor& value);
+
 // Raises unless key and value have the shape (but for the length), dtype and device of the cache.
 void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tensor& value);
 

@@ -2,16 +2,18 @@
 
 #include <ATen/ATen.h>
 
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 
 namespace attnpack {
 
 CacheTensors LatentCache::reserve(const at::Tensor& key, const at::Tensor&) {
+  check_defined("key", key);
   ATTNPACK_CHECK(false, "cache: got a LatentCache, want one of keys and values for keys of shape ", key.sizes(),
                  "; use a DynamicCache or StaticCache, a LatentCache serves MultiHeadLatentAttention");
 }
 
 CacheTensors LatentCache::reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) {
+  check_defined("latents", latents);
   ATTNPACK_CHECK(sym_len() == 0 || kv_lora_rank == kv_lora_rank_, "cache: got latents of kv_lora_rank ", kv_lora_rank,
                  ", want ", kv_lora_rank_, " as the cache holds; use a cache of this layer's shape, or reset() it");
   auto room = DynamicCache::reserve(latents, latents.narrow(-1, 0, 0));

@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include <attnpack/cache/detail/page_table.h>
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 #include <attnpack/ops/kv_cache_paged.h>
 
 namespace attnpack {
@@ -25,6 +25,7 @@ std::vector<int64_t> read_lengths(const Tensor& lengths) {
 // How many of the new positions of each sequence are valid.
 std::vector<int64_t> read_counts(const std::optional<Tensor>& new_lens, int64_t batch, int64_t length) {
   if (!new_lens) return std::vector<int64_t>(batch, length);
+  check_defined("kv_lens", *new_lens);
   ATTNPACK_CHECK(
       new_lens->dim() == 1 && new_lens->size(0) == batch && at::isIntegralType(new_lens->scalar_type(), false),
       "kv_lens has shape ", new_lens->sizes(), " and dtype ", new_lens->scalar_type(),
@@ -60,6 +61,8 @@ PagedCache::PagedCache(const PagedCacheOptions& o) {
   check_size("v_head_dim", v_head_dim);
   const auto dtype = c10::typeMetaToScalarType(o.tensor().dtype());
   ATTNPACK_CHECK(at::isFloatingType(dtype), "dtype: got ", dtype, ", want a floating one, that of the module");
+  ATTNPACK_CHECK(!o.tensor().device().is_meta(), "device: got meta, where lengths hold no numbers, want a device with ",
+                 "memory: each append reads them to find its pages");
   const auto pool = [&](int64_t width) {
     return cache_zeros({o.num_pages(), o.page_size(), o.num_kv_heads(), width}, o.tensor());
   };

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 #include <attnpack/ops/detail/kv_window.h>
 #include <attnpack/ops/detail/latent_rows.h>
 #include <attnpack/ops/quantize.h>
@@ -68,6 +68,7 @@ void QuantizedCache::check_held(const at::Tensor& key, const at::Tensor& value, 
 }
 
 CacheTensors QuantizedCache::reserve(const at::Tensor& key, const at::Tensor& value) {
+  check_given(key, value);
   check_held(key, value, /*kv_lora_rank=*/0);
   const auto bytes = [&](const at::Tensor& x) { return sym_quantized_row_bytes(bits(), x.sym_size(3)); };
   auto room = DynamicCache::reserve(row_shape(key, bytes(key)), row_shape(value, bytes(value)));
@@ -87,6 +88,7 @@ CacheTensors QuantizedCache::reserve_latents(const at::Tensor& latents, int64_t 
   ATTNPACK_CHECK(bits() == kLatentBits && !keeps_exact(), "cache: got a QuantizedCache with bits = ", bits(),
                  ", exact_first = ", exact_first(), " and exact_last = ", exact_last(),
                  " for latents, want bits = 8 without exact positions, or a LatentCache");
+  check_defined("latents", latents);
   ATTNPACK_CHECK(latents.dim() == 4 && kv_lora_rank > 0 && latents.sym_size(3) >= kv_lora_rank,
                  "cache: got latents of shape ", latents.sym_sizes(), " and kv_lora_rank ", kv_lora_rank,
                  ", want [batch, 1, L, kv_lora_rank + qk_rope_head_dim]");

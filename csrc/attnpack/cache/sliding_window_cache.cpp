@@ -43,6 +43,7 @@ void SlidingWindowCache::slide(const SymInt& capacity) {
 }
 
 CacheTensors SlidingWindowCache::reserve(const at::Tensor& key, const at::Tensor& value) {
+  check_given(key, value);
   const SymInt added = key.sym_size(2);
   if (used_ == 0) {
     tensors_.key = cache_grown(key, 0, added);

@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 
 namespace attnpack::convert {
 
@@ -22,6 +22,7 @@ bool transposed(const at::Tensor& weight, const std::string& layout) { return la
 std::tuple<at::Tensor, at::Tensor, at::Tensor> split_qkv(const at::Tensor& weight, const std::string& layout,
                                                          int64_t num_heads, int64_t num_kv_heads) {
   check_fused(layout, num_heads, num_kv_heads);
+  check_defined("weight", weight);
   ATTNPACK_CHECK(weight.dim() == 1 || weight.dim() == 2, "weight: got shape ", weight.sizes(),
                  ", want a matrix or a bias");
   const auto rows = transposed(weight, layout) ? weight.t() : weight;
@@ -43,6 +44,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> split_qkv(const at::Tensor& weigh
 at::Tensor fuse_qkv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::string& layout,
                     int64_t num_heads, int64_t num_kv_heads) {
   check_fused(layout, num_heads, num_kv_heads);
+  check_defined("q", q);
+  check_defined("k", k);
+  check_defined("v", v);
   ATTNPACK_CHECK((q.dim() == 1 || q.dim() == 2) && q.size(0) % num_heads == 0, "q: got shape ", q.sizes(),
                  ", want the rows of num_heads = ", num_heads, " heads");
   auto wanted = q.sizes().vec();

@@ -6,7 +6,7 @@
 #include <attnpack/convert/detail/align.h>
 #include <attnpack/convert/pool.h>
 #include <attnpack/convert/similar.h>
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 
 #include <algorithm>
 #include <numeric>
@@ -57,6 +57,7 @@ void check_layer(const AttentionWeights& weights, const MergeOptions& o) {
   const auto head_dim = weights.q.size(0) / o.num_heads(), v_head_dim = weights.v.size(0) / o.num_kv_heads();
   ATTNPACK_CHECK(weights.k.size(0) == o.num_kv_heads() * head_dim, "k: got shape ", weights.k.sizes(), ", want ",
                  o.num_kv_heads() * head_dim, " rows, num_kv_heads of head_dim ", head_dim);
+  check_defined("o", weights.o);
   ATTNPACK_CHECK(weights.o.dim() == 2 && weights.o.size(1) == o.num_heads() * v_head_dim, "o: got shape ",
                  weights.o.sizes(), ", want [width, ", o.num_heads() * v_head_dim, "]");
   ATTNPACK_CHECK(o.rope_dim() >= 0 && o.rope_dim() <= head_dim && o.rope_dim() % 2 == 0, "rope_dim: got ", o.rope_dim(),
@@ -79,6 +80,10 @@ MergedHeads merge_kv_heads(const AttentionWeights& weights, const MergeOptions& 
   ATTNPACK_CHECK(!o.seed() || method == "random", "seed: got one for method '", method,
                  "', which draws nothing; leave it out");
   check_layer(weights, o);
+  if (chooses || aligns) {
+    check_numbers("q", weights.q), check_numbers("k", weights.k);
+    check_numbers("v", weights.v), check_numbers("o", weights.o);
+  }
   const auto source_map = kv_head_of_queries(o.num_heads(), o.num_kv_heads(), o.head_map());
 
   MergedHeads merged;

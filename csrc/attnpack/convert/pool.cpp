@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 
 namespace attnpack::convert {
 
@@ -40,7 +40,13 @@ void check_finite(const char* name, const at::Tensor& weight) {
                  ": got a weight that holds NaN or Inf, want finite numbers; load the checkpoint again");
 }
 
+void check_numbers(const char* name, const at::Tensor& weight) {
+  ATTNPACK_CHECK(!weight.is_meta(), name, ": got a weight on meta, where it has no numbers, and this conversion ",
+                 "follows the numbers; load the checkpoint first, or take the method 'mean', 'first' or 'random'");
+}
+
 void check_head_weight(const char* name, const at::Tensor& weight, int64_t num_heads) {
+  check_defined(name, weight);
   ATTNPACK_CHECK(weight.is_floating_point(), name, ": got dtype ", weight.scalar_type(),
                  ", want a floating one; a quantised weight must be dequantised first");
   ATTNPACK_CHECK(weight.dim() == 1 || weight.dim() == 2, name, ": got shape ", weight.sizes(),

@@ -30,6 +30,9 @@ at::Tensor pool_kv_heads(const at::Tensor& weight,  // [num_heads * D, E], or a 
 // Raises for NaN and Inf, which would spread to all results. Undefined tensors and meta tensors pass.
 void check_finite(const char* name, const at::Tensor& weight);
 
+// Raises for a weight on meta, for a conversion that reads numbers.
+void check_numbers(const char* name, const at::Tensor& weight);
+
 // Raises unless weight is floating, [num_heads * D, E] or [num_heads * D].
 void check_head_weight(const char* name, const at::Tensor& weight, int64_t num_heads);
 

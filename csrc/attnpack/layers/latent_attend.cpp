@@ -4,7 +4,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/library.h>
 
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 #include <attnpack/layers/detail/latent_algebra.h>
 #include <attnpack/layers/detail/place_tokens.h>
 #include <attnpack/ops/detail/latent_rows.h>
@@ -29,6 +29,9 @@ Tensor as_wide(const Tensor& latents, const SymInt& width) {
 }
 
 void check_latents(const Tensor& query, const Tensor& latent, const Tensor& k_rope) {
+  check_defined("query", query);
+  check_defined("latent", latent);
+  check_defined("k_rope", k_rope);
   ATTNPACK_CHECK(query.dim() == 4, "query has shape ", query.sym_sizes(),
                  ", wants [batch, num_heads, length, head_dim]");
   ATTNPACK_CHECK(latent.dim() == 3 && latent.sym_size(2) > 0, "latent has shape ", latent.sym_sizes(),
@@ -51,6 +54,7 @@ void check_up_projection(const Tensor& query, const Tensor& latent, const Tensor
                    " + ", rotated, ", the width of latent and k_rope");
     return;
   }
+  check_defined("kv_b", *kv_b);
   const SymInt rows = query.sym_size(1) * (width - rotated + v_dim);
   ATTNPACK_CHECK(v_dim >= 0 && kv_b->dim() == 2 && kv_b->sym_size(0) == rows && kv_b->sym_size(1) == latent_dim,
                  "kv_b has shape ", kv_b->sym_sizes(), " for v_dim ", v_dim,

@@ -5,7 +5,7 @@
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/print_options.h>
 #include <attnpack/modules/feed_forward.h>
@@ -146,6 +146,7 @@ at::Tensor CausalLMImpl::hidden(const at::Tensor& ids, const CausalLMInputs& inp
 }
 
 at::Tensor CausalLMImpl::head(const at::Tensor& hidden) {
+  check_defined("hidden", hidden);
   const auto logits = lm_head ? lm_head(hidden) : attnpack::linear(hidden, model->embed_tokens->weight);
   return softcapped(logits, options.final_softcap());
 }

@@ -1,6 +1,6 @@
 #include <attnpack/models/generate.h>
 
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 #include <attnpack/models/detail/sampler.h>
 #include <attnpack/modules/detail/checks.h>
 
@@ -131,6 +131,9 @@ class Stepper {
 }  // namespace
 
 at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const GenerateOptions& options) {
+  check_defined("ids", prompt);
+  ATTNPACK_CHECK(!prompt.is_meta(), "ids: got a tensor on meta, which holds no token numbers; generate on a device ",
+                 "with memory, with a model whose weights are loaded");
   const bool integers = prompt.scalar_type() == at::kLong || prompt.scalar_type() == at::kInt;
   ATTNPACK_CHECK(prompt.dim() == 2 && prompt.size(1) > 0 && integers, "ids: got ", prompt.scalar_type(), " of shape ",
                  prompt.sizes(),

@@ -13,7 +13,8 @@ EmbeddingImpl::EmbeddingImpl(EmbeddingOptions options) : options(std::move(optio
 void EmbeddingImpl::reset() {
   check_size("vocab_size", options.vocab_size());
   check_size("embed_dim", options.embed_dim());
-  register_parameter("weight", allocate({options.vocab_size(), options.embed_dim()}, weight, options.factory()));
+  register_parameter("weight", allocate("vocab_size and embed_dim", {options.vocab_size(), options.embed_dim()}, weight,
+                                        options.factory()));
   bind_members();
   // On meta there is nothing to draw, and torch's Python code for it imports Dynamo, which is slow.
   if (!weight.is_meta()) torch::nn::init::normal_(weight);

@@ -43,7 +43,8 @@ void GroupedAttentionImpl<Derived, sharing>::reset() {
     q_norm = norm("q_norm", o.num_heads());
     k_norm = norm("k_norm", o.num_kv_heads());
   }
-  if (o.sinks()) this->register_parameter("sinks", this->allocate({o.num_heads()}, sinks, o.factory()).zero_());
+  if (o.sinks())
+    this->register_parameter("sinks", this->allocate("num_heads", {o.num_heads()}, sinks, o.factory()).zero_());
   bind_members();
   slopes_ = alibi_slopes(o.num_heads());
   if (o.rope()) {

@@ -2,6 +2,8 @@
 
 #include <torch/nn/cloneable.h>
 
+#include <attnpack/core/sizes.h>
+
 #include <string>
 
 namespace attnpack {
@@ -33,8 +35,12 @@ class LeafModule : public torch::nn::Cloneable<Derived>, public ParameterOwner {
  protected:
   // A clone is allocated where the original lies: .to() or an assignment may have moved the original from the options'
   // device.
-  at::Tensor allocate(at::IntArrayRef sizes, const at::Tensor& before, const Factory& factory) const {
-    return at::empty(sizes, before.defined() ? before.options().requires_grad(false) : factory.options());
+  // `names` are the options that the sizes come from, for an error.
+  at::Tensor allocate(const char* names, at::IntArrayRef sizes, const at::Tensor& before,
+                      const Factory& factory) const {
+    const auto options = before.defined() ? before.options().requires_grad(false) : factory.options();
+    check_storable(names, sizes, options.dtype().itemsize());
+    return at::empty(sizes, options);
   }
 };
 

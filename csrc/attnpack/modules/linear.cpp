@@ -17,8 +17,8 @@ void LinearImpl::reset() {
   const auto out = options.out_features(), in = options.in_features();
   ATTNPACK_CHECK(in >= 0, "in_features: got ", in, ", want 0 or more");
   ATTNPACK_CHECK(out >= 0, "out_features: got ", out, ", want 0 or more");
-  register_parameter("weight", allocate({out, in}, weight, options.factory()));
-  if (options.bias()) register_parameter("bias", allocate({out}, bias, options.factory()));
+  register_parameter("weight", allocate("out_features and in_features", {out, in}, weight, options.factory()));
+  if (options.bias()) register_parameter("bias", allocate("out_features", {out}, bias, options.factory()));
   bind_members();
   reset_parameters();
 }

@@ -23,10 +23,11 @@ RouteOptions route_options(const MixtureOfExpertsOptions& o) {
 
 void ExpertGateImpl::reset() {
   const auto& o = options;
-  register_parameter("weight", allocate({o.num_experts(), o.embed_dim()}, weight, o.factory()));
-  if (o.gate_bias()) register_parameter("bias", allocate({o.num_experts()}, bias, o.factory()).zero_());
+  register_parameter("weight",
+                     allocate("num_experts and embed_dim", {o.num_experts(), o.embed_dim()}, weight, o.factory()));
+  if (o.gate_bias()) register_parameter("bias", allocate("num_experts", {o.num_experts()}, bias, o.factory()).zero_());
   if (o.correction()) {
-    const auto zeros = allocate({o.num_experts()}, e_score_correction_bias, o.factory()).zero_();
+    const auto zeros = allocate("num_experts", {o.num_experts()}, e_score_correction_bias, o.factory()).zero_();
     register_parameter("e_score_correction_bias", zeros, /*requires_grad=*/false);
   }
   bind_members();

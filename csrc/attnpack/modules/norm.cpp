@@ -27,7 +27,7 @@ RMSNormImpl::RMSNormImpl(RMSNormOptions options) : options(std::move(options)) {
 void RMSNormImpl::reset() {
   check_norm(options);
   const double start = options.plus_one() ? 0 : 1;
-  register_parameter("weight", allocate({options.dim()}, weight, options.factory()).fill_(start));
+  register_parameter("weight", allocate("dim", {options.dim()}, weight, options.factory()).fill_(start));
   bind_members();
 }
 
@@ -45,8 +45,8 @@ LayerNormImpl::LayerNormImpl(LayerNormOptions options) : options(std::move(optio
 
 void LayerNormImpl::reset() {
   check_norm(options);
-  register_parameter("weight", allocate({options.dim()}, weight, options.factory()).fill_(1));
-  register_parameter("bias", allocate({options.dim()}, bias, options.factory()).zero_());
+  register_parameter("weight", allocate("dim", {options.dim()}, weight, options.factory()).fill_(1));
+  register_parameter("bias", allocate("dim", {options.dim()}, bias, options.factory()).zero_());
   bind_members();
 }
 

@@ -1,6 +1,6 @@
 #include <attnpack/modules/rotary_embedding.h>
 
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 #include <attnpack/modules/detail/print_options.h>
 
 namespace attnpack {
@@ -13,6 +13,7 @@ void RotaryEmbeddingImpl::reset() {
 }
 
 at::Tensor RotaryEmbeddingImpl::forward(const at::Tensor& x, const std::optional<at::Tensor>& positions) {
+  check_defined("x", x);
   ATTNPACK_CHECK(x.dim() == 4, "x: got shape ", x.sizes(), ", want [B, H, L, D]");
   return rotate_at(x, settings, positions ? *positions : at::arange(x.size(2), x.options().dtype(at::kLong)));
 }

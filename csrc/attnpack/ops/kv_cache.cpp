@@ -14,7 +14,10 @@ namespace attnpack {
 using at::Tensor;
 
 c10::SymInt longest_length(const Tensor& lengths, const c10::SymInt& capacity) {
+  check_defined("lengths", lengths);
   if (lengths.sym_numel() == 0) return 0;
+  ATTNPACK_CHECK(!lengths.is_meta(), "the cache's lengths are on meta, where they hold no numbers; to ask for its ",
+                 "length, make it on a device with memory");
   if (at::isTensorSubclassLike(lengths)) return lengths.max().item().toSymInt();  // torch.compile traces the call
   const Tensor read = lengths.cpu().contiguous();
   int64_t longest = 0;

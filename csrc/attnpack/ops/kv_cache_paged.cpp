@@ -130,6 +130,9 @@ Tensor new_rows(const Tensor& x, const PageRun& run) {
 }
 
 Tensor gather_pages(const Tensor& pool, const Tensor& block_table, const Tensor& lengths, const c10::SymInt& capacity) {
+  check_defined("pool", pool);
+  check_defined("block_table", block_table);
+  check_defined("lengths", lengths);
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   const c10::SymInt size = pool.sym_size(1), most = block_table.sym_size(1), wanted = (capacity + size - 1) / size;

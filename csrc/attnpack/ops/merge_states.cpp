@@ -12,6 +12,10 @@ using at::Tensor;
 using States = std::tuple<Tensor, Tensor>;
 
 States merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
+  const auto device = out_a.device();
+  ATTNPACK_CHECK(lse_a.device() == device && out_b.device() == device && lse_b.device() == device,
+                 "merge_states: out_a is on ", device, ", lse_a on ", lse_a.device(), ", out_b on ", out_b.device(),
+                 ", lse_b on ", lse_b.device(), ": move them to one device");
   ATTNPACK_CHECK(out_a.sym_sizes() == out_b.sym_sizes() && lse_a.sym_sizes() == lse_b.sym_sizes(),
                  "merge_states: out_a ", out_a.sym_sizes(), " and out_b ", out_b.sym_sizes(), ", lse_a ",
                  lse_a.sym_sizes(), " and lse_b ", lse_b.sym_sizes(), " must have the same shapes");

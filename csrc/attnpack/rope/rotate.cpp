@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 #include <attnpack/ops/rope.h>
 
 namespace attnpack {
@@ -36,6 +36,7 @@ Tensor turn(const Tensor& x, const RopeSettings& rope, const Table& table) {
 void check_positions(const std::optional<Tensor>& positions, const Tensor& query) {
   if (!positions) return;
   const Tensor& p = *positions;
+  check_defined("positions", p);
   const auto length = query.sym_size(2);
   const bool by_sequence = p.dim() == 2 && (p.sym_size(0) == query.sym_size(0) || p.sym_size(0) == 1);
   ATTNPACK_CHECK(p.scalar_type() == at::kLong && (p.dim() == 1 || by_sequence) && p.sym_size(-1) == length,
@@ -50,6 +51,8 @@ Tensor rotate_at(const Tensor& x, const RopeSettings& rope, const Tensor& positi
 
 std::tuple<Tensor, Tensor> rotate_new(const Tensor& query, const Tensor& key, const RopeSettings& rope,
                                       const Placement& place) {
+  check_defined("query", query);
+  check_defined("key", key);
   const bool raw = rope.raw_keys && place.past;
   ATTNPACK_CHECK(!raw || !place.positions,
                  "positions: got a tensor with a cache of unrotated keys, which stand where the cache has them; leave "

@@ -6,6 +6,7 @@
 #include <attnpack/convert/detail/align.h>
 #include <attnpack/convert/detail/calibration.h>
 #include <attnpack/convert/detail/rope_pair.h>
+#include <attnpack/convert/pool.h>
 #include <attnpack/core/check.h>
 
 #include <algorithm>
@@ -106,6 +107,8 @@ LatentWeights factorise_latent(const AttentionWeights& weights, const LatentOpti
                  weights.k.size(1), ": one latent makes both");
   ATTNPACK_CHECK(weights.v.size(0) == weights.k.size(0), "v: got shape ", weights.v.sizes(), ", want that of k, ",
                  weights.k.sizes());
+  check_numbers("q", weights.q), check_numbers("k", weights.k);
+  check_numbers("v", weights.v), check_numbers("o", weights.o);
   const auto map = kv_head_of_queries(o.num_heads(), o.num_kv_heads(), o.head_map());
   auto heads = by_head(weights, o);
   const auto keys = heads.k.clone();

@@ -4,7 +4,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/grad_mode.h>
 
-#include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 #include <attnpack/layers/detail/dropped_keys.h>
 #include <attnpack/ops/kv_cache.h>
 
@@ -75,6 +75,8 @@ Tensor with_new_rows(const Tensor& cache, const Tensor& rows, const Tensor& past
 
 std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::optional<RopeSettings>& rope,
                                          const Placement& place) {
+  check_defined("query", tokens.query);
+  check_defined("key", tokens.key);
   check_positions(place.positions, tokens.query);  // also if nothing rotates
   if (!rope) return {tokens.query, tokens.key};
   if (!tokens.rotated_dims) return rotate_new(tokens.query, tokens.key, *rope, place);

@@ -34,13 +34,17 @@ Shapes shapes_of_one_layer(const std::string& path, CausalLMOptions options, con
   return shapes;
 }
 
-Shapes expected_shapes(const std::string& path, const CausalLMOptions& options) {
+// num_tensors: of the checkpoint. If the model has far more, a list of their names would cost much.
+Shapes expected_shapes(const std::string& path, uint64_t num_tensors, const CausalLMOptions& options) {
   std::map<bool, Shapes> kinds;  // layers with and without experts differ in their shapes
   Shapes expected;
   for (int64_t layer = 0; layer < options.num_layers(); ++layer) {
     const auto settings = options.layer_settings().empty() ? LayerSettings() : options.layer_settings()[layer];
     const bool kind = settings.experts();
     if (!kinds.count(kind)) kinds[kind] = shapes_of_one_layer(path, options, settings);
+    refuse_unless(expected.size() <= 2 * num_tensors + 1000, path, ": its configuration asks for ",
+                  options.num_layers(), " layers, of which ", layer, " have ", expected.size(), " tensors, but it has ",
+                  num_tensors, "; the configuration is of another checkpoint, get both again");
     for (const auto& [name, shape] : kinds[kind]) {
       const bool in_layer = std::string_view(name).substr(0, kFirstLayer.size()) == kFirstLayer;
       expected[in_layer ? c10::str("model.layers.", layer, ".", name.substr(kFirstLayer.size())) : name] = shape;
@@ -62,7 +66,7 @@ void check_sizes(const std::string& path, uint64_t num_tensors, uint64_t num_lay
 }
 
 Shapes check_whole(const std::string& path, const Shapes& found, const CausalLMOptions& options) {
-  auto expected = expected_shapes(path, options);
+  auto expected = expected_shapes(path, found.size(), options);
   std::vector<std::string> missing, extra;
   for (const auto& [name, shape] : expected)
     if (!found.count(name)) missing.push_back(name);

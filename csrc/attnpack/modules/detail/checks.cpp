@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 
 #include <cmath>
+#include <limits>
 #include <set>
 
 #include <attnpack/core/padded.h>
@@ -28,6 +29,8 @@ int64_t resolve_head_dim(int64_t embed_dim, int64_t num_heads, const std::option
   check_size("num_heads", num_heads);
   if (head_dim) {
     check_size("head_dim", *head_dim);
+    ATTNPACK_CHECK(*head_dim <= std::numeric_limits<int64_t>::max() / num_heads, "head_dim: got ", *head_dim, " for ",
+                   num_heads, " heads, which no tensor can hold together; want a smaller one");
     return *head_dim;
   }
   ATTNPACK_CHECK(embed_dim % num_heads == 0, "num_heads: got ", num_heads, ", which does not divide embed_dim ",
@@ -79,6 +82,7 @@ void check_input(const char* name, const at::Tensor& input, int64_t width, const
 }
 
 void check_tokens(const char* name, const at::Tensor& input, int64_t width, const at::Tensor& weight) {
+  check_defined(name, input);
   ATTNPACK_CHECK(input.dim() > 0 && input.sym_size(-1) == width, name, ": got shape ", input.sym_sizes(),
                  ", want [..., ", width, "]");
   check_place(name, input, weight);
@@ -120,7 +124,8 @@ void check_keys_and_values(const at::Tensor& q, const at::Tensor& k, const at::T
 }
 
 void check_lengths(const char* name, const std::optional<at::Tensor>& lengths, const at::Tensor& x, int64_t low) {
-  if (!lengths || x.dim() < 2) return;  // such an x is refused where it is read
+  if (!lengths || !x.defined() || x.dim() < 2) return;  // such an x is refused where it is read
+  check_defined(name, *lengths);
   ATTNPACK_CHECK(lengths->scalar_type() == at::kLong || lengths->scalar_type() == at::kInt, name, " has dtype ",
                  lengths->scalar_type(), ", wants int32 or int64: call .long() on it, in C++ .to(at::kLong)");
   ATTNPACK_CHECK(lengths->dim() == 1 && lengths->sym_size(0) == x.sym_size(0), name, " has shape ",
@@ -138,6 +143,7 @@ void check_length_values(const char* name, const at::Tensor& lengths, int64_t lo
 }
 
 void check_ids(const char* name, const at::Tensor& ids) {
+  check_defined(name, ids);
   ATTNPACK_CHECK(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt, name, " has dtype ",
                  ids.scalar_type(), ", wants int64 token numbers: call .long() on it, in C++ .to(at::kLong)");
   ATTNPACK_CHECK(ids.dim() == 2, name, ": got shape ", ids.sym_sizes(),
@@ -151,6 +157,7 @@ void check_vocabulary(const char* name, const at::Tensor& ids, int64_t vocab_siz
 }
 
 void check_states(const char* name, const at::Tensor& x, int64_t embed_dim) {
+  check_defined(name, x);
   ATTNPACK_CHECK(x.is_floating_point(), name, ": got ", x.scalar_type(), " of shape ", x.sym_sizes(),
                  ", want states [batch, length, ", embed_dim, "]; to take token numbers give the stack embed_tokens");
 }

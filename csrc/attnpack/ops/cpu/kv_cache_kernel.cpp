@@ -57,9 +57,11 @@ NewPlaces find_places(const Tensor& cache_key, const Tensor& cache_value, const 
     ATTNPACK_CHECK(gone >= 0 && gone <= std::max<int64_t>(held, 0), "the cache's dropped[", b, "] is ", gone,
                    ", wants 0 to its length ", held, ": call reset() on the cache");
     check_length(b, held - gone, capacity);
-    ATTNPACK_CHECK(count <= capacity - (held - gone), "cache is full: sequence ", b, " holds ", held - gone, " of ",
-                   capacity, " positions and ", count,
-                   " are to be appended: make it with a larger max_len, or crop() or reset() it");
+    ATTNPACK_CHECK(
+        count <= capacity - (held - gone), "cache is full: sequence ", b, " holds ", held - gone, " of ", capacity,
+        " positions and ", count,
+        " are to be appended: make a StaticCache with a larger max_len, or crop() or reset() it; a DynamicCache ",
+        "grows, but not for two threads at once: give each thread its own");
     ATTNPACK_CHECK(!limit || held + count <= limit->expect_int(), "mask covers ", *limit, " keys, sequence ", b,
                    " has ", held + count, " after the append: with a cache a mask covers all keys, past and new");
     result.push_back({held, held - gone, count});

@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <attnpack/core/padded.h>
+
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -13,7 +15,9 @@
 namespace attnpack {
 
 template <class T>
-concept ArgumentStruct = requires(const std::remove_cvref_t<T>& t) { t.members(); };
+concept ArgumentStruct = requires(const std::remove_cvref_t<T>& t) {
+  t.members();
+};
 
 namespace detail {
 
@@ -61,12 +65,11 @@ constexpr size_t kWidth = [] {
 // The argument of type T that begins at element `Begin` of the flat ones.
 template <class T, size_t Begin, class Tuple>
 decltype(auto) take_argument(const Tuple& flat) {
-  if constexpr (ArgumentStruct<T>)
-    return [&]<size_t... I>(std::index_sequence<I...>) {
+  if constexpr (ArgumentStruct<T>) return [&]<size_t... I>(std::index_sequence<I...>) {
       return std::remove_cvref_t<T>{std::get<Begin + I>(flat)...};
-    }(std::make_index_sequence<kWidth<T>>());
-  else
-    return std::get<Begin>(flat);
+    }
+  (std::make_index_sequence<kWidth<T>>());
+  else return std::get<Begin>(flat);
 }
 
 // An argument as one or several flat ones.
@@ -76,6 +79,25 @@ auto spread_argument(const T& argument) {
     return argument.members();
   else
     return std::tie(argument);
+}
+
+// Raises for an undefined tensor. The dispatcher alone would not say which argument it is, or give kernels a tensor
+// without a shape.
+template <class T>
+void check_flat_argument(const c10::OperatorHandle& op, size_t index, const T& argument) {
+  const auto name = [&] { return op.schema().arguments()[index].name(); };
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    if (!argument.defined()) [[unlikely]]
+      check_defined(name().c_str(), argument);
+  } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
+    if (argument && !argument->defined()) [[unlikely]]
+      check_defined(name().c_str(), *argument);
+  } else if constexpr (std::is_same_v<T, at::TensorList>) {
+    for (size_t i = 0; i < argument.size(); ++i) {
+      if (!argument[i].defined()) [[unlikely]]
+        check_defined((name() + "[" + std::to_string(i) + "]").c_str(), argument[i]);
+    }
+  }
 }
 
 template <auto Function, class Result, class Arguments, class Flat>
@@ -118,7 +140,8 @@ struct FlatSignature<Result, Types<F...>> {
 template <auto Function>
 constexpr auto from_schema = &detail::FlatFunction<Function, decltype(Function)>::call_function;
 
-// An op of ours by its name, called through the dispatcher with structs. Make it static, because the constructor looks
+// An op of ours by its name, called through the dispatcher with structs. It raises for an undefined tensor, and names
+// the argument. Make it static, because the constructor looks
 // the name up.
 template <class Signature>
 class DispatchedOp;
@@ -129,8 +152,13 @@ class DispatchedOp<Result(Argument...)> {
       : op_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>()) {}
 
   Result operator()(const Argument&... arguments) const {
-    return std::apply([this](const auto&... flat) { return op_.call(flat...); },
-                      std::tuple_cat(detail::spread_argument(arguments)...));
+    return std::apply(
+        [this](const auto&... flat) {
+          size_t index = 0;
+          (detail::check_flat_argument(op_, index++, flat), ...);
+          return op_.call(flat...);
+        },
+        std::tuple_cat(detail::spread_argument(arguments)...));
   }
 
  private:
