@@ -70,8 +70,9 @@ AttentionArguments make_arguments(const Tensor& query, const Tensor& key, const 
 
 AttentionResult attention_with_lse(const Tensor& query, const Tensor& key, const Tensor& value,
                                    const AttentionOptions& options) {
+  const auto args = make_arguments(query, key, options);
   check_dense("value", value);
-  return attention_op(query, key, value, make_arguments(query, key, options));
+  return attention_op(query, key, value, args);
 }
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options) {
