@@ -86,6 +86,7 @@ void register_checks(py::module_& m) {
   m.def("cross_attention", &check_cross_attention);
   m.def("cross_cache", &check_cross_cache);
   m.def("self_cache", &check_self_cache);
+  m.def("cross_distances", &check_cross_distances);
   m.def("projected_cache", &check_projected_cache);
   m.def("cache_layers", &check_cache_layers);
   define(m, "layers_given", &check_layers_given, {"layers"});

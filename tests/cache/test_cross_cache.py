@@ -217,3 +217,59 @@ def test_a_compiled_layer_fills_and_reads_it(backend):
         wanted = layer(x, cache=eager, **arguments)
         torch.testing.assert_close(compiled(x, cache=cache, **arguments), wanted, rtol=1e-5, atol=1e-6)
     assert torch.equal(cache.k, eager.k) and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def rotating_block(package, kind, **settings):
+    """A decoder block whose cross-attention rotates, or has other settings."""
+    rope = package.RotaryEmbedding(6)
+    if kind == "latent":
+        cross = package.MultiHeadLatentAttention(
+            24, 4, kv_lora_rank=10, qk_nope_head_dim=5, qk_rope_head_dim=6, v_head_dim=7, rope=rope
+        )
+    else:
+        cross = package.MultiHeadAttention(24, 4, **(settings or {"rope": rope}))
+    own = package.MultiHeadAttention(24, 4, rope=rope)
+    return package.DecoderBlock(own, package.FeedForward(24, 32), cross_attention=cross)
+
+
+@packages
+@pytest.mark.parametrize("kind", ["heads", "latent"])
+@torch.no_grad()
+def test_a_cache_keeps_the_positions_of_rotated_queries(package, kind):
+    """Cross-attention knows nothing of the tokens before x: the block gives it their positions."""
+    torch.manual_seed(0)
+    block, context, x = rotating_block(package, kind), torch.randn(2, 5, 24), torch.randn(2, 6, 24)
+    wanted = block.forward(x, context)
+    first = block.forward(x[:, 3:4], context, positions=torch.tensor([3]))
+    assert not torch.allclose(first, block.forward(x[:, 3:4], context), atol=1e-3), "positions do not matter"
+    for cache in (package.DynamicCache(), package.StaticCache(2, 4, 6, 6)):
+        for i, part in enumerate(x.split([3, 1, 2], 1)):
+            out = block.forward(part, context, cache=cache)
+            begin = (0, 3, 4)[i]
+            torch.testing.assert_close(out, wanted[:, begin : begin + part.size(1)], rtol=1e-5, atol=1e-5)
+
+
+@packages
+@torch.no_grad()
+def test_rotated_queries_of_ragged_rows_keep_their_positions(package):
+    torch.manual_seed(0)
+    block, context, x = rotating_block(package, "heads"), torch.randn(2, 5, 24), torch.randn(2, 6, 24)
+    wanted, cache, lens = block.forward(x, context), package.DynamicCache(), torch.tensor([4, 2])
+    block.forward(x[:, :4], context, cache=cache, kv_lens=lens)
+    following = torch.stack([x[b, n : n + 2] for b, n in enumerate(lens.tolist())])
+    out = block.forward(following, context, cache=cache)
+    for b, n in enumerate(lens.tolist()):
+        torch.testing.assert_close(out[b], wanted[b, n : n + 2], rtol=1e-5, atol=1e-5)
+
+
+@packages
+@pytest.mark.parametrize("settings", [{"window": (2, 2)}, {"alibi": True}], ids=str)
+@torch.no_grad()
+def test_a_cache_beside_cross_attention_that_counts_distances_is_refused(package, settings):
+    torch.manual_seed(0)
+    block, context, x = rotating_block(package, "heads", **settings), torch.randn(2, 5, 24), torch.randn(2, 3, 24)
+    block.forward(x, context)
+    cache = package.DynamicCache()
+    with pytest.raises(ValueError, match="cache: got one for a block whose cross-attention has a window or ALiBi"):
+        block.forward(x, context, cache=cache)
+    assert len(cache) == 0

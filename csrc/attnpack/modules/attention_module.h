@@ -62,6 +62,11 @@ class AttentionModule {
   virtual int64_t embed_dim() const = 0;
   // The width of forward's result.
   virtual int64_t out_dim() const { return embed_dim(); }
+  // Whether forward rotates queries by their positions. A decoder block then gives them to cross-attention.
+  virtual bool rotates() const { return true; }
+  // Whether forward counts how far a key is from a query: by a window or ALiBi. Cross-attention then needs the whole
+  // target, so a decoder block refuses a cache.
+  virtual bool counts_distances() const { return false; }
   virtual const Factory& factory() const = 0;
 };
 

@@ -33,6 +33,16 @@ Part<TokenModule> norm_beside(const Options& options) {
                    NormOptions(attention->embed_dim()).eps(options.eps()).factory(attention->factory()));
 }
 
+// The positions of x for the queries of cross-attention, which knows nothing of what was before x. None: 0..L-1, or
+// nobody asks.
+std::optional<at::Tensor> query_positions(const AttentionModule& cross, const at::Tensor& x,
+                                          const DecoderBlockInputs& inputs) {
+  if (!cross.rotates()) return std::nullopt;
+  if (inputs.positions() || !inputs.cache()) return inputs.positions();
+  const auto past = past_lengths(inputs.cache()->lengths(), x);
+  return past ? std::make_optional(token_positions(x, std::nullopt, past)) : std::nullopt;
+}
+
 }  // namespace
 
 EncoderBlockImpl::EncoderBlockImpl(const EncoderBlockOptions& options)
@@ -79,6 +89,11 @@ at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInpu
   check_cross_attention(bool(cross_attn), inputs.context() || (held && held->filled()));
   check_input("x", x, self_attn->embed_dim(), {});
   if (inputs.context()) check_lengths("context_lens", inputs.context_lens(), *inputs.context());
+  std::optional<at::Tensor> positions;  // before self-attention appends
+  if (cross_attn) {
+    check_cross_distances(cross_attn->counts_distances(), bool(inputs.cache()));
+    positions = query_positions(*cross_attn.operator->(), x, inputs);
+  }
   const auto attend = [&](const at::Tensor& t) {
     return self_attn->forward(t, AttentionInputs()
                                      .causal(true)
@@ -95,6 +110,7 @@ at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInpu
                                         .context(inputs.context())
                                         .cache(inputs.cross_cache())
                                         .mask(inputs.context_mask())
+                                        .positions(positions)
                                         .kv_lens(inputs.context_lens()));
     });
   }

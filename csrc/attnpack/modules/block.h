@@ -130,9 +130,10 @@ struct DecoderBlockOptions {
 };
 
 // Self-attention, which is causal whatever the module's own setting says. Then cross-attention to the whole context, if
-// a context is given. Then the feed-forward. Each has a norm and a residual. Without cross-attention the parameter
-// names are those of a Llama layer. A layout has some of the norms input_layernorm, post_attention_layernorm,
-// pre_feedforward_layernorm and post_feedforward_layernorm, with the names of Gemma 2.
+// a context is given; its RoPE rotates queries by their positions in the target, with a cache too. Then the
+// feed-forward. Each has a norm and a residual. Without cross-attention the parameter names are those of a Llama layer.
+// A layout has some of the norms input_layernorm, post_attention_layernorm, pre_feedforward_layernorm and
+// post_feedforward_layernorm, with the names of Gemma 2.
 class DecoderBlockImpl : public Container<DecoderBlockImpl> {
  public:
   DecoderBlockImpl(Part<AttentionModule> attention, Part<TokenModule> feed_forward)

@@ -95,6 +95,10 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
   std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
                                                          const AttentionInputs& inputs = {}) override;
   int64_t embed_dim() const override { return options.embed_dim(); }
+  bool rotates() const override { return !rope.is_empty(); }
+  bool counts_distances() const override {
+    return options.alibi() || options.window().value_or(Window{-1, -1}) != Window{-1, -1};
+  }
   const Factory& factory() const override { return options.factory(); }
 
   void reset() override;

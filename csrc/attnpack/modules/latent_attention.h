@@ -82,6 +82,7 @@ class MultiHeadLatentAttentionImpl : public torch::nn::Cloneable<MultiHeadLatent
   std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
                                                          const AttentionInputs& inputs = {}) override;
   int64_t embed_dim() const override { return options.embed_dim(); }
+  bool rotates() const override { return !rope.is_empty(); }
   const Factory& factory() const override { return options.factory(); }
   // The scale of the scores: scale or its default, times the rope's softmax factor.
   double softmax_scale() const;

@@ -42,6 +42,7 @@ class SelfAttentionImpl : public torch::nn::Cloneable<SelfAttentionImpl>, public
                                                          const AttentionInputs& inputs = {}) override;
   int64_t embed_dim() const override { return options.embed_dim(); }
   int64_t out_dim() const override { return *options.head_dim(); }
+  bool rotates() const override { return false; }
   const Factory& factory() const override { return options.factory(); }
 
   void reset() override;

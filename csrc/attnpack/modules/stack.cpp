@@ -8,16 +8,6 @@
 
 namespace attnpack {
 
-namespace {
-
-// How many positions of each sequence the cache holds, [B]; none for a cache that holds no sequence.
-std::optional<at::Tensor> past_lengths(const std::shared_ptr<ModelCache>& cache, const at::Tensor& x) {
-  const bool held = cache && x.dim() > 0 && cache->lengths().size(0) == x.size(0);
-  return held ? std::make_optional(cache->lengths()) : std::nullopt;
-}
-
-}  // namespace
-
 template <typename Derived, typename Block>
 StackImpl<Derived, Block>::StackImpl(const StackOptions<Block>& options) {
   check_layers_given(static_cast<int64_t>(options.layers().size()));
@@ -80,7 +70,7 @@ at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const Decoder
   if (cache) check_cache_layers(cache->layers().size(), layers->size());
   if (cross_cache) check_cache_layers(cross_cache->layers().size(), layers->size());
   const auto run_layers = [&] {
-    auto h = embed(name, x, inputs.positions(), past_lengths(cache, x));
+    auto h = embed(name, x, inputs.positions(), cache ? past_lengths(cache->lengths(), x) : std::nullopt);
     for (size_t i = 0; i < layers->size(); ++i) {
       auto own = DecoderBlockInputs()
                      .context(inputs.context())

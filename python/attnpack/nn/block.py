@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import cpp, nested
 from .._C import checks
-from ..cache import CrossCache, KVCache
+from ..cache import CrossCache, KVCache, ModelCache
 from ..errors import check_input, reject_keywords, wrong_kind
 from .attention_base import NativeAttention
 from .feed_forward import FeedForward
@@ -53,6 +53,13 @@ def _check_parts(attention: nn.Module, feed_forward: nn.Module, cross_attention:
     for name, part in (("feed_forward", feed_forward), ("cross_attention", cross_attention)):
         for width in (getattr(part, "embed_dim", embed_dim), getattr(part, "out_dim", embed_dim)):
             checks.part_width(name, width, embed_dim)
+
+
+def positions_after(cache: KVCache | ModelCache | None, x: Tensor) -> Tensor | None:
+    """int64 [B, L], the positions of x after what the cache holds; None where it holds no sequence yet."""
+    if cache is None or cache.lengths.size(0) != x.size(0):
+        return None
+    return cache.lengths.unsqueeze(1) + torch.arange(x.size(1), device=x.device)
 
 
 class Block(NativeModule):
@@ -177,8 +184,9 @@ class DecoderBlock(Block):
     """Causal self-attention, then cross-attention if the block has it, then the feed-forward, each with a norm and a
     residual.
 
-    The block ignores the `causal` setting of its self-attention module. Cross-attention sees the whole context. Without
-    cross-attention the state dict has the names of a Llama layer.
+    The block ignores the `causal` setting of its self-attention module. Cross-attention sees the whole context; its
+    RoPE rotates queries by their positions in the target, with a cache too. With a cache, cross-attention may have no
+    window and no ALiBi. Without cross-attention the state dict has the names of a Llama layer.
 
     Args:
         attention, feed_forward, norm, pre_norm, eps, device, dtype: as in EncoderBlock.
@@ -251,6 +259,12 @@ class DecoderBlock(Block):
         elif context is not None:
             check_lengths("context_lens", context_lens, context)
 
+        cross = {"mask": context_mask, "kv_lens": context_lens}
+        if self.has_cross_attention:
+            cross |= self._query_positions(x, positions, cache)
+        if held:
+            cross["cache"] = cross_cache
+
         def attend(h: Tensor) -> Tensor:
             return self.self_attn(h, causal=True, mask=mask, cache=cache, positions=positions, kv_lens=kv_lens)
 
@@ -258,11 +272,18 @@ class DecoderBlock(Block):
             return self._run_layout(x, attend)
         x = self._residual(x, self.input_layernorm, attend)
         if self.has_cross_attention:
-            inputs = {"mask": context_mask, "kv_lens": context_lens}
-            if held:
-                inputs["cache"] = cross_cache
-            x = self._residual(x, self.cross_attention_layernorm, lambda h: self.cross_attn(h, context, **inputs))
+            x = self._residual(x, self.cross_attention_layernorm, lambda h: self.cross_attn(h, context, **cross))
         return self._residual(x, self.post_attention_layernorm, self.mlp)
+
+    def _query_positions(self, x: Tensor, positions: Tensor | None, cache: KVCache | None) -> dict[str, Tensor]:
+        """The positions of x for cross-attention, which knows nothing of what was before x; {} where it needs none."""
+        window, alibi = (getattr(self.cross_attn, name, None) for name in ("window", "alibi"))
+        if cache is not None and (alibi or window not in (None, (-1, -1))):
+            checks.cross_distances(True, True)
+        if getattr(self.cross_attn, "rope", None) is None:
+            return {}
+        positions = positions_after(cache, x) if positions is None else positions
+        return {} if positions is None else {"positions": positions}
 
     def _run_layout(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         if self.layout in ("parallel", "parallel_two"):

@@ -20,7 +20,7 @@ from ..errors import (
     with_article,
     wrong_kind,
 )
-from .block import Block, DecoderBlock, EncoderBlock
+from .block import Block, DecoderBlock, EncoderBlock, positions_after
 from .native import NativeModule
 from .norm import arguments_of_norm, make_norm, norm_settings
 from .spread import check_lengths
@@ -81,9 +81,8 @@ class _Stack(NativeModule):
         elif isinstance(x, Tensor):
             checks.states(name, x, self.layers[0].embed_dim)
 
-    def _embed(self, x: Tensor, positions: Tensor | None, past: Tensor | None = None) -> Tensor:
-        """The states before the first block. positions are those of x; default: those after `past` [B] if it is given,
-        else 0..L-1."""
+    def _embed(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """The states before the first block. positions are those of x; default 0..L-1."""
         h = self._look_up(x)
         if self.embed_positions is None:
             return h
@@ -92,7 +91,6 @@ class _Stack(NativeModule):
             return nested.like(nested.rows("x", h) + self._learned(places), h)
         if positions is None:
             positions = torch.arange(h.size(1), device=h.device)
-            positions = positions if past is None else past.unsqueeze(1) + positions
         return h + self._learned(positions)
 
     def _learned(self, positions: Tensor) -> Tensor:
@@ -221,18 +219,13 @@ class Decoder(_Stack):
             "context_lens": context_lens,
         }
         with unchanged_on_error(cache), unchanged_on_error(cross_cache):
-            h = self._embed(x, positions, self._past(x, cache))
+            learned = self.embed_positions is not None and positions is None
+            h = self._embed(x, positions_after(cache, x) if learned else positions)
             for i, layer in enumerate(self.layers):
                 if cross_cache is not None:
                     inputs["cross_cache"] = cross_cache.layers[i]
                 h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs)
             return self._finish(h)
-
-    def _past(self, x: Tensor, cache: ModelCache | None) -> Tensor | None:
-        """How many positions of each sequence the cache holds, [B]; None where no one asks, or it holds no sequence."""
-        if cache is None or self.embed_positions is None or cache.lengths.size(0) != x.size(0):
-            return None
-        return cache.lengths
 
 
 class EncoderDecoder(NativeModule):

@@ -199,6 +199,10 @@ at::Tensor token_positions(const at::Tensor& x, const std::optional<at::Tensor>&
   return past ? past->to(steps.device()).unsqueeze(1) + steps : steps;
 }
 
+std::optional<at::Tensor> past_lengths(const at::Tensor& lengths, const at::Tensor& x) {
+  return x.dim() > 0 && lengths.size(0) == x.size(0) ? std::make_optional(lengths) : std::nullopt;
+}
+
 void check_learned_positions(const at::Tensor& positions, int64_t max_positions) {
   if (positions.numel() == 0 || positions.is_meta()) return;
   const auto most = positions.max().item<int64_t>(), least = positions.min().item<int64_t>();
@@ -240,6 +244,12 @@ void check_cross_cache(bool is_cross_cache, bool given, bool has_cross_attention
 
 void check_self_cache(bool is_cross_cache) {
   ATTNPACK_CHECK(!is_cross_cache, "cache: got a CrossCache, want the cache of self-attention; give it as cross_cache");
+}
+
+void check_cross_distances(bool counts_distances, bool cache) {
+  ATTNPACK_CHECK(!counts_distances || !cache,
+                 "cache: got one for a block whose cross-attention has a window or ALiBi, which count from a token's "
+                 "place in the whole target; leave the cache out, or make cross-attention without them");
 }
 
 void check_projected_cache(bool is_cross_cache) {

@@ -84,6 +84,10 @@ void check_norm_kind(const std::string& kind);
 at::Tensor token_positions(const at::Tensor& x, const std::optional<at::Tensor>& positions,
                            const std::optional<at::Tensor>& past);
 
+// How many positions of each sequence a cache holds, [B], from its lengths; none for a cache that holds no sequence
+// yet.
+std::optional<at::Tensor> past_lengths(const at::Tensor& lengths, const at::Tensor& x);
+
 // Checks that positions are 0 to max_positions - 1, which reads them.
 void check_learned_positions(const at::Tensor& positions, int64_t max_positions);
 
@@ -100,6 +104,9 @@ void check_cross_attention(bool has_cross_attention, bool context);
 // none.
 void check_cross_cache(bool is_cross_cache, bool given, bool has_cross_attention);
 void check_self_cache(bool is_cross_cache);
+
+// Refuses a block's cache beside cross-attention that counts distances, which holds for the whole target alone.
+void check_cross_distances(bool counts_distances, bool cache);
 
 // Refuses a CrossCache for attention over keys that are given.
 void check_projected_cache(bool is_cross_cache);
