@@ -20,18 +20,6 @@ def section(text: str, heading: str) -> str:
     return sections[heading].strip() + "\n"
 
 
-def cut(text: str, after: str | None, before: str | None) -> str:
-    """The paragraphs from the one that begins with `after` on, up to the one that begins with `before`."""
-    for name, words in (("from", after), ("to", before)):
-        if words is None:
-            continue
-        start = re.search(rf"(?:\A|\n\n)({re.escape(words)})", text)
-        if not start:
-            raise ValueError(f":{name}: no paragraph begins with '{words}'. Give the first words of one.")
-        text = text[start.start(1) :] if name == "from" else text[: start.start()]
-    return text.strip() + "\n"
-
-
 def links_from_root(text: str) -> str:
     """Links of the README as links from the root of the site. A folder of an example is its part of the examples."""
     text = re.sub(r"\]\(examples/cpp/(\w+)\)", lambda found: f"](/docs/examples.md#{found[1].replace('_', '-')})", text)
@@ -41,14 +29,12 @@ def links_from_root(text: str) -> str:
 class ReadmeDirective(SphinxDirective):
     required_arguments = 1
     final_argument_whitespace = True
-    option_spec = {"from": str, "to": str}
 
     def run(self):
         readme = ROOT / "README.md"
         self.env.note_dependency(str(readme))
         try:
             text = section(readme.read_text(encoding="utf-8"), self.arguments[0])
-            text = cut(text, self.options.get("from"), self.options.get("to"))
         except ValueError as error:
             raise self.error(str(error)) from None
         return self.parse_text_to_nodes(links_from_root(text))

@@ -1,9 +1,9 @@
 """Each strong claim is held by a test: claims.toml gives, for each file, sentences or parts of them and their tests.
 
-Strong words are searched in README, CONTRIBUTING, CHANGELOG, the docstrings of the modules that define the names of
-`attnpack.__all__` and `attnpack.convert.__all__` (and of hf, the readers of checkpoints and the reference), and the
-comments of the headers that attnpack.h includes. A new "never" there needs a line in claims.toml, and so a test. Other
-files may be listed too, and are not searched.
+Strong words are searched in README, the pages of docs/, CONTRIBUTING, CHANGELOG, the docstrings of the modules that
+define the names of `attnpack.__all__` and `attnpack.convert.__all__` (and of hf, the readers of checkpoints and the
+reference), and the comments of the headers that attnpack.h includes. A new "never" there needs a line in claims.toml,
+and so a test. Other files may be listed too, and are not searched.
 """
 
 import ast
@@ -41,8 +41,10 @@ def public_files():
         "python/attnpack/checkpoints/build.py",
         "python/attnpack/reference.py",
     ]
+    pages = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md"))
     return [
         "README.md",
+        *(page for page in pages if page != "docs/distributed.md"),  # its tests quote it themselves
         "CONTRIBUTING.md",
         "CHANGELOG.md",
         *sorted(modules),

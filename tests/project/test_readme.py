@@ -1,20 +1,23 @@
-"""The README is true: its Python runs, its C++ is the example's, its names and commands exist."""
+"""The README and the pages of docs/ are true: their Python runs, their C++ is the example's, their names, links,
+commands and figures exist."""
 
+import json
 import re
 from pathlib import Path
 
 import attnpack
 import pytest
 import torch
+from attnpack.tools.plot import schematic
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+VARIANTS = README + (ROOT / "docs/variants.md").read_text(encoding="utf-8")
 
 
-def blocks(language):
-    found = re.findall(rf"```{language}\n(.*?)```", README, flags=re.S)
-    assert found, f"the README has no {language}"
-    return found
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
 
 
 def lines(text):
@@ -22,63 +25,122 @@ def lines(text):
 
 
 def test_opens_with_what_it_is_and_where_it_runs():
-    first, second = README.split("\n\n")[:2]
-    assert first.startswith("attnpack: ") and "a CPU library today" in first
-    assert second.startswith("Linux x86-64 (ARM compiles), Python >= 3.11, torch >= 2.11;")
-    assert "C++20" in second and "set(CMAKE_CXX_STANDARD 20)" in (ROOT / "CMakeLists.txt").read_text()
+    first, picture, second = README.split("\n\n")[1:4]
+    assert first.startswith("attnpack is an attention library for PyTorch: ") and "Python and in C++" in first
+    assert picture.startswith("![") and "a CPU library today" in second
+    (state,) = re.findall(r"^\| state \|(.*)\|(.*)\|$", README, flags=re.M)
+    assert "works" in state[0] and "no GPU" in state[1]
+    assert "Python >= 3.11 and torch >= 2.11. The build needs a C++20 compiler" in README
+    assert "set(CMAKE_CXX_STANDARD 20)" in (ROOT / "CMakeLists.txt").read_text()
 
 
-def test_python_snippets_run():
+def test_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_picture_is_what_the_code_draws():
+    write = (
+        "python -c \"from attnpack.tools.plot import schematic as s; s.variants().save('docs/images/variants.svg')\""
+    )
+    assert (ROOT / "docs/images/variants.svg").read_text(encoding="utf-8") == str(schematic.variants()), write
+
+
+def headline():
+    """{row: (attnpack's figure, ratios)} of the README's first table."""
+    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) [\w/]+ \| [^|]+ \| ([\d., ]+) \|$", README, flags=re.M)
+    return {row: (float(figure), [float(ratio) for ratio in ratios.split(", ")]) for row, figure, ratios in rows}
+
+
+def test_the_headlines_figures_are_stored():
+    stored = {}
+    for each in json.loads((ROOT / "benchmarks/results/quick.json").read_text())["results"]:
+        name = f"{each['case']['name']} {each['case']['dtype']}"
+        stored[name] = (round(1e3 * each["seconds"], 3), [round(each["ratios"].get("sdpa", 0), 2)])
+    for line in (ROOT / "benchmarks/results/model.txt").read_text().splitlines():
+        if found := re.match(r"((?:decode|prefill) .*?) +(fp32|bf16) +\S+ +([\d.]+) ", line):
+            ratios = [float(ratio) for ratio in re.findall(r"([\d.]+)x", line)]
+            stored[f"{found[1]} {found[2]}"] = (float(found[3]), ratios[::2])  # transformers, llama.cpp
+    cases = [
+        "decode 32/8 D128 24576 keys, cold bf16",
+        "decode 32/8 D128 12288 keys, cold fp32",
+        "prefill 8/2 D128 L1024 causal fp32",
+        "decode batch 1 bf16",
+        "decode batch 1 fp32",
+        "prefill 512 tokens bf16",
+    ]
+    assert list(headline().values()) == [stored[case] for case in cases]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_python_snippets_run(page):
+    if page.name == "distributed.md":
+        pytest.skip("its blocks run on several processes: tests/distributed")
     torch.manual_seed(0)
     names = {}
-    for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), names)
-    assert names["out"].shape == (1, 10, 512)
-    assert [tuple(names[name].shape) for name in "qkv"] == [(1, 8, 10, 64), (1, 2, 10, 64), (1, 2, 10, 64)]
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+    if page.name == "README.md":
+        assert names["out"].shape == (1, 10, 512)
+        assert [tuple(names[name].shape) for name in "qkv"] == [(1, 8, 10, 64), (1, 2, 10, 64), (1, 2, 10, 64)]
 
 
+def test_pages_with_snippets_are_known():
+    assert {"README", "torch", "transformers", "convert", "variants", "flash", "weights", "distributed"} == {
+        page.stem for page in PAGES if blocks(page, "python")
+    }
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/howto/cpp.md"])
 @pytest.mark.parametrize("language, file", [("cpp", "main.cpp"), ("cmake", "CMakeLists.txt")])
-def test_cpp_is_that_of_the_example_which_the_tests_build_and_run(language, file):
+def test_cpp_is_that_of_the_example_which_the_tests_build_and_run(page, language, file):
     example = iter(lines((ROOT / "examples/cpp/hello_attention" / file).read_text()))
-    for line in lines("".join(blocks(language))):
+    found = blocks(ROOT / page, language)
+    assert found or (page, language) == ("README.md", "cmake")
+    for line in lines("".join(found)):
         assert line in example, f"{line!r} is not in {file}, or not in this order"
 
 
 def test_the_table_of_caches_has_every_cache():
-    rows = set(re.findall(r"^\| `(\w+Cache)\(", README, flags=re.M))
+    caches = (ROOT / "docs/caches.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| `(\w+Cache)\(", caches.split("cache_error.py")[0], flags=re.M))
     others = {"ModelCache"}  # the list of a model's caches, in prose
     assert rows == {name for name in attnpack.__all__ if name.endswith("Cache")} - others
-    missing = README.split("## Not there yet")[1].split("\n\n")[1]
+    assert len(rows) == 7 and "the seven caches" in " ".join(README.split())
+    missing = README.split("## More")[1].split("\n\n")[1]
     assert "missing" in missing and "cache" not in missing
 
 
 def test_named_things_exist():
     tables = re.findall(r"^\| `(\w+)` \|", README, flags=re.M)
-    prose = re.search(r"^Around them:.*?\.\s\[", README, flags=re.S | re.M).group()
+    prose = re.search(r"^Around them:.*?\.\s\[", VARIANTS, flags=re.S | re.M).group()
     names = tables + re.findall(r"`(\w+)`", prose)
     assert {"MultiQueryAttention", "CausalLM", "apply_rope"} <= set(names)
     assert [name for name in names if not hasattr(attnpack, name)] == []
 
 
-def test_linked_files_and_scripts_exist():
-    paths = re.findall(r"\]\(([^)#]+)\)", README) + re.findall(r"^bash (\S+)", README, flags=re.M)
-    assert len(paths) > 4
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_linked_files_and_scripts_exist(page):
+    text = page.read_text(encoding="utf-8")
+    paths = re.findall(r"\]\((?![a-z]+:)([^)#]+)(?:#[^)]*)?\)", text)
+    scripts = re.findall(r"\b(?:bash|python) ((?:scripts|benchmarks)/\S+\.(?:sh|py))", text)
+    assert paths or scripts or page.parent.name in ("python", "cpp", "docs", "howto")
+    assert [path for path in paths if not (page.parent / path).exists()] == []
+    assert [path for path in scripts if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize(
     "keyword, value", [("window", (3, 0)), ("softcap", 30.0), ("sinks", True), ("alibi", True), ("dropout", 0.1)]
 )
 def test_what_modules_are_said_to_take_they_take(keyword, value):
-    assert f"`{keyword}`" in README
+    assert f"`{keyword}`" in VARIANTS
     for module in (attnpack.MultiHeadAttention, attnpack.cpp.MultiHeadAttention):
         assert module(16, 2, **{keyword: value}).forward(torch.zeros(1, 2, 16)).shape == (1, 2, 16)
     if keyword not in ("sinks", "alibi"):
         attnpack.ProjectedAttention(2, 2, 8, **{keyword: value})
 
 
-def test_rope_types_are_those_that_the_readme_names():
-    (line,) = re.findall(r"`RotaryEmbedding` stretches positions.*?\.", README, flags=re.S)
+def test_rope_types_are_those_that_the_pages_name():
+    (line,) = re.findall(r"`RotaryEmbedding` stretches positions.*?\.", VARIANTS, flags=re.S)
     for kind in re.findall(r"`(\w+)`", line)[2:]:
         lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
         attnpack.RotaryEmbedding(8, scaling={"rope_type": kind, "factor": 2.0, **lists})

@@ -1,8 +1,10 @@
 """The demo: its lines against a plain-PyTorch run on the same numbers, its table, its picture and its model."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -11,7 +13,7 @@ from attnpack import reference
 from attnpack.tools import cli, demo
 from attnpack.tools.demo import model as demo_model
 from attnpack.tools.demo import variants as demo_variants
-from attnpack.tools.demo.mqa import chunkings, rename_to_notebook, run_mqa
+from attnpack.tools.demo.mqa import chunkings, fold, rename_to_notebook, run_mqa
 from attnpack.tools.plot import plot_kv_memory
 
 
@@ -115,8 +117,44 @@ def test_count_stops_at_the_first_other_token():
     assert demo_model.count_equal_tokens(Fixed(), {"prompt_ids": [7, 8], "tokens": [1, 2, 3, 4]}) == 4
 
 
-def test_text_output_names_the_four_parts(tmp_path, capsys, monkeypatch):
+def test_text_output_names_the_parts_and_folds_the_last(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(demo, "compare_variants", lambda: [])
-    assert cli.main(["demo", "--no-model", "--out", str(tmp_path / "memory.png")]) == 0
+    command = ["demo", "--no-model", "--out", str(tmp_path / "memory.png")]
+    assert cli.main(command) == 0
     text = capsys.readouterr().out
-    assert text.startswith("1. ") and "\n2. " in text and "\n3. " not in text and "\n4. " in text
+    assert "1. " not in text and text.index("\n2. ") < text.index("\n3. ") < text.index("\n4. ")
+    assert cli.main([*command, "--all-lines"]) == 0
+    whole = capsys.readouterr().out
+    assert text.count("8 steps more") == 2 and len(text.splitlines()) < 80 < 200 < len(whole.splitlines())
+
+
+def test_folding_keeps_the_first_and_the_last_step():
+    texts = []
+    run_mqa(2, 4, 16, 2, say=texts.append)
+    text = "\n".join(fold(texts))
+    shown = [f"K.shape: torch.Size([2, 1, {t}, 8])" in text for t in (1, 2, 3, 4)]
+    assert shown == [True, False, False, True] and text.count("2 steps more") == 2
+    assert "should be 1 if correct: tensor([[[1.0000, 1.0000, 1.0000, 1.0000], ...\n" in text
+    assert text.endswith(texts[-1])
+    texts = []
+    run_mqa(2, 2, 16, 2, say=texts.append)
+    assert [line for line in fold(texts) if "should be" not in line] == [t for t in texts if "should be" not in t]
+    run_mqa(2, 1, 16, 2, say=(one := []).append)
+    assert "\n".join(fold(one)).count("K.shape") == 2
+
+
+def test_the_readme_shows_what_the_demo_prints(capsys):
+    """But for its figures, which are those of one machine and moment."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"```text\n(1\. A language model.*?)```", readme, flags=re.S).group(1)
+    said = []
+    demo_model.run_model(say=lambda text, end="\n": said.append(text + end))
+    printed = "1. A language model, SmolLM2-135M-Instruct, on attnpack's C++ modules\n\n" + "".join(said)
+    # The README cuts the answer, with three dots.
+    before, after = (part.split() for part in without_figures(shown).split(" ..."))
+    words = without_figures(printed).split()
+    assert words[: len(before)] == before and words[-len(after) :] == after
+
+
+def without_figures(text):
+    return re.sub(r"[\d.,]*\d", "#", text)

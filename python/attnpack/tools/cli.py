@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     demo = _command(commands, "demo", _demo, "run the whole demonstration", "attnpack demo --out kv_memory.png")
     demo.add_argument("--no-model", action="store_true", help="leave out the language model")
+    demo.add_argument("--all-lines", action="store_true", help="print every line of the multi-query notebook")
     picture = Path("attnpack_demo.png")
     demo.add_argument(
         "--out", type=Path, default=picture, metavar="PNG|SVG", help="where the picture goes [%(default)s]"

@@ -3,6 +3,7 @@ greedy tokens are those of transformers.
 """
 
 import json
+import time
 from collections.abc import Callable
 from importlib import resources
 
@@ -14,25 +15,38 @@ from ..generate import answer
 
 
 def run_model(*, say: Callable[..., None], max_new_tokens: int = 128) -> dict:
-    """Streams an answer, and says its figures and whether the model gives the stored reference tokens. Returns the
-    figures."""
+    """Streams an answer, and says a table of its cost and how many of the stored reference tokens the model gives.
+    Returns the figures."""
     path = checkpoints.smollm2_path()
     prompts = reference_prompts()
     tokenizer = checkpoints.load_tokenizer(path)
+    start = time.perf_counter()
     model = checkpoints.load(path)
+    load_seconds = time.perf_counter() - start
     question = next(prompt["prompt"] for prompt in prompts if prompt["chat"])
     say(f"> {question}\n")
     found = answer(model, tokenizer, question, write=lambda piece: say(piece, end=""), max_new_tokens=max_new_tokens)
+    say("\n")
     equal = {prompt["name"]: count_equal_tokens(model, prompt) for prompt in progress(prompts, "greedy tokens")}
     wanted = {prompt["name"]: len(prompt["tokens"]) for prompt in prompts}
 
-    say(f"\n\n{found.new_tokens} tokens, {found.tokens_per_second:.1f} per second after the first (fp32)")
-    say(f"{found.kv_bytes:,} bytes of keys and values, {found.kv_bytes // found.positions:,} per token")
-    for name, count in equal.items():
-        say(f"greedy tokens equal to transformers', prompt {name!r}: {count} of {wanted[name]}")
+    attention = model.layers[0].self_attn
+    every_head = found.kv_bytes * attention.num_heads // attention.num_kv_heads
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    for what, cost in (
+        ("weights", f"{4 * parameters / 2**20:.0f} MiB in fp32, loaded in {load_seconds:.2f} s"),
+        (f"reading {found.prompt_tokens} tokens", f"{1e3 * found.seconds_to_first_token:.0f} ms"),
+        (f"writing {found.new_tokens} tokens", f"{1e3 / found.tokens_per_second:.1f} ms each"),
+        ("keys and values", f"{found.kv_bytes / 2**20:.1f} MiB, {found.kv_bytes // found.positions:,} bytes per token"),
+        ("without shared heads", f"{every_head / 2**20:.1f} MiB"),
+        ("as transformers", f"{sum(equal.values())} of {sum(wanted.values())} greedy tokens of {len(prompts)} prompts"),
+    ):
+        say(f"{what:<22}{cost}")
     return {
         "prompt": question,
         "answer": found.text,
+        "load_seconds": load_seconds,
+        "seconds_to_first_token": found.seconds_to_first_token,
         "tokens_per_second": found.tokens_per_second,
         "kv_bytes": found.kv_bytes,
         "equal_tokens": equal,

@@ -85,6 +85,29 @@ def run_masking(q: Tensor, k: Tensor, say: Callable[[str], None]) -> None:
     say(f"\n{masked}")
 
 
+def fold(texts: list[str]) -> list[str]:
+    """The texts of `run_mqa` with the first line alone of the tensor of ones, and the first and last step alone of each
+    run of steps."""
+    kept: list[str] = []
+    step: list[list[str]] = []  # the steps of a run so far: each the texts from its rule on
+    for text in [*texts, ""]:
+        if text == f"\n{RULE}":
+            step.append([text])
+        elif step and len(step[-1]) < 3:
+            step[-1].append(text)
+        else:
+            kept += _fold_steps(step)
+            step = []
+            kept.append(text.split("\n")[0] + " ..." if text.startswith("should be 1") else text)
+    return kept[:-1]
+
+
+def _fold_steps(steps: list[list[str]]) -> list[str]:
+    hidden = [f"\n... {len(steps) - 2} steps more: attnpack demo --all-lines"] if len(steps) > 2 else []
+    ends = [steps[0], hidden, steps[-1]] if len(steps) > 1 else steps
+    return [text for each in ends for text in each]
+
+
 def chunkings(seq: int) -> list[list[int]]:
     """Ways to cut a sequence: the whole, two unequal parts, three parts. For ten tokens: 10; 4+6; 1+3+6."""
     two = [seq * 4 // 10, seq - seq * 4 // 10]

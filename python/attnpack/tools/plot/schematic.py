@@ -1,0 +1,178 @@
+"""Schematics of attention as SVG: who reads whose keys and values, what a block does, how a cache grows.
+
+Each function gives a `Drawing`. A notebook shows one that a cell ends with; `save` writes it to a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from ...whole import whole_file
+
+# Okabe and Ito's colours, lighter where text stands on them.
+QUERY, KEY, LATENT, NEW, PLAIN = "#9fd0ee", "#f4b183", "#8fd3bd", "#e8b4d2", "#eeeeee"
+INK = "#222222"
+GROUPS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000", "#E69F00", "#8c564b")
+
+
+class Drawing(NamedTuple):
+    """An SVG picture, sized in pixels."""
+
+    width: int
+    height: int
+    parts: tuple[str, ...]
+
+    def _repr_svg_(self) -> str:  # the name by which notebooks ask
+        return str(self)
+
+    def __str__(self) -> str:
+        size = f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+        return "\n".join(
+            [head, f'<rect width="{self.width}" height="{self.height}" fill="white"/>', *self.parts, "</svg>\n"]
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the SVG to `path`, whole or not at all."""
+        with whole_file(Path(path)) as partial:
+            partial.write_text(str(self), encoding="utf-8")
+
+
+def grouping(head_map: Sequence[int], *, title: str = "") -> Drawing:
+    """Query heads over the key-value heads that they read: `head_map` names one for each query head."""
+    return _grouping(list(head_map), title)
+
+
+def variants(num_heads: int = 8, num_kv_heads: int = 2) -> Drawing:
+    """Multi-head, grouped-query, multi-query and latent attention side by side, with what each caches per token."""
+    group = num_heads // num_kv_heads
+    panels = [
+        _grouping(list(range(num_heads)), "MHA: a key-value head for each", f"cached: {num_heads} keys, values"),
+        _grouping(
+            [h // group for h in range(num_heads)], "GQA: one for each group", f"cached: {num_kv_heads} keys, values"
+        ),
+        _grouping([0] * num_heads, "MQA: one for all", "cached: 1 key, value"),
+        latent(num_heads, note="cached: 1 latent, 1 rotated key"),
+    ]
+    return beside(panels)
+
+
+def latent(num_heads: int = 8, *, note: str = "") -> Drawing:
+    """Latent attention: every head has keys and values of its own, and all are made from one cached latent."""
+    step, width = 30, 30 * num_heads + 20
+    parts = [_text(width / 2, 18, "MLA: made from one latent", bold=True)]
+    middle = width / 2
+    for h in range(num_heads):
+        x = 10 + h * step
+        parts += [
+            _line(x + 11, 58, x + 11, 88, GROUPS[h % len(GROUPS)]),
+            _line(x + 11, 112, middle, 142, "#888888", dashed=True),
+            _box(x, 34, 22, 24, f"q{h}", QUERY),
+            _box(x, 88, 22, 24, f"kv{h}", PLAIN, dashed=True),
+        ]
+    parts += [_box(middle - 50, 142, 100, 24, "latent c", LATENT), _text(middle, 186, note)]
+    return Drawing(width, 196, tuple(parts))
+
+
+def block(*, cross: bool = False) -> Drawing:
+    """A block with its norms before attention and before the feed-forward, and its two residual connections; with
+    `cross` a third part that reads an encoder's output."""
+    names = ["attention", *(["cross-attention"] if cross else []), "feed-forward"]
+    parts, x, y = [_text(20, 44, "x")], 36, 40
+    for name in names:
+        colour = {"attention": QUERY, "cross-attention": LATENT}.get(name, KEY)
+        parts += [
+            _line(x, y, x + 250, y, arrow=True),
+            _path(f"M {x + 10} {y} V {y + 44} H {x + 228} V {y + 12}", arrow=True),
+            _box(x + 28, y - 13, 50, 26, "norm", PLAIN),
+            _box(x + 92, y - 13, 112, 26, name, colour),
+            _circle(x + 228, y, "+"),
+            _text(x + 118, y + 40, "residual: unchanged"),
+        ]
+        if name == "cross-attention":
+            parts += [
+                _line(x + 148, 4, x + 148, y - 13, arrow=True),
+                _text(x + 154, 12, "the encoder's output", left=True),
+            ]
+        x += 250
+    parts.append(_text(x + 14, 44, "out"))
+    return Drawing(x + 34, 96, (_ARROW, *parts))
+
+
+def cache_growth(prompt: int = 3, steps: int = 3) -> Drawing:
+    """A cache over a prompt and some steps: what is projected in a call, what is read from the cache."""
+    cell, parts = 34, []
+    for row in range(steps + 1):
+        y, old = 26 + row * 44, 0 if row == 0 else prompt + row - 1
+        name = "prompt" if row == 0 else f"step {row}"
+        parts.append(_text(70, y + 20, name, right=True))
+        for i in range(prompt + row):
+            parts.append(_box(84 + i * cell, y, cell - 4, 30, f"k v {i}", KEY if i < old else NEW, small=True))
+    width = 84 + (prompt + steps) * cell + 270
+    x = width - 256
+    for i, (colour, says) in enumerate(((NEW, "projected in this call, and appended"), (KEY, "read from the cache"))):
+        parts += [_box(x, 40 + 34 * i, 20, 20, "", colour), _text(x + 28, 55 + 34 * i, says, left=True)]
+    parts.append(_text(84, 16, "keys and values, one pair per token", left=True))
+    return Drawing(width, 34 + 44 * (steps + 1), tuple(parts))
+
+
+def beside(drawings: Sequence[Drawing]) -> Drawing:
+    """Drawings in one row."""
+    parts, x = [], 0
+    for each in drawings:
+        parts += [f'<g transform="translate({x} 0)">', *each.parts, "</g>"]
+        x += each.width + 12
+    return Drawing(x - 12, max(each.height for each in drawings), tuple(parts))
+
+
+def _grouping(head_map: list[int], title: str = "", note: str = "") -> Drawing:
+    num_kv_heads, step = max(head_map) + 1, 30
+    width = step * len(head_map) + 20
+    readers = [[h for h, kv in enumerate(head_map) if kv == k] for k in range(num_kv_heads)]
+    # A key-value head stands under the middle of its readers; one that nobody reads has no place.
+    middles = [10 + step * sum(each) / len(each) + 11 if each else None for each in readers]
+    parts = [_text(width / 2, 18, title, bold=True)] if title else []
+    for h, kv in enumerate(head_map):
+        parts.append(_line(10 + h * step + 11, 58, middles[kv], 142, GROUPS[kv % len(GROUPS)]))
+    parts += [_box(10 + h * step, 34, 22, 24, f"q{h}", QUERY) for h in range(len(head_map))]
+    parts += [_box(x - 13, 142, 26, 24, f"kv{k}", KEY) for k, x in enumerate(middles) if x is not None]
+    return Drawing(width, 196, (*parts, *([_text(width / 2, 186, note)] if note else [])))
+
+
+_ARROW = (
+    '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    f'<path d="M 0 0 L 8 4 L 0 8 z" fill="{INK}"/></marker></defs>'
+)
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _box(x: float, y: float, width: float, height: float, text: str, fill: str, *, small=False, dashed=False) -> str:
+    place = f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
+    dash = ' stroke-dasharray="3 2"' if dashed else ""
+    box = f'<rect {place} rx="3" fill="{fill}" stroke="{INK}"{dash}/>'
+    return box + (_text(x + width / 2, y + height / 2 + 4, text, size=9 if small else 11) if text else "")
+
+
+def _text(x: float, y: float, text: str, *, bold=False, left=False, right=False, size: int = 12) -> str:
+    anchor = "start" if left else "end" if right else "middle"
+    look = f'font-size="{size}" text-anchor="{anchor}" fill="{INK}"' + (' font-weight="bold"' if bold else "")
+    return f'<text x="{_number(x)}" y="{_number(y)}" {look}>{escape(text)}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str = INK, *, arrow=False, dashed=False) -> str:
+    return _path(f"M {_number(x1)} {_number(y1)} L {_number(x2)} {_number(y2)}", colour, arrow=arrow, dashed=dashed)
+
+
+def _path(way: str, colour: str = INK, *, arrow=False, dashed=False) -> str:
+    ends = (' marker-end="url(#arrow)"' if arrow else "") + (' stroke-dasharray="3 2"' if dashed else "")
+    return f'<path d="{way}" fill="none" stroke="{colour}" stroke-width="1.6"{ends}/>'
+
+
+def _circle(x: float, y: float, text: str) -> str:
+    return f'<circle cx="{x}" cy="{y}" r="11" fill="white" stroke="{INK}"/>' + _text(x, y + 5, text, size=15)
