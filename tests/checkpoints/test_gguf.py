@@ -214,7 +214,8 @@ def test_truncated_file_at_any_length(tiny_gguf):
 
 
 def test_unknown_architecture(tiny_gguf):
-    refused(tiny_gguf(arch="gemma2"), "'gemma2'", "llama, qwen2, qwen3")
+    for arch in ("mamba", "deepseek2"):
+        refused(tiny_gguf(arch=arch), f"'{arch}'", "llama, qwen2, qwen3")
 
 
 def test_missing_and_unexpected_tensors(tiny_gguf):
@@ -292,7 +293,7 @@ def test_llama3_frequencies_are_read(tiny_gguf):
     scaled_alike(path, {"rope_type": "llama3"} | settings)
     assert not attnpack.CausalLM.from_gguf(path).layers[0].self_attn.rope.raw_keys
     short = tiny_gguf(lambda tensors: tensors.update({"rope_freqs.weight": divisors[:2]}))
-    with pytest.raises(ValueError, match="rope_freqs.weight has shape .2., head_dim 8 asks for .4."):
+    with pytest.raises(ValueError, match="rope_freqs.weight has shape .2., RoPE over 8 dims asks for .4."):
         attnpack.CausalLM.from_gguf(short)
     refused(
         tiny_gguf(

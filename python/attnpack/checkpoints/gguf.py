@@ -5,19 +5,24 @@ from __future__ import annotations
 import math
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .._C import checkpoints
 from ..file_errors import brief
+from .gguf_families import ARCHITECTURES
 from .gguf_file import GgufFile
 
-# GGUF architecture -> whether the rows of q and k are stored as interleaved RoPE pairs.
-ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
-
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 _ROPE_FREQS = "rope_freqs.weight"
+_NO_WEIGHTS = {_ROPE_FREQS, "rope_factors_short.weight", "rope_factors_long.weight"}
+_MOST_EXPERTS = 4096
 # Settings of RoPE scaling that must have these values.
 _ROPE_DEFAULTS = {
     "alpha": 0.0,
@@ -25,19 +30,6 @@ _ROPE_DEFAULTS = {
     "yarn_attn_factor": 1.0,
     "yarn_log_multiplier": 0.0,
     "yarn_ext_factor": 1.0,
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
 }
 
 # Settings that change the mathematics and that CausalLM does not have: loading would silently drop them.
@@ -54,6 +46,14 @@ _UNSUPPORTED_KEYS = (
 )
 
 
+class Piece(NamedTuple):
+    """The rows of a file's tensor that make a tensor of the state dict."""
+
+    tensor: str
+    first: int
+    shape: tuple[int, ...]
+
+
 class GgufCheckpoint:
     """A GGUF file seen as a CausalLM: `config` (its keywords), `shapes` by state_dict name, `read(name, out)`."""
 
@@ -66,96 +66,163 @@ class GgufCheckpoint:
                 f"{self.path}: architecture {brief(repr(self.arch))} is not supported; from_gguf reads "
                 + ", ".join(ARCHITECTURES)
             )
-        self.sources = {self._state_name(name): name for name in self.file.tensors if name != _ROPE_FREQS}
-        self.shapes = {state: self.file.tensors[name].shape for state, name in self.sources.items()}
+        self.family = ARCHITECTURES[self.arch]
+        self._sizes = self._checked_sizes()
+        names = self.family.layer_names(self.file.tensors)
+        self.pieces: dict[str, Piece] = {}
+        for name in self.file.tensors.keys() - _NO_WEIGHTS:
+            self.pieces |= self._pieces_of(name, names)
+        self.shapes = {name: piece.shape for name, piece in self.pieces.items()}
         self.config = self._model_config(max_positions)
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fills `out` with the tensor of state_dict name `name`, q and k rows in Hugging Face's order."""
-        self.file.read(self.sources[name], out)
+        piece = self.pieces[name]
+        self.file.read(piece.tensor, out, piece.first)
         heads = {"q_proj": "num_heads", "k_proj": "num_kv_heads"}.get(name.split(".")[-2])
-        if heads and ARCHITECTURES[self.arch]:
+        if heads and self.family.interleaved:
             # The file stores the rows of a RoPE pair at (2i, 2i + 1) of a head, Hugging Face at (i, i + head_dim / 2).
             pairs = out.view(self.config[heads], self.config["head_dim"] // 2, 2, -1)
             out.copy_(pairs.transpose(1, 2).reshape(out.shape))
 
-    def _state_name(self, name: str) -> str:
+    def _pieces_of(self, name: str, names: dict[str, str]) -> dict[str, Piece]:
+        """The tensors of the state dict that the file's tensor `name` holds, by their names."""
         stem, _, kind = name.rpartition(".")
+        shape = self.file.tensors[name].shape
         if stem in _NAMES:
-            return f"{_NAMES[stem]}.{kind}"
+            return {f"{_NAMES[stem]}.{kind}": Piece(name, 0, shape)}
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        if match and match[2] in _LAYER_NAMES:
-            return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{kind}"
-        raise ValueError(f"{self.path}: tensor {brief(name)} has no place in the architecture {self.arch}")
+        layer, part = (f"model.layers.{match[1]}.", match[2]) if match else ("", "")
+        if part in self.family.fused:
+            targets = self.family.fused[part]
+            return self._split(name, [f"{layer}{target}.{kind}" for target in targets], shape)
+        if part not in names:
+            raise ValueError(f"{self.path}: tensor {brief(name)} has no place in the architecture {self.arch}")
+        target = names[part]
+        if "*" in target:
+            return self._by_expert(name, f"{layer}{target}.{kind}", shape)
+        whole = f"{layer}{target}" if target.endswith("sinks") else f"{layer}{target}.{kind}"
+        return {whole: Piece(name, 0, shape)}
 
-    def _setting(self, key: str, default: Any = None) -> Any:
+    def _split(self, name: str, targets: list[str], shape: tuple[int, ...]) -> dict[str, Piece]:
+        heads, kv_heads, head_dim = (self._sizes[size] for size in ("num_heads", "num_kv_heads", "head_dim"))
+        rows = (
+            [shape[0] // 2] * 2 if len(targets) == 2 else [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        )
+        if sum(rows) != shape[0]:
+            raise ValueError(
+                f"{self.path}: {brief(name)} has {shape[0]} rows, its configuration asks for {sum(rows)}: "
+                + ", ".join(target.split(".")[-2] for target in targets)
+            )
+        firsts = [sum(rows[:i]) for i in range(len(rows))]
+        return {t: Piece(name, at, (n, *shape[1:])) for t, at, n in zip(targets, firsts, rows, strict=True)}
+
+    def _by_expert(self, name: str, target: str, shape: tuple[int, ...]) -> dict[str, Piece]:
+        if len(shape) < 2 or shape[0] > _MOST_EXPERTS:
+            raise ValueError(
+                f"{self.path}: {brief(name)} has shape {list(shape)}, wants the experts first, {_MOST_EXPERTS} at most"
+            )
+        rows = math.prod(shape[1:-1])
+        return {target.replace("*", str(e)): Piece(name, e * rows, shape[1:]) for e in range(shape[0])}
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """The metadata of the file's architecture."""
         return self.file.metadata.get(f"{self.arch}.{key}", default)
 
+    def refuse(self, *keys: str, usual: tuple[Any, ...] = ()) -> None:
+        """Raises where a setting changes the mathematics in a way that CausalLM does not have."""
+        for key in keys:
+            if (value := self.setting(key)) and value not in usual:
+                raise ValueError(f"{self.path}: {self.arch}.{key} = {brief(repr(value))} is not supported yet")
+
     def _required_setting(self, key: str) -> Any:
-        if not (value := self._setting(key)):
+        if not (value := self.setting(key)):
             raise ValueError(f"{self.path}: metadata lacks {self.arch}.{key}, or it is 0; the file is damaged")
         return value
 
-    def _size(self, key: str, default: int | None = None) -> int:
-        value = self._required_setting(key) if default is None else self._setting(key, default)
+    def size(self, key: str, default: int | None = None) -> int:
+        """A setting that is an int of at least 1. Without a default it must be there."""
+        value = self._required_setting(key) if default is None else self.setting(key, default)
         if type(value) is not int or value < 1:
             raise ValueError(f"{self.path}: {self.arch}.{key} is {brief(repr(value))}, wants an int of at least 1")
         return value
 
-    def _number(self, key: str, default: float | None = None) -> float:
-        value = self._required_setting(key) if default is None else self._setting(key, default)
+    def number(self, key: str, default: float | None = None) -> float:
+        """A setting that is a number above 0. Without a default it must be there."""
+        value = self._required_setting(key) if default is None else self.setting(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise ValueError(f"{self.path}: {self.arch}.{key} is {brief(repr(value))}, wants a number above 0")
         return float(value)
 
+    def vector(self, name: str, length: int) -> list[float] | None:
+        """The numbers of a tensor of that length; None if the file has no such tensor."""
+        if name not in self.file.tensors:
+            return None
+        shape = self.file.tensors[name].shape
+        if shape != (length,):
+            raise ValueError(
+                f"{self.path}: {name} has shape {list(shape)}, RoPE over {2 * length} dims asks for {[length]}"
+            )
+        values = torch.empty(shape)
+        self.file.read(name, values)
+        return values.tolist()
+
+    def _checked_sizes(self) -> dict[str, int]:
+        if any(isinstance(self.setting(f"attention.{key}"), list) for key in ("head_count", "head_count_kv")):
+            raise ValueError(f"{self.path}: head counts that differ from layer to layer are not supported")
+        embed_dim, num_heads = self.size("embedding_length"), self.size("attention.head_count")
+        sizes = {
+            "embed_dim": embed_dim,
+            "num_layers": self.size("block_count"),
+            "num_heads": num_heads,
+            "num_kv_heads": self.size("attention.head_count_kv", num_heads),
+            "head_dim": self.size("attention.key_length", embed_dim // num_heads),
+        }
+        most = max(num_heads, sizes["num_kv_heads"])
+        checkpoints.check_sizes(str(self.path), len(self.file.tensors), sizes["num_layers"], most, sizes["head_dim"])
+        return sizes
+
     def _model_config(self, max_positions: int | None) -> dict[str, Any]:
-        for key in _UNSUPPORTED_KEYS:
-            if self._setting(key):
-                raise ValueError(f"{self.path}: {self.arch}.{key} = {brief(self._setting(key))} is not supported yet")
-        if (causal := self._setting("attention.causal", True)) is not True:
+        family, shapes, head_dim = self.family, self.shapes, self._sizes["head_dim"]
+        self.refuse(*(key for key in _UNSUPPORTED_KEYS if key not in family.settings))
+        if (causal := self.setting("attention.causal", True)) is not True:
             raise ValueError(
                 f"{self.path}: {self.arch}.attention.causal is {brief(repr(causal))}, wants True: every token sees "
                 "only those before it here"
             )
-        if any(isinstance(self._setting(f"attention.{key}"), list) for key in ("head_count", "head_count_kv")):
-            raise ValueError(f"{self.path}: head counts that differ from layer to layer are not supported")
-        embed_dim, num_heads = self._size("embedding_length"), self._size("attention.head_count")
-        num_kv_heads = self._size("attention.head_count_kv", num_heads)
-        head_dim = self._size("attention.key_length", embed_dim // num_heads)
-        layers, heads = self._size("block_count"), max(num_heads, num_kv_heads)
-        checkpoints.check_sizes(str(self.path), len(self.shapes), layers, heads, head_dim)
         for key in ("attention.value_length", "rope.dimension_count"):
-            if self._setting(key, head_dim) != head_dim:
+            if key not in family.settings and self.setting(key, head_dim) != head_dim:
                 raise ValueError(
-                    f"{self.path}: {self.arch}.{key} is {brief(self._setting(key))}, head_dim is {head_dim}; "
+                    f"{self.path}: {self.arch}.{key} is {brief(self.setting(key))}, head_dim is {head_dim}; "
                     "models where they differ are not supported"
                 )
-        positions = min(self._size("context_length"), max_positions or math.inf)
-        shapes, eps = self.shapes, self._number("attention.layer_norm_rms_epsilon")
-        return {
+        positions = min(self.size("context_length"), max_positions or math.inf)
+        eps = self.number("attention.layer_norm_epsilon" if family.layer_norm else "attention.layer_norm_rms_epsilon")
+        first = "model.layers.0."
+        config = self._sizes | {
             "vocab_size": shapes.get("model.embed_tokens.weight", (0,))[0],
-            "embed_dim": embed_dim,
-            "num_layers": self._size("block_count"),
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "hidden_dim": self._size("feed_forward_length"),
+            "hidden_dim": self.size("feed_forward_length"),
             "max_positions": positions,
-            "rope_base": self._number("rope.freq_base", 10000.0),
+            "rope_base": self.number("rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(head_dim),
             "eps": eps,
+            "norm": "layer" if family.layer_norm else "rms",
             "tie_embeddings": "lm_head.weight" not in shapes,
-            "window": self._window(positions),
-            "qk_norm": {"eps": eps} if "model.layers.0.self_attn.q_norm.weight" in shapes else False,
-            "bias": "model.layers.0.self_attn.q_proj.bias" in shapes,
-            "out_bias": "model.layers.0.self_attn.o_proj.bias" in shapes,
-            "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in shapes,
+            "window": None if family.windows else self._window(positions),
+            "qk_norm": {"eps": eps} if f"{first}self_attn.q_norm.weight" in shapes else False,
+            "bias": f"{first}self_attn.q_proj.bias" in shapes,
+            "out_bias": f"{first}self_attn.o_proj.bias" in shapes,
+            "mlp_bias": f"{first}mlp.up_proj.bias" in shapes,
         }
+        config |= family.options(self, config)
+        if config.get("position_embedding") == "learned" and max_positions is not None:
+            config["max_positions"] = shapes.get("model.embed_positions.weight", (positions,))[0]
+        return config
 
     def _window(self, positions: int) -> tuple[int, int] | None:
         """The window of every layer: (W - 1, 0) for a sliding_window of W tokens, the token itself included."""
         key = f"{self.arch}.attention.sliding_window"
-        width, pattern = self._setting("attention.sliding_window"), self._setting("attention.sliding_window_pattern")
+        width, pattern = self.setting("attention.sliding_window"), self.setting("attention.sliding_window_pattern")
         if not width:
             return None
         if type(width) is not int or width < 1:
@@ -170,10 +237,12 @@ class GgufCheckpoint:
         return None
 
     def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
-        factor = self._setting("rope.scaling.factor", self._setting("rope.scale_linear", 1.0))
-        kind = self._setting("rope.scaling.type", "linear" if factor != 1.0 else "none")
+        factor = self.setting("rope.scaling.factor", self.setting("rope.scale_linear", 1.0))
+        kind = self.setting("rope.scaling.type", "linear" if factor != 1.0 else "none")
         for key, usual in _ROPE_DEFAULTS.items():
-            if (value := self._setting(f"rope.scaling.{key}", usual)) != usual:
+            if f"rope.scaling.{key}" in self.family.settings:
+                continue
+            if (value := self.setting(f"rope.scaling.{key}", usual)) != usual:
                 raise ValueError(
                     f"{self.path}: {self.arch}.rope.scaling.{key} = {brief(repr(value))} is not supported yet"
                 )
@@ -189,8 +258,8 @@ class GgufCheckpoint:
                 "'yarn'"
             )
         names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-        given = {ours: self._setting(f"rope.scaling.{theirs}") for ours, theirs in names.items()}
-        trained = self._setting("rope.scaling.original_context_length") or self._required_setting("context_length")
+        given = {ours: self.setting(f"rope.scaling.{theirs}") for ours, theirs in names.items()}
+        trained = self.setting("rope.scaling.original_context_length") or self._required_setting("context_length")
         return {
             "rope_type": "yarn",
             "factor": factor,
@@ -206,12 +275,5 @@ class GgufCheckpoint:
                 f"{self.path}: has {_ROPE_FREQS} together with rope.scaling.type {brief(repr(kind))}, which is not "
                 "supported"
             )
-        shape, wanted = self.file.tensors[_ROPE_FREQS].shape, (head_dim // 2,)
-        if shape != wanted:
-            raise ValueError(
-                f"{self.path}: {_ROPE_FREQS} has shape {list(shape)}, head_dim {head_dim} asks for {list(wanted)}"
-            )
-        divisors = torch.empty(shape)
-        self.file.read(_ROPE_FREQS, divisors)
-        values = divisors.flatten().tolist()
+        values = self.vector(_ROPE_FREQS, head_dim // 2)
         return {"rope_type": "longrope", "short_factor": values, "long_factor": values, "attention_factor": 1.0}

@@ -211,19 +211,25 @@ class GgufFile:
                     "the file is truncated, get it again"
                 )
 
-    def read(self, name: str, out: torch.Tensor) -> None:
-        """Dequantises tensor `name` into `out` (same shape, any floating dtype and device), piece by piece."""
+    def read(self, name: str, out: torch.Tensor, first: int = 0) -> None:
+        """Dequantises tensor `name` into `out` (any floating dtype and device), in pieces: as many rows of the last
+        dim as `out` has, from row `first` on; of a vector the numbers from `first` on."""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
         from numpy import fromfile, uint8
 
         tensor = self.tensors[name]
+        if len(tensor.shape) == 1 and out.shape != tensor.shape:
+            whole = torch.empty(tensor.shape)
+            self.read(name, whole)
+            out.copy_(whole[first : first + out.numel()])
+            return
         rows = out.view(-1, tensor.shape[-1])
         step = max(1, _CHUNK_BYTES // (4 * tensor.shape[-1]))
         with naming(self.path, f"tensor {brief(name)} cannot be read", "get it again"), self.path.open("rb") as file:
-            file.seek(tensor.offset)
-            for first in range(0, rows.shape[0], step):
-                chunk = rows[first : first + step]
+            file.seek(tensor.offset + first * tensor.row_bytes)
+            for begin in range(0, rows.shape[0], step):
+                chunk = rows[begin : begin + step]
                 data = fromfile(file, dtype=uint8, count=chunk.shape[0] * tensor.row_bytes)
                 values = dequantize(data.reshape(chunk.shape[0], -1), GGMLQuantizationType(tensor.type))
                 chunk.copy_(torch.from_numpy(values))

@@ -165,7 +165,7 @@ class CausalLM(NativeModule):
         device: torch.device | str | None = None,
         max_positions: int | None = None,
     ) -> CausalLM:
-        """The model of a GGUF file (architectures llama, qwen2, qwen3), in evaluation mode; see checkpoints.build."""
+        """The model of a GGUF file, in evaluation mode: Llama and the architectures that `checkpoints.build` lists."""
         from ..checkpoints import build
 
         return build.from_gguf(cls, path, dtype=dtype, device=device, max_positions=max_positions)

@@ -92,6 +92,9 @@ class DecoderOnly(Source):
     def __init__(self, path: Path, dtype: torch.dtype | None) -> None:
         super().__init__(path, dtype)
         self.checkpoint = HfCheckpoint(path) if path.is_dir() else GgufCheckpoint(path)
+        if isinstance(self.checkpoint, GgufCheckpoint) and self.checkpoint.arch not in CONVERTIBLE:
+            known = ", ".join(CONVERTIBLE)
+            raise ValueError(f"{path}: architecture {self.checkpoint.arch} is not supported; conversion knows {known}")
         check_whole(self.checkpoint)
         self.config, self.shapes = self.checkpoint.config, self.checkpoint.shapes
         self.files = self.checkpoint.files if isinstance(self.checkpoint, HfCheckpoint) else {}

@@ -1,0 +1,191 @@
+"""The architectures of GGUF files: how llama.cpp's converter names and fuses their tensors, and what their models have
+beside Llama's. A setting that llama.cpp keeps in its code, and not in the file, stands here too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .gguf import GgufCheckpoint
+
+_LLAMA = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
+    f"ffn_{name}_exps": f"mlp.experts.*.{name}_proj" for name in ("gate", "up", "down")
+}
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A GGUF architecture. `options(file, config)` gives the keywords of CausalLM beside Llama's."""
+
+    options: Callable[[GgufCheckpoint, Mapping[str, Any]], dict[str, Any]] = lambda file, config: {}
+    names: Mapping[str, str] = field(default_factory=dict)
+    """State dict names of a layer's tensors beside Llama's; `*` stands for the number of an expert."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tensors whose rows are those of several projections."""
+    interleaved: bool = False
+    """The rows of q and k are stored as interleaved RoPE pairs."""
+    layer_norm: bool = False
+    """The norms are LayerNorms."""
+    settings: tuple[str, ...] = ()
+    """Settings beside Llama's that `options` reads."""
+    windows: bool = False
+    """`options` says the window of each layer."""
+
+    def layer_names(self, tensors: Collection[str]) -> dict[str, str]:
+        if "blk.0.attn_norm_2.weight" in tensors:  # of Falcon-40B, in which attn_norm is that of the feed-forward
+            two = {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"}
+            return {**_LLAMA, **self.names, **two}
+        return {**_LLAMA, **self.names}
+
+
+def _windows(file: GgufCheckpoint, width: int, period: int) -> list[dict[str, Any]]:
+    """Settings by layer: the last of each `period` layers sees all tokens, the others the last `width`."""
+    layers = range(file.size("block_count"))
+    return [{"window": (-1, -1) if i % period == period - 1 else (width - 1, 0)} for i in layers]
+
+
+def _period(file: GgufCheckpoint, usual: int) -> int:
+    return file.size("attention.sliding_window_pattern", usual)
+
+
+def _gemma(file: GgufCheckpoint, config: Mapping[str, Any], largest: int) -> dict[str, Any]:
+    """Norms are stored as 1 + weight. The largest model, with that many layers, scales by the mean width of a head."""
+    wide = config["num_layers"] == largest
+    scale = (config["embed_dim"] // config["num_heads"] if wide else config["head_dim"]) ** -0.5
+    return {
+        "layout": "sandwich",
+        "activation": "geglu_tanh",
+        "embed_scale": config["embed_dim"] ** 0.5,
+        "scores": {"scale": scale},
+    }
+
+
+def _gemma2(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    options = _gemma(file, config, largest=46)
+    options["scores"]["softcap"] = file.number("attn_logit_softcapping", 50.0)
+    return options | {
+        "final_softcap": file.number("final_logit_softcapping", 30.0),
+        "layer_settings": _windows(file, file.size("attention.sliding_window", 4096), _period(file, 2)),
+    }
+
+
+def _gemma3(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    options = _gemma(file, config, largest=62)
+    if file.setting("final_logit_softcapping"):
+        options["final_softcap"] = file.number("final_logit_softcapping")
+    if file.setting("attention.sliding_window"):
+        layers = _windows(file, file.size("attention.sliding_window"), _period(file, 6))
+        base, scaling = file.number("rope.freq_base_swa", 10000.0), config["rope_scaling"]
+        for layer in layers:
+            whole = layer["window"] == (-1, -1)
+            layer |= {"rope_scaling": scaling} if whole and scaling else {} if whole else {"rope_base": base}
+        options |= {"layer_settings": layers, "rope_scaling": None}
+    return options
+
+
+def _phi3(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    rotated = file.size("rope.dimension_count", config["head_dim"])
+    options: dict[str, Any] = {} if rotated == config["head_dim"] else {"scores": {"rope_dim": rotated}}
+    factors = {length: file.vector(f"rope_factors_{length}.weight", rotated // 2) for length in ("short", "long")}
+    if factors["long"] is not None:
+        options["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": factors["short"] or factors["long"],
+            "long_factor": factors["long"],
+            "original_max_position_embeddings": file.size("rope.scaling.original_context_length"),
+            "attention_factor": file.number("rope.scaling.attn_factor", 1.0),
+        }
+    return options
+
+
+def _falcon(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    two = "model.layers.0.post_attention_layernorm.weight" in file.shapes
+    return {"layout": "parallel_two" if two else "parallel", "activation": "gelu"}
+
+
+def _learned(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"position_embedding": "learned", "activation": "gelu_tanh"}
+
+
+def _experts(file: GgufCheckpoint, normalize: bool, **more: Any) -> dict[str, Any]:
+    file.refuse("expert_shared_count", "expert_group_count", "expert_group_used_count", usual=(0, 1))
+    file.refuse("expert_weights_scale", usual=(0.0, 1.0))
+    used = file.size("expert_used_count")
+    return {
+        "hidden_dim": file.size("expert_feed_forward_length", file.size("feed_forward_length") // used),
+        "num_experts": file.size("expert_count"),
+        "top_k": used,
+        "normalize": normalize,
+        **more,
+    }
+
+
+def _gpt_oss(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    more = {"gate_bias": True, "bias": True, "activation": "clamped_swiglu"}
+    options: dict[str, Any] = {
+        "scores": {"sinks": True},
+        "experts": _experts(file, normalize=True, **more),
+        "layer_settings": _windows(file, file.size("attention.sliding_window"), _period(file, 2)),
+        "mlp_bias": False,
+    }
+    if config["rope_scaling"] is not None:
+        options["rope_scaling"] = config["rope_scaling"] | {"truncate": False}
+    return options
+
+
+def _olmo2(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    file.refuse("attention.sliding_window")  # of OLMo 3
+    return {"layout": "output", "qk_norm": {"all_heads": True, "eps": config["eps"]}}
+
+
+ARCHITECTURES = {
+    "llama": Architecture(interleaved=True),
+    "qwen2": Architecture(),
+    "qwen3": Architecture(),
+    "qwen3moe": Architecture(
+        lambda file, config: {"experts": _experts(file, normalize=True)}, _EXPERTS, settings=("expert_count",)
+    ),
+    "gemma2": Architecture(
+        _gemma2, _SANDWICH, settings=("attn_logit_softcapping", "final_logit_softcapping"), windows=True
+    ),
+    "gemma3": Architecture(_gemma3, _SANDWICH, settings=("final_logit_softcapping",), windows=True),
+    "phi3": Architecture(
+        _phi3,
+        fused={"attn_qkv": _QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj")},
+        settings=("rope.dimension_count", "rope.scaling.attn_factor"),
+    ),
+    "olmo2": Architecture(
+        _olmo2, {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+    ),
+    "starcoder2": Architecture(lambda file, config: {"activation": "gelu_tanh"}, layer_norm=True),
+    "gpt2": Architecture(_learned, fused={"attn_qkv": _QKV}, layer_norm=True),
+    "starcoder": Architecture(_learned, fused={"attn_qkv": _QKV}, layer_norm=True),
+    "falcon": Architecture(_falcon, fused={"attn_qkv": _QKV}, layer_norm=True),
+    "gpt-oss": Architecture(
+        _gpt_oss,
+        _EXPERTS | {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
+        settings=("expert_count",),
+        windows=True,
+    ),
+}  # fmt: skip

@@ -1,0 +1,266 @@
+"""GGUF files of the families beside Llama's, written as llama.cpp's converter writes them, against transformers."""
+
+import attnpack
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+NORM = {"rms_norm_eps": 1e-5}
+GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 96, "layer_norm_epsilon": 1e-5}
+FALCON = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}
+EXPERTS = {"num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 700.0, "factor": 4.0, "original_max_position_embeddings": 16}
+TURNS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 300.0,
+    "short_factor": [1.0, 1.2, 1.3, 1.4],
+    "long_factor": [2.0, 5.0, 6.0, 7.0],
+}
+
+# name: (architecture of GGUF, config class, its settings, metadata beside the sizes)
+CASES = {
+    "gemma2": (
+        "gemma2",
+        "Gemma2Config",
+        SIZES | NORM | ROPE | TURNS
+        | {"head_dim": 12, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+        {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "attention.sliding_window": 5,
+         "attention.key_length": 12, "attention.value_length": 12, "rope.freq_base": 700.0},
+    ),
+    "gemma3": (
+        "gemma3",
+        "Gemma3TextConfig",
+        SIZES | NORM
+        | {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 5,
+           "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+           "rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 8.0},
+                               "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+        {"attention.sliding_window": 5, "attention.sliding_window_pattern": 3, "attention.key_length": 12,
+         "attention.value_length": 12, "rope.freq_base": 900.0, "rope.scaling.type": "linear",
+         "rope.scaling.factor": 8.0},
+    ),
+    "phi3": (
+        "phi3",
+        "Phi3Config",
+        SIZES | NORM | {"sliding_window": 7, "rope_parameters": LONG, "original_max_position_embeddings": 16},
+        {"attention.sliding_window": 7, "rope.freq_base": 300.0, "rope.scaling.original_context_length": 16,
+         "rope.scaling.attn_factor": float(np.sqrt(1 + np.log(4) / np.log(16))), "rope.dimension_count": 8},
+    ),
+    "olmo2": ("olmo2", "Olmo2Config", SIZES | NORM | ROPE, {"rope.freq_base": 700.0}),
+    "starcoder2": (
+        "starcoder2",
+        "Starcoder2Config",
+        SIZES | ROPE | {"norm_epsilon": 1e-5, "sliding_window": None},
+        {"rope.freq_base": 700.0},
+    ),
+    "gpt2": ("gpt2", "GPT2Config", GPT2, {}),
+    "starcoder": ("starcoder", "GPTBigCodeConfig", GPT2, {"attention.head_count_kv": 1}),
+    "falcon_7b": ("falcon", "FalconConfig", FALCON, {"attention.head_count_kv": 1}),
+    "falcon_40b": (
+        "falcon",
+        "FalconConfig",
+        FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {"attention.head_count_kv": 2},
+    ),
+    "qwen3moe": (
+        "qwen3moe",
+        "Qwen3MoeConfig",
+        SIZES | NORM | EXPERTS
+        | {"head_dim": 12, "num_experts": 6, "moe_intermediate_size": 16, "norm_topk_prob": True},
+        {"attention.key_length": 12, "attention.value_length": 12, "expert_count": 6, "expert_used_count": 2,
+         "expert_feed_forward_length": 16},
+    ),
+    "gpt_oss": (
+        "gpt-oss",
+        "GptOssConfig",
+        SIZES | NORM | EXPERTS | TURNS
+        | {"head_dim": 8, "num_local_experts": 4, "rope_parameters": YARN | {"truncate": False}},
+        {"attention.key_length": 8, "attention.value_length": 8, "expert_count": 4, "expert_used_count": 2,
+         "expert_feed_forward_length": 48, "attention.sliding_window": 5, "rope.freq_base": 700.0,
+         "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16},
+    ),
+}  # fmt: skip
+by_name = pytest.mark.parametrize("name", CASES)
+
+
+def random_model(name):
+    torch.manual_seed(0)
+    _, config, settings, _ = CASES[name]
+    model = AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**settings), attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return model
+
+
+def converted(name, model):
+    """The tensors of llama.cpp's converter: names by the package gguf, and its changes of each architecture."""
+    arch, config = CASES[name][0], model.config
+    table = gguf.get_tensor_name_map({v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[arch], 8)
+    tensors = {}
+
+    def put(key, value):
+        found = table.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert found, key
+        tensors[found] = np.ascontiguousarray(value.numpy())
+
+    for key, value in model.state_dict().items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if key.endswith((".attn.bias", ".attn.masked_bias")):
+            continue
+        if arch == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            value = value.T
+        if arch.startswith("gemma") and key.endswith("norm.weight"):
+            value = value + 1
+        if arch == "falcon" and "query_key_value" in key:
+            kv = config.num_kv_heads if config.new_decoder_architecture else 1
+            grouped = value.view(kv, config.num_attention_heads // kv + 2, 8, 32)
+            value = torch.cat([part.reshape(-1, 32) for part in (grouped[:, :-2], grouped[:, -2], grouped[:, -1])])
+        layer, _, last = key.partition(".mlp.experts.")
+        if last:
+            stem, bias = last.removesuffix("_bias"), last.endswith("_bias")
+            value = value if arch == "qwen3moe" or bias else value.transpose(1, 2)
+            parts = {stem: value}
+            if stem == "gate_up_proj":
+                halves = value.chunk(2, 1) if arch == "qwen3moe" else (value[:, ::2], value[:, 1::2])
+                parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
+            for part, tensor in parts.items():
+                short = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}[part]
+                block = layer.removeprefix("model.layers.")
+                tensors[f"blk.{block}.ffn_{short}_exps.{'bias' if bias else 'weight'}"] = np.ascontiguousarray(
+                    tensor.numpy()
+                )
+        elif key.endswith("self_attn.sinks"):
+            tensors[f"blk.{key.split('.')[2]}.attn_sinks.weight"] = value.numpy()
+        elif ".mlp.router." in key:
+            tensors[f"blk.{key.split('.')[2]}.ffn_gate_inp.{key.rpartition('.')[2]}"] = value.numpy()
+        else:
+            put(key, value)
+    if arch == "phi3":
+        for length in ("short", "long"):
+            tensors[f"rope_factors_{length}.weight"] = np.array(LONG[f"{length}_factor"], dtype=np.float32)
+    return tensors
+
+
+def write(path, name, model, **changes):
+    """The file, with changed metadata; a change to None leaves a key out."""
+    arch, _, settings, metadata = CASES[name]
+    writer, config = gguf.GGUFWriter(path, arch), model.config
+    layer_norm = arch in ("gpt2", "starcoder", "starcoder2", "falcon")
+    values = {
+        "vocab_size": config.vocab_size,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": settings.get("intermediate_size", 128),
+        "context_length": config.max_position_embeddings,
+        "attention.head_count": config.num_attention_heads,
+        "attention.layer_norm_epsilon" if layer_norm else "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    if "num_key_value_heads" in settings:
+        values["attention.head_count_kv"] = settings["num_key_value_heads"]
+    values |= metadata | {key.replace("__", "."): value for key, value in changes.items()}
+    for key, value in values.items():
+        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        if value is not None:
+            kinds[type(value)](f"{arch}.{key}", value)
+    for tensor, array in converted(name, model).items():
+        writer.add_tensor(tensor, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@by_name
+@torch.no_grad()
+def test_logits_and_tokens_equal_transformers(name, tmp_path):
+    theirs = random_model(name)
+    ours = attnpack.CausalLM.from_gguf(write(tmp_path / "model.gguf", name, theirs))
+    ids = torch.randint(96, (2, 24))
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-4)
+    tokens = ours.generate(ids[:, :6], max_new_tokens=10)
+    wanted = theirs.generate(ids[:, :6], max_new_tokens=10, do_sample=False, use_cache=False)
+    assert torch.equal(tokens, wanted)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "starcoder2", "gpt2", "qwen3moe"])
+def test_transformers_reads_the_same_weights(name, tmp_path):
+    """The file is what other readers of GGUF take for that architecture."""
+    model = random_model(name)
+    write(tmp_path / "model.gguf", name, model)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", config=model.config).state_dict()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(theirs[key], value, rtol=0, atol=1e-5)
+
+
+def refused(path, *words):
+    with pytest.raises(ValueError) as caught:
+        attnpack.CausalLM.from_gguf(path)
+    for word in (str(path), *words):
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_settings_that_are_not_honoured_are_refused_by_name(tmp_path):
+    path = tmp_path / "model.gguf"
+    model = random_model("qwen3moe")
+    refused(write(path, "qwen3moe", model, expert_shared_count=2), "expert_shared_count = 2 is not supported")
+    refused(write(path, "qwen3moe", model, expert_weights_scale=2.5), "expert_weights_scale = 2.5")
+    refused(write(path, "qwen3moe", model, expert_used_count=None), "lacks qwen3moe.expert_used_count")
+    refused(write(path, "olmo2", random_model("olmo2"), attention__sliding_window=5), "attention.sliding_window = 5")
+    refused(write(path, "gpt2", random_model("gpt2"), attn_logit_softcapping=1.5), "attn_logit_softcapping")
+
+
+def test_conversion_names_the_architecture(tmp_path):
+    from attnpack.convert.checkpoint.sources import open_source
+
+    path = write(tmp_path / "model.gguf", "olmo2", random_model("olmo2"))
+    with pytest.raises(ValueError, match="architecture olmo2 is not supported; conversion knows llama, mistral"):
+        open_source(path, None, False)
+
+
+def test_rows_that_do_not_fit_are_refused(tmp_path):
+    path, model = tmp_path / "model.gguf", random_model("starcoder")
+    refused(write(path, "starcoder", model, attention__head_count_kv=2), "attn_qkv", "rows, its configuration asks for")
+    phi3 = random_model("phi3")
+    refused(write(path, "phi3", phi3, rope__dimension_count=4), "rope_factors_short.weight has shape [4]")
+    refused(write(path, "phi3", phi3, attention__head_count_kv=4), "attn_qkv")
+
+
+def test_a_largest_gemma_scales_by_the_mean_width_of_a_head():
+    """llama.cpp keeps that in its code; the file does not say it."""
+    from attnpack.checkpoints.gguf_families import ARCHITECTURES
+
+    class File:
+        def setting(self, key, default=None):
+            return default
+
+        number = size = setting
+
+    config = {"embed_dim": 4608, "num_heads": 32, "head_dim": 128, "rope_scaling": None}
+    for arch, largest in (("gemma2", 46), ("gemma3", 62)):
+        for layers, width in ((largest, 144), (26, 128)):
+            file = File()
+            file.size = lambda key, default=None, layers=layers: {"block_count": layers}.get(key, default)
+            made = ARCHITECTURES[arch].options(file, config | {"num_layers": layers})
+            assert made["scores"]["scale"] == pytest.approx(width**-0.5)
