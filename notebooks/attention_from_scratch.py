@@ -14,6 +14,15 @@
 # %% [markdown]
 # # Attention from scratch
 #
+# *You need* some PyTorch and matrix products. *You learn* what one head computes and why it is scaled, how a softmax
+# can run over parts of the keys, what masks and heads are, and what the heads of a real model look at. *Runs in* half a
+# minute.
+#
+# Sources: [Vaswani et al. 2017](https://arxiv.org/abs/1706.03762) (scaled dot-product attention, heads),
+# [Milakov and Gimelshein 2018](https://arxiv.org/abs/1805.02867) (the running softmax),
+# [Dao et al. 2022](https://arxiv.org/abs/2205.14135) (attention with it),
+# [Xiao et al. 2023](https://arxiv.org/abs/2309.17453) (sinks). Symbols: [glossary](../docs/notebooks.md).
+#
 # A sequence is a list of vectors, one per token. Almost every layer of a transformer treats each vector alone.
 # Attention is the one place where tokens read each other. Each token computes three vectors from its own:
 #
@@ -37,6 +46,8 @@ import matplotlib.pyplot as plt
 import torch
 from attnpack import checkpoints
 from attnpack.tools.plot import attention as plot_attention
+from attnpack.tools.plot import schematic
+from torch.nn import functional
 
 torch.manual_seed(0)
 BLUE, ORANGE = "#0072B2", "#D55E00"
@@ -58,6 +69,38 @@ print("weights against attention_scores:", largest_difference(weights, attnpack.
 print("out against attention:           ", largest_difference(weights @ v, attnpack.attention(q, k, v)))
 print("each row of weights sums to", weights.sum(-1).flatten().tolist())
 torch.testing.assert_close(weights @ v, attnpack.attention(q, k, v))
+
+# %% [markdown]
+# ## A softmax that runs over the keys
+#
+# How can a weighted mean be computed before all weights are known? Suppose that the keys come in parts. For each part
+# keep three things: the largest score m so far, the sum t of $e^{s - m}$, and the sum o of $e^{s - m} v$. When a part
+# brings a larger score, the old sums are too large by $e^{m_{old} - m_{new}}$: multiply them by it, and go on. At the
+# end the answer is o / t. By hand, two keys at a time:
+
+# %%
+scores, values = (q @ k.transpose(-2, -1) / math.sqrt(16))[0, 0], v[0, 0]  # [6, 6], [6, 16]
+m, t, o = torch.full((6, 1), -math.inf), torch.zeros(6, 1), torch.zeros(6, 16)
+for part in range(0, 6, 2):
+    s = scores[:, part : part + 2]
+    largest = torch.maximum(m, s.amax(-1, keepdim=True))
+    shrink, e = (m - largest).exp(), (s - largest).exp()
+    m, t, o = largest, t * shrink + e.sum(-1, keepdim=True), o * shrink + e @ values[part : part + 2]
+print("three parts by hand against all keys at once:", largest_difference(o / t, weights[0, 0] @ values))
+torch.testing.assert_close(o / t, weights[0, 0] @ values)
+
+# %% [markdown]
+# The sums of two parts can also be joined afterwards, in any order. All that a part must hand over is its output and
+# the logarithm of its sum, `lse` = m + log t. `merge_states` joins two such parts. This is how one long cache is shared
+# by threads, or by machines:
+
+# %%
+left, right = (attnpack.attention(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (slice(4), slice(4, 6)))
+joined, lse = attnpack.merge_states(*left, *right)
+print("4 keys and 2 keys, merged:", largest_difference(joined, weights @ v))
+print("lse against m + log t:    ", largest_difference(lse[0, 0], (m + t.log())[:, 0]))
+torch.testing.assert_close(joined, weights @ v)
+torch.testing.assert_close(lse[0, 0], (m + t.log())[:, 0])
 
 # %% [markdown]
 # ## Why divide by the square root of d?
@@ -99,7 +142,7 @@ for d in dims:
         largest[name].append(w.amax(-1).mean().item())
         slope[name].append(jacobian.flatten(1).norm(dim=1).median().item())
 
-figure, panels = plt.subplots(1, 2, figsize=(9, 3.3), dpi=70, layout="constrained")
+figure, panels = plt.subplots(1, 2, figsize=(9, 3.3), dpi=110, layout="constrained")
 for panel, measured in zip(panels, (largest, slope), strict=True):
     panel.plot(dims, measured["scaled"], "o-", color=BLUE, label="q.k / sqrt(d)")
     panel.plot(dims, measured["not scaled"], "s--", color=ORANGE, label="q.k")
@@ -167,9 +210,9 @@ print("module against the lines above:", largest_difference(out, by_hand))
 torch.testing.assert_close(out, by_hand)
 assert not causal[0, 0][later].any()
 
-figure, panels = plt.subplots(1, 2, figsize=(6, 2.8), dpi=70, layout="constrained")
-plot_attention.draw_weights(panels[0], full[0, 0], title="no mask: an encoder's")
-image = plot_attention.draw_weights(panels[1], causal[0, 0], title="causal: a decoder's")
+figure, panels = plt.subplots(1, 2, figsize=(6, 2.8), dpi=110, layout="constrained")
+plot_attention.draw_weights(panels[0], full[0, 0], title="no mask (encoder)")
+image = plot_attention.draw_weights(panels[1], causal[0, 0], title="causal (decoder)")
 for panel in panels:
     panel.set(xlabel="key (position)", ylabel="query (position)")
 figure.colorbar(image, ax=panels, label="weight")
@@ -182,13 +225,26 @@ plt.show()
 #
 # One softmax gives one weighted mean: a token that wants the verb *and* the previous word has to compromise. With H
 # heads each token has H queries, H sets of weights and H means. The results are joined side by side, and an output
-# projection `o_proj` mixes them.
+# projection `o_proj` mixes them:
+#
+# $$\text{head}_h = \text{softmax}\left(\frac{Q_h K_h^\top}{\sqrt{d_h}}\right) V_h, \qquad
+# \text{out} = [\text{head}_1, \dots, \text{head}_H]\, W_O$$
+#
+# Splitting into heads by hand takes two steps, and the order matters: cut the width of each token into heads (`view`),
+# *then* let heads and positions change places (`transpose`). A `view` straight to `[batch, heads, length, width]` has
+# the right shape and the wrong numbers: it cuts the sequence, not the width.
 
 # %%
 num_heads, head_dim = 4, 8
 layer = attnpack.MultiHeadAttention(width, num_heads, bias=True, causal=True)
 with torch.no_grad():
     q, k, v = layer.project(x)  # each [1, 4, 8, 8]
+    flat = layer.q_proj(x)  # [1, 8, 32]: for each token, the queries of all heads side by side
+    by_hand = flat.view(1, tokens, num_heads, head_dim).transpose(1, 2)
+    print("view, then transpose, against project:", largest_difference(by_hand, q))
+    print("view alone, the same shape:           ", largest_difference(flat.view(1, num_heads, tokens, head_dim), q))
+    torch.testing.assert_close(by_hand, q)
+    assert not torch.allclose(flat.view(1, num_heads, tokens, head_dim), q)
     heads = attnpack.attention(q, k, v, causal=True)
     concatenated = layer.o_proj(heads.transpose(1, 2).flatten(2))  # [1, 8, 4 * 8] -> [1, 8, 32]
     print("side by side, then o_proj, against the module:", largest_difference(concatenated, layer(x)))
@@ -208,6 +264,32 @@ with torch.no_grad():
     written = [heads[:, h] @ blocks[h].T + biases[h] for h in range(num_heads)]
     print("sum over heads against the module:", largest_difference(sum(written), layer(x)))
     torch.testing.assert_close(sum(written), layer(x), atol=1e-5, rtol=1e-5)
+
+# %% [markdown]
+# ## Dropout, and the call in production
+#
+# In training some weights may be set to 0 at random, and the others grow by 1 / (1 - p), so that their mean stays. This
+# dropout belongs to training alone: `eval()` turns it off. PyTorch has one call for all of it,
+# `scaled_dot_product_attention` (SDPA). It cannot know whether a model trains, so its callers pass `p` or 0. The module
+# below decides by itself; without dropout both give the same numbers.
+
+# %%
+noisy = attnpack.MultiHeadAttention(width, num_heads, causal=True, dropout=0.5)
+with torch.no_grad():
+    q, k, v = noisy.project(x)
+    noisy.train()
+    print("training, two calls: ", largest_difference(noisy(x), noisy(x)))
+    assert not torch.equal(noisy(x), noisy(x))
+    noisy.eval()
+    print("evaluation, two calls:", largest_difference(noisy(x), noisy(x)))
+    assert torch.equal(noisy(x), noisy(x))
+    p = 0.5 if noisy.training else 0.0
+    sdpa = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+    print(
+        "SDPA and o_proj, against the module:",
+        largest_difference(noisy.o_proj(sdpa.transpose(1, 2).flatten(2)), noisy(x)),
+    )
+    torch.testing.assert_close(noisy.o_proj(sdpa.transpose(1, 2).flatten(2)), noisy(x))
 
 # %% [markdown]
 # ## Self and cross
@@ -232,8 +314,15 @@ assert moved.min() > 1e-3
 # ## Encoder or decoder: who hears of a change?
 #
 # A transformer block is attention (tokens exchange information) and a feed-forward layer (each token by itself), each
-# with a norm and a residual connection. An encoder block has no mask, a decoder block is causal. To see what that means
-# for whole stacks of blocks, change one token of twelve and look which outputs move.
+# with a norm and a residual connection: $x + f(\text{norm}(x))$, twice. The residual connection lets gradients reach
+# the first block unchanged, and the norm in front keeps each part's input at one size.
+
+# %%
+schematic.block()
+
+# %% [markdown]
+# An encoder block has no mask, a decoder block is causal. To see what that means for whole stacks of blocks, change one
+# token of twelve and look which outputs move.
 
 # %%
 changed_at, length = 6, 12
@@ -246,7 +335,7 @@ def block(kind):
     return kind(attnpack.MultiHeadAttention(width, num_heads), attnpack.FeedForward(width, 64))
 
 
-figure, axes = plt.subplots(figsize=(7, 2.6), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(7, 2.6), dpi=110, layout="constrained")
 for offset, (name, stack, kind, colour) in enumerate(
     (
         ("encoder, 3 blocks", attnpack.Encoder, attnpack.EncoderBlock, ORANGE),
@@ -259,6 +348,7 @@ for offset, (name, stack, kind, colour) in enumerate(
     axes.bar([i + 0.4 * offset for i in range(length)], moved, width=0.4, color=colour, label=name)
     print(f"{name}: moved by a change at {changed_at}:", [i for i in range(length) if moved[i] > 0])
 axes.set_xticks([i + 0.2 for i in range(length)], range(length))
+axes.set_yscale("log")
 axes.set(xlabel="position", ylabel="change of the output (norm)", title=f"Token {changed_at} is changed: who hears?")
 axes.legend()
 plt.show()
@@ -296,7 +386,7 @@ habits = {
     "itself": weights[:, :, rows, rows],
 }
 habits = {name: each.mean(-1) for name, each in habits.items()}  # [layers, heads]
-figure, panels = plt.subplots(1, 3, figsize=(9, 4.6), dpi=70, layout="constrained", sharey=True)
+figure, panels = plt.subplots(1, 3, figsize=(9, 4.6), dpi=110, layout="constrained", sharey=True)
 for panel, (name, share) in zip(panels, habits.items(), strict=True):
     image = panel.imshow(share, cmap="cividis", vmin=0, vmax=1, aspect="auto")
     panel.set(title=f"weight on the {name}" if name != "itself" else "weight on itself", xlabel="head")
@@ -314,7 +404,7 @@ print(f"mean over all heads: {', '.join(f'{name} {share.mean():.0%}' for name, s
 
 # %%
 picked = {name: divmod(int(share.argmax()), share.shape[1]) for name, share in habits.items()}
-figure, panels = plt.subplots(1, 3, figsize=(9.5, 3.9), dpi=70, layout="constrained", sharey=True)
+figure, panels = plt.subplots(1, 3, figsize=(9.5, 3.9), dpi=110, layout="constrained", sharey=True)
 for panel, (name, (layer, head)) in zip(panels, picked.items(), strict=True):
     image = plot_attention.draw_weights(panel, weights[layer, head], words, title=f"{name}: layer {layer}, head {head}")
     print(f"{name:<13} layer {layer:>2}, head {head}: {habits[name][layer, head]:.0%} of the weight")
@@ -328,6 +418,39 @@ plt.show()
 # these heads what to do. They differ, and that is the reason for several heads.
 
 # %%
-figure = plt.figure(figsize=(9, 9), dpi=70, layout="constrained")
+figure = plt.figure(figsize=(9, 9), dpi=110, layout="constrained")
 plot_attention.draw_heads(figure, weights[11], words, title="SmolLM2-135M, layer 11")
 plt.show()
+
+# %% [markdown]
+# `attnpack plot attention "..." --html page.html` writes a page of all layers and heads to play with.
+#
+# ## Summary
+#
+# - A row compares its query with all keys; a softmax makes weights of the scores; the output is a mean of values.
+# - The scale keeps scores at size 1, so that the softmax neither saturates nor stops learning.
+# - A running softmax needs no matrix of scores, and parts of the keys can be merged by their lse.
+# - A causal mask makes the past independent of the future; heads write independently into one sum.
+#
+# ## Exercises
+#
+# 1. Give all keys the same vector. What is the output of each row?
+# 2. Merge three parts of keys in two different orders.
+# 3. What does a row give that may attend to no key at all?
+
+# %%
+# Solutions. Try first.
+q, k, v = torch.randn(3, 1, 1, 6, 16).unbind(0)
+same = attnpack.attention(q, k[:, :, :1].expand_as(k), v)
+print("1. the mean of the values:", largest_difference(same, v.mean(2, keepdim=True).expand_as(same)))
+torch.testing.assert_close(same, v.mean(2, keepdim=True).expand_as(same))
+a, b, c = (attnpack.attention(q, k[:, :, i : i + 2], v[:, :, i : i + 2], return_lse=True) for i in (0, 2, 4))
+one, other = (attnpack.merge_states(*attnpack.merge_states(*x), *y)[0] for x, y in (((*a, *b), c), ((*c, *a), b)))
+print("2. two orders:", largest_difference(one, other))
+torch.testing.assert_close(one, other)
+nothing = attnpack.attention(q, k, v, torch.zeros(6, 6, dtype=torch.bool))
+print("3. zeros:", nothing.abs().max().item())
+assert not nothing.any()
+
+# %% [markdown]
+# Next: [kv_cache](kv_cache.ipynb).

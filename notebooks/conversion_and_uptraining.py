@@ -14,6 +14,13 @@
 # %% [markdown]
 # # Conversion and uptraining: a trained model with fewer key-value heads
 #
+# *You need* [grouped_query_attention](grouped_query_attention.ipynb). *You learn* how a trained model gets fewer
+# key-value heads, what is lost at once, and what training brings back. *Runs in* a minute.
+#
+# Sources: [Ainslie et al. 2023](https://arxiv.org/abs/2305.13245) (mean, first, random; uptraining),
+# [Jin et al. 2024](https://arxiv.org/abs/2412.20677) (alignment before merging),
+# [Meng et al. 2025](https://arxiv.org/abs/2502.07864) (to latent attention). Symbols: [glossary](../docs/notebooks.md).
+#
 # Multi-query and grouped-query attention keep fewer keys and values, which makes long contexts cheap. But few models
 # were trained that way. Ainslie et al. (2023) converted a model with as many key-value heads as query heads: the heads
 # of each group become one, their *mean*, and then training continues for a small part of the original steps
@@ -39,6 +46,18 @@ weight = torch.randn(4 * 2, 3)  # 4 heads of 2 rows, embed_dim 3
 pooled = convert.pool_kv_heads(weight, 4, 2)
 print("two heads from four:", list(weight.shape), "->", list(pooled.shape))
 print("by hand the same:   ", torch.equal(pooled, weight.view(2, 2, 2, 3).mean(1).reshape(4, 3)))
+
+# %% [markdown]
+# A public text averages *regions* of the matrix first: each square of w x w numbers becomes its mean. The paper does
+# not have this step. Here is what it does to a small matrix, and what other groups than consecutive ones do:
+
+# %%
+square = torch.arange(16.0).view(4, 4)  # 4 heads of 1 row
+print(square)
+print("regions of 2 x 2:\n", convert.pool_kv_heads(square, 4, 4, window=2), sep="")
+print("heads 0 and 3, 1 and 2:\n", convert.pool_kv_heads(square, 4, 2, groups=[[0, 3], [1, 2]]), sep="")
+regions = square.view(2, 2, 2, 2).mean((1, 3)).repeat_interleave(2, 0).repeat_interleave(2, 1)
+assert torch.equal(convert.pool_kv_heads(square, 4, 4, window=2), regions)
 
 # %% [markdown]
 # If all heads of a group were equal, nothing would change at all. That is a good first test of any conversion. Scripts
@@ -96,7 +115,7 @@ original = attnpack.CausalLM(256, 48, 2, 8, hidden_dim=128, tie_embeddings=True)
 with torch.no_grad():
     original.model.embed_tokens.weight.normal_(std=48**-0.5)
 STEPS = 240
-print(f"before training: {held_out_loss(original):.2f} nats a byte (ln 256 = 5.55 would be guessing)")
+print(f"before training: {held_out_loss(original):.2f} nats per byte (ln 256 = 5.55 would be guessing)")
 train(original, STEPS, 4e-3, seed=0)
 print(f"after {STEPS} steps: {held_out_loss(original):.2f}")
 
@@ -141,7 +160,7 @@ def over_seeds(prefix, figure):
 
 # Okabe and Ito's colours, and another line for each.
 METHODS = {"mean": ("#0072B2", "-o"), "first": ("#D55E00", "--s"), "random": ("#009E73", "-.^")}
-figure, panels = plt.subplots(1, 3, figsize=(10, 3.6), dpi=70, sharey=True, layout="constrained")
+figure, panels = plt.subplots(1, 3, figsize=(10, 3.6), dpi=110, sharey=True, layout="constrained")
 for axes, heads in zip(panels, (4, 2, 1), strict=True):
     for method, (colour, line) in METHODS.items():
         losses = torch.stack([over_seeds(f"uptrain/{heads}/{method}", f"loss_{percent}") for percent in (0, 5, 10)])
@@ -155,7 +174,7 @@ for axes, heads in zip(panels, (4, 2, 1), strict=True):
     axes.set_xticks((0, 5, 10))
     axes.grid(True, alpha=0.3)
 figure.suptitle(f"A small MHA model with fewer kv heads, uptrained ({about['date']})", fontsize=11)
-panels[0].set_ylabel("held-out loss (nats a byte)")
+panels[0].set_ylabel("held-out loss (nats per byte)")
 panels[0].legend(fontsize=8)
 plt.show()
 
@@ -223,15 +242,16 @@ for variant in VARIANTS:
         f"{variant:7}{cells[f'{prefix}/0']['parameters']:>11}{stored:>10.0f}"
         f"{loss.mean():>9.3f} ±{(loss - loss.mean()).abs().max():.3f}{norm:>15.2f}{spikes:>8}"
     )
-figure, axes = plt.subplots(figsize=(7, 3.6), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(7, 3.6), dpi=110, layout="constrained")
 for i, (variant, loss) in enumerate(losses.items()):
     stored = cells[f"decode/{variant}"]["kv_bytes_per_token_and_layer"]
     axes.plot([stored] * len(loss), loss, "osD^v"[i], color=("#000000", "#0072B2", "#56B4E9", "#D55E00", "#009E73")[i])
     axes.annotate(variant, (stored, loss.mean()), xytext=(8, 0), textcoords="offset points", va="center")
 axes.set_xscale("log", base=2)
 axes.set_xlim(48, 1024)
+axes.set_xticks([64, 128, 256, 512], [64, 128, 256, 512])
 axes.set_xlabel("KV cache of a token and layer (bytes)")
-axes.set_ylabel("held-out loss (nats a byte)")
+axes.set_ylabel("held-out loss (nats per byte)")
 axes.set_title("Trained from scratch, one parameter budget; one point per seed")
 axes.grid(True, alpha=0.3)
 plt.show()
@@ -306,3 +326,36 @@ for method in ("mean", "first", "aligned"):
 # attnpack convert path/to/model converted --kv-heads 2 --method aligned
 # attnpack uptrain converted --text corpus.txt --minutes 30
 # ```
+
+# %% [markdown]
+# ## Summary
+#
+# - Heads of a group become one: their mean, the first, a new one, or the mean after alignment.
+# - Equal heads lose nothing; different heads lose much at once.
+# - A short training brings a part of it back, and more where more heads remain.
+# - Aligning heads before the mean costs no training, and loses far less.
+#
+# ## Exercises
+#
+# 1. Convert eight heads of which 0 and 4, 1 and 5, 2 and 6, 3 and 7 are equal to four, without loss.
+# 2. Why does a rotation of a key head and of its queries change nothing?
+# 3. How many bytes per token does the original SmolLM2 keep in fp32, and with one kv head?
+
+# %%
+# Solutions. Try first.
+layer = attnpack.MultiHeadAttention(64, 8, causal=True)
+with torch.no_grad():
+    for projection in (layer.k_proj, layer.v_proj):
+        projection.weight.view(2, 4, 8, 64)[1] = projection.weight.view(2, 4, 8, 64)[0]
+    converted = convert.to_gqa(layer, 4, groups=[[0, 4], [1, 5], [2, 6], [3, 7]])
+    x = torch.randn(1, 9, 64)
+    print(f"1. largest change {(converted(x) - layer(x)).abs().max():.1e}")
+    torch.testing.assert_close(converted(x), layer(x), atol=1e-5, rtol=1e-4)
+q, k = torch.randn(2, 1, 1, 6, 8).unbind(0)
+turn = torch.linalg.qr(torch.randn(8, 8)).Q
+print(f"2. scores differ by {(q @ k.mT - (q @ turn) @ (k @ turn).mT).abs().max():.1e}: (q R)(k R)^T = q R R^T k^T")
+print(f"3. {2 * 30 * 3 * 64 * 4:,} and {2 * 30 * 64 * 4:,}")
+assert cells["smollm2/original"]["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 4
+
+# %% [markdown]
+# Next: [errata](errata.ipynb).

@@ -12,7 +12,10 @@
 # ---
 
 # %% [markdown]
-# # Errata: what the sources say, what is right, and the number that shows it
+# # Common mistakes in attention code: what the sources say, what is right, and the number that shows it
+#
+# *You need* the notebooks before this one. *You learn* mistakes that run without an error, and tests that find them.
+# *Runs in* half a minute. Symbols: [glossary](../docs/notebooks.md).
 #
 # attnpack grew out of five public texts on attention. They are good texts; they also contain mistakes, some of which
 # run without an error and give wrong numbers. Each is shown here with the wrong form, the right one, and a measurement.
@@ -104,7 +107,7 @@ for name, error in errors.items():
     print(f"{name:<15} error of the view without transpose: {scientific(error)}")
 assert errors["MQA"] < 1e-6 and min(list(errors.values())[1:]) > 0.5
 
-figure, axes = plt.subplots(figsize=(7, 2.6), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(7, 2.6), dpi=110, layout="constrained")
 bars = axes.bar(list(errors), list(errors.values()), color=[BLUE] + 3 * [ORANGE])
 axes.bar_label(bars, [f"{error:.1f}" if error > 0.1 else scientific(error) for error in errors.values()], padding=2)
 axes.margins(y=0.15)
@@ -203,7 +206,7 @@ with torch.no_grad():
     for mine, theirs in zip((native.q_proj, native.k_proj, native.v_proj), projections, strict=True):
         mine.weight.copy_(theirs.weight)
     torch.testing.assert_close(native(x), out)
-figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), dpi=70, layout="constrained")
+figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), dpi=110, layout="constrained")
 for panel, (name, weights) in zip(panels, pictures.items(), strict=True):
     image = plot_attention.draw_weights(panel, weights[0], title=f"softmax, {name}")
     panel.set(xlabel="key (position)", ylabel="query (position)")
@@ -325,7 +328,7 @@ print(
     f"64 of them, / sqrt64: variance {summed.var():.3f}, kurtosis {kurtosis(summed):.2f}, by the rule {3 + 6 / 64:.2f}"
 )
 assert abs(kurtosis(product) - 9) < 0.5 and abs(product.var() - 1) < 0.01
-figure, axes = plt.subplots(figsize=(7, 3), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(7, 3), dpi=110, layout="constrained")
 bins = torch.linspace(-5, 5, 121).tolist()
 axes.hist(a[:500_000].numpy(), bins, density=True, histtype="step", color=BLUE, label="a normal: kurtosis 3")
 axes.hist(
@@ -431,3 +434,48 @@ with torch.no_grad():
         spread = largest_difference(heads[:, :4], heads[:, :1])
         kinds = len({tuple(head.flatten().tolist()) for head in heads[0]})
         print(f"{name:<15} heads of a group differ by {scientific(spread)}; different heads: {kinds} of 8")
+
+# %% [markdown]
+# ## 004: regions of w x w
+#
+# **Said**: replace each w x w region of the key and value matrices by its mean, as a step of the conversion. **Right**:
+# the paper on grouped-query attention pools *heads*, and has no such step. The text leaves open whether the matrix
+# shrinks; if it did, its shape would no longer fit. Kept at its shape, the step mixes numbers of unrelated inputs:
+
+# %%
+layer = attnpack.MultiHeadAttention(64, 8, causal=True)
+with torch.no_grad():
+    x = torch.randn(1, 10, 64)
+    for window in (1, 2, 4):
+        smoothed = attnpack.convert.to_gqa(layer, 8, window=window)
+        print(f"w = {window}: outputs change by {scientific(largest_difference(smoothed(x), layer(x)))}")
+
+# %% [markdown]
+# ## Summary
+#
+# - Shapes that fit prove little: views, masks and softmax dimensions go wrong silently.
+# - One test finds most of these: compare values with a plain version, at sizes that all differ.
+#
+# ## Exercises
+#
+# 1. Write a test that finds a view without a transpose.
+# 2. Write a test that finds a softmax over the wrong dimension without looking at the code.
+# 3. Write a test that finds a mask with the wrong meaning of True.
+
+# %%
+# Solutions. Try first: each prints the difference between right and wrong.
+x = torch.randn(1, 6, 64)
+with torch.no_grad():
+    q, k, v = attnpack.MultiHeadAttention(64, 4).project(x)
+    right = attnpack.attention(q, k, v, causal=True)
+    viewed = [each.transpose(1, 2).reshape(1, 4, 6, 16) for each in (q, k, v)]
+    wrong = attnpack.attention(*viewed, causal=True)
+    print("1. against a plain version:", scientific(largest_difference(right, wrong)))
+    scores = attnpack.attention_scores(q, k, stage="scaled")
+    print("2. sums of rows over keys:", scores.softmax(-1).sum(-1)[0, 0, :2], scores.softmax(-2).sum(-1)[0, 0, :2])
+    later = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    other = x.clone()
+    other[:, -1] += 1  # change the future: row 0 must not move
+    for name, mask in (("may attend", ~later), ("hidden", later)):
+        moved = [attnpack.attention(a, a, a, mask)[:, :, 0] for a in (x[:, None], other[:, None])]
+        print(f"3. True = {name}: row 0 moves by {scientific(largest_difference(*moved))}")

@@ -14,6 +14,14 @@
 # %% [markdown]
 # # The KV cache: why it is right, what it saves, what it costs
 #
+# *You need* [attention_from_scratch](attention_from_scratch.ipynb). *You learn* why a cache changes no number, what it
+# saves in time, what it costs in memory for each kind of attention, and which kinds of caches there are. *Runs in* half
+# a minute.
+#
+# Sources: [Pope et al. 2022](https://arxiv.org/abs/2211.05102) (prefill and decoding),
+# [Kwon et al. 2023](https://arxiv.org/abs/2309.06180) (pages), [Xiao et al. 2023](https://arxiv.org/abs/2309.17453)
+# (windows with sinks). Symbols: [glossary](../docs/notebooks.md).
+#
 # A language model writes one token, appends it to the text, and asks itself for the next. Done naively, token 1000
 # costs a full pass over the 999 tokens before it, and so does every other token. A **KV cache** keeps the keys and
 # values of all earlier tokens, so that each step computes the new token only. Nearly every program that lets a
@@ -30,6 +38,7 @@ import torch
 from attnpack import checkpoints
 from attnpack.tools import bench, memory
 from attnpack.tools.plot import memory as plot_memory
+from attnpack.tools.plot import schematic
 
 torch.manual_seed(0)
 BLUE, ORANGE = "#0072B2", "#D55E00"
@@ -40,7 +49,12 @@ def largest_difference(a, b):
     return f"{gap:.1e}" if gap else "0"
 
 
+schematic.cache_growth()
+
 # %% [markdown]
+# Two phases have names of their own. **Prefill** reads the prompt in one call: many rows, arithmetic limits.
+# **Decoding** writes one token per call: one row, and reading the weights and the cache limits.
+#
 # ## Why it is right: the past does not change
 #
 # In a causal model token i reads positions 0 to i. So appending tokens changes nothing for those before: not their
@@ -106,7 +120,7 @@ for kind in ("none", "dynamic", "none", "dynamic"):
 taken = {kind: [min(times) for times in zip(*both, strict=True)] for kind, both in runs.items()}  # the quieter moment
 assert torch.equal(written["none"], written["dynamic"])
 print(tokenizer.decode(written["dynamic"][0, prompt.shape[1] :].tolist()))
-figure, axes = plt.subplots(figsize=(8, 3), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(8, 3), dpi=110, layout="constrained")
 axes.plot(range(2, new_tokens + 1), taken["none"][1:], "s-", color=ORANGE, markersize=3, label="without a cache")
 axes.plot(range(2, new_tokens + 1), taken["dynamic"][1:], "o-", color=BLUE, markersize=3, label="with a cache")
 axes.set(xlabel="token", ylabel="time per token (ms)", title=f"SmolLM2-135M after a prompt of {prompt.shape[1]} tokens")
@@ -160,7 +174,7 @@ with torch.no_grad():
         torch.testing.assert_close(last, every[:, -1:], atol=1e-5, rtol=1e-4)
         naive.append(1e3 * statistics.median(taken["naive"]))
         cached.append(1e3 * statistics.median(taken["cached"]))
-figure, axes = plt.subplots(figsize=(6, 3), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(6, 3), dpi=110, layout="constrained")
 axes.plot(lengths, naive, "s-", color=ORANGE, label="all rows anew")
 axes.plot(lengths, cached, "o-", color=BLUE, label="one row, cached")
 axes.set_xscale("log", base=2)
@@ -196,10 +210,34 @@ by_formula = 2 * ids.shape[1] * sizes.num_layers * sizes.num_kv_heads * sizes.he
 print(f"SmolLM2, {ids.shape[1]} tokens in fp32: {cache.nbytes:,} bytes held, {by_formula:,} by the formula")
 assert cache.nbytes == by_formula == plot_memory.model_kv_bytes(sizes, ids.shape[1], dtype=torch.float32)
 
+# %% [markdown]
+# The four formulas for one model, if it were built with each: 32 layers, 32 heads of 128, in bf16.
+
 # %%
 contexts = [2**n for n in range(10, 21, 2)]
+built = {
+    "MHA: 32 kv heads": (32, 128, 128),
+    "GQA: 8 kv heads": (8, 128, 128),
+    "MLA: latents of 512 + 64": (1, 512, 64),
+    "MQA: 1 kv head": (1, 128, 128),
+}
+points = {
+    name: [plot_memory.kv_bytes(h, n, num_layers=32, head_dim=d, v_head_dim=v, dtype=torch.bfloat16) for n in contexts]
+    for name, (h, d, v) in built.items()
+}
+figure, axes = plt.subplots(figsize=(8.5, 4.2), dpi=110, layout="constrained")
+plot_memory.draw_kv_memory(axes, contexts, points, title="One model, four kinds of attention, bfloat16")
+plt.show()
+ratio = {name: sizes[0] / points["MQA: 1 kv head"][0] for name, sizes in points.items()}
+print(", ".join(f"{name.split(':')[0]} {times:g}" for name, times in ratio.items()), "(times the cache of MQA)")
+assert ratio["MHA: 32 kv heads"] == 32
+
+# %% [markdown]
+# And models as they are:
+
+# %%
 points = {each.label: [plot_memory.model_kv_bytes(each, n) for n in contexts] for each in plot_memory.MODELS.values()}
-figure, axes = plt.subplots(figsize=(8.5, 4.6), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(8.5, 4.6), dpi=110, layout="constrained")
 plot_memory.draw_kv_memory(axes, contexts, points, title="KV cache of one sequence in bfloat16")
 plt.show()
 for name, sizes in points.items():
@@ -227,7 +265,7 @@ for name, (num_heads, key_width, value_width) in heads.items():
     kept = plot_memory.model_kv_bytes(sizes, 2**17)
     names.append(sizes.label.split(",")[0])
     shares.append((every_head / 2**30, kept / 2**30))
-figure, axes = plt.subplots(figsize=(8, 3), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(8, 3), dpi=110, layout="constrained")
 for offset, colour, label in ((0, ORANGE, "keys and values of every head"), (1, BLUE, "as built")):
     bars = axes.barh(
         [i + 0.4 * offset for i in range(len(names))],
@@ -279,7 +317,7 @@ with torch.no_grad():
         held.append(dynamic.nbytes)
         allocated.append(dynamic.k.untyped_storage().nbytes() + dynamic.v.untyped_storage().nbytes())
         places.add(dynamic.k.data_ptr())
-figure, axes = plt.subplots(figsize=(7, 2.8), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(7, 2.8), dpi=110, layout="constrained")
 axes.step(range(1, 101), allocated, "--", color=ORANGE, where="post", label="DynamicCache, allocated")
 axes.plot(range(1, 101), held, "-", color=BLUE, label="DynamicCache, held")
 axes.axhline(static.nbytes, color="#009E73", linestyle=":", linewidth=2, label="StaticCache of 100")
@@ -405,3 +443,90 @@ with torch.no_grad():
         layer(torch.randn(4, 1, 64), cache=answers)
     print(f"after 8 tokens each: {answers.nbytes:,} bytes; four caches of their own: {4 * 328 * 2 * 2 * 8 * 4:,}")
     assert answers.nbytes < 2 * pages.nbytes
+
+# %% [markdown]
+# Two kinds are left. A **LatentCache** keeps one latent and one rotated key per token (see
+# [latent_attention](latent_attention.ipynb)). A **CrossCache** keeps the keys and values of a context, projected once;
+# it does not grow (see [encoder_decoder](encoder_decoder.ipynb)):
+
+# %%
+latent = attnpack.MultiHeadLatentAttention(
+    64, 8, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, causal=True
+)
+cross = attnpack.MultiHeadAttention(64, 8)
+context, kept, held = torch.randn(1, 20, 64), attnpack.LatentCache(), attnpack.CrossCache()
+with torch.no_grad():
+    for token in torch.randn(10, 1, 1, 64):
+        latent(token, cache=kept)
+        out = cross(token, context, cache=held)
+    assert torch.equal(out, cross(token, context))
+print(f"LatentCache, 10 tokens: {kept.nbytes // len(kept)} bytes per token (16 + 4 numbers)")
+print(f"CrossCache after 10 calls: {len(held)} positions, those of the context")
+assert kept.nbytes == 10 * (16 + 4) * 4 and len(held) == 20
+
+# %% [markdown]
+# ## What else changes a score: windows, sinks, soft caps, ALiBi
+#
+# Four settings act between the scores and the softmax, and each has to do with long texts. A **window** hides keys that
+# are far away. A **sink** is one more logit per head, with no value: it takes the weight that a head does not want to
+# give. A **soft cap** c bounds scores by c · tanh(s / c). **ALiBi** lowers scores with the distance. The same queries
+# and keys under each:
+
+# %%
+q, k = torch.randn(2, 1, 2, 24, 16).unbind(0)
+kinds = {
+    "causal": {},
+    "window of 6": {"window": (5, 0)},
+    "sink of 2": {"sinks": torch.full((2,), 2.0)},
+    "soft cap 0.5": {"softcap": 0.5},
+    "ALiBi, slope 1/4": {"alibi_slopes": torch.full((2,), 0.25)},
+}
+figure, panels = plt.subplots(1, 5, figsize=(12, 2.9), dpi=110, layout="constrained", sharey=True)
+drawn = {}
+for panel, (name, setting) in zip(panels, kinds.items(), strict=True):
+    drawn[name] = attnpack.attention_scores(q, k, causal=True, **setting)[0, 0]
+    image = panel.imshow(drawn[name], cmap="cividis", vmin=0, vmax=0.6)
+    panel.set(title=name, xlabel="key (position)")
+    print(f"{name:<17} sum of the last row {drawn[name][-1].sum():.2f}, largest weight {drawn[name][-1].max():.2f}")
+panels[0].set_ylabel("query (position)")
+figure.colorbar(image, ax=panels, label="weight")
+plt.show()
+assert not drawn["window of 6"][-1, :-6].any() and drawn["sink of 2"][-1].sum() < 0.99
+assert drawn["soft cap 0.5"][-1].max() < drawn["causal"][-1].max()
+
+# %% [markdown]
+# With a sink the weights of a row sum to less than 1: the rest went to the sink. The window is what lets a ring cache
+# forget; the other three need no change of a cache.
+#
+# ## Summary
+#
+# - In a causal model the past never changes, so its keys and values can be kept.
+# - With a cache a token costs one row; without it, all rows before it again.
+# - The cache grows with the text; heads that share (GQA, MQA) or a latent (MLA) make it smaller.
+# - Kinds of caches differ in where numbers lie and how exactly they are kept. They give the same attention, but for
+#   quantised ones, which are close.
+#
+# ## Exercises
+#
+# 1. Llama-3 8B has 32 layers and 8 kv heads of 128. At how many tokens in bf16 is its cache as large as its weights (16
+#    GB)?
+# 2. Reject the last three tokens of a text, and write on. Check against a cache that never saw them.
+# 3. How many bytes does a window of 63 keep after a million tokens, beside a cache that keeps everything?
+
+# %%
+# Solutions. Try first.
+per_token = plot_memory.model_kv_bytes(plot_memory.MODELS["llama-3-8b"], 1)
+print(f"1. {16e9 / per_token:,.0f} tokens, {per_token:,} bytes each")
+with torch.no_grad():
+    text, rest = torch.randn(1, 12, 64), torch.randn(1, 1, 64)
+    one, other = attnpack.DynamicCache(), attnpack.DynamicCache()
+    layer(text, cache=one)
+    one.crop(9)
+    layer(text[:, :9], cache=other)
+    print("2.", largest_difference(layer(rest, cache=one), layer(rest, cache=other)))
+    torch.testing.assert_close(one.k, other.k)
+print(f"3. {ring.nbytes:,} bytes; {2 * 2 * 8 * 4 * 10**6:,} for everything")
+assert ring.nbytes < 2 * 2 * 8 * 4 * 1000
+
+# %% [markdown]
+# Next: [multi_query_attention](multi_query_attention.ipynb).

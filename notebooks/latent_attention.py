@@ -14,6 +14,12 @@
 # %% [markdown]
 # # Latent attention: cache less, and never unpack it
 #
+# *You need* [grouped_query_attention](grouped_query_attention.ipynb). *You learn* how all keys and values come from one
+# cached latent, three places for the matrix that makes keys, and when each is cheapest. *Runs in* half a minute.
+#
+# Sources: [DeepSeek-AI 2024](https://arxiv.org/abs/2405.04434) (DeepSeek-V2, equations 9 to 19),
+# [DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437) (V3). Symbols: [glossary](../docs/notebooks.md).
+#
 # Grouped-query attention makes the cache smaller by letting heads share keys and values. Multi-head latent attention
 # (MLA, DeepSeek-V2, 2024) goes another way: all heads keep keys and values of their own, but those are *computed* from
 # one short vector per token, the **latent**, and only the latent is cached:
@@ -31,6 +37,7 @@ import matplotlib.pyplot as plt
 import torch
 from attnpack.tools import bench
 from attnpack.tools.plot import memory as plot_memory
+from attnpack.tools.plot import schematic
 
 torch.manual_seed(0)
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
@@ -58,6 +65,7 @@ def largest_difference(a, b):
 
 layer = latent_layer()
 print(layer)
+schematic.latent(num_heads)
 
 # %% [markdown]
 # ## Where positions go
@@ -67,6 +75,10 @@ print(layer)
 # query and key in two: N dims that come from the latent and are not rotated, and R dims for positions, with one key for
 # **all** heads (a small multi-query attention). A score is the sum of both parts. Per token the cache holds the latent
 # and that one rotated key: C + R numbers.
+#
+# In the checkpoints' names, `kv_a_proj_with_mqa` makes the latent and the shared key ($W_{DKV}$ and one more
+# projection), `kv_a_layernorm` keeps the latent's size in check, and `kv_b_proj` holds $W_{UK}$ and $W_{UV}$ of all
+# heads. V is the width of a value, `v_head_dim`.
 #
 # The whole layer by hand, from its own weights, to show that nothing else happens:
 
@@ -92,7 +104,8 @@ with torch.no_grad():
 # ## How small
 #
 # Bytes per token and layer, from caches that layers with 8 heads of 64 have filled. Next to them is the latent of
-# DeepSeek-V3 (128 heads; C = 512, R = 64), and what layers of its size would keep with other attention:
+# DeepSeek-V3 (128 heads; C = 512, R = 64), and what layers of its size would keep with other attention
+# (such models do not exist):
 
 # %%
 kept = {}
@@ -106,7 +119,7 @@ with torch.no_grad():
         module(x, cache=cache)
         kept[name] = cache.nbytes // len(cache)
 assert kept["MLA, 256 + 32"] == (rank + rope_dim) * 4
-figure, panels = plt.subplots(1, 2, figsize=(9.5, 2.5), dpi=70, layout="constrained")
+figure, panels = plt.subplots(1, 2, figsize=(9.5, 2.5), dpi=110, layout="constrained")
 bars = panels[0].barh(list(kept), list(kept.values()), color=[ORANGE, ORANGE, BLUE, ORANGE])
 panels[0].bar_label(bars, padding=3)
 panels[0].set(xlabel="bytes per token and layer, fp32", title="8 heads of 64")
@@ -217,7 +230,7 @@ with torch.no_grad():
         for path, each in measured.items():
             took[path].append(1e3 * statistics.median(each))
 solved = [new for new in range(1, 4096) if new >= crossing(past + new)][0]
-figure, axes = plt.subplots(figsize=(7.5, 3.4), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(7.5, 3.4), dpi=110, layout="constrained")
 axes.plot(news, took["expanded"], "s--", color=ORANGE, label="expanded")
 axes.plot(news, took["absorbed"], "o-", color=BLUE, label="absorbed")
 axes.axvline(solved, color="black", linewidth=1, linestyle=":")
@@ -276,7 +289,7 @@ with torch.no_grad():
                 cache.crop(length)
         for name, each in measured.items():
             curves[name].append(1e3 * statistics.median(each))
-figure, axes = plt.subplots(figsize=(7.5, 3.4), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(7.5, 3.4), dpi=110, layout="constrained")
 for (name, times), colour, line in zip(curves.items(), (BLUE, ORANGE, GREEN), ("o-", "s--", "^-."), strict=True):
     axes.plot(lengths, times, line, color=colour, label=name)
 axes.set_xscale("log", base=2)
@@ -310,3 +323,87 @@ with torch.no_grad():
     torch.testing.assert_close(folded(x), by_hand, atol=1e-5, rtol=1e-4)
 for name, module in (("unfolded", layer), ("folded", folded)):
     print(f"{name}: {sum(p.numel() for p in module.parameters()):,} parameters")
+
+# %% [markdown]
+# ## The query latent
+#
+# DeepSeek's larger models make queries from a latent, too: $c^Q = W_{DQ}\, x$ and $q^{(h)} = W_{UQ}^{(h)} c^Q$. It is
+# not cached, so it saves no memory while the model writes. It saves parameters, and activations in training. With N + R
+# numbers per head, `q_proj` has d H (N + R) weights; the two matrices of a latent of width Q have Q (d + H (N + R)):
+
+# %%
+narrow = latent_layer(q_lora_rank=192)
+with torch.no_grad():
+    c_q = narrow.q_a_layernorm(narrow.q_a_proj(x))  # [1, 12, 192]
+    queries = narrow.q_b_proj(c_q).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    narrow.path = "expanded"
+    q, _, _ = narrow.project(x)
+    print("not rotated part, by hand against project:", f"{(queries - q)[..., :head_dim].abs().max():.1e}")
+    torch.testing.assert_close(queries[..., :head_dim], q[..., :head_dim])
+direct = layer.q_proj.weight.numel()
+through = sum(m.weight.numel() for m in (narrow.q_a_proj, narrow.q_b_proj))
+print(f"queries directly: {direct:,} weights; through a latent of 192: {through:,}")
+assert through == 192 * (embed_dim + num_heads * (head_dim + rope_dim)) < direct
+
+# %% [markdown]
+# ## Three places for one matrix
+#
+# A score is $c^{Q\top} W_{UQ}^\top W_{UK}\, c$, a chain of four. Where the chain is cut decides what is computed:
+#
+# | place of $W_{UK}$ | what is made | when |
+# |---|---|---|
+# | with the latents | keys $W_{UK} c$ of all tokens (expanded) | prompts, training |
+# | with the query | $W_{UK}^\top q$ of the new token (absorbed) | decoding |
+# | in one matrix $W_{UQK} = W_{UQ}^\top W_{UK}$ | nothing beside it (folded) | where it is small |
+#
+# All three by hand, for one head:
+
+# %%
+with torch.no_grad():
+    w_uq = narrow.q_b_proj.weight.unflatten(0, (num_heads, -1))[0, :head_dim]  # [N, Q]
+    w_uk0 = narrow.kv_b_proj.weight.unflatten(0, (num_heads, -1))[0, :head_dim]  # [N, C]
+    c = narrow.kv_a_layernorm(narrow.kv_a_proj_with_mqa(x)[..., :rank])[0]  # [12, C]
+    q_head = c_q[0] @ w_uq.T
+    ways = {
+        "with the latents": q_head @ (c @ w_uk0.T).T,
+        "with the query": (q_head @ w_uk0) @ c.T,
+        "in one matrix": c_q[0] @ (w_uq.T @ w_uk0) @ c.T,
+    }
+    for name, scores in ways.items():
+        print(f"{name:<17} differs by {(scores - ways['with the latents']).abs().max():.1e}")
+        torch.testing.assert_close(scores, ways["with the latents"], atol=1e-4, rtol=1e-4)
+apart, joined = w_uq.numel() + w_uk0.numel(), (w_uq.T @ w_uk0).numel()
+print(f"weights per head: two matrices {apart:,}, one matrix {joined:,}")
+assert joined > apart
+
+# %% [markdown]
+# The joined matrix is Q x C for each head: larger than the two that it replaces, unless N is more than Q C / (Q + C).
+# So engines keep the two, and go by the second row.
+#
+# ## Summary
+#
+# - One latent per token is cached; keys and values of all heads are made from it.
+# - Positions need a small rotated key of their own, shared by all heads.
+# - Expanded and absorbed give equal numbers; a count of multiply-adds says which is cheaper.
+# - A latent for queries saves weights, not cache. Folding for good saves nothing at these sizes.
+#
+# ## Exercises
+#
+# 1. To how many key-value heads (GQA) is DeepSeek-V3's latent equal in bytes, with heads of 128?
+# 2. Why can the rotated key not be absorbed too? Compare a rotation before and after a matrix.
+# 3. For which N would the joined matrix be the smaller one, with Q = 192 and C = 256?
+
+# %%
+# Solutions. Try first.
+print(f"1. (512 + 64) / (128 + 128) = {(512 + 64) / (128 + 128)}")
+turn = attnpack.RotaryEmbedding(8)
+w, vector = torch.randn(8, 8), torch.randn(1, 1, 5, 8)
+gap = (turn(vector @ w.T) - turn(vector) @ w.T).abs().max().item()
+print(f"2. rotating before or after a matrix differs by {gap:.1f}: the position stands between the two matrices")
+assert gap > 0.1
+bound = 192 * 256 / (192 + 256)
+print(f"3. N > {bound:.0f}")
+assert joined == 192 * 256 and (bound + 1) * (192 + 256) > joined
+
+# %% [markdown]
+# Next: [positions](positions.ipynb).

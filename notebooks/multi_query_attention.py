@@ -14,11 +14,20 @@
 # %% [markdown]
 # # Multi-query attention: three versions, in plain PyTorch and in C++
 #
+# *You need* [attention_from_scratch](attention_from_scratch.ipynb) and [kv_cache](kv_cache.ipynb). *You learn* one
+# layer in three versions (plain, cached, cached and masked), two conventions for masks, and what one shared key-value
+# head saves. *Runs in* half a minute.
+#
+# Sources: [Shazeer 2019](https://arxiv.org/abs/1911.02150). Symbols: [glossary](../docs/notebooks.md).
+#
 # In multi-head attention every head owns a query, a key and a value projection. Multi-query attention (Shazeer 2019)
 # keeps one query projection per head, but lets all heads read **one** key head and **one** value head. Heads can still
 # look for different things, but a token offers the same key and value to all of them. That costs some expressive power.
 # It saves memory traffic: a language model that writes token by token reads all cached keys and values at every step,
-# and that reading, not the arithmetic, takes the time. With one shared head the cache is `num_heads` times smaller.
+# and that reading, not the arithmetic, takes the time. With one shared head the cache is `num_heads` times smaller:
+#
+# $$\text{head}_h = \text{softmax}\left(\frac{(x W_q^{(h)}) (x W_k)^\top}{\sqrt{d_{kv}}}\right) x W_v, \qquad
+# \text{out} = [\text{head}_1, \dots, \text{head}_H]\, W_o$$
 #
 # Three versions follow: V1 without cache and mask, V2 with a cache, V3 with a cache and a causal mask. Each runs
 # twice, as a plain class of `attnpack.reference` whose every line can be read, and as the native
@@ -28,6 +37,7 @@
 import inspect
 import statistics
 import time
+from pathlib import Path
 
 import attnpack
 import matplotlib.pyplot as plt
@@ -35,6 +45,7 @@ import torch
 from attnpack import reference
 from attnpack.tools import bench
 from attnpack.tools.plot import attention as plot_attention
+from attnpack.tools.plot import schematic
 from torch.nn.functional import scaled_dot_product_attention
 
 torch.manual_seed(0)
@@ -53,6 +64,8 @@ def largest_difference(a, b):
     gap = (a - b).abs().max().item()
     return f"{gap:.1e}" if gap else "0"
 
+
+schematic.beside([schematic.grouping(range(8), title="multi-head"), schematic.grouping([0] * 8, title="multi-query")])
 
 # %% [markdown]
 # ## V1: no cache, no mask
@@ -76,7 +89,7 @@ out_v1 = v1(x)
 # `attention_scores` gives the matrix that the operator itself never writes to memory: `attnpack.attention` walks over
 # the keys in tiles and keeps a running softmax.
 
-# %%
+# %% tags=["hide-output"] jupyter={"outputs_hidden": true}
 native = load_weights(attnpack.MultiQueryAttention(d_model, num_heads), v1)
 q, k, v = native.project(x)
 probs = attnpack.attention_scores(q, k)
@@ -93,7 +106,9 @@ torch.testing.assert_close(out_native, out_v1)
 # head of the first sequence; a row is a query, a column a key.
 
 # %%
-figure, panels = plt.subplots(2, num_heads // 2, figsize=(8, 4), dpi=70, layout="constrained", sharex=True, sharey=True)
+figure, panels = plt.subplots(
+    2, num_heads // 2, figsize=(8, 4), dpi=110, layout="constrained", sharex=True, sharey=True
+)
 for head, panel in enumerate(panels.flat):
     image = plot_attention.draw_weights(panel, probs[0, head], title=f"head {head}", vmax=probs[0].max().item())
 figure.suptitle("V1: what each head attends to")
@@ -114,6 +129,7 @@ print(inspect.getsource(reference.MQAV2))
 # %% [markdown]
 # In attnpack the cache is a `DynamicCache`, handed to `forward`, which appends first and then attends. Both caches hold
 # detached tensors (`k.detach()` above): gradients flow through this call's own keys and values and never into the past.
+# (Cells below whose output is long are folded: a click opens them.)
 
 # %%
 v2 = reference.MQAV2(d_model, num_heads)
@@ -153,6 +169,19 @@ torch.testing.assert_close(steps_native, steps_plain)
 torch.testing.assert_close((cache.k, cache.v), plain_cache)
 
 # %% [markdown]
+# What "never into the past" means: a loss on the second step has a gradient for the second token, and none for the
+# first, although the second token reads the first one's key and value:
+
+# %%
+first, second = (x[:, i : i + 1].clone().requires_grad_() for i in range(2))
+graded = attnpack.DynamicCache()
+native(first, cache=graded)
+native(second, cache=graded).sum().backward()
+print("gradient of token 1:", first.grad)
+print(f"gradient of token 2: {second.grad.norm():.2f} (norm)")
+assert first.grad is None and second.grad.norm() > 0
+
+# %% [markdown]
 # ### V2 has no mask, and is causal all the same
 #
 # At step t the cache simply holds nothing later than t. V1 sees all ten tokens from every row. So V2 by steps and V1
@@ -160,7 +189,7 @@ torch.testing.assert_close((cache.k, cache.v), plain_cache)
 
 # %%
 per_row = (steps_native - out_native).detach().abs().amax(dim=(0, 2))
-figure, axes = plt.subplots(figsize=(5, 2.2), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(5, 2.2), dpi=110, layout="constrained")
 axes.bar(range(1, seq + 1), per_row, color="#0072B2")
 axes.set_xticks(range(1, seq + 1))
 axes.set_xlabel("query row")
@@ -209,7 +238,7 @@ assert torch.equal(masked, attnpack.attention_scores(q5, k5, stage="masked", cau
 # %%
 right = attnpack.attention_scores(q5, k5, ~hidden)[0, 0]
 wrong = attnpack.attention_scores(q5, k5, hidden)[0, 0]
-figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), dpi=70, layout="constrained")
+figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), dpi=110, layout="constrained")
 for panel, picture, title in zip(panels, (right, wrong), ("mask=~hidden: right", "mask=hidden: wrong"), strict=True):
     image = plot_attention.draw_weights(panel, picture, title=title)
     panel.set(xlabel="key (position)", ylabel="query (position)")
@@ -234,7 +263,7 @@ print(torch.ones(1, 4, dtype=torch.bool).triu(diagonal=4))
 # a module, `attention(..., causal=True, q_offset=past_len)` does the same. The offset is never guessed from the
 # shapes.)
 
-# %%
+# %% tags=["hide-output"] jupyter={"outputs_hidden": true}
 causal = load_weights(attnpack.MultiQueryAttention(d_model, num_heads, causal=True), v1)
 v3 = reference.MQAV3(d_model, num_heads)
 v3.load_state_dict(v1.state_dict())
@@ -271,11 +300,11 @@ torch.testing.assert_close(steps_v3, steps_native)
 # ## Once more, in C++
 #
 # `attnpack.cpp.MultiQueryAttention` is the C++ `torch::nn::Module` itself, bound to Python.
-# (`examples/cpp/hello_attention` is a whole program in C++.) The Python class and it run the same native code after the
+# The Python class and it run the same native code after the
 # projections, so with the same weights they give the same bits. The plain class's W_* weights go in by parameter name.
 # V1:
 
-# %%
+# %% tags=["hide-output"] jupyter={"outputs_hidden": true}
 bound = load_weights(attnpack.cpp.MultiQueryAttention(d_model, num_heads), v1)
 with torch.no_grad():
     print(f"x.shape : {x.shape}")
@@ -288,14 +317,17 @@ assert torch.equal(bound_v1, out_native)
 # %% [markdown]
 # V2 and V3, with the C++ cache:
 
-# %%
+# %% tags=["hide-output"] jupyter={"outputs_hidden": true}
 bound_causal = load_weights(attnpack.cpp.MultiQueryAttention(d_model, num_heads, causal=True), v1)
 with torch.no_grad():
     bound_v2 = run_steps(bound, x, attnpack.cpp.DynamicCache)
 
-# %%
+# %% tags=["hide-output"] jupyter={"outputs_hidden": true}
 with torch.no_grad():
     bound_v3 = run_steps(bound_causal, x, attnpack.cpp.DynamicCache)
+
+# %%
+with torch.no_grad():
     bound_full = bound_causal(x)
 print("\nV1, C++ against Python:      ", largest_difference(bound_v1, out_native))
 print("V2 by steps:                 ", largest_difference(bound_v2[0], steps_native))
@@ -304,6 +336,30 @@ print("V3 in full:                  ", largest_difference(bound_full, full))
 print("V3 in full, against plain PyTorch:", largest_difference(bound_full, plain_full))
 assert torch.equal(bound_full, full) and torch.equal(bound_v3[0], steps_v3) and torch.equal(bound_v2[0], steps_native)
 torch.testing.assert_close(bound_full, plain_full)
+
+# %% [markdown]
+# And without Python at all: `examples/cpp/mqa_notebook` is a program of its own. Its heart is the loop of V2 and V3:
+
+# %%
+example = Path("..") / "examples" / "cpp" / "mqa_notebook"
+program = (example / "main.cpp").read_text()
+print(program[program.index("// One token at a time") : program.index("}  // namespace")])
+
+# %% [markdown]
+# It prints the lines of V1, V2, V3 and of the mask. `output.txt` keeps them, and a test builds the program and
+# compares. The first and the last lines, and how many shapes of this notebook's steps are among them:
+
+# %%
+lines = (example / "output.txt").read_text().splitlines()
+print("\n".join([*lines[:4], "...", *lines[46:52], "...", *lines[-5:]]))
+steps = ["\n".join(lines[i : i + 4]) for i, line in enumerate(lines) if line.startswith("Q shape")]
+wanted = [
+    f"Q shape : torch.Size([2, 8, 1, 8])\nK.shape: torch.Size([2, 1, {t}, 8])\n"
+    f"V.shape: torch.Size([2, 1, {t}, 8])\nshape of out : torch.Size([2, 1, 64])"
+    for t in range(1, 11)
+]
+print("\nsteps of V2 and V3 as above:", sum(a == b for a, b in zip(steps, wanted * 2, strict=True)), "of", len(steps))
+assert steps == wanted * 2
 
 # %% [markdown]
 # ## What it saves
@@ -320,7 +376,7 @@ for kv_heads in (8, 4, 2, 1):
         layer(x[:1], cache=cache)
     sizes[str(kv_heads)] = cache.nbytes
     assert cache.nbytes == 2 * seq * kv_heads * d_kv * 4
-figure, axes = plt.subplots(figsize=(5, 1.8), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(5, 1.8), dpi=110, layout="constrained")
 bars = axes.barh(list(sizes), list(sizes.values()), color="#0072B2")
 axes.bar_label(bars, padding=3)
 axes.set_xlim(0, 6000)
@@ -361,7 +417,7 @@ with torch.no_grad():
         for name, each in taken.items():
             curves[name].append(1e3 * statistics.median(each))
 
-figure, axes = plt.subplots(figsize=(7, 3.4), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(7, 3.4), dpi=110, layout="constrained")
 looks = {"MQA": "#0072B2", "MHA": "#D55E00"}
 for name, times in curves.items():
     line = "o-" if "attnpack" in name else "s--"
@@ -385,3 +441,41 @@ assert curves["MQA, attnpack"][-1] < curves["MHA, attnpack"][-1]
 # Sharing saves time if the kernel uses it: each key that is read from memory serves all 32 query heads at once. The
 # notebook `kv_cache` follows the memory up to a million tokens. `performance` has more shapes and dtypes, measured over
 # more keys and in another minute: its ratios differ from these.
+
+# %% [markdown]
+# ## Summary
+#
+# - All heads read one key head and one value head; only the queries differ.
+# - A cache makes stepping causal without a mask (V2). Chunks need the mask, moved by the cached length (V3).
+# - True means *hidden* in one convention and *may attend* in the other: know which.
+# - The cache is H times smaller, and a step reads H times less.
+#
+# ## Exercises
+#
+# 1. Why does `q.view(batch, heads, seq, d_kv)` (a view without a transpose) do no harm in V1 when the same view undoes
+#    it? (See [errata](errata.ipynb).)
+# 2. Feed V3 the ten tokens in five chunks of two. Which outputs differ from those of single steps?
+# 3. How many parameters does MQA save against MHA of the same width?
+
+# %%
+# Solutions. Try first.
+with torch.no_grad():
+    flat = native.q_proj(x)
+    k, v = native.k_proj(x)[:, None], native.v_proj(x)[:, None]
+    wrong = attnpack.attention(flat.view(batch, num_heads, seq, d_kv), k, v).reshape(batch, seq, d_model)
+    print(
+        "1. all rows read the same keys, so names of rows do not matter:",
+        largest_difference(native.o_proj(wrong), out_v1),
+    )
+    torch.testing.assert_close(native.o_proj(wrong), out_v1)
+    cache = attnpack.DynamicCache()
+    pairs = torch.cat([causal(part, cache=cache) for part in x.split(2, dim=1)], dim=1)
+    print("2. none:", largest_difference(pairs, steps_v3))
+    torch.testing.assert_close(pairs, steps_v3)
+whole = attnpack.MultiHeadAttention(d_model, num_heads)
+saved = sum(p.numel() for p in whole.parameters()) - sum(p.numel() for p in native.parameters())
+print(f"3. {saved:,} of {sum(p.numel() for p in whole.parameters()):,}")
+assert saved == 2 * d_model * (d_model - d_kv)
+
+# %% [markdown]
+# Next: [grouped_query_attention](grouped_query_attention.ipynb).

@@ -14,6 +14,12 @@
 # %% [markdown]
 # # Performance: how fast, and how fast could it be?
 #
+# *You need* [multi_query_attention](multi_query_attention.ipynb). *You learn* which limit applies to which call, and
+# how to read a roofline. *Runs in* half a minute.
+#
+# Sources: [Williams et al. 2009](https://doi.org/10.1145/1498765.1498785) (the roofline). Symbols:
+# [glossary](../docs/notebooks.md).
+#
 # "Faster than X" says little if X is slow. So `attnpack bench` measures two things in the same run: the limits of the
 # machine (multiply-adds per second in registers, bytes per second read in order), and the time of attention calls,
 # compared with other libraries on the same tensors. All libraries of a case take turns, so that a busy machine slows
@@ -52,8 +58,8 @@ print(f"limits: {flops / 1e9:.0f} GFLOP/s in fp32, {read / 1e9:.1f} GB/s read")
 # at F / M:
 
 # %%
-print(f"this machine's ridge: {flops / read:.1f} operations a byte")
-figure, axes = plt.subplots(figsize=(8.5, 5), dpi=70, layout="constrained")
+print(f"this machine's ridge: {flops / read:.1f} operations per byte")
+figure, axes = plt.subplots(figsize=(8.5, 5), dpi=110, layout="constrained")
 plot_roofline.draw_roofline(axes, bench)
 plt.show()
 
@@ -97,7 +103,7 @@ for (section, dtype), each in shares.items():
 # cache.
 
 # %%
-figure, axes = plt.subplots(figsize=(9, 5), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(9, 5), dpi=110, layout="constrained")
 plot_roofline.draw_times_faster(axes, bench, "decode", "sdpa")
 plt.show()
 
@@ -108,7 +114,7 @@ plt.show()
 # be packed by hand as rows of one head. That is the fairer comparison, but few people write it:
 
 # %%
-figure, axes = plt.subplots(figsize=(9, 4.2), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(9, 4.2), dpi=110, layout="constrained")
 plot_roofline.draw_times_faster(axes, bench, "decode", "packed")
 plt.show()
 
@@ -118,12 +124,12 @@ plt.show()
 # Here both sides do the same arithmetic, and the speed depends on how well they keep it busy.
 
 # %%
-figure, axes = plt.subplots(figsize=(9, 3.2), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(9, 3.2), dpi=110, layout="constrained")
 plot_roofline.draw_times_faster(axes, bench, "prefill", "sdpa")
 plt.show()
 
 # %%
-figure, axes = plt.subplots(figsize=(9, 4.2), dpi=70, layout="constrained")
+figure, axes = plt.subplots(figsize=(9, 4.2), dpi=110, layout="constrained")
 plot_roofline.draw_times_faster(axes, bench, "train", "sdpa")
 plt.show()
 
@@ -150,3 +156,31 @@ limits, results = live.run(["small"], ["fp32"], ["sdpa"], quick=True)
 print(live.format_table(limits, results, ["sdpa"], live.Cpu()))
 assert all(result.seconds > 0 and result.ratios["sdpa"] > 0 for result in results)
 print("\nthis is", attnpack.__version__, "on", live.machine())
+
+# %% [markdown]
+# ## Summary
+#
+# - Intensity, the operations for each byte, says which limit applies: memory on the left, arithmetic on the right.
+# - Sharing key-value heads moves decoding to the right along the roof.
+# - Compare with the limit of the machine as well as with another library.
+#
+# ## Exercises
+#
+# 1. Compute the intensity of decoding in bf16 with 8 query heads on 1 key-value head.
+# 2. From how many query heads per key-value head on does arithmetic limit fp32 decoding on the stored machine?
+# 3. Which stored case of cold decoding comes nearest to its limit?
+
+# %%
+# Solutions. Try first.
+print(
+    "1. 8 heads x 2 products x 2 operations for each pair of 2-byte numbers:",
+    8 * 2 * 2 / (2 * 2),
+    "operations per byte",
+)
+print(f"2. {flops / read * 4 / 2:.0f} heads: each key number of 4 bytes gives 2 operations per head")
+cold = [each for each in bench["results"] if each["case"]["section"] == "decode" and each["case"]["cold"]]
+nearest = max(cold, key=lambda each: each["share"])
+print(f"3. {nearest['case']['name']}, {nearest['case']['dtype']}: {nearest['share']:.0%}")
+
+# %% [markdown]
+# Next: [conversion_and_uptraining](conversion_and_uptraining.ipynb).

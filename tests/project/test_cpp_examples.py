@@ -5,6 +5,7 @@ from pathlib import Path
 import attnpack
 import pytest
 import torch
+from attnpack.tools.demo.mqa import run_mqa
 from processes import ROOT, run_program
 
 PREFIX = Path(attnpack.__file__).parent
@@ -74,6 +75,18 @@ def test_generate_gives_pythons_tokens_and_their_speed(trained, tmp_path):
 def test_the_examples_say_which_libraries_give_ids():
     text = (ROOT / "examples/cpp/generate/main.cpp").read_text()
     assert "tokenizers-cpp" in text and "SentencePiece" in text
+
+
+def test_the_multi_query_program_prints_the_lines_of_the_demo(tmp_path):
+    """With the same seed C++ draws the same weights and inputs, so that every number is the same too."""
+    process = run_program(built("mqa_notebook", tmp_path))
+    assert process.returncode == 0, process.text
+    assert process.stdout == (ROOT / "examples/cpp/mqa_notebook/output.txt").read_text()
+    said = []
+    run_mqa(say=said.append)
+    wanted = "\n".join(said).replace(", grad_fn=<SumBackward1>", "").splitlines()
+    lines = process.stdout.splitlines()
+    assert len(lines) > 150 and lines == wanted[: len(lines)]
 
 
 def test_an_encoder_decoder_learns_to_write_backwards(tmp_path):

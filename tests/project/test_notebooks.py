@@ -3,6 +3,7 @@
 import ast
 import base64
 import io
+import re
 import sys
 import time
 from pathlib import Path
@@ -62,13 +63,49 @@ def test_committed_notebook_is_the_script_with_outputs(script):
 def test_the_multi_query_notebook_prints_the_lines_of_its_source_twice():
     """On the Python class and on the C++ module: V1's row sums, ten steps of V2 and of V3."""
     printed = texts(nbformat.read(FOLDER / "multi_query_attention.ipynb", as_version=4))
-    assert printed.count("should be 1 if correct: tensor([[[1.0000") == 3  # and once for the plain class
+    assert (
+        printed.count("should be 1 if correct: tensor([[[1.0000") == 4
+    )  # also for the plain class and the C++ program
     for t in range(1, 11):
         step = (
             f"\n{'-' * 20}\nQ shape : torch.Size([2, 8, 1, 8])\nK.shape: torch.Size([2, 1, {t}, 8])\n"
             f"V.shape: torch.Size([2, 1, {t}, 8])\nshape of out : torch.Size([2, 1, 64])\n"
         )
         assert printed.count(step) == 4
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_pictures_are_large(script):
+    """110 dpi: at least 500 pixels wide."""
+    committed = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
+    assert min(pixels.shape[1] for pixels in pictures(committed)) >= 500
+    assert not re.search(r"figsize=\([^)]*\)(?!, dpi=1[1-9]\d)", script.read_text())
+
+
+def test_the_reading_order_is_that_of_the_links():
+    page = (FOLDER.parent / "docs/notebooks.md").read_text()
+    order = re.findall(r"^\| \d+ \| \[(\w+)\]", page, flags=re.M)
+    assert sorted(order) == [script.stem for script in SCRIPTS]
+    assert order == re.findall(r"^\.\./notebooks/(\w+)$", page, flags=re.M), "the site's menu has the same order"
+    followers = [re.findall(r"^# Next: \[(\w+)\]", (FOLDER / f"{name}.py").read_text(), flags=re.M) for name in order]
+    assert followers == [[name] for name in order[1:]] + [[]]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_teaches(script):
+    """What it needs, links, a summary, and three exercises, whose solutions run and print three answers."""
+    text = script.read_text()
+    for words in ("*You need*", "*You learn*", "*Runs in*", "[glossary](../docs/notebooks.md)", "# ## Summary"):
+        assert words in text, words
+    prose = "".join(cell.source for cell in jupytext.read(script).cells if cell.cell_type == "markdown")
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", prose)
+    assert [link for link in links if not (FOLDER / link).exists()] == []
+    exercises = text.split("# ## Exercises")[1]
+    assert re.findall(r"^# (\d)\. ", exercises, flags=re.M) == ["1", "2", "3"]
+    committed = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
+    (solution,) = (cell for cell in code_cells(committed) if cell.source.startswith("# Solutions. Try first"))
+    answers = "".join(output.get("text", "") for output in solution.outputs)
+    assert sorted(set(re.findall(r"^(\d)\.", answers, flags=re.M))) == ["1", "2", "3"]
 
 
 def test_notebooks_import_only_what_a_reader_has():

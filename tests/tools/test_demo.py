@@ -125,7 +125,7 @@ def test_text_output_names_the_parts_and_folds_the_last(tmp_path, capsys, monkey
     assert "1. " not in text and text.index("\n2. ") < text.index("\n3. ") < text.index("\n4. ")
     assert cli.main([*command, "--all-lines"]) == 0
     whole = capsys.readouterr().out
-    assert text.count("8 steps more") == 2 and len(text.splitlines()) < 80 < 200 < len(whole.splitlines())
+    assert text.count("8 steps more") == 2 and len(text.splitlines()) < 80 < 150 < len(whole.splitlines())
 
 
 def test_folding_keeps_the_first_and_the_last_step():
