@@ -128,6 +128,13 @@ def differing(name):
     parallel.attention(query, key, value, causal=other if name == "causal" else True, kv_lens=lens * (name == "lens"))
 
 
+def without_rows(method):
+    query = torch.zeros(2, 4, 0, 8, requires_grad=True)
+    out = parallel.attention(query, query[:, :2], query[:, :2], method=method)
+    out.sum().backward()
+    return 0.0 if out.shape == query.grad.shape == (2, 4, 0, 8) else 1.0
+
+
 def round_trip():
     x, found = draw(2, 16, 3), []
     for layout in LAYOUTS:
@@ -163,6 +170,7 @@ def program(only=None):
     checks |= {f"wrong {name}": (lambda wrong=wrong: refused(**wrong)) for name, wrong in WRONG.items()}
     checks |= {f"differing {name}": (lambda name=name: differing(name)) for name in DIFFERENT}
     checks |= {f"bf16 {method}": (lambda method=method: half_precision(method)) for method in METHODS}
+    checks |= {f"no rows {method}": (lambda method=method: without_rows(method)) for method in METHODS}
     checks["round trip"] = round_trip
     return run_checks({name: check for name, check in checks.items() if only is None or name in only})
 
@@ -177,6 +185,10 @@ def test_parts_give_the_numbers_and_gradients_of_one_process(outcomes, method):
     names = [name for name, _ in grid() if name.startswith(method)]
     assert len(names) == 2 * (len(RULES) + len(HEADS) + 1)
     assert not unequal(outcomes, names)
+
+
+def test_a_sequence_may_be_empty(outcomes):
+    assert not unequal(outcomes, [f"no rows {method}" for method in METHODS])
 
 
 def test_half_precision_is_as_near_as_one_process(outcomes):

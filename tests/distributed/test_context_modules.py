@@ -91,14 +91,51 @@ def with_lengths(make, method, layout):
 
 
 def shared_both_ways():
-    """Heads over one dim of a mesh, the sequence over the other one."""
+    """Heads over one dim of a mesh, the sequence over the other one, with the gradients of all parameters."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("cp", "tp"))
-    whole = made(lambda: block(grouped(1)))
+    whole = made(MODELS["tied"])
     both = tensor_parallel(copy.deepcopy(whole), mesh["tp"])
-    x = draw(2, LENGTH, WIDTH)
-    with torch.no_grad(), context_parallel(mesh["cp"], method="ring", layout="zigzag"):
-        got = both(shard_sequence(x, mesh["cp"], layout="zigzag"))
-    return distance(got, shard_sequence(whole(x), mesh["cp"], layout="zigzag"))
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 5
+    upstream = draw(2, LENGTH, 19, seed=5)
+    out = whole(ids)
+    (out * upstream).sum().backward()
+    own_ids, own_upstream, own_out = (shard_sequence(x, mesh["cp"], layout="zigzag") for x in (ids, upstream, out))
+    with context_parallel(mesh["cp"], method="ring", layout="zigzag"):
+        got = both(own_ids)
+        (got * own_upstream).sum().backward()
+    for parameter in both.parameters():
+        dist.all_reduce(parameter.grad.to_local(), group=mesh["cp"].get_group())
+    pairs = zip(whole.parameters(), both.parameters(), strict=True)
+    return max(distance(got, own_out), *(distance(b.grad, a.grad) for a, b in pairs))
+
+
+def checkpointed(reentrant):
+    """Activations that backward computes again, in the same context."""
+    whole = made(lambda: block(grouped(2)))
+    spread, x, upstream = copy.deepcopy(whole), draw(2, LENGTH, WIDTH), draw(2, LENGTH, WIDTH, seed=5)
+    (whole(x) * upstream).sum().backward()
+    own = parts(x, "zigzag").requires_grad_()
+    with context_parallel(layout="zigzag"):
+        out = torch.utils.checkpoint.checkpoint(spread, own, use_reentrant=reentrant)
+        (out * parts(upstream, "zigzag")).sum().backward()
+    for parameter in spread.parameters():
+        dist.all_reduce(parameter.grad)
+    return max(distance(b.grad, a.grad) for a, b in zip(whole.parameters(), spread.parameters(), strict=True))
+
+
+LEARNED = {"hidden_dim": 20, "position_embedding": "learned", "max_positions": LENGTH}
+
+
+def learned_positions(layout):
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 5
+    return compare(lambda: attnpack.CausalLM(19, WIDTH, 2, 4, 2, **LEARNED), "allgather", layout, ids)
+
+
+def overflow():
+    """The first rank, which holds one more position than the others, has no room for it."""
+    held = ShardedCache(attnpack.StaticCache(2, 4, 2, 6))
+    with torch.no_grad():
+        made(grouped)(draw(2, 2 * dist.get_world_size() + 1, WIDTH), cache=held)
 
 
 def compiled(method):
@@ -259,6 +296,8 @@ def wrong(name):
             module(x, cache=held, mask=torch.ones(LENGTH, LENGTH))
         if "weights" in name:
             module(x, cache=held, need_weights=True)
+        if "room" in name:
+            overflow()
         if "kind" in name:
             ShardedCache(attnpack.QuantizedCache(8))
         if "ranks" in name:
@@ -301,6 +340,7 @@ WRONG = {
     "cache, mask": "mask: got one with a ShardedCache",
     "cache, latent weights": "need_weights: got one with a ShardedCache",
     "cache, kind": r"cache is .*QuantizedCache.*wants a DynamicCache\(\), a LatentCache\(\) or a StaticCache",
+    "cache, room": r"cache: got \d+ positions over \d ranks, want at most 2 on each",
     "cache, ranks": "the ranks of a group give a ShardedCache different arguments",
 }
 
@@ -316,6 +356,10 @@ def program(only=None):
     checks |= {
         "context and heads": shared_both_ways,
         "context inferred": inferred,
+        "context checkpointed": lambda: checkpointed(False),
+        "context checkpointed, reentrant": lambda: checkpointed(True),
+        **{f"context learned {way[1]}": lambda way=way: learned_positions(way[1]) for way in WAYS[:2]},
+        **{f"context compiled {method}": lambda method=method: compiled(method) for method in ("ulysses", "ring")},
         "changes": changes,
     }
     for name, make in CACHED.items():

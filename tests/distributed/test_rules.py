@@ -249,6 +249,7 @@ def checks(mesh):
     cases["plan"] = lambda: plan_of_dtensors(mesh)
     with_dropout = {"dropout_p": 0.5}
     cases["dropout"] = lambda: attend_with_dropout(mesh, with_dropout)
+    cases["dropout, other generators"] = lambda: dropout_of_each_rank(mesh)
     return cases | {"append elsewhere": lambda: append_elsewhere(mesh)}
 
 
@@ -264,6 +265,21 @@ def attend_with_dropout(mesh, settings):
         return OPS.attention(*heads, *options)[0]
 
     return compare(call, plain, [over(mesh, x, HEADS) for x in plain])
+
+
+def dropout_of_each_rank(mesh):
+    """Each rank's generator stands elsewhere, and yet all draw the same."""
+    torch.manual_seed(dist.get_rank())
+    query, key, value = (over(mesh, x) for x in leaves((1, 4, 6, 8), (1, 4, 6, 8), (1, 4, 6, 8)))
+    out = attnpack.attention(query, key, value, dropout_p=0.5)
+    out.sum().backward()
+    found = []
+    for x in (out, query.grad):
+        mine = x.to_local().detach().contiguous()
+        of_all = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_all, mine)
+        found.append(max(float((mine - other).abs().max()) for other in of_all))
+    return max(found)
 
 
 def program(shape):

@@ -1,7 +1,9 @@
 """tensor_parallel: modules shared by 2 and 4 processes give numbers and gradients of one process."""
 
 import copy
+import os
 import re
+from unittest import mock
 
 import attnpack
 import pytest
@@ -144,6 +146,38 @@ def after_an_error():
     return compare(whole, shared, draw(2, LENGTH, WIDTH))
 
 
+def tied(make):
+    """Weights that stand in two places, by parameter, stay one each, with the gradient of both places."""
+
+    def tie():
+        first, second = make(), make()
+        second.q_proj.weight, second.k_proj = first.q_proj.weight, first.k_proj
+        return nn.Sequential(first, second)
+
+    whole, shared = both(tie)
+    assert shared[0].q_proj.weight is shared[1].q_proj.weight
+    return compare(whole, shared, draw(2, LENGTH, WIDTH))
+
+
+def tied_head():
+    def tie():
+        model = MODELS["model"]()
+        model.lm_head.weight = model.model.embed_tokens.weight
+        return model
+
+    return model_check(tie)
+
+
+def loaded():
+    """A state dict of one process, as load_state_dict takes it."""
+    whole, shared = both(MODELS["tied"])
+    state = {name: tensor * 2 for name, tensor in whole.state_dict().items()}
+    for model in (whole, shared):
+        model.load_state_dict(state)
+    assert all(isinstance(p, DTensor) for p in shared.parameters())
+    return compare(whole, shared, torch.arange(2 * LENGTH).view(2, LENGTH) % 5)
+
+
 def trained():
     """Three steps of AdamW with clipped gradients: the weights of one process."""
     whole, shared = both(MODELS["tied"])
@@ -181,7 +215,7 @@ def collectives():
     """Collectives of floats in one layer, forward and backward."""
     _, shared = both(lambda: grouped(4))
     x = draw(2, LENGTH, WIDTH).requires_grad_()
-    with CountedBytes() as wire:
+    with mock.patch.dict(os.environ, ATTNPACK_CHECK="0"), CountedBytes() as wire:
         out = shared(x)
     with CountedBytes() as back:
         out.sum().backward()
@@ -204,8 +238,11 @@ REFUSED = {
     "nested ids": "ids are nested, want padded ones under tensor parallelism",
     "ids": "the ranks of a group give the model different arguments: rank 0 has ids int64",
     "id": "ids holds 19",
+    "inputs": "the ranks of a group give a FeedForward different arguments: rank 0 has input 0 float32",
     "twice": ".* is a DTensor already",
     "twin": r"CausalLM has hooks, which C\+\+ would not run",
+    "norm": "qk_norm: got a norm over all 8 heads",
+    "places": r"1\.o_proj\.weight is a weight that stands in another place too",
     "wrapped": "GroupedQueryAttention has a parameter 'q_proj.extra'",
 }
 
@@ -216,9 +253,20 @@ def wrapped():
     return layer
 
 
+def two_shares():
+    first, second = grouped(4, 4), grouped(4, 4)
+    second.o_proj.weight = first.q_proj.weight
+    return nn.Sequential(first, second)
+
+
 def different_ids():
     _, shared = both(MODELS["model"])
     shared(torch.zeros(1, 3 + dist.get_rank() % 2, dtype=torch.int64))
+
+
+def different_inputs():
+    _, shared = both(lambda: attnpack.FeedForward(WIDTH, 20))
+    shared(draw(2, 3 + dist.get_rank() % 2, WIDTH))
 
 
 def program(only=None):
@@ -238,12 +286,16 @@ def program(only=None):
     checks["steps, int8"] = lambda: steps_check(lambda: grouped(2), lambda: attnpack.QuantizedCache(8))
     checks["steps, latent"] = lambda: steps_check(latent, attnpack.LatentCache)
     checks |= {"error": after_an_error, "trained": trained, "memory": memory, "cached": cached_heads}
+    checks |= {"tied weights": lambda: tied(lambda: grouped(1)), "tied head": tied_head, "loaded": loaded}
     checks["collectives"] = collectives
+    checks["refused norm"] = lambda: both(lambda: grouped(4, qk_norm={"all_heads": True}))
+    checks["refused places"] = lambda: both(two_shares)
     checks["refused heads"] = lambda: both(lambda: grouped(3, 3))
     checks["refused dropout"] = lambda: refused(lambda: grouped(dropout=0.1), draw(2, LENGTH, WIDTH))
     checks["refused nested"] = lambda: refused(grouped, jagged(draw(3, WIDTH), draw(2, WIDTH)))
     checks["refused nested ids"] = lambda: refused(MODELS["model"], jagged(torch.arange(3), torch.arange(2)))
     checks["refused ids"] = different_ids
+    checks["refused inputs"] = different_inputs
     checks["refused id"] = lambda: refused(MODELS["model"], torch.full((1, 2), 19))
     checks["refused twice"] = lambda: tensor_parallel(both(grouped)[1], mesh())
     checks["refused twin"] = lambda: both(MODELS["model"])[1].cpp()

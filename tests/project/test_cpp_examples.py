@@ -1,5 +1,7 @@
 """The examples in C++ that train, save and load whole models: built by their own CMakeLists, and run."""
 
+import re
+import subprocess
 from pathlib import Path
 
 import attnpack
@@ -102,3 +104,33 @@ def test_threads_share_a_model(trained, tmp_path):
     for arguments in ((), (trained[0],)):
         process = run_program(program, *arguments, env={})
         assert process.stdout == "12 requests, 3 threads, 12 answers as from one thread\n", process.text
+
+
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory) -> Path:
+    return built("distributed", tmp_path_factory.mktemp("distributed"))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_find_each_other_through_a_file_and_give_the_numbers_of_one(distributed, tmp_path, ranks):
+    environment = {"OMP_NUM_THREADS": "1"}
+    lines = [[distributed, str(rank), str(ranks), tmp_path / "store"] for rank in range(ranks)]
+    processes = [subprocess.Popen(line, env=environment, text=True, stdout=-1, stderr=-1) for line in lines]
+    for process in processes:
+        text, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        found = re.fullmatch(r"heads (\S+) sequence (\S+) cache (\S+)\n", text)
+        assert all(float(distance) < 1e-5 for distance in found.groups()), text
+
+
+def test_a_process_that_is_alone_says_so(distributed, tmp_path):
+    process = run_program(distributed, 0, 2, tmp_path / "store", 1, env={})
+    assert process.returncode == 1
+    assert "attnpack: rank 0 did not find the other processes within 1000 ms, want 2 of them" in process.stderr
+
+
+def test_nothing_of_gloo_is_made_in_our_code():
+    """It knows names of gloo, whose headers torch's wheel lacks, and no layout: none of its symbols refers to gloo."""
+    symbols = run_program("nm", "--dynamic", "--demangle", PREFIX / "lib/libattnpack.so")
+    assert "c10d::ProcessGroupGloo::ProcessGroupGloo" in symbols.stdout
+    assert not re.findall(r".*\bgloo::.*", symbols.stdout)

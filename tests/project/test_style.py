@@ -33,7 +33,7 @@ def test_cpp():
         (r"pybind11/|torch/extension\.h|torch/python\.h|torch/csrc/utils/pybind\.h", "bindings"),
         (
             r"torch/(?:nn|all|torch)\.h|torch/nn/",
-            "attnpack/modules|attnpack/models|bindings|attnpack/convert|attnpack/attnpack.h",
+            "attnpack/modules|attnpack/models|bindings|attnpack/convert|attnpack/distributed|attnpack/attnpack.h",
         ),
     ],
     ids=["pybind11", "torch.nn"],

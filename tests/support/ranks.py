@@ -12,13 +12,16 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 WAIT = timedelta(seconds=240)
+# Imported once, by the server from which all processes fork: each import costs seconds.
+PRELOADED = ["attnpack.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp", "ranks"]
 
 
 class Ranks:
     """Processes that run one function after the other."""
 
     def __init__(self, size: int) -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         self._calls = [context.SimpleQueue() for _ in range(size)]
         self._results = [context.SimpleQueue() for _ in range(size)]

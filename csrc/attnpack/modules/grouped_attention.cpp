@@ -46,7 +46,7 @@ void GroupedAttentionImpl<Derived, sharing>::reset() {
   if (o.sinks())
     this->register_parameter("sinks", this->allocate("num_heads", {o.num_heads()}, sinks, o.factory()).zero_());
   bind_members();
-  slopes_ = alibi_slopes(o.num_heads());
+  slopes = alibi_slopes(o.num_heads());
   if (o.rope()) {
     ATTNPACK_CHECK(o.rope()->options.dim() <= head_dim, "rope: got dim ", o.rope()->options.dim(),
                    ", want at most head_dim ", head_dim);
@@ -95,7 +95,7 @@ AttendOptions GroupedAttentionImpl<Derived, sharing>::settings(const AttentionIn
   result.scale = options.scale();
   if (rope) result.rope = rope->settings;
   if (sinks.defined()) result.sinks = sinks;
-  if (options.alibi()) result.alibi_slopes = at::tensor(slopes_, at::kDouble).to(q_proj->weight.device());
+  if (options.alibi()) result.alibi_slopes = at::tensor(slopes, at::kDouble).to(q_proj->weight.device());
   return result;
 }
 

@@ -108,7 +108,8 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
   Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
   RMSNorm q_norm{nullptr}, k_norm{nullptr};
   RotaryEmbedding rope{nullptr};
-  at::Tensor sinks;  // [num_heads], undefined without sinks
+  at::Tensor sinks;            // [num_heads], undefined without sinks
+  std::vector<double> slopes;  // [num_heads], of ALiBi, not rounded by .to(kBFloat16)
 
  protected:
   // The name and the options, for pretty_print.
@@ -122,8 +123,6 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
   // [B, L, heads * D] -> [B, heads, L, D], normed where norm is given
   at::Tensor split(const at::Tensor& x, int64_t heads, RMSNorm& norm) const;
   AttendOptions settings(const AttentionInputs& inputs) const;
-
-  std::vector<double> slopes_;  // of ALiBi, not rounded by .to(kBFloat16)
 };
 
 using MultiHeadAttentionOptions = GroupedOptions<Sharing::kNone>;

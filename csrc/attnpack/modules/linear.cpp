@@ -36,6 +36,10 @@ void LinearImpl::bind_members() {
 }
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
+  if (share) {
+    const auto out = share->leave(attnpack::linear(share->enter(x), weight));
+    return bias.defined() ? out + bias : out;
+  }
   return attnpack::linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
 }
 
@@ -45,7 +49,8 @@ std::vector<at::Tensor> forward_all(const at::Tensor& x, std::initializer_list<c
     weights.push_back(layer->weight);
     if (layer->bias.defined()) biases.push_back(layer->bias);
   }
-  return attnpack::linears(x, weights, biases);
+  const auto& share = (*layers.begin())->share;
+  return attnpack::linears(share ? share->enter(x) : x, weights, biases);
 }
 
 void LinearImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::Linear", options); }

@@ -5,6 +5,7 @@
 #include <attnpack/modules/leaf.h>
 
 #include <initializer_list>
+#include <memory>
 #include <vector>
 
 namespace attnpack {
@@ -26,6 +27,16 @@ struct LinearOptions {
   }
 };
 
+// What several processes do around the product of a layer of which each has a share (distributed/tensor_parallel.h).
+class LinearShare {
+ public:
+  virtual ~LinearShare() = default;
+  // The input of the product.
+  virtual at::Tensor enter(const at::Tensor& x) const { return x; }
+  // The output of the layer, before its bias.
+  virtual at::Tensor leave(const at::Tensor& out) const { return out; }
+};
+
 // x W^T + b, initialised as torch's Linear. It can be made on any device (meta included) and in any dtype.
 class LinearImpl : public LeafModule<LinearImpl> {
  public:
@@ -42,10 +53,11 @@ class LinearImpl : public LeafModule<LinearImpl> {
   LinearOptions options;
   at::Tensor weight;  // [out_features, in_features]
   at::Tensor bias;    // [out_features], undefined without bias
+  std::shared_ptr<const LinearShare> share;
 };
 TORCH_MODULE(Linear);
 
-// The result of each layer for x. The weights are streamed in one go.
+// The result of each layer for x. The weights are streamed in one go. x enters the share of the first layer for all.
 std::vector<at::Tensor> forward_all(const at::Tensor& x, std::initializer_list<const LinearImpl*> layers);
 
 }  // namespace attnpack

@@ -147,7 +147,7 @@ def agree_on(
     failed = None
     try:
         _check(query, key, value, rules, group, layout)
-    except (ValueError, TypeError) as error:
+    except Exception as error:
         failed = error
     lens = rules.kv_lens
     held = None if lens is None or lens.device.type != "cpu" else hash_of(str(lens.tolist()).encode())

@@ -116,16 +116,18 @@ class ContextParallel(Spread):
             out, _ = METHODS[self.method](*heads, rules, self.group, self.layout)
         return out.transpose(1, 2).flatten(2)
 
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        return positions(self.layout, length, self.group.size(), self.group.rank(), device)
+
     def _check(self, module: nn.Module, inputs: dict[str, Any]) -> None:
         names = ("mask", "need_weights", "cache")
         refuse_inputs(module, "under context_parallel", **{name: inputs[name] for name in names})
 
     def _places(self, query: Tensor, kv_len: int, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Positions of the queries and of the keys of this rank; those of self-attention may be given."""
-        ranks, rank = self.group.size(), self.group.rank()
         given = inputs["positions"]
-        rows = positions(self.layout, query.size(2), ranks, rank, query.device) if given is None else given
-        keys = positions(self.layout, kv_len, ranks, rank, query.device) if inputs["cross"] else rows
+        rows = self.positions(query.size(2), query.device) if given is None else given
+        keys = self.positions(kv_len, query.device) if inputs["cross"] else rows
         return rows, keys
 
 

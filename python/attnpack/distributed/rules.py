@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding
 
 Given = dict[str, Any]
@@ -180,14 +180,18 @@ _OF_ALL_RANKS = ("q_offsets", "kv_lens", "alibi_slopes", "dropout_seed")
 
 def _with_whole_lengths(op: Any, arguments: tuple, keywords: dict) -> Any:
     """Lengths, offsets and slopes that modules make are plain tensors, the same on all ranks. Heads and masks must be
-    DTensors: a plain one may be a share."""
+    DTensors: a plain one may be a share. A seed comes from each rank's own generator: all take that of the first."""
     mesh = next(x.device_mesh for x in arguments if isinstance(x, DTensor))
-    given = [
-        DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        if argument.name in _OF_ALL_RANKS and isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
-        else x
-        for argument, x in zip(op._schema.arguments, arguments, strict=False)
-    ]
+    everywhere = [Replicate()] * mesh.ndim
+
+    def whole(name: str, x: Any) -> Any:
+        if name not in _OF_ALL_RANKS or not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+            return x
+        if name == "dropout_seed":
+            return distribute_tensor(x, mesh, everywhere)
+        return DTensor.from_local(x, mesh, everywhere, run_check=False)
+
+    given = [whole(argument.name, x) for argument, x in zip(op._schema.arguments, arguments, strict=False)]
     handlers = DTensor._op_dispatcher._custom_op_handlers
     with _lock:
         handlers.pop(op)  # torch's own way, by the rules

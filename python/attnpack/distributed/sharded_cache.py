@@ -166,7 +166,20 @@ class ShardedCache(KVCache, Spread):
             **shown,
         )
         past = past.to(query.device)
-        return past, torch.full_like(past, query.size(2)) if lens is None else lens.to(past)
+        new = torch.full_like(past, query.size(2)) if lens is None else lens.to(past)
+        self._check_room(past + new)
+        return past, new
+
+    def _check_room(self, lengths: Tensor) -> None:
+        """Raises, on every rank, if the first one, which holds the most, has no room for its share of the positions."""
+        if not isinstance(self.inner, StaticCache) or not lengths.is_cpu or not lengths.numel():
+            return
+        whole, most = int(lengths.max()), int(self._held(lengths, 0).max())
+        if most > self.inner.max_len:
+            raise ValueError(
+                f"attnpack: cache: got {whole} positions over {self.group.size()} ranks, want at most "
+                f"{self.inner.max_len} on each: make the StaticCache with max_len {most} or more"
+            )
 
     def _places(self, past: Tensor, query: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Positions of the new tokens, [B, L], for RoPE."""

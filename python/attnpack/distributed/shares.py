@@ -84,6 +84,11 @@ def _heads_of_rank(module: nn.Module, ranks: int, rank: int) -> range:
 
 def _grouped(module: GroupedQueryAttention, ranks: int, rank: int) -> Plan:
     heads, dim, kv_heads = _heads_of_rank(module, ranks, rank), module.head_dim, module.num_kv_heads
+    if getattr(module.q_norm, "dim", dim) != dim:
+        raise ValueError(
+            f"attnpack: qk_norm: got a norm over all {module.num_heads} heads, of which a rank has a share, want one "
+            "over head_dim: share this model's batch or sequences instead (FSDP2, context_parallel)"
+        )
     head_map = module.head_map or tuple(head // (module.num_heads // kv_heads) for head in range(module.num_heads))
     read, own_map = kv_heads_of(heads, head_map)
     if module.head_map is None and kv_heads % ranks == 0:

@@ -4,18 +4,18 @@ vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from .. import errors
 from ..nn.causal_lm import CausalLM
 from .collectives import as_group
 from .generate import generate
-from .shares import COLUMNS, Share, plan_of
-from .units import EmbeddingUnit, HeadUnit, ModelUnit, SharedUnit, Unit
+from .shares import COLUMNS, Plan, Share, plan_of
+from .units import Agreement, EmbeddingUnit, HeadUnit, ModelUnit, SharedUnit, Unit
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -25,17 +25,19 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
 
     Its parameters become DTensors of the one-process shapes, under the same names and in the same order: rows of q, k,
     v, gate, up, of the embedding and the head, columns of o and down. Each rank keeps its share of them, with the
-    weights of rank 0. Where kv heads do not divide among the ranks, k_proj and v_proj stay whole: a rank computes the
-    kv heads that its query heads read, and the gradients are summed. Inputs and outputs are those of one process, the
-    same on all ranks; a KV cache holds this rank's kv heads alone, so make a StaticCache for those.
+    weights of rank 0. A weight that stands in two places stays one. Where kv heads do not divide among the ranks,
+    k_proj and v_proj stay whole: a rank computes the kv heads that its query heads read, and the gradients are summed.
+    Inputs and outputs are those of one process, the same on all ranks; a KV cache holds this rank's kv heads alone, so
+    make a StaticCache for those. `load_state_dict` takes DTensors, or whole tensors that all ranks have alike.
 
     Args:
         module: any module of attnpack, or one that contains some. Modules of other kinds run whole on every rank.
         mesh: a DeviceMesh of one dim, such as `mesh["tp"]`.
 
     Raises:
-        ValueError: a number of heads does not divide among the ranks, or a layer has parameters of its own. Later calls
-            raise it for dropout in training, nested tensors, and ids whose shapes differ between ranks.
+        ValueError: a number of heads does not divide among the ranks, or a layer has parameters of its own, a norm over
+            all heads, or a weight that has another share elsewhere. Later calls raise it for dropout in training, for
+            nested tensors, and for inputs whose shapes differ between ranks.
     """
     if not isinstance(mesh, DeviceMesh):
         raise errors.wrong_kind("mesh", mesh, "a DeviceMesh: torch.distributed.device_mesh.init_device_mesh makes one")
@@ -43,19 +45,29 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
         raise errors.wrong_kind("module", module, "a torch.nn.Module")
     group = as_group(mesh)
     found = list(_units(module, "", mesh, set()))
-    for path, unit, _, _ in found:
-        for name, parameter in unit.named_parameters():
-            if isinstance(parameter, DTensor):
-                raise ValueError(
-                    f"attnpack: {path}{name} is a DTensor already, want a plain parameter: call tensor_parallel first, "
-                    "and fully_shard after it"
-                )
+    placed: dict[nn.Parameter, Placement] = {}
+    for path, _, name, parameter, share in _parameters(found):
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"attnpack: {path}{name} is a DTensor already, want a plain parameter: call tensor_parallel first, and "
+                "fully_shard after it"
+            )
+        if placed.setdefault(parameter, share.placement) != share.placement:
+            raise ValueError(
+                f"attnpack: {path}{name} is a weight that stands in another place too, of which ranks have another "
+                "share there: make them two weights"
+            )
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a weight in two places stays one
+    for _, unit, name, parameter, share in list(_parameters(found)):
+        if parameter not in made:
+            made[parameter] = _distributed(parameter, share, mesh)
+        owner, _, own = name.rpartition(".")
+        unit.get_submodule(owner)._parameters[own] = made[parameter]
     for _, unit, kind, shares in found:
-        for name, parameter in list(unit.named_parameters(remove_duplicate=False)):
-            if name in shares.parameters if kind is SharedUnit else name in shares:
-                share = (shares.parameters if kind is SharedUnit else shares)[name]
-                _distribute(unit, name, parameter, share, mesh)
         kind(unit, shares, group)
+    module.register_load_state_dict_pre_hook(_share_loaded)
+    if not isinstance(module, CausalLM):  # which compares its ids itself
+        module.register_forward_pre_hook(Agreement(group), with_kwargs=True)
     for unit in module.modules():
         if isinstance(unit, CausalLM):
             unit._generate = generate
@@ -65,7 +77,7 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
 
 def _units(
     module: nn.Module, path: str, mesh: DeviceMesh, seen: set[int]
-) -> Iterator[tuple[str, nn.Module, type[Unit], object]]:
+) -> Iterator[tuple[str, nn.Module, type[Unit], Any]]:
     """(path, module, kind of unit, its shares) of all units; parameters of modules between them are whole."""
     if id(module) in seen:
         return
@@ -88,13 +100,33 @@ def _units(
             yield from _units(child, where, mesh, seen)
 
 
+def _share_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Whole tensors, as one process has them, become shares like those of the parameters."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        whole = state_dict.get(prefix + name)
+        plain = isinstance(whole, Tensor) and not isinstance(whole, DTensor) and whole.shape == parameter.shape
+        if plain and isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
+            shared = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            state_dict[prefix + name] = shared
+
+
+def _parameters(
+    units: list[tuple[str, nn.Module, type[Unit], Any]],
+) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, Share]]:
+    """(path of the unit, unit, name in it, parameter, its share) for each place of each parameter."""
+    for path, unit, _, shares in units:
+        own = shares.parameters if isinstance(shares, Plan) else shares
+        for name, parameter in unit.named_parameters(remove_duplicate=False):
+            if name in own:
+                yield path, unit, name, parameter, own[name]
+
+
 def _divides(module: nn.Module) -> bool:
     """Whether a module is an embedding whose rows can be shared."""
     plain = type(module) is nn.Embedding
     return plain and module.padding_idx is None and module.max_norm is None and not module.sparse
 
 
-def _distribute(unit: nn.Module, name: str, parameter: nn.Parameter, share: Share, mesh: DeviceMesh) -> None:
-    owner, _, own = name.rpartition(".")
+def _distributed(parameter: nn.Parameter, share: Share, mesh: DeviceMesh) -> nn.Parameter:
     shared = distribute_tensor(parameter.detach(), mesh, [share.placement])
-    unit.get_submodule(owner)._parameters[own] = nn.Parameter(shared, requires_grad=parameter.requires_grad)
+    return nn.Parameter(shared, requires_grad=parameter.requires_grad)

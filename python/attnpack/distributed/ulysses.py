@@ -39,7 +39,9 @@ def _trade(tensors: list[list[Tensor]], shapes: list[list[list[int]]], group: di
     flat = torch.cat([x.reshape(-1) for each in tensors for x in each])
     send = [sum(x.numel() for x in each) for each in tensors]
     sizes = [[torch.Size(shape).numel() for shape in each] for each in shapes]
-    got = Exchanged.apply(flat, [sum(each) for each in sizes], send, group)
+    receive = [sum(each) for each in sizes]
+    # where there are no rows, no rank has anything for another one
+    got = Exchanged.apply(flat, receive, send, group) if sum(send) + sum(receive) else flat
     cut = iter(got.split([size for each in sizes for size in each]))
     return [[next(cut).view(shape) for shape in each] for each in shapes]
 

@@ -70,6 +70,23 @@ class Unit:
         setattr(module, name, value)
 
 
+class Agreement:
+    """A hook: whether all ranks give a module inputs of the same shapes. gloo ends a process where they do not."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
+        return Agreement(self.group)
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        given = {f"input {i}": x for i, x in enumerate(args)} | kwargs
+        given = {name: x for name, x in given.items() if isinstance(x, Tensor) and not nested.is_nested(x)}
+        for x in given.values():
+            agree(f"a {type(module).__name__}", self.group, x.device, **given)
+            break
+
+
 class SharedUnit(Unit):
     """Attention or a feed-forward: every rank computes a part of the output, from its heads or hidden numbers."""
 
@@ -157,7 +174,8 @@ class HeadUnit(Unit):
     """A linear layer whose outputs the ranks share, and all get: the logits of a model."""
 
     def inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return (Copied.apply(args[0], self.group), *args[1:]), kwargs
+        x = args[0] if args else kwargs["input"]
+        return (Copied.apply(x, self.group),), {}
 
     def output(self, module: nn.Module, output: Tensor) -> Tensor:
         return gather_last(output, module.out_features, self.group)

@@ -40,6 +40,10 @@ class Spread:
     ) -> Tensor:  # [B, L, H * V], or [B, L, H * C] of a folded module
         raise NotImplementedError
 
+    def positions(self, length: int, device: torch.device) -> Tensor | None:
+        """The positions [length] of this process's rows in the whole sequence; None if it has all of them."""
+        return None
+
     generate: Callable[..., Tensor] | None = None
     """The loop of `CausalLM.generate` over such a cache."""
 
@@ -76,6 +80,13 @@ def _sequence() -> Spread | None:
 def spread(cache: object) -> Spread | None:
     """What attends over `cache`, or over a sequence without one; None if this process has all keys."""
     return cache if isinstance(cache, Spread) else _sequence()
+
+
+def positions_here(length: int, device: torch.device) -> Tensor:
+    """The positions [length] of the rows of a sequence that begins here, or of the part of it that is here."""
+    over = _sequence()
+    places = None if over is None else over.positions(length, device)
+    return torch.arange(length, device=device) if places is None else places
 
 
 def refuse_spread(what: str, fix: str) -> None:

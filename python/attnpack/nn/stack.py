@@ -23,7 +23,7 @@ from ..errors import (
 from .block import Block, DecoderBlock, EncoderBlock, positions_after
 from .native import NativeModule
 from .norm import arguments_of_norm, make_norm, norm_settings
-from .spread import check_lengths
+from .spread import check_lengths, positions_here
 
 
 class _Stack(NativeModule):
@@ -90,7 +90,7 @@ class _Stack(NativeModule):
             places = nested.positions_of(h, positions)[0]
             return nested.like(nested.rows("x", h) + self._learned(places), h)
         if positions is None:
-            positions = torch.arange(h.size(1), device=h.device)
+            positions = positions_here(h.size(1), h.device)
         return h + self._learned(positions)
 
     def _learned(self, positions: Tensor) -> Tensor:

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <attnpack/distributed/group.h>
+
+namespace attnpack::distributed {
+
+// Collectives of a group. Every process calls them in the same order, also in backward. An error of the backend comes
+// as a sentence that names the rank.
+
+// The sum of the x of all ranks, on each of them. No gradient.
+at::Tensor all_reduce(const at::Tensor& x, const Group& group);
+// The x of all ranks, one after the other: [n, ...] -> [ranks * n, ...]. No gradient.
+at::Tensor all_gather(const at::Tensor& x, const Group& group);
+
+// x, which all ranks hold alike and use differently: its gradient is the sum over the ranks.
+at::Tensor copied(const at::Tensor& x, const Group& group);
+// The sum over the ranks, which all ranks use alike: the gradient of each part is that of the sum.
+at::Tensor summed(const at::Tensor& x, const Group& group);
+// The parts [n, ...] of all ranks as [ranks * n, ...]. Where the ranks use the whole alike, a part's gradient is that
+// of the part in any one of them; where they use it differently, it is the sum over the ranks.
+at::Tensor gathered(const at::Tensor& x, const Group& group, bool alike);
+
+}  // namespace attnpack::distributed

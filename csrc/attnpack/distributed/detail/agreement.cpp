@@ -1,0 +1,49 @@
+#include <attnpack/distributed/detail/agreement.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/distributed/collectives.h>
+
+#include <functional>
+#include <sstream>
+
+namespace attnpack::distributed {
+
+namespace {
+
+constexpr int64_t kWidth = 512;
+
+// A row of bytes with as much of the text as goes in, and a number of all of it.
+at::Tensor row_of(const std::string& text) {
+  const auto row = at::zeros({1, kWidth}, at::kByte);
+  const auto number = std::to_string(std::hash<std::string>()(text));
+  auto head = text.substr(0, kWidth - number.size() - 1);
+  std::copy(head.begin(), head.end(), row.data_ptr<uint8_t>());
+  std::copy(number.begin(), number.end(), row.data_ptr<uint8_t>() + kWidth - number.size());
+  return row;
+}
+
+std::string text_of(const at::Tensor& row) { return reinterpret_cast<const char*>(row.const_data_ptr<uint8_t>()); }
+
+}  // namespace
+
+std::string shown(const std::optional<at::Tensor>& tensor) {
+  if (!tensor || !tensor->defined()) return "none";
+  std::ostringstream text;
+  text << tensor->dtype() << " " << tensor->sizes();
+  return text.str();
+}
+
+void agree(const std::string& what, const Group& group, const std::vector<std::pair<std::string, std::string>>& said) {
+  if (group->getSize() == 1) return;
+  std::string text;
+  for (const auto& [name, value] : said) text += (text.empty() ? "" : "; ") + name + " " + value;
+  const auto rows = all_gather(row_of(text), group);
+  const auto differing = rows.ne(rows[0]).any(1).nonzero().flatten();
+  if (differing.numel() == 0) return;
+  const auto other = differing[0].item<int64_t>();
+  ATTNPACK_CHECK(false, "the ranks of a group give ", what, " different arguments: rank 0 has ", text_of(rows[0]),
+                 ", rank ", other, " has ", text_of(rows[other]),
+                 ", want the same on all ranks: give each the same shapes and settings");
+}
+
+}  // namespace attnpack::distributed

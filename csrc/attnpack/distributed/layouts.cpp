@@ -1,0 +1,49 @@
+#include <attnpack/distributed/layouts.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/distributed/collectives.h>
+
+namespace attnpack::distributed {
+
+namespace {
+
+at::Tensor positions_of(Layout layout, int64_t length, int64_t ranks, int64_t rank) {
+  std::vector<at::Tensor> parts;
+  for (const auto& piece : pieces(layout, length, ranks, rank)) parts.push_back(at::arange(piece.start, piece.stop));
+  return at::cat(parts);
+}
+
+}  // namespace
+
+std::vector<Piece> pieces(Layout layout, int64_t length, int64_t ranks, int64_t rank, const char* name) {
+  if (layout == Layout::kContiguous) return {{rank * length, (rank + 1) * length}};
+  ATTNPACK_CHECK(length % 2 == 0, name, ": got ", length,
+                 " positions on a rank, want an even number for the layout kZigzag, which gives each rank two pieces: "
+                 "pad the sequence and pass kv_lens, or take kContiguous");
+  const auto half = length / 2, last = 2 * ranks - 1 - rank;
+  return {{rank * half, (rank + 1) * half}, {last * half, (last + 1) * half}};
+}
+
+at::Tensor positions(Layout layout, int64_t length, const Group& group) {
+  return positions_of(layout, length, group->getSize(), group->getRank());
+}
+
+at::Tensor shard_sequence(const at::Tensor& x, const Group& group, int64_t dim, Layout layout) {
+  const int64_t ranks = group->getSize(), shares = ranks * (layout == Layout::kZigzag ? 2 : 1);
+  ATTNPACK_CHECK(x.size(dim) % shares == 0, "x: got length ", x.size(dim), " along dim ", dim, ", want a multiple of ",
+                 shares, " for ", ranks, " ranks: pad it, and pass kv_lens");
+  return x.index_select(dim, positions(layout, x.size(dim) / ranks, group).to(x.device()));
+}
+
+at::Tensor unshard_sequence(const at::Tensor& x, const Group& group, int64_t dim, Layout layout, bool alike) {
+  const int64_t ranks = group->getSize(), length = x.size(dim);
+  auto whole = gathered(x.movedim(dim, 0), group, alike);
+  if (layout != Layout::kContiguous) {
+    std::vector<at::Tensor> orders;
+    for (int64_t rank = 0; rank < ranks; ++rank) orders.push_back(positions_of(layout, length, ranks, rank));
+    whole = whole.index_select(0, at::cat(orders).argsort().to(x.device()));
+  }
+  return whole.movedim(0, dim);
+}
+
+}  // namespace attnpack::distributed

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <attnpack/cache/dynamic_cache.h>
+#include <attnpack/distributed/group.h>
+#include <attnpack/ops/attention.h>
+
+namespace attnpack::distributed {
+
+// The share of one rank in a KV cache that no single process holds: position p lies on rank p mod ranks. All ranks make
+// the same calls. No gradient flows. Sequences have one length.
+class ShardedCache {
+ public:
+  explicit ShardedCache(Group group);
+
+  // Appends the new keys and values, of which this rank keeps its own, and attends over those of all ranks: one
+  // collective of the queries' rows. The query rows stand after what was there before. Raises for mask, dropout_p,
+  // q_offset and kv_lens, and on all ranks where arguments differ between them; the cache is then as it was.
+  at::Tensor attend(const at::Tensor& query,                // [B, Hq, L, D], rotated
+                    const at::Tensor& key,                  // [B, Hkv, L, D], rotated
+                    const at::Tensor& value,                // [B, Hkv, L, Dv]
+                    const AttentionOptions& options = {});  // -> [B, Hq, L, Dv]
+
+  // Positions of the whole sequences.
+  int64_t len() const { return len_; }
+  // Bytes of the keys and values that this rank holds.
+  int64_t nbytes() const { return held_->nbytes(); }
+
+ private:
+  // Writes the positions of this rank; its keys and values [B, Hkv, K, D] then.
+  std::pair<at::Tensor, at::Tensor> append(const at::Tensor& key, const at::Tensor& value);
+  // What positions exclude, and ALiBi's bias, [1, 1 or Hq, L, K]; none where the rows see all keys.
+  std::optional<at::Tensor> mask(const at::Tensor& query, int64_t num_keys, const AttentionOptions& options) const;
+
+  Group group_;
+  std::shared_ptr<DynamicCache> held_;
+  int64_t len_ = 0;
+};
+
+}  // namespace attnpack::distributed

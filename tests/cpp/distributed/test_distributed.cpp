@@ -1,0 +1,347 @@
+// Several processes, each of which is a thread here: a rank with a gloo group of its own. Results are those of one
+// process.
+#include <attnpack/cache/dynamic_cache.h>
+#include <attnpack/distributed/attention.h>
+#include <attnpack/distributed/collectives.h>
+#include <attnpack/distributed/sharded_cache.h>
+#include <attnpack/distributed/tensor_parallel.h>
+#include <attnpack/layers/alibi.h>
+#include <attnpack/models/generate.h>
+#include <attnpack/modules/feed_forward.h>
+#include <attnpack/modules/mixture_of_experts.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <mutex>
+#include <thread>
+
+#include "catch.h"
+
+namespace {
+
+using namespace attnpack;
+namespace parallel = attnpack::distributed;
+using parallel::Group;
+using parallel::Layout;
+
+// What program(group) gives on each rank, or its error.
+template <typename Program>
+std::vector<std::string> on_ranks(int ranks, const Program& program) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::string> results(ranks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        results[rank] = program(parallel::gloo_group(store, rank, ranks, std::chrono::seconds(20)));
+      } catch (const c10::Error& error) {
+        results[rank] = error.what_without_backtrace();
+      } catch (const std::exception& error) {
+        results[rank] = error.what();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  return results;
+}
+
+bool contains(const std::string& text, const std::string& words) { return text.find(words) != std::string::npos; }
+
+// "near", or how far two tensors are from each other.
+std::string compared(const std::vector<std::pair<at::Tensor, at::Tensor>>& pairs) {
+  for (const auto& [got, wanted] : pairs) {
+    if (got.sizes() != wanted.sizes()) return "shapes differ";
+    if (!at::allclose(got, wanted, 1e-5, 1e-5, /*equal_nan=*/true)) {
+      return "distance " + std::to_string((got - wanted).abs().max().item<double>());
+    }
+  }
+  return "near";
+}
+
+// Numbers that are the same on all ranks: threads share torch's generator.
+at::Tensor draw(at::IntArrayRef sizes, int64_t seed) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  return at::randn(sizes, generator);
+}
+
+template <typename Make>
+auto made(const Make& make) {
+  static std::mutex one;
+  const std::lock_guard<std::mutex> lock(one);
+  torch::manual_seed(0);
+  auto module = make();
+  const at::NoGradGuard no_grad;
+  for (auto& parameter : module->parameters()) parameter.normal_(0, 0.2);  // biases, norms and sinks that matter
+  return module;
+}
+
+std::vector<std::pair<AttentionOptions, std::string>> rules() {
+  const auto slopes = at::tensor(alibi_slopes(6), at::kDouble);
+  return {{AttentionOptions().causal(true), "causal"},
+          {AttentionOptions(), "all keys"},
+          {AttentionOptions().causal(true).window({5, 0}).softcap(1.5), "window, soft cap"},
+          {AttentionOptions().window({2, 3}).alibi_slopes(slopes), "window to the right, alibi"},
+          {AttentionOptions().causal(true).kv_lens(at::tensor({16, 5})), "lengths"},
+          {AttentionOptions().causal(true).head_map(std::vector<int64_t>{1, 0, 0, 1, 1, 1}).scale(0.7), "head map"}};
+}
+
+std::string attention_is_near(const Group& group, AttentionOptions options, Layout layout) {
+  std::vector<at::Tensor> whole, own;
+  for (const int64_t heads : {6, 2, 2}) whole.push_back(draw({2, heads, 16, 8}, heads).requires_grad_());
+  for (const auto& x : whole) own.push_back(parallel::shard_sequence(x.detach(), group, 2, layout).requires_grad_());
+  const auto sinks = draw({6}, 5).requires_grad_(), own_sinks = sinks.detach().clone().requires_grad_();
+  const auto [out, lse] = attention_with_lse(whole[0], whole[1], whole[2], options.sinks(sinks));
+  const auto [part, part_lse] =
+      parallel::attention_with_lse(own[0], own[1], own[2], group, options.sinks(own_sinks), layout);
+  const auto upstream = draw(out.sizes(), 9);
+  const auto shard = [&](const at::Tensor& x) { return parallel::shard_sequence(x, group, 2, layout); };
+  ((out * upstream).sum() + lse.sum()).backward();
+  ((part * shard(upstream)).sum() + part_lse.sum()).backward();
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs{{part, shard(out)}, {part_lse, shard(lse)}};
+  for (size_t i = 0; i < 3; ++i) pairs.emplace_back(own[i].grad(), shard(whole[i].grad()));
+  pairs.emplace_back(parallel::all_reduce(own_sinks.grad(), group), sinks.grad());
+  return compared(pairs);
+}
+
+}  // namespace
+
+TEST_CASE("attention over parts of a sequence gives numbers and gradients of one process") {
+  for (const int ranks : {2, 4}) {
+    const auto results = on_ranks(ranks, [](const Group& group) -> std::string {
+      for (const auto layout : {Layout::kContiguous, Layout::kZigzag}) {
+        for (const auto& [options, name] : rules()) {
+          const auto found = attention_is_near(group, options, layout);
+          if (found != "near") return name + ": " + found;
+        }
+      }
+      const auto x = draw({2, 16, 3}, 1);
+      return compared({{parallel::unshard_sequence(parallel::shard_sequence(x, group, 1, Layout::kZigzag), group, 1,
+                                                   Layout::kZigzag),
+                        x}});
+    });
+    CHECK(results == std::vector<std::string>(ranks, "near"));
+  }
+}
+
+TEST_CASE("what is not done, and what differs between ranks, is an error on all of them") {
+  const auto call = [](const Group& group, const AttentionOptions& options, int64_t length = 4) {
+    const auto x = draw({1, 2, length, 8}, 1);
+    parallel::attention(x, x, x, group, options);
+    return std::string("no error");
+  };
+  const auto all_say = [](const std::vector<std::string>& results, const std::string& text) {
+    for (const auto& result : results) CHECK(contains(result, text));
+  };
+  all_say(on_ranks(2,
+                   [&](const Group& g) {
+                     return call(g, AttentionOptions().mask(at::ones({4, 4})));
+                   }),
+          "mask: got a tensor [4, 4], which is not done over several processes");
+  all_say(on_ranks(2, [&](const Group& g) { return call(g, AttentionOptions().dropout_p(0.5)); }),
+          "dropout_p: got 0.5");
+  all_say(on_ranks(2, [&](const Group& g) { return call(g, AttentionOptions().q_offset(3)); }), "q_offset: got one");
+  all_say(on_ranks(2, [&](const Group& g) { return call(g, {}, 4 + g->getRank()); }),
+          "different arguments: rank 0 has ");
+  all_say(on_ranks(2, [&](const Group& g) { return call(g, AttentionOptions().causal(g->getRank() == 1)); }),
+          "different arguments: rank 0 has ");
+  const auto one_wrong = on_ranks(2, [&](const Group& g) {
+    return call(g, g->getRank() ? AttentionOptions().kv_lens(at::tensor({99})) : AttentionOptions());
+  });
+  CHECK(contains(one_wrong[0], "kv_lens: got"));
+  CHECK(contains(one_wrong[1], "kv_lens: got"));
+  all_say(on_ranks(2,
+                   [](const Group& g) {
+                     parallel::gloo_group(nullptr, g->getRank(), 2);
+                     return std::string("no error");
+                   }),
+          "store: got none");
+}
+
+TEST_CASE("a rank that does not come gives the others a sentence within the timeout") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::thread> threads;
+  std::string said;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto group = parallel::gloo_group(store, rank, 2, std::chrono::milliseconds(500));
+      try {
+        if (rank == 0) parallel::all_reduce(at::ones({2}), group);
+        std::this_thread::sleep_for(std::chrono::milliseconds(rank * 1500));
+      } catch (const c10::Error& error) {
+        said = error.what_without_backtrace();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  CHECK(contains(said, "attnpack: a collective of 2 processes failed on rank 0: another process died"));
+}
+
+TEST_CASE("a cache whose positions the ranks share gives the numbers of one process") {
+  for (const int ranks : {2, 3}) {
+    const auto results = on_ranks(ranks, [](const Group& group) -> std::string {
+      for (auto [options, name] : rules()) {
+        if (options.kv_lens()) continue;
+        options.sinks(draw({6}, 5));
+        parallel::ShardedCache cache(group);
+        at::Tensor keys, values;
+        int64_t past = 0;
+        for (const int64_t length : {5, 1, 1, 3}) {
+          const auto q = draw({2, 6, length, 8}, past), k = draw({2, 2, length, 8}, past + 20),
+                     v = draw({2, 2, length, 5}, past + 40);
+          keys = past ? at::cat({keys, k}, 2) : k;
+          values = past ? at::cat({values, v}, 2) : v;
+          auto plain = options;
+          const auto wanted = attention(q, keys, values, plain.q_offset(past));
+          const auto found = compared({{cache.attend(q, k, v, options), wanted}});
+          past += length;
+          if (found != "near") return name + ": " + found;
+          if (cache.len() != past) return "length";
+        }
+        const auto held = parallel::all_reduce(at::tensor(cache.nbytes()), group).item<int64_t>();
+        if (held != 2 * 2 * past * (8 + 5) * 4) return "bytes " + std::to_string(held);
+      }
+      return "near";
+    });
+    CHECK(results == std::vector<std::string>(ranks, "near"));
+  }
+}
+
+namespace {
+
+using Modules = std::vector<std::function<Part<TokenModule>()>>;
+
+// An attention module under the interface of a module that maps x to x.
+template <typename Holder>
+struct SelfImpl : torch::nn::Module, TokenModule {
+  explicit SelfImpl(Holder made) : inner(register_module("inner", std::move(made))) {}
+  at::Tensor forward(const at::Tensor& x) override { return inner->forward(x); }
+  Holder inner;
+};
+
+template <typename Holder>
+Part<TokenModule> self(Holder inner) {
+  return std::static_pointer_cast<torch::nn::Module>(std::make_shared<SelfImpl<Holder>>(std::move(inner)));
+}
+
+GroupedQueryAttentionOptions grouped(int64_t kv_heads) {
+  return GroupedQueryAttentionOptions(24, 8, kv_heads).head_dim(6).bias(true).causal(true).rope(RotaryEmbedding(6));
+}
+
+MultiHeadLatentAttentionOptions latent() {
+  return MultiHeadLatentAttentionOptions(24, 4)
+      .kv_lora_rank(10)
+      .qk_nope_head_dim(4)
+      .qk_rope_head_dim(6)
+      .v_head_dim(5)
+      .causal(true)
+      .rope(RotaryEmbedding(6));
+}
+
+Modules modules() {
+  return {
+      [] { return self(GroupedQueryAttention(grouped(4))); },
+      [] { return self(GroupedQueryAttention(grouped(1).qk_norm(true).sinks(true).alibi(true))); },
+      [] {
+        return self(GroupedQueryAttention(grouped(3).head_map(std::vector<int64_t>{2, 2, 0, 1, 1, 0, 0, 2})));
+      },
+      [] {
+        return self(MultiHeadAttention(MultiHeadAttentionOptions(24, 4).window(Window{3, 0}).softcap(2)));
+      },
+      [] { return self(MultiQueryAttention(MultiQueryAttentionOptions(24, 4).bias(true))); },
+      [] { return self(MultiHeadLatentAttention(latent())); },
+      [] { return self(MultiHeadLatentAttention(latent().q_lora_rank(9).bias(true))); },
+      [] { return Part<TokenModule>(FeedForward(FeedForwardOptions(24, 20).bias(true))); },
+      [] { return Part<TokenModule>(FeedForward(FeedForwardOptions(24, 5).activation("gelu"))); },
+      [] {
+        return Part<TokenModule>(MixtureOfExperts(MixtureOfExpertsOptions(24, 10, 4, 2).shared_dim(6).normalize(true)));
+      },
+  };
+}
+
+// Output and gradient of the input, and the output after a step along the gradients of all parameters.
+template <typename Call>
+std::vector<at::Tensor> step(torch::nn::Module& module, const at::Tensor& x, const Call& call) {
+  const auto input = x.is_floating_point() ? x.detach().clone().requires_grad_() : x;
+  const auto out = call(input);
+  (out * draw(out.sizes(), 9)).sum().backward();
+  const at::NoGradGuard no_grad;
+  for (auto& parameter : distinct_parameters(module))
+    if (parameter.grad().defined()) parameter.sub_(parameter.grad(), 0.03);
+  return {out.detach(), x.is_floating_point() ? input.grad() : out.detach(), call(x)};
+}
+
+std::string near(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& wanted) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
+  for (size_t i = 0; i < got.size(); ++i) pairs.emplace_back(got[i], wanted[i]);
+  return compared(pairs);
+}
+
+}  // namespace
+
+TEST_CASE("modules whose heads the ranks share give numbers and gradients of one process") {
+  for (const int ranks : {2, 4}) {
+    const auto results = on_ranks(ranks, [](const Group& group) -> std::string {
+      int number = 0;
+      for (const auto& make : modules()) {
+        const auto make_module = [&] { return std::make_shared<Part<TokenModule>>(make())->module(); };
+        const auto run = [](const std::shared_ptr<torch::nn::Module>& module) {
+          return [module](const at::Tensor& x) { return dynamic_cast<TokenModule&>(*module).forward(x); };
+        };
+        const auto whole = made(make_module), shared = made(make_module);
+        parallel::tensor_parallel(*shared, group);
+        const auto x = draw({2, 7, 24}, 3);
+        const auto found = near(step(*shared, x, run(shared)), step(*whole, x, run(whole)));
+        if (found != "near") return "module " + std::to_string(number) + ": " + found;
+        ++number;
+      }
+      return "near";
+    });
+    CHECK(results == std::vector<std::string>(ranks, "near"));
+  }
+}
+
+TEST_CASE("a model whose heads the ranks share trains and generates as one process") {
+  for (const bool of_latents : {false, true}) {
+    const auto results = on_ranks(2, [&](const Group& group) -> std::string {
+      auto options = CausalLMOptions(19, 24, 2, 4).hidden_dim(20).tie_embeddings(true);
+      if (of_latents) {
+        options.latent(latent().rope(nullptr).causal(false));
+      } else {
+        options.num_kv_heads(1).qk_norm(true).bias(true);
+      }
+      const auto make = [&] { return CausalLM(options); };
+      auto whole = made(make), shared = made(make);
+      parallel::tensor_parallel(*shared, group);
+      const auto ids = at::arange(14).view({2, 7}).remainder(5);
+      const auto run = [](CausalLM& model) { return [&](const at::Tensor& x) { return model(x); }; };
+      const auto found = near(step(*shared, ids, run(shared)), step(*whole, ids, run(whole)));
+      if (found != "near") return found;
+      const auto tokens = [&](CausalLM& model, const std::string& cache) {
+        return generate(*model, ids, GenerateOptions(6).cache(cache));
+      };
+      for (const std::string cache : {"dynamic", "static"})
+        if (!tokens(shared, cache).equal(tokens(whole, cache))) return cache + ": other tokens";
+      return "near";
+    });
+    CHECK(results == std::vector<std::string>(2, "near"));
+  }
+}
+
+TEST_CASE("modules that cannot be shared are refused, and left as they are") {
+  const auto results = on_ranks(2, [](const Group& group) -> std::string {
+    std::string said;
+    for (auto options : {GroupedQueryAttentionOptions(24, 3, 3), grouped(4).qk_norm(QkNorm(true).all_heads(true)),
+                         grouped(4).dropout(0.1)}) {
+      auto module = made([&] { return GroupedQueryAttention(options); });
+      try {
+        parallel::tensor_parallel(*module, group);
+        return "no error";
+      } catch (const c10::Error& error) {
+        const std::string message = error.what_without_backtrace();
+        said += message.substr(0, message.find(':', 11)) + " ";
+      }
+      if (module->options.num_heads() != options.num_heads()) return "changed";
+    }
+    return said;
+  });
+  CHECK(results == std::vector<std::string>(2, "attnpack: num_heads attnpack: qk_norm attnpack: dropout "));
+}
