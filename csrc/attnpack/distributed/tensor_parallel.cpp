@@ -79,7 +79,9 @@ void keep_inputs(Linear& layer, const at::Tensor& rows, const Group& group) {
 // The gradient of a parameter that all ranks hold, each for its own heads, is the sum of theirs. `rows` are those that
 // this rank holds of `size`; undefined for all.
 void sum_gradient(const at::Tensor& parameter, const Group& group, const at::Tensor& rows = {}, int64_t size = 0) {
-  if (!parameter.defined() || !parameter.requires_grad()) return;
+  if (!parameter.defined()) return;
+  const bool wanted = parameter.requires_grad();
+  parameter.set_requires_grad(true);  // a hook needs it, also that of a parameter which is frozen for now
   parameter.register_hook([group, rows, size](const at::Tensor& grad) {
     if (!rows.defined()) return all_reduce(grad, group);
     auto sizes = grad.sizes().vec();
@@ -87,6 +89,7 @@ void sum_gradient(const at::Tensor& parameter, const Group& group, const at::Ten
     const auto index = rows.to(grad.device());
     return all_reduce(at::zeros(sizes, grad.options()).index_copy(0, index, grad), group).index_select(0, index);
   });
+  parameter.set_requires_grad(wanted);
 }
 
 void sum_gradients(const Linear& layer, const Group& group, const at::Tensor& rows = {}, int64_t size = 0) {
