@@ -126,7 +126,10 @@ def test_processes_find_each_other_through_a_file_and_give_the_numbers_of_one(di
 def test_a_process_that_is_alone_says_so(distributed, tmp_path):
     process = run_program(distributed, 0, 2, tmp_path / "store", 1, env={})
     assert process.returncode == 1
-    assert "attnpack: rank 0 did not find the other processes within 1000 ms, want 2 of them" in process.stderr
+    assert process.stderr == (
+        "attnpack: rank 0 did not find the other processes within 1000 ms, want 2 of them: start each with a rank of "
+        "its own, and all with the same store (Wait timeout)\n"
+    )
 
 
 def test_nothing_of_gloo_is_made_in_our_code():

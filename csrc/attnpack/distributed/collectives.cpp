@@ -1,5 +1,6 @@
 #include <attnpack/distributed/collectives.h>
 
+#include <attnpack/distributed/detail/words.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 namespace attnpack::distributed {
@@ -18,7 +19,7 @@ void finish(const Group& group, const Start& start) {
     TORCH_CHECK(false, "attnpack: a collective of ", group->getSize(), " processes failed on rank ", group->getRank(),
                 ": another process died, called something else, or did not come within the group's timeout; results "
                 "of this step are lost, so start the processes again from a checkpoint (",
-                error.what(), ")");
+                words_of(error), ")");
   }
 }
 
