@@ -47,6 +47,7 @@ import torch
 from attnpack import checkpoints
 from attnpack.tools.plot import attention as plot_attention
 from attnpack.tools.plot import schematic
+from attnpack.tools.plot.page import attention_page
 from torch.nn import functional
 
 torch.manual_seed(0)
@@ -423,8 +424,14 @@ plot_attention.draw_heads(figure, weights[11], words, title="SmolLM2-135M, layer
 plt.show()
 
 # %% [markdown]
-# `attnpack plot attention "..." --html page.html` writes a page of all layers and heads to play with.
-#
+# Three layers to play with (run the notebook, or read it on the site: GitHub shows no frames). Point at a token of the
+# sentence, or at a cell of the large picture. `attnpack plot attention "..." --html page.html` writes such a page of
+# all layers.
+
+# %%
+attention_page(model, ids, words, layers=[11, 16, 18])
+
+# %% [markdown]
 # ## Summary
 #
 # - A row compares its query with all keys; a softmax makes weights of the scores; the output is a mean of values.

@@ -1,7 +1,7 @@
-"""Pictures as PNG or SVG, and `attnpack plot`. Pictures need matplotlib; the rest of attnpack does not.
+"""Pictures as PNG or SVG, a page, and `attnpack plot`. Pictures need matplotlib; the rest of attnpack does not.
 
 The modules `memory`, `roofline` and `attention` draw: their functions `draw_*` take matplotlib axes, so that notebooks
-show the same pictures as the command line.
+show the same pictures as the command line. `schematic` draws SVG, and `page` makes a page of HTML, without matplotlib.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from .memory import MODELS, draw_kv_memory, kv_bytes, model_kv_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from ...checkpoints import Tokenizer
+    from ...nn.causal_lm import CausalLM
 
 ENDINGS = (".png", ".svg")
 
@@ -41,19 +44,20 @@ def save(figure: Figure, path: str | Path) -> None:
         figure.savefig(file, format=path.suffix[1:].lower())
 
 
-def check_picture(path: str | Path) -> None:
-    """Raises ValueError if `save` could not write `path`. A command calls it before its work, and not after it."""
+def check_picture(path: str | Path, option: str = "--out", endings: Sequence[str] = ENDINGS) -> None:
+    """Raises ValueError if `path`, which `option` gave, could not be written or has another ending. A command calls it
+    before its work, and not after it."""
     path = Path(path)
     if not path.parent.is_dir():
-        raise ValueError(f"--out: {path} lies in no folder that exists; make {path.parent} first, or choose another")
+        raise ValueError(f"{option}: {path} lies in no folder that exists; make {path.parent} first, or choose another")
     if path.is_dir():
-        raise ValueError(f"--out: {path} cannot be written (Is a directory); choose another file")
-    if path.suffix.lower() not in ENDINGS:
-        raise ValueError(f"--out: got {str(path)!r}, want a name that ends in .png or .svg")
+        raise ValueError(f"{option}: {path} cannot be written (Is a directory); choose another file")
+    if path.suffix.lower() not in endings:
+        raise ValueError(f"{option}: got {str(path)!r}, want a name that ends in {' or '.join(endings)}")
     try:
         check_writable(path)
     except OSError as error:
-        raise ValueError(f"--out: {path} cannot be written ({error.strerror}); choose another file") from None
+        raise ValueError(f"{option}: {path} cannot be written ({error.strerror}); choose another file") from None
 
 
 def plot_kv_memory(
@@ -82,7 +86,12 @@ def plot_kv_memory(
 
 
 def main(args: argparse.Namespace) -> None:
-    """`attnpack plot`: writes one picture; with `args.json` prints the figures of the picture as one JSON object."""
+    """`attnpack plot`: writes one picture, or a page; with `args.json` prints its figures as one JSON object."""
+    if getattr(args, "html", None):
+        check_picture(args.html, "--html", (".html",))
+        figures = _page(args)
+        print(json.dumps({"page": str(args.html), **figures}) if args.json else f"wrote {args.html}")
+        return
     check_picture(args.out)
     figure, figures = {"kv-memory": _kv_memory, "roofline": _roofline, "attention": _attention}[args.picture](args)
     save(figure, args.out)
@@ -115,19 +124,34 @@ def _roofline(args: argparse.Namespace) -> tuple[Figure, dict]:
 
 
 def _attention(args: argparse.Namespace) -> tuple[Figure, dict]:
-    from ... import checkpoints
     from .attention import draw_heads, lm_attention
 
-    path = args.model or checkpoints.smollm2_path()
-    tokenizer, model = checkpoints.load_tokenizer(path), checkpoints.load(path)
+    tokenizer, model, ids = _read(args)
     if not 0 <= args.layer < len(model.layers):
         raise ValueError(f"--layer: got {args.layer}, want 0 to {len(model.layers) - 1}, the model's layers")
-    ids = tokenizer.encode(args.text)
-    if not ids:
-        raise ValueError("text: got an empty one, want a sentence whose tokens attend each other")
     probs = lm_attention(model, torch.tensor([ids]))[args.layer][0]
     columns = min(3, len(probs))
     rows = -(-len(probs) // columns)
     figure = new_figure(3.2 * columns, 3.2 * rows + 0.4)
     draw_heads(figure, probs, [tokenizer.decode([token]) for token in ids], title=f"layer {args.layer}")
     return figure, {"layer": args.layer, "tokens": ids, "weights": probs.tolist()}
+
+
+def _page(args: argparse.Namespace) -> dict:
+    from .page import attention_page
+
+    tokenizer, model, ids = _read(args)
+    attention_page(model, ids, [tokenizer.decode([token]) for token in ids]).save(args.html)
+    return {"layers": len(model.layers), "tokens": ids}
+
+
+def _read(args: argparse.Namespace) -> tuple[Tokenizer, CausalLM, list[int]]:
+    """The tokenizer, the model, and the ids of `args.text`."""
+    from ... import checkpoints
+
+    path = args.model or checkpoints.smollm2_path()
+    tokenizer, model = checkpoints.load_tokenizer(path), checkpoints.load(path)
+    ids = tokenizer.encode(args.text)
+    if not ids:
+        raise ValueError("text: got an empty one, want a sentence whose tokens attend each other")
+    return tokenizer, model, ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,17 +16,23 @@ if TYPE_CHECKING:
     from ...nn.causal_lm import CausalLM
 
 
-@torch.no_grad()
 def lm_attention(model: CausalLM, ids: Tensor) -> list[Tensor]:
     """The attention weights of every layer, each [B, Hq, L, L], from one forward over ids [B, L]."""
-    found: list[Tensor] = []
+    return [weights for _, _, weights in capture_attention(model, ids)]
+
+
+@torch.no_grad()
+def capture_attention(model: CausalLM, ids: Tensor) -> list[tuple[Any, Tensor, Tensor]]:
+    """(attention module, its input [B, L, E], its weights [B, Hq, L, L]) of every layer, from one forward over ids
+    [B, L]."""
+    found: list[tuple[Any, Tensor, Tensor]] = []
 
     def request_weights(attention, args, kwargs):
         return args, {**kwargs, "need_weights": True}
 
     def keep_weights(attention, args, result):
         out, weights = result
-        found.append(weights)
+        found.append((attention, args[0], weights))
         return out
 
     hooks = []
