@@ -350,6 +350,8 @@ for offset, (name, stack, kind, colour) in enumerate(
     print(f"{name}: moved by a change at {changed_at}:", [i for i in range(length) if moved[i] > 0])
 axes.set_xticks([i + 0.2 for i in range(length)], range(length))
 axes.set_yscale("log")
+axes.set_yticks([0.2, 0.5, 1, 2, 4], [0.2, 0.5, 1, 2, 4])
+axes.set_yticks([], minor=True)
 axes.set(xlabel="position", ylabel="change of the output (norm)", title=f"Token {changed_at} is changed: who hears?")
 axes.legend()
 plt.show()

@@ -32,7 +32,7 @@ class AttentionPage(NamedTuple):
         return self.text
 
     def _repr_html_(self) -> str:  # the name by which notebooks ask
-        return f'<iframe srcdoc="{html.escape(self.text)}" width="100%" height="820" style="border:0"></iframe>'
+        return f'<iframe srcdoc="{html.escape(self.text)}" width="100%" height="1130" style="border:0"></iframe>'
 
     def save(self, path: str | Path) -> None:
         """Writes the page to `path`, whole or not at all."""
