@@ -1,6 +1,7 @@
 #include <attnpack/distributed/attention.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/core/padded.h>
 #include <attnpack/distributed/detail/rules.h>
 
 namespace attnpack::distributed {
@@ -11,8 +12,8 @@ namespace {
 void judge(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Group& group,
            const AttentionOptions& options, Layout layout) {
   const at::NoGradGuard no_grad;
-  ATTNPACK_CHECK(query.defined() && key.defined() && value.defined(),
-                 "query, key and value: got an undefined tensor, want one each");
+  check_defined("key", key);
+  check_defined("value", value);
   refuse_unshared(options);
   auto local = options;
   if (query.dim() == 4) pieces(layout, query.size(2), group->getSize(), group->getRank(), "query");
@@ -34,12 +35,13 @@ void judge(const at::Tensor& query, const at::Tensor& key, const at::Tensor& val
 std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query, const at::Tensor& key,
                                                       const at::Tensor& value, const Group& group,
                                                       const AttentionOptions& options, Layout layout) {
+  check_defined("query", query);
   auto said = said_of(options);
   said.insert(said.end(), {{"query", shown(query)},
                            {"key", shown(key)},
                            {"value", shown(value)},
                            {"layout", layout == Layout::kZigzag ? "kZigzag" : "kContiguous"}});
-  agree_on("attention", group, said, [&] { judge(query, key, value, group, options, layout); });
+  agree_on("attention", group, query.device(), said, [&] { judge(query, key, value, group, options, layout); });
 
   const auto whole = unshard_sequence(at::cat({key, value}, -1), group, 2, layout, /*alike=*/false);
   const auto keys = whole.narrow(-1, 0, key.size(-1)), values = whole.narrow(-1, key.size(-1), value.size(-1));

@@ -18,7 +18,7 @@ at::Tensor ShardedCache::attend(const at::Tensor& query, const at::Tensor& key, 
   auto said = said_of(options);
   said.insert(said.end(),
               {{"past", std::to_string(len_)}, {"query", shown(query)}, {"key", shown(key)}, {"value", shown(value)}});
-  agree_on("a ShardedCache", group_, said, [&] {
+  agree_on("a ShardedCache", group_, query.device(), said, [&] {
     refuse_unshared(options);
     ATTNPACK_CHECK(!options.kv_lens(), "kv_lens: got one, want none: the sequences of a ShardedCache have one length");
     attnpack::attention(query, key.narrow(2, 0, 0), value.narrow(2, 0, 0), options);  // judges the arguments

@@ -2,6 +2,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/distributed/collectives.h>
+#include <attnpack/distributed/detail/agreement.h>
 #include <attnpack/layers/alibi.h>
 #include <attnpack/models/causal_lm.h>
 #include <attnpack/modules/feed_forward.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <functional>
 #include <unordered_set>
+#include <utility>
 
 namespace attnpack::distributed {
 
@@ -19,11 +21,16 @@ namespace {
 // A layer whose outputs the ranks share: each of them gives a part of the gradient of its input.
 class Columns : public LinearShare {
  public:
-  explicit Columns(Group group) : group_(std::move(group)) {}
-  at::Tensor enter(const at::Tensor& x) const override { return copied(x, group_); }
+  // The first one in a call compares the ranks' shapes: gloo ends a process where they differ.
+  Columns(Group group, bool first) : group_(std::move(group)), first_(first) {}
+  at::Tensor enter(const at::Tensor& x) const override {
+    if (first_) agree("a module", group_, x.device(), {{"x", shown(x)}});
+    return copied(x, group_);
+  }
 
  private:
   Group group_;
+  bool first_;
 };
 
 // A layer whose inputs the ranks share: its output is the sum of theirs.
@@ -34,6 +41,17 @@ class Rows : public LinearShare {
 
  private:
   Group group_;
+};
+
+// Shares the outputs of layers of one module.
+class ColumnShares {
+ public:
+  explicit ColumnShares(Group group) : group_(std::move(group)) {}
+  void share(Linear& layer) { layer->share = std::make_shared<Columns>(group_, std::exchange(first_, false)); }
+
+ private:
+  Group group_;
+  bool first_ = true;
 };
 
 // What this rank has of `size` heads or hidden numbers: consecutive ones, as equal in number as can be.
@@ -106,17 +124,26 @@ void check_heads(const char* name, int64_t num_heads, double dropout, const Grou
                  "set it to 0");
 }
 
+// Raises for a parameter of which no share is known: a new part of a module would be shared wrongly.
+void check_known(const char* name, const torch::nn::Module& module, const std::unordered_set<std::string>& known) {
+  for (const auto& parameter : module.named_parameters()) {
+    ATTNPACK_CHECK(known.count(parameter.key().substr(0, parameter.key().find('.'))), name, " has a parameter '",
+                   parameter.key(), "', of which tensor_parallel knows no share: leave this module out");
+  }
+}
+
 template <typename Attention>
 void check_grouped(const Attention& module, const Group& group) {
   const auto& o = module.options;
   check_heads("grouped attention", o.num_heads(), o.dropout(), group);
+  check_known("grouped attention", module, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks"});
   ATTNPACK_CHECK(!(o.qk_norm() && o.qk_norm().all_heads()),
                  "qk_norm: got a norm over all heads, of which a rank has a share, want one over head_dim, or leave "
                  "the layer whole");
 }
 
 template <typename Attention>
-void share_grouped(Attention& module, const Group& group) {
+void share_grouped(Attention& module, const Group& group, ColumnShares& columns) {
   auto& o = module.options;
   const auto dim = *o.head_dim(), kv_heads = o.num_kv_heads(), heads = o.num_heads();
   const auto share = share_of(heads, group);
@@ -136,8 +163,7 @@ void share_grouped(Attention& module, const Group& group) {
     keep_outputs(*layer, kv_rows);
     if (!divides) sum_gradients(*layer, group, kv_rows, kv_heads * dim);
   }
-  for (auto* layer : {&module.q_proj, &module.k_proj, &module.v_proj})
-    (*layer)->share = std::make_shared<Columns>(group);
+  for (auto* layer : {&module.q_proj, &module.k_proj, &module.v_proj}) columns.share(*layer);
   for (auto* norm : {&module.q_norm, &module.k_norm})
     if (*norm) sum_gradient((*norm)->weight, group);
   if (o.sinks()) keep(module, "sinks", module.sinks, 0, rows_of(numbers_of(share), 1));
@@ -151,7 +177,7 @@ void share_grouped(Attention& module, const Group& group) {
   o.head_map(even ? std::nullopt : std::optional(map));
 }
 
-void share_latent(MultiHeadLatentAttentionImpl& module, const Group& group) {
+void share_latent(MultiHeadLatentAttentionImpl& module, const Group& group, ColumnShares& columns) {
   auto& o = module.options;
   const auto heads = o.num_heads();
   const auto share = share_of(heads, group);
@@ -161,7 +187,7 @@ void share_latent(MultiHeadLatentAttentionImpl& module, const Group& group) {
   if (module.kv_b_proj) keep_outputs(module.kv_b_proj, rows(module.kv_b_proj->options.out_features()));
   keep_inputs(module.o_proj, rows(module.o_proj->options.in_features()), group);
   for (auto* layer : {module.q_proj ? &module.q_proj : &module.q_a_proj, &module.kv_a_proj_with_mqa})
-    (*layer)->share = std::make_shared<Columns>(group);
+    columns.share(*layer);
   sum_gradients(module.kv_a_proj_with_mqa, group);
   sum_gradients(module.q_a_proj, group);
   for (auto* norm : {&module.q_a_layernorm, &module.kv_a_layernorm})
@@ -169,13 +195,13 @@ void share_latent(MultiHeadLatentAttentionImpl& module, const Group& group) {
   o.num_heads(share.count);
 }
 
-void share_feed_forward(FeedForwardImpl& module, const Group& group) {
+void share_feed_forward(FeedForwardImpl& module, const Group& group, ColumnShares& columns) {
   const auto share = share_of(module.options.hidden_dim(), group);
   const auto rows = at::arange(share.first, share.first + share.count);
   for (auto* layer : {&module.gate_proj, &module.up_proj}) {
     if (!*layer) continue;
     keep_outputs(*layer, rows);
-    (*layer)->share = std::make_shared<Columns>(group);
+    columns.share(*layer);
   }
   keep_inputs(module.down_proj, rows, group);
   module.options.hidden_dim(share.count);
@@ -186,10 +212,11 @@ void share_feed_forward(FeedForwardImpl& module, const Group& group) {
 void tensor_parallel(torch::nn::Module& module, const Group& group) {
   std::vector<std::function<void()>> changes;
   std::unordered_set<const torch::nn::Module*> seen;
+  ColumnShares columns(group);
   const auto grouped = [&](auto* attention) {
     if (!attention) return;
     check_grouped(*attention, group);
-    changes.push_back([attention, &group] { share_grouped(*attention, group); });
+    changes.push_back([&, attention] { share_grouped(*attention, group, columns); });
   };
   for (const auto& child : module.modules()) {
     if (!seen.insert(child.get()).second) continue;
@@ -198,10 +225,15 @@ void tensor_parallel(torch::nn::Module& module, const Group& group) {
     grouped(child->as<MultiQueryAttentionImpl>());
     if (auto* latent = child->as<MultiHeadLatentAttentionImpl>()) {
       check_heads("MultiHeadLatentAttention", latent->options.num_heads(), latent->options.dropout(), group);
-      changes.push_back([latent, &group] { share_latent(*latent, group); });
+      check_known("MultiHeadLatentAttention", *latent,
+                  {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm",
+                   "kv_b_proj", "o_proj"});
+      changes.push_back([&, latent] { share_latent(*latent, group, columns); });
     }
-    if (auto* layer = child->as<FeedForwardImpl>())
-      changes.push_back([layer, &group] { share_feed_forward(*layer, group); });
+    if (auto* layer = child->as<FeedForwardImpl>()) {
+      check_known("FeedForward", *layer, {"gate_proj", "up_proj", "down_proj"});
+      changes.push_back([&, layer] { share_feed_forward(*layer, group, columns); });
+    }
   }
   const at::NoGradGuard no_grad;
   for (const auto& change : changes) change();

@@ -156,6 +156,17 @@ TEST_CASE("what is not done, and what differs between ranks, is an error on all 
           "store: got none");
 }
 
+TEST_CASE("inputs of a shared module whose shapes differ between ranks are an error on all of them") {
+  const auto results = on_ranks(2, [](const Group& group) -> std::string {
+    auto layer = made([] { return FeedForward(FeedForwardOptions(8, 6)); });
+    parallel::tensor_parallel(*layer, group);
+    layer(draw({1, 3 + group->getRank(), 8}, 1));
+    return "no error";
+  });
+  for (const auto& result : results)
+    CHECK(contains(result, "give a module different arguments: rank 0 has x float [1, 3, 8]"));
+}
+
 TEST_CASE("a rank that does not come gives the others a sentence within the timeout") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::thread> threads;

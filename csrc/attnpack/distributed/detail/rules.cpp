@@ -37,8 +37,8 @@ std::vector<std::pair<std::string, std::string>> said_of(const AttentionOptions&
           {"kv_lens", o.kv_lens() && o.kv_lens()->is_cpu() ? text(*o.kv_lens()) : shown(o.kv_lens())}};
 }
 
-void agree_on(const std::string& what, const Group& group, std::vector<std::pair<std::string, std::string>> said,
-              const std::function<void()>& judge) {
+void agree_on(const std::string& what, const Group& group, at::Device device,
+              std::vector<std::pair<std::string, std::string>> said, const std::function<void()>& judge) {
   std::exception_ptr failed;
   try {
     judge();
@@ -47,7 +47,7 @@ void agree_on(const std::string& what, const Group& group, std::vector<std::pair
     said.insert(said.begin(), {"error", error.what_without_backtrace()});
   }
   try {
-    agree(what, group, said);
+    agree(what, group, device, said);
   } catch (const c10::ValueError&) {
     if (!failed) throw;
   }

@@ -15,7 +15,7 @@ std::vector<std::pair<std::string, std::string>> said_of(const AttentionOptions&
 
 // Raises on every rank, unless `judge` passes on all of them and they say the same. The rank whose judge failed raises
 // its error.
-void agree_on(const std::string& what, const Group& group, std::vector<std::pair<std::string, std::string>> said,
-              const std::function<void()>& judge);
+void agree_on(const std::string& what, const Group& group, at::Device device,
+              std::vector<std::pair<std::string, std::string>> said, const std::function<void()>& judge);
 
 }  // namespace attnpack::distributed
