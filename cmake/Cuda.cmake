@@ -4,7 +4,7 @@
 # language are slow (PERFORMANCE.md).
 set(ATTNPACK_CUDA AUTO CACHE STRING "build libattnpack_cuda: ON, OFF, or AUTO: where nvcc and a CUDA torch are found")
 set(ATTNPACK_CUDA_ARCHITECTURES AUTO CACHE STRING
-    "architectures of libattnpack_cuda, AUTO: 80, 90 and those of 100 and 120 that nvcc has; PTX is kept of the last one")
+    "architectures of libattnpack_cuda, AUTO: 80, 90 and those of 100 and 120 that nvcc has; the PTX of each is kept")
 set(ATTNPACK_HAS_CUDA OFF)
 
 if(NOT ATTNPACK_CUDA STREQUAL "OFF")
@@ -31,10 +31,9 @@ if(ATTNPACK_HAS_CUDA)
   message(STATUS "CUDA kernels: ${ATTNPACK_NVCC}, architectures ${ATTNPACK_CUDA_ARCHITECTURES}")
   set(nvcc_flags -std=c++20 -O3 -Xcompiler -fPIC -ccbin ${CMAKE_CXX_COMPILER})
   foreach(architecture ${ATTNPACK_CUDA_ARCHITECTURES})
-    list(APPEND nvcc_flags -gencode arch=compute_${architecture},code=sm_${architecture})
+    list(APPEND nvcc_flags -gencode arch=compute_${architecture},code=sm_${architecture}
+                           -gencode arch=compute_${architecture},code=compute_${architecture})
   endforeach()
-  list(GET ATTNPACK_CUDA_ARCHITECTURES -1 architecture)
-  list(APPEND nvcc_flags -gencode arch=compute_${architecture},code=compute_${architecture})
   file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/*.cu)
   file(GLOB cuda_headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/*.cuh
        ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/*.h ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/*.h

@@ -57,6 +57,40 @@ def test_a_source_that_does_not_compile_stops_the_check(tmp_path):
     assert process.returncode == 1 and "a kernel did not compile" in process.text and "unused" in process.text
 
 
+# cmake/Cuda.cmake alone, with a stand-in for nvcc that knows the architectures of a test.
+PROJECT = """
+cmake_minimum_required(VERSION 3.22)
+project(architectures NONE)
+set(CMAKE_CXX_COMPILER c++)
+add_library(attnpack SHARED IMPORTED)
+set_target_properties(attnpack PROPERTIES IMPORTED_LOCATION /libattnpack.so)
+include({root}/cmake/Cuda.cmake)
+"""
+
+
+@pytest.mark.parametrize(
+    "known, asked, wanted",
+    [
+        ("80 90 100 103 110 120 121", "AUTO", ["80", "90", "100", "120"]),
+        ("80 86 90", "AUTO", ["80", "90"]),
+        ("80 90 100", "90a", ["90a"]),
+    ],
+)
+def test_each_architecture_gets_an_image_and_its_ptx(known, asked, wanted, tmp_path):
+    """PTX serves devices that are newer: that of 100 those between 100 and 120, for which the PTX of 120 is too new."""
+    (tmp_path / "csrc").symlink_to(ROOT / "csrc")
+    (tmp_path / "CMakeLists.txt").write_text(PROJECT.format(root=ROOT))
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\nprintf 'compute_%s\\n' {known}\n")
+    nvcc.chmod(0o755)
+    options = ["-DATTNPACK_CUDA=ON", f"-DATTNPACK_NVCC={nvcc}", f"-DATTNPACK_CUDA_ARCHITECTURES={asked}"]
+    process = run_program("cmake", "-G", "Unix Makefiles", "-S", tmp_path, "-B", tmp_path / "build", *options)
+    assert process.returncode == 0, process.text
+    rules = "".join(path.read_text() for path in (tmp_path / "build/CMakeFiles").rglob("build.make"))
+    images = set(re.findall(r"arch=compute_(\w+),code=(sm|compute)_(\w+)", rules))
+    assert images == {(name, kind, name) for name in wanted for kind in ("sm", "compute")}
+
+
 # One kernel of each kind in bf16, so that PTX is made in seconds.
 KERNELS = """
 #include <attnpack/ops/cuda/kernels/backward_mma.cuh>
