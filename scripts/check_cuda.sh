@@ -15,8 +15,9 @@ python=$(find_python) || stop "no Python >= 3.11 found; install one (Debian, Ubu
 architectures=("${@:2}")
 if [ ${#architectures[@]} = 0 ]; then
   architectures=(80 90a)
+  known=$(nvcc --list-gpu-arch)
   for architecture in 100 120; do
-    if nvcc --list-gpu-arch | grep -qx "compute_$architecture"; then architectures+=("$architecture"); fi
+    if grep -qx "compute_$architecture" <<<"$known"; then architectures+=("$architecture"); fi
   done
 fi
 mkdir -p build

@@ -3,7 +3,8 @@
 # place, for this machine's GPU alone, then runs the named steps, each in less than ten minutes; results go to $OUT.
 # Without a name: all of them, in this order. The order is that of doubt: first whether a kernel starts at all, then
 # whether numbers are right, then races, then speed beside other libraries.
-#   gpu_session.sh [build] [smoke] [test] [resources] [sanitize] [large] [bench] [profile]
+#   gpu_session.sh [build] [smoke] [test] [resources] [sanitize] [large] [bench-prefill] [bench-train] [bench-decode]
+#                  [bench-latent] [profile]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -25,7 +26,9 @@ say "build for sm_$capability"
 # A step that fails does not keep the next ones from running.
 checked() { timeout "${limit:-570}" "$@" || { status=$?; printf 'attnpack: exit code %s of: %s\n' "$status" "$*" >&2; }; }
 status=0
-if [ $# = 0 ]; then set -- smoke test resources sanitize large bench profile; fi
+if [ $# = 0 ]; then
+  set -- smoke test resources sanitize large bench-prefill bench-train bench-decode bench-latent profile
+fi
 for step in "$@"; do
   say "$step"
   case $step in
@@ -45,14 +48,14 @@ for step in "$@"; do
     sanitize) # the smoke script alone: under pytest it would take hours
       for tool in memcheck racecheck synccheck initcheck; do
         say "$tool"
-        limit=200 PYTORCH_NO_CUDA_MEMORY_CACHING=1 checked compute-sanitizer --tool "$tool" --error-exitcode 9 \
+        limit=140 PYTORCH_NO_CUDA_MEMORY_CACHING=1 checked compute-sanitizer --tool "$tool" --error-exitcode 9 \
           "$python" scripts/gpu_smoke.py >"$OUT/$tool.log" 2>&1
         tail -n 12 "$OUT/$tool.log"
       done ;;
-    bench) # by graph replay; a dash means that the machine lacks the peer, or that the peer refuses the case
-      checked "$python" -m attnpack bench prefill decode latent --device cuda --dtypes bf16 --json \
-        --peers sdpa flash cudnn efficient flex flash_attn flashinfer >"$OUT/bench.json"
-      head -c 3000 "$OUT/bench.json" ;;
+    bench-*) # by graph replay; a dash means that the machine lacks the peer, or that the peer refuses the case
+      checked "$python" -m attnpack bench "${step#bench-}" --device cuda --dtypes bf16 --json \
+        --peers sdpa flash cudnn efficient flex flash_attn flashinfer >"$OUT/$step.json"
+      head -c 3000 "$OUT/$step.json" ;;
     profile) # of prefill the shared memory's pipe should be at 75 to 90%, the tensor cores' at 35 to 45% (PERFORMANCE.md)
       checked ncu --set full --kernel-name regex:prefill_kernel --launch-count 1 "$python" -c "
 import torch, attnpack
@@ -60,7 +63,7 @@ query, key, value = (torch.randn(1, heads, 8192, 128, device='cuda', dtype=torch
 attnpack.attention(query, key, value)
 torch.cuda.synchronize()" >"$OUT/ncu.txt" 2>&1
       grep -E "Duration|Throughput|Pipe|Registers|Occupancy" "$OUT/ncu.txt" || tail -n 5 "$OUT/ncu.txt" ;;
-    *) stop "no step is called $step: build, smoke, test, resources, sanitize, large, bench or profile." ;;
+    *) stop "no step is called $step: see the list at the head of $0." ;;
   esac
 done
 exit "$status"

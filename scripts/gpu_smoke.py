@@ -15,18 +15,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 from attnpack import _C, attention, reference  # noqa: E402
 
+MOST_ERROR = 2e-2
+
 Case = tuple[str, tuple[str, ...], Callable[[], torch.Tensor], Callable[[], torch.Tensor]]
 
 
-def make_cases() -> Iterator[Case]:
-    """(name, kernels, our call, the same in fp64 on the CPU)."""
+def make_cases(device: str) -> Iterator[Case]:
+    """(name, kernels, our call on the device, the same in fp64 on the CPU)."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
     def pair(query, key, value, **settings):
-        here = functools.partial(attention, *(x.cuda() for x in (query, key, value)), **settings)
+        here = functools.partial(attention, *(x.to(device) for x in (query, key, value)), **settings)
         exact = functools.partial(reference.attention, *(x.double() for x in (query, key, value)), **settings)
         return here, exact
 
@@ -36,25 +38,30 @@ def make_cases() -> Iterator[Case]:
     yield "prefill", ("prefill_kernel",), *pair(query, key, value, causal=True)
     tensors = (query, key, value)
 
-    def gradient(attend, device, dtype):
-        leaves = [x.to(device, dtype).requires_grad_() for x in tensors]
+    def gradient(attend, where, dtype):
+        leaves = [x.to(where, dtype).requires_grad_() for x in tensors]
         out = attend(*leaves, causal=True)
         return torch.cat([x.flatten() for x in torch.autograd.grad(out.square().sum(), leaves)])
 
-    ours = functools.partial(gradient, attention, "cuda", torch.bfloat16)
+    ours = functools.partial(gradient, attention, device, torch.bfloat16)
     yield (
         "backward",
         ("gradient_mma_kernel",),
         ours,
         functools.partial(gradient, reference.attention, "cpu", torch.float64),
     )
-    query, latent = draw(1, 16, 1, 576), draw(1, 1, 700, 576).cuda()
+    query, latent = draw(1, 16, 1, 576), draw(1, 1, 700, 576).to(device)
     exact = functools.partial(
         reference.attention, query.double(), latent.cpu().double(), latent.cpu().double()[..., :512]
     )
-    yield "latent", ("latent_kernel",), functools.partial(attention, query.cuda(), latent, latent[..., :512]), exact
+    yield "latent", ("latent_kernel",), functools.partial(attention, query.to(device), latent, latent[..., :512]), exact
     query, key, value = (x.float() for x in (draw(1, 4, 20, 40), draw(1, 2, 50, 40), draw(1, 2, 50, 24)))
     yield "exact", ("exact_kernel",), *pair(query, key, value)
+
+
+def error_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest error, as a share of the largest number."""
+    return ((got.cpu().double() - wanted).abs().max() / wanted.abs().max()).item()
 
 
 def kernel_names(call: Callable) -> set[str]:
@@ -69,14 +76,13 @@ def main(names: bool) -> int:
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, our kernels run: "
           f"{_C.cuda_kernels_run(device)}")  # fmt: skip
     failures = int(not _C.cuda_kernels_run(device))
-    for name, kernels, call, exact in make_cases():
-        wanted, got = exact(), call().cpu().double()
-        error = ((got - wanted).abs().max() / wanted.abs().max()).item()
+    for name, kernels, call, exact in make_cases("cuda"):
+        error = error_of(call(), exact())
         missing = []
         if names:
             seen = kernel_names(call)
             missing = [kernel for kernel in kernels if not any(kernel in each for each in seen)]
-        failures += bool(missing) or not error < 2e-2
+        failures += bool(missing) or not error < MOST_ERROR
         print(f"{name:<10} largest error {error:.1e} of the largest number{', MISSING ' if missing else ''}"
               f"{' '.join(missing)}")  # fmt: skip
     return int(failures > 0)

@@ -67,7 +67,7 @@ def _measure_case(case: Case, peers: list[str], budget: float, on: Cpu | Cuda) -
         for name in [name for name in calls if name != "attnpack"]:
             try:  # also warms up
                 torch.testing.assert_close(calls[name](), wanted, atol=5e-2, rtol=5e-2)
-            except torch.OutOfMemoryError:  # the peer stores scores, or keys for every head; the device has no room
+            except RuntimeError:  # the peer refuses the case, or it stores scores and the device has no room for them
                 del calls[name]
         times: dict[str, list[float]] = {name: [] for name in calls}
         reads = []

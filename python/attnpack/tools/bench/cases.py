@@ -113,7 +113,9 @@ SECTIONS = {"decode": _decode, "prefill": _prefill, "train": _train, "latent": _
 
 
 def _cuda_decode(dtype: str) -> Iterator[Case]:
-    """Keys and values that exceed the L2 cache of any device; groups of 1 to 16 heads, 1 to 8 queries."""
+    """Keys and values that exceed the L2 cache of any device; groups of 1 to 16 heads, 1 to 8 queries. Before them a
+    short cache, where launches and the join of parts count most."""
+    yield Case("decode", "decode 32/8 D128 4096 keys", dtype, 32, 8, 1, 4096, 128, 128, cold=True)
     for heads, kv_heads in ((8, 8), (32, 8), (128, 8)):
         for q_len in (1, 2, 8):
             tokens = (512 << 20) // (2 * kv_heads * 128 * DTYPES[dtype].itemsize)
