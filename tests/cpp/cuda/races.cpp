@@ -132,6 +132,37 @@ void quantize() {
   run(RowsTo::kRotated, x.data(), rotated.data());
 }
 
+void rotate() {
+  const int64_t heads = 2, length = 3, dim = 140, half = 65;
+  std::vector<float> x(heads * length * dim, 0.5f), out(x.size()), table(length * half, 0.1f);
+  RopeParams p{};
+  p.batch = 1;
+  p.num_heads = heads;
+  p.length = length;
+  p.dim = dim;
+  p.half = half;
+  p.x = x.data();
+  p.cos = p.sin = table.data();
+  p.out = out.data();
+  p.x_strides = p.out_strides = {0, length * dim, dim, 1};
+  p.cos_strides = p.sin_strides = {0, 0, half, 1};
+  run_blocks<char>(heads * length, kRopeThreads, 7, [&](int64_t i, void*) { rotate_row<float, float>(p, i); });
+}
+
+void multiply_few_rows() {
+  const int64_t rows = 3, inputs = 264, outputs = 9;
+  std::vector<float> x(rows * inputs, 0.5f), weight(outputs * inputs, 0.1f), bias(outputs, 1), out(rows * outputs);
+  LinearParams p{};
+  p.rows = rows;
+  p.inputs = p.weight_stride = inputs;
+  p.outputs = outputs;
+  p.input = x.data();
+  p.weight = weight.data();
+  p.bias = bias.data();
+  p.out = out.data();
+  run_blocks<char>((outputs + 3) / 4, kLinearThreads, 8, [&](int64_t i, void*) { linear_block<float>(p, i); });
+}
+
 // Small calls that reach every barrier: several steps, several parts, and the second pass that NaN asks for.
 const std::map<std::string, std::function<void()>> kRuns{
     {"prefill 64", [] { attend<BFloat16>({1, 1, 1, 64, 150, 64, 64}, {.causal = true, .poison = true}); }},
@@ -152,6 +183,8 @@ const std::map<std::string, std::function<void()>> kRuns{
     {"exact backward, head_dim 0", [] { differentiate<float>({1, 1, 1, 40, 40, 0, 0}, {.causal = true}); }},
     {"append and rotate", place},
     {"quantise", quantize},
+    {"rotate", rotate},
+    {"few-row linear", multiply_few_rows},
 };
 
 // Barriers that may be left out where they stand, each by a piece of its line or of the line before it.

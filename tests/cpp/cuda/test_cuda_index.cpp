@@ -304,6 +304,17 @@ TEST_CASE("strides of dimensions of size 1 do not matter") {
   p.key_strides.batch = 1;
   drop_unused_strides(p);
   CHECK(p.key_strides.batch == 1);
+  // The gradient of the output, too.
+  p.batch = 1;
+  p.head_dim = p.v_head_dim = 64;
+  drop_unused_strides(p);
+  AttentionBackwardParams bp{p};
+  bp.grad_out = memory;
+  bp.grad_out_strides = {3, 64, 7, 1};
+  CHECK(plan_backward(bp, 16, {132, 227 * 1024}).width == 0);
+  drop_unused_strides(bp);
+  CHECK(plan_backward(bp, 16, {132, 227 * 1024}).width == 64);
+  CHECK(bp.grad_out_strides.head == 64);
 }
 
 TEST_CASE("the parts of a sequence share out the keys that it sees") {

@@ -70,8 +70,8 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
     return attention_backward_composed(grad_out, grad_lse, query, key, value, args, mask_gradient, sinks_gradient);
   const Target target(query);
   const CudaAttention call = prepare_cuda_attention(query, key, value, args);
-  const PreparedBackward r =
-      prepare_backward(call.prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
+  PreparedBackward r = prepare_backward(call.prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
+  cuda::drop_unused_strides(r.params);
   check_launch(kernels->backward(r.params, call.most_group, target.device(), target.stream()));
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
   if (mask_gradient) grad_mask = r.grad_scores.sum_to_size(args.mask->sizes()).to(args.mask->scalar_type());

@@ -55,6 +55,10 @@ static inline void drop_unused_strides(AttentionParams& p) {
   drop_unused_strides(p.key_strides, p.batch, p.num_kv_heads, p.kv_len);
   drop_unused_strides(p.value_strides, p.batch, p.num_kv_heads, p.kv_len);
 }
+static inline void drop_unused_strides(AttentionBackwardParams& bp) {
+  const AttentionParams& p = bp.forward;
+  drop_unused_strides(bp.grad_out_strides, p.batch, p.num_heads, p.q_len);
+}
 
 // Whether the values are the first columns of the keys. The keys are then read once.
 static inline bool is_latent(const AttentionParams& p) {
