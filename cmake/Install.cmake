@@ -1,4 +1,5 @@
-# Installs what the wheel carries: library, headers, the package for find_package(attnpack), and build.json. Python
+# Installs what the wheel carries: library, headers, the packages for find_package(attnpack) and for pkg-config, and
+# build.json. Python
 # reads build.json before it loads anything, to learn what the build was made for.
 include(CMakePackageConfigHelpers)
 set(config_dir share/cmake/attnpack)
@@ -12,5 +13,12 @@ configure_package_config_file(cmake/attnpackConfig.cmake.in attnpackConfig.cmake
 write_basic_package_version_file(attnpackConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/attnpackConfig.cmake ${CMAKE_CURRENT_BINARY_DIR}/attnpackConfigVersion.cmake
         cmake/TorchTargets.cmake DESTINATION ${config_dir})
+# torch is a neighbour of the package in site-packages, and stays where it is otherwise.
+set(ATTNPACK_PC_TORCH_DIR ${ATTNPACK_TORCH_DIR})
+if(ATTNPACK_WHEEL)
+  set(ATTNPACK_PC_TORCH_DIR "\${prefix}/../torch")
+endif()
+configure_file(cmake/attnpack.pc.in attnpack.pc @ONLY)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/attnpack.pc DESTINATION lib/pkgconfig)
 configure_file(cmake/build.json.in build.json @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/build.json DESTINATION share/attnpack)

@@ -5,6 +5,20 @@ if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES 
   message(FATAL_ERROR "${ATTNPACK_NEEDS}; this is ${CMAKE_SYSTEM_NAME} ${CMAKE_SYSTEM_PROCESSOR}.")
 endif()
 
+# attnpack_require_openmp(): ATen/Parallel.h includes omp.h, and without it silently runs serial.
+function(attnpack_require_openmp)
+  include(CheckCXXSourceCompiles)
+  set(CMAKE_REQUIRED_FLAGS -fopenmp)
+  set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
+  check_cxx_source_compiles("#include <omp.h>
+    int threads() { return omp_get_max_threads(); }" ATTNPACK_HAS_OMP_H)
+  if(NOT ATTNPACK_HAS_OMP_H)
+    message(FATAL_ERROR "attnpack: ${CMAKE_CXX_COMPILER} finds no omp.h, which the library's threads need: install it "
+                        "(for clang++ apt-get install libomp-dev), or pass -DCMAKE_CXX_COMPILER=g++. A program that "
+                        "uses the library may be compiled with either.")
+  endif()
+endfunction()
+
 # attnpack_require(<what> <version found> <version wanted>)
 function(attnpack_require what found wanted)
   if(found VERSION_LESS wanted)

@@ -11,11 +11,13 @@
 #include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/quantized_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
+#include <attnpack/convert/from_torch.h>
 #include <attnpack/convert/fused.h>
 #include <attnpack/convert/models.h>
 #include <attnpack/convert/modules.h>
 #include <attnpack/convert/pool.h>
 #include <attnpack/convert/similar.h>
+#include <attnpack/fwd.h>
 #include <attnpack/layers/alibi.h>
 #include <attnpack/layers/route_experts.h>
 #include <attnpack/models/from_hf.h>
@@ -32,6 +34,7 @@
 #include <attnpack/ops/attention_varlen.h>
 #include <attnpack/ops/kv_cache.h>
 #include <attnpack/ops/kv_cache_paged.h>
+#include <attnpack/ops/library.h>
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge_states.h>
 #include <attnpack/ops/null.h>
@@ -40,6 +43,7 @@
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>
 #include <attnpack/ops/softcap.h>
+#include <attnpack/rope/sinusoidal.h>
 #include <attnpack/version.h>
 #include <attnpack/weights/safetensors.h>
 

@@ -84,7 +84,8 @@ void bind_block(py::module_& m, const char* name, const char* doc, size_t positi
             return Impl(options_of_call<Options, Attention, FeedForward>(name, args, kwargs));
           }),
           signature(name, names, 2).c_str())
-      .def_readonly("pre_norm", &Impl::pre_norm);
+      .def_readonly("pre_norm", &Impl::pre_norm)
+      .def_readonly("dropout", &Impl::dropout);
   if constexpr (requires(Impl impl) { impl.layout; }) cls.def_readonly("layout", &Impl::layout);
   bind_forward<Inputs>(cls, positional);
 }
@@ -100,7 +101,8 @@ void bind_stack(py::module_& m, const char* name, const char* doc, size_t positi
             return Impl(options_of_call<Options, std::vector<Block>>(name, args, kwargs));
           }),
           signature(name, option_names(Options({})), 1).c_str())
-      .def_readonly("embed_scale", &Impl::embed_scale);
+      .def_readonly("embed_scale", &Impl::embed_scale)
+      .def_readonly("dropout", &Impl::dropout);
   bind_forward<Inputs>(cls, positional);
 }
 
@@ -121,6 +123,26 @@ void bind_encoder_decoder(py::module_& m) {
     arguments.finish();
     return Impl(encoder, decoder);
   }));
+  bind_method(cls, "new_cross_cache", {}, 0, [](Impl& self, Arguments& arguments) {
+    arguments.finish();
+    return self.new_cross_cache();
+  });
+  bind_method(cls, "encode", {"source", "source_lens"}, 1, [](Impl& self, Arguments& arguments) {
+    const auto source = arguments.require<at::Tensor>("source");
+    OptionalTensor lens;
+    arguments.read("source_lens", lens);
+    arguments.finish();
+    return without_gil([&] { return self.encode(source, lens); });
+  });
+  bind_method(cls, "decode", {"context", "target", "source_lens", "target_lens", "cache", "cross_cache"}, 2,
+              [](Impl& self, Arguments& arguments) {
+                const auto context = arguments.require<OptionalTensor>("context").value_or(at::Tensor());
+                const auto target = arguments.require<at::Tensor>("target");
+                EncoderDecoderInputs inputs;
+                arguments.read_options(inputs);
+                arguments.finish(kModelCacheWords);
+                return without_gil([&] { return self.decode(context, target, inputs); });
+              });
   bind_method(cls, "forward", {"source", "target", "source_lens", "target_lens", "cache", "cross_cache"}, 2,
               [](Impl& self, Arguments& arguments) {
                 const auto source = arguments.require<OptionalTensor>("source").value_or(at::Tensor());

@@ -52,6 +52,10 @@ void check_size_py(const std::string& name, const py::object& size) {
   check_size(name.c_str(), read_value<int64_t>(name, size, name));
 }
 
+void check_dropout_py(const std::string& name, const py::object& dropout) {
+  check_dropout(name.c_str(), read_value<double>(name, dropout, name));
+}
+
 }  // namespace
 
 void register_checks(py::module_& m) {
@@ -91,6 +95,7 @@ void register_checks(py::module_& m) {
   m.def("cache_layers", &check_cache_layers);
   define(m, "layers_given", &check_layers_given, {"layers"});
   define(m, "norm_kind", &check_norm_kind, {"norm"});
+  define(m, "dropout", &check_dropout_py, {"name", "dropout"});
   define(m, "size", &check_size_py, {"name", "size"});
   m.def("device", [](const py::object& device) { make_factory(device, py::none()); });
   m.def("dtype", [](const py::object& dtype) { make_factory(py::str("meta"), dtype); });

@@ -5,16 +5,17 @@
 #include <attnpack/layers/latent_attend.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/attention_varlen.h>
-#include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/cpu/machine_speed.h>
 #include <attnpack/ops/cuda/kernels/table.h>
 #include <attnpack/ops/detail/onednn_linear.h>
+#include <attnpack/ops/library.h>
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge_states.h>
 #include <attnpack/ops/null.h>
 #include <attnpack/ops/quantize.h>
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>
+#include <attnpack/rope/sinusoidal.h>
 #include <bindings/rope_scaling.h>
 
 // The operators for eager Python. Python calls them through here and not through torch.ops, because a call costs less
@@ -217,6 +218,7 @@ void register_ops(py::module_& m) {
          {"query", "latent", "k_rope", "kv_b", "v_dim", "path", "rope", "positions", "cross"});
   define(m, "merge_states", &merge_states, {"out_a", "lse_a", "out_b", "lse_b"});
   define(m, "apply_rope", &apply_rope, {"x", "cos", "sin", "interleaved"});
+  define(m, "sinusoidal_positions", &sinusoidal_positions, {"positions", "dim", "base"});
   define(m, "alibi_slopes", &alibi_slopes, {"num_heads"});
   define(m, "rope_table", &rope_table, {"positions", "inv_freq", "factor"});
   define(m, "rope_table_by_length", &rope_table_by_length,
@@ -229,7 +231,8 @@ void register_ops(py::module_& m) {
     return without_gil([&] { return dequantize_rows(rows, bits, dim, dtype); });
   });
   define(m, "null", &null, {"x"});
-  m.def("isa", &isa_name);
+  m.def("isa", &instruction_set);
+  m.def("version", &version);
   m.def("cuda_kernels_run", [](int device) { return cuda_kernels(device) != nullptr; });
   m.def("linear_kernels", &describe_linear_kernels);
   m.def("last_level_cache_bytes", last_level_cache_bytes);

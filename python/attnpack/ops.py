@@ -249,6 +249,18 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     return tuple(_C.alibi_slopes(num_heads))
 
 
+def sinusoidal_positions(positions: int, dim: int, *, base: float = 10000.0) -> Tensor:
+    """Fixed positions, fp32 [positions, dim] (Vaswani et al. 2017, section 3.5).
+
+    At position p, dims 2i and 2i + 1 hold the sine and the cosine of p / base^(2i / dim).
+    `nn.Embedding.from_pretrained(table)` makes them the `embed_positions` of an Encoder or a Decoder.
+
+    Raises:
+        ValueError: positions is below 1, dim is odd, or base is no number above 0.
+    """
+    return _C.sinusoidal_positions(positions, dim, base)
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input weight^T + bias, as torch's linear, on the CPU by the fastest kernel for the CPU, the dtype and the size.
 

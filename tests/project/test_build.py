@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
+import attnpack
 import pytest
 import setuptools
 from attnpack._load import build_record
@@ -55,6 +57,19 @@ def test_stops_where_there_is_no_torch(tmp_path):
     assert "attnpack: no torch found (looked in '/nowhere'). Install one (pip install torch)" in stopped.text
 
 
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++")
+def test_says_which_header_threads_need(tmp_path):
+    """clang++ brings no omp.h of its own."""
+    arguments = ["-DATTNPACK_PYTHON=OFF", f"-DATTNPACK_TORCH_DIR={TORCH_DIR}", "-DCMAKE_CXX_COMPILER=clang++"]
+    configured = configure(tmp_path / "b", *arguments)
+    omp = tmp_path / "omp.cpp"
+    omp.write_text("#include <omp.h>\n")
+    has_header = run_program("clang++", "-fopenmp", "-fsyntax-only", omp).returncode == 0
+    assert (configured.returncode == 0) == has_header, configured.text
+    if not has_header:
+        assert "clang++ finds no omp.h, which the library's threads need: install it" in configured.text
+
+
 def test_names_pybind11_and_catch2(tmp_path):
     python = [f"-DPython_EXECUTABLE={sys.executable}", f"-DATTNPACK_TORCH_DIR={TORCH_DIR}"]
     configured = configure(tmp_path / "b", *python, "-DATTNPACK_TESTS=ON")
@@ -71,24 +86,34 @@ def test_needs_no_python_for_cpp_alone(tmp_path):
     assert "pybind11" not in configured.text and "Python" not in configured.text
 
 
-def test_a_program_takes_it_in_by_fetch_content(tmp_path):
+TAKE_IN = {
+    "fetch_content": f"""include(FetchContent)
+        FetchContent_Declare(attnpack SOURCE_DIR {ROOT})
+        FetchContent_MakeAvailable(attnpack)""",
+    "add_subdirectory": f"add_subdirectory({ROOT} attnpack)",
+}
+
+
+@pytest.mark.parametrize("way", TAKE_IN)
+def test_a_program_takes_the_sources_in(tmp_path, way):
     """The library alone, under the name of find_package; the program's warnings do not apply to its headers."""
     (tmp_path / "main.cpp").write_text("#include <attnpack/attnpack.h>\nint main() {}\n")
     (tmp_path / "CMakeLists.txt").write_text(
         f"""cmake_minimum_required(VERSION 3.22)
         project(program LANGUAGES CXX)
         set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
-        include(FetchContent)
-        FetchContent_Declare(attnpack SOURCE_DIR {ROOT})
-        FetchContent_MakeAvailable(attnpack)
+        {TAKE_IN[way]}
         add_executable(program main.cpp)
         target_link_libraries(program PRIVATE attnpack::attnpack)
+        get_target_property(version attnpack SOVERSION)
+        message(STATUS "the library's name ends in ${{version}}")
         """
     )
     build = tmp_path / "b"
     configured = run_program("cmake", "-S", tmp_path, "-B", build, f"-DATTNPACK_TORCH_DIR={TORCH_DIR}")
     assert configured.returncode == 0, configured.text
     assert "pybind11" not in configured.text and "Python" not in configured.text
+    assert f"the library's name ends in {attnpack.__version__.rpartition('.')[0]} " in configured.text
     commands = json.loads((build / "compile_commands.json").read_text())
     (own,) = (each["command"] for each in commands if each["file"] == str(tmp_path / "main.cpp"))
     assert not re.search(r" -I *\S", own)

@@ -1,12 +1,17 @@
-"""Every installed header compiles as the first thing that a program includes."""
+"""Every installed header compiles as the first thing that a program includes, without warnings, and has comments."""
 
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from processes import ROOT, TORCH_DIR, run_program
+
+# The reader of the documentation site. Its folder needs Sphinx, which not all who test have.
+sys.path.insert(0, str(ROOT / "docs/extension"))
+import headers as headers_of_docs  # noqa: E402
 
 PRIVATE = {
     "core",
@@ -20,6 +25,8 @@ PRIVATE = {
     "lazy",
 }  # the folders of cmake/Install.cmake
 SOURCES = ROOT / "csrc/attnpack"
+# attnpack's headers are no system headers here, so that these concern them.
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror"]
 HEADERS = [path.relative_to(SOURCES) for path in sorted(SOURCES.rglob("*.h")) if not PRIVATE & set(path.parts)]
 
 
@@ -31,7 +38,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def complaints(folder: Path, headers: list[Path]) -> list[str]:
+def complaints(folder: Path, headers: list[Path], compiler: str = "g++") -> list[str]:
     """The compiler's messages for programs that each include one header and nothing else."""
     includes = [f"-I{folder / 'include'}"]
     includes += [f"-isystem{TORCH_DIR / part}" for part in ("include", "include/torch/csrc/api/include")]
@@ -39,7 +46,7 @@ def complaints(folder: Path, headers: list[Path]) -> list[str]:
     def compile_alone(header: Path) -> str:
         source = folder / f"{'_'.join(header.parts)}.cpp"
         source.write_text(f"#include <attnpack/{header}>\n")
-        process = run_program("g++", "-std=c++17", "-fsyntax-only", *includes, source)
+        process = run_program(compiler, "-std=c++17", "-fsyntax-only", *WARNINGS, *includes, source)
         return f"{header}: {process.text}" if process.returncode else ""
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -65,6 +72,44 @@ def test_headers_without_torch_alone(folder):
     plain = [header for header in HEADERS if not any(re.match("torch/|ATen/|c10/", name) for name in reached(header))]
     assert len(plain) > 3
     assert not complaints(folder, plain)
+    assert not complaints(folder, plain, "clang++")
+
+
+def test_the_umbrella_compiles_without_warnings(folder):
+    """It includes every public header (test_arrows.py)."""
+    assert not complaints(folder, [Path("attnpack.h")])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_umbrella_compiles_with_clang(folder):
+    assert not complaints(folder, [Path("attnpack.h")], "clang++")
+
+
+def test_the_forward_header_names_every_class():
+    named = set(re.findall(r"^(?:class|struct) (\w+);", (SOURCES / "fwd.h").read_text(), flags=re.M))
+    assert not reached(Path("fwd.h")), "it is for those who want no other header"
+    text = "\n".join((SOURCES / header).read_text() for header in HEADERS if "convert" not in header.parts)
+    holders = set(re.findall(r"^TORCH_MODULE\((\w+)\)", text, flags=re.M))
+    own = holders | {f"{holder}Impl" for holder in holders}
+    own |= set(re.findall(r"^class (\w+Cache|AttentionModule|TokenModule)\b", text, flags=re.M))
+    own |= set(re.findall(r"(?<!>\n)^struct (\w+(?:Options|Inputs|Settings|Result|Scaling)) \{", text, flags=re.M))
+    assert {"DecoderBlock", "StaticCache", "CausalLMOptions"} <= own
+    inner = {"AttendOptions", "LatentAttendOptions", "LayerInputs", "NormOptions", "RopeSettings"}
+    assert own - inner - named == set()
+    assert named - own == set(), "fwd.h names what no public header has"
+
+
+def test_every_public_class_and_function_has_a_comment():
+    """What stands in a header without a comment of its own is an option's struct, or a holder of a commented class; the
+    names of fwd.h have theirs in their own headers."""
+    silent = []
+    for header in set(HEADERS) - {Path("fwd.h")}:
+        for paragraph in headers_of_docs.read((SOURCES / header).read_text()):
+            plain = re.match(r"(template <.*>\n)?struct \w+Options|TORCH_MODULE|using |class \w+;", paragraph.code)
+            if paragraph.code and not paragraph.comment and not plain:
+                silent.append(f"{header}: {paragraph.names}")
+    assert silent == []
 
 
 @pytest.mark.long

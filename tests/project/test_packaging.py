@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 import zipfile
@@ -76,6 +77,38 @@ def test_cpp_program_against_the_wheel(wheel, tmp_path):
     assert lines[3][1] == str(torch.ops.attnpack.attention.default._schema)
 
 
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_pkg_config_gives_the_flags_of_a_program(wheel, tmp_path, compiler):
+    """Without CMake. The wheel lies beside no torch here, so the test names it."""
+    environment = os.environ | {"PKG_CONFIG_PATH": str(wheel / "attnpack/lib/pkgconfig")}
+    ask = ("pkg-config", f"--define-variable=torchdir={TORCH_DIR}", "--cflags", "--libs", "attnpack")
+    assert run_program("pkg-config", "--modversion", "attnpack", env=environment).stdout.strip() == attnpack.__version__
+    beside = run_program("pkg-config", "--variable=torchdir", "attnpack", env=environment).stdout.strip()
+    assert Path(beside).resolve() == (wheel / "torch").resolve()
+    flags = run_program(*ask, env=environment)
+    assert flags.returncode == 0, flags.text
+    source = tmp_path / "main.cpp"
+    source.write_text(
+        """#include <attnpack/modules/grouped_attention.h>
+        #include <attnpack/ops/library.h>
+        #include <ATen/ATen.h>
+        #include <iostream>
+        int main() {
+          attnpack::MultiHeadAttention layer(24, 4);
+          std::cout << attnpack::version() << " " << attnpack::instruction_set() << " "
+                    << layer->forward(at::ones({1, 3, 24})).sizes() << "\\n";
+        }"""
+    )
+    program = tmp_path / "program"
+    warnings = ("-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror")
+    built = run_program(compiler, "-std=c++17", *warnings, source, "-o", program, *flags.stdout.split())
+    assert built.returncode == 0, built.text
+    ran = run_program(program, env={})
+    assert ran.returncode == 0, ran.text
+    version, isa, sizes = ran.stdout.strip().split(maxsplit=2)
+    assert version == attnpack.__version__ and isa in _load.build_record()["instruction_sets"] and sizes == "[1, 3, 24]"
+
+
 def test_example_is_short():
     assert len((EXAMPLE / "main.cpp").read_text().splitlines()) < 40
 
@@ -107,6 +140,12 @@ def test_cpp_without_python(tmp_path):
     ):
         process = run_program(*command, env=environment, timeout=1800)
         assert process.returncode == 0, process.text
+    minor = attnpack.__version__.rpartition(".")[0]
+    assert (
+        f"Library soname: [libattnpack.so.{minor}]"
+        in run_program("readelf", "-d", prefix / "lib/libattnpack.so").stdout
+    )
+    assert (prefix / "lib/libattnpack.so").resolve().name == f"libattnpack.so.{attnpack.__version__}"
 
 
 def test_info_says_what_is_loaded_and_why_not():

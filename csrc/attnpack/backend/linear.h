@@ -12,6 +12,8 @@ namespace attnpack {
 // call it, but no thread may run linear layers meanwhile.
 Replacement enable_linear();
 
+// Whether a Replacement of linear is enabled now; the calls since the last reset that were taken and passed on, with
+// the reason of each; and that reset.
 bool linear_enabled();
 ReplacementReport linear_report();
 void reset_linear_report();

@@ -17,6 +17,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> split_qkv(
     const at::Tensor& weight,  // [(num_heads + 2 num_kv_heads) * D, E], transposed for "conv1d"; or a bias
     const std::string& layout, int64_t num_heads, int64_t num_kv_heads);
 
+// The inverse: the fused weight or bias.
 at::Tensor fuse_qkv(const at::Tensor& q,  // [num_heads * D, E], or a bias
                     const at::Tensor& k,  // [num_kv_heads * D, E]
                     const at::Tensor& v,  // [num_kv_heads * D, E]

@@ -1,6 +1,7 @@
 #include <attnpack/models/causal_lm.h>
 
 #include <cmath>
+#include <set>
 
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/paged_cache.h>
@@ -12,6 +13,7 @@
 #include <attnpack/modules/grouped_attention.h>
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/softcap.h>
+#include <attnpack/rope/sinusoidal.h>
 
 namespace attnpack {
 
@@ -26,6 +28,7 @@ Part<AttentionModule> make_attention(const CausalLMOptions& o, const LayerSettin
                                         .bias(o.bias())
                                         .rope(rope)
                                         .causal(true)
+                                        .dropout(o.attention_dropout())
                                         .factory(o.factory()));
   }
   const auto scores = o.scores().value_or(ScoreSettings());
@@ -41,6 +44,7 @@ Part<AttentionModule> make_attention(const CausalLMOptions& o, const LayerSettin
                                    .scale(scores.scale())
                                    .rope(rope)
                                    .causal(true)
+                                   .dropout(o.attention_dropout())
                                    .factory(o.factory()));
 }
 
@@ -74,7 +78,15 @@ DecoderBlock make_block(const CausalLMOptions& o, const LayerSettings& layer) {
   return DecoderBlock(DecoderBlockOptions(make_attention(o, layer, make_rope(o, layer)), make_feed_forward(o, layer))
                           .norm(o.norm())
                           .layout(o.layout())
-                          .eps(o.eps()));
+                          .eps(o.eps())
+                          .dropout(o.dropout()));
+}
+
+Embedding fixed_positions(const CausalLMOptions& o) {
+  Embedding made(EmbeddingOptions(o.max_positions(), o.embed_dim()).factory(o.factory()));
+  made->weight.set_requires_grad(false);
+  made->weight.copy_(sinusoidal_positions(o.max_positions(), o.embed_dim()));
+  return made;
 }
 
 void check_latent(const CausalLMOptions& o) {
@@ -91,9 +103,11 @@ void check_latent(const CausalLMOptions& o) {
 }
 
 void check_families(const CausalLMOptions& o) {
-  ATTNPACK_CHECK(
-      o.position_embedding() == "rope" || o.position_embedding() == "learned" || o.position_embedding() == "none",
-      "position_embedding: got '", o.position_embedding(), "', want 'rope', 'learned' or 'none'");
+  static const std::set<std::string> kinds{"rope", "learned", "sinusoidal", "none"};
+  ATTNPACK_CHECK(kinds.contains(o.position_embedding()), "position_embedding: got '", o.position_embedding(),
+                 "', want 'rope', 'learned', 'sinusoidal' or 'none'");
+  check_dropout("dropout", o.dropout());
+  check_dropout("attention_dropout", o.attention_dropout());
   ATTNPACK_CHECK(o.final_softcap() >= 0 && std::isfinite(o.final_softcap()), "final_softcap: got ", o.final_softcap(),
                  ", want a number above 0, or 0 for none");
   ATTNPACK_CHECK(o.layer_settings().empty() || static_cast<int64_t>(o.layer_settings().size()) == o.num_layers(),
@@ -128,8 +142,14 @@ void CausalLMImpl::reset() {
   const auto embedding = table(o.vocab_size());
   std::vector<DecoderBlock> layers;
   for (const auto& layer : resolved_layers()) layers.push_back(make_block(o, layer));
-  auto stack = DecoderOptions(layers).norm(o.norm()).eps(o.eps()).embed_tokens(embedding).embed_scale(o.embed_scale());
+  auto stack = DecoderOptions(layers)
+                   .norm(o.norm())
+                   .eps(o.eps())
+                   .embed_tokens(embedding)
+                   .embed_scale(o.embed_scale())
+                   .dropout(o.dropout());
   if (o.position_embedding() == "learned") stack.embed_positions(table(o.max_positions()));
+  if (o.position_embedding() == "sinusoidal") stack.embed_positions(fixed_positions(o));
   model = register_module("model", Decoder(stack));
   if (!o.tie_embeddings()) {
     lm_head = register_module("lm_head", Linear(LinearOptions(o.embed_dim(), o.vocab_size()).factory(o.factory())));

@@ -77,9 +77,14 @@ struct CausalLMOptions {
   TORCH_ARG(std::string, activation) = "swiglu";  // of the feed-forwards
   TORCH_ARG(std::string, norm) = "rms";           // kind and places of the norms, as in DecoderBlockOptions
   TORCH_ARG(std::optional<std::string>, layout);
-  TORCH_ARG(std::string, position_embedding) = "rope";  // "learned" (a table of max_positions rows), or "none"
-  TORCH_ARG(double, embed_scale) = 1.0;                 // factor on the embeddings
-  TORCH_ARG(double, final_softcap) = 0.0;               // c > 0: logits become c * tanh(logit / c)
+  // "rope"; "learned", a table of max_positions rows that is added to the embeddings; "sinusoidal", the same with the
+  // fixed rows of sinusoidal_positions; or "none".
+  TORCH_ARG(std::string, position_embedding) = "rope";
+  TORCH_ARG(double, embed_scale) = 1.0;    // factor on the embeddings
+  TORCH_ARG(double, final_softcap) = 0.0;  // c > 0: logits become c * tanh(logit / c)
+  // In training: dropout of the embeddings and of what each block adds, and that of the probabilities.
+  TORCH_ARG(double, dropout) = 0.0;
+  TORCH_ARG(double, attention_dropout) = 0.0;
   TORCH_ARG(std::optional<ScoreSettings>, scores);
   // A MixtureOfExperts in place of each feed-forward; its embed_dim is the model's.
   TORCH_ARG(std::optional<MixtureOfExpertsOptions>, experts);
@@ -116,6 +121,8 @@ struct CausalLMOptions {
     visit("position_embedding", self.position_embedding_);
     visit("embed_scale", self.embed_scale_);
     visit("final_softcap", self.final_softcap_);
+    visit("dropout", self.dropout_);
+    visit("attention_dropout", self.attention_dropout_);
     visit("scores", self.scores_);
     visit("experts", self.experts_);
     visit("layer_settings", self.layer_settings_);
@@ -123,6 +130,7 @@ struct CausalLMOptions {
   }
 };
 
+// The inputs of CausalLM::forward beside ids.
 struct CausalLMInputs {
   TORCH_ARG(std::shared_ptr<ModelCache>, cache);
   TORCH_ARG(std::optional<at::Tensor>, mask);       // broadcastable to [B, Hq, L, keys], on top of causality
@@ -150,6 +158,9 @@ class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
   // The states before the head, [B, L, E]. head maps any [..., E] to logits.
   at::Tensor hidden(const at::Tensor& ids, const CausalLMInputs& inputs = {});
   at::Tensor head(const at::Tensor& hidden);
+
+  // Decoder block i; raises for an i beyond the last one.
+  DecoderBlock layer(size_t i) const { return model->layer(i); }
 
   // Caches of the right shape for every layer: growing, or with room for max_len positions.
   std::shared_ptr<ModelCache> dynamic_cache() const;

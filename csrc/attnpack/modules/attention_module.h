@@ -7,6 +7,7 @@
 #include <attnpack/cache/kv_cache.h>
 #include <attnpack/layers/attend.h>
 #include <attnpack/modules/leaf.h>
+#include <attnpack/modules/part.h>
 
 #include <memory>
 #include <optional>
@@ -47,9 +48,8 @@ struct AttentionInputs {
 };
 
 // The interface of an attention layer, as blocks use it.
-class AttentionModule {
+class AttentionModule : public PartInterface {
  public:
-  virtual ~AttentionModule() = default;
   // x [B, L, E] -> [B, L, E]
   virtual at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) = 0;
   // The same, and the probabilities before dropout, [B, Hq, L, keys]

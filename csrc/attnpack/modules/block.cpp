@@ -3,16 +3,18 @@
 #include <attnpack/cache/cross_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/dropout.h>
 #include <attnpack/modules/norm.h>
 
 namespace attnpack {
 
 namespace {
 
-// x + f(norm(x)), or norm(x + f(x)).
-template <typename F>
-at::Tensor residual(const at::Tensor& x, const Part<TokenModule>& norm, bool pre_norm, const F& f) {
-  return pre_norm ? x + f(norm->forward(x)) : norm->forward(x + f(x));
+// x + f(norm(x)), or norm(x + f(x)), with the block's dropout of f.
+template <typename Block, typename F>
+at::Tensor residual(const Block& block, const at::Tensor& x, const Part<TokenModule>& norm, const F& f) {
+  const auto added = [&](const at::Tensor& t) { return dropped(f(t), block.dropout, block); };
+  return block.pre_norm ? x + added(norm->forward(x)) : norm->forward(x + added(x));
 }
 
 // Returns the options after a check that their parts are given and fit each other.
@@ -20,6 +22,7 @@ template <typename Options>
 const Options& checked(const Options& options) {
   ATTNPACK_CHECK(options.attention(), "attention: got none, want an attention module");
   ATTNPACK_CHECK(options.feed_forward(), "feed_forward: got none, want a module such as FeedForward");
+  check_dropout("dropout", options.dropout());
   const auto embed_dim = options.attention()->embed_dim();
   check_output_width(options.attention()->out_dim(), embed_dim);
   check_part_width("feed_forward", options.feed_forward()->embed_dim().value_or(embed_dim), embed_dim);
@@ -47,6 +50,7 @@ std::optional<at::Tensor> query_positions(const AttentionModule& cross, const at
 
 EncoderBlockImpl::EncoderBlockImpl(const EncoderBlockOptions& options)
     : pre_norm(checked(options).pre_norm()),
+      dropout(options.dropout()),
       self_attn(options.attention()),
       mlp(options.feed_forward()),
       input_layernorm(norm_beside(options)),
@@ -56,15 +60,16 @@ EncoderBlockImpl::EncoderBlockImpl(const EncoderBlockOptions& options)
 
 at::Tensor EncoderBlockImpl::forward(const at::Tensor& x, const EncoderInputs& inputs) {
   check_input("x", x, self_attn->embed_dim(), {});
-  const auto h = residual(x, input_layernorm, pre_norm, [&](const at::Tensor& t) {
+  const auto h = residual(*this, x, input_layernorm, [&](const at::Tensor& t) {
     return self_attn->forward(
         t, AttentionInputs().mask(inputs.mask()).positions(inputs.positions()).kv_lens(inputs.kv_lens()));
   });
-  return residual(h, post_attention_layernorm, pre_norm, [&](const at::Tensor& t) { return mlp->forward(t); });
+  return residual(*this, h, post_attention_layernorm, [&](const at::Tensor& t) { return mlp->forward(t); });
 }
 
 DecoderBlockImpl::DecoderBlockImpl(const DecoderBlockOptions& options)
     : pre_norm(checked(options).pre_norm()),
+      dropout(options.dropout()),
       layout(options.layout()),
       self_attn(options.attention()),
       cross_attn(options.cross_attention()),
@@ -103,9 +108,9 @@ at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInpu
                                      .kv_lens(inputs.kv_lens()));
   };
   if (layout) return run_layout(x, attend);
-  auto h = residual(x, input_layernorm, pre_norm, attend);
+  auto h = residual(*this, x, input_layernorm, attend);
   if (cross_attn) {
-    h = residual(h, cross_attention_layernorm, pre_norm, [&](const at::Tensor& t) {
+    h = residual(*this, h, cross_attention_layernorm, [&](const at::Tensor& t) {
       return cross_attn->forward(t, AttentionInputs()
                                         .context(inputs.context())
                                         .cache(inputs.cross_cache())
@@ -114,20 +119,21 @@ at::Tensor DecoderBlockImpl::forward(const at::Tensor& x, const DecoderBlockInpu
                                         .kv_lens(inputs.context_lens()));
     });
   }
-  return residual(h, post_attention_layernorm, pre_norm, [&](const at::Tensor& t) { return mlp->forward(t); });
+  return residual(*this, h, post_attention_layernorm, [&](const at::Tensor& t) { return mlp->forward(t); });
 }
 
 at::Tensor DecoderBlockImpl::run_layout(const at::Tensor& x,
                                         const std::function<at::Tensor(const at::Tensor&)>& attend) {
   const auto normed = [](const Part<TokenModule>& norm, const at::Tensor& t) { return norm ? norm->forward(t) : t; };
+  const auto drop = [this](const at::Tensor& t) { return dropped(t, dropout, *this); };
   const auto first = normed(input_layernorm, x);
   if (*layout == "parallel" || *layout == "parallel_two") {
     const auto second = *layout == "parallel" ? first : post_attention_layernorm->forward(x);
-    const auto attended = x + attend(first);
-    return attended + mlp->forward(second);
+    const auto attended = x + drop(attend(first));
+    return attended + drop(mlp->forward(second));
   }
-  const auto h = x + post_attention_layernorm->forward(attend(first));
-  return h + post_feedforward_layernorm->forward(mlp->forward(normed(pre_feedforward_layernorm, h)));
+  const auto h = x + drop(post_attention_layernorm->forward(attend(first)));
+  return h + drop(post_feedforward_layernorm->forward(mlp->forward(normed(pre_feedforward_layernorm, h))));
 }
 
 }  // namespace attnpack

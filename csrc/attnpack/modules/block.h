@@ -63,6 +63,7 @@ struct EncoderBlockOptions {
   // x + f(norm(x)); false: norm(x + f(x)), as in Vaswani et al. 2017.
   TORCH_ARG(bool, pre_norm) = true;
   TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(double, dropout) = 0.0;  // of what attention and feed-forward add to x, in training
 
  public:
   template <typename Self, typename Visit>
@@ -72,6 +73,7 @@ struct EncoderBlockOptions {
     visit("norm", self.norm_);
     visit("pre_norm", self.pre_norm_);
     visit("eps", self.eps_);
+    visit("dropout", self.dropout_);
   }
 };
 
@@ -94,6 +96,7 @@ class EncoderBlockImpl : public Container<EncoderBlockImpl> {
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::EncoderBlock"; }
 
   bool pre_norm;
+  double dropout;
   Part<AttentionModule> self_attn;
   Part<TokenModule> mlp, input_layernorm, post_attention_layernorm;
 
@@ -115,6 +118,7 @@ struct DecoderBlockOptions {
   TORCH_ARG(std::optional<std::string>, layout);
   TORCH_ARG(Part<AttentionModule>, cross_attention);
   TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(double, dropout) = 0.0;  // of what attention and feed-forward add to x, in training
 
  public:
   template <typename Self, typename Visit>
@@ -126,6 +130,7 @@ struct DecoderBlockOptions {
     visit("layout", self.layout_);
     visit("cross_attention", self.cross_attention_);
     visit("eps", self.eps_);
+    visit("dropout", self.dropout_);
   }
 };
 
@@ -158,6 +163,7 @@ class DecoderBlockImpl : public Container<DecoderBlockImpl> {
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::DecoderBlock"; }
 
   bool pre_norm;
+  double dropout;
   std::optional<std::string> layout;
   Part<AttentionModule> self_attn, cross_attn;
   Part<TokenModule> mlp, input_layernorm, post_attention_layernorm, pre_feedforward_layernorm,

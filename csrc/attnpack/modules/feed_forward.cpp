@@ -2,6 +2,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/dropout.h>
 #include <attnpack/modules/detail/print_options.h>
 
 namespace attnpack {
@@ -30,6 +31,7 @@ void FeedForwardImpl::reset() {
   check_activation(o.activation());
   check_size("embed_dim", o.embed_dim());
   check_size("hidden_dim", o.hidden_dim());
+  check_dropout("dropout", o.dropout());
   const auto linear = [&](const char* name, int64_t in, int64_t out) {
     return register_module(name, Linear(LinearOptions(in, out).bias(o.bias()).factory(o.factory())));
   };
@@ -40,9 +42,10 @@ void FeedForwardImpl::reset() {
 
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
   check_tokens("x", x, options.embed_dim(), up_proj->weight);
-  if (!gate_proj) return down_proj(activated(options.activation(), up_proj(x)));
+  const auto down = [this](const at::Tensor& inner) { return down_proj(dropped(inner, options.dropout(), *this)); };
+  if (!gate_proj) return down(activated(options.activation(), up_proj(x)));
   const auto inner = forward_all(x, {gate_proj.get(), up_proj.get()});
-  return down_proj(gated(options.activation(), inner[0], inner[1]));
+  return down(gated(options.activation(), inner[0], inner[1]));
 }
 
 void FeedForwardImpl::pretty_print(std::ostream& stream) const {

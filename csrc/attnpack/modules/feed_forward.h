@@ -14,6 +14,7 @@ struct FeedForwardOptions {
   // With a gate "swiglu", "geglu", "geglu_tanh" or "clamped_swiglu", without one "gelu", "gelu_tanh" or "relu".
   TORCH_ARG(std::string, activation) = "swiglu";
   TORCH_ARG(bool, bias) = false;
+  TORCH_ARG(double, dropout) = 0.0;  // of what goes into down, in training
   TORCH_ARG(Factory, factory);
 
  public:
@@ -23,6 +24,7 @@ struct FeedForwardOptions {
     visit("hidden_dim", self.hidden_dim_);
     visit("activation", self.activation_);
     visit("bias", self.bias_);
+    visit("dropout", self.dropout_);
     visit("factory", self.factory_);
   }
 };

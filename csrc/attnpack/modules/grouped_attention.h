@@ -129,6 +129,8 @@ using MultiHeadAttentionOptions = GroupedOptions<Sharing::kNone>;
 using GroupedQueryAttentionOptions = GroupedOptions<Sharing::kGrouped>;
 using MultiQueryAttentionOptions = GroupedOptions<Sharing::kAll>;
 
+// Multi-head attention, a kv head for each query head (Vaswani et al. 2017). Parameters q_proj, k_proj, v_proj [num_heads * D, width of
+// the input], o_proj [embed_dim, num_heads * D].
 class MultiHeadAttentionImpl : public GroupedAttentionImpl<MultiHeadAttentionImpl, Sharing::kNone> {
  public:
   using GroupedAttentionImpl::GroupedAttentionImpl;
@@ -138,6 +140,7 @@ class MultiHeadAttentionImpl : public GroupedAttentionImpl<MultiHeadAttentionImp
 };
 TORCH_MODULE(MultiHeadAttention);
 
+// Groups of query heads share a kv head (Ainslie et al. 2023): k_proj and v_proj have num_kv_heads * D rows.
 class GroupedQueryAttentionImpl : public GroupedAttentionImpl<GroupedQueryAttentionImpl, Sharing::kGrouped> {
  public:
   using GroupedAttentionImpl::GroupedAttentionImpl;
@@ -147,6 +150,7 @@ class GroupedQueryAttentionImpl : public GroupedAttentionImpl<GroupedQueryAttent
 };
 TORCH_MODULE(GroupedQueryAttention);
 
+// All query heads share one kv head (Shazeer 2019): k_proj and v_proj have D rows.
 class MultiQueryAttentionImpl : public GroupedAttentionImpl<MultiQueryAttentionImpl, Sharing::kAll> {
  public:
   using GroupedAttentionImpl::GroupedAttentionImpl;

@@ -2,8 +2,6 @@
 
 #include <torch/nn/cloneable.h>
 
-#include <attnpack/core/sizes.h>
-
 #include <string>
 
 namespace attnpack {
@@ -15,6 +13,9 @@ struct Factory {
 
   at::TensorOptions options() const { return at::TensorOptions().device(device).dtype(dtype); }
 };
+
+// Raises unless the bytes of a parameter are an int64. `names` are the options that its sizes come from.
+void check_parameter_size(const char* names, at::IntArrayRef sizes, size_t element_bytes);
 
 // A module that owns parameters which another tensor may replace (torch::nn::Module can only copy into them).
 class ParameterOwner {
@@ -39,7 +40,7 @@ class LeafModule : public torch::nn::Cloneable<Derived>, public ParameterOwner {
   at::Tensor allocate(const char* names, at::IntArrayRef sizes, const at::Tensor& before,
                       const Factory& factory) const {
     const auto options = before.defined() ? before.options().requires_grad(false) : factory.options();
-    check_storable(names, sizes, options.dtype().itemsize());
+    check_parameter_size(names, sizes, options.dtype().itemsize());
     return at::empty(sizes, options);
   }
 };

@@ -8,44 +8,109 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace attnpack {
 
-// A module that maps every token by itself: a norm or a feed-forward.
-class TokenModule {
+// Base of what a block asks of its parts.
+class PartInterface {
  public:
-  virtual ~TokenModule() = default;
+  virtual ~PartInterface() = default;
+};
+
+// A module that maps every token by itself: a norm or a feed-forward.
+class TokenModule : public PartInterface {
+ public:
   virtual at::Tensor forward(const at::Tensor& x) = 0;  // [..., E] -> [..., E]
   // E, if the module has one.
   virtual std::optional<int64_t> embed_dim() const { return std::nullopt; }
 };
 
-// A module handed to a container, as a holder or a shared_ptr. It must be an Interface too.
+namespace detail {
+
+// forward of a module, for a tensor.
+struct CallForward {
+  template <typename Impl>
+  auto operator()(Impl& impl) const -> decltype(impl.forward(std::declval<const at::Tensor&>()));
+};
+
+// A TokenModule that calls a module which is none, such as a torch::nn::Sequential.
+class Adapter : public TokenModule {
+ public:
+  // The same around a copy of the module.
+  virtual std::shared_ptr<Adapter> around(const std::shared_ptr<torch::nn::Module>& copy) const = 0;
+};
+
+template <typename Impl>
+class AdapterOf : public Adapter {
+ public:
+  explicit AdapterOf(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+  at::Tensor forward(const at::Tensor& x) override { return impl_->forward(x); }
+  std::shared_ptr<Adapter> around(const std::shared_ptr<torch::nn::Module>& copy) const override {
+    return std::make_shared<AdapterOf>(std::dynamic_pointer_cast<Impl>(copy));
+  }
+
+ private:
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace detail
+
+// A module handed to a container, as a holder or a shared_ptr. It must be an Interface too. But a TokenModule may be
+// any module whose forward maps a tensor to a tensor, such as torch::nn::Linear and torch::nn::Sequential.
 template <typename Interface>
 class Part {
+  // Whether an Impl takes an adapter: it is a module of torch or of the user.
+  template <typename Impl>
+  static constexpr bool adapts =
+      std::is_same_v<Interface, TokenModule> && !std::is_base_of_v<PartInterface, Impl> &&
+      !std::is_same_v<Impl, torch::nn::Module> && std::is_invocable_r_v<at::Tensor, detail::CallForward, Impl&>;
+
  public:
   Part() = default;
   /* implicit */ Part(std::nullptr_t) {}
   template <typename Impl>
   /* implicit */ Part(const torch::nn::ModuleHolder<Impl>& holder)
-      : Part(holder.is_empty() ? nullptr : std::shared_ptr<torch::nn::Module>(holder.ptr())) {}
+      : Part(holder.is_empty() ? nullptr : std::shared_ptr<Impl>(holder.ptr())) {}
   /* implicit */ Part(std::shared_ptr<torch::nn::Module> module)
       : module_(std::move(module)), interface_(dynamic_cast<Interface*>(module_.get())) {
     TORCH_CHECK_TYPE(!module_ || interface_, "attnpack: got a module of type ", module_->name(),
                      ", which does not do what its place needs (", c10::demangle(typeid(Interface).name()), ")");
   }
   // From shared_ptr<Impl> to Part takes two conversions, and C++ makes one by itself.
-  template <typename Impl>
+  template <typename Impl, std::enable_if_t<!adapts<Impl>, int> = 0>
   /* implicit */ Part(const std::shared_ptr<Impl>& impl) : Part(std::shared_ptr<torch::nn::Module>(impl)) {}
+  template <typename Impl, std::enable_if_t<adapts<Impl>, int> = 0>
+  /* implicit */ Part(const std::shared_ptr<Impl>& impl)
+      : module_(impl), adapter_(impl ? std::make_shared<detail::AdapterOf<Impl>>(impl) : nullptr) {
+    interface_ = adapter_.get();
+  }
 
   Interface* operator->() const { return interface_; }
   explicit operator bool() const { return module_ != nullptr; }
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
-  Part clone(const std::optional<at::Device>& device) const { return module_->clone(device); }
+  // The module as a Kind, a holder or an Impl; nullptr if it is another. As torch::nn::Module::as.
+  template <typename Kind>
+  auto* as() const {
+    return module_ ? module_->template as<Kind>() : nullptr;
+  }
+  Part clone(const std::optional<at::Device>& device) const {
+    if constexpr (std::is_same_v<Interface, TokenModule>) {
+      if (adapter_) return Part(module_->clone(device), *adapter_);
+    }
+    return module_->clone(device);
+  }
 
  private:
+  Part(std::shared_ptr<torch::nn::Module> copy, const detail::Adapter& like)
+      : module_(std::move(copy)), adapter_(like.around(module_)) {
+    interface_ = adapter_.get();
+  }
+
   std::shared_ptr<torch::nn::Module> module_;
+  std::shared_ptr<detail::Adapter> adapter_;  // of a module that is no Interface
   Interface* interface_ = nullptr;
 };
 

@@ -2,8 +2,10 @@
 
 #include <cmath>
 
+#include <attnpack/cache/cross_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/dropout.h>
 #include <attnpack/modules/norm.h>
 
 namespace attnpack {
@@ -28,6 +30,8 @@ StackImpl<Derived, Block>::StackImpl(const StackOptions<Block>& options) {
   }
   embed_scale = options.embed_scale();
   ATTNPACK_CHECK(std::isfinite(embed_scale), "embed_scale: got ", embed_scale, ", want a finite number, 1 for none");
+  dropout = options.dropout();
+  check_dropout("dropout", dropout);
   if (options.embed_positions()) {
     embed_positions = options.embed_positions();
     check_embedding_width(embed_positions->options.embed_dim(), embed_dim, "embed_positions");
@@ -52,10 +56,18 @@ at::Tensor StackImpl<Derived, Block>::embed(const char* name, const at::Tensor& 
     check_states(name, x, block(0).self_attn->embed_dim());
     check_input(name, x, block(0).self_attn->embed_dim(), {});
   }
-  if (!embed_positions) return h;
-  const auto places = token_positions(h, positions, past);
-  if (places.is_cpu()) check_learned_positions(places, embed_positions->weight.size(0));
-  return h + at::embedding(embed_positions->weight, places);
+  if (embed_positions) {
+    const auto places = token_positions(h, positions, past);
+    if (places.is_cpu()) check_learned_positions(places, embed_positions->weight.size(0));
+    h = h + at::embedding(embed_positions->weight, places);
+  }
+  return dropped(h, dropout, *this);
+}
+
+template <typename Derived, typename Block>
+Block StackImpl<Derived, Block>::layer(size_t i) const {
+  ATTNPACK_CHECK(i < layers->size(), "layer: got ", i, ", want 0 to ", layers->size() - 1);
+  return Block(layers->template ptr<BlockImpl>(i));
 }
 
 at::Tensor EncoderImpl::run(const char* name, const at::Tensor& x, const EncoderInputs& inputs) {
@@ -89,6 +101,14 @@ at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const Decoder
   return cross_cache ? cross_cache->all_or_none(run_all) : run_all();
 }
 
+namespace {
+
+bool holds_context(const EncoderDecoderInputs& inputs) {
+  return inputs.cross_cache() && inputs.cross_cache()->len() > 0;
+}
+
+}  // namespace
+
 EncoderDecoderImpl::EncoderDecoderImpl(Part<EncoderImpl> encoder, Part<DecoderImpl> decoder)
     : encoder(std::move(encoder)), decoder(std::move(decoder)) {
   register_parts();
@@ -97,18 +117,35 @@ EncoderDecoderImpl::EncoderDecoderImpl(Part<EncoderImpl> encoder, Part<DecoderIm
 at::Tensor EncoderDecoderImpl::forward(const at::Tensor& source, const at::Tensor& target,
                                        const EncoderDecoderInputs& inputs) {
   check_lengths("target_lens", inputs.target_lens(), target);
-  const auto& held = inputs.cross_cache();
+  if (holds_context(inputs)) return decode({}, target, inputs);
+  ATTNPACK_CHECK(source.defined(), "source: got none, but no cross_cache holds it; give the first call the source");
+  return decode(encode(source, inputs.source_lens()), target, inputs);
+}
+
+at::Tensor EncoderDecoderImpl::encode(const at::Tensor& source, const std::optional<at::Tensor>& source_lens) {
+  check_lengths("source_lens", source_lens, source);
+  return encoder->run("source", source, EncoderInputs().kv_lens(source_lens));
+}
+
+at::Tensor EncoderDecoderImpl::decode(const at::Tensor& context, const at::Tensor& target,
+                                      const EncoderDecoderInputs& inputs) {
+  check_lengths("target_lens", inputs.target_lens(), target);
   auto own = DecoderInputs()
                  .context_lens(inputs.source_lens())
                  .kv_lens(inputs.target_lens())
                  .cache(inputs.cache())
-                 .cross_cache(held);
-  if (!held || held->len() == 0) {
-    ATTNPACK_CHECK(source.defined(), "source: got none, but no cross_cache holds it; give the first call the source");
-    check_lengths("source_lens", inputs.source_lens(), source);
-    own.context(encoder->run("source", source, EncoderInputs().kv_lens(inputs.source_lens())));
+                 .cross_cache(inputs.cross_cache());
+  if (!holds_context(inputs)) {
+    ATTNPACK_CHECK(context.defined(), "context: got none, but no cross_cache holds it; give what encode returns");
+    own.context(context);
   }
   return decoder->run("target", target, own);
+}
+
+std::shared_ptr<ModelCache> EncoderDecoderImpl::new_cross_cache() const {
+  std::vector<std::shared_ptr<KVCache>> layers(decoder->layers->size());
+  for (auto& layer : layers) layer = std::make_shared<CrossCache>();
+  return std::make_shared<ModelCache>(std::move(layers));
 }
 
 template class StackImpl<EncoderImpl, EncoderBlock>;

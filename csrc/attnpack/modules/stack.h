@@ -22,8 +22,10 @@ struct StackOptions {
   TORCH_ARG(double, eps) = 1e-6;
   TORCH_ARG(Embedding, embed_tokens) = nullptr;  // with it the stack takes token ids [B, L]
   TORCH_ARG(double, embed_scale) = 1.0;          // factor on the embeddings, rounded to their dtype (Gemma)
-  // Learned positions (GPT-2): row p is added to what stands at position p.
+  // Row p is added to what stands at position p: learned positions (GPT-2), or the fixed ones of
+  // sinusoidal_positions (rope/sinusoidal.h).
   TORCH_ARG(Embedding, embed_positions) = nullptr;
+  TORCH_ARG(double, dropout) = 0.0;  // of the states before the first block, in training
 
  public:
   template <typename Self, typename Visit>
@@ -34,6 +36,7 @@ struct StackOptions {
     visit("embed_tokens", self.embed_tokens_);
     visit("embed_scale", self.embed_scale_);
     visit("embed_positions", self.embed_positions_);
+    visit("dropout", self.dropout_);
   }
 };
 using EncoderOptions = StackOptions<EncoderBlock>;
@@ -53,8 +56,12 @@ class StackImpl : public Container<Derived> {
     if (norm) f("norm", norm);
   }
 
+  // Block i. Its parts are members, as self_attn: layer(2)->self_attn.as<GroupedQueryAttention>()->q_proj. Raises for
+  // an i beyond the last block.
+  Block layer(size_t i) const;
+
   Part<EmbeddingImpl> embed_tokens, embed_positions;
-  double embed_scale;
+  double embed_scale, dropout;
   Part<torch::nn::ModuleListImpl> layers;
   Part<TokenModule> norm;
 
@@ -68,6 +75,7 @@ class StackImpl : public Container<Derived> {
   BlockImpl& block(size_t i) const { return *layers->template ptr<BlockImpl>(i); }
 };
 
+// EncoderBlocks one after the other, which all get the same inputs.
 class EncoderImpl : public StackImpl<EncoderImpl, EncoderBlock> {
  public:
   using StackImpl::StackImpl;
@@ -84,6 +92,7 @@ class EncoderImpl : public StackImpl<EncoderImpl, EncoderBlock> {
 };
 TORCH_MODULE(Encoder);
 
+// DecoderBlocks one after the other, each with its own layer of the caches.
 class DecoderImpl : public StackImpl<DecoderImpl, DecoderBlock> {
  public:
   using StackImpl::StackImpl;
@@ -100,6 +109,7 @@ class DecoderImpl : public StackImpl<DecoderImpl, DecoderBlock> {
 };
 TORCH_MODULE(Decoder);
 
+// The inputs of EncoderDecoder::forward beside source and target.
 struct EncoderDecoderInputs {
   TORCH_ARG(std::optional<at::Tensor>, source_lens);  // valid source tokens of each sequence, [B]
   TORCH_ARG(std::optional<at::Tensor>, target_lens);  // valid new target tokens of each sequence, [B]
@@ -125,6 +135,15 @@ class EncoderDecoderImpl : public Container<EncoderDecoderImpl> {
   at::Tensor forward(const at::Tensor& source,                  // [B, Ls, E], or ids [B, Ls]
                      const at::Tensor& target,                  // [B, Lt, E], or ids [B, Lt]
                      const EncoderDecoderInputs& inputs = {});  // -> [B, Lt, E]
+  // Its first half: the context of the decoder. source_lens [B] as in the inputs.
+  at::Tensor encode(const at::Tensor& source,  // [B, Ls, E], or ids [B, Ls] -> [B, Ls, E]
+                    const std::optional<at::Tensor>& source_lens = std::nullopt);
+  // Its second half. With a filled cross_cache the context is not read, and may be undefined.
+  at::Tensor decode(const at::Tensor& context,                 // [B, Ls, E]
+                    const at::Tensor& target,                  // [B, Lt, E], or ids [B, Lt]
+                    const EncoderDecoderInputs& inputs = {});  // -> [B, Lt, E]
+  // An empty cross_cache: a CrossCache for each of the decoder's layers.
+  std::shared_ptr<ModelCache> new_cross_cache() const;
 
   template <typename F>
   void for_each_part(const F& f) {

@@ -9,6 +9,7 @@
 
 namespace attnpack {
 
+// The names that a state dict lacks, and those that the module does not know.
 struct LoadResult {
   std::vector<std::string> missing, unexpected;
 };

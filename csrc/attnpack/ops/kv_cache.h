@@ -57,6 +57,7 @@ at::Tensor kv_cache_append_rotated_(const at::Tensor& cache_key, const at::Tenso
                                     const std::optional<c10::SymInt>& limit = std::nullopt,
                                     const std::optional<at::Tensor>& dropped = std::nullopt);
 
+// The checks of all backends.
 void check_rotated(const at::Tensor& query, const at::Tensor& key, at::ArrayRef<double> inv_freq);
 void check_kv_cache_append(const at::Tensor& cache_key, const at::Tensor& cache_value, const at::Tensor& lengths,
                            const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& new_lens,

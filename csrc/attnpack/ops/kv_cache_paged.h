@@ -29,6 +29,7 @@ at::Tensor gather_pages(const at::Tensor& pool,         // [num_pages, page_size
                         const at::Tensor& lengths,      // [B] int64
                         const c10::SymInt& capacity);   // -> [B, Hkv, capacity, D], at least the longest sequence
 
+// The checks of all backends but for the numbers in block_table and the lengths.
 void check_kv_cache_append_paged(const at::Tensor& key_pool, const at::Tensor& value_pool,
                                  const at::Tensor& block_table, const at::Tensor& lengths, const at::Tensor& key,
                                  const at::Tensor& value, const std::optional<at::Tensor>& new_lens,

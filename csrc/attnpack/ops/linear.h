@@ -34,6 +34,7 @@ using OneLinear = at::Tensor(const at::Tensor& input, const at::Tensor& weight, 
 std::vector<at::Tensor> each_linear(OneLinear* one, const at::Tensor& input, at::TensorList weights,
                                     at::TensorList biases);
 
-constexpr int64_t kFewRowsInputs = 32;  // shorter sums are faster in torch's linear
+// The fewest inputs of a layer for which the kernel of few rows runs: shorter sums are faster in torch's linear.
+constexpr int64_t kFewRowsInputs = 32;
 
 }  // namespace attnpack

@@ -12,6 +12,7 @@ namespace attnpack {
 at::Tensor quantize_rows(const at::Tensor& x,  // [..., dim], float dtypes
                          int64_t bits);        // -> [..., quantized_row_bytes(bits, dim)] uint8
 
+// The numbers again, in dtype.
 at::Tensor dequantize_rows(const at::Tensor& rows,  // [..., quantized_row_bytes(bits, dim)] uint8
                            int64_t bits, const c10::SymInt& dim, at::ScalarType dtype);  // -> [..., dim]
 

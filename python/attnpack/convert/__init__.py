@@ -2,15 +2,18 @@
 fuses projections.
 
 `pool_kv_heads` works on one weight, `merge_kv_heads` on a layer's weights. `to_gqa`, `to_mqa` and `to_mla` work on
-modules, and the first two also on models. The command `attnpack convert` works on whole checkpoints.
+modules, and the first two also on models. `from_torch` takes layers of torch.nn. The command `attnpack convert` works
+on whole checkpoints.
 """
 
+from .from_torch import from_torch
 from .heads import layer_error, similar_groups, to_gqa, to_mqa
 from .latent import to_mla
 from .weights import LayerWeights, fuse_qkv, merge_kv_heads, pool_kv_heads, split_qkv
 
 __all__ = [
     "LayerWeights",
+    "from_torch",
     "fuse_qkv",
     "layer_error",
     "merge_kv_heads",

@@ -14,7 +14,7 @@ from ..cache import CrossCache, KVCache, ModelCache
 from ..errors import check_input, reject_keywords, wrong_kind
 from .attention_base import NativeAttention
 from .feed_forward import FeedForward
-from .native import NativeModule
+from .native import NativeModule, dropped
 from .norm import arguments_of_norm, make_norm, norm_settings
 from .spread import check_lengths
 
@@ -73,13 +73,16 @@ class Block(NativeModule):
         eps: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        dropout: float,
         layout: str | None = None,
     ) -> None:
         super().__init__()
         _check_parts(attention, feed_forward, cross_attention)
+        checks.dropout("dropout", dropout)
         if layout is not None:
             checks.layout(layout, pre_norm, cross_attention is not None)
         self.pre_norm = pre_norm
+        self.dropout = dropout
         self.embed_dim = attention.embed_dim
         self.self_attn = attention
         self.mlp = feed_forward
@@ -94,7 +97,8 @@ class Block(NativeModule):
 
     def _live_config(self) -> dict[str, Any]:
         norms = (getattr(self, name, None) for name in _NORMS)
-        return {"pre_norm": self.pre_norm, **norm_settings(norm for norm in norms if norm is not None)}
+        own = {"pre_norm": self.pre_norm, "dropout": self.dropout}
+        return {**own, **norm_settings(norm for norm in norms if norm is not None)}
 
     @classmethod
     def _arguments(cls, twin: Any) -> dict[str, Any]:
@@ -102,7 +106,7 @@ class Block(NativeModule):
         names = {"attention": "self_attn", "feed_forward": "mlp", "cross_attention": "cross_attn"}
         made = {name: NativeModule._shell(parts[part]) for name, part in names.items() if part in parts}
         norm = next(parts[name] for name in _NORMS if name in parts)
-        return {**made, "pre_norm": twin.pre_norm, **arguments_of_norm(norm)}
+        return {**made, "pre_norm": twin.pre_norm, "dropout": twin.dropout, **arguments_of_norm(norm)}
 
     def _check(self, x: Tensor) -> None:
         check_input("x", nested.one_row("x", x), self.embed_dim, getattr(self.self_attn, "q_proj", None))
@@ -118,10 +122,12 @@ class Block(NativeModule):
         return [getattr(self, name).cpp() for name in names]
 
     def _residual(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        return x + layer(norm(x)) if self.pre_norm else norm(x + layer(x))
+        if self.pre_norm:
+            return x + dropped(layer(norm(x)), self)
+        return norm(x + dropped(layer(x), self))
 
     def extra_repr(self) -> str:
-        return f"pre_norm={self.pre_norm}"
+        return f"pre_norm={self.pre_norm}" + (f", dropout={self.dropout}" if self.dropout else "")
 
 
 class EncoderBlock(Block):
@@ -133,6 +139,7 @@ class EncoderBlock(Block):
         norm: "rms" or "layer"; children input_layernorm, post_attention_layernorm.
         pre_norm: True computes x + f(norm(x)), False norm(x + f(x)) as in Vaswani et al. 2017.
         eps: eps of the norms.
+        dropout: of what attention and feed-forward add to x, in training.
         device, dtype: those of the norms; default those of attention.
     """
 
@@ -146,10 +153,11 @@ class EncoderBlock(Block):
         norm: str = "rms",
         pre_norm: bool = True,
         eps: float = 1e-6,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(attention, feed_forward, norm, pre_norm, None, eps, device, dtype)
+        super().__init__(attention, feed_forward, norm, pre_norm, None, eps, device, dtype, dropout)
 
     def forward(
         self,
@@ -189,7 +197,7 @@ class DecoderBlock(Block):
     window and no ALiBi. Without cross-attention the state dict has the names of a Llama layer.
 
     Args:
-        attention, feed_forward, norm, pre_norm, eps, device, dtype: as in EncoderBlock.
+        attention, feed_forward, norm, pre_norm, eps, dropout, device, dtype: as in EncoderBlock.
         layout: other places of the norms, in place of pre_norm; not together with cross_attention.
             "sandwich": x + norm(f(norm(x))), with children pre_feedforward_layernorm and post_feedforward_layernorm too
             (Gemma 2). "output": x + norm(f(x)), children post_attention_layernorm and post_feedforward_layernorm (OLMo
@@ -210,10 +218,12 @@ class DecoderBlock(Block):
         layout: str | None = None,
         cross_attention: nn.Module | None = None,
         eps: float = 1e-6,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(attention, feed_forward, norm, pre_norm, cross_attention, eps, device, dtype, layout)
+        factory = (device, dtype)
+        super().__init__(attention, feed_forward, norm, pre_norm, cross_attention, eps, *factory, dropout, layout)
         self.layout = layout
         self.has_cross_attention = cross_attention is not None
 
@@ -289,10 +299,12 @@ class DecoderBlock(Block):
         if self.layout in ("parallel", "parallel_two"):
             first = self.input_layernorm(x)
             second = first if self.layout == "parallel" else self.post_attention_layernorm(x)
-            return x + attend(first) + self.mlp(second)
+            return x + dropped(attend(first), self) + dropped(self.mlp(second), self)
         sandwich = self.layout == "sandwich"
-        x = x + self.post_attention_layernorm(attend(self.input_layernorm(x) if sandwich else x))
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x) if sandwich else x))
+        attended = self.post_attention_layernorm(attend(self.input_layernorm(x) if sandwich else x))
+        x = x + dropped(attended, self)
+        fed = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x) if sandwich else x))
+        return x + dropped(fed, self)
 
     def _live_config(self) -> dict[str, Any]:
         return {**super()._live_config(), "layout": self.layout}

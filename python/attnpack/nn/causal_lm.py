@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import cpp, nested
 from ..cache import ModelCache, check_kind
 from ..errors import MODEL_CACHE, check_ids, reject_keywords
+from ..ops import sinusoidal_positions
 from .attention import GroupedQueryAttention
 from .block import DecoderBlock
 from .feed_forward import FeedForward, MixtureOfExperts
@@ -48,9 +49,12 @@ class CausalLM(NativeModule):
         rope_interleaved: `interleaved` of the RotaryEmbedding.
         activation: of the feed-forwards, as in FeedForward.
         norm, layout: kind and places of the norms, as in DecoderBlock.
-        position_embedding: "rope", "learned" (a table of max_positions rows, added to the embeddings) or "none".
+        position_embedding: "rope"; "learned", a table of max_positions rows that is added to the embeddings;
+            "sinusoidal", the same with the fixed rows of ops.sinusoidal_positions; or "none".
         embed_scale: factor on the embeddings.
         final_softcap: c > 0: logits become c * tanh(logit / c).
+        dropout, attention_dropout: in training, dropout of the embeddings and of what each block adds, and that of the
+            probabilities.
         scores: what attention has beside the usual: a dict with `softcap`, `sinks`, `alibi`, `scale` as in
             GroupedQueryAttention, and `rope_dim`, the first dims of a head that rotate, default all.
         experts: a MixtureOfExperts in place of each feed-forward: a dict with its keywords but for embed_dim.
@@ -95,6 +99,8 @@ class CausalLM(NativeModule):
         position_embedding: str = "rope",
         embed_scale: float = 1.0,
         final_softcap: float = 0.0,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         scores: dict[str, Any] | None = None,
         experts: dict[str, Any] | None = None,
         layer_settings: Sequence[dict[str, Any]] | None = None,
@@ -113,20 +119,23 @@ class CausalLM(NativeModule):
         tables = {"embed_tokens": table(vocab_size)}
         if position_embedding == "learned":
             tables["embed_positions"] = table(max_positions)
+        elif position_embedding == "sinusoidal":
+            tables["embed_positions"] = fixed = table(max_positions).requires_grad_(False)
+            fixed.weight.copy_(sinusoidal_positions(max_positions, embed_dim))
         blocks = [self._block(settings, **factory) for settings in twin.resolved_layers()]
-        self.model = Decoder(blocks, norm=norm, eps=eps, embed_scale=embed_scale, **tables)
+        self.model = Decoder(blocks, norm=norm, eps=eps, embed_scale=embed_scale, dropout=dropout, **tables)
         self.lm_head = None if tie_embeddings else nn.Linear(embed_dim, vocab_size, bias=False, **factory)
         self._made_with = copy.deepcopy(_parts(self))
         self.register_load_state_dict_pre_hook(_drop_tied_head)
 
     def _block(self, settings: dict[str, Any], **factory: Any) -> DecoderBlock:
         """The block of a layer with these settings, in which nothing is left to the model's."""
-        norms = {"norm": self.norm, "layout": self.layout, "eps": self.eps}
-        return DecoderBlock(self._attention(settings, **factory), self._feed_forward(settings, **factory), **norms)
+        shared = {"norm": self.norm, "layout": self.layout, "eps": self.eps, "dropout": self.dropout}
+        return DecoderBlock(self._attention(settings, **factory), self._feed_forward(settings, **factory), **shared)
 
     def _attention(self, settings: dict[str, Any], **factory: Any) -> nn.Module:
         rope = self._rope(settings)
-        shared = {"bias": self.bias, "rope": rope, "causal": True, **factory}
+        shared = {"bias": self.bias, "rope": rope, "causal": True, "dropout": self.attention_dropout, **factory}
         if self.latent is not None:
             return MultiHeadLatentAttention(self.embed_dim, self.num_heads, **self.latent, **shared)
         scores = {name: value for name, value in (self.scores or {}).items() if name != "rope_dim"}

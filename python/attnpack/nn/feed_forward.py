@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import cpp, nested
 from ..errors import check_tokens
 from .linear import project, project_all
-from .native import NativeModule
+from .native import NativeModule, dropped
 
 
 class FeedForward(NativeModule):
@@ -25,6 +25,7 @@ class FeedForward(NativeModule):
             u = up(x) within -7 to 7, down(g sigmoid(1.702 g) (u + 1))); without one (up_proj, down_proj) "gelu",
             "gelu_tanh" (GPT-2) or "relu".
         bias: on all projections.
+        dropout: of what goes into down, in training.
     """
 
     _cpp_class = cpp.FeedForward
@@ -36,6 +37,7 @@ class FeedForward(NativeModule):
         *,
         activation: str = "swiglu",
         bias: bool = False,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -53,8 +55,10 @@ class FeedForward(NativeModule):
         check_tokens("x", x, self.embed_dim, self.up_proj)
         if self.activation in _GATED:
             gate, up = project_all((self.gate_proj, self.up_proj), x)
-            return project(self.down_proj, _GATED[self.activation](gate, up))
-        return project(self.down_proj, _PLAIN[self.activation](project(self.up_proj, x)))
+            inner = _GATED[self.activation](gate, up)
+        else:
+            inner = _PLAIN[self.activation](project(self.up_proj, x))
+        return project(self.down_proj, dropped(inner, self))
 
 
 def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._C import checks
@@ -112,6 +113,11 @@ class NativeModule(nn.Module):
             return tuple(value) if isinstance(value, list) else value
 
         return {name: ours(value) for name, value in twin.options().items() if name not in cls._not_of_twin}
+
+
+def dropped(x: Tensor, module: nn.Module) -> Tensor:
+    """x after the module's `dropout`, which acts in training."""
+    return F.dropout(x, module.dropout) if module.dropout and module.training else x
 
 
 _BY_TWIN: dict[type, type[NativeModule]] = {}

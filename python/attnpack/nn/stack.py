@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import cpp, nested
 from .._C import checks
-from ..cache import ModelCache, check_kind, unchanged_on_error
+from ..cache import CrossCache, ModelCache, check_kind, unchanged_on_error
 from ..errors import (
     MODEL_CACHE,
     check_ids,
@@ -21,7 +21,7 @@ from ..errors import (
     wrong_kind,
 )
 from .block import Block, DecoderBlock, EncoderBlock, positions_after
-from .native import NativeModule
+from .native import NativeModule, dropped
 from .norm import arguments_of_norm, make_norm, norm_settings
 from .spread import check_lengths, positions_here
 
@@ -41,6 +41,7 @@ class _Stack(NativeModule):
         embed_tokens: nn.Embedding | None = None,
         embed_scale: float = 1.0,
         embed_positions: nn.Embedding | None = None,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -64,6 +65,8 @@ class _Stack(NativeModule):
                 checks.embedding_width(width, layers[0].embed_dim, name)
         self.embed_tokens = embed_tokens
         self.embed_scale = embed_scale
+        checks.dropout("dropout", dropout)
+        self.dropout = dropout
         self.embed_positions = embed_positions
         self.layers = nn.ModuleList(layers)
         beside = next(norm.weight for name, norm in layers[0].named_children() if name.endswith("layernorm"))
@@ -84,14 +87,13 @@ class _Stack(NativeModule):
     def _embed(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """The states before the first block. positions are those of x; default 0..L-1."""
         h = self._look_up(x)
-        if self.embed_positions is None:
-            return h
-        if nested.is_nested(h):
+        if self.embed_positions is not None and nested.is_nested(h):
             places = nested.positions_of(h, positions)[0]
-            return nested.like(nested.rows("x", h) + self._learned(places), h)
-        if positions is None:
-            positions = positions_here(h.size(1), h.device)
-        return h + self._learned(positions)
+            h = nested.like(nested.rows("x", h) + self._learned(places), h)
+        elif self.embed_positions is not None:
+            positions = positions_here(h.size(1), h.device) if positions is None else positions
+            h = h + self._learned(positions)
+        return dropped(h, self)
 
     def _learned(self, positions: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and positions.device.type == "cpu":
@@ -120,7 +122,7 @@ class _Stack(NativeModule):
 
     def _live_config(self) -> dict[str, Any]:
         norm = {"norm": None} if self.norm is None else norm_settings([self.norm])
-        return {"embed_scale": self.embed_scale, **norm}
+        return {"embed_scale": self.embed_scale, "dropout": self.dropout, **norm}
 
     @classmethod
     def _arguments(cls, twin: Any) -> dict[str, Any]:
@@ -130,6 +132,7 @@ class _Stack(NativeModule):
         return {
             "layers": [NativeModule._shell(layer) for layer in parts["layers"].children()],
             "embed_scale": twin.embed_scale,
+            "dropout": twin.dropout,
             **{name: nn.Embedding.from_pretrained(table) for name, table in tables.items()},
             **(arguments_of_norm(parts["norm"]) if "norm" in parts else {"norm": None}),
         }
@@ -153,7 +156,9 @@ class Encoder(_Stack):
         eps: eps of that norm.
         embed_tokens: an nn.Embedding; with it forward takes token ids.
         embed_scale: factor on its rows, rounded to their dtype (Gemma).
-        embed_positions: an nn.Embedding of learned positions (GPT-2): row p is added to what stands at position p.
+        embed_positions: an nn.Embedding whose row p is added to what stands at position p: learned positions (GPT-2),
+            or those of ops.sinusoidal_positions.
+        dropout: of the states before the first block, in training.
         device, dtype: those of the norm; default those of the first block.
     """
 
@@ -274,24 +279,54 @@ class EncoderDecoder(NativeModule):
                 and source may be None.
         """
         reject_keywords(unknown, MODEL_CACHE)
-        if cross_cache is not None:
-            check_kind(cross_cache, ModelCache, type(self).__name__)
-            if len(cross_cache) > 0:
-                check_lengths("target_lens", target_lens, target)
-                inputs = {"context_lens": source_lens, "cache": cache, "cross_cache": cross_cache}
-                return _run(self.decoder, "target", target, kv_lens=target_lens, **inputs)
+        lengths = {"source_lens": source_lens, "target_lens": target_lens}
+        caches = {"cache": cache, "cross_cache": cross_cache}
+        if self._holds_context(cross_cache):
+            return self.decode(None, target, **lengths, **caches)
         if source is None:
             raise ValueError("attnpack: source: got none, but no cross_cache holds it; give the first call the source")
         if nested.is_nested(source) or nested.is_nested(target):
             nested.rows("source", source), nested.rows("target", target)
-            nested.refuse(source_lens=source_lens, target_lens=target_lens, cache=cache, cross_cache=cross_cache)
+            nested.refuse(**lengths, **caches)
+        context = self.encode(source, source_lens=source_lens)
+        return self.decode(context, target, **lengths, **caches)
+
+    def encode(self, source: Tensor, *, source_lens: Tensor | None = None) -> Tensor:
+        """The output of the encoder, [B, Ls, E]: the context of `decode`. Arguments as in forward."""
         check_lengths("source_lens", source_lens, source)
+        return _run(self.encoder, "source", source, kv_lens=source_lens)
+
+    def decode(
+        self,
+        context: Tensor | None,
+        target: Tensor,
+        *,
+        source_lens: Tensor | None = None,
+        target_lens: Tensor | None = None,
+        cache: ModelCache | None = None,
+        cross_cache: ModelCache | None = None,
+    ) -> Tensor:
+        """Decoder states [B, Lt, E] over a context [B, Ls, E] of `encode`; other arguments as in forward. With a filled
+        cross_cache the context is not read, and may be None."""
         check_lengths("target_lens", target_lens, target)
-        memory = _run(self.encoder, "source", source, kv_lens=source_lens)
-        inputs = {"context_lens": source_lens, "cache": cache}
+        inputs = {"context_lens": source_lens, "kv_lens": target_lens, "cache": cache}
         if cross_cache is not None:
             inputs["cross_cache"] = cross_cache
-        return _run(self.decoder, "target", target, context=memory, kv_lens=target_lens, **inputs)
+        if not self._holds_context(cross_cache):
+            if context is None:
+                raise ValueError("attnpack: context: got none, but no cross_cache holds it; give what encode returns")
+            inputs["context"] = context
+        return _run(self.decoder, "target", target, **inputs)
+
+    def new_cross_cache(self) -> ModelCache:
+        """An empty `cross_cache`: a CrossCache for each of the decoder's layers."""
+        return ModelCache([CrossCache() for _ in self.decoder.layers])
+
+    def _holds_context(self, cross_cache: ModelCache | None) -> bool:
+        if cross_cache is None:
+            return False
+        check_kind(cross_cache, ModelCache, type(self).__name__)
+        return len(cross_cache) > 0
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         return self._cpp_class(self.encoder.cpp(), self.decoder.cpp())

@@ -8,6 +8,7 @@
 #include <set>
 
 #include <attnpack/core/padded.h>
+#include <attnpack/core/sizes.h>
 
 namespace attnpack {
 
@@ -18,9 +19,17 @@ void check_settings(const std::optional<Window>& window, double softcap, double 
                  "), want how many keys before and after, -1 for all of them");
   ATTNPACK_CHECK(softcap >= 0 && std::isfinite(softcap), "softcap: got ", softcap,
                  ", want a number above 0, or 0 for none");
-  ATTNPACK_CHECK(dropout >= 0 && dropout < 1, "dropout: got ", dropout, ", want 0 <= dropout < 1");
+  check_dropout("dropout", dropout);
   ATTNPACK_CHECK(!scale || std::isfinite(*scale), "scale: got ", *scale,
                  ", want a finite number, or none for 1 / sqrt(head_dim)");
+}
+
+void check_parameter_size(const char* names, at::IntArrayRef sizes, size_t element_bytes) {
+  check_storable(names, sizes, element_bytes);
+}
+
+void check_dropout(const char* name, double dropout) {
+  ATTNPACK_CHECK(dropout >= 0 && dropout < 1, name, ": got ", dropout, ", want 0 <= dropout < 1");
 }
 
 void check_size(const char* name, int64_t size) { ATTNPACK_CHECK(size > 0, name, ": got ", size, ", want at least 1"); }

@@ -15,6 +15,9 @@ namespace attnpack {
 void check_settings(const std::optional<Window>& window, double softcap, double dropout,
                     const std::optional<double>& scale);
 
+// Checks that a probability of dropout is 0 <= p < 1.
+void check_dropout(const char* name, double dropout);
+
 // Checks that a size of a module is at least 1.
 void check_size(const char* name, int64_t size);
 

@@ -4,6 +4,7 @@
 #include <attnpack/core/check.h>
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/cpu/isa_table.h>
+#include <attnpack/ops/library.h>
 
 namespace attnpack {
 namespace {
@@ -29,7 +30,7 @@ const Isa& chosen_isa() {
 
 }  // namespace
 
-const char* isa_name() { return chosen_isa().name; }
+const char* instruction_set() { return chosen_isa().name; }
 const Kernels& kernels_in_use() { return chosen_isa().kernels; }
 
 }  // namespace attnpack

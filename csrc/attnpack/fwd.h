@@ -1,0 +1,96 @@
+#pragma once
+
+// Names alone, without any header of torch: for headers that hold or pass attnpack's classes by pointer or reference. A
+// member std::shared_ptr<attnpack::MultiHeadAttentionImpl> needs no more. The file that makes or calls the module
+// includes the module's own header (modules/grouped_attention.h), which costs less than attnpack.h:
+// benchmarks/compile_time.py prints what each costs. MultiHeadAttentionOptions and its two relatives are no classes of
+// their own and stand in their header alone.
+
+namespace attnpack {
+
+class CausalLM;
+class Decoder;
+class DecoderBlock;
+class Embedding;
+class Encoder;
+class EncoderBlock;
+class EncoderDecoder;
+class ExpertGate;
+class FeedForward;
+class GroupedQueryAttention;
+class LayerNorm;
+class Linear;
+class MixtureOfExperts;
+class MultiHeadAttention;
+class MultiHeadLatentAttention;
+class MultiQueryAttention;
+class ProjectedAttention;
+class RMSNorm;
+class RotaryEmbedding;
+class SelfAttention;
+
+class CausalLMImpl;
+class DecoderImpl;
+class DecoderBlockImpl;
+class EmbeddingImpl;
+class EncoderImpl;
+class EncoderBlockImpl;
+class EncoderDecoderImpl;
+class ExpertGateImpl;
+class FeedForwardImpl;
+class GroupedQueryAttentionImpl;
+class LayerNormImpl;
+class LinearImpl;
+class MixtureOfExpertsImpl;
+class MultiHeadAttentionImpl;
+class MultiHeadLatentAttentionImpl;
+class MultiQueryAttentionImpl;
+class ProjectedAttentionImpl;
+class RMSNormImpl;
+class RotaryEmbeddingImpl;
+class SelfAttentionImpl;
+
+class AttentionModule;
+class TokenModule;
+
+class CrossCache;
+class DynamicCache;
+class KVCache;
+class LatentCache;
+class ModelCache;
+class PagedCache;
+class QuantizedCache;
+class SlidingWindowCache;
+class StaticCache;
+
+struct AttentionInputs;
+struct AttentionOptions;
+struct CausalLMInputs;
+struct CausalLMOptions;
+struct DecoderBlockOptions;
+struct EmbeddingOptions;
+struct EncoderBlockOptions;
+struct EncoderDecoderInputs;
+struct EncoderInputs;
+struct FeedForwardOptions;
+struct FromHfOptions;
+struct GenerateOptions;
+struct LayerSettings;
+struct LinearOptions;
+struct LoadResult;
+struct MixtureOfExpertsOptions;
+struct MultiHeadLatentAttentionOptions;
+struct PagedCacheOptions;
+struct ProjectedAttentionOptions;
+struct QuantizedCacheOptions;
+struct RMSNormOptions;
+struct RopeScaling;
+struct RotaryEmbeddingOptions;
+struct RouteOptions;
+struct ScoreSettings;
+struct SelfAttentionOptions;
+struct SlidingWindowCacheOptions;
+struct StaticCacheOptions;
+struct VarlenOptions;
+
+}  // namespace attnpack
