@@ -60,6 +60,7 @@ class LatentCache;
 class ModelCache;
 class PagedCache;
 class QuantizedCache;
+class ShardedCache;
 class SlidingWindowCache;
 class StaticCache;
 

@@ -129,8 +129,8 @@ using MultiHeadAttentionOptions = GroupedOptions<Sharing::kNone>;
 using GroupedQueryAttentionOptions = GroupedOptions<Sharing::kGrouped>;
 using MultiQueryAttentionOptions = GroupedOptions<Sharing::kAll>;
 
-// Multi-head attention, a kv head for each query head (Vaswani et al. 2017). Parameters q_proj, k_proj, v_proj [num_heads * D, width of
-// the input], o_proj [embed_dim, num_heads * D].
+// Multi-head attention, a kv head for each query head (Vaswani et al. 2017). Parameters q_proj, k_proj, v_proj
+// [num_heads * D, width of the input], o_proj [embed_dim, num_heads * D].
 class MultiHeadAttentionImpl : public GroupedAttentionImpl<MultiHeadAttentionImpl, Sharing::kNone> {
  public:
   using GroupedAttentionImpl::GroupedAttentionImpl;
