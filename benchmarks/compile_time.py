@@ -6,14 +6,12 @@ Each line is the median over the rounds of a compilation without optimisation. `
 """
 
 import argparse
+import importlib.util
 import os
 import statistics
 import subprocess
 import tempfile
 from pathlib import Path
-
-import attnpack
-import torch
 
 HEADERS = [
     "attnpack/fwd.h",
@@ -28,11 +26,16 @@ HEADERS = [
 ]
 
 
+def folder_of(package: str) -> Path:
+    """Without an import: the memory of this process counts as the least of the compiler's."""
+    return Path(importlib.util.find_spec(package).submodule_search_locations[0])
+
+
 def compile_alone(compiler: str, header: str, folder: Path) -> tuple[float, float]:
     """(processor seconds, peak MB) of a compilation of a file that includes the header and nothing else."""
     source = folder / "main.cpp"
     source.write_text(f"#include <{header}>\nint main() {{}}\n")
-    torch_dir, package = Path(torch.__file__).parent, Path(attnpack.__file__).parent
+    torch_dir, package = folder_of("torch"), folder_of("attnpack")
     places = [package / "include", torch_dir / "include", torch_dir / "include/torch/csrc/api/include"]
     command = [compiler, "-std=c++17", "-c", source, "-o", folder / "main.o"]
     command += [part for place in places for part in ("-isystem", place)]

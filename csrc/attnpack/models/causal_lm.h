@@ -152,7 +152,7 @@ struct CausalLMInputs {
 // and there is no lm_head.
 class CausalLMImpl : public torch::nn::Cloneable<CausalLMImpl> {
  public:
-  explicit CausalLMImpl(CausalLMOptions options) : options(std::move(options)) { reset(); }
+  explicit CausalLMImpl(CausalLMOptions given) : options(std::move(given)) { reset(); }
 
   at::Tensor forward(const at::Tensor& ids, const CausalLMInputs& inputs = {});  // [B, L] -> logits [B, L, V]
   // The states before the head, [B, L, E]. head maps any [..., E] to logits.

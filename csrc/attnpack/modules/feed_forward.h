@@ -35,7 +35,7 @@ struct FeedForwardOptions {
 class FeedForwardImpl : public torch::nn::Cloneable<FeedForwardImpl>, public TokenModule {
  public:
   FeedForwardImpl(int64_t embed_dim, int64_t hidden_dim) : FeedForwardImpl(FeedForwardOptions(embed_dim, hidden_dim)) {}
-  explicit FeedForwardImpl(FeedForwardOptions options) : options(std::move(options)) { reset(); }
+  explicit FeedForwardImpl(FeedForwardOptions given) : options(std::move(given)) { reset(); }
 
   at::Tensor forward(const at::Tensor& x) override;
   std::optional<int64_t> embed_dim() const override { return options.embed_dim(); }

@@ -87,7 +87,7 @@ struct GroupedOptions {
 template <typename Derived, Sharing sharing>
 class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule {
  public:
-  explicit GroupedAttentionImpl(GroupedOptions<sharing> options) : options(std::move(options)) { reset(); }
+  explicit GroupedAttentionImpl(GroupedOptions<sharing> given) : options(std::move(given)) { reset(); }
 
   at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) override;
   std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,

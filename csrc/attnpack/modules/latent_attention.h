@@ -70,9 +70,7 @@ struct MultiHeadLatentAttentionOptions {
 // and row order are those of DeepSeek's checkpoints.
 class MultiHeadLatentAttentionImpl : public torch::nn::Cloneable<MultiHeadLatentAttentionImpl>, public AttentionModule {
  public:
-  explicit MultiHeadLatentAttentionImpl(MultiHeadLatentAttentionOptions options) : options(std::move(options)) {
-    reset();
-  }
+  explicit MultiHeadLatentAttentionImpl(MultiHeadLatentAttentionOptions given) : options(std::move(given)) { reset(); }
 
   at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) override;
   std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,

@@ -58,7 +58,7 @@ struct MixtureOfExpertsOptions {
 // Chooses experts for each token: a linear layer in fp32 (fp64 for fp64), then route_experts.
 class ExpertGateImpl : public LeafModule<ExpertGateImpl> {
  public:
-  explicit ExpertGateImpl(MixtureOfExpertsOptions options) : options(std::move(options)) { reset(); }
+  explicit ExpertGateImpl(MixtureOfExpertsOptions given) : options(std::move(given)) { reset(); }
 
   // [T, embed_dim] -> weights [T, top_k] and int64 numbers [T, top_k] of experts
   std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x);
@@ -78,7 +78,7 @@ class MixtureOfExpertsImpl : public torch::nn::Cloneable<MixtureOfExpertsImpl>, 
  public:
   MixtureOfExpertsImpl(int64_t embed_dim, int64_t hidden_dim, int64_t num_experts, int64_t top_k)
       : MixtureOfExpertsImpl(MixtureOfExpertsOptions(embed_dim, hidden_dim, num_experts, top_k)) {}
-  explicit MixtureOfExpertsImpl(MixtureOfExpertsOptions options) : options(std::move(options)) { reset(); }
+  explicit MixtureOfExpertsImpl(MixtureOfExpertsOptions given) : options(std::move(given)) { reset(); }
 
   at::Tensor forward(const at::Tensor& x) override;  // [..., embed_dim] -> [..., embed_dim]
   std::optional<int64_t> embed_dim() const override { return options.embed_dim(); }

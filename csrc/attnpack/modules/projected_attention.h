@@ -44,7 +44,7 @@ class ProjectedAttentionImpl : public torch::nn::Cloneable<ProjectedAttentionImp
  public:
   ProjectedAttentionImpl(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim)
       : ProjectedAttentionImpl(ProjectedAttentionOptions(num_heads, num_kv_heads, head_dim)) {}
-  explicit ProjectedAttentionImpl(ProjectedAttentionOptions options) : options(std::move(options)) { reset(); }
+  explicit ProjectedAttentionImpl(ProjectedAttentionOptions given) : options(std::move(given)) { reset(); }
 
   // -> [B, L, Hq * D]. inputs.context stays unset. Keys of another length than q come from another sequence: RoPE
   // rotates them at 0..Lkv-1.

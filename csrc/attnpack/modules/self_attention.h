@@ -33,7 +33,7 @@ class SelfAttentionImpl : public torch::nn::Cloneable<SelfAttentionImpl>, public
   explicit SelfAttentionImpl(int64_t embed_dim) : SelfAttentionImpl(SelfAttentionOptions(embed_dim)) {}
   SelfAttentionImpl(int64_t embed_dim, int64_t head_dim)
       : SelfAttentionImpl(SelfAttentionOptions(embed_dim, head_dim)) {}
-  explicit SelfAttentionImpl(SelfAttentionOptions options) : options(std::move(options)) { reset(); }
+  explicit SelfAttentionImpl(SelfAttentionOptions given) : options(std::move(given)) { reset(); }
 
   at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) override;
   std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
