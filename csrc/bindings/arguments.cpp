@@ -78,6 +78,7 @@ const std::map<std::string, std::string>& words_or_none() {
         {"block_table", "an int32 tensor [sequences, max_pages], or None" + kMake},
         {"bias", "a tensor [out], or None"},
         {"cache", "the tensors (key, value, lengths), or None"},
+        {"key_index", "an int32 or int64 tensor [batch, 1 or num_kv_heads, q_len, n], or None" + kMake},
         {"window", "two ints (left, right), -1 for unbounded"},
         {"layout", "'sandwich', 'output', 'parallel', 'parallel_two', or None"},
         {"q_lora_rank", "an int"},  // of a dict, where None counts as left out

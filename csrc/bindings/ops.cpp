@@ -59,7 +59,7 @@ using HeadMap = std::optional<std::vector<int64_t>>;
 AttentionOptions make_options(const OptionalTensor& mask, bool causal, const QOffset& q_offset, Window window,
                               const OptionalTensor& kv_lens, double softcap, const OptionalTensor& sinks,
                               const OptionalTensor& alibi_slopes, const HeadMap& head_map, double dropout_p,
-                              std::optional<double> scale) {
+                              std::optional<double> scale, const OptionalTensor& key_index, int64_t key_block) {
   return AttentionOptions()
       .mask(mask)
       .causal(causal)
@@ -71,15 +71,18 @@ AttentionOptions make_options(const OptionalTensor& mask, bool causal, const QOf
       .alibi_slopes(alibi_slopes)
       .head_map(head_map)
       .dropout_p(dropout_p)
-      .scale(scale);
+      .scale(scale)
+      .key_index(key_index)
+      .key_block(key_block);
 }
 
 py::object attention_py(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
                         bool causal, const QOffset& q_offset, Window window, const OptionalTensor& kv_lens,
                         double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
-                        const HeadMap& head_map, double dropout_p, std::optional<double> scale, bool return_lse) {
-  const AttentionOptions options =
-      make_options(mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map, dropout_p, scale);
+                        const HeadMap& head_map, double dropout_p, std::optional<double> scale,
+                        const OptionalTensor& key_index, int64_t key_block, bool return_lse) {
+  const AttentionOptions options = make_options(mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
+                                                head_map, dropout_p, scale, key_index, key_block);
   auto result = without_gil([&] { return attention_with_lse(query, key, value, options); });
   return return_lse ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
 }
@@ -87,9 +90,10 @@ py::object attention_py(const Tensor& query, const Tensor& key, const Tensor& va
 Tensor attention_scores_py(const Tensor& query, const Tensor& key, const OptionalTensor& mask, const std::string& stage,
                            bool causal, const QOffset& q_offset, Window window, const OptionalTensor& kv_lens,
                            double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
-                           const HeadMap& head_map, double dropout_p, std::optional<double> scale) {
-  const AttentionOptions options =
-      make_options(mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map, dropout_p, scale);
+                           const HeadMap& head_map, double dropout_p, std::optional<double> scale,
+                           const OptionalTensor& key_index, int64_t key_block) {
+  const AttentionOptions options = make_options(mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
+                                                head_map, dropout_p, scale, key_index, key_block);
   return attention_scores(query, key, options, stage);
 }
 
@@ -200,14 +204,14 @@ void register_ops(py::module_& m) {
   bind_rope_settings(m);
   define(m, "attention", &attention_py,
          {"query", "key", "value", "mask", "causal", "q_offset", "window", "kv_lens", "softcap", "sinks",
-          "alibi_slopes", "head_map", "dropout_p", "scale", "return_lse"});
+          "alibi_slopes", "head_map", "dropout_p", "scale", "key_index", "key_block", "return_lse"});
   define(m, "attention_varlen", &attention_varlen_py,
          {"query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table",
           "kv_lens", "causal", "q_offset", "window", "softcap", "sinks", "alibi_slopes", "head_map", "dropout_p",
           "scale", "return_lse"});
   define(m, "attention_scores", &attention_scores_py,
          {"query", "key", "mask", "stage", "causal", "q_offset", "window", "kv_lens", "softcap", "sinks",
-          "alibi_slopes", "head_map", "dropout_p", "scale"});
+          "alibi_slopes", "head_map", "dropout_p", "scale", "key_index", "key_block"});
   define(m, "attend", &attend_py,
          {"query", "key", "value", "rope", "positions", "cross", "cache", "mask", "causal", "kv_lens", "window",
           "softcap", "sinks", "alibi_slopes", "head_map", "dropout_p", "scale", "need_weights"});

@@ -81,6 +81,7 @@ def refuse(**given: Any) -> None:
     """Raises for arguments that nested tensors do not go with."""
     fixes = {
         "mask": "causal and window hold for each sequence; another mask wants padded tensors",
+        "key_index": "the keys of packed sequences have no numbers of their own",
         "kv_lens": "nested tensors hold their lengths",
         "lengths": "nested tensors hold their lengths",
         "context_lens": "nested tensors hold their lengths",
@@ -106,11 +107,12 @@ def attention(
     causal: bool,
     q_offset: int | Tensor | str,
     kv_lens: Tensor | None,
+    key_index: Tensor | None,
     return_lse: bool,
     **settings: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # [B, Hq, L*, Dv], lse [B, Hq, L*]
     """`attnpack.attention` of jagged nested tensors: one call per sequence, with q_offset as given."""
-    refuse(mask=mask, kv_lens=kv_lens)
+    refuse(mask=mask, kv_lens=kv_lens, key_index=key_index)
     heads = {name: _by_rows(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     for name in ("key", "value"):
         if heads[name].size(0) != heads["query"].size(0):

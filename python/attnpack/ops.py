@@ -61,6 +61,8 @@ def attention(
     head_map: Sequence[int] | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    key_index: Tensor | None = None,
+    key_block: int = 1,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * query key^T + mask) value, with grouped heads and nothing of size Lq x Lkv in memory.
@@ -80,6 +82,12 @@ def attention(
         head_map: Hq ints, the kv head that each query head reads; default h // (Hq // Hkv). Groups may be uneven.
         dropout_p: dropout on the probabilities; the seed comes from torch's generator.
         scale: default 1 / sqrt(D).
+        key_index: int32 or int64 [B, 1 or Hkv, Lq, n], the keys that each row may attend, in any order. -1 names none,
+            and a key named twice counts once. All other rules still apply to the named keys. No other key is read: work
+            and memory grow with n * key_block, not with Lkv (on CUDA the named keys are copied). On the CPU a number
+            out of range raises. Each row has the bits of a call with that row alone over its keys, gathered in
+            rising order. (DeepSeek-V3.2 2025, section 2.1; blocks: Lu et al. 2025, MoBA.)
+        key_block: how many keys a number in key_index stands for: block b holds the keys b * key_block on.
         return_lse: also return lse, the natural log of the softmax denominator.
 
     Returns:
@@ -96,22 +104,22 @@ def attention(
         from . import nested
 
         return nested.attention(
-            query, key, value, mask, causal, q_offset, kv_lens, return_lse, window=window, softcap=softcap,
+            query, key, value, mask, causal, q_offset, kv_lens, key_index, return_lse, window=window, softcap=softcap,
             sinks=sinks, alibi_slopes=alibi_slopes, head_map=head_map, dropout_p=dropout_p, scale=scale,
         )  # fmt: skip
     if _is_compiling():
         return _traced_attention(
             query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-            dropout_p, scale, return_lse,
+            dropout_p, scale, key_index, key_block, return_lse,
         )  # fmt: skip
     return _C.attention(
         query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-        dropout_p, scale, return_lse,
+        dropout_p, scale, key_index, key_block, return_lse,
     )  # fmt: skip
 
 
 def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-                  dropout_p, scale):  # fmt: skip
+                  dropout_p, scale, key_index=None, key_block=1):  # fmt: skip
     """The arguments of torch.ops.attnpack.attention after the tensors: resolves "end" and draws the seed of dropout."""
     q_offsets = None
     if isinstance(q_offset, Tensor):
@@ -123,7 +131,7 @@ def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, 
             lens = kv_lens if kv_lens.is_cpu else kv_lens.clamp(0, key.size(2))  # as the operator does
             q_offset, q_offsets = 0, lens - query.size(2)
     return (mask, causal, q_offset, q_offsets, *window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-            dropout_p, draw_seed(dropout_p), scale)  # fmt: skip
+            dropout_p, draw_seed(dropout_p), scale, key_index, key_block)  # fmt: skip
 
 
 def draw_seed(dropout_p: float) -> Tensor | None:
@@ -153,6 +161,8 @@ def attention_scores(
     head_map: Sequence[int] | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    key_index: Tensor | None = None,
+    key_block: int = 1,
 ) -> Tensor:
     """The scores that :func:`attention` computes, [B, Hq, Lq, Lkv], for plots, tests and study.
 
@@ -164,11 +174,11 @@ def attention_scores(
     """
     if _is_compiling():
         settings = _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
-                                 head_map, dropout_p, scale)  # fmt: skip
+                                 head_map, dropout_p, scale, key_index, key_block)  # fmt: skip
         return torch.ops.attnpack.attention_scores(query, key, *settings, stage)
     return _C.attention_scores(
         query, key, mask, stage, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-        dropout_p, scale,
+        dropout_p, scale, key_index, key_block,
     )  # fmt: skip
 
 

@@ -32,6 +32,8 @@ def attention(
     alibi_slopes: Tensor | None = None,  # [Hq]
     head_map: Sequence[int] | None = None,
     scale: float | None = None,
+    key_index: Tensor | None = None,  # [B, 1 or Hkv, Lq, n], the blocks of keys that each row may attend, -1 for none
+    key_block: int = 1,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, `[B, Hq, Lq, Dv]`; with `return_lse` also the log of the softmax denominator, `[B, Hq, Lq]`.
@@ -42,6 +44,8 @@ def attention(
     heads = _head_map(query, key, head_map)
     key, value = key[:, heads], value[:, heads]
     allowed = _allowed(query, key, mask, causal, q_offset, window, kv_lens)
+    if key_index is not None:
+        allowed = allowed & _named(key_index, key_block, heads, key.shape[2])
     scores = _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, scale)
     probs, lse = _softmax(scores, sinks)
     out = _weighted_sum(probs, value, allowed)
@@ -63,15 +67,20 @@ def attention_scores(
     alibi_slopes: Tensor | None = None,
     head_map: Sequence[int] | None = None,
     scale: float | None = None,
+    key_index: Tensor | None = None,
+    key_block: int = 1,
 ) -> Tensor:
     """`[B, Hq, Lq, Lkv]` after one stage: "scaled" or "capped" (all keys), "masked" (excluded: -inf), "probs"."""
-    key = key[:, _head_map(query, key, head_map)]
+    heads = _head_map(query, key, head_map)
+    key = key[:, heads]
     everything = torch.ones((), dtype=torch.bool, device=query.device)
     if stage == "scaled":
         return _scaled_dot(query, key, everything, scale)
     if stage == "capped":
         return _cap(_scaled_dot(query, key, everything, scale), softcap)
     allowed = _allowed(query, key, mask, causal, q_offset, window, kv_lens)
+    if key_index is not None:
+        allowed = allowed & _named(key_index, key_block, heads, key.shape[2])
     scores = _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, scale)
     if stage == "masked":
         return scores
@@ -136,6 +145,13 @@ def _allowed(query, key, mask, causal, q_offset, window, kv_lens) -> Tensor:
         keep = mask if mask.dtype == torch.bool else mask.to(torch.promote_types(query.dtype, torch.float32)) != -INF
         allowed = allowed & keep
     return allowed
+
+
+def _named(key_index: Tensor, key_block: int, heads: list[int], kv_len: int) -> Tensor:
+    """Bool `[B, 1 or Hq, Lq, Lkv]`: True for a key whose block the row names for the head."""
+    blocks = torch.arange(kv_len, device=key_index.device) // key_block
+    named = (key_index.unsqueeze(-1) == blocks).any(-2)  # [B, 1 or Hkv, Lq, Lkv]
+    return named[:, heads] if named.shape[1] > 1 else named
 
 
 def _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, scale) -> Tensor:

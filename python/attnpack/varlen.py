@@ -30,6 +30,7 @@ def attention_varlen(
     head_map: Sequence[int] | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    key_index: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed sequences: each attends its own keys alone, as one :func:`attention` call per sequence.
@@ -56,6 +57,7 @@ def attention_varlen(
         window: (left, right): keep pos - left <= j <= pos + right, inclusive; -1 = unbounded.
         softcap, sinks, alibi_slopes, head_map, scale, return_lse: as in :func:`attention`.
         dropout_p: dropout on the probabilities; each sequence has a draw of its own.
+        key_index: refused, because the keys of packed sequences have no numbers of their own.
 
     Returns:
         out [T, Hq, Dv], or (out, lse [Hq, T] in fp32, fp64 for fp64 inputs). A row with no allowed key gives 0, and
@@ -63,9 +65,14 @@ def attention_varlen(
 
     Raises:
         ValueError: a shape, dtype or device does not fit, or cu_seqlens do not start at 0, fall, or do not end at T (S
-            for keys), or an entry of block_table that kv_lens needs is not a page, or a pool requires a gradient; the
-            message names the argument and the fix.
+            for keys), or an entry of block_table that kv_lens needs is not a page, or a pool requires a gradient, or
+            key_index is given; the message names the argument and the fix.
     """
+    if key_index is not None:
+        raise ValueError(
+            "attnpack: key_index is given, attention_varlen wants none: call attention for each sequence, or for "
+            "padded tensors with kv_lens"
+        )
     return attend_packed(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, kv_lens, causal,
         "end", window, softcap, sinks, alibi_slopes, head_map, dropout_p, scale, return_lse,

@@ -9,7 +9,18 @@ import attnpack
 import torch
 import torch.nn.functional as F
 from attnpack import reference
-from op_cases import AXES, DTYPES, Inputs, check, check_against_reference, compute_results, draw, laid_out, make_inputs
+from op_cases import (
+    AXES,
+    DTYPES,
+    NAMES,
+    Inputs,
+    check,
+    check_against_reference,
+    compute_results,
+    draw,
+    laid_out,
+    make_inputs,
+)
 from pages import LAYOUTS, make_table, put_into_pages
 from torch.testing import assert_close
 
@@ -22,6 +33,7 @@ def layer(pick: Random, **fixed) -> Inputs:
     """Small inputs of attention, with one value from each axis."""
     case = {name: pick.choice(values) for name, values in AXES.items()} | fixed
     case["lengths"] = pick.choice([lengths for lengths in AXES["lengths"] if max(lengths) <= 130])
+    case.setdefault("names", pick.choice([None, None, *NAMES]))
     return make_inputs(**case, batch=pick.choice([1, 2, 3]))
 
 
@@ -291,7 +303,7 @@ def static_cache(pick: Random) -> Call:
 
 
 def attend(pick: Random) -> Call:
-    inputs = layer(pick, dtype=pick.choice(WIDE), positions={}, kv_lens=None, mask=None, dims=(8, 6))
+    inputs = layer(pick, dtype=pick.choice(WIDE), positions={}, kv_lens=None, mask=None, dims=(8, 6), names=None)
     q, k, v = inputs.query, inputs.key[:, :, : inputs.query.size(2)], inputs.value[:, :, : inputs.query.size(2)]
     q = q[:, :, : k.size(2)]
     batch, heads, length = k.shape[:3]

@@ -135,7 +135,7 @@ def test_what_pages_cannot_honour_is_named():
     model = make_model("llama")
     cache = object.__new__(PagedAttentionCache)
     heads = torch.zeros(1, 4, 3, 8)
-    for name in ("position_bias", "indices"):
+    for name in ("position_bias", "indices", "block_indices"):
         with pytest.raises(ValueError, match=f"attnpack: {name}: got Tensor, which attnpack cannot honour"):
             attnpack.hf.attention_forward(model, heads, heads, heads, None, cache=cache, **{name: heads})
 

@@ -68,6 +68,14 @@ def fitting(make):
             values.to(make(st.sampled_from([torch.int32, torch.int64])) if fits else torch.int64), "stepped"
         )
 
+    def names():
+        call["key_block"] = key_block = make(st.sampled_from([1, 1, 2, 5]))
+        blocks, count = -(-kv_len // key_block), make(st.integers(0, 4))
+        shape = (batch, make(st.sampled_from([1, num_kv_heads])), q_len, count)
+        seed = make(st.integers(0, 99))
+        drawn = torch.randint(-1, blocks, shape, generator=torch.Generator().manual_seed(seed))
+        return laid_out(drawn.to(make(st.sampled_from([torch.int32, torch.int64]))), "stepped")
+
     per_head = {
         "sinks": lambda: draw(num_heads, dtype=make(st.sampled_from(DTYPES)), seed=8),
         "alibi_slopes": lambda: draw(num_heads, dtype=make(st.sampled_from(DTYPES)), seed=9),
@@ -79,6 +87,7 @@ def fitting(make):
         "window": lambda: tuple(make(st.integers(-1, 6) | st.sampled_from([2**31, 2**63 - 1])) for _ in range(2)),
         "kv_lens": lambda: lengths(st.integers(0, kv_len)),
         "softcap": lambda: make(st.sampled_from([0.0, 0.5, 30.0])),
+        "key_index": lambda: names(),
         "dropout_p": lambda: 0.0,
         "scale": lambda: make(st.sampled_from([None, 0.0, 0.3, -2.0])),
         **{name: lambda of=of: laid_out(of(), make(LAYOUTS)) for name, of in per_head.items()},
@@ -153,7 +162,7 @@ ANYTHING = (
 )
 ARGUMENTS = [
     "query", "key", "value", "mask", "causal", "q_offset", "window", "kv_lens", "softcap", "sinks", "alibi_slopes",
-    "head_map", "dropout_p", "scale", "return_lse",
+    "head_map", "dropout_p", "scale", "key_index", "key_block", "return_lse",
 ]  # fmt: skip
 
 

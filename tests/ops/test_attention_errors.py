@@ -122,6 +122,44 @@ BAD = {
         {"alibi_slopes": torch.ones(4, requires_grad=True)},
         r"alibi_slopes requires a gradient and has none: pass alibi_slopes\.detach\(\)",
     ),
+    "key_index of rank 3": (
+        {"key_index": torch.zeros(2, 5, 3).long()},
+        r"key_index has shape \[2, 5, 3\], wants \[batch, 1 or num_kv_heads, q_len, n\] = \[2, 1 or 2, 5, n\]: .unsq",
+    ),
+    "key_index for query heads": (
+        {"key_index": torch.zeros(2, 4, 5, 3).long()},
+        r"key_index has shape \[2, 4, 5, 3\], wants \[batch, 1 or num_kv_heads",
+    ),
+    "key_index for one row": ({"key_index": torch.zeros(2, 1, 1, 3).long()}, r"key_index has shape \[2, 1, 1, 3\]"),
+    "float key_index": (
+        {"key_index": torch.zeros(2, 1, 5, 3)},
+        r"key_index has dtype Float, wants int32 or int64, .* \.long\(\) on it",
+    ),
+    "bool key_index": (
+        {"key_index": torch.zeros(2, 1, 5, 7).bool()},
+        "key_index has dtype Bool, wants int32 or int64, .* pass a bool tensor as mask",
+    ),
+    "key_index on another device": (
+        {"key_index": torch.zeros(2, 1, 5, 3, device="meta").long()},
+        "key_index is on meta, query on cpu: move",
+    ),
+    "a name beyond the keys": (
+        {"key_index": torch.full((2, 1, 5, 3), 7)},
+        r"key_index\[0, 0, 0, 0\] is 7, wants 0 to 6, the keys of a sequence of 7, or -1 for none",
+    ),
+    "a name of int32 below -1": (
+        {"key_index": torch.tensor([3, -2], dtype=torch.int32).expand(2, 2, 5, 2)},
+        r"key_index\[0, 0, 0, 1\] is -2, wants 0 to 6",
+    ),
+    "a name beyond the blocks": (
+        {"key_index": torch.tensor([0, 3]).expand(2, 1, 5, 2), "key_block": 3},
+        r"key_index\[0, 0, 0, 1\] is 3, wants 0 to 2, the blocks of 3 keys in 7, or -1 for none",
+    ),
+    "key_block of 0": (
+        {"key_index": torch.zeros(2, 1, 5, 3).long(), "key_block": 0},
+        "key_block is 0, wants 1 to 2147483647, the number of keys of a block",
+    ),
+    "key_block alone": ({"key_block": 4}, "key_block is 4 without key_index, wants 1: pass the blocks"),
     "dropout of 1": ({"dropout_p": 1.0}, "dropout_p is 1, wants 0 <= dropout_p < 1"),
     "negative dropout": ({"dropout_p": -0.1}, "dropout_p is -0.1, wants"),
 }
@@ -253,6 +291,11 @@ WRONG_KIND = {
     "dropout_p": ("d", r"dropout_p is 'd' \(str\), wants a number"),
     "scale": ("large", r"scale is 'large' \(str\), wants a number, or None for 1 / sqrt\(head_dim\)"),
     "head_map of a word": ("", r"head_map is '' \(str\), wants a list of num_heads ints"),
+    "key_index": (
+        [[0]],
+        r"key_index is \[\[0\]\] \(list\), wants an int32 or int64 tensor \[batch, 1 or num_kv_heads, ",
+    ),
+    "key_block": ("b", r"key_block is 'b' \(str\), wants an int"),
     "causal of a tensor": (torch.ones(2), r"causal is tensor.* \(Tensor\), wants True or False"),
     "causal": ("yes", r"causal is 'yes' \(str\), wants True or False"),
 }
@@ -262,6 +305,9 @@ WRONG_KIND = {
 @pytest.mark.parametrize("case", WRONG_KIND)
 def test_a_value_of_the_wrong_kind_is_named(case, function):
     value, message = WRONG_KIND[case]
+    if case.startswith("key_") and function is attnpack.ops.attend:
+        pytest.raises(TypeError, attnpack.ops.attend, *[X] * 3, **{case: value})  # layers have no such argument
+        return
     call = arguments(**{case.split()[0]: value})
     if function is attention_scores:
         del call["value"]
@@ -291,6 +337,14 @@ def test_the_other_ops_name_it_too(message):
     with pytest.raises(TypeError, match="attnpack: " + message) as error:
         OTHER_OPS[message](attnpack.ops)
     assert "\n" not in str(error.value)
+
+
+def test_packed_and_nested_sequences_refuse_key_index():
+    index = torch.zeros(2, 1, 5, 3).long()
+    with pytest.raises(ValueError, match="key_index is given, attention_varlen wants none: call attention for each"):
+        attnpack.attention_varlen(*[draw(5, 4, 8)] * 3, torch.tensor([0, 5]), key_index=index)
+    with pytest.raises(ValueError, match="key_index is given with nested tensors, wants to be left out"):
+        attention(NESTED, NESTED, NESTED, key_index=index)
 
 
 def test_an_unknown_keyword_is_a_type_error():

@@ -47,6 +47,17 @@ def test_a_head_map_counts_query_heads():
     assert count(lambda: attention(q, k, v, head_map=[2, 0, 0, 1, 0])) == 2 * 2 * 5 * 3 * 7 * (8 + 6)
 
 
+def test_named_keys_count_alone():
+    q, k, v = tensors((2, 4, 3, 8), (2, 2, 700, 8), (2, 2, 700, 6), requires_grad=True)
+    index = torch.randint(70, (2, 1, 3, 5))
+    products = 2 * 2 * 4 * 3 * (8 + 6)
+    assert count(lambda: attention(q, k, v, key_index=index)) == products * 5
+    assert count(lambda: attention(q, k, v, key_index=index, key_block=10)) == products * 50
+    assert count(lambda: attention(q, k, v, key_index=index, key_block=200, scale=0.1)) == products * 700  # no more
+    backward = 2 * 2 * 4 * 3 * (3 * 8 + 2 * 6)
+    assert count(lambda: attention(q, k, v, key_index=index).sum().backward()) == (products + backward) * 5
+
+
 def test_linear_as_torchs_own():
     x, w, u = tensors((2, 3, 8), (5, 8), (4, 8))
     assert count(lambda: linear(x, w)) == count(lambda: F.linear(x, w)) == 2 * 2 * 3 * 8 * 5

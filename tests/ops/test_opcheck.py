@@ -5,7 +5,7 @@ import pytest
 import torch
 from attnpack import apply_rope, attention, attention_scores, merge_states
 from attnpack.ops import rope_table
-from op_cases import AXES, COVERING, check_against_reference, describe, draw, laid_out, make_inputs
+from op_cases import AXES, COVERING, NAMES, check_against_reference, describe, draw, laid_out, make_inputs
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 from torch.library import opcheck
@@ -27,7 +27,8 @@ def positional(inputs, dropout_p=0.0):
     window = s.get("window", (-1, -1))
     return (
         inputs.mask, s.get("causal", False), offset, offsets, *window, lens, s.get("softcap", 0.0), s.get("sinks"),
-        s.get("alibi_slopes"), s.get("head_map"), dropout_p, seed, s.get("scale"),
+        s.get("alibi_slopes"), s.get("head_map"), dropout_p, seed, s.get("scale"), s.get("key_index"),
+        s.get("key_block", 1),
     )  # fmt: skip
 
 
@@ -77,6 +78,17 @@ def test_opcheck_attention_backward(dtype):
         rest = (*positional(inputs, 0.3), mask_gradient, sinks_gradient)
         opcheck(ops.attention_backward.default, (inputs.grad_out, inputs.grad_lse, *tensors, out, lse, *rest))
         opcheck(ops.attention_backward.default, (inputs.grad_out, None, *tensors, out, lse, *rest))
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_opcheck_named_keys(names):
+    inputs = make_inputs(mask="own", positions={"causal": True}, scores={"sinks": True}, names=names)
+    tensors = [leaf(x) for x in (inputs.query, inputs.key, inputs.value)]
+    opcheck(ops.attention.default, (*tensors, *positional(inputs)))
+    opcheck(ops.attention_scores.default, (*tensors[:2], *positional(inputs), "probs"))
+    out, lse = ops.attention(*tensors, *positional(inputs))
+    tensors += [out.detach(), lse.detach(), *positional(inputs), True, True]
+    opcheck(ops.attention_backward.default, (inputs.grad_out, inputs.grad_lse, *tensors))
 
 
 @pytest.mark.parametrize("stage", ["masked", "probs"])
@@ -161,6 +173,28 @@ def test_compiled_without_graph_breaks_meets_the_reference(case):
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     check_against_reference(make_inputs(**case), attend=compiled)
+
+
+@pytest.mark.parametrize("names", ["keys", "blocks of 64, of heads"])
+def test_compiled_named_keys_meet_the_reference(names):
+    compiled = torch.compile(lambda *x, **settings: attention(*x, **settings), fullgraph=True, backend="aot_eager")
+    check_against_reference(make_inputs(lengths=(3, 200), names=names), attend=compiled)
+    inputs = make_inputs(lengths=(3, 200), names=names, positions={"causal": True, "q_offset": 150})
+    scores = torch.compile(lambda *x: attention_scores(*x, **inputs.settings), fullgraph=True, backend="aot_eager")
+    expected = attention_scores(inputs.query, inputs.key, **inputs.settings)
+    assert_close(scores(inputs.query, inputs.key), expected)
+
+
+def test_exported_named_keys_are_for_any_number_of_keys_and_names():
+    class Attend(torch.nn.Module):
+        def forward(self, query, key, index):
+            return attention(query, key, key, key_index=index, key_block=2)
+
+    keys, names = Dim("keys", min=8, max=500), Dim("names", max=100)
+    example = draw(1, 4, 3, 8), draw(1, 2, 40, 8, seed=1), torch.arange(9).expand(1, 1, 3, 9)
+    program = torch.export.export(Attend(), example, dynamic_shapes=({}, {2: keys}, {3: names}))
+    other = draw(1, 4, 3, 8), draw(1, 2, 99, 8, seed=2), torch.tensor([40, -1, 3]).expand(1, 1, 3, 3)
+    assert torch.equal(program.module()(*other), Attend()(*other))
 
 
 def test_inductor_takes_all_ops_in_one_graph():

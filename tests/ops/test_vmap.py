@@ -105,6 +105,24 @@ def test_slopes_and_offsets(keys):
     check_against_loop(lambda q, k, v, n: attention(q, k, v, causal=True, q_offset=n), in_dims, *tensors, LENS - 3)
 
 
+@pytest.mark.parametrize("index", [0, None], ids=["own names", "one list"])
+@pytest.mark.parametrize("heads", [1, 2], ids=["all heads", "of heads"])
+@pytest.mark.parametrize("sinks", [0, None])
+@pytest.mark.parametrize("keys", [0, None])
+def test_named_keys(keys, sinks, heads, index):
+    names = torch.randint(-1, 4, (3, 2, heads, 5, 3), generator=torch.Generator().manual_seed(0))
+    in_dims = (0, keys, keys, sinks, index)
+    tensors = *make_tensors(in_dims[:3]), SINKS if sinks == 0 else SINKS[0], names if index == 0 else names[0]
+
+    def call(q, k, v, s, n):
+        return attention(q, k, v, sinks=s, key_index=n, key_block=2, causal=True, q_offset=2)
+
+    check_against_loop(call, in_dims, *tensors)
+    check_against_loop(gradients(call, 0, 1, 2, 3), in_dims, *tensors)
+    check_against_loop(lambda q, k, n: attention_scores(q, k, key_index=n, key_block=2), (0, keys, index),
+                       *tensors[:2], tensors[4])  # fmt: skip
+
+
 def test_one_vmap_inside_another():
     query = draw(3, 4, *SHAPES[0], dtype=torch.float64)
     key, value = draw(3, *SHAPES[1], dtype=torch.float64), draw(4, *SHAPES[2], dtype=torch.float64)

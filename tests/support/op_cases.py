@@ -57,6 +57,8 @@ AXES = {
     ],
     "layout": ["contiguous", "heads inside", "sliced", "expanded batch", "expanded heads", "offset", "columns outside"],
 }
+# The keys that rows name (key_index).
+NAMES = ["keys", "keys of heads", "keys in order", "blocks of 3", "blocks of 64, of heads"]
 
 
 def covering(axes: dict[str, list]) -> Iterator[dict]:
@@ -157,6 +159,18 @@ def make_mask(kind: str | None, shape: tuple[int, int, int, int], dtype: torch.d
     return draw(q_len, kv_len, dtype=getattr(torch, kind), seed=7).t().contiguous().t()
 
 
+def make_names(kind: str, batch: int, num_kv_heads: int, q_len: int, kv_len: int) -> dict:
+    """key_index and key_block of one of NAMES: about half of the keys, some of them twice, and -1 between them."""
+    key_block = int(kind.split()[2].strip(",")) if "blocks" in kind else 1
+    heads, blocks = num_kv_heads if "heads" in kind else 1, -(-kv_len // key_block)
+    score = draw(batch, heads, q_len, blocks, seed=9)
+    score[:, :, 1::7] = -1  # rows that name no key
+    order = score.argsort(-1) if kind != "keys in order" else torch.arange(blocks).expand_as(score)
+    index = order.masked_fill(score.gather(-1, order) < 0, -1)
+    index = torch.cat([index, order[..., : blocks // 5].masked_fill(score.max(-1, keepdim=True).values < 0, -1)], -1)
+    return {"key_index": index.to([torch.int64, torch.int32][q_len % 2]), "key_block": key_block}
+
+
 def make_inputs(
     dtype: torch.dtype = torch.float32,
     heads: str = "gqa",
@@ -167,6 +181,7 @@ def make_inputs(
     kv_lens: torch.dtype | None = None,
     scores: dict | None = None,
     layout: str = "contiguous",
+    names: str | None = None,
     batch: int = 2,
 ) -> Inputs:
     (num_heads, num_kv_heads, head_map), (q_len, kv_len), (dim, v_dim) = HEADS[heads], lengths, dims
@@ -184,6 +199,8 @@ def make_inputs(
             settings[name] = setting
     if head_map:
         settings["head_map"] = head_map
+    if names:
+        settings |= make_names(names, batch, num_kv_heads, q_len, kv_len)
     query = draw(batch, num_heads, q_len, dim, dtype=dtype, seed=1)
     key, value = (draw(batch, num_kv_heads, kv_len, d, dtype=dtype, seed=2 + n) for n, d in enumerate((dim, v_dim)))
     shape = (batch, num_heads, q_len, kv_len)

@@ -32,7 +32,7 @@ static inline void set_dropout(AttentionParams& p, double probability, uint64_t 
 // Whether dropout drops one probability: a hash of the seed and the element's place. Forward and backward draw the same
 // mask, with any tiling and on every device. The place of a key is that of key 0 of its row, plus the key.
 ATTNPACK_HD static inline uint64_t first_place(const AttentionParams& p, int64_t b, int64_t head, int64_t query) {
-  return ((static_cast<uint64_t>(b) * p.num_heads + head) * p.q_len + query) * p.kv_len + 1;
+  return first_score(p, b, head, query) + 1;
 }
 ATTNPACK_HD static inline uint64_t seed_of(const AttentionParams& p) {
   return p.dropout_seed_at ? static_cast<uint64_t>(*p.dropout_seed_at) : p.dropout_seed;

@@ -41,6 +41,7 @@ AttentionArguments make_arguments(const Tensor& query, const Tensor& key, const 
   check_dense("query", query);
   check_dense("key", key);
   if (o.mask()) check_dense("mask", *o.mask());
+  if (o.key_index()) check_dense("key_index", *o.key_index());
   AttentionArguments r{.mask = o.mask(),
                        .causal = o.causal(),
                        .window_left = o.window()[0],
@@ -51,7 +52,9 @@ AttentionArguments make_arguments(const Tensor& query, const Tensor& key, const 
                        .alibi_slopes = o.alibi_slopes(),
                        .dropout_p = o.dropout_p(),
                        .dropout_seed = dropout_seed(o.dropout_p(), query.device()),
-                       .scale = o.scale()};
+                       .scale = o.scale(),
+                       .key_index = o.key_index(),
+                       .key_block = o.key_block()};
   if (o.head_map()) r.head_map = *o.head_map();
   if (const auto* number = std::get_if<int64_t>(&o.q_offset())) {
     r.q_offset = *number;
@@ -92,7 +95,7 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def(
       "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
       "Tensor lse, " ATTNPACK_ATTENTION_SCHEMA
-      ", bool mask_gradient, bool sinks_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("attention_scores(Tensor query, Tensor key, " ATTNPACK_ATTENTION_SCHEMA ", str stage) -> Tensor",
+      ", bool mask_gradient=False, bool sinks_gradient=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("attention_scores(Tensor query, Tensor key, " ATTNPACK_ATTENTION_SCHEMA ", str stage=\"probs\") -> Tensor",
         attnpack::from_schema<attnpack::scores_formula>);
 }

@@ -24,9 +24,9 @@ struct AttentionOptions {
   // Keep keys j <= i + q_offset.
   TORCH_ARG(bool, causal) = false;
   // Position of query row 0: an int, an integer tensor [B], or End{} (valid keys - Lq).
-  TORCH_ARG(QOffset, q_offset) = int64_t { 0 };
+  TORCH_ARG(QOffset, q_offset) = int64_t{0};
   // Keep keys pos - left <= j <= pos + right.
-  TORCH_ARG(Window, window) = { -1, -1 };
+  TORCH_ARG(Window, window) = {-1, -1};
   // Valid keys of each sequence, integer tensor [B].
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);
   // c > 0: scores become c * tanh(score / c).
@@ -41,6 +41,13 @@ struct AttentionOptions {
   TORCH_ARG(double, dropout_p) = 0.0;
   // Default 1 / sqrt(D).
   TORCH_ARG(std::optional<double>, scale);
+  // The keys that each row may attend, int32 or int64 [B, 1 or Hkv, Lq, n]: numbers of keys, or of blocks of key_block
+  // keys, in any order. -1 names none, and a number named twice counts once. All other rules still apply. Keys that a
+  // row does not name are not read for it: work and memory grow with n * key_block. Each row has the bits of a call
+  // with that row alone over its keys, gathered in rising order. Numbers out of range raise on the CPU.
+  TORCH_ARG(std::optional<at::Tensor>, key_index);
+  // How many keys a block has.
+  TORCH_ARG(int64_t, key_block) = 1;
 };
 
 // softmax(scale * query key^T + mask) value. Grouped heads are native: no keys are repeated, and there is nothing of

@@ -1,7 +1,8 @@
 """FLOP formulas of the ops for ``torch.utils.flop_counter.FlopCounterMode``; `import attnpack` puts them in place.
 
 They count as torch counts its own attention: two FLOPs for a multiply-add, all Lq x Lkv scores whatever a mask or
-causality leaves out, two matrix products forward and five backward. So figures compare.
+causality leaves out, two matrix products forward and five backward. So figures compare. With `key_index` each row has
+as many scores as it can name keys.
 """
 
 import importlib.util
@@ -22,15 +23,27 @@ Shape = Sequence[int]
 _COUNTER = "torch.utils.flop_counter"
 
 
-def attention_flops(query: Shape, key: Shape, value: Shape, *_, **__) -> int:
+def _keys_of_a_row(op: object, key: Shape, given: tuple, by_name: dict) -> int:
+    """How many keys a row has: those that it can name, if it names any. given: the arguments as shapes."""
+    names = [argument.name for argument in op.default._schema.arguments]
+    arguments = dict(zip(names, given, strict=False)) | by_name
+    index = arguments.get("key_index")
+    return key[2] if index is None else min(key[2], index[3] * arguments.get("key_block", 1))
+
+
+def attention_flops(query: Shape, key: Shape, value: Shape, *others: object, out_shape: object = None,
+                    **by_name: object) -> int:  # fmt: skip
     """FLOPs of a forward call, Q K^T and P V, from the shapes [B, Hq, Lq, D], [B, Hkv, Lkv, D], [B, Hkv, Lkv, Dv]."""
-    return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
+    keys = _keys_of_a_row(torch.ops.attnpack.attention, key, (query, key, value, *others), by_name)
+    return 2 * prod(query[:3]) * keys * (query[3] + value[3])
 
 
-def attention_backward_flops(grad_out: Shape, grad_lse: Shape | None, query: Shape, key: Shape, value: Shape, *_,
-                             **__) -> int:  # fmt: skip
+def attention_backward_flops(grad_out: Shape, grad_lse: Shape | None, query: Shape, key: Shape, value: Shape,
+                             *others: object, out_shape: object = None, **by_name: object) -> int:  # fmt: skip
     """FLOPs of a backward call: Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
-    return 2 * prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
+    given = (grad_out, grad_lse, query, key, value, *others)
+    keys = _keys_of_a_row(torch.ops.attnpack.attention_backward, key, given, by_name)
+    return 2 * prod(query[:3]) * keys * (3 * query[3] + 2 * value[3])
 
 
 def _pairs(query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,

@@ -79,7 +79,8 @@ class Rules:
         head_map = None if self.head_map is None else list(self.head_map)
         query, key, value, _, grad_sinks = torch.ops.attnpack.attention_backward(
             *grads, *heads, None, self.causal, rows.start - keys.start, None, *self.window, self._lens(keys),
-            self.softcap, sinks, self.alibi_slopes, head_map, 0.0, None, self.scale, False, self.sinks is not None,
+            self.softcap, sinks, self.alibi_slopes, head_map, 0.0, None, self.scale,
+            sinks_gradient=self.sinks is not None,
         )  # fmt: skip
         return query, key, value, grad_sinks
 

@@ -88,7 +88,7 @@ def _of_mask(mask: Any, dim: int) -> Placement:
     return Shard(own) if own >= 0 and mask.shape[own] != 1 else Replicate()
 
 
-_KNOWN = {"mask", "q_offsets", "kv_lens", "sinks", "alibi_slopes", "dropout_seed"}
+_KNOWN = {"mask", "q_offsets", "kv_lens", "sinks", "alibi_slopes", "dropout_seed", "key_index"}
 
 
 def _attention_ways(given: Given, heads: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Placement]]]:
@@ -99,11 +99,13 @@ def _attention_ways(given: Given, heads: tuple[str, ...]) -> Iterator[tuple[int,
     mask, by_batch = given["mask"], {n: Shard(0) for n in heads}
     if mask is not None:
         by_batch["mask"] = _of_mask(mask, 0)
-    yield 0, by_batch | {"q_offsets": Shard(0), "kv_lens": Shard(0)}
+    yield 0, by_batch | {"q_offsets": Shard(0), "kv_lens": Shard(0), "key_index": Shard(0)}
     num_heads, num_kv_heads = given["query"].shape[1], given["key"].shape[1]
     by_heads = {n: Shard(1) for n in heads} | {"sinks": Shard(0), "alibi_slopes": Shard(0)}
     if mask is not None:
         by_heads["mask"] = _of_mask(mask, 1)
+    if given["key_index"] is not None and given["key_index"].shape[1] > 1:
+        by_heads["key_index"] = Shard(1)
     if given["head_map"] is None and num_kv_heads > 1 and _divides(num_kv_heads, given["query"]):
         yield 1, by_heads
     if given["head_map"] is None and num_kv_heads == 1 and _divides(num_heads, given["query"]):

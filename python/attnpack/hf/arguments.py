@@ -13,7 +13,6 @@ _OF_PAGES = ("block_table", "cache", "k_cache", "read_index", "v_cache", "write_
 # keywords would never be complete, and sdpa ignores them. So this list has the keywords that change attention, each
 # with its fix. tests/hf/test_arguments.py compares it with every name that the installed transformers passes or reads.
 REFUSED: dict[str, str] = {
-    "block_indices": _EAGER,
     "head_mask": "remove heads from the projections instead",
     "sinks": _EAGER,
     "softmax_scale": "set the scaling of the model's layers",
@@ -23,13 +22,16 @@ REFUSED: dict[str, str] = {
 
 # Continuous batching: the keys of a request stand in pages, which have no mask tensor.
 REFUSED_BY_PAGES: dict[str, str] = dict.fromkeys(
-    ("indices", "position_bias"), 'call model.set_attn_implementation("sdpa") before model.generate_batch'
+    ("indices", "block_indices", "position_bias"),
+    'call model.set_attn_implementation("sdpa") before model.generate_batch',
 )
 
 
 # Latent layers also refuse the arguments that the operator takes and they do not.
 _LAYERS = 'leave the layers as they are, with model.set_attn_implementation("attnpack")'
-REFUSED_BY_LATENT = REFUSED | dict.fromkeys(("indices", "position_bias", "s_aux", "softcap", *_OF_PAGES), _LAYERS)
+REFUSED_BY_LATENT = REFUSED | dict.fromkeys(
+    ("indices", "block_indices", "position_bias", "s_aux", "softcap", *_OF_PAGES), _LAYERS
+)
 
 
 def refuse_arguments(others: Mapping[str, Any], refused: Mapping[str, str] = REFUSED) -> None:

@@ -31,6 +31,7 @@ def attention_forward(
     s_aux: Tensor | None = None,  # [Hq]
     position_bias: Tensor | None = None,  # [1 or B, Hq, Lq, Lkv]
     indices: Tensor | None = None,  # [B, Lq, n]
+    block_indices: Tensor | None = None,  # [B, Hkv, Lq, n]
     output_attentions: bool | None = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -43,7 +44,9 @@ def attention_forward(
         scaling: default 1 / sqrt(D).
         s_aux: one logit per head that joins the softmax denominator only.
         position_bias: added to the scores.
-        indices: the keys that each query may attend, if the model selects them (sparse attention of DeepSeek-V3.2).
+        indices: the keys that each query may attend, if the model selects them (sparse attention of DeepSeek-V3.2). No
+            other key is read.
+        block_indices: the same for blocks of keys, -1 for none (MiniMax-M3); `module.indexer.block_size` keys each.
         output_attentions: also return the probabilities, before dropout.
         others: cu_seq_lens_q, cu_seq_lens_k and seq_idx keep packed sequences apart (`packed.py`). `cache` and its
             indices are those of continuous batching (`paged.py`); they say what each token attends, so
@@ -56,13 +59,16 @@ def attention_forward(
         ValueError: names an argument that the operator cannot honour. A window needs no argument: it is in the mask.
     """
     if is_paged(others):
-        refuse_arguments({"position_bias": position_bias, "indices": indices}, REFUSED_BY_PAGES)
+        selected = {"indices": indices, "block_indices": block_indices}
+        refuse_arguments({"position_bias": position_bias, **selected}, REFUSED_BY_PAGES)
         return attend_paged(module, query, key, value, others, scale=scaling, softcap=softcap, sinks=s_aux), None
     refuse_arguments(others)
     packed = named_sequences(others, query, key)
-    if packed is not None and indices is not None:
+    named = _named_keys(module, key, indices, block_indices)
+    if packed is not None and named:
+        name = "indices" if block_indices is None else "block_indices"
         raise ValueError(
-            "attnpack: indices: got keys that the model selected for packed sequences, which may be those of another "
+            f"attnpack: {name}: got keys that the model selected for packed sequences, which may be those of another "
             "sequence; leave cu_seq_lens and seq_idx out and pass position_ids with use_cache=False"
         )
     if attention_mask is None:
@@ -72,14 +78,12 @@ def attention_forward(
     weights_wanted = are_recorded(output_attentions)
     sequences = [numbers for numbers in (packed, ranges.sequences) if numbers is not None]
     if sequences:
-        plain = indices is None and position_bias is None and mask is None and not weights_wanted
+        plain = not named and position_bias is None and mask is None and not weights_wanted
         out = _attend_packed(query, key, value, sequences, ranges, dropout, softcap, s_aux, scaling) if plain else None
         if out is not None:
             return out, None
         for numbers in sequences:
             mask = restricted(mask, same_sequence(numbers))
-    if indices is not None:
-        mask = restricted(mask, _selected(indices, key.size(2)))
     if position_bias is not None:
         mask = _biased(position_bias, mask)
     if query.size(0) == 1 < key.size(0):
@@ -92,6 +96,7 @@ def attention_forward(
         "softcap": softcap or 0.0,
         "sinks": s_aux,
         "scale": scaling,
+        **named,
     }
     out = attention(query, key, value, mask, dropout_p=dropout, **settings)
     weights = attention_scores(query, key, mask, **settings) if weights_wanted else None
@@ -164,13 +169,23 @@ def restricted(
     return allowed & mask if mask.dtype == torch.bool else torch.where(allowed, mask, -torch.inf)
 
 
-def _selected(
-    indices: Tensor,  # [B, Lq, n]
-    kv_len: int,
-) -> Tensor:
-    """Bool [B, 1, Lq, Lkv], True for the selected keys."""
-    chosen = torch.zeros(*indices.shape[:2], kv_len, dtype=torch.bool, device=indices.device)
-    return chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+def _named_keys(
+    module: nn.Module,
+    key: Tensor,  # [B, Hkv, Lkv, D]
+    indices: Tensor | None,  # [B, Lq, n]
+    block_indices: Tensor | None,  # [B, Hkv, Lq, n]
+) -> dict[str, Any]:
+    """The arguments of `attnpack.attention` for the keys that a model selected; none if it selected all."""
+    if indices is None and block_indices is None:
+        return {}
+    key_block = 1 if block_indices is None else module.indexer.block_size
+    index = indices.unsqueeze(1) if block_indices is None else block_indices
+    blocks = -(-key.size(2) // key_block)
+    if not torch.compiler.is_compiling() and index.size(-1) == blocks:
+        every = torch.arange(blocks, device=index.device)
+        if (index.sort(-1).values == every).all():  # a short text: there are no more keys than the model selects
+            return {}
+    return {"key_index": index, "key_block": key_block}
 
 
 def _biased(

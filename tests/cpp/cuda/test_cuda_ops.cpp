@@ -167,6 +167,49 @@ TEST_CASE("attention and its gradients are the CPU's") {
     }
 }
 
+TEST_CASE("named keys and their gradients are the CPU's") {
+  torch::manual_seed(7);
+  const at::NoGradGuard no_grad;
+  const cuda::EmulatedKernels kernels;
+  const std::vector<int64_t> head_map{0, 1, 1, 0};
+  for (const int64_t block : {1, 5})
+    for (const int64_t index_heads : {1, 2})
+      for (const bool all : {false, true}) {
+        const Tensor query = draw({2, 3, 4, 64}, at::kFloat).transpose(1, 2), key = draw({2, 2, 43, 64}, at::kFloat),
+                     value = draw({2, 2, 43, 40}, at::kFloat), grad_out = draw({2, 4, 3, 40}, at::kFloat);
+        AttentionArguments args{.causal = true, .q_offset = 30};
+        const int64_t blocks = count_blocks(43, block);
+        args.key_index = at::randint(-1, blocks, {2, index_heads, 3, 12}, at::kInt);
+        args.key_index->select(2, 1).fill_(-1);
+        args.key_block = block;
+        if (all) {
+          args.mask = at::randn({4, 1, 43}).masked_fill(at::rand({4, 1, 43}) < 0.2, -INFINITY);
+          args.window_left = 25;
+          args.kv_lens = at::tensor({43, 20}, at::kLong);
+          args.sinks = at::randn({4});
+          args.alibi_slopes = at::rand({4});
+          args.head_map = head_map;
+          args.softcap = 2;
+        }
+        CAPTURE(block, index_heads, all);
+        const auto [wanted, wanted_lse] = attention_op(query, key, value, args);
+        const auto [out, lse] = attention_cuda(query, key, value, args);
+        CHECK(near(out, wanted, 1e-4));
+        CHECK(near(lse, wanted_lse, 1e-4));
+        CHECK(out.strides() == wanted.strides());
+        const auto gradients = [&](const auto& backward) {
+          const auto [q, k, v, m, s] = backward(grad_out, std::optional(at::ones_like(lse)), query, key, value, wanted,
+                                                wanted_lse, args, all, all);
+          return std::vector<Tensor>{q, k, v, m, s};
+        };
+        const auto there = gradients(attention_backward_op), here = gradients(attention_backward_cuda);
+        for (size_t i = 0; i < there.size(); ++i) {
+          CAPTURE(i);
+          CHECK(near(here[i], there[i], 4e-4));
+        }
+      }
+}
+
 TEST_CASE("rotating and plain appends are the CPU's, bit by bit") {
   torch::manual_seed(1);
   const at::NoGradGuard no_grad;

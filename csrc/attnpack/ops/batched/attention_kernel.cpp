@@ -19,6 +19,7 @@ AttentionArguments arguments_of_sample(const SampledAttention& call, int64_t n) 
   args.sinks = of_sample(call.sinks, n);
   args.alibi_slopes = of_sample(call.alibi_slopes, n);
   args.dropout_seed = of_sample(call.dropout_seed, n);
+  args.key_index = of_sample(call.key_index, n);
   return args;
 }
 
@@ -35,9 +36,8 @@ Results for_each_sample(const VmapLevel& level, const Call& call) {
           (parts[i++].push_back(result), ...);
         },
         call(n));
-  return [&]<size_t... I>(std::index_sequence<I...>) {
-    return Results{level.wrap(at::stack(parts[I]))...};
-  }(std::make_index_sequence<std::tuple_size_v<Results>>());
+  return [&]<size_t... I>(std::index_sequence<I...>) { return Results{level.wrap(at::stack(parts[I]))...}; }
+  (std::make_index_sequence<std::tuple_size_v<Results>>());
 }
 
 AttentionResult attention_batched(const Tensor& query, const Tensor& key, const Tensor& value,

@@ -36,14 +36,15 @@ SampledAttention::SampledAttention(VmapLevel& level, const Tensor& query, const 
       sinks(level.unwrap(args.sinks)),
       alibi_slopes(level.unwrap(args.alibi_slopes)),
       dropout_seed(level.unwrap(args.dropout_seed)),
+      key_index(level.unwrap(args.key_index)),
       args(args) {
   this->args.mask = this->args.q_offsets = this->args.kv_lens = this->args.sinks = this->args.alibi_slopes =
-      this->args.dropout_seed = std::nullopt;
+      this->args.dropout_seed = this->args.key_index = std::nullopt;
 }
 
 Fold SampledAttention::fold(bool gradients, bool sinks_gradient) const {
   const bool of_heads = is_batched(sinks) || is_batched(alibi_slopes) || sinks_gradient;
-  const bool of_sequences = is_batched(q_offsets) || is_batched(kv_lens);
+  const bool of_sequences = is_batched(q_offsets) || is_batched(kv_lens) || is_batched(key_index);
   if (args.dropout_p > 0 || (of_heads && of_sequences)) return Fold::kNone;
   const bool shared_keys = !gradients && !key.batched && !value.batched && !of_sequences && batch() != 1;
   return of_heads || shared_keys ? Fold::kHeads : Fold::kBatch;
@@ -81,6 +82,10 @@ FoldedAttention fold_attention(const VmapLevel& level, const SampledAttention& c
   r.args.kv_lens = repeated(call.kv_lens, Fold::kBatch);
   r.args.sinks = repeated(call.sinks, Fold::kHeads);
   r.args.alibi_slopes = repeated(call.alibi_slopes, Fold::kHeads);
+  // The kv heads of all samples stand side by side, unless all share them. A key_index for all heads stays one.
+  r.args.key_index = repeated(call.key_index, Fold::kBatch);
+  if (fold == Fold::kHeads && call.key_index && !shared_keys && call.key_index->tensor.sym_size(1) != 1)
+    r.args.key_index = folded(*call.key_index);
   if (fold == Fold::kHeads && (shared_keys || call.args.head_map)) {
     const auto number = [](const c10::SymInt& x) { return x.guard_int(__FILE__, __LINE__); };
     const int64_t heads = number(call.num_heads()), kv_heads = number(call.num_kv_heads());

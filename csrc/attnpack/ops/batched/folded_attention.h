@@ -14,7 +14,7 @@ enum class Fold { kBatch, kHeads, kNone };
 
 struct SampledAttention {
   Sampled query, key, value;
-  std::optional<Sampled> mask, q_offsets, kv_lens, sinks, alibi_slopes, dropout_seed;
+  std::optional<Sampled> mask, q_offsets, kv_lens, sinks, alibi_slopes, dropout_seed, key_index;
   AttentionArguments args;  // without tensors
 
   SampledAttention(VmapLevel& level, const Tensor& query, const Tensor& key, const Tensor& value,

@@ -29,6 +29,7 @@ bool fits_kernel(const Tensor& query, const AttentionParams& p) {
 AttentionResult attention_quantized_cpu(const Tensor& query, const Tensor& key, const Tensor& value, int64_t bits,
                                         c10::SymInt v_head_dim, const AttentionArguments& args) {
   check_attention_quantized(query, key, value, bits, v_head_dim, args);
+  if (args.key_index) return attention_quantized_formula(query, key, value, bits, v_head_dim, args);
   // Products and sums of rotated rows are those of the rows themselves, rotated: (qH)(kH)^T = qk^T, p(vH)H = pv.
   const bool rotated = bits == 4;
   const Tensor rows = rotated ? query.to(at::kFloat).contiguous().clone() : query;

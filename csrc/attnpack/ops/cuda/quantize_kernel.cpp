@@ -55,7 +55,7 @@ AttentionResult attention_quantized_cuda(const Tensor& query, const Tensor& key,
   const int64_t v_head_dim = sym_v_head_dim.expect_int();
   const CudaKernels* kernels = kernels_for(query, std::max(query.size(3), v_head_dim));
   const auto expanded = [&] { return attention_quantized_formula(query, key, value, bits, sym_v_head_dim, args); };
-  if (!kernels || !countable(query, key.size(2))) return expanded();
+  if (!kernels || args.key_index || !countable(query, key.size(2))) return expanded();
   // Products and sums of rotated rows are those of the rows themselves, rotated: (qH)(kH)^T = qk^T, p(vH)H = pv.
   const bool rotates = bits == 4;
   const auto rotated = [&](const Tensor& x) {

@@ -26,18 +26,20 @@ struct AttentionArguments {
   double dropout_p = 0.0;
   std::optional<Tensor> dropout_seed = {};  // [1] int64, drawn outside the op
   std::optional<double> scale = {};         // default 1 / sqrt(D)
+  std::optional<Tensor> key_index = {};     // [B, 1 or Hkv, Lq, n]: the blocks of keys that each row may attend
+  int64_t key_block = 1;                    // how many keys a block has
 
   auto members() const {
     return std::tie(mask, causal, q_offset, q_offsets, window_left, window_right, kv_lens, softcap, sinks, alibi_slopes,
-                    head_map, dropout_p, dropout_seed, scale);
+                    head_map, dropout_p, dropout_seed, scale, key_index, key_block);
   }
 };
 
-// The same arguments in a schema.
+// The same arguments in a schema. What follows them has a default too.
 #define ATTNPACK_ATTENTION_SCHEMA                                                                              \
   "Tensor? mask, bool causal, SymInt q_offset, Tensor? q_offsets, int window_left, int window_right, Tensor? " \
   "kv_lens, float softcap, Tensor? sinks, Tensor? alibi_slopes, int[]? head_map, float dropout_p, Tensor? "    \
-  "dropout_seed, float? scale"
+  "dropout_seed, float? scale, Tensor? key_index=None, int key_block=1"
 
 // AttentionResult: out and lse. AttentionGradients: those of query, key, value, mask, sinks; empty where they were not
 // asked for.
@@ -67,6 +69,20 @@ void check_attention_backward(const Tensor& grad_out, const std::optional<Tensor
                               const AttentionArguments& args, bool mask_gradient, bool sinks_gradient);
 // Checks the values of kv_lens, where reading them does not wait for a device.
 void check_kv_lens_values(const int64_t* kv_lens, int64_t batch, int64_t kv_len);
+// How many blocks of keys a sequence has; the last may be shorter.
+template <class Size>
+Size count_blocks(const Size& kv_len, int64_t key_block) {
+  return (kv_len + (key_block - 1)) / key_block;
+}
+// Raises for the first number of key_index, a tensor with memory on the CPU, that is none of a sequence's blocks, nor
+// -1. Returns if there is none.
+void check_key_index_values(const Tensor& key_index, int64_t key_block, int64_t kv_len);
+
+// The positions of the query rows, [Lq, 1] or [B, 1, Lq, 1].
+Tensor row_positions(const Tensor& query, const AttentionArguments& args);
+// Whether the rows may attend the keys with the numbers `column` by causality, window and kv_lens; none where all may.
+// column: broadcasts to [B, heads, Lq, keys]. The result broadcasts so too.
+std::optional<Tensor> allowed_by_range(const Tensor& position, const Tensor& column, const AttentionArguments& args);
 
 // The plain formula in ATen ops, and its gradients, which may be differentiated again. Forward mode, double backward
 // and devices without a kernel run them. They hold the scores [B, Hq, Lq, Lkv].

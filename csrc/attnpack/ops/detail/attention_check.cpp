@@ -52,6 +52,26 @@ void check_mask(const Tensor& mask, const Tensor& query, const c10::SymInt& kv_l
                  "; a padding mask is [batch, 1, 1, kv_len]");
 }
 
+void check_key_index(const Tensor& query, const Tensor& key, const AttentionArguments& args) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  ATTNPACK_CHECK(args.key_block >= 1 && args.key_block <= kMost, "key_block is ", args.key_block, ", wants 1 to ",
+                 kMost, ", the number of keys of a block");
+  ATTNPACK_CHECK(args.key_index || args.key_block == 1, "key_block is ", args.key_block,
+                 " without key_index, wants 1: pass the blocks that each row may attend, or leave it out");
+  if (!args.key_index) return;
+  const Tensor& index = *args.key_index;
+  ATTNPACK_CHECK(is_length(index), "key_index has dtype ", index.scalar_type(),
+                 ", wants int32 or int64, numbers of keys: call .long() on it, and pass a bool tensor as mask");
+  ATTNPACK_CHECK(index.device() == query.device(), "key_index is on ", index.device(), ", query on ", query.device(),
+                 ": move one of them");
+  ATTNPACK_CHECK(index.dim() == 4 && index.sym_size(0) == query.sym_size(0) &&
+                     (index.sym_size(1) == 1 || index.sym_size(1) == key.sym_size(1)) &&
+                     index.sym_size(2) == query.sym_size(2),
+                 "key_index has shape ", index.sym_sizes(), ", wants [batch, 1 or num_kv_heads, q_len, n] = [",
+                 query.sym_size(0), ", 1 or ", key.sym_size(1), ", ", query.sym_size(2),
+                 ", n]: .unsqueeze(1) adds the dimension of the heads, .expand() repeats a row");
+}
+
 void check_kv_heads(const Tensor& query, const Tensor& key, at::OptionalIntArrayRef head_map) {
   const c10::SymInt num_heads = query.sym_size(1), num_kv_heads = key.sym_size(1);
   ATTNPACK_CHECK(num_kv_heads > 0 || num_heads == 0, "key has 0 heads, query ", num_heads,
@@ -104,6 +124,7 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
                  key.sym_size(2), ": they must agree");
   check_kv_heads(query, key, args.head_map);
   if (args.mask) check_mask(*args.mask, query, key.sym_size(2));
+  check_key_index(query, key, args);
   check_per_sequence("kv_lens", args.kv_lens, query);  // first: q_offset "end" was made from it
   check_per_sequence("q_offset", args.q_offsets, query);
   ATTNPACK_CHECK(args.window_left >= -1 && args.window_right >= -1, "window is (", args.window_left, ", ",
@@ -152,6 +173,19 @@ void check_attention_backward(const Tensor& grad_out, const std::optional<Tensor
                  "mask_gradient is true, and mask is none or bool: pass a float mask, or mask_gradient=False");
   ATTNPACK_CHECK(!sinks_gradient || args.sinks,
                  "sinks_gradient is true without sinks: pass them, or sinks_gradient=False");
+}
+
+void check_key_index_values(const Tensor& key_index, int64_t key_block, int64_t kv_len) {
+  const int64_t blocks = count_blocks(kv_len, key_block);
+  const Tensor wrong = ((key_index < -1) | (key_index >= blocks)).nonzero();
+  if (wrong.size(0) == 0) return;
+  std::vector<int64_t> place(4);
+  for (int64_t d = 0; d < 4; ++d) place[d] = wrong[0][d].item<int64_t>();
+  ATTNPACK_CHECK(false, "key_index", place, " is ", key_index[place[0]][place[1]][place[2]][place[3]].item<int64_t>(),
+                 ", wants 0 to ", blocks - 1, ", ",
+                 key_block == 1 ? c10::str("the keys of a sequence of ", kv_len)
+                                : c10::str("the blocks of ", key_block, " keys in ", kv_len),
+                 ", or -1 for none");
 }
 
 void check_kv_lens_values(const int64_t* kv_lens, int64_t batch, int64_t kv_len) {

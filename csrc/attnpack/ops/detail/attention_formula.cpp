@@ -73,22 +73,20 @@ Tensor dropout_factors(const Tensor& probs, const AttentionArguments& args) {
 // x with zeros where it is not finite: an excluded key must not come in as 0 * NaN.
 Tensor finite_part(const Tensor& x) { return x.masked_fill(x.isfinite().logical_not(), 0); }
 
-// Whether query i of sequence b may attend a key by causality, window and kv_lens: broadcasts to [B, 1, Lq, Lkv].
-std::optional<Tensor> allowed_by_range(const Tensor& query, const Tensor& key, const AttentionArguments& args,
-                                       Tensor* position, Tensor* column) {
-  const auto options = at::TensorOptions(at::kLong).device(query.device());
-  *column = at::arange(key.sym_size(2), options);
-  *position = at::arange(query.sym_size(2), options).unsqueeze(-1);
-  const auto near = [&](const auto& offset) { return near_offset(offset, args.window_left, args.window_right); };
-  *position = args.q_offsets ? *position + near(args.q_offsets->to(at::kLong)).view({-1, 1, 1, 1})
-                             : *position + near(args.q_offset);
-  std::optional<Tensor> allowed;
-  const auto keep = [&](const Tensor& condition) { allowed = allowed ? *allowed & condition : condition; };
-  if (args.causal) keep(*column <= *position);
-  if (args.window_left >= 0) keep(*position - *column <= near_window(args.window_left));
-  if (args.window_right >= 0) keep(*column - *position <= near_window(args.window_right));
-  if (args.kv_lens) keep(*column < args.kv_lens->to(at::kLong).view({-1, 1, 1, 1}));
-  return allowed;
+// Whether key_index names a key to a query, [B, 1 or Hq, Lq, Lkv].
+Tensor named_keys(const Tensor& query, const Tensor& key, const AttentionArguments& args) {
+  const c10::SymInt kv_len = key.sym_size(2), blocks = count_blocks(kv_len, args.key_block);
+  if (args.key_index->is_cpu() && !at::isTensorSubclassLike(*args.key_index))
+    check_key_index_values(*args.key_index, args.key_block, known_size(key, 2));
+  const Tensor index = args.key_index->to(at::kLong);
+  // One more block stands for none.
+  const Tensor place = at::where((index < 0) | (index >= blocks), at::full_symint({}, blocks, index.options()), index);
+  const auto sizes = index.sym_sizes();
+  Tensor named = at::zeros_symint({sizes[0], sizes[1], sizes[2], blocks + 1}, index.options().dtype(at::kBool));
+  named = named.scatter(-1, place, true).narrow_symint(-1, 0, blocks);
+  if (args.key_block > 1)
+    named = named.index_select(-1, at::arange(kv_len, index.options()).floor_divide(args.key_block));
+  return known_size(named, 1) == 1 ? named : expand_heads(named, known_size(query, 1), args.head_map);
 }
 
 Tensor masked_scores(const Tensor& query, const Tensor& key, const AttentionArguments& args, c10::string_view stage) {
@@ -101,8 +99,9 @@ Tensor masked_scores(const Tensor& query, const Tensor& key, const AttentionArgu
   if (stage == "scaled") return scores;
   scores = softcapped(scores, usable_softcap(args.softcap, accumulation));
   if (stage == "capped") return scores;
-  Tensor position, column;
-  const auto allowed = allowed_by_range(query, key, args, &position, &column);
+  const Tensor position = row_positions(query, args);
+  const Tensor column = at::arange(key.sym_size(2), at::TensorOptions(at::kLong).device(query.device()));
+  const auto allowed = allowed_by_range(position, column, args);
   if (args.alibi_slopes) {
     const Tensor distance = (position - column).abs().to(accumulation);
     scores = scores - args.alibi_slopes->detach().to(accumulation).view({-1, 1, 1}) * distance;
@@ -113,6 +112,7 @@ Tensor masked_scores(const Tensor& query, const Tensor& key, const AttentionArgu
     const Tensor added = args.mask->to(accumulation);
     scores = (scores + added).masked_fill(added == -kInfinity, -kInfinity);
   }
+  if (args.key_index) scores = scores.masked_fill(named_keys(query, key, args).logical_not(), -kInfinity);
   return allowed ? scores.masked_fill(allowed->logical_not(), -kInfinity) : scores;
 }
 
@@ -134,6 +134,22 @@ std::tuple<Tensor, Tensor> softmax(const Tensor& scores, const std::optional<Ten
 }
 
 }  // namespace
+
+Tensor row_positions(const Tensor& query, const AttentionArguments& args) {
+  const Tensor row = at::arange(query.sym_size(2), at::TensorOptions(at::kLong).device(query.device())).unsqueeze(-1);
+  const auto near = [&](const auto& offset) { return near_offset(offset, args.window_left, args.window_right); };
+  return args.q_offsets ? row + near(args.q_offsets->to(at::kLong)).view({-1, 1, 1, 1}) : row + near(args.q_offset);
+}
+
+std::optional<Tensor> allowed_by_range(const Tensor& position, const Tensor& column, const AttentionArguments& args) {
+  std::optional<Tensor> allowed;
+  const auto keep = [&](const Tensor& condition) { allowed = allowed ? *allowed & condition : condition; };
+  if (args.causal) keep(column <= position);
+  if (args.window_left >= 0) keep(position - column <= near_window(args.window_left));
+  if (args.window_right >= 0) keep(column - position <= near_window(args.window_right));
+  if (args.kv_lens) keep(column < args.kv_lens->to(at::kLong).view({-1, 1, 1, 1}));
+  return allowed;
+}
 
 Tensor softcapped(const Tensor& x, double softcap) { return softcap > 0 ? softcap * (x / softcap).tanh() : x; }
 

@@ -27,6 +27,7 @@ struct BackwardScratch {
   E *probs_down = nullptr, *grad_scores_down = nullptr, *grad_scores_along = nullptr, *grad_scores_rest = nullptr;
   A *scores, *grad_scores, *cap, *grad_key, *grad_value, *lse, *delta, *grad_lse;
   A* grad_query;  // of a tile that no other block adds to: [rows, sums_width]
+  const S** list;
 
   BackwardScratch(const AttentionParams& p, Arena& arena)
       : key_width(padded<A>(p.head_dim)),
@@ -68,6 +69,7 @@ struct BackwardScratch {
     delta = arena.take<A>(kTileQueryRows);
     grad_lse = arena.take<A>(kTileQueryRows);
     grad_query = arena.take<A>(kTileQueryRows * sums_width(p.head_dim));
+    list = arena.take<const S*>(list_length<S>(p, block));
   }
 };
 
@@ -92,12 +94,10 @@ class KeyBlockGradients {
       make_rows(p_, b_, kv_head_, {r, smaller(rows, r + kTileQueryRows)}, mask_.keys(), tile_);
       add_tile_gradients(r, keys.begin);
     }
-    for (int64_t j = 0; j < keys.end - keys.begin; ++j) {
-      write(at<S>(bp_.grad_key, bp_.grad_key_strides, b_, kv_head_, keys.begin + j), w_.grad_key + j * w_.key_width,
-            p_.head_dim);
-      write(at<S>(bp_.grad_value, bp_.grad_value_strides, b_, kv_head_, keys.begin + j),
-            w_.grad_value + j * w_.value_width, p_.v_head_dim);
-    }
+    if (bp_.wide_key_gradients)
+      write_key_gradients<A>(keys);
+    else
+      write_key_gradients<S>(keys);
   }
 
  private:
@@ -107,8 +107,19 @@ class KeyBlockGradients {
   static void clear(A* x, int64_t count) {
     for (int64_t i = 0; i < count; ++i) x[i] = 0;
   }
-  static void write(S* to, const A* from, int64_t count) {
+  template <class T>
+  static void write(T* to, const A* from, int64_t count) {
     for (int64_t i = 0; i < count; ++i) store_one(to + i, from[i]);
+  }
+
+  template <class T>
+  void write_key_gradients(Range keys) {
+    for (int64_t j = 0; j < keys.end - keys.begin; ++j) {
+      write(at<T>(bp_.grad_key, bp_.grad_key_strides, b_, kv_head_, keys.begin + j), w_.grad_key + j * w_.key_width,
+            p_.head_dim);
+      write(at<T>(bp_.grad_value, bp_.grad_value_strides, b_, kv_head_, keys.begin + j),
+            w_.grad_value + j * w_.value_width, p_.v_head_dim);
+    }
   }
 
   // Adds the gradients from one tile and one block: the tile starts at row `first` of the kv head, the block at key
@@ -172,16 +183,26 @@ class KeyBlockGradients {
   }
 
   void load_block(int64_t begin) {
-    const StridedRows<S> keys{at<S>(p_.key, p_.key_strides, b_, kv_head_, begin), p_.key_strides.row};
-    const StridedRows<S> values{at<S>(p_.value, p_.value_strides, b_, kv_head_, begin), p_.value_strides.row};
-    Operands::pack_keys(keys, count_, p_.head_dim, w_.keys_t);
-    Operands::pack_keys(values, count_, p_.v_head_dim, w_.values_t);
-    if constexpr (kRounds<Operands>)
-      pack_pair_panels(keys, count_, p_.head_dim, w_.keys_below, w_.block_steps);
-    else
-      for (int64_t j = 0; j < count_; ++j) pack(keys[j], p_.head_dim, w_.keys_below + j * w_.key_ld, w_.key_ld);
+    with_rows(p_.key, p_.key_strides, begin, [&](const auto& keys) {
+      Operands::pack_keys(keys, count_, p_.head_dim, w_.keys_t);
+      if constexpr (kRounds<Operands>)
+        pack_pair_panels(keys, count_, p_.head_dim, w_.keys_below, w_.block_steps);
+      else
+        for (int64_t j = 0; j < count_; ++j) pack(keys[j], p_.head_dim, w_.keys_below + j * w_.key_ld, w_.key_ld);
+    });
+    with_rows(p_.value, p_.value_strides, begin,
+              [&](const auto& values) { Operands::pack_keys(values, count_, p_.v_head_dim, w_.values_t); });
     keys_finite_ =
         all_finite(w_.keys_t, kPanel<A> * w_.key_steps, padded<A>(count_) / kPanel<A>, kPanel<A> * w_.key_steps);
+  }
+
+  // Calls f with the rows of the block's keys in `from`, the keys or the values.
+  template <class F>
+  void with_rows(const void* from, const Strides& strides, int64_t begin, F&& f) const {
+    if (p_.block_table)
+      f(list_rows<S>(p_, from, strides, kv_head_, begin, count_, 0, w_.list));
+    else
+      f(StridedRows<S>{at<S>(from, strides, b_, kv_head_, begin), strides.row});
   }
 
   // The rows of the tile in a tensor.
@@ -272,9 +293,8 @@ class KeyBlockGradients {
       }
     }
     if (bp_.grad_scores) {
-      A* out = static_cast<A*>(bp_.grad_scores) + ((b_ * p_.num_heads + row.head) * p_.q_len + row.query) * p_.kv_len +
-               begin;
-      for (int64_t j = 0; j < count; ++j) out[j] = g[j];
+      A* out = static_cast<A*>(bp_.grad_scores) + first_score(p_, b_, row.head, row.query);
+      for (int64_t j = 0; j < count; ++j) out[key_number(p_, begin + j)] = g[j];
     }
     const A scale = static_cast<A>(p_.scale);
     for (int64_t j = 0; j < whole; j += kLanes<A>) {

@@ -62,7 +62,8 @@ constexpr int64_t kPackedKeys = 8192;  // most keys of a head that stay packed i
 // first range of a thread begins with reads that nothing has prefetched. But a long sequence has at least some 64
 // ranges in all its kv heads together.
 inline int64_t range_keys(const AttentionParams& p, int64_t keys) {
-  const int64_t share = p.num_kv_heads * keys / 64 / 512 * 512;
+  const int64_t kv_heads = p.named.given ? p.named.num_kv_heads : p.num_kv_heads;
+  const int64_t share = kv_heads * keys / 64 / 512 * 512;
   return share < 512 ? 512 : share < 2048 ? share : 2048;
 }
 

@@ -51,9 +51,12 @@ inline int64_t list_length(const AttentionParams& p, int64_t count) {
   return p.block_table ? count + ListedRows<S>::kMostAhead : 0;
 }
 
+// The row of the pages, one after the other, that holds key j.
+inline int64_t row_of_pages(const AttentionParams& p, int64_t j) { return p.named.skipped + j; }
+
 // Whether the rows of keys [begin, end), at least one, follow each other without gaps, and those of their values too.
 inline bool rows_follow(const AttentionParams& p, int64_t begin, int64_t end) {
-  const int64_t first = begin / p.page_size, last = (end - 1) / p.page_size;
+  const int64_t first = row_of_pages(p, begin) / p.page_size, last = row_of_pages(p, end - 1) / p.page_size;
   const auto follow = [&](const Strides& s, int64_t width) {
     return s.row == width && (first == last || s.batch == p.page_size * width);
   };
@@ -67,8 +70,9 @@ inline bool rows_follow(const AttentionParams& p, int64_t begin, int64_t end) {
 template <class S>
 inline const S* row_in_page(const AttentionParams& p, const void* pool, const Strides& strides, int64_t kv_head,
                             int64_t j) {
-  return static_cast<const S*>(pool) + p.block_table[j / p.page_size] * strides.batch + kv_head * strides.head +
-         j % p.page_size * strides.row;
+  const int64_t row = row_of_pages(p, j);
+  return static_cast<const S*>(pool) + p.block_table[row / p.page_size] * strides.batch + kv_head * strides.head +
+         row % p.page_size * strides.row;
 }
 
 // Lists rows [begin, begin + count + ahead) of a kv head of a pool with these strides. After the last key of the
@@ -78,8 +82,10 @@ inline ListedRows<S> list_rows(const AttentionParams& p, const void* pool, const
                                int64_t begin, int64_t count, int64_t ahead, const S** list) {
   const S* const head = static_cast<const S*>(pool) + kv_head * strides.head;
   const int64_t listed = count + ahead, present = p.kv_len - begin < listed ? p.kv_len - begin : listed;
-  const int32_t* page = p.block_table + begin / p.page_size;
-  int64_t in_page = begin % p.page_size, j = 0;
+  const int32_t* page = p.block_table + row_of_pages(p, begin) / p.page_size;
+  int64_t in_page = row_of_pages(p, begin) % p.page_size, j = 0;
+  if (p.page_size == 1)
+    for (; j < present; ++j) list[j] = head + page[j] * strides.batch;
   for (; j < present; in_page = 0) {
     const S* row = head + *page++ * strides.batch + in_page * strides.row;
     const int64_t left = p.page_size - in_page, end = j + (left < present - j ? left : present - j);

@@ -40,6 +40,21 @@ inline bool is_plain(S m) {
   return load_one(&m) == 0;
 }
 
+// Calls f with the elements of a mask's row for keys [begin, begin + count) and their stride. Those of named keys are
+// put next to each other first, in pieces.
+template <class M, class F>
+inline void with_mask_row(const AttentionParams& p, const M* row, int64_t begin, int64_t count, F&& f) {
+  const int64_t stride = p.mask_strides.column;
+  if (!p.named.given) return f(row + begin * stride, stride, int64_t{0}, count);
+  constexpr int64_t kPiece = 64;
+  M piece[kPiece];
+  for (int64_t j = 0; j < count; j += kPiece) {
+    const int64_t some = count - j < kPiece ? count - j : kPiece;
+    for (int64_t i = 0; i < some; ++i) piece[i] = row[key_number(p, begin + j + i) * stride];
+    f(static_cast<const M*>(piece), int64_t{1}, j, some);
+  }
+}
+
 // s += mask, or s = -inf where the mask excludes the key. mask: `count` elements, `stride` apart.
 template <class T, class S>
 inline void add_mask(const S* mask, int64_t stride, int64_t count, T* s) {
@@ -89,9 +104,10 @@ class SharedMask {
     if (!p.mask || (s.row != 0 && p.q_len > 1) || (s.head != 0 && p.num_heads > 1)) return;
     bool is_range = true;
     with_mask(p, b * s.batch, [&](const auto* mask) {
-      while (!keys_.empty() && !allows_key(mask[keys_.begin * s.column])) ++keys_.begin;
-      while (!keys_.empty() && !allows_key(mask[(keys_.end - 1) * s.column])) --keys_.end;
-      for (int64_t j = keys_.begin; j < keys_.end; ++j) is_range &= is_plain(mask[j * s.column]);
+      const auto element = [&](int64_t j) { return mask[key_number(p, j) * s.column]; };
+      while (!keys_.empty() && !allows_key(element(keys_.begin))) ++keys_.begin;
+      while (!keys_.empty() && !allows_key(element(keys_.end - 1))) --keys_.end;
+      for (int64_t j = keys_.begin; j < keys_.end; ++j) is_range &= is_plain(element(j));
     });
     if (!is_range) return;
     without_ = p;
@@ -143,14 +159,17 @@ inline void finish_scores(const AttentionParams& p, int64_t b, const QueryRow& r
   if (p.alibi_slopes) {
     const T slope = static_cast<T>(p.alibi_slopes[row.head]);
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t distance = row.position - begin - j;
+      const int64_t distance = row.position - key_number(p, begin + j);
       s[j] -= slope * static_cast<T>(distance < 0 ? -distance : distance);
     }
   }
   if (p.mask) {
     const Strides& strides = p.mask_strides;
-    with_mask(p, b * strides.batch + row.head * strides.head + row.query * strides.row + begin * strides.column,
-              [&](const auto* mask) { add_mask(mask, strides.column, count, s); });
+    with_mask(p, b * strides.batch + row.head * strides.head + row.query * strides.row, [&](const auto* mask) {
+      with_mask_row(p, mask, begin, count, [&](const auto* piece, int64_t stride, int64_t first, int64_t some) {
+        add_mask(piece, stride, some, s + first);
+      });
+    });
   }
   for (int64_t j = begin; j < end && j < row.keys.begin; ++j) s[j - begin] = -kInfinity;
   for (int64_t j = row.keys.end > begin ? row.keys.end : begin; j < end; ++j) s[j - begin] = -kInfinity;
@@ -158,7 +177,7 @@ inline void finish_scores(const AttentionParams& p, int64_t b, const QueryRow& r
 }
 
 inline bool dropped(const AttentionParams& p, int64_t b, const QueryRow& row, int64_t key) {
-  return attnpack::dropped(p, b, row.head, row.query, key);
+  return attnpack::dropped(p, b, row.head, row.query, key_number(p, key));
 }
 
 }  // namespace attnpack::ATTNPACK_ISA
