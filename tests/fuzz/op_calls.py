@@ -9,18 +9,7 @@ import attnpack
 import torch
 import torch.nn.functional as F
 from attnpack import reference
-from op_cases import (
-    AXES,
-    DTYPES,
-    NAMES,
-    Inputs,
-    check,
-    check_against_reference,
-    compute_results,
-    draw,
-    laid_out,
-    make_inputs,
-)
+from op_cases import DTYPES, GRID, Inputs, check, check_against_reference, compute_results, draw, laid_out, make_inputs
 from pages import LAYOUTS, make_table, put_into_pages
 from torch.testing import assert_close
 
@@ -31,9 +20,8 @@ Call = tuple[str, list, Callable]
 
 def layer(pick: Random, **fixed) -> Inputs:
     """Small inputs of attention, with one value from each axis."""
-    case = {name: pick.choice(values) for name, values in AXES.items()} | fixed
-    case["lengths"] = pick.choice([lengths for lengths in AXES["lengths"] if max(lengths) <= 130])
-    case.setdefault("names", pick.choice([None, None, *NAMES]))
+    case = {name: pick.choice(values) for name, values in GRID.items()} | fixed
+    case["lengths"] = pick.choice([lengths for lengths in GRID["lengths"] if max(lengths) <= 130])
     return make_inputs(**case, batch=pick.choice([1, 2, 3]))
 
 
@@ -151,7 +139,7 @@ def margins_are_whole(arguments: list) -> bool:
 def append(pick: Random, rotated: bool = False) -> Call:
     batch, heads, length, dtype = pick.randint(1, 3), pick.randint(1, 3), pick.randint(0, 4), pick.choice(DTYPES)
     key, value = draw(batch, heads, length, 6, dtype=dtype), draw(batch, heads, length, 5, dtype=dtype)
-    key = laid_out(key, pick.choice(AXES["layout"])) if length else key
+    key = laid_out(key, pick.choice(GRID["layout"])) if length else key
     new_lens = pick.choice([None, torch.tensor([pick.randint(0, length) for _ in range(batch)])])
     held = cache(pick, batch, heads, (6, 5), dtype)
     before = [x.clone() for x in held]

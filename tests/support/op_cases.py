@@ -59,6 +59,7 @@ AXES = {
 }
 # The keys that rows name (key_index).
 NAMES = ["keys", "keys of heads", "keys in order", "blocks of 3", "blocks of 64, of heads"]
+GRID = AXES | {"names": [None, None, *NAMES]}
 
 
 def covering(axes: dict[str, list]) -> Iterator[dict]:

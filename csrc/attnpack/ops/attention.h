@@ -24,9 +24,9 @@ struct AttentionOptions {
   // Keep keys j <= i + q_offset.
   TORCH_ARG(bool, causal) = false;
   // Position of query row 0: an int, an integer tensor [B], or End{} (valid keys - Lq).
-  TORCH_ARG(QOffset, q_offset) = int64_t{0};
+  TORCH_ARG(QOffset, q_offset) = int64_t { 0 };
   // Keep keys pos - left <= j <= pos + right.
-  TORCH_ARG(Window, window) = {-1, -1};
+  TORCH_ARG(Window, window) = { -1, -1 };
   // Valid keys of each sequence, integer tensor [B].
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);
   // c > 0: scores become c * tanh(score / c).
