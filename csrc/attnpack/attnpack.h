@@ -19,9 +19,12 @@
 #include <attnpack/convert/similar.h>
 #include <attnpack/fwd.h>
 #include <attnpack/layers/alibi.h>
+#include <attnpack/layers/differential.h>
+#include <attnpack/layers/gate_heads.h>
 #include <attnpack/layers/route_experts.h>
 #include <attnpack/models/from_hf.h>
 #include <attnpack/models/generate.h>
+#include <attnpack/modules/differential_attention.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/grouped_attention.h>
 #include <attnpack/modules/latent_attention.h>

@@ -235,8 +235,8 @@ bool read_item(const std::string& owner, const std::string& key, const py::handl
     known = true;
     if (value.is_none()) return;
     const auto full_name = owner + ": " + name;
-    if (std::is_same_v<T, bool> != py::isinstance<py::bool_>(value))
-      raise_wrong_kind(full_name, value, Reader<T>::wanted(name));
+    constexpr bool is_switch = std::is_same_v<T, bool> || std::is_same_v<T, std::optional<bool>>;
+    if (is_switch != py::isinstance<py::bool_>(value)) raise_wrong_kind(full_name, value, Reader<T>::wanted(name));
     option = read_value<T>(full_name, value, name);
   });
   return known;

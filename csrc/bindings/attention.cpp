@@ -1,3 +1,4 @@
+#include <attnpack/modules/differential_attention.h>
 #include <attnpack/modules/grouped_attention.h>
 #include <attnpack/modules/latent_attention.h>
 #include <attnpack/modules/projected_attention.h>
@@ -74,7 +75,8 @@ void bind_projected(py::module_& m) {
   using Impl = ProjectedAttentionImpl;
   auto cls = bind_module<Impl>(m, "ProjectedAttention", "Attention over q, k, v that are given; no parameters.");
   bind_options<Impl, ProjectedAttentionOptions, int64_t, int64_t, int64_t>(cls);
-  bind_method(cls, "forward", {"q", "k", "v", "mask", "causal", "cache", "positions", "kv_lens", "need_weights"}, 3,
+  bind_method(cls, "forward",
+              {"q", "k", "v", "mask", "causal", "cache", "positions", "kv_lens", "kv_from", "need_weights"}, 3,
               [](Impl& self, Arguments& arguments) {
                 const auto q = arguments.require<at::Tensor>("q");
                 const auto k = arguments.require<at::Tensor>("k");
@@ -106,6 +108,8 @@ void register_attention(py::module_& m) {
       m, "GroupedQueryAttention", "Groups of query heads share a kv head.");
   bind_attention<MultiQueryAttentionImpl, MultiQueryAttentionOptions, int64_t, int64_t>(
       m, "MultiQueryAttention", "All query heads share one kv head.");
+  bind_attention<DifferentialAttentionImpl, DifferentialAttentionOptions, int64_t, int64_t, int64_t>(
+      m, "DifferentialAttention", "The difference of two softmaxes over the same values.");
   using Latent = MultiHeadLatentAttentionImpl;
   auto latent = bind_attention<Latent, MultiHeadLatentAttentionOptions, int64_t, int64_t>(
                     m, "MultiHeadLatentAttention", "Keys and values are made of one cached latent per token.", 2,

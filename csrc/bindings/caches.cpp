@@ -94,6 +94,7 @@ void bind_rules(py::module_& m) {
   bind_rule(m, "cache_nbytes", &cache_nbytes);
   bind_rule(m, "cache_nbytes_allocated", &cache_nbytes_allocated);
   bind_rule(m, "cache_views", &cache_views);
+  bind_rule(m, "cache_shared", &cache_shared);
   bind_rule(
       m, "cache_reorder",
       +[](const HeldCache& held, const py::object& index) { return cache_reorder(held, as_index(index)); });

@@ -65,6 +65,9 @@ void register_checks(py::module_& m) {
   define(m, "inputs", &check_inputs_py,
          {"x", "context", "value_context", "cache", "q_width", "q_proj", "k_width", "k_proj", "v_width", "v_proj"});
   m.def("one_latent", &check_one_latent);
+  m.def("keys_are_values", &check_keys_are_values);
+  m.def("kv_from", &check_kv_from);
+  m.def("no_kv_from", &check_no_kv_from);
   m.def("keys_and_values", &check_keys_and_values);
   m.def("positions", [](const py::object& positions, const at::Tensor& query) {
     check_positions(as_optional_tensor("positions", positions), query);

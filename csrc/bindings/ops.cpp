@@ -2,6 +2,8 @@
 
 #include <attnpack/layers/alibi.h>
 #include <attnpack/layers/attend.h>
+#include <attnpack/layers/differential.h>
+#include <attnpack/layers/gate_heads.h>
 #include <attnpack/layers/latent_attend.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/attention_varlen.h>
@@ -156,6 +158,27 @@ py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value
   return py::cast(without_gil([&] { return attend(query, key, value, options); }));
 }
 
+py::object attend_shared_py(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
+                            const RopeSettings* rope, const OptionalTensor& positions, const OptionalTensor& mask,
+                            bool causal, const OptionalTensor& kv_lens, Window window, double softcap,
+                            const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, const HeadMap& head_map,
+                            double dropout_p, std::optional<double> scale, bool need_weights) {
+  AttendOptions options{to_inputs(rope, positions, false, mask, causal, kv_lens, dropout_p, scale)};
+  options.cache = CacheTensors{key, value, lengths};
+  options.window = window;
+  options.softcap = softcap;
+  options.sinks = sinks;
+  options.alibi_slopes = alibi_slopes;
+  options.head_map = head_map;
+  if (need_weights) return py::cast(without_gil([&] { return attend_shared_with_weights(query, options); }));
+  return py::cast(without_gil([&] { return attend_shared(query, options); }));
+}
+
+Tensor subtract_halves_py(const Tensor& joined, int64_t num_heads, const Tensor& q1, const Tensor& k1, const Tensor& q2,
+                          const Tensor& k2, double lambda_init, double eps) {
+  return subtract_halves(joined, num_heads, {q1, k1, q2, k2}, lambda_init, eps);
+}
+
 py::object latent_attend_py(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const OptionalTensor& kv_b,
                             int64_t v_dim, const std::string& path, const RopeSettings* rope,
                             const OptionalTensor& positions, bool cross, const std::optional<LatentTensors>& cache,
@@ -215,6 +238,14 @@ void register_ops(py::module_& m) {
   define(m, "attend", &attend_py,
          {"query", "key", "value", "rope", "positions", "cross", "cache", "mask", "causal", "kv_lens", "window",
           "softcap", "sinks", "alibi_slopes", "head_map", "dropout_p", "scale", "need_weights"});
+  define(m, "attend_shared", &attend_shared_py,
+         {"query", "key", "value", "lengths", "rope", "positions", "mask", "causal", "kv_lens", "window", "softcap",
+          "sinks", "alibi_slopes", "head_map", "dropout_p", "scale", "need_weights"});
+  define(m, "gate_heads", &gate_heads, {"joined", "gate", "num_heads", "activation"});
+  define(m, "pair_values", &pair_values, {"value"});
+  define(m, "subtract_halves", &subtract_halves_py,
+         {"joined", "num_heads", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "lambda_init", "eps"});
+  define(m, "subtract_pairs", &subtract_pairs, {"joined", "lambdas"});
   define(m, "latent_attend", &latent_attend_py,
          {"query", "latent", "k_rope", "kv_b", "v_dim", "path", "rope", "positions", "cross", "cache", "mask", "causal",
           "kv_lens", "dropout_p", "scale", "need_weights"});

@@ -40,7 +40,7 @@ template <>
 struct Reader<QkNorm> {
   static std::optional<QkNorm> read(const py::handle& value) {
     if (py::isinstance<py::bool_>(value)) return QkNorm(value.cast<bool>());
-    return read_dict("qk_norm", value, QkNorm(true), {"on"}, "all_heads, plus_one and eps");
+    return read_dict("qk_norm", value, QkNorm(true), {"on"}, "all_heads, plus_one, eps and values");
   }
   static std::string wanted(const std::string&) { return "True or False, or a dict such as {'eps': 1e-5}"; }
 };

@@ -30,6 +30,7 @@ from .cache import (
 from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
 from .nn.block import DecoderBlock, EncoderBlock
 from .nn.causal_lm import CausalLM
+from .nn.differential_attention import DifferentialAttention
 from .nn.feed_forward import FeedForward, MixtureOfExperts
 from .nn.latent_attention import MultiHeadLatentAttention
 from .nn.norm import RMSNorm
@@ -44,6 +45,7 @@ __all__ = [
     "CrossCache",
     "Decoder",
     "DecoderBlock",
+    "DifferentialAttention",
     "DynamicCache",
     "Encoder",
     "EncoderBlock",

@@ -20,6 +20,7 @@ MultiHeadAttention = _C.cpp.MultiHeadAttention
 GroupedQueryAttention = _C.cpp.GroupedQueryAttention
 MultiQueryAttention = _C.cpp.MultiQueryAttention
 MultiHeadLatentAttention = _C.cpp.MultiHeadLatentAttention
+DifferentialAttention = _C.cpp.DifferentialAttention
 ProjectedAttention = _C.cpp.ProjectedAttention
 
 EncoderBlock = _C.cpp.EncoderBlock

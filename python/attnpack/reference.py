@@ -257,6 +257,37 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
 
 
+def gate_heads(joined: Tensor, gate: Tensor, num_heads: int, activation: str = "sigmoid") -> Tensor:
+    """joined `[B, L, H * D]` times f(gate), with gate `[B, L, H]` or `[B, L, H * D]`."""
+    factor = gate.sigmoid() if activation == "sigmoid" else (1 + gate.exp()).log()
+    heads = joined.unflatten(-1, (num_heads, -1))
+    return (heads * factor.unflatten(-1, (num_heads, -1))).flatten(-2)
+
+
+def differential_attention(
+    query: Tensor,  # [B, Hq, Lq, D]
+    key: Tensor,  # [B, Hkv, Lkv, D]
+    value: Tensor,  # [B, Hkv, Lkv, D]
+    factor: Tensor,  # broadcastable to the result
+    *,
+    version: int,
+    **settings,
+) -> Tensor:
+    """The difference out_1 - factor * out_2 of the heads of a pair, before its norm.
+
+    Version 1: heads h and h + Hq / 2, each with two kv heads' values side by side, `[B, Hq / 2, Lq, 2 D]`. Version 2:
+    heads 2 h and 2 h + 1, `[B, Hq / 2, Lq, D]`.
+    """
+    if version == 1:
+        read = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
+        wide = torch.cat(value.chunk(2, dim=1), dim=-1)
+        first, second = (attention_scores(query, key, **settings) @ wide[:, read % wide.shape[1]]).chunk(2, dim=1)
+    else:
+        out = attention(query, key, value, **settings)
+        first, second = out[:, 0::2], out[:, 1::2]
+    return first - factor * second
+
+
 # ---- layers --------------------------------------------------------------------------
 
 

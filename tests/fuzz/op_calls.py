@@ -13,6 +13,8 @@ from op_cases import DTYPES, GRID, Inputs, check, check_against_reference, compu
 from pages import LAYOUTS, make_table, put_into_pages
 from torch.testing import assert_close
 
+from fuzz import layer_calls
+
 WIDE = [torch.float64, torch.float32]
 NO_CHECK = staticmethod(lambda result: None)
 Call = tuple[str, list, Callable]
@@ -204,16 +206,20 @@ def cache_rule(pick: Random) -> Call:
     rules = {
         **dict.fromkeys(("cache_clone", "cache_len", "cache_nbytes", "cache_reset", "cache_views"), []),
         "cache_nbytes_allocated": [],
+        "cache_shared": [draw(batch, 0, 4), None, heads, widths[0], 6 if latent else widths[1]],
         "cache_commit": [key.size(2) - longest, pick.choice([None, lengths])],
         "cache_crop": [pick.randint(0, 9)],
         "cache_reorder": [torch.tensor([pick.randrange(batch) for _ in range(batch)])],
         **({"cache_reserve_latents": [new[0], 6]} if latent else {"cache_reserve": [*new, None]}),
     }
     if kind == "CrossCache":
+        del rules["cache_shared"]
         for name in ("cache_commit", "cache_crop", "cache_reserve"):  # nothing is appended to it, and nothing cropped
             del rules[name]
         rules["cache_store"] = [*new, pick.choice([None, torch.full((batch,), length)])]
         rules["cache_check_call"] = [draw(batch, 1, 4), pick.choice([None, draw(batch, key.size(2), 4)])]
+    if kind == "SlidingWindowCache":
+        del rules["cache_shared"]
     name = pick.choice(list(rules))
     return name, [kind, [lengths, key, value, *dropped], numbers, *rules[name]], NO_CHECK
 
@@ -471,20 +477,6 @@ def merge_states(pick: Random) -> Call:
     return "merge_states", states, right
 
 
-def route_experts(pick: Random) -> Call:
-    logits, top_k = draw(pick.randint(0, 4), 6, dtype=torch.float32), pick.randint(1, 6)
-    scores, normalize = pick.choice(["softmax", "sigmoid"]), pick.random() < 0.5
-    correction = pick.choice([None, torch.zeros(6)])
-
-    def right(result):
-        expected, chosen = (logits.softmax(-1) if scores == "softmax" else logits.sigmoid()).topk(top_k)
-        expected = expected / expected.sum(-1, keepdim=True) if normalize else expected
-        assert_close(result[0].sort(-1).values, expected.sort(-1).values)
-        assert torch.equal(result[1].sort(-1).values, chosen.sort(-1).values)
-
-    return "route_experts", [logits, correction, scores, top_k, normalize, 1.0, 1, 1], right
-
-
 def null(pick: Random) -> Call:
     x = draw(*[pick.randint(0, 3) for _ in range(pick.randint(0, 3))])
     return "null", [x], lambda result: assert_close(result, x)
@@ -495,5 +487,5 @@ MAKERS: list[Callable[[Random], Call]] = [
     append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, paged_rule, kv_window, static_cache,
     sliding_window_cache, quantized_cache, paged_cache, attend, attend_quantized, latent, latent_expand, apply_rope,
     rope_table, linear, rms_norm, quantize_rows, dequantize_rows, attention_quantized, merge_states,
-    route_experts, null,
+    null, *layer_calls.MAKERS,
 ]  # fmt: skip

@@ -197,7 +197,7 @@ STACKS = {
         lambda m: m.MixtureOfExperts(24, 8, 4, 1, scores="max"),
     ),
     "scaling: got nan": (ValueError, lambda m: m.MixtureOfExperts(24, 8, 4, 1, scaling=float("nan"))),
-    "qk_norm: got 'heads', want all_heads, plus_one and eps": (
+    "qk_norm: got 'heads', want all_heads, plus_one, eps and values": (
         ValueError,
         lambda m: m.GroupedQueryAttention(24, 4, 2, qk_norm={"heads": True}),
     ),

@@ -146,6 +146,53 @@ CASES = [
         lambda **f: attnpack.ProjectedAttention(4, 2, 6, causal=True, rope=_rope(), **f),
         lambda: (_x(), _x(5, 12), _x(5, 12)),
     ),
+    ModuleCase(
+        "gated_by_head",
+        lambda **f: attnpack.GroupedQueryAttention(
+            EMBED, 4, 2, causal=True, gate="head", gate_activation="softplus", rope=_rope(), **f
+        ),
+        lambda: (_x(),),
+    ),
+    ModuleCase(
+        "gated_by_element",
+        lambda **f: attnpack.MultiQueryAttention(EMBED, 4, gate="element", bias=True, head_dim=8, **f),
+        lambda: (_x(),),
+    ),
+    ModuleCase(
+        "keys_as_values",
+        lambda **f: attnpack.MultiHeadAttention(EMBED, 4, kdim=10, keys_as_values=True, qk_norm=True, **f),
+        lambda: (_x(), _x(7, 10)),
+    ),
+    ModuleCase(
+        "values_normed",
+        lambda **f: attnpack.GroupedQueryAttention(
+            EMBED, 4, 2, causal=True, qk_norm={"values": True, "eps": 1e-3}, q_lora_rank=9, bias=True, rope=_rope(), **f
+        ),
+        lambda: (_x(),),
+    ),
+    ModuleCase(
+        "latent_gated",
+        lambda **f: _latent(causal=True, gate="element", rope=_rope(), q_lora_rank=8, **f),
+        lambda: (_x(),),
+    ),
+    ModuleCase(
+        "latent_folded_gated", lambda **f: _latent(folded=True, gate="head", rope=_rope(), **f), lambda: (_x(),)
+    ),
+    ModuleCase(
+        "differential_first",
+        lambda **f: attnpack.DifferentialAttention(
+            EMBED, 8, 4, version=1, head_dim=6, causal=True, bias=True, rope=_rope(), lambda_init=0.3, **f
+        ),
+        lambda: (_x(),),
+    ),
+    ModuleCase(
+        "differential_second",
+        lambda **f: attnpack.DifferentialAttention(EMBED, 4, 2, causal=True, window=(2, 0), softcap=2.0, **f),
+        lambda: (_x(),),
+    ),
+    ModuleCase(
+        "differential_cross", lambda **f: attnpack.DifferentialAttention(EMBED, 4, 4, **f), lambda: (_x(), _x(7))
+    ),
     ModuleCase("encoder_block", _encoder_block, lambda: (_x(),)),
     ModuleCase("encoder_block_layer_norm", lambda **f: _encoder_block("layer", **f), lambda: (_x(),)),
     ModuleCase("decoder_block", _decoder_block, lambda: (_x(),)),

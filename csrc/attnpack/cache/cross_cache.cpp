@@ -57,6 +57,12 @@ void CrossCache::crop(const c10::SymInt& n) {
                  ", but a CrossCache holds a whole context; reset() it, or give kv_lens to a call");
 }
 
+CacheTensors CrossCache::shared() const {
+  ATTNPACK_CHECK(false,
+                 "kv_from: got a CrossCache, want the cache of another layer's self-attention; give a context's ",
+                 "keys as cache");
+}
+
 c10::SymInt CrossCache::sym_len() const { return filled() ? tensors_.key.sym_size(2) : c10::SymInt(0); }
 
 void CrossCache::reset() { tensors_ = {at::Tensor(), at::Tensor(), cache_zeros({0}, at::kLong)}; }

@@ -24,6 +24,7 @@ class CrossCache : public KVCache {
   CacheTensors reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) override;
   void commit(const c10::SymInt& new_len, const std::optional<at::Tensor>& new_lens) override;
   void crop(const c10::SymInt& n) override;
+  CacheTensors shared() const override;
 
   // The length of the context, with its padding.
   c10::SymInt sym_len() const override;

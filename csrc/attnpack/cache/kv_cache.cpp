@@ -80,6 +80,35 @@ void check_fits(const CacheTensors& cache, const at::Tensor& key, const at::Tens
   check_part("values", cache.value, value);
 }
 
+CacheTensors shared_keys(const KVCache& cache, const at::Tensor& x, const std::optional<at::Tensor>& new_lens,
+                         int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim) {
+  const auto held = cache.shared();
+  ATTNPACK_CHECK(held.key.defined(),
+                 "kv_from: got an empty cache, want one that holds the tokens of x; call the layer ",
+                 "that fills it first");
+  const auto& key = held.key;
+  ATTNPACK_CHECK(key.sym_size(1) == num_kv_heads && key.sym_size(3) == head_dim && held.value.sym_size(3) == v_head_dim,
+                 "kv_from: got keys of shape ", key.sym_sizes(), " and values of ", held.value.sym_sizes(), ", want ",
+                 num_kv_heads, " kv heads of head_dim ", head_dim, " and values of ", v_head_dim,
+                 ", as this layer has; make both layers with the same ones");
+  const auto batch = x.sym_size(0);
+  ATTNPACK_CHECK(key.sym_size(0) == batch, "kv_from: got a cache of batch ", key.sym_size(0), ", want ", batch,
+                 " as in x");
+  const auto readable = [](const at::Tensor& t) { return t.is_cpu() && !at::isTensorSubclassLike(t); };
+  if (!readable(held.lengths) || !readable(x) || (new_lens && !readable(*new_lens))) return held;
+  const auto lengths = held.lengths.contiguous();
+  const auto added = new_lens ? new_lens->to(at::kLong).contiguous() : at::Tensor();
+  ATTNPACK_CHECK(!new_lens || (added.dim() == 1 && added.size(0) == batch), "kv_lens has shape ", new_lens->sizes(),
+                 ", wants [batch] = [", batch, "]");
+  for (int64_t b = 0; b < lengths.numel(); ++b) {
+    const auto most = lengths.const_data_ptr<int64_t>()[b];
+    const auto own = new_lens ? added.const_data_ptr<int64_t>()[b] : x.size(1);
+    ATTNPACK_CHECK(most >= own, "kv_from: holds ", most, " positions of sequence ", b, ", but x has ", own,
+                   " new tokens there, whose keys it should hold too; call the layer that fills it first");
+  }
+  return held;
+}
+
 at::Tensor check_index(const at::Tensor& index, const at::Tensor& lengths, bool same_batch, const char* name) {
   check_defined(name, index);
   const auto batch = lengths.sym_size(0);

@@ -82,6 +82,9 @@ class KVCache {
   // unspecified.
   virtual at::Tensor k() const { return held(tensors_.key); }
   virtual at::Tensor v() const { return held(tensors_.value); }
+  // Key, value and lengths for a layer that reads what this cache's own layer has appended; key is undefined before the
+  // first append. A cache that another layer cannot read raises.
+  virtual CacheTensors shared() const { return {k(), v(), lengths()}; }
   // [B] int64
   const at::Tensor& lengths() const { return tensors_.lengths; }
   // The whole tensors, with the capacity after the held positions.
@@ -126,6 +129,13 @@ auto all_or_none(const Caches& caches, const Call& call) {
     throw;
   }
 }
+
+// The keys and values of a cache that another layer has filled, for queries of x. Raises unless it holds num_kv_heads
+// heads of head_dim, values of v_head_dim, and the positions of x (new_lens [B] of them) too: that layer must be called
+// first.
+CacheTensors shared_keys(const KVCache& cache, const at::Tensor& x,  // [B, L, E]
+                         const std::optional<at::Tensor>& new_lens, int64_t num_kv_heads, int64_t head_dim,
+                         int64_t v_head_dim);
 
 // Raises unless n is a number of positions that crop can keep.
 void check_crop(const c10::SymInt& n);

@@ -72,6 +72,12 @@ CacheTensors SlidingWindowCache::reserve_latents(const at::Tensor& latents, int6
                  latents.sym_sizes(), "; use a LatentCache, latent attention sees all positions");
 }
 
+CacheTensors SlidingWindowCache::shared() const {
+  ATTNPACK_CHECK(false,
+                 "kv_from: got a SlidingWindowCache, which drops positions that this layer may see; want one that ",
+                 "keeps all, as a DynamicCache or StaticCache does");
+}
+
 void SlidingWindowCache::commit(const SymInt& new_len, const std::optional<at::Tensor>&) {
   const auto added = new_len.maybe_as_int(), used = used_.maybe_as_int();
   const auto room = tensors_.key.defined() ? tensors_.key.sym_size(2).maybe_as_int() : std::make_optional<int64_t>(0);

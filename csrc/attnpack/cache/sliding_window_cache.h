@@ -35,6 +35,8 @@ class SlidingWindowCache : public KVCache {
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
   // Raises: latent attention has no window.
   CacheTensors reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) override;
+  // Raises: the append of its own layer may have dropped what another layer's queries see.
+  CacheTensors shared() const override;
   void commit(const c10::SymInt& new_len, const std::optional<at::Tensor>& new_lens) override;
 
   // The true length, with what has been dropped. Reads the length tensor: on CUDA this waits for the device.

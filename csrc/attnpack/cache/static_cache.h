@@ -38,6 +38,8 @@ class StaticCache : public KVCache {
   explicit StaticCache(CacheTensors tensors) : KVCache(std::move(tensors)) {}
 
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
+  // With all max_len positions, so that nothing waits for the lengths.
+  CacheTensors shared() const override { return tensors_; }
   void commit(const c10::SymInt&, const std::optional<at::Tensor>&) override {}
 
   // Reads the length tensor: on CUDA this waits for the device.

@@ -35,10 +35,25 @@ bool consecutive(const std::vector<int64_t>& map, int64_t num_kv_heads) {
   return num_heads % num_kv_heads == 0 && map == kv_head_of_queries(num_heads, num_kv_heads, std::nullopt);
 }
 
+// Refuses a layer without the projections that a conversion reads.
+template <typename Options>
+void check_has_own_projections(const Options& o) {
+  ATTNPACK_CHECK(!o.keys_as_values(),
+                 "keys_as_values: got a layer with it, conversion wants k_proj and v_proj apart; give it a v_proj with "
+                 "the weights of k_proj first");
+  ATTNPACK_CHECK(!o.q_lora_rank(), "q_lora_rank: got a layer with ", o.q_lora_rank().value_or(0),
+                 ", conversion wants a q_proj; multiply q_b_proj by q_a_proj, if no norm stands between them");
+}
+
 template <typename Impl>
 MergedHeads merge_module(const Impl& module, int64_t num_kv_heads, const ToGqaOptions& options) {
   const auto& o = module.options;
   refuse_shared_norm(o.qk_norm().all_heads());
+  check_has_own_projections(o);
+  ATTNPACK_CHECK(
+      o.gate() != "element" || options.method() != "aligned",
+      "gate: got 'element', which gates each number of a head, together with method 'aligned', which rotates "
+      "these numbers; take 'mean'");
   return merge_kv_heads(weights_of(module.q_proj, module.k_proj, module.v_proj, module.o_proj),
                         MergeOptions(o.num_heads(), o.num_kv_heads(), num_kv_heads)
                             .head_map(o.head_map())
@@ -78,6 +93,7 @@ void check_has_latent_form(const Impl& module) {
   lacks(o.sinks(), "sinks");
   lacks(o.alibi(), "alibi");
   lacks(bool(o.qk_norm()), "qk_norm");
+  check_has_own_projections(o);
   for (const auto& width : {o.kdim(), o.vdim()}) {
     ATTNPACK_CHECK(!width || *width == o.embed_dim(), "kdim, vdim: got a layer with ", *width, ", want embed_dim ",
                    o.embed_dim(), ": one latent makes keys and values of it");
@@ -154,6 +170,7 @@ MultiHeadLatentAttention to_mla(const torch::nn::ModuleHolder<Impl>& module, int
     return given.defined() ? given.detach().clone()
                            : at::zeros({weight.size(0)}, weight.options().requires_grad(false));
   };
+  if (module->gate_proj) state["gate_proj.weight"] = module->gate_proj->weight.detach().clone();
   if (bias) {
     state["kv_a_proj_with_mqa.bias"] = or_zeros(weights.kv_a_bias, weights.kv_a);
     state["o_proj.bias"] = or_zeros(out_bias, module->o_proj->weight);

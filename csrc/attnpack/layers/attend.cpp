@@ -119,6 +119,35 @@ std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, co
   return result;
 }
 
+// The tokens of a query over keys that are there already, and its arguments.
+std::pair<PlacedTokens, AttentionArguments> place_shared(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                         const Tensor& lengths, const LayerArguments& layer,
+                                                         const ScoreArguments& score) {
+  AttentionArguments args = attention_arguments(layer, score);
+  const PlacedTokens tokens = place_queries(query, {key, value, lengths}, layer, [&](const Tensor& k, const Tensor& v) {
+    check_attention(query, k, v, args);
+  });
+  args.q_offsets = tokens.q_offsets;
+  args.kv_lens = tokens.kv_lens;
+  return {tokens, args};
+}
+
+Tensor attend_shared_composite(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
+                               const LayerArguments& layer, const ScoreArguments& score) {
+  const auto [tokens, args] = place_shared(query, key, value, lengths, layer, score);
+  return attend_placed(tokens, std::nullopt, args, layer.dropout_p);
+}
+
+std::tuple<Tensor, Tensor> attend_shared_with_weights_composite(const Tensor& query, const Tensor& key,
+                                                                const Tensor& value, const Tensor& lengths,
+                                                                const LayerArguments& layer,
+                                                                const ScoreArguments& score) {
+  auto [tokens, args] = place_shared(query, key, value, lengths, layer, score);
+  trim_to_longest(tokens, layer.mask);
+  return {attend_placed(tokens, std::nullopt, args, layer.dropout_p),
+          scores_formula(tokens.query, tokens.key, args, "probs")};
+}
+
 CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
   if (!cache) return {};
   return {cache->key,        cache->value, cache->lengths,   cache->dropped,     cache->window,
@@ -138,6 +167,20 @@ std::tuple<Tensor, Tensor> attend_with_weights(const Tensor& query, const Tensor
   return op(query, key, value, cache_arguments(options.cache), layer_arguments(options), score_arguments(options));
 }
 
+Tensor attend_shared(const Tensor& query, const AttendOptions& options) {
+  static const DispatchedOp<decltype(attend_shared_composite)> op("attnpack::attend_shared");
+  ATTNPACK_CHECK(options.cache, "cache: got none, attend_shared wants the keys and values that it reads");
+  return op(query, options.cache->key, options.cache->value, options.cache->lengths, layer_arguments(options),
+            score_arguments(options));
+}
+
+std::tuple<Tensor, Tensor> attend_shared_with_weights(const Tensor& query, const AttendOptions& options) {
+  static const DispatchedOp<decltype(attend_shared_with_weights_composite)> op("attnpack::attend_shared_with_weights");
+  ATTNPACK_CHECK(options.cache, "cache: got none, attend_shared wants the keys and values that it reads");
+  return op(query, options.cache->key, options.cache->value, options.cache->lengths, layer_arguments(options),
+            score_arguments(options));
+}
+
 std::tuple<Tensor, Tensor> rotate(const Tensor& query, const Tensor& key, const LayerInputs& inputs) {
   return rotate_tokens({query, key}, inputs.rope, {inputs.positions, inputs.cross, std::nullopt, inputs.kv_lens});
 }
@@ -148,10 +191,17 @@ std::tuple<Tensor, Tensor> rotate(const Tensor& query, const Tensor& key, const 
   "(Tensor query, Tensor key, Tensor value, " ATTNPACK_CACHE_SCHEMA ", " ATTNPACK_LAYER_SCHEMA \
   ", " ATTNPACK_SCORE_SCHEMA ")"
 
+#define ATTNPACK_ATTEND_SHARED_SCHEMA \
+  "(Tensor query, Tensor key, Tensor value, Tensor lengths, " ATTNPACK_LAYER_SCHEMA ", " ATTNPACK_SCORE_SCHEMA ")"
+
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("attend" ATTNPACK_ATTEND_SCHEMA " -> Tensor", attnpack::from_schema<attnpack::attend_composite>);
   m.def("attend_with_weights" ATTNPACK_ATTEND_SCHEMA " -> (Tensor, Tensor)",
         attnpack::from_schema<attnpack::attend_with_weights_composite>);
+  m.def("attend_shared" ATTNPACK_ATTEND_SHARED_SCHEMA " -> Tensor",
+        attnpack::from_schema<attnpack::attend_shared_composite>);
+  m.def("attend_shared_with_weights" ATTNPACK_ATTEND_SHARED_SCHEMA " -> (Tensor, Tensor)",
+        attnpack::from_schema<attnpack::attend_shared_with_weights_composite>);
 }
 
 namespace attnpack {

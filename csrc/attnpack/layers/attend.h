@@ -29,6 +29,12 @@ at::Tensor attend(const at::Tensor& query,             // [B, Hq, L, D], before 
 std::tuple<at::Tensor, at::Tensor> attend_with_weights(const at::Tensor& query, const at::Tensor& key,
                                                        const at::Tensor& value, const AttendOptions& options = {});
 
+// The same for queries over options.cache, which another layer has filled with the keys and values of these tokens too:
+// nothing is appended to it. The query's last token stands at the last position of its sequence.
+at::Tensor attend_shared(const at::Tensor& query,        // [B, Hq, L, D], before rotation
+                         const AttendOptions& options);  // -> [B, L, Hq * Dv]
+std::tuple<at::Tensor, at::Tensor> attend_shared_with_weights(const at::Tensor& query, const AttendOptions& options);
+
 // Query and key as they enter the operator, without a cache.
 std::tuple<at::Tensor, at::Tensor> rotate(const at::Tensor& query, const at::Tensor& key, const LayerInputs& inputs);
 

@@ -33,6 +33,9 @@ struct AttentionInputs {
   TORCH_ARG(std::optional<at::Tensor>, positions);
   // Valid new tokens (with context: valid context keys) of each sequence, [B].
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);
+  // The cache of another layer, which has appended these tokens' keys and values: this layer reads them, and appends
+  // nothing (Brandon et al. 2024, arXiv 2405.12981). No gradient reaches the layer that filled it.
+  TORCH_ARG(std::shared_ptr<KVCache>, kv_from);
 
  public:
   template <typename Self, typename Visit>
@@ -44,6 +47,7 @@ struct AttentionInputs {
     visit("cache", self.cache_);
     visit("positions", self.positions_);
     visit("kv_lens", self.kv_lens_);
+    visit("kv_from", self.kv_from_);
   }
 };
 

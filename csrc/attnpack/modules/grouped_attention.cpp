@@ -1,12 +1,24 @@
 #include <attnpack/modules/grouped_attention.h>
 
+#include <ATen/ATen.h>
+
 #include <attnpack/core/check.h>
 #include <attnpack/layers/alibi.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
 #include <attnpack/modules/detail/print_options.h>
+#include <attnpack/ops/rms_norm.h>
 
 namespace attnpack {
+
+namespace {
+
+template <typename Options>
+bool norms_values(const Options& o) {
+  return o.qk_norm() && o.qk_norm().values().value_or(o.keys_as_values());
+}
+
+}  // namespace
 
 template <typename Derived, Sharing sharing>
 void GroupedAttentionImpl<Derived, sharing>::reset() {
@@ -24,15 +36,34 @@ void GroupedAttentionImpl<Derived, sharing>::reset() {
     ATTNPACK_CHECK(!o.head_map(), "head_map: got one, ", name, " has none; use GroupedQueryAttention");
   }
   check_heads(o.num_heads(), o.num_kv_heads(), o.head_map());
+  check_size("q_lora_rank", o.q_lora_rank().value_or(1));
+  check_gate_options(o.gate(), o.gate_activation());
+  ATTNPACK_CHECK(
+      !o.keys_as_values() || o.vdim().value_or(o.kdim().value_or(o.embed_dim())) == o.kdim().value_or(o.embed_dim()),
+      "vdim: got ", o.vdim().value_or(0), ", want that of the keys, because with keys_as_values they are the ",
+      "values; leave it out");
+  ATTNPACK_CHECK(!o.qk_norm().all_heads() || !norms_values(o),
+                 "qk_norm: got all_heads together with values, which are normed head by head; leave one of them out, ",
+                 "or give values=False");
   options.head_dim(head_dim);
 
   const auto linear = [&](const char* name, int64_t in, int64_t out, bool bias) {
     return this->register_module(name, Linear(LinearOptions(in, out).bias(bias).factory(o.factory())));
   };
-  q_proj = linear("q_proj", o.embed_dim(), o.num_heads() * head_dim, o.bias());
+  const auto width = o.num_heads() * head_dim;
+  if (o.q_lora_rank()) {
+    q_a_proj = linear("q_a_proj", o.embed_dim(), *o.q_lora_rank(), o.bias());
+    q_a_layernorm =
+        this->register_module("q_a_layernorm", RMSNorm(RMSNormOptions(*o.q_lora_rank()).factory(o.factory())));
+    q_b_proj = linear("q_b_proj", *o.q_lora_rank(), width, false);
+  } else {
+    q_proj = linear("q_proj", o.embed_dim(), width, o.bias());
+  }
   k_proj = linear("k_proj", o.kdim().value_or(o.embed_dim()), o.num_kv_heads() * head_dim, o.bias());
-  v_proj = linear("v_proj", o.vdim().value_or(o.embed_dim()), o.num_kv_heads() * head_dim, o.bias());
-  o_proj = linear("o_proj", o.num_heads() * head_dim, o.embed_dim(), o.out_bias().value_or(o.bias()));
+  if (!o.keys_as_values())
+    v_proj = linear("v_proj", o.vdim().value_or(o.embed_dim()), o.num_kv_heads() * head_dim, o.bias());
+  o_proj = linear("o_proj", width, o.embed_dim(), o.out_bias().value_or(o.bias()));
+  if (o.gate()) gate_proj = linear("gate_proj", o.embed_dim(), *o.gate() == "head" ? o.num_heads() : width, false);
   if (o.qk_norm()) {
     const auto norm = [&](const char* name, int64_t heads) {
       const auto& n = o.qk_norm();
@@ -62,6 +93,24 @@ at::Tensor GroupedAttentionImpl<Derived, sharing>::split(const at::Tensor& x, in
 }
 
 template <typename Derived, Sharing sharing>
+at::Tensor GroupedAttentionImpl<Derived, sharing>::queries(const at::Tensor& x) {
+  return split(q_proj ? q_proj(x) : low_rank(q_a_proj, q_a_layernorm, q_b_proj, x), options.num_heads(), q_norm);
+}
+
+template <typename Derived, Sharing sharing>
+at::Tensor GroupedAttentionImpl<Derived, sharing>::values(const at::Tensor& x) const {
+  const auto parts = split_heads(x, options.num_kv_heads(), *options.head_dim());
+  if (!norms_values(options)) return parts;
+  return rms_norm(parts, at::ones({*options.head_dim()}, parts.options().requires_grad(false)),
+                  options.qk_norm().eps());
+}
+
+template <typename Derived, Sharing sharing>
+at::Tensor GroupedAttentionImpl<Derived, sharing>::output(const at::Tensor& joined, const at::Tensor& x) {
+  return o_proj(gated(joined, x, gate_proj, options.num_heads(), options.gate_activation()));
+}
+
+template <typename Derived, Sharing sharing>
 std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::heads(
     const at::Tensor& x, const AttentionInputs& inputs) {
   const auto& context = inputs.context() ? *inputs.context() : x;
@@ -70,19 +119,32 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sha
     return ProjectionInput{layer->options.in_features(), layer->weight};
   };
   const auto held = cross_cache(inputs);
+  if (!v_proj) check_keys_are_values(inputs.value_context().has_value());
   if (held) held->check_call(x, inputs.context());
   if (held && held->filled()) {
-    check_input("x", x, q_proj->options.in_features(), q_proj->weight);
-    return {split(q_proj(x), options.num_heads(), q_norm), held->k(), held->v()};
+    check_input("x", x, options.embed_dim(), reads_x()->weight);
+    return {queries(x), held->k(), held->v()};
   }
-  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !held, input_of(q_proj), input_of(k_proj),
-               input_of(v_proj));
+  check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() && !held, input_of(reads_x()),
+               input_of(k_proj), input_of(v_proj ? v_proj : k_proj));
 
   const bool self = !inputs.context() && !inputs.value_context();
-  const auto made = self ? forward_all(x, {q_proj.get(), k_proj.get(), v_proj.get()})
-                         : std::vector<at::Tensor>{q_proj(x), k_proj(context), v_proj(value_context)};
-  return {split(made[0], options.num_heads(), q_norm), split(made[1], options.num_kv_heads(), k_norm),
-          split_heads(made[2], options.num_kv_heads(), *options.head_dim())};
+  if (self && q_proj && v_proj) {
+    const auto made = forward_all(x, {q_proj.get(), k_proj.get(), v_proj.get()});
+    return {split(made[0], options.num_heads(), q_norm), split(made[1], options.num_kv_heads(), k_norm),
+            values(made[2])};
+  }
+  const auto key = k_proj(context);
+  return {queries(x), split(key, options.num_kv_heads(), k_norm), values(v_proj ? v_proj(value_context) : key)};
+}
+
+template <typename Derived, Sharing sharing>
+AttendOptions GroupedAttentionImpl<Derived, sharing>::shared_settings(const at::Tensor& x,
+                                                                      const AttentionInputs& inputs) const {
+  check_input("x", x, options.embed_dim(), reads_x()->weight);
+  auto result = settings(inputs);
+  result.cache = keys_of_kv_from(inputs, x, options.num_kv_heads(), *options.head_dim(), *options.head_dim());
+  return result;
 }
 
 template <typename Derived, Sharing sharing>
@@ -95,25 +157,34 @@ AttendOptions GroupedAttentionImpl<Derived, sharing>::settings(const AttentionIn
   result.scale = options.scale();
   if (rope) result.rope = rope->settings;
   if (sinks.defined()) result.sinks = sinks;
-  if (options.alibi()) result.alibi_slopes = at::tensor(slopes, at::kDouble).to(q_proj->weight.device());
+  if (options.alibi()) result.alibi_slopes = at::tensor(slopes, at::kDouble).to(o_proj->weight.device());
   return result;
 }
 
 template <typename Derived, Sharing sharing>
 at::Tensor GroupedAttentionImpl<Derived, sharing>::forward(const at::Tensor& x, const AttentionInputs& inputs) {
+  if (inputs.kv_from()) {
+    const auto settings = shared_settings(x, inputs);
+    return output(attend_shared(queries(x), settings), x);
+  }
   auto [q, k, v] = heads(x, inputs);
   return with_cache(inputs.cache(), k, v, settings(inputs),
-                    [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return o_proj(attend(q, k, v, o)); });
+                    [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return output(attend(q, k, v, o), x); });
 }
 
 template <typename Derived, Sharing sharing>
 std::tuple<at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::forward_with_weights(
     const at::Tensor& x, const AttentionInputs& inputs) {
+  if (inputs.kv_from()) {
+    const auto settings = shared_settings(x, inputs);
+    const auto [out, weights] = attend_shared_with_weights(queries(x), settings);
+    return {output(out, x), weights};
+  }
   auto [q, k, v] = heads(x, inputs);
   return with_cache(inputs.cache(), k, v, settings(inputs),
                     [&, &q = q, &k = k, &v = v](const AttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
                       auto [out, weights] = attend_with_weights(q, k, v, o);
-                      return {o_proj(out), weights};
+                      return {output(out, x), weights};
                     });
 }
 

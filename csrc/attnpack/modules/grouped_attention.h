@@ -52,6 +52,16 @@ struct GroupedOptions {
   TORCH_ARG(bool, alibi) = false;
   // RMSNorm on q and k before RoPE: true, over head_dim with eps 1e-6, or a QkNorm.
   TORCH_ARG(QkNorm, qk_norm);
+  // There is no v_proj: the values are the projected keys, before rotation. With qk_norm they are normed without
+  // weights (Gemma 4).
+  TORCH_ARG(bool, keys_as_values) = false;
+  // Queries come of a latent of this width: q_a_proj, q_a_layernorm (eps 1e-6) and q_b_proj stand in the place of
+  // q_proj (multi-matrix factorisation attention, Hu et al. 2024, arXiv 2412.19255). bias is then on q_a_proj.
+  TORCH_ARG(std::optional<int64_t>, q_lora_rank);
+  // gate_proj(x) through gate_activation is a factor on the outputs before o_proj: "head", one per head, or "element",
+  // one per number (layers/gate_heads.h). gate_proj has no bias.
+  TORCH_ARG(std::optional<std::string>, gate);
+  TORCH_ARG(std::string, gate_activation) = "sigmoid";
   TORCH_ARG(RotaryEmbedding, rope) = nullptr;
   // Default 1 / sqrt(head_dim).
   TORCH_ARG(std::optional<double>, scale);
@@ -76,6 +86,10 @@ struct GroupedOptions {
     visit("sinks", self.sinks_);
     visit("alibi", self.alibi_);
     visit("qk_norm", self.qk_norm_);
+    visit("keys_as_values", self.keys_as_values_);
+    visit("q_lora_rank", self.q_lora_rank_);
+    visit("gate", self.gate_);
+    visit("gate_activation", self.gate_activation_);
     visit("rope", self.rope_);
     visit("scale", self.scale_);
     visit("factory", self.factory_);
@@ -105,7 +119,9 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
   void bind_members() { sinks = options.sinks() ? this->parameters_["sinks"] : at::Tensor(); }
 
   GroupedOptions<sharing> options;
-  Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
+  Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr}, gate_proj{nullptr};
+  Linear q_a_proj{nullptr}, q_b_proj{nullptr};  // with q_lora_rank, in the place of q_proj
+  RMSNorm q_a_layernorm{nullptr};
   RMSNorm q_norm{nullptr}, k_norm{nullptr};
   RotaryEmbedding rope{nullptr};
   at::Tensor sinks;            // [num_heads], undefined without sinks
@@ -118,6 +134,16 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInputs())})
 
  private:
+  // The projection that reads x for the queries.
+  const Linear& reads_x() const { return q_proj ? q_proj : q_a_proj; }
+  // q [B, Hq, L, D], normed, not rotated.
+  at::Tensor queries(const at::Tensor& x);
+  // v [B, Hkv, L, D] of the projected values.
+  at::Tensor values(const at::Tensor& x) const;
+  // The module's output of the joined heads.
+  at::Tensor output(const at::Tensor& joined, const at::Tensor& x);
+  // The options of attention over the cache of another layer.
+  AttendOptions shared_settings(const at::Tensor& x, const AttentionInputs& inputs) const;
   // q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D], normed, not rotated.
   std::tuple<at::Tensor, at::Tensor, at::Tensor> heads(const at::Tensor& x, const AttentionInputs& inputs);
   // [B, L, heads * D] -> [B, heads, L, D], normed where norm is given

@@ -34,6 +34,11 @@ void MultiHeadLatentAttentionImpl::reset() {
   const auto v_dim = required("v_head_dim", o.v_head_dim());
   ATTNPACK_CHECK(o.path() == "auto" || o.path() == "expanded" || o.path() == "absorbed", "path: got '", o.path(),
                  "', want 'auto', 'expanded' or 'absorbed'");
+  check_gate_options(o.gate(), o.gate_activation());
+  ATTNPACK_CHECK(
+      !o.folded() || o.gate() != "element",
+      "gate: got 'element' for a folded layer, which never makes the numbers that it gates; take 'head', or a "
+      "layer that is not folded");
   ATTNPACK_CHECK(!o.rope() || o.rope()->options.dim() <= rotated, "rope: got dim ",
                  o.rope() ? o.rope()->options.dim() : 0, ", want at most qk_rope_head_dim ", rotated);
 
@@ -55,6 +60,8 @@ void MultiHeadLatentAttentionImpl::reset() {
   if (o.latent_norm()) kv_a_layernorm = norm("kv_a_layernorm", latent);
   if (!o.folded()) kv_b_proj = linear("kv_b_proj", latent, o.num_heads() * (nope + v_dim));
   o_proj = linear("o_proj", o.num_heads() * (o.folded() ? latent : v_dim), o.embed_dim(), o.bias());
+  if (o.gate())
+    gate_proj = linear("gate_proj", o.embed_dim(), *o.gate() == "head" ? o.num_heads() : o.num_heads() * v_dim);
   if (o.rope()) rope = register_module("rope", RotaryEmbedding(o.rope()->options));
 }
 
@@ -70,18 +77,13 @@ std::optional<at::Tensor> MultiHeadLatentAttentionImpl::kv_b() const {
 MultiHeadLatentAttentionImpl::Projected MultiHeadLatentAttentionImpl::heads(const at::Tensor& x,
                                                                             const AttentionInputs& inputs) {
   check_one_latent(inputs.value_context().has_value());
+  check_no_kv_from("MultiHeadLatentAttention", inputs.kv_from() != nullptr);
   const auto& context = inputs.context() ? *inputs.context() : x;
   const ProjectionInput latents{options.embed_dim(), kv_a_proj_with_mqa->weight};
   check_inputs(x, inputs.context(), inputs.value_context(), inputs.cache() != nullptr,
                {options.embed_dim(), q_proj ? q_proj->weight : q_a_proj->weight}, latents, latents);
 
-  at::Tensor queries;
-  if (q_proj) {
-    queries = q_proj(x);
-  } else {
-    const auto low = q_a_proj(x);
-    queries = q_b_proj(q_a_layernorm ? q_a_layernorm(low) : low);
-  }
+  const auto queries = q_proj ? q_proj(x) : low_rank(q_a_proj, q_a_layernorm, q_b_proj, x);
   const auto both = kv_a_proj_with_mqa(context);
   const auto latent = both.narrow(-1, 0, *options.kv_lora_rank());
   const auto k_rope = both.narrow(-1, *options.kv_lora_rank(), *options.qk_rope_head_dim());
@@ -106,9 +108,13 @@ auto MultiHeadLatentAttentionImpl::run(const at::Tensor& x, const AttentionInput
       [&](const LatentAttendOptions& o) { return call(projected, o); });
 }
 
+at::Tensor MultiHeadLatentAttentionImpl::output(const at::Tensor& joined, const at::Tensor& x) {
+  return o_proj(gated(joined, x, gate_proj, options.num_heads(), options.gate_activation()));
+}
+
 at::Tensor MultiHeadLatentAttentionImpl::forward(const at::Tensor& x, const AttentionInputs& inputs) {
   return run(x, inputs, [&](const Projected& p, const LatentAttendOptions& o) {
-    return o_proj(latent_attend(p.query, p.latent, p.k_rope, kv_b(), *options.v_head_dim(), options.path(), o));
+    return output(latent_attend(p.query, p.latent, p.k_rope, kv_b(), *options.v_head_dim(), options.path(), o), x);
   });
 }
 
@@ -117,7 +123,7 @@ std::tuple<at::Tensor, at::Tensor> MultiHeadLatentAttentionImpl::forward_with_we
   return run(x, inputs, [&](const Projected& p, const LatentAttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
     auto [out, weights] =
         latent_attend_with_weights(p.query, p.latent, p.k_rope, kv_b(), *options.v_head_dim(), options.path(), o);
-    return {o_proj(out), weights};
+    return {output(out, x), weights};
   });
 }
 

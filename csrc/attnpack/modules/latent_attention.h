@@ -42,6 +42,9 @@ struct MultiHeadLatentAttentionOptions {
   TORCH_ARG(std::string, path) = "auto";
   // The form that fold() gives: W_UK lies in the query projection and W_UV in o_proj, and there is no kv_b_proj.
   TORCH_ARG(bool, folded) = false;
+  // As in GroupedOptions; "element" has one factor per number of the values.
+  TORCH_ARG(std::optional<std::string>, gate);
+  TORCH_ARG(std::string, gate_activation) = "sigmoid";
   TORCH_ARG(Factory, factory);
 
  public:
@@ -62,6 +65,8 @@ struct MultiHeadLatentAttentionOptions {
     visit("scale", self.scale_);
     visit("path", self.path_);
     visit("folded", self.folded_);
+    visit("gate", self.gate_);
+    visit("gate_activation", self.gate_activation_);
     visit("factory", self.factory_);
   }
 };
@@ -94,7 +99,7 @@ class MultiHeadLatentAttentionImpl : public torch::nn::Cloneable<MultiHeadLatent
   MultiHeadLatentAttentionOptions options;
   Linear q_proj{nullptr}, q_a_proj{nullptr}, q_b_proj{nullptr};
   RMSNorm q_a_layernorm{nullptr}, kv_a_layernorm{nullptr};
-  Linear kv_a_proj_with_mqa{nullptr}, kv_b_proj{nullptr}, o_proj{nullptr};
+  Linear kv_a_proj_with_mqa{nullptr}, kv_b_proj{nullptr}, o_proj{nullptr}, gate_proj{nullptr};
   RotaryEmbedding rope{nullptr};
 
  protected:
@@ -108,6 +113,8 @@ class MultiHeadLatentAttentionImpl : public torch::nn::Cloneable<MultiHeadLatent
   Projected heads(const at::Tensor& x, const AttentionInputs& inputs);
   LatentAttendOptions settings(const AttentionInputs& inputs) const;
   std::optional<at::Tensor> kv_b() const;
+  // The module's output of the joined heads.
+  at::Tensor output(const at::Tensor& joined, const at::Tensor& x);
   // call(projected, options) with room in the cache.
   template <typename Call>
   auto run(const at::Tensor& x, const AttentionInputs& inputs, const Call& call);

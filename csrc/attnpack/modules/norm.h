@@ -69,6 +69,8 @@ struct QkNorm {
   TORCH_ARG(bool, all_heads) = false;
   TORCH_ARG(bool, plus_one) = false;  // as in RMSNormOptions
   TORCH_ARG(double, eps) = 1e-6;
+  // RMSNorm without weights on the values too (Gemma 4); default: where keys are the values.
+  TORCH_ARG(std::optional<bool>, values);
 
  public:
   template <typename Self, typename Visit>
@@ -77,6 +79,7 @@ struct QkNorm {
     visit("all_heads", self.all_heads_);
     visit("plus_one", self.plus_one_);
     visit("eps", self.eps_);
+    visit("values", self.values_);
   }
 };
 

@@ -33,6 +33,7 @@ AttendOptions ProjectedAttentionImpl::settings(const at::Tensor& query, const at
                                                const AttentionInputs& inputs) const {
   ATTNPACK_CHECK(!inputs.context(), "context: ProjectedAttention is given k and v; leave it out");
   check_projected_cache(bool(cross_cache(inputs)));
+  check_no_kv_from("ProjectedAttention", inputs.kv_from() != nullptr);
   AttendOptions result{layer_inputs(inputs, options.causal())};
   result.cross = !inputs.cache() && query.size(2) != key.size(2);
   result.window = options.window().value_or(Window{-1, -1});

@@ -26,6 +26,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> SelfAttentionImpl::project(const 
   const auto input_of = [](const Linear& layer) {
     return ProjectionInput{layer->options.in_features(), layer->weight};
   };
+  check_no_kv_from("SelfAttention", inputs.kv_from() != nullptr);
   const auto held = cross_cache(inputs);
   if (held) held->check_call(x, inputs.context());
   if (held && held->filled()) {

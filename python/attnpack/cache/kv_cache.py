@@ -86,6 +86,14 @@ class KVCache:
         views = self._ask("views")
         return views[1] if views else None
 
+    def shared(
+        self, x: Tensor, new_lens: Tensor | None, num_kv_heads: int, head_dim: int, v_head_dim: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(key, value, lengths) for another layer, whose queries are those of x [B, L, E], new_lens [B] of them valid.
+        A ValueError unless the cache holds these positions, and heads of that shape."""
+        key, value, lengths = self._ask("shared", x, new_lens, num_kv_heads, head_dim, v_head_dim)
+        return key, value, lengths
+
     @property
     def nbytes(self) -> int:
         """Bytes of the positions that are stored, without free capacity; of a StaticCache, whose memory is allocated at
@@ -296,15 +304,16 @@ class _AllOrNone:
                 cache._taken_back()
 
 
-def check_kind(cache: object, wanted: type, where: str, fix: str | None = None) -> None:
-    """Raises TypeError unless cache is None or of the kind `wanted`; `where` names the module that takes it."""
+def check_kind(cache: object, wanted: type, where: str, fix: str | None = None, name: str = "cache") -> None:
+    """Raises TypeError unless cache, the argument `name`, is None or of the kind `wanted`; `where` names the module
+    that takes it."""
     if cache is None or isinstance(cache, wanted):
         return
     kind = "attnpack.cpp." * isinstance(cache, cpp.KVCache | cpp.ModelCache) + type(cache).__name__
     usual = (
         "a DynamicCache or StaticCache, one per layer" if wanted is KVCache else "a ModelCache, the list of its layers'"
     )
-    raise TypeError(f"attnpack: cache is {with_article(kind)}, {where} wants {fix or usual}")
+    raise TypeError(f"attnpack: {name} is {with_article(kind)}, {where} wants {fix or usual}")
 
 
 def unchanged_on_error(cache: KVCache | ModelCache | None) -> AbstractContextManager[None]:

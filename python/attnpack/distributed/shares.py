@@ -73,6 +73,11 @@ def _joined(name: str) -> dict[str, Share]:
     return _linear(name, Share(ROWS), Share(added_last=True))
 
 
+def _low_rank_queries() -> dict[str, Share]:
+    whole = Share(summed=True)
+    return _linear("q_a_proj", whole) | {"q_a_layernorm.weight": whole} | _linear("q_b_proj", Share(COLUMNS))
+
+
 def _heads_of_rank(module: nn.Module, ranks: int, rank: int) -> range:
     if module.num_heads % ranks:
         raise ValueError(
@@ -97,6 +102,8 @@ def _grouped(module: GroupedQueryAttention, ranks: int, rank: int) -> Plan:
         kv = Share(summed=True, rows=tuple(head * dim + i for head in read for i in range(dim)))
     return Plan(
         _linear("q_proj", Share(COLUMNS))
+        | _low_rank_queries()
+        | _linear("gate_proj", Share(COLUMNS))
         | _linear("k_proj", kv)
         | _linear("v_proj", kv)
         | _joined("o_proj")
@@ -114,9 +121,9 @@ def _grouped(module: GroupedQueryAttention, ranks: int, rank: int) -> Plan:
 
 def _latent(module: MultiHeadLatentAttention, ranks: int, rank: int) -> Plan:
     heads, whole = _heads_of_rank(module, ranks, rank), Share(summed=True)
-    shares = _linear("q_proj" if module.q_a_proj is None else "q_b_proj", Share(COLUMNS))
+    shares = _linear("q_proj", Share(COLUMNS)) | _low_rank_queries() | _linear("gate_proj", Share(COLUMNS))
     shares |= _linear("kv_b_proj", Share(COLUMNS)) | _joined("o_proj") | _linear("kv_a_proj_with_mqa", whole)
-    shares |= _linear("q_a_proj", whole) | {"kv_a_layernorm.weight": whole, "q_a_layernorm.weight": whole}
+    shares["kv_a_layernorm.weight"] = whole
     return Plan(shares, {"num_heads": len(heads)}, heads, module.num_heads)
 
 

@@ -12,11 +12,12 @@ from .. import cpp
 from .._C import checks
 from ..ops import alibi_slopes
 from .attention_base import ContextAttention, split_heads
-from .linear import project
-from .norm import RMSNorm
+from .linear import low_rank, project
+from .norm import RMSNorm, rms_norm
 from .rope import RotaryEmbedding
 
-_QK_NORM = {"all_heads": False, "plus_one": False, "eps": 1e-6}
+_QK_NORM = {"all_heads": False, "plus_one": False, "eps": 1e-6, "values": None}
+_LATENT_EPS = 1e-6  # of q_a_layernorm
 
 
 class AttentionSettings(TypedDict, total=False):
@@ -34,6 +35,10 @@ class AttentionSettings(TypedDict, total=False):
     sinks: bool
     alibi: bool
     qk_norm: bool | dict[str, Any]
+    keys_as_values: bool
+    q_lora_rank: int | None
+    gate: str | None
+    gate_activation: str
     rope: RotaryEmbedding | None
     scale: float | None
     device: torch.device | str | None
@@ -70,6 +75,9 @@ class SelfAttention(ContextAttention):
         for name in ("q_proj", "k_proj", "v_proj"):
             setattr(self, name, nn.Linear(embed_dim, self.head_dim, bias=bias, device=device, dtype=dtype))
 
+    def _attend_shared(self, *_: Any, **__: Any) -> Any:
+        checks.no_kv_from("SelfAttention", True)
+
     @property
     def out_dim(self) -> int:
         return self.head_dim
@@ -87,7 +95,15 @@ class GroupedQueryAttention(ContextAttention):
         bias: on q_proj, k_proj, v_proj; out_bias: on o_proj, default as bias.
         causal: each token sees itself and the tokens before it.
         qk_norm: RMSNorm over head_dim on q and k before RoPE, eps 1e-6 (children q_norm, k_norm). A dict changes what
-            it names: `all_heads` (one norm over all heads together, as in OLMo 2), `plus_one` (as in RMSNorm), `eps`.
+            it names: `all_heads` (one norm over all heads together, as in OLMo 2), `plus_one` (as in RMSNorm), `eps`,
+            `values` (RMSNorm without weights on v too, as in Gemma 4; default: with keys_as_values).
+        keys_as_values: there is no v_proj; v is what k_proj gives, before its norm and rotation (Gemma 4). With qk_norm
+            v is normed without weights.
+        q_lora_rank: queries come of a latent of this width: children q_a_proj, q_a_layernorm (eps 1e-6) and q_b_proj in
+            the place of q_proj (MFA, Hu et al. 2024, arXiv 2412.19255). bias is then on q_a_proj, not on q_b_proj.
+        gate: "head" or "element": the heads' outputs are multiplied by f(gate_proj(x)) before o_proj, one factor per
+            head or one per number (Qiu et al. 2025, arXiv 2505.06708). gate_proj has no bias.
+        gate_activation: f, "sigmoid" or "softplus".
         rope: a RotaryEmbedding, or None for no rotation.
         scale: factor on the scores; default 1 / sqrt(head_dim).
         dropout: on the probabilities, in training only.
@@ -121,6 +137,10 @@ class GroupedQueryAttention(ContextAttention):
         sinks: bool = False,
         alibi: bool = False,
         qk_norm: bool | dict[str, Any] = False,
+        keys_as_values: bool = False,
+        q_lora_rank: int | None = None,
+        gate: str | None = None,
+        gate_activation: str = "sigmoid",
         rope: RotaryEmbedding | None = None,
         scale: float | None = None,
         device: torch.device | str | None = None,
@@ -132,15 +152,24 @@ class GroupedQueryAttention(ContextAttention):
         self.num_kv_heads = num_kv_heads
         self.head_map = None if head_map is None else tuple(head_map)
         self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
+        self.vdim = self.kdim if keys_as_values else embed_dim if vdim is None else vdim
         self._slopes = alibi_slopes(num_heads)
 
         factory = {"device": device, "dtype": dtype}
         width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(embed_dim, width, bias=bias, **factory)
-        self.k_proj = nn.Linear(self.kdim, kv_width, bias=bias, **factory)
-        self.v_proj = nn.Linear(self.vdim, kv_width, bias=bias, **factory)
-        self.o_proj = nn.Linear(width, embed_dim, bias=bias if out_bias is None else out_bias, **factory)
+
+        def linear(inputs: int, outputs: int, bias: bool = bias) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, **factory)
+
+        low = q_lora_rank is not None
+        self.q_proj = None if low else linear(embed_dim, width)
+        self.q_a_proj = linear(embed_dim, q_lora_rank) if low else None
+        self.q_a_layernorm = RMSNorm(q_lora_rank, eps=_LATENT_EPS, **factory) if low else None
+        self.q_b_proj = linear(q_lora_rank, width, False) if low else None
+        self.k_proj = linear(self.kdim, kv_width)
+        self.v_proj = None if keys_as_values else linear(self.vdim, kv_width)
+        self.o_proj = linear(width, embed_dim, bias if out_bias is None else out_bias)
+        self.gate_proj = None if gate is None else linear(embed_dim, num_heads if gate == "head" else width, False)
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
         self.q_norm = self._norm(num_heads, factory) if qk_norm is not False else None
         self.k_norm = self._norm(num_kv_heads, factory) if qk_norm is not False else None
@@ -154,13 +183,13 @@ class GroupedQueryAttention(ContextAttention):
         return _QK_NORM | self.qk_norm if isinstance(self.qk_norm, dict) else _QK_NORM
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
-        norms = [norm for norm in (getattr(self, "q_norm", None), getattr(self, "k_norm", None)) if norm is not None]
-        for norm in norms:
-            eps = self._norm_settings()["eps"]
-            if not isinstance(norm, RMSNorm) or norm.eps != eps:
+        for name in ("q_norm", "k_norm", "q_a_layernorm"):
+            norm = getattr(self, name, None)
+            eps = _LATENT_EPS if name == "q_a_layernorm" else self._norm_settings()["eps"]
+            if norm is not None and (not isinstance(norm, RMSNorm) or norm.eps != eps):
                 raise TypeError(
-                    f"attnpack: q_norm or k_norm is {norm}, C++ has RMSNorm with eps {eps:g} there. Set that "
-                    "eps, or call the Python module"
+                    f"attnpack: {name} is {norm}, C++ has RMSNorm with eps {eps:g} there. Set that eps, or call the "
+                    "Python module"
                 )
         return super()._make_cpp(device, dtype)
 
@@ -168,7 +197,29 @@ class GroupedQueryAttention(ContextAttention):
         query, key, value = super()._heads(x, context, value_context)
         if self.q_norm is not None:
             query, key = self._normed(self.q_norm, query), self._normed(self.k_norm, key)
-        return query, key, value
+        return query, key, self._normed_values(value)
+
+    def _check(self, x: Tensor, context: Tensor | None, value_context: Tensor | None, cache: Any) -> None:
+        if self.v_proj is None and value_context is not None:
+            checks.keys_are_values(True)
+        super()._check(x, context, value_context, cache)
+
+    def _projected(
+        self, x: Tensor, context: Tensor | None, value_context: Tensor | None
+    ) -> Sequence[Tensor]:  # as the base class
+        if self.q_proj is not None and self.v_proj is not None:
+            return super()._projected(x, context, value_context)
+        source = x if context is None else context
+        key = project(self.k_proj, source)
+        if self.v_proj is None:
+            return self._project_queries(x), key, key
+        return self._project_queries(x), key, project(self.v_proj, source if value_context is None else value_context)
+
+    def _reads_x(self) -> nn.Module | None:
+        return self.q_a_proj if self.q_proj is None else self.q_proj
+
+    def _project_queries(self, x: Tensor) -> Tensor:
+        return low_rank(self, x) if self.q_proj is None else project(self.q_proj, x)
 
     def _queries(self, x: Tensor, key: Tensor) -> Tensor:
         query = super()._queries(x, key)
@@ -179,8 +230,15 @@ class GroupedQueryAttention(ContextAttention):
             return norm(heads)
         return split_heads(norm(heads.transpose(1, 2).flatten(2)), heads.size(1))
 
-    def _output(self, joined: Tensor) -> Tensor:
-        return project(self.o_proj, joined)
+    def _normed_values(self, value: Tensor) -> Tensor:  # [B, Hkv, L, D]
+        if self.k_norm is None:
+            return value
+        values, eps = self._norm_settings()["values"], self._norm_settings()["eps"]
+        on = self.keys_as_values if values is None else values
+        return rms_norm(value, value.new_ones(self.head_dim), eps) if on else value
+
+    def _output(self, joined: Tensor, x: Tensor) -> Tensor:
+        return project(self.o_proj, self._gated(joined, x, self.head_dim))
 
 
 def _reject_settings(name: str, settings: AttentionSettings) -> None:

@@ -5,15 +5,17 @@ B batch, L / Lkv lengths of x and context, Hq / Hkv query / kv heads, D head_dim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import nested, ops, varlen
-from .._C import linear_layers
+from .._C import checks, linear_layers
 from ..cache import CrossCache, KVCache, check_kind, unchanged_on_error
 from ..errors import check_input, check_inputs, check_positions, reject_keywords, wrong_kind
+from ..layer_ops import attend_shared, gate_heads
 from .linear import project, project_all
 from .local_heads import check_mask_share, grouped_share
 from .native import NativeModule
@@ -36,6 +38,7 @@ class NativeAttention(NativeModule):
 
     def _attend(
         self,
+        x: Tensor | None,  # [B, L, ...], what `_output` reads
         query: Tensor,  # [B, Hq, L, D]
         key: Tensor,  # [B, Hkv, Lkv, D]
         value: Tensor,  # [B, Hkv, Lkv, D]
@@ -49,7 +52,7 @@ class NativeAttention(NativeModule):
         with unchanged_on_error(cache):
             if over is not None:
                 inputs |= {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights}
-                return self._output(over.attend(self, query, key, value, **inputs))
+                return self._output(over.attend(self, query, key, value, **inputs), x)
             appends = cache is not None and not isinstance(cache, CrossCache)
             if isinstance(cache, CrossCache) and not cache.filled:
                 cache.store(key, value, kv_lens)
@@ -68,10 +71,16 @@ class NativeAttention(NativeModule):
             )
             if appends:
                 cache.commit(key.size(2), kv_lens)
-            if not need_weights:
-                return self._output(result)
-            out, weights = result
-            return self._output(out), weights
+            return self._outputs(result, need_weights, x)
+
+    def _outputs(
+        self, result: Tensor | tuple[Tensor, Tensor], need_weights: bool, x: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`_output` of what an op gives, with the weights if it gives them."""
+        if not need_weights:
+            return self._output(result, x)
+        out, weights = result
+        return self._output(out, x), weights
 
     def _attend_nested(
         self,
@@ -82,6 +91,7 @@ class NativeAttention(NativeModule):
         value: Tensor,  # [1, Hkv, S, D]
         positions: Tensor | None,
         causal: bool,
+        packed: Tensor | None = None,  # [1, T, ...], x as one row
     ) -> Tensor:
         """The nested output of one call per sequence."""
         refuse_spread("x is a nested tensor", "pass padded tensors and kv_lens")
@@ -97,7 +107,7 @@ class NativeAttention(NativeModule):
             q_offset=0,
             **self._settings(query),
         )
-        return nested.like(self._output(out.flatten(1).unsqueeze(0))[0], x)
+        return nested.like(self._output(out.flatten(1).unsqueeze(0), packed)[0], x)
 
     def _settings(self, query: Tensor) -> dict[str, Any]:
         """The module's own settings, as keywords of the op."""
@@ -111,9 +121,15 @@ class NativeAttention(NativeModule):
             "scale": self.scale,
         }
 
-    def _output(self, joined: Tensor) -> Tensor:
-        """The output of the module from the joined heads [B, L, Hq * D]."""
+    def _output(self, joined: Tensor, x: Tensor | None) -> Tensor:
+        """The output of the module from the joined heads [B, L, Hq * D] and its input x [B, L, embed_dim]."""
         return joined
+
+    def _gated(self, joined: Tensor, x: Tensor, head_dim: int) -> Tensor:
+        """The joined heads, each of `head_dim` numbers, times their gate, if there is one."""
+        if self.gate_proj is None:
+            return joined
+        return gate_heads(joined, project(self.gate_proj, x), joined.size(-1) // head_dim, self.gate_activation)
 
     def _alibi_slopes(self, like: Tensor) -> Tensor | None:
         """Slopes [Hq]. They are no buffer, so the state dict lacks them, and `.to(bfloat16)` does not round them."""
@@ -133,6 +149,8 @@ class NativeAttention(NativeModule):
 
     def extra_repr(self) -> str:
         shown = {name: value for name, value in self._live_config().items() if value not in (None, False, 0.0)}
+        if "gate" not in shown:
+            shown.pop("gate_activation", None)
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
@@ -157,6 +175,7 @@ class ContextAttention(NativeAttention):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
+        kv_from: KVCache | None = None,
         need_weights: bool = False,
         **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -175,6 +194,10 @@ class ContextAttention(NativeAttention):
                 CrossCache stores the context's keys and values in its first call, and later calls read it instead.
             positions: int64 [L] or [B, L], for RoPE only; default the positions after the cached ones, or 0..L-1.
             kv_lens: [B], the number of valid new tokens of each sequence (with a context: of valid context keys).
+            kv_from: the cache of another layer, which was called with these tokens before: this layer reads the keys
+                and values there, and appends nothing. Its queries stand at the last positions; k_proj and v_proj are
+                not used, and no gradient reaches the layer that filled the cache. A SlidingWindowCache, a CrossCache,
+                and a context or cache beside it are refused; SelfAttention refuses it.
             need_weights: also return the probabilities before dropout; under tensor parallelism those of this rank's
                 heads alone.
 
@@ -186,14 +209,19 @@ class ContextAttention(NativeAttention):
         """
         reject_keywords(unknown)
         if nested.is_nested(x):
-            nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, need_weights=need_weights)
+            nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, kv_from=kv_from, need_weights=need_weights)
             own = self.causal and context is None
             return self._forward_nested(x, context, value_context, positions, own if causal is None else causal)
+        if kv_from is not None:
+            checks.kv_from(context is not None or value_context is not None, cache is not None)
+            causal = self.causal if causal is None else causal
+            inputs = {"positions": positions, "mask": mask, "causal": causal, "kv_lens": kv_lens}
+            return self._attend_shared(x, kv_from, need_weights, **inputs)
         held = cache if isinstance(cache, CrossCache) else None
         if held is not None:
             held.check_call(x, context)
         if held is not None and held.filled:
-            check_input("x", x, self.embed_dim, self.q_proj)
+            check_input("x", x, self.embed_dim, self._reads_x())
             key, value = held.k, held.v
             query = self._queries(x, key)
         else:
@@ -202,6 +230,7 @@ class ContextAttention(NativeAttention):
         cross = context is not None or held is not None
         check_mask_share(self, mask, query.size(1))
         return self._attend(
+            x,
             query,
             key,
             value,
@@ -214,6 +243,27 @@ class ContextAttention(NativeAttention):
             causal=(self.causal and not cross) if causal is None else causal,
         )
 
+    def _attend_shared(
+        self, x: Tensor, kv_from: KVCache, need_weights: bool, **inputs: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of x over the cache of another layer."""
+        check_kind(kv_from, KVCache, type(self).__name__, name="kv_from")
+        if spread(kv_from) is not None:
+            raise ValueError(
+                "attnpack: kv_from: got a cache, or a call under context_parallel, whose keys lie on several "
+                "processes, want one that this process has whole: leave it out"
+            )
+        check_input("x", x, self.embed_dim, self._reads_x())
+        value_dim = self._value_dim
+        key, value, lengths = kv_from.shared(x, inputs["kv_lens"], self.num_kv_heads, self.head_dim, value_dim)
+        query = self._queries(x, key)
+        check_mask_share(self, inputs["mask"], query.size(1))
+        rope = None if self.rope is None else self.rope.settings
+        result = attend_shared(
+            query, key, value, lengths, rope=rope, need_weights=need_weights, **self._settings(query), **inputs
+        )
+        return self._outputs(result, need_weights, x)
+
     def _forward_nested(
         self,
         x: Tensor,
@@ -224,7 +274,7 @@ class ContextAttention(NativeAttention):
     ) -> Tensor:
         rows = packed_inputs(x, context, value_context)
         self._check(*rows, None)
-        return self._attend_nested(x, context, *self._heads(*rows), positions, causal)
+        return self._attend_nested(x, context, *self._heads(*rows), positions, causal, rows[0])
 
     def project(
         self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
@@ -250,24 +300,40 @@ class ContextAttention(NativeAttention):
             context,
             value_context,
             cache,
-            (self.embed_dim, self.q_proj),
+            (self.embed_dim, self._reads_x()),
             (self.kdim, self.k_proj),
-            (self.vdim, self.v_proj),
+            (self.vdim, self.k_proj if self.v_proj is None else self.v_proj),
         )
 
     def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v split into heads, before rotation."""
-        if context is None:
-            query, key, value = project_all((self.q_proj, self.k_proj, self.v_proj), x)
-        else:
-            query, key = project(self.q_proj, x), project(self.k_proj, context)
-            value = project(self.v_proj, context if value_context is None else value_context)
+        query, key, value = self._projected(x, context, value_context)
         heads, kv_heads = grouped_share(self, query, key, value)
         return split_heads(query, heads), split_heads(key, kv_heads), split_heads(value, kv_heads)
 
+    def _projected(
+        self, x: Tensor, context: Tensor | None, value_context: Tensor | None
+    ) -> Sequence[Tensor]:  # [B, L, Hq * D], [B, Lkv, Hkv * D] twice
+        if context is None:
+            return project_all((self.q_proj, self.k_proj, self.v_proj), x)
+        value = project(self.v_proj, context if value_context is None else value_context)
+        return project(self.q_proj, x), project(self.k_proj, context), value
+
+    def _reads_x(self) -> nn.Module | None:
+        """The projection that reads x for the queries."""
+        return self.q_proj
+
+    def _project_queries(self, x: Tensor) -> Tensor:
+        return project(self.q_proj, x)
+
+    @property
+    def _value_dim(self) -> int:
+        """Width of a head's values in a cache."""
+        return self.head_dim
+
     def _queries(self, x: Tensor, key: Tensor) -> Tensor:
         """q for keys [B, Hkv, Lc, D] that are given, as `_heads`."""
-        query, kv = project(self.q_proj, x), key.new_empty(0, key.size(1) * key.size(3))
+        query, kv = self._project_queries(x), key.new_empty(0, key.size(1) * key.size(3))
         return split_heads(query, grouped_share(self, query, kv, kv)[0])
 
     @property

@@ -16,7 +16,7 @@ from .._C import checks
 from ..cache import KVCache, check_kind, unchanged_on_error
 from ..errors import check_inputs, reject_keywords
 from .attention_base import NativeAttention, packed_inputs, split_heads
-from .linear import plain_weight, project
+from .linear import low_rank, plain_weight, project
 from .local_heads import check_mask_share, latent_share
 from .norm import RMSNorm
 from .rope import RotaryEmbedding, rotate_rows
@@ -53,6 +53,7 @@ class MultiHeadLatentAttention(NativeAttention):
         dropout: on the probabilities, in training only.
         causal: each token sees itself and the tokens before it.
         scale: factor on the scores; default 1 / sqrt(N + R).
+        gate, gate_activation: as in GroupedQueryAttention; "element" has one factor per number of the values.
         path: "auto", "expanded" or "absorbed"; an attribute that may be set later.
         folded: the query projection contains W_UK and o_proj contains W_UV, so there is no kv_b_proj; see `fold`.
     """
@@ -77,6 +78,8 @@ class MultiHeadLatentAttention(NativeAttention):
         scale: float | None = None,
         path: str = "auto",
         folded: bool = False,
+        gate: str | None = None,
+        gate_activation: str = "sigmoid",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -103,6 +106,8 @@ class MultiHeadLatentAttention(NativeAttention):
         expanded = num_heads * (qk_nope_head_dim + v_head_dim)
         self.kv_b_proj = None if folded else linear(kv_lora_rank, expanded)
         self.o_proj = linear(num_heads * (kv_lora_rank if folded else v_head_dim), embed_dim, bias)
+        gates = num_heads * (1 if gate == "head" else v_head_dim)
+        self.gate_proj = None if gate is None else linear(embed_dim, gates)
 
     @property
     def softmax_scale(self) -> float:
@@ -126,6 +131,7 @@ class MultiHeadLatentAttention(NativeAttention):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
+        kv_from: KVCache | None = None,
         need_weights: bool = False,
         **unknown: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -135,12 +141,15 @@ class MultiHeadLatentAttention(NativeAttention):
             x: [B, L, embed_dim], or a jagged nested tensor as in GroupedQueryAttention.forward.
             context: [B, Lkv, embed_dim], the source of the latents; RoPE rotates its keys at 0..Lkv-1.
             value_context: refused: one latent gives keys and values.
+            kv_from: refused.
             cache: a LatentCache, or a QuantizedCache(8). A DynamicCache or StaticCache(batch, 1, max_len, C + R,
                 v_head_dim=0) can hold latents as its keys.
 
         The other arguments and the result are those of GroupedQueryAttention.forward.
         """
         reject_keywords(unknown)
+        if kv_from is not None:
+            checks.no_kv_from("MultiHeadLatentAttention", True)
         if nested.is_nested(x):
             nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, need_weights=need_weights)
             own = self.causal and context is None
@@ -155,7 +164,7 @@ class MultiHeadLatentAttention(NativeAttention):
                 inputs = {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights, "positions": positions}
                 inputs |= {"cross": context is not None, "mask": mask}
                 inputs["causal"] = (self.causal and context is None) if causal is None else causal
-                return project(self.o_proj, over.attend_latents(self, query, latent, k_rope, **inputs))
+                return self._output(over.attend_latents(self, query, latent, k_rope, **inputs), x)
             settings = {
                 "rope": None if self.rope is None else self.rope.settings,
                 "positions": positions,
@@ -176,10 +185,7 @@ class MultiHeadLatentAttention(NativeAttention):
                 result = self._attend_replaced(query, latent, k_rope, settings, need_weights)
             if cache is not None:
                 cache.commit(x.size(1), kv_lens)
-            if not need_weights:
-                return project(self.o_proj, result)
-            out, weights = result
-            return project(self.o_proj, out), weights
+            return self._outputs(result, need_weights, x)
 
     def project(
         self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
@@ -230,7 +236,7 @@ class MultiHeadLatentAttention(NativeAttention):
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
         )
-        return nested.like(project(self.o_proj, out.flatten(1)), x)
+        return nested.like(self._output(out.flatten(1).unsqueeze(0), packed)[0], x)
 
     def _expanded(self, query: Tensor, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q, k, v) of rotated parts, each [1, heads, T, dims]: those of the latents for a folded layer."""
@@ -238,6 +244,9 @@ class MultiHeadLatentAttention(NativeAttention):
         if self.folded:
             return query, latents, latents[..., : self.kv_lora_rank]
         return query, *self._expand(latents, query.size(1))
+
+    def _output(self, joined: Tensor, x: Tensor) -> Tensor:
+        return project(self.o_proj, self._gated(joined, x, self.kv_lora_rank if self.folded else self.v_head_dim))
 
     def fold(self) -> MultiHeadLatentAttention:
         """A module of equal outputs without kv_b_proj: nothing besides the latents is ever made.
@@ -281,11 +290,7 @@ class MultiHeadLatentAttention(NativeAttention):
     def _latents(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries [B, H, L, N + R], latents [B, Lkv, C] after their norm, k_rope [B, Lkv, R] before rotation, and a
         tensor of the cache's shape [B, 1, Lkv, C + R], from which the cache takes shape, dtype and device."""
-        if self.q_a_proj is None:
-            queries = project(self.q_proj, x)
-        else:
-            low = project(self.q_a_proj, x)
-            queries = project(self.q_b_proj, low if self.q_a_layernorm is None else self.q_a_layernorm(low))
+        queries = project(self.q_proj, x) if self.q_a_proj is None else low_rank(self, x)
         both = project(self.kv_a_proj_with_mqa, x if context is None else context)
         latent, k_rope = both.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         if self.kv_a_layernorm is not None:

@@ -45,12 +45,17 @@ class RMSNorm(NativeModule):
         if self.plus_one:  # 16-bit numbers near 1 are too coarse for 1 + weight
             wide = torch.promote_types(x.dtype, torch.float32)
             return F.rms_norm(x.to(wide), (self.dim,), self.weight.to(wide) + 1, self.eps).to(x.dtype)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return F.rms_norm(x, (self.dim,), self.weight, self.eps)
-        return ops.rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps:g}" + (", plus_one=True" if self.plus_one else "")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., dim], [dim]
+    """`ops.rms_norm`, and torch's, whose derivative it has, where gradients are on or a graph is traced."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return F.rms_norm(x, (weight.size(0),), weight, eps)
+    return ops.rms_norm(x, weight, eps)
 
 
 def make_norm(kind: str, dim: int, eps: float, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:

@@ -58,6 +58,7 @@ class ProjectedAttention(NativeAttention):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
+        kv_from: KVCache | None = None,
         need_weights: bool = False,
         **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -67,10 +68,13 @@ class ProjectedAttention(NativeAttention):
             q: [B, L, Hq * D], or all three are jagged nested tensors [B, L*, Hq * D].
             k, v: [B, Lkv, Hkv * D]. Without a cache, keys whose length differs from that of q belong to another
                 sequence: RoPE rotates them at 0..Lkv-1.
+            kv_from: refused: k and v are given.
 
         The other arguments are those of GroupedQueryAttention.forward.
         """
         reject_keywords(unknown)
+        if kv_from is not None:
+            checks.no_kv_from("ProjectedAttention", True)
         if isinstance(cache, CrossCache):
             checks.projected_cache(True)
         causal = self.causal if causal is None else causal
@@ -80,6 +84,7 @@ class ProjectedAttention(NativeAttention):
             return self._attend_nested(q, None if nested.same_sequences(q, k) else k, *heads, positions, causal)
         query, key, value = self._heads(q, k, v)
         return self._attend(
+            None,
             query,
             key,
             value,

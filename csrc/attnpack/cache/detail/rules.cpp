@@ -146,6 +146,12 @@ Tensors cache_views(const HeldCache& held) {
   return key.defined() ? Tensors{key, cache->v()} : Tensors{};
 }
 
+Tensors cache_shared(const HeldCache& held, const Tensor& x, const std::optional<Tensor>& new_lens,
+                     int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim) {
+  const auto shared = shared_keys(*held.make(), x, new_lens, num_kv_heads, head_dim, v_head_dim);
+  return {shared.key, shared.value, shared.lengths};
+}
+
 Changed sliding_window_cache(int64_t left, int64_t right, int64_t keep_first) {
   return state_of(SlidingWindowCache(SlidingWindowCacheOptions(Window{left, right}).keep_first(keep_first)));
 }
@@ -214,6 +220,10 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("cache_nbytes_allocated(str kind, Tensor[] tensors, SymInt[] numbers) -> SymInt[]",
         from_schema<cache_nbytes_allocated>);
   m.def("cache_views(str kind, Tensor(a)[] tensors, SymInt[] numbers) -> Tensor(a)[]", from_schema<cache_views>);
+  m.def(
+      "cache_shared(str kind, Tensor(a)[] tensors, SymInt[] numbers, Tensor x, Tensor? new_lens, int num_kv_heads, int "
+      "head_dim, int v_head_dim) -> Tensor(a)[]",
+      from_schema<cache_shared>);
   m.def("sliding_window_cache(int left, int right, int keep_first) -> (Tensor[], SymInt[])", sliding_window_cache);
   m.def("quantized_cache(int bits, int exact_first, int exact_last) -> (Tensor[], SymInt[])", quantized_cache);
   m.def(

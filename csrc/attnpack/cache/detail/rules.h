@@ -46,6 +46,9 @@ Numbers cache_nbytes(const HeldCache& held);
 Numbers cache_nbytes_allocated(const HeldCache& held);
 // k and v; nothing before the first append of a cache that grows.
 Tensors cache_views(const HeldCache& held);
+// Key, value and lengths (shared_keys).
+Tensors cache_shared(const HeldCache& held, const at::Tensor& x, const std::optional<at::Tensor>& new_lens,
+                     int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim);
 
 // Of a PagedCache.
 Changed cache_fork(const HeldCache& held, const at::Tensor& index);

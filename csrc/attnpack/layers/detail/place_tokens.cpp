@@ -59,6 +59,17 @@ Tensor rotate_stored(const Tensor& key, const CacheTensors& cache, const Tensor&
   return at::cat({fixed, rotate_cached(raw, lengths, rope, positions)}, -1);
 }
 
+void check_new_lens(const Tensor& query, const Tensor& lengths, const std::optional<Tensor>& new_lens) {
+  ATTNPACK_CHECK(lengths.dim() == 1 && lengths.scalar_type() == at::kLong && lengths.sym_size(0) == query.sym_size(0),
+                 "lengths has shape ", lengths.sym_sizes(), " and dtype ", lengths.scalar_type(),
+                 ", wants int64 [batch] = [", query.sym_size(0), "]");
+  if (!new_lens) return;
+  ATTNPACK_CHECK(new_lens->dim() == 1 && new_lens->sym_size(0) == query.sym_size(0) &&
+                     (new_lens->scalar_type() == at::kLong || new_lens->scalar_type() == at::kInt),
+                 "kv_lens has shape ", new_lens->sym_sizes(), " and dtype ", new_lens->scalar_type(),
+                 ", wants int32 or int64 [batch] = [", query.sym_size(0), "]");
+}
+
 }  // namespace
 
 Tensor with_new_rows(const Tensor& cache, const Tensor& rows, const Tensor& past,
@@ -121,6 +132,24 @@ PlacedTokens place_tokens(
   const Tensor lengths = cache->lengths.clone();
   if (rope) readable.key = rotate_stored(readable.key, *cache, lengths, *rope, tokens.rotated_dims);
   return {q, readable.key, readable.value, slots(past), slots(lengths), true};
+}
+
+PlacedTokens place_queries(const Tensor& query, const CacheTensors& cache, const LayerArguments& args,
+                           c10::function_ref<void(const Tensor& key, const Tensor& value)> check) {
+  check_dropout(args.dropout_p);
+  ATTNPACK_CHECK(!args.cross, "kv_from is given together with a context: leave one of them out");
+  const auto rope = rope_settings(args.rope);
+  const ReadableCache readable = readable_under(cache, args.mask);
+  check(readable.key, readable.value);
+  check_new_lens(query, cache.lengths, args.kv_lens);
+  const Tensor counted =
+      args.kv_lens ? args.kv_lens->to(at::kLong) : at::ones_symint({query.sym_size(2)}, cache.lengths.options()).sum();
+  const Tensor past = cache.lengths - counted, lengths = cache.lengths.clone();
+  const Tensor no_keys = query.narrow(1, 0, 0);
+  const Tensor q =
+      std::get<0>(rotate_tokens({query, no_keys, no_keys}, rope, {args.positions, false, past, args.kv_lens}));
+  const Tensor key = rope ? rotate_stored(readable.key, cache, lengths, *rope, std::nullopt) : readable.key;
+  return {q, key, readable.value, past, lengths, true};
 }
 
 Tensor as_if_exact(const Tensor& x, const Tensor& rounded) { return x + (rounded - x).detach(); }

@@ -32,6 +32,11 @@ PlacedTokens place_tokens(
     const NewTokens& tokens, const std::optional<CacheTensors>& cache, const LayerArguments& args,
     c10::function_ref<void(const Tensor& key, const Tensor& value, const std::optional<Tensor>& kv_lens)> check);
 
+// Rotates queries over a cache that has their tokens' keys already, and reads it. The last query stands at the last
+// position. `check` judges the keys and values.
+PlacedTokens place_queries(const Tensor& query, const CacheTensors& cache, const LayerArguments& args,
+                           c10::function_ref<void(const Tensor& key, const Tensor& value)> check);
+
 // Query and key of tokens, rotated.
 std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::optional<RopeSettings>& rope,
                                          const Placement& place);

@@ -9,6 +9,7 @@
 
 #include <attnpack/core/padded.h>
 #include <attnpack/core/sizes.h>
+#include <attnpack/layers/gate_heads.h>
 
 namespace attnpack {
 
@@ -124,6 +125,29 @@ void check_inputs(const at::Tensor& x, const std::optional<at::Tensor>& context,
 void check_one_latent(bool value_context) {
   ATTNPACK_CHECK(!value_context,
                  "value_context: got a tensor, but latent attention makes keys and values of one latent; leave it out");
+}
+
+void check_keys_are_values(bool value_context) {
+  ATTNPACK_CHECK(!value_context,
+                 "value_context: got a tensor, but with keys_as_values the keys are the values; leave it out");
+}
+
+void check_kv_from(bool context, bool cache) {
+  ATTNPACK_CHECK(!context,
+                 "context: got one together with kv_from, which gives keys and values; leave one of them out");
+  ATTNPACK_CHECK(!cache, "cache: got one together with kv_from, to which nothing is appended; leave one of them out");
+}
+
+void check_no_kv_from(const char* module, bool kv_from) {
+  ATTNPACK_CHECK(!kv_from, "kv_from: got a cache, but ", module, " reads no other layer's; leave it out");
+}
+
+void check_gate_options(const std::optional<std::string>& gate, const std::string& activation) {
+  ATTNPACK_CHECK(!gate || *gate == "head" || *gate == "element", "gate: got '", gate.value_or(""),
+                 "', want 'head' or 'element', or none");
+  check_gate_activation(activation);
+  ATTNPACK_CHECK(gate || activation == "sigmoid", "gate_activation: got '", activation,
+                 "' without a gate; give gate 'head' or 'element' too, or leave it out");
 }
 
 void check_keys_and_values(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {

@@ -49,6 +49,16 @@ void check_inputs(const at::Tensor& x, const std::optional<at::Tensor>& context,
 // Refuses a value_context for latent attention.
 void check_one_latent(bool value_context);
 
+// Refuses a value_context for a module whose keys are the values.
+void check_keys_are_values(bool value_context);
+
+// Refuses kv_from beside what it stands for, and for a module that cannot read another layer's cache.
+void check_kv_from(bool context, bool cache);
+void check_no_kv_from(const char* module, bool kv_from);
+
+// Checks gate ("head", "element" or none) and the name of its activation.
+void check_gate_options(const std::optional<std::string>& gate, const std::string& activation);
+
 // Checks that k and v [B, Lkv, ...] are of the batch of q and of one length.
 void check_keys_and_values(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 

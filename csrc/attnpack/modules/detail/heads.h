@@ -1,7 +1,11 @@
 #pragma once
 
 #include <attnpack/cache/cross_cache.h>
+#include <attnpack/layers/gate_heads.h>
 #include <attnpack/modules/attention_module.h>
+#include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/linear.h>
+#include <attnpack/modules/norm.h>
 
 #include <array>
 
@@ -28,6 +32,25 @@ inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal) {
   r.kv_lens = inputs.kv_lens();
   if (held && held->filled() && !r.kv_lens) r.kv_lens = held->lengths();
   return r;
+}
+
+// The keys and values that kv_from holds for x, as AttendOptions::cache.
+inline CacheTensors keys_of_kv_from(const AttentionInputs& inputs, const at::Tensor& x, int64_t num_kv_heads,
+                                    int64_t head_dim, int64_t v_head_dim) {
+  check_kv_from(inputs.context() || inputs.value_context(), inputs.cache() != nullptr);
+  return shared_keys(*inputs.kv_from(), x, inputs.kv_lens(), num_kv_heads, head_dim, v_head_dim);
+}
+
+// Queries through a latent, as in latent attention: q_b(norm(q_a(x))).
+inline at::Tensor low_rank(Linear& q_a, RMSNorm& norm, Linear& q_b, const at::Tensor& x) {
+  const auto low = q_a(x);
+  return q_b(norm ? norm(low) : low);
+}
+
+// The outputs of the heads times their gate, if there is one.
+inline at::Tensor gated(const at::Tensor& joined, const at::Tensor& x, Linear& gate_proj, int64_t num_heads,
+                        const std::string& activation) {
+  return gate_proj ? gate_heads(joined, gate_proj(x), num_heads, activation) : joined;
 }
 
 // Runs call on options that hold the tensors that reserve(cache) gives, with room for new_len positions. Where call

@@ -68,6 +68,9 @@ template <typename Options>
 OptionTexts option_texts(const Options& options) {
   OptionTexts texts;
   Options::for_each_option(options, [&](const char* name, const auto& value) {
+    if constexpr (requires { options.gate(); }) {
+      if (!options.gate() && std::string(name) == "gate_activation") return;
+    }
     if (auto text = option_text(value)) texts.emplace_back(name, std::move(*text));
   });
   return texts;

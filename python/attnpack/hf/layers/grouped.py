@@ -78,4 +78,4 @@ class HfGroupedQueryAttention(Adopted, GroupedQueryAttention):
             scaling=self.scale,
             **others,
         )
-        return self._output(heads.flatten(2)), weights
+        return self._output(heads.flatten(2), hidden_states), weights

@@ -1,0 +1,123 @@
+"""What layers compute beside `ops.attend`, as Python functions: gates on the heads' outputs, attention over the cache
+of another layer, and the differences of differential attention.
+
+B batch, H heads, Hq / Hkv query / kv heads, L length, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _C
+from .ops import Rope, _flat, _native
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def gate_heads(joined: Tensor, gate: Tensor, num_heads: int, activation: str = "sigmoid") -> Tensor:
+    """The heads' outputs times f(gate), before the output projection (Qiu et al. 2025, arXiv 2505.06708).
+
+    Args:
+        joined: [B, L, H * D].
+        gate: [B, L, H], one number per head, or [B, L, H * D].
+        num_heads: H.
+        activation: f, "sigmoid" or "softplus".
+
+    Returns:
+        [B, L, H * D] in joined's dtype.
+
+    Raises:
+        ValueError: gate has neither shape, or the activation another name.
+    """
+    return (torch.ops.attnpack if _is_compiling() else _C).gate_heads(joined, gate, num_heads, activation)
+
+
+def attend_shared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    *,
+    rope: Rope = None,
+    positions: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    kv_lens: Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    head_map: Sequence[int] | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    need_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`ops.attend` for queries over keys that another layer's cache holds (Brandon et al. 2024, arXiv 2405.12981).
+
+    Args:
+        query: [B, Hq, L, D], before rotation. Its last token stands at the last position of its sequence.
+        key: [B, Hkv, capacity, D], value: [B, Hkv, capacity, Dv], as the cache holds them; nothing is written.
+        lengths: int64 [B], the positions of each sequence, those of query's tokens among them.
+        kv_lens: [B], how many of query's tokens are valid; default all.
+
+    The other arguments and the result are those of `ops.attend`.
+    """
+    if not _is_compiling():
+        return _C.attend_shared(
+            query, key, value, lengths, _native(rope), positions, mask, causal, kv_lens, window, softcap, sinks,
+            alibi_slopes, head_map, dropout_p, scale, need_weights,
+        )  # fmt: skip
+    op = torch.ops.attnpack.attend_shared_with_weights if need_weights else torch.ops.attnpack.attend_shared
+    return op(
+        query, key, value, lengths, *_flat(rope), positions, False, mask, causal, kv_lens, dropout_p, scale, *window,
+        softcap, sinks, alibi_slopes, head_map,
+    )  # fmt: skip
+
+
+def pair_values(value: Tensor) -> Tensor:
+    """Values as the heads of differential attention read them: kv heads j and j + Hkv / 2 side by side, once for each
+    half of the kv heads. [B, Hkv, L, D] -> [B, Hkv, L, 2 * D]."""
+    return (torch.ops.attnpack if _is_compiling() else _C).pair_values(value)
+
+
+def subtract_halves(
+    joined: Tensor,
+    num_heads: int,
+    lambda_q1: Tensor,
+    lambda_k1: Tensor,
+    lambda_q2: Tensor,
+    lambda_k2: Tensor,
+    lambda_init: float,
+    eps: float,
+) -> Tensor:
+    """(1 - lambda_init) * norm(out_h - lambda * out_(h + H / 2)), the first form of differential attention (Ye et al.
+    2024, arXiv 2410.05258, section 2.1).
+
+    lambda is exp(q1 k1) - exp(q2 k2) + lambda_init, and norm an RMSNorm without weights over a head.
+
+    Args:
+        joined: [B, L, H * W]; num_heads: H, an even number.
+        lambda_q1, lambda_k1, lambda_q2, lambda_k2: each [D].
+
+    Returns:
+        [B, L, H / 2 * W].
+    """
+    return (torch.ops.attnpack if _is_compiling() else _C).subtract_halves(
+        joined, num_heads, lambda_q1, lambda_k1, lambda_q2, lambda_k2, lambda_init, eps
+    )
+
+
+def subtract_pairs(joined: Tensor, lambdas: Tensor) -> Tensor:
+    """out_(2 h) - sigmoid(lambda_h) * out_(2 h + 1), the second form of differential attention (Ye et al. 2026,
+    Differential Transformer V2).
+
+    Args:
+        joined: [B, L, 2 * H * D]; lambdas: [B, L, H].
+
+    Returns:
+        [B, L, H * D].
+    """
+    return (torch.ops.attnpack if _is_compiling() else _C).subtract_pairs(joined, lambdas)

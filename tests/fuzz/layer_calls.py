@@ -1,0 +1,103 @@
+"""Valid calls of the ops that layers have beside attention: gates, differences of heads, shared caches, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import torch
+from attnpack import reference
+from op_cases import draw
+from torch.testing import assert_close
+
+WIDE = [torch.float64, torch.float32]
+Call = tuple[str, list, Callable]
+
+
+def gate_heads(pick: Random) -> Call:
+    heads, dim, dtype = pick.randint(1, 4), pick.randint(1, 6), pick.choice(WIDE)
+    rows, activation = (pick.randint(1, 3), pick.randint(0, 4)), pick.choice(["sigmoid", "softplus"])
+    joined = draw(*rows, heads * dim, dtype=dtype)
+    gate = draw(*rows, pick.choice([heads, heads * dim]), dtype=dtype, seed=1)
+
+    def right(result):
+        assert_close(result, reference.gate_heads(joined, gate, heads, activation), atol=1e-4, rtol=1e-4)
+
+    return "gate_heads", [joined, gate, heads, activation], right
+
+
+def attend_shared(pick: Random) -> Call:
+    batch, kv_heads, dtype = pick.randint(1, 3), pick.randint(1, 2), pick.choice(WIDE)
+    length, capacity = pick.randint(0, 4), 9
+    lengths = torch.tensor([pick.randint(length, capacity) for _ in range(batch)])
+    q, k, v = (
+        draw(batch, n, rows, dim, dtype=dtype)
+        for n, rows, dim in ((2 * kv_heads, length, 8), (kv_heads, capacity, 8), (kv_heads, capacity, 6))
+    )
+    rope, sinks = pick.choice([None, [1.0, 0.1]]), pick.choice([None, draw(2 * kv_heads)])
+    layer = [rope, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0, None]
+
+    def right(result):
+        if rope is None:
+            offset, settings = lengths - length, {"kv_lens": lengths, "sinks": sinks}
+            expected = reference.attention(q, k, v, causal=True, q_offset=offset, **settings).transpose(1, 2).flatten(2)
+            assert_close(result if torch.is_tensor(result) else result[0], expected, atol=1e-4, rtol=1e-4)
+
+    name = pick.choice(["attend_shared", "attend_shared_with_weights"])
+    return name, [q, k, v, lengths, *layer, -1, -1, 0.0, sinks, None, None], right
+
+
+def pair_values(pick: Random) -> Call:
+    value = draw(pick.randint(1, 3), 2 * pick.randint(1, 3), pick.randint(0, 4), pick.randint(1, 5))
+
+    def right(result):
+        half = value.size(1) // 2
+        for head in range(value.size(1)):
+            assert torch.equal(result[:, head], torch.cat([value[:, head % half], value[:, half + head % half]], -1))
+
+    return "pair_values", [value], right
+
+
+def subtract_halves(pick: Random) -> Call:
+    heads, width, dim, dtype = 2 * pick.randint(1, 3), pick.randint(1, 6), pick.randint(1, 4), pick.choice(WIDE)
+    joined = draw(pick.randint(1, 3), pick.randint(0, 4), heads * width, dtype=dtype)
+    lambdas = [draw(dim, dtype=dtype, seed=n) for n in range(4)]
+
+    def right(result):
+        q1, k1, q2, k2 = lambdas
+        factor = (q1 @ k1).exp() - (q2 @ k2).exp() + 0.3
+        first, second = joined.unflatten(-1, (heads, width)).chunk(2, -2)
+        difference = first - factor * second
+        normed = difference / (difference.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        assert_close(result, (0.7 * normed).flatten(-2), atol=1e-4, rtol=1e-4)
+
+    return "subtract_halves", [joined, heads, *lambdas, 0.3, 1e-5], right
+
+
+def subtract_pairs(pick: Random) -> Call:
+    heads, rows, dtype = pick.randint(1, 3), (pick.randint(1, 3), pick.randint(0, 4)), pick.choice(WIDE)
+    joined, lambdas = draw(*rows, 2 * heads * 5, dtype=dtype), draw(*rows, heads, dtype=dtype, seed=1)
+
+    def right(result):
+        pairs = joined.unflatten(-1, (2 * heads, 5))
+        expected = pairs[..., 0::2, :] - lambdas.sigmoid().unsqueeze(-1) * pairs[..., 1::2, :]
+        assert_close(result, expected.flatten(-2), atol=1e-5, rtol=1e-5)
+
+    return "subtract_pairs", [joined, lambdas], right
+
+
+def route_experts(pick: Random) -> Call:
+    logits, top_k = draw(pick.randint(0, 4), 6, dtype=torch.float32), pick.randint(1, 6)
+    scores, normalize = pick.choice(["softmax", "sigmoid"]), pick.random() < 0.5
+    correction = pick.choice([None, torch.zeros(6)])
+
+    def right(result):
+        expected, chosen = (logits.softmax(-1) if scores == "softmax" else logits.sigmoid()).topk(top_k)
+        expected = expected / expected.sum(-1, keepdim=True) if normalize else expected
+        assert_close(result[0].sort(-1).values, expected.sort(-1).values)
+        assert torch.equal(result[1].sort(-1).values, chosen.sort(-1).values)
+
+    return "route_experts", [logits, correction, scores, top_k, normalize, 1.0, 1, 1], right
+
+
+MAKERS = [gate_heads, attend_shared, pair_values, subtract_halves, subtract_pairs, route_experts]
