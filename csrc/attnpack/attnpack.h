@@ -22,6 +22,7 @@
 #include <attnpack/layers/differential.h>
 #include <attnpack/layers/gate_heads.h>
 #include <attnpack/layers/route_experts.h>
+#include <attnpack/layers/select_keys.h>
 #include <attnpack/models/from_hf.h>
 #include <attnpack/models/generate.h>
 #include <attnpack/modules/differential_attention.h>

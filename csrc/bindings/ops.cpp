@@ -5,6 +5,7 @@
 #include <attnpack/layers/differential.h>
 #include <attnpack/layers/gate_heads.h>
 #include <attnpack/layers/latent_attend.h>
+#include <attnpack/layers/select_keys.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/attention_varlen.h>
 #include <attnpack/ops/cpu/machine_speed.h>
@@ -179,6 +180,17 @@ Tensor subtract_halves_py(const Tensor& joined, int64_t num_heads, const Tensor&
   return subtract_halves(joined, num_heads, {q1, k1, q2, k2}, lambda_init, eps);
 }
 
+Tensor select_keys_py(const Tensor& query, const Tensor& key, const Tensor& weights, int64_t top_k, bool causal,
+                      const OptionalTensor& q_offsets, const OptionalTensor& kv_lens) {
+  return select_keys(query, key, weights, top_k, {causal, q_offsets, kv_lens});
+}
+
+Tensor select_blocks_py(const Tensor& query, const Tensor& key, int64_t block, int64_t top_blocks, int64_t local_blocks,
+                        const std::string& scorer, bool causal, const OptionalTensor& q_offsets,
+                        const OptionalTensor& kv_lens) {
+  return select_blocks(query, key, {block, top_blocks, local_blocks, scorer}, {causal, q_offsets, kv_lens});
+}
+
 py::object latent_attend_py(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const OptionalTensor& kv_b,
                             int64_t v_dim, const std::string& path, const RopeSettings* rope,
                             const OptionalTensor& positions, bool cross, const std::optional<LatentTensors>& cache,
@@ -246,6 +258,9 @@ void register_ops(py::module_& m) {
   define(m, "subtract_halves", &subtract_halves_py,
          {"joined", "num_heads", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "lambda_init", "eps"});
   define(m, "subtract_pairs", &subtract_pairs, {"joined", "lambdas"});
+  define(m, "select_keys", &select_keys_py, {"query", "key", "weights", "top_k", "causal", "q_offsets", "kv_lens"});
+  define(m, "select_blocks", &select_blocks_py,
+         {"query", "key", "block", "top_blocks", "local_blocks", "scorer", "causal", "q_offsets", "kv_lens"});
   define(m, "latent_attend", &latent_attend_py,
          {"query", "latent", "k_rope", "kv_b", "v_dim", "path", "rope", "positions", "cross", "cache", "mask", "causal",
           "kv_lens", "dropout_p", "scale", "need_weights"});

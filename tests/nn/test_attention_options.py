@@ -326,12 +326,14 @@ def test_kv_from_is_refused_where_it_cannot_be_read():
     with pytest.raises(TypeError, match="kv_from is a list, GroupedQueryAttention wants"):
         module(x, kv_from=[held])
     twin = module.cpp()
-    for message, made in (
-        ("kv_from: got an empty cache", attnpack.cpp.DynamicCache()),
-        ("kv_from: got a SlidingWindowCache", attnpack.cpp.SlidingWindowCache(3)),
+    for message, arguments in (
+        ("kv_from: got an empty cache", {"kv_from": attnpack.cpp.DynamicCache()}),
+        ("kv_from: got a SlidingWindowCache", {"kv_from": attnpack.cpp.SlidingWindowCache(3)}),
+        ("cache: got one together", {"kv_from": attnpack.cpp.DynamicCache(), "cache": attnpack.cpp.DynamicCache()}),
+        ("context: got one together", {"kv_from": attnpack.cpp.DynamicCache(), "context": x}),
     ):
         with pytest.raises(ValueError, match=message):
-            twin.forward(x, kv_from=made)
+            twin.forward(x, **arguments)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["python", "cpp"])

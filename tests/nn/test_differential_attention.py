@@ -62,7 +62,7 @@ def their_layer(layer_idx=2, **settings):
     rotary = modeling_diffllama.DiffLlamaRotaryEmbedding(config)
 
     def call(x, cache=None):
-        past = cache.get_seq_length() if cache is not None else 0
+        past = cache.get_seq_length(layer_idx) if cache is not None else 0
         positions = past + torch.arange(x.size(1)).expand(x.size(0), -1)
         seen = torch.arange(past + x.size(1)) <= positions[0].unsqueeze(-1)
         mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)

@@ -251,6 +251,24 @@ def test_layers_equal_torch_multi_head_attention():
     assert_close(ours(x, causal=True), theirs(x, x, x, attn_mask=hidden)[0])
 
 
+def test_gates_by_hand():
+    joined, gate = tensor([[[1.0, 2.0, 3.0, 4.0]]]), tensor([[[0.0, math.log(3.0)]]])
+    assert_close(reference.gate_heads(joined, gate, 2), tensor([[[0.5, 1.0, 2.25, 3.0]]]))
+    assert_close(reference.gate_heads(joined, gate * 0, 2, "softplus"), joined * math.log(2.0))
+    by_element = tensor([[[0.0, math.log(3.0), 0.0, math.log(3.0)]]])
+    assert_close(reference.gate_heads(joined, by_element, 2), tensor([[[0.5, 1.5, 1.5, 3.0]]]))
+
+
+def test_differences_by_hand():
+    """One token, so that each softmax is 1 and the difference is one of values."""
+    query, key = torch.zeros(1, 4, 1, 2), torch.zeros(1, 2, 1, 2)
+    value = tensor([[[[1.0, 2.0]], [[3.0, 4.0]]]])
+    both = reference.differential_attention(query, key, value, tensor(0.25), version=1)
+    assert_close(both, 0.75 * tensor([[[[1.0, 2.0, 3.0, 4.0]], [[1.0, 2.0, 3.0, 4.0]]]]))
+    second = reference.differential_attention(query, key, value, tensor(0.25), version=2)
+    assert_close(second, 0.75 * value)
+
+
 def test_notebook_versions():
     torch.manual_seed(0)
     said = []

@@ -110,9 +110,9 @@ def layer_weights(module: GroupedQueryAttention) -> LayerWeights:
     if not isinstance(module, GroupedQueryAttention):
         raise wrong_kind("module", module, _WANTED)
     q, k, v, o = module.q_proj, module.k_proj, module.v_proj, module.o_proj
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"):
         layer = getattr(module, name)
-        if type(layer) is not nn.Linear:
+        if type(layer) is not nn.Linear and not (name == "gate_proj" and layer is None):
             raise TypeError(
                 f"attnpack: {name} is a {type(layer).__name__}, whose weight conversion does not know: it wants a "
                 "plain nn.Linear. Merge adapters into it and dequantise it first"
@@ -135,6 +135,8 @@ def convert_layer(function: Callable[..., Any], layer: Any, **arguments: Any) ->
 def _twin_of(layer: GroupedQueryAttention) -> Any:
     """The layer as conversion reads it. `cpp()` refuses hooks, norms of queries and keys that are not its own, and a
     bias that one projection has alone. This twin passes over hooks and norms, and the missing biases are zeros."""
+    if layer.q_proj is None or layer.v_proj is None:
+        return layer._twin()  # which conversion refuses by the name of its option
     layer_weights(layer)
     config = layer._live_config()
     projections = {name: getattr(layer, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
@@ -156,6 +158,10 @@ def _twin_of(layer: GroupedQueryAttention) -> Any:
             parameters[name] = weight.new_zeros(blank.shape, requires_grad=weight.requires_grad)
     if layer.sinks is not None:
         parameters["sinks"] = layer.sinks
+    if layer.gate_proj is not None:
+        if layer.gate_proj.bias is not None:
+            raise TypeError("attnpack: gate_proj has a bias, which conversion would lose, want one without: remove it")
+        parameters["gate_proj.weight"] = layer.gate_proj.weight
     return give_parameters(twin, parameters, strict=False).train(layer.training)
 
 

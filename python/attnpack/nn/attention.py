@@ -185,8 +185,10 @@ class GroupedQueryAttention(ContextAttention):
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         for name in ("q_norm", "k_norm", "q_a_layernorm"):
             norm = getattr(self, name, None)
+            if norm is None:
+                continue
             eps = _LATENT_EPS if name == "q_a_layernorm" else self._norm_settings()["eps"]
-            if norm is not None and (not isinstance(norm, RMSNorm) or norm.eps != eps):
+            if not isinstance(norm, RMSNorm) or norm.eps != eps:
                 raise TypeError(
                     f"attnpack: {name} is {norm}, C++ has RMSNorm with eps {eps:g} there. Set that eps, or call the "
                     "Python module"

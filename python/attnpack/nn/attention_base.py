@@ -213,7 +213,8 @@ class ContextAttention(NativeAttention):
             own = self.causal and context is None
             return self._forward_nested(x, context, value_context, positions, own if causal is None else causal)
         if kv_from is not None:
-            checks.kv_from(context is not None or value_context is not None, cache is not None)
+            if context is not None or value_context is not None or cache is not None:
+                checks.kv_from(context is not None or value_context is not None, cache is not None)
             causal = self.causal if causal is None else causal
             inputs = {"positions": positions, "mask": mask, "causal": causal, "kv_lens": kv_lens}
             return self._attend_shared(x, kv_from, need_weights, **inputs)
