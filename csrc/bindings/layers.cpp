@@ -1,4 +1,3 @@
-#include <attnpack/modules/embedding.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/mixture_of_experts.h>

@@ -27,10 +27,15 @@ from .cache import (
     SlidingWindowCache,
     StaticCache,
 )
-from .nn.attention import GroupedQueryAttention, MultiHeadAttention, MultiQueryAttention, SelfAttention
+from .nn.attention import (
+    DifferentialAttention,
+    GroupedQueryAttention,
+    MultiHeadAttention,
+    MultiQueryAttention,
+    SelfAttention,
+)
 from .nn.block import DecoderBlock, EncoderBlock
 from .nn.causal_lm import CausalLM
-from .nn.differential_attention import DifferentialAttention
 from .nn.feed_forward import FeedForward, MixtureOfExperts
 from .nn.latent_attention import MultiHeadLatentAttention
 from .nn.norm import RMSNorm

@@ -1,5 +1,5 @@
 """What layers compute beside `ops.attend`, as Python functions: gates on the heads' outputs, attention over the cache
-of another layer, and the differences of differential attention.
+of another layer, the differences of differential attention, and which keys a query is to attend.
 
 B batch, H heads, Hq / Hkv query / kv heads, L length, D head dim.
 """
@@ -121,3 +121,66 @@ def subtract_pairs(joined: Tensor, lambdas: Tensor) -> Tensor:
         [B, L, H * D].
     """
     return (torch.ops.attnpack if _is_compiling() else _C).subtract_pairs(joined, lambdas)
+
+
+def select_keys(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    top_k: int,
+    *,
+    causal: bool = False,
+    q_offsets: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+) -> Tensor:
+    """The keys that each query is to attend by DeepSeek-V3.2's lightning indexer: the best by sum_h w_h relu(q_h k).
+
+    No gradient flows through the choice.
+
+    Args:
+        query: [B, H, L, D] of the indexer's heads, key: [B, 1, Lkv, D], both rotated; weights: [B, L, H].
+        top_k: how many keys a query attends at most.
+        causal: keep keys j <= i + q_offsets.
+        q_offsets: [B] int64, the position of query row 0 of each sequence; default 0.
+        kv_lens: [B], valid keys of each sequence; default all.
+
+    Returns:
+        int32 [B, 1, L, min(top_k, Lkv)], the best first, -1 where a query has fewer keys.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit.
+    """
+    names = torch.ops.attnpack if _is_compiling() else _C
+    return names.select_keys(query, key, weights, top_k, causal, q_offsets, kv_lens)
+
+
+def select_blocks(
+    query: Tensor,
+    key: Tensor,
+    block: int,
+    top_blocks: int,
+    *,
+    local_blocks: int = 1,
+    scorer: str = "mean",
+    causal: bool = False,
+    q_offsets: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+) -> Tensor:
+    """The blocks of keys that the query heads of a kv head are to attend, by the sum of their scores.
+
+    No gradient flows through the choice.
+
+    Args:
+        query: [B, Hq, L, D], key: [B, Hkv, Lkv, D].
+        block: keys of a block; top_blocks: how many blocks a query attends at most.
+        local_blocks: its own block and those before it, which it attends in any case; at least 1 for a causal "mean".
+        scorer: "mean", query times the mean of a block's keys (MoBA, Lu et al. 2025, arXiv 2502.13189), or "max", the
+            greatest product of the query and a key of the block (MiniMax-M3).
+
+    The other arguments and errors are those of `select_keys`.
+
+    Returns:
+        int32 [B, Hkv, L, min(top_blocks, blocks)], the best first, -1 where a query has fewer blocks.
+    """
+    names = torch.ops.attnpack if _is_compiling() else _C
+    return names.select_blocks(query, key, block, top_blocks, local_blocks, scorer, causal, q_offsets, kv_lens)

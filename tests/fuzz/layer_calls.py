@@ -100,4 +100,29 @@ def route_experts(pick: Random) -> Call:
     return "route_experts", [logits, correction, scores, top_k, normalize, 1.0, 1, 1], right
 
 
-MAKERS = [gate_heads, attend_shared, pair_values, subtract_halves, subtract_pairs, route_experts]
+def select(pick: Random) -> Call:
+    batch, kv_heads, length, kv_len = pick.randint(1, 3), pick.randint(1, 2), pick.randint(0, 4), pick.randint(0, 9)
+    causal, offsets = pick.random() < 0.5, torch.tensor([pick.randint(0, 9) for _ in range(batch)])
+    lens = torch.tensor([pick.randint(0, kv_len) for _ in range(batch)])
+    keys = pick.random() < 0.5
+    query = draw(batch, 2 * kv_heads, length, 5, dtype=pick.choice(WIDE))
+    key = draw(batch, 1 if keys else kv_heads, kv_len, 5, dtype=query.dtype)
+    block, most = 1 if keys else pick.randint(1, 4), pick.randint(1, 12)
+
+    def right(index):
+        assert index.dtype == torch.int32 and index.size(-1) == min(most, -(-kv_len // block))
+        for b in range(batch):
+            for i in range(length):
+                end = min(int(lens[b]), int(offsets[b]) + i + 1) if causal else int(lens[b])
+                for row in index[b, :, i].tolist():
+                    named = [n for n in row if n >= 0]
+                    assert len(set(named)) == len(named) == min(most, -(-end // block))
+                    assert all(n * block < end for n in named)
+
+    place = [causal, offsets, lens]
+    if keys:
+        return "select_keys", [query, key, draw(batch, length, 2 * kv_heads), most, *place], right
+    return "select_blocks", [query, key, block, most, 1, pick.choice(["mean", "max"]), *place], right
+
+
+MAKERS = [gate_heads, attend_shared, pair_values, subtract_halves, subtract_pairs, select, route_experts]

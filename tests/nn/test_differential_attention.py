@@ -125,6 +125,15 @@ def test_a_block_takes_it():
     assert torch.equal(block(x), block.cpp().forward(x))
 
 
+@pytest.mark.parametrize("make", [first, second])
+def test_dropout_acts_in_training_alone(make):
+    module, plain, x = make(dropout=0.5), make(), torch.randn(2, 5, EMBED)
+    plain.load_state_dict(module.state_dict())
+    for each, other in ((module, plain), (module.cpp(), plain.cpp())):
+        assert not torch.allclose(each.train().forward(x), other.forward(x), atol=1e-3)
+        assert torch.equal(each.eval().forward(x), other.forward(x))
+
+
 REFUSED = {
     "version: got 3, want 1 or 2": {"version": 3},
     "lambda_init, eps: got one for version 2": {"lambda_init": 0.5},

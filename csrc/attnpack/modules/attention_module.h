@@ -6,6 +6,7 @@
 
 #include <attnpack/cache/kv_cache.h>
 #include <attnpack/layers/attend.h>
+#include <attnpack/layers/gate_heads.h>
 #include <attnpack/modules/leaf.h>
 #include <attnpack/modules/part.h>
 

@@ -1,4 +1,4 @@
-#include <attnpack/modules/embedding.h>
+#include <attnpack/modules/linear.h>
 
 #include <torch/nn/init.h>
 

@@ -4,7 +4,7 @@
 
 #include <attnpack/cache/model_cache.h>
 #include <attnpack/modules/block.h>
-#include <attnpack/modules/embedding.h>
+#include <attnpack/modules/linear.h>
 
 #include <string>
 #include <vector>

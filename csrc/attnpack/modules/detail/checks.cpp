@@ -9,7 +9,6 @@
 
 #include <attnpack/core/padded.h>
 #include <attnpack/core/sizes.h>
-#include <attnpack/layers/gate_heads.h>
 
 namespace attnpack {
 

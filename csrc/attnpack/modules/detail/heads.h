@@ -1,7 +1,6 @@
 #pragma once
 
 #include <attnpack/cache/cross_cache.h>
-#include <attnpack/layers/gate_heads.h>
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/linear.h>
