@@ -136,6 +136,10 @@ template <typename Attention>
 void check_grouped(const Attention& module, const Group& group) {
   const auto& o = module.options;
   check_heads("grouped attention", o.num_heads(), o.dropout(), group);
+  ATTNPACK_CHECK(
+      !o.keys_as_values(),
+      "keys_as_values: got a layer with it, of which tensor_parallel knows no share, want one with a v_proj, or "
+      "leave the layer whole");
   check_known("grouped attention", module, {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks"});
   ATTNPACK_CHECK(!(o.qk_norm() && o.qk_norm().all_heads()),
                  "qk_norm: got a norm over all heads, of which a rank has a share, want one over head_dim, or leave "
