@@ -191,10 +191,11 @@ class GroupedQueryAttention(ContextAttention):
             norm = getattr(self, name, None)
             if norm is None:
                 continue
-            eps = _LATENT_EPS if name == "q_a_layernorm" else self._norm_settings()["eps"]
+            latent = name == "q_a_layernorm"
+            eps, shown = (_LATENT_EPS, name) if latent else (self._norm_settings()["eps"], "q_norm or k_norm")
             if not isinstance(norm, RMSNorm) or norm.eps != eps:
                 raise TypeError(
-                    f"attnpack: {name} is {norm}, C++ has RMSNorm with eps {eps:g} there. Set that eps, or call the "
+                    f"attnpack: {shown} is {norm}, C++ has RMSNorm with eps {eps:g} there. Set that eps, or call the "
                     "Python module"
                 )
         return super()._make_cpp(device, dtype)
