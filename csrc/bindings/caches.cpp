@@ -50,9 +50,7 @@ std::string describe_cache(const std::string& name, const KVCache& cache) {
 template <typename Result, typename... Rest>
 void bind_rule(py::module_& m, const char* name, Result (*rule)(const HeldCache&, Rest...)) {
   m.def(name, [rule](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers,
-                     Rest... rest) {
-    return rule({kind, tensors, numbers}, rest...);
-  });
+                     Rest... rest) { return rule({kind, tensors, numbers}, rest...); });
 }
 
 // A window as an int, how many positions before, or as (left, right).

@@ -85,7 +85,7 @@ def test_python_snippets_run(page):
 
 
 def test_pages_with_snippets_are_known():
-    assert {"README", "torch", "transformers", "convert", "variants", "flash", "weights", "distributed"} == {
+    assert {"README", "torch", "transformers", "convert", "variants", "flash", "weights", "distributed", "sparse"} == {
         page.stem for page in PAGES if blocks(page, "python")
     }
 
@@ -93,7 +93,10 @@ def test_pages_with_snippets_are_known():
 @pytest.mark.parametrize("page", ["README.md", "docs/howto/cpp.md"])
 @pytest.mark.parametrize("language, file", [("cpp", "main.cpp"), ("cmake", "CMakeLists.txt")])
 def test_cpp_is_that_of_the_example_which_the_tests_build_and_run(page, language, file):
-    example = iter(lines((ROOT / "examples/cpp/hello_attention" / file).read_text()))
+    sources = [ROOT / "examples/cpp/hello_attention" / file]
+    if language == "cpp":
+        sources.append(ROOT / "tests/cpp/modules/test_parts.cpp")
+    example = iter([line for source in sources for line in lines(source.read_text())])
     found = blocks(ROOT / page, language)
     assert found or (page, language) == ("README.md", "cmake")
     for line in lines("".join(found)):

@@ -20,8 +20,8 @@ class SdpaGuard : public ReplacementGuard {
   SdpaGuard() : ReplacementGuard(enable_sdpa()) {}
 };
 
-// Whether a Replacement of scaled_dot_product_attention is enabled now; the calls since the last reset that were taken and passed on, with
-// the reason of each; and that reset.
+// Whether a Replacement of scaled_dot_product_attention is enabled now; the calls since the last reset that were taken
+// and passed on, with the reason of each; and that reset.
 bool sdpa_enabled();
 ReplacementReport sdpa_report();
 void reset_sdpa_report();

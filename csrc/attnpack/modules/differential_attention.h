@@ -68,7 +68,7 @@ class DifferentialAttentionImpl : public LeafModule<DifferentialAttentionImpl>, 
  public:
   DifferentialAttentionImpl(int64_t embed_dim, int64_t num_heads, int64_t num_kv_heads)
       : DifferentialAttentionImpl(DifferentialAttentionOptions(embed_dim, num_heads, num_kv_heads)) {}
-  explicit DifferentialAttentionImpl(DifferentialAttentionOptions options) : options(std::move(options)) { reset(); }
+  explicit DifferentialAttentionImpl(DifferentialAttentionOptions given) : options(std::move(given)) { reset(); }
 
   at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) override;
   std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,

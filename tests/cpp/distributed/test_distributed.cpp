@@ -131,10 +131,7 @@ TEST_CASE("what is not done, and what differs between ranks, is an error on all 
   const auto all_say = [](const std::vector<std::string>& results, const std::string& text) {
     for (const auto& result : results) CHECK(contains(result, text));
   };
-  all_say(on_ranks(2,
-                   [&](const Group& g) {
-                     return call(g, AttentionOptions().mask(at::ones({4, 4})));
-                   }),
+  all_say(on_ranks(2, [&](const Group& g) { return call(g, AttentionOptions().mask(at::ones({4, 4}))); }),
           "mask: got a tensor [4, 4], which is not done over several processes");
   all_say(on_ranks(2, [&](const Group& g) { return call(g, AttentionOptions().dropout_p(0.5)); }),
           "dropout_p: got 0.5");
@@ -251,12 +248,8 @@ Modules modules() {
   return {
       [] { return self(GroupedQueryAttention(grouped(4))); },
       [] { return self(GroupedQueryAttention(grouped(1).qk_norm(true).sinks(true).alibi(true))); },
-      [] {
-        return self(GroupedQueryAttention(grouped(3).head_map(std::vector<int64_t>{2, 2, 0, 1, 1, 0, 0, 2})));
-      },
-      [] {
-        return self(MultiHeadAttention(MultiHeadAttentionOptions(24, 4).window(Window{3, 0}).softcap(2)));
-      },
+      [] { return self(GroupedQueryAttention(grouped(3).head_map(std::vector<int64_t>{2, 2, 0, 1, 1, 0, 0, 2}))); },
+      [] { return self(MultiHeadAttention(MultiHeadAttentionOptions(24, 4).window(Window{3, 0}).softcap(2))); },
       [] { return self(MultiQueryAttention(MultiQueryAttentionOptions(24, 4).bias(true))); },
       [] { return self(MultiHeadLatentAttention(latent())); },
       [] { return self(MultiHeadLatentAttention(latent().q_lora_rank(9).bias(true))); },

@@ -102,9 +102,8 @@ TEST_CASE("options for named keys") {
   REQUIRE(is(run(AttentionOptions().key_index(index).causal(true).q_offset(1)), keys.logical_and(column <= row + 1)));
   const auto probs = attention_scores(x.query, x.key, AttentionOptions().key_index(index));
   REQUIRE(probs.masked_select(keys.logical_not()).eq(0).all().item<bool>());
-  REQUIRE(complains("key_index[0, 0, 0, 1] is 9, wants 0 to 8, the keys of a sequence of 9, or -1 for none", [&] {
-    run(AttentionOptions().key_index(at::tensor({3, 9}).expand({2, 1, 5, 2})));
-  }));
+  REQUIRE(complains("key_index[0, 0, 0, 1] is 9, wants 0 to 8, the keys of a sequence of 9, or -1 for none",
+                    [&] { run(AttentionOptions().key_index(at::tensor({3, 9}).expand({2, 1, 5, 2}))); }));
   REQUIRE(complains("key_index is undefined", [&] { run(AttentionOptions().key_index(at::Tensor())); }));
 }
 
@@ -184,12 +183,10 @@ TEST_CASE("errors name the argument, what it got and what it wants") {
   REQUIRE(
       complains("attnpack: key has head_dim 7, query 8", [&] { attention(x.query, x.key.narrow(3, 0, 7), x.value); }));
   REQUIRE(complains("pass head_map", [&] { attention(x.query.narrow(1, 0, 3), x.key, x.value); }));
-  REQUIRE(complains("mask has shape [9, 5], which does not broadcast", [&] {
-    run(AttentionOptions().mask(at::ones({9, 5})));
-  }));
-  REQUIRE(complains("kv_lens[1] is 10, wants 0 to kv_len = 9", [&] {
-    run(AttentionOptions().kv_lens(at::tensor({9, 10})));
-  }));
+  REQUIRE(complains("mask has shape [9, 5], which does not broadcast",
+                    [&] { run(AttentionOptions().mask(at::ones({9, 5}))); }));
+  REQUIRE(complains("kv_lens[1] is 10, wants 0 to kv_len = 9",
+                    [&] { run(AttentionOptions().kv_lens(at::tensor({9, 10}))); }));
   REQUIRE(complains("dropout_p is 1", [&] { run(AttentionOptions().dropout_p(1)); }));
   REQUIRE(complains("stage is 'raw'", [&] { attention_scores(x.query, x.key, {}, "raw"); }));
 }

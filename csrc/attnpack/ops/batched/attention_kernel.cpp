@@ -36,8 +36,9 @@ Results for_each_sample(const VmapLevel& level, const Call& call) {
           (parts[i++].push_back(result), ...);
         },
         call(n));
-  return [&]<size_t... I>(std::index_sequence<I...>) { return Results{level.wrap(at::stack(parts[I]))...}; }
-  (std::make_index_sequence<std::tuple_size_v<Results>>());
+  return [&]<size_t... I>(std::index_sequence<I...>) {
+    return Results{level.wrap(at::stack(parts[I]))...};
+  }(std::make_index_sequence<std::tuple_size_v<Results>>());
 }
 
 AttentionResult attention_batched(const Tensor& query, const Tensor& key, const Tensor& value,

@@ -15,9 +15,7 @@
 namespace attnpack {
 
 template <class T>
-concept ArgumentStruct = requires(const std::remove_cvref_t<T>& t) {
-  t.members();
-};
+concept ArgumentStruct = requires(const std::remove_cvref_t<T>& t) { t.members(); };
 
 namespace detail {
 
@@ -65,11 +63,12 @@ constexpr size_t kWidth = [] {
 // The argument of type T that begins at element `Begin` of the flat ones.
 template <class T, size_t Begin, class Tuple>
 decltype(auto) take_argument(const Tuple& flat) {
-  if constexpr (ArgumentStruct<T>) return [&]<size_t... I>(std::index_sequence<I...>) {
+  if constexpr (ArgumentStruct<T>)
+    return [&]<size_t... I>(std::index_sequence<I...>) {
       return std::remove_cvref_t<T>{std::get<Begin + I>(flat)...};
-    }
-  (std::make_index_sequence<kWidth<T>>());
-  else return std::get<Begin>(flat);
+    }(std::make_index_sequence<kWidth<T>>());
+  else
+    return std::get<Begin>(flat);
 }
 
 // An argument as one or several flat ones.
