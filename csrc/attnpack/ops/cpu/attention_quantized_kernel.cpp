@@ -46,6 +46,7 @@ AttentionResult attention_quantized_cpu(const Tensor& query, const Tensor& key, 
   p.value_strides = kernel_strides(prepared.value);
   p.quantized_bits = bits;
   auto [out, lse] = make_outputs(prepared, rows);
+  p.dtype = kernel_dtype(query.scalar_type());  // rotated rows are floats, and need be no more exact than the query
   run_forward(kernels_in_use(), {&p, 1}, kTorchThreads);
   if (!rotated) return {out, lse};
   rotate_rows_(out);

@@ -5,11 +5,12 @@
 // All instruction sets that are built, whether this CPU has them, and which one it uses. No headers of torch.
 namespace attnpack {
 
-#define ATTNPACK_KERNELS(isa)                                                                  \
-  {isa::prefill_scratch, isa::prefill,          isa::decode_scratch,     isa::decode,          \
-   isa::merge,           isa::backward_scratch, isa::backward,           isa::linear_scratch,  \
-   isa::linear_rows,     isa::rms_norm_rows,    isa::quantize_rows,      isa::dequantize_rows, \
-   isa::rotate_rows,     isa::multiply_adds,    isa::pair_multiply_adds, isa::read_through}
+#define ATTNPACK_KERNELS(isa)                                                                                  \
+  {                                                                                                            \
+    isa::prefill_scratch, isa::prefill, isa::decode_scratch, isa::decode, isa::merge, isa::backward_scratch,   \
+        isa::backward, isa::linear_scratch, isa::linear_rows, isa::rms_norm_rows, isa::quantize_rows,          \
+        isa::dequantize_rows, isa::rotate_rows, isa::multiply_adds, isa::pair_multiply_adds, isa::read_through \
+  }
 
 struct Isa {
   const char* name;
@@ -42,8 +43,8 @@ inline const Isa kIsas[] = {
     {"avx512", has_avx512(), true, ATTNPACK_KERNELS(avx512)},
 #endif
 #if defined(ATTNPACK_AVX512_BF16)
-    {"avx512_bf16", has_avx512() && __builtin_cpu_supports("avx512bf16"), has_fast_pairs(),
-     ATTNPACK_KERNELS(avx512_bf16)},
+    {"avx512_bf16", has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"),
+     has_fast_pairs(), ATTNPACK_KERNELS(avx512_bf16)},
 #endif
 };
 

@@ -1,4 +1,4 @@
-#include <attnpack/ops/cpu/isa/quantized_rows.h>
+#include <attnpack/ops/cpu/isa/integer_products.h>
 
 // Decode: there are few rows, so each key and value is read from memory once. A unit of work is a range of keys. The
 // partial results of the ranges are joined at the end (Flash-Decoding, Dao et al. 2023).
@@ -125,6 +125,9 @@ inline void add_values(const typename Operands::Element* p, const Values& values
   }
 }
 
+// The most columns of quantised values whose sums are padded together: 64 bytes of two numbers each.
+constexpr int64_t kMostColumns = 128;
+
 // A row's result over a range of keys: max, sum, values[v_head_dim].
 inline int64_t partial_size(const AttentionParams& p) { return p.v_head_dim + 2; }
 
@@ -137,6 +140,10 @@ constexpr int64_t kListedMore = kBlock;
 template <class S, class A, int Bits>
 using DecodeOperands = std::conditional_t<Bits == 0, OperandsOf<S, A>, Widened<S, A>>;
 
+struct NoScratch {
+  NoScratch(const AttentionParams&, Arena&) {}
+};
+
 template <class S, class A, int Bits = 0>
 struct DecodeScratch {
   using Operands = DecodeOperands<S, A, Bits>;
@@ -145,11 +152,12 @@ struct DecodeScratch {
   A *scores, *scores_t, *out, *max, *sum;
   E *query, *query_panels, *weights, *keys, *values;
   const S **key_list, **value_list;
-  DecodeScratch(const AttentionParams& p, Arena& arena) {
+  std::conditional_t<Bits && kIntegerProducts, IntegerScratch, NoScratch> integers;
+  DecodeScratch(const AttentionParams& p, Arena& arena) : integers(p, arena) {
     constexpr int64_t kScores = larger(kTileQueryRows * kBlock, kRowsAtOnce * kStreamBlock);
     key_steps = steps<Operands>(p.head_dim);
     query_ld = Bits ? quantized_blocks(p.head_dim) * kQuantizedBlock : padded<E>(key_steps);
-    value_width = Bits ? quantized_blocks(p.v_head_dim) * kQuantizedBlock : padded<A>(p.v_head_dim);
+    value_width = Bits ? (p.v_head_dim + kMostColumns - 1) / kMostColumns * kMostColumns : padded<A>(p.v_head_dim);
     out_ld = value_width + (kRounds<Operands> ? kLanes<A> : 0);  // after each row: the sums of its rounded weights
     query = arena.take<E>(kTileQueryRows * query_ld);
     query_panels = arena.take<E>(kTileQueryRows * query_ld);
@@ -173,20 +181,26 @@ inline bool same_rows(const Strides& a, const Strides& b) {
   return a.batch == b.batch && a.head == b.head && a.row == b.row;
 }
 
-template <class S, class A, int Bits = 0>
+// With Integers, quantised rows are multiplied as integers, else as numbers.
+template <class S, class A, int Bits = 0, bool Integers = false>
 class DecodeRange {
  public:
   DecodeRange(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, Range keys, void* scratch)
       : mask_(p, b, {keys.begin, smaller(keys.end, valid_keys(p, b))}),
         b_(b),
         kv_head_(kv_head),
-        streams_(rows.end - rows.begin <= kRowsAtOnce),
+        streams_(Bits || rows.end - rows.begin <= kRowsAtOnce),
         arena_(scratch),
         w_(p, arena_) {
     make_rows(p, b, kv_head, rows, mask_.keys(), tile_);
     for (int64_t r = 0; r < tile_.count; ++r)
       Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
                          w_.query + r * w_.query_ld, w_.query_ld);
+    if constexpr (Integers)
+      with_layout<Bits>(p.head_dim, [&](const auto& layout) {
+        for (int64_t r = 0; r < tile_.count; ++r)
+          layout.pack_query(w_.query + r * w_.query_ld, r, tile_.count, w_.integers);
+      });
     if (!streams_) pack_transposed(StridedRows<E>{w_.query, w_.query_ld}, tile_.count, w_.key_steps, w_.query_panels);
   }
 
@@ -195,7 +209,7 @@ class DecodeRange {
     attend<false>(keys);
     // An excluded key's NaN or Inf may have come in as 0 * NaN. Then everything is computed once more without such
     // terms.
-    if (!all_finite(w_.out, w_.out_ld, tile_.count, p_.v_head_dim)) attend<true>(keys);
+    if (!all_finite(w_.out, w_.out_ld, tile_.count, Integers ? w_.value_width : p_.v_head_dim)) attend<true>(keys);
     for (int64_t r = 0; r < tile_.count; ++r, partial += partial_size(p_)) {
       const A* out = w_.out + r * w_.out_ld;
       // Rounding the weights changed their sum. Rescale by unrounded sum / rounded sum.
@@ -203,7 +217,10 @@ class DecodeRange {
               factor = rounded_sum == 0 || rounded_sum == w_.sum[r] ? A(1) : w_.sum[r] / rounded_sum;
       partial[0] = w_.max[r];
       partial[1] = w_.sum[r];
-      for (int64_t d = 0; d < p_.v_head_dim; ++d) partial[2 + d] = out[d] * factor;
+      if constexpr (Integers)
+        with_layout<Bits>(p_.v_head_dim, [&](const auto& layout) { layout.read_sums(out, partial + 2); });
+      else
+        for (int64_t d = 0; d < p_.v_head_dim; ++d) partial[2 + d] = out[d] * factor;
     }
   }
 
@@ -216,6 +233,8 @@ class DecodeRange {
     reset_state(state_, tile_.count);
     if constexpr (Bits == 0)
       attend_numbers<Skip>(keys);
+    else if constexpr (Integers)
+      attend_integers<Skip>(keys);
     else
       for (int64_t begin = keys.begin; begin < keys.end; begin += kStreamBlock)
         attend_block<Skip>(quantized(p_.key, p_.key_strides, begin), quantized(p_.value, p_.value_strides, begin),
@@ -234,6 +253,26 @@ class DecodeRange {
       else
         attend_block<Skip>(strided(p_.key, p_.key_strides, begin), strided(p_.value, p_.value_strides, begin), begin,
                            count);
+    }
+  }
+
+  template <bool Skip>
+  void attend_integers(Range keys) {
+    static_assert(FarMemory::kStreamedKeys == kStreamBlock);
+    const auto keys_at = [&](int64_t j) { return quantized(p_.key, p_.key_strides, j); };
+    const auto values_at = [&](int64_t j) { return quantized(p_.value, p_.value_strides, j); };
+    FarMemory memory(keys_at(keys.begin).first, kStreamBlock * p_.key_strides.row, values_at(keys.begin).first,
+                     kStreamBlock * p_.value_strides.row);
+    for (int64_t begin = keys.begin; begin < keys.end; begin += kStreamBlock) {
+      const int64_t count = smaller(kStreamBlock, keys.end - begin);
+      with_layout<Bits>(p_.head_dim, [&](const auto& layout) {
+        layout.scores(keys_at(begin), count, tile_.count, w_.integers, memory, w_.scores, kStreamBlock);
+      });
+      compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
+      with_layout<Bits>(p_.v_head_dim, [&](const auto& layout) {
+        layout.template add_values<Skip>(w_.weights, weights_.ld, values_at(begin), count, tile_.count, w_.integers,
+                                         memory, w_.out, w_.out_ld);
+      });
     }
   }
 
@@ -373,12 +412,12 @@ class DecodeRange {
 };
 
 // All rows of a kv head. Quantised rows are widened once for each tile of rows that fits the registers.
-template <class S, class A, int Bits>
+template <class S, class A, int Bits, bool Integers = false>
 void decode_tiles(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch) {
-  constexpr int64_t kTile = Bits ? kRowsAtOnce : kTileQueryRows;
+  constexpr int64_t kTile = Integers ? kIntegerRows : Bits ? kRowsAtOnce : kTileQueryRows;
   const int64_t rows = group_size(p, kv_head) * p.q_len;
   for (int64_t r = 0; r < rows; r += kTile)
-    DecodeRange<S, A, Bits>(p, b, kv_head, {r, smaller(r + kTile, rows)}, keys, scratch)
+    DecodeRange<S, A, Bits, Integers>(p, b, kv_head, {r, smaller(r + kTile, rows)}, keys, scratch)
         .compute_partials(keys, static_cast<A*>(partial) + r * partial_size(p));
 }
 
@@ -417,8 +456,10 @@ void decode(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, vo
     using S = decltype(storage);
     using A = decltype(accumulation);
     if constexpr (std::is_same_v<A, float>) {
-      if (p.quantized_bits == 8) return decode_tiles<S, A, 8>(p, b, kv_head, keys, partial, scratch);
-      if (p.quantized_bits == 4) return decode_tiles<S, A, 4>(p, b, kv_head, keys, partial, scratch);
+      // Integers round the query to 16 bits. Rotated queries are floats, whatever their dtype was.
+      constexpr bool kIntegers = kIntegerProducts && !std::is_same_v<S, float>;
+      if (p.quantized_bits == 8) return decode_tiles<S, A, 8, kIntegers>(p, b, kv_head, keys, partial, scratch);
+      if (p.quantized_bits == 4) return decode_tiles<float, A, 4, kIntegers>(p, b, kv_head, keys, partial, scratch);
     }
     decode_tiles<S, A, 0>(p, b, kv_head, keys, partial, scratch);
   });
@@ -427,6 +468,8 @@ void decode(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, vo
 void merge(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, const void* partials, int64_t count) {
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     using A = decltype(accumulation);
+    if constexpr (std::is_same_v<A, float>)
+      if (p.quantized_bits == 4) return merge_rows<float>(p, b, kv_head, rows, static_cast<const A*>(partials), count);
     merge_rows<decltype(storage), A>(p, b, kv_head, rows, static_cast<const A*>(partials), count);
   });
 }
