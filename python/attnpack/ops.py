@@ -274,8 +274,9 @@ def sinusoidal_positions(positions: int, dim: int, *, base: float = 10000.0) -> 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input weight^T + bias, as torch's linear, on the CPU by the fastest kernel for the CPU, the dtype and the size.
 
-    Without gradients, up to 16 rows of input read the weight once. `attnpack info` names the kernel for more rows. The
-    environment variable ATTNPACK_LINEAR pins one for all: "torch" (its linear) or "onednn".
+    Up to 16 rows of input read the weight once, on AMD's Zen 4 and 5 up to 24 in fp32 and 32 in bf16. A row's result
+    does not depend on how many of these rows there are, nor on gradients. `attnpack info` names the kernel for more.
+    The environment variable ATTNPACK_LINEAR pins one for all: "torch" (its linear) or "onednn".
 
     Args:
         input: [..., in], weight: [out, in], bias: [out].

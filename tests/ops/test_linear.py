@@ -10,6 +10,9 @@ from attnpack.nn.linear import linear, project
 from torch import nn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The most rows of the kernel for few rows: more where MKL is slow and oneDNN takes large fp32 products.
+MANY = attnpack._C.linear_kernels().startswith("oneDNN for fp32")
+MOST_ROWS = {torch.float32: 24, torch.bfloat16: 32, torch.float16: 16} if MANY else dict.fromkeys(DTYPES, 16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -34,9 +37,9 @@ def test_layouts_and_leading_dimensions():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype):
-    x, weight = torch.randn(16, 300, dtype=dtype), torch.randn(700, 300, dtype=dtype)
+    x, weight = torch.randn(MOST_ROWS[dtype], 300, dtype=dtype), torch.randn(700, 300, dtype=dtype)
     whole = ops.linear(x, weight)
-    for rows in (1, 2, 3, 5, 6, 7):
+    for rows in (1, 2, 3, 5, 6, 7, 12, 16):
         assert torch.equal(ops.linear(x[:rows], weight), whole[:rows])
     before = torch.get_num_threads()
     try:
@@ -44,6 +47,20 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype):
         assert torch.equal(ops.linear(x, weight), whole)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("most", (False, True))
+def test_a_call_with_gradients_has_the_bits_of_one_without(dtype, most):
+    x, weight = torch.randn(MOST_ROWS[dtype] if most else 3, 300, dtype=dtype), torch.randn(70, 300, dtype=dtype)
+    given = [t.clone().requires_grad_() for t in (x, weight)]
+    found = ops.linear(*given)
+    assert torch.equal(found, ops.linear(x, weight))
+    grad = torch.randn_like(found)
+    found.backward(grad)
+    exact = [grad.double() @ weight.double(), grad.double().T @ x.double()]
+    for tensor, wanted in zip(given, exact, strict=True):
+        torch.testing.assert_close(tensor.grad, wanted.to(dtype))
 
 
 def test_gradients_are_those_of_torch():

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ops/linear_native.h>
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 #include <attnpack/backend/detail/hooks.h>
@@ -28,12 +27,6 @@ ReplaceableFunction& replaceable() {
   return function;
 }
 
-// Whether the kernel for few rows runs: without gradients, on tensors that have memory.
-bool streams_rows(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  return input.has_storage() && weight.has_storage() && !c10::impl::dispatch_mode_enabled() &&
-         !torch::autograd::compute_requires_grad(input, weight, bias) && takes_few_rows(input, weight, bias);
-}
-
 LinearReason why_not(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   if (input.layout() != at::kStrided || input.is_nested() || weight.layout() != at::kStrided || weight.is_nested())
     return LinearReason::kAsFast;
@@ -41,7 +34,7 @@ LinearReason why_not(const Tensor& input, const Tensor& weight, const OptionalTe
   if (is_transformed({input, weight, given_bias})) return LinearReason::kTransform;
   // Before the sizes are asked: a question about the sizes of a traced tensor is a promise of the graph.
   if (!takes_classes_of({input, weight, given_bias})) return LinearReason::kSubclass;
-  if (!takes_onednn(input, weight, bias) && !streams_rows(input, weight, bias)) return LinearReason::kAsFast;
+  if (!takes_onednn(input, weight, bias) && !will_take_few_rows(input, weight, bias)) return LinearReason::kAsFast;
   return LinearReason::kNone;
 }
 

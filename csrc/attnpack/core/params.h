@@ -101,7 +101,7 @@ struct AttentionBackwardParams {
   bool wide_key_gradients;  // grad_key and grad_value hold numbers of the accumulation type
 };
 
-constexpr int64_t kFewRows = 16;  // the most rows of a LinearParams
+constexpr int64_t kFewRows = 32;  // the most rows of a LinearParams
 
 // out [rows, outputs] = input [rows, inputs] weight^T + bias, for few rows; all but the weight contiguous.
 struct LinearParams {

@@ -72,8 +72,8 @@ def enable(name: str) -> Replacement:
             replaced too. There are two differences: an excluded key that holds NaN has no influence, and in these
             modules a row without keys attends nothing, where torch gives NaN.
             "linear" for `torch.nn.functional.linear` on the CPU: the faster of the kernels that this torch has, and our
-            own for few rows without gradients (`attnpack.ops.linear`). Its results have torch's tolerance, not
-            its bits. Models whose layers call another function, such as GPT-2's `torch.addmm`, gain nothing.
+            own for few rows (`attnpack.ops.linear`). Its results have torch's tolerance, not its bits. Models whose
+            layers call another function, such as GPT-2's `torch.addmm`, gain nothing.
             Dispatch modes see `attnpack.linear` in place of `aten.addmm` and `aten.mm`.
             "varlen" gives `torch.nn.attention.varlen.varlen_attn` a CPU, where torch has none, forward and backward
             (`attention_varlen`).

@@ -49,7 +49,8 @@ struct LinearBackward : torch::autograd::Node {
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const Tensor none;
   const bool differentiable = torch::autograd::compute_requires_grad(input, weight, bias);
-  if (wants_formula({&input, &weight, bias ? &*bias : &none}) || (differentiable && !takes_onednn(input, weight, bias)))
+  if (wants_formula({&input, &weight, bias ? &*bias : &none}) ||
+      (differentiable && !will_take_few_rows(input, weight, bias) && !takes_onednn(input, weight, bias)))
     return linear_formula(input, weight, bias);
   Tensor out;
   {

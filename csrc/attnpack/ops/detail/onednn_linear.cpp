@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
 #include <bit>
@@ -44,6 +45,13 @@ bool is_slow_with_mkl() {
 #else
   return false;
 #endif
+}
+
+// The most rows that our own kernel takes. More than 16 are faster by it than by oneDNN on Zen 5 alone, as far as has
+// been measured (PERFORMANCE.md).
+int64_t most_few_rows(at::ScalarType dtype) {
+  if (!is_slow_with_mkl()) return 16;
+  return dtype == at::kBFloat16 ? 32 : dtype == at::kFloat ? 24 : 16;
 }
 
 LinearKernel read_pinned() {
@@ -95,7 +103,13 @@ LinearKernel pinned_linear_kernel() {
 }
 
 bool takes_few_rows(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return pinned_linear_kernel() == LinearKernel::kTable && fits_few_rows(input, weight, bias);
+  return pinned_linear_kernel() == LinearKernel::kTable && fits_few_rows(input, weight, bias) &&
+         input.numel() / weight.size(1) <= most_few_rows(input.scalar_type());
+}
+
+bool will_take_few_rows(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return input.has_storage() && weight.has_storage() && !c10::impl::dispatch_mode_enabled() &&
+         takes_few_rows(input, weight, bias);
 }
 
 bool takes_onednn(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {

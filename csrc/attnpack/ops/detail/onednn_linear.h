@@ -16,8 +16,11 @@ enum class LinearKernel { kTable, kTorch, kOneDnn };
 // The kernel that the environment variable ATTNPACK_LINEAR names ("torch" or "onednn"), or kTable.
 LinearKernel pinned_linear_kernel();
 
-// Whether our own kernel for few rows computes this layer, by the table. It has no gradients.
+// Whether our own kernel for few rows computes this layer, by the table.
 bool takes_few_rows(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+
+// The same before the call has reached the CPU's kernel: only tensors that have memory are asked for their sizes.
+bool will_take_few_rows(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 // Whether oneDNN computes this layer: by the table, or because it is pinned and takes the arguments.
 bool takes_onednn(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
