@@ -5,12 +5,11 @@
 // All instruction sets that are built, whether this CPU has them, and which one it uses. No headers of torch.
 namespace attnpack {
 
-#define ATTNPACK_KERNELS(isa)                                                                                  \
-  {                                                                                                            \
-    isa::prefill_scratch, isa::prefill, isa::decode_scratch, isa::decode, isa::merge, isa::backward_scratch,   \
-        isa::backward, isa::linear_scratch, isa::linear_rows, isa::rms_norm_rows, isa::quantize_rows,          \
-        isa::dequantize_rows, isa::rotate_rows, isa::multiply_adds, isa::pair_multiply_adds, isa::read_through \
-  }
+#define ATTNPACK_KERNELS(isa)                                                                  \
+  {isa::prefill_scratch, isa::prefill,          isa::decode_scratch,     isa::decode,          \
+   isa::merge,           isa::backward_scratch, isa::backward,           isa::linear_scratch,  \
+   isa::linear_rows,     isa::rms_norm_rows,    isa::quantize_rows,      isa::dequantize_rows, \
+   isa::rotate_rows,     isa::multiply_adds,    isa::pair_multiply_adds, isa::read_through}
 
 struct Isa {
   const char* name;
