@@ -12,7 +12,8 @@ import torch
 from attnpack.ops import quantize_rows
 from linear_layers import ratio
 
-SHAPES = [(8, 8, 64), (9, 3, 64), (16, 2, 128), (32, 8, 128), (16, 16, 128), (32, 4, 128)]  # Hq, Hkv, D
+SHAPES = [(1, 16, 16, 128), (2, 8, 8, 64), (1, 32, 8, 128), (4, 9, 3, 64), (2, 16, 2, 128),
+          (1, 32, 4, 128)]  # B, Hq, Hkv, D: 34 to 134 MB of bf16 keys and values at 16,384 keys  # fmt: skip
 
 
 def main() -> None:
@@ -24,10 +25,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     rest = None, False, 0, None, -1, -1, None, 0.0, None, None, None, 0.0, None, None
-    print(f"{args.keys} keys, {args.threads} threads\nHq Hkv   D | bf16                 | int8   | int4")
-    for heads, kv_heads, dim in SHAPES:
-        query = torch.randn(1, heads, 1, dim).bfloat16()
-        key, value = (torch.randn(1, kv_heads, args.keys, dim).bfloat16() for _ in range(2))
+    print(f"{args.keys} keys, {args.threads} threads\nB Hq Hkv   D | bf16                 | int8   | int4")
+    for batch, heads, kv_heads, dim in SHAPES:
+        query = torch.randn(batch, heads, 1, dim).bfloat16()
+        key, value = (torch.randn(batch, kv_heads, args.keys, dim).bfloat16() for _ in range(2))
         found = []
         for bits in (8, 4):
             rows = [quantize_rows(x, bits) for x in (key, value)]
@@ -40,7 +41,7 @@ def main() -> None:
             )
         time = found[0][0]
         speed = 2 * key.numel() * 2 / time / 1e3
-        print(f"{heads:>2} {kv_heads:>3} {dim:>3} | {time:9.1f} us {speed:5.1f} GB/s |", end="")
+        print(f"{batch} {heads:>2} {kv_heads:>3} {dim:>3} | {time:9.1f} us {speed:5.1f} GB/s |", end="")
         print(*(f"{factor:6.2f}x |" for _, factor in found))
 
 

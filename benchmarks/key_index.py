@@ -8,12 +8,11 @@ causal, and more names from line to line; the time per row and name should stay.
 
 import argparse
 import statistics
-import time
 
 import attnpack
 import torch
+from packed import DTYPES, measure
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # (query heads, kv heads, head dim)
 LAYERS = {"32 heads, 8 kv heads of 128": (32, 8, 128), "32 heads, 1 kv head of 128": (32, 1, 128),
           "16 heads, 16 kv heads of 64": (16, 16, 64)}  # fmt: skip
@@ -27,17 +26,6 @@ def draw_names(rows: int, keys: int, names: int) -> torch.Tensor:
 
 def dense_mask(names: torch.Tensor, keys: int) -> torch.Tensor:
     return torch.zeros(*names.shape[:3], keys, dtype=torch.bool).scatter(-1, names, True)
-
-
-def measure(calls: dict, rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    with torch.no_grad():
-        for _ in range(rounds + 1):
-            for name, call in calls.items():
-                begin = time.perf_counter()
-                call()
-                times[name].append(time.perf_counter() - begin)
-    return {name: found[1:] for name, found in times.items()}  # the first round warms up
 
 
 def time_decode(args: argparse.Namespace) -> None:

@@ -39,6 +39,7 @@ def make_calls(lengths: list[int], heads: int, kv_heads: int, width: int, dtype:
 
 
 def measure(calls: dict, rounds: int) -> dict[str, list[float]]:
+    """The seconds of each call in each round. A round times all calls in turn."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():
         for _ in range(rounds + 1):

@@ -142,7 +142,7 @@ print("the same letters as in one pass over the given target:", f"{(at_once == w
 assert right > 0.99
 
 # %% [markdown]
-# ## What cross-attention looks at
+# ## The letters that cross-attention reads
 #
 # To write letter i of the target, the decoder needs letter 7 - i of the source: the anti-diagonal.
 

@@ -465,7 +465,7 @@ print(f"CrossCache after 10 calls: {len(held)} positions, those of the context")
 assert kept.nbytes == 10 * (16 + 4) * 4 and len(held) == 20
 
 # %% [markdown]
-# ## What else changes a score: windows, sinks, soft caps, ALiBi
+# ## Other changes of a score: windows, sinks, soft caps, ALiBi
 #
 # Four settings act between the scores and the softmax, and each has to do with long texts. A **window** hides keys that
 # are far away. A **sink** is one more logit per head, with no value: it takes the weight that a head does not want to

@@ -137,7 +137,7 @@ assert trained["rope"] < trained["learned"] < trained["none"] < math.log(len(let
 # training the table helps a little, and the rotation (below) helps much more: a table must learn each place by itself,
 # and a rotation tells the *distance* of two tokens from the first step on.
 #
-# What the table has learned: how alike the vectors of two places are (their cosine). It is brighter near the diagonal
+# The learned table: how alike the vectors of two places are (their cosine). It is brighter near the diagonal
 # than far from it: near places have near vectors. Nobody asked for that, the table began as noise. On the right is what
 # rotary positions (next section) have from the start, without a table.
 

@@ -92,12 +92,16 @@ has_cmake() {
 }
 
 # The C++ tests' framework, a system package.
-need_catch2() {
-  has_catch2 && return
+# Catch2 is needed. Without clang++ or pkg-config, their tests are skipped (tests/allowed_skips.txt).
+need_cpp_test_tools() {
+  if has_catch2 && command -v clang++ >/dev/null && command -v pkg-config >/dev/null; then return; fi
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    say "catch2"
+    say "catch2, clang, pkg-config"
     apt-get update -qq </dev/null || true
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq catch2 </dev/null >/dev/null || true
+    local package
+    for package in catch2 clang pkg-config; do
+      DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" </dev/null >/dev/null || true
+    done
   fi
   has_catch2 || stop "the C++ tests need Catch2, version 2 or 3; on Debian and Ubuntu: sudo apt-get install catch2."
 }

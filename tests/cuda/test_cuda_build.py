@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 from attnpack import _load
 from attnpack.tools import info
-from processes import ROOT, run_program
+from processes import ROOT, needs, run_program
 
-nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
+nvcc = needs("nvcc")
 
 
 def check(*arguments, **environment):

@@ -1,4 +1,4 @@
-"""examples/distributed/train.py under torchrun, and the Python of docs/distributed.md."""
+"""examples/distributed/train.py under torchrun, and the Python and the figures of docs/distributed.md."""
 
 import re
 import sys
@@ -48,3 +48,16 @@ def test_the_lines_of_the_page_are_those_of_the_example():
     example = (ROOT / "examples/distributed/train.py").read_text(encoding="utf-8")
     for line in re.findall(r"^torchrun .*$", PAGE, flags=re.M):
         assert line.rstrip("\\ ") in example
+
+
+def test_the_figures_of_the_page_are_stored():
+    """The range of the times on two ranks, as shares of the cost model's."""
+    stored = (ROOT / "benchmarks/results/distributed.txt").read_text(encoding="utf-8")
+    rows = re.findall(r"^2 ranks, context +(\d+) .*: +([\d.]+) s, .* model +([\d.]+) s$", stored, flags=re.M)
+    shares = [(int(positions), float(seconds) / float(model)) for positions, seconds, model in rows]
+    every, long = ([share for positions, share in shares if positions >= least] for least in (0, 4096))
+    said = (
+        f"Times are {min(every):.2f} to {max(every):.2f} times the model's, and at most {max(long):.2f} times from "
+        "4096 positions on."
+    )
+    assert len(shares) == 15 and said in " ".join(PAGE.split())

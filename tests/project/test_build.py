@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import attnpack
 import pytest
 import setuptools
 from attnpack._load import build_record
-from processes import ROOT, TORCH_DIR, fake_torch, run_program, without_python
+from processes import ROOT, TORCH_DIR, fake_torch, needs, run_program, without_python
 
 NEEDS = "attnpack: Linux x86-64 (ARM compiles), Python >= 3.11, torch >= 2.11"
 
@@ -57,7 +56,7 @@ def test_stops_where_there_is_no_torch(tmp_path):
     assert "attnpack: no torch found (looked in '/nowhere'). Install one (pip install torch)" in stopped.text
 
 
-@pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++")
+@needs("clang++")
 def test_says_which_header_threads_need(tmp_path):
     """clang++ brings no omp.h of its own."""
     arguments = ["-DATTNPACK_PYTHON=OFF", f"-DATTNPACK_TORCH_DIR={TORCH_DIR}", "-DCMAKE_CXX_COMPILER=clang++"]

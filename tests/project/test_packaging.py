@@ -13,7 +13,7 @@ import pytest
 import torch
 from attnpack import _load
 from attnpack.tools import info
-from processes import ROOT, TORCH_DIR, fake_torch, run_program, run_python, without_python
+from processes import ROOT, TORCH_DIR, fake_torch, needs, run_program, run_python, without_python
 
 EXAMPLE = ROOT / "examples/cpp/hello_attention"
 
@@ -77,7 +77,8 @@ def test_cpp_program_against_the_wheel(wheel, tmp_path):
     assert lines[3][1] == str(torch.ops.attnpack.attention.default._schema)
 
 
-@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+@needs("pkg-config")
+@pytest.mark.parametrize("compiler", ["g++", pytest.param("clang++", marks=needs("clang++"))])
 def test_pkg_config_gives_the_flags_of_a_program(wheel, tmp_path, compiler):
     """Without CMake. The wheel lies beside no torch here, so the test names it."""
     environment = os.environ | {"PKG_CONFIG_PATH": str(wheel / "attnpack/lib/pkgconfig")}

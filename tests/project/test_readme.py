@@ -71,10 +71,13 @@ def test_the_headlines_figures_are_stored():
     assert list(headline().values()) == [stored[case] for case in cases]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+# tests/distributed/test_example.py runs the blocks of distributed.md, on several processes.
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if blocks(page, "python") and page.name != "distributed.md"],
+    ids=lambda page: page.stem,
+)
 def test_python_snippets_run(page):
-    if page.name == "distributed.md":
-        pytest.skip("its blocks run on several processes: tests/distributed")
     torch.manual_seed(0)
     names = {}
     for block in blocks(page, "python"):

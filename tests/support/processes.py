@@ -2,11 +2,13 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import attnpack
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +27,11 @@ def run_python(code: str, first: Path | None = None, **variables: str) -> subpro
     with environment variables."""
     environment = os.environ | {"PYTHONPATH": str(first or Path(attnpack.__file__).parents[1])} | variables
     return run_program(sys.executable, "-c", code, env=environment, cwd="/")
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    """Skips a test where the program is not installed."""
+    return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} is not installed")
 
 
 def fake_torch(folder: Path, version: str) -> Path:

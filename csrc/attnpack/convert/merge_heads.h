@@ -52,7 +52,7 @@ struct MergeOptions {
   TORCH_ARG(bool, reorder) = false;
 };
 
-// What merge_kv_heads gives.
+// The result of merge_kv_heads.
 struct MergedHeads {
   AttentionWeights weights;
   std::vector<int64_t> head_map;    // [Hq], into the new kv heads

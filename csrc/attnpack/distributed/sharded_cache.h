@@ -13,8 +13,8 @@ class ShardedCache {
   explicit ShardedCache(Group group);
 
   // Appends the new keys and values, of which this rank keeps its own, and attends over those of all ranks: one
-  // collective of the queries' rows. The query rows stand after what was there before. Raises for mask, dropout_p,
-  // q_offset and kv_lens, and on all ranks where arguments differ between them; the cache is then as it was.
+  // collective of the queries' rows. The queries stand after the positions that were held before. Raises for mask,
+  // dropout_p, q_offset and kv_lens, and on all ranks where arguments differ between them; the cache is then as it was.
   at::Tensor attend(const at::Tensor& query,                // [B, Hq, L, D], rotated
                     const at::Tensor& key,                  // [B, Hkv, L, D], rotated
                     const at::Tensor& value,                // [B, Hkv, L, Dv]
@@ -28,7 +28,7 @@ class ShardedCache {
  private:
   // Writes the positions of this rank; its keys and values [B, Hkv, K, D] then.
   std::pair<at::Tensor, at::Tensor> append(const at::Tensor& key, const at::Tensor& value);
-  // What positions exclude, and ALiBi's bias, [1, 1 or Hq, L, K]; none where the rows see all keys.
+  // The mask of the positions, with ALiBi's bias, [1, 1 or Hq, L, K]; none where the rows see all keys.
   std::optional<at::Tensor> mask(const at::Tensor& query, int64_t num_keys, const AttentionOptions& options) const;
 
   Group group_;

@@ -54,7 +54,7 @@ class ColumnShares {
   bool first_ = true;
 };
 
-// What this rank has of `size` heads or hidden numbers: consecutive ones, as equal in number as can be.
+// The part of `size` heads or hidden numbers that this rank has: consecutive ones, as equal in number as can be.
 struct Share {
   int64_t first, count;
 };

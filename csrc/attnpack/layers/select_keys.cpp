@@ -99,9 +99,9 @@ Tensor in_blocks(const Tensor& key, const SymInt& blocks, const SymInt& block) {
 // [B or 1, 1, blocks, 1], how many keys of each block are valid
 Tensor keys_of_blocks(const Tensor& key, const SymInt& blocks, const SymInt& block, const PlaceArguments& place) {
   const Tensor starts = (count(blocks, key) * block).view_symint({1, 1, blocks, 1});
-  const Tensor ends = place.kv_lens ? place.kv_lens->to(at::kLong).view({-1, 1, 1, 1})
-                                    : at::ones_symint({key.sym_size(2)}, starts.options()).sum();
-  return (ends - starts).clamp_min(0).minimum(at::ones_symint({block}, starts.options()).sum());
+  const Tensor left = place.kv_lens ? place.kv_lens->to(at::kLong).view({-1, 1, 1, 1}) - starts
+                                    : starts.neg() + at::Scalar(key.sym_size(2));
+  return left.clamp(at::Scalar(0), at::Scalar(block));
 }
 
 // Scores of the blocks for each query head, [B, Hq, L, blocks].

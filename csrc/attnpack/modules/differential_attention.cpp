@@ -94,13 +94,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> DifferentialAttentionImpl::heads(
 }
 
 AttendOptions DifferentialAttentionImpl::settings(const AttentionInputs& inputs) const {
-  AttendOptions result{layer_inputs(inputs, options.causal())};
-  result.window = options.window().value_or(Window{-1, -1});
-  result.softcap = options.softcap();
-  result.dropout_p = is_training() ? options.dropout() : 0.0;
-  result.scale = options.scale();
-  if (rope) result.rope = rope->settings;
-  return result;
+  return attend_options(options, inputs, is_training(), rope);
 }
 
 AttendOptions DifferentialAttentionImpl::shared_settings(const at::Tensor& x, const AttentionInputs& inputs) const {
@@ -118,35 +112,17 @@ at::Tensor DifferentialAttentionImpl::output(const at::Tensor& joined, const at:
 }
 
 at::Tensor DifferentialAttentionImpl::forward(const at::Tensor& x, const AttentionInputs& inputs) {
-  if (inputs.kv_from()) {
-    const auto settings = shared_settings(x, inputs);
-    return output(attend_shared(queries(x), settings), x);
-  }
-  auto [q, k, v] = heads(x, inputs);
-  return with_cache(inputs.cache(), k, v, settings(inputs),
-                    [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return output(attend(q, k, v, o), x); });
+  return AttentionSteps::forward(*this, x, inputs);
 }
 
 std::tuple<at::Tensor, at::Tensor> DifferentialAttentionImpl::forward_with_weights(const at::Tensor& x,
                                                                                    const AttentionInputs& inputs) {
-  if (inputs.kv_from()) {
-    const auto settings = shared_settings(x, inputs);
-    const auto [out, weights] = attend_shared_with_weights(queries(x), settings);
-    return {output(out, x), weights};
-  }
-  auto [q, k, v] = heads(x, inputs);
-  return with_cache(inputs.cache(), k, v, settings(inputs),
-                    [&, &q = q, &k = k, &v = v](const AttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
-                      auto [out, weights] = attend_with_weights(q, k, v, o);
-                      return {output(out, x), weights};
-                    });
+  return AttentionSteps::forward_with_weights(*this, x, inputs);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> DifferentialAttentionImpl::project(const at::Tensor& x,
                                                                                   const AttentionInputs& inputs) {
-  auto [q, k, v] = heads(x, inputs);
-  auto [rotated_q, rotated_k] = rotate(q, k, settings(inputs));
-  return {rotated_q, rotated_k, v};
+  return AttentionSteps::project(*this, x, inputs);
 }
 
 void DifferentialAttentionImpl::pretty_print(std::ostream& stream) const {

@@ -22,9 +22,9 @@ struct DifferentialAttentionOptions {
   TORCH_ARG(int64_t, version) = 2;
   // Default embed_dim / num_heads.
   TORCH_ARG(std::optional<int64_t>, head_dim);
-  // Of version 1: what lambda begins with, 0.8 - 0.6 exp(-0.3 layer) in the paper; default 0.8.
+  // Version 1 alone: the first value of lambda, 0.8 - 0.6 exp(-0.3 layer) in the paper; default 0.8.
   TORCH_ARG(std::optional<double>, lambda_init);
-  // Of version 1: eps of the norm on the differences; default 1e-5.
+  // Version 1 alone: eps of the norm on the differences; default 1e-5.
   TORCH_ARG(std::optional<double>, eps);
   TORCH_ARG(bool, bias) = false;
   // Default: as bias.
@@ -94,6 +94,8 @@ class DifferentialAttentionImpl : public LeafModule<DifferentialAttentionImpl>, 
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInputs())})
 
  private:
+  friend struct AttentionSteps;
+
   bool first() const { return options.version() == 1; }
   int64_t query_heads() const { return first() ? options.num_heads() : 2 * options.num_heads(); }
   at::Tensor queries(const at::Tensor& x);

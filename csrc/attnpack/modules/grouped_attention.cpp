@@ -149,13 +149,8 @@ AttendOptions GroupedAttentionImpl<Derived, sharing>::shared_settings(const at::
 
 template <typename Derived, Sharing sharing>
 AttendOptions GroupedAttentionImpl<Derived, sharing>::settings(const AttentionInputs& inputs) const {
-  AttendOptions result{layer_inputs(inputs, options.causal())};
-  result.window = options.window().value_or(Window{-1, -1});
-  result.softcap = options.softcap();
+  auto result = attend_options(options, inputs, this->is_training(), rope);
   result.head_map = options.head_map();
-  result.dropout_p = this->is_training() ? options.dropout() : 0.0;
-  result.scale = options.scale();
-  if (rope) result.rope = rope->settings;
   if (sinks.defined()) result.sinks = sinks;
   if (options.alibi()) result.alibi_slopes = at::tensor(slopes, at::kDouble).to(o_proj->weight.device());
   return result;
@@ -163,37 +158,19 @@ AttendOptions GroupedAttentionImpl<Derived, sharing>::settings(const AttentionIn
 
 template <typename Derived, Sharing sharing>
 at::Tensor GroupedAttentionImpl<Derived, sharing>::forward(const at::Tensor& x, const AttentionInputs& inputs) {
-  if (inputs.kv_from()) {
-    const auto settings = shared_settings(x, inputs);
-    return output(attend_shared(queries(x), settings), x);
-  }
-  auto [q, k, v] = heads(x, inputs);
-  return with_cache(inputs.cache(), k, v, settings(inputs),
-                    [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return output(attend(q, k, v, o), x); });
+  return AttentionSteps::forward(*this, x, inputs);
 }
 
 template <typename Derived, Sharing sharing>
 std::tuple<at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::forward_with_weights(
     const at::Tensor& x, const AttentionInputs& inputs) {
-  if (inputs.kv_from()) {
-    const auto settings = shared_settings(x, inputs);
-    const auto [out, weights] = attend_shared_with_weights(queries(x), settings);
-    return {output(out, x), weights};
-  }
-  auto [q, k, v] = heads(x, inputs);
-  return with_cache(inputs.cache(), k, v, settings(inputs),
-                    [&, &q = q, &k = k, &v = v](const AttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
-                      auto [out, weights] = attend_with_weights(q, k, v, o);
-                      return {output(out, x), weights};
-                    });
+  return AttentionSteps::forward_with_weights(*this, x, inputs);
 }
 
 template <typename Derived, Sharing sharing>
 std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::project(
     const at::Tensor& x, const AttentionInputs& inputs) {
-  auto [q, k, v] = heads(x, inputs);
-  auto [rotated_q, rotated_k] = rotate(q, k, settings(inputs));
-  return {rotated_q, rotated_k, v};
+  return AttentionSteps::project(*this, x, inputs);
 }
 
 template <typename Derived, Sharing sharing>

@@ -134,6 +134,8 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInputs())})
 
  private:
+  friend struct AttentionSteps;
+
   // The projection that reads x for the queries.
   const Linear& reads_x() const { return q_proj ? q_proj : q_a_proj; }
   // q [B, Hq, L, D], normed, not rotated.

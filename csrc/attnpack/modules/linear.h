@@ -27,7 +27,8 @@ struct LinearOptions {
   }
 };
 
-// What several processes do around the product of a layer of which each has a share (distributed/tensor_parallel.h).
+// The work around the product of a layer that several processes share, each a part of it
+// (distributed/tensor_parallel.h).
 class LinearShare {
  public:
   virtual ~LinearShare() = default;

@@ -34,14 +34,9 @@ AttendOptions ProjectedAttentionImpl::settings(const at::Tensor& query, const at
   ATTNPACK_CHECK(!inputs.context(), "context: ProjectedAttention is given k and v; leave it out");
   check_projected_cache(bool(cross_cache(inputs)));
   check_no_kv_from("ProjectedAttention", inputs.kv_from() != nullptr);
-  AttendOptions result{layer_inputs(inputs, options.causal())};
+  auto result = attend_options(options, inputs, is_training(), rope);
   result.cross = !inputs.cache() && query.size(2) != key.size(2);
-  result.window = options.window().value_or(Window{-1, -1});
-  result.softcap = options.softcap();
   result.head_map = options.head_map();
-  result.dropout_p = is_training() ? options.dropout() : 0.0;
-  result.scale = options.scale();
-  if (rope) result.rope = rope->settings;
   return result;
 }
 

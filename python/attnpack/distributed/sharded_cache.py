@@ -241,8 +241,8 @@ class ShardedCache(KVCache, Spread):
         window: tuple[int, int],
         alibi_slopes: Tensor | None,
     ) -> Tensor | None:
-        """What positions exclude, [B or 1, 1, L, K], or ALiBi's bias too, [B or 1, Hq, L, K]. None where one new token
-        sees all keys."""
+        """The mask of the positions, [B or 1, 1, L, K], or with ALiBi's bias, [B or 1, Hq, L, K]. None where one new
+        token sees all keys."""
         left, right = window
         length = query.size(2)
         if alibi_slopes is None and left < 0 and (right < 0 or length == 1) and (length == 1 or not causal):

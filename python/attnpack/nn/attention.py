@@ -352,10 +352,8 @@ class DifferentialAttention(ContextAttention):
     def _heads(self, x: Tensor, context: Tensor | None, value_context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = self._projected(x, context, value_context)
         heads, kv_heads = self.query_heads, self.num_kv_heads
-        widths, wanted = (
-            [p.size(-1) for p in (query, key, value)],
-            [n * self.head_dim for n in (heads, kv_heads, kv_heads)],
-        )
+        widths = [p.size(-1) for p in (query, key, value)]
+        wanted = [n * self.head_dim for n in (heads, kv_heads, kv_heads)]
         if widths != wanted:
             raise ValueError(
                 f"attnpack: q_proj, k_proj and v_proj give widths {widths}, want {wanted}: leave this layer whole"

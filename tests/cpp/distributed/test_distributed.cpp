@@ -23,7 +23,7 @@ namespace parallel = attnpack::distributed;
 using parallel::Group;
 using parallel::Layout;
 
-// What program(group) gives on each rank, or its error.
+// The result of program(group) on each rank, or its error.
 template <typename Program>
 std::vector<std::string> on_ranks(int ranks, const Program& program) {
   const auto store = c10::make_intrusive<c10d::HashStore>();

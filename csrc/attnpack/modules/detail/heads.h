@@ -5,6 +5,7 @@
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/norm.h>
+#include <attnpack/modules/rotary_embedding.h>
 
 #include <array>
 
@@ -80,5 +81,57 @@ auto with_cache(const std::shared_ptr<KVCache>& cache, const at::Tensor& key, co
       cache, key.size(2), options, [&](KVCache& held) { return held.reserve_valid(key, value, options.kv_lens); },
       call);
 }
+
+// The options of attention that the modules have in common.
+template <typename Options>
+AttendOptions attend_options(const Options& o, const AttentionInputs& inputs, bool is_training,
+                             const RotaryEmbedding& rope) {
+  AttendOptions r{layer_inputs(inputs, o.causal())};
+  r.window = o.window().value_or(Window{-1, -1});
+  r.softcap = o.softcap();
+  r.dropout_p = is_training ? o.dropout() : 0.0;
+  r.scale = o.scale();
+  if (rope) r.rope = rope->settings;
+  return r;
+}
+
+// A call of a module over its own keys or those of kv_from. The module's private queries(), heads(), settings(),
+// shared_settings() and output() are its steps.
+struct AttentionSteps {
+  template <typename Module>
+  static at::Tensor forward(Module& m, const at::Tensor& x, const AttentionInputs& inputs) {
+    if (inputs.kv_from()) {
+      const auto settings = m.shared_settings(x, inputs);
+      return m.output(attend_shared(m.queries(x), settings), x);
+    }
+    auto [q, k, v] = m.heads(x, inputs);
+    return with_cache(inputs.cache(), k, v, m.settings(inputs),
+                      [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return m.output(attend(q, k, v, o), x); });
+  }
+
+  template <typename Module>
+  static std::tuple<at::Tensor, at::Tensor> forward_with_weights(Module& m, const at::Tensor& x,
+                                                                 const AttentionInputs& inputs) {
+    if (inputs.kv_from()) {
+      const auto settings = m.shared_settings(x, inputs);
+      const auto [out, weights] = attend_shared_with_weights(m.queries(x), settings);
+      return {m.output(out, x), weights};
+    }
+    auto [q, k, v] = m.heads(x, inputs);
+    return with_cache(inputs.cache(), k, v, m.settings(inputs),
+                      [&, &q = q, &k = k, &v = v](const AttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
+                        auto [out, weights] = attend_with_weights(q, k, v, o);
+                        return {m.output(out, x), weights};
+                      });
+  }
+
+  template <typename Module>
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor> project(Module& m, const at::Tensor& x,
+                                                                const AttentionInputs& inputs) {
+    auto [q, k, v] = m.heads(x, inputs);
+    auto [rotated_q, rotated_k] = rotate(q, k, m.settings(inputs));
+    return {rotated_q, rotated_k, v};
+  }
+};
 
 }  // namespace attnpack

@@ -91,8 +91,7 @@ FoldedAttention fold_attention(const VmapLevel& level, const SampledAttention& c
     const int64_t heads = number(call.num_heads()), kv_heads = number(call.num_kv_heads());
     for (int64_t n = 0; n < number(level.samples()); ++n)
       for (int64_t h = 0; h < heads; ++h)
-        r.head_map.push_back((call.args.head_map ? (*call.args.head_map)[h] : h / (heads / kv_heads)) +
-                             (shared_keys ? 0 : n * kv_heads));
+        r.head_map.push_back(kv_head_of(call.args, h, heads, kv_heads) + (shared_keys ? 0 : n * kv_heads));
   }
   return r;
 }

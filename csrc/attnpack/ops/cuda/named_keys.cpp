@@ -86,8 +86,7 @@ class NamedRows {
   Tensor of_heads(const Tensor& x, int64_t num_heads) const {
     if (x.size(1) == 1) return x;
     std::vector<int64_t> map(num_heads);
-    for (int64_t h = 0; h < num_heads; ++h)
-      map[h] = args_.head_map ? (*args_.head_map)[h] : h / (num_heads / x.size(1));
+    for (int64_t h = 0; h < num_heads; ++h) map[h] = kv_head_of(args_, h, num_heads, x.size(1));
     return x.index_select(1, at::tensor(map, at::kLong).to(query_.device()));
   }
   Tensor mask_at_keys(const Tensor& mask, int64_t num_heads) const {

@@ -35,6 +35,11 @@ struct AttentionArguments {
   }
 };
 
+// The kv head that a query head reads.
+inline int64_t kv_head_of(const AttentionArguments& args, int64_t head, int64_t num_heads, int64_t num_kv_heads) {
+  return args.head_map ? (*args.head_map)[head] : head / (num_heads / num_kv_heads);
+}
+
 // The same arguments in a schema. What follows them has a default too.
 #define ATTNPACK_ATTENTION_SCHEMA                                                                              \
   "Tensor? mask, bool causal, SymInt q_offset, Tensor? q_offsets, int window_left, int window_right, Tensor? " \

@@ -12,7 +12,7 @@ constexpr int64_t kIntegerKeys = 64;  // keys that are multiplied together
 constexpr int kMostCode = 32512;      // 127 * 256: the largest number of two signed bytes, whose lower one may be 128
 constexpr int64_t kIntegerAhead = 8 << 10;
 
-// What is prefetched: blocks of keys and blocks of values in turn, in the order in which they are read.
+// Prefetching takes blocks of keys and blocks of values in turn, in the order in which they are read.
 struct FarMemory {
   const unsigned char *next, *end, *other;
   int64_t block, other_block, left;
