@@ -74,6 +74,7 @@ struct DecoderBlockOptions;
 struct DifferentialAttentionOptions;
 struct EmbeddingOptions;
 struct EncoderBlockOptions;
+struct EncoderDecoderGenerateInputs;
 struct EncoderDecoderInputs;
 struct EncoderInputs;
 struct FeedForwardOptions;

@@ -1,5 +1,6 @@
 #include <attnpack/modules/stack.h>
 #include <bindings/common.h>
+#include <bindings/generate.h>
 #include <bindings/register.h>
 
 namespace attnpack {
@@ -113,6 +114,23 @@ std::shared_ptr<Impl> require_stack(Arguments& arguments, const char* name) {
   return held.cast<std::shared_ptr<Impl>>();
 }
 
+const std::string kHeadWords = "a function of the decoder's states [B, E] that gives logits [B, V], or None";
+
+at::Tensor generate_py(EncoderDecoderImpl& self, Arguments& arguments) {
+  const auto source = arguments.require<at::Tensor>("source"), target = arguments.require<at::Tensor>("target");
+  EncoderDecoderGenerateInputs inputs;
+  const auto head = arguments.take("head");
+  if (head && !head.is_none()) {
+    if (!PyCallable_Check(head.ptr())) raise_wrong_kind("head", head, kHeadWords);
+    inputs.head([&head](const at::Tensor& state) {
+      py::gil_scoped_acquire acquired;
+      return read_value<at::Tensor>("what head returns", head(state), "logits");
+    });
+  }
+  arguments.read_options(inputs, {"head"});
+  return run_generate(arguments, [&](const GenerateOptions& o) { return generate(self, source, target, o, inputs); });
+}
+
 void bind_encoder_decoder(py::module_& m) {
   using Impl = EncoderDecoderImpl;
   auto cls = bind_module<Impl>(m, "EncoderDecoder", "An encoder, and a decoder that reads it.");
@@ -152,6 +170,7 @@ void bind_encoder_decoder(py::module_& m) {
                 arguments.finish(kModelCacheWords);
                 return without_gil([&] { return self.forward(source, target, inputs); });
               });
+  bind_method(cls, "generate", names_of_generate({"source", "target", "head", "source_lens"}), 2, &generate_py);
 }
 
 }  // namespace

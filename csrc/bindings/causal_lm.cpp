@@ -1,46 +1,15 @@
-#include <attnpack/core/check.h>
 #include <attnpack/models/detail/sampler.h>
-#include <attnpack/models/generate.h>
 #include <bindings/causal_lm_options.h>
+#include <bindings/generate.h>
 #include <bindings/register.h>
-
-#include <string>
 
 namespace attnpack {
 
 namespace {
 
-using ModelCachePtr = std::shared_ptr<ModelCache>;
-
 at::Tensor generate_py(CausalLMImpl& self, Arguments& arguments) {
   const auto ids = arguments.require<at::Tensor>("ids");
-  GenerateOptions options(arguments.require<int64_t>("max_new_tokens"));
-  if (const auto cache = arguments.take("cache"); cache && py::isinstance<py::str>(cache)) {
-    options.cache(cache.cast<std::string>());
-  } else if (cache) {
-    TORCH_CHECK_TYPE(py::isinstance<ModelCache>(cache), "attnpack: cache is ", shown(cache),
-                     ", generate wants 'dynamic', 'static', 'sliding', 'paged', 'int8', 'int4', 'none' (everything is "
-                     "computed anew for each "
-                     "token) or a ModelCache");
-    options.model_cache(cache.cast<ModelCachePtr>());
-  }
-  if (const auto token = arguments.take("stop_tokens"))
-    options.stop_tokens(PyIndex_Check(token.ptr())
-                            ? std::vector<int64_t>{read_value<int64_t>("stop_tokens", token, "stop_tokens")}
-                            : read_value<std::vector<int64_t>>("stop_tokens", token, "stop_tokens"));
-  auto callback = arguments.take("callback");
-  if (!callback) callback = py::none();
-  if (!callback.is_none() && !PyCallable_Check(callback.ptr()))
-    raise_wrong_kind("callback", callback, wanted_by_name("callback", false));
-  arguments.read_options(options, {"max_new_tokens", "cache", "model_cache", "stop_tokens", "callback"});
-  arguments.finish(kModelCacheWords);
-  // Each step takes the GIL once: for Ctrl-C, and for the callback, which goes on unless it returns False.
-  options.callback([&callback](const at::Tensor& tokens) {
-    py::gil_scoped_acquire acquired;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    return callback.is_none() || !callback(tokens).is(py::bool_(false));
-  });
-  return without_gil([&] { return generate(self, ids, options); });
+  return run_generate(arguments, [&](const GenerateOptions& options) { return generate(self, ids, options); });
 }
 
 }  // namespace
@@ -72,10 +41,7 @@ void register_causal_lm(py::module_& m) {
                 arguments.finish(kModelCacheWords);
                 return without_gil([&] { return self.forward(ids, inputs); });
               });
-  bind_method(cls, "generate",
-              {"ids", "max_new_tokens", "cache", "num_return_sequences", "lengths", "stop_tokens", "temperature",
-               "top_k", "top_p", "seed", "callback"},
-              1, &generate_py);
+  bind_method(cls, "generate", names_of_generate({"ids"}), 1, &generate_py);
 }
 
 }  // namespace attnpack

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -108,6 +109,17 @@ def test_pkg_config_gives_the_flags_of_a_program(wheel, tmp_path, compiler):
     assert ran.returncode == 0, ran.text
     version, isa, sizes = ran.stdout.strip().split(maxsplit=2)
     assert version == attnpack.__version__ and isa in _load.build_record()["instruction_sets"] and sizes == "[1, 3, 24]"
+
+
+def test_a_second_copy_of_the_library_says_so(tmp_path):
+    """It ends the process, because an initialiser of a library cannot fail otherwise: dlopen lets no exception out."""
+    second = shutil.copy(ROOT / "python/attnpack/lib/libattnpack.so", tmp_path / "libsecond.so")
+    ran = run_python(f"import attnpack, torch; torch.ops.load_library({str(second)!r}); print('loaded')")
+    assert ran.returncode != 0 and "loaded" not in ran.stdout
+    sentence = (
+        f"attnpack: another copy of the library is loaded in this process, so {second} cannot be: link and load one"
+    )
+    assert sentence in ran.stderr
 
 
 def test_example_is_short():

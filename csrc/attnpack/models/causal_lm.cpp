@@ -189,12 +189,7 @@ std::vector<LayerSettings> CausalLMImpl::resolved_layers() const {
   return layers;
 }
 
-std::shared_ptr<ModelCache> CausalLMImpl::dynamic_cache() const {
-  if (!options.latent()) return std::make_shared<ModelCache>(options.num_layers());
-  std::vector<std::shared_ptr<KVCache>> layers;
-  for (int64_t i = 0; i < options.num_layers(); ++i) layers.push_back(std::make_shared<LatentCache>());
-  return std::make_shared<ModelCache>(std::move(layers));
-}
+std::shared_ptr<ModelCache> CausalLMImpl::dynamic_cache() const { return model->new_cache(); }
 
 std::shared_ptr<ModelCache> CausalLMImpl::static_cache(int64_t batch, int64_t max_len) const {
   const auto& latent = options.latent();

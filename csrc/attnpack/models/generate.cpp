@@ -3,9 +3,11 @@
 #include <attnpack/core/padded.h>
 #include <attnpack/models/detail/sampler.h>
 #include <attnpack/modules/detail/checks.h>
+#include <attnpack/ops/linear.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <functional>
 #include <optional>
 
 namespace attnpack {
@@ -90,17 +92,27 @@ at::Tensor last(const at::Tensor& hidden, const at::Tensor& lengths) {
   return hidden.gather(1, index).squeeze(1);
 }
 
+// What the loop needs of a model.
+struct Model {
+  // The states of new ids [B, L], [B, L, E]: after what the cache holds, or without a cache of all that there are.
+  // lengths [B]: the valid tokens of right-padded ids.
+  std::function<at::Tensor(const at::Tensor& ids, const std::shared_ptr<ModelCache>& cache,
+                           const std::optional<at::Tensor>& lengths)>
+      states;
+  std::function<at::Tensor(const at::Tensor&)> head;  // [B, E] -> logits [B, V]
+  // From now on sequence i is what index[i] was. The cache is not this function's.
+  std::function<void(const at::Tensor& index)> pick_rows;
+};
+
 // Gives the state from which each next token is chosen: from a cache, or computed anew.
 class Stepper {
  public:
-  Stepper(CausalLMImpl& model, std::shared_ptr<ModelCache> cache, const at::Tensor& ids, const at::Tensor& lengths,
+  Stepper(const Model& model, std::shared_ptr<ModelCache> cache, const at::Tensor& ids, const at::Tensor& lengths,
           bool ragged)
       : model_(model), cache_(std::move(cache)), ids_(ids), lengths_(lengths), ragged_(ragged) {}
 
   at::Tensor prompt() {
-    auto inputs = CausalLMInputs().cache(cache_);
-    if (ragged_) inputs.lengths(lengths_);
-    const auto hidden = model_.hidden(ids_, inputs);
+    const auto hidden = model_.states(ids_, cache_, ragged_ ? std::optional(lengths_) : std::nullopt);
     return ragged_ ? last(hidden, lengths_) : hidden.select(1, ids_.size(1) - 1);
   }
 
@@ -110,10 +122,11 @@ class Stepper {
     ids_ = ids_.index_select(0, index);
     lengths_ = lengths_.index_select(0, index);
     if (cache_) cache_ = share_rows(cache_, index);
+    model_.pick_rows(index);
   }
 
   at::Tensor next(const at::Tensor& tokens) {  // [B] -> [B, E]
-    if (cache_) return model_.hidden(tokens.unsqueeze(1), CausalLMInputs().cache(cache_)).select(1, 0);
+    if (cache_) return model_.states(tokens.unsqueeze(1), cache_, std::nullopt).select(1, 0);
     ids_ = at::cat({ids_, tokens.unsqueeze(1)}, 1);
     // Padding stands between a short prompt and its new tokens. So each new token goes where its row ends.
     if (ragged_) ids_.scatter_(1, lengths_.unsqueeze(1), tokens.unsqueeze(1));
@@ -122,41 +135,45 @@ class Stepper {
   }
 
  private:
-  CausalLMImpl& model_;
+  const Model& model_;
   std::shared_ptr<ModelCache> cache_;
   at::Tensor ids_, lengths_;
   bool ragged_;
 };
 
-}  // namespace
-
-at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const GenerateOptions& options) {
-  check_defined("ids", prompt);
-  ATTNPACK_CHECK(!prompt.is_meta(), "ids: got a tensor on meta, which holds no token numbers; generate on a device ",
+at::Tensor checked_ids(const char* name, const at::Tensor& ids) {
+  check_defined(name, ids);
+  ATTNPACK_CHECK(!ids.is_meta(), name, ": got a tensor on meta, which holds no token numbers; generate on a device ",
                  "with memory, with a model whose weights are loaded");
-  const bool integers = prompt.scalar_type() == at::kLong || prompt.scalar_type() == at::kInt;
-  ATTNPACK_CHECK(prompt.dim() == 2 && prompt.size(1) > 0 && integers, "ids: got ", prompt.scalar_type(), " of shape ",
-                 prompt.sizes(),
-                 ", want int64 token numbers [B, L] with L at least 1; for one sequence pass ids.unsqueeze(0)");
-  const auto ids = prompt.to(at::kLong);
-  ATTNPACK_CHECK(options.max_new_tokens() >= 0, "max_new_tokens: got ", options.max_new_tokens(), ", want 0 or more");
-  check_answers(options);
-  at::NoGradGuard no_grad;
+  const bool integers = ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt;
+  ATTNPACK_CHECK(ids.dim() == 2 && ids.size(1) > 0 && integers, name, ": got ", ids.scalar_type(), " of shape ",
+                 ids.sizes(), ", want int64 token numbers [B, L] with L at least 1; for one sequence pass ", name,
+                 ".unsqueeze(0)");
+  return ids.to(at::kLong);
+}
+
+void check_loop(const GenerateOptions& o) {
+  ATTNPACK_CHECK(o.max_new_tokens() >= 0, "max_new_tokens: got ", o.max_new_tokens(), ", want 0 or more");
+  check_answers(o);
+}
+
+// The loop: ids with the new tokens after them, [B * answers, L + new].
+at::Tensor answer(const Model& model, Stepper stepper, const at::Tensor& ids, const GenerateOptions& options) {
   const int64_t answers = options.num_return_sequences();
-  const auto lengths = prompt_lengths(ids, options);
-  Stepper stepper(model, make_cache(model, ids, lengths, options), ids, lengths, options.lengths().has_value());
   Sampler sample(options.temperature(), options.top_k(), options.top_p(), options.seed(), ids.device());
   const auto stop_tokens = at::tensor(options.stop_tokens(), ids.options());
   auto stopped = at::zeros({ids.size(0) * answers}, ids.options().dtype(at::kBool));
 
   at::Tensor tokens;
-  const auto logits = [&](bool first) {
+  const auto state = [&](bool first) {
     // Nobody else sees the cache and the states, so autograd need not count in-place writes and views.
     std::optional<at::AutoDispatchBelowADInplaceOrView> quiet;
     if (!options.model_cache()) quiet.emplace();
-    if (!first) return model.head(stepper.next(tokens));
-    const auto result = model.head(stepper.prompt());
-    if (answers == 1) return result;
+    return first ? stepper.prompt() : stepper.next(tokens);
+  };
+  const auto logits = [&](bool first) {
+    const auto result = model.head(state(first));
+    if (!first || answers == 1) return result;
     stepper.share(answers);
     return result.repeat_interleave(answers, 0);
   };
@@ -172,6 +189,90 @@ at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const Generat
     }
   }
   return at::cat(pieces, 1);
+}
+
+}  // namespace
+
+at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const GenerateOptions& options) {
+  const auto ids = checked_ids("ids", prompt);
+  check_loop(options);
+  const at::NoGradGuard no_grad;
+  const auto lengths = prompt_lengths(ids, options);
+  const Model loop_model{
+      [&model](const auto& new_ids, const auto& cache, const auto& valid) {
+        return model.hidden(new_ids, CausalLMInputs().cache(cache).lengths(valid));
+      },
+      [&model](const at::Tensor& state) { return model.head(state); },
+      [](const at::Tensor&) {},
+  };
+  Stepper stepper(loop_model, make_cache(model, ids, lengths, options), ids, lengths, options.lengths().has_value());
+  return answer(loop_model, std::move(stepper), ids, options);
+}
+
+namespace {
+
+std::shared_ptr<ModelCache> make_cache(const EncoderDecoderImpl& model, const at::Tensor& lengths,
+                                       const GenerateOptions& o) {
+  if (o.model_cache()) {
+    if (o.max_new_tokens() > 0) check_room(*o.model_cache(), lengths, o.max_new_tokens());
+    return o.model_cache();
+  }
+  if (o.cache() == "dynamic") return model.decoder->new_cache();
+  ATTNPACK_CHECK(o.cache() == "none", "cache: got '", o.cache(),
+                 "', an encoder-decoder wants 'dynamic', 'none', or a ModelCache of any kind");
+  return nullptr;
+}
+
+// inputs.head, or the decoder's own embeddings.
+std::function<at::Tensor(const at::Tensor&)> head_of(const EncoderDecoderImpl& model,
+                                                     const EncoderDecoderGenerateInputs& inputs) {
+  const auto& embed_tokens = model.decoder->embed_tokens;
+  ATTNPACK_CHECK(embed_tokens, "target: got token numbers, but the decoder has no embed_tokens: make it with them");
+  if (inputs.head())
+    return [head = inputs.head()](const at::Tensor& state) {
+      const auto logits = head(state);
+      ATTNPACK_CHECK(logits.defined() && logits.dim() == 2 && logits.size(0) == state.size(0) && logits.size(1) > 0,
+                     "head: got logits of shape ", logits.defined() ? c10::str(logits.sizes()) : "none", " for states ",
+                     state.sizes(), ", want [", state.size(0), ", V]");
+      return logits;
+    };
+  return [weight = embed_tokens->weight](const at::Tensor& state) { return attnpack::linear(state, weight); };
+}
+
+}  // namespace
+
+at::Tensor generate(EncoderDecoderImpl& model, const at::Tensor& source, const at::Tensor& target,
+                    const GenerateOptions& options, const EncoderDecoderGenerateInputs& inputs) {
+  const auto ids = checked_ids("target", target);
+  check_loop(options);
+  check_defined("source", source);
+  ATTNPACK_CHECK(source.dim() > 0 && source.size(0) == ids.size(0), "source: got shape ", source.sizes(), ", want ",
+                 ids.size(0), " sequences, as target has");
+  const auto head = head_of(model, inputs);
+  const at::NoGradGuard no_grad;
+  const auto lengths = prompt_lengths(ids, options);
+  const auto cache = make_cache(model, lengths, options);
+  const auto cross_cache = cache ? model.new_cross_cache() : nullptr;
+  auto context = model.encode(source, inputs.source_lens());
+  auto source_lens = inputs.source_lens();
+  const Model loop_model{
+      [&](const auto& new_ids, const auto& own_cache, const auto& valid) {
+        return model.decode(context, new_ids,
+                            EncoderDecoderInputs()
+                                .source_lens(source_lens)
+                                .target_lens(valid)
+                                .cache(own_cache)
+                                .cross_cache(cross_cache));
+      },
+      head,
+      [&](const at::Tensor& index) {
+        if (cross_cache) cross_cache->reorder(index);
+        context = context.index_select(0, index);
+        if (source_lens) source_lens = source_lens->index_select(0, index);
+      },
+  };
+  Stepper stepper(loop_model, cache, ids, lengths, options.lengths().has_value());
+  return answer(loop_model, std::move(stepper), ids, options);
 }
 
 }  // namespace attnpack

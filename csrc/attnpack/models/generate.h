@@ -58,4 +58,27 @@ struct GenerateOptions {
 // right-padded row continues at its own position; its new tokens still stand from column L on.
 at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const GenerateOptions& options);
 
+// What generate needs to know of an encoder-decoder, beside the options of the loop.
+struct EncoderDecoderGenerateInputs {
+  // States of the decoder [B, E] -> logits [B, V]: any module of torch, or a function. Default: the products with the
+  // decoder's own token embeddings (Press and Wolf 2017, arXiv 1608.05859).
+  TORCH_ARG(std::function<at::Tensor(const at::Tensor&)>, head);
+  TORCH_ARG(std::optional<at::Tensor>, source_lens);  // valid source tokens of each sequence, [B]
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("head", self.head_);
+    visit("source_lens", self.source_lens_);
+  }
+};
+
+// The same for an encoder-decoder: returns target [B, L], with which each answer begins, and the new tokens after it.
+// The encoder runs once. CrossCaches keep the keys and values of its output, unless the options ask for the cache
+// "none". The options' cache is "dynamic", "none" or a model_cache; their lengths are those of target.
+at::Tensor generate(EncoderDecoderImpl& model,
+                    const at::Tensor& source,  // [B, Ls, E], or ids [B, Ls]
+                    const at::Tensor& target,  // ids [B, L]
+                    const GenerateOptions& options, const EncoderDecoderGenerateInputs& inputs = {});
+
 }  // namespace attnpack

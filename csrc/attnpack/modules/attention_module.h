@@ -4,7 +4,7 @@
 #include <torch/nn/modules/common.h>
 #include <torch/nn/modules/container/any_value.h>
 
-#include <attnpack/cache/kv_cache.h>
+#include <attnpack/cache/dynamic_cache.h>
 #include <attnpack/layers/attend.h>
 #include <attnpack/layers/gate_heads.h>
 #include <attnpack/modules/leaf.h>
@@ -72,6 +72,8 @@ class AttentionModule : public PartInterface {
   // Whether forward counts how far a key is from a query: by a window or ALiBi. Cross-attention then needs the whole
   // target, so a decoder block refuses a cache.
   virtual bool counts_distances() const { return false; }
+  // An empty cache that grows, of the kind that forward fills.
+  virtual std::shared_ptr<KVCache> new_cache() const { return std::make_shared<DynamicCache>(); }
   virtual const Factory& factory() const = 0;
 };
 

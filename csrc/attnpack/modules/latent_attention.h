@@ -2,6 +2,7 @@
 
 #include <torch/nn/pimpl.h>
 
+#include <attnpack/cache/latent_cache.h>
 #include <attnpack/layers/latent_attend.h>
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/linear.h>
@@ -86,6 +87,7 @@ class MultiHeadLatentAttentionImpl : public torch::nn::Cloneable<MultiHeadLatent
                                                          const AttentionInputs& inputs = {}) override;
   int64_t embed_dim() const override { return options.embed_dim(); }
   bool rotates() const override { return !rope.is_empty(); }
+  std::shared_ptr<KVCache> new_cache() const override { return std::make_shared<LatentCache>(); }
   const Factory& factory() const override { return options.factory(); }
   // The scale of the scores: scale or its default, times the rope's softmax factor.
   double softmax_scale() const;

@@ -101,6 +101,12 @@ at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const Decoder
   return cross_cache ? cross_cache->all_or_none(run_all) : run_all();
 }
 
+std::shared_ptr<ModelCache> DecoderImpl::new_cache() const {
+  std::vector<std::shared_ptr<KVCache>> caches;
+  for (size_t i = 0; i < layers->size(); ++i) caches.push_back(block(i).self_attn->new_cache());
+  return std::make_shared<ModelCache>(std::move(caches));
+}
+
 namespace {
 
 bool holds_context(const EncoderDecoderInputs& inputs) {

@@ -102,6 +102,8 @@ class DecoderImpl : public StackImpl<DecoderImpl, DecoderBlock> {
   }
   // The same; errors call x by the name that the caller's users know.
   at::Tensor run(const char* name, const at::Tensor& x, const DecoderInputs& inputs);
+  // An empty cache that grows, of the kind that each layer's self-attention fills.
+  std::shared_ptr<ModelCache> new_cache() const;
   void pretty_print(std::ostream& stream) const override { stream << "attnpack::Decoder"; }
 
  protected:

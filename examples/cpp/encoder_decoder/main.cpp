@@ -1,6 +1,6 @@
-// An encoder-decoder learns to write its source backwards. Then it writes new sources token by token: the encoder runs
-// once for each batch, a CrossCache keeps its keys and values, and a DynamicCache those of the target.
-#include <attnpack/cache/cross_cache.h>
+// An encoder-decoder learns to write its source backwards. Then generate writes new sources token by token: the encoder
+// runs once for each batch, a CrossCache keeps its keys and values, and a DynamicCache those of the target.
+#include <attnpack/models/generate.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/grouped_attention.h>
 #include <attnpack/modules/linear.h>
@@ -11,7 +11,6 @@
 #include <torch/optim/adam.h>
 
 #include <iostream>
-#include <memory>
 #include <vector>
 
 namespace {
@@ -50,21 +49,12 @@ class Reverser : public torch::nn::Module {
     return head_(stacks_(source, target, inputs));
   }
 
-  // The likeliest target of each source, token by token, [B, kLength].
+  // The likeliest target of each source, [B, kLength].
   at::Tensor write(const at::Tensor& source) {
-    const torch::NoGradGuard no_grad;
-    std::vector<std::shared_ptr<attnpack::KVCache>> cross;
-    for (int64_t i = 0; i < kLayers; ++i) cross.push_back(std::make_shared<attnpack::CrossCache>());
-    const auto inputs = attnpack::EncoderDecoderInputs()
-                            .cache(std::make_shared<attnpack::ModelCache>(kLayers))
-                            .cross_cache(std::make_shared<attnpack::ModelCache>(cross));
-    auto token = at::full({source.size(0), 1}, kBegin, at::kLong);
-    std::vector<at::Tensor> written;
-    for (int64_t i = 0; i < kLength; ++i) {
-      token = forward(source, token, inputs).argmax(-1);  // from the second token on, the encoder does not run
-      written.push_back(token);
-    }
-    return at::cat(written, 1);
+    const auto begin = at::full({source.size(0), 1}, kBegin, at::kLong);
+    return attnpack::generate(*stacks_, source, begin, attnpack::GenerateOptions(kLength),
+                              attnpack::EncoderDecoderGenerateInputs().head(head_))
+        .slice(1, 1);
   }
 
  private:

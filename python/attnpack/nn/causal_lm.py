@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..ops import sinusoidal_positions
 from .attention import GroupedQueryAttention
 from .block import DecoderBlock
 from .feed_forward import FeedForward, MixtureOfExperts
-from .kept_twin import kept_twin
+from .kept_twin import generate_by_twin
 from .latent_attention import MultiHeadLatentAttention
 from .linear import linear, project
 from .native import NativeModule
@@ -282,7 +281,7 @@ class CausalLM(NativeModule):
             "max_new_tokens": max_new_tokens,
             "num_return_sequences": num_return_sequences,
             "lengths": lengths,
-            "stop_tokens": list(stop_tokens) if isinstance(stop_tokens, Set | Iterator) else stop_tokens,
+            "stop_tokens": stop_tokens,
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
@@ -291,12 +290,7 @@ class CausalLM(NativeModule):
         }
         held = cache.layers[0] if isinstance(cache, ModelCache) else None
         loop = held.generate if isinstance(held, Spread) else self._generate
-        if loop is not None:
-            return loop(self, ids, cache=cache, **arguments)
-        with contextlib.ExitStack() as stack:
-            native_cache = stack.enter_context(cache.lent()) if isinstance(cache, ModelCache) else cache
-            twin = stack.enter_context(kept_twin(self))
-            return twin.generate(ids, cache=native_cache, **arguments)
+        return (loop or generate_by_twin)(self, ids, cache=cache, **arguments)
 
     def _twin(self) -> cpp.CausalLM:
         if not _same_parts(self._made_with, _parts(self)):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from ..cache import ModelCache
 from .linear import is_watched
 from .native import NativeModule
 
@@ -40,6 +41,16 @@ def kept_twin(model: NativeModule) -> Iterator[Any]:
     finally:
         twin.assign_state_dict(blanks)
         _kept[model] = settings, twin, blanks
+
+
+def generate_by_twin(model: NativeModule, *inputs: Tensor, cache: str | ModelCache, **arguments: Any) -> Tensor:
+    """``generate`` of the model's twin; the twin of a cache stays the memory of the cache."""
+    stops = arguments["stop_tokens"]
+    arguments["stop_tokens"] = list(stops) if isinstance(stops, Set | Iterator) else stops
+    with contextlib.ExitStack() as stack:
+        native_cache = stack.enter_context(cache.lent()) if isinstance(cache, ModelCache) else cache
+        twin = stack.enter_context(kept_twin(model))
+        return twin.generate(*inputs, cache=native_cache, **arguments)
 
 
 def _blank(like: Tensor) -> Tensor:

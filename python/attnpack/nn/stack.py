@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from ..errors import (
     wrong_kind,
 )
 from .block import Block, DecoderBlock, EncoderBlock, positions_after
+from .kept_twin import generate_by_twin
 from .native import NativeModule, dropped
 from .norm import arguments_of_norm, make_norm, norm_settings
-from .spread import check_lengths, positions_here
+from .spread import check_lengths, positions_here, refuse_spread
 
 
 class _Stack(NativeModule):
@@ -317,6 +318,66 @@ class EncoderDecoder(NativeModule):
                 raise ValueError("attnpack: context: got none, but no cross_cache holds it; give what encode returns")
             inputs["context"] = context
         return _run(self.decoder, "target", target, **inputs)
+
+    def generate(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        max_new_tokens: int,
+        head: Callable[[Tensor], Tensor] | None = None,
+        source_lens: Tensor | None = None,
+        cache: str | ModelCache = "dynamic",
+        num_return_sequences: int = 1,
+        lengths: Tensor | None = None,
+        stop_tokens: int | Iterable[int] = (),
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        callback: Callable[[Tensor], bool | None] | None = None,
+        **unknown: Any,
+    ) -> Tensor:
+        """The target followed by the new tokens, [B * num_return_sequences, L + new]. The loop runs in C++.
+
+        The encoder runs once. CrossCaches keep the keys and values of its output.
+
+        Args:
+            source: [B, Ls, E], or ids [B, Ls] if the encoder has embed_tokens.
+            target: ids [B, L] with which each answer begins, often one token that marks the beginning.
+            head: a function of the decoder's states [B, E] that gives logits [B, V], such as an nn.Linear. Default: the
+                products with the decoder's own token embeddings.
+            source_lens: [B], the numbers of valid source tokens.
+            cache: of the decoder's self-attention: "dynamic", "none" (each token computes the target anew), or a
+                ModelCache of any kind.
+            lengths: [B], the numbers of valid tokens of a right-padded target.
+            max_new_tokens, num_return_sequences, stop_tokens, temperature, top_k, top_p, seed, callback: as in
+                `CausalLM.generate`.
+
+        Raises:
+            ValueError: an argument does not fit. TypeError: C++ cannot run this model, see `cpp()`.
+        """
+        reject_keywords(unknown, MODEL_CACHE, "generate")
+        refuse_spread("generate is called", "call it outside, with the whole source on each rank")
+        if not isinstance(cache, str):
+            check_kind(cache, ModelCache, "generate")
+        return generate_by_twin(
+            self,
+            source,
+            target,
+            head=head,
+            source_lens=source_lens,
+            cache=cache,
+            max_new_tokens=max_new_tokens,
+            num_return_sequences=num_return_sequences,
+            lengths=lengths,
+            stop_tokens=stop_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            callback=callback,
+        )
 
     def new_cross_cache(self) -> ModelCache:
         """An empty `cross_cache`: a CrossCache for each of the decoder's layers."""
