@@ -33,6 +33,12 @@ LONG = {
     "short_factor": [1.0, 1.2, 1.3, 1.4],
     "long_factor": [2.0, 5.0, 6.0, 7.0],
 }
+DEEPSEEK = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"} | NORM | EXPERTS
+DEEPSEEK |= {"kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 9, "n_routed_experts": 6}
+DEEPSEEK |= {"moe_intermediate_size": 16, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1}
+DEEPSEEK |= {"topk_group": 1, "num_key_value_heads": 4, "routed_scaling_factor": 1.0}
+LATENT = {"attention.kv_lora_rank": 10, "rope.dimension_count": 6, "leading_dense_block_count": 1}
+LATENT |= {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 16, "expert_shared_count": 2}
 
 # name: (architecture of GGUF, config class, its settings, metadata beside the sizes)
 CASES = {
@@ -96,6 +102,29 @@ CASES = {
          "expert_feed_forward_length": 48, "attention.sliding_window": 5, "rope.freq_base": 700.0,
          "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16},
     ),
+    # The older form with attn_kv_b.
+    "deepseek_v2_lite": (
+        "deepseek2",
+        "DeepseekV2Config",
+        DEEPSEEK | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+        LATENT
+        | {"attention.head_count_kv": 4, "attention.key_length": 14, "attention.value_length": 9,
+           "rope.freq_base": 700.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+           "rope.scaling.original_context_length": 16, "rope.scaling.yarn_log_multiplier": 0.07},
+    ),
+    # The newer one with attn_k_b and attn_v_b, for absorbed heads.
+    "deepseek_v3": (
+        "deepseek2",
+        "DeepseekV3Config",
+        DEEPSEEK
+        | {"q_lora_rank": 12, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+        | ROPE,
+        LATENT
+        | {"attention.head_count_kv": 1, "attention.q_lora_rank": 12, "attention.key_length": 16,
+           "attention.value_length": 10, "attention.key_length_mla": 14, "attention.value_length_mla": 9,
+           "expert_group_count": 2, "expert_group_used_count": 1, "expert_weights_norm": True,
+           "expert_weights_scale": 1.5, "expert_gating_func": 2, "rope.freq_base": 700.0},
+    ),
 }  # fmt: skip
 by_name = pytest.mark.parametrize("name", CASES)
 
@@ -136,13 +165,21 @@ def converted(name, model):
             kv = config.num_kv_heads if config.new_decoder_architecture else 1
             grouped = value.view(kv, config.num_attention_heads // kv + 2, 8, 32)
             value = torch.cat([part.reshape(-1, 32) for part in (grouped[:, :-2], grouped[:, -2], grouped[:, -1])])
+        if key.endswith("kv_b_proj.weight") and name == "deepseek_v3":
+            keys, values = value.view(4, 8 + 9, 10).split([8, 9], 1)
+            put(key.replace("kv_b", "k_b"), keys.transpose(1, 2))
+            put(key.replace("kv_b", "v_b"), values)
+            continue
+        if key.endswith("e_score_correction_bias"):
+            key = key.replace("_bias", ".bias")
         layer, _, last = key.partition(".mlp.experts.")
         if last:
             stem, bias = last.removesuffix("_bias"), last.endswith("_bias")
-            value = value if arch == "qwen3moe" or bias else value.transpose(1, 2)
+            transposed = arch == "gpt-oss" and not bias
+            value = value.transpose(1, 2) if transposed else value
             parts = {stem: value}
             if stem == "gate_up_proj":
-                halves = value.chunk(2, 1) if arch == "qwen3moe" else (value[:, ::2], value[:, 1::2])
+                halves = (value[:, ::2], value[:, 1::2]) if arch == "gpt-oss" else value.chunk(2, 1)
                 parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
             for part, tensor in parts.items():
                 short = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}[part]
@@ -162,8 +199,8 @@ def converted(name, model):
     return tensors
 
 
-def write(path, name, model, **changes):
-    """The file, with changed metadata; a change to None leaves a key out."""
+def write(path, name, model, without="nothing", **changes):
+    """The file without some tensors, and with changed metadata; a change to None leaves a key out."""
     arch, _, settings, metadata = CASES[name]
     writer, config = gguf.GGUFWriter(path, arch), model.config
     layer_norm = arch in ("gpt2", "starcoder", "starcoder2", "falcon")
@@ -184,7 +221,8 @@ def write(path, name, model, **changes):
         if value is not None:
             kinds[type(value)](f"{arch}.{key}", value)
     for tensor, array in converted(name, model).items():
-        writer.add_tensor(tensor, array)
+        if without not in tensor:
+            writer.add_tensor(tensor, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -245,6 +283,13 @@ def test_rows_that_do_not_fit_are_refused(tmp_path):
     phi3 = random_model("phi3")
     refused(write(path, "phi3", phi3, rope__dimension_count=4), "rope_factors_short.weight has shape [4]")
     refused(write(path, "phi3", phi3, attention__head_count_kv=4), "attn_qkv")
+
+
+def test_halves_of_latent_heads_come_together(tmp_path):
+    path, model = tmp_path / "model.gguf", random_model("deepseek_v3")
+    refused(write(path, "deepseek_v3", model, without="attn_v_b"), "attn_k_b", "shapes [4, 10, 8] and []")
+    refused(write(path, "deepseek_v3", model, without="attn_k_b"), "attn_k_b", "shapes [] and [4, 9, 10]")
+    refused(write(path, "deepseek_v3", model, nextn_predict_layers=1), "nextn_predict_layers = 1 is not supported")
 
 
 def test_a_largest_gemma_scales_by_the_mean_width_of_a_head():

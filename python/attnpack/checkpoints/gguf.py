@@ -23,6 +23,7 @@ _NAMES = {
 _ROPE_FREQS = "rope_freqs.weight"
 _NO_WEIGHTS = {_ROPE_FREQS, "rope_factors_short.weight", "rope_factors_long.weight"}
 _MOST_EXPERTS = 4096
+_ABSORBED_KEYS, _ABSORBED_VALUES = ".attn_k_b.weight", ".attn_v_b.weight"
 # Settings of RoPE scaling that must have these values.
 _ROPE_DEFAULTS = {
     "alpha": 0.0,
@@ -78,6 +79,9 @@ class GgufCheckpoint:
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fills `out` with the tensor of state_dict name `name`, q and k rows in Hugging Face's order."""
         piece = self.pieces[name]
+        if piece.tensor.endswith(_ABSORBED_KEYS):
+            self._read_latent_heads(piece.tensor, out)
+            return
         self.file.read(piece.tensor, out, piece.first)
         heads = {"q_proj": "num_heads", "k_proj": "num_kv_heads"}.get(name.split(".")[-2])
         if heads and self.family.interleaved:
@@ -96,13 +100,38 @@ class GgufCheckpoint:
         if part in self.family.fused:
             targets = self.family.fused[part]
             return self._split(name, [f"{layer}{target}.{kind}" for target in targets], shape)
+        if (latent := self._latent_heads(name, layer)) is not None:
+            return latent
         if part not in names:
             raise ValueError(f"{self.path}: tensor {brief(name)} has no place in the architecture {self.arch}")
         target = names[part]
         if "*" in target:
             return self._by_expert(name, f"{layer}{target}.{kind}", shape)
-        whole = f"{layer}{target}" if target.endswith("sinks") else f"{layer}{target}.{kind}"
-        return {whole: Piece(name, 0, shape)}
+        whole = target.endswith(("sinks", "correction_bias"))  # a parameter of the module, not of a child
+        return {f"{layer}{target}" if whole else f"{layer}{target}.{kind}": Piece(name, 0, shape)}
+
+    def _latent_heads(self, name: str, layer: str) -> dict[str, Piece] | None:
+        """kv_b_proj from a file that holds its two halves for absorbed heads: W_UK as attn_k_b, transposed, and W_UV as
+        attn_v_b. None if `name` is neither."""
+        if self.arch != "deepseek2" or not name.endswith((_ABSORBED_KEYS, _ABSORBED_VALUES)):
+            return None
+        keys = name.replace(_ABSORBED_VALUES, _ABSORBED_KEYS)
+        values = name.replace(_ABSORBED_KEYS, _ABSORBED_VALUES)
+        shapes = [self.file.tensors[half].shape if half in self.file.tensors else () for half in (keys, values)]
+        if not (len(shapes[0]) == len(shapes[1]) == 3 and shapes[0][:2] == (shapes[1][0], shapes[1][2])):
+            raise ValueError(
+                f"{self.path}: {brief(keys)} and attn_v_b have shapes {list(shapes[0])} and {list(shapes[1])}, want "
+                "[heads, rank, qk_nope_head_dim] and [heads, v_head_dim, rank]"
+            )
+        heads, rank, nope = shapes[0]
+        return {f"{layer}self_attn.kv_b_proj.weight": Piece(keys, 0, (heads * (nope + shapes[1][1]), rank))}
+
+    def _read_latent_heads(self, keys: str, out: torch.Tensor) -> None:
+        values = keys.replace(_ABSORBED_KEYS, _ABSORBED_VALUES)
+        halves = {name: out.new_empty(self.file.tensors[name].shape) for name in (keys, values)}
+        for name, half in halves.items():
+            self.file.read(name, half)
+        out.copy_(torch.cat([halves[keys].transpose(1, 2), halves[values]], 1).view(out.shape))
 
     def _split(self, name: str, targets: list[str], shape: tuple[int, ...]) -> dict[str, Piece]:
         heads, kv_heads, head_dim = (self._sizes[size] for size in ("num_heads", "num_kv_heads", "head_dim"))

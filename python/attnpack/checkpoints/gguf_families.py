@@ -26,6 +26,15 @@ _LLAMA = {
 _EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
     f"ffn_{name}_exps": f"mlp.experts.*.{name}_proj" for name in ("gate", "up", "down")
 }
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+} | {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -159,6 +168,47 @@ def _olmo2(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"layout": "output", "qk_norm": {"all_heads": True, "eps": config["eps"]}}
 
 
+def _deepseek2(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V2 and V3. Files with attn_k_b and attn_v_b give the widths of the absorbed heads as key_length and
+    value_length, and those of the heads themselves as key_length_mla and value_length_mla."""
+    file.refuse("nextn_predict_layers", "attention.temperature_scale")
+    rotated, key_dim = file.size("rope.dimension_count"), file.size("attention.key_length_mla", config["head_dim"])
+    latent = {
+        "kv_lora_rank": file.size("attention.kv_lora_rank"),
+        "qk_nope_head_dim": key_dim - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": file.size("attention.value_length_mla", file.size("attention.value_length", key_dim)),
+    }
+    if file.setting("attention.q_lora_rank"):
+        latent["q_lora_rank"] = file.size("attention.q_lora_rank")
+    heads = {"num_kv_heads": None, "head_dim": None, "out_bias": None, "rope_interleaved": True, "latent": latent}
+    scaling = config["rope_scaling"]
+    if scaling is not None:  # the file holds 0.1 * mscale_all_dim, and llama.cpp takes mscale to be the same number
+        power = {"mscale_all_dim": file.number("rope.scaling.yarn_log_multiplier", 1.0) / 0.1}
+        scaling = scaling | {"attention_factor": 1.0}
+        scaling |= power if file.setting("rope.scaling.yarn_log_multiplier") else {}
+    heads["rope_scaling"] = scaling
+    if not file.setting("expert_count"):
+        return heads
+    width, shared = file.size("expert_feed_forward_length"), file.setting("expert_shared_count")
+    sigmoid = file.size("expert_gating_func", 1) == 2
+    experts = {
+        "hidden_dim": width,
+        "num_experts": file.size("expert_count"),
+        "top_k": file.size("expert_used_count"),
+        "scores": "sigmoid" if sigmoid else "softmax",
+        "normalize": file.setting("expert_weights_norm", False) is True,
+        "scaling": file.number("expert_weights_scale", 1.0),
+        "num_groups": file.size("expert_group_count", 1),
+        "top_groups": file.size("expert_group_used_count", 1),
+        "shared_dim": width * file.size("expert_shared_count") if shared else None,
+        "correction": any(name.endswith("e_score_correction_bias") for name in file.shapes),
+    }
+    dense = file.setting("leading_dense_block_count", 0)
+    layers = [{"experts": i >= dense} for i in range(config["num_layers"])]
+    return heads | {"experts": experts, "layer_settings": layers}
+
+
 ARCHITECTURES = {
     "llama": Architecture(interleaved=True),
     "qwen2": Architecture(),
@@ -187,5 +237,10 @@ ARCHITECTURES = {
         _EXPERTS | {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
         settings=("expert_count",),
         windows=True,
+    ),
+    "deepseek2": Architecture(
+        _deepseek2,
+        _EXPERTS | _LATENT,
+        settings=("expert_count", "attention.value_length", "rope.dimension_count", "rope.scaling.yarn_log_multiplier"),
     ),
 }  # fmt: skip
