@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 project = "attnpack"
 author = "attnpack developers"
+copyright = "2026, attnpack developers"
 root_doc = "docs/index"
 include_patterns = [
     "docs/*.md",
@@ -24,7 +25,7 @@ html_theme = "furo"
 html_title = "attnpack"
 html_copy_source = False
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]  # formulas of notebooks too
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # pages show the outputs that the notebooks store
 

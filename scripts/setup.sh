@@ -92,14 +92,16 @@ has_cmake() {
 }
 
 # The C++ tests' framework, a system package.
-# Catch2 is needed. Without clang++ or pkg-config, their tests are skipped (tests/allowed_skips.txt).
-need_cpp_test_tools() {
-  if has_catch2 && command -v clang++ >/dev/null && command -v pkg-config >/dev/null; then return; fi
+# Catch2 is needed. Without one of the others, its tests are skipped (tests/allowed_skips.txt).
+need_test_programs() {
+  local program missing=
+  for program in clang++ pkg-config chromium; do command -v "$program" >/dev/null || missing=yes; done
+  if has_catch2 && [ -z "$missing" ]; then return; fi
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    say "catch2, clang, pkg-config"
+    say "catch2, clang, pkg-config, chromium"
     apt-get update -qq </dev/null || true
     local package
-    for package in catch2 clang pkg-config; do
+    for package in catch2 clang pkg-config chromium; do
       DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" </dev/null >/dev/null || true
     done
   fi

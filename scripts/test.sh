@@ -17,7 +17,7 @@ if [ "${1:-}" = --long ]; then
   shift
 fi
 need_compiler
-need_cpp_test_tools
+need_test_programs
 set_up test -DATTNPACK_TESTS=ON
 
 reports=build/reports

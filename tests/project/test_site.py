@@ -1,8 +1,10 @@
 """The documentation site: built without warnings, every public name and header on a page, no dead link inside."""
 
 import importlib
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -98,6 +100,31 @@ def test_public_headers_are_those_that_are_installed():
     assert set(headers.NOT_PUBLIC) == set(re.findall(r"\w+", excluded)) - {"ops"}
     assert "attnpack/ops/attention.h" in headers.public_headers()
     assert not [header for header in headers.public_headers() if re.search(rf"/{excluded}/", header)]
+
+
+def test_formulas_of_notebooks_are_rendered(site):
+    seen = 0
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        cells = json.loads(notebook.read_text())["cells"]
+        formulas = [cell for cell in cells if cell["cell_type"] == "markdown" and "$" in "".join(cell["source"])]
+        page = (site / f"notebooks/{notebook.stem}.html").read_text()
+        assert page.count('class="math') >= len(formulas), notebook.name
+        seen += len(formulas)
+    assert seen > 30
+
+
+def test_commands_of_the_pages_are_taken():
+    """The arguments of `attnpack bench` on pages: the parser knows them, and the sections are there."""
+    from attnpack.tools import cli
+    from attnpack.tools.bench import SECTIONS, model
+
+    seen = 0
+    for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "PERFORMANCE.md"]:
+        for command in re.findall(r"^(?:\| `)?attnpack (bench[^`|#\n]*)", path.read_text(), flags=re.M):
+            arguments = cli.build_parser().parse_args(shlex.split(command.partition(">")[0]))
+            assert set(arguments.sections) <= {*SECTIONS, model.SECTION}, f"{path}: attnpack {command}"
+            seen += 1
+    assert seen > 3
 
 
 def test_links_inside_the_site_lead_somewhere(pages, site):

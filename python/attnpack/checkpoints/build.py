@@ -33,9 +33,10 @@ def from_gguf(
     """A `cls` (CausalLM) in evaluation mode with the weights of the GGUF file `path`, dequantised to `dtype` (fp32).
 
     Architectures: llama (Llama, Mistral, SmolLM2), qwen2, qwen3, qwen3moe, gemma2, gemma3 (text), phi3, olmo2,
-    starcoder2, starcoder (GPTBigCode), gpt2, falcon, gpt-oss, deepseek2. `max_positions` limits the file's own context length.
-    Resident memory grows by the size of the weights in `dtype` and little more. Raises ValueError, naming the file, for
-    a file that is foreign, truncated, incomplete or of another architecture; ImportError without the package `gguf`.
+    starcoder2, starcoder (GPTBigCode), gpt2, falcon, gpt-oss, deepseek2. `max_positions` limits the file's own context
+    length. Resident memory grows by the size of the weights in `dtype` and little more. Raises ValueError, naming the
+    file, for a file that is foreign, truncated, incomplete or of another architecture; ImportError without the package
+    `gguf`.
     """
     return _load_model(cls, GgufCheckpoint, as_path("path", path), dtype, device, max_positions)
 

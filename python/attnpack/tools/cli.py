@@ -143,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--layer", type=int, default=11, metavar="N", help="number of the layer, from 0 [%(default)s]"
     )
     attention.add_argument("--model", type=Path, metavar="DIR|FILE.gguf", help="as in generate [SmolLM2-135M-Instruct]")
-    page = "write a page of all layers and heads to play with instead, for any browser"
+    page = "write a page of heads to play with instead, for any browser: of all layers, or of --layer"
     attention.add_argument("--html", type=Path, metavar="HTML", help=page)
     return parser
 
