@@ -62,7 +62,6 @@ class LatentCache;
 class ModelCache;
 class PagedCache;
 class QuantizedCache;
-class ShardedCache;
 class SlidingWindowCache;
 class StaticCache;
 
@@ -97,5 +96,14 @@ struct SelfAttentionOptions;
 struct SlidingWindowCacheOptions;
 struct StaticCacheOptions;
 struct VarlenOptions;
+
+namespace distributed {
+
+class ContextParallel;
+class ShardedCache;
+class TensorShares;
+struct ContextParallelOptions;
+
+}  // namespace distributed
 
 }  // namespace attnpack

@@ -30,13 +30,13 @@ INCLUDES = {
     "weights": ["weights/detail"],
     "weights/detail": ["core"],
     "modules": ["core", "ops", "rope", "layers", "layers/detail", "cache", "weights", "modules/detail"],
-    "modules/detail": ["core", "cache", "modules"],
+    "modules/detail": ["core", "layers", "cache", "modules"],
     "models": [
         *("core", "ops", "rope", "layers", "cache", "modules", "modules/detail", "weights/detail", "models/detail"),
     ],
     "models/detail": ["core", "modules", "weights/detail", "models"],
     "distributed": ["core", "ops", "layers", "cache", "modules", "models", "distributed/detail"],
-    "distributed/detail": ["core", "ops", "distributed"],
+    "distributed/detail": ["core", "ops", "ops/detail", "distributed"],
     "convert": ["core", "convert/detail"],
     "convert/detail": ["core", "convert"],
 }

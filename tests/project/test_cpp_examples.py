@@ -1,5 +1,6 @@
 """The examples in C++ that train, save and load whole models: built by their own CMakeLists, and run."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -113,7 +114,7 @@ def distributed(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_find_each_other_through_a_file_and_give_the_numbers_of_one(distributed, tmp_path, ranks):
-    environment = {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     lines = [[distributed, str(rank), str(ranks), tmp_path / "store"] for rank in range(ranks)]
     processes = [subprocess.Popen(line, env=environment, text=True, stdout=-1, stderr=-1) for line in lines]
     for process in processes:

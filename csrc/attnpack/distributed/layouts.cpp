@@ -28,6 +28,17 @@ at::Tensor positions(Layout layout, int64_t length, const Group& group) {
   return positions_of(layout, length, group->getSize(), group->getRank());
 }
 
+at::Tensor rank_order(Layout layout, int64_t length, int64_t ranks) {
+  std::vector<at::Tensor> orders;
+  for (int64_t rank = 0; rank < ranks; ++rank) orders.push_back(positions_of(layout, length, ranks, rank));
+  return at::cat(orders);
+}
+
+at::Tensor in_order(const at::Tensor& x, int64_t dim, Layout layout, int64_t ranks) {
+  if (layout == Layout::kContiguous) return x;
+  return x.index_select(dim, rank_order(layout, x.size(dim) / ranks, ranks).argsort().to(x.device()));
+}
+
 at::Tensor shard_sequence(const at::Tensor& x, const Group& group, int64_t dim, Layout layout) {
   const int64_t ranks = group->getSize(), shares = ranks * (layout == Layout::kZigzag ? 2 : 1);
   ATTNPACK_CHECK(x.size(dim) % shares == 0, "x: got length ", x.size(dim), " along dim ", dim, ", want a multiple of ",
@@ -36,14 +47,10 @@ at::Tensor shard_sequence(const at::Tensor& x, const Group& group, int64_t dim, 
 }
 
 at::Tensor unshard_sequence(const at::Tensor& x, const Group& group, int64_t dim, Layout layout, bool alike) {
-  const int64_t ranks = group->getSize(), length = x.size(dim);
-  auto whole = gathered(x.movedim(dim, 0), group, alike);
-  if (layout != Layout::kContiguous) {
-    std::vector<at::Tensor> orders;
-    for (int64_t rank = 0; rank < ranks; ++rank) orders.push_back(positions_of(layout, length, ranks, rank));
-    whole = whole.index_select(0, at::cat(orders).argsort().to(x.device()));
-  }
-  return whole.movedim(0, dim);
+  const int64_t ranks = group->getSize();
+  pieces(layout, x.size(dim), ranks, group->getRank());  // checks
+  const auto whole = gathered(x.movedim(dim, 0), group, alike);
+  return in_order(whole, 0, layout, ranks).movedim(0, dim);
 }
 
 }  // namespace attnpack::distributed

@@ -21,6 +21,12 @@ std::vector<Piece> pieces(Layout layout, int64_t length, int64_t ranks, int64_t 
 // The positions in the whole sequence of this rank's `length` rows, int64 [length]: what RoPE wants.
 at::Tensor positions(Layout layout, int64_t length, const Group& group);
 
+// The positions in the whole sequence of the rows of all ranks, `length` each, rank after rank: int64 [ranks * length].
+at::Tensor rank_order(Layout layout, int64_t length, int64_t ranks);
+
+// The whole sequence along `dim`, from the parts of the ranks one after the other.
+at::Tensor in_order(const at::Tensor& x, int64_t dim, Layout layout, int64_t ranks);
+
 // This rank's part of x, a copy: [B, L, E] -> [B, L / ranks, E]. Raises unless the length along `dim` divides by the
 // ranks, by twice the ranks in kZigzag.
 at::Tensor shard_sequence(const at::Tensor& x, const Group& group, int64_t dim = 1,

@@ -8,6 +8,7 @@
 #include <attnpack/layers/detail/paged_keys.h>
 #include <attnpack/layers/detail/place_tokens.h>
 #include <attnpack/layers/detail/quantized_keys.h>
+#include <attnpack/layers/spread.h>
 #include <attnpack/ops/detail/schema.h>
 
 namespace attnpack {
@@ -157,17 +158,20 @@ CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
 }  // namespace
 
 Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const AttendOptions& options) {
+  if (const auto* over = spread()) return over->attend(query, key, value, options);
   static const DispatchedOp<decltype(attend_composite)> op("attnpack::attend");
   return op(query, key, value, cache_arguments(options.cache), layer_arguments(options), score_arguments(options));
 }
 
 std::tuple<Tensor, Tensor> attend_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
                                                const AttendOptions& options) {
+  refuse_spread("weights are asked for", "ask one process for them");
   static const DispatchedOp<decltype(attend_with_weights_composite)> op("attnpack::attend_with_weights");
   return op(query, key, value, cache_arguments(options.cache), layer_arguments(options), score_arguments(options));
 }
 
 Tensor attend_shared(const Tensor& query, const AttendOptions& options) {
+  refuse_spread("kv_from is given", "leave it out");
   static const DispatchedOp<decltype(attend_shared_composite)> op("attnpack::attend_shared");
   ATTNPACK_CHECK(options.cache, "cache: got none, attend_shared wants the keys and values that it reads");
   return op(query, options.cache->key, options.cache->value, options.cache->lengths, layer_arguments(options),
@@ -175,6 +179,7 @@ Tensor attend_shared(const Tensor& query, const AttendOptions& options) {
 }
 
 std::tuple<Tensor, Tensor> attend_shared_with_weights(const Tensor& query, const AttendOptions& options) {
+  refuse_spread("kv_from is given", "leave it out");
   static const DispatchedOp<decltype(attend_shared_with_weights_composite)> op("attnpack::attend_shared_with_weights");
   ATTNPACK_CHECK(options.cache, "cache: got none, attend_shared wants the keys and values that it reads");
   return op(query, options.cache->key, options.cache->value, options.cache->lengths, layer_arguments(options),

@@ -7,6 +7,7 @@
 #include <attnpack/core/padded.h>
 #include <attnpack/layers/detail/latent_algebra.h>
 #include <attnpack/layers/detail/place_tokens.h>
+#include <attnpack/layers/spread.h>
 #include <attnpack/ops/detail/latent_rows.h>
 #include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/linear.h>
@@ -255,6 +256,10 @@ LatentCacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
 
 Tensor latent_attend(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const std::optional<Tensor>& kv_b,
                      int64_t v_dim, const std::string& path, const LatentAttendOptions& options) {
+  if (const auto* over = spread()) {
+    check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
+    return over->latent_attend(query, latent, k_rope, kv_b, v_dim, options);
+  }
   static const DispatchedOp<decltype(latent_attend_composite)> op("attnpack::latent_attend");
   return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(options.cache), layer_arguments(options));
 }
@@ -262,6 +267,7 @@ Tensor latent_attend(const Tensor& query, const Tensor& latent, const Tensor& k_
 std::tuple<Tensor, Tensor> latent_attend_with_weights(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
                                                       const std::optional<Tensor>& kv_b, int64_t v_dim,
                                                       const std::string& path, const LatentAttendOptions& options) {
+  refuse_spread("weights are asked for", "ask one process for them");
   static const DispatchedOp<decltype(latent_attend_with_weights_composite)> op("attnpack::latent_attend_with_weights");
   return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(options.cache), layer_arguments(options));
 }
@@ -270,11 +276,23 @@ std::tuple<Tensor, Tensor, Tensor> latent_project(const Tensor& query, const Ten
                                                   const std::optional<Tensor>& kv_b, int64_t v_dim,
                                                   const std::string& path, const LatentAttendOptions& options) {
   check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
+  const auto [q, latents] = latent_rotate(query, latent, k_rope, options);
+  return latent_heads(q, latents, k_rope.size(2), kv_b, v_dim, path);
+}
+
+std::tuple<Tensor, Tensor> latent_rotate(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
+                                         const LatentAttendOptions& options) {
   const NewTokens tokens = new_tokens(query, latent, k_rope);
   const auto rope = k_rope.size(2) > 0 ? options.rope : std::nullopt;
-  const auto [q, k] = rotate_tokens(tokens, rope, {options.positions, options.cross, std::nullopt, options.kv_lens});
-  const Heads heads = make_heads({{q, k, tokens.value}, latent.sym_size(2), k_rope.sym_size(2)}, kv_b, v_dim,
-                                 path == "auto" ? "expanded" : c10::string_view(path));
+  return rotate_tokens(tokens, rope, {options.positions, options.cross, std::nullopt, options.kv_lens});
+}
+
+std::tuple<Tensor, Tensor, Tensor> latent_heads(const Tensor& query, const Tensor& latents, int64_t rotated_dim,
+                                                const std::optional<Tensor>& kv_b, int64_t v_dim,
+                                                const std::string& path, const std::optional<Tensor>& kv_lens) {
+  const PlacedLatents tokens{
+      {query, latents, without_width(latents), std::nullopt, kv_lens}, latents.size(3) - rotated_dim, rotated_dim};
+  const Heads heads = make_heads(tokens, kv_b, v_dim, path == "auto" ? "expanded" : c10::string_view(path));
   return {heads.query, heads.key, heads.value};
 }
 

@@ -40,4 +40,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> latent_project(const at::Tensor& 
                                                               const std::string& path,
                                                               const LatentAttendOptions& options);
 
+// The two halves of latent_project: the rotated query, and the rotated latents [B, 1, Lkv, C + R]; and heads of them.
+std::tuple<at::Tensor, at::Tensor> latent_rotate(const at::Tensor& query, const at::Tensor& latent,
+                                                 const at::Tensor& k_rope, const LatentAttendOptions& options);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> latent_heads(
+    const at::Tensor& query,                // [B, H, L, N + R], rotated
+    const at::Tensor& latents,              // [B, 1, Lkv, C + R], rotated
+    int64_t rotated_dim,                    // R
+    const std::optional<at::Tensor>& kv_b,  // [H * (N + V), C]
+    int64_t v_dim, const std::string& path,
+    const std::optional<at::Tensor>& kv_lens = std::nullopt);  // [B], for gradients beyond which nothing counts
+
 }  // namespace attnpack

@@ -1,6 +1,7 @@
 #include <attnpack/models/generate.h>
 
 #include <attnpack/core/padded.h>
+#include <attnpack/layers/spread.h>
 #include <attnpack/models/detail/sampler.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/ops/linear.h>
@@ -153,6 +154,7 @@ at::Tensor checked_ids(const char* name, const at::Tensor& ids) {
 }
 
 void check_loop(const GenerateOptions& o) {
+  refuse_spread("generate is called", "call it outside, with the whole prompt on each rank");
   ATTNPACK_CHECK(o.max_new_tokens() >= 0, "max_new_tokens: got ", o.max_new_tokens(), ", want 0 or more");
   check_answers(o);
 }

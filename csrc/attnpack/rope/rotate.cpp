@@ -70,7 +70,7 @@ std::tuple<Tensor, Tensor> rotate_new(const Tensor& query, const Tensor& key, co
   const Tensor rotated = turn(query, rope, table);
   if (raw) return {rotated, key};
   if (!place.cross) return {rotated, turn(key, rope, table)};
-  return {rotated, rotate_at(key, rope, count(key), place.new_lens)};
+  return {rotated, rotate_at(key, rope, place.keys_at ? *place.keys_at : count(key), place.new_lens)};
 }
 
 Tensor rotate_cached(const Tensor& key, const Tensor& lengths, const RopeSettings& rope,

@@ -24,6 +24,7 @@ struct Placement {
   bool cross = false;                   // keys come from another sequence, and stand at 0..Lkv-1
   std::optional<at::Tensor> past;       // [B] int64, lengths of the cache before the call
   std::optional<at::Tensor> new_lens;   // [B], valid new tokens of each sequence (cross: valid keys); default all
+  std::optional<at::Tensor> keys_at;    // int64 [Lkv], with cross; default 0..Lkv-1
 };
 
 // Rotates query and key at their positions. Keys that a cache will hold raw come back unrotated. Context keys rotate by

@@ -11,68 +11,22 @@
 #include <attnpack/modules/mixture_of_experts.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include <mutex>
-#include <thread>
-
 #include "catch.h"
+#include "context_modules.h"
 
 namespace {
 
 using namespace attnpack;
 namespace parallel = attnpack::distributed;
+using context_modules::grouped;
+using context_modules::latent;
 using parallel::Group;
 using parallel::Layout;
-
-// The result of program(group) on each rank, or its error.
-template <typename Program>
-std::vector<std::string> on_ranks(int ranks, const Program& program) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::string> results(ranks);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        results[rank] = program(parallel::gloo_group(store, rank, ranks, std::chrono::seconds(20)));
-      } catch (const c10::Error& error) {
-        results[rank] = error.what_without_backtrace();
-      } catch (const std::exception& error) {
-        results[rank] = error.what();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  return results;
-}
-
-bool contains(const std::string& text, const std::string& words) { return text.find(words) != std::string::npos; }
-
-// "near", or how far two tensors are from each other.
-std::string compared(const std::vector<std::pair<at::Tensor, at::Tensor>>& pairs) {
-  for (const auto& [got, wanted] : pairs) {
-    if (got.sizes() != wanted.sizes()) return "shapes differ";
-    if (!at::allclose(got, wanted, 1e-5, 1e-5, /*equal_nan=*/true)) {
-      return "distance " + std::to_string((got - wanted).abs().max().item<double>());
-    }
-  }
-  return "near";
-}
-
-// Numbers that are the same on all ranks: threads share torch's generator.
-at::Tensor draw(at::IntArrayRef sizes, int64_t seed) {
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-  return at::randn(sizes, generator);
-}
-
-template <typename Make>
-auto made(const Make& make) {
-  static std::mutex one;
-  const std::lock_guard<std::mutex> lock(one);
-  torch::manual_seed(0);
-  auto module = make();
-  const at::NoGradGuard no_grad;
-  for (auto& parameter : module->parameters()) parameter.normal_(0, 0.2);  // biases, norms and sinks that matter
-  return module;
-}
+using ranks::compared;
+using ranks::contains;
+using ranks::draw;
+using ranks::made;
+using ranks::on_ranks;
 
 std::vector<std::pair<AttentionOptions, std::string>> rules() {
   const auto slopes = at::tensor(alibi_slopes(6), at::kDouble);
@@ -80,47 +34,10 @@ std::vector<std::pair<AttentionOptions, std::string>> rules() {
           {AttentionOptions(), "all keys"},
           {AttentionOptions().causal(true).window({5, 0}).softcap(1.5), "window, soft cap"},
           {AttentionOptions().window({2, 3}).alibi_slopes(slopes), "window to the right, alibi"},
-          {AttentionOptions().causal(true).kv_lens(at::tensor({16, 5})), "lengths"},
           {AttentionOptions().causal(true).head_map(std::vector<int64_t>{1, 0, 0, 1, 1, 1}).scale(0.7), "head map"}};
 }
 
-std::string attention_is_near(const Group& group, AttentionOptions options, Layout layout) {
-  std::vector<at::Tensor> whole, own;
-  for (const int64_t heads : {6, 2, 2}) whole.push_back(draw({2, heads, 16, 8}, heads).requires_grad_());
-  for (const auto& x : whole) own.push_back(parallel::shard_sequence(x.detach(), group, 2, layout).requires_grad_());
-  const auto sinks = draw({6}, 5).requires_grad_(), own_sinks = sinks.detach().clone().requires_grad_();
-  const auto [out, lse] = attention_with_lse(whole[0], whole[1], whole[2], options.sinks(sinks));
-  const auto [part, part_lse] =
-      parallel::attention_with_lse(own[0], own[1], own[2], group, options.sinks(own_sinks), layout);
-  const auto upstream = draw(out.sizes(), 9);
-  const auto shard = [&](const at::Tensor& x) { return parallel::shard_sequence(x, group, 2, layout); };
-  ((out * upstream).sum() + lse.sum()).backward();
-  ((part * shard(upstream)).sum() + part_lse.sum()).backward();
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs{{part, shard(out)}, {part_lse, shard(lse)}};
-  for (size_t i = 0; i < 3; ++i) pairs.emplace_back(own[i].grad(), shard(whole[i].grad()));
-  pairs.emplace_back(parallel::all_reduce(own_sinks.grad(), group), sinks.grad());
-  return compared(pairs);
-}
-
 }  // namespace
-
-TEST_CASE("attention over parts of a sequence gives numbers and gradients of one process") {
-  for (const int ranks : {2, 4}) {
-    const auto results = on_ranks(ranks, [](const Group& group) -> std::string {
-      for (const auto layout : {Layout::kContiguous, Layout::kZigzag}) {
-        for (const auto& [options, name] : rules()) {
-          const auto found = attention_is_near(group, options, layout);
-          if (found != "near") return name + ": " + found;
-        }
-      }
-      const auto x = draw({2, 16, 3}, 1);
-      return compared({{parallel::unshard_sequence(parallel::shard_sequence(x, group, 1, Layout::kZigzag), group, 1,
-                                                   Layout::kZigzag),
-                        x}});
-    });
-    CHECK(results == std::vector<std::string>(ranks, "near"));
-  }
-}
 
 TEST_CASE("what is not done, and what differs between ranks, is an error on all of them") {
   const auto call = [](const Group& group, const AttentionOptions& options, int64_t length = 4) {
@@ -136,10 +53,15 @@ TEST_CASE("what is not done, and what differs between ranks, is an error on all 
   all_say(on_ranks(2, [&](const Group& g) { return call(g, AttentionOptions().dropout_p(0.5)); }),
           "dropout_p: got 0.5");
   all_say(on_ranks(2, [&](const Group& g) { return call(g, AttentionOptions().q_offset(3)); }), "q_offset: got one");
+  all_say(
+      on_ranks(
+          2, [&](const Group& g) { return call(g, AttentionOptions().key_index(at::zeros({1, 1, 4, 2}, at::kLong))); }),
+      "key_index: got a tensor [1, 1, 4, 2], which is not done over several processes");
   all_say(on_ranks(2, [&](const Group& g) { return call(g, {}, 4 + g->getRank()); }),
-          "different arguments: rank 0 has ");
+          "different arguments: rank 0 has query float [1, 2, 4, 8]; key float [1, 2, 4, 8]; value float [1, 2, 4, 8], "
+          "rank 1 has query float [1, 2, 5, 8]; ");
   all_say(on_ranks(2, [&](const Group& g) { return call(g, AttentionOptions().causal(g->getRank() == 1)); }),
-          "different arguments: rank 0 has ");
+          "different arguments: rank 0 has causal 0, rank 1 has causal 1, want the same on all ranks");
   const auto one_wrong = on_ranks(2, [&](const Group& g) {
     return call(g, g->getRank() ? AttentionOptions().kv_lens(at::tensor({99})) : AttentionOptions());
   });
@@ -187,7 +109,6 @@ TEST_CASE("a cache whose positions the ranks share gives the numbers of one proc
   for (const int ranks : {2, 3}) {
     const auto results = on_ranks(ranks, [](const Group& group) -> std::string {
       for (auto [options, name] : rules()) {
-        if (options.kv_lens()) continue;
         options.sinks(draw({6}, 5));
         parallel::ShardedCache cache(group);
         at::Tensor keys, values;
@@ -228,20 +149,6 @@ struct SelfImpl : torch::nn::Module, TokenModule {
 template <typename Holder>
 Part<TokenModule> self(Holder inner) {
   return std::static_pointer_cast<torch::nn::Module>(std::make_shared<SelfImpl<Holder>>(std::move(inner)));
-}
-
-GroupedQueryAttentionOptions grouped(int64_t kv_heads) {
-  return GroupedQueryAttentionOptions(24, 8, kv_heads).head_dim(6).bias(true).causal(true).rope(RotaryEmbedding(6));
-}
-
-MultiHeadLatentAttentionOptions latent() {
-  return MultiHeadLatentAttentionOptions(24, 4)
-      .kv_lora_rank(10)
-      .qk_nope_head_dim(4)
-      .qk_rope_head_dim(6)
-      .v_head_dim(5)
-      .causal(true)
-      .rope(RotaryEmbedding(6));
 }
 
 Modules modules() {

@@ -3,6 +3,7 @@
 #include <attnpack/core/check.h>
 #include <attnpack/distributed/collectives.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <functional>
 #include <sstream>
@@ -25,6 +26,28 @@ at::Tensor row_of(const std::string& text) {
 
 std::string text_of(const at::Tensor& row) { return reinterpret_cast<const char*>(row.const_data_ptr<uint8_t>()); }
 
+constexpr char kBetween[] = "; ";
+
+std::vector<std::string> parts_of(const std::string& text) {
+  std::vector<std::string> parts;
+  for (size_t begin = 0; begin <= text.size();) {
+    const auto end = std::min(text.find(kBetween, begin), text.size());
+    parts.push_back(text.substr(begin, end - begin));
+    begin = end + 2;
+  }
+  return parts;
+}
+
+// The parts that the other rank has not said.
+std::string without(const std::vector<std::string>& parts, const std::vector<std::string>& others) {
+  std::string text;
+  for (const auto& part : parts) {
+    if (std::find(others.begin(), others.end(), part) != others.end()) continue;
+    text += (text.empty() ? "" : kBetween) + part;
+  }
+  return text.empty() ? "none of these" : text;
+}
+
 }  // namespace
 
 std::string shown(const std::optional<at::Tensor>& tensor) {
@@ -41,13 +64,14 @@ void agree(const std::string& what, const Group& group, at::Device device,
   const std::string asked = variable ? variable : "";
   if (group->getSize() == 1 || asked == "0" || (!device.is_cpu() && asked != "1")) return;
   std::string text;
-  for (const auto& [name, value] : said) text += (text.empty() ? "" : "; ") + name + " " + value;
+  for (const auto& [name, value] : said) text += (text.empty() ? "" : kBetween) + name + " " + value;
   const auto rows = all_gather(row_of(text).to(device), group).cpu();
   const auto differing = rows.ne(rows[0]).any(1).nonzero().flatten();
   if (differing.numel() == 0) return;
   const auto other = differing[0].item<int64_t>();
-  ATTNPACK_CHECK(false, "the ranks of a group give ", what, " different arguments: rank 0 has ", text_of(rows[0]),
-                 ", rank ", other, " has ", text_of(rows[other]),
+  const auto here = parts_of(text_of(rows[0])), there = parts_of(text_of(rows[other]));
+  ATTNPACK_CHECK(false, "the ranks of a group give ", what, " different arguments: rank 0 has ", without(here, there),
+                 ", rank ", other, " has ", without(there, here),
                  ", want the same on all ranks: give each the same shapes and settings");
 }
 

@@ -13,6 +13,9 @@ void refuse_unshared(const AttentionOptions& o) {
   ATTNPACK_CHECK(o.dropout_p() == 0, "dropout_p: got ", o.dropout_p(),
                  ", which is not done over several processes; each rank would draw other numbers than one process: "
                  "train without it");
+  ATTNPACK_CHECK(!o.key_index(), "key_index: got a tensor ", o.key_index()->sizes(),
+                 ", which is not done over several processes; each rank would need its rows of it: name the keys on "
+                 "one process");
   const auto* offset = std::get_if<int64_t>(&o.q_offset());
   ATTNPACK_CHECK(offset && *offset == 0,
                  "q_offset: got one, which is not done over several processes; rows have the positions that the layout "

@@ -6,6 +6,7 @@
 
 #include <attnpack/core/padded.h>
 #include <attnpack/layers/detail/dropped_keys.h>
+#include <attnpack/layers/spread.h>
 #include <attnpack/ops/kv_cache.h>
 
 namespace attnpack {
@@ -84,10 +85,25 @@ Tensor with_new_rows(const Tensor& cache, const Tensor& rows, const Tensor& past
   return padded.scatter(2, index, rows).narrow_symint(2, 0, capacity);
 }
 
+namespace {
+
+// Where tokens without a cache stand, if they are a part of a sequence that is spread over processes.
+Placement spread_placement(const Spread& over, const NewTokens& tokens, Placement place) {
+  const auto device = tokens.query.device();
+  if (!place.positions) place.positions = over.positions(tokens.query.size(2)).to(device);
+  if (place.cross) place.keys_at = over.positions(tokens.key.size(2)).to(device);
+  return place;
+}
+
+}  // namespace
+
 std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::optional<RopeSettings>& rope,
-                                         const Placement& place) {
+                                         const Placement& given) {
   check_defined("query", tokens.query);
   check_defined("key", tokens.key);
+  std::optional<Placement> part;
+  if (const auto* over = spread(); over && rope && !given.past) part = spread_placement(*over, tokens, given);
+  const Placement& place = part ? *part : given;
   check_positions(place.positions, tokens.query);  // also if nothing rotates
   if (!rope) return {tokens.query, tokens.key};
   if (!tokens.rotated_dims) return rotate_new(tokens.query, tokens.key, *rope, place);

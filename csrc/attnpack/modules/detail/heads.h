@@ -1,6 +1,7 @@
 #pragma once
 
 #include <attnpack/cache/cross_cache.h>
+#include <attnpack/layers/spread.h>
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/linear.h>
@@ -24,6 +25,7 @@ inline std::shared_ptr<CrossCache> cross_cache(const AttentionInputs& inputs) {
 // The layer's inputs that come from forward's inputs.
 inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal) {
   LayerInputs r;
+  if (inputs.cache()) refuse_spread("cache: got one", "prefill and decode with a ShardedCache, outside");
   const auto held = cross_cache(inputs);
   r.positions = inputs.positions();
   r.cross = inputs.context().has_value() || held;

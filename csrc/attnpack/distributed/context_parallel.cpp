@@ -1,0 +1,98 @@
+#include <attnpack/distributed/context_parallel.h>
+
+#include <attnpack/core/check.h>
+#include <attnpack/distributed/detail/judge.h>
+#include <attnpack/distributed/detail/methods.h>
+#include <attnpack/layers/attend.h>
+#include <attnpack/layers/latent_attend.h>
+
+#include <utility>
+
+namespace attnpack::distributed {
+
+namespace {
+
+// The options of a layer as those of the operator.
+AttentionOptions rules_of(const LayerInputs& o) {
+  return AttentionOptions().mask(o.mask).causal(o.causal).kv_lens(o.kv_lens).dropout_p(o.dropout_p).scale(o.scale);
+}
+
+// Refuses what the operator's judge does not know of.
+void refuse_inputs(const LayerInputs& o, int64_t length) {
+  ATTNPACK_CHECK(!o.cache, "cache: got one under ContextParallel, want none: prefill and decode with a ShardedCache");
+  ATTNPACK_CHECK(!o.rope || !o.rope->by_length(),
+                 "rope: got frequencies that follow the length under ContextParallel, which is not done: use another "
+                 "scaling");
+  ATTNPACK_CHECK(!o.positions || o.positions->size(-1) == length, "positions: got ", o.positions->sizes(), ", want ",
+                 length, " of them: those of this rank's rows in the whole sequence");
+}
+
+// [B, H, L, Dv] -> [B, L, H * Dv]
+at::Tensor join_heads(const at::Tensor& out) { return out.transpose(1, 2).flatten(2); }
+
+class SpreadSequence : public Spread {
+ public:
+  SpreadSequence(Group group, const ContextParallelOptions& options) : group_(std::move(group)), options_(options) {}
+
+  at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                    const AttendOptions& o) const override {
+    auto rules = rules_of(o);
+    rules.window(o.window).softcap(o.softcap).sinks(o.sinks).alibi_slopes(o.alibi_slopes).head_map(o.head_map);
+    agree(query, key, value, rules, o);
+    const auto [q, k] = rotate(query, key, o);
+    return join_heads(attend_heads(q, k, value, rules));
+  }
+
+  at::Tensor latent_attend(const at::Tensor& query, const at::Tensor& latent, const at::Tensor& k_rope,
+                           const std::optional<at::Tensor>& kv_b, int64_t v_dim,
+                           const LatentAttendOptions& o) const override {
+    const auto rules = rules_of(o);
+    // Heads of the width that the latents will give, without their memory.
+    const auto like = [&](int64_t width) {
+      return latent.narrow(-1, 0, 1).unsqueeze(1).to(query.scalar_type()).expand({-1, query.size(1), -1, width});
+    };
+    agree(query, like(query.size(-1)), like(kv_b ? v_dim : latent.size(-1)), rules, o);
+    const auto [q, latents] = latent_rotate(query, latent, k_rope, o);
+    const auto heads = [&, &q = q](const at::Tensor& all, const std::optional<at::Tensor>& kv_lens) {
+      return latent_heads(q, all, k_rope.size(-1), kv_b, v_dim, "expanded", kv_lens);
+    };
+    if (options_.method() == Method::kAllGather) {  // latents travel, and each rank expands them
+      const auto whole = unshard_sequence(latents, group_, 2, options_.layout(), /*alike=*/false);
+      const auto [all_q, key, value] = heads(whole, o.kv_lens);
+      return join_heads(std::get<0>(attend_rows(all_q, key, value, rules, group_, options_.layout())));
+    }
+    const auto [own_q, key, value] = heads(latents, std::nullopt);
+    return join_heads(attend_heads(own_q, key, value, rules));
+  }
+
+  at::Tensor positions(int64_t length) const override {
+    return distributed::positions(options_.layout(), length, group_);
+  }
+
+ private:
+  void agree(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const AttentionOptions& rules,
+             const LayerInputs& inputs) const {
+    agree_on_attention(query, key, value, group_, rules, options_.layout(), options_.method(),
+                       [&] { refuse_inputs(inputs, query.size(2)); });
+  }
+
+  at::Tensor attend_heads(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                          const AttentionOptions& rules) const {
+    return std::get<0>(attend_by(options_.method(), query, key, value, group_, rules, options_.layout()));
+  }
+
+  Group group_;
+  ContextParallelOptions options_;
+};
+
+}  // namespace
+
+ContextParallel::ContextParallel(Group group, const ContextParallelOptions& options) {
+  ATTNPACK_CHECK(group, "group: got none, want the processes that hold the sequence, such as gloo_group gives");
+  own_ = std::make_unique<SpreadSequence>(std::move(group), options);
+  before_ = spread_by(own_.get());
+}
+
+ContextParallel::~ContextParallel() { spread_by(before_); }
+
+}  // namespace attnpack::distributed

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <attnpack/layers/attend.h>
+#include <attnpack/layers/latent_attend.h>
+
+#include <optional>
+#include <string>
+
+namespace attnpack {
+
+// What attends in place of a layer's function where a sequence is spread over several processes
+// (distributed/context_parallel.h).
+class Spread {
+ public:
+  virtual ~Spread() = default;
+  // As attnpack::attend, for this process's rows over the keys of all.
+  virtual at::Tensor attend(const at::Tensor& query,                  // [B, Hq, L, D], before rotation
+                            const at::Tensor& key,                    // [B, Hkv, Lkv, D], before rotation
+                            const at::Tensor& value,                  // [B, Hkv, Lkv, Dv]
+                            const AttendOptions& options) const = 0;  // -> [B, L, Hq * Dv]
+  // As attnpack::latent_attend.
+  virtual at::Tensor latent_attend(const at::Tensor& query,                // [B, H, L, N + R], before rotation
+                                   const at::Tensor& latent,               // [B, Lkv, C], after its norm
+                                   const at::Tensor& k_rope,               // [B, Lkv, R], before rotation
+                                   const std::optional<at::Tensor>& kv_b,  // [H * (N + V), C]
+                                   int64_t v_dim,
+                                   const LatentAttendOptions& options) const = 0;  // -> [B, L, H * V or H * C]
+  // The positions in the whole sequence of this process's `length` rows, int64 [length].
+  virtual at::Tensor positions(int64_t length) const = 0;
+};
+
+// What spreads the sequences of this thread; nullptr where the process has all keys.
+const Spread* spread();
+
+// Puts another one in its place, and returns the one before.
+const Spread* spread_by(const Spread* over);
+
+// Raises where sequences are spread, for `what` is not done there.
+void refuse_spread(const char* what, const char* fix);
+
+}  // namespace attnpack
