@@ -99,9 +99,7 @@ struct VarlenOptions;
 
 namespace distributed {
 
-class ContextParallel;
 class ShardedCache;
-class TensorShares;
 struct ContextParallelOptions;
 
 }  // namespace distributed
