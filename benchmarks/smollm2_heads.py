@@ -64,20 +64,25 @@ def _latent(rank: int) -> nn.Module:
     return _replaced(lambda layer, x: convert.to_mla(layer, rank, calibration=x))
 
 
-def _figures(model: nn.Module, minutes: float) -> dict[str, Any]:
+def _figures(model: nn.Module, steps: int) -> dict[str, Any]:
+    """The perplexity of the model, and that after `steps` of distillation (0: none)."""
     torch.set_num_threads(THREADS)
     held_out = _text()[:MEASURED].view(-1, LENGTH)
-    figures = {"perplexity": perplexity(model, held_out), "uptrained": None, "minutes": minutes}
+    figures = {"perplexity": perplexity(model, held_out), "uptrained": None, "minutes": 0}
     attention = model.layers[0].self_attn
     if isinstance(attention, attnpack.MultiHeadLatentAttention):
         numbers = attention.kv_lora_rank + attention.qk_rope_head_dim
     else:
         numbers = 2 * attention.num_kv_heads * attention.head_dim
     figures["kv_bytes_per_token"] = numbers * len(model.layers) * attention.o_proj.weight.element_size()
-    if minutes > 0:
-        work = Distillation(model.train(), _original(), _text()[MEASURED:], LENGTH, 60 * minutes, LEARNING_RATE, 0)
-        work.train(lambda: None)
+    if steps > 0:
+        work = Distillation(model.train(), _original(), _text()[MEASURED:], LENGTH, steps, LEARNING_RATE, 0)
+        seconds = 0.0
+        while work.steps < steps:
+            seconds += work.train_step()
+            work.spent = work.steps  # the learning rate follows the steps, not the clock
         figures |= {"uptrained": perplexity(model.eval(), held_out), "steps": work.steps, "threads": THREADS}
+        figures["minutes"] = round(seconds / 60, 1)
     return figures
 
 
@@ -89,7 +94,7 @@ def _decode(**attention: Any) -> dict[str, float]:
     return time_decoding(attnpack.CausalLM(**sizes, **attention).eval(), CONTEXT)
 
 
-def smollm2_cells(minutes: float) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+def smollm2_cells(steps: int) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     """(name, function that computes the figures) of each cell; the original is not trained."""
     cells = [("smollm2/original", lambda: _figures(_original(), 0))]
     for heads in (3, 1):
@@ -99,7 +104,7 @@ def smollm2_cells(minutes: float) -> list[tuple[str, Callable[[], dict[str, Any]
         latent = {"kv_lora_rank": rank, **dims, "latent_norm": False}
         cells.append((f"decode/SmolLM2, latent, rank {rank}", lambda c=latent: _decode(latent=c)))
     for method in ("mean", "first", "random", "aligned"):
-        cells.append((f"smollm2/1 kv head, {method}", lambda m=method: _figures(_one_head(m), minutes)))
+        cells.append((f"smollm2/1 kv head, {method}", lambda m=method: _figures(_one_head(m), steps)))
     for rank in RANKS:
-        cells.append((f"smollm2/latent, rank {rank}", lambda r=rank: _figures(_latent(r), minutes)))
+        cells.append((f"smollm2/latent, rank {rank}", lambda r=rank: _figures(_latent(r), steps)))
     return cells

@@ -1,12 +1,13 @@
 """The experiment of the GQA paper (Ainslie et al. 2023, section 3.3), on two cores: one JSON of figures.
 
-    python benchmarks/uptraining.py [--out FILE] [--steps N] [--seeds 3] [--smollm2 MINUTES] [--only NAME] [--table]
+    python benchmarks/uptraining.py [--out FILE] [--steps N] [--seeds 3] [--smollm2 [STEPS]] [--only NAME] [--table]
 
 (a) Conversion: a small MHA language model (bytes of the standard library) becomes GQA-4, GQA-2 and MQA. The methods are
 the mean of each group's heads, the first head, a new random head, and the mean after regions of 2 x 2 or 4 x 4 numbers
 were averaged. Then the model is trained for another 5 and 10% of the steps.
 (b) With --smollm2: SmolLM2-135M with one kv head by each method, and with latent attention at several ranks. The
-figures are the perplexity before and after so many minutes of distillation each (0: no distillation).
+figures are the perplexity before and after distillation: 65 steps for each method, or STEPS (0: no distillation). All
+methods get the same number of steps.
 (c) KV bytes per token and ms per token.
 (d) MHA, GQA, MQA and MLA with one parameter budget, trained from scratch.
 
@@ -42,6 +43,7 @@ METHODS = {
     "mean w4": ("mean", 4),
 }
 CONTEXT = 1024
+SMOLLM2_STEPS = 65
 
 
 class Experiment:
@@ -111,17 +113,17 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def compute_cells(cells: list[Cell], out: Path, about: dict[str, Any], minutes: float = 0) -> dict[str, Any]:
-    """Computes the cells that `out` lacks, or that were uptrained for fewer `minutes`. Each cell is in the file before
-    the next begins."""
+def compute_cells(cells: list[Cell], out: Path, about: dict[str, Any], distilled: int = 0) -> dict[str, Any]:
+    """Computes the cells that `out` lacks, or that have another number of `distilled` steps (0: any number). Each cell
+    is in the file before the next begins."""
     record = read_record(out) if out.is_file() else {"about": about, "cells": {}}
     for name in ("steps", "seeds", "sizes"):
         if record.get("about", {}).get(name) != about[name]:
             sys.exit(f"{out}: was made with another {name}: pass the same one, or choose another --out")
 
     def done(name: str) -> bool:
-        shorter = name.startswith("smollm2/") and name != "smollm2/original"
-        return name in record["cells"] and not (shorter and record["cells"][name]["minutes"] < minutes)
+        trained = distilled > 0 and name.startswith("smollm2/") and name != "smollm2/original"
+        return name in record["cells"] and not (trained and record["cells"][name].get("steps", 0) != distilled)
 
     for name, figures in progress([cell for cell in cells if not done(cell[0])], "cells"):
         found = figures() | {name: about[name] for name in ("date", "machine")}
@@ -197,13 +199,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="steps of the models trained from scratch")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--smollm2", type=float, metavar="MINUTES", help="also convert SmolLM2, and uptrain each model for so long"
+        "--smollm2",
+        type=int,
+        nargs="?",
+        const=SMOLLM2_STEPS,
+        metavar="STEPS",
+        help=f"also convert SmolLM2, and uptrain each model by so many steps ({SMOLLM2_STEPS}; 0: none)",
     )
     parser.add_argument("--only", default="", metavar="NAME", help="only the cells whose names begin with NAME")
     parser.add_argument("--table", action="store_true", help="only print the figures in --out")
     args = parser.parse_args()
-    if args.steps < 300 or args.seeds < 1:
-        parser.error("--steps: want at least 300, --seeds at least 1")
+    if args.steps < 300 or args.seeds < 1 or (args.smollm2 or 0) < 0:
+        parser.error("--steps: want at least 300, --seeds at least 1, --smollm2 at least 0")
     if args.table:
         record = read_record(args.out)
         print(format_record(record))
