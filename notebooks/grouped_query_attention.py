@@ -195,7 +195,7 @@ except ValueError as error:
     print("a wrong width:", str(error).split("\n")[0])
 
 # %% [markdown]
-# What `rope` does, and what happens past the trained length, is the subject of [positions](positions.ipynb).
+# The notebook [positions](positions.ipynb) shows how `rope` works, and how it behaves past the trained length.
 #
 # ## Summary
 #

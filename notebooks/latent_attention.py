@@ -65,7 +65,7 @@ def largest_difference(a, b):
 
 layer = latent_layer()
 print(layer)
-schematic.latent(num_heads)
+schematic.latent(num_heads, note="cached: 1 latent, 1 rotated key")
 
 # %% [markdown]
 # ## Where positions go
@@ -157,8 +157,8 @@ print(f"DeepSeek-V3: {large['MHA'] / large['MLA, 512 + 64']:.0f} times less than
 #
 # The bracket moved. Instead of making a key from every latent, map the *query* into latent space once, and compare it
 # with the latents in the cache. The same at the other end: $\sum_j w_j W_{UV} c_j = W_{UV} \sum_j w_j c_j$, so average
-# latents first and apply $W_{UV}$ once. No key and no value is ever made. What remains is multi-query attention with
-# one kv head of C + R dims, whose first C dims are the values too:
+# latents first and apply $W_{UV}$ once. No key and no value is ever made. The rest is multi-query attention with one kv
+# head of C + R dims, whose first C dims are the values too:
 
 # %%
 for path in ("expanded", "absorbed"):
@@ -329,7 +329,7 @@ for name, module in (("unfolded", layer), ("folded", folded)):
 #
 # DeepSeek's larger models make queries from a latent, too: $c^Q = W_{DQ}\, x$ and $q^{(h)} = W_{UQ}^{(h)} c^Q$. It is
 # not cached, so it saves no memory while the model writes. It saves parameters, and activations in training. With N + R
-# numbers per head, `q_proj` has d H (N + R) weights; the two matrices of a latent of width Q have Q (d + H (N + R)):
+# numbers per head, `q_proj` has E H (N + R) weights; the two matrices of a latent of width Q have Q (E + H (N + R)):
 
 # %%
 narrow = latent_layer(q_lora_rank=192)

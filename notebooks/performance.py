@@ -26,7 +26,8 @@
 # all of them, and a ratio is the median over rounds.
 #
 # This notebook draws such a run, of two threads. The figures below were stored on the machine that they name. It is a
-# virtual machine, and its neighbours change limits and times by a third, so look at the ratios. To see your own, run
+# virtual machine. Its neighbours change the speed of memory from 40 to 75 GB/s, so look at the ratios. To see your own,
+# run
 #
 # ```bash
 # attnpack bench --quick --json > benchmarks/results/quick.json
@@ -88,13 +89,32 @@ for (section, dtype), each in shares.items():
     print(f"{section:<14}{dtype:<7}{len(each):>5}{least:>8.0%}{median:>8.0%}{most:>8.0%}")
 
 # %% [markdown]
-# The lowest share of cold decoding is that of 32 query heads on one key-value head: there arithmetic limits, no longer
-# memory. Training in bf16 is measured against the limit of bf16 in pairs (`limit, bf16` in the picture), which the
-# forward pass uses and the backward pass does not.
+# The lowest shares of cold decoding (63% in fp32, 42% in bf16) are those of 32 query heads on one key-value head. There
+# arithmetic is the limit, so the shares are of the multiply-adds per second. Why these calls stay so far below it is
+# not known. In latent decoding (36% with 16 heads in bf16 to 63% with 128 heads in fp32) all heads read one latent, so
+# arithmetic is the limit too, and the reason for the rest is not known either.
+#
+# A share counts the multiply-adds of the two products, and not the softmax between them. Pairs double the speed of the
+# products in bf16; the softmax stays in fp32. That fits the shares of prefill, which are lower in bf16 than in fp32.
+# The lowest, 53%, is that of causal heads of 64. How much of it the softmax takes was not measured.
+#
+# Training in bf16 is measured against the limit of bf16 in pairs (`limit, bf16` in the picture), which the forward pass
+# used in this run and the backward pass did not. Since then the backward pass uses it too.
 #
 # The "small" calls are of one token and of 16. With one token nearly all of the time is overhead: checking arguments,
 # making the output, and PyTorch's dispatcher, which looks up the kernel by the tensors' device and dtype. With 16 the
 # work shows already, and the share is several times as high.
+#
+# ## What makes it fast
+#
+# - **Tiles.** Prefill takes the query rows of a key-value head in tiles, and the keys in blocks. The scores of a tile
+#   and a block stay in the processor's L2 cache. No matrix of all scores is ever written to memory.
+# - **Packing.** The keys and values of a block are copied once into the order in which the multiplications read them.
+#   All rows that share the key-value head use this copy.
+# - **A running softmax** (see [attention_from_scratch](attention_from_scratch.ipynb)) joins the blocks, so a tile goes
+#   over its keys in one pass.
+# - **Decoding** reads each key once for all query heads of its group, in the order of the addresses, and asks memory
+#   for what comes next before it is needed.
 #
 # ## Decoding beside PyTorch
 #

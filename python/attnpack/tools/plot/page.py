@@ -31,6 +31,9 @@ class AttentionPage(NamedTuple):
     def __str__(self) -> str:
         return self.text
 
+    def __repr__(self) -> str:  # notebooks store it beside the page
+        return f"AttentionPage({len(self.text)} characters)"
+
     def _repr_html_(self) -> str:  # the name by which notebooks ask
         return f'<iframe srcdoc="{html.escape(self.text)}" width="100%" height="1130" style="border:0"></iframe>'
 

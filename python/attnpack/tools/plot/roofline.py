@@ -37,6 +37,8 @@ def draw_roofline(axes: Axes, bench: dict) -> None:
 
     The roof is higher for bf16 if the machine multiplies bf16 in pairs. `bench` is a result of `read_bench`.
     """
+    from matplotlib.ticker import LogLocator
+
     limits = bench["limits"]
     flops, read = limits["flops"], limits["bytes_per_second"]
     roofs = {"limit": (flops, "-"), "limit, bf16": (limits.get("bf16_flops", flops), "--")}
@@ -61,8 +63,9 @@ def draw_roofline(axes: Axes, bench: dict) -> None:
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:.3g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(base=4))
+        axis.set_major_formatter(lambda value, _: f"{value:,.4g}")
     axes.set_xlabel("operations for each byte that must be read (FLOP/B)")
     axes.set_ylabel("speed (GFLOP/s)")
     axes.set_title(f"Attention under the limits of {bench['machine']}", fontsize=10)

@@ -28,6 +28,9 @@ class Drawing(NamedTuple):
     def _repr_svg_(self) -> str:  # the name by which notebooks ask
         return str(self)
 
+    def __repr__(self) -> str:  # notebooks store it beside the picture
+        return f"Drawing({self.width} x {self.height})"
+
     def __str__(self) -> str:
         size = f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
