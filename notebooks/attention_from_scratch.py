@@ -60,6 +60,22 @@ def largest_difference(a, b):
 
 
 # %% [markdown]
+# An example with three tokens and vectors of 2 numbers, small enough for paper:
+#
+# - The query is (1, 1), and the keys are (1, 1), (1, -1) and (0, 0).
+# - The products are 2, 0 and 0. Divided by $\sqrt 2$ they are the scores 1.41, 0 and 0.
+# - Their exponentials are 4.11, 1 and 1, with the sum 6.11. So the weights are 0.673, 0.164 and 0.164.
+# - The values are (3, 0), (0, 3) and (0, 0). Their weighted mean is (3 * 0.673, 3 * 0.164) = (2.02, 0.49).
+
+# %%
+query = torch.tensor([[1.0, 1.0]])
+keys, values = torch.tensor([[1.0, 1.0], [1.0, -1.0], [0.0, 0.0]]), torch.tensor([[3.0, 0.0], [0.0, 3.0], [0.0, 0.0]])
+small = [each[None, None] for each in (query, keys, values)]  # one sequence, one head
+print("weights:", [round(weight, 3) for weight in attnpack.attention_scores(*small[:2]).flatten().tolist()])
+print("out:    ", [round(number, 2) for number in attnpack.attention(*small).flatten().tolist()])
+torch.testing.assert_close(attnpack.attention(*small).flatten(), torch.tensor([2.02, 0.49]), atol=0.01, rtol=0)
+
+# %% [markdown]
 # The formula by hand, and by the operator. `attnpack.attention` never stores the matrix of weights: it walks over the
 # keys and keeps a running softmax. `attention_scores` gives the matrix, for those who want to look at it.
 
@@ -123,7 +139,7 @@ for d in dims:
     assert abs(raw[-1] / d - 1) < 0.1 and abs(scaled[-1] - 1) < 0.1
 
 # %% [markdown]
-# ## What goes wrong without it
+# ## The softmax without the scale
 #
 # A softmax looks at differences. Scores that differ by 1 give weights in the ratio 2.7; scores that differ by 30 give a
 # ratio of $10^{13}$: one key takes everything, and the weighted mean becomes a lookup. Worse, such a softmax no longer
@@ -220,7 +236,8 @@ figure.colorbar(image, ax=panels, label="weight")
 plt.show()
 
 # %% [markdown]
-# Row 0 can read only itself, so its weight is 1 whatever the scores are.
+# Row 0 can read only itself, so its weight is 1 whatever the scores are. Nothing here says where a token stands; see
+# [positions](positions.ipynb).
 #
 # ## Many heads
 #
@@ -269,8 +286,8 @@ with torch.no_grad():
 # %% [markdown]
 # ## Dropout, and the call in production
 #
-# In training some weights may be set to 0 at random, and the others grow by 1 / (1 - p), so that their mean stays. This
-# dropout belongs to training alone: `eval()` turns it off. PyTorch has one call for all of it,
+# In training some weights may be set to 0 at random, and the others are multiplied by 1 / (1 - p), so that their mean
+# stays. This dropout belongs to training alone: `eval()` turns it off. PyTorch has one call for all of it,
 # `scaled_dot_product_attention` (SDPA). It cannot know whether a model trains, so its callers pass `p` or 0. The module
 # below decides by itself; without dropout both give the same numbers.
 
@@ -359,12 +376,12 @@ assert not moved[:changed_at].any(), "a decoder's prefix must not move by a sing
 
 # %% [markdown]
 # In the decoder, positions before the change are the same to the last bit. That is more than tidiness: it is why
-# keys and values of earlier tokens can be kept while a model writes (see the notebook `kv_cache`).
+# keys and values of earlier tokens can be kept while a model writes (see [kv_cache](kv_cache.ipynb)).
 #
 # ## The weights of a real model
 #
-# SmolLM2-135M has 30 layers with 9 query heads each (and 3 key-value heads, see `grouped_query_attention`). Here is
-# what its heads look at, in one sentence.
+# SmolLM2-135M has 30 layers with 9 query heads each, and 3 key-value heads (see
+# [grouped_query_attention](grouped_query_attention.ipynb)). Here is what its heads look at, in one sentence.
 
 # %%
 path = checkpoints.smollm2_path()

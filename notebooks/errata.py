@@ -17,14 +17,18 @@
 # *You need* the notebooks before this one. *You learn* mistakes that run without an error, and tests that find them.
 # *Runs in* half a minute. Symbols: [glossary](../docs/notebooks.md).
 #
+# Sources: [Vaswani et al. 2017](https://arxiv.org/abs/1706.03762), [Shazeer 2019](https://arxiv.org/abs/1911.02150),
+# [Ainslie et al. 2023](https://arxiv.org/abs/2305.13245) and
+# [DeepSeek-AI 2024](https://arxiv.org/abs/2405.04434), the papers that the texts explain.
+#
 # attnpack grew out of five public texts on attention. They are good texts; they also contain mistakes, some of which
 # run without an error and give wrong numbers. Each is shown here with the wrong form, the right one, and a measurement.
 # Wrong forms are written down for this notebook, from the texts' formulas; nothing in the library uses them. The texts,
-# by number:
+# by number (our copies of 001 to 004 name neither author nor address):
 #
 # | | |
 # |---|---|
-# | 000 | *Swarm of Attention Variants*: MHA, MQA and GQA in formulas and code |
+# | 000 | *[Swarm of Attention Variants](https://www.vxnuaj.com/infinity/attnvars)*, Juan Vera, 2025: MHA, MQA, GQA |
 # | 001 | *Summary of Attention*: notes on self-attention, blocks, MQA, GQA |
 # | 002 | a notebook on multi-query attention in three versions |
 # | 003 | *Attention*: from queries, keys and values to latent attention |
@@ -151,7 +155,8 @@ for name, how in (("wrong, never applied", {}), ("right", {"rotate": True})):
 # - The shared keys of MQA. **Wrong**: K, V with `n_heads` first. **Right**: one set, `[1, l, d_head]`, or nothing is
 #   saved.
 # - How often a set is repeated. **Wrong**: `interleave(d_head * g)`. **Right**: H / g times.
-# - The projection. **Wrong**: $W X$ with X as `[l, d]`. **Right**: $X W^\top$.
+# - The projection. **Wrong**: $W X$ with X as `[l, d]`. **Right**: $X W^\top$ with W as PyTorch stores it,
+#   `[out, in]`. With W as `[d_model, d_head]`, as the text defines it, it is $X W$.
 
 # %%
 heads, groups = 12, 2
@@ -169,7 +174,8 @@ try:
     weight @ tokens
 except RuntimeError as error:
     print("W X:  ", str(error).split("\n")[0])
-print("X W^T:", tuple((tokens @ weight.T).shape))
+print("X W^T:", tuple((tokens @ weight.T).shape), "with W as [out, in]")
+print("X W:  ", tuple((tokens @ torch.randn(64, 32)).shape), "with W as [d_model, d_head]")
 assert k.shape[1] == groups and right == heads
 
 # %% [markdown]
@@ -223,7 +229,7 @@ plt.show()
 # `masked_fill`. Last, each token is said to emit *two* vectors, and then three are listed: query, key, value.
 
 # %%
-q, k = torch.randn(2, 1, 1, 64, head_size).unbind(0)
+q, k = torch.randn(2, 1, 64, 256, head_size).unbind(0)
 raw = attnpack.attention_scores(q, k, stage="scaled", scale=1.0)
 wrong, right = raw.softmax(-1) / math.sqrt(head_size), attnpack.attention_scores(q, k)
 print(f"divided after:  scores of variance {raw.var():.1f}, rows sum to {wrong.sum(-1).mean():.3f}")
@@ -235,6 +241,26 @@ for text in ("torch.sqrt(head_size)", "torch.mask_fill"):
         print(f"{text}: {type(error).__name__}: {str(error)[:80]}")
 print("vectors that a token emits:", [name for name, _ in native.named_children()])
 assert torch.allclose(wrong.sum(-1), torch.tensor(0.25))
+
+# %% [markdown]
+# ## 001: why GPT has no encoder
+#
+# **Wrong**: GPT is decoder-only *because* it is auto-regressive and generates from past outputs only. **Right**: the
+# decoder of an encoder-decoder does both as well. GPT needs no encoder because it has no second sequence to read. The
+# same block with and without a source is auto-regressive; only the one without is decoder-only:
+
+# %%
+target, source = torch.randn(1, 6, 32), torch.randn(1, 5, 32)
+later = target.clone()
+later[:, -1] += 1.0
+for name, context in (("decoder of an encoder-decoder", [source]), ("decoder-only", [])):
+    crossing = {"cross_attention": attnpack.MultiHeadAttention(32, 4)} if context else {}
+    attend_past = attnpack.MultiHeadAttention(32, 4, causal=True)
+    decoder = attnpack.Decoder([attnpack.DecoderBlock(attend_past, attnpack.FeedForward(32, 64), **crossing)])
+    with torch.no_grad():
+        moved = largest_difference(decoder(later, *context)[:, :-1], decoder(target, *context)[:, :-1])
+    print(f"{name:<30} a change of the last token moves earlier outputs by {scientific(moved)}")
+    assert moved == 0
 
 # %% [markdown]
 # ## 002: a mask that its demo never reaches
@@ -329,7 +355,7 @@ print(
 )
 assert abs(kurtosis(product) - 9) < 0.5 and abs(product.var() - 1) < 0.01
 figure, axes = plt.subplots(figsize=(7, 3), dpi=110, layout="constrained")
-bins = torch.linspace(-5, 5, 121).tolist()
+bins = torch.linspace(-12, 12, 241).tolist()
 axes.hist(a[:500_000].numpy(), bins, density=True, histtype="step", color=BLUE, label="a normal: kurtosis 3")
 axes.hist(
     product[:500_000].numpy(),
@@ -384,9 +410,8 @@ for distance in (0, 1, 16):
 
 # %%
 factors = w_uq.numel() + w_uk.numel()
-print(
-    f"numbers a head: W_UQK {w_uqk.numel():,}, its two factors {factors:,}: {w_uqk.numel() / factors:.0f} times as many"
-)
+times = w_uqk.numel() / factors
+print(f"numbers per head: W_UQK {w_uqk.numel():,}, its two factors {factors:,}: {times:.0f} times as many")
 into_query = (w_uk.T @ (w_uq @ c_q)).T @ c_kv
 print(f"folded into the query: {into_query.item():.4f}")
 assert (w_uqk.numel(), factors) == (786_432, 262_144) and abs(into_query.item() - apart) < 1e-3
@@ -411,7 +436,8 @@ assert written_out > heads * n * n * 4 > 5 * tiled
 # ## 004: G mod H, and whose queries
 #
 # **Wrong**: pick G such that $G \bmod H = 0$. **Right**: $H \bmod G = 0$ (and even that is a convenience, see
-# `grouped_query_attention`). The wrong rule allows, of all G up to H, multi-head attention only:
+# [grouped_query_attention](grouped_query_attention.ipynb)). The wrong rule allows, of all G up to H, multi-head
+# attention only:
 
 # %%
 H = 8

@@ -133,13 +133,15 @@ model = models["rope"]
 assert trained["rope"] < trained["learned"] < trained["none"] < math.log(len(letters))
 
 # %% [markdown]
-# Without positions the model still learns something, from the set of letters before each place. After so short a
+# Without positions the model still learns something. One causal layer sees the letters before a place as a set. A
+# second layer sees a little more, because each earlier letter has read another part of the text. After so short a
 # training the table helps a little, and the rotation (below) helps much more: a table must learn each place by itself,
 # and a rotation tells the *distance* of two tokens from the first step on.
 #
-# The learned table: how alike the vectors of two places are (their cosine). It is brighter near the diagonal
-# than far from it: near places have near vectors. Nobody asked for that, the table began as noise. On the right is what
-# rotary positions (next section) have from the start, without a table.
+# The learned table: how alike the vectors of two places are (their cosine). It is brighter near the diagonal than far
+# from it: near places have near vectors. Nobody asked for that, the table began as noise. The last places look alike as
+# a block: the model hardly tells them apart. On the right is what rotary positions (next section) have from the start,
+# without a table.
 
 # %%
 table = models["learned"].model.embed_positions.weight.detach()
@@ -184,7 +186,7 @@ for panel, pair in zip(panels, (0, 3, 7), strict=False):
     panel.add_patch(plt.Circle((0, 0), 1, fill=False, color="#cccccc"))
     for position, angle in enumerate(angles.tolist()):
         panel.plot([0, math.cos(angle)], [0, math.sin(angle)], color=plt.cm.cividis(position / 8), linewidth=2)
-        if pair == 0 or position in (0, 7):
+        if pair == 0 or position == 0:
             panel.text(1.15 * math.cos(angle), 1.15 * math.sin(angle), str(position), ha="center", va="center")
     panel.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal", title=f"pair {pair}: {theta[pair]:.3f} rad per token")
     panel.set_axis_off()
@@ -192,7 +194,7 @@ distances = torch.arange(trained_len)
 for pair, (colour, line) in zip((0, 3, 7), plot_memory.STYLES, strict=False):
     panels[3].plot(distances, (distances * theta[pair]).cos(), line, color=colour, label=f"pair {pair}")
 panels[3].set(xlabel="distance (tokens)", ylabel="share of the score", title="what a pair tells")
-panels[3].legend(fontsize=8)
+panels[3].legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.3), columnspacing=1)
 plt.show()
 assert theta[0] == 1 and theta[0] > 5 * theta[3] > 5 * theta[7]
 
@@ -239,8 +241,8 @@ torch.testing.assert_close(by_hand.float(), rope(q5))
 #   length is read with exactly the angles of training.
 # - **YaRN**: pairs that rotate many times within the trained length stay, pairs that rotate less than once are
 #   stretched by the factor, and those between are blended. Scores get a factor of their own, which sharpens the
-# softmax.   (The paper's bounds are 32 rotations and 1. A trained length of 64 has at most 10 rotations, so the upper
-# bound here   is 4.)
+#   softmax. (The paper's bounds are 32 rotations and 1. A trained length of 64 has at most 10 rotations, so the upper
+#   bound here is 4.)
 
 # %%
 length, factor = 512, 8.0
@@ -305,7 +307,8 @@ assert short["linear"] > short["YaRN"] > short["NTK-aware"] > short["as trained"
 # As trained, little happens at the line itself: for the next characters nearly all keys that a query sees stand at
 # distances that occurred in training, and only the first few are farther away. Then the loss climbs, far above where it
 # was. Linear scaling without further training is the other way round: bad from the first character on, because
-# neighbours are eight times closer together than they ever were, and then no worse for being far away.
+# neighbours are eight times closer together than they ever were, and then only a little worse far away (2.65, then
+# 2.78).
 #
 # NTK-aware scaling keeps neighbours readable, holds on longer, and then climbs too. Its factor is 8 for the slowest
 # pair only, so pairs in the middle still reach new angles. The dynamic form goes further. Its factor follows the length
@@ -363,7 +366,7 @@ torch.testing.assert_close(tilted[0][:, seen], by_hand[:, seen])
 # %% [markdown]
 # ## Summary
 #
-# - Attention is blind to order; a causal mask tells before from after, and no more.
+# - Attention is blind to order; in one layer a causal mask tells before from after, and no more.
 # - A learned table adds a vector per place, and ends where it ends.
 # - RoPE rotates queries and keys, so that a score depends on the distance. It has no last position, but it meets new
 #   angles past the trained length.
