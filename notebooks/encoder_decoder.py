@@ -105,7 +105,7 @@ for step in range(steps + 1):
     loss.backward()
     optimiser.step()
     schedule.step()
-model.eval()
+_ = model.eval()
 
 # %% [markdown]
 # ## Writing with two caches
@@ -186,8 +186,8 @@ print(f"clearest: layer {best[0]}, head {best[1]}, {share.max():.0%} of its weig
 assert share.max() > 0.5
 
 # %% [markdown]
-# Nobody told the model where to look; the loss did. Take that head's weights away and see what happens: without any
-# cross-attention the decoder knows nothing of the source, and guesses one letter in ten.
+# Nobody told the model where to look; the loss did. Now take the source away: with an empty context the decoder guesses
+# one letter in ten.
 
 # %%
 with torch.no_grad():

@@ -98,7 +98,7 @@ with torch.no_grad():
         torch.testing.assert_close(stepped, whole, atol=1e-3, rtol=1e-4)
 
 # %% [markdown]
-# ## What it saves: time
+# ## Time saved
 #
 # Greedy writing by SmolLM2 with `cache="none"` (everything computed anew for each token) and `cache="dynamic"`. The
 # text is the same; the time per token is not.
@@ -187,14 +187,14 @@ plt.show()
 print(f"at 1024 tokens: {naive[-1]:.2f} ms anew, {cached[-1]:.3f} ms cached, {naive[-1] / cached[-1]:.0f} times less")
 
 # %% [markdown]
-# ## What it costs: memory
+# ## Memory used
 #
 # Numbers kept for one sequence of n tokens:
 #
 # | variant | keys and values |
 # |---|---|
 # | multi-head (MHA) | $2 \cdot n \cdot \text{layers} \cdot \text{heads} \cdot d_\text{head}$ |
-# | grouped-query (GQA), g groups | $2 \cdot n \cdot \text{layers} \cdot g \cdot d_\text{head}$ |
+# | grouped-query (GQA), G groups | $2 \cdot n \cdot \text{layers} \cdot G \cdot d_\text{head}$ |
 # | multi-query (MQA) | $2 \cdot n \cdot \text{layers} \cdot d_\text{head}$ |
 # | latent (MLA) | $n \cdot \text{layers} \cdot (d_c + d_\text{rope})$ |
 #
@@ -369,11 +369,11 @@ with torch.no_grad():
 # %% [markdown]
 # ## Other kinds: shared, coarser, or bounded
 #
-# What a cache holds need not be every number of every token. A **PagedCache** deals out pages of 16 positions from a
-# pool, so several sequences may share what they have in common. A **QuantizedCache** keeps keys and values as 8- or
-# 4-bit numbers, in blocks of 32 with one scale each. The next cell gives SmolLM2 the same text with each of them: 160
-# tokens at once, then 96 one by one. It prints the bytes held, the time per token, and how far the predictions are from
-# those with a DynamicCache: the mean KL divergence, and the share of tokens whose likeliest successor is the same.
+# A cache need not hold every number of every token. A **PagedCache** deals out pages of 16 positions from a pool, so
+# several sequences may share what they have in common. A **QuantizedCache** keeps keys and values as 8- or 4-bit
+# numbers, in blocks of 32 with one scale each. The next cell gives SmolLM2 the same text with each of them: 160 tokens
+# at once, then 96 one by one. It prints the bytes held, the time per token, and how far the predictions are from those
+# with a DynamicCache: the mean KL divergence, and the share of tokens whose likeliest successor is the same.
 
 # %%
 text = " ".join((attnpack.attention.__doc__ or "").split())
@@ -412,10 +412,10 @@ for name, make in kinds.items():
     assert divergence < 0.2 and (held < most / 2 or not name.startswith("QuantizedCache"))
 
 # %% [markdown]
-# Eight bits are nearly free; four bits alone are not. `exact_first` and `exact_last` keep the first and the latest
-# tokens in full, which mends most of that: `python benchmarks/cache_error.py` measures the error on a longer text. With
-# 256 tokens a cache is small beside the weights, so the times say little; `python benchmarks/cache_decode.py` times
-# single calls over 16,384 keys.
+# Eight bits cost almost no accuracy; four bits alone do. `exact_first` and `exact_last` keep the first and the latest
+# tokens in full, which mends most of that: `python benchmarks/cache_error.py` measures the error on a longer text.
+# Pages and quantised numbers cost time per call here (20 against 14 ms). Over long texts reading decides:
+# `python benchmarks/cache_decode.py` times single calls over 16,384 keys.
 #
 # A layer with a window never looks back further than the window, so a **SlidingWindowCache** keeps the window and some
 # room for appends, however long the text gets: a ring, whose outputs equal those of a cache that keeps everything:

@@ -131,7 +131,7 @@ print(inspect.getsource(reference.MQAV2))
 # detached tensors (`k.detach()` above): gradients flow through this call's own keys and values and never into the past.
 # (Cells below whose output is long are folded: a click opens them.)
 
-# %%
+# %% tags=["hide-output"] jupyter={"outputs_hidden": true}
 v2 = reference.MQAV2(d_model, num_heads)
 v2.load_state_dict(v1.state_dict())
 
@@ -169,8 +169,8 @@ torch.testing.assert_close(steps_native, steps_plain)
 torch.testing.assert_close((cache.k, cache.v), plain_cache)
 
 # %% [markdown]
-# What "never into the past" means: a loss on the second step has a gradient for the second token, and none for the
-# first, although the second token reads the first one's key and value:
+# Gradients never flow into the past. A loss on the second step shows it: it has a gradient for the second token and
+# none for the first, although the second token reads the first one's key and value:
 
 # %%
 first, second = (x[:, i : i + 1].clone().requires_grad_() for i in range(2))
@@ -347,7 +347,8 @@ print(program[program.index("// One token at a time") : program.index("}  // nam
 
 # %% [markdown]
 # It prints the lines of V1, V2, V3 and of the mask. `output.txt` keeps them, and a test builds the program and
-# compares. The first and the last lines, and how many shapes of this notebook's steps are among them:
+# compares. The numbers of its mask differ from those above, because the program draws its own. The first and the last
+# lines, and how many shapes of this notebook's steps are among them:
 
 # %%
 lines = (example / "output.txt").read_text().splitlines()
@@ -362,7 +363,13 @@ print("\nsteps of V2 and V3 as above:", sum(a == b for a, b in zip(steps, wanted
 assert steps == wanted * 2
 
 # %% [markdown]
-# ## What it saves
+# All that the program prints:
+
+# %% tags=["hide-output"] jupyter={"outputs_hidden": true}
+print("\n".join(lines))
+
+# %% [markdown]
+# ## Memory saved
 #
 # Keys and values of one layer, one sequence, in fp32: `2 * seq * kv heads * d_kv * 4` bytes. Measured on the caches
 # themselves, for multi-head attention with eight kv heads, for four and two groups, and for multi-query attention.
@@ -386,7 +393,7 @@ axes.set_title("8 query heads: MHA, two groupings, MQA")
 plt.show()
 
 # %% [markdown]
-# ## What it saves in time
+# ## Time saved
 #
 # Shapes of ten tokens show nothing of this. So: one new token after a long text, 32 query heads of 128, one key-value
 # head, fp32. The peer is PyTorch's `scaled_dot_product_attention` with `enable_gqa=True`, its own way to let heads
@@ -438,9 +445,12 @@ print(f"on {bench.machine()}, {torch.get_num_threads()} threads; MHA read {read:
 assert curves["MQA, attnpack"][-1] < curves["MHA, attnpack"][-1]
 
 # %% [markdown]
-# Sharing saves time if the kernel uses it: each key that is read from memory serves all 32 query heads at once. The
-# notebook `kv_cache` follows the memory up to a million tokens. `performance` has more shapes and dtypes, measured over
-# more keys and in another minute: its ratios differ from these.
+# Sharing saves time if the kernel uses it: each key that is read from memory serves all 32 query heads at once. MQA
+# reads 32 times less and is 11 times as fast: the multiplications of 32 heads remain (see
+# [grouped_query_attention](grouped_query_attention.ipynb)).
+#
+# The notebook [kv_cache](kv_cache.ipynb) follows the memory up to a million tokens. [performance](performance.ipynb)
+# has more shapes and dtypes, measured over more keys and in another minute: its ratios differ from these.
 
 # %% [markdown]
 # ## Summary
