@@ -430,7 +430,8 @@ for name, times in curves.items():
     line = "o-" if "attnpack" in name else "s--"
     axes.plot(lengths, times, line, color=looks[name[:3]], label=name)
 axes.set_xscale("log", base=2)
-axes.set_yscale("log")
+axes.set_yscale("log", base=2)
+axes.yaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
 axes.set_xticks(lengths, lengths)
 axes.set(
     xlabel="keys (tokens of text so far)", ylabel="time of one step (ms)", title="One new token, 32 query heads of 128"
@@ -446,7 +447,7 @@ assert curves["MQA, attnpack"][-1] < curves["MHA, attnpack"][-1]
 
 # %% [markdown]
 # Sharing saves time if the kernel uses it: each key that is read from memory serves all 32 query heads at once. MQA
-# reads 32 times less and is 11 times as fast: the multiplications of 32 heads remain (see
+# reads 32 times less and is 12 times as fast: the multiplications of 32 heads remain (see
 # [grouped_query_attention](grouped_query_attention.ipynb)).
 #
 # The notebook [kv_cache](kv_cache.ipynb) follows the memory up to a million tokens. [performance](performance.ipynb)
