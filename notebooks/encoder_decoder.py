@@ -287,4 +287,4 @@ with torch.no_grad():
     assert moved.abs().max() < 1e-4 < other.abs().max()
 
 # %% [markdown]
-# Next: [performance](performance.ipynb).
+# Next: [newest_variants](newest_variants.ipynb).

@@ -29,6 +29,7 @@ class ProjectedAttention;
 class RMSNorm;
 class RotaryEmbedding;
 class SelfAttention;
+class SparseAttention;
 
 class CausalLMImpl;
 class DecoderImpl;
@@ -51,6 +52,7 @@ class ProjectedAttentionImpl;
 class RMSNormImpl;
 class RotaryEmbeddingImpl;
 class SelfAttentionImpl;
+class SparseAttentionImpl;
 
 class AttentionModule;
 class TokenModule;
@@ -94,6 +96,7 @@ struct RouteOptions;
 struct ScoreSettings;
 struct SelfAttentionOptions;
 struct SlidingWindowCacheOptions;
+struct SparseAttentionOptions;
 struct StaticCacheOptions;
 struct VarlenOptions;
 

@@ -37,6 +37,7 @@ const std::map<std::string, std::string>& words() {
         {"path", "'auto', 'expanded' or 'absorbed'"},
         {"norm", "'rms', 'rms_plus_one' or 'layer'"},
         {"activation", "a word such as 'swiglu' or 'gelu'"},
+        {"selector", "'indexer', 'mean' or 'max'"},
         {"gate_activation", "'sigmoid' or 'softplus'"},
         {"position_embedding", "'rope', 'learned', 'sinusoidal' or 'none'"},
         {"scores", "'softmax' or 'sigmoid'"},
@@ -84,6 +85,7 @@ const std::map<std::string, std::string>& words_or_none() {
         {"layout", "'sandwich', 'output', 'parallel', 'parallel_two', or None"},
         {"q_lora_rank", "an int"},  // of a dict, where None counts as left out
         {"gate", "'head', 'element', or None"},
+        {"index_cache", "an attnpack.cpp.LatentCache() for the indexer's keys, or None"},
         {"kv_from", "the attnpack.cpp.DynamicCache() or StaticCache of another layer, or None"},
         {"kv_lora_rank", "an int"},
         {"qk_nope_head_dim", "an int"},

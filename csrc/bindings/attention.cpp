@@ -12,7 +12,8 @@ namespace attnpack {
 namespace {
 
 // The inputs of forward after its tensors; of the options, not those that `skipped` names.
-std::pair<AttentionInputs, bool> read_inputs(Arguments& arguments, std::initializer_list<const char*> skipped = {}) {
+std::pair<AttentionInputs, bool> read_inputs(Arguments& arguments,
+                                             std::initializer_list<const char*> skipped = {"index_cache"}) {
   AttentionInputs inputs;
   bool need_weights = false;
   arguments.read_options(inputs, skipped);
@@ -40,6 +41,7 @@ template <typename Class>
 void bind_forward(Class& cls) {
   using Impl = typename Class::type;
   Names names = option_names(AttentionInputs());
+  std::erase(names, "index_cache");
   names.insert(names.begin(), "x");
   names.push_back("need_weights");
   bind_method(cls, "forward", names, 2, [](Impl& self, Arguments& arguments) {
@@ -81,7 +83,7 @@ void bind_projected(py::module_& m) {
                 const auto q = arguments.require<at::Tensor>("q");
                 const auto k = arguments.require<at::Tensor>("k");
                 const auto v = arguments.require<at::Tensor>("v");
-                const auto [inputs, need_weights] = read_inputs(arguments, {"context", "value_context"});
+                const auto [inputs, need_weights] = read_inputs(arguments, {"context", "value_context", "index_cache"});
                 return run(
                     need_weights, [&, &inputs = inputs] { return self.forward(q, k, v, inputs); },
                     [&, &inputs = inputs] { return self.forward_with_weights(q, k, v, inputs); });
@@ -95,6 +97,40 @@ void bind_projected(py::module_& m) {
     arguments.finish();
     return without_gil([&] { return self.project(q, k, v, inputs); });
   });
+}
+
+void bind_sparse(py::module_& m) {
+  using Impl = SparseAttentionImpl;
+  auto cls = bind_module<Impl>(m, "SparseAttention", "A query reads the keys that a selector names, and no others.");
+  bind_options<Impl, SparseAttentionOptions, int64_t, int64_t, int64_t>(cls, 3, {"top_k"});
+  bind_method(cls, "forward", {"x", "mask", "causal", "cache", "positions", "kv_lens", "index_cache", "need_weights"},
+              1, [](Impl& self, Arguments& arguments) {
+                const auto x = arguments.require<at::Tensor>("x");
+                const auto [inputs, need_weights] = read_inputs(arguments, {"context", "value_context", "kv_from"});
+                return run(
+                    need_weights, [&, &inputs = inputs] { return self.forward(x, inputs); },
+                    [&, &inputs = inputs] { return self.forward_with_weights(x, inputs); });
+              });
+  bind_forward_with_weights(cls);
+  bind_method(cls, "project", {"x", "positions"}, 1, [](Impl& self, Arguments& arguments) {
+    const auto x = arguments.require<at::Tensor>("x");
+    AttentionInputs inputs;
+    arguments.read("positions", inputs.positions());
+    arguments.finish();
+    return without_gil([&] { return self.project(x, inputs); });
+  });
+  bind_method(cls, "indexer_loss", {"x", "sparse", "causal", "positions", "kv_lens"}, 1,
+              [](Impl& self, Arguments& arguments) {
+                const auto x = arguments.require<at::Tensor>("x");
+                bool sparse = false;
+                AttentionInputs inputs;
+                arguments.read("sparse", sparse);
+                arguments.read("causal", inputs.causal());
+                arguments.read("positions", inputs.positions());
+                arguments.read("kv_lens", inputs.kv_lens());
+                arguments.finish();
+                return without_gil([&] { return self.indexer_loss(x, sparse, inputs); });
+              });
 }
 
 }  // namespace
@@ -120,6 +156,7 @@ void register_attention(py::module_& m) {
     return self.fold();
   });
   bind_projected(m);
+  bind_sparse(m);
 }
 
 }  // namespace attnpack

@@ -147,7 +147,8 @@ py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value
                      const OptionalTensor& positions, bool cross, const Cache& cache, const OptionalTensor& mask,
                      bool causal, const OptionalTensor& kv_lens, Window window, double softcap,
                      const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, const HeadMap& head_map,
-                     double dropout_p, std::optional<double> scale, bool need_weights) {
+                     double dropout_p, std::optional<double> scale, const OptionalTensor& key_index, int64_t key_block,
+                     int64_t top_blocks, int64_t local_blocks, const std::string& scorer, bool need_weights) {
   AttendOptions options{to_inputs(rope, positions, cross, mask, causal, kv_lens, dropout_p, scale)};
   if (cache) options.cache = std::apply([](auto... part) { return CacheTensors{part...}; }, *cache);
   options.window = window;
@@ -155,6 +156,9 @@ py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value
   options.sinks = sinks;
   options.alibi_slopes = alibi_slopes;
   options.head_map = head_map;
+  options.key_index = key_index;
+  options.key_block = key_block;
+  if (top_blocks != 0) options.blocks = {key_block, top_blocks, local_blocks, scorer};
   if (need_weights) return py::cast(without_gil([&] { return attend_with_weights(query, key, value, options); }));
   return py::cast(without_gil([&] { return attend(query, key, value, options); }));
 }
@@ -181,8 +185,23 @@ Tensor subtract_halves_py(const Tensor& joined, int64_t num_heads, const Tensor&
 }
 
 Tensor select_keys_py(const Tensor& query, const Tensor& key, const Tensor& weights, int64_t top_k, bool causal,
-                      const OptionalTensor& q_offsets, const OptionalTensor& kv_lens) {
-  return select_keys(query, key, weights, top_k, {causal, q_offsets, kv_lens});
+                      const OptionalTensor& q_offsets, const OptionalTensor& kv_lens, int64_t local_keys) {
+  return select_keys(query, key, weights, top_k, {causal, q_offsets, kv_lens}, local_keys);
+}
+
+Tensor index_keys_py(const Tensor& query, const Tensor& key, const Tensor& weights, int64_t top_k, int64_t local_keys,
+                     const std::optional<LatentTensors>& cache, const RopeSettings* rope,
+                     const OptionalTensor& positions, bool causal, const OptionalTensor& kv_lens) {
+  auto inputs = to_inputs(rope, positions, false, std::nullopt, causal, kv_lens, 0.0, std::nullopt);
+  if (cache) inputs.cache = CacheTensors{std::get<0>(*cache), Tensor(), std::get<1>(*cache)};
+  return index_keys({query, key, weights}, top_k, local_keys, inputs);
+}
+
+Tensor indexer_loss_py(const Tensor& query, const Tensor& key, const Tensor& weights, const Tensor& probabilities,
+                       const OptionalTensor& key_index, const RopeSettings* rope, const OptionalTensor& positions,
+                       bool causal, const OptionalTensor& kv_lens) {
+  return indexer_loss({query, key, weights}, probabilities, key_index,
+                      to_inputs(rope, positions, false, std::nullopt, causal, kv_lens, 0.0, std::nullopt));
 }
 
 Tensor select_blocks_py(const Tensor& query, const Tensor& key, int64_t block, int64_t top_blocks, int64_t local_blocks,
@@ -248,8 +267,9 @@ void register_ops(py::module_& m) {
          {"query", "key", "mask", "stage", "causal", "q_offset", "window", "kv_lens", "softcap", "sinks",
           "alibi_slopes", "head_map", "dropout_p", "scale", "key_index", "key_block"});
   define(m, "attend", &attend_py,
-         {"query", "key", "value", "rope", "positions", "cross", "cache", "mask", "causal", "kv_lens", "window",
-          "softcap", "sinks", "alibi_slopes", "head_map", "dropout_p", "scale", "need_weights"});
+         {"query",  "key",       "value",     "rope",       "positions",    "cross",        "cache",       "mask",
+          "causal", "kv_lens",   "window",    "softcap",    "sinks",        "alibi_slopes", "head_map",    "dropout_p",
+          "scale",  "key_index", "key_block", "top_blocks", "local_blocks", "scorer",       "need_weights"});
   define(m, "attend_shared", &attend_shared_py,
          {"query", "key", "value", "lengths", "rope", "positions", "mask", "causal", "kv_lens", "window", "softcap",
           "sinks", "alibi_slopes", "head_map", "dropout_p", "scale", "need_weights"});
@@ -258,7 +278,12 @@ void register_ops(py::module_& m) {
   define(m, "subtract_halves", &subtract_halves_py,
          {"joined", "num_heads", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "lambda_init", "eps"});
   define(m, "subtract_pairs", &subtract_pairs, {"joined", "lambdas"});
-  define(m, "select_keys", &select_keys_py, {"query", "key", "weights", "top_k", "causal", "q_offsets", "kv_lens"});
+  define(m, "select_keys", &select_keys_py,
+         {"query", "key", "weights", "top_k", "causal", "q_offsets", "kv_lens", "local_keys"});
+  define(m, "index_keys", &index_keys_py,
+         {"query", "key", "weights", "top_k", "local_keys", "cache", "rope", "positions", "causal", "kv_lens"});
+  define(m, "indexer_loss", &indexer_loss_py,
+         {"query", "key", "weights", "probabilities", "key_index", "rope", "positions", "causal", "kv_lens"});
   define(m, "select_blocks", &select_blocks_py,
          {"query", "key", "block", "top_blocks", "local_blocks", "scorer", "causal", "q_offsets", "kv_lens"});
   define(m, "latent_attend", &latent_attend_py,

@@ -41,6 +41,7 @@ from .nn.latent_attention import MultiHeadLatentAttention
 from .nn.norm import RMSNorm
 from .nn.projected_attention import ProjectedAttention
 from .nn.rope import RotaryEmbedding
+from .nn.sparse_attention import SparseAttention
 from .nn.stack import Decoder, Encoder, EncoderDecoder
 from .ops import apply_rope, attention, attention_scores, merge_states
 from .varlen import attention_varlen
@@ -70,6 +71,7 @@ __all__ = [
     "SelfAttention",
     "QuantizedCache",
     "SlidingWindowCache",
+    "SparseAttention",
     "StaticCache",
     "__version__",
     "apply_rope",

@@ -22,6 +22,7 @@ MultiQueryAttention = _C.cpp.MultiQueryAttention
 MultiHeadLatentAttention = _C.cpp.MultiHeadLatentAttention
 DifferentialAttention = _C.cpp.DifferentialAttention
 ProjectedAttention = _C.cpp.ProjectedAttention
+SparseAttention = _C.cpp.SparseAttention
 
 EncoderBlock = _C.cpp.EncoderBlock
 DecoderBlock = _C.cpp.DecoderBlock

@@ -122,6 +122,31 @@ class ProjectedAttention(_WithOptions):
         self, q: Tensor, k: Tensor, v: Tensor, *, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
+class SparseAttention(_WithOptions):
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool | None = None,
+        cache: KVCache | None = None,
+        index_cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Any: ...
+    def forward_with_weights(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]: ...
+    def project(self, x: Tensor, *, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]: ...
+    def indexer_loss(
+        self,
+        x: Tensor,
+        *,
+        sparse: bool = False,
+        causal: bool | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+    ) -> Tensor: ...
+
 class _Stack(_Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor: ...
 

@@ -132,6 +132,7 @@ def select_keys(
     causal: bool = False,
     q_offsets: Tensor | None = None,
     kv_lens: Tensor | None = None,
+    local_keys: int = 0,
 ) -> Tensor:
     """The keys that each query is to attend by DeepSeek-V3.2's lightning indexer: the best by sum_h w_h relu(q_h k).
 
@@ -143,6 +144,7 @@ def select_keys(
         causal: keep keys j <= i + q_offsets.
         q_offsets: [B] int64, the position of query row 0 of each sequence; default 0.
         kv_lens: [B], valid keys of each sequence; default all.
+        local_keys: how many keys up to the query's own position are among them in any case.
 
     Returns:
         int32 [B, 1, L, min(top_k, Lkv)], the best first, -1 where a query has fewer keys.
@@ -151,7 +153,77 @@ def select_keys(
         ValueError: a shape, dtype or device does not fit.
     """
     names = torch.ops.attnpack if _is_compiling() else _C
-    return names.select_keys(query, key, weights, top_k, causal, q_offsets, kv_lens)
+    return names.select_keys(query, key, weights, top_k, causal, q_offsets, kv_lens, local_keys)
+
+
+def index_keys(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    top_k: int,
+    local_keys: int = 0,
+    *,
+    cache: tuple[Tensor, Tensor] | None = None,
+    rope: Rope = None,
+    positions: Tensor | None = None,
+    causal: bool = False,
+    kv_lens: Tensor | None = None,
+) -> Tensor:
+    """`select_keys` for the new tokens of an indexer: rotate, append the keys to the cache, select among all keys.
+
+    Args:
+        query: [B, H, L, D], key: [B, 1, L, D], before rotation, of which the first dims rotate; weights: [B, L, H].
+        cache: (keys [B, 1, capacity, D], lengths [B] int64), as a LatentCache reserves them; the call writes into them.
+        rope, positions, kv_lens: as in `ops.attend`.
+
+    The other arguments, the result and the errors are those of `select_keys`; the numbers are positions of the cache.
+    """
+    if not _is_compiling():
+        return _C.index_keys(
+            query, key, weights, top_k, local_keys, cache, _native(rope), positions, causal, kv_lens
+        )  # fmt: skip
+    return torch.ops.attnpack.index_keys(
+        query, key, weights, top_k, local_keys, *(cache or (None, None)), *_flat(rope), positions, False, None, causal,
+        kv_lens, 0.0, None,
+    )  # fmt: skip
+
+
+def indexer_loss(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    probabilities: Tensor,
+    key_index: Tensor | None = None,
+    *,
+    rope: Rope = None,
+    positions: Tensor | None = None,
+    causal: bool = False,
+    kv_lens: Tensor | None = None,
+) -> Tensor:
+    """The mean over the valid queries of KL(p || softmax(I)), which trains an indexer (DeepSeek-V3.2, section 2.1).
+
+    p is the sum over the heads of the probabilities, divided by its own sum. I = sum_h w_h relu(q_h k) / sqrt(H D).
+    Gradients flow into query, key and weights.
+
+    Args:
+        query: [B, H, L, D], key: [B, 1, L, D], before rotation; weights: [B, L, H].
+        probabilities: [B, Hq, L, L], those of attention over all keys, or over the named ones.
+        key_index: [B, 1, L, n], the keys that I covers; default all.
+        rope, positions, causal, kv_lens: as in `ops.attend`.
+
+    Returns:
+        A number [], in fp32 at least.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit.
+    """
+    if not _is_compiling():
+        return _C.indexer_loss(
+            query, key, weights, probabilities, key_index, _native(rope), positions, causal, kv_lens
+        )  # fmt: skip
+    return torch.ops.attnpack.indexer_loss(
+        query, key, weights, probabilities, key_index, *_flat(rope), positions, False, None, causal, kv_lens, 0.0, None
+    )
 
 
 def select_blocks(

@@ -358,6 +358,11 @@ def attend(
     head_map: Sequence[int] | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    key_index: Tensor | None = None,
+    key_block: int = 1,
+    top_blocks: int = 0,
+    local_blocks: int = 0,
+    scorer: str = "mean",
     need_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The steps after the projections of every attention layer: rotate, append to the cache, attend, join the heads.
@@ -370,6 +375,9 @@ def attend(
         cache: (key [B, Hkv, capacity, D], value [B, Hkv, capacity, Dv], lengths [B] int64); the call writes into them.
             CacheTensors say more.
         kv_lens: [B], the number of valid new tokens of each sequence (with cross: of valid context keys).
+        key_index, key_block: as in `attention`; with a cache they name positions of the cache.
+        top_blocks, local_blocks, scorer: with top_blocks above 0, `layer_ops.select_blocks` chooses that many blocks of
+            key_block keys for each query, by the rotated queries and all keys.
 
     Returns:
         out [B, L, Hq * Dv], or (out, probabilities before dropout [B, Hq, L, keys]) with need_weights.
@@ -379,12 +387,14 @@ def attend(
         held = CacheTensors(*cache) if isinstance(cache, tuple) and len(cache) == 3 else cache
         return _C.attend(
             query, key, value, rope, positions, cross, held, mask, causal, kv_lens, window, softcap, sinks,
-            alibi_slopes, head_map, dropout_p, scale, need_weights,
+            alibi_slopes, head_map, dropout_p, scale, key_index, key_block, top_blocks, local_blocks, scorer,
+            need_weights,
         )  # fmt: skip
     op = torch.ops.attnpack.attend_with_weights if need_weights else torch.ops.attnpack.attend
     return op(
         query, key, value, *CacheTensors(*(cache or (None, None, None))), *_flat(rope), positions, cross, mask, causal,
-        kv_lens, dropout_p, scale, *window, softcap, sinks, alibi_slopes, head_map,
+        kv_lens, dropout_p, scale, *window, softcap, sinks, alibi_slopes, head_map, key_index, key_block, top_blocks,
+        local_blocks, scorer,
     )  # fmt: skip
 
 

@@ -288,6 +288,65 @@ def differential_attention(
     return first - factor * second
 
 
+def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """Scores `[B, L, Lkv]` of the lightning indexer (DeepSeek-V3.2 2025): sum_h weights_h relu(query_h key).
+
+    query `[B, H, L, D]` and key `[B, 1, Lkv, D]` are rotated; weights `[B, L, H]`.
+    """
+    return torch.einsum("bhlk,blh->blk", (query @ key.transpose(-2, -1)).relu(), weights)
+
+
+def indexer_loss(scores: Tensor, probs: Tensor, allowed: Tensor) -> Tensor:
+    """The mean over the queries of KL(p || softmax(scores)), over the keys that are `allowed`, bool `[B, L, Lkv]`.
+
+    p are the probabilities `[B, Hq, L, Lkv]`, summed over the heads and divided by their sum. Each query has a key.
+    """
+    target = probs.sum(1) / probs.sum((1, 3)).unsqueeze(-1)
+    log_guess = scores.masked_fill(~allowed, -INF).log_softmax(-1)
+    seen = target > 0
+    return (target[seen] * (target[seen].log() - log_guess[seen])).sum() / (scores.shape[0] * scores.shape[1])
+
+
+def tied_attention(query: Tensor, tied: Tensor, k_rope: Tensor, **settings) -> Tensor:
+    """Grouped tied attention (Zadouri et al. 2025, arXiv 2505.21487, GTA): one state `[B, G, L, D]` is the value, and
+    its first half the first half of the key. The second half is one rotated key `[B, 1, L, D / 2]` for all heads.
+    """
+    half = tied.shape[-1] // 2
+    return attention(
+        query, torch.cat([tied[..., :half], k_rope.expand(-1, tied.shape[1], -1, -1)], -1), tied, **settings
+    )
+
+
+def grouped_latent_attention(
+    query: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, **settings
+) -> Tensor:
+    """`latent_attention` with several latents `[B, groups, L, C]`, each for a share of the heads (GLA, same paper)."""
+    groups = latents.shape[1]
+    shares = zip(query.chunk(groups, 1), latents.unbind(1), w_uk.chunk(groups), w_uv.chunk(groups), strict=True)
+    return torch.cat([latent_attention(q, c, k_rope, uk, uv, **settings) for q, c, uk, uv in shares], 1)
+
+
+def merge_latents(latent: Tensor, weights: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """Multi-head temporal latent attention (Deng and Woodland 2025, arXiv 2505.13544, MTLA): `stride` tokens share a
+    latent, the sum of theirs `[B, L, C]` by weights `[B, L]`.
+
+    Returns the sums as far as each token, `[B, L, C]`, and the mask `[L, L]` of causal attention over them: a token
+    reads its own unfinished sum, and the last one of each part before its own.
+    """
+    length = latent.shape[1]
+    place = torch.arange(length, device=latent.device)
+    earlier = (place // stride == place.unsqueeze(1) // stride) & (place <= place.unsqueeze(1))
+    merged = earlier.to(latent.dtype) @ (weights.unsqueeze(-1) * latent)
+    finished = (place % stride == stride - 1) & (place < place.unsqueeze(1))
+    return merged, finished | torch.eye(length, dtype=torch.bool, device=latent.device)
+
+
+def tensor_product(a: Tensor, b: Tensor) -> Tensor:
+    """Heads `[B, H, L, D]` as the mean of R products of a `[B, L, R, H]` and b `[B, L, R, D]` (Zhang et al. 2025, arXiv
+    2501.06425, TPA). Queries, keys and values are all made so, and a and b of keys and values are cached."""
+    return torch.einsum("blrh,blrd->bhld", a, b) / a.shape[2]
+
+
 # ---- layers --------------------------------------------------------------------------
 
 

@@ -82,6 +82,17 @@ def lengths(mesh):
     return compare(call, mixed, shared)
 
 
+def named(mesh, place, heads, block, where):
+    """Keys that the rows name, for all kv heads or for each, replicated or where the queries are."""
+    plain = leaves((4, 8, 6, 8), (4, 4, 6, 8), (4, 4, 6, 5))
+    index = torch.stack([(torch.arange(4 * heads * 6).view(4, heads, 6) * n) % (6 // block) for n in (1, 5)], -1)
+    shared = [over(mesh, x, place) for x in plain] + [over(mesh, index, where)]
+    return compare(
+        lambda q, k, v, index: attnpack.attention(q, k, v, causal=True, key_index=index, key_block=block),
+        [*plain, index], shared, place if mesh.ndim == 1 else None,
+    )  # fmt: skip
+
+
 def twice(mesh):
     """Shares of the batch on one dim of the mesh, of the heads on the other one."""
     return max(attend(mesh, [BATCH, HEADS], [BATCH, HEADS], keeps=HEADS), attend(mesh, [BATCH, HEADS], [BATCH], 1))
@@ -217,6 +228,11 @@ def checks(mesh):
     for place in (BATCH, HEADS):
         head_map = [0, 3, 1, 1, 2, 0, 0, 3]
         cases[f"head map {place}"] = lambda place=place, m=head_map: attend(mesh, [place], [place], head_map=m)
+        for heads, size in ((1, 1), (4, 2)):
+            for where in (R, BATCH) if heads == 1 else (R, place):
+                cases[f"named {heads} {place} {where}"] = lambda p=place, h=heads, b=size, w=where: named(
+                    mesh, p, h, b, w
+                )
         cases[f"quantized {place}"] = lambda place=place: quantized(mesh, place)
         cases[f"rope {place}"] = lambda place=place: rope(mesh, place)
         for rotated in (False, True):

@@ -121,8 +121,63 @@ def select(pick: Random) -> Call:
 
     place = [causal, offsets, lens]
     if keys:
-        return "select_keys", [query, key, draw(batch, length, 2 * kv_heads), most, *place], right
+        local = pick.randint(0, most)
+        return "select_keys", [query, key, draw(batch, length, 2 * kv_heads), most, *place, local], right
     return "select_blocks", [query, key, block, most, 1, pick.choice(["mean", "max"]), *place], right
 
 
-MAKERS = [gate_heads, attend_shared, pair_values, subtract_halves, subtract_pairs, select, route_experts]
+def index_keys(pick: Random) -> Call:
+    """With a cache that has room, or without one: the numbers and the cache's new rows are those of the formula."""
+    batch, heads, length, past, dtype = pick.randint(1, 3), pick.randint(1, 3), pick.randint(1, 4), 0, pick.choice(WIDE)
+    query, key = draw(batch, heads, length, 6, dtype=dtype), draw(batch, 1, length, 6, dtype=dtype)
+    weights, most, causal = draw(batch, length, heads, dtype=dtype), pick.randint(1, 9), pick.random() < 0.5
+    cache = [None, None]
+    if pick.random() < 0.6:
+        past = pick.randint(0, 5)
+        cache = [draw(batch, 1, past + length, 6, dtype=dtype, seed=1), torch.full((batch,), past)]
+    every = key if cache[0] is None else torch.cat([cache[0][:, :, :past].clone(), key], 2)
+    scores = reference.index_scores(query, every, weights)
+
+    def right(index):
+        assert cache[0] is None or (torch.equal(cache[0], every) and cache[1].tolist() == [past + length] * batch)
+        assert index.shape == (batch, 1, length, min(most, past + length))
+        for b in range(batch):
+            for i in range(length):
+                end = past + i + 1 if causal else past + length
+                named = [n for n in index[b, 0, i].tolist() if n >= 0]
+                worth = scores[b, i, :end].sort(descending=True).values[: len(named)]
+                assert len(set(named)) == len(named) == min(most, end) and max(named) < end
+                assert_close(scores[b, i, named].sort(descending=True).values, worth, atol=1e-5, rtol=1e-5)
+
+    rope = [None, 1.0, False, None, 0.0, 0, False]
+    return (
+        "index_keys",
+        [query, key, weights, most, 0, *cache, *rope, None, False, None, causal, None, 0.0, None],
+        right,
+    )
+
+
+def indexer_loss(pick: Random) -> Call:
+    batch, heads, length, dtype = pick.randint(1, 3), pick.randint(1, 3), pick.randint(1, 5), pick.choice(WIDE)
+    query, key = draw(batch, heads, length, 6, dtype=dtype), draw(batch, 1, length, 6, dtype=dtype)
+    weights, causal = draw(batch, length, heads, dtype=dtype), pick.random() < 0.5
+    allowed = torch.ones(batch, length, length, dtype=torch.bool)
+    allowed = allowed.tril() if causal else allowed
+    probs = draw(batch, 2, length, length, dtype=dtype, seed=1).masked_fill(~allowed.unsqueeze(1), -torch.inf)
+
+    def right(loss):
+        scores = reference.index_scores(query, key, weights) / (heads * 6) ** 0.5
+        assert_close(loss, reference.indexer_loss(scores, probs.softmax(-1), allowed), atol=1e-4, rtol=1e-4)
+
+    rope = [None, 1.0, False, None, 0.0, 0, False]
+    return (
+        "indexer_loss",
+        [query, key, weights, probs.softmax(-1), None, *rope, None, False, None, causal, None, 0.0, None],
+        right,
+    )
+
+
+MAKERS = [
+    gate_heads, attend_shared, pair_values, subtract_halves, subtract_pairs, select, route_experts, index_keys,
+    indexer_loss,
+]  # fmt: skip

@@ -297,6 +297,41 @@ def test_gradients_reach_the_reading_layer_alone():
     assert reader.k_proj.weight.grad is None and all(p.grad is None for p in owner.parameters())
 
 
+@pytest.mark.parametrize("settings", LAYERS)
+@pytest.mark.parametrize("kind", MADE)
+def test_the_reader_has_the_gradients_of_its_own_queries(kind, settings):
+    """Those of a layer with the owner's keys and values as constants: for x and for every parameter that is used."""
+    owner, reader = grouped(**LAYERS[settings]), grouped(gate="head", **LAYERS[settings])
+    for parameter in reader.parameters():
+        torch.nn.init.normal_(parameter)
+    used = [p for name, p in reader.named_parameters() if not name.startswith(("k_proj", "v_proj"))]
+    x, weight = torch.randn(2, 9, EMBED), torch.linspace(-1, 1, 2 * 3 * EMBED).view(2, 3, EMBED)
+    with torch.no_grad():
+        keys, values = owner.k_proj(x), owner.v_proj(x)
+    for made, first, second in (
+        (MADE[kind](attnpack), owner, reader),
+        (MADE[kind](attnpack.cpp), owner.cpp(), reader.cpp()),
+    ):
+        with torch.no_grad():
+            first.forward(x, cache=made)
+        new = x[:, 6:].clone().requires_grad_()
+        grads = torch.autograd.grad((second.forward(new, kv_from=made) * weight).sum(), [new, *used])
+        whole = torch.cat([x[:, :6], wanted_x := x[:, 6:].clone().requires_grad_()], 1)
+        out = attend_constant(reader, whole, keys, values)[:, 6:]
+        wanted = torch.autograd.grad((out * weight).sum(), [wanted_x, *used])
+        for a, b in zip(grads, wanted, strict=True):
+            assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def attend_constant(layer, x, keys, values):
+    """The layer's output of x over keys and values [B, L, Hkv * D] that are given, before rotation."""
+    key, value = (each.unflatten(-1, (2, 6)).transpose(1, 2) for each in (keys, values))
+    query = layer.q_proj(x).unflatten(-1, (4, 6)).transpose(1, 2)
+    settings = layer._settings(query) | {"causal": True, "rope": None if layer.rope is None else layer.rope.settings}
+    joined = attnpack.ops.attend(query, key, value, **settings)
+    return layer._output(joined, x)
+
+
 def filled(module, **made):
     cache = attnpack.DynamicCache()
     module(torch.randn(2, 5, EMBED), cache=cache)

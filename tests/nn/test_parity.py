@@ -3,6 +3,7 @@
 import attnpack
 import pytest
 import torch
+from attnpack.layer_ops import select_blocks
 from module_cases import CASES, EMBED, make_case
 from processes import run_python
 
@@ -142,10 +143,16 @@ def test_project_is_what_enters_the_operator():
             continue
         crosses = hasattr(module, "kdim") or hasattr(module, "kv_lora_rank")
         causal = module.causal and not (crosses and len(inputs) > 1)
+        named = {}
+        if getattr(module, "top_k", 9) * getattr(module, "key_block", 1) < query.size(2):
+            settings = {"local_blocks": module.num_local, "scorer": module.selector, "causal": causal}
+            index = select_blocks(query, key, module.key_block, module.top_k, **settings)
+            named = {"key_index": index, "key_block": module.key_block}
         out = attnpack.attention(
             query,
             key,
             value,
+            **named,
             causal=causal,
             window=module.window or (-1, -1),
             softcap=module.softcap,

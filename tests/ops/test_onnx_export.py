@@ -72,6 +72,12 @@ SETTINGS = {
     "alibi and window": ({"alibi_slopes": SLOPES, "window": (1, 1), "q_offset": 3}, True),
     "head map": ({"head_map": [1, 0, 0, 1], "causal": True}, True),
     "head map and sinks": ({"head_map": [1, 0, 0, 0], "softcap": 2.0, "sinks": draw(4)}, False),
+    "named keys": ({"key_index": torch.tensor([[[[0, 3, -1]] * 5] * 2, [[[6, 2, 2]] * 5] * 2])}, True),
+    "named blocks of all heads": (
+        {"key_index": torch.arange(10).view(2, 1, 5, 1) % 4, "key_block": 2, "causal": True, "q_offset": 2},
+        True,
+    ),
+    "named keys and sinks": ({"key_index": torch.arange(10).view(2, 1, 5, 1) % 7, "sinks": draw(4)}, False),
     "scale": ({"scale": 0.3}, True),
     "negative scale": ({"scale": -0.3}, False),
 }
@@ -120,6 +126,9 @@ MODULES = {
         32, 4, 2, causal=True, rope=attnpack.RotaryEmbedding(4, interleaved=True)
     ),
     "softcap": lambda: attnpack.GroupedQueryAttention(32, 4, 2, causal=True, softcap=3.0, alibi=True),
+    "sparse": lambda: attnpack.SparseAttention(
+        32, 4, 2, selector="mean", top_k=2, key_block=3, causal=True, rope=attnpack.RotaryEmbedding(8)
+    ),
     "latent": lambda: attnpack.MultiHeadLatentAttention(
         32, 4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, causal=True,
         rope=attnpack.RotaryEmbedding(4),

@@ -269,6 +269,52 @@ def test_differences_by_hand():
     assert_close(second, 0.75 * value)
 
 
+def test_the_indexer_by_hand():
+    query, key = tensor([[[[1.0, 0.0]], [[0.0, 2.0]]]]), tensor([[[[3.0, 1.0], [-1.0, 2.0]]]])
+    scores = reference.index_scores(query, key, tensor([[[10.0, 1.0]]]))  # relu of 3, -1 and of 2, 4
+    assert_close(scores, tensor([[[32.0, 4.0]]]))
+    probs = tensor([[[[0.5, 0.5]], [[1.0, 0.0]]]])  # their sum is (1.5, 0.5) of 2
+    wanted = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
+    everywhere = torch.ones(1, 1, 2, dtype=torch.bool)
+    assert_close(reference.indexer_loss(scores * 0, probs, everywhere), tensor(wanted))
+    assert_close(
+        reference.indexer_loss(scores, tensor([[[[1.0, 0.0]]]]), everywhere[..., :1] & tensor([True, False])),
+        tensor(0.0),
+    )
+
+
+def test_tied_keys_by_hand():
+    """Scores 0 and log 3, so that the weights are 1/4 and 3/4."""
+    query, tied = tensor([[[[0.0, 1.0]]]]), tensor([[[[5.0, 1.0], [7.0, 2.0]]]])
+    k_rope = tensor([[[[0.0], [math.log(3.0) * 2**0.5]]]])
+    assert_close(reference.tied_attention(query, tied, k_rope), tensor([[[[6.5, 1.75]]]]))
+
+
+def test_groups_of_latents_are_layers_side_by_side():
+    torch.manual_seed(0)
+    query, latents, k_rope = torch.randn(2, 4, 5, 6), torch.randn(2, 2, 5, 7), torch.randn(2, 5, 2)
+    w_uk, w_uv = torch.randn(4, 4, 7), torch.randn(4, 3, 7)
+    both = reference.grouped_latent_attention(query, latents, k_rope, w_uk, w_uv, causal=True)
+    for group in range(2):
+        heads = slice(2 * group, 2 * group + 2)
+        alone = reference.latent_attention(
+            query[:, heads], latents[:, group], k_rope, w_uk[heads], w_uv[heads], causal=True
+        )
+        assert_close(both[:, heads], alone)
+
+
+def test_merged_latents_by_hand():
+    latent, weights = tensor([[[1.0], [2.0], [3.0], [4.0], [5.0]]]), tensor([[1.0, 10.0, 1.0, 10.0, 1.0]])
+    merged, mask = reference.merge_latents(latent, weights, 2)
+    assert_close(merged, tensor([[[1.0], [21.0], [3.0], [43.0], [5.0]]]))
+    assert [row.nonzero().flatten().tolist() for row in mask] == [[0], [1], [1, 2], [1, 3], [1, 3, 4]]
+
+
+def test_tensor_products_by_hand():
+    a, b = tensor([[[[1.0, 2.0], [0.0, 1.0]]]]), tensor([[[[1.0, 0.0, 3.0], [2.0, 4.0, 0.0]]]])
+    assert_close(reference.tensor_product(a, b), tensor([[[[0.5, 0.0, 1.5]], [[2.0, 2.0, 3.0]]]]))
+
+
 def test_notebook_versions():
     torch.manual_seed(0)
     said = []

@@ -84,6 +84,17 @@ def test_the_best_blocks(block, top, local, scorer, place):
                 assert found[len(wanted) :] == [-1] * (len(found) - len(wanted))
 
 
+def test_of_equal_scores_the_lower_numbers():
+    """However many keys follow: a choice in decode is that of prefill."""
+    query, key, weights = draw(1, 2, 1, 3), torch.zeros(1, 1, 40, 3).double(), draw(1, 1, 2)
+    key[..., 7, :] = query[:, 0] * weights[0, 0, 0].sign()
+    for length in (9, 16, 40):
+        index = select_keys(query, key[:, :, :length], weights, 4)[0, 0, 0].tolist()
+        assert sorted(index) in ([0, 1, 2, 3], [0, 1, 2, 7])
+    blocks = select_blocks(draw(1, 2, 4, 3), torch.zeros(1, 1, 40, 3).double(), 4, 3, local_blocks=0)
+    assert blocks.sort(-1).values.tolist() == [[[[0, 1, 2]] * 4]]
+
+
 def test_no_gradient_and_the_tools_of_torch():
     query, key, weights = (x.requires_grad_() for x in (draw(2, 3, 4, 5), draw(2, 1, 10, 5), draw(2, 4, 3)))
     assert not select_keys(query, key, weights, 3).requires_grad

@@ -193,6 +193,18 @@ CASES = [
     ModuleCase(
         "differential_cross", lambda **f: attnpack.DifferentialAttention(EMBED, 4, 4, **f), lambda: (_x(), _x(7))
     ),
+    ModuleCase(
+        "sparse_all_keys",
+        lambda **f: attnpack.SparseAttention(EMBED, 4, 2, selector="mean", top_k=9, causal=True, bias=True, **f),
+        lambda: (_x(),),
+    ),
+    ModuleCase(
+        "sparse_blocks",
+        lambda **f: attnpack.SparseAttention(
+            EMBED, 4, 2, selector="max", top_k=1, key_block=2, num_local=0, causal=True, rope=_rope(), softcap=2.0, **f
+        ),
+        lambda: (_x(9),),
+    ),
     ModuleCase("encoder_block", _encoder_block, lambda: (_x(),)),
     ModuleCase("encoder_block_layer_norm", lambda **f: _encoder_block("layer", **f), lambda: (_x(),)),
     ModuleCase("decoder_block", _decoder_block, lambda: (_x(),)),

@@ -31,6 +31,35 @@ std::optional<CacheTensors> cache_tensors(const CacheArguments& cache) {
                       cache.keep_first, cache.bits,   cache.exact_key, cache.exact_value, cache.block_table};
 }
 
+BlockOptions block_options(const ScoreArguments& score) {
+  return {score.key_block, score.top_blocks, score.local_blocks, std::string(score.scorer)};
+}
+
+void check_named_keys(const std::optional<CacheTensors>& cache, const LayerArguments& layer,
+                      const ScoreArguments& score) {
+  if (!score.names_keys()) return;
+  ATTNPACK_CHECK(!cache || (!cache->bits && !cache->dropped), "cache: got a ",
+                 cache && cache->bits ? "QuantizedCache" : "SlidingWindowCache",
+                 " for attention over named keys, want one that holds every position as it is; use a DynamicCache, "
+                 "StaticCache or PagedCache");
+  ATTNPACK_CHECK(!score.key_index || score.top_blocks == 0,
+                 "key_index is given together with top_blocks, which chooses in its place: leave one of them out");
+  if (!score.key_index) check_blocks(block_options(score), layer.causal);
+}
+
+// The arguments with the blocks that the queries of the tokens choose. Where they are seen to choose all, none are
+// named: the call is the plain one, and so are its bits. (A traced length is a symbol, and the graph is to hold for
+// others.)
+AttentionArguments with_blocks(AttentionArguments args, const PlacedTokens& tokens, const ScoreArguments& score) {
+  const auto keys = tokens.key.sym_size(2).maybe_as_int();
+  if (score.top_blocks == 0 || (keys && score.top_blocks >= (*keys + score.key_block - 1) / score.key_block))
+    return args;
+  args.key_block = score.key_block;
+  args.key_index =
+      select_blocks(tokens.query, tokens.key, block_options(score), {args.causal, args.q_offsets, args.kv_lens});
+  return args;
+}
+
 // The operator's arguments for the cache as it is to be read, but for those that the append decides.
 AttentionArguments arguments_over(const std::optional<CacheTensors>& cache, const LayerArguments& layer,
                                   const ScoreArguments& score) {
@@ -73,7 +102,7 @@ Tensor attend_keys(const Tensor& query, const Tensor& key, const Tensor& value,
   const PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
-  return attend_placed(tokens, cache, args, layer.dropout_p);
+  return attend_placed(tokens, cache, with_blocks(args, tokens, score), layer.dropout_p);
 }
 
 std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -91,6 +120,7 @@ std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const T
     args.mask = args.mask->narrow_symint(-1, 0, tokens.key.sym_size(2));
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
+  args = with_blocks(args, tokens, score);
   const Tensor weights = cache && cache->keep_first > 0 ? kept_probabilities(tokens, *cache, args)
                                                         : scores_formula(tokens.query, tokens.key, args, "probs");
   return {attend_placed(tokens, cache, args, layer.dropout_p), weights};
@@ -99,6 +129,7 @@ std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const T
 Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& held,
                         const LayerArguments& layer, const ScoreArguments& score) {
   const auto cache = cache_tensors(held);
+  check_named_keys(cache, layer, score);
   if (!cache || !cache->block_table) return attend_keys(query, key, value, cache, layer, score);
   const LayerTokens tokens{query, key, value};
   if (reads_pages(tokens, layer, score)) return attend_pages(tokens, *cache, layer, score);
@@ -112,6 +143,7 @@ std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, co
                                                          const CacheArguments& held, const LayerArguments& layer,
                                                          const ScoreArguments& score) {
   const auto cache = cache_tensors(held);
+  check_named_keys(cache, layer, score);
   if (!cache || !cache->block_table) return attend_keys_with_weights(query, key, value, cache, layer, score);
   std::tuple<Tensor, Tensor> result;
   through_copy({query, key, value}, *cache, layer, [&](const CacheTensors& copy) {
@@ -125,12 +157,13 @@ std::pair<PlacedTokens, AttentionArguments> place_shared(const Tensor& query, co
                                                          const Tensor& lengths, const LayerArguments& layer,
                                                          const ScoreArguments& score) {
   AttentionArguments args = attention_arguments(layer, score);
+  check_named_keys(std::nullopt, layer, score);
   const PlacedTokens tokens = place_queries(query, {key, value, lengths}, layer, [&](const Tensor& k, const Tensor& v) {
     check_attention(query, k, v, args);
   });
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
-  return {tokens, args};
+  return {tokens, with_blocks(args, tokens, score)};
 }
 
 Tensor attend_shared_composite(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,

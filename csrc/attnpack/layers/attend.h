@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <attnpack/layers/layer_inputs.h>
+#include <attnpack/layers/select_keys.h>
 #include <attnpack/ops/attention.h>
 
 namespace attnpack {
@@ -17,6 +18,11 @@ struct AttendOptions : LayerInputs {
   std::optional<at::Tensor> sinks;         // [Hq]
   std::optional<at::Tensor> alibi_slopes;  // [Hq]
   std::optional<std::vector<int64_t>> head_map;
+  // The keys, or blocks of key_block keys, that each query may attend, by their positions (with a cache: of the cache).
+  std::optional<at::Tensor> key_index;  // [B, 1 or Hkv, L, n]
+  int64_t key_block = 1;
+  // In the place of both: select_blocks chooses by the rotated queries and all keys.
+  std::optional<BlockOptions> blocks;
 };
 
 // An MHA, GQA or MQA layer after its projections: rotate, append to the cache, attend, join the heads.

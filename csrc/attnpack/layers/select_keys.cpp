@@ -7,6 +7,7 @@
 #include <limits>
 
 #include <attnpack/core/padded.h>
+#include <attnpack/layers/detail/place_tokens.h>
 #include <attnpack/ops/detail/schema.h>
 
 namespace attnpack {
@@ -65,35 +66,153 @@ Tensor hide(const Tensor& scores, const Tensor& query, const PlaceArguments& pla
   return result;
 }
 
-// The numbers of the best n, -1 for those of score -inf.
+// The numbers of the best n, -1 for those of score -inf. Of equal scores the lower numbers are better: topk alone would
+// take others where there are more keys, and relu makes many scores 0.
 Tensor best(const Tensor& scores, const SymInt& n) {
-  const auto [held, index] = scores.topk_symint(n, -1);
-  return index.masked_fill(held == -kInf, -1).to(at::kInt);
+  const SymInt keys = scores.sym_size(3);
+  if (keys == 0) return scores.to(at::kInt);
+  const Tensor least = std::get<0>(scores.topk_symint(n, -1)).narrow_symint(3, n - 1, 1);
+  const Tensor above = scores > least, equal = scores == least;
+  const Tensor room = above.sum(-1, /*keepdim=*/true).neg() + at::Scalar(n);
+  const Tensor kept = above.logical_or(equal.logical_and(equal.cumsum(-1, at::kInt) <= room));
+  const Tensor rank = (count(keys, scores).neg() + at::Scalar(keys)).masked_fill(kept.logical_not(), 0);
+  const Tensor index = std::get<1>(rank.topk_symint(n, -1));  // in rising order
+  const auto [held, order] = scores.gather(3, index).topk_symint(n, -1);
+  return index.gather(3, order).masked_fill(held == -kInf, -1).to(at::kInt);
 }
 
 at::ScalarType wide_of(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
-Tensor select_keys_composite(const Tensor& query, const Tensor& key, const Tensor& weights, SymInt top_k,
-                             const PlaceArguments& place) {
+void check_indexer(const Tensor& query, const Tensor& key, const Tensor& weights, const PlaceArguments& place) {
   check_query_and_key(query, key, place);
-  ATTNPACK_CHECK(top_k >= 1, "top_k is ", top_k, ", wants at least 1");
   ATTNPACK_CHECK(key.sym_size(1) == 1, "key has ", key.sym_size(1), " heads, wants one, which all heads score");
   ATTNPACK_CHECK(weights.dim() == 3 && weights.is_floating_point() && weights.sym_size(0) == query.sym_size(0) &&
                      weights.sym_size(1) == query.sym_size(2) && weights.sym_size(2) == query.sym_size(1),
                  "weights has shape ", weights.sym_sizes(), " and dtype ", weights.scalar_type(),
                  ", wants floating numbers [", query.sym_size(0), ", ", query.sym_size(2), ", ", query.sym_size(1),
                  "]");
+}
+
+void check_count(const SymInt& top_k, const SymInt& local_keys) {
+  ATTNPACK_CHECK(top_k >= 1, "top_k is ", top_k, ", wants at least 1");
+  ATTNPACK_CHECK(local_keys >= 0 && local_keys <= top_k, "local_keys is ", local_keys, ", wants 0 to ", top_k,
+                 ", top_k");
+}
+
+// The products of the queries of each group with its one head of keys. The rows of a group are rows of one matrix:
+// matmul alone would copy the keys for each head.
+Tensor products_of(const Tensor& query,  // [B, Hq, L, D]
+                   const Tensor& key) {  // [B, Hkv, Lkv, D] -> [B, Hq, L, Lkv]
+  const SymInt kv_heads = key.sym_size(1), group = query.sym_size(1) / kv_heads, length = query.sym_size(2);
+  const Tensor rows = query.unflatten_symint(1, {kv_heads, group}).flatten(2, 3);
+  return at::matmul(rows, key.transpose(2, 3)).unflatten_symint(2, {group, length}).flatten(1, 2);
+}
+
+// sum_h weights_h relu(query_h key), [B, 1, L, Lkv], in fp32 at least
+Tensor score_keys(const Tensor& query, const Tensor& key, const Tensor& weights) {
   const auto wide = wide_of(query);
-  const Tensor products = at::matmul(query.detach().to(wide), key.detach().to(wide).transpose(2, 3)).relu();
-  const Tensor by_head = weights.detach().to(wide).transpose(1, 2).unsqueeze(-1);  // [B, H, L, 1]
-  const Tensor scores = (products * by_head).sum(1, /*keepdim=*/true);
+  const Tensor products = products_of(query.to(wide), key.to(wide)).relu();
+  const Tensor by_head = weights.to(wide).transpose(1, 2).unsqueeze(-1);  // [B, H, L, 1]
+  return (products * by_head).sum(1, /*keepdim=*/true);
+}
+
+Tensor select_keys_composite(const Tensor& query, const Tensor& key, const Tensor& weights, SymInt top_k,
+                             const PlaceArguments& place, SymInt local_keys) {
+  check_indexer(query, key, weights, place);
+  check_count(top_k, local_keys);
+  Tensor scores = score_keys(query.detach(), key.detach(), weights.detach());
+  if (local_keys > 0) {
+    const Tensor behind = positions_of(query, place) - count(key.sym_size(2), key);  // [B or 1, 1, L, Lkv]
+    scores = scores.masked_fill((behind >= 0).logical_and(behind < at::Scalar(local_keys)), kInf);
+  }
   return best(hide(scores, query, place), top_k.min(key.sym_size(2)));
 }
 
-// [B, Hkv, blocks, block, D], zeros after the end of the keys
-Tensor in_blocks(const Tensor& key, const SymInt& blocks, const SymInt& block) {
-  return at::constant_pad_nd_symint(key, {0, 0, 0, blocks * block - key.sym_size(2)})
-      .unflatten_symint(2, {blocks, block});
+// Values of no width: the op that appends takes keys and values.
+Tensor without_width(const Tensor& x) { return x.narrow(3, 0, 0); }
+
+Tensor index_keys_composite(const Tensor& query, const Tensor& key, const Tensor& weights, SymInt top_k,
+                            SymInt local_keys, const LatentCacheArguments& cache, const LayerArguments& layer) {
+  check_indexer(query, key, weights, {layer.causal, std::nullopt, layer.kv_lens});
+  check_count(top_k, local_keys);
+  ATTNPACK_CHECK(key.sym_size(2) == query.sym_size(2), "key has length ", key.sym_size(2), ", query ",
+                 query.sym_size(2), ": the indexer reads its own tokens");
+  ATTNPACK_CHECK(!cache.latents || cache.lengths, "cache has no lengths: pass both of its tensors");
+  LayerArguments plain = layer;
+  plain.mask = std::nullopt;
+  plain.dropout_p = 0;
+  const auto held =
+      cache.latents ? std::make_optional(CacheTensors{*cache.latents, cache.latents->narrow(-1, 0, 0), *cache.lengths})
+                    : std::nullopt;
+  const PlacedTokens tokens = place_tokens({query.detach(), key.detach(), without_width(key.detach())}, held, plain,
+                                           [](const Tensor&, const Tensor&, const std::optional<Tensor>&) {});
+  return select_keys_composite(tokens.query, tokens.key, weights, top_k,
+                               {layer.causal, tokens.q_offsets, tokens.kv_lens}, local_keys);
+}
+
+// [B, 1, L, keys], true where a key is named
+Tensor named(const Tensor& key_index, const SymInt& keys) {
+  const Tensor index = key_index.to(at::kLong);
+  auto shape = index.sym_sizes().vec();
+  shape.back() = keys + 1;  // the last for -1
+  const Tensor none = at::zeros_symint(shape, index.options().dtype(at::kBool));
+  return none.scatter(3, at::where(index < 0, at::Scalar(keys), index), true).narrow_symint(3, 0, keys);
+}
+
+void check_loss(const Tensor& query, const Tensor& key, const Tensor& probabilities,
+                const std::optional<Tensor>& key_index) {
+  const SymInt batch = query.sym_size(0), length = query.sym_size(2), keys = key.sym_size(2);
+  ATTNPACK_CHECK(length == keys, "key has length ", keys, ", query ", length, ": the indexer reads its own tokens");
+  ATTNPACK_CHECK(probabilities.dim() == 4 && probabilities.is_floating_point() && probabilities.sym_size(0) == batch &&
+                     probabilities.sym_size(2) == length && probabilities.sym_size(3) == keys,
+                 "probabilities has shape ", probabilities.sym_sizes(), " and dtype ", probabilities.scalar_type(),
+                 ", wants floating numbers [", batch, ", num_heads, ", length, ", ", keys, "]");
+  ATTNPACK_CHECK(!key_index || (key_index->dim() == 4 && key_index->sym_size(0) == batch &&
+                                key_index->sym_size(1) == 1 && key_index->sym_size(2) == length &&
+                                at::isIntegralType(key_index->scalar_type(), /*includeBool=*/false)),
+                 "key_index has shape ", key_index->sym_sizes(), " and dtype ", key_index->scalar_type(),
+                 ", wants int32 or int64 [", batch, ", 1, ", length, ", n]");
+}
+
+Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tensor& weights,
+                              const Tensor& probabilities, const std::optional<Tensor>& key_index,
+                              const LayerArguments& layer) {
+  const PlaceArguments place{layer.causal, std::nullopt, layer.kv_lens};
+  check_indexer(query, key, weights, place);
+  check_loss(query, key, probabilities, key_index);
+  const auto [q, k] = rotate_tokens({query, key, key}, rope_settings(layer.rope),
+                                    {layer.positions, layer.cross, std::nullopt, layer.kv_lens});
+  const double size = static_cast<double>((query.sym_size(1) * query.sym_size(3)).guard_int(__FILE__, __LINE__));
+  Tensor scores = hide(score_keys(q, k, weights) / std::sqrt(size), q, place);
+  if (key_index) scores = scores.masked_fill(named(*key_index, key.sym_size(2)).logical_not(), -kInf);
+  const Tensor sum = probabilities.detach().to(scores.scalar_type()).sum(1, /*keepdim=*/true);
+  const Tensor total = sum.sum(-1, /*keepdim=*/true);
+  Tensor rows = total > 0;  // [B, 1, L, 1]
+  if (layer.kv_lens)
+    rows = rows.logical_and(positions_of(query, place) < layer.kv_lens->to(at::kLong).view({-1, 1, 1, 1}));
+  const Tensor target = at::where(rows, sum / total, at::zeros({}, sum.options()));
+  const Tensor difference = target.log() - scores.log_softmax(-1);
+  const Tensor terms = at::where(target > 0, target * difference, at::zeros({}, sum.options()));
+  return terms.sum() / rows.sum().clamp_min(1);
+}
+
+// The sum of each block's valid keys, [B, Hkv, blocks, D]. Blocks without a valid key are unspecified. All keys are
+// read once where they are; only the block in which a sequence ends is copied, to leave out what is after the end.
+Tensor sum_blocks(const Tensor& key, const SymInt& blocks, const SymInt& block, const PlaceArguments& place) {
+  const SymInt keys = key.sym_size(2), whole = keys / block;
+  const Tensor front = key.narrow_symint(2, 0, whole * block).unflatten_symint(2, {whole, block}).sum(3);
+  const Tensor back = key.narrow_symint(2, whole * block, keys - whole * block).sum(2, /*keepdim=*/true);
+  const Tensor sums = at::cat({front, back}, 2).narrow_symint(2, 0, blocks);
+  if (!place.kv_lens || blocks == 0) return sums;
+  const Tensor ends = place.kv_lens->to(at::kLong).view({-1, 1, 1, 1});
+  const Tensor last = ends.floor_divide(at::Scalar(block)).clamp(at::Scalar(0), at::Scalar(blocks - 1));
+  const Tensor slots = last * at::Scalar(block) + count(block, key).view_symint({1, 1, block, 1});  // [B, 1, block, 1]
+  const auto sizes = [&](const SymInt& rows) -> std::vector<SymInt> {
+    return {key.sym_size(0), key.sym_size(1), rows, key.sym_size(3)};
+  };
+  const Tensor rows = key.gather(2, slots.clamp_max(at::Scalar(keys - 1)).expand_symint(sizes(block)));
+  const Tensor sum = rows.masked_fill(slots >= ends.clamp_max(at::Scalar(keys)), 0).sum(2, /*keepdim=*/true);
+  return sums.scatter(2, last.expand_symint(sizes(1)), sum);
 }
 
 // [B or 1, 1, blocks, 1], how many keys of each block are valid
@@ -108,21 +227,29 @@ Tensor keys_of_blocks(const Tensor& key, const SymInt& blocks, const SymInt& blo
 Tensor score_blocks(const Tensor& query, const Tensor& key, const SymInt& blocks, const SymInt& block,
                     c10::string_view scorer, const PlaceArguments& place) {
   const auto wide = wide_of(query);
-  const SymInt kv_heads = key.sym_size(1), group = query.sym_size(1) / kv_heads;
-  const Tensor q = query.detach().to(wide).unflatten_symint(1, {kv_heads, group});  // [B, Hkv, G, L, D]
-  const Tensor k = key.detach().to(wide);
+  const Tensor q = query.detach().to(wide), k = key.detach().to(wide);
   if (scorer == "mean") {
-    const Tensor slots = count(key.sym_size(2), key).view_symint({1, 1, key.sym_size(2), 1});
-    const Tensor valid = place.kv_lens ? k.masked_fill(slots >= place.kv_lens->view({-1, 1, 1, 1}), 0) : k;
-    const Tensor sums = in_blocks(valid, blocks, block).sum(3);  // [B, Hkv, blocks, D]
-    const Tensor means = sums / keys_of_blocks(key, blocks, block, place).clamp_min(1);
-    return at::matmul(q, means.unsqueeze(2).transpose(3, 4)).flatten(1, 2);
+    const Tensor means = sum_blocks(k, blocks, block, place) / keys_of_blocks(key, blocks, block, place).clamp_min(1);
+    return products_of(q, means);
   }
-  const Tensor products = at::matmul(q, k.unsqueeze(2).transpose(3, 4)).flatten(1, 2);  // [B, Hq, L, Lkv]
+  const Tensor products = products_of(q, k);  // [B, Hq, L, Lkv]
   const Tensor hidden = hide(products, query, place);
   return at::constant_pad_nd_symint(hidden, {0, blocks * block - key.sym_size(2)}, -kInf)
       .unflatten_symint(3, {blocks, block})
       .amax(-1);
+}
+
+void check_block_numbers(const SymInt& block, const SymInt& top_blocks, const SymInt& local_blocks,
+                         c10::string_view scorer, bool causal) {
+  ATTNPACK_CHECK(scorer == "mean" || scorer == "max", "scorer: got '", scorer, "', want 'mean' or 'max'");
+  ATTNPACK_CHECK(block >= 1, "block is ", block, ", wants at least 1 key");
+  ATTNPACK_CHECK(top_blocks >= 1, "top_blocks is ", top_blocks, ", wants at least 1");
+  ATTNPACK_CHECK(local_blocks >= 0 && local_blocks <= top_blocks, "local_blocks is ", local_blocks, ", wants 0 to ",
+                 top_blocks, ", top_blocks");
+  ATTNPACK_CHECK(
+      scorer == "max" || !causal || local_blocks >= 1,
+      "local_blocks is 0 for a causal 'mean', which knows the keys after the query in its own block; want at ",
+      "least 1, or take 'max'");
 }
 
 Tensor select_blocks_composite(const Tensor& query, const Tensor& key, SymInt block, SymInt top_blocks,
@@ -130,15 +257,7 @@ Tensor select_blocks_composite(const Tensor& query, const Tensor& key, SymInt bl
   check_query_and_key(query, key, place);
   ATTNPACK_CHECK(query.sym_size(1) % key.sym_size(1) == 0, "key has ", key.sym_size(1),
                  " heads, wants a number that divides the ", query.sym_size(1), " heads of query");
-  ATTNPACK_CHECK(scorer == "mean" || scorer == "max", "scorer: got '", scorer, "', want 'mean' or 'max'");
-  ATTNPACK_CHECK(block >= 1, "block is ", block, ", wants at least 1 key");
-  ATTNPACK_CHECK(top_blocks >= 1, "top_blocks is ", top_blocks, ", wants at least 1");
-  ATTNPACK_CHECK(local_blocks >= 0 && local_blocks <= top_blocks, "local_blocks is ", local_blocks, ", wants 0 to ",
-                 top_blocks, ", top_blocks");
-  ATTNPACK_CHECK(
-      scorer == "max" || !place.causal || local_blocks >= 1,
-      "local_blocks is 0 for a causal 'mean', which knows the keys after the query in its own block; want at ",
-      "least 1, or take 'max'");
+  check_block_numbers(block, top_blocks, local_blocks, scorer, place.causal);
   const SymInt blocks = (key.sym_size(2) + block - 1) / block;
   Tensor scores = score_blocks(query, key, blocks, block, scorer, place);
   const Tensor numbers = count(blocks, key), own = positions_of(query, place).floor_divide(at::Scalar(block));
@@ -155,9 +274,26 @@ PlaceArguments place_arguments(const SelectionPlace& place) { return {place.caus
 }  // namespace
 
 Tensor select_keys(const Tensor& query, const Tensor& key, const Tensor& weights, int64_t top_k,
-                   const SelectionPlace& place) {
+                   const SelectionPlace& place, int64_t local_keys) {
   static const DispatchedOp<decltype(select_keys_composite)> op("attnpack::select_keys");
-  return op(query, key, weights, top_k, place_arguments(place));
+  return op(query, key, weights, top_k, place_arguments(place), local_keys);
+}
+
+Tensor index_keys(const IndexerTokens& tokens, int64_t top_k, int64_t local_keys, const LayerInputs& inputs) {
+  static const DispatchedOp<decltype(index_keys_composite)> op("attnpack::index_keys");
+  LatentCacheArguments cache;
+  if (inputs.cache) cache = {inputs.cache->key, inputs.cache->lengths};
+  return op(tokens.query, tokens.key, tokens.weights, top_k, local_keys, cache, layer_arguments(inputs));
+}
+
+Tensor indexer_loss(const IndexerTokens& tokens, const Tensor& probabilities, const std::optional<Tensor>& key_index,
+                    const LayerInputs& inputs) {
+  static const DispatchedOp<decltype(indexer_loss_composite)> op("attnpack::indexer_loss");
+  return op(tokens.query, tokens.key, tokens.weights, probabilities, key_index, layer_arguments(inputs));
+}
+
+void check_blocks(const BlockOptions& o, bool causal) {
+  check_block_numbers(o.block, o.top_blocks, o.local_blocks, o.scorer, causal);
 }
 
 Tensor select_blocks(const Tensor& query, const Tensor& key, const BlockOptions& o, const SelectionPlace& place) {
@@ -169,8 +305,17 @@ Tensor select_blocks(const Tensor& query, const Tensor& key, const BlockOptions&
 
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   using namespace attnpack;
-  m.def("select_keys(Tensor query, Tensor key, Tensor weights, SymInt top_k, " ATTNPACK_PLACE_SCHEMA ") -> Tensor",
+  m.def("select_keys(Tensor query, Tensor key, Tensor weights, SymInt top_k, " ATTNPACK_PLACE_SCHEMA
+        ", SymInt local_keys=0) -> Tensor",
         from_schema<select_keys_composite>);
+  m.def(
+      "index_keys(Tensor query, Tensor key, Tensor weights, SymInt top_k, SymInt "
+      "local_keys, " ATTNPACK_LATENT_CACHE_SCHEMA ", " ATTNPACK_LAYER_SCHEMA ") -> Tensor",
+      from_schema<index_keys_composite>);
+  m.def(
+      "indexer_loss(Tensor query, Tensor key, Tensor weights, Tensor probabilities, Tensor? "
+      "key_index, " ATTNPACK_LAYER_SCHEMA ") -> Tensor",
+      from_schema<indexer_loss_composite>);
   m.def(
       "select_blocks(Tensor query, Tensor key, SymInt block, SymInt top_blocks, SymInt local_blocks, str "
       "scorer, " ATTNPACK_PLACE_SCHEMA ") -> Tensor",

@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <attnpack/layers/layer_inputs.h>
+
 #include <optional>
 #include <string>
 
@@ -15,13 +17,36 @@ struct SelectionPlace {
 };
 
 // The numbers of the keys that each query attends, as the operator takes them (key_index): int32, -1 for none, the best
-// first. No gradient flows through a choice.
+// first, of equal scores the lower number. No gradient flows through a choice.
 
-// DeepSeek-V3.2's lightning indexer: the top_k keys by sum_h weights_h * relu(query_h key).
-at::Tensor select_keys(const at::Tensor& query,                           // [B, H, L, D], rotated
-                       const at::Tensor& key,                             // [B, 1, Lkv, D], rotated
-                       const at::Tensor& weights,                         // [B, L, H]
-                       int64_t top_k, const SelectionPlace& place = {});  // -> [B, 1, L, min(top_k, Lkv)]
+// DeepSeek-V3.2's lightning indexer: the top_k keys by sum_h weights_h * relu(query_h key). The local_keys up to the
+// query's own position are among them in any case.
+at::Tensor select_keys(const at::Tensor& query,    // [B, H, L, D], rotated
+                       const at::Tensor& key,      // [B, 1, Lkv, D], rotated
+                       const at::Tensor& weights,  // [B, L, H]
+                       int64_t top_k, const SelectionPlace& place = {},
+                       int64_t local_keys = 0);  // -> [B, 1, L, min(top_k, Lkv)]
+
+// The new tokens of a lightning indexer, before rotation. RoPE rotates the first dims of queries and keys.
+struct IndexerTokens {
+  at::Tensor query;    // [B, H, L, D]
+  at::Tensor key;      // [B, 1, L, D]
+  at::Tensor weights;  // [B, L, H]
+};
+
+// select_keys for new tokens: rotates, appends the keys to inputs.cache if there is one (as a LatentCache gives it:
+// keys [B, 1, capacity, D], and values of no width), and selects among all keys.
+at::Tensor index_keys(const IndexerTokens& tokens, int64_t top_k, int64_t local_keys,
+                      const LayerInputs& inputs = {});  // -> [B, 1, L, min(top_k, keys)]
+
+// What trains an indexer (DeepSeek-V3.2 2025, section 2.1): the mean over the valid queries of KL(p || softmax(I)).
+// p is the sum over the heads of the probabilities, divided by its own sum, and I = sum_h weights_h relu(query_h key) /
+// sqrt(H D). With key_index, I covers the keys named there alone, and the probabilities are those of attention over
+// them. No gradient flows into the probabilities.
+at::Tensor indexer_loss(const IndexerTokens& tokens,
+                        const at::Tensor& probabilities,             // [B, Hq, L, L]
+                        const std::optional<at::Tensor>& key_index,  // [B, 1, L, n]
+                        const LayerInputs& inputs = {});             // -> [], in fp32 at least
 
 // How blocks of keys are scored and chosen.
 struct BlockOptions {
@@ -38,5 +63,8 @@ at::Tensor select_blocks(const at::Tensor& query,  // [B, Hq, L, D]
                          const at::Tensor& key,    // [B, Hkv, Lkv, D]
                          const BlockOptions& options,
                          const SelectionPlace& place = {});  // -> [B, Hkv, L, min(top_blocks, blocks)]
+
+// Checks that the options choose blocks. `causal` is that of the queries.
+void check_blocks(const BlockOptions& options, bool causal);
 
 }  // namespace attnpack

@@ -37,6 +37,8 @@ struct AttentionInputs {
   // The cache of another layer, which has appended these tokens' keys and values: this layer reads them, and appends
   // nothing (Brandon et al. 2024, arXiv 2405.12981). No gradient reaches the layer that filled it.
   TORCH_ARG(std::shared_ptr<KVCache>, kv_from);
+  // SparseAttention alone: a LatentCache for the keys of its indexer, beside cache.
+  TORCH_ARG(std::shared_ptr<KVCache>, index_cache);
 
  public:
   template <typename Self, typename Visit>
@@ -49,6 +51,7 @@ struct AttentionInputs {
     visit("positions", self.positions_);
     visit("kv_lens", self.kv_lens_);
     visit("kv_from", self.kv_from_);
+    visit("index_cache", self.index_cache_);
   }
 };
 

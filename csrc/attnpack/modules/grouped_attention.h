@@ -2,12 +2,14 @@
 
 #include <torch/nn/pimpl.h>
 
+#include <attnpack/layers/select_keys.h>
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/norm.h>
 #include <attnpack/modules/rotary_embedding.h>
 
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace attnpack {
@@ -187,5 +189,110 @@ class MultiQueryAttentionImpl : public GroupedAttentionImpl<MultiQueryAttentionI
   void pretty_print(std::ostream& stream) const override { print(stream, "attnpack::MultiQueryAttention"); }
 };
 TORCH_MODULE(MultiQueryAttention);
+
+struct SparseAttentionOptions {
+  SparseAttentionOptions(int64_t embed_dim, int64_t num_heads, int64_t num_kv_heads)
+      : embed_dim_(embed_dim), num_heads_(num_heads), num_kv_heads_(num_kv_heads) {}
+  TORCH_ARG(int64_t, embed_dim);
+  TORCH_ARG(int64_t, num_heads);
+  TORCH_ARG(int64_t, num_kv_heads);
+  // Who names the keys of a query: "indexer" (DeepSeek-V3.2), or the score of a block of keys, by their "mean" (MoBA)
+  // or "max" (MiniMax-M3).
+  TORCH_ARG(std::string, selector) = "indexer";
+  // How many keys ("indexer") or blocks a query attends; required.
+  TORCH_ARG(std::optional<int64_t>, top_k);
+  // Keys of a block, for "mean" and "max"; default 64.
+  TORCH_ARG(std::optional<int64_t>, key_block);
+  // How many of the newest keys or blocks are among the top_k in any case; default 0 keys, 1 block.
+  TORCH_ARG(std::optional<int64_t>, num_local);
+  // Heads of the indexer, and their width; default num_heads and head_dim.
+  TORCH_ARG(std::optional<int64_t>, index_heads);
+  TORCH_ARG(std::optional<int64_t>, index_head_dim);
+  // Default embed_dim / num_heads.
+  TORCH_ARG(std::optional<int64_t>, head_dim);
+  TORCH_ARG(bool, bias) = false;
+  // Default: as bias.
+  TORCH_ARG(std::optional<bool>, out_bias);
+  // Dropout of the probabilities, in training.
+  TORCH_ARG(double, dropout) = 0.0;
+  TORCH_ARG(bool, causal) = false;
+  TORCH_ARG(double, softcap) = 0.0;
+  // Rotates the indexer's queries and keys too, their first dims.
+  TORCH_ARG(RotaryEmbedding, rope) = nullptr;
+  // Default 1 / sqrt(head_dim).
+  TORCH_ARG(std::optional<double>, scale);
+  TORCH_ARG(Factory, factory);
+
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("embed_dim", self.embed_dim_);
+    visit("num_heads", self.num_heads_);
+    visit("num_kv_heads", self.num_kv_heads_);
+    visit("selector", self.selector_);
+    visit("top_k", self.top_k_);
+    visit("key_block", self.key_block_);
+    visit("num_local", self.num_local_);
+    visit("index_heads", self.index_heads_);
+    visit("index_head_dim", self.index_head_dim_);
+    visit("head_dim", self.head_dim_);
+    visit("bias", self.bias_);
+    visit("out_bias", self.out_bias_);
+    visit("dropout", self.dropout_);
+    visit("causal", self.causal_);
+    visit("softcap", self.softcap_);
+    visit("rope", self.rope_);
+    visit("scale", self.scale_);
+    visit("factory", self.factory_);
+  }
+};
+
+// Grouped-query attention in which a query reads the keys that a selector names, and no others (layers/select_keys.h).
+// An indexer (index_q_proj, index_k_proj, index_k_norm, index_weights_proj) has keys of its own. With a cache they lie
+// in a LatentCache, AttentionInputs::index_cache.
+class SparseAttentionImpl : public LeafModule<SparseAttentionImpl>, public AttentionModule {
+ public:
+  SparseAttentionImpl(int64_t embed_dim, int64_t num_heads, int64_t num_kv_heads, int64_t top_k)
+      : SparseAttentionImpl(SparseAttentionOptions(embed_dim, num_heads, num_kv_heads).top_k(top_k)) {}
+  explicit SparseAttentionImpl(SparseAttentionOptions given) : options(std::move(given)) { reset(); }
+
+  at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) override;
+  std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
+                                                          const AttentionInputs& inputs = {}) override;
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
+                                                         const AttentionInputs& inputs = {}) override;
+  // attnpack::indexer_loss for x: against attention over all keys, or, if sparse, over those that the indexer names.
+  // Gradients flow into the indexer alone. Of the inputs it reads causal, positions and kv_lens.
+  at::Tensor indexer_loss(const at::Tensor& x, bool sparse = false, const AttentionInputs& inputs = {});
+  int64_t embed_dim() const override { return options.embed_dim(); }
+  bool rotates() const override { return !rope.is_empty(); }
+  const Factory& factory() const override { return options.factory(); }
+
+  void reset() override;
+  void bind_members() {}
+  void pretty_print(std::ostream& stream) const override;
+
+  SparseAttentionOptions options;
+  Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
+  Linear index_q_proj{nullptr}, index_k_proj{nullptr}, index_weights_proj{nullptr};  // of the indexer
+  LayerNorm index_k_norm{nullptr};
+  RotaryEmbedding rope{nullptr};
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInputs())})
+
+ private:
+  bool indexes() const { return options.selector() == "indexer"; }
+  // q [B, Hq, L, D], k and v [B, Hkv, L, D], not rotated.
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> heads(const at::Tensor& x);
+  IndexerTokens indexer(const at::Tensor& x);
+  AttendOptions settings(const AttentionInputs& inputs) const;
+  // Lets the indexer name keys in the settings, unless it names all. Its keys go into index_cache, if there is one.
+  void name_keys(const at::Tensor& x, const std::shared_ptr<KVCache>& index_cache, AttendOptions& settings);
+  // call(q, k, v, settings) with both caches.
+  template <typename Call>
+  auto run(const at::Tensor& x, const AttentionInputs& inputs, const Call& call);
+};
+TORCH_MODULE(SparseAttention);
 
 }  // namespace attnpack

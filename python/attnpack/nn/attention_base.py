@@ -17,10 +17,9 @@ from ..cache import CrossCache, KVCache, check_kind, unchanged_on_error
 from ..errors import check_input, check_inputs, check_positions, reject_keywords, wrong_kind
 from ..layer_ops import attend_shared, gate_heads
 from .linear import project, project_all
-from .local_heads import check_mask_share, grouped_share
 from .native import NativeModule
 from .rope import RotaryEmbedding, rotate_rows
-from .spread import refuse_spread, spread
+from .spread import check_mask_share, grouped_share, refuse_spread, spread
 
 
 class NativeAttention(NativeModule):

@@ -17,10 +17,9 @@ from ..cache import KVCache, check_kind, unchanged_on_error
 from ..errors import check_inputs, reject_keywords
 from .attention_base import NativeAttention, packed_inputs, split_heads
 from .linear import low_rank, plain_weight, project
-from .local_heads import check_mask_share, latent_share
 from .norm import RMSNorm
 from .rope import RotaryEmbedding, rotate_rows
-from .spread import refuse_spread, spread
+from .spread import check_mask_share, latent_share, refuse_spread, spread
 
 _NORM_EPS = 1e-6
 

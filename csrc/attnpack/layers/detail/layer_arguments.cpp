@@ -28,8 +28,16 @@ ScoreArguments score_arguments(const AttendOptions& options) {
                    .window_right = options.window[1],
                    .softcap = options.softcap,
                    .sinks = options.sinks,
-                   .alibi_slopes = options.alibi_slopes};
+                   .alibi_slopes = options.alibi_slopes,
+                   .key_index = options.key_index,
+                   .key_block = options.key_block};
   if (options.head_map) r.head_map = *options.head_map;
+  if (options.blocks) {
+    r.key_block = options.blocks->block;
+    r.top_blocks = options.blocks->top_blocks;
+    r.local_blocks = options.blocks->local_blocks;
+    r.scorer = options.blocks->scorer;
+  }
   return r;
 }
 
@@ -54,7 +62,9 @@ AttentionArguments attention_arguments(const LayerArguments& layer, const ScoreA
           .sinks = score.sinks,
           .alibi_slopes = score.alibi_slopes,
           .head_map = score.head_map,
-          .scale = layer.scale};
+          .scale = layer.scale,
+          .key_index = score.key_index,
+          .key_block = score.key_index ? score.key_block : 1};
 }
 
 }  // namespace attnpack

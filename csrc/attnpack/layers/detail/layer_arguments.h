@@ -77,11 +77,22 @@ struct ScoreArguments {
   std::optional<Tensor> sinks = {};         // [Hq]
   std::optional<Tensor> alibi_slopes = {};  // [Hq]
   at::OptionalIntArrayRef head_map = {};
+  std::optional<Tensor> key_index = {};  // [B, 1 or Hkv, L, n]
+  int64_t key_block = 1;
+  int64_t top_blocks = 0;  // above 0: blocks are chosen, by the scorer
+  int64_t local_blocks = 0;
+  c10::string_view scorer = "mean";
 
-  auto members() const { return std::tie(window_left, window_right, softcap, sinks, alibi_slopes, head_map); }
+  auto members() const {
+    return std::tie(window_left, window_right, softcap, sinks, alibi_slopes, head_map, key_index, key_block, top_blocks,
+                    local_blocks, scorer);
+  }
+  bool names_keys() const { return key_index || top_blocks != 0; }
 };
-#define ATTNPACK_SCORE_SCHEMA \
-  "int window_left, int window_right, float softcap, Tensor? sinks, Tensor? alibi_slopes, int[]? head_map"
+// What follows them has a default too.
+#define ATTNPACK_SCORE_SCHEMA                                                                                \
+  "int window_left, int window_right, float softcap, Tensor? sinks, Tensor? alibi_slopes, int[]? head_map, " \
+  "Tensor? key_index=None, int key_block=1, int top_blocks=0, int local_blocks=0, str scorer=\"mean\""
 
 LayerArguments layer_arguments(const LayerInputs& inputs);
 ScoreArguments score_arguments(const AttendOptions& options);

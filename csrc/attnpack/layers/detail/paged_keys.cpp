@@ -41,8 +41,9 @@ bool reads_pages(const LayerTokens& tokens, const LayerArguments& layer, const S
   const auto differentiated = [](const Tensor& x) {
     return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
   };
-  return !layer.mask && layer.dropout_p == 0 && !layer.rope.raw_keys && !differentiated(tokens.query) &&
-         !differentiated(tokens.key) && !differentiated(tokens.value) && !(score.sinks && differentiated(*score.sinks));
+  return !layer.mask && !score.names_keys() && layer.dropout_p == 0 && !layer.rope.raw_keys &&
+         !differentiated(tokens.query) && !differentiated(tokens.key) && !differentiated(tokens.value) &&
+         !(score.sinks && differentiated(*score.sinks));
 }
 
 Tensor attend_pages(const LayerTokens& tokens, const CacheTensors& cache, const LayerArguments& layer,

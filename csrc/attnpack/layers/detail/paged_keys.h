@@ -13,8 +13,8 @@ struct LayerTokens {
   Tensor query, key, value;
 };
 
-// Whether attend_pages can serve the call: it takes no mask, no dropout, no gradients and no keys that are stored
-// before rotation.
+// Whether attend_pages can serve the call: it takes no mask, no named keys, no dropout, no gradients and no keys
+// that are stored before rotation.
 bool reads_pages(const LayerTokens& tokens, const LayerArguments& layer, const ScoreArguments& score);
 
 // Rotates, appends to the pages, and attends to them where they are: out [B, L, Hq * Dv].

@@ -138,6 +138,12 @@ void check_kv_from(bool context, bool cache) {
   ATTNPACK_CHECK(!cache, "cache: got one together with kv_from, to which nothing is appended; leave one of them out");
 }
 
+void check_no_index_cache(bool index_cache) {
+  ATTNPACK_CHECK(!index_cache,
+                 "index_cache: got one, but only SparseAttention with selector 'indexer' has keys for it; ",
+                 "leave it out");
+}
+
 void check_no_kv_from(const char* module, bool kv_from) {
   ATTNPACK_CHECK(!kv_from, "kv_from: got a cache, but ", module, " reads no other layer's; leave it out");
 }

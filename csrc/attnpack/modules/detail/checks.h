@@ -56,6 +56,9 @@ void check_keys_are_values(bool value_context);
 void check_kv_from(bool context, bool cache);
 void check_no_kv_from(const char* module, bool kv_from);
 
+// Refuses index_cache for a module without an indexer.
+void check_no_index_cache(bool index_cache);
+
 // Checks gate ("head", "element" or none) and the name of its activation.
 void check_gate_options(const std::optional<std::string>& gate, const std::string& activation);
 

@@ -24,6 +24,7 @@ inline std::shared_ptr<CrossCache> cross_cache(const AttentionInputs& inputs) {
 
 // The layer's inputs that come from forward's inputs.
 inline LayerInputs layer_inputs(const AttentionInputs& inputs, bool causal) {
+  check_no_index_cache(inputs.index_cache() != nullptr);
   LayerInputs r;
   if (inputs.cache()) refuse_spread("cache: got one", "prefill and decode with a ShardedCache, outside");
   const auto held = cross_cache(inputs);

@@ -1,0 +1,189 @@
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <attnpack/cache/latent_cache.h>
+#include <attnpack/core/check.h>
+#include <attnpack/modules/detail/checks.h>
+#include <attnpack/modules/detail/heads.h>
+#include <attnpack/modules/detail/print_options.h>
+#include <attnpack/modules/grouped_attention.h>
+
+#include <vector>
+
+namespace attnpack {
+
+namespace {
+
+void check_options(const SparseAttentionOptions& o) {
+  check_settings(std::nullopt, o.softcap(), o.dropout(), o.scale());
+  check_size("embed_dim", o.embed_dim());
+  check_heads(o.num_heads(), o.num_kv_heads(), std::nullopt);
+  const bool blocks = o.selector() == "mean" || o.selector() == "max";
+  ATTNPACK_CHECK(blocks || o.selector() == "indexer", "selector: got '", o.selector(),
+                 "', want 'indexer', 'mean' or 'max'");
+  ATTNPACK_CHECK(o.top_k(), "top_k: got none, want how many ", blocks ? "blocks" : "keys", " a query attends");
+  check_size("top_k", *o.top_k());
+  check_size("key_block", o.key_block().value_or(1));
+  check_size("index_heads", o.index_heads().value_or(1));
+  check_size("index_head_dim", o.index_head_dim().value_or(1));
+  ATTNPACK_CHECK(blocks || o.key_block().value_or(1) == 1, "key_block: got ", o.key_block().value_or(1),
+                 " for selector 'indexer', which names single keys; leave it out, or take 'mean' or 'max'");
+  ATTNPACK_CHECK(!blocks || (!o.index_heads() && !o.index_head_dim()),
+                 "index_heads, index_head_dim: got one for selector '", o.selector(),
+                 "', which has no indexer; leave it out, or take 'indexer'");
+  const auto local = o.num_local().value_or(blocks);
+  const int64_t least = o.selector() == "mean" && o.causal();
+  ATTNPACK_CHECK(local >= least && local <= *o.top_k(), "num_local: got ", local, ", want ", least, " to ", *o.top_k(),
+                 ", top_k", least ? "; a causal 'mean' would know later keys of a query's own block" : "");
+}
+
+void check_inputs(const AttentionInputs& inputs, bool indexes) {
+  ATTNPACK_CHECK(!inputs.context() && !inputs.value_context() && !inputs.kv_from(),
+                 inputs.kv_from() ? "kv_from" : "context",
+                 ": got one, but SparseAttention selects among the keys of x; leave it out");
+  const auto cache = inputs.cache(), index = inputs.index_cache();
+  ATTNPACK_CHECK(!cross_cache(inputs), "cache: got a CrossCache, but SparseAttention selects among the keys of x; use ",
+                 "a DynamicCache or StaticCache");
+  ATTNPACK_CHECK(indexes || !index,
+                 "index_cache: got one, but a selector of blocks has no keys of its own; leave it out");
+  if (!indexes) return;
+  ATTNPACK_CHECK(bool(cache) == bool(index), "index_cache: got ", index ? "one without cache" : "none beside cache",
+                 ", want both or none: the indexer's keys lie in a LatentCache of their own");
+  ATTNPACK_CHECK(!index || std::dynamic_pointer_cast<LatentCache>(index),
+                 "index_cache: got a cache of keys and values, want a LatentCache for the indexer's keys");
+  ATTNPACK_CHECK(!index || index->sym_len() == cache->sym_len(), "index_cache: holds ", index ? index->sym_len() : 0,
+                 " positions, cache ", cache ? cache->sym_len() : 0, ", want as many: give both to the same calls");
+}
+
+}  // namespace
+
+void SparseAttentionImpl::reset() {
+  auto& o = options;
+  check_options(o);
+  o.head_dim(resolve_head_dim(o.embed_dim(), o.num_heads(), o.head_dim()));
+  o.key_block(o.key_block().value_or(indexes() ? 1 : 64)).num_local(o.num_local().value_or(!indexes()));
+  const auto dim = *o.head_dim();
+  const auto linear = [&](const char* name, int64_t in, int64_t out, bool bias) {
+    return register_module(name, Linear(LinearOptions(in, out).bias(bias).factory(o.factory())));
+  };
+  q_proj = linear("q_proj", o.embed_dim(), o.num_heads() * dim, o.bias());
+  k_proj = linear("k_proj", o.embed_dim(), o.num_kv_heads() * dim, o.bias());
+  v_proj = linear("v_proj", o.embed_dim(), o.num_kv_heads() * dim, o.bias());
+  o_proj = linear("o_proj", o.num_heads() * dim, o.embed_dim(), o.out_bias().value_or(o.bias()));
+  if (indexes()) {
+    const auto heads = o.index_heads().value_or(o.num_heads()), width = o.index_head_dim().value_or(dim);
+    o.index_heads(heads).index_head_dim(width);
+    index_q_proj = linear("index_q_proj", o.embed_dim(), heads * width, false);
+    index_k_proj = linear("index_k_proj", o.embed_dim(), width, false);
+    index_k_norm = register_module("index_k_norm", LayerNorm(LayerNormOptions(width).factory(o.factory())));
+    index_weights_proj = linear("index_weights_proj", o.embed_dim(), heads, false);
+  }
+  if (o.rope()) {
+    const auto least = std::min(dim, o.index_head_dim().value_or(dim));
+    ATTNPACK_CHECK(o.rope()->options.dim() <= least, "rope: got dim ", o.rope()->options.dim(), ", want at most ",
+                   least, ", the smaller of head_dim and index_head_dim");
+    rope = register_module("rope", RotaryEmbedding(o.rope()->options));
+  }
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> SparseAttentionImpl::heads(const at::Tensor& x) {
+  const auto made = forward_all(x, {q_proj.get(), k_proj.get(), v_proj.get()});
+  const auto dim = *options.head_dim(), kv_heads = options.num_kv_heads();
+  return {split_heads(made[0], options.num_heads(), dim), split_heads(made[1], kv_heads, dim),
+          split_heads(made[2], kv_heads, dim)};
+}
+
+IndexerTokens SparseAttentionImpl::indexer(const at::Tensor& x) {
+  return {split_heads(index_q_proj(x), *options.index_heads(), *options.index_head_dim()),
+          index_k_norm(index_k_proj(x)).unsqueeze(1), index_weights_proj(x)};
+}
+
+AttendOptions SparseAttentionImpl::settings(const AttentionInputs& inputs) const {
+  auto own = inputs;
+  own.index_cache(nullptr);
+  AttendOptions r{layer_inputs(own, options.causal())};
+  r.softcap = options.softcap();
+  r.dropout_p = is_training() ? options.dropout() : 0.0;
+  r.scale = options.scale();
+  if (rope) r.rope = rope->settings;
+  if (!indexes()) r.blocks = {*options.key_block(), *options.top_k(), *options.num_local(), options.selector()};
+  return r;
+}
+
+void SparseAttentionImpl::name_keys(const at::Tensor& x, const std::shared_ptr<KVCache>& index_cache,
+                                    AttendOptions& settings) {
+  const at::NoGradGuard no_grad;
+  const auto tokens = indexer(x);
+  LayerInputs inputs = settings;
+  auto keys = x.sym_size(1);
+  if (index_cache) {
+    inputs.cache = index_cache->reserve_latents(tokens.key, *options.index_head_dim());
+    keys = inputs.cache->key.sym_size(2);
+  }
+  const auto named = index_keys(tokens, *options.top_k(), *options.num_local(), inputs);
+  if (index_cache) index_cache->commit(x.sym_size(1), inputs.kv_lens);
+  if (named.sym_size(3) < keys) settings.key_index = named;
+}
+
+template <typename Call>
+auto SparseAttentionImpl::run(const at::Tensor& x, const AttentionInputs& inputs, const Call& call) {
+  check_input("x", x, options.embed_dim(), q_proj->weight);
+  check_inputs(inputs, indexes());
+  std::vector<std::shared_ptr<KVCache>> caches;
+  if (inputs.index_cache()) caches.push_back(inputs.index_cache());
+  return all_or_none(caches, [&] {
+    auto options_of_call = settings(inputs);
+    if (indexes()) name_keys(x, inputs.index_cache(), options_of_call);
+    const auto [q, k, v] = heads(x);
+    return with_cache(inputs.cache(), k, v, options_of_call,
+                      [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return call(q, k, v, o); });
+  });
+}
+
+at::Tensor SparseAttentionImpl::forward(const at::Tensor& x, const AttentionInputs& inputs) {
+  return run(x, inputs, [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttendOptions& o) {
+    return o_proj(attend(q, k, v, o));
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor> SparseAttentionImpl::forward_with_weights(const at::Tensor& x,
+                                                                             const AttentionInputs& inputs) {
+  return run(x, inputs,
+             [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                 const AttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
+               const auto [out, weights] = attend_with_weights(q, k, v, o);
+               return {o_proj(out), weights};
+             });
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> SparseAttentionImpl::project(const at::Tensor& x,
+                                                                            const AttentionInputs& inputs) {
+  check_input("x", x, options.embed_dim(), q_proj->weight);
+  check_inputs(inputs, indexes());
+  const auto [q, k, v] = heads(x);
+  const auto [rotated_q, rotated_k] = rotate(q, k, settings(inputs));
+  return {rotated_q, rotated_k, v};
+}
+
+at::Tensor SparseAttentionImpl::indexer_loss(const at::Tensor& x, bool sparse, const AttentionInputs& inputs) {
+  ATTNPACK_CHECK(indexes(), "indexer_loss: got selector '", options.selector(),
+                 "', which has nothing to train; want selector 'indexer'");
+  check_input("x", x, options.embed_dim(), q_proj->weight);
+  const auto read = AttentionInputs().causal(inputs.causal()).positions(inputs.positions()).kv_lens(inputs.kv_lens());
+  auto of_call = settings(read);
+  of_call.dropout_p = 0;
+  at::Tensor probabilities;
+  {
+    const at::NoGradGuard no_grad;
+    if (sparse) name_keys(x, nullptr, of_call);
+    const auto [q, k, v] = heads(x);
+    probabilities = std::get<1>(attend_with_weights(q, k, v, of_call));
+  }
+  return attnpack::indexer_loss(indexer(x.detach()), probabilities, of_call.key_index, of_call);
+}
+
+void SparseAttentionImpl::pretty_print(std::ostream& stream) const {
+  print_options(stream, "attnpack::SparseAttention", options);
+}
+
+}  // namespace attnpack

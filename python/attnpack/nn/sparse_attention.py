@@ -1,0 +1,261 @@
+"""Attention over the keys that a selector names: the projections and the selector, and one native op."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from .. import cpp, nested, ops
+from ..cache import CrossCache, KVCache, LatentCache, check_kind, unchanged_on_error
+from ..errors import check_input, reject_keywords
+from ..layer_ops import index_keys, indexer_loss
+from .attention_base import ContextAttention, split_heads
+from .linear import project
+from .rope import RotaryEmbedding
+from .spread import refuse_spread, spread
+
+_EPS = 1e-6  # of index_k_norm
+
+
+class SparseAttention(ContextAttention):
+    """Grouped-query attention in which a query reads the keys that a selector names, and no others.
+
+    The selector "indexer" is the lightning indexer of DeepSeek-V3.2: small heads score every key by sum_h w_h relu(q_h
+    k), and a query attends the top_k best. Children index_q_proj, index_k_proj, index_k_norm (a LayerNorm, eps 1e-6)
+    and index_weights_proj. Its choice has no gradient, so `indexer_loss` trains it. With "mean" (MoBA, Lu et al. 2025,
+    arXiv 2502.13189) or "max" (MiniMax-M3) there is nothing to train: a query attends the top_k blocks of keys of the
+    best mean, or of the greatest product. Each kv head chooses for its query heads.
+
+    Where all keys are selected, the call is that of GroupedQueryAttention. Children q_proj, k_proj, v_proj, o_proj.
+
+    Args:
+        embed_dim: width of x and of the output.
+        num_heads, num_kv_heads: query and kv heads; consecutive query heads share a kv head.
+        selector: "indexer", "mean" or "max".
+        top_k: how many keys ("indexer") or blocks a query attends; required.
+        key_block: keys of a block, for "mean" and "max"; default 64.
+        num_local: how many of the newest keys or blocks are among the top_k in any case, the query's own first; default
+            0 keys, 1 block. A causal "mean" wants at least 1.
+        index_heads, index_head_dim: heads of the indexer and their width; default num_heads and head_dim.
+        head_dim: default embed_dim / num_heads.
+        bias: on q_proj, k_proj, v_proj; out_bias: on o_proj, default as bias.
+        causal: each token sees itself and the tokens before it.
+        rope: a RotaryEmbedding, or None for no rotation. It rotates the first dims of the indexer's heads too.
+        dropout, softcap, scale: as in GroupedQueryAttention.
+    """
+
+    _cpp_class = cpp.SparseAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        selector: str = "indexer",
+        top_k: int,
+        key_block: int | None = None,
+        num_local: int | None = None,
+        index_heads: int | None = None,
+        index_head_dim: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        dropout: float = 0.0,
+        causal: bool = False,
+        softcap: float = 0.0,
+        rope: RotaryEmbedding | None = None,
+        scale: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.rope = rope
+        self._configure(locals())
+        self.kdim = self.vdim = embed_dim
+        factory = {"device": device, "dtype": dtype}
+
+        def linear(outputs: int, bias: bool = False, inputs: int = embed_dim) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, **factory)
+
+        width = num_heads * self.head_dim
+        self.q_proj = linear(width, bias)
+        self.k_proj = linear(num_kv_heads * self.head_dim, bias)
+        self.v_proj = linear(num_kv_heads * self.head_dim, bias)
+        self.o_proj = linear(embed_dim, bias if out_bias is None else out_bias, width)
+        if self._indexes:
+            self.index_q_proj = linear(self.index_heads * self.index_head_dim)
+            self.index_k_proj = linear(self.index_head_dim)
+            self.index_k_norm = nn.LayerNorm(self.index_head_dim, eps=_EPS, **factory)
+            self.index_weights_proj = linear(self.index_heads)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool | None = None,
+        cache: KVCache | None = None,
+        index_cache: LatentCache | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        need_weights: bool = False,
+        **unknown: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of x [B, L, embed_dim] over the keys of x, and those of the cache, that the selector names.
+
+        Args:
+            mask: as in GroupedQueryAttention. The selector does not see it: a key that it excludes may be named, and is
+                not attended.
+            causal: default the module's own setting.
+            cache: the call first appends the new keys and values. A SlidingWindowCache, a QuantizedCache and a
+                CrossCache are refused. Of a PagedCache each call copies the pages.
+            index_cache: a LatentCache beside cache for the indexer's keys, index_head_dim numbers per position.
+            positions: int64 [L] or [B, L], for RoPE only; default the positions after the cached ones, or 0..L-1.
+            kv_lens: [B], the number of valid new tokens of each sequence.
+            need_weights: also return the probabilities before dropout, 0 for keys that are not named.
+
+        Returns:
+            out [B, L, embed_dim], or (out, weights [B, Hq, L, keys]).
+
+        Raises:
+            ValueError: a shape, dtype, device or length does not fit, or one of the caches is missing; nothing has been
+                written to the caches then.
+        """
+        reject_keywords(unknown)
+        self._check_call(x, cache, index_cache)
+        causal = self.causal if causal is None else causal
+        place = {"positions": positions, "causal": causal, "kv_lens": kv_lens}
+        with unchanged_on_error(index_cache):
+            key_index = self._named(x, index_cache, place) if self._indexes else None
+            query, key, value = self._heads(x, None, None)
+            inputs = {"positions": positions, "cross": False, "mask": mask, "causal": causal}
+            return self._attend(
+                x, query, key, value, cache, kv_lens, need_weights, **inputs, **self._selection(key_index)
+            )
+
+    def indexer_loss(
+        self,
+        x: Tensor,
+        *,
+        sparse: bool = False,
+        causal: bool | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+    ) -> Tensor:
+        """What trains the indexer: KL(p || softmax(I)), the mean over the valid queries (DeepSeek-V3.2, section 2.1).
+
+        p is the attention's probabilities, summed over the heads and divided by their sum; I are the indexer's scores.
+        Gradients flow into the indexer alone, whose parameters have names that begin with `index_`.
+
+        Args:
+            x: [B, L, embed_dim].
+            sparse: p is that of attention over the keys that the indexer names, and I covers these alone: for the time
+                when the model is trained on its own choice. Otherwise both are over all keys: for warming up.
+            causal, positions, kv_lens: as in forward.
+
+        Returns:
+            A number [], in fp32 at least.
+
+        Raises:
+            ValueError: the selector is "mean" or "max", or x does not fit.
+        """
+        if not self._indexes:
+            raise ValueError(
+                f"attnpack: indexer_loss: got selector '{self.selector}', which has nothing to train; want selector "
+                "'indexer'"
+            )
+        self._check_call(x, None, None)
+        place = {"positions": positions, "causal": self.causal if causal is None else causal, "kv_lens": kv_lens}
+        with torch.no_grad():
+            key_index = self._named(x, None, place) if sparse else None
+            settings = self._settings(x) | {"dropout_p": 0.0} | self._selection(key_index)
+            _, weights = ops.attend(
+                *self._heads(x, None, None), rope=self._rope_settings, need_weights=True, **place, **settings
+            )
+        return indexer_loss(*self._indexer(x.detach()), weights, key_index, rope=self._rope_settings, **place)
+
+    def project(self, x: Tensor, *, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(q [B, Hq, L, D], k [B, Hkv, L, D], v [B, Hkv, L, D]), rotated, as the operator gets them."""
+        return super().project(x, None, positions=positions)
+
+    @property
+    def _indexes(self) -> bool:
+        return self.selector == "indexer"
+
+    @property
+    def _rope_settings(self) -> Any:
+        return None if self.rope is None else self.rope.settings
+
+    def _selection(self, key_index: Tensor | None) -> dict[str, Any]:
+        """Keywords of `ops.attend`."""
+        if self._indexes:
+            return {"key_index": key_index}
+        blocks = {"key_block": self.key_block, "top_blocks": self.top_k, "local_blocks": self.num_local}
+        return blocks | {"scorer": self.selector}
+
+    def _indexer(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The indexer's queries [B, H, L, D] and keys [B, 1, L, D], not rotated, and weights [B, L, H]."""
+        query = split_heads(project(self.index_q_proj, x), self.index_heads)
+        key = self.index_k_norm(project(self.index_k_proj, x)).unsqueeze(1)
+        return query, key, project(self.index_weights_proj, x)
+
+    @torch.no_grad()
+    def _named(self, x: Tensor, index_cache: LatentCache | None, place: dict[str, Any]) -> Tensor | None:
+        """The keys that the indexer names, None for all. Its keys go into index_cache, if there is one."""
+        query, key, weights = self._indexer(x)
+        room = None if index_cache is None else index_cache.reserve_latents(key, self.index_head_dim)
+        named = index_keys(
+            query, key, weights, self.top_k, self.num_local, cache=room, rope=self._rope_settings, **place
+        )
+        if index_cache is not None:
+            index_cache.commit(x.size(1), place["kv_lens"])
+        keys = x.size(1) if room is None else room[0].size(2)
+        # A graph is to hold for other lengths too.
+        return named if torch.compiler.is_compiling() or named.size(3) < keys else None
+
+    def _check_call(self, x: Tensor, cache: KVCache | None, index_cache: LatentCache | None) -> None:
+        if nested.is_nested(x):
+            raise ValueError("attnpack: x: got a nested tensor, SparseAttention wants a padded one and kv_lens")
+        check_input("x", x, self.embed_dim, self.q_proj)
+        refuse_spread("SparseAttention", "leave context_parallel for its layers")
+        check_kind(cache, KVCache, "SparseAttention")
+        if isinstance(cache, CrossCache):
+            self._refuse(
+                "cache",
+                "got a CrossCache, but SparseAttention selects among the keys of x; use a DynamicCache or StaticCache",
+            )
+        if spread(cache) is not None:
+            self._refuse("cache", "got one that is spread over processes, want one that this process has whole")
+        if not self._indexes:
+            if index_cache is not None:
+                self._refuse("index_cache", "got one, but a selector of blocks has no keys of its own; leave it out")
+            return
+        if (cache is None) != (index_cache is None):
+            got = "none beside cache" if index_cache is None else "one without cache"
+            self._refuse(
+                "index_cache", f"got {got}, want both or none: the indexer's keys lie in a LatentCache of their own"
+            )
+        check_kind(index_cache, LatentCache, "SparseAttention", "a LatentCache()", name="index_cache")
+        if index_cache is not None and len(index_cache) != len(cache):
+            self._refuse(
+                "index_cache",
+                f"holds {len(index_cache)} positions, cache {len(cache)}, want as many: give both to the same calls",
+            )
+
+    def _refuse(self, name: str, words: str) -> NoReturn:
+        raise ValueError(f"attnpack: {name}: {words}")
+
+    def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
+        norm = getattr(self, "index_k_norm", None)
+        if norm is not None and (type(norm) is not nn.LayerNorm or norm.eps != _EPS):
+            raise TypeError(
+                f"attnpack: index_k_norm is {norm}, C++ has LayerNorm with eps {_EPS:g} there. Set that eps, or call "
+                "the Python module"
+            )
+        return super()._make_cpp(device, dtype)
+
+    def _output(self, joined: Tensor, x: Tensor) -> Tensor:
+        return project(self.o_proj, joined)
