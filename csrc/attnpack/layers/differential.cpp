@@ -34,6 +34,8 @@ Tensor pair_values_composite(const Tensor& value) {
 Tensor exp_of_product(const Tensor& q, const Tensor& k) {
   ATTNPACK_CHECK(q.dim() == 1 && q.sym_sizes() == k.sym_sizes(), "lambdas have shapes ", q.sym_sizes(), " and ",
                  k.sym_sizes(), ", want [head_dim] all");
+  ATTNPACK_CHECK(q.is_floating_point() && k.is_floating_point(), "lambdas have dtypes ", q.scalar_type(), " and ",
+                 k.scalar_type(), ", want floating numbers all: convert them with .to()");
   const auto wide = at::toOpMathType(q.scalar_type());
   return (q * k).to(wide).sum().exp();
 }
