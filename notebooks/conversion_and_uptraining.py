@@ -272,10 +272,9 @@ assert losses["MLA"].min() < losses["MQA"].max()
 #
 # It has 3 kv heads for 9 query heads. One head by each method, and latent attention of several ranks in place of its
 # layers: perplexity on the first 2,048 tokens of the help topics, 512 at a time (as `attnpack convert` measures it
-# too), at once, and for the single heads after 30 minutes of distillation from the original on one core of a small
-# machine, which is less than a hundred steps of 512 tokens. The time is of a step of the Python modules after 1,024
-# tokens. At this size it is spent on calls and projections, not on the cache, and a busy machine moves it: do not read
-# an order of the ranks out of it.
+# too), at once, and for the single heads after 65 steps of distillation from the original, of 512 tokens each. The time
+# is of a step of the Python modules after 1,024 tokens. At this size it is spent on calls and projections, not on the
+# cache, and a busy machine moves it: do not read an order of the ranks out of it.
 
 # %%
 print(f"{'SmolLM2-135M':24}{'perplexity':>14}{'uptrained':>12}{'steps':>8}{'KV bytes/token':>18}{'ms/token':>12}")
@@ -291,10 +290,10 @@ print("trained on", *{cell["machine"] for cell in cells.values() if "machine" in
 
 # %% [markdown]
 # Before training, perplexities of ten thousand and more say that a model is broken, not which one is better: *first* is
-# worse than *random* there. After training the printed order is mean, first, random. The table cannot settle it: other
-# work ran on the machine, so mean and aligned had more steps than first and random. (The script gives all methods the
-# same number of steps now; this run is older.) *aligned* is far ahead even before training, and still above the
-# original after it. All of this is only a beginning: the paper trains for 5% of the original's steps.
+# worse than *random* there. After the same number of steps for each, *first* is a little ahead of *mean*, and *random*
+# is far behind. The table cannot settle the order of the first two: it is one run, and the steps are few. *aligned* is
+# far ahead even before training, and still above the original after it. All of this is only a beginning: the paper
+# trains for 5% of the original's steps.
 #
 # Two things stand out before any training. One is latent attention: in the bytes of one kv head (rank 64 and the shared
 # rotating key of 64) it keeps more than any merged head, and rank 128, half the original's bytes, comes closer still.

@@ -447,7 +447,7 @@ assert curves["MQA, attnpack"][-1] < curves["MHA, attnpack"][-1]
 
 # %% [markdown]
 # Sharing saves time if the kernel uses it: each key that is read from memory serves all 32 query heads at once. MQA
-# reads 32 times less and is 12 times as fast: the multiplications of 32 heads remain (see
+# reads 32 times less and is 8 times as fast: the multiplications of 32 heads remain (see
 # [grouped_query_attention](grouped_query_attention.ipynb)).
 #
 # The notebook [kv_cache](kv_cache.ipynb) follows the memory up to a million tokens. [performance](performance.ipynb)
