@@ -225,7 +225,7 @@ for kind in ("GTA", "GLA", "MTLA", "TPA"):
     print(f"{kind}: {sum(p.numel() for p in layer.parameters()):,} parameters, causal")
 
 # %% [markdown]
-# ## What each costs
+# ## The costs of each variant
 #
 # Numbers cached per token and layer, and multiplications for one new token over `n` cached keys, projections not
 # counted. The layer is one of 32 heads of 128, with 8 key-value heads where there are groups; the latent has 512 + 64

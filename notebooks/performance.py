@@ -105,7 +105,7 @@ for (section, dtype), each in shares.items():
 # making the output, and PyTorch's dispatcher, which looks up the kernel by the tensors' device and dtype. With 16 the
 # work shows already, and the share is several times as high.
 #
-# ## What makes it fast
+# ## The reasons for its speed
 #
 # - **Tiles.** Prefill takes the query rows of a key-value head in tiles, and the keys in blocks. The scores of a tile
 #   and a block stay in the processor's L2 cache. No matrix of all scores is ever written to memory.

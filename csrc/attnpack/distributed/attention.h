@@ -5,7 +5,7 @@
 
 namespace attnpack::distributed {
 
-// What travels between the ranks of a sequence. kAllGather: every rank gets the keys and values of all. kUlysses: ranks
+// The traffic between the ranks of a sequence. kAllGather: every rank gets the keys and values of all. kUlysses: ranks
 // exchange their parts of the sequence for shares of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023). kRing: keys and
 // values travel from rank to rank while these compute, and a rank holds two parts of them at a time (Ring Attention,
 // Liu et al. 2023). Keys and values have as many heads on the way as they have in the tensors, not as the queries.

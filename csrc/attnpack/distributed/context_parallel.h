@@ -8,7 +8,8 @@
 namespace attnpack::distributed {
 
 struct ContextParallelOptions {
-  // What travels. With kAllGather latent attention sends its latents, with the others its keys and values.
+  // The traffic between the ranks. With kAllGather latent attention sends its latents, with the others its keys and
+  // values.
   TORCH_ARG(Method, method) = Method::kAllGather;
   // How shard_sequence has dealt the sequences out; kZigzag is equal work for every rank in causal attention.
   TORCH_ARG(Layout, layout) = Layout::kContiguous;

@@ -39,10 +39,10 @@ struct IndexerTokens {
 at::Tensor index_keys(const IndexerTokens& tokens, int64_t top_k, int64_t local_keys,
                       const LayerInputs& inputs = {});  // -> [B, 1, L, min(top_k, keys)]
 
-// What trains an indexer (DeepSeek-V3.2 2025, section 2.1): the mean over the valid queries of KL(p || softmax(I)).
-// p is the sum over the heads of the probabilities, divided by its own sum, and I = sum_h weights_h relu(query_h key) /
-// sqrt(H D). With key_index, I covers the keys named there alone, and the probabilities are those of attention over
-// them. No gradient flows into the probabilities.
+// The loss that trains an indexer (DeepSeek-V3.2 2025, section 2.1): the mean of KL(p || softmax(I)) over the valid
+// queries. p is the sum over the heads of the probabilities, divided by its own sum, and I = sum_h weights_h
+// relu(query_h key) / sqrt(H D). With key_index, I covers the keys named there alone, and the probabilities are those
+// of attention over them. No gradient flows into the probabilities.
 at::Tensor indexer_loss(const IndexerTokens& tokens,
                         const at::Tensor& probabilities,             // [B, Hq, L, L]
                         const std::optional<at::Tensor>& key_index,  // [B, 1, L, n]

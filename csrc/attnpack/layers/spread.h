@@ -10,7 +10,7 @@
 
 namespace attnpack {
 
-// What attends in place of a layer's function where a sequence is spread over several processes
+// Attends in place of a layer's function where a sequence is spread over several processes
 // (distributed/context_parallel.h).
 class Spread {
  public:
@@ -31,7 +31,7 @@ class Spread {
   virtual at::Tensor positions(int64_t length) const = 0;
 };
 
-// What spreads the sequences of this thread; nullptr where the process has all keys.
+// The object that spreads the sequences of this thread; nullptr where the process has all keys.
 const Spread* spread();
 
 // Puts another one in its place, and returns the one before.

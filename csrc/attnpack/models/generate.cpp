@@ -27,6 +27,12 @@ void check_room(const ModelCache& cache, const at::Tensor& lengths, int64_t max_
   }
 }
 
+// The caller's own cache.
+std::shared_ptr<ModelCache> given_cache(const at::Tensor& lengths, const GenerateOptions& o) {
+  if (o.max_new_tokens() > 0) check_room(*o.model_cache(), lengths, o.max_new_tokens());
+  return o.model_cache();
+}
+
 // Pages for each prompt, which its answers share, and for each answer: a copy of the prompt's last page, and new ones.
 int64_t pages_for(const at::Tensor& ids, const GenerateOptions& o) {
   constexpr int64_t kPageSize = 16;
@@ -48,10 +54,7 @@ void check_answers(const GenerateOptions& o) {
 
 std::shared_ptr<ModelCache> make_cache(const CausalLMImpl& model, const at::Tensor& ids, const at::Tensor& lengths,
                                        const GenerateOptions& o) {
-  if (o.model_cache()) {
-    if (o.max_new_tokens() > 0) check_room(*o.model_cache(), lengths, o.max_new_tokens());
-    return o.model_cache();
-  }
+  if (o.model_cache()) return given_cache(lengths, o);
   if (o.cache() == "dynamic") return model.dynamic_cache();
   if (o.cache() == "static") return model.static_cache(ids.size(0), ids.size(1) + o.max_new_tokens());
   if (o.cache() == "sliding") return model.sliding_cache();
@@ -93,7 +96,7 @@ at::Tensor last(const at::Tensor& hidden, const at::Tensor& lengths) {
   return hidden.gather(1, index).squeeze(1);
 }
 
-// What the loop needs of a model.
+// A model as the loop sees it.
 struct Model {
   // The states of new ids [B, L], [B, L, E]: after what the cache holds, or without a cache of all that there are.
   // lengths [B]: the valid tokens of right-padded ids.
@@ -215,10 +218,7 @@ namespace {
 
 std::shared_ptr<ModelCache> make_cache(const EncoderDecoderImpl& model, const at::Tensor& lengths,
                                        const GenerateOptions& o) {
-  if (o.model_cache()) {
-    if (o.max_new_tokens() > 0) check_room(*o.model_cache(), lengths, o.max_new_tokens());
-    return o.model_cache();
-  }
+  if (o.model_cache()) return given_cache(lengths, o);
   if (o.cache() == "dynamic") return model.decoder->new_cache();
   ATTNPACK_CHECK(o.cache() == "none", "cache: got '", o.cache(),
                  "', an encoder-decoder wants 'dynamic', 'none', or a ModelCache of any kind");

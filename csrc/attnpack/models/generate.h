@@ -58,7 +58,7 @@ struct GenerateOptions {
 // right-padded row continues at its own position; its new tokens still stand from column L on.
 at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const GenerateOptions& options);
 
-// What generate needs to know of an encoder-decoder, beside the options of the loop.
+// The settings of an encoder-decoder that generate needs beside the options of the loop.
 struct EncoderDecoderGenerateInputs {
   // States of the decoder [B, E] -> logits [B, V]: any module of torch, or a function. Default: the products with the
   // decoder's own token embeddings (Press and Wolf 2017, arXiv 1608.05859).

@@ -56,8 +56,7 @@ void DifferentialAttentionImpl::reset() {
   }
   bind_members();
   if (o.rope()) {
-    ATTNPACK_CHECK(o.rope()->options.dim() <= dim, "rope: got dim ", o.rope()->options.dim(),
-                   ", want at most head_dim ", dim);
+    check_rope_dim(o.rope(), dim, c10::str("head_dim ", dim));
     rope = register_module("rope", RotaryEmbedding(o.rope()->options));
   }
 }

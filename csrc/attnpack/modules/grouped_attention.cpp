@@ -79,8 +79,7 @@ void GroupedAttentionImpl<Derived, sharing>::reset() {
   bind_members();
   slopes = alibi_slopes(o.num_heads());
   if (o.rope()) {
-    ATTNPACK_CHECK(o.rope()->options.dim() <= head_dim, "rope: got dim ", o.rope()->options.dim(),
-                   ", want at most head_dim ", head_dim);
+    check_rope_dim(o.rope(), head_dim, c10::str("head_dim ", head_dim));
     rope = this->register_module("rope", RotaryEmbedding(o.rope()->options));
   }
 }

@@ -39,8 +39,7 @@ void MultiHeadLatentAttentionImpl::reset() {
       !o.folded() || o.gate() != "element",
       "gate: got 'element' for a folded layer, which never makes the numbers that it gates; take 'head', or a "
       "layer that is not folded");
-  ATTNPACK_CHECK(!o.rope() || o.rope()->options.dim() <= rotated, "rope: got dim ",
-                 o.rope() ? o.rope()->options.dim() : 0, ", want at most qk_rope_head_dim ", rotated);
+  if (o.rope()) check_rope_dim(o.rope(), rotated, c10::str("qk_rope_head_dim ", rotated));
 
   const auto linear = [&](const char* name, int64_t in, int64_t out, bool bias = false) {
     return register_module(name, Linear(LinearOptions(in, out).bias(bias).factory(o.factory())));

@@ -80,8 +80,7 @@ void SparseAttentionImpl::reset() {
   }
   if (o.rope()) {
     const auto least = std::min(dim, o.index_head_dim().value_or(dim));
-    ATTNPACK_CHECK(o.rope()->options.dim() <= least, "rope: got dim ", o.rope()->options.dim(), ", want at most ",
-                   least, ", the smaller of head_dim and index_head_dim");
+    check_rope_dim(o.rope(), least, c10::str(least, ", the smaller of head_dim and index_head_dim"));
     rope = register_module("rope", RotaryEmbedding(o.rope()->options));
   }
 }
@@ -101,11 +100,7 @@ IndexerTokens SparseAttentionImpl::indexer(const at::Tensor& x) {
 AttendOptions SparseAttentionImpl::settings(const AttentionInputs& inputs) const {
   auto own = inputs;
   own.index_cache(nullptr);
-  AttendOptions r{layer_inputs(own, options.causal())};
-  r.softcap = options.softcap();
-  r.dropout_p = is_training() ? options.dropout() : 0.0;
-  r.scale = options.scale();
-  if (rope) r.rope = rope->settings;
+  auto r = attend_options(options, own, is_training(), rope);
   if (!indexes()) r.blocks = {*options.key_block(), *options.top_k(), *options.num_local(), options.selector()};
   return r;
 }

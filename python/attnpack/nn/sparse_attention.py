@@ -145,8 +145,9 @@ class SparseAttention(ContextAttention):
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
     ) -> Tensor:
-        """What trains the indexer: KL(p || softmax(I)), the mean over the valid queries (DeepSeek-V3.2, section 2.1).
+        """The loss that trains the indexer (DeepSeek-V3.2, section 2.1): the mean of KL(p || softmax(I)) over queries.
 
+        Queries of padding do not count.
         p is the attention's probabilities, summed over the heads and divided by their sum; I are the indexer's scores.
         Gradients flow into the indexer alone, whose parameters have names that begin with `index_`.
 

@@ -55,11 +55,13 @@ inline at::Tensor draw(at::IntArrayRef sizes, int64_t seed) {
   return at::randn(sizes, generator);
 }
 
+// Threads that are ranks share torch's generator. One mutex for all instances of `made`, so that no two draw at a time.
+inline std::mutex one_draws;
+
 // A module with the same weights on all ranks.
 template <typename Make>
 auto made(const Make& make) {
-  static std::mutex one;
-  const std::lock_guard<std::mutex> lock(one);
+  const std::lock_guard<std::mutex> lock(one_draws);
   torch::manual_seed(0);
   auto module = make();
   const at::NoGradGuard no_grad;

@@ -20,7 +20,7 @@ std::tuple<at::Tensor, at::Tensor> attend_piece(const at::Tensor& query,  // [B,
                                                 const at::Tensor& value,  // [B, Hkv, keys, Dv]
                                                 const AttentionOptions& rules, const Piece& rows, const Piece& keys);
 
-// What backward knows of the rows: their query, and results and gradients over the keys of all pieces.
+// The rows in backward: their query, and results and gradients over the keys of all pieces.
 struct RowsBefore {
   at::Tensor query;                    // [B, Hq, rows, D]
   at::Tensor out;                      // [B, Hq, rows, Dv]

@@ -39,7 +39,7 @@ struct Pair {
   bool first;
 };
 
-// What does not change from round to round. The rules have no sinks: these are a tensor of their own, for a gradient.
+// The settings of all rounds. The rules have no sinks: these are a tensor of their own, for a gradient.
 struct Ring : torch::CustomClassHolder {
   Ring(AttentionOptions given, Group of, Layout placed)
       : rules(std::move(given)), group(std::move(of)), layout(placed) {

@@ -89,7 +89,7 @@ struct ScoreArguments {
   }
   bool names_keys() const { return key_index || top_blocks != 0; }
 };
-// What follows them has a default too.
+// key_index has a default, so every argument after it has one too.
 #define ATTNPACK_SCORE_SCHEMA                                                                                \
   "int window_left, int window_right, float softcap, Tensor? sinks, Tensor? alibi_slopes, int[]? head_map, " \
   "Tensor? key_index=None, int key_block=1, int top_blocks=0, int local_blocks=0, str scorer=\"mean\""

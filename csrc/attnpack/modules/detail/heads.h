@@ -9,6 +9,7 @@
 #include <attnpack/modules/rotary_embedding.h>
 
 #include <array>
+#include <string>
 
 namespace attnpack {
 
@@ -85,12 +86,17 @@ auto with_cache(const std::shared_ptr<KVCache>& cache, const at::Tensor& key, co
       call);
 }
 
-// The options of attention that the modules have in common.
+// Raises for a rope of more dims than `most`, which the words show.
+inline void check_rope_dim(const RotaryEmbedding& rope, int64_t most, const std::string& words) {
+  ATTNPACK_CHECK(rope->options.dim() <= most, "rope: got dim ", rope->options.dim(), ", want at most ", words);
+}
+
+// The options of attention that the modules have in common. A module without a window sees all keys.
 template <typename Options>
 AttendOptions attend_options(const Options& o, const AttentionInputs& inputs, bool is_training,
                              const RotaryEmbedding& rope) {
   AttendOptions r{layer_inputs(inputs, o.causal())};
-  r.window = o.window().value_or(Window{-1, -1});
+  if constexpr (requires { o.window(); }) r.window = o.window().value_or(Window{-1, -1});
   r.softcap = o.softcap();
   r.dropout_p = is_training ? o.dropout() : 0.0;
   r.scale = o.scale();
