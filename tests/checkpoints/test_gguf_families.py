@@ -290,6 +290,8 @@ def test_halves_of_latent_heads_come_together(tmp_path):
     refused(write(path, "deepseek_v3", model, without="attn_v_b"), "attn_k_b", "shapes [4, 10, 8] and []")
     refused(write(path, "deepseek_v3", model, without="attn_k_b"), "attn_k_b", "shapes [] and [4, 9, 10]")
     refused(write(path, "deepseek_v3", model, nextn_predict_layers=1), "nextn_predict_layers = 1 is not supported")
+    refused(write(path, "deepseek_v3", model, leading_dense_block_count="x"), "leading_dense_block_count is 'x'")
+    refused(write(path, "deepseek_v3", model, expert_gating_func=3), "expert_gating_func = 3 is not supported")
 
 
 def test_a_largest_gemma_scales_by_the_mean_width_of_a_head():

@@ -137,9 +137,13 @@ def _learned(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"position_embedding": "learned", "activation": "gelu_tanh"}
 
 
-def _experts(file: GgufCheckpoint, normalize: bool, **more: Any) -> dict[str, Any]:
+def _plain_experts(file: GgufCheckpoint, normalize: bool, **more: Any) -> dict[str, Any]:
     file.refuse("expert_shared_count", "expert_group_count", "expert_group_used_count", usual=(0, 1))
     file.refuse("expert_weights_scale", usual=(0.0, 1.0))
+    return _experts(file, normalize, **more)
+
+
+def _experts(file: GgufCheckpoint, normalize: bool, **more: Any) -> dict[str, Any]:
     used = file.size("expert_used_count")
     return {
         "hidden_dim": file.size("expert_feed_forward_length", file.size("feed_forward_length") // used),
@@ -154,7 +158,7 @@ def _gpt_oss(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     more = {"gate_bias": True, "bias": True, "activation": "clamped_swiglu"}
     options: dict[str, Any] = {
         "scores": {"sinks": True},
-        "experts": _experts(file, normalize=True, **more),
+        "experts": _plain_experts(file, normalize=True, **more),
         "layer_settings": _windows(file, file.size("attention.sliding_window"), _period(file, 2)),
         "mlp_bias": False,
     }
@@ -190,21 +194,19 @@ def _deepseek2(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any
     heads["rope_scaling"] = scaling
     if not file.setting("expert_count"):
         return heads
+    file.refuse("expert_gating_func", usual=(1, 2))  # softmax, sigmoid
     width, shared = file.size("expert_feed_forward_length"), file.setting("expert_shared_count")
-    sigmoid = file.size("expert_gating_func", 1) == 2
-    experts = {
-        "hidden_dim": width,
-        "num_experts": file.size("expert_count"),
-        "top_k": file.size("expert_used_count"),
-        "scores": "sigmoid" if sigmoid else "softmax",
-        "normalize": file.setting("expert_weights_norm", False) is True,
-        "scaling": file.number("expert_weights_scale", 1.0),
-        "num_groups": file.size("expert_group_count", 1),
-        "top_groups": file.size("expert_group_used_count", 1),
-        "shared_dim": width * file.size("expert_shared_count") if shared else None,
-        "correction": any(name.endswith("e_score_correction_bias") for name in file.shapes),
-    }
-    dense = file.setting("leading_dense_block_count", 0)
+    experts = _experts(
+        file,
+        normalize=file.setting("expert_weights_norm", False) is True,
+        scores="sigmoid" if file.size("expert_gating_func", 1) == 2 else "softmax",
+        scaling=file.number("expert_weights_scale", 1.0),
+        num_groups=file.size("expert_group_count", 1),
+        top_groups=file.size("expert_group_used_count", 1),
+        shared_dim=width * file.size("expert_shared_count") if shared else None,
+        correction=any(name.endswith("e_score_correction_bias") for name in file.shapes),
+    )
+    dense = file.size("leading_dense_block_count") if file.setting("leading_dense_block_count") else 0
     layers = [{"experts": i >= dense} for i in range(config["num_layers"])]
     return heads | {"experts": experts, "layer_settings": layers}
 
@@ -214,7 +216,7 @@ ARCHITECTURES = {
     "qwen2": Architecture(),
     "qwen3": Architecture(),
     "qwen3moe": Architecture(
-        lambda file, config: {"experts": _experts(file, normalize=True)}, _EXPERTS, settings=("expert_count",)
+        lambda file, config: {"experts": _plain_experts(file, normalize=True)}, _EXPERTS, settings=("expert_count",)
     ),
     "gemma2": Architecture(
         _gemma2, _SANDWICH, settings=("attn_logit_softcapping", "final_logit_softcapping"), windows=True
