@@ -214,7 +214,7 @@ def test_truncated_file_at_any_length(tiny_gguf):
 
 
 def test_unknown_architecture(tiny_gguf):
-    for arch in ("mamba", "deepseek2"):
+    for arch in ("mamba", "deepseek"):
         refused(tiny_gguf(arch=arch), f"'{arch}'", "llama, qwen2, qwen3")
 
 
