@@ -98,6 +98,7 @@ void register_hf(py::module_& m) {
       .def_property_readonly("config", [](const HfCheckpoint& self) { return options_dict(self.options()); })
       .def_property_readonly("shapes", [](const HfCheckpoint& self) { return as_tuples(self.shapes()); })
       .def_property_readonly("is_plain", &HfCheckpoint::is_plain)
+      .def("dtype", &HfCheckpoint::dtype)
       .def("read", &HfCheckpoint::read)
       .def_property_readonly("files", &HfCheckpoint::files);
   m.def("causal_lm_from_hf", [](const std::string& directory, at::ScalarType dtype, std::optional<int64_t> positions) {

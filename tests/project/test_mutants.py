@@ -54,3 +54,16 @@ def test_two_mistakes_in_one_piece():
     a, b = (mutant.number for mutant in pair)
     expected = f"x = (attnpack_mutant == {b}u ? (3) : ((attnpack_mutant == {a}u ? (2) : (1))));"
     assert mutants.with_switches("x = 1;", pair).splitlines()[1] == expected
+
+
+@pytest.mark.parametrize("marked", ["cat({«a, b → b, a»})", "f(«g(x), y → y»)"])
+def test_commas_that_would_become_operators_are_refused(marked):
+    """`on ? (b, a) : (a, b)` drops the first of a list."""
+    mutant = mutants.Mutant("comma", "csrc/a.cpp", marked, ())
+    with pytest.raises(ValueError, match="comma"):
+        mutant.find_piece(marked.replace("«", "").partition(" → ")[0] + marked.rpartition("»")[2])
+
+
+def test_commas_in_brackets_are_taken():
+    for code in ("f(a, b)", "f<int, 2>(a)", "f({a, b}, c[d])", "a < b"):
+        assert not mutants.is_list(code)

@@ -38,7 +38,9 @@ CONVERTIBLE = tuple(_CLASSES)
 def config_json(checkpoint: HfCheckpoint | GgufCheckpoint, num_kv_heads: int) -> dict[str, Any]:
     """config.json of the checkpoint with `num_kv_heads`: its own file, or one made from the GGUF metadata."""
     if isinstance(checkpoint, HfCheckpoint):
-        return read_json(checkpoint.path / "config.json") | {"num_key_value_heads": num_kv_heads}
+        stored = read_json(checkpoint.path / "config.json") | {"num_key_value_heads": num_kv_heads}
+        stored.pop("quantization_config", None)  # plain weights are written
+        return stored
     return _from_gguf(checkpoint) | {"num_key_value_heads": num_kv_heads}
 
 

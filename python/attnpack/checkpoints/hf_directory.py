@@ -34,6 +34,10 @@ class HfCheckpoint:
                 files[file.path] = SafetensorsFile(Path(file.path), file)
         self.files = {name: files[file.path] for name, file in opened.files.items()}
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of the stored tensor of state_dict name `name`; bf16 for one that is stored in FP8 or MXFP4."""
+        return self._opened.dtype(name)
+
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fills `out` with the tensor of state_dict name `name`."""
         if self.is_plain:

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <filesystem>
+#include <set>
 
 #include <attnpack/models/detail/hf_config.h>
 #include <attnpack/weights/detail/file_errors.h>
@@ -18,10 +19,6 @@ HfSettings read_settings(const std::string& directory) {
   return HfSettings(directory, read_json_file(config));
 }
 
-bool ends_with(const std::string& text, std::string_view end) {
-  return text.size() >= end.size() && std::string_view(text).substr(text.size() - end.size()) == end;
-}
-
 bool are_equal(const SafetensorsFile& a, const std::string& name_a, const SafetensorsFile& b,
                const std::string& name_b) {
   if (a.sizes(name_a) != b.sizes(name_b) || a.weight_dtype(name_a) != b.weight_dtype(name_b)) return false;
@@ -30,11 +27,6 @@ bool are_equal(const SafetensorsFile& a, const std::string& name_a, const Safete
     if (!a.elements(name_a, first, kChunk).equal(b.elements(name_b, first, kChunk))) return false;
   }
   return true;
-}
-
-CausalLMOptions read_options(const std::string& directory, std::optional<int64_t> max_positions) {
-  auto settings = read_settings(directory);
-  return hf_options(settings, max_positions);
 }
 
 // A layer after the last one: DeepSeek-V3 has there what predicts a token further.
@@ -47,16 +39,16 @@ std::vector<int64_t> sizes_of(const StoredTensor& tensor) { return {tensor.shape
 }  // namespace
 
 HfCheckpoint::HfCheckpoint(std::string directory, std::optional<int64_t> max_positions)
-    : path_(std::move(directory)), options_(read_options(path_, max_positions)) {
-  const auto& family = hf_family(read_settings(path_));
-  for (const auto& file : open_safetensors(path_)) {
-    for (const auto& [name, tensor] : file->tensors()) {
-      // Old checkpoints carry the frequencies, which follow from the configuration.
-      if (ends_with(name, ".rotary_emb.inv_freq") || is_further_layer(name, options_)) continue;
-      files_.emplace(name, file);
-      add(name, family.parts(name, options_));
-    }
-  }
+    : HfCheckpoint(directory, read_settings(directory), max_positions) {}
+
+HfCheckpoint::HfCheckpoint(std::string directory, HfSettings settings, std::optional<int64_t> max_positions)
+    : path_(std::move(directory)), quantization_(settings), options_(hf_options(settings, max_positions)) {
+  find_files();
+  const auto& family = hf_family(settings);
+  std::set<std::string> scales;  // they come with their weights
+  for (const auto& [name, file] : files_) scales.insert(quantization_.scales_of(name));
+  for (const auto& [name, file] : files_)
+    if (!scales.count(name)) add(name, family.parts(name, options_));
   if (options_.tie_embeddings()) drop_tied_head();
   const auto& latent = options_.latent();
   const auto widest =
@@ -64,36 +56,59 @@ HfCheckpoint::HfCheckpoint(std::string directory, std::optional<int64_t> max_pos
   check_sizes(path_, sources_.size(), options_.num_layers(), options_.num_heads(), widest);
 }
 
+void HfCheckpoint::find_files() {
+  for (const auto& file : open_safetensors(path_)) {
+    for (const auto& [name, tensor] : file->tensors()) {
+      // Old checkpoints carry the frequencies, which follow from the configuration.
+      if (!name.ends_with(".rotary_emb.inv_freq") && !is_further_layer(name, options_)) files_.emplace(name, file);
+    }
+  }
+}
+
 void HfCheckpoint::add(const std::string& stored, const std::vector<HfPart>& parts) {
-  plain_ = plain_ && parts.size() == 1 && parts[0].name == stored && !parts[0].cut;
+  auto scales = quantization_.scales_of(stored);
+  if (!files_.count(scales)) scales.clear();  // weights that are not quantised have none
+  plain_ = plain_ && parts.size() == 1 && parts[0].name == stored && !parts[0].cut && scales.empty();
   for (const auto& part : parts) {
-    const bool is_new = sources_.emplace(part.name, Source{stored, part.cut}).second;
+    const bool is_new = sources_.emplace(part.name, Source{stored, scales, part.cut}).second;
     refuse_unless(is_new, path_, ": has ", brief(part.name), " twice, once as ", brief(stored), "; ", kGetAgain);
   }
 }
 
+at::Tensor HfCheckpoint::part_of(const Source& source, const Load& load) const {
+  if (source.scales.empty()) return source.cut(load(source.stored));
+  return quantization_.numbers(load(source.stored), load(source.scales), source.cut);
+}
+
 Shapes HfCheckpoint::shapes() const {
+  const auto without_numbers = [&](const std::string& name) {
+    const auto& stored = files_.at(name)->tensors().at(name);
+    refuse_unless(stored.dtype->type.has_value(), "it is ", stored.dtype->name, ", which torch does not have");
+    return at::empty(sizes_of(stored), at::TensorOptions().device(at::kMeta).dtype(*stored.dtype->type));
+  };
   Shapes shapes;
   for (const auto& [name, source] : sources_) {
-    const auto& stored = files_.at(source.stored)->tensors().at(source.stored);
-    if (!source.cut) {
-      shapes[name] = stored.shape;
+    if (source.is_whole()) {
+      shapes[name] = files_.at(source.stored)->tensors().at(source.stored).shape;
       continue;
     }
-    const auto sizes = naming(path_, (source.stored + " does not fit the configuration").c_str(), kGetAgain, [&] {
-      return source.cut(at::empty(sizes_of(stored), at::TensorOptions().device(at::kMeta))).sizes().vec();
-    });
+    const auto sizes = naming(path_, (source.stored + " does not fit the configuration").c_str(), kGetAgain,
+                              [&] { return part_of(source, without_numbers).sizes().vec(); });
     shapes[name] = {sizes.begin(), sizes.end()};
   }
   return shapes;
 }
 
+at::ScalarType HfCheckpoint::dtype(const std::string& name) const {
+  const auto& source = sources_.at(name);
+  return source.scales.empty() ? files_.at(source.stored)->weight_dtype(source.stored) : at::kBFloat16;
+}
+
 void HfCheckpoint::read(const std::string& name, const at::Tensor& out) const {
   const auto& source = sources_.at(name);
-  const auto& file = files_.at(source.stored);
-  if (!source.cut) return file->read(source.stored, out);
-  file->weight_dtype(source.stored);  // raises for one that is no weight's
-  out.copy_(source.cut(file->map(source.stored)));
+  if (source.is_whole()) return files_.at(source.stored)->read(source.stored, out);
+  dtype(name);  // raises for one that is no weight's
+  out.copy_(part_of(source, [&](const std::string& stored) { return files_.at(stored)->map(stored); }));
 }
 
 void HfCheckpoint::drop_tied_head() {

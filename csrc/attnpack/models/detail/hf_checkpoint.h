@@ -1,6 +1,7 @@
 #pragma once
 
 #include <attnpack/models/detail/hf_parts.h>
+#include <attnpack/models/detail/hf_quantization.h>
 #include <attnpack/models/detail/whole_checkpoint.h>
 #include <attnpack/weights/detail/safetensors_file.h>
 
@@ -28,6 +29,8 @@ class HfCheckpoint {
   bool is_plain() const { return plain_; }
   // By the names of the state dict.
   Shapes shapes() const;
+  // The dtype of the stored tensor; bf16 for one that is quantised.
+  at::ScalarType dtype(const std::string& name) const;
   // Fills `out` with the tensor of that name.
   void read(const std::string& name, const at::Tensor& out) const;
 
@@ -35,13 +38,22 @@ class HfCheckpoint {
   // Where a tensor of the state dict comes from.
   struct Source {
     std::string stored;
+    std::string scales;                                // of a quantised one, else empty
     std::function<at::Tensor(const at::Tensor&)> cut;  // none for all of it
-  };
 
+    bool is_whole() const { return !cut && scales.empty(); }
+  };
+  using Load = std::function<at::Tensor(const std::string& stored)>;
+
+  HfCheckpoint(std::string directory, HfSettings settings, std::optional<int64_t> max_positions);
+  void find_files();
   void add(const std::string& stored, const std::vector<HfPart>& parts);
+  // The source's part, out of what `load` gives for the stored tensors.
+  at::Tensor part_of(const Source& source, const Load& load) const;
   void drop_tied_head();
 
   std::string path_;
+  HfQuantization quantization_;
   CausalLMOptions options_;
   Files files_;
   std::map<std::string, Source> sources_;

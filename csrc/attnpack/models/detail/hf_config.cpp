@@ -16,13 +16,8 @@ struct Unsupported {
   std::optional<double> off;
 };
 constexpr Unsupported kUnsupported[] = {
-    {"attn_logit_softcapping", 0},
-    {"final_logit_softcapping", 0},
-    {"attention_dropout", 0},
-    {"quantization_config", std::nullopt},
-    {"partial_rotary_factor", 1},
-    {"use_bidirectional_attention", 0},
-    {"is_causal", 1},
+    {"attn_logit_softcapping", 0}, {"final_logit_softcapping", 0},     {"attention_dropout", 0},
+    {"partial_rotary_factor", 1},  {"use_bidirectional_attention", 0}, {"is_causal", 1},
 };
 
 // own: the settings that the family honours.

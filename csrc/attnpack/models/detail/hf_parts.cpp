@@ -166,19 +166,19 @@ std::vector<HfPart> falcon_parts(const std::string& name, const CausalLMOptions&
 }
 
 // Experts are stored together: gate_up_proj [experts, E, 2 * hidden] with gate and up in turns, down_proj [experts,
-// hidden, E], and their biases.
+// hidden, E], and their biases. As blocks of MXFP4 they are [experts, out, in / 32, 16].
 std::vector<HfPart> gpt_oss_parts(const std::string& name, const CausalLMOptions& o) {
   const auto place = place_of(name, "model.layers.");
   if (place.module == "mlp.router") return whole(joined(place, "mlp.gate"));
   if (place.module != "mlp.experts") return whole(name);
-  const bool is_bias = place.parameter.size() > 5 && place.parameter.substr(place.parameter.size() - 5) == "_bias";
-  const auto layer = is_bias ? place.parameter.substr(0, place.parameter.size() - 5) : place.parameter;
+  const auto is_bias = place.parameter.ends_with("_bias"), is_packed = place.parameter.ends_with("_blocks");
+  const auto layer = is_bias || is_packed ? place.parameter.substr(0, place.parameter.rfind('_')) : place.parameter;
   const auto count = o.experts()->num_experts();
   std::vector<HfPart> parts;
   const auto add = [&](int64_t expert, const char* ours, int64_t first, int64_t step) {
     const auto cut = [=](const Tensor& x) {
       TORCH_CHECK_VALUE(x.dim() > 1 && x.size(0) == count, "it holds other than ", count, " experts");
-      const Tensor own = is_bias ? x.select(0, expert) : x.select(0, expert).t();
+      const Tensor own = is_bias || is_packed ? x.select(0, expert) : x.select(0, expert).t();
       return own.slice(0, first, std::nullopt, step);
     };
     parts.push_back({c10::str(place.layer, "mlp.experts.", expert, ".", ours, is_bias ? ".bias" : ".weight"), cut});

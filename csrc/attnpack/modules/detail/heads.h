@@ -1,6 +1,7 @@
 #pragma once
 
 #include <attnpack/cache/cross_cache.h>
+#include <attnpack/core/check.h>
 #include <attnpack/layers/spread.h>
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/detail/checks.h>

@@ -29,7 +29,7 @@ inline std::optional<std::string> option_text(double number) {
   return number == 0 ? std::nullopt : std::make_optional((std::ostringstream() << number).str());
 }
 inline std::optional<std::string> option_text(const std::array<int64_t, 2>& window) {
-  return "(" + std::to_string(window[0]) + ", " + std::to_string(window[1]) + ")";
+  return c10::str("(", window[0], ", ", window[1], ")");
 }
 template <typename T>
 std::optional<std::string> option_text(const std::vector<T>& list) {
@@ -51,7 +51,7 @@ std::optional<std::string> option_text(const T& value) {
     OptionTexts usual;
     if constexpr (std::is_default_constructible_v<T>) usual = option_texts(T());
     std::erase_if(texts, [&](const auto& text) { return std::find(usual.begin(), usual.end(), text) != usual.end(); });
-    return "{" + join_options(texts) + "}";
+    return c10::str("{", join_options(texts), "}");
   }
   return std::nullopt;
 }
@@ -61,7 +61,7 @@ inline std::optional<std::string> option_text(const QkNorm& norm) {
   auto texts = option_texts(norm);
   const auto usual = option_texts(QkNorm(true));
   std::erase_if(texts, [&](const auto& text) { return std::find(usual.begin(), usual.end(), text) != usual.end(); });
-  return texts.empty() ? option_text(true) : std::make_optional("{" + join_options(texts) + "}");
+  return texts.empty() ? option_text(true) : std::make_optional(c10::str("{", join_options(texts), "}"));
 }
 
 template <typename Options>

@@ -107,6 +107,9 @@ class DecoderOnly(Source):
     def config_json(self, num_kv_heads: int) -> dict[str, Any]:
         return config_json(self.checkpoint, num_kv_heads)
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        return self.checkpoint.dtype(name) if isinstance(self.checkpoint, HfCheckpoint) else torch.float32
+
     def _read(self, name: str, out: Tensor) -> None:
         self.checkpoint.read(name, out)
 

@@ -81,7 +81,8 @@ def uptrain(args: argparse.Namespace, say) -> UptrainReport:
         checkpoint = HfCheckpoint(directory)
         if not checkpoint.is_plain:
             raise ValueError(
-                f"{directory}: its tensors do not have the names of Llama, under which training writes them"
+                f"{directory}: its weights are not stored as plain tensors with the names of Llama, as training "
+                "writes them"
             )
     teacher_path = args.teacher or _recorded_teacher(directory)
     ids = torch.tensor(load_tokenizer(directory).encode(load_text(args.text)))
