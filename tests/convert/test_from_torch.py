@@ -182,6 +182,55 @@ def test_the_copy_keeps_mode_rates_dtype_and_what_is_frozen():
     assert type(ours.mlp.up_proj) is nn.Linear and isinstance(ours.mlp.up_proj.weight, nn.Parameter)
 
 
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_stacks_and_their_gradients(with_norm):
+    torch.manual_seed(0)
+    norms = [nn.LayerNorm(24, eps=1e-2, dtype=torch.float64) if with_norm else None for _ in range(2)]
+    settings = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+    x, memory = torch.randn(2, 5, 24, dtype=torch.float64), torch.randn(2, 7, 24, dtype=torch.float64)
+    causal = torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, 32, **settings), 3, norms[0])
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(24, 4, 32, **settings), 2, norms[1])
+    whole = nn.Transformer(24, 4, 2, 3, 32, **settings)
+    lens = torch.tensor([7, 3])
+    hidden = torch.arange(7) >= lens[:, None]
+    for theirs, kind, wanted, mine in (
+        (encoder, attnpack.Encoder, lambda m: m(x), lambda m: m(x)),
+        (decoder, attnpack.Decoder, lambda m: m(x, memory, tgt_mask=causal), lambda m: m(x, context=memory)),
+        (
+            whole,
+            attnpack.EncoderDecoder,
+            lambda m: m(memory, x, tgt_mask=causal, src_key_padding_mask=hidden, memory_key_padding_mask=hidden),
+            lambda m: m(memory, x, source_lens=lens),
+        ),
+    ):
+        ours = from_torch(randomised(theirs))
+        assert type(ours) is kind and ours.training
+        out, expected = mine(ours), wanted(theirs)
+        torch.testing.assert_close(out, expected, **TOLERANCE)
+        torch.testing.assert_close(mine(ours.cpp().forward), out, **TOLERANCE)
+        out.pow(3).sum().backward()
+        expected.pow(3).sum().backward()
+        theirs, ours = getattr(theirs, "decoder", theirs), getattr(ours, "decoder", ours)
+        torch.testing.assert_close(
+            ours.layers[1].mlp.up_proj.weight.grad, theirs.layers[1].linear1.weight.grad, **TOLERANCE
+        )
+        if theirs.norm is not None:
+            torch.testing.assert_close(ours.norm.weight.grad, theirs.norm.weight.grad, **TOLERANCE)
+
+
+def test_a_stack_keeps_what_is_frozen_and_its_mode():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, 32, bias=False), 2, nn.LayerNorm(24, bias=False))
+    encoder.layers[1].eval()
+    encoder.norm.weight.requires_grad_(False)
+    ours = from_torch(encoder)
+    assert [ours.training, ours.layers[0].training, ours.layers[1].training] == [True, True, False]
+    assert not ours.norm.weight.requires_grad and not ours.norm.bias.requires_grad and not ours.norm.bias.any()
+    assert not from_torch(encoder.eval()).layers[0].training
+    with pytest.raises(TypeError, match="norm is .*BatchNorm1d.*wants an nn.LayerNorm"):
+        from_torch(nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4), 2, nn.BatchNorm1d(24)))
+
+
 def test_what_has_no_like_is_refused_by_its_name():
     def refused(error, words, module):
         with pytest.raises(error, match=words):

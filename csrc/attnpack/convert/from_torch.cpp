@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/transformer.h>
+#include <torch/nn/modules/transformercoder.h>
 #include <torch/nn/modules/transformerlayer.h>
 
 #include <attnpack/convert/fused.h>
@@ -125,6 +127,30 @@ void check_given(const torch::nn::ModuleHolder<Impl>& module) {
   ATTNPACK_CHECK(!module.is_empty(), "module: got an empty holder, want a layer of torch::nn");
 }
 
+// The parts have their own modes, which train() would change.
+template <typename Holder>
+Holder with_mode(Holder made, const torch::nn::Module& like) {
+  if (made->is_training() != like.is_training()) made->train(like.is_training());
+  return made;
+}
+
+// The stack of layers that `each` makes of torch's, and torch's last norm.
+template <typename Stack, typename Layer, typename Coder, typename Each>
+Stack stack_like(Coder& m, const Each& each) {
+  using Block = decltype(each(std::declval<Layer>()));
+  std::vector<Block> layers;
+  for (size_t i = 0; i < m.layers->size(); ++i)
+    layers.push_back(each(Layer(m.layers->template ptr<typename Layer::ContainedType>(i))));
+  auto options = StackOptions<Block>(std::move(layers)).norm("none");
+  if (m.norm.is_empty()) return with_mode(Stack(options), m);
+  const auto norm = std::dynamic_pointer_cast<torch::nn::LayerNormImpl>(m.norm.ptr());
+  ATTNPACK_CHECK(norm && norm->weight.defined(), "norm: got ", m.norm.ptr()->name(),
+                 ", want a torch::nn::LayerNorm with a weight, or none");
+  Stack made(options.norm("layer").eps(norm->options.eps()));
+  fill(*made->norm.module(), {{"weight", norm->weight}, {"bias", norm->bias}});
+  return with_mode(made, m);
+}
+
 }  // namespace
 
 MultiHeadAttention from_torch(const torch::nn::ModuleHolder<torch::nn::MultiheadAttentionImpl>& module) {
@@ -149,6 +175,23 @@ DecoderBlock from_torch(const torch::nn::ModuleHolder<torch::nn::TransformerDeco
   state["cross_attention_layernorm.weight"] = module->norm2->weight;
   state["cross_attention_layernorm.bias"] = module->norm2->bias;
   return filled(DecoderBlock(options), state, module->is_training());
+}
+
+Encoder from_torch(const torch::nn::ModuleHolder<torch::nn::TransformerEncoderImpl>& module) {
+  check_given(module);
+  return stack_like<Encoder, torch::nn::TransformerEncoderLayer>(*module, [](const auto& m) { return from_torch(m); });
+}
+
+Decoder from_torch(const torch::nn::ModuleHolder<torch::nn::TransformerDecoderImpl>& module) {
+  check_given(module);
+  return stack_like<Decoder, torch::nn::TransformerDecoderLayer>(*module, [](const auto& m) { return from_torch(m); });
+}
+
+EncoderDecoder from_torch(const torch::nn::ModuleHolder<torch::nn::TransformerImpl>& module) {
+  check_given(module);
+  const EncoderDecoder made(from_torch(module->encoder.get<torch::nn::TransformerEncoder>()),
+                            from_torch(module->decoder.get<torch::nn::TransformerDecoder>()));
+  return with_mode(made, *module);
 }
 
 }  // namespace attnpack::convert

@@ -1,4 +1,4 @@
-"""torch.nn's attention and transformer layers as attnpack's."""
+"""torch.nn's attention, transformer layers and stacks of them as attnpack's."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from ..errors import wrong_kind
 from ..nn.attention import MultiHeadAttention
 from ..nn.block import DecoderBlock, EncoderBlock
 from ..nn.feed_forward import FeedForward
+from ..nn.stack import Decoder, Encoder, EncoderDecoder
 from .weights import split_qkv
 
 _Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+_Like = MultiHeadAttention | EncoderBlock | DecoderBlock | Encoder | Decoder | EncoderDecoder
 
 
-def from_torch(module: nn.Module) -> MultiHeadAttention | EncoderBlock | DecoderBlock:
-    """A layer of torch.nn as attnpack's: with copies of its weights, its dropout, mode, dtype, device, requires_grad.
+def from_torch(module: nn.Module) -> _Like:
+    """A layer or stack of torch.nn as attnpack's, with copies of its weights, its dropout, mode, dtype, device and
+    requires_grad.
 
     The outputs are the same but for rounding, and these habits differ:
 
@@ -33,13 +36,23 @@ def from_torch(module: nn.Module) -> MultiHeadAttention | EncoderBlock | Decoder
 
     Args:
         module: nn.MultiheadAttention, which becomes a MultiHeadAttention; nn.TransformerEncoderLayer, an EncoderBlock;
-            nn.TransformerDecoderLayer, a DecoderBlock with cross-attention. The LayerNorms of a layer without biases
-            get biases of 0, which are frozen.
+            nn.TransformerDecoderLayer, a DecoderBlock with cross-attention; nn.TransformerEncoder, an Encoder;
+            nn.TransformerDecoder, a Decoder; nn.Transformer, an EncoderDecoder. The LayerNorms of a layer without
+            biases get biases of 0, which are frozen.
 
     Raises:
-        TypeError: module is another one, or its activation is neither ReLU nor GELU.
+        TypeError: module is another one, its activation is neither ReLU nor GELU, or the norm of a stack is no
+            LayerNorm.
         ValueError: it has add_bias_kv, add_zero_attn, or several values of dropout in one layer.
     """
+    if isinstance(module, nn.TransformerEncoder):
+        return _stack_like(Encoder, module)
+    if isinstance(module, nn.TransformerDecoder):
+        return _stack_like(Decoder, module)
+    if isinstance(module, nn.Transformer):
+        made = EncoderDecoder(from_torch(module.encoder), from_torch(module.decoder))
+        made.training = module.training  # of this module alone: its parts have their own
+        return made
     if isinstance(module, nn.MultiheadAttention):
         made, state = _attention_like(module), _attention_state(module)
     elif isinstance(module, nn.TransformerEncoderLayer):
@@ -54,14 +67,32 @@ def from_torch(module: nn.Module) -> MultiHeadAttention | EncoderBlock | Decoder
         )
         cross = {f"cross_attn.{name}": value for name, value in _attention_state(module.multihead_attn).items()}
         state = {**_block_state(module, module.norm3), **cross}
-        state |= _norm_state("cross_attention_layernorm", module.norm2)
+        state |= _norm_state(module.norm2, "cross_attention_layernorm.")
     else:
-        wanted = "an nn.MultiheadAttention, nn.TransformerEncoderLayer or nn.TransformerDecoderLayer"
+        wanted = "an nn.MultiheadAttention, nn.Transformer, or an encoder, a decoder or a layer of it"
         raise wrong_kind("module", module, wanted)
+    _fill(made, state)
+    return made.train(module.training)
+
+
+def _stack_like(kind: type[Encoder | Decoder], module: nn.TransformerEncoder | nn.TransformerDecoder):
+    norm, layers = module.norm, [from_torch(layer) for layer in module.layers]
+    if norm is None:
+        made = kind(layers, norm=None)
+    elif isinstance(norm, nn.LayerNorm) and norm.elementwise_affine:
+        made = kind(layers, norm="layer", eps=norm.eps)
+        _fill(made.norm, _norm_state(norm))
+    else:
+        raise wrong_kind("norm", norm, "an nn.LayerNorm with a weight, or None")
+    made.training = module.training
+    return made
+
+
+def _fill(made: nn.Module, state: dict[str, Tensor]) -> None:
+    """Gives `made` copies of the tensors, which ask for gradients where these do."""
     made.load_state_dict({name: value.detach().clone() for name, value in state.items()}, assign=True)
     for name, parameter in made.named_parameters():
         parameter.requires_grad_(state[name].requires_grad)
-    return made.train(module.training)
 
 
 def _blank(weight: Tensor) -> dict[str, Any]:
@@ -135,9 +166,9 @@ def _block_state(layer: _Layer, last: nn.LayerNorm) -> dict[str, Tensor]:
     state = {f"self_attn.{name}": value for name, value in _attention_state(layer.self_attn).items()}
     for ours, theirs in (("mlp.up_proj", layer.linear1), ("mlp.down_proj", layer.linear2)):
         state |= {f"{ours}.{name}": value for name, value in theirs.named_parameters()}
-    return state | _norm_state("input_layernorm", layer.norm1) | _norm_state("post_attention_layernorm", last)
+    return state | _norm_state(layer.norm1, "input_layernorm.") | _norm_state(last, "post_attention_layernorm.")
 
 
-def _norm_state(ours: str, norm: nn.LayerNorm) -> dict[str, Tensor]:
+def _norm_state(norm: nn.LayerNorm, prefix: str = "") -> dict[str, Tensor]:
     bias = torch.zeros_like(norm.weight, requires_grad=False) if norm.bias is None else norm.bias
-    return {f"{ours}.weight": norm.weight, f"{ours}.bias": bias}
+    return {f"{prefix}weight": norm.weight, f"{prefix}bias": bias}

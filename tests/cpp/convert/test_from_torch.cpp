@@ -58,6 +58,43 @@ TEST_CASE("attention of torch::nn gives the same outputs and gradients") {
   }
 }
 
+TEST_CASE("stacks of torch::nn are stacks") {
+  torch::manual_seed(0);
+  const auto x = draw({2, 5, 24}), memory = draw({2, 7, 24});
+  const auto last = [] { return torch::nn::AnyModule(tnn::LayerNorm(tnn::LayerNormOptions({24}).eps(1e-2))); };
+  const auto encoder_layer =
+      tnn::TransformerEncoderLayer(tnn::TransformerEncoderLayerOptions(24, 4).dim_feedforward(32).dropout(0.0));
+  const auto decoder_layer =
+      tnn::TransformerDecoderLayer(tnn::TransformerDecoderLayerOptions(24, 4).dim_feedforward(32).dropout(0.0));
+  for (const bool with_norm : {false, true}) {
+    auto encoder_options = tnn::TransformerEncoderOptions(encoder_layer, 3);
+    auto decoder_options = tnn::TransformerDecoderOptions(decoder_layer, 2);
+    if (with_norm) encoder_options.norm(last()), decoder_options.norm(last());
+    auto encoder = randomised(tnn::TransformerEncoder(encoder_options));
+    auto decoder = randomised(tnn::TransformerDecoder(decoder_options));
+    auto ours = convert::from_torch(encoder);
+    REQUIRE(ours->is_training());
+    const auto out = ours->forward(x), wanted = encoder->forward(swapped(x));
+    REQUIRE(close(out, swapped(wanted)));
+    out.pow(3).sum().backward();
+    wanted.pow(3).sum().backward();
+    const auto* theirs = encoder->layers->ptr<tnn::TransformerEncoderLayerImpl>(2).get();
+    REQUIRE(close(ours->layer(2)->mlp.as<FeedForward>()->up_proj->weight.grad(), theirs->linear1->weight.grad()));
+    REQUIRE(close(convert::from_torch(decoder)->forward(x, DecoderInputs().context(memory)),
+                  swapped(decoder->forward(swapped(x), swapped(memory), causal_mask(5)))));
+  }
+  auto whole = randomised(tnn::Transformer(tnn::TransformerOptions(24, 4, 2, 3).dim_feedforward(32).dropout(0.0)));
+  whole->eval();
+  auto ours = convert::from_torch(whole);
+  REQUIRE_FALSE(ours->is_training());
+  const auto wanted = whole->forward(swapped(memory), swapped(x), {}, causal_mask(5));
+  REQUIRE(close(ours->forward(memory, x), swapped(wanted)));
+  auto batch_norm = tnn::TransformerEncoder(
+      tnn::TransformerEncoderOptions(encoder_layer, 1).norm(torch::nn::AnyModule(tnn::BatchNorm1d(24))));
+  REQUIRE(complains("norm: got torch::nn::BatchNorm1dImpl, want a torch::nn::LayerNorm",
+                    [&] { convert::from_torch(batch_norm); }));
+}
+
 TEST_CASE("a bool mask hides, which that of torch::nn in C++ does not") {
   torch::manual_seed(0);
   auto theirs = randomised(tnn::MultiheadAttention(24, 4));
