@@ -18,7 +18,7 @@ import sys
 import tomllib
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -209,7 +209,9 @@ def find_killer(mutant: Mutant) -> str | None:
 
 def judge_mutants(mutants: list[Mutant], jobs: int) -> Iterator[str]:
     with ThreadPoolExecutor(jobs) as pool:
-        for mutant, found in zip(mutants, pool.map(find_killer, mutants), strict=True):
+        running = {pool.submit(find_killer, mutant): mutant for mutant in mutants}
+        for done in as_completed(running):  # one that hangs holds up no line of the others
+            mutant, found = running[done], done.result()
             verdict = "killed" if found else "argued" if mutant.argued else "survived"
             print(f"{verdict:8}  {mutant.name}: {found or mutant.argued or mutant.file}", flush=True)
             yield verdict

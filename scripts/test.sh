@@ -24,11 +24,13 @@ reports=build/reports
 rm -rf "$reports"
 mkdir -p "$reports"
 
+# Two processes share the files of tests. Each takes up to 1.5 GB.
+processes=$(($(nproc) > 1 ? 2 : 1))
 status=0
 say ctest
 ctest --test-dir build --output-on-failure --output-junit "$PWD/$reports/ctest.xml" || status=1
 say pytest
-python -m pytest -q -rs "${marks[@]}" --junitxml "$reports/pytest.xml" "$@" </dev/null || status=1
+python -m pytest -q -rs -n "$processes" --dist loadfile "${marks[@]}" --junitxml "$reports/pytest.xml" "$@" </dev/null || status=1
 say summary
 python scripts/summary.py "$reports/ctest.xml" "$reports/pytest.xml" || status=1
 exit "$status"
