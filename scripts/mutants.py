@@ -5,7 +5,7 @@
 A mutant is a piece of a source file with a mark «original → mistake», and the tests that must fail with the mistake:
 they kill the mutant. If no test can see the mistake, `argued` says why. The C++ library is built once, in a copy of the
 tree under build/mutants. It contains all mistakes as switches, and an environment variable turns one on. A Python
-mutant gets its own copy of the package. The exit code is 0 if every mutant is killed or argued.
+mutant gets its own copy of the tree. The exit code is 0 if every mutant is killed or argued.
 """
 
 import argparse
@@ -147,26 +147,27 @@ def build_library(jobs: int) -> None:
             sys.exit(f"the mutants do not build:\n{errors or done.stdout[-4000:]}{done.stderr[-2000:]}")
 
 
-def package_of(mutant: Mutant) -> Path:
-    """A folder with the Python package of a mutant: links to the files of COPY, except for the changed file."""
-    folder = COPY / "packages" / mutant.name
+def tree_of(mutant: Mutant) -> Path:
+    """A folder like COPY for a Python mutant: links to the files of COPY, except for the changed file."""
+    folder = COPY / "trees" / str(mutant.number)
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(COPY / "python", folder, copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__"))
+    ignored = shutil.ignore_patterns("__pycache__", "build", "trees", "*.log")
+    shutil.copytree(COPY, folder, copy_function=os.link, ignore=ignored)
+    (folder / "build").symlink_to(COPY / "build")
     source = (ROOT / mutant.file).read_text()
     begin, end, mistake = mutant.find_piece(source)
     changed = source[:begin] + mistake + source[end:]
     compile(changed, mutant.file, "exec")
-    target = folder / Path(mutant.file).relative_to("python")
-    target.unlink()
-    target.write_text(changed)
+    (folder / mutant.file).unlink()
+    (folder / mutant.file).write_text(changed)
     return folder
 
 
-def run_pytest(arguments: list[str], package: Path, number: int, log: Path) -> None:
+def run_pytest(arguments: list[str], tree: Path, number: int, log: Path) -> None:
     """Runs pytest in a process of its own; the exit code of the process is that of pytest."""
-    os.environ |= {"PYTHONPATH": str(package), "ATTNPACK_MUTANT": str(number)}
-    sys.path.insert(0, str(package))
-    os.chdir(COPY)
+    os.environ |= {"PYTHONPATH": str(tree / "python"), "ATTNPACK_MUTANT": str(number)}
+    sys.path.insert(0, str(tree / "python"))
+    os.chdir(tree)
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -175,11 +176,11 @@ def run_pytest(arguments: list[str], package: Path, number: int, log: Path) -> N
     sys.exit(int(pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not long", *arguments])))
 
 
-def run_tests(tests: Iterable[str], package: Path, *options: str, number: int = 0) -> tuple[int | None, str]:
+def run_tests(tests: Iterable[str], tree: Path, *options: str, number: int = 0) -> tuple[int | None, str]:
     """(pytest's exit code, its output); the code is negative if pytest crashed and None if it hung."""
     arguments = [*options, *(f"tests/{test}" for test in tests)]
     log = COPY / f"{number}_{zlib.crc32(' '.join(arguments).encode())}.log"
-    process = PROCESSES.Process(target=run_pytest, args=(arguments, package, number, log))
+    process = PROCESSES.Process(target=run_pytest, args=(arguments, tree, number, log))
     process.start()
     process.join(MOST_SECONDS)
     code = process.exitcode
@@ -192,15 +193,15 @@ def check_without_mutant(tests: list[str], jobs: int) -> None:
     files = sorted({test.partition("::")[0] for test in tests})
     parts = [[test for test in tests if files.index(test.partition("::")[0]) % jobs == i] for i in range(jobs)]
     with ThreadPoolExecutor(jobs) as pool:
-        for code, printed in pool.map(lambda part: run_tests(part, COPY / "python"), filter(None, parts)):
+        for code, printed in pool.map(lambda part: run_tests(part, COPY), filter(None, parts)):
             if code:
                 sys.exit(f"the tests fail without a mutant:\n{printed[-4000:]}")
 
 
 def find_killer(mutant: Mutant) -> str | None:
     """The test, crash or time limit that noticed the mistake; None if the mutant survived."""
-    package = COPY / "python" if mutant.in_cpp else package_of(mutant)
-    code, printed = run_tests(mutant.tests, package, "-x", number=mutant.number)
+    tree = COPY if mutant.in_cpp else tree_of(mutant)
+    code, printed = run_tests(mutant.tests, tree, "-x", number=mutant.number)
     if code in (4, 5):
         raise ValueError(f"{mutant.name}: pytest runs none of {', '.join(mutant.tests)}:\n{printed[-500:]}")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
