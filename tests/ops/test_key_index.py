@@ -121,7 +121,7 @@ def test_all_kv_heads_together_have_the_bits_of_one_call():
     assert torch.equal(out, attention(query, key[:, :, index], value[:, :, index]))
 
 
-@pytest.mark.parametrize("change", ["order", "twice", "-1", "int32"])
+@pytest.mark.parametrize("change", ["order", "twice", "twice in a row", "-1", "int32"])
 @pytest.mark.parametrize("key_block", [1, 7])
 @pytest.mark.parametrize("kv_len", [300, 60000], ids=["sorted by bits", "sorted"])
 def test_order_repetition_and_minus_one_change_no_bit(kv_len, key_block, change):
@@ -133,6 +133,8 @@ def test_order_repetition_and_minus_one_change_no_bit(kv_len, key_block, change)
         index = index.flip(-1)
     if change == "twice":
         index = torch.cat([index, index[..., ::3]], -1)
+    if change == "twice in a row":
+        index = index.repeat_interleave(2, -1)
     if change == "-1":
         index = torch.cat([torch.full_like(index, -1), index], -1)[..., torch.arange(80).view(2, 40).T.flatten()]
     if change == "int32":
