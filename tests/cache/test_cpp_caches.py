@@ -54,3 +54,20 @@ def test_cpp_layers_are_taken_back_together():
         assert [layer.lengths.tolist() for layer in cache.layers] == [[3]] * 3
         step = model.forward(ids[:, :1], cache=cache)
         torch.testing.assert_close(step[:, 0], model.forward(torch.cat([ids, ids[:, :1]], 1))[:, 3])
+
+
+@torch.no_grad()
+def test_cpp_pages_of_a_failed_call_are_given_back():
+    """The second layer's pool is full after the first layer has taken a page."""
+    model = attnpack.CausalLM(32, 24, 2, 6, 2, hidden_dim=32).eval().cpp()
+    pools = [attnpack.cpp.PagedCache(2, 2, 4, page_size=4, num_pages=pages) for pages in (9, 4)]
+    cache, ids = attnpack.cpp.ModelCache(pools), torch.randint(32, (2, 6))
+    model.forward(ids, cache)
+    tables = [pool.block_table.clone() for pool in pools]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the pool is full"):
+            model.forward(ids, cache)
+        assert [pool.free_pages for pool in pools] == [5, 0]
+        for pool, table in zip(pools, tables, strict=True):
+            assert torch.equal(pool.block_table, table) and pool.lengths.tolist() == [6, 6]
+    model.forward(ids[:, :2], cache)

@@ -30,10 +30,10 @@ def allowed(b, i, length, place):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("top_k", [1, 3, 40])
-def test_the_best_keys(top_k, place):
+@pytest.mark.parametrize("top_k, local", [(1, 0), (3, 0), (40, 0), (1, 1), (3, 2), (4, 4)])
+def test_the_best_keys(top_k, local, place):
     query, key, weights = draw(2, 3, 4, 5), draw(2, 1, 10, 5), draw(2, 4, 3)
-    index = select_keys(query, key, weights, top_k, **place)
+    index = select_keys(query, key, weights, top_k, local_keys=local, **place)
     assert index.dtype == torch.int32 and index.shape == (2, 1, 4, min(top_k, 10))
     for b in range(2):
         for i in range(4):
@@ -41,6 +41,8 @@ def test_the_best_keys(top_k, place):
                 j: float(sum(weights[b, i, h] * (query[b, h, i] @ key[b, 0, j]).clamp_min(0) for h in range(3)))
                 for j in allowed(b, i, 10, place)
             }
+            own = i + (int(place["q_offsets"][b]) if "q_offsets" in place else 0)
+            worth |= {j: float("inf") for j in range(own - local + 1, own + 1) if j in worth}
             wanted = sorted(worth, key=lambda j: -worth[j])[:top_k]
             found = index[b, 0, i].tolist()
             assert {j for j in found if j >= 0} == set(wanted) or sorted(worth[j] for j in wanted) == sorted(
@@ -51,7 +53,9 @@ def test_the_best_keys(top_k, place):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("scorer", ["mean", "max"])
-@pytest.mark.parametrize("block, top, local", [(3, 2, 1), (4, 3, 2), (1, 4, 1), (16, 2, 1), (2, 9, 0)])
+@pytest.mark.parametrize(
+    "block, top, local", [(3, 2, 1), (4, 3, 2), (1, 4, 1), (16, 2, 1), (2, 9, 0), (2, 1, 0), (4, 1, 0), (2, 2, 0)]
+)
 def test_the_best_blocks(block, top, local, scorer, place):
     query, key = draw(2, 4, 4, 5), draw(2, 2, 10, 5)
     if local == 0 and scorer == "mean" and place.get("causal"):
