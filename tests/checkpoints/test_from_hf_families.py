@@ -8,6 +8,7 @@ import torch
 from attnpack._C import checkpoints
 from families import FAMILIES, SIZES, peer_of
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 TEXT = torch.randint(SIZES["vocab_size"], (2, 20), generator=torch.Generator().manual_seed(1))
 EACH = pytest.mark.parametrize("name", FAMILIES)
@@ -217,3 +218,48 @@ def test_heads_are_tied_as_the_class_says_where_the_configuration_does_not(name,
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "tie_word_embeddings"}))
     assert (attnpack.CausalLM.from_hf(tmp_path).lm_head is None) == tied
+
+
+# Settings that these families call otherwise. transformers ignores the usual name there, and takes its default.
+IGNORED = {
+    "gemma2": ({"hidden_act": "silu"}, "hidden_activation"),
+    "gemma3": ({"hidden_act": "silu"}, "hidden_activation"),
+    "falcon_7b": ({"hidden_act": "relu", "rms_norm_eps": 0.3}, "activation"),
+    "starcoder2": ({"rms_norm_eps": 0.5}, "norm_epsilon"),
+    "gpt2": ({"rms_norm_eps": 0.3}, "layer_norm_epsilon"),
+}
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_the_usual_name_of_a_setting_counts_where_it_does_for_transformers(name, directory_of, tmp_path):
+    added, own = IGNORED[name]
+    source = directory_of(name)
+    config = json.loads((source / "config.json").read_text()) | added
+    config.pop(own, None)
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = attnpack.CausalLM.from_hf(tmp_path)(TEXT)
+        torch.testing.assert_close(logits, peer(TEXT).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"attention_bias": "false"}, {"tie_word_embeddings": "yes"}, {"mlp_bias": 2}], ids=str
+)
+def test_a_switch_is_true_or_false(changed, directory_of, tmp_path):
+    source = directory_of("llama")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ValueError, match=f"{next(iter(changed))} in config.json is .*, wants true or false"):
+        attnpack.CausalLM.from_hf(tmp_path)
+
+
+def test_softcapping_that_gemma3_does_not_apply_is_refused(directory_of, tmp_path):
+    source = directory_of("gemma3")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_logit_softcapping": 3.0}))
+    with pytest.raises(ValueError, match="attn_logit_softcapping = 3.0"):
+        attnpack.CausalLM.from_hf(tmp_path)

@@ -96,6 +96,7 @@ TOLD = {
     "400 digits": (one('"x": ' + 400 * "9"), False),
     "NaN": (one('"x": NaN'), False),
     "-0 as size": (one('"shape": [-0]').replace('"shape": [2], ', ""), False),
+    "-0 as size of an empty one": (json.dumps(two(shape=["Z"], data_offsets=[8, 8])).replace('"Z"', "-0"), False),
     "half a character": (one(r'"\ud800": 1'), False),
     "both halves": (one(r'"\ud83d\ude00": 1'), True),
     "a control character": (one('"\n": 1'), False),

@@ -24,8 +24,8 @@ CausalLM empty_model(const HfCheckpoint& checkpoint, at::ScalarType dtype) {
 }  // namespace
 
 CausalLM causal_lm_from_hf(const std::string& directory, const FromHfOptions& options) {
-  ATTNPACK_CHECK(at::isFloatingType(options.dtype()), "dtype is ", options.dtype(),
-                 ", wants a floating one such as at::kFloat");
+  ATTNPACK_CHECK(at::isFloatingType(options.dtype()) && c10::elementSize(options.dtype()) > 1, "dtype is ",
+                 options.dtype(), ", wants a floating one such as at::kFloat");
   if (options.max_positions()) check_size("max_positions", *options.max_positions());
   return naming(directory, "cannot be loaded", "get the checkpoint again, or give another", [&] {
     const HfCheckpoint checkpoint(directory, options.max_positions());

@@ -117,6 +117,8 @@ bool holds_context(const EncoderDecoderInputs& inputs) {
 
 EncoderDecoderImpl::EncoderDecoderImpl(Part<EncoderImpl> encoder, Part<DecoderImpl> decoder)
     : encoder(std::move(encoder)), decoder(std::move(decoder)) {
+  ATTNPACK_CHECK(this->encoder, "encoder: got none, want an Encoder");
+  ATTNPACK_CHECK(this->decoder, "decoder: got none, want a Decoder");
   register_parts();
 }
 

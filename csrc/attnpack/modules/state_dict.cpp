@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <set>
+#include <unordered_map>
 
 #include <attnpack/core/check.h>
 #include <attnpack/modules/leaf.h>
@@ -165,16 +166,20 @@ LoadResult assign_state_dict(torch::nn::Module& module, const StateDict& tensors
   const auto result = compare(own, tensors, strict);
   const auto modules = module.named_modules();
   std::vector<std::pair<ParameterOwner*, std::string>> owners;
-  std::vector<at::Tensor> values;
+  std::unordered_map<const c10::TensorImpl*, at::Tensor>
+      of_shared;  // one tensor of the module under several names stays one
+  std::vector<const c10::TensorImpl*> held_by;
   for (const auto& [name, tensor] : tensors) {
     const auto held = own.find(name);
     if (held == own.end()) continue;
     owners.push_back(owner_of(modules, name));
     ATTNPACK_CHECK(owners.back().first, "state dict: ", name,
                    " belongs to a module that is not attnpack's; use load_state_dict");
-    values.push_back(assignable(name, held->second, tensor));
+    held_by.push_back(held->second.unsafeGetTensorImpl());
+    of_shared[held_by.back()] = assignable(name, held->second, tensor);
   }
-  for (size_t i = 0; i < owners.size(); ++i) owners[i].first->assign_parameter(owners[i].second, values[i]);
+  for (size_t i = 0; i < owners.size(); ++i)
+    owners[i].first->assign_parameter(owners[i].second, of_shared.at(held_by[i]));
   return result;
 }
 

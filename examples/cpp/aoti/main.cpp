@@ -13,17 +13,22 @@ int main(int argc, char** argv) {
     std::cerr << "usage: aoti layer.pt2 inputs.pt outputs.pt\n";
     return 2;
   }
-  std::ifstream file(argv[2], std::ios::binary);
-  const std::vector<char> bytes(std::istreambuf_iterator<char>(file), {});
-  const auto list = torch::pickle_load(bytes);
-  std::vector<torch::Tensor> inputs;
-  for (const auto& tensor : list.toListRef()) inputs.push_back(tensor.toTensor());
+  try {
+    std::ifstream file(argv[2], std::ios::binary);
+    const std::vector<char> bytes(std::istreambuf_iterator<char>(file), {});
+    const auto list = torch::pickle_load(bytes);
+    std::vector<torch::Tensor> inputs;
+    for (const auto& tensor : list.toListRef()) inputs.push_back(tensor.toTensor());
 
-  const torch::NoGradGuard no_grad;
-  torch::inductor::AOTIModelPackageLoader layer(argv[1]);
-  const auto outputs = layer.run(inputs);
-  for (const auto& out : outputs) std::cout << "output " << out.sizes() << "\n";
+    const torch::NoGradGuard no_grad;
+    torch::inductor::AOTIModelPackageLoader layer(argv[1]);
+    const auto outputs = layer.run(inputs);
+    for (const auto& out : outputs) std::cout << "output " << out.sizes() << "\n";
 
-  const auto written = torch::pickle_save(c10::ivalue::Tuple::create({outputs.begin(), outputs.end()}));
-  std::ofstream(argv[3], std::ios::binary).write(written.data(), static_cast<std::streamsize>(written.size()));
+    const auto written = torch::pickle_save(c10::ivalue::Tuple::create({outputs.begin(), outputs.end()}));
+    std::ofstream(argv[3], std::ios::binary).write(written.data(), static_cast<std::streamsize>(written.size()));
+  } catch (const std::exception& error) {
+    std::cerr << "aoti: " << error.what() << "\n";
+    return 1;
+  }
 }

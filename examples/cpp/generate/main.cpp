@@ -9,6 +9,7 @@
 
 #include <chrono>
 #include <iostream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -42,5 +43,8 @@ int main(int argc, char** argv) {
   } catch (const c10::Error& error) {
     std::cerr << error.what_without_backtrace() << "\n";  // one sentence
     return 1;
+  } catch (const std::logic_error&) {  // of stoll
+    std::cerr << "generate: MAX_NEW_TOKENS and each ID are whole numbers\n";
+    return 2;
   }
 }

@@ -32,10 +32,7 @@ at::Tensor answer(attnpack::CausalLM& model, const at::Tensor& prompt) {
   return attnpack::generate(*model, prompt, attnpack::GenerateOptions(kNew).model_cache(cache));
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  auto model = make_model(argc, argv);
+int serve(attnpack::CausalLM model) {
   at::set_num_threads(1);  // the requests run beside each other, not the parts of one
   std::vector<at::Tensor> prompts, answers(kRequests);
   for (int64_t i = 0; i < kRequests; ++i)
@@ -55,4 +52,17 @@ int main(int argc, char** argv) {
   for (int64_t i = 0; i < kRequests; ++i) same += at::equal(answers[i], answer(model, prompts[i]));
   std::cout << kRequests << " requests, " << kThreads << " threads, " << same << " answers as from one thread\n";
   return same == kRequests ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    auto model = make_model(argc, argv);
+    model->paged_cache(1, 1);  // an error of a thread would end the program, so the model is asked here
+    return serve(model);
+  } catch (const c10::Error& error) {
+    std::cerr << error.what_without_backtrace() << "\n";  // one sentence
+    return 1;
+  }
 }

@@ -9,6 +9,7 @@
 #include <torch/nn/functional/loss.h>
 #include <torch/optim/adam.h>
 
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <string>
@@ -41,8 +42,8 @@ at::Tensor loss_of(attnpack::CausalLM& model, const at::Tensor& ids) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) {
-    std::cerr << "train DIRECTORY\n";
+  if (argc != 2 || !std::filesystem::is_directory(argv[1])) {
+    std::cerr << "train DIRECTORY, one that exists\n";
     return 2;
   }
   const std::string directory = argv[1];

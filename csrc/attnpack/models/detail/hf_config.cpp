@@ -42,13 +42,13 @@ CausalLMOptions usual_options(const HfSettings& config, const HfFamily& family, 
   config.check(layers <= kMostLayers, "its configuration asks for ", layers, " layers, ", kMostLayers, " is the most; ",
                kGetAgain);
   const bool own_names = !family.aliases.empty();  // whose width inside is usually four times that outside
-  const bool bias = config.is_set("attention_bias");
+  const bool bias = config.is_on("attention_bias");
   CausalLMOptions options(config.size("vocab_size"), width, layers, heads);
   options.num_kv_heads(kv_heads)
       .hidden_dim(config.size("intermediate_size", own_names ? std::make_optional(4 * width) : std::nullopt))
       .max_positions(std::min(positions, max_positions.value_or(positions)))
       .eps(config.number("rms_norm_eps", family.eps))
-      .tie_embeddings(config.is_set_or("tie_word_embeddings", family.tied))
+      .tie_embeddings(config.is_on("tie_word_embeddings", family.tied))
       .bias(bias)
       .out_bias(bias);
   // A family may have heads of a size of its own, so the division is not checked here.

@@ -11,7 +11,7 @@ namespace {
 using Options = CausalLMOptions;
 
 void configure_llama(const HfSettings& config, Options& o) {
-  o.mlp_bias(config.is_set("mlp_bias"));
+  o.mlp_bias(config.is_on("mlp_bias"));
   check_silu(config);
 }
 
@@ -24,7 +24,7 @@ void configure_mistral(const HfSettings& config, Options& o) {
 // The window of Qwen's models, which have a switch for it.
 std::optional<int64_t> used_window(const HfSettings& config) {
   config.get("sliding_window");
-  return config.is_set("use_sliding_window") ? window_size(config, 4096) : std::nullopt;
+  return config.is_on("use_sliding_window") ? window_size(config, 4096) : std::nullopt;
 }
 
 // Layers from max_window_layers on slide.
@@ -57,20 +57,16 @@ void configure_gemma(const HfSettings& config, Options& o) {
       .scores(ScoreSettings().scale(1 / std::sqrt(query)));
 }
 
-void set_softcaps(const HfSettings& config, Options& o, std::optional<double> usual, std::optional<double> usual_last) {
-  o.scores()->softcap(config.number_or_none("attn_logit_softcapping", usual).value_or(0));
-  o.final_softcap(config.number_or_none("final_logit_softcapping", usual_last).value_or(0));
-}
-
 void configure_gemma2(const HfSettings& config, Options& o) {
   configure_gemma(config, o);
-  set_softcaps(config, o, 50, 30);
+  o.scores()->softcap(config.number_or_none("attn_logit_softcapping", 50).value_or(0));
+  o.final_softcap(config.number_or_none("final_logit_softcapping", 30).value_or(0));
   set_windows(config, o, window_size(config, 4096), [](int64_t layer) { return layer % 2 == 0; });
 }
 
 void configure_gemma3(const HfSettings& config, Options& o) {
   configure_gemma(config, o);
-  set_softcaps(config, o, std::nullopt, std::nullopt);
+  o.final_softcap(config.number_or_none("final_logit_softcapping", std::nullopt).value_or(0));
   o.qk_norm(QkNorm(true).plus_one(true).eps(o.eps()));
   const char* name = config.has("_sliding_window_pattern") ? "_sliding_window_pattern" : "sliding_window_pattern";
   const auto pattern = config.size(name, 6);
@@ -97,7 +93,7 @@ void configure_olmo2(const HfSettings& config, Options& o) {
 }
 
 void configure_starcoder2(const HfSettings& config, Options& o) {
-  const bool bias = config.is_set_or("use_bias", true);
+  const bool bias = config.is_on("use_bias", true);
   config.check_word("mlp_type", "default");
   config.check_word("norm_type", "layer_norm");
   for (const char* name : {"layer_norm_epsilon", "scale_attn_weights"}) config.get(name);  // transformers reads neither
@@ -110,23 +106,23 @@ void configure_gpt2(const HfSettings& config, Options& o) {
   config.refuse_if_set("add_cross_attention");
   o.norm("layer").bias(true).out_bias(true).mlp_bias(true).position_embedding("learned");
   o.activation(plain_activation(config, config.model_type() == "gpt2" ? "gelu_new" : "gelu_pytorch_tanh"));
-  if (!config.is_set_or("scale_attn_weights", true)) o.scores(ScoreSettings().scale(1.0));
+  if (!config.is_on("scale_attn_weights", true)) o.scores(ScoreSettings().scale(1.0));
 }
 
 void configure_gpt_bigcode(const HfSettings& config, Options& o) {
   configure_gpt2(config, o);
-  o.num_kv_heads(config.is_set_or("multi_query", true) ? 1 : o.num_heads());
+  o.num_kv_heads(config.is_on("multi_query", true) ? 1 : o.num_heads());
 }
 
 void configure_falcon(const HfSettings& config, Options& o) {
   config.refuse_if_set("alibi");  // it is added before the scale
-  const bool newer = config.is_set("new_decoder_architecture"), parallel = config.is_set_or("parallel_attn", true);
-  const bool one_kv_head = config.is_set_or("multi_query", true);
+  const bool newer = config.is_on("new_decoder_architecture"), parallel = config.is_on("parallel_attn", true);
+  const bool one_kv_head = config.is_on("multi_query", true);
   const auto norms = config.size("num_ln_in_parallel_attn", newer ? 2 : 1);
   config.check(parallel ? norms == 1 || (newer && norms == 2) : !newer,
                "new_decoder_architecture, parallel_attn and num_ln_in_parallel_attn in config.json do not go together");
   const auto kv_heads = config.size("num_kv_heads", o.num_heads());
-  const bool bias = config.is_set("bias");
+  const bool bias = config.is_on("bias");
   o.num_kv_heads(newer         ? kv_heads
                  : one_kv_head ? 1
                                : o.num_heads())
@@ -139,7 +135,7 @@ void configure_falcon(const HfSettings& config, Options& o) {
 }
 
 void configure_gpt_oss(const HfSettings& config, Options& o) {
-  const bool bias = config.is_set_or("attention_bias", true);
+  const bool bias = config.is_on("attention_bias", true);
   for (const auto& [name, value] : {std::pair{"swiglu_alpha", 1.702}, std::pair{"swiglu_limit", 7.0}})
     config.check(config.number(name, value) == value, name, " in config.json is not ", value,
                  ", which is not supported");
@@ -157,7 +153,7 @@ void configure_qwen3_moe(const HfSettings& config, Options& o) {
   o.qk_norm(QkNorm(true).eps(o.eps()));
   const char* count = config.has("num_local_experts") ? "num_local_experts" : "num_experts";
   o.experts(experts(config, config.size("moe_intermediate_size", 768), count, 128, 8)
-                .normalize(config.is_set("norm_topk_prob")));
+                .normalize(config.is_on("norm_topk_prob")));
   const auto every = config.size("decoder_sparse_step", 1);
   const auto dense = config.list_of_ints("mlp_only_layers");
   set_dense_layers(o, [&](int64_t layer) {
@@ -182,7 +178,7 @@ void configure_deepseek(const HfSettings& config, Options& o) {
   if (!config.has("q_lora_rank") || !config.get("q_lora_rank").is_null())
     latent.q_lora_rank(config.size("q_lora_rank", 1536));
   o.latent(latent).num_kv_heads(std::nullopt).head_dim(std::nullopt).out_bias(std::nullopt);
-  o.rope_interleaved(!third || config.is_set_or("rope_interleave", true));
+  o.rope_interleaved(!third || config.is_on("rope_interleave", true));
   config.refuse_if_set("mlp_bias");
   check_silu(config);
 
@@ -194,7 +190,7 @@ void configure_deepseek(const HfSettings& config, Options& o) {
   bool grouped = true;
   if (third) {
     config.check_word("topk_method", "noaux_tc");
-    mixture.scores("sigmoid").correction(true).normalize(config.is_set_or("norm_topk_prob", true));
+    mixture.scores("sigmoid").correction(true).normalize(config.is_on("norm_topk_prob", true));
   } else {
     config.refuse_if_set("norm_topk_prob");  // transformers does not honour it
     grouped = config.is_word("topk_method", "group_limited_greedy");
@@ -211,12 +207,9 @@ void configure_deepseek(const HfSettings& config, Options& o) {
 const std::set<std::string_view> kSoftcaps{"attn_logit_softcapping", "final_logit_softcapping"};
 const std::set<std::string_view> kDropout{"attention_dropout"};  // in training; released models have it
 
-const HfAliases kOfGpt2{{"hidden_size", "n_embd"},
-                        {"max_position_embeddings", "n_positions"},
-                        {"num_attention_heads", "n_head"},
-                        {"num_hidden_layers", "n_layer"},
-                        {"intermediate_size", "n_inner"},
-                        {"hidden_act", "activation_function"},
+const HfAliases kOfGpt2{{"hidden_size", "n_embd", true},         {"max_position_embeddings", "n_positions", true},
+                        {"num_attention_heads", "n_head", true}, {"num_hidden_layers", "n_layer", true},
+                        {"intermediate_size", "n_inner"},        {"hidden_act", "activation_function"},
                         {"rms_norm_eps", "layer_norm_epsilon"}};
 const HfAliases kOfGemma{{"hidden_act", "hidden_activation"}};
 const HfAliases kOfStarcoder2{{"rms_norm_eps", "norm_epsilon"}};
@@ -233,7 +226,7 @@ const std::vector<HfFamily>& hf_families() {
       {"qwen2", configure_qwen2},
       {"qwen3", configure_qwen3},
       {"gemma2", configure_gemma2, llama_parts, kOfGemma, 1e-6, true, kSoftcaps},
-      {"gemma3_text", configure_gemma3, llama_parts, kOfGemma, 1e-6, true, kSoftcaps},
+      {"gemma3_text", configure_gemma3, llama_parts, kOfGemma, 1e-6, true, {"final_logit_softcapping"}},
       {"phi3", configure_phi3, phi3_parts, {}, 1e-5, false, {"partial_rotary_factor"}},
       {"olmo2", configure_olmo2, llama_parts, {}, 1e-5},
       {"starcoder2", configure_starcoder2, starcoder2_parts, kOfStarcoder2, 1e-5, true, kDropout},

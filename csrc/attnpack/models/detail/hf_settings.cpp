@@ -22,7 +22,7 @@ constexpr std::string_view kHarmless =
     "unsloth_fixed experts_per_token interpolate_factor full_attn_mod pre_allocate_kv_cache validate_runner_input "
     "inference_runner is_llama_config transformers.js_config tokenizer_class max_length min_length do_sample "
     "temperature top_k top_p repetition_penalty length_penalty num_beams num_return_sequences early_stopping "
-    "no_repeat_ngram_size ";
+    "no_repeat_ngram_size pad_key_length ff_factor ";
 
 bool is_harmless(const std::string& name) {
   return name.find(' ') == name.npos && kHarmless.find(" " + name + " ") != kHarmless.npos;
@@ -31,8 +31,8 @@ bool is_harmless(const std::string& name) {
 }  // namespace
 
 const char* HfSettings::called(const char* name) const {
-  for (const auto& [usual, own] : aliases_)
-    if (std::string_view(usual) == name && (config_.find(own) || !config_.find(name))) return own;
+  for (const auto& [usual, own, takes_usual] : aliases_)
+    if (std::string_view(usual) == name && (!takes_usual || config_.find(own) || !config_.find(name))) return own;
   return name;
 }
 
@@ -116,6 +116,15 @@ double HfSettings::number(const char* name, double usual) const {
 }
 
 bool HfSettings::is_set(const char* name) const { return attnpack::is_set(get(name)); }
+
+bool HfSettings::is_on(const char* name, bool usual) const {
+  const auto& value = get(name);
+  if (value.is_null()) return usual;
+  const auto on = number_in(value);
+  check(on && (*on == 0 || *on == 1), called(name), " in config.json is ", brief(shown(value)),
+        ", wants true or false");
+  return *on == 1;
+}
 
 std::string HfSettings::model_type() const {
   const auto* word = get("model_type").as<std::string>();

@@ -13,8 +13,13 @@
 
 namespace attnpack {
 
-// A family's own names of settings that others have too: the usual name, and its own.
-using HfAliases = std::vector<std::pair<const char*, const char*>>;
+// A family's own name of a setting that others have too. Some families take the usual name where their own is absent
+// (transformers' attribute_map); the others ignore it.
+struct HfAlias {
+  const char *usual, *own;
+  bool takes_usual = false;
+};
+using HfAliases = std::vector<HfAlias>;
 
 // The settings in the config.json of a checkpoint directory, by name. A setting that is null counts as absent. Errors
 // name the directory and the setting.
@@ -48,8 +53,8 @@ class HfSettings {
   double as_number(const std::string& name, const Json& value) const;
   // What Python takes as true: neither absent nor false, 0 or empty.
   bool is_set(const char* name) const;
-  // The same; `usual` if it is absent.
-  bool is_set_or(const char* name, bool usual) const { return get(name).is_null() ? usual : is_set(name); }
+  // A switch; raises for what is neither true nor false.
+  bool is_on(const char* name, bool usual = false) const;
   // Raises for a setting that is on.
   void refuse_if_set(const char* name) const;
   std::string model_type() const;

@@ -73,6 +73,12 @@ void NewFile::close() {
   if (failed < 0) raise_system_error();
 }
 
+// Raises for text of the header that is not UTF-8, which no reader takes. called: "tensors: got the name ".
+static void check_text(const char* called, const std::string& text) {
+  for (size_t at = 0; at < text.size();)
+    ATTNPACK_CHECK(next_character(text, at) != 0xffffffff, called, in_quotes(text), ", want UTF-8");
+}
+
 void check_storable(const std::string& name, const at::Tensor& tensor) {
   const auto refuse = [&](bool bad, const char* what, const char* fix) {
     ATTNPACK_CHECK(!bad, "tensors: got ", what, " as ", brief(name), ", want numbers in memory: ", fix);
@@ -83,9 +89,7 @@ void check_storable(const std::string& name, const at::Tensor& tensor) {
   refuse(tensor.layout() != at::kStrided, "a sparse tensor", "call .to_dense() on it");
   refuse(tensor.is_meta(), "a tensor on meta", "load its numbers first");
   refuse(!stored_dtype(tensor.scalar_type()), toString(tensor.scalar_type()), "convert it with .to()");
-  size_t at = 0;
-  while (at < name.size())
-    ATTNPACK_CHECK(next_character(name, at) != 0xffffffff, "tensors: got the name ", in_quotes(name), ", want UTF-8");
+  check_text("tensors: got the name ", name);
   ATTNPACK_CHECK(name != "__metadata__",
                  "tensors: got the name __metadata__, which the format keeps for itself: "
                  "give the tensor another name");
@@ -96,6 +100,8 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<
     : path_(path), file_(path) {
   std::string header = "{\"__metadata__\":{";
   for (const auto& [key, word] : metadata) {
+    check_text("metadata: got the name ", key);
+    check_text("metadata: got ", word);
     if (header.back() != '{') header += ',';
     header += json_text(key) + ':' + json_text(word);
   }
