@@ -110,6 +110,29 @@ TEST_CASE("names that are missing or unexpected are listed, and only these") {
   REQUIRE(complains("state dict: unexpected a, b; want exactly", [&] { assign_state_dict(*layer, tensors); }));
 }
 
+TEST_CASE("a parameter in two places stays one when tensors are assigned") {
+  const auto block = [] { return GroupedQueryAttention(GroupedQueryAttentionOptions(12, 2, 1)); };
+  Embedding embedding(EmbeddingOptions(9, 12));
+  Encoder encoder(
+      EncoderOptions({EncoderBlock(block(), FeedForward(FeedForwardOptions(12, 8)))}).embed_tokens(embedding));
+  Decoder decoder(
+      DecoderOptions(
+          {DecoderBlock(DecoderBlockOptions(block(), FeedForward(FeedForwardOptions(12, 8))).cross_attention(block()))})
+          .embed_tokens(embedding));
+  const EncoderDecoder module(encoder, decoder);
+  const auto copy = std::dynamic_pointer_cast<EncoderDecoderImpl>(module->clone());
+  StateDict tensors;
+  for (const auto& [name, tensor] : state_dict(*copy)) tensors[name] = tensor.detach().clone();
+  assign_state_dict(*copy, tensors);
+  const auto one = copy->encoder->embed_tokens->weight, other = copy->decoder->embed_tokens->weight;
+  REQUIRE(one.is_same(other));
+  REQUIRE(at::equal(one, embedding->weight));
+}
+
+TEST_CASE("an encoder-decoder wants both of its parts") {
+  REQUIRE(complains("encoder: got none, want an Encoder", [] { EncoderDecoder(Encoder(nullptr), Decoder(nullptr)); }));
+}
+
 TEST_CASE("a module on meta has no room for numbers") {
   MultiHeadAttention layer(MultiHeadAttentionOptions(24, 4).factory(on_meta()));
   REQUIRE(complains("the module's k_proj.weight is on meta, where nothing can be copied to: use assign_state_dict",

@@ -189,6 +189,9 @@ TEST_CASE("tensors without numbers are refused by name") {
   for (const auto& [words, tensor] : wrong)
     REQUIRE(complains(words, [&, &tensor = tensor] { save_safetensors({{"a", tensor}}, path); }));
   REQUIRE(complains("got the name '\\xff', want UTF-8", [&] { save_safetensors({{"\xff", torch::ones({2})}}, path); }));
+  const std::vector<std::map<std::string, std::string>> metadata = {{{"a\xff", "b"}}, {{"a", "b\xc3"}}};
+  for (const auto& words : metadata)
+    REQUIRE(complains("metadata: got ", [&] { save_safetensors({{"a", torch::ones({2})}}, path, words); }));
   REQUIRE(
       complains("got the name __metadata__", [&] { save_safetensors({{"__metadata__", torch::ones({2})}}, path); }));
   REQUIRE(folder.names().empty());
