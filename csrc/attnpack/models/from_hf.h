@@ -20,10 +20,6 @@ struct FromHfOptions {
 // tensor by tensor into memory of their own, which grows by their size in `dtype` and little more; the directory may go
 // afterwards.
 //
-// LongRoPE (Phi-3 with 128k) has other frequencies past the trained length. A cache keeps what was computed before, so
-// a generation that crosses that length differs from one without a cache. Give GenerateOptions().cache("none") for the
-// tokens of transformers, which fills Phi-3's cache anew there.
-//
 // Raises c10::ValueError, a sentence that names the directory or the file, for a file that is damaged, for tensors that
 // are missing, unexpected or of another shape, and for a setting that CausalLM cannot compute, by its name. All sizes
 // are judged against the files before anything is built.

@@ -106,7 +106,22 @@ struct Model {
   std::function<at::Tensor(const at::Tensor&)> head;  // [B, E] -> logits [B, V]
   // From now on sequence i is what index[i] was. The cache is not this function's.
   std::function<void(const at::Tensor& index)> pick_rows;
+  // The length past which all states change. A sequence that passes it fills the cache anew.
+  std::optional<int64_t> turn = std::nullopt;
 };
+
+// The trained length of LongRoPE, past which it has other frequencies. The cached keys of deeper layers come from
+// states of the old ones. None for other models.
+std::optional<int64_t> turn_of(const CausalLMOptions& o) {
+  const auto of = [&](const std::optional<RopeScaling>& scaling) {
+    const bool turns = scaling && scaling->rope_type() == "longrope";
+    return turns ? std::optional(scaling->original_max_position_embeddings().value_or(o.max_positions()))
+                 : std::nullopt;
+  };
+  for (const auto& layer : o.layer_settings())
+    if (const auto turn = of(layer.rope_scaling())) return turn;
+  return of(o.rope_scaling());
+}
 
 // Gives the state from which each next token is chosen: from a cache, or computed anew.
 class Stepper {
@@ -130,15 +145,23 @@ class Stepper {
   }
 
   at::Tensor next(const at::Tensor& tokens) {  // [B] -> [B, E]
-    if (cache_) return model_.states(tokens.unsqueeze(1), cache_, std::nullopt).select(1, 0);
+    if (cache_ && !model_.turn) return of_new(tokens);
     ids_ = at::cat({ids_, tokens.unsqueeze(1)}, 1);
     // Padding stands between a short prompt and its new tokens. So each new token goes where its row ends.
     if (ragged_) ids_.scatter_(1, lengths_.unsqueeze(1), tokens.unsqueeze(1));
     lengths_ = lengths_ + 1;
+    if (cache_) {
+      if (!lengths_.eq(*model_.turn + 1).any().item<bool>()) return of_new(tokens);
+      cache_->reset();
+    }
     return prompt();
   }
 
  private:
+  at::Tensor of_new(const at::Tensor& tokens) {
+    return model_.states(tokens.unsqueeze(1), cache_, std::nullopt).select(1, 0);
+  }
+
   const Model& model_;
   std::shared_ptr<ModelCache> cache_;
   at::Tensor ids_, lengths_;
@@ -209,6 +232,8 @@ at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const Generat
       },
       [&model](const at::Tensor& state) { return model.head(state); },
       [](const at::Tensor&) {},
+      // A given cache may hold what came before the ids, which nobody could compute anew.
+      options.model_cache() ? std::nullopt : turn_of(model.options),
   };
   Stepper stepper(loop_model, make_cache(model, ids, lengths, options), ids, lengths, options.lengths().has_value());
   return answer(loop_model, std::move(stepper), ids, options);

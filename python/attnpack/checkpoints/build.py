@@ -56,10 +56,6 @@ def from_hf(
     DeepSeek-V3 and Qwen3-FP8) and in MXFP4 (gpt-oss) become numbers of `dtype`; activations are not rounded to FP8.
     `dtype` (default fp32), `max_positions`, memory and errors are as in `from_gguf`. A setting that CausalLM cannot
     compute, or that nothing here knows, raises ValueError and is named.
-
-    LongRoPE (Phi-3 with 128k) has other frequencies past the trained length. A cache keeps what was computed before, so
-    a generation that crosses that length differs from one without a cache. `generate(cache="none")` gives the tokens of
-    transformers, which fills Phi-3's cache anew there.
     """
     return _load_model(cls, HfCheckpoint, as_path("directory", directory), dtype, device, max_positions)
 
