@@ -127,6 +127,14 @@ void check_given(const torch::nn::ModuleHolder<Impl>& module) {
   ATTNPACK_CHECK(!module.is_empty(), "module: got an empty holder, want a layer of torch::nn");
 }
 
+template <typename Holder>
+Holder coder_of(const char* name, const torch::nn::AnyModule& module) {
+  const auto coder = std::dynamic_pointer_cast<typename Holder::ContainedType>(module.ptr());
+  ATTNPACK_CHECK(coder, name, ": got a Transformer with ", module.ptr()->name(),
+                 ", want torch's own encoder and decoder");
+  return Holder(coder);
+}
+
 // The parts have their own modes, which train() would change.
 template <typename Holder>
 Holder with_mode(Holder made, const torch::nn::Module& like) {
@@ -189,8 +197,8 @@ Decoder from_torch(const torch::nn::ModuleHolder<torch::nn::TransformerDecoderIm
 
 EncoderDecoder from_torch(const torch::nn::ModuleHolder<torch::nn::TransformerImpl>& module) {
   check_given(module);
-  const EncoderDecoder made(from_torch(module->encoder.get<torch::nn::TransformerEncoder>()),
-                            from_torch(module->decoder.get<torch::nn::TransformerDecoder>()));
+  const EncoderDecoder made(from_torch(coder_of<torch::nn::TransformerEncoder>("custom_encoder", module->encoder)),
+                            from_torch(coder_of<torch::nn::TransformerDecoder>("custom_decoder", module->decoder)));
   return with_mode(made, *module);
 }
 

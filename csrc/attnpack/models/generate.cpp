@@ -255,6 +255,9 @@ std::function<at::Tensor(const at::Tensor&)> head_of(const EncoderDecoderImpl& m
                                                      const EncoderDecoderGenerateInputs& inputs) {
   const auto& embed_tokens = model.decoder->embed_tokens;
   ATTNPACK_CHECK(embed_tokens, "target: got token numbers, but the decoder has no embed_tokens: make it with them");
+  const auto* layer = inputs.head().target<Linear>();
+  ATTNPACK_CHECK(!layer || !layer->is_empty(),
+                 "head: got an empty Linear, want a layer or a function that gives logits");
   if (inputs.head())
     return [head = inputs.head()](const at::Tensor& state) {
       const auto logits = head(state);

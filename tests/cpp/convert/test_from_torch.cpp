@@ -89,6 +89,9 @@ TEST_CASE("stacks of torch::nn are stacks") {
   REQUIRE_FALSE(ours->is_training());
   const auto wanted = whole->forward(swapped(memory), swapped(x), {}, causal_mask(5));
   REQUIRE(close(ours->forward(memory, x), swapped(wanted)));
+  whole->encoder = torch::nn::AnyModule(tnn::Linear(3, 3));
+  REQUIRE(complains("custom_encoder: got a Transformer with torch::nn::LinearImpl, want torch's own",
+                    [&] { convert::from_torch(whole); }));
   auto batch_norm = tnn::TransformerEncoder(
       tnn::TransformerEncoderOptions(encoder_layer, 1).norm(torch::nn::AnyModule(tnn::BatchNorm1d(24))));
   REQUIRE(complains("norm: got torch::nn::BatchNorm1dImpl, want a torch::nn::LayerNorm",

@@ -119,7 +119,7 @@ TEST_CASE("a parameter in two places stays one when tensors are assigned") {
       DecoderOptions(
           {DecoderBlock(DecoderBlockOptions(block(), FeedForward(FeedForwardOptions(12, 8))).cross_attention(block()))})
           .embed_tokens(embedding));
-  const EncoderDecoder module(encoder, decoder);
+  EncoderDecoder module(encoder, decoder);
   const auto copy = std::dynamic_pointer_cast<EncoderDecoderImpl>(module->clone());
   StateDict tensors;
   for (const auto& [name, tensor] : state_dict(*copy)) tensors[name] = tensor.detach().clone();
@@ -127,6 +127,9 @@ TEST_CASE("a parameter in two places stays one when tensors are assigned") {
   const auto one = copy->encoder->embed_tokens->weight, other = copy->decoder->embed_tokens->weight;
   REQUIRE(one.is_same(other));
   REQUIRE(at::equal(one, embedding->weight));
+  const auto ids = torch::randint(9, {1, 3}, at::kLong);
+  const auto empty_head = EncoderDecoderGenerateInputs().head(Linear(nullptr));
+  REQUIRE(complains("head: got an empty Linear", [&] { generate(*module, ids, ids, GenerateOptions(2), empty_head); }));
 }
 
 TEST_CASE("an encoder-decoder wants both of its parts") {
