@@ -24,7 +24,7 @@ reports=build/reports
 rm -rf "$reports"
 mkdir -p "$reports"
 
-# Two processes share the files of tests. Each takes up to 1.5 GB.
+# Two processes share the files of tests. Each takes up to 2.1 GB.
 processes=$(($(nproc) > 1 ? 2 : 1))
 status=0
 say ctest

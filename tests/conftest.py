@@ -1,5 +1,5 @@
 """Every test compiles anew. The real model, SmolLM2-135M-Instruct, is loaded by transformers and by attnpack, from the
-same file. A module of tests gives back the memory that it took, so that the suite fits into 2 GB."""
+same file. A module of tests gives back the memory that it took, so that a process of the suite stays near 2 GB."""
 
 import ctypes
 import gc
