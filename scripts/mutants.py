@@ -62,9 +62,10 @@ class Mutant:
         if marks is None:
             raise ValueError(f"{self.name}: its text marks no piece as «original → mistake»")
         original, mistake = marks.groups()
-        if self.in_cpp and not mistake.strip() and not original.rstrip().endswith((";", "}")):
+        is_expression = self.in_cpp and not is_statement(original)
+        if is_expression and not mistake.strip():
             raise ValueError(f"{self.name}: its mistake is no expression: mark the whole expression, or a statement")
-        if self.in_cpp and not original.rstrip().endswith((";", "}")) and (is_list(original) or is_list(mistake)):
+        if is_expression and (is_list(original) or is_list(mistake)):
             raise ValueError(f"{self.name}: marks expressions with a comma between them: mark the call around them")
         before, after = self.text[: marks.start()], self.text[marks.end() :]
         count = source.count(before + original + after)
@@ -77,9 +78,13 @@ class Mutant:
         """C++ code with original and mistake, of which the switch chooses one: statements with `if`, expressions with
         `?`."""
         on = f"{SWITCH} == {self.number}u"
-        if original.rstrip().endswith((";", "}")):
+        if is_statement(original):
             return f"if ({on}) {{ {mistake} }} else {{ {original} }}"
         return f"({on} ? ({mistake}) : ({original}))"
+
+
+def is_statement(code: str) -> bool:
+    return code.rstrip().endswith((";", "}"))
 
 
 def is_list(code: str) -> bool:

@@ -76,7 +76,7 @@ def fp8(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3", "phi3"])
-@pytest.mark.parametrize("block", [(16, 16), (20, 12), (128, 128)])
+@pytest.mark.parametrize("block", [(16, 16), (20, 12), (128, 128), (2**63 - 1, 2**62)])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
 def test_fp8_is_values_times_scales(name, block, scale_dtype, fp8, tmp_path):
     directory, numbers = fp8(name, block, scale_dtype)

@@ -135,7 +135,7 @@ Holder coder_of(const char* name, const torch::nn::AnyModule& module) {
   return Holder(coder);
 }
 
-// The parts have their own modes, which train() would change.
+// train() changes the parts too, which have modes of their own, so it is called only where the stack's own differs.
 template <typename Holder>
 Holder with_mode(Holder made, const torch::nn::Module& like) {
   if (made->is_training() != like.is_training()) made->train(like.is_training());

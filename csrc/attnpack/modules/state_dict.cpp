@@ -165,21 +165,22 @@ LoadResult assign_state_dict(torch::nn::Module& module, const StateDict& tensors
   const auto own = state_dict(module);
   const auto result = compare(own, tensors, strict);
   const auto modules = module.named_modules();
-  std::vector<std::pair<ParameterOwner*, std::string>> owners;
-  std::unordered_map<const c10::TensorImpl*, at::Tensor>
-      of_shared;  // one tensor of the module under several names stays one
-  std::vector<const c10::TensorImpl*> held_by;
+  struct Place {
+    ParameterOwner* owner;
+    std::string name;
+    const c10::TensorImpl* held;
+  };
+  std::vector<Place> places;
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> values;  // by what is held: one tensor may have several places
   for (const auto& [name, tensor] : tensors) {
     const auto held = own.find(name);
     if (held == own.end()) continue;
-    owners.push_back(owner_of(modules, name));
-    ATTNPACK_CHECK(owners.back().first, "state dict: ", name,
-                   " belongs to a module that is not attnpack's; use load_state_dict");
-    held_by.push_back(held->second.unsafeGetTensorImpl());
-    of_shared[held_by.back()] = assignable(name, held->second, tensor);
+    const auto [owner, parameter] = owner_of(modules, name);
+    ATTNPACK_CHECK(owner, "state dict: ", name, " belongs to a module that is not attnpack's; use load_state_dict");
+    places.push_back({owner, parameter, held->second.unsafeGetTensorImpl()});
+    values[places.back().held] = assignable(name, held->second, tensor);
   }
-  for (size_t i = 0; i < owners.size(); ++i)
-    owners[i].first->assign_parameter(owners[i].second, of_shared.at(held_by[i]));
+  for (const auto& place : places) place.owner->assign_parameter(place.name, values.at(place.held));
   return result;
 }
 

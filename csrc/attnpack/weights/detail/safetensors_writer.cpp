@@ -45,6 +45,12 @@ std::string json_entry(const StoredDtype& dtype, const std::vector<int64_t>& sha
                   ",", end, "]}");
 }
 
+// Raises for text of the header that is not UTF-8, which no reader takes. called: "tensors: got the name ".
+void check_text(const char* called, const std::string& text) {
+  for (size_t at = 0; at < text.size();)
+    ATTNPACK_CHECK(next_character(text, at) != 0xffffffff, called, in_quotes(text), ", want UTF-8");
+}
+
 }  // namespace
 
 NewFile::NewFile(const std::string& path)
@@ -71,12 +77,6 @@ void NewFile::close() {
   const int failed = ::close(descriptor_);
   descriptor_ = -1;
   if (failed < 0) raise_system_error();
-}
-
-// Raises for text of the header that is not UTF-8, which no reader takes. called: "tensors: got the name ".
-static void check_text(const char* called, const std::string& text) {
-  for (size_t at = 0; at < text.size();)
-    ATTNPACK_CHECK(next_character(text, at) != 0xffffffff, called, in_quotes(text), ", want UTF-8");
 }
 
 void check_storable(const std::string& name, const at::Tensor& tensor) {

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 namespace attnpack {
 
 namespace {
@@ -26,14 +28,17 @@ Tensor from_fp8(const Tensor& values, const Tensor& scales, const std::array<int
   TORCH_CHECK_VALUE(is_scale(scales), "its scales are ", scales.scalar_type(), ", want F32, BF16 or F8_E8M0");
   TORCH_CHECK_VALUE(values.dim() == 2, "it has ", values.dim(), " dims, wants 2");
   const auto rows = values.size(0), columns = values.size(1);
-  const auto row_blocks = (rows + block[0] - 1) / block[0], column_blocks = (columns + block[1] - 1) / block[1];
+  // A block that reaches past the end is cut: the file says how large blocks are, and may lie.
+  const auto height = std::min(block[0], std::max<int64_t>(rows, 1)),
+             width = std::min(block[1], std::max<int64_t>(columns, 1));
+  const auto row_blocks = (rows + height - 1) / height, column_blocks = (columns + width - 1) / width;
   TORCH_CHECK_VALUE(scales.sizes() == at::IntArrayRef({row_blocks, column_blocks}), "its scales have shape ",
                     scales.sizes(), ", want [", row_blocks, ", ", column_blocks, "]");
   const Tensor result = at::empty(values.sizes(), values.options().dtype(at::kFloat));
   if (values.is_meta()) return result;
-  const Tensor wide = scales.to(at::kFloat).repeat_interleave(block[1], 1).narrow(1, 0, columns);
+  const Tensor wide = scales.to(at::kFloat).repeat_interleave(width, 1).narrow(1, 0, columns);
   for (int64_t i = 0; i < row_blocks; ++i) {  // block by block, so that no scale is held for each number
-    const auto first = i * block[0], count = std::min(block[0], rows - first);
+    const auto first = i * height, count = std::min(height, rows - first);
     result.narrow(0, first, count).copy_(values.narrow(0, first, count)).mul_(wide[i]);
   }
   return result;
