@@ -107,36 +107,50 @@ class IntegerLayout {
   // Row r of the query as two signed bytes per number, in the order in which scores reads them; before them, what the
   // keys' offset adds to the sums.
   void pack_query(const float* x, int64_t r, int64_t rows, const IntegerScratch& w) const {
-    float top = 0, finite = 0;
-    for (int64_t i = 0; i < dim_; ++i) {
-      const float size = x[i] < 0 ? -x[i] : x[i];
-      top = size > top ? size : top;
-      finite += x[i] * 0.0f;
+    const auto some = [&](int64_t i) {
+      return static_cast<__mmask16>(dim_ - i >= 16 ? 0xffff : (1u << (dim_ - i)) - 1);
+    };
+    Floats largest{}, not_finite{};
+    for (int64_t i = 0; i < dim_; i += 16) {
+      const Floats v = _mm512_maskz_loadu_ps(some(i), x + i);
+      largest = _mm512_max_ps(_mm512_abs_ps(v), largest);  // of a NaN and a number the number
+      not_finite += v * 0.0f;
     }
+    const float top = _mm512_reduce_max_ps(largest), finite = _mm512_reduce_add_ps(not_finite);
     const float factor = top > 0x1p-100f && finite == 0 ? kMostCode / top : 0.0f;
     w.query_scales[r] = top * (1.0f / kMostCode) + finite;
+    signed char* const parts[2] = {reinterpret_cast<signed char*>(w.codes),  // upper and lower bytes, number by number
+                                   reinterpret_cast<signed char*>(w.codes) + (dim_ + 15) / 16 * 16};
+    for (int64_t i = 0; i < dim_; i += 16) {
+      const Floats v = _mm512_maskz_loadu_ps(some(i), x + i);
+      const Bytes code = factor == 0 ? Bytes{} : two_bytes(_mm512_cvtps_epi32(v * factor));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(parts[0] + i), _mm512_cvtepi32_epi8(_mm512_srai_epi32(code, 8)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(parts[1] + i), _mm512_cvtepi32_epi8(code));
+    }
     for (int64_t c = 0; c < chunks_; ++c) {
       signed char* const to = w.query + (c * rows + r) * kQueryBytes;
-      int32_t offsets[2][4] = {};
-      for (int half = 0; half < kHalves; ++half)
-        for (int i = 0; i < 4; ++i)
+      for (int part = 0; part < 2; ++part) {
+        Bytes sum{};
+        for (int half = 0; half < kHalves; ++half) {
+          Bytes lanes{};
+#pragma GCC unroll 4
           for (int lane = 0; lane < 4; ++lane) {
-            signed char parts[2][4];
-            for (int t = 0; t < 4; ++t) {
-              const int64_t n = number_at(c, lane, 4 * i + t, half);
-              const int code = n < 0 || factor == 0 ? 0 : static_cast<int>(rounded(x[n] * factor));
-              const int upper = (code + 128) >> 8, lower = code - 256 * upper;
-              parts[0][t] = static_cast<signed char>(upper);
-              parts[1][t] = static_cast<signed char>(lower);
-              offsets[0][lane] -= kOffset * upper;
-              offsets[1][lane] -= kOffset * lower;
-            }
-            for (int part = 0; part < 2; ++part)
-              for (int k = 0; k < 4; ++k)
-                __builtin_memcpy(to + 128 + (half * 4 + i) * 128 + part * 64 + 16 * lane + 4 * k, parts[part], 4);
+            const Piece n = piece_at(c, lane, half);
+            const __m128i own =
+                _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << n.count) - 1), parts[part] + n.first);
+            lanes = _mm512_mask_broadcast_i32x4(lanes, static_cast<__mmask16>(15 << 4 * lane), own);
           }
-      for (int part = 0; part < 2; ++part)
-        for (int i = 0; i < 16; ++i) __builtin_memcpy(to + part * 64 + 4 * i, &offsets[part][i / 4], 4);
+          sum = byte_products(sum, _mm512_set1_epi8(1), lanes);
+          signed char* const own = to + 128 + half * 512 + part * 64;
+          _mm512_store_si512(own, _mm512_shuffle_epi32(lanes, _MM_PERM_AAAA));
+          _mm512_store_si512(own + 128, _mm512_shuffle_epi32(lanes, _MM_PERM_BBBB));
+          _mm512_store_si512(own + 256, _mm512_shuffle_epi32(lanes, _MM_PERM_CCCC));
+          _mm512_store_si512(own + 384, _mm512_shuffle_epi32(lanes, _MM_PERM_DDDD));
+        }
+        sum = _mm512_add_epi32(sum, _mm512_shuffle_epi32(sum, _MM_PERM_BADC));
+        sum = _mm512_add_epi32(sum, _mm512_shuffle_epi32(sum, _MM_PERM_CDAB));
+        _mm512_store_si512(to + part * 64, _mm512_mullo_epi32(sum, _mm512_set1_epi32(-kOffset)));
+      }
     }
   }
 
@@ -205,11 +219,11 @@ class IntegerLayout {
   void read_sums(const float* sums, float* to) const {
     for (int64_t c = 0; c < chunks_; ++c)
       for (int half = 0; half < kHalves; ++half)
-        for (int lane = 0; lane < 4 / Pack; ++lane)
-          for (int i = 0; i < 16; ++i) {
-            const int64_t n = number_at(c, lane, i, half);
-            if (n >= 0) to[n] = sums[c * kColumns + (half * 4 + i / 4) * 16 + 4 * lane + i % 4];
-          }
+        for (int lane = 0; lane < 4 / Pack; ++lane) {
+          const Piece n = piece_at(c, lane, half);
+          const float* const from = sums + c * kColumns + half * 64 + 4 * lane;
+          for (int64_t i = 0; i < n.count; ++i) to[n.first + i] = from[i / 4 * 16 + i % 4];
+        }
   }
 
  private:
@@ -247,17 +261,23 @@ class IntegerLayout {
   static constexpr int64_t group_of(int64_t chunk) { return kTwoChunks ? chunk / 2 : chunk; }
   static constexpr int64_t is_odd(int64_t chunk) { return kTwoChunks ? chunk % 2 : 0; }
 
-  // The number that half `half` of byte `byte` of a lane of a chunk holds, or -1 (quantize.cpp has the order).
-  int64_t number_at(int64_t chunk, int lane, int byte, int half) const {
-    const int64_t at = Pack == 2 ? 16 * (lane % 2) + byte : 64 * chunk + 16 * lane + byte;
-    if (at >= bytes_) return -1;
-    if (Bits == 8) return at;
+  // The numbers that half `half` of a lane's bytes holds: `count` of them, one per byte (quantize.cpp has the order).
+  struct Piece {
+    int64_t first, count;
+  };
+  Piece piece_at(int64_t chunk, int lane, int half) const {
+    const int64_t at = Pack == 2 ? 16 * (lane % 2) : 64 * chunk + 16 * lane;
+    if (at >= bytes_) return {0, 0};
+    if (Bits == 8) return {at, smaller(16, dim_ - at)};
     const int64_t begin = at / kHalfBlock * kQuantizedBlock, count = smaller(kQuantizedBlock, dim_ - begin),
-                  lower = (count + 1) / 2, in_block = at % kHalfBlock + half * lower;
-    return at % kHalfBlock < lower && in_block < count ? begin + in_block : -1;
+                  lower = (count + 1) / 2;
+    return half ? Piece{begin + lower, count - lower} : Piece{begin, lower};
   }
 
-  static float rounded(float x) { return (x + 12582912.0f) - 12582912.0f; }
+  // Integers of 16 bits as two signed bytes: the lower byte is signed, so its upper bit is carried into the upper byte.
+  static Bytes two_bytes(Bytes x) {
+    return _mm512_xor_si512(_mm512_add_epi32(x, _mm512_set1_epi32(128)), _mm512_set1_epi32(128));
+  }
 
   // At least 64 rows: the rows themselves, or a copy of them with zeros after it.
   QuantizedRows<Bits> sixty_four(const QuantizedRows<Bits>& rows, int64_t count, const IntegerScratch& w) const {
@@ -469,8 +489,7 @@ class IntegerLayout {
       for (int b = 0; b < Group; ++b) {
         code[b] = _mm512_cvtps_epi32(scaled<Skip>(p + j, scales + b * kIntegerKeys + j) * factors[b]);
         sum[b] = _mm512_add_epi32(sum[b], code[b]);
-        // The lower byte is signed, so its upper bit is carried into the upper byte.
-        code[b] = _mm512_xor_si512(_mm512_add_epi32(code[b], _mm512_set1_epi32(128)), _mm512_set1_epi32(128));
+        code[b] = two_bytes(code[b]);
       }
       const Bytes x = _mm512_shuffle_epi8(_mm512_packs_epi32(code[0], code[1]), kSplit),
                   y = Group == 2 ? Bytes{} : _mm512_shuffle_epi8(_mm512_packs_epi32(code[2], code[3]), kSplit);
