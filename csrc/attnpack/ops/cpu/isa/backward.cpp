@@ -143,9 +143,9 @@ class KeyBlockGradients {
     const bool grad_out_finite = all_finite(w_.grad_out, w_.value_ld, tile_.count, w_.value_steps);
     const Factors f = factors(count, first_block == last_block);
     const int64_t rows = steps<Operands>(tile_.count);
-    gemm<A, E>(!grad_out_finite, count, w_.value_width, rows, f.probs_t, w_.grad_outs, w_.grad_value, w_.value_width,
+    gemm<A, E>(!grad_out_finite, count, p_.v_head_dim, rows, f.probs_t, w_.grad_outs, w_.grad_value, w_.value_width,
                true, kChain);
-    gemm<A, E>(!query_finite, count, w_.key_width, rows, f.grad_scores_t, w_.queries, w_.grad_key, w_.key_width, true,
+    gemm<A, E>(!query_finite, count, p_.head_dim, rows, f.grad_scores_t, w_.queries, w_.grad_key, w_.key_width, true,
                kChain);
 
     int32_t* done = bp_.blocks_done + (b_ * p_.num_kv_heads + kv_head_) * bp_.tiles + first / kTileQueryRows;
@@ -158,7 +158,7 @@ class KeyBlockGradients {
       wait_for(done, static_cast<int32_t>(block - first_block));
     }
     const auto add_query_gradients = [&](const Operand<E>& grad_scores, bool accumulate) {
-      gemm<A, E>(!keys_finite_, tile_.count, w_.key_width, steps<Operands>(count), grad_scores, w_.keys, sums, width,
+      gemm<A, E>(!keys_finite_, tile_.count, p_.head_dim, steps<Operands>(count), grad_scores, w_.keys, sums, width,
                  accumulate, kChain);
     };
     add_query_gradients(f.grad_scores, block > first_block);

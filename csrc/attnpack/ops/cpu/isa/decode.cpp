@@ -375,7 +375,7 @@ class DecodeRange {
 
   template <bool Skip, class Values>
   void multiply_values(int64_t count, const Values& values) {
-    gemm<A, E>(Skip, tile_.count, w_.value_width, steps<Operands>(count), {w_.weights, weights_.ld, 1}, values, w_.out,
+    gemm<A, E>(Skip, tile_.count, p_.v_head_dim, steps<Operands>(count), {w_.weights, weights_.ld, 1}, values, w_.out,
                w_.out_ld, true);
   }
 

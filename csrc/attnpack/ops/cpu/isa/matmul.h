@@ -3,8 +3,8 @@
 #include <attnpack/ops/cpu/isa/math.h>
 #include <attnpack/ops/cpu/isa/rows.h>
 
-// The one matrix product of all tiles: C [M, N] (+)= A [M, K] B [K, N], on padded, packed scratch. C has elements T. A
-// and B have elements E, which is T except in bf16_pairs.h.
+// The one matrix product of all tiles: C [M, N] (+)= A [M, K] B [K, N], on padded, packed scratch. N is rounded up to
+// whole vectors. C has elements T. A and B have elements E, which is T except in bf16_pairs.h.
 namespace attnpack::ATTNPACK_ISA {
 
 // Rows and vectors of the register tile: 12 x 2 fills the 32 registers of AVX-512, 6 x 2 the 16 of the others.

@@ -129,7 +129,7 @@ class PrefillTile {
     gemm<A, E>(false, tile_.count, count, w_.key_steps, {w_.query, w_.key_steps, 1},
                {keys, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false, score_chain(p_, b_));
     weigh_keys(begin, count);
-    gemm<A, E>(skip_excluded, tile_.count, w_.value_width, steps<Operands>(count), {w_.weights, w_.block_steps, 1},
+    gemm<A, E>(skip_excluded, tile_.count, p_.v_head_dim, steps<Operands>(count), {w_.weights, w_.block_steps, 1},
                {values, kPanel<A>, kPanel<A> * w_.block_steps}, w_.out, w_.out_ld, true);
   }
 
