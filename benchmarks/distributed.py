@@ -1,9 +1,11 @@
 """What several processes cost: seconds, bytes sent and memory of a rank, for 1, 2 and 4 gloo processes of one thread.
 
 "context": causal attention over one sequence, forward and backward, by each method of `attnpack.distributed.attention`.
-"decode": one step of a layer over a ShardedCache. "model": a training step of a small CausalLM under tensor_parallel.
-Times are the slowest rank's median over the rounds. "model s" is the cost model of docs/distributed.md, from the speed
-of one process and of an all-gather, measured in the same run; processes share the cores.
+"overlap": the ring, which sends while it computes, and the same ring that waits for each transfer first, in turns, and
+its transfers alone. "decode": one step of a layer over a ShardedCache. "model": a training step of a small CausalLM
+under tensor_parallel. Times are the slowest rank's median over the rounds. "model s" is the cost model of
+docs/distributed.md, from the speed of one process and of an all-gather, measured in the same run; processes share the
+cores.
 """
 
 import argparse
@@ -11,12 +13,14 @@ import os
 import statistics
 import tempfile
 import time
+from unittest import mock
 
 import attnpack
 import attnpack.distributed as parallel
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from attnpack.distributed import ring
 from attnpack.tools.memory import peak_bytes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -24,6 +28,7 @@ from torch.nn import functional as F
 BATCH, HEADS, KV_HEADS, DIM = 1, 8, 2, 64
 METHODS = [("allgather", "contiguous"), ("allgather", "zigzag"), ("ulysses", "contiguous"), ("ring", "contiguous")]
 METHODS += [("ring", "zigzag")]
+PASS_ON = ring.pass_on
 
 
 def slowest(seconds: float) -> float:
@@ -84,6 +89,47 @@ def context(args: argparse.Namespace, alone: dict[int, float]) -> None:
             report(f"context {length:6} {method:>9} {layout:>10}", seconds, sent, memory, f", model {model:7.4f} s")
 
 
+def waiting(x: torch.Tensor, group: dist.ProcessGroup):
+    """`ring.pass_on` that has nothing left to wait for."""
+    arrived = PASS_ON(x, group)()
+    return lambda: arrived
+
+
+def transfers(both: torch.Tensor, ranks: int) -> None:
+    """What a ring sends, forward and backward, of keys and values and their gradients."""
+    for _ in range(3 * ranks - 2):
+        PASS_ON(both, dist.group.WORLD)()
+
+
+def overlap(args: argparse.Namespace) -> None:
+    ranks = dist.get_world_size()
+    for length in args.lengths if ranks > 1 else []:
+        rows = length // ranks
+        own = [torch.randn(BATCH, n, rows, DIM, requires_grad=True) for n in (HEADS, KV_HEADS, KV_HEADS)]
+        both, upstream = torch.zeros(BATCH, KV_HEADS, rows, 2 * DIM), torch.ones(BATCH, HEADS, rows, DIM)
+
+        def call(own=own, upstream=upstream):
+            parallel.attention(*own, method="ring", layout="zigzag", causal=True).backward(upstream)
+
+        kinds = {
+            "overlapped": (call, PASS_ON),
+            "waiting": (call, waiting),
+            "transfers": (lambda both=both: transfers(both, ranks), PASS_ON),
+        }
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for turn in range(5 * args.rounds + 1):
+            for kind, (run_kind, pass_on) in kinds.items():
+                dist.barrier()
+                with mock.patch.object(ring, "pass_on", pass_on):
+                    begin = time.perf_counter()
+                    run_kind()
+                if turn:  # the first one warms up
+                    times[kind].append(time.perf_counter() - begin)
+        shown = [f"{slowest(statistics.median(each)):7.4f} s {kind}" for kind, each in times.items()]
+        if dist.get_rank() == 0:
+            print(f"{ranks} ranks, overlap {length:6} {'ring':>9} {'zigzag':>10}: {', '.join(shown)}", flush=True)
+
+
 def decode(args: argparse.Namespace) -> None:
     ranks = dist.get_world_size()
     layer = attnpack.GroupedQueryAttention(HEADS * DIM, HEADS, KV_HEADS, causal=True)
@@ -134,6 +180,8 @@ def run(rank: int, ranks: int, folder: str, args: argparse.Namespace, alone: dic
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     if "context" in args.parts:
         context(args, alone)
+    if "overlap" in args.parts:
+        overlap(args)
     if "decode" in args.parts:
         decode(args)
     if "model" in args.parts:
@@ -146,7 +194,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", default=["context", "decode", "model"])
+    parser.add_argument("--parts", nargs="+", default=["context", "overlap", "decode", "model"])
     args = parser.parse_args()
     print(f"fp32, {HEADS} query heads, {KV_HEADS} kv heads of {DIM}, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory() as folder, torch.multiprocessing.Manager() as manager:

@@ -1,6 +1,8 @@
-"""Attention, modules and checkpoints of attnpack's C++ over real processes, which find each other through a file.
+"""Attention, modules, models and checkpoints of attnpack's C++ over real processes, which find each other through a
+file.
 
-The program runs the cases of tests/cpp/support/context_cases.h and context_modules.h, as threads do in ctest.
+The program runs the cases of context_cases.h, context_modules.h and shared_models.h in tests/cpp/support, as threads do
+in ctest.
 """
 
 import fcntl
@@ -37,5 +39,5 @@ def test_processes_give_the_numbers_of_one(program, tmp_path, ranks):
     processes = [subprocess.Popen(line, env=environment, text=True, stdout=-1, stderr=-1) for line in lines]
     for process in processes:
         text, errors = process.communicate(timeout=120)
-        names = ("attention", "difference", "modules", "checkpoint")
+        names = ("attention", "difference", "modules", "models", "checkpoint")
         assert text.splitlines() == [f"{name} near" for name in names], errors

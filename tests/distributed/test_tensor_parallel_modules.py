@@ -243,6 +243,8 @@ REFUSED = {
     "nested ids": "ids are nested, want padded ones under tensor parallelism",
     "ids": "the ranks of a group give the model different arguments: rank 0 has ids int64",
     "id": "ids holds 19",
+    "draws": "the ranks of a group give the model different arguments: rank 0 has generator at",
+    "draws of a block": "the ranks of a group give a DecoderBlock different arguments: rank 0 has generator at",
     "inputs": "the ranks of a group give a FeedForward different arguments: rank 0 has input 0 float32",
     "twice": ".* is a DTensor already",
     "twin": r"CausalLM has hooks, which C\+\+ would not run",
@@ -274,6 +276,26 @@ def different_inputs():
     shared(draw(2, 3 + dist.get_rank() % 2, WIDTH))
 
 
+def dropping():
+    return attnpack.CausalLM(19, WIDTH, 2, 4, dropout=0.3)
+
+
+def dropped():
+    """Dropout of states that all ranks have, with one seed: the numbers of one process."""
+    outs = []
+    for model in both(dropping):
+        torch.manual_seed(1)
+        outs.append(model.train()(torch.arange(2 * LENGTH).view(2, LENGTH) % 5))
+    assert distance(outs[1], model.eval()(torch.arange(2 * LENGTH).view(2, LENGTH) % 5)) > 0.01
+    return distance(outs[1], outs[0])
+
+
+def different_draws(make, *inputs):
+    _, shared = both(make)
+    torch.manual_seed(dist.get_rank())
+    shared.train()(*inputs)
+
+
 def program(only=None):
     checks = {name: (lambda make=make: module_check(make)) for name, make in MODULES.items()}
     checks |= {name: (lambda make=make: model_check(make)) for name, make in MODELS.items()}
@@ -291,7 +313,12 @@ def program(only=None):
     checks["steps, int8"] = lambda: steps_check(lambda: grouped(2), lambda: attnpack.QuantizedCache(8))
     checks["steps, latent"] = lambda: steps_check(latent, attnpack.LatentCache)
     checks |= {"error": after_an_error, "trained": trained, "memory": memory, "cached": cached_heads}
-    checks |= {"tied weights": lambda: tied(lambda: grouped(1)), "tied head": tied_head, "loaded": loaded}
+    checks |= {
+        "tied weights": lambda: tied(lambda: grouped(1)),
+        "tied head": tied_head,
+        "loaded": loaded,
+        "dropped": dropped,
+    }
     checks["collectives"] = collectives
     checks["refused norm"] = lambda: both(lambda: grouped(4, qk_norm={"all_heads": True}))
     checks["refused places"] = lambda: both(two_shares)
@@ -301,6 +328,10 @@ def program(only=None):
     checks["refused nested ids"] = lambda: refused(MODELS["model"], jagged(torch.arange(3), torch.arange(2)))
     checks["refused ids"] = different_ids
     checks["refused inputs"] = different_inputs
+    checks["refused draws"] = lambda: different_draws(dropping, torch.arange(LENGTH).unsqueeze(0) % 5)
+    checks["refused draws of a block"] = lambda: different_draws(
+        lambda: block(grouped(), dropout=0.1), draw(2, LENGTH, WIDTH)
+    )
     checks["refused id"] = lambda: refused(MODELS["model"], torch.full((1, 2), 19))
     checks["refused twice"] = lambda: tensor_parallel(both(grouped)[1], mesh())
     checks["refused twin"] = lambda: both(MODELS["model"])[1].cpp()

@@ -36,7 +36,7 @@ INCLUDES = {
     ],
     "models/detail": ["core", "modules", "weights/detail", "models"],
     "distributed": ["core", "ops", "layers", "cache", "modules", "models", "distributed/detail"],
-    "distributed/detail": ["core", "ops", "ops/detail", "distributed"],
+    "distributed/detail": ["core", "ops", "ops/detail", "modules", "modules/detail", "distributed"],
     "convert": ["core", "convert/detail"],
     "convert/detail": ["core", "convert"],
 }

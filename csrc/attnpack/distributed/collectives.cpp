@@ -132,6 +132,13 @@ at::Tensor all_gather(const at::Tensor& x, const Group& group) {
   return whole;
 }
 
+at::Tensor from_first(const at::Tensor& x, const Group& group) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> sent{x.clone(at::MemoryFormat::Contiguous)};
+  finish(group, [&] { return group->broadcast(sent); });  // from rank 0 by default
+  return sent[0];
+}
+
 std::function<at::Tensor()> pass_on(const at::Tensor& x, const Group& group) {
   const int64_t ranks = group->getSize(), rank = group->getRank();
   Counts receive(ranks, 0), send(ranks, 0);

@@ -58,6 +58,7 @@ StateDict TensorShares::part_of(const StateDict& whole) const {
 
 StateDict TensorShares::whole_of(const StateDict& part) const {
   std::vector<std::pair<std::string, std::string>> said;
+  std::map<const at::TensorImpl*, std::string> names;  // a weight in two places travels once
   at::Device device(at::kCPU);
   for (const auto& [name, tensor] : part) {
     const auto found = shares_.find(name);
@@ -67,6 +68,8 @@ StateDict TensorShares::whole_of(const StateDict& part) const {
     if (static_cast<int64_t>(sizes.size()) > found->second.dim) sizes[found->second.dim] = found->second.size;
     std::ostringstream text;
     text << tensor.dtype() << " " << at::IntArrayRef(sizes);
+    const auto [first, is_new] = names.emplace(tensor.unsafeGetTensorImpl(), name);
+    if (!is_new) text << ", the tensor of " << first->second;
     said.emplace_back(name, text.str());
   }
   agree_on("a state dict", group_, device, said, [&] {
@@ -80,7 +83,12 @@ StateDict TensorShares::whole_of(const StateDict& part) const {
   StateDict whole;
   for (const auto& [name, tensor] : part) {
     const auto found = shares_.find(name);
-    whole[name] = found == shares_.end() ? tensor : joined(tensor, found->second, group_);
+    if (found == shares_.end()) {
+      whole[name] = tensor;
+      continue;
+    }
+    const auto& first = names.at(tensor.unsafeGetTensorImpl());
+    whole[name] = first == name ? joined(tensor, found->second, group_) : whole.at(first);
   }
   return whole;
 }

@@ -29,8 +29,8 @@ class TensorShares {
   StateDict part_of(const StateDict& whole) const;
 
   // The state dict of one process, from those of all ranks, which call this together: on each of them, bit for bit what
-  // was dealt out. Gradients or moments of an optimiser do as well, under the names of their parameters. Raises on all
-  // ranks where a tensor is no part, or the ranks give other names or shapes.
+  // was dealt out. A weight in two places is one tensor. Gradients or moments of an optimiser do as well, under the
+  // names of their parameters. Raises on all ranks where a tensor is no part, or the ranks give other names or shapes.
   StateDict whole_of(const StateDict& part) const;
 
  private:

@@ -11,7 +11,6 @@
 #include <attnpack/modules/detail/print_options.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/grouped_attention.h>
-#include <attnpack/ops/linear.h>
 #include <attnpack/ops/softcap.h>
 #include <attnpack/rope/sinusoidal.h>
 
@@ -167,7 +166,7 @@ at::Tensor CausalLMImpl::hidden(const at::Tensor& ids, const CausalLMInputs& inp
 
 at::Tensor CausalLMImpl::head(const at::Tensor& hidden) {
   check_defined("hidden", hidden);
-  const auto logits = lm_head ? lm_head(hidden) : attnpack::linear(hidden, model->embed_tokens->weight);
+  const auto logits = lm_head ? lm_head(hidden) : model->embed_tokens->logits(hidden);
   return softcapped(logits, options.final_softcap());
 }
 

@@ -4,7 +4,6 @@
 #include <attnpack/layers/spread.h>
 #include <attnpack/models/detail/sampler.h>
 #include <attnpack/modules/detail/checks.h>
-#include <attnpack/ops/linear.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
@@ -106,6 +105,7 @@ struct Model {
   std::function<at::Tensor(const at::Tensor&)> head;  // [B, E] -> logits [B, V]
   // From now on sequence i is what index[i] was. The cache is not this function's.
   std::function<void(const at::Tensor& index)> pick_rows;
+  std::shared_ptr<const EmbeddingShare> share;  // of the embeddings, where several processes share the model
   // The length past which all states change. A sequence that passes it fills the cache anew.
   std::optional<int64_t> turn = std::nullopt;
 };
@@ -207,7 +207,8 @@ at::Tensor answer(const Model& model, Stepper stepper, const at::Tensor& ids, co
   };
   std::vector<at::Tensor> pieces{answers == 1 ? ids : ids.repeat_interleave(answers, 0)};
   for (int64_t step = 0; step < options.max_new_tokens(); ++step) {
-    const auto chosen = sample(logits(step == 0));
+    auto chosen = sample(logits(step == 0));
+    if (model.share) chosen = model.share->agreed(chosen);  // draws differ where the processes' generators do
     tokens = step == 0 ? chosen : at::where(stopped, tokens, chosen);
     pieces.push_back(tokens.unsqueeze(1));
     if (options.callback() && !options.callback()(tokens)) break;
@@ -232,6 +233,7 @@ at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const Generat
       },
       [&model](const at::Tensor& state) { return model.head(state); },
       [](const at::Tensor&) {},
+      model.model->embed_tokens->share,
       // A given cache may hold what came before the ids, which nobody could compute anew.
       options.model_cache() ? std::nullopt : turn_of(model.options),
   };
@@ -266,7 +268,7 @@ std::function<at::Tensor(const at::Tensor&)> head_of(const EncoderDecoderImpl& m
                      state.sizes(), ", want [", state.size(0), ", V]");
       return logits;
     };
-  return [weight = embed_tokens->weight](const at::Tensor& state) { return attnpack::linear(state, weight); };
+  return [table = embed_tokens.operator->()](const at::Tensor& state) { return table->logits(state); };
 }
 
 }  // namespace
@@ -300,6 +302,7 @@ at::Tensor generate(EncoderDecoderImpl& model, const at::Tensor& source, const a
         context = context.index_select(0, index);
         if (source_lens) source_lens = source_lens->index_select(0, index);
       },
+      model.decoder->embed_tokens->share,
   };
   Stepper stepper(loop_model, cache, ids, lengths, options.lengths().has_value());
   return answer(loop_model, std::move(stepper), ids, options);

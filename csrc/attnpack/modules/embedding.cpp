@@ -5,6 +5,7 @@
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/print_options.h>
+#include <attnpack/ops/linear.h>
 
 namespace attnpack {
 
@@ -23,12 +24,17 @@ void EmbeddingImpl::reset() {
 at::Tensor EmbeddingImpl::look_up(const char* name, const at::Tensor& ids) {
   check_ids(name, ids);
   check_device(name, ids, weight);
+  if (share) return share->look_up(name, ids, weight);
   try {
     return at::embedding(weight, ids);
   } catch (const c10::IndexError&) {
     check_vocabulary(name, ids, weight.size(0));
     throw;
   }
+}
+
+at::Tensor EmbeddingImpl::logits(const at::Tensor& x) const {
+  return share ? share->logits(x, weight) : attnpack::linear(x, weight);
 }
 
 void EmbeddingImpl::pretty_print(std::ostream& stream) const { print_options(stream, "attnpack::Embedding", options); }

@@ -36,10 +36,7 @@ void LinearImpl::bind_members() {
 }
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
-  if (share) {
-    const auto out = share->leave(attnpack::linear(share->enter(x), weight));
-    return bias.defined() ? out + bias : out;
-  }
+  if (share) return share->forward(x, weight, bias);
   return attnpack::linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
 }
 

@@ -27,15 +27,14 @@ struct LinearOptions {
   }
 };
 
-// The work around the product of a layer that several processes share, each a part of it
-// (distributed/tensor_parallel.h).
+// What a layer does of which several processes hold a part each (distributed/tensor_parallel.h).
 class LinearShare {
  public:
   virtual ~LinearShare() = default;
   // The input of the product.
   virtual at::Tensor enter(const at::Tensor& x) const { return x; }
-  // The output of the layer, before its bias.
-  virtual at::Tensor leave(const at::Tensor& out) const { return out; }
+  // The output of the whole layer, from the weight [out, in] and the bias (undefined for none) that this process holds.
+  virtual at::Tensor forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) const = 0;
 };
 
 // x W^T + b, initialised as torch's Linear. It can be made on any device (meta included) and in any dtype.
@@ -76,6 +75,19 @@ struct EmbeddingOptions {
   }
 };
 
+// What a table does of which several processes hold some rows each (distributed/tensor_parallel.h). `own` are the rows
+// of this process.
+class EmbeddingShare {
+ public:
+  virtual ~EmbeddingShare() = default;
+  // The rows of ids, as EmbeddingImpl::look_up.
+  virtual at::Tensor look_up(const char* name, const at::Tensor& ids, const at::Tensor& own) const = 0;
+  // x times all rows, as EmbeddingImpl::logits.
+  virtual at::Tensor logits(const at::Tensor& x, const at::Tensor& own) const = 0;
+  // The tokens that one process has chosen, on all of them.
+  virtual at::Tensor agreed(const at::Tensor& tokens) const = 0;
+};
+
 // Rows of a table by token id, initialised N(0, 1) as torch's.
 class EmbeddingImpl : public LeafModule<EmbeddingImpl> {
  public:
@@ -85,6 +97,8 @@ class EmbeddingImpl : public LeafModule<EmbeddingImpl> {
   at::Tensor forward(const at::Tensor& ids) { return look_up("ids", ids); }  // [B, L] int32 or int64 -> [B, L, E]
   // The same; errors call ids by the name that the caller's users know.
   at::Tensor look_up(const char* name, const at::Tensor& ids);
+  // The table as the head of a model: x times each row. [..., E] -> [..., vocab_size]
+  at::Tensor logits(const at::Tensor& x) const;
 
   void reset() override;
   void bind_members() { weight = parameters_["weight"]; }
@@ -92,6 +106,7 @@ class EmbeddingImpl : public LeafModule<EmbeddingImpl> {
 
   EmbeddingOptions options;
   at::Tensor weight;  // [vocab_size, E]
+  std::shared_ptr<const EmbeddingShare> share;
 };
 TORCH_MODULE(Embedding);
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .collectives import all_gather
 
@@ -56,6 +56,16 @@ def agree(what: str, group: dist.ProcessGroup, device: torch.device, **values: A
         f"{differing[0]} has {there or 'none of these'}, want the same on all ranks: give each the same shapes and "
         "settings"
     )
+
+
+def state_of_draws(module: nn.Module, device: torch.device) -> str | None:
+    """A word for the generator's state, if the module draws from it: what ranks drop of states that they all have must
+    be the same. On CUDA, reading it would wait for the device."""
+    if device.type != "cpu" or not module.training or torch.compiler.is_compiling():
+        return None
+    if not any(getattr(part, "dropout", 0) or isinstance(part, nn.Dropout) for part in module.modules()):
+        return None
+    return f"at {hash_of(torch.get_rng_state().numpy().tobytes()):x}: call torch.manual_seed alike"
 
 
 def hash_of(text: bytes) -> int:

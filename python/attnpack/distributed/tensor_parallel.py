@@ -36,8 +36,9 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
 
     Raises:
         ValueError: a number of heads does not divide among the ranks, or a layer has parameters of its own, a norm over
-            all heads, or a weight that has another share elsewhere. Later calls raise it for dropout in training, for
-            nested tensors, and for inputs whose shapes differ between ranks.
+            all heads, or a weight that has another share elsewhere. Later calls raise it for dropout of heads or hidden
+            numbers in training, for nested tensors, and for inputs whose shapes differ between ranks. So do they for
+            dropout of whole states where the ranks' generators differ.
     """
     if not isinstance(mesh, DeviceMesh):
         raise errors.wrong_kind("mesh", mesh, "a DeviceMesh: torch.distributed.device_mesh.init_device_mesh makes one")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import nested
-from .agreement import agree
+from .agreement import agree, state_of_draws
 from .collectives import Copied, Gathered, Summed
 from .shares import Plan, Share, rows_of, select_rows, tensor_of
 
@@ -71,7 +71,8 @@ class Unit:
 
 
 class Agreement:
-    """A hook: whether all ranks give a module inputs of the same shapes. gloo ends a process where they do not."""
+    """A hook: whether all ranks give a module inputs of the same shapes, and draw the same numbers for dropout. gloo
+    ends a process where shapes differ."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -83,7 +84,8 @@ class Agreement:
         given = {f"input {i}": x for i, x in enumerate(args)} | kwargs
         given = {name: x for name, x in given.items() if isinstance(x, Tensor) and not nested.is_nested(x)}
         for x in given.values():
-            agree(f"a {type(module).__name__}", self.group, x.device, **given)
+            draws = state_of_draws(module, x.device)
+            agree(f"a {type(module).__name__}", self.group, x.device, **given, generator=draws)
             break
 
 
@@ -195,7 +197,7 @@ class ModelUnit(Unit):
     def inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         ids = args[0] if args else kwargs.get("ids")
         if isinstance(ids, Tensor) and not nested.is_nested(ids):
-            agree("the model", self.group, ids.device, ids=ids)
+            agree("the model", self.group, ids.device, ids=ids, generator=state_of_draws(module, ids.device))
         return args, kwargs
 
     def hidden(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:

@@ -6,13 +6,12 @@
 #include <attnpack/distributed/sharded_cache.h>
 #include <attnpack/distributed/tensor_parallel.h>
 #include <attnpack/layers/alibi.h>
-#include <attnpack/models/generate.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/mixture_of_experts.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "catch.h"
-#include "context_modules.h"
+#include "shared_models.h"
 
 namespace {
 
@@ -27,6 +26,9 @@ using ranks::contains;
 using ranks::draw;
 using ranks::made;
 using ranks::on_ranks;
+using shared_models::near;
+using shared_models::step;
+using Results = std::vector<std::string>;
 
 std::vector<std::pair<AttentionOptions, std::string>> rules() {
   const auto slopes = at::tensor(alibi_slopes(6), at::kDouble);
@@ -159,31 +161,15 @@ Modules modules() {
       [] { return self(MultiHeadAttention(MultiHeadAttentionOptions(24, 4).window(Window{3, 0}).softcap(2))); },
       [] { return self(MultiQueryAttention(MultiQueryAttentionOptions(24, 4).bias(true))); },
       [] { return self(MultiHeadLatentAttention(latent())); },
-      [] { return self(MultiHeadLatentAttention(latent().q_lora_rank(9).bias(true))); },
+      [] { return self(MultiHeadLatentAttention(latent().q_lora_rank(9).bias(true).gate("element"))); },
+      [] { return self(GroupedQueryAttention(grouped(1).q_lora_rank(9).gate("head").gate_activation("softplus"))); },
+      [] { return self(GroupedQueryAttention(grouped(4).gate("element").keys_as_values(true).qk_norm(true))); },
       [] { return Part<TokenModule>(FeedForward(FeedForwardOptions(24, 20).bias(true))); },
       [] { return Part<TokenModule>(FeedForward(FeedForwardOptions(24, 5).activation("gelu"))); },
       [] {
         return Part<TokenModule>(MixtureOfExperts(MixtureOfExpertsOptions(24, 10, 4, 2).shared_dim(6).normalize(true)));
       },
   };
-}
-
-// Output and gradient of the input, and the output after a step along the gradients of all parameters.
-template <typename Call>
-std::vector<at::Tensor> step(torch::nn::Module& module, const at::Tensor& x, const Call& call) {
-  const auto input = x.is_floating_point() ? x.detach().clone().requires_grad_() : x;
-  const auto out = call(input);
-  (out * draw(out.sizes(), 9)).sum().backward();
-  const at::NoGradGuard no_grad;
-  for (auto& parameter : distinct_parameters(module))
-    if (parameter.grad().defined()) parameter.sub_(parameter.grad(), 0.03);
-  return {out.detach(), x.is_floating_point() ? input.grad() : out.detach(), call(x)};
-}
-
-std::string near(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& wanted) {
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
-  for (size_t i = 0; i < got.size(); ++i) pairs.emplace_back(got[i], wanted[i]);
-  return compared(pairs);
 }
 
 }  // namespace
@@ -212,49 +198,91 @@ TEST_CASE("modules whose heads the ranks share give numbers and gradients of one
   }
 }
 
-TEST_CASE("a model whose heads the ranks share trains and generates as one process") {
-  for (const bool of_latents : {false, true}) {
-    const auto results = on_ranks(2, [&](const Group& group) -> std::string {
-      auto options = CausalLMOptions(19, 24, 2, 4).hidden_dim(20).tie_embeddings(true);
-      if (of_latents) {
-        options.latent(latent().rope(nullptr).causal(false));
-      } else {
-        options.num_kv_heads(1).qk_norm(true).bias(true);
-      }
-      const auto make = [&] { return CausalLM(options); };
-      auto whole = made(make), shared = made(make);
-      parallel::tensor_parallel(*shared, group);
-      const auto ids = at::arange(14).view({2, 7}).remainder(5);
-      const auto run = [](CausalLM& model) { return [&](const at::Tensor& x) { return model(x); }; };
-      const auto found = near(step(*shared, ids, run(shared)), step(*whole, ids, run(whole)));
-      if (found != "near") return found;
-      const auto tokens = [&](CausalLM& model, const std::string& cache) {
-        return generate(*model, ids, GenerateOptions(6).cache(cache));
-      };
-      for (const std::string cache : {"dynamic", "static"})
-        if (!tokens(shared, cache).equal(tokens(whole, cache))) return cache + ": other tokens";
-      return "near";
+TEST_CASE("a model whose heads and vocabulary the ranks share trains and generates as one process") {
+  for (const int ranks : {2, 4}) CHECK(on_ranks(ranks, shared_models::all_are_near) == Results(ranks, "near"));
+}
+
+TEST_CASE("encoder and decoder whose vocabulary the ranks share give numbers and tokens of one process") {
+  const auto results = on_ranks(2, [](const Group& group) -> std::string {
+    const auto make = [] {
+      const Embedding tokens(19, 24);  // of both
+      const auto self = [](bool causal) { return GroupedQueryAttention(grouped(2).causal(causal)); };
+      const auto cross = GroupedQueryAttention(grouped(1).causal(false).rope(nullptr));
+      const EncoderBlock reader(EncoderBlockOptions(self(false), FeedForward(FeedForwardOptions(24, 20))));
+      const DecoderBlock writer(
+          DecoderBlockOptions(self(true), FeedForward(FeedForwardOptions(24, 20))).cross_attention(cross));
+      return EncoderDecoder(Encoder(EncoderOptions({reader}).embed_tokens(tokens)),
+                            Decoder(DecoderOptions({writer}).embed_tokens(tokens)));
+    };
+    auto whole = made(make), shared = made(make);
+    parallel::tensor_parallel(*shared, group);
+    if (shared->decoder->embed_tokens->weight.size(0) == 19) return "whole";
+    const auto source = at::arange(14).view({2, 7}), target = at::arange(6).view({2, 3});
+    const auto run = [&](EncoderDecoder& model) { return [&](const at::Tensor& x) { return model(source, x); }; };
+    const auto found = near(step(*shared, target, run(shared)), step(*whole, target, run(whole)));
+    if (found != "near") return found;
+    const auto tokens = [&](EncoderDecoder& model) { return generate(*model, source, target, GenerateOptions(5)); };
+    return tokens(shared).equal(tokens(whole)) ? "near" : "other tokens";
+  });
+  CHECK(results == Results(2, "near"));
+}
+
+TEST_CASE("ids outside a shared vocabulary, and ids that differ between ranks, are an error on all of them") {
+  const auto said = [](const auto& ids_of) {
+    return on_ranks(2, [&](const Group& group) -> std::string {
+      auto model = made([] { return CausalLM(CausalLMOptions(19, 24, 1, 4)); });
+      parallel::tensor_parallel(*model, group);
+      model(ids_of(group->getRank()));
+      return "no error";
     });
-    CHECK(results == std::vector<std::string>(2, "near"));
+  };
+  for (const int64_t wrong : {-1, 19}) {
+    for (const auto& result : said([&](int) { return at::full({1, 2}, wrong, at::kLong); }))
+      CHECK(contains(result, "ids holds " + std::to_string(wrong) + ", wants 0 to 18"));
   }
+  const auto one = said([](int rank) { return at::full({1, 2}, 19 * rank, at::kLong); });
+  for (const auto& result : one) CHECK(contains(result, "ids holds 19"));
+  for (const auto& result : said([](int rank) { return at::zeros({1, 2 + rank}, at::kLong); }))
+    CHECK(contains(result, "give a model different arguments: rank 0 has ids long int [1, 2]"));
 }
 
 TEST_CASE("modules that cannot be shared are refused, and left as they are") {
-  const auto results = on_ranks(2, [](const Group& group) -> std::string {
-    std::string said;
-    for (auto options : {GroupedQueryAttentionOptions(24, 3, 3), grouped(4).qk_norm(QkNorm(true).all_heads(true)),
-                         grouped(4).dropout(0.1)}) {
-      auto module = made([&] { return GroupedQueryAttention(options); });
+  const auto said = [](const auto& make) {
+    const auto results = on_ranks(2, [&](const Group& group) -> std::string {
+      auto module = made(make);
+      const auto before = module->parameters();
+      std::string error = "no error";
       try {
         parallel::tensor_parallel(*module, group);
-        return "no error";
-      } catch (const c10::Error& error) {
-        const std::string message = error.what_without_backtrace();
-        said += message.substr(0, message.find(':', 11)) + " ";
+      } catch (const c10::Error& raised) {
+        error = raised.what_without_backtrace();
       }
-      if (module->options.num_heads() != options.num_heads()) return "changed";
-    }
-    return said;
-  });
-  CHECK(results == std::vector<std::string>(2, "attnpack: num_heads attnpack: qk_norm attnpack: dropout "));
+      const auto after = module->parameters();
+      for (size_t i = 0; i < before.size(); ++i)
+        if (!after[i].is_same(before[i])) return "changed";
+      return error;
+    });
+    CHECK(results[0] == results[1]);
+    return results[0];
+  };
+  const auto attention = [](const GroupedQueryAttentionOptions& options) {
+    return [=] {  // beside a feed-forward, which could be shared
+      return DecoderBlock(DecoderBlockOptions(GroupedQueryAttention(options), FeedForward(FeedForwardOptions(24, 6))));
+    };
+  };
+  CHECK(contains(said(attention(GroupedQueryAttentionOptions(24, 3, 3))), "num_heads: got 3 heads of grouped"));
+  CHECK(contains(said(attention(grouped(4).qk_norm(QkNorm(true).all_heads(true)))), "qk_norm: got a norm over all"));
+  CHECK(contains(said(attention(grouped(4).dropout(0.1))), "dropout: got 0.1, which is not done"));
+  const auto tiny = [] { return CausalLMOptions(19, 24, 1, 4); };
+  CHECK(contains(said([&] { return CausalLM(tiny().dropout(0.1)); }), "dropout: got 0.1, which is not done"));
+  CHECK(contains(said([&] { return CausalLM(tiny().attention_dropout(0.2)); }), "dropout: got 0.2"));
+  CHECK(contains(said([] { return FeedForward(FeedForwardOptions(8, 6).dropout(0.3)); }), "dropout: got 0.3"));
+
+  struct PairImpl : torch::nn::Module {
+    Linear head = register_module("head", Linear(24, 19));  // a layer that stays whole
+    CausalLM model = register_module("model", CausalLM(CausalLMOptions(19, 24, 1, 4).tie_embeddings(true)));
+    PairImpl() { head->assign_parameter("weight", model->model->embed_tokens->weight); }
+  };
+  CHECK(contains(said([] { return std::make_shared<PairImpl>(); }),
+                 "weight is a weight that stands in another place too, of which ranks have another share there"));
 }
