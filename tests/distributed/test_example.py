@@ -61,3 +61,13 @@ def test_the_figures_of_the_page_are_stored():
         "4096 positions on."
     )
     assert len(shares) == 15 and said in " ".join(PAGE.split())
+
+
+def test_the_overlap_of_the_page_is_stored():
+    stored = (ROOT / "benchmarks/results/distributed.txt").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^2 ranks, overlap +(\d+) .*: +([\d.]+) s overlapped, +([\d.]+) s waiting, +([\d.]+) s transfers$",
+        stored,
+        flags=re.M,
+    )
+    assert len(rows) == 3 and all(f"| {' | '.join(row)} |\n" in PAGE for row in rows)
