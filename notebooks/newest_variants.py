@@ -230,7 +230,7 @@ for kind in ("GTA", "GLA", "MTLA", "TPA"):
 # Numbers cached per token and layer, and multiplications for one new token over `n` cached keys, projections not
 # counted. The layer is one of 32 heads of 128, with 8 key-value heads where there are groups; the latent has 512 + 64
 # numbers, and is read as it lies (absorbed). The indexer has 16 heads of 128 and names 2,048 keys; MoBA reads 32 blocks
-# of 64 and holds a mean for each block.
+# of 64 and holds the sum of each block in fp32.
 
 # %%
 H, D, G, C, R = 32, 128, 8, 512, 64
@@ -253,7 +253,7 @@ bytes_per_token = {name: 2 * numbers for name, (numbers, _) in dense.items()}
 work["sparse, indexer"] = [16 * D * n + 2 * H * D * min(n, 2048) for n in lengths]
 work["sparse, means of blocks"] = [H * D * (n // 64) + 2 * H * D * min(n, 2048) for n in lengths]
 bytes_per_token["sparse, indexer"] = 2 * (2 * G * D + D)
-bytes_per_token["sparse, means of blocks"] = 2 * (2 * G * D + G * D // 64)
+bytes_per_token["sparse, means of blocks"] = 2 * 2 * G * D + 4 * G * D // 64
 heading = "".join(f"{n // 1024:>8,}k" for n in lengths)
 print(f"{'':34}{'bytes':>8}   millions of multiplications at a length of\n{'':34}{'':>8}{heading}")
 for name, row in work.items():
@@ -303,17 +303,22 @@ layers = {
 def filled(name, n):
     """The keywords of a call over n random keys."""
     value_size = 2 * size if name == "differential 1" else size
-    cache = attnpack.StaticCache(1, few, n + 64, size, v_head_dim=value_size)
     keys, values = torch.randn(1, few, n, size), torch.randn(1, few, n, value_size)
+    if name.startswith("sparse"):
+        cache = attnpack.SparseCache()  # which keeps the indexer's keys, or the sums of blocks
+        if name == "sparse, indexer":
+            cache.reserve_index(keys[:, :1])[0].copy_(keys[:, :1])
+        else:
+            cache.keep_sums(64, n)
+    else:
+        cache = attnpack.StaticCache(1, few, n + 64, size, v_head_dim=value_size)
     held = cache.reserve(keys, values, None)
-    held[0][:, :, :n], held[1][:, :, :n] = keys, values
-    held[2].fill_(n)
+    held.key[:, :, :n], held.value[:, :, :n] = keys, values
+    held.lengths.fill_(n)
+    if held.block_sums is not None:
+        held.block_sums[:, :, : n // 64] = keys.unflatten(2, (-1, 64)).sum(3)
     cache.commit(n, None)
-    if name == "shared keys":
-        return {"kv_from": cache}
-    if name != "sparse, indexer":
-        return {"cache": cache}
-    return {"cache": cache, "index_cache": attnpack.LatentCache.from_latents(keys[:, :1], keys[:, :1, :, :0])}
+    return {"kv_from" if name == "shared keys" else "cache": cache}
 
 
 token = torch.randn(1, 1, embed)
@@ -335,9 +340,8 @@ for name in layers:
 print(f"on {bench.machine()}")
 
 # %% [markdown]
-# The sparse layers read 512 keys for the attention, but to choose them they score all: the indexer by products with
-# each of its keys, and `select_blocks` makes the means anew in each call. They gain where the attention over all keys
-# costs more than the choice. At 16,384 keys of this small layer the two cost about as much.
+# The sparse layers read 512 keys for the attention. To choose them, the indexer multiplies with each of its small keys,
+# and MoBA with the sum of each block, which a `SparseCache` keeps.
 #
 # ## A small model of each
 #

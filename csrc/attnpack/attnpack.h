@@ -11,6 +11,7 @@
 #include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/quantized_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
+#include <attnpack/cache/sparse_cache.h>
 #include <attnpack/convert/from_torch.h>
 #include <attnpack/convert/fused.h>
 #include <attnpack/convert/models.h>

@@ -65,6 +65,7 @@ class ModelCache;
 class PagedCache;
 class QuantizedCache;
 class SlidingWindowCache;
+class SparseCache;
 class StaticCache;
 
 struct AttentionInputs;

@@ -12,8 +12,8 @@ namespace attnpack {
 namespace {
 
 // The inputs of forward after its tensors; of the options, not those that `skipped` names.
-std::pair<AttentionInputs, bool> read_inputs(Arguments& arguments,
-                                             std::initializer_list<const char*> skipped = {"index_cache"}) {
+std::pair<AttentionInputs, bool> read_inputs(Arguments& arguments, std::initializer_list<const char*> skipped = {
+                                                                       "index_cache", "key_index"}) {
   AttentionInputs inputs;
   bool need_weights = false;
   arguments.read_options(inputs, skipped);
@@ -40,13 +40,15 @@ void bind_forward_with_weights(Class& cls) {
 template <typename Class>
 void bind_forward(Class& cls) {
   using Impl = typename Class::type;
+  constexpr bool kNamesKeys = std::is_same_v<Impl, MultiHeadLatentAttentionImpl>;
   Names names = option_names(AttentionInputs());
   std::erase(names, "index_cache");
+  if (!kNamesKeys) std::erase(names, "key_index");
   names.insert(names.begin(), "x");
   names.push_back("need_weights");
   bind_method(cls, "forward", names, 2, [](Impl& self, Arguments& arguments) {
     const auto x = arguments.require<at::Tensor>("x");
-    const auto [inputs, need_weights] = read_inputs(arguments);
+    const auto [inputs, need_weights] = kNamesKeys ? read_inputs(arguments, {"index_cache"}) : read_inputs(arguments);
     return run(
         need_weights, [&, &inputs = inputs] { return self.forward(x, inputs); },
         [&, &inputs = inputs] { return self.forward_with_weights(x, inputs); });
@@ -83,7 +85,8 @@ void bind_projected(py::module_& m) {
                 const auto q = arguments.require<at::Tensor>("q");
                 const auto k = arguments.require<at::Tensor>("k");
                 const auto v = arguments.require<at::Tensor>("v");
-                const auto [inputs, need_weights] = read_inputs(arguments, {"context", "value_context", "index_cache"});
+                const auto [inputs, need_weights] =
+                    read_inputs(arguments, {"context", "value_context", "index_cache", "key_index"});
                 return run(
                     need_weights, [&, &inputs = inputs] { return self.forward(q, k, v, inputs); },
                     [&, &inputs = inputs] { return self.forward_with_weights(q, k, v, inputs); });
@@ -106,7 +109,8 @@ void bind_sparse(py::module_& m) {
   bind_method(cls, "forward", {"x", "mask", "causal", "cache", "positions", "kv_lens", "index_cache", "need_weights"},
               1, [](Impl& self, Arguments& arguments) {
                 const auto x = arguments.require<at::Tensor>("x");
-                const auto [inputs, need_weights] = read_inputs(arguments, {"context", "value_context", "kv_from"});
+                const auto [inputs, need_weights] =
+                    read_inputs(arguments, {"context", "value_context", "kv_from", "key_index"});
                 return run(
                     need_weights, [&, &inputs = inputs] { return self.forward(x, inputs); },
                     [&, &inputs = inputs] { return self.forward_with_weights(x, inputs); });

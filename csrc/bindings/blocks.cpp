@@ -105,6 +105,12 @@ void bind_stack(py::module_& m, const char* name, const char* doc, size_t positi
       .def_readonly("embed_scale", &Impl::embed_scale)
       .def_readonly("dropout", &Impl::dropout);
   bind_forward<Inputs>(cls, positional);
+  if constexpr (requires(Impl impl) { impl.new_cache(); }) {
+    bind_method(cls, "new_cache", {}, 0, [](Impl& self, Arguments& arguments) {
+      arguments.finish();
+      return self.new_cache();
+    });
+  }
 }
 
 template <typename Impl>

@@ -5,6 +5,7 @@
 #include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/quantized_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
+#include <attnpack/cache/sparse_cache.h>
 #include <bindings/common.h>
 #include <bindings/register.h>
 
@@ -80,6 +81,8 @@ Changed paged_cache_py(int64_t batch, int64_t num_kv_heads, int64_t head_dim, in
 void bind_rules(py::module_& m) {
   bind_rule(m, "cache_reserve", &cache_reserve);
   bind_rule(m, "cache_reserve_latents", &cache_reserve_latents);
+  bind_rule(m, "cache_reserve_index", &cache_reserve_index);
+  bind_rule(m, "cache_keep_sums", &cache_keep_sums);
   bind_rule(m, "cache_commit", &cache_commit);
   bind_rule(m, "cache_reset", &cache_reset);
   bind_rule(
@@ -207,6 +210,15 @@ void register_caches(py::module_& m) {
             return std::make_shared<LatentCache>(CacheTensors{key, value, lengths}, kv_lora_rank);
           },
           py::arg("key"), py::arg("value"), py::arg("lengths"), py::arg("kv_lora_rank"));
+
+  py::class_<SparseCache, DynamicCache, std::shared_ptr<SparseCache>> sparse(m, "SparseCache");
+  sparse
+      .def(py::init([](const py::args& args, const py::kwargs& kwargs) {
+        return make_growing<SparseCache>("SparseCache", args, kwargs);
+      }))
+      .def("__repr__", [](const SparseCache& self) { return describe_cache("SparseCache", self); })
+      .def_property_readonly("index", &SparseCache::index)
+      .def_property_readonly("block", &SparseCache::block);
 
   py::class_<SlidingWindowCache, KVCache, std::shared_ptr<SlidingWindowCache>> sliding(m, "SlidingWindowCache");
   sliding

@@ -128,7 +128,7 @@ py::object attention_varlen_py(const Tensor& query, const Tensor& key, const Ten
 
 // The members of CacheTensors.
 using Cache = std::optional<std::tuple<Tensor, Tensor, Tensor, OptionalTensor, int64_t, int64_t, int64_t,
-                                       OptionalTensor, OptionalTensor, OptionalTensor>>;
+                                       OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>>;
 using LatentTensors = std::tuple<Tensor, Tensor>;
 
 LayerInputs to_inputs(const RopeSettings* rope, const OptionalTensor& positions, bool cross, const OptionalTensor& mask,
@@ -206,17 +206,18 @@ Tensor indexer_loss_py(const Tensor& query, const Tensor& key, const Tensor& wei
 
 Tensor select_blocks_py(const Tensor& query, const Tensor& key, int64_t block, int64_t top_blocks, int64_t local_blocks,
                         const std::string& scorer, bool causal, const OptionalTensor& q_offsets,
-                        const OptionalTensor& kv_lens) {
-  return select_blocks(query, key, {block, top_blocks, local_blocks, scorer}, {causal, q_offsets, kv_lens});
+                        const OptionalTensor& kv_lens, const OptionalTensor& block_sums) {
+  return select_blocks(query, key, {block, top_blocks, local_blocks, scorer}, {causal, q_offsets, kv_lens}, block_sums);
 }
 
 py::object latent_attend_py(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const OptionalTensor& kv_b,
                             int64_t v_dim, const std::string& path, const RopeSettings* rope,
                             const OptionalTensor& positions, bool cross, const std::optional<LatentTensors>& cache,
                             const OptionalTensor& mask, bool causal, const OptionalTensor& kv_lens, double dropout_p,
-                            std::optional<double> scale, bool need_weights) {
+                            std::optional<double> scale, const OptionalTensor& key_index, bool need_weights) {
   LatentAttendOptions options{to_inputs(rope, positions, cross, mask, causal, kv_lens, dropout_p, scale)};
   if (cache) options.cache = CacheTensors{std::get<0>(*cache), Tensor(), std::get<1>(*cache)};
+  options.key_index = key_index;
   if (need_weights)
     return py::cast(
         without_gil([&] { return latent_attend_with_weights(query, latent, k_rope, kv_b, v_dim, path, options); }));
@@ -285,10 +286,11 @@ void register_ops(py::module_& m) {
   define(m, "indexer_loss", &indexer_loss_py,
          {"query", "key", "weights", "probabilities", "key_index", "rope", "positions", "causal", "kv_lens"});
   define(m, "select_blocks", &select_blocks_py,
-         {"query", "key", "block", "top_blocks", "local_blocks", "scorer", "causal", "q_offsets", "kv_lens"});
+         {"query", "key", "block", "top_blocks", "local_blocks", "scorer", "causal", "q_offsets", "kv_lens",
+          "block_sums"});
   define(m, "latent_attend", &latent_attend_py,
          {"query", "latent", "k_rope", "kv_b", "v_dim", "path", "rope", "positions", "cross", "cache", "mask", "causal",
-          "kv_lens", "dropout_p", "scale", "need_weights"});
+          "kv_lens", "dropout_p", "scale", "key_index", "need_weights"});
   define(m, "latent_project", &latent_project_py,
          {"query", "latent", "k_rope", "kv_b", "v_dim", "path", "rope", "positions", "cross"});
   define(m, "merge_states", &merge_states, {"out_a", "lse_a", "out_b", "lse_b"});

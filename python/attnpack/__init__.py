@@ -25,6 +25,7 @@ from .cache import (
     PagedCache,
     QuantizedCache,
     SlidingWindowCache,
+    SparseCache,
     StaticCache,
 )
 from .nn.attention import (
@@ -72,6 +73,7 @@ __all__ = [
     "QuantizedCache",
     "SlidingWindowCache",
     "SparseAttention",
+    "SparseCache",
     "StaticCache",
     "__version__",
     "apply_rope",

@@ -38,5 +38,6 @@ LatentCache = _C.cpp.LatentCache
 QuantizedCache = _C.cpp.QuantizedCache
 PagedCache = _C.cpp.PagedCache
 SlidingWindowCache = _C.cpp.SlidingWindowCache
+SparseCache = _C.cpp.SparseCache
 StaticCache = _C.cpp.StaticCache
 ModelCache = _C.cpp.ModelCache

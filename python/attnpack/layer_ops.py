@@ -237,6 +237,7 @@ def select_blocks(
     causal: bool = False,
     q_offsets: Tensor | None = None,
     kv_lens: Tensor | None = None,
+    block_sums: Tensor | None = None,
 ) -> Tensor:
     """The blocks of keys that the query heads of a kv head are to attend, by the sum of their scores.
 
@@ -248,6 +249,8 @@ def select_blocks(
         local_blocks: its own block and those before it, which it attends in any case; at least 1 for a causal "mean".
         scorer: "mean", query times the mean of a block's keys (MoBA, Lu et al. 2025, arXiv 2502.13189), or "max", the
             greatest product of the query and a key of the block (MiniMax-M3).
+        block_sums: [B, Hkv, at least as many as there are blocks, D], the sums of each block's valid keys in fp32 (fp64
+            of fp64 keys). With them "mean" does not read the keys.
 
     The other arguments and errors are those of `select_keys`.
 
@@ -255,4 +258,6 @@ def select_blocks(
         int32 [B, Hkv, L, min(top_blocks, blocks)], the best first, -1 where a query has fewer blocks.
     """
     names = torch.ops.attnpack if _is_compiling() else _C
-    return names.select_blocks(query, key, block, top_blocks, local_blocks, scorer, causal, q_offsets, kv_lens)
+    return names.select_blocks(
+        query, key, block, top_blocks, local_blocks, scorer, causal, q_offsets, kv_lens, block_sums
+    )

@@ -43,6 +43,9 @@ class CacheTensors(NamedTuple):
     """With `bits`: [B, Hkv, slots, Dv], as `exact_key`."""
     block_table: Tensor | None = None
     """Of a PagedCache, int32 [B, max_pages]; key and value are then its pools [num_pages, page_size, Hkv, D or Dv]."""
+    block_sums: Tensor | None = None
+    """Of a SparseCache, [B, Hkv, blocks, D]: the sums of each block of keys, in fp32 at least. A call that chooses
+    blocks by their mean writes them."""
 
 
 def attention(
@@ -415,6 +418,7 @@ def latent_attend(
     kv_lens: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    key_index: Tensor | None = None,
     need_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The steps after the projections of latent attention: rotate, append the latents, attend, join the heads.
@@ -425,6 +429,7 @@ def latent_attend(
         v_dim: V; path: "auto", "expanded" or "absorbed", see MultiHeadLatentAttention.
         cache: (latents [B, 1, capacity, C + R], lengths [B] int64); the call writes into them.
         scale: factor on the scores; default 1 / sqrt of query's last dim.
+        key_index: [B, 1, L, n], as in `attention`; with a cache they name positions of the cache.
 
     The other arguments are those of `attend`.
 
@@ -435,12 +440,12 @@ def latent_attend(
         rope = _native(rope)
         return _C.latent_attend(
             query, latent, k_rope, kv_b, v_dim, path, rope, positions, cross, cache, mask, causal, kv_lens,
-            dropout_p, scale, need_weights,
+            dropout_p, scale, key_index, need_weights,
         )  # fmt: skip
     op = torch.ops.attnpack.latent_attend_with_weights if need_weights else torch.ops.attnpack.latent_attend
     return op(
         query, latent, k_rope, kv_b, v_dim, path, *(cache or (None, None)), *_flat(rope), positions, cross, mask,
-        causal, kv_lens, dropout_p, scale,
+        causal, kv_lens, dropout_p, scale, key_index,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import attnpack
 import pytest
 import torch
+from attnpack.layer_ops import index_keys
 
 BATCH, HEADS, DIM, V_DIM, ROOM, RANK = 3, 2, 2, 3, 700, 2
 SEQUENCES, STEPS = 700, 14
@@ -35,6 +36,8 @@ class Kind:
     bits: int = 0  # of quantised rows; 0: rows as they are
     tolerance: float = 1e-5  # of a mean of values
     pages: int | None = None  # of a pool, which takes memory for all of them
+    sums: int = 0  # of blocks of so many keys that are kept beside them
+    indexed: bool = False  # an indexer's keys are kept beside them: the first head's, doubled
 
 
 KINDS = {
@@ -51,6 +54,9 @@ KINDS = {
     "8 bits, some exact": Kind(
         lambda: attnpack.QuantizedCache(8, exact_first=4, exact_last=20), bits=8, tolerance=0.03
     ),
+    "sparse": Kind(attnpack.SparseCache),
+    "sparse, sums": Kind(attnpack.SparseCache, sums=8),
+    "sparse, an indexer": Kind(attnpack.SparseCache, indexed=True),
     "paged": Kind(lambda: paged_cache(850), pages=850),
     "paged, often full": Kind(lambda: paged_cache(40), pages=40),
 }
@@ -119,10 +125,19 @@ class Machine:
                 )
                 out = None
             else:
-                query = key.new_zeros(key.shape)
+                query, chosen = key.new_zeros(key.shape), {}
+                if self.kind.sums:
+                    self.cache.keep_sums(self.kind.sums, key.size(2))
+                    chosen = {"key_block": self.kind.sums, "top_blocks": 1000, "local_blocks": 1}
+                if self.kind.indexed:
+                    weights = key.new_zeros(BATCH, key.size(2), 1)
+                    index_keys(
+                        query[:, :1], 2 * key[:, :1], weights, 1, cache=self.cache.reserve_index(2 * key[:, :1]),
+                        kv_lens=new_lens,
+                    )  # fmt: skip
                 out = attnpack.ops.attend(
                     query, key, value, cache=self.cache.reserve(key, value, new_lens), kv_lens=new_lens,
-                    causal=True, window=self.kind.window,
+                    causal=True, window=self.kind.window, **chosen,
                 )  # fmt: skip
             self.cache.commit(key.size(2), new_lens)
         return out
@@ -190,6 +205,8 @@ class Machine:
         before, self.cache = self.cache, self.cache.clone()
         if before.k is not None:
             (before.k_pool if self.kind.pages else before.k).fill_(7)
+        if getattr(before, "index", None) is not None:
+            before.index.fill_(7)
         before.reset()
 
     def reset(self):
@@ -239,12 +256,13 @@ class Machine:
             if not self.kind.latent:
                 self.check_rows(cache.v[b, :, : len(positions)], values[:, positions])
         assert cache.k.shape == (BATCH, self.heads, most, DIM)
+        beside = self.check_beside(most)
         if self.kind.bits:
             assert cache.nbytes <= cache.nbytes_allocated
             return
         position = BATCH * self.heads * (DIM + self.v_dim) * 4
         stored = BATCH * (self.kind.room or most) if not self.kind.pages else stored_positions(cache)
-        assert cache.nbytes == position // BATCH * stored <= cache.nbytes_allocated
+        assert cache.nbytes == position // BATCH * stored + beside <= cache.nbytes_allocated
         if self.kind.allocated is not None:
             assert cache.nbytes_allocated <= position * self.kind.allocated
 
@@ -258,6 +276,21 @@ class Machine:
             exact_first = self.cache.exact_first
             assert torch.equal(shown[:, :exact_first], rows[:, :exact_first])
         assert same.all()
+
+    def check_beside(self, most):
+        """What a selector keeps of each position or whole block. Returns its bytes."""
+        sums, index = self.kind.sums, getattr(self.cache, "index", None)
+        if not sums and not self.kind.indexed:
+            assert index is None
+            return 0
+        for b, (keys, _) in enumerate(self.rows):
+            if sums:
+                whole = keys.size(1) // sums
+                assert torch.equal(index[b, :, :whole], keys[:, : whole * sums].unflatten(1, (whole, sums)).sum(2))
+            else:
+                assert torch.equal(index[b, :, : keys.size(1)], 2 * keys[:1])
+        assert index.shape == ((BATCH, HEADS, -(-most // sums), DIM) if sums else (BATCH, 1, most, DIM))
+        return index.numel() * 4
 
     def check_pages(self):
         """Each sequence holds the pages of its positions and no other, and the other pages are free."""

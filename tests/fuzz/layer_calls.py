@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+import attnpack
 import torch
 from attnpack import reference
 from op_cases import draw
 from torch.testing import assert_close
 
 WIDE = [torch.float64, torch.float32]
+DTYPES = [*WIDE, torch.bfloat16, torch.float16]
 Call = tuple[str, list, Callable]
+
+
+def _no_check(result: object) -> None:
+    """For results that nothing here knows."""
 
 
 def gate_heads(pick: Random) -> Call:
@@ -123,7 +129,11 @@ def select(pick: Random) -> Call:
     if keys:
         local = pick.randint(0, most)
         return "select_keys", [query, key, draw(batch, length, 2 * kv_heads), most, *place, local], right
-    return "select_blocks", [query, key, block, most, 1, pick.choice(["mean", "max"]), *place], right
+    scorer, sums = pick.choice(["mean", "max"]), None
+    if scorer == "mean" and kv_len and pick.random() < 0.5:
+        valid = key * (torch.arange(kv_len) < lens.view(-1, 1, 1)).unsqueeze(-1)
+        sums = torch.stack([part.sum(2) for part in valid.split(block, 2)], 2)
+    return "select_blocks", [query, key, block, most, 1, scorer, *place, sums], right
 
 
 def index_keys(pick: Random) -> Call:
@@ -177,7 +187,54 @@ def indexer_loss(pick: Random) -> Call:
     )
 
 
+def sparse_rule(pick: Random) -> Call:
+    """A rule of a SparseCache that keeps sums or an indexer's keys, or a call that brings its sums up to date."""
+    made, sums = attnpack.SparseCache(), pick.random() < 0.6
+    batch, heads, block, dtype = pick.randint(1, 3), pick.randint(1, 2), pick.randint(1, 4), pick.choice(WIDE)
+    for length in (pick.randint(1, 9), pick.randint(1, 3)):
+        q, k, v = (draw(batch, n, length, d, dtype=dtype) for n, d in ((2 * heads, 8), (heads, 8), (heads, 6)))
+        made.keep_sums(block, length) if sums else made.reserve_index(k[:, :1])
+        state, numbers = [x.clone() for x in made._tensors], made._numbers
+        room = made.reserve(k, v)
+        if len(made):
+            break
+        chosen = {"key_block": block, "top_blocks": 2, "local_blocks": 1} if sums else {}
+        attnpack.ops.attend(q, k, v, cache=room, causal=True, **chosen)
+        made.commit(length, None)
+    rules = dict.fromkeys(("clone", "len", "nbytes", "nbytes_allocated", "reset", "views"), [])
+    rules |= {"crop": [pick.randint(0, 9)], "reserve": [k, v, None], "commit": [0, None]}
+    rules |= {"reorder": [torch.zeros(batch, dtype=torch.int64)]}
+    rules |= {"keep_sums": [block, length]} if sums else {"reserve_index": [k[:, :1]]}
+    name = pick.choice([*rules, *["attend"] * 3 * sums])
+    if name != "attend":
+        return f"cache_{name}", ["SparseCache", state, numbers, *rules[name]], _no_check
+    rest = [None, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0, None, -1, -1, 0.0]
+    rest += [None, None, None, None, block, pick.randint(1, 3), 1, "mean"]
+    total = len(made) + length
+
+    def right(_):
+        whole = total // block
+        expected = room.key[:, :, : whole * block].unflatten(2, (whole, block)).sum(3)
+        assert_close(room.block_sums[:, :, :whole], expected, atol=1e-5, rtol=1e-5)
+
+    return pick.choice(["attend", "attend_with_weights"]), [q, k, v, *room, *rest], right
+
+
+def key_products(pick: Random) -> Call:
+    batch, kv_heads, group, length = (pick.randint(1, 3) for _ in range(4))
+    dtype, dim, keys = pick.choice(DTYPES), pick.choice([1, 5, 32, 64, 100]), pick.choice([0, 1, 9, 300])
+    query = draw(batch, kv_heads * group, length * pick.choice([1, 1, 20]), dim, dtype=dtype)
+    key = draw(batch, kv_heads, keys, dim, dtype=dtype)
+
+    def right(result):
+        expected = query.double() @ key.double().repeat_interleave(group, 1).transpose(2, 3)
+        assert result.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert_close(result.double(), expected, atol=1e-4, rtol=1e-4)
+
+    return "key_products", [query, key], right
+
+
 MAKERS = [
     gate_heads, attend_shared, pair_values, subtract_halves, subtract_pairs, select, route_experts, index_keys,
-    indexer_loss,
+    indexer_loss, sparse_rule, key_products,
 ]  # fmt: skip

@@ -226,7 +226,7 @@ def cache_rule(pick: Random) -> Call:
 
 def quantized_rule(pick: Random) -> Call:
     _, arguments, _ = attend_quantized(pick)
-    key, value, room = *arguments[1:3], attnpack.ops.CacheTensors(*arguments[3:13])
+    key, value, room = *arguments[1:3], attnpack.ops.CacheTensors(*arguments[3:14])
     exact = [x for x in (room.dropped, room.exact_key, room.exact_value) if x is not None]
     dtypes = {torch.float32: 6, torch.float64: 7}  # torch's own numbers
     first, held = room.keep_first, int(room.lengths.max())
@@ -303,7 +303,7 @@ def attend(pick: Random) -> Call:
     batch, heads, length = k.shape[:3]
     held = pick.choice([[None] * 3, cache(pick, batch, heads, (8, 6), k.dtype)])
     rope, settings = pick.choice([None, [1.0, 0.1]]), inputs.settings
-    left, dropped, pages = -1, [None, -1, 0], [None]
+    left, dropped, pages, sums = -1, [None, -1, 0], [None], [None]
     if held[0] is not None and pick.random() < 0.5:  # a sliding window
         left, dropped = 2, [torch.zeros(batch, dtype=torch.int64), 2, pick.choice([0, 1])]
     arguments = [
@@ -316,6 +316,7 @@ def attend(pick: Random) -> Call:
         None,
         None,
         *pages,
+        *sums,
         rope,
         1.0,
         False,

@@ -112,6 +112,7 @@ struct LinearParams {
   int64_t weight_stride;
   const void* bias;  // [outputs] or null
   void* out;
+  bool float_out;  // out holds fp32, whatever the dtype is
 };
 
 // out = x / sqrt(mean(x^2) + eps) * weight over rows of dim elements, all contiguous.

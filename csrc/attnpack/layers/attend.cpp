@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <attnpack/core/check.h>
+#include <attnpack/layers/detail/block_sums.h>
 #include <attnpack/layers/detail/dropped_keys.h>
 #include <attnpack/layers/detail/paged_keys.h>
 #include <attnpack/layers/detail/place_tokens.h>
@@ -27,16 +28,31 @@ std::optional<CacheTensors> cache_tensors(const CacheArguments& cache) {
                  ", cache_keep_first ", cache.keep_first, ", each wants at most ", kMost);
   ATTNPACK_CHECK(cache.dropped || cache.keep_first == 0, "cache_keep_first: got ", cache.keep_first,
                  " without cache_dropped, wants 0 for a cache that drops nothing");
-  return CacheTensors{*cache.key,       *cache.value, *cache.lengths,  cache.dropped,     cache.window,
-                      cache.keep_first, cache.bits,   cache.exact_key, cache.exact_value, cache.block_table};
+  return CacheTensors{*cache.key,        *cache.value,      *cache.lengths,  cache.dropped,
+                      cache.window,      cache.keep_first,  cache.bits,      cache.exact_key,
+                      cache.exact_value, cache.block_table, cache.block_sums};
 }
 
 BlockOptions block_options(const ScoreArguments& score) {
   return {score.key_block, score.top_blocks, score.local_blocks, std::string(score.scorer)};
 }
 
+// A call that does not choose blocks by their mean would leave the sums behind the keys. Keys that are rotated when
+// they are read have no sums to keep.
+void check_sums(const CacheTensors& cache, const LayerArguments& layer, const ScoreArguments& score) {
+  const auto& sums = *cache.block_sums;
+  ATTNPACK_CHECK(
+      score.top_blocks > 0 && score.scorer == "mean" && !layer.rope.raw_keys && !cache.block_table,
+      "cache_block_sums: got some for a call that does not choose blocks of stored keys by their mean; use a "
+      "DynamicCache");
+  const auto blocks = (cache.key.sym_size(2) + score.key_block - 1) / score.key_block;
+  ATTNPACK_CHECK(sums.dim() == 4 && sums.sym_size(2) > blocks, "cache_block_sums has shape ", sums.sym_sizes(),
+                 ", wants one block more than the ", blocks, " of the keys");
+}
+
 void check_named_keys(const std::optional<CacheTensors>& cache, const LayerArguments& layer,
                       const ScoreArguments& score) {
+  if (cache && cache->block_sums) check_sums(*cache, layer, score);
   if (!score.names_keys()) return;
   ATTNPACK_CHECK(!cache || (!cache->bits && !cache->dropped), "cache: got a ",
                  cache && cache->bits ? "QuantizedCache" : "SlidingWindowCache",
@@ -50,14 +66,23 @@ void check_named_keys(const std::optional<CacheTensors>& cache, const LayerArgum
 // The arguments with the blocks that the queries of the tokens choose. Where they are seen to choose all, none are
 // named: the call is the plain one, and so are its bits. (A traced length is a symbol, and the graph is to hold for
 // others.)
-AttentionArguments with_blocks(AttentionArguments args, const PlacedTokens& tokens, const ScoreArguments& score) {
+AttentionArguments with_blocks(AttentionArguments args, const PlacedTokens& tokens, const ScoreArguments& score,
+                               const std::optional<Tensor>& block_sums = std::nullopt) {
   const auto keys = tokens.key.sym_size(2).maybe_as_int();
   if (score.top_blocks == 0 || (keys && score.top_blocks >= (*keys + score.key_block - 1) / score.key_block))
     return args;
   args.key_block = score.key_block;
-  args.key_index =
-      select_blocks(tokens.query, tokens.key, block_options(score), {args.causal, args.q_offsets, args.kv_lens});
+  args.key_index = select_blocks(tokens.query, tokens.key, block_options(score),
+                                 {args.causal, args.q_offsets, args.kv_lens}, block_sums);
   return args;
+}
+
+// The cache's sums with those of the new keys, if it keeps any.
+std::optional<Tensor> sums_with_new(const std::optional<CacheTensors>& cache, const PlacedTokens& tokens,
+                                    const c10::SymInt& new_len, const ScoreArguments& score) {
+  if (!cache || !cache->block_sums) return std::nullopt;
+  update_block_sums(*cache->block_sums, cache->key, *tokens.q_offsets, *tokens.kv_lens, new_len, score.key_block);
+  return cache->block_sums;
 }
 
 // The operator's arguments for the cache as it is to be read, but for those that the append decides.
@@ -102,7 +127,8 @@ Tensor attend_keys(const Tensor& query, const Tensor& key, const Tensor& value,
   const PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
-  return attend_placed(tokens, cache, with_blocks(args, tokens, score), layer.dropout_p);
+  const auto sums = sums_with_new(cache, tokens, key.sym_size(2), score);
+  return attend_placed(tokens, cache, with_blocks(args, tokens, score, sums), layer.dropout_p);
 }
 
 std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -120,7 +146,7 @@ std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const T
     args.mask = args.mask->narrow_symint(-1, 0, tokens.key.sym_size(2));
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
-  args = with_blocks(args, tokens, score);
+  args = with_blocks(args, tokens, score, sums_with_new(cache, tokens, key.sym_size(2), score));
   const Tensor weights = cache && cache->keep_first > 0 ? kept_probabilities(tokens, *cache, args)
                                                         : scores_formula(tokens.query, tokens.key, args, "probs");
   return {attend_placed(tokens, cache, args, layer.dropout_p), weights};
@@ -184,8 +210,8 @@ std::tuple<Tensor, Tensor> attend_shared_with_weights_composite(const Tensor& qu
 
 CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
   if (!cache) return {};
-  return {cache->key,        cache->value, cache->lengths,   cache->dropped,     cache->window,
-          cache->keep_first, cache->bits,  cache->exact_key, cache->exact_value, cache->block_table};
+  return {cache->key,  cache->value,     cache->lengths,     cache->dropped,     cache->window,    cache->keep_first,
+          cache->bits, cache->exact_key, cache->exact_value, cache->block_table, cache->block_sums};
 }
 
 }  // namespace

@@ -126,8 +126,10 @@ PlacedTokens place_rows(const NewTokens& tokens, const CacheTensors& cache, cons
 }
 
 PlacedLatents place_latents(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
-                            const LatentCacheArguments& cache, const LayerArguments& layer) {
+                            const LatentCacheArguments& cache, const LayerArguments& layer,
+                            const std::optional<Tensor>& key_index = std::nullopt) {
   AttentionArguments args = attention_arguments(layer);
+  args.key_index = key_index;
   const auto check = [&](const Tensor& keys, const Tensor&, const std::optional<Tensor>& kv_lens) {
     args.kv_lens = kv_lens;
     const Tensor like = as_wide(keys, query.sym_size(3));
@@ -173,8 +175,10 @@ Heads make_heads(const PlacedLatents& tokens, const std::optional<Tensor>& kv_b,
 }
 
 // The default scale is that of the query's dims before folding makes the query wider. Without dims the scores are 0.
-AttentionArguments operator_arguments(const Tensor& query, const PlacedLatents& tokens, const LayerArguments& layer) {
+AttentionArguments operator_arguments(const Tensor& query, const PlacedLatents& tokens, const LayerArguments& layer,
+                                      const std::optional<Tensor>& key_index) {
   AttentionArguments args = attention_arguments(layer);
+  args.key_index = key_index;
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
   if (args.scale) return args;
@@ -194,23 +198,25 @@ Tensor attend_heads(const Heads& heads, AttentionArguments args, double dropout_
 
 Tensor latent_attend_composite(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
                                const std::optional<Tensor>& kv_b, SymInt v_dim, c10::string_view path,
-                               const LatentCacheArguments& cache, const LayerArguments& layer) {
+                               const LatentCacheArguments& cache, const LayerArguments& layer,
+                               const std::optional<Tensor>& key_index) {
   check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
-  const PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer);
+  const PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer, key_index);
   const Heads heads = make_heads(tokens, kv_b, v_dim, path);
-  return attend_heads(heads, operator_arguments(query, tokens, layer), layer.dropout_p, kv_b, v_dim);
+  return attend_heads(heads, operator_arguments(query, tokens, layer, key_index), layer.dropout_p, kv_b, v_dim);
 }
 
 std::tuple<Tensor, Tensor> latent_attend_with_weights_composite(const Tensor& query, const Tensor& latent,
                                                                 const Tensor& k_rope, const std::optional<Tensor>& kv_b,
                                                                 SymInt v_dim, c10::string_view path,
                                                                 const LatentCacheArguments& cache,
-                                                                const LayerArguments& layer) {
+                                                                const LayerArguments& layer,
+                                                                const std::optional<Tensor>& key_index) {
   check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
-  PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer);
+  PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer, key_index);
   trim_to_longest(tokens, layer.mask);
   const Heads heads = make_heads(tokens, kv_b, v_dim, path);
-  const AttentionArguments args = operator_arguments(query, tokens, layer);
+  const AttentionArguments args = operator_arguments(query, tokens, layer, key_index);
   return {attend_heads(heads, args, layer.dropout_p, kv_b, v_dim),
           scores_formula(heads.query, heads.key, args, "probs")};
 }
@@ -258,10 +264,12 @@ Tensor latent_attend(const Tensor& query, const Tensor& latent, const Tensor& k_
                      int64_t v_dim, const std::string& path, const LatentAttendOptions& options) {
   if (const auto* over = spread()) {
     check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
+    ATTNPACK_CHECK(!options.key_index, "key_index: got some under context_parallel, which knows none; leave it out");
     return over->latent_attend(query, latent, k_rope, kv_b, v_dim, options);
   }
   static const DispatchedOp<decltype(latent_attend_composite)> op("attnpack::latent_attend");
-  return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(options.cache), layer_arguments(options));
+  return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(options.cache), layer_arguments(options),
+            options.key_index);
 }
 
 std::tuple<Tensor, Tensor> latent_attend_with_weights(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
@@ -269,7 +277,8 @@ std::tuple<Tensor, Tensor> latent_attend_with_weights(const Tensor& query, const
                                                       const std::string& path, const LatentAttendOptions& options) {
   refuse_spread("weights are asked for", "ask one process for them");
   static const DispatchedOp<decltype(latent_attend_with_weights_composite)> op("attnpack::latent_attend_with_weights");
-  return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(options.cache), layer_arguments(options));
+  return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(options.cache), layer_arguments(options),
+            options.key_index);
 }
 
 std::tuple<Tensor, Tensor, Tensor> latent_project(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
@@ -298,19 +307,19 @@ std::tuple<Tensor, Tensor, Tensor> latent_heads(const Tensor& query, const Tenso
 
 }  // namespace attnpack
 
-#define ATTNPACK_LATENT_SCHEMA ATTNPACK_LATENT_CACHE_SCHEMA ", " ATTNPACK_LAYER_SCHEMA ")"
+#define ATTNPACK_LATENT_SCHEMA ATTNPACK_LATENT_CACHE_SCHEMA ", " ATTNPACK_LAYER_SCHEMA
 
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def(
       "latent_attend(Tensor query, Tensor latent, Tensor k_rope, Tensor? kv_b, SymInt v_dim, str "
-      "path, " ATTNPACK_LATENT_SCHEMA " -> Tensor",
+      "path, " ATTNPACK_LATENT_SCHEMA ", Tensor? key_index=None) -> Tensor",
       attnpack::from_schema<attnpack::latent_attend_composite>);
   m.def(
       "latent_attend_with_weights(Tensor query, Tensor latent, Tensor k_rope, Tensor? kv_b, SymInt v_dim, str "
-      "path, " ATTNPACK_LATENT_SCHEMA " -> (Tensor, Tensor)",
+      "path, " ATTNPACK_LATENT_SCHEMA ", Tensor? key_index=None) -> (Tensor, Tensor)",
       attnpack::from_schema<attnpack::latent_attend_with_weights_composite>);
   m.def("latent_append(Tensor query, Tensor latent, Tensor k_rope, " ATTNPACK_LATENT_SCHEMA
-        " -> (Tensor, Tensor, Tensor, Tensor)",
+        ") -> (Tensor, Tensor, Tensor, Tensor)",
         attnpack::from_schema<attnpack::latent_append_composite>);
   m.def(
       "latent_expand(Tensor latents, Tensor kv, SymInt latent_dim, SymInt num_heads, SymInt v_dim) -> (Tensor, Tensor)",

@@ -11,7 +11,10 @@
 namespace attnpack {
 
 // A type of its own, so that a window, softcap, sinks, ALiBi or head map cannot be given: latent attention has none.
-struct LatentAttendOptions : LayerInputs {};
+struct LatentAttendOptions : LayerInputs {
+  // The keys that each query may attend, by their positions (with a cache: of the cache), as in the operator.
+  std::optional<at::Tensor> key_index = std::nullopt;  // [B, 1, L, n]
+};
 
 // Latent attention after its projections: rotate, append the latents to the cache, attend by one of two equal paths,
 // join the heads. `path`: "expanded" makes keys and values of all latents (kv_b); "absorbed" folds W_UK into the

@@ -7,8 +7,11 @@
 #include <limits>
 
 #include <attnpack/core/padded.h>
+#include <attnpack/layers/detail/best_numbers.h>
+#include <attnpack/layers/detail/block_sums.h>
 #include <attnpack/layers/detail/place_tokens.h>
 #include <attnpack/ops/detail/schema.h>
+#include <attnpack/ops/key_products.h>
 
 namespace attnpack {
 
@@ -60,25 +63,10 @@ Tensor positions_of(const Tensor& query, const PlaceArguments& place) {
 // Scores [B, H, L, Lkv] in fp32 at least, -inf for a key that the query may not attend.
 Tensor hide(const Tensor& scores, const Tensor& query, const PlaceArguments& place) {
   const Tensor slots = count(scores.sym_size(3), scores);
-  Tensor result = scores;
-  if (place.causal) result = result.masked_fill(slots > positions_of(query, place), -kInf);
-  if (place.kv_lens) result = result.masked_fill(slots >= place.kv_lens->view({-1, 1, 1, 1}), -kInf);
-  return result;
-}
-
-// The numbers of the best n, -1 for those of score -inf. Of equal scores the lower numbers are better: topk alone would
-// take others where there are more keys, and relu makes many scores 0.
-Tensor best(const Tensor& scores, const SymInt& n) {
-  const SymInt keys = scores.sym_size(3);
-  if (keys == 0) return scores.to(at::kInt);
-  const Tensor least = std::get<0>(scores.topk_symint(n, -1)).narrow_symint(3, n - 1, 1);
-  const Tensor above = scores > least, equal = scores == least;
-  const Tensor room = above.sum(-1, /*keepdim=*/true).neg() + at::Scalar(n);
-  const Tensor kept = above.logical_or(equal.logical_and(equal.cumsum(-1, at::kInt) <= room));
-  const Tensor rank = (count(keys, scores).neg() + at::Scalar(keys)).masked_fill(kept.logical_not(), 0);
-  const Tensor index = std::get<1>(rank.topk_symint(n, -1));  // in rising order
-  const auto [held, order] = scores.gather(3, index).topk_symint(n, -1);
-  return index.gather(3, order).masked_fill(held == -kInf, -1).to(at::kInt);
+  Tensor last;  // the last position that a query may attend, [B or 1, 1, L or 1, 1]
+  if (place.kv_lens) last = place.kv_lens->to(at::kLong).view({-1, 1, 1, 1}) - 1;
+  if (place.causal) last = last.defined() ? positions_of(query, place).minimum(last) : positions_of(query, place);
+  return last.defined() ? scores.masked_fill(slots > last, -kInf) : scores;
 }
 
 at::ScalarType wide_of(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
@@ -99,33 +87,23 @@ void check_count(const SymInt& top_k, const SymInt& local_keys) {
                  ", top_k");
 }
 
-// The products of the queries of each group with its one head of keys. The rows of a group are rows of one matrix:
-// matmul alone would copy the keys for each head.
-Tensor products_of(const Tensor& query,  // [B, Hq, L, D]
-                   const Tensor& key) {  // [B, Hkv, Lkv, D] -> [B, Hq, L, Lkv]
-  const SymInt kv_heads = key.sym_size(1), group = query.sym_size(1) / kv_heads, length = query.sym_size(2);
-  const Tensor rows = query.unflatten_symint(1, {kv_heads, group}).flatten(2, 3);
-  return at::matmul(rows, key.transpose(2, 3)).unflatten_symint(2, {group, length}).flatten(1, 2);
-}
-
-// sum_h weights_h relu(query_h key), [B, 1, L, Lkv], in fp32 at least
-Tensor score_keys(const Tensor& query, const Tensor& key, const Tensor& weights) {
-  const auto wide = wide_of(query);
-  const Tensor products = products_of(query.to(wide), key.to(wide)).relu();
-  const Tensor by_head = weights.to(wide).transpose(1, 2).unsqueeze(-1);  // [B, H, L, 1]
-  return (products * by_head).sum(1, /*keepdim=*/true);
+// sum_h weights_h relu(products_h), [B, 1, L, Lkv]
+Tensor score_keys(const Tensor& products,                                                   // [B, H, L, Lkv]
+                  const Tensor& weights) {                                                  // [B, L, H]
+  const Tensor by_head = weights.to(products.scalar_type()).transpose(1, 2).unsqueeze(-1);  // [B, H, L, 1]
+  return (products.relu() * by_head).sum(1, /*keepdim=*/true);
 }
 
 Tensor select_keys_composite(const Tensor& query, const Tensor& key, const Tensor& weights, SymInt top_k,
                              const PlaceArguments& place, SymInt local_keys) {
   check_indexer(query, key, weights, place);
   check_count(top_k, local_keys);
-  Tensor scores = score_keys(query.detach(), key.detach(), weights.detach());
+  Tensor scores = score_keys(key_products(query, key), weights.detach());
   if (local_keys > 0) {
     const Tensor behind = positions_of(query, place) - count(key.sym_size(2), key);  // [B or 1, 1, L, Lkv]
     scores = scores.masked_fill((behind >= 0).logical_and(behind < at::Scalar(local_keys)), kInf);
   }
-  return best(hide(scores, query, place), top_k.min(key.sym_size(2)));
+  return best_numbers(hide(scores, query, place), top_k.min(key.sym_size(2)));
 }
 
 // Values of no width: the op that appends takes keys and values.
@@ -183,7 +161,7 @@ Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tens
   const auto [q, k] = rotate_tokens({query, key, key}, rope_settings(layer.rope),
                                     {layer.positions, layer.cross, std::nullopt, layer.kv_lens});
   const double size = static_cast<double>((query.sym_size(1) * query.sym_size(3)).guard_int(__FILE__, __LINE__));
-  Tensor scores = hide(score_keys(q, k, weights) / std::sqrt(size), q, place);
+  Tensor scores = hide(score_keys(key_products_formula(q, k), weights) / std::sqrt(size), q, place);
   if (key_index) scores = scores.masked_fill(named(*key_index, key.sym_size(2)).logical_not(), -kInf);
   const Tensor sum = probabilities.detach().to(scores.scalar_type()).sum(1, /*keepdim=*/true);
   const Tensor total = sum.sum(-1, /*keepdim=*/true);
@@ -196,25 +174,6 @@ Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tens
   return terms.sum() / rows.sum().clamp_min(1);
 }
 
-// The sum of each block's valid keys, [B, Hkv, blocks, D]. Blocks without a valid key are unspecified. All keys are
-// read once where they are; only the block in which a sequence ends is copied, to leave out what is after the end.
-Tensor sum_blocks(const Tensor& key, const SymInt& blocks, const SymInt& block, const PlaceArguments& place) {
-  const SymInt keys = key.sym_size(2), whole = keys / block;
-  const Tensor front = key.narrow_symint(2, 0, whole * block).unflatten_symint(2, {whole, block}).sum(3);
-  const Tensor back = key.narrow_symint(2, whole * block, keys - whole * block).sum(2, /*keepdim=*/true);
-  const Tensor sums = at::cat({front, back}, 2).narrow_symint(2, 0, blocks);
-  if (!place.kv_lens || blocks == 0) return sums;
-  const Tensor ends = place.kv_lens->to(at::kLong).view({-1, 1, 1, 1});
-  const Tensor last = ends.floor_divide(at::Scalar(block)).clamp(at::Scalar(0), at::Scalar(blocks - 1));
-  const Tensor slots = last * at::Scalar(block) + count(block, key).view_symint({1, 1, block, 1});  // [B, 1, block, 1]
-  const auto sizes = [&](const SymInt& rows) -> std::vector<SymInt> {
-    return {key.sym_size(0), key.sym_size(1), rows, key.sym_size(3)};
-  };
-  const Tensor rows = key.gather(2, slots.clamp_max(at::Scalar(keys - 1)).expand_symint(sizes(block)));
-  const Tensor sum = rows.masked_fill(slots >= ends.clamp_max(at::Scalar(keys)), 0).sum(2, /*keepdim=*/true);
-  return sums.scatter(2, last.expand_symint(sizes(1)), sum);
-}
-
 // [B or 1, 1, blocks, 1], how many keys of each block are valid
 Tensor keys_of_blocks(const Tensor& key, const SymInt& blocks, const SymInt& block, const PlaceArguments& place) {
   const Tensor starts = (count(blocks, key) * block).view_symint({1, 1, blocks, 1});
@@ -225,18 +184,17 @@ Tensor keys_of_blocks(const Tensor& key, const SymInt& blocks, const SymInt& blo
 
 // Scores of the blocks for each query head, [B, Hq, L, blocks].
 Tensor score_blocks(const Tensor& query, const Tensor& key, const SymInt& blocks, const SymInt& block,
-                    c10::string_view scorer, const PlaceArguments& place) {
-  const auto wide = wide_of(query);
-  const Tensor q = query.detach().to(wide), k = key.detach().to(wide);
+                    c10::string_view scorer, const PlaceArguments& place, const std::optional<Tensor>& block_sums) {
   if (scorer == "mean") {
-    const Tensor means = sum_blocks(k, blocks, block, place) / keys_of_blocks(key, blocks, block, place).clamp_min(1);
-    return products_of(q, means);
+    const Tensor sums =
+        block_sums ? block_sums->narrow_symint(2, 0, blocks) : sum_blocks(key.detach(), blocks, block, place.kv_lens);
+    return key_products(query.to(wide_of(query)), sums / keys_of_blocks(key, blocks, block, place).clamp_min(1));
   }
-  const Tensor products = products_of(q, k);  // [B, Hq, L, Lkv]
-  const Tensor hidden = hide(products, query, place);
-  return at::constant_pad_nd_symint(hidden, {0, blocks * block - key.sym_size(2)}, -kInf)
-      .unflatten_symint(3, {blocks, block})
-      .amax(-1);
+  const Tensor hidden = hide(key_products(query, key), query, place);  // [B, Hq, L, Lkv]
+  const SymInt keys = key.sym_size(2), whole = keys / block;
+  const Tensor front = hidden.narrow_symint(3, 0, whole * block).unflatten_symint(3, {whole, block}).amax(-1);
+  if (whole == blocks) return front;
+  return at::cat({front, hidden.narrow_symint(3, whole * block, keys - whole * block).amax(-1, /*keepdim=*/true)}, -1);
 }
 
 void check_block_numbers(const SymInt& block, const SymInt& top_blocks, const SymInt& local_blocks,
@@ -252,21 +210,34 @@ void check_block_numbers(const SymInt& block, const SymInt& top_blocks, const Sy
       "least 1, or take 'max'");
 }
 
+void check_block_sums(const Tensor& sums, const Tensor& key, const SymInt& blocks, c10::string_view scorer) {
+  ATTNPACK_CHECK(scorer == "mean", "block_sums: got some for scorer '", scorer,
+                 "', which reads the keys; leave it out");
+  ATTNPACK_CHECK(sums.dim() == 4 && sums.scalar_type() == wide_of(key) && sums.device() == key.device() &&
+                     sums.sym_size(0) == key.sym_size(0) && sums.sym_size(1) == key.sym_size(1) &&
+                     sums.sym_size(2) >= blocks && sums.sym_size(3) == key.sym_size(3),
+                 "block_sums has shape ", sums.sym_sizes(), " and dtype ", sums.scalar_type(), " on ", sums.device(),
+                 ", wants ", wide_of(key), " [", key.sym_size(0), ", ", key.sym_size(1), ", at least ", blocks, ", ",
+                 key.sym_size(3), "] on ", key.device());
+}
+
 Tensor select_blocks_composite(const Tensor& query, const Tensor& key, SymInt block, SymInt top_blocks,
-                               SymInt local_blocks, c10::string_view scorer, const PlaceArguments& place) {
+                               SymInt local_blocks, c10::string_view scorer, const PlaceArguments& place,
+                               const std::optional<Tensor>& block_sums) {
   check_query_and_key(query, key, place);
   ATTNPACK_CHECK(query.sym_size(1) % key.sym_size(1) == 0, "key has ", key.sym_size(1),
                  " heads, wants a number that divides the ", query.sym_size(1), " heads of query");
   check_block_numbers(block, top_blocks, local_blocks, scorer, place.causal);
   const SymInt blocks = (key.sym_size(2) + block - 1) / block;
-  Tensor scores = score_blocks(query, key, blocks, block, scorer, place);
+  if (block_sums) check_block_sums(*block_sums, key, blocks, scorer);
+  Tensor scores = score_blocks(query, key, blocks, block, scorer, place, block_sums);
   const Tensor numbers = count(blocks, key), own = positions_of(query, place).floor_divide(at::Scalar(block));
   const Tensor empty = keys_of_blocks(key, blocks, block, place).transpose(2, 3) == 0;  // [B or 1, 1, 1, blocks]
   const Tensor after = place.causal ? empty.logical_or(numbers > own) : empty;
   // Summed before anything is hidden: -inf of one head would hide the block from the others, which see the same.
   scores = scores.unflatten_symint(1, {key.sym_size(1), query.sym_size(1) / key.sym_size(1)}).sum(2);
   scores = scores.masked_fill((numbers <= own).logical_and(numbers > own - at::Scalar(local_blocks)), kInf);
-  return best(scores.masked_fill(after, -kInf), top_blocks.min(blocks));
+  return best_numbers(scores.masked_fill(after, -kInf), top_blocks.min(blocks));
 }
 
 PlaceArguments place_arguments(const SelectionPlace& place) { return {place.causal, place.q_offsets, place.kv_lens}; }
@@ -296,9 +267,10 @@ void check_blocks(const BlockOptions& o, bool causal) {
   check_block_numbers(o.block, o.top_blocks, o.local_blocks, o.scorer, causal);
 }
 
-Tensor select_blocks(const Tensor& query, const Tensor& key, const BlockOptions& o, const SelectionPlace& place) {
+Tensor select_blocks(const Tensor& query, const Tensor& key, const BlockOptions& o, const SelectionPlace& place,
+                     const std::optional<Tensor>& block_sums) {
   static const DispatchedOp<decltype(select_blocks_composite)> op("attnpack::select_blocks");
-  return op(query, key, o.block, o.top_blocks, o.local_blocks, o.scorer, place_arguments(place));
+  return op(query, key, o.block, o.top_blocks, o.local_blocks, o.scorer, place_arguments(place), block_sums);
 }
 
 }  // namespace attnpack
@@ -318,6 +290,6 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
       from_schema<indexer_loss_composite>);
   m.def(
       "select_blocks(Tensor query, Tensor key, SymInt block, SymInt top_blocks, SymInt local_blocks, str "
-      "scorer, " ATTNPACK_PLACE_SCHEMA ") -> Tensor",
+      "scorer, " ATTNPACK_PLACE_SCHEMA ", Tensor? block_sums=None) -> Tensor",
       from_schema<select_blocks_composite>);
 }

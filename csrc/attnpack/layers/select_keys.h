@@ -61,8 +61,9 @@ struct BlockOptions {
 // its own block, so local_blocks is at least 1 there.
 at::Tensor select_blocks(const at::Tensor& query,  // [B, Hq, L, D]
                          const at::Tensor& key,    // [B, Hkv, Lkv, D]
-                         const BlockOptions& options,
-                         const SelectionPlace& place = {});  // -> [B, Hkv, L, min(top_blocks, blocks)]
+                         const BlockOptions& options, const SelectionPlace& place = {},
+                         const std::optional<at::Tensor>& block_sums =
+                             std::nullopt);  // [B, Hkv, blocks or more, D] -> [B, Hkv, L, min(top_blocks, blocks)]
 
 // Checks that the options choose blocks. `causal` is that of the queries.
 void check_blocks(const BlockOptions& options, bool causal);

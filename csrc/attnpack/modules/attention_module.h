@@ -39,6 +39,9 @@ struct AttentionInputs {
   TORCH_ARG(std::shared_ptr<KVCache>, kv_from);
   // SparseAttention alone: a LatentCache for the keys of its indexer, beside cache.
   TORCH_ARG(std::shared_ptr<KVCache>, index_cache);
+  // MultiHeadLatentAttention alone: the numbers of the keys that each query may attend, [B, 1, L, n], as in the
+  // operator.
+  TORCH_ARG(std::optional<at::Tensor>, key_index);
 
  public:
   template <typename Self, typename Visit>
@@ -52,6 +55,7 @@ struct AttentionInputs {
     visit("kv_lens", self.kv_lens_);
     visit("kv_from", self.kv_from_);
     visit("index_cache", self.index_cache_);
+    visit("key_index", self.key_index_);
   }
 };
 

@@ -248,8 +248,10 @@ struct SparseAttentionOptions {
 };
 
 // Grouped-query attention in which a query reads the keys that a selector names, and no others (layers/select_keys.h).
-// An indexer (index_q_proj, index_k_proj, index_k_norm, index_weights_proj) has keys of its own. With a cache they lie
-// in a LatentCache, AttentionInputs::index_cache.
+// An indexer (index_q_proj, index_k_proj, index_k_norm, index_weights_proj) has keys of its own. A SparseCache holds
+// them too; beside another cache they lie in a LatentCache, AttentionInputs::index_cache. With "mean" a SparseCache
+// keeps the sums of blocks, so that a step reads these and the keys of the chosen blocks; of another cache it reads all
+// keys.
 class SparseAttentionImpl : public LeafModule<SparseAttentionImpl>, public AttentionModule {
  public:
   SparseAttentionImpl(int64_t embed_dim, int64_t num_heads, int64_t num_kv_heads, int64_t top_k)
@@ -266,6 +268,7 @@ class SparseAttentionImpl : public LeafModule<SparseAttentionImpl>, public Atten
   at::Tensor indexer_loss(const at::Tensor& x, bool sparse = false, const AttentionInputs& inputs = {});
   int64_t embed_dim() const override { return options.embed_dim(); }
   bool rotates() const override { return !rope.is_empty(); }
+  std::shared_ptr<KVCache> new_cache() const override;
   const Factory& factory() const override { return options.factory(); }
 
   void reset() override;
@@ -287,8 +290,9 @@ class SparseAttentionImpl : public LeafModule<SparseAttentionImpl>, public Atten
   std::tuple<at::Tensor, at::Tensor, at::Tensor> heads(const at::Tensor& x);
   IndexerTokens indexer(const at::Tensor& x);
   AttendOptions settings(const AttentionInputs& inputs) const;
-  // Lets the indexer name keys in the settings, unless it names all. Its keys go into index_cache, if there is one.
-  void name_keys(const at::Tensor& x, const std::shared_ptr<KVCache>& index_cache, AttendOptions& settings);
+  bool keeps_sums() const;  // of the keys of blocks, in a SparseCache: of keys that are stored as they are read
+  // Lets the indexer name keys in the settings, unless it names all. Its keys go into the caches, if there are any.
+  void name_keys(const at::Tensor& x, const AttentionInputs& of_call, AttendOptions& settings);
   // call(q, k, v, settings) with both caches.
   template <typename Call>
   auto run(const at::Tensor& x, const AttentionInputs& inputs, const Call& call);

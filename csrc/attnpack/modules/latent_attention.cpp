@@ -91,7 +91,10 @@ MultiHeadLatentAttentionImpl::Projected MultiHeadLatentAttentionImpl::heads(cons
 }
 
 LatentAttendOptions MultiHeadLatentAttentionImpl::settings(const AttentionInputs& inputs) const {
-  LatentAttendOptions result{layer_inputs(inputs, options.causal())};
+  auto others = inputs;
+  others.key_index(std::nullopt);
+  LatentAttendOptions result{layer_inputs(others, options.causal())};
+  result.key_index = inputs.key_index();
   result.dropout_p = is_training() ? options.dropout() : 0.0;
   result.scale = softmax_scale();
   if (rope) result.rope = rope->settings;

@@ -2,6 +2,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <attnpack/cache/latent_cache.h>
+#include <attnpack/cache/sparse_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
@@ -47,8 +48,13 @@ void check_inputs(const AttentionInputs& inputs, bool indexes) {
   ATTNPACK_CHECK(indexes || !index,
                  "index_cache: got one, but a selector of blocks has no keys of its own; leave it out");
   if (!indexes) return;
+  if (std::dynamic_pointer_cast<SparseCache>(cache)) {
+    ATTNPACK_CHECK(!index, "index_cache: got one beside a SparseCache, which holds the indexer's keys; leave it out");
+    return;
+  }
   ATTNPACK_CHECK(bool(cache) == bool(index), "index_cache: got ", index ? "one without cache" : "none beside cache",
-                 ", want both or none: the indexer's keys lie in a LatentCache of their own");
+                 ", want both or none: the indexer's keys lie in a LatentCache of their own, or with the others in a "
+                 "SparseCache");
   ATTNPACK_CHECK(!index || std::dynamic_pointer_cast<LatentCache>(index),
                  "index_cache: got a cache of keys and values, want a LatentCache for the indexer's keys");
   ATTNPACK_CHECK(!index || index->sym_len() == cache->sym_len(), "index_cache: holds ", index ? index->sym_len() : 0,
@@ -105,16 +111,15 @@ AttendOptions SparseAttentionImpl::settings(const AttentionInputs& inputs) const
   return r;
 }
 
-void SparseAttentionImpl::name_keys(const at::Tensor& x, const std::shared_ptr<KVCache>& index_cache,
-                                    AttendOptions& settings) {
+void SparseAttentionImpl::name_keys(const at::Tensor& x, const AttentionInputs& of_call, AttendOptions& settings) {
   const at::NoGradGuard no_grad;
   const auto tokens = indexer(x);
   LayerInputs inputs = settings;
-  auto keys = x.sym_size(1);
-  if (index_cache) {
-    inputs.cache = index_cache->reserve_latents(tokens.key, *options.index_head_dim());
-    keys = inputs.cache->key.sym_size(2);
-  }
+  const auto index_cache = of_call.index_cache();
+  const auto sparse = std::dynamic_pointer_cast<SparseCache>(of_call.cache());
+  if (index_cache) inputs.cache = index_cache->reserve_latents(tokens.key, *options.index_head_dim());
+  if (sparse) inputs.cache = sparse->reserve_index(tokens.key);
+  const auto keys = inputs.cache ? inputs.cache->key.sym_size(2) : x.sym_size(1);
   const auto named = index_keys(tokens, *options.top_k(), *options.num_local(), inputs);
   if (index_cache) index_cache->commit(x.sym_size(1), inputs.kv_lens);
   if (named.sym_size(3) < keys) settings.key_index = named;
@@ -124,11 +129,14 @@ template <typename Call>
 auto SparseAttentionImpl::run(const at::Tensor& x, const AttentionInputs& inputs, const Call& call) {
   check_input("x", x, options.embed_dim(), q_proj->weight);
   check_inputs(inputs, indexes());
+  const auto sparse = std::dynamic_pointer_cast<SparseCache>(inputs.cache());
   std::vector<std::shared_ptr<KVCache>> caches;
   if (inputs.index_cache()) caches.push_back(inputs.index_cache());
+  if (sparse) caches.push_back(sparse);
   return all_or_none(caches, [&] {
     auto options_of_call = settings(inputs);
-    if (indexes()) name_keys(x, inputs.index_cache(), options_of_call);
+    if (indexes()) name_keys(x, inputs, options_of_call);
+    if (sparse && keeps_sums()) sparse->keep_sums(*options.key_block(), x.sym_size(1));
     const auto [q, k, v] = heads(x);
     return with_cache(inputs.cache(), k, v, options_of_call,
                       [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return call(q, k, v, o); });
@@ -170,11 +178,17 @@ at::Tensor SparseAttentionImpl::indexer_loss(const at::Tensor& x, bool sparse, c
   at::Tensor probabilities;
   {
     const at::NoGradGuard no_grad;
-    if (sparse) name_keys(x, nullptr, of_call);
+    if (sparse) name_keys(x, {}, of_call);
     const auto [q, k, v] = heads(x);
     probabilities = std::get<1>(attend_with_weights(q, k, v, of_call));
   }
   return attnpack::indexer_loss(indexer(x.detach()), probabilities, of_call.key_index, of_call);
+}
+
+std::shared_ptr<KVCache> SparseAttentionImpl::new_cache() const { return std::make_shared<SparseCache>(); }
+
+bool SparseAttentionImpl::keeps_sums() const {
+  return options.selector() == "mean" && !(rope && rope->settings.raw_keys);
 }
 
 void SparseAttentionImpl::pretty_print(std::ostream& stream) const {

@@ -24,6 +24,9 @@ struct CacheTensors {
   std::optional<at::Tensor> exact_value = std::nullopt;  // [B, Hkv, slots, Dv], written
   // Of a cache in pages, [B, max_pages] int32 (ops/kv_cache_paged.h); key and value are pools then.
   std::optional<at::Tensor> block_table = std::nullopt;
+  // Of a SparseCache: the sums of each block of keys, [B, Hkv, blocks, D] in fp32 at least. A call that chooses blocks
+  // by their mean brings them up to date.
+  std::optional<at::Tensor> block_sums = std::nullopt;
 };
 
 // The number of positions of the longest sequence; 0 if there is no sequence. It reads lengths: for a tensor on another

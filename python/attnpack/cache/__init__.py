@@ -6,6 +6,7 @@ from .latent_cache import LatentCache
 from .paged_cache import PagedCache
 from .quantized_cache import QuantizedCache
 from .sliding_window_cache import SlidingWindowCache
+from .sparse_cache import SparseCache
 
 __all__ = [
     "CrossCache",
@@ -16,6 +17,7 @@ __all__ = [
     "QuantizedCache",
     "PagedCache",
     "SlidingWindowCache",
+    "SparseCache",
     "StaticCache",
     "check_kind",
     "unchanged_on_error",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import nested, ops, varlen
 from .._C import checks, linear_layers
-from ..cache import CrossCache, KVCache, check_kind, unchanged_on_error
+from ..cache import CrossCache, DynamicCache, KVCache, check_kind, unchanged_on_error
 from ..errors import check_input, check_inputs, check_positions, reject_keywords, wrong_kind
 from ..layer_ops import attend_shared, gate_heads
 from .linear import project, project_all
@@ -34,6 +34,10 @@ class NativeAttention(NativeModule):
     scale: float | None = None
     head_map: tuple[int, ...] | None = None
     rope: RotaryEmbedding | None
+
+    def new_cache(self) -> KVCache:
+        """An empty cache that grows, of the kind that forward fills."""
+        return DynamicCache()
 
     def _attend(
         self,

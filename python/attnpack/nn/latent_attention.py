@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import _C, cpp, nested, ops, varlen
 from .._C import checks
-from ..cache import KVCache, check_kind, unchanged_on_error
+from ..cache import KVCache, LatentCache, check_kind, unchanged_on_error
 from ..errors import check_inputs, reject_keywords
 from .attention_base import NativeAttention, packed_inputs, split_heads
 from .linear import low_rank, plain_weight, project
@@ -131,6 +131,7 @@ class MultiHeadLatentAttention(NativeAttention):
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
         kv_from: KVCache | None = None,
+        key_index: Tensor | None = None,
         need_weights: bool = False,
         **unknown: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -141,6 +142,9 @@ class MultiHeadLatentAttention(NativeAttention):
             context: [B, Lkv, embed_dim], the source of the latents; RoPE rotates its keys at 0..Lkv-1.
             value_context: refused: one latent gives keys and values.
             kv_from: refused.
+            key_index: int32 or int64 [B, 1, L, n], the numbers of the keys that each query may attend, as in
+                `attention`; with a cache they are positions of the cache (DeepSeek-V3.2). Latents that no query names
+                are not read in decoding.
             cache: a LatentCache, or a QuantizedCache(8). A DynamicCache or StaticCache(batch, 1, max_len, C + R,
                 v_head_dim=0) can hold latents as its keys.
 
@@ -150,7 +154,7 @@ class MultiHeadLatentAttention(NativeAttention):
         if kv_from is not None:
             checks.no_kv_from("MultiHeadLatentAttention", True)
         if nested.is_nested(x):
-            nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, need_weights=need_weights)
+            nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, key_index=key_index, need_weights=need_weights)
             own = self.causal and context is None
             return self._forward_nested(x, context, value_context, positions, own if causal is None else causal)
         self._check(x, context, value_context, cache)
@@ -160,6 +164,11 @@ class MultiHeadLatentAttention(NativeAttention):
             check_mask_share(self, mask, query.size(1))
             over = spread(cache)
             if over is not None:
+                if key_index is not None:
+                    raise ValueError(
+                        "attnpack: key_index: got some for a call that is spread over processes, which knows none; leave "
+                        "it out"
+                    )
                 inputs = {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights, "positions": positions}
                 inputs |= {"cross": context is not None, "mask": mask}
                 inputs["causal"] = (self.causal and context is None) if causal is None else causal
@@ -174,6 +183,7 @@ class MultiHeadLatentAttention(NativeAttention):
                 "kv_lens": kv_lens,
                 "dropout_p": self.dropout if self.training else 0.0,
                 "scale": self.softmax_scale,
+                "key_index": key_index,
             }
             weight = None if self.folded else plain_weight(self.kv_b_proj)
             if self.folded or weight is not None:
@@ -185,6 +195,9 @@ class MultiHeadLatentAttention(NativeAttention):
             if cache is not None:
                 cache.commit(x.size(1), kv_lens)
             return self._outputs(result, need_weights, x)
+
+    def new_cache(self) -> LatentCache:
+        return LatentCache()
 
     def project(
         self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
@@ -320,6 +333,7 @@ class MultiHeadLatentAttention(NativeAttention):
             latents = latents[:, :, : int(lens.max())]
         key, value = self._expand(latents, query.size(1))
         scores = {"causal": settings["causal"], "q_offset": past, "kv_lens": lens, "scale": settings["scale"]}
+        scores["key_index"] = settings["key_index"]
         out = ops.attention(query, key, value, settings["mask"], dropout_p=settings["dropout_p"], **scores)
         joined = out.transpose(1, 2).flatten(2)
         if not need_weights:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import cpp, nested, ops
-from ..cache import CrossCache, KVCache, LatentCache, check_kind, unchanged_on_error
+from ..cache import CrossCache, KVCache, LatentCache, SparseCache, check_kind, unchanged_on_error
 from ..errors import check_input, reject_keywords
 from ..layer_ops import index_keys, indexer_loss
 from .attention_base import ContextAttention, split_heads
@@ -110,9 +110,11 @@ class SparseAttention(ContextAttention):
             mask: as in GroupedQueryAttention. The selector does not see it: a key that it excludes may be named, and is
                 not attended.
             causal: default the module's own setting.
-            cache: the call first appends the new keys and values. A SlidingWindowCache, a QuantizedCache and a
-                CrossCache are refused. Of a PagedCache each call copies the pages.
-            index_cache: a LatentCache beside cache for the indexer's keys, index_head_dim numbers per position.
+            cache: the call first appends the new keys and values. A SparseCache holds what the selector needs too, so
+                that a step does not read all keys to choose among them (but for "max"). A SlidingWindowCache, a
+                QuantizedCache and a CrossCache are refused. Of a PagedCache each call copies the pages.
+            index_cache: a LatentCache for the indexer's keys beside a cache that is no SparseCache, index_head_dim
+                numbers per position.
             positions: int64 [L] or [B, L], for RoPE only; default the positions after the cached ones, or 0..L-1.
             kv_lens: [B], the number of valid new tokens of each sequence.
             need_weights: also return the probabilities before dropout, 0 for keys that are not named.
@@ -128,13 +130,19 @@ class SparseAttention(ContextAttention):
         self._check_call(x, cache, index_cache)
         causal = self.causal if causal is None else causal
         place = {"positions": positions, "causal": causal, "kv_lens": kv_lens}
-        with unchanged_on_error(index_cache):
-            key_index = self._named(x, index_cache, place) if self._indexes else None
+        held = cache if isinstance(cache, SparseCache) else None
+        with unchanged_on_error(index_cache), unchanged_on_error(held):
+            key_index = self._named(x, held or index_cache, place) if self._indexes else None
             query, key, value = self._heads(x, None, None)
+            if held is not None and self._keeps_sums:
+                held.keep_sums(self.key_block, x.size(1))
             inputs = {"positions": positions, "cross": False, "mask": mask, "causal": causal}
             return self._attend(
                 x, query, key, value, cache, kv_lens, need_weights, **inputs, **self._selection(key_index)
             )
+
+    def new_cache(self) -> SparseCache:
+        return SparseCache()
 
     def indexer_loss(
         self,
@@ -187,6 +195,11 @@ class SparseAttention(ContextAttention):
         return self.selector == "indexer"
 
     @property
+    def _keeps_sums(self) -> bool:
+        """Whether a SparseCache keeps the sums of blocks: of keys that are stored as they are read."""
+        return self.selector == "mean" and not (self.rope is not None and self.rope.settings.raw_keys)
+
+    @property
     def _rope_settings(self) -> Any:
         return None if self.rope is None else self.rope.settings
 
@@ -204,15 +217,18 @@ class SparseAttention(ContextAttention):
         return query, key, project(self.index_weights_proj, x)
 
     @torch.no_grad()
-    def _named(self, x: Tensor, index_cache: LatentCache | None, place: dict[str, Any]) -> Tensor | None:
-        """The keys that the indexer names, None for all. Its keys go into index_cache, if there is one."""
+    def _named(self, x: Tensor, held: LatentCache | SparseCache | None, place: dict[str, Any]) -> Tensor | None:
+        """The keys that the indexer names, None for all. Its keys go into the cache `held`, if there is one."""
         query, key, weights = self._indexer(x)
-        room = None if index_cache is None else index_cache.reserve_latents(key, self.index_head_dim)
+        if isinstance(held, SparseCache):
+            room = held.reserve_index(key)
+        else:
+            room = None if held is None else held.reserve_latents(key, self.index_head_dim)
         named = index_keys(
             query, key, weights, self.top_k, self.num_local, cache=room, rope=self._rope_settings, **place
         )
-        if index_cache is not None:
-            index_cache.commit(x.size(1), place["kv_lens"])
+        if isinstance(held, LatentCache):
+            held.commit(x.size(1), place["kv_lens"])
         keys = x.size(1) if room is None else room[0].size(2)
         # A graph is to hold for other lengths too.
         return named if torch.compiler.is_compiling() or named.size(3) < keys else None
@@ -234,10 +250,17 @@ class SparseAttention(ContextAttention):
             if index_cache is not None:
                 self._refuse("index_cache", "got one, but a selector of blocks has no keys of its own; leave it out")
             return
+        if isinstance(cache, SparseCache):
+            if index_cache is not None:
+                words = "got one beside a SparseCache, which holds the indexer's keys; leave it out"
+                self._refuse("index_cache", words)
+            return
         if (cache is None) != (index_cache is None):
             got = "none beside cache" if index_cache is None else "one without cache"
             self._refuse(
-                "index_cache", f"got {got}, want both or none: the indexer's keys lie in a LatentCache of their own"
+                "index_cache",
+                f"got {got}, want both or none: the indexer's keys lie in a LatentCache of their own, or with the "
+                "others in a SparseCache",
             )
         check_kind(index_cache, LatentCache, "SparseAttention", "a LatentCache()", name="index_cache")
         if index_cache is not None and len(index_cache) != len(cache):

@@ -233,6 +233,10 @@ class Decoder(_Stack):
                 h = layer(h, context, cache=None if cache is None else cache.layers[i], **inputs)
             return self._finish(h)
 
+    def new_cache(self) -> ModelCache:
+        """An empty cache that grows, of the kind that each layer's self-attention fills."""
+        return ModelCache([layer.self_attn.new_cache() for layer in self.layers])
+
 
 class EncoderDecoder(NativeModule):
     """The encoder reads the source; the decoder reads the target, with the output of the encoder as its context.

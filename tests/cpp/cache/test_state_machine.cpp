@@ -27,6 +27,7 @@ struct Kind {
   std::optional<int64_t> allocated;  // the most positions that take memory between calls
   int64_t bits = 0;                  // of quantised rows; 0: rows as they are
   bool paged = false;                // stores the positions that sequences hold, and shared ones once
+  int64_t sums = 0;                  // of blocks of so many keys, kept beside them
 };
 
 const Kind kKinds[] = {
@@ -65,6 +66,15 @@ const Kind kKinds[] = {
      850 * 16,
      0,
      true},
+    {"sparse, sums",
+     [] { return std::make_shared<SparseCache>(); },
+     {-1, -1},
+     0,
+     std::nullopt,
+     std::nullopt,
+     0,
+     false,
+     8},
 };
 
 struct Rows {
@@ -114,7 +124,7 @@ class Machine {
       REQUIRE(cache_->nbytes() <= position / kBatch * (length(0) + length(1) + length(2)));
       REQUIRE(cache_->nbytes() >= position / kBatch * shown);
     } else {
-      REQUIRE(cache_->nbytes() == position * kind_.room.value_or(shown));
+      REQUIRE(cache_->nbytes() == position * kind_.room.value_or(shown) + check_sums(shown));
     }
     REQUIRE(cache_->nbytes() <= cache_->nbytes_allocated());
     if (kind_.allocated) REQUIRE(cache_->nbytes_allocated() <= position * *kind_.allocated);
@@ -127,6 +137,18 @@ class Machine {
     if (!kind_.bits) return at::equal(shown, rows);
     const auto back = dequantize_rows(quantize_rows(rows, kind_.bits), kind_.bits, rows.size(-1), at::kFloat);
     return ((shown == rows).all(-1)).logical_or((shown == back).all(-1)).all().item<bool>();
+  }
+  // The sums of whole blocks are right. Returns the bytes of all.
+  int64_t check_sums(int64_t shown) const {
+    if (kind_.sums == 0) return 0;
+    const auto sums = std::dynamic_pointer_cast<SparseCache>(cache_)->index();
+    for (int64_t b = 0; b < kBatch; ++b) {
+      const auto whole = length(b) / kind_.sums;
+      const auto keys = rows_[b].keys.narrow(1, 0, whole * kind_.sums).unflatten(1, {whole, kind_.sums});
+      REQUIRE(at::equal(sums[b].narrow(1, 0, whole), keys.sum(2)));
+    }
+    REQUIRE(sums.size(2) == (shown + kind_.sums - 1) / kind_.sums);
+    return sums.numel() * 4;
   }
   int64_t length(int64_t b) const { return rows_[b].keys.size(1); }
   int64_t longest() const { return std::max({length(0), length(1), length(2)}); }
@@ -145,10 +167,12 @@ class Machine {
   void write(const Tensor& key, const Tensor& value, const std::optional<Tensor>& new_lens) {
     all_or_none(std::vector{cache_}, [&] {
       AttendOptions options;
+      if (kind_.sums) std::dynamic_pointer_cast<SparseCache>(cache_)->keep_sums(kind_.sums, key.size(2));
       options.cache = cache_->reserve_valid(key, value, new_lens);
       options.causal = true;
       options.window = kind_.window;
       options.kv_lens = new_lens;
+      if (kind_.sums) options.blocks = {kind_.sums, /*top_blocks=*/1000, /*local_blocks=*/1, "mean"};
       attend(torch::zeros_like(key), key, value, options);
       cache_->commit(key.size(2), new_lens);
       return 0;

@@ -47,6 +47,46 @@ TEST_CASE("sparse attention by tokens is that of the whole sequence") {
   }
 }
 
+TEST_CASE("a decoder of sparse attention by tokens is that of the whole sequence") {
+  torch::manual_seed(0);
+  torch::NoGradGuard no_grad;
+  const auto x = torch::randn({2, 19, 24});
+  for (const std::string selector : {"indexer", "mean", "max"}) {
+    auto made = options(3).selector(selector);
+    if (selector != "indexer") made.key_block(2);
+    std::vector<DecoderBlock> layers;
+    for (int i = 0; i < 2; ++i) layers.emplace_back(SparseAttention(made), FeedForward(24, 48));
+    Decoder decoder(DecoderOptions(layers));
+    const auto whole = decoder->forward(x);
+    const auto cache = decoder->new_cache();
+    std::vector<at::Tensor> parts;
+    for (const auto& token : x.split(1, 1)) parts.push_back(decoder->forward(token, DecoderInputs().cache(cache)));
+    REQUIRE(close(at::cat(parts, 1), whole));
+    const auto held = std::dynamic_pointer_cast<SparseCache>(cache->layers()[1]);
+    REQUIRE(held->index().defined() == (selector != "max"));
+    REQUIRE(held->block() == (selector == "mean" ? 2 : 0));
+  }
+}
+
+TEST_CASE("latent attention over named keys") {
+  torch::manual_seed(0);
+  torch::NoGradGuard no_grad;
+  const auto x = torch::randn({2, 7, 24});
+  MultiHeadLatentAttention layer(MultiHeadLatentAttentionOptions(24, 3)
+                                     .kv_lora_rank(12)
+                                     .qk_nope_head_dim(6)
+                                     .qk_rope_head_dim(4)
+                                     .v_head_dim(5)
+                                     .causal(true));
+  const auto index = torch::randint(0, 7, {2, 1, 7, 3});
+  const auto mask = torch::zeros({2, 1, 7, 7}, at::kBool).scatter(3, index, true);
+  const auto out = layer->forward(x, AttentionInputs().key_index(index));
+  REQUIRE(close(out, layer->forward(x, AttentionInputs().mask(mask))));
+  GroupedQueryAttention grouped(24, 4, 2);
+  REQUIRE(complains("key_index: got some, but of the modules MultiHeadLatentAttention alone",
+                    [&] { grouped->forward(x, AttentionInputs().key_index(index)); }));
+}
+
 TEST_CASE("sparse attention over all keys is grouped-query attention") {
   torch::manual_seed(0);
   torch::NoGradGuard no_grad;

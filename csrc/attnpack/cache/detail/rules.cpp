@@ -8,6 +8,7 @@
 #include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/quantized_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
+#include <attnpack/cache/sparse_cache.h>
 #include <attnpack/cache/static_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/ops/detail/schema.h>
@@ -35,6 +36,7 @@ Room with_state(const KVCache& cache, const CacheTensors& room) {
   if (room.dropped) tensors.push_back(*room.dropped);
   if (room.exact_key) tensors.insert(tensors.end(), {*room.exact_key, *room.exact_value});
   if (room.block_table) tensors.push_back(*room.block_table);
+  if (room.block_sums) tensors.push_back(*room.block_sums);
   return std::tuple_cat(state_of(cache), std::make_tuple(std::move(tensors)));
 }
 
@@ -45,6 +47,7 @@ std::shared_ptr<KVCache> HeldCache::make() const {
   std::shared_ptr<KVCache> cache;
   if (kind == "DynamicCache") cache = std::make_shared<DynamicCache>();
   if (kind == "LatentCache") cache = std::make_shared<LatentCache>();
+  if (kind == "SparseCache") cache = std::make_shared<SparseCache>();
   if (kind == "CrossCache") cache = std::make_shared<CrossCache>();
   if (kind == "StaticCache") cache = std::make_shared<StaticCache>(CacheTensors());
   if (kind == "SlidingWindowCache") {
@@ -58,11 +61,24 @@ std::shared_ptr<KVCache> HeldCache::make() const {
   }
   if (kind == "PagedCache") return std::make_shared<PagedCache>(CacheState{tensors.vec(), numbers.vec()});
   ATTNPACK_CHECK(cache, "kind: got ", kind, ", want a class of caches");
-  ATTNPACK_CHECK(tensors.size() >= 3 || (kind != "StaticCache" && tensors.size() < 2), "tensors: got ", tensors.size(),
-                 ", want lengths, key and value, or lengths alone for a cache that grows");
+  const bool index_first = kind == "SparseCache" && tensors.size() == 2;
+  ATTNPACK_CHECK(tensors.size() >= 3 || (kind != "StaticCache" && tensors.size() < 2) || index_first, "tensors: got ",
+                 tensors.size(), ", want lengths, key and value, or lengths alone for a cache that grows");
   if (!tensors.empty()) cache->restore({tensors.vec(), numbers.vec()});
   return cache;
 }
+
+namespace {
+
+// The cache of a rule that only the class Cache has.
+template <typename Cache>
+std::shared_ptr<Cache> made_as(const HeldCache& held, const char* name) {
+  auto cache = std::dynamic_pointer_cast<Cache>(held.make());
+  ATTNPACK_CHECK(cache, "kind: got ", held.kind, ", want a ", name);
+  return cache;
+}
+
+}  // namespace
 
 Room cache_reserve(const HeldCache& held, const Tensor& key, const Tensor& value,
                    const std::optional<Tensor>& new_lens) {
@@ -75,6 +91,18 @@ Room cache_reserve_latents(const HeldCache& held, const Tensor& latents, int64_t
   const auto cache = held.make();
   const auto room = cache->reserve_latents(latents, kv_lora_rank);
   return with_state(*cache, room);
+}
+
+Room cache_reserve_index(const HeldCache& held, const Tensor& key) {
+  const auto cache = made_as<SparseCache>(held, "SparseCache");
+  const auto room = cache->reserve_index(key);
+  return with_state(*cache, room);
+}
+
+Changed cache_keep_sums(const HeldCache& held, int64_t block, SymInt new_len) {
+  const auto cache = made_as<SparseCache>(held, "SparseCache");
+  cache->keep_sums(block, new_len);
+  return state_of(*cache);
 }
 
 Changed cache_commit(const HeldCache& held, SymInt new_len, const std::optional<Tensor>& new_lens) {
@@ -92,18 +120,6 @@ Changed cache_crop(const HeldCache& held, SymInt n) {
 Changed cache_reorder(const HeldCache& held, const Tensor& index) {
   return changed(held, [&](KVCache& cache) { cache.reorder(index); });
 }
-
-namespace {
-
-// The cache of a rule that only the class Cache has.
-template <typename Cache>
-std::shared_ptr<Cache> made_as(const HeldCache& held, const char* name) {
-  auto cache = std::dynamic_pointer_cast<Cache>(held.make());
-  ATTNPACK_CHECK(cache, "kind: got ", held.kind, ", want a ", name);
-  return cache;
-}
-
-}  // namespace
 
 Changed cache_store(const HeldCache& held, const Tensor& key, const Tensor& value,
                     const std::optional<Tensor>& kv_lens) {
@@ -202,6 +218,10 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
         from_schema<cache_reserve>);
   m.def("cache_reserve_latents" ATTNPACK_STATE ", Tensor latents, int kv_lora_rank" ATTNPACK_CHANGED ", Tensor(a!)[])",
         from_schema<cache_reserve_latents>);
+  m.def("cache_reserve_index" ATTNPACK_STATE ", Tensor key" ATTNPACK_CHANGED ", Tensor(a!)[])",
+        from_schema<cache_reserve_index>);
+  m.def("cache_keep_sums" ATTNPACK_STATE ", int block, SymInt new_len" ATTNPACK_CHANGED ")",
+        from_schema<cache_keep_sums>);
   m.def("cache_commit" ATTNPACK_STATE ", SymInt new_len, Tensor? new_lens" ATTNPACK_CHANGED ")",
         from_schema<cache_commit>);
   m.def("cache_reset" ATTNPACK_STATE ATTNPACK_CHANGED ")", from_schema<cache_reset>);

@@ -50,6 +50,10 @@ Tensors cache_views(const HeldCache& held);
 Tensors cache_shared(const HeldCache& held, const at::Tensor& x, const std::optional<at::Tensor>& new_lens,
                      int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim);
 
+// Of a SparseCache.
+Room cache_reserve_index(const HeldCache& held, const at::Tensor& key);
+Changed cache_keep_sums(const HeldCache& held, int64_t block, c10::SymInt new_len);
+
 // Of a PagedCache.
 Changed cache_fork(const HeldCache& held, const at::Tensor& index);
 Changed cache_release(const HeldCache& held, const at::Tensor& rows);

@@ -51,16 +51,17 @@ struct CacheArguments {
   int64_t window = -1;
   int64_t keep_first = 0;
   int64_t bits = 0;
-  std::optional<Tensor> exact_key = {}, exact_value = {}, block_table = {};
+  std::optional<Tensor> exact_key = {}, exact_value = {}, block_table = {}, block_sums = {};
 
   auto members() const {
-    return std::tie(key, value, lengths, dropped, window, keep_first, bits, exact_key, exact_value, block_table);
+    return std::tie(key, value, lengths, dropped, window, keep_first, bits, exact_key, exact_value, block_table,
+                    block_sums);
   }
 };
 #define ATTNPACK_CACHE_SCHEMA                                                                                        \
   "Tensor(a!)? cache_key, Tensor(b!)? cache_value, Tensor(c!)? cache_lengths, Tensor? cache_dropped, int "           \
   "cache_window, int cache_keep_first, int cache_bits, Tensor(d!)? cache_exact_key, Tensor(e!)? cache_exact_value, " \
-  "Tensor? cache_block_table"
+  "Tensor? cache_block_table, Tensor(f!)? cache_block_sums"
 
 struct LatentCacheArguments {
   std::optional<Tensor> latents = {}, lengths = {};

@@ -144,6 +144,12 @@ void check_no_index_cache(bool index_cache) {
                  "leave it out");
 }
 
+void check_no_key_index(bool key_index) {
+  ATTNPACK_CHECK(!key_index,
+                 "key_index: got some, but of the modules MultiHeadLatentAttention alone takes them; leave ",
+                 "it out, or call attnpack::attention");
+}
+
 void check_no_kv_from(const char* module, bool kv_from) {
   ATTNPACK_CHECK(!kv_from, "kv_from: got a cache, but ", module, " reads no other layer's; leave it out");
 }

@@ -59,6 +59,9 @@ void check_no_kv_from(const char* module, bool kv_from);
 // Refuses index_cache for a module without an indexer.
 void check_no_index_cache(bool index_cache);
 
+// Refuses key_index for a module other than latent attention.
+void check_no_key_index(bool key_index);
+
 // Checks gate ("head", "element" or none) and the name of its activation.
 void check_gate_options(const std::optional<std::string>& gate, const std::string& activation);
 

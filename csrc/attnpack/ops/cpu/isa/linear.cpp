@@ -29,12 +29,12 @@ template <class Operands, int Rows, class S>
     for (int64_t j = 0; j < count; ++j) s[r * kBlock + j] += part[r * kBlock + j];
 }
 
-template <class S>
+template <class S, class Out>
 void store_outputs(const LinearParams& p, int64_t begin, int64_t count, const float* s) {
   float bias[kBlock];
   for (int64_t j = 0; j < count; ++j) bias[j] = p.bias ? load_one(static_cast<const S*>(p.bias) + begin + j) : 0.0f;
   for (int64_t r = 0; r < p.rows; ++r) {
-    S* out = static_cast<S*>(p.out) + r * p.outputs + begin;
+    Out* out = static_cast<Out*>(p.out) + r * p.outputs + begin;
     for (int64_t j = 0; j < count; ++j) store_one(out + j, s[r * kBlock + j] + bias[j]);
   }
 }
@@ -73,7 +73,7 @@ void compute_outputs(const LinearParams& p, Range outputs, void* scratch) {
           with_rows(some, multiply);
       }
     }
-    store_outputs<S>(p, begin, count, s);
+    p.float_out ? store_outputs<S, float>(p, begin, count, s) : store_outputs<S, S>(p, begin, count, s);
   }
 }
 

@@ -1,0 +1,54 @@
+"""The cache of attention over selected keys."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..ops import CacheTensors
+from .kv_cache import DynamicCache
+
+
+class SparseCache(DynamicCache):
+    """The keys and values of a SparseAttention, and what its selector keeps beside them. It grows as DynamicCache does.
+
+    For the selector "indexer" that is the indexer's key of each position, and for "mean" the sum of each block of
+    keys, so that a decode step reads these, and then the keys that it attends. "max" keeps nothing. A sum counts where
+    its block is whole; the block in which a sequence ends is summed anew in each call.
+
+    The module that fills it first says what it keeps, until `reset()`; another layer is refused. `nbytes` counts the
+    selector's part too.
+
+    Not thread-safe: appends of two threads to one cache may be lost without an error. Give each thread its own.
+    """
+
+    _kind = "SparseCache"
+
+    def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
+        self._tensors, self._numbers, room = self._ask("reserve", key, value, new_lens)
+        return CacheTensors(*room[:3], block_sums=room[3] if len(room) > 3 else None)
+
+    def reserve_index(self, key: Tensor) -> tuple[Tensor, Tensor]:
+        """(keys, lengths) with room for new keys [B, 1, L, D] of an indexer. The next append must bring the keys and
+        values of these positions, and it alone counts them: `lengths` is a copy."""
+        self._tensors, self._numbers, (keys, _, lengths) = self._ask("reserve_index", key)
+        return keys, lengths
+
+    def keep_sums(self, block: int, new_len: int) -> None:
+        """Lets the next append, of new_len positions, bring the sums of blocks of `block` keys up to date: `reserve`
+        gives them as `block_sums`."""
+        self._change("keep_sums", block, new_len)
+
+    @property
+    def index(self) -> Tensor | None:
+        """What the selector keeps, a view: the indexer's keys [B, 1, len, D], or the sums [B, Hkv, blocks, D] of blocks
+        of keys, in fp32 at least; None where it keeps nothing. What stands after the end of a sequence is unspecified,
+        and so is the sum of a block that is not whole."""
+        if len(self._tensors) < 4:
+            return None
+        held = len(self)
+        return self._tensors[3].narrow(2, 0, -(-held // self.block) if self.block else held)
+
+    @property
+    def block(self) -> int:
+        """Keys of a block of the sums; 0: `index` holds an indexer's keys, or nothing."""
+        return self._numbers[1]

@@ -1,0 +1,133 @@
+"""Latent attention over named keys, and DeepSeek-V3.2's attention: an indexer that names the keys of a
+MultiHeadLatentAttention. Compared with a dense mask and with transformers."""
+
+import attnpack
+import pytest
+import torch
+from attnpack.layer_ops import index_keys
+from torch.testing import assert_close
+from transformers import DeepseekV32Config
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as hf
+
+EMBED = 24
+
+
+def make(path="auto", **settings):
+    torch.manual_seed(0)
+    usual = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "causal": True}
+    rope = attnpack.RotaryEmbedding(4, interleaved=True)
+    return attnpack.MultiHeadLatentAttention(
+        EMBED, 3, **usual, rope=rope, path=path, dtype=torch.float64, **settings
+    ).eval()
+
+
+def names_of(batch, rows, keys, count):
+    """[B, 1, L, n]: each row's own key and some of any number, one of them twice, and -1."""
+    own = torch.arange(keys - rows, keys).view(1, 1, rows, 1).expand(batch, 1, rows, 1)
+    others = torch.randint(0, keys, (batch, 1, rows, count))
+    return torch.cat([others, own, others[..., :1], torch.full_like(own, -1)], -1)
+
+
+def as_mask(index, keys):
+    mask = torch.zeros(*index.shape[:3], keys + 1, dtype=torch.bool)
+    return mask.scatter(3, torch.where(index < 0, keys, index), True)[..., :keys]
+
+
+@pytest.mark.parametrize("path", ["auto", "expanded", "absorbed", "folded"])
+@pytest.mark.parametrize("language", ["python", "c++"])
+def test_named_keys_are_a_dense_mask(path, language):
+    module = make().fold() if path == "folded" else make(path)
+    called = module if language == "python" else module.cpp()
+    x = torch.randn(2, 9, EMBED, dtype=torch.float64, requires_grad=True)
+    index = names_of(2, 9, 9, 3)
+    weight = torch.randn(2, 9, EMBED, dtype=torch.float64)
+    wanted, weights = module(x, mask=as_mask(index, 9), need_weights=True)
+    (grad,) = torch.autograd.grad((wanted * weight).sum(), x)
+    out = called.forward(x, key_index=index)
+    assert_close(out, wanted, atol=1e-11, rtol=1e-11)
+    assert_close(torch.autograd.grad((out * weight).sum(), x)[0], grad, atol=1e-10, rtol=1e-10)
+    assert_close(called.forward(x, key_index=index.int(), need_weights=True)[1], weights, atol=1e-11, rtol=1e-11)
+    with torch.no_grad():
+        cache, other = (attnpack if language == "python" else attnpack.cpp).LatentCache(), attnpack.LatentCache()
+        for part, some in ((x[:, :6], 6), (x[:, 6:7], 1), (x[:, 7:], 2)):
+            keys = len(cache) + some
+            index = names_of(2, some, keys, 3)
+            wanted = module(part, mask=as_mask(index, keys), cache=other)
+            assert_close(called.forward(part, key_index=index, cache=cache), wanted, atol=1e-11, rtol=1e-11)
+
+
+@torch.no_grad()
+def test_a_replaced_projection_and_a_compiled_layer():
+    module, x, index = make(), torch.randn(2, 9, EMBED, dtype=torch.float64), names_of(2, 9, 9, 2)
+    wanted = module(x, key_index=index)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(x, key_index=index), wanted, atol=1e-11, rtol=1e-11)
+    module.kv_b_proj = torch.nn.Sequential(module.kv_b_proj)
+    assert_close(module(x, key_index=index), wanted, atol=1e-11, rtol=1e-11)
+    assert_close(module(x, key_index=index, need_weights=True)[0], wanted, atol=1e-11, rtol=1e-11)
+
+
+def test_what_does_not_fit_is_refused():
+    module, x = make(), torch.randn(2, 5, EMBED, dtype=torch.float64)
+    for called, cache in ((module, attnpack.LatentCache()), (module.cpp(), attnpack.cpp.LatentCache())):
+        for index in (names_of(1, 5, 5, 2), names_of(2, 4, 5, 2), names_of(2, 5, 5, 2).float()):
+            with pytest.raises(ValueError, match="key_index"):
+                called.forward(x, key_index=index, cache=cache)
+        with pytest.raises(ValueError, match="key_index"):
+            called.forward(x, key_index=torch.full((2, 1, 5, 1), 5), cache=cache)
+        assert len(cache) == 0
+    rows = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+    with pytest.raises(ValueError, match="key_index"):
+        module(rows, key_index=names_of(2, 5, 5, 2))
+    other = attnpack.GroupedQueryAttention(EMBED, 4, 2)
+    for called in (other, other.cpp()):
+        with pytest.raises(TypeError, match="key_index"):
+            called.forward(x.float(), key_index=names_of(2, 5, 5, 2))
+
+
+def deepseek():
+    """A small layer of transformers with random weights, the RoPE of its model, and our layer of its weights."""
+    torch.manual_seed(0)
+    config = DeepseekV32Config(
+        hidden_size=EMBED, num_attention_heads=3, num_key_value_heads=3, q_lora_rank=10, kv_lora_rank=12,
+        qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, index_n_heads=2, index_head_dim=8, index_topk=4,
+        max_position_embeddings=64, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = hf.DeepseekV32Attention(config, 0).double().eval()
+    ours = attnpack.MultiHeadLatentAttention(
+        EMBED, 3, q_lora_rank=10, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, causal=True,
+        rope=attnpack.RotaryEmbedding(4, interleaved=True, base=config.rope_parameters["rope_theta"]),
+        dtype=torch.float64,
+    ).eval()  # fmt: skip
+    state = theirs.state_dict()
+    assert ours.load_state_dict({n: t for n, t in state.items() if not n.startswith("indexer.")})
+    return theirs, hf.DeepseekV32RotaryEmbedding(config), ours
+
+
+@torch.no_grad()
+def test_deepseek_sparse_attention_by_names_and_numbers():
+    """The whole of DSA: `index_keys` with the indexer's weights, and latent attention over what it names."""
+    theirs, rotary, ours = deepseek()
+    x = torch.randn(2, 15, EMBED, dtype=torch.float64)
+    place = torch.arange(15).expand(2, -1)
+    seen = torch.ones(15, 15).tril().bool()
+    mask = torch.zeros(2, 1, 15, 15, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+    cos, sin = rotary(x, place)
+    wanted = theirs(x, (cos.double(), sin.double()), mask)[0]
+    indexer, rope = theirs.indexer, attnpack.RotaryEmbedding(4, base=ours.rope.base)
+
+    def step(x, cache=None, index_cache=None):
+        query = indexer.wq_b(ours.q_a_layernorm(ours.q_a_proj(x))).unflatten(-1, (2, 8)).transpose(1, 2)
+        key = indexer.k_norm(indexer.wk(x)).unsqueeze(1)
+        room = None if index_cache is None else index_cache.reserve_latents(key, 8)
+        named = index_keys(query, key, indexer.weights_proj(x), 4, cache=room, rope=rope.settings, causal=True)
+        if index_cache is not None:
+            index_cache.commit(x.size(1), None)
+        return ours(x, key_index=named, cache=cache)
+
+    assert_close(step(x), wanted, atol=1e-6, rtol=1e-6)
+    caches = attnpack.LatentCache(), attnpack.LatentCache()
+    assert_close(
+        torch.cat([step(part, *caches) for part in x.split([6, *[1] * 9], 1)], 1), wanted, atol=1e-6, rtol=1e-6
+    )
+    assert not torch.allclose(ours(x), wanted, atol=1e-3)  # over all keys
