@@ -166,8 +166,8 @@ class MultiHeadLatentAttention(NativeAttention):
             if over is not None:
                 if key_index is not None:
                     raise ValueError(
-                        "attnpack: key_index: got some for a call that is spread over processes, which knows none; leave "
-                        "it out"
+                        "attnpack: key_index: got some for a call that is spread over processes, which knows none; "
+                        "leave it out"
                     )
                 inputs = {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights, "positions": positions}
                 inputs |= {"cross": context is not None, "mask": mask}
