@@ -37,6 +37,7 @@
 #include <attnpack/modules/state_dict.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/attention_varlen.h>
+#include <attnpack/ops/key_products.h>
 #include <attnpack/ops/kv_cache.h>
 #include <attnpack/ops/kv_cache_paged.h>
 #include <attnpack/ops/library.h>

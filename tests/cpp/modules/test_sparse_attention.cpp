@@ -56,7 +56,7 @@ TEST_CASE("a decoder of sparse attention by tokens is that of the whole sequence
     if (selector != "indexer") made.key_block(2);
     std::vector<DecoderBlock> layers;
     for (int i = 0; i < 2; ++i) layers.emplace_back(SparseAttention(made), FeedForward(24, 48));
-    Decoder decoder(DecoderOptions(layers));
+    Decoder decoder{DecoderOptions(layers)};
     const auto whole = decoder->forward(x);
     const auto cache = decoder->new_cache();
     std::vector<at::Tensor> parts;
