@@ -86,11 +86,12 @@ def test_what_does_not_fit_is_refused():
 
 
 def deepseek():
-    """A small layer of transformers with random weights, the RoPE of its model, and our layer of its weights."""
+    """A small layer of transformers with random weights, the RoPE of its model, and our layer of its weights. Its
+    indexer has many heads: of few, relu makes many scores 0, and of equal scores topk takes any."""
     torch.manual_seed(0)
     config = DeepseekV32Config(
         hidden_size=EMBED, num_attention_heads=3, num_key_value_heads=3, q_lora_rank=10, kv_lora_rank=12,
-        qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, index_n_heads=2, index_head_dim=8, index_topk=4,
+        qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, index_n_heads=16, index_head_dim=8, index_topk=4,
         max_position_embeddings=64, attn_implementation="eager",
     )  # fmt: skip
     theirs = hf.DeepseekV32Attention(config, 0).double().eval()
@@ -117,7 +118,7 @@ def test_deepseek_sparse_attention_by_names_and_numbers():
     indexer, rope = theirs.indexer, attnpack.RotaryEmbedding(4, base=ours.rope.base)
 
     def step(x, cache=None, index_cache=None):
-        query = indexer.wq_b(ours.q_a_layernorm(ours.q_a_proj(x))).unflatten(-1, (2, 8)).transpose(1, 2)
+        query = indexer.wq_b(ours.q_a_layernorm(ours.q_a_proj(x))).unflatten(-1, (16, 8)).transpose(1, 2)
         key = indexer.k_norm(indexer.wk(x)).unsqueeze(1)
         room = None if index_cache is None else index_cache.reserve_latents(key, 8)
         named = index_keys(query, key, indexer.weights_proj(x), 4, cache=room, rope=rope.settings, causal=True)
