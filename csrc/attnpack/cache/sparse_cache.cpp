@@ -53,7 +53,7 @@ void SparseCache::keep_sums(int64_t block, const SymInt& new_len) {
 CacheTensors SparseCache::reserve(const at::Tensor& key, const at::Tensor& value) {
   check_given(key, value);
   const bool selects = index_.defined() || block_ > 0;
-  const auto ready = ready_.maybe_as_int(), need = (sym_len() + key.sym_size(key.dim() == 4 ? 2 : 0)).maybe_as_int();
+  const auto ready = ready_.maybe_as_int(), need = (sym_len() + key.sym_size(2)).maybe_as_int();
   ATTNPACK_CHECK(!selects || !ready || !need || *ready == *need,
                  "cache: got a SparseCache that serves a selector, want ",
                  "one of its own for a layer without this selector; use a DynamicCache there");
