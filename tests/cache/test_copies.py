@@ -15,6 +15,8 @@ LAYER = {
     "sliding": lambda: attnpack.SlidingWindowCache(8),
     "first kept": lambda: attnpack.SlidingWindowCache(8, keep_first=1),
     "paged": lambda: attnpack.PagedCache(2, 2, 6, num_pages=6, page_size=3),
+    "sums of blocks": attnpack.SparseCache,
+    "an indexer's keys": attnpack.SparseCache,
 }
 WAYS = {
     "clone": lambda cache: cache.clone(),
@@ -29,12 +31,17 @@ def layer_for(kind):
     if kind == "latent":
         sizes = {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4}
         return attnpack.MultiHeadLatentAttention(24, 2, **sizes).eval()
+    if kind == "sums of blocks":
+        return attnpack.SparseAttention(24, 4, 2, selector="mean", top_k=2, key_block=2, causal=True).eval()
+    if kind == "an indexer's keys":
+        return attnpack.SparseAttention(24, 4, 2, top_k=3, causal=True).eval()
     window = (8, 0) if kind in ("sliding", "first kept") else None
     return attnpack.GroupedQueryAttention(24, 4, 2, causal=True, window=window).eval()
 
 
 def content(cache):
-    return cache.k, cache.v, cache.lengths
+    index = getattr(cache, "index", None)
+    return cache.k, cache.v, cache.lengths, *([] if index is None else [index])
 
 
 @ways
