@@ -9,6 +9,10 @@ def grouped_layer():
     return attnpack.GroupedQueryAttention(24, 4, 2, causal=True, rope=attnpack.RotaryEmbedding(6))
 
 
+def sparse_layer():
+    return attnpack.SparseAttention(24, 4, 2, selector="mean", top_k=2, key_block=2, causal=True)
+
+
 def latent_layer():
     sizes = {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
     return attnpack.MultiHeadLatentAttention(24, 2, **sizes, rope=attnpack.RotaryEmbedding(4), causal=True)
@@ -52,7 +56,12 @@ def graphs_of(call, make, inputs, backend):
     [("eager", 4), ("aot_eager", 5), ("inductor", 5)],
 )
 @pytest.mark.parametrize(
-    ("layer", "make"), [(grouped_layer, attnpack.DynamicCache), (latent_layer, attnpack.LatentCache)]
+    ("layer", "make"),
+    [
+        (grouped_layer, attnpack.DynamicCache),
+        (latent_layer, attnpack.LatentCache),
+        (sparse_layer, attnpack.SparseCache),
+    ],
 )
 def test_a_cache_that_grows_compiles_to_few_graphs(layer, make, backend, graphs):
     torch.manual_seed(0)
