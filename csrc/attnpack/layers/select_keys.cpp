@@ -193,8 +193,9 @@ Tensor score_blocks(const Tensor& query, const Tensor& key, const SymInt& blocks
   const Tensor hidden = hide(key_products(query, key), query, place);  // [B, Hq, L, Lkv]
   const SymInt keys = key.sym_size(2), whole = keys / block;
   const Tensor front = hidden.narrow_symint(3, 0, whole * block).unflatten_symint(3, {whole, block}).amax(-1);
-  if (whole == blocks) return front;
-  return at::cat({front, hidden.narrow_symint(3, whole * block, keys - whole * block).amax(-1, /*keepdim=*/true)}, -1);
+  const Tensor rest = hidden.narrow_symint(3, whole * block, keys - whole * block);
+  const Tensor back = at::constant_pad_nd_symint(rest, {0, 1}, -kInf).amax(-1, /*keepdim=*/true);
+  return at::cat({front, back}, -1).narrow_symint(3, 0, blocks);
 }
 
 void check_block_numbers(const SymInt& block, const SymInt& top_blocks, const SymInt& local_blocks,
