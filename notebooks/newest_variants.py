@@ -341,8 +341,8 @@ print(f"on {bench.machine()}")
 
 # %% [markdown]
 # The sparse layers read 512 keys for the attention. To choose them, the indexer multiplies with each of its small keys,
-# and MoBA with the sum of each block, which a `SparseCache` keeps. So they gain where the attention over all keys costs more
-# than the choice: at 16,384 keys of this small layer, but not at 4,096.
+# and MoBA with the sum of each block, which a `SparseCache` keeps. So they gain where the attention over all keys
+# costs more than the choice: at 16,384 keys of this small layer, but not at 4,096.
 #
 # ## A small model of each
 #
