@@ -174,6 +174,8 @@ BAD = {
                      r"block_table\[1, 0\] is -1, wants a page from 0 to 10: kv_lens\[1\] = 3 keys read it"),
     "page beyond": (lambda c: c["block_table"].__setitem__((0, 6), 11), r"block_table\[0, 6\] is 11, wants a page"),
     "more keys than pages": (lambda c: c["kv_lens"].__setitem__(1, 145), r"kv_lens\[1\] is 145, wants 0 to 144"),
+    "keys of no memory": (lambda c: c.update(kv_lens=torch.tensor([99, 2**63 - 1])),
+                          rf"kv_lens\[1\] is {2**63 - 1}, wants 0 to 144"),
     "keys below 0": (lambda c: c["kv_lens"].__setitem__(1, -1), r"kv_lens\[1\] is -1, wants 0 to 144"),
     "no kv_lens": (lambda c: c.pop("kv_lens"), r"kv_lens is missing with block_table: pass int32 or int64 \[seq"),
     "long table": (lambda c: c.update(block_table=c["block_table"].long()), r"block_table has dtype Long, wants int32"),

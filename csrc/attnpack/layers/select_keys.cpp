@@ -191,11 +191,9 @@ Tensor score_blocks(const Tensor& query, const Tensor& key, const SymInt& blocks
     return key_products(query.to(wide_of(query)), sums / keys_of_blocks(key, blocks, block, place).clamp_min(1));
   }
   const Tensor hidden = hide(key_products(query, key), query, place);  // [B, Hq, L, Lkv]
-  const SymInt keys = key.sym_size(2), whole = keys / block;
-  const Tensor front = hidden.narrow_symint(3, 0, whole * block).unflatten_symint(3, {whole, block}).amax(-1);
-  const Tensor rest = hidden.narrow_symint(3, whole * block, keys - whole * block);
-  const Tensor back = at::constant_pad_nd_symint(rest, {0, 1}, -kInf).amax(-1, /*keepdim=*/true);
-  return at::cat({front, back}, -1).narrow_symint(3, 0, blocks);
+  return at::constant_pad_nd_symint(hidden, {0, blocks * block - key.sym_size(2)}, -kInf)
+      .unflatten_symint(3, {blocks, block})
+      .amax(-1);
 }
 
 void check_block_numbers(const SymInt& block, const SymInt& top_blocks, const SymInt& local_blocks,

@@ -74,8 +74,8 @@ struct Sequence {
 // Reads cu_seqlens, or kv_lens and block_table, and checks their values. Reading waits for a device.
 std::vector<Sequence> read_sequences(const Tensor& query, const Tensor& key, const Tensor& cu_seqlens_q,
                                      const VarlenArguments& args);
-// How many pages hold the keys of a sequence.
-inline int64_t pages_of(int64_t kv_len, int64_t page_size) { return (kv_len + page_size - 1) / page_size; }
+// How many pages hold the keys of a sequence. No sum overflows, for a kv_len that is to be refused.
+inline int64_t pages_of(int64_t kv_len, int64_t page_size) { return kv_len / page_size + (kv_len % page_size > 0); }
 // The arguments of the call that computes sequence number b.
 AttentionArguments sequence_arguments(const VarlenArguments& args, const Sequence& sequence, int64_t b);
 
