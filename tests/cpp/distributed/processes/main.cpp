@@ -1,6 +1,6 @@
 // One rank of several processes, which find each other through a file: are attention and modules over parts of a
-// sequence, shared models and checkpoints of shared modules near to those of one process? tests/distributed/test_cpp_processes.py
-// builds it, and starts it as `processes RANK SIZE FILE`.
+// sequence, shared models and checkpoints of shared modules near to those of one process?
+// tests/distributed/test_cpp_processes.py builds it, and starts it as `processes RANK SIZE FILE`.
 #include <attnpack/attnpack.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 
