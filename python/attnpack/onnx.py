@@ -41,11 +41,13 @@ def translation_table() -> dict[Any, Callable]:
     return {
         ops.attention.default: _attention,
         ops.attention_varlen.default: _refuse_packed,
+        ops.key_products.default: _key_products,
         ops.apply_rope.default: _apply_rope,
         ops.rope_table.default: _rope_table,
         ops.rope_table_by_length.default: _rope_table_by_length,
         ops.rms_norm.default: _rms_norm,
         ops.linear.default: _linear,
+        torch.ops.aten.sort.stable: _stable_sort,  # of the keys that are chosen
     }
 
 
@@ -216,6 +218,21 @@ def _softmax(op, scores, sinks):
     weights = op.Exp(op.Sub(scores, base))
     probs = op.Where(op.Equal(total, zero), zero, op.Div(weights, total))
     return probs, op.Squeeze(lse, last)
+
+
+def _key_products(query, key):
+    """Each query with every key, [B, Hq, Lq, Lkv]; the rows of a group are rows of one matrix."""
+    op = _op()
+    wide = DOUBLE if query.dtype == DOUBLE else FLOAT
+    rows = op.Reshape(op.Cast(query, to=wide), op.Constant(value_ints=[0, key.shape[1], -1, query.shape[3]]))
+    products = op.MatMul(rows, op.Transpose(op.Cast(key, to=wide), perm=[0, 1, 3, 2]))
+    return op.Reshape(products, op.Concat(op.Shape(query, start=0, end=3), op.Shape(key, start=2, end=3), axis=0))
+
+
+def _stable_sort(input, stable: Optional[bool] = None, dim: int = -1, descending: bool = False):  # noqa: UP045
+    op = _op()
+    count = op.Shape(input, start=dim, end=None if dim == -1 else dim + 1)
+    return op.TopK(input, count, axis=dim, largest=int(descending), sorted=1)  # of equals, the lower index is first
 
 
 def _joined(op, allowed, bias, query):

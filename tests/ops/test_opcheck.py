@@ -155,7 +155,7 @@ def test_opcheck_attend(cached, op):
     cache = (None,) * 3
     if cached:
         cache = *(torch.zeros(2, 2, 9, 8, dtype=torch.bfloat16) for _ in range(2)), torch.tensor([2, 5])
-    cache += None, -1, 0, 0, None, None, None  # no window, no quantised rows, no pages
+    cache += None, -1, 0, 0, None, None, None, None  # no window, no quantised rows, no pages, no sums
     rope = [1.0, 0.1], 1.0, False, None, 0.0, 0, False
     mask = torch.ones(9 if cached else 3, dtype=torch.bool)
     rest = None, False, mask, True, None, 0.0, None, -1, -1, 0.0, None, None, None
