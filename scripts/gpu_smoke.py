@@ -65,7 +65,7 @@ def error_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def kernel_names(call: Callable) -> set[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
     return {event.key for event in profile.key_averages()}

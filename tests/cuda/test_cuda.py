@@ -56,7 +56,7 @@ def test_the_kernels_run_here():
 def kernel_names(call) -> set[str]:
     """The kernels that a call launches, by the profiler."""
     call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         call()
         torch.cuda.synchronize()
     return {event.key for event in profile.key_averages()}

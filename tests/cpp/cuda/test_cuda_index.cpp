@@ -200,6 +200,8 @@ void check_room(ForwardKernel kernel, int64_t width) {
 
 TEST_CASE("tiles fit the shared memory that the plan counts on") {
   check_room<ForwardTile<BFloat16, 4, 1, 64>>(ForwardKernel::kPrefill, 64);
+  check_room<ForwardTile<BFloat16, 4, 1, 64, KeysIn::kTensor, Scores::kPlain>>(ForwardKernel::kPrefill, 64);
+  check_room<ForwardTile<BFloat16, 4, 1, 128, KeysIn::kTensor, Scores::kPlain>>(ForwardKernel::kPrefill, 128);
   check_room<ForwardTile<BFloat16, 4, 1, 128>>(ForwardKernel::kPrefill, 128);
   check_room<ForwardTile<BFloat16, 4, 1, 256>>(ForwardKernel::kPrefill, 256);
   check_room<ForwardTile<Float16, 1, 4, 64>>(ForwardKernel::kDecode, 64);

@@ -21,12 +21,12 @@ void run_tiles(int64_t blocks, int64_t room, uint64_t seed, const Body& body) {
   CHECK(conflicts == 1);
 }
 
-template <class S, int RowWarps, int KeyWarps, int Width, KeysIn From = KeysIn::kTensor>
+template <class S, int RowWarps, int KeyWarps, int Width, KeysIn From = KeysIn::kTensor, Scores Kind = Scores::kAny>
 void run_mma(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
   const int64_t room = p.quantized_bits ? quantized_shared_bytes(p.quantized_bits, plan.width)
                                         : shared_bytes(plan.kernel, plan.tile_rows, plan.width);
-  run_tiles<ForwardTile<S, RowWarps, KeyWarps, Width, From>>(plan.blocks, room, seed, [&](int64_t i, void* shared) {
-    forward_mma_block<S, RowWarps, KeyWarps, Width, From>(p, plan, workspace, i, shared);
+  run_tiles<ForwardTile<S, RowWarps, KeyWarps, Width, From, Kind>>(plan.blocks, room, seed, [&](int64_t i, void* at) {
+    forward_mma_block<S, RowWarps, KeyWarps, Width, From, Kind>(p, plan, workspace, i, at);
   });
 }
 template <class S, KeysIn From = KeysIn::kTensor>
@@ -34,6 +34,12 @@ void run_decode(const AttentionParams& p, const ForwardPlan& plan, void* workspa
   plan.width == 64    ? run_mma<S, 1, 4, 64, From>(p, plan, workspace, seed)
   : plan.width == 128 ? run_mma<S, 1, 4, 128, From>(p, plan, workspace, seed)
                       : run_mma<S, 1, 4, 256, From>(p, plan, workspace, seed);
+}
+template <class S, Scores Kind>
+void run_prefill(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
+  plan.width == 64    ? run_mma<S, 4, 1, 64, KeysIn::kTensor, Kind>(p, plan, workspace, seed)
+  : plan.width == 128 ? run_mma<S, 4, 1, 128, KeysIn::kTensor, Kind>(p, plan, workspace, seed)
+                      : run_mma<S, 4, 1, 256, KeysIn::kTensor, Kind>(p, plan, workspace, seed);
 }
 template <class S, int RowTiles, int Warps>
 void run_latent(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
@@ -58,9 +64,8 @@ void run_forward(const AttentionParams& p, const ForwardPlan& plan, void* worksp
     else if (plan.kernel == ForwardKernel::kDecode)
       run_decode<S>(p, plan, workspace, seed);
     else if (plan.kernel == ForwardKernel::kPrefill)
-      plan.width == 64    ? run_mma<S, 4, 1, 64>(p, plan, workspace, seed)
-      : plan.width == 128 ? run_mma<S, 4, 1, 128>(p, plan, workspace, seed)
-                          : run_mma<S, 4, 1, 256>(p, plan, workspace, seed);
+      is_plain(p) ? run_prefill<S, Scores::kPlain>(p, plan, workspace, seed)
+                  : run_prefill<S, Scores::kAny>(p, plan, workspace, seed);
   }
   if (plan.kernel == ForwardKernel::kExact)
     run_blocks<ExactShared<A>>(plan.blocks, kExactThreads, seed, [&](int64_t i, void* shared) {

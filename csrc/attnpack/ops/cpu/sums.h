@@ -18,7 +18,7 @@ inline Tensor sum_in_order(const Tensor& x) {
 // The gradient of sinks [num_heads], in their dtype.
 inline Tensor sinks_gradient_in_order(const Tensor& sinks, const Tensor& lse, const Tensor& delta) {
   const Tensor terms = sink_terms(sinks, lse, delta);
-  return (terms.size(1) == 1 ? sum_in_order(terms) : terms.sum({0, 2})).to(sinks.scalar_type());
+  return (terms.size(1) == 1 ? sum_in_order(terms) : terms.sum(at::IntArrayRef{0, 2})).to(sinks.scalar_type());
 }
 
 }  // namespace attnpack

@@ -226,7 +226,7 @@ AttentionGradients attention_backward_formula(const Tensor& grad_out, const std:
   if (sinks_gradient) {
     const Tensor sink = args.sinks->to(accumulation).view({-1, 1}), none = sink == -kInfinity;
     const Tensor share = (sink.masked_fill(none, 0) - lse.masked_fill(none, 0)).exp().masked_fill(none, 0);
-    grad_sinks = (share * delta).neg().sum({0, 2}).to(args.sinks->scalar_type());
+    grad_sinks = (share * delta).neg().sum(at::IntArrayRef{0, 2}).to(args.sinks->scalar_type());
   }
   return {laid_as(query, grad_query.to(dtype)), joined(key, grad_keys), joined(value, grad_values), grad_mask,
           grad_sinks};

@@ -30,10 +30,10 @@ class LatentTile {
       };
       struct {
         float out[kRows * kOutStride], sum[kGroups][kRows], max[kRows];
-        Row rows[kRows];
       } end;
     };
     float top[kGroups][kRows], factor[kRows];
+    Row rows[kRows];
   };
 
   ATTNPACK_DEVICE LatentTile(const AttentionParams& p, const ForwardPlan& plan, void* workspace, const Unit& u,
@@ -56,7 +56,8 @@ class LatentTile {
   // Returns whether this thread wrote NaN or Inf.
   ATTNPACK_DEVICE bool attend(int count, bool cleaned) {
     copy_query<kRows, kWidth, kThreads>(shared_.query, p_, u_, count);
-    const LaneRows lane_rows = make_lane_rows(p_, u_.b, u_.kv_head, u_.first + 16 * row_tile_);
+    fill_rows(p_, u_.b, u_.kv_head, u_.first, kRows, shared_.rows);
+    const LaneRows lane_rows = lane_rows_of(shared_.rows + 16 * row_tile_);
 #pragma unroll
     for (int t = 0; t < RowTiles; ++t)
 #pragma unroll
@@ -203,19 +204,18 @@ class LatentTile {
         for (int h = 0; h < 2; ++h)
           store_pair(end.out + (16 * t + lane_ / 4 + 8 * h) * kOutStride + warp_ * kColumns + 8 * d + lane_ % 4 * 2,
                      out_[t][d][2 * h], out_[t][d][2 * h + 1]);
-    if (thread_id() < kRows) end.rows[thread_id()] = make_row(p_, u_.b, u_.kv_head, u_.first + thread_id());
     sync_block();
     if (cleaned)
       add_broken(end.out, kOutStride, {warp_, Warps, count, kValues}, u_.keys,
                  NumberOfRows<PlainRows<S>>{plain_rows<S>(p_.value, p_.value_strides, u_.b, u_.kv_head)},
-                 RowSeesKey{&p_, u_.b, end.rows});
+                 RowSeesKey{&p_, u_.b, shared_.rows});
     const auto state = [&](int r) {
       Softmax<float> row{end.max[r], 0};
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) row.sum += end.sum[g][r];
       return row;
     };
-    return write_tile<S>(p_, plan_, workspace_, u_, count, end.rows, kThreads, state,
+    return write_tile<S>(p_, plan_, workspace_, u_, count, shared_.rows, kThreads, state,
                          [&](int r) { return [&, r](int64_t c) { return end.out[r * kOutStride + c]; }; });
   }
 

@@ -14,6 +14,9 @@ ATTNPACK_HD constexpr int swizzle(int row, int chunk) { return chunk ^ (row & 7)
 ATTNPACK_HD constexpr int swizzled_offset(int row, int chunk, int width) {
   return row * width + swizzle(row, chunk) * 8;
 }
+// The offset of chunk `chunk + more` of a row, from that of `chunk`. `chunk` has no bit of `more`. This takes one
+// instruction where the offset of each chunk would take a register.
+ATTNPACK_HD constexpr int swizzled_further(int offset, int more) { return (offset ^ (more & 7) * 8) + more / 8 * 64; }
 
 // Fragments of mma.m16n8k16 (PTX ISA, "Matrix fragments for mma.m16n8k16"). A: register i of a lane holds two
 // neighbours in k of one row. B: it holds two neighbours in k of one column. C: it holds number i.

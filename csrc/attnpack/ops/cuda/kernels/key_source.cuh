@@ -6,7 +6,7 @@
 
 // Where the keys and values of a step come from. A source has
 // - Shared: its memory, of which the two tiles are [Keys, Width] numbers, swizzled;
-// - load(begin, stage): starts to copy the keys [begin, begin + Keys) of a unit;
+// - load(begin, stage): starts to copy the keys and values [begin, begin + Keys) of a unit;
 // - prepare(begin, stage): makes numbers of what has arrived, if it is something else;
 // - key_tile(stage), value_tile(stage);
 // - Number, number(p, u): reads single values again (add_broken in partial.cuh).
@@ -55,25 +55,24 @@ struct NumberOfRows {
 };
 
 // Keys as numbers, in one tensor or in pages.
-template <class S, int Keys, int Width, int Threads, bool Paged>
+template <class S, int Keys, int Width, int Threads, int Stages, bool Paged>
 class NumberSource {
  public:
   struct Shared {
-    S key[2][Keys * Width], value[2][Keys * Width];
+    S key[Stages][Keys * Width], value[Stages][Keys * Width];
   };
 
   ATTNPACK_DEVICE NumberSource(const AttentionParams& p, const Unit& u, Shared& shared)
       : p_(p), u_(u), shared_(shared) {}
   ATTNPACK_DEVICE void load(int64_t begin, int stage) {
-    const int64_t left = u_.keys.end - begin;
-    const int count = static_cast<int>(left < Keys ? left : Keys);
-    const auto keys = rows(p_, u_, p_.key, p_.key_strides), values = rows(p_, u_, p_.value, p_.value_strides);
-    copy_tile<Keys, Width, Threads>(
-        shared_.key[stage], [&](int r) { return keys(begin + r); }, count, static_cast<int>(p_.head_dim),
-        static_cast<const S*>(p_.key));
-    copy_tile<Keys, Width, Threads>(
-        shared_.value[stage], [&](int r) { return values(begin + r); }, count, static_cast<int>(p_.v_head_dim),
-        static_cast<const S*>(p_.value));
+    load_keys(begin, stage);
+    load_values(begin, stage);
+  }
+  ATTNPACK_DEVICE void load_keys(int64_t begin, int stage) {
+    copy(shared_.key[stage], p_.key, p_.key_strides, begin, p_.head_dim);
+  }
+  ATTNPACK_DEVICE void load_values(int64_t begin, int stage) {
+    copy(shared_.value[stage], p_.value, p_.value_strides, begin, p_.v_head_dim);
   }
   ATTNPACK_DEVICE void prepare(int64_t, int) {}
   ATTNPACK_DEVICE S* key_tile(int stage) { return shared_.key[stage]; }
@@ -85,6 +84,13 @@ class NumberSource {
   }
 
  private:
+  ATTNPACK_DEVICE void copy(S* tile, const void* base, const Strides& s, int64_t begin, int64_t dim) {
+    const int64_t left = u_.keys.end - begin;
+    const auto from = rows(p_, u_, base, s);
+    copy_tile<Keys, Width, Threads>(
+        tile, [&](int r) { return from(begin + r); }, static_cast<int>(left < Keys ? left : Keys),
+        static_cast<int>(dim), static_cast<const S*>(base));
+  }
   ATTNPACK_DEVICE static auto rows(const AttentionParams& p, const Unit& u, const void* base, const Strides& s) {
     if constexpr (Paged)
       return paged_rows<S>(p, base, s, u.b, u.kv_head);

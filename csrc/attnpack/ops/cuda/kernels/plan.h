@@ -9,6 +9,12 @@
 // Decides which kernel takes a call, and how the call is cut into blocks: by shapes, layout and device alone.
 namespace attnpack::cuda {
 
+// Whether scores need a scale above 0 and nothing else but the row's range.
+ATTNPACK_HD static inline bool only_scaled(const AttentionParams& p) {
+  return p.softcap == 0 && !p.alibi_slopes && !p.mask && p.scale > 0;
+}
+ATTNPACK_HD static inline bool is_plain(const AttentionParams& p) { return only_scaled(p) && p.dropout_p == 0; }
+
 enum class ForwardKernel : int32_t { kExact, kPrefill, kDecode, kLatent };
 
 struct ForwardPlan {
@@ -23,8 +29,10 @@ struct ForwardPlan {
   int64_t workspace_bytes;  // memory for the partial results, if there are several parts
 };
 
-constexpr int64_t kExactRows = 16, kDecodeTileRows = 16, kPrefillTileRows = 64, kExactColumns = 128;
-constexpr int64_t kLatentHeadDim = 576, kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
+constexpr int64_t kExactRows = 16, kDecodeTileRows = 16, kExactColumns = 128;
+// Rows of a block. More of them read each key less often, but need registers, as the rules of scores do too.
+constexpr int64_t prefill_rows(int64_t width, bool plain) { return plain && width <= 128 ? 128 : 64; }
+constexpr int64_t kLatentTileRows = 64, kLatentHeadDim = 576, kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
 
 struct Device {
   int64_t multiprocessors, shared_bytes;  // shared memory that a block may ask for
@@ -69,16 +77,19 @@ static inline bool is_latent(const AttentionParams& p) {
 
 // The shared memory that the tensor-core kernels use (forward_mma.cuh, forward_latent.cuh).
 static inline int64_t shared_bytes(ForwardKernel kernel, int64_t tile_rows, int64_t width) {
-  if (kernel == ForwardKernel::kLatent) return (tile_rows + 64) * width * 2 + tile_rows * 112;
-  const int64_t keys = width <= 128 || kernel == ForwardKernel::kDecode ? 64 : 32;
-  return (tile_rows + 4 * keys) * width * 2;
+  const int64_t table = tile_rows * 24;
+  if (kernel == ForwardKernel::kLatent) return (tile_rows + 64) * width * 2 + tile_rows * 112 + table;
+  if (kernel == ForwardKernel::kDecode) return (tile_rows + 4 * 64) * width * 2 + table;
+  const int64_t keys = width <= 128 ? 64 : 32, end = tile_rows * (width + 10) * 4;
+  const int64_t operands = (tile_rows + 2 * keys) * width * 2;
+  return (operands > end ? operands : end) + table;
 }
 // Quantised decode: two steps of rows as they are stored, and one step of numbers (key_source.cuh).
 static inline int64_t quantized_raw_bytes(int64_t bits, int64_t width) {
   return (kSplitStep * quantized_row_bytes(bits, width) + 15) / 16 * 16 + 16;
 }
 static inline int64_t quantized_shared_bytes(int64_t bits, int64_t width) {
-  return (kDecodeTileRows + 2 * kSplitStep) * width * 2 + 4 * quantized_raw_bytes(bits, width);
+  return (kDecodeTileRows + 2 * kSplitStep) * width * 2 + 4 * quantized_raw_bytes(bits, width) + kDecodeTileRows * 24;
 }
 
 // The kernel for a call that tensor cores take, by the rows and widths. Tiles are smaller where a block has less shared
@@ -90,7 +101,7 @@ struct TilePlan {
 };
 static inline TilePlan plan_tile(const AttentionParams& p, int64_t rows, const Device& device) {
   const int64_t wide = p.head_dim > p.v_head_dim ? p.head_dim : p.v_head_dim;
-  const bool few = rows <= kDecodeTileRows, latent = is_latent(p);
+  const bool few = rows <= kDecodeTileRows, latent = is_latent(p), plain = is_plain(p);
   TilePlan tile{latent ? ForwardKernel::kLatent
                 : few  ? ForwardKernel::kDecode
                        : ForwardKernel::kPrefill,
@@ -99,11 +110,12 @@ static inline TilePlan plan_tile(const AttentionParams& p, int64_t rows, const D
                 : wide <= 128 ? 128
                 : wide <= 256 ? 256
                               : 0,
-                few ? kDecodeTileRows : kPrefillTileRows};
+                0};
+  tile.tile_rows = few ? kDecodeTileRows : latent ? kLatentTileRows : prefill_rows(tile.width, plain);
   const auto fits = [&] { return shared_bytes(tile.kernel, tile.tile_rows, tile.width) <= device.shared_bytes; };
   if (!fits() && latent) tile.tile_rows = kDecodeTileRows;
   if (!fits() && tile.kernel == ForwardKernel::kDecode)  // it holds 64 keys at once, and prefill half of them
-    tile.kernel = ForwardKernel::kPrefill, tile.tile_rows = kPrefillTileRows;
+    tile.kernel = ForwardKernel::kPrefill, tile.tile_rows = prefill_rows(tile.width, plain);
   if (!fits()) tile.width = 0;
   return tile;
 }

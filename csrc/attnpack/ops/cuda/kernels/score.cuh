@@ -4,6 +4,7 @@
 
 #include <attnpack/core/dropout.h>
 #include <attnpack/ops/cuda/kernels/numbers.cuh>
+#include <attnpack/ops/cuda/kernels/plan.h>
 
 // Turns a product q.k into the score that the softmax sees, one pair at a time: scale, softcap, ALiBi, mask, ranges. It
 // also ends a row's softmax. Order and meaning are those of cpu/isa/scores.h and softmax.h.
@@ -95,11 +96,6 @@ ATTNPACK_HD inline auto with_mask_type(DType dtype, const F& f) {
     default:
       return f(bool{});
   }
-}
-
-// Whether scores need a scale above 0 and nothing else but the row's range.
-ATTNPACK_HD inline bool only_scaled(const AttentionParams& p) {
-  return p.softcap == 0 && !p.alibi_slopes && !p.mask && p.scale > 0;
 }
 
 // The numbers that all scores of a call share, and those that the scores of a row share, in the type to compute with.

@@ -3,7 +3,7 @@
 #include <attnpack/ops/cuda/kernels/index.h>
 #include <attnpack/ops/cuda/kernels/device.cuh>
 #include <attnpack/ops/cuda/kernels/partial.cuh>
-#include <attnpack/ops/cuda/kernels/score.cuh>
+#include <attnpack/ops/cuda/kernels/row_table.cuh>
 
 // Parts of all tensor-core kernels: tiles of 16-bit rows in swizzled shared memory, the steps of keys through them, and
 // a lane's two rows of scores.
@@ -70,21 +70,43 @@ ATTNPACK_DEVICE void stream_steps(const Range& range, const Load& load, const Us
   sync_block();
 }
 
-// A lane's rows: lane / 4 and lane / 4 + 8 of its warp's 16.
+// As stream_steps, with one stage for the keys and one for the values: while use_keys works, the values of its step are
+// under way, and while use_values works, the keys of the next step. So a block needs half of the shared memory.
+template <int Step, class LoadKeys, class UseKeys, class LoadValues, class UseValues>
+ATTNPACK_DEVICE void stream_halves(const Range& range, const LoadKeys& load_keys, const UseKeys& use_keys,
+                                   const LoadValues& load_values, const UseValues& use_values) {
+  int64_t begin = range.begin / Step * Step;
+  if (begin < range.end) load_keys(begin);
+  copy_async_commit();
+  for (; begin < range.end; begin += Step) {
+    copy_async_wait<0>();
+    sync_block();
+    load_values(begin);
+    copy_async_commit();
+    use_keys(begin);
+    copy_async_wait<0>();
+    sync_block();
+    if (begin + Step < range.end) load_keys(begin + Step);
+    copy_async_commit();
+    use_values(begin);
+  }
+  copy_async_wait<0>();
+  sync_block();
+}
+
+// A lane's rows: lane / 4 and lane / 4 + 8 of 16. They stay in the block's table, because most steps need none of them.
 struct LaneRows {
-  Row row[2];
+  const Row* first;
   // The keys in the ranges of both rows; the mask may exclude some of them. Blocks inside need no comparison.
   int32_t begin, end;
+  ATTNPACK_DEVICE Row row(int h) const { return first[8 * h]; }
 };
 
-ATTNPACK_DEVICE LaneRows make_lane_rows(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t first) {
-  LaneRows rows;
-  const int lane = thread_id() % kWarp;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) rows.row[h] = make_row(p, b, kv_head, first + lane / 4 + 8 * h);
-  rows.begin = rows.row[0].begin > rows.row[1].begin ? rows.row[0].begin : rows.row[1].begin;
-  rows.end = rows.row[0].end < rows.row[1].end ? rows.row[0].end : rows.row[1].end;
-  return rows;
+// table: the 16 rows.
+ATTNPACK_DEVICE LaneRows lane_rows_of(const Row* table) {
+  const Row* own = table + thread_id() % kWarp / 4;
+  return {own, own[0].begin > own[8].begin ? own[0].begin : own[8].begin,
+          own[0].end < own[8].end ? own[0].end : own[8].end};
 }
 
 // The parts of finish_score that need more than a row's range, for all scores of a lane. Each question about the
@@ -104,9 +126,10 @@ ATTNPACK_DEVICE void apply_score_rules(const AttentionParams& p, int64_t b, cons
     for_each([&](float& x, int, int) { x = capped_score(rule, x); });
   else
     for_each([&](float& x, int, int) { x *= rule.scale; });
-  const RowRule<float> of_row[2] = {row_rule<float>(p, b, rows.row[0]), row_rule<float>(p, b, rows.row[1])};
+  const Row row[2] = {rows.row(0), rows.row(1)};
+  const RowRule<float> of_row[2] = {row_rule<float>(p, b, row[0]), row_rule<float>(p, b, row[1])};
   if (p.alibi_slopes) {
-    const int64_t far[2] = {rows.row[0].position - begin, rows.row[1].position - begin};
+    const int64_t far[2] = {row[0].position - begin, row[1].position - begin};
     constexpr int64_t kNear = int64_t{1} << 30;
     if (far[0] > -kNear && far[1] > -kNear && far[0] < kNear && far[1] < kNear) {
       const int32_t near[2] = {static_cast<int32_t>(far[0]), static_cast<int32_t>(far[1])};
@@ -125,28 +148,33 @@ ATTNPACK_DEVICE void apply_score_rules(const AttentionParams& p, int64_t b, cons
     with_mask_type(p.mask_dtype, [&](auto type) {
       for_each([&](float& x, int h, int key) {
         const int64_t at = begin + key;
-        if (at < rows.row[h].begin || at >= rows.row[h].end) return;  // the mask may not be there
+        if (at < row[h].begin || at >= row[h].end) return;  // the mask may not be there
         const auto mask = mask_value<float, decltype(type)>(p.mask, of_row[h].mask + at * p.mask_strides.column);
         x = mask.excludes ? -infinity<float>() : x + mask.value;
       });
     });
 }
 
+// Which calls a kernel takes. The rules of a score need registers that sums could have, so calls without any have
+// kernels of their own.
+enum class Scores { kAny, kPlain };  // kPlain: is_plain
+
 // Turns products into scores without the factor `multiplier`; excluded keys become -inf. s: `Blocks` fragments of 8
 // keys from `begin` on.
-template <int Blocks>
+template <Scores Kind = Scores::kAny, int Blocks>
 ATTNPACK_DEVICE void finish_scores(const AttentionParams& p, int64_t b, const LaneRows& rows, int64_t begin,
                                    float (&s)[Blocks][4]) {
-  if (!only_scaled(p)) apply_score_rules(p, b, rows, begin, s);
+  if constexpr (Kind == Scores::kAny)
+    if (!only_scaled(p)) apply_score_rules(p, b, rows, begin, s);
   const int32_t first = static_cast<int32_t>(begin) + place_in_c(thread_id() % kWarp, 0).column;
   if (begin >= rows.begin && begin + 8 * Blocks <= rows.end) return;
+  const Row row[2] = {rows.row(0), rows.row(1)};
 #pragma unroll
   for (int j = 0; j < Blocks; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Row& row = rows.row[i >> 1];
       const int32_t key = first + 8 * j + (i & 1);
-      s[j][i] = key >= row.begin && key < row.end ? s[j][i] : -infinity<float>();
+      s[j][i] = key >= row[i >> 1].begin && key < row[i >> 1].end ? s[j][i] : -infinity<float>();
     }
 }
 
@@ -160,8 +188,9 @@ ATTNPACK_DEVICE float row_sum(float x) {
   return x + shuffle_xor(x, 2);
 }
 
+template <Scores Kind = Scores::kAny>
 ATTNPACK_DEVICE float multiplier_of(const AttentionParams& p) {
-  return only_scaled(p) ? static_cast<float>(p.scale) * kLog2E : kLog2E;
+  return Kind == Scores::kPlain || only_scaled(p) ? static_cast<float>(p.scale) * kLog2E : kLog2E;
 }
 // The maximum of a row, or 0 where all its keys are excluded: any finite number would do.
 ATTNPACK_DEVICE float finite_max(float max) { return max == -infinity<float>() ? 0.f : max; }
@@ -175,7 +204,8 @@ ATTNPACK_DEVICE void drop_weights(const AttentionParams& p, int64_t b, const Lan
   const uint64_t seed = seed_of(p);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const uint64_t place = first_place(p, b, rows.row[h].head, rows.row[h].query) + begin + column;
+    const Row row = rows.row(h);
+    const uint64_t place = first_place(p, b, row.head, row.query) + begin + column;
 #pragma unroll
     for (int j = 0; j < Blocks; ++j)
 #pragma unroll
