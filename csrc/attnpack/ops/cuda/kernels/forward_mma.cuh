@@ -145,23 +145,30 @@ class ForwardTile {
       for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[t][j][i] = 0;
-    // If the query's fragments are not kept, the loop is hardly unrolled: its addresses would fill the registers.
-    [[maybe_unused]] constexpr int kUnroll = kKeepQuery ? Width / 16 : 2;
+    // Wide rows: the loop is hardly unrolled, because its addresses would fill the registers.
+    [[maybe_unused]] constexpr int kUnroll = Width <= 128 ? Width / 16 : 2;
     const Place at = lane_for_b(lane_);
     const S* from = source_.key_tile(stage) + first * Width;
     const int offset = swizzled_offset(at.row, at.column, Width);
+    uint32_t b[2][4];  // those of the next product arrive while this one runs
+    load_matrices(b[0], from + offset);
+    if constexpr (!kKeepQuery) query_fragments(0, query_[0]);
 #pragma unroll kUnroll
     for (int k = 0; k < Width / 16; ++k) {
-      auto& query = query_[kKeepQuery ? k : 0];
-      if constexpr (!kKeepQuery) query_fragments(k, query);
+      auto& query = query_[kKeepQuery ? k : k % 2];
+      if constexpr (!kKeepQuery)
+        if (k + 1 < Width / 16) query_fragments(k + 1, query_[(k + 1) % 2]);
 #pragma unroll
       for (int j = 0; j < kBlocks; j += 2) {
-        uint32_t b[4];
-        load_matrices(b, from + 8 * j * Width + swizzled_further(offset, 2 * k));
+        const int now = (k * (kBlocks / 2) + j / 2) % 2;
+        if (j + 2 < kBlocks)
+          load_matrices(b[1 - now], from + 8 * (j + 2) * Width + swizzled_further(offset, 2 * k));
+        else if (k + 1 < Width / 16)
+          load_matrices(b[1 - now], from + swizzled_further(offset, 2 * (k + 1)));
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
-          multiply_add<S>(s[t][j], query[t], b[0], b[1]);
-          multiply_add<S>(s[t][j + 1], query[t], b[2], b[3]);
+          multiply_add<S>(s[t][j], query[t], b[now][0], b[now][1]);
+          multiply_add<S>(s[t][j + 1], query[t], b[now][2], b[now][3]);
         }
       }
     }
@@ -182,6 +189,8 @@ class ForwardTile {
     const Place at = lane_for_b_transposed(lane_);
     const S* from = source_.value_tile(stage) + first * Width;
     const int offset = swizzled_offset(at.row, at.column, Width);
+    uint32_t b[2][4];
+    load_matrices_transposed(b[0], from + offset);
 #pragma unroll
     for (int j = 0; j < kBlocks; j += 2) {
       // The fragment C that the first product left is the fragment A of the second.
@@ -192,12 +201,15 @@ class ForwardTile {
         for (int i = 0; i < 4; ++i) a[t][i] = pack<S>(s[t][j + i / 2][2 * (i % 2)], s[t][j + i / 2][2 * (i % 2) + 1]);
 #pragma unroll
       for (int d = 0; d < Width / 8; d += 2) {
-        uint32_t b[4];
-        load_matrices_transposed(b, from + 8 * j * Width + swizzled_further(offset, d));
+        const int now = d / 2 % 2;
+        if (d + 2 < Width / 8)
+          load_matrices_transposed(b[1 - now], from + 8 * j * Width + swizzled_further(offset, d + 2));
+        else if (j + 2 < kBlocks)
+          load_matrices_transposed(b[1 - now], from + 8 * (j + 2) * Width + offset);
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
-          multiply_add<S>(out_[t][d], a[t], b[0], b[1]);
-          multiply_add<S>(out_[t][d + 1], a[t], b[2], b[3]);
+          multiply_add<S>(out_[t][d], a[t], b[now][0], b[now][1]);
+          multiply_add<S>(out_[t][d + 1], a[t], b[now][2], b[now][3]);
         }
       }
     }
@@ -221,7 +233,8 @@ class ForwardTile {
       for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
         for (int i = 2 * h; i < 2 * h + 2; ++i) {
-          s[j][i] = power_of_two((s[j][i] - base) * multiplier);
+          s[j][i] = power_of_two(Kind == Scores::kPlain ? s[j][i] * multiplier - base * multiplier
+                                                        : (s[j][i] - base) * multiplier);
           sum += s[j][i];
         }
       sum_so_far[h] = sum_so_far[h] * factor + sum;  // this lane's part: the row's four lanes are added up at the end
@@ -310,7 +323,7 @@ class ForwardTile {
   Shared& shared_;
   Source source_;
   const int lane_, row_warp_, key_warp_;
-  uint32_t query_[kKeepQuery ? Width / 16 : 1][kTiles][4];
+  uint32_t query_[kKeepQuery ? Width / 16 : 2][kTiles][4];
   float out_[kTiles][Width / 8][4], max_[kTiles][2], sum_[kTiles][2];
 };
 

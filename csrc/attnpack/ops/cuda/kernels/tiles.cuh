@@ -17,10 +17,22 @@ constexpr float kLog2E = 1.4426950408889634f;
 // i-th row.
 template <int Rows, int Width, int Threads, class S, class GetRow>
 ATTNPACK_DEVICE void copy_tile(S* tile, const GetRow& row, int count, int width, const S* somewhere) {
-  constexpr int kChunks = Width / 8;
+  constexpr int kChunks = Width / 8, kCopies = Rows * kChunks / Threads;
   static_assert(Rows * kChunks % Threads == 0);
+  if constexpr (Threads % (8 * kChunks) == 0) {
+    // A thread has the same chunk of every (Threads / kChunks)-th row, and the swizzle of these rows is the same. So a
+    // whole tile takes few instructions per copy.
+    if (count >= Rows && width == Width) {
+      const int first = thread_id() / kChunks, chunk = thread_id() % kChunks;
+      S* to = tile + swizzled_offset(first, chunk, Width);
 #pragma unroll 4
-  for (int i = 0; i < Rows * kChunks / Threads; ++i) {
+      for (int i = 0; i < kCopies; ++i)
+        copy_async(to + i * Threads * 8, row(first + i * (Threads / kChunks)) + chunk * 8, 16);
+      return;
+    }
+  }
+#pragma unroll 4
+  for (int i = 0; i < kCopies; ++i) {
     const int n = i * Threads + thread_id(), r = n / kChunks, chunk = n % kChunks;
     const bool valid = r < count && chunk * 8 < width;
     copy_async(tile + swizzled_offset(r, chunk, Width), valid ? row(r) + chunk * 8 : somewhere, valid ? 16 : 0);
