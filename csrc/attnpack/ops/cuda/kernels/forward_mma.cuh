@@ -20,14 +20,16 @@ class ForwardTile {
  public:
   static constexpr int kThreads = kWarp * RowWarps * KeyWarps;
   // Tiles of 16 rows per warp. Each byte of a key or value that a warp reads from shared memory serves all of them.
-  static constexpr int kTiles = KeyWarps > 1 ? 1 : static_cast<int>(prefill_rows(Width, Kind == Scores::kPlain)) / (16 * RowWarps);
+  static constexpr int kTiles =
+      KeyWarps > 1 ? 1 : static_cast<int>(prefill_rows(Width, Kind == Scores::kPlain)) / (16 * RowWarps);
   static constexpr int kRows = 16 * kTiles * RowWarps;
   static constexpr int kKeys = Width <= 128 || KeyWarps > 1 ? 64 : 32;  // keys per step
   static constexpr int kStages = KeyWarps > 1 ? 2 : 1;                  // steps that shared memory holds
   static constexpr int kWarpKeys = kKeys / KeyWarps;
   static constexpr int kBits = From == KeysIn::kBytes8 ? 8 : From == KeysIn::kBytes4 ? 4 : 0;
-  using Source = std::conditional_t<kBits == 0, NumberSource<S, kKeys, Width, kThreads, kStages, From == KeysIn::kPages>,
-                                    QuantizedSource<S, kKeys, Width, kThreads, kBits == 0 ? 8 : kBits>>;
+  using Source =
+      std::conditional_t<kBits == 0, NumberSource<S, kKeys, Width, kThreads, kStages, From == KeysIn::kPages>,
+                         QuantizedSource<S, kKeys, Width, kThreads, kBits == 0 ? 8 : kBits>>;
   // Query fragments stay in registers where there is room for them beside the sums.
   static constexpr bool kKeepQuery = kTiles * Width <= 128;
   static constexpr int kOutStride = Width + 8;

@@ -32,7 +32,8 @@ struct ForwardPlan {
 constexpr int64_t kExactRows = 16, kDecodeTileRows = 16, kExactColumns = 128;
 // Rows of a block. More of them read each key less often, but need registers, as the rules of scores do too.
 constexpr int64_t prefill_rows(int64_t width, bool plain) { return plain && width <= 128 ? 128 : 64; }
-constexpr int64_t kLatentTileRows = 64, kLatentHeadDim = 576, kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
+constexpr int64_t kLatentTileRows = 64, kLatentHeadDim = 576,
+                  kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
 
 struct Device {
   int64_t multiprocessors, shared_bytes;  // shared memory that a block may ask for

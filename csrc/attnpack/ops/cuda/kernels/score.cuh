@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include <attnpack/core/dropout.h>
-#include <attnpack/ops/cuda/kernels/numbers.cuh>
 #include <attnpack/ops/cuda/kernels/plan.h>
+#include <attnpack/ops/cuda/kernels/numbers.cuh>
 
 // Turns a product q.k into the score that the softmax sees, one pair at a time: scale, softcap, ALiBi, mask, ranges. It
 // also ends a row's softmax. Order and meaning are those of cpu/isa/scores.h and softmax.h.
