@@ -171,6 +171,7 @@ const std::map<std::string, std::function<void()>> kRuns{
     {"prefill 256", [] { attend<Float16>({1, 1, 1, 20, 70, 256, 256}, {.causal = true}); }},
     {"prefill without keys", [] { attend<Float16>({1, 1, 1, 20, 1, 256, 256}, {.lens = true}); }},
     {"decode", [] { attend<BFloat16>({1, 1, 4, 2, 600, 64, 64}, {.causal = true, .poison = true}, {8, 227 * 1024}); }},
+    {"decode without keys", [] { attend<Float16>({1, 1, 1, 2, 1, 256, 256}, {.lens = true}, {8, 227 * 1024}); }},
     {"decode in pages", attend_pages},
     {"decode of 8 bits", attend_quantized<8>},
     {"decode of 4 bits", attend_quantized<4>},

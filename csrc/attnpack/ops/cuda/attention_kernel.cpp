@@ -80,7 +80,8 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
   check_launch(kernels->backward(r.params, call.most_group, target.device(), target.stream()));
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
   if (mask_gradient) grad_mask = r.grad_scores.sum_to_size(args.mask->sizes()).to(args.mask->scalar_type());
-  if (sinks_gradient) grad_sinks = sink_terms(*args.sinks, lse, r.delta).sum(at::IntArrayRef{0, 2}).to(args.sinks->scalar_type());
+  if (sinks_gradient)
+    grad_sinks = sink_terms(*args.sinks, lse, r.delta).sum(at::IntArrayRef{0, 2}).to(args.sinks->scalar_type());
   return {r.grad_query, r.grad_key, r.grad_value, grad_mask, grad_sinks};
 }
 
