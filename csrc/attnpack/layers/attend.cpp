@@ -45,6 +45,7 @@ void check_sums(const CacheTensors& cache, const LayerArguments& layer, const Sc
       score.top_blocks > 0 && score.scorer == "mean" && !layer.rope.raw_keys && !cache.block_table,
       "cache_block_sums: got some for a call that does not choose blocks of stored keys by their mean; use a "
       "DynamicCache");
+  ATTNPACK_CHECK(score.key_block >= 1, "key_block is ", score.key_block, ", wants at least 1 key");
   const auto blocks = (cache.key.sym_size(2) + score.key_block - 1) / score.key_block;
   ATTNPACK_CHECK(sums.dim() == 4 && sums.sym_size(2) > blocks, "cache_block_sums has shape ", sums.sym_sizes(),
                  ", wants one block more than the ", blocks, " of the keys");

@@ -1,6 +1,7 @@
 #pragma once
 
-#include <attnpack/ops/cuda/kernels/row_table.cuh>
+#include <attnpack/ops/cuda/kernels/device.cuh>
+#include <attnpack/ops/cuda/kernels/score.cuh>
 
 // Products by plain multiply-adds in the accumulation type, for calls that the tensor cores cannot take: fp32 and fp64
 // without rounding to 16 bits, and any head_dim. A block has 16 owners (rows or keys). Each owner sums
@@ -38,6 +39,14 @@ struct QueryRows {
 template <class S>
 ATTNPACK_HD inline QueryRows<S> query_rows(const void* base, const Strides& s, int64_t b, const Row* rows) {
   return {static_cast<const S*>(base) + b * s.batch, s.head, s.row, rows};
+}
+
+// Fills a table with `count` rows from `first` on. Afterwards every thread of the block sees the table.
+ATTNPACK_DEVICE void fill_rows(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t first, int64_t count,
+                               Row* rows) {
+  sync_block();
+  if (thread_id() < count) rows[thread_id()] = make_row(p, b, kv_head, first + thread_id());
+  sync_block();
 }
 
 // The share of a thread: the owners kOwnersPerThread * warp + i, and the other of its lane.

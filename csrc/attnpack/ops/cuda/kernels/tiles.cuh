@@ -2,8 +2,8 @@
 
 #include <attnpack/ops/cuda/kernels/index.h>
 #include <attnpack/ops/cuda/kernels/device.cuh>
+#include <attnpack/ops/cuda/kernels/exact.cuh>
 #include <attnpack/ops/cuda/kernels/partial.cuh>
-#include <attnpack/ops/cuda/kernels/row_table.cuh>
 
 // Parts of all tensor-core kernels: tiles of 16-bit rows in swizzled shared memory, the steps of keys through them, and
 // a lane's two rows of scores.
