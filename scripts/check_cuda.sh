@@ -7,8 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
-# On an H200 prefill with 348 bytes was faster than forms with fewer: spills outside the loop of products cost little.
-limit=${1:-400}
+limit=${1:-256}
 command -v nvcc >/dev/null || stop "no nvcc found; install a CUDA toolkit (12.0 or newer) and put its bin folder on the PATH."
 need_compiler
 python=$(find_python) || stop "no Python >= 3.11 found; install one (Debian, Ubuntu: apt-get install python3)."

@@ -103,10 +103,11 @@ extern __shared__ __align__(128) unsigned char shared[];
                        void* workspace) {                                                                     \\
     __VA_ARGS__(p, plan, workspace, blockIdx.x, shared);                                                      \\
   }
-ATTNPACK_FORWARD(prefill, forward_mma_block<BFloat16, 4, 1, 128>)
-ATTNPACK_FORWARD(decode, forward_mma_block<BFloat16, 1, 4, 128>)
-ATTNPACK_FORWARD(pages, forward_mma_block<BFloat16, 1, 4, 128, KeysIn::kPages>)
-ATTNPACK_FORWARD(bytes, forward_mma_block<BFloat16, 1, 4, 128, KeysIn::kBytes8>)
+ATTNPACK_FORWARD(prefill, forward_mma_block<ForwardTile<BFloat16, 4, 1, 128>>)
+ATTNPACK_FORWARD(plain, forward_mma_block<ForwardTile<BFloat16, 4, 1, 128, KeysIn::kTensor, Scores::kPlain>>)
+ATTNPACK_FORWARD(decode, forward_mma_block<ForwardTile<BFloat16, 1, 4, 128>>)
+ATTNPACK_FORWARD(pages, forward_mma_block<ForwardTile<BFloat16, 1, 4, 128, KeysIn::kPages>>)
+ATTNPACK_FORWARD(bytes, forward_mma_block<ForwardTile<BFloat16, 1, 4, 128, KeysIn::kBytes8>>)
 ATTNPACK_FORWARD(latent, forward_latent_block<BFloat16, 1, 4>)
 __global__ void gradient(const __grid_constant__ AttentionBackwardParams p,
                          const __grid_constant__ BackwardPlan plan) {
@@ -119,6 +120,7 @@ __global__ void gradient(const __grid_constant__ AttentionBackwardParams p,
 MMA, MATRICES, TRANSPOSED = "mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4.shared", ".x4.trans.shared"
 COUNTS = {
     "prefill": {MMA: 2 * 64, MATRICES: 8 + 32, TRANSPOSED: 32, "cvt.rn.bf16x2.f32": 16},
+    "plain": {MMA: 4 * 64, MATRICES: 16 + 32, TRANSPOSED: 32, "cvt.rn.bf16x2.f32": 32},  # 32 rows per warp
     "decode": {MMA: 2 * 16, MATRICES: 8 + 8, TRANSPOSED: 8, "cvt.rn.bf16x2.f32": 4},
     "pages": {MMA: 2 * 16, MATRICES: 8 + 8, TRANSPOSED: 8, "cvt.rn.bf16x2.f32": 4},
     "bytes": {MMA: 2 * 16, MATRICES: 8 + 8, TRANSPOSED: 8},

@@ -267,4 +267,6 @@ def test_attend_refuses_sums_that_it_would_leave_behind():
     with pytest.raises(ValueError, match="cache_block_sums has shape"):
         short = room._replace(block_sums=torch.zeros(1, 2, 1, 6))
         attnpack.ops.attend(x, x, x, cache=short, key_block=3, top_blocks=1, local_blocks=1)
+    with pytest.raises(ValueError, match="block is 0, wants at least 1 key"):
+        attnpack.ops.attend(x, x, x, cache=room, key_block=0, top_blocks=1, local_blocks=1)
     assert lengths.tolist() == [0]

@@ -37,23 +37,21 @@ BlockOptions block_options(const ScoreArguments& score) {
   return {score.key_block, score.top_blocks, score.local_blocks, std::string(score.scorer)};
 }
 
-// A call that does not choose blocks by their mean would leave the sums behind the keys. Keys that are rotated when
-// they are read have no sums to keep.
-void check_sums(const CacheTensors& cache, const LayerArguments& layer, const ScoreArguments& score) {
-  const auto& sums = *cache.block_sums;
-  ATTNPACK_CHECK(
-      score.top_blocks > 0 && score.scorer == "mean" && !layer.rope.raw_keys && !cache.block_table,
-      "cache_block_sums: got some for a call that does not choose blocks of stored keys by their mean; use a "
-      "DynamicCache");
-  ATTNPACK_CHECK(score.key_block >= 1, "key_block is ", score.key_block, ", wants at least 1 key");
-  const auto blocks = (cache.key.sym_size(2) + score.key_block - 1) / score.key_block;
+void check_room_for_sums(const Tensor& sums, const Tensor& key, const c10::SymInt& key_block) {
+  const auto blocks = (key.sym_size(2) + key_block - 1) / key_block;
   ATTNPACK_CHECK(sums.dim() == 4 && sums.sym_size(2) > blocks, "cache_block_sums has shape ", sums.sym_sizes(),
                  ", wants one block more than the ", blocks, " of the keys");
 }
 
 void check_named_keys(const std::optional<CacheTensors>& cache, const LayerArguments& layer,
                       const ScoreArguments& score) {
-  if (cache && cache->block_sums) check_sums(*cache, layer, score);
+  const bool sums = cache && cache->block_sums;
+  // A call that does not choose blocks by their mean would leave the sums behind the keys. Keys that are rotated when
+  // they are read have no sums to keep.
+  ATTNPACK_CHECK(
+      !sums || (score.top_blocks > 0 && score.scorer == "mean" && !layer.rope.raw_keys && !cache->block_table),
+      "cache_block_sums: got some for a call that does not choose blocks of stored keys by their mean; use a "
+      "DynamicCache");
   if (!score.names_keys()) return;
   ATTNPACK_CHECK(!cache || (!cache->bits && !cache->dropped), "cache: got a ",
                  cache && cache->bits ? "QuantizedCache" : "SlidingWindowCache",
@@ -62,6 +60,7 @@ void check_named_keys(const std::optional<CacheTensors>& cache, const LayerArgum
   ATTNPACK_CHECK(!score.key_index || score.top_blocks == 0,
                  "key_index is given together with top_blocks, which chooses in its place: leave one of them out");
   if (!score.key_index) check_blocks(block_options(score), layer.causal);
+  if (sums) check_room_for_sums(*cache->block_sums, cache->key, score.key_block);
 }
 
 // The arguments with the blocks that the queries of the tokens choose. Where they are seen to choose all, none are

@@ -58,6 +58,15 @@ TEST_CASE("a fragment C of two neighbouring products is a fragment A") {
       }
 }
 
+TEST_CASE("a chunk further on is where its own number says") {
+  for (int width : {64, 128, 256})
+    for (int row = 0; row < 16; ++row)
+      for (int chunk : {0, 1})
+        for (int more = 0; more + chunk < width / 8; more += 2)
+          CHECK(swizzled_further(swizzled_offset(row, chunk, width), more) ==
+                swizzled_offset(row, chunk + more, width));
+}
+
 TEST_CASE("matrices load as the operands' fragments") {
   std::vector<uint16_t> x(16 * 16);
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<uint16_t>(i);

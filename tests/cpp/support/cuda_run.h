@@ -21,25 +21,24 @@ void run_tiles(int64_t blocks, int64_t room, uint64_t seed, const Body& body) {
   CHECK(conflicts == 1);
 }
 
-template <class S, int RowWarps, int KeyWarps, int Width, KeysIn From = KeysIn::kTensor, Scores Kind = Scores::kAny>
+template <class Tile>
 void run_mma(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
   const int64_t room = p.quantized_bits ? quantized_shared_bytes(p.quantized_bits, plan.width)
                                         : shared_bytes(plan.kernel, plan.tile_rows, plan.width);
-  run_tiles<ForwardTile<S, RowWarps, KeyWarps, Width, From, Kind>>(plan.blocks, room, seed, [&](int64_t i, void* at) {
-    forward_mma_block<S, RowWarps, KeyWarps, Width, From, Kind>(p, plan, workspace, i, at);
-  });
+  run_tiles<Tile>(plan.blocks, room, seed,
+                  [&](int64_t i, void* shared) { forward_mma_block<Tile>(p, plan, workspace, i, shared); });
 }
 template <class S, KeysIn From = KeysIn::kTensor>
 void run_decode(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
-  plan.width == 64    ? run_mma<S, 1, 4, 64, From>(p, plan, workspace, seed)
-  : plan.width == 128 ? run_mma<S, 1, 4, 128, From>(p, plan, workspace, seed)
-                      : run_mma<S, 1, 4, 256, From>(p, plan, workspace, seed);
+  plan.width == 64    ? run_mma<ForwardTile<S, 1, 4, 64, From>>(p, plan, workspace, seed)
+  : plan.width == 128 ? run_mma<ForwardTile<S, 1, 4, 128, From>>(p, plan, workspace, seed)
+                      : run_mma<ForwardTile<S, 1, 4, 256, From>>(p, plan, workspace, seed);
 }
 template <class S, Scores Kind>
 void run_prefill(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
-  plan.width == 64    ? run_mma<S, 4, 1, 64, KeysIn::kTensor, Kind>(p, plan, workspace, seed)
-  : plan.width == 128 ? run_mma<S, 4, 1, 128, KeysIn::kTensor, Kind>(p, plan, workspace, seed)
-                      : run_mma<S, 4, 1, 256, KeysIn::kTensor, Kind>(p, plan, workspace, seed);
+  plan.width == 64    ? run_mma<ForwardTile<S, 4, 1, 64, KeysIn::kTensor, Kind>>(p, plan, workspace, seed)
+  : plan.width == 128 ? run_mma<ForwardTile<S, 4, 1, 128, KeysIn::kTensor, Kind>>(p, plan, workspace, seed)
+                      : run_mma<ForwardTile<S, 4, 1, 256, KeysIn::kTensor, Kind>>(p, plan, workspace, seed);
 }
 template <class S, int RowTiles, int Warps>
 void run_latent(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {

@@ -147,8 +147,14 @@ class ForwardTile {
       for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[t][j][i] = 0;
-    // Wide rows: the loop is hardly unrolled, because its addresses would fill the registers.
-    [[maybe_unused]] constexpr int kUnroll = Width <= 128 ? Width / 16 : 2;
+    // The loop is hardly unrolled where its addresses would fill the registers: for wide rows, and, with nvcc 13.0, for
+    // tiles of many rows on the newest devices, which nobody has timed.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+    constexpr bool kUnrolled = kKeepQuery;
+#else
+    constexpr bool kUnrolled = Width <= 128;
+#endif
+    [[maybe_unused]] constexpr int kUnroll = kUnrolled ? Width / 16 : 2;
     const Place at = lane_for_b(lane_);
     const S* from = source_.key_tile(stage) + first * Width;
     const int offset = swizzled_offset(at.row, at.column, Width);
@@ -329,10 +335,9 @@ class ForwardTile {
   float out_[kTiles][Width / 8][4], max_[kTiles][2], sum_[kTiles][2];
 };
 
-template <class S, int RowWarps, int KeyWarps, int Width, KeysIn From = KeysIn::kTensor, Scores Kind = Scores::kAny>
+template <class Tile>
 ATTNPACK_DEVICE void forward_mma_block(const AttentionParams& p, const ForwardPlan& plan, void* workspace,
                                        int64_t block, void* shared) {
-  using Tile = ForwardTile<S, RowWarps, KeyWarps, Width, From, Kind>;
   const Unit u = unit_of(p, plan, block);
   Tile(p, plan, workspace, u, *static_cast<typename Tile::Shared*>(shared)).compute_outputs();
 }
@@ -343,14 +348,14 @@ using MmaKernel = void(const AttentionParams, const ForwardPlan, void* workspace
 
 constexpr int kDecodeKeyWarps = 4, kDecodeThreads = kWarp * kDecodeKeyWarps;
 
-// Kernels::get<S, Width>(): the kernel of RowWarps x KeyWarps warps for a storage type and padded head_dim.
-template <class Kernels, int RowWarps, int KeyWarps, KeysIn From = KeysIn::kTensor, Scores Kind = Scores::kAny>
+// Kernels::get<S, Width>(): the kernel for a storage type and padded head_dim; Kernels::Tile<S, Width>: its tile.
+template <class Kernels>
 const char* launch_forward(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device,
                            void* stream) {
   return with_half_storage(p.dtype, [&](auto storage) {
     using S = decltype(storage);
     const auto of_width = [&](auto width) {
-      using Tile = ForwardTile<S, RowWarps, KeyWarps, decltype(width)::value, From, Kind>;
+      using Tile = typename Kernels::template Tile<S, decltype(width)::value>;
       constexpr MmaKernel* kernel = Kernels::template get<S, decltype(width)::value>();
       return launch(kernel, plan.blocks, Tile::kThreads, sizeof(typename Tile::Shared), device, stream, p, plan,
                     workspace);

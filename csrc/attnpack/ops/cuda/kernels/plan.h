@@ -32,8 +32,9 @@ struct ForwardPlan {
 constexpr int64_t kExactRows = 16, kDecodeTileRows = 16, kExactColumns = 128;
 // Rows of a block. More of them read each key less often, but need registers, as the rules of scores do too.
 constexpr int64_t prefill_rows(int64_t width, bool plain) { return plain && width <= 128 ? 128 : 64; }
-constexpr int64_t kLatentTileRows = 64, kLatentHeadDim = 576,
-                  kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
+constexpr int64_t kLatentTileRows = 64;
+constexpr int64_t kLatentHeadDim = 576, kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
+constexpr int64_t kRowBytes = 24;                               // of a table of rows (score.cuh)
 
 struct Device {
   int64_t multiprocessors, shared_bytes;  // shared memory that a block may ask for
@@ -78,7 +79,7 @@ static inline bool is_latent(const AttentionParams& p) {
 
 // The shared memory that the tensor-core kernels use (forward_mma.cuh, forward_latent.cuh).
 static inline int64_t shared_bytes(ForwardKernel kernel, int64_t tile_rows, int64_t width) {
-  const int64_t table = tile_rows * 24;
+  const int64_t table = tile_rows * kRowBytes;
   if (kernel == ForwardKernel::kLatent) return (tile_rows + 64) * width * 2 + tile_rows * 112 + table;
   if (kernel == ForwardKernel::kDecode) return (tile_rows + 4 * 64) * width * 2 + table;
   const int64_t keys = width <= 128 ? 64 : 32, end = tile_rows * (width + 10) * 4;
@@ -90,7 +91,8 @@ static inline int64_t quantized_raw_bytes(int64_t bits, int64_t width) {
   return (kSplitStep * quantized_row_bytes(bits, width) + 15) / 16 * 16 + 16;
 }
 static inline int64_t quantized_shared_bytes(int64_t bits, int64_t width) {
-  return (kDecodeTileRows + 2 * kSplitStep) * width * 2 + 4 * quantized_raw_bytes(bits, width) + kDecodeTileRows * 24;
+  return (kDecodeTileRows + 2 * kSplitStep) * width * 2 + 4 * quantized_raw_bytes(bits, width) +
+         kDecodeTileRows * kRowBytes;
 }
 
 // The kernel for a call that tensor cores take, by the rows and widths. Tiles are smaller where a block has less shared

@@ -16,6 +16,7 @@ struct Row {
   int32_t head, query, begin, end;
   int64_t position;
 };
+static_assert(sizeof(Row) == kRowBytes);
 
 // Row `index` of a kv head: index = query * group_size + member. A row past the last one has no keys.
 ATTNPACK_HD inline Row make_row(const AttentionParams& p, int64_t b, int64_t kv_head, int64_t index) {

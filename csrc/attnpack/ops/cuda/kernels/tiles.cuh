@@ -83,14 +83,16 @@ ATTNPACK_DEVICE void stream_steps(const Range& range, const Load& load, const Us
 }
 
 // As stream_steps, with one stage for the keys and one for the values: while use_keys works, the values of its step are
-// under way, and while use_values works, the keys of the next step. So a block needs half of the shared memory.
+// under way, and while use_values works, the keys of the next step. So a block needs half of the shared memory. Keys
+// are counted in 32 bits, as in Row, because registers are short here.
 template <int Step, class LoadKeys, class UseKeys, class LoadValues, class UseValues>
 ATTNPACK_DEVICE void stream_halves(const Range& range, const LoadKeys& load_keys, const UseKeys& use_keys,
                                    const LoadValues& load_values, const UseValues& use_values) {
-  int64_t begin = range.begin / Step * Step;
-  if (begin < range.end) load_keys(begin);
+  const int32_t end = static_cast<int32_t>(range.end);
+  int32_t begin = static_cast<int32_t>(range.begin / Step * Step);
+  if (begin < end) load_keys(begin);
   copy_async_commit();
-  for (; begin < range.end; begin += Step) {
+  for (; begin < end; begin += Step) {
     copy_async_wait<0>();
     sync_block();
     load_values(begin);
@@ -98,7 +100,7 @@ ATTNPACK_DEVICE void stream_halves(const Range& range, const LoadKeys& load_keys
     use_keys(begin);
     copy_async_wait<0>();
     sync_block();
-    if (begin + Step < range.end) load_keys(begin + Step);
+    if (begin + Step < end) load_keys(begin + Step);
     copy_async_commit();
     use_values(begin);
   }
