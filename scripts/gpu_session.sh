@@ -56,7 +56,7 @@ for step in "$@"; do
       checked "$python" -m attnpack bench "${step#bench-}" --device cuda --dtypes bf16 --json \
         --peers sdpa flash cudnn efficient flex flash_attn flashinfer >"$OUT/$step.json"
       head -c 3000 "$OUT/$step.json" ;;
-    profile) # of prefill the shared memory's pipe should be at 75 to 90%, the tensor cores' at 35 to 45% (PERFORMANCE.md)
+    profile) # of prefill: PERFORMANCE.md has the shares of the last run
       checked ncu --set full --kernel-name regex:prefill_kernel --launch-count 1 "$python" -c "
 import torch, attnpack
 query, key, value = (torch.randn(1, heads, 8192, 128, device='cuda', dtype=torch.bfloat16) for heads in (32, 8, 8))
