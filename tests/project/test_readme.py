@@ -71,6 +71,24 @@ def test_the_headlines_figures_are_stored():
     assert list(headline().values()) == [stored[case] for case in cases]
 
 
+def test_the_figures_of_cuda_are_stored():
+    stored = {}
+    for line in (ROOT / "benchmarks/results/cuda.txt").read_text().splitlines():
+        if found := re.match(r"(\S.*?) +bf16 +([\d.]+) +([\d.]+) +([\d.]+) .*%(.*)", line):
+            shown = (f"{found[2]} ms", f"{float(found[3]) / 1e3:.0f} TFLOP/s", f"{float(found[4]) / 1e3:.1f} TB/s")
+            stored[found[1]] = shown, found[5].replace("x", "").split()[:2]
+    (speed,) = re.findall(r"^\| speed \|.*\|(.*)\|$", README, flags=re.M)
+    cases = (
+        "decode 32/8 D128 131072 keys, 1 queries", "prefill 32/8 D128 L8192", "forward + backward 32/8 D128 L8192"
+    )  # fmt: skip
+    assert re.findall(r"\d\.\d+", speed) == [stored[case][1][0] for case in cases]
+    page = (ROOT / "docs/cuda.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .*? \| (\d\S* \S+) \| (\S+) \| (\S+) \|$", page, flags=re.M)
+    assert len(rows) == 10
+    for figure, *ratios in rows:
+        assert any(figure in shown and ratios == peers for shown, peers in stored.values()), figure
+
+
 # tests/distributed/test_example.py runs the blocks of distributed.md, on several processes.
 @pytest.mark.parametrize(
     "page",
