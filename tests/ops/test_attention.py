@@ -43,6 +43,14 @@ def test_sizes_at_which_the_kernels_work_otherwise(lengths, dims, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 100), (33, 272)], ids=str)
+def test_each_number_of_rows_that_stream_the_keys(dims, dtype):
+    for rows in range(1, 27):
+        inputs = make_inputs(dtype, "mha", (rows, 530), dims, positions={"causal": True, "q_offset": 510})
+        check_against_reference(inputs, gradients=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", [(2, 70), (50, 70)], ids=["decode", "prefill"])
 def test_layout_changes_no_bit(layout, lengths, dtype):

@@ -6,7 +6,13 @@ from attnpack import attention, attention_scores, reference
 from op_cases import DTYPES, INF, NAN, compute_results, draw, make_inputs
 
 POISON = [NAN, INF, -INF]
-LENGTHS = {"decode": (3, 70), "split decode": (3, 1100), "prefill": (60, 300), "square": (130, 130)}
+LENGTHS = {
+    "decode": (3, 70),
+    "split decode": (3, 1100),
+    "many rows": (14, 1100),
+    "prefill": (60, 300),
+    "square": (130, 130),
+}
 
 
 def excluded_keys(rule, inputs):

@@ -14,6 +14,7 @@ PAGE_SIZES = [1, 7, 16, 32, 64, 256]
 # Query and key lengths: decode over several ranges of keys, chunks of a prefill, tiles, a few keys, none at all.
 LENGTHS = {
     "decode": [(1, 1500), (1, 3), (1, 600), (1, 0), (1, 64)],
+    "few rows": [(3, 700), (5, 530), (7, 600), (9, 70), (12, 300)],
     "chunks": [(130, 700), (3, 1030), (97, 97), (5, 3)],
     "short": [(1, 1), (5, 5), (0, 0), (17, 17), (0, 9)],
 }

@@ -71,7 +71,7 @@ def cases(sections: list[str], dtypes: list[str], *, quick: bool = False, device
 
 def _decode(dtype: str, quick: bool) -> Iterator[Case]:
     for temperature, size in (("cold", COLD_BYTES), ("warm", WARM_BYTES)):
-        for heads, kv_heads, dim in ((32, 32, 128), (32, 8, 128), (9, 3, 64), (32, 1, 128)):
+        for heads, kv_heads, dim in ((32, 32, 128), (32, 8, 128), (64, 8, 128), (9, 3, 64), (32, 1, 128)):
             tokens = size // (2 * kv_heads * dim * DTYPES[dtype].itemsize)
             name = f"decode {heads}/{kv_heads} D{dim} {tokens} keys, {temperature}"
             yield Case("decode", name, dtype, heads, kv_heads, 1, tokens, dim, dim, cold=temperature == "cold")

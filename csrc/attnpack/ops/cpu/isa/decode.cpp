@@ -9,7 +9,10 @@ namespace {
 // stream_block.
 constexpr int64_t kBlock = 64, kStreamBlock = 256;
 constexpr int64_t kStreamBytes = 64 << 10;  // of keys, then of values: each change slows memory
-constexpr int64_t kAddedBytes = 8 << 10;    // of values that are summed at a time: they stay in L1
+constexpr int64_t kAddedBytes = 8 << 10;    // of keys or values that several rows read in turn: they stay in L1
+constexpr int64_t kMostStreamed = 24;       // rows that stream the keys
+constexpr int kSharing = kRegisters == 32 ? 8 : kRowsAtOnce;  // of many rows, those that share each load of a key
+constexpr Stream kCached{0};                                  // what other rows have just read
 // Rows that follow each other are prefetched into L1, even if keys are also the values (PERFORMANCE.md). Where they lie
 // in pages, no hardware prefetches them. Then more of them have to be under way than an L1 cache waits for at a time.
 template <class Rows>
@@ -29,22 +32,20 @@ int64_t rows_that_fit(int64_t bytes, int64_t width, int64_t least, int64_t most)
 // out[r, d ...] += sum over j of p[r, j] * v[j, d ...], for `Vectors` whole vectors of columns, or for the first `some`
 // columns of one vector. All arithmetic is in vectors, so that every element sees the same operations. A row of p has
 // kStreamBlock numbers. Along with the sums it prefetches the numbers that lie `ahead`, in the order of their
-// addresses: one number for each `Parts` numbers that it reads.
+// addresses: one number for each `Parts` numbers that it reads, or none with 0 parts.
 template <class Operands, int Rows, bool Skip, int Parts, int Vectors, class Values, class A>
 inline void add_columns(const typename Operands::Element* p, const Values& v, int64_t count, int64_t d, Ahead ahead,
                         A* out, int64_t ldo, int64_t some = kLanes<A>) {
   using E = typename Operands::Element;
   using S = ElementOf<Values>;
   constexpr int kTogether = Vectors % Operands::kTogether == 0 ? Operands::kTogether : 1;
-  // kRead: numbers read at once. kRow: numbers of a row. kFetched: numbers read per cache line that is prefetched.
+  // kRead: numbers read at once. kRow: numbers of a row.
   constexpr int kStep = static_cast<int>(Operands::kStep), kRead = kStep * kTogether * kLanes<A>;
-  constexpr int kRow = Vectors * kLanes<A>, kFetched = Parts * kLine / static_cast<int>(sizeof(S));
+  constexpr int kRow = Vectors * kLanes<A>;
   constexpr int64_t ldp = kStreamBlock / Operands::kStep;
   Vec<A> sum[Rows][Vectors];
   clear(sum);
   const auto add = [&](int64_t j, const S* value, const S* next) __attribute__((always_inline)) {
-    const int64_t far_row = j / Parts + ahead.rows;
-    const int64_t far_column = d + ahead.columns + (kStep < Parts && j % 2 ? kRow / 2 : 0);
     E x[Rows];
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) x[r] = p[r * ldp + j / Operands::kStep];
@@ -56,10 +57,15 @@ inline void add_columns(const typename Operands::Element* p, const Values& v, in
         element[0] = Operands::below_some(value, next, some);
       else
         Operands::template below<kTogether>(value + column, next ? next + column : nullptr, element);
-      const int read = c * kStep * kLanes<A>;  // numbers read before this step
+      if constexpr (Parts > 0) {
+        constexpr int kFetched = Parts * kLine / static_cast<int>(sizeof(S));  // numbers read per prefetched line
+        const int64_t far_row = j / Parts + ahead.rows;
+        const int64_t far_column = d + ahead.columns + (kStep < Parts && j % 2 ? kRow / 2 : 0);
+        const int read = c * kStep * kLanes<A>;  // numbers read before this step
 #pragma GCC unroll 2
-      for (int n = (read + kFetched - 1) / kFetched * kFetched; n < read + kRead; n += kFetched)
-        fetch_ahead<kValues<Rows, Values>>(v[far_row + n / Parts / kRow] + far_column + n / Parts % kRow);
+        for (int n = (read + kFetched - 1) / kFetched * kFetched; n < read + kRead; n += kFetched)
+          fetch_ahead<kValues<Rows, Values>>(v[far_row + n / Parts / kRow] + far_column + n / Parts % kRow);
+      }
 #pragma GCC unroll 2
       for (int k = 0; k < kTogether; ++k)
 #pragma GCC unroll 4
@@ -102,10 +108,19 @@ inline void add_rows(const typename Operands::Element* p, const Values& v, int64
     add_columns<Operands, Rows, Skip, Parts, 1>(p, v, count, d, ahead, out, ldo, smaller(kLanes<A>, dim - d));
 }
 
-// Sums the values of a few keys, then adds that sum to out: short sums round less than one long sum.
+// Up to how many rows stream the keys. More rows are multiplied as matrices, which costs 16 bits a packing
+// (PERFORMANCE.md).
+template <class S, class A>
+constexpr int64_t streamed_rows(int64_t v_head_dim) {
+  return sizeof(S) < sizeof(A) && v_head_dim <= 256 ? kMostStreamed : 8;
+}
+
+// Sums the values of a few keys, then adds that sum to out: short sums round less than one long sum. `Rows` rows bring
+// the values, `more` rows after them find them in L1.
 template <class Operands, int Rows, bool Skip, class Values, class A>
 inline void add_values(const typename Operands::Element* p, const Values& values, int64_t count, int64_t dim, A* out,
-                       int64_t ldo) {
+                       int64_t ldo, int64_t more) {
+  constexpr int64_t ldp = kStreamBlock / Operands::kStep;
   const int64_t step = rows_that_fit<ElementOf<Values>>(kAddedBytes, dim, 8, kBlock);
   const Ahead far = prefetch_distance<kValues<Rows, Values>, ElementOf<Values>, Values>(dim, Operands::kStep);
   for (int64_t j = 0; j < count; j += step, p += step / Operands::kStep) {
@@ -119,9 +134,13 @@ inline void add_values(const typename Operands::Element* p, const Values& values
       // the other two read them from the L1 cache.
       constexpr int kHalf = Rows < 4 ? Rows : 2;
       add_rows<Operands, kHalf, Skip, 2>(p, v, some, dim, far, out, ldo);
-      add_rows<Operands, kHalf, Skip, 2>(p + kHalf * (kStreamBlock / Operands::kStep), v, some, dim,
-                                         {far.rows + some / 2, far.columns}, out + kHalf * ldo, ldo);
+      add_rows<Operands, kHalf, Skip, 2>(p + kHalf * ldp, v, some, dim, {far.rows + some / 2, far.columns},
+                                         out + kHalf * ldo, ldo);
     }
+    int64_t r = Rows;
+    for (; r + 2 <= Rows + more; r += 2)
+      add_rows<Operands, 2, Skip, 0>(p + r * ldp, v, some, dim, far, out + r * ldo, ldo);
+    if (r < Rows + more) add_rows<Operands, 1, Skip, 0>(p + r * ldp, v, some, dim, far, out + r * ldo, ldo);
   }
 }
 
@@ -154,7 +173,7 @@ struct DecodeScratch {
   const S **key_list, **value_list;
   std::conditional_t<Bits && kIntegerProducts, IntegerScratch, NoScratch> integers;
   DecodeScratch(const AttentionParams& p, Arena& arena) : integers(p, arena) {
-    constexpr int64_t kScores = larger(kTileQueryRows * kBlock, kRowsAtOnce * kStreamBlock);
+    constexpr int64_t kScores = larger(kTileQueryRows * kBlock, kMostStreamed * kStreamBlock);
     key_steps = steps<Operands>(p.head_dim);
     query_ld = Bits ? quantized_blocks(p.head_dim) * kQuantizedBlock : padded<E>(key_steps);
     value_width = Bits ? (p.v_head_dim + kMostColumns - 1) / kMostColumns * kMostColumns : padded<A>(p.v_head_dim);
@@ -189,13 +208,17 @@ class DecodeRange {
       : mask_(p, b, {keys.begin, smaller(keys.end, valid_keys(p, b))}),
         b_(b),
         kv_head_(kv_head),
-        streams_(Bits || rows.end - rows.begin <= kRowsAtOnce),
+        streams_(Bits || rows.end - rows.begin <= streamed_rows<S, A>(p.v_head_dim)),
         arena_(scratch),
         w_(p, arena_) {
     make_rows(p, b, kv_head, rows, mask_.keys(), tile_);
     for (int64_t r = 0; r < tile_.count; ++r)
       Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
                          w_.query + r * w_.query_ld, w_.query_ld);
+    // Rows that are left over are multiplied together with rows of zeros.
+    if (streams_ && tile_.count > kRowsAtOnce)
+      for (int64_t i = tile_.count * w_.query_ld; i < (tile_.count + kSharing - 1) * w_.query_ld; ++i)
+        w_.query[i] = E(0);
     if constexpr (Integers)
       with_layout<Bits>(p.head_dim, [&](const auto& layout) {
         for (int64_t r = 0; r < tile_.count; ++r)
@@ -301,26 +324,47 @@ class DecodeRange {
     if constexpr (Bits == 0)
       if (!streams_) return multiply_block<Skip>(k, v, begin, count);
     if constexpr (Skip)
-      for (int64_t r = 0; r < tile_.count; ++r) stream_block<1, Skip>(r, k, v, begin, count);
+      for (int64_t r = 0; r < tile_.count; ++r) stream_block<1, Skip>(r, 0, k, v, begin, count);
     else
-      with_rows(tile_.count, [&](auto rows) { stream_block<rows, false>(0, k, v, begin, count); });
+      with_rows(smaller(tile_.count, kRowsAtOnce),
+                [&](auto rows) { stream_block<rows, false>(0, tile_.count - rows, k, v, begin, count); });
   }
 
-  // Few rows that share each load: dot products with the keys, then weighted sums of the values.
+  // Few rows that share each load: dot products with the keys, then weighted sums of the values. `more` rows after the
+  // first `Count` rows are multiplied while L1 has the keys, or the values.
   template <int Count, bool Skip, class Rows>
-  void stream_block(int64_t first, const Rows& k, const Rows& v, int64_t begin, int64_t count) {
+  void stream_block(int64_t first, int64_t more, const Rows& k, const Rows& v, int64_t begin, int64_t count) {
     const E* const query = w_.query + first * w_.query_ld;
     const E* const weights = w_.weights + first * weights_.ld;
     A *const scores = w_.scores + first * kStreamBlock, *const out = w_.out + first * w_.out_ld;
-    if constexpr (Bits == 0)
-      dot_products<Operands, Count, kKeys<Rows>>(query, w_.query_ld, k, count, p_.head_dim, scores, kStreamBlock);
-    else
+    if constexpr (Bits == 0) {
+      if (more)
+        multiply_in_turn(k, count);
+      else
+        dot_products<Operands, Count, kKeys<Rows>>(query, w_.query_ld, k, count, p_.head_dim, scores, kStreamBlock);
+    } else {
       dot_products<Count>(query, w_.query_ld, k, count, p_.head_dim, scores, kStreamBlock);
-    compute_weights(p_, b_, tile_, state_, weights_, first, Count, begin, count);
+    }
+    compute_weights(p_, b_, tile_, state_, weights_, first, Count + more, begin, count);
     if constexpr (Bits == 0)
-      add_values<Operands, Count, Skip>(weights, v, count, p_.v_head_dim, out, w_.out_ld);
+      add_values<Operands, Count, Skip>(weights, v, count, p_.v_head_dim, out, w_.out_ld, more);
     else
       add_values<Count, Skip>(weights, weights_.ld, v, count, p_.v_head_dim, out, w_.out_ld);
+  }
+
+  // The scores of all rows of the tile with a block of keys. The first rows bring the keys into L1.
+  template <class Rows>
+  void multiply_in_turn(const Rows& k, int64_t count) {
+    const int64_t step = rows_that_fit<S>(kAddedBytes, p_.head_dim, 8, kBlock);
+    for (int64_t j = 0; j < count; j += step) {
+      const Rows keys = k.from(j);
+      const int64_t some = smaller(step, count - j);
+      dot_products<Operands, kSharing, kKeys<Rows>>(w_.query, w_.query_ld, keys, some, p_.head_dim, w_.scores + j,
+                                                    kStreamBlock);
+      for (int64_t r = kSharing; r < tile_.count; r += kSharing)
+        dot_products<Operands, kSharing, kCached>(w_.query + r * w_.query_ld, w_.query_ld, keys, some, p_.head_dim,
+                                                  w_.scores + r * kStreamBlock + j, kStreamBlock);
+    }
   }
 
   // More rows: two matrix products. The first gives the scores transposed, [keys, rows]: the rows were packed once, and

@@ -24,7 +24,7 @@ inline void with_rows(int64_t rows, F&& f) {
 }
 
 // How streamed memory is prefetched: how many bytes ahead, and into which cache. Into L2 if other rows read it `again`,
-// else into L1.
+// else into L1. 0 bytes: nothing is prefetched, because L1 has it.
 struct Stream {
   int64_t ahead;
   bool again = false;
@@ -39,7 +39,7 @@ template <Stream stream, class T>
 [[gnu::always_inline]] inline void fetch_ahead(const T* p) {
   if constexpr (stream.again)
     fetch(p);
-  else
+  else if constexpr (stream.ahead > 0)
     __builtin_prefetch(p, 0, kOnce);
 }
 
