@@ -101,6 +101,37 @@ def encoder_decoder_check():
     return compare(*both(make), draw(2, 5, WIDTH, seed=3), draw(2, LENGTH, WIDTH), source_lens=torch.tensor([5, 3]))
 
 
+def translator():
+    """19 source and target tokens; the decoder counts positions by a table."""
+    encoder = attnpack.Encoder(
+        [attnpack.EncoderBlock(grouped(2, causal=False), attnpack.FeedForward(WIDTH, 16))],
+        embed_tokens=nn.Embedding(19, WIDTH),
+    )
+    decoder = attnpack.Decoder(
+        [block(grouped(kv), cross_attention=grouped(2, rope=None, causal=False)) for kv in (1, 4)],
+        embed_tokens=nn.Embedding(19, WIDTH),
+        embed_positions=nn.Embedding(16, WIDTH),
+    )
+    return attnpack.EncoderDecoder(encoder, decoder)
+
+
+def translated_check(cache, **settings):
+    """0.0 if the tokens are those of one process."""
+    whole, shared = both(translator)
+    source, target = torch.arange(10).view(2, 5) % 7, torch.tensor([[1, 4, 2], [1, 2, 3]])
+    settings = {"max_new_tokens": 6, "source_lens": torch.tensor([5, 3])} | settings
+    wanted = whole.generate(source, target, **settings)
+    if settings.get("temperature"):
+        torch.manual_seed(dist.get_rank())
+    got = shared.generate(source, target, cache=cache, **settings)
+    return float((got != wanted).sum()) if got.shape == wanted.shape else f"{got.shape}, {wanted.shape}"
+
+
+def head_of_its_own():
+    torch.manual_seed(4)
+    return nn.Linear(WIDTH, 11)
+
+
 def mask_check(shape):
     whole, shared = both(grouped)
     return compare(whole, shared, draw(2, LENGTH, WIDTH), mask=draw(*shape, seed=8))
@@ -302,6 +333,9 @@ def program(only=None):
     checks |= {
         "cross": cross_check,
         "encoder-decoder": encoder_decoder_check,
+        "translation": lambda: translated_check("dynamic", lengths=torch.tensor([3, 2])),
+        "translation, answers": lambda: translated_check("dynamic", num_return_sequences=2, temperature=2.0, seed=3),
+        "translation, static": lambda: translated_check("static", head=head_of_its_own(), stop_tokens=[5]),
         "weights": weights_check,
         "compiled": compiled_check,
         "copied": copied_check,
@@ -372,6 +406,7 @@ def test_a_layer_needs_one_sum_forward_and_one_backward(outcomes):
 
 
 FEW = [
+    "translation, answers",
     "one kv head",
     "three kv heads",
     "head map",

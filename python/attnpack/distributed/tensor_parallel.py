@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from .. import errors
 from ..nn.causal_lm import CausalLM
+from ..nn.stack import EncoderDecoder
 from .collectives import as_group
-from .generate import generate
+from .generate import generate, generate_from_source
 from .shares import COLUMNS, Plan, Share, plan_of
 from .units import Agreement, EmbeddingUnit, HeadUnit, ModelUnit, SharedUnit, Unit
 
@@ -73,6 +74,8 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
         if isinstance(unit, CausalLM):
             unit._generate = generate
             ModelUnit(unit, group, _divides(unit.model.embed_tokens))
+        elif isinstance(unit, EncoderDecoder):
+            unit._generate = generate_from_source
     return module
 
 

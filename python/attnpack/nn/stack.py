@@ -246,6 +246,9 @@ class EncoderDecoder(NativeModule):
 
     _cpp_class = cpp.EncoderDecoder
 
+    _generate: Callable[..., Tensor] | None = None
+    """The loop of `generate`, if several processes share the model."""
+
     def __init__(
         self,
         encoder: Encoder,
@@ -365,7 +368,7 @@ class EncoderDecoder(NativeModule):
         refuse_spread("generate is called", "call it outside, with the whole source on each rank")
         if not isinstance(cache, str):
             check_kind(cache, ModelCache, "generate")
-        return generate_by_twin(
+        return (self._generate or generate_by_twin)(
             self,
             source,
             target,
