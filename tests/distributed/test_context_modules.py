@@ -26,6 +26,8 @@ MODULES = {
     "latent": lambda: latent(q_lora_rank=9, bias=True),
     "latent, replaced": lambda: replaced(latent()),
     "folded": lambda: latent().fold(),
+    "differential 1": lambda: differential(1),
+    "differential 2": lambda: differential(2, window=(5, 0)),
     "block": lambda: block(grouped(1), cross_attention=grouped(2)),
     "encoder": lambda: attnpack.Encoder(
         [attnpack.EncoderBlock(grouped(causal=False), attnpack.FeedForward(WIDTH, 16)) for _ in range(2)]
@@ -40,7 +42,14 @@ CACHED = {
     "latent": latent,
     "latent, replaced": lambda: replaced(latent()),
     "folded": lambda: latent().fold(),
+    "differential 1": lambda: differential(1),
+    "differential 2": lambda: differential(2),
 }
+
+
+def differential(version, **settings):
+    settings = {"version": version, "causal": True, "rope": attnpack.RotaryEmbedding(6)} | settings
+    return attnpack.DifferentialAttention(WIDTH, 4, 2, head_dim=6, **settings)
 
 
 def replaced(module):

@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from .. import cpp
 from .._C import checks
-from ..cache import KVCache
 from ..layer_ops import pair_values, subtract_halves, subtract_pairs
 from ..ops import alibi_slopes
 from .attention_base import ContextAttention, split_heads
 from .linear import low_rank, project
 from .norm import RMSNorm, rms_norm
 from .rope import RotaryEmbedding
-from .spread import spread
 
 _QK_NORM = {"all_heads": False, "plus_one": False, "eps": 1e-6, "values": None}
 _LATENT_EPS = 1e-6  # of q_a_layernorm
@@ -364,23 +362,6 @@ class DifferentialAttention(ContextAttention):
 
     def _queries(self, x: Tensor, key: Tensor) -> Tensor:
         return split_heads(project(self.q_proj, x), self.query_heads)
-
-    def _attend(
-        self,
-        x: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: KVCache | None,
-        *arguments: Any,
-        **inputs: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        if spread(cache) is not None:
-            raise ValueError(
-                "attnpack: DifferentialAttention got a sequence or a cache that is spread over processes, want one "
-                "that this process has whole: leave context_parallel, or take another cache"
-            )
-        return super()._attend(x, query, key, value, cache, *arguments, **inputs)
 
     def _output(self, joined: Tensor, x: Tensor) -> Tensor:
         if self.version == 2:
