@@ -40,9 +40,10 @@ from op_cases import COVERING, DTYPES, INF, NAN, check_against_reference, make_i
 torch.set_num_threads(2)
 for case in COVERING[::5]:
     check_against_reference(make_inputs(**case))
-shapes = [((3, 70), "float32"), ((7, 300), "float16"), ((11, 300), "bfloat16"), ((60, 300), "float32"), ((130, 301), "bfloat16")]
+float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
+shapes = [((3, 70), float32), ((7, 300), float16), ((11, 300), bfloat16), ((60, 300), float32), ((130, 301), bfloat16)]
 for lengths, dtype in shapes:  # excluded keys are never read
-    inputs = make_inputs(getattr(torch, dtype), lengths=lengths, dims=(17, 10), scores={"softcap": 3.0})
+    inputs = make_inputs(dtype, lengths=lengths, dims=(17, 10), scores={"softcap": 3.0})
     inputs.settings["kv_lens"] = torch.tensor([33, 65])
     expected = compute_results(attnpack.attention, inputs)
     for b, n in enumerate((33, 65)):
