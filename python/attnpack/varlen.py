@@ -40,7 +40,7 @@ def attention_varlen(
     :func:`attention`: row i of a sequence of Lq queries and Lk keys stands at position i + Lk - Lq.
 
     Keys may stand in pages, as in PagedAttention (Kwon et al. 2023). On the CPU the bits are those of packed keys; on
-    CUDA the pages are gathered first.
+    CUDA a kernel reads the pages where each sequence has the same few queries; else they are gathered first.
 
     Args:
         query: [T, Hq, D], float64, float32, bfloat16 or float16; any strides.

@@ -45,6 +45,17 @@ def test_answers_share_the_pages_of_their_prompt(model):
         assert layer.free_pages == 0
 
 
+@pytest.mark.parametrize("cpp", [False, True], ids=["python", "cpp"])
+def test_a_pool_that_is_too_small_is_refused_before_the_first_token(model, cpp):
+    package, answering = (attnpack.cpp, model.cpp()) if cpp else (attnpack, model)
+    pages = [package.PagedCache(2, 2, 16, num_pages=3, page_size=16, dtype=torch.float64) for _ in range(2)]
+    caches, ids = package.ModelCache(pages), torch.randint(0, 97, (2, 10))
+    with pytest.raises(ValueError, match="cache: got 3 free pages of 16 positions, want 4"):
+        answering.generate(ids, max_new_tokens=8, cache=caches)
+    assert len(caches) == 0
+    assert answering.generate(ids, max_new_tokens=7, cache=caches).shape == (2, 17)
+
+
 def test_both_languages(model):
     ids = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(1))
     for kind in KINDS:

@@ -232,6 +232,18 @@ def test_backward_after_later_appends(layer):
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
+def test_gradients_of_queries_alone_through_several_calls(layer, kind):
+    """The gradient of a query reads keys that later calls must not change."""
+    layer.requires_grad_(False)
+    layer.q_proj.requires_grad_(True)
+    parts, weight = torch.randn(2, 6, 24).split([3, 1, 2], 1), layer.q_proj.weight
+    cache, alone = caches()[kind], caches()[kind]
+    got = torch.autograd.grad(sum(layer(part, cache=cache).square().sum() for part in parts), weight)
+    wanted = [torch.autograd.grad(layer(part, cache=alone).square().sum(), weight)[0] for part in parts]
+    torch.testing.assert_close(got[0], sum(wanted))
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["dynamic", "static"])
 @pytest.mark.parametrize("frozen", ["k_proj", "v_proj"])
 def test_gradients_of_keys_or_of_values_alone(layer, kind, frozen):
     getattr(layer, frozen).requires_grad_(False)

@@ -137,6 +137,20 @@ def test_a_compiled_function_changes_its_cache(make, change):
     assert graphs_of(call, make, steps, "aot_eager") <= (1 if make is static_cache else 5)
 
 
+@pytest.mark.parametrize("change", ["reorder", "reorder by a list"])
+def test_a_static_cache_is_reordered_in_the_graph_that_wrote_it(change):
+    """By inductor, which fuses a copy in place with what it reads."""
+    torch.manual_seed(0)
+    layer = grouped_layer().eval()
+
+    def call(cache, x):
+        out = layer(x, cache=cache)
+        CHANGES[change](cache)
+        return out
+
+    assert graphs_of(call, static_cache, torch.randn(2, 5, 24).split([3, 1, 1], 1), "inductor") <= 2
+
+
 @pytest.mark.parametrize("make", [attnpack.DynamicCache, static_cache, sliding_cache])
 def test_a_compiled_function_makes_its_own_cache(make):
     torch.manual_seed(0)

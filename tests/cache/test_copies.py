@@ -1,4 +1,4 @@
-"""Copies of caches that hold something, by clone, deepcopy and pickle: equal, of the same class, and with memory of
+"""Copies of caches that hold something, by clone, copy, deepcopy and pickle: equal, of the same class, and with memory of
 their own."""
 
 import copy
@@ -23,7 +23,9 @@ WAYS = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
 }
+LAYER_WAYS = WAYS | {"copy": copy.copy}
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+layer_ways = pytest.mark.parametrize("way", LAYER_WAYS.values(), ids=LAYER_WAYS)
 
 
 def layer_for(kind):
@@ -44,7 +46,7 @@ def content(cache):
     return cache.k, cache.v, cache.lengths, *([] if index is None else [index])
 
 
-@ways
+@layer_ways
 @pytest.mark.parametrize("kind", LAYER)
 @torch.no_grad()
 def test_a_copy_goes_on_by_itself(kind, way):

@@ -26,6 +26,25 @@ def test_caches(message, m):
     complaint(kind, message, call, m)
 
 
+@pytest.mark.parametrize("cache", [attnpack.DynamicCache(), attnpack.SlidingWindowCache(4), attnpack.QuantizedCache(8)])
+def test_lengths_in_a_list(cache):
+    layer = attnpack.GroupedQueryAttention(8, 2, 2, causal=True, window=(4, 0))
+    with pytest.raises(TypeError, match=r"kv_lens is \[1, 1\] \(list\), wants .* torch.tensor\(\) makes one"):
+        layer(torch.zeros(2, 3, 8), cache=cache, kv_lens=[1, 1])
+    cross = attnpack.GroupedQueryAttention(8, 2, 2)
+    with pytest.raises(TypeError, match=r"kv_lens is \[1, 1\] \(list\), wants"):
+        cross(torch.zeros(2, 3, 8), torch.zeros(2, 3, 8), cache=attnpack.CrossCache(), kv_lens=[1, 1])
+
+
+@pytest.mark.parametrize("cache", [attnpack.DynamicCache(), attnpack.SlidingWindowCache(4), attnpack.QuantizedCache(8)])
+def test_reserve_wants_heads_of_floats(cache):
+    heads = torch.ones(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"key: got shape \[2, 3, 4\] and dtype Float, want a float tensor"):
+        cache.reserve(heads[0], heads)
+    with pytest.raises(ValueError, match="value: got shape .* and dtype Long, want a float tensor"):
+        cache.reserve(heads, heads.long())
+
+
 @pytest.mark.parametrize("cache", (attnpack.ModelCache(2), "dynamic"), ids=("model", "text"))
 def test_a_layer_wants_the_cache_of_a_layer(cache):
     with pytest.raises(TypeError, match="cache is a .*, MultiQueryAttention wants a DynamicCache or StaticCache"):

@@ -275,9 +275,11 @@ def test_a_model_cache_lends_pages_and_takes_them_back():
     wanted = model.generate(ids, max_new_tokens=6)
     assert torch.equal(model.generate(ids, max_new_tokens=6, cache=cache), wanted)
     assert cache.lengths.tolist() == [12, 12] and [layer.free_pages for layer in layers] == [6, 6]
-    with pytest.raises(ValueError, match="the pool is full"):
+    with pytest.raises(ValueError, match="cache: got 6 free pages of .*, want 8"):
         model.generate(torch.randint(32, (2, 1)), max_new_tokens=20, cache=cache)
-    cache.crop(12)
+    with pytest.raises(ValueError, match="the pool is full"):
+        model(torch.randint(32, (2, 20)), cache)
+    assert cache.lengths.tolist() == [12, 12] and [layer.free_pages for layer in layers] == [6, 6]
     assert torch.equal(model(wanted[:, -1:], cache)[:, -1].argmax(-1), model(wanted)[:, -1].argmax(-1))
     cache.reset()
     assert [layer.free_pages for layer in layers] == [12, 12]

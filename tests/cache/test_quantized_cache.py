@@ -250,6 +250,20 @@ def test_generate():
         assert caches.nbytes == sum(layer.nbytes for layer in caches)
 
 
+@pytest.mark.parametrize("cpp", [False, True], ids=["python", "cpp"])
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (2, 0), (2, 3)])
+@torch.no_grad()
+def test_a_first_append_of_no_tokens(first, last, cpp):
+    layer = attnpack.GroupedQueryAttention(32, 4, 2, causal=True, sinks=True)
+    package = attnpack.cpp if cpp else attnpack
+    cache = package.QuantizedCache(8, exact_first=first, exact_last=last)
+    module = layer.cpp() if cpp else layer
+    assert module(torch.zeros(2, 0, 32), cache=cache).shape == (2, 0, 32) and len(cache) == 0
+    x = torch.randn(2, 4, 32)
+    fresh = package.QuantizedCache(8, exact_first=first, exact_last=last)
+    assert torch.equal(module(x, cache=cache), module(x, cache=fresh))
+
+
 @torch.no_grad()
 def test_refused():
     q, k, v = draw(4, 2, 3)

@@ -65,6 +65,19 @@ def over(module, x, held, at):
     return module.o_proj(out.transpose(1, 2).flatten(2).to(x.dtype))
 
 
+@torch.no_grad()
+def test_latents_without_a_rotated_part():
+    torch.manual_seed(0)
+    sizes = {"kv_lora_rank": 7, "qk_nope_head_dim": 8, "qk_rope_head_dim": 0, "v_head_dim": 8}
+    module, x = attnpack.MultiHeadLatentAttention(32, 4, **sizes, causal=True), torch.randn(2, 6, 32)
+    cache, held = attnpack.QuantizedCache(8), attnpack.LatentCache()
+    module(x[:, :5], cache=cache), module(x[:, :5], cache=held)
+    stored = attnpack.LatentCache.from_latents(rounded(held.c.contiguous()), held.k_rope.contiguous(), held.lengths)
+    assert cache.nbytes == 2 * 5 * (7 + 2)  # a byte per number, and one scale
+    got = module(x[:, 5:], cache=cache)
+    assert_close(got, module(x[:, 5:], cache=stored), atol=0.01, rtol=0.01)  # which has the last latent unrounded
+
+
 @pytest.mark.parametrize("path", ["auto", "expanded", "absorbed"])
 def test_attention_reads_the_rounded_latents(path):
     module, x = layer(path), torch.randn(2, sum(CHUNKS), EMBED)

@@ -91,6 +91,18 @@ def test_gradients_of_empty_parts_are_zero():
         assert (grad == 0).all()
 
 
+@pytest.mark.parametrize("lse", [-80.0, -200.0, -1e30, 1e30])
+def test_gradients_beside_an_empty_part_are_those_of_the_other(lse):
+    """Where exp(-lse) overflows too."""
+    empty = [draw(1, 1, 3), torch.full((1, 1), -INF)]
+    leaves = [x.requires_grad_() for x in (*empty, draw(1, 1, 3, seed=1), torch.full((1, 1), lse))]
+    for order in ((0, 1, 2, 3), (2, 3, 0, 1)):
+        out, total = merge_states(*(leaves[n] for n in order))
+        grads = torch.autograd.grad(out.sum() + 2 * total.sum(), leaves)
+        for grad, wanted in zip(grads, (0, 0, 1, 2), strict=True):
+            assert (grad == wanted).all()
+
+
 def test_shapes_that_do_not_fit_raise():
     out, lse = draw(1, 2, 3, 4), draw(1, 2, 3)
     with pytest.raises(ValueError, match="merge_states: out_a .* must have the same shapes"):

@@ -76,7 +76,8 @@ void fill(Guarded& g, DType d) {
 
 // Hands units to threads of its own, in order.
 struct Threads {
-  int count;
+  int threads_;
+  int64_t count() const { return threads_; }
   template <class F>
   void operator()(Order, int64_t units, double, size_t scratch_bytes, F&& unit) const {
     std::atomic<int64_t> next{0};
@@ -85,7 +86,7 @@ struct Threads {
       for (int64_t i = next++; i < units; i = next++) unit(i, scratch.data());
     };
     std::vector<std::thread> threads;
-    for (int i = 1; i < count; ++i) threads.emplace_back(work);
+    for (int i = 1; i < threads_; ++i) threads.emplace_back(work);
     work();
     for (auto& thread : threads) thread.join();
   }

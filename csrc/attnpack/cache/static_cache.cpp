@@ -43,9 +43,12 @@ void StaticCache::crop(const c10::SymInt& n) {
 void StaticCache::reorder(const at::Tensor& index) {
   const auto rows = check_index(index, lengths(), /*same_batch=*/true);
   at::NoGradGuard no_grad;
-  for (auto* tensor : {&tensors_.key, &tensors_.value, &tensors_.lengths}) {
-    tensor->copy_(tensor->index_select(0, rows));
-  }
+  // A compiler fuses a copy in place with the selection, and then reads rows that it has written. An op keeps both
+  // apart.
+  const auto key = tensors_.key.index_select(0, rows), value = tensors_.value.index_select(0, rows);
+  const auto held = tensors_.lengths.index_select(0, rows);
+  tensors_.lengths.zero_();
+  kv_cache_append_(tensors_.key, tensors_.value, tensors_.lengths, key, value, held);
 }
 
 }  // namespace attnpack

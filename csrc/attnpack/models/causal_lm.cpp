@@ -217,8 +217,8 @@ std::shared_ptr<ModelCache> CausalLMImpl::quantized_cache(const QuantizedCacheOp
 
 std::shared_ptr<ModelCache> CausalLMImpl::paged_cache(int64_t batch, int64_t num_pages) const {
   ATTNPACK_CHECK(!options.latent(),
-                 "cache: got 'paged' for a model with latent attention, want 'dynamic', 'static' or "
-                 "'none': pages hold the keys and values of heads");
+                 "cache: got 'paged' for a model with latent attention, want 'dynamic', 'static', 'int8' "
+                 "or 'none': pages hold the keys and values of heads");
   const auto shape = PagedCacheOptions(batch, *options.num_kv_heads(), *options.head_dim(), num_pages)
                          .tensor(model->embed_tokens->weight.options().requires_grad(false));
   std::vector<std::shared_ptr<KVCache>> layers;

@@ -1,5 +1,6 @@
 #include <attnpack/models/generate.h>
 
+#include <attnpack/cache/paged_cache.h>
 #include <attnpack/core/padded.h>
 #include <attnpack/layers/spread.h>
 #include <attnpack/models/detail/sampler.h>
@@ -14,12 +15,25 @@ namespace attnpack {
 
 namespace {
 
+// Raises unless the pool has pages for sequences that hold `held` positions and get `more`, [B] each.
+void check_pages(const PagedCache& cache, const at::Tensor& held, const at::Tensor& more) {
+  const auto pages = [&](const at::Tensor& positions) {
+    return (positions + (cache.page_size() - 1)).floor_divide(cache.page_size());
+  };
+  const auto need = (pages(held + more) - pages(held)).sum().item<int64_t>();
+  ATTNPACK_CHECK(need <= cache.free_pages(), "cache: got ", cache.free_pages(), " free pages of ", cache.page_size(),
+                 " positions, want ", need, " for the prompts and their new tokens: give the PagedCache more pages, ask "
+                 "for fewer tokens, or take the cache \"paged\"");
+}
+
 // The last new token is not appended: nobody asks for what follows it.
 void check_room(const ModelCache& cache, const at::Tensor& lengths, int64_t max_new_tokens) {
   if (lengths.numel() == 0) return;
+  const auto appended = std::max<int64_t>(max_new_tokens - 1, 0);
   for (const auto& layer : cache.layers()) {
     const auto held = layer->lengths().size(0) == lengths.size(0) ? layer->lengths().to(lengths.device()) : lengths * 0;
-    const auto need = (held + lengths).max().item<int64_t>() + std::max<int64_t>(max_new_tokens - 1, 0);
+    if (const auto paged = std::dynamic_pointer_cast<PagedCache>(layer)) check_pages(*paged, held, lengths + appended);
+    const auto need = (held + lengths).max().item<int64_t>() + appended;
     ATTNPACK_CHECK(need <= layer->capacity().value_or(need), "cache: got room for ", *layer->capacity(),
                    " positions, want ", need, " for what it holds, the prompt and ", max_new_tokens,
                    " new tokens: make it longer, ask for fewer, or take the cache \"dynamic\"");

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .kv_cache import KVCache
+from .kv_cache import KVCache, check_lens
 
 
 class CrossCache(KVCache):
@@ -36,6 +36,7 @@ class CrossCache(KVCache):
     def store(self, key: Tensor, value: Tensor, kv_lens: Tensor | None) -> None:
         """Stores copies of key [B, Hkv, Lc, D], before rotation, and value [B, Hkv, Lc, Dv]; kv_lens [B]: how many keys
         of each sequence are valid, default all."""
+        check_lens(kv_lens)
         self._change("store", key, value, kv_lens)
 
     def check_call(self, x: Tensor, context: Tensor | None) -> None:

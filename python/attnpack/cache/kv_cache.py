@@ -42,6 +42,7 @@ class KVCache:
     def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
         """Tensors with room for the new key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of which new_lens [B] are valid;
         a ValueError if they do not fit the cache."""
+        check_lens(new_lens)
         self._tensors, self._numbers, room = self._ask("reserve", key, value, new_lens)
         return CacheTensors(*room)
 
@@ -133,6 +134,10 @@ class KVCache:
         other.__dict__.update(self.__dict__)
         other._change("clone")
         return other
+
+    def __copy__(self) -> KVCache:
+        """As `clone`: two caches on one memory would write over each other."""
+        return self.clone()
 
 
 class DynamicCache(KVCache):
@@ -280,6 +285,13 @@ class ModelCache:
 def _native(name: str) -> Callable[..., Any]:
     """A function of the native caches: while torch.compile traces it is an op, else pybind's function of that name."""
     return getattr(torch.ops.attnpack if torch.compiler.is_compiling() else _C.cpp, name)
+
+
+def check_lens(lens: object) -> None:
+    """Raises unless the lengths of a call are a tensor or None."""
+    if lens is not None and not isinstance(lens, Tensor):
+        wanted = "an int32 or int64 tensor [batch], or None: torch.tensor() makes one of a list"
+        raise wrong_kind("kv_lens", lens, wanted)
 
 
 def _lent(cache: KVCache) -> cpp.KVCache:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ops import CacheTensors
-from .kv_cache import KVCache, _native
+from .kv_cache import KVCache, _native, check_lens
 
 
 class QuantizedCache(KVCache):
@@ -37,6 +37,7 @@ class QuantizedCache(KVCache):
         self._tensors, self._numbers = _native("quantized_cache")(bits, exact_first, exact_last)
 
     def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
+        check_lens(new_lens)
         self._tensors, self._numbers, room = self._ask("reserve", key, value, new_lens)
         named: dict[str, Any] = dict(
             zip(("key", "value", "lengths", "dropped", "exact_key", "exact_value"), room, strict=False)

@@ -141,7 +141,10 @@ PlacedTokens place_tokens(
   const auto [q, k] = rotate_tokens(tokens, rope, {args.positions, false, past, args.kv_lens});
   kv_cache_append_(cache->key, cache->value, cache->lengths, k, tokens.value, args.kv_lens, readable.limit,
                    cache->dropped);
-  if (at::GradMode::is_enabled() && (k.requires_grad() || tokens.value.requires_grad())) {
+  // A copy too where the gradients of queries or mask read the keys later: the next append writes the cache.
+  const bool mask_trains = args.mask && args.mask->requires_grad();
+  if (at::GradMode::is_enabled() &&
+      (q.requires_grad() || k.requires_grad() || tokens.value.requires_grad() || mask_trains)) {
     readable.key = with_new_rows(readable.key, k, slots(past), args.kv_lens);
     readable.value = with_new_rows(readable.value, tokens.value, slots(past), args.kv_lens);
   }

@@ -89,7 +89,7 @@ std::vector<Part> parts_of(const Stored& stored, const CacheTensors& cache, cons
     add(stored.exact_key.narrow_symint(2, 0, count), stored.exact_value.narrow_symint(2, 0, count), 0, std::move(first),
         shift, all.narrow_symint(1, 0, count));
   }
-  if (keep < readable) {
+  if (parts.empty() || keep < readable) {  // an empty cache has one empty part
     AttentionArguments rows = before;
     const SymInt count = readable - keep;
     rows.mask = mask_from(args.mask, keep, count);

@@ -9,7 +9,7 @@
 #include <attnpack/ops/cpu/scratch.h>
 
 // Cuts attention calls into units of work. No headers of torch: for_each(order, count, work, scratch_bytes, unit) hands
-// the units 0 .. count - 1 to the threads, and calls unit(index, scratch). The calls of a list share dtype, heads, head
+// the units 0 .. count - 1 to the threads, of which there are for_each.count(), and calls unit(index, scratch). The calls of a list share dtype, heads, head
 // dims and batch. Their units run in one loop, so that short sequences fill all threads.
 namespace attnpack {
 
@@ -124,16 +124,27 @@ inline int64_t most_ranges(const AttentionParams& p) {
   return ranges;
 }
 
+// How many kv heads one unit of decode reads in turn, so that each thread has a few units.
+inline int64_t heads_of_unit(const AttentionParams& p, int64_t ranges, int64_t threads) {
+  constexpr int64_t kUnitsPerThread = 4;
+  int64_t heads = heads_in_turn(p);
+  while (heads > 1 && p.batch * ranges * ((p.num_kv_heads + heads - 1) / heads) < kUnitsPerThread * threads)
+    heads = (heads + 1) / 2;
+  return heads;
+}
+
 // For few rows per kv head. The head's keys are cut into ranges, whose results are joined at the end. If each head has
 // one range, its unit joins the results at once: thousands of heads with a handful of keys then cost one loop.
 template <class ForEach>
 void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   double work = 0, merge_work = 0;
   size_t decode_bytes = 0;
-  int64_t rows_at_once = 0;  // most rows of a unit that joins its own results
+  int64_t rows_at_once = 0;  // most rows of the heads of a unit that joins its own results
   const auto ranges_of = [&, first = calls.size() == 1 ? most_ranges(calls[0]) : 0](size_t call) {
     return first ? first : most_ranges(calls[call]);
   };
+  const auto heads_of = [&](size_t call) { return heads_of_unit(calls[call], ranges_of(call), for_each.count()); };
+  const auto shares_of = [&](size_t call) { return (calls[call].num_kv_heads + heads_of(call) - 1) / heads_of(call); };
   const auto merges_of = [](const Tiling& t) { return (t.rows + kMergedRows - 1) / kMergedRows; };
   const auto streams = [&](size_t i, const Tiling& t) { return t.rows > 0 && path_of(calls[i], t) != Path::kPacked; };
   const Counts units(calls.size(), [&](size_t i) {
@@ -141,8 +152,8 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     if (!streams(i, t)) return int64_t{0};
     work += t.work;
     decode_bytes = std::max(decode_bytes, kernels.decode_scratch(calls[i]));
-    if (ranges_of(i) == 1) rows_at_once = std::max(rows_at_once, t.rows);
-    return t.kv_heads * ranges_of(i);
+    if (ranges_of(i) == 1) rows_at_once = std::max(rows_at_once, heads_of(i) * t.rows);
+    return calls[i].batch * shares_of(i) * ranges_of(i);
   });
   if (units.total() == 0) return;
   const auto joined_later = [&](size_t i, const Tiling& t) { return streams(i, t) && ranges_of(i) > 1; };
@@ -168,13 +179,19 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   const auto unit_of_ranges = [&](int64_t unit, void* scratch) {
     const auto [call, index] = units.find(unit);
     const AttentionParams& p = calls[call];
-    const int64_t ranges = ranges_of(call), head = index / ranges, range = index % ranges, b = head / p.num_kv_heads;
-    if (!streams_keys(p, tile_rows(p), b)) return;
-    const int64_t kv_head = head % p.num_kv_heads, keys = range_keys(p, count_seen(p, b));
-    const int64_t begin = seen_keys(p, b).begin + range * keys;
-    void* const results = ranges == 1 ? static_cast<char*>(scratch) + decode_bytes : partial(call, ranges, head, range);
-    kernels.decode(p, b, kv_head, {begin, std::min(begin + keys, p.kv_len)}, results, scratch);
-    if (ranges == 1) kernels.merge(p, b, kv_head, {0, group_size(p, kv_head) * p.q_len}, results, 1);
+    const int64_t ranges = ranges_of(call), shares = shares_of(call), heads = heads_of(call);
+    const int64_t range = index % ranges, b = index / ranges / shares, first = index / ranges % shares * heads;
+    const Tiling t = tile_rows(p);
+    if (!streams_keys(p, t, b)) return;
+    const Range kv_heads{first, std::min(first + heads, p.num_kv_heads)};
+    const int64_t keys = range_keys(p, count_seen(p, b)), begin = seen_keys(p, b).begin + range * keys;
+    void* results[kHeadsInTurn];
+    for (int64_t h = kv_heads.begin; h < kv_heads.end; ++h)
+      results[h - first] = ranges == 1 ? static_cast<char*>(scratch) + decode_bytes + (h - first) * t.rows * row_bytes
+                                       : partial(call, ranges, b * p.num_kv_heads + h, range);
+    kernels.decode(p, b, kv_heads, {begin, std::min(begin + keys, p.kv_len)}, results, scratch);
+    for (int64_t h = kv_heads.begin; ranges == 1 && h < kv_heads.end; ++h)
+      kernels.merge(p, b, h, {0, group_size(p, h) * p.q_len}, results[h - first], 1);
   };
   for_each(Order::kNeighbours, units.total(), work, decode_bytes + rows_at_once * row_bytes, unit_of_ranges);
   if (merges.total() == 0) return;

@@ -22,6 +22,7 @@ Tensor latent_rows(const Tensor& latents, const SymInt& latent_dim) {
 Tensor latents_of_rows(const Tensor& rows, const SymInt& latent_dim, at::ScalarType dtype) {
   const SymInt codes = sym_quantized_row_bytes(kLatentBits, latent_dim);
   const Tensor c = dequantize_rows(rows.narrow_symint(3, 0, codes), kLatentBits, latent_dim, dtype);
+  if (rows.sym_size(3) == codes) return c;
   const Tensor rotated = rows.narrow_symint(3, codes, rows.sym_size(3) - codes);
   // A copy, because numbers of a dtype begin at multiples of their size.
   return at::cat({c, rotated.clone(at::MemoryFormat::Contiguous).view(dtype)}, -1);

@@ -11,6 +11,7 @@ constexpr int64_t kBlock = 64, kStreamBlock = 256;
 constexpr int64_t kStreamBytes = 64 << 10;  // of keys, then of values: each change slows memory
 constexpr int64_t kAddedBytes = 8 << 10;    // of keys or values that several rows read in turn: they stay in L1
 constexpr int64_t kMostStreamed = 24;       // rows that stream the keys
+constexpr int64_t kPiece = 64;              // keys of a piece of a block that several heads read in turn
 constexpr int kSharing = kRegisters == 32 ? 8 : kRowsAtOnce;  // of many rows, those that share each load of a key
 constexpr Stream kCached{0};                                  // what other rows have just read
 // Rows that follow each other are prefetched into L1, even if keys are also the values (PERFORMANCE.md). Where they lie
@@ -64,7 +65,7 @@ inline void add_columns(const typename Operands::Element* p, const Values& v, in
         const int read = c * kStep * kLanes<A>;  // numbers read before this step
 #pragma GCC unroll 2
         for (int n = (read + kFetched - 1) / kFetched * kFetched; n < read + kRead; n += kFetched)
-          fetch_ahead<kValues<Rows, Values>>(v[far_row + n / Parts / kRow] + far_column + n / Parts % kRow);
+          fetch_ahead<kValues<Rows, Values>>(v.ahead(far_row + n / Parts / kRow) + far_column + n / Parts % kRow);
       }
 #pragma GCC unroll 2
       for (int k = 0; k < kTogether; ++k)
@@ -115,13 +116,18 @@ constexpr int64_t streamed_rows(int64_t v_head_dim) {
   return sizeof(S) < sizeof(A) && v_head_dim <= 256 ? kMostStreamed : 8;
 }
 
-// Sums the values of a few keys, then adds that sum to out: short sums round less than one long sum. `Rows` rows bring
-// the values, `more` rows after them find them in L1.
+// How many values add_values sums before it adds that sum to out: short sums round less than one long sum.
+template <class S>
+int64_t summed_keys(int64_t v_head_dim) {
+  return rows_that_fit<S>(kAddedBytes, v_head_dim, 8, kBlock);
+}
+
+// out += weighted values, a few keys at a time. `Rows` rows bring the values, `more` rows after them find them in L1.
 template <class Operands, int Rows, bool Skip, class Values, class A>
 inline void add_values(const typename Operands::Element* p, const Values& values, int64_t count, int64_t dim, A* out,
                        int64_t ldo, int64_t more) {
   constexpr int64_t ldp = kStreamBlock / Operands::kStep;
-  const int64_t step = rows_that_fit<ElementOf<Values>>(kAddedBytes, dim, 8, kBlock);
+  const int64_t step = summed_keys<ElementOf<Values>>(dim);
   const Ahead far = prefetch_distance<kValues<Rows, Values>, ElementOf<Values>, Values>(dim, Operands::kStep);
   for (int64_t j = 0; j < count; j += step, p += step / Operands::kStep) {
     const int64_t some = smaller(step, count - j);
@@ -172,21 +178,23 @@ struct DecodeScratch {
   E *query, *query_panels, *weights, *keys, *values;
   const S **key_list, **value_list;
   std::conditional_t<Bits && kIntegerProducts, IntegerScratch, NoScratch> integers;
-  DecodeScratch(const AttentionParams& p, Arena& arena) : integers(p, arena) {
+  // With `streamed`, for rows that stream the keys alone: at most kMostStreamed.
+  DecodeScratch(const AttentionParams& p, Arena& arena, bool streamed = false) : integers(p, arena) {
     constexpr int64_t kScores = larger(kTileQueryRows * kBlock, kMostStreamed * kStreamBlock);
+    const int64_t rows = streamed ? kMostStreamed + kSharing : kTileQueryRows, packed = streamed ? 0 : 1;
     key_steps = steps<Operands>(p.head_dim);
     query_ld = Bits ? quantized_blocks(p.head_dim) * kQuantizedBlock : padded<E>(key_steps);
     value_width = Bits ? (p.v_head_dim + kMostColumns - 1) / kMostColumns * kMostColumns : padded<A>(p.v_head_dim);
     out_ld = value_width + (kRounds<Operands> ? kLanes<A> : 0);  // after each row: the sums of its rounded weights
-    query = arena.take<E>(kTileQueryRows * query_ld);
-    query_panels = arena.take<E>(kTileQueryRows * query_ld);
+    query = arena.take<E>(rows * query_ld);
+    query_panels = arena.take<E>(packed * rows * query_ld);
     scores = arena.take<A>(kScores);
-    scores_t = arena.take<A>(kBlock * kTileQueryRows);
-    out = arena.take<A>(kTileQueryRows * out_ld);
-    max = arena.take<A>(kTileQueryRows);
-    sum = arena.take<A>(kTileQueryRows);
-    keys = arena.take<E>(kBlock * query_ld);
-    values = arena.take<E>(steps<Operands>(kBlock) * value_width);
+    scores_t = arena.take<A>(packed * kBlock * rows);
+    out = arena.take<A>(rows * out_ld);
+    max = arena.take<A>(rows);
+    sum = arena.take<A>(rows);
+    keys = arena.take<E>(packed * kBlock * query_ld);
+    values = arena.take<E>(packed * steps<Operands>(kBlock) * value_width);
     if constexpr (kRounds<Operands>)
       weights = arena.take<E>(steps<Operands>(kScores));
     else
@@ -204,13 +212,14 @@ inline bool same_rows(const Strides& a, const Strides& b) {
 template <class S, class A, int Bits = 0, bool Integers = false>
 class DecodeRange {
  public:
-  DecodeRange(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, Range keys, void* scratch)
+  DecodeRange(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, Range keys, void* scratch,
+              bool streamed = false)
       : mask_(p, b, {keys.begin, smaller(keys.end, valid_keys(p, b))}),
         b_(b),
         kv_head_(kv_head),
         streams_(Bits || rows.end - rows.begin <= streamed_rows<S, A>(p.v_head_dim)),
         arena_(scratch),
-        w_(p, arena_) {
+        w_(p, arena_, streamed) {
     make_rows(p, b, kv_head, rows, mask_.keys(), tile_);
     for (int64_t r = 0; r < tile_.count; ++r)
       Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
@@ -228,8 +237,34 @@ class DecodeRange {
   }
 
   void compute_partials(Range keys, A* partial) {
-    keys = {larger(keys.begin, tile_.keys.begin / kBlock * kBlock), smaller(keys.end, tile_.keys.end)};
+    keys = seen(keys);
     attend<false>(keys);
+    finish(keys, partial);
+  }
+
+  // The parts of compute_partials, for rows that stream the keys. Heads that are read in turn call them piece by piece.
+  bool streams() const { return streams_; }
+  Range seen(Range keys) const {
+    return {larger(keys.begin, tile_.keys.begin / kBlock * kBlock), smaller(keys.end, tile_.keys.end)};
+  }
+  int64_t block() const { return rows_that_fit<S>(kStreamBytes, p_.head_dim, kBlock, kStreamBlock); }
+  void reset() { reset_state(state_, tile_.count); }
+  // `keys` and `values` begin `done` keys after the start of the block.
+  template <class Rows>
+  void multiply_piece(const Rows& keys, int64_t done, int64_t count) {
+    with_rows(smaller(tile_.count, kRowsAtOnce),
+              [&](auto rows) { multiply<rows>(0, tile_.count - rows, keys, done, count); });
+  }
+  void weigh(int64_t begin, int64_t count) { compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count); }
+  template <class Rows>
+  void add_piece(const Rows& values, int64_t done, int64_t count) {
+    with_rows(smaller(tile_.count, kRowsAtOnce), [&](auto rows) {
+      add_values<Operands, rows, false>(w_.weights + done / Operands::kStep, values, count, p_.v_head_dim, w_.out,
+                                        w_.out_ld, tile_.count - rows);
+    });
+  }
+
+  void finish(Range keys, A* partial) {
     // An excluded key's NaN or Inf may have come in as 0 * NaN. Then everything is computed once more without such
     // terms.
     if (!all_finite(w_.out, w_.out_ld, tile_.count, Integers ? w_.value_width : p_.v_head_dim)) attend<true>(keys);
@@ -266,10 +301,10 @@ class DecodeRange {
 
   template <bool Skip>
   void attend_numbers(Range keys) {
-    const int64_t block = streams_ ? rows_that_fit<S>(kStreamBytes, p_.head_dim, kBlock, kStreamBlock) : kBlock;
-    for (int64_t begin = keys.begin; begin < keys.end; begin += block) {
-      const int64_t count = smaller(block, keys.end - begin);
-      if (p_.block_table && !rows_follow(p_, begin, smaller(begin + 2 * block, p_.kv_len)))
+    const int64_t step = streams_ ? block() : kBlock;
+    for (int64_t begin = keys.begin; begin < keys.end; begin += step) {
+      const int64_t count = smaller(step, keys.end - begin);
+      if (p_.block_table && !rows_follow(p_, begin, smaller(begin + 2 * step, p_.kv_len)))
         attend_block<Skip>(listed(p_.key, p_.key_strides, p_.head_dim, begin, count, w_.key_list),
                            listed(p_.value, p_.value_strides, p_.v_head_dim, begin, count, w_.value_list), begin,
                            count);
@@ -334,17 +369,9 @@ class DecodeRange {
   // first `Count` rows are multiplied while L1 has the keys, or the values.
   template <int Count, bool Skip, class Rows>
   void stream_block(int64_t first, int64_t more, const Rows& k, const Rows& v, int64_t begin, int64_t count) {
-    const E* const query = w_.query + first * w_.query_ld;
     const E* const weights = w_.weights + first * weights_.ld;
-    A *const scores = w_.scores + first * kStreamBlock, *const out = w_.out + first * w_.out_ld;
-    if constexpr (Bits == 0) {
-      if (more)
-        multiply_in_turn(k, count);
-      else
-        dot_products<Operands, Count, kKeys<Rows>>(query, w_.query_ld, k, count, p_.head_dim, scores, kStreamBlock);
-    } else {
-      dot_products<Count>(query, w_.query_ld, k, count, p_.head_dim, scores, kStreamBlock);
-    }
+    A* const out = w_.out + first * w_.out_ld;
+    multiply<Count>(first, more, k, 0, count);
     compute_weights(p_, b_, tile_, state_, weights_, first, Count + more, begin, count);
     if constexpr (Bits == 0)
       add_values<Operands, Count, Skip>(weights, v, count, p_.v_head_dim, out, w_.out_ld, more);
@@ -352,18 +379,31 @@ class DecodeRange {
       add_values<Count, Skip>(weights, weights_.ld, v, count, p_.v_head_dim, out, w_.out_ld);
   }
 
-  // The scores of all rows of the tile with a block of keys. The first rows bring the keys into L1.
+  // The scores with keys that begin `done` keys after the start of the block.
+  template <int Count, class Rows>
+  void multiply(int64_t first, int64_t more, const Rows& k, int64_t done, int64_t count) {
+    const E* const query = w_.query + first * w_.query_ld;
+    A* const scores = w_.scores + first * kStreamBlock + done;
+    if constexpr (Bits != 0)
+      dot_products<Count>(query, w_.query_ld, k, count, p_.head_dim, scores, kStreamBlock);
+    else if (more)
+      multiply_in_turn(k, scores, count);
+    else
+      dot_products<Operands, Count, kKeys<Rows>>(query, w_.query_ld, k, count, p_.head_dim, scores, kStreamBlock);
+  }
+
+  // The scores of all rows of the tile. The first rows bring the keys into L1.
   template <class Rows>
-  void multiply_in_turn(const Rows& k, int64_t count) {
+  void multiply_in_turn(const Rows& k, A* scores, int64_t count) {
     const int64_t step = rows_that_fit<S>(kAddedBytes, p_.head_dim, 8, kBlock);
     for (int64_t j = 0; j < count; j += step) {
       const Rows keys = k.from(j);
       const int64_t some = smaller(step, count - j);
-      dot_products<Operands, kSharing, kKeys<Rows>>(w_.query, w_.query_ld, keys, some, p_.head_dim, w_.scores + j,
+      dot_products<Operands, kSharing, kKeys<Rows>>(w_.query, w_.query_ld, keys, some, p_.head_dim, scores + j,
                                                     kStreamBlock);
       for (int64_t r = kSharing; r < tile_.count; r += kSharing)
         dot_products<Operands, kSharing, kCached>(w_.query + r * w_.query_ld, w_.query_ld, keys, some, p_.head_dim,
-                                                  w_.scores + r * kStreamBlock + j, kStreamBlock);
+                                                  scores + r * kStreamBlock + j, kStreamBlock);
     }
   }
 
@@ -466,6 +506,142 @@ void decode_tiles(const AttentionParams& p, int64_t b, int64_t kv_head, Range ke
 }
 
 template <class S, class A>
+struct ScratchInTurn {
+  size_t head_bytes;
+  const S **list, **next;
+  char* heads;
+  ScratchInTurn(const AttentionParams& p, Arena& arena) {
+    Arena head(nullptr);
+    DecodeScratch<S, A>(p, head, true);
+    head_bytes = head.used();
+    list = arena.take<const S*>(kPiece);
+    next = arena.take<const S*>(kPiece * kHeadsInTurn + kListedMore);
+    heads = arena.take<char>(kHeadsInTurn * head_bytes);
+  }
+};
+
+// Kv heads whose rows lie side by side, in packed keys or in pages. They read a piece of the keys in turn, so that memory
+// is read in the order of its addresses. The bits are those of one head after the other.
+template <class S, class A>
+class HeadsInTurn {
+ public:
+  HeadsInTurn(const AttentionParams& p, int64_t b, Range kv_heads, Range keys, void* const* partials, void* scratch)
+      : p_(p), b_(b), kv_heads_(kv_heads), keys_(keys), partials_(partials), arena_(scratch), w_(p, arena_) {
+    add_head(kv_heads.begin);
+  }
+
+ private:
+  using Head = DecodeRange<S, A>;
+
+  // Makes the heads from kv_head on, each on the stack of its own call, and then attends.
+  void add_head(int64_t kv_head) {
+    if (kv_head == kv_heads_.end) return attend();
+    const int64_t i = kv_head - kv_heads_.begin, rows = group_size(p_, kv_head) * p_.q_len;
+    if (rows == 0) {
+      heads_[i] = nullptr;
+      return add_head(kv_head + 1);
+    }
+    Head head(p_, b_, kv_head, {0, rows}, keys_, w_.heads + i * w_.head_bytes, true);
+    heads_[i] = &head;
+    add_head(kv_head + 1);
+  }
+
+  template <class F>
+  void for_each_head(F&& f) {
+    for (int64_t i = 0; i < kv_heads_.end - kv_heads_.begin; ++i)
+      if (heads_[i]) f(*heads_[i], i);
+  }
+
+  void attend() {
+    Range keys = keys_;
+    int64_t block = kStreamBlock;
+    for_each_head([&](Head& head, int64_t) { keys = head.seen(keys_), block = head.block(), head.reset(); });
+    // Values are summed in whole steps, as those of one head are.
+    const int64_t summed = summed_keys<S>(p_.v_head_dim), added = kPiece / summed * summed;
+    for (int64_t begin = keys.begin, count; begin < keys.end; begin += count) {
+      count = smaller(block, keys.end - begin);
+      for (int64_t j = 0; j < count; j += kPiece) {
+        const int64_t some = smaller(kPiece, count - j);
+        list_rows_of_heads(p_.key, p_.key_strides, begin + j, some);
+        if (j + some < count)
+          list_next(p_.key, p_.key_strides, begin + j + some, smaller(kPiece, count - j - some));
+        else
+          list_next(p_.value, p_.value_strides, begin, smaller(added, count));
+        for_each_head([&](Head& head, int64_t i) { head.multiply_piece(rows(p_.key_strides, i, some), j, some); });
+      }
+      for_each_head([&](Head& head, int64_t) { head.weigh(begin, count); });
+      for (int64_t j = 0; j < count; j += added) {
+        const int64_t some = smaller(added, count - j);
+        list_rows_of_heads(p_.value, p_.value_strides, begin + j, some);
+        if (j + some < count)
+          list_next(p_.value, p_.value_strides, begin + j + some, smaller(added, count - j - some));
+        else
+          list_next(p_.key, p_.key_strides, begin + count, kPiece);
+        for_each_head([&](Head& head, int64_t i) { head.add_piece(rows(p_.value_strides, i, some), j, some); });
+      }
+    }
+    for_each_head([&](Head& head, int64_t i) { head.finish(keys, static_cast<A*>(partials_[i])); });
+  }
+
+  RowsInTurn<S> rows(const Strides& strides, int64_t head, int64_t count) const {
+    return {w_.list, head * strides.head, w_.next + head * count};
+  }
+
+  // Row j of the first head. The last key stands for those after it.
+  const S* row(const void* from, const Strides& strides, int64_t j) const {
+    j = smaller(j, p_.kv_len - 1);
+    return p_.block_table ? row_in_page<S>(p_, from, strides, kv_heads_.begin, j)
+                          : at<S>(from, strides, b_, kv_heads_.begin, j);
+  }
+
+  void list_rows_of_heads(const void* from, const Strides& strides, int64_t begin, int64_t count) {
+    for (int64_t j = 0; j < count; ++j) w_.list[j] = row(from, strides, begin + j);
+  }
+
+  // Lists keys [begin, begin + count) of all heads in the order of their addresses.
+  void list_next(const void* from, const Strides& strides, int64_t begin, int64_t count) {
+    const int64_t heads = kv_heads_.end - kv_heads_.begin;
+    // A page has the rows of one head after the other, or the heads of one row after the other.
+    const bool head_by_head = strides.head > strides.row;
+    const S** to = w_.next;
+    for (int64_t j = 0, run; j < count; j += run) {
+      run = head_by_head ? smaller(p_.page_size - (begin + j) % p_.page_size, count - j) : 1;
+      const S* const first = row(from, strides, begin + j);
+      for (int64_t h = 0; h < heads; ++h)
+        for (int64_t r = 0; r < run; ++r) *to++ = first + h * strides.head + r * strides.row;
+    }
+    while (to < w_.next + kPiece * heads + kListedMore) *to = to[-1], ++to;
+  }
+
+  const AttentionParams& p_;
+  int64_t b_;
+  Range kv_heads_, keys_;
+  void* const* partials_;
+  Arena arena_;
+  const ScratchInTurn<S, A> w_;
+  Head* heads_[kHeadsInTurn];
+};
+
+template <class S, class A>
+bool reads_in_turn(const AttentionParams& p, Range kv_heads) {
+  bool streamed = kv_heads.end - kv_heads.begin > 1;
+  for (int64_t h = kv_heads.begin; h < kv_heads.end; ++h)
+    streamed &= group_size(p, h) * p.q_len <= streamed_rows<S, A>(p.v_head_dim);
+  return streamed;
+}
+
+template <class S, class A>
+void decode_head(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch) {
+  if constexpr (std::is_same_v<A, float>) {
+    // Integers round the query to 16 bits. Rotated queries are floats, whatever their dtype was.
+    constexpr bool kIntegers = kIntegerProducts && !std::is_same_v<S, float>;
+    if (p.quantized_bits == 8) return decode_tiles<S, A, 8, kIntegers>(p, b, kv_head, keys, partial, scratch);
+    if (p.quantized_bits == 4) return decode_tiles<float, A, 4, kIntegers>(p, b, kv_head, keys, partial, scratch);
+  }
+  decode_tiles<S, A, 0>(p, b, kv_head, keys, partial, scratch);
+}
+
+template <class S, class A>
 using PlainScratch = DecodeScratch<S, A, 0>;
 template <class S, class A>
 using QuantizedScratch = DecodeScratch<S, A, 8>;  // as large as with 4 bits
@@ -492,20 +668,21 @@ void merge_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows
 }  // namespace
 
 size_t decode_scratch(const AttentionParams& p) {
-  return p.quantized_bits ? scratch_bytes<QuantizedScratch>(p) : scratch_bytes<PlainScratch>(p);
+  if (p.quantized_bits) return scratch_bytes<QuantizedScratch>(p);
+  const size_t one = scratch_bytes<PlainScratch>(p);
+  return heads_in_turn(p) > 1 ? larger(one, scratch_bytes<ScratchInTurn>(p)) : one;
 }
 
-void decode(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch) {
+void decode(const AttentionParams& p, int64_t b, Range kv_heads, Range keys, void* const* partials, void* scratch) {
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     using S = decltype(storage);
     using A = decltype(accumulation);
-    if constexpr (std::is_same_v<A, float>) {
-      // Integers round the query to 16 bits. Rotated queries are floats, whatever their dtype was.
-      constexpr bool kIntegers = kIntegerProducts && !std::is_same_v<S, float>;
-      if (p.quantized_bits == 8) return decode_tiles<S, A, 8, kIntegers>(p, b, kv_head, keys, partial, scratch);
-      if (p.quantized_bits == 4) return decode_tiles<float, A, 4, kIntegers>(p, b, kv_head, keys, partial, scratch);
+    if (reads_in_turn<S, A>(p, kv_heads)) {
+      HeadsInTurn<S, A>(p, b, kv_heads, keys, partials, scratch);
+      return;
     }
-    decode_tiles<S, A, 0>(p, b, kv_head, keys, partial, scratch);
+    for (int64_t i = 0; i < kv_heads.end - kv_heads.begin; ++i)
+      decode_head<S, A>(p, b, kv_heads.begin + i, keys, partials[i], scratch);
   });
 }
 

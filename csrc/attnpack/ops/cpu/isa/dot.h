@@ -52,6 +52,7 @@ struct Ahead {
 template <Stream stream, class S, class Rows>
 Ahead prefetch_distance(int64_t columns, int64_t neighbours) {
   constexpr int64_t kFit = stream.ahead / sizeof(S);
+  if (Rows::kMostAhead == 0) return {0, 0};
   if (neighbours == 1 && columns >= kFit) return {0, kFit};
   return {smaller(larger((kFit + columns - 1) / larger(columns, 1), neighbours), Rows::kMostAhead), 0};
 }
@@ -141,7 +142,7 @@ inline void dot_products(const typename Operands::Element* x, int64_t ldx, const
       for (int n = 0; n < kNeighbours; ++n) {
         const int64_t own = first + n < count ? first + n : first;
         row[n] = w[own];
-        far[n] = w[own + ahead.rows] + ahead.columns;
+        far[n] = w.ahead(own + ahead.rows) + ahead.columns;
       }
       if (whole)
         row_products<Operands, Rows, kNeighbours, stream, A>(x, ldx, row, far, dim, sum + i, kFolded);

@@ -17,10 +17,10 @@ struct Kernels {
   size_t (*prefill_scratch)(const AttentionParams&);
   void (*prefill)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, void* scratch);
 
-  // Forward, few rows: all rows of a kv head against a range of keys, each read from memory once. partial receives max,
-  // sum and v_head_dim values per row.
+  // Forward, few rows: all rows of some kv heads, at most heads_in_turn, against a range of keys, each read from memory
+  // once. partials: for each of the heads, where max, sum and v_head_dim values per row go.
   size_t (*decode_scratch)(const AttentionParams&);
-  void (*decode)(const AttentionParams&, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch);
+  void (*decode)(const AttentionParams&, int64_t b, Range kv_heads, Range keys, void* const* partials, void* scratch);
   // Joins the partial results of some rows of a kv head into out and lse, in the order of the ranges. partials: [count,
   // all rows of the kv head, v_head_dim + 2].
   void (*merge)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, const void* partials, int64_t count);
@@ -67,6 +67,15 @@ inline int64_t range_keys(const AttentionParams& p, int64_t keys) {
   return share < 512 ? 512 : share < 2048 ? share : 2048;
 }
 
+// How many kv heads may read the same range of keys in turn: several if their rows lie side by side, as in packed keys
+// [tokens, heads, head_dim] or in pages that hold all heads.
+constexpr int64_t kHeadsInTurn = 8;
+inline int64_t heads_in_turn(const AttentionParams& p) {
+  const auto side_by_side = [&](const Strides& s) { return s.head < (p.block_table ? s.batch : s.row); };
+  if (p.quantized_bits || p.named.given || !side_by_side(p.key_strides) || !side_by_side(p.value_strides)) return 1;
+  return p.num_kv_heads < kHeadsInTurn ? p.num_kv_heads : kHeadsInTurn;
+}
+
 // How many keys a backward block has. With the rows of a tile and their sums they stay in an L2 cache of 1 MiB.
 constexpr int64_t backward_block(int64_t head_dim, int64_t v_head_dim) {
   const int64_t width = head_dim + v_head_dim;
@@ -80,7 +89,7 @@ constexpr int64_t sums_width(int64_t head_dim) { return (head_dim + 31) / 32 * 3
   size_t prefill_scratch(const AttentionParams&);                                    \
   void prefill(const AttentionParams&, int64_t, int64_t, Range, void*);              \
   size_t decode_scratch(const AttentionParams&);                                     \
-  void decode(const AttentionParams&, int64_t, int64_t, Range, void*, void*);        \
+  void decode(const AttentionParams&, int64_t, Range, Range, void* const*, void*);   \
   void merge(const AttentionParams&, int64_t, int64_t, Range, const void*, int64_t); \
   size_t backward_scratch(const AttentionParams&);                                   \
   void backward(const AttentionBackwardParams&, int64_t, int64_t, Range, void*);     \

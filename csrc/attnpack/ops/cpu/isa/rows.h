@@ -5,8 +5,8 @@
 
 #include <attnpack/core/params.h>
 
-// Where the rows of a matrix stand in memory. Kernels that stream or pack rows take any of the two kinds: rows[j]
-// points to row j.
+// Where the rows of a matrix stand in memory. Kernels that stream or pack rows take any of these kinds: rows[j] points
+// to row j, and rows.ahead(j) to what is prefetched as row j.
 namespace attnpack::ATTNPACK_ISA {
 
 // Rows that lie `stride` elements apart.
@@ -17,6 +17,7 @@ struct StridedRows {
   const S* first;
   int64_t stride;
   const S* operator[](int64_t j) const { return first + j * stride; }
+  const S* ahead(int64_t j) const { return first + j * stride; }
   StridedRows from(int64_t j) const { return {first + j * stride, stride}; }
 };
 
@@ -27,7 +28,22 @@ struct ListedRows {
   static constexpr int64_t kMostAhead = 256;
   const S* const* list;
   const S* operator[](int64_t j) const { return list[j]; }
+  const S* ahead(int64_t j) const { return list[j]; }
   ListedRows from(int64_t j) const { return {list + j}; }
+};
+
+// Rows of one of several heads that are read in turn. `list` has those of the first head, `next` what is prefetched
+// while they are read: rows of any head, in the order of their addresses.
+template <class S>
+struct RowsInTurn {
+  static constexpr bool kListed = true;
+  static constexpr int64_t kMostAhead = 0;
+  const S* const* list;
+  int64_t of_head;  // from a row of the first head to that of this head
+  const S* const* next;
+  const S* operator[](int64_t j) const { return list[j] + of_head; }
+  const S* ahead(int64_t j) const { return next[j]; }
+  RowsInTurn from(int64_t j) const { return {list + j, of_head, next + j}; }
 };
 
 template <class Rows>
