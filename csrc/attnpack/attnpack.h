@@ -6,6 +6,7 @@
 #include <attnpack/backend/linear.h>
 #include <attnpack/backend/sdpa.h>
 #include <attnpack/cache/cross_cache.h>
+#include <attnpack/cache/indexed_cache.h>
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/model_cache.h>
 #include <attnpack/cache/paged_cache.h>

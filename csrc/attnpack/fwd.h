@@ -20,6 +20,7 @@ class ExpertGate;
 class FeedForward;
 class GroupedQueryAttention;
 class LayerNorm;
+class LightningIndexer;
 class Linear;
 class MixtureOfExperts;
 class MultiHeadAttention;
@@ -30,6 +31,7 @@ class RMSNorm;
 class RotaryEmbedding;
 class SelfAttention;
 class SparseAttention;
+class SparseLatentAttention;
 
 class CausalLMImpl;
 class DecoderImpl;
@@ -43,6 +45,7 @@ class ExpertGateImpl;
 class FeedForwardImpl;
 class GroupedQueryAttentionImpl;
 class LayerNormImpl;
+class LightningIndexerImpl;
 class LinearImpl;
 class MixtureOfExpertsImpl;
 class MultiHeadAttentionImpl;
@@ -53,12 +56,14 @@ class RMSNormImpl;
 class RotaryEmbeddingImpl;
 class SelfAttentionImpl;
 class SparseAttentionImpl;
+class SparseLatentAttentionImpl;
 
 class AttentionModule;
 class TokenModule;
 
 class CrossCache;
 class DynamicCache;
+class IndexedCache;
 class KVCache;
 class LatentCache;
 class ModelCache;
@@ -98,6 +103,7 @@ struct ScoreSettings;
 struct SelfAttentionOptions;
 struct SlidingWindowCacheOptions;
 struct SparseAttentionOptions;
+struct SparseLatentAttentionOptions;
 struct StaticCacheOptions;
 struct VarlenOptions;
 

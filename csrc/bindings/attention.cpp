@@ -102,10 +102,12 @@ void bind_projected(py::module_& m) {
   });
 }
 
-void bind_sparse(py::module_& m) {
-  using Impl = SparseAttentionImpl;
-  auto cls = bind_module<Impl>(m, "SparseAttention", "A query reads the keys that a selector names, and no others.");
-  bind_options<Impl, SparseAttentionOptions, int64_t, int64_t, int64_t>(cls, 3, {"top_k"});
+// Of a module whose queries read the keys that a selector names.
+template <typename Impl, typename Options, typename... Sizes>
+py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_selecting(py::module_& m, const char* name,
+                                                                          const char* doc, const Names& required) {
+  auto cls = bind_module<Impl>(m, name, doc);
+  bind_options<Impl, Options, Sizes...>(cls, sizeof...(Sizes), required);
   bind_method(cls, "forward", {"x", "mask", "causal", "cache", "positions", "kv_lens", "index_cache", "need_weights"},
               1, [](Impl& self, Arguments& arguments) {
                 const auto x = arguments.require<at::Tensor>("x");
@@ -135,6 +137,16 @@ void bind_sparse(py::module_& m) {
                 arguments.finish();
                 return without_gil([&] { return self.indexer_loss(x, sparse, inputs); });
               });
+  return cls;
+}
+
+template <typename Impl>
+void bind_latent(py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> cls) {
+  cls.def_property_readonly("softmax_scale", &Impl::softmax_scale);
+  bind_method(cls, "fold", {}, 0, [](Impl& self, Arguments& arguments) {
+    arguments.finish();
+    return self.fold();
+  });
 }
 
 }  // namespace
@@ -150,17 +162,17 @@ void register_attention(py::module_& m) {
       m, "MultiQueryAttention", "All query heads share one kv head.");
   bind_attention<DifferentialAttentionImpl, DifferentialAttentionOptions, int64_t, int64_t, int64_t>(
       m, "DifferentialAttention", "The difference of two softmaxes over the same values.");
-  using Latent = MultiHeadLatentAttentionImpl;
-  auto latent = bind_attention<Latent, MultiHeadLatentAttentionOptions, int64_t, int64_t>(
-                    m, "MultiHeadLatentAttention", "Keys and values are made of one cached latent per token.", 2,
-                    {"kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
-                    .def_property_readonly("softmax_scale", &Latent::softmax_scale);
-  bind_method(latent, "fold", {}, 0, [](Latent& self, Arguments& arguments) {
-    arguments.finish();
-    return self.fold();
-  });
   bind_projected(m);
-  bind_sparse(m);
+  const Names sizes{"kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"};
+  bind_latent(bind_attention<MultiHeadLatentAttentionImpl, MultiHeadLatentAttentionOptions, int64_t, int64_t>(
+      m, "MultiHeadLatentAttention", "Keys and values are made of one cached latent per token.", 2, sizes));
+  const char* selects = "A query reads the keys that a selector names, and no others.";
+  bind_selecting<SparseAttentionImpl, SparseAttentionOptions, int64_t, int64_t, int64_t>(m, "SparseAttention", selects,
+                                                                                         {"top_k"});
+  auto required = sizes;
+  required.insert(required.end(), {"top_k", "q_lora_rank"});
+  bind_latent(bind_selecting<SparseLatentAttentionImpl, SparseLatentAttentionOptions, int64_t, int64_t>(
+      m, "SparseLatentAttention", "Latent attention over the keys that an indexer names.", required));
 }
 
 }  // namespace attnpack

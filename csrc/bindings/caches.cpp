@@ -204,6 +204,7 @@ void register_caches(py::module_& m) {
       .def_property_readonly("c", &LatentCache::v)
       .def_property_readonly("k_rope", &LatentCache::k_rope)
       .def_property_readonly("kv_lora_rank", &LatentCache::kv_lora_rank)
+      .def_property_readonly("index", &LatentCache::index)
       .def_static(
           "from_tensors",
           [](const at::Tensor& key, const at::Tensor& value, const at::Tensor& lengths, int64_t kv_lora_rank) {

@@ -16,25 +16,28 @@ CacheTensors LatentCache::reserve_latents(const at::Tensor& latents, int64_t kv_
   check_defined("latents", latents);
   ATTNPACK_CHECK(sym_len() == 0 || kv_lora_rank == kv_lora_rank_, "cache: got latents of kv_lora_rank ", kv_lora_rank,
                  ", want ", kv_lora_rank_, " as the cache holds; use a cache of this layer's shape, or reset() it");
+  ATTNPACK_CHECK(!index_.defined() || is_ready(latents.sym_size(2)),
+                 "cache: got a LatentCache with the keys of an indexer, want one of its own for a layer without this "
+                 "indexer; use another LatentCache there, or reset() it");
   auto room = DynamicCache::reserve(latents, latents.narrow(-1, 0, 0));
   kv_lora_rank_ = kv_lora_rank;
   return room;
 }
 
 void LatentCache::reset() {
-  DynamicCache::reset();
+  IndexedCache::reset();
   kv_lora_rank_ = 0;
 }
 
 CacheState LatentCache::state() const {
-  auto result = DynamicCache::state();
-  result.numbers.emplace_back(kv_lora_rank_);
+  auto result = IndexedCache::state();
+  result.numbers.insert(result.numbers.begin() + 1, c10::SymInt(kv_lora_rank_));
   return result;
 }
 
 void LatentCache::restore(const CacheState& state) {
-  const auto& numbers = numbers_of(state, 2);
-  DynamicCache::restore({state.tensors, {numbers[0]}});
+  const auto& numbers = numbers_of(state, 3);
+  IndexedCache::restore({state.tensors, {numbers[0], numbers[2]}});
   kv_lora_rank_ = numbers[1].guard_int(__FILE__, __LINE__);
 }
 

@@ -1,24 +1,26 @@
 #pragma once
 
-#include <attnpack/cache/dynamic_cache.h>
+#include <attnpack/cache/indexed_cache.h>
 
 namespace attnpack {
 
 // The latents of MultiHeadLatentAttention. A position takes kv_lora_rank + qk_rope_head_dim numbers: c after its norm
 // and the rotated k_rope side by side, in one buffer that the absorbed path reads as it is. Grows as DynamicCache does.
-class LatentCache : public DynamicCache {
+// Under SparseLatentAttention it holds the indexer's keys too.
+class LatentCache : public IndexedCache {
  public:
   LatentCache() = default;
   // Over tensors that somebody else holds too; key [B, 1, capacity, kv_lora_rank + rope], value [B, 1, capacity, 0].
   LatentCache(CacheTensors tensors, int64_t kv_lora_rank)
-      : DynamicCache(std::move(tensors)), kv_lora_rank_(kv_lora_rank) {}
+      : IndexedCache(std::move(tensors)), kv_lora_rank_(kv_lora_rank) {}
 
   // Raises: keys and values of other attention belong into a DynamicCache.
   CacheTensors reserve(const at::Tensor& key, const at::Tensor& value) override;
+  // Raises where the indexer of the held positions has not made room for these.
   CacheTensors reserve_latents(const at::Tensor& latents, int64_t kv_lora_rank) override;
   void reset() override;
-  std::shared_ptr<KVCache> clone() const override { return copy_of(*this); }
-  // numbers: len, kv_lora_rank
+  std::shared_ptr<KVCache> clone() const override { return with_own_index(copy_of(*this)); }
+  // numbers: len, kv_lora_rank, ready
   CacheState state() const override;
   void restore(const CacheState& state) override;
 

@@ -37,7 +37,7 @@ struct AttentionInputs {
   // The cache of another layer, which has appended these tokens' keys and values: this layer reads them, and appends
   // nothing (Brandon et al. 2024, arXiv 2405.12981). No gradient reaches the layer that filled it.
   TORCH_ARG(std::shared_ptr<KVCache>, kv_from);
-  // SparseAttention alone: a LatentCache for the keys of its indexer, beside cache.
+  // SparseAttention and SparseLatentAttention alone: a LatentCache for the keys of their indexer, beside cache.
   TORCH_ARG(std::shared_ptr<KVCache>, index_cache);
   // MultiHeadLatentAttention alone: the numbers of the keys that each query may attend, [B, 1, L, n], as in the
   // operator.

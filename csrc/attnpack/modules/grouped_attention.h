@@ -291,8 +291,8 @@ class SparseAttentionImpl : public LeafModule<SparseAttentionImpl>, public Atten
   IndexerTokens indexer(const at::Tensor& x);
   AttendOptions settings(const AttentionInputs& inputs) const;
   bool keeps_sums() const;  // of the keys of blocks, in a SparseCache: of keys that are stored as they are read
-  // Lets the indexer name keys in the settings, unless it names all. Its keys go into the caches, if there are any.
-  void name_keys(const at::Tensor& x, const AttentionInputs& of_call, AttendOptions& settings);
+  // The keys that the indexer names, unless it names all. Its keys go into the caches, if there are any.
+  std::optional<at::Tensor> named(const at::Tensor& x, const AttentionInputs& of_call, const LayerInputs& settings);
   // call(q, k, v, settings) with both caches.
   template <typename Call>
   auto run(const at::Tensor& x, const AttentionInputs& inputs, const Call& call);

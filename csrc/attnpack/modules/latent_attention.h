@@ -4,6 +4,7 @@
 
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/layers/latent_attend.h>
+#include <attnpack/layers/select_keys.h>
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/norm.h>
@@ -72,12 +73,66 @@ struct MultiHeadLatentAttentionOptions {
   }
 };
 
-// Keys and values are made of one latent per token, which alone is cached (DeepSeek-V2, 2024). Parameter names, shapes
-// and row order are those of DeepSeek's checkpoints.
-class MultiHeadLatentAttentionImpl : public torch::nn::Cloneable<MultiHeadLatentAttentionImpl>, public AttentionModule {
- public:
-  explicit MultiHeadLatentAttentionImpl(MultiHeadLatentAttentionOptions given) : options(std::move(given)) { reset(); }
+struct SparseLatentAttentionOptions {
+  SparseLatentAttentionOptions(int64_t embed_dim, int64_t num_heads) : embed_dim_(embed_dim), num_heads_(num_heads) {}
+  TORCH_ARG(int64_t, embed_dim);
+  TORCH_ARG(int64_t, num_heads);
+  // How many keys a query attends. Required, as are q_lora_rank and those that MultiHeadLatentAttentionOptions
+  // requires.
+  TORCH_ARG(std::optional<int64_t>, top_k);
+  // Heads of the indexer, and their width; default num_heads and qk_nope_head_dim + qk_rope_head_dim.
+  TORCH_ARG(std::optional<int64_t>, index_heads);
+  TORCH_ARG(std::optional<int64_t>, index_head_dim);
+  // As in MultiHeadLatentAttentionOptions. The indexer reads the queries' latent too.
+  TORCH_ARG(std::optional<int64_t>, kv_lora_rank);
+  TORCH_ARG(std::optional<int64_t>, q_lora_rank);
+  TORCH_ARG(std::optional<int64_t>, qk_nope_head_dim);
+  TORCH_ARG(std::optional<int64_t>, qk_rope_head_dim);
+  TORCH_ARG(std::optional<int64_t>, v_head_dim);
+  // Rotates the first dims of the indexer's heads too: pairs (i, i + dim / 2), also where it is interleaved.
+  TORCH_ARG(RotaryEmbedding, rope) = nullptr;
+  TORCH_ARG(bool, latent_norm) = true;
+  TORCH_ARG(bool, bias) = false;
+  TORCH_ARG(double, dropout) = 0.0;
+  TORCH_ARG(bool, causal) = false;
+  TORCH_ARG(std::optional<double>, scale);
+  TORCH_ARG(std::string, path) = "auto";
+  TORCH_ARG(bool, folded) = false;
+  TORCH_ARG(std::optional<std::string>, gate);
+  TORCH_ARG(std::string, gate_activation) = "sigmoid";
+  TORCH_ARG(Factory, factory);
 
+ public:
+  template <typename Self, typename Visit>
+  static void for_each_option(Self& self, const Visit& visit) {
+    visit("embed_dim", self.embed_dim_);
+    visit("num_heads", self.num_heads_);
+    visit("top_k", self.top_k_);
+    visit("index_heads", self.index_heads_);
+    visit("index_head_dim", self.index_head_dim_);
+    visit("kv_lora_rank", self.kv_lora_rank_);
+    visit("q_lora_rank", self.q_lora_rank_);
+    visit("qk_nope_head_dim", self.qk_nope_head_dim_);
+    visit("qk_rope_head_dim", self.qk_rope_head_dim_);
+    visit("v_head_dim", self.v_head_dim_);
+    visit("rope", self.rope_);
+    visit("latent_norm", self.latent_norm_);
+    visit("bias", self.bias_);
+    visit("dropout", self.dropout_);
+    visit("causal", self.causal_);
+    visit("scale", self.scale_);
+    visit("path", self.path_);
+    visit("folded", self.folded_);
+    visit("gate", self.gate_);
+    visit("gate_activation", self.gate_activation_);
+    visit("factory", self.factory_);
+  }
+};
+
+// What the modules of latent attention have in common.
+template <typename Derived, typename Options>
+class LatentAttentionImpl : public torch::nn::Cloneable<Derived>, public AttentionModule {
+ public:
   at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) override;
   std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
                                                           const AttentionInputs& inputs = {}) override;
@@ -93,34 +148,110 @@ class MultiHeadLatentAttentionImpl : public torch::nn::Cloneable<MultiHeadLatent
   double softmax_scale() const;
 
   // A module of equal outputs without kv_b_proj: W_UK is folded into the query projection and W_UV into o_proj.
-  std::shared_ptr<MultiHeadLatentAttentionImpl> fold() const;
+  std::shared_ptr<Derived> fold() const;
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  MultiHeadLatentAttentionOptions options;
+  Options options;
   Linear q_proj{nullptr}, q_a_proj{nullptr}, q_b_proj{nullptr};
   RMSNorm q_a_layernorm{nullptr}, kv_a_layernorm{nullptr};
   Linear kv_a_proj_with_mqa{nullptr}, kv_b_proj{nullptr}, o_proj{nullptr}, gate_proj{nullptr};
   RotaryEmbedding rope{nullptr};
 
  protected:
-  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInputs())})
-
- private:
   struct Projected {
     at::Tensor query, latent, k_rope;  // [B, H, L, D], [B, Lkv, C], [B, Lkv, R]
     at::Tensor joined;                 // [B, 1, Lkv, C + R], in the shape that is cached
   };
-  Projected heads(const at::Tensor& x, const AttentionInputs& inputs);
+
+  explicit LatentAttentionImpl(Options given) : options(std::move(given)) {}
+
+  void check_call(const at::Tensor& x, const AttentionInputs& inputs) const;
+  // What the queries are made of, [B, L, q_lora_rank] after its norm; without q_lora_rank x itself.
+  at::Tensor query_latent(const at::Tensor& x);
+  Projected heads(const at::Tensor& x, const AttentionInputs& inputs, const at::Tensor& low);
   LatentAttendOptions settings(const AttentionInputs& inputs) const;
+  // The module's output, and the same with the probabilities. `cache` may be none.
+  at::Tensor attend_over(const at::Tensor& x, const Projected& projected, const std::shared_ptr<KVCache>& cache,
+                         const LatentAttendOptions& settings);
+  std::tuple<at::Tensor, at::Tensor> attend_over_with_weights(const at::Tensor& x, const Projected& projected,
+                                                              const std::shared_ptr<KVCache>& cache,
+                                                              const LatentAttendOptions& settings);
   std::optional<at::Tensor> kv_b() const;
+
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInputs())})
+
+ private:
   // The module's output of the joined heads.
   at::Tensor output(const at::Tensor& joined, const at::Tensor& x);
-  // call(projected, options) with room in the cache.
+  // call(options) with room in the cache.
   template <typename Call>
-  auto run(const at::Tensor& x, const AttentionInputs& inputs, const Call& call);
+  auto run(const at::Tensor& x, const Projected& projected, const std::shared_ptr<KVCache>& cache,
+           const LatentAttendOptions& settings, const Call& call);
+};
+
+// Keys and values are made of one latent per token, which alone is cached (DeepSeek-V2, 2024). Parameter names, shapes
+// and row order are those of DeepSeek's checkpoints.
+class MultiHeadLatentAttentionImpl
+    : public LatentAttentionImpl<MultiHeadLatentAttentionImpl, MultiHeadLatentAttentionOptions> {
+ public:
+  static constexpr const char* kName = "MultiHeadLatentAttention";
+  explicit MultiHeadLatentAttentionImpl(MultiHeadLatentAttentionOptions given) : LatentAttentionImpl(std::move(given)) {
+    reset();
+  }
 };
 TORCH_MODULE(MultiHeadLatentAttention);
+
+// The queries, keys and weights by which DeepSeek-V3.2 chooses keys (layers/select_keys.h). Parameter names are those
+// of its checkpoints.
+class LightningIndexerImpl : public torch::nn::Cloneable<LightningIndexerImpl> {
+ public:
+  explicit LightningIndexerImpl(SparseLatentAttentionOptions given) : options(std::move(given)) { reset(); }
+
+  IndexerTokens forward(const at::Tensor& low,  // [B, L, q_lora_rank]
+                        const at::Tensor& x);   // [B, L, E]
+
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override { stream << "attnpack::LightningIndexer"; }
+
+  SparseLatentAttentionOptions options;
+  Linear wq_b{nullptr}, wk{nullptr}, weights_proj{nullptr};
+  LayerNorm k_norm{nullptr};
+};
+TORCH_MODULE(LightningIndexer);
+
+// Latent attention in which a query reads the top_k keys that an indexer names, and no others (DeepSeek-V3.2). A
+// LatentCache holds the indexer's keys too; beside another cache they lie in a LatentCache of their own,
+// AttentionInputs::index_cache. Parameter names, shapes and row order are those of DeepSeek's checkpoints.
+class SparseLatentAttentionImpl : public LatentAttentionImpl<SparseLatentAttentionImpl, SparseLatentAttentionOptions> {
+ public:
+  static constexpr const char* kName = "SparseLatentAttention";
+  explicit SparseLatentAttentionImpl(SparseLatentAttentionOptions given) : LatentAttentionImpl(std::move(given)) {
+    reset();
+  }
+
+  at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) override;
+  std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
+                                                          const AttentionInputs& inputs = {}) override;
+  // attnpack::indexer_loss for x: against attention over all keys, or, if sparse, over those that the indexer names.
+  // Gradients flow into the indexer alone. Of the inputs it reads causal, positions and kv_lens.
+  at::Tensor indexer_loss(const at::Tensor& x, bool sparse = false, const AttentionInputs& inputs = {});
+
+  void reset() override;
+
+  LightningIndexer indexer{nullptr};
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInputs())})
+
+ private:
+  // The settings without the index_cache, and with the rope of the indexer.
+  LayerInputs index_inputs(const LatentAttendOptions& settings) const;
+  // call(projected, settings) with the keys that the indexer names, and both caches.
+  template <typename Call>
+  auto select(const at::Tensor& x, const AttentionInputs& inputs, const Call& call);
+};
+TORCH_MODULE(SparseLatentAttention);
 
 }  // namespace attnpack

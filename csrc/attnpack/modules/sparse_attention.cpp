@@ -1,15 +1,13 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/sparse_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
+#include <attnpack/modules/detail/named_keys.h>
 #include <attnpack/modules/detail/print_options.h>
 #include <attnpack/modules/grouped_attention.h>
-
-#include <vector>
 
 namespace attnpack {
 
@@ -39,26 +37,10 @@ void check_options(const SparseAttentionOptions& o) {
 }
 
 void check_inputs(const AttentionInputs& inputs, bool indexes) {
-  ATTNPACK_CHECK(!inputs.context() && !inputs.value_context() && !inputs.kv_from(),
-                 inputs.kv_from() ? "kv_from" : "context",
-                 ": got one, but SparseAttention selects among the keys of x; leave it out");
-  const auto cache = inputs.cache(), index = inputs.index_cache();
-  ATTNPACK_CHECK(!cross_cache(inputs), "cache: got a CrossCache, but SparseAttention selects among the keys of x; use ",
-                 "a DynamicCache or StaticCache");
-  ATTNPACK_CHECK(indexes || !index,
+  check_selects(inputs, "SparseAttention", "a DynamicCache or StaticCache");
+  ATTNPACK_CHECK(indexes || !inputs.index_cache(),
                  "index_cache: got one, but a selector of blocks has no keys of its own; leave it out");
-  if (!indexes) return;
-  if (std::dynamic_pointer_cast<SparseCache>(cache)) {
-    ATTNPACK_CHECK(!index, "index_cache: got one beside a SparseCache, which holds the indexer's keys; leave it out");
-    return;
-  }
-  ATTNPACK_CHECK(bool(cache) == bool(index), "index_cache: got ", index ? "one without cache" : "none beside cache",
-                 ", want both or none: the indexer's keys lie in a LatentCache of their own, or with the others in a "
-                 "SparseCache");
-  ATTNPACK_CHECK(!index || std::dynamic_pointer_cast<LatentCache>(index),
-                 "index_cache: got a cache of keys and values, want a LatentCache for the indexer's keys");
-  ATTNPACK_CHECK(!index || index->sym_len() == cache->sym_len(), "index_cache: holds ", index ? index->sym_len() : 0,
-                 " positions, cache ", cache ? cache->sym_len() : 0, ", want as many: give both to the same calls");
+  if (indexes) check_index_cache<SparseCache>(inputs, "SparseCache");
 }
 
 }  // namespace
@@ -111,18 +93,10 @@ AttendOptions SparseAttentionImpl::settings(const AttentionInputs& inputs) const
   return r;
 }
 
-void SparseAttentionImpl::name_keys(const at::Tensor& x, const AttentionInputs& of_call, AttendOptions& settings) {
+std::optional<at::Tensor> SparseAttentionImpl::named(const at::Tensor& x, const AttentionInputs& of_call,
+                                                     const LayerInputs& settings) {
   const at::NoGradGuard no_grad;
-  const auto tokens = indexer(x);
-  LayerInputs inputs = settings;
-  const auto index_cache = of_call.index_cache();
-  const auto sparse = std::dynamic_pointer_cast<SparseCache>(of_call.cache());
-  if (index_cache) inputs.cache = index_cache->reserve_latents(tokens.key, *options.index_head_dim());
-  if (sparse) inputs.cache = sparse->reserve_index(tokens.key);
-  const auto keys = inputs.cache ? inputs.cache->key.sym_size(2) : x.sym_size(1);
-  const auto named = index_keys(tokens, *options.top_k(), *options.num_local(), inputs);
-  if (index_cache) index_cache->commit(x.sym_size(1), inputs.kv_lens);
-  if (named.sym_size(3) < keys) settings.key_index = named;
+  return name_keys<SparseCache>(indexer(x), *options.top_k(), *options.num_local(), of_call, settings);
 }
 
 template <typename Call>
@@ -130,12 +104,9 @@ auto SparseAttentionImpl::run(const at::Tensor& x, const AttentionInputs& inputs
   check_input("x", x, options.embed_dim(), q_proj->weight);
   check_inputs(inputs, indexes());
   const auto sparse = std::dynamic_pointer_cast<SparseCache>(inputs.cache());
-  std::vector<std::shared_ptr<KVCache>> caches;
-  if (inputs.index_cache()) caches.push_back(inputs.index_cache());
-  if (sparse) caches.push_back(sparse);
-  return all_or_none(caches, [&] {
+  return all_or_none(caches_of_selection<SparseCache>(inputs), [&] {
     auto options_of_call = settings(inputs);
-    if (indexes()) name_keys(x, inputs, options_of_call);
+    if (indexes()) options_of_call.key_index = named(x, inputs, options_of_call);
     if (sparse && keeps_sums()) sparse->keep_sums(*options.key_block(), x.sym_size(1));
     const auto [q, k, v] = heads(x);
     return with_cache(inputs.cache(), k, v, options_of_call,
@@ -178,7 +149,7 @@ at::Tensor SparseAttentionImpl::indexer_loss(const at::Tensor& x, bool sparse, c
   at::Tensor probabilities;
   {
     const at::NoGradGuard no_grad;
-    if (sparse) name_keys(x, {}, of_call);
+    if (sparse) of_call.key_index = named(x, {}, of_call);
     const auto [q, k, v] = heads(x);
     probabilities = std::get<1>(attend_with_weights(q, k, v, of_call));
   }

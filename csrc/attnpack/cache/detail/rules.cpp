@@ -61,7 +61,7 @@ std::shared_ptr<KVCache> HeldCache::make() const {
   }
   if (kind == "PagedCache") return std::make_shared<PagedCache>(CacheState{tensors.vec(), numbers.vec()});
   ATTNPACK_CHECK(cache, "kind: got ", kind, ", want a class of caches");
-  const bool index_first = kind == "SparseCache" && tensors.size() == 2;
+  const bool index_first = (kind == "SparseCache" || kind == "LatentCache") && tensors.size() == 2;
   ATTNPACK_CHECK(tensors.size() >= 3 || (kind != "StaticCache" && tensors.size() < 2) || index_first, "tensors: got ",
                  tensors.size(), ", want lengths, key and value, or lengths alone for a cache that grows");
   if (!tensors.empty()) cache->restore({tensors.vec(), numbers.vec()});
@@ -94,7 +94,7 @@ Room cache_reserve_latents(const HeldCache& held, const Tensor& latents, int64_t
 }
 
 Room cache_reserve_index(const HeldCache& held, const Tensor& key) {
-  const auto cache = made_as<SparseCache>(held, "SparseCache");
+  const auto cache = made_as<IndexedCache>(held, "LatentCache or SparseCache");
   const auto room = cache->reserve_index(key);
   return with_state(*cache, room);
 }

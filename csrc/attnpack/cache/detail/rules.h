@@ -50,8 +50,9 @@ Tensors cache_views(const HeldCache& held);
 Tensors cache_shared(const HeldCache& held, const at::Tensor& x, const std::optional<at::Tensor>& new_lens,
                      int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim);
 
-// Of a SparseCache.
+// Of a SparseCache or a LatentCache.
 Room cache_reserve_index(const HeldCache& held, const at::Tensor& key);
+// Of a SparseCache.
 Changed cache_keep_sums(const HeldCache& held, int64_t block, c10::SymInt new_len);
 
 // Of a PagedCache.

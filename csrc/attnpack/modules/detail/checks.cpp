@@ -139,9 +139,10 @@ void check_kv_from(bool context, bool cache) {
 }
 
 void check_no_index_cache(bool index_cache) {
-  ATTNPACK_CHECK(!index_cache,
-                 "index_cache: got one, but only SparseAttention with selector 'indexer' has keys for it; ",
-                 "leave it out");
+  ATTNPACK_CHECK(
+      !index_cache,
+      "index_cache: got one, but only SparseAttention with selector 'indexer' and SparseLatentAttention have keys ",
+      "for it; ", "leave it out");
 }
 
 void check_no_key_index(bool key_index) {
