@@ -23,6 +23,7 @@ MultiHeadLatentAttention = _C.cpp.MultiHeadLatentAttention
 DifferentialAttention = _C.cpp.DifferentialAttention
 ProjectedAttention = _C.cpp.ProjectedAttention
 SparseAttention = _C.cpp.SparseAttention
+SparseLatentAttention = _C.cpp.SparseLatentAttention
 
 EncoderBlock = _C.cpp.EncoderBlock
 DecoderBlock = _C.cpp.DecoderBlock

@@ -122,7 +122,7 @@ class ProjectedAttention(_WithOptions):
         self, q: Tensor, k: Tensor, v: Tensor, *, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-class SparseAttention(_WithOptions):
+class _Selecting(_WithOptions):
     def forward(
         self,
         x: Tensor,
@@ -146,6 +146,13 @@ class SparseAttention(_WithOptions):
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
     ) -> Tensor: ...
+
+class SparseAttention(_Selecting): ...
+
+class SparseLatentAttention(_Selecting):
+    def fold(self) -> Any: ...
+    @property
+    def softmax_scale(self) -> builtins.float: ...
 
 class _Stack(_Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor: ...
@@ -230,6 +237,8 @@ class LatentCache(DynamicCache):
     def k_rope(self) -> Tensor: ...
     @property
     def kv_lora_rank(self) -> int: ...
+    @property
+    def index(self) -> Tensor: ...
 
 class QuantizedCache(KVCache):
     @property

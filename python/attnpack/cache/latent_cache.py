@@ -18,7 +18,7 @@ class LatentCache(DynamicCache):
     A position holds c after its norm and then the rotated k_rope: C + R numbers (576 in DeepSeek-V3). All positions lie
     in one buffer that the absorbed path reads as it is. `k` is [c | k_rope], [B, 1, len, C + R]; `v` is c,
     [B, 1, len, C], a view of `k`. The absorbed path takes them as keys and values. `nbytes` is B * len * (C + R) *
-    element size.
+    element size. Under a SparseLatentAttention it holds `index` too, and `nbytes` counts it.
 
     Not thread-safe: appends of two threads to one cache may be lost without an error. Give each thread its own.
     """
@@ -29,6 +29,17 @@ class LatentCache(DynamicCache):
     def kv_lora_rank(self) -> int:
         """C; 0 before the first append."""
         return self._numbers[1]
+
+    def reserve_index(self, key: Tensor) -> tuple[Tensor, Tensor]:
+        """(keys, lengths) with room for new keys [B, 1, L, D] of an indexer, as that of a SparseCache. The next append
+        must bring the latents of these positions."""
+        self._tensors, self._numbers, (keys, _, lengths) = self._ask("reserve_index", key)
+        return keys, lengths
+
+    @property
+    def index(self) -> Tensor | None:
+        """The keys of the indexer of a SparseLatentAttention, [B, 1, len, D], a view; None without an indexer."""
+        return self._tensors[3].narrow(2, 0, len(self)) if len(self._tensors) > 3 else None
 
     @property
     def c(self) -> Tensor | None:
@@ -41,7 +52,8 @@ class LatentCache(DynamicCache):
         return None if self.k is None else self.k[..., self.kv_lora_rank :]
 
     def to_latents(self, *, half_split: bool = False) -> tuple[Tensor, Tensor]:
-        """Copies (c [B, 1, len, C], k_rope [B, 1, len, R]), as the DeepSeek layers of transformers cache them.
+        """Copies (c [B, 1, len, C], k_rope [B, 1, len, R]), as the DeepSeek layers of transformers cache them. The keys of an
+        indexer are not among them.
 
         With half_split, the rotated pairs (2i, 2i + 1) of an interleaved RotaryEmbedding move to (i, i + R/2).
         DeepseekV3Attention rotates interleaved pairs and caches them in this order; DeepseekV2Attention leaves them in

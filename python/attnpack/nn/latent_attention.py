@@ -7,6 +7,7 @@ rotated, and V dims of values.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from .._C import checks
 from ..cache import KVCache, LatentCache, check_kind, unchanged_on_error
 from ..errors import check_inputs, reject_keywords
 from .attention_base import NativeAttention, packed_inputs, split_heads
-from .linear import low_rank, plain_weight, project
+from .linear import plain_weight, project, query_latent
 from .norm import RMSNorm
 from .rope import RotaryEmbedding, rotate_rows
 from .spread import check_mask_share, latent_share, refuse_spread, spread
@@ -85,28 +86,30 @@ class MultiHeadLatentAttention(NativeAttention):
         super().__init__()
         self.rope = rope
         self._configure(locals())
+        self._make_children(device, dtype)
 
+    def _make_children(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         factory = {"device": device, "dtype": dtype}
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=bias, **factory)
 
         def norm(dim: int) -> RMSNorm | None:
-            return RMSNorm(dim, eps=_NORM_EPS, **factory) if latent_norm else None
+            return RMSNorm(dim, eps=_NORM_EPS, **factory) if self.latent_norm else None
 
-        width = num_heads * ((kv_lora_rank if folded else qk_nope_head_dim) + qk_rope_head_dim)
-        low = q_lora_rank is not None
-        self.q_proj = None if low else linear(embed_dim, width)
-        self.q_a_proj = linear(embed_dim, q_lora_rank, bias) if low else None
-        self.q_a_layernorm = norm(q_lora_rank) if low else None
-        self.q_b_proj = linear(q_lora_rank, width) if low else None
-        self.kv_a_proj_with_mqa = linear(embed_dim, kv_lora_rank + qk_rope_head_dim, bias)
-        self.kv_a_layernorm = norm(kv_lora_rank)
-        expanded = num_heads * (qk_nope_head_dim + v_head_dim)
-        self.kv_b_proj = None if folded else linear(kv_lora_rank, expanded)
-        self.o_proj = linear(num_heads * (kv_lora_rank if folded else v_head_dim), embed_dim, bias)
-        gates = num_heads * (1 if gate == "head" else v_head_dim)
-        self.gate_proj = None if gate is None else linear(embed_dim, gates)
+        embed_dim, heads, low, latent = self.embed_dim, self.num_heads, self.q_lora_rank, self.kv_lora_rank
+        nope, rotated, values = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
+        width = heads * ((latent if self.folded else nope) + rotated)
+        self.q_proj = linear(embed_dim, width) if low is None else None
+        self.q_a_proj = None if low is None else linear(embed_dim, low, self.bias)
+        self.q_a_layernorm = None if low is None else norm(low)
+        self.q_b_proj = None if low is None else linear(low, width)
+        self.kv_a_proj_with_mqa = linear(embed_dim, latent + rotated, self.bias)
+        self.kv_a_layernorm = norm(latent)
+        self.kv_b_proj = None if self.folded else linear(latent, heads * (nope + values))
+        self.o_proj = linear(heads * (latent if self.folded else values), embed_dim, self.bias)
+        gates = heads * (1 if self.gate == "head" else values)
+        self.gate_proj = None if self.gate is None else linear(embed_dim, gates)
 
     @property
     def softmax_scale(self) -> float:
@@ -159,42 +162,49 @@ class MultiHeadLatentAttention(NativeAttention):
             return self._forward_nested(x, context, value_context, positions, own if causal is None else causal)
         self._check(x, context, value_context, cache)
         check_kind(cache, KVCache, type(self).__name__, "a LatentCache, one per layer")
+        inputs = {"positions": positions, "cross": context is not None, "mask": mask, "kv_lens": kv_lens}
+        inputs["causal"] = (self.causal and context is None) if causal is None else causal
         with unchanged_on_error(cache):
-            query, latent, k_rope, joined = self._latents(x, context)
-            check_mask_share(self, mask, query.size(1))
-            over = spread(cache)
-            if over is not None:
-                if key_index is not None:
-                    raise ValueError(
-                        "attnpack: key_index: got some for a call that is spread over processes, which knows none; "
-                        "leave it out"
-                    )
-                inputs = {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights, "positions": positions}
-                inputs |= {"cross": context is not None, "mask": mask}
-                inputs["causal"] = (self.causal and context is None) if causal is None else causal
-                return self._output(over.attend_latents(self, query, latent, k_rope, **inputs), x)
-            settings = {
-                "rope": None if self.rope is None else self.rope.settings,
-                "positions": positions,
-                "cross": context is not None,
-                "cache": None if cache is None else cache.reserve_latents(joined, self.kv_lora_rank),
-                "mask": mask,
-                "causal": (self.causal and context is None) if causal is None else causal,
-                "kv_lens": kv_lens,
-                "dropout_p": self.dropout if self.training else 0.0,
-                "scale": self.softmax_scale,
-                "key_index": key_index,
-            }
-            weight = None if self.folded else plain_weight(self.kv_b_proj)
-            if self.folded or weight is not None:
-                result = ops.latent_attend(
-                    query, latent, k_rope, weight, self.v_head_dim, self.path, **settings, need_weights=need_weights
+            return self._attend_tokens(x, self._latents(x, context), cache, key_index, need_weights, **inputs)
+
+    def _attend_tokens(
+        self,
+        x: Tensor,
+        tokens: tuple[Tensor, Tensor, Tensor, Tensor],  # of `_latents`
+        cache: KVCache | None,
+        key_index: Tensor | None,
+        need_weights: bool,
+        **inputs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        query, latent, k_rope, joined = tokens
+        check_mask_share(self, inputs["mask"], query.size(1))
+        over = spread(cache)
+        if over is not None:
+            if key_index is not None:
+                raise ValueError(
+                    "attnpack: key_index: got some for a call that is spread over processes, which knows none; leave it "
+                    "out"
                 )
-            else:
-                result = self._attend_replaced(query, latent, k_rope, settings, need_weights)
-            if cache is not None:
-                cache.commit(x.size(1), kv_lens)
-            return self._outputs(result, need_weights, x)
+            inputs |= {"cache": cache, "need_weights": need_weights}
+            return self._output(over.attend_latents(self, query, latent, k_rope, **inputs), x)
+        room = None if cache is None else cache.reserve_latents(joined, self.kv_lora_rank)
+        inputs |= {"cache": room, "key_index": key_index, "dropout_p": self.dropout if self.training else 0.0}
+        result = self._attend_heads(query, latent, k_rope, need_weights, **inputs)
+        if cache is not None:
+            cache.commit(x.size(1), inputs["kv_lens"])
+        return self._outputs(result, need_weights, x)
+
+    def _attend_heads(
+        self, query: Tensor, latent: Tensor, k_rope: Tensor, need_weights: bool, **settings: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The joined heads, and the probabilities if they are asked for."""
+        settings |= {"rope": None if self.rope is None else self.rope.settings, "scale": self.softmax_scale}
+        weight = None if self.folded else plain_weight(self.kv_b_proj)
+        if self.folded or weight is not None:
+            return ops.latent_attend(
+                query, latent, k_rope, weight, self.v_head_dim, self.path, **settings, need_weights=need_weights
+            )
+        return self._attend_replaced(query, latent, k_rope, settings, need_weights)
 
     def new_cache(self) -> LatentCache:
         return LatentCache()
@@ -299,10 +309,17 @@ class MultiHeadLatentAttention(NativeAttention):
         query = (self.embed_dim, self.q_proj if self.q_a_proj is None else self.q_a_proj)
         check_inputs(x, context, None, cache, query, latents, latents)
 
-    def _latents(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _low(self, x: Tensor) -> Tensor:
+        """What the queries are projected from: their latent after its norm, or x itself."""
+        return x if self.q_a_proj is None else query_latent(self, x)
+
+    def _latents(
+        self, x: Tensor, context: Tensor | None, low: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries [B, H, L, N + R], latents [B, Lkv, C] after their norm, k_rope [B, Lkv, R] before rotation, and a
-        tensor of the cache's shape [B, 1, Lkv, C + R], from which the cache takes shape, dtype and device."""
-        queries = project(self.q_proj, x) if self.q_a_proj is None else low_rank(self, x)
+        tensor of the cache's shape [B, 1, Lkv, C + R], from which the cache takes shape, dtype and device. `low` is
+        `_low(x)` if it is known."""
+        queries = project(self.q_b_proj if self.q_proj is None else self.q_proj, self._low(x) if low is None else low)
         both = project(self.kv_a_proj_with_mqa, x if context is None else context)
         latent, k_rope = both.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         if self.kv_a_layernorm is not None:

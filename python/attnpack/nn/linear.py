@@ -36,10 +36,15 @@ def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     return [project(layer, x) for layer in layers] if found is None else found
 
 
-def low_rank(layer: nn.Module, x: Tensor) -> Tensor:
-    """Queries through a latent: q_b_proj(q_a_layernorm(q_a_proj(x))) of a layer, whose norm may be None."""
+def query_latent(layer: nn.Module, x: Tensor) -> Tensor:
+    """q_a_layernorm(q_a_proj(x)) of a layer, whose norm may be None."""
     low = project(layer.q_a_proj, x)
-    return project(layer.q_b_proj, low if layer.q_a_layernorm is None else layer.q_a_layernorm(low))
+    return low if layer.q_a_layernorm is None else layer.q_a_layernorm(low)
+
+
+def low_rank(layer: nn.Module, x: Tensor) -> Tensor:
+    """Queries through a latent: q_b_proj of `query_latent`."""
+    return project(layer.q_b_proj, query_latent(layer, x))
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,4 +1,5 @@
-"""Attention over the keys that a selector names: the projections and the selector, and one native op."""
+"""Attention over the keys that a selector names: the projections and the selector, and one native op. The keys are
+those of grouped-query attention, or latents."""
 
 from __future__ import annotations
 
@@ -7,16 +8,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .. import cpp, nested, ops
+from .. import _C, cpp, nested, ops
 from ..cache import CrossCache, KVCache, LatentCache, SparseCache, check_kind, unchanged_on_error
 from ..errors import check_input, reject_keywords
 from ..layer_ops import index_keys, indexer_loss
 from .attention_base import ContextAttention, split_heads
+from .latent_attention import MultiHeadLatentAttention
 from .linear import project
-from .rope import RotaryEmbedding
+from .native import NativeModule
+from .rope import RopeSettings, RotaryEmbedding
 from .spread import refuse_spread, spread
 
-_EPS = 1e-6  # of index_k_norm
+_EPS = 1e-6  # of the norm of an indexer's keys
 
 
 class SparseAttention(ContextAttention):
@@ -132,7 +135,7 @@ class SparseAttention(ContextAttention):
         place = {"positions": positions, "causal": causal, "kv_lens": kv_lens}
         held = cache if isinstance(cache, SparseCache) else None
         with unchanged_on_error(index_cache), unchanged_on_error(held):
-            key_index = self._named(x, held or index_cache, place) if self._indexes else None
+            key_index = self._named(x, held, index_cache, place) if self._indexes else None
             query, key, value = self._heads(x, None, None)
             if held is not None and self._keeps_sums:
                 held.keep_sums(self.key_block, x.size(1))
@@ -179,7 +182,7 @@ class SparseAttention(ContextAttention):
         self._check_call(x, None, None)
         place = {"positions": positions, "causal": self.causal if causal is None else causal, "kv_lens": kv_lens}
         with torch.no_grad():
-            key_index = self._named(x, None, place) if sparse else None
+            key_index = self._named(x, None, None, place) if sparse else None
             settings = self._settings(x) | {"dropout_p": 0.0} | self._selection(key_index)
             _, weights = ops.attend(
                 *self._heads(x, None, None), rope=self._rope_settings, need_weights=True, **place, **settings
@@ -217,69 +220,279 @@ class SparseAttention(ContextAttention):
         return query, key, project(self.index_weights_proj, x)
 
     @torch.no_grad()
-    def _named(self, x: Tensor, held: LatentCache | SparseCache | None, place: dict[str, Any]) -> Tensor | None:
-        """The keys that the indexer names, None for all. Its keys go into the cache `held`, if there is one."""
-        query, key, weights = self._indexer(x)
-        if isinstance(held, SparseCache):
-            room = held.reserve_index(key)
-        else:
-            room = None if held is None else held.reserve_latents(key, self.index_head_dim)
-        named = index_keys(
-            query, key, weights, self.top_k, self.num_local, cache=room, rope=self._rope_settings, **place
+    def _named(
+        self, x: Tensor, held: SparseCache | None, index_cache: LatentCache | None, place: dict[str, Any]
+    ) -> Tensor | None:
+        """The keys that the indexer names, None for all. Its keys go into the cache `held`, or `index_cache`."""
+        settings = place | {"rope": self._rope_settings}
+        return _name_keys(
+            self._indexer(x), self.top_k, self.num_local, self.index_head_dim, held, index_cache, settings
         )
-        if isinstance(held, LatentCache):
-            held.commit(x.size(1), place["kv_lens"])
-        keys = x.size(1) if room is None else room[0].size(2)
-        # A graph is to hold for other lengths too.
-        return named if torch.compiler.is_compiling() or named.size(3) < keys else None
 
     def _check_call(self, x: Tensor, cache: KVCache | None, index_cache: LatentCache | None) -> None:
-        if nested.is_nested(x):
-            raise ValueError("attnpack: x: got a nested tensor, SparseAttention wants a padded one and kv_lens")
+        _check_selects("SparseAttention", x, cache, "a DynamicCache or StaticCache")
         check_input("x", x, self.embed_dim, self.q_proj)
-        refuse_spread("SparseAttention", "leave context_parallel for its layers")
-        check_kind(cache, KVCache, "SparseAttention")
-        if isinstance(cache, CrossCache):
-            self._refuse(
-                "cache",
-                "got a CrossCache, but SparseAttention selects among the keys of x; use a DynamicCache or StaticCache",
-            )
-        if spread(cache) is not None:
-            self._refuse("cache", "got one that is spread over processes, want one that this process has whole")
-        if not self._indexes:
-            if index_cache is not None:
-                self._refuse("index_cache", "got one, but a selector of blocks has no keys of its own; leave it out")
-            return
-        if isinstance(cache, SparseCache):
-            if index_cache is not None:
-                words = "got one beside a SparseCache, which holds the indexer's keys; leave it out"
-                self._refuse("index_cache", words)
-            return
-        if (cache is None) != (index_cache is None):
-            got = "none beside cache" if index_cache is None else "one without cache"
-            self._refuse(
-                "index_cache",
-                f"got {got}, want both or none: the indexer's keys lie in a LatentCache of their own, or with the "
-                "others in a SparseCache",
-            )
-        check_kind(index_cache, LatentCache, "SparseAttention", "a LatentCache()", name="index_cache")
-        if index_cache is not None and len(index_cache) != len(cache):
-            self._refuse(
-                "index_cache",
-                f"holds {len(index_cache)} positions, cache {len(cache)}, want as many: give both to the same calls",
-            )
-
-    def _refuse(self, name: str, words: str) -> NoReturn:
-        raise ValueError(f"attnpack: {name}: {words}")
+        if self._indexes:
+            _check_index_cache("SparseAttention", cache, index_cache, SparseCache)
+        elif index_cache is not None:
+            _refuse("index_cache", "got one, but a selector of blocks has no keys of its own; leave it out")
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
-        norm = getattr(self, "index_k_norm", None)
-        if norm is not None and (type(norm) is not nn.LayerNorm or norm.eps != _EPS):
-            raise TypeError(
-                f"attnpack: index_k_norm is {norm}, C++ has LayerNorm with eps {_EPS:g} there. Set that eps, or call "
-                "the Python module"
-            )
+        _check_norm("index_k_norm", getattr(self, "index_k_norm", None))
         return super()._make_cpp(device, dtype)
 
     def _output(self, joined: Tensor, x: Tensor) -> Tensor:
         return project(self.o_proj, joined)
+
+
+class LightningIndexer(NativeModule):
+    """The queries, keys and weights by which a SparseLatentAttention, which makes it, chooses keys. Children wq_b, wk,
+    k_norm (a LayerNorm, eps 1e-6) and weights_proj."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        q_lora_rank: int,
+        num_heads: int,
+        head_dim: int,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self._config = {}
+        self.num_heads = num_heads
+        self.wq_b = nn.Linear(q_lora_rank, num_heads * head_dim, bias=False, **factory)
+        self.wk = nn.Linear(embed_dim, head_dim, bias=False, **factory)
+        self.k_norm = nn.LayerNorm(head_dim, eps=_EPS, **factory)
+        self.weights_proj = nn.Linear(embed_dim, num_heads, bias=False, **factory)
+
+    def forward(self, low: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """low [B, L, q_lora_rank], x [B, L, embed_dim] -> queries [B, H, L, D] and keys [B, 1, L, D], not rotated, and
+        weights [B, L, H]"""
+        query = split_heads(project(self.wq_b, low), self.num_heads)
+        return query, self.k_norm(project(self.wk, x)).unsqueeze(1), project(self.weights_proj, x)
+
+
+class SparseLatentAttention(MultiHeadLatentAttention):
+    """Latent attention in which a query reads the top_k keys that an indexer names, and no others (DeepSeek-V3.2).
+
+    The child `indexer` is DeepSeek-V3.2's: small heads score every key by sum_h w_h relu(q_h k). Its queries are made
+    of the latent of the queries, q_a_layernorm(q_a_proj(x)), and its keys of x. The choice has no gradient, so
+    `indexer_loss` trains it. Where all keys are selected, the call is that of MultiHeadLatentAttention. Parameter
+    names, shapes and row order are those of DeepSeek-V3.2's checkpoints.
+
+    Args:
+        top_k: how many keys a query attends; required.
+        index_heads, index_head_dim: heads of the indexer and their width; default num_heads and qk_nope_head_dim +
+            qk_rope_head_dim.
+        q_lora_rank: required, for the indexer reads the latent of the queries.
+        rope: it rotates the first dims of the indexer's heads too, there as pairs (i, i + dim/2), whether it is
+            interleaved or not.
+
+    The other arguments are those of MultiHeadLatentAttention.
+    """
+
+    _cpp_class = cpp.SparseLatentAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        top_k: int,
+        index_heads: int | None = None,
+        index_head_dim: int | None = None,
+        kv_lora_rank: int,
+        q_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        rope: RotaryEmbedding | None = None,
+        latent_norm: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        causal: bool = False,
+        scale: float | None = None,
+        path: str = "auto",
+        folded: bool = False,
+        gate: str | None = None,
+        gate_activation: str = "sigmoid",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.rope = rope
+        self._configure(locals())
+        self._make_children(device, dtype)
+        sizes = embed_dim, q_lora_rank, self.index_heads, self.index_head_dim
+        self.indexer = LightningIndexer(*sizes, device, dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool | None = None,
+        cache: KVCache | None = None,
+        index_cache: LatentCache | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        need_weights: bool = False,
+        **unknown: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of x [B, L, embed_dim] over the keys of x, and those of the cache, that the indexer names.
+
+        Args:
+            mask: as in GroupedQueryAttention. The indexer does not see it: a key that it excludes may be named, and is
+                not attended.
+            cache: the call first appends the new latents. A LatentCache holds the indexer's keys too.
+            index_cache: a LatentCache for the indexer's keys beside a cache that is no LatentCache, index_head_dim
+                numbers per position.
+
+        The other arguments, the result and the errors are those of SparseAttention.forward.
+        """
+        reject_keywords(unknown)
+        self._check_call(x, cache)
+        _check_index_cache("SparseLatentAttention", cache, index_cache, LatentCache)
+        held = cache if isinstance(cache, LatentCache) else None
+        inputs = {"positions": positions, "causal": self.causal if causal is None else causal, "kv_lens": kv_lens}
+        with unchanged_on_error(index_cache), unchanged_on_error(cache):
+            low = self._low(x)
+            key_index = self._named(x, low, held, index_cache, inputs)
+            inputs |= {"mask": mask, "cross": False}
+            return self._attend_tokens(x, self._latents(x, None, low), cache, key_index, need_weights, **inputs)
+
+    def indexer_loss(
+        self,
+        x: Tensor,
+        *,
+        sparse: bool = False,
+        causal: bool | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+    ) -> Tensor:
+        """SparseAttention.indexer_loss for this layer. Gradients flow into `indexer` alone."""
+        self._check_call(x, None)
+        inputs = {"positions": positions, "causal": self.causal if causal is None else causal, "kv_lens": kv_lens}
+        with torch.no_grad():
+            low = self._low(x)
+            key_index = self._named(x, low, None, None, inputs) if sparse else None
+            query, latent, k_rope, _ = self._latents(x, None, low)
+            settings = {"mask": None, "cross": False, "cache": None, "dropout_p": 0.0, "key_index": key_index}
+            _, weights = self._attend_heads(query, latent, k_rope, True, **settings, **inputs)
+        return indexer_loss(*self.indexer(low, x.detach()), weights, key_index, rope=self._index_rope, **inputs)
+
+    def project(self, x: Tensor, *, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(q, k, v) as the operator gets them, with the shapes of MultiHeadLatentAttention.project."""
+        return super().project(x, None, positions=positions)
+
+    @property
+    def _index_rope(self) -> RopeSettings | _C.RopeSettings | None:
+        """The rope of the indexer, which pairs dims i and i + dim/2."""
+        if self.rope is None:
+            return None
+        if not self.rope.interleaved:
+            return self.rope.settings
+        numbers = self.rope._numbers()._replace(interleaved=False)
+        return numbers if torch.compiler.is_compiling() else _C.RopeSettings(*numbers)
+
+    @torch.no_grad()
+    def _named(
+        self,
+        x: Tensor,
+        low: Tensor,  # `_low(x)`
+        held: LatentCache | None,
+        index_cache: LatentCache | None,
+        place: dict[str, Any],
+    ) -> Tensor | None:
+        """The keys that the indexer names, None for all. Its keys go into the cache `held`, or `index_cache`."""
+        return _name_keys(
+            self.indexer(low, x),
+            self.top_k,
+            0,
+            self.index_head_dim,
+            held,
+            index_cache,
+            place | {"rope": self._index_rope},
+        )
+
+    def _check_call(self, x: Tensor, cache: KVCache | None) -> None:
+        _check_selects("SparseLatentAttention", x, cache, "a LatentCache")
+        self._check(x, None, None, cache)
+
+    def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
+        _check_norm("indexer.k_norm", getattr(getattr(self, "indexer", None), "k_norm", None))
+        return super()._make_cpp(device, dtype)
+
+
+def _name_keys(
+    tokens: tuple[Tensor, Tensor, Tensor],  # queries, keys and weights of an indexer
+    top_k: int,
+    num_local: int,
+    head_dim: int,
+    held: SparseCache | LatentCache | None,
+    index_cache: LatentCache | None,
+    settings: dict[str, Any],
+) -> Tensor | None:
+    """The keys that an indexer names, None for all. Its keys go beside those of `held`, or into `index_cache`."""
+    key, length = tokens[1], tokens[1].size(2)
+    room = None
+    if index_cache is not None:
+        room = index_cache.reserve_latents(key, head_dim)
+    elif held is not None:
+        room = held.reserve_index(key)
+    named = index_keys(*tokens, top_k, num_local, cache=room, **settings)
+    if index_cache is not None:
+        index_cache.commit(length, settings["kv_lens"])
+    keys = length if room is None else room[0].size(2)
+    # A graph is to hold for other lengths too.
+    return named if torch.compiler.is_compiling() or named.size(3) < keys else None
+
+
+def _check_selects(module: str, x: Tensor, cache: KVCache | None, caches: str) -> None:
+    """Raises for calls that a module that selects keys does not take."""
+    if nested.is_nested(x):
+        raise ValueError(f"attnpack: x: got a nested tensor, {module} wants a padded one and kv_lens")
+    refuse_spread(module, "leave context_parallel for its layers")
+    check_kind(cache, KVCache, module)
+    if isinstance(cache, CrossCache):
+        _refuse("cache", f"got a CrossCache, but {module} selects among the keys of x; use {caches}")
+    if spread(cache) is not None:
+        _refuse("cache", "got one that is spread over processes, want one that this process has whole")
+
+
+def _check_index_cache(module: str, cache: KVCache | None, index_cache: LatentCache | None, holder: type) -> None:
+    """Raises unless the indexer's keys have one place, or none without a cache. `holder` is the cache that has them
+    beside its own."""
+    if isinstance(cache, holder):
+        if index_cache is not None:
+            words = f"got one beside a {holder.__name__}, which holds the indexer's keys; leave it out"
+            _refuse("index_cache", words)
+        return
+    if (cache is None) != (index_cache is None):
+        got = "none beside cache" if index_cache is None else "one without cache"
+        _refuse(
+            "index_cache",
+            f"got {got}, want both or none: the indexer's keys lie in a LatentCache of their own, or with the "
+            f"others in a {holder.__name__}",
+        )
+    check_kind(index_cache, LatentCache, module, "a LatentCache()", name="index_cache")
+    if index_cache is not None and len(index_cache) != len(cache):
+        _refuse(
+            "index_cache",
+            f"holds {len(index_cache)} positions, cache {len(cache)}, want as many: give both to the same calls",
+        )
+
+
+def _check_norm(name: str, norm: nn.Module | None) -> None:
+    """Raises for a norm that the twin does not have."""
+    if norm is not None and (type(norm) is not nn.LayerNorm or norm.eps != _EPS):
+        raise TypeError(
+            f"attnpack: {name} is {norm}, C++ has LayerNorm with eps {_EPS:g} there. Set that eps, or call the Python "
+            "module"
+        )
+
+
+def _refuse(name: str, words: str) -> NoReturn:
+    raise ValueError(f"attnpack: {name}: {words}")
