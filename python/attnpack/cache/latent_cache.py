@@ -52,8 +52,8 @@ class LatentCache(DynamicCache):
         return None if self.k is None else self.k[..., self.kv_lora_rank :]
 
     def to_latents(self, *, half_split: bool = False) -> tuple[Tensor, Tensor]:
-        """Copies (c [B, 1, len, C], k_rope [B, 1, len, R]), as the DeepSeek layers of transformers cache them. The keys of an
-        indexer are not among them.
+        """Copies (c [B, 1, len, C], k_rope [B, 1, len, R]), as the DeepSeek layers of transformers cache them, without
+        the keys of an indexer.
 
         With half_split, the rotated pairs (2i, 2i + 1) of an interleaved RotaryEmbedding move to (i, i + R/2).
         DeepseekV3Attention rotates interleaved pairs and caches them in this order; DeepseekV2Attention leaves them in

@@ -182,8 +182,8 @@ class MultiHeadLatentAttention(NativeAttention):
         if over is not None:
             if key_index is not None:
                 raise ValueError(
-                    "attnpack: key_index: got some for a call that is spread over processes, which knows none; leave it "
-                    "out"
+                    "attnpack: key_index: got some for a call that is spread over processes, which knows none; leave "
+                    "it out"
                 )
             inputs |= {"cache": cache, "need_weights": need_weights}
             return self._output(over.attend_latents(self, query, latent, k_rope, **inputs), x)
