@@ -18,6 +18,12 @@ def latent_layer():
     return attnpack.MultiHeadLatentAttention(24, 2, **sizes, rope=attnpack.RotaryEmbedding(4), causal=True)
 
 
+def sparse_latent_layer():
+    sizes = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    rope = attnpack.RotaryEmbedding(4, interleaved=True)
+    return attnpack.SparseLatentAttention(24, 2, top_k=4, **sizes, rope=rope, causal=True)
+
+
 def windowed_layer():
     return attnpack.GroupedQueryAttention(24, 4, 2, causal=True, rope=attnpack.RotaryEmbedding(6), window=(20, 0))
 
@@ -61,6 +67,7 @@ def graphs_of(call, make, inputs, backend):
         (grouped_layer, attnpack.DynamicCache),
         (latent_layer, attnpack.LatentCache),
         (sparse_layer, attnpack.SparseCache),
+        (sparse_latent_layer, attnpack.LatentCache),
     ],
 )
 def test_a_cache_that_grows_compiles_to_few_graphs(layer, make, backend, graphs):

@@ -12,6 +12,7 @@ LAYER = {
     "dynamic": attnpack.DynamicCache,
     "static": lambda: attnpack.StaticCache(2, 2, 12, 6),
     "latent": attnpack.LatentCache,
+    "latents and an indexer's keys": attnpack.LatentCache,
     "sliding": lambda: attnpack.SlidingWindowCache(8),
     "first kept": lambda: attnpack.SlidingWindowCache(8, keep_first=1),
     "paged": lambda: attnpack.PagedCache(2, 2, 6, num_pages=6, page_size=3),
@@ -33,6 +34,9 @@ def layer_for(kind):
     if kind == "latent":
         sizes = {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4}
         return attnpack.MultiHeadLatentAttention(24, 2, **sizes).eval()
+    if kind == "latents and an indexer's keys":
+        sizes = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 0, "v_head_dim": 4}
+        return attnpack.SparseLatentAttention(24, 2, top_k=3, causal=True, **sizes).eval()
     if kind == "sums of blocks":
         return attnpack.SparseAttention(24, 4, 2, selector="mean", top_k=2, key_block=2, causal=True).eval()
     if kind == "an indexer's keys":

@@ -44,6 +44,7 @@ KINDS = {
     "dynamic": Kind(attnpack.DynamicCache),
     "static": Kind(lambda: attnpack.StaticCache(BATCH, HEADS, ROOM, DIM, v_head_dim=V_DIM), room=ROOM, allocated=ROOM),
     "latent": Kind(attnpack.LatentCache, latent=True),
+    "latent, an indexer": Kind(attnpack.LatentCache, latent=True, indexed=True),
     "sliding": Kind(lambda: attnpack.SlidingWindowCache(9), window_positions, (9, 0), allocated=9 + 256 + 64),
     "sliding of nothing": Kind(lambda: attnpack.SlidingWindowCache(0), window_positions, (0, 0), allocated=256 + 64),
     "sliding, first kept": Kind(
@@ -117,6 +118,8 @@ class Machine:
     def write(self, key, value, new_lens):
         """What a module does: reserve, attend, commit."""
         with self.cache.all_or_none():
+            if self.kind.indexed:
+                self.write_index(key[:, :1], new_lens)
             if self.kind.latent:
                 room, lengths = self.cache.reserve_latents(key, RANK)
                 query, context = key.new_zeros(key.shape), key.new_zeros(BATCH, key.size(2), DIM)
@@ -129,18 +132,16 @@ class Machine:
                 if self.kind.sums:
                     self.cache.keep_sums(self.kind.sums, key.size(2))
                     chosen = {"key_block": self.kind.sums, "top_blocks": 1000, "local_blocks": 1}
-                if self.kind.indexed:
-                    weights = key.new_zeros(BATCH, key.size(2), 1)
-                    index_keys(
-                        query[:, :1], 2 * key[:, :1], weights, 1, cache=self.cache.reserve_index(2 * key[:, :1]),
-                        kv_lens=new_lens,
-                    )  # fmt: skip
                 out = attnpack.ops.attend(
                     query, key, value, cache=self.cache.reserve(key, value, new_lens), kv_lens=new_lens,
                     causal=True, window=self.kind.window, **chosen,
                 )  # fmt: skip
             self.cache.commit(key.size(2), new_lens)
         return out
+
+    def write_index(self, key, new_lens):
+        weights, room = key.new_zeros(BATCH, key.size(2), 1), self.cache.reserve_index(2 * key)
+        index_keys(torch.zeros_like(key), 2 * key, weights, 1, cache=room, kv_lens=new_lens)
 
     def append(self):
         length = self.draw.choice([1, 1, 2, 5, 60, 130, 300])

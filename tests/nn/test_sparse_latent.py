@@ -1,13 +1,9 @@
-"""Latent attention over named keys, and DeepSeek-V3.2's attention: an indexer that names the keys of a
-MultiHeadLatentAttention. Compared with a dense mask and with transformers."""
+"""Latent attention over named keys, compared with a dense mask."""
 
 import attnpack
 import pytest
 import torch
-from attnpack.layer_ops import index_keys
 from torch.testing import assert_close
-from transformers import DeepseekV32Config
-from transformers.models.deepseek_v32 import modeling_deepseek_v32 as hf
 
 EMBED = 24
 
@@ -83,52 +79,3 @@ def test_what_does_not_fit_is_refused():
     for called in (other, other.cpp()):
         with pytest.raises(TypeError, match="key_index"):
             called.forward(x.float(), key_index=names_of(2, 5, 5, 2))
-
-
-def deepseek():
-    """A small layer of transformers with random weights, the RoPE of its model, and our layer of its weights. Its
-    indexer has many heads: of few, relu makes many scores 0, and of equal scores topk takes any."""
-    torch.manual_seed(0)
-    config = DeepseekV32Config(
-        hidden_size=EMBED, num_attention_heads=3, num_key_value_heads=3, q_lora_rank=10, kv_lora_rank=12,
-        qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, index_n_heads=16, index_head_dim=8, index_topk=4,
-        max_position_embeddings=64, attn_implementation="eager",
-    )  # fmt: skip
-    theirs = hf.DeepseekV32Attention(config, 0).double().eval()
-    ours = attnpack.MultiHeadLatentAttention(
-        EMBED, 3, q_lora_rank=10, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, causal=True,
-        rope=attnpack.RotaryEmbedding(4, interleaved=True, base=config.rope_parameters["rope_theta"]),
-        dtype=torch.float64,
-    ).eval()  # fmt: skip
-    state = theirs.state_dict()
-    assert ours.load_state_dict({n: t for n, t in state.items() if not n.startswith("indexer.")})
-    return theirs, hf.DeepseekV32RotaryEmbedding(config), ours
-
-
-@torch.no_grad()
-def test_deepseek_sparse_attention_by_names_and_numbers():
-    """The whole of DSA: `index_keys` with the indexer's weights, and latent attention over what it names."""
-    theirs, rotary, ours = deepseek()
-    x = torch.randn(2, 15, EMBED, dtype=torch.float64)
-    place = torch.arange(15).expand(2, -1)
-    seen = torch.ones(15, 15).tril().bool()
-    mask = torch.zeros(2, 1, 15, 15, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
-    cos, sin = rotary(x, place)
-    wanted = theirs(x, (cos.double(), sin.double()), mask)[0]
-    indexer, rope = theirs.indexer, attnpack.RotaryEmbedding(4, base=ours.rope.base)
-
-    def step(x, cache=None, index_cache=None):
-        query = indexer.wq_b(ours.q_a_layernorm(ours.q_a_proj(x))).unflatten(-1, (16, 8)).transpose(1, 2)
-        key = indexer.k_norm(indexer.wk(x)).unsqueeze(1)
-        room = None if index_cache is None else index_cache.reserve_latents(key, 8)
-        named = index_keys(query, key, indexer.weights_proj(x), 4, cache=room, rope=rope.settings, causal=True)
-        if index_cache is not None:
-            index_cache.commit(x.size(1), None)
-        return ours(x, key_index=named, cache=cache)
-
-    assert_close(step(x), wanted, atol=1e-6, rtol=1e-6)
-    caches = attnpack.LatentCache(), attnpack.LatentCache()
-    assert_close(
-        torch.cat([step(part, *caches) for part in x.split([6, *[1] * 9], 1)], 1), wanted, atol=1e-6, rtol=1e-6
-    )
-    assert not torch.allclose(ours(x), wanted, atol=1e-3)  # over all keys
