@@ -40,7 +40,9 @@ void bind_forward_with_weights(Class& cls) {
 template <typename Class>
 void bind_forward(Class& cls) {
   using Impl = typename Class::type;
-  constexpr bool kNamesKeys = std::is_same_v<Impl, MultiHeadLatentAttentionImpl>;
+  constexpr bool kNamesKeys =
+      std::is_same_v<Impl, MultiHeadLatentAttentionImpl> || std::is_same_v<Impl, MultiHeadAttentionImpl> ||
+      std::is_same_v<Impl, GroupedQueryAttentionImpl> || std::is_same_v<Impl, MultiQueryAttentionImpl>;
   Names names = option_names(AttentionInputs());
   std::erase(names, "index_cache");
   if (!kNamesKeys) std::erase(names, "key_index");

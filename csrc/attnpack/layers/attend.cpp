@@ -217,7 +217,10 @@ CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
 }  // namespace
 
 Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const AttendOptions& options) {
-  if (const auto* over = spread()) return over->attend(query, key, value, options);
+  if (const auto* over = spread()) {
+    ATTNPACK_CHECK(!options.key_index, "key_index: got some under context_parallel, which knows none; leave it out");
+    return over->attend(query, key, value, options);
+  }
   static const DispatchedOp<decltype(attend_composite)> op("attnpack::attend");
   return op(query, key, value, cache_arguments(options.cache), layer_arguments(options), score_arguments(options));
 }

@@ -35,6 +35,7 @@ Tensor count(const SymInt& n, const Tensor& like) {  // 0..n-1
 }
 
 void check_numbers(const char* name, const std::optional<Tensor>& numbers, const Tensor& query) {
+  if (numbers) check_dense(name, *numbers);
   ATTNPACK_CHECK(!numbers || (numbers->dim() == 1 && numbers->sym_size(0) == query.sym_size(0) &&
                               (numbers->scalar_type() == at::kLong || numbers->scalar_type() == at::kInt)),
                  name, " has shape ", numbers->sym_sizes(), " and dtype ", numbers->scalar_type(),
@@ -42,6 +43,8 @@ void check_numbers(const char* name, const std::optional<Tensor>& numbers, const
 }
 
 void check_query_and_key(const Tensor& query, const Tensor& key, const PlaceArguments& place) {
+  check_dense("query", query);
+  check_dense("key", key);
   ATTNPACK_CHECK(query.dim() == 4 && query.is_floating_point(), "query has shape ", query.sym_sizes(), " and dtype ",
                  query.scalar_type(), ", wants floating numbers [batch, heads, length, head_dim]");
   ATTNPACK_CHECK(key.dim() == 4 && key.is_floating_point() && key.sym_size(0) == query.sym_size(0) &&
@@ -73,6 +76,7 @@ at::ScalarType wide_of(const Tensor& x) { return x.scalar_type() == at::kDouble 
 
 void check_indexer(const Tensor& query, const Tensor& key, const Tensor& weights, const PlaceArguments& place) {
   check_query_and_key(query, key, place);
+  check_dense("weights", weights);
   ATTNPACK_CHECK(key.sym_size(1) == 1, "key has ", key.sym_size(1), " heads, wants one, which all heads score");
   ATTNPACK_CHECK(weights.dim() == 3 && weights.is_floating_point() && weights.sym_size(0) == query.sym_size(0) &&
                      weights.sym_size(1) == query.sym_size(2) && weights.sym_size(2) == query.sym_size(1),
@@ -139,6 +143,8 @@ Tensor named(const Tensor& key_index, const SymInt& keys) {
 
 void check_loss(const Tensor& query, const Tensor& key, const Tensor& probabilities,
                 const std::optional<Tensor>& key_index) {
+  check_dense("probabilities", probabilities);
+  if (key_index) check_dense("key_index", *key_index);
   const SymInt batch = query.sym_size(0), length = query.sym_size(2), keys = key.sym_size(2);
   ATTNPACK_CHECK(length == keys, "key has length ", keys, ", query ", length, ": the indexer reads its own tokens");
   ATTNPACK_CHECK(probabilities.dim() == 4 && probabilities.is_floating_point() && probabilities.sym_size(0) == batch &&
@@ -210,6 +216,7 @@ void check_block_numbers(const SymInt& block, const SymInt& top_blocks, const Sy
 }
 
 void check_block_sums(const Tensor& sums, const Tensor& key, const SymInt& blocks, c10::string_view scorer) {
+  check_dense("block_sums", sums);
   ATTNPACK_CHECK(scorer == "mean", "block_sums: got some for scorer '", scorer,
                  "', which reads the keys; leave it out");
   ATTNPACK_CHECK(sums.dim() == 4 && sums.scalar_type() == wide_of(key) && sums.device() == key.device() &&

@@ -39,8 +39,8 @@ struct AttentionInputs {
   TORCH_ARG(std::shared_ptr<KVCache>, kv_from);
   // SparseAttention and SparseLatentAttention alone: a LatentCache for the keys of their indexer, beside cache.
   TORCH_ARG(std::shared_ptr<KVCache>, index_cache);
-  // MultiHeadLatentAttention alone: the numbers of the keys that each query may attend, [B, 1, L, n], as in the
-  // operator.
+  // The numbers of the keys that each query may attend, [B, 1 or Hkv, L, n], as in the operator; with a cache they are
+  // positions of the cache. For multi-head, grouped-query, multi-query and latent attention; the others refuse it.
   TORCH_ARG(std::optional<at::Tensor>, key_index);
 
  public:

@@ -82,9 +82,12 @@ TEST_CASE("latent attention over named keys") {
   const auto mask = torch::zeros({2, 1, 7, 7}, at::kBool).scatter(3, index, true);
   const auto out = layer->forward(x, AttentionInputs().key_index(index));
   REQUIRE(close(out, layer->forward(x, AttentionInputs().mask(mask))));
-  GroupedQueryAttention grouped(24, 4, 2);
-  REQUIRE(complains("key_index: got some, but of the modules MultiHeadLatentAttention alone",
-                    [&] { grouped->forward(x, AttentionInputs().key_index(index)); }));
+  GroupedQueryAttention grouped(GroupedQueryAttentionOptions(24, 4, 2).causal(true));
+  const auto named = grouped->forward(x, AttentionInputs().key_index(index));
+  REQUIRE(close(named, grouped->forward(x, AttentionInputs().mask(mask))));
+  SelfAttention single(24, 8);
+  REQUIRE(complains("key_index: got some, which of the modules multi-head",
+                    [&] { single->forward(x, AttentionInputs().key_index(index)); }));
 }
 
 namespace {

@@ -147,8 +147,8 @@ void check_no_index_cache(bool index_cache) {
 
 void check_no_key_index(bool key_index) {
   ATTNPACK_CHECK(!key_index,
-                 "key_index: got some, but of the modules MultiHeadLatentAttention alone takes them; leave ",
-                 "it out, or call attnpack::attention");
+                 "key_index: got some, which of the modules multi-head, grouped-query, multi-query and latent ",
+                 "attention take; leave it out, or call attnpack::attention");
 }
 
 void check_no_kv_from(const char* module, bool kv_from) {

@@ -59,7 +59,7 @@ void check_no_kv_from(const char* module, bool kv_from);
 // Refuses index_cache for a module without an indexer.
 void check_no_index_cache(bool index_cache);
 
-// Refuses key_index for a module other than latent attention.
+// Refuses key_index for a module that does not take it.
 void check_no_key_index(bool key_index);
 
 // Checks gate ("head", "element" or none) and the name of its activation.
