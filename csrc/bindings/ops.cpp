@@ -167,7 +167,8 @@ py::object attend_shared_py(const Tensor& query, const Tensor& key, const Tensor
                             const RopeSettings* rope, const OptionalTensor& positions, const OptionalTensor& mask,
                             bool causal, const OptionalTensor& kv_lens, Window window, double softcap,
                             const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, const HeadMap& head_map,
-                            double dropout_p, std::optional<double> scale, bool need_weights) {
+                            double dropout_p, std::optional<double> scale, const OptionalTensor& key_index,
+                            bool need_weights) {
   AttendOptions options{to_inputs(rope, positions, false, mask, causal, kv_lens, dropout_p, scale)};
   options.cache = CacheTensors{key, value, lengths};
   options.window = window;
@@ -175,6 +176,7 @@ py::object attend_shared_py(const Tensor& query, const Tensor& key, const Tensor
   options.sinks = sinks;
   options.alibi_slopes = alibi_slopes;
   options.head_map = head_map;
+  options.key_index = key_index;
   if (need_weights) return py::cast(without_gil([&] { return attend_shared_with_weights(query, options); }));
   return py::cast(without_gil([&] { return attend_shared(query, options); }));
 }
@@ -273,7 +275,7 @@ void register_ops(py::module_& m) {
           "scale",  "key_index", "key_block", "top_blocks", "local_blocks", "scorer",       "need_weights"});
   define(m, "attend_shared", &attend_shared_py,
          {"query", "key", "value", "lengths", "rope", "positions", "mask", "causal", "kv_lens", "window", "softcap",
-          "sinks", "alibi_slopes", "head_map", "dropout_p", "scale", "need_weights"});
+          "sinks", "alibi_slopes", "head_map", "dropout_p", "scale", "key_index", "need_weights"});
   define(m, "gate_heads", &gate_heads, {"joined", "gate", "num_heads", "activation"});
   define(m, "pair_values", &pair_values, {"value"});
   define(m, "subtract_halves", &subtract_halves_py,

@@ -85,6 +85,7 @@ class _Attention(_WithOptions):
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
         kv_from: KVCache | None = None,
+        key_index: Tensor | None = None,
         need_weights: bool = False,
     ) -> Any: ...
     def forward_with_weights(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]: ...

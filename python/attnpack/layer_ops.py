@@ -53,6 +53,7 @@ def attend_shared(
     head_map: Sequence[int] | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    key_index: Tensor | None = None,
     need_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`ops.attend` for queries over keys that another layer's cache holds (Brandon et al. 2024, arXiv 2405.12981).
@@ -68,12 +69,12 @@ def attend_shared(
     if not _is_compiling():
         return _C.attend_shared(
             query, key, value, lengths, _native(rope), positions, mask, causal, kv_lens, window, softcap, sinks,
-            alibi_slopes, head_map, dropout_p, scale, need_weights,
+            alibi_slopes, head_map, dropout_p, scale, key_index, need_weights,
         )  # fmt: skip
     op = torch.ops.attnpack.attend_shared_with_weights if need_weights else torch.ops.attnpack.attend_shared
     return op(
         query, key, value, lengths, *_flat(rope), positions, False, mask, causal, kv_lens, dropout_p, scale, *window,
-        softcap, sinks, alibi_slopes, head_map,
+        softcap, sinks, alibi_slopes, head_map, key_index,
     )  # fmt: skip
 
 

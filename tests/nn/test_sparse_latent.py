@@ -3,6 +3,7 @@
 import attnpack
 import pytest
 import torch
+from attnpack.nn.spread import Spread, spread_sequence
 from torch.testing import assert_close
 
 EMBED = 24
@@ -75,7 +76,53 @@ def test_what_does_not_fit_is_refused():
     rows = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
     with pytest.raises(ValueError, match="key_index"):
         module(rows, key_index=names_of(2, 5, 5, 2))
-    other = attnpack.GroupedQueryAttention(EMBED, 4, 2)
-    for called in (other, other.cpp()):
-        with pytest.raises(TypeError, match="key_index"):
-            called.forward(x.float(), key_index=names_of(2, 5, 5, 2))
+    for other in (attnpack.SelfAttention(EMBED), attnpack.DifferentialAttention(EMBED, 4, 2)):
+        for called in (other, other.cpp()):
+            with pytest.raises(TypeError, match="unexpected keyword argument 'key_index'"):
+                called.forward(x.float(), key_index=names_of(2, 5, 5, 2))
+    with spread_sequence(Spread()), pytest.raises(ValueError, match="key_index: got some for a call that is spread"):
+        attnpack.GroupedQueryAttention(EMBED, 4, 2)(x.float(), key_index=names_of(2, 5, 5, 2))
+
+
+@pytest.mark.parametrize("language", ["python", "c++"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_modules_attend_named_keys(kv_heads, language):
+    """Keys for all heads or for each kv head, with a cache and over that of another layer."""
+    torch.manual_seed(0)
+    rope = attnpack.RotaryEmbedding(6)
+    module = attnpack.GroupedQueryAttention(EMBED, 4, 2, causal=True, window=(5, 0), rope=rope, dtype=torch.float64)
+    called, classes = (module, attnpack) if language == "python" else (module.cpp(), attnpack.cpp)
+    x = torch.randn(2, 9, EMBED, dtype=torch.float64, requires_grad=True)
+
+    def names(rows, keys):
+        index = torch.cat([names_of(2, rows, keys, 3) for _ in range(kv_heads)], 1)
+        return index, as_mask(index, keys).repeat_interleave(4 // kv_heads, 1)
+
+    (index, mask), weight = names(9, 9), torch.randn(2, 9, EMBED, dtype=torch.float64)
+    wanted, weights = module(x, mask=mask, need_weights=True)
+    (grad,) = torch.autograd.grad((wanted * weight).sum(), x)
+    out = called.forward(x, key_index=index)
+    assert_close(out, wanted, atol=1e-11, rtol=1e-11)
+    assert_close(torch.autograd.grad((out * weight).sum(), x)[0], grad, atol=1e-10, rtol=1e-10)
+    assert_close(called.forward(x, key_index=index.int(), need_weights=True)[1], weights, atol=1e-11, rtol=1e-11)
+    with torch.no_grad():
+        cache, other = classes.DynamicCache(), attnpack.DynamicCache()
+        for part in x.split([6, 1, 2], 1):
+            index, mask = names(part.size(1), len(cache) + part.size(1))
+            wanted = module(part, mask=mask, cache=other)
+            assert_close(called.forward(part, key_index=index, cache=cache), wanted, atol=1e-11, rtol=1e-11)
+        index, mask = names(2, 9)
+        wanted = module(x[:, 7:], mask=mask, kv_from=other)
+        assert_close(called.forward(x[:, 7:], key_index=index, kv_from=cache), wanted, atol=1e-11, rtol=1e-11)
+        context = torch.randn(2, 7, EMBED, dtype=torch.float64)
+        index = torch.randint(0, 7, (2, kv_heads, 9, 3))
+        mask = as_mask(index, 7).repeat_interleave(4 // kv_heads, 1)
+        assert_close(called.forward(x, context, key_index=index), module(x, context, mask=mask), atol=1e-11, rtol=1e-11)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        index, mask = names(9, 9)
+        assert_close(compiled(x, key_index=index), module(x, mask=mask), atol=1e-11, rtol=1e-11)
+        with pytest.raises(ValueError, match="key_index"):
+            called.forward(x, key_index=index + 9, cache=cache)
+        with pytest.raises(ValueError, match="cache: got a SlidingWindowCache for attention over named keys"):
+            called.forward(x, key_index=index, cache=classes.SlidingWindowCache(5))
+        assert len(cache) == 9

@@ -118,6 +118,7 @@ class GroupedQueryAttention(ContextAttention):
     """
 
     _cpp_class = cpp.GroupedQueryAttention
+    _names_keys = True
     _no_attributes = frozenset({"sinks"})  # the name of the parameter
 
     def __init__(

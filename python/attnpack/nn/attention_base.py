@@ -54,6 +54,11 @@ class NativeAttention(NativeModule):
         over = spread(cache)
         with unchanged_on_error(cache):
             if over is not None:
+                if inputs.get("key_index") is not None:
+                    raise ValueError(
+                        "attnpack: key_index: got some for a call that is spread over processes, which knows none; "
+                        "leave it out"
+                    )
                 inputs |= {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights}
                 return self._output(over.attend(self, query, key, value, **inputs), x)
             appends = cache is not None and not isinstance(cache, CrossCache)
@@ -166,6 +171,8 @@ class ContextAttention(NativeAttention):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    _names_keys = False
+    """Whether forward takes key_index."""
 
     def forward(
         self,
@@ -179,6 +186,7 @@ class ContextAttention(NativeAttention):
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
         kv_from: KVCache | None = None,
+        key_index: Tensor | None = None,
         need_weights: bool = False,
         **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -201,6 +209,9 @@ class ContextAttention(NativeAttention):
                 and values there, and appends nothing. Its queries stand at the last positions; k_proj and v_proj are
                 not used, and no gradient reaches the layer that filled the cache. A SlidingWindowCache, a CrossCache,
                 and a context or cache beside it are refused; SelfAttention refuses it.
+            key_index: int32 or int64 [B, 1 or Hkv, L, n], the numbers of the keys that each query may attend, as in
+                `attention`; with a cache they are positions of the cache. SelfAttention and DifferentialAttention
+                refuse it.
             need_weights: also return the probabilities before dropout; under tensor parallelism those of this rank's
                 heads alone.
 
@@ -210,9 +221,12 @@ class ContextAttention(NativeAttention):
         Raises:
             ValueError: a shape, dtype, device or length does not fit; nothing has been written to the cache then.
         """
+        if key_index is not None and not self._names_keys:
+            unknown["key_index"] = key_index
         reject_keywords(unknown)
+        named = {} if key_index is None else {"key_index": key_index}
         if nested.is_nested(x):
-            nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, kv_from=kv_from, need_weights=need_weights)
+            nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, kv_from=kv_from, need_weights=need_weights, **named)
             own = self.causal and context is None
             return self._forward_nested(x, context, value_context, positions, own if causal is None else causal)
         if kv_from is not None:
@@ -220,7 +234,7 @@ class ContextAttention(NativeAttention):
                 checks.kv_from(context is not None or value_context is not None, cache is not None)
             causal = self.causal if causal is None else causal
             inputs = {"positions": positions, "mask": mask, "causal": causal, "kv_lens": kv_lens}
-            return self._attend_shared(x, kv_from, need_weights, **inputs)
+            return self._attend_shared(x, kv_from, need_weights, **inputs, **named)
         held = cache if isinstance(cache, CrossCache) else None
         if held is not None:
             held.check_call(x, context)
@@ -245,6 +259,7 @@ class ContextAttention(NativeAttention):
             cross=cross,
             mask=mask,
             causal=(self.causal and not cross) if causal is None else causal,
+            **named,
         )
 
     def _attend_shared(
