@@ -122,7 +122,7 @@ def test_grouped_modules_attend_named_keys(kv_heads, language):
         index, mask = names(9, 9)
         assert_close(compiled(x, key_index=index), module(x, mask=mask), atol=1e-11, rtol=1e-11)
         with pytest.raises(ValueError, match="key_index"):
-            called.forward(x, key_index=index + 9, cache=cache)
+            called.forward(x, key_index=index + 18, cache=cache)
         with pytest.raises(ValueError, match="cache: got a SlidingWindowCache for attention over named keys"):
             called.forward(x, key_index=index, cache=classes.SlidingWindowCache(5))
         assert len(cache) == 9

@@ -275,7 +275,7 @@ def test_training_by_the_loss_finds_the_keys_of_attention():
         _, probs = plain(module)(x, need_weights=True)
         return float((probs * chosen(module, x)).sum(-1).mean())
 
-    before, first = held(), float(module.indexer_loss(x))
+    before, first = held(), module.indexer_loss(x).item()
     for _ in range(150):
         optimiser.zero_grad()
         loss = module.indexer_loss(x)

@@ -3,7 +3,7 @@
 import attnpack
 import pytest
 import torch
-from attnpack.layer_ops import select_blocks, select_keys
+from attnpack.layer_ops import indexer_loss, select_blocks, select_keys
 from torch.library import opcheck
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32 import modeling_deepseek_v32
@@ -180,3 +180,20 @@ def test_the_block_indexer_of_minimax_m3():
     index = select_blocks(query, key, 4, 3, scorer="max", causal=True)
     assert index.shape == wanted.shape
     assert torch.equal(index.sort(-1).values, wanted.int().sort(-1).values)
+
+
+def test_sparse_tensors_are_refused_by_name():
+    """torch itself would stop with an internal assertion."""
+    query, key, weights, probs = draw(1, 2, 4, 3), draw(1, 1, 4, 3), draw(1, 4, 2), draw(1, 2, 4, 4).softmax(-1)
+    good = {"query": query, "key": key, "weights": weights, "probabilities": probs}
+    for name, tensor in good.items():
+        for layout in (tensor.to_sparse(), tensor.to_sparse_csr()):
+            with pytest.raises(ValueError, match=f"{name} has the layout Sparse.*call .to_dense"):
+                indexer_loss(**good | {name: layout})
+            if name != "probabilities":
+                with pytest.raises(ValueError, match=f"{name} has the layout Sparse"):
+                    select_keys(*[(good | {name: layout})[part] for part in ("query", "key", "weights")], 2)
+    with pytest.raises(ValueError, match="key_index has the layout Sparse"):
+        indexer_loss(**good, key_index=torch.zeros(1, 1, 4, 2, dtype=torch.int64).to_sparse())
+    with pytest.raises(ValueError, match="block_sums has the layout Sparse"):
+        select_blocks(query, key, 2, 1, block_sums=draw(1, 1, 2, 3).to_sparse())
