@@ -1,5 +1,5 @@
-"""Copies of caches that hold something, by clone, copy, deepcopy and pickle: equal, of the same class, and with memory of
-their own."""
+"""Copies of caches that hold something, by clone, copy, deepcopy and pickle: equal, of the same class, and with memory
+of their own."""
 
 import copy
 import pickle

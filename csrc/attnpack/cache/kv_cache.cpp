@@ -74,8 +74,8 @@ void check_given(const at::Tensor& key, const at::Tensor& value) {
   check_defined("value", value);
   const auto check = [](const char* name, const at::Tensor& x) {
     const bool rows = at::isFloatingType(x.scalar_type()) || x.scalar_type() == at::kByte;  // numbers, or quantised
-    ATTNPACK_CHECK(x.dim() == 4 && rows, name, ": got shape ", x.sym_sizes(),
-                   " and dtype ", x.scalar_type(), ", want a float tensor [batch, num_kv_heads, L, head_dim]");
+    ATTNPACK_CHECK(x.dim() == 4 && rows, name, ": got shape ", x.sym_sizes(), " and dtype ", x.scalar_type(),
+                   ", want a float tensor [batch, num_kv_heads, L, head_dim]");
   };
   check("key", key);
   check("value", value);

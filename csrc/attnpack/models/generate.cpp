@@ -22,7 +22,8 @@ void check_pages(const PagedCache& cache, const at::Tensor& held, const at::Tens
   };
   const auto need = (pages(held + more) - pages(held)).sum().item<int64_t>();
   ATTNPACK_CHECK(need <= cache.free_pages(), "cache: got ", cache.free_pages(), " free pages of ", cache.page_size(),
-                 " positions, want ", need, " for the prompts and their new tokens: give the PagedCache more pages, ask "
+                 " positions, want ", need,
+                 " for the prompts and their new tokens: give the PagedCache more pages, ask "
                  "for fewer tokens, or take the cache \"paged\"");
 }
 

@@ -9,8 +9,9 @@
 #include <attnpack/ops/cpu/scratch.h>
 
 // Cuts attention calls into units of work. No headers of torch: for_each(order, count, work, scratch_bytes, unit) hands
-// the units 0 .. count - 1 to the threads, of which there are for_each.count(), and calls unit(index, scratch). The calls of a list share dtype, heads, head
-// dims and batch. Their units run in one loop, so that short sequences fill all threads.
+// the units 0 .. count - 1 to the threads, of which there are for_each.count(), and calls unit(index, scratch). The
+// calls of a list share dtype, heads, head dims and batch. Their units run in one loop, so that short sequences fill
+// all threads.
 namespace attnpack {
 
 // The unit that a thread takes next. kInTurn: the first one that is left. kNeighbours: neighbours, one after the other,

@@ -255,7 +255,9 @@ class DecodeRange {
     with_rows(smaller(tile_.count, kRowsAtOnce),
               [&](auto rows) { multiply<rows>(0, tile_.count - rows, keys, done, count); });
   }
-  void weigh(int64_t begin, int64_t count) { compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count); }
+  void weigh(int64_t begin, int64_t count) {
+    compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
+  }
   template <class Rows>
   void add_piece(const Rows& values, int64_t done, int64_t count) {
     with_rows(smaller(tile_.count, kRowsAtOnce), [&](auto rows) {
@@ -520,8 +522,8 @@ struct ScratchInTurn {
   }
 };
 
-// Kv heads whose rows lie side by side, in packed keys or in pages. They read a piece of the keys in turn, so that memory
-// is read in the order of its addresses. The bits are those of one head after the other.
+// Kv heads whose rows lie side by side, in packed keys or in pages. They read a piece of the keys in turn, so that
+// memory is read in the order of its addresses. The bits are those of one head after the other.
 template <class S, class A>
 class HeadsInTurn {
  public:
