@@ -125,11 +125,11 @@ inline int64_t most_ranges(const AttentionParams& p) {
   return ranges;
 }
 
-// How many kv heads one unit of decode reads in turn, so that each thread has a few units.
-inline int64_t heads_of_unit(const AttentionParams& p, int64_t ranges, int64_t threads) {
+// How many kv heads one unit of decode reads in turn, so that each thread has a few units. calls: how many are like p.
+inline int64_t heads_of_unit(const AttentionParams& p, int64_t ranges, int64_t calls, int64_t threads) {
   constexpr int64_t kUnitsPerThread = 4;
   int64_t heads = heads_in_turn(p);
-  while (heads > 1 && p.batch * ranges * ((p.num_kv_heads + heads - 1) / heads) < kUnitsPerThread * threads)
+  while (heads > 1 && calls * p.batch * ranges * ((p.num_kv_heads + heads - 1) / heads) < kUnitsPerThread * threads)
     heads = (heads + 1) / 2;
   return heads;
 }
@@ -144,7 +144,9 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   const auto ranges_of = [&, first = calls.size() == 1 ? most_ranges(calls[0]) : 0](size_t call) {
     return first ? first : most_ranges(calls[call]);
   };
-  const auto heads_of = [&](size_t call) { return heads_of_unit(calls[call], ranges_of(call), for_each.count()); };
+  const auto heads_of = [&](size_t call) {
+    return heads_of_unit(calls[call], ranges_of(call), calls.size(), for_each.count());
+  };
   const auto shares_of = [&](size_t call) { return (calls[call].num_kv_heads + heads_of(call) - 1) / heads_of(call); };
   const auto merges_of = [](const Tiling& t) { return (t.rows + kMergedRows - 1) / kMergedRows; };
   const auto streams = [&](size_t i, const Tiling& t) { return t.rows > 0 && path_of(calls[i], t) != Path::kPacked; };
