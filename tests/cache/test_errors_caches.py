@@ -71,7 +71,7 @@ STATES = {
     "tensors: got 0, want lengths, key and value": ("StaticCache", [], []),
     "tensors: got 1, want lengths, key and value": ("StaticCache", [LENGTHS], []),
     "tensors: got 2, want": ("DynamicCache", [LENGTHS, KEY], [1]),
-    "numbers: got 1, want 2 for a cache of this class": ("LatentCache", [LENGTHS, KEY, KEY], [1]),
+    "numbers: got 1, want 3 for a cache of this class": ("LatentCache", [LENGTHS, KEY, KEY], [1]),
     "kind: got Cache, want a class of caches": ("Cache", [LENGTHS, KEY, KEY], [1, 2]),
     r"lengths\[0\] is 1, wants 0 to its 0 positions": ("StaticCache", [LENGTHS, KEY[:, :, :0], KEY], []),
 }
