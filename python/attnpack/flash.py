@@ -30,8 +30,10 @@ __all__ = [
 ]
 
 
-def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-                    alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+                    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                    return_attn_probs: bool = False) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Attention of q [B, Lq, Hq, D] over k [B, Lk, Hkv, D] and v [B, Lk, Hkv, Dv].
 
     Args:
@@ -60,25 +62,33 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
     return _results(out.transpose(1, 2), lse, return_attn_probs)
 
 
-def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-                             alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+                             causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                             alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                             return_attn_probs: bool = False) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`flash_attn_func` of q [B, Lq, Hq, D] and kv [B, Lk, 2, Hkv, D]."""
     k, v = _unpack("kv", kv, 2, "[batch, length, 2, heads, head_dim]", 5)
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                            return_attn_probs)  # fmt: skip
 
 
-def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-                              alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+                              causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                              alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                              return_attn_probs: bool = False) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`flash_attn_func` of qkv [B, L, 3, H, D]."""
     q, k, v = _unpack("qkv", qkv, 3, "[batch, length, 3, heads, head_dim]", 5)
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                            return_attn_probs)  # fmt: skip
 
 
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-                           softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-                           deterministic=False, return_attn_probs=False, block_table=None):  # fmt: skip
+def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+                           max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
+                           softmax_scale: float | None = None, causal: bool = False,
+                           window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                           alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                           return_attn_probs: bool = False,
+                           block_table: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`flash_attn_func` of packed sequences, q [T, Hq, D], k [S, Hkv, D], v [S, Hkv, Dv].
 
     Args:
@@ -122,9 +132,13 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     return _results(torch.cat(outs), torch.cat(lses, 1), return_attn_probs)
 
 
-def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-                                    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-                                    alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+                                    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
+                                    softmax_scale: float | None = None, causal: bool = False,
+                                    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                                    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                                    return_attn_probs: bool = False
+                                    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`flash_attn_varlen_func` of q [T, Hq, D] and kv [S, 2, Hkv, D]."""
     k, v = _unpack("kv", kv, 2, "[tokens, 2, heads, head_dim]", 4)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
@@ -132,9 +146,12 @@ def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqle
                                   return_attn_probs)  # fmt: skip
 
 
-def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False,
-                                     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
-                                     return_attn_probs=False):  # fmt: skip
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
+                                     softmax_scale: float | None = None, causal: bool = False,
+                                     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                                     alibi_slopes: Tensor | None = None, deterministic: bool = False,
+                                     return_attn_probs: bool = False
+                                     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`flash_attn_varlen_func` of qkv [T, 3, H, D], whose sequences begin at cu_seqlens [B + 1]."""
     q, k, v = _unpack("qkv", qkv, 3, "[tokens, 3, heads, head_dim]", 4)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
@@ -142,10 +159,14 @@ def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0,
                                   return_attn_probs)  # fmt: skip
 
 
-def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-                            cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None,
-                            causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
-                            alibi_slopes=None, num_splits=0, return_softmax_lse=False):  # fmt: skip
+def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None,
+                            v: Tensor | None = None, rotary_cos: Tensor | None = None,
+                            rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+                            cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
+                            block_table: Tensor | None = None, softmax_scale: float | None = None,
+                            causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                            rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+                            return_softmax_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of q [B, Lq, Hq, D] over a cache, after k and v were written into it. It has no gradients.
 
     Args:

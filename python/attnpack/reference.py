@@ -6,6 +6,7 @@ truth, and the error that plain PyTorch makes in a low dtype. This code is made 
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -232,7 +233,9 @@ def rope_table(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def latent_attention(query: Tensor, latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, **settings) -> Tensor:
+def latent_attention(
+    query: Tensor, latent: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, **settings: Any
+) -> Tensor:
     """Latent attention `[B, H, Lq, V]` of rotated queries `[B, H, Lq, N + R]` over latents `[B, Lkv, C]` and one
     rotated key `[B, Lkv, R]` for all heads. w_uk `[H, N, C]` and w_uv `[H, V, C]` turn a latent into each head's key
     and value. The settings are those of `attention`. Source: DeepSeek-V2 2024, equations 9 to 19.
@@ -271,7 +274,7 @@ def differential_attention(
     factor: Tensor,  # broadcastable to the result
     *,
     version: int,
-    **settings,
+    **settings: Any,
 ) -> Tensor:
     """The difference out_1 - factor * out_2 of the heads of a pair, before its norm.
 
@@ -307,7 +310,7 @@ def indexer_loss(scores: Tensor, probs: Tensor, allowed: Tensor) -> Tensor:
     return (target[seen] * (target[seen].log() - log_guess[seen])).sum() / (scores.shape[0] * scores.shape[1])
 
 
-def tied_attention(query: Tensor, tied: Tensor, k_rope: Tensor, **settings) -> Tensor:
+def tied_attention(query: Tensor, tied: Tensor, k_rope: Tensor, **settings: Any) -> Tensor:
     """Grouped tied attention (Zadouri et al. 2025, arXiv 2505.21487, GTA): one state `[B, G, L, D]` is the value, and
     its first half the first half of the key. The second half is one rotated key `[B, 1, L, D / 2]` for all heads.
     """
@@ -318,7 +321,7 @@ def tied_attention(query: Tensor, tied: Tensor, k_rope: Tensor, **settings) -> T
 
 
 def grouped_latent_attention(
-    query: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, **settings
+    query: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, **settings: Any
 ) -> Tensor:
     """`latent_attention` with several latents `[B, groups, L, C]`, each for a share of the heads (GLA, same paper)."""
     groups = latents.shape[1]

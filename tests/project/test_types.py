@@ -1,6 +1,8 @@
 """Type checkers and editors know every public name: `py.typed`, annotations, and the stub of the classes of C++."""
 
 import ast
+import importlib
+import inspect
 import subprocess
 import sys
 import types
@@ -13,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 STUB = ROOT / "python/attnpack/cpp.pyi"
 SHOWN = ["attnpack", "attnpack.cpp", "attnpack.backend", "attnpack.convert", "attnpack.checkpoints"]
 SHOWN += ["attnpack.flash", "attnpack.distributed"]
+ANNOTATED = [*SHOWN, "attnpack.hf", "attnpack.onnx", "attnpack.layer_ops", "attnpack.reference"]
 
 
 def stub_members() -> dict[str, set[str]]:
@@ -32,17 +35,43 @@ def test_the_stub_has_the_classes_and_members_of_cpp():
     assert stub == {name: {member for member in dir(value) if member[0] != "_"} for name, value in bound.items()}
 
 
+def public_content(module: str) -> dict[str, object]:
+    """{name: value} of what a module offers: its `__all__`, or the classes and functions that it defines."""
+    content = importlib.import_module(module)
+    listed = getattr(content, "__all__", None)
+    if listed is None:
+        own = [n for n, v in vars(content).items() if isinstance(v, type) or hasattr(v, "__code__")]
+        listed = [n for n in own if n[0] != "_" and ("cpp" in module or vars(content)[n].__module__ == module)]
+    values = {name: getattr(content, name) for name in listed}
+    return {name: value for name, value in values.items() if not isinstance(value, types.ModuleType)}
+
+
 def public_names() -> list[str]:
-    names = []
-    for module in SHOWN:
-        content = sys.modules.get(module) or __import__(module, fromlist=["x"])
-        listed = getattr(content, "__all__", None)
-        if listed is None:
-            own = [n for n, v in vars(content).items() if isinstance(v, type) or hasattr(v, "__code__")]
-            listed = [n for n in own if n[0] != "_" and ("cpp" in module or vars(content)[n].__module__ == module)]
-        values = {name: getattr(content, name) for name in listed}
-        names += [f"{module}.{name}" for name, value in values.items() if not isinstance(value, types.ModuleType)]
-    return names
+    return [f"{module}.{name}" for module in SHOWN for name in public_content(module)]
+
+
+def functions_of(name: str, value: object) -> dict[str, types.FunctionType]:
+    """A function itself; of a class the public methods, and what makes it."""
+    if not isinstance(value, type):
+        return {name: value} if isinstance(value, types.FunctionType) else {}
+    own = {part: made for part, made in vars(value).items() if isinstance(made, types.FunctionType)}
+    return {f"{name}.{part}": made for part, made in own.items() if part[0] != "_" or part == "__init__"}
+
+
+@pytest.mark.parametrize("module", ANNOTATED)
+def test_arguments_and_results_have_types(module):
+    """mypy and pyright show an argument without annotation as unknown."""
+    found = {}
+    for name, value in public_content(module).items():
+        found |= functions_of(name, value)
+    assert found or module == "attnpack.cpp"
+    for name, function in found.items():
+        signature = inspect.signature(function)
+        bare = [
+            p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name not in ("self", "cls")
+        ]
+        assert bare == [], name
+        assert signature.return_annotation is not signature.empty or name.endswith("__init__"), name
 
 
 def test_mypy_knows_every_public_name(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,10 +12,13 @@ from .build import smollm2_path
 from .safetensors import load_safetensors, save_safetensors
 from .tokenizer import Tokenizer, load_tokenizer
 
+if TYPE_CHECKING:
+    from ..nn.causal_lm import CausalLM
+
 __all__ = ["Tokenizer", "load", "load_safetensors", "load_tokenizer", "save_safetensors", "smollm2_path"]
 
 
-def load(path: str | os.PathLike, dtype: torch.dtype = torch.float32):
+def load(path: str | os.PathLike, dtype: torch.dtype = torch.float32) -> CausalLM:
     """The `attnpack.CausalLM` of a Hugging Face directory or a GGUF file, in evaluation mode, in `dtype`.
 
     Raises the errors of `CausalLM.from_hf` and `CausalLM.from_gguf`.
