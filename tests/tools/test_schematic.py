@@ -48,6 +48,15 @@ def test_what_each_variant_caches_is_said():
         assert f"cached: {words}" in said
 
 
+@pytest.mark.parametrize("num_heads", [1, 8])
+def test_the_heads_of_mla_read_a_latent_and_a_rotated_key(num_heads):
+    drawing = str(schematic.latent(num_heads))
+    boxes = re.findall(r'<rect x="([\d.]+)" y="142" width="([\d.]+)".*?>(latent c|rotated key)<', drawing)
+    middles = {name: float(x) + float(width) / 2 for x, width, name in boxes}
+    ends = [float(end) for end in re.findall(r"112 L ([\d.]+) 142", drawing)]
+    assert ends == [middles["latent c"], middles["rotated key"]] * num_heads
+
+
 def test_a_step_projects_one_token_and_reads_the_others():
     drawing = str(schematic.cache_growth(2, 3))
     for row, (new, old) in enumerate([(2, 0), (1, 2), (1, 3), (1, 4)]):

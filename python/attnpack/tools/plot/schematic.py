@@ -64,19 +64,26 @@ def variants(num_heads: int = 8, num_kv_heads: int = 2) -> Drawing:
 
 
 def latent(num_heads: int = 8, *, note: str = "") -> Drawing:
-    """Latent attention: every head has keys and values of its own, and all are made from one cached latent."""
-    step, width = 30, 30 * num_heads + 20
-    parts = [_text(width / 2, 18, "MLA: made from one latent", bold=True)]
-    middle = width / 2
+    """Latent attention: every head has keys and values of its own, all made from one cached latent, and the keys of
+    all heads have one cached rotated key as a part."""
+    step, width = 30, max(30 * num_heads + 20, 200)
+    left, middle = (width - step * num_heads) / 2, width / 2
+    latent_at, rotated_at = middle - 48, middle + 52  # the middles of the two boxes
+    parts = [_text(middle, 18, "MLA: made from one latent", bold=True)]
     for h in range(num_heads):
-        x = 10 + h * step
+        x = left + h * step
         parts += [
             _line(x + 11, 58, x + 11, 88, GROUPS[h % len(GROUPS)]),
-            _line(x + 11, 112, middle, 142, "#888888", dashed=True),
+            _line(x + 11, 112, latent_at, 142, "#888888", dashed=True),
+            _line(x + 11, 112, rotated_at, 142, "#e0a070", dashed=True),
             _box(x, 34, 22, 24, f"q{h}", QUERY),
             _box(x, 88, 22, 24, f"kv{h}", PLAIN, dashed=True),
         ]
-    parts += [_box(middle - 50, 142, 100, 24, "latent c", LATENT), _text(middle, 186, note)]
+    parts += [
+        _box(latent_at - 46, 142, 92, 24, "latent c", LATENT),
+        _box(rotated_at - 40, 142, 80, 24, "rotated key", KEY),
+        _text(middle, 186, note),
+    ]
     return Drawing(width, 196, tuple(parts))
 
 
