@@ -71,6 +71,9 @@ def largest_difference(a, b):
 query = torch.tensor([[1.0, 1.0]])
 keys, values = torch.tensor([[1.0, 1.0], [1.0, -1.0], [0.0, 0.0]]), torch.tensor([[3.0, 0.0], [0.0, 3.0], [0.0, 0.0]])
 small = [each[None, None] for each in (query, keys, values)]  # one sequence, one head
+scores = (query @ keys.T / math.sqrt(2))[0]
+print("scores: ", [round(score, 2) for score in scores.tolist()])
+print("their exponentials:", [round(e, 2) for e in scores.exp().tolist()], "sum", round(scores.exp().sum().item(), 2))
 print("weights:", [round(weight, 3) for weight in attnpack.attention_scores(*small[:2]).flatten().tolist()])
 print("out:    ", [round(number, 2) for number in attnpack.attention(*small).flatten().tolist()])
 torch.testing.assert_close(attnpack.attention(*small).flatten(), torch.tensor([2.02, 0.49]), atol=0.01, rtol=0)
@@ -142,7 +145,7 @@ for d in dims:
 # ## The softmax without the scale
 #
 # A softmax looks at differences. Scores that differ by 1 give weights in the ratio 2.7; scores that differ by 30 give a
-# ratio of $10^{13}$: one key takes everything, and the weighted mean becomes a lookup. Worse, such a softmax no longer
+# ratio of 1e13: one key takes everything, and the weighted mean becomes a lookup. Worse, such a softmax no longer
 # learns. Its derivative is $\partial w_j / \partial s_k = w_j (\delta_{jk} - w_k)$, and if one weight is 1 and the
 # others are 0, every entry of it is 0. The gradient vanishes, the queries and keys get no signal, and the layer keeps
 # looking at the keys that it happened to look at first.
@@ -171,6 +174,7 @@ panels[0].set(ylabel="largest weight, mean over rows", title="Saturation: one ke
 panels[1].set(ylabel="norm of dw/ds, median over rows", title="Vanishing gradients", yscale="log")
 panels[0].legend()
 plt.show()
+print(f"weights of scores that differ by 1: ratio {math.exp(1):.1f}; by 30: {math.exp(30):.0e}")
 print(f"d = 1024, not scaled: largest weight {largest['not scaled'][-1]:.3f}, derivative {slope['not scaled'][-1]:.1e}")
 print(f"d = 1024, scaled:     largest weight {largest['scaled'][-1]:.3f}, derivative {slope['scaled'][-1]:.1e}")
 

@@ -266,7 +266,7 @@ assert losses["MLA"].min() < losses["MQA"].max()
 # heads is as good as MHA, and MQA is worse by a hundredth, less than the spread of the seeds. No run had a spike, so
 # nothing about stability can be said. Latent attention is last with each of the three seeds, though its best seed is
 # ahead of MQA's worst. Its layers here are tiny: a latent of 24 numbers, and 4 + 4 numbers per head for keys. Models of
-# 0.15 million parameters say little about models of 7 billion parameters.
+# 147,776 parameters say little about models of 7 billion.
 #
 # ## A real model: SmolLM2-135M
 #
@@ -297,8 +297,8 @@ print("trained on", *{cell["machine"] for cell in cells.values() if "machine" in
 #
 # Two things stand out before any training. One is latent attention: in the bytes of one kv head (rank 64 and the shared
 # rotating key of 64) it keeps more than any merged head, and rank 128, half the original's bytes, comes closer still.
-# More rank helps less and less, and even a latent larger than the original's cache does not reach it: keys of all heads
-# share one rotating head, and that loss has no rank.
+# More rank helps less and less. Even a latent larger than the original's cache does not reach it: keys of all heads
+# share one rotated head, and no rank of the latent mends that.
 #
 # The other is *aligned*, which makes the difference among merged heads: scores do not change if a key head and the
 # queries that read it are rotated together, and outputs do not change if a value head is rotated and `o_proj` rotated

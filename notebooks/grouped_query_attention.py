@@ -142,7 +142,8 @@ print(f"on {bench.machine()}, one thread")
 # From G = 8 to 2 the time falls with the reading. From 2 to 1 the reading halves once more and little time is won,
 # because more and more of what is left is the work itself, which G does not change. So the last step down to one head
 # saves room in the cache rather than time *here*; on a machine that computes faster, or reads slower, it is another
-# matter.
+# matter. An encoder gains nothing, because it does not wait for reading: [encoder_decoder](encoder_decoder.ipynb)
+# measures it.
 #
 # ## Uneven groups
 #

@@ -22,8 +22,8 @@
 # [Kwon et al. 2023](https://arxiv.org/abs/2309.06180) (pages), [Xiao et al. 2023](https://arxiv.org/abs/2309.17453)
 # (windows with sinks). Symbols: [glossary](../docs/notebooks.md).
 #
-# A language model writes one token, appends it to the text, and asks itself for the next. Done naively, token 1000
-# costs a full pass over the 999 tokens before it, and so does every other token. A **KV cache** keeps the keys and
+# A language model writes one token, appends it to the text, and asks itself for the next. Done naively, each
+# token costs a full pass over all tokens before it. A **KV cache** keeps the keys and
 # values of all earlier tokens, so that each step computes the new token only. Nearly every program that lets a
 # transformer write keeps one; its price is memory.
 
@@ -186,6 +186,7 @@ axes.grid(alpha=0.3)
 axes.legend()
 plt.show()
 print(f"at 1024 tokens: {naive[-1]:.2f} ms anew, {cached[-1]:.3f} ms cached, {naive[-1] / cached[-1]:.0f} times less")
+print(f"on {bench.machine()}, {torch.get_num_threads()} threads, fp32")
 
 # %% [markdown]
 # ## Memory used
@@ -295,6 +296,7 @@ n = 2048
 q, k, v = torch.randn(3, 1, 8, n, 64).unbind(0)
 tiled = memory.peak_bytes(lambda: attnpack.attention(q, k, v))
 written_out = memory.peak_bytes(lambda: (q @ k.transpose(-2, -1) / 8).softmax(-1) @ v)
+print(f"scores of one head, 32k tokens: {(2**15) ** 2 * 4 / 2**30:.0f} GiB in fp32")
 print(f"scores of 8 heads, {n} tokens: {8 * n * n * 4 / 2**20:.0f} MiB; the output: {q.nbytes / 2**20:.0f} MiB")
 print(f"most memory above the inputs: operator {tiled / 2**20:.0f} MiB, written out {written_out / 2**20:.0f} MiB")
 assert tiled < 20 * 2**20 < written_out
@@ -411,12 +413,13 @@ for name, make in kinds.items():
     same = (exact.argmax(-1) == rows.argmax(-1)).float().mean().item()
     print(f"{name:<18}{held:>12,}{held / most:>8.0%}{1e3 * seconds:>10.1f}{abs(divergence):>10.1e}{same:>7.0%}")
     assert divergence < 0.2 and (held < most / 2 or not name.startswith("QuantizedCache"))
+print(f"on {bench.machine()}, {torch.get_num_threads()} threads, fp32")
 
 # %% [markdown]
 # Eight bits cost almost no accuracy; four bits alone do. `exact_first` and `exact_last` keep the first and the latest
 # tokens in full, which mends most of that: `python benchmarks/cache_error.py` measures the error on a longer text.
-# The times are close here (14 to 16 ms), because a cache of 256 tokens is small beside the weights. Over long texts
-# reading decides: `python benchmarks/cache_decode.py` times single calls over 16,384 keys.
+# The times are close here, because a cache of 256 tokens is small beside the weights. Over long texts reading decides:
+# `python benchmarks/cache_decode.py` times single calls over long caches.
 #
 # A layer with a window never looks back further than the window, so a **SlidingWindowCache** keeps the window and some
 # room for appends, however long the text gets: a ring, whose outputs equal those of a cache that keeps everything:
@@ -446,9 +449,10 @@ with torch.no_grad():
     assert answers.nbytes < 2 * pages.nbytes
 
 # %% [markdown]
-# Two kinds are left. A **LatentCache** keeps one latent and one rotated key per token (see
-# [latent_attention](latent_attention.ipynb)). A **CrossCache** keeps the keys and values of a context, projected once;
-# it does not grow (see [encoder_decoder](encoder_decoder.ipynb)):
+# Three kinds are left. A **LatentCache** keeps one latent and one rotated key per token (see
+# [latent_attention](latent_attention.ipynb)). A **SparseCache** keeps keys and values, and small keys by which each
+# query chooses what it reads (see [newest_variants](newest_variants.ipynb)). A **CrossCache** keeps the keys and values
+# of a context, projected once; it does not grow (see [encoder_decoder](encoder_decoder.ipynb)):
 
 # %%
 latent = attnpack.MultiHeadLatentAttention(
@@ -461,9 +465,14 @@ with torch.no_grad():
         latent(token, cache=kept)
         out = cross(token, context, cache=held)
     assert torch.equal(out, cross(token, context))
+choosing = attnpack.SparseAttention(64, 8, 2, top_k=4, index_heads=2, causal=True)
+chosen = choosing.new_cache()
+with torch.no_grad():
+    choosing(torch.randn(1, 10, 64), cache=chosen)
 print(f"LatentCache, 10 tokens: {kept.nbytes // len(kept)} bytes per token (16 + 4 numbers)")
+print(f"SparseCache, 10 tokens: {chosen.nbytes // len(chosen)} bytes per token (2 x 2 x 8 + 8 numbers)")
 print(f"CrossCache after 10 calls: {len(held)} positions, those of the context")
-assert kept.nbytes == 10 * (16 + 4) * 4 and len(held) == 20
+assert kept.nbytes == 10 * (16 + 4) * 4 and chosen.nbytes == 10 * (2 * 2 * 8 + 8) * 4 and len(held) == 20
 
 # %% [markdown]
 # ## Other changes of a score: windows, sinks, soft caps, ALiBi
@@ -517,7 +526,7 @@ assert drawn["soft cap 0.5"][-1].max() < drawn["causal"][-1].max()
 # %%
 # Solutions. Try first.
 per_token = plot_memory.model_kv_bytes(plot_memory.MODELS["llama-3-8b"], 1)
-print(f"1. {16e9 / per_token:,.0f} tokens, {per_token:,} bytes each")
+print(f"1. {16e9 / per_token:,.0f} tokens of {per_token:,} bytes make 16 GB")
 with torch.no_grad():
     text, rest = torch.randn(1, 12, 64), torch.randn(1, 1, 64)
     one, other = attnpack.DynamicCache(), attnpack.DynamicCache()

@@ -138,6 +138,7 @@ for panel in panels:
     panel.margins(x=0.2)
     panel.invert_yaxis()
 plt.show()
+print(f"8 heads: {kept['MHA'] / kept['MLA, 256 + 32']:.1f} times less than keys and values of every head")
 print(f"DeepSeek-V3: {large['MHA'] / large['MLA, 512 + 64']:.0f} times less than keys and values of every head")
 
 # %% [markdown]
@@ -183,14 +184,14 @@ with torch.no_grad():
         stepped = torch.cat(outs, dim=1)
         print(f"{' and '.join(paths):<23} by steps against all at once: {largest_difference(stepped, by_hand)}")
         torch.testing.assert_close(stepped, by_hand, atol=1e-5, rtol=1e-4)
-print("the cache: latents", tuple(cache.c.shape), "turned keys", tuple(cache.k_rope.shape))
+print("the cache: latents", tuple(cache.c.shape), "rotated keys", tuple(cache.k_rope.shape))
 
 # %% [markdown]
 # ## Where one overtakes the other
 #
 # Neither path is always better. For L new tokens over K tokens in all, in multiply-adds per head:
 #
-# | | make keys and values, or turn queries and outputs | attend |
+# | | make keys and values, or map queries and outputs | attend |
 # |---|---|---|
 # | expanded | $K \cdot C (N + V)$ | $L K (N + R + V)$ |
 # | absorbed | $L \cdot C (N + V)$ | $L K (2 C + R)$ |
@@ -302,6 +303,7 @@ axes.legend()
 plt.show()
 for name, times in curves.items():
     print(f"{name:<14}" + "".join(f"{each:>9.3f}" for each in times) + " ms")
+print(f"on {bench.machine()}, {torch.get_num_threads()} threads, fp32")
 
 # %% [markdown]
 # Unpacking the past at each step takes too long. Over a short past the absorbed path is slower than plain multi-head

@@ -59,6 +59,7 @@ print(f"limits: {flops / 1e9:.0f} GFLOP/s in fp32, {read / 1e9:.1f} GB/s read")
 # at F / M:
 
 # %%
+print(f"decoding in fp32, each head with its own keys: {2 * 2 / (2 * 4):g} operations per byte")
 print(f"this machine's ridge: {flops / read:.1f} operations per byte")
 figure, axes = plt.subplots(figsize=(8.5, 5), dpi=110, layout="constrained")
 plot_roofline.draw_roofline(axes, bench)
@@ -66,7 +67,7 @@ plt.show()
 
 # %% [markdown]
 # There are two groups. **Decoding** (one new token over a long cache) is on the left: each key is read from memory and
-# used for a few products. With every head reading its own keys, the intensity in fp32 is about half an operation per
+# used for a few products. With every head reading its own keys, the intensity in fp32 is 0.5 operations per
 # byte; sharing moves the point to the right along the roof, since a key that is read once serves a whole group of
 # heads. This picture shows the whole effect of grouped- and multi-query attention on speed. **Prefill** (reading a
 # prompt, all of its tokens in one call) and training are on the right: many queries share each key, and arithmetic is
@@ -82,17 +83,18 @@ shares = {}
 for each in bench["results"]:
     case = each["case"]
     section = case["section"] + (f", {'cold' if case['cold'] else 'warm'}" if case["section"] == "decode" else "")
-    shares.setdefault((section, case["dtype"]), []).append(each["share"])
-print(f"{'section':<14}{'dtype':<7}{'cases':>5}{'least':>8}{'median':>8}{'most':>8}   share of the limit")
+    shares.setdefault((section, case["dtype"]), []).append((each["share"], case["name"]))
+heading = f"{'least':>8}{'median':>8}{'most':>8}   share of the limit; the case of the least"
+print(f"{'section':<14}{'dtype':<7}{'cases':>5}{heading}")
 for (section, dtype), each in shares.items():
-    least, median, most = min(each), statistics.median(each), max(each)
-    print(f"{section:<14}{dtype:<7}{len(each):>5}{least:>8.0%}{median:>8.0%}{most:>8.0%}")
+    (least, name), median, (most, _) = min(each), statistics.median([share for share, _ in each]), max(each)
+    print(f"{section:<14}{dtype:<7}{len(each):>5}{least:>8.0%}{median:>8.0%}{most:>8.0%}   {name}")
 
 # %% [markdown]
 # The lowest shares of cold decoding (63% in fp32, 42% in bf16) are those of 32 query heads on one key-value head. There
 # arithmetic is the limit, so the shares are of the multiply-adds per second. Why these calls stay so far below it is
-# not known. In latent decoding (36% with 16 heads in bf16 to 63% with 128 heads in fp32) all heads read one latent, so
-# arithmetic is the limit too, and the reason for the rest is not known either.
+# not known. In latent decoding (from 36%, with 16 heads in bf16) all heads read one latent, so arithmetic is the
+# limit too, and the reason for the rest is not known either.
 #
 # A share counts the multiply-adds of the two products, and not the softmax between them. Pairs double the speed of the
 # products in bf16; the softmax stays in fp32. That fits the shares of prefill, which are lower in bf16 than in fp32.

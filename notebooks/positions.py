@@ -77,9 +77,10 @@ with torch.no_grad():
 # %% [markdown]
 # ## Learned positions: a vector per place
 #
-# The first remedy: a table with one row per position, added to the embeddings. GPT-2 does this. Here are two small
-# models that are alike but for their positions. Each reads 64 characters at a time (of Python's own help texts, which
-# every Python brings along), and learns to guess each next character.
+# The first remedy: a table with one row per position, added to the embeddings. GPT-2 does this. Here are three small
+# models that are alike but for their positions: none, a table, and the rotation of the next section. Each reads 64
+# characters at a time (of Python's own help texts, which every Python brings along), and learns to guess each next
+# character.
 
 # %%
 text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
@@ -260,6 +261,7 @@ for (name, scaling), (colour, line) in zip(settings.items(), plot_memory.STYLES,
             attnpack.RotaryEmbedding(head_dim, max_positions=trained_len, scaling=scaling).inv_freq
         )
         axes.plot(range(12), theta / stretched, line, color=colour, marker="o", markersize=4, label=name)
+print(f"rotations of pair 0 in {trained_len} tokens: {trained_len / (2 * math.pi):.1f}")
 axes.set(xlabel="pair (0 rotates fastest)", ylabel="stretched by", title="What each scaling does to each pair")
 axes.set_xticks(range(12))
 axes.grid(alpha=0.3)
@@ -295,6 +297,8 @@ axes.set_ylim(1.3, 3.6)
 axes.grid(alpha=0.3)
 axes.legend(ncols=3, loc="upper center")
 plt.show()
+grown = {n: factor * n / trained_len - (factor - 1) for n in (trained_len, length)}
+print("the factor of the dynamic rule:", ", ".join(f"{each:g} for {n} characters" for n, each in grown.items()))
 print(f"{'':<12}{'texts of 64':>12}{'of 512: first 64':>18}{'last 64':>9}")
 for name, loss in by_position.items():
     print(f"{name:<12}{short[name]:>12.2f}{loss[:64].mean():>18.2f}{loss[-64:].mean():>9.2f}")
@@ -307,8 +311,8 @@ assert short["linear"] > short["YaRN"] > short["NTK-aware"] > short["as trained"
 # As trained, little happens at the line itself: for the next characters nearly all keys that a query sees stand at
 # distances that occurred in training, and only the first few are farther away. Then the loss climbs, far above where it
 # was. Linear scaling without further training is the other way round: bad from the first character on, because
-# neighbours are eight times closer together than they ever were, and then only a little worse far away (2.65, then
-# 2.78).
+# neighbours are closer together than they ever were, by the factor 8, and then only a little worse far away (2.65,
+# then 2.78).
 #
 # NTK-aware scaling keeps neighbours readable, holds on longer, and then climbs too. Its factor is 8 for the slowest
 # pair only, so pairs in the middle still reach new angles. The dynamic form goes further. Its factor follows the length
