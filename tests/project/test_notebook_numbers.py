@@ -1,7 +1,6 @@
 """Numbers in the notebooks' prose: those that look measured stand in an output of the same notebook, after rounding."""
 
 import re
-from math import exp, sqrt
 from pathlib import Path
 
 import nbformat
@@ -24,17 +23,7 @@ NO_PROSE = (
 )
 # Numbers that follow from others, and sizes that the code sets.
 ELSEWHERE = {
-    "attention_from_scratch": {
-        "1.41": sqrt(2),
-        "4.11": exp(sqrt(2)),
-        "6.11": exp(sqrt(2)) + 2,
-        "2.7": exp(1),
-    },
-    "conversion_and_uptraining": {"0.15": 0.15, "2,048": 2048, "1,024": 1024},  # of models and texts
-    "kv_cache": {"16,384": 16384},  # the length that benchmarks/cache_decode.py takes
-    "latent_attention": {"3.6": 2 * 8 * 64 / (256 + 32)},  # keys and values of 8 heads by a latent
-    "multi_query_attention": {"32": 32},  # the number of heads
-    "newest_variants": {"28": 16384 / 576},  # bytes of MHA by those of MTLA
+    "conversion_and_uptraining": {"2,048": 2048, "1,024": 1024},  # of models and texts
     "performance": {"75": 75, "100": 100},  # GB/s on some days, and the whole
 }
 

@@ -288,7 +288,7 @@ def _native(name: str) -> Callable[..., Any]:
 
 
 def check_lens(lens: object) -> None:
-    """Raises unless the lengths of a call are a tensor or None."""
+    """Refuses lengths of a call that are neither a tensor nor None."""
     if lens is not None and not isinstance(lens, Tensor):
         wanted = "an int32 or int64 tensor [batch], or None: torch.tensor() makes one of a list"
         raise wrong_kind("kv_lens", lens, wanted)

@@ -13,12 +13,12 @@ from .safetensors import load_safetensors, save_safetensors
 from .tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from ..nn.causal_lm import CausalLM
+    import attnpack
 
 __all__ = ["Tokenizer", "load", "load_safetensors", "load_tokenizer", "save_safetensors", "smollm2_path"]
 
 
-def load(path: str | os.PathLike, dtype: torch.dtype = torch.float32) -> CausalLM:
+def load(path: str | os.PathLike, dtype: torch.dtype = torch.float32) -> attnpack.CausalLM:
     """The `attnpack.CausalLM` of a Hugging Face directory or a GGUF file, in evaluation mode, in `dtype`.
 
     Raises the errors of `CausalLM.from_hf` and `CausalLM.from_gguf`.
