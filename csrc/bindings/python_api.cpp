@@ -19,4 +19,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   attnpack::register_backend(backend);
   auto checkpoints = m.def_submodule("checkpoints", "Files of weights, JSON, and Hugging Face directories.");
   attnpack::register_checkpoints(checkpoints);
+  auto spread = m.def_submodule("spread", "Python's context_parallel, as the modules of C++ see it.");
+  attnpack::register_spread(spread);
 }

@@ -8,7 +8,7 @@ import attnpack
 import pytest
 import torch
 import torch.distributed as dist
-from attnpack.distributed import ShardedCache, context_parallel, shard_sequence, tensor_parallel
+from attnpack.distributed import ShardedCache, context_parallel, shard_sequence, tensor_parallel, unshard_sequence
 from op_cases import draw
 from ranks import run_checks, unequal
 from shared_modules import LATENT, MODELS, WIDTH, block, distance, grouped, latent, made
@@ -297,6 +297,44 @@ def generate_checks():
     yield "sharded latents", ("latent model", False, "sharded")
 
 
+def made_by_transformers(name):
+    """A small model that attends by attnpack: by name, in sdpa's place, or with whole layers."""
+    import attnpack.hf
+    from hf_families import make_model
+
+    model = make_model("deepseek_v3" if "latent" in name else "llama")
+    if "layers" in name:
+        return attnpack.hf.replace_attention(model)
+    attnpack.hf.register(replace_sdpa="sdpa" in name)
+    model.set_attn_implementation("sdpa" if "sdpa" in name else "attnpack")
+    return model
+
+
+@torch.no_grad()
+def reordered_before_all_ranks_hold_one():
+    """0.0 if a cache whose prompt is shorter than the ranks takes more rows, and more of them later."""
+    whole, sharded = attnpack.DynamicCache(), ShardedCache(attnpack.DynamicCache())
+    module, x = made(grouped), draw(1, 1, WIDTH)
+    outs = []
+    for cache in (whole, sharded):
+        module(x, cache=cache)
+        for rows in ([0, 0], [0, 1, 1]):
+            cache.reorder(rows)
+        outs.append(torch.cat([module(draw(3, n, WIDTH, seed=n), cache=cache) for n in (1, 2, 4)], 1))
+    return distance(*outs)
+
+
+@torch.no_grad()
+def cropped_to_nothing():
+    """0.0 if a cache that holds nothing any more takes another number of sequences."""
+    cache, module = ShardedCache(attnpack.DynamicCache()), made(grouped)
+    module(draw(2, 5, WIDTH), cache=cache)
+    cache.crop(0)
+    assert cache.lengths.tolist() == [] and len(cache) == 0
+    x = draw(3, 4, WIDTH)
+    return distance(module(x, cache=cache), module(x))
+
+
 def wrong(name):
     x = draw(2, LENGTH, WIDTH)
     if name.startswith("cache"):
@@ -311,6 +349,11 @@ def wrong(name):
             ShardedCache(attnpack.QuantizedCache(8))
         if "ranks" in name:
             module(x[:, : 3 + dist.get_rank() % 2], cache=held)
+    if name == "ids":
+        model = tensor_parallel(made(MODELS["model"]), init_device_mesh("cpu", (dist.get_world_size(),)))
+        model.generate(torch.full((1, 3), dist.get_rank() % 2), max_new_tokens=2)
+    if name == "parts":
+        unshard_sequence(x[:, : 3 + dist.get_rank() % 2])
     with context_parallel(layout="zigzag"):
         if name == "mask":
             made(grouped)(x, mask=torch.ones(LENGTH, LENGTH))
@@ -331,6 +374,10 @@ def wrong(name):
             made(lambda: grouped(rope=attnpack.RotaryEmbedding(6, scaling=scaling)))(x)
         if name == "odd":
             made(grouped)(x[:, :3])
+        if name in ("cpp", "cpp latent"):
+            made(latent if "latent" in name else grouped).cpp().forward(x)
+        if name.startswith("transformers"):
+            made_by_transformers(name)(torch.zeros(1, LENGTH).long())
         if name == "lengths":
             made(MODELS["model"])(torch.zeros(1, LENGTH).long(), lengths=torch.tensor([LENGTH * 99]))
 
@@ -344,6 +391,14 @@ WRONG = {
     "nested": "x is a nested tensor under context_parallel",
     "generate": "generate is called under context_parallel",
     "rope": "rope: got frequencies that follow the length under context_parallel",
+    "cpp": "a module of attnpack.cpp runs under context_parallel",
+    "cpp latent": "a module of attnpack.cpp runs under context_parallel",
+    "transformers": "a model of transformers attends under context_parallel",
+    "transformers, sdpa": "a model of transformers attends under context_parallel",
+    "transformers, layers": "a model of transformers attends under context_parallel",
+    "transformers, latent layers": "a model of transformers attends under context_parallel",
+    "ids": "the ranks of a group give generate different arguments: rank 0 has numbers with hash",
+    "parts": "the ranks of a group give unshard_sequence different arguments: rank 0 has x float32",
     "odd": "(x: got 3 positions on a rank, want an even number)",
     "lengths": "kv_lens: got values from 1584 to 1584, want 0 to",
     "cache, mask": "mask: got one with a ShardedCache",
@@ -378,6 +433,8 @@ def program(only=None):
         settings = case[3] if len(case) > 3 else {}
         checks[f"generate {name}"] = lambda case=case, settings=settings: generated(*case[:3], **settings)
     checks["generate on a mesh"] = generated_on_a_mesh
+    checks["cache reordered early"] = reordered_before_all_ranks_hold_one
+    checks["cache cropped"] = cropped_to_nothing
     checks |= {f"bf16 {method}": lambda method=method: in_bf16(method) for method in ("allgather", "ring")}
     checks |= {"bytes latent": latent_bytes, "bytes step": step_bytes}
     checks |= {f"wrong {name}": lambda name=name: wrong(name) for name in WRONG}

@@ -63,7 +63,7 @@ void DynamicCache::crop(const SymInt& n) {
 
 void DynamicCache::reorder(const at::Tensor& index) {
   const auto rows = check_index(index, lengths(), /*same_batch=*/false);
-  if (len_ == 0) return;
+  if (!tensors_.key.defined()) return;
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   tensors_ = {tensors_.key.index_select(0, rows), tensors_.value.index_select(0, rows),

@@ -69,7 +69,6 @@ void IndexedCache::crop(const SymInt& n) {
 
 void IndexedCache::reorder(const at::Tensor& index) {
   const auto rows = check_index(index, lengths(), /*same_batch=*/false);
-  if (sym_len() == 0) return;
   DynamicCache::reorder(index);
   ready_ = sym_len();
   if (!index_.defined()) return;

@@ -22,7 +22,7 @@ from .layouts import check_layout, positions
 
 @contextmanager
 def context_parallel(group: Group = None, *, method: str = "allgather", layout: str = "contiguous") -> Iterator[None]:
-    """A context in which every attention module of attnpack attends over a sequence of which each rank holds a part.
+    """A context in which attention modules of attnpack attend over a sequence of which each rank holds a part.
 
     x [B, L / ranks, E] and a context are parts as `shard_sequence` deals them out; kv_lens and lengths are those of the
     whole sequences, and positions for RoPE those of the rows in them. Outputs are this rank's rows. Gradients of the
@@ -33,7 +33,7 @@ def context_parallel(group: Group = None, *, method: str = "allgather", layout: 
             latents, with the others its keys and values.
 
     Raises ValueError in modules for what is not done: a mask, a cache, need_weights, dropout in training, nested
-    tensors, RoPE whose frequencies follow the length.
+    tensors, RoPE whose frequencies follow the length, modules of `attnpack.cpp`, models of transformers.
     """
     check_method(method)
     check_layout(layout)

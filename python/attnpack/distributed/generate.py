@@ -18,6 +18,7 @@ from ..nn.latent_attention import MultiHeadLatentAttention
 from ..nn.linear import linear
 from ..nn.spread import Spread
 from ..nn.stack import Decoder, EncoderDecoder
+from .agreement import agree, hash_of
 from .collectives import explained
 from .shares import COLUMNS, plan_of, tensor_of
 from .units import gather_last
@@ -110,9 +111,21 @@ def _answer(
     check_ids("ids", ids)
     check_lengths("lengths", lengths, ids)
     check_size("num_return_sequences", num_return_sequences)
+    ends = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
+    stops = torch.tensor(ends, device=ids.device)
+    for group in groups:
+        agree(
+            "generate",
+            group,
+            ids.device,
+            ids=ids,
+            numbers=f"with hash {hash_of(ids.cpu().numpy().tobytes()):x}",
+            max_new_tokens=max_new_tokens,
+            num_return_sequences=num_return_sequences,
+            stop_tokens=ends,
+        )
     held = cache if isinstance(cache, ModelCache) else _make_cache(layers, cache, ids, max_new_tokens, groups[0])
     choose = _C.cpp.Sampler(temperature, top_k, top_p, seed)
-    stops = torch.tensor([stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens), device=ids.device)
 
     rows = torch.arange(ids.size(0), device=ids.device).repeat_interleave(num_return_sequences)
     pieces = [ids.long()[rows]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .agreement import agree
 from .collectives import Gathered, Group, as_group
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -79,10 +80,13 @@ def unshard_sequence(x: Tensor, group: Group = None, *, dim: int = 1, layout: st
     """The whole sequence, on every rank, from the parts x of all ranks: the inverse of `shard_sequence`.
 
     Its backward takes each rank's own part of the gradient: compute the same loss from the whole on all ranks.
+
+    On the CPU it raises ValueError, on every rank, if parts differ in shape or dtype.
     """
     group = as_group(group)
     own = pieces(layout, x.size(dim), group.size(), group.rank())  # checks
     assert sum(map(len, own)) == x.size(dim)
+    agree("unshard_sequence", group, x.device, dim=dim, layout=layout, x=x)
     whole = Gathered.apply(x.movedim(dim, 0), group, True)
     order = whole_order(layout, x.size(dim), group.size(), x.device)
     return (whole if order is None else whole.index_select(0, order)).movedim(0, dim)

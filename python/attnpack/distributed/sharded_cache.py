@@ -87,6 +87,8 @@ class ShardedCache(KVCache, Spread):
 
     def crop(self, n: int) -> None:
         """Keeps the first n positions of each sequence."""
+        if n == 0:
+            return self.reset()
         self.inner.crop(self._held(torch.tensor([n]), self.group.rank()).item())
         self._whole = self._whole.clamp(max=n)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..nn.spread import refuse_spread
+
 _EAGER = 'call model.set_attn_implementation("eager")'
 _PAGED = "leave it to model.generate_batch, which passes a PagedAttentionCache with it"
 _OF_PAGES = ("block_table", "cache", "k_cache", "read_index", "v_cache", "write_index")
@@ -42,3 +44,10 @@ def refuse_arguments(others: Mapping[str, Any], refused: Mapping[str, str] = REF
             raise ValueError(
                 f"attnpack: {name}: got {type(value).__name__}, which attnpack cannot honour; want None: {fix}"
             )
+
+
+def refuse_parts() -> None:
+    """Raises ValueError under `context_parallel`: the layers of transformers know nothing of parts of sequences."""
+    refuse_spread(
+        "a model of transformers attends", "run it outside on whole sequences, or read it with CausalLM.from_hf"
+    )

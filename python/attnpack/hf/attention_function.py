@@ -10,7 +10,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from ..ops import attention, attention_scores
 from ..varlen import attention_varlen
-from .arguments import REFUSED_BY_PAGES, refuse_arguments
+from .arguments import REFUSED_BY_PAGES, refuse_arguments, refuse_parts
 from .masks import LazyMask, Ranges
 from .packed import ends_of, named_sequences, same_sequence
 from .paged import attend_paged, is_paged
@@ -58,6 +58,7 @@ def attention_forward(
     Raises:
         ValueError: names an argument that the operator cannot honour. A window needs no argument: it is in the mask.
     """
+    refuse_parts()
     if is_paged(others):
         selected = {"indices": indices, "block_indices": block_indices}
         refuse_arguments({"position_bias": position_bias, **selected}, REFUSED_BY_PAGES)

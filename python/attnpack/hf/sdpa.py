@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.import_utils import is_tracing
 
+from .arguments import refuse_parts
 from .attention_function import attention_forward
 from .masks import is_packed, mask
 from .paged import PAGED_ARGUMENTS, is_paged
@@ -55,6 +56,7 @@ def sdpa_forward(
 ) -> tuple[Tensor, None]:
     """`attention_forward` with the arguments and the meaning of transformers' sdpa. Calls that the operator does not
     take go to transformers' function: exported graphs, soft caps (which sdpa refuses)."""
+    refuse_parts()
     biased_pages = is_paged(others) and position_bias is not None
     if biased_pages or not _is_taken(query, key, value, attention_mask, others):
         return sdpa_attention_forward(

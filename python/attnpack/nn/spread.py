@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import errors
+from .. import _C, errors
 
 
 class Spread:
@@ -63,11 +63,18 @@ def spread_sequence(over: Spread) -> Iterator[None]:
     before = _own.sequences
     _own.sequences = (*before, over)
     _open.append(over)
+    refused = _refuse_in_cpp(True)
     try:
         yield
     finally:
+        _refuse_in_cpp(refused)
         _own.sequences = before
         _open.remove(over)
+
+
+def _refuse_in_cpp(refuse: bool) -> bool:
+    """Sets whether modules of attnpack.cpp refuse to attend in this thread; gives what was set before."""
+    return not torch.compiler.is_compiling() and _C.spread.spread_by_python(refuse)
 
 
 def _sequence() -> Spread | None:
@@ -93,7 +100,9 @@ def positions_here(length: int, device: torch.device) -> Tensor:
 def refuse_spread(what: str, fix: str) -> None:
     """Raises under `context_parallel` for what is not done there."""
     if _sequence() is not None:
-        raise ValueError(f"attnpack: {what} under context_parallel, which spreads padded sequences alone: {fix}")
+        raise ValueError(
+            f"attnpack: {what} under context_parallel, which spreads padded sequences of attnpack's own modules: {fix}"
+        )
 
 
 def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:

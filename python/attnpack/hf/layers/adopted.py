@@ -13,6 +13,7 @@ from ...cache import KVCache
 from ...nn.linear import is_watched
 from ...nn.norm import RMSNorm
 from ...ops import apply_rope
+from ..arguments import refuse_parts
 
 
 class Adopted:
@@ -49,7 +50,8 @@ def _on_the_weight_of(theirs: nn.Module) -> RMSNorm:
 
 
 def check_call(hidden_states: Tensor, past_key_values: object) -> None:
-    """Raises ValueError for a nested tensor, and TypeError for a past_key_values that is no cache of transformers."""
+    """Raises ValueError for a nested tensor or a part of a sequence, and TypeError for a past_key_values that is no cache of transformers."""
+    refuse_parts()
     if hidden_states.is_nested:
         checks.padded("hidden_states", hidden_states)
     if past_key_values is None or hasattr(past_key_values, "update"):

@@ -1,0 +1,42 @@
+#include <attnpack/core/check.h>
+#include <attnpack/layers/spread.h>
+#include <bindings/register.h>
+
+// Python's context_parallel, as the modules of C++ see it.
+namespace attnpack {
+
+namespace {
+
+// Modules of C++ would attend over their own part of a sequence alone: they do not know Python's ranks.
+class SpreadByPython : public Spread {
+ public:
+  at::Tensor attend(const at::Tensor&, const at::Tensor&, const at::Tensor&, const AttendOptions&) const override {
+    refuse();
+  }
+  at::Tensor latent_attend(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                           int64_t, const LatentAttendOptions&) const override {
+    refuse();
+  }
+  at::Tensor positions(int64_t) const override { refuse(); }
+
+ private:
+  [[noreturn]] static void refuse() {
+    ATTNPACK_CHECK(false,
+                   "a module of attnpack.cpp runs under context_parallel, which spreads the modules of Python alone: "
+                   "take the class of the same name in attnpack (from_cpp() gives the module)");
+  }
+};
+
+}  // namespace
+
+void register_spread(py::module_& m) {
+  m.def(
+      "spread_by_python",
+      [](bool spread) {
+        static const SpreadByPython over;
+        return spread_by(spread ? &over : nullptr) != nullptr;
+      },
+      "Whether this thread's sequences were spread, and from now on are.");
+}
+
+}  // namespace attnpack
