@@ -50,7 +50,8 @@ def _on_the_weight_of(theirs: nn.Module) -> RMSNorm:
 
 
 def check_call(hidden_states: Tensor, past_key_values: object) -> None:
-    """Raises ValueError for a nested tensor or a part of a sequence, and TypeError for a past_key_values that is no cache of transformers."""
+    """Raises ValueError for a nested tensor and under `context_parallel`, and TypeError for a past_key_values that is
+    no cache of transformers."""
     refuse_parts()
     if hidden_states.is_nested:
         checks.padded("hidden_states", hidden_states)
