@@ -277,6 +277,8 @@ REFUSED = {
     "draws": "the ranks of a group give the model different arguments: rank 0 has generator at",
     "draws of a block": "the ranks of a group give a DecoderBlock different arguments: rank 0 has generator at",
     "inputs": "the ranks of a group give a FeedForward different arguments: rank 0 has input 0 float32",
+    "layers": "the ranks of a group give tensor_parallel different arguments: ",
+    "kv heads": "the ranks of a group give tensor_parallel different arguments: rank 0 has .*0.k_proj.weight float32",
     "twice": ".* is a DTensor already",
     "twin": r"CausalLM has hooks, which C\+\+ would not run",
     "norm": "qk_norm: got a norm over all 8 heads",
@@ -295,6 +297,13 @@ def two_shares():
     first, second = grouped(4, 4), grouped(4, 4)
     second.o_proj.weight = first.q_proj.weight
     return nn.Sequential(first, second)
+
+
+def different_modules(what):
+    """One layer more, or more kv heads, on ranks with odd numbers."""
+    odd = dist.get_rank() % 2
+    layers, kv_heads = (1 + odd, 4) if what == "layers" else (1, 4 + 4 * odd)
+    tensor_parallel(nn.Sequential(*(grouped(kv_heads) for _ in range(layers))), mesh())
 
 
 def different_ids():
@@ -367,6 +376,7 @@ def program(only=None):
         lambda: block(grouped(), dropout=0.1), draw(2, LENGTH, WIDTH)
     )
     checks["refused id"] = lambda: refused(MODELS["model"], torch.full((1, 2), 19))
+    checks |= {f"refused {what}": lambda what=what: different_modules(what) for what in ("layers", "kv heads")}
     checks["refused twice"] = lambda: tensor_parallel(both(grouped)[1], mesh())
     checks["refused twin"] = lambda: both(MODELS["model"])[1].cpp()
     checks["refused wrapped"] = lambda: both(wrapped)

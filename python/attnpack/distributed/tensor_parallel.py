@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from .. import errors
 from ..nn.causal_lm import CausalLM
 from ..nn.stack import EncoderDecoder
+from .agreement import agree
 from .collectives import as_group
 from .generate import generate, generate_from_source
 from .shares import COLUMNS, Plan, Share, plan_of
@@ -32,20 +34,23 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
     make a StaticCache for those. `load_state_dict` takes DTensors, or whole tensors that all ranks have alike.
 
     Args:
-        module: any module of attnpack, or one that contains some. Modules of other kinds run whole on every rank.
+        module: any module of attnpack, or one that contains some. SelfAttention, DifferentialAttention, SparseAttention
+            and modules of other kinds run whole on every rank.
         mesh: a DeviceMesh of one dim, such as `mesh["tp"]`.
 
     Raises:
-        ValueError: a number of heads does not divide among the ranks, or a layer has parameters of its own, a norm over
-            all heads, or a weight that has another share elsewhere. Later calls raise it for dropout of heads or hidden
-            numbers in training, for nested tensors, and for inputs whose shapes differ between ranks. So do they for
-            dropout of whole states where the ranks' generators differ.
+        ValueError: the ranks' parameters differ in name or shape, a number of heads does not divide among the ranks, or
+            a layer has parameters of its own, a norm over all heads, or a weight that has another share elsewhere.
+            Later calls raise it for dropout of heads or hidden numbers in training, for nested tensors, and for inputs
+            whose shapes differ between ranks. So do they for dropout of whole states where the ranks' generators
+            differ.
     """
     if not isinstance(mesh, DeviceMesh):
         raise errors.wrong_kind("mesh", mesh, "a DeviceMesh: torch.distributed.device_mesh.init_device_mesh makes one")
     if not isinstance(module, nn.Module):
         raise errors.wrong_kind("module", module, "a torch.nn.Module")
     group = as_group(mesh)
+    agree("tensor_parallel", group, torch.device(mesh.device_type), **dict(module.named_parameters()))
     found = list(_units(module, "", mesh, set()))
     placed: dict[nn.Parameter, Placement] = {}
     for path, _, name, parameter, share in _parameters(found):
