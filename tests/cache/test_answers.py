@@ -70,3 +70,27 @@ def test_refused(model):
     fixed = attnpack.ModelCache([attnpack.StaticCache(1, 2, 9, 16, dtype=torch.float64) for _ in range(2)])
     with pytest.raises(ValueError, match="cache: got a StaticCache for 2 answers"):
         model.generate(ids, max_new_tokens=2, cache=fixed, num_return_sequences=2)
+
+
+EMPTY = {
+    "dynamic": (attnpack.DynamicCache, attnpack.GroupedQueryAttention),
+    "quantized": (lambda: attnpack.QuantizedCache(8, exact_last=2), attnpack.GroupedQueryAttention),
+    "sliding": (lambda: attnpack.SlidingWindowCache(8), attnpack.GroupedQueryAttention),
+    "paged": (lambda: attnpack.PagedCache(3, 2, 8, num_pages=6, page_size=3), attnpack.GroupedQueryAttention),
+    "an indexer's keys": (attnpack.SparseCache, lambda *sizes, **s: attnpack.SparseAttention(*sizes, top_k=3, **s)),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+@torch.no_grad()
+def test_a_cache_that_holds_no_position_yet_takes_the_rows_of_a_reorder(kind):
+    """A sequence whose tokens all were padding."""
+    make_cache, make = EMPTY[kind]
+    settings = {"window": (8, 0)} if kind == "sliding" else {}
+    layer, cache, x = make(32, 4, 2, causal=True, **settings).eval(), make_cache(), torch.randn(3, 4, 32)
+    rows = 3 if kind == "paged" else 1
+    layer(x[:rows], cache=cache, kv_lens=torch.zeros(rows, dtype=torch.int64))
+    for index in ([0, 0], [1, 0, 1]):
+        cache.reorder(index)
+    assert cache.lengths.tolist() == [0, 0, 0]
+    torch.testing.assert_close(layer(x, cache=cache), layer(x), atol=2e-2 if kind == "quantized" else 1e-5, rtol=0)
