@@ -29,7 +29,9 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_those_of_flash_attn(name):
-    assert str(inspect.signature(getattr(flash, name))) == f"({SIGNATURES[name]})"
+    found = inspect.signature(getattr(flash, name))
+    plain = [each.replace(annotation=each.empty) for each in found.parameters.values()]
+    assert str(found.replace(parameters=plain, return_annotation=found.empty)) == f"({SIGNATURES[name]})"
     assert name in flash.__all__ and len(flash.__all__) == len(SIGNATURES)
 
 
