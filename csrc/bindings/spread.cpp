@@ -34,9 +34,9 @@ void register_spread(py::module_& m) {
       "spread_by_python",
       [](bool spread) {
         static const SpreadByPython over;
-        return spread_by(spread ? &over : nullptr) != nullptr;
+        spread_by(spread ? &over : nullptr);
       },
-      "Whether this thread's sequences were spread, and from now on are.");
+      "Whether this thread's sequences are spread from now on.");
 }
 
 }  // namespace attnpack

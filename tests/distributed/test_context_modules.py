@@ -297,17 +297,21 @@ def generate_checks():
     yield "sharded latents", ("latent model", False, "sharded")
 
 
-def made_by_transformers(name):
+def run_by_transformers(name, ids):
     """A small model that attends by attnpack: by name, in sdpa's place, or with whole layers."""
     import attnpack.hf
     from hf_families import make_model
 
     model = make_model("deepseek_v3" if "latent" in name else "llama")
-    if "layers" in name:
-        return attnpack.hf.replace_attention(model)
-    attnpack.hf.register(replace_sdpa="sdpa" in name)
-    model.set_attn_implementation("sdpa" if "sdpa" in name else "attnpack")
-    return model
+    try:
+        if "layers" in name:
+            model = attnpack.hf.replace_attention(model)
+        else:
+            attnpack.hf.register(replace_sdpa="sdpa" in name)
+            model.set_attn_implementation("sdpa" if "sdpa" in name else "attnpack")
+        return model(ids)
+    finally:
+        attnpack.hf.unregister()
 
 
 @torch.no_grad()
@@ -377,7 +381,7 @@ def wrong(name):
         if name in ("cpp", "cpp latent"):
             made(latent if "latent" in name else grouped).cpp().forward(x)
         if name.startswith("transformers"):
-            made_by_transformers(name)(torch.zeros(1, LENGTH).long())
+            run_by_transformers(name, torch.zeros(1, LENGTH).long())
         if name == "lengths":
             made(MODELS["model"])(torch.zeros(1, LENGTH).long(), lengths=torch.tensor([LENGTH * 99]))
 

@@ -198,9 +198,11 @@ def cache_rule(pick: Random) -> Call:
     heads, *widths = (1, 10, 0) if latent else (pick.randint(1, 3), 6, 5)
     key, value, lengths = cache(pick, batch, heads, tuple(widths), dtype)
     longest = int(lengths.max())
-    numbers = {"DynamicCache": [longest], "LatentCache": [longest, 6, longest]}.get(kind, [])
-    if kind == "SlidingWindowCache":
-        numbers = [2, 1, longest]
+    numbers = {
+        "DynamicCache": [longest],
+        "LatentCache": [longest, 6, longest],
+        "SlidingWindowCache": [2, 1, longest],
+    }.get(kind, [])
     dropped = [torch.zeros(batch, dtype=torch.int64)] if kind == "SlidingWindowCache" else []
     new = [draw(batch, heads, length, width, dtype=dtype) for width in widths]
     rules = {

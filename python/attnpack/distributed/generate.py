@@ -18,7 +18,7 @@ from ..nn.latent_attention import MultiHeadLatentAttention
 from ..nn.linear import linear
 from ..nn.spread import Spread
 from ..nn.stack import Decoder, EncoderDecoder
-from .agreement import agree, hash_of
+from .agreement import Numbers, agree
 from .collectives import explained
 from .shares import COLUMNS, plan_of, tensor_of
 from .units import gather_last
@@ -119,7 +119,7 @@ def _answer(
             group,
             ids.device,
             ids=ids,
-            numbers=f"with hash {hash_of(ids.cpu().numpy().tobytes()):x}",
+            numbers=Numbers(ids),
             max_new_tokens=max_new_tokens,
             num_return_sequences=num_return_sequences,
             stop_tokens=ends,

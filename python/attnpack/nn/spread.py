@@ -63,18 +63,19 @@ def spread_sequence(over: Spread) -> Iterator[None]:
     before = _own.sequences
     _own.sequences = (*before, over)
     _open.append(over)
-    refused = _refuse_in_cpp(True)
+    _tell_cpp()
     try:
         yield
     finally:
-        _refuse_in_cpp(refused)
         _own.sequences = before
         _open.remove(over)
+        _tell_cpp()
 
 
-def _refuse_in_cpp(refuse: bool) -> bool:
-    """Sets whether modules of attnpack.cpp refuse to attend in this thread; gives what was set before."""
-    return not torch.compiler.is_compiling() and _C.spread.spread_by_python(refuse)
+def _tell_cpp() -> None:
+    """Modules of attnpack.cpp refuse to attend in this thread while its sequences are spread."""
+    if not torch.compiler.is_compiling():
+        _C.spread.spread_by_python(bool(_own.sequences))
 
 
 def _sequence() -> Spread | None:
