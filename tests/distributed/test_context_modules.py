@@ -349,6 +349,9 @@ def wrong(name):
             module(x, cache=held, need_weights=True)
         if "room" in name:
             overflow()
+        if "crop" in name:
+            module(x, cache=(held := ShardedCache(attnpack.DynamicCache())))
+            held.crop(-1)
         if "kind" in name:
             ShardedCache(attnpack.QuantizedCache(8))
         if "ranks" in name:
@@ -409,6 +412,7 @@ WRONG = {
     "cache, latent weights": "need_weights: got one with a ShardedCache",
     "cache, kind": r"cache is .*QuantizedCache.*wants a DynamicCache\(\), a LatentCache\(\) or a StaticCache",
     "cache, room": r"cache: got \d+ positions over \d ranks, want at most 2 on each",
+    "cache, crop": "n: got -1, want how many positions to keep",
     "cache, ranks": "the ranks of a group give a ShardedCache different arguments",
 }
 

@@ -49,6 +49,23 @@ MODULES = {
 }
 
 
+class Foreign(nn.Module):
+    """A layer of a user: it reads the weights of its children, beside attention that is shared."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.theirs = grouped(2), nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        x = x + self.theirs(x, x, x, need_weights=False)[0]
+        return nn.functional.linear(self.inner(x), self.inner[0].weight)
+
+
+MODULES |= {"foreign": Foreign, "foreign, one class": lambda: nn.TransformerEncoderLayer(WIDTH, 4, 16, 0.0)}
+
+
 def mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),))
 

@@ -110,6 +110,32 @@ def two_dims(name):
     return farthest(model, whole)
 
 
+def loaded(name):
+    """Whole tensors into a model with both: the rows are divided twice, in numbers that do not divide."""
+    mesh = init_device_mesh("cpu", (ranks() // 2, 2), mesh_dim_names=("dp", "tp"))
+    whole = made(MODELS[name])
+    model = sharded(tensor_parallel(copy.deepcopy(whole), mesh["tp"]), mesh["dp"])
+    state = {key: tensor * 2 for key, tensor in whole.state_dict().items()}
+    model.load_state_dict(state)
+    found = max(distance(p, state[key]) for key, p in weights(model).items())
+    whole.load_state_dict(state)
+    return max(found, distance(model(IDS), whole(IDS)))
+
+
+def divided_alone():
+    """fully_shard of one projection, under attention that has shares."""
+    mesh = init_device_mesh("cpu", (ranks() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = tensor_parallel(made(MODELS["model"]), mesh["tp"])
+    fully_shard(model.layers[0].self_attn.q_proj, mesh=mesh["dp"])
+    model(IDS)
+
+
+def generated():
+    mesh = init_device_mesh("cpu", (ranks() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = sharded(tensor_parallel(made(MODELS["tied"]), mesh["tp"]), mesh["dp"])
+    model.generate(IDS, max_new_tokens=2)
+
+
 def saved(folder):
     """Two steps, a checkpoint, one more step."""
     model = tensor_parallel(made(MODELS["tied"]), line("tp"))
@@ -159,12 +185,18 @@ def from_one_process():
     return 0.0
 
 
+WRONG = {"projection": divided_alone, "generate": generated}
+SAYS = {"projection": "fully_shard divides a linear layer alone", "generate": "generate: got a "}
+
+
 def program(only=None):
     checks = {f"fsdp {name}": lambda name=name: fsdp(name) for name in ("model", "tied", "latent model")}
     checks |= {f"ddp {name}": lambda name=name: ddp(name) for name in ("tied", "latent model")}
     checks |= {"ddp over context": ddp_over_context, "full state": from_one_process}
     if ranks() == 4:
         checks = {f"two dims {name}": lambda name=name: two_dims(name) for name in ("model", "tied", "latent model")}
+        checks |= {f"loaded {name}": lambda name=name: loaded(name) for name in ("model", "tied", "latent model")}
+        checks |= {f"wrong {name}": check for name, check in WRONG.items()}
     return run_checks(checks)
 
 
@@ -179,7 +211,10 @@ def test_mixed_precision_of_fsdp_rounds_as_one_process(two_ranks):
 
 def test_four_ranks_train_as_one(four_ranks):
     outcomes = four_ranks.run(program)
-    assert len(outcomes[0]) == 3 and not unequal(outcomes, outcomes[0], 2e-5)
+    equal = [name for name in outcomes[0] if not name.startswith("wrong")]
+    assert len(equal) == 6 and not unequal(outcomes, equal, 2e-5)
+    for rank in outcomes:
+        assert all(str(rank[f"wrong {name}"]).startswith(f"ValueError: attnpack: {SAYS[name]}") for name in WRONG)
 
 
 @pytest.fixture(scope="module")

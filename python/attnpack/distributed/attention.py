@@ -71,8 +71,9 @@ def attention(
         out [B, Hq, Lq / ranks, Dv], or (out, lse [B, Hq, Lq / ranks]): the rows of this rank.
 
     Raises:
-        ValueError: an argument does not fit, or differs between ranks; mask, dropout_p and q_offset are refused. No
-            rank is left waiting.
+        ValueError: a tensor or a rule does not fit on one of the ranks, or differs between them: all ranks raise. Mask,
+            dropout_p, q_offset, and a method or layout that does not exist are refused before the ranks compare:
+            where one rank alone gives such an argument, the others wait for it until the group's timeout.
         RuntimeError: another process died, or did not come within the group's timeout.
     """
     refuse(refused)

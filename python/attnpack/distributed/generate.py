@@ -162,7 +162,15 @@ def _chosen(choose: Callable[[Tensor], Tensor], logits: Tensor, groups: Sequence
 
 def _groups_of(model: CausalLM | EncoderDecoder, cache: str | ModelCache) -> list[dist.ProcessGroup]:
     """The groups that share the model and the cache."""
-    groups = [] if model._generate is None else [next(model.parameters()).device_mesh.get_group()]
+    groups = []
+    if model._generate is not None:
+        mesh = next(model.parameters()).device_mesh
+        if mesh.ndim > 1:
+            raise ValueError(
+                f"attnpack: generate: got a {type(model).__name__} whose weights fully_shard has divided too, want "
+                "tensor_parallel alone: save its state dict, and load it into a model for generation"
+            )
+        groups.append(mesh.get_group())
     if isinstance(cache, ModelCache) and isinstance(cache.layers[0], Spread):
         groups.append(cache.layers[0].group)
     return groups

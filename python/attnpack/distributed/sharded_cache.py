@@ -87,6 +87,7 @@ class ShardedCache(KVCache, Spread):
 
     def crop(self, n: int) -> None:
         """Keeps the first n positions of each sequence."""
+        DynamicCache().crop(n)  # raises where n is no number of positions
         if n == 0:
             return self.reset()
         self.inner.crop(self._held(torch.tensor([n]), self.group.rank()).item())

@@ -145,6 +145,21 @@ def rows_of(size: int, ranks: int, rank: int) -> range:
     return range(min(rank * each, size), min((rank + 1) * each, size))
 
 
+def shared_like(whole: Tensor, parameter: DTensor) -> DTensor:
+    """A tensor that all ranks have, with the placements of a parameter. No rank sends anything.
+
+    fully_shard, whose dims of the mesh come first, divides the rows that tensor parallelism has left to a rank.
+    """
+    mesh, local = parameter.device_mesh, whole
+    for dim in reversed(range(mesh.ndim)):
+        placement = parameter.placements[dim]
+        if not placement.is_replicate():
+            rows = rows_of(local.size(placement.dim), mesh.size(dim), mesh.get_local_rank(dim))
+            local = local.narrow(placement.dim, rows.start, len(rows))
+    sizes = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(local.contiguous(), mesh, parameter.placements, run_check=False, **sizes)
+
+
 def tensor_of(parameter: Tensor) -> Tensor:
     """This rank's share of a DTensor, with a gradient that reaches it; another tensor as it is."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -17,7 +17,7 @@ from ..nn.stack import EncoderDecoder
 from .agreement import agree
 from .collectives import as_group
 from .generate import generate, generate_from_source
-from .shares import COLUMNS, Plan, Share, plan_of
+from .shares import COLUMNS, Plan, Share, plan_of, shared_like
 from .units import Agreement, EmbeddingUnit, HeadUnit, ModelUnit, SharedUnit, Unit
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -51,7 +51,7 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
         raise errors.wrong_kind("module", module, "a torch.nn.Module")
     group = as_group(mesh)
     agree("tensor_parallel", group, torch.device(mesh.device_type), **dict(module.named_parameters()))
-    found = list(_units(module, "", mesh, set()))
+    found = list(_units(module, "", mesh, {}))
     placed: dict[nn.Parameter, Placement] = {}
     for path, _, name, parameter, share in _parameters(found):
         if isinstance(parameter, DTensor):
@@ -85,28 +85,30 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
 
 
 def _units(
-    module: nn.Module, path: str, mesh: DeviceMesh, seen: set[int]
+    module: nn.Module, path: str, mesh: DeviceMesh, whole: dict[nn.Module, list[str]]
 ) -> Iterator[tuple[str, nn.Module, type[Unit], Any]]:
-    """(path, module, kind of unit, its shares) of all units; parameters of modules between them are whole."""
-    if id(module) in seen:
+    """(path, module, kind of unit, its shares) of all units. `whole` receives, per module that was seen, the names in
+    it of the parameters that every rank reads whole: a module between units may read those of its children."""
+    if module in whole:
         return
-    seen.add(id(module))
+    names = whole[module] = []
     plan = plan_of(module, mesh.size(), mesh.get_local_rank())
     if plan is not None:
         yield path, module, SharedUnit, plan
         return
-    own = {name: Share() for name, _ in module.named_parameters(recurse=False)}
-    if own:
-        yield path, module, Unit, own
+    names += [name for name, _ in module.named_parameters(recurse=False)]
     for name, child in module.named_children():
         where = f"{path}{name}."
         heads = isinstance(module, CausalLM) and name == "lm_head" and type(child) is nn.Linear
-        if heads or _divides(child):
-            seen.add(id(child))
+        if (heads or _divides(child)) and child not in whole:
+            whole[child] = []
             shares = {own: Share(COLUMNS) for own in ("weight", "bias")}
             yield where, child, HeadUnit if heads else EmbeddingUnit, shares
         else:
-            yield from _units(child, where, mesh, seen)
+            yield from _units(child, where, mesh, whole)
+        names += [f"{name}.{own}" for own in whole[child]]
+    if names:
+        yield path, module, Unit, {name: Share() for name in names}
 
 
 def _share_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -114,9 +116,8 @@ def _share_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     for name, parameter in module.named_parameters(remove_duplicate=False):
         whole = state_dict.get(prefix + name)
         plain = isinstance(whole, Tensor) and not isinstance(whole, DTensor) and whole.shape == parameter.shape
-        if plain and isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
-            shared = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            state_dict[prefix + name] = shared
+        if plain and isinstance(parameter, DTensor):
+            state_dict[prefix + name] = shared_like(whole, parameter)
 
 
 def _parameters(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .. import nested
 from .agreement import agree, state_of_draws
@@ -36,7 +37,7 @@ class Unit:
         for name, share in self.parameters.items():
             owner, own = _owner(module, name)
             parameter = None if owner is None else owner._parameters.get(own)
-            if parameter is not None:
+            if parameter is not None and not (self._later(parameter) and self._skips(module, owner)):
                 changed.append((owner, own, parameter))
                 owner._parameters[own] = self._local(parameter, share)
         return self.inputs(module, args, kwargs)
@@ -56,7 +57,21 @@ class Unit:
     def output(self, module: nn.Module, output: Any) -> Any:
         return output
 
+    @staticmethod
+    def _later(parameter: Tensor) -> bool:
+        """Whether fully_shard holds a part of it, which its hooks have not gathered yet."""
+        return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1
+
+    def _skips(self, module: nn.Module, owner: nn.Module) -> bool:
+        """Whether the hooks of a child, which run later, gather its parameters."""
+        return owner is not module
+
     def _local(self, parameter: Tensor, share: Share) -> Tensor | None:
+        if self._later(parameter):
+            raise ValueError(
+                "attnpack: fully_shard divides a linear layer alone, whose weight the module around it reads: call "
+                "fully_shard on that module (attention, a feed-forward) or on its block"
+            )
         if share.added_last:
             return None
         local = tensor_of(parameter)
@@ -95,6 +110,9 @@ class SharedUnit(Unit):
     def __init__(self, module: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
         self.plan = plan
         super().__init__(module, plan.parameters, group)
+
+    def _skips(self, module: nn.Module, owner: nn.Module) -> bool:
+        return False
 
     def inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if module.training and getattr(module, "dropout", 0.0):
