@@ -93,7 +93,8 @@ print("mean sum of a row's weights:", [f"{s:.2f}" for s in weights.sum(-1).mean(
 #
 # Gemma 4 has layers without `v_proj`: the value is the key before its rotation. A layer may also read the keys and
 # values of an earlier layer ([Brandon et al. 2024](https://arxiv.org/abs/2405.12981); Gemma 3n and 4): it has queries
-# of its own, and caches nothing.
+# of its own, and caches nothing. A cache of keys as values could hold half as much, if it rotated the keys when it
+# reads them. attnpack's caches hold rotated keys, and the values too.
 
 # %%
 layer = grouped(keys_as_values=True)
@@ -106,6 +107,20 @@ with torch.no_grad():
 _, k, v = below.project(x)
 assert_close(out, above.o_proj(joined(reference.attention(above.project(x)[0], k, v, causal=True))))
 print(f"two layers, one cache: {cache.nbytes:,} bytes")
+
+# %% [markdown]
+# ## Queries of low rank
+#
+# MFA ([Hu et al. 2024](https://arxiv.org/abs/2412.19255); Step-3) has many wide query heads over one key-value head. It
+# makes the queries of a small latent, so that their projection stays small: `q = W_b norm(W_a x)`. The cache is MQA's.
+
+# %%
+layer = attnpack.GroupedQueryAttention(width, heads, 1, causal=True, rope=rope(), q_lora_rank=8)
+query = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(x))).unflatten(-1, (heads, dim)).transpose(1, 2)
+_, k, v = layer.project(x)
+assert_close(layer(x), layer.o_proj(joined(reference.attention(layer.rope(query), k, v, causal=True))))
+low = sum(projection.weight.numel() for projection in (layer.q_a_proj, layer.q_b_proj))
+print(f"weights that make the queries: {low:,}, and {width * heads * dim:,} without a latent")
 
 # %% [markdown]
 # ## Differential attention
@@ -134,8 +149,9 @@ print("numbers cached per token and layer:", {"version 1": 3 * groups * dim, "ve
 # A selector names the keys that a query reads. DeepSeek-V3.2's *lightning indexer* scores all keys by small heads,
 # `I = sum_h w_h relu(q_h k)`, and a query reads the best. MoBA ([Lu et al. 2025](https://arxiv.org/abs/2502.13189))
 # scores a block of keys by the product of the query and the mean of the block's keys, and a query reads the best blocks
-# and its own. Neither choice has a gradient. MoBA has nothing to train; the indexer learns by a loss of its own, the KL
-# divergence between the attention's weights and the softmax of its scores.
+# and its own. MiniMax-M3 scores a block by its greatest product. No choice has a gradient. Blocks have nothing to train;
+# the indexer learns by a loss of its own, the KL divergence between the attention's weights and the softmax of its
+# scores. DeepSeek-V3.2 has its indexer in front of latent attention, `SparseLatentAttention`.
 
 # %%
 indexed = attnpack.SparseAttention(width, heads, groups, top_k=4, index_heads=2, causal=True, rope=rope())
@@ -153,6 +169,14 @@ wanted = reference.indexer_loss(scores / math.sqrt(2 * dim), probs, seen.expand_
 assert_close(indexed.indexer_loss(x), wanted)
 blocks = attnpack.SparseAttention(width, heads, groups, selector="mean", top_k=2, key_block=3, causal=True, rope=rope())
 _, weights = blocks(x, need_weights=True)
+sizes = {"kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": dim, "qk_rope_head_dim": 8, "v_head_dim": dim}
+sizes |= {"causal": True, "rope": attnpack.RotaryEmbedding(8, interleaved=True)}
+latent = attnpack.SparseLatentAttention(width, heads, top_k=4, index_heads=2, index_head_dim=dim, **sizes)
+every = attnpack.MultiHeadLatentAttention(width, heads, **sizes)
+every.load_state_dict({name: t for name, t in latent.state_dict().items() if not name.startswith("indexer.")})
+out, read = latent(x, need_weights=True)
+assert_close(out, every(x, mask=read > 0))
+print(f"a query of the latent layer reads at most {(read > 0).sum(-1).max()} of {length} keys")
 figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), dpi=110, layout="constrained")
 for panel, picture, title in zip(
     panels, (mask[0], weights[0, 0] > 0), ("indexer, 4 keys", "2 blocks of 3"), strict=True
@@ -229,18 +253,19 @@ for kind in ("GTA", "GLA", "MTLA", "TPA"):
 #
 # Numbers cached per token and layer, and multiplications for one new token over `n` cached keys, projections not
 # counted. The layer is one of 32 heads of 128, with 8 key-value heads where there are groups; the latent has 512 + 64
-# numbers, and is read as it lies (absorbed). The indexer has 16 heads of 128 and names 2,048 keys; MoBA reads 32 blocks
-# of 64 and holds the sum of each block in fp32.
+# numbers, and is read as it lies (absorbed). MFA has 64 heads of 256 over one, as Step-3. The indexer has 16 heads of
+# 128 and names 2,048 keys; the others read 32 blocks of 64. Means need the sum of each block, in fp32.
 
 # %%
 H, D, G, C, R = 32, 128, 8, 512, 64
 dense = {
     "MHA": (2 * H * D, 2 * H * D),
     "GQA, gated, or with sinks": (2 * G * D, 2 * H * D),
-    "keys as values, rotated when read": (G * D, 2 * H * D),
+    "keys as values": (2 * G * D, 2 * H * D),
     "keys shared by two layers": (G * D, 2 * H * D),
     "differential 1": (3 * G * D, 3 * H * D),
     "differential 2": (2 * G * D, 4 * H * D),
+    "MFA": (2 * 256, 2 * 64 * 256),
     "MLA": (C + R, H * (2 * C + R)),
     "GTA": (G * D + D // 2, 2 * H * D),
     "GLA, two latents of 256": (2 * 256 + R, H * (2 * 256 + R)),
@@ -252,6 +277,10 @@ work = {name: [per_key * n for n in lengths] for name, (_, per_key) in dense.ite
 bytes_per_token = {name: 2 * numbers for name, (numbers, _) in dense.items()}
 work["sparse, indexer"] = [16 * D * n + 2 * H * D * min(n, 2048) for n in lengths]
 work["sparse, means of blocks"] = [H * D * (n // 64) + 2 * H * D * min(n, 2048) for n in lengths]
+work["sparse, greatest products"] = [H * D * n + 2 * H * D * min(n, 2048) for n in lengths]
+work["sparse MLA, indexer"] = [16 * D * n + H * (2 * C + R) * min(n, 2048) for n in lengths]
+bytes_per_token["sparse, greatest products"] = 2 * 2 * G * D
+bytes_per_token["sparse MLA, indexer"] = 2 * (C + R + D)
 bytes_per_token["sparse, indexer"] = 2 * (2 * G * D + D)
 bytes_per_token["sparse, means of blocks"] = 2 * 2 * G * D + 4 * G * D // 64
 heading = "".join(f"{n // 1024:>8,}k" for n in lengths)
@@ -301,6 +330,7 @@ layers = {
     "differential 2": differential(2),
     "sparse, indexer": sparse(top_k=512, index_heads=4),
     "sparse, means of blocks": sparse(selector="mean", top_k=8, key_block=64),
+    "sparse, greatest products": sparse(selector="max", top_k=8, key_block=64),
 }
 
 
@@ -308,7 +338,7 @@ def filled(name, n):
     """The keywords of a call over n random keys."""
     value_size = 2 * size if name == "differential 1" else size
     keys, values = torch.randn(1, few, n, size), torch.randn(1, few, n, value_size)
-    if name.startswith("sparse"):
+    if name in ("sparse, indexer", "sparse, means of blocks"):
         cache = attnpack.SparseCache()  # which keeps the indexer's keys, or the sums of blocks
         if name == "sparse, indexer":
             cache.reserve_index(keys[:, :1])[0].copy_(keys[:, :1])
@@ -347,7 +377,7 @@ print(f"on {bench.machine()}, {torch.get_num_threads()} thread, fp32")
 # The sparse layers read 512 keys for the attention. To choose them, the indexer multiplies with each of its small keys,
 # and MoBA with the sum of each block, which a `SparseCache` keeps. So they gain where the attention over all keys
 # costs more than the choice: both do at 16,384 keys of this small layer. At 4,096 the indexer loses, and the means of
-# blocks make little difference.
+# blocks make little difference. For the greatest products every key is read, so there is little to gain.
 #
 # ## A small model of each
 #
@@ -407,12 +437,14 @@ variants = {
     "gate by head": two(lambda: grouped(gate="head")),
     "gate by element": two(lambda: grouped(gate="element")),
     "sinks": two(lambda: grouped(sinks=True)),
+    "queries of low rank": two(lambda: grouped(q_lora_rank=16)),
     "keys as values": two(lambda: grouped(keys_as_values=True)),
     "shared keys": shared,
     "differential 1": two(lambda: differences(1)),
     "differential 2": two(lambda: differences(2)),
     "sparse, indexer": two(lambda: selecting(top_k=12, num_local=2, index_heads=2)),
     "sparse, means of blocks": two(lambda: selecting(selector="mean", top_k=3, key_block=4)),
+    "sparse, greatest products": two(lambda: selecting(selector="max", top_k=3, key_block=4)),
     **{f"{kind} (reference)": two(lambda kind=kind: Reference(kind)) for kind in ("GTA", "GLA", "MTLA", "TPA")},
 }
 
@@ -465,13 +497,13 @@ def of_seeds(names):
 
 
 names = list(variants)
-losses = of_seeds(names[:5])
+losses = of_seeds(names[:6])
 
 # %%
-losses |= of_seeds(names[5:10])
+losses |= of_seeds(names[6:12])
 
 # %%
-losses |= of_seeds(names[10:])
+losses |= of_seeds(names[12:])
 frequency = torch.bincount(text, minlength=256) / len(text)
 start = -(frequency * frequency.clamp_min(1e-12).log()).sum().item()
 figure, axis = plt.subplots(figsize=(7, 3.6), dpi=110, layout="constrained")

@@ -13,7 +13,7 @@ namespace {
 
 // The inputs of forward after its tensors; of the options, not those that `skipped` names.
 std::pair<AttentionInputs, bool> read_inputs(Arguments& arguments, std::initializer_list<const char*> skipped = {
-                                                                       "index_cache", "key_index"}) {
+                                                                       "index_cache", "key_index", "key_block"}) {
   AttentionInputs inputs;
   bool need_weights = false;
   arguments.read_options(inputs, skipped);
@@ -40,17 +40,21 @@ void bind_forward_with_weights(Class& cls) {
 template <typename Class>
 void bind_forward(Class& cls) {
   using Impl = typename Class::type;
-  constexpr bool kNamesKeys =
-      std::is_same_v<Impl, MultiHeadLatentAttentionImpl> || std::is_same_v<Impl, MultiHeadAttentionImpl> ||
-      std::is_same_v<Impl, GroupedQueryAttentionImpl> || std::is_same_v<Impl, MultiQueryAttentionImpl>;
+  constexpr bool kNamesBlocks = std::is_same_v<Impl, MultiHeadAttentionImpl> ||
+                                std::is_same_v<Impl, GroupedQueryAttentionImpl> ||
+                                std::is_same_v<Impl, MultiQueryAttentionImpl>;
+  constexpr bool kNamesKeys = kNamesBlocks || std::is_same_v<Impl, MultiHeadLatentAttentionImpl>;
   Names names = option_names(AttentionInputs());
   std::erase(names, "index_cache");
   if (!kNamesKeys) std::erase(names, "key_index");
+  if (!kNamesBlocks) std::erase(names, "key_block");
   names.insert(names.begin(), "x");
   names.push_back("need_weights");
   bind_method(cls, "forward", names, 2, [](Impl& self, Arguments& arguments) {
     const auto x = arguments.require<at::Tensor>("x");
-    const auto [inputs, need_weights] = kNamesKeys ? read_inputs(arguments, {"index_cache"}) : read_inputs(arguments);
+    const auto [inputs, need_weights] = kNamesBlocks ? read_inputs(arguments, {"index_cache"})
+                                        : kNamesKeys ? read_inputs(arguments, {"index_cache", "key_block"})
+                                                     : read_inputs(arguments);
     return run(
         need_weights, [&, &inputs = inputs] { return self.forward(x, inputs); },
         [&, &inputs = inputs] { return self.forward_with_weights(x, inputs); });
@@ -88,7 +92,7 @@ void bind_projected(py::module_& m) {
                 const auto k = arguments.require<at::Tensor>("k");
                 const auto v = arguments.require<at::Tensor>("v");
                 const auto [inputs, need_weights] =
-                    read_inputs(arguments, {"context", "value_context", "index_cache", "key_index"});
+                    read_inputs(arguments, {"context", "value_context", "index_cache", "key_index", "key_block"});
                 return run(
                     need_weights, [&, &inputs = inputs] { return self.forward(q, k, v, inputs); },
                     [&, &inputs = inputs] { return self.forward_with_weights(q, k, v, inputs); });
@@ -114,7 +118,7 @@ py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_selecting(py::mo
               1, [](Impl& self, Arguments& arguments) {
                 const auto x = arguments.require<at::Tensor>("x");
                 const auto [inputs, need_weights] =
-                    read_inputs(arguments, {"context", "value_context", "kv_from", "key_index"});
+                    read_inputs(arguments, {"context", "value_context", "kv_from", "key_index", "key_block"});
                 return run(
                     need_weights, [&, &inputs = inputs] { return self.forward(x, inputs); },
                     [&, &inputs = inputs] { return self.forward_with_weights(x, inputs); });
@@ -127,12 +131,13 @@ py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_selecting(py::mo
     arguments.finish();
     return without_gil([&] { return self.project(x, inputs); });
   });
-  bind_method(cls, "indexer_loss", {"x", "sparse", "causal", "positions", "kv_lens"}, 1,
+  bind_method(cls, "indexer_loss", {"x", "sparse", "mask", "causal", "positions", "kv_lens"}, 1,
               [](Impl& self, Arguments& arguments) {
                 const auto x = arguments.require<at::Tensor>("x");
                 bool sparse = false;
                 AttentionInputs inputs;
                 arguments.read("sparse", sparse);
+                arguments.read("mask", inputs.mask());
                 arguments.read("causal", inputs.causal());
                 arguments.read("positions", inputs.positions());
                 arguments.read("kv_lens", inputs.kv_lens());

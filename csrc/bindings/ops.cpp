@@ -168,7 +168,7 @@ py::object attend_shared_py(const Tensor& query, const Tensor& key, const Tensor
                             bool causal, const OptionalTensor& kv_lens, Window window, double softcap,
                             const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, const HeadMap& head_map,
                             double dropout_p, std::optional<double> scale, const OptionalTensor& key_index,
-                            bool need_weights) {
+                            int64_t key_block, bool need_weights) {
   AttendOptions options{to_inputs(rope, positions, false, mask, causal, kv_lens, dropout_p, scale)};
   options.cache = CacheTensors{key, value, lengths};
   options.window = window;
@@ -177,6 +177,7 @@ py::object attend_shared_py(const Tensor& query, const Tensor& key, const Tensor
   options.alibi_slopes = alibi_slopes;
   options.head_map = head_map;
   options.key_index = key_index;
+  options.key_block = key_block;
   if (need_weights) return py::cast(without_gil([&] { return attend_shared_with_weights(query, options); }));
   return py::cast(without_gil([&] { return attend_shared(query, options); }));
 }
@@ -187,29 +188,32 @@ Tensor subtract_halves_py(const Tensor& joined, int64_t num_heads, const Tensor&
 }
 
 Tensor select_keys_py(const Tensor& query, const Tensor& key, const Tensor& weights, int64_t top_k, bool causal,
-                      const OptionalTensor& q_offsets, const OptionalTensor& kv_lens, int64_t local_keys) {
-  return select_keys(query, key, weights, top_k, {causal, q_offsets, kv_lens}, local_keys);
+                      const OptionalTensor& q_offsets, const OptionalTensor& kv_lens, const OptionalTensor& mask,
+                      int64_t local_keys) {
+  return select_keys(query, key, weights, top_k, {causal, q_offsets, kv_lens, mask}, local_keys);
 }
 
 Tensor index_keys_py(const Tensor& query, const Tensor& key, const Tensor& weights, int64_t top_k, int64_t local_keys,
                      const std::optional<LatentTensors>& cache, const RopeSettings* rope,
-                     const OptionalTensor& positions, bool causal, const OptionalTensor& kv_lens) {
-  auto inputs = to_inputs(rope, positions, false, std::nullopt, causal, kv_lens, 0.0, std::nullopt);
+                     const OptionalTensor& positions, bool causal, const OptionalTensor& kv_lens,
+                     const OptionalTensor& mask) {
+  auto inputs = to_inputs(rope, positions, false, mask, causal, kv_lens, 0.0, std::nullopt);
   if (cache) inputs.cache = CacheTensors{std::get<0>(*cache), Tensor(), std::get<1>(*cache)};
   return index_keys({query, key, weights}, top_k, local_keys, inputs);
 }
 
 Tensor indexer_loss_py(const Tensor& query, const Tensor& key, const Tensor& weights, const Tensor& probabilities,
                        const OptionalTensor& key_index, const RopeSettings* rope, const OptionalTensor& positions,
-                       bool causal, const OptionalTensor& kv_lens) {
+                       bool causal, const OptionalTensor& kv_lens, const OptionalTensor& mask) {
   return indexer_loss({query, key, weights}, probabilities, key_index,
-                      to_inputs(rope, positions, false, std::nullopt, causal, kv_lens, 0.0, std::nullopt));
+                      to_inputs(rope, positions, false, mask, causal, kv_lens, 0.0, std::nullopt));
 }
 
 Tensor select_blocks_py(const Tensor& query, const Tensor& key, int64_t block, int64_t top_blocks, int64_t local_blocks,
                         const std::string& scorer, bool causal, const OptionalTensor& q_offsets,
-                        const OptionalTensor& kv_lens, const OptionalTensor& block_sums) {
-  return select_blocks(query, key, {block, top_blocks, local_blocks, scorer}, {causal, q_offsets, kv_lens}, block_sums);
+                        const OptionalTensor& kv_lens, const OptionalTensor& mask, const OptionalTensor& block_sums) {
+  return select_blocks(query, key, {block, top_blocks, local_blocks, scorer}, {causal, q_offsets, kv_lens, mask},
+                       block_sums);
 }
 
 py::object latent_attend_py(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const OptionalTensor& kv_b,
@@ -275,20 +279,20 @@ void register_ops(py::module_& m) {
           "scale",  "key_index", "key_block", "top_blocks", "local_blocks", "scorer",       "need_weights"});
   define(m, "attend_shared", &attend_shared_py,
          {"query", "key", "value", "lengths", "rope", "positions", "mask", "causal", "kv_lens", "window", "softcap",
-          "sinks", "alibi_slopes", "head_map", "dropout_p", "scale", "key_index", "need_weights"});
+          "sinks", "alibi_slopes", "head_map", "dropout_p", "scale", "key_index", "key_block", "need_weights"});
   define(m, "gate_heads", &gate_heads, {"joined", "gate", "num_heads", "activation"});
   define(m, "pair_values", &pair_values, {"value"});
   define(m, "subtract_halves", &subtract_halves_py,
          {"joined", "num_heads", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "lambda_init", "eps"});
   define(m, "subtract_pairs", &subtract_pairs, {"joined", "lambdas"});
   define(m, "select_keys", &select_keys_py,
-         {"query", "key", "weights", "top_k", "causal", "q_offsets", "kv_lens", "local_keys"});
+         {"query", "key", "weights", "top_k", "causal", "q_offsets", "kv_lens", "mask", "local_keys"});
   define(m, "index_keys", &index_keys_py,
-         {"query", "key", "weights", "top_k", "local_keys", "cache", "rope", "positions", "causal", "kv_lens"});
+         {"query", "key", "weights", "top_k", "local_keys", "cache", "rope", "positions", "causal", "kv_lens", "mask"});
   define(m, "indexer_loss", &indexer_loss_py,
-         {"query", "key", "weights", "probabilities", "key_index", "rope", "positions", "causal", "kv_lens"});
+         {"query", "key", "weights", "probabilities", "key_index", "rope", "positions", "causal", "kv_lens", "mask"});
   define(m, "select_blocks", &select_blocks_py,
-         {"query", "key", "block", "top_blocks", "local_blocks", "scorer", "causal", "q_offsets", "kv_lens",
+         {"query", "key", "block", "top_blocks", "local_blocks", "scorer", "causal", "q_offsets", "kv_lens", "mask",
           "block_sums"});
   define(m, "latent_attend", &latent_attend_py,
          {"query", "latent", "k_rope", "kv_b", "v_dim", "path", "rope", "positions", "cross", "cache", "mask", "causal",

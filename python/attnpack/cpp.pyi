@@ -86,6 +86,7 @@ class _Attention(_WithOptions):
         kv_lens: Tensor | None = None,
         kv_from: KVCache | None = None,
         key_index: Tensor | None = None,
+        key_block: int = 1,
         need_weights: bool = False,
     ) -> Any: ...
     def forward_with_weights(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]: ...
@@ -143,6 +144,7 @@ class _Selecting(_WithOptions):
         x: Tensor,
         *,
         sparse: bool = False,
+        mask: Tensor | None = None,
         causal: bool | None = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,

@@ -54,6 +54,7 @@ def attend_shared(
     dropout_p: float = 0.0,
     scale: float | None = None,
     key_index: Tensor | None = None,
+    key_block: int = 1,
     need_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`ops.attend` for queries over keys that another layer's cache holds (Brandon et al. 2024, arXiv 2405.12981).
@@ -69,12 +70,12 @@ def attend_shared(
     if not _is_compiling():
         return _C.attend_shared(
             query, key, value, lengths, _native(rope), positions, mask, causal, kv_lens, window, softcap, sinks,
-            alibi_slopes, head_map, dropout_p, scale, key_index, need_weights,
+            alibi_slopes, head_map, dropout_p, scale, key_index, key_block, need_weights,
         )  # fmt: skip
     op = torch.ops.attnpack.attend_shared_with_weights if need_weights else torch.ops.attnpack.attend_shared
     return op(
         query, key, value, lengths, *_flat(rope), positions, False, mask, causal, kv_lens, dropout_p, scale, *window,
-        softcap, sinks, alibi_slopes, head_map, key_index,
+        softcap, sinks, alibi_slopes, head_map, key_index, key_block,
     )  # fmt: skip
 
 
@@ -133,6 +134,7 @@ def select_keys(
     causal: bool = False,
     q_offsets: Tensor | None = None,
     kv_lens: Tensor | None = None,
+    mask: Tensor | None = None,
     local_keys: int = 0,
 ) -> Tensor:
     """The keys that each query is to attend by DeepSeek-V3.2's lightning indexer: the best by sum_h w_h relu(q_h k).
@@ -145,6 +147,8 @@ def select_keys(
         causal: keep keys j <= i + q_offsets.
         q_offsets: [B] int64, the position of query row 0 of each sequence; default 0.
         kv_lens: [B], valid keys of each sequence; default all.
+        mask: bool (True = may attend) or floating, broadcastable to [B, heads, L, Lkv]: it is added to the scores, and
+            of heads that share a choice the largest counts. A key at -inf is not named.
         local_keys: how many keys up to the query's own position are among them in any case.
 
     Returns:
@@ -154,7 +158,7 @@ def select_keys(
         ValueError: a shape, dtype or device does not fit.
     """
     names = torch.ops.attnpack if _is_compiling() else _C
-    return names.select_keys(query, key, weights, top_k, causal, q_offsets, kv_lens, local_keys)
+    return names.select_keys(query, key, weights, top_k, causal, q_offsets, kv_lens, mask, local_keys)
 
 
 def index_keys(
@@ -169,6 +173,7 @@ def index_keys(
     positions: Tensor | None = None,
     causal: bool = False,
     kv_lens: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """`select_keys` for the new tokens of an indexer: rotate, append the keys to the cache, select among all keys.
 
@@ -181,10 +186,10 @@ def index_keys(
     """
     if not _is_compiling():
         return _C.index_keys(
-            query, key, weights, top_k, local_keys, cache, _native(rope), positions, causal, kv_lens
+            query, key, weights, top_k, local_keys, cache, _native(rope), positions, causal, kv_lens, mask
         )  # fmt: skip
     return torch.ops.attnpack.index_keys(
-        query, key, weights, top_k, local_keys, *(cache or (None, None)), *_flat(rope), positions, False, None, causal,
+        query, key, weights, top_k, local_keys, *(cache or (None, None)), *_flat(rope), positions, False, mask, causal,
         kv_lens, 0.0, None,
     )  # fmt: skip
 
@@ -200,6 +205,7 @@ def indexer_loss(
     positions: Tensor | None = None,
     causal: bool = False,
     kv_lens: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """The mean over the valid queries of KL(p || softmax(I)), which trains an indexer (DeepSeek-V3.2, section 2.1).
 
@@ -211,6 +217,7 @@ def indexer_loss(
         probabilities: [B, Hq, L, L], those of attention over all keys, or over the named ones.
         key_index: [B, 1, L, n], the keys that I covers; default all.
         rope, positions, causal, kv_lens: as in `ops.attend`.
+        mask: as in `select_keys`. A query that it leaves no key does not count.
 
     Returns:
         A number [], in fp32 at least.
@@ -220,10 +227,10 @@ def indexer_loss(
     """
     if not _is_compiling():
         return _C.indexer_loss(
-            query, key, weights, probabilities, key_index, _native(rope), positions, causal, kv_lens
+            query, key, weights, probabilities, key_index, _native(rope), positions, causal, kv_lens, mask
         )  # fmt: skip
     return torch.ops.attnpack.indexer_loss(
-        query, key, weights, probabilities, key_index, *_flat(rope), positions, False, None, causal, kv_lens, 0.0, None
+        query, key, weights, probabilities, key_index, *_flat(rope), positions, False, mask, causal, kv_lens, 0.0, None
     )
 
 
@@ -238,6 +245,7 @@ def select_blocks(
     causal: bool = False,
     q_offsets: Tensor | None = None,
     kv_lens: Tensor | None = None,
+    mask: Tensor | None = None,
     block_sums: Tensor | None = None,
 ) -> Tensor:
     """The blocks of keys that the query heads of a kv head are to attend, by the sum of their scores.
@@ -248,8 +256,9 @@ def select_blocks(
         query: [B, Hq, L, D], key: [B, Hkv, Lkv, D].
         block: keys of a block; top_blocks: how many blocks a query attends at most.
         local_blocks: its own block and those before it, which it attends in any case; at least 1 for a causal "mean".
-        scorer: "mean", query times the mean of a block's keys (MoBA, Lu et al. 2025, arXiv 2502.13189), or "max", the
-            greatest product of the query and a key of the block (MiniMax-M3).
+        scorer: "mean", query times the mean of a block's valid keys (MoBA, Lu et al. 2025, arXiv 2502.13189), or "max",
+            the greatest product of the query and a key of the block, as MiniMax-M3's indexer.
+        mask: as in `select_keys`. Of a block the key that may attend most counts. The mean is over all valid keys.
         block_sums: [B, Hkv, at least as many as there are blocks, D], the sums of each block's valid keys in fp32 (fp64
             of fp64 keys). With them "mean" does not read the keys.
 
@@ -260,5 +269,5 @@ def select_blocks(
     """
     names = torch.ops.attnpack if _is_compiling() else _C
     return names.select_blocks(
-        query, key, block, top_blocks, local_blocks, scorer, causal, q_offsets, kv_lens, block_sums
+        query, key, block, top_blocks, local_blocks, scorer, causal, q_offsets, kv_lens, mask, block_sums
     )

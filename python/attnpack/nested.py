@@ -82,6 +82,7 @@ def refuse(**given: Any) -> None:
     fixes = {
         "mask": "causal and window hold for each sequence; another mask wants padded tensors",
         "key_index": "the keys of packed sequences have no numbers of their own",
+        "key_block": "the keys of packed sequences have no numbers of their own",
         "kv_lens": "nested tensors hold their lengths",
         "lengths": "nested tensors hold their lengths",
         "context_lens": "nested tensors hold their lengths",

@@ -1,4 +1,5 @@
-"""Attention layers of newer families of transformers by names and numbers: gates, keys as values, shared keys."""
+"""Attention layers of newer families of transformers by names and numbers: gates, keys as values, shared keys, blocks
+of keys that an indexer chooses."""
 
 import importlib
 
@@ -6,6 +7,7 @@ import attnpack
 import pytest
 import torch
 import transformers
+from attnpack.layer_ops import select_blocks
 from torch.testing import assert_close
 from transformers import DynamicCache as HfCache
 
@@ -172,3 +174,57 @@ def test_a_layer_of_gemma_4_reads_the_keys_of_another():
         ours(part, cache=cache)
         assert_close(our_reader(part, kv_from=cache), wanted, atol=2e-5, rtol=1e-5)
         past += part.size(1)
+
+
+class BlockIndexer(torch.nn.Module):
+    """MiniMax-M3's indexer, by our parts: a head for each kv head, and one head of keys for all of them."""
+
+    def __init__(self, heads, dim, rope, eps):
+        super().__init__()
+        self.heads, self.rope = heads, rope
+        self.q_proj, self.k_proj = (torch.nn.Linear(E, width, bias=False) for width in (heads * dim, dim))
+        self.q_norm, self.k_norm = (attnpack.RMSNorm(dim, eps=eps, plus_one=True) for _ in range(2))
+
+    def forward(self, x, past, **choice):
+        """Blocks of the keys of x, and of the past ones, [B, kv heads, L, n]; and all keys."""
+        place = past.size(2) + torch.arange(x.size(1))
+        query = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, -1))).transpose(1, 2)
+        key = self.k_norm(self.k_proj(x)).unsqueeze(1)
+        query, key = (self.rope(each, place) for each in (query, key))
+        key = torch.cat([past, key], 2)
+        offsets = torch.full((x.size(0),), past.size(2))
+        wide = key.expand(-1, self.heads, -1, -1)
+        return select_blocks(query, wide, scorer="max", causal=True, q_offsets=offsets, **choice), key
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("split", [[11], [7, 1, 3]], ids=["whole", "steps"])
+def test_minimax_m3_by_names_and_numbers(split):
+    """Its layer is grouped attention over the blocks that its indexer names."""
+    modeling = modeling_of("minimax_m3_vl")
+    kinds = {"layer_types": ["minimax_m3_sparse"] * 2, "rope_parameters": ROPE["rope_parameters"]}
+    config = modeling.MiniMaxM3VLTextConfig(
+        **SIZES | kinds, index_n_heads=KV_HEADS, index_head_dim=DIM, index_block_size=2, index_topk_blocks=3,
+        index_local_blocks=1,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    layer = modeling.MiniMaxM3VLAttention(config, 0).eval()
+    randomise(layer)
+    rotary = modeling.MiniMaxM3VLRotaryEmbedding(config)
+    x = torch.randn(2, sum(split), E)
+    rope = rope_of(rotary(x, positions_and_mask(x)[0]))
+    eps = layer.q_norm.eps
+    norm = {"eps": eps, "plus_one": True}
+    ours = attnpack.GroupedQueryAttention(E, HEADS, KV_HEADS, head_dim=DIM, causal=True, rope=rope, qk_norm=norm).eval()
+    ours.indexer = BlockIndexer(KV_HEADS, DIM, rope, eps)
+    ours.load_state_dict(layer.state_dict(), strict=True)
+    hf, cache, past = HfCache(config=config), attnpack.DynamicCache(), torch.empty(2, 1, 0, DIM)
+    for part in x.split(split, 1):
+        positions, mask = positions_and_mask(part, len(cache))
+        settings = {"past_key_values": hf, "position_ids": positions}
+        wanted, weights = layer(part, rotary(part, positions), mask, **settings)
+        assert (weights == 0).sum() > (mask < 0).sum() * HEADS  # some blocks are left out
+        blocks, past = ours.indexer(part, past, block=2, top_blocks=3, local_blocks=1)
+        out = ours(part, key_index=blocks, key_block=2, cache=cache)
+        assert_close(out, wanted, atol=2e-5, rtol=1e-5)

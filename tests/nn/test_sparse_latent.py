@@ -126,3 +126,54 @@ def test_grouped_modules_attend_named_keys(kv_heads, language):
         with pytest.raises(ValueError, match="cache: got a SlidingWindowCache for attention over named keys"):
             called.forward(x, key_index=index, cache=classes.SlidingWindowCache(5))
         assert len(cache) == 9
+
+
+@pytest.mark.parametrize("language", ["python", "c++"])
+def test_grouped_modules_attend_named_blocks(language):
+    """The keys of the blocks, by number, give the same; the last block is shorter."""
+    torch.manual_seed(0)
+    settings = {"causal": True, "sinks": True, "rope": attnpack.RotaryEmbedding(6), "dtype": torch.float64}
+    module = attnpack.GroupedQueryAttention(EMBED, 4, 2, **settings)
+    called, classes = (module, attnpack) if language == "python" else (module.cpp(), attnpack.cpp)
+    x = torch.randn(2, 8, EMBED, dtype=torch.float64)
+
+    def names(rows, keys):
+        """Two of the blocks of 3 keys for each row and kv head, its own among them, and their keys."""
+        own = torch.arange(keys - rows, keys).div(3, rounding_mode="floor").view(1, 1, -1, 1)
+        other = (own - 1 - torch.randint(0, 2, (2, 2, rows, 1))).clamp(min=-1)
+        blocks = torch.cat([own.expand_as(other), other], -1)
+        named = blocks.unsqueeze(-1) * 3 + torch.arange(3)
+        return blocks, named.masked_fill((blocks.unsqueeze(-1) < 0) | (named >= keys), -1).flatten(-2)
+
+    with torch.no_grad():
+        blocks, keys = names(8, 8)
+        wanted, weights = module(x, key_index=keys, need_weights=True)
+        assert not torch.equal(wanted, module(x))
+        out = called.forward(x, key_index=blocks, key_block=3, need_weights=True)
+        assert_close(out, (wanted, weights), atol=1e-12, rtol=1e-12)
+        cache, other = classes.DynamicCache(), attnpack.DynamicCache()
+        for part in x.split([5, 1, 2], 1):
+            blocks, keys = names(part.size(1), len(cache) + part.size(1))
+            wanted = module(part, key_index=keys, cache=other)
+            found = called.forward(part, key_index=blocks, key_block=3, cache=cache)
+            assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+        shared = called.forward(x[:, 6:], key_index=blocks, key_block=3, kv_from=cache)
+        assert_close(shared, module(x[:, 6:], key_index=keys, kv_from=other), atol=1e-12, rtol=1e-12)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        blocks, keys = names(8, 8)
+        found = compiled(x, key_index=blocks, key_block=3)
+        assert_close(found, module(x, key_index=keys), atol=1e-12, rtol=1e-12)
+        with pytest.raises(ValueError, match="key_block is 3 without key_index, wants 1"):
+            called.forward(x, key_block=3)
+        with pytest.raises(ValueError, match=r"key_index\[0, 0, 0, 0\] is 3, wants 0 to 2, the blocks of 3 keys in 8"):
+            called.forward(x, key_index=torch.full((2, 1, 8, 1), 3), key_block=3)
+    single = attnpack.SelfAttention(EMBED, 8)
+    for refuses in (single, make().float()):
+        for each in (refuses, refuses.cpp()):
+            with pytest.raises(TypeError, match="unexpected keyword argument 'key_block'"):
+                each.forward(x.float(), key_block=3)
+    with spread_sequence(Spread()), pytest.raises(ValueError, match="key_index: got some for a call that is spread"):
+        attnpack.GroupedQueryAttention(EMBED, 4, 2)(x.float(), key_block=3)
+    rows = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+    with pytest.raises(ValueError, match="key_block is given with nested tensors"):
+        module(rows, key_block=3)

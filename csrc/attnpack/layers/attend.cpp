@@ -56,7 +56,7 @@ void check_named_keys(const std::optional<CacheTensors>& cache, const LayerArgum
   ATTNPACK_CHECK(!cache || (!cache->bits && !cache->dropped), "cache: got a ",
                  cache && cache->bits ? "QuantizedCache" : "SlidingWindowCache",
                  " for attention over named keys, want one that holds every position as it is; use a DynamicCache, "
-                 "StaticCache or PagedCache");
+                 "SparseCache, StaticCache or PagedCache");
   ATTNPACK_CHECK(!score.key_index || score.top_blocks == 0,
                  "key_index is given together with top_blocks, which chooses in its place: leave one of them out");
   if (!score.key_index) check_blocks(block_options(score), layer.causal);
@@ -73,7 +73,7 @@ AttentionArguments with_blocks(AttentionArguments args, const PlacedTokens& toke
     return args;
   args.key_block = score.key_block;
   args.key_index = select_blocks(tokens.query, tokens.key, block_options(score),
-                                 {args.causal, args.q_offsets, args.kv_lens}, block_sums);
+                                 {args.causal, args.q_offsets, args.kv_lens, args.mask}, block_sums);
   return args;
 }
 

@@ -1,6 +1,7 @@
 #include <attnpack/layers/select_keys.h>
 
 #include <ATen/ATen.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -22,13 +23,17 @@ using c10::SymInt;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
+// The scores that are held at a time: those of all rows would take heads * length * keys numbers.
+constexpr int64_t kPieceBytes = int64_t{1} << 22;
+
 struct PlaceArguments {
   bool causal = false;
-  std::optional<Tensor> q_offsets = {}, kv_lens = {};
+  std::optional<Tensor> q_offsets = {}, kv_lens = {}, mask = {};
 
-  auto members() const { return std::tie(causal, q_offsets, kv_lens); }
+  auto members() const { return std::tie(causal, q_offsets, kv_lens, mask); }
 };
-#define ATTNPACK_PLACE_SCHEMA "bool causal, Tensor? q_offsets, Tensor? kv_lens"
+// mask has a default, so every argument after it has one too.
+#define ATTNPACK_PLACE_SCHEMA "bool causal, Tensor? q_offsets, Tensor? kv_lens, Tensor? mask=None"
 
 Tensor count(const SymInt& n, const Tensor& like) {  // 0..n-1
   return at::arange(n, at::TensorOptions(at::kLong).device(like.device()));
@@ -40,6 +45,21 @@ void check_numbers(const char* name, const std::optional<Tensor>& numbers, const
                               (numbers->scalar_type() == at::kLong || numbers->scalar_type() == at::kInt)),
                  name, " has shape ", numbers->sym_sizes(), " and dtype ", numbers->scalar_type(),
                  ", wants int32 or int64 [batch] = [", query.sym_size(0), "]");
+}
+
+void check_mask(const Tensor& mask, const Tensor& query) {
+  check_dense("mask", mask);
+  const auto fits = [&](int64_t from_last, const SymInt& size) {
+    const int64_t d = mask.dim() - from_last;
+    return d < 0 || mask.sym_size(d) == 1 || mask.sym_size(d) == size;
+  };
+  ATTNPACK_CHECK(mask.dim() >= 1 && mask.dim() <= 4 && fits(2, query.sym_size(2)) && fits(4, query.sym_size(0)) &&
+                     (mask.scalar_type() == at::kBool || mask.is_floating_point()),
+                 "mask has shape ", mask.sym_sizes(), " and dtype ", mask.scalar_type(),
+                 ", wants bools or floating numbers that broadcast to [", query.sym_size(0), ", num_heads, ",
+                 query.sym_size(2), ", keys]");
+  ATTNPACK_CHECK(mask.device() == query.device(), "mask is on ", mask.device(), ", query on ", query.device(),
+                 ": move one of them with .to()");
 }
 
 void check_query_and_key(const Tensor& query, const Tensor& key, const PlaceArguments& place) {
@@ -55,6 +75,7 @@ void check_query_and_key(const Tensor& query, const Tensor& key, const PlaceArgu
                  ": move one of them with .to()");
   check_numbers("q_offsets", place.q_offsets, query);
   check_numbers("kv_lens", place.kv_lens, query);
+  if (place.mask) check_mask(*place.mask, query);
 }
 
 // [B or 1, 1, L, 1], the position of each query
@@ -70,6 +91,56 @@ Tensor hide(const Tensor& scores, const Tensor& query, const PlaceArguments& pla
   if (place.kv_lens) last = place.kv_lens->to(at::kLong).view({-1, 1, 1, 1}) - 1;
   if (place.causal) last = last.defined() ? positions_of(query, place).minimum(last) : positions_of(query, place);
   return last.defined() ? scores.masked_fill(slots > last, -kInf) : scores;
+}
+
+// What a mask adds to the scores of `keys` keys, [B or 1, kv_heads or 1, L or 1, keys or 1]: of the query heads that
+// share a choice, the one that may attend most.
+Tensor bias_of(const Tensor& mask, const SymInt& kv_heads, const SymInt& keys, at::ScalarType wide) {
+  Tensor bias = mask.detach();
+  bias = mask.scalar_type() == at::kBool
+             ? at::zeros({}, mask.options().dtype(wide)).masked_fill(bias.logical_not(), -kInf)
+             : bias.to(wide);
+  while (bias.dim() < 4) bias = bias.unsqueeze(0);
+  const SymInt heads = bias.sym_size(1), width = bias.sym_size(3);
+  if (heads != 1)
+    bias = heads % kv_heads == 0 ? bias.unflatten_symint(1, {kv_heads, heads / kv_heads}).amax(2)
+                                 : bias.amax(1, /*keepdim=*/true);
+  if (width == 1 || width == keys) return bias;
+  // A cache has room for more keys than the mask names.
+  return at::constant_pad_nd_symint(bias, {0, keys - width}, -kInf);
+}
+
+// The largest number of each block of the last dim, [..., keys] -> [..., blocks].
+Tensor block_maxima(const Tensor& x, const SymInt& blocks, const SymInt& block) {
+  return at::constant_pad_nd_symint(x, {0, blocks * block - x.sym_size(-1)}, -kInf)
+      .unflatten_symint(-1, {blocks, block})
+      .amax(-1);
+}
+
+// What `select` gives for the rows of query, [B, heads, L, n], some rows at a time: select(rows, place, first row). A
+// graph is to hold for other lengths, so it takes all rows at once.
+template <typename Select>
+Tensor in_pieces(const Tensor& query, const SymInt& keys, const PlaceArguments& place, const Select& select) {
+  const auto batch = query.sym_size(0).maybe_as_int(), heads = query.sym_size(1).maybe_as_int();
+  const auto length = query.sym_size(2).maybe_as_int(), width = keys.maybe_as_int();
+  if (!batch || !heads || !length || !width || at::isTensorSubclassLike(query)) return select(query, place, 0);
+  const int64_t of_row = std::max<int64_t>(*batch * *heads * *width * sizeof(float), 1);
+  const int64_t rows = std::max<int64_t>(kPieceBytes / of_row, 1);
+  if (*length <= rows) return select(query, place, 0);
+  Tensor out;  // made first: small tensors that are kept between large ones cut the memory to pieces
+  const Tensor offsets =
+      place.q_offsets ? place.q_offsets->to(at::kLong) : at::zeros({*batch}, query.options().dtype(at::kLong));
+  for (int64_t first = 0; first < *length; first += rows) {
+    const int64_t n = std::min(rows, *length - first);
+    PlaceArguments of_piece = place;
+    of_piece.q_offsets = offsets + first;
+    if (place.mask && place.mask->dim() >= 2 && place.mask->size(-2) != 1)
+      of_piece.mask = place.mask->narrow(-2, first, n);
+    const Tensor piece = select(query.narrow(2, first, n), of_piece, first);
+    if (!out.defined()) out = at::empty({*batch, piece.size(1), *length, piece.size(3)}, piece.options());
+    out.narrow(2, first, n).copy_(piece);
+  }
+  return out;
 }
 
 at::ScalarType wide_of(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
@@ -95,19 +166,28 @@ void check_count(const SymInt& top_k, const SymInt& local_keys) {
 Tensor score_keys(const Tensor& products,                                                   // [B, H, L, Lkv]
                   const Tensor& weights) {                                                  // [B, L, H]
   const Tensor by_head = weights.to(products.scalar_type()).transpose(1, 2).unsqueeze(-1);  // [B, H, L, 1]
-  return (products.relu() * by_head).sum(1, /*keepdim=*/true);
+  if (products.requires_grad() || at::isTensorSubclassLike(products))
+    return (products.relu() * by_head).sum(1, /*keepdim=*/true);
+  return products.relu_().mul_(by_head).sum(1, /*keepdim=*/true);  // they are the caller's own
 }
 
 Tensor select_keys_composite(const Tensor& query, const Tensor& key, const Tensor& weights, SymInt top_k,
                              const PlaceArguments& place, SymInt local_keys) {
   check_indexer(query, key, weights, place);
   check_count(top_k, local_keys);
-  Tensor scores = score_keys(key_products(query, key), weights.detach());
-  if (local_keys > 0) {
-    const Tensor behind = positions_of(query, place) - count(key.sym_size(2), key);  // [B or 1, 1, L, Lkv]
-    scores = scores.masked_fill((behind >= 0).logical_and(behind < at::Scalar(local_keys)), kInf);
-  }
-  return best_numbers(hide(scores, query, place), top_k.min(key.sym_size(2)));
+  const SymInt keys = key.sym_size(2);
+  return in_pieces(query, keys, place, [&](const Tensor& rows, const PlaceArguments& here, int64_t first) {
+    const Tensor of_rows = weights.detach().narrow_symint(1, first, rows.sym_size(2));
+    Tensor scores = score_keys(key_products(rows, key), of_rows), bias;
+    if (here.mask) bias = bias_of(*here.mask, 1, keys, scores.scalar_type());
+    if (bias.defined()) scores = scores + bias;
+    if (local_keys > 0) {
+      const Tensor behind = positions_of(rows, here) - count(keys, key);  // [B or 1, 1, L, Lkv]
+      scores = scores.masked_fill((behind >= 0).logical_and(behind < at::Scalar(local_keys)), kInf);
+      if (bias.defined()) scores = scores.masked_fill(bias == -kInf, -kInf);
+    }
+    return best_numbers(hide(scores, rows, here), top_k.min(keys));
+  });
 }
 
 // Values of no width: the op that appends takes keys and values.
@@ -115,7 +195,7 @@ Tensor without_width(const Tensor& x) { return x.narrow(3, 0, 0); }
 
 Tensor index_keys_composite(const Tensor& query, const Tensor& key, const Tensor& weights, SymInt top_k,
                             SymInt local_keys, const LatentCacheArguments& cache, const LayerArguments& layer) {
-  check_indexer(query, key, weights, {layer.causal, std::nullopt, layer.kv_lens});
+  check_indexer(query, key, weights, {layer.causal, std::nullopt, layer.kv_lens, layer.mask});
   check_count(top_k, local_keys);
   ATTNPACK_CHECK(key.sym_size(2) == query.sym_size(2), "key has length ", key.sym_size(2), ", query ",
                  query.sym_size(2), ": the indexer reads its own tokens");
@@ -129,7 +209,7 @@ Tensor index_keys_composite(const Tensor& query, const Tensor& key, const Tensor
   const PlacedTokens tokens = place_tokens({query.detach(), key.detach(), without_width(key.detach())}, held, plain,
                                            [](const Tensor&, const Tensor&, const std::optional<Tensor>&) {});
   return select_keys_composite(tokens.query, tokens.key, weights, top_k,
-                               {layer.causal, tokens.q_offsets, tokens.kv_lens}, local_keys);
+                               {layer.causal, tokens.q_offsets, tokens.kv_lens, layer.mask}, local_keys);
 }
 
 // [B, 1, L, keys], true where a key is named
@@ -161,13 +241,15 @@ void check_loss(const Tensor& query, const Tensor& key, const Tensor& probabilit
 Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tensor& weights,
                               const Tensor& probabilities, const std::optional<Tensor>& key_index,
                               const LayerArguments& layer) {
-  const PlaceArguments place{layer.causal, std::nullopt, layer.kv_lens};
+  const PlaceArguments place{layer.causal, std::nullopt, layer.kv_lens, layer.mask};
   check_indexer(query, key, weights, place);
   check_loss(query, key, probabilities, key_index);
   const auto [q, k] = rotate_tokens({query, key, key}, rope_settings(layer.rope),
                                     {layer.positions, layer.cross, std::nullopt, layer.kv_lens});
   const double size = static_cast<double>((query.sym_size(1) * query.sym_size(3)).guard_int(__FILE__, __LINE__));
-  Tensor scores = hide(score_keys(key_products_formula(q, k), weights) / std::sqrt(size), q, place);
+  Tensor scores = score_keys(key_products_formula(q, k), weights) / std::sqrt(size);
+  if (layer.mask) scores = scores + bias_of(*layer.mask, 1, key.sym_size(2), scores.scalar_type());
+  scores = hide(scores, q, place);
   if (key_index) scores = scores.masked_fill(named(*key_index, key.sym_size(2)).logical_not(), -kInf);
   const Tensor sum = probabilities.detach().to(scores.scalar_type()).sum(1, /*keepdim=*/true);
   const Tensor total = sum.sum(-1, /*keepdim=*/true);
@@ -175,7 +257,8 @@ Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tens
   if (layer.kv_lens)
     rows = rows.logical_and(positions_of(query, place) < layer.kv_lens->to(at::kLong).view({-1, 1, 1, 1}));
   const Tensor target = at::where(rows, sum / total, at::zeros({}, sum.options()));
-  const Tensor difference = target.log() - scores.log_softmax(-1);
+  // A row without keys has no softmax, and no part in the gradient.
+  const Tensor difference = target.log() - scores.masked_fill(rows.logical_not(), 0).log_softmax(-1);
   const Tensor terms = at::where(target > 0, target * difference, at::zeros({}, sum.options()));
   return terms.sum() / rows.sum().clamp_min(1);
 }
@@ -186,20 +269,6 @@ Tensor keys_of_blocks(const Tensor& key, const SymInt& blocks, const SymInt& blo
   const Tensor left = place.kv_lens ? place.kv_lens->to(at::kLong).view({-1, 1, 1, 1}) - starts
                                     : starts.neg() + at::Scalar(key.sym_size(2));
   return left.clamp(at::Scalar(0), at::Scalar(block));
-}
-
-// Scores of the blocks for each query head, [B, Hq, L, blocks].
-Tensor score_blocks(const Tensor& query, const Tensor& key, const SymInt& blocks, const SymInt& block,
-                    c10::string_view scorer, const PlaceArguments& place, const std::optional<Tensor>& block_sums) {
-  if (scorer == "mean") {
-    const Tensor sums =
-        block_sums ? block_sums->narrow_symint(2, 0, blocks) : sum_blocks(key.detach(), blocks, block, place.kv_lens);
-    return key_products(query.to(wide_of(query)), sums / keys_of_blocks(key, blocks, block, place).clamp_min(1));
-  }
-  const Tensor hidden = hide(key_products(query, key), query, place);  // [B, Hq, L, Lkv]
-  return at::constant_pad_nd_symint(hidden, {0, blocks * block - key.sym_size(2)}, -kInf)
-      .unflatten_symint(3, {blocks, block})
-      .amax(-1);
 }
 
 void check_block_numbers(const SymInt& block, const SymInt& top_blocks, const SymInt& local_blocks,
@@ -236,17 +305,41 @@ Tensor select_blocks_composite(const Tensor& query, const Tensor& key, SymInt bl
   check_block_numbers(block, top_blocks, local_blocks, scorer, place.causal);
   const SymInt blocks = (key.sym_size(2) + block - 1) / block;
   if (block_sums) check_block_sums(*block_sums, key, blocks, scorer);
-  Tensor scores = score_blocks(query, key, blocks, block, scorer, place, block_sums);
-  const Tensor numbers = count(blocks, key), own = positions_of(query, place).floor_divide(at::Scalar(block));
+  const bool mean = scorer == "mean";
+  Tensor scored = key;  // [B, Hkv, blocks or Lkv, D]
+  if (mean) {
+    const Tensor sums =
+        block_sums ? block_sums->narrow_symint(2, 0, blocks) : sum_blocks(key.detach(), blocks, block, place.kv_lens);
+    scored = sums / keys_of_blocks(key, blocks, block, place).clamp_min(1);
+  }
+  const Tensor numbers = count(blocks, key);
   const Tensor empty = keys_of_blocks(key, blocks, block, place).transpose(2, 3) == 0;  // [B or 1, 1, 1, blocks]
-  const Tensor after = place.causal ? empty.logical_or(numbers > own) : empty;
-  // Summed before anything is hidden: -inf of one head would hide the block from the others, which see the same.
-  scores = scores.unflatten_symint(1, {key.sym_size(1), query.sym_size(1) / key.sym_size(1)}).sum(2);
-  scores = scores.masked_fill((numbers <= own).logical_and(numbers > own - at::Scalar(local_blocks)), kInf);
-  return best_numbers(scores.masked_fill(after, -kInf), top_blocks.min(blocks));
+  const SymInt keys = key.sym_size(2), kv_heads = key.sym_size(1), group = query.sym_size(1) / kv_heads;
+  return in_pieces(query, scored.sym_size(2), place, [&](const Tensor& rows, const PlaceArguments& here, int64_t) {
+    Tensor scores = key_products(mean ? rows.to(wide_of(rows)) : rows, scored), bias;
+    if (here.mask) bias = bias_of(*here.mask, kv_heads, keys, scores.scalar_type());
+    if (!mean) scores = hide(scores, rows, here);
+    scores = scores.unflatten_symint(1, {kv_heads, group});  // [B, Hkv, group, L, blocks or Lkv]
+    if (!mean) scores = block_maxima(bias.defined() ? scores + bias.unsqueeze(2) : scores, blocks, block);
+    // Summed before anything is hidden: -inf of one head would hide the block from the others, which see the same.
+    scores = scores.sum(2);
+    const Tensor own = positions_of(rows, here).floor_divide(at::Scalar(block));
+    Tensor hidden = here.causal ? empty.logical_or(numbers > own) : empty;
+    if (bias.defined()) {
+      if (bias.sym_size(3) != 1) bias = block_maxima(bias, blocks, block);
+      if (mean) scores = scores + bias;
+      hidden = hidden.logical_or(bias == -kInf);
+    }
+    scores = scores.masked_fill((numbers <= own).logical_and(numbers > own - at::Scalar(local_blocks)), kInf);
+    return best_numbers(scores.masked_fill(hidden, -kInf), top_blocks.min(blocks));
+  });
 }
 
-PlaceArguments place_arguments(const SelectionPlace& place) { return {place.causal, place.q_offsets, place.kv_lens}; }
+PlaceArguments place_arguments(const SelectionPlace& place) {
+  return {place.causal, place.q_offsets, place.kv_lens, place.mask};
+}
+
+void register_composites(torch::Library& m) { m.impl("index_keys", from_schema<index_keys_composite>); }
 
 }  // namespace
 
@@ -299,3 +392,6 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
       "scorer, " ATTNPACK_PLACE_SCHEMA ", Tensor? block_sums=None) -> Tensor",
       from_schema<select_blocks_composite>);
 }
+
+// As for `attend`: the schema says that a cache is written, and vmap has no rule for such ops.
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_composites(m); }

@@ -14,6 +14,9 @@ struct SelectionPlace {
   bool causal = false;
   std::optional<at::Tensor> q_offsets;  // [B] int64, position of query row 0; default 0
   std::optional<at::Tensor> kv_lens;    // [B], valid keys; default all
+  // bool (true = may attend) or floating, broadcastable to [B, Hq, L, keys]: it is added to the scores, of the query
+  // heads that share a choice the largest. Of a block of keys the largest number counts.
+  std::optional<at::Tensor> mask;
 };
 
 // The numbers of the keys that each query attends, as the operator takes them (key_index): int32, -1 for none, the best
@@ -35,14 +38,14 @@ struct IndexerTokens {
 };
 
 // select_keys for new tokens: rotates, appends the keys to inputs.cache if there is one (as a LatentCache gives it:
-// keys [B, 1, capacity, D], and values of no width), and selects among all keys.
+// keys [B, 1, capacity, D], and values of no width), and selects among all keys that the mask of inputs leaves.
 at::Tensor index_keys(const IndexerTokens& tokens, int64_t top_k, int64_t local_keys,
                       const LayerInputs& inputs = {});  // -> [B, 1, L, min(top_k, keys)]
 
 // The loss that trains an indexer (DeepSeek-V3.2 2025, section 2.1): the mean of KL(p || softmax(I)) over the valid
 // queries. p is the sum over the heads of the probabilities, divided by its own sum, and I = sum_h weights_h
 // relu(query_h key) / sqrt(H D). With key_index, I covers the keys named there alone, and the probabilities are those
-// of attention over them. No gradient flows into the probabilities.
+// of attention over them. The mask of inputs is added to I. No gradient flows into the probabilities.
 at::Tensor indexer_loss(const IndexerTokens& tokens,
                         const at::Tensor& probabilities,             // [B, Hq, L, L]
                         const std::optional<at::Tensor>& key_index,  // [B, 1, L, n]
@@ -54,7 +57,7 @@ struct BlockOptions {
   int64_t top_blocks = 16;      // how many blocks a query attends, its local ones among them
   int64_t local_blocks = 1;     // its own block and those before it, which it attends in any case
   std::string scorer = "mean";  // query times the mean of a block's keys (MoBA, Lu et al. 2025, arXiv 2502.13189), or
-                                // "max", the greatest product of the query and a key (MiniMax-M3)
+                                // "max", the greatest product of the query and a key, as MiniMax-M3's indexer
 };
 
 // The blocks that the query heads of a kv head attend, by the sum of their scores. With "mean" a causal query attends

@@ -37,11 +37,14 @@ struct AttentionInputs {
   // The cache of another layer, which has appended these tokens' keys and values: this layer reads them, and appends
   // nothing (Brandon et al. 2024, arXiv 2405.12981). No gradient reaches the layer that filled it.
   TORCH_ARG(std::shared_ptr<KVCache>, kv_from);
-  // SparseAttention and SparseLatentAttention alone: a LatentCache for the keys of their indexer, beside cache.
+  // SparseAttention and SparseLatentAttention alone: a LatentCache, or a StaticCache of one head, for the keys of their
+  // indexer, beside cache.
   TORCH_ARG(std::shared_ptr<KVCache>, index_cache);
   // The numbers of the keys that each query may attend, [B, 1 or Hkv, L, n], as in the operator; with a cache they are
   // positions of the cache. For multi-head, grouped-query, multi-query and latent attention; the others refuse it.
   TORCH_ARG(std::optional<at::Tensor>, key_index);
+  // key_index names blocks of so many keys. For multi-head, grouped-query and multi-query attention.
+  TORCH_ARG(int64_t, key_block) = 1;
 
  public:
   template <typename Self, typename Visit>
@@ -56,6 +59,7 @@ struct AttentionInputs {
     visit("kv_from", self.kv_from_);
     visit("index_cache", self.index_cache_);
     visit("key_index", self.key_index_);
+    visit("key_block", self.key_block_);
   }
 };
 

@@ -149,9 +149,10 @@ AttendOptions GroupedAttentionImpl<Derived, sharing>::shared_settings(const at::
 template <typename Derived, Sharing sharing>
 AttendOptions GroupedAttentionImpl<Derived, sharing>::settings(const AttentionInputs& inputs) const {
   auto others = inputs;
-  others.key_index(std::nullopt);
+  others.key_index(std::nullopt).key_block(1);
   auto result = attend_options(options, others, this->is_training(), rope);
   result.key_index = inputs.key_index();
+  result.key_block = inputs.key_block();
   result.head_map = options.head_map();
   if (sinks.defined()) result.sinks = sinks;
   if (options.alibi()) result.alibi_slopes = at::tensor(slopes, at::kDouble).to(o_proj->weight.device());

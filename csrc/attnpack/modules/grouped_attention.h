@@ -197,7 +197,7 @@ struct SparseAttentionOptions {
   TORCH_ARG(int64_t, num_heads);
   TORCH_ARG(int64_t, num_kv_heads);
   // Who names the keys of a query: "indexer" (DeepSeek-V3.2), or the score of a block of keys, by their "mean" (MoBA)
-  // or "max" (MiniMax-M3).
+  // or "max".
   TORCH_ARG(std::string, selector) = "indexer";
   // How many keys ("indexer") or blocks a query attends; required.
   TORCH_ARG(std::optional<int64_t>, top_k);

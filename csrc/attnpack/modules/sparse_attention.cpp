@@ -143,7 +143,11 @@ at::Tensor SparseAttentionImpl::indexer_loss(const at::Tensor& x, bool sparse, c
   ATTNPACK_CHECK(indexes(), "indexer_loss: got selector '", options.selector(),
                  "', which has nothing to train; want selector 'indexer'");
   check_input("x", x, options.embed_dim(), q_proj->weight);
-  const auto read = AttentionInputs().causal(inputs.causal()).positions(inputs.positions()).kv_lens(inputs.kv_lens());
+  const auto read = AttentionInputs()
+                        .mask(inputs.mask())
+                        .causal(inputs.causal())
+                        .positions(inputs.positions())
+                        .kv_lens(inputs.kv_lens());
   auto of_call = settings(read);
   of_call.dropout_p = 0;
   at::Tensor probabilities;

@@ -82,7 +82,11 @@ std::tuple<at::Tensor, at::Tensor> SparseLatentAttentionImpl::forward_with_weigh
 }
 
 at::Tensor SparseLatentAttentionImpl::indexer_loss(const at::Tensor& x, bool sparse, const AttentionInputs& inputs) {
-  const auto read = AttentionInputs().causal(inputs.causal()).positions(inputs.positions()).kv_lens(inputs.kv_lens());
+  const auto read = AttentionInputs()
+                        .mask(inputs.mask())
+                        .causal(inputs.causal())
+                        .positions(inputs.positions())
+                        .kv_lens(inputs.kv_lens());
   check_selects(read, kName, "a LatentCache");
   check_call(x, read);
   auto of_call = settings(read);

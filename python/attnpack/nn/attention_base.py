@@ -54,7 +54,7 @@ class NativeAttention(NativeModule):
         over = spread(cache)
         with unchanged_on_error(cache):
             if over is not None:
-                if inputs.get("key_index") is not None:
+                if inputs.get("key_index") is not None or inputs.get("key_block", 1) != 1:
                     raise ValueError(
                         "attnpack: key_index: got some for a call that is spread over processes, which knows none; "
                         "leave it out"
@@ -187,6 +187,7 @@ class ContextAttention(NativeAttention):
         kv_lens: Tensor | None = None,
         kv_from: KVCache | None = None,
         key_index: Tensor | None = None,
+        key_block: int = 1,
         need_weights: bool = False,
         **unknown: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -212,6 +213,7 @@ class ContextAttention(NativeAttention):
             key_index: int32 or int64 [B, 1 or Hkv, L, n], the numbers of the keys that each query may attend, as in
                 `attention`; with a cache they are positions of the cache. SelfAttention and DifferentialAttention
                 refuse it.
+            key_block: key_index names blocks of so many keys. Block 0 begins at key 0.
             need_weights: also return the probabilities before dropout; under tensor parallelism those of this rank's
                 heads alone.
 
@@ -221,10 +223,12 @@ class ContextAttention(NativeAttention):
         Raises:
             ValueError: a shape, dtype, device or length does not fit; nothing has been written to the cache then.
         """
-        if key_index is not None and not self._names_keys:
-            unknown["key_index"] = key_index
-        reject_keywords(unknown)
         named = {} if key_index is None else {"key_index": key_index}
+        if key_block != 1:
+            named["key_block"] = key_block
+        if not self._names_keys:
+            unknown |= named
+        reject_keywords(unknown)
         if nested.is_nested(x):
             nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, kv_from=kv_from, need_weights=need_weights, **named)
             own = self.causal and context is None

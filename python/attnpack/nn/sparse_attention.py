@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C, cpp, nested, ops
-from ..cache import CrossCache, KVCache, LatentCache, SparseCache, check_kind, unchanged_on_error
-from ..errors import check_input, reject_keywords
+from ..cache import CrossCache, KVCache, LatentCache, SparseCache, StaticCache, check_kind, unchanged_on_error
+from ..errors import check_input, reject_keywords, wrong_kind
 from ..layer_ops import index_keys, indexer_loss
 from .attention_base import ContextAttention, split_heads
 from .latent_attention import MultiHeadLatentAttention
@@ -28,8 +28,9 @@ class SparseAttention(ContextAttention):
     The selector "indexer" is the lightning indexer of DeepSeek-V3.2: small heads score every key by sum_h w_h relu(q_h
     k), and a query attends the top_k best. Children index_q_proj, index_k_proj, index_k_norm (a LayerNorm, eps 1e-6)
     and index_weights_proj. Its choice has no gradient, so `indexer_loss` trains it. With "mean" (MoBA, Lu et al. 2025,
-    arXiv 2502.13189) or "max" (MiniMax-M3) there is nothing to train: a query attends the top_k blocks of keys of the
-    best mean, or of the greatest product. Each kv head chooses for its query heads.
+    arXiv 2502.13189) or "max" there is nothing to train: a query attends the top_k blocks of keys of the best mean, or
+    of the greatest product. Each kv head chooses for its query heads. (MiniMax-M3 takes the greatest product too, but
+    of projections for this alone: `layer_ops.select_blocks` and a GroupedQueryAttention make its layer.)
 
     Where all keys are selected, the call is that of GroupedQueryAttention. Children q_proj, k_proj, v_proj, o_proj.
 
@@ -101,7 +102,7 @@ class SparseAttention(ContextAttention):
         mask: Tensor | None = None,
         causal: bool | None = None,
         cache: KVCache | None = None,
-        index_cache: LatentCache | None = None,
+        index_cache: LatentCache | StaticCache | None = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
         need_weights: bool = False,
@@ -110,14 +111,14 @@ class SparseAttention(ContextAttention):
         """Attention of x [B, L, embed_dim] over the keys of x, and those of the cache, that the selector names.
 
         Args:
-            mask: as in GroupedQueryAttention. The selector does not see it: a key that it excludes may be named, and is
-                not attended.
+            mask: as in GroupedQueryAttention. The selector adds it to its scores, as `layer_ops.select_keys` says.
+                Blocks begin at key 0, so padding on the left moves their bounds.
             causal: default the module's own setting.
             cache: the call first appends the new keys and values. A SparseCache holds what the selector needs too, so
                 that a step does not read all keys to choose among them (but for "max"). A SlidingWindowCache, a
                 QuantizedCache and a CrossCache are refused. Of a PagedCache each call copies the pages.
             index_cache: a LatentCache for the indexer's keys beside a cache that is no SparseCache, index_head_dim
-                numbers per position.
+                numbers per position; or a StaticCache of one head with v_head_dim 0.
             positions: int64 [L] or [B, L], for RoPE only; default the positions after the cached ones, or 0..L-1.
             kv_lens: [B], the number of valid new tokens of each sequence.
             need_weights: also return the probabilities before dropout, 0 for keys that are not named.
@@ -132,7 +133,7 @@ class SparseAttention(ContextAttention):
         reject_keywords(unknown)
         self._check_call(x, cache, index_cache)
         causal = self.causal if causal is None else causal
-        place = {"positions": positions, "causal": causal, "kv_lens": kv_lens}
+        place = {"positions": positions, "causal": causal, "kv_lens": kv_lens, "mask": mask}
         held = cache if isinstance(cache, SparseCache) else None
         with unchanged_on_error(index_cache), unchanged_on_error(held):
             key_index = self._named(x, held, index_cache, place) if self._indexes else None
@@ -152,13 +153,14 @@ class SparseAttention(ContextAttention):
         x: Tensor,
         *,
         sparse: bool = False,
+        mask: Tensor | None = None,
         causal: bool | None = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
     ) -> Tensor:
         """The loss that trains the indexer (DeepSeek-V3.2, section 2.1): the mean of KL(p || softmax(I)) over queries.
 
-        Queries of padding do not count.
+        Queries of padding, and those that may attend no key, do not count.
         p is the attention's probabilities, summed over the heads and divided by their sum; I are the indexer's scores.
         Gradients flow into the indexer alone, whose parameters have names that begin with `index_`.
 
@@ -166,7 +168,7 @@ class SparseAttention(ContextAttention):
             x: [B, L, embed_dim].
             sparse: p is that of attention over the keys that the indexer names, and I covers these alone: for the time
                 when the model is trained on its own choice. Otherwise both are over all keys: for warming up.
-            causal, positions, kv_lens: as in forward.
+            mask, causal, positions, kv_lens: as in forward.
 
         Returns:
             A number [], in fp32 at least.
@@ -180,7 +182,9 @@ class SparseAttention(ContextAttention):
                 "'indexer'"
             )
         self._check_call(x, None, None)
-        place = {"positions": positions, "causal": self.causal if causal is None else causal, "kv_lens": kv_lens}
+        _check_flag("sparse", sparse)
+        causal = self.causal if causal is None else causal
+        place = {"positions": positions, "causal": causal, "kv_lens": kv_lens, "mask": mask}
         with torch.no_grad():
             key_index = self._named(x, None, None, place) if sparse else None
             settings = self._settings(x) | {"dropout_p": 0.0} | self._selection(key_index)
@@ -221,7 +225,7 @@ class SparseAttention(ContextAttention):
 
     @torch.no_grad()
     def _named(
-        self, x: Tensor, held: SparseCache | None, index_cache: LatentCache | None, place: dict[str, Any]
+        self, x: Tensor, held: SparseCache | None, index_cache: LatentCache | StaticCache | None, place: dict[str, Any]
     ) -> Tensor | None:
         """The keys that the indexer names, None for all. Its keys go into the cache `held`, or `index_cache`."""
         settings = place | {"rope": self._rope_settings}
@@ -335,7 +339,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         mask: Tensor | None = None,
         causal: bool | None = None,
         cache: KVCache | None = None,
-        index_cache: LatentCache | None = None,
+        index_cache: LatentCache | StaticCache | None = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
         need_weights: bool = False,
@@ -344,11 +348,10 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         """Attention of x [B, L, embed_dim] over the keys of x, and those of the cache, that the indexer names.
 
         Args:
-            mask: as in GroupedQueryAttention. The indexer does not see it: a key that it excludes may be named, and is
-                not attended.
+            mask: as in GroupedQueryAttention. The indexer adds it to its scores, as `layer_ops.select_keys` says.
             cache: the call first appends the new latents. A LatentCache holds the indexer's keys too.
             index_cache: a LatentCache for the indexer's keys beside a cache that is no LatentCache, index_head_dim
-                numbers per position.
+                numbers per position; or a StaticCache of one head with v_head_dim 0.
 
         The other arguments, the result and the errors are those of SparseAttention.forward.
         """
@@ -356,11 +359,12 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         self._check_call(x, cache)
         _check_index_cache("SparseLatentAttention", cache, index_cache, LatentCache)
         held = cache if isinstance(cache, LatentCache) else None
-        inputs = {"positions": positions, "causal": self.causal if causal is None else causal, "kv_lens": kv_lens}
+        causal = self.causal if causal is None else causal
+        inputs = {"positions": positions, "causal": causal, "kv_lens": kv_lens, "mask": mask}
         with unchanged_on_error(index_cache), unchanged_on_error(cache):
             low = self._low(x)
             key_index = self._named(x, low, held, index_cache, inputs)
-            inputs |= {"mask": mask, "cross": False}
+            inputs["cross"] = False
             return self._attend_tokens(x, self._latents(x, None, low), cache, key_index, need_weights, **inputs)
 
     def indexer_loss(
@@ -368,18 +372,21 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         x: Tensor,
         *,
         sparse: bool = False,
+        mask: Tensor | None = None,
         causal: bool | None = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
     ) -> Tensor:
         """SparseAttention.indexer_loss for this layer. Gradients flow into `indexer` alone."""
         self._check_call(x, None)
-        inputs = {"positions": positions, "causal": self.causal if causal is None else causal, "kv_lens": kv_lens}
+        _check_flag("sparse", sparse)
+        causal = self.causal if causal is None else causal
+        inputs = {"positions": positions, "causal": causal, "kv_lens": kv_lens, "mask": mask}
         with torch.no_grad():
             low = self._low(x)
             key_index = self._named(x, low, None, None, inputs) if sparse else None
             query, latent, k_rope, _ = self._latents(x, None, low)
-            settings = {"mask": None, "cross": False, "cache": None, "dropout_p": 0.0, "key_index": key_index}
+            settings = {"cross": False, "cache": None, "dropout_p": 0.0, "key_index": key_index}
             _, weights = self._attend_heads(query, latent, k_rope, True, **settings, **inputs)
         return indexer_loss(*self.indexer(low, x.detach()), weights, key_index, rope=self._index_rope, **inputs)
 
@@ -403,7 +410,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         x: Tensor,
         low: Tensor,  # `_low(x)`
         held: LatentCache | None,
-        index_cache: LatentCache | None,
+        index_cache: LatentCache | StaticCache | None,
         place: dict[str, Any],
     ) -> Tensor | None:
         """The keys that the indexer names, None for all. Its keys go into the cache `held`, or `index_cache`."""
@@ -432,7 +439,7 @@ def _name_keys(
     num_local: int,
     head_dim: int,
     held: SparseCache | LatentCache | None,
-    index_cache: LatentCache | None,
+    index_cache: LatentCache | StaticCache | None,
     settings: dict[str, Any],
 ) -> Tensor | None:
     """The keys that an indexer names, None for all. Its keys go beside those of `held`, or into `index_cache`."""
@@ -462,7 +469,9 @@ def _check_selects(module: str, x: Tensor, cache: KVCache | None, caches: str) -
         _refuse("cache", "got one that is spread over processes, want one that this process has whole")
 
 
-def _check_index_cache(module: str, cache: KVCache | None, index_cache: LatentCache | None, holder: type) -> None:
+def _check_index_cache(
+    module: str, cache: KVCache | None, index_cache: LatentCache | StaticCache | None, holder: type
+) -> None:
     """Raises unless the indexer's keys have one place, or none without a cache. `holder` is the cache that has them
     beside its own."""
     if isinstance(cache, holder):
@@ -477,7 +486,10 @@ def _check_index_cache(module: str, cache: KVCache | None, index_cache: LatentCa
             f"got {got}, want both or none: the indexer's keys lie in a LatentCache of their own, or with the "
             f"others in a {holder.__name__}",
         )
-    check_kind(index_cache, LatentCache, module, "a LatentCache()", name="index_cache")
+    if not isinstance(index_cache, StaticCache):
+        check_kind(index_cache, LatentCache, module, "a LatentCache() or a StaticCache", name="index_cache")
+    if torch.compiler.is_compiling():  # a graph has no numbers to compare
+        return
     if index_cache is not None and len(index_cache) != len(cache):
         _refuse(
             "index_cache",
@@ -492,6 +504,11 @@ def _check_norm(name: str, norm: nn.Module | None) -> None:
             f"attnpack: {name} is {norm}, C++ has LayerNorm with eps {_EPS:g} there. Set that eps, or call the Python "
             "module"
         )
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise wrong_kind(name, value, "True or False")
 
 
 def _refuse(name: str, words: str) -> NoReturn:

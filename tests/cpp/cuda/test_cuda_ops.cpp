@@ -175,8 +175,11 @@ TEST_CASE("named keys and their gradients are the CPU's") {
   for (const int64_t block : {1, 5})
     for (const int64_t index_heads : {1, 2})
       for (const bool all : {false, true}) {
-        const Tensor query = draw({2, 3, 4, 64}, at::kFloat).transpose(1, 2), key = draw({2, 2, 43, 64}, at::kFloat),
-                     value = draw({2, 2, 43, 40}, at::kFloat), grad_out = draw({2, 4, 3, 40}, at::kFloat);
+        const Tensor query = draw({2, 3, 4, 64}, at::kFloat).transpose(1, 2),
+                     grad_out = draw({2, 4, 3, 40}, at::kFloat);
+        // Keys of a cache with room for more, values as a projection gives them.
+        const Tensor key = draw({2, 2, 50, 64}, at::kFloat).narrow(2, 0, 43),
+                     value = draw({2, 43, 2, 40}, at::kFloat).transpose(1, 2);
         AttentionArguments args{.causal = true, .q_offset = 30};
         const int64_t blocks = count_blocks(43, block);
         args.key_index = at::randint(-1, blocks, {2, index_heads, 3, 12}, at::kInt);

@@ -75,7 +75,7 @@ inline std::string rows_are_shared(const Group& group, CausalLM& model, const Ca
   return by_hand == (model->lm_head && head.is_same(table)) ? "near" : "a tie is lost";
 }
 
-// Tokens of one process, greedy and drawn from a seed; and drawn without one, where each rank would draw its own.
+// Tokens of one process, greedy and drawn from a seed; and of seeds by rank, where each rank would draw its own.
 inline std::string tokens_are_equal(const Group& group, CausalLM& shared, CausalLM& whole, const at::Tensor& ids) {
   const auto tokens = [&](CausalLM& model, GenerateOptions options) { return generate(*model, ids, options); };
   for (const std::string cache : {"dynamic", "static", "none"}) {
@@ -84,7 +84,7 @@ inline std::string tokens_are_equal(const Group& group, CausalLM& shared, Causal
   }
   const auto drawn = GenerateOptions(6).temperature(1.0).seed(3);
   if (!tokens(shared, drawn).equal(tokens(whole, drawn))) return "other tokens drawn";
-  const auto many = GenerateOptions(6).temperature(2.0).num_return_sequences(4);
+  const auto many = GenerateOptions(6).temperature(2.0).num_return_sequences(4).seed(group->getRank());
   const auto all = parallel::all_gather(tokens(shared, many).unsqueeze(0), group);
   return all.eq(all[0]).all().item<bool>() ? "near" : "the ranks draw other tokens";
 }

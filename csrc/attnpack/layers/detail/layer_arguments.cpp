@@ -64,7 +64,7 @@ AttentionArguments attention_arguments(const LayerArguments& layer, const ScoreA
           .head_map = score.head_map,
           .scale = layer.scale,
           .key_index = score.key_index,
-          .key_block = score.key_index ? score.key_block : 1};
+          .key_block = score.top_blocks == 0 ? score.key_block : 1};
 }
 
 }  // namespace attnpack

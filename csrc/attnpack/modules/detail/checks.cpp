@@ -151,6 +151,11 @@ void check_no_key_index(bool key_index) {
                  "attention take; leave it out, or call attnpack::attention");
 }
 
+void check_no_key_block(int64_t key_block) {
+  ATTNPACK_CHECK(key_block == 1, "key_block: got ", key_block, ", which of the modules multi-head, grouped-query and ",
+                 "multi-query attention take; leave it out, and name single keys");
+}
+
 void check_no_kv_from(const char* module, bool kv_from) {
   ATTNPACK_CHECK(!kv_from, "kv_from: got a cache, but ", module, " reads no other layer's; leave it out");
 }

@@ -62,6 +62,9 @@ void check_no_index_cache(bool index_cache);
 // Refuses key_index for a module that does not take it.
 void check_no_key_index(bool key_index);
 
+// Refuses blocks of keys for a module whose key_index names single keys, or that has none.
+void check_no_key_block(int64_t key_block);
+
 // Checks gate ("head", "element" or none) and the name of its activation.
 void check_gate_options(const std::optional<std::string>& gate, const std::string& activation);
 

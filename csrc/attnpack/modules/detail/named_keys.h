@@ -1,6 +1,7 @@
 #pragma once
 
 #include <attnpack/cache/latent_cache.h>
+#include <attnpack/cache/static_cache.h>
 #include <attnpack/core/check.h>
 #include <attnpack/layers/select_keys.h>
 #include <attnpack/layers/spread.h>
@@ -36,8 +37,10 @@ void check_index_cache(const AttentionInputs& inputs, const std::string& holder)
   ATTNPACK_CHECK(bool(cache) == bool(index), "index_cache: got ", index ? "one without cache" : "none beside cache",
                  ", want both or none: the indexer's keys lie in a LatentCache of their own, or with the others in a ",
                  holder);
-  ATTNPACK_CHECK(!index || std::dynamic_pointer_cast<LatentCache>(index),
-                 "index_cache: got a cache of keys and values, want a LatentCache for the indexer's keys");
+  ATTNPACK_CHECK(
+      !index || std::dynamic_pointer_cast<LatentCache>(index) || std::dynamic_pointer_cast<StaticCache>(index),
+      "index_cache: got a cache of keys and values, want a LatentCache or a StaticCache of one head for the "
+      "indexer's keys");
   ATTNPACK_CHECK(!index || index->sym_len() == cache->sym_len(), "index_cache: holds ", index ? index->sym_len() : 0,
                  " positions, cache ", cache ? cache->sym_len() : 0, ", want as many: give both to the same calls");
 }

@@ -42,9 +42,12 @@ class NamedRows {
     return x.squeeze(2).unflatten(0, {query_.size(0), rows_.end - rows_.begin}).transpose(1, 2);
   }
 
-  // The named rows of x, keys or values [B, Hkv, Lkv, width], as [B * rows, Hkv, keys, width].
+  // The named rows of x, keys or values [B, Hkv, Lkv, width], as [B * rows, Hkv, keys, width]. Of a cache or of a
+  // projection, whose heads do not lie one after the other, no more is copied than these.
   Tensor gathered(const Tensor& x) const {
-    return x.flatten(0, 2).index_select(0, places(x)).view({-1, x.size(1), keys_.size(3), x.size(3)});
+    const Tensor batch = at::arange(x.size(0), keys_.options()).view({-1, 1, 1, 1});
+    const Tensor head = at::arange(x.size(1), keys_.options()).view({-1, 1});
+    return x.index({batch, head, keys_.transpose(1, 2)}).flatten(0, 1);
   }
   // sum [B, Hkv, Lkv, width] += the gradients of gathered keys.
   void add_gradients(const Tensor& sum, const Tensor& gradients) const {
