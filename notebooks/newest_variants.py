@@ -149,9 +149,9 @@ print("numbers cached per token and layer:", {"version 1": 3 * groups * dim, "ve
 # A selector names the keys that a query reads. DeepSeek-V3.2's *lightning indexer* scores all keys by small heads,
 # `I = sum_h w_h relu(q_h k)`, and a query reads the best. MoBA ([Lu et al. 2025](https://arxiv.org/abs/2502.13189))
 # scores a block of keys by the product of the query and the mean of the block's keys, and a query reads the best blocks
-# and its own. MiniMax-M3 scores a block by its greatest product. No choice has a gradient. Blocks have nothing to train;
-# the indexer learns by a loss of its own, the KL divergence between the attention's weights and the softmax of its
-# scores. DeepSeek-V3.2 has its indexer in front of latent attention, `SparseLatentAttention`.
+# and its own. MiniMax-M3 scores a block by its greatest product. No choice has a gradient. Blocks have nothing to
+# train; the indexer learns by a loss of its own, the KL divergence between the attention's weights and the softmax of
+# its scores. DeepSeek-V3.2 has its indexer in front of latent attention, `SparseLatentAttention`.
 
 # %%
 indexed = attnpack.SparseAttention(width, heads, groups, top_k=4, index_heads=2, causal=True, rope=rope())

@@ -36,8 +36,8 @@ Tensor key_products(const Tensor& query, const Tensor& key) {
 // The rows of a group are rows of one matrix: matmul alone would copy the keys for each head.
 Tensor key_products_formula(const Tensor& query, const Tensor& key) {
   check_key_products(query, key);
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      c10::autocast_dispatch_keyset);  // which would round the products
+  // Autocast would round the products.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto wide = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const SymInt kv_heads = key.sym_size(1), group = query.sym_size(1) / kv_heads, length = query.sym_size(2);
   const Tensor rows = query.to(wide).unflatten_symint(1, {kv_heads, group}).flatten(2, 3);
