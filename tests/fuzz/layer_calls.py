@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from random import Random
 
@@ -111,24 +112,32 @@ def select(pick: Random) -> Call:
     causal, offsets = pick.random() < 0.5, torch.tensor([pick.randint(0, 9) for _ in range(batch)])
     lens = torch.tensor([pick.randint(0, kv_len) for _ in range(batch)])
     keys = pick.random() < 0.5
-    query = draw(batch, 2 * kv_heads, length, 5, dtype=pick.choice(WIDE))
+    heads = 2 * kv_heads
+    query = draw(batch, heads, length, 5, dtype=pick.choice(WIDE))
     key = draw(batch, 1 if keys else kv_heads, kv_len, 5, dtype=query.dtype)
     block, most = 1 if keys else pick.randint(1, 4), pick.randint(1, 12)
 
-    def right(index):
-        assert index.dtype == torch.int32 and index.size(-1) == min(most, -(-kv_len // block))
-        for b in range(batch):
-            for i in range(length):
-                end = min(int(lens[b]), int(offsets[b]) + i + 1) if causal else int(lens[b])
-                for row in index[b, :, i].tolist():
-                    named = [n for n in row if n >= 0]
-                    assert len(set(named)) == len(named) == min(most, -(-end // block))
-                    assert all(n * block < end for n in named)
+    mask = torch.rand(pick.choice([1, batch]), pick.choice([1, heads]), length, kv_len) < pick.choice([0.3, 1])
+    mask = pick.choice([None, mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)])
 
-    place = [causal, offsets, lens]
+    def right(index):
+        """The named blocks differ, and each has a key that some head of its kv head may attend."""
+        assert index.dtype == torch.int32 and index.size(-1) == min(most, -(-kv_len // block))
+        allowed = torch.ones(batch, heads, length, kv_len, dtype=torch.bool)
+        if mask is not None:
+            allowed &= mask if mask.dtype == torch.bool else mask == 0
+        allowed = allowed.unflatten(1, (key.size(1), -1)).any(2)
+        for b, head, i in itertools.product(range(batch), range(key.size(1)), range(length)):
+            end = min(int(lens[b]), int(offsets[b]) + i + 1) if causal else int(lens[b])
+            blocks = {n // block for n in range(end)}
+            open_blocks = {n for n in blocks if allowed[b, head, i, n * block : (n + 1) * block].any()}
+            named = [n for n in index[b, head, i].tolist() if n >= 0]
+            assert len(set(named)) == len(named) == min(most, len(open_blocks)) and set(named) <= open_blocks
+
+    place = [causal, offsets, lens, mask]
     if keys:
         local = pick.randint(0, most)
-        return "select_keys", [query, key, draw(batch, length, 2 * kv_heads), most, *place, local], right
+        return "select_keys", [query, key, draw(batch, length, heads), most, *place, local], right
     scorer, sums = pick.choice(["mean", "max"]), None
     if scorer == "mean" and kv_len and pick.random() < 0.5:
         valid = key * (torch.arange(kv_len) < lens.view(-1, 1, 1)).unsqueeze(-1)
