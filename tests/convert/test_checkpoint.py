@@ -249,7 +249,7 @@ def test_a_bad_checkpoint_is_one_sentence_and_nothing_written(llama, tmp_path, c
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--kv-heads", 3], ("num_kv_heads: got 3", "does not divide")),
+        (["--kv-heads", 3], ("num_kv_heads: got 3, which does not divide the 4 key-value heads", "choose 1 or 2")),
         (["--kv-heads", 8], ("num_kv_heads: got 8, want 1 to the 4 heads",)),
         (["--kv-heads", 2, "--groups", "0,1", "2"], ("groups: got head 3 in none",)),
         (["--kv-heads", 2, "--groups", "0,1,2", "3"], ("groups: got one that 3 query heads read",)),

@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=_mass, metavar="P", help="sample from the likeliest tokens of joint mass P")
     generate.add_argument("--seed", type=_seed, metavar="N", help="seed of the sampling")
 
-    example = "attnpack convert path/to/model converted --kv-heads 2 --method mean"
+    example = "attnpack convert path/to/model converted --kv-heads 1 --method mean"
     convert = _command(commands, "convert", _convert, "give a model fewer key-value heads", example)
     convert.add_argument("source", type=Path, metavar="IN", help="a Hugging Face directory or a GGUF file")
     convert.add_argument("out", type=Path, metavar="OUT", help="directory to make, which transformers opens as it is")

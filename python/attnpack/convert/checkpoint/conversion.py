@@ -68,6 +68,7 @@ def convert_checkpoint(source: Path, out: Path, request: Request) -> ConversionR
         checkpoint, notes = open_source(source, request.dtype, request.encoder), []
     if source.resolve() in out.resolve().parents:
         raise ValueError(f"{out}: lies in {source}, which stays as it is; choose a place outside of it")
+    _check_kv_heads(checkpoint, request.kv_heads)
     streams = _make_streams(checkpoint, request, notes)
     with whole_directory(out) as folder:
         writer = _Writer(checkpoint, folder, request.kv_heads)
@@ -80,6 +81,17 @@ def convert_checkpoint(source: Path, out: Path, request: Request) -> ConversionR
         report = _make_report(checkpoint, out, request, streams.tokens, perplexities, notes, time.monotonic() - started)
         write_json(folder / RECORD, asdict(report) | {"source": str(source.absolute())})
     return report
+
+
+def _check_kv_heads(source: Source, kv_heads: int) -> None:
+    """Layers can have groups of unlike sizes, and a checkpoint cannot: its config names only the number of kv heads."""
+    present = source.config["num_kv_heads"]
+    if present > kv_heads and present % kv_heads:
+        fitting = [n for n in range(1, present) if present % n == 0]
+        raise ValueError(
+            f"num_kv_heads: got {kv_heads}, which does not divide the {present} key-value heads of {source.path}; "
+            f"choose {' or '.join(map(str, fitting))}"
+        )
 
 
 def _make_streams(source: Source, request: Request, notes: list[str]) -> Streams:

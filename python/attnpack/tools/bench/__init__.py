@@ -141,8 +141,18 @@ def as_dict(limits: Limits, results: list[Result], on: Cpu | Cuda) -> dict:
 
 
 def machine() -> str:
-    """The processor's name."""
-    return Cpu().name()
+    """The processor's name and the instruction set that attnpack uses on it."""
+    return f"{Cpu().name()} ({_C.isa()})"
+
+
+def conditions(dtype: str = "fp32") -> str:
+    """The machine of a time, the threads that torch has now, and the limits that this many threads reach now."""
+    threads, limits = torch.get_num_threads(), Cpu().limits()
+    rate = limits.bf16_flops if dtype == "bf16" else limits.flops
+    return (
+        f"{machine()}, {threads} thread{'s'[: threads > 1]}, {dtype}; "
+        f"limits: {rate / 1e9:.0f} GFLOP/s, {limits.bytes_per_second / 1e9:.1f} GB/s read"
+    )
 
 
 def main(args: argparse.Namespace) -> None:
