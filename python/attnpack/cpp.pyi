@@ -1,20 +1,24 @@
 """What type checkers and editors know of attnpack.cpp, whose classes pybind11 makes.
 
-The constructors take the arguments of the Python classes of the same names, and check them when they are called.
+The constructors take the arguments of the Python classes of the same names, with modules of attnpack.cpp for modules,
+and check them when they are called.
 """
 
 import builtins
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, Self, Unpack, overload
 
 from torch import Tensor
+
+import attnpack
+
+from .signatures import ContextInputs, HasForward, Inputs, Loop, P, Result, SharedInputs, made_as, types_of
 
 class _Module:
     """A torch::nn::Module as pybind11 shows it."""
 
     training: bool
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self: HasForward[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result: ...
     def train(self, mode: bool = True) -> Self: ...
     def eval(self) -> Self: ...
     def clone(self) -> Self: ...
@@ -43,17 +47,31 @@ class _WithOptions(_Module):
 class _Tokenwise(_WithOptions):
     def forward(self, x: Tensor) -> Tensor: ...
 
-class Linear(_Tokenwise): ...
+class Linear(_Tokenwise):
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None: ...
 
 class Embedding(_WithOptions):
+    def __init__(self, num_embeddings: int, embedding_dim: int, **options: Any) -> None: ...
     def forward(self, ids: Tensor) -> Tensor: ...
 
-class RMSNorm(_Tokenwise): ...
-class LayerNorm(_Tokenwise): ...
-class FeedForward(_Tokenwise): ...
-class MixtureOfExperts(_Tokenwise): ...
+class RMSNorm(_Tokenwise):
+    @made_as(attnpack.RMSNorm)
+    def __init__(self) -> None: ...
+
+class LayerNorm(_Tokenwise):
+    def __init__(self, dim: int, **options: Any) -> None: ...
+
+class FeedForward(_Tokenwise):
+    @made_as(attnpack.FeedForward)
+    def __init__(self) -> None: ...
+
+class MixtureOfExperts(_Tokenwise):
+    @made_as(attnpack.MixtureOfExperts)
+    def __init__(self) -> None: ...
 
 class RotaryEmbedding(_WithOptions):
+    @made_as(attnpack.RotaryEmbedding)
+    def __init__(self) -> None: ...
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor: ...
     @property
     def inv_freq(self) -> list[builtins.float]: ...
@@ -73,71 +91,78 @@ class RotaryEmbedding(_WithOptions):
     def trained_len(self) -> int: ...
 
 class _Attention(_WithOptions):
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        *,
-        value_context: Tensor | None = None,
-        mask: Tensor | None = None,
-        causal: bool | None = None,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
-        kv_lens: Tensor | None = None,
-        kv_from: KVCache | None = None,
-        key_index: Tensor | None = None,
-        key_block: int = 1,
-        need_weights: bool = False,
-    ) -> Any: ...
-    def forward_with_weights(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(self, x: Tensor, context: Tensor | None = None, *, need_weights: Literal[False] = False,
+                **inputs: Unpack[ContextInputs[KVCache]]) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, context: Tensor | None = None, *, need_weights: Literal[True],
+                **inputs: Unpack[ContextInputs[KVCache]]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, context: Tensor | None = None, *, need_weights: bool,
+                **inputs: Unpack[ContextInputs[KVCache]]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    @types_of(forward)
+    def __call__(self) -> Any: ...  # type: ignore[override]
+    def forward_with_weights(
+        self, x: Tensor, context: Tensor | None = None, **inputs: Unpack[ContextInputs[KVCache]]
+    ) -> tuple[Tensor, Tensor]: ...
     def project(
         self, x: Tensor, context: Tensor | None = None, *, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-class SelfAttention(_Attention): ...
-class MultiHeadAttention(_Attention): ...
-class GroupedQueryAttention(_Attention): ...
-class MultiQueryAttention(_Attention): ...
-class DifferentialAttention(_Attention): ...
+class SelfAttention(_Attention):
+    @made_as(attnpack.SelfAttention)
+    def __init__(self) -> None: ...
+
+class MultiHeadAttention(_Attention):
+    def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None: ...
+
+class GroupedQueryAttention(_Attention):
+    def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int, **options: Any) -> None: ...
+
+class MultiQueryAttention(_Attention):
+    def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None: ...
+
+class DifferentialAttention(_Attention):
+    def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int, **options: Any) -> None: ...
 
 class MultiHeadLatentAttention(_Attention):
+    def __init__(self, embed_dim: int, num_heads: int, **options: Any) -> None: ...
     def fold(self) -> Any: ...
     @property
     def softmax_scale(self) -> builtins.float: ...
 
 class ProjectedAttention(_WithOptions):
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None = None,
-        causal: bool | None = None,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
-        kv_lens: Tensor | None = None,
-        kv_from: KVCache | None = None,
-        need_weights: bool = False,
-    ) -> Any: ...
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, **options: Any) -> None: ...
+    @overload
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, need_weights: Literal[False] = False,
+                **inputs: Unpack[SharedInputs[KVCache]]) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, need_weights: Literal[True],
+                **inputs: Unpack[SharedInputs[KVCache]]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, need_weights: bool,
+                **inputs: Unpack[SharedInputs[KVCache]]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    @types_of(forward)
+    def __call__(self) -> Any: ...  # type: ignore[override]
     def project(
         self, q: Tensor, k: Tensor, v: Tensor, *, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 class _Selecting(_WithOptions):
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        causal: bool | None = None,
-        cache: KVCache | None = None,
-        index_cache: KVCache | None = None,
-        positions: Tensor | None = None,
-        kv_lens: Tensor | None = None,
-        need_weights: bool = False,
-    ) -> Any: ...
-    def forward_with_weights(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(self, x: Tensor, *, index_cache: KVCache | None = None, need_weights: Literal[False] = False,
+                **inputs: Unpack[Inputs[KVCache]]) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, *, index_cache: KVCache | None = None, need_weights: Literal[True],
+                **inputs: Unpack[Inputs[KVCache]]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, *, index_cache: KVCache | None = None, need_weights: bool,
+                **inputs: Unpack[Inputs[KVCache]]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    @types_of(forward)
+    def __call__(self) -> Any: ...  # type: ignore[override]
+    def forward_with_weights(
+        self, x: Tensor, *, index_cache: KVCache | None = None, **inputs: Unpack[Inputs[KVCache]]
+    ) -> tuple[Tensor, Tensor]: ...
     def project(self, x: Tensor, *, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]: ...
     def indexer_loss(
         self,
@@ -150,47 +175,120 @@ class _Selecting(_WithOptions):
         kv_lens: Tensor | None = None,
     ) -> Tensor: ...
 
-class SparseAttention(_Selecting): ...
+class SparseAttention(_Selecting):
+    def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int, *, top_k: int, **options: Any) -> None: ...
 
 class SparseLatentAttention(_Selecting):
+    def __init__(self, embed_dim: int, num_heads: int, *, top_k: int, **options: Any) -> None: ...
     def fold(self) -> Any: ...
     @property
     def softmax_scale(self) -> builtins.float: ...
 
-class _Stack(_Module):
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor: ...
+class _Encoding(_Module):
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+    ) -> Tensor: ...
 
-class _Block(_Stack):
+class EncoderBlock(_Encoding):
+    def __init__(self, attention: _Module, feed_forward: _Module, **options: Any) -> None: ...
     @property
     def pre_norm(self) -> bool: ...
     @property
     def dropout(self) -> builtins.float: ...
 
-class EncoderBlock(_Block): ...
-
-class DecoderBlock(_Block):
-    @property
-    def layout(self) -> str | None: ...
-
-class _ScaledStack(_Stack):
+class Encoder(_Encoding):
+    def __init__(self, layers: Iterable[EncoderBlock], **options: Any) -> None: ...
     @property
     def embed_scale(self) -> builtins.float: ...
     @property
     def dropout(self) -> builtins.float: ...
 
-class Encoder(_ScaledStack): ...
+class DecoderBlock(_Module):
+    def __init__(self, attention: _Module, feed_forward: _Module, **options: Any) -> None: ...
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_lens: Tensor | None = None,
+        cross_cache: CrossCache | None = None,
+    ) -> Tensor: ...
+    @property
+    def pre_norm(self) -> bool: ...
+    @property
+    def dropout(self) -> builtins.float: ...
+    @property
+    def layout(self) -> str | None: ...
 
-class Decoder(_ScaledStack):
+class Decoder(_Module):
+    def __init__(self, layers: Iterable[DecoderBlock], **options: Any) -> None: ...
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        cache: ModelCache | None = None,
+        positions: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        context_lens: Tensor | None = None,
+        cross_cache: ModelCache | None = None,
+    ) -> Tensor: ...
+    @property
+    def embed_scale(self) -> builtins.float: ...
+    @property
+    def dropout(self) -> builtins.float: ...
     def new_cache(self) -> ModelCache: ...
 
 class EncoderDecoder(_Module):
-    def forward(self, source: Tensor | None, target: Tensor, **kwargs: Any) -> Tensor: ...
+    def __init__(self, encoder: Encoder, decoder: Decoder) -> None: ...
+    def forward(
+        self,
+        source: Tensor | None,
+        target: Tensor,
+        *,
+        source_lens: Tensor | None = None,
+        target_lens: Tensor | None = None,
+        cache: ModelCache | None = None,
+        cross_cache: ModelCache | None = None,
+    ) -> Tensor: ...
     def encode(self, source: Tensor, *, source_lens: Tensor | None = None) -> Tensor: ...
-    def decode(self, context: Tensor | None, target: Tensor, **kwargs: Any) -> Tensor: ...
-    def generate(self, source: Tensor, target: Tensor, *, max_new_tokens: int, **kwargs: Any) -> Tensor: ...
+    def decode(
+        self,
+        context: Tensor | None,
+        target: Tensor,
+        *,
+        source_lens: Tensor | None = None,
+        target_lens: Tensor | None = None,
+        cache: ModelCache | None = None,
+        cross_cache: ModelCache | None = None,
+    ) -> Tensor: ...
+    def generate(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        max_new_tokens: int,
+        head: Callable[[Tensor], Tensor] | None = None,
+        source_lens: Tensor | None = None,
+        **loop: Unpack[Loop[ModelCache]],
+    ) -> Tensor: ...
     def new_cross_cache(self) -> ModelCache: ...
 
 class CausalLM(_WithOptions):
+    @made_as(attnpack.CausalLM)
+    def __init__(self) -> None: ...
     def forward(
         self,
         ids: Tensor,
@@ -200,11 +298,10 @@ class CausalLM(_WithOptions):
         positions: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor: ...
-    def generate(self, ids: Tensor, *, max_new_tokens: int, **kwargs: Any) -> Tensor: ...
+    def generate(self, ids: Tensor, *, max_new_tokens: int, **loop: Unpack[Loop[ModelCache]]) -> Tensor: ...
     def resolved_layers(self) -> list[dict[str, Any]]: ...
 
 class KVCache:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __len__(self) -> int: ...
     def __bool__(self) -> bool: ...
     @property
@@ -244,6 +341,8 @@ class LatentCache(DynamicCache):
     def index(self) -> Tensor: ...
 
 class QuantizedCache(KVCache):
+    @made_as(attnpack.QuantizedCache)
+    def __init__(self) -> None: ...
     @property
     def bits(self) -> int: ...
     @property
@@ -254,6 +353,8 @@ class QuantizedCache(KVCache):
     def kv_lora_rank(self) -> int: ...
 
 class PagedCache(KVCache):
+    @made_as(attnpack.PagedCache)
+    def __init__(self) -> None: ...
     @property
     def block_table(self) -> Tensor: ...
     @property
@@ -270,6 +371,8 @@ class PagedCache(KVCache):
     def release(self, rows: Any) -> None: ...
 
 class SlidingWindowCache(KVCache):
+    @made_as(attnpack.SlidingWindowCache)
+    def __init__(self) -> None: ...
     @property
     def window(self) -> tuple[int, int]: ...
     @property
@@ -284,12 +387,14 @@ class SparseCache(DynamicCache):
     def block(self) -> int: ...
 
 class StaticCache(KVCache):
+    @made_as(attnpack.StaticCache)
+    def __init__(self) -> None: ...
     @classmethod
     def from_tensors(cls, key: Tensor, value: Tensor, lengths: Tensor) -> Self: ...
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]: ...
 
 class ModelCache:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, layers: int | Sequence[KVCache]) -> None: ...
     def __len__(self) -> int: ...
     @property
     def layers(self) -> list[KVCache]: ...

@@ -17,19 +17,15 @@ from torch import Tensor
 
 from .errors import DTYPES, values_of, wrong_kind
 from .ops import apply_rope, attention
+from .signatures import with_lse, with_probs
 from .varlen import attention_varlen
 
-__all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-]
+__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+           "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
+           "flash_attn_with_kvcache"]  # fmt: skip
 
 
+@with_probs
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
                     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
                     alibi_slopes: Tensor | None = None, deterministic: bool = False,
@@ -62,6 +58,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     return _results(out.transpose(1, 2), lse, return_attn_probs)
 
 
+@with_probs
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
                              causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
                              alibi_slopes: Tensor | None = None, deterministic: bool = False,
@@ -72,6 +69,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0.0, soft
                            return_attn_probs)  # fmt: skip
 
 
+@with_probs
 def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
                               causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
                               alibi_slopes: Tensor | None = None, deterministic: bool = False,
@@ -82,6 +80,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, softmax_scale
                            return_attn_probs)  # fmt: skip
 
 
+@with_probs
 def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
                            max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
                            softmax_scale: float | None = None, causal: bool = False,
@@ -132,6 +131,7 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     return _results(torch.cat(outs), torch.cat(lses, 1), return_attn_probs)
 
 
+@with_probs
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
                                     max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
                                     softmax_scale: float | None = None, causal: bool = False,
@@ -146,6 +146,7 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor,
                                   return_attn_probs)  # fmt: skip
 
 
+@with_probs
 def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
                                      softmax_scale: float | None = None, causal: bool = False,
                                      window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -159,6 +160,7 @@ def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen
                                   return_attn_probs)  # fmt: skip
 
 
+@with_lse
 def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None,
                             v: Tensor | None = None, rotary_cos: Tensor | None = None,
                             rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
@@ -302,13 +304,8 @@ def _settings(dropout_p, softmax_scale, causal, window_size, softcap) -> dict[st
         raise ValueError(
             f"attnpack: softmax_scale is {softmax_scale}, wants a finite number: 1 / sqrt(head_dim) is usual"
         )
-    return {
-        "dropout_p": dropout_p,
-        "scale": softmax_scale,
-        "causal": causal,
-        "window": tuple(sides),
-        "softcap": softcap,
-    }
+    rules = {"dropout_p": dropout_p, "scale": softmax_scale, "causal": causal, "softcap": softcap}
+    return {**rules, "window": tuple(sides)}
 
 
 def _results(out, lse, return_attn_probs):

@@ -7,14 +7,25 @@ B batch, H heads, Hq / Hkv query / kv heads, L length, D head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from . import _C
 from .ops import Rope, _flat, _native
+from .signatures import DropoutRules
 
 _is_compiling = torch.compiler.is_compiling
+
+
+class SharedRules(DropoutRules, total=False):
+    """Keywords of `attend_shared`."""
+
+    rope: Rope
+    positions: Tensor | None
+    mask: Tensor | None
+    key_block: int
 
 
 def gate_heads(joined: Tensor, gate: Tensor, num_heads: int, activation: str = "sigmoid") -> Tensor:
@@ -35,6 +46,15 @@ def gate_heads(joined: Tensor, gate: Tensor, num_heads: int, activation: str = "
     return (torch.ops.attnpack if _is_compiling() else _C).gate_heads(joined, gate, num_heads, activation)
 
 
+@overload
+def attend_shared(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, need_weights: Literal[False] = False,
+                  **rules: Unpack[SharedRules]) -> Tensor: ...  # fmt: skip
+@overload
+def attend_shared(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, need_weights: Literal[True],
+                  **rules: Unpack[SharedRules]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attend_shared(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, need_weights: bool,
+                  **rules: Unpack[SharedRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attend_shared(
     query: Tensor,
     key: Tensor,

@@ -6,12 +6,13 @@ B batch, Hq / Hkv query / kv heads, Lq / Lkv lengths, D head dim of queries and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from . import _C
+from .signatures import AttentionRules
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -48,6 +49,15 @@ class CacheTensors(NamedTuple):
     blocks by their mean writes them."""
 
 
+@overload
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *,
+              return_lse: Literal[False] = False, **rules: Unpack[AttentionRules]) -> Tensor: ...  # fmt: skip
+@overload
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, return_lse: Literal[True],
+              **rules: Unpack[AttentionRules]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, return_lse: bool,
+              **rules: Unpack[AttentionRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     query: Tensor,
     key: Tensor,

@@ -6,7 +6,7 @@ truth, and the error that plain PyTorch makes in a low dtype. This code is made 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,15 @@ FAR = 2**60  # beyond any length; sums of these do not overflow
 # ---- the operator --------------------------------------------------------------------
 
 
+@overload
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *,
+              return_lse: Literal[False] = False, **rules: Any) -> Tensor: ...  # fmt: skip
+@overload
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, return_lse: Literal[True],
+              **rules: Any) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, return_lse: bool,
+              **rules: Any) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     query: Tensor,  # [B, Hq, Lq, D]
     key: Tensor,  # [B, Hkv, Lkv, D]

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from . import _C
 from .ops import draw_seed
+from .signatures import PackedRules
 
 
+@overload
+def attention_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
+                     cu_seqlens_k: Tensor | None = None, *, return_lse: Literal[False] = False,
+                     **rules: Unpack[PackedRules]) -> Tensor: ...  # fmt: skip
+@overload
+def attention_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
+                     cu_seqlens_k: Tensor | None = None, *, return_lse: Literal[True],
+                     **rules: Unpack[PackedRules]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
+                     cu_seqlens_k: Tensor | None = None, *, return_lse: bool,
+                     **rules: Unpack[PackedRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_varlen(
     query: Tensor,
     key: Tensor,

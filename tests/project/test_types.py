@@ -3,9 +3,12 @@
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import types
+import typing
+from collections.abc import Callable
 from pathlib import Path
 
 import attnpack
@@ -16,6 +19,11 @@ STUB = ROOT / "python/attnpack/cpp.pyi"
 SHOWN = ["attnpack", "attnpack.cpp", "attnpack.backend", "attnpack.convert", "attnpack.checkpoints"]
 SHOWN += ["attnpack.flash", "attnpack.distributed"]
 ANNOTATED = [*SHOWN, "attnpack.hf", "attnpack.onnx", "attnpack.layer_ops", "attnpack.reference"]
+
+
+@pytest.fixture(scope="module")
+def mypy_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("mypy")
 
 
 def stub_members() -> dict[str, set[str]]:
@@ -74,21 +82,89 @@ def test_arguments_and_results_have_types(module):
         assert signature.return_annotation is not signature.empty or name.endswith("__init__"), name
 
 
-def test_mypy_knows_every_public_name(tmp_path):
+def annotations_of(call: Callable) -> dict[str, str]:
+    """{keyword: type} of a function or an overload, with those of its TypedDict in the place of **keywords."""
+    found = {}
+    for name, parameter in inspect.signature(call).parameters.items():
+        kind = re.fullmatch(r"Unpack\[([\w.]+)(?:\[(\w+)\])?\]", str(parameter.annotation))
+        if kind:
+            options = eval(kind[1], call.__globals__).__annotations__
+            found |= {key: re.sub(r"\bCache\b", kind[2] or "", value.__forward_arg__) for key, value in options.items()}
+        elif parameter.kind is not parameter.VAR_KEYWORD:
+            found[name] = parameter.annotation
+    return found
+
+
+def overloaded() -> dict[str, types.FunctionType]:
+    found = {}
+    for module in ANNOTATED:
+        for name, value in public_content(module).items():
+            for kind in [k for k in getattr(value, "__mro__", ()) if k.__module__.startswith("attnpack")] or [value]:
+                functions = functions_of(f"{module}.{name}", kind)
+                found |= {place: function for place, function in functions.items() if typing.get_overloads(function)}
+    return found
+
+
+def test_overloads_take_what_the_function_takes():
+    found = overloaded()
+    assert {"attnpack.attention", "attnpack.MultiHeadAttention.forward", "attnpack.distributed.attention"} <= set(found)
+    for name, function in found.items():
+        overloads = [annotations_of(overload) for overload in typing.get_overloads(function)]
+        assert len(overloads) == 3 and [list(each) for each in overloads] == [list(overloads[0])] * 3, name
+        if function.__module__ != "attnpack.reference":  # it imports nothing of attnpack, not even the keywords
+            assert overloads[2] == annotations_of(function), name
+
+
+@pytest.mark.parametrize("module", SHOWN)
+def test_no_result_is_a_union_that_an_overload_could_tell_apart(module):
+    for name, value in public_content(module).items():
+        for place, function in functions_of(name, value).items():
+            result = str(inspect.signature(function).return_annotation)
+            told = typing.get_overloads(function) or module == "attnpack.flash"  # see signatures.WithProbs
+            assert not result.startswith("Tensor | tuple") or told, place
+
+
+def errors_of_mypy(program: Path, cache: Path, *options: str) -> list[str]:
+    """mypy's messages of errors and revealed types."""
     pytest.importorskip("mypy", reason="the extra `test` is not installed")
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", str(cache), *options]
+    environment = {"MYPYPATH": str(ROOT / "python"), "PATH": ""}
+    text = subprocess.run([*command, str(program)], capture_output=True, text=True, env=environment).stdout
+    assert re.search(r"^(Success|Found \d+ errors?)", text, flags=re.M), text
+    return [line for line in text.splitlines() if ": error: " in line or "Revealed type is" in line]
+
+
+def test_calls_have_the_types_of_their_arguments(mypy_cache):
+    program = Path(__file__).parent / "typed_calls.py"
+    lines = program.read_text().splitlines()
+    wrong = {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
+    errors = errors_of_mypy(program, mypy_cache, "--check-untyped-defs")
+    assert {int(re.search(r":(\d+): error", error)[1]) for error in errors} == wrong, errors
+    assert len(wrong) > 10
+
+
+def test_the_readmes_code_has_no_type_errors(tmp_path, mypy_cache):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    assert len(blocks) >= 3
+    program, settings = tmp_path / "readme.py", tmp_path / "mypy.ini"
+    program.write_text("\n".join(blocks) + "\nreveal_type(out)\nreveal_type(lse)\n")
+    settings.write_text("[mypy]\n[mypy-transformers.*]\nfollow_imports = skip\nignore_missing_imports = True\n")
+    messages = errors_of_mypy(program, mypy_cache, "--config-file", str(settings))
+    assert [message.partition("is ")[2] for message in messages] == ['"torch._tensor.Tensor"'] * 2, messages
+
+
+def test_mypy_knows_every_public_name(tmp_path, mypy_cache):
     names = public_names()
     assert {"attnpack.attention", "attnpack.cpp.CausalLM", "attnpack.backend.enable"} <= set(names)
     program = tmp_path / "program.py"
     lines = [f"import {module}" for module in SHOWN] + [f"reveal_type({name})" for name in names]
     lines += ["attnpack.atention", "attnpack.cpp.CausalML", "reveal_type(attnpack.cpp.Linear(4, 4).forward)"]
     program.write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
-    environment = {"MYPYPATH": str(ROOT / "python"), "PATH": ""}
-    text = subprocess.run([*command, str(program)], capture_output=True, text=True, env=environment).stdout
-    revealed = [line for line in text.splitlines() if "Revealed type is" in line]
-    assert len(revealed) == len(names) + 1, text
+    messages = errors_of_mypy(program, mypy_cache)
+    revealed = [line for line in messages if "Revealed type is" in line]
+    assert len(revealed) == len(names) + 1, messages
     unknown = [line for line in revealed if line.endswith('is "Any"')]
     assert [names[revealed.index(line)] for line in unknown] == []
-    errors = [line for line in text.splitlines() if ": error: " in line]
-    assert len(errors) == 2 and "atention" in errors[0] and "CausalML" in errors[1], text
+    errors = [line for line in messages if ": error: " in line]
+    assert len(errors) == 2 and "atention" in errors[0] and "CausalML" in errors[1], messages
     assert "def (x: torch._tensor.Tensor) -> torch._tensor.Tensor" in revealed[-1]

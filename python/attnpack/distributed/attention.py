@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import ops
+from .. import ops, signatures
 from ..errors import wrong_kind
 from .agreement import agree, hash_of
 from .block_attention import Rules
@@ -26,6 +26,14 @@ def _ring(*arguments: Any) -> tuple[Tensor, Tensor]:
     return RingAttention.apply(query, key, value, rules.sinks, rules, group, layout)
 
 
+class SplitRules(signatures.Rules, total=False):
+    """Keywords of `attention`."""
+
+    group: Group
+    method: str
+    layout: str
+
+
 METHODS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "allgather": attend_gathered,
     "ulysses": attend_ulysses,
@@ -33,6 +41,15 @@ METHODS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 
 
+@overload
+def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False,
+              **rules: Unpack[SplitRules]) -> Tensor: ...  # fmt: skip
+@overload
+def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True],
+              **rules: Unpack[SplitRules]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool,
+              **rules: Unpack[SplitRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     query: Tensor,
     key: Tensor,

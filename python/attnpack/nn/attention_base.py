@@ -6,7 +6,7 @@ B batch, L / Lkv lengths of x and context, Hq / Hkv query / kv heads, D head_dim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from .._C import checks, linear_layers
 from ..cache import CrossCache, DynamicCache, KVCache, check_kind, unchanged_on_error
 from ..errors import check_input, check_inputs, check_positions, reject_keywords, wrong_kind
 from ..layer_ops import attend_shared, gate_heads
+from ..signatures import ContextInputs, types_of
 from .linear import project, project_all
 from .native import NativeModule
 from .rope import RotaryEmbedding, rotate_rows
@@ -174,6 +175,15 @@ class ContextAttention(NativeAttention):
     _names_keys = False
     """Whether forward takes key_index."""
 
+    @overload
+    def forward(self, x: Tensor, context: Tensor | None = None, *, need_weights: Literal[False] = False,
+                **inputs: Unpack[ContextInputs[KVCache]]) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, context: Tensor | None = None, *, need_weights: Literal[True],
+                **inputs: Unpack[ContextInputs[KVCache]]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, context: Tensor | None = None, *, need_weights: bool,
+                **inputs: Unpack[ContextInputs[KVCache]]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         x: Tensor,
@@ -265,6 +275,11 @@ class ContextAttention(NativeAttention):
             causal=(self.causal and not cross) if causal is None else causal,
             **named,
         )
+
+    if TYPE_CHECKING:
+
+        @types_of(forward)
+        def __call__(self) -> Any: ...  # type: ignore[override]
 
     def _attend_shared(
         self, x: Tensor, kv_from: KVCache, need_weights: bool, **inputs: Any

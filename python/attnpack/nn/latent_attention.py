@@ -7,7 +7,7 @@ rotated, and V dims of values.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from .. import _C, cpp, nested, ops, varlen
 from .._C import checks
 from ..cache import KVCache, LatentCache, check_kind, unchanged_on_error
 from ..errors import check_inputs, reject_keywords
+from ..signatures import LatentInputs, types_of
 from .attention_base import NativeAttention, packed_inputs, split_heads
 from .linear import plain_weight, project, query_latent
 from .norm import RMSNorm
@@ -122,6 +123,15 @@ class MultiHeadLatentAttention(NativeAttention):
         """Width of the output of forward."""
         return self.embed_dim
 
+    @overload
+    def forward(self, x: Tensor, context: Tensor | None = None, *, need_weights: Literal[False] = False,
+                **inputs: Unpack[LatentInputs[KVCache]]) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, context: Tensor | None = None, *, need_weights: Literal[True],
+                **inputs: Unpack[LatentInputs[KVCache]]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, context: Tensor | None = None, *, need_weights: bool,
+                **inputs: Unpack[LatentInputs[KVCache]]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         x: Tensor,
@@ -166,6 +176,11 @@ class MultiHeadLatentAttention(NativeAttention):
         inputs["causal"] = (self.causal and context is None) if causal is None else causal
         with unchanged_on_error(cache):
             return self._attend_tokens(x, self._latents(x, context), cache, key_index, need_weights, **inputs)
+
+    if TYPE_CHECKING:
+
+        @types_of(forward)
+        def __call__(self) -> Any: ...  # type: ignore[override]
 
     def _attend_tokens(
         self,

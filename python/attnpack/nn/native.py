@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._C import checks
 from ..errors import wrong_kind
+from ..signatures import HasForward, P, Result
 
 # Types of layers that a C++ twin has too. The type must be the same: a derived class may compute something else.
 _PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList)
@@ -21,6 +22,10 @@ class NativeModule(nn.Module):
 
     The twin's constructor checks the arguments, so that both languages give the same errors.
     """
+
+    if TYPE_CHECKING:
+
+        def __call__(self: HasForward[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result: ...
 
     _cpp_class: type
     _not_of_twin: frozenset[str] = frozenset()

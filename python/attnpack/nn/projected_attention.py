@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from .. import cpp, nested
 from .._C import checks
 from ..cache import CrossCache, KVCache
 from ..errors import check_input, reject_keywords
+from ..signatures import SharedInputs, types_of
 from .attention_base import NativeAttention, packed_inputs, split_heads
 from .rope import RotaryEmbedding
 
@@ -47,6 +48,15 @@ class ProjectedAttention(NativeAttention):
         self._configure(locals())
         self.head_map = None if head_map is None else tuple(head_map)
 
+    @overload
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, need_weights: Literal[False] = False,
+                **inputs: Unpack[SharedInputs[KVCache]]) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, need_weights: Literal[True],
+                **inputs: Unpack[SharedInputs[KVCache]]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, need_weights: bool,
+                **inputs: Unpack[SharedInputs[KVCache]]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         q: Tensor,
@@ -96,6 +106,11 @@ class ProjectedAttention(NativeAttention):
             mask=mask,
             causal=causal,
         )
+
+    if TYPE_CHECKING:
+
+        @types_of(forward)
+        def __call__(self) -> Any: ...  # type: ignore[override]
 
     def project(
         self, q: Tensor, k: Tensor, v: Tensor, *, positions: Tensor | None = None

@@ -3,7 +3,7 @@ those of grouped-query attention, or latents."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from .. import _C, cpp, nested, ops
 from ..cache import CrossCache, KVCache, LatentCache, SparseCache, StaticCache, check_kind, unchanged_on_error
 from ..errors import check_input, reject_keywords, wrong_kind
 from ..layer_ops import index_keys, indexer_loss
+from ..signatures import Inputs, types_of
 from .attention_base import ContextAttention, split_heads
 from .latent_attention import MultiHeadLatentAttention
 from .linear import project
@@ -19,6 +20,7 @@ from .native import NativeModule
 from .rope import RopeSettings, RotaryEmbedding
 from .spread import refuse_spread, spread
 
+IndexCache = LatentCache | StaticCache | None
 _EPS = 1e-6  # of the norm of an indexer's keys
 
 
@@ -95,6 +97,15 @@ class SparseAttention(ContextAttention):
             self.index_k_norm = nn.LayerNorm(self.index_head_dim, eps=_EPS, **factory)
             self.index_weights_proj = linear(self.index_heads)
 
+    @overload
+    def forward(self, x: Tensor, *, index_cache: IndexCache = None, need_weights: Literal[False] = False,
+                **inputs: Unpack[Inputs[KVCache]]) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, *, index_cache: IndexCache = None, need_weights: Literal[True],
+                **inputs: Unpack[Inputs[KVCache]]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, *, index_cache: IndexCache = None, need_weights: bool,
+                **inputs: Unpack[Inputs[KVCache]]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         x: Tensor,
@@ -102,7 +113,7 @@ class SparseAttention(ContextAttention):
         mask: Tensor | None = None,
         causal: bool | None = None,
         cache: KVCache | None = None,
-        index_cache: LatentCache | StaticCache | None = None,
+        index_cache: IndexCache = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
         need_weights: bool = False,
@@ -144,6 +155,11 @@ class SparseAttention(ContextAttention):
             return self._attend(
                 x, query, key, value, cache, kv_lens, need_weights, **inputs, **self._selection(key_index)
             )
+
+    if TYPE_CHECKING:
+
+        @types_of(forward)
+        def __call__(self) -> Any: ...  # type: ignore[override]
 
     def new_cache(self) -> SparseCache:
         return SparseCache()
@@ -332,6 +348,15 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         sizes = embed_dim, q_lora_rank, self.index_heads, self.index_head_dim
         self.indexer = LightningIndexer(*sizes, device, dtype)
 
+    @overload
+    def forward(self, x: Tensor, *, index_cache: IndexCache = None, need_weights: Literal[False] = False,
+                **inputs: Unpack[Inputs[KVCache]]) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, *, index_cache: IndexCache = None, need_weights: Literal[True],
+                **inputs: Unpack[Inputs[KVCache]]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(self, x: Tensor, *, index_cache: IndexCache = None, need_weights: bool,
+                **inputs: Unpack[Inputs[KVCache]]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         x: Tensor,
@@ -339,7 +364,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         mask: Tensor | None = None,
         causal: bool | None = None,
         cache: KVCache | None = None,
-        index_cache: LatentCache | StaticCache | None = None,
+        index_cache: IndexCache = None,
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
         need_weights: bool = False,
@@ -366,6 +391,11 @@ class SparseLatentAttention(MultiHeadLatentAttention):
             key_index = self._named(x, low, held, index_cache, inputs)
             inputs["cross"] = False
             return self._attend_tokens(x, self._latents(x, None, low), cache, key_index, need_weights, **inputs)
+
+    if TYPE_CHECKING:
+
+        @types_of(forward)
+        def __call__(self) -> Any: ...  # type: ignore[override]
 
     def indexer_loss(
         self,
