@@ -24,6 +24,9 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "extension
 html_theme = "furo"
 html_title = "attnpack"
 html_copy_source = False
+html_math_renderer = "mathml"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]  # formulas of notebooks too
 myst_heading_anchors = 3

@@ -1,5 +1,9 @@
-"""What the site adds to Sphinx: sections of the README, C++ headers, and docstrings as plain text with back-ticks."""
+"""What the site adds to Sphinx: sections of the README, C++ headers, formulas as MathML, and docstrings as plain text
+with back-ticks."""
 
+from sphinx.pycode import ModuleAnalyzer
+
+from . import mathml
 from .headers_page import HeadersDirective
 from .plain_docstrings import escape_lines
 from .readme_section import ReadmeDirective
@@ -8,9 +12,19 @@ from .readme_section import ReadmeDirective
 def setup(app):
     app.add_directive("readme", ReadmeDirective)
     app.add_directive("headers", HeadersDirective)
+    app.add_html_math_renderer("mathml", (mathml.visit_inline, None), (mathml.visit_block, None))
+    app.connect("autodoc-process-signature", show_whole_signature)
     app.connect("autodoc-process-docstring", escape_docstring, priority=100)  # before napoleon
     app.connect("build-finished", redirect_to_start)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def show_whole_signature(app, what, name, obj, options, signature, result):
+    """Overloads name their keywords together. So pages show a function's own signature, which has all of them."""
+    if what in ("function", "method") and getattr(obj, "__module__", "").startswith("attnpack."):
+        analyzer = ModuleAnalyzer.for_module(obj.__module__)
+        analyzer.analyze()
+        analyzer.overloads.clear()
 
 
 def escape_docstring(app, what, name, obj, options, lines):

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 pytest.importorskip("myst_nb", reason="the extra `docs` is not installed")
-from extension import headers, plain_docstrings, readme_section  # noqa: E402
+from extension import headers, mathml, plain_docstrings, readme_section  # noqa: E402
 
 MODULES = ["backend", "convert", "checkpoints", "flash", "distributed", "hf", "onnx", "reference", "cpp"]
 
@@ -35,16 +35,20 @@ def site():
     return ROOT / "build/docs"
 
 
+LOADING = ("script", "link", "img", "iframe", "source", "embed", "object")  # elements whose files a browser asks for
+
+
 class Page(HTMLParser):
     def __init__(self, path):
         super().__init__()
-        self.path, self.links, self.ids, self.texts = path, [], set(), []
+        self.path, self.links, self.ids, self.texts, self.loaded = path, [], set(), [], []
         self.feed(path.read_text(encoding="utf-8"))
         self.text = "".join(self.texts)
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         self.ids |= {attributes["id"]} if "id" in attributes else set()
+        self.loaded += [attributes.get("src", attributes.get("href"))] if tag in LOADING else []
         self.links += [attributes[name] for name in ("href", "src") if attributes.get(name)]
 
     def handle_data(self, data):
@@ -108,9 +112,34 @@ def test_formulas_of_notebooks_are_rendered(site):
         cells = json.loads(notebook.read_text())["cells"]
         formulas = [cell for cell in cells if cell["cell_type"] == "markdown" and "$" in "".join(cell["source"])]
         page = (site / f"notebooks/{notebook.stem}.html").read_text()
-        assert page.count('class="math') >= len(formulas), notebook.name
+        assert page.count("<math ") >= len(formulas), notebook.name
+        assert page.count("<math ") == page.count('class="math'), notebook.name
         seen += len(formulas)
     assert seen > 20
+
+
+def test_formulas_are_mathml():
+    assert "<msqrt><mrow><mi>d</mi></mrow></msqrt>" in mathml.mathml(r"\sqrt{d}", "inline")
+    with pytest.raises(ValueError, match=r"does not know \\nonsense in \$a \\nonsense\$"):
+        mathml.mathml(r"a \nonsense", "block")
+
+
+def test_the_site_needs_no_network(pages, site):
+    """No page asks another server for a script, a style sheet, a font or a picture."""
+    loaded = {link for page in pages.values() for link in page.loaded if link}
+    assert any("site.css" in link for link in loaded) and any(link.endswith(".png") for link in loaded)
+    assert [link for link in loaded if re.match(r"(\w+:)?//", link)] == []
+    sheets = [path.read_text() for path in site.rglob("*.css")]
+    asked = [address for sheet in sheets for address in re.findall(r"(?:url\(|@import)\s*[\"']?([^\"')]*)", sheet)]
+    assert len(asked) > 5 and [address for address in asked if re.match(r"(https?:)?//", address)] == []
+
+
+def test_pages_show_whole_signatures(pages, site):
+    """Not the overloads, which name their keywords together."""
+    wanted = {"ops": "dropout_p: float = 0.0", "modules": "kv_from: KVCache", "flash": "softcap: float = 0.0"}
+    for page, text in wanted.items():
+        shown = " ".join(pages[(site / f"docs/api/python/{page}.html").resolve()].text.split())
+        assert text in shown and "**rules" not in shown and "**inputs" not in shown
 
 
 def test_commands_of_the_pages_are_taken():
