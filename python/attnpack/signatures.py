@@ -13,6 +13,7 @@ from torch import Tensor
 
 P = ParamSpec("P")
 Result = TypeVar("Result", covariant=True)
+Twin = TypeVar("Twin", covariant=True)
 Function = TypeVar("Function")
 Cache = TypeVar("Cache")  # the class in attnpack or in attnpack.cpp
 
@@ -97,6 +98,13 @@ class Loop(TypedDict, Generic[Cache], total=False):
 
 class HasForward(Protocol[P, Result]):
     def forward(self, *args: P.args, **kwargs: P.kwargs) -> Result: ...
+
+
+class HasTwin(Protocol[Twin]):
+    """A module with a class in attnpack.cpp, which is `_cpp_class`."""
+
+    @property
+    def _cpp_class(self) -> type[Twin]: ...
 
 
 def types_of(forward: Function) -> Callable[[Any], Function]:

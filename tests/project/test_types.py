@@ -109,10 +109,15 @@ def test_overloads_take_what_the_function_takes():
     found = overloaded()
     assert {"attnpack.attention", "attnpack.MultiHeadAttention.forward", "attnpack.distributed.attention"} <= set(found)
     for name, function in found.items():
-        overloads = [annotations_of(overload) for overload in typing.get_overloads(function)]
-        assert len(overloads) == 3 and [list(each) for each in overloads] == [list(overloads[0])] * 3, name
-        if function.__module__ != "attnpack.reference":  # it imports nothing of attnpack, not even the keywords
-            assert overloads[2] == annotations_of(function), name
+        own = annotations_of(function)
+        for overload in typing.get_overloads(function):
+            taken = annotations_of(overload)
+            if function.__module__ == "attnpack.reference":  # it imports nothing of attnpack, not even the keywords
+                assert taken.keys() < own.keys(), name
+            else:
+                assert taken.keys() == own.keys(), name
+                told = {part for part in own if taken[part] != own[part]}
+                assert told <= {"module", "return_lse", "need_weights"}, name
 
 
 @pytest.mark.parametrize("module", SHOWN)

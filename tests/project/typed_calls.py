@@ -6,7 +6,7 @@ from typing import assert_type
 import attnpack
 import attnpack.distributed
 import torch
-from attnpack import cpp, flash, layer_ops, reference
+from attnpack import convert, cpp, flash, layer_ops, reference
 from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
@@ -77,6 +77,15 @@ def run(model: attnpack.CausalLM, both: attnpack.EncoderDecoder, block: attnpack
     model("a text")  # wrong
 
 
+# ---- conversion
+assert_type(convert.to_gqa(layer, 1, window=2), attnpack.GroupedQueryAttention)
+assert_type(convert.to_mqa(layer, "first"), attnpack.MultiQueryAttention)
+assert_type(convert.to_mla(layer, 8)(x), Tensor)
+assert_type(convert.to_gqa(attnpack.CausalLM(8, 8, 1, 2), 1), attnpack.CausalLM)
+assert_type(convert.to_mqa(layer.cpp()), cpp.MultiQueryAttention)
+assert_type(convert.from_torch(torch.nn.Transformer()), attnpack.EncoderDecoder)
+convert.to_mqa(layer, groups=[[0, 1]])  # wrong
+
 # ---- a module is a function too, and keeps its types under torch.compile
 feed_forward = attnpack.FeedForward(8, 16)
 function: Callable[[Tensor], Tensor] = layer
@@ -99,6 +108,9 @@ twin = cpp.GroupedQueryAttention(8, 4, 2, rope=cpp.RotaryEmbedding(2, base=1e6))
 assert_type(twin(x), Tensor)
 assert_type(twin(x, x, cache=cpp.DynamicCache(), need_weights=True), tuple[Tensor, Tensor])
 assert_type(twin.forward_with_weights(x, causal=True), tuple[Tensor, Tensor])
+assert_type(layer.cpp(), cpp.GroupedQueryAttention)
+assert_type(attnpack.MultiQueryAttention(8, 2).cpp(), cpp.MultiQueryAttention)
+assert_type(attnpack.FeedForward.from_cpp(feed_forward.cpp()), attnpack.FeedForward)
 assert_type(cpp.FeedForward(8, 16, activation="gelu")(x), Tensor)
 assert_type(cpp.CausalLM(8, 8, 1, 2).generate(x, max_new_tokens=2, top_k=4), Tensor)
 twin(x, cache=kept)  # wrong

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,20 @@ _Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 _Like = MultiHeadAttention | EncoderBlock | DecoderBlock | Encoder | Decoder | EncoderDecoder
 
 
+@overload
+def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention: ...
+@overload
+def from_torch(module: nn.TransformerEncoderLayer) -> EncoderBlock: ...
+@overload
+def from_torch(module: nn.TransformerDecoderLayer) -> DecoderBlock: ...
+@overload
+def from_torch(module: nn.TransformerEncoder) -> Encoder: ...
+@overload
+def from_torch(module: nn.TransformerDecoder) -> Decoder: ...
+@overload
+def from_torch(module: nn.Transformer) -> EncoderDecoder: ...
+@overload
+def from_torch(module: nn.Module) -> _Like: ...
 def from_torch(module: nn.Module) -> _Like:
     """A layer or stack of torch.nn as attnpack's, with copies of its weights, its dropout, mode, dtype, device and
     requires_grad.

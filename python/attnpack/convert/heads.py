@@ -4,26 +4,48 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
 from .. import _C, cpp
 from ..errors import check_size, wrong_kind
-from ..nn.attention import GroupedQueryAttention
+from ..nn.attention import GroupedQueryAttention, MultiQueryAttention
 from ..nn.block import Block
 from ..nn.causal_lm import CausalLM
 from ..nn.native import NativeModule, give_parameters
 from ..nn.stack import Decoder, Encoder, EncoderDecoder
 from .weights import Groups, LayerWeights, calibration_rows
 
+Model = TypeVar("Model")
 CPP_KINDS = cpp.MultiHeadAttention | cpp.GroupedQueryAttention | cpp.MultiQueryAttention
 _WANTED = (
     "a MultiHeadAttention, GroupedQueryAttention or MultiQueryAttention, or a block, stack or CausalLM that holds some"
 )
 
 
+class Merging(TypedDict, total=False):
+    """Keywords of `to_mqa` and, with groups, `to_gqa`."""
+
+    window: int
+    seed: int | None
+    calibration: Tensor | Sequence[Tensor | None] | None
+    encoder: bool
+
+
+class Grouping(Merging, total=False):
+    groups: Groups | None
+
+
+@overload
+def to_gqa(module: GroupedQueryAttention, num_kv_heads: int, method: str = "mean",
+           **settings: Unpack[Grouping]) -> GroupedQueryAttention: ...  # fmt: skip
+@overload
+def to_gqa(module: CPP_KINDS, num_kv_heads: int, method: str = "mean",
+           **settings: Unpack[Grouping]) -> cpp.GroupedQueryAttention: ...  # fmt: skip
+@overload
+def to_gqa(module: Model, num_kv_heads: int, method: str = "mean", **settings: Unpack[Grouping]) -> Model: ...
 def to_gqa(
     module: nn.Module,
     num_kv_heads: int,
@@ -71,6 +93,13 @@ def to_gqa(
     return _convert_blocks(module, num_kv_heads, settings, encoder)
 
 
+@overload
+def to_mqa(module: GroupedQueryAttention, method: str = "mean",
+           **settings: Unpack[Merging]) -> MultiQueryAttention: ...  # fmt: skip
+@overload
+def to_mqa(module: CPP_KINDS, method: str = "mean", **settings: Unpack[Merging]) -> cpp.MultiQueryAttention: ...
+@overload
+def to_mqa(module: Model, method: str = "mean", **settings: Unpack[Merging]) -> Model: ...
 def to_mqa(
     module: nn.Module,
     method: str = "mean",

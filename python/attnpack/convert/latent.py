@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict, Unpack, overload
 
 from torch import Tensor, nn
 
-from .. import _C
+from .. import _C, cpp
 from ..errors import wrong_kind
 from ..nn.attention import GroupedQueryAttention
 from ..nn.latent_attention import MultiHeadLatentAttention
@@ -14,6 +15,17 @@ from .heads import CPP_KINDS, convert_layer, layer_error
 from .weights import calibration_rows
 
 
+class Factoring(TypedDict, total=False):
+    """Keywords of `to_mla`."""
+
+    calibration: Tensor | Sequence[Tensor | None] | None
+    length: int | None
+
+
+@overload
+def to_mla(module: CPP_KINDS, kv_lora_rank: int, **settings: Unpack[Factoring]) -> cpp.MultiHeadLatentAttention: ...
+@overload
+def to_mla(module: nn.Module, kv_lora_rank: int, **settings: Unpack[Factoring]) -> MultiHeadLatentAttention: ...
 def to_mla(
     module: nn.Module,
     kv_lora_rank: int,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._C import checks
 from ..errors import wrong_kind
-from ..signatures import HasForward, P, Result
+from ..signatures import HasForward, HasTwin, P, Result, Twin
 
 # Types of layers that a C++ twin has too. The type must be the same: a derived class may compute something else.
 _PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList)
@@ -27,7 +27,7 @@ class NativeModule(nn.Module):
 
         def __call__(self: HasForward[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result: ...
 
-    _cpp_class: type
+    # _cpp_class, the class of the twin, has no annotation: each class has a type of its own, which `cpp` gives.
     _not_of_twin: frozenset[str] = frozenset()
     """Arguments of the constructor that the twin's constructor does not have."""
     _no_attributes: frozenset[str] = frozenset()
@@ -66,7 +66,7 @@ class NativeModule(nn.Module):
         """The twin with its own parameters. On the device "meta" they take no memory."""
         return self._cpp_class(**self._live_config(), device=device, dtype=dtype)
 
-    def cpp(self) -> Any:
+    def cpp(self: HasTwin[Twin]) -> Twin:
         """The C++ module on this module's storage: it shares parameters and gradients, and runs without Python.
 
         Raises TypeError if a child was replaced by, or given, something that only Python can run. Call it again after
