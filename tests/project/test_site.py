@@ -113,7 +113,7 @@ def test_formulas_of_notebooks_are_rendered(site):
         formulas = [cell for cell in cells if cell["cell_type"] == "markdown" and "$" in "".join(cell["source"])]
         page = (site / f"notebooks/{notebook.stem}.html").read_text()
         assert page.count("<math ") >= len(formulas), notebook.name
-        assert page.count("<math ") == page.count('class="math'), notebook.name
+        assert page.count("<math ") == page.count('class="math"'), notebook.name
         seen += len(formulas)
     assert seen > 20
 
