@@ -13,6 +13,7 @@ from pathlib import Path
 
 import attnpack
 import pytest
+from attnpack import signatures
 
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "python/attnpack/cpp.pyi"
@@ -41,6 +42,52 @@ def test_the_stub_has_the_classes_and_members_of_cpp():
     stub = {name: own for name, own in stub_members().items() if name[0] != "_"}
     bound = {name: value for name, value in vars(attnpack.cpp).items() if isinstance(value, type)}
     assert stub == {name: {member for member in dir(value) if member[0] != "_"} for name, value in bound.items()}
+
+
+def stub_methods() -> dict[tuple[str, str], ast.FunctionDef]:
+    """{(class, method): its definition in the stub}, with inherited ones; of overloads the last."""
+    methods = {}
+    for node in ast.parse(STUB.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            for base in node.bases:
+                methods |= {(node.name, name): part for (owner, name), part in methods.items() if owner == base.id}
+            methods |= {(node.name, part.name): part for part in node.body if isinstance(part, ast.FunctionDef)}
+    return methods
+
+
+def arguments_of(function: ast.FunctionDef) -> tuple[list[str], set[str], bool]:
+    """Names that may stand by position, all names, and whether there are more, of one that the stub defines."""
+    for decorator in function.decorator_list:
+        if isinstance(decorator, ast.Call) and decorator.func.id == "made_as":
+            parameters = inspect.signature(eval(ast.unparse(decorator.args[0]))).parameters.values()
+            positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+            return positional, {one.name for one in parameters}, False
+    positional = [one.arg for one in function.args.args[1:]]
+    names, others = {*positional, *(one.arg for one in function.args.kwonlyargs)}, function.args.kwarg
+    named = re.match(r"Unpack\[(\w+)", ast.unparse(others.annotation)) if others else None
+    return positional, names | (set(getattr(signatures, named[1]).__annotations__) if named else set()), bool(others)
+
+
+def test_the_stub_takes_what_cpp_takes():
+    """Bound functions show their arguments in their docstrings; those of pybind11 itself show `self`."""
+    seen = set()
+    for (owner, name), function in stub_methods().items():
+        text = getattr(getattr(attnpack.cpp, owner, None), name, None).__doc__ or ""
+        shown = re.match(r"\w+\(([^):]*)\)", text)
+        if owner[0] == "_" or (name[0] == "_" and name != "__init__") or not shown:
+            continue
+        positional, _, keywords = (part.strip(", ") for part in shown[1].partition("*"))
+        bound = [part for part in positional.split(", ") if part]
+        everything = {*bound, *(part for part in keywords.split(", ") if part)}
+        mine, names, more = arguments_of(function)
+        assert mine == bound, f"{owner}.{name}"
+        if name == "__init__" and more:  # **options: Any
+            assert names <= everything, f"{owner}.{name}"
+        else:  # SelfAttention and others refuse key_index and key_block
+            assert names - {"key_index", "key_block"} == everything - {"key_index", "key_block"}, f"{owner}.{name}"
+        seen.add((owner, name))
+    assert {("CausalLM", "generate"), ("Linear", "__init__"), ("GroupedQueryAttention", "forward")} <= seen
+    assert {("FeedForward", "__init__"), ("EncoderDecoder", "decode")} <= seen and len(seen) > 50
 
 
 def public_content(module: str) -> dict[str, object]:
