@@ -1,6 +1,8 @@
 """What the site adds to Sphinx: sections of the README, C++ headers, formulas as MathML, and docstrings as plain text
 with back-ticks."""
 
+from types import FunctionType
+
 from sphinx.pycode import ModuleAnalyzer
 
 from . import mathml
@@ -21,7 +23,7 @@ def setup(app):
 
 def show_whole_signature(app, what, name, obj, options, signature, result):
     """Overloads name their keywords together. So pages show a function's own signature, which has all of them."""
-    if what in ("function", "method") and getattr(obj, "__module__", "").startswith("attnpack."):
+    if isinstance(obj, FunctionType) and obj.__module__.startswith("attnpack."):  # not those of C++
         analyzer = ModuleAnalyzer.for_module(obj.__module__)
         analyzer.analyze()
         analyzer.overloads.clear()
