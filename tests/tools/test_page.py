@@ -1,11 +1,14 @@
 """The page of attention: its numbers are the model's, it needs no network, and it works in headless Chromium."""
 
 import base64
+import copy
 import html
 import json
 import re
+import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import attnpack
 import matplotlib.image
@@ -52,16 +55,28 @@ def test_numbers_are_those_of_the_model(model, page):
     data = data_of(page)
     assert data["tokens"] == TOKENS and [layer["number"] for layer in data["layers"]] == [0, 1]
     for layer, wanted in zip(data["layers"], lm_attention(model, torch.arange(6)[None]), strict=True):
-        assert (layer["heads"], layer["dim"], layer["kv"], layer["sinks"]) == (4, 8, [0, 0, 1, 1], True)
+        assert (layer["heads"], layer["dim"], layer["kv"], layer["sinks"]) == (4, 8, [0, 0, 1, 1], [0, 1, 2, -1])
         weights = unpack(layer["weights"], 4, 6, 6)
         torch.testing.assert_close(weights, wanted[0], atol=1e-4, rtol=0)
         q, k = unpack(layer["q"], 4, 6, 8), unpack(layer["k"], 2, 6, 8)
         sinks = model.layers[layer["number"]].self_attn.sinks
+        window = model.layers[layer["number"]].self_attn.window or (-1, -1)
         scored = attnpack.attention_scores(
-            q[None], k[None], causal=True, window=(layer["window"], 0), sinks=sinks, scale=layer["scale"]
+            q[None], k[None], causal=True, window=window, sinks=sinks, scale=layer["scale"]
         )
         torch.testing.assert_close(scored[0], weights, atol=1e-3, rtol=0, msg="q and k are those of the operator")
-    assert [layer["window"] for layer in data["layers"]] == [6, 2]
+    distance = torch.arange(6)[:, None] - torch.arange(6)
+    for layer, left in zip(data["layers"], (6, 2), strict=True):
+        assert torch.equal(hidden_of(layer, 6), ((distance < 0) | (distance > left)).expand(1, 6, 6))
+    assert [layer["mask"] for layer in data["layers"]] == ["causal", "causal, a window of 2 keys before"]
+
+
+def hidden_of(layer, length):
+    """bool [1 or H, L, L]"""
+    count = layer["hidden"]["heads"]
+    found = torch.frombuffer(bytearray(base64.b64decode(layer["hidden"]["base64"])), dtype=torch.uint8)
+    bits = found.unsqueeze(1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
+    return bits.flatten()[: count * length**2].view(count, length, length).bool()
 
 
 def test_needs_no_network(page):
@@ -75,14 +90,57 @@ def test_a_notebook_shows_it_in_a_frame(page):
 
 
 def test_some_layers_alone(model):
-    assert [layer["number"] for layer in data_of(attention_page(model, [1, 2], ["x", "y"], layers=[1]))["layers"]] == [
-        1
-    ]
-    with pytest.raises(ValueError, match="layers: got 2, want 0 to 1"):
-        attention_page(model, [1], ["x"], layers=[2])
-    for ids in ([], [0] * 257):
-        with pytest.raises(ValueError, match="want 1 to 256"):
-            attention_page(model, ids, ids)
+    data = data_of(attention_page(model, [1, 2], ["x", "y"], layers=[1]))
+    assert [layer["number"] for layer in data["layers"]] == [1] and data["open"] == 1
+    assert data_of(attention_page(model, [1, 2], ["x", "y"], layer=1))["open"] == 1
+    assert data_of(attention_page(model, torch.tensor([[1, 2]]), ["x", "y"]))["open"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"layers": [2]}, "layers: got 2, want 0 to 1, the model's layers"),
+        ({"layers": []}, "layers: got none, want numbers of layers, or None for all"),
+        ({"layer": 2}, "layer: got 2, want 0 to 1, the model's layers"),
+        ({"layer": -1}, "layer: got -1, want 0 to 1"),
+        ({"layers": [1], "layer": 0}, r"layer: got 0, want one of the layers that are shown, \[1\]"),
+        ({"ids": []}, "ids: got 0 tokens, want 1 to 256"),
+        ({"ids": [0] * 257}, "ids: got 257 tokens, want 1 to 256"),
+        ({"ids": torch.zeros(2, 3, dtype=torch.int64)}, r"ids: got shape \[2, 3\], want one sequence"),
+        ({"tokens": ["x"]}, r"tokens: got 1 texts for 2 ids, want one for each: \[tokenizer.decode"),
+        ({"tokens": ["x"] * 3}, "tokens: got 3 texts for 2 ids"),
+    ],
+    ids=str,
+)
+def test_arguments_that_do_not_fit(model, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        attention_page(model, **{"ids": [1, 2], "tokens": ["x", "y"], **arguments})
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"ids": "a text"}, "ids is 'a text' .str., wants the ids of a sequence, such as tokenizer.encode"),
+        ({"ids": 3}, "ids is 3 .int., wants the ids"),
+        ({"tokens": "xy"}, "tokens is 'xy' .str., wants a list of texts, one for each id"),
+        ({"tokens": ["x", 2]}, "tokens.1. is 2 .int., wants a text"),
+        ({"layers": 1}, "layers is 1 .int., wants a list of numbers of layers"),
+        ({"model": "llama"}, "model is 'llama' .str., wants a model with .*, or a model of transformers"),
+        ({"model": torch.nn.Embedding(4, 4)}, "model: got a Embedding that called no self-attention"),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_kind(model, arguments, said):
+    with pytest.raises(TypeError, match=said):
+        attention_page(**{"model": model, "ids": [1, 2], "tokens": ["x", "y"], **arguments})
+
+
+def test_weights_that_are_not_numbers(model):
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="model: layer 1 has NaN or infinity in its weights"):
+        attention_page(broken, [1, 2], ["x", "y"])
 
 
 def test_latent_attention_has_a_page():
@@ -124,6 +182,54 @@ def test_says_the_details_of_a_query_and_a_key(model, page, tmp_path):
 
 
 @needs_chromium
+def test_a_score_adds_up_to_what_the_softmax_takes(tmp_path):
+    """Soft cap, ALiBi and what a mask adds are shown, and their sum is the score of `attention_scores`."""
+    torch.manual_seed(1)
+    scores = {"softcap": 3.0, "alibi": True}
+    made = attnpack.CausalLM(50, 32, 1, 4, 2, hidden_dim=48, scores=scores, position_embedding="none").eval()
+    attention, added = made.layers[0].self_attn, torch.randn(1, 4, 6, 6)
+    with torch.no_grad():
+        attention.q_proj.weight.mul_(8)
+        found = []
+        attention.register_forward_pre_hook(lambda layer, args: found.append(args[0]))
+        page = attention_page(made, range(6), TOKENS, mask=added)
+        q, k, _ = attention.project(found[0])
+    settings = attention._settings(q) | {"causal": True}
+    wanted = attnpack.attention_scores(q, k, added, stage="masked", **settings)[0, 3, 4, 1].item()
+    said = details(chromium(tmp_path, page, "--dump-dom", where="layer=0&head=3&query=4&key=1"))
+    number = {name: float(t.replace("\u2212", "-")) for name, t in said.items() if re.fullmatch(r"[\u2212+\d.]+", t)}
+    parts = [number[name] for name in ("q\u00b7k \u00d7 scale", "soft cap of 3", "ALiBi, distance 3", "the mask adds")]
+    assert number["score"] == pytest.approx(wanted, abs=0.006) and sum(parts) == pytest.approx(wanted, abs=0.03)
+    assert parts[2] == pytest.approx(-3 * attnpack.ops.alibi_slopes(4)[3], abs=0.006) and abs(parts[1]) > 0.05
+    assert parts[3] == pytest.approx(added[0, 3, 4, 1].item(), abs=0.006)
+
+
+@needs_chromium
+def test_opens_at_a_layer(model, tmp_path):
+    page = attention_page(model, range(len(TOKENS)), TOKENS, layer=1)
+    assert "Layer 1, head 0, key-value head 0" in chromium(tmp_path, page, "--dump-dom")
+    assert "Layer 0, head 3, key-value head 1" in chromium(tmp_path, page, "--dump-dom", where="layer=0&head=3")
+
+
+@needs_chromium
+@pytest.mark.parametrize("size", ["1280,720", "500,900"])
+@pytest.mark.parametrize("words", [TOKENS, [f" word{n}" for n in range(256)]], ids=["short", "long"])
+def test_fits_the_window(model, words, size, tmp_path):
+    """Nothing reaches over the right edge; and in a wide window the three parts stand beside each other."""
+    script = """
+      const boxes = names => [...document.querySelectorAll(names)].map(each => each.getBoundingClientRect());
+      const right = Math.max(...boxes("section, #large, #details *, p").map(box => box.right));
+      const tops = boxes("section").map(box => Math.round(box.top));
+      document.title = JSON.stringify([right, document.documentElement.clientWidth, tops]);
+    """
+    page = attention_page(model, [n % 50 for n in range(len(words))], words)
+    dom = chromium(tmp_path, page, "--dump-dom", f"--window-size={size}", script=script)
+    right, width, tops = json.loads(re.search("<title>(.*?)</title>", dom)[1])
+    assert right <= width and width > 400
+    assert (len(set(tops)) == 1) == (width > 1150), tops
+
+
+@needs_chromium
 def test_hovering_a_token_and_arrow_keys(model, page, tmp_path):
     script = """
       document.querySelectorAll("#sentence span")[3].dispatchEvent(new MouseEvent("mouseenter"));
@@ -152,6 +258,38 @@ def test_the_command_writes_a_page(tmp_path, capsys):
     assert cli.main(["plot", "attention", "The cat sat", "--html", str(out), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["layers"] == 30 and len(data_of(out.read_text())["tokens"]) == len(figures["tokens"]) == 3
+    assert figures["layer"] == data_of(out.read_text())["open"] == 0
+    assert cli.main(["plot", "attention", "The cat sat", "--html", str(out), "--layer", "29"]) == 0
+    assert data_of(out.read_text())["open"] == 29 and len(data_of(out.read_text())["layers"]) == 30
+    capsys.readouterr()
+    for arguments, said in (
+        (["x", "--layer", "30"], "--layer: got 30, want 0 to 29, the model's layers"),
+        (["x", "--out", "x.png"], "--out: got 'x.png' beside --html, which writes a page alone; leave one out"),
+        (["x " * 300], "text: got 301 tokens, want at most 256; give a shorter one"),
+    ):
+        assert cli.main(["plot", "attention", *arguments, "--html", str(out)]) == 2
+        assert said in capsys.readouterr().err
     assert cli.main(["plot", "attention", "x", "--html", str(tmp_path / "page.png")]) == 2
     assert "--html: got" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_picture_of_a_small_model_shows_its_last_layer(tmp_path, capsys, monkeypatch):
+    torch.manual_seed(0)
+    small = attnpack.CausalLM(49152, 16, 2, 2, hidden_dim=16).eval()
+    monkeypatch.setattr("attnpack.checkpoints.load", lambda path: small)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plot", "attention", "The cat", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["layer"] == 1 and figures["picture"] == "attention.png" and (tmp_path / "attention.png").exists()
+
+
+def test_the_commands_of_the_howto_run(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "docs/howto/heads.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^attnpack (.*)$", text, flags=re.M)
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        assert cli.main(shlex.split(command)) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"heads.png", "heads.html"} and len(commands) == 2
+    data = data_of((tmp_path / "heads.html").read_text(encoding="utf-8"))
+    assert data["open"] == 11 and len(data["layers"]) == 30 and data["tokens"][1] == " cat"

@@ -14,6 +14,7 @@ from .arguments import REFUSED_BY_PAGES, refuse_arguments, refuse_parts
 from .masks import LazyMask, Ranges
 from .packed import ends_of, named_sequences, same_sequence
 from .paged import attend_paged, is_paged
+from .recording import Call, calls_seen
 
 _NO_RANGES = Ranges(causal=False, window=(-1, -1), q_offset=0, kv_lens=None, key_mask=None)
 
@@ -77,9 +78,10 @@ def attention_forward(
     else:
         ranges, mask = split_mask(attention_mask, query.size(2), key.size(2))
     weights_wanted = are_recorded(output_attentions)
+    seen = None if torch.compiler.is_compiling() else calls_seen.get()
     sequences = [numbers for numbers in (packed, ranges.sequences) if numbers is not None]
     if sequences:
-        plain = not named and position_bias is None and mask is None and not weights_wanted
+        plain = not named and position_bias is None and mask is None and not weights_wanted and seen is None
         out = _attend_packed(query, key, value, sequences, ranges, dropout, softcap, s_aux, scaling) if plain else None
         if out is not None:
             return out, None
@@ -100,8 +102,10 @@ def attention_forward(
         **named,
     }
     out = attention(query, key, value, mask, dropout_p=dropout, **settings)
-    weights = attention_scores(query, key, mask, **settings) if weights_wanted else None
-    return out.transpose(1, 2).contiguous(), weights
+    weights = attention_scores(query, key, mask, **settings) if weights_wanted or seen is not None else None
+    if seen is not None:
+        seen.append(Call(module, query, key, mask, settings, weights))
+    return out.transpose(1, 2).contiguous(), weights if weights_wanted else None
 
 
 def _attend_packed(

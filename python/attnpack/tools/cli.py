@@ -139,11 +139,10 @@ def build_parser() -> argparse.ArgumentParser:
     example = 'attnpack plot attention "The cat sat on the mat" --layer 11 --json'
     attention = _picture(pictures, "attention", "draw the weights of a layer's heads on a sentence", example)
     attention.add_argument("text", help="the sentence")
-    attention.add_argument(
-        "--layer", type=int, default=11, metavar="N", help="number of the layer, from 0 [%(default)s]"
-    )
+    layer = "number of the layer, from 0 [a picture: 11, or the last; a page opens at 0]"
+    attention.add_argument("--layer", type=int, metavar="N", help=layer)
     attention.add_argument("--model", type=Path, metavar="DIR|FILE.gguf", help="as in generate [SmolLM2-135M-Instruct]")
-    page = "write a page of heads to play with instead, for any browser: of all layers, or of --layer"
+    page = "write a page of all layers' heads to play with instead, for any browser, opened at --layer"
     attention.add_argument("--html", type=Path, metavar="HTML", help=page)
     return parser
 
@@ -162,8 +161,9 @@ def _picture(pictures, name: str, summary: str, example: str) -> argparse.Argume
     """One picture of `attnpack plot`. --json and --debug may come before or after the name of the picture."""
     description = summary[0].upper() + summary[1:] + "."
     parser = pictures.add_parser(name, help=summary, description=description, epilog=f"example: {example}")
-    out = Path(f"{name.replace('-', '_')}.png")
-    parser.add_argument("--out", type=Path, default=out, metavar="PNG|SVG", help="where it goes [%(default)s]")
+    default = Path(f"{name.replace('-', '_')}.png")
+    parser.set_defaults(default_out=default)  # --out itself is None if it is not given
+    parser.add_argument("--out", type=Path, metavar="PNG|SVG", help=f"where it goes [{default}]")
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the figures as JSON")
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show an error's traceback")
     return parser

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ...nn.causal_lm import CausalLM
 
 ENDINGS = (".png", ".svg")
+DEFAULT_LAYER = 11
+"""The layer of a picture; of a model with fewer layers the last."""
 
 
 def new_figure(width: float = 7, height: float = 4.5) -> Figure:
@@ -89,9 +91,12 @@ def main(args: argparse.Namespace) -> None:
     """`attnpack plot`: writes one picture, or a page; with `args.json` prints its figures as one JSON object."""
     if getattr(args, "html", None):
         check_picture(args.html, "--html", (".html",))
+        if args.out is not None:
+            raise ValueError(f"--out: got {str(args.out)!r} beside --html, which writes a page alone; leave one out")
         figures = _page(args)
         print(json.dumps({"page": str(args.html), **figures}) if args.json else f"wrote {args.html}")
         return
+    args.out = args.out or args.default_out
     check_picture(args.out)
     figure, figures = {"kv-memory": _kv_memory, "roofline": _roofline, "attention": _attention}[args.picture](args)
     save(figure, args.out)
@@ -127,26 +132,27 @@ def _attention(args: argparse.Namespace) -> tuple[Figure, dict]:
     from .attention import draw_heads, lm_attention
 
     tokenizer, model, ids = _read(args)
-    if not 0 <= args.layer < len(model.layers):
-        raise ValueError(f"--layer: got {args.layer}, want 0 to {len(model.layers) - 1}, the model's layers")
-    probs = lm_attention(model, torch.tensor([ids]))[args.layer][0]
+    layer = min(DEFAULT_LAYER, len(model.layers) - 1) if args.layer is None else args.layer
+    probs = lm_attention(model, torch.tensor([ids]))[layer][0]
     columns = min(3, len(probs))
     rows = -(-len(probs) // columns)
     figure = new_figure(3.2 * columns, 3.2 * rows + 0.4)
-    draw_heads(figure, probs, [tokenizer.decode([token]) for token in ids], title=f"layer {args.layer}")
-    return figure, {"layer": args.layer, "tokens": ids, "weights": probs.tolist()}
+    draw_heads(figure, probs, _words(tokenizer, ids), title=f"layer {layer}")
+    return figure, {"layer": layer, "tokens": ids, "weights": probs.tolist()}
 
 
 def _page(args: argparse.Namespace) -> dict:
-    from .page import attention_page
+    from .page import MOST_TOKENS, attention_page
 
     tokenizer, model, ids = _read(args)
-    attention_page(model, ids, [tokenizer.decode([token]) for token in ids]).save(args.html)
-    return {"layers": len(model.layers), "tokens": ids}
+    if len(ids) > MOST_TOKENS:
+        raise ValueError(f"text: got {len(ids)} tokens, want at most {MOST_TOKENS}; give a shorter one")
+    attention_page(model, ids, _words(tokenizer, ids), layer=args.layer).save(args.html)
+    return {"layers": len(model.layers), "layer": args.layer or 0, "tokens": ids}
 
 
 def _read(args: argparse.Namespace) -> tuple[Tokenizer, CausalLM, list[int]]:
-    """The tokenizer, the model, and the ids of `args.text`."""
+    """The tokenizer, the model, and the ids of `args.text`. Raises ValueError for a layer that the model lacks."""
     from ... import checkpoints
 
     path = args.model or checkpoints.smollm2_path()
@@ -154,4 +160,10 @@ def _read(args: argparse.Namespace) -> tuple[Tokenizer, CausalLM, list[int]]:
     ids = tokenizer.encode(args.text)
     if not ids:
         raise ValueError("text: got an empty one, want a sentence whose tokens attend each other")
+    if args.layer is not None and not 0 <= args.layer < len(model.layers):
+        raise ValueError(f"--layer: got {args.layer}, want 0 to {len(model.layers) - 1}, the model's layers")
     return tokenizer, model, ids
+
+
+def _words(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.decode([token], skip_special_tokens=False) for token in ids]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from .heads import watching
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,34 +18,12 @@ if TYPE_CHECKING:
     from ...nn.causal_lm import CausalLM
 
 
+@torch.no_grad()
 def lm_attention(model: CausalLM, ids: Tensor) -> list[Tensor]:
     """The attention weights of every layer, each [B, Hq, L, L], from one forward over ids [B, L]."""
-    return [weights for _, _, weights in capture_attention(model, ids)]
-
-
-@torch.no_grad()
-def capture_attention(model: CausalLM, ids: Tensor) -> list[tuple[Any, Tensor, Tensor]]:
-    """(attention module, its input [B, L, E], its weights [B, Hq, L, L]) of every layer, from one forward over ids
-    [B, L]."""
-    found: list[tuple[Any, Tensor, Tensor]] = []
-
-    def request_weights(attention, args, kwargs):
-        return args, {**kwargs, "need_weights": True}
-
-    def keep_weights(attention, args, result):
-        out, weights = result
-        found.append((attention, args[0], weights))
-        return out
-
-    hooks = []
-    for layer in model.layers:
-        hooks.append(layer.self_attn.register_forward_pre_hook(request_weights, with_kwargs=True))
-        hooks.append(layer.self_attn.register_forward_hook(keep_weights))
-    try:
+    found: list[Tensor] = []
+    with watching(model, lambda layer, args, kwargs, weights: found.append(weights)):
         model(ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
 
 
