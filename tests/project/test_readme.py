@@ -96,7 +96,8 @@ def test_the_figures_of_cuda_are_stored():
     [page for page in PAGES if blocks(page, "python") and page.name != "distributed.md"],
     ids=lambda page: page.stem,
 )
-def test_python_snippets_run(page):
+def test_python_snippets_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = {}
     for block in blocks(page, "python"):
@@ -107,9 +108,18 @@ def test_python_snippets_run(page):
 
 
 def test_pages_with_snippets_are_known():
-    assert {"README", "torch", "transformers", "convert", "variants", "flash", "weights", "distributed", "sparse"} == {
-        page.stem for page in PAGES if blocks(page, "python")
-    }
+    assert {
+        "README",
+        "torch",
+        "transformers",
+        "convert",
+        "variants",
+        "flash",
+        "weights",
+        "distributed",
+        "sparse",
+        "heads",
+    } == {page.stem for page in PAGES if blocks(page, "python")}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/howto/cpp.md"])

@@ -21,6 +21,7 @@ pytest.importorskip("myst_nb", reason="the extra `docs` is not installed")
 from extension import headers, mathml, plain_docstrings, readme_section  # noqa: E402
 
 MODULES = ["backend", "convert", "checkpoints", "flash", "distributed", "hf", "onnx", "reference", "cpp"]
+MODULES += ["tools.plot.page", "tools.plot.attention", "tools.plot.schematic"]
 
 
 @pytest.fixture(scope="module")
@@ -143,14 +144,16 @@ def test_pages_show_whole_signatures(pages, site):
 
 
 def test_commands_of_the_pages_are_taken():
-    """The arguments of `attnpack bench` on pages: the parser knows them, and the sections are there."""
+    """The arguments of `attnpack bench` and `plot` on pages: the parser knows them, and the sections are there."""
     from attnpack.tools import cli
     from attnpack.tools.bench import SECTIONS, model
 
     seen = 0
     for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "PERFORMANCE.md"]:
-        for command in re.findall(r"^(?:\| `)?attnpack (bench[^`|#\n]*)", path.read_text(), flags=re.M):
+        for command in re.findall(r"^(?:\| `)?attnpack ((?:bench|plot)\b[^`|#\n]*)", path.read_text(), flags=re.M):
             arguments = cli.build_parser().parse_args(shlex.split(command.partition(">")[0]))
+            if command.startswith("plot"):  # tests/tools/test_page.py runs them
+                continue
             assert set(arguments.sections) <= {*SECTIONS, model.SECTION}, f"{path}: attnpack {command}"
             seen += 1
     assert seen > 3
