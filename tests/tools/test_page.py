@@ -209,6 +209,9 @@ def test_opens_at_a_layer(model, tmp_path):
     page = attention_page(model, range(len(TOKENS)), TOKENS, layer=1)
     assert "Layer 1, head 0, key-value head 0" in chromium(tmp_path, page, "--dump-dom")
     assert "Layer 0, head 3, key-value head 1" in chromium(tmp_path, page, "--dump-dom", where="layer=0&head=3")
+    assert "Layer 0, head 0, key-value head 0" in chromium(tmp_path, page, "--dump-dom", where="layer=7&head=x&key=-1")
+    script = "history.replaceState(null, '', '#layer=0&head=2'); window.onhashchange();"
+    assert "Layer 0, head 2, key-value head 1" in chromium(tmp_path, page, "--dump-dom", script=script)
 
 
 @needs_chromium

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .heads import watching
 
@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-    from ...nn.causal_lm import CausalLM
-
 
 @torch.no_grad()
-def lm_attention(model: CausalLM, ids: Tensor) -> list[Tensor]:
+def lm_attention(model: nn.Module, ids: Tensor) -> list[Tensor]:
     """The attention weights of every layer, each [B, Hq, L, L], from one forward over ids [B, L]."""
     found: list[Tensor] = []
     with watching(model, lambda layer, args, kwargs, weights: found.append(weights)):
