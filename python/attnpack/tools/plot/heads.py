@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...nn.attention_base import NativeAttention
 from ...nn.latent_attention import MultiHeadLatentAttention
 from ...nn.projected_attention import ProjectedAttention
-from ...nn.sparse_attention import SparseAttention, SparseLatentAttention
+from ...nn.sparse import SparseAttention, SparseLatentAttention
 from ...ops import attention_scores
 
 MODELS = (
