@@ -335,9 +335,9 @@ assert moved.min() > 1e-3
 # %% [markdown]
 # ## Encoder or decoder: who hears of a change?
 #
-# A transformer block is attention (tokens exchange information) and a feed-forward layer (each token by itself), each
-# with a norm and a residual connection: $x + f(\text{norm}(x))$, twice. The residual connection lets gradients reach
-# the first block unchanged, and the norm in front keeps each part's input at one size.
+# A transformer block is attention (tokens exchange information) and a feed-forward layer (each token by itself). Each
+# of the two has a norm and a residual connection: $x + f(\text{norm}(x))$. Through the residual connections gradients
+# reach the first block unchanged. The norm keeps the input of $f$ at one size.
 
 # %%
 schematic.block()

@@ -118,7 +118,7 @@ with torch.no_grad():
                 attnpack.attention(q, k, v)
             measured[name].append(time.perf_counter() - start)
 times = {name: 1e3 * statistics.median(each) for name, each in measured.items()}
-work = times.pop("work")
+work, conditions = times.pop("work"), bench.conditions()
 torch.set_num_threads(threads)
 names = [str(groups) for groups in times]
 figure, panels = plt.subplots(1, 2, figsize=(9, 2.4), dpi=110, layout="constrained", sharey=True)
@@ -136,12 +136,12 @@ for panel in panels:
 panels[0].invert_yaxis()
 plt.show()
 print(f"from G = 8 to 2: {times[8] / times[2]:.1f} times faster; from 2 to 1: {times[2] / times[1]:.1f} times")
-print(f"on {bench.machine()}, one thread")
+print(f"on {conditions}")
 
 # %% [markdown]
-# From G = 8 to 2 the time falls with the reading. From 2 to 1 the reading halves once more and little time is won,
+# From G = 8 to 2 the time falls with the reading. From 2 to 1 the reading halves once more and the time falls by less,
 # because more and more of what is left is the work itself, which G does not change. So the last step down to one head
-# saves room in the cache rather than time *here*; on a machine that computes faster, or reads slower, it is another
+# saves more room in the cache than time *here*; on a machine that computes faster, or reads slower, it is another
 # matter. An encoder gains nothing, because it does not wait for reading: [encoder_decoder](encoder_decoder.ipynb)
 # measures it.
 #

@@ -15,8 +15,8 @@
 # # The KV cache: why it is right, what it saves, what it costs
 #
 # *You need* [attention_from_scratch](attention_from_scratch.ipynb). *You learn* why a cache changes no number, what it
-# saves in time, what it costs in memory for each kind of attention, and which kinds of caches there are. *Runs in* half
-# a minute.
+# saves in time, what it costs in memory for each kind of attention, and which kinds of caches there are. *Runs in* a
+# minute.
 #
 # Sources: [Pope et al. 2022](https://arxiv.org/abs/2211.05102) (prefill and decoding),
 # [Kwon et al. 2023](https://arxiv.org/abs/2309.06180) (pages), [Xiao et al. 2023](https://arxiv.org/abs/2309.17453)
@@ -133,14 +133,14 @@ for kind, each in taken.items():
     print(f"cache={kind!r:<10} ms per token: {first:.0f} at the start, {last:.0f} at the end (medians of 16)")
 seconds = {kind: sum(each) / 1e3 for kind, each in taken.items()}
 print(f"{new_tokens} tokens: {seconds['none']:.2f} s without, {seconds['dynamic']:.2f} s with a cache")
-print(f"on {bench.machine()}, {torch.get_num_threads()} threads, fp32")
+print(f"on {bench.conditions()}")
 
 # %% [markdown]
 # Without a cache every token pays for all text before it, the prompt included: n tokens need about $n^2 / 2$ rows
 # instead of n. (The time grows by less, since each step also reads all weights once, however many rows it has. The
-# times are from the machine printed above, at one moment; other notebooks ran on other machines.) In exchange the cache
-# holds keys and values of all layers; that is little for so short a text, and the run without a cache needs room as
-# well, for the activations of all its rows:
+# bytes of the weights, divided by the speed of reading that is printed above, are the least time of a step. So another
+# machine, such as the README's, has other times.) In exchange the cache holds keys and values of all layers; that is
+# little for so short a text, and the run without a cache needs room as well, for the activations of all its rows:
 
 # %%
 held = (prompt.shape[1] + new_tokens - 1) * plot_memory.model_kv_bytes(
@@ -186,7 +186,7 @@ axes.grid(alpha=0.3)
 axes.legend()
 plt.show()
 print(f"at 1024 tokens: {naive[-1]:.2f} ms anew, {cached[-1]:.3f} ms cached, {naive[-1] / cached[-1]:.0f} times less")
-print(f"on {bench.machine()}, {torch.get_num_threads()} threads, fp32")
+print(f"on {bench.conditions()}")
 
 # %% [markdown]
 # ## Memory used
@@ -413,13 +413,14 @@ for name, make in kinds.items():
     same = (exact.argmax(-1) == rows.argmax(-1)).float().mean().item()
     print(f"{name:<18}{held:>12,}{held / most:>8.0%}{1e3 * seconds:>10.1f}{abs(divergence):>10.1e}{same:>7.0%}")
     assert divergence < 0.2 and (held < most / 2 or not name.startswith("QuantizedCache"))
-print(f"on {bench.machine()}, {torch.get_num_threads()} threads, fp32")
+print(f"on {bench.conditions()}")
 
 # %% [markdown]
 # Eight bits cost almost no accuracy; four bits alone do. `exact_first` and `exact_last` keep the first and the latest
 # tokens in full, which mends most of that: `python benchmarks/cache_error.py` measures the error on a longer text.
-# The times are close here, because a cache of 256 tokens is small beside the weights. Over long texts reading decides:
-# `python benchmarks/cache_decode.py` times single calls over long caches.
+# A cache of 256 tokens is small beside the weights. So the bytes that the quantised caches save hardly show in the
+# time, and the work of unpacking does. Over long texts reading decides: `python benchmarks/cache_decode.py` times
+# single calls over long caches.
 #
 # A layer with a window never looks back further than the window, so a **SlidingWindowCache** keeps the window and some
 # room for appends, however long the text gets: a ring, whose outputs equal those of a cache that keeps everything:

@@ -144,8 +144,8 @@ print(f"DeepSeek-V3: {large['MHA'] / large['MLA, 512 + 64']:.0f} times less than
 # %% [markdown]
 # With few heads the gain over MHA is modest, and two shared heads (GQA) take less room than the latent. With 128 heads,
 # which is where MLA is used, the gain is large: the latent is smaller than the keys and values of 8 shared heads. Only
-# one head for all (MQA) takes less, in both panels; but there all heads read the same keys and values, and here each
-# makes its own.
+# one head for all (MQA) takes less, in both panels. But with MQA all heads read the same keys and values, and with a
+# latent each head makes its own.
 #
 # ## Expanded and absorbed
 #
@@ -253,7 +253,7 @@ plt.show()
 for path, times in took.items():
     print(f"{path}: " + ", ".join(f"{new}: {each:.2f} ms" for new, each in zip(news, times, strict=True)))
 print(f"one new token: absorbed is {took['expanded'][0] / took['absorbed'][0]:.1f} times faster")
-print(f"on {bench.machine()}, {torch.get_num_threads()} threads, fp32")
+print(f"on {bench.conditions()}")
 print(f"DeepSeek-V3 (C 512, N = V = 128) with a long past: L* = {crossing(10**9, 512, 128, 128):.0f}")
 
 # %% [markdown]
@@ -303,7 +303,8 @@ axes.legend()
 plt.show()
 for name, times in curves.items():
     print(f"{name:<14}" + "".join(f"{each:>9.3f}" for each in times) + " ms")
-print(f"on {bench.machine()}, {torch.get_num_threads()} threads, fp32")
+print(f"on {bench.conditions()}")
+print(f"numbers per token: MHA {2 * num_heads * head_dim / (rank + rope_dim):.1f} times those of the latent")
 
 # %% [markdown]
 # Unpacking the past at each step takes too long. Over a short past the absorbed path is slower than plain multi-head

@@ -32,6 +32,8 @@
 # Three versions follow: V1 without cache and mask, V2 with a cache, V3 with a cache and a causal mask. Each runs
 # twice, as a plain class of `attnpack.reference` whose every line can be read, and as the native
 # `attnpack.MultiQueryAttention` with the same weights. Values are compared, not only shapes.
+#
+# Long outputs are folded: a click opens them.
 
 # %%
 import inspect
@@ -76,7 +78,7 @@ schematic.beside([schematic.grouping(range(8), title="multi-head"), schematic.gr
 # %%
 print(inspect.getsource(reference.MQAV1))
 
-# %%
+# %% tags=["hide-output"] jupyter={"outputs_hidden": true}
 v1 = reference.MQAV1(d_model, num_heads, say=print)
 print(f"x.shape : {x.shape}")
 out_v1 = v1(x)
@@ -129,7 +131,6 @@ print(inspect.getsource(reference.MQAV2))
 # %% [markdown]
 # In attnpack the cache is a `DynamicCache`, handed to `forward`, which appends first and then attends. Both caches hold
 # detached tensors (`k.detach()` above): gradients flow through this call's own keys and values and never into the past.
-# (Cells below whose output is long are folded: a click opens them.)
 
 # %% tags=["hide-output"] jupyter={"outputs_hidden": true}
 v2 = reference.MQAV2(d_model, num_heads)
@@ -232,8 +233,8 @@ assert torch.equal(masked, attnpack.attention_scores(q5, k5, stage="masked", cau
 # Above, True means **hidden**: that is what `masked_fill` wants, and what `torch.nn.MultiheadAttention` calls
 # `attn_mask`. In attnpack, as in PyTorch's `scaled_dot_product_attention`, True means **may attend**. Both conventions
 # are in wide use, and nothing raises when they are mixed up: the shapes fit. So pass `~hidden`. The picture on the
-# right shows the result without the `~`: every row attends to the future, and the last row, which may then attend
-# nothing, is zero.
+# right shows the result without the `~`: every row but the last attends to the future, and the last row, which may
+# then attend nothing, is zero.
 
 # %%
 right = attnpack.attention_scores(q5, k5, ~hidden)[0, 0]
@@ -442,7 +443,7 @@ plt.show()
 for name, times in curves.items():
     print(f"{name:<21}" + "".join(f"{each:>9.3f}" for each in times) + " ms")
 read = 2 * lengths[-1] * heads * width * 4 / (1e6 * curves["MHA, attnpack"][-1])
-print(f"on {bench.machine()}, {torch.get_num_threads()} threads; MHA read {read:.1f} GB/s at {lengths[-1]} keys")
+print(f"on {bench.conditions()}; MHA read {read:.1f} GB/s at {lengths[-1]} keys")
 gain = curves["MHA, attnpack"][-1] / curves["MQA, attnpack"][-1]
 print(f"MQA reads {heads} times less than MHA, and is {gain:.1f} times as fast at {lengths[-1]} keys")
 assert 1 < gain < heads

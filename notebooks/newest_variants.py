@@ -147,11 +147,13 @@ print("numbers cached per token and layer:", {"version 1": 3 * groups * dim, "ve
 # ## Sparse attention
 #
 # A selector names the keys that a query reads. DeepSeek-V3.2's *lightning indexer* scores all keys by small heads,
-# `I = sum_h w_h relu(q_h k)`, and a query reads the best. MoBA ([Lu et al. 2025](https://arxiv.org/abs/2502.13189))
-# scores a block of keys by the product of the query and the mean of the block's keys, and a query reads the best blocks
-# and its own. MiniMax-M3 scores a block by its greatest product. No choice has a gradient. Blocks have nothing to
-# train; the indexer learns by a loss of its own, the KL divergence between the attention's weights and the softmax of
-# its scores. DeepSeek-V3.2 has its indexer in front of latent attention, `SparseLatentAttention`.
+# `I = sum_h w_h relu(q_h k)`, and a query reads the keys with the best scores. DeepSeek-V3.2 itself has it before
+# latent attention: `SparseLatentAttention`. MoBA ([Lu et al. 2025](https://arxiv.org/abs/2502.13189)) scores blocks of
+# keys: the product of the query and the mean of the block's keys. A query reads the best blocks and its own. MiniMax-M3
+# scores a block by the greatest product of the query and one of its keys.
+#
+# The choice of keys has no gradient. The scores of blocks have no parameters. The indexer has some, and learns them
+# by a loss of its own: the KL divergence between the attention's weights and the softmax of its scores.
 
 # %%
 indexed = attnpack.SparseAttention(width, heads, groups, top_k=4, index_heads=2, causal=True, rope=rope())
@@ -251,10 +253,11 @@ for kind in ("GTA", "GLA", "MTLA", "TPA"):
 # %% [markdown]
 # ## The costs of each variant
 #
-# Numbers cached per token and layer, and multiplications for one new token over `n` cached keys, projections not
-# counted. The layer is one of 32 heads of 128, with 8 key-value heads where there are groups; the latent has 512 + 64
-# numbers, and is read as it lies (absorbed). MFA has 64 heads of 256 over one, as Step-3. The indexer has 16 heads of
-# 128 and names 2,048 keys; the others read 32 blocks of 64. Means need the sum of each block, in fp32.
+# The table has the numbers cached per token and layer, and the multiplications for one new token over `n` cached keys,
+# without the projections. The layer has 32 heads of 128, and 8 key-value heads where there are groups. The latent has
+# 512 + 64 numbers, and is absorbed: no key is made of it. MFA has 64 query heads of 256 on one key-value head, as in
+# Step-3. The indexer has 16 heads of 128 and names 2,048 keys. The selectors of blocks name 32 blocks of 64 keys. The
+# means are made of the sum of each block, which is kept in fp32.
 
 # %%
 H, D, G, C, R = 32, 128, 8, 512, 64
@@ -295,8 +298,9 @@ assert work["sparse, means of blocks"][-1] < work["GQA, gated, or with sinks"][-
 assert work["sparse, indexer"][-1] > work["GQA, gated, or with sinks"][-1] / 5  # the indexer still reads every key
 
 # %% [markdown]
-# MHA's cache is 28 times as large as MTLA's. Over 1,024k keys the indexer takes 4.0 times less work than GQA here, not
-# less than that: it still scores every key, only with smaller heads. Means of blocks need one product for 64 keys.
+# MHA's cache is 28 times as large as MTLA's. Over 1,024k keys the indexer takes 4.0 times less work than GQA here.
+# Longer texts gain no more, because the indexer still scores every key, by smaller heads. Means of blocks need one
+# product for 64 keys.
 #
 # ## Time here
 #
@@ -371,13 +375,13 @@ with torch.inference_mode():
 print(f"milliseconds for a token{'':8}{'4,096':>10}{'16,384':>10}")
 for name in layers:
     print(f"{name:32}{took[4096][name]:>10.2f}{took[16384][name]:>10.2f}")
-print(f"on {bench.machine()}, {torch.get_num_threads()} thread, fp32")
+print(f"on {bench.conditions()}")
 
 # %% [markdown]
 # The sparse layers read 512 keys for the attention. To choose them, the indexer multiplies with each of its small keys,
 # and MoBA with the sum of each block, which a `SparseCache` keeps. So they gain where the attention over all keys
 # costs more than the choice: both do at 16,384 keys of this small layer. At 4,096 the indexer loses, and the means of
-# blocks make little difference. For the greatest products every key is read, so there is little to gain.
+# blocks gain little. For the greatest products every key is read, so there is less to gain.
 #
 # ## A small model of each
 #

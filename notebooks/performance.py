@@ -26,8 +26,7 @@
 # all of them, and a ratio is the median over rounds.
 #
 # This notebook draws such a run, of two threads. The figures below were stored on the machine that they name. It is a
-# virtual machine. Its neighbours change the speed of memory from 40 to 75 GB/s, so look at the ratios. To see your own,
-# run
+# virtual machine, whose neighbours change the speed of memory. So look at the ratios. To see your own, run
 #
 # ```bash
 # attnpack bench --quick --json > benchmarks/results/quick.json

@@ -140,8 +140,9 @@ assert trained["rope"] < trained["learned"] < trained["none"] < math.log(len(let
 # and a rotation tells the *distance* of two tokens from the first step on.
 #
 # The learned table: how alike the vectors of two places are (their cosine). It is brighter near the diagonal than far
-# from it: near places have near vectors. Nobody asked for that, the table began as noise. The last places look alike as
-# a block: the model hardly tells them apart. On the right is what rotary positions (next section) have from the start,
+# from it: near places have near vectors. Nobody asked for that, the table began as noise. The late places look alike as
+# a block: the model hardly tells them apart. Place 63, the last one, is unlike them. No later place reads it, so its
+# vector learns from its own prediction alone. On the right is what rotary positions (next section) have from the start,
 # without a table.
 
 # %%
