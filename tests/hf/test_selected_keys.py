@@ -1,7 +1,8 @@
 """Models that select keys for each query and hand them over: they run sparse, and their results are eager's.
 
 Of transformers 5.23: deepseek_v32, glm_moe_dsa, hy_v4, axk2, mistral_large4, dots3_note hand over `indices`, and
-minimax_m3_vl `block_indices`. glm5_next, deepseek_v4 and qwen4_exp build a mask of their own, and hand over that alone.
+minimax_m3_vl `block_indices`. glm5_next, deepseek_v4 and qwen4_exp build a mask of their own, and hand over that alone:
+they run dense.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import torch
 from attnpack.hf import attention_function
 from hf_families import SIZES, generated, inputs, logits, make_model, padding
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.dots3_note import modeling_dots3_note as dots3
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as minimax
 from transformers.models.mistral_large4 import modeling_mistral_large4 as mistral
@@ -140,6 +142,39 @@ def test_a_text_with_no_more_keys_than_the_model_selects_runs_as_a_whole(calls):
     assert calls and not any("key_index" in call for call in calls)
 
 
+@pytest.mark.parametrize("padded", ["none", "left"])
+def test_deepseek_v4_equals_eager_where_entries_are_compressed(padded):
+    """Its layers join the compressed entries to the keys, and columns of 0 and -inf to the mask."""
+    torch.manual_seed(0)
+    config = DeepseekV4Config(
+        **_SMALL | {"num_hidden_layers": 3, "head_dim": 16}, q_lora_rank=16, n_routed_experts=4, o_groups=2,
+        o_lora_rank=8, index_n_heads=2, index_head_dim=16, index_topk=3, sliding_window=8,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    )  # fmt: skip
+    model, ids = _spread(DeepseekV4ForCausalLM(config)), torch.randint(1, 60, (2, 40))
+    mask = torch.ones_like(ids)
+    if padded == "left":
+        mask[0, :5] = 0
+    states, texts = [], []
+    for name in ("eager", "attnpack"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            states.append(model(input_ids=ids, attention_mask=mask).logits[mask.bool()])
+            texts.append(model.generate(ids[:, :20], attention_mask=mask[:, :20], max_new_tokens=8, do_sample=False))
+    torch.testing.assert_close(states[1], states[0], **FP32)
+    assert torch.equal(texts[1], texts[0])
+
+
+def test_packed_sequences_refuse_selected_blocks_by_positions():
+    """The model numbers blocks from the first slot on, so eager's choice is not that of separate calls."""
+    model, ids = model_of("minimax_m3_vl"), torch.randint(1, 60, (1, 9))
+    model.set_attn_implementation("attnpack")
+    positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
+    with pytest.raises(ValueError, match="attnpack: block_indices: got blocks .* call it once per sequence"):
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+
+
 def test_packed_sequences_refuse_selected_blocks():
     x = torch.randn(1, 2, 3, 8)
     index = torch.zeros(1, 1, 3, 1, dtype=torch.int64)
@@ -147,5 +182,5 @@ def test_packed_sequences_refuse_selected_blocks():
     module = torch.nn.Module()
     module.indexer = torch.nn.Module()
     module.indexer.block_size = 2
-    with pytest.raises(ValueError, match="attnpack: block_indices: got keys that the model selected for packed"):
+    with pytest.raises(ValueError, match="attnpack: block_indices: got blocks that the model selected for packed"):
         attnpack.hf.attention_forward(module, x, x, x, None, block_indices=index, **packed)

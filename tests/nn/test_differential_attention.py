@@ -119,6 +119,19 @@ def test_by_tokens_padded_nested_and_shared(make):
     assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), whole, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_the_second_form_takes_masks(num_heads):
+    """One of all heads, though 1 is num_heads; or one for each of its 2 num_heads query heads."""
+    module, x = attnpack.DifferentialAttention(EMBED, num_heads, 1), torch.randn(2, 5, EMBED)
+    keys = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], dtype=torch.bool).view(2, 1, 1, 5)
+    wanted = module(x, kv_lens=torch.tensor([3, 5]))
+    for each in (module, module.cpp()):
+        for mask in (keys, keys.expand(2, 2 * num_heads, 5, 5)):
+            result = each.forward(x, mask=mask)
+            assert_close(result[0, :3], wanted[0, :3])
+            assert_close(result[1], wanted[1])
+
+
 def test_a_block_takes_it():
     block = attnpack.DecoderBlock(first(), attnpack.FeedForward(EMBED, 32))
     x = torch.randn(2, 5, EMBED)

@@ -67,12 +67,6 @@ def attention_forward(
     refuse_arguments(others)
     packed = named_sequences(others, query, key)
     named = _named_keys(module, key, indices, block_indices)
-    if packed is not None and named:
-        name = "indices" if block_indices is None else "block_indices"
-        raise ValueError(
-            f"attnpack: {name}: got keys that the model selected for packed sequences, which may be those of another "
-            "sequence; leave cu_seq_lens and seq_idx out and pass position_ids with use_cache=False"
-        )
     if attention_mask is None:
         ranges, mask = _NO_RANGES._replace(causal=causal_without_mask(module, is_causal, query.size(2))), None
     else:
@@ -80,6 +74,16 @@ def attention_forward(
     weights_wanted = are_recorded(output_attentions)
     seen = None if torch.compiler.is_compiling() else calls_seen.get()
     sequences = [numbers for numbers in (packed, ranges.sequences) if numbers is not None]
+    if sequences and block_indices is not None:
+        raise ValueError(
+            "attnpack: block_indices: got blocks that the model selected for packed sequences; it counts them from the "
+            "first token of all, and not of each sequence, so it may select another's; call it once per sequence"
+        )
+    if packed is not None and named:
+        raise ValueError(
+            "attnpack: indices: got keys that the model selected for packed sequences, which may be those of another "
+            "sequence; leave cu_seq_lens and seq_idx out and pass position_ids with use_cache=False"
+        )
     if sequences:
         plain = not named and position_bias is None and mask is None and not weights_wanted and seen is None
         out = _attend_packed(query, key, value, sequences, ranges, dropout, softcap, s_aux, scaling) if plain else None

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
+# Their model code joins columns of what to add to the scores, -inf or 0, to the mask that it gets.
+_JOINED = ("deepseek_v4",)
 # A model with its own attention code adds a float mask to its scores, or fills them where a bool mask excludes.
 _ADDS = (torch.ops.aten.add, torch.ops.aten.add_)
 _FILLS = (torch.ops.aten.masked_fill, torch.ops.aten.masked_fill_)
@@ -117,9 +119,13 @@ def mask(
     Returns:
         A LazyMask [batch_size, 1, q_length, kv_length]. While a graph is traced, a plain bool tensor, or None for a
         single query that sees all keys. None if every query may attend every key and `allow_is_bidirectional_skip` is
-        set.
+        set. DeepSeek-V4 gets the float tensor of "eager".
     """
-
+    if getattr(settings.get("config"), "model_type", None) in _JOINED:
+        return masking_utils.eager_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device,
+            **settings,
+        )  # fmt: skip
     def build_mask(**skips: bool) -> Tensor | None:
         return masking_utils.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device,

@@ -158,8 +158,9 @@ def latent_share(module: nn.Module, queries: Tensor, head_dim: int, k_rope: Tens
 
 
 def check_mask_share(module: nn.Module, mask: Tensor | None, heads: int) -> None:
-    """ValueError for a mask [B, H, L, Lkv] of all the module's heads where `heads`, a rank's share, are there."""
-    if heads != module.num_heads and isinstance(mask, Tensor) and mask.dim() == 4 and mask.size(1) == module.num_heads:
+    """ValueError for a mask [B, H, L, Lkv] of all the module's heads where `heads`, a rank's share, are there. (Version
+    2 of differential attention has more query heads than num_heads.)"""
+    if heads < module.num_heads and isinstance(mask, Tensor) and mask.dim() == 4 and mask.size(1) == module.num_heads:
         raise ValueError(
             f"attnpack: mask has shape {list(mask.shape)}, one for each of num_heads {module.num_heads} heads, but the "
             f"projections give {heads}, a rank's share: pass the part mask[:, i : i + {heads}] of this rank's "
