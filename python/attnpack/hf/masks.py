@@ -126,6 +126,7 @@ def mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device,
             **settings,
         )  # fmt: skip
+
     def build_mask(**skips: bool) -> Tensor | None:
         return masking_utils.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device,

@@ -177,7 +177,8 @@ class SparseAttention(ContextAttention):
         Args:
             x: [B, L, embed_dim].
             sparse: p is that of attention over the keys that the indexer names, and I covers these alone: for the time
-                when the model is trained on its own choice. Otherwise both are over all keys: for warming up.
+                when the model is trained on its own choice. Otherwise both are over all keys: for warming up. Both
+                take memory for all pairs of tokens.
             mask, causal, positions, kv_lens: as in forward.
 
         Returns:
