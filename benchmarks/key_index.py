@@ -11,6 +11,7 @@ import statistics
 
 import attnpack
 import torch
+from attnpack.tools.bench import conditions
 from packed import DTYPES, measure
 
 # (query heads, kv heads, head dim)
@@ -77,6 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    print(f"on {conditions(args.dtype)}")
     time_decode(args)
     time_prefill(args)
 
