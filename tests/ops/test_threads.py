@@ -1,4 +1,5 @@
-"""Eight Python threads call at once, with different shapes; each gets bitwise the result of one thread."""
+"""Eight Python threads call at once, with different shapes; each gets bitwise the result of one thread. And threads of
+a process that never chose their number."""
 
 import random
 import threading
@@ -7,6 +8,7 @@ import pytest
 import torch
 from attnpack import apply_rope, attention, attention_scores
 from op_cases import compute_results, draw, make_inputs
+from processes import run_python
 
 THREADS, CALLS = 8, 200
 MIXED = [
@@ -84,3 +86,27 @@ def test_errors_in_some_threads_leave_the_others_alone(gradients):
                 assert torch.equal(got, expected[name]), name
 
     in_threads(work)
+
+
+DEFAULT_THREADS = """
+import attnpack, torch
+
+def calls():
+    torch.manual_seed(0)
+    for heads, kv_heads, width, keys in [(8, 8, 64, 256), (8, 8, 64, 3000), (32, 8, 128, 1024), (9, 3, 64, 1024)]:
+        for dtype in (torch.float32, torch.bfloat16):
+            query = torch.randn(1, heads, 1, width, dtype=dtype)
+            key, value = torch.randn(2, 1, keys, kv_heads, width, dtype=dtype).transpose(2, 3)
+            yield attnpack.attention(query, key, value)
+
+found = [list(calls()) for _ in range(3)]
+torch.set_num_threads(1)
+for wanted, *results in zip(calls(), *found, strict=True):
+    assert all(torch.equal(result, wanted) for result in results)
+"""
+
+
+def test_calls_before_anybody_set_the_number_of_threads():
+    """OpenMP's workers may then report another number than the caller does, so no unit may ask for it."""
+    process = run_python(DEFAULT_THREADS)
+    assert process.returncode == 0, process.stderr

@@ -9,9 +9,9 @@
 #include <attnpack/ops/cpu/scratch.h>
 
 // Cuts attention calls into units of work. No headers of torch: for_each(order, count, work, scratch_bytes, unit) hands
-// the units 0 .. count - 1 to the threads, of which there are for_each.count(), and calls unit(index, scratch). The
-// calls of a list share dtype, heads, head dims and batch. Their units run in one loop, so that short sequences fill
-// all threads.
+// the units 0 .. count - 1 to the threads, and calls unit(index, scratch). for_each.count() is the number of threads. It
+// counts for the caller alone. The calls of a list share dtype, heads, head dims and batch. Their units run in one loop,
+// so that short sequences fill all threads.
 namespace attnpack {
 
 // The unit that a thread takes next. kInTurn: the first one that is left. kNeighbours: neighbours, one after the other,
@@ -138,6 +138,8 @@ inline int64_t heads_of_unit(const AttentionParams& p, int64_t ranges, int64_t c
 // one range, its unit joins the results at once: thousands of heads with a handful of keys then cost one loop.
 template <class ForEach>
 void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
+  // Asked once: a worker may give another number than its caller, and every unit must be cut alike.
+  const int64_t threads = for_each.count();
   double work = 0, merge_work = 0;
   size_t decode_bytes = 0;
   int64_t rows_at_once = 0;  // most rows of the heads of a unit that joins its own results
@@ -145,7 +147,7 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     return first ? first : most_ranges(calls[call]);
   };
   const auto heads_of = [&](size_t call) {
-    return heads_of_unit(calls[call], ranges_of(call), calls.size(), for_each.count());
+    return heads_of_unit(calls[call], ranges_of(call), calls.size(), threads);
   };
   const auto shares_of = [&](size_t call) { return (calls[call].num_kv_heads + heads_of(call) - 1) / heads_of(call); };
   const auto merges_of = [](const Tiling& t) { return (t.rows + kMergedRows - 1) / kMergedRows; };
