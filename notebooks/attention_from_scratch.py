@@ -336,8 +336,9 @@ assert moved.min() > 1e-3
 # ## Encoder or decoder: who hears of a change?
 #
 # A transformer block is attention (tokens exchange information) and a feed-forward layer (each token by itself). Each
-# of the two has a norm and a residual connection: $x + f(\text{norm}(x))$. Through the residual connections gradients
-# reach the first block unchanged. The norm keeps the input of $f$ at one size.
+# of the two has a residual connection and a norm before it: $x + f(\text{norm}(x))$ (pre-norm; the first transformers
+# had $\text{norm}(x + f(x))$, post-norm). One part of the gradient goes past all blocks and reaches the first
+# unchanged. The norm keeps the input of $f$ at one size.
 
 # %%
 schematic.block()

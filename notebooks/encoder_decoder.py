@@ -186,8 +186,8 @@ print(f"clearest: layer {best[0]}, head {best[1]}, {share.max():.0%} of its weig
 assert share.max() > 0.5
 
 # %% [markdown]
-# Nobody told the model where to look; the loss did. Now take the source away: with an empty context the decoder guesses
-# one letter in ten.
+# Nobody told the model where to look; the loss did. Now take the source away: with a context of zeros the decoder
+# guesses one letter in ten.
 
 # %%
 with torch.no_grad():

@@ -139,11 +139,10 @@ print(f"from G = 8 to 2: {times[8] / times[2]:.1f} times faster; from 2 to 1: {t
 print(f"on {conditions}")
 
 # %% [markdown]
-# From G = 8 to 2 the time falls with the reading. From 2 to 1 the reading halves once more and the time falls by less,
-# because more and more of what is left is the work itself, which G does not change. So the last step down to one head
-# saves more room in the cache than time *here*; on a machine that computes faster, or reads slower, it is another
-# matter. An encoder gains nothing, because it does not wait for reading: [encoder_decoder](encoder_decoder.ipynb)
-# measures it.
+# The time falls with the reading, but by less: more and more of what is left is the work itself, which G does not
+# change. So the last step down to one head saves more room in the cache than time *here*; on a machine that computes
+# faster, or reads slower, it is another matter. An encoder gains next to nothing, because it does not wait for
+# reading: [encoder_decoder](encoder_decoder.ipynb) measures it.
 #
 # ## Uneven groups
 #

@@ -416,14 +416,15 @@ for name, make in kinds.items():
 print(f"on {bench.conditions()}")
 
 # %% [markdown]
-# Eight bits cost almost no accuracy; four bits alone do. `exact_first` and `exact_last` keep the first and the latest
-# tokens in full, which mends most of that: `python benchmarks/cache_error.py` measures the error on a longer text.
-# A cache of 256 tokens is small beside the weights. So the bytes that the quantised caches save hardly show in the
-# time, and the work of unpacking does. Over long texts reading decides: `python benchmarks/cache_decode.py` times
-# single calls over long caches.
+# Eight bits change almost no prediction, and four bits change many. `exact_first` and `exact_last` keep the first and
+# the latest tokens in full, which helps four bits most: `python benchmarks/cache_error.py` measures the error on a
+# longer text. A cache of 256 tokens is small beside the weights. So the bytes that the quantised caches save hardly
+# show in the time, and the work of unpacking does. Over long texts reading decides: `python
+# benchmarks/cache_decode.py` times single calls over long caches.
 #
-# A layer with a window never looks back further than the window, so a **SlidingWindowCache** keeps the window and some
-# room for appends, however long the text gets: a ring, whose outputs equal those of a cache that keeps everything:
+# A layer with a window never looks back further than the window, so a **SlidingWindowCache** has room for the window
+# and some hundred tokens more, however long the text gets: a ring, whose outputs equal those of a cache that keeps
+# everything. `nbytes` counts what it holds, and `nbytes_allocated` its room:
 
 # %%
 windowed = attnpack.GroupedQueryAttention(64, 8, 2, causal=True, window=(63, 0))
@@ -434,6 +435,7 @@ with torch.no_grad():
         assert torch.equal(a, b)
         if count in (10, 100, 1000):
             print(f"{count:>4} tokens: the ring holds {ring.nbytes:>7,} bytes, the whole cache {whole.nbytes:>7,}")
+print(f"the ring has room for {ring.nbytes_allocated:,} bytes")
 
 # %% [markdown]
 # And pages are shared until somebody writes to them. Here one prompt gets four answers, which hold the prompt once:
@@ -522,7 +524,7 @@ assert drawn["soft cap 0.5"][-1].max() < drawn["causal"][-1].max()
 # 1. Llama-3 8B has 32 layers and 8 kv heads of 128. At how many tokens in bf16 is its cache as large as its weights (16
 #    GB)?
 # 2. Reject the last three tokens of a text, and write on. Check against a cache that never saw them.
-# 3. How many bytes does a window of 63 keep after a million tokens, beside a cache that keeps everything?
+# 3. How many bytes does a window of 63 take after a million tokens, beside a cache that keeps everything?
 
 # %%
 # Solutions. Try first.
@@ -536,8 +538,8 @@ with torch.no_grad():
     layer(text[:, :9], cache=other)
     print("2.", largest_difference(layer(rest, cache=one), layer(rest, cache=other)))
     torch.testing.assert_close(one.k, other.k)
-print(f"3. {ring.nbytes:,} bytes; {2 * 2 * 8 * 4 * 10**6:,} for everything")
-assert ring.nbytes < 2 * 2 * 8 * 4 * 1000
+print(f"3. {ring.nbytes_allocated:,} bytes, its room; {2 * 2 * 8 * 4 * 10**6:,} for everything")
+assert ring.nbytes_allocated < 2 * 2 * 8 * 4 * 1000
 
 # %% [markdown]
 # Next: [multi_query_attention](multi_query_attention.ipynb).

@@ -29,6 +29,7 @@
 # Two questions follow. How small is it? And must all those keys and values be computed again at every step?
 
 # %%
+import math
 import statistics
 import time
 
@@ -143,9 +144,9 @@ print(f"DeepSeek-V3: {large['MHA'] / large['MLA, 512 + 64']:.0f} times less than
 
 # %% [markdown]
 # With few heads the gain over MHA is modest, and two shared heads (GQA) take less room than the latent. With 128 heads,
-# which is where MLA is used, the gain is large: the latent is smaller than the keys and values of 8 shared heads. Only
-# one head for all (MQA) takes less, in both panels. But with MQA all heads read the same keys and values, and with a
-# latent each head makes its own.
+# which is where MLA is used, the gain is large: the latent is smaller than the keys and values of 8 shared heads, and
+# only one head for all (MQA) takes less. But with MQA all heads read the same keys and values, and with a latent each
+# head makes its own.
 #
 # ## Expanded and absorbed
 #
@@ -405,8 +406,9 @@ gap = (turn(vector @ w.T) - turn(vector) @ w.T).abs().max().item()
 print(f"2. rotating before or after a matrix differs by {gap:.1f}: the position stands between the two matrices")
 assert gap > 0.1
 bound = 192 * 256 / (192 + 256)
-print(f"3. N > {bound:.0f}")
-assert joined == 192 * 256 and (bound + 1) * (192 + 256) > joined
+least = math.floor(bound) + 1
+print(f"3. from N = {least} on")
+assert joined == 192 * 256 and (least - 1) * (192 + 256) <= joined < least * (192 + 256)
 
 # %% [markdown]
 # Next: [positions](positions.ipynb).

@@ -33,7 +33,7 @@
 # twice, as a plain class of `attnpack.reference` whose every line can be read, and as the native
 # `attnpack.MultiQueryAttention` with the same weights. Values are compared, not only shapes.
 #
-# Long outputs are folded: a click opens them.
+# Long outputs are folded in JupyterLab and on the site: a click opens them.
 
 # %%
 import inspect

@@ -533,7 +533,7 @@ torch.set_num_threads(threads)
 # ## Summary
 #
 # - Gates and sinks let a head be silent. They cost no cache.
-# - Caches shrink by sharing: of heads (GQA), of layers, of keys and values, of latents, of neighbours in time (MTLA).
+# - Caches shrink by sharing: of heads (GQA), of layers, of latents, of neighbours in time (MTLA).
 # - Sparse attention bounds the keys that attention reads. What chooses them still grows with the length.
 # - An indexer is trained by a loss of its own, because its choice has no gradient.
 # - Small models on a short budget differ by some hundredths of a nat, and so do seeds. These models differ in

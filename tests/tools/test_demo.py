@@ -80,7 +80,10 @@ def test_variants_table():
     latent = 64 * 8 * 12 + 64 * 36 + 32 + 32 * 8 * 16 + 64 * 64  # C 32, N 8, R 4, V 8
     kept = [4 * 64 * 64, 3 * 64 * 64, 64 * 2 * (64 + 8), 3 * 64 * 8, latent, 4 * 64 * 64]
     assert [row.parameters for row in rows] == kept
-    assert [row.kv_bytes_per_token for row in rows] == [2 * heads * 8 * 4 for heads in (8, 4, 1, 1)] + [36 * 4, 0]
+    assert [row.kv_bytes_per_token for row in rows] == [2 * heads * 8 * 4 for heads in (8, 4, 1, 1)] + [
+        36 * 4,
+        2 * 8 * 8 * 4,
+    ]
     for row in rows:
         assert 0 < row.error < 2 * row.torch_error + 1e-6
         assert row.step_ms > 0 and row.sdpa_step_ms > 0

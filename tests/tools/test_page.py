@@ -272,6 +272,13 @@ def test_the_command_writes_a_page(tmp_path, capsys):
     ):
         assert cli.main(["plot", "attention", *arguments, "--html", str(out)]) == 2
         assert said in capsys.readouterr().err
+    assert cli.main(["plot", "attention", "The cat sat", "--html", str(out), "--layers", "3", "29"]) == 0
+    assert re.search(r"wrote .*page.html, \d\.\d MiB", capsys.readouterr().out)
+    data = data_of(out.read_text(encoding="utf-8"))
+    assert data["open"] == 3 and [layer["number"] for layer in data["layers"]] == [3, 29]
+    assert "weights of CausalLM</h1>" in out.read_text(encoding="utf-8")
+    assert cli.main(["plot", "attention", "x", "--layers", "3", "--out", str(tmp_path / "x.png")]) == 2
+    assert "--layers: got some without --html" in capsys.readouterr().err
     assert cli.main(["plot", "attention", "x", "--html", str(tmp_path / "page.png")]) == 2
     assert "--html: got" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

@@ -144,6 +144,8 @@ def build_parser() -> argparse.ArgumentParser:
     attention.add_argument("--model", type=Path, metavar="DIR|FILE.gguf", help="as in generate [SmolLM2-135M-Instruct]")
     page = "write a page of all layers' heads to play with instead, for any browser, opened at --layer"
     attention.add_argument("--html", type=Path, metavar="HTML", help=page)
+    some = "the layers of the page: fewer make a smaller file [all]"
+    attention.add_argument("--layers", type=int, nargs="+", metavar="N", help=some)
     return parser
 
 

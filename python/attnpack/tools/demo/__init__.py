@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..bench import conditions
 from ..plot import check_picture, plot_kv_memory
 from .model import run_model
 from .mqa import fold, run_mqa
@@ -29,7 +30,8 @@ def main(args: argparse.Namespace) -> None:
     rows = compare_variants()
     figures["variants"] = rows_as_dicts(rows)
     say(format_table(rows))
-    say("error: largest against fp64. Cross-attention projects its context anew at each step and keeps no cache.")
+    say("error: largest against fp64. Cross-attention keeps the keys and values of its context in a CrossCache.")
+    say(f"on {conditions()}")
 
     say("\n3. KV memory against context\n")
     figures["kv_memory_bytes"] = plot_kv_memory(args.out)

@@ -11,6 +11,7 @@ import torch
 
 from ... import CausalLM, checkpoints
 from ...progress import progress
+from ..bench import conditions
 from ..generate import answer
 
 
@@ -40,6 +41,7 @@ def run_model(*, say: Callable[..., None], max_new_tokens: int = 128) -> dict:
         ("keys and values", f"{found.kv_bytes / 2**20:.1f} MiB, {found.kv_bytes // found.positions:,} bytes per token"),
         ("without shared heads", f"{every_head / 2**20:.1f} MiB"),
         ("as transformers", f"{sum(equal.values())} of {sum(wanted.values())} greedy tokens of {len(prompts)} prompts"),
+        ("machine", conditions()),
     ):
         say(f"{what:<22}{cost}")
     return {

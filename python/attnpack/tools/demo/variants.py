@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import (
+    CrossCache,
     DynamicCache,
     GroupedQueryAttention,
     MultiHeadAttention,
@@ -149,15 +150,17 @@ def _cached_steps(module: nn.Module, prompt: Tensor, steps: int) -> tuple[Callab
 
 
 def _cross_steps(module: nn.Module, context: Tensor, steps: int) -> tuple[Callable, Callable, int]:
-    """The same for cross-attention, without a cache: both steps project the context anew."""
+    """The same for cross-attention: both steps read the context's keys and values, which were projected once."""
+    cache = CrossCache()
+    module(context[:, :1], context, cache=cache)
+    keys, values = (_split_heads(project(context), module.head_dim) for project in (module.k_proj, module.v_proj))
+    keys, values = keys.contiguous(), values.contiguous()
 
     def sdpa_step(token: Tensor) -> Tensor:
-        q, k, v = module.q_proj(token), module.k_proj(context), module.v_proj(context)
-        return _join_heads(
-            module, F.scaled_dot_product_attention(*(_split_heads(each, module.head_dim) for each in (q, k, v)))
-        )
+        query = _split_heads(module.q_proj(token), module.head_dim)
+        return _join_heads(module, F.scaled_dot_product_attention(query, keys, values))
 
-    return lambda token: module(token, context), sdpa_step, 0
+    return lambda token: module(token, cache=cache), sdpa_step, cache.nbytes // len(cache)
 
 
 def _time_in_turn(ours: Callable, theirs: Callable, tokens: Tensor) -> tuple[float, float]:

@@ -94,8 +94,11 @@ def main(args: argparse.Namespace) -> None:
         if args.out is not None:
             raise ValueError(f"--out: got {str(args.out)!r} beside --html, which writes a page alone; leave one out")
         figures = _page(args)
-        print(json.dumps({"page": str(args.html), **figures}) if args.json else f"wrote {args.html}")
+        size = f"{args.html.stat().st_size / 2**20:.1f} MiB"
+        print(json.dumps({"page": str(args.html), **figures}) if args.json else f"wrote {args.html}, {size}")
         return
+    if getattr(args, "layers", None):
+        raise ValueError("--layers: got some without --html; a picture shows one layer, --layer")
     args.out = args.out or args.default_out
     check_picture(args.out)
     figure, figures = {"kv-memory": _kv_memory, "roofline": _roofline, "attention": _attention}[args.picture](args)
@@ -147,8 +150,9 @@ def _page(args: argparse.Namespace) -> dict:
     tokenizer, model, ids = _read(args)
     if len(ids) > MOST_TOKENS:
         raise ValueError(f"text: got {len(ids)} tokens, want at most {MOST_TOKENS}; give a shorter one")
-    attention_page(model, ids, _words(tokenizer, ids), layer=args.layer).save(args.html)
-    return {"layers": len(model.layers), "layer": args.layer or 0, "tokens": ids}
+    opened = args.layer if args.layer is not None else (args.layers or [0])[0]
+    attention_page(model, ids, _words(tokenizer, ids), layers=args.layers, layer=opened).save(args.html)
+    return {"layers": len(args.layers or model.layers), "layer": opened, "tokens": ids}
 
 
 def _read(args: argparse.Namespace) -> tuple[Tokenizer, CausalLM, list[int]]:

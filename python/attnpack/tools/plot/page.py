@@ -78,7 +78,7 @@ def attention_page(
     opened = numbers[0] if layer is None else layer
     data = {"tokens": list(tokens), "open": opened, "layers": [_layer(each) for each in shown]}
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    return AttentionPage(_template().replace("ATTENTION_DATA", text))
+    return AttentionPage(_template().replace("ATTENTION_MODEL", type(model).__name__).replace("ATTENTION_DATA", text))
 
 
 def _states(model: nn.Module, ids: Sequence[int] | Tensor) -> Tensor:
