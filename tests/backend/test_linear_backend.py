@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.onednn
+WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"  # oneDNN gets bf16 there alone
 SUBCLASS = "a tensor is of a class of its own, or a graph is exported"
 
 
@@ -54,7 +55,7 @@ def test_a_training_step(shape, dtype):
     backend.reset_report()
     with backend.enable("linear"):
         found = step(model, x)
-    assert counts()[0] == 2
+    assert counts()[0] == (2 if WIDE or dtype == torch.float32 else 0)
     close(found, expected, 1e-5 if dtype == torch.float32 else 2e-2)
     assert torch.equal(step(model, x)[0], expected[0])
 
@@ -134,7 +135,8 @@ def test_autocast(replaced):
     model, x = perceptron(), torch.randn(130, 160)
     with torch.autocast("cpu", torch.bfloat16):
         found = step(model, x)
-    assert counts()[0] >= 2  # products of the backward pass count too where oneDNN is pinned
+    if WIDE:
+        assert counts()[0] >= 2  # products of the backward pass count too where oneDNN is pinned
     replaced.disable()
     with torch.autocast("cpu", torch.bfloat16):
         close(found, step(model, x), 2e-2)

@@ -54,6 +54,7 @@ IMPORTS = {
     "backend": ["."],
     "cache": ["."],
     "nn": [".", "cache"],
+    "nn/sparse": [".", "cache", "nn"],
     "checkpoints": [".", "nn"],
     "convert": [".", "nn", "checkpoints", "convert/checkpoint", "convert/uptrain"],
     "convert/checkpoint": [".", "nn", "checkpoints", "convert"],

@@ -9,9 +9,9 @@
 #include <attnpack/ops/cpu/scratch.h>
 
 // Cuts attention calls into units of work. No headers of torch: for_each(order, count, work, scratch_bytes, unit) hands
-// the units 0 .. count - 1 to the threads, and calls unit(index, scratch). for_each.count() is the number of threads. It
-// counts for the caller alone. The calls of a list share dtype, heads, head dims and batch. Their units run in one loop,
-// so that short sequences fill all threads.
+// the units 0 .. count - 1 to the threads, and calls unit(index, scratch). for_each.count() is the number of threads.
+// It counts for the caller alone. The calls of a list share dtype, heads, head dims and batch. Their units run in one
+// loop, so that short sequences fill all threads.
 namespace attnpack {
 
 // The unit that a thread takes next. kInTurn: the first one that is left. kNeighbours: neighbours, one after the other,
@@ -146,9 +146,7 @@ void run_ranges(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   const auto ranges_of = [&, first = calls.size() == 1 ? most_ranges(calls[0]) : 0](size_t call) {
     return first ? first : most_ranges(calls[call]);
   };
-  const auto heads_of = [&](size_t call) {
-    return heads_of_unit(calls[call], ranges_of(call), calls.size(), threads);
-  };
+  const auto heads_of = [&](size_t call) { return heads_of_unit(calls[call], ranges_of(call), calls.size(), threads); };
   const auto shares_of = [&](size_t call) { return (calls[call].num_kv_heads + heads_of(call) - 1) / heads_of(call); };
   const auto merges_of = [](const Tiling& t) { return (t.rows + kMergedRows - 1) / kMergedRows; };
   const auto streams = [&](size_t i, const Tiling& t) { return t.rows > 0 && path_of(calls[i], t) != Path::kPacked; };
