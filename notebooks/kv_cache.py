@@ -483,7 +483,7 @@ assert kept.nbytes == 10 * (16 + 4) * 4 and chosen.nbytes == 10 * (2 * 2 * 8 + 8
 # Four settings act between the scores and the softmax, and each has to do with long texts. A **window** hides keys that
 # are far away. A **sink** is one more logit per head, with no value: it takes the weight that a head does not want to
 # give. A **soft cap** c bounds scores by c · tanh(s / c). **ALiBi** lowers scores with the distance. The same queries
-# and keys under each:
+# and keys under each, with hidden keys in grey:
 
 # %%
 q, k = torch.randn(2, 1, 2, 24, 16).unbind(0)
@@ -498,8 +498,9 @@ figure, panels = plt.subplots(1, 5, figsize=(12, 2.9), dpi=110, layout="constrai
 drawn = {}
 for panel, (name, setting) in zip(panels, kinds.items(), strict=True):
     drawn[name] = attnpack.attention_scores(q, k, causal=True, **setting)[0, 0]
-    image = panel.imshow(drawn[name], cmap="cividis", vmin=0, vmax=0.6)
-    panel.set(title=name, xlabel="key (position)")
+    seen = drawn[name].where(drawn[name] > 0, torch.nan)  # a key that is hidden stays grey
+    image = panel.imshow(seen, cmap="cividis", vmin=0, vmax=0.6)
+    panel.set(title=name, xlabel="key (position)", facecolor="lightgrey")
     print(f"{name:<17} sum of the last row {drawn[name][-1].sum():.2f}, largest weight {drawn[name][-1].max():.2f}")
 panels[0].set_ylabel("query (position)")
 figure.colorbar(image, ax=panels, label="weight")
