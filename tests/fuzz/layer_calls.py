@@ -130,7 +130,7 @@ def select(pick: Random) -> Call:
         for b, head, i in itertools.product(range(batch), range(key.size(1)), range(length)):
             end = min(int(lens[b]), int(offsets[b]) + i + 1) if causal else int(lens[b])
             blocks = {n // block for n in range(end)}
-            open_blocks = {n for n in blocks if allowed[b, head, i, n * block : (n + 1) * block].any()}
+            open_blocks = {n for n in blocks if allowed[b, head, i, n * block : min((n + 1) * block, end)].any()}
             named = [n for n in index[b, head, i].tolist() if n >= 0]
             assert len(set(named)) == len(named) == min(most, len(open_blocks)) and set(named) <= open_blocks
 

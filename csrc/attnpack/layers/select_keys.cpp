@@ -326,7 +326,8 @@ Tensor select_blocks_composite(const Tensor& query, const Tensor& key, SymInt bl
     const Tensor own = positions_of(rows, here).floor_divide(at::Scalar(block));
     Tensor hidden = here.causal ? empty.logical_or(numbers > own) : empty;
     if (bias.defined()) {
-      if (bias.sym_size(3) != 1) bias = block_maxima(bias, blocks, block);
+      // A key that the mask leaves, but that lies after the query or in padding, opens no block.
+      if (bias.sym_size(3) != 1) bias = block_maxima(hide(bias, rows, here), blocks, block);
       if (mean) scores = scores + bias;
       hidden = hidden.logical_or(bias == -kInf);
     }
