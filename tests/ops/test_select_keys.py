@@ -88,6 +88,16 @@ def test_the_best_blocks(block, top, local, scorer, place):
                 assert found[len(wanted) :] == [-1] * (len(found) - len(wanted))
 
 
+@pytest.mark.parametrize("scorer", ["mean", "max"])
+@pytest.mark.parametrize("place", [{"kv_lens": torch.tensor([3])}, {"causal": True, "q_offsets": torch.tensor([2])}])
+def test_keys_that_no_query_may_attend_open_no_block(scorer, place):
+    """Key 3 of the first block, which lies in padding or after the query, though the mask leaves it."""
+    for left, wanted in (([3], [-1, -1]), ([1, 3], [0, -1])):
+        mask = torch.zeros(8, dtype=torch.bool).index_fill(0, torch.tensor(left), True)
+        index = select_blocks(draw(1, 2, 1, 3), draw(1, 1, 8, 3), 4, 2, scorer=scorer, mask=mask, **place)
+        assert index.tolist() == [[[wanted]]]
+
+
 def test_of_equal_scores_the_lower_numbers():
     """However many keys follow: a choice in decode is that of prefill."""
     query, key, weights = draw(1, 2, 1, 3), torch.zeros(1, 1, 40, 3).double(), draw(1, 1, 2)
