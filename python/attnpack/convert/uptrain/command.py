@@ -141,8 +141,8 @@ def _train_and_save(work: Distillation, save, say) -> None:
         took = work.train_step()
         took = work.train_step() if work.spent < work.seconds else took  # the first step warms up
         left = max(0.0, work.seconds - work.spent)
-        finish = time.strftime("%H:%M", time.localtime(time.time() + left))
         if left >= took:
+            finish = time.strftime("%H:%M", time.localtime(time.time() + left))
             say(
                 f"{work.length} tokens take {took:.2f} s: about {int(left / took)} steps in the {_duration(left)} "
                 f"left, until {finish}; Ctrl-C keeps what is done, and the same command goes on"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import cpp, ops
-from ...cache import KVCache, LatentCache, SparseCache, StaticCache, unchanged_on_error
+from ...cache import KVCache, SparseCache, unchanged_on_error
 from ...errors import check_input, reject_keywords
 from ...layer_ops import indexer_loss
 from ...signatures import Inputs, types_of
@@ -236,13 +236,13 @@ class SparseAttention(ContextAttention):
 
     @torch.no_grad()
     def _named(
-        self, x: Tensor, held: SparseCache | None, index_cache: LatentCache | StaticCache | None, place: dict[str, Any]
+        self, x: Tensor, held: SparseCache | None, index_cache: IndexCache, place: dict[str, Any]
     ) -> Tensor | None:
         """The keys that the indexer names, None for all. Its keys go into the cache `held`, or `index_cache`."""
         settings = place | {"rope": self._rope_settings}
         return name_keys(self._indexer(x), self.top_k, self.num_local, self.index_head_dim, held, index_cache, settings)
 
-    def _check_call(self, x: Tensor, cache: KVCache | None, index_cache: LatentCache | None) -> None:
+    def _check_call(self, x: Tensor, cache: KVCache | None, index_cache: IndexCache) -> None:
         check_selects("SparseAttention", x, cache, "a DynamicCache or StaticCache")
         check_input("x", x, self.embed_dim, self.q_proj)
         if self._indexes:

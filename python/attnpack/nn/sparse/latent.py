@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import _C, cpp
-from ...cache import KVCache, LatentCache, StaticCache, unchanged_on_error
+from ...cache import KVCache, LatentCache, unchanged_on_error
 from ...errors import reject_keywords
 from ...layer_ops import indexer_loss
 from ...signatures import Inputs, types_of
@@ -195,7 +195,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         x: Tensor,
         low: Tensor,  # `_low(x)`
         held: LatentCache | None,
-        index_cache: LatentCache | StaticCache | None,
+        index_cache: IndexCache,
         place: dict[str, Any],
     ) -> Tensor | None:
         """The keys that the indexer names, None for all. Its keys go into the cache `held`, or `index_cache`."""

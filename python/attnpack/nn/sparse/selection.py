@@ -23,7 +23,7 @@ def name_keys(
     num_local: int,
     head_dim: int,
     held: SparseCache | LatentCache | None,
-    index_cache: LatentCache | StaticCache | None,
+    index_cache: IndexCache,
     settings: dict[str, Any],
 ) -> Tensor | None:
     """The keys that an indexer names, None for all. Its keys go beside those of `held`, or into `index_cache`."""
@@ -53,9 +53,7 @@ def check_selects(module: str, x: Tensor, cache: KVCache | None, caches: str) ->
         refuse("cache", "got one that is spread over processes, want one that this process has whole")
 
 
-def check_index_cache(
-    module: str, cache: KVCache | None, index_cache: LatentCache | StaticCache | None, holder: type
-) -> None:
+def check_index_cache(module: str, cache: KVCache | None, index_cache: IndexCache, holder: type) -> None:
     """Raises unless the indexer's keys have one place, or none without a cache. `holder` is the cache that has them
     beside its own."""
     if isinstance(cache, holder):

@@ -153,8 +153,8 @@ def _cross_steps(module: nn.Module, context: Tensor, steps: int) -> tuple[Callab
     """The same for cross-attention: both steps read the context's keys and values, which were projected once."""
     cache = CrossCache()
     module(context[:, :1], context, cache=cache)
-    keys, values = (_split_heads(project(context), module.head_dim) for project in (module.k_proj, module.v_proj))
-    keys, values = keys.contiguous(), values.contiguous()
+    projected = module.k_proj(context), module.v_proj(context)
+    keys, values = (_split_heads(each, module.head_dim).contiguous() for each in projected)
 
     def sdpa_step(token: Tensor) -> Tensor:
         query = _split_heads(module.q_proj(token), module.head_dim)

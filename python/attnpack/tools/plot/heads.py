@@ -167,7 +167,7 @@ def heads(
         weights[0],
         _shared(hidden),
         _in_words(hidden, settings.get("window", (-1, -1)), selects),
-        list(head_map or [head * num_kv_heads // num_heads for head in range(num_heads)]),
+        list(head_map or _consecutive(num_heads, num_kv_heads)),
         query[0],
         key[0],
         dim**-0.5 if scale is None else scale,
@@ -181,10 +181,14 @@ def heads(
 
 def _without_scores(number: int, weights: Tensor, num_kv_heads: int) -> Heads:  # [H, L, L]
     """The heads of a call of which the weights alone are known: a weight of 0 counts as hidden."""
-    hidden, count = weights == 0, len(weights)
-    kv = [head * num_kv_heads // count for head in range(count)]
+    hidden, kv = weights == 0, _consecutive(len(weights), num_kv_heads)
     says = _in_words(hidden, (-1, -1), False)
     return Heads(number, weights, _shared(hidden), says, kv, None, None, 1.0, 0.0, None, None, None, False)
+
+
+def _consecutive(num_heads: int, num_kv_heads: int) -> list[int]:
+    """The key-value head of each head."""
+    return [head * num_kv_heads // num_heads for head in range(num_heads)]
 
 
 def _shared(hidden: Tensor) -> Tensor:  # [H, L, L] -> [1 or H, L, L]
