@@ -34,16 +34,24 @@ if(ATTNPACK_HAS_CUDA)
     list(APPEND nvcc_flags -gencode arch=compute_${architecture},code=sm_${architecture}
                            -gencode arch=compute_${architecture},code=compute_${architecture})
   endforeach()
-  file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/*.cu)
+  # The kernels of sm90/ use instructions that sm_90a alone has. Without architecture 90 they are compiled, and never run.
+  set(sm90_flags -std=c++20 -O3 -Xcompiler -fPIC -ccbin ${CMAKE_CXX_COMPILER} -gencode arch=compute_90a,code=sm_90a)
+  file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/*.cu
+       ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/sm90/*.cu)
   file(GLOB cuda_headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/*.cuh
+       ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/sm90/*.cuh
        ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/*.h ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/*.h
        ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/core/*.h)
   file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/cuda)
   foreach(source ${cuda_sources})
     get_filename_component(name ${source} NAME_WE)
     set(object ${PROJECT_BINARY_DIR}/cuda/${name}.o)
+    set(source_flags ${nvcc_flags})
+    if(source MATCHES "/sm90/")
+      set(source_flags ${sm90_flags})
+    endif()
     add_custom_command(OUTPUT ${object} DEPENDS ${source} ${cuda_headers} VERBATIM
-      COMMAND ${ATTNPACK_NVCC} ${nvcc_flags} -I ${CMAKE_CURRENT_SOURCE_DIR}/csrc -c ${source} -o ${object})
+      COMMAND ${ATTNPACK_NVCC} ${source_flags} -I ${CMAKE_CURRENT_SOURCE_DIR}/csrc -c ${source} -o ${object})
     list(APPEND cuda_objects ${object})
   endforeach()
   # The one symbol that libattnpack_cuda takes from libattnpack is attnpack::set_cuda_kernels, so torch need not be

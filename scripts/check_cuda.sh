@@ -35,6 +35,10 @@ export -f compile
 export out
 say "$(nvcc --version | grep release), sm_${architectures[*]}"
 for architecture in "${architectures[@]}"; do
-  for source in csrc/attnpack/ops/cuda/kernels/${FILES:-*.cu}; do printf '%s\0%s\0' "$architecture" "$source"; done
+  sources=(csrc/attnpack/ops/cuda/kernels/${FILES:-*.cu})
+  if [ "$architecture" = 90a ]; then sources+=(csrc/attnpack/ops/cuda/kernels/sm90/${FILES:-*.cu}); fi
+  for source in "${sources[@]}"; do
+    if [ -e "$source" ]; then printf '%s\0%s\0' "$architecture" "$source"; fi
+  done
 done | xargs -0 -n 2 -P "$(nproc)" bash -c 'compile "$@"' compile || stop "a kernel did not compile; nvcc's words stand above."
 "$python" scripts/cuda_resources.py "$limit" "$out"/*.log

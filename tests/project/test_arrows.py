@@ -20,6 +20,7 @@ INCLUDES = {
     "ops/cpu/isa": ["core"],
     "ops/cuda": ["core", "ops", "ops/detail", "ops/cuda/kernels"],
     "ops/cuda/kernels": ["core"],
+    "ops/cuda/kernels/sm90": ["core", "ops/cuda/kernels"],
     "rope": ["core", "ops"],
     "layers": ["core", "ops", "ops/detail", "rope", "layers/detail"],
     "layers/detail": ["core", "ops", "ops/detail", "rope", "layers"],

@@ -72,20 +72,31 @@ def test_the_headlines_figures_are_stored():
     assert list(headline().values()) == [stored[case] for case in cases]
 
 
-def test_the_figures_of_cuda_are_stored():
+def stored_on_cuda() -> dict[str, tuple[tuple[str, ...], list[str]]]:
+    """By case: the figures that a page may show, and the ratios to flash and cudnn, of both files of results."""
     stored = {}
     for line in (ROOT / "benchmarks/results/cuda.txt").read_text().splitlines():
         if found := re.match(r"(\S.*?) +bf16 +([\d.]+) +([\d.]+) +([\d.]+) .*%(.*)", line):
             shown = (f"{found[2]} ms", f"{float(found[3]) / 1e3:.0f} TFLOP/s", f"{float(found[4]) / 1e3:.1f} TB/s")
             stored[found[1]] = shown, found[5].replace("x", "").split()[:2]
+    for line in (ROOT / "benchmarks/results/cuda_sm90.txt").read_text().splitlines():
+        case = line.partition(": ")[0]
+        for part, ms, rate, flash, cudnn in re.findall(r"(\w+) ([\d.]+) ms (\d+) TF flash (\d+) cudnn (\d+)", line):
+            ratios = [f"{int(rate) / int(peer):.2f}" for peer in (flash, cudnn)]
+            stored[f"{part} {case}"] = (f"{ms} ms", f"{rate} TFLOP/s"), ratios
+        if found := re.match(r"latent \d+: \S+ ms (\S+) TB/s (\d+) TF", line):
+            stored[line] = (f"{found[1]} TB/s", f"{found[2]} TFLOP/s"), ["-", "-"]
+    return stored
+
+
+def test_the_figures_of_cuda_are_stored():
+    stored = stored_on_cuda()
     (speed,) = re.findall(r"^\| speed \|.*\|(.*)\|$", README, flags=re.M)
-    cases = (
-        "decode 32/8 D128 131072 keys, 1 queries", "prefill 32/8 D128 L8192", "forward + backward 32/8 D128 L8192"
-    )  # fmt: skip
+    cases = ("decode 32/8 D128 131072 keys, 1 queries", "fwd 32/8 L8192 D128", "bwd 32/8 L8192 D128")
     assert re.findall(r"\d\.\d+", speed) == [ratio for case in cases for ratio in stored[case][1]]
     page = (ROOT / "docs/cuda.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| .*? \| (\d\S* \S+) \| (\S+) \| (\S+) \|$", page, flags=re.M)
-    assert len(rows) == 10
+    assert len(rows) == 11
     for figure, *ratios in rows:
         assert any(figure in shown and ratios == peers for shown, peers in stored.values()), figure
 

@@ -40,7 +40,7 @@ extern "C" const char* __tsan_default_options() {
 
 namespace {
 
-constexpr Device kSmall{2, 227 * 1024};
+constexpr Device kSmall{2, 227 * 1024}, kSm90{1, 227 * 1024, true};
 
 template <class S>
 void attend(const Shape& shape, const Settings& on, const Device& device = kSmall) {
@@ -48,13 +48,13 @@ void attend(const Shape& shape, const Settings& on, const Device& device = kSmal
   run_forward_guarded<S>(x.p, plan_forward(x.p, x.most_group, device), 1);
 }
 template <class S>
-void differentiate(const Shape& shape, const Settings& on) {
+void differentiate(const Shape& shape, const Settings& on, const Device& device = kSmall) {
   Problem<S> x(shape, on, 2);
   x.delta.assign(x.lse.size(), 0);
   x.grad_scores.assign(x.lse.size() * x.shape.kv_len, 0);
-  x.bp.grad_scores = x.grad_scores.data();
+  if (!device.sm90) x.bp.grad_scores = x.grad_scores.data();
   x.bp.delta = x.delta.data();
-  run_backward<S>(x.bp, plan_backward(x.bp, x.most_group, kSmall), 2);
+  run_backward<S>(x.bp, plan_backward(x.bp, x.most_group, device), 2);
 }
 
 void attend_pages() {
@@ -170,6 +170,8 @@ const std::map<std::string, std::function<void()>> kRuns{
      [] { attend<BFloat16>({1, 1, 1, 64, 150, 64, 64}, {.bool_mask = true, .poison = true}); }},
     {"prefill 256", [] { attend<Float16>({1, 1, 1, 20, 70, 256, 256}, {.causal = true}); }},
     {"prefill without keys", [] { attend<Float16>({1, 1, 1, 20, 1, 256, 256}, {.lens = true}); }},
+    {"prefill on sm_90", [] { attend<BFloat16>({1, 1, 1, 70, 420, 64, 64}, {.causal = true, .poison = true}, kSm90); }},
+    {"prefill on sm_90, no NaN", [] { attend<BFloat16>({1, 1, 1, 70, 420, 64, 64}, {}, kSm90); }},
     {"decode", [] { attend<BFloat16>({1, 1, 4, 2, 600, 64, 64}, {.causal = true, .poison = true}, {8, 227 * 1024}); }},
     {"decode without keys", [] { attend<Float16>({1, 1, 1, 2, 1, 256, 256}, {.lens = true}, {8, 227 * 1024}); }},
     {"decode in pages", attend_pages},
@@ -177,11 +179,17 @@ const std::map<std::string, std::function<void()>> kRuns{
     {"decode of 4 bits", attend_quantized<4>},
     {"latent, 16 rows",
      [] { attend<BFloat16>({1, 1, 16, 1, 70, 576, 512}, {.bool_mask = true, .poison = true, .latent = true}); }},
+    {"latent on sm_90",
+     [] { attend<BFloat16>({1, 1, 16, 2, 200, 576, 512}, {.causal = true, .poison = true, .latent = true}, kSm90); }},
+    {"latent on sm_90, no NaN", [] { attend<BFloat16>({1, 1, 16, 1, 150, 576, 512}, {.latent = true}, kSm90); }},
     {"latent, 64 rows", [] { attend<BFloat16>({1, 1, 20, 1, 40, 576, 512}, {.latent = true}); }},
     {"exact", [] { attend<float>({1, 1, 1, 5, 70, 40, 40}, {.causal = true}); }},
     {"exact, head_dim 0", [] { attend<float>({1, 1, 1, 5, 70, 0, 40}, {.causal = true}); }},
     {"backward 64", [] { differentiate<BFloat16>({1, 1, 1, 66, 140, 64, 64}, {.causal = true, .poison = true}); }},
     {"backward 256", [] { differentiate<Float16>({1, 1, 1, 20, 40, 256, 256}, {.causal = true}); }},
+    {"backward on sm_90",
+     [] { differentiate<BFloat16>({1, 1, 2, 70, 200, 64, 64}, {.causal = true, .poison = true}, kSm90); }},
+    {"backward on sm_90, no NaN", [] { differentiate<BFloat16>({1, 1, 1, 140, 150, 64, 64}, {}, kSm90); }},
     {"exact backward", [] { differentiate<float>({1, 1, 1, 40, 40, 40, 40}, {.causal = true}); }},
     {"exact backward, head_dim 0", [] { differentiate<float>({1, 1, 1, 40, 40, 0, 0}, {.causal = true}); }},
     {"append and rotate", place},

@@ -71,10 +71,15 @@ struct Gradients {
   }
 };
 
+enum class On { kExact, kTensorCores, kSm90 };
+
 template <class S>
-void run(Problem<S>& x, int seed, bool on_tensor_cores) {
-  const BackwardPlan plan = plan_backward(x.bp, x.most_group, kDevice);
-  CHECK((plan.width > 0) == on_tensor_cores);
+void run(Problem<S>& x, int seed, On on) {
+  Device device = kDevice;
+  device.sm90 = on == On::kSm90;
+  const BackwardPlan plan = plan_backward(x.bp, x.most_group, device);
+  CHECK((plan.width > 0) == (on != On::kExact));
+  CHECK(plan.sm90 == (on == On::kSm90));
   run_backward<S>(x.bp, plan, seed);
 }
 
@@ -104,26 +109,27 @@ void compare(Tensor4<S>& got, const Matrix& wanted, int64_t batch) {
   CHECK(worst < kUnits<S>);
 }
 
+// The kernels of sm_90 give no gradients of scores.
 template <class S>
-void prepare(Problem<S>& x) {
+void prepare(Problem<S>& x, On on) {
   x.delta.assign(x.lse.size(), 0);
-  x.grad_scores.assign(x.lse.size() * x.shape.kv_len, 0);
-  x.bp.grad_scores = x.grad_scores.data();
+  if (on != On::kSm90) x.grad_scores.assign(x.lse.size() * x.shape.kv_len, 0);
+  if (on != On::kSm90) x.bp.grad_scores = x.grad_scores.data();
   x.bp.delta = x.delta.data();
 }
 
 template <class S>
-void check(const Shape& shape, const Settings& on, int seed, bool on_tensor_cores = false) {
+void check(const Shape& shape, const Settings& on, int seed, On kernel = On::kExact) {
   CAPTURE(seed);
   Problem<S> x(shape, on, seed);
-  prepare(x);
+  prepare(x, kernel);
   const Gradients<S> truth(x);
-  run(x, seed, on_tensor_cores);
+  run(x, seed, kernel);
   compare(x.grad_query, truth.query, shape.batch);
   compare(x.grad_key, truth.key, shape.batch);
   compare(x.grad_value, truth.value, shape.batch);
   double worst = 0;
-  for (size_t i = 0; i < truth.scores.size(); ++i)
+  for (size_t i = 0; i < x.grad_scores.size(); ++i)
     if (std::isfinite(truth.scores[i].value))
       worst = std::max(worst, std::abs(truth.scores[i].value - x.grad_scores[i]) / (truth.scores[i].size + 1e-30));
   CHECK(worst < 100 * (sizeof(S) == 8 ? 0x1p-53 : 0x1p-24));
@@ -132,7 +138,7 @@ void check(const Shape& shape, const Settings& on, int seed, bool on_tensor_core
 // No bit changes with the contents of keys that a row may not see, nor, with poisoned rows, with the contents of rows
 // that may not see a key.
 template <class S>
-void check_bits(const Shape& shape, Settings on, int seed, bool poisoned_rows = false) {
+void check_bits(const Shape& shape, Settings on, int seed, bool poisoned_rows = false, On kernel = On::kTensorCores) {
   Problem<S> clean(shape, on, seed);
   on.poison = !poisoned_rows;
   Problem<S> poisoned(shape, on, seed);
@@ -140,11 +146,11 @@ void check_bits(const Shape& shape, Settings on, int seed, bool poisoned_rows = 
     narrow(std::numeric_limits<float>::quiet_NaN(), &poisoned.query.at(0, 0, 0, 3));
     narrow(infinity<float>(), &poisoned.grad_out.at(0, 0, 1, 2));
   }
-  prepare(clean);
-  prepare(poisoned);
+  prepare(clean, kernel);
+  prepare(poisoned, kernel);
   const Gradients<S> of_clean(clean), truth(poisoned);
-  run(clean, seed, true);
-  run(poisoned, seed + 1, true);
+  run(clean, seed, kernel);
+  run(poisoned, seed + 1, kernel);
   const auto same = [&](Tensor4<S>& a, Tensor4<S>& b, const Matrix& wanted) {
     int64_t finite = 0, wrong = 0, n = 0;
     for (int64_t i = 0; i < shape.batch; ++i)
@@ -196,11 +202,12 @@ TEST_CASE("exact backward") {
 
 TEST_CASE("backward on tensor cores") {
   int seed = 450;
-  for (const Settings& on : grid()) check<BFloat16>({2, 2, 2, 33, 100, 64, 40}, on, ++seed, true);
-  for (const Settings& on : {grid()[1], grid()[6]}) check<Float16>({1, 2, 2, 40, 100, 104, 128}, on, ++seed, true);
-  check<BFloat16>({1, 1, 1, 130, 130, 64, 64}, {.window = true}, ++seed, true);
-  check<BFloat16>({1, 1, 1, 65, 100, 192, 128}, {.causal = true}, ++seed, true);
-  check<Float16>({1, 1, 3, 30, 90, 8, 256}, {.sinks = true, .float_mask = true}, ++seed, true);
+  for (const Settings& on : grid()) check<BFloat16>({2, 2, 2, 33, 100, 64, 40}, on, ++seed, On::kTensorCores);
+  for (const Settings& on : {grid()[1], grid()[6]})
+    check<Float16>({1, 2, 2, 40, 100, 104, 128}, on, ++seed, On::kTensorCores);
+  check<BFloat16>({1, 1, 1, 130, 130, 64, 64}, {.window = true}, ++seed, On::kTensorCores);
+  check<BFloat16>({1, 1, 1, 65, 100, 192, 128}, {.causal = true}, ++seed, On::kTensorCores);
+  check<Float16>({1, 1, 3, 30, 90, 8, 256}, {.sinks = true, .float_mask = true}, ++seed, On::kTensorCores);
 }
 
 TEST_CASE("the numbers of excluded pairs change no bit of a gradient on tensor cores") {
@@ -208,6 +215,17 @@ TEST_CASE("the numbers of excluded pairs change no bit of a gradient on tensor c
   check_bits<Float16>({1, 1, 2, 41, 150, 128, 64}, {.bool_mask = true}, 552);
   check_bits<BFloat16>({1, 2, 1, 70, 70, 64, 64}, {.causal = true}, 553, true);
   check_bits<Float16>({1, 1, 1, 70, 130, 192, 128}, {.window = true}, 554, true);
+}
+
+TEST_CASE("backward on sm_90") {
+  int seed = 600;
+  for (const Settings& on : {grid()[0], grid()[1], grid()[2], grid()[3], grid()[7], grid()[8]})
+    check<BFloat16>({2, 2, 2, 70, 150, 64, 40}, on, ++seed, On::kSm90);
+  check<Float16>({1, 1, 2, 140, 150, 104, 128}, {.causal = true, .sinks = true}, ++seed, On::kSm90);
+  check<BFloat16>({1, 1, 1, 130, 130, 64, 64}, {.causal = true, .poison = true}, ++seed, On::kSm90);
+  check_bits<BFloat16>({2, 1, 2, 70, 150, 64, 64}, {.lens = true}, ++seed, false, On::kSm90);
+  check_bits<Float16>({1, 1, 1, 70, 130, 128, 64}, {.window = true}, ++seed, true, On::kSm90);
+  check_bits<BFloat16>({1, 2, 1, 70, 70, 64, 64}, {.causal = true}, ++seed, true, On::kSm90);
 }
 
 TEST_CASE("backward of drawn problems") {
@@ -226,10 +244,10 @@ TEST_CASE("backward of drawn problems") {
         check<double>(shape, on, seed);
         break;
       case 2:
-        check<BFloat16>(shape, on, seed, whole_chunks);
+        check<BFloat16>(shape, on, seed, whole_chunks ? On::kTensorCores : On::kExact);
         break;
       default:
-        check<Float16>(shape, on, seed, whole_chunks);
+        check<Float16>(shape, on, seed, whole_chunks ? On::kTensorCores : On::kExact);
     }
   }
 }

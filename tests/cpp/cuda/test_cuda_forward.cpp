@@ -12,12 +12,12 @@ namespace {
 
 // No bit changes with the contents of keys that no row may see, nor with the contents of rows that may not see a key.
 template <class S>
-void check_bits(const Shape& shape, Settings on, int seed) {
+void check_bits(const Shape& shape, Settings on, int seed, const Device& device = kDevice) {
   on.poison = false;
   Problem<S> clean(shape, on, seed);
   on.poison = true;
   Problem<S> poisoned(shape, on, seed);
-  const ForwardPlan plan = plan_forward(clean.p, clean.most_group, kDevice);
+  const ForwardPlan plan = plan_forward(clean.p, clean.most_group, device);
   run_forward_guarded<S>(clean.p, plan, seed);
   run_forward_guarded<S>(poisoned.p, plan, seed + 1);
   int64_t same = 0, wrong = 0;
@@ -123,6 +123,22 @@ TEST_CASE("prefill on tensor cores") {
   check<Float16>({1, 1, 1, 40, 700, 40, 24}, {.causal = true}, ForwardKernel::kPrefill, ++seed);  // in parts
 }
 
+TEST_CASE("prefill on sm_90") {
+  const Device one{1, 227 * 1024, true}, eight{8, 227 * 1024, true};
+  int seed = 100;
+  for (const Settings& on : grid()) check<BFloat16>({2, 3, 2, 41, 150, 64, 64}, on, ForwardKernel::kSm90, ++seed, one);
+  for (const Settings& on : {grid()[1], grid()[10]}) {
+    check<Float16>({1, 1, 2, 70, 300, 128, 104}, on, ForwardKernel::kSm90, ++seed, one);
+    check<BFloat16>({1, 1, 1, 130, 200, 192, 256}, on, ForwardKernel::kSm90, ++seed, one);
+    check<BFloat16>({1, 1, 1, 130, 200, 192, 128}, on, ForwardKernel::kSm90, ++seed, one);
+  }
+  check<BFloat16>({1, 1, 1, 70, 300, 64, 128}, {.lens = true, .sinks = true}, ForwardKernel::kSm90, ++seed, one);
+  check<Float16>({1, 1, 1, 40, 700, 40, 24}, {.causal = true}, ForwardKernel::kSm90, ++seed, eight);  // in parts
+  check<Float16>({1, 1, 1, 40, 700, 40, 24}, {.causal = true, .poison = true}, ForwardKernel::kSm90, ++seed, eight);
+  check_bits<BFloat16>({2, 1, 2, 70, 300, 64, 64}, {.lens = true}, ++seed, one);
+  check_bits<Float16>({1, 1, 2, 70, 150, 128, 64}, {.causal = true}, ++seed, one);
+}
+
 TEST_CASE("decode on tensor cores") {
   int seed = 200;
   for (const Settings& on : grid()) check<BFloat16>({2, 3, 2, 2, 700, 64, 64}, on, ForwardKernel::kDecode, ++seed);
@@ -141,6 +157,20 @@ TEST_CASE("latent decode reads keys and values once") {
   check<BFloat16>({1, 1, 5, 2, 600, 576, 512}, {.past = true, .latent = true}, ForwardKernel::kLatent, ++seed);
   check<BFloat16>({1, 1, 20, 1, 40, 576, 512}, {.bool_mask = true, .dropout = true, .poison = true, .latent = true},
                   ForwardKernel::kLatent, ++seed);
+}
+
+TEST_CASE("latent decode on sm_90") {
+  const Device one{1, 227 * 1024, true}, eight{8, 227 * 1024, true};
+  constexpr auto kKernel = ForwardKernel::kLatentSm90;
+  int seed = 350;
+  check<BFloat16>({1, 1, 16, 1, 100, 576, 512}, {.causal = true, .latent = true}, kKernel, ++seed, one);
+  check<Float16>({1, 1, 7, 2, 600, 576, 512}, {.causal = true, .lens = true, .latent = true}, kKernel, ++seed, eight);
+  check<BFloat16>({1, 1, 40, 2, 70, 576, 512}, {.causal = true, .poison = true, .latent = true}, kKernel, ++seed, one);
+  check<BFloat16>({1, 1, 5, 2, 600, 576, 512}, {.past = true, .latent = true}, kKernel, ++seed, eight);
+  check<BFloat16>({1, 1, 20, 1, 40, 576, 512}, {.bool_mask = true, .latent = true}, ForwardKernel::kLatent, ++seed,
+                  one);
+  check_bits<BFloat16>({1, 1, 20, 1, 140, 576, 512}, {.lens = true, .latent = true}, ++seed, one);
+  check_bits<BFloat16>({1, 1, 20, 4, 140, 576, 512}, {.causal = true, .latent = true}, ++seed, one);
 }
 
 TEST_CASE("what excluded keys hold changes no bit on tensor cores") {

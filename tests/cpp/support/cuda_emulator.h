@@ -43,7 +43,7 @@ inline std::string name_of(const Site& at) {
 
 class EmulatedBlock {
  public:
-  enum State { kRunnable, kAtWarp, kAtBlock, kDone };
+  enum State { kRunnable, kAtWarp, kAtBlock, kPolling, kDone };
   struct Slot {
     char bytes[32];
   };
@@ -62,10 +62,12 @@ class EmulatedBlock {
     State state = kRunnable;
     const Site* at = nullptr;  // the collective it waits at: all threads of a warp or block must wait at the same one
     RaceFiber race;
-    std::vector<Stores> stores;             // to shared memory, since the last collective
-    Slot own, published;                    // its operands there; published: as its peers see them
-    bool any = false;                       // the block's vote
-    std::vector<std::vector<Copy>> copies;  // groups of copies under way; the last one is still open
+    std::vector<Stores> stores;                                // to shared memory, since the last collective
+    Slot own, published;                                       // its operands there; published: as its peers see them
+    bool any = false;                                          // the block's vote
+    std::vector<std::vector<Copy>> copies;                     // groups of copies under way; the last one is still open
+    std::function<bool()> ready;                               // kPolling: whether it may go on
+    std::vector<std::vector<std::function<void()>>> products;  // as copies: groups of products (cuda_emulator_sm90.h)
   };
 
   ATTNPACK_UNSEEN static EmulatedBlock*& current() { return current_; }
@@ -85,12 +87,17 @@ class EmulatedBlock {
       fiber.context.uc_link = &scheduler_;
       fiber.state = kRunnable;
       fiber.copies.assign(1, {});
+      fiber.products.assign(1, {});
       fiber.stores.clear();
       fiber.race.make();
       makecontext(&fiber.context, &EmulatedBlock::enter, 0);
     }
+    barriers_.clear();
+    boxes_.clear();
+    numbers_ = {};
     while (run_some()) {
     }
+    if (!boxes_.empty()) fail("a block ends with boxes under way: they land in what comes after");
     for (auto& fiber : fibers_) fiber.race.destroy();
     races_.end();
     current() = nullptr;
@@ -111,6 +118,41 @@ class EmulatedBlock {
     swapcontext(&me().context, &scheduler_);
     if (orders) me().race.acquire(races_, cell, where == kAtBlock);
   }
+  // Barriers that count arrivals and bytes (cuda_emulator_sm90.h), and barriers by number.
+  int32_t add_barrier(int arrivals) {
+    const Unseen unseen;
+    barriers_.push_back({arrivals, arrivals, 0, 0});
+    return static_cast<int32_t>(barriers_.size()) - 1;
+  }
+  size_t cell_of(int32_t barrier) const { return kBarrierCells + barrier; }
+  char* race_cell(int32_t barrier) { return races_.cell(cell_of(barrier)); }
+  void arrive(int32_t number, int64_t bytes) {
+    me().race.release_cell(races_, cell_of(number));
+    const Unseen unseen;
+    Phases& barrier = barriers_.at(number);
+    --barrier.missing;
+    barrier.bytes += bytes;
+    end_phase(barrier);
+  }
+  void wait_for_phase(int32_t number, int parity) {
+    poll([this, number, parity] { return (barriers_.at(number).phase & 1) != (parity & 1); });
+    me().race.acquire_cell(races_, cell_of(number));
+  }
+  void add_box(char* to, std::vector<char> box, int32_t barrier) {
+    const Unseen unseen;
+    boxes_.push_back({to, std::move(box), barrier});
+  }
+  void arrive_threads(int number, int threads) {
+    me().race.release_cell(races_, kNumberCells + number);
+    arrive_at_number(number, threads);
+  }
+  void sync_threads(int number, int threads) {
+    me().race.release_cell(races_, kNumberCells + number);
+    const int phase = arrive_at_number(number, threads);
+    poll([this, number, phase] { return numbers_.at(number).phase != phase; });
+    me().race.acquire_cell(races_, kNumberCells + number);
+  }
+
   template <class T>
   void bring(const T& x) {
     static_assert(sizeof(T) <= sizeof(Slot));
@@ -154,8 +196,55 @@ class EmulatedBlock {
  private:
   static constexpr size_t kStack = kFiberStack, kLanes = 32;
 
+  struct Phases {
+    int arrivals, missing;
+    int64_t bytes;
+    int phase;
+  };
+  struct Numbered {
+    int arrived = 0, threads = 0, phase = 0;
+  };
+  struct Box {
+    char* to;
+    std::vector<char> bytes;
+    int32_t barrier;
+  };
+  static constexpr size_t kNumberCells = 70, kBarrierCells = 90;
+
+  static void end_phase(Phases& barrier) {
+    if (barrier.missing || barrier.bytes) return;
+    barrier.missing = barrier.arrivals;
+    ++barrier.phase;
+  }
+  int arrive_at_number(int number, int threads) {
+    const Unseen unseen;
+    Numbered& at = numbers_.at(number);
+    if (at.threads && at.threads != threads) fail("threads name different counts at a barrier");
+    const int phase = at.phase;
+    at.threads = threads;
+    if (++at.arrived == threads) at = {0, 0, phase + 1};
+    return phase;
+  }
+  // Lets others run until `ready` holds.
+  void poll(std::function<bool()> ready) {
+    const Unseen unseen;
+    me().state = kPolling;
+    me().ready = std::move(ready);
+    races_.enter_scheduler();
+    swapcontext(&me().context, &scheduler_);
+  }
+  void land_box(size_t i) {
+    std::memcpy(boxes_[i].to, boxes_[i].bytes.data(), boxes_[i].bytes.size());
+    Phases& barrier = barriers_.at(boxes_[i].barrier);
+    barrier.bytes -= static_cast<int64_t>(boxes_[i].bytes.size());
+    boxes_.erase(boxes_.begin() + static_cast<std::ptrdiff_t>(i));
+    end_phase(barrier);
+  }
+
   void finish() {
     const Unseen unseen;
+    for (const auto& group : me().products)
+      if (!group.empty()) fail("a thread ends with products under way");
     for (const auto& group : me().copies)
       if (!group.empty()) fail("a thread ends with copies under way: they land in what comes after");
     me().state = kDone;
@@ -172,10 +261,22 @@ class EmulatedBlock {
   // spoil what the others have yet to read, or read what they have yet to write.
   bool run_some() {
     const Unseen unseen;
-    std::vector<size_t> warps;  // warps that can move: a warp's threads are released together
+    if (!boxes_.empty() && random_() % 4 == 0) land_box(random_() % boxes_.size());
+    for (auto& fiber : fibers_)
+      if (fiber.state == kPolling && fiber.ready()) fiber.state = kRunnable;
+    const auto can_move = [&](size_t w) {
+      for (size_t i = w; i < w + kLanes; ++i)
+        if (fibers_[i].state == kRunnable) return true;
+      return false;
+    };
+    std::vector<size_t> warps;
     for (size_t w = 0; w < fibers_.size(); w += kLanes)
-      if (fibers_[w].state == kRunnable) warps.push_back(w);
+      if (can_move(w)) warps.push_back(w);
     if (warps.empty()) {
+      if (!boxes_.empty()) {
+        land_box(random_() % boxes_.size());
+        return true;
+      }
       if (release(0, fibers_.size(), kAtBlock)) {
         turns_ = random_() % 2;
         return true;
@@ -184,10 +285,11 @@ class EmulatedBlock {
         if (fiber.state != kDone) fail("some threads wait for others that never come");
       return false;
     }
-    if (fibers_[warp_].state != kRunnable || (turns_ && random_() % 8 == 0)) warp_ = warps[random_() % warps.size()];
+    if (!can_move(warp_) || (turns_ && random_() % 8 == 0)) warp_ = warps[random_() % warps.size()];
     std::iota(order_.begin(), order_.end(), static_cast<int>(warp_));
     std::shuffle(order_.begin(), order_.end(), random_);
     for (int i : order_) {
+      if (fibers_[i].state != kRunnable) continue;
       active_ = i;
       fibers_[i].race.enter();
       swapcontext(&scheduler_, &fibers_[i].context);
@@ -235,6 +337,9 @@ class EmulatedBlock {
   bool turns_ = false;
   size_t warp_ = 0;  // the first thread of the warp that moves
   std::vector<Fiber> fibers_;
+  std::vector<Phases> barriers_;
+  std::vector<Box> boxes_;
+  std::array<Numbered, 16> numbers_;
   Fiber* const first_ = fibers_.data();
   static inline EmulatedBlock* current_ = nullptr;
   std::array<int, kLanes> order_;

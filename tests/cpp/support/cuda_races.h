@@ -47,11 +47,13 @@ class Races {
   ATTNPACK_UNSEEN void enter_scheduler() { __tsan_switch_to_fiber(scheduler_, kNoOrder); }
   void end() { __tsan_acquire(&done_); }
   char* cell(size_t of, int phase) { return &cells_[of][phase & 1]; }
+  char* cell(size_t of) { return &cells_[of][0]; }
   void* done() { return &done_; }
 
  private:
   void* scheduler_ = nullptr;
-  char cells_[65][2] = {}, done_ = 0;  // the last cell in use is the block's, those before it are the warps'
+  // The warps' cells, then the block's; further on those of other barriers.
+  char cells_[128][2] = {}, done_ = 0;
 };
 
 // A CUDA thread, and the unit that makes its asynchronous copies. A copy comes after what the thread did before it
@@ -61,7 +63,7 @@ class RaceFiber {
   void make() {
     fiber_ = __tsan_create_fiber(0);
     copier_ = __tsan_create_fiber(0);
-    phases_[0] = phases_[1] = open_ = landed_ = 0;
+    phases_[0] = phases_[1] = open_ = landed_ = open_products_ = landed_products_ = 0;
   }
   void destroy() {
     __tsan_destroy_fiber(fiber_);
@@ -78,6 +80,28 @@ class RaceFiber {
   }
   ATTNPACK_UNSEEN void close_group() { ++open_; }
   ATTNPACK_UNSEEN void land_group() { __tsan_acquire(&groups_[landed_++ % kGroups]); }
+  // A box is written after what the thread did before, and before its barrier's phase ends.
+  ATTNPACK_UNSEEN void write_box(void* to, int bytes, char* cell) {
+    __tsan_release(&issued_);
+    __tsan_switch_to_fiber(copier_, kNoOrder);
+    __tsan_acquire(&issued_);
+    __tsan_write_range(to, bytes);
+    __tsan_release(cell);
+    __tsan_switch_to_fiber(fiber_, kNoOrder);
+  }
+  // Products read beside the thread, which waits for groups of them.
+  ATTNPACK_UNSEEN void read_operand(const void* from, int bytes) {
+    __tsan_release(&issued_);
+    __tsan_switch_to_fiber(copier_, kNoOrder);
+    __tsan_acquire(&issued_);
+    __tsan_read_range(const_cast<void*>(from), bytes);
+    __tsan_release(&products_[open_products_ % kGroups]);
+    __tsan_switch_to_fiber(fiber_, kNoOrder);
+  }
+  ATTNPACK_UNSEEN void close_products() { ++open_products_; }
+  ATTNPACK_UNSEEN void land_products() { __tsan_acquire(&products_[landed_products_++ % kGroups]); }
+  void release_cell(Races& races, size_t cell) { __tsan_release(races.cell(cell)); }
+  void acquire_cell(Races& races, size_t cell) { __tsan_acquire(races.cell(cell)); }
   ATTNPACK_UNSEEN void enter() { __tsan_switch_to_fiber(fiber_, kNoOrder); }
   void release(Races& races, size_t cell, bool of_block) { __tsan_release(races.cell(cell, phases_[of_block])); }
   void acquire(Races& races, size_t cell, bool of_block) { __tsan_acquire(races.cell(cell, phases_[of_block]++)); }
@@ -85,8 +109,8 @@ class RaceFiber {
  private:
   static constexpr int kGroups = 4;
   void *fiber_ = nullptr, *copier_ = nullptr;
-  int phases_[2], open_, landed_;
-  char issued_ = 0, groups_[kGroups] = {};
+  int phases_[2], open_, landed_, open_products_, landed_products_;
+  char issued_ = 0, groups_[kGroups] = {}, products_[kGroups] = {};
 };
 
 // Ends a fiber. Its frames are left as they are: to return from them would be seen by the wrong fiber.
@@ -112,6 +136,7 @@ struct Unseen {
 };
 
 struct Races {
+  char* cell(size_t) { return nullptr; }
   void begin() {}
   void enter_scheduler() {}
   void end() {}
@@ -123,6 +148,12 @@ struct RaceFiber {
   void start_copy(void*, const void*, int) {}
   void close_group() {}
   void land_group() {}
+  void write_box(void*, int, char*) {}
+  void read_operand(const void*, int) {}
+  void close_products() {}
+  void land_products() {}
+  void release_cell(Races&, size_t) {}
+  void acquire_cell(Races&, size_t) {}
   void release(Races&, size_t, bool) {}
   void acquire(Races&, size_t, bool) {}
 };

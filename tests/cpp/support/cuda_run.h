@@ -1,6 +1,8 @@
 #pragma once
 
 #include "cuda_emulator.h"
+#include "cuda_run_sm90.h"
+#include "cuda_tiles.h"
 
 #include <attnpack/ops/cuda/kernels/backward_exact.cuh>
 #include <attnpack/ops/cuda/kernels/backward_mma.cuh>
@@ -10,16 +12,8 @@
 
 // Include catch.h first, or define CHECK.
 //
-// Runs the kernels that a plan names on the emulated block, as the launchers of the .cu files do. No instruction may
-// meet a bank twice.
+// Runs the kernels that a plan names on the emulated block, as the launchers of the .cu files do.
 namespace attnpack::cuda {
-
-template <class Tile, class Body>
-void run_tiles(int64_t blocks, int64_t room, uint64_t seed, const Body& body) {
-  CHECK(static_cast<int64_t>(sizeof(typename Tile::Shared)) <= room);
-  const int conflicts = run_blocks<typename Tile::Shared>(blocks, Tile::kThreads, seed, body);
-  CHECK(conflicts == 1);
-}
 
 template <class Tile>
 void run_mma(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
@@ -62,6 +56,11 @@ void run_forward(const AttentionParams& p, const ForwardPlan& plan, void* worksp
                            : run_latent<S, 4, 8>(p, plan, workspace, seed);
     else if (plan.kernel == ForwardKernel::kDecode)
       run_decode<S>(p, plan, workspace, seed);
+    else if (plan.kernel == ForwardKernel::kLatentSm90)
+      run_latent_sm90<S>(p, plan, workspace, seed);
+    else if (plan.kernel == ForwardKernel::kSm90)
+      is_plain(p) ? run_forward_sm90<S, Scores::kPlain>(p, plan, workspace, seed)
+                  : run_forward_sm90<S, Scores::kAny>(p, plan, workspace, seed);
     else if (plan.kernel == ForwardKernel::kPrefill)
       is_plain(p) ? run_prefill<S, Scores::kPlain>(p, plan, workspace, seed)
                   : run_prefill<S, Scores::kAny>(p, plan, workspace, seed);
@@ -70,10 +69,7 @@ void run_forward(const AttentionParams& p, const ForwardPlan& plan, void* worksp
     run_blocks<ExactShared<A>>(plan.blocks, kExactThreads, seed, [&](int64_t i, void* shared) {
       forward_exact_block<S, A>(p, plan, workspace, i, shared);
     });
-  if (plan.parts > 1)
-    run_blocks<MergeShared<A>>(p.batch * p.num_kv_heads * plan.rows, kMergeThreads, seed, [&](int64_t i, void* shared) {
-      merge_parts<S, A>(p, plan, workspace, i, *static_cast<MergeShared<A>*>(shared));
-    });
+  if (plan.parts > 1) run_merge<S>(p, plan, workspace, seed);
 }
 template <class S>
 void run_forward_guarded(const AttentionParams& p, const ForwardPlan& plan, uint64_t seed) {
@@ -108,6 +104,7 @@ void run_gradients(const AttentionBackwardParams& bp, const BackwardPlan& plan, 
 template <class S>
 void run_backward(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {
   if constexpr (sizeof(S) == 2) {
+    if (plan.sm90) return run_backward_sm90<S>(bp, plan, seed);
     if (plan.width == 64) return run_gradients<64, S>(bp, plan, seed);
     if (plan.width == 128) return run_gradients<128, S>(bp, plan, seed);
     if (plan.width == 256) return run_gradients<256, S>(bp, plan, seed);

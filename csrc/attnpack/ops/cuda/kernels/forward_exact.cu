@@ -34,8 +34,8 @@ const char* merge_forward(const AttentionParams& p, const ForwardPlan& plan, voi
                           void* stream) {
   return with_storage(p.dtype, [&](auto storage) {
     using S = decltype(storage);
-    return launch(merge_kernel<S, typename Accumulation<S>::type>, p.batch * p.num_kv_heads * plan.rows, kMergeThreads,
-                  0, device, stream, p, plan, workspace);
+    return launch(merge_kernel<S, typename Accumulation<S>::type>, merge_blocks(p, plan), kMergeThreads, 0, device,
+                  stream, p, plan, workspace);
   });
 }
 

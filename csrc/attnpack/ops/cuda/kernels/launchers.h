@@ -9,10 +9,15 @@ const char* forward_exact(const AttentionParams&, const ForwardPlan&, void* work
 const char* forward_prefill(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* forward_decode(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* forward_latent(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
+const char* latent_sm90(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
+const char* forward_sm90(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
+const char* forward_rules_sm90(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* forward_from_source(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
+bool has_sm90_image();  // on the current device
 const char* merge_forward(const AttentionParams&, const ForwardPlan&, void* workspace, int device, void* stream);
 const char* backward_exact(const AttentionBackwardParams&, int64_t most_group, int device, void* stream);
 const char* backward_mma(const AttentionBackwardParams&, const BackwardPlan&, int device, void* stream);
+const char* backward_sm90(const AttentionBackwardParams&, const BackwardPlan&, int device, void* stream);
 const char* place(const PlaceParams&, int device, void* stream);
 const char* quantize(const QuantizeParams&, RowsTo, int64_t rows, int device, void* stream);
 const char* rope(const RopeParams&, int device, void* stream);

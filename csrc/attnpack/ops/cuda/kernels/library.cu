@@ -1,3 +1,8 @@
+#include <array>
+#include <cstdlib>
+#include <mutex>
+#include <string_view>
+
 #include <attnpack/ops/cuda/kernels/launchers.h>
 #include <attnpack/ops/cuda/kernels/usable.h>
 #include <attnpack/ops/cuda/kernels/launch.cuh>
@@ -37,11 +42,25 @@ bool usable(int device) {
   return answers(device);
 }
 
-Device describe_device(int device) {
+Device ask_device(int device) {
   int count = 1, shared = 48 * 1024;
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  return {count, shared};
+  int before = 0;
+  const char* wanted = std::getenv("ATTNPACK_CUDA_SM90");  // 0: the kernels of other devices, to compare with
+  const bool sm90 = !(wanted && std::string_view(wanted) == "0") && cudaGetDevice(&before) == cudaSuccess &&
+                    cudaSetDevice(device) == cudaSuccess && has_sm90_image();
+  cudaSetDevice(before);
+  return {count, shared, sm90};
+}
+
+Device describe_device(int device) {
+  constexpr int kKept = 64;
+  static std::array<std::once_flag, kKept> asked;
+  static std::array<Device, kKept> answers;
+  if (device < 0 || device >= kKept) return ask_device(device);
+  std::call_once(asked[device], [&] { answers[device] = ask_device(device); });
+  return answers[device];
 }
 
 ForwardPlan plan(const AttentionParams& p, int64_t most_group, int device) {
@@ -55,11 +74,13 @@ bool reads_source(const AttentionParams& p, int64_t most_group, int device) {
 
 const char* forward(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int device, void* stream) {
   const bool from_source = p.block_table || p.quantized_bits;
-  const auto launch_kernel = from_source                              ? forward_from_source
-                             : plan.kernel == ForwardKernel::kPrefill ? forward_prefill
-                             : plan.kernel == ForwardKernel::kDecode  ? forward_decode
-                             : plan.kernel == ForwardKernel::kLatent  ? forward_latent
-                                                                      : forward_exact;
+  const auto launch_kernel = from_source                                 ? forward_from_source
+                             : plan.kernel == ForwardKernel::kPrefill    ? forward_prefill
+                             : plan.kernel == ForwardKernel::kDecode     ? forward_decode
+                             : plan.kernel == ForwardKernel::kLatent     ? forward_latent
+                             : plan.kernel == ForwardKernel::kSm90       ? forward_sm90
+                             : plan.kernel == ForwardKernel::kLatentSm90 ? latent_sm90
+                                                                         : forward_exact;
   const char* error = launch_kernel(p, plan, workspace, device, stream);
   if (!error && plan.parts > 1) error = merge_forward(p, plan, workspace, device, stream);
   return error;
@@ -67,7 +88,9 @@ const char* forward(const AttentionParams& p, const ForwardPlan& plan, void* wor
 
 const char* backward(const AttentionBackwardParams& bp, int64_t most_group, int device, void* stream) {
   const BackwardPlan plan = plan_backward(bp, most_group, describe_device(device));
-  return plan.width > 0 ? backward_mma(bp, plan, device, stream) : backward_exact(bp, most_group, device, stream);
+  return plan.sm90        ? backward_sm90(bp, plan, device, stream)
+         : plan.width > 0 ? backward_mma(bp, plan, device, stream)
+                          : backward_exact(bp, most_group, device, stream);
 }
 
 constexpr CudaKernels kTable{usable, plan, forward, reads_source, backward, place, quantize, rope, linear};

@@ -55,7 +55,8 @@ ATTNPACK_DEVICE void write_row(const AttentionParams& p, const ForwardPlan& plan
   const RowEnd<A> done = end_row(p, row.head, state);
   S* out = static_cast<S*>(p.out) + u.b * p.out_strides.batch + row.head * p.out_strides.head +
            row.query * p.out_strides.row;
-  for (int64_t c = begin; c < end; c += step) narrow(values(c) * done.factor / done.divisor, out + c);
+  const A factor = done.factor / done.divisor;
+  for (int64_t c = begin; c < end; c += step) narrow(values(c) * factor, out + c);
   if (first) static_cast<A*>(p.lse)[(u.b * p.num_heads + row.head) * p.q_len + row.query] = done.lse;
 }
 
@@ -146,11 +147,18 @@ struct MergeShared {
   A weight[kMergeThreads], max[kMergeThreads / kWarp], sum[kMergeThreads / kWarp];
 };
 
-// Joins the parts of one row of a kv head, in their order. Thread i weighs part i; then each thread adds up columns.
+// A block joins the parts of one row of a kv head, in their order, for as many columns as it has threads. Thread i
+// weighs part i; then each thread adds up its column.
+ATTNPACK_HD inline int64_t merge_columns(const AttentionParams& p) {
+  return p.v_head_dim > 0 ? (p.v_head_dim + kMergeThreads - 1) / kMergeThreads : 1;
+}
+ATTNPACK_HD inline int64_t merge_blocks(const AttentionParams& p, const ForwardPlan& plan) {
+  return p.batch * p.num_kv_heads * plan.rows * merge_columns(p);
+}
 template <class S, class A>
 ATTNPACK_DEVICE void merge_parts(const AttentionParams& p, const ForwardPlan& plan, void* workspace, int64_t index,
                                  MergeShared<A>& shared) {
-  const int64_t row_index = index % plan.rows, head = index / plan.rows;
+  const int64_t columns = merge_columns(p), row_index = index / columns % plan.rows, head = index / columns / plan.rows;
   const int64_t b = head / p.num_kv_heads, kv_head = head % p.num_kv_heads;
   if (row_index >= group_size(p, kv_head) * p.q_len) return;
   const Row row = make_row(p, b, kv_head, row_index);
@@ -173,13 +181,14 @@ ATTNPACK_DEVICE void merge_parts(const AttentionParams& p, const ForwardPlan& pl
   const RowEnd<A> done = end_row(p, row.head, all);
   S* out =
       static_cast<S*>(p.out) + b * p.out_strides.batch + row.head * p.out_strides.head + row.query * p.out_strides.row;
-  for (int64_t c = thread; c < p.v_head_dim; c += kMergeThreads) {
+  if (const int64_t c = index % columns * kMergeThreads + thread; c < p.v_head_dim) {
     A value = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int64_t i = 0; i < plan.parts; ++i) value += part(i)[2 + c] * shared.weight[i];
-    narrow(value * done.factor / done.divisor, out + c);
+    narrow(value * (done.factor / done.divisor), out + c);
   }
-  if (thread == 0) static_cast<A*>(p.lse)[(b * p.num_heads + row.head) * p.q_len + row.query] = done.lse;
+  if (index % columns == 0 && thread == 0)
+    static_cast<A*>(p.lse)[(b * p.num_heads + row.head) * p.q_len + row.query] = done.lse;
 }
 
 }  // namespace attnpack::cuda

@@ -15,11 +15,12 @@ ATTNPACK_HD static inline bool only_scaled(const AttentionParams& p) {
 }
 ATTNPACK_HD static inline bool is_plain(const AttentionParams& p) { return only_scaled(p) && p.dropout_p == 0; }
 
-enum class ForwardKernel : int32_t { kExact, kPrefill, kDecode, kLatent };
+enum class ForwardKernel : int32_t { kExact, kPrefill, kDecode, kLatent, kSm90, kLatentSm90 };
 
 struct ForwardPlan {
   ForwardKernel kernel;
-  int32_t width;          // head dims that the tensor-core kernel has room for: 64, 128, 256; latent 576
+  // Head dims that the tensor-core kernel has room for: 64, 128, 256; latent 576; sm90/ also 192 with values of 128.
+  int32_t width;
   int64_t rows;           // most rows of a kv head: queries times members of the group
   int64_t tile_rows;      // rows of a block
   int64_t tiles;          // tiles of a kv head's rows
@@ -32,12 +33,13 @@ struct ForwardPlan {
 constexpr int64_t kExactRows = 16, kDecodeTileRows = 16, kExactColumns = 128;
 // Rows of a block. More of them read each key less often, but need registers, as the rules of scores do too.
 constexpr int64_t prefill_rows(int64_t width, bool plain) { return plain && width <= 128 ? 128 : 64; }
-constexpr int64_t kLatentTileRows = 64;
+constexpr int64_t kLatentTileRows = 64, kSm90TileRows = 128;
 constexpr int64_t kLatentHeadDim = 576, kLatentValueDim = 512;  // DeepSeek-V2: kv_lora_rank 512, qk_rope_head_dim 64
 constexpr int64_t kRowBytes = 24;                               // of a table of rows (score.cuh)
 
 struct Device {
   int64_t multiprocessors, shared_bytes;  // shared memory that a block may ask for
+  bool sm90 = false;                      // whether the kernels of sm90/ can run
 };
 
 // Asynchronous copies take chunks of 16 bytes, which must not straddle rows.
@@ -50,6 +52,17 @@ static inline bool fits_tensor_cores(const AttentionParams& p) {
   return (p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16) && p.head_dim > 0 && p.v_head_dim > 0 &&
          aligned(p.query, p.query_strides, p.head_dim) && aligned(p.key, p.key_strides, p.head_dim) &&
          aligned(p.value, p.value_strides, p.v_head_dim);
+}
+
+// Copies of boxes (sm90/) count rows in 32 bits and steps in 40. Rows must not lie on each other.
+static inline bool fits_boxes(const Strides& s, int64_t rows) {
+  constexpr int64_t kMost = int64_t{1} << 38;
+  return rows < (int64_t{1} << 31) && (s.row > 0 || rows == 1) && s.row < kMost && s.head < kMost && s.batch < kMost;
+}
+// Whether the forward kernels of sm90/ take a call of many rows, or a latent one.
+static inline bool fits_sm90(const AttentionParams& p) {
+  return !p.block_table && !p.quantized_bits && fits_boxes(p.key_strides, p.kv_len) &&
+         fits_boxes(p.value_strides, p.kv_len) && aligned(p.out, p.out_strides, p.v_head_dim);
 }
 
 // A dimension of size 1 has no step, so any stride may stand there. It becomes 0, and layouts that are alike look
@@ -80,8 +93,15 @@ static inline bool is_latent(const AttentionParams& p) {
 // The shared memory that the tensor-core kernels use (forward_mma.cuh, forward_latent.cuh).
 static inline int64_t shared_bytes(ForwardKernel kernel, int64_t tile_rows, int64_t width) {
   const int64_t table = tile_rows * kRowBytes;
+  if (kernel == ForwardKernel::kLatentSm90)
+    return ((tile_rows + 2 * 64) * width * 2 + tile_rows * 144 + table + 48 + 1023) / 1024 * 1024;
   if (kernel == ForwardKernel::kLatent) return (tile_rows + 64) * width * 2 + tile_rows * 112 + table;
   if (kernel == ForwardKernel::kDecode) return (tile_rows + 4 * 64) * width * 2 + table;
+  if (kernel == ForwardKernel::kSm90) {
+    const int64_t keys = width <= 192 ? 128 : 64, values = width == 192 ? 128 : width;
+    const int64_t operands = (tile_rows * width + 2 * keys * (width + values)) * 2, end = tile_rows * (values + 10) * 4;
+    return ((operands > end ? operands : end) + table + 80 + 1023) / 1024 * 1024;
+  }
   const int64_t keys = width <= 128 ? 64 : 32, end = tile_rows * (width + 10) * 4;
   const int64_t operands = (tile_rows + 2 * keys) * width * 2;
   return (operands > end ? operands : end) + table;
@@ -105,16 +125,22 @@ struct TilePlan {
 static inline TilePlan plan_tile(const AttentionParams& p, int64_t rows, const Device& device) {
   const int64_t wide = p.head_dim > p.v_head_dim ? p.head_dim : p.v_head_dim;
   const bool few = rows <= kDecodeTileRows, latent = is_latent(p), plain = is_plain(p);
-  TilePlan tile{latent ? ForwardKernel::kLatent
+  const bool sm90 = device.sm90 && (latent ? plain : !few) && fits_sm90(p);
+  TilePlan tile{latent ? (sm90 ? ForwardKernel::kLatentSm90 : ForwardKernel::kLatent)
                 : few  ? ForwardKernel::kDecode
+                : sm90 ? ForwardKernel::kSm90
                        : ForwardKernel::kPrefill,
-                latent        ? static_cast<int32_t>(kLatentHeadDim)
-                : wide <= 64  ? 64
-                : wide <= 128 ? 128
-                : wide <= 256 ? 256
-                              : 0,
+                latent                                                     ? static_cast<int32_t>(kLatentHeadDim)
+                : sm90 && wide > 128 && wide <= 192 && p.v_head_dim <= 128 ? 192
+                : wide <= 64                                               ? 64
+                : wide <= 128                                              ? 128
+                : wide <= 256                                              ? 256
+                                                                           : 0,
                 0};
-  tile.tile_rows = few ? kDecodeTileRows : latent ? kLatentTileRows : prefill_rows(tile.width, plain);
+  tile.tile_rows = latent && (sm90 || !few) ? kLatentTileRows
+                   : few                    ? kDecodeTileRows
+                   : sm90                   ? kSm90TileRows
+                                            : prefill_rows(tile.width, plain);
   const auto fits = [&] { return shared_bytes(tile.kernel, tile.tile_rows, tile.width) <= device.shared_bytes; };
   if (!fits() && latent) tile.tile_rows = kDecodeTileRows;
   if (!fits() && tile.kernel == ForwardKernel::kDecode)  // it holds 64 keys at once, and prefill half of them
@@ -183,12 +209,35 @@ constexpr int64_t kBackwardOwners = 64;  // rows or keys of a block on tensor co
 struct BackwardPlan {
   int32_t width;       // head dims that the tensor-core kernels have room for: 64, 128, 256; 0: the exact ones
   int64_t most_group;  // size of the largest group of query heads that share a kv head
+  bool sm90;           // whether the kernels of sm90/ take the call
 };
 
 constexpr int64_t backward_step(int64_t width) { return width <= 64 ? 64 : width <= 128 ? 32 : 16; }
 static inline int64_t backward_shared_bytes(int64_t width) {
   const int64_t step = backward_step(width), table = step > kBackwardOwners / 2 ? 2 * step : kBackwardOwners;
   return (2 * kBackwardOwners + 4 * step) * width * 2 + table * 48;
+}
+// Whether the backward kernels of sm90/ take a call that has a width.
+static inline bool backward_fits_sm90(const AttentionBackwardParams& bp, int64_t width) {
+  const AttentionParams& p = bp.forward;
+  return width > 0 && width <= 128 && is_plain(p) && !bp.grad_scores && fits_boxes(p.key_strides, p.kv_len) &&
+         fits_boxes(p.value_strides, p.kv_len) && fits_boxes(p.query_strides, p.q_len) &&
+         fits_boxes(bp.grad_out_strides, p.q_len) && aligned(bp.grad_query, bp.grad_query_strides, p.head_dim) &&
+         aligned(bp.grad_key, bp.grad_key_strides, p.head_dim) &&
+         aligned(bp.grad_value, bp.grad_value_strides, p.v_head_dim);
+}
+// How many blocks the backward kernels of sm90/ have, and their shared memory.
+constexpr int64_t kBackwardOwnersSm90 = 128;
+ATTNPACK_HD static inline int64_t backward_tiles_sm90(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {
+  const int64_t owners = of == Gradient::kQuery ? plan.most_group * p.q_len : p.kv_len;
+  return (owners + kBackwardOwnersSm90 - 1) / kBackwardOwnersSm90;
+}
+static inline int64_t backward_blocks_sm90(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {
+  return p.batch * p.num_kv_heads * backward_tiles_sm90(p, plan, of);
+}
+static inline int64_t backward_shared_bytes_sm90(int64_t width) {
+  const int64_t operands = (2 * kBackwardOwnersSm90 + 4 * 64) * width * 2, sums = kBackwardOwnersSm90 * (width + 8) * 4;
+  return ((operands > sums ? operands : sums) + kBackwardOwnersSm90 * kRowBytes + 64 + 1023) / 1024 * 1024;
 }
 // How many blocks of owners one kv head has.
 ATTNPACK_HD static inline int64_t backward_tiles(const AttentionParams& p, const BackwardPlan& plan, Gradient of) {
@@ -203,7 +252,7 @@ static inline BackwardPlan plan_backward(const AttentionBackwardParams& bp, int6
   if (!fits_tensor_cores(p) || !aligned(bp.grad_out, bp.grad_out_strides, p.v_head_dim) ||
       backward_shared_bytes(width) > device.shared_bytes)
     width = 0;
-  return {width, most_group};
+  return {width, most_group, device.sm90 && backward_fits_sm90(bp, width)};
 }
 
 }  // namespace attnpack::cuda

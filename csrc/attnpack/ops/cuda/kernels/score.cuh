@@ -73,12 +73,11 @@ struct MaskValue {
   bool excludes;
 };
 template <class A, class M>
-ATTNPACK_HD inline MaskValue<A> mask_value(const void* mask, int64_t offset) {
+ATTNPACK_HD inline MaskValue<A> mask_value(M number) {
   if constexpr (std::is_same_v<M, bool>) {
-    const bool excludes = !static_cast<const bool*>(mask)[offset];
-    return {A(0), excludes};
+    return {A(0), !number};
   } else {
-    const auto x = widen(static_cast<const M*>(mask)[offset]);
+    const auto x = widen(number);
     return {static_cast<A>(x), x == -infinity<decltype(x + 0)>()};
   }
 }
@@ -139,8 +138,8 @@ ATTNPACK_HD inline A finish_score(const AttentionParams& p, const ScoreRule<A>& 
   }
   if (p.mask) {
     const int64_t offset = of_row.mask + key * p.mask_strides.column;
-    const auto mask =
-        with_mask_type(p.mask_dtype, [&](auto type) { return mask_value<A, decltype(type)>(p.mask, offset); });
+    const auto mask = with_mask_type(
+        p.mask_dtype, [&](auto type) { return mask_value<A>(static_cast<const decltype(type)*>(p.mask)[offset]); });
     score = mask.excludes ? -infinity<A>() : score + mask.value;
   }
   return score;

@@ -123,6 +123,46 @@ ATTNPACK_DEVICE LaneRows lane_rows_of(const Row* table) {
           own[0].end < own[8].end ? own[0].end : own[8].end};
 }
 
+template <class M>
+struct alignas(2 * sizeof(M)) MaskPair {
+  M numbers[2];
+};
+// Adds a mask to the scores of a lane. Where all keys are in both rows' ranges, and the mask's rows lie so, neighbours
+// are read at once.
+template <int Blocks>
+ATTNPACK_DEVICE void apply_mask(const AttentionParams& p, const LaneRows& rows, const Row (&row)[2],
+                                const RowRule<float> (&of_row)[2], int64_t begin, float (&s)[Blocks][4]) {
+  const int64_t step = p.mask_strides.column, first = begin + place_in_c(thread_id() % kWarp, 0).column;
+  const auto apply = [](float& x, MaskValue<float> mask) { x = mask.excludes ? -infinity<float>() : x + mask.value; };
+  with_mask_type(p.mask_dtype, [&](auto type) {
+    using M = decltype(type);
+    const M* at[2];  // the first key's number
+#pragma unroll
+    for (int h = 0; h < 2; ++h) at[h] = static_cast<const M*>(p.mask) + of_row[h].mask + first * step;
+    const bool in_pairs =
+        (reinterpret_cast<uintptr_t>(at[0]) | reinterpret_cast<uintptr_t>(at[1])) % sizeof(MaskPair<M>) == 0;
+    if (step == 1 && in_pairs && begin >= rows.begin && begin + 8 * Blocks <= rows.end) {
+#pragma unroll
+      for (int j = 0; j < Blocks; ++j)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const auto pair = *reinterpret_cast<const MaskPair<M>*>(at[h] + 8 * j);
+          apply(s[j][2 * h], mask_value<float>(pair.numbers[0]));
+          apply(s[j][2 * h + 1], mask_value<float>(pair.numbers[1]));
+        }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < Blocks; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int h = i >> 1, further = 8 * j + (i & 1);
+        if (first + further < row[h].begin || first + further >= row[h].end) continue;  // the mask may not be there
+        apply(s[j][i], mask_value<float>(at[h][further * step]));
+      }
+  });
+}
+
 // The parts of finish_score that need more than a row's range, for all scores of a lane. Each question about the
 // settings is asked once for all of them, because a score has time for few instructions.
 template <int Blocks>
@@ -158,15 +198,7 @@ ATTNPACK_DEVICE void apply_score_rules(const AttentionParams& p, int64_t b, cons
       });
     }
   }
-  if (p.mask)
-    with_mask_type(p.mask_dtype, [&](auto type) {
-      for_each([&](float& x, int h, int key) {
-        const int64_t at = begin + key;
-        if (at < row[h].begin || at >= row[h].end) return;  // the mask may not be there
-        const auto mask = mask_value<float, decltype(type)>(p.mask, of_row[h].mask + at * p.mask_strides.column);
-        x = mask.excludes ? -infinity<float>() : x + mask.value;
-      });
-    });
+  if (p.mask) apply_mask(p, rows, row, of_row, begin, s);
 }
 
 // Which calls a kernel takes. The rules of a score need registers that sums could have, so calls without any have

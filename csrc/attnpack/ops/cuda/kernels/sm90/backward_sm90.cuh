@@ -1,0 +1,75 @@
+#pragma once
+
+#include <attnpack/ops/cuda/kernels/backward_mma.cuh>
+#include <attnpack/ops/cuda/kernels/sm90/panels_sm90.cuh>
+
+// Backward on Hopper, with the formulas of backward_mma.cuh. Two warpgroups have 64 owners each, rows or keys. The
+// third one copies the others ahead of their use. No sum is shared between blocks, so the bits stay the same.
+namespace attnpack::cuda {
+
+// What both kernels share.
+template <class S, int Width>
+struct WarpgroupBackward {
+  static constexpr int kGroups = 2;
+  static constexpr int kWorkers = kGroups * kWarpgroup, kThreads = kWorkers + kWarpgroup;
+  static constexpr int kOwners = 64 * kGroups;
+  static_assert(kOwners == kBackwardOwnersSm90);
+  static constexpr int kStep = 64;  // others per step
+  static constexpr int kStages = 2;
+  static constexpr int kBoth = 1;               // the barrier of the two warpgroups
+  static constexpr int kSumStride = Width + 8;  // as in forward_mma.cuh
+  static constexpr int kPairBytes = 2 * kStep * Width * 2;
+  using Products = float[kStep / 8][4];
+  using Weights = uint32_t[kStep / 16][4];
+  using Sums = float[Width / 8][4];
+
+  struct alignas(1024) Shared {
+    union {
+      struct {
+        S owner[2][kOwners * Width], other[kStages][2][kStep * Width];
+      };
+      float sum[kOwners * kSumStride];
+    };
+    Barrier owners_there, there[kStages], used[kStages];
+    bool broken[kThreads / kWarp];  // of each warp (any_in_all)
+  };
+
+  ATTNPACK_DEVICE static void set_up_barriers(Shared& shared, int arrivals) {
+    if (thread_id() == 0) {
+      set_up(shared.owners_there, 1);
+      for (int stage = 0; stage < kStages; ++stage) {
+        set_up(shared.there[stage], arrivals);
+        set_up(shared.used[stage], kWorkers / kWarp);
+      }
+      publish_barriers();
+      for (bool& each : shared.broken) each = false;
+    }
+  }
+  ATTNPACK_DEVICE static void release(Barrier& barrier) {
+    sync_warp();
+    if (thread_id() % kWarp == 0) arrive(barrier);
+  }
+  // Sets NaN and Inf among the others of a step to 0. All products that need them as they are have ended.
+  ATTNPACK_DEVICE static void clean_others(Shared& shared, int stage) {
+    sync_threads(kBoth, kWorkers);
+    clean_tile<2 * kStep * Width, kWorkers>(shared.other[stage][0]);
+    fence_stores();
+    sync_threads(kBoth, kWorkers);
+  }
+  // The gradients of a warp's 16 owners, with the NaN and Inf of others that they see. to(owner): its row.
+  template <class To, class Number, class Sees>
+  ATTNPACK_DEVICE static void write_cleaned(Shared& shared, const Sums& sum, float factor, int count, int64_t width,
+                                            const Range& others, const To& to, const Number& number, const Sees& sees) {
+    const int warp = thread_id() / kWarp, lane = thread_id() % kWarp, first = 16 * warp;
+    put_fragments<kSumStride>(shared.sum, sum, first, factor);
+    sync_warp();
+    const int end = first + 16 < count ? first + 16 : count;
+    if (others.begin < others.end)
+      add_broken(shared.sum, kSumStride, {first, 1, end, static_cast<int>(width)}, others, number, sees);
+    for (int owner = first; owner < end; ++owner)
+      for (int64_t c = lane; c < width; c += kWarp) narrow(shared.sum[owner * kSumStride + c], to(owner) + c);
+    sync_warp();
+  }
+};
+
+}  // namespace attnpack::cuda

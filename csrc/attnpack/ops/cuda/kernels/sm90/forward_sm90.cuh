@@ -1,0 +1,301 @@
+#pragma once
+
+#include <attnpack/ops/cuda/kernels/key_source.cuh>
+#include <attnpack/ops/cuda/kernels/partial.cuh>
+#include <attnpack/ops/cuda/kernels/sm90/panels_sm90.cuh>
+#include <attnpack/ops/cuda/kernels/tiles.cuh>
+
+// Prefill on Hopper (FlashAttention-3, Shah et al. 2024). Two warpgroups have 64 query rows each. The third one copies
+// boxes of keys and values ahead of their use. The products of a step run beside the softmax of the step before: scores
+// of step i and values of step i - 1 are one group of products. The two warpgroups take turns, so that one forms
+// products while the other one forms weights.
+namespace attnpack::cuda {
+
+template <class S, int Width, int Values, Scores Kind>
+class WarpgroupForward {
+ public:
+  static constexpr int kGroups = 2;
+  static constexpr int kWorkers = kGroups * kWarpgroup, kThreads = kWorkers + kWarpgroup;
+  static constexpr int kRows = 64 * kGroups;
+  static constexpr int kKeys = Values <= 128 ? 128 : 64;  // per step
+  static constexpr int kStages = 2;
+  static constexpr int kOutStride = Values + 8;  // as in forward_mma.cuh
+
+  struct alignas(1024) Shared {
+    union {
+      struct {
+        S query[kRows * Width], key[kStages][kKeys * Width], value[kStages][kKeys * Values];
+      };
+      struct {
+        float out[kRows * kOutStride], max[kRows], sum[kRows];
+      } end;
+    };
+    Row rows[kRows];
+    Barrier keys_there[kStages], keys_used[kStages], values_there[kStages], values_used[kStages];
+    bool broken[kThreads / kWarp];  // of each warp (any_in_all)
+  };
+
+  ATTNPACK_DEVICE WarpgroupForward(const AttentionParams& p, const ForwardPlan& plan, const TileMap& key_map,
+                                   const TileMap& value_map, void* workspace, const Unit& u, Shared& shared)
+      : p_(p),
+        plan_(plan),
+        key_map_(key_map),
+        value_map_(value_map),
+        workspace_(workspace),
+        u_(u),
+        shared_(shared),
+        lane_(thread_id() % kWarp),
+        group_(thread_id() / kWarpgroup),
+        first_key_(static_cast<int32_t>(u.keys.begin / kKeys * kKeys)),
+        steps_((static_cast<int32_t>(u.keys.end) - first_key_ + kKeys - 1) / kKeys) {}
+
+  ATTNPACK_DEVICE void compute_outputs() {
+    const int64_t left = group_size(p_, u_.kv_head) * p_.q_len - u_.first;
+    if (left <= 0) return;
+    const int count = static_cast<int>(left < kRows ? left : kRows);
+    if (thread_id() == 0) {
+      for (int stage = 0; stage < kStages; ++stage) {
+        set_up(shared_.keys_there[stage], 1);
+        set_up(shared_.values_there[stage], 1);
+        set_up(shared_.keys_used[stage], kWorkers / kWarp);
+        set_up(shared_.values_used[stage], kWorkers / kWarp);
+      }
+      publish_barriers();
+      for (bool& each : shared_.broken) each = false;
+    }
+    fill_table();
+    if (group_ == kGroups) {
+      release_registers<24>();
+      load_steps(0);
+      if (any_broken(false)) load_steps(steps_);
+    } else {
+      take_registers<240>();
+      if (any_broken(attend(count, 0, false))) attend(count, steps_, true);
+    }
+  }
+
+ private:
+  static constexpr int kBlocks = kKeys / 8;
+  using Products = float[kBlocks][4];
+  using Weights = uint32_t[kKeys / 16][4];
+
+  // Keys of other parts are not this unit's, but may lie in its first or last step.
+  ATTNPACK_DEVICE void fill_table() {
+    fill_rows(p_, u_.b, u_.kv_head, u_.first, kRows, shared_.rows);
+    if (thread_id() < kRows) {
+      Row& row = shared_.rows[thread_id()];
+      const Range keys = intersection({row.begin, row.end}, u_.keys);
+      row.begin = static_cast<int32_t>(keys.begin);
+      row.end = static_cast<int32_t>(keys.end);
+    }
+    sync_block();
+  }
+
+  ATTNPACK_DEVICE bool any_broken(bool broken) { return any_in_all(broken, shared_.broken); }
+
+  // Steps are counted from the first one of the first turn, so that the phases of the barriers go on. done: those of
+  // turns before.
+  ATTNPACK_DEVICE void load_steps(int done) {
+    if (thread_id() != kWorkers) return;
+    for (int i = 0; i <= steps_; ++i) {
+      if (const int n = done + i, stage = n % kStages; i < steps_)
+        load<Width>(shared_.key[stage], key_map_, p_.key_strides, shared_.keys_there[stage], shared_.keys_used[stage],
+                    i, n);
+      if (const int n = done + i - 1, stage = n % kStages; i > 0)
+        load<Values>(shared_.value[stage], value_map_, p_.value_strides, shared_.values_there[stage],
+                     shared_.values_used[stage], i - 1, n);
+    }
+  }
+  template <int Columns>
+  ATTNPACK_DEVICE void load(S* tile, const TileMap& map, const Strides& strides, Barrier& there, Barrier& used, int i,
+                            int n) {
+    wait(used, (n / kStages & 1) ^ 1);
+    arrive_expecting(there, kKeys * Columns * 2);
+    copy_boxes<kKeys, Columns>(tile, map, there, first_key_ + i * kKeys, place_in_map(strides.head, u_.kv_head),
+                               place_in_map(strides.batch, u_.b));
+  }
+
+  // Returns whether this thread wrote NaN or Inf.
+  ATTNPACK_DEVICE bool attend(int count, int done, bool cleaned) {
+    load_query(count);
+    const LaneRows rows = lane_rows_of(shared_.rows + first_row());
+    clear(out_);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      max_[h] = -infinity<float>();
+      sum_[h] = 0;
+    }
+    if (steps_ > 0) {
+      Products s;
+      Weights weights;
+      float factor[2];
+      wait(shared_.keys_there[done % kStages], done / kStages & 1);
+      multiply_keys(done % kStages, s);
+      wait_products<0>();
+      hold(s);
+      release(shared_.keys_used[done % kStages]);
+      apply_softmax(rows, first_key_, s, factor);
+      pack_weights<S>(s, weights);
+      // The warpgroups clean values together, so no turns then.
+      const bool in_turn = !cleaned;
+      if (in_turn && group_ == 1) arrive_threads(kTurn, kWorkers);
+      for (int i = 1; i < steps_; ++i) {
+        const int n = done + i, stage = n % kStages, before = (n - 1) % kStages;
+        wait(shared_.keys_there[stage], n / kStages & 1);
+        if (in_turn) sync_threads(kTurn + group_, kWorkers);
+        multiply_keys(stage, s);
+        wait(shared_.values_there[before], (n - 1) / kStages & 1);
+        if (cleaned) clean_values(before);
+        add_values(before, weights);
+        if (in_turn) arrive_threads(kTurn + 1 - group_, kWorkers);
+        wait_products<1>();
+        hold(s);
+        release(shared_.keys_used[stage]);
+        apply_softmax(rows, first_key_ + i * kKeys, s, factor);
+        wait_products<0>();
+        hold(out_);
+        hold(weights);
+        release(shared_.values_used[before]);
+        rescale(factor);
+        pack_weights<S>(s, weights);
+      }
+      if (in_turn && group_ == 0) sync_threads(kTurn, kWorkers);
+      const int last = done + steps_ - 1;
+      wait(shared_.values_there[last % kStages], last / kStages & 1);
+      clean_last_values(last % kStages, cleaned);
+      add_values(last % kStages, weights);
+      wait_products<0>();
+      hold(out_);
+      release(shared_.values_used[last % kStages]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sum_[h] = row_sum(sum_[h]);
+    return cleaned ? write_cleaned(count) : write_outputs(count);
+  }
+
+  // The barriers of the two warpgroups, and those of both.
+  static constexpr int kTurn = 1, kBoth = 3;
+
+  ATTNPACK_DEVICE int first_row() const { return 16 * (thread_id() / kWarp); }
+
+  ATTNPACK_DEVICE void release(Barrier& barrier) {
+    sync_warp();
+    if (lane_ == 0) arrive(barrier);
+  }
+
+  ATTNPACK_DEVICE void load_query(int count) {
+    const S* base = static_cast<const S*>(p_.query);
+    copy_panels<kRows, Width, kWorkers>(shared_.query, query_rows<S>(base, p_.query_strides, u_.b, shared_.rows), count,
+                                        p_.head_dim, base);
+    copy_async_commit();
+    copy_async_wait<0>();
+    fence_stores();
+    sync_threads(kBoth, kWorkers);
+  }
+
+  ATTNPACK_DEVICE void multiply_keys(int stage, Products& s) {
+    begin_scores<S, kRows, kKeys, Width>(s, shared_.query, 64 * group_, shared_.key[stage]);
+  }
+  ATTNPACK_DEVICE void add_values(int stage, Weights& weights) {
+    begin_sum<S, kKeys>(out_, weights, shared_.value[stage]);
+  }
+
+  // Turns s into weights, and updates max and sum. factor: of the output so far.
+  ATTNPACK_DEVICE void apply_softmax(const LaneRows& rows, int32_t begin, Products& s, float (&factor)[2]) {
+    finish_scores<Kind>(p_, u_.b, rows, begin, s);
+    const float multiplier = multiplier_of<Kind>(p_);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = max_[h];
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) top = larger(top, larger(s[j][2 * h], s[j][2 * h + 1]));
+      top = row_max(top);
+      const float base = finite_max(top);
+      factor[h] = top == max_[h] ? 1.f : power_of_two((max_[h] - base) * multiplier);
+      max_[h] = top;
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; ++i) {
+          s[j][i] = power_of_two(Kind == Scores::kPlain ? s[j][i] * multiplier - base * multiplier
+                                                        : (s[j][i] - base) * multiplier);
+          sum += s[j][i];
+        }
+      sum_[h] = sum_[h] * factor[h] + sum;  // this lane's part: the row's four lanes are added up at the end
+    }
+    if constexpr (Kind == Scores::kAny)
+      if (p_.dropout_p > 0) drop_weights(p_, u_.b, rows, begin, s);
+  }
+  ATTNPACK_DEVICE void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int d = 0; d < Values / 8; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out_[d][i] *= factor[i / 2];
+  }
+  ATTNPACK_DEVICE void clean_values(int stage) {
+    clean_tile<kKeys * Values, kWorkers>(shared_.value[stage]);
+    fence_stores();
+    sync_threads(kBoth, kWorkers);
+  }
+  // Values past the unit's keys may be anything: their weights are 0, but 0 * NaN is not.
+  ATTNPACK_DEVICE void clean_last_values(int stage, bool cleaned) {
+    if (cleaned) return clean_values(stage);
+    const int left = static_cast<int32_t>(u_.keys.end) - (first_key_ + (steps_ - 1) * kKeys);
+    if (left >= kKeys) return;
+    clear_rows<kKeys, Values, kWorkers>(shared_.value[stage], left);
+    fence_stores();
+    sync_threads(kBoth, kWorkers);
+  }
+
+  ATTNPACK_DEVICE Softmax<float> state(int h) const { return {max_[h] * (multiplier_of<Kind>(p_) / kLog2E), sum_[h]}; }
+
+  // Writes this thread's rows from its registers.
+  ATTNPACK_DEVICE bool write_outputs(int count) {
+    bool broken = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = first_row() + lane_ / 4 + 8 * h;
+      if (r >= count) continue;
+      broken |= write_lane_result<S>(p_, plan_, workspace_, u_, u_.first + r, shared_.rows[r], state(h), out_, h, 0);
+    }
+    return broken;
+  }
+
+  // As in forward_mma.cuh: NaN and Inf of the keys that a row sees are added to it.
+  ATTNPACK_DEVICE bool write_cleaned(int count) {
+    auto& end = shared_.end;
+    sync_threads(kBoth, kWorkers);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = first_row() + lane_ / 4 + 8 * h;
+      if (lane_ % 4 == 0) {
+        end.max[r] = state(h).max;
+        end.sum[r] = sum_[h];
+      }
+    }
+    put_fragments<kOutStride>(end.out, out_, first_row());
+    sync_threads(kBoth, kWorkers);
+    return write_broken<S>(p_, plan_, workspace_, u_, count, kWorkers, shared_.rows, end.out, kOutStride, end.max,
+                           end.sum);
+  }
+
+  const AttentionParams& p_;
+  const ForwardPlan& plan_;
+  const TileMap &key_map_, &value_map_;
+  void* workspace_;
+  const Unit& u_;
+  Shared& shared_;
+  const int lane_, group_;
+  const int32_t first_key_, steps_;
+  float out_[Values / 8][4], max_[2], sum_[2];
+};
+
+template <class Tile>
+ATTNPACK_DEVICE void forward_sm90_block(const AttentionParams& p, const ForwardPlan& plan, const TileMap& key_map,
+                                        const TileMap& value_map, void* workspace, int64_t block, void* shared) {
+  const Unit u = unit_of(p, plan, block);
+  Tile(p, plan, key_map, value_map, workspace, u, *static_cast<typename Tile::Shared*>(shared)).compute_outputs();
+}
+
+}  // namespace attnpack::cuda

@@ -1,0 +1,79 @@
+#pragma once
+
+#include "cuda_emulator.h"
+#include "cuda_emulator_sm90.h"
+#include "cuda_tiles.h"
+
+#include <attnpack/ops/cuda/kernels/sm90/tile_shape.h>
+#include <attnpack/ops/cuda/kernels/sm90/forward_sm90.cuh>
+#include <attnpack/ops/cuda/kernels/sm90/key_gradient_sm90.cuh>
+#include <attnpack/ops/cuda/kernels/sm90/latent_sm90.cuh>
+#include <attnpack/ops/cuda/kernels/sm90/query_gradient_sm90.cuh>
+
+// Runs the kernels of sm90/ on the emulated block, as their launchers do.
+namespace attnpack::cuda {
+
+inline TileMap emulated_map(const void* base, const Strides& s, int64_t batch, int64_t heads, int64_t rows,
+                            int64_t columns, int box_rows) {
+  const TileShape shape = tile_shape(s, batch, heads, rows, columns);
+  TileMap map{static_cast<const char*>(base), {}, {}, box_rows};
+  std::copy(shape.sizes, shape.sizes + 4, map.sizes);
+  std::copy(shape.steps, shape.steps + 3, map.steps);
+  return map;
+}
+inline TileMap key_map(const AttentionParams& p, int box_rows) {
+  return emulated_map(p.key, p.key_strides, p.batch, p.num_kv_heads, p.kv_len, p.head_dim, box_rows);
+}
+inline TileMap value_map(const AttentionParams& p, int box_rows) {
+  return emulated_map(p.value, p.value_strides, p.batch, p.num_kv_heads, p.kv_len, p.v_head_dim, box_rows);
+}
+
+template <class S, int Width, int Values, Scores Kind>
+void run_forward_width(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
+  using Tile = WarpgroupForward<S, Width, Values, Kind>;
+  const TileMap keys = key_map(p, Tile::kKeys), values = value_map(p, Tile::kKeys);
+  run_tiles<Tile>(
+      plan.blocks, shared_bytes(plan.kernel, plan.tile_rows, plan.width), seed,
+      [&](int64_t i, void* shared) { forward_sm90_block<Tile>(p, plan, keys, values, workspace, i, shared); });
+}
+template <class S, Scores Kind>
+void run_forward_sm90(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
+  plan.width == 64    ? run_forward_width<S, 64, 64, Kind>(p, plan, workspace, seed)
+  : plan.width == 128 ? run_forward_width<S, 128, 128, Kind>(p, plan, workspace, seed)
+  : plan.width == 192 ? run_forward_width<S, 192, 128, Kind>(p, plan, workspace, seed)
+                      : run_forward_width<S, 256, 256, Kind>(p, plan, workspace, seed);
+}
+
+template <class S>
+void run_latent_sm90(const AttentionParams& p, const ForwardPlan& plan, void* workspace, uint64_t seed) {
+  using Tile = WarpgroupLatent<S>;
+  const TileMap keys = key_map(p, Tile::kKeys);
+  run_tiles<Tile>(plan.blocks, shared_bytes(plan.kernel, plan.tile_rows, plan.width), seed,
+                  [&](int64_t i, void* shared) { latent_sm90_block<S>(p, plan, keys, workspace, i, shared); });
+}
+
+template <class S, int Width>
+void run_gradients_sm90(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {
+  using Rows = WarpgroupQueryGradient<S, Width>;
+  using Keys = WarpgroupKeyGradient<S, Width>;
+  const AttentionParams& p = bp.forward;
+  const TileMap steps_of_keys = key_map(p, Rows::kStep), steps_of_values = value_map(p, Rows::kStep),
+                keys = key_map(p, Keys::kOwners), values = value_map(p, Keys::kOwners),
+                queries =
+                    emulated_map(p.query, p.query_strides, p.batch, p.num_heads, p.q_len, p.head_dim, Keys::kStep),
+                outs = emulated_map(bp.grad_out, bp.grad_out_strides, p.batch, p.num_heads, p.q_len, p.v_head_dim,
+                                    Keys::kStep);
+  run_tiles<Rows>(backward_blocks_sm90(p, plan, Gradient::kQuery), backward_shared_bytes_sm90(Width), seed,
+                  [&](int64_t i, void* shared) {
+                    query_gradient_sm90_block<S, Width>(bp, plan, steps_of_keys, steps_of_values, i, shared);
+                  });
+  run_tiles<Keys>(
+      backward_blocks_sm90(p, plan, Gradient::kKeyAndValue), backward_shared_bytes_sm90(Width), seed,
+      [&](int64_t i, void* shared) { key_gradient_sm90_block<S, Width>(bp, keys, values, queries, outs, i, shared); });
+}
+template <class S>
+void run_backward_sm90(const AttentionBackwardParams& bp, const BackwardPlan& plan, uint64_t seed) {
+  plan.width == 64 ? run_gradients_sm90<S, 64>(bp, plan, seed) : run_gradients_sm90<S, 128>(bp, plan, seed);
+}
+
+}  // namespace attnpack::cuda
