@@ -142,3 +142,14 @@ def test_other_layers_are_left(family):
     with pytest.raises(ValueError, match=r"without a layer that replace_attention knows"):
         attnpack.hf.replace_attention(model)
     assert [type(module) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("family", ["laguna", "gpt_oss", "deepseek_v32"])
+def test_compiles_to_one_graph(family):
+    model = attnpack.hf.replace_attention(make_model(family))
+    batch = inputs(family, padding("left"))
+    with torch.no_grad():
+        expected = model(**batch, use_cache=False).logits
+        found = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch, use_cache=False).logits
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=2e-5)
