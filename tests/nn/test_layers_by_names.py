@@ -197,6 +197,33 @@ def test_qwen4_by_names_and_numbers():
 INDEXER_OF_QWEN4 = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
                     "indexer_compress_ratio": 2}  # fmt: skip
 INDEXER_OF_GLM = {"index_topk": 4, "index_n_heads": 16, "index_head_dim": 16}
+RELATIVES_OF_DSA = {"deepseek_v32": "DeepseekV32Attention", "glm_moe_dsa": "GlmMoeDsaAttention"}
+
+
+@pytest.mark.parametrize("kind", RELATIVES_OF_DSA)
+def test_sparse_latent_layers_by_names_and_numbers(kind):
+    """GLM-5's indexer rotates interleaved pairs."""
+    config, layer = layer_of(kind, RELATIVES_OF_DSA[kind], INDEXER_OF_GLM, num_key_value_heads=HEADS)
+    rope, table = rotation(kind, {}, 8, 11, interleaved=True)
+    indexer = {"top_k": 4, "index_heads": 16, "index_head_dim": 16, "index_interleaved": kind == "glm_moe_dsa"}
+    options = latent_options(config, layer) | indexer
+    ours = attnpack.SparseLatentAttention(E, HEADS, rope=rope, **options).eval()
+    ours.load_state_dict(layer.state_dict(), strict=True)
+    x = torch.randn(2, 11, E)
+    wanted = called(layer, x, table)[0]
+    assert attnpack.SparseLatentAttention.from_cpp(ours.cpp()).index_interleaved == ours.index_interleaved
+    for each, classes in ((ours, attnpack), (ours.cpp(), attnpack.cpp)):
+        assert_close(each.forward(x), wanted, atol=2e-5, rtol=1e-5)
+        cache = classes.LatentCache()
+        with torch.no_grad():
+            steps = [each.forward(part, cache=cache) for part in x.split([6, 1, 4], 1)]
+        assert_close(torch.cat(steps, 1), wanted, atol=2e-5, rtol=1e-5)
+    wanted.square().sum().backward()
+    ours(x).square().sum().backward()
+    theirs = dict(layer.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if not name.startswith("indexer."):
+            assert_close(parameter.grad, theirs[name].grad, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["glm_moe_dsa", "glm5_next_text"])
