@@ -93,7 +93,6 @@ struct EncoderBlockOptions;
 struct EncoderDecoderGenerateInputs;
 struct EncoderDecoderInputs;
 struct EncoderInputs;
-struct EntryRotation;
 struct FeedForwardOptions;
 struct FromHfOptions;
 struct GenerateOptions;
