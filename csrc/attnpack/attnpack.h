@@ -21,6 +21,7 @@
 #include <attnpack/convert/similar.h>
 #include <attnpack/fwd.h>
 #include <attnpack/layers/alibi.h>
+#include <attnpack/layers/compressed.h>
 #include <attnpack/layers/differential.h>
 #include <attnpack/layers/gate_heads.h>
 #include <attnpack/layers/route_experts.h>
@@ -35,6 +36,7 @@
 #include <attnpack/modules/norm.h>
 #include <attnpack/modules/projected_attention.h>
 #include <attnpack/modules/self_attention.h>
+#include <attnpack/modules/sparse/compressed_attention.h>
 #include <attnpack/modules/state_dict.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/attention_varlen.h>

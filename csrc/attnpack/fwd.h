@@ -9,6 +9,7 @@
 namespace attnpack {
 
 class CausalLM;
+class CompressedAttention;
 class Decoder;
 class DecoderBlock;
 class DifferentialAttention;
@@ -16,6 +17,8 @@ class Embedding;
 class Encoder;
 class EncoderBlock;
 class EncoderDecoder;
+class EntryIndexer;
+class EntryScorer;
 class ExpertGate;
 class FeedForward;
 class GroupedQueryAttention;
@@ -32,8 +35,10 @@ class RotaryEmbedding;
 class SelfAttention;
 class SparseAttention;
 class SparseLatentAttention;
+class TokenCompressor;
 
 class CausalLMImpl;
+class CompressedAttentionImpl;
 class DecoderImpl;
 class DecoderBlockImpl;
 class DifferentialAttentionImpl;
@@ -41,6 +46,8 @@ class EmbeddingImpl;
 class EncoderImpl;
 class EncoderBlockImpl;
 class EncoderDecoderImpl;
+class EntryIndexerImpl;
+class EntryScorerImpl;
 class ExpertGateImpl;
 class FeedForwardImpl;
 class GroupedQueryAttentionImpl;
@@ -57,6 +64,7 @@ class RotaryEmbeddingImpl;
 class SelfAttentionImpl;
 class SparseAttentionImpl;
 class SparseLatentAttentionImpl;
+class TokenCompressorImpl;
 
 class AttentionModule;
 class TokenModule;
@@ -77,6 +85,7 @@ struct AttentionInputs;
 struct AttentionOptions;
 struct CausalLMInputs;
 struct CausalLMOptions;
+struct CompressedAttentionOptions;
 struct DecoderBlockOptions;
 struct DifferentialAttentionOptions;
 struct EmbeddingOptions;

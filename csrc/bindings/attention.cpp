@@ -3,6 +3,7 @@
 #include <attnpack/modules/latent_attention.h>
 #include <attnpack/modules/projected_attention.h>
 #include <attnpack/modules/self_attention.h>
+#include <attnpack/modules/sparse/compressed_attention.h>
 #include <bindings/common.h>
 #include <bindings/option_dicts.h>
 #include <bindings/register.h>
@@ -147,6 +148,18 @@ py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_selecting(py::mo
   return cls;
 }
 
+void bind_compressed(py::module_& m) {
+  using Impl = CompressedAttentionImpl;
+  auto cls = bind_module<Impl>(m, "CompressedAttention", "A window of tokens, and entries for windows before it.");
+  bind_options<Impl, CompressedAttentionOptions, int64_t, int64_t>(cls, 2,
+                                                                   {"head_dim", "q_lora_rank", "o_lora_rank", "rope"});
+  bind_method(cls, "forward", {"x"}, 1, [](Impl& self, Arguments& arguments) {
+    const auto x = arguments.require<at::Tensor>("x");
+    arguments.finish();
+    return without_gil([&] { return self.forward(x); });
+  });
+}
+
 template <typename Impl>
 void bind_latent(py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> cls) {
   cls.def_property_readonly("softmax_scale", &Impl::softmax_scale);
@@ -180,6 +193,7 @@ void register_attention(py::module_& m) {
   required.insert(required.end(), {"top_k", "q_lora_rank"});
   bind_latent(bind_selecting<SparseLatentAttentionImpl, SparseLatentAttentionOptions, int64_t, int64_t>(
       m, "SparseLatentAttention", "Latent attention over the keys that an indexer names.", required));
+  bind_compressed(m);
 }
 
 }  // namespace attnpack

@@ -42,13 +42,14 @@ from .nn.latent_attention import MultiHeadLatentAttention
 from .nn.norm import RMSNorm
 from .nn.projected_attention import ProjectedAttention
 from .nn.rope import RotaryEmbedding
-from .nn.sparse import SparseAttention, SparseLatentAttention
+from .nn.sparse import CompressedAttention, SparseAttention, SparseLatentAttention
 from .nn.stack import Decoder, Encoder, EncoderDecoder
 from .ops import apply_rope, attention, attention_scores, merge_states
 from .varlen import attention_varlen
 
 __all__ = [
     "CausalLM",
+    "CompressedAttention",
     "CrossCache",
     "Decoder",
     "DecoderBlock",

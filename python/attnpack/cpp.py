@@ -24,6 +24,7 @@ DifferentialAttention = _C.cpp.DifferentialAttention
 ProjectedAttention = _C.cpp.ProjectedAttention
 SparseAttention = _C.cpp.SparseAttention
 SparseLatentAttention = _C.cpp.SparseLatentAttention
+CompressedAttention = _C.cpp.CompressedAttention
 
 EncoderBlock = _C.cpp.EncoderBlock
 DecoderBlock = _C.cpp.DecoderBlock

@@ -319,6 +319,22 @@ def indexer_loss(scores: Tensor, probs: Tensor, allowed: Tensor) -> Tensor:
     return (target[seen] * (target[seen].log() - log_guess[seen])).sum() / (scores.shape[0] * scores.shape[1])
 
 
+def compress_tokens(value: Tensor, gate: Tensor, bias: Tensor, overlap: bool = False) -> Tensor:
+    """The entries `[B, L / rate, D]` of full windows: softmax(gate + bias) over a window's tokens, times value. With
+    `overlap` (2 D numbers per token) an entry also reads the first D numbers of the window before."""
+    rate, half, entries = bias.shape[0], value.shape[2] // 2, []
+    for start in range(0, value.shape[1] - rate + 1, rate):
+        tokens, scores = value[:, start : start + rate], gate[:, start : start + rate] + bias
+        if overlap:
+            tokens, scores = tokens[..., half:], scores[..., half:]
+            before = slice(start - rate, start)
+            if start:
+                tokens = torch.cat([value[:, before, :half], tokens], dim=1)
+                scores = torch.cat([gate[:, before, :half] + bias[:, :half], scores], dim=1)
+        entries.append((scores.softmax(dim=1) * tokens).sum(dim=1))
+    return torch.stack(entries, dim=1)
+
+
 def tied_attention(query: Tensor, tied: Tensor, k_rope: Tensor, **settings: Any) -> Tensor:
     """Grouped tied attention (Zadouri et al. 2025, arXiv 2505.21487, GTA): one state `[B, G, L, D]` is the value, and
     its first half the first half of the key. The second half is one rotated key `[B, 1, L, D / 2]` for all heads.

@@ -13,7 +13,7 @@ from op_cases import DTYPES, GRID, Inputs, check, check_against_reference, compu
 from pages import LAYOUTS, make_table, put_into_pages
 from torch.testing import assert_close
 
-from fuzz import layer_calls
+from fuzz import entry_calls, layer_calls
 
 WIDE = [torch.float64, torch.float32]
 NO_CHECK = staticmethod(lambda result: None)
@@ -490,5 +490,5 @@ MAKERS: list[Callable[[Random], Call]] = [
     append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, paged_rule, kv_window, static_cache,
     sliding_window_cache, quantized_cache, paged_cache, attend, attend_quantized, latent, latent_expand, apply_rope,
     rope_table, linear, rms_norm, quantize_rows, dequantize_rows, attention_quantized, merge_states,
-    null, *layer_calls.MAKERS,
+    null, *layer_calls.MAKERS, *entry_calls.MAKERS,
 ]  # fmt: skip

@@ -58,7 +58,8 @@ def chosen(module, x, causal=True):
 
 def plain(module):
     """The MultiHeadLatentAttention of the same weights."""
-    shared = {name: value for name, value in module._live_config().items() if name not in INDEXER}
+    own = {*INDEXER, "index_interleaved"}
+    shared = {name: value for name, value in module._live_config().items() if name not in own}
     other = attnpack.MultiHeadLatentAttention(**shared, rope=module.rope, dtype=module.o_proj.weight.dtype)
     other.load_state_dict({n: t for n, t in module.state_dict().items() if not n.startswith("indexer.")})
     return other.train(module.training)

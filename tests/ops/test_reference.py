@@ -259,6 +259,14 @@ def test_gates_by_hand():
     assert_close(reference.gate_heads(joined, by_element, 2), tensor([[[0.5, 1.5, 1.5, 3.0]]]))
 
 
+def test_entries_by_hand():
+    value, gate = tensor([[[1.0], [4.0], [9.0]]]), tensor([[[0.0], [math.log(3.0)], [0.0]]])
+    assert_close(reference.compress_tokens(value, gate, torch.zeros(2, 1)), tensor([[[13.0 / 4]]]))
+    assert_close(reference.compress_tokens(value, gate * 0, tensor([[math.log(2.0)], [0.0]])), tensor([[[2.0]]]))
+    pair, flat = tensor([[[1.0, 2.0], [3.0, 8.0]]]), torch.zeros(1, 2, 2)
+    assert_close(reference.compress_tokens(pair, flat, torch.zeros(1, 2), True), tensor([[[2.0], [4.5]]]))
+
+
 def test_differences_by_hand():
     """One token, so that each softmax is 1 and the difference is one of values."""
     query, key = torch.zeros(1, 4, 1, 2), torch.zeros(1, 2, 1, 2)

@@ -32,6 +32,7 @@ INCLUDES = {
     "weights/detail": ["core"],
     "modules": ["core", "ops", "rope", "layers", "layers/detail", "cache", "weights", "modules/detail"],
     "modules/detail": ["core", "layers", "cache", "modules"],
+    "modules/sparse": ["core", "ops", "rope", "layers", "modules", "modules/detail"],
     "models": [
         *("core", "ops", "rope", "layers", "cache", "modules", "modules/detail", "weights/detail", "models/detail"),
     ],

@@ -57,7 +57,9 @@ def attend(
     sparse: attnpack.SparseAttention,
     sparse_latent: attnpack.SparseLatentAttention,
     projected: attnpack.ProjectedAttention,
+    compressed: attnpack.CompressedAttention,
 ) -> None:
+    assert_type(compressed(x), Tensor)
     assert_type(latent(x, key_index=x), Tensor)
     assert_type(latent(x, need_weights=True), tuple[Tensor, Tensor])
     assert_type(sparse(x, cache=attnpack.SparseCache()), Tensor)

@@ -73,10 +73,23 @@ ENCODER_DECODERS = """
 VISION = "beit dinov2 dinov2_with_registers ijepa vit vit_msn".split()
 FAMILIES = [*DECODERS, *LATENT, *ENCODERS, *ENCODER_DECODERS, *VISION]
 
+# Models with recurrent layers or convolutions between those of attention, and the layers that a small one has.
+HYBRIDS = {
+    "bailing_hybrid": ["linear_attention", "full_attention"],
+    "kimi_linear": ["linear_attention", "full_attention"],
+    "lfm3": ["conv", "full_attention"],
+    "qwen3_5_moe_text": ["linear_attention", "full_attention"],
+    "qwen3_5_text": ["linear_attention", "full_attention"],
+    "qwen3_next": ["linear_attention", "full_attention"],
+}
+KV_OF_EVERY_HEAD = {*LATENT, "bailing_hybrid", "dots3_note_text", "kimi_linear"}
+
 # Families that are refused: they have their own attention, or sinks per token.
 _REFUSED = "bloom codegen inkling2_text mpt".split()
+# Families that only the tests of replaced layers load, to see their layers left.
+_LEFT = ["dots3_note_text", "qwen4_exp_text"]
 _KINDS = [
-    ([*DECODERS, *LATENT, *_REFUSED], auto.MODEL_FOR_CAUSAL_LM_MAPPING),
+    ([*DECODERS, *LATENT, *HYBRIDS, *_REFUSED, *_LEFT], auto.MODEL_FOR_CAUSAL_LM_MAPPING),
     ([*ENCODERS, "megatron-bert"], auto.MODEL_FOR_MASKED_LM_MAPPING),
     ([*ENCODER_DECODERS, "bigbird_pegasus"], auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
     (VISION, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING),
@@ -95,7 +108,9 @@ def make_config(family: str, **changes):
     for base in kind.__mro__:
         taken |= set(getattr(base, "__annotations__", ()))
     # Latent attention has a kv head for every query head. The prompts have more than 4 keys to select from.
-    sizes = SIZES | ({"num_key_value_heads": 4, "index_topk": 4} if family in LATENT else {})
+    sizes = SIZES | ({"num_key_value_heads": 4, "index_topk": 4} if family in KV_OF_EVERY_HEAD else {})
+    if family in HYBRIDS:
+        sizes |= {"layer_types": HYBRIDS[family]}
     # An alias is left out if the name that it stands for is there.
     sizes = {name: size for name, size in sizes.items() if kind.attribute_map.get(name, "") not in sizes}
     return kind(**{name: size for name, size in sizes.items() if name in taken | set(kind.attribute_map)} | changes)

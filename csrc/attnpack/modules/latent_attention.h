@@ -83,13 +83,15 @@ struct SparseLatentAttentionOptions {
   // Heads of the indexer, and their width; default num_heads and qk_nope_head_dim + qk_rope_head_dim.
   TORCH_ARG(std::optional<int64_t>, index_heads);
   TORCH_ARG(std::optional<int64_t>, index_head_dim);
+  // Whether the indexer rotates pairs (2 i, 2 i + 1), as GLM-5's, or (i, i + dim / 2), as DeepSeek's.
+  TORCH_ARG(bool, index_interleaved) = false;
   // As in MultiHeadLatentAttentionOptions. The indexer reads the queries' latent too.
   TORCH_ARG(std::optional<int64_t>, kv_lora_rank);
   TORCH_ARG(std::optional<int64_t>, q_lora_rank);
   TORCH_ARG(std::optional<int64_t>, qk_nope_head_dim);
   TORCH_ARG(std::optional<int64_t>, qk_rope_head_dim);
   TORCH_ARG(std::optional<int64_t>, v_head_dim);
-  // Rotates the first dims of the indexer's heads too: pairs (i, i + dim / 2), also where it is interleaved.
+  // Rotates the first dims of the indexer's heads too, there in the pairs of index_interleaved.
   TORCH_ARG(RotaryEmbedding, rope) = nullptr;
   TORCH_ARG(bool, latent_norm) = true;
   TORCH_ARG(bool, bias) = false;
@@ -110,6 +112,7 @@ struct SparseLatentAttentionOptions {
     visit("top_k", self.top_k_);
     visit("index_heads", self.index_heads_);
     visit("index_head_dim", self.index_head_dim_);
+    visit("index_interleaved", self.index_interleaved_);
     visit("kv_lora_rank", self.kv_lora_rank_);
     visit("q_lora_rank", self.q_lora_rank_);
     visit("qk_nope_head_dim", self.qk_nope_head_dim_);

@@ -43,7 +43,7 @@ void SparseLatentAttentionImpl::reset() {
 
 LayerInputs SparseLatentAttentionImpl::index_inputs(const LatentAttendOptions& settings) const {
   LayerInputs inputs = settings;
-  if (inputs.rope) inputs.rope->interleaved = false;
+  if (inputs.rope) inputs.rope->interleaved = options.index_interleaved();
   return inputs;
 }
 

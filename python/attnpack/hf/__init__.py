@@ -54,7 +54,8 @@ def replace_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Swaps the model's attention layers for attnpack's modules, in place: the same parameters under the same names.
 
     Args:
-        model: of the Llama, Mistral, Qwen and DeepSeek families (`hf_layers.KNOWN` names the layers' classes).
+        model: of a family whose layers a module of attnpack computes (`hf_layers.KNOWN` names the layers' classes).
+            Layers of other kinds stay as they are.
 
     Returns:
         The same model, now also with `attn_implementation="attnpack"`, so that attnpack makes its masks. It works with

@@ -5,26 +5,15 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
+from . import families
 from .adopted import Adopted
 from .grouped import HfGroupedQueryAttention
 from .latent import HfLatentAttention
+from .sparse import HfSparseLatentAttention
 
-# Classes of transformers whose layers have q_proj, k_proj, v_proj, o_proj, RoPE on half-split pairs, and possibly norms
-# over head_dim before RoPE. Their windows are in their masks.
-_GROUPED = (
-    "LlamaAttention",
-    "MistralAttention",
-    "MixtralAttention",
-    "Qwen2Attention",
-    "Qwen2MoeAttention",
-    "Qwen3Attention",
-    "Qwen3MoeAttention",
-)
-# Classes whose layers are those of DeepSeek-V2 and V3.
-_LATENT = ("DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention", "YoutuAttention")
 KNOWN: dict[str, type[nn.Module]] = {
-    **dict.fromkeys(_GROUPED, HfGroupedQueryAttention),
-    **dict.fromkeys(_LATENT, HfLatentAttention),
+    **dict.fromkeys(families.GROUPED, HfGroupedQueryAttention),
+    **{name: HfSparseLatentAttention if its.selects else HfLatentAttention for name, its in families.LATENT.items()},
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ...nn.linear import is_watched
 from ...nn.norm import RMSNorm
 from ...ops import apply_rope
 from ..arguments import refuse_parts
+from .families import HALVES, IN_TURN, ONCE
 
 
 class Adopted:
@@ -21,14 +22,17 @@ class Adopted:
 
     is_causal = True  # transformers reads it if it gives no mask
 
-    def _adopt_parts(self, theirs: nn.Module, projections: Iterable[str], norms: Iterable[str]) -> None:
+    def _adopt_parts(
+        self, theirs: nn.Module, projections: Iterable[str], norms: Iterable[str], plus_one: bool = False
+    ) -> None:
         """Takes children of `theirs` by name. Projections are taken as they are. Norms become our RMSNorm on the same
-        weight; a norm with hooks, as under tensor parallelism, is taken as it is."""
+        weight, or on 1 + weight; a norm with hooks, as under tensor parallelism, is taken as it is."""
         for name in projections:
-            setattr(self, name, getattr(theirs, name))
+            setattr(self, name, getattr(theirs, name, None))
         for name in norms:
             norm = getattr(theirs, name, None)
-            setattr(self, name, norm if norm is None or is_watched(norm) else _on_the_weight_of(norm))
+            setattr(self, name, norm if norm is None or is_watched(norm) else _on_the_weight_of(norm, plus_one))
+        self.is_causal = getattr(theirs, "is_causal", True)
         self.config = theirs.config
         self.layer_idx = theirs.layer_idx
         self.num_key_value_groups = theirs.num_key_value_groups
@@ -43,10 +47,22 @@ class Adopted:
         )
 
 
-def _on_the_weight_of(theirs: nn.Module) -> RMSNorm:
-    norm = RMSNorm(theirs.weight.numel(), eps=theirs.variance_epsilon, device="meta")
+def eps_of(norm: nn.Module) -> float:
+    """The eps of an RMSNorm of transformers."""
+    return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+
+
+def _on_the_weight_of(theirs: nn.Module, plus_one: bool) -> RMSNorm:
+    norm = RMSNorm(theirs.weight.numel(), eps=eps_of(theirs), plus_one=plus_one, device="meta")
     norm.weight = theirs.weight
     return norm
+
+
+_ANGLES: dict[str, Callable[[Tensor], Tensor]] = {
+    HALVES: lambda part: part[..., : part.size(-1) // 2],
+    ONCE: lambda part: part,
+    IN_TURN: lambda part: part[..., ::2],
+}
 
 
 def check_call(hidden_states: Tensor, past_key_values: object) -> None:
@@ -68,11 +84,12 @@ def rotated(
     x: Tensor,  # [B, H, L, R]
     table: tuple[Tensor, Tensor] | Tensor,
     interleaved: bool = False,
+    kind: str = HALVES,
 ) -> Tensor:
-    """x rotated by a model's RoPE table: (cos, sin), each [B, L, R] with two equal halves, or cos + i sin as a complex
-    [B, L, R / 2]."""
+    """x, of which the first R dims are rotated by a model's RoPE table: (cos, sin), each of a kind that `families.py`
+    names, or cos + i sin as a complex [B, L, R / 2]."""
     if isinstance(table, Tensor):
         cos, sin = table.real, table.imag
     else:
-        cos, sin = (part[..., : part.size(-1) // 2] for part in table)
+        cos, sin = (_ANGLES[kind](part) for part in table)
     return apply_rope(x, cos.unsqueeze(1).float(), sin.unsqueeze(1).float(), interleaved=interleaved)

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from ...layer_ops import gate_heads
 from ...nn.latent_attention import MultiHeadLatentAttention
 from ...nn.linear import is_watched, plain_weight, project
 from ..arguments import REFUSED_BY_LATENT, refuse_arguments
 from ..attention_function import are_recorded, attention_forward, causal_without_mask, restricted, split_mask
 from ..packed import named_sequences, same_sequence
 from .adopted import Adopted, check_call, rotated
+from .families import LATENT
 
 
 class HfLatentAttention(Adopted, MultiHeadLatentAttention):
@@ -40,7 +42,7 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             theirs.hidden_size,
             theirs.num_heads,
             kv_lora_rank=theirs.kv_lora_rank,
-            q_lora_rank=theirs.q_lora_rank,
+            q_lora_rank=getattr(theirs, "q_lora_rank", None),
             qk_nope_head_dim=theirs.qk_nope_head_dim,
             qk_rope_head_dim=theirs.qk_rope_head_dim,
             v_head_dim=theirs.v_head_dim,
@@ -49,9 +51,13 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             scale=theirs.scaling,
             device="meta",
         )
-        projections = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+        its = LATENT[type(theirs).__name__]
+        gates = () if not its.gate else (its.gate,)
+        projections = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *gates)
         self._adopt_parts(theirs, projections, ("q_a_layernorm", "kv_a_layernorm"))
-        self.interleaved = getattr(theirs.config, "rope_interleave", True)
+        self._gate = its.gate
+        rows = getattr(theirs.config, "rope_interleave", True)
+        self.interleaved = rows if its.interleaved is None else its.interleaved
 
     def forward(
         self,
@@ -59,34 +65,60 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
         attention_mask: Tensor | None = None,  # [B, 1, L, S]
         past_key_values: Any = None,
         *,
-        position_embeddings: tuple[Tensor, Tensor] | Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | Tensor | None = None,
         output_attentions: bool | None = False,
         **others: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         """(out [B, L, embed_dim], probabilities [B, H, L, S] or None), as the layer of transformers returns them.
 
         Args:
             attention_mask: as `attnpack.hf` makes it for the model, or None for causal.
             past_key_values: a cache of transformers.
             position_embeddings: (cos, sin) of the model's RoPE, each [B, L, R], or cos + i sin as a complex
-                [B, L, R / 2].
+                [B, L, R / 2]; None for no rotation.
 
         Raises:
             TypeError: past_key_values is a cache of attnpack.
             ValueError: names an argument that attention cannot honour.
         """
+        wanted = are_recorded(output_attentions)
+        return self._attend_selected(
+            hidden_states, attention_mask, past_key_values, position_embeddings, None, wanted, others
+        )[:2]
+
+    def _attend_selected(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Any,
+        position_embeddings: tuple[Tensor, Tensor] | Tensor | None,
+        earlier: Tensor | None,  # [B, L, n], the selection of an earlier layer
+        need_weights: bool,
+        others: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The output, the probabilities or None, and the selection [B, L, n] or None for all keys."""
         check_call(hidden_states, past_key_values)
         refuse_arguments(others, REFUSED_BY_LATENT)
-        query, latent, k_rope, _ = self._latents(hidden_states, None)
-        nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
-        query = torch.cat([nope, rotated(rope, position_embeddings, self.interleaved)], -1)
-        latent, k_rope = latent.unsqueeze(1), rotated(k_rope.unsqueeze(1), position_embeddings, self.interleaved)
+        low = self._low(hidden_states)
+        query, latent, k_rope, _ = self._latents(hidden_states, None, low)
+        latent, k_rope = latent.unsqueeze(1), k_rope.unsqueeze(1)
+        if position_embeddings is not None:
+            nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+            query = torch.cat([nope, rotated(rope, position_embeddings, self.interleaved)], -1)
+            k_rope = rotated(k_rope, position_embeddings, self.interleaved)
         if past_key_values is not None:
             latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
-        joined, weights = self._attend_latents(
-            query, latent, k_rope, attention_mask, are_recorded(output_attentions), others
-        )
-        return project(self.o_proj, joined), weights
+        place = position_embeddings, attention_mask, past_key_values, latent
+        named = self._select(hidden_states, low, *place, others) if earlier is None else earlier
+        joined, weights = self._attend_latents(query, latent, k_rope, attention_mask, need_weights, others, named)
+        if self._gate:
+            heads = joined.size(-1) // self.v_head_dim
+            joined = gate_heads(joined, project(getattr(self, self._gate), hidden_states), heads)
+        return project(self.o_proj, joined), weights, named
+
+    def _select(self, *_: Any) -> Tensor | None:
+        """The keys [B, L, n] that each query attends, or None for all."""
+        return None
 
     def _attend_latents(
         self,
@@ -96,13 +128,23 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
         mask: Tensor | None,
         need_weights: bool,
         others: dict[str, Any],
+        named: Tensor | None,  # [B, L, n], keys; None for all
     ) -> tuple[Tensor, Tensor | None]:
         dropout = self.dropout if self.training else 0.0
         weight = plain_weight(self.kv_b_proj)
         if weight is None:  # kv_b_proj is more than a weight, such as LoRA: call it
             key, value = self._expand(torch.cat([latent, k_rope], -1), query.size(1))
             out, weights = attention_forward(
-                self, query, key, value, mask, dropout, self.scale, output_attentions=need_weights, **others
+                self,
+                query,
+                key,
+                value,
+                mask,
+                dropout,
+                self.scale,
+                indices=named,
+                output_attentions=need_weights,
+                **others,
             )
             return out.flatten(2), weights
         if mask is None:
@@ -111,6 +153,8 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             where = _latent_mask_arguments(mask, query.size(2), latent.size(2))
         if (packed := named_sequences(others, query, latent)) is not None:
             where["mask"] = restricted(where.get("mask"), same_sequence(packed))
+        if named is not None and (torch.compiler.is_compiling() or named.size(-1) < latent.size(2)):
+            where["key_index"] = named.unsqueeze(1)
         result = ops.latent_attend(
             query,
             latent.squeeze(1),

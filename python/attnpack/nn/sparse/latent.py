@@ -61,9 +61,10 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         top_k: how many keys a query attends; required.
         index_heads, index_head_dim: heads of the indexer and their width; default num_heads and qk_nope_head_dim +
             qk_rope_head_dim.
+        index_interleaved: the indexer rotates pairs (2i, 2i + 1), as GLM-5's does; default pairs (i, i + dim/2), as
+            DeepSeek's does.
         q_lora_rank: required, for the indexer reads the latent of the queries.
-        rope: it rotates the first dims of the indexer's heads too, there as pairs (i, i + dim/2), whether it is
-            interleaved or not.
+        rope: it rotates the first dims of the indexer's heads too, there in the pairs of `index_interleaved`.
 
     The other arguments are those of MultiHeadLatentAttention.
     """
@@ -78,6 +79,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         top_k: int,
         index_heads: int | None = None,
         index_head_dim: int | None = None,
+        index_interleaved: bool = False,
         kv_lora_rank: int,
         q_lora_rank: int,
         qk_nope_head_dim: int,
@@ -181,12 +183,12 @@ class SparseLatentAttention(MultiHeadLatentAttention):
 
     @property
     def _index_rope(self) -> RopeSettings | _C.RopeSettings | None:
-        """The rope of the indexer, which pairs dims i and i + dim/2."""
+        """The rope of the indexer, which pairs dims as `index_interleaved` says."""
         if self.rope is None:
             return None
-        if not self.rope.interleaved:
+        if self.rope.interleaved == self.index_interleaved:
             return self.rope.settings
-        numbers = self.rope._numbers()._replace(interleaved=False)
+        numbers = self.rope._numbers()._replace(interleaved=self.index_interleaved)
         return numbers if torch.compiler.is_compiling() else _C.RopeSettings(*numbers)
 
     @torch.no_grad()
