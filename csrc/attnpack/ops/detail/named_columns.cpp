@@ -8,7 +8,7 @@ namespace attnpack {
 
 NamedColumns named_columns(const Tensor& key_index, int64_t key_block, const c10::SymInt& kv_len) {
   const Tensor index = key_index.to(at::kLong);
-  const auto [sorted, order] = index.sort(/*stable=*/true, -1);
+  const auto [sorted, order] = index.sort(/*stable=*/std::optional<bool>(true), -1, /*descending=*/false);
   const auto names = index.sym_size(-1);
   const Tensor again =
       names > 1 ? at::constant_pad_nd(sorted.slice_symint(-1, 1) == sorted.narrow_symint(-1, 0, names - 1), {1, 0})
