@@ -19,7 +19,7 @@ def draw(*shape, dtype=torch.float64):
 def names(length, n, kind=torch.int64):
     """[B, 1, L, n]: keys, some of them twice or more, and -1 between them; the second row names none."""
     index = torch.randint(-1, length, (BATCH, 1, length, n), generator=torch.Generator().manual_seed(n))
-    index[..., ::3] = index[..., :1]
+    index[..., ::3] = index[..., :1].clone()
     index[:, :, 1] = -1
     return index.to(kind)
 
@@ -124,7 +124,7 @@ def test_the_loss_by_its_formula():
 
 def test_the_second_derivative():
     index = names(9, 7)
-    probs = probabilities(9, index, None, {}, stage="named")
+    probs = probabilities(9, index, None, {"causal": True}, stage="named")
     own = [x.detach().requires_grad_() for x in tokens(9)]
     call = lambda *own: indexer_loss(*own, probs, index, causal=True, at_names=True)  # noqa: E731
     assert torch.autograd.gradcheck(call, own)
@@ -134,7 +134,8 @@ def test_the_second_derivative():
 @pytest.mark.parametrize("at_names", [False, True])
 def test_the_tools_of_torch(at_names):
     index, own = names(9, 7), tokens(9)
-    probs = probabilities(9, index, None, {}, stage="named" if at_names else "probs")
+    place = {"causal": True, "kv_lens": torch.tensor([9, 4])}
+    probs = probabilities(9, index, None, place, stage="named" if at_names else "probs")
     layer = [None, 1.0, False, None, 0.0, 0, False, None, False, None, True, torch.tensor([9, 4]), 0.0, None]
     opcheck(torch.ops.attnpack.indexer_loss.default, (*own, probs, index, *layer, at_names))
     loss = lambda *own: indexer_loss(*own, probs, index, at_names=at_names)  # noqa: E731

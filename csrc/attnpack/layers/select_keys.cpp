@@ -234,17 +234,27 @@ void check_loss(const Tensor& query, const Tensor& key, const Tensor& probabilit
     check_key_index_values(*key_index, /*key_block=*/1, keys.guard_int(__FILE__, __LINE__));
 }
 
-// The scores I of rows of queries, [B, 1, rows, Lkv]; of the keys with the numbers `names` alone [B, 1, rows, n].
+// The products [B, H, L, n] of queries with the keys that each row names: a row is a sequence of a call over its keys.
+Tensor named_products(const Tensor& query, const Tensor& key, const Tensor& names) {
+  const SymInt batch = query.sym_size(0), length = query.sym_size(2);
+  const Tensor keys = at::index(key.squeeze(1), {count(batch, key).view({-1, 1, 1}), names.squeeze(1)});
+  const Tensor rows = query.transpose(1, 2).flatten(0, 1).unsqueeze(2);
+  const Tensor products = key_products_formula(rows, keys.flatten(0, 1).unsqueeze(1));
+  return products.squeeze(2).unflatten_symint(0, {batch, length}).transpose(1, 2);
+}
+
+// The scores I, [B, 1, L, Lkv]; of the keys with the numbers `names` alone [B, 1, L, n].
 Tensor loss_scores(const Tensor& query, const Tensor& key, const Tensor& weights, const PlaceArguments& place,
                    const std::optional<Tensor>& names = std::nullopt) {
   const SymInt keys = key.sym_size(2);
-  const auto chosen = [&](const Tensor& x) { return names ? at_columns(x, *names) : x; };
   const double size = static_cast<double>((query.sym_size(1) * query.sym_size(3)).guard_int(__FILE__, __LINE__));
-  // Chosen before the relu, whose results autograd keeps.
-  Tensor scores = score_keys(chosen(key_products_formula(query, key)), weights) / std::sqrt(size);
-  if (place.mask)
-    scores = scores + chosen(bias_of(*place.mask, 1, keys, scores.scalar_type())
-                                 .expand_symint({query.sym_size(0), 1, query.sym_size(2), keys}));
+  const Tensor products = names ? named_products(query, key, *names) : key_products_formula(query, key);
+  Tensor scores = score_keys(products, weights) / std::sqrt(size);
+  if (place.mask) {
+    const Tensor bias = bias_of(*place.mask, 1, keys, scores.scalar_type());
+    scores = scores +
+             (names ? at_columns(bias.expand_symint({query.sym_size(0), 1, query.sym_size(2), keys}), *names) : bias);
+  }
   return hide(scores, names ? *names : count(keys, scores), query, place);
 }
 
@@ -254,18 +264,13 @@ Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tens
   const PlaceArguments place{layer.causal, std::nullopt, layer.kv_lens, layer.mask};
   check_indexer(query, key, weights, place);
   check_loss(query, key, probabilities, key_index, at_names);
+  if (layer.positions) check_dense("positions", *layer.positions);
   const auto [q, k] = rotate_tokens({query, key, key}, rope_settings(layer.rope),
                                     {layer.positions, layer.cross, std::nullopt, layer.kv_lens});
   Tensor scores, sum = probabilities.detach().to(wide_of(query)).sum(1, /*keepdim=*/true), hidden;
   if (at_names) {
     const NamedColumns names = named_columns(*key_index, /*key_block=*/1, key.sym_size(2));
-    // Widened here, or each piece would keep its own wide keys.
-    scores = in_pieces(
-        q, k.sym_size(2), place,
-        [&, wide = k.to(sum.scalar_type())](const Tensor& rows, const PlaceArguments& here, int64_t first) {
-          const SymInt n = rows.sym_size(2);
-          return loss_scores(rows, wide, weights.narrow_symint(1, first, n), here, rows_of(names.keys, first, n));
-        });
+    scores = loss_scores(q, k, weights, place, names.keys);
     hidden = names.counted.logical_not();
     sum = sum.masked_fill(hidden, 0);
   } else {
