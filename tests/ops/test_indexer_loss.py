@@ -6,6 +6,7 @@ import torch
 from attnpack import attention_scores, reference
 from attnpack.layer_ops import indexer_loss
 from processes import run_python
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.testing import assert_close
 
@@ -141,6 +142,24 @@ def test_the_tools_of_torch(at_names):
     loss = lambda *own: indexer_loss(*own, probs, index, at_names=at_names)  # noqa: E731
     several = [torch.stack([x, 2 * x]) for x in own]
     assert_close(torch.vmap(loss)(*several), torch.stack([loss(*each) for each in zip(*several, strict=True)]))
+
+
+def test_a_graph_has_no_pieces():
+    """The steps for 500 rows, which a plain call takes in pieces, are as many as those for 9."""
+
+    def trace(length):
+        query, key, index = draw(BATCH, 4, length, 6), draw(BATCH, 2, length, 6), names(length, 7)
+
+        def call(*own):
+            probs = attention_scores(query, key, key_index=index, causal=True, stage="named")
+            return indexer_loss(*own, probs, index, causal=True, at_names=True)
+
+        own = [x.detach() for x in tokens(length)]
+        graph = make_fx(call)(*own)
+        assert_close(graph(*own), call(*own), atol=1e-13, rtol=1e-13)
+        return len(graph.graph.nodes)
+
+    assert trace(500) == trace(9) > 20
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
