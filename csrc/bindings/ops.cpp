@@ -143,12 +143,20 @@ LayerInputs to_inputs(const RopeSettings* rope, const OptionalTensor& positions,
           .scale = scale};
 }
 
+// at_names changes the weights alone.
+void check_weights(bool need_weights, bool at_names) {
+  ATTNPACK_CHECK(need_weights || !at_names, "at_names: got True without need_weights, which asks for the ",
+                 "probabilities that it means; set both, or leave it out");
+}
+
 py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value, const RopeSettings* rope,
                      const OptionalTensor& positions, bool cross, const Cache& cache, const OptionalTensor& mask,
                      bool causal, const OptionalTensor& kv_lens, Window window, double softcap,
                      const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, const HeadMap& head_map,
                      double dropout_p, std::optional<double> scale, const OptionalTensor& key_index, int64_t key_block,
-                     int64_t top_blocks, int64_t local_blocks, const std::string& scorer, bool need_weights) {
+                     int64_t top_blocks, int64_t local_blocks, const std::string& scorer, bool need_weights,
+                     bool at_names) {
+  check_weights(need_weights, at_names);
   AttendOptions options{to_inputs(rope, positions, cross, mask, causal, kv_lens, dropout_p, scale)};
   if (cache) options.cache = std::apply([](auto... part) { return CacheTensors{part...}; }, *cache);
   options.window = window;
@@ -159,7 +167,8 @@ py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value
   options.key_index = key_index;
   options.key_block = key_block;
   if (top_blocks != 0) options.blocks = {key_block, top_blocks, local_blocks, scorer};
-  if (need_weights) return py::cast(without_gil([&] { return attend_with_weights(query, key, value, options); }));
+  if (need_weights)
+    return py::cast(without_gil([&] { return attend_with_weights(query, key, value, options, at_names); }));
   return py::cast(without_gil([&] { return attend(query, key, value, options); }));
 }
 
@@ -204,9 +213,9 @@ Tensor index_keys_py(const Tensor& query, const Tensor& key, const Tensor& weigh
 
 Tensor indexer_loss_py(const Tensor& query, const Tensor& key, const Tensor& weights, const Tensor& probabilities,
                        const OptionalTensor& key_index, const RopeSettings* rope, const OptionalTensor& positions,
-                       bool causal, const OptionalTensor& kv_lens, const OptionalTensor& mask) {
+                       bool causal, const OptionalTensor& kv_lens, const OptionalTensor& mask, bool at_names) {
   return indexer_loss({query, key, weights}, probabilities, key_index,
-                      to_inputs(rope, positions, false, mask, causal, kv_lens, 0.0, std::nullopt));
+                      to_inputs(rope, positions, false, mask, causal, kv_lens, 0.0, std::nullopt), at_names);
 }
 
 Tensor select_blocks_py(const Tensor& query, const Tensor& key, int64_t block, int64_t top_blocks, int64_t local_blocks,
@@ -220,13 +229,15 @@ py::object latent_attend_py(const Tensor& query, const Tensor& latent, const Ten
                             int64_t v_dim, const std::string& path, const RopeSettings* rope,
                             const OptionalTensor& positions, bool cross, const std::optional<LatentTensors>& cache,
                             const OptionalTensor& mask, bool causal, const OptionalTensor& kv_lens, double dropout_p,
-                            std::optional<double> scale, const OptionalTensor& key_index, bool need_weights) {
+                            std::optional<double> scale, const OptionalTensor& key_index, bool need_weights,
+                            bool at_names) {
+  check_weights(need_weights, at_names);
   LatentAttendOptions options{to_inputs(rope, positions, cross, mask, causal, kv_lens, dropout_p, scale)};
   if (cache) options.cache = CacheTensors{std::get<0>(*cache), Tensor(), std::get<1>(*cache)};
   options.key_index = key_index;
   if (need_weights)
-    return py::cast(
-        without_gil([&] { return latent_attend_with_weights(query, latent, k_rope, kv_b, v_dim, path, options); }));
+    return py::cast(without_gil(
+        [&] { return latent_attend_with_weights(query, latent, k_rope, kv_b, v_dim, path, options, at_names); }));
   return py::cast(without_gil([&] { return latent_attend(query, latent, k_rope, kv_b, v_dim, path, options); }));
 }
 
@@ -273,10 +284,11 @@ void register_ops(py::module_& m) {
   define(m, "attention_scores", &attention_scores_py,
          {"query", "key", "mask", "stage", "causal", "q_offset", "window", "kv_lens", "softcap", "sinks",
           "alibi_slopes", "head_map", "dropout_p", "scale", "key_index", "key_block"});
-  define(m, "attend", &attend_py,
-         {"query",  "key",       "value",     "rope",       "positions",    "cross",        "cache",       "mask",
-          "causal", "kv_lens",   "window",    "softcap",    "sinks",        "alibi_slopes", "head_map",    "dropout_p",
-          "scale",  "key_index", "key_block", "top_blocks", "local_blocks", "scorer",       "need_weights"});
+  define(
+      m, "attend", &attend_py,
+      {"query",  "key",       "value",     "rope",       "positions",    "cross",        "cache",        "mask",
+       "causal", "kv_lens",   "window",    "softcap",    "sinks",        "alibi_slopes", "head_map",     "dropout_p",
+       "scale",  "key_index", "key_block", "top_blocks", "local_blocks", "scorer",       "need_weights", "at_names"});
   define(m, "attend_shared", &attend_shared_py,
          {"query", "key", "value", "lengths", "rope", "positions", "mask", "causal", "kv_lens", "window", "softcap",
           "sinks", "alibi_slopes", "head_map", "dropout_p", "scale", "key_index", "key_block", "need_weights"});
@@ -290,13 +302,14 @@ void register_ops(py::module_& m) {
   define(m, "index_keys", &index_keys_py,
          {"query", "key", "weights", "top_k", "local_keys", "cache", "rope", "positions", "causal", "kv_lens", "mask"});
   define(m, "indexer_loss", &indexer_loss_py,
-         {"query", "key", "weights", "probabilities", "key_index", "rope", "positions", "causal", "kv_lens", "mask"});
+         {"query", "key", "weights", "probabilities", "key_index", "rope", "positions", "causal", "kv_lens", "mask",
+          "at_names"});
   define(m, "select_blocks", &select_blocks_py,
          {"query", "key", "block", "top_blocks", "local_blocks", "scorer", "causal", "q_offsets", "kv_lens", "mask",
           "block_sums"});
   define(m, "latent_attend", &latent_attend_py,
          {"query", "latent", "k_rope", "kv_b", "v_dim", "path", "rope", "positions", "cross", "cache", "mask", "causal",
-          "kv_lens", "dropout_p", "scale", "key_index", "need_weights"});
+          "kv_lens", "dropout_p", "scale", "key_index", "need_weights", "at_names"});
   define(m, "latent_project", &latent_project_py,
          {"query", "latent", "k_rope", "kv_b", "v_dim", "path", "rope", "positions", "cross"});
   define(m, "merge_states", &merge_states, {"out_a", "lse_a", "out_b", "lse_b"});

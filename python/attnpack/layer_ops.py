@@ -226,6 +226,7 @@ def indexer_loss(
     causal: bool = False,
     kv_lens: Tensor | None = None,
     mask: Tensor | None = None,
+    at_names: bool = False,
 ) -> Tensor:
     """The mean over the valid queries of KL(p || softmax(I)), which trains an indexer (DeepSeek-V3.2, section 2.1).
 
@@ -235,9 +236,12 @@ def indexer_loss(
     Args:
         query: [B, H, L, D], key: [B, 1, L, D], before rotation; weights: [B, L, H].
         probabilities: [B, Hq, L, L], those of attention over all keys, or over the named ones.
-        key_index: [B, 1, L, n], the keys that I covers; default all.
+        key_index: [B, 1, L, n], the keys that I covers; default all. -1 names none.
         rope, positions, causal, kv_lens: as in `ops.attend`.
         mask: as in `select_keys`. A query that it leaves no key does not count.
+        at_names: the probabilities are [B, Hq, L, n], those at the keys of key_index in its order, as stage "named" of
+            `attention_scores` gives them. Of equal names in a row the first counts. Outside of graphs the memory then
+            grows with n, and not with the keys.
 
     Returns:
         A number [], in fp32 at least.
@@ -247,11 +251,12 @@ def indexer_loss(
     """
     if not _is_compiling():
         return _C.indexer_loss(
-            query, key, weights, probabilities, key_index, _native(rope), positions, causal, kv_lens, mask
+            query, key, weights, probabilities, key_index, _native(rope), positions, causal, kv_lens, mask, at_names
         )  # fmt: skip
     return torch.ops.attnpack.indexer_loss(
-        query, key, weights, probabilities, key_index, *_flat(rope), positions, False, mask, causal, kv_lens, 0.0, None
-    )
+        query, key, weights, probabilities, key_index, *_flat(rope), positions, False, mask, causal, kv_lens, 0.0, None,
+        at_names,
+    )  # fmt: skip
 
 
 def select_blocks(

@@ -180,10 +180,12 @@ def attention_scores(
     """The scores that :func:`attention` computes, [B, Hq, Lq, Lkv], for plots, tests and study.
 
     Args:
-        stage: "scaled" or "capped" (both for all keys), "masked" (with ALiBi and mask; -inf for an excluded key) or
-            "probs" (before dropout).
+        stage: "scaled" or "capped" (both for all keys), "masked" (with ALiBi and mask; -inf for an excluded key),
+            "probs" (before dropout) or "named": the probabilities at the keys of key_index alone, in its order,
+            [B, Hq, Lq, n * key_block]. They are 0 for -1, and after the first place of a number that stands twice.
 
-    The other arguments are those of :func:`attention`. Unlike `attention`, this function holds Lq x Lkv numbers.
+    The other arguments are those of :func:`attention`. Unlike `attention`, this function holds Lq x Lkv numbers; stage
+    "named" holds those of some rows at a time.
     """
     if _is_compiling():
         settings = _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
@@ -377,6 +379,7 @@ def attend(
     local_blocks: int = 0,
     scorer: str = "mean",
     need_weights: bool = False,
+    at_names: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The steps after the projections of every attention layer: rotate, append to the cache, attend, join the heads.
 
@@ -391,6 +394,8 @@ def attend(
         key_index, key_block: as in `attention`; with a cache they name positions of the cache.
         top_blocks, local_blocks, scorer: with top_blocks above 0, `layer_ops.select_blocks` chooses that many blocks of
             key_block keys for each query, by the rotated queries and all keys.
+        at_names: the probabilities are those at the keys of key_index alone, as stage "named" of `attention_scores`
+            gives them.
 
     Returns:
         out [B, L, Hq * Dv], or (out, probabilities before dropout [B, Hq, L, keys]) with need_weights.
@@ -401,13 +406,13 @@ def attend(
         return _C.attend(
             query, key, value, rope, positions, cross, held, mask, causal, kv_lens, window, softcap, sinks,
             alibi_slopes, head_map, dropout_p, scale, key_index, key_block, top_blocks, local_blocks, scorer,
-            need_weights,
+            need_weights, at_names,
         )  # fmt: skip
     op = torch.ops.attnpack.attend_with_weights if need_weights else torch.ops.attnpack.attend
     return op(
         query, key, value, *CacheTensors(*(cache or (None, None, None))), *_flat(rope), positions, cross, mask, causal,
         kv_lens, dropout_p, scale, *window, softcap, sinks, alibi_slopes, head_map, key_index, key_block, top_blocks,
-        local_blocks, scorer,
+        local_blocks, scorer, *[at_names] * need_weights,
     )  # fmt: skip
 
 
@@ -430,6 +435,7 @@ def latent_attend(
     scale: float | None = None,
     key_index: Tensor | None = None,
     need_weights: bool = False,
+    at_names: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The steps after the projections of latent attention: rotate, append the latents, attend, join the heads.
 
@@ -450,12 +456,12 @@ def latent_attend(
         rope = _native(rope)
         return _C.latent_attend(
             query, latent, k_rope, kv_b, v_dim, path, rope, positions, cross, cache, mask, causal, kv_lens,
-            dropout_p, scale, key_index, need_weights,
+            dropout_p, scale, key_index, need_weights, at_names,
         )  # fmt: skip
     op = torch.ops.attnpack.latent_attend_with_weights if need_weights else torch.ops.attnpack.latent_attend
     return op(
         query, latent, k_rope, kv_b, v_dim, path, *(cache or (None, None)), *_flat(rope), positions, cross, mask,
-        causal, kv_lens, dropout_p, scale, key_index,
+        causal, kv_lens, dropout_p, scale, key_index, *[at_names] * need_weights,
     )  # fmt: skip
 
 

@@ -182,18 +182,24 @@ def indexer_loss(pick: Random) -> Call:
     weights, causal = draw(batch, length, heads, dtype=dtype), pick.random() < 0.5
     allowed = torch.ones(batch, length, length, dtype=torch.bool)
     allowed = allowed.tril() if causal else allowed
+    index, given = None, pick.choice([None, "key_index", "at_names"])
+    if given:  # its own key among others, which may be none, stand twice or lie ahead
+        index = torch.tensor(
+            [[[[i, *(pick.randint(-1, length - 1) for _ in range(3))] for i in range(length)]]] * batch
+        )
+        named = torch.zeros(batch, length, length + 1, dtype=torch.bool).scatter(2, index[:, 0] % (length + 1), True)
+        allowed = allowed & named[..., :length]
     probs = draw(batch, 2, length, length, dtype=dtype, seed=1).masked_fill(~allowed.unsqueeze(1), -torch.inf)
+    probs = probs.softmax(-1)
 
     def right(loss):
         scores = reference.index_scores(query, key, weights) / (heads * 6) ** 0.5
-        assert_close(loss, reference.indexer_loss(scores, probs.softmax(-1), allowed), atol=1e-4, rtol=1e-4)
+        assert_close(loss, reference.indexer_loss(scores, probs, allowed), atol=1e-4, rtol=1e-4)
 
+    shown = probs.gather(3, index.clamp(min=0).expand(-1, 2, -1, -1)) if given == "at_names" else probs
     rope = [None, 1.0, False, None, 0.0, 0, False]
-    return (
-        "indexer_loss",
-        [query, key, weights, probs.softmax(-1), None, *rope, None, False, None, causal, None, 0.0, None],
-        right,
-    )
+    layer = [*rope, None, False, None, causal, None, 0.0, None]
+    return "indexer_loss", [query, key, weights, shown, index, *layer, given == "at_names"], right
 
 
 def sparse_rule(pick: Random) -> Call:

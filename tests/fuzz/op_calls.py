@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 import attnpack
+import op_cases
 import torch
 import torch.nn.functional as F
 from attnpack import reference
@@ -110,11 +111,14 @@ def attention_varlen_backward(pick: Random) -> Call:
 
 
 def attention_scores(pick: Random) -> Call:
-    inputs, stage = layer(pick, dtype=torch.float64), pick.choice(["scaled", "capped", "masked", "probs"])
+    inputs = layer(pick, dtype=torch.float64)
+    named = ["named"] if "key_index" in inputs.settings else []
+    stage = pick.choice(["scaled", "capped", "masked", "probs", *named])
 
     def right(result):
-        settings = {"stage": stage, **inputs.settings}
-        assert_close(result, reference.attention_scores(inputs.query, inputs.key, inputs.mask, **settings))
+        settings = {"stage": "probs" if stage == "named" else stage, **inputs.settings}
+        truth = reference.attention_scores(inputs.query, inputs.key, inputs.mask, **settings)
+        assert_close(result, op_cases.at_names(truth, inputs) if stage == "named" else truth)
 
     return "attention_scores", [inputs.query, inputs.key, *op_settings(inputs), stage], right
 

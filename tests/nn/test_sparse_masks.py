@@ -157,6 +157,22 @@ def test_the_loss_is_exact_under_autocast(kind):
     assert_close(loss, rounded, atol=0, rtol=5e-3)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("kind", ["indexer", "latent"])
+def test_the_loss_as_one_graph(kind, sparse):
+    """Of 4 tokens the indexer names all, which a graph does not see."""
+    module = make(kind)
+    compiled = torch.compile(lambda x: module.indexer_loss(x, sparse=sparse), fullgraph=True, backend="aot_eager")
+    own = [p for name, p in module.named_parameters() if name.startswith("index")]
+    for length in (4, 11, 17):
+        x = draw(2, length, EMBED)
+        wanted, found = module.indexer_loss(x, sparse=sparse), compiled(x)
+        assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+        grads = zip(*(torch.autograd.grad(loss, own) for loss in (found, wanted)), strict=True)
+        for ours, theirs in grads:
+            assert_close(ours, theirs, atol=1e-12, rtol=1e-11)
+
+
 def test_many_rows_choose_what_few_rows_choose():
     """All scores of these rows would take 64 MiB, so they are made in pieces."""
     query, key, weights = draw(1, 4, 2048, 8), draw(1, 1, 2048, 8), draw(1, 2048, 4)

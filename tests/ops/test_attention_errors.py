@@ -262,8 +262,10 @@ def test_the_other_ops_say_it_too(message):
 
 
 def test_an_unknown_stage():
-    with pytest.raises(ValueError, match="stage is 'raw', wants 'scaled', 'capped', 'masked' or 'probs'"):
+    with pytest.raises(ValueError, match="stage is 'raw', wants 'scaled', 'capped', 'masked', 'probs' or 'named'"):
         attention_scores(draw(1, 1, 2, 3), draw(1, 1, 2, 3), stage="raw")
+    with pytest.raises(ValueError, match="stage is 'named' without key_index, .*: give key_index, or take 'probs'"):
+        attention_scores(draw(1, 1, 2, 3), draw(1, 1, 2, 3), stage="named")
 
 
 def test_dropout_without_its_seed():

@@ -11,6 +11,7 @@ from op_cases import (
     INF,
     NAMES,
     NAN,
+    at_names,
     check_against_reference,
     compute_results,
     covering,
@@ -187,6 +188,28 @@ def test_attention_scores_honours_it(names, stage):
     assert_close(ours, truth)
     excluded = {"masked": -INF, "probs": 0.0}.get(stage)
     assert excluded is None or (ours == excluded).float().mean() > 0.3
+
+
+NAMED_RULES = [
+    {"positions": {"causal": True, "q_offset": 140}, "scores": {"sinks": True, "softcap": 2.0}},
+    {"positions": {"causal": True, "q_offset": "tensor"}, "scores": {"alibi": True}},
+    {"positions": {"window": (9, 3), "q_offset": 140}, "mask": "own"},
+    {"positions": {"causal": True, "q_offset": 2**63 - 1}, "mask": "bool"},
+]
+
+
+@pytest.mark.parametrize("length", [7, 1200])
+@pytest.mark.parametrize("rules", NAMED_RULES, ids=str)
+@pytest.mark.parametrize("names", NAMES)
+def test_probabilities_at_the_names_alone(names, rules, length):
+    """The scores of 1,200 rows take more than a piece: each of them has the numbers that it has among 7."""
+    inputs = make_inputs(torch.float64, "uneven", (length, 150), names=names, **rules)
+    few = slice(length - 7, length)
+    ours = attention_scores(inputs.query, inputs.key, inputs.mask, stage="named", **inputs.settings)
+    probs = reference.attention_scores(inputs.query, inputs.key, inputs.mask, **inputs.settings)
+    inputs.settings["key_index"] = inputs.settings["key_index"][:, :, few]
+    assert_close(ours[:, :, few], at_names(probs[:, :, few], inputs))
+    assert 0 < (ours > 0).sum() < ours.numel()
 
 
 @pytest.mark.parametrize("names", ["keys", "blocks of 64, of heads"])

@@ -85,7 +85,8 @@ def test_opcheck_named_keys(names):
     inputs = make_inputs(mask="own", positions={"causal": True}, scores={"sinks": True}, names=names)
     tensors = [leaf(x) for x in (inputs.query, inputs.key, inputs.value)]
     opcheck(ops.attention.default, (*tensors, *positional(inputs)))
-    opcheck(ops.attention_scores.default, (*tensors[:2], *positional(inputs), "probs"))
+    for stage in ("probs", "named"):
+        opcheck(ops.attention_scores.default, (*tensors[:2], *positional(inputs), stage))
     out, lse = ops.attention(*tensors, *positional(inputs))
     tensors += [out.detach(), lse.detach(), *positional(inputs), True, True]
     opcheck(ops.attention_backward.default, (inputs.grad_out, inputs.grad_lse, *tensors))

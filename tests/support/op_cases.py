@@ -172,6 +172,22 @@ def make_names(kind: str, batch: int, num_kv_heads: int, q_len: int, kv_len: int
     return {"key_index": index.to([torch.int64, torch.int32][q_len % 2]), "key_block": key_block}
 
 
+def at_names(probs: Tensor, inputs: Inputs) -> Tensor:
+    """The numbers of `probs` [B, Hq, Lq, Lkv] at the keys that each row names, of equal names at the first."""
+    index, block = inputs.settings["key_index"], inputs.settings["key_block"]
+    batch, heads, q_len, kv_len = probs.shape
+    group = heads // inputs.key.size(1)
+    out = probs.new_zeros(batch, heads, q_len, index.size(3) * block)
+    for b, h, i in itertools.product(range(batch), range(heads), range(q_len)):
+        kv_head = inputs.settings["head_map"][h] if inputs.settings.get("head_map") else h // group
+        names = index[b, kv_head if index.size(1) > 1 else 0, i].tolist()
+        for place, name in enumerate(names):
+            if name >= 0 and name not in names[:place]:
+                part = probs[b, h, i, name * block : (name + 1) * block]
+                out[b, h, i, place * block :][: len(part)] = part
+    return out
+
+
 def make_inputs(
     dtype: torch.dtype = torch.float32,
     heads: str = "gqa",

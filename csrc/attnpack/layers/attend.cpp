@@ -133,7 +133,8 @@ Tensor attend_keys(const Tensor& query, const Tensor& key, const Tensor& value,
 
 std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
                                                     const std::optional<CacheTensors>& cache,
-                                                    const LayerArguments& layer, const ScoreArguments& score) {
+                                                    const LayerArguments& layer, const ScoreArguments& score,
+                                                    bool at_names) {
   if (cache && cache->bits) {
     const auto [out, weights] = attend_quantized(query, key, value, *cache, layer, score, /*need_weights=*/true);
     return {join_heads(out), weights};
@@ -148,7 +149,7 @@ std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const T
   args.kv_lens = tokens.kv_lens;
   args = with_blocks(args, tokens, score, sums_with_new(cache, tokens, key.sym_size(2), score));
   const Tensor weights = cache && cache->keep_first > 0 ? kept_probabilities(tokens, *cache, args)
-                                                        : scores_formula(tokens.query, tokens.key, args, "probs");
+                                                        : probabilities(tokens.query, tokens.key, args, at_names);
   return {attend_placed(tokens, cache, args, layer.dropout_p), weights};
 }
 
@@ -167,13 +168,14 @@ Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& va
 
 std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, const Tensor& key, const Tensor& value,
                                                          const CacheArguments& held, const LayerArguments& layer,
-                                                         const ScoreArguments& score) {
+                                                         const ScoreArguments& score, bool at_names) {
   const auto cache = cache_tensors(held);
   check_named_keys(cache, layer, score);
-  if (!cache || !cache->block_table) return attend_keys_with_weights(query, key, value, cache, layer, score);
+  check_at_names(at_names, score.key_index);
+  if (!cache || !cache->block_table) return attend_keys_with_weights(query, key, value, cache, layer, score, at_names);
   std::tuple<Tensor, Tensor> result;
   through_copy({query, key, value}, *cache, layer, [&](const CacheTensors& copy) {
-    result = attend_keys_with_weights(query, key, value, copy, layer, score);
+    result = attend_keys_with_weights(query, key, value, copy, layer, score, at_names);
   });
   return result;
 }
@@ -226,10 +228,11 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const
 }
 
 std::tuple<Tensor, Tensor> attend_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
-                                               const AttendOptions& options) {
+                                               const AttendOptions& options, bool at_names) {
   refuse_spread("weights are asked for", "ask one process for them");
   static const DispatchedOp<decltype(attend_with_weights_composite)> op("attnpack::attend_with_weights");
-  return op(query, key, value, cache_arguments(options.cache), layer_arguments(options), score_arguments(options));
+  return op(query, key, value, cache_arguments(options.cache), layer_arguments(options), score_arguments(options),
+            at_names);
 }
 
 Tensor attend_shared(const Tensor& query, const AttendOptions& options) {
@@ -256,14 +259,14 @@ std::tuple<Tensor, Tensor> rotate(const Tensor& query, const Tensor& key, const 
 
 #define ATTNPACK_ATTEND_SCHEMA                                                                 \
   "(Tensor query, Tensor key, Tensor value, " ATTNPACK_CACHE_SCHEMA ", " ATTNPACK_LAYER_SCHEMA \
-  ", " ATTNPACK_SCORE_SCHEMA ")"
+  ", " ATTNPACK_SCORE_SCHEMA
 
 #define ATTNPACK_ATTEND_SHARED_SCHEMA \
   "(Tensor query, Tensor key, Tensor value, Tensor lengths, " ATTNPACK_LAYER_SCHEMA ", " ATTNPACK_SCORE_SCHEMA ")"
 
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
-  m.def("attend" ATTNPACK_ATTEND_SCHEMA " -> Tensor", attnpack::from_schema<attnpack::attend_composite>);
-  m.def("attend_with_weights" ATTNPACK_ATTEND_SCHEMA " -> (Tensor, Tensor)",
+  m.def("attend" ATTNPACK_ATTEND_SCHEMA ") -> Tensor", attnpack::from_schema<attnpack::attend_composite>);
+  m.def("attend_with_weights" ATTNPACK_ATTEND_SCHEMA ", bool at_names=False) -> (Tensor, Tensor)",
         attnpack::from_schema<attnpack::attend_with_weights_composite>);
   m.def("attend_shared" ATTNPACK_ATTEND_SHARED_SCHEMA " -> Tensor",
         attnpack::from_schema<attnpack::attend_shared_composite>);

@@ -31,9 +31,11 @@ at::Tensor attend(const at::Tensor& query,             // [B, Hq, L, D], before 
                   const at::Tensor& value,             // [B, Hkv, Lkv, Dv]
                   const AttendOptions& options = {});  // -> [B, L, Hq * Dv]
 
-// The same, and the probabilities before dropout, [B, Hq, L, keys].
+// The same, and the probabilities before dropout, [B, Hq, L, keys]; at_names: those at the keys of key_index alone, as
+// stage "named" of attention_scores gives them.
 std::tuple<at::Tensor, at::Tensor> attend_with_weights(const at::Tensor& query, const at::Tensor& key,
-                                                       const at::Tensor& value, const AttendOptions& options = {});
+                                                       const at::Tensor& value, const AttendOptions& options = {},
+                                                       bool at_names = false);
 
 // The same for queries over options.cache, which another layer has filled with the keys and values of these tokens too:
 // nothing is appended to it. The query's last token stands at the last position of its sequence.

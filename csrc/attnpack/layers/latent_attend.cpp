@@ -211,14 +211,15 @@ std::tuple<Tensor, Tensor> latent_attend_with_weights_composite(const Tensor& qu
                                                                 SymInt v_dim, c10::string_view path,
                                                                 const LatentCacheArguments& cache,
                                                                 const LayerArguments& layer,
-                                                                const std::optional<Tensor>& key_index) {
+                                                                const std::optional<Tensor>& key_index, bool at_names) {
   check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
+  check_at_names(at_names, key_index);
   PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer, key_index);
   trim_to_longest(tokens, layer.mask);
   const Heads heads = make_heads(tokens, kv_b, v_dim, path);
   const AttentionArguments args = operator_arguments(query, tokens, layer, key_index);
   return {attend_heads(heads, args, layer.dropout_p, kv_b, v_dim),
-          scores_formula(heads.query, heads.key, args, "probs")};
+          probabilities(heads.query, heads.key, args, at_names)};
 }
 
 // The two halves of the expanded path. Between them a kv_b_proj that is no plain linear layer computes kv from the
@@ -274,11 +275,12 @@ Tensor latent_attend(const Tensor& query, const Tensor& latent, const Tensor& k_
 
 std::tuple<Tensor, Tensor> latent_attend_with_weights(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
                                                       const std::optional<Tensor>& kv_b, int64_t v_dim,
-                                                      const std::string& path, const LatentAttendOptions& options) {
+                                                      const std::string& path, const LatentAttendOptions& options,
+                                                      bool at_names) {
   refuse_spread("weights are asked for", "ask one process for them");
   static const DispatchedOp<decltype(latent_attend_with_weights_composite)> op("attnpack::latent_attend_with_weights");
   return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(options.cache), layer_arguments(options),
-            options.key_index);
+            options.key_index, at_names);
 }
 
 std::tuple<Tensor, Tensor, Tensor> latent_project(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
@@ -316,7 +318,7 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
       attnpack::from_schema<attnpack::latent_attend_composite>);
   m.def(
       "latent_attend_with_weights(Tensor query, Tensor latent, Tensor k_rope, Tensor? kv_b, SymInt v_dim, str "
-      "path, " ATTNPACK_LATENT_SCHEMA ", Tensor? key_index=None) -> (Tensor, Tensor)",
+      "path, " ATTNPACK_LATENT_SCHEMA ", Tensor? key_index=None, bool at_names=False) -> (Tensor, Tensor)",
       attnpack::from_schema<attnpack::latent_attend_with_weights_composite>);
   m.def("latent_append(Tensor query, Tensor latent, Tensor k_rope, " ATTNPACK_LATENT_SCHEMA
         ") -> (Tensor, Tensor, Tensor, Tensor)",

@@ -28,12 +28,10 @@ at::Tensor latent_attend(const at::Tensor& query,                // [B, H, L, N 
                          int64_t v_dim, const std::string& path,
                          const LatentAttendOptions& options = {});  // -> [B, L, H * V], without kv_b [B, L, H * C]
 
-// The same, and the probabilities before dropout, [B, H, L, keys].
-std::tuple<at::Tensor, at::Tensor> latent_attend_with_weights(const at::Tensor& query, const at::Tensor& latent,
-                                                              const at::Tensor& k_rope,
-                                                              const std::optional<at::Tensor>& kv_b, int64_t v_dim,
-                                                              const std::string& path,
-                                                              const LatentAttendOptions& options = {});
+// The same, and the probabilities before dropout, [B, H, L, keys]; at_names as in attend_with_weights.
+std::tuple<at::Tensor, at::Tensor> latent_attend_with_weights(
+    const at::Tensor& query, const at::Tensor& latent, const at::Tensor& k_rope, const std::optional<at::Tensor>& kv_b,
+    int64_t v_dim, const std::string& path, const LatentAttendOptions& options = {}, bool at_names = false);
 
 // Query, key and value as they enter the operator, without a cache. The path decides their form; "auto" means
 // "expanded".

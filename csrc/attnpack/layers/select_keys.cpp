@@ -4,13 +4,15 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <limits>
 
 #include <attnpack/core/padded.h>
 #include <attnpack/layers/detail/best_numbers.h>
 #include <attnpack/layers/detail/block_sums.h>
 #include <attnpack/layers/detail/place_tokens.h>
+#include <attnpack/ops/detail/attention_arguments.h>
+#include <attnpack/ops/detail/named_columns.h>
+#include <attnpack/ops/detail/row_pieces.h>
 #include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/key_products.h>
 
@@ -22,9 +24,6 @@ using at::Tensor;
 using c10::SymInt;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-
-// The scores that are held at a time: those of all rows would take heads * length * keys numbers.
-constexpr int64_t kPieceBytes = int64_t{1} << 22;
 
 struct PlaceArguments {
   bool causal = false;
@@ -84,13 +83,17 @@ Tensor positions_of(const Tensor& query, const PlaceArguments& place) {
   return place.q_offsets ? steps + place.q_offsets->to(at::kLong).view({-1, 1, 1, 1}) : steps;
 }
 
-// Scores [B, H, L, Lkv] in fp32 at least, -inf for a key that the query may not attend.
-Tensor hide(const Tensor& scores, const Tensor& query, const PlaceArguments& place) {
-  const Tensor slots = count(scores.sym_size(3), scores);
+// Scores [B, H, L, n] of the keys with the numbers `slots`, -inf for a key that the query may not attend.
+Tensor hide(const Tensor& scores, const Tensor& slots, const Tensor& query, const PlaceArguments& place) {
   Tensor last;  // the last position that a query may attend, [B or 1, 1, L or 1, 1]
   if (place.kv_lens) last = place.kv_lens->to(at::kLong).view({-1, 1, 1, 1}) - 1;
   if (place.causal) last = last.defined() ? positions_of(query, place).minimum(last) : positions_of(query, place);
   return last.defined() ? scores.masked_fill(slots > last, -kInf) : scores;
+}
+
+// Scores [B, H, L, Lkv] of all keys.
+Tensor hide(const Tensor& scores, const Tensor& query, const PlaceArguments& place) {
+  return hide(scores, count(scores.sym_size(3), scores), query, place);
 }
 
 // What a mask adds to the scores of `keys` keys, [B or 1, kv_heads or 1, L or 1, keys or 1]: of the query heads that
@@ -117,30 +120,18 @@ Tensor block_maxima(const Tensor& x, const SymInt& blocks, const SymInt& block) 
       .amax(-1);
 }
 
-// What `select` gives for the rows of query, [B, heads, L, n], some rows at a time: select(rows, place, first row). A
-// graph is to hold for other lengths, so it takes all rows at once.
+// What `select` gives for the rows of query, [B, heads, L, n], some rows at a time: select(rows, place, first row).
 template <typename Select>
 Tensor in_pieces(const Tensor& query, const SymInt& keys, const PlaceArguments& place, const Select& select) {
-  const auto batch = query.sym_size(0).maybe_as_int(), heads = query.sym_size(1).maybe_as_int();
-  const auto length = query.sym_size(2).maybe_as_int(), width = keys.maybe_as_int();
-  if (!batch || !heads || !length || !width || at::isTensorSubclassLike(query)) return select(query, place, 0);
-  const int64_t of_row = std::max<int64_t>(*batch * *heads * *width * sizeof(float), 1);
-  const int64_t rows = std::max<int64_t>(kPieceBytes / of_row, 1);
-  if (*length <= rows) return select(query, place, 0);
-  Tensor out;  // made first: small tensors that are kept between large ones cut the memory to pieces
-  const Tensor offsets =
-      place.q_offsets ? place.q_offsets->to(at::kLong) : at::zeros({*batch}, query.options().dtype(at::kLong));
-  for (int64_t first = 0; first < *length; first += rows) {
-    const int64_t n = std::min(rows, *length - first);
+  return in_row_pieces(query, keys, [&](const Tensor& rows, int64_t first) {
+    if (first == 0 && rows.is_same(query)) return select(rows, place, first);
     PlaceArguments of_piece = place;
+    const Tensor offsets =
+        place.q_offsets ? place.q_offsets->to(at::kLong) : at::zeros({query.size(0)}, query.options().dtype(at::kLong));
     of_piece.q_offsets = offsets + first;
-    if (place.mask && place.mask->dim() >= 2 && place.mask->size(-2) != 1)
-      of_piece.mask = place.mask->narrow(-2, first, n);
-    const Tensor piece = select(query.narrow(2, first, n), of_piece, first);
-    if (!out.defined()) out = at::empty({*batch, piece.size(1), *length, piece.size(3)}, piece.options());
-    out.narrow(2, first, n).copy_(piece);
-  }
-  return out;
+    if (place.mask) of_piece.mask = rows_of(*place.mask, first, rows.sym_size(2));
+    return select(rows, of_piece, first);
+  });
 }
 
 at::ScalarType wide_of(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
@@ -222,36 +213,71 @@ Tensor named(const Tensor& key_index, const SymInt& keys) {
 }
 
 void check_loss(const Tensor& query, const Tensor& key, const Tensor& probabilities,
-                const std::optional<Tensor>& key_index) {
+                const std::optional<Tensor>& key_index, bool at_names) {
   check_dense("probabilities", probabilities);
   if (key_index) check_dense("key_index", *key_index);
   const SymInt batch = query.sym_size(0), length = query.sym_size(2), keys = key.sym_size(2);
   ATTNPACK_CHECK(length == keys, "key has length ", keys, ", query ", length, ": the indexer reads its own tokens");
-  ATTNPACK_CHECK(probabilities.dim() == 4 && probabilities.is_floating_point() && probabilities.sym_size(0) == batch &&
-                     probabilities.sym_size(2) == length && probabilities.sym_size(3) == keys,
-                 "probabilities has shape ", probabilities.sym_sizes(), " and dtype ", probabilities.scalar_type(),
-                 ", wants floating numbers [", batch, ", num_heads, ", length, ", ", keys, "]");
   ATTNPACK_CHECK(!key_index || (key_index->dim() == 4 && key_index->sym_size(0) == batch &&
                                 key_index->sym_size(1) == 1 && key_index->sym_size(2) == length &&
                                 at::isIntegralType(key_index->scalar_type(), /*includeBool=*/false)),
                  "key_index has shape ", key_index->sym_sizes(), " and dtype ", key_index->scalar_type(),
                  ", wants int32 or int64 [", batch, ", 1, ", length, ", n]");
+  check_at_names(at_names, key_index);
+  const SymInt width = at_names ? key_index->sym_size(3) : keys;
+  ATTNPACK_CHECK(probabilities.dim() == 4 && probabilities.is_floating_point() && probabilities.sym_size(0) == batch &&
+                     probabilities.sym_size(2) == length && probabilities.sym_size(3) == width,
+                 "probabilities has shape ", probabilities.sym_sizes(), " and dtype ", probabilities.scalar_type(),
+                 ", wants floating numbers [", batch, ", num_heads, ", length, ", ", width, "], one for each ",
+                 at_names ? "name of key_index" : "key (those of the names of key_index alone want at_names=True)");
+  if (key_index && key_index->is_cpu() && !at::isTensorSubclassLike(*key_index))
+    check_key_index_values(*key_index, /*key_block=*/1, keys.guard_int(__FILE__, __LINE__));
+}
+
+// The products [B, H, L, n] of queries with the keys that each row names: a row is a sequence of a call over its keys.
+Tensor named_products(const Tensor& query, const Tensor& key, const Tensor& names) {
+  const SymInt batch = query.sym_size(0), length = query.sym_size(2);
+  const Tensor keys = at::index(key.squeeze(1), {count(batch, key).view({-1, 1, 1}), names.squeeze(1)});
+  const Tensor rows = query.transpose(1, 2).flatten(0, 1).unsqueeze(2);
+  const Tensor products = key_products_formula(rows, keys.flatten(0, 1).unsqueeze(1));
+  return products.squeeze(2).unflatten_symint(0, {batch, length}).transpose(1, 2);
+}
+
+// The scores I, [B, 1, L, Lkv]; of the keys with the numbers `names` alone [B, 1, L, n].
+Tensor loss_scores(const Tensor& query, const Tensor& key, const Tensor& weights, const PlaceArguments& place,
+                   const std::optional<Tensor>& names = std::nullopt) {
+  const SymInt keys = key.sym_size(2);
+  const double size = static_cast<double>((query.sym_size(1) * query.sym_size(3)).guard_int(__FILE__, __LINE__));
+  const Tensor products = names ? named_products(query, key, *names) : key_products_formula(query, key);
+  Tensor scores = score_keys(products, weights) / std::sqrt(size);
+  if (place.mask) {
+    const Tensor bias = bias_of(*place.mask, 1, keys, scores.scalar_type());
+    scores = scores +
+             (names ? at_columns(bias.expand_symint({query.sym_size(0), 1, query.sym_size(2), keys}), *names) : bias);
+  }
+  return hide(scores, names ? *names : count(keys, scores), query, place);
 }
 
 Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tensor& weights,
                               const Tensor& probabilities, const std::optional<Tensor>& key_index,
-                              const LayerArguments& layer) {
+                              const LayerArguments& layer, bool at_names) {
   const PlaceArguments place{layer.causal, std::nullopt, layer.kv_lens, layer.mask};
   check_indexer(query, key, weights, place);
-  check_loss(query, key, probabilities, key_index);
+  check_loss(query, key, probabilities, key_index, at_names);
+  if (layer.positions) check_dense("positions", *layer.positions);
   const auto [q, k] = rotate_tokens({query, key, key}, rope_settings(layer.rope),
                                     {layer.positions, layer.cross, std::nullopt, layer.kv_lens});
-  const double size = static_cast<double>((query.sym_size(1) * query.sym_size(3)).guard_int(__FILE__, __LINE__));
-  Tensor scores = score_keys(key_products_formula(q, k), weights) / std::sqrt(size);
-  if (layer.mask) scores = scores + bias_of(*layer.mask, 1, key.sym_size(2), scores.scalar_type());
-  scores = hide(scores, q, place);
-  if (key_index) scores = scores.masked_fill(named(*key_index, key.sym_size(2)).logical_not(), -kInf);
-  const Tensor sum = probabilities.detach().to(scores.scalar_type()).sum(1, /*keepdim=*/true);
+  Tensor scores, sum = probabilities.detach().to(wide_of(query)).sum(1, /*keepdim=*/true), hidden;
+  if (at_names) {
+    const NamedColumns names = named_columns(*key_index, /*key_block=*/1, key.sym_size(2));
+    scores = loss_scores(q, k, weights, place, names.keys);
+    hidden = names.counted.logical_not();
+    sum = sum.masked_fill(hidden, 0);
+  } else {
+    scores = loss_scores(q, k, weights, place);
+    if (key_index) hidden = named(*key_index, key.sym_size(2)).logical_not();
+  }
+  if (hidden.defined()) scores = scores.masked_fill(hidden, -kInf);
   const Tensor total = sum.sum(-1, /*keepdim=*/true);
   Tensor rows = total > 0;  // [B, 1, L, 1]
   if (layer.kv_lens)
@@ -358,9 +384,9 @@ Tensor index_keys(const IndexerTokens& tokens, int64_t top_k, int64_t local_keys
 }
 
 Tensor indexer_loss(const IndexerTokens& tokens, const Tensor& probabilities, const std::optional<Tensor>& key_index,
-                    const LayerInputs& inputs) {
+                    const LayerInputs& inputs, bool at_names) {
   static const DispatchedOp<decltype(indexer_loss_composite)> op("attnpack::indexer_loss");
-  return op(tokens.query, tokens.key, tokens.weights, probabilities, key_index, layer_arguments(inputs));
+  return op(tokens.query, tokens.key, tokens.weights, probabilities, key_index, layer_arguments(inputs), at_names);
 }
 
 void check_blocks(const BlockOptions& o, bool causal) {
@@ -386,7 +412,7 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
       from_schema<index_keys_composite>);
   m.def(
       "indexer_loss(Tensor query, Tensor key, Tensor weights, Tensor probabilities, Tensor? "
-      "key_index, " ATTNPACK_LAYER_SCHEMA ") -> Tensor",
+      "key_index, " ATTNPACK_LAYER_SCHEMA ", bool at_names=False) -> Tensor",
       from_schema<indexer_loss_composite>);
   m.def(
       "select_blocks(Tensor query, Tensor key, SymInt block, SymInt top_blocks, SymInt local_blocks, str "

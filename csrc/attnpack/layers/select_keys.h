@@ -45,11 +45,12 @@ at::Tensor index_keys(const IndexerTokens& tokens, int64_t top_k, int64_t local_
 // The loss that trains an indexer (DeepSeek-V3.2 2025, section 2.1): the mean of KL(p || softmax(I)) over the valid
 // queries. p is the sum over the heads of the probabilities, divided by its own sum, and I = sum_h weights_h
 // relu(query_h key) / sqrt(H D). With key_index, I covers the keys named there alone, and the probabilities are those
-// of attention over them. The mask of inputs is added to I. No gradient flows into the probabilities.
+// of attention over them. With at_names too, they stand at the names alone, in their order, and memory grows with n: of
+// equal names in a row the first counts. The mask of inputs is added to I. No gradient flows into the probabilities.
 at::Tensor indexer_loss(const IndexerTokens& tokens,
-                        const at::Tensor& probabilities,             // [B, Hq, L, L]
+                        const at::Tensor& probabilities,             // [B, Hq, L, L], with at_names [B, Hq, L, n]
                         const std::optional<at::Tensor>& key_index,  // [B, 1, L, n]
-                        const LayerInputs& inputs = {});             // -> [], in fp32 at least
+                        const LayerInputs& inputs = {}, bool at_names = false);  // -> [], in fp32 at least
 
 // How blocks of keys are scored and chosen.
 struct BlockOptions {

@@ -263,8 +263,9 @@ class SparseAttentionImpl : public LeafModule<SparseAttentionImpl>, public Atten
                                                           const AttentionInputs& inputs = {}) override;
   std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
                                                          const AttentionInputs& inputs = {}) override;
-  // attnpack::indexer_loss for x: against attention over all keys, or, if sparse, over those that the indexer names.
-  // Gradients flow into the indexer alone. Of the inputs it reads causal, positions and kv_lens.
+  // attnpack::indexer_loss for x: against attention over all keys, or, if sparse, over those that the indexer names, in
+  // memory that grows with their number. Gradients flow into the indexer alone. Of the inputs it reads mask, causal,
+  // positions and kv_lens.
   at::Tensor indexer_loss(const at::Tensor& x, bool sparse = false, const AttentionInputs& inputs = {});
   int64_t embed_dim() const override { return options.embed_dim(); }
   bool rotates() const override { return !rope.is_empty(); }

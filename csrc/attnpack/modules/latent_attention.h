@@ -237,8 +237,9 @@ class SparseLatentAttentionImpl : public LatentAttentionImpl<SparseLatentAttenti
   at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) override;
   std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
                                                           const AttentionInputs& inputs = {}) override;
-  // attnpack::indexer_loss for x: against attention over all keys, or, if sparse, over those that the indexer names.
-  // Gradients flow into the indexer alone. Of the inputs it reads causal, positions and kv_lens.
+  // attnpack::indexer_loss for x: against attention over all keys, or, if sparse, over those that the indexer names, in
+  // memory that grows with their number. Gradients flow into the indexer alone. Of the inputs it reads mask, causal,
+  // positions and kv_lens.
   at::Tensor indexer_loss(const at::Tensor& x, bool sparse = false, const AttentionInputs& inputs = {});
 
   void reset() override;

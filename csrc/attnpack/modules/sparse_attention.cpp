@@ -155,9 +155,10 @@ at::Tensor SparseAttentionImpl::indexer_loss(const at::Tensor& x, bool sparse, c
     const at::NoGradGuard no_grad;
     if (sparse) of_call.key_index = named(x, {}, of_call);
     const auto [q, k, v] = heads(x);
-    probabilities = std::get<1>(attend_with_weights(q, k, v, of_call));
+    probabilities = std::get<1>(attend_with_weights(q, k, v, of_call, /*at_names=*/of_call.key_index.has_value()));
   }
-  return attnpack::indexer_loss(indexer(x.detach()), probabilities, of_call.key_index, of_call);
+  return attnpack::indexer_loss(indexer(x.detach()), probabilities, of_call.key_index, of_call,
+                                /*at_names=*/of_call.key_index.has_value());
 }
 
 std::shared_ptr<KVCache> SparseAttentionImpl::new_cache() const { return std::make_shared<SparseCache>(); }

@@ -99,9 +99,11 @@ at::Tensor SparseLatentAttentionImpl::indexer_loss(const at::Tensor& x, bool spa
       of_call.key_index = name_keys<LatentCache>(indexer(low, x), *options.top_k(), 0, {}, index_inputs(of_call));
     const auto p = heads(x, read, low);
     probabilities = std::get<1>(latent_attend_with_weights(p.query, p.latent, p.k_rope, kv_b(), *options.v_head_dim(),
-                                                           options.path(), of_call));
+                                                           options.path(), of_call,
+                                                           /*at_names=*/of_call.key_index.has_value()));
   }
-  return attnpack::indexer_loss(indexer(low, x.detach()), probabilities, of_call.key_index, index_inputs(of_call));
+  return attnpack::indexer_loss(indexer(low, x.detach()), probabilities, of_call.key_index, index_inputs(of_call),
+                                /*at_names=*/of_call.key_index.has_value());
 }
 
 }  // namespace attnpack

@@ -370,7 +370,8 @@ class MultiHeadLatentAttention(NativeAttention):
         joined = out.transpose(1, 2).flatten(2)
         if not need_weights:
             return joined
-        return joined, ops.attention_scores(query, key, settings["mask"], **scores)
+        stage = "named" if settings.get("at_names") else "probs"
+        return joined, ops.attention_scores(query, key, settings["mask"], stage=stage, **scores)
 
     def extra_repr(self) -> str:
         unrotated = self.rope is None and self.qk_rope_head_dim > 0

@@ -1,5 +1,7 @@
 #include <attnpack/layers/detail/layer_arguments.h>
 
+#include <attnpack/core/check.h>
+
 namespace attnpack {
 
 LayerArguments layer_arguments(const LayerInputs& inputs) {
@@ -65,6 +67,14 @@ AttentionArguments attention_arguments(const LayerArguments& layer, const ScoreA
           .scale = layer.scale,
           .key_index = score.key_index,
           .key_block = score.top_blocks == 0 ? score.key_block : 1};
+}
+
+Tensor probabilities(const Tensor& query, const Tensor& key, const AttentionArguments& args, bool at_names) {
+  return scores_formula(query, key, args, at_names ? "named" : "probs");
+}
+
+void check_at_names(bool at_names, const std::optional<Tensor>& key_index) {
+  ATTNPACK_CHECK(!at_names || key_index, "at_names: got True without key_index, whose names it means; give key_index");
 }
 
 }  // namespace attnpack

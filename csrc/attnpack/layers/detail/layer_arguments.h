@@ -102,4 +102,9 @@ std::optional<RopeSettings> rope_settings(const RopeArguments& rope);
 // The operator's arguments, without dropout and without those that the cache decides.
 AttentionArguments attention_arguments(const LayerArguments& layer, const ScoreArguments& score = {});
 
+// The probabilities that a layer returns: of all keys, or at_names those of the keys of key_index alone.
+Tensor probabilities(const Tensor& query, const Tensor& key, const AttentionArguments& args, bool at_names);
+// Raises for names that no key_index gives.
+void check_at_names(bool at_names, const std::optional<Tensor>& key_index);
+
 }  // namespace attnpack

@@ -5,6 +5,8 @@
 #include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/extremes.h>
 #include <attnpack/ops/detail/layout.h>
+#include <attnpack/ops/detail/named_columns.h>
+#include <attnpack/ops/detail/row_pieces.h>
 #include <attnpack/ops/softcap.h>
 
 namespace attnpack {
@@ -133,6 +135,30 @@ std::tuple<Tensor, Tensor> softmax(const Tensor& scores, const std::optional<Ten
   return {shifted.exp().masked_fill(excluded, 0), lse};
 }
 
+// The probabilities at the named keys alone, [B, Hq, Lq, names * key_block].
+Tensor named_probabilities(const Tensor& query, const Tensor& key, const AttentionArguments& args) {
+  const auto of_heads = [&](const Tensor& x) {
+    return known_size(x, 1) == 1 ? x : expand_heads(x, known_size(query, 1), args.head_map);
+  };
+  const auto names = named_columns(*args.key_index, args.key_block, key.sym_size(2));
+  const Tensor keys = of_heads(names.keys), hidden = of_heads(names.counted).logical_not();
+  return in_row_pieces(query, key.sym_size(2), [&](const Tensor& rows, int64_t first) {
+    const auto of_rows = [&](const Tensor& x) { return rows_of(x, first, rows.sym_size(2)); };
+    AttentionArguments here = args;
+    if (args.mask) here.mask = of_rows(*args.mask);
+    here.key_index = of_rows(*args.key_index);
+    const auto moved = [&](const auto& offset) {
+      return near_offset(offset, args.window_left, args.window_right) + first;
+    };
+    if (args.q_offsets)
+      here.q_offsets = moved(args.q_offsets->to(at::kLong));
+    else
+      here.q_offset = moved(args.q_offset);
+    const Tensor probs = std::get<0>(softmax(masked_scores(rows, key, here, "masked"), args.sinks));
+    return at_columns(probs, of_rows(keys)).masked_fill(of_rows(hidden), 0);
+  });
+}
+
 }  // namespace
 
 Tensor row_positions(const Tensor& query, const AttentionArguments& args) {
@@ -160,8 +186,11 @@ Tensor scores_formula(const Tensor& query, const Tensor& key, const AttentionArg
     const Tensor lengths = args.kv_lens->to(at::kLong).contiguous();
     check_kv_lens_values(lengths.const_data_ptr<int64_t>(), lengths.size(0), key.size(2));
   }
-  ATTNPACK_CHECK(stage == "scaled" || stage == "capped" || stage == "masked" || stage == "probs", "stage is '", stage,
-                 "', wants 'scaled', 'capped', 'masked' or 'probs'");
+  ATTNPACK_CHECK(stage == "scaled" || stage == "capped" || stage == "masked" || stage == "probs" || stage == "named",
+                 "stage is '", stage, "', wants 'scaled', 'capped', 'masked', 'probs' or 'named'");
+  ATTNPACK_CHECK(stage != "named" || args.key_index, "stage is 'named' without key_index, wants the keys by their ",
+                 "numbers: give key_index, or take 'probs'");
+  if (stage == "named") return named_probabilities(query, key, args);
   const Tensor scores = masked_scores(query, key, args, stage);
   return stage == "probs" ? std::get<0>(softmax(scores, args.sinks)) : scores;
 }

@@ -177,8 +177,8 @@ class SparseAttention(ContextAttention):
         Args:
             x: [B, L, embed_dim].
             sparse: p is that of attention over the keys that the indexer names, and I covers these alone: for the time
-                when the model is trained on its own choice. Otherwise both are over all keys: for warming up. Both
-                take memory for all pairs of tokens.
+                when the model is trained on its own choice. Otherwise both are over all keys: for warming up. Memory
+                grows with x.size(1) * top_k then, and otherwise, as in a compiled graph, with the square of x.size(1).
             mask, causal, positions, kv_lens: as in forward.
 
         Returns:
@@ -199,10 +199,10 @@ class SparseAttention(ContextAttention):
         with torch.no_grad():
             key_index = self._named(x, None, None, place) if sparse else None
             settings = self._settings(x) | {"dropout_p": 0.0} | self._selection(key_index)
-            _, weights = ops.attend(
-                *self._heads(x, None, None), rope=self._rope_settings, need_weights=True, **place, **settings
-            )
-        return indexer_loss(*self._indexer(x.detach()), weights, key_index, rope=self._rope_settings, **place)
+            settings |= {"rope": self._rope_settings, "need_weights": True, "at_names": key_index is not None}
+            _, weights = ops.attend(*self._heads(x, None, None), **place, **settings)
+        place |= {"rope": self._rope_settings, "at_names": key_index is not None}
+        return indexer_loss(*self._indexer(x.detach()), weights, key_index, **place)
 
     def project(self, x: Tensor, *, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(q [B, Hq, L, D], k [B, Hkv, L, D], v [B, Hkv, L, D]), rotated, as the operator gets them."""

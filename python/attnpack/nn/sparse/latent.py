@@ -174,8 +174,10 @@ class SparseLatentAttention(MultiHeadLatentAttention):
             key_index = self._named(x, low, None, None, inputs) if sparse else None
             query, latent, k_rope, _ = self._latents(x, None, low)
             settings = {"cross": False, "cache": None, "dropout_p": 0.0, "key_index": key_index}
+            settings["at_names"] = key_index is not None
             _, weights = self._attend_heads(query, latent, k_rope, True, **settings, **inputs)
-        return indexer_loss(*self.indexer(low, x.detach()), weights, key_index, rope=self._index_rope, **inputs)
+        inputs |= {"rope": self._index_rope, "at_names": key_index is not None}
+        return indexer_loss(*self.indexer(low, x.detach()), weights, key_index, **inputs)
 
     def project(self, x: Tensor, *, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(q, k, v) as the operator gets them, with the shapes of MultiHeadLatentAttention.project."""
