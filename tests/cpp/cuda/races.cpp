@@ -2,7 +2,8 @@
 // A barrier too few need not show in results: this finds it whatever the drawn schedule was.
 //
 //   cuda_races             runs all kernels; the exit code is 1 if there is a race
-//   cuda_races mutants     leaves out each barrier, warp barrier and wait in turn, and demands a race: minutes
+//   cuda_races mutants [PART]  leaves out each barrier, warp barrier and wait in turn, and demands a race: minutes;
+//                          PART: only in files with that in their names
 //   cuda_races without SITE  leaves out one, as FILE:LINE, and prints the races
 
 #include <sys/wait.h>
@@ -211,7 +212,8 @@ const Equivalent kEquivalent[] = {
 
 std::string source_of(const std::string& site) {
   const size_t colon = site.rfind(':');
-  std::ifstream file(std::string(ATTNPACK_KERNELS) + "/" + site.substr(0, colon));
+  const std::string name = site.substr(0, colon), folder = name.find("sm90") == name.npos ? "/" : "/sm90/";
+  std::ifstream file(ATTNPACK_KERNELS + folder + name);
   std::string line, before;
   for (int n = std::atoi(site.c_str() + colon + 1); n > 0 && std::getline(file, line); --n)
     if (n > 1) before = line;
@@ -240,12 +242,13 @@ bool notices(const std::function<void()>& run, const std::string& left_out) {
   return !(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-int run_mutants() {
+int run_mutants(const std::string& part) {
   std::map<std::string, std::vector<std::string>> reached;  // by site: the runs that reach it
   for (const auto& [name, run] : kRuns) {
     Sites::all().reached.clear();
     run();
-    for (const std::string& site : Sites::all().reached) reached[site].push_back(name);
+    for (const std::string& site : Sites::all().reached)
+      if (site.find(part) != std::string::npos) reached[site].push_back(name);
   }
   int survivors = 0;
   for (const auto& [site, names] : reached) {
@@ -268,7 +271,7 @@ int run_mutants() {
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   Sites::all().records = true;
-  if (mode == "mutants") return run_mutants();
+  if (mode == "mutants") return run_mutants(argc > 2 ? argv[2] : "");
   if (mode == "without" && argc > 2) Sites::all().left_out = argv[2];
   for (const auto& [name, run] : kRuns) {
     const int before = reports;
