@@ -1,6 +1,7 @@
 """Prints the resources of each CUDA kernel from ptxas -v; the exit code is 1 if a kernel spills more than the limit.
 
-Some kernels of Hopper have limits of their own: an H200 timed them with their spills (benchmarks/results/cuda_sm90.txt).
+Some kernels of Hopper have limits of their own: an H200 timed them with their spills
+(benchmarks/results/cuda_sm90.txt).
 
 python scripts/cuda_resources.py LIMIT LOG ...
 """
@@ -42,8 +43,8 @@ def main(limit: int, logs: list[str]) -> int:
     for match, name in sorted(zip(entries, readable, strict=True), key=lambda each: (each[0]["arch"], each[1])):
         spilled = int(match["stores"]) + int(match["loads"])
         shared = re.search(r"(\d+) bytes smem", match["rest"])
-        name = re.sub(r"void |\(attnpack::cuda::(Gradient|Scores)\)|(attnpack::cuda|\(anonymous namespace\))::", "", name)
-        name = name.partition("(")[0]
+        name = re.sub(r"void |\(attnpack::cuda::(Gradient|Scores)\)", "", name)
+        name = re.sub(r"(attnpack::cuda|\(anonymous namespace\))::", "", name).partition("(")[0]
         print(f"{match['arch']:<8}{match['registers']:>10}{shared[1] if shared else 0:>8}{spilled:>8}  {name}")
         failures += spilled > limit_of(name, limit)
         worst = max(worst, spilled if limit_of(name, limit) == limit else 0)

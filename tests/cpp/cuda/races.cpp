@@ -49,8 +49,12 @@ void attend(const Shape& shape, const Settings& on, const Device& device = kSmal
   run_forward_guarded<S>(x.p, plan_forward(x.p, x.most_group, device), 1);
 }
 template <class S>
-void differentiate(const Shape& shape, const Settings& on, const Device& device = kSmall) {
+void differentiate(const Shape& shape, const Settings& on, const Device& device = kSmall, bool poisoned_rows = false) {
   Problem<S> x(shape, on, 2);
+  for (int64_t i = 0; poisoned_rows && i < shape.q_len; i += 3) {
+    narrow(std::nanf(""), &x.query.at(0, 0, i, i % shape.head_dim));
+    narrow(std::nanf(""), &x.grad_out.at(0, 0, i, i % shape.v_head_dim));
+  }
   x.delta.assign(x.lse.size(), 0);
   x.grad_scores.assign(x.lse.size() * x.shape.kv_len, 0);
   if (!device.sm90) x.bp.grad_scores = x.grad_scores.data();
@@ -172,6 +176,8 @@ const std::map<std::string, std::function<void()>> kRuns{
     {"prefill 256", [] { attend<Float16>({1, 1, 1, 20, 70, 256, 256}, {.causal = true}); }},
     {"prefill without keys", [] { attend<Float16>({1, 1, 1, 20, 1, 256, 256}, {.lens = true}); }},
     {"prefill on sm_90", [] { attend<BFloat16>({1, 1, 1, 70, 420, 64, 64}, {.causal = true, .poison = true}, kSm90); }},
+    {"prefill 256 on sm_90",
+     [] { attend<Float16>({1, 1, 1, 20, 70, 256, 256}, {.causal = true, .poison = true}, kSm90); }},
     {"prefill on sm_90, no NaN", [] { attend<BFloat16>({1, 1, 1, 70, 420, 64, 64}, {}, kSm90); }},
     {"decode", [] { attend<BFloat16>({1, 1, 4, 2, 600, 64, 64}, {.causal = true, .poison = true}, {8, 227 * 1024}); }},
     {"decode without keys", [] { attend<Float16>({1, 1, 1, 2, 1, 256, 256}, {.lens = true}, {8, 227 * 1024}); }},
@@ -190,6 +196,10 @@ const std::map<std::string, std::function<void()>> kRuns{
     {"backward 256", [] { differentiate<Float16>({1, 1, 1, 20, 40, 256, 256}, {.causal = true}); }},
     {"backward on sm_90",
      [] { differentiate<BFloat16>({1, 1, 2, 70, 200, 64, 64}, {.causal = true, .poison = true}, kSm90); }},
+    {"backward on sm_90, NaN rows",
+     [] { differentiate<BFloat16>({1, 1, 1, 200, 200, 64, 64}, {.causal = true}, kSm90, true); }},
+    {"backward on sm_90, NaN once",
+     [] { differentiate<BFloat16>({1, 1, 1, 60, 70, 64, 64}, {.causal = true}, kSm90, true); }},
     {"backward on sm_90, no NaN", [] { differentiate<BFloat16>({1, 1, 1, 140, 150, 64, 64}, {}, kSm90); }},
     {"exact backward", [] { differentiate<float>({1, 1, 1, 40, 40, 40, 40}, {.causal = true}); }},
     {"exact backward, head_dim 0", [] { differentiate<float>({1, 1, 1, 40, 40, 0, 0}, {.causal = true}); }},
@@ -208,6 +218,11 @@ const Equivalent kEquivalent[] = {
     {"forward_mma.cuh", "sync_warp();", kConverges},
     {"forward_latent.cuh", "sync_warp();", kConverges},
     {"backward_mma.cuh", "}\n    sync_warp();", kConverges},
+    {"panels_sm90.cuh", "sync_warp();", kConverges},
+    {"forward_sm90.cuh", "(in_turn",
+     "equivalent: turns are for speed, and nothing passes from one warpgroup to the other"},
+    {"forward_sm90.cuh", "}\n    sync_block();",
+     "equivalent: load_query waits for all before anybody reads the ranges"},
 };
 
 std::string source_of(const std::string& site) {

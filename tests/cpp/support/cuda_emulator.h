@@ -52,6 +52,10 @@ class EmulatedBlock {
     const void* from;
     int bytes;
   };
+  struct Product {
+    const void* sums;
+    std::function<void()> run;
+  };
   struct Stores {
     uintptr_t to;
     int bytes;
@@ -62,12 +66,12 @@ class EmulatedBlock {
     State state = kRunnable;
     const Site* at = nullptr;  // the collective it waits at: all threads of a warp or block must wait at the same one
     RaceFiber race;
-    std::vector<Stores> stores;                                // to shared memory, since the last collective
-    Slot own, published;                                       // its operands there; published: as its peers see them
-    bool any = false;                                          // the block's vote
-    std::vector<std::vector<Copy>> copies;                     // groups of copies under way; the last one is still open
-    std::function<bool()> ready;                               // kPolling: whether it may go on
-    std::vector<std::vector<std::function<void()>>> products;  // as copies: groups of products (cuda_emulator_sm90.h)
+    std::vector<Stores> stores;                  // to shared memory, since the last collective
+    Slot own, published;                         // its operands there; published: as its peers see them
+    bool any = false;                            // the block's vote
+    std::vector<std::vector<Copy>> copies;       // groups of copies under way; the last one is still open
+    std::function<bool()> ready;                 // kPolling: whether it may go on
+    std::vector<std::vector<Product>> products;  // as copies: groups of products (cuda_emulator_sm90.h)
   };
 
   ATTNPACK_UNSEEN static EmulatedBlock*& current() { return current_; }
@@ -137,6 +141,17 @@ class EmulatedBlock {
   void wait_for_phase(int32_t number, int parity) {
     poll([this, number, parity] { return (barriers_.at(number).phase & 1) != (parity & 1); });
     me().race.acquire_cell(races_, cell_of(number));
+  }
+  // A product may not read where a box is under way, nor anybody the sums of a product that is.
+  void check_landed(const char* from, int bytes) {
+    for (const Box& box : boxes_)
+      if (from < box.to + box.bytes.size() && box.to < from + bytes)
+        fail("a product reads before its operand is there");
+  }
+  void check_finished(const void* sums) {
+    for (const auto& group : me().products)
+      for (const Product& product : group)
+        if (product.sums == sums) fail("sums are held before their product is waited for");
   }
   void add_box(char* to, std::vector<char> box, int32_t barrier) {
     const Unseen unseen;

@@ -83,12 +83,15 @@ void wait_products(Site at = Site::current()) {
   while (groups.size() > Pending + 1) {
     emulated().me().race.land_products();
     const Unseen unseen;
-    for (const auto& product : groups.front()) product();
+    for (const auto& product : groups.front()) product.run();
     groups.erase(groups.begin());
   }
 }
 template <int Blocks>
-void hold(float (&)[Blocks][4]) {}
+void hold(float (&c)[Blocks][4]) {
+  const Unseen unseen;
+  emulated().check_finished(&c);
+}
 template <int Blocks>
 void hold(uint32_t (&)[Blocks][4]) {}
 
@@ -99,7 +102,11 @@ inline int column_of_number(int thread, int i) { return thread % 4 * 2 + (i & 1)
 // Each lane names the rows that it answers for, so that together they name the operand once.
 inline void note_reads(const SharedMatrix& m, int rows, int columns) {
   for (int r = thread_id() % 32; r < rows; r += 32)
-    for (int c = 0; c < columns; c += 8) emulated().me().race.read_operand(m.at(r, c), 16);
+    for (int c = 0; c < columns; c += 8) {
+      emulated().me().race.read_operand(m.at(r, c), 16);
+      const Unseen unseen;
+      emulated().check_landed(reinterpret_cast<const char*>(m.at(r, c)), 16);
+    }
 }
 
 template <class S, int Blocks>
@@ -108,15 +115,16 @@ void multiply_rows(float (&c)[Blocks][4], SharedMatrix a, SharedMatrix b, bool a
   note_reads(b, 8 * Blocks, 16);
   const Unseen unseen;
   const int thread = thread_id();
-  emulated().me().products.back().push_back([&c, a, b, add, thread] {
-    for (int j = 0; j < Blocks; ++j)
-      for (int i = 0; i < 4; ++i) {
-        float sum = add ? c[j][i] : 0;
-        for (int k = 0; k < 16; ++k)
-          sum += widen(S{*a.at(row_of_number(thread, i), k)}) * widen(S{*b.at(8 * j + column_of_number(thread, i), k)});
-        c[j][i] = sum;
-      }
-  });
+  emulated().me().products.back().push_back({&c, [&c, a, b, add, thread] {
+                                               for (int j = 0; j < Blocks; ++j)
+                                                 for (int i = 0; i < 4; ++i) {
+                                                   float sum = add ? c[j][i] : 0;
+                                                   for (int k = 0; k < 16; ++k)
+                                                     sum += widen(S{*a.at(row_of_number(thread, i), k)}) *
+                                                            widen(S{*b.at(8 * j + column_of_number(thread, i), k)});
+                                                   c[j][i] = sum;
+                                                 }
+                                             }});
 }
 template <class S, int Blocks>
 void multiply_columns(float (&c)[Blocks][4], const uint32_t (&a)[4], SharedMatrix b, Site at = Site::current()) {
@@ -131,12 +139,13 @@ void multiply_columns(float (&c)[Blocks][4], const uint32_t (&a)[4], SharedMatri
       const auto peer = emulated().brought_by<EmulatedOperands>(thread % 32 / 4 * 4 + k % 8 / 2);
       rows[h][k] = static_cast<uint16_t>(peer.a[h + 2 * (k >= 8)] >> 16 * (k % 2));
     }
-  emulated().me().products.back().push_back([&c, rows, b, thread] {
-    for (int j = 0; j < Blocks; ++j)
-      for (int i = 0; i < 4; ++i)
-        for (int k = 0; k < 16; ++k)
-          c[j][i] += widen(S{rows[i / 2][k]}) * widen(S{*b.at(k, 8 * j + column_of_number(thread, i))});
-  });
+  emulated().me().products.back().push_back({&c, [&c, rows, b, thread] {
+                                               for (int j = 0; j < Blocks; ++j)
+                                                 for (int i = 0; i < 4; ++i)
+                                                   for (int k = 0; k < 16; ++k)
+                                                     c[j][i] += widen(S{rows[i / 2][k]}) *
+                                                                widen(S{*b.at(k, 8 * j + column_of_number(thread, i))});
+                                             }});
 }
 
 template <class S, int Blocks>
@@ -145,13 +154,13 @@ void multiply_shared_columns(float (&c)[Blocks][4], SharedMatrix a, SharedMatrix
   note_reads(b, 16, 8 * Blocks);
   const Unseen unseen;
   const int thread = thread_id();
-  emulated().me().products.back().push_back([&c, a, b, thread] {
-    for (int j = 0; j < Blocks; ++j)
-      for (int i = 0; i < 4; ++i)
-        for (int k = 0; k < 16; ++k)
-          c[j][i] +=
-              widen(S{*a.at(row_of_number(thread, i), k)}) * widen(S{*b.at(k, 8 * j + column_of_number(thread, i))});
-  });
+  emulated().me().products.back().push_back({&c, [&c, a, b, thread] {
+                                               for (int j = 0; j < Blocks; ++j)
+                                                 for (int i = 0; i < 4; ++i)
+                                                   for (int k = 0; k < 16; ++k)
+                                                     c[j][i] += widen(S{*a.at(row_of_number(thread, i), k)}) *
+                                                                widen(S{*b.at(k, 8 * j + column_of_number(thread, i))});
+                                             }});
 }
 
 }  // namespace attnpack::cuda
