@@ -99,8 +99,10 @@ void hold(uint32_t (&)[Blocks][4]) {}
 inline int row_of_number(int thread, int i) { return thread % 128 / 32 * 16 + thread % 32 / 4 + (i >= 2) * 8; }
 inline int column_of_number(int thread, int i) { return thread % 4 * 2 + (i & 1); }
 
-// Each lane names the rows that it answers for, so that together they name the operand once.
+// One warp of a warpgroup names what all of them read, each lane its rows: ThreadSanitizer keeps few readers of a
+// place.
 inline void note_reads(const SharedMatrix& m, int rows, int columns) {
+  if (thread_id() / 32 % 4) return;
   for (int r = thread_id() % 32; r < rows; r += 32)
     for (int c = 0; c < columns; c += 8) {
       emulated().me().race.read_operand(m.at(r, c), 16);
