@@ -91,6 +91,18 @@ def test_later_tokens_change_nothing(kind):
 
 
 @EACH
+@pytest.mark.parametrize("language", ["python", "C++"])
+def test_nan_in_later_tokens_changes_no_earlier_row(kind, language):
+    """Also where NaN in the scores of the indexer makes it name entries that a query does not see."""
+    module = make(kind)
+    call = module if language == "python" else module.cpp().forward
+    x = torch.randn(1, LENGTH, E)
+    poisoned = x.clone()
+    poisoned[:, 11:] = torch.nan
+    assert_close(call(poisoned)[:, :11], module(x)[:, :11])
+
+
+@EACH
 def test_every_part_of_the_layer_matters(kind):
     """A parameter that is set to other numbers changes the output: an entry, a sink or an indexer is not left out."""
     module, x = make(kind), torch.randn(1, LENGTH, E)

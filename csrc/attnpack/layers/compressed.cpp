@@ -106,12 +106,8 @@ Tensor attend_entries_composite(const Tensor& query, const Tensor& key, const Op
     check_entries("entries", *entries, query, rate);
     const Tensor far = rotate_entries(*entries, cos, sin, interleaved, rate);
     AttentionOptions options;
-    options.scale(scale);
-    if (named) {
-      options.key_index(*named);
-    } else {
-      options.mask(seen_entries(query, far, rate));
-    }
+    options.scale(scale).mask(seen_entries(query, far, rate));
+    if (named) options.key_index(*named);  // with the mask: an indexer whose scores are NaN names any entry
     const auto [far_out, far_lse] = attention_with_lse(q, far, far, options);
     out = std::get<0>(merge_states(out, lse, far_out, far_lse));
   }

@@ -175,8 +175,8 @@ Tensor select_keys_composite(const Tensor& query, const Tensor& key, const Tenso
     if (local_keys > 0) {
       const Tensor behind = positions_of(rows, here) - count(keys, key);  // [B or 1, 1, L, Lkv]
       scores = scores.masked_fill((behind >= 0).logical_and(behind < at::Scalar(local_keys)), kInf);
-      if (bias.defined()) scores = scores.masked_fill(bias == -kInf, -kInf);
     }
+    if (bias.defined()) scores = scores.masked_fill(bias == -kInf, -kInf);  // NaN and the local keys too
     return best_numbers(hide(scores, rows, here), top_k.min(keys));
   });
 }
