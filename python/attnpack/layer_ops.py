@@ -370,7 +370,7 @@ def attend_entries(
         entries: [B, 1, n, D], before rotation, or None.
         named: of `name_entries`; None for all that a query sees.
         sinks: [H], logits that join the denominator.
-        window: how many tokens a token sees, itself included.
+        window: a token sees so many tokens: itself, and those right before it.
         scale: default 1 / sqrt(D).
         cos, sin, interleaved, rate: as in `name_entries`.
 

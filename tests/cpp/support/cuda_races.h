@@ -80,7 +80,7 @@ class RaceFiber {
   }
   ATTNPACK_UNSEEN void close_group() { ++open_; }
   ATTNPACK_UNSEEN void land_group() { __tsan_acquire(&groups_[landed_++ % kGroups]); }
-  // A box is written after what the thread did before, and before its barrier's phase ends.
+  // The thread's earlier accesses come first, then a box is written, then its barrier's phase ends.
   ATTNPACK_UNSEEN void write_box(void* to, int bytes, char* cell) {
     __tsan_release(&issued_);
     __tsan_switch_to_fiber(copier_, kNoOrder);

@@ -23,7 +23,7 @@ struct CompressedAttentionOptions {
   TORCH_ARG(std::optional<int64_t>, o_lora_rank);
   // How many groups of heads the output projection has.
   TORCH_ARG(int64_t, o_groups) = 1;
-  // How many tokens a token sees, itself included.
+  // A token sees so many tokens: itself, and those right before it.
   TORCH_ARG(int64_t, window) = 128;
   // Tokens of an entry; default: there are no entries.
   TORCH_ARG(std::optional<int64_t>, compress_rate);
@@ -34,7 +34,7 @@ struct CompressedAttentionOptions {
   TORCH_ARG(std::optional<int64_t>, index_head_dim);
   // Rotates the last dims of queries, keys and entries, and of the outputs back.
   TORCH_ARG(RotaryEmbedding, rope) = nullptr;
-  // Of all norms.
+  // All norms of the layer take this eps.
   TORCH_ARG(double, eps) = 1e-6;
   // Default 1 / sqrt(head_dim).
   TORCH_ARG(std::optional<double>, scale);

@@ -107,7 +107,7 @@ class CompressedAttention(NativeModule):
         head_dim, q_lora_rank, o_lora_rank: widths of a head, of the queries' latent, and of what o_a_proj makes of a
             group of heads; required.
         o_groups: groups of heads, each with rows of its own in o_a_proj.
-        window: how many tokens a token sees, itself included.
+        window: a token sees so many tokens: itself, and those right before it.
         compress_rate: tokens of an entry; None for no entries.
         top_k: how many entries a query attends; None for all.
         index_heads, index_head_dim: heads of the indexer and their width; default num_heads and head_dim.

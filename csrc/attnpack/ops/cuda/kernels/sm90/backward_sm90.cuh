@@ -7,7 +7,7 @@
 // third one copies the others ahead of their use. No sum is shared between blocks, so the bits stay the same.
 namespace attnpack::cuda {
 
-// What both kernels share.
+// The parts of both backward kernels.
 template <class S, int Width>
 struct WarpgroupBackward {
   static constexpr int kGroups = 2;

@@ -65,7 +65,7 @@ ATTNPACK_DEVICE void copy_box(void* panel, const TileMap& map, Barrier& barrier,
       : "memory");
 }
 
-// What this thread stored to shared memory before is seen by products and copies of boxes after the next barrier.
+// Afterwards, and after the next barrier, products and copies of boxes see this thread's stores to shared memory.
 ATTNPACK_DEVICE void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Barriers of some warps of a block, by number. 0 is that of sync_block.

@@ -32,7 +32,7 @@ class WarpgroupLatent {
         float out[kRows * kOutStride], max[kRows], sum[kRows];
       } end;
     };
-    // Of each row: the maximum and the factor of the output so far, and at the end the warpgroups' sums.
+    // A row's maximum, the factor of its output so far, and at the end its sum in each warpgroup.
     float max[kRows], factor[kRows], sum[kGroups][kRows];
     Row rows[kRows];
     Barrier there[kStages], used[kStages];
