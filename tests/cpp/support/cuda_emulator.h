@@ -20,6 +20,7 @@
 #include <attnpack/ops/cuda/kernels/index.h>
 #include <attnpack/ops/cuda/kernels/numbers.cuh>
 
+#include "cuda_barriers.h"
 #include "cuda_races.h"
 #include "guarded.h"
 
@@ -96,12 +97,10 @@ class EmulatedBlock {
       fiber.race.make();
       makecontext(&fiber.context, &EmulatedBlock::enter, 0);
     }
-    barriers_.clear();
-    boxes_.clear();
-    numbers_ = {};
+    barriers_ = {};
     while (run_some()) {
     }
-    if (!boxes_.empty()) fail("a block ends with boxes under way: they land in what comes after");
+    if (barriers_.boxes()) fail("a block ends with boxes under way: they land in what comes after");
     for (auto& fiber : fibers_) fiber.race.destroy();
     races_.end();
     current() = nullptr;
@@ -125,28 +124,22 @@ class EmulatedBlock {
   // Barriers that count arrivals and bytes (cuda_emulator_sm90.h), and barriers by number.
   int32_t add_barrier(int arrivals) {
     const Unseen unseen;
-    barriers_.push_back({arrivals, arrivals, 0, 0});
-    return static_cast<int32_t>(barriers_.size()) - 1;
+    return barriers_.add(arrivals);
   }
   size_t cell_of(int32_t barrier) const { return kBarrierCells + barrier; }
   char* race_cell(int32_t barrier) { return races_.cell(cell_of(barrier)); }
   void arrive(int32_t number, int64_t bytes) {
     me().race.release_cell(races_, cell_of(number));
     const Unseen unseen;
-    Phases& barrier = barriers_.at(number);
-    --barrier.missing;
-    barrier.bytes += bytes;
-    end_phase(barrier);
+    barriers_.arrive(number, bytes);
   }
   void wait_for_phase(int32_t number, int parity) {
-    poll([this, number, parity] { return (barriers_.at(number).phase & 1) != (parity & 1); });
+    poll([this, number, parity] { return (barriers_.phase(number) & 1) != (parity & 1); });
     me().race.acquire_cell(races_, cell_of(number));
   }
   // A product may not read where a box is under way, nor anybody the sums of a product that is.
   void check_landed(const char* from, int bytes) {
-    for (const Box& box : boxes_)
-      if (from < box.to + box.bytes.size() && box.to < from + bytes)
-        fail("a product reads before its operand is there");
+    if (barriers_.is_under_way(from, bytes)) fail("a product reads before its operand is there");
   }
   void check_finished(const void* sums) {
     for (const auto& group : me().products)
@@ -155,16 +148,17 @@ class EmulatedBlock {
   }
   void add_box(char* to, std::vector<char> box, int32_t barrier) {
     const Unseen unseen;
-    boxes_.push_back({to, std::move(box), barrier});
+    barriers_.add_box(to, std::move(box), barrier);
   }
   void arrive_threads(int number, int threads) {
     me().race.release_cell(races_, kNumberCells + number);
-    arrive_at_number(number, threads);
+    const Unseen unseen;
+    if (!barriers_.arrive_at_number(number, threads)) fail("threads name different counts at a barrier");
   }
   void sync_threads(int number, int threads) {
-    me().race.release_cell(races_, kNumberCells + number);
-    const int phase = arrive_at_number(number, threads);
-    poll([this, number, phase] { return numbers_.at(number).phase != phase; });
+    const int phase = barriers_.phase_of_number(number);
+    arrive_threads(number, threads);
+    poll([this, number, phase] { return barriers_.phase_of_number(number) != phase; });
     me().race.acquire_cell(races_, kNumberCells + number);
   }
 
@@ -211,35 +205,8 @@ class EmulatedBlock {
  private:
   static constexpr size_t kStack = kFiberStack, kLanes = 32;
 
-  struct Phases {
-    int arrivals, missing;
-    int64_t bytes;
-    int phase;
-  };
-  struct Numbered {
-    int arrived = 0, threads = 0, phase = 0;
-  };
-  struct Box {
-    char* to;
-    std::vector<char> bytes;
-    int32_t barrier;
-  };
   static constexpr size_t kNumberCells = 70, kBarrierCells = 90;
 
-  static void end_phase(Phases& barrier) {
-    if (barrier.missing || barrier.bytes) return;
-    barrier.missing = barrier.arrivals;
-    ++barrier.phase;
-  }
-  int arrive_at_number(int number, int threads) {
-    const Unseen unseen;
-    Numbered& at = numbers_.at(number);
-    if (at.threads && at.threads != threads) fail("threads name different counts at a barrier");
-    const int phase = at.phase;
-    at.threads = threads;
-    if (++at.arrived == threads) at = {0, 0, phase + 1};
-    return phase;
-  }
   // Lets others run until `ready` holds.
   void poll(std::function<bool()> ready) {
     const Unseen unseen;
@@ -248,14 +215,6 @@ class EmulatedBlock {
     races_.enter_scheduler();
     swapcontext(&me().context, &scheduler_);
   }
-  void land_box(size_t i) {
-    std::memcpy(boxes_[i].to, boxes_[i].bytes.data(), boxes_[i].bytes.size());
-    Phases& barrier = barriers_.at(boxes_[i].barrier);
-    barrier.bytes -= static_cast<int64_t>(boxes_[i].bytes.size());
-    boxes_.erase(boxes_.begin() + static_cast<std::ptrdiff_t>(i));
-    end_phase(barrier);
-  }
-
   void finish() {
     const Unseen unseen;
     for (const auto& group : me().products)
@@ -276,7 +235,7 @@ class EmulatedBlock {
   // spoil what the others have yet to read, or read what they have yet to write.
   bool run_some() {
     const Unseen unseen;
-    if (!boxes_.empty() && random_() % 4 == 0) land_box(random_() % boxes_.size());
+    if (barriers_.boxes() && random_() % 4 == 0) barriers_.land(random_() % barriers_.boxes());
     for (auto& fiber : fibers_)
       if (fiber.state == kPolling && fiber.ready()) fiber.state = kRunnable;
     const auto can_move = [&](size_t w) {
@@ -288,8 +247,8 @@ class EmulatedBlock {
     for (size_t w = 0; w < fibers_.size(); w += kLanes)
       if (can_move(w)) warps.push_back(w);
     if (warps.empty()) {
-      if (!boxes_.empty()) {
-        land_box(random_() % boxes_.size());
+      if (barriers_.boxes()) {
+        barriers_.land(random_() % barriers_.boxes());
         return true;
       }
       if (release(0, fibers_.size(), kAtBlock)) {
@@ -352,9 +311,7 @@ class EmulatedBlock {
   bool turns_ = false;
   size_t warp_ = 0;  // the first thread of the warp that moves
   std::vector<Fiber> fibers_;
-  std::vector<Phases> barriers_;
-  std::vector<Box> boxes_;
-  std::array<Numbered, 16> numbers_;
+  EmulatedBarriers barriers_;
   Fiber* const first_ = fibers_.data();
   static inline EmulatedBlock* current_ = nullptr;
   std::array<int, kLanes> order_;
