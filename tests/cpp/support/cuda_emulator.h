@@ -156,7 +156,10 @@ class EmulatedBlock {
     if (!barriers_.arrive_at_number(number, threads)) fail("threads name different counts at a barrier");
   }
   void sync_threads(int number, int threads) {
-    const int phase = barriers_.phase_of_number(number);
+    const int phase = [&] {
+      const Unseen unseen;
+      return barriers_.phase_of_number(number);
+    }();
     arrive_threads(number, threads);
     poll([this, number, phase] { return barriers_.phase_of_number(number) != phase; });
     me().race.acquire_cell(races_, kNumberCells + number);
