@@ -123,6 +123,20 @@ def test_the_loss_by_its_formula():
         assert_close(ours, theirs, atol=1e-13, rtol=1e-11)
 
 
+@pytest.mark.parametrize("at_names", [False, True])
+def test_probabilities_of_nan_make_the_loss_nan(at_names):
+    """Else training would go on without a word."""
+    index = names(9, 7)
+    stage = "named" if at_names else "probs"
+    probs = probabilities(9, index, None, {"causal": True, "kv_lens": torch.tensor([9, 4])}, stage=stage)
+    broken = probs.clone()
+    broken[1, 0, 8] = torch.nan  # of padding
+    rest = {"causal": True, "kv_lens": torch.tensor([9, 4]), "at_names": at_names}
+    assert_close(indexer_loss(*tokens(9), broken, index, **rest), indexer_loss(*tokens(9), probs, index, **rest))
+    broken[1, 0, 3] = torch.nan
+    assert indexer_loss(*tokens(9), broken, index, **rest).isnan()
+
+
 def test_the_second_derivative():
     index = names(9, 7)
     probs = probabilities(9, index, None, {"causal": True}, stage="named")

@@ -279,13 +279,13 @@ Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tens
   }
   if (hidden.defined()) scores = scores.masked_fill(hidden, -kInf);
   const Tensor total = sum.sum(-1, /*keepdim=*/true);
-  Tensor rows = total > 0;  // [B, 1, L, 1]
+  Tensor rows = total != 0;  // [B, 1, L, 1]; NaN stays, so that the loss says it
   if (layer.kv_lens)
     rows = rows.logical_and(positions_of(query, place) < layer.kv_lens->to(at::kLong).view({-1, 1, 1, 1}));
   const Tensor target = at::where(rows, sum / total, at::zeros({}, sum.options()));
   // A row without keys has no softmax, and no part in the gradient.
   const Tensor difference = target.log() - scores.masked_fill(rows.logical_not(), 0).log_softmax(-1);
-  const Tensor terms = at::where(target > 0, target * difference, at::zeros({}, sum.options()));
+  const Tensor terms = at::where(target == 0, at::zeros({}, sum.options()), target * difference);
   return terms.sum() / rows.sum().clamp_min(1);
 }
 

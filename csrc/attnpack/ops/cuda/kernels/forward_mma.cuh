@@ -225,34 +225,17 @@ class ForwardTile {
 
   // Turns a tile's s into weights, updates max and sum, and rescales the output so far to the new maximum.
   ATTNPACK_DEVICE void apply_softmax(int tile, float (&s)[kBlocks][4]) {
-    float (&max)[2] = max_[tile], (&sum_so_far)[2] = sum_[tile], (&out)[Width / 8][4] = out_[tile];
-    const float multiplier = multiplier_of<Kind>(p_);
+    float factor[2];
+    raise_softmax<Kind>(p_, s, max_[tile], sum_[tile], factor);
+    float (&out)[Width / 8][4] = out_[tile];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float top = max[h];
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) top = larger(top, larger(s[j][2 * h], s[j][2 * h + 1]));
-      top = row_max(top);
-      const float base = finite_max(top);
-      const float factor = top == max[h] ? 1.f : power_of_two((max[h] - base) * multiplier);
-      max[h] = top;
-      float sum = 0;
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j)
-#pragma unroll
-        for (int i = 2 * h; i < 2 * h + 2; ++i) {
-          s[j][i] = power_of_two(Kind == Scores::kPlain ? s[j][i] * multiplier - base * multiplier
-                                                        : (s[j][i] - base) * multiplier);
-          sum += s[j][i];
-        }
-      sum_so_far[h] = sum_so_far[h] * factor + sum;  // this lane's part: the row's four lanes are added up at the end
-      if (factor != 1)
+    for (int h = 0; h < 2; ++h)
+      if (factor[h] != 1)
 #pragma unroll
         for (int d = 0; d < Width / 8; ++d) {
-          out[d][2 * h] *= factor;
-          out[d][2 * h + 1] *= factor;
+          out[d][2 * h] *= factor[h];
+          out[d][2 * h + 1] *= factor[h];
         }
-    }
   }
 
   // Goes through shared memory: the warps' parts of a row are joined in their order, and rows are written whole.

@@ -64,14 +64,9 @@ class WarpgroupForward {
       for (bool& each : shared_.broken) each = false;
     }
     fill_table();
-    if (group_ == kGroups) {
-      release_registers<24>();
-      load_steps(0);
-      if (any_broken(false)) load_steps(steps_);
-    } else {
-      take_registers<240>();
-      if (any_broken(attend(count, 0, false))) attend(count, steps_, true);
-    }
+    run_roles<kWorkers>(
+        shared_.broken, [&](int turn) { load_steps(turn * steps_); },
+        [&](int turn) { return attend(count, turn * steps_, turn == 1); });
   }
 
  private:
@@ -90,8 +85,6 @@ class WarpgroupForward {
     }
     sync_block();
   }
-
-  ATTNPACK_DEVICE bool any_broken(bool broken) { return any_in_all(broken, shared_.broken); }
 
   // Steps are counted from the first one of the first turn, so that the phases of the barriers go on. done: those of
   // turns before.
@@ -203,27 +196,7 @@ class WarpgroupForward {
   // Turns s into weights, and updates max and sum. factor: of the output so far.
   ATTNPACK_DEVICE void apply_softmax(const LaneRows& rows, int32_t begin, Products& s, float (&factor)[2]) {
     finish_scores<Kind>(p_, u_.b, rows, begin, s);
-    const float multiplier = multiplier_of<Kind>(p_);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float top = max_[h];
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) top = larger(top, larger(s[j][2 * h], s[j][2 * h + 1]));
-      top = row_max(top);
-      const float base = finite_max(top);
-      factor[h] = top == max_[h] ? 1.f : power_of_two((max_[h] - base) * multiplier);
-      max_[h] = top;
-      float sum = 0;
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j)
-#pragma unroll
-        for (int i = 2 * h; i < 2 * h + 2; ++i) {
-          s[j][i] = power_of_two(Kind == Scores::kPlain ? s[j][i] * multiplier - base * multiplier
-                                                        : (s[j][i] - base) * multiplier);
-          sum += s[j][i];
-        }
-      sum_[h] = sum_[h] * factor[h] + sum;  // this lane's part: the row's four lanes are added up at the end
-    }
+    raise_softmax<Kind>(p_, s, max_, sum_, factor);
     if constexpr (Kind == Scores::kAny)
       if (p_.dropout_p > 0) drop_weights(p_, u_.b, rows, begin, s);
   }

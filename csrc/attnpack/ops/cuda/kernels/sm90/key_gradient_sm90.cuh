@@ -51,23 +51,16 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
   ATTNPACK_DEVICE void compute_gradients() {
     Base::set_up_barriers(shared_, 2);
     sync_block();
-    if (group_ == Base::kGroups) {
-      release_registers<24>();
-      load_steps(0);
-      fill_tables(0);
-      if (any_broken(false)) {
-        load_steps(1);
-        fill_tables(steps_);
-      }
-    } else {
-      take_registers<240>();
-      if (any_broken(gather(0, false))) gather(1, true);
-    }
+    run_roles<kWorkers>(
+        shared_.broken,
+        [&](int turn) {
+          load_steps(turn);
+          fill_tables(turn * steps_);
+        },
+        [&](int turn) { return gather(turn, turn == 1); });
   }
 
  private:
-  ATTNPACK_DEVICE bool any_broken(bool broken) { return any_in_all(broken, shared_.broken); }
-
   ATTNPACK_DEVICE int64_t head_of_step(int i) const { return group_head(p_, kv_head_, i / steps_of_head_); }
   ATTNPACK_DEVICE int32_t query_of_step(int i) const { return first_query_ + i % steps_of_head_ * kStep; }
 

@@ -65,22 +65,15 @@ class WarpgroupLatent {
       for (bool& each : shared_.broken) each = false;
     }
     fill_rows(p_, u_.b, u_.kv_head, u_.first, kRows, shared_.rows);
-    if (group_ == kGroups) {
-      release_registers<24>();
-      load_steps(0);
-      if (any_broken(false)) load_steps(steps_);
-    } else {
-      take_registers<240>();
-      if (any_broken(attend(count, 0, false))) attend(count, steps_, true);
-    }
+    run_roles<kWorkers>(
+        shared_.broken, [&](int turn) { load_steps(turn * steps_); },
+        [&](int turn) { return attend(count, turn * steps_, turn == 1); });
   }
 
  private:
   static constexpr int kBlocks = kKeys / 8;
   // Barriers of the two warpgroups: the weights may be replaced; they are there.
   static constexpr int kFree = 1, kReady = 2;
-
-  ATTNPACK_DEVICE bool any_broken(bool broken) { return any_in_all(broken, shared_.broken); }
 
   ATTNPACK_DEVICE void load_steps(int done) {
     if (thread_id() != kWorkers) return;

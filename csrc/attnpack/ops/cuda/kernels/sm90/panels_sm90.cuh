@@ -118,6 +118,20 @@ ATTNPACK_DEVICE bool any_in_all(bool broken, bool (&said)[Warps]) {
   return any;
 }
 
+// Runs a block of workers and of the warpgroup after them, which copies for them: load(turn) and work(turn). work
+// returns whether this thread wrote NaN or Inf; if any did, both run a second time, where the operands are cleaned.
+template <int Workers, int Warps, class Load, class Work>
+ATTNPACK_DEVICE void run_roles(bool (&broken)[Warps], const Load& load, const Work& work) {
+  if (thread_id() >= Workers) {
+    release_registers<24>();
+    load(0);
+    if (any_in_all(false, broken)) load(1);
+  } else {
+    take_registers<240>();
+    if (any_in_all(work(0), broken)) work(1);
+  }
+}
+
 struct alignas(8) Pair {
   float first, second;
 };

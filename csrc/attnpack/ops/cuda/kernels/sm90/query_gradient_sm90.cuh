@@ -43,19 +43,12 @@ class WarpgroupQueryGradient : WarpgroupBackward<S, Width> {
     if (count_ <= 0) return;
     Base::set_up_barriers(shared_, 1);
     fill_rows(p_, b_, kv_head_, first_, kOwners, shared_.rows);
-    if (group_ == Base::kGroups) {
-      release_registers<24>();
-      load_steps(0);
-      if (any_broken(false)) load_steps(steps_);
-    } else {
-      take_registers<240>();
-      if (any_broken(gather(0, false))) gather(steps_, true);
-    }
+    run_roles<kWorkers>(
+        shared_.broken, [&](int turn) { load_steps(turn * steps_); },
+        [&](int turn) { return gather(turn * steps_, turn == 1); });
   }
 
  private:
-  ATTNPACK_DEVICE bool any_broken(bool broken) { return any_in_all(broken, shared_.broken); }
-
   ATTNPACK_DEVICE void load_steps(int done) {
     if (thread_id() != kWorkers) return;
     for (int i = 0; i < steps_; ++i) {
