@@ -220,6 +220,9 @@ def test_wrong_ropes_and_inputs():
         for name in ("cache", "mask", "kv_lens"):
             with pytest.raises(TypeError, match=name):
                 each.forward(torch.randn(2, 5, E), **{name: None})
+    for each in (module, module.cpp()):
+        with pytest.raises(TypeError, match=r"x is \[1\] \(list\), wants a tensor"):
+            each([1])
     rows = torch.nested.nested_tensor([torch.zeros(2, E), torch.zeros(3, E)], layout=torch.jagged)
     with pytest.raises(ValueError, match="x is a nested tensor"):
         module(rows)

@@ -214,13 +214,19 @@ struct Equivalent {
   const char *file, *text, *why;
 };
 constexpr const char* kConverges = "equivalent: no lane reads what another wrote; products want all lanes at once";
+constexpr const char* kTurns = "equivalent: turns are for speed, and nothing passes from one warpgroup to the other";
+constexpr const char* kSecondTurn =
+    "equivalent: the last step of the second turn is on stage 1, where no result goes; cleaning waits for the rest";
 const Equivalent kEquivalent[] = {
     {"forward_mma.cuh", "sync_warp();", kConverges},
     {"forward_latent.cuh", "sync_warp();", kConverges},
     {"backward_mma.cuh", "}\n    sync_warp();", kConverges},
     {"panels_sm90.cuh", "sync_warp();", kConverges},
-    {"forward_sm90.cuh", "(in_turn",
-     "equivalent: turns are for speed, and nothing passes from one warpgroup to the other"},
+    {"forward_sm90.cuh", "(in_turn) sync", kTurns},
+    {"forward_sm90.cuh", "(in_turn && group_ == 0) sync", kTurns},
+    {"forward_sm90.cuh", "auto& end = shared_.end;\n", kSecondTurn},
+    {"query_gradient_sm90.cuh", "if (cleaned) {\n      sync", kSecondTurn},
+    {"key_gradient_sm90.cuh", "first_};\n      sync", kSecondTurn},
     {"forward_sm90.cuh", "}\n    sync_block();",
      "equivalent: load_query waits for all before anybody reads the ranges"},
 };

@@ -42,7 +42,8 @@ Tensor sum_blocks(const Tensor& key, const SymInt& blocks, const SymInt& block, 
   const SymInt keys = key.sym_size(2), whole = keys / block;
   const Tensor front = key.narrow_symint(2, 0, whole * block).unflatten_symint(2, {whole, block}).sum(3, false, wide);
   const Tensor back = key.narrow_symint(2, whole * block, keys - whole * block).sum(2, /*keepdim=*/true, wide);
-  const Tensor sums = at::cat({front, back}, 2).narrow_symint(2, 0, blocks);
+  // Not narrow: a graph for any length would be bound to lengths with an unfinished block, or to those without.
+  const Tensor sums = at::cat({front, back}, 2).index_select(2, count(blocks, key));
   if (!kv_lens || blocks == 0) return sums;
   const Tensor ends = by_sequence(*kv_lens);
   const Tensor last = ends.floor_divide(at::Scalar(block)).clamp(at::Scalar(0), at::Scalar(blocks - 1));

@@ -113,7 +113,7 @@ class CompressedAttention(NativeModule):
         index_heads, index_head_dim: heads of the indexer and their width; default num_heads and head_dim.
         rope: a RotaryEmbedding over the last dims (DeepSeek's is interleaved); required. Its frequencies must not
             follow the length.
-        eps: of all norms.
+        eps: of the layer's norms.
         scale: factor on the scores; default 1 / sqrt(head_dim).
     """
 
@@ -168,7 +168,7 @@ class CompressedAttention(NativeModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, embed_dim] -> [B, L, embed_dim]; token i stands at position i, and sees no later token."""
-        if x.is_nested:
+        if isinstance(x, Tensor) and x.is_nested:
             checks.padded("x", x)
         check_input("x", x, self.embed_dim, self.q_a_proj)
         cos, sin = ops.rope_table(torch.arange(x.size(1), device=x.device), self.rope.inv_freq, self.rope.factor)
