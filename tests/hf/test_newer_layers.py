@@ -128,7 +128,7 @@ def test_a_layer_without_an_indexer_wants_a_selection():
         layer(x, position_embeddings=(table, table))
 
 
-# No module of ours computes these layers: latent ones with sinks and other parts, other choices of keys, keys as values.
+# No module of ours computes these layers: latent ones with more parts, other choices of keys, keys as values.
 NOT_OURS = """
     axk2 deepseek_v4 diffllama dots3_note_text gemma4_text hunyuan_v1_dense hy_v4 longcat_flash mimo_v2_flash ministral3
     qwen4_exp_text
