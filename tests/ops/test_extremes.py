@@ -182,3 +182,14 @@ def test_a_sink_of_nan_reaches_the_rows_that_have_keys():
     sinks = torch.tensor([0.0, NAN, 0.0, 0.0])
     out = attention(inputs.query, inputs.key, inputs.value, sinks=sinks, kv_lens=torch.tensor([7, 0]))
     assert out[0, 1].isnan().all() and out[0, ::2].isfinite().all() and (out[1] == 0).all()
+
+
+@pytest.mark.parametrize("length", [1, 3, 40], ids="rows_{}".format)
+@pytest.mark.parametrize("head_dim", [32, 40])
+def test_subnormal_outputs_are_kept(head_dim, length):
+    """The processor's own rounding to bf16 would write 0."""
+    query, key = torch.zeros(1, 2, length, head_dim).bfloat16(), torch.zeros(1, 2, 2, head_dim).bfloat16()
+    value = torch.zeros(1, 2, 2, head_dim).bfloat16()
+    value[:, :, 0] = 1.5 * 2.0**-126
+    value[:, 1, 0, 5:] = 3.0  # also beside normal numbers
+    assert torch.equal(attention(query, key, value), (value.float().mean(2, keepdim=True)).expand_as(query).bfloat16())

@@ -65,7 +65,11 @@ inline void read_pairs(const BFloat16* from, int64_t left, int64_t width, Pair* 
     store<Pair>(to, load_bits<Vec<Pair>>(from));
     return;
   }
+#if defined(__AVX512BF16__)
+  copy_pairs(from, left, width, to);
+#else
   for (int64_t i = 0; i < width; ++i) to[i] = pair(from[2 * i], 2 * i + 1 < left ? from[2 * i + 1] : BFloat16{0});
+#endif
 }
 
 // Packs a row of `columns` elements into ld pairs. Pairs from pairs_of(columns) on are zero.

@@ -272,13 +272,16 @@ inline void transpose(const A* from, int64_t from_ld, int64_t rows, int64_t colu
 template <class T>
 inline bool all_finite(const T* x, int64_t ld, int64_t rows, int64_t columns) {
   const int64_t whole = columns / kLanes<T> * kLanes<T>;
-  Vec<T> sums{};
+  constexpr int kChains = 4;  // rows that are added up beside one another: in a chain each sum waits for the one before
+  Vec<T> sums[kChains]{};
   T rest = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < whole; c += kLanes<T>) sums += load<T>(x + r * ld + c) * T(0);
+  for (int64_t r = 0; r < rows; r += kChains)
+    for (int64_t c = 0; c < whole; c += kLanes<T>)
+#pragma GCC unroll 4
+      for (int i = 0; i < kChains; ++i) sums[i] += load<T>(x + (r + i < rows ? r + i : r) * ld + c) * T(0);
+  for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = whole; c < columns; ++c) rest += x[r * ld + c] * T(0);
-  }
-  return fold_lanes<T>(sums, Add()) + rest == 0;
+  return fold_lanes<T>((sums[0] + sums[1]) + (sums[2] + sums[3]), Add()) + rest == 0;
 }
 
 }  // namespace attnpack::ATTNPACK_ISA

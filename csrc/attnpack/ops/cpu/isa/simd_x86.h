@@ -49,6 +49,20 @@ inline FloatVector pair_products(FloatVector sum, PairVector a, PairVector b) {
 inline PairVector to_pairs(FloatVector low, FloatVector high) {
   return (PairVector)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
+// Rounds a vector to 16 bf16 at p. Returns false, and writes nothing, where it holds subnormal numbers, which the
+// instruction would turn into 0.
+inline bool store_rounded(void* p, FloatVector x) {
+  constexpr int kSubnormal = 0x20;
+  if (_mm512_fpclass_ps_mask((__m512)x, kSubnormal)) return false;
+  _mm256_storeu_si256(static_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+  return true;
+}
+// Copies count <= 16 pairs from a row of `numbers` bf16. Numbers past the row count as 0.
+inline void copy_pairs(const void* from, int64_t numbers, int64_t count, uint32_t* to) {
+  const int64_t held = numbers < 2 * count ? numbers : 2 * count;
+  const __m512i x = _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << held) - 1), from);
+  _mm512_mask_storeu_epi32(to, static_cast<__mmask16>((1u << count) - 1), x);
+}
 #endif
 #else
 typedef uint16_t HalfBits __attribute__((vector_size(16)));

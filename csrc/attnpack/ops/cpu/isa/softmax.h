@@ -59,7 +59,7 @@ inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T sca
   if (rows == 1) {  // the same bits, without folding vectors that are not there
     const Vec<T> old = broadcast(*max), top = broadcast(fold_lanes<T>(largest_score(s, count), Larger()));
     const Vec<T> raised = Larger()(unfused(scale * top), old);
-    const Vec<T> lowered = raised == old ? broadcast(T(1)) : exp(old - raised);
+    const Vec<T> lowered = (raised == old) | (old == T(-kInfinity)) ? broadcast(T(1)) : exp(old - raised);
     *max = raised[0];
     *factor = lowered[0];
     const Vec<T> added = broadcast(fold_lanes<T>(exponentials_of_row(s, count, scale, *max), Add()));
@@ -73,7 +73,8 @@ inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T sca
   fold_each<T, kSoftmaxRows<T>>(per_row, folded, Larger());
   for (int64_t r = 0; r < kSoftmaxRows<T>; r += kLanes<T>) {
     const Vec<T> old = load<T>(max + r), raised = Larger()(scale * load<T>(folded + r), old);
-    store<T>(factor + r, raised == old ? broadcast(T(1)) : exp(old - raised));
+    const auto kept = (raised == old) | (old == T(-kInfinity));  // nothing is there yet that could be rescaled
+    store<T>(factor + r, kept ? broadcast(T(1)) : exp(old - raised));
     store<T>(max + r, raised);
   }
   for (int64_t r = 0; r < kSoftmaxRows<T>; ++r)
@@ -158,7 +159,13 @@ inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_
     max = top;
   }
   // A division rounds once less than a product with the inverse.
-  for (int64_t d = 0; d < p.v_head_dim; ++d) store_one(out + d, values[d] * factor / divisor);
+  int64_t d = 0;
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<S, BFloat16>)
+    for (; d + kLanes<T> <= p.v_head_dim; d += kLanes<T>)
+      if (!store_rounded(out + d, load<T>(values + d) * factor / divisor)) break;
+#endif
+  for (; d < p.v_head_dim; ++d) store_one(out + d, values[d] * factor / divisor);
   lse = max + static_cast<T>(__builtin_log(static_cast<double>(sum)));
 }
 template <class T, class S>
