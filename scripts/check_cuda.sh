@@ -27,7 +27,8 @@ trap 'rm -rf "$out"' EXIT
 compile() { # <architecture> <source>
   local name
   name=$(basename "$2" .cu).sm_$1
-  nvcc -std=c++20 -O3 -arch="sm_$1" -Werror all-warnings -Xcompiler -Wall,-Werror,-fPIC -Xptxas -v \
+  # Not -arch: for sm_90a nvcc would also write PTX of compute_90, which has none of its instructions.
+  nvcc -std=c++20 -O3 -gencode "arch=compute_$1,code=sm_$1" -Werror all-warnings -Xcompiler -Wall,-Werror,-fPIC -Xptxas -v \
     ${CXX:+-ccbin "$CXX"} -I csrc -c "$2" -o "$out/$name.o" >"$out/$name.log" 2>&1 ||
     { cat "$out/$name.log"; return 1; }
 }

@@ -28,6 +28,13 @@ def test_some_kernels_compile_without_spills():
 
 
 @nvcc
+def test_kernels_for_hopper_alone_compile():
+    """Their instructions are those of sm_90a, and nvcc's -arch would compile them for compute_90 too."""
+    said = check(256, "80", "90a", FILES="latent_sm90.cu")
+    assert "sm_90a" in said and "beyond their limits: 0" in said
+
+
+@nvcc
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_every_kernel_compiles_with_few_spills():
