@@ -51,6 +51,12 @@ inline Vec<T> exponentials_of_row(T* s, int64_t count, T scale, T max) {
   return total;
 }
 
+// The factors of results so far when maxima are raised; 1 where nothing is there yet that could be rescaled.
+template <class T>
+inline Vec<T> rescaling(Vec<T> old, Vec<T> raised) {
+  return (raised == old) | (old == T(-kInfinity)) ? broadcast(T(1)) : exp(old - raised);
+}
+
 // Turns a block of scores of up to kSoftmaxRows rows into exp(scale * score - max), in place; -inf (excluded) becomes
 // -0.0. Rows lie lds apart; scale > 0. Raises max and sum. factor receives the number by which to multiply the earlier
 // results of each row. count: whole vectors, padded with -inf. max, sum and factor hold kSoftmaxRows numbers.
@@ -59,7 +65,7 @@ inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T sca
   if (rows == 1) {  // the same bits, without folding vectors that are not there
     const Vec<T> old = broadcast(*max), top = broadcast(fold_lanes<T>(largest_score(s, count), Larger()));
     const Vec<T> raised = Larger()(unfused(scale * top), old);
-    const Vec<T> lowered = (raised == old) | (old == T(-kInfinity)) ? broadcast(T(1)) : exp(old - raised);
+    const Vec<T> lowered = rescaling<T>(old, raised);
     *max = raised[0];
     *factor = lowered[0];
     const Vec<T> added = broadcast(fold_lanes<T>(exponentials_of_row(s, count, scale, *max), Add()));
@@ -73,8 +79,7 @@ inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T sca
   fold_each<T, kSoftmaxRows<T>>(per_row, folded, Larger());
   for (int64_t r = 0; r < kSoftmaxRows<T>; r += kLanes<T>) {
     const Vec<T> old = load<T>(max + r), raised = Larger()(scale * load<T>(folded + r), old);
-    const auto kept = (raised == old) | (old == T(-kInfinity));  // nothing is there yet that could be rescaled
-    store<T>(factor + r, kept ? broadcast(T(1)) : exp(old - raised));
+    store<T>(factor + r, rescaling<T>(old, raised));
     store<T>(max + r, raised);
   }
   for (int64_t r = 0; r < kSoftmaxRows<T>; ++r)

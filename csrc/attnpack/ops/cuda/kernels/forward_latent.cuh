@@ -127,18 +127,7 @@ class LatentTile {
       float raised = max_[h];
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) raised = larger(raised, shared_.top[g][row_of(h)]);
-      const float base = finite_max(raised);
-      const float factor = raised == max_[h] ? 1.f : power_of_two((max_[h] - base) * multiplier);
-      max_[h] = raised;
-      float sum = 0;
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j)
-#pragma unroll
-        for (int i = 2 * h; i < 2 * h + 2; ++i) {
-          s[j][i] = power_of_two((s[j][i] - base) * multiplier);
-          sum += s[j][i];
-        }
-      sum_[h] = sum_[h] * factor + sum;
+      const float factor = raise_row<Scores::kAny>(multiplier, s, h, raised, max_[h], sum_[h]);
       if (group_ == 0 && lane_ % 4 == 0) shared_.factor[row_of(h)] = factor;
     }
     if (p_.dropout_p > 0) drop_weights(p_, u_.b, lane_rows, begin + first, s);

@@ -241,9 +241,27 @@ ATTNPACK_DEVICE float multiplier_of(const AttentionParams& p) {
 // The maximum of a row, or 0 where all its keys are excluded: any finite number would do.
 ATTNPACK_DEVICE float finite_max(float max) { return max == -infinity<float>() ? 0.f : max; }
 
+// Turns finished scores of a lane's row h into weights that count from its new maximum `top`, and updates max and sum.
+// Returns the factor of the output so far. The sum is this lane's part: the row's four lanes are added up at the end.
+template <Scores Kind, int Blocks>
+ATTNPACK_DEVICE float raise_row(float multiplier, float (&s)[Blocks][4], int h, float top, float& max, float& sum) {
+  const float base = finite_max(top);
+  const float factor = top == max ? 1.f : power_of_two((max - base) * multiplier);
+  max = top;
+  float more = 0;
+#pragma unroll
+  for (int j = 0; j < Blocks; ++j)
+#pragma unroll
+    for (int i = 2 * h; i < 2 * h + 2; ++i) {
+      s[j][i] = power_of_two(Kind == Scores::kPlain ? s[j][i] * multiplier - base * multiplier
+                                                    : (s[j][i] - base) * multiplier);
+      more += s[j][i];
+    }
+  sum = sum * factor + more;
+  return factor;
+}
 // Turns finished scores of a lane's rows into weights, and updates the rows' maxima and sums (the online softmax).
-// factor: what the output so far is to be multiplied with. The sums are this lane's part: the row's four lanes are
-// added up at the end.
+// factor: what the output so far is to be multiplied with.
 template <Scores Kind, int Blocks>
 ATTNPACK_DEVICE void raise_softmax(const AttentionParams& p, float (&s)[Blocks][4], float (&max)[2], float (&sum)[2],
                                    float (&factor)[2]) {
@@ -253,20 +271,7 @@ ATTNPACK_DEVICE void raise_softmax(const AttentionParams& p, float (&s)[Blocks][
     float top = max[h];
 #pragma unroll
     for (int j = 0; j < Blocks; ++j) top = larger(top, larger(s[j][2 * h], s[j][2 * h + 1]));
-    top = row_max(top);
-    const float base = finite_max(top);
-    factor[h] = top == max[h] ? 1.f : power_of_two((max[h] - base) * multiplier);
-    max[h] = top;
-    float more = 0;
-#pragma unroll
-    for (int j = 0; j < Blocks; ++j)
-#pragma unroll
-      for (int i = 2 * h; i < 2 * h + 2; ++i) {
-        s[j][i] = power_of_two(Kind == Scores::kPlain ? s[j][i] * multiplier - base * multiplier
-                                                      : (s[j][i] - base) * multiplier);
-        more += s[j][i];
-      }
-    sum[h] = sum[h] * factor[h] + more;
+    factor[h] = raise_row<Kind>(multiplier, s, h, row_max(top), max[h], sum[h]);
   }
 }
 
