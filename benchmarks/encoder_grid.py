@@ -15,6 +15,7 @@ import attnpack
 import torch
 import torch.nn.functional as F
 from attnpack import _C
+from attnpack.tools.bench import conditions
 from sdpa_grid import seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -59,6 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
+    print(f"on {conditions()}; {_C.limits()[1] / 1e9:.0f} GFLOP/s bf16")
     found: dict[str, dict[str, float]] = {"sdpa": {}, "zentorch": {}}
     for name, work, calls, index in cases():
         if args.only not in name:

@@ -111,13 +111,19 @@ inline void register_tile(Operand<E> a, const B& b, T* c, int64_t ldc, int64_t d
     }
 }
 
-template <class T, class E, int Rows, int Vectors, SideWork side_work, class B>
+// Is called after each register tile, for work that should not come in one burst. This one does none.
+struct Nothing {
+  void operator()() const {}
+};
+
+template <class T, class E, int Rows, int Vectors, SideWork side_work, class B, class Between>
 inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<E> a, B b, T* c, int64_t ldc, int64_t depth,
-                         bool accumulate) {
+                         bool accumulate, const Between& between) {
   for (; begin + Rows <= rows; begin += Rows) {
     if (begin > 0) b.ahead = 0;  // the first row of tiles has prefetched it
     register_tile<T, E, Rows, Vectors, side_work>({a.data + begin * a.row, a.row, a.column, a.ahead}, b,
                                                   c + begin * ldc, ldc, depth, accumulate);
+    between();
   }
   return begin;
 }
@@ -128,19 +134,20 @@ inline int64_t row_tiles(int64_t begin, int64_t rows, Operand<E> a, B b, T* c, i
 constexpr int64_t kDepth = 64;
 
 // If terms are skipped, rows are taken one at a time: that path is rare, and a tile with branches would be slow anyway.
-template <class T, class E, int Vectors, SideWork side_work, class B>
-inline void all_rows(int64_t rows, Operand<E> a, const B& b, T* c, int64_t ldc, int64_t depth, bool accumulate) {
+template <class T, class E, int Vectors, SideWork side_work, class B, class Between>
+inline void all_rows(int64_t rows, Operand<E> a, const B& b, T* c, int64_t ldc, int64_t depth, bool accumulate,
+                     const Between& between) {
   int64_t r = 0;
   if constexpr (side_work != SideWork::kSkip) {
-    r = row_tiles<T, E, kTileRows, Vectors, side_work>(r, rows, a, b, c, ldc, depth, accumulate);
-    r = row_tiles<T, E, 4, Vectors, side_work>(r, rows, a, b, c, ldc, depth, accumulate);
+    r = row_tiles<T, E, kTileRows, Vectors, side_work>(r, rows, a, b, c, ldc, depth, accumulate, between);
+    r = row_tiles<T, E, 4, Vectors, side_work>(r, rows, a, b, c, ldc, depth, accumulate, between);
   }
-  row_tiles<T, E, 1, Vectors, side_work>(r, rows, a, b, c, ldc, depth, accumulate);
+  row_tiles<T, E, 1, Vectors, side_work>(r, rows, a, b, c, ldc, depth, accumulate, between);
 }
 
-template <class T, class E, SideWork side_work, class B>
+template <class T, class E, SideWork side_work, class B, class Between>
 void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<E> a, const B& b, T* c, int64_t ldc, bool accumulate,
-          int64_t chain) {
+          int64_t chain, const Between& between) {
   static_assert(sizeof(E) == sizeof(T), "a vector of B covers as many columns as one of C");
   if (depth == 0 && !accumulate)
     for (int64_t r = 0; r < rows; ++r)
@@ -151,21 +158,21 @@ void gemm(int64_t rows, int64_t columns, int64_t depth, Operand<E> a, const B& b
       const B right = b.part(k, n);
       const int64_t part = depth - k < chain ? depth - k : chain;
       if (columns - n > kLanes<T>)
-        all_rows<T, E, kTileVectors, side_work>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
+        all_rows<T, E, kTileVectors, side_work>(rows, left, right, c + n, ldc, part, accumulate || k > 0, between);
       else
-        all_rows<T, E, 1, side_work>(rows, left, right, c + n, ldc, part, accumulate || k > 0);
+        all_rows<T, E, 1, side_work>(rows, left, right, c + n, ldc, part, accumulate || k > 0, between);
     }
 }
 
-template <class T, class E = T, class B = Panels<E>>
+template <class T, class E = T, class B = Panels<E>, class Between = Nothing>
 inline void gemm(bool skip, int64_t rows, int64_t columns, int64_t depth, Operand<E> a, const B& b, T* c, int64_t ldc,
-                 bool accumulate, int64_t chain = kDepth) {
+                 bool accumulate, int64_t chain = kDepth, const Between& between = {}) {
   if (skip)
-    gemm<T, E, SideWork::kSkip>(rows, columns, depth, a, b, c, ldc, accumulate, chain);
+    gemm<T, E, SideWork::kSkip>(rows, columns, depth, a, b, c, ldc, accumulate, chain, between);
   else if (a.ahead || b.ahead)
-    gemm<T, E, SideWork::kFetch>(rows, columns, depth, a, b, c, ldc, accumulate, chain);
+    gemm<T, E, SideWork::kFetch>(rows, columns, depth, a, b, c, ldc, accumulate, chain, between);
   else
-    gemm<T, E, SideWork::kNothing>(rows, columns, depth, a, b, c, ldc, accumulate, chain);
+    gemm<T, E, SideWork::kNothing>(rows, columns, depth, a, b, c, ldc, accumulate, chain, between);
 }
 
 // Packs a row of any storage type into the accumulation type. Columns are padded with zeros to ld.

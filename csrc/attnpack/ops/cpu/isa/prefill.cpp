@@ -117,31 +117,39 @@ class PrefillTile {
   }
 
   void attend_keys(bool skip_excluded) {
-    reset_state(state_, tile_.count);
-    for (int64_t begin = tile_.keys.begin / w_.block * w_.block; begin < tile_.keys.end; begin += w_.block)
-      attend_block(begin, smaller(w_.block, tile_.keys.end - begin), skip_excluded);
+    // The products with the first block of values are the first numbers in `out`.
+    const int64_t first = tile_.keys.begin / w_.block * w_.block,
+                  written = (p_.v_head_dim + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
+    reset_state(state_, tile_.count, tile_.keys.empty() ? 0 : written);
+    for (int64_t begin = first; begin < tile_.keys.end; begin += w_.block)
+      attend_block(begin, smaller(w_.block, tile_.keys.end - begin), skip_excluded, begin > first);
   }
 
-  void attend_block(int64_t begin, int64_t count, bool skip_excluded) {
+  void attend_block(int64_t begin, int64_t count, bool skip_excluded, bool accumulate) {
     const int64_t slot = w_.blocks.slot(begin, [&](int64_t slot) { pack_block(begin, slot); });
     const E* keys = w_.keys + slot * w_.block * w_.key_steps;
     const E* values = w_.values + slot * w_.block_steps * w_.value_width;
+    const int64_t lines = lines_between();
+    const auto fetch_next = [&] { next_.fetch_lines(lines); };
     gemm<A, E>(false, tile_.count, count, w_.key_steps, {w_.query, w_.key_steps, 1},
-               {keys, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false, score_chain(p_, b_));
-    weigh_keys(begin, count);
+               Panels<E>{keys, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false, score_chain(p_, b_),
+               fetch_next);
+    compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
     gemm<A, E>(skip_excluded, tile_.count, p_.v_head_dim, steps<Operands>(count), {w_.weights, w_.block_steps, 1},
-               {values, kPanel<A>, kPanel<A> * w_.block_steps}, w_.out, w_.out_ld, true);
+               Panels<E>{values, kPanel<A>, kPanel<A> * w_.block_steps}, w_.out, w_.out_ld, accumulate, kDepth,
+               fetch_next);
   }
 
-  // compute_weights of a block. Meanwhile memory brings the next head.
-  void weigh_keys(int64_t begin, int64_t count) {
-    constexpr int64_t kRows = kSoftmaxRows<A>;
-    const int64_t lines = (next_.lines() * kRows + tile_.count - 1) / tile_.count;
-    if (lines == 0) return compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
-    for (int64_t r = 0; r < tile_.count; r += kRows) {
-      compute_weights(p_, b_, tile_, state_, weights_, r, smaller(kRows, tile_.count - r), begin, count);
-      next_.fetch_lines(lines);
-    }
+  // How many lines of the next head memory brings after each register tile of the products. The count of register
+  // tiles is a little less than there are.
+  int64_t lines_between() const {
+    const auto parts = [](int64_t columns, int64_t depth) {
+      return (columns + kPanel<A> - 1) / kPanel<A> * ((depth + kDepth - 1) / kDepth);
+    };
+    const int64_t keys = tile_.keys.end - tile_.keys.begin,
+                  tiles = (tile_.count + kTileRows - 1) / kTileRows *
+                          (parts(keys, w_.key_steps) + parts(p_.v_head_dim, steps<Operands>(keys)));
+    return tiles > 0 ? (next_.lines() + tiles - 1) / tiles : 0;
   }
 
   void pack_block(int64_t begin, int64_t slot) {

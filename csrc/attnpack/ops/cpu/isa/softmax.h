@@ -111,14 +111,16 @@ struct RowState {
   int64_t scores_ld, out_ld;
 };
 
+// kept: the columns of `out` before this one are left as they are, for who writes them before reading.
 template <class T>
-inline void reset_state(const RowState<T>& state, int64_t rows) {
+inline void reset_state(const RowState<T>& state, int64_t rows, int64_t kept = 0) {
   // Groups of kSoftmaxRows may begin at any row.
   for (int64_t r = 0; r < rows + kSoftmaxRows<T> && r < kTileQueryRows; r += kLanes<T>) {
     store<T>(state.max + r, broadcast(T(-kInfinity)));
     store<T>(state.sum + r, Vec<T>{});
   }
-  for (int64_t i = 0; i < rows * state.out_ld; ++i) state.out[i] = 0;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = kept; c < state.out_ld; ++c) state.out[r * state.out_ld + c] = 0;
 }
 
 // Turns the products of rows [first, first + rows) with keys [begin, begin + count) into probabilities that are still
@@ -163,14 +165,18 @@ inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_
     divisor = divisor * factor + exp_one<T>(sink - top);
     max = top;
   }
-  // A division rounds once less than a product with the inverse.
   int64_t d = 0;
+  if constexpr (sizeof(S) < sizeof(T)) {  // the inverse's rounding is lost in that of 16 bit
+    const T inverse = factor / divisor;
 #if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<S, BFloat16>)
-    for (; d + kLanes<T> <= p.v_head_dim; d += kLanes<T>)
-      if (!store_rounded(out + d, load<T>(values + d) * factor / divisor)) break;
+    if constexpr (std::is_same_v<S, BFloat16>)
+      for (; d + kLanes<T> <= p.v_head_dim; d += kLanes<T>)
+        if (!store_rounded(out + d, load<T>(values + d) * inverse)) break;
 #endif
-  for (; d < p.v_head_dim; ++d) store_one(out + d, values[d] * factor / divisor);
+    for (; d < p.v_head_dim; ++d) store_one(out + d, values[d] * inverse);
+  } else {
+    for (; d < p.v_head_dim; ++d) store_one(out + d, values[d] * factor / divisor);
+  }
   lse = max + static_cast<T>(__builtin_log(static_cast<double>(sum)));
 }
 template <class T, class S>
