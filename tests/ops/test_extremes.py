@@ -104,6 +104,18 @@ def test_the_greatest_scales_keep_finite_scores_finite(lengths, dtype, scale):
     assert_close(attention(query, key, inputs.value, scale=scale), chosen)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["decode", "prefill"])
+def test_huge_scores_choose_the_largest(lengths, dtype):
+    """Products that are rounded: a score minus its rounded maximum would be far above 0."""
+    inputs = make_inputs(dtype, lengths=lengths)
+    query, key = torch.zeros_like(inputs.query), torch.zeros_like(inputs.key)
+    query[..., 0], key[:, :, 3, 0], key[:, :, 5, 0] = 1.3, 0.7, 0.4
+    chosen = inputs.value[:, :, 3:4].repeat_interleave(2, 1).expand(-1, -1, lengths[0], -1)
+    for scale in (1.1e10, 3.3e12, 7.7e15):
+        assert torch.equal(attention(query, key, inputs.value, scale=scale), chosen)
+
+
 @pytest.mark.parametrize("softcap", [1e-300, 1e-45, 1e-40, 1e-30, 1e30, 1e39, 1e300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["decode", "prefill"])

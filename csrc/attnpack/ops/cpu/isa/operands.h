@@ -24,6 +24,7 @@ inline Vec<A> load_some(const S* p, int64_t count) {
 template <class S, class A>
 struct Widened {
   using Element = A;
+  static constexpr bool kCoarse = sizeof(S) < sizeof(A);  // whether results are rounded to 16 bit
   static constexpr int64_t kStep = 1;
   static void pack_row(const S* from, int64_t columns, A* to, int64_t ld) { pack(from, columns, to, ld); }
   template <class Rows>
@@ -53,6 +54,7 @@ struct Widened {
 // Operands whose elements are pairs of bf16. The results of the softmax are rounded to such pairs.
 struct Paired {
   using Element = Pair;
+  static constexpr bool kCoarse = true;
   static constexpr int64_t kStep = 2;
   static constexpr auto pack_row = pack_pairs;
   template <class Rows>
@@ -115,11 +117,11 @@ inline void compute_weights(const AttentionParams& p, int64_t b, const RowTile& 
                             const Weights<Operands>& weights, int64_t first, int64_t rows, int64_t begin,
                             int64_t count) {
   if constexpr (!kRounds<Operands>) {
-    softmax_rows<A>(p, b, tile, state, first, rows, begin, count);
+    softmax_rows<Operands::kCoarse>(p, b, tile, state, first, rows, begin, count);
   } else {
     for (int64_t r = first; r < first + rows; r += kSoftmaxRows<A>) {
       const int64_t some = smaller(kSoftmaxRows<A>, first + rows - r);
-      softmax_rows<A>(p, b, tile, state, r, some, begin, count);
+      softmax_rows<Operands::kCoarse>(p, b, tile, state, r, some, begin, count);
       for (int64_t i = r; i < r + some; ++i)
         round_weights(state.scores + i * state.scores_ld, count, weights.data + i * weights.ld,
                       state.out + i * state.out_ld + weights.sums);

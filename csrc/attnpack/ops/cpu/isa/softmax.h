@@ -21,8 +21,9 @@ inline Vec<T> largest_score(const T* s, int64_t count) {
   return Larger()(Larger()(top[0], top[1]), Larger()(top[2], top[3]));
 }
 
-// Turns `Count` vectors of scores into exp(scale * score - max), and -inf into -0.0. Adds them to total.
-template <int Count, class T>
+// Turns `Count` vectors of scores into exp(scale * score - max), and -inf into -0.0. Adds them to total. Coarse: for
+// numbers that are stored in 16 bit.
+template <bool Coarse, int Count, class T>
 inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
   Vec<T> x[Count];
 #pragma GCC unroll 4
@@ -32,7 +33,10 @@ inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
     // The exponential of an excluded score would lie below the least normal number, where processors are slow.
     x[i] = load<T>(s + i * kLanes<T>) == T(-kInfinity) ? Vec<T>{} : score - max;
   }
-  exp_each(x);
+  if constexpr (Coarse)
+    coarse_exp_each(x);
+  else
+    exp_each(x);
 #pragma GCC unroll 4
   for (int i = 0; i < Count; ++i) {
     x[i] = load<T>(s + i * kLanes<T>) == T(-kInfinity) ? broadcast(T(-0.0)) : x[i];
@@ -42,12 +46,12 @@ inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
 }
 
 // The same for a row of count scores, whole vectors; returns their sum, lane by lane.
-template <class T>
+template <bool Coarse, class T>
 inline Vec<T> exponentials_of_row(T* s, int64_t count, T scale, T max) {
   Vec<T> total{};
   int64_t j = 0;
-  for (; j + 4 * kLanes<T> <= count; j += 4 * kLanes<T>) exponentials<4>(s + j, scale, max, total);
-  for (; j < count; j += kLanes<T>) exponentials<1>(s + j, scale, max, total);
+  for (; j + 4 * kLanes<T> <= count; j += 4 * kLanes<T>) exponentials<Coarse, 4>(s + j, scale, max, total);
+  for (; j < count; j += kLanes<T>) exponentials<Coarse, 1>(s + j, scale, max, total);
   return total;
 }
 
@@ -60,7 +64,7 @@ inline Vec<T> rescaling(Vec<T> old, Vec<T> raised) {
 // Turns a block of scores of up to kSoftmaxRows rows into exp(scale * score - max), in place; -inf (excluded) becomes
 // -0.0. Rows lie lds apart; scale > 0. Raises max and sum. factor receives the number by which to multiply the earlier
 // results of each row. count: whole vectors, padded with -inf. max, sum and factor hold kSoftmaxRows numbers.
-template <class T>
+template <bool Coarse, class T>
 inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T scale, T* max, T* sum, T* factor) {
   if (rows == 1) {  // the same bits, without folding vectors that are not there
     const Vec<T> old = broadcast(*max), top = broadcast(fold_lanes<T>(largest_score(s, count), Larger()));
@@ -68,7 +72,7 @@ inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T sca
     const Vec<T> lowered = rescaling<T>(old, raised);
     *max = raised[0];
     *factor = lowered[0];
-    const Vec<T> added = broadcast(fold_lanes<T>(exponentials_of_row(s, count, scale, *max), Add()));
+    const Vec<T> added = broadcast(fold_lanes<T>(exponentials_of_row<Coarse>(s, count, scale, *max), Add()));
     *sum = (broadcast(*sum) * lowered + added)[0];
     return;
   }
@@ -83,7 +87,7 @@ inline void online_softmax(T* s, int64_t lds, int64_t rows, int64_t count, T sca
     store<T>(max + r, raised);
   }
   for (int64_t r = 0; r < kSoftmaxRows<T>; ++r)
-    per_row[r] = r < rows ? exponentials_of_row(s + r * lds, count, scale, max[r]) : Vec<T>{};
+    per_row[r] = r < rows ? exponentials_of_row<Coarse>(s + r * lds, count, scale, max[r]) : Vec<T>{};
   fold_each<T, kSoftmaxRows<T>>(per_row, folded, Add());
   for (int64_t r = 0; r < kSoftmaxRows<T>; r += kLanes<T>)
     store<T>(sum + r, load<T>(sum + r) * load<T>(factor + r) + load<T>(folded + r));
@@ -125,7 +129,7 @@ inline void reset_state(const RowState<T>& state, int64_t rows, int64_t kept = 0
 
 // Turns the products of rows [first, first + rows) with keys [begin, begin + count) into probabilities that are still
 // to be divided by the sum. Rescales the rows' outputs so far to their new maximum.
-template <class T>
+template <bool Coarse, class T>
 inline void softmax_rows(const AttentionParams& p, int64_t b, const RowTile& tile, const RowState<T>& state,
                          int64_t first, int64_t rows, int64_t begin, int64_t count) {
   const int64_t end = first + rows, whole = (count + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
@@ -135,7 +139,8 @@ inline void softmax_rows(const AttentionParams& p, int64_t b, const RowTile& til
     const QueryRow* row = tile.rows + first;
     for (int64_t r = 0; r < some; ++r) finish_scores<T>(p, b, row[r], begin, count, s + r * state.scores_ld);
     T factor[kSoftmaxRows<T>];
-    online_softmax<T>(s, state.scores_ld, some, whole, scale_left<T>(p), state.max + first, state.sum + first, factor);
+    online_softmax<Coarse>(s, state.scores_ld, some, whole, scale_left<T>(p), state.max + first, state.sum + first,
+                           factor);
     for (int64_t r = 0; r < some; ++r) {
       if (p.dropout_p > 0) drop_weights<T>(p, b, row[r], begin, count, s + r * state.scores_ld);
       if (factor[r] != 1) multiply_row(state.out + (first + r) * state.out_ld, state.out_ld, factor[r]);
