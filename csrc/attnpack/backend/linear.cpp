@@ -21,9 +21,12 @@ void register_linear(Registrations& registrations);
 
 ReplaceableFunction& replaceable() {
   static auto& function = *new ReplaceableFunction(
-      register_linear, {"", "torch's kernel is as fast for the sizes, the dtype and the CPU, or the call is not for it",
-                        "a torch.func transform or forward-mode differentiation is active",
-                        "a tensor is of a class of its own, or a graph is exported"});
+      register_linear,
+      {"",
+       "torch's kernel is as fast for the sizes, the dtype and the CPU, or ATTNPACK_LINEAR pins it, or the "
+       "call is not for it",
+       "a torch.func transform or forward-mode differentiation is active",
+       "a tensor is of a class of its own, or a graph is exported"});
   return function;
 }
 

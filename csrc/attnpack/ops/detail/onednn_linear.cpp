@@ -148,13 +148,13 @@ std::string describe_linear_kernels() {
     case LinearKernel::kTorch:
       return "torch's linear, by ATTNPACK_LINEAR";
     case LinearKernel::kOneDnn:
-      return "oneDNN, by ATTNPACK_LINEAR";
+      return "oneDNN for fp32 and bf16, by ATTNPACK_LINEAR";
     default:
       break;
   }
-  if (!onednn_op()) return "torch's linear: this torch has no oneDNN";
-  if (!is_slow_with_mkl()) return "torch's linear, and oneDNN for bf16 with a bias";
-  return c10::str("oneDNN for fp32 from ", kFloat.work,
+  if (!onednn_op()) return "attnpack's for few rows, else torch's linear: this torch has no oneDNN";
+  if (!is_slow_with_mkl()) return "attnpack's for few rows, oneDNN for bf16 with a bias, else torch's linear";
+  return c10::str("attnpack's for few rows, oneDNN for fp32 from ", kFloat.work,
                   " multiply-adds on, where MKL uses half of AVX-512 on this CPU, ",
                   "and for bf16 with a bias; else torch's linear");
 }

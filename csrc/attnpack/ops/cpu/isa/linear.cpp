@@ -17,14 +17,26 @@ constexpr Stream kWeights{5 << 10};
 constexpr int64_t kMostTogether = kRegisters == 32 ? 8 : kRowsAtOnce;
 int64_t rows_together(int64_t rows) { return rows >= kMostTogether ? kMostTogether : smaller(rows, kRowsAtOnce); }
 
+// The weights of a block that several groups of input rows read in turn. Each group prefetches its share of the next
+// block into L2, so that memory is read all the time, and not by the first group alone (gain: PERFORMANCE.md).
+constexpr Stream kNextBlock{0, true};
+template <class S>
+struct SharedRows {
+  static constexpr int64_t kMostAhead = 0;
+  const S *first, *next;
+  int64_t stride, group, groups;
+  const S* operator[](int64_t i) const { return first + i * stride; }
+  const S* ahead(int64_t i) const { return (i / kTogether % groups == group ? next : first) + i * stride; }
+};
+
 // s[r, j] = x[r] . w[j] for some columns; the products of further columns are added. A row of s has kBlock numbers.
 // Not inlined: next to the loops for more rows, the compiler makes the loop for one row slower (PERFORMANCE.md).
-template <class Operands, int Rows, class S>
-[[gnu::noinline]] void multiply_rows(const typename Operands::Element* x, int64_t width, const StridedRows<S>& w,
+template <class Operands, int Rows, Stream stream, class RowsOfW>
+[[gnu::noinline]] void multiply_rows(const typename Operands::Element* x, int64_t width, const RowsOfW& w,
                                      int64_t count, int64_t columns, bool further, float* s) {
   float part[Rows * kBlock];
-  dot_products<Operands, Rows, kWeights, kColumnBytes / sizeof(S)>(x, width, w, count, columns, further ? part : s,
-                                                                   kBlock);
+  dot_products<Operands, Rows, stream, kColumnBytes / sizeof(ElementOf<RowsOfW>)>(x, width, w, count, columns,
+                                                                                  further ? part : s, kBlock);
   for (int64_t r = 0; further && r < Rows; ++r)
     for (int64_t j = 0; j < count; ++j) s[r * kBlock + j] += part[r * kBlock + j];
 }
@@ -56,16 +68,26 @@ void compute_outputs(const LinearParams& p, Range outputs, void* scratch) {
   const int64_t columns = smaller(p.inputs, most);
   const int64_t fit = kBlockBytes / (columns * static_cast<int64_t>(sizeof(S))) / kTogether * kTogether;
   const int64_t block = fit < kTogether ? kTogether : smaller(fit, kBlock);
+  int64_t groups = 0;
+  for (int64_t r = 0; r < p.rows; ++groups) r += rows_together(p.rows - r);
   float s[kFewRows * kBlock];
   for (int64_t begin = outputs.begin; begin < outputs.end; begin += block) {
     const int64_t count = smaller(block, outputs.end - begin);
     for (int64_t c = 0; c < p.inputs; c += columns) {
-      const StridedRows<S> w{static_cast<const S*>(p.weight) + begin * p.weight_stride + c, p.weight_stride};
-      for (int64_t r = 0, some; r < p.rows; r += some) {
+      const S* first = static_cast<const S*>(p.weight) + begin * p.weight_stride + c;
+      const S* next = c + columns < p.inputs ? first + columns : first - c + block * p.weight_stride;
+      for (int64_t r = 0, group = 0, some; r < p.rows; r += some) {
         some = rows_together(p.rows - r);
+        const auto multiply_by = [&](auto rows, auto stream, const auto& w) {
+          multiply_rows<Operands, rows, stream>(x + r * width + c / Operands::kStep, width, w, count,
+                                                smaller(columns, p.inputs - c), c > 0, s + r * kBlock);
+        };
         const auto multiply = [&](auto rows) {
-          multiply_rows<Operands, rows, S>(x + r * width + c / Operands::kStep, width, w, count,
-                                           smaller(columns, p.inputs - c), c > 0, s + r * kBlock);
+          if (groups > 1)
+            multiply_by(rows, std::integral_constant<Stream, kNextBlock>(),
+                        SharedRows<S>{first, next, p.weight_stride, group++, groups});
+          else
+            multiply_by(rows, std::integral_constant<Stream, kWeights>(), StridedRows<S>{first, p.weight_stride});
         };
         if (some > kRowsAtOnce)
           multiply(std::integral_constant<int, kMostTogether>());

@@ -115,7 +115,8 @@ struct RowState {
   int64_t scores_ld, out_ld;
 };
 
-// kept: the columns of `out` before this one are left as they are, for who writes them before reading.
+// kept: the columns of `out` before this one are left as they are, for a caller that writes them before softmax_rows
+// may rescale them. Before a row's first keys it rescales nothing (rescaling).
 template <class T>
 inline void reset_state(const RowState<T>& state, int64_t rows, int64_t kept = 0) {
   // Groups of kSoftmaxRows may begin at any row.
