@@ -59,8 +59,8 @@ inline void exp_each(Vec<float> (&x)[Count]) {
   ATTNPACK_EACH x[i] = times_power_of_two(p[i], n[i]);
 #undef ATTNPACK_EACH
 }
-// The same within 4e-6 of the result for x >= -8, and within 7e-6 for all x. That is enough where results are rounded to
-// 16 bit. exp(0) = 1.
+// The same within 4e-6 of the result for x >= -8, and within 7e-6 for all x. That is enough where results are rounded
+// to 16 bit. exp(0) = 1.
 //   exp(x) = 2^n 2^r,  n = round(x / ln 2),  r = x / ln 2 - n
 // The polynomial for 2^r is minimax in relative error over abs(r) <= 1/2, with 1 as its constant.
 template <int Count>
