@@ -11,6 +11,7 @@ import pytest
 import torch
 from attnpack import reference
 from attnpack.tools import cli, demo
+from attnpack.tools.bench import machine
 from attnpack.tools.demo import model as demo_model
 from attnpack.tools.demo import variants as demo_variants
 from attnpack.tools.demo.mqa import chunkings, fold, rename_to_notebook, run_mqa
@@ -156,6 +157,7 @@ def test_the_readme_shows_what_the_demo_prints(capsys):
     # The README cuts the answer, with three dots.
     before, after = (part.split() for part in without_figures(shown).split(" ..."))
     words = without_figures(printed).split()
+    assert re.search(rf"^machine +{re.escape(machine())}, \d+ threads?,", printed, flags=re.M)
     assert words[: len(before)] == before and words[-len(after) :] == after
 
 

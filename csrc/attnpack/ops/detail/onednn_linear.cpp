@@ -152,9 +152,10 @@ std::string describe_linear_kernels() {
     default:
       break;
   }
-  if (!onednn_op()) return "attnpack's for few rows, else torch's linear: this torch has no oneDNN";
-  if (!is_slow_with_mkl()) return "attnpack's for few rows, oneDNN for bf16 with a bias, else torch's linear";
-  return c10::str("attnpack's for few rows, oneDNN for fp32 from ", kFloat.work,
+  const std::string few = "attnpack's for few rows, ";
+  if (!onednn_op()) return few + "else torch's linear: this torch has no oneDNN";
+  if (!is_slow_with_mkl()) return few + "oneDNN for bf16 with a bias, else torch's linear";
+  return c10::str(few, "oneDNN for fp32 from ", kFloat.work,
                   " multiply-adds on, where MKL uses half of AVX-512 on this CPU, ",
                   "and for bf16 with a bias; else torch's linear");
 }

@@ -281,7 +281,7 @@ class KeyBlockGradients {
     A *s = w_.scores + r * w_.block, *g = w_.grad_scores + r * w_.block;
     A* cap = p_.softcap > 0 ? w_.cap : nullptr;
     finish_scores<A>(p_, b_, row, begin, count, s, cap);
-    const int64_t whole = (count + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
+    const int64_t whole = whole_vectors<A>(count);
     exponentials_of_row<Operands::kCoarse>(s, whole, scale_left<A>(p_), w_.lse[r]);
     if (p_.dropout_p > 0) {
       drop_row(row, begin, count, s, g, w_.delta[r]);

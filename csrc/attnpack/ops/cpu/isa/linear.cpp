@@ -76,7 +76,7 @@ void compute_outputs(const LinearParams& p, Range outputs, void* scratch) {
     for (int64_t c = 0; c < p.inputs; c += columns) {
       const S* first = static_cast<const S*>(p.weight) + begin * p.weight_stride + c;
       const S* next = c + columns < p.inputs ? first + columns : first - c + block * p.weight_stride;
-      for (int64_t r = 0, group = 0, some; r < p.rows; r += some) {
+      for (int64_t r = 0, group = 0, some; r < p.rows; r += some, ++group) {
         some = rows_together(p.rows - r);
         const auto multiply_by = [&](auto rows, auto stream, const auto& w) {
           multiply_rows<Operands, rows, stream>(x + r * width + c / Operands::kStep, width, w, count,
@@ -85,7 +85,7 @@ void compute_outputs(const LinearParams& p, Range outputs, void* scratch) {
         const auto multiply = [&](auto rows) {
           if (groups > 1)
             multiply_by(rows, std::integral_constant<Stream, kNextBlock>(),
-                        SharedRows<S>{first, next, p.weight_stride, group++, groups});
+                        SharedRows<S>{first, next, p.weight_stride, group, groups});
           else
             multiply_by(rows, std::integral_constant<Stream, kWeights>(), StridedRows<S>{first, p.weight_stride});
         };

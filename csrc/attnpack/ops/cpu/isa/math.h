@@ -38,47 +38,47 @@ inline V unfused(V product) {
   return product;
 }
 
-// x[i] <- exp(x[i]) for x <= 88: within 2 ulp, subnormal results too, exp(-inf) = 0, NaN stays NaN.
+#define ATTNPACK_EACH _Pragma("GCC unroll 8") for (int i = 0; i < Count; ++i)
+
+// x[i] <- 2^n[i] times a polynomial of x[i], whose highest coefficient comes first. All `Count` vectors take each step
+// together: one vector alone is a long chain in which every operation waits for the one before it.
+template <int Count, int Terms>
+inline void scaled_polynomials(Vec<float> (&x)[Count], const Vec<float> (&n)[Count],
+                               const float (&coefficients)[Terms]) {
+  Vec<float> p[Count];
+  ATTNPACK_EACH p[i] = broadcast(coefficients[0]);
+#pragma GCC unroll 6
+  for (int c = 1; c < Terms; ++c) ATTNPACK_EACH p[i] = p[i] * x[i] + coefficients[c];
+  ATTNPACK_EACH x[i] = times_power_of_two(p[i], n[i]);
+}
+
+// x[i] <- exp(x[i]) for x <= 88: within 2 ulp, subnormal results too, exp(0) = 1, exp(-inf) = 0, NaN stays NaN.
 //   exp(x) = 2^n exp(r),  n = round(x / ln 2),  r = x - n ln 2
-// A polynomial gives exp(r); it is minimax in relative error (3e-9) over abs(r) <= ln 2 / 2. All `Count` vectors take
-// each step together: one vector alone is a long chain in which every operation waits for the one before it.
-template <int Count>
+// Coarse: within 4e-6 of the result for x >= -8, and within 7e-6 for all x. That is enough where results are rounded to
+// 16 bit.
+//   exp(x) = 2^n 2^r,  r = x / ln 2 - n
+// The polynomials are minimax in relative error, exp(r) over abs(r) <= ln 2 / 2 (3e-9), 2^r over abs(r) <= 1/2 (3e-6).
+template <bool Coarse = false, int Count>
 inline void exp_each(Vec<float> (&x)[Count]) {
   constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  constexpr float kPolynomial[] = {8.368745113e-3f, 4.166839079e-2f, 1.666652040e-1f, 4.999999343e-1f, 1.0f, 1.0f};
-  Vec<float> n[Count], p[Count];
-#define ATTNPACK_EACH _Pragma("GCC unroll 8") for (int i = 0; i < Count; ++i)
+  constexpr float kLog2E = 1.44269504f;
+  constexpr float kExp[] = {
+      1.381454002e-3f, 8.368745113e-3f, 4.166839079e-2f, 1.666652040e-1f, 4.999999343e-1f, 1.0f, 1.0f};
+  constexpr float kPowerOfTwo[] = {9.58285531e-3f, 5.59064304e-2f, 2.40240986e-1f, 6.93124193e-1f, 1.0f};
+  Vec<float> n[Count];
   ATTNPACK_EACH x[i] = at_least(x[i], -105.0f);  // far enough for 0
-  ATTNPACK_EACH n[i] = x[i] * 1.44269504f + kMagic;
-  ATTNPACK_EACH n[i] -= kMagic;
-  ATTNPACK_EACH x[i] -= n[i] * 0.693359375f;
-  ATTNPACK_EACH x[i] -= n[i] * -2.12194440e-4f;
-  ATTNPACK_EACH p[i] = broadcast(1.381454002e-3f);
-#pragma GCC unroll 6
-  for (int c = 0; c < 6; ++c) ATTNPACK_EACH p[i] = p[i] * x[i] + kPolynomial[c];
-  ATTNPACK_EACH x[i] = times_power_of_two(p[i], n[i]);
-#undef ATTNPACK_EACH
-}
-// The same within 4e-6 of the result for x >= -8, and within 7e-6 for all x. That is enough where results are rounded
-// to 16 bit. exp(0) = 1.
-//   exp(x) = 2^n 2^r,  n = round(x / ln 2),  r = x / ln 2 - n
-// The polynomial for 2^r is minimax in relative error over abs(r) <= 1/2, with 1 as its constant.
-template <int Count>
-inline void coarse_exp_each(Vec<float> (&x)[Count]) {
-  constexpr float kMagic = 12582912.0f, kLog2E = 1.44269504f;
-  constexpr float kPolynomial[] = {5.59064304e-2f, 2.40240986e-1f, 6.93124193e-1f, 1.0f};
-  Vec<float> n[Count], p[Count];
-#define ATTNPACK_EACH _Pragma("GCC unroll 8") for (int i = 0; i < Count; ++i)
-  ATTNPACK_EACH x[i] = at_least(x[i], -105.0f);
   ATTNPACK_EACH n[i] = x[i] * kLog2E + kMagic;
   ATTNPACK_EACH n[i] -= kMagic;
-  ATTNPACK_EACH x[i] = x[i] * kLog2E - n[i];
-  ATTNPACK_EACH p[i] = broadcast(9.58285531e-3f);
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; ++c) ATTNPACK_EACH p[i] = p[i] * x[i] + kPolynomial[c];
-  ATTNPACK_EACH x[i] = times_power_of_two(p[i], n[i]);
-#undef ATTNPACK_EACH
+  if constexpr (Coarse) {
+    ATTNPACK_EACH x[i] = x[i] * kLog2E - n[i];
+    scaled_polynomials(x, n, kPowerOfTwo);
+  } else {
+    ATTNPACK_EACH x[i] -= n[i] * 0.693359375f;
+    ATTNPACK_EACH x[i] -= n[i] * -2.12194440e-4f;
+    scaled_polynomials(x, n, kExp);
+  }
 }
+#undef ATTNPACK_EACH
 inline Vec<float> exp(Vec<float> x) {
   Vec<float> one[1] = {x};
   exp_each(one);
@@ -99,7 +99,7 @@ inline Vec<double> exp(Vec<double> x) {
   return x < -745.0 ? Vec<double>{} : y;
 }
 
-template <int Count>
+template <bool = false, int Count>
 inline void exp_each(Vec<double> (&x)[Count]) {
   for (auto& one : x) one = exp(one);
 }

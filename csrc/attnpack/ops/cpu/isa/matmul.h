@@ -18,6 +18,12 @@ inline int64_t padded(int64_t n) {
   return (n + kPanel<T> - 1) / kPanel<T> * kPanel<T>;
 }
 
+// n numbers, rounded up to whole vectors.
+template <class T>
+constexpr int64_t whole_vectors(int64_t n) {
+  return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+}
+
 // One step of the sums: an element of A times a vector of a row of B. bf16_pairs.h has another one.
 template <class T, class E>
 struct Product {

@@ -42,7 +42,8 @@ struct PrefillScratch {
   }
 };
 
-// The rows of the head that the thread takes next, if heads are short. They are prefetched a few lines at a time.
+// The rows of the head that the thread takes next, if heads are short. They are prefetched a few lines at a time, in
+// shares between other work.
 template <class S>
 class NextHead {
  public:
@@ -57,9 +58,9 @@ class NextHead {
       add(at<S>(p.query, p.query_strides, b, group_head(p, kv_head, 0), 0), p.query_strides.row, p.q_len, p.head_dim);
   }
 
-  int64_t lines() const { return lines_; }
-  void fetch_lines(int64_t count) {
-    for (; count > 0 && part_ < parts_; --count) {
+  void spread_over(int64_t times) { share_ = times > 0 ? (lines_ + times - 1) / times : 0; }
+  void fetch_share() {
+    for (int64_t count = share_; count > 0 && part_ < parts_; --count) {
       const Part& part = list_[part_];
       fetch(part.first + row_ * part.stride + column_);
       column_ += kOfLine;
@@ -82,7 +83,7 @@ class NextHead {
   }
 
   Part list_[3];
-  int64_t parts_ = 0, lines_ = 0, part_ = 0, row_ = 0, column_ = 0;
+  int64_t parts_ = 0, lines_ = 0, share_ = 0, part_ = 0, row_ = 0, column_ = 0;
 };
 
 template <class S, class A>
@@ -91,8 +92,11 @@ class PrefillTile {
   PrefillTile(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
       : mask_(p, b, {0, valid_keys(p, b)}), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_) {
     w_.blocks.begin_tile(b * p.num_kv_heads + kv_head);
-    if (rows.begin == 0) next_ = NextHead<S>(p, b, kv_head);
     make_rows(p, b, kv_head, rows, mask_.keys(), tile_);
+    if (rows.begin == 0) {
+      next_ = NextHead<S>(p, b, kv_head);
+      next_.spread_over(register_tiles());
+    }
     for (int64_t r = 0; r < tile_.count; ++r)
       Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
                          w_.query + r * w_.key_steps, w_.key_steps);
@@ -118,9 +122,8 @@ class PrefillTile {
 
   void attend_keys(bool skip_excluded) {
     // The products with the first block of values are the first numbers in `out`.
-    const int64_t first = tile_.keys.begin / w_.block * w_.block,
-                  written = (p_.v_head_dim + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
-    reset_state(state_, tile_.count, tile_.keys.empty() ? 0 : written);
+    const int64_t first = tile_.keys.begin / w_.block * w_.block;
+    reset_state(state_, tile_.count, tile_.keys.empty() ? 0 : whole_vectors<A>(p_.v_head_dim));
     for (int64_t begin = first; begin < tile_.keys.end; begin += w_.block)
       attend_block(begin, smaller(w_.block, tile_.keys.end - begin), skip_excluded, begin > first);
   }
@@ -129,8 +132,7 @@ class PrefillTile {
     const int64_t slot = w_.blocks.slot(begin, [&](int64_t slot) { pack_block(begin, slot); });
     const E* keys = w_.keys + slot * w_.block * w_.key_steps;
     const E* values = w_.values + slot * w_.block_steps * w_.value_width;
-    const int64_t lines = lines_between();
-    const auto fetch_next = [&] { next_.fetch_lines(lines); };
+    const auto fetch_next = [&] { next_.fetch_share(); };
     gemm<A, E>(false, tile_.count, count, w_.key_steps, {w_.query, w_.key_steps, 1},
                Panels<E>{keys, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false, score_chain(p_, b_),
                fetch_next);
@@ -140,16 +142,14 @@ class PrefillTile {
                fetch_next);
   }
 
-  // How many lines of the next head memory brings after each register tile of the products. The count of register
-  // tiles is a little less than there are.
-  int64_t lines_between() const {
+  // Of the tile's products, or a little less than there are.
+  int64_t register_tiles() const {
     const auto parts = [](int64_t columns, int64_t depth) {
-      return (columns + kPanel<A> - 1) / kPanel<A> * ((depth + kDepth - 1) / kDepth);
+      return padded<A>(columns) / kPanel<A> * ((depth + kDepth - 1) / kDepth);
     };
-    const int64_t keys = tile_.keys.end - tile_.keys.begin,
-                  tiles = (tile_.count + kTileRows - 1) / kTileRows *
-                          (parts(keys, w_.key_steps) + parts(p_.v_head_dim, steps<Operands>(keys)));
-    return tiles > 0 ? (next_.lines() + tiles - 1) / tiles : 0;
+    const int64_t keys = tile_.keys.end - tile_.keys.begin;
+    return (tile_.count + kTileRows - 1) / kTileRows *
+           (parts(keys, w_.key_steps) + parts(p_.v_head_dim, steps<Operands>(keys)));
   }
 
   void pack_block(int64_t begin, int64_t slot) {

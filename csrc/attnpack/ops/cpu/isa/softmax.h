@@ -33,10 +33,7 @@ inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
     // The exponential of an excluded score would lie below the least normal number, where processors are slow.
     x[i] = load<T>(s + i * kLanes<T>) == T(-kInfinity) ? Vec<T>{} : score - max;
   }
-  if constexpr (Coarse)
-    coarse_exp_each(x);
-  else
-    exp_each(x);
+  exp_each<Coarse>(x);
 #pragma GCC unroll 4
   for (int i = 0; i < Count; ++i) {
     x[i] = load<T>(s + i * kLanes<T>) == T(-kInfinity) ? broadcast(T(-0.0)) : x[i];
@@ -133,7 +130,7 @@ inline void reset_state(const RowState<T>& state, int64_t rows, int64_t kept = 0
 template <bool Coarse, class T>
 inline void softmax_rows(const AttentionParams& p, int64_t b, const RowTile& tile, const RowState<T>& state,
                          int64_t first, int64_t rows, int64_t begin, int64_t count) {
-  const int64_t end = first + rows, whole = (count + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+  const int64_t end = first + rows, whole = whole_vectors<T>(count);
   for (; first < end; first += kSoftmaxRows<T>) {
     const int64_t some = smaller(kSoftmaxRows<T>, end - first);
     T* s = state.scores + first * state.scores_ld;
@@ -171,18 +168,21 @@ inline void finish_row(const AttentionParams& p, int64_t b, int64_t head, int64_
     divisor = divisor * factor + exp_one<T>(sink - top);
     max = top;
   }
+  // A division rounds once less than a product with the inverse. In 16 bit that rounding is lost.
+  const T inverse = factor / divisor;
+  const auto finished = [&](auto x) {
+    if constexpr (sizeof(S) < sizeof(T))
+      return x * inverse;
+    else
+      return x * factor / divisor;
+  };
   int64_t d = 0;
-  if constexpr (sizeof(S) < sizeof(T)) {  // the inverse's rounding is lost in that of 16 bit
-    const T inverse = factor / divisor;
 #if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<S, BFloat16>)
-      for (; d + kLanes<T> <= p.v_head_dim; d += kLanes<T>)
-        if (!store_rounded(out + d, load<T>(values + d) * inverse)) break;
+  if constexpr (std::is_same_v<S, BFloat16>)
+    for (; d + kLanes<T> <= p.v_head_dim; d += kLanes<T>)
+      if (!store_rounded(out + d, finished(load<T>(values + d)))) break;
 #endif
-    for (; d < p.v_head_dim; ++d) store_one(out + d, values[d] * inverse);
-  } else {
-    for (; d < p.v_head_dim; ++d) store_one(out + d, values[d] * factor / divisor);
-  }
+  for (; d < p.v_head_dim; ++d) store_one(out + d, finished(values[d]));
   lse = max + static_cast<T>(__builtin_log(static_cast<double>(sum)));
 }
 template <class T, class S>
