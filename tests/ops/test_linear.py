@@ -13,11 +13,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The most rows of the kernel for few rows: more where MKL is slow and oneDNN takes large fp32 products.
 MANY = "oneDNN for fp32 from" in attnpack._C.linear_kernels()
 MOST_ROWS = {torch.float32: 24, torch.bfloat16: 32, torch.float16: 16} if MANY else dict.fromkeys(DTYPES, 16)
+SHAPES = ((1, 1), (300, 1), (17, 3), (64, 65), (576, 192), (33, 600), (4100, 70))  # inputs, outputs
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", (1, 2, 4, 7, 16, 24, 31, 32, 33))
-@pytest.mark.parametrize(("inputs", "outputs"), ((1, 1), (17, 3), (64, 65), (576, 192), (33, 600), (4100, 70)))
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_error_is_at_most_twice_that_of_torch(dtype, rows, inputs, outputs):
     torch.manual_seed(rows)
     x, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((rows, inputs), (outputs, inputs), (outputs,)))

@@ -13,7 +13,7 @@ SHAPES = """
 import torch, attnpack
 import torch.nn.functional as F
 torch.manual_seed(0)
-x, weight, bias = torch.randn(130, 160), torch.randn(192, 160), torch.randn(192)
+x, weight, bias = torch.randn(130, 256), torch.randn(320, 256), torch.randn(320)
 def ops_of(call):
     with torch.profiler.profile() as profile:
         call()
@@ -46,7 +46,7 @@ with torch.no_grad():
     print(by_onednn(x.bfloat16(), weight.bfloat16(), bias.bfloat16()))
     for few in (x[:20, :40], x[:30, :40], x.double(), x.half()):
         print(by_onednn(few, weight[:, : few.size(1)].to(few.dtype)))
-    many = x.repeat(20, 1)  # enough work for thin products and short sums
+    many = x.repeat(80, 1)  # enough work for thin products and short sums
     for inputs, outputs in ((16, 64), (16, 63), (15, 64)):
         print(by_onednn(many[:, :inputs], weight[:outputs, :inputs]))
 leaves = [t.requires_grad_() for t in (x, weight, bias)]

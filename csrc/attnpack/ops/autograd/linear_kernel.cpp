@@ -15,6 +15,12 @@ using torch::autograd::SavedVariable;
 
 Tensor as_rows(const Tensor& x) { return x.dim() == 2 ? x : x.reshape_symint({-1, x.sym_size(-1)}); }
 
+// grad^T input [out, in], by the faster kernel. It can be differentiated.
+Tensor weight_gradient(const Tensor& grad, const Tensor& input) {
+  if (!takes_onednn(grad.t(), input.t(), std::nullopt)) return grad.t().mm(input);
+  return attnpack::linear(with_round_rows(grad).t(), with_round_rows(input).t());
+}
+
 // grad_input = grad weight, grad_weight = grad^T input, grad_bias = sum(grad). The products are linear layers too, so
 // they take the faster kernel, and can be differentiated.
 struct LinearBackward : torch::autograd::Node {
@@ -29,8 +35,7 @@ struct LinearBackward : torch::autograd::Node {
     if (!grads[0].defined()) return {input, weight, bias};
     const Tensor rows = as_rows(grads[0]);
     if (task_should_compute_output(0)) input = attnpack::linear(grads[0], weight_.unpack().t());
-    if (task_should_compute_output(1))
-      weight = attnpack::linear(with_round_rows(rows).t(), with_round_rows(as_rows(input_.unpack())).t());
+    if (task_should_compute_output(1)) weight = weight_gradient(rows, as_rows(input_.unpack()));
     if (task_should_compute_output(2)) bias = rows.sum(0);
     return {input, weight, bias};
   }

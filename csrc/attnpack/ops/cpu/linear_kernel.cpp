@@ -2,6 +2,8 @@
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
+#include <utility>
+
 #include <attnpack/ops/cpu/isa.h>
 #include <attnpack/ops/cpu/threads.h>
 #include <attnpack/ops/detail/linear_params.h>
@@ -13,10 +15,12 @@ namespace {
 
 using at::Tensor;
 
-// The number of outputs of a unit. It is small, so that all threads end together.
-constexpr int64_t kOutputs = 16, kMostOutputs = 64;
+// The number of outputs of a unit. It is small, so that all threads end together, and smaller if some would have none.
+constexpr int64_t kFewestOutputs = 4, kOutputs = 16, kMostOutputs = 64;
 int64_t outputs_of_unit(int64_t outputs) {
-  return std::clamp(outputs / (8 * at::get_num_threads()) / kOutputs * kOutputs, kOutputs, kMostOutputs);
+  const int64_t threads = at::get_num_threads(), share = outputs / threads / kFewestOutputs * kFewestOutputs;
+  if (share < kOutputs) return std::max(share, kFewestOutputs);
+  return std::clamp(outputs / (8 * threads) / kOutputs * kOutputs, kOutputs, kMostOutputs);
 }
 
 // One of the layers that read the same rows. Its units follow those of the layers before it.
@@ -25,21 +29,30 @@ struct StreamedLinear {
   int64_t end;  // of its units
 };
 
+// Makes one output of many rows many outputs of one row, by the same products: weights are read faster than inputs are.
+void swap_roles(PreparedLinear& layer) {
+  LinearParams& p = layer.params;
+  std::swap(p.rows, p.outputs);
+  std::swap(p.input, p.weight);
+  p.weight_stride = p.inputs;
+  if (p.bias) p.bias = (layer.bias = layer.bias.expand({p.outputs}).contiguous()).const_data_ptr();
+}
+
 // Computes the outputs [..., out] of layers that fit, in one pass over the weights.
 std::vector<Tensor> multiply_few_rows(const Tensor& input, at::TensorList weights,
                                       const std::optional<Tensor>* biases) {
   const Tensor rows = input.contiguous();
   std::vector<Tensor> outs;
   c10::SmallVector<StreamedLinear, 3> layers;
-  int64_t units = 0, outputs = 0;
-  for (const Tensor& weight : weights) outputs += weight.size(0);
-  const int64_t step = outputs_of_unit(outputs);
   for (size_t i = 0; i < weights.size(); ++i) {
-    PreparedLinear prepared = prepare_linear(rows, weights[i], biases[i]);
-    outs.push_back(prepared.out);
-    units += (prepared.params.outputs + step - 1) / step;
-    layers.push_back({std::move(prepared), units});
+    layers.push_back({prepare_linear(rows, weights[i], biases[i]), 0});
+    outs.push_back(layers.back().prepared.out);
   }
+  if (layers.size() == 1 && weights.front().size(0) == 1) swap_roles(layers.front().prepared);
+  int64_t units = 0, outputs = 0;
+  for (const auto& layer : layers) outputs += layer.prepared.params.outputs;
+  const int64_t step = outputs_of_unit(outputs);
+  for (auto& layer : layers) layer.end = units += (layer.prepared.params.outputs + step - 1) / step;
   const auto& kernels = kernels_in_use();
   const LinearParams& any = layers.front().prepared.params;
   // Reading a weight from memory takes as long as some multiply-adds.

@@ -1,8 +1,13 @@
 #include <attnpack/ops/detail/onednn_linear.h>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <bit>
@@ -16,14 +21,6 @@ namespace attnpack {
 namespace {
 
 using at::Tensor;
-
-// The table, from `python benchmarks/linear_layers.py --all` on Zen 5. Below this work a call of oneDNN costs more than
-// it gains, and products with few outputs or short sums are MKL's.
-struct Least {
-  int64_t work, inputs, outputs;  // work: multiply-adds
-};
-constexpr Least kFloat{1 << 21, 16, 64};
-constexpr Least kBiasedBFloat16{1 << 14, 1, 16};  // at::linear is oneDNN too, but copies the bias into each row first
 
 const std::optional<c10::OperatorHandle>& onednn_op() {
   static const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
@@ -46,6 +43,26 @@ bool is_slow_with_mkl() {
   return false;
 #endif
 }
+
+// Whether such a CPU multiplies vectors of 512 bits at once: Zen 5, which has AVX-VNNI. Zen 4 takes them in halves.
+bool multiplies_whole_vectors() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+#if defined(__x86_64__)
+  __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx);
+#endif
+  return eax >> 4 & 1;
+}
+
+// The table, from `python benchmarks/linear_layers.py --all` on Zen 5 and Zen 4. Below this work a call of oneDNN costs
+// more than it gains, and products with few outputs or short sums are MKL's.
+struct Least {
+  int64_t work, inputs, outputs;  // work: multiply-adds
+};
+const Least& least_of_float() {
+  static const Least least{multiplies_whole_vectors() ? 1 << 21 : 1 << 23, 16, 64};
+  return least;
+}
+constexpr Least kBiasedBFloat16{1 << 14, 1, 16};  // at::linear is oneDNN too, but copies the bias into each row first
 
 // The most rows that our own kernel takes. More than 16 are faster by it than by oneDNN on Zen 5 alone, as far as has
 // been measured (PERFORMANCE.md).
@@ -95,6 +112,28 @@ Tensor as_matrix(const Tensor& x) {
   return is_matrix(rows) ? rows : rows.contiguous();
 }
 
+// A matrix with contiguous rows. Each thread transposes blocks through memory of its own, because columns that lie
+// powers of two apart share few lines of the cache: at::contiguous takes up to eight times as long.
+Tensor with_contiguous_rows(const Tensor& x) {
+  if (x.is_contiguous() || x.scalar_type() != at::kFloat || x.stride(0) != 1) return x.contiguous();
+  constexpr int64_t kSide = 64, kPadded = kSide + 16;
+  const int64_t rows = x.size(0), columns = x.size(1), apart = x.stride(1), across = (columns + kSide - 1) / kSide;
+  const Tensor out = at::empty({rows, columns}, x.options());
+  const float* from = x.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  at::parallel_for(0, (rows + kSide - 1) / kSide * across, 1, [&](int64_t begin, int64_t end) {
+    float block[kSide * kPadded];
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / across * kSide, column = i % across * kSide;
+      const int64_t some = std::min(kSide, rows - row), wide = std::min(kSide, columns - column);
+      for (int64_t c = 0; c < wide; ++c) std::copy_n(from + (column + c) * apart + row, some, block + c * kPadded);
+      for (int64_t r = 0; r < some; ++r)
+        for (int64_t c = 0; c < wide; ++c) to[(row + r) * columns + column + c] = block[c * kPadded + r];
+    }
+  });
+  return out;
+}
+
 }  // namespace
 
 LinearKernel pinned_linear_kernel() {
@@ -119,7 +158,7 @@ bool takes_onednn(const Tensor& input, const Tensor& weight, const std::optional
   const bool is_float = input.scalar_type() == at::kFloat;
   const c10::SymInt outputs = weight.sym_size(0), inputs = weight.sym_size(1), numbers = input.sym_numel();
   if (is_float ? !is_slow_with_mkl() : !bias || !holds(numbers.sym_gt(inputs))) return false;
-  const Least& least = is_float ? kFloat : kBiasedBFloat16;
+  const Least& least = is_float ? least_of_float() : kBiasedBFloat16;
   return holds(outputs.sym_ge(least.outputs)) && holds(inputs.sym_ge(least.inputs)) &&
          holds((numbers * outputs).sym_ge(least.work));
 }
@@ -137,7 +176,8 @@ Tensor onednn_linear(const Tensor& input, const Tensor& weight, const std::optio
   shape.back() = weight.size(0);
   const Tensor rows = as_matrix(input);
   torch::jit::Stack stack;
-  torch::jit::push(stack, with_round_rows(rows), weight, bias ? c10::IValue(bias->contiguous()) : c10::IValue(), "none",
+  torch::jit::push(stack, with_contiguous_rows(with_round_rows(rows)), weight,
+                   bias ? c10::IValue(bias->contiguous()) : c10::IValue(), "none",
                    c10::List<std::optional<at::Scalar>>(), "");
   onednn_op()->callBoxed(stack);
   return stack.front().toTensor().narrow(0, 0, rows.size(0)).view(shape);
@@ -155,7 +195,7 @@ std::string describe_linear_kernels() {
   const std::string few = "attnpack's for few rows, ";
   if (!onednn_op()) return few + "else torch's linear: this torch has no oneDNN";
   if (!is_slow_with_mkl()) return few + "oneDNN for bf16 with a bias, else torch's linear";
-  return c10::str(few, "oneDNN for fp32 from ", kFloat.work,
+  return c10::str(few, "oneDNN for fp32 from ", least_of_float().work,
                   " multiply-adds on, where MKL uses half of AVX-512 on this CPU, ",
                   "and for bf16 with a bias; else torch's linear");
 }

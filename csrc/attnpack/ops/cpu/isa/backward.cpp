@@ -282,7 +282,8 @@ class KeyBlockGradients {
     A* cap = p_.softcap > 0 ? w_.cap : nullptr;
     finish_scores<A>(p_, b_, row, begin, count, s, cap);
     const int64_t whole = whole_vectors<A>(count);
-    exponentials_of_row<Operands::kCoarse>(s, whole, scale_left<A>(p_), w_.lse[r]);
+    // Huge scores of another kernel's forward pass may lie below these by many times their rounding, so lse may too.
+    exponentials_of_row<Operands::kCoarse, true>(s, whole, scale_left<A>(p_), w_.lse[r]);
     if (p_.dropout_p > 0) {
       drop_row(row, begin, count, s, g, w_.delta[r]);
     } else {

@@ -51,17 +51,27 @@ void store_outputs(const LinearParams& p, int64_t begin, int64_t count, const fl
   }
 }
 
+// The rows of the input in whole vectors, [rows, width]. Rows of fp32 that are whole vectors are read where they are.
+template <class S, class Operands, class E = typename Operands::Element>
+const E* packed_rows(const LinearParams& p, int64_t width, void* scratch) {
+  const S* input = static_cast<const S*>(p.input);
+  if constexpr (std::is_same_v<S, E>)
+    if (width == p.inputs) return input;
+  Arena arena(scratch);
+  int64_t* packed = arena.take<int64_t>(1);  // at the start of scratch, which the owner has zeroed
+  E* x = arena.take<E>(p.rows * width);
+  for (int64_t r = 0; r < p.rows && !*packed; ++r)
+    Operands::pack_row(input + r * p.inputs, p.inputs, x + r * width, width);
+  *packed = 1;
+  return x;
+}
+
 template <class S>
 void compute_outputs(const LinearParams& p, Range outputs, void* scratch) {
   using Operands = OperandsOf<S, float>;
   using E = typename Operands::Element;
   const int64_t width = padded<E>(steps<Operands>(p.inputs));
-  Arena arena(scratch);
-  int64_t* packed = arena.take<int64_t>(1);  // at the start of scratch, which the owner has zeroed
-  E* x = arena.take<E>(p.rows * width);
-  for (int64_t r = 0; r < p.rows && !*packed; ++r)
-    Operands::pack_row(static_cast<const S*>(p.input) + r * p.inputs, p.inputs, x + r * width, width);
-  *packed = 1;
+  const E* x = packed_rows<S, Operands>(p, width, scratch);
   // Few rows read each weight once, so they read whole rows of it. They add up its parts all the same, so that a row's
   // result does not depend on how many rows there are.
   const int64_t most = p.rows <= kRowsAtOnce ? p.inputs : kColumnBytes / static_cast<int64_t>(sizeof(S));

@@ -22,8 +22,8 @@ inline Vec<T> largest_score(const T* s, int64_t count) {
 }
 
 // Turns `Count` vectors of scores into exp(scale * score - max), and -inf into -0.0. Adds them to total. Coarse: for
-// numbers that are stored in 16 bit.
-template <bool Coarse, int Count, class T>
+// numbers that are stored in 16 bit. Bounded: to 1 at most, for scores whose max comes from other roundings.
+template <bool Coarse, bool Bounded, int Count, class T>
 inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
   Vec<T> x[Count];
 #pragma GCC unroll 4
@@ -32,6 +32,7 @@ inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
     const Vec<T> score = unfused(load<T>(s + i * kLanes<T>) * scale);
     // The exponential of an excluded score would lie below the least normal number, where processors are slow.
     x[i] = load<T>(s + i * kLanes<T>) == T(-kInfinity) ? Vec<T>{} : score - max;
+    if constexpr (Bounded) x[i] = x[i] > T(0) ? Vec<T>{} : x[i];  // NaN compares false, so it stays
   }
   exp_each<Coarse>(x);
 #pragma GCC unroll 4
@@ -43,12 +44,12 @@ inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
 }
 
 // The same for a row of count scores, whole vectors; returns their sum, lane by lane.
-template <bool Coarse, class T>
+template <bool Coarse, bool Bounded = false, class T>
 inline Vec<T> exponentials_of_row(T* s, int64_t count, T scale, T max) {
   Vec<T> total{};
   int64_t j = 0;
-  for (; j + 4 * kLanes<T> <= count; j += 4 * kLanes<T>) exponentials<Coarse, 4>(s + j, scale, max, total);
-  for (; j < count; j += kLanes<T>) exponentials<Coarse, 1>(s + j, scale, max, total);
+  for (; j + 4 * kLanes<T> <= count; j += 4 * kLanes<T>) exponentials<Coarse, Bounded, 4>(s + j, scale, max, total);
+  for (; j < count; j += kLanes<T>) exponentials<Coarse, Bounded, 1>(s + j, scale, max, total);
   return total;
 }
 
