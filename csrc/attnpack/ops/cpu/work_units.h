@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <span>
 #include <utility>
 #include <vector>
@@ -83,12 +84,35 @@ class Counts {
   int64_t total_ = 0;
 };
 
+// How many tiles of rows one unit of prefill has, so that the threads end soonest. Packing a unit's keys takes about a
+// quarter of a tile's products. calls: how many are like p.
+inline int64_t tiles_of_unit(const AttentionParams& p, const Tiling& t, int64_t calls, int64_t threads) {
+  constexpr double kPacking = 0.25;
+  int64_t best = 1;
+  double least = std::numeric_limits<double>::infinity();
+  for (int64_t tiles = 1; tiles <= most_tiles_together(p); tiles *= 2) {
+    const int64_t units = calls * t.kv_heads * ((t.tiles + tiles - 1) / tiles);
+    const double time = (units + threads - 1) / threads * (tiles + kPacking);
+    if (time <= least) best = tiles, least = time;
+  }
+  return best;
+}
+
 // The tiles of rows, the last first: with causality they are the longest. The tiles of a head share its packed keys.
 template <class ForEach>
 void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   // A thread's scratch begins with the number of the call that used it last, + 1. Another call has another layout
   // there, so its first unit clears the flags.
   constexpr size_t kHeader = 64;
+  // Asked once: a worker may give another number than its caller, and every unit must be cut alike.
+  const int64_t threads = for_each.count();
+  const auto tiles_of = [&](size_t call, const Tiling& t) {
+    return tiles_of_unit(calls[call], t, static_cast<int64_t>(calls.size()), threads);
+  };
+  const auto units_of = [&](size_t call, const Tiling& t) {
+    const int64_t tiles = tiles_of(call, t);
+    return (t.tiles + tiles - 1) / tiles;
+  };
   double work = 0;
   size_t scratch_bytes = 0;
   const Counts units(calls.size(), [&](size_t i) {
@@ -96,21 +120,22 @@ void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     if (path_of(calls[i], t) == Path::kStreamed) return int64_t{0};
     work += t.work;
     scratch_bytes = std::max(scratch_bytes, kernels.prefill_scratch(calls[i]));
-    return t.kv_heads * t.tiles;
+    return t.kv_heads * units_of(i, t);
   });
   if (units.total() == 0) return;
   for_each(Order::kNeighbours, units.total(), work, kHeader + scratch_bytes, [&](int64_t unit, void* scratch) {
     const auto [call, index] = units.find(unit);
     const AttentionParams& p = calls[call];
     const Tiling t = tile_rows(p);
-    const int64_t b = index / t.tiles / p.num_kv_heads, kv_head = index / t.tiles % p.num_kv_heads;
+    const int64_t of_head = units_of(call, t), step = tiles_of(call, t) * kTileQueryRows;
+    const int64_t b = index / of_head / p.num_kv_heads, kv_head = index / of_head % p.num_kv_heads;
     if (streams_keys(p, t, b)) return;
     void* const own = static_cast<char*>(scratch) + kHeader;
     int64_t& last_call = *static_cast<int64_t*>(scratch);
     if (last_call != static_cast<int64_t>(call) + 1) *static_cast<int64_t*>(own) = 0;
     last_call = static_cast<int64_t>(call) + 1;
-    const int64_t begin = (t.tiles - 1 - index % t.tiles) * kTileQueryRows;
-    const Range rows{begin, std::min(begin + kTileQueryRows, group_size(p, kv_head) * p.q_len)};
+    const int64_t begin = (of_head - 1 - index % of_head) * step;
+    const Range rows{begin, std::min(begin + step, group_size(p, kv_head) * p.q_len)};
     if (!rows.empty()) kernels.prefill(p, b, kv_head, rows, own);
   });
 }

@@ -12,8 +12,8 @@ namespace attnpack {
 // The rows of a kv head are all (query, member of the group) pairs that share it: row = query * group_size + member. So
 // keys and values are read once per group, and neighbouring rows see almost the same keys.
 struct Kernels {
-  // Forward, many rows: a tile of rows against all keys. scratch: prefill_scratch bytes, with zeroed flags at the
-  // start.
+  // Forward, many rows: up to most_tiles_together tiles of rows against all keys. scratch: prefill_scratch bytes, with
+  // zeroed flags at the start.
   size_t (*prefill_scratch)(const AttentionParams&);
   void (*prefill)(const AttentionParams&, int64_t b, int64_t kv_head, Range rows, void* scratch);
 
@@ -57,6 +57,11 @@ constexpr int64_t kFewKeys = 32, kFewKeysRows = 4;
 constexpr int64_t kShortWidth = 256;   // and for heads of at most this head_dim + v_head_dim
 constexpr int64_t kMergedRows = 8;     // rows whose partial results one unit joins
 constexpr int64_t kPackedKeys = 8192;  // most keys of a head that stay packed in scratch between tiles
+
+// How many tiles of a prefill may take each block of keys in turn. A block is then in the L2 cache for all but the
+// first, and is packed once for all of them where blocks do not stay packed.
+constexpr int64_t kTilesTogether = 8, kKeysOfOneTile = 4096;
+inline int64_t most_tiles_together(const AttentionParams& p) { return p.kv_len > kKeysOfOneTile ? kTilesTogether : 1; }
 
 // How many keys one decode unit streams of a sequence that sees `keys` keys (seen_keys). Ranges are long, because the
 // first range of a thread begins with reads that nothing has prefetched. But a long sequence has at least some 64

@@ -1,7 +1,7 @@
 #include <attnpack/ops/cpu/isa/operands.h>
 
 // Prefill: the rows of a kv head in tiles, the keys in blocks, both products by gemm. Nothing of size q_len x kv_len is
-// stored.
+// stored. Long keys are packed block by block for several tiles, which take each block in turn.
 namespace attnpack::ATTNPACK_ISA {
 namespace {
 
@@ -12,26 +12,32 @@ int64_t block_keys(const AttentionParams& p) {
   return width <= 256 ? 256 : width <= 512 ? 128 : 64;
 }
 
+// A tile of rows on its way through the keys.
+template <class E, class A>
+struct PrefillTile {
+  RowTile rows;
+  E* query;
+  RowState<A> state;
+};
+
 template <class S, class A>
 struct PrefillScratch {
   using Operands = OperandsOf<S, A>;
   using E = typename Operands::Element;
   int64_t block, key_steps, block_steps, value_width, out_ld;
   PackedBlocks blocks;
-  A *scores, *out, *max, *sum;
-  E *query, *keys, *values, *weights;
+  A* scores;
+  E *keys, *values, *weights;
   const S** list;
+  Arena tiles;  // what take_tile hands out
 
-  PrefillScratch(const AttentionParams& p, Arena& arena) : block(block_keys(p)), blocks(p.kv_len, block, arena) {
+  PrefillScratch(const AttentionParams& p, Arena& arena)
+      : block(block_keys(p)), blocks(p.kv_len, block, arena), tiles(nullptr) {
     key_steps = steps<Operands>(p.head_dim);
     block_steps = steps<Operands>(block);
     value_width = padded<A>(p.v_head_dim);
     out_ld = value_width + (kRounds<Operands> ? kLanes<A> : 0);  // after each row: the sums of its rounded weights
-    query = arena.take<E>(kTileQueryRows * key_steps);
     scores = arena.take<A>(kTileQueryRows * block);
-    out = arena.take<A>(kTileQueryRows * out_ld);
-    max = arena.take<A>(kTileQueryRows);
-    sum = arena.take<A>(kTileQueryRows);
     keys = arena.take<E>(blocks.slots() * block * key_steps);
     values = arena.take<E>(blocks.slots() * block_steps * value_width);
     if constexpr (kRounds<Operands>)
@@ -39,6 +45,19 @@ struct PrefillScratch {
     else
       weights = scores;
     list = arena.take<const S*>(list_length<S>(p, block));
+    tiles = arena;
+    PrefillTile<E, A> tile;
+    for (int64_t i = 0; i < most_tiles_together(p); ++i) take_tile(tile, arena);
+  }
+
+  void take_tile(PrefillTile<E, A>& tile, Arena& arena) const {
+    tile.query = arena.take<E>(kTileQueryRows * key_steps);
+    tile.state.scores = scores;
+    tile.state.out = arena.take<A>(kTileQueryRows * out_ld);
+    tile.state.max = arena.take<A>(kTileQueryRows);
+    tile.state.sum = arena.take<A>(kTileQueryRows);
+    tile.state.scores_ld = block;
+    tile.state.out_ld = out_ld;
   }
 };
 
@@ -87,68 +106,85 @@ class NextHead {
 };
 
 template <class S, class A>
-class PrefillTile {
+class PrefillTiles {
  public:
-  PrefillTile(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
+  PrefillTiles(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
       : mask_(p, b, {0, valid_keys(p, b)}), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_) {
     w_.blocks.begin_tile(b * p.num_kv_heads + kv_head);
-    make_rows(p, b, kv_head, rows, mask_.keys(), tile_);
+    for (int64_t r = rows.begin; r < rows.end; r += kTileQueryRows)
+      load_rows({r, smaller(r + kTileQueryRows, rows.end)}, tiles_[count_++]);
     if (rows.begin == 0) {
       next_ = NextHead<S>(p, b, kv_head);
-      next_.spread_over(register_tiles());
+      next_.spread_over(register_tiles(tiles_[0].rows));
     }
-    for (int64_t r = 0; r < tile_.count; ++r)
-      Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
-                         w_.query + r * w_.key_steps, w_.key_steps);
   }
 
   void compute_outputs() {
-    attend_keys();
-    for (int64_t r = 0; r < tile_.count; ++r)
-      finish_row<A, S>(p_, b_, tile_.rows[r].head, tile_.rows[r].query, w_.max[r], w_.sum[r], w_.out + r * w_.out_ld,
-                       divisor(p_, state_, weights_, r));
+    attend_keys(tiles_, tiles_ + count_, false);
+    for (Tile* t = tiles_; t < tiles_ + count_; ++t) {
+      // An excluded key's NaN or Inf may have come in as 0 * NaN. Then everything is computed once more without such
+      // terms.
+      if (!all_finite(t->state.out, w_.out_ld, t->rows.count, p_.v_head_dim)) attend_keys(t, t + 1, true);
+      for (int64_t r = 0; r < t->rows.count; ++r)
+        finish_row<A, S>(p_, b_, t->rows.rows[r].head, t->rows.rows[r].query, t->state.max[r], t->state.sum[r],
+                         t->state.out + r * w_.out_ld, divisor(p_, t->state, weights_, r));
+    }
   }
 
  private:
   using Operands = OperandsOf<S, A>;
   using E = typename Operands::Element;
+  using Tile = PrefillTile<E, A>;
 
-  void attend_keys() {
-    attend_keys(false);
-    // An excluded key's NaN or Inf may have come in as 0 * NaN. Then everything is computed once more without such
-    // terms.
-    if (!all_finite(w_.out, w_.out_ld, tile_.count, p_.v_head_dim)) attend_keys(true);
+  void load_rows(Range rows, Tile& tile) {
+    w_.take_tile(tile, w_.tiles);
+    make_rows(p_, b_, kv_head_, rows, mask_.keys(), tile.rows);
+    for (int64_t r = 0; r < tile.rows.count; ++r)
+      Operands::pack_row(at<S>(p_.query, p_.query_strides, b_, tile.rows.rows[r].head, tile.rows.rows[r].query),
+                         p_.head_dim, tile.query + r * w_.key_steps, w_.key_steps);
   }
 
-  void attend_keys(bool skip_excluded) {
-    // The products with the first block of values are the first numbers in `out`.
-    const int64_t first = tile_.keys.begin / w_.block * w_.block;
-    reset_state(state_, tile_.count, tile_.keys.empty() ? 0 : whole_vectors<A>(p_.v_head_dim));
-    for (int64_t begin = first; begin < tile_.keys.end; begin += w_.block)
-      attend_block(begin, smaller(w_.block, tile_.keys.end - begin), skip_excluded, begin > first);
+  // Takes the tiles [first, last) through the blocks of keys that they see.
+  void attend_keys(Tile* first, Tile* last, bool skip_excluded) {
+    Range keys{p_.kv_len, 0};
+    for (Tile* t = first; t < last; ++t) {
+      // The products with the first block of values are the first numbers in `out`.
+      reset_state(t->state, t->rows.count, t->rows.keys.empty() ? 0 : whole_vectors<A>(p_.v_head_dim));
+      if (t->rows.keys.empty()) continue;
+      keys = {smaller(keys.begin, first_block(*t)), larger(keys.end, t->rows.keys.end)};
+    }
+    for (int64_t begin = keys.begin; begin < keys.end; begin += w_.block) {
+      const int64_t slot = w_.blocks.slot(begin, [&](int64_t slot) { pack_block(begin, slot); });
+      for (Tile* t = first; t < last; ++t)
+        if (begin >= first_block(*t) && begin < t->rows.keys.end)
+          attend_block(*t, slot, begin, smaller(w_.block, t->rows.keys.end - begin), skip_excluded,
+                       begin > first_block(*t));
+    }
   }
 
-  void attend_block(int64_t begin, int64_t count, bool skip_excluded, bool accumulate) {
-    const int64_t slot = w_.blocks.slot(begin, [&](int64_t slot) { pack_block(begin, slot); });
+  int64_t first_block(const Tile& tile) const { return tile.rows.keys.begin / w_.block * w_.block; }
+
+  void attend_block(Tile& tile, int64_t slot, int64_t begin, int64_t count, bool skip_excluded, bool accumulate) {
     const E* keys = w_.keys + slot * w_.block * w_.key_steps;
     const E* values = w_.values + slot * w_.block_steps * w_.value_width;
+    const int64_t rows = tile.rows.count;
     const auto fetch_next = [&] { next_.fetch_share(); };
-    gemm<A, E>(false, tile_.count, count, w_.key_steps, {w_.query, w_.key_steps, 1},
+    gemm<A, E>(false, rows, count, w_.key_steps, {tile.query, w_.key_steps, 1},
                Panels<E>{keys, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false, score_chain(p_, b_),
                fetch_next);
-    compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
-    gemm<A, E>(skip_excluded, tile_.count, p_.v_head_dim, steps<Operands>(count), {w_.weights, w_.block_steps, 1},
-               Panels<E>{values, kPanel<A>, kPanel<A> * w_.block_steps}, w_.out, w_.out_ld, accumulate, kDepth,
+    compute_weights(p_, b_, tile.rows, tile.state, weights_, 0, rows, begin, count);
+    gemm<A, E>(skip_excluded, rows, p_.v_head_dim, steps<Operands>(count), {w_.weights, w_.block_steps, 1},
+               Panels<E>{values, kPanel<A>, kPanel<A> * w_.block_steps}, tile.state.out, w_.out_ld, accumulate, kDepth,
                fetch_next);
   }
 
   // Of the tile's products, or a little less than there are.
-  int64_t register_tiles() const {
+  int64_t register_tiles(const RowTile& tile) const {
     const auto parts = [](int64_t columns, int64_t depth) {
       return padded<A>(columns) / kPanel<A> * ((depth + kDepth - 1) / kDepth);
     };
-    const int64_t keys = tile_.keys.end - tile_.keys.begin;
-    return (tile_.count + kTileRows - 1) / kTileRows *
+    const int64_t keys = tile.keys.end - tile.keys.begin;
+    return (tile.count + kTileRows - 1) / kTileRows *
            (parts(keys, w_.key_steps) + parts(p_.v_head_dim, steps<Operands>(keys)));
   }
 
@@ -177,9 +213,9 @@ class PrefillTile {
   int64_t b_, kv_head_;
   Arena arena_;
   PrefillScratch<S, A> w_;
-  const RowState<A> state_{w_.scores, w_.out, w_.max, w_.sum, w_.block, w_.out_ld};
   const Weights<Operands> weights_{w_.weights, w_.block_steps, w_.value_width};
-  RowTile tile_;
+  Tile tiles_[kTilesTogether];
+  int64_t count_ = 0;
   NextHead<S> next_;
 };
 
@@ -191,7 +227,7 @@ void prefill(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, v
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     using S = decltype(storage);
     using A = decltype(accumulation);
-    PrefillTile<S, A>(p, b, kv_head, rows, scratch).compute_outputs();
+    PrefillTiles<S, A>(p, b, kv_head, rows, scratch).compute_outputs();
   });
 }
 

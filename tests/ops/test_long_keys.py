@@ -1,0 +1,66 @@
+"""Prefill of many keys: several tiles of rows take each packed block of keys in turn, as many as suit the threads."""
+
+import pytest
+import torch
+from attnpack import attention, reference
+from op_cases import compute_results, make_inputs
+from torch.testing import assert_close
+
+# More keys than one tile takes alone; in the second case more than stay packed. 1,500 and 900 rows per kv head.
+CASES = {
+    "packed": dict(heads="gqa", lengths=(300, 4500), dims=(16, 20)),
+    "packed anew": dict(heads="mha", lengths=(900, 8500), dims=(16, 16)),
+}
+RULES = {
+    "full": {},
+    "causal": {"positions": {"causal": True, "q_offset": "end"}},
+    "window": {"positions": {"window": (700, 0), "q_offset": 2000}},
+    "kv_lens": {"kv_lens": torch.int64},
+    "mask": {"mask": "bool padding"},
+}
+
+
+@pytest.fixture
+def in_threads():
+    """Calls a function with another number of threads."""
+    before = torch.get_num_threads()
+
+    def call(threads, function):
+        torch.set_num_threads(threads)
+        return function()
+
+    yield call
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("case", CASES)
+def test_against_fp64_with_any_number_of_threads(case, rules, dtype, in_threads):
+    inputs = make_inputs(dtype, **CASES[case], **RULES[rules])
+    exact = compute_results(reference.attention, inputs.to(torch.float64), gradients=False)
+    first = None
+    for threads in (1, 2, 5, 32):
+        found = in_threads(threads, lambda: compute_results(attention, inputs, gradients=False))
+        first = first or found
+        for name, result in found.items():
+            assert torch.equal(result, first[name]), (name, threads)
+    for name, result in first.items():
+        bound = 2e-5 if dtype == torch.float32 or name == "lse" else 2e-2
+        assert_close(result.double(), exact[name], atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("length", [4500, 8500])
+def test_nan_in_excluded_keys_reaches_no_row(length, in_threads):
+    """Of the rows that one unit takes, the first ones exclude the last keys, and some see none at all."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 1, n, 16) for n in (900, length, length))
+    clean = attention(query, key, value, causal=True, q_offset=length - 905)
+    key[:, :, -300:], value[:, :, -300:] = float("nan"), float("inf")
+    seen = 900 - 300 + 5
+    for threads in (1, 2):
+        found = in_threads(threads, lambda: attention(query, key, value, causal=True, q_offset=length - 905))
+        assert torch.equal(found[:, :, :seen], clean[:, :, :seen])
+        assert found[:, :, seen:].isnan().all()
+    before = attention(query, key.nan_to_num(), value, causal=True, q_offset=-400)
+    assert (before[:, :, :400] == 0).all() and (before[:, :, 400:] != 0).any()
