@@ -250,7 +250,7 @@ void attend(const char* isa, const Kernels& kernels, int64_t n) {
   p.num_kv_heads = pick(1, 3);
   p.num_heads = p.num_kv_heads * pick(1, 5);
   p.q_len = n % 9 == 0 ? 1030 : size(129);
-  p.kv_len = n % 7 == 0 ? 1030 : size(129);
+  p.kv_len = n % 13 == 0 ? 4100 : n % 7 == 0 ? 1030 : size(129);  // 4100: more than one tile takes alone
   p.head_dim = n % 11 == 0 ? 576 : size(129);
   p.v_head_dim = n % 11 == 0 ? 512 : size(129);
   if (p.q_len * p.kv_len * p.num_heads > 400000) p.num_heads = p.num_kv_heads = p.batch = 1;

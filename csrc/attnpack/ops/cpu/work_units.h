@@ -105,7 +105,7 @@ void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   // there, so its first unit clears the flags.
   constexpr size_t kHeader = 64;
   // Asked once: a worker may give another number than its caller, and every unit must be cut alike.
-  const int64_t threads = for_each.count();
+  const int64_t threads = std::max<int64_t>(for_each.count(), 1);
   const auto tiles_of = [&](size_t call, const Tiling& t) {
     return tiles_of_unit(calls[call], t, static_cast<int64_t>(calls.size()), threads);
   };

@@ -142,11 +142,17 @@ class KeyBlockGradients {
     const bool query_finite = all_finite(w_.query, w_.key_ld, tile_.count, w_.key_steps);
     const bool grad_out_finite = all_finite(w_.grad_out, w_.value_ld, tile_.count, w_.value_steps);
     const Factors f = factors(count, first_block == last_block);
-    const int64_t rows = steps<Operands>(tile_.count);
-    gemm<A, E>(!grad_out_finite, count, p_.v_head_dim, rows, f.probs_t, w_.grad_outs, w_.grad_value, w_.value_width,
-               true, kChain);
-    gemm<A, E>(!query_finite, count, p_.head_dim, rows, f.grad_scores_t, w_.queries, w_.grad_key, w_.key_width, true,
-               kChain);
+    for_each_key_part(tile_, begin, count, [&](Range some, Range rows) {
+      const int64_t first_step = rows.begin / Operands::kStep, of_rows = steps<Operands>(rows.end) - first_step;
+      const auto add = [&](bool skip, const Operand<E>& left, const Panels<E>& right, int64_t columns, A* sums,
+                           int64_t width) {
+        gemm<A, E>(skip, some.end - some.begin, columns, of_rows,
+                   {left.data + some.begin + first_step * w_.block, 1, w_.block}, right.part(first_step, 0),
+                   sums + some.begin * width, width, true, kChain);
+      };
+      add(!grad_out_finite, f.probs_t, w_.grad_outs, p_.v_head_dim, w_.grad_value, w_.value_width);
+      add(!query_finite, f.grad_scores_t, w_.queries, p_.head_dim, w_.grad_key, w_.key_width);
+    });
 
     int32_t* done = bp_.blocks_done + (b_ * p_.num_kv_heads + kv_head_) * bp_.tiles + first / kTileQueryRows;
     const int64_t width = sums_width(p_.head_dim);
@@ -158,8 +164,11 @@ class KeyBlockGradients {
       wait_for(done, static_cast<int32_t>(block - first_block));
     }
     const auto add_query_gradients = [&](const Operand<E>& grad_scores, bool accumulate) {
-      gemm<A, E>(!keys_finite_, tile_.count, p_.head_dim, steps<Operands>(count), grad_scores, w_.keys, sums, width,
-                 accumulate, kChain);
+      for_each_part(tile_, begin, count, [&](Range rows, int64_t some) {
+        gemm<A, E>(!keys_finite_, rows.end - rows.begin, p_.head_dim, steps<Operands>(some),
+                   {grad_scores.data + rows.begin * grad_scores.row, grad_scores.row, 1}, w_.keys,
+                   sums + rows.begin * width, width, accumulate, kChain);
+      });
     };
     add_query_gradients(f.grad_scores, block > first_block);
     if (f.rest.data) add_query_gradients(f.rest, true);
@@ -234,10 +243,14 @@ class KeyBlockGradients {
   // scores <- P as it multiplied the values, grad_scores <- scale * dS; both [rows, count], with -0.0 for excluded
   // pairs.
   void differentiate(int64_t begin, int64_t count) {
-    gemm<A, E>(false, tile_.count, count, w_.key_steps, {w_.query, w_.key_ld, 1},
-               {w_.keys_t, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores, w_.block, false, kChain);
-    gemm<A, E>(false, tile_.count, count, w_.value_steps, {w_.grad_out, w_.value_ld, 1},
-               {w_.values_t, kPanel<A>, kPanel<A> * w_.value_steps}, w_.grad_scores, w_.block, false, kChain);
+    for_each_part(tile_, begin, count, [&](Range rows, int64_t some) {
+      const auto multiply = [&](const E* left, int64_t ld, const E* right, int64_t depth, A* products) {
+        gemm<A, E>(false, rows.end - rows.begin, some, depth, {left + rows.begin * ld, ld, 1},
+                   {right, kPanel<A>, kPanel<A> * depth}, products + rows.begin * w_.block, w_.block, false, kChain);
+      };
+      multiply(w_.query, w_.key_ld, w_.keys_t, w_.key_steps, w_.scores);
+      multiply(w_.grad_out, w_.value_ld, w_.values_t, w_.value_steps, w_.grad_scores);
+    });
     for (int64_t r = 0; r < tile_.count; ++r) differentiate_row(r, begin, count);
   }
 

@@ -59,8 +59,8 @@ struct DecodeScratch {
     scores = arena.take<A>(kScores);
     scores_t = arena.take<A>(packed * kBlock * rows);
     out = arena.take<A>(rows * out_ld);
-    max = arena.take<A>(kTileQueryRows);  // reset_state takes whole groups of rows
-    sum = arena.take<A>(kTileQueryRows);
+    max = arena.take<A>(kStateRows<A>);
+    sum = arena.take<A>(kStateRows<A>);
     keys = arena.take<E>(packed * kBlock * query_ld);
     values = arena.take<E>(packed * steps<Operands>(kBlock) * value_width);
     if constexpr (kRounds<Operands>)

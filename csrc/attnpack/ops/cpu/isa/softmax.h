@@ -9,6 +9,10 @@ namespace attnpack::ATTNPACK_ISA {
 template <class T>
 constexpr int64_t kSoftmaxRows = kLanes<T> < 4 ? 4 : kLanes<T>;
 
+// How many numbers the maxima and sums of a tile hold: such rows may begin anywhere.
+template <class T>
+constexpr int64_t kStateRows = kTileQueryRows + kSoftmaxRows<T>;
+
 template <class T>
 inline Vec<T> largest_score(const T* s, int64_t count) {
   constexpr int64_t kChains = 4;  // chains of comparisons: in a chain each waits for the one before
@@ -106,7 +110,7 @@ inline void drop_weights(const AttentionParams& p, int64_t b, const QueryRow& ro
       probs[j] = dropped(p, b, row, begin + j) ? T(0) : probs[j] * keep;
 }
 
-// The state of a tile of rows on its way through the keys, for kTileQueryRows rows.
+// The state of a tile of up to kTileQueryRows rows on its way through the keys. max and sum hold kStateRows numbers.
 template <class T>
 struct RowState {
   T *scores, *out, *max, *sum;
@@ -117,8 +121,7 @@ struct RowState {
 // may rescale them. Before a row's first keys it rescales nothing (rescaling).
 template <class T>
 inline void reset_state(const RowState<T>& state, int64_t rows, int64_t kept = 0) {
-  // Groups of kSoftmaxRows may begin at any row.
-  for (int64_t r = 0; r < rows + kSoftmaxRows<T> && r < kTileQueryRows; r += kLanes<T>) {
+  for (int64_t r = 0; r < rows + kSoftmaxRows<T>; r += kLanes<T>) {
     store<T>(state.max + r, broadcast(T(-kInfinity)));
     store<T>(state.sum + r, Vec<T>{});
   }

@@ -115,6 +115,53 @@ inline void make_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Rang
   }
 }
 
+// Rows and keys that take part in the same product: whole register tiles.
+constexpr int64_t kPart = 12;
+
+// Cuts a tile into runs of rows that see about as many of the keys [begin, begin + most), and calls f(rows, count) for
+// each: they see none from begin + count on. So products on the diagonal leave out most of what is excluded. count is
+// at least 1, also for rows that see no key.
+template <class F>
+inline void for_each_part(const RowTile& tile, int64_t begin, int64_t most, F&& f) {
+  const auto seen_from = [&](int64_t first) {
+    int64_t end = begin + 1;
+    for (int64_t r = first; r < smaller(first + kPart, tile.count); ++r) end = larger(end, tile.rows[r].keys.end);
+    return smaller(end - begin, most);
+  };
+  for (int64_t first = 0, end; first < tile.count; first = end) {
+    const int64_t count = seen_from(first);
+    for (end = first; end < tile.count && seen_from(end) == count;) end = smaller(end + kPart, tile.count);
+    f(Range{first, end}, count);
+  }
+}
+
+// Cuts the keys [begin, begin + count) into runs that about the same rows of a tile see, and calls f(keys, rows) for
+// each, with keys counted from begin. No other rows see them. Runs that no row sees are left out.
+template <class F>
+inline void for_each_key_part(const RowTile& tile, int64_t begin, int64_t count, F&& f) {
+  const auto rows_of = [&](Range keys) {
+    Range rows{tile.count, 0};
+    for (int64_t r = 0; r < tile.count; ++r)
+      if (tile.rows[r].keys.begin < begin + keys.end && tile.rows[r].keys.end > begin + keys.begin)
+        rows = {smaller(rows.begin, r), r + 1};
+    return rows;
+  };
+  bool whole = true;
+  for (int64_t r = 0; r < tile.count; ++r)
+    whole &= tile.rows[r].keys.begin <= begin && tile.rows[r].keys.end >= begin + count;
+  const int64_t step = whole ? count : 2 * kPart;
+  Range keys{0, 0}, rows{0, 0};
+  for (int64_t first = 0; first < count; first += step) {
+    const Range more{first, smaller(first + step, count)}, seen = whole ? Range{0, tile.count} : rows_of(more);
+    if (seen.begin != rows.begin || seen.end != rows.end) {
+      if (!rows.empty()) f(keys, rows);
+      keys.begin = first, rows = seen;
+    }
+    keys.end = more.end;
+  }
+  if (!rows.empty()) f(keys, rows);
+}
+
 // Packs the tile's rows of a [B, H, L, columns] tensor as [count, ld].
 template <class A, class S>
 inline void pack_rows(const RowTile& tile, const void* base, const Strides& strides, int64_t b, int64_t columns, A* to,
