@@ -20,28 +20,23 @@ RULES = {
 }
 
 
-@pytest.fixture
-def in_threads():
-    """Calls a function with another number of threads."""
-    before = torch.get_num_threads()
-
-    def call(threads, function):
-        torch.set_num_threads(threads)
-        return function()
-
-    yield call
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("case", CASES)
-def test_against_fp64_with_any_number_of_threads(case, rules, dtype, in_threads):
+def test_against_fp64_with_any_number_of_threads(case, rules, dtype):
     inputs = make_inputs(dtype, **CASES[case], **RULES[rules])
     exact = compute_results(reference.attention, inputs.to(torch.float64), gradients=False)
     first = None
     for threads in (1, 2, 5, 32):
-        found = in_threads(threads, lambda: compute_results(attention, inputs, gradients=False))
+        torch.set_num_threads(threads)
+        found = compute_results(attention, inputs, gradients=False)
         first = first or found
         for name, result in found.items():
             assert torch.equal(result, first[name]), (name, threads)
@@ -51,7 +46,7 @@ def test_against_fp64_with_any_number_of_threads(case, rules, dtype, in_threads)
 
 
 @pytest.mark.parametrize("length", [4500, 8500])
-def test_nan_in_excluded_keys_reaches_no_row(length, in_threads):
+def test_nan_in_excluded_keys_reaches_no_row(length):
     """Of the rows that one unit takes, the first ones exclude the last keys, and some see none at all."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 1, n, 16) for n in (900, length, length))
@@ -59,7 +54,8 @@ def test_nan_in_excluded_keys_reaches_no_row(length, in_threads):
     key[:, :, -300:], value[:, :, -300:] = float("nan"), float("inf")
     seen = 900 - 300 + 5
     for threads in (1, 2):
-        found = in_threads(threads, lambda: attention(query, key, value, causal=True, q_offset=length - 905))
+        torch.set_num_threads(threads)
+        found = attention(query, key, value, causal=True, q_offset=length - 905)
         assert torch.equal(found[:, :, :seen], clean[:, :, :seen])
         assert found[:, :, seen:].isnan().all()
     before = attention(query, key.nan_to_num(), value, causal=True, q_offset=-400)

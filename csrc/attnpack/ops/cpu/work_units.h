@@ -104,15 +104,12 @@ void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
   // A thread's scratch begins with the number of the call that used it last, + 1. Another call has another layout
   // there, so its first unit clears the flags.
   constexpr size_t kHeader = 64;
-  // Asked once: a worker may give another number than its caller, and every unit must be cut alike.
+  // Asked once, as in run_ranges.
   const int64_t threads = std::max<int64_t>(for_each.count(), 1);
   const auto tiles_of = [&](size_t call, const Tiling& t) {
     return tiles_of_unit(calls[call], t, static_cast<int64_t>(calls.size()), threads);
   };
-  const auto units_of = [&](size_t call, const Tiling& t) {
-    const int64_t tiles = tiles_of(call, t);
-    return (t.tiles + tiles - 1) / tiles;
-  };
+  const auto units_of_head = [](const Tiling& t, int64_t tiles) { return (t.tiles + tiles - 1) / tiles; };
   double work = 0;
   size_t scratch_bytes = 0;
   const Counts units(calls.size(), [&](size_t i) {
@@ -120,14 +117,14 @@ void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     if (path_of(calls[i], t) == Path::kStreamed) return int64_t{0};
     work += t.work;
     scratch_bytes = std::max(scratch_bytes, kernels.prefill_scratch(calls[i]));
-    return t.kv_heads * units_of(i, t);
+    return t.kv_heads * units_of_head(t, tiles_of(i, t));
   });
   if (units.total() == 0) return;
   for_each(Order::kNeighbours, units.total(), work, kHeader + scratch_bytes, [&](int64_t unit, void* scratch) {
     const auto [call, index] = units.find(unit);
     const AttentionParams& p = calls[call];
     const Tiling t = tile_rows(p);
-    const int64_t of_head = units_of(call, t), step = tiles_of(call, t) * kTileQueryRows;
+    const int64_t tiles = tiles_of(call, t), of_head = units_of_head(t, tiles), step = tiles * kTileQueryRows;
     const int64_t b = index / of_head / p.num_kv_heads, kv_head = index / of_head % p.num_kv_heads;
     if (streams_keys(p, t, b)) return;
     void* const own = static_cast<char*>(scratch) + kHeader;

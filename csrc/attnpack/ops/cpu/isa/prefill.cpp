@@ -26,18 +26,21 @@ struct PrefillScratch {
   using E = typename Operands::Element;
   int64_t block, key_steps, block_steps, value_width, out_ld;
   PackedBlocks blocks;
-  A* scores;
-  E *keys, *values, *weights;
+  A *scores, *out, *max, *sum;  // out, max, sum and query are those of all tiles, one tile after the other
+  E *query, *keys, *values, *weights;
   const S** list;
-  Arena tiles;  // what take_tile hands out
 
-  PrefillScratch(const AttentionParams& p, Arena& arena)
-      : block(block_keys(p)), blocks(p.kv_len, block, arena), tiles(nullptr) {
+  PrefillScratch(const AttentionParams& p, Arena& arena) : block(block_keys(p)), blocks(p.kv_len, block, arena) {
+    const int64_t tiles = most_tiles_together(p);
     key_steps = steps<Operands>(p.head_dim);
     block_steps = steps<Operands>(block);
     value_width = padded<A>(p.v_head_dim);
     out_ld = value_width + (kRounds<Operands> ? kLanes<A> : 0);  // after each row: the sums of its rounded weights
+    query = arena.take<E>(tiles * kTileQueryRows * key_steps);
     scores = arena.take<A>(kTileQueryRows * block);
+    out = arena.take<A>(tiles * kTileQueryRows * out_ld);
+    max = arena.take<A>(tiles * kStateRows<A>);
+    sum = arena.take<A>(tiles * kStateRows<A>);
     keys = arena.take<E>(blocks.slots() * block * key_steps);
     values = arena.take<E>(blocks.slots() * block_steps * value_width);
     if constexpr (kRounds<Operands>)
@@ -45,19 +48,12 @@ struct PrefillScratch {
     else
       weights = scores;
     list = arena.take<const S*>(list_length<S>(p, block));
-    tiles = arena;
-    PrefillTile<E, A> tile;
-    for (int64_t i = 0; i < most_tiles_together(p); ++i) take_tile(tile, arena);
   }
 
-  void take_tile(PrefillTile<E, A>& tile, Arena& arena) const {
-    tile.query = arena.take<E>(kTileQueryRows * key_steps);
-    tile.state.scores = scores;
-    tile.state.out = arena.take<A>(kTileQueryRows * out_ld);
-    tile.state.max = arena.take<A>(kStateRows<A>);
-    tile.state.sum = arena.take<A>(kStateRows<A>);
-    tile.state.scores_ld = block;
-    tile.state.out_ld = out_ld;
+  E* query_of(int64_t tile) const { return query + tile * kTileQueryRows * key_steps; }
+  RowState<A> state_of(int64_t tile) const {
+    return {scores, out + tile * kTileQueryRows * out_ld, max + tile * kStateRows<A>, sum + tile * kStateRows<A>, block,
+            out_ld};
   }
 };
 
@@ -111,8 +107,8 @@ class PrefillTiles {
   PrefillTiles(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch)
       : mask_(p, b, {0, valid_keys(p, b)}), b_(b), kv_head_(kv_head), arena_(scratch), w_(p, arena_) {
     w_.blocks.begin_tile(b * p.num_kv_heads + kv_head);
-    for (int64_t r = rows.begin; r < rows.end; r += kTileQueryRows)
-      load_rows({r, smaller(r + kTileQueryRows, rows.end)}, tiles_[count_++]);
+    for (int64_t r = rows.begin; r < rows.end; r += kTileQueryRows, ++count_)
+      load_rows({r, smaller(r + kTileQueryRows, rows.end)}, count_);
     if (rows.begin == 0) {
       next_ = NextHead<S>(p, b, kv_head);
       next_.spread_over(register_tiles(tiles_[0].rows));
@@ -136,8 +132,10 @@ class PrefillTiles {
   using E = typename Operands::Element;
   using Tile = PrefillTile<E, A>;
 
-  void load_rows(Range rows, Tile& tile) {
-    w_.take_tile(tile, w_.tiles);
+  void load_rows(Range rows, int64_t number) {
+    Tile& tile = tiles_[number];
+    tile.query = w_.query_of(number);
+    tile.state = w_.state_of(number);
     make_rows(p_, b_, kv_head_, rows, mask_.keys(), tile.rows);
     for (int64_t r = 0; r < tile.rows.count; ++r)
       Operands::pack_row(at<S>(p_.query, p_.query_strides, b_, tile.rows.rows[r].head, tile.rows.rows[r].query),

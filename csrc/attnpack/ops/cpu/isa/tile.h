@@ -130,7 +130,9 @@ inline void for_each_part(const RowTile& tile, int64_t begin, int64_t most, F&& 
   };
   for (int64_t first = 0, end; first < tile.count; first = end) {
     const int64_t count = seen_from(first);
-    for (end = first; end < tile.count && seen_from(end) == count;) end = smaller(end + kPart, tile.count);
+    end = first + kPart;
+    while (end < tile.count && seen_from(end) == count) end += kPart;
+    end = smaller(end, tile.count);
     f(Range{first, end}, count);
   }
 }
@@ -152,7 +154,7 @@ inline void for_each_key_part(const RowTile& tile, int64_t begin, int64_t count,
   const int64_t step = whole ? count : 2 * kPart;
   Range keys{0, 0}, rows{0, 0};
   for (int64_t first = 0; first < count; first += step) {
-    const Range more{first, smaller(first + step, count)}, seen = whole ? Range{0, tile.count} : rows_of(more);
+    const Range more{first, smaller(first + step, count)}, seen = rows_of(more);
     if (seen.begin != rows.begin || seen.end != rows.end) {
       if (!rows.empty()) f(keys, rows);
       keys.begin = first, rows = seen;
