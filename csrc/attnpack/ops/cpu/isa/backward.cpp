@@ -90,7 +90,9 @@ class KeyBlockGradients {
     clear(w_.grad_value, (keys.end - keys.begin) * w_.value_width);
     if (count_ > 0) load_block(keys.begin);
     const int64_t rows = group_size(p_, kv_head_) * p_.q_len;
-    for (int64_t r = 0; r < rows; r += kTileQueryRows) {
+    // The last tile first: with causality the next block of keys, which another thread has, begins with the same tiles.
+    // If this block began with tiles that only it sees, the other thread would wait for it.
+    for (int64_t r = (rows - 1) / kTileQueryRows * kTileQueryRows; r >= 0; r -= kTileQueryRows) {
       make_rows(p_, b_, kv_head_, {r, smaller(rows, r + kTileQueryRows)}, mask_.keys(), tile_);
       add_tile_gradients(r, keys.begin);
     }
@@ -164,10 +166,11 @@ class KeyBlockGradients {
       wait_for(done, static_cast<int32_t>(block - first_block));
     }
     const auto add_query_gradients = [&](const Operand<E>& grad_scores, bool accumulate) {
-      for_each_part(tile_, begin, count, [&](Range rows, int64_t some) {
-        gemm<A, E>(!keys_finite_, rows.end - rows.begin, p_.head_dim, steps<Operands>(some),
-                   {grad_scores.data + rows.begin * grad_scores.row, grad_scores.row, 1}, w_.keys,
-                   sums + rows.begin * width, width, accumulate, kChain);
+      for_each_part(tile_, begin, count, kPanel<A>, [&](Range rows, Range keys) {
+        const int64_t first_step = keys.begin / Operands::kStep;
+        gemm<A, E>(!keys_finite_, rows.end - rows.begin, p_.head_dim, steps<Operands>(keys.end) - first_step,
+                   {grad_scores.data + rows.begin * grad_scores.row + first_step, grad_scores.row, 1},
+                   w_.keys.part(first_step, 0), sums + rows.begin * width, width, accumulate, kChain);
       });
     };
     add_query_gradients(f.grad_scores, block > first_block);
@@ -243,15 +246,28 @@ class KeyBlockGradients {
   // scores <- P as it multiplied the values, grad_scores <- scale * dS; both [rows, count], with -0.0 for excluded
   // pairs.
   void differentiate(int64_t begin, int64_t count) {
-    for_each_part(tile_, begin, count, [&](Range rows, int64_t some) {
+    for_each_part(tile_, begin, count, kPanel<A>, [&](Range rows, Range keys) {
       const auto multiply = [&](const E* left, int64_t ld, const E* right, int64_t depth, A* products) {
-        gemm<A, E>(false, rows.end - rows.begin, some, depth, {left + rows.begin * ld, ld, 1},
-                   {right, kPanel<A>, kPanel<A> * depth}, products + rows.begin * w_.block, w_.block, false, kChain);
+        gemm<A, E>(false, rows.end - rows.begin, keys.end - keys.begin, depth, {left + rows.begin * ld, ld, 1},
+                   Panels<E>{right, kPanel<A>, kPanel<A> * depth}.part(0, keys.begin),
+                   products + rows.begin * w_.block + keys.begin, w_.block, false, kChain);
       };
       multiply(w_.query, w_.key_ld, w_.keys_t, w_.key_steps, w_.scores);
       multiply(w_.grad_out, w_.value_ld, w_.values_t, w_.value_steps, w_.grad_scores);
+      for (int64_t r = rows.begin; r < rows.end; ++r) {
+        differentiate_row(r, begin, keys);
+        exclude(r, {0, keys.begin});
+        exclude(r, {whole_vectors<A>(keys.end), whole_vectors<A>(count)});
+      }
     });
-    for (int64_t r = 0; r < tile_.count; ++r) differentiate_row(r, begin, count);
+  }
+
+  // Marks the pairs of row r and `keys`, whole vectors.
+  void exclude(int64_t r, Range keys) {
+    for (int64_t j = keys.begin; j < keys.end; j += kLanes<A>) {
+      store<A>(w_.scores + r * w_.block + j, broadcast(A(-0.0)));
+      store<A>(w_.grad_scores + r * w_.block + j, broadcast(A(-0.0)));
+    }
   }
 
   // The left sides of the last three products: P and dS transposed, and dS. Where dS is rounded and the row has few
@@ -289,9 +305,11 @@ class KeyBlockGradients {
       }
   }
 
-  void differentiate_row(int64_t r, int64_t begin, int64_t count) {
+  // keys: of the block, which begins at key `first`.
+  void differentiate_row(int64_t r, int64_t first, Range keys) {
     const QueryRow& row = tile_.rows[r];
-    A *s = w_.scores + r * w_.block, *g = w_.grad_scores + r * w_.block;
+    const int64_t begin = first + keys.begin, count = keys.end - keys.begin, offset = r * w_.block + keys.begin;
+    A *s = w_.scores + offset, *g = w_.grad_scores + offset;
     A* cap = p_.softcap > 0 ? w_.cap : nullptr;
     finish_scores<A>(p_, b_, row, begin, count, s, cap);
     const int64_t whole = whole_vectors<A>(count);

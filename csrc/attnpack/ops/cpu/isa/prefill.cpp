@@ -155,28 +155,29 @@ class PrefillTiles {
       const int64_t slot = w_.blocks.slot(begin, [&](int64_t slot) { pack_block(begin, slot); });
       for (Tile* t = first; t < last; ++t)
         if (begin >= first_block(*t) && begin < t->rows.keys.end)
-          for_each_part(t->rows, begin, w_.block, [&](Range rows, int64_t count) {
-            attend_block(*t, rows, slot, begin, count, skip_excluded, begin > first_block(*t));
+          for_each_part(t->rows, begin, w_.block, kPanel<A>, [&](Range rows, Range keys) {
+            attend_block(*t, rows, slot, begin, keys, skip_excluded, begin > first_block(*t));
           });
     }
   }
 
   int64_t first_block(const Tile& tile) const { return tile.rows.keys.begin / w_.block * w_.block; }
 
-  void attend_block(Tile& tile, Range rows, int64_t slot, int64_t begin, int64_t count, bool skip_excluded,
+  // some: of the block, which begins at key `begin`.
+  void attend_block(Tile& tile, Range rows, int64_t slot, int64_t begin, Range some, bool skip_excluded,
                     bool accumulate) {
-    const E* keys = w_.keys + slot * w_.block * w_.key_steps;
-    const E* values = w_.values + slot * w_.block_steps * w_.value_width;
-    const int64_t some = rows.end - rows.begin;
+    const Panels<E> keys{w_.keys + slot * w_.block * w_.key_steps, kPanel<A>, kPanel<A> * w_.key_steps};
+    const Panels<E> values{w_.values + slot * w_.block_steps * w_.value_width, kPanel<A>, kPanel<A> * w_.block_steps};
+    const int64_t row_count = rows.end - rows.begin, count = some.end - some.begin;
     const auto fetch_next = [&] { next_.fetch_share(); };
-    gemm<A, E>(false, some, count, w_.key_steps, {tile.query + rows.begin * w_.key_steps, w_.key_steps, 1},
-               Panels<E>{keys, kPanel<A>, kPanel<A> * w_.key_steps}, w_.scores + rows.begin * w_.block, w_.block, false,
-               score_chain(p_, b_), fetch_next);
-    compute_weights(p_, b_, tile.rows, tile.state, weights_, rows.begin, some, begin, count);
-    gemm<A, E>(skip_excluded, some, p_.v_head_dim, steps<Operands>(count),
+    gemm<A, E>(false, row_count, count, w_.key_steps, {tile.query + rows.begin * w_.key_steps, w_.key_steps, 1},
+               keys.part(0, some.begin), w_.scores + rows.begin * w_.block, w_.block, false, score_chain(p_, b_),
+               fetch_next);
+    compute_weights(p_, b_, tile.rows, tile.state, weights_, rows.begin, row_count, begin + some.begin, count);
+    gemm<A, E>(skip_excluded, row_count, p_.v_head_dim, steps<Operands>(count),
                {w_.weights + rows.begin * w_.block_steps, w_.block_steps, 1},
-               Panels<E>{values, kPanel<A>, kPanel<A> * w_.block_steps}, tile.state.out + rows.begin * w_.out_ld,
-               w_.out_ld, accumulate, kDepth, fetch_next);
+               values.part(some.begin / Operands::kStep, 0), tile.state.out + rows.begin * w_.out_ld, w_.out_ld,
+               accumulate, kDepth, fetch_next);
   }
 
   // Of the tile's products, or a little less than there are.

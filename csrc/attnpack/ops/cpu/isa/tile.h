@@ -118,22 +118,31 @@ inline void make_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Rang
 // Rows and keys that take part in the same product: whole register tiles.
 constexpr int64_t kPart = 12;
 
-// Cuts a tile into runs of rows that see about as many of the keys [begin, begin + most), and calls f(rows, count) for
-// each: they see none from begin + count on. So products on the diagonal leave out most of what is excluded. count is
-// at least 1, also for rows that see no key.
+// Cuts a tile into runs of rows that see about the same of the keys [begin, begin + most), and calls f(rows, keys) for
+// each, with keys counted from begin: the rows see no others. So products on the diagonal, and those at the begin of
+// windows, leave out most of what is excluded. keys begin at a multiple of `step`. There is at least one, also for rows
+// that see none.
 template <class F>
-inline void for_each_part(const RowTile& tile, int64_t begin, int64_t most, F&& f) {
+inline void for_each_part(const RowTile& tile, int64_t begin, int64_t most, int64_t step, F&& f) {
   const auto seen_from = [&](int64_t first) {
-    int64_t end = begin + 1;
-    for (int64_t r = first; r < smaller(first + kPart, tile.count); ++r) end = larger(end, tile.rows[r].keys.end);
-    return smaller(end - begin, most);
+    Range keys{begin + most, begin};
+    for (int64_t r = first; r < smaller(first + kPart, tile.count); ++r) {
+      const Range& row = tile.rows[r].keys;
+      if (!row.empty()) keys = {smaller(keys.begin, row.begin), larger(keys.end, row.end)};
+    }
+    const int64_t end = smaller(keys.end - begin, most);
+    if (keys.begin - begin >= end) return Range{0, 1};
+    return Range{larger(keys.begin - begin, 0) / step * step, end};
   };
   for (int64_t first = 0, end; first < tile.count; first = end) {
-    const int64_t count = seen_from(first);
+    const Range keys = seen_from(first);
     end = first + kPart;
-    while (end < tile.count && seen_from(end) == count) end += kPart;
+    for (; end < tile.count; end += kPart) {
+      const Range more = seen_from(end);
+      if (more.begin != keys.begin || more.end != keys.end) break;
+    }
     end = smaller(end, tile.count);
-    f(Range{first, end}, count);
+    f(Range{first, end}, keys);
   }
 }
 

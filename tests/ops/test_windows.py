@@ -1,0 +1,67 @@
+"""Windows that begin and end within the blocks of keys: rows take part in products with about what they see."""
+
+import pytest
+import torch
+from attnpack import attention
+from op_cases import DTYPES, NAN, check_against_reference, draw, make_inputs
+
+# More rows than a tile has, more keys than a block has. The last windows are as wide as several blocks.
+WINDOWS = [(0, 0), (20, 0), (40, 30), (128, 0), (-1, 3), (130, -1), (520, 0)]
+RULES = {
+    "alone": {},
+    "padded": {"kv_lens": torch.int64},
+    "mask and sinks": {"mask": "own -inf", "scores": {"sinks": True, "softcap": 2.0}},
+    "alibi": {"scores": {"alibi": True}},
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("heads", ["mha", "uneven"])
+def test_windows_in_long_sequences(heads, rule, window):
+    positions = {"window": window, "q_offset": 400}
+    check_against_reference(make_inputs(heads=heads, lengths=(150, 700), positions=positions, **RULES[rule]))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_windows_in_each_dtype(dtype, window):
+    positions = {"window": window, "causal": window[1] != 3}
+    check_against_reference(make_inputs(dtype, heads="gqa", lengths=(390, 390), dims=(24, 40), positions=positions))
+
+
+def test_dropout_within_windows():
+    query, key, value = (draw(1, 2, 300, 16, dtype=torch.float64, seed=seed).requires_grad_() for seed in range(3))
+
+    def results(dtype):
+        torch.manual_seed(0)
+        tensors = [x.detach().to(dtype).requires_grad_() for x in (query, key, value)]
+        out = attention(*tensors, window=(50, 0), dropout_p=0.3)
+        return [out, *torch.autograd.grad(out.square().sum(), tensors)]
+
+    for found, exact in zip(results(torch.float32), results(torch.float64), strict=True):
+        assert exact.abs().max() > 0.1
+        torch.testing.assert_close(found.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+def test_nan_reaches_the_rows_that_see_it(group, dtype):
+    """A key's NaN, in another row's window, changes neither this row nor its query's gradient."""
+    batch, heads, length, width = 1, 2, 500, 16
+    query, grad_out = (draw(batch, heads * group, length, width, dtype=dtype, seed=seed) for seed in (0, 3))
+    key, value = (draw(batch, heads, length, width, dtype=dtype, seed=seed) for seed in (1, 2))
+
+    def results():
+        leaf = query.clone().requires_grad_()
+        out = attention(leaf, key, value, window=(60, 0))
+        return out.detach(), *torch.autograd.grad(out, leaf, grad_out)
+
+    clean = results()
+    sees_none = torch.ones(length, dtype=torch.bool)
+    for at in (3, 250, 300, 499):
+        key[:, :, at] = value[:, :, at] = NAN
+        sees_none[at : at + 61] = False
+    for found, before in zip(results(), clean, strict=True):
+        assert torch.equal(found[:, :, sees_none], before[:, :, sees_none])
+        assert found[:, :, ~sees_none].isnan().all()
