@@ -9,6 +9,7 @@ import attnpack
 import pytest
 import torch
 from attnpack.layer_ops import index_keys
+from torch_threads import threads
 
 BATCH, HEADS, DIM, V_DIM, ROOM, RANK = 3, 2, 2, 3, 700, 2
 SEQUENCES, STEPS = 700, 14
@@ -307,10 +308,8 @@ CHANGES += [Machine.reorder, Machine.clone, Machine.reset]
 @pytest.fixture
 def one_thread():
     """The tensors are small: threads would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield
 
 
 @pytest.mark.parametrize("kind", KINDS)

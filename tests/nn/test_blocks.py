@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch_threads import threads
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
@@ -193,10 +194,8 @@ def test_padding_of_source_and_target_is_not_read(m):
 @pytest.fixture
 def one_thread():
     """One thread: such small tensors gain nothing from a second one, and wait for it on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 def test_encoder_decoder_learns_to_reverse(one_thread):

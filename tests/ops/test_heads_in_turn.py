@@ -4,6 +4,7 @@ bits are those of heads in one piece. One thread and four sequences, so that a u
 import attnpack
 import pytest
 import torch
+from torch_threads import threads
 
 NAN, INF = float("nan"), float("inf")
 # query heads, kv heads or head_map, queries, head_dim, v_head_dim
@@ -21,10 +22,8 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield
 
 
 def draw(case, length, dtype, batch=4):

@@ -18,9 +18,9 @@ from op_cases import (
     describe,
     draw,
     make_inputs,
-    threads,
 )
 from torch.testing import assert_close
+from torch_threads import threads
 
 NAMED = list(covering(AXES | {"names": NAMES}))
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.library import opcheck
 from torch.testing import assert_close
+from torch_threads import threads
 
 products = torch.ops.attnpack.key_products
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -42,12 +43,8 @@ def test_views_of_a_cache_and_rows_by_themselves(dtype):
     assert_close(products(query, key.transpose(2, 3).contiguous().transpose(2, 3)), out, atol=1e-4, rtol=1e-4)
     for b in range(3):
         assert torch.equal(products(query[b : b + 1], key[b : b + 1]), out[b : b + 1])
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with threads(1):
         assert torch.equal(products(query, key), out)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_opcheck_and_vmap():

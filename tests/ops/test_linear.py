@@ -8,6 +8,7 @@ import torch
 from attnpack import ops
 from attnpack.nn.linear import linear, project
 from torch import nn
+from torch_threads import threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The most rows of the kernel for few rows: more where MKL is slow and oneDNN takes large fp32 products.
@@ -42,12 +43,8 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(dtype):
     whole = ops.linear(x, weight)
     for rows in (1, 2, 3, 5, 6, 7, 12, 16):
         assert torch.equal(ops.linear(x[:rows], weight), whole[:rows])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with threads(1):
         assert torch.equal(ops.linear(x, weight), whole)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

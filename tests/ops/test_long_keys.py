@@ -5,6 +5,7 @@ import torch
 from attnpack import attention, reference
 from op_cases import compute_results, make_inputs
 from torch.testing import assert_close
+from torch_threads import threads
 
 # More keys than one tile takes alone; in the second case more than stay packed. 1,500 and 900 rows per kv head.
 CASES = {
@@ -20,13 +21,6 @@ RULES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def threads_as_before():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("case", CASES)
@@ -34,12 +28,12 @@ def test_against_fp64_with_any_number_of_threads(case, rules, dtype):
     inputs = make_inputs(dtype, **CASES[case], **RULES[rules])
     exact = compute_results(reference.attention, inputs.to(torch.float64), gradients=False)
     first = None
-    for threads in (1, 2, 5, 32):
-        torch.set_num_threads(threads)
-        found = compute_results(attention, inputs, gradients=False)
+    for count in (1, 2, 5, 32):
+        with threads(count):
+            found = compute_results(attention, inputs, gradients=False)
         first = first or found
         for name, result in found.items():
-            assert torch.equal(result, first[name]), (name, threads)
+            assert torch.equal(result, first[name]), (name, count)
     for name, result in first.items():
         bound = 2e-5 if dtype == torch.float32 or name == "lse" else 2e-2
         assert_close(result.double(), exact[name], atol=bound, rtol=bound)
@@ -53,9 +47,9 @@ def test_nan_in_excluded_keys_reaches_no_row(length):
     clean = attention(query, key, value, causal=True, q_offset=length - 905)
     key[:, :, -300:], value[:, :, -300:] = float("nan"), float("inf")
     seen = 900 - 300 + 5
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        found = attention(query, key, value, causal=True, q_offset=length - 905)
+    for count in (1, 2):
+        with threads(count):
+            found = attention(query, key, value, causal=True, q_offset=length - 905)
         assert torch.equal(found[:, :, :seen], clean[:, :, :seen])
         assert found[:, :, seen:].isnan().all()
     before = attention(query, key.nan_to_num(), value, causal=True, q_offset=-400)

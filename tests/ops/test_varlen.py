@@ -8,6 +8,7 @@ import torch
 from attnpack import attention, attention_varlen, reference
 from op_cases import DTYPES, HEADS, draw
 from torch.testing import assert_close
+from torch_threads import threads
 
 NAN = float("nan")
 # Query and key lengths of each sequence: decode rows and prefill tiles, several blocks of keys, none at all.
@@ -96,14 +97,12 @@ def test_bits_of_one_call_per_sequence(dtype, lengths, settings):
         assert_same_bits(g, e)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_bits_do_not_depend_on_threads(threads):
-    before = torch.get_num_threads()
+@pytest.mark.parametrize("other", [1, 3])
+def test_bits_do_not_depend_on_threads(other):
     *tensors, cu_q, cu_k, made = make(LENGTHS["uneven"], settings=SETTINGS["scores"])
     results = []
-    try:
-        for count in (2, threads):
-            torch.set_num_threads(count)
+    for count in (2, other):
+        with threads(count):
             out, lse = attention_varlen(*tensors, cu_q, cu_k, return_lse=True, **made)
             grads = differentiate(
                 lambda *x: attention_varlen(*x, cu_q, cu_k, return_lse=True, **made),
@@ -111,9 +110,7 @@ def test_bits_do_not_depend_on_threads(threads):
                 torch.ones_like(out),
                 lse.isfinite().float(),
             )
-            results.append([out, lse, *grads])
-    finally:
-        torch.set_num_threads(before)
+        results.append([out, lse, *grads])
     for a, b in zip(*results, strict=True):
         assert_same_bits(a, b)
 

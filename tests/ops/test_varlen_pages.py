@@ -9,6 +9,7 @@ from attnpack import attention_varlen, reference
 from op_cases import DTYPES, HEADS, draw
 from pages import GARBAGE, LAYOUTS, make_table, pages_of, put_into_pages
 from torch.testing import assert_close
+from torch_threads import threads
 
 PAGE_SIZES = [1, 7, 16, 32, 64, 256]
 # Query and key lengths: decode over several ranges of keys, chunks of a prefill, tiles, a few keys, none at all.
@@ -147,17 +148,13 @@ def test_against_fp64_reference(dtype):
         assert (out[rows] - truth[0].transpose(0, 1)).abs().max() <= 2 * (plain - truth).abs().max() + floor
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_bits_do_not_depend_on_threads(threads):
-    before = torch.get_num_threads()
+@pytest.mark.parametrize("count", [1, 3])
+def test_bits_do_not_depend_on_threads(count):
     _, pooled, paged, made = make(LENGTHS["decode"] + LENGTHS["chunks"], settings=SETTINGS["causal"])
-    try:
-        torch.set_num_threads(threads)
+    with threads(count):
         got = attention_varlen(*pooled, **paged, **made)
-        torch.set_num_threads(2)
+    with threads(2):
         assert_same_bits([got], [attention_varlen(*pooled, **paged, **made)])
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_no_sequences_and_no_pages():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import attnpack
 import torch
 from attnpack import reference
 from torch import Tensor
+from torch_threads import threads
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -225,16 +225,6 @@ def make_inputs(
     grad_lse = draw(*shape[:3], dtype=torch.promote_types(dtype, torch.float32), seed=5)
     query, key, value = (laid_out(x, layout) for x in (query, key, value))
     return Inputs(query, key, value, make_mask(mask, shape, dtype), settings, grad_out, grad_lse)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def compute_results(attend: Callable, inputs: Inputs, *, gradients: bool = True) -> dict[str, Tensor]:
