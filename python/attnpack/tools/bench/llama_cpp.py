@@ -27,7 +27,7 @@ class LlamaCpp:
         threads = torch.get_num_threads()
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "model.gguf"
-            _write_plain(path, dtype)
+            write_plain(path, dtype)
             self._model = Llama(str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
 
     def generate(
@@ -49,7 +49,7 @@ class LlamaCpp:
         return torch.tensor([tokens])
 
 
-def _write_plain(path: Path, dtype: str) -> None:
+def write_plain(path: Path, dtype: str) -> None:
     """Writes SmolLM2's file with each matrix in the given dtype."""
     import gguf
 
