@@ -8,6 +8,7 @@ import torch
 from attnpack import ops
 from attnpack.nn.linear import linear, project
 from torch import nn
+from torch.testing import assert_close
 from torch_threads import threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -265,3 +266,14 @@ def test_autocast_names_shapes_and_takes_other_dtypes():
         assert ops.linear(X, WEIGHT.half(), BIAS).dtype == torch.bfloat16
         with pytest.raises(ValueError, match=r"attnpack: bias has shape \[2\]"):
             ops.linear(X, WEIGHT, torch.ones(2))
+
+
+@pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64), (0, 64), (2, 0, 64)], ids=str)
+def test_gradients_of_no_outputs_and_of_no_rows(shape):
+    for outputs in (0, 3):
+        leaves = [torch.randn(s, requires_grad=True) for s in (shape, (outputs, 64), (outputs,))]
+        out = ops.linear(*leaves)
+        expected = torch.nn.functional.linear(*leaves)
+        assert_close(out, expected)
+        for found, theirs in zip(*(torch.autograd.grad(o.sum(), leaves) for o in (out, expected)), strict=True):
+            assert_close(found, theirs)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from attnpack import attention
-from op_cases import DTYPES, NAN, check_against_reference, draw, make_inputs
+from attnpack import attention, reference
+from op_cases import DTYPES, NAN, check_against_reference, compute_results, draw, make_inputs
+from torch_threads import threads
 
 # More rows than a tile has, more keys than a block has. The last windows are as wide as several blocks.
 WINDOWS = [(0, 0), (20, 0), (40, 30), (128, 0), (-1, 3), (130, -1), (520, 0)]
@@ -28,6 +29,34 @@ def test_windows_in_long_sequences(heads, rule, window):
 def test_windows_in_each_dtype(dtype, window):
     positions = {"window": window, "causal": window[1] != 3}
     check_against_reference(make_inputs(dtype, heads="gqa", lengths=(390, 390), dims=(24, 40), positions=positions))
+
+
+@pytest.mark.parametrize("window, offset", [((1, 1), 2208), ((4, 1), 2211), ((68, 0), 4000), ((-1, 5), 2210)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_bits_of_any_number_of_threads(dtype, window, offset):
+    """With more than 4,096 keys, how many tiles of rows take a block of keys in turn depends on the threads."""
+    positions = {"window": window, "q_offset": offset}
+    inputs = make_inputs(dtype, heads="mha", lengths=(192, 4500), dims=(4, 6), positions=positions)
+    first = None
+    for count in (1, 2, 5, 32):
+        with threads(count):
+            found = compute_results(attention, inputs)
+        first = first or found
+        for name, result in found.items():
+            assert torch.equal(result, first[name]), (name, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [(5, 0), (1, 1), (70, 3)], ids=str)
+def test_scores_far_below_zero(window, dtype):
+    """Rows that see nothing more of a block find older numbers in scratch, which are larger than such scores."""
+    query, key, value = (draw(1, 2, 500, 8, dtype=dtype, seed=seed) for seed in range(3))
+    query, key = -(query.abs() + 50), key.abs() + 2
+    found = attention(query, key, value, window=window, return_lse=True)
+    exact = reference.attention(query.double(), key.double(), value.double(), window=window, return_lse=True)
+    assert exact[1].max() < -200
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=3e-2, rtol=3e-2)
 
 
 def test_dropout_within_windows():

@@ -13,7 +13,8 @@ namespace {
 using at::Tensor;
 using torch::autograd::SavedVariable;
 
-Tensor as_rows(const Tensor& x) { return x.dim() == 2 ? x : x.reshape_symint({-1, x.sym_size(-1)}); }
+// x [..., columns] as [rows, columns], also without columns.
+Tensor as_rows(const Tensor& x) { return x.dim() == 1 ? x.unsqueeze(0) : x.flatten(0, -2); }
 
 // grad^T input [out, in], by the faster kernel. It can be differentiated.
 Tensor weight_gradient(const Tensor& grad, const Tensor& input) {

@@ -119,9 +119,9 @@ inline void make_rows(const AttentionParams& p, int64_t b, int64_t kv_head, Rang
 constexpr int64_t kPart = 12;
 
 // Cuts a tile into runs of rows that see about the same of the keys [begin, begin + most), and calls f(rows, keys) for
-// each, with keys counted from begin: the rows see no others. So products on the diagonal, and those at the begin of
-// windows, leave out most of what is excluded. keys begin at a multiple of `step`. There is at least one, also for rows
-// that see none.
+// each, with keys counted from begin: the rows see no others. So products on the diagonal, and those where windows
+// begin, leave out most of what is excluded. The range of keys begins at a multiple of `step`. It has at least one key,
+// even for rows that see none of these.
 template <class F>
 inline void for_each_part(const RowTile& tile, int64_t begin, int64_t most, int64_t step, F&& f) {
   const auto seen_from = [&](int64_t first) {
@@ -130,9 +130,8 @@ inline void for_each_part(const RowTile& tile, int64_t begin, int64_t most, int6
       const Range& row = tile.rows[r].keys;
       if (!row.empty()) keys = {smaller(keys.begin, row.begin), larger(keys.end, row.end)};
     }
-    const int64_t end = smaller(keys.end - begin, most);
-    if (keys.begin - begin >= end) return Range{0, 1};
-    return Range{larger(keys.begin - begin, 0) / step * step, end};
+    const Range seen{larger(keys.begin - begin, 0), smaller(keys.end - begin, most)};
+    return seen.empty() ? Range{0, 1} : Range{seen.begin / step * step, seen.end};
   };
   for (int64_t first = 0, end; first < tile.count; first = end) {
     const Range keys = seen_from(first);
