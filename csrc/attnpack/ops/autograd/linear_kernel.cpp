@@ -13,8 +13,13 @@ namespace {
 using at::Tensor;
 using torch::autograd::SavedVariable;
 
-// x [..., columns] as [rows, columns], also without columns.
-Tensor as_rows(const Tensor& x) { return x.dim() == 1 ? x.unsqueeze(0) : x.flatten(0, -2); }
+// x [..., columns] as [rows, columns]. The rows are counted, because reshape finds no -1 where there are no columns.
+Tensor as_rows(const Tensor& x) {
+  if (x.dim() == 2) return x;
+  c10::SymInt rows = 1;
+  for (const auto& size : x.sym_sizes().slice(0, x.dim() - 1)) rows = rows * size;
+  return x.reshape_symint({rows, x.sym_size(-1)});
+}
 
 // grad^T input [out, in], by the faster kernel. It can be differentiated.
 Tensor weight_gradient(const Tensor& grad, const Tensor& input) {
