@@ -166,7 +166,7 @@ class KeyBlockGradients {
       wait_for(done, static_cast<int32_t>(block - first_block));
     }
     const auto add_query_gradients = [&](const Operand<E>& grad_scores, bool accumulate) {
-      for_each_part(tile_, begin, count, kPanel<A>, [&](Range rows, Range keys) {
+      for_each_part<A>(tile_, begin, count, [&](Range rows, Range keys) {
         const int64_t first_step = keys.begin / Operands::kStep;
         gemm<A, E>(!keys_finite_, rows.end - rows.begin, p_.head_dim, steps<Operands>(keys.end) - first_step,
                    {grad_scores.data + rows.begin * grad_scores.row + first_step, grad_scores.row, 1},
@@ -246,7 +246,7 @@ class KeyBlockGradients {
   // scores <- P as it multiplied the values, grad_scores <- scale * dS; both [rows, count], with -0.0 for excluded
   // pairs.
   void differentiate(int64_t begin, int64_t count) {
-    for_each_part(tile_, begin, count, kPanel<A>, [&](Range rows, Range keys) {
+    for_each_part<A>(tile_, begin, count, [&](Range rows, Range keys) {
       const auto multiply = [&](const E* left, int64_t ld, const E* right, int64_t depth, A* products) {
         gemm<A, E>(false, rows.end - rows.begin, keys.end - keys.begin, depth, {left + rows.begin * ld, ld, 1},
                    Panels<E>{right, kPanel<A>, kPanel<A> * depth}.part(0, keys.begin),
@@ -262,7 +262,7 @@ class KeyBlockGradients {
     });
   }
 
-  // Marks the pairs of row r and `keys`, whole vectors.
+  // Marks the pairs of row r and `keys`, whole vectors, as excluded.
   void exclude(int64_t r, Range keys) {
     for (int64_t j = keys.begin; j < keys.end; j += kLanes<A>) {
       store<A>(w_.scores + r * w_.block + j, broadcast(A(-0.0)));

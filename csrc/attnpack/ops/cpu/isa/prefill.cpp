@@ -155,7 +155,7 @@ class PrefillTiles {
       const int64_t slot = w_.blocks.slot(begin, [&](int64_t slot) { pack_block(begin, slot); });
       for (Tile* t = first; t < last; ++t)
         if (begin >= first_block(*t) && begin < t->rows.keys.end)
-          for_each_part(t->rows, begin, w_.block, kPanel<A>, [&](Range rows, Range keys) {
+          for_each_part<A>(t->rows, begin, w_.block, [&](Range rows, Range keys) {
             attend_block(*t, rows, slot, begin, keys, skip_excluded, begin > first_block(*t));
           });
     }

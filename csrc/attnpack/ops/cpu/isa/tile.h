@@ -120,10 +120,10 @@ constexpr int64_t kPart = 12;
 
 // Cuts a tile into runs of rows that see about the same of the keys [begin, begin + most), and calls f(rows, keys) for
 // each, with keys counted from begin: the rows see no others. So products on the diagonal, and those where windows
-// begin, leave out most of what is excluded. The range of keys begins at a multiple of `step`. It has at least one key,
+// begin, leave out most of what is excluded. The range of keys begins with a whole panel. It has at least one key,
 // even for rows that see none of these.
-template <class F>
-inline void for_each_part(const RowTile& tile, int64_t begin, int64_t most, int64_t step, F&& f) {
+template <class A, class F>
+inline void for_each_part(const RowTile& tile, int64_t begin, int64_t most, F&& f) {
   const auto seen_from = [&](int64_t first) {
     Range keys{begin + most, begin};
     for (int64_t r = first; r < smaller(first + kPart, tile.count); ++r) {
@@ -131,7 +131,7 @@ inline void for_each_part(const RowTile& tile, int64_t begin, int64_t most, int6
       if (!row.empty()) keys = {smaller(keys.begin, row.begin), larger(keys.end, row.end)};
     }
     const Range seen{larger(keys.begin - begin, 0), smaller(keys.end - begin, most)};
-    return seen.empty() ? Range{0, 1} : Range{seen.begin / step * step, seen.end};
+    return seen.empty() ? Range{0, 1} : Range{seen.begin / kPanel<A> * kPanel<A>, seen.end};
   };
   for (int64_t first = 0, end; first < tile.count; first = end) {
     const Range keys = seen_from(first);
