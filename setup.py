@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import setuptools
@@ -44,7 +45,7 @@ class CMakeBuild(build_ext):
         tree = Path(os.environ.get("ATTNPACK_BUILD_DIR", ROOT / "build")).resolve()
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         self.configure(tree, wheel=not self.in_source)
-        self.cmake("--build", tree, "--parallel", jobs)
+        self.build(tree, jobs)
         self.cmake("--install", tree, "--prefix", package)
 
     def configure(self, tree: Path, wheel: bool):
@@ -63,15 +64,72 @@ class CMakeBuild(build_ext):
         arguments = [f"-D{name}={value}" for name, value in settings.items()]
         self.cmake("-S", ROOT, "-B", tree, "-G", generator, *arguments, *os.environ.get("CMAKE_ARGS", "").split())
 
+    def build(self, tree: Path, jobs: str):
+        command = [find_cmake(), "--build", str(tree), "--parallel", jobs]
+        planned = subprocess.run([*command, "--", "-n"], capture_output=True, text=True, errors="replace").stdout
+        progress = Progress(planned.splitlines())
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+            for line in process.stdout:
+                progress.take(line)
+        progress.end_line()
+        if process.returncode != 0:
+            sys.exit("attnpack: the build stopped; the reason stands above.")
+
     def cmake(self, *arguments):
-        cmake = shutil.which("cmake")
-        if cmake is None:
-            sys.exit("attnpack: the build needs cmake 3.22 or newer; install it (pip install cmake ninja).")
-        if subprocess.call([cmake, *map(str, arguments)]) != 0:
+        if subprocess.call([find_cmake(), *map(str, arguments)]) != 0:
             sys.exit("attnpack: the build stopped; the reason stands above.")
 
     def copy_extensions_to_source(self):
         """Nothing to do: an in-place build was installed into python/attnpack by CMake."""
+
+
+def find_cmake() -> str:
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        sys.exit("attnpack: the build needs cmake 3.22 or newer; install it (pip install cmake ninja).")
+    return cmake
+
+
+class Progress:
+    """Shows how far ninja is: files done of all, the seconds so far, and about how many are left.
+
+    On a terminal one line that changes, elsewhere a line every 15 seconds. Whatever else the build prints goes through.
+    """
+
+    STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
+    DEAR = re.compile(r"Unity|decode|\.gch")  # units of many sources, the largest kernel, the precompiled header
+    EVERY = 15
+
+    def __init__(self, planned: list[str]):
+        """planned: the steps of the build, as `ninja -n` prints them."""
+        self.work = sum(self.cost(step[3]) for line in planned if (step := self.STEP.match(line)))
+        self.done, self.start, self.shown = 0, time.monotonic(), 0.0
+        self.on_terminal, self.line_is_open = sys.stdout.isatty(), False
+
+    def cost(self, what: str) -> int:
+        return 8 if self.DEAR.search(what) else 1
+
+    def take(self, line: str):
+        step = self.STEP.match(line)
+        if step is None:
+            self.end_line()
+            print(line, end="", flush=True)
+            return
+        self.done += self.cost(step[3])
+        seconds, last = time.monotonic() - self.start, step[1] == step[2]
+        if not (self.on_terminal or last or seconds - self.shown >= self.EVERY):
+            return
+        self.shown = seconds
+        text = f"attnpack: {step[1]} of {step[2]} files, {seconds:.0f} s"
+        if not last and self.work > self.done:
+            text += f", about {seconds * (self.work - self.done) / self.done:.0f} s left"
+        print(f"\r{text:<70}" if self.on_terminal else text, end="" if self.on_terminal else "\n", flush=True)
+        self.line_is_open = self.on_terminal
+
+    def end_line(self):
+        if self.line_is_open:
+            print(flush=True)
+        self.line_is_open = False
 
 
 def forget_cache_of_another(tree: Path, generator: str):

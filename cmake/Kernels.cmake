@@ -1,36 +1,101 @@
 # attnpack_add_kernels(objects) compiles the kernels once per instruction set, and puts the object files into that
 # variable. No precompiled header (the flags differ), hidden symbols, plain C++ and vectors only.
 include(CheckCXXCompilerFlag)
-set(ATTNPACK_KERNEL_OPTIMISATION -O3 CACHE STRING "optimisation of the kernels")
+# -O2: -O3 takes twice as long and makes twice the code, which runs no faster (PERFORMANCE.md).
+set(ATTNPACK_KERNEL_OPTIMISATION -O2 CACHE STRING "optimisation of the kernels")
 mark_as_advanced(ATTNPACK_KERNEL_OPTIMISATION)
+set(ATTNPACK_ISA_NAMES native CACHE STRING
+    "instruction sets of the CPU kernels: native (those that this machine has), all, or a list such as baseline\;avx2")
 
 # Emulates the products of AVX512-BF16 in plain AVX-512, as one more instruction set with the same arithmetic. So a
 # machine without AVX512-BF16 can test it. tests/sanitize sets the option; installed builds have no use for it.
 option(ATTNPACK_EMULATE_PAIRS "build avx512_bf16_emulated too" OFF)
 mark_as_advanced(ATTNPACK_EMULATE_PAIRS)
 
+# All instruction sets that this compiler can build, the plainest first.
+function(attnpack_all_isas names)
+  set(all baseline)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|amd64|AMD64")
+    list(APPEND all avx2 avx512)
+    check_cxx_compiler_flag(-mavx512bf16 ATTNPACK_COMPILER_HAS_AVX512_BF16)
+    if(ATTNPACK_COMPILER_HAS_AVX512_BF16)
+      list(APPEND all avx512_bf16)
+    endif()
+  endif()
+  set(${names} ${all} PARENT_SCOPE)
+endfunction()
+
+# Those of `all` that this machine can run: a program asks the CPU, as isa_table.h does. All of them if it cannot run.
+function(attnpack_native_isas names all)
+  if(NOT DEFINED CACHE{ATTNPACK_NATIVE_ISAS} AND NOT CMAKE_CROSSCOMPILING)
+    file(WRITE ${PROJECT_BINARY_DIR}/native_isas.cpp "#include <cstdio>
+#include <attnpack/ops/cpu/isa_present.h>
+int main() {
+  std::puts(\"baseline\");
+#if defined(__x86_64__)
+  if (attnpack::has_avx2()) std::puts(\"avx2\");
+  if (attnpack::has_avx512()) std::puts(\"avx512\");
+  if (attnpack::has_avx512_bf16()) std::puts(\"avx512_bf16\");
+#endif
+}
+")
+    try_run(exit_code compiled ${PROJECT_BINARY_DIR} ${PROJECT_BINARY_DIR}/native_isas.cpp
+            CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../csrc CXX_STANDARD 20
+            RUN_OUTPUT_VARIABLE present)
+    if(compiled AND exit_code EQUAL 0)
+      string(REGEX MATCHALL "[a-z0-9_]+" present "${present}")
+      set(ATTNPACK_NATIVE_ISAS "${present}" CACHE INTERNAL "instruction sets of this machine's CPU")
+    endif()
+  endif()
+  if(NOT DEFINED CACHE{ATTNPACK_NATIVE_ISAS})
+    set(${names} ${all} PARENT_SCOPE)
+    return()
+  endif()
+  set(native "")
+  foreach(isa ${all})
+    if(isa IN_LIST ATTNPACK_NATIVE_ISAS)
+      list(APPEND native ${isa})
+    endif()
+  endforeach()
+  set(${names} ${native} PARENT_SCOPE)
+endfunction()
+
 function(attnpack_add_kernels objects)
   cmake_path(GET CMAKE_CURRENT_FUNCTION_LIST_DIR PARENT_PATH root)
   file(GLOB sources CONFIGURE_DEPENDS ${root}/csrc/attnpack/ops/cpu/isa/*.cpp)
-  set(names baseline)
-  set(definitions "")
-  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|amd64|AMD64")
-    list(APPEND names avx2 avx512)
-    check_cxx_compiler_flag(-mavx512bf16 ATTNPACK_COMPILER_HAS_AVX512_BF16)
-    if(ATTNPACK_COMPILER_HAS_AVX512_BF16)
-      list(APPEND names avx512_bf16)
-      list(APPEND definitions ATTNPACK_AVX512_BF16)
-    endif()
-    if(ATTNPACK_EMULATE_PAIRS)
-      list(APPEND names avx512_bf16_emulated)
-      list(APPEND definitions ATTNPACK_AVX512_BF16_EMULATED)
-    endif()
+  attnpack_all_isas(all)
+  if(ATTNPACK_ISA_NAMES STREQUAL "native")
+    attnpack_native_isas(names "${all}")
+  elseif(ATTNPACK_ISA_NAMES STREQUAL "all")
+    set(names ${all})
+  else()
+    set(names "")
+    foreach(isa ${ATTNPACK_ISA_NAMES})
+      if(NOT isa IN_LIST all)
+        list(JOIN all ", " known)
+        message(FATAL_ERROR "attnpack: ATTNPACK_ISA_NAMES has ${isa}, wants native, all, or some of: ${known}")
+      endif()
+    endforeach()
+    foreach(isa ${all})  # in this order, whatever the order of the option
+      if(isa STREQUAL "baseline" OR isa IN_LIST ATTNPACK_ISA_NAMES OR
+         (isa STREQUAL "avx512" AND "avx512_bf16" IN_LIST ATTNPACK_ISA_NAMES))  # which has its kernels for fp64
+        list(APPEND names ${isa})
+      endif()
+    endforeach()
   endif()
+  if(ATTNPACK_EMULATE_PAIRS)
+    if(NOT "avx512" IN_LIST names)
+      list(APPEND names avx512)
+    endif()
+    list(APPEND names avx512_bf16_emulated)
+  endif()
+  message(STATUS "instruction sets: ${names}")
   set(flags_baseline "")
   set(flags_avx2 -mavx2 -mfma -mf16c)
   set(flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c -mprefer-vector-width=512)
   set(flags_avx512_bf16 ${flags_avx512} -mavx512bf16 -mavx512vnni)
   set(flags_avx512_bf16_emulated ${flags_avx512} -DATTNPACK_EMULATE_PAIRS)
+  set(definitions "")
   foreach(isa ${names})
     add_library(attnpack_${isa} OBJECT ${sources})
     target_include_directories(attnpack_${isa} PRIVATE ${root}/csrc)
@@ -38,9 +103,11 @@ function(attnpack_add_kernels objects)
       ${ATTNPACK_KERNEL_OPTIMISATION} -fno-math-errno -fno-trapping-math -fvisibility=hidden -fvisibility-inlines-hidden
       -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized -Wno-aggressive-loop-optimizations ${flags_${isa}})
     target_compile_definitions(attnpack_${isa} PRIVATE ATTNPACK_ISA=${isa})
-    list(APPEND all $<TARGET_OBJECTS:attnpack_${isa}>)  # baseline first: shared inline code must be runnable
+    list(APPEND kernel_objects $<TARGET_OBJECTS:attnpack_${isa}>)  # baseline first: inline code must be runnable
+    string(TOUPPER ATTNPACK_HAS_${isa} definition)
+    list(APPEND definitions ${definition})
   endforeach()
-  set(${objects} ${all} PARENT_SCOPE)
-  set(ATTNPACK_ISA_NAMES ${names} PARENT_SCOPE)
+  set(${objects} ${kernel_objects} PARENT_SCOPE)
+  set(ATTNPACK_ISAS_BUILT ${names} PARENT_SCOPE)
   set(ATTNPACK_ISA_DEFINITIONS ${definitions} PARENT_SCOPE)  # for files that include isa_table.h
 endfunction()

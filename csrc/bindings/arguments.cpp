@@ -223,6 +223,13 @@ void add_plain_function(py::module_& m, const char* name, PlainCall call) {
   m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&function->definition, self.ptr())));
 }
 
+void add_named_function(py::module_& m, const char* name, const Names& names, NamedCall call) {
+  m.def(name, [=](const py::args& args, const py::kwargs& kwargs) {
+    Arguments arguments(name, names, args, kwargs);
+    return call(arguments);
+  });
+}
+
 Arguments::Arguments(const char* function, const Names& positional, const py::args& args, const py::kwargs& kwargs)
     : function_(function), given_(kwargs) {
   TORCH_CHECK_TYPE(args.size() <= positional.size(), "attnpack: ", function_, "() got ", args.size(),

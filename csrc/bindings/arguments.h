@@ -249,6 +249,20 @@ auto without_gil(const Call& call) {
   return call();
 }
 
+// The result of a call as Python's object, None if it has none.
+template <typename Call>
+py::object object_of(const Call& call) {
+  using Result = std::decay_t<decltype(call())>;
+  if constexpr (std::is_void_v<Result>) {
+    call();
+    return py::none();
+  } else if constexpr (std::is_base_of_v<py::object, Result>) {
+    return call();
+  } else {
+    return py::cast(call());
+  }
+}
+
 // The type that holds an argument of a function while the function runs.
 template <typename T>
 struct Held {
@@ -280,30 +294,25 @@ void define(py::module_& m, const char* name, Result (*function)(Values...), con
     std::tuple<typename Held<std::decay_t<Values>>::type...> values{
         read(Held<std::decay_t<Values>>())...};  // in this order
     const auto call = [&] { return std::apply(function, values); };
-    if constexpr (std::is_void_v<Result>) {
-      call();
-      return py::none();
-    } else if constexpr (std::is_same_v<Result, py::object>) {
-      return call();
-    } else if constexpr (needs_gil) {
-      return py::cast(call());
-    } else {
-      return py::cast(without_gil(call));
-    }
+    if constexpr (needs_gil || std::is_void_v<Result>)
+      return object_of(call);
+    else
+      return object_of([&] { return without_gil(call); });
   });
 }
 
 // Defines a function that Python calls by the names of its arguments, all of which it gives.
+using NamedCall = std::function<py::object(Arguments& arguments)>;
+void add_named_function(py::module_& m, const char* name, const Names& names, NamedCall call);
 template <typename Result, typename... Values>
 void define_by_name(py::module_& m, const char* name, Result (*function)(Values...), const Names& names) {
   TORCH_INTERNAL_ASSERT(names.size() == sizeof...(Values), name);
-  m.def(name, [=](const py::args& args, const py::kwargs& kwargs) -> Result {
-    Arguments arguments(name, names, args, kwargs);
+  add_named_function(m, name, names, [=](Arguments& arguments) {
     size_t i = 0;
     std::tuple<std::decay_t<Values>...> values{
         arguments.require<std::decay_t<Values>>(names[i++].c_str())...};  // in this order
     arguments.finish();
-    return std::apply(function, values);
+    return object_of([&] { return std::apply(function, values); });
   });
 }
 

@@ -29,14 +29,6 @@ py::object run(bool need_weights, const Plain& plain, const Weighted& weighted) 
   return need_weights ? py::cast(without_gil(weighted)) : py::cast(without_gil(plain));
 }
 
-template <typename Class>
-void bind_forward_with_weights(Class& cls) {
-  cls.def("forward_with_weights", [](const py::object& self, const py::args& args, const py::kwargs& kwargs) {
-    kwargs["need_weights"] = true;
-    return self.attr("forward")(*args, **kwargs);
-  });
-}
-
 // forward, forward_with_weights and project of a module that is called with x and a context.
 template <typename Class>
 void bind_forward(Class& cls) {
@@ -60,7 +52,7 @@ void bind_forward(Class& cls) {
         need_weights, [&, &inputs = inputs] { return self.forward(x, inputs); },
         [&, &inputs = inputs] { return self.forward_with_weights(x, inputs); });
   });
-  bind_forward_with_weights(cls);
+  add_forward_with_weights(cls);
   bind_method(cls, "project", {"x", "context", "positions"}, 2, [](Impl& self, Arguments& arguments) {
     const auto x = arguments.require<at::Tensor>("x");
     AttentionInputs inputs;
@@ -124,7 +116,7 @@ py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_selecting(py::mo
                     need_weights, [&, &inputs = inputs] { return self.forward(x, inputs); },
                     [&, &inputs = inputs] { return self.forward_with_weights(x, inputs); });
               });
-  bind_forward_with_weights(cls);
+  add_forward_with_weights(cls);
   bind_method(cls, "project", {"x", "positions"}, 1, [](Impl& self, Arguments& arguments) {
     const auto x = arguments.require<at::Tensor>("x");
     AttentionInputs inputs;

@@ -35,8 +35,8 @@ void set_takes(const py::function& takes) {
 }
 
 // enable_<name>, <name>_enabled, <name>_report, reset_<name>_report and set_<name>_hook of one replaceable function.
-void define(py::module_& m, const std::string& name, Replacement (*enable)(), bool (*enabled)(),
-            ReplacementReport (*report)(), void (*reset_report)(), void (*set_hook)(ChangeHook)) {
+void define_replacement(py::module_& m, const std::string& name, Replacement (*enable)(), bool (*enabled)(),
+                        ReplacementReport (*report)(), void (*reset_report)(), void (*set_hook)(ChangeHook)) {
   m.def(("enable_" + name).c_str(), enable);
   m.def((name + "_enabled").c_str(), enabled);
   m.def((name + "_report").c_str(), [report] { return as_dict(report()); });
@@ -50,8 +50,9 @@ void register_backend(py::module_& m) {
   py::class_<Replacement>(m, "Replacement", "Undoes one replacement.")
       .def("disable", &Replacement::disable)
       .def_property_readonly("enabled", &Replacement::enabled);
-  define(m, "sdpa", &enable_sdpa, &sdpa_enabled, &sdpa_report, &reset_sdpa_report, &set_sdpa_hook);
-  define(m, "linear", &enable_linear, &linear_enabled, &linear_report, &reset_linear_report, &set_linear_hook);
+  define_replacement(m, "sdpa", &enable_sdpa, &sdpa_enabled, &sdpa_report, &reset_sdpa_report, &set_sdpa_hook);
+  define_replacement(m, "linear", &enable_linear, &linear_enabled, &linear_report, &reset_linear_report,
+                     &set_linear_hook);
   m.def("set_takes_hook", &set_takes);
 }
 

@@ -82,7 +82,7 @@ void bind_block(py::module_& m, const char* name, const char* doc, size_t positi
   py::options no_signatures;
   no_signatures.disable_function_signatures();
   cls.def(py::init([name](const py::args& args, const py::kwargs& kwargs) {
-            return Impl(options_of_call<Options, Attention, FeedForward>(name, args, kwargs));
+            return std::make_shared<Impl>(options_of_call<Options, Attention, FeedForward>(name, args, kwargs));
           }),
           signature(name, names, 2).c_str())
       .def_readonly("pre_norm", &Impl::pre_norm)
@@ -99,7 +99,7 @@ void bind_stack(py::module_& m, const char* name, const char* doc, size_t positi
   no_signatures.disable_function_signatures();
   cls.def(py::init([name](const py::args& args, const py::kwargs& kwargs) {
             if (kwargs.contains("norm") && kwargs["norm"].is_none()) kwargs["norm"] = "none";
-            return Impl(options_of_call<Options, std::vector<Block>>(name, args, kwargs));
+            return std::make_shared<Impl>(options_of_call<Options, std::vector<Block>>(name, args, kwargs));
           }),
           signature(name, option_names(Options({})), 1).c_str())
       .def_readonly("embed_scale", &Impl::embed_scale)
@@ -122,7 +122,7 @@ std::shared_ptr<Impl> require_stack(Arguments& arguments, const char* name) {
 
 const std::string kHeadWords = "a function of the decoder's states [B, E] that gives logits [B, V], or None";
 
-at::Tensor generate_py(EncoderDecoderImpl& self, Arguments& arguments) {
+at::Tensor generate_encoder_decoder_py(EncoderDecoderImpl& self, Arguments& arguments) {
   const auto source = arguments.require<at::Tensor>("source"), target = arguments.require<at::Tensor>("target");
   EncoderDecoderGenerateInputs inputs;
   const auto head = arguments.take("head");
@@ -145,7 +145,7 @@ void bind_encoder_decoder(py::module_& m) {
     const auto encoder = require_stack<EncoderImpl>(arguments, "encoder");
     const auto decoder = require_stack<DecoderImpl>(arguments, "decoder");
     arguments.finish();
-    return Impl(encoder, decoder);
+    return std::make_shared<Impl>(encoder, decoder);
   }));
   bind_method(cls, "new_cross_cache", {}, 0, [](Impl& self, Arguments& arguments) {
     arguments.finish();
@@ -176,7 +176,8 @@ void bind_encoder_decoder(py::module_& m) {
                 arguments.finish(kModelCacheWords);
                 return without_gil([&] { return self.forward(source, target, inputs); });
               });
-  bind_method(cls, "generate", names_of_generate({"source", "target", "head", "source_lens"}), 2, &generate_py);
+  bind_method(cls, "generate", names_of_generate({"source", "target", "head", "source_lens"}), 2,
+              &generate_encoder_decoder_py);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@ namespace attnpack {
 
 namespace {
 
-at::Tensor generate_py(CausalLMImpl& self, Arguments& arguments) {
+at::Tensor generate_causal_lm_py(CausalLMImpl& self, Arguments& arguments) {
   const auto ids = arguments.require<at::Tensor>("ids");
   return run_generate(arguments, [&](const GenerateOptions& options) { return generate(self, ids, options); });
 }
@@ -41,7 +41,7 @@ void register_causal_lm(py::module_& m) {
                 arguments.finish(kModelCacheWords);
                 return without_gil([&] { return self.forward(ids, inputs); });
               });
-  bind_method(cls, "generate", names_of_generate({"ids"}), 1, &generate_py);
+  bind_method(cls, "generate", names_of_generate({"ids"}), 1, &generate_causal_lm_py);
 }
 
 }  // namespace attnpack

@@ -11,7 +11,7 @@ namespace attnpack {
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
-constexpr const char* kMake = ": torch.tensor() makes one of a list";
+constexpr const char* kMakeTensor = ": torch.tensor() makes one of a list";
 
 // The tensor in value; `wanted` gives the words for the right kind, which only an error needs.
 template <typename Wanted>
@@ -26,7 +26,7 @@ OptionalTensor as_optional_tensor(const char* name, const py::object& value) {
   return read_value<OptionalTensor>(name, value, name);
 }
 
-std::string rows_of(int64_t width) { return c10::str("a tensor [batch, length, ", width, "]", kMake); }
+std::string rows_of(int64_t width) { return c10::str("a tensor [batch, length, ", width, "]", kMakeTensor); }
 
 // The weight whose dtype and device an input must have. A module in place of the plain linear may want others.
 at::Tensor weight_of(const py::object& projection) { return linear_weight(projection).value_or(at::Tensor()); }
@@ -37,7 +37,7 @@ void check_input_py(const std::string& name, const py::object& tensor, int64_t w
 }
 
 void check_tokens_py(const std::string& name, const py::object& tensor, int64_t width, const py::object& projection) {
-  const auto wanted = [&] { return c10::str("a tensor [..., ", width, "]", kMake); };
+  const auto wanted = [&] { return c10::str("a tensor [..., ", width, "]", kMakeTensor); };
   check_tokens(name.c_str(), as_tensor(name.c_str(), tensor, wanted), width, weight_of(projection));
 }
 

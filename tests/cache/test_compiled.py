@@ -3,6 +3,7 @@
 import attnpack
 import pytest
 import torch
+from marks import long
 
 
 def grouped_layer():
@@ -59,7 +60,7 @@ def graphs_of(call, make, inputs, backend):
     ("backend", "graphs"),
     # The first append, the second (its length is still a constant), then one where there is room and one where the
     # cache grows. The last backends also tell a call whose outputs are its inputs from one whose outputs are new.
-    [("eager", 4), ("aot_eager", 5), ("inductor", 5)],
+    [("eager", 4), ("aot_eager", 5), long("inductor", 5)],
 )
 @pytest.mark.parametrize(
     ("layer", "make"),
@@ -76,7 +77,7 @@ def test_a_cache_that_grows_compiles_to_few_graphs(layer, make, backend, graphs)
     assert graphs_of(lambda cache, x: layer(x, cache=cache), make, steps, backend) <= graphs
 
 
-@pytest.mark.parametrize(("backend", "graphs"), [("eager", 6), ("aot_eager", 8), ("inductor", 8)])
+@pytest.mark.parametrize(("backend", "graphs"), [("eager", 6), ("aot_eager", 8), long("inductor", 8)])
 @pytest.mark.parametrize("keep_first", [0, 2])
 def test_a_sliding_cache_compiles_to_few_graphs(backend, graphs, keep_first):
     """Those of a cache that grows, and one where it slides."""

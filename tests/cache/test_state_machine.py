@@ -9,10 +9,11 @@ import attnpack
 import pytest
 import torch
 from attnpack.layer_ops import index_keys
+from marks import long
 from torch_threads import threads
 
 BATCH, HEADS, DIM, V_DIM, ROOM, RANK = 3, 2, 2, 3, 700, 2
-SEQUENCES, STEPS = 700, 14
+SEQUENCES, LONG_SEQUENCES, STEPS = 120, 700, 14
 
 
 def all_positions(cache, b, length):
@@ -312,11 +313,12 @@ def one_thread():
         yield
 
 
+@pytest.mark.parametrize("seeds", [range(SEQUENCES), long(range(SEQUENCES, LONG_SEQUENCES))], ids=["first", "more"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("one_thread")
 @torch.no_grad()
-def test_random_sequences_of_changes(kind):
-    for seed in range(SEQUENCES):
+def test_random_sequences_of_changes(kind, seeds):
+    for seed in seeds:
         machine = Machine(KINDS[kind], seed)
         done = []
         try:

@@ -349,6 +349,7 @@ def test_opcheck(path, cached):
         torch.library.opcheck(ops.latent_expand.default, (draw(2, 1, 4, 7), draw(2, 4, 33), 5, 3, 6))
 
 
+@pytest.mark.long
 def test_compiled_with_inductor_trains():
     module, x = make_layer(scaling=YARN, q_lora_rank=20), torch.randn(2, 6, E)
     module(x).square().sum().backward()

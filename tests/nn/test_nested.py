@@ -229,6 +229,7 @@ def test_compiles_to_one_graph():
             assert_close(compiled(x).values(), module(x).values())
 
 
+@pytest.mark.long
 def test_a_compiled_language_model_trains():
     model = small_model()
     compiled = torch.compile(model, fullgraph=True)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from attnpack import reference
 from attnpack.layer_ops import select_blocks, select_keys
+from marks import some_long
 from module_cases import EMBED
 from torch.testing import assert_close
 
@@ -221,7 +222,7 @@ def test_training_by_the_loss_finds_the_keys_of_attention():
     assert held() > before + 0.1
 
 
-@by_selector
+@pytest.mark.parametrize("selector", some_long(SELECTORS, ["indexer"]))
 def test_state_dict_round_trip_and_compile(selector):
     module, x = make(selector, dtype=torch.float32), torch.randn(2, 11, EMBED)
     other = make(selector, dtype=torch.float32, seed=5)

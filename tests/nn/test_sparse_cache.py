@@ -5,6 +5,7 @@ import attnpack
 import pytest
 import torch
 from attnpack.layer_ops import select_blocks
+from marks import some_long
 from module_cases import EMBED
 from torch.testing import assert_close
 
@@ -120,7 +121,7 @@ def test_gradients_with_a_cache(selector):
     assert cache.index is None or not cache.index.requires_grad
 
 
-@by_selector
+@pytest.mark.parametrize("selector", some_long(SELECTORS, ["indexer", "mean"]))
 @torch.no_grad()
 def test_compiled(selector):
     module = make(selector, torch.float32)

@@ -6,6 +6,7 @@ import attnpack
 import pytest
 import torch
 from attnpack.layer_ops import select_blocks, select_keys
+from marks import long
 from module_cases import EMBED
 from torch.testing import assert_close
 from transformers import DeepseekV32Config
@@ -157,8 +158,9 @@ def test_the_loss_is_exact_under_autocast(kind):
     assert_close(loss, rounded, atol=0, rtol=5e-3)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("kind", ["indexer", "latent"])
+@pytest.mark.parametrize(
+    ("kind", "sparse"), [("indexer", False), ("indexer", True), ("latent", False), long("latent", True)]
+)
 def test_the_loss_as_one_graph(kind, sparse):
     """Of 4 tokens the indexer names all, which a graph does not see."""
     module = make(kind)

@@ -7,6 +7,7 @@ import onnxruntime
 import pytest
 import torch
 from attnpack import attention
+from marks import long
 from op_cases import INF, draw
 from processes import run_python
 from torch.export import Dim
@@ -83,12 +84,24 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings(name):
-    settings, by_node = SETTINGS[name]
-    nodes = check_export(Attention(return_lse=True, **settings), tensors())
-    assert nodes["Attention"] == by_node
-    assert check_export(Attention(**settings), tensors())["Attention"] == by_node
+class Calls(torch.nn.Module):
+    """Several calls of attention on the same tensors: one export is much faster than one for each."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, *tensors):
+        outs = [attention(*tensors[:3], *tensors[3 + i : 4 + i], **call) for i, call in enumerate(self.calls)]
+        return tuple(x for out in outs for x in (out if isinstance(out, tuple) else (out,)))
+
+
+@pytest.mark.parametrize("return_lse", [True, False])
+@pytest.mark.parametrize("by_node", [True, False])
+def test_settings(by_node, return_lse):
+    calls = [settings | {"return_lse": return_lse} for settings, node in SETTINGS.values() if node == by_node]
+    assert len(calls) > 4
+    assert check_export(Calls(calls), tensors())["Attention"] == by_node * len(calls)
 
 
 def test_the_plain_call_is_one_node():
@@ -97,13 +110,12 @@ def test_the_plain_call_is_one_node():
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-@pytest.mark.parametrize("name", MASKS)
-def test_masks(name, softcap, kind):
-    mask = draw(*MASKS[name], seed=9)
-    mask = mask > -0.3 if kind == "bool" else mask.masked_fill(mask > 1, -INF)
-    model = Attention(causal=True, q_offset=1, softcap=softcap, return_lse=True)
-    nodes = check_export(model, (*tensors(), mask))
-    assert nodes["Attention"] == (softcap == 0)
+def test_masks(softcap, kind):
+    masks = [draw(*shape, seed=9) for shape in MASKS.values()]
+    masks = [mask > -0.3 if kind == "bool" else mask.masked_fill(mask > 1, -INF) for mask in masks]
+    call = {"causal": True, "q_offset": 1, "softcap": softcap, "return_lse": True}
+    nodes = check_export(Calls([call] * len(masks)), (*tensors(), *masks))
+    assert nodes["Attention"] == (softcap == 0) * len(masks)
 
 
 def test_half_precision():
@@ -136,8 +148,10 @@ MODULES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize(
+    ("name", "gradients"),
+    [("gqa", True), *((name, False) for name in MODULES), *(long(name, True) for name in MODULES)],
+)
 def test_modules(name, gradients):
     torch.manual_seed(0)
     batch, length = Dim("batch", min=1, max=64), Dim("length", min=2, max=512)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from attnpack import apply_rope, attention, attention_scores, merge_states
 from attnpack.ops import rope_table
+from marks import some_long
 from op_cases import AXES, COVERING, NAMES, check_against_reference, describe, draw, laid_out, make_inputs
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
@@ -80,7 +81,7 @@ def test_opcheck_attention_backward(dtype):
         opcheck(ops.attention_backward.default, (inputs.grad_out, None, *tensors, out, lse, *rest))
 
 
-@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("names", some_long(NAMES, ["keys", "blocks of 64, of heads"]))
 def test_opcheck_named_keys(names):
     inputs = make_inputs(mask="own", positions={"causal": True}, scores={"sinks": True}, names=names)
     tensors = [leaf(x) for x in (inputs.query, inputs.key, inputs.value)]

@@ -9,28 +9,17 @@ import attnpack
 import pytest
 import torch
 from attnpack.tools.demo.mqa import run_mqa
+from cpp_programs import cpp_program
 from processes import ROOT, run_program
 
 PREFIX = Path(attnpack.__file__).parent
-
-
-def built(name: str, folder: Path) -> Path:
-    """The program of examples/cpp/NAME."""
-    source = ROOT / "examples/cpp" / name
-    for command in (
-        ("cmake", "-S", source, "-B", folder / name, f"-DCMAKE_PREFIX_PATH={PREFIX}"),
-        ("cmake", "--build", folder / name),
-    ):
-        process = run_program(*command)
-        assert process.returncode == 0, process.text
-    return folder / name / name
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, list[str]]:
     """The directory that `train` writes, and its lines."""
     folder = tmp_path_factory.mktemp("train")
-    program, directory = built("train", folder), folder / "model"
+    program, directory = cpp_program("train"), folder / "model"
     directory.mkdir()
     process = run_program(program, directory, env={"OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, process.text
@@ -62,7 +51,7 @@ def test_transformers_opens_what_train_writes(trained):
 
 
 def test_generate_gives_pythons_tokens_and_their_speed(trained, tmp_path):
-    program, prompt = built("generate", tmp_path), [3, 5, 7, 9]
+    program, prompt = cpp_program("generate"), [3, 5, 7, 9]
     process = run_program(program, trained[0], 12, *prompt, env={})
     assert process.returncode == 0, process.text
     tokens = attnpack.CausalLM.from_hf(trained[0]).generate(torch.tensor([prompt]), max_new_tokens=12)
@@ -80,9 +69,9 @@ def test_the_examples_say_which_libraries_give_ids():
     assert "tokenizers-cpp" in text and "SentencePiece" in text
 
 
-def test_the_multi_query_program_prints_the_lines_of_the_demo(tmp_path):
+def test_the_multi_query_program_prints_the_lines_of_the_demo():
     """With the same seed C++ draws the same weights and inputs, so that every number is the same too."""
-    process = run_program(built("mqa_notebook", tmp_path))
+    process = run_program(cpp_program("mqa_notebook"))
     assert process.returncode == 0, process.text
     assert process.stdout == (ROOT / "examples/cpp/mqa_notebook/output.txt").read_text()
     said = []
@@ -92,24 +81,24 @@ def test_the_multi_query_program_prints_the_lines_of_the_demo(tmp_path):
     assert len(lines) > 150 and lines == wanted[: len(lines)]
 
 
-def test_an_encoder_decoder_learns_to_write_backwards(tmp_path):
-    process = run_program(built("encoder_decoder", tmp_path), env={"OMP_NUM_THREADS": "1"})
+def test_an_encoder_decoder_learns_to_write_backwards():
+    process = run_program(cpp_program("encoder_decoder"), env={"OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, process.text
     lines = process.stdout.splitlines()
     assert [line.split()[0] for line in lines] == [*(6 * ["step"]), "right"]
     assert float(lines[-1].split()[1]) > 99
 
 
-def test_threads_share_a_model(trained, tmp_path):
-    program = built("serve_threads", tmp_path)
+def test_threads_share_a_model(trained):
+    program = cpp_program("serve_threads")
     for arguments in ((), (trained[0],)):
         process = run_program(program, *arguments, env={})
         assert process.stdout == "12 requests, 3 threads, 12 answers as from one thread\n", process.text
 
 
 @pytest.fixture(scope="module")
-def distributed(tmp_path_factory) -> Path:
-    return built("distributed", tmp_path_factory.mktemp("distributed"))
+def distributed() -> Path:
+    return cpp_program("distributed")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

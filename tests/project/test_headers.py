@@ -52,7 +52,7 @@ def complaints(folder: Path, headers: list[Path], compiler: str = "g++") -> list
     def compile_alone(header: Path) -> str:
         source = folder / f"{'_'.join(header.parts)}.cpp"
         source.write_text(f"#include <attnpack/{header}>\n")
-        process = run_program(compiler, "-std=c++17", "-fsyntax-only", *warnings, *includes, source)
+        process = run_program(compiler, "-std=c++20", "-fsyntax-only", *warnings, *includes, source)
         return f"{header}: {process.text}" if process.returncode else ""
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -11,6 +11,7 @@ import jupytext
 import matplotlib.image
 import nbformat
 import pytest
+from marks import some_long
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -36,7 +37,10 @@ def test_every_notebook_is_a_pair():
     assert SCRIPTS and {path.stem for path in SCRIPTS} == {path.stem for path in FOLDER.glob("*.ipynb")}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+QUICK = [script for script in SCRIPTS if script.stem in ("multi_query_attention", "errata")]
+
+
+@pytest.mark.parametrize("script", some_long(SCRIPTS, QUICK), ids=lambda path: path.stem)
 def test_runs_and_draws(script):
     notebook = jupytext.read(script)
     NotebookClient(notebook, kernel_name="python3", timeout=500, resources={"metadata": {"path": FOLDER}}).execute()

@@ -60,7 +60,7 @@ def test_wheel_runs_in_python(wheel):
 
 
 def test_cpp_program_against_the_wheel(wheel, tmp_path):
-    """The example is C++17 and finds the operator by name although it is linked against the library alone."""
+    """The example finds the operator by name although it is linked against the library alone."""
     prefix = run_python(
         "import sys; from attnpack.tools.cli import main; sys.exit(main(['info', '--cmake-prefix']))", first=wheel
     )
@@ -103,7 +103,7 @@ def test_pkg_config_gives_the_flags_of_a_program(wheel, tmp_path, compiler):
     )
     program = tmp_path / "program"
     warnings = ("-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror")
-    built = run_program(compiler, "-std=c++17", *warnings, source, "-o", program, *flags.stdout.split())
+    built = run_program(compiler, "-std=c++20", *warnings, source, "-o", program, *flags.stdout.split())
     assert built.returncode == 0, built.text
     ran = run_program(program, env={})
     assert ran.returncode == 0, ran.text

@@ -9,6 +9,7 @@ import attnpack
 import pytest
 import torch
 from attnpack.tools.plot import schematic
+from marks import some_long
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -104,7 +105,10 @@ def test_the_figures_of_cuda_are_stored():
 # tests/distributed/test_example.py runs the blocks of distributed.md, on several processes.
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if blocks(page, "python") and page.name != "distributed.md"],
+    some_long(
+        [page for page in PAGES if blocks(page, "python") and page.name != "distributed.md"],
+        [page for page in PAGES if page.stem not in ("heads", "transformers")],  # both load and run whole models
+    ),
     ids=lambda page: page.stem,
 )
 def test_python_snippets_run(page, tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import attnpack
 import pytest
 import torch
 
@@ -25,6 +24,8 @@ def run_program(*command, timeout: float = 600, **options) -> subprocess.Complet
 def run_python(code: str, first: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
     """`code` in a new interpreter, outside the repository, with the attnpack of folder `first`, or the one in use, and
     with environment variables."""
+    import attnpack  # here, because style is tested before the build
+
     environment = os.environ | {"PYTHONPATH": str(first or Path(attnpack.__file__).parents[1])} | variables
     return run_program(sys.executable, "-c", code, env=environment, cwd="/")
 

@@ -19,7 +19,7 @@ enum class LinearReason { kNone, kAsFast, kTransform, kSubclass };
 
 void register_linear(Registrations& registrations);
 
-ReplaceableFunction& replaceable() {
+ReplaceableFunction& replaceable_linear() {
   static auto& function = *new ReplaceableFunction(
       register_linear,
       {"",
@@ -45,7 +45,7 @@ LinearReason why_not(const Tensor& input, const Tensor& weight, const OptionalTe
 // for the same reason.
 Tensor replaced_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   const LinearReason reason = why_not(input, weight, bias);
-  replaceable().count_call(static_cast<size_t>(reason));
+  replaceable_linear().count_call(static_cast<size_t>(reason));
   if (reason != LinearReason::kNone) return at::native::linear(input, weight, bias);
   return attnpack::linear(input, weight, bias);
 }
@@ -57,10 +57,10 @@ void register_linear(Registrations& registrations) {
 
 }  // namespace
 
-Replacement enable_linear() { return replaceable().enable(); }
-bool linear_enabled() { return replaceable().enabled(); }
-ReplacementReport linear_report() { return replaceable().report(); }
-void reset_linear_report() { replaceable().reset_report(); }
-void set_linear_hook(ChangeHook changed) { replaceable().on_change(std::move(changed)); }
+Replacement enable_linear() { return replaceable_linear().enable(); }
+bool linear_enabled() { return replaceable_linear().enabled(); }
+ReplacementReport linear_report() { return replaceable_linear().report(); }
+void reset_linear_report() { replaceable_linear().reset_report(); }
+void set_linear_hook(ChangeHook changed) { replaceable_linear().on_change(std::move(changed)); }
 
 }  // namespace attnpack

@@ -25,7 +25,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 void register_sdpa(Registrations& registrations);
 
-ReplaceableFunction& replaceable() {
+ReplaceableFunction& replaceable_sdpa() {
   static auto& function = *new ReplaceableFunction(
       register_sdpa,
       {"", "a tensor is nested, sparse or quantized", "a tensor is of a class of its own, or a graph is exported",
@@ -230,12 +230,12 @@ void register_sdpa(Registrations& registrations) {
 
 }  // namespace
 
-void count_call(Reason reason) { replaceable().count_call(static_cast<size_t>(reason)); }
+void count_call(Reason reason) { replaceable_sdpa().count_call(static_cast<size_t>(reason)); }
 
-Replacement enable_sdpa() { return replaceable().enable(); }
-bool sdpa_enabled() { return replaceable().enabled(); }
-ReplacementReport sdpa_report() { return replaceable().report(); }
-void reset_sdpa_report() { replaceable().reset_report(); }
-void set_sdpa_hook(ChangeHook changed) { replaceable().on_change(std::move(changed)); }
+Replacement enable_sdpa() { return replaceable_sdpa().enable(); }
+bool sdpa_enabled() { return replaceable_sdpa().enabled(); }
+ReplacementReport sdpa_report() { return replaceable_sdpa().report(); }
+void reset_sdpa_report() { replaceable_sdpa().reset_report(); }
+void set_sdpa_hook(ChangeHook changed) { replaceable_sdpa().on_change(std::move(changed)); }
 
 }  // namespace attnpack

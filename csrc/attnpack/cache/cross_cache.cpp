@@ -1,6 +1,7 @@
 #include <attnpack/cache/cross_cache.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
 #include <attnpack/core/padded.h>

@@ -2,6 +2,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/distributed/detail/words.h>
+#define USE_C10D_GLOO  // else the header is empty
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 namespace attnpack::distributed {

@@ -277,7 +277,7 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
 namespace attnpack {
 namespace {
 
-void register_composites(torch::Library& m) {
+void register_attend_composites(torch::Library& m) {
   m.impl("attend", from_schema<attend_composite>);
   m.impl("attend_with_weights", from_schema<attend_with_weights_composite>);
 }
@@ -287,6 +287,6 @@ void register_composites(torch::Library& m) {
 
 // The schema says that the cache's tensors are written, and vmap has no rule for such ops. But without a cache nothing
 // is written. For lazy tensors torch has a fallback, which breaks ops that write (ops/lazy).
-TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_composites(m); }
-TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_composites(m); }
-TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_composites(m); }
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_attend_composites(m); }
+TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_attend_composites(m); }
+TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_attend_composites(m); }

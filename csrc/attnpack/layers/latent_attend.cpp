@@ -254,7 +254,7 @@ std::tuple<Tensor, Tensor> latent_expand_composite(const Tensor& latents, const 
   return expand_latents(latents, kv, latent_dim, num_heads, v_dim);
 }
 
-LatentCacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
+LatentCacheArguments latent_cache_arguments(const std::optional<CacheTensors>& cache) {
   if (!cache) return {};
   return {cache->key, cache->lengths};
 }
@@ -269,7 +269,7 @@ Tensor latent_attend(const Tensor& query, const Tensor& latent, const Tensor& k_
     return over->latent_attend(query, latent, k_rope, kv_b, v_dim, options);
   }
   static const DispatchedOp<decltype(latent_attend_composite)> op("attnpack::latent_attend");
-  return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(options.cache), layer_arguments(options),
+  return op(query, latent, k_rope, kv_b, v_dim, path, latent_cache_arguments(options.cache), layer_arguments(options),
             options.key_index);
 }
 
@@ -279,7 +279,7 @@ std::tuple<Tensor, Tensor> latent_attend_with_weights(const Tensor& query, const
                                                       bool at_names) {
   refuse_spread("weights are asked for", "ask one process for them");
   static const DispatchedOp<decltype(latent_attend_with_weights_composite)> op("attnpack::latent_attend_with_weights");
-  return op(query, latent, k_rope, kv_b, v_dim, path, cache_arguments(options.cache), layer_arguments(options),
+  return op(query, latent, k_rope, kv_b, v_dim, path, latent_cache_arguments(options.cache), layer_arguments(options),
             options.key_index, at_names);
 }
 
@@ -331,7 +331,7 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
 namespace attnpack {
 namespace {
 
-void register_composites(torch::Library& m) {
+void register_latent_composites(torch::Library& m) {
   m.impl("latent_attend", from_schema<latent_attend_composite>);
   m.impl("latent_attend_with_weights", from_schema<latent_attend_with_weights_composite>);
   m.impl("latent_append", from_schema<latent_append_composite>);
@@ -342,6 +342,6 @@ void register_composites(torch::Library& m) {
 
 // The schema says that the cache's tensors are written, and vmap has no rule for such ops. But without a cache nothing
 // is written. For lazy tensors torch has a fallback, which breaks ops that write (ops/lazy).
-TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_composites(m); }
-TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_composites(m); }
-TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_composites(m); }
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_latent_composites(m); }
+TORCH_LIBRARY_IMPL(attnpack, Negative, m) { attnpack::register_latent_composites(m); }
+TORCH_LIBRARY_IMPL(attnpack, Conjugate, m) { attnpack::register_latent_composites(m); }

@@ -11,6 +11,7 @@
 #include <attnpack/layers/detail/block_sums.h>
 #include <attnpack/layers/detail/place_tokens.h>
 #include <attnpack/ops/detail/attention_arguments.h>
+#include <attnpack/ops/detail/layout.h>
 #include <attnpack/ops/detail/named_columns.h>
 #include <attnpack/ops/detail/row_pieces.h>
 #include <attnpack/ops/detail/schema.h>
@@ -23,8 +24,6 @@ namespace {
 using at::Tensor;
 using c10::SymInt;
 
-constexpr double kInf = std::numeric_limits<double>::infinity();
-
 struct PlaceArguments {
   bool causal = false;
   std::optional<Tensor> q_offsets = {}, kv_lens = {}, mask = {};
@@ -33,10 +32,6 @@ struct PlaceArguments {
 };
 // mask has a default, so every argument after it has one too.
 #define ATTNPACK_PLACE_SCHEMA "bool causal, Tensor? q_offsets, Tensor? kv_lens, Tensor? mask=None"
-
-Tensor count(const SymInt& n, const Tensor& like) {  // 0..n-1
-  return at::arange(n, at::TensorOptions(at::kLong).device(like.device()));
-}
 
 void check_numbers(const char* name, const std::optional<Tensor>& numbers, const Tensor& query) {
   if (numbers) check_dense(name, *numbers);
@@ -79,7 +74,7 @@ void check_query_and_key(const Tensor& query, const Tensor& key, const PlaceArgu
 
 // [B or 1, 1, L, 1], the position of each query
 Tensor positions_of(const Tensor& query, const PlaceArguments& place) {
-  const Tensor steps = count(query.sym_size(2), query).view_symint({1, 1, query.sym_size(2), 1});
+  const Tensor steps = count_from_zero(query.sym_size(2), query).view_symint({1, 1, query.sym_size(2), 1});
   return place.q_offsets ? steps + place.q_offsets->to(at::kLong).view({-1, 1, 1, 1}) : steps;
 }
 
@@ -93,7 +88,7 @@ Tensor hide(const Tensor& scores, const Tensor& slots, const Tensor& query, cons
 
 // Scores [B, H, L, Lkv] of all keys.
 Tensor hide(const Tensor& scores, const Tensor& query, const PlaceArguments& place) {
-  return hide(scores, count(scores.sym_size(3), scores), query, place);
+  return hide(scores, count_from_zero(scores.sym_size(3), scores), query, place);
 }
 
 // What a mask adds to the scores of `keys` keys, [B or 1, kv_heads or 1, L or 1, keys or 1]: of the query heads that
@@ -134,8 +129,6 @@ Tensor in_pieces(const Tensor& query, const SymInt& keys, const PlaceArguments& 
   });
 }
 
-at::ScalarType wide_of(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
-
 void check_indexer(const Tensor& query, const Tensor& key, const Tensor& weights, const PlaceArguments& place) {
   check_query_and_key(query, key, place);
   check_dense("weights", weights);
@@ -173,7 +166,7 @@ Tensor select_keys_composite(const Tensor& query, const Tensor& key, const Tenso
     if (here.mask) bias = bias_of(*here.mask, 1, keys, scores.scalar_type());
     if (bias.defined()) scores = scores + bias;
     if (local_keys > 0) {
-      const Tensor behind = positions_of(rows, here) - count(keys, key);  // [B or 1, 1, L, Lkv]
+      const Tensor behind = positions_of(rows, here) - count_from_zero(keys, key);  // [B or 1, 1, L, Lkv]
       scores = scores.masked_fill((behind >= 0).logical_and(behind < at::Scalar(local_keys)), kInf);
     }
     if (bias.defined()) scores = scores.masked_fill(bias == -kInf, -kInf);  // NaN and the local keys too
@@ -182,7 +175,7 @@ Tensor select_keys_composite(const Tensor& query, const Tensor& key, const Tenso
 }
 
 // Values of no width: the op that appends takes keys and values.
-Tensor without_width(const Tensor& x) { return x.narrow(3, 0, 0); }
+Tensor narrowed_to_none(const Tensor& x) { return x.narrow(3, 0, 0); }
 
 Tensor index_keys_composite(const Tensor& query, const Tensor& key, const Tensor& weights, SymInt top_k,
                             SymInt local_keys, const LatentCacheArguments& cache, const LayerArguments& layer) {
@@ -197,7 +190,7 @@ Tensor index_keys_composite(const Tensor& query, const Tensor& key, const Tensor
   const auto held =
       cache.latents ? std::make_optional(CacheTensors{*cache.latents, cache.latents->narrow(-1, 0, 0), *cache.lengths})
                     : std::nullopt;
-  const PlacedTokens tokens = place_tokens({query.detach(), key.detach(), without_width(key.detach())}, held, plain,
+  const PlacedTokens tokens = place_tokens({query.detach(), key.detach(), narrowed_to_none(key.detach())}, held, plain,
                                            [](const Tensor&, const Tensor&, const std::optional<Tensor>&) {});
   return select_keys_composite(tokens.query, tokens.key, weights, top_k,
                                {layer.causal, tokens.q_offsets, tokens.kv_lens, layer.mask}, local_keys);
@@ -237,7 +230,7 @@ void check_loss(const Tensor& query, const Tensor& key, const Tensor& probabilit
 // The products [B, H, L, n] of queries with the keys that each row names: a row is a sequence of a call over its keys.
 Tensor named_products(const Tensor& query, const Tensor& key, const Tensor& names) {
   const SymInt batch = query.sym_size(0), length = query.sym_size(2);
-  const Tensor keys = at::index(key.squeeze(1), {count(batch, key).view({-1, 1, 1}), names.squeeze(1)});
+  const Tensor keys = at::index(key.squeeze(1), {count_from_zero(batch, key).view({-1, 1, 1}), names.squeeze(1)});
   const Tensor rows = query.transpose(1, 2).flatten(0, 1).unsqueeze(2);
   const Tensor products = key_products_formula(rows, keys.flatten(0, 1).unsqueeze(1));
   return products.squeeze(2).unflatten_symint(0, {batch, length}).transpose(1, 2);
@@ -255,7 +248,7 @@ Tensor loss_scores(const Tensor& query, const Tensor& key, const Tensor& weights
     scores = scores +
              (names ? at_columns(bias.expand_symint({query.sym_size(0), 1, query.sym_size(2), keys}), *names) : bias);
   }
-  return hide(scores, names ? *names : count(keys, scores), query, place);
+  return hide(scores, names ? *names : count_from_zero(keys, scores), query, place);
 }
 
 Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tensor& weights,
@@ -267,7 +260,7 @@ Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tens
   if (layer.positions) check_dense("positions", *layer.positions);
   const auto [q, k] = rotate_tokens({query, key, key}, rope_settings(layer.rope),
                                     {layer.positions, layer.cross, std::nullopt, layer.kv_lens});
-  Tensor scores, sum = probabilities.detach().to(wide_of(query)).sum(1, /*keepdim=*/true), hidden;
+  Tensor scores, sum = probabilities.detach().to(accumulation_type(query)).sum(1, /*keepdim=*/true), hidden;
   if (at_names) {
     const NamedColumns names = named_columns(*key_index, /*key_block=*/1, key.sym_size(2));
     scores = loss_scores(q, k, weights, place, names.keys);
@@ -291,7 +284,7 @@ Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tens
 
 // [B or 1, 1, blocks, 1], how many keys of each block are valid
 Tensor keys_of_blocks(const Tensor& key, const SymInt& blocks, const SymInt& block, const PlaceArguments& place) {
-  const Tensor starts = (count(blocks, key) * block).view_symint({1, 1, blocks, 1});
+  const Tensor starts = (count_from_zero(blocks, key) * block).view_symint({1, 1, blocks, 1});
   const Tensor left = place.kv_lens ? place.kv_lens->to(at::kLong).view({-1, 1, 1, 1}) - starts
                                     : starts.neg() + at::Scalar(key.sym_size(2));
   return left.clamp(at::Scalar(0), at::Scalar(block));
@@ -314,12 +307,12 @@ void check_block_sums(const Tensor& sums, const Tensor& key, const SymInt& block
   check_dense("block_sums", sums);
   ATTNPACK_CHECK(scorer == "mean", "block_sums: got some for scorer '", scorer,
                  "', which reads the keys; leave it out");
-  ATTNPACK_CHECK(sums.dim() == 4 && sums.scalar_type() == wide_of(key) && sums.device() == key.device() &&
+  ATTNPACK_CHECK(sums.dim() == 4 && sums.scalar_type() == accumulation_type(key) && sums.device() == key.device() &&
                      sums.sym_size(0) == key.sym_size(0) && sums.sym_size(1) == key.sym_size(1) &&
                      sums.sym_size(2) >= blocks && sums.sym_size(3) == key.sym_size(3),
                  "block_sums has shape ", sums.sym_sizes(), " and dtype ", sums.scalar_type(), " on ", sums.device(),
-                 ", wants ", wide_of(key), " [", key.sym_size(0), ", ", key.sym_size(1), ", at least ", blocks, ", ",
-                 key.sym_size(3), "] on ", key.device());
+                 ", wants ", accumulation_type(key), " [", key.sym_size(0), ", ", key.sym_size(1), ", at least ",
+                 blocks, ", ", key.sym_size(3), "] on ", key.device());
 }
 
 Tensor select_blocks_composite(const Tensor& query, const Tensor& key, SymInt block, SymInt top_blocks,
@@ -338,11 +331,11 @@ Tensor select_blocks_composite(const Tensor& query, const Tensor& key, SymInt bl
         block_sums ? block_sums->narrow_symint(2, 0, blocks) : sum_blocks(key.detach(), blocks, block, place.kv_lens);
     scored = sums / keys_of_blocks(key, blocks, block, place).clamp_min(1);
   }
-  const Tensor numbers = count(blocks, key);
+  const Tensor numbers = count_from_zero(blocks, key);
   const Tensor empty = keys_of_blocks(key, blocks, block, place).transpose(2, 3) == 0;  // [B or 1, 1, 1, blocks]
   const SymInt keys = key.sym_size(2), kv_heads = key.sym_size(1), group = query.sym_size(1) / kv_heads;
   return in_pieces(query, scored.sym_size(2), place, [&](const Tensor& rows, const PlaceArguments& here, int64_t) {
-    Tensor scores = key_products(mean ? rows.to(wide_of(rows)) : rows, scored), bias;
+    Tensor scores = key_products(mean ? rows.to(accumulation_type(rows)) : rows, scored), bias;
     if (here.mask) bias = bias_of(*here.mask, kv_heads, keys, scores.scalar_type());
     if (!mean) scores = hide(scores, rows, here);
     scores = scores.unflatten_symint(1, {kv_heads, group});  // [B, Hkv, group, L, blocks or Lkv]
@@ -366,7 +359,7 @@ PlaceArguments place_arguments(const SelectionPlace& place) {
   return {place.causal, place.q_offsets, place.kv_lens, place.mask};
 }
 
-void register_composites(torch::Library& m) { m.impl("index_keys", from_schema<index_keys_composite>); }
+void register_selecting_composites(torch::Library& m) { m.impl("index_keys", from_schema<index_keys_composite>); }
 
 }  // namespace
 
@@ -421,4 +414,4 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
 }
 
 // As for `attend`: the schema says that a cache is written, and vmap has no rule for such ops.
-TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_composites(m); }
+TORCH_LIBRARY_IMPL(attnpack, FuncTorchBatchedDecomposition, m) { attnpack::register_selecting_composites(m); }

@@ -5,6 +5,8 @@
 #include <algorithm>
 
 #include <attnpack/core/check.h>
+#include <attnpack/ops/detail/layout.h>
+#include <attnpack/ops/detail/read_numbers.h>
 #include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/kv_cache.h>
 #include <attnpack/ops/kv_cache_paged.h>
@@ -14,8 +16,6 @@ namespace attnpack {
 using at::Tensor;
 
 namespace {
-
-bool is_integer(const Tensor& t) { return t.scalar_type() == at::kInt || t.scalar_type() == at::kLong; }
 
 void check_pool(const char* name, const Tensor& pool, const Tensor& x, bool packed) {
   ATTNPACK_CHECK(pool.dim() == 4 && pool.sym_size(1) >= 1, name, "_pool has shape ", pool.sym_sizes(),
@@ -29,11 +29,6 @@ void check_pool(const char* name, const Tensor& pool, const Tensor& x, bool pack
                  pool.scalar_type(), ": make the pools in the model's dtype");
   ATTNPACK_CHECK(x.device() == pool.device(), name, " is on ", x.device(), ", its pool on ", pool.device(),
                  ": make the pools on the model's device");
-}
-
-std::vector<int64_t> read_numbers(const Tensor& t) {
-  const Tensor plain = t.to(at::kCPU, at::kLong).contiguous();
-  return {plain.const_data_ptr<int64_t>(), plain.const_data_ptr<int64_t>() + plain.numel()};
 }
 
 // Raises if two runs write the same row of a page.
@@ -69,15 +64,16 @@ void check_kv_cache_append_paged(const Tensor& key_pool, const Tensor& value_poo
                  ", wants int64 [batch] = [", batch, "]: one number for each row of block_table");
   if (cu_seqlens) {
     ATTNPACK_CHECK(!new_lens, "new_lens is given with cu_seqlens, wants none: cu_seqlens says how many rows are new");
-    ATTNPACK_CHECK(cu_seqlens->dim() == 1 && cu_seqlens->sym_size(0) == batch + 1 && is_integer(*cu_seqlens),
+    ATTNPACK_CHECK(cu_seqlens->dim() == 1 && cu_seqlens->sym_size(0) == batch + 1 && is_int32_or_int64(*cu_seqlens),
                    "cu_seqlens has shape ", cu_seqlens->sym_sizes(), " and dtype ", cu_seqlens->scalar_type(),
                    ", wants int32 or int64 [batch + 1] = [", batch + 1, "]");
   } else {
     ATTNPACK_CHECK(key.sym_size(0) == batch, "key has batch ", key.sym_size(0), ", block_table ", batch,
                    " rows: they must agree");
-    ATTNPACK_CHECK(!new_lens || (new_lens->dim() == 1 && new_lens->sym_size(0) == batch && is_integer(*new_lens)),
-                   "new_lens has shape ", new_lens->sym_sizes(), " and dtype ", new_lens->scalar_type(),
-                   ", wants int32 or int64 [batch] = [", batch, "]: the valid new rows of each sequence");
+    ATTNPACK_CHECK(
+        !new_lens || (new_lens->dim() == 1 && new_lens->sym_size(0) == batch && is_int32_or_int64(*new_lens)),
+        "new_lens has shape ", new_lens->sym_sizes(), " and dtype ", new_lens->scalar_type(),
+        ", wants int32 or int64 [batch] = [", batch, "]: the valid new rows of each sequence");
   }
 }
 

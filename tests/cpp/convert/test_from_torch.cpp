@@ -12,7 +12,7 @@ namespace {
 
 namespace tnn = torch::nn;
 
-bool close(const at::Tensor& a, const at::Tensor& b) { return at::allclose(a, b, 1e-9, 1e-10); }
+bool agree(const at::Tensor& a, const at::Tensor& b) { return at::allclose(a, b, 1e-9, 1e-10); }
 
 at::Tensor draw(at::IntArrayRef sizes) { return torch::randn(sizes, at::kDouble); }
 
@@ -46,15 +46,15 @@ TEST_CASE("attention of torch::nn gives the same outputs and gradients") {
     const auto [wanted, wanted_weights] = theirs->forward(swapped(x), swapped(k), swapped(v), padded, true, bias);
     const auto inputs = AttentionInputs(k).value_context(v).kv_lens(lens).mask(bias);
     const auto [out, weights] = ours->forward_with_weights(x, inputs);
-    REQUIRE(close(out, swapped(wanted)));
-    REQUIRE(close(weights.mean(1), wanted_weights));
-    REQUIRE(close(ours->forward(x, AttentionInputs(k).value_context(v).mask(padded.logical_not().view({2, 1, 1, 7}))),
+    REQUIRE(agree(out, swapped(wanted)));
+    REQUIRE(agree(weights.mean(1), wanted_weights));
+    REQUIRE(agree(ours->forward(x, AttentionInputs(k).value_context(v).mask(padded.logical_not().view({2, 1, 1, 7}))),
                   swapped(std::get<0>(theirs->forward(swapped(x), swapped(k), swapped(v), padded)))));
     ours->forward(x, inputs).pow(3).sum().backward();
     wanted.pow(3).sum().backward();
-    REQUIRE(close(ours->o_proj->weight.grad(), theirs->out_proj->weight.grad()));
+    REQUIRE(agree(ours->o_proj->weight.grad(), theirs->out_proj->weight.grad()));
     const auto rows = kind == 2 ? theirs->q_proj_weight.grad() : theirs->in_proj_weight.grad().narrow(0, 0, 24);
-    REQUIRE(close(ours->q_proj->weight.grad(), rows));
+    REQUIRE(agree(ours->q_proj->weight.grad(), rows));
   }
 }
 
@@ -75,12 +75,12 @@ TEST_CASE("stacks of torch::nn are stacks") {
     auto ours = convert::from_torch(encoder);
     REQUIRE(ours->is_training());
     const auto out = ours->forward(x), wanted = encoder->forward(swapped(x));
-    REQUIRE(close(out, swapped(wanted)));
+    REQUIRE(agree(out, swapped(wanted)));
     out.pow(3).sum().backward();
     wanted.pow(3).sum().backward();
     const auto* theirs = encoder->layers->ptr<tnn::TransformerEncoderLayerImpl>(2).get();
-    REQUIRE(close(ours->layer(2)->mlp.as<FeedForward>()->up_proj->weight.grad(), theirs->linear1->weight.grad()));
-    REQUIRE(close(convert::from_torch(decoder)->forward(x, DecoderInputs().context(memory)),
+    REQUIRE(agree(ours->layer(2)->mlp.as<FeedForward>()->up_proj->weight.grad(), theirs->linear1->weight.grad()));
+    REQUIRE(agree(convert::from_torch(decoder)->forward(x, DecoderInputs().context(memory)),
                   swapped(decoder->forward(swapped(x), swapped(memory), causal_mask(5)))));
   }
   auto whole = randomised(tnn::Transformer(tnn::TransformerOptions(24, 4, 2, 3).dim_feedforward(32).dropout(0.0)));
@@ -88,7 +88,7 @@ TEST_CASE("stacks of torch::nn are stacks") {
   auto ours = convert::from_torch(whole);
   REQUIRE_FALSE(ours->is_training());
   const auto wanted = whole->forward(swapped(memory), swapped(x), {}, causal_mask(5));
-  REQUIRE(close(ours->forward(memory, x), swapped(wanted)));
+  REQUIRE(agree(ours->forward(memory, x), swapped(wanted)));
   whole->encoder = torch::nn::AnyModule(tnn::Linear(3, 3));
   REQUIRE(complains("custom_encoder: got a Transformer with torch::nn::LinearImpl, want torch's own",
                     [&] { convert::from_torch(whole); }));
@@ -106,11 +106,11 @@ TEST_CASE("a bool mask hides, which that of torch::nn in C++ does not") {
   const auto hidden = at::ones({5, 5}, at::kBool).triu(1);
   const auto out = ours->forward(x, AttentionInputs().mask(hidden.logical_not()));
   const auto by_float = std::get<0>(theirs->forward(t, t, t, {}, true, causal_mask(5)));
-  REQUIRE(close(out, swapped(by_float)));
+  REQUIRE(agree(out, swapped(by_float)));
   const auto by_bool = std::get<0>(theirs->forward(t, t, t, {}, true, hidden));
   const auto added = std::get<0>(theirs->forward(t, t, t, {}, true, hidden.to(at::kDouble)));
-  REQUIRE(close(by_bool, added));  // pytorch#80494; if torch mends it, say so in from_torch.h
-  REQUIRE_FALSE(close(by_bool, by_float));
+  REQUIRE(agree(by_bool, added));  // pytorch#80494; if torch mends it, say so in from_torch.h
+  REQUIRE_FALSE(agree(by_bool, by_float));
 }
 
 TEST_CASE("an encoder layer of torch::nn is a block") {
@@ -125,9 +125,9 @@ TEST_CASE("an encoder layer of torch::nn is a block") {
     const auto x = draw({2, 6, 24});
     const auto lens = at::tensor({6, 4});
     const auto padded = at::arange(6).unsqueeze(0) >= lens.unsqueeze(1);
-    REQUIRE(close(ours->forward(x), swapped(theirs->forward(swapped(x)))));
+    REQUIRE(agree(ours->forward(x), swapped(theirs->forward(swapped(x)))));
     const auto real = padded.logical_not().unsqueeze(2);
-    REQUIRE(close(ours->forward(x, EncoderInputs().kv_lens(lens)) * real,
+    REQUIRE(agree(ours->forward(x, EncoderInputs().kv_lens(lens)) * real,
                   swapped(theirs->forward(swapped(x), {}, padded)) * real));
     REQUIRE(training->is_training());
     REQUIRE_FALSE(at::equal(training->forward(x), training->forward(x)));
@@ -147,13 +147,13 @@ TEST_CASE("a decoder layer of torch::nn under a causal mask is a block with cros
   const auto lens = at::tensor({7, 3});
   const auto padded = at::arange(7).unsqueeze(0) >= lens.unsqueeze(1);
   const auto wanted = swapped(theirs->forward(swapped(x), swapped(memory), causal_mask(5), {}, {}, padded));
-  REQUIRE(close(ours->forward(x, DecoderBlockInputs(memory).context_lens(lens)), wanted));
+  REQUIRE(agree(ours->forward(x, DecoderBlockInputs(memory).context_lens(lens)), wanted));
   const auto cache = std::make_shared<DynamicCache>();
   const torch::NoGradGuard no_grad;
   std::vector<at::Tensor> steps;
   for (const auto& token : x.split(1, 1))
     steps.push_back(ours->forward(token, DecoderBlockInputs(memory).context_lens(lens).cache(cache)));
-  REQUIRE(close(at::cat(steps, 1), wanted));
+  REQUIRE(agree(at::cat(steps, 1), wanted));
 }
 
 TEST_CASE("a converted layer has weights of its own, and what was frozen stays frozen") {

@@ -2,6 +2,7 @@
 #include <torch/torch.h>
 
 #include "catch.h"
+#include "close.h"
 #include "complains.h"
 
 #include <attnpack/attnpack.h>
@@ -9,8 +10,6 @@
 namespace attnpack {
 
 namespace {
-
-bool close(const at::Tensor& a, const at::Tensor& b) { return at::allclose(a, b, 1e-4, 1e-5); }
 
 GroupedQueryAttentionOptions options() {
   return GroupedQueryAttentionOptions(24, 4, 2).causal(true).rope(RotaryEmbedding(6));

@@ -2,6 +2,7 @@
 #include <torch/torch.h>
 
 #include "catch.h"
+#include "close.h"
 #include "complains.h"
 
 #include <attnpack/attnpack.h>
@@ -10,8 +11,6 @@
 namespace attnpack {
 
 namespace {
-
-bool close(const at::Tensor& a, const at::Tensor& b) { return at::allclose(a, b, 1e-4, 1e-5); }
 
 MultiHeadLatentAttentionOptions sizes() {
   RopeScaling yarn;

@@ -2,6 +2,7 @@
 #include <torch/torch.h>
 
 #include "catch.h"
+#include "close.h"
 #include "complains.h"
 
 #include <attnpack/attnpack.h>
@@ -11,8 +12,6 @@ namespace attnpack {
 namespace {
 
 bool same(const at::Tensor& a, const at::Tensor& b) { return at::equal(a, b); }
-
-bool close(const at::Tensor& a, const at::Tensor& b) { return at::allclose(a, b, 1e-4, 1e-5); }
 
 DecoderBlock make_block(bool cross = false) {
   auto options = DecoderBlockOptions(

@@ -2,6 +2,8 @@
 #include <torch/torch.h>
 
 #include "catch.h"
+#include "close.h"
+#include "complains.h"
 
 #include <attnpack/attnpack.h>
 
@@ -38,18 +40,6 @@ std::tuple<at::Tensor, at::Tensor> plain(const Inputs& x, const at::Tensor& allo
 }
 
 at::Tensor everything() { return at::ones({1, 1}, at::kBool); }
-
-bool close(const at::Tensor& a, const at::Tensor& b) { return at::allclose(a, b, 1e-4, 1e-5); }
-
-template <class F>
-bool complains(const std::string& words, const F& f) {
-  try {
-    f();
-  } catch (const c10::Error& error) {
-    return std::string(error.what_without_backtrace()).find(words) != std::string::npos;
-  }
-  return false;
-}
 
 }  // namespace
 

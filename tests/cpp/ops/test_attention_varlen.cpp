@@ -24,7 +24,7 @@ at::Tensor as_batch(const at::Tensor& x, int64_t begin, int64_t end) {
   return x.slice(0, begin, end).transpose(0, 1).unsqueeze(0);
 }
 
-std::string complaint(const std::function<void()>& f) {
+std::string varlen_complaint(const std::function<void()>& f) {
   try {
     f();
   } catch (const c10::Error& error) {
@@ -73,7 +73,7 @@ TEST_CASE("packed sequences take offsets like attention") {
 TEST_CASE("packed sequences name what is wrong") {
   const auto x = make_packed();
   const auto run = [&](const VarlenOptions& options) {
-    return complaint([&] { attention_varlen(x.query, x.key, x.value, x.queries, options); });
+    return varlen_complaint([&] { attention_varlen(x.query, x.key, x.value, x.queries, options); });
   };
   REQUIRE(run(VarlenOptions()).find("key has 217 rows, query 213: pass cu_seqlens_k") != std::string::npos);
   REQUIRE(run(VarlenOptions().cu_seqlens_k(x.queries)).find("cu_seqlens_k ends at 213, wants 217") !=
@@ -103,7 +103,7 @@ TEST_CASE("keys in pages: appended, shared, and read with the bits of packed key
   REQUIRE(at::equal(attention_varlen(query, keys, values, ends, paged), expected));
 
   table[1][1] = 12;
-  const std::string message = complaint([&] { attention_varlen(query, keys, values, ends, paged); });
+  const std::string message = varlen_complaint([&] { attention_varlen(query, keys, values, ends, paged); });
   REQUIRE(message.find("block_table[1, 1] is 12, wants a page from 0 to 11") != std::string::npos);
 }
 

@@ -16,8 +16,6 @@ using c10::SymInt;
 
 namespace {
 
-constexpr double kInf = std::numeric_limits<double>::infinity();
-
 template <class T>
 struct Scored {
   T score;

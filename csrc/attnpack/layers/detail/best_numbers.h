@@ -3,7 +3,11 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
 
+#include <limits>
+
 namespace attnpack {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();  // -kInf: a key that is not chosen
 
 // The places of the best n scores of each row, int32, the best first, of equal scores the lower place; -1 for a score
 // of -inf. On the CPU one pass over a row finds them.

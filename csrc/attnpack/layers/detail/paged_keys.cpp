@@ -29,7 +29,7 @@ VarlenArguments varlen_arguments(const CacheTensors& cache, const LayerArguments
 }
 
 // [B, H, L, D] -> [B * L, H, D]
-Tensor as_rows(const Tensor& x) { return x.transpose(1, 2).flatten(0, 1); }
+Tensor rows_of_tokens(const Tensor& x) { return x.transpose(1, 2).flatten(0, 1); }
 
 void check_no_context(const LayerArguments& layer) {
   ATTNPACK_CHECK(!layer.cross, "cache is given together with a context: a cache holds the keys of self-attention");
@@ -61,11 +61,11 @@ Tensor attend_pages(const LayerTokens& tokens, const CacheTensors& cache, const 
   args.q_offsets = past;
   args.kv_lens = cache.lengths;
   args.max_seqlen_q = length;
-  check_attention_varlen(as_rows(query), cache.key, cache.value, ends, args);  // before anything is written
+  check_attention_varlen(rows_of_tokens(query), cache.key, cache.value, ends, args);  // before anything is written
   const auto [q, k] =
       rotate_tokens({query, key, value}, rope_settings(layer.rope), {layer.positions, false, past, layer.kv_lens});
   kv_cache_append_paged_(cache.key, cache.value, *cache.block_table, cache.lengths, k, value, layer.kv_lens);
-  const auto [out, lse] = attention_varlen_op(as_rows(q), cache.key, cache.value, ends, args);
+  const auto [out, lse] = attention_varlen_op(rows_of_tokens(q), cache.key, cache.value, ends, args);
   return out.unflatten_symint(0, {batch, length}).flatten(2);
 }
 

@@ -144,18 +144,18 @@ HfRope read_rope(const HfSettings& config, const char* source) {
   return read_rope_of(config, source, rope, first_set({&config.get("rope_theta"), &kUsualBase}));
 }
 
-std::string option_text(const std::string& word) { return word; }
-std::string option_text(double number) { return shown({number}); }
-std::string option_text(int64_t number) { return std::to_string(number); }
-std::string option_text(bool value) { return value ? "true" : "false"; }
-std::string option_text(const std::vector<double>& numbers) {
+std::string rope_option_text(const std::string& word) { return word; }
+std::string rope_option_text(double number) { return shown({number}); }
+std::string rope_option_text(int64_t number) { return std::to_string(number); }
+std::string rope_option_text(bool value) { return value ? "true" : "false"; }
+std::string rope_option_text(const std::vector<double>& numbers) {
   std::string text;
-  for (const double number : numbers) text += option_text(number) + ' ';
+  for (const double number : numbers) text += rope_option_text(number) + ' ';
   return text;
 }
 template <typename T>
-std::string option_text(const std::optional<T>& value) {
-  return value ? option_text(*value) : "none";
+std::string rope_option_text(const std::optional<T>& value) {
+  return value ? rope_option_text(*value) : "none";
 }
 
 bool are_equal(const HfRope& a, const HfRope& b) {
@@ -163,7 +163,7 @@ bool are_equal(const HfRope& a, const HfRope& b) {
   if (!a.scaling) return true;
   std::vector<std::string> shown_a, shown_b;
   const auto list = [](std::vector<std::string>& words) {
-    return [&](const char*, const auto& option) { words.push_back(option_text(option)); };
+    return [&](const char*, const auto& option) { words.push_back(rope_option_text(option)); };
   };
   RopeScaling::for_each_option(*a.scaling, list(shown_a));
   RopeScaling::for_each_option(*b.scaling, list(shown_b));

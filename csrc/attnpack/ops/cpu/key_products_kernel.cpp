@@ -15,7 +15,7 @@ using at::Tensor;
 constexpr int64_t kMostRows = 4 * kFewRows;  // rows that share a kv head; more are faster in torch's matmul
 constexpr int64_t kKeys = 256;               // of a unit
 
-bool takes_few_rows(const Tensor& query, const Tensor& key) {
+bool has_few_rows(const Tensor& query, const Tensor& key) {
   const auto dtype = query.scalar_type();
   return query.dim() == 4 && key.dim() == 4 && key.scalar_type() == dtype &&
          (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && key.size(0) == query.size(0) &&
@@ -61,7 +61,7 @@ Tensor stream_keys(const Tensor& query, const Tensor& key) {
 }
 
 Tensor key_products_cpu(const Tensor& query, const Tensor& key) {
-  return takes_few_rows(query, key) ? stream_keys(query, key) : key_products_formula(query, key);
+  return has_few_rows(query, key) ? stream_keys(query, key) : key_products_formula(query, key);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kRows = 64;  // rows of a unit
+constexpr int64_t kQuantizedRowsOfUnit = 64;  // rows of a unit
 
 // Runs a kernel over all rows of contiguous tensors. `to` has the shape of `from`, but for the last size.
 void run_rows(decltype(Kernels::quantize_rows) kernel, QuantizeParams p, const Tensor& from, const Tensor& to) {
@@ -20,9 +20,10 @@ void run_rows(decltype(Kernels::quantize_rows) kernel, QuantizeParams p, const T
   p.to = to.mutable_data_ptr();
   const int64_t rows = from.numel() / from.size(-1);
   constexpr double kWork = 8;  // of a number, in multiply-adds
-  for_each_unit(
-      (rows + kRows - 1) / kRows, kWork * static_cast<double>(rows * p.dim), static_cast<size_t>(p.dim) * sizeof(float),
-      [&](int64_t unit, void* scratch) { kernel(p, {unit * kRows, std::min((unit + 1) * kRows, rows)}, scratch); });
+  for_each_unit((rows + kQuantizedRowsOfUnit - 1) / kQuantizedRowsOfUnit, kWork * static_cast<double>(rows * p.dim),
+                static_cast<size_t>(p.dim) * sizeof(float), [&](int64_t unit, void* scratch) {
+                  kernel(p, {unit * kQuantizedRowsOfUnit, std::min((unit + 1) * kQuantizedRowsOfUnit, rows)}, scratch);
+                });
 }
 
 Tensor quantize_rows_cpu(const Tensor& x, int64_t bits) {

@@ -11,7 +11,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kRows = 32;  // rows of a unit
+constexpr int64_t kNormRows = 32;  // rows of a unit
 
 bool fits(const Tensor& x, const Tensor& weight) {
   const auto dtype = x.scalar_type();
@@ -31,8 +31,8 @@ Tensor rms_norm_cpu(const Tensor& x, const Tensor& weight, double eps) {
   p.weight = factors.const_data_ptr();
   p.out = out.mutable_data_ptr();
   const int64_t rows = x.numel() / p.dim;
-  for_each_unit((rows + kRows - 1) / kRows, static_cast<double>(x.numel()), 0, [&](int64_t unit, void*) {
-    kernels_in_use().rms_norm_rows(p, {unit * kRows, std::min((unit + 1) * kRows, rows)});
+  for_each_unit((rows + kNormRows - 1) / kNormRows, static_cast<double>(x.numel()), 0, [&](int64_t unit, void*) {
+    kernels_in_use().rms_norm_rows(p, {unit * kNormRows, std::min((unit + 1) * kNormRows, rows)});
   });
   return out;
 }

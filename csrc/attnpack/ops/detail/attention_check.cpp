@@ -13,13 +13,11 @@ bool is_element(at::ScalarType dtype) {
 
 namespace {
 
-bool is_length(const Tensor& t) { return t.scalar_type() == at::kInt || t.scalar_type() == at::kLong; }
-
 void check_per_sequence(const char* name, const std::optional<Tensor>& lengths, const Tensor& query) {
   if (!lengths) return;
   ATTNPACK_CHECK(lengths->dim() == 1 && lengths->sym_size(0) == query.sym_size(0), name, " has shape ",
                  lengths->sym_sizes(), ", wants [batch] = [", query.sym_size(0), "]: one number per sequence");
-  ATTNPACK_CHECK(is_length(*lengths), name, " has dtype ", lengths->scalar_type(),
+  ATTNPACK_CHECK(is_int32_or_int64(*lengths), name, " has dtype ", lengths->scalar_type(),
                  ", wants int32 or int64: call .long() on it");
   ATTNPACK_CHECK(lengths->device() == query.device(), name, " is on ", lengths->device(), ", query on ", query.device(),
                  ": move one of them");
@@ -60,7 +58,7 @@ void check_key_index(const Tensor& query, const Tensor& key, const AttentionArgu
                  " without key_index, wants 1: pass the blocks that each row may attend, or leave it out");
   if (!args.key_index) return;
   const Tensor& index = *args.key_index;
-  ATTNPACK_CHECK(is_length(index), "key_index has dtype ", index.scalar_type(),
+  ATTNPACK_CHECK(is_int32_or_int64(index), "key_index has dtype ", index.scalar_type(),
                  ", wants int32 or int64, numbers of keys: call .long() on it, and pass a bool tensor as mask");
   ATTNPACK_CHECK(index.device() == query.device(), "key_index is on ", index.device(), ", query on ", query.device(),
                  ": move one of them");

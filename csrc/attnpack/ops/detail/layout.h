@@ -23,5 +23,15 @@ inline at::Tensor laid_as(const at::Tensor& like, const at::Tensor& x) {
 inline at::ScalarType accumulation_type(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
+inline at::ScalarType accumulation_type(const at::Tensor& x) { return accumulation_type(x.scalar_type()); }
+
+inline bool is_int32_or_int64(const at::Tensor& t) {
+  return t.scalar_type() == at::kInt || t.scalar_type() == at::kLong;
+}
+
+// 0 .. n - 1, on the device of `like`.
+inline at::Tensor count_from_zero(const c10::SymInt& n, const at::Tensor& like) {
+  return at::arange(n, at::TensorOptions(at::kLong).device(like.device()));
+}
 
 }  // namespace attnpack

@@ -12,8 +12,6 @@ void check_rows(const char* name, const Tensor& t) {
                  "join the sequences, and split [tokens, heads * head_dim] with .unflatten(-1, (heads, head_dim))");
 }
 
-bool is_length(const Tensor& t) { return t.scalar_type() == at::kInt || t.scalar_type() == at::kLong; }
-
 void check_no_meta(const char* name, const Tensor& t, const Tensor& query) {
   ATTNPACK_CHECK(!t.is_meta() || query.is_meta(), name, " is on meta, query on ", query.device(),
                  ": pass numbers, not a meta tensor");
@@ -22,7 +20,8 @@ void check_no_meta(const char* name, const Tensor& t, const Tensor& query) {
 void check_ends(const char* name, const Tensor& t, const Tensor& query) {
   ATTNPACK_CHECK(t.dim() == 1 && t.sym_size(0) >= 1, name, " has shape ", t.sym_sizes(),
                  ", wants [sequences + 1]: where each sequence begins, and the end of the last");
-  ATTNPACK_CHECK(is_length(t), name, " has dtype ", t.scalar_type(), ", wants int32 or int64: call .int() on it");
+  ATTNPACK_CHECK(is_int32_or_int64(t), name, " has dtype ", t.scalar_type(),
+                 ", wants int32 or int64: call .int() on it");
   check_no_meta(name, t, query);
 }
 
@@ -34,7 +33,8 @@ void check_most(const char* name, const std::optional<c10::SymInt>& most) {
 void check_numbers(const char* name, const Tensor& t, const Tensor& cu_seqlens_q, const Tensor& query) {
   ATTNPACK_CHECK(t.dim() == 1 && t.sym_size(0) + 1 == cu_seqlens_q.sym_size(0), name, " has shape ", t.sym_sizes(),
                  ", wants [sequences] = [", cu_seqlens_q.sym_size(0) - 1, "]: one number per sequence");
-  ATTNPACK_CHECK(is_length(t), name, " has dtype ", t.scalar_type(), ", wants int32 or int64: call .long() on it");
+  ATTNPACK_CHECK(is_int32_or_int64(t), name, " has dtype ", t.scalar_type(),
+                 ", wants int32 or int64: call .long() on it");
   check_no_meta(name, t, query);
 }
 

@@ -1,24 +1,12 @@
 #include <ATen/ATen.h>
-#include <ATen/TensorSubclassLikeUtils.h>
 
 #include <attnpack/core/check.h>
 #include <attnpack/core/dropout.h>
+#include <attnpack/ops/detail/read_numbers.h>
 #include <attnpack/ops/detail/varlen_arguments.h>
 
 namespace attnpack {
 namespace {
-
-// The numbers of an int32 or int64 tensor of any device. Tensors inside a torch.func transform have no memory.
-std::vector<int64_t> read_numbers(const Tensor& tensor) {
-  std::vector<int64_t> numbers;
-  if (at::isTensorSubclassLike(tensor)) {
-    for (int64_t i = 0; i < tensor.size(0); ++i) numbers.push_back(tensor.select(0, i).item<int64_t>());
-    return numbers;
-  }
-  const Tensor plain = tensor.to(at::kCPU, at::kLong).contiguous();
-  numbers.assign(plain.const_data_ptr<int64_t>(), plain.const_data_ptr<int64_t>() + plain.numel());
-  return numbers;
-}
 
 std::vector<int64_t> read_ends(const char* name, const Tensor& cu_seqlens, const char* packed, int64_t rows) {
   const std::vector<int64_t> ends = read_numbers(cu_seqlens);

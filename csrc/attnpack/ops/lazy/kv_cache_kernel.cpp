@@ -3,6 +3,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/kv_cache.h>
+#include <attnpack/ops/lazy/resolve.h>
 
 // For tensors whose negation or conjugation is still to be done. torch's own fallback breaks such tensors in ops that
 // write in place.
@@ -10,9 +11,6 @@ namespace attnpack {
 namespace {
 
 using at::Tensor;
-
-Tensor done(const Tensor& x) { return x.resolve_conj().resolve_neg(); }
-std::optional<Tensor> done(const std::optional<Tensor>& x) { return x ? std::optional(done(*x)) : std::nullopt; }
 
 void check_cache(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths) {
   for (const Tensor* x : {&cache_key, &cache_value, &lengths})
@@ -25,7 +23,8 @@ void kv_cache_append_lazy(const Tensor& cache_key, const Tensor& cache_value, co
                           const Tensor& value, const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit,
                           const std::optional<Tensor>& dropped) {
   check_cache(cache_key, cache_value, lengths);
-  kv_cache_append_(cache_key, cache_value, lengths, done(key), done(value), done(new_lens), limit, done(dropped));
+  kv_cache_append_(cache_key, cache_value, lengths, resolve(key), resolve(value), resolve(new_lens), limit,
+                   resolve(dropped));
 }
 
 Tensor kv_cache_append_rotated_lazy(const Tensor& cache_key, const Tensor& cache_value, const Tensor& lengths,
@@ -34,8 +33,8 @@ Tensor kv_cache_append_rotated_lazy(const Tensor& cache_key, const Tensor& cache
                                     const std::optional<Tensor>& new_lens, std::optional<c10::SymInt> limit,
                                     const std::optional<Tensor>& dropped) {
   check_cache(cache_key, cache_value, lengths);
-  return kv_cache_append_rotated_(cache_key, cache_value, lengths, done(query), done(key), done(value), inv_freq,
-                                  factor, interleaved, done(new_lens), limit, done(dropped));
+  return kv_cache_append_rotated_(cache_key, cache_value, lengths, resolve(query), resolve(key), resolve(value),
+                                  inv_freq, factor, interleaved, resolve(new_lens), limit, resolve(dropped));
 }
 
 void register_appends(torch::Library& m) {

@@ -3,6 +3,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/kv_cache_paged.h>
+#include <attnpack/ops/lazy/resolve.h>
 
 // For tensors whose negation or conjugation is still to be done, as kv_cache_kernel.cpp has it for its ops.
 namespace attnpack {
@@ -10,17 +11,14 @@ namespace {
 
 using at::Tensor;
 
-Tensor done(const Tensor& x) { return x.resolve_conj().resolve_neg(); }
-std::optional<Tensor> done(const std::optional<Tensor>& x) { return x ? std::optional(done(*x)) : std::nullopt; }
-
 void kv_cache_append_paged_lazy(const Tensor& key_pool, const Tensor& value_pool, const Tensor& block_table,
                                 const Tensor& lengths, const Tensor& key, const Tensor& value,
                                 const std::optional<Tensor>& new_lens, const std::optional<Tensor>& cu_seqlens) {
   for (const Tensor* x : {&key_pool, &value_pool, &lengths})
     ATTNPACK_CHECK(!x->is_neg() && !x->is_conj(), "a pool or lengths of shape ", x->sizes(),
                    " is a lazy minus or conjugate, wants memory to write to: call resolve_neg() or resolve_conj()");
-  kv_cache_append_paged_(key_pool, value_pool, done(block_table), lengths, done(key), done(value), done(new_lens),
-                         done(cu_seqlens));
+  kv_cache_append_paged_(key_pool, value_pool, resolve(block_table), lengths, resolve(key), resolve(value),
+                         resolve(new_lens), resolve(cu_seqlens));
 }
 
 }  // namespace

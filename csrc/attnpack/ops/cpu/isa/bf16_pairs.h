@@ -8,13 +8,6 @@
 // by less than 2^-126 per term, and an operand below 2^-126 is lost. Both lie far below every tolerance.
 namespace attnpack::ATTNPACK_ISA {
 
-// Whether bf16 is multiplied in pairs. The emulation is slower than widening: it is for tests alone.
-#if defined(__AVX512BF16__) || defined(ATTNPACK_EMULATE_PAIRS)
-constexpr bool kPairProducts = true;
-#else
-constexpr bool kPairProducts = false;
-#endif
-
 using Pair = uint32_t;  // first number in the lower half, as two neighbours lie in memory
 template <>
 struct VectorTypes<Pair> {

@@ -89,9 +89,7 @@ class DecodeRange {
         arena_(scratch),
         w_(p, arena_, streamed) {
     make_rows(p, b, kv_head, rows, mask_.keys(), tile_);
-    for (int64_t r = 0; r < tile_.count; ++r)
-      Operands::pack_row(at<S>(p.query, p.query_strides, b, tile_.rows[r].head, tile_.rows[r].query), p.head_dim,
-                         w_.query + r * w_.query_ld, w_.query_ld);
+    for (int64_t r = 0; r < tile_.count; ++r) pack_query_row(r);
     // Rows that are left over are multiplied together with rows of zeros.
     if (streams_ && tile_.count > kRowsAtOnce)
       for (int64_t i = tile_.count * w_.query_ld; i < (tile_.count + kSharing - 1) * w_.query_ld; ++i)
@@ -156,6 +154,23 @@ class DecodeRange {
   using Operands = DecodeOperands<S, A, Bits>;
   using E = typename Operands::Element;
 
+  // Quantised keys have one type for queries of any dtype, which only this function reads. Queries of 4 bits have been
+  // rotated: they are floats, whatever their dtype was.
+  void pack_query_row(int64_t r) {
+    const auto pack_as = [&](auto storage) {
+      const auto* row = at<decltype(storage)>(p_.query, p_.query_strides, b_, tile_.rows[r].head, tile_.rows[r].query);
+      if constexpr (Bits == 0)
+        Operands::pack_row(row, p_.head_dim, w_.query + r * w_.query_ld, w_.query_ld);
+      else
+        pack(row, p_.head_dim, w_.query + r * w_.query_ld, w_.query_ld);
+    };
+    if constexpr (Bits == 8) {
+      if (p_.dtype == DType::kBFloat16) return pack_as(BFloat16{});
+      if (p_.dtype == DType::kFloat16) return pack_as(Float16{});
+    }
+    pack_as(S{});
+  }
+
   template <bool Skip>
   void attend(Range keys) {
     reset_state(state_, tile_.count);
@@ -219,7 +234,8 @@ class DecodeRange {
   ListedRows<S> listed(const void* pool, const Strides& strides, int64_t width, int64_t begin, int64_t count,
                        const S** list) const {
     const int64_t ahead =
-        streams_ ? prefetch_distance<kKeys<ListedRows<S>>, S, ListedRows<S>>(width, Operands::kStep).rows + kListedMore
+        streams_ ? prefetch_distance<kKeys<ListedRows<S>>, S>(width, Operands::kStep, ListedRows<S>::kMostAhead).rows +
+                       kListedMore
                  : kBlock;
     return list_rows<S>(p_, pool, strides, kv_head_, begin, count, ahead, list);
   }
@@ -453,7 +469,7 @@ class HeadsInTurn {
     for_each_head([&](Head& head, int64_t i) { head.finish(keys, static_cast<A*>(partials_[i])); });
   }
 
-  RowsInTurn<S> rows(const Strides& strides, int64_t head, int64_t count) const {
+  ListedRows<S> rows(const Strides& strides, int64_t head, int64_t count) const {
     return {w_.list, head * strides.head, w_.next + head * count};
   }
 
@@ -492,6 +508,7 @@ class HeadsInTurn {
   Head* heads_[kHeadsInTurn];
 };
 
+// Heads of fp64 are read one after the other: nobody needs their speed.
 template <class S, class A>
 bool reads_in_turn(const AttentionParams& p, Range kv_heads) {
   bool streamed = kv_heads.end - kv_heads.begin > 1;
@@ -503,9 +520,9 @@ bool reads_in_turn(const AttentionParams& p, Range kv_heads) {
 template <class S, class A>
 void decode_head(const AttentionParams& p, int64_t b, int64_t kv_head, Range keys, void* partial, void* scratch) {
   if constexpr (std::is_same_v<A, float>) {
-    // Integers round the query to 16 bits. Rotated queries are floats, whatever their dtype was.
+    // Integers round the query to 16 bits.
     constexpr bool kIntegers = kIntegerProducts && !std::is_same_v<S, float>;
-    if (p.quantized_bits == 8) return decode_tiles<S, A, 8, kIntegers>(p, b, kv_head, keys, partial, scratch);
+    if (p.quantized_bits == 8) return decode_tiles<float, A, 8, kIntegers>(p, b, kv_head, keys, partial, scratch);
     if (p.quantized_bits == 4) return decode_tiles<float, A, 4, kIntegers>(p, b, kv_head, keys, partial, scratch);
   }
   decode_tiles<S, A, 0>(p, b, kv_head, keys, partial, scratch);
@@ -547,10 +564,11 @@ void decode(const AttentionParams& p, int64_t b, Range kv_heads, Range keys, voi
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     using S = decltype(storage);
     using A = decltype(accumulation);
-    if (reads_in_turn<S, A>(p, kv_heads)) {
-      HeadsInTurn<S, A>(p, b, kv_heads, keys, partials, scratch);
-      return;
-    }
+    if constexpr (!std::is_same_v<S, double>)
+      if (reads_in_turn<S, A>(p, kv_heads)) {
+        HeadsInTurn<S, A>(p, b, kv_heads, keys, partials, scratch);
+        return;
+      }
     for (int64_t i = 0; i < kv_heads.end - kv_heads.begin; ++i)
       decode_head<S, A>(p, b, kv_heads.begin + i, keys, partials[i], scratch);
   });

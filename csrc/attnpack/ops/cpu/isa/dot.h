@@ -48,13 +48,13 @@ struct Ahead {
   int64_t rows, columns;
 };
 
-// The distance for rows of `columns` numbers, of which `neighbours` are read side by side.
-template <Stream stream, class S, class Rows>
-Ahead prefetch_distance(int64_t columns, int64_t neighbours) {
+// The distance for rows of `columns` numbers, of which `neighbours` are read side by side. At most `most` rows.
+template <Stream stream, class S>
+Ahead prefetch_distance(int64_t columns, int64_t neighbours, int64_t most) {
   constexpr int64_t kFit = stream.ahead / sizeof(S);
-  if (Rows::kMostAhead == 0) return {0, 0};
+  if (most == 0) return {0, 0};
   if (neighbours == 1 && columns >= kFit) return {0, kFit};
-  return {smaller(larger((kFit + columns - 1) / larger(columns, 1), neighbours), Rows::kMostAhead), 0};
+  return {smaller(larger((kFit + columns - 1) / larger(columns, 1), neighbours), most), 0};
 }
 
 // to[r, i] = x[r] . w[i], lane by lane, for `Rows` rows of x and `Neighbours` rows of w. A row of `to` has `step`
@@ -129,7 +129,7 @@ inline void dot_products(const typename Operands::Element* x, int64_t ldx, const
   constexpr int kNeighbours = Rows == 1 || kRegisters == 16 ? 1 : 2;  // rows of w that share the loads of x
   constexpr int kFolded = kRegisters == 32 || Rows < 4 ? 4 : 2;       // rows of w whose sums are folded at once
   constexpr int kAtOnce = Rows == 3 ? kFolded : kFolded * Rows;       // a power of two
-  const Ahead ahead = prefetch_distance<stream, S, RowsOfW>(dim, kNeighbours);
+  const Ahead ahead = prefetch_distance<stream, S>(dim, kNeighbours, w.most_ahead());
   for (int64_t j = 0; j < count; j += kFolded) {
     Vec<A> sum[Rows * kFolded];
     A total[Rows * kFolded];

@@ -22,9 +22,9 @@ int64_t rows_together(int64_t rows) { return rows >= kMostTogether ? kMostTogeth
 constexpr Stream kNextBlock{0, true};
 template <class S>
 struct SharedRows {
-  static constexpr int64_t kMostAhead = 0;
   const S *first, *next;
   int64_t stride, group, groups;
+  int64_t most_ahead() const { return 0; }
   const S* operator[](int64_t i) const { return first + i * stride; }
   const S* ahead(int64_t i) const { return (i / kTogether % groups == group ? next : first) + i * stride; }
 };

@@ -13,37 +13,28 @@ namespace attnpack::ATTNPACK_ISA {
 template <class S>
 struct StridedRows {
   static constexpr bool kListed = false;
-  static constexpr int64_t kMostAhead = INT64_MAX;  // rows after the last one that may be named, to prefetch them
   const S* first;
   int64_t stride;
+  int64_t most_ahead() const { return INT64_MAX; }  // rows after the last one that may be named, to prefetch them
   const S* operator[](int64_t j) const { return first + j * stride; }
   const S* ahead(int64_t j) const { return first + j * stride; }
   StridedRows from(int64_t j) const { return {first + j * stride, stride}; }
 };
 
-// Rows that are listed one by one, because they lie in pages. The list goes on for kMostAhead rows.
+// Rows that are listed one by one: because they lie in pages, or because several heads are read in turn. `list` has the
+// rows of the first head. `next` has what is prefetched while they are read: the same list, or rows of any head in the
+// order of their addresses.
 template <class S>
 struct ListedRows {
   static constexpr bool kListed = true;
-  static constexpr int64_t kMostAhead = 256;
-  const S* const* list;
-  const S* operator[](int64_t j) const { return list[j]; }
-  const S* ahead(int64_t j) const { return list[j]; }
-  ListedRows from(int64_t j) const { return {list + j}; }
-};
-
-// Rows of one of several heads that are read in turn. `list` has those of the first head, `next` what is prefetched
-// while they are read: rows of any head, in the order of their addresses.
-template <class S>
-struct RowsInTurn {
-  static constexpr bool kListed = true;
-  static constexpr int64_t kMostAhead = 0;
+  static constexpr int64_t kMostAhead = 256;  // rows by which a list of pages goes on after its last one
   const S* const* list;
   int64_t of_head;  // from a row of the first head to that of this head
   const S* const* next;
   const S* operator[](int64_t j) const { return list[j] + of_head; }
   const S* ahead(int64_t j) const { return next[j]; }
-  RowsInTurn from(int64_t j) const { return {list + j, of_head, next + j}; }
+  ListedRows from(int64_t j) const { return {list + j, of_head, next + j}; }
+  int64_t most_ahead() const { return next == list ? kMostAhead : 0; }
 };
 
 template <class Rows>
@@ -108,7 +99,7 @@ inline ListedRows<S> list_rows(const AttentionParams& p, const void* pool, const
     for (; j < end; row += strides.row) list[j++] = row;
   }
   for (; j < listed; ++j) list[j] = list[present - 1];
-  return {list};
+  return {list, 0, list};
 }
 
 }  // namespace attnpack::ATTNPACK_ISA

@@ -26,6 +26,13 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
+// Whether bf16 is multiplied in pairs. The emulation is slower than widening: it is only for tests.
+#if defined(__AVX512BF16__) || defined(ATTNPACK_EMULATE_PAIRS)
+constexpr bool kPairProducts = true;
+#else
+constexpr bool kPairProducts = false;
+#endif
+
 // The number of vector registers.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kRegisters = 32;

@@ -10,12 +10,14 @@ namespace attnpack::ATTNPACK_ISA {
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Calls f(storage, accumulation) with one value of each type.
+// Calls f(storage, accumulation) with one value of each type. Kernels with pairs are compiled without fp64, which has
+// no pairs: isa_table.h gives such calls to the kernels of plain AVX-512.
 template <class F>
 inline void dispatch(DType dtype, F&& f) {
   switch (dtype) {
     case DType::kFloat64:
-      return f(double{}, double{});
+      if constexpr (!kPairProducts) return f(double{}, double{});
+      __builtin_unreachable();
     case DType::kFloat32:
       return f(float{}, float{});
     case DType::kBFloat16:

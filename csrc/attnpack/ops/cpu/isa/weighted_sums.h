@@ -95,12 +95,14 @@ constexpr int kColumns = kRegisters == 32 ? (Rows < 4 ? 8 : 4)
 template <class Operands, int Rows, bool Skip, int Parts, class Values, class A>
 inline void add_rows(const typename Operands::Element* p, const Values& v, int64_t count, int64_t dim, Ahead ahead,
                      A* out, int64_t ldo) {
-  constexpr int kMost = kColumns<Rows>, kLess = kMost < 4 ? kMost : 4;
+  // Leaving keys out is rare and slow anyway: it takes no more code than it needs.
+  constexpr int kMost = Skip ? 1 : kColumns<Rows>, kLess = kMost < 4 ? kMost : 4;
   int64_t d = 0;
   for (; d + kMost * kLanes<A> <= dim; d += kMost * kLanes<A>)
     add_columns<Operands, Rows, Skip, Parts, kMost>(p, v, count, d, ahead, out, ldo);
-  for (; d + kLess * kLanes<A> <= dim; d += kLess * kLanes<A>)
-    add_columns<Operands, Rows, Skip, Parts, kLess>(p, v, count, d, ahead, out, ldo);
+  if constexpr (kLess < kMost)
+    for (; d + kLess * kLanes<A> <= dim; d += kLess * kLanes<A>)
+      add_columns<Operands, Rows, Skip, Parts, kLess>(p, v, count, d, ahead, out, ldo);
   for (; d < dim; d += kLanes<A>)
     add_columns<Operands, Rows, Skip, Parts, 1>(p, v, count, d, ahead, out, ldo, smaller(kLanes<A>, dim - d));
 }
@@ -117,25 +119,31 @@ inline void add_values(const typename Operands::Element* p, const Values& values
                        int64_t ldo, int64_t more) {
   constexpr int64_t ldp = kStreamBlock / Operands::kStep;
   const int64_t step = summed_keys<ElementOf<Values>>(dim);
-  const Ahead far = prefetch_distance<kValues<Rows, Values>, ElementOf<Values>, Values>(dim, Operands::kStep);
+  const Ahead far =
+      prefetch_distance<kValues<Rows, Values>, ElementOf<Values>>(dim, Operands::kStep, values.most_ahead());
   for (int64_t j = 0; j < count; j += step, p += step / Operands::kStep) {
     const int64_t some = smaller(step, count - j);
     const Values v = values.from(j);
     // With 16 registers no row is read whole anyway, and widening each row twice would cost more.
-    if (Rows < 4 || kRegisters == 16 || dim <= kColumns<Rows> * kLanes<A>) {
-      add_rows<Operands, Rows, Skip, 1>(p, v, some, dim, far, out, ldo);
-    } else {
+    constexpr bool kHalves = Rows == 4 && kRegisters > 16 && !Skip;
+    bool halves = false;
+    if constexpr (kHalves) {
+      halves = dim > kColumns<Rows> * kLanes<A>;
       // Memory is fastest where rows are read whole. So the first two rows of p read the values from memory, and then
       // the other two read them from the L1 cache.
-      constexpr int kHalf = Rows < 4 ? Rows : 2;
-      add_rows<Operands, kHalf, Skip, 2>(p, v, some, dim, far, out, ldo);
-      add_rows<Operands, kHalf, Skip, 2>(p + kHalf * ldp, v, some, dim, {far.rows + some / 2, far.columns},
-                                         out + kHalf * ldo, ldo);
+      if (halves) {
+        add_rows<Operands, 2, Skip, 2>(p, v, some, dim, far, out, ldo);
+        add_rows<Operands, 2, Skip, 2>(p + 2 * ldp, v, some, dim, {far.rows + some / 2, far.columns}, out + 2 * ldo,
+                                       ldo);
+      }
     }
-    int64_t r = Rows;
-    for (; r + 2 <= Rows + more; r += 2)
-      add_rows<Operands, 2, Skip, 0>(p + r * ldp, v, some, dim, far, out + r * ldo, ldo);
-    if (r < Rows + more) add_rows<Operands, 1, Skip, 0>(p + r * ldp, v, some, dim, far, out + r * ldo, ldo);
+    if (!halves) add_rows<Operands, Rows, Skip, 1>(p, v, some, dim, far, out, ldo);
+    if constexpr (Rows == kRowsAtOnce && !Skip) {  // fewer rows have no more after them
+      int64_t r = Rows;
+      for (; r + 2 <= Rows + more; r += 2)
+        add_rows<Operands, 2, Skip, 0>(p + r * ldp, v, some, dim, far, out + r * ldo, ldo);
+      if (r < Rows + more) add_rows<Operands, 1, Skip, 0>(p + r * ldp, v, some, dim, far, out + r * ldo, ldo);
+    }
   }
 }
 
