@@ -1,8 +1,14 @@
 # attnpack_add_kernels(objects) compiles the kernels once per instruction set, and puts the object files into that
 # variable. No precompiled header (the flags differ), hidden symbols, plain C++ and vectors only.
 include(CheckCXXCompilerFlag)
-# -O2: -O3 takes twice as long and makes twice the code, which runs no faster (PERFORMANCE.md).
-set(ATTNPACK_KERNEL_OPTIMISATION -O2 CACHE STRING "optimisation of the kernels")
+# -O3 takes the compiler up to twice as long, and makes twice the code of decode and linear layers. With GCC, -O2 and these
+# passes of -O3 give their speed. Prefill and the backward pass lose 3% without the others (PERFORMANCE.md).
+set(optimisation -O3)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  set(optimisation -O2 -fvect-cost-model=dynamic -funswitch-loops -fsplit-loops -fversion-loops-for-strides
+                   -fpredictive-commoning -ftree-partial-pre -fgcse-after-reload)
+endif()
+set(ATTNPACK_KERNEL_OPTIMISATION "${optimisation}" CACHE STRING "optimisation of the kernels")
 mark_as_advanced(ATTNPACK_KERNEL_OPTIMISATION)
 set(ATTNPACK_ISA_NAMES native CACHE STRING
     "instruction sets of the CPU kernels: native (those that this machine has), all, or a list such as baseline\;avx2")
@@ -63,6 +69,10 @@ endfunction()
 function(attnpack_add_kernels objects)
   cmake_path(GET CMAKE_CURRENT_FUNCTION_LIST_DIR PARENT_PATH root)
   file(GLOB sources CONFIGURE_DEPENDS ${root}/csrc/attnpack/ops/cpu/isa/*.cpp)
+  if(ATTNPACK_KERNEL_OPTIMISATION STREQUAL "${optimisation}")
+    set_source_files_properties(${root}/csrc/attnpack/ops/cpu/isa/prefill.cpp
+                                ${root}/csrc/attnpack/ops/cpu/isa/backward.cpp PROPERTIES COMPILE_OPTIONS -O3)
+  endif()
   attnpack_all_isas(all)
   if(ATTNPACK_ISA_NAMES STREQUAL "native")
     attnpack_native_isas(names "${all}")

@@ -4,6 +4,7 @@ same file. A module of tests gives back the memory that it took, so that a proce
 import ctypes
 import gc
 import importlib.util
+import resource
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -24,6 +25,35 @@ def pytest_collection_modifyitems(config, items):
     if not _C.linear_kernels().startswith("oneDNN"):
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if item not in marked]
+
+
+def peak_memory() -> float:
+    """Of this process, in GB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # a worker of xdist
+        session.config.workeroutput["peak_memory"] = peak_memory()
+
+
+class PeakMemory:
+    """Shows what each process took at most: CI's machines have little."""
+
+    def __init__(self):
+        self.of_workers = []
+
+    def pytest_testnodedown(self, node):
+        self.of_workers.append(getattr(node, "workeroutput", {}).get("peak_memory", 0.0))
+
+    def pytest_terminal_summary(self, terminalreporter):
+        peaks = ", ".join(f"{peak:.1f}" for peak in self.of_workers or [peak_memory()])
+        terminalreporter.write_line(f"peak memory of each process: {peaks} GB")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(PeakMemory())
 
 
 @pytest.fixture(scope="session", autouse=True)

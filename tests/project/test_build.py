@@ -154,3 +154,53 @@ def test_backend_says_what_to_do_where_there_is_no_torch(tmp_path):
     assert stopped.returncode == 1
     assert stopped.stderr.startswith("attnpack: there is no torch in this environment; install one (pip install torch")
     assert len(stopped.stderr.strip().splitlines()) == 1
+
+
+def test_instruction_sets_are_chosen(tmp_path):
+    """Pairs have the fp64 of avx512, and every library has the baseline."""
+    chosen = configure(tmp_path / "b", "-DATTNPACK_PYTHON=OFF", "-DATTNPACK_ISA_NAMES=avx512_bf16")
+    assert chosen.returncode == 0, chosen.text
+    assert "instruction sets: baseline;avx512;avx512_bf16" in chosen.text
+    wrong = configure(tmp_path / "b", "-DATTNPACK_PYTHON=OFF", "-DATTNPACK_ISA_NAMES=avx2;avx1024")
+    assert wrong.returncode != 0
+    assert "ATTNPACK_ISA_NAMES has avx1024, wants native, all, or some of: baseline, avx2," in wrong.text
+
+
+def test_all_instruction_sets_of_this_machine_are_built():
+    """By default: those that the CPU lacks are left out, the others are there to be tested."""
+    flags = set(re.findall(r"^flags.*", Path("/proc/cpuinfo").read_text(), flags=re.M)[0].split())
+    built = build_record()["instruction_sets"].split(";")
+    assert built[0] == "baseline"
+    assert ("avx2" in built) >= ({"avx2", "fma", "f16c"} <= flags)
+    assert ("avx512" in built) >= ({"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags)
+
+
+def test_progress_counts_what_is_dear(capsys):
+    """The time that is left follows what the files cost, not only how many they are."""
+    sys.path.insert(0, str(ROOT / "build_backend"))
+    from build_progress import Progress
+
+    steps = ["[1/3] Building CXX object a.cpp.o", "[2/3] Building CXX object Unity/unity_0_cxx.cxx.o", "[3/3] Linking"]
+    progress = Progress(steps)
+    progress.EVERY, progress.start = 0, progress.start - 10
+    for line in (steps[0] + "\n", "warning: beware\n", steps[1] + "\n", steps[2] + "\n"):
+        progress.take(line)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [
+        "attnpack: 1 of 3 files, 10 s, about 90 s left",
+        "warning: beware",
+        "attnpack: 2 of 3 files, 10 s, about 1 s left",
+        "attnpack: 3 of 3 files, 10 s",
+    ]
+
+
+def test_the_cost_of_a_compilation_is_recorded(tmp_path):
+    """scripts/build_cost.py runs each compiler through itself."""
+    log = tmp_path / "cpu.log"
+    script = ROOT / "scripts/build_cost.py"
+    wrote = run_program(sys.executable, script, "--record", log, sys.executable, "-c", "sum(range(10**7))", "-o", "x.o")
+    assert wrote.returncode == 0, wrote.text
+    seconds, name = log.read_text().split()
+    assert name == "x.o" and 0.05 < float(seconds) < 60
+    failed = run_program(sys.executable, script, "--record", log, sys.executable, "-c", "raise SystemExit(3)")
+    assert failed.returncode == 3

@@ -151,6 +151,7 @@ inline void dot_products(const typename Operands::Element* x, int64_t ldx, const
     }
 #pragma GCC unroll 3
     for (int i = 0; whole && i < Rows * kFolded; i += kAtOnce) fold_each<A, kAtOnce>(sum + i, total + i, Add());
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r)
       if (j + kFolded <= count)
         __builtin_memcpy(s + r * lds + j, total + r * kFolded, kFolded * sizeof(A));

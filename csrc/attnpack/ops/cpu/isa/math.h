@@ -92,6 +92,7 @@ inline Vec<double> exp(Vec<double> x) {
   Vec<double> p = broadcast(1.0 / 6227020800.0);
   constexpr double kFactorials[] = {479001600.0, 39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0,
                                     720.0,       120.0,      24.0,      6.0,      2.0,     1.0};
+#pragma GCC unroll 12
   for (double factorial : kFactorials) p = p * r + 1.0 / factorial;
   p = p * r + 1.0;
   const auto exponent = bit_cast<VectorTypes<double>::Int>(shifted) - bit_cast<int64_t>(kMagic);
@@ -101,6 +102,7 @@ inline Vec<double> exp(Vec<double> x) {
 
 template <bool = false, int Count>
 inline void exp_each(Vec<double> (&x)[Count]) {
+#pragma GCC unroll 4
   for (auto& one : x) one = exp(one);
 }
 // exp of one number, by the same arithmetic.

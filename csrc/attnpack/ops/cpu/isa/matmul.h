@@ -219,6 +219,7 @@ inline void transpose_block(const A* block, int64_t rows, int64_t width, A* to, 
     for (; c + 4 <= width; c += 4)
       for (int64_t r = 0; r < filled; r += 4) {
         Four x[4];
+#pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) x[i] = load_bits<Four>(block + (r + i) * kBlock + c);
         const Four even_low = ATTNPACK_SHUFFLE(x[0], x[2], 0, 4, 1, 5),
                    odd_low = ATTNPACK_SHUFFLE(x[1], x[3], 0, 4, 1, 5);
@@ -228,6 +229,7 @@ inline void transpose_block(const A* block, int64_t rows, int64_t width, A* to, 
         x[1] = ATTNPACK_SHUFFLE(even_low, odd_low, 2, 6, 3, 7);
         x[2] = ATTNPACK_SHUFFLE(even_high, odd_high, 0, 4, 1, 5);
         x[3] = ATTNPACK_SHUFFLE(even_high, odd_high, 2, 6, 3, 7);
+#pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) __builtin_memcpy(to + (c + i) * ld + r, &x[i], sizeof(Four));
       }
   }

@@ -217,6 +217,7 @@ inline Vec<T> fold_groups(Vec<T>* v, Fold fold) {
 template <class T, int Count, class Fold>
 [[gnu::always_inline]] inline void fold_each(Vec<T>* v, T* out, Fold fold) {
   constexpr int kTogether = Count < kLanes<T> ? Count : kLanes<T>, kStep = kLanes<T> / kTogether;
+#pragma GCC unroll 8
   for (int first = 0; first < Count; first += kTogether) {
     const Vec<T> folded = fold_groups<T, kTogether, kLanes<T>>(v + first, fold);
     if constexpr (kStep == 1) {
@@ -224,6 +225,7 @@ template <class T, int Count, class Fold>
     } else {
       T lanes[kLanes<T>];
       store<T>(lanes, folded);
+#pragma GCC unroll 16
       for (int i = 0; i < kTogether; ++i) out[first + i] = lanes[i * kStep];
     }
   }

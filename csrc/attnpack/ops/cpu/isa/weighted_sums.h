@@ -50,7 +50,7 @@ inline void add_columns(const typename Operands::Element* p, const Values& v, in
     for (int c = 0; c < Vectors; c += kTogether) {
       const int64_t column = c * kLanes<A>;
       Vec<E> element[kTogether];
-      if (some < kLanes<A>)
+      if (Vectors == 1 && some < kLanes<A>)
         element[0] = Operands::below_some(value, next, some);
       else
         Operands::template below<kTogether>(value + column, next ? next + column : nullptr, element);
@@ -80,8 +80,10 @@ inline void add_columns(const typename Operands::Element* p, const Values& v, in
 #pragma GCC unroll 8
     for (int c = 0; c < Vectors; ++c) {
       A* to = out + r * ldo + d + c * kLanes<A>;
-      if (some == kLanes<A>) store<A>(to, load<A>(to) + sum[r][c]);
-      for (int64_t i = 0; some < kLanes<A> && i < some; ++i) to[i] += sum[r][c][i];
+      if (Vectors > 1 || some == kLanes<A>)
+        store<A>(to, load<A>(to) + sum[r][c]);
+      else
+        for (int64_t i = 0; i < some; ++i) to[i] += sum[r][c][i];
     }
 }
 
