@@ -66,8 +66,7 @@ class CMakeBuild(build_ext):
 
     def build(self, tree: Path, jobs: str):
         command = [find_cmake(), "--build", str(tree), "--parallel", jobs]
-        planned = subprocess.run([*command, "--", "-n"], capture_output=True, text=True, errors="replace").stdout
-        progress = Progress(planned.splitlines())
+        progress = Progress(planned_steps(tree))
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
             for line in process.stdout:
                 progress.take(line)
@@ -81,6 +80,17 @@ class CMakeBuild(build_ext):
 
     def copy_extensions_to_source(self):
         """Nothing to do: an in-place build was installed into python/attnpack by CMake."""
+
+
+def planned_steps(tree: Path) -> list[str]:
+    """The steps of the build, as `ninja -n` prints them: from a copy of build.ninja, because ninja would first want to
+    make build.ninja anew."""
+    ninja = shutil.which("ninja")
+    if ninja is None or not (tree / "build.ninja").exists():
+        return []
+    shutil.copy(tree / "build.ninja", tree / "plan.ninja")
+    command = [ninja, "-C", tree, "-f", "plan.ninja", "-n"]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout.splitlines()
 
 
 def find_cmake() -> str:

@@ -30,6 +30,8 @@ class Progress:
             self.end_line()
             print(line, end="", flush=True)
             return
+        if step[3].startswith("Re-"):  # ninja looks for new files first
+            return
         self.done += self.cost(step[3])
         seconds, last = time.monotonic() - self.start, step[1] == step[2]
         if not (self.on_terminal or last or seconds - self.shown >= self.EVERY):

@@ -1,14 +1,8 @@
 # attnpack_add_kernels(objects) compiles the kernels once per instruction set, and puts the object files into that
 # variable. No precompiled header (the flags differ), hidden symbols, plain C++ and vectors only.
 include(CheckCXXCompilerFlag)
-# -O3 takes the compiler up to twice as long, and makes twice the code of decode and linear layers. With GCC, -O2 and these
-# passes of -O3 give their speed. Prefill and the backward pass lose 3% without the others (PERFORMANCE.md).
-set(optimisation -O3)
-if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  set(optimisation -O2 -fvect-cost-model=dynamic -funswitch-loops -fsplit-loops -fversion-loops-for-strides
-                   -fpredictive-commoning -ftree-partial-pre -fgcse-after-reload)
-endif()
-set(ATTNPACK_KERNEL_OPTIMISATION "${optimisation}" CACHE STRING "optimisation of the kernels")
+# Empty: as below. Not a default of the option, because a build tree would keep it when it changes here.
+set(ATTNPACK_KERNEL_OPTIMISATION "" CACHE STRING "optimisation of the kernels, instead of what attnpack chooses")
 mark_as_advanced(ATTNPACK_KERNEL_OPTIMISATION)
 set(ATTNPACK_ISA_NAMES native CACHE STRING
     "instruction sets of the CPU kernels: native (those that this machine has), all, or a list such as baseline\;avx2")
@@ -33,8 +27,11 @@ endfunction()
 
 # Those of `all` that this machine can run: a program asks the CPU, as isa_table.h does. All of them if it cannot run.
 function(attnpack_native_isas names all)
-  if(NOT DEFINED CACHE{ATTNPACK_NATIVE_ISAS} AND NOT CMAKE_CROSSCOMPILING)
-    file(WRITE ${PROJECT_BINARY_DIR}/native_isas.cpp "#include <cstdio>
+  set(${names} ${all} PARENT_SCOPE)
+  if(CMAKE_CROSSCOMPILING)
+    return()
+  endif()
+  file(WRITE ${PROJECT_BINARY_DIR}/native_isas.cpp "#include <cstdio>
 #include <attnpack/ops/cpu/isa_present.h>
 int main() {
   std::puts(\"baseline\");
@@ -45,33 +42,37 @@ int main() {
 #endif
 }
 ")
-    try_run(exit_code compiled ${PROJECT_BINARY_DIR} ${PROJECT_BINARY_DIR}/native_isas.cpp
-            CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../csrc CXX_STANDARD 20
-            RUN_OUTPUT_VARIABLE present)
-    if(compiled AND exit_code EQUAL 0)
-      string(REGEX MATCHALL "[a-z0-9_]+" present "${present}")
-      set(ATTNPACK_NATIVE_ISAS "${present}" CACHE INTERNAL "instruction sets of this machine's CPU")
-    endif()
+  # Asked anew each time: a build tree may move to another machine.
+  unset(ATTNPACK_NATIVE_EXIT_CODE CACHE)
+  try_run(ATTNPACK_NATIVE_EXIT_CODE ATTNPACK_NATIVE_COMPILED ${PROJECT_BINARY_DIR} ${PROJECT_BINARY_DIR}/native_isas.cpp
+          CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../csrc CXX_STANDARD 20
+          RUN_OUTPUT_VARIABLE present)
+  if(ATTNPACK_NATIVE_COMPILED AND ATTNPACK_NATIVE_EXIT_CODE EQUAL 0)
+    string(REGEX MATCHALL "[a-z0-9_]+" present "${present}")
+    set(native "")
+    foreach(isa ${all})
+      if(isa IN_LIST present)
+        list(APPEND native ${isa})
+      endif()
+    endforeach()
+    set(${names} ${native} PARENT_SCOPE)
   endif()
-  if(NOT DEFINED CACHE{ATTNPACK_NATIVE_ISAS})
-    set(${names} ${all} PARENT_SCOPE)
-    return()
-  endif()
-  set(native "")
-  foreach(isa ${all})
-    if(isa IN_LIST ATTNPACK_NATIVE_ISAS)
-      list(APPEND native ${isa})
-    endif()
-  endforeach()
-  set(${names} ${native} PARENT_SCOPE)
 endfunction()
 
 function(attnpack_add_kernels objects)
   cmake_path(GET CMAKE_CURRENT_FUNCTION_LIST_DIR PARENT_PATH root)
   file(GLOB sources CONFIGURE_DEPENDS ${root}/csrc/attnpack/ops/cpu/isa/*.cpp)
-  if(ATTNPACK_KERNEL_OPTIMISATION STREQUAL "${optimisation}")
-    set_source_files_properties(${root}/csrc/attnpack/ops/cpu/isa/prefill.cpp
-                                ${root}/csrc/attnpack/ops/cpu/isa/backward.cpp PROPERTIES COMPILE_OPTIONS -O3)
+  set(optimisation ${ATTNPACK_KERNEL_OPTIMISATION})
+  if(NOT optimisation)
+    # -O3 takes the compiler up to twice as long, and makes twice the code of decode and linear layers. With GCC, -O2 and
+    # these passes of -O3 give its speed. Prefill and the backward pass lose 3% without the others (PERFORMANCE.md).
+    set(optimisation -O3)
+    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+      set(optimisation -O2 -fvect-cost-model=dynamic -funswitch-loops -fsplit-loops -fversion-loops-for-strides
+                       -fpredictive-commoning -ftree-partial-pre -fgcse-after-reload)
+      set_source_files_properties(${root}/csrc/attnpack/ops/cpu/isa/prefill.cpp
+                                  ${root}/csrc/attnpack/ops/cpu/isa/backward.cpp PROPERTIES COMPILE_OPTIONS -O3)
+    endif()
   endif()
   attnpack_all_isas(all)
   if(ATTNPACK_ISA_NAMES STREQUAL "native")
@@ -93,7 +94,7 @@ function(attnpack_add_kernels objects)
       endif()
     endforeach()
   endif()
-  if(ATTNPACK_EMULATE_PAIRS)
+  if(ATTNPACK_EMULATE_PAIRS AND "avx512" IN_LIST all)
     if(NOT "avx512" IN_LIST names)
       list(APPEND names avx512)
     endif()
@@ -110,7 +111,7 @@ function(attnpack_add_kernels objects)
     add_library(attnpack_${isa} OBJECT ${sources})
     target_include_directories(attnpack_${isa} PRIVATE ${root}/csrc)
     target_compile_options(attnpack_${isa} PRIVATE
-      ${ATTNPACK_KERNEL_OPTIMISATION} -fno-math-errno -fno-trapping-math -fvisibility=hidden -fvisibility-inlines-hidden
+      ${optimisation} -fno-math-errno -fno-trapping-math -fvisibility=hidden -fvisibility-inlines-hidden
       -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized -Wno-aggressive-loop-optimizations ${flags_${isa}})
     target_compile_definitions(attnpack_${isa} PRIVATE ATTNPACK_ISA=${isa})
     list(APPEND kernel_objects $<TARGET_OBJECTS:attnpack_${isa}>)  # baseline first: inline code must be runnable

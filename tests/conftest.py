@@ -43,6 +43,7 @@ class PeakMemory:
     def __init__(self):
         self.of_workers = []
 
+    @pytest.hookimpl(optionalhook=True)  # of xdist
     def pytest_testnodedown(self, node):
         self.of_workers.append(getattr(node, "workeroutput", {}).get("peak_memory", 0.0))
 

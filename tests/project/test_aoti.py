@@ -19,6 +19,7 @@ def load_export():
     return module
 
 
+@pytest.mark.long
 def test_the_example(tmp_path):
     process = run_program(sys.executable, EXAMPLE / "export.py", tmp_path / "layer.pt2", tmp_path / "inputs.pt")
     assert process.returncode == 0, process.text
@@ -33,7 +34,6 @@ def test_the_example(tmp_path):
     assert_close(torch.load(files[2]), layer(*inputs))
 
 
-@pytest.mark.long
 def test_a_package_of_the_example_runs_in_python_too(tmp_path):
     export = load_export()
     torch.manual_seed(1)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import sys
 from pathlib import Path
@@ -156,6 +157,10 @@ def test_backend_says_what_to_do_where_there_is_no_torch(tmp_path):
     assert len(stopped.stderr.strip().splitlines()) == 1
 
 
+on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets of x86")
+
+
+@on_x86
 def test_instruction_sets_are_chosen(tmp_path):
     """Pairs have the fp64 of avx512, and every library has the baseline."""
     chosen = configure(tmp_path / "b", "-DATTNPACK_PYTHON=OFF", "-DATTNPACK_ISA_NAMES=avx512_bf16")
@@ -166,6 +171,7 @@ def test_instruction_sets_are_chosen(tmp_path):
     assert "ATTNPACK_ISA_NAMES has avx1024, wants native, all, or some of: baseline, avx2," in wrong.text
 
 
+@on_x86
 def test_all_instruction_sets_of_this_machine_are_built():
     """By default: those that the CPU lacks are left out, the others are there to be tested."""
     flags = set(re.findall(r"^flags.*", Path("/proc/cpuinfo").read_text(), flags=re.M)[0].split())

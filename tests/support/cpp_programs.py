@@ -1,5 +1,6 @@
-"""The C++ programs of examples/cpp and of the tests, built as users build them: by their own CMakeLists.txt, which find
-the installed package."""
+"""The C++ programs of examples/cpp and of the tests, built by their own CMakeLists.txt, which find the installed
+package. They are one project with one precompiled header. tests/project/test_packaging.py builds hello_attention as
+users do."""
 
 import fcntl
 from pathlib import Path
@@ -28,7 +29,7 @@ def superbuild() -> str:
 
 
 def cpp_program(name: str) -> Path:
-    """The program of that name. All are built once a tree, by the first test that asks for one."""
+    """The program of that name. Each is built once a tree."""
     folder = ROOT / "build/cpp_programs"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -40,7 +41,7 @@ def cpp_program(name: str) -> Path:
         prefix = Path(attnpack.__file__).parent
         for command in (
             ("cmake", "-S", source.parent, "-B", folder, f"-DCMAKE_PREFIX_PATH={prefix}"),
-            ("cmake", "--build", folder, "--parallel", "2"),
+            ("cmake", "--build", folder, "--target", name, "--parallel", "2"),
         ):
             process = run_program(*command)
             assert process.returncode == 0, process.text

@@ -12,7 +12,7 @@ namespace attnpack {
    isa::linear_rows,     isa::rms_norm_rows,    isa::quantize_rows,      isa::dequantize_rows, \
    isa::rotate_rows,     isa::multiply_adds,    isa::pair_multiply_adds, isa::read_through}
 
-// As ATTNPACK_KERNELS, but fp64 has the kernels of `wide`: pairs of bf16 leave it as it is.
+// As ATTNPACK_KERNELS, but fp64, which has no pairs, takes the kernels of `wide`.
 #define ATTNPACK_PAIR_KERNELS(isa, wide)                         \
   {ByDtype<isa::prefill_scratch, wide::prefill_scratch>::call,   \
    ByDtype<isa::prefill, wide::prefill>::call,                   \

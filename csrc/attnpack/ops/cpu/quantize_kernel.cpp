@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kQuantizedRowsOfUnit = 64;  // rows of a unit
+constexpr int64_t kQuantizedRowsOfUnit = 64;
 
 // Runs a kernel over all rows of contiguous tensors. `to` has the shape of `from`, but for the last size.
 void run_rows(decltype(Kernels::quantize_rows) kernel, QuantizeParams p, const Tensor& from, const Tensor& to) {

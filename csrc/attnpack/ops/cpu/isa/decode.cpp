@@ -154,8 +154,8 @@ class DecodeRange {
   using Operands = DecodeOperands<S, A, Bits>;
   using E = typename Operands::Element;
 
-  // Quantised keys have one type for queries of any dtype, which only this function reads. Queries of 4 bits have been
-  // rotated: they are floats, whatever their dtype was.
+  // With quantised keys one type stands for queries of bf16 and fp16, which are told apart here. Queries of 4 bits have
+  // been rotated: they are floats, whatever their dtype was.
   void pack_query_row(int64_t r) {
     const auto pack_as = [&](auto storage) {
       const auto* row = at<decltype(storage)>(p_.query, p_.query_strides, b_, tile_.rows[r].head, tile_.rows[r].query);
@@ -164,10 +164,8 @@ class DecodeRange {
       else
         pack(row, p_.head_dim, w_.query + r * w_.query_ld, w_.query_ld);
     };
-    if constexpr (Bits == 8) {
-      if (p_.dtype == DType::kBFloat16) return pack_as(BFloat16{});
+    if constexpr (Bits == 8 && sizeof(S) < sizeof(A))
       if (p_.dtype == DType::kFloat16) return pack_as(Float16{});
-    }
     pack_as(S{});
   }
 
@@ -508,7 +506,6 @@ class HeadsInTurn {
   Head* heads_[kHeadsInTurn];
 };
 
-// Heads of fp64 are read one after the other: nobody needs their speed.
 template <class S, class A>
 bool reads_in_turn(const AttentionParams& p, Range kv_heads) {
   bool streamed = kv_heads.end - kv_heads.begin > 1;
@@ -522,7 +519,9 @@ void decode_head(const AttentionParams& p, int64_t b, int64_t kv_head, Range key
   if constexpr (std::is_same_v<A, float>) {
     // Integers round the query to 16 bits.
     constexpr bool kIntegers = kIntegerProducts && !std::is_same_v<S, float>;
-    if (p.quantized_bits == 8) return decode_tiles<float, A, 8, kIntegers>(p, b, kv_head, keys, partial, scratch);
+    // Queries of 16 bits share one type, whose weights need be no more exact than they are.
+    using Query = std::conditional_t<std::is_same_v<S, float>, float, BFloat16>;
+    if (p.quantized_bits == 8) return decode_tiles<Query, A, 8, kIntegers>(p, b, kv_head, keys, partial, scratch);
     if (p.quantized_bits == 4) return decode_tiles<float, A, 4, kIntegers>(p, b, kv_head, keys, partial, scratch);
   }
   decode_tiles<S, A, 0>(p, b, kv_head, keys, partial, scratch);
@@ -564,7 +563,7 @@ void decode(const AttentionParams& p, int64_t b, Range kv_heads, Range keys, voi
   dispatch(p.dtype, [&](auto storage, auto accumulation) {
     using S = decltype(storage);
     using A = decltype(accumulation);
-    if constexpr (!std::is_same_v<S, double>)
+    if constexpr (!std::is_same_v<S, double>)  // heads of fp64 are read one after the other: that is less code
       if (reads_in_turn<S, A>(p, kv_heads)) {
         HeadsInTurn<S, A>(p, b, kv_heads, keys, partials, scratch);
         return;
