@@ -1,5 +1,5 @@
-# Functions for demo.sh and test.sh. From a fresh clone, set_up makes an environment with torch and the requirements, and
-# build adds attnpack. After set_up, the python and pip of the environment come first on the PATH.
+# Functions for demo.sh and test.sh. From a fresh clone, set_up makes an environment with torch and the requirements,
+# and build adds attnpack. After set_up, the python and pip of the environment come first on the PATH.
 
 TORCH=torch==2.13.0  # the tested version; an installed torch >= 2.11 is used as it is
 

@@ -43,7 +43,7 @@ end_part build
 rm -rf "$reports"
 mkdir -p "$reports"
 
-# Two processes share the tests. Each takes up to 2.1 GB.
+# Two processes share the tests. pytest prints how much memory each took.
 # Their threads sleep while they wait: threads that spin take the cores of the other process, and tests last ten times.
 export OMP_WAIT_POLICY=passive
 processes=$(($(nproc) > 1 ? 2 : 1))

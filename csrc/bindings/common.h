@@ -44,10 +44,10 @@ void bind_method(Class& cls, const char* name, const Names& names, size_t positi
   });
 }
 
-// What every module can do: named_parameters, state_dict, load_state_dict, clone, to ... The rest comes from torch's
-// own binding of torch::nn::Module.
+// Adds the methods that all modules have: named_parameters, state_dict, load_state_dict, clone, to ... torch's own
+// binding of torch::nn::Module gives the others.
 void add_module_methods(const py::object& cls);
-// forward with need_weights=True.
+// Adds a method that calls forward with need_weights=True.
 void add_forward_with_weights(const py::object& cls);
 
 template <typename Impl>

@@ -21,9 +21,9 @@ struct StridedRows {
   StridedRows from(int64_t j) const { return {first + j * stride, stride}; }
 };
 
-// Rows that are listed one by one: because they lie in pages, or because several heads are read in turn. `list` has the
-// rows of the first head. `next` has what is prefetched while they are read: the same list, or rows of any head in the
-// order of their addresses.
+// Rows that are listed one by one, because they lie in pages or because several heads are read in turn. `list` holds
+// the rows of the first head. `next` holds the rows to prefetch meanwhile. For pages it is `list`. For heads in turn it
+// holds rows of all these heads, in the order of their addresses.
 template <class S>
 struct ListedRows {
   static constexpr bool kListed = true;
