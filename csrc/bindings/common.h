@@ -30,9 +30,10 @@ void add_method(const py::object& cls, const char* name, const Names& names, siz
 // The object behind `self`. Its holder refuses an object whose constructor has not run.
 template <typename T>
 std::shared_ptr<T> self_of(const py::object& self) {
-  TORCH_CHECK_TYPE(py::isinstance<T>(self), "attnpack: self is ", shown(self), ", wants an object of ",
+  py::detail::make_caster<std::shared_ptr<T>> caster;
+  TORCH_CHECK_TYPE(caster.load(self, /*convert=*/false), "attnpack: self is ", shown(self), ", wants an object of ",
                    py::type::of<T>().attr("__name__").template cast<std::string>());
-  return self.cast<std::shared_ptr<T>>();
+  return py::detail::cast_op<std::shared_ptr<T>>(caster);
 }
 
 // Binds `function`, which is called as function(self, Arguments&) and reads the arguments that `names` lists.
