@@ -62,18 +62,22 @@ endfunction()
 function(attnpack_add_kernels objects)
   cmake_path(GET CMAKE_CURRENT_FUNCTION_LIST_DIR PARENT_PATH root)
   file(GLOB sources CONFIGURE_DEPENDS ${root}/csrc/attnpack/ops/cpu/isa/*.cpp)
-  set(optimisation ${ATTNPACK_KERNEL_OPTIMISATION})
-  if(NOT optimisation)
-    # -O3 takes the compiler up to twice as long, and makes twice the code of decode and linear layers. With GCC, -O2 and
-    # these passes of -O3 give its speed. Prefill and the backward pass lose 3% without the others (PERFORMANCE.md).
-    set(optimisation -O3)
-    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-      set(optimisation -O2 -fvect-cost-model=dynamic -funswitch-loops -fsplit-loops -fversion-loops-for-strides
-                       -fpredictive-commoning -ftree-partial-pre -fgcse-after-reload)
-      set_source_files_properties(${root}/csrc/attnpack/ops/cpu/isa/prefill.cpp
-                                  ${root}/csrc/attnpack/ops/cpu/isa/backward.cpp PROPERTIES COMPILE_OPTIONS -O3)
-    endif()
+  # -O3 takes the compiler up to twice as long, and makes twice the code of decode and linear layers. With GCC, -O2 and
+  # these passes of -O3 give its speed. Prefill and the backward pass, which work on tiles, lose 3% without the others
+  # (PERFORMANCE.md).
+  set(optimisation -O3)
+  set(tiles_optimisation -O3)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    set(optimisation -O2 -fvect-cost-model=dynamic -funswitch-loops -fsplit-loops -fversion-loops-for-strides
+                     -fpredictive-commoning -ftree-partial-pre -fgcse-after-reload)
   endif()
+  if(ATTNPACK_KERNEL_OPTIMISATION)
+    set(optimisation ${ATTNPACK_KERNEL_OPTIMISATION})
+    set(tiles_optimisation ${ATTNPACK_KERNEL_OPTIMISATION})
+  endif()
+  set_source_files_properties(${root}/csrc/attnpack/ops/cpu/isa/prefill.cpp
+                              ${root}/csrc/attnpack/ops/cpu/isa/backward.cpp PROPERTIES COMPILE_OPTIONS
+                              $<TARGET_PROPERTY:ATTNPACK_TILES_OPTIMISATION>)
   attnpack_all_isas(all)
   if(ATTNPACK_ISA_NAMES STREQUAL "native")
     attnpack_native_isas(names "${all}")
@@ -109,9 +113,17 @@ function(attnpack_add_kernels objects)
   set(definitions "")
   foreach(isa ${names})
     add_library(attnpack_${isa} OBJECT ${sources})
+    set(optimisation_of_isa ${optimisation})
+    set(tiles_optimisation_of_isa ${tiles_optimisation})
+    # Hardly any x86 machine lacks AVX2: its kernels need not be the fastest.
+    if(isa STREQUAL "baseline" AND "avx2" IN_LIST all AND NOT ATTNPACK_KERNEL_OPTIMISATION)
+      set(optimisation_of_isa -O2)
+      set(tiles_optimisation_of_isa -O2)
+    endif()
+    set_target_properties(attnpack_${isa} PROPERTIES ATTNPACK_TILES_OPTIMISATION "${tiles_optimisation_of_isa}")
     target_include_directories(attnpack_${isa} PRIVATE ${root}/csrc)
     target_compile_options(attnpack_${isa} PRIVATE
-      ${optimisation} -fno-math-errno -fno-trapping-math -fvisibility=hidden -fvisibility-inlines-hidden
+      ${optimisation_of_isa} -fno-math-errno -fno-trapping-math -fvisibility=hidden -fvisibility-inlines-hidden
       -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized -Wno-aggressive-loop-optimizations ${flags_${isa}})
     target_compile_definitions(attnpack_${isa} PRIVATE ATTNPACK_ISA=${isa})
     list(APPEND kernel_objects $<TARGET_OBJECTS:attnpack_${isa}>)  # baseline first: inline code must be runnable

@@ -389,7 +389,7 @@ class KeyBlockGradients {
 size_t backward_scratch(const AttentionParams& p) { return scratch_bytes<BackwardScratch>(p); }
 
 void backward(const AttentionBackwardParams& p, int64_t b, int64_t kv_head, Range keys, void* scratch) {
-  dispatch(p.forward.dtype, [&](auto storage, auto accumulation) {
+  dispatch_pairs(p.forward.dtype, [&](auto storage, auto accumulation) {
     KeyBlockGradients<decltype(storage), decltype(accumulation)>(p, b, kv_head, scratch).compute(keys);
   });
 }

@@ -226,7 +226,7 @@ class PrefillTiles {
 size_t prefill_scratch(const AttentionParams& p) { return scratch_bytes<PrefillScratch>(p); }
 
 void prefill(const AttentionParams& p, int64_t b, int64_t kv_head, Range rows, void* scratch) {
-  dispatch(p.dtype, [&](auto storage, auto accumulation) {
+  dispatch_pairs(p.dtype, [&](auto storage, auto accumulation) {
     using S = decltype(storage);
     using A = decltype(accumulation);
     PrefillTiles<S, A>(p, b, kv_head, rows, scratch).compute_outputs();

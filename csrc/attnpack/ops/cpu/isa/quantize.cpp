@@ -97,7 +97,7 @@ void dequantize_row_4(const unsigned char* from, int64_t dim, float* x) {
 
 void quantize_rows(const QuantizeParams& p, Range rows, void* scratch) {
   float* x = static_cast<float*>(scratch);
-  dispatch(p.dtype, [&](auto storage, auto) {
+  dispatch_pairs(p.dtype, [&](auto storage, auto) {
     using S = decltype(storage);
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       const S* from = static_cast<const S*>(p.from) + r * p.dim;
@@ -119,7 +119,7 @@ void rotate_rows(const QuantizeParams& p, Range rows) {
 
 void dequantize_rows(const QuantizeParams& p, Range rows, void* scratch) {
   float* x = static_cast<float*>(scratch);
-  dispatch(p.dtype, [&](auto storage, auto) {
+  dispatch_pairs(p.dtype, [&](auto storage, auto) {
     using S = decltype(storage);
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       const unsigned char* from = static_cast<const unsigned char*>(p.from) + r * quantized_row_bytes(p.bits, p.dim);

@@ -19,7 +19,7 @@ void normalise_row(const S* x, const S* weight, int64_t dim, A eps, S* out) {
 }  // namespace
 
 void rms_norm_rows(const RmsNormParams& p, Range rows) {
-  dispatch(p.dtype, [&](auto storage, auto accumulation) {
+  dispatch_pairs(p.dtype, [&](auto storage, auto accumulation) {
     using S = decltype(storage);
     using A = decltype(accumulation);
     for (int64_t r = rows.begin; r < rows.end; ++r)

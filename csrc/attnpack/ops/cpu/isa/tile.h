@@ -26,6 +26,14 @@ inline void dispatch(DType dtype, F&& f) {
       return f(Float16{}, float{});
   }
 }
+// For kernels that stream no memory: with pairs they are compiled for bf16 only.
+template <class F>
+inline void dispatch_pairs(DType dtype, F&& f) {
+  if constexpr (kPairProducts)
+    f(BFloat16{}, float{});
+  else
+    dispatch(dtype, f);
+}
 
 template <class S>
 inline const S* at(const void* base, const Strides& s, int64_t b, int64_t head, int64_t row) {
