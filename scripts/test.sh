@@ -44,6 +44,7 @@ rm -rf "$reports"
 mkdir -p "$reports"
 
 # Two processes share the tests. pytest prints how much memory each took.
+# A file's tests stay in one process, because its fixtures are made once per process.
 # Their threads sleep while they wait: threads that spin take the cores of the other process, and tests last ten times.
 export OMP_WAIT_POLICY=passive
 processes=$(($(nproc) > 1 ? 2 : 1))
@@ -52,7 +53,7 @@ say ctest
 ctest --test-dir build --parallel "$processes" --output-on-failure --output-junit "$PWD/$reports/ctest.xml" || status=1
 end_part ctest
 say pytest
-python -m pytest -q -rs -n "$processes" --dist worksteal "${marks[@]}" --durations 80 --durations-min 1 --junitxml "$reports/pytest.xml" "$@" </dev/null || status=1
+python -m pytest -q -rs -n "$processes" --dist loadfile --no-loadscope-reorder "${marks[@]}" --durations 80 --durations-min 1 --junitxml "$reports/pytest.xml" "$@" </dev/null || status=1
 end_part pytest
 say summary
 python scripts/summary.py "$reports/ctest.xml" "$reports/pytest.xml" || status=1

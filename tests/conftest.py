@@ -1,10 +1,11 @@
 """Every test compiles anew. The real model, SmolLM2-135M-Instruct, is loaded by transformers and by attnpack, from the
 same file. A module of tests gives back the memory that it took, so that a process of the suite stays near 2 GB."""
 
+import contextlib
 import ctypes
 import gc
 import importlib.util
-import resource
+import re
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -27,29 +28,42 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in marked]
 
 
+PEAKS: dict[str, float] = {}  # {module of tests: peak memory of this process meanwhile, in GB}
+
+
+def reset_peak() -> None:
+    """Peaks begin anew here, on Linux."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_memory() -> float:
-    """Of this process, in GB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    """Of this process since reset_peak, in GB."""
+    status = Path("/proc/self/status")
+    held = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.exists() else None
+    return int(held[1]) * 1024 / 1e9 if held else 0.0
 
 
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):  # a worker of xdist
-        session.config.workeroutput["peak_memory"] = peak_memory()
+        session.config.workeroutput["peaks"] = PEAKS
 
 
 class PeakMemory:
-    """Shows what each process took at most: CI's machines have little."""
+    """Shows what each process took at most, and for which tests: CI's machines have little."""
 
     def __init__(self):
         self.of_workers = []
 
     @pytest.hookimpl(optionalhook=True)  # of xdist
     def pytest_testnodedown(self, node):
-        self.of_workers.append(getattr(node, "workeroutput", {}).get("peak_memory", 0.0))
+        self.of_workers.append(getattr(node, "workeroutput", {}).get("peaks", {}))
 
     def pytest_terminal_summary(self, terminalreporter):
-        peaks = ", ".join(f"{peak:.1f}" for peak in self.of_workers or [peak_memory()])
-        terminalreporter.write_line(f"peak memory of each process: {peaks} GB")
+        for peaks in self.of_workers or [PEAKS]:
+            most = sorted(peaks.items(), key=lambda item: -item[1])[:3]
+            text = ", ".join(f"{peak:.1f} GB in {module}" for module, peak in most)
+            terminalreporter.write_line(f"peak memory of a process: {text}")
 
 
 def pytest_configure(config):
@@ -83,9 +97,12 @@ def reference_script():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def memory_of_a_module():
+def memory_of_a_module(request):
     """Returns freed memory to the system: glibc keeps what lies below a small block that is in use."""
+    reset_peak()
     yield
+    name = request.module.__name__
+    PEAKS[name] = max(PEAKS.get(name, 0.0), peak_memory())
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         gc.collect()
         trim(0)

@@ -60,7 +60,7 @@ def graphs_of(call, make, inputs, backend):
     ("backend", "graphs"),
     # The first append, the second (its length is still a constant), then one where there is room and one where the
     # cache grows. The last backends also tell a call whose outputs are its inputs from one whose outputs are new.
-    [("eager", 4), ("aot_eager", 5), long("inductor", 5)],
+    [long("eager", 4), ("aot_eager", 5), long("inductor", 5)],
 )
 @pytest.mark.parametrize(
     ("layer", "make"),
@@ -68,7 +68,7 @@ def graphs_of(call, make, inputs, backend):
         (grouped_layer, attnpack.DynamicCache),
         (latent_layer, attnpack.LatentCache),
         (sparse_layer, attnpack.SparseCache),
-        (sparse_latent_layer, attnpack.LatentCache),
+        long(sparse_latent_layer, attnpack.LatentCache),
     ],
 )
 def test_a_cache_that_grows_compiles_to_few_graphs(layer, make, backend, graphs):
@@ -77,7 +77,7 @@ def test_a_cache_that_grows_compiles_to_few_graphs(layer, make, backend, graphs)
     assert graphs_of(lambda cache, x: layer(x, cache=cache), make, steps, backend) <= graphs
 
 
-@pytest.mark.parametrize(("backend", "graphs"), [("eager", 6), ("aot_eager", 8), long("inductor", 8)])
+@pytest.mark.parametrize(("backend", "graphs"), [long("eager", 6), ("aot_eager", 8), long("inductor", 8)])
 @pytest.mark.parametrize("keep_first", [0, 2])
 def test_a_sliding_cache_compiles_to_few_graphs(backend, graphs, keep_first):
     """Those of a cache that grows, and one where it slides."""
@@ -129,8 +129,11 @@ CHANGES = {
 @pytest.mark.parametrize(
     ("make", "change"),
     [(static_cache, name) for name in CHANGES]
-    + [(sliding_cache, name) for name in CHANGES]
-    + [(attnpack.DynamicCache, name) for name in CHANGES if "reorder" not in name],
+    + [(sliding_cache, name) if name in ("crop", "reorder") else long(sliding_cache, name) for name in CHANGES]
+    + [
+        (attnpack.DynamicCache, "crop"),
+        *(long(attnpack.DynamicCache, name) for name in ("crop to nothing", "reset", "clone")),
+    ],
 )
 def test_a_compiled_function_changes_its_cache(make, change):
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from attnpack.tools import cli
 from hf_checkpoints import MHA, random_model
+from marks import long
 from transformers import AutoModelForCausalLM, LlamaConfig
 from uptrain_cases import arguments, convert_tiny
 
@@ -60,7 +61,7 @@ cli.main(sys.argv[1:-1] + ["--minutes", sys.argv[-1]])
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=str)
+@pytest.mark.parametrize("number", [long(signal.SIGINT), signal.SIGKILL], ids=str)
 def test_a_stopped_training_goes_on(number, converted, capsys):
     before = weights(converted)
     command = [sys.executable, "-c", SLOW, *arguments(converted), "60"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attnpack.distributed.block_attention import Rules
+from marks import long
 from op_cases import draw
 from ranks import run_checks, unequal
 from wire import CountedBytes
@@ -175,7 +176,7 @@ def program(only=None):
     return run_checks({name: check for name, check in checks.items() if only is None or name in only})
 
 
-@pytest.fixture(scope="module", params=["two_ranks", pytest.param("four_ranks", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["two_ranks", long("four_ranks")])
 def outcomes(request):
     return request.getfixturevalue(request.param).run(program)
 

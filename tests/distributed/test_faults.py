@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from attnpack.distributed.attention import agree_on
 from attnpack.distributed.block_attention import Rules
+from marks import long
 from op_cases import draw
 from ranks import Ranks
 from shared_modules import WIDTH, grouped, made
@@ -80,7 +81,7 @@ def three_ranks():
     ranks.close()
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG), "dying"])
+@pytest.mark.parametrize("case", [*CASES, *(long(case) for case in LONG), "dying"])
 def test_the_others_get_a_sentence_in_time(three_ranks, case):
     outcomes = three_ranks.run_where_some_die(dying) if case == "dying" else three_ranks.run(absent, case)
     for seconds, error in outcomes[: RANKS - 1]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attnpack import ops
+from marks import long
 from op_cases import draw
 from ranks import run_checks, unequal
 from shared_modules import MODELS, WIDTH, block, distance, grouped, latent, made
@@ -307,7 +308,7 @@ def program(shape):
     return run_checks(checks(mesh))
 
 
-@pytest.fixture(scope="module", params=["two_ranks", "four_ranks"])
+@pytest.fixture(scope="module", params=["two_ranks", long("four_ranks")])
 def outcomes(request):
     return request.getfixturevalue(request.param).run(program, (2,) if request.param == "two_ranks" else (2, 2))
 

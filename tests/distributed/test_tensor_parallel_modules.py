@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attnpack.distributed import tensor_parallel
+from marks import long
 from op_cases import draw
 from ranks import run_checks, unequal
 from shared_modules import MODELS, WIDTH, block, distance, grouped, latent, made, rope
@@ -400,7 +401,7 @@ def program(only=None):
     return run_checks({name: check for name, check in checks.items() if only is None or name in only})
 
 
-@pytest.fixture(scope="module", params=["two_ranks", pytest.param("four_ranks", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["two_ranks", long("four_ranks")])
 def outcomes(request):
     return request.getfixturevalue(request.param).run(program)
 

@@ -23,6 +23,7 @@ from hf_families import (
     padding,
     states,
 )
+from marks import long
 from torch._dynamo.utils import counters
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -171,8 +172,17 @@ def test_compiled_forward_is_one_graph():
     torch.testing.assert_close(found, expected, **FP32)
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text", "gemma4_unified_text"])
+@pytest.mark.parametrize(
+    ("family", "use_cache"),
+    [
+        ("gemma3n_text", True),
+        long("gemma3n_text", False),
+        long("gemma4_text", True),
+        ("gemma4_text", False),
+        long("gemma4_unified_text", True),
+        long("gemma4_unified_text", False),
+    ],
+)
 def test_layers_that_share_keys_compile(family, use_cache):
     """Where layers share keys, Gemma 4 keeps only the queries of `logits_to_keep`, and cuts their masks."""
     kinds = ["sliding_attention", "full_attention"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attnpack import reference
 from latent_cases import HEADS, PATHS, SIZES, YARN, E, make_layer
+from marks import long
 from torch import nn
 from torch.testing import assert_close
 
@@ -333,8 +334,10 @@ def test_dynamic_rope_by_steps_equals_a_full_recompute(raw_keys):
         assert max(errors[:8]) < 1e-5 and (max(errors) < 1e-5) == (raw_keys is None)
 
 
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("path", ["auto", *PATHS])
+@pytest.mark.parametrize(
+    ("path", "cached"),
+    [(path, cached) if path == "auto" else long(path, cached) for path in ("auto", *PATHS) for cached in (False, True)],
+)
 def test_opcheck(path, cached):
     """The ops of the layer; all but latent_expand may write a cache."""
     ops = torch.ops.attnpack

@@ -3,6 +3,7 @@
 import attnpack
 import pytest
 import torch
+from marks import long
 from torch.export import Dim, export
 from torch.testing import assert_close
 
@@ -22,7 +23,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("traced", [32, 35], ids="length_{}".format)
+@pytest.mark.parametrize("traced", [long(32), 35], ids="length_{}".format)
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_program_for_any_length(name, traced):
     """Lengths with and without an unfinished block, whichever was traced."""

@@ -159,7 +159,7 @@ def test_the_loss_is_exact_under_autocast(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sparse"), [("indexer", False), ("indexer", True), ("latent", False), long("latent", True)]
+    ("kind", "sparse"), [long("indexer", False), ("indexer", True), long("latent", False), long("latent", True)]
 )
 def test_the_loss_as_one_graph(kind, sparse):
     """Of 4 tokens the indexer names all, which a graph does not see."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attnpack import attention, attention_scores, reference
+from marks import long
 from op_cases import (
     AXES,
     DTYPES,
@@ -31,8 +32,18 @@ def test_error_is_at_most_twice_that_of_a_dense_mask_in_plain_pytorch(case):
 
 
 @pytest.mark.parametrize("names", NAMES)
-@pytest.mark.parametrize("lengths", [(1, 600), (70, 300), (3, 9000)], ids=["decode", "prefill", "long"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "lengths"),
+    [
+        (torch.bfloat16, (1, 600)),
+        (torch.float16, (1, 600)),
+        (torch.bfloat16, (70, 300)),
+        long(torch.float16, (70, 300)),
+        long(torch.bfloat16, (3, 9000)),
+        long(torch.float16, (3, 9000)),
+    ],
+    ids=str,
+)
 def test_gradients_of_half_precision(dtype, lengths, names):
     check_against_reference(make_inputs(dtype, "gqa", lengths, (16, 24), names=names, positions={"causal": True,
                                         "q_offset": "end"}))  # fmt: skip

@@ -81,7 +81,7 @@ def test_opcheck_attention_backward(dtype):
         opcheck(ops.attention_backward.default, (inputs.grad_out, None, *tensors, out, lse, *rest))
 
 
-@pytest.mark.parametrize("names", some_long(NAMES, ["keys", "blocks of 64, of heads"]))
+@pytest.mark.parametrize("names", some_long(NAMES, ["blocks of 64, of heads"]))
 def test_opcheck_named_keys(names):
     inputs = make_inputs(mask="own", positions={"causal": True}, scores={"sinks": True}, names=names)
     tensors = [leaf(x) for x in (inputs.query, inputs.key, inputs.value)]
@@ -94,7 +94,7 @@ def test_opcheck_named_keys(names):
 
 
 @pytest.mark.parametrize("stage", ["masked", "probs"])
-@pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
+@pytest.mark.parametrize("dtype", some_long(AXES["dtype"], [torch.float32, torch.bfloat16]), ids=str)
 def test_opcheck_attention_scores(dtype, stage):
     inputs = make_inputs(dtype, mask="bool", positions={"causal": True}, scores={"softcap": 2.0, "alibi": True})
     opcheck(ops.attention_scores.default, (leaf(inputs.query), leaf(inputs.key), *positional(inputs), stage))

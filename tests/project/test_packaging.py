@@ -79,7 +79,7 @@ def test_cpp_program_against_the_wheel(wheel, tmp_path):
 
 
 @needs("pkg-config")
-@pytest.mark.parametrize("compiler", ["g++", pytest.param("clang++", marks=needs("clang++"))])
+@pytest.mark.parametrize("compiler", ["g++", pytest.param("clang++", marks=[needs("clang++"), pytest.mark.long])])
 def test_pkg_config_gives_the_flags_of_a_program(wheel, tmp_path, compiler):
     """Without CMake. The wheel lies beside no torch here, so the test names it."""
     environment = os.environ | {"PKG_CONFIG_PATH": str(wheel / "attnpack/lib/pkgconfig")}

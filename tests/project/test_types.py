@@ -24,8 +24,22 @@ ANNOTATED += ["attnpack.tools.plot.page", "attnpack.tools.plot.attention", "attn
 
 
 @pytest.fixture(scope="module")
-def mypy_cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("mypy")
+def mypy(tmp_path_factory) -> Callable[[Path], list[str]]:
+    """mypy's messages of errors and revealed types in a program. All runs share its options, and so its cache."""
+    pytest.importorskip("mypy", reason="the extra `test` is not installed")
+    folder = tmp_path_factory.mktemp("mypy")
+    settings = "[mypy]\n[mypy-transformers.*]\nfollow_imports = skip\nignore_missing_imports = True\n"
+    (folder / "mypy.ini").write_text(settings)
+    options = ["--follow-imports=silent", "--check-untyped-defs", "--config-file", folder / "mypy.ini"]
+    environment = {"MYPYPATH": str(ROOT / "python"), "PATH": ""}
+
+    def run(program: Path) -> list[str]:
+        command = [sys.executable, "-m", "mypy", *options, "--cache-dir", folder, program]
+        text = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+        assert re.search(r"^(Success|Found \d+ errors?)", text, flags=re.M), text
+        return [line for line in text.splitlines() if ": error: " in line or "Revealed type is" in line]
+
+    return run
 
 
 def stub_members() -> dict[str, set[str]]:
@@ -177,43 +191,32 @@ def test_no_result_is_a_union_that_an_overload_could_tell_apart(module):
             assert not result.startswith("Tensor | tuple") or told, place
 
 
-def errors_of_mypy(program: Path, cache: Path, *options: str) -> list[str]:
-    """mypy's messages of errors and revealed types."""
-    pytest.importorskip("mypy", reason="the extra `test` is not installed")
-    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", str(cache), *options]
-    environment = {"MYPYPATH": str(ROOT / "python"), "PATH": ""}
-    text = subprocess.run([*command, str(program)], capture_output=True, text=True, env=environment).stdout
-    assert re.search(r"^(Success|Found \d+ errors?)", text, flags=re.M), text
-    return [line for line in text.splitlines() if ": error: " in line or "Revealed type is" in line]
-
-
-def test_calls_have_the_types_of_their_arguments(mypy_cache):
+def test_calls_have_the_types_of_their_arguments(mypy):
     program = Path(__file__).parent / "typed_calls.py"
     lines = program.read_text().splitlines()
     wrong = {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
-    errors = errors_of_mypy(program, mypy_cache, "--check-untyped-defs")
+    errors = mypy(program)
     assert {int(re.search(r":(\d+): error", error)[1]) for error in errors} == wrong, errors
     assert len(wrong) > 10
 
 
-def test_the_readmes_code_has_no_type_errors(tmp_path, mypy_cache):
+def test_the_readmes_code_has_no_type_errors(tmp_path, mypy):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
     assert len(blocks) >= 3
-    program, settings = tmp_path / "readme.py", tmp_path / "mypy.ini"
+    program = tmp_path / "readme.py"
     program.write_text("\n".join(blocks) + "\nreveal_type(out)\nreveal_type(lse)\n")
-    settings.write_text("[mypy]\n[mypy-transformers.*]\nfollow_imports = skip\nignore_missing_imports = True\n")
-    messages = errors_of_mypy(program, mypy_cache, "--config-file", str(settings))
+    messages = mypy(program)
     assert [message.partition("is ")[2] for message in messages] == ['"torch._tensor.Tensor"'] * 2, messages
 
 
-def test_mypy_knows_every_public_name(tmp_path, mypy_cache):
+def test_mypy_knows_every_public_name(tmp_path, mypy):
     names = public_names()
     assert {"attnpack.attention", "attnpack.cpp.CausalLM", "attnpack.backend.enable"} <= set(names)
     program = tmp_path / "program.py"
     lines = [f"import {module}" for module in SHOWN] + [f"reveal_type({name})" for name in names]
     lines += ["attnpack.atention", "attnpack.cpp.CausalML", "reveal_type(attnpack.cpp.Linear(4, 4).forward)"]
     program.write_text("\n".join(lines) + "\n")
-    messages = errors_of_mypy(program, mypy_cache)
+    messages = mypy(program)
     revealed = [line for line in messages if "Revealed type is" in line]
     assert len(revealed) == len(names) + 1, messages
     unknown = [line for line in revealed if line.endswith('is "Any"')]

@@ -102,6 +102,7 @@ def test_picture_shows_the_caches_own_bytes(tmp_path):
     assert {(0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2), (0x00, 0x9E, 0x73)} <= colours
 
 
+@pytest.mark.long
 def test_whole_demo_writes_with_the_real_model(tmp_path):
     out = tmp_path / "memory.png"
     command = [sys.executable, "-m", "attnpack", "demo", "--json", "--out", str(out)]
@@ -152,7 +153,8 @@ def test_the_readme_shows_what_the_demo_prints(capsys):
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     shown = re.search(r"```text\n(1\. A language model.*?)```", readme, flags=re.S).group(1)
     said = []
-    demo_model.run_model(say=lambda text, end="\n": said.append(text + end))
+    figures = demo_model.run_model(say=lambda text, end="\n": said.append(text + end))
+    assert figures["all_tokens_equal"] and figures["equal_tokens"] == {"chat": 64, "prose": 64, "code": 64}
     printed = "1. A language model, SmolLM2-135M-Instruct, on attnpack's C++ modules\n\n" + "".join(said)
     # The README cuts the answer, with three dots.
     before, after = (part.split() for part in without_figures(shown).split(" ..."))
