@@ -276,8 +276,10 @@ assert losses["MLA"].min() < losses["MQA"].max()
 # It has 3 kv heads for 9 query heads. One head by each method, and latent attention of several ranks in place of its
 # layers: perplexity on the first 2,048 tokens of the help topics, 512 at a time (as `attnpack convert` measures it
 # too), at once, and for the single heads after 65 steps of distillation from the original, of 512 tokens each. The time
-# is of a step of the Python modules after 1,024 tokens. At this size it is spent on calls and projections, not on the
-# cache, and a busy machine moves it: do not read an order of the ranks out of it.
+# is of a step of the Python modules after 1,024 tokens, on the Xeon that is printed at the top of the figures. README
+# and the start of [kv_cache](kv_cache.ipynb) have times of C++ `generate` instead, on other machines. At this size the
+# time is spent on calls and projections, not on the cache, and a busy machine moves it: do not read an order of the
+# ranks out of it.
 
 # %%
 print(f"{'SmolLM2-135M':24}{'perplexity':>14}{'uptrained':>12}{'steps':>8}{'KV bytes/token':>18}{'ms/token':>12}")

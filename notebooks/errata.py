@@ -23,6 +23,7 @@
 #
 # attnpack grew out of five public texts on attention. They are good texts; they also contain mistakes, some of which
 # run without an error and give wrong numbers. Each is shown here with the wrong form, the right one, and a measurement.
+# One entry is about a statement that is right and easily misread.
 # Wrong forms are written down for this notebook, from the texts' formulas; nothing in the library uses them. The texts,
 # by number (our copies of 001 to 004 name neither author nor address):
 #
@@ -419,8 +420,11 @@ assert (w_uqk.numel(), factors) == (786_432, 262_144) and abs(into_query.item() 
 # %% [markdown]
 # ## 003: memory without a cache
 #
-# **Wrong**: uncached passes need $n_\text{seq}^2$ for the scores. **Right**: that omits the heads, each of which has
-# its own scores, if they are written out at all; with a softmax that runs over tiles the term is not there.
+# **Right, and easily misread**: uncached passes need $O(n_\text{seq} \cdot d_\text{model} + n_\text{seq}^2)$ memory.
+# Here O() says how the need grows with the length of the text. It leaves out constant factors, such as the number of
+# heads. And if one head is computed after another, as the text says of layers, the scores of one head are all that is
+# kept. So O() is no number of bytes: code that writes out the scores of all heads at once keeps $n_\text{seq}^2$
+# numbers for each head. Nor is it the least: a softmax that runs over tiles keeps no term in $n_\text{seq}^2$.
 
 # %%
 n, heads = 2048, 8

@@ -140,9 +140,10 @@ print(f"on {conditions}")
 
 # %% [markdown]
 # The time falls with the reading, but by less: more and more of what is left is the work itself, which G does not
-# change. So the last step down to one head saves more room in the cache than time *here*; on a machine that computes
-# faster, or reads slower, it is another matter. An encoder gains next to nothing, because it does not wait for
-# reading: [encoder_decoder](encoder_decoder.ipynb) measures it.
+# change. So the last step down to one head saves more room in the cache than time *here*, in one run on one thread of
+# this machine. Other machines and more threads were not tried. Where computing is faster, or reading slower, the last
+# step should save more time. An encoder gains next to nothing, because it does not wait for reading:
+# [encoder_decoder](encoder_decoder.ipynb) measures it.
 #
 # ## Uneven groups
 #

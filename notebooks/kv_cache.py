@@ -138,8 +138,10 @@ print(f"on {bench.conditions()}")
 # %% [markdown]
 # Without a cache every token pays for all text before it, the prompt included: n tokens need about $n^2 / 2$ rows
 # instead of n. (The time grows by less, since each step also reads all weights once, however many rows it has. The
-# bytes of the weights, divided by the speed of reading that is printed above, are the least time of a step. So another
-# machine, such as the README's, has other times.) In exchange the cache holds keys and values of all layers; that is
+# bytes of the weights, divided by the speed of reading that is printed above, are the least time of a step.) These
+# times are of C++ `generate` on the machine that is printed. README has two more times of the same `generate`: the one
+# of its table is from a Zen 5, and the one of its demo is from another run on an AMD EPYC with AVX2, the mean of all
+# tokens and not the quieter of two moments. In exchange the cache holds keys and values of all layers; that is
 # little for so short a text, and the run without a cache needs room as well, for the activations of all its rows:
 
 # %%
@@ -418,7 +420,9 @@ print(f"on {bench.conditions()}")
 # %% [markdown]
 # Eight bits change almost no prediction, and four bits change many. `exact_first` and `exact_last` keep the first and
 # the latest tokens in full, which helps four bits most: `python benchmarks/cache_error.py` measures the error on a
-# longer text. A cache of 256 tokens is small beside the weights. So the bytes that the quantised caches save hardly
+# longer text. The times here are of the Python modules, called one by one, on the machine that is printed. C++
+# `generate`, timed at the start of this notebook, takes less per token. The longer text explains little of that: a
+# cache of 256 tokens is small beside the weights. For the same reason the bytes that the quantised caches save hardly
 # show in the time, and the work of unpacking does. Over long texts reading decides: `python
 # benchmarks/cache_decode.py` times single calls over long caches.
 #
@@ -480,10 +484,10 @@ assert kept.nbytes == 10 * (16 + 4) * 4 and chosen.nbytes == 10 * (2 * 2 * 8 + 8
 # %% [markdown]
 # ## Other changes of a score: windows, sinks, soft caps, ALiBi
 #
-# Four settings act between the scores and the softmax, and each has to do with long texts. A **window** hides keys that
-# are far away. A **sink** is one more logit per head, with no value: it takes the weight that a head does not want to
-# give. A **soft cap** c bounds scores by c · tanh(s / c). **ALiBi** lowers scores with the distance. The same queries
-# and keys under each, with hidden keys in grey:
+# Four settings act between the scores and the softmax. Two go by the distance of a key: a **window** hides keys that
+# are far away, and **ALiBi** lowers scores with the distance. Two do not: a **sink** is one more logit per head, with
+# no value, and takes the weight that a head does not want to give; a **soft cap** c bounds scores by c · tanh(s / c).
+# The same queries and keys under each, with hidden keys in grey:
 
 # %%
 q, k = torch.randn(2, 1, 2, 24, 16).unbind(0)
@@ -518,7 +522,8 @@ assert drawn["soft cap 0.5"][-1].max() < drawn["causal"][-1].max()
 # - With a cache a token costs one row; without it, all rows before it again.
 # - The cache grows with the text; heads that share (GQA, MQA) or a latent (MLA) make it smaller.
 # - Kinds of caches differ in where numbers lie and how exactly they are kept. They give the same attention, but for
-#   quantised ones, which are close.
+#   quantised ones. Here 8 bits changed almost no prediction, and 4 bits changed nearly a quarter of the likeliest
+#   tokens.
 #
 # ## Exercises
 #

@@ -258,8 +258,15 @@ print(f"on {bench.conditions()}")
 print(f"DeepSeek-V3 (C 512, N = V = 128) with a long past: L* = {crossing(10**9, 512, 128, 128):.0f}")
 
 # %% [markdown]
-# The count explains the picture; where exactly the lines cross also depends on how well each kind of product runs on a
-# machine. `path="auto"`, the default, goes by the count: absorbed for writing, expanded for prompts and training.
+# The count says which path is ahead at the two ends: absorbed for few new tokens, expanded for many. It does not say
+# where the lines cross on a machine, because that also depends on how well each kind of product runs there. Counted,
+# they cross at 80 new tokens; in the stored run they cross between 128 and 256. `path="auto"`, the default, goes by the
+# count: absorbed for writing, expanded for prompts and training. So at 128 new tokens it takes the expanded path, which
+# was the slower one in this run (19.52 ms against 16.73 ms).
+#
+# The stored run seems disturbed. Its expanded path takes less time for 16 new tokens than for one (6.95 ms and 8.25
+# ms), with more work to do. The limit that it measured is 145 GFLOP/s, and the next cell has 223 GFLOP/s. So take the
+# two ends from this picture, and not the place of the crossing.
 #
 # ## A step of writing, by length
 #

@@ -100,7 +100,8 @@ for (section, dtype), each in shares.items():
 # The lowest, 53%, is that of causal heads of 64. How much of it the softmax takes was not measured.
 #
 # Training in bf16 is measured against the limit of bf16 in pairs (`limit, bf16` in the picture), which the forward pass
-# used in this run and the backward pass did not. Since then the backward pass uses it too.
+# used in this run and the backward pass did not. Since then the backward pass uses it too. So the row of training in
+# bf16 (35% to 46%) is of an older library; the [performance notes](../PERFORMANCE.md) have the shares of a later run.
 #
 # The "small" calls are of one token and of 16. With one token nearly all of the time is overhead: checking arguments,
 # making the output, and PyTorch's dispatcher, which looks up the kernel by the tensors' device and dtype. With 16 the
@@ -130,9 +131,10 @@ plt.show()
 
 # %% [markdown]
 # These bars have two reasons. Where nothing is shared (32/32), the bar says how fast each side reads keys and
-# multiplies; in bf16 SDPA is slow at that by itself. And the more heads share a key-value head, the larger the gap:
-# SDPA reads shared heads once for each query head. This can be avoided: for a *single* query the heads of a group can
-# be packed by hand as rows of one head. That is the fairer comparison, but few people write it:
+# multiplies; in bf16 SDPA is slow at that by itself. And the more heads share a key-value head, the larger the gap. A
+# likely reason is that SDPA reads shared heads once for each query head. The bars are ratios of times: no bytes were
+# counted here. For a *single* query the heads of a group can be packed by hand as rows of one head, which is read once.
+# That is the fairer comparison, but few people write it:
 
 # %%
 figure, axes = plt.subplots(figsize=(9, 4.2), dpi=110, layout="constrained")
@@ -155,7 +157,9 @@ plot_roofline.draw_times_faster(axes, bench, "train", "sdpa")
 plt.show()
 
 # %% [markdown]
-# Where a bar ends left of 1, PyTorch is faster:
+# Where a bar ends left of 1, PyTorch is faster. The next cell lists such cases of this one run. Another run has some:
+# in [peers.txt](../benchmarks/results/peers.txt), from such a machine too, SDPA is faster in all four small calls, and
+# zentorch is in one case of cold decoding.
 
 # %%
 slower = [

@@ -135,15 +135,16 @@ assert trained["rope"] < trained["learned"] < trained["none"] < math.log(len(let
 
 # %% [markdown]
 # Without positions the model still learns something. One causal layer sees the letters before a place as a set. A
-# second layer sees a little more, because each earlier letter has read another part of the text. After so short a
-# training the table helps a little, and the rotation (below) helps much more: a table must learn each place by itself,
-# and a rotation tells the *distance* of two tokens from the first step on.
+# second layer sees a little more, because each earlier letter has read another part of the text. In this one run of 200
+# steps from one seed the table helps a little, and the rotation (below) helps much more. A likely reason, not tested
+# here: a table must learn each place by itself, and a rotation tells the *distance* of two tokens from the first step
+# on.
 #
 # The learned table: how alike the vectors of two places are (their cosine). It is brighter near the diagonal than far
 # from it: near places have near vectors. Nobody asked for that, the table began as noise. The late places look alike as
-# a block: the model hardly tells them apart. Place 63, the last one, is unlike them. No later place reads it, so its
-# vector learns from its own prediction alone. On the right is what rotary positions (next section) have from the start,
-# without a table.
+# a block: the model hardly tells them apart. Place 63, the last one, is unlike them. This may be because no later place
+# reads it in training, so that its vector learns from one prediction only; the picture does not prove it. On the right
+# is what rotary positions (next section) have from the start, without a table.
 
 # %%
 table = models["learned"].model.embed_positions.weight.detach()
