@@ -139,9 +139,12 @@ def test_json_and_what_is_said_without_a_tokenizer(llama, tmp_path, capsys):
     assert run(llama[1], tmp_path / "out", "--kv-heads", 2, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["perplexity"] is None and report["perplexity_before"] is None
-    assert report["kv_heads_before"] == 4 and report["kv_heads"] == 2
+    assert report["kv_heads_before"] == 4 and report["kv_heads"] == 2 and report["method"] == "aligned"
     assert report["kv_bytes_per_token"] == 2 * 3 * 2 * 8 * 4
-    assert any("perplexity is left out" in note and "has no tokenizer.json" in note for note in report["notes"])
+    assert any(
+        "perplexity and calibration are left out" in note and "has no tokenizer.json" in note
+        for note in report["notes"]
+    )
 
 
 def test_perplexity_is_that_of_the_two_models(llama, tmp_path, capsys):
@@ -253,8 +256,9 @@ def test_a_bad_checkpoint_is_one_sentence_and_nothing_written(llama, tmp_path, c
         (["--kv-heads", 8], ("num_kv_heads: got 8, want 1 to the 4 heads",)),
         (["--kv-heads", 2, "--groups", "0,1", "2"], ("groups: got head 3 in none",)),
         (["--kv-heads", 2, "--groups", "0,1,2", "3"], ("groups: got one that 3 query heads read",)),
-        (["--kv-heads", 2, "--window", 5], ("window: got 5, which does not divide",)),
-        (["--kv-heads", 2, "--seed", 1], ("seed: got one for method 'mean'",)),
+        (["--kv-heads", 2, "--window", 5, "--method", "mean"], ("window: got 5, which does not divide",)),
+        (["--kv-heads", 2, "--window", 2], ("window: got 2 for method 'aligned', want 1",)),
+        (["--kv-heads", 2, "--seed", 1], ("seed: got one for method 'aligned'",)),
         (["--kv-heads", 2, "--method", "similar", "--groups", "0,1", "2,3"], ("groups: got some for method",)),
         (["--kv-heads", 2, "--encoder"], ("--encoder", "is no encoder-decoder model")),
         (["--kv-heads", 2, "--text", "nowhere.txt"], ("nowhere.txt: no such file",)),
@@ -378,7 +382,7 @@ def t5gemma(tmp_path):
 def test_of_an_encoder_decoder_the_decoder_changes_and_the_encoder_on_request(encoder, t5gemma, tmp_path, capsys):
     model, directory = t5gemma
     assert run(directory, tmp_path / "out", "--kv-heads", 2, *(["--encoder"] if encoder else [])) == 0
-    assert "perplexity is left out" in capsys.readouterr().out
+    assert "perplexity and calibration are left out" in capsys.readouterr().out
     converted, info = T5GemmaForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     heads = {part: getattr(converted.config, part).num_key_value_heads for part in ("encoder", "decoder")}

@@ -38,6 +38,18 @@ def test_each_command_shows_an_example_that_parses(command, capsys):
     assert cli.build_parser().parse_args(shlex.split(example)).command == command
 
 
+def test_convert_aligns_heads_unless_told_otherwise(capsys):
+    given = ["convert", "in", "out", "--kv-heads", "1"]
+    assert cli.build_parser().parse_args(given).method == "aligned"
+    with pytest.raises(SystemExit):
+        cli.main(["convert", "--help"])
+    text = capsys.readouterr().out
+    example = shlex.split(text.split("example: attnpack ")[1])
+    assert cli.build_parser().parse_args(example).method == "aligned"
+    said = " ".join(text.split())
+    assert "aligned matches them to each other" in said and "mean averages them as they are [aligned]" in said
+
+
 def test_an_error_is_one_sentence_and_code_2():
     result = run("generate", "--model", "missing.gguf", "hello")
     assert result.returncode == 2 and result.stdout == ""

@@ -68,24 +68,27 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=_mass, metavar="P", help="sample from the likeliest tokens of joint mass P")
     generate.add_argument("--seed", type=_seed, metavar="N", help="seed of the sampling")
 
-    example = "attnpack convert path/to/model converted --kv-heads 1 --method mean"
+    example = "attnpack convert path/to/model converted --kv-heads 1 --method aligned"
     convert = _command(commands, "convert", _convert, "give a model fewer key-value heads", example)
     convert.add_argument("source", type=Path, metavar="IN", help="a Hugging Face directory or a GGUF file")
     convert.add_argument("out", type=Path, metavar="OUT", help="directory to make, which transformers opens as it is")
     convert.add_argument("--kv-heads", type=_positive, required=True, metavar="N", help="key-value heads of OUT")
-    methods = ("mean", "first", "random", "similar", "aligned")
-    convert.add_argument("--method", choices=methods, default="mean", help="how heads become one [%(default)s]")
-    convert.add_argument("--window", type=_positive, default=1, metavar="W", help="average W x W regions first [1]")
+    methods = ("aligned", "similar", "mean", "first", "random")
+    how = (
+        "how heads become one: aligned matches them to each other before it averages them, mean averages them as "
+        "they are [%(default)s]"
+    )
+    convert.add_argument("--method", choices=methods, default="aligned", help=how)
+    window = "average W x W regions first, with mean, first, random or similar [1]"
+    convert.add_argument("--window", type=_positive, default=1, metavar="W", help=window)
     groups = "kv heads of each group, all of one size, as 0,3 1,2 [consecutive]"
     convert.add_argument("--groups", type=_heads, nargs="+", metavar="HEADS", help=groups)
     convert.add_argument("--seed", type=_seed, metavar="N", help="seed of --method random")
     convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of OUT [as IN; fp32 from GGUF]")
-    convert.add_argument(
-        "--text", type=Path, metavar="FILE", help="text to measure perplexity on [Python's help topics]"
-    )
-    convert.add_argument(
-        "--tokens", type=_count, default=2048, metavar="N", help="tokens of the text to measure; 0: none [2048]"
-    )
+    text = "text to measure perplexity on, from which aligned and similar also learn [Python's help topics]"
+    convert.add_argument("--text", type=Path, metavar="FILE", help=text)
+    tokens = "tokens of the text to measure, and as many again to learn from; 0: none [2048]"
+    convert.add_argument("--tokens", type=_count, default=2048, metavar="N", help=tokens)
     convert.add_argument("--encoder", action="store_true", help="convert the encoder of an encoder-decoder too")
 
     example = "attnpack uptrain converted --text corpus.txt --minutes 30"

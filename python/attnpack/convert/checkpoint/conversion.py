@@ -29,7 +29,7 @@ class Request:
     """The settings of a conversion; see `attnpack convert --help`."""
 
     kv_heads: int
-    method: str = "mean"
+    method: str = "mean"  # the command's default is "aligned"
     window: int = 1
     groups: Groups | None = None
     seed: int | None = None
