@@ -1,6 +1,6 @@
 """Export to ONNX: attnpack's ops as nodes of opset 23, for ``torch.onnx.export(dynamo=True)``.
 
-Needs onnxscript (``pip install attnpack[onnx]``). Caches are not exported: their ops write into tensors.
+Needs onnxscript. Caches are not exported: their ops write into tensors.
 """
 
 import math
@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
+
+from .extras import install_command
 
 INT64, FLOAT, DOUBLE, BOOL = 7, 1, 11, 9  # numbers of ONNX's dtypes
 _FAR = 1 << 60  # larger than any length
@@ -56,7 +58,7 @@ def _op() -> Any:
         from onnxscript import opset23
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"attnpack.onnx needs onnxscript, and {error.name} is not installed: run `pip install attnpack[onnx]`"
+            f"attnpack.onnx needs onnxscript, and {error.name} is not installed: run `{install_command('onnx')}`"
         ) from None
     return opset23
 

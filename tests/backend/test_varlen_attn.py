@@ -3,9 +3,12 @@
 import pytest
 import torch
 from attnpack import attention_varlen, backend
+from attnpack.backend import varlen
 from op_cases import draw
 from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 from torch.testing import assert_close
+
+TORCH_TAKES_TWO_WIDTHS = "backend" in str(torch.ops.torch_attn._varlen_attn.default._schema)
 
 
 @pytest.fixture
@@ -71,10 +74,49 @@ def test_what_is_not_there_is_named():
         varlen_attn(q, k[None], v[None], *where, enable_gqa=True, block_table=ends(0, 0).view(2, 1))
     with pytest.raises(ValueError, match="cu_seq_k is None, wants an int32 tensor"):
         varlen_attn(q, k, v, where[0], None, 5, 7, enable_gqa=True)
-    with pytest.raises(ValueError, match="value has head_dim 5, query 8"):
-        varlen_attn(q, k, v[..., :5], *where, enable_gqa=True)
+    if not TORCH_TAKES_TWO_WIDTHS:
+        with pytest.raises(ValueError, match="value has head_dim 5, query 8"):
+            varlen_attn(q, k, v[..., :5], *where, enable_gqa=True)
     with pytest.raises(ValueError, match="cu_seqlens_k ends at 11, wants 12"):
         varlen_attn(q, k, v, where[0], ends(0, 7, 11), 5, 7, enable_gqa=True)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_kernels_of_torch_2_15(turned, monkeypatch):
+    """Its ops name a backend, and take values of another width than the queries. The kernels are called as it calls
+    them, and the strides are those that its traced graphs expect."""
+    monkeypatch.setattr(varlen, "_check_width", lambda *_: None)
+    (q, k, v), where = call()
+    v = v[..., :5]
+    if turned:
+        q = q.transpose(0, 1).contiguous().transpose(0, 1)
+    out, lse, state = varlen._varlen_attn(q, k, v, *where, False, None, [-1, 0], True, None, None, None, 1)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted, wanted_lse = attention_varlen(*leaves, *where[:2], causal=True, return_lse=True)
+    assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+    assert out.stride() == ((5, 45, 1) if turned else (20, 5, 1))
+    grads = varlen._varlen_attn_backward(
+        torch.ones_like(out), q, k, v, out, lse, *where, False, state, None, [-1, 0], 1
+    )
+    for got, expected in zip(grads, torch.autograd.grad(wanted.sum(), leaves), strict=True):
+        assert torch.equal(got, expected)
+    given = torch.empty(9, 4, 5)
+    varlen._varlen_attn_out(given, q, k, v, *where, False, None, [-1, 0], True, None, None, None, 1)
+    assert torch.equal(given, wanted)
+
+
+if TORCH_TAKES_TWO_WIDTHS:  # from 2.15 on
+
+    @pytest.mark.usefixtures("enabled")
+    def test_two_widths_through_torch():
+        (q, k, v), where = call()
+        leaves = [x.clone().requires_grad_() for x in (q, k, v[..., :5])]
+        for function in (varlen_attn, torch.compile(varlen_attn, fullgraph=True, backend="aot_eager")):
+            out = function(*leaves, *where, enable_gqa=True)
+            expected = attention_varlen(*leaves, *where[:2])
+            assert torch.equal(out, expected)
+            for got, grad in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (out, expected)), strict=True):
+                assert_close(got, grad)
 
 
 @pytest.mark.usefixtures("enabled")

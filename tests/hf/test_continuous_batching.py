@@ -5,7 +5,7 @@ import random
 import attnpack.hf
 import pytest
 import torch
-from attnpack.hf import paged
+from attnpack.hf import paged, sdpa
 from hf_families import make_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 # full and sliding layers, soft caps, and sinks
 FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss"]
 LENGTHS = (3, 17, 70, 1, 40)
+pytestmark = pytest.mark.skipif(not paged.HAS_ALLOCATORS, reason="pages before transformers 5.18 are refused")
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +75,9 @@ def test_tokens_are_those_of_one_request_at_a_time(family, calls):
 def test_keys_are_read_in_their_pages_without_a_mask(calls, monkeypatch):
     model = make_model("llama")
     model.set_attn_implementation("attnpack")
-    gathered = []
-    update = PagedAttentionCache.update
-    monkeypatch.setattr(PagedAttentionCache, "update", lambda *a, **k: gathered.append(1) or update(*a, **k))
+    gathered, update = [], paged._UPDATE  # transformers' own, which from 5.24 on its layers call, or ours
+    owner = (paged, "_UPDATE") if paged.LAYERS_UPDATE else (PagedAttentionCache, "update")
+    monkeypatch.setattr(*owner, lambda *a, **k: gathered.append(1) or update(*a, **k))
     masks = []
     hook = model.model.layers[0].register_forward_pre_hook(
         lambda layer, positional, named: masks.append(type(named["attention_mask"])), with_kwargs=True
@@ -105,6 +106,28 @@ def test_a_replaced_sdpa_takes_it_too(family, calls):
     attnpack.hf.register(replace_sdpa=True)
     assert batched(model, prompts()) == theirs
     assert calls
+
+
+def test_what_a_replaced_sdpa_does_not_take_goes_to_transformers(calls, monkeypatch):
+    """With its keys copied out of their pages, as transformers' function wants them."""
+    model = make_model("llama")
+    model.set_attn_implementation("sdpa")
+    theirs = batched(model, prompts())
+    attnpack.hf.register(replace_sdpa=True)
+    monkeypatch.setattr(sdpa, "_is_taken", lambda *_: False)
+    assert batched(model, prompts()) == theirs
+    assert not calls
+
+
+def test_unregistering_gives_transformers_its_cache_back():
+    update = PagedAttentionCache.update
+    attnpack.hf.unregister()
+    theirs = PagedAttentionCache.update
+    attnpack.hf.register()
+    attnpack.hf.register()  # twice is once
+    assert PagedAttentionCache.update is update
+    attnpack.hf.unregister()
+    assert PagedAttentionCache.update is theirs and theirs.__module__ == PagedAttentionCache.__module__
 
 
 def test_replaced_layers(calls):

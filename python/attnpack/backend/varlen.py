@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import torch
@@ -96,7 +97,9 @@ def _used_keys(
 
 
 def _check_width(query: Tensor, value: Tensor) -> None:
-    if query.size(-1) != value.size(-1):
+    """Two head dims are torch's from 2.15 on, whose ops also name a backend."""
+    takes_two = "backend" in str(torch.ops.torch_attn._varlen_attn.default._schema)
+    if query.size(-1) != value.size(-1) and not takes_two:
         raise ValueError(
             f"attnpack: value has head_dim {value.size(-1)}, query {query.size(-1)}: varlen_attn wants one head_dim, "
             "and attnpack.attention_varlen takes two"
@@ -109,8 +112,9 @@ def _window(window_size: list[int] | None, is_causal: bool) -> dict:
 
 
 def _forward(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None,
-             enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):  # fmt: skip
-    """out [T, H, D] and lse [H, T]; no number of splits changes them."""
+             enable_gqa=False, seqused_k=None, block_table=None, num_splits=None, backend=None):  # fmt: skip
+    """out [T, H, Dv] and lse [H, T]. Neither the number of splits nor torch's choice of a CUDA backend (from 2.15 on)
+    changes them."""
     _refuse_pages(block_table)
     _check_width(query, value)
     key, value, cu_seq_k = _used_keys(key, value, cu_seq_k, seqused_k)
@@ -119,8 +123,12 @@ def _forward(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=Fals
 
 
 def _in_layout_of(like: Tensor, x: Tensor) -> Tensor:
-    """x with the strides that torch's traced graphs expect."""
-    made = torch.empty_like(like)
+    """x with the strides that torch's traced graphs expect: those of `like`, or for other sizes its order of dims."""
+    if x.shape == like.shape:
+        made = torch.empty_like(like)
+    else:
+        order = sorted(range(x.dim()), key=lambda dim: like.stride(dim) or math.inf, reverse=True)
+        made = x.new_empty([x.size(dim) for dim in order]).permute([order.index(dim) for dim in range(x.dim())])
     return x if made.stride() == x.stride() else made.copy_(x)
 
 
@@ -136,7 +144,7 @@ def _varlen_attn_out(out, query, *arguments, **keywords):
 
 
 def _varlen_attn_backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal,
-                          rng_state, scale=None, window_size=None):  # fmt: skip
+                          rng_state, scale=None, window_size=None, backend=None):  # fmt: skip
     window = _window(window_size, is_causal)
     if query.dtype == torch.float64:  # torch's lse is fp32
         lse = attend_packed(query, key, value, cu_seq_q, cu_seq_k, scale=scale, return_lse=True, **window)[1]

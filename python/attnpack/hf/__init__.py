@@ -6,17 +6,22 @@ transformers' default attention runs on attnpack; `replace_attention(model)` swa
 
 from __future__ import annotations
 
+from ..errors import wrong_kind
+from ..extras import install_command
+
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-    from .attention_function import attention_forward
+    from . import internals
 except ImportError as error:
-    raise ImportError(f"attnpack.hf needs transformers 5 ({error}): pip install -U 'attnpack[hf]'") from error
+    raise ImportError(f"attnpack.hf needs transformers 5 ({error}): run `{install_command('hf')}`") from error
 
-from ..errors import wrong_kind
-from . import layers as hf_layers
-from . import paged, sdpa
-from .masks import mask
+internals.check()  # before the imports below, whose errors would name a part and no fix
+
+from . import layers as hf_layers  # noqa: E402
+from . import paged, sdpa  # noqa: E402
+from .attention_function import attention_forward  # noqa: E402
+from .masks import mask  # noqa: E402
 
 NAME = "attnpack"
 
@@ -35,6 +40,7 @@ def register(replace_sdpa: bool = False) -> None:
     """
     if not isinstance(replace_sdpa, bool):
         raise wrong_kind("replace_sdpa", replace_sdpa, "True or False")
+    internals.check()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask)
     paged.allow(NAME)

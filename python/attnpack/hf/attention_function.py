@@ -60,7 +60,7 @@ def attention_forward(
         ValueError: names an argument that the operator cannot honour. A window needs no argument: it is in the mask.
     """
     refuse_parts()
-    if is_paged(others):
+    if is_paged(others.get("cache")):
         selected = {"indices": indices, "block_indices": block_indices}
         refuse_arguments({"position_bias": position_bias, **selected}, REFUSED_BY_PAGES)
         return attend_paged(module, query, key, value, others, scale=scaling, softcap=softcap, sinks=s_aux), None

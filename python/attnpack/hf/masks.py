@@ -7,7 +7,7 @@ which is built once, when it is first read. B batch, Lq / Lkv lengths of queries
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
+
+from .internals import closure_variables
 
 # Their model code joins columns of what to add to the scores, -inf or 0, to the mask that it gets.
 _JOINED = ("deepseek_v4",)
@@ -206,7 +208,7 @@ def _pattern(mask_function: Callable) -> Pattern | None:
         return Pattern(False, (-1, -1))
     if getattr(mask_function, "__module__", None) != masking_utils.__name__:
         return None
-    name, held = mask_function.__qualname__.partition(".")[0], _closure_variables(mask_function)
+    name, held = mask_function.__qualname__.partition(".")[0], closure_variables(mask_function)
     if name == "and_masks":
         patterns = [_pattern(part) for part in held["mask_functions"]]
         if None in patterns:
@@ -230,8 +232,3 @@ def _pattern(mask_function: Callable) -> Pattern | None:
     if name == "sliding_window_bidirectional_overlay":  # keeps abs(query - key) <= width
         return Pattern(False, (width, width))
     return None
-
-
-def _closure_variables(function: Callable) -> Mapping[str, Any]:
-    """The variables that a closure holds, by name."""
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))

@@ -6,10 +6,13 @@ T new tokens of all requests, S keys of all requests, R requests, Hq query heads
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers import AttentionInterface, masking_utils
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
@@ -17,11 +20,15 @@ from ..varlen import attention_varlen
 
 PAGED_ARGUMENTS = ("cache", "read_index", "write_index", "cu_seq_lens_q", "cu_seq_lens_k")
 _MANAGER = continuous_api.ContinuousBatchingManager
+_UPDATE = PagedAttentionCache.update
+HAS_ALLOCATORS = "layer_to_allocator" in PagedAttentionCache.__init__.__code__.co_names  # from 5.18 on
+# Whether the layers of transformers update the cache, as from 5.24 on. Before, the attention function does.
+LAYERS_UPDATE = "cache" in inspect.signature(masking_utils.create_causal_mask).parameters
 
 
-def is_paged(others: dict[str, Any]) -> bool:
-    """Whether the keywords of an attention function are those of continuous batching."""
-    return isinstance(others.get("cache"), PagedAttentionCache)
+def is_paged(cache: Any) -> bool:
+    """Whether a cache is that of continuous batching."""
+    return isinstance(cache, PagedAttentionCache)
 
 
 def attend_paged(
@@ -86,11 +93,40 @@ def allow(name: str) -> None:
     def switch(self: Any, model: Any, *arguments: Any, **settings: Any) -> None:
         if model.config._attn_implementation != name:
             theirs(self, model, *arguments, **settings)
+        elif not HAS_ALLOCATORS:
+            raise ValueError(
+                f"attnpack: generate_batch: transformers {transformers.__version__} keeps its pages in another way; "
+                'update transformers, or call model.set_attn_implementation("sdpa") before'
+            )
 
     _MANAGER.switch_to_cb_friendly_attn = switch
+    if LAYERS_UPDATE:
+        PagedAttentionCache.update = _leave_to_attention
 
 
 def forbid() -> None:
     """Undoes `allow`."""
     switch = _MANAGER.switch_to_cb_friendly_attn
     _MANAGER.switch_to_cb_friendly_attn = getattr(switch, "__wrapped__", switch)
+    PagedAttentionCache.update = _UPDATE
+
+
+def update_as_theirs(module: nn.Module, key: Tensor, value: Tensor, others: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The keys and values [1, Hkv, S, D] for transformers' own attention function, which reads no pages from 5.24 on;
+    until then it takes the cache itself."""
+    if not LAYERS_UPDATE or not is_paged(others.get("cache")):
+        return key, value
+    return _UPDATE(others.pop("cache"), key, value, module.layer_idx, others)
+
+
+@functools.wraps(_UPDATE)
+def _leave_to_attention(
+    self: PagedAttentionCache, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Takes the place of the cache's update, which copies all keys out of their pages: where an attention function of
+    ours follows, that writes and reads them there."""
+    function = AttentionInterface._global_mapping.get(self.config._attn_implementation)
+    if getattr(function, "__module__", "").rpartition(".")[0] != __package__:
+        return _UPDATE(self, key_states, value_states, layer_idx, kwargs)
+    kwargs["cache"] = self
+    return key_states, value_states

@@ -14,7 +14,7 @@ from transformers.utils.import_utils import is_tracing
 from .arguments import refuse_parts
 from .attention_function import attention_forward
 from .masks import is_packed, mask
-from .paged import PAGED_ARGUMENTS, is_paged
+from .paged import PAGED_ARGUMENTS, is_paged, update_as_theirs
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAME = "sdpa"
@@ -57,12 +57,13 @@ def sdpa_forward(
     """`attention_forward` with the arguments and the meaning of transformers' sdpa. Calls that the operator does not
     take go to transformers' function: exported graphs, soft caps (which sdpa refuses)."""
     refuse_parts()
-    biased_pages = is_paged(others) and position_bias is not None
+    biased_pages = is_paged(others.get("cache")) and position_bias is not None
     if biased_pages or not _is_taken(query, key, value, attention_mask, others):
+        key, value = update_as_theirs(module, key, value, others)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, **others
         )
-    paged = {name: others[name] for name in PAGED_ARGUMENTS} if is_paged(others) else {}
+    paged = {name: others[name] for name in PAGED_ARGUMENTS} if is_paged(others.get("cache")) else {}
     return attention_forward(
         module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias=position_bias,
         output_attentions=None, **paged,
@@ -74,7 +75,7 @@ def _is_taken(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ot
         return False
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         return False
-    if is_paged(others):
+    if is_paged(others.get("cache")):
         mask = None  # the cache says the same
     heads, lengths = query.size(1), [query.size(2), key.size(2)]
     if mask is not None and (mask.dim() != 4 or list(mask.shape[2:]) != lengths or mask.size(1) not in (1, heads)):

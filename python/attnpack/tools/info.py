@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._load import CUDA_LIBRARY, LIBRARY, PACKAGE, build_record, loaded_copies, why_no_cuda
+from ..extras import TESTED, install_command
 
 # optional package: the extra that installs it
 _OPTIONAL = {
@@ -54,6 +55,7 @@ def collect_info(failure: str = "") -> dict[str, Any]:
             else {"loaded": False, "why": why_no_cuda()},
         },
         "optional": {name: _optional(name, extra) for name, extra in _OPTIONAL.items()},
+        "tested": {name: list(releases) for name, releases in TESTED.items()},
         "cmake_prefix": str(PACKAGE),
     }
 
@@ -118,6 +120,7 @@ def _lines(info: dict[str, Any]) -> list[str]:
     for name, library in info["libraries"].items():
         rows.append((name, library["path"] if library["loaded"] else f"not loaded: {library['why']}"))
     rows += info["optional"].items()
+    rows.append(("tested with", "; ".join(f"{name} {', '.join(found)}" for name, found in info["tested"].items())))
     rows.append(("find_package", f"CMAKE_PREFIX_PATH={info['cmake_prefix']}"))
     return [f"{name:<20} {value}" for name, value in rows]
 
@@ -126,4 +129,4 @@ def _optional(name: str, extra: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return f"not installed: pip install 'attnpack[{extra}]'"
+        return f"not installed: {install_command(extra)}"

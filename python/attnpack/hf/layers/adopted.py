@@ -65,17 +65,24 @@ _ANGLES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def check_call(hidden_states: Tensor, past_key_values: object) -> None:
-    """Raises ValueError for a nested tensor and under `context_parallel`, and TypeError for a past_key_values that is
-    no cache of transformers."""
+def cache_of_call(hidden_states: Tensor, past_key_values: Any, cache: Any) -> Any:
+    """The cache of a call, or None: transformers names it `cache` from 5.24 on, and `past_key_values` before.
+
+    Raises:
+        ValueError: hidden_states is nested, both names are given, or the call is inside of `context_parallel`.
+        TypeError: the cache is none of transformers.
+    """
     refuse_parts()
     if hidden_states.is_nested:
         checks.padded("hidden_states", hidden_states)
-    if past_key_values is None or hasattr(past_key_values, "update"):
-        return
-    kind = "an attnpack" if isinstance(past_key_values, KVCache) else "a"
+    if past_key_values is not None and cache is not None:
+        raise ValueError("attnpack: cache: got it and past_key_values, its name before transformers 5.24; give one")
+    name, given = ("cache", cache) if past_key_values is None else ("past_key_values", past_key_values)
+    if given is None or hasattr(given, "update"):
+        return given
+    kind = "an attnpack" if isinstance(given, KVCache) else "a"
     raise TypeError(
-        f"attnpack: past_key_values is {kind} {type(past_key_values).__name__}, a replaced layer wants a cache of "
+        f"attnpack: {name} is {kind} {type(given).__name__}, a replaced layer wants a cache of "
         "transformers: transformers.DynamicCache() or StaticCache"
     )
 

@@ -15,7 +15,8 @@ from ...nn.attention import GroupedQueryAttention
 from ...nn.attention_base import split_heads
 from ...nn.linear import project, project_all
 from ..attention_function import attention_forward
-from .adopted import Adopted, check_call, eps_of, rotated
+from ..paged import is_paged
+from .adopted import Adopted, cache_of_call, eps_of, rotated
 from .families import GROUPED
 
 
@@ -62,6 +63,8 @@ class HfGroupedQueryAttention(Adopted, GroupedQueryAttention):
         position_embeddings: tuple[Tensor, Tensor] | None = None,  # each [B, L, D]
         attention_mask: Tensor | None = None,  # [B, 1, L, Lkv]
         past_key_values: Any = None,
+        *,
+        cache: Any = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """(out [B, L, embed_dim], probabilities [B, Hq, L, Lkv] or None), as the layer of transformers returns them.
@@ -69,13 +72,14 @@ class HfGroupedQueryAttention(Adopted, GroupedQueryAttention):
         Args:
             position_embeddings: (cos, sin) of the model's RoPE, or None for a layer that does not rotate.
             attention_mask: as `attnpack.hf` makes it for the model, or None for causal.
-            past_key_values: a cache of transformers; it stores the rotated keys under `layer_idx`.
+            cache: a cache of transformers; it stores the rotated keys under `layer_idx`. past_key_values is its name
+                before transformers 5.24.
 
         Raises:
-            TypeError: past_key_values is a cache of attnpack.
+            TypeError: the cache is one of attnpack.
             ValueError: names an argument that attention cannot honour.
         """
-        check_call(hidden_states, past_key_values)
+        cache = cache_of_call(hidden_states, past_key_values, cache)
         # Under the model's tensor parallelism this process has some of the heads: as many as the projections give.
         query, key, value, gate = self._own_heads(hidden_states)
         if self.q_norm is not None:
@@ -83,11 +87,13 @@ class HfGroupedQueryAttention(Adopted, GroupedQueryAttention):
         if self._rotates and position_embeddings is not None:
             how = self._its.interleaved, self._its.table
             query, key = (rotated(heads, position_embeddings, *how) for heads in (query, key))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if is_paged(cache):
+            others["cache"] = cache  # the attention function writes and reads its pages
+        elif cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         if self.indexer is not None:
             place = _places(others.get("position_ids"), query, key)
-            others["block_indices"] = self.indexer(hidden_states, position_embeddings, past_key_values, place)
+            others["block_indices"] = self.indexer(hidden_states, position_embeddings, cache, place)
         if self.sinks is not None:
             others["s_aux"] = self.sinks
         heads, weights = attention_forward(

@@ -18,7 +18,8 @@ from ...nn.linear import is_watched, plain_weight, project
 from ..arguments import REFUSED_BY_LATENT, refuse_arguments
 from ..attention_function import are_recorded, attention_forward, causal_without_mask, restricted, split_mask
 from ..packed import named_sequences, same_sequence
-from .adopted import Adopted, check_call, rotated
+from ..paged import is_paged
+from .adopted import Adopted, cache_of_call, rotated
 from .families import LATENT
 
 
@@ -65,6 +66,7 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
         attention_mask: Tensor | None = None,  # [B, 1, L, S]
         past_key_values: Any = None,
         *,
+        cache: Any = None,
         position_embeddings: tuple[Tensor, Tensor] | Tensor | None = None,
         output_attentions: bool | None = False,
         **others: Any,
@@ -73,31 +75,33 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
 
         Args:
             attention_mask: as `attnpack.hf` makes it for the model, or None for causal.
-            past_key_values: a cache of transformers.
+            cache: a cache of transformers. past_key_values is its name before transformers 5.24.
             position_embeddings: (cos, sin) of the model's RoPE, each [B, L, R], or cos + i sin as a complex
                 [B, L, R / 2]; None for no rotation.
 
         Raises:
-            TypeError: past_key_values is a cache of attnpack.
+            TypeError: the cache is one of attnpack.
             ValueError: names an argument that attention cannot honour.
         """
         wanted = are_recorded(output_attentions)
-        return self._attend_selected(
-            hidden_states, attention_mask, past_key_values, position_embeddings, None, wanted, others
-        )[:2]
+        cache = cache_of_call(hidden_states, past_key_values, cache)
+        return self._attend_selected(hidden_states, attention_mask, cache, position_embeddings, None, wanted, others)[
+            :2
+        ]
 
     def _attend_selected(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Any,
+        cache: Any,
         position_embeddings: tuple[Tensor, Tensor] | Tensor | None,
         earlier: Tensor | None,  # [B, L, n], the selection of an earlier layer
         need_weights: bool,
         others: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The output, the probabilities or None, and the selection [B, L, n] or None for all keys."""
-        check_call(hidden_states, past_key_values)
+        if is_paged(cache):
+            others["cache"] = cache  # refused with a fix
         refuse_arguments(others, REFUSED_BY_LATENT)
         low = self._low(hidden_states)
         query, latent, k_rope, _ = self._latents(hidden_states, None, low)
@@ -106,9 +110,9 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
             nope, rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
             query = torch.cat([nope, rotated(rope, position_embeddings, self.interleaved)], -1)
             k_rope = rotated(k_rope, position_embeddings, self.interleaved)
-        if past_key_values is not None:
-            latent, k_rope = past_key_values.update(latent, k_rope, self.layer_idx)
-        place = position_embeddings, attention_mask, past_key_values, latent
+        if cache is not None:
+            latent, k_rope = cache.update(latent, k_rope, self.layer_idx)
+        place = position_embeddings, attention_mask, cache, latent
         named = self._select(hidden_states, low, *place, others) if earlier is None else earlier
         joined, weights = self._attend_latents(query, latent, k_rope, attention_mask, need_weights, others, named)
         if self._gate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from ..attention_function import are_recorded
 from ..packed import named_sequences
+from .adopted import cache_of_call
 from .families import LATENT
 from .latent import HfLatentAttention
 
@@ -24,6 +26,8 @@ class HfSparseLatentAttention(HfLatentAttention):
     def __init__(self, theirs: nn.Module) -> None:
         super().__init__(theirs)
         self.indexer = theirs.indexer
+        taken = {} if self.indexer is None else inspect.signature(self.indexer.forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in taken else "cache"  # the latter from 5.24 on
         self._hands_on = LATENT[type(theirs).__name__].hands_on
 
     def forward(
@@ -32,6 +36,7 @@ class HfSparseLatentAttention(HfLatentAttention):
         attention_mask: Tensor | None = None,  # [B, 1, L, S]
         past_key_values: Any = None,
         *,
+        cache: Any = None,
         position_embeddings: tuple[Tensor, Tensor] | Tensor | None = None,
         prev_topk_indices: Tensor | None = None,  # [B, L, n]
         output_attentions: bool | None = False,
@@ -43,7 +48,7 @@ class HfSparseLatentAttention(HfLatentAttention):
             prev_topk_indices: the selection of an earlier layer, for a layer without an indexer.
 
         Raises:
-            TypeError: past_key_values is a cache of attnpack.
+            TypeError: the cache is one of attnpack.
             ValueError: names an argument that attention cannot honour.
         """
         if self.indexer is None and prev_topk_indices is None:
@@ -53,8 +58,9 @@ class HfSparseLatentAttention(HfLatentAttention):
             )
         earlier = None if self.indexer is not None else prev_topk_indices
         wanted = are_recorded(output_attentions)
+        cache = cache_of_call(hidden_states, past_key_values, cache)
         result = self._attend_selected(
-            hidden_states, attention_mask, past_key_values, position_embeddings, earlier, wanted, others
+            hidden_states, attention_mask, cache, position_embeddings, earlier, wanted, others
         )
         return result if self._hands_on else result[:2]
 
@@ -74,7 +80,7 @@ class HfSparseLatentAttention(HfLatentAttention):
                 "another sequence; leave cu_seq_lens and seq_idx out and pass position_ids with use_cache=False"
             )
         rows = _causal_rows(x, keys.size(2)) if mask is None else mask[:, 0]
-        return self.indexer(x, low, table, rows, others.get("position_ids"), past_key_values=cache)
+        return self.indexer(x, low, table, rows, others.get("position_ids"), **{self._cache_name: cache})
 
 
 def _causal_rows(x: Tensor, keys: int) -> Tensor:

@@ -184,15 +184,14 @@ def _zentorch(dtype: str, quick: bool) -> Contender:
 
 class Package(NamedTuple):
     module: str  # that Python imports
-    distribution: str  # that has the version
-    install: str  # what pip installs
+    distribution: str  # that pip installs, and that has the version
 
 
 PEERS = {
-    "transformers": Package("transformers", "transformers", "'attnpack[hf]'"),
-    "transformers+attnpack": Package("transformers", "transformers", "'attnpack[hf]'"),
-    "llama.cpp": Package("llama_cpp", "llama-cpp-python", "llama-cpp-python"),
-    "zentorch": Package("zentorch", "zentorch", "zentorch"),
+    "transformers": Package("transformers", "transformers"),
+    "transformers+attnpack": Package("transformers", "transformers"),
+    "llama.cpp": Package("llama_cpp", "llama-cpp-python"),
+    "zentorch": Package("zentorch", "zentorch"),
 }
 
 
@@ -220,7 +219,7 @@ def make_contenders(
     theirs: list[Transformers] = []
     for name in peers:
         if version(name) is None:
-            missing[name] = f"not installed: pip install {PEERS[name].install}"
+            missing[name] = f"not installed: pip install {PEERS[name].distribution}"
             continue
         try:
             if PEERS[name].module == "transformers":
