@@ -43,7 +43,7 @@ end_part build
 rm -rf "$reports"
 mkdir -p "$reports"
 
-# Two processes share the tests. pytest prints how much memory each took.
+# Two processes share the tests. pytest prints how much memory each took, and for which files.
 # A file's tests stay in one process, because its fixtures are made once per process.
 # Their threads sleep while they wait: threads that spin take the cores of the other process, and tests last ten times.
 export OMP_WAIT_POLICY=passive
@@ -52,10 +52,24 @@ status=0
 say ctest
 ctest --test-dir build --parallel "$processes" --output-on-failure --output-junit "$PWD/$reports/ctest.xml" || status=1
 end_part ctest
-say pytest
-python -m pytest -q -rs -n "$processes" --dist loadfile --no-loadscope-reorder "${marks[@]}" --durations 80 --durations-min 1 --junitxml "$reports/pytest.xml" "$@" </dev/null || status=1
-end_part pytest
+# run_pytest <name of the part> [argument of pytest]
+run_pytest() {
+  local name=$1
+  shift
+  say "pytest: $name"
+  python -m pytest -q -rs -n "$processes" --dist loadfile --no-loadscope-reorder "${marks[@]}" --durations 80 \
+    --durations-min 1 --junitxml "$reports/pytest-${name// /-}.xml" "$@" </dev/null || status=1
+  end_part "pytest: $name"
+}
+# In three parts, because processes grow: compiled graphs, models and imported packages stay.
+if [[ " $*" == *" tests/"* ]]; then
+  run_pytest "as given" "$@"
+else
+  run_pytest operators tests/{ops,cache,backend,cuda} "$@"
+  run_pytest modules tests/{nn,distributed,hf,convert,checkpoints} "$@"
+  run_pytest "tools and project" tests/{tools,project} "$@"
+fi
 say summary
-python scripts/summary.py "$reports/ctest.xml" "$reports/pytest.xml" || status=1
+python scripts/summary.py "$reports"/*.xml || status=1
 printf '%s\n' "${parts[@]}"
 exit "$status"

@@ -11,7 +11,7 @@ from torch_threads import threads
 # More keys than one tile takes alone; in the second case more than stay packed. 1,500 and 900 rows per kv head.
 CASES = {
     "packed": dict(heads="gqa", lengths=(300, 4500), dims=(16, 20)),
-    "packed anew": dict(heads="mha", lengths=(900, 8500), dims=(16, 16)),
+    "packed anew": dict(batch=1, heads="mha", lengths=(900, 8500), dims=(16, 16)),
 }
 RULES = {
     "full": {},
