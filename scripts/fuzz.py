@@ -19,7 +19,7 @@ def main() -> int:
     args = parser.parse_args()
     seed = random.randrange(2**31) if args.seed is None else args.seed
     print(f"{args.what}: seed {seed}", flush=True)
-    sys.path.insert(0, str(TESTS))
+    sys.path[:0] = [str(TESTS), str(TESTS / "support")]
     failures = importlib.import_module(f"fuzz.{args.what}").main(seed, args.seconds)
     return 1 if failures else 0
 

@@ -5,7 +5,9 @@
 #include <bindings/common.h>
 #include <bindings/register.h>
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/util/SmallVector.h>
+#include <torch/csrc/PyInterpreter.h>
 
 #include <array>
 #include <vector>
@@ -31,14 +33,24 @@ py::handle item(const py::handle& dict, const Name& name) {
   return PyDict_Check(dict.ptr()) ? PyDict_GetItemWithError(dict.ptr(), name.object) : nullptr;
 }
 
-// nn.Linear as it was when attnpack was imported.
+// Whether the code of `function` stands in the file of the class `owner`. A patch has code of its own, whatever name
+// and module it shows.
+bool is_code_of(const py::handle& function, const py::handle& owner) {
+  const auto code = py::getattr(function, "__code__", py::none());
+  if (code.is_none()) return false;
+  const py::dict modules = py::module_::import("sys").attr("modules");
+  const auto module = modules.attr("get")(owner.attr("__module__"));
+  return py::getattr(module, "__file__", py::none()).equal(code.attr("co_filename"));
+}
+
+// torch's nn.Linear. Its forward may have been patched before attnpack was imported.
 struct TorchLinear {
   py::object type = py::module_::import("torch.nn").attr("Linear");
-  py::object forward = type.attr("forward");
+  py::object forward;  // torch's own, once it has been seen
   py::object has_global_hook = py::module_::import("torch.nn.modules.module").attr("_has_any_global_hook");
 };
-const TorchLinear& torch_linear() {
-  static const auto* const found = new TorchLinear;  // never destroyed: Python may be gone by then
+TorchLinear& torch_linear() {
+  static auto* const found = new TorchLinear;  // never destroyed: Python may be gone by then
   return *found;
 }
 
@@ -67,11 +79,30 @@ bool is_linear(const py::handle& layer) {
   return reinterpret_cast<PyObject*>(Py_TYPE(layer.ptr())) == torch_linear().type.ptr();
 }
 
-// Whether a call of an nn.Linear is torch's linear, as far as its class and the hooks of all modules say.
+// Whether a mode of torch.overrides is active, which wants to see the calls of torch's functions. torch.device as a
+// context, and set_default_device, are such modes too, which only look at calls that make tensors.
+bool is_seen_by_mode() {
+  if (!at::impl::torch_function_mode_enabled()) return false;
+  static const auto* const device_context =
+      new py::object(py::module_::import("torch.utils._device").attr("DeviceContext"));
+  const int64_t count = at::impl::PythonTorchFunctionTLS::stack_len();
+  for (int64_t i = 0; i < count; ++i) {
+    const auto& mode = at::impl::PythonTorchFunctionTLS::get_stack_at(i);
+    if (reinterpret_cast<PyObject*>(Py_TYPE(mode->ptr(getPyInterpreter()))) != device_context->ptr()) return true;
+  }
+  return false;
+}
+
+// Whether a call of an nn.Linear is torch's linear, as far as its class, the hooks of all modules and modes say.
 bool is_unpatched() {
-  static const Name forward("forward");
-  return attribute(torch_linear().type, forward).is(torch_linear().forward) &&
-         !py::cast<bool>(py::bool_(torch_linear().has_global_hook()));
+  static const Name name("forward");
+  auto& linear = torch_linear();
+  const auto forward = attribute(linear.type, name);
+  if (!forward.is(linear.forward)) {
+    if (!is_code_of(forward, linear.type)) return false;
+    linear.forward = forward;
+  }
+  return !py::cast<bool>(py::bool_(linear.has_global_hook())) && !is_seen_by_mode();
 }
 
 // Whether a call of layer is torch's linear alone: no other type, no forward of its own, no hooks.
@@ -121,16 +152,18 @@ Tensor split_heads_py(const Tensor& x, int64_t num_heads) {
 }  // namespace
 
 std::optional<Tensor> linear_weight(const py::handle& layer) {
-  if (!is_linear(layer)) return std::nullopt;
+  // A hook of accelerate brings the weight when the layer is called: until then it is on the device "meta".
+  static const Name offload("_hf_hook");
+  if (!is_linear(layer) || item(own_dict(layer), offload)) return std::nullopt;
   const auto weight = parameter(own_dict(layer), weight_name());
   return weight && THPVariable_Check(weight.ptr()) ? std::make_optional(THPVariable_Unpack(weight.ptr()))
                                                    : std::nullopt;
 }
 
 void register_plain_linear(py::module_& m) {
-  torch_linear();
   m.attr("HOOKS") = py::tuple(py::cast(kHooks));
   m.def("is_plain", [](const py::object& layer) { return is_plain(layer); });
+  m.def("is_code_of", &is_code_of);
   m.def("is_watched", [](const py::object& module) { return is_watched(module); });
   define(m, "project", &project, {"layers", "x"});
   define(m, "split_heads", &split_heads_py, {"x", "num_heads"});

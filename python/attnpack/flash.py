@@ -249,12 +249,12 @@ def _append_and_attend_pages(q, k_pool, v_pool, k, v, before, table, slopes, set
     batch, length = q.shape[:2]
     lens = torch.tensor(before, dtype=torch.int64, device=q.device)
     # A call that fails raises before the pools are written: this one has no rows, and checks all that is read.
-    none = torch.zeros(batch + 1, dtype=torch.int32)
+    none = torch.zeros(batch + 1, dtype=torch.int32, device="cpu")
     _attend_pages(q[:0].flatten(0, 1), k_pool, v_pool, none, table, lens, slopes, **settings)
     if k is not None:
         heads = [x.transpose(1, 2) for x in (k, v)]
         torch.ops.attnpack.kv_cache_append_paged_(k_pool, v_pool, table, lens, *heads, None, None)
-    ends = torch.arange(batch + 1, dtype=torch.int32) * length
+    ends = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * length
     out, lse = _attend_pages(q.flatten(0, 1), k_pool, v_pool, ends, table, lens, slopes, **settings)
     return out.unflatten(0, (batch, length)), lse.unflatten(1, (batch, length)).transpose(0, 1)
 
@@ -271,7 +271,7 @@ def _attend_pages(q, k_pool, v_pool, ends, table, lens, slopes, **settings):
     for b, slope in enumerate(slopes):
         first, last = ends[b : b + 2].tolist()
         own = {"block_table": table[b : b + 1], "kv_lens": lens[b : b + 1], "alibi_slopes": slope}
-        one = torch.tensor([0, last - first], dtype=torch.int32)
+        one = torch.tensor([0, last - first], dtype=torch.int32, device="cpu")
         out, lse = attention_varlen(q[first:last], k_pool, v_pool, one, **own, return_lse=True, **settings)
         outs.append(out)
         lses.append(lse)

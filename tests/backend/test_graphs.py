@@ -105,3 +105,40 @@ def test_a_dynamic_length_and_a_mask_in_one_graph():
             assert torch.allclose(compiled(q, mask), call(q, mask), atol=1e-6)
     assert backend.report()["sdpa"]["passed_on"] == {}
     assert "torch._dynamo" in sys.modules
+
+
+def kept_rows(x, keep):
+    """[rows, 32] -> [rows that are kept, 4, 1, 8]: a size that depends on data."""
+    return x[keep].unflatten(-1, (4, 1, 8))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_size_that_depends_on_data(masked):
+    def tokens(x, keep):  # the kept rows are a batch
+        y = kept_rows(x, keep)
+        mask = torch.ones(y.size(0), 1, 1, 1, dtype=torch.bool) if masked else None
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=mask)
+
+    def keys(x, keep):  # the kept rows are keys and queries
+        y = x[keep].unflatten(-1, (4, 8)).transpose(0, 1)[None]
+        mask = torch.ones(y.size(-2), y.size(-2), dtype=torch.bool).tril() if masked else None
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=mask)
+
+    x, keep = torch.randn(9, 32), torch.arange(9) % 3 > 0
+    with backend.sdpa(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for call in (tokens, keys):
+            torch._dynamo.reset()
+            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+            assert torch.allclose(compiled(x, keep), call(x, keep), atol=1e-6)
+            assert torch.allclose(compiled(x, ~keep), call(x, ~keep), atol=1e-6)
+
+
+def test_a_size_that_depends_on_data_exports():
+    class Kept(torch.nn.Module):
+        def forward(self, x, keep):
+            return attend(kept_rows(x, keep))
+
+    x, keep = torch.randn(9, 32), torch.arange(9) % 3 > 0
+    with backend.sdpa():
+        program = torch.export.export(Kept(), (x, keep))
+        assert torch.allclose(program.module()(x, ~keep), Kept()(x, ~keep), atol=1e-6)

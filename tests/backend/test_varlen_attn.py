@@ -68,6 +68,15 @@ def test_used_keys():
 
 
 @pytest.mark.usefixtures("enabled")
+def test_used_keys_under_another_default_device():
+    (q, k, v), where = call()
+    used = ends(5, 5)
+    expected = varlen_attn(q, k, v, *where, enable_gqa=True, seqused_k=used)
+    with torch.device("meta"):
+        assert torch.equal(varlen_attn(q, k, v, *where, enable_gqa=True, seqused_k=used), expected)
+
+
+@pytest.mark.usefixtures("enabled")
 def test_what_is_not_there_is_named():
     (q, k, v), where = call()
     with pytest.raises(ValueError, match="block_table is given, and keys in pages are not built yet"):

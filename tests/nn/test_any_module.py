@@ -430,3 +430,27 @@ def test_names_are_those_of_hugging_face():
     assert set(module.state_dict()) == projections | {"o_proj.weight", "q_norm.weight", "k_norm.weight"}
     assert module.k_proj.weight.shape == (12, EMBED)
     assert all(isinstance(getattr(module, name), nn.Linear) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
+@pytest.mark.parametrize("classes", [None, ["DecoderBlock"], ["GroupedQueryAttention"], ["Decoder"]], ids=str)
+def test_weights_that_accelerate_offloads(classes):
+    """Its hooks bring a layer's weights when the layer is called: until then they are on the device "meta"."""
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    model, ids = attnpack.CausalLM(32, 24, 2, 4, 2, hidden_dim=32).eval(), torch.randint(32, (1, 5))
+    with torch.no_grad():
+        wanted = model(ids)
+        accelerate.cpu_offload(model, preload_module_classes=classes)
+        torch.testing.assert_close(model(ids), wanted)
+
+
+@pytest.mark.parametrize("kind", ["layer", "model"])
+def test_a_size_that_depends_on_data(kind):
+    layer = attnpack.GroupedQueryAttention(EMBED, 4, 2, causal=True, rope=attnpack.RotaryEmbedding(6)).eval()
+    model = attnpack.CausalLM(32, 24, 1, 4, 2, hidden_dim=32).eval()
+    x, ids, keep = torch.randn(9, EMBED), torch.arange(9), torch.arange(9) % 3 > 0
+    calls = {"layer": lambda keep: layer(x[keep][None]), "model": lambda keep: model(ids[keep][None])}
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(calls[kind], fullgraph=True, backend="aot_eager")
+        for some in (keep, ~keep):
+            torch.testing.assert_close(compiled(some), calls[kind](some))

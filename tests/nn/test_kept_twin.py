@@ -1,6 +1,7 @@
 """generate keeps the twin of a model between calls: never with old weights or settings, and at no cost in memory."""
 
 import copy
+import functools
 import gc
 import io
 import threading
@@ -142,6 +143,26 @@ def test_a_hook_that_goes_again(model, made):
     handle.remove()
     check(model)
     assert made == [1, 1]
+
+
+def test_hooks_of_all_modules_are_refused(model, made):
+    check(model)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        for call in (model.cpp, lambda: model.generate(IDS, max_new_tokens=2)):
+            with pytest.raises(TypeError, match="attnpack: torch has hooks for all modules"):
+                call()
+    finally:
+        handle.remove()
+    check(model)
+
+
+@pytest.mark.parametrize(("kind", "where"), [(nn.Linear, "q_proj"), (nn.Embedding, "embed_tokens")])
+def test_a_patched_class_of_torch_is_refused(model, monkeypatch, kind, where):
+    theirs = kind.forward
+    monkeypatch.setattr(kind, "forward", functools.wraps(theirs)(lambda self, x: 2 * theirs(self, x)))
+    with pytest.raises(TypeError, match=f"{where} is a {kind.__name__} whose class has another forward than torch's"):
+        model.generate(IDS, max_new_tokens=2)
 
 
 def test_a_forward_of_ones_own_for_the_class_is_refused(model, monkeypatch):

@@ -285,6 +285,25 @@ def test_a_refused_call_writes_nothing_into_pages():
     assert not torch.equal(pools[0], K)
 
 
+@pytest.fixture
+def meta_by_default():
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+def test_a_default_device_changes_nothing(meta_by_default):
+    """Tensors on the CPU, in a process that makes its models on the device "meta"."""
+    cpu = {"device": "cpu"}
+    q, pool = torch.randn(2, 1, 4, 8, **cpu), torch.randn(3, 4, 2, 8, **cpu)
+    table, lens = torch.tensor([[0], [2]], dtype=torch.int32, **cpu), torch.tensor([3, 2], dtype=torch.int32, **cpu)
+    for slopes in (None, torch.rand(4, **cpu), torch.rand(2, 4, **cpu)):
+        settings = {"cache_seqlens": lens, "causal": True, "alibi_slopes": slopes}
+        pages = flash.flash_attn_with_kvcache(q, pool, pool, block_table=table, **settings)
+        cache = pool[table.squeeze(1).long()]
+        assert_close(pages, flash.flash_attn_with_kvcache(q, cache, cache, **settings))
+
+
 def test_a_cache_gives_no_gradients():
     q = draw(1, 1, 2, 8).requires_grad_()
     out = flash.flash_attn_with_kvcache(q, draw(1, 4, 2, 8), draw(1, 4, 2, 8), q, q, cache_seqlens=2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from attnpack import ops
 from attnpack.nn.linear import linear, project
+from processes import run_python
 from torch import nn
 from torch.testing import assert_close
 from torch_threads import threads
@@ -201,6 +202,65 @@ def test_what_is_done_to_a_projection_takes_effect(change, gradients):
         torch.testing.assert_close(module(x), 2 * before)
     if change == "hook on all modules":
         handle.remove()
+
+
+class Doubling(torch.overrides.TorchFunctionMode):
+    """Doubles every linear call."""
+
+    seen = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.seen += function is nn.functional.linear
+        return 2 * out if function is nn.functional.linear else out
+
+
+def test_a_function_mode_sees_the_calls_of_linear_layers():
+    module, x = attnpack.FeedForward(16, 32), torch.randn(1, 3, 16)
+    with torch.no_grad():
+        plain = module(x)
+        with Doubling() as mode:
+            assert not torch.equal(module(x), plain)
+        assert mode.seen == 3
+        assert torch.equal(module(x), plain)
+
+
+def test_a_default_device_is_no_mode_that_looks_at_linear_layers():
+    module, x = attnpack.FeedForward(16, 32), torch.randn(1, 1, 16)
+    with torch.no_grad(), torch.device("cpu"):
+        assert "attnpack::linear" in ops_of(lambda: project(module.up_proj, x))
+
+
+PATCHED_BEFORE = """
+import torch
+{patch}
+import attnpack
+module, x = attnpack.FeedForward(16, 32), torch.randn(2, 3, 16)
+with torch.no_grad():
+    ours = module(x)
+    torch.nn.Linear.forward = theirs
+    plain = module(x)
+print(float((ours - plain).abs().max()) > 0.1, calls)
+"""
+PATCHES = {
+    "a function": """
+theirs, calls = torch.nn.Linear.forward, []
+torch.nn.Linear.forward = lambda self, x: (calls.append(1), 2 * theirs(self, x))[1]""",
+    "a wrapper that shows torch's name": """
+import functools
+theirs, calls = torch.nn.Linear.forward, []
+@functools.wraps(theirs)
+def forward(self, x):
+    calls.append(1)
+    return 2 * theirs(self, x)
+torch.nn.Linear.forward = forward""",
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_patch_of_nn_linear_before_the_import_takes_effect(patch):
+    ran = run_python(PATCHED_BEFORE.format(patch=PATCHES[patch]))
+    assert ran.stdout.strip() == "True [1, 1, 1]", ran.text
 
 
 def test_a_forward_of_its_own_is_not_run_by_cpp():

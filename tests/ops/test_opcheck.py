@@ -302,3 +302,33 @@ def test_ops_need_no_python_of_ours():
     again = attention(inputs.query, inputs.key, inputs.value, inputs.mask, return_lse=True, **inputs.settings)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
     assert attnpack.attention is attention
+
+
+def kept(x, keep):
+    """[1, heads, kept rows, width] of x [rows, heads * width]: a size that depends on data."""
+    return x[keep].unflatten(-1, (4, 8)).transpose(0, 1)[None]
+
+
+OF_UNKNOWN_LENGTH = {
+    "plain": lambda y: attention(y, y, y),
+    "causal": lambda y: attention(y, y, y, causal=True, window=(3, 0), return_lse=True),
+    "mask": lambda y: attention(y, y, y, torch.ones(y.size(2), y.size(2), dtype=torch.bool).tril()),
+    "a batch": lambda y: attention(*(y.transpose(0, 2),) * 3),
+    "rope": lambda y: apply_rope(y, *(t.expand(y.size(2), 4) for t in torch.ones(2, 1, 4))),
+}
+
+
+@pytest.mark.parametrize("call", OF_UNKNOWN_LENGTH.values(), ids=OF_UNKNOWN_LENGTH)
+def test_a_size_that_depends_on_data(call):
+    """As torch's own attention: one graph for any number of kept rows, compiled and exported."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x, keep):
+            return call(kept(x, keep))
+
+    x, keep, module = draw(9, 32, dtype=torch.float32), torch.arange(9) % 3 > 0, Module()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        for some in (keep, ~keep):
+            assert_close(compiled(x, some), module(x, some))
+    assert_close(torch.export.export(module, (x, keep)).module()(x, ~keep), module(x, ~keep))

@@ -87,7 +87,7 @@ def test_variants_table():
     ]
     for row in rows:
         assert 0 < row.error < 2 * row.torch_error + 1e-6
-        assert row.step_ms > 0 and row.sdpa_step_ms > 0
+        assert row.step_ms >= row.least_ms > 0 and row.sdpa_step_ms >= row.sdpa_least_ms > 0
     lines = demo_variants.format_table(rows).splitlines()
     assert len(lines) == 7 and len({len(line) for line in lines}) == 1
 
@@ -158,7 +158,8 @@ def test_the_readme_shows_what_the_demo_prints(capsys):
     printed = "1. A language model, SmolLM2-135M-Instruct, on attnpack's C++ modules\n\n" + "".join(said)
     # The README cuts the answer, with three dots.
     before, after = (part.split() for part in without_figures(shown).split(" ..."))
-    words = without_figures(printed).split()
+    calm = [line for line in printed.splitlines() if not line.startswith("The machine was busy")]
+    words = without_figures("\n".join(calm)).split()
     assert re.search(rf"^machine +{re.escape(machine())}, \d+ threads?,", printed, flags=re.M)
     assert words[: len(before)] == before and words[-len(after) :] == after
 

@@ -15,6 +15,7 @@
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/cuda/kernels/table.h>
 #include <attnpack/ops/detail/attention_arguments.h>
+#include <attnpack/ops/detail/unknown_sizes.h>
 
 namespace attnpack {
 namespace {
@@ -38,11 +39,9 @@ ReplaceableFunction& replaceable_sdpa() {
   return function;
 }
 
-bool is_one(const SymInt& size) { return size == 1; }
-
 // A size of the result where two sizes meet by broadcasting, or -1.
 SymInt broadcast_size(const SymInt& a, const SymInt& b) {
-  if (a == b || is_one(b)) return a;
+  if (same_size(a, b) || is_one(b)) return a;
   return is_one(a) ? b : SymInt(-1);
 }
 
@@ -63,20 +62,20 @@ Reason read_batch(const Tensor& query, const Tensor& key, const Tensor& value, b
   sizes.with_heads = query.dim() > 3 || enable_gqa;
   for (int64_t i = 0; i < query.dim() - 2 - sizes.with_heads; ++i) {
     const SymInt keys = broadcast_size(key.sym_size(i), value.sym_size(i));
-    const SymInt size = keys == -1 ? SymInt(-1) : broadcast_size(query.sym_size(i), keys);
-    if (size == -1) return Reason::kSizes;
+    const SymInt size = same_size(keys, -1) ? SymInt(-1) : broadcast_size(query.sym_size(i), keys);
+    if (same_size(size, -1)) return Reason::kSizes;
     sizes.batch.push_back(size);
   }
   if (!sizes.with_heads) return Reason::kNone;
   const SymInt q = query.sym_size(-3), k = key.sym_size(-3), v = value.sym_size(-3);
   sizes.kv_heads = broadcast_size(k, v);
-  if (sizes.kv_heads == -1) return Reason::kHeads;
+  if (same_size(sizes.kv_heads, -1)) return Reason::kHeads;
   if (enable_gqa) {
     sizes.heads = q;
-    return k == v && k > 0 && q % k == 0 ? Reason::kNone : Reason::kHeads;
+    return same_size(k, v) && !is_below_one(k) && same_size(q % k, 0) ? Reason::kNone : Reason::kHeads;
   }
   sizes.heads = broadcast_size(q, sizes.kv_heads);
-  return sizes.heads == -1 ? Reason::kHeads : Reason::kNone;
+  return same_size(sizes.heads, -1) ? Reason::kHeads : Reason::kNone;
 }
 
 Reason check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, const Sizes& sizes) {
@@ -91,7 +90,7 @@ Reason check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, co
                           : i == 2                     ? query.sym_size(-2)
                           : i == 3 && sizes.with_heads ? sizes.heads
                                                        : sizes.batch[dims - i];
-    if (size != 1 && size != wanted) return Reason::kMask;
+    if (!is_one(size) && !same_size(size, wanted)) return Reason::kMask;
   }
   return Reason::kNone;
 }
@@ -110,8 +109,8 @@ Reason why_not(const Tensor& query, const Tensor& key, const Tensor& value, cons
   if (!takes_classes_of({query, key, value, given_mask})) return Reason::kSubclass;
   const int64_t dims = query.dim();
   if (dims < (enable_gqa ? 3 : 2) || key.dim() != dims || value.dim() != dims) return Reason::kSizes;
-  if (key.sym_size(-1) != query.sym_size(-1) || query.sym_size(-1) < 1 || value.sym_size(-1) < 1 ||
-      value.sym_size(-2) != key.sym_size(-2))
+  if (!same_size(key.sym_size(-1), query.sym_size(-1)) || is_below_one(query.sym_size(-1)) ||
+      is_below_one(value.sym_size(-1)) || !same_size(value.sym_size(-2), key.sym_size(-2)))
     return Reason::kSizes;
   if (const Reason reason = read_batch(query, key, value, enable_gqa, sizes); reason != Reason::kNone) return reason;
   if (mask) {
@@ -138,7 +137,7 @@ Tensor join_batch(const Tensor& x, int64_t batch_dims) {
 
 // query, key or value as [batch, heads, rows, columns]. Broadcasting repeats no memory.
 Tensor with_four_dims(const Tensor& x, const Sizes& sizes, const SymInt& heads) {
-  if (x.dim() == 4 && x.sym_size(0) == sizes.batch[0] && x.sym_size(1) == heads) return x;
+  if (x.dim() == 4 && same_size(x.sym_size(0), sizes.batch[0]) && same_size(x.sym_size(1), heads)) return x;
   const Tensor t = sizes.with_heads ? x : x.unsqueeze(-3);
   return join_batch(t.expand_symint(shape_with(sizes, {heads, t.sym_size(-2), t.sym_size(-1)})), sizes.batch_dims());
 }
@@ -154,19 +153,20 @@ Tensor with_fitting_dims(const Tensor& mask, const Sizes& sizes) {
 // Whether torch's fused kernel would run, which broadcasts nothing.
 bool torch_would_fuse(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
                       double dropout_p, bool enable_gqa) {
-  const bool same_batch =
-      query.dim() == 4 && query.sym_size(0) == key.sym_size(0) && query.sym_size(0) == value.sym_size(0);
-  const bool same_heads =
-      same_batch && (enable_gqa || (query.sym_size(1) == key.sym_size(1) && query.sym_size(1) == value.sym_size(1)));
-  const auto dense = [](const Tensor& t) { return t.sym_stride(-1) == 1; };
-  return same_heads && dense(query) && dense(key) && dense(value) && value.sym_size(-1) == query.sym_size(-1) &&
-         dropout_p == 0 && !(mask && mask->requires_grad()) && query.sym_numel() > 0 && key.sym_size(-2) > 0;
+  const bool same_batch = query.dim() == 4 && same_size(query.sym_size(0), key.sym_size(0)) &&
+                          same_size(query.sym_size(0), value.sym_size(0));
+  const bool same_heads = same_batch && (enable_gqa || (same_size(query.sym_size(1), key.sym_size(1)) &&
+                                                        same_size(query.sym_size(1), value.sym_size(1))));
+  const auto dense = [](const Tensor& t) { return is_one(t.sym_stride(-1)); };
+  return same_heads && dense(query) && dense(key) && dense(value) &&
+         same_size(value.sym_size(-1), query.sym_size(-1)) && dropout_p == 0 && !(mask && mask->requires_grad()) &&
+         !is_below_one(query.sym_numel()) && !is_below_one(key.sym_size(-2));
 }
 
 // Whether two tensors of the same sizes have the same elements at the same places.
 bool same_layout(const Tensor& a, const Tensor& b) {
   for (int64_t i = 0; i < a.dim(); ++i)
-    if (a.sym_size(i) != 1 && a.sym_stride(i) != b.sym_stride(i)) return false;
+    if (!is_one(a.sym_size(i)) && !same_size(a.sym_stride(i), b.sym_stride(i))) return false;
   return true;
 }
 
@@ -179,7 +179,7 @@ Tensor as_torch_gives(const Tensor& out, const Tensor& query, const Sizes& sizes
     shape.append({out.sym_size(-2), out.sym_size(-1)});
     return out.contiguous().view_symint(shape);
   }
-  if (!fused || query.is_contiguous()) return out.contiguous();
+  if (!fused || query.is_contiguous_or_false()) return out.contiguous();
   const Tensor like = at::empty_like(query.detach());
   return same_layout(like, out) ? out : like.copy_(out);
 }

@@ -11,6 +11,7 @@
 #include <attnpack/layers/detail/quantized_keys.h>
 #include <attnpack/layers/spread.h>
 #include <attnpack/ops/detail/schema.h>
+#include <attnpack/ops/detail/unknown_sizes.h>
 
 namespace attnpack {
 namespace {
@@ -143,7 +144,7 @@ std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const T
   PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   const bool slots = cache && cache->dropped;
   trim_to_longest(tokens, slots ? std::nullopt : layer.mask);
-  if (slots && args.mask && args.mask->dim() > 0 && args.mask->sym_size(-1) != 1)
+  if (slots && args.mask && args.mask->dim() > 0 && !is_one(args.mask->sym_size(-1)))
     args.mask = args.mask->narrow_symint(-1, 0, tokens.key.sym_size(2));
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;

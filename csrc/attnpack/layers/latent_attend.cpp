@@ -10,6 +10,7 @@
 #include <attnpack/layers/spread.h>
 #include <attnpack/ops/detail/latent_rows.h>
 #include <attnpack/ops/detail/schema.h>
+#include <attnpack/ops/detail/unknown_sizes.h>
 #include <attnpack/ops/linear.h>
 
 namespace attnpack {
@@ -107,7 +108,7 @@ PlacedTokens place_rows(const NewTokens& tokens, const CacheTensors& cache, cons
   SymInt readable = cache.key.sym_size(2);
   std::optional<SymInt> limit;
   const auto& mask = layer.mask;
-  const bool covers = mask && mask->dim() > 0 && mask->sym_size(-1) != 1;
+  const bool covers = mask && mask->dim() > 0 && !is_one(mask->sym_size(-1));
   if (covers && mask->sym_size(-1) < readable) readable = *(limit = mask->sym_size(-1));
   const auto keys_like = at::empty_symint({1}, k.options().requires_grad(false))
                              .expand_symint({cache.key.sym_size(0), 1, readable, SymInt(1)});
@@ -241,7 +242,7 @@ std::tuple<Tensor, Tensor> latent_expand_composite(const Tensor& latents, const 
                                                    SymInt num_heads, SymInt v_dim) {
   ATTNPACK_CHECK(num_heads >= 1, "num_heads is ", num_heads, ", wants at least 1");
   ATTNPACK_CHECK(v_dim >= 0, "v_dim is ", v_dim, ", wants 0 or more");
-  ATTNPACK_CHECK(latents.dim() == 4 && latents.sym_size(1) == 1, "latents has shape ", latents.sym_sizes(),
+  ATTNPACK_CHECK(latents.dim() == 4 && is_one(latents.sym_size(1)), "latents has shape ", latents.sym_sizes(),
                  ", wants [batch, 1, length, kv_lora_rank + qk_rope_head_dim]");
   ATTNPACK_CHECK(latent_dim >= 0 && latent_dim <= latents.sym_size(3), "latent_dim is ", latent_dim, ", wants 0 to ",
                  latents.sym_size(3), ", the width of latents");

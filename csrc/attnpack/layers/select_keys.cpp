@@ -15,6 +15,7 @@
 #include <attnpack/ops/detail/named_columns.h>
 #include <attnpack/ops/detail/row_pieces.h>
 #include <attnpack/ops/detail/schema.h>
+#include <attnpack/ops/detail/unknown_sizes.h>
 #include <attnpack/ops/key_products.h>
 
 namespace attnpack {
@@ -45,7 +46,7 @@ void check_mask(const Tensor& mask, const Tensor& query) {
   check_dense("mask", mask);
   const auto fits = [&](int64_t from_last, const SymInt& size) {
     const int64_t d = mask.dim() - from_last;
-    return d < 0 || mask.sym_size(d) == 1 || mask.sym_size(d) == size;
+    return d < 0 || is_one(mask.sym_size(d)) || mask.sym_size(d) == size;
   };
   ATTNPACK_CHECK(mask.dim() >= 1 && mask.dim() <= 4 && fits(2, query.sym_size(2)) && fits(4, query.sym_size(0)) &&
                      (mask.scalar_type() == at::kBool || mask.is_floating_point()),
@@ -132,7 +133,7 @@ Tensor in_pieces(const Tensor& query, const SymInt& keys, const PlaceArguments& 
 void check_indexer(const Tensor& query, const Tensor& key, const Tensor& weights, const PlaceArguments& place) {
   check_query_and_key(query, key, place);
   check_dense("weights", weights);
-  ATTNPACK_CHECK(key.sym_size(1) == 1, "key has ", key.sym_size(1), " heads, wants one, which all heads score");
+  ATTNPACK_CHECK(is_one(key.sym_size(1)), "key has ", key.sym_size(1), " heads, wants one, which all heads score");
   ATTNPACK_CHECK(weights.dim() == 3 && weights.is_floating_point() && weights.sym_size(0) == query.sym_size(0) &&
                      weights.sym_size(1) == query.sym_size(2) && weights.sym_size(2) == query.sym_size(1),
                  "weights has shape ", weights.sym_sizes(), " and dtype ", weights.scalar_type(),
@@ -212,7 +213,7 @@ void check_loss(const Tensor& query, const Tensor& key, const Tensor& probabilit
   const SymInt batch = query.sym_size(0), length = query.sym_size(2), keys = key.sym_size(2);
   ATTNPACK_CHECK(length == keys, "key has length ", keys, ", query ", length, ": the indexer reads its own tokens");
   ATTNPACK_CHECK(!key_index || (key_index->dim() == 4 && key_index->sym_size(0) == batch &&
-                                key_index->sym_size(1) == 1 && key_index->sym_size(2) == length &&
+                                is_one(key_index->sym_size(1)) && key_index->sym_size(2) == length &&
                                 at::isIntegralType(key_index->scalar_type(), /*includeBool=*/false)),
                  "key_index has shape ", key_index->sym_sizes(), " and dtype ", key_index->scalar_type(),
                  ", wants int32 or int64 [", batch, ", 1, ", length, ", n]");
@@ -346,7 +347,7 @@ Tensor select_blocks_composite(const Tensor& query, const Tensor& key, SymInt bl
     Tensor hidden = here.causal ? empty.logical_or(numbers > own) : empty;
     if (bias.defined()) {
       // A key that the mask leaves, but that lies after the query or in padding, opens no block.
-      if (bias.sym_size(3) != 1) bias = block_maxima(hide(bias, rows, here), blocks, block);
+      if (!is_one(bias.sym_size(3))) bias = block_maxima(hide(bias, rows, here), blocks, block);
       if (mean) scores = scores + bias;
       hidden = hidden.logical_or(bias == -kInf);
     }

@@ -4,6 +4,7 @@
 #include <attnpack/core/check.h>
 #include <attnpack/ops/detail/rope_args.h>
 #include <attnpack/ops/detail/schema.h>
+#include <attnpack/ops/detail/unknown_sizes.h>
 #include <attnpack/ops/rope.h>
 
 namespace attnpack {
@@ -23,7 +24,7 @@ void check_rope(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   ATTNPACK_CHECK(cos.dim() >= 1 && cos.dim() <= x.dim() && cos.sym_size(-1) <= x.sym_size(-1) / 2, "cos has shape ",
                  cos.sym_sizes(), ", wants to broadcast to [..., length, r/2] with r <= head_dim = ", x.sym_size(-1));
   for (int64_t i = 2; i <= cos.dim(); ++i)
-    ATTNPACK_CHECK(cos.sym_size(-i) == 1 || cos.sym_size(-i) == x.sym_size(-i), "cos has shape ", cos.sym_sizes(),
+    ATTNPACK_CHECK(is_one(cos.sym_size(-i)) || cos.sym_size(-i) == x.sym_size(-i), "cos has shape ", cos.sym_sizes(),
                    ", which does not broadcast to [..., length, r/2] of x ", x.sym_sizes());
 }
 
@@ -66,7 +67,7 @@ void check_rope_by_length(const Tensor& positions, const std::optional<Tensor>& 
                  "positions has shape ", positions.sym_sizes(), " and dtype ", positions.scalar_type(),
                  ", wants int64 [length] or [batch, length]");
   ATTNPACK_CHECK(!lengths || (lengths->dim() == 1 && at::isIntegralType(lengths->scalar_type(), false) &&
-                              (positions.dim() == 1 || positions.sym_size(0) == 1 || lengths->sym_size(0) == 1 ||
+                              (positions.dim() == 1 || is_one(positions.sym_size(0)) || is_one(lengths->sym_size(0)) ||
                                positions.sym_size(0) == lengths->sym_size(0))),
                  "lengths has shape ", lengths->sym_sizes(), " and dtype ", lengths->scalar_type(),
                  ", wants integers [batch] as positions ", positions.sym_sizes(), " has");
@@ -81,7 +82,7 @@ std::vector<c10::SymInt> rope_table_shape(const Tensor& positions, const std::op
                                           at::ArrayRef<double> inv_freq) {
   std::vector<c10::SymInt> shape;
   if (lengths || positions.dim() == 2) {
-    const bool many = positions.dim() == 2 && (!lengths || positions.sym_size(0) != 1);
+    const bool many = positions.dim() == 2 && (!lengths || !is_one(positions.sym_size(0)));
     shape.push_back(many ? positions.sym_size(0) : lengths->sym_size(0));
   }
   shape.push_back(positions.sym_size(-1));

@@ -91,8 +91,9 @@ def _used_keys(
             f"attnpack: seqused_k is {used.tolist()}, wants one number for each sequence, from 0 to its keys, "
             f"{room.tolist()}"
         )
-    rows = [torch.arange(int(begin), int(begin) + int(n)) for begin, n in zip(cu_seq_k, used, strict=False)]
-    index = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
+    begins = zip(cu_seq_k.tolist(), used.tolist(), strict=False)
+    rows = [torch.arange(begin, begin + n, device="cpu") for begin, n in begins]
+    index = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *rows])
     return key[index], value[index], torch.cat([cu_seq_k[:1], used.cumsum(0).to(cu_seq_k.dtype)])
 
 
@@ -134,7 +135,7 @@ def _in_layout_of(like: Tensor, x: Tensor) -> Tensor:
 
 def _varlen_attn(query, *arguments, **keywords):
     out, lse = _forward(query, *arguments, **keywords)
-    return _in_layout_of(query, out), lse.float(), torch.zeros((2,), dtype=torch.uint64)
+    return _in_layout_of(query, out), lse.float(), torch.zeros((2,), dtype=torch.uint64, device="cpu")
 
 
 def _varlen_attn_out(out, query, *arguments, **keywords):

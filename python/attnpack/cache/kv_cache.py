@@ -118,7 +118,7 @@ class KVCache:
         """Sequence b becomes the former sequence index[b] (beam search); index int64 [B], where B may change, but not
         that of a StaticCache."""
         if torch.compiler.is_compiling() and not isinstance(index, Tensor):
-            index = torch.tensor(index)  # an op takes no list in place of a tensor
+            index = torch.tensor(index, device="cpu")  # an op takes no list in place of a tensor
         self._change("reorder", index)
 
     def all_or_none(self) -> AbstractContextManager[None]:

@@ -192,7 +192,7 @@ class GgufCheckpoint:
             raise ValueError(
                 f"{self.path}: {name} has shape {list(shape)}, RoPE over {2 * length} dims asks for {[length]}"
             )
-        values = torch.empty(shape)
+        values = torch.empty(shape, device="cpu")
         self.file.read(name, values)
         return values.tolist()
 

@@ -220,7 +220,7 @@ class GgufFile:
 
         tensor = self.tensors[name]
         if len(tensor.shape) == 1 and out.shape != tensor.shape:
-            whole = torch.empty(tensor.shape)
+            whole = torch.empty(tensor.shape, device="cpu")
             self.read(name, whole)
             out.copy_(whole[first : first + out.numel()])
             return

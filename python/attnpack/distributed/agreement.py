@@ -48,7 +48,7 @@ def agree(what: str, group: dist.ProcessGroup, device: torch.device, /, **values
     text = _SEPARATOR.join(said).encode()
     if len(text) > _WIDTH:
         text = text[: _WIDTH - 24] + f"...{hash_of(text):020d}".encode()
-    row = torch.zeros(1, _WIDTH, dtype=torch.uint8)
+    row = torch.zeros(1, _WIDTH, dtype=torch.uint8, device="cpu")
     row[0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = all_gather(row.to(device), group).cpu()
     differing = (rows != rows[:1]).any(1).nonzero().flatten().tolist()

@@ -90,7 +90,7 @@ class ShardedCache(KVCache, Spread):
         DynamicCache().crop(n)  # raises where n is no number of positions
         if n == 0:
             return self.reset()
-        self.inner.crop(self._held(torch.tensor([n]), self.group.rank()).item())
+        self.inner.crop(self._held(torch.tensor([n], device="cpu"), self.group.rank()).item())
         self._whole = self._whole.clamp(max=n)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:

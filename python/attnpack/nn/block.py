@@ -14,6 +14,7 @@ from ..cache import CrossCache, KVCache, ModelCache
 from ..errors import check_input, reject_keywords, wrong_kind
 from .attention_base import NativeAttention
 from .feed_forward import FeedForward
+from .linear import is_offloaded
 from .native import NativeModule, dropped
 from .norm import arguments_of_norm, make_norm, norm_settings
 from .spread import check_lengths
@@ -109,7 +110,8 @@ class Block(NativeModule):
         return {**made, "pre_norm": twin.pre_norm, "dropout": twin.dropout, **arguments_of_norm(norm)}
 
     def _check(self, x: Tensor) -> None:
-        check_input("x", nested.one_row("x", x), self.embed_dim, getattr(self.self_attn, "q_proj", None))
+        projection = None if is_offloaded(self.self_attn) else getattr(self.self_attn, "q_proj", None)
+        check_input("x", nested.one_row("x", x), self.embed_dim, projection)
 
     def _twins(self, *names: str) -> list[Any]:
         """The C++ modules of these children."""

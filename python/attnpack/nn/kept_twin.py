@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..cache import ModelCache
 from .linear import is_watched
-from .native import NativeModule
+from .native import NativeModule, refuse_global_hooks
 
 _VALUES = frozenset({int, float, bool, str, type(None)})
 
@@ -33,6 +33,7 @@ def kept_twin(model: NativeModule) -> Iterator[Any]:
     settings = _settings_of(model, parameters)
     before, twin, blanks = _kept.pop(model, ([], None, {}))
     if before == settings:
+        refuse_global_hooks()
         twin.assign_state_dict(parameters)
     else:
         twin, blanks = model.cpp(), {name: _blank(parameter) for name, parameter in parameters.items()}

@@ -18,6 +18,11 @@ is_watched = linear_layers.is_watched
 _is_compiling = torch.compiler.is_compiling
 
 
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether a hook of accelerate brings the weights when the module is called. Until then they are on "meta"."""
+    return hasattr(module, "_hf_hook")
+
+
 def project(layer: nn.Module, x: Tensor) -> Tensor:  # [..., in_features] -> [..., out_features]
     """layer(x). A plain ``nn.Linear`` without hooks is computed by ``attnpack.ops.linear``, unless a graph is traced.
 

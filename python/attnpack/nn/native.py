@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from .._C import checks
+from .._C import checks, linear_layers
 from ..errors import wrong_kind
 from ..signatures import HasForward, HasTwin, P, Result, Twin
 
@@ -137,7 +138,17 @@ def give_parameters(twin: Any, parameters: Mapping[str, Tensor], strict: bool = 
     return twin
 
 
+def refuse_global_hooks() -> None:
+    """Raises TypeError for hooks of all modules, which C++ would not run."""
+    if _has_any_global_hook():
+        raise TypeError(
+            "attnpack: torch has hooks for all modules (such as register_module_forward_hook), which C++ would not "
+            "run. Remove them, or call the Python module"
+        )
+
+
 def _refuse_foreign(module: nn.Module) -> None:
+    refuse_global_hooks()
     for name, child in module.named_modules():
         where = f"{type(module).__name__}.{name}" if name else type(module).__name__
         ours = isinstance(child, NativeModule) and type(child).forward.__module__.startswith("attnpack.")
@@ -145,6 +156,12 @@ def _refuse_foreign(module: nn.Module) -> None:
             raise TypeError(
                 f"attnpack: {where} is a {type(child).__name__}, which C++ cannot run: it knows plain nn.Linear, "
                 "nn.Embedding, nn.LayerNorm and attnpack's own modules. Merge or unwrap it, or call the Python module"
+            )
+        owner = next(kind for kind in type(child).__mro__ if "forward" in vars(kind))
+        if type(child) in _PLAIN and not linear_layers.is_code_of(owner.forward, owner):
+            raise TypeError(
+                f"attnpack: {where} is a {type(child).__name__} whose class has another forward than torch's, which "
+                "C++ would not run. Restore it, or call the Python module"
             )
         if getattr(child, "max_norm", None) is not None:
             raise TypeError(

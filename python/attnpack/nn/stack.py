@@ -22,6 +22,7 @@ from ..errors import (
 )
 from .block import Block, DecoderBlock, EncoderBlock, positions_after
 from .kept_twin import generate_by_twin
+from .linear import is_offloaded
 from .native import NativeModule, dropped
 from .norm import arguments_of_norm, make_norm, norm_settings
 from .spread import check_lengths, positions_here, refuse_spread
@@ -80,7 +81,7 @@ class _Stack(NativeModule):
             return
         x = nested.one_row(name, x)
         if self.embed_tokens is not None:
-            plain = type(self.embed_tokens) is nn.Embedding
+            plain = type(self.embed_tokens) is nn.Embedding and not is_offloaded(self.embed_tokens)
             check_ids(name, x, self.embed_tokens.weight if plain else None)
         elif isinstance(x, Tensor):
             checks.states(name, x, self.layers[0].embed_dim)

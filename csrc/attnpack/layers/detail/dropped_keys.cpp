@@ -5,6 +5,7 @@
 #include <limits>
 
 #include <attnpack/core/check.h>
+#include <attnpack/ops/detail/unknown_sizes.h>
 #include <attnpack/ops/merge_states.h>
 
 namespace attnpack {
@@ -25,7 +26,7 @@ Tensor mask_of_slots(const Tensor& mask, const CacheTensors& cache) {
   if (mask.dim() == 0 || mask.dim() > 4 || mask.sym_size(-1) < 2) return mask;
   Tensor full = mask;
   while (full.dim() < 4) full = full.unsqueeze(0);
-  if (full.sym_size(0) != 1 && full.sym_size(0) != batch) return mask;  // the operator refuses it
+  if (!is_one(full.sym_size(0)) && full.sym_size(0) != batch) return mask;  // the operator refuses it
   const SymInt covered = full.sym_size(-1);
   // Slots beyond the mask hold nothing yet, and kv_lens excludes them.
   const Tensor index = positions_of_slots(cache).clamp_max(covered - 1).view_symint({batch, 1, 1, slots});
@@ -46,7 +47,7 @@ struct FirstKeys {
 // queries that stand left + 1 positions earlier.
 FirstKeys first_keys(const PlacedTokens& tokens, const CacheTensors& cache, AttentionArguments args) {
   const SymInt slots = tokens.key.sym_size(2), count = slots < cache.keep_first ? slots : SymInt(cache.keep_first);
-  if (args.mask && args.mask->dim() > 0 && args.mask->sym_size(-1) != 1)
+  if (args.mask && args.mask->dim() > 0 && !is_one(args.mask->sym_size(-1)))
     args.mask = args.mask->narrow_symint(-1, 0, count);
   args.q_offsets = *tokens.q_offsets + *cache.dropped - (args.window_left + 1);
   args.kv_lens = tokens.kv_lens->clamp_max(cache.keep_first);

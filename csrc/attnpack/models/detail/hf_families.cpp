@@ -18,7 +18,7 @@ void configure_llama(const HfSettings& config, Options& o) {
 void configure_mistral(const HfSettings& config, Options& o) {
   o.bias(false).out_bias(false);
   check_silu(config);
-  set_windows(config, o, window_size(config, 4096), every_layer_slides);
+  set_window(config, o, window_size(config, 4096));
 }
 
 // The window of Qwen's models, which have a switch for it.
@@ -71,9 +71,11 @@ void configure_gemma3(const HfSettings& config, Options& o) {
   const char* name = config.has("_sliding_window_pattern") ? "_sliding_window_pattern" : "sliding_window_pattern";
   const auto pattern = config.size(name, 6);
   set_windows(config, o, window_size(config, 4096), [=](int64_t layer) { return (layer + 1) % pattern != 0; });
-  // Layers with a window rotate by a base of their own.
+  // Layers with a window rotate by a base of their own. Where all have it, it is an option of the model, not of layers.
   const auto [all, sliding] = hf_rope_by_kind(config);
-  o.rope_base(all.base).rope_scaling(all.scaling);
+  const bool all_slide = o.layer_settings().empty() && o.window().has_value();
+  const auto& usual = all_slide ? sliding : all;
+  o.rope_base(usual.base).rope_scaling(usual.scaling);
   for (auto& layer : o.layer_settings()) {
     if (layer.window() == Window{-1, -1}) continue;
     layer.rope_base(sliding.base).rope_scaling(sliding.scaling.value_or(RopeScaling()));
@@ -84,7 +86,7 @@ void configure_phi3(const HfSettings& config, Options& o) {
   check_silu(config);
   const auto part = hf_rotated_part(config);
   if (part != 1) o.scores(ScoreSettings().rope_dim(static_cast<int64_t>(part * static_cast<double>(*o.head_dim()))));
-  set_windows(config, o, window_size(config, std::nullopt), every_layer_slides);
+  set_window(config, o, window_size(config, std::nullopt));
 }
 
 void configure_olmo2(const HfSettings& config, Options& o) {
@@ -98,7 +100,7 @@ void configure_starcoder2(const HfSettings& config, Options& o) {
   config.check_word("norm_type", "layer_norm");
   for (const char* name : {"layer_norm_epsilon", "scale_attn_weights"}) config.get(name);  // transformers reads neither
   o.norm("layer").bias(bias).out_bias(bias).mlp_bias(bias).activation(plain_activation(config, "gelu_pytorch_tanh"));
-  set_windows(config, o, window_size(config, std::nullopt), every_layer_slides);
+  set_window(config, o, window_size(config, std::nullopt));
 }
 
 void configure_gpt2(const HfSettings& config, Options& o) {
@@ -161,7 +163,7 @@ void configure_qwen3_moe(const HfSettings& config, Options& o) {
   });
   check_silu(config);
   config.get("max_window_layers");  // transformers does not use it here
-  set_windows(config, o, used_window(config), every_layer_slides);
+  set_window(config, o, used_window(config));
 }
 
 // Latent attention, and experts beside a shared one.

@@ -13,11 +13,13 @@ namespace attnpack {
 // The number of tokens that a layer with a window sees, its own included; none for null.
 std::optional<int64_t> window_size(const HfSettings& config, std::optional<int64_t> usual);
 
-inline bool every_layer_slides(int64_t) { return true; }
-
 // Windows of `size` tokens in the layers that layer_types says, or else in those that `slides` says.
 void set_windows(const HfSettings& config, CausalLMOptions& options, std::optional<int64_t> size,
                  const std::function<bool(int64_t layer)>& slides);
+
+// A window of `size` tokens in every layer, or in none. Raises where layer_types says otherwise: transformers does not
+// read it for such a family.
+void set_window(const HfSettings& config, CausalLMOptions& options, std::optional<int64_t> size);
 
 // Layers with the plain feed-forward in a model with experts.
 void set_dense_layers(CausalLMOptions& options, const std::function<bool(int64_t layer)>& is_dense);

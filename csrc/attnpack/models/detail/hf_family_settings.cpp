@@ -76,6 +76,16 @@ void set_windows(const HfSettings& config, CausalLMOptions& options, std::option
   for (int64_t layer = 0; layer < count; ++layer) layers[layer].window(is_sliding(layer) ? window : Window{-1, -1});
 }
 
+void set_window(const HfSettings& config, CausalLMOptions& options, std::optional<int64_t> size) {
+  const auto given = sliding_layers(config, options.num_layers());
+  const auto agrees = [&](bool slides) { return slides == size.has_value(); };
+  config.check(!given || std::all_of(given->begin(), given->end(), agrees), "layer_types in config.json is ",
+               brief(shown(config.get("layer_types"))), ", which transformers does not honour for ",
+               config.model_type(), ": there ", size ? "every layer has" : "no layer has",
+               " the window; take layer_types out of config.json");
+  if (size) options.window(Window{*size - 1, 0});
+}
+
 void set_dense_layers(CausalLMOptions& options, const std::function<bool(int64_t)>& is_dense) {
   auto& layers = layers_of(options);
   for (int64_t layer = 0; layer < options.num_layers(); ++layer) layers[layer].experts(!is_dense(layer));

@@ -1,4 +1,5 @@
 #include <attnpack/ops/batched/folded_attention.h>
+#include <attnpack/ops/detail/unknown_sizes.h>
 
 namespace attnpack {
 namespace {
@@ -16,7 +17,7 @@ Tensor in_four_dims(const Sampled& mask) {
 Tensor fold_mask(const VmapLevel& level, const Sampled& mask, Fold fold, const c10::SymInt& full, bool gradient) {
   const Tensor x = in_four_dims(mask);
   const int64_t dim = fold == Fold::kBatch ? 0 : 1;  // which the samples join
-  if (!mask.batched && !gradient && x.sym_size(dim) == 1) return x;
+  if (!mask.batched && !gradient && is_one(x.sym_size(dim))) return x;
   const Tensor sampled = level.with_samples({x, mask.batched});
   auto shape = sampled.sym_sizes().vec();
   shape[dim + 1] = full;
@@ -84,7 +85,7 @@ FoldedAttention fold_attention(const VmapLevel& level, const SampledAttention& c
   r.args.alibi_slopes = repeated(call.alibi_slopes, Fold::kHeads);
   // The kv heads of all samples stand side by side, unless all share them. A key_index for all heads stays one.
   r.args.key_index = repeated(call.key_index, Fold::kBatch);
-  if (fold == Fold::kHeads && call.key_index && !shared_keys && call.key_index->tensor.sym_size(1) != 1)
+  if (fold == Fold::kHeads && call.key_index && !shared_keys && !is_one(call.key_index->tensor.sym_size(1)))
     r.args.key_index = folded(*call.key_index);
   if (fold == Fold::kHeads && (shared_keys || call.args.head_map)) {
     const auto number = [](const c10::SymInt& x) { return x.guard_int(__FILE__, __LINE__); };

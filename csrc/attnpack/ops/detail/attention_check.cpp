@@ -4,6 +4,7 @@
 #include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/extremes.h>
 #include <attnpack/ops/detail/layout.h>
+#include <attnpack/ops/detail/unknown_sizes.h>
 
 namespace attnpack {
 
@@ -43,7 +44,7 @@ void check_mask(const Tensor& mask, const Tensor& query, const c10::SymInt& kv_l
   bool fits = mask.dim() <= 4;
   for (int64_t i = 0; fits && i < mask.dim(); ++i) {
     const c10::SymInt size = mask.sym_size(mask.dim() - 1 - i);
-    fits = size == 1 || size == full[3 - i];
+    fits = is_one(size) || size == full[3 - i];
   }
   ATTNPACK_CHECK(fits, "mask has shape ", mask.sym_sizes(), ", which does not broadcast to [batch, num_heads, q_len, ",
                  "kv_len] = ", c10::SymIntArrayRef(full.data(), full.size()),
@@ -63,7 +64,7 @@ void check_key_index(const Tensor& query, const Tensor& key, const AttentionArgu
   ATTNPACK_CHECK(index.device() == query.device(), "key_index is on ", index.device(), ", query on ", query.device(),
                  ": move one of them");
   ATTNPACK_CHECK(index.dim() == 4 && index.sym_size(0) == query.sym_size(0) &&
-                     (index.sym_size(1) == 1 || index.sym_size(1) == key.sym_size(1)) &&
+                     (is_one(index.sym_size(1)) || index.sym_size(1) == key.sym_size(1)) &&
                      index.sym_size(2) == query.sym_size(2),
                  "key_index has shape ", index.sym_sizes(), ", wants [batch, 1 or num_kv_heads, q_len, n] = [",
                  query.sym_size(0), ", 1 or ", key.sym_size(1), ", ", query.sym_size(2),

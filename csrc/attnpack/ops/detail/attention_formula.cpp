@@ -7,6 +7,7 @@
 #include <attnpack/ops/detail/layout.h>
 #include <attnpack/ops/detail/named_columns.h>
 #include <attnpack/ops/detail/row_pieces.h>
+#include <attnpack/ops/detail/unknown_sizes.h>
 #include <attnpack/ops/softcap.h>
 
 namespace attnpack {
@@ -126,7 +127,7 @@ std::tuple<Tensor, Tensor> softmax(const Tensor& scores, const std::optional<Ten
     const Tensor sink = sinks->to(scores.scalar_type()).view({-1, 1, 1});
     all = at::cat({scores, sink.expand_symint({sizes[0], sizes[1], sizes[2], 1})}, -1);
   }
-  if (all.sym_size(-1) == 0)
+  if (is_below_one(all.sym_size(-1)))
     return {scores, at::full_symint(scores.sym_sizes().slice(0, 3), -kInfinity, scores.options())};
   const Tensor lse = at::logsumexp(all, {-1});
   const Tensor empty = (all == -kInfinity).all(-1);

@@ -2,13 +2,15 @@
 
 #include <ATen/ATen.h>
 
+#include <attnpack/ops/detail/unknown_sizes.h>
+
 namespace attnpack {
 
 // An empty [batch, heads, length, width] tensor in the layout of `like`: contiguous if `like` is, and else stored
 // [batch, length, heads, width], so that joining the heads is a view. All results have this layout. Kernels and Meta
 // must agree on it (Inductor asserts strides).
 inline at::Tensor empty_laid_as(const at::Tensor& like, c10::SymIntArrayRef shape, const at::TensorOptions& options) {
-  if (like.is_contiguous()) return at::empty_symint(shape, options);
+  if (like.is_contiguous_or_false()) return at::empty_symint(shape, options);
   return at::empty_symint({shape[0], shape[2], shape[1], shape[3]}, options).transpose(1, 2);
 }
 inline at::Tensor empty_laid_as(const at::Tensor& like) {
@@ -17,7 +19,7 @@ inline at::Tensor empty_laid_as(const at::Tensor& like) {
 
 // x itself, or a copy in the layout of `like`.
 inline at::Tensor laid_as(const at::Tensor& like, const at::Tensor& x) {
-  return like.is_contiguous() ? x.contiguous() : x.transpose(1, 2).contiguous().transpose(1, 2);
+  return like.is_contiguous_or_false() ? x.contiguous() : x.transpose(1, 2).contiguous().transpose(1, 2);
 }
 
 inline at::ScalarType accumulation_type(at::ScalarType dtype) {

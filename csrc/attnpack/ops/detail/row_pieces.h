@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <vector>
 
+#include <attnpack/ops/detail/unknown_sizes.h>
+
 // Scores of some query rows at a time: those of all rows would take heads * length * keys numbers.
 namespace attnpack {
 
@@ -16,7 +18,7 @@ constexpr int64_t kPieceBytes = int64_t{1} << 22;
 
 // The rows of x [..., length or 1, n] that begin at `first`.
 inline Tensor rows_of(const Tensor& x, int64_t first, const c10::SymInt& rows) {
-  return x.dim() >= 2 && x.sym_size(-2) != 1 ? x.narrow_symint(-2, first, rows) : x;
+  return x.dim() >= 2 && !is_one(x.sym_size(-2)) ? x.narrow_symint(-2, first, rows) : x;
 }
 
 // What `call` gives for the rows of query [B, H, L, D], which read `keys` keys: call(rows of query, first row), [B,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..bench import conditions
+from ..busy import OtherWork
 from ..plot import check_picture, plot_kv_memory
 from .model import run_model
 from .mqa import fold, run_mqa
@@ -27,10 +28,14 @@ def main(args: argparse.Namespace) -> None:
 
     say("\n2. The variants: embed_dim 512, 8 query heads of 64, fp32, one decode step after 2048 tokens")
     say(f"   {torch.get_num_threads()} threads; SDPA: the same step with torch's scaled_dot_product_attention\n")
+    others = OtherWork()
     rows = compare_variants()
     figures["variants"] = rows_as_dicts(rows)
     say(format_table(rows))
-    say("error: largest against fp64. Cross-attention keeps the keys and values of its context in a CrossCache.")
+    if warning := others.warning():
+        say(warning)
+    say("Times: median and least of 40 steps, which take turns. Error: largest against fp64.")
+    say("Cross-attention keeps the keys and values of its context in a CrossCache.")
     say(f"on {conditions()}")
 
     say("\n3. KV memory against context\n")

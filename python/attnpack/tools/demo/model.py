@@ -12,6 +12,7 @@ import torch
 from ... import CausalLM, checkpoints
 from ...progress import progress
 from ..bench import conditions
+from ..busy import OtherWork
 from ..generate import answer
 
 
@@ -26,8 +27,10 @@ def run_model(*, say: Callable[..., None], max_new_tokens: int = 128) -> dict:
     load_seconds = time.perf_counter() - start
     question = next(prompt["prompt"] for prompt in prompts if prompt["chat"])
     say(f"> {question}\n")
+    others = OtherWork()
     found = answer(model, tokenizer, question, write=lambda piece: say(piece, end=""), max_new_tokens=max_new_tokens)
     say("\n")
+    warning = others.warning()
     equal = {prompt["name"]: count_equal_tokens(model, prompt) for prompt in progress(prompts, "greedy tokens")}
     wanted = {prompt["name"]: len(prompt["tokens"]) for prompt in prompts}
 
@@ -44,6 +47,8 @@ def run_model(*, say: Callable[..., None], max_new_tokens: int = 128) -> dict:
         ("machine", conditions()),
     ):
         say(f"{what:<22}{cost}")
+    if warning:
+        say(warning)
     return {
         "prompt": question,
         "answer": found.text,
