@@ -21,7 +21,7 @@ _PATIENCE = 30  # seconds by the clock: the machine may be busy
 _PROGRAM = Path(__file__).with_name("chat_process.py")
 
 
-def render_chat(source: str, template: str, **values: object) -> str:
+def render_chat(source: str, template: str, /, **values: object) -> str:
     """The text that the template of the checkpoint `source` makes from `values`, which must fit into JSON.
 
     Raises ValueError, naming `source`, if the template refuses the prompt, fails, or takes too much time or memory;

@@ -89,9 +89,16 @@ class Tokenizer:
         template = self.chat_template
         if template is None:
             raise ValueError(f"{self._source}: the model has no chat template; use encode(prompt) instead")
-        messages = [{"role": "user", "content": prompt}]
+        _check_text(prompt, "prompt")
+        values: dict[str, Any] = {
+            "messages": [{"role": "user", "content": prompt}],
+            "add_generation_prompt": True,
+            # Templates ask whether these are none; a variable that is not there would not be none.
+            "tools": None,
+            "documents": None,
+        }
         try:
-            return render_chat(self._source, template, messages=messages, add_generation_prompt=True, **self.special)
+            return render_chat(self._source, template, **self.special | values)
         except ImportError:
             return _chatml(prompt, template, self._source)
 
@@ -105,15 +112,15 @@ class Tokenizer:
         return naming(self._vocabulary, failed, "get the checkpoint again")
 
 
-def _check_text(text: object) -> None:
+def _check_text(text: object, name: str = "text") -> None:
     if not isinstance(text, str):
-        raise wrong_kind("text", text, "a str")
+        raise wrong_kind(name, text, "a str")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"attnpack: text has {text[error.start]!r} at {error.start}, which is half a character, wants whole ones: "
-            "join the halves, or leave it out"
+            f"attnpack: {name} has {text[error.start]!r} at {error.start}, which is half a character, wants whole "
+            "ones: join the halves, or leave it out"
         ) from None
 
 
