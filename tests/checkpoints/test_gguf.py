@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import struct
 import sys
 
@@ -216,6 +217,58 @@ def test_truncated_file_at_any_length(tiny_gguf):
 def test_unknown_architecture(tiny_gguf):
     for arch in ("mamba", "deepseek"):
         refused(tiny_gguf(arch=arch), f"'{arch}'", "llama, qwen2, qwen3")
+
+
+def test_a_part_of_a_split_file(tmp_path):
+    """As llama-gguf-split writes them: only the first part has the architecture."""
+    for number, arch in ((0, "llama"), (2, None)):
+        writer = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")
+        if arch is None:
+            writer.kv_data[0].pop("general.architecture")
+        for key, value in (("no", number), ("count", 3)):
+            writer.add_uint16(f"split.{key}", value)
+        writer.add_tensor("blk.0.attn_norm.weight", np.ones(32, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        words = f"part.gguf: is part {number + 1} of a GGUF file that was split into 3 (split.count), wants a whole one"
+        refused(tmp_path / "part.gguf", words, "llama-gguf-split --merge")
+        with pytest.raises(ValueError, match=f"is part {number + 1} of a GGUF file"):
+            checkpoints.load_tokenizer(tmp_path / "part.gguf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("adapter", "is a LoRA adapter (general.type is 'adapter'), wants a model; give the GGUF file of the model"),
+        ("mmproj", "is a multimodal projector (general.type is 'mmproj'), wants a model"),
+        ("other", "is no model (general.type is 'other'), wants a model"),
+    ],
+)
+def test_a_file_of_another_type(kind, words, tmp_path):
+    path = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type(kind)
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.ones((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(path, words)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        checkpoints.load_tokenizer(path)
+
+
+def test_a_whole_file_that_says_so(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "whole.gguf", "llama")
+    writer.add_type("model")
+    writer.add_uint16("split.count", 1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    GgufFile(tmp_path / "whole.gguf").check_model()
 
 
 def test_missing_and_unexpected_tensors(tiny_gguf):

@@ -8,7 +8,7 @@ import unicodedata
 
 import gguf
 import pytest
-from attnpack.checkpoints.build import Tokenizer, load_tokenizer, smollm2_path
+from attnpack.checkpoints.build import load_tokenizer, smollm2_path
 from fuzz import lies
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
@@ -104,9 +104,13 @@ def edit_json(path, **values) -> None:
 
 def write_vocabulary(path, tokens, merges, **values):
     """A GGUF file that holds a vocabulary only."""
-    writer = gguf.GGUFWriter(path, "qwen2")
+    writer = gguf.GGUFWriter(path, values.get("arch", "qwen2"))
     writer.add_tokenizer_model(values.get("model", "gpt2"))
-    writer.add_tokenizer_pre(values.get("pre", "qwen2"))
+    if values.get("pre", "qwen2") is not None:
+        writer.add_tokenizer_pre(values.get("pre", "qwen2"))
+    for key in ("eos", "eot", "eom"):
+        if key in values:
+            writer.add_uint32(f"tokenizer.ggml.{key}_token_id", values[key])
     writer.add_token_list(tokens)
     writer.add_token_merges(merges)
     writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
@@ -138,6 +142,38 @@ def test_qwen2_rule_equals_transformers(vocabulary, tmp_path):
     )
     for text in [*TEXTS, "a  1\n\n  22 It'S"]:
         assert ours.encode(text) == theirs(text).input_ids
+
+
+@pytest.mark.parametrize(
+    ("arch", "pre"), [("qwen2", "qwen2"), ("qwen3", "qwen2"), ("qwen3moe", "qwen2"), ("gpt2", "gpt-2"), ("llama", None)]
+)
+def test_a_file_without_a_rule_has_that_of_its_architecture(arch, pre, vocabulary, tmp_path):
+    """The rule of qwen2 is compared with transformers above, that of gpt-2 with the digits below."""
+    path = write_vocabulary(tmp_path / "a.gguf", *vocabulary, arch=arch, pre=None)
+    if pre is None:
+        words = "a.gguf: has no tokenizer.ggml.pre, and its architecture 'llama' does not say how text is split; "
+        with pytest.raises(ValueError, match=words):
+            load_tokenizer(path)
+        return
+    named = load_tokenizer(write_vocabulary(tmp_path / "b.gguf", *vocabulary, pre=pre))
+    for text in [*TEXTS, "123", "wait!\n\nok", "e\u0301"]:
+        assert load_tokenizer(path).encode(text) == named.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("ids", "stops"),
+    [({}, ()), ({"eos": 2}, (2,)), ({"eos": 2, "eot": 2}, (2,)), ({"eot": 4, "eos": 2, "eom": 3}, (2, 4, 3))],
+)
+def test_the_ends_of_a_turn_and_of_a_message_stop_too(ids, stops, tmp_path):
+    file = write_vocabulary(tmp_path / "a.gguf", ["<|bos|>", "1", "2", "12", "3"], ["1 2"], **ids)
+    assert load_tokenizer(file).stop_tokens == stops
+
+
+@pytest.mark.parametrize("key", ["eos", "eot", "eom"])
+def test_a_stop_token_that_the_vocabulary_lacks(key, tmp_path):
+    file = write_vocabulary(tmp_path / "a.gguf", ["<|bos|>", "1", "2", "12"], ["1 2"], **{key: 4})
+    with pytest.raises(ValueError, match=f"a.gguf: the {key}_token_id is 4, wants an int below 4"):
+        load_tokenizer(file)
 
 
 def test_bos_is_added_where_the_file_asks_for_it(vocabulary, tmp_path):
@@ -186,34 +222,6 @@ def test_missing_package(monkeypatch):
 
 
 # ---- refused tokenizers --------------------------------------------------------------
-
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
-GROWTH = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (LOOPS, "its chat template takes more than 2 seconds or 1024 MiB"),
-        (CALLS, "its chat template takes more than 2 seconds or 1024 MiB"),
-        (GROWTH, "its chat template takes more than 2 seconds or 1024 MiB"),
-        ("{{ ('a' * 2000000000) | length }}", "its chat template takes more than 2 seconds or 1024 MiB"),
-        ("{{ 'a' * 20000000 }}", "the chat template gives 20000000 characters, 10000000 are the most"),
-        ("a" * 1_000_001, "its chat template is no text of up to 1000000 characters"),
-        ("{% for", "the chat template fails: TemplateSyntaxError: "),
-        ("{{ ''.__class__.__mro__ }}", "the chat template fails: SecurityError: "),
-        ("{{ messages.clear() }}", "the chat template fails: SecurityError: "),
-        ("{{ raise_exception('no\nusers') }}", "the chat template refuses the prompt: no users"),
-        (r"{{ '\ud800' }}", "the chat template fails: UnicodeEncodeError: "),
-    ],
-    ids=["loops", "calls", "growth", "memory", "answer", "template", "syntax", "sandbox", "changes", "refusal", "half"],
-)
-def test_a_chat_template_that_asks_for_much_or_fails(template, words, tokenizer):
-    """A template is a program by the author of the file."""
-    with pytest.raises(ValueError) as caught:
-        Tokenizer(tokenizer.backend, chat_template=template, source="a file").chat("Hi")
-    assert str(caught.value).startswith(f"a file: {words}") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

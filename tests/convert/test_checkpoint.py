@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from attnpack import convert
 from attnpack.checkpoints import load_tokenizer, smollm2_path
+from attnpack.checkpoints.companions import config_json
+from attnpack.checkpoints.gguf import GgufCheckpoint
 from attnpack.tools import cli
+from fuzz import lies
 from hf_checkpoints import CONFIGS, LINEAR, MHA, edit_config, edit_weights, random_model, write_tokenizer
 from processes import run_python
 from safetensors.torch import load_file
@@ -410,6 +413,13 @@ def test_of_an_encoder_decoder_the_decoder_changes_and_the_encoder_on_request(en
 def test_a_bad_encoder_decoder_is_one_sentence(t5gemma, tmp_path, capsys, damage, words):
     damage(t5gemma[1])
     refused(capsys, tmp_path, [t5gemma[1], tmp_path / "out", "--kv-heads", 2], words)
+
+
+def test_the_stop_tokens_of_a_gguf_file_are_kept(tmp_path):
+    checkpoint = GgufCheckpoint(lies.write(lies.whole_gguf(), tmp_path / "in"))
+    assert config_json(checkpoint, 1)["eos_token_id"] == 31
+    checkpoint.file.metadata["tokenizer.ggml.eot_token_id"] = 30
+    assert config_json(checkpoint, 1)["eos_token_id"] == [31, 30]
 
 
 def test_smollm2_from_gguf(tmp_path, capsys, smollm2):

@@ -123,6 +123,7 @@ def whole_gguf() -> Files:
         writer.add_layer_norm_rms_eps(1e-5)
         writer.add_custom_alignment(32)
         writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
         writer.add_token_list(_letters())
         writer.add_token_merges(["( )"])
         writer.add_token_types([1] * 30 + [3, 3])

@@ -9,7 +9,7 @@ from typing import Any
 from .gguf import GgufCheckpoint
 from .hf_directory import HfCheckpoint
 from .strict_json import read_json
-from .tokenizer import load_tokenizer
+from .tokenizer import gguf_stop_tokens, load_tokenizer
 from .writer import write_json, write_text
 
 # Files that are copied unchanged if the source has them.
@@ -79,6 +79,8 @@ def _from_gguf(checkpoint: GgufCheckpoint) -> dict[str, Any]:
     for role, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
         if (token := data.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             result[f"{role}_token_id"] = token
+    if "tokenizer.ggml.tokens" in data and len(stops := gguf_stop_tokens(checkpoint.path, data)) > 1:
+        result["eos_token_id"] = list(stops)
     return result
 
 

@@ -61,6 +61,7 @@ class GgufCheckpoint:
     def __init__(self, path: str | os.PathLike, max_positions: int | None = None) -> None:
         self.file = GgufFile(path)
         self.path = self.file.path
+        self.file.check_model()
         self.arch = self.file.metadata.get("general.architecture")
         if self.arch not in ARCHITECTURES:
             raise ValueError(

@@ -211,6 +211,24 @@ class GgufFile:
                     "the file is truncated, get it again"
                 )
 
+    def check_model(self) -> None:
+        """Raises unless the file says that it is a whole model."""
+        count, number = (self.metadata.get(f"split.{key}") for key in ("count", "no"))
+        if count not in (None, 0, 1):
+            part = f"part {number + 1}" if type(number) is int else "a part"
+            raise ValueError(
+                f"{self.path}: is {part} of a GGUF file that was split into {brief(count)} (split.count), wants a "
+                "whole one; join the parts with `llama-gguf-split --merge PART1 OUT`"
+            )
+        kind = self.metadata.get("general.type", "model")
+        if kind != "model":
+            what = {"adapter": "a LoRA adapter", "imatrix": "an importance matrix", "mmproj": "a multimodal projector"}
+            known = what.get(kind, "no model") if isinstance(kind, str) else "no model"
+            raise ValueError(
+                f"{self.path}: is {known} (general.type is {brief(repr(kind))}), wants a model; give the GGUF file of "
+                "the model itself"
+            )
+
     def read(self, name: str, out: torch.Tensor, first: int = 0) -> None:
         """Dequantises tensor `name` into `out` (any floating dtype and device), in pieces: as many rows of the last
         dim as `out` has, from row `first` on; of a vector the numbers from `first` on."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import wrong_kind
 from ..file_errors import brief, naming
+from .added_tokens import add_tokens
 from .chat_template import LONGEST_TEMPLATE, render_chat
 from .gguf_file import GgufFile
 from .strict_json import LONGEST, check_values, read_bounded, read_json
@@ -24,7 +25,10 @@ _QWEN2_SPLIT = (
 )
 _MOST_GROWTH = 100  # times that a file's rules may make a text longer
 _MOST_ADDED = 10_000  # characters or tokens that they may add to any text
+_KNOWN_PRE = "gpt-2, smollm and qwen2"  # tokenizer.ggml.pre, by llama.cpp's names
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+# The rule of an architecture's own models, for files that name none. Models of all makers are called llama.
+_ARCHITECTURE_PRE = {"gpt2": "gpt-2", "qwen2": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
 
 
 class Tokenizer:
@@ -179,6 +183,7 @@ def _from_directory(path: Path) -> Tokenizer:
     # Both are for batches: transformers, too, leaves them out of a plain call.
     backend.no_padding()
     backend.no_truncation()
+    special = add_tokens(path, backend)
     settings: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         if (path / name).is_file():
@@ -189,11 +194,6 @@ def _from_directory(path: Path) -> Tokenizer:
     if (path / "chat_template.jinja").is_file():
         with naming(path / "chat_template.jinja", "cannot be read", "get the checkpoint again"):
             template = read_bounded(path / "chat_template.jinja", LONGEST_TEMPLATE).decode("utf-8")
-    special = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = settings.get(name)
-        if token is not None:
-            special[name] = token["content"] if isinstance(token, dict) else token
     stop = settings.get("eos_token_id")
     if stop is None and "eos_token" in special:
         stop = backend.token_to_id(special["eos_token"])
@@ -237,13 +237,22 @@ def _from_gguf(path: Path) -> Tokenizer:
     from tokenizers import AddedToken, decoders, models, normalizers, processors
     from tokenizers import Tokenizer as Backend
 
-    data = GgufFile(path).metadata
+    file = GgufFile(path)
+    data = file.metadata
     kind = data.get("tokenizer.ggml.model")
+    if kind is None:
+        file.check_model()
     if kind != "gpt2":
         raise ValueError(f"{path}: tokenizer.ggml.model is {kind!r}; only 'gpt2' (byte-level BPE) can be built")
     tokens, merges = data["tokenizer.ggml.tokens"], data["tokenizer.ggml.merges"]
     types = data.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    pre = data.get("tokenizer.ggml.pre", "gpt-2")
+    arch = data.get("general.architecture")
+    pre = data.get("tokenizer.ggml.pre") or (_ARCHITECTURE_PRE.get(arch) if isinstance(arch, str) else None)
+    if pre is None:
+        raise ValueError(
+            f"{path}: has no tokenizer.ggml.pre, and its architecture {brief(repr(arch))} does not say how text is "
+            f"split; known are {_KNOWN_PRE}: convert the model again with a newer llama.cpp"
+        )
     pre_tokenizer = _pre_tokenizer(path, pre)
 
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -269,17 +278,30 @@ def _from_gguf(path: Path) -> Tokenizer:
         if f"tokenizer.ggml.{key}_token_id" in data
     }
     for role, i in ids.items():
-        if type(i) is not int or not 0 <= i < len(tokens):
-            raise ValueError(f"{path}: the {role}_id is {brief(repr(i))}, wants an int below {len(tokens)}")
+        _check_id(path, role, i, len(tokens))
     special = {role: tokens[i] for role, i in ids.items()}
     if data.get("tokenizer.ggml.add_bos_token") and "bos_token" in ids:
         bos = special["bos_token"]
         backend.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], special_tokens=[(bos, ids["bos_token"])]
         )
-    stop_tokens = (ids["eos_token"],) if "eos_token" in ids else ()
+    stop_tokens = gguf_stop_tokens(path, data)
     template = data.get("tokenizer.chat_template")
     return Tokenizer(backend, stop_tokens=stop_tokens, chat_template=template, special=special, source=str(path))
+
+
+def gguf_stop_tokens(path: Path, data: dict[str, Any]) -> tuple[int, ...]:
+    """The ids that end a text, a turn (eot) or a message (eom), each once. All of them end an answer."""
+    keys = {key: f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom")}
+    ids = {f"{key}_token": data[name] for key, name in keys.items() if name in data}
+    for role, i in ids.items():
+        _check_id(path, role, i, len(data["tokenizer.ggml.tokens"]))
+    return tuple(dict.fromkeys(ids.values()))
+
+
+def _check_id(path: Path, role: str, i: Any, count: int) -> None:
+    if type(i) is not int or not 0 <= i < count:
+        raise ValueError(f"{path}: the {role}_id is {brief(repr(i))}, wants an int below {count}")
 
 
 def _pre_tokenizer(path: Path, pre: str) -> Any:
@@ -293,4 +315,4 @@ def _pre_tokenizer(path: Path, pre: str) -> Any:
         return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     if pre == "qwen2":
         return Sequence([Split(Regex(_QWEN2_SPLIT), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise ValueError(f"{path}: tokenizer.ggml.pre is {pre!r}; known are gpt-2, smollm and qwen2")
+    raise ValueError(f"{path}: tokenizer.ggml.pre is {pre!r}; known are {_KNOWN_PRE}")
