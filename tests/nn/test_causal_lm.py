@@ -10,6 +10,7 @@ import pytest
 import torch
 from latent_cases import HEADS, SIZES, E
 from torch import nn
+from transformers.generation.logits_process import TopKLogitsWarper
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +194,19 @@ def test_top_p_that_the_likeliest_tokens_hold_exactly():
     torch.nn.init.zeros_(model.lm_head.weight)
     tokens = model.generate(torch.zeros(200, 1, dtype=torch.int64), max_new_tokens=1, top_p=0.5, seed=0)[:, -1]
     assert tokens.unique().numel() == 2
+
+
+def test_tokens_that_tie_with_the_last_of_the_top_k_stay():
+    """Of four equally likely tokens and one less likely, top_k=2 keeps the four, as in transformers."""
+    model = attnpack.CausalLM(5, 8, 1, 1).eval()
+    ids = torch.zeros(200, 1, dtype=torch.int64)
+    with torch.no_grad():
+        model.lm_head.weight[:4] = 0
+        model.lm_head.weight[4] *= -model(ids[:1])[0, -1, 4].sign()
+        kept = TopKLogitsWarper(2)(None, model(ids[:1])[0, -1:]).isfinite().nonzero()[:, 1]
+    for each in (model, model.cpp()):
+        tokens = each.generate(ids, max_new_tokens=1, top_k=2, seed=0)[:, -1]
+        assert torch.equal(tokens.unique(), kept) and len(kept) == 4
 
 
 def test_one_bit_the_same_alone_and_in_a_batch(model):

@@ -1,7 +1,9 @@
 """The command line: help with an example for each command, errors in one sentence, exit codes."""
 
 import importlib.util
+import io
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -11,12 +13,16 @@ import attnpack
 import pytest
 from attnpack.tools import cli
 from fuzz import lies
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
 
 COMMANDS = ["demo", "info", "generate", "convert", "uptrain", "bench", "plot"]
 
 
-def run(*arguments):
-    return subprocess.run([sys.executable, "-m", "attnpack", *arguments], capture_output=True, text=True)
+def run(*arguments, **environment):
+    command = [sys.executable, "-m", "attnpack", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
 def test_help_lists_exactly_the_commands_that_exist(capsys):
@@ -152,6 +158,69 @@ def test_generate_streams_and_counts():
     assert text.returncode == 0 and text.stdout.strip() == figures["text"].strip() != ""
     assert 1 <= figures["new_tokens"] <= 8
     assert figures["kv_bytes"] == figures["positions"] * 30 * 2 * 3 * 64 * 4
+
+
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory):
+    """A model with letters of a byte each, whose template names the prompt in its error."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend = Backend(models.BPE(vocab={letter: i for i, letter in enumerate(sorted(alphabet)[:32])}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    settings = {"chat_template": "{{ raise_exception('read ' ~ messages[0].content | tojson(ensure_ascii=true)) }}"}
+    files = {"tokenizer.json": backend.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()}
+    return lies.write(lies.whole_hf(False) | files, tmp_path_factory.mktemp("models") / "echo")
+
+
+@pytest.mark.parametrize("environment", [{}, C_LOCALE], ids=["", "C"])
+def test_a_prompt_is_utf_8_in_any_locale(environment, echo):
+    said = run("generate", "--model", str(echo), "h\u00e9 \u4f60", **environment)
+    assert said.returncode == 2 and said.stderr.endswith('refuses the prompt: read "h\\u00e9 \\u4f60"\n'), said.stderr
+
+
+@pytest.mark.parametrize("command", [["generate"], ["plot", "attention"]], ids=" ".join)
+def test_a_prompt_that_is_not_utf_8(command):
+    said = run(*command, b"h\xe9", **C_LOCALE)
+    assert said.returncode == 2
+    assert said.stderr.endswith("got 'h\\udce9', expected text in UTF-8\n") and "Traceback" not in said.stderr
+
+
+def answering(tmp_path):
+    """A model that answers with one letter only, an accent."""
+    accent = "\u00e9"
+    letters = [accent, *sorted(pre_tokenizers.ByteLevel.alphabet())[:31]]
+    backend = Backend(models.WordLevel(vocab={letter: i for i, letter in enumerate(letters)}, unk_token=accent))
+    files = {
+        "tokenizer.json": backend.to_str().encode(),
+        "tokenizer_config.json": b"{}",
+        "generation_config.json": b"{}",
+    }
+    path = lies.write(lies.whole_hf(False) | files, tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"].zero_()  # the logits are 0, and the likeliest token is the first
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("environment", "written"),
+    [({"PYTHONIOENCODING": "utf-8"}, "\u00e9"), ({"PYTHONIOENCODING": "ascii"}, "\\xe9"), (C_LOCALE, "\\xe9")],
+    ids=["utf-8", "ascii", "C"],
+)
+def test_an_answer_has_characters_that_the_output_lacks(environment, written, tmp_path):
+    said = run("generate", "--model", str(answering(tmp_path)), "--max-new-tokens", "2", "a", **environment)
+    assert said.returncode == 0 and said.stderr == "" and said.stdout.replace(" ", "") == 2 * written + "\n"
+
+
+def test_a_name_of_a_file_is_written_byte_by_byte():
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="ascii")
+    cli._write_any_text(stream)
+    stream.write("\u00e9\udcff\udcfe\u4f60.")
+    stream.flush()
+    assert written.getvalue() == b"\\xe9\xff\xfe\\u4f60."
 
 
 def test_an_empty_prompt_is_refused(tmp_path, capsys):

@@ -265,8 +265,9 @@ class CausalLM(NativeModule):
             stop_tokens: a number or several. A row that gives one of them stops; it is filled with that token while
                 other rows run.
             temperature, top_k, top_p: sample from softmax(logits / temperature), restricted to the top_k likeliest
-                tokens and to the fewest tokens that hold top_p of the probability. Greedy if none of the three is
-                given, or at temperature 0. top_k=0 is no limit, as in transformers.
+                tokens and to the fewest tokens that hold top_p of the probability. Tokens that tie with the last of
+                the top_k stay too, and top_k=0 is no limit, as in transformers. Greedy if none of the three is given,
+                or at temperature 0.
             seed: seed of the sampling, 0 to 2**64 - 1; default torch's generator.
             callback: a function of each step's tokens [B]; if it returns False, generation ends.
 

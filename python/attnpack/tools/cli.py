@@ -1,21 +1,25 @@
 """The command line: `attnpack` and `python -m attnpack`. Each command imports what it needs when it runs."""
 
 import argparse
+import codecs
+import io
 import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from .. import __version__
 
 USAGE_ERROR = 2
+_ESCAPE = "attnpack.escape"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 on success, 2 after one sentence on stderr."""
+    _write_any_text(sys.stdout)
     args = build_parser().parse_args(argv)
     try:
         args.run(args)
@@ -31,6 +35,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"attnpack {args.command}: {_sentence(error)}", file=sys.stderr)
         return USAGE_ERROR
     return 0
+
+
+def _write_any_text(stream: TextIO) -> None:
+    """Makes the stream write what its encoding lacks as an escape such as \\xe9: a model's answer has any character."""
+    codecs.register_error(_ESCAPE, _escape)
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors=_ESCAPE)
+
+
+def _escape(error: UnicodeEncodeError) -> tuple[str | bytes, int]:
+    error.end = error.start + 1
+    try:
+        return codecs.lookup_error("surrogateescape")(error)  # a byte of a file's name is written as it is
+    except UnicodeEncodeError:
+        return codecs.backslashreplace_errors(error)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     example = 'attnpack generate --dtype bf16 "What is a llama?"'
     generate = _command(commands, "generate", _generate, "let a language model answer", example)
-    generate.add_argument("prompt", help="the question to the model")
+    generate.add_argument("prompt", type=_text, help="the question to the model")
     generate.add_argument(
         "--model",
         type=Path,
@@ -64,7 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--temperature", type=_temperature, metavar="T", help="sample from softmax(logits / T) [greedy]"
     )
-    generate.add_argument("--top-k", type=_positive, metavar="K", help="sample from the K likeliest tokens")
+    generate.add_argument(
+        "--top-k", type=_positive, metavar="K", help="sample from the K likeliest tokens, and all that tie with the Kth"
+    )
     generate.add_argument("--top-p", type=_mass, metavar="P", help="sample from the likeliest tokens of joint mass P")
     generate.add_argument("--seed", type=_seed, metavar="N", help="seed of the sampling")
 
@@ -141,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     roofline.add_argument("results", type=Path, metavar="BENCH.json", help="output of `attnpack bench --json`")
     example = 'attnpack plot attention "The cat sat on the mat" --layer 11 --json'
     attention = _picture(pictures, "attention", "draw the weights of a layer's heads on a sentence", example)
-    attention.add_argument("text", help="the sentence")
+    attention.add_argument("text", type=_text, help="the sentence")
     layer = "number of the layer, from 0 [a picture: 11, or the last; a page opens at 0]"
     attention.add_argument("--layer", type=int, metavar="N", help=layer)
     attention.add_argument("--model", type=Path, metavar="DIR|FILE.gguf", help="as in generate [SmolLM2-135M-Instruct]")
@@ -225,6 +246,15 @@ def _plot(args: argparse.Namespace) -> None:
     from . import plot
 
     plot.main(args)
+
+
+def _text(argument: str) -> str:
+    """The argument, read as UTF-8 where the locale's encoding does not hold it, as in the C locale."""
+    try:
+        escaped = any("\ud800" <= character <= "\udfff" for character in argument)
+        return os.fsencode(argument).decode("utf-8") if escaped else argument
+    except UnicodeError:
+        raise argparse.ArgumentTypeError(f"got {argument!r}, expected text in UTF-8") from None
 
 
 def _number(text: str, kind: Callable[[str], Any], fits: Callable[[Any], bool], expected: str) -> Any:
