@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs what stands on transformers under several of its releases: tests/hf, and some doors elsewhere.
 #   scripts/matrix.sh [RELEASE ...]    such as 5.17.0, or newest; default: those that attnpack/extras.py names, and newest
+#   scripts/matrix.sh --if-newer       the newest, unless it is the one in use or no package index answers
 # The environment that has attnpack and its tests is used (scripts/test.sh makes one). A release lies in a small
 # environment on top of it, under build/matrix. The last lines say what passed under each.
 set -euo pipefail
@@ -40,11 +41,20 @@ PY
   echo "$folder/bin/python"
 }
 
-if [ $# = 0 ]; then
+if [ "${1:-}" = --if-newer ]; then
+  used=$(in_use python)
+  found=$(newest) || found=$used
+  if [ "$found" = "$used" ]; then
+    say "transformers $used is in use, and no newer one is known"
+    exit
+  fi
+  set -- "$found"
+elif [ $# = 0 ]; then
   set -- $(python -c 'from attnpack.extras import TESTED; print(*TESTED["transformers"])') newest
 fi
-# As scripts/test.sh.
-export OMP_WAIT_POLICY=passive
+# An editable install is a line in a .pth file, which the small environments do not read.
+PYTHONPATH=$(python -c 'from pathlib import Path; import attnpack; print(Path(attnpack.__file__).parents[1])')
+export PYTHONPATH OMP_WAIT_POLICY=passive  # as scripts/test.sh
 processes=$(($(nproc) > 1 ? 2 : 1))
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT

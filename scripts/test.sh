@@ -68,6 +68,8 @@ else
   run_pytest operators tests/{ops,cache,backend,cuda} "$@"
   run_pytest modules tests/{nn,distributed,hf,convert,checkpoints} "$@"
   run_pytest "tools and project" tests/{tools,project} "$@"
+  bash scripts/matrix.sh --if-newer || status=1
+  end_part "newest transformers"
 fi
 say summary
 python scripts/summary.py "$reports"/*.xml || status=1

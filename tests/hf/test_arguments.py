@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from attnpack.hf.arguments import REFUSED
-from hf_families import inputs, make_model, padding
+from hf_families import inputs, make_model, padding, since
 from transformers.generation.continuous_batching import input_outputs
 from transformers.integrations import eager_paged, flash_attention, flex_attention, msa_attention, sdpa_attention
 
@@ -60,6 +60,7 @@ def read_by(function):
     return {name for name in inspect.signature(function).parameters if name != "kwargs"} | set(further)
 
 
+@since("5.23")
 def test_every_keyword_of_the_installed_models_is_judged():
     keywords = handed_over()
     assert {"scaling", "s_aux", "block_indices", "sinks"} <= keywords.keys(), "the calls are written another way"
@@ -84,6 +85,7 @@ def test_every_keyword_of_the_installed_attention_functions_is_judged(function):
     assert read_by(function) <= HONOURED | HARMLESS | tensors | set(REFUSED)
 
 
+@since("5.23")
 def test_every_keyword_of_a_paged_cache_is_judged():
     assert input_outputs.PagedAttentionArgs.__annotations__.keys() <= HONOURED | HARMLESS | set(REFUSED)
 

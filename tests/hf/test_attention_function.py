@@ -21,6 +21,7 @@ from hf_families import (
     make_config,
     make_model,
     padding,
+    since,
     states,
 )
 from marks import long
@@ -280,7 +281,7 @@ def test_without_a_mask_attention_is_causal_from_the_first_key():
     assert torch.equal(attend(query), full)
 
 
-@pytest.mark.parametrize("family", ["bigbird_pegasus", "bloom", "codegen", "megatron-bert", "mpt"])
+@pytest.mark.parametrize("family", ["bigbird_pegasus", "bloom", "megatron-bert", "mpt"])
 def test_a_model_with_attention_of_its_own_is_refused(family):
     """The model's code would read our bool mask as scores, or True as excluded."""
     model = make_model(family)
@@ -289,6 +290,7 @@ def test_a_model_with_attention_of_its_own_is_refused(family):
         model(**inputs(family, padding("left")))
 
 
+@since("5.23")
 def test_sinks_of_each_token_are_refused():
     model = make_model("inkling2_text")
     model.set_attn_implementation("attnpack")
@@ -303,7 +305,6 @@ def test_readme_counts_the_families():
 NO_FUNCTION = {
     "falcon": {},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-    "gptj": {},
     "deberta-v2": {},
     "xlnet": {},
 }
@@ -319,7 +320,7 @@ def test_a_model_that_asks_for_no_attention_function_is_left_as_it_was(family, m
     model.set_attn_implementation("attnpack")
     assert model.config._attn_implementation == "eager"
     assert any(text.startswith(f"{type(model).__name__} does not support setting its attention") for text in warnings)
-    if family in ("falcon", "gpt_neo", "gptj"):
+    if family in ("falcon", "gpt_neo"):
         with pytest.raises(KeyError, match="attnpack"):
             transformers.AutoModel.from_config(config, attn_implementation="attnpack")
         return

@@ -5,7 +5,7 @@ import pytest
 import torch
 from attnpack import backend
 from attnpack.hf import attention_function
-from hf_families import FAMILIES, inputs, make_model, padding
+from hf_families import FAMILIES, inputs, make_model, padding, since
 from transformers import AttentionInterface
 
 FP32 = {"rtol": 1e-4, "atol": 2e-5}
@@ -54,6 +54,7 @@ def test_a_model_of_the_default_attention_gives_the_same(family, kind, replaced)
     torch.testing.assert_close(found, expected, **FP32)
 
 
+@since("5.23")
 def test_families_that_have_sdpa(replaced):
     """Each third family, if its default is sdpa: one forward."""
     done = 0
@@ -94,6 +95,7 @@ def test_unregister_gives_back_transformers_own(replaced):
     assert AttentionInterface()["sdpa"] is sdpa_attention_forward and "attnpack" not in AttentionInterface()
 
 
+@since("5.23")
 def test_what_sdpa_refuses_and_what_is_exported_goes_to_transformers(replaced):
     model = sdpa_model("llama")
     attend = AttentionInterface()["sdpa"]

@@ -9,7 +9,7 @@ import attnpack.hf
 import pytest
 import torch
 from attnpack.hf.recording import recording
-from hf_families import backward, generated, inputs, logits, make_config, make_model, padding
+from hf_families import backward, generated, inputs, logits, make_config, make_model, padding, since
 
 FAMILIES = """
     qwen3_next qwen3_5_text qwen3_5_moe_text lfm3 laguna afmoe gpt_oss flint minimax_m2 olmo2 olmo3 flex_olmo
@@ -66,6 +66,7 @@ def test_the_model_gives_its_attentions(pair):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
 
+@since("5.23")
 def test_every_known_class_is_tested():
     models = [make_model(family) for family in [*FAMILIES, *OLDER]]
     found = {type(module).__name__ for model in models for module in model.modules()}
@@ -135,6 +136,7 @@ NOT_OURS = """
 """
 
 
+@since("5.23")
 @pytest.mark.parametrize("family", NOT_OURS.split())
 def test_other_layers_are_left(family):
     model = make_model(family)

@@ -265,8 +265,8 @@ def test_padding_and_replaced_layers_of_transformers():
 
 def test_a_model_that_keeps_its_own_attention_shows_its_weights():
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 20, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
-    model = transformers.GPTJModel(transformers.GPTJConfig(**sizes, attn_implementation="eager")).eval()
+    sizes = {"vocab_size": 20, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}
+    model = transformers.GPTNeoModel(transformers.GPTNeoConfig(**sizes, attn_implementation="eager")).eval()
     with torch.no_grad():
         wanted = model(ids(), output_attentions=True).attentions
     layers = heads_of(model, ids(), None, {})
