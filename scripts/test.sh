@@ -66,7 +66,7 @@ if [[ " $*" == *" tests/"* ]]; then
   run_pytest "as given" "$@"
 else
   run_pytest operators tests/{ops,cache,backend,cuda} "$@"
-  run_pytest modules tests/{nn,distributed,hf,convert,checkpoints} "$@"
+  run_pytest modules tests/{checkpoints,convert,nn,distributed,hf} "$@"
   run_pytest "tools and project" tests/{tools,project} "$@"
   bash scripts/matrix.sh --if-newer || status=1
   end_part "newest transformers"

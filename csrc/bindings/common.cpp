@@ -141,6 +141,12 @@ void add_module_methods(const py::object& cls) {
     add_module_method(cls, name, {}, [](const py::object&, Module& self, Arguments&) -> py::object {
       return py::str(c10::str(std::as_const(self)));
     });
+  for (const char* name : {"__deepcopy__", "__reduce__"})
+    add_call(cls, name, "", [](const py::object& self, const py::args&, const py::kwargs&) -> py::object {
+      TORCH_CHECK_TYPE(
+          false, "attnpack: an attnpack.cpp.", py::type::of(self).attr("__name__").template cast<std::string>(),
+          " cannot be pickled or deep-copied: call .clone() for a copy, and .state_dict() for its tensors");
+    });
   add_call(cls, "__call__", "", [](const py::object& self, const py::args& args, const py::kwargs& kwargs) {
     return self.attr("forward")(*args, **kwargs);
   });

@@ -63,6 +63,7 @@ def test_graphs_in_memory(compiler):
             replacement.disable()
 
 
+@pytest.mark.long
 def test_graphs_on_disk(tmp_path):
     """One cache for four processes. A graph is found again only by a process in the same state."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}

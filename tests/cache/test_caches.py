@@ -481,3 +481,23 @@ def test_cache_made_under_inference_mode_can_be_written_outside(layer, kind):
         layer(torch.randn(2, 3, 24), cache=cache)
     layer(torch.randn(2, 3, 24, requires_grad=True), cache=cache).sum().backward()
     assert len(cache) == 6
+
+
+@torch.no_grad()
+def test_a_static_cache_reorders_what_it_holds():
+    """In place. The room behind the held positions is neither read nor written: NaN there stays there."""
+    cache, layer = attnpack.StaticCache(3, 2, 50, 4), attnpack.GroupedQueryAttention(16, 4, 2, head_dim=4)
+    layer(torch.randn(3, 6, 16), cache=cache, kv_lens=torch.tensor([6, 2, 4]))
+    _, *memory = cache._tensors
+    for room in memory:
+        room[:, :, 6:] = float("nan")
+    before = [room.clone() for room in memory]
+    cache.reorder(torch.tensor([2, 0, 0]))
+    assert cache.lengths.tolist() == [4, 6, 6]
+    assert all(now is room for now, room in zip(cache._tensors[1:], memory, strict=True))
+    for room, old in zip(memory, before, strict=True):
+        for row, (source, length) in enumerate(((2, 4), (0, 6), (0, 6))):
+            assert torch.equal(room[row, :, :length], old[source, :, :length])
+        assert room[:, :, 6:].isnan().all()
+    cache.reorder(torch.arange(3))
+    assert cache.lengths.tolist() == [4, 6, 6]

@@ -24,7 +24,7 @@ def test_a_gemma_3_whose_layers_all_slide_rotates_by_their_base(count, tmp_path)
     assert configs.compare(name, settings | {"layer_types": ["sliding_attention"] * count}, tmp_path) == ("equal", "")
 
 
-@pytest.mark.parametrize("name", ["phi3", "starcoder2", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["phi3", "starcoder2", "qwen3_moe"])
 def test_layer_types_that_transformers_does_not_read_are_refused(name, tmp_path):
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     settings = configs.BASES[name].theirs | {"layer_types": kinds, "sliding_window": 5}

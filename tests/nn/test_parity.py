@@ -1,5 +1,8 @@
 """Each Python module and its C++ twin: the same parameters by name, bitwise the same outputs and gradients."""
 
+import copy
+import pickle
+
 import attnpack
 import pytest
 import torch
@@ -235,3 +238,11 @@ def test_device_dtype_and_mode_of_a_bound_module():
 def test_a_meta_embedding_does_not_import_dynamo():
     made = "import attnpack, sys; attnpack.cpp.Embedding(10, 4, device='meta'); print('torch._dynamo' in sys.modules)"
     assert run_python(made).stdout.strip() == "False"
+
+
+def test_a_native_module_says_how_it_is_copied():
+    native = attnpack.MultiQueryAttention(16, 4).cpp()
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"attnpack.cpp.MultiQueryAttention cannot be .* call .clone\(\)"):
+            copied(native)
+    assert torch.equal(native.clone().forward(torch.ones(1, 2, 16)), native.forward(torch.ones(1, 2, 16)))

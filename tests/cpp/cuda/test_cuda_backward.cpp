@@ -223,6 +223,11 @@ TEST_CASE("backward on sm_90") {
     check<BFloat16>({2, 2, 2, 70, 150, 64, 40}, on, ++seed, On::kSm90);
   check<Float16>({1, 1, 2, 140, 150, 104, 128}, {.causal = true, .sinks = true}, ++seed, On::kSm90);
   check<BFloat16>({1, 1, 1, 130, 130, 64, 64}, {.causal = true, .poison = true}, ++seed, On::kSm90);
+  const Device hopper{1, 227 * 1024, true};
+  for (const Shape& empty : {Shape{0, 1, 1, 70, 70, 64, 64}, {1, 1, 1, 0, 70, 64, 64}, {1, 1, 1, 70, 0, 64, 64}}) {
+    Problem<BFloat16> x(empty, {}, ++seed);
+    CHECK(!plan_backward(x.bp, x.most_group, hopper).sm90);  // no map has a size of 0
+  }
   check_bits<BFloat16>({2, 1, 2, 70, 150, 64, 64}, {.lens = true}, ++seed, false, On::kSm90);
   check_bits<Float16>({1, 1, 1, 70, 130, 128, 64}, {.window = true}, ++seed, true, On::kSm90);
   check_bits<BFloat16>({1, 2, 1, 70, 70, 64, 64}, {.causal = true}, ++seed, true, On::kSm90);

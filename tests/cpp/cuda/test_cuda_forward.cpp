@@ -135,6 +135,8 @@ TEST_CASE("prefill on sm_90") {
   check<BFloat16>({1, 1, 1, 70, 300, 64, 128}, {.lens = true, .sinks = true}, ForwardKernel::kSm90, ++seed, one);
   check<Float16>({1, 1, 1, 40, 700, 40, 24}, {.causal = true}, ForwardKernel::kSm90, ++seed, eight);  // in parts
   check<Float16>({1, 1, 1, 40, 700, 40, 24}, {.causal = true, .poison = true}, ForwardKernel::kSm90, ++seed, eight);
+  check<BFloat16>({1, 1, 1, 70, 0, 64, 64}, {}, ForwardKernel::kPrefill, ++seed, one);  // no map has a size of 0
+  check<BFloat16>({0, 1, 1, 70, 40, 64, 64}, {}, ForwardKernel::kPrefill, ++seed, one);
   check_bits<BFloat16>({2, 1, 2, 70, 300, 64, 64}, {.lens = true}, ++seed, one);
   check_bits<Float16>({1, 1, 2, 70, 150, 128, 64}, {.causal = true}, ++seed, one);
 }

@@ -16,6 +16,7 @@ namespace attnpack::cuda {
 inline TileMap emulated_map(const void* base, const Strides& s, int64_t batch, int64_t heads, int64_t rows,
                             int64_t columns, int box_rows) {
   const TileShape shape = tile_shape(s, batch, heads, rows, columns);
+  if (std::find(shape.sizes, shape.sizes + 4, 0) != shape.sizes + 4) std::abort();  // the driver refuses such a map
   TileMap map{static_cast<const char*>(base), {}, {}, box_rows};
   std::copy(shape.sizes, shape.sizes + 4, map.sizes);
   std::copy(shape.steps, shape.steps + 3, map.steps);

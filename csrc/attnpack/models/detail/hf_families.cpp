@@ -18,7 +18,8 @@ void configure_llama(const HfSettings& config, Options& o) {
 void configure_mistral(const HfSettings& config, Options& o) {
   o.bias(false).out_bias(false);
   check_silu(config);
-  set_window(config, o, window_size(config, 4096));
+  // transformers loads one that has layer_types as a Ministral.
+  set_windows(config, o, window_size(config, 4096), [](int64_t) { return true; });
 }
 
 // The window of Qwen's models, which have a switch for it.

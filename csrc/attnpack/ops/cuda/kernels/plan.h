@@ -54,15 +54,16 @@ static inline bool fits_tensor_cores(const AttentionParams& p) {
          aligned(p.value, p.value_strides, p.v_head_dim);
 }
 
-// Copies of boxes (sm90/) count rows in 32 bits and steps in 40. Rows must not lie on each other.
-static inline bool fits_boxes(const Strides& s, int64_t rows) {
+// Copies of boxes (sm90/) count rows in 32 bits and steps in 40. Rows must not lie on each other, and no size may be 0.
+static inline bool fits_boxes(const Strides& s, int64_t batch, int64_t heads, int64_t rows) {
   constexpr int64_t kMost = int64_t{1} << 38;
-  return rows < (int64_t{1} << 31) && (s.row > 0 || rows == 1) && s.row < kMost && s.head < kMost && s.batch < kMost;
+  return batch > 0 && heads > 0 && rows > 0 && rows < (int64_t{1} << 31) && (s.row > 0 || rows == 1) && s.row < kMost &&
+         s.head < kMost && s.batch < kMost;
 }
 // Whether the forward kernels of sm90/ take a call of many rows, or a latent one.
 static inline bool fits_sm90(const AttentionParams& p) {
-  return !p.block_table && !p.quantized_bits && fits_boxes(p.key_strides, p.kv_len) &&
-         fits_boxes(p.value_strides, p.kv_len) && aligned(p.out, p.out_strides, p.v_head_dim);
+  return !p.block_table && !p.quantized_bits && fits_boxes(p.key_strides, p.batch, p.num_kv_heads, p.kv_len) &&
+         fits_boxes(p.value_strides, p.batch, p.num_kv_heads, p.kv_len) && aligned(p.out, p.out_strides, p.v_head_dim);
 }
 
 // A dimension of size 1 has no step, so any stride may stand there. It becomes 0, and layouts that are alike look
@@ -220,9 +221,12 @@ static inline int64_t backward_shared_bytes(int64_t width) {
 // Whether the backward kernels of sm90/ take a call that has a width.
 static inline bool backward_fits_sm90(const AttentionBackwardParams& bp, int64_t width) {
   const AttentionParams& p = bp.forward;
-  return width > 0 && width <= 128 && is_plain(p) && !bp.grad_scores && fits_boxes(p.key_strides, p.kv_len) &&
-         fits_boxes(p.value_strides, p.kv_len) && fits_boxes(p.query_strides, p.q_len) &&
-         fits_boxes(bp.grad_out_strides, p.q_len) && aligned(bp.grad_query, bp.grad_query_strides, p.head_dim) &&
+  return width > 0 && width <= 128 && is_plain(p) && !bp.grad_scores &&
+         fits_boxes(p.key_strides, p.batch, p.num_kv_heads, p.kv_len) &&
+         fits_boxes(p.value_strides, p.batch, p.num_kv_heads, p.kv_len) &&
+         fits_boxes(p.query_strides, p.batch, p.num_heads, p.q_len) &&
+         fits_boxes(bp.grad_out_strides, p.batch, p.num_heads, p.q_len) &&
+         aligned(bp.grad_query, bp.grad_query_strides, p.head_dim) &&
          aligned(bp.grad_key, bp.grad_key_strides, p.head_dim) &&
          aligned(bp.grad_value, bp.grad_value_strides, p.v_head_dim);
 }
