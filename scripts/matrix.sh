@@ -54,8 +54,7 @@ elif [ $# = 0 ]; then
 fi
 # An editable install is a line in a .pth file, which the small environments do not read.
 PYTHONPATH=$(python -c 'from pathlib import Path; import attnpack; print(Path(attnpack.__file__).parents[1])')
-export PYTHONPATH OMP_WAIT_POLICY=passive  # as scripts/test.sh
-processes=$(($(nproc) > 1 ? 2 : 1))
+export PYTHONPATH
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 status=0 rows=() seen=" "
@@ -65,8 +64,7 @@ for release in "$@"; do
   seen+="$release "
   say "transformers $release"
   python=$(python_with "$release")
-  "$python" -m pytest -q -n "$processes" --dist loadfile --no-loadscope-reorder -m "not long" -p no:cacheprovider \
-    tests/hf "${DOORS[@]}" </dev/null 2>&1 | tee "$log" || status=1
+  run_shared "$python" -m "not long" -p no:cacheprovider tests/hf "${DOORS[@]}" 2>&1 | tee "$log" || status=1
   rows+=("transformers $release: $(tail -1 "$log" | tr -d =)")
 done
 say "matrix"

@@ -29,6 +29,17 @@ build() {
   python -m pip install -q --no-build-isolation --no-deps -e .
 }
 
+# Two processes share the tests. Their threads sleep while they wait: threads that spin take the cores of the other
+# process, and tests last ten times.
+processes=$(($(nproc) > 1 ? 2 : 1))
+# run_shared <python> [argument of pytest]: a file's tests stay in one process, because its fixtures are made once per
+# process.
+run_shared() {
+  local python=$1
+  shift
+  OMP_WAIT_POLICY=passive "$python" -m pytest -q -n "$processes" --dist loadfile --no-loadscope-reorder "$@" </dev/null
+}
+
 # requirements <extra>: those of the extra, and of the extras that it names.
 requirements() {
   python - "$1" <<'PY'

@@ -43,22 +43,17 @@ end_part build
 rm -rf "$reports"
 mkdir -p "$reports"
 
-# Two processes share the tests. pytest prints how much memory each took, and for which files.
-# A file's tests stay in one process, because its fixtures are made once per process.
-# Their threads sleep while they wait: threads that spin take the cores of the other process, and tests last ten times.
-export OMP_WAIT_POLICY=passive
-processes=$(($(nproc) > 1 ? 2 : 1))
 status=0
 say ctest
-ctest --test-dir build --parallel "$processes" --output-on-failure --output-junit "$PWD/$reports/ctest.xml" || status=1
+OMP_WAIT_POLICY=passive ctest --test-dir build --parallel "$processes" --output-on-failure --output-junit "$PWD/$reports/ctest.xml" || status=1
 end_part ctest
 # run_pytest <name of the part> [argument of pytest]
 run_pytest() {
   local name=$1
   shift
   say "pytest: $name"
-  python -m pytest -q -rs -n "$processes" --dist loadfile --no-loadscope-reorder "${marks[@]}" --durations 80 \
-    --durations-min 1 --junitxml "$reports/pytest-${name// /-}.xml" "$@" </dev/null || status=1
+  run_shared python -rs "${marks[@]}" --durations 80 --durations-min 1 \
+    --junitxml "$reports/pytest-${name// /-}.xml" "$@" || status=1
   end_part "pytest: $name"
 }
 # In three parts, because processes grow: compiled graphs, models and imported packages stay.

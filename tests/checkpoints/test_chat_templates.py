@@ -3,7 +3,7 @@
 import pytest
 from attnpack.checkpoints.build import Tokenizer, load_tokenizer, smollm2_path
 
-# What real chat templates ask of the program that renders them, in a few words each.
+# Pieces of real chat templates, one for each thing that they need from the program that renders them.
 CONSTRUCTS = {
     "llama-3.1 no tools": "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools is none }}",
     "llama-3.1 tools": "{%- if tools is not none %}Environment: ipython\n{% endif %}{{ bos_token }}",

@@ -24,7 +24,7 @@ BASES = FAMILIES | {
     "qwen2": Family("Qwen2Config", SIZES, {}),
     "qwen3": Family("Qwen3Config", SIZES | {"head_dim": 12}, {}),
 }
-# Of tokens, of training and of saving: not of the mathematics.
+# Fields about tokens, training and saving: the mathematics does not read them.
 IGNORED = {
     "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "initializer_range",
     "use_cache", "transformers_version", "model_type", "vocab_size", "return_dict", "output_hidden_states",
@@ -148,7 +148,7 @@ def compare(name: str, settings: dict[str, Any], folder: Path) -> tuple[str, str
         model.save_pretrained(directory)
     except Exception:
         return "no model", ""
-    # What stands in the file counts: transformers itself reads it so.
+    # The model is compared as transformers reads it from the file, where some settings mean something else.
     again = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
     with torch.no_grad():
         wanted = again(TEXT).logits

@@ -6,12 +6,12 @@
 #include <attnpack/core/check.h>
 #include <attnpack/layers/detail/block_sums.h>
 #include <attnpack/layers/detail/dropped_keys.h>
+#include <attnpack/layers/detail/mask_columns.h>
 #include <attnpack/layers/detail/paged_keys.h>
 #include <attnpack/layers/detail/place_tokens.h>
 #include <attnpack/layers/detail/quantized_keys.h>
 #include <attnpack/layers/spread.h>
 #include <attnpack/ops/detail/schema.h>
-#include <attnpack/ops/detail/unknown_sizes.h>
 
 namespace attnpack {
 namespace {
@@ -144,8 +144,7 @@ std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const T
   PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   const bool slots = cache && cache->dropped;
   trim_to_longest(tokens, slots ? std::nullopt : layer.mask);
-  if (slots && args.mask && args.mask->dim() > 0 && !is_one(args.mask->sym_size(-1)))
-    args.mask = args.mask->narrow_symint(-1, 0, tokens.key.sym_size(2));
+  if (slots) args.mask = mask_from(args.mask, 0, tokens.key.sym_size(2));
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
   args = with_blocks(args, tokens, score, sums_with_new(cache, tokens, key.sym_size(2), score));

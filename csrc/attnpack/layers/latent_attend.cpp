@@ -6,6 +6,7 @@
 
 #include <attnpack/core/padded.h>
 #include <attnpack/layers/detail/latent_algebra.h>
+#include <attnpack/layers/detail/mask_columns.h>
 #include <attnpack/layers/detail/place_tokens.h>
 #include <attnpack/layers/spread.h>
 #include <attnpack/ops/detail/latent_rows.h>
@@ -108,7 +109,7 @@ PlacedTokens place_rows(const NewTokens& tokens, const CacheTensors& cache, cons
   SymInt readable = cache.key.sym_size(2);
   std::optional<SymInt> limit;
   const auto& mask = layer.mask;
-  const bool covers = mask && mask->dim() > 0 && !is_one(mask->sym_size(-1));
+  const bool covers = covers_positions(mask);
   if (covers && mask->sym_size(-1) < readable) readable = *(limit = mask->sym_size(-1));
   const auto keys_like = at::empty_symint({1}, k.options().requires_grad(false))
                              .expand_symint({cache.key.sym_size(0), 1, readable, SymInt(1)});

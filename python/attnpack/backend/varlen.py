@@ -98,9 +98,10 @@ def _used_keys(
 
 
 def _check_width(query: Tensor, value: Tensor) -> None:
-    """Two head dims are torch's from 2.15 on, whose ops also name a backend."""
-    takes_two = "backend" in str(torch.ops.torch_attn._varlen_attn.default._schema)
-    if query.size(-1) != value.size(-1) and not takes_two:
+    if query.size(-1) == value.size(-1):
+        return
+    # torch takes two head dims from 2.15 on, where its ops also name a backend.
+    if "backend" not in str(torch.ops.torch_attn._varlen_attn.default._schema):
         raise ValueError(
             f"attnpack: value has head_dim {value.size(-1)}, query {query.size(-1)}: varlen_attn wants one head_dim, "
             "and attnpack.attention_varlen takes two"

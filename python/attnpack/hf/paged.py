@@ -123,8 +123,8 @@ def update_as_theirs(module: nn.Module, key: Tensor, value: Tensor, others: dict
 def _leave_to_attention(
     self: PagedAttentionCache, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Takes the place of the cache's update, which copies all keys out of their pages: where an attention function of
-    ours follows, that writes and reads them there."""
+    """Takes the place of the cache's update, which copies all keys out of their pages. An attention function of ours
+    writes and reads them in the pages, so this only hands the cache on to it."""
     function = AttentionInterface._global_mapping.get(self.config._attn_implementation)
     if getattr(function, "__module__", "").rpartition(".")[0] != __package__:
         return _UPDATE(self, key_states, value_states, layer_idx, kwargs)

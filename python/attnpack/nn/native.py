@@ -147,6 +147,11 @@ def refuse_global_hooks() -> None:
         )
 
 
+def _has_torchs_forward(kind: type) -> bool:
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    return linear_layers.is_code_of(owner.forward, owner)
+
+
 def _refuse_foreign(module: nn.Module) -> None:
     refuse_global_hooks()
     for name, child in module.named_modules():
@@ -157,8 +162,7 @@ def _refuse_foreign(module: nn.Module) -> None:
                 f"attnpack: {where} is a {type(child).__name__}, which C++ cannot run: it knows plain nn.Linear, "
                 "nn.Embedding, nn.LayerNorm and attnpack's own modules. Merge or unwrap it, or call the Python module"
             )
-        owner = next(kind for kind in type(child).__mro__ if "forward" in vars(kind))
-        if type(child) in _PLAIN and not linear_layers.is_code_of(owner.forward, owner):
+        if type(child) in _PLAIN and not _has_torchs_forward(type(child)):
             raise TypeError(
                 f"attnpack: {where} is a {type(child).__name__} whose class has another forward than torch's, which "
                 "C++ would not run. Restore it, or call the Python module"

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include <attnpack/core/check.h>
+#include <attnpack/layers/detail/mask_columns.h>
 #include <attnpack/ops/detail/unknown_sizes.h>
 #include <attnpack/ops/merge_states.h>
 
@@ -47,8 +48,7 @@ struct FirstKeys {
 // queries that stand left + 1 positions earlier.
 FirstKeys first_keys(const PlacedTokens& tokens, const CacheTensors& cache, AttentionArguments args) {
   const SymInt slots = tokens.key.sym_size(2), count = slots < cache.keep_first ? slots : SymInt(cache.keep_first);
-  if (args.mask && args.mask->dim() > 0 && !is_one(args.mask->sym_size(-1)))
-    args.mask = args.mask->narrow_symint(-1, 0, count);
+  args.mask = mask_from(args.mask, 0, count);
   args.q_offsets = *tokens.q_offsets + *cache.dropped - (args.window_left + 1);
   args.kv_lens = tokens.kv_lens->clamp_max(cache.keep_first);
   args.window_left = args.window_right = -1;

@@ -6,8 +6,8 @@
 
 #include <attnpack/core/padded.h>
 #include <attnpack/layers/detail/dropped_keys.h>
+#include <attnpack/layers/detail/mask_columns.h>
 #include <attnpack/layers/spread.h>
-#include <attnpack/ops/detail/unknown_sizes.h>
 #include <attnpack/ops/kv_cache.h>
 
 namespace attnpack {
@@ -24,7 +24,7 @@ struct ReadableCache {
 
 ReadableCache readable_under(const CacheTensors& cache, const std::optional<Tensor>& mask) {
   ReadableCache readable{cache.key, cache.value, std::nullopt};
-  if (!mask || mask->dim() == 0 || is_one(mask->sym_size(-1))) return readable;
+  if (!covers_positions(mask)) return readable;
   if (cache.dropped) {
     readable.limit = mask->sym_size(-1);
   } else if (mask->sym_size(-1) < cache.key.sym_size(2)) {

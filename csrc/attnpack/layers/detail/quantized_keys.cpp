@@ -7,10 +7,10 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/layers/detail/dropped_keys.h>
+#include <attnpack/layers/detail/mask_columns.h>
 #include <attnpack/layers/detail/place_tokens.h>
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/detail/attention_quantized.h>
-#include <attnpack/ops/detail/unknown_sizes.h>
 #include <attnpack/ops/merge_states.h>
 #include <attnpack/ops/quantize.h>
 
@@ -36,16 +36,6 @@ struct Stored {
   Tensor exact_key, exact_value;  // undefined: there are none
   Tensor past, lengths;           // [B], positions before and after the append
 };
-
-// Of the mask over all positions, that over count positions from first on.
-std::optional<Tensor> mask_from(const std::optional<Tensor>& mask, const SymInt& first, const SymInt& count) {
-  if (!mask || mask->dim() == 0 || is_one(mask->sym_size(-1))) return mask;
-  return mask->narrow_symint(-1, first, count);
-}
-
-bool covers_positions(const std::optional<Tensor>& mask) {
-  return mask && mask->dim() > 0 && !is_one(mask->sym_size(-1));
-}
 
 // The slots of exact positions, as a cache of its own.
 CacheTensors exact_slots(const CacheTensors& cache) {

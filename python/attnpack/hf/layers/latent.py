@@ -85,9 +85,9 @@ class HfLatentAttention(Adopted, MultiHeadLatentAttention):
         """
         wanted = are_recorded(output_attentions)
         cache = cache_of_call(hidden_states, past_key_values, cache)
-        return self._attend_selected(hidden_states, attention_mask, cache, position_embeddings, None, wanted, others)[
-            :2
-        ]
+        place = attention_mask, cache, position_embeddings
+        out, weights, _ = self._attend_selected(hidden_states, *place, None, wanted, others)
+        return out, weights
 
     def _attend_selected(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ class HfSparseLatentAttention(HfLatentAttention):
     def __init__(self, theirs: nn.Module) -> None:
         super().__init__(theirs)
         self.indexer = theirs.indexer
-        taken = {} if self.indexer is None else inspect.signature(self.indexer.forward).parameters
-        self._cache_name = "past_key_values" if "past_key_values" in taken else "cache"  # the latter from 5.24 on
         self._hands_on = LATENT[type(theirs).__name__].hands_on
 
     def forward(
@@ -80,7 +77,7 @@ class HfSparseLatentAttention(HfLatentAttention):
                 "another sequence; leave cu_seq_lens and seq_idx out and pass position_ids with use_cache=False"
             )
         rows = _causal_rows(x, keys.size(2)) if mask is None else mask[:, 0]
-        return self.indexer(x, low, table, rows, others.get("position_ids"), **{self._cache_name: cache})
+        return self.indexer(x, low, table, rows, others.get("position_ids"), cache)
 
 
 def _causal_rows(x: Tensor, keys: int) -> Tensor:
