@@ -3,7 +3,7 @@
 #   --long       run the tests that take minutes too
 #   --sanitize   run the kernels alone, under the address, undefined-behaviour and thread sanitizers
 # Further arguments go to pytest. Skips are printed; a skip that tests/allowed_skips.txt does not list is a failure.
-# Style comes first, because it takes seconds and fails most often. The last lines say how long each part took.
+# Style and the pages come first, because they take seconds and fail most often. The last lines say how long each part took.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -34,7 +34,7 @@ set_up test
 end_part "set-up"
 
 say style
-python -m pytest -q --noconftest tests/project/test_style.py tests/project/test_arrows.py </dev/null
+python -m pytest -q --noconftest tests/project/test_{style,arrows,docs}.py </dev/null
 end_part style
 
 build -DATTNPACK_TESTS=ON
