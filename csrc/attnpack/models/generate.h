@@ -26,8 +26,9 @@ struct GenerateOptions {
   TORCH_ARG(std::optional<at::Tensor>, lengths);
   // A row that gives one of them stops and is filled with it.
   TORCH_ARG(std::vector<int64_t>, stop_tokens);
-  // Samples from softmax(logits / temperature), from the top_k likeliest tokens and from the fewest that hold top_p of
-  // the probability. All unset: greedy. top_k 0 is no limit, as in transformers: sampling over all tokens.
+  // Samples from softmax(logits / temperature), restricted to the top_k likeliest tokens and to the fewest tokens that
+  // hold top_p of the probability. Tokens that tie with the last of the top_k stay too, and top_k 0 is no limit, as in
+  // transformers. Greedy if none of the three is given, or at temperature 0.
   TORCH_ARG(std::optional<double>, temperature);
   TORCH_ARG(std::optional<int64_t>, top_k);
   TORCH_ARG(std::optional<double>, top_p);
