@@ -141,10 +141,25 @@ def _by_rows(name: str, x: Tensor) -> Tensor:
 
 
 def owners(nested: Tensor) -> Tensor:
-    """The number of each row's sequence, int64 [T]."""
+    """The number of each row's sequence, int64 [T]. Raises ValueError where rows belong to none."""
     offsets = nested.offsets()
+    _check_offsets(nested, offsets)
     numbers = torch.arange(offsets.size(0) - 1, device=offsets.device)
     return torch.repeat_interleave(numbers, offsets.diff(), output_size=nested.values().size(0))
+
+
+def _check_offsets(nested: Tensor, offsets: Tensor) -> None:
+    ends, count = values_of(offsets), nested.values().size(0)
+    if not ends or (ends[0] == 0 and ends[-1] == count and ends == sorted(ends)):
+        return
+    shown = ", ".join(map(str, ends if len(ends) <= 6 else [*ends[:4], "...", ends[-1]]))
+    fix = "torch.nested.as_nested_tensor(sequences, layout=torch.jagged)"
+    if ends == sorted(ends) and 0 <= ends[0] and ends[-1] <= count:
+        fix = f"torch.nested.nested_tensor_from_jagged(values[{ends[0]} : {ends[-1]}], offsets - {ends[0]})"
+    raise ValueError(
+        f"attnpack: a nested argument has the offsets [{shown}] and {count} rows of values, wants offsets that ascend "
+        f"from 0 to {count}: build it by {fix}"
+    )
 
 
 def positions_of(nested: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:

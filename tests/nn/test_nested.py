@@ -297,3 +297,34 @@ def context_cases():
 def test_what_does_not_go_with_nested_tensors_is_named(message):
     with pytest.raises((ValueError, TypeError), match=message):
         context_cases()[message]()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "fix"),
+    [
+        ([2, 5, 12], "nested_tensor_from_jagged(values[2 : 12], offsets - 2)"),
+        ([0, 5, 9], "nested_tensor_from_jagged(values[0 : 9], offsets - 0)"),
+        ([0, 7, 5, 12], "as_nested_tensor(sequences, layout=torch.jagged)"),
+    ],
+    ids=["begin late", "end early", "descend"],
+)
+def test_rows_of_no_sequence_are_refused(offsets, fix):
+    """By modules with RoPE as by the operator; norms do not mind."""
+    values, offsets = torch.randn(12, 32), torch.tensor(offsets)
+    x = torch.nested.nested_tensor_from_jagged(values, offsets)
+    rope = attnpack.RotaryEmbedding(8)
+    latent = {"kv_lora_rank": 6, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 5}
+    module = attnpack.MultiHeadAttention(32, 4, rope=rope)
+    for refusing in (module, attnpack.MultiHeadLatentAttention(32, 4, rope=rope, **latent)):
+        with pytest.raises(
+            ValueError, match="has the offsets .* and 12 rows of values, wants .* from 0 to 12"
+        ) as caught:
+            refusing(x)
+        assert str(offsets.tolist()) in str(caught.value) and fix in str(caught.value)
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        attnpack.MultiHeadAttention(32, 4)(x)
+    assert attnpack.RMSNorm(32)(x).shape == x.shape
+    if "values" in fix:
+        mended = eval("torch.nested." + fix, {"torch": torch, "values": values, "offsets": offsets})
+        for out, begin, end in zip(module(mended).unbind(), offsets[:-1], offsets[1:], strict=True):
+            assert_close(out, module(values[begin:end].unsqueeze(0))[0])
