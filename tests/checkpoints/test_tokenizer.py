@@ -4,11 +4,14 @@ import base64
 import json
 import re
 import sys
+import tomllib
 import unicodedata
+from pathlib import Path
 
 import gguf
 import pytest
 from attnpack.checkpoints.build import load_tokenizer, smollm2_path
+from attnpack.checkpoints.chat_template import OLDEST_JINJA, render_chat
 from fuzz import lies
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
@@ -61,6 +64,32 @@ def test_chat_equals_transformers(jinja, tokenizer, smollm2_tokenizer_hf, monkey
     messages = [{"role": "user", "content": prompt}]
     expected = smollm2_tokenizer_hf.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     assert tokenizer.chat(prompt) == expected["input_ids"]
+
+
+@pytest.mark.parametrize(("version", "fits"), [("3.1.5", False), ("2.11.3", False), ("3.1.6", True), ("3.10.0", True)])
+def test_a_jinja_whose_sandbox_leaks_is_not_used(version, fits, monkeypatch):
+    """transformers demands the same version."""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    if fits:
+        assert render_chat("model", "{{ 1 + 1 }}") == "2"
+        return
+    with pytest.raises(ImportError, match=f"need jinja2 3.1.6 or later, found {version}; run `pip install 'jinja2>="):
+        render_chat("model", "{{ 1 + 1 }}")
+
+
+def test_a_template_that_needs_jinja_says_how_to_get_it(smollm2_tokenizer_hf, tmp_path, monkeypatch):
+    smollm2_tokenizer_hf.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(
+        ValueError, match="template is not ChatML, and .* found none; run `pip install 'jinja2>=3.1.6'`"
+    ):
+        load_tokenizer(tmp_path).chat_text("Hi")
+
+
+def test_the_extra_demands_the_jinja_that_the_code_does():
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert f"jinja2>={OLDEST_JINJA}" in extras["optional-dependencies"]["tokenizers"]
 
 
 def test_stream_gives_whole_characters(tokenizer):

@@ -81,8 +81,8 @@ class Tokenizer:
     def chat(self, prompt: str) -> list[int]:
         """Ids of one user message in the model's chat format, up to where the answer begins.
 
-        If `jinja2` is installed, the model's own Jinja template is rendered in a process with little time and memory
-        (chat_template.py). Without jinja2 the format is ChatML, with SmolLM2's default system message if the template
+        If jinja2 3.1.6 or later is installed, the model's own template is rendered in a process with little time and
+        memory (chat_template.py). Otherwise the format is ChatML, with SmolLM2's default system message if the template
         contains it. Raises ValueError if the model has no template or needs jinja2, or if its template fails or takes
         too much.
         """
@@ -103,8 +103,8 @@ class Tokenizer:
         }
         try:
             return render_chat(self._source, template, **self.special | values)
-        except ImportError:
-            return _chatml(prompt, template, self._source)
+        except ImportError as error:
+            return _chatml(prompt, template, self._source, error)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         _check_text(text)
@@ -135,9 +135,9 @@ def _token_id(token: Any) -> int:
     return number
 
 
-def _chatml(prompt: str, template: str, source: str) -> str:
+def _chatml(prompt: str, template: str, source: str, why: ImportError) -> str:
     if "<|im_start|>" not in template:
-        raise ValueError(f"{source}: the chat template is not ChatML and needs jinja2; run `pip install jinja2`")
+        raise ValueError(f"{source}: the chat template is not ChatML, and {why}") from why
     system = f"<|im_start|>system\n{_SMOLLM2_SYSTEM}<|im_end|>\n" if _SMOLLM2_SYSTEM in template else ""
     return f"{system}<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
 
