@@ -150,6 +150,32 @@ def test_json_and_what_is_said_without_a_tokenizer(llama, tmp_path, capsys):
     )
 
 
+def warnings_of(capsys, *arguments):
+    assert run(*arguments) == 0
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+
+
+def test_aligned_without_a_text_warns(llama, tmp_path, capsys):
+    out = iter(tmp_path / str(i) for i in range(9))
+    two, none = ("--kv-heads", 2), ("--tokens", 0)
+    for given in (two, (*two, *none)):  # neither a tokenizer nor tokens
+        (said,) = warnings_of(capsys, llama[1], next(out), *given)
+        assert "can be worse than mean" in said
+        assert said.endswith("give --tokens 2048 and a checkpoint with its tokenizer, or take --method mean")
+    write_tokenizer(llama[1])
+    assert len(warnings_of(capsys, llama[1], next(out), *two, *none)) == 1
+    assert not warnings_of(capsys, llama[1], next(out), *two, "--tokens", 100)
+    assert not warnings_of(capsys, llama[1], next(out), "--kv-heads", 4, *none)
+    for method in ("mean", "similar"):
+        assert not warnings_of(capsys, llama[1], next(out), *two, *none, "--method", method)
+
+
+def test_aligned_of_an_encoder_decoder_warns(t5gemma, tmp_path, capsys):
+    (said,) = warnings_of(capsys, t5gemma[1], tmp_path / "out", "--kv-heads", 2)
+    assert "can be worse than mean" in said and said.endswith("16,080): take --method mean")
+    assert not warnings_of(capsys, t5gemma[1], tmp_path / "mean", "--kv-heads", 2, "--method", "mean")
+
+
 def test_perplexity_is_that_of_the_two_models(llama, tmp_path, capsys):
     write_tokenizer(llama[1])
     text = tmp_path / "text.txt"

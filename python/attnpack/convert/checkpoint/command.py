@@ -33,6 +33,7 @@ def describe_conversion(report: ConversionReport) -> list[str]:
         f"{report.kv_heads} key-value heads by {report.method}, in {report.seconds:.1f} s",
         f"KV cache {report.kv_bytes_per_token_before} -> {report.kv_bytes_per_token} bytes per token",
         *(f"note: {note}" for note in report.notes),
+        *(f"warning: {warning}" for warning in report.warnings),
     ]
     if report.perplexity is not None:
         figures = f"{report.perplexity_before:.2f} -> {report.perplexity:.2f}"

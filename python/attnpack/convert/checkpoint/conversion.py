@@ -54,6 +54,7 @@ class ConversionReport:
     perplexity_before: float | None
     perplexity: float | None
     notes: list[str]  # parts that were left out, with the reasons
+    warnings: list[str]  # why the result is worse than it could be, and what to do
     seconds: float
 
 
@@ -78,7 +79,8 @@ def convert_checkpoint(source: Path, out: Path, request: Request) -> ConversionR
         perplexities = streams.perplexities(checkpoint.read)
         writer.close()
         write_json(folder / "config.json", _with_dtype(checkpoint.config_json(request.kv_heads), request))
-        report = _make_report(checkpoint, out, request, streams.tokens, perplexities, notes, time.monotonic() - started)
+        said = {"notes": notes, "warnings": _warnings(checkpoint, request, streams)}
+        report = _make_report(checkpoint, out, request, streams.tokens, perplexities, said, time.monotonic() - started)
         write_json(folder / RECORD, asdict(report) | {"source": str(source.absolute())})
     return report
 
@@ -101,6 +103,18 @@ def _make_streams(source: Source, request: Request, notes: list[str]) -> Streams
         return Streams(source.config, None, None)
     positions = source.config["max_positions"]
     return Streams(source.config, *load_tokens(source.path, request.text, request.tokens, learns, positions, notes))
+
+
+def _warnings(source: Source, request: Request, streams: Streams) -> list[str]:
+    if request.method != "aligned" or streams.learns or request.kv_heads == source.config["num_kv_heads"]:
+        return []
+    advice = "take --method mean"
+    if isinstance(source, DecoderOnly):
+        advice = "give --tokens 2048 and a checkpoint with its tokenizer, or " + advice
+    return [
+        "--method aligned has no text to learn from, and then it can be worse than mean (on SmolLM2 the perplexity is "
+        f"72,989 instead of 16,080): {advice}"
+    ]
 
 
 def _with_dtype(config: dict[str, Any], request: Request) -> dict[str, Any]:
@@ -197,7 +211,7 @@ def _make_report(
     request: Request,
     tokens: int,
     perplexities: tuple[float | None, float | None],
-    notes: list[str],
+    said: dict[str, list[str]],
     seconds: float,
 ) -> ConversionReport:
     config = source.config
@@ -216,6 +230,6 @@ def _make_report(
         tokens=tokens,
         perplexity_before=perplexities[0],
         perplexity=perplexities[1],
-        notes=notes,
+        **said,
         seconds=round(seconds, 2),
     )

@@ -76,6 +76,7 @@ class Streams:
         self._config, self._measured, self._calibration = config, measured, calibration
         self._old = self._new = self._seen = None
         self.tokens = 0 if measured is None else measured.numel()
+        self.learns = calibration is not None
 
     def embed_tokens(self, table: Tensor) -> None:  # [vocab_size, E]
         if self._measured is not None:
