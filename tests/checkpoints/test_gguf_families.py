@@ -1,11 +1,12 @@
 """GGUF files of the families beside Llama's, written as llama.cpp's converter writes them, against transformers."""
 
 import attnpack
-import gguf
+import gguf_models
 import numpy as np
 import pytest
 import torch
 import transformers
+from gguf_models import LAYER_NORM
 from transformers import AutoModelForCausalLM
 
 SIZES = {
@@ -141,69 +142,10 @@ def random_model(name):
     return model
 
 
-def converted(name, model):
-    """The tensors of llama.cpp's converter: names by the package gguf, and its changes of each architecture."""
-    arch, config = CASES[name][0], model.config
-    table = gguf.get_tensor_name_map({v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[arch], 8)
-    tensors = {}
-
-    def put(key, value):
-        found = table.get_name(key, try_suffixes=(".weight", ".bias"))
-        assert found, key
-        tensors[found] = np.ascontiguousarray(value.numpy())
-
-    for key, value in model.state_dict().items():
-        if key == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if key.endswith((".attn.bias", ".attn.masked_bias")):
-            continue
-        if arch == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
-            value = value.T
-        if arch.startswith("gemma") and key.endswith("norm.weight"):
-            value = value + 1
-        if arch == "falcon" and "query_key_value" in key:
-            kv = config.num_kv_heads if config.new_decoder_architecture else 1
-            grouped = value.view(kv, config.num_attention_heads // kv + 2, 8, 32)
-            value = torch.cat([part.reshape(-1, 32) for part in (grouped[:, :-2], grouped[:, -2], grouped[:, -1])])
-        if key.endswith("kv_b_proj.weight") and name == "deepseek_v3":
-            keys, values = value.view(4, 8 + 9, 10).split([8, 9], 1)
-            put(key.replace("kv_b", "k_b"), keys.transpose(1, 2))
-            put(key.replace("kv_b", "v_b"), values)
-            continue
-        if key.endswith("e_score_correction_bias"):
-            key = key.replace("_bias", ".bias")
-        layer, _, last = key.partition(".mlp.experts.")
-        if last:
-            stem, bias = last.removesuffix("_bias"), last.endswith("_bias")
-            transposed = arch == "gpt-oss" and not bias
-            value = value.transpose(1, 2) if transposed else value
-            parts = {stem: value}
-            if stem == "gate_up_proj":
-                halves = (value[:, ::2], value[:, 1::2]) if arch == "gpt-oss" else value.chunk(2, 1)
-                parts = dict(zip(("gate_proj", "up_proj"), halves, strict=True))
-            for part, tensor in parts.items():
-                short = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}[part]
-                block = layer.removeprefix("model.layers.")
-                tensors[f"blk.{block}.ffn_{short}_exps.{'bias' if bias else 'weight'}"] = np.ascontiguousarray(
-                    tensor.numpy()
-                )
-        elif key.endswith("self_attn.sinks"):
-            tensors[f"blk.{key.split('.')[2]}.attn_sinks.weight"] = value.numpy()
-        elif ".mlp.router." in key:
-            tensors[f"blk.{key.split('.')[2]}.ffn_gate_inp.{key.rpartition('.')[2]}"] = value.numpy()
-        else:
-            put(key, value)
-    if arch == "phi3":
-        for length in ("short", "long"):
-            tensors[f"rope_factors_{length}.weight"] = np.array(LONG[f"{length}_factor"], dtype=np.float32)
-    return tensors
-
-
 def write(path, name, model, without="nothing", **changes):
     """The file without some tensors, and with changed metadata; a change to None leaves a key out."""
     arch, _, settings, metadata = CASES[name]
-    writer, config = gguf.GGUFWriter(path, arch), model.config
-    layer_norm = arch in ("gpt2", "starcoder", "starcoder2", "falcon")
+    config = model.config
     values = {
         "vocab_size": config.vocab_size,
         "embedding_length": config.hidden_size,
@@ -211,23 +153,13 @@ def write(path, name, model, without="nothing", **changes):
         "feed_forward_length": settings.get("intermediate_size", 128),
         "context_length": config.max_position_embeddings,
         "attention.head_count": config.num_attention_heads,
-        "attention.layer_norm_epsilon" if layer_norm else "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.layer_norm_epsilon" if arch in LAYER_NORM else "attention.layer_norm_rms_epsilon": 1e-5,
     }
     if "num_key_value_heads" in settings:
         values["attention.head_count_kv"] = settings["num_key_value_heads"]
     values |= metadata | {key.replace("__", "."): value for key, value in changes.items()}
-    for key, value in values.items():
-        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        if value is not None:
-            kinds[type(value)](f"{arch}.{key}", value)
-    for tensor, array in converted(name, model).items():
-        if without not in tensor:
-            writer.add_tensor(tensor, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    tensors = gguf_models.tensors_of(model, arch, absorbed=name == "deepseek_v3")
+    return gguf_models.write(path, arch, values, {t: array for t, array in tensors.items() if without not in t})
 
 
 @by_name

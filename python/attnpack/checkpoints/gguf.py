@@ -43,7 +43,27 @@ _UNSUPPORTED_KEYS = (
     "attention.scale",
     "attention.temperature_scale",
     "attention.max_alibi_bias",
+    "attention.clamp_kqv",
+    "attention.output_scale",
+    "attention.relative_buckets_count",
+    "attention.shared_kv_layers",
     "expert_count",
+    "full_attention_interval",
+    "nextn_predict_layers",
+    "rope.dimension_sections",
+    "router_logit_softcapping",
+    "swiglu_clamp_exp",
+    "swiglu_clamp_shexp",
+    "swin_norm",
+    "use_parallel_residual",
+)
+# Widths of a head that must be head_dim.
+_WIDTHS = (
+    "attention.value_length",
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+    "rope.dimension_count",
+    "rope.dimension_count_swa",
 )
 
 
@@ -220,20 +240,23 @@ class GgufCheckpoint:
                 f"{self.path}: {self.arch}.attention.causal is {brief(repr(causal))}, wants True: every token sees "
                 "only those before it here"
             )
-        for key in ("attention.value_length", "rope.dimension_count"):
+        for key in _WIDTHS:
             if key not in family.settings and self.setting(key, head_dim) != head_dim:
                 raise ValueError(
                     f"{self.path}: {self.arch}.{key} is {brief(self.setting(key))}, head_dim is {head_dim}; "
                     "models where they differ are not supported"
                 )
         positions = min(self.size("context_length"), max_positions or math.inf)
+        base = self.number("rope.freq_base", 10000.0)
+        if "rope.freq_base_swa" not in family.settings:
+            self.refuse("rope.freq_base_swa", usual=(base,))
         eps = self.number("attention.layer_norm_epsilon" if family.layer_norm else "attention.layer_norm_rms_epsilon")
         first = "model.layers.0."
         config = self._sizes | {
             "vocab_size": shapes.get("model.embed_tokens.weight", (0,))[0],
             "hidden_dim": self.size("feed_forward_length"),
             "max_positions": positions,
-            "rope_base": self.number("rope.freq_base", 10000.0),
+            "rope_base": base,
             "rope_scaling": self._rope_scaling(head_dim),
             "eps": eps,
             "norm": "layer" if family.layer_norm else "rms",

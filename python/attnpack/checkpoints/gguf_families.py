@@ -125,10 +125,16 @@ def _phi3(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
             "original_max_position_embeddings": file.size("rope.scaling.original_context_length"),
             "attention_factor": file.number("rope.scaling.attn_factor", 1.0),
         }
+    else:
+        file.refuse("rope.scaling.attn_factor", usual=(1.0,))
     return options
 
 
 def _falcon(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+    if (parallel := file.setting("use_parallel_residual", True)) is not True:
+        raise ValueError(
+            f"{file.path}: {file.arch}.use_parallel_residual is {parallel!r:.80}, wants True or no such key"
+        )
     two = "model.layers.0.post_attention_layernorm.weight" in file.shapes
     return {"layout": "parallel_two" if two else "parallel", "activation": "gelu"}
 
@@ -140,6 +146,9 @@ def _learned(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
 def _plain_experts(file: GgufCheckpoint, normalize: bool, **more: Any) -> dict[str, Any]:
     file.refuse("expert_shared_count", "expert_group_count", "expert_group_used_count", usual=(0, 1))
     file.refuse("expert_weights_scale", usual=(0.0, 1.0))
+    file.refuse("expert_gating_func", usual=(1, 3))  # softmax, of all experts or of those chosen
+    if file.setting("expert_weights_norm", normalize) is not normalize:
+        raise ValueError(f"{file.path}: {file.arch}.expert_weights_norm is not {normalize}, which is not supported yet")
     return _experts(file, normalize, **more)
 
 
@@ -175,7 +184,6 @@ def _olmo2(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
 def _deepseek2(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSeek-V2 and V3. Files with attn_k_b and attn_v_b give the widths of the absorbed heads as key_length and
     value_length, and those of the heads themselves as key_length_mla and value_length_mla."""
-    file.refuse("nextn_predict_layers", "attention.temperature_scale")
     rotated, key_dim = file.size("rope.dimension_count"), file.size("attention.key_length_mla", config["head_dim"])
     latent = {
         "kv_lora_rank": file.size("attention.kv_lora_rank"),
@@ -195,10 +203,12 @@ def _deepseek2(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any
     if not file.setting("expert_count"):
         return heads
     file.refuse("expert_gating_func", usual=(1, 2))  # softmax, sigmoid
+    if type(normalize := file.setting("expert_weights_norm", False)) is not bool:
+        raise ValueError(f"{file.path}: {file.arch}.expert_weights_norm is {normalize!r:.80}, wants True or False")
     width, shared = file.size("expert_feed_forward_length"), file.setting("expert_shared_count")
     experts = _experts(
         file,
-        normalize=file.setting("expert_weights_norm", False) is True,
+        normalize=normalize,
         scores="sigmoid" if file.size("expert_gating_func", 1) == 2 else "softmax",
         scaling=file.number("expert_weights_scale", 1.0),
         num_groups=file.size("expert_group_count", 1),
@@ -221,7 +231,9 @@ ARCHITECTURES = {
     "gemma2": Architecture(
         _gemma2, _SANDWICH, settings=("attn_logit_softcapping", "final_logit_softcapping"), windows=True
     ),
-    "gemma3": Architecture(_gemma3, _SANDWICH, settings=("final_logit_softcapping",), windows=True),
+    "gemma3": Architecture(
+        _gemma3, _SANDWICH, settings=("final_logit_softcapping", "rope.freq_base_swa"), windows=True
+    ),
     "phi3": Architecture(
         _phi3,
         fused={"attn_qkv": _QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj")},
@@ -233,7 +245,9 @@ ARCHITECTURES = {
     "starcoder2": Architecture(lambda file, config: {"activation": "gelu_tanh"}, layer_norm=True),
     "gpt2": Architecture(_learned, fused={"attn_qkv": _QKV}, layer_norm=True),
     "starcoder": Architecture(_learned, fused={"attn_qkv": _QKV}, layer_norm=True),
-    "falcon": Architecture(_falcon, fused={"attn_qkv": _QKV}, layer_norm=True),
+    "falcon": Architecture(
+        _falcon, fused={"attn_qkv": _QKV}, layer_norm=True, settings=("use_parallel_residual",)
+    ),
     "gpt-oss": Architecture(
         _gpt_oss,
         _EXPERTS | {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
