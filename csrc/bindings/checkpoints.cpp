@@ -100,7 +100,7 @@ void register_hf(py::module_& m) {
       .def_property_readonly("is_plain", &HfCheckpoint::is_plain)
       .def("dtype", &HfCheckpoint::dtype)
       .def("read", &HfCheckpoint::read)
-      .def_property_readonly("files", &HfCheckpoint::files);
+      .def_property_readonly("files", &HfCheckpoint::files_by_name);
   m.def("causal_lm_from_hf", [](const std::string& directory, at::ScalarType dtype, std::optional<int64_t> positions) {
     const auto options = FromHfOptions().dtype(dtype).max_positions(positions);
     return without_gil([&] { return causal_lm_from_hf(directory, options).ptr(); });

@@ -106,8 +106,9 @@ def test_tied_head_that_is_stored_too(tmp_path):
     reference.save_pretrained(tmp_path)
     edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert_same_logits(attnpack.CausalLM.from_hf(tmp_path), reference)
+    assert attnpack.CausalLM.from_hf(tmp_path).lm_head is None
     edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
-    refused(tmp_path, "tie_word_embeddings", "lm_head.weight")
+    assert attnpack.CausalLM.from_hf(tmp_path).lm_head is not None  # see test_partial_checkpoints.py
 
 
 def test_resident_memory_grows_by_the_weights_and_at_most_a_fifth(tmp_path):
@@ -437,7 +438,7 @@ def test_wrong_shape(llama):
 def test_a_tied_head_of_another_shape(tmp_path):
     random_model(CONFIGS["llama-tied"]).save_pretrained(tmp_path)
     edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"][:95].clone()}))
-    refused(tmp_path, "lm_head.weight differs from model.embed_tokens.weight")
+    refused(tmp_path, "lm_head.weight has shape [95, 32], its configuration asks for [96, 32]")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,15 @@ CausalLM random_model() {
           .rope_scaling(RopeScaling().rope_type("llama3").factor(8.0).original_max_position_embeddings(32)));
 }
 
+// The model of a file of the base model: no head, and names without "model.".
+CausalLM causal_lm_from_hf_without_head(const Folder& folder, const StateDict& tensors) {
+  StateDict base;
+  for (const auto& [name, tensor] : tensors)
+    if (name != "lm_head.weight") base[name.substr(std::string("model.").size())] = tensor;
+  save_safetensors(base, folder.path("model.safetensors"));
+  return causal_lm_from_hf(folder.path("."));
+}
+
 std::string with(const std::string& settings) { return kConfig.substr(0, kConfig.size() - 1) + ", " + settings + "}"; }
 
 }  // namespace
@@ -51,6 +60,23 @@ TEST_CASE("a checkpoint's model has its configuration and its weights") {
   REQUIRE(half->options.max_positions() == 8);
   for (const auto& [name, tensor] : state_dict(*model))
     REQUIRE(at::equal(state_dict(*half).at(name), tensor.to(at::kBFloat16)));
+}
+
+TEST_CASE("a stored head that differs from a tied embedding is the head, and a file of the base model has none") {
+  const Folder folder;
+  auto model = random_model();
+  auto tensors = state_dict(*model);
+  save_safetensors(tensors, folder.path("model.safetensors"));
+  folder.write("config.json", with(R"("tie_word_embeddings": true)"));
+  const torch::NoGradGuard no_grad;
+  const auto ids = torch::randint(32, {2, 5});
+  REQUIRE(at::equal(causal_lm_from_hf(folder.path("."))(ids), model(ids)));
+
+  const auto tied = causal_lm_from_hf_without_head(folder, tensors);
+  REQUIRE(at::equal(state_dict(*tied).at("model.embed_tokens.weight"), tensors.at("model.embed_tokens.weight")));
+  folder.write("config.json", kConfig);
+  REQUIRE(complains("lacks lm_head.weight, as a file of the base model does, and its embedding is not tied",
+                    [&] { causal_lm_from_hf(folder.path(".")); }));
 }
 
 TEST_CASE("what a checkpoint cannot be is named") {
@@ -77,7 +103,6 @@ TEST_CASE("what a checkpoint cannot be is named") {
       {R"("rope_scaling": {"rope_type": "yarn", "factor": "4"})",
        ": its configuration makes no model (scaling: factor is '4', wants a number); get it again"},
       {R"("rope_scaling": {"rope_type": "linear", "factor": 2})", ": rope_parameters and rope_scaling in config.json"},
-      {R"("tie_word_embeddings": true)", ": config.json sets tie_word_embeddings, but lm_head.weight differs"},
   };
   for (const auto& [settings, words] : wrong) {
     INFO(settings);

@@ -2,7 +2,9 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <initializer_list>
 #include <set>
 
 #include <attnpack/models/detail/hf_config.h>
@@ -12,6 +14,8 @@
 namespace attnpack {
 
 namespace {
+
+const std::string kHead = "lm_head.weight", kEmbedding = "model.embed_tokens.weight";
 
 HfSettings read_settings(const std::string& directory) {
   const auto config = (std::filesystem::path(directory) / "config.json").string();
@@ -29,9 +33,21 @@ bool are_equal(const SafetensorsFile& a, const std::string& name_a, const Safete
   return true;
 }
 
+bool begins_with_one_of(const std::string& name, std::initializer_list<const char*> beginnings) {
+  return std::any_of(beginnings.begin(), beginnings.end(), [&](const char* each) { return name.starts_with(each); });
+}
+
+// The name in a file of the whole language model. A file of the base model lacks the beginning, as do the first
+// checkpoints of GPT-2.
+std::string full_name(const std::string& name) {
+  if (begins_with_one_of(name, {"embed_tokens.", "layers.", "norm."})) return "model." + name;
+  if (begins_with_one_of(name, {"wte.", "wpe.", "word_embeddings.", "h.", "ln_f."})) return "transformer." + name;
+  return name;
+}
+
 // A layer after the last one: DeepSeek-V3 has there what predicts a token further.
 bool is_further_layer(const std::string& name, const CausalLMOptions& options) {
-  return options.latent() && name.rfind(c10::str("model.layers.", options.num_layers(), "."), 0) == 0;
+  return options.latent() && full_name(name).starts_with(c10::str("model.layers.", options.num_layers(), "."));
 }
 
 std::vector<int64_t> sizes_of(const StoredTensor& tensor) { return {tensor.shape.begin(), tensor.shape.end()}; }
@@ -48,8 +64,12 @@ HfCheckpoint::HfCheckpoint(std::string directory, HfSettings settings, std::opti
   std::set<std::string> scales;  // they come with their weights
   for (const auto& [name, file] : files_) scales.insert(quantization_.scales_of(name));
   for (const auto& [name, file] : files_)
-    if (!scales.count(name)) add(name, family.parts(name, options_));
-  if (options_.tie_embeddings()) drop_tied_head();
+    if (!scales.count(name)) add(name, family.parts(full_name(name), options_));
+  if (options_.tie_embeddings()) find_tied_head();
+  refuse_unless(options_.tie_embeddings() || sources_.count(kHead) || !sources_.count(kEmbedding), path_, ": lacks ",
+                kHead,
+                ", as a file of the base model does, and its embedding is not tied; get the file of the "
+                "language model, or set tie_word_embeddings to true in config.json if the head is the embedding");
   const auto& latent = options_.latent();
   const auto widest =
       latent ? *latent->qk_nope_head_dim() + *latent->qk_rope_head_dim() + *latent->v_head_dim() : *options_.head_dim();
@@ -111,17 +131,27 @@ void HfCheckpoint::read(const std::string& name, const at::Tensor& out) const {
   out.copy_(part_of(source, [&](const std::string& stored) { return files_.at(stored)->map(stored); }));
 }
 
-void HfCheckpoint::drop_tied_head() {
-  const std::string head = "lm_head.weight";
-  const auto tied = sources_.find("model.embed_tokens.weight");
-  const auto embedding = tied == sources_.end() ? head : tied->second.stored;
-  const auto found = files_.find(head), other = files_.find(embedding);
-  if (found == files_.end() || !sources_.count(head)) return;
-  refuse_unless(tied == sources_.end() || are_equal(*found->second, head, *other->second, embedding), path_,
-                ": config.json sets tie_word_embeddings, but ", head, " differs from ", embedding,
-                "; set tie_word_embeddings to false");
-  files_.erase(found);
-  sources_.erase(head);
+// As transformers does: a stored head that differs from the embedding is the head, and a head alone is both.
+void HfCheckpoint::find_tied_head() {
+  const auto head = sources_.find(kHead), embedding = sources_.find(kEmbedding);
+  if (head == sources_.end()) return;
+  if (embedding == sources_.end()) {
+    sources_.emplace(kEmbedding, head->second);
+    plain_ = false;
+  } else if (are_equal(*files_.at(head->second.stored), head->second.stored, *files_.at(embedding->second.stored),
+                       embedding->second.stored)) {
+    files_.erase(head->second.stored);
+  } else {
+    options_.tie_embeddings(false);
+    return;
+  }
+  sources_.erase(kHead);
+}
+
+HfCheckpoint::Files HfCheckpoint::files_by_name() const {
+  Files files;
+  for (const auto& [name, source] : sources_) files.emplace(name, files_.at(source.stored));
+  return files;
 }
 
 }  // namespace attnpack

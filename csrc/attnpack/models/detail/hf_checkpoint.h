@@ -25,6 +25,7 @@ class HfCheckpoint {
   const std::string& path() const { return path_; }
   const CausalLMOptions& options() const { return options_; }
   const Files& files() const { return files_; }  // which file each stored tensor is in, by its own name
+  Files files_by_name() const;                   // the same by the names of the state dict
   // Whether the stored tensors are those of the state dict, under the same names.
   bool is_plain() const { return plain_; }
   // By the names of the state dict.
@@ -50,7 +51,7 @@ class HfCheckpoint {
   void add(const std::string& stored, const std::vector<HfPart>& parts);
   // The source's part, out of what `load` gives for the stored tensors.
   at::Tensor part_of(const Source& source, const Load& load) const;
-  void drop_tied_head();
+  void find_tied_head();
 
   std::string path_;
   HfQuantization quantization_;

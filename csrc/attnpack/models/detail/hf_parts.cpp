@@ -91,14 +91,6 @@ Tensor half(const Tensor& x, int64_t which) {
   return x.narrow(0, which * (x.size(0) / 2), x.size(0) / 2);
 }
 
-constexpr const char* kPrefix = "transformer.";
-
-// The name as in transformers; the first checkpoints of GPT-2 lack the beginning.
-std::string with_prefix(const std::string& name) {
-  const bool bare = name.rfind("transformer.", 0) != 0 && name.rfind("lm_head.", 0) != 0;
-  return bare ? kPrefix + name : name;
-}
-
 const Names kTopOfGpt2{{"transformer.wte", "model.embed_tokens"},
                        {"transformer.wpe", "model.embed_positions"},
                        {"transformer.ln_f", "model.norm"}};
@@ -131,13 +123,12 @@ std::vector<HfPart> starcoder2_parts(const std::string& name, const CausalLMOpti
 
 // Its linear layers hold their weights as [in, out].
 std::vector<HfPart> gpt2_parts(const std::string& name, const CausalLMOptions& o) {
-  const auto full = with_prefix(name);
-  const auto place = place_of(full, "transformer.h.");
-  if (place.layer.empty()) return renamed(full, place, kTopOfGpt2);
+  const auto place = place_of(name, "transformer.h.");
+  if (place.layer.empty()) return renamed(name, place, kTopOfGpt2);
   if (is_mask(place)) return {};
   const bool matrix = place.parameter == "weight";
   if (place.module == "attn.c_attn") return rows_of_qkv(place, o, matrix);
-  auto parts = renamed(full, place, kLayerOfGpt2);
+  auto parts = renamed(name, place, kLayerOfGpt2);
   if (matrix && (place.module.rfind("attn.", 0) == 0 || place.module.rfind("mlp.", 0) == 0)) parts[0].cut = transposed;
   return parts;
 }
