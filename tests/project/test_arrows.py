@@ -4,7 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
 from processes import ROOT
 
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "python/attnpack"
@@ -162,12 +161,3 @@ def test_tests_share_helpers_through_support():
     files = sorted((ROOT / "tests").rglob("*.py"))
     importing = re.compile(r"^\s*(?:from|import) (?:\S*\.)?test_\w+", re.M)
     assert [str(file.relative_to(ROOT)) for file in files if importing.search(file.read_text())] == []
-
-
-@pytest.mark.parametrize("root, most", [(PACKAGE, 17), (CSRC, 16)], ids=["python", "csrc"])
-def test_no_folder_is_crowded(root, most):
-    counts: dict[tuple[Path, str], int] = {}
-    for file in root.rglob("*"):
-        if file.suffix in (".py", ".cpp", ".cu", ".cuh", ".h") and "include" not in file.parts:
-            counts[file.parent, file.suffix] = counts.get((file.parent, file.suffix), 0) + 1
-    assert {str(place): count for place, count in counts.items() if count > most} == {}

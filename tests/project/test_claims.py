@@ -1,9 +1,9 @@
 """Each strong claim is held by a test: claims/*.toml give, for each file, sentences or parts of them and their tests.
 
-Strong words are searched in README, the pages of docs/, CONTRIBUTING, CHANGELOG, the docstrings of the modules that
-define the names of `attnpack.__all__` and `attnpack.convert.__all__` (and of hf, the readers of checkpoints and the
-reference), and the comments of the headers that attnpack.h includes. A new "never" needs a line in claims/, and so
-a test. Other files may be listed too, and are not searched.
+Strong words are searched in README and the docstrings of the modules that define the names of `attnpack.__all__` and
+`attnpack.convert.__all__` (and of hf, the readers of checkpoints and the reference). A new "never" needs a line in
+claims/, and so a test. Other files may be listed too, and are not searched: `scripts/advice.py` shows
+their strong words.
 """
 
 import ast
@@ -39,21 +39,12 @@ def public_files():
     names = {getattr(each, "__module__", "") for each in classes}
     paths = [Path(sys.modules[name].__file__) for name in names if name.startswith("attnpack.")]
     modules = [f"python/attnpack/{path.relative_to(Path(attnpack.__file__).parent)}" for path in paths]
-    headers = re.findall(r"#include <attnpack/(.*)>", (ROOT / "csrc/attnpack/attnpack.h").read_text(encoding="utf-8"))
     modules += [
         "python/attnpack/hf/__init__.py",
         "python/attnpack/checkpoints/build.py",
         "python/attnpack/reference.py",
     ]
-    pages = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md"))
-    return [
-        "README.md",
-        *pages,
-        "CONTRIBUTING.md",
-        "CHANGELOG.md",
-        *sorted(modules),
-        *(f"csrc/attnpack/{name}" for name in headers),
-    ]
+    return ["README.md", *sorted(modules)]
 
 
 def prose(file):
