@@ -24,7 +24,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    rest = None, False, 0, None, -1, -1, None, 0.0, None, None, None, 0.0, None, None
     print(f"{args.keys} keys, {args.threads} threads\nB Hq Hkv   D | bf16                 | int8   | int4")
     for batch, heads, kv_heads, dim in SHAPES:
         query = torch.randn(batch, heads, 1, dim).bfloat16()
@@ -34,8 +33,8 @@ def main() -> None:
             rows = [quantize_rows(x, bits) for x in (key, value)]
             found.append(
                 ratio(
-                    lambda: torch.ops.attnpack.attention(query, key, value, *rest),  # noqa: B023
-                    lambda: torch.ops.attnpack.attention_quantized(query, *rows, bits, dim, *rest),  # noqa: B023
+                    lambda: torch.ops.attnpack.attention(query, key, value),  # noqa: B023
+                    lambda: torch.ops.attnpack.attention_quantized(query, *rows, bits, dim),  # noqa: B023
                     args.rounds,
                 )
             )

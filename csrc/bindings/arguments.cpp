@@ -1,6 +1,7 @@
 #include <bindings/arguments.h>
 
 #include <bindings/common.h>
+#include <bindings/keyword_call.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
@@ -68,6 +69,7 @@ const std::map<std::string, std::string>& words_or_none() {
     std::map<std::string, std::string> w{
         {"positions", "an int64 tensor [length] or [batch, length], or None" + kMake},
         {"sinks", "a float tensor [num_heads], or None" + kMake},
+        {"query_scale", "a float tensor [q_len] or [batch, q_len], or None" + kMake},
         {"alibi_slopes", "a float tensor [num_heads], or None" + kMake},
         {"head_map", "a list of num_heads ints, or None: call .tolist() on a tensor"},
         {"scale", "a number, or None for 1 / sqrt(head_dim)"},
@@ -197,30 +199,72 @@ std::optional<RotaryEmbedding> Reader<RotaryEmbedding>::read(const py::handle& v
 
 namespace {
 
-// A plain function of the module: its closure lies in a capsule, as does its definition, which Python keeps no copy of.
-struct PlainFunction {
+// A function of the module: its closure lies in a capsule, as does its definition, which Python keeps no copy of.
+template <class Call>
+struct FastFunction {
   std::string name;
-  PlainCall call;
+  Call call;
   PyMethodDef definition;
 };
 
-PyObject* call_plain(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+template <class Call, class... Given>
+PyObject* call_function(PyObject* self, const Given&... given) {
   try {
-    const auto* function = static_cast<PlainFunction*>(PyCapsule_GetPointer(self, nullptr));
-    return function->call(arguments, static_cast<size_t>(count)).release().ptr();
+    const auto* function = static_cast<FastFunction<Call>*>(PyCapsule_GetPointer(self, nullptr));
+    if constexpr (std::is_same_v<Call, KeywordCall>)
+      return function->call(GivenArguments(function->name.c_str(), given...)).release().ptr();
+    else
+      return function->call(given...).release().ptr();
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
   }
 }
 
+PyObject* call_plain(PyObject* self, PyObject* const* values, Py_ssize_t count) {
+  return call_function<PlainCall>(self, values, static_cast<size_t>(count));
+}
+PyObject* call_with_keywords(PyObject* self, PyObject* const* values, Py_ssize_t placed, PyObject* names) {
+  return call_function<KeywordCall>(self, values, static_cast<size_t>(placed), names);
+}
+
+template <class Call, class Entry>
+void add_function(py::module_& m, const char* name, Call call, Entry entry, int flags) {
+  auto* function = new FastFunction<Call>{name, std::move(call), {}};
+  function->definition = {function->name.c_str(), reinterpret_cast<PyCFunction>(entry), flags, nullptr};
+  const py::capsule self(function, [](void* held) { delete static_cast<FastFunction<Call>*>(held); });
+  m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&function->definition, self.ptr())));
+}
+
 }  // namespace
 
 void add_plain_function(py::module_& m, const char* name, PlainCall call) {
-  auto* function = new PlainFunction{name, std::move(call), {}};
-  function->definition = {function->name.c_str(), reinterpret_cast<PyCFunction>(&call_plain), METH_FASTCALL, nullptr};
-  const py::capsule self(function, [](void* held) { delete static_cast<PlainFunction*>(held); });
-  m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&function->definition, self.ptr())));
+  add_function(m, name, std::move(call), &call_plain, METH_FASTCALL);
+}
+
+void add_keyword_function(py::module_& m, const char* name, KeywordCall call) {
+  add_function(m, name, std::move(call), &call_with_keywords, METH_FASTCALL | METH_KEYWORDS);
+}
+
+std::string_view GivenArguments::name(size_t i) const {
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(PyTuple_GET_ITEM(names_, i), &size);
+  if (!text) throw py::error_already_set();
+  return {text, static_cast<size_t>(size)};
+}
+
+void GivenArguments::check_placed(size_t placeable) const {
+  TORCH_CHECK_TYPE(placed_ <= placeable, "attnpack: ", function_, "() got ", placed_,
+                   " arguments without names, takes ", placeable, " at most: give the others by name");
+}
+
+void GivenArguments::raise_missing(const char* parameter) const {
+  TORCH_CHECK_TYPE(false, "attnpack: ", function_, "() lacks the argument ", parameter);
+}
+
+void GivenArguments::raise_twice(const char* parameter) const {
+  TORCH_CHECK_TYPE(false, "attnpack: ", function_, "() got ", parameter,
+                   " twice, by place and by name: leave one of them out");
 }
 
 void add_named_function(py::module_& m, const char* name, const Names& names, NamedCall call) {

@@ -1,4 +1,5 @@
 #include <bindings/common.h>
+#include <bindings/keyword_call.h>
 
 #include <attnpack/layers/alibi.h>
 #include <attnpack/layers/attend.h>
@@ -57,73 +58,105 @@ namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-using HeadMap = std::optional<std::vector<int64_t>>;
 
-AttentionOptions make_options(const OptionalTensor& mask, bool causal, const QOffset& q_offset, Window window,
-                              const OptionalTensor& kv_lens, double softcap, const OptionalTensor& sinks,
-                              const OptionalTensor& alibi_slopes, const HeadMap& head_map, double dropout_p,
-                              std::optional<double> scale, const OptionalTensor& key_index, int64_t key_block) {
-  return AttentionOptions()
-      .mask(mask)
-      .causal(causal)
-      .q_offset(q_offset)
-      .window(window)
-      .kv_lens(kv_lens)
-      .softcap(softcap)
-      .sinks(sinks)
-      .alibi_slopes(alibi_slopes)
-      .head_map(head_map)
-      .dropout_p(dropout_p)
-      .scale(scale)
-      .key_index(key_index)
-      .key_block(key_block);
+// The parameters of a family of functions, for GivenArguments::read. Tensors are required.
+template <class Visit>
+void visit_rules(const Visit& visit, ScoreRules& rules) {
+  ScoreRules::for_each_rule(rules, visit);
 }
 
-py::object attention_py(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
-                        bool causal, const QOffset& q_offset, Window window, const OptionalTensor& kv_lens,
-                        double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
-                        const HeadMap& head_map, double dropout_p, std::optional<double> scale,
-                        const OptionalTensor& key_index, int64_t key_block, bool return_lse) {
-  const AttentionOptions options = make_options(mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
-                                                head_map, dropout_p, scale, key_index, key_block);
-  auto result = without_gil([&] { return attention_with_lse(query, key, value, options); });
+// What the operator takes beside the tensors and the rules.
+struct OperatorSettings {
+  OptionalTensor mask, kv_lens, key_index;
+  QOffset q_offset = int64_t{0};
+  int64_t key_block = 1;
+  ScoreRules rules;
+
+  template <class Visit>
+  void visit(const Visit& visit) {
+    visit("q_offset", q_offset);
+    visit("kv_lens", kv_lens);
+    visit("key_index", key_index);
+    visit("key_block", key_block);
+    visit_rules(visit, rules);
+  }
+  AttentionOptions options() const {
+    return AttentionOptions()
+        .rules(rules)
+        .mask(mask)
+        .q_offset(q_offset)
+        .kv_lens(kv_lens)
+        .key_index(key_index)
+        .key_block(key_block);
+  }
+};
+
+// out, or (out, lse).
+template <class Call>
+py::object with_lse(bool return_lse, const Call& call) {
+  auto result = without_gil(call);
   return return_lse ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
 }
 
-Tensor attention_scores_py(const Tensor& query, const Tensor& key, const OptionalTensor& mask, const std::string& stage,
-                           bool causal, const QOffset& q_offset, Window window, const OptionalTensor& kv_lens,
-                           double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
-                           const HeadMap& head_map, double dropout_p, std::optional<double> scale,
-                           const OptionalTensor& key_index, int64_t key_block) {
-  const AttentionOptions options = make_options(mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
-                                                head_map, dropout_p, scale, key_index, key_block);
-  return attention_scores(query, key, options, stage);
+py::object attention_py(const GivenArguments& given) {
+  Tensor query, key, value;
+  OperatorSettings settings;
+  bool return_lse = false;
+  given.read(3, 4, [&](const auto& visit) {
+    visit("query", query);
+    visit("key", key);
+    visit("value", value);
+    visit("mask", settings.mask);
+    settings.visit(visit);
+    visit("return_lse", return_lse);
+  });
+  return with_lse(return_lse, [&] { return attention_with_lse(query, key, value, settings.options()); });
 }
 
-py::object attention_varlen_py(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,
-                               const OptionalTensor& cu_seqlens_k, std::optional<int64_t> max_seqlen_q,
-                               std::optional<int64_t> max_seqlen_k, const OptionalTensor& block_table,
-                               const OptionalTensor& kv_lens, bool causal, const QOffset& q_offset, Window window,
-                               double softcap, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
-                               const HeadMap& head_map, double dropout_p, std::optional<double> scale,
-                               bool return_lse) {
+py::object attention_scores_py(const GivenArguments& given) {
+  Tensor query, key;
+  OperatorSettings settings;
+  std::string stage = "probs";
+  given.read(2, 3, [&](const auto& visit) {
+    visit("query", query);
+    visit("key", key);
+    visit("mask", settings.mask);
+    settings.visit(visit);
+    visit("stage", stage);
+  });
+  return py::cast(without_gil([&] { return attention_scores(query, key, settings.options(), stage); }));
+}
+
+py::object attention_varlen_py(const GivenArguments& given) {
+  Tensor query, key, value, cu_seqlens_q;
+  OptionalTensor cu_seqlens_k, block_table, kv_lens;
+  std::optional<int64_t> max_seqlen_q, max_seqlen_k;
+  QOffset q_offset = End{};
+  ScoreRules rules;
+  bool return_lse = false;
+  given.read(4, 5, [&](const auto& visit) {
+    visit("query", query);
+    visit("key", key);
+    visit("value", value);
+    visit("cu_seqlens_q", cu_seqlens_q);
+    visit("cu_seqlens_k", cu_seqlens_k);
+    visit("max_seqlen_q", max_seqlen_q);
+    visit("max_seqlen_k", max_seqlen_k);
+    visit("block_table", block_table);
+    visit("kv_lens", kv_lens);
+    visit("q_offset", q_offset);
+    visit_rules(visit, rules);
+    visit("return_lse", return_lse);
+  });
   const VarlenOptions options = VarlenOptions()
+                                    .rules(rules)
                                     .cu_seqlens_k(cu_seqlens_k)
                                     .max_seqlen_q(max_seqlen_q)
                                     .max_seqlen_k(max_seqlen_k)
                                     .block_table(block_table)
                                     .kv_lens(kv_lens)
-                                    .causal(causal)
-                                    .q_offset(q_offset)
-                                    .window(window)
-                                    .softcap(softcap)
-                                    .sinks(sinks)
-                                    .alibi_slopes(alibi_slopes)
-                                    .head_map(head_map)
-                                    .dropout_p(dropout_p)
-                                    .scale(scale);
-  auto result = without_gil([&] { return attention_varlen_with_lse(query, key, value, cu_seqlens_q, options); });
-  return return_lse ? py::cast(std::move(result)) : py::cast(std::get<0>(std::move(result)));
+                                    .q_offset(q_offset);
+  return with_lse(return_lse, [&] { return attention_varlen_with_lse(query, key, value, cu_seqlens_q, options); });
 }
 
 // The members of CacheTensors.
@@ -131,16 +164,25 @@ using Cache = std::optional<std::tuple<Tensor, Tensor, Tensor, OptionalTensor, i
                                        OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>>;
 using LatentTensors = std::tuple<Tensor, Tensor>;
 
-LayerInputs to_inputs(const RopeSettings* rope, const OptionalTensor& positions, bool cross, const OptionalTensor& mask,
-                      bool causal, const OptionalTensor& kv_lens, double dropout_p, std::optional<double> scale) {
-  return {.rope = rope ? std::make_optional(*rope) : std::nullopt,
-          .positions = positions,
-          .cross = cross,
-          .mask = mask,
-          .causal = causal,
-          .kv_lens = kv_lens,
-          .dropout_p = dropout_p,
-          .scale = scale};
+// What every layer's function takes beside its tensors and its cache.
+template <class Visit>
+void visit_inputs(const Visit& visit, const RopeSettings*& rope, LayerInputs& inputs) {
+  visit("rope", rope);
+  visit("positions", inputs.positions);
+  visit("cross", inputs.cross);
+  visit("mask", inputs.mask);
+  visit("kv_lens", inputs.kv_lens);
+}
+
+LayerInputs to_inputs(const RopeSettings* rope, const OptionalTensor& positions, bool causal,
+                      const OptionalTensor& kv_lens, const OptionalTensor& mask) {
+  LayerInputs r;
+  if (rope) r.rope = *rope;
+  r.positions = positions;
+  r.causal = causal;
+  r.kv_lens = kv_lens;
+  r.mask = mask;
+  return r;
 }
 
 // at_names changes the weights alone.
@@ -149,44 +191,57 @@ void check_weights(bool need_weights, bool at_names) {
                  "probabilities that it means; set both, or leave it out");
 }
 
-py::object attend_py(const Tensor& query, const Tensor& key, const Tensor& value, const RopeSettings* rope,
-                     const OptionalTensor& positions, bool cross, const Cache& cache, const OptionalTensor& mask,
-                     bool causal, const OptionalTensor& kv_lens, Window window, double softcap,
-                     const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, const HeadMap& head_map,
-                     double dropout_p, std::optional<double> scale, const OptionalTensor& key_index, int64_t key_block,
-                     int64_t top_blocks, int64_t local_blocks, const std::string& scorer, bool need_weights,
-                     bool at_names) {
+py::object attend_py(const GivenArguments& given) {
+  Tensor query, key, value;
+  AttendOptions options;
+  const RopeSettings* rope = nullptr;
+  Cache cache;
+  BlockOptions blocks{1, 0, 0, "mean"};
+  bool need_weights = false, at_names = false;
+  given.read(3, 3, [&](const auto& visit) {
+    visit("query", query);
+    visit("key", key);
+    visit("value", value);
+    visit_inputs(visit, rope, options);
+    visit("cache", cache);
+    visit("key_index", options.key_index);
+    visit("key_block", options.key_block);
+    visit("top_blocks", blocks.top_blocks);
+    visit("local_blocks", blocks.local_blocks);
+    visit("scorer", blocks.scorer);
+    visit_rules(visit, options);
+    visit("need_weights", need_weights);
+    visit("at_names", at_names);
+  });
   check_weights(need_weights, at_names);
-  AttendOptions options{to_inputs(rope, positions, cross, mask, causal, kv_lens, dropout_p, scale)};
+  if (rope) options.rope = *rope;
   if (cache) options.cache = std::apply([](auto... part) { return CacheTensors{part...}; }, *cache);
-  options.window = window;
-  options.softcap = softcap;
-  options.sinks = sinks;
-  options.alibi_slopes = alibi_slopes;
-  options.head_map = head_map;
-  options.key_index = key_index;
-  options.key_block = key_block;
-  if (top_blocks != 0) options.blocks = {key_block, top_blocks, local_blocks, scorer};
+  blocks.block = options.key_block;
+  if (blocks.top_blocks != 0) options.blocks = blocks;
   if (need_weights)
     return py::cast(without_gil([&] { return attend_with_weights(query, key, value, options, at_names); }));
   return py::cast(without_gil([&] { return attend(query, key, value, options); }));
 }
 
-py::object attend_shared_py(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
-                            const RopeSettings* rope, const OptionalTensor& positions, const OptionalTensor& mask,
-                            bool causal, const OptionalTensor& kv_lens, Window window, double softcap,
-                            const OptionalTensor& sinks, const OptionalTensor& alibi_slopes, const HeadMap& head_map,
-                            double dropout_p, std::optional<double> scale, const OptionalTensor& key_index,
-                            int64_t key_block, bool need_weights) {
-  AttendOptions options{to_inputs(rope, positions, false, mask, causal, kv_lens, dropout_p, scale)};
-  options.cache = CacheTensors{key, value, lengths};
-  options.window = window;
-  options.softcap = softcap;
-  options.sinks = sinks;
-  options.alibi_slopes = alibi_slopes;
-  options.head_map = head_map;
-  options.key_index = key_index;
-  options.key_block = key_block;
+py::object attend_shared_py(const GivenArguments& given) {
+  Tensor query;
+  CacheTensors held;
+  AttendOptions options;
+  const RopeSettings* rope = nullptr;
+  bool need_weights = false;
+  given.read(4, 4, [&](const auto& visit) {
+    visit("query", query);
+    visit("key", held.key);
+    visit("value", held.value);
+    visit("lengths", held.lengths);
+    visit_inputs(visit, rope, options);
+    visit("key_index", options.key_index);
+    visit("key_block", options.key_block);
+    visit_rules(visit, options);
+    visit("need_weights", need_weights);
+  });
+  if (rope) options.rope = *rope;
+  options.cache = held;
   if (need_weights) return py::cast(without_gil([&] { return attend_shared_with_weights(query, options); }));
   return py::cast(without_gil([&] { return attend_shared(query, options); }));
 }
@@ -206,7 +261,7 @@ Tensor index_keys_py(const Tensor& query, const Tensor& key, const Tensor& weigh
                      const std::optional<LatentTensors>& cache, const RopeSettings* rope,
                      const OptionalTensor& positions, bool causal, const OptionalTensor& kv_lens,
                      const OptionalTensor& mask) {
-  auto inputs = to_inputs(rope, positions, false, mask, causal, kv_lens, 0.0, std::nullopt);
+  auto inputs = to_inputs(rope, positions, causal, kv_lens, mask);
   if (cache) inputs.cache = CacheTensors{std::get<0>(*cache), Tensor(), std::get<1>(*cache)};
   return index_keys({query, key, weights}, top_k, local_keys, inputs);
 }
@@ -215,7 +270,7 @@ Tensor indexer_loss_py(const Tensor& query, const Tensor& key, const Tensor& wei
                        const OptionalTensor& key_index, const RopeSettings* rope, const OptionalTensor& positions,
                        bool causal, const OptionalTensor& kv_lens, const OptionalTensor& mask, bool at_names) {
   return indexer_loss({query, key, weights}, probabilities, key_index,
-                      to_inputs(rope, positions, false, mask, causal, kv_lens, 0.0, std::nullopt), at_names);
+                      to_inputs(rope, positions, causal, kv_lens, mask), at_names);
 }
 
 Tensor select_blocks_py(const Tensor& query, const Tensor& key, int64_t block, int64_t top_blocks, int64_t local_blocks,
@@ -225,16 +280,32 @@ Tensor select_blocks_py(const Tensor& query, const Tensor& key, int64_t block, i
                        block_sums);
 }
 
-py::object latent_attend_py(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const OptionalTensor& kv_b,
-                            int64_t v_dim, const std::string& path, const RopeSettings* rope,
-                            const OptionalTensor& positions, bool cross, const std::optional<LatentTensors>& cache,
-                            const OptionalTensor& mask, bool causal, const OptionalTensor& kv_lens, double dropout_p,
-                            std::optional<double> scale, const OptionalTensor& key_index, bool need_weights,
-                            bool at_names) {
+py::object latent_attend_py(const GivenArguments& given) {
+  Tensor query, latent, k_rope;
+  OptionalTensor kv_b;
+  int64_t v_dim = 0;
+  std::string path;
+  LatentAttendOptions options;
+  const RopeSettings* rope = nullptr;
+  std::optional<LatentTensors> cache;
+  bool need_weights = false, at_names = false;
+  given.read(6, 6, [&](const auto& visit) {
+    visit("query", query);
+    visit("latent", latent);
+    visit("k_rope", k_rope);
+    visit("kv_b", kv_b);
+    visit("v_dim", v_dim);
+    visit("path", path);
+    visit_inputs(visit, rope, options);
+    visit("cache", cache);
+    visit("key_index", options.key_index);
+    visit_rules(visit, options);
+    visit("need_weights", need_weights);
+    visit("at_names", at_names);
+  });
   check_weights(need_weights, at_names);
-  LatentAttendOptions options{to_inputs(rope, positions, cross, mask, causal, kv_lens, dropout_p, scale)};
+  if (rope) options.rope = *rope;
   if (cache) options.cache = CacheTensors{std::get<0>(*cache), Tensor(), std::get<1>(*cache)};
-  options.key_index = key_index;
   if (need_weights)
     return py::cast(without_gil(
         [&] { return latent_attend_with_weights(query, latent, k_rope, kv_b, v_dim, path, options, at_names); }));
@@ -245,8 +316,22 @@ std::tuple<Tensor, Tensor, Tensor> latent_project_py(const Tensor& query, const 
                                                      const OptionalTensor& kv_b, int64_t v_dim, const std::string& path,
                                                      const RopeSettings* rope, const OptionalTensor& positions,
                                                      bool cross) {
-  return latent_project(query, latent, k_rope, kv_b, v_dim, path,
-                        {to_inputs(rope, positions, cross, std::nullopt, false, std::nullopt, 0.0, std::nullopt)});
+  LatentAttendOptions options;
+  if (rope) options.rope = *rope;
+  options.positions = positions;
+  options.cross = cross;
+  return latent_project(query, latent, k_rope, kv_b, v_dim, path, options);
+}
+
+py::dict default_rules() {
+  py::dict defaults;
+  ScoreRules::for_each_rule(ScoreRules(), [&](const char* name, const auto& rule) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(rule)>, Window>)
+      defaults[name] = py::make_tuple(rule[0], rule[1]);
+    else
+      defaults[name] = py::cast(rule);
+  });
+  return defaults;
 }
 
 // Python's attnpack.nn.rope holds the same numbers as a tuple, for traced code.
@@ -274,24 +359,13 @@ void bind_rope_settings(py::module_& m) {
 
 void register_ops(py::module_& m) {
   bind_rope_settings(m);
-  define(m, "attention", &attention_py,
-         {"query", "key", "value", "mask", "causal", "q_offset", "window", "kv_lens", "softcap", "sinks",
-          "alibi_slopes", "head_map", "dropout_p", "scale", "key_index", "key_block", "return_lse"});
-  define(m, "attention_varlen", &attention_varlen_py,
-         {"query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_table",
-          "kv_lens", "causal", "q_offset", "window", "softcap", "sinks", "alibi_slopes", "head_map", "dropout_p",
-          "scale", "return_lse"});
-  define(m, "attention_scores", &attention_scores_py,
-         {"query", "key", "mask", "stage", "causal", "q_offset", "window", "kv_lens", "softcap", "sinks",
-          "alibi_slopes", "head_map", "dropout_p", "scale", "key_index", "key_block"});
-  define(
-      m, "attend", &attend_py,
-      {"query",  "key",       "value",     "rope",       "positions",    "cross",        "cache",        "mask",
-       "causal", "kv_lens",   "window",    "softcap",    "sinks",        "alibi_slopes", "head_map",     "dropout_p",
-       "scale",  "key_index", "key_block", "top_blocks", "local_blocks", "scorer",       "need_weights", "at_names"});
-  define(m, "attend_shared", &attend_shared_py,
-         {"query", "key", "value", "lengths", "rope", "positions", "mask", "causal", "kv_lens", "window", "softcap",
-          "sinks", "alibi_slopes", "head_map", "dropout_p", "scale", "key_index", "key_block", "need_weights"});
+  m.def("default_rules", &default_rules, "The rules of every operator, each with its default.");
+  add_keyword_function(m, "attention", &attention_py);
+  add_keyword_function(m, "attention_varlen", &attention_varlen_py);
+  add_keyword_function(m, "attention_scores", &attention_scores_py);
+  add_keyword_function(m, "attend", &attend_py);
+  add_keyword_function(m, "attend_shared", &attend_shared_py);
+  add_keyword_function(m, "latent_attend", &latent_attend_py);
   define(m, "gate_heads", &gate_heads, {"joined", "gate", "num_heads", "activation"});
   define(m, "pair_values", &pair_values, {"value"});
   define(m, "subtract_halves", &subtract_halves_py,
@@ -307,9 +381,6 @@ void register_ops(py::module_& m) {
   define(m, "select_blocks", &select_blocks_py,
          {"query", "key", "block", "top_blocks", "local_blocks", "scorer", "causal", "q_offsets", "kv_lens", "mask",
           "block_sums"});
-  define(m, "latent_attend", &latent_attend_py,
-         {"query", "latent", "k_rope", "kv_b", "v_dim", "path", "rope", "positions", "cross", "cache", "mask", "causal",
-          "kv_lens", "dropout_p", "scale", "key_index", "need_weights", "at_names"});
   define(m, "latent_project", &latent_project_py,
          {"query", "latent", "k_rope", "kv_b", "v_dim", "path", "rope", "positions", "cross"});
   define(m, "merge_states", &merge_states, {"out_a", "lse_a", "out_b", "lse_b"});

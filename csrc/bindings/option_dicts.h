@@ -52,6 +52,27 @@ inline py::object to_python(const QkNorm& norm) {
 }
 
 template <>
+struct Reader<std::optional<QueryScale>> {
+  static std::optional<std::optional<QueryScale>> read(const py::handle& value) {
+    if (value.is_none()) return std::optional<QueryScale>();
+    const auto read = read_dict("query_scale", value, QueryScale(), {},
+                                "type with floor_scale and attn_scale, or with llama_4_scaling_beta and "
+                                "original_max_position_embeddings");
+    return read ? std::make_optional(read) : std::nullopt;
+  }
+  static std::string wanted(const std::string&) {
+    return "None or a dict such as {'type': 'llama4', 'floor_scale': 8192, 'attn_scale': 0.1}";
+  }
+};
+
+inline py::object to_python(const QueryScale& scale) {
+  py::dict result;
+  for (const auto& [name, value] : options_dict(scale))
+    if (!value.is_none()) result[name] = value;
+  return result;
+}
+
+template <>
 struct Reader<std::optional<ScoreSettings>> {
   static std::optional<std::optional<ScoreSettings>> read(const py::handle& value) {
     if (value.is_none()) return std::optional<ScoreSettings>();

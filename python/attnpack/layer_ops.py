@@ -6,25 +6,21 @@ B batch, H heads, Hq / Hkv query / kv heads, L length, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from . import _C
-from .ops import Rope, _flat, _native
-from .signatures import DropoutRules
+from .ops import LayerRules, Rope, flat_layer, flat_rope, native_rope, with_native_rope
+from .signatures import spelled_out
 
 _is_compiling = torch.compiler.is_compiling
 
 
-class SharedRules(DropoutRules, total=False):
+class SharedRules(LayerRules, total=False):
     """Keywords of `attend_shared`."""
 
-    rope: Rope
-    positions: Tensor | None
-    mask: Tensor | None
     key_block: int
 
 
@@ -55,27 +51,9 @@ def attend_shared(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *,
 @overload
 def attend_shared(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, need_weights: bool,
                   **rules: Unpack[SharedRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@spelled_out(SharedRules, key_block=1)
 def attend_shared(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-    *,
-    rope: Rope = None,
-    positions: Tensor | None = None,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    kv_lens: Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    head_map: Sequence[int] | None = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    key_index: Tensor | None = None,
-    key_block: int = 1,
-    need_weights: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *, need_weights: bool = False, **rules: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`ops.attend` for queries over keys that another layer's cache holds (Brandon et al. 2024, arXiv 2405.12981).
 
@@ -88,15 +66,10 @@ def attend_shared(
     The other arguments and the result are those of `ops.attend`.
     """
     if not _is_compiling():
-        return _C.attend_shared(
-            query, key, value, lengths, _native(rope), positions, mask, causal, kv_lens, window, softcap, sinks,
-            alibi_slopes, head_map, dropout_p, scale, key_index, key_block, need_weights,
-        )  # fmt: skip
+        return _C.attend_shared(query, key, value, lengths, need_weights=need_weights, **with_native_rope(rules))
     op = torch.ops.attnpack.attend_shared_with_weights if need_weights else torch.ops.attnpack.attend_shared
-    return op(
-        query, key, value, lengths, *_flat(rope), positions, False, mask, causal, kv_lens, dropout_p, scale, *window,
-        softcap, sinks, alibi_slopes, head_map, key_index, key_block,
-    )  # fmt: skip
+    query, flat = flat_layer(query, rules)
+    return op(query, key, value, lengths, **flat)
 
 
 def pair_values(value: Tensor) -> Tensor:
@@ -206,11 +179,11 @@ def index_keys(
     """
     if not _is_compiling():
         return _C.index_keys(
-            query, key, weights, top_k, local_keys, cache, _native(rope), positions, causal, kv_lens, mask
+            query, key, weights, top_k, local_keys, cache, native_rope(rope), positions, causal, kv_lens, mask
         )  # fmt: skip
     return torch.ops.attnpack.index_keys(
-        query, key, weights, top_k, local_keys, *(cache or (None, None)), *_flat(rope), positions, False, mask, causal,
-        kv_lens, 0.0, None,
+        query, key, weights, top_k, local_keys, *(cache or (None, None)), **flat_rope(rope), positions=positions,
+        mask=mask, causal=causal, kv_lens=kv_lens,
     )  # fmt: skip
 
 
@@ -251,11 +224,11 @@ def indexer_loss(
     """
     if not _is_compiling():
         return _C.indexer_loss(
-            query, key, weights, probabilities, key_index, _native(rope), positions, causal, kv_lens, mask, at_names
+            query, key, weights, probabilities, key_index, native_rope(rope), positions, causal, kv_lens, mask, at_names
         )  # fmt: skip
     return torch.ops.attnpack.indexer_loss(
-        query, key, weights, probabilities, key_index, *_flat(rope), positions, False, mask, causal, kv_lens, 0.0, None,
-        at_names,
+        query, key, weights, probabilities, key_index, **flat_rope(rope), positions=positions, mask=mask,
+        causal=causal, kv_lens=kv_lens, at_names=at_names,
     )  # fmt: skip
 
 

@@ -90,6 +90,7 @@ def refuse(**given: Any) -> None:
         "source_lens": "nested tensors hold their lengths",
         "target_lens": "nested tensors hold their lengths",
         "cache": "appends of several lengths take padded tensors and kv_lens",
+        "query_scale": "its rows are those of padded queries",
         "need_weights": "ask attnpack.attention_scores for one sequence at a time",
     }
     for name, value in given.items():
@@ -100,20 +101,19 @@ def refuse(**given: Any) -> None:
             )
 
 
+_UNNESTED = ("kv_lens", "key_index", "key_block", "query_scale")  # rules that nested tensors do not go with
+
+
 def attention(
     query: Tensor,  # [B, Hq, L*, D]
     key: Tensor,  # [B, Hkv, L*, D]
     value: Tensor,  # [B, Hkv, L*, Dv]
     mask: Tensor | None,
-    causal: bool,
-    q_offset: int | Tensor | str,
-    kv_lens: Tensor | None,
-    key_index: Tensor | None,
     return_lse: bool,
-    **settings: Any,
+    rules: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:  # [B, Hq, L*, Dv], lse [B, Hq, L*]
     """`attnpack.attention` of jagged nested tensors: one call per sequence, with q_offset as given."""
-    refuse(mask=mask, kv_lens=kv_lens, key_index=key_index)
+    refuse(mask=mask, **{name: rules.get(name) for name in _UNNESTED if name != "key_block"})
     heads = {name: _by_rows(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     for name in ("key", "value"):
         if heads[name].size(0) != heads["query"].size(0):
@@ -123,8 +123,8 @@ def attention(
     q, k, v = (rows(name, x) for name, x in heads.items())
     check_same_sequences("value", heads["value"], "key", heads["key"])
     out, lse = attend_packed(
-        q, k, v, heads["query"].offsets(), heads["key"].offsets(), causal=causal, q_offset=q_offset, return_lse=True,
-        **settings,
+        q, k, v, heads["query"].offsets(), heads["key"].offsets(), return_lse=True,
+        **({"q_offset": 0} | {name: rule for name, rule in rules.items() if name not in _UNNESTED}),
     )  # fmt: skip
     out = like(out, heads["query"]).transpose(1, 2)
     return (out, like(lse.transpose(0, 1), heads["query"]).transpose(1, 2)) if return_lse else out

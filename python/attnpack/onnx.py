@@ -64,10 +64,10 @@ def _op() -> Any:
 
 
 # Tensors have no annotation here: torch reads an annotation as that of an ONNX attribute.
-def _attention(query, key, value, mask=None, causal: bool = False, q_offset=0, q_offsets=None, window_left: int = -1,
-               window_right: int = -1, kv_lens=None, softcap: float = 0.0, sinks=None, alibi_slopes=None,
-               head_map: _Integers = None, dropout_p: float = 0.0, dropout_seed=None,
-               scale: _Number = None, key_index=None, key_block: int = 1):  # fmt: skip
+def _attention(query, key, value, mask=None, q_offset=0, q_offsets=None, kv_lens=None, dropout_seed=None,
+               key_index=None, key_block: int = 1, causal: bool = False, window_left: int = -1, window_right: int = -1,
+               softcap: float = 0.0, sinks=None, alibi_slopes=None, head_map: _Integers = None, dropout_p: float = 0.0,
+               scale: _Number = None):  # fmt: skip
     if dropout_p > 0:
         raise ValueError(f"dropout_p is {dropout_p}, wants 0 for ONNX: call .eval() on the model before the export")
     op = _op()
@@ -125,9 +125,9 @@ def _attention(query, key, value, mask=None, causal: bool = False, q_offset=0, q
 
 
 def _refuse_packed(query, key, value, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-                   block_table=None, kv_lens=None, causal: bool = False, q_offset=None, q_offsets=None,
-                   window_left: int = -1, window_right: int = -1, softcap: float = 0.0, sinks=None, alibi_slopes=None,
-                   head_map: _Integers = None, dropout_p: float = 0.0, dropout_seed=None,
+                   block_table=None, kv_lens=None, q_offset=None, q_offsets=None, dropout_seed=None,
+                   causal: bool = False, window_left: int = -1, window_right: int = -1, softcap: float = 0.0,
+                   sinks=None, alibi_slopes=None, head_map: _Integers = None, dropout_p: float = 0.0,
                    scale: _Number = None):  # fmt: skip
     raise ValueError(
         "attention_varlen takes packed sequences, which ONNX's Attention node does not: export the model with padded "

@@ -6,13 +6,13 @@ B batch, Hq / Hkv query / kv heads, Lq / Lkv lengths, D head dim of queries and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from . import _C
-from .signatures import AttentionRules
+from .signatures import AttentionRules, Rules, ScoresRules, spelled_out
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -58,25 +58,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
 @overload
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, return_lse: bool,
               **rules: Unpack[AttentionRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@spelled_out(AttentionRules, q_offset=0, key_block=1)
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None = None,
-    *,
-    causal: bool = False,
-    q_offset: int | Tensor | str = 0,
-    window: tuple[int, int] = (-1, -1),
-    kv_lens: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    head_map: Sequence[int] | None = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    key_index: Tensor | None = None,
-    key_block: int = 1,
-    return_lse: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, return_lse: bool = False, **rules: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * query key^T + mask) value, with grouped heads and nothing of size Lq x Lkv in memory.
 
@@ -95,6 +79,8 @@ def attention(
         head_map: Hq ints, the kv head that each query head reads; default h // (Hq // Hkv). Groups may be uneven.
         dropout_p: dropout on the probabilities; the seed comes from torch's generator.
         scale: default 1 / sqrt(D).
+        query_scale: float [Lq] or [B, Lq], a factor on the scaled scores of each query row, before the soft cap; it
+            gets a gradient. The queries are multiplied by it, and rounded once. (Llama 4 and Mistral 4 have such.)
         key_index: int32 or int64 [B, 1 or Hkv, Lq, n], the keys that each row may attend, in any order. -1 names none,
             and a key named twice counts once. All other rules still apply to the named keys. No other key is read: work
             and memory grow with n * key_block, not with Lkv (on CUDA the named keys are copied). On the CPU a number
@@ -110,41 +96,47 @@ def attention(
     Raises:
         ValueError: a shape, dtype, device or length does not fit; the message names the argument and the fix.
 
-    Order: scale, softcap, ALiBi, mask, softmax, dropout, times value. Vaswani et al. 2017, section 3.2; grouped heads:
-    Ainslie et al. 2023.
+    Order: scale, query_scale, softcap, ALiBi, mask, softmax, dropout, times value. Vaswani et al. 2017, section 3.2;
+    grouped heads: Ainslie et al. 2023.
     """
     if getattr(query, "is_nested", False):
         from . import nested
 
-        return nested.attention(
-            query, key, value, mask, causal, q_offset, kv_lens, key_index, return_lse, window=window, softcap=softcap,
-            sinks=sinks, alibi_slopes=alibi_slopes, head_map=head_map, dropout_p=dropout_p, scale=scale,
-        )  # fmt: skip
+        return nested.attention(query, key, value, mask, return_lse, rules)
     if _is_compiling():
-        return _traced_attention(
-            query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-            dropout_p, scale, key_index, key_block, return_lse,
-        )  # fmt: skip
-    return _C.attention(
-        query, key, value, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-        dropout_p, scale, key_index, key_block, return_lse,
-    )  # fmt: skip
+        query, flat = _flat_arguments(query, key, rules)
+        result = torch.ops.attnpack.attention(query, key, value, mask, **flat)
+        return result if return_lse else result[0]
+    return _C.attention(query, key, value, mask, return_lse=return_lse, **rules)
 
 
-def _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-                  dropout_p, scale, key_index=None, key_block=1):  # fmt: skip
-    """The arguments of torch.ops.attnpack.attention after the tensors: resolves "end" and draws the seed of dropout."""
-    q_offsets = None
+def flat_rules(query: Tensor, rules: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The query, and keywords among which the rules are, as the ops under torch.ops take them: queries are scaled, and
+    the window is two numbers."""
+    flat = dict(rules)
+    query_scale = flat.pop("query_scale", None)
+    if query_scale is not None:
+        query = torch.ops.attnpack.scale_queries(query, query_scale)
+    window = flat.pop("window", (-1, -1))
+    if len(window) != 2:
+        raise TypeError(f"attnpack: window is {window}, wants two ints (left, right), -1 for unbounded")
+    flat["window_left"], flat["window_right"] = window
+    return query, flat
+
+
+def _flat_arguments(query: Tensor, key: Tensor, rules: Any) -> tuple[Tensor, dict[str, Any]]:
+    """`flat_rules` of `attention`: resolves "end" too, and draws the seed of dropout."""
+    q_offset, kv_lens = rules.get("q_offset", 0), rules.get("kv_lens")
+    query, flat = flat_rules(query, rules)
     if isinstance(q_offset, Tensor):
-        q_offset, q_offsets = 0, q_offset
+        flat |= {"q_offset": 0, "q_offsets": q_offset}
+    elif q_offset == "end" and kv_lens is None:
+        flat["q_offset"] = key.size(2) - query.size(2)
     elif q_offset == "end":
-        if kv_lens is None:
-            q_offset = key.size(2) - query.size(2)
-        else:
-            lens = kv_lens if kv_lens.is_cpu else kv_lens.clamp(0, key.size(2))  # as the operator does
-            q_offset, q_offsets = 0, lens - query.size(2)
-    return (mask, causal, q_offset, q_offsets, *window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-            dropout_p, draw_seed(dropout_p), scale, key_index, key_block)  # fmt: skip
+        lens = kv_lens if kv_lens.is_cpu else kv_lens.clamp(0, key.size(2))  # as the operator does
+        flat |= {"q_offset": 0, "q_offsets": lens - query.size(2)}
+    flat["dropout_seed"] = draw_seed(flat.get("dropout_p", 0.0))
+    return query, flat
 
 
 def draw_seed(dropout_p: float) -> Tensor | None:
@@ -152,31 +144,8 @@ def draw_seed(dropout_p: float) -> Tensor | None:
     return torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p > 0 else None
 
 
-def _traced_attention(query, key, value, *arguments):
-    *settings, return_lse = arguments
-    result = torch.ops.attnpack.attention(query, key, value, *_op_arguments(query, key, *settings))
-    return result if return_lse else result[0]
-
-
-def attention_scores(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None = None,
-    *,
-    stage: str = "probs",
-    causal: bool = False,
-    q_offset: int | Tensor | str = 0,
-    window: tuple[int, int] = (-1, -1),
-    kv_lens: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    head_map: Sequence[int] | None = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    key_index: Tensor | None = None,
-    key_block: int = 1,
-) -> Tensor:
+@spelled_out(ScoresRules, q_offset=0, key_block=1, stage="probs")
+def attention_scores(query: Tensor, key: Tensor, mask: Tensor | None = None, **rules: Unpack[ScoresRules]) -> Tensor:
     """The scores that :func:`attention` computes, [B, Hq, Lq, Lkv], for plots, tests and study.
 
     Args:
@@ -188,13 +157,9 @@ def attention_scores(
     "named" holds those of some rows at a time.
     """
     if _is_compiling():
-        settings = _op_arguments(query, key, mask, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes,
-                                 head_map, dropout_p, scale, key_index, key_block)  # fmt: skip
-        return torch.ops.attnpack.attention_scores(query, key, *settings, stage)
-    return _C.attention_scores(
-        query, key, mask, stage, causal, q_offset, window, kv_lens, softcap, sinks, alibi_slopes, head_map,
-        dropout_p, scale, key_index, key_block,
-    )  # fmt: skip
+        query, flat = _flat_arguments(query, key, rules)
+        return torch.ops.attnpack.attention_scores(query, key, mask, **flat)
+    return _C.attention_scores(query, key, mask, **rules)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -354,32 +319,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _C.rms_norm(x, weight, eps)
 
 
+class LayerRules(Rules, total=False):
+    """Keywords of the functions of every layer: `attend`, `attend_shared` and `latent_attend`."""
+
+    rope: Rope
+    positions: Tensor | None
+    mask: Tensor | None
+    kv_lens: Tensor | None
+    key_index: Tensor | None
+
+
+class AttendRules(LayerRules, total=False):
+    """Keywords of `attend`."""
+
+    cross: bool
+    cache: CacheTensors | tuple[Tensor, Tensor, Tensor] | None
+    key_block: int
+    top_blocks: int
+    local_blocks: int
+    scorer: str
+    at_names: bool
+
+
+class LatentRules(LayerRules, total=False):
+    """Keywords of `latent_attend`."""
+
+    cross: bool
+    cache: tuple[Tensor, Tensor] | None
+    at_names: bool
+
+
+@spelled_out(AttendRules, cross=False, key_block=1, top_blocks=0, local_blocks=0, scorer="mean", at_names=False)
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    rope: Rope = None,
-    positions: Tensor | None = None,
-    cross: bool = False,
-    cache: CacheTensors | tuple[Tensor, Tensor, Tensor] | None = None,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    kv_lens: Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    head_map: Sequence[int] | None = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    key_index: Tensor | None = None,
-    key_block: int = 1,
-    top_blocks: int = 0,
-    local_blocks: int = 0,
-    scorer: str = "mean",
-    need_weights: bool = False,
-    at_names: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, need_weights: bool = False, **rules: Unpack[AttendRules]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The steps after the projections of every attention layer: rotate, append to the cache, attend, join the heads.
 
@@ -401,21 +373,20 @@ def attend(
         out [B, L, Hq * Dv], or (out, probabilities before dropout [B, Hq, L, keys]) with need_weights.
     """
     if not _is_compiling():
-        rope = _native(rope)
-        held = CacheTensors(*cache) if isinstance(cache, tuple) and len(cache) == 3 else cache
-        return _C.attend(
-            query, key, value, rope, positions, cross, held, mask, causal, kv_lens, window, softcap, sinks,
-            alibi_slopes, head_map, dropout_p, scale, key_index, key_block, top_blocks, local_blocks, scorer,
-            need_weights, at_names,
-        )  # fmt: skip
-    op = torch.ops.attnpack.attend_with_weights if need_weights else torch.ops.attnpack.attend
-    return op(
-        query, key, value, *CacheTensors(*(cache or (None, None, None))), *_flat(rope), positions, cross, mask, causal,
-        kv_lens, dropout_p, scale, *window, softcap, sinks, alibi_slopes, head_map, key_index, key_block, top_blocks,
-        local_blocks, scorer, *[at_names] * need_weights,
-    )  # fmt: skip
+        cache = rules.get("cache")
+        if isinstance(cache, tuple) and len(cache) == 3:
+            rules["cache"] = CacheTensors(*cache)
+        return _C.attend(query, key, value, need_weights=need_weights, **with_native_rope(rules))
+    query, flat = flat_layer(query, rules)
+    held = CacheTensors(*(rules.get("cache") or (None, None, None)))
+    flat |= {f"cache_{name}": part for name, part in zip(CacheTensors._fields, held, strict=True)}
+    if not need_weights:
+        flat.pop("at_names", None)
+        return torch.ops.attnpack.attend(query, key, value, **flat)
+    return torch.ops.attnpack.attend_with_weights(query, key, value, **flat)
 
 
+@spelled_out(LatentRules, cross=False, at_names=False)
 def latent_attend(
     query: Tensor,
     latent: Tensor,
@@ -424,18 +395,8 @@ def latent_attend(
     v_dim: int,
     path: str,
     *,
-    rope: Rope = None,
-    positions: Tensor | None = None,
-    cross: bool = False,
-    cache: tuple[Tensor, Tensor] | None = None,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    kv_lens: Tensor | None = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    key_index: Tensor | None = None,
     need_weights: bool = False,
-    at_names: bool = False,
+    **rules: Unpack[LatentRules],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The steps after the projections of latent attention: rotate, append the latents, attend, join the heads.
 
@@ -453,16 +414,15 @@ def latent_attend(
         out [B, L, H * V] (H * C without kv_b), or (out, probabilities before dropout [B, H, L, keys]).
     """
     if not _is_compiling():
-        rope = _native(rope)
-        return _C.latent_attend(
-            query, latent, k_rope, kv_b, v_dim, path, rope, positions, cross, cache, mask, causal, kv_lens,
-            dropout_p, scale, key_index, need_weights, at_names,
-        )  # fmt: skip
-    op = torch.ops.attnpack.latent_attend_with_weights if need_weights else torch.ops.attnpack.latent_attend
-    return op(
-        query, latent, k_rope, kv_b, v_dim, path, *(cache or (None, None)), *_flat(rope), positions, cross, mask,
-        causal, kv_lens, dropout_p, scale, key_index, *[at_names] * need_weights,
-    )  # fmt: skip
+        given = with_native_rope(rules)
+        return _C.latent_attend(query, latent, k_rope, kv_b, v_dim, path, need_weights=need_weights, **given)
+    query, flat = flat_layer(query, rules)
+    flat["cache_latents"], flat["cache_lengths"] = rules.get("cache") or (None, None)
+    tokens = query, latent, k_rope, kv_b, v_dim, path
+    if not need_weights:
+        flat.pop("at_names", None)
+        return torch.ops.attnpack.latent_attend(*tokens, **flat)
+    return torch.ops.attnpack.latent_attend_with_weights(*tokens, **flat)
 
 
 def latent_append(
@@ -483,17 +443,31 @@ def latent_append(
     Returns:
         The rotated query, the latents [B, 1, K, C + R] to read, and q_offset [B] and kv_lens [B] for `attention`.
     """
+    latents, lengths = cache or (None, None)
     return torch.ops.attnpack.latent_append(
-        query, latent, k_rope, *(cache or (None, None)), *_flat(rope), positions, cross, mask, causal, kv_lens,
-        0.0, None,
+        query, latent, k_rope, cache_latents=latents, cache_lengths=lengths, **flat_rope(rope), positions=positions,
+        cross=cross, mask=mask, causal=causal, kv_lens=kv_lens,
     )  # fmt: skip
 
 
-def _native(rope: Rope) -> _C.RopeSettings | None:
+def native_rope(rope: Rope) -> _C.RopeSettings | None:
     return _C.RopeSettings(*rope) if isinstance(rope, tuple) else rope
 
 
-def _flat(rope: Rope) -> tuple:
-    """rope as separate arguments of the layer ops: (inv_freq, factor, interleaved, long_inv_freq, growth, ...)."""
-    given = (None,) if rope is None else rope.numbers() if isinstance(rope, _C.RopeSettings) else tuple(rope)
-    return (*given, *(1.0, False, None, 0.0, 0, False)[len(given) - 1 :])
+def with_native_rope(rules: Any) -> dict[str, Any]:
+    """The keywords, with `rope` as C++ has it."""
+    return rules | {"rope": native_rope(rules["rope"])} if isinstance(rules.get("rope"), tuple) else rules
+
+
+def flat_rope(rope: Rope) -> dict[str, Any]:
+    """rope as keywords of the layer ops."""
+    given = () if rope is None else rope.numbers() if isinstance(rope, _C.RopeSettings) else rope
+    names = ("inv_freq", "factor", "interleaved", "long_inv_freq", "growth", "trained_len", "raw_keys")
+    return {f"rope_{name}": number for name, number in zip(names, given, strict=False)}
+
+
+def flat_layer(query: Tensor, rules: Any) -> tuple[Tensor, dict[str, Any]]:
+    """`flat_rules` of a layer's function, without its cache."""
+    query, flat = flat_rules(query, rules)
+    flat.pop("cache", None)
+    return query, flat | flat_rope(flat.pop("rope", None))

@@ -42,6 +42,7 @@ def attention(
     alibi_slopes: Tensor | None = None,  # [Hq]
     head_map: Sequence[int] | None = None,
     scale: float | None = None,
+    query_scale: Tensor | None = None,  # [Lq] or [B, Lq], a factor on the scaled scores of each row
     key_index: Tensor | None = None,  # [B, 1 or Hkv, Lq, n], the blocks of keys that each row may attend, -1 for none
     key_block: int = 1,
     return_lse: bool = False,
@@ -56,7 +57,7 @@ def attention(
     allowed = _allowed(query, key, mask, causal, q_offset, window, kv_lens)
     if key_index is not None:
         allowed = allowed & _named(key_index, key_block, heads, key.shape[2])
-    scores = _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, scale)
+    scores = _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, (scale, query_scale))
     probs, lse = _softmax(scores, sinks)
     out = _weighted_sum(probs, value, allowed)
     return (out, lse) if return_lse else out
@@ -77,6 +78,7 @@ def attention_scores(
     alibi_slopes: Tensor | None = None,
     head_map: Sequence[int] | None = None,
     scale: float | None = None,
+    query_scale: Tensor | None = None,  # [Lq] or [B, Lq], a factor on the scaled scores of each row
     key_index: Tensor | None = None,
     key_block: int = 1,
 ) -> Tensor:
@@ -85,13 +87,13 @@ def attention_scores(
     key = key[:, heads]
     everything = torch.ones((), dtype=torch.bool, device=query.device)
     if stage == "scaled":
-        return _scaled_dot(query, key, everything, scale)
+        return _scaled_dot(query, key, everything, (scale, query_scale))
     if stage == "capped":
-        return _cap(_scaled_dot(query, key, everything, scale), softcap)
+        return _cap(_scaled_dot(query, key, everything, (scale, query_scale)), softcap)
     allowed = _allowed(query, key, mask, causal, q_offset, window, kv_lens)
     if key_index is not None:
         allowed = allowed & _named(key_index, key_block, heads, key.shape[2])
-    scores = _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, scale)
+    scores = _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, (scale, query_scale))
     if stage == "masked":
         return scores
     if stage == "probs":
@@ -164,9 +166,9 @@ def _named(key_index: Tensor, key_block: int, heads: list[int], kv_len: int) -> 
     return named[:, heads] if named.shape[1] > 1 else named
 
 
-def _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, scale) -> Tensor:
+def _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_slopes, scales) -> Tensor:
     """Scores after scale, softcap, ALiBi and mask, in this order."""
-    scores = _cap(_scaled_dot(query, key, allowed, scale), softcap)
+    scores = _cap(_scaled_dot(query, key, allowed, scales), softcap)
     if alibi_slopes is not None:
         rows, columns = _positions(query, key, q_offset, kv_lens)
         scores = scores - alibi_slopes.to(scores).view(-1, 1, 1) * (rows - columns).abs().to(scores)
@@ -176,9 +178,13 @@ def _masked_scores(query, key, mask, allowed, q_offset, kv_lens, softcap, alibi_
     return scores.masked_fill(~allowed, -INF)
 
 
-def _scaled_dot(query: Tensor, key: Tensor, allowed: Tensor, scale: float | None) -> Tensor:
-    """scale * q.k. If there is a NaN or Inf, excluded pairs count as 0, so that no value and no gradient spreads it."""
+def _scaled_dot(query, key, allowed, scales: tuple[float | None, Tensor | None]) -> Tensor:
+    """scale * query_scale * q.k. If there is a NaN or Inf, excluded pairs count as 0, so that no value and no gradient
+    spreads it."""
+    scale, query_scale = scales
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
+    if query_scale is not None:
+        scale = scale * query_scale.to(query.dtype).view(-1, 1, query.shape[2], 1)
     if query.isfinite().all() and key.isfinite().all():
         return query @ key.transpose(-2, -1) * scale
     pairs = allowed.unsqueeze(-1)  # [B, Hq, Lq, Lkv, 1]

@@ -6,10 +6,13 @@ bool that is not known. These name the other keywords together, by one of the cl
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, cast, overload
 
 from torch import Tensor
+
+from . import _C
 
 P = ParamSpec("P")
 Result = TypeVar("Result", covariant=True)
@@ -19,7 +22,8 @@ Cache = TypeVar("Cache")  # the class in attnpack or in attnpack.cpp
 
 
 class Rules(TypedDict, total=False):
-    """The rules of every operator: which keys a query may attend, and how scores become probabilities."""
+    """The rules of every operator, as csrc/attnpack/ops/score_rules.h lists them: which keys a query may attend, and
+    how scores become probabilities."""
 
     causal: bool
     window: tuple[int, int]
@@ -27,30 +31,59 @@ class Rules(TypedDict, total=False):
     sinks: Tensor | None
     alibi_slopes: Tensor | None
     head_map: Sequence[int] | None
-    scale: float | None
-    kv_lens: Tensor | None
-
-
-class DropoutRules(Rules, total=False):
-    """With what `attention`, `attention_varlen` and `attend_shared` have beside them."""
-
     dropout_p: float
-    key_index: Tensor | None
+    scale: float | None
+    query_scale: Tensor | None
 
 
-class AttentionRules(DropoutRules, total=False):
-    """Of `attention`."""
+class AttentionRules(Rules, total=False):
+    """Keywords of `attention`."""
 
     q_offset: int | Tensor | str
+    kv_lens: Tensor | None
+    key_index: Tensor | None
     key_block: int
 
 
-class PackedRules(DropoutRules, total=False):
-    """Of `attention_varlen`."""
+class ScoresRules(AttentionRules, total=False):
+    """Keywords of `attention_scores`."""
+
+    stage: str
+
+
+class PackedRules(Rules, total=False):
+    """Keywords of `attention_varlen`."""
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     block_table: Tensor | None
+    kv_lens: Tensor | None
+    key_index: Tensor | None
+
+
+def spelled_out(rules: type, **defaults: Any) -> Callable[[Function], Function]:
+    """A decorator: the keywords of a TypedDict stand in the signature in place of the function's `**`.
+
+    Args:
+        rules: the TypedDict; its keywords that are rules have the defaults of the operator.
+        defaults: those of its other keywords that are not None.
+    """
+
+    def spell(function: Function) -> Function:
+        signature = inspect.signature(function)
+        given = _C.default_rules() | defaults
+        kind, hidden = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+        keywords = [
+            inspect.Parameter(name, kind, default=given.get(name), annotation=getattr(hint, "__forward_arg__", hint))
+            for name, hint in rules.__annotations__.items()
+        ]
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not hidden]
+        placed = [parameter for parameter in own if parameter.kind is not kind]
+        named = [parameter for parameter in own if parameter.kind is kind]
+        function.__signature__ = signature.replace(parameters=[*placed, *keywords, *named])
+        return function
+
+    return spell
 
 
 class Inputs(TypedDict, Generic[Cache], total=False):

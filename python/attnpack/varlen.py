@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from . import _C
-from .ops import draw_seed
-from .signatures import PackedRules
+from ._C import checks
+from .ops import draw_seed, flat_rules
+from .signatures import PackedRules, spelled_out
 
 
 @overload
@@ -25,6 +25,7 @@ def attention_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
 def attention_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
                      cu_seqlens_k: Tensor | None = None, *, return_lse: bool,
                      **rules: Unpack[PackedRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@spelled_out(PackedRules)
 def attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -32,20 +33,8 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
     *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    block_table: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    head_map: Sequence[int] | None = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    key_index: Tensor | None = None,
     return_lse: bool = False,
+    **rules: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed sequences: each attends its own keys alone, as one :func:`attention` call per sequence.
 
@@ -70,6 +59,7 @@ def attention_varlen(
         causal: keep keys j <= i + Lk - Lq.
         window: (left, right): keep pos - left <= j <= pos + right, inclusive; -1 = unbounded.
         softcap, sinks, alibi_slopes, head_map, scale, return_lse: as in :func:`attention`.
+        query_scale: float [T], as in :func:`attention`.
         dropout_p: dropout on the probabilities; each sequence has a draw of its own.
         key_index: refused, because the keys of packed sequences have no numbers of their own.
 
@@ -82,31 +72,35 @@ def attention_varlen(
             for keys), or an entry of block_table that kv_lens needs is not a page, or a pool requires a gradient, or
             key_index is given; the message names the argument and the fix.
     """
-    if key_index is not None:
+    if rules.pop("key_index", None) is not None:
         raise ValueError(
             "attnpack: key_index is given, attention_varlen wants none: call attention for each sequence, or for "
             "padded tensors with kv_lens"
         )
-    return attend_packed(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, kv_lens, causal,
-        "end", window, softcap, sinks, alibi_slopes, head_map, dropout_p, scale, return_lse,
-    )  # fmt: skip
+    if "q_offset" in rules:
+        checks.unexpected_keyword("attention_varlen", "q_offset", [], "")
+    return attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **rules)
 
 
-def attend_packed(query, key, value, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-                  block_table=None, kv_lens=None, causal=False, q_offset="end", window=(-1, -1), softcap=0.0,
-                  sinks=None, alibi_slopes=None, head_map=None, dropout_p=0.0, scale=None,
-                  return_lse=False):  # fmt: skip
-    """`attention_varlen`, with q_offset as in `attention`: an int, an integer tensor [B] or "end"."""
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    **rules: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention_varlen`, with q_offset as in `attention`, by default "end"."""
     if not torch.compiler.is_compiling():
-        return _C.attention_varlen(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, kv_lens, causal,
-            q_offset, window, softcap, sinks, alibi_slopes, head_map, dropout_p, scale, return_lse,
-        )  # fmt: skip
-    q_offsets = q_offset if isinstance(q_offset, Tensor) else None
-    offset = None if q_offsets is not None or q_offset == "end" else q_offset
-    result = torch.ops.attnpack.attention_varlen(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, kv_lens, causal,
-        offset, q_offsets, *window, softcap, sinks, alibi_slopes, head_map, dropout_p, draw_seed(dropout_p), scale,
-    )  # fmt: skip
+        return _C.attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **rules)
+    query, flat = flat_rules(query, rules)
+    q_offset = flat.pop("q_offset", "end")
+    if isinstance(q_offset, Tensor):
+        flat["q_offsets"] = q_offset
+    elif q_offset != "end":
+        flat["q_offset"] = q_offset
+    flat["dropout_seed"] = draw_seed(flat.get("dropout_p", 0.0))
+    result = torch.ops.attnpack.attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, **flat)
     return result if return_lse else result[0]

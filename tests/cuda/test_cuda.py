@@ -177,8 +177,7 @@ def test_dropout_draws_as_on_the_cpu(dtype):
     seed = torch.tensor([123])
     for device in ("cpu", "cuda"):
         here = [x.detach().to(device).requires_grad_() for x in tensors]
-        arguments = (None, True, 0, None, -1, -1, None, 0.0, None, None, None, 0.3, seed, None)
-        out = torch.ops.attnpack.attention(*here, *arguments)[0]
+        out = torch.ops.attnpack.attention(*here, causal=True, dropout_p=0.3, dropout_seed=seed)[0]
         results = [out, *torch.autograd.grad(out.sum(), here)]
         if device == "cpu":
             wanted = results
@@ -346,8 +345,7 @@ def test_quantised_rows(bits, dtype):
     assert_close(plain.cpu(), dequantize_rows(rows.cpu(), bits, 128, dtype))
     query, lens = draw(2, 8, 1, 128, dtype=dtype, seed=1).cuda(), torch.tensor([500, 44], device="cuda")
     exact = reference.attention(query.double(), plain.double(), plain.double(), kv_lens=lens)
-    arguments = (None, False, 0, None, -1, -1, lens, 0.0, None, None, None, 0.0, None, None)
-    out = torch.ops.attnpack.attention_quantized(query, rows, rows, bits, 128, *arguments)[0]
+    out = torch.ops.attnpack.attention_quantized(query, rows, rows, bits, 128, kv_lens=lens)[0]
     expanded = reference.attention(query, plain, plain, kv_lens=lens)
     assert (out - exact).abs().max() <= 2 * (expanded - exact).abs().max()
 

@@ -211,8 +211,7 @@ def quantized(mesh, place):
 
     def call(query, key, value):
         rows = [ops.quantize_rows(x, 8) for x in (key, value)]
-        options = (8, 8, None, True, 0, None, -1, -1, None, 0.0, None, None, None, 0.0, None, None)
-        return OPS.attention_quantized(query, *rows, *options)
+        return OPS.attention_quantized(query, *rows, 8, 8, causal=True)
 
     plain = (query, key, value)
     return compare(call, plain, [over(mesh, x, place) for x in plain], place if mesh.ndim == 1 else None)
@@ -281,8 +280,7 @@ def attend_with_dropout(mesh, settings):
         torch.manual_seed(3)
         seed = torch.tensor([5])
         seed = over(mesh, seed) if isinstance(heads[0], DTensor) else seed
-        options = (None, True, 0, None, -1, -1, None, 0.0, None, None, None, settings["dropout_p"], seed, None)
-        return OPS.attention(*heads, *options)[0]
+        return OPS.attention(*heads, causal=True, dropout_seed=seed, **settings)[0]
 
     return compare(call, plain, [over(mesh, x, HEADS) for x in plain])
 

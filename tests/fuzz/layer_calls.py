@@ -10,6 +10,7 @@ import attnpack
 import torch
 from attnpack import reference
 from op_cases import draw
+from schemas import in_order
 from torch.testing import assert_close
 
 WIDE = [torch.float64, torch.float32]
@@ -42,7 +43,6 @@ def attend_shared(pick: Random) -> Call:
         for n, rows, dim in ((2 * kv_heads, length, 8), (kv_heads, capacity, 8), (kv_heads, capacity, 6))
     )
     rope, sinks = pick.choice([None, [1.0, 0.1]]), pick.choice([None, draw(2 * kv_heads)])
-    layer = [rope, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0, None]
 
     def right(result):
         if rope is None:
@@ -51,7 +51,8 @@ def attend_shared(pick: Random) -> Call:
             assert_close(result if torch.is_tensor(result) else result[0], expected, atol=1e-4, rtol=1e-4)
 
     name = pick.choice(["attend_shared", "attend_shared_with_weights"])
-    return name, [q, k, v, lengths, *layer, -1, -1, 0.0, sinks, None, None], right
+    rest = {"rope_inv_freq": rope, "causal": True, "sinks": sinks}
+    return name, in_order(name, q, k, v, lengths, **rest), right
 
 
 def pair_values(pick: Random) -> Call:
@@ -168,12 +169,7 @@ def index_keys(pick: Random) -> Call:
                 assert len(set(named)) == len(named) == min(most, end) and max(named) < end
                 assert_close(scores[b, i, named].sort(descending=True).values, worth, atol=1e-5, rtol=1e-5)
 
-    rope = [None, 1.0, False, None, 0.0, 0, False]
-    return (
-        "index_keys",
-        [query, key, weights, most, 0, *cache, *rope, None, False, None, causal, None, 0.0, None],
-        right,
-    )
+    return "index_keys", in_order("index_keys", query, key, weights, most, 0, *cache, causal=causal), right
 
 
 def indexer_loss(pick: Random) -> Call:
@@ -197,9 +193,8 @@ def indexer_loss(pick: Random) -> Call:
         assert_close(loss, reference.indexer_loss(scores, probs, allowed), atol=1e-4, rtol=1e-4)
 
     shown = probs.gather(3, index.clamp(min=0).expand(-1, 2, -1, -1)) if given == "at_names" else probs
-    rope = [None, 1.0, False, None, 0.0, 0, False]
-    layer = [*rope, None, False, None, causal, None, 0.0, None]
-    return "indexer_loss", [query, key, weights, shown, index, *layer, given == "at_names"], right
+    rest = {"causal": causal, "at_names": given == "at_names"}
+    return "indexer_loss", in_order("indexer_loss", query, key, weights, shown, index, **rest), right
 
 
 def sparse_rule(pick: Random) -> Call:
@@ -223,8 +218,7 @@ def sparse_rule(pick: Random) -> Call:
     name = pick.choice([*rules, *["attend"] * 3 * sums])
     if name != "attend":
         return f"cache_{name}", ["SparseCache", state, numbers, *rules[name]], _no_check
-    rest = [None, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0, None, -1, -1, 0.0]
-    rest += [None, None, None, None, block, pick.randint(1, 3), 1, "mean"]
+    rest = {"causal": True, "key_block": block, "top_blocks": pick.randint(1, 3), "local_blocks": 1}
     total = len(made) + length
 
     def right(_):
@@ -232,7 +226,8 @@ def sparse_rule(pick: Random) -> Call:
         expected = room.key[:, :, : whole * block].unflatten(2, (whole, block)).sum(3)
         assert_close(room.block_sums[:, :, :whole], expected, atol=1e-5, rtol=1e-5)
 
-    return pick.choice(["attend", "attend_with_weights"]), [q, k, v, *room, *rest], right
+    name = pick.choice(["attend", "attend_with_weights"])
+    return name, in_order(name, q, k, v, *room, **rest), right
 
 
 def key_products(pick: Random) -> Call:

@@ -10,8 +10,10 @@ import op_cases
 import torch
 import torch.nn.functional as F
 from attnpack import reference
+from attnpack.ops import flat_rules
 from op_cases import DTYPES, GRID, Inputs, check, check_against_reference, compute_results, draw, laid_out, make_inputs
 from pages import LAYOUTS, make_table, put_into_pages
+from schemas import in_order, operator_keywords
 from torch.testing import assert_close
 
 from fuzz import entry_calls, layer_calls
@@ -28,11 +30,9 @@ def layer(pick: Random, **fixed) -> Inputs:
     return make_inputs(**case, batch=pick.choice([1, 2, 3]))
 
 
-def op_settings(inputs: Inputs) -> list:
-    """The ops' arguments after the tensors."""
-    settings = {"causal": False, "q_offset": 0, "window": (-1, -1), "kv_lens": None, "softcap": 0.0, "sinks": None}
-    settings |= {"alibi_slopes": None, "head_map": None, "dropout_p": 0.0, "scale": None} | inputs.settings
-    return list(attnpack.ops._op_arguments(inputs.query, inputs.key, inputs.mask, **settings))
+def op_settings(inputs: Inputs) -> dict:
+    """The ops' keywords after the tensors."""
+    return operator_keywords(inputs.query, inputs.key, inputs.mask, inputs.settings)
 
 
 def attention(pick: Random) -> Call:
@@ -43,22 +43,24 @@ def attention(pick: Random) -> Call:
         truth = compute_results(reference.attention, inputs.to(torch.float64), gradients=False)
         check(dict(zip(("out", "lse"), result, strict=True)), plain, truth, inputs.query.dtype)
 
-    return "attention", [inputs.query, inputs.key, inputs.value, *op_settings(inputs)], right
+    heads = inputs.query, inputs.key, inputs.value
+    return "attention", in_order("attention", *heads, **op_settings(inputs)), right
 
 
 def attention_backward(pick: Random) -> Call:
     inputs = layer(pick, dtype=pick.choice(WIDE))
-    arguments = [inputs.query, inputs.key, inputs.value, *op_settings(inputs)]
-    out, lse = torch.ops.attnpack.attention(*arguments)
+    heads, settings = (inputs.query, inputs.key, inputs.value), op_settings(inputs)
+    out, lse = torch.ops.attnpack.attention(*heads, **settings)
     grads = [inputs.grad_out, pick.choice([None, inputs.grad_lse])]
     mask_gradient = inputs.mask is not None and inputs.mask.is_floating_point() and pick.random() < 0.5
     sinks_gradient = "sinks" in inputs.settings and pick.random() < 0.5
-    arguments = [*grads, *arguments[:3], out, lse, *arguments[3:], mask_gradient, sinks_gradient]
+    settings |= {"mask_gradient": mask_gradient, "sinks_gradient": sinks_gradient}
+    arguments = in_order("attention_backward", *grads, *heads, out, lse, **settings)
     return "attention_backward", arguments, lambda result: check_against_reference(inputs)
 
 
-def packed(pick: Random) -> tuple[list, list[tuple[int, int, int, int]]]:
-    """The arguments of attention_varlen, and the rows of query and key of each sequence."""
+def packed(pick: Random) -> tuple[list, dict, list[tuple[int, int, int, int]]]:
+    """The tensors of attention_varlen, its rules, and the rows of query and key of each sequence."""
     lengths = [(pick.randint(0, 40), pick.randint(0, 40)) for _ in range(pick.randint(0, 5))]
     dtype, (heads, kv_heads) = pick.choice(WIDE), pick.choice([(4, 2), (3, 3), (2, 1)])
     ends = [torch.tensor([0, *x]).cumsum(0).to(pick.choice([torch.int32, torch.int64])) for x in
@@ -66,48 +68,46 @@ def packed(pick: Random) -> tuple[list, list[tuple[int, int, int, int]]]:
     shapes = [(heads, 8), (kv_heads, 8), (kv_heads, 6)]
     tensors = [draw(int(ends[min(n, 1)][-1]), *shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes)]
     window = pick.choice([(-1, -1), (3, 0), (2, 2)])
-    sinks = pick.choice([None, draw(heads)])
-    rest = [None, None, None, None, pick.random() < 0.5, None, None, *window, pick.choice([0.0, 2.0]), sinks]
+    rules = {"causal": pick.random() < 0.5, "window": window, "softcap": pick.choice([0.0, 2.0])}
+    rules["sinks"] = pick.choice([None, draw(heads)])
     rows = zip(*(x.tolist()[:-1] for x in ends), *(x.tolist()[1:] for x in ends), strict=True)
-    return [*tensors, *ends, *rest, None, None, 0.0, None, None], list(rows)
+    return [*tensors, *ends], rules, list(rows)
 
 
-def attention_varlen(pick: Random) -> Call:
-    arguments, rows = packed(pick)
-    q, k, v = arguments[:3]
-    settings = dict(zip(("causal", "window_left", "window_right", "softcap", "sinks"),
-                        [arguments[9], *arguments[12:16]], strict=True))  # fmt: skip
-    settings["window"] = (settings.pop("window_left"), settings.pop("window_right"))
+def attention_varlen(pick: Random, paged: bool = False) -> Call:
+    tensors, rules, rows = packed(pick)
+    q, k, v = tensors[:3]
 
     def right(result):
         for a, c, b, d in rows:
             heads = [x.transpose(0, 1).unsqueeze(0) for x in (q[a:b], k[c:d], v[c:d])]
-            expected = reference.attention(*heads, q_offset=(d - c) - (b - a), **settings)
+            expected = reference.attention(*heads, q_offset=(d - c) - (b - a), **rules)
             assert_close(result[0][a:b], expected[0].transpose(0, 1), atol=1e-4, rtol=1e-4)
 
-    return "attention_varlen", arguments, right
+    flat = flat_rules(q, rules)[1]
+    if not paged:
+        return "attention_varlen", in_order("attention_varlen", *tensors, **flat), right
+    lengths, page_size = tensors[4].diff().tolist(), pick.choice([1, 3, 7, 16])
+    table = make_table(lengths, page_size, pick.choice(["in order", "shuffled"]))
+    layout = pick.choice(LAYOUTS)
+    pools = [put_into_pages(x, lengths, table, page_size, layout) for x in (k, v)]
+    flat |= {"block_table": table, "kv_lens": tensors[4].diff()}
+    return "attention_varlen", in_order("attention_varlen", q, *pools, tensors[3], **flat), right
 
 
 def attention_paged(pick: Random) -> Call:
     """attention_varlen on the same keys in pages, whose other rows hold NaN."""
-    name, arguments, right = attention_varlen(pick)
-    lengths, page_size = arguments[4].diff().tolist(), pick.choice([1, 3, 7, 16])
-    table = make_table(lengths, page_size, pick.choice(["in order", "shuffled"]))
-    layout = pick.choice(LAYOUTS)
-    pools = [put_into_pages(x, lengths, table, page_size, layout) for x in arguments[1:3]]
-    return (
-        name,
-        [arguments[0], *pools, arguments[3], None, None, None, table, arguments[4].diff(), *arguments[9:]],
-        right,
-    )
+    return attention_varlen(pick, paged=True)
 
 
 def attention_varlen_backward(pick: Random) -> Call:
-    arguments, _ = packed(pick)
-    out, lse = torch.ops.attnpack.attention_varlen(*arguments)
+    tensors, rules, _ = packed(pick)
+    flat = flat_rules(tensors[0], rules)[1]
+    out, lse = torch.ops.attnpack.attention_varlen(*tensors, **flat)
     grads = [draw(*out.shape, dtype=out.dtype), pick.choice([None, draw(*lse.shape, dtype=lse.dtype)])]
-    sinks_gradient = arguments[15] is not None and pick.random() < 0.5
-    return "attention_varlen_backward", [*grads, *arguments[:3], out, lse, *arguments[3:], sinks_gradient], NO_CHECK
+    flat["sinks_gradient"] = rules["sinks"] is not None and pick.random() < 0.5
+    name = "attention_varlen_backward"
+    return name, in_order(name, *grads, *tensors[:3], out, lse, *tensors[3:], **flat), NO_CHECK
 
 
 def attention_scores(pick: Random) -> Call:
@@ -120,7 +120,8 @@ def attention_scores(pick: Random) -> Call:
         truth = reference.attention_scores(inputs.query, inputs.key, inputs.mask, **settings)
         assert_close(result, op_cases.at_names(truth, inputs) if stage == "named" else truth)
 
-    return "attention_scores", [inputs.query, inputs.key, *op_settings(inputs), stage], right
+    settings = op_settings(inputs) | {"stage": stage}
+    return "attention_scores", in_order("attention_scores", inputs.query, inputs.key, **settings), right
 
 
 def cache(pick: Random, batch: int, heads: int, widths: tuple[int, ...], dtype: torch.dtype) -> list:
@@ -261,9 +262,8 @@ def paged_rule(pick: Random) -> Call:
     rules |= {"fork": [rows], "release": [rows[:1]]}
     name = pick.choice([*rules, "attend"])
     if name == "attend":
-        rest = [None, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0, None, -1, -1, 0.0]
-        room = made.reserve(*new)
-        return pick.choice(["attend", "attend_with_weights"]), [q[:, :, :1], *new, *room, *rest, *[None] * 3], NO_CHECK
+        name, room = pick.choice(["attend", "attend_with_weights"]), made.reserve(*new)
+        return name, in_order(name, q[:, :, :1], *new, *room, causal=True), NO_CHECK
     state = [x.clone() for x in made._tensors]  # the cache gives its own pages back when it ends
     return f"cache_{name}", ["PagedCache", state, made._numbers, *rules[name]], NO_CHECK
 
@@ -309,34 +309,12 @@ def attend(pick: Random) -> Call:
     batch, heads, length = k.shape[:3]
     held = pick.choice([[None] * 3, cache(pick, batch, heads, (8, 6), k.dtype)])
     rope, settings = pick.choice([None, [1.0, 0.1]]), inputs.settings
-    left, dropped, pages, sums = -1, [None, -1, 0], [None], [None]
+    left, dropped = -1, [None, -1, 0]
     if held[0] is not None and pick.random() < 0.5:  # a sliding window
         left, dropped = 2, [torch.zeros(batch, dtype=torch.int64), 2, pick.choice([0, 1])]
-    arguments = [
-        q,
-        k,
-        v,
-        *held,
-        *dropped,
-        0,
-        None,
-        None,
-        *pages,
-        *sums,
-        rope,
-        1.0,
-        False,
-        None,
-        0.0,
-        0,
-        False,
-        None,
-        False,
-        None,
-        True,
-    ]
-    arguments += [None, 0.0, settings.get("scale"), left, 0 if left >= 0 else -1, settings.get("softcap", 0.0)]
-    arguments += [settings.get(name) for name in ("sinks", "alibi_slopes", "head_map")]
+    flat = flat_rules(q, settings | {"causal": True, "window": (left, 0 if left >= 0 else -1)})[1]
+    flat |= {"rope_inv_freq": rope, "cache_dropped": dropped[0], "cache_window": dropped[1]}
+    flat["cache_keep_first"] = dropped[2]
 
     def right(result):
         if rope is None and held[0] is None and length:
@@ -344,7 +322,7 @@ def attend(pick: Random) -> Call:
             assert_close(result if torch.is_tensor(result) else result[0], expected, atol=1e-4, rtol=1e-4)
 
     name = pick.choice(["attend", "attend_with_weights"])
-    return name, arguments, right
+    return name, in_order(name, q, k, v, *held, **flat), right
 
 
 def attend_quantized(pick: Random) -> Call:
@@ -357,8 +335,8 @@ def attend_quantized(pick: Random) -> Call:
         if length > 1:
             attnpack.ops.attend(q, k, v, cache=room, causal=True)
             made.commit(length, None)
-    rest = [None, 1.0, False, None, 0.0, 0, False, None, False, None, True, None, 0.0, None, -1, -1, 0.0]
-    return pick.choice(["attend", "attend_with_weights"]), [q, k, v, *room, *rest, None, None, None], NO_CHECK
+    name = pick.choice(["attend", "attend_with_weights"])
+    return name, in_order(name, q, k, v, *room, causal=True), NO_CHECK
 
 
 def latent(pick: Random) -> Call:
@@ -370,10 +348,10 @@ def latent(pick: Random) -> Call:
         [[None, None], cache(pick, batch, 1, (10,), dtype), cache(pick, batch, 1, (row_bytes,), torch.uint8)]
     )
     rope = pick.choice([None, [1.0, 0.1]])
-    where = [*held, rope, 1.0, False, None, 0.0, 1, False, None, False, None, True, None, 0.0, None]
+    where = {"cache_latents": held[0], "cache_lengths": held[1], "rope_inv_freq": rope, "causal": True}
     name = pick.choice(["latent_attend", "latent_attend_with_weights", "latent_append"])
     if name == "latent_append":
-        return name, [query, latents, k_rope, *where], NO_CHECK
+        return name, in_order(name, query, latents, k_rope, **where), NO_CHECK
     kv_b, path = draw(heads * (3 + 5), 6, dtype=dtype), pick.choice(["auto", "expanded", "absorbed"])
     up = kv_b.view(heads, 8, 6)
 
@@ -383,7 +361,7 @@ def latent(pick: Random) -> Call:
             got = result if torch.is_tensor(result) else result[0]
             assert_close(got, expected.transpose(1, 2).flatten(2), atol=1e-3, rtol=1e-3)
 
-    return name, [query, latents, k_rope, kv_b, 5, path, *where], right
+    return name, in_order(name, query, latents, k_rope, kv_b, 5, path, **where), right
 
 
 def latent_expand(pick: Random) -> Call:
@@ -450,7 +428,8 @@ def attention_quantized(pick: Random) -> Call:
         assert_close(result[0], expected, atol=1e-3, rtol=1e-3)
 
     v_dim = inputs.value.size(-1)
-    return "attention_quantized", [inputs.query, *rows, bits, v_dim, *op_settings(inputs)], right
+    arguments = in_order("attention_quantized", inputs.query, *rows, bits, v_dim, **op_settings(inputs))
+    return "attention_quantized", arguments, right
 
 
 def dequantize_rows(pick: Random) -> Call:

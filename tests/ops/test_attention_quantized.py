@@ -4,19 +4,15 @@ import attnpack
 import pytest
 import torch
 from attnpack import reference
-from attnpack.ops import dequantize_rows, quantize_rows
+from attnpack.ops import dequantize_rows, flat_rules, quantize_rows
 from torch.testing import assert_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def call(query, key, value, bits, v_head_dim, *, mask=None, causal=False, q_offset=0, q_offsets=None, window=(-1, -1),
-         kv_lens=None, softcap=0.0, sinks=None, alibi_slopes=None, head_map=None, scale=None):  # fmt: skip
-    return torch.ops.attnpack.attention_quantized(
-        query, key, value, bits, v_head_dim, mask, causal, q_offset, q_offsets, *window, kv_lens, softcap, sinks,
-        alibi_slopes, head_map, 0.0, None, scale,
-    )  # fmt: skip
+def call(query, key, value, bits, v_head_dim, **rules):
+    return torch.ops.attnpack.attention_quantized(query, key, value, bits, v_head_dim, **flat_rules(query, rules)[1])
 
 
 def draw(heads, kv_heads, q_len, kv_len, dims, dtype, bits, batch=2):
@@ -173,8 +169,8 @@ def test_gradients_reach_query_mask_and_sinks(bits):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_opcheck_and_compile(bits):
     query, k, v, *_ = draw(4, 2, 1, 40, (64, 64), torch.float32, bits)
-    rest = (None, True, 39, None, -1, -1, None, 0.0, None, None, None, 0.0, None, None)
-    torch.library.opcheck(torch.ops.attnpack.attention_quantized.default, (query, k, v, bits, 64, *rest))
+    place = {"causal": True, "q_offset": 39}
+    torch.library.opcheck(torch.ops.attnpack.attention_quantized.default, (query, k, v, bits, 64), place)
     compiled = torch.compile(lambda q: call(q, k, v, bits, 64, causal=True, q_offset=39)[0], fullgraph=True)
     assert_close(compiled(query), call(query, k, v, bits, 64, causal=True, q_offset=39)[0])
 

@@ -152,8 +152,7 @@ def test_the_tools_of_torch(at_names):
     index, own = names(9, 7), tokens(9)
     place = {"causal": True, "kv_lens": torch.tensor([9, 4])}
     probs = probabilities(9, index, None, place, stage="named" if at_names else "probs")
-    layer = [None, 1.0, False, None, 0.0, 0, False, None, False, None, True, torch.tensor([9, 4]), 0.0, None]
-    opcheck(torch.ops.attnpack.indexer_loss.default, (*own, probs, index, *layer, at_names))
+    opcheck(torch.ops.attnpack.indexer_loss.default, (*own, probs, index), place | {"at_names": at_names})
     loss = lambda *own: indexer_loss(*own, probs, index, at_names=at_names)  # noqa: E731
     several = [torch.stack([x, 2 * x]) for x in own]
     assert_close(torch.vmap(loss)(*several), torch.stack([loss(*each) for each in zip(*several, strict=True)]))

@@ -7,6 +7,7 @@ from attnpack import apply_rope, attention, attention_scores, merge_states
 from attnpack.ops import rope_table
 from marks import some_long
 from op_cases import AXES, COVERING, NAMES, check_against_reference, describe, draw, laid_out, make_inputs
+from schemas import operator_keywords
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 from torch.library import opcheck
@@ -15,22 +16,10 @@ from torch.testing import assert_close
 ops = torch.ops.attnpack
 
 
-def positional(inputs, dropout_p=0.0):
-    """The arguments after the tensors in torch.ops.attnpack.attention."""
-    s = dict(inputs.settings)
-    offset, lens = s.get("q_offset", 0), s.get("kv_lens")
-    offsets = None
-    if offset == "end":
-        offset, offsets = 0, torch.full((2,), inputs.key.shape[2]) - inputs.query.shape[2]
-    elif isinstance(offset, torch.Tensor):
-        offset, offsets = 0, offset
-    seed = torch.tensor([5]) if dropout_p else None
-    window = s.get("window", (-1, -1))
-    return (
-        inputs.mask, s.get("causal", False), offset, offsets, *window, lens, s.get("softcap", 0.0), s.get("sinks"),
-        s.get("alibi_slopes"), s.get("head_map"), dropout_p, seed, s.get("scale"), s.get("key_index"),
-        s.get("key_block", 1),
-    )  # fmt: skip
+def keywords(inputs, dropout_p=0.0):
+    """The arguments after the tensors in torch.ops.attnpack.attention, by name."""
+    flat = operator_keywords(inputs.query, inputs.key, inputs.mask, inputs.settings)
+    return flat | ({"dropout_p": dropout_p, "dropout_seed": torch.tensor([5])} if dropout_p else {})
 
 
 def leaf(x):
@@ -59,7 +48,7 @@ def test_opcheck_attention(case):
     inputs.settings = {k: leaf(x) if k == "sinks" else x for k, x in inputs.settings.items()}
     inputs.mask = leaf(inputs.mask)
     tensors = map(leaf, (inputs.query, inputs.key, inputs.value))
-    opcheck(ops.attention.default, (*tensors, *positional(inputs)))
+    opcheck(ops.attention.default, (*tensors,), keywords(inputs))
 
 
 @pytest.mark.parametrize(
@@ -67,37 +56,38 @@ def test_opcheck_attention(case):
 )
 def test_opcheck_attention_without_elements(empty):
     inputs = make_inputs(**{"lengths": (3, 5), **empty})
-    opcheck(ops.attention.default, (inputs.query, inputs.key, inputs.value, *positional(inputs)))
+    opcheck(ops.attention.default, (inputs.query, inputs.key, inputs.value), keywords(inputs))
 
 
 @pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
 def test_opcheck_attention_backward(dtype):
     inputs = make_inputs(dtype, mask="own", scores={"sinks": True}, layout="columns outside")
     tensors = inputs.query, inputs.key, inputs.value
-    out, lse = ops.attention(*tensors, *positional(inputs, 0.3))
+    out, lse = ops.attention(*tensors, **keywords(inputs, 0.3))
     for mask_gradient, sinks_gradient in ((True, False), (False, True)):
-        rest = (*positional(inputs, 0.3), mask_gradient, sinks_gradient)
-        opcheck(ops.attention_backward.default, (inputs.grad_out, inputs.grad_lse, *tensors, out, lse, *rest))
-        opcheck(ops.attention_backward.default, (inputs.grad_out, None, *tensors, out, lse, *rest))
+        rest = keywords(inputs, 0.3) | {"mask_gradient": mask_gradient, "sinks_gradient": sinks_gradient}
+        opcheck(ops.attention_backward.default, (inputs.grad_out, inputs.grad_lse, *tensors, out, lse), rest)
+        opcheck(ops.attention_backward.default, (inputs.grad_out, None, *tensors, out, lse), rest)
 
 
 @pytest.mark.parametrize("names", some_long(NAMES, ["blocks of 64, of heads"]))
 def test_opcheck_named_keys(names):
     inputs = make_inputs(mask="own", positions={"causal": True}, scores={"sinks": True}, names=names)
     tensors = [leaf(x) for x in (inputs.query, inputs.key, inputs.value)]
-    opcheck(ops.attention.default, (*tensors, *positional(inputs)))
+    opcheck(ops.attention.default, (*tensors,), keywords(inputs))
     for stage in ("probs", "named"):
-        opcheck(ops.attention_scores.default, (*tensors[:2], *positional(inputs), stage))
-    out, lse = ops.attention(*tensors, *positional(inputs))
-    tensors += [out.detach(), lse.detach(), *positional(inputs), True, True]
-    opcheck(ops.attention_backward.default, (inputs.grad_out, inputs.grad_lse, *tensors))
+        opcheck(ops.attention_scores.default, (*tensors[:2],), keywords(inputs) | {"stage": stage})
+    out, lse = ops.attention(*tensors, **keywords(inputs))
+    tensors += [out.detach(), lse.detach()]
+    rest = keywords(inputs) | {"mask_gradient": True, "sinks_gradient": True}
+    opcheck(ops.attention_backward.default, (inputs.grad_out, inputs.grad_lse, *tensors), rest)
 
 
 @pytest.mark.parametrize("stage", ["masked", "probs"])
 @pytest.mark.parametrize("dtype", some_long(AXES["dtype"], [torch.float32, torch.bfloat16]), ids=str)
 def test_opcheck_attention_scores(dtype, stage):
     inputs = make_inputs(dtype, mask="bool", positions={"causal": True}, scores={"softcap": 2.0, "alibi": True})
-    opcheck(ops.attention_scores.default, (leaf(inputs.query), leaf(inputs.key), *positional(inputs), stage))
+    opcheck(ops.attention_scores.default, (leaf(inputs.query), leaf(inputs.key)), keywords(inputs) | {"stage": stage})
 
 
 @pytest.mark.parametrize("dtype", AXES["dtype"], ids=str)
@@ -157,11 +147,9 @@ def test_opcheck_attend(cached, op):
     cache = (None,) * 3
     if cached:
         cache = *(torch.zeros(2, 2, 9, 8, dtype=torch.bfloat16) for _ in range(2)), torch.tensor([2, 5])
-    cache += None, -1, 0, 0, None, None, None, None  # no window, no quantised rows, no pages, no sums
-    rope = [1.0, 0.1], 1.0, False, None, 0.0, 0, False
     mask = torch.ones(9 if cached else 3, dtype=torch.bool)
-    rest = None, False, mask, True, None, 0.0, None, -1, -1, 0.0, None, None, None
-    opcheck(op, (inputs.query, inputs.key, inputs.value, *cache, *rope, *rest))
+    rest = {"rope_inv_freq": [1.0, 0.1], "mask": mask, "causal": True}
+    opcheck(op, (inputs.query, inputs.key, inputs.value, *cache), rest)
 
 
 # ---- torch.compile -------------------------------------------------------------------
@@ -298,7 +286,7 @@ def test_export_with_dynamic_lengths_saved_and_loaded(tmp_path):
 def test_ops_need_no_python_of_ours():
     """torch.ops gives the same as the Python function."""
     inputs = make_inputs(mask="own", scores={"sinks": True})
-    out, lse = ops.attention(inputs.query, inputs.key, inputs.value, *positional(inputs))
+    out, lse = ops.attention(inputs.query, inputs.key, inputs.value, **keywords(inputs))
     again = attention(inputs.query, inputs.key, inputs.value, inputs.mask, return_lse=True, **inputs.settings)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
     assert attnpack.attention is attention

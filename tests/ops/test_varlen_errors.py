@@ -84,17 +84,10 @@ def test_a_value_of_the_wrong_kind_is_named(name):
         attention_varlen(**arguments(**{name: value}))
 
 
-def schema_settings(**changes):
-    settings = {name: None for name in ("max_seqlen_q", "max_seqlen_k", "block_table", "kv_lens")}
-    settings |= {"causal": True, "q_offset": None, "q_offsets": None, "window_left": -1, "window_right": -1}
-    settings |= {"softcap": 0.0, "sinks": None, "alibi_slopes": None, "head_map": None, "dropout_p": 0.0}
-    return settings | {"dropout_seed": None, "scale": None} | changes
-
-
 def backward_arguments(**changes):
     call = arguments()
     ends_k = call.pop("cu_seqlens_k")
-    settings = {"cu_seqlens_k": ends_k} | schema_settings()
+    settings = {"cu_seqlens_k": ends_k, "causal": True}
     out, lse = varlen(**call, **settings)
     saved = {"grad_out": torch.ones_like(out), "grad_lse": torch.ones_like(lse), "out": out, "lse": lse}
     return call | settings | saved | {"sinks_gradient": False} | changes
@@ -125,22 +118,22 @@ def test_opcheck(dtype):
     call = arguments()
     tensors = [call[name].to(dtype).requires_grad_() for name in ("query", "key", "value")]
     sinks = draw(4).requires_grad_()
-    rest = schema_settings(max_seqlen_q=5, sinks=sinks, alibi_slopes=draw(4), head_map=[0, 0, 1, 0]).values()
-    opcheck(varlen.default, (*tensors, call["cu_seqlens_q"], call["cu_seqlens_k"], *rest))
-    opcheck(varlen.default, (*tensors[:1], *[x[:9] for x in tensors[1:]], call["cu_seqlens_q"], None, *rest))
+    rest = {"max_seqlen_q": 5, "causal": True, "sinks": sinks, "alibi_slopes": draw(4), "head_map": [0, 0, 1, 0]}
+    opcheck(varlen.default, (*tensors, call["cu_seqlens_q"], call["cu_seqlens_k"]), rest)
+    opcheck(varlen.default, (*tensors[:1], *[x[:9] for x in tensors[1:]], call["cu_seqlens_q"]), rest)
     plain = [x.detach() for x in tensors]
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
-    out, lse = varlen(*plain, *ends, *schema_settings(sinks=sinks.detach()).values())
-    settings = schema_settings(sinks=sinks.detach()).values()
+    settings = {"causal": True, "sinks": sinks.detach()}
+    out, lse = varlen(*plain, *ends, **settings)
     for grad_lse, gradient in ((None, True), (torch.ones_like(lse), False)):
         opcheck(
             varlen_backward.default,
-            (torch.ones_like(out), grad_lse, *plain, out, lse, *ends, *settings, gradient),
+            (torch.ones_like(out), grad_lse, *plain, out, lse, *ends),
+            settings | {"sinks_gradient": gradient},
         )
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (9, 0), (0, 11)])
 def test_opcheck_without_elements(shape):
     tensors = draw(shape[0], 4, 8), draw(shape[1], 2, 8), draw(shape[1], 2, 6)
-    rest = schema_settings().values()
-    opcheck(varlen.default, (*tensors, ends(0, shape[0]), ends(0, shape[1]), *rest))
+    opcheck(varlen.default, (*tensors, ends(0, shape[0]), ends(0, shape[1])), {"causal": True})

@@ -228,19 +228,14 @@ def test_gradients_of_query_and_sinks():
 def test_the_backward_op_takes_no_pages():
     _, pooled, paged, _ = make([(2, 5)])
     out, lse = attention_varlen(*pooled, return_lse=True, **paged)
-    rest = (None, None, None, *paged.values(), False, None, None, -1, -1, 0.0, None, None, None, 0.0, None, None, False)
     with pytest.raises(ValueError, match="block_table is given, and keys in pages have no gradients"):
-        torch.ops.attnpack.attention_varlen_backward(out, None, *pooled[:3], out, lse, pooled[3], *rest)
-
-
-def schema_rest(paged):
-    return (None, None, None, *paged.values(), True, None, None, -1, -1, 0.0, None, None, None, 0.0, None, None)
+        torch.ops.attnpack.attention_varlen_backward(out, None, *pooled[:3], out, lse, pooled[3], **paged)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_opcheck(dtype):
     _, pooled, paged, _ = make([(1, 99), (3, 3)], dtype=dtype)
-    torch.library.opcheck(torch.ops.attnpack.attention_varlen.default, (*pooled, *schema_rest(paged)))
+    torch.library.opcheck(torch.ops.attnpack.attention_varlen.default, pooled, paged | {"causal": True})
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <attnpack/core/padded.h>
 #include <attnpack/distributed/detail/judge.h>
+#include <attnpack/ops/query_scale.h>
 
 namespace attnpack::distributed {
 
@@ -23,9 +24,12 @@ std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query, c
   check_defined("key", key);
   check_defined("value", value);
   const auto device = query.device().type();
-  const auto q = cast(query, device), k = cast(key, device), v = cast(value, device);
-  agree_on_attention(q, k, v, group, options, layout, method);
-  return attend_by(method, q, k, v, group, options, layout);
+  const auto q = cast(scale_queries(query, options.query_scale()), device), k = cast(key, device),
+             v = cast(value, device);
+  auto rules = options;
+  rules.query_scale(std::nullopt);  // done
+  agree_on_attention(q, k, v, group, rules, layout, method);
+  return attend_by(method, q, k, v, group, rules, layout);
 }
 
 at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Group& group,

@@ -12,9 +12,9 @@ namespace attnpack::distributed {
 
 namespace {
 
-// The options of a layer as those of the operator.
+// The options of a layer as those of the operator. The queries are scaled already.
 AttentionOptions rules_of(const LayerInputs& o) {
-  return AttentionOptions().mask(o.mask).causal(o.causal).kv_lens(o.kv_lens).dropout_p(o.dropout_p).scale(o.scale);
+  return AttentionOptions().rules(o).query_scale(std::nullopt).mask(o.mask).kv_lens(o.kv_lens);
 }
 
 // Refuses what the operator's judge does not know of.
@@ -36,8 +36,7 @@ class SpreadSequence : public Spread {
 
   at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                     const AttendOptions& o) const override {
-    auto rules = rules_of(o);
-    rules.window(o.window).softcap(o.softcap).sinks(o.sinks).alibi_slopes(o.alibi_slopes).head_map(o.head_map);
+    const auto rules = rules_of(o);
     agree(query, key, value, rules, o);
     const auto [q, k] = rotate(query, key, o);
     return join_heads(attend_heads(q, k, value, rules));

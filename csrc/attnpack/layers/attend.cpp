@@ -12,6 +12,7 @@
 #include <attnpack/layers/detail/quantized_keys.h>
 #include <attnpack/layers/spread.h>
 #include <attnpack/ops/detail/schema.h>
+#include <attnpack/ops/query_scale.h>
 
 namespace attnpack {
 namespace {
@@ -34,8 +35,8 @@ std::optional<CacheTensors> cache_tensors(const CacheArguments& cache) {
                       cache.exact_value, cache.block_table, cache.block_sums};
 }
 
-BlockOptions block_options(const ScoreArguments& score) {
-  return {score.key_block, score.top_blocks, score.local_blocks, std::string(score.scorer)};
+BlockOptions block_options(const KeyChoice& choice) {
+  return {choice.key_block, choice.top_blocks, choice.local_blocks, std::string(choice.scorer)};
 }
 
 void check_room_for_sums(const Tensor& sums, const Tensor& key, const c10::SymInt& key_block) {
@@ -44,52 +45,52 @@ void check_room_for_sums(const Tensor& sums, const Tensor& key, const c10::SymIn
                  ", wants one block more than the ", blocks, " of the keys");
 }
 
-void check_named_keys(const std::optional<CacheTensors>& cache, const LayerArguments& layer,
-                      const ScoreArguments& score) {
+void check_named_keys(const std::optional<CacheTensors>& cache, const LayerArguments& layer, bool causal,
+                      const KeyChoice& choice) {
   const bool sums = cache && cache->block_sums;
   // A call that does not choose blocks by their mean would leave the sums behind the keys. Keys that are rotated when
   // they are read have no sums to keep.
   ATTNPACK_CHECK(
-      !sums || (score.top_blocks > 0 && score.scorer == "mean" && !layer.rope.raw_keys && !cache->block_table),
+      !sums || (choice.top_blocks > 0 && choice.scorer == "mean" && !layer.rope.raw_keys && !cache->block_table),
       "cache_block_sums: got some for a call that does not choose blocks of stored keys by their mean; use a "
       "DynamicCache");
-  if (!score.names_keys()) return;
+  if (!choice.names_keys()) return;
   ATTNPACK_CHECK(!cache || (!cache->bits && !cache->dropped), "cache: got a ",
                  cache && cache->bits ? "QuantizedCache" : "SlidingWindowCache",
                  " for attention over named keys, want one that holds every position as it is; use a DynamicCache, "
                  "SparseCache, StaticCache or PagedCache");
-  ATTNPACK_CHECK(!score.key_index || score.top_blocks == 0,
+  ATTNPACK_CHECK(!choice.key_index || choice.top_blocks == 0,
                  "key_index is given together with top_blocks, which chooses in its place: leave one of them out");
-  if (!score.key_index) check_blocks(block_options(score), layer.causal);
-  if (sums) check_room_for_sums(*cache->block_sums, cache->key, score.key_block);
+  if (!choice.key_index) check_blocks(block_options(choice), causal);
+  if (sums) check_room_for_sums(*cache->block_sums, cache->key, choice.key_block);
 }
 
 // The arguments with the blocks that the queries of the tokens choose. Where they are seen to choose all, none are
 // named: the call is the plain one, and so are its bits. (A traced length is a symbol, and the graph is to hold for
 // others.)
-AttentionArguments with_blocks(AttentionArguments args, const PlacedTokens& tokens, const ScoreArguments& score,
+AttentionArguments with_blocks(AttentionArguments args, const PlacedTokens& tokens, const KeyChoice& choice,
                                const std::optional<Tensor>& block_sums = std::nullopt) {
   const auto keys = tokens.key.sym_size(2).maybe_as_int();
-  if (score.top_blocks == 0 || (keys && score.top_blocks >= (*keys + score.key_block - 1) / score.key_block))
+  if (choice.top_blocks == 0 || (keys && choice.top_blocks >= (*keys + choice.key_block - 1) / choice.key_block))
     return args;
-  args.key_block = score.key_block;
-  args.key_index = select_blocks(tokens.query, tokens.key, block_options(score),
+  args.key_block = choice.key_block;
+  args.key_index = select_blocks(tokens.query, tokens.key, block_options(choice),
                                  {args.causal, args.q_offsets, args.kv_lens, args.mask}, block_sums);
   return args;
 }
 
 // The cache's sums with those of the new keys, if it keeps any.
 std::optional<Tensor> sums_with_new(const std::optional<CacheTensors>& cache, const PlacedTokens& tokens,
-                                    const c10::SymInt& new_len, const ScoreArguments& score) {
+                                    const c10::SymInt& new_len, const KeyChoice& choice) {
   if (!cache || !cache->block_sums) return std::nullopt;
-  update_block_sums(*cache->block_sums, cache->key, *tokens.q_offsets, *tokens.kv_lens, new_len, score.key_block);
+  update_block_sums(*cache->block_sums, cache->key, *tokens.q_offsets, *tokens.kv_lens, new_len, choice.key_block);
   return cache->block_sums;
 }
 
 // The operator's arguments for the cache as it is to be read, but for those that the append decides.
 AttentionArguments arguments_over(const std::optional<CacheTensors>& cache, const LayerArguments& layer,
-                                  const ScoreArguments& score) {
-  AttentionArguments args = attention_arguments(layer, score);
+                                  const KeyChoice& choice, const ScoreRules& rules) {
+  AttentionArguments args = attention_arguments(layer, rules, choice);
   if (!cache || !cache->dropped) return args;
   check_window_fits(*cache, args);
   if (args.mask) args.mask = mask_of_slots(*args.mask, *cache);
@@ -119,63 +120,66 @@ Tensor attend_placed(const PlacedTokens& tokens, const std::optional<CacheTensor
 }
 
 Tensor attend_keys(const Tensor& query, const Tensor& key, const Tensor& value,
-                   const std::optional<CacheTensors>& cache, const LayerArguments& layer, const ScoreArguments& score) {
+                   const std::optional<CacheTensors>& cache, const LayerArguments& layer, const KeyChoice& choice,
+                   const ScoreRules& rules) {
   if (cache && cache->bits) {
-    const auto [out, weights] = attend_quantized(query, key, value, *cache, layer, score, /*need_weights=*/false);
+    const auto [out, weights] = attend_quantized(query, key, value, *cache, layer, rules, /*need_weights=*/false);
     return join_heads(out);
   }
-  AttentionArguments args = arguments_over(cache, layer, score);
+  AttentionArguments args = arguments_over(cache, layer, choice, rules);
   const PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
-  const auto sums = sums_with_new(cache, tokens, key.sym_size(2), score);
-  return attend_placed(tokens, cache, with_blocks(args, tokens, score, sums), layer.dropout_p);
+  const auto sums = sums_with_new(cache, tokens, key.sym_size(2), choice);
+  return attend_placed(tokens, cache, with_blocks(args, tokens, choice, sums), rules.dropout_p);
 }
 
 std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
                                                     const std::optional<CacheTensors>& cache,
-                                                    const LayerArguments& layer, const ScoreArguments& score,
-                                                    bool at_names) {
+                                                    const LayerArguments& layer, const KeyChoice& choice,
+                                                    const ScoreRules& rules, bool at_names) {
   if (cache && cache->bits) {
-    const auto [out, weights] = attend_quantized(query, key, value, *cache, layer, score, /*need_weights=*/true);
+    const auto [out, weights] = attend_quantized(query, key, value, *cache, layer, rules, /*need_weights=*/true);
     return {join_heads(out), weights};
   }
-  AttentionArguments args = arguments_over(cache, layer, score);
+  AttentionArguments args = arguments_over(cache, layer, choice, rules);
   PlacedTokens tokens = place_heads(query, key, value, cache, layer, args);
   const bool slots = cache && cache->dropped;
   trim_to_longest(tokens, slots ? std::nullopt : layer.mask);
   if (slots) args.mask = mask_from(args.mask, 0, tokens.key.sym_size(2));
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
-  args = with_blocks(args, tokens, score, sums_with_new(cache, tokens, key.sym_size(2), score));
+  args = with_blocks(args, tokens, choice, sums_with_new(cache, tokens, key.sym_size(2), choice));
   const Tensor weights = cache && cache->keep_first > 0 ? kept_probabilities(tokens, *cache, args)
                                                         : probabilities(tokens.query, tokens.key, args, at_names);
-  return {attend_placed(tokens, cache, args, layer.dropout_p), weights};
+  return {attend_placed(tokens, cache, args, rules.dropout_p), weights};
 }
 
 Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& held,
-                        const LayerArguments& layer, const ScoreArguments& score) {
+                        const LayerArguments& layer, const KeyChoice& choice, const ScoreRules& rules) {
   const auto cache = cache_tensors(held);
-  check_named_keys(cache, layer, score);
-  if (!cache || !cache->block_table) return attend_keys(query, key, value, cache, layer, score);
+  check_named_keys(cache, layer, rules.causal, choice);
+  if (!cache || !cache->block_table) return attend_keys(query, key, value, cache, layer, choice, rules);
   const LayerTokens tokens{query, key, value};
-  if (reads_pages(tokens, layer, score)) return attend_pages(tokens, *cache, layer, score);
+  if (reads_pages(tokens, layer, choice, rules)) return attend_pages(tokens, *cache, layer, rules);
   Tensor out;
   through_copy(tokens, *cache, layer,
-               [&](const CacheTensors& copy) { out = attend_keys(query, key, value, copy, layer, score); });
+               [&](const CacheTensors& copy) { out = attend_keys(query, key, value, copy, layer, choice, rules); });
   return out;
 }
 
 std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, const Tensor& key, const Tensor& value,
                                                          const CacheArguments& held, const LayerArguments& layer,
-                                                         const ScoreArguments& score, bool at_names) {
+                                                         const KeyChoice& choice, const ScoreRules& rules,
+                                                         bool at_names) {
   const auto cache = cache_tensors(held);
-  check_named_keys(cache, layer, score);
-  check_at_names(at_names, score.key_index);
-  if (!cache || !cache->block_table) return attend_keys_with_weights(query, key, value, cache, layer, score, at_names);
+  check_named_keys(cache, layer, rules.causal, choice);
+  check_at_names(at_names, choice.key_index);
+  if (!cache || !cache->block_table)
+    return attend_keys_with_weights(query, key, value, cache, layer, choice, rules, at_names);
   std::tuple<Tensor, Tensor> result;
   through_copy({query, key, value}, *cache, layer, [&](const CacheTensors& copy) {
-    result = attend_keys_with_weights(query, key, value, copy, layer, score, at_names);
+    result = attend_keys_with_weights(query, key, value, copy, layer, choice, rules, at_names);
   });
   return result;
 }
@@ -183,30 +187,30 @@ std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, co
 // The tokens of a query over keys that are there already, and its arguments.
 std::pair<PlacedTokens, AttentionArguments> place_shared(const Tensor& query, const Tensor& key, const Tensor& value,
                                                          const Tensor& lengths, const LayerArguments& layer,
-                                                         const ScoreArguments& score) {
-  AttentionArguments args = attention_arguments(layer, score);
-  check_named_keys(std::nullopt, layer, score);
+                                                         const KeyChoice& choice, const ScoreRules& rules) {
+  AttentionArguments args = attention_arguments(layer, rules, choice);
+  check_named_keys(std::nullopt, layer, rules.causal, choice);
   const PlacedTokens tokens = place_queries(query, {key, value, lengths}, layer, [&](const Tensor& k, const Tensor& v) {
     check_attention(query, k, v, args);
   });
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
-  return {tokens, with_blocks(args, tokens, score)};
+  return {tokens, with_blocks(args, tokens, choice)};
 }
 
 Tensor attend_shared_composite(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
-                               const LayerArguments& layer, const ScoreArguments& score) {
-  const auto [tokens, args] = place_shared(query, key, value, lengths, layer, score);
-  return attend_placed(tokens, std::nullopt, args, layer.dropout_p);
+                               const LayerArguments& layer, const KeyChoice& choice, const ScoreRules& rules) {
+  const auto [tokens, args] = place_shared(query, key, value, lengths, layer, choice, rules);
+  return attend_placed(tokens, std::nullopt, args, rules.dropout_p);
 }
 
 std::tuple<Tensor, Tensor> attend_shared_with_weights_composite(const Tensor& query, const Tensor& key,
                                                                 const Tensor& value, const Tensor& lengths,
-                                                                const LayerArguments& layer,
-                                                                const ScoreArguments& score) {
-  auto [tokens, args] = place_shared(query, key, value, lengths, layer, score);
+                                                                const LayerArguments& layer, const KeyChoice& choice,
+                                                                const ScoreRules& rules) {
+  auto [tokens, args] = place_shared(query, key, value, lengths, layer, choice, rules);
   trim_to_longest(tokens, layer.mask);
-  return {attend_placed(tokens, std::nullopt, args, layer.dropout_p),
+  return {attend_placed(tokens, std::nullopt, args, rules.dropout_p),
           scores_formula(tokens.query, tokens.key, args, "probs")};
 }
 
@@ -218,37 +222,39 @@ CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
 
 }  // namespace
 
-Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const AttendOptions& options) {
+// A factor of a query commutes with its rotation, so queries are scaled first.
+Tensor attend(const Tensor& unscaled, const Tensor& key, const Tensor& value, const AttendOptions& options) {
+  const Tensor query = scale_queries(unscaled, options.query_scale);
   if (const auto* over = spread()) {
     ATTNPACK_CHECK(!options.key_index, "key_index: got some under context_parallel, which knows none; leave it out");
     return over->attend(query, key, value, options);
   }
   static const DispatchedOp<decltype(attend_composite)> op("attnpack::attend");
-  return op(query, key, value, cache_arguments(options.cache), layer_arguments(options), score_arguments(options));
+  return op(query, key, value, cache_arguments(options.cache), layer_arguments(options), key_choice(options), options);
 }
 
 std::tuple<Tensor, Tensor> attend_with_weights(const Tensor& query, const Tensor& key, const Tensor& value,
                                                const AttendOptions& options, bool at_names) {
   refuse_spread("weights are asked for", "ask one process for them");
   static const DispatchedOp<decltype(attend_with_weights_composite)> op("attnpack::attend_with_weights");
-  return op(query, key, value, cache_arguments(options.cache), layer_arguments(options), score_arguments(options),
-            at_names);
+  return op(scale_queries(query, options.query_scale), key, value, cache_arguments(options.cache),
+            layer_arguments(options), key_choice(options), options, at_names);
 }
 
 Tensor attend_shared(const Tensor& query, const AttendOptions& options) {
   refuse_spread("kv_from is given", "leave it out");
   static const DispatchedOp<decltype(attend_shared_composite)> op("attnpack::attend_shared");
   ATTNPACK_CHECK(options.cache, "cache: got none, attend_shared wants the keys and values that it reads");
-  return op(query, options.cache->key, options.cache->value, options.cache->lengths, layer_arguments(options),
-            score_arguments(options));
+  return op(scale_queries(query, options.query_scale), options.cache->key, options.cache->value, options.cache->lengths,
+            layer_arguments(options), key_choice(options), options);
 }
 
 std::tuple<Tensor, Tensor> attend_shared_with_weights(const Tensor& query, const AttendOptions& options) {
   refuse_spread("kv_from is given", "leave it out");
   static const DispatchedOp<decltype(attend_shared_with_weights_composite)> op("attnpack::attend_shared_with_weights");
   ATTNPACK_CHECK(options.cache, "cache: got none, attend_shared wants the keys and values that it reads");
-  return op(query, options.cache->key, options.cache->value, options.cache->lengths, layer_arguments(options),
-            score_arguments(options));
+  return op(scale_queries(query, options.query_scale), options.cache->key, options.cache->value, options.cache->lengths,
+            layer_arguments(options), key_choice(options), options);
 }
 
 std::tuple<Tensor, Tensor> rotate(const Tensor& query, const Tensor& key, const LayerInputs& inputs) {
@@ -259,10 +265,11 @@ std::tuple<Tensor, Tensor> rotate(const Tensor& query, const Tensor& key, const 
 
 #define ATTNPACK_ATTEND_SCHEMA                                                                 \
   "(Tensor query, Tensor key, Tensor value, " ATTNPACK_CACHE_SCHEMA ", " ATTNPACK_LAYER_SCHEMA \
-  ", " ATTNPACK_SCORE_SCHEMA
+  ", " ATTNPACK_KEY_CHOICE_SCHEMA ATTNPACK_RULES_SCHEMA
 
-#define ATTNPACK_ATTEND_SHARED_SCHEMA \
-  "(Tensor query, Tensor key, Tensor value, Tensor lengths, " ATTNPACK_LAYER_SCHEMA ", " ATTNPACK_SCORE_SCHEMA ")"
+#define ATTNPACK_ATTEND_SHARED_SCHEMA                                               \
+  "(Tensor query, Tensor key, Tensor value, Tensor lengths, " ATTNPACK_LAYER_SCHEMA \
+  ", " ATTNPACK_KEY_CHOICE_SCHEMA ATTNPACK_RULES_SCHEMA ")"
 
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("attend" ATTNPACK_ATTEND_SCHEMA ") -> Tensor", attnpack::from_schema<attnpack::attend_composite>);

@@ -4,7 +4,6 @@
 
 #include <optional>
 #include <tuple>
-#include <vector>
 
 #include <attnpack/layers/layer_inputs.h>
 #include <attnpack/layers/select_keys.h>
@@ -13,11 +12,6 @@
 namespace attnpack {
 
 struct AttendOptions : LayerInputs {
-  Window window{-1, -1};
-  double softcap = 0.0;
-  std::optional<at::Tensor> sinks;         // [Hq]
-  std::optional<at::Tensor> alibi_slopes;  // [Hq]
-  std::optional<std::vector<int64_t>> head_map;
   // The keys, or blocks of key_block keys, that each query may attend, by their positions (with a cache: of the cache).
   std::optional<at::Tensor> key_index;  // [B, 1 or Hkv, L, n]
   int64_t key_block = 1;

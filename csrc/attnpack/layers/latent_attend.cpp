@@ -13,6 +13,7 @@
 #include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/detail/unknown_sizes.h>
 #include <attnpack/ops/linear.h>
+#include <attnpack/ops/query_scale.h>
 
 namespace attnpack {
 namespace {
@@ -93,7 +94,6 @@ struct PlacedLatents : PlacedTokens {
 PlacedTokens place_rows(const NewTokens& tokens, const CacheTensors& cache, const SymInt& latent_dim,
                         const LayerArguments& layer,
                         c10::function_ref<void(const Tensor&, const Tensor&, const std::optional<Tensor>&)> check) {
-  check_dropout(layer.dropout_p);
   ATTNPACK_CHECK(!layer.cross, "cache is given together with a context: a cache holds the keys of self-attention");
   auto rope = rope_settings(layer.rope);
   if (*tokens.rotated_dims == 0) rope.reset();
@@ -128,10 +128,10 @@ PlacedTokens place_rows(const NewTokens& tokens, const CacheTensors& cache, cons
 }
 
 PlacedLatents place_latents(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
-                            const LatentCacheArguments& cache, const LayerArguments& layer,
+                            const LatentCacheArguments& cache, const LayerArguments& layer, const ScoreRules& rules,
                             const std::optional<Tensor>& key_index = std::nullopt) {
-  AttentionArguments args = attention_arguments(layer);
-  args.key_index = key_index;
+  ATTNPACK_CHECK(!rules.head_map, "head_map is given, latent attention wants none: all heads read the same latents");
+  AttentionArguments args = attention_arguments(layer, rules, {key_index});
   const auto check = [&](const Tensor& keys, const Tensor&, const std::optional<Tensor>& kv_lens) {
     args.kv_lens = kv_lens;
     const Tensor like = as_wide(keys, query.sym_size(3));
@@ -178,9 +178,8 @@ Heads make_heads(const PlacedLatents& tokens, const std::optional<Tensor>& kv_b,
 
 // The default scale is that of the query's dims before folding makes the query wider. Without dims the scores are 0.
 AttentionArguments operator_arguments(const Tensor& query, const PlacedLatents& tokens, const LayerArguments& layer,
-                                      const std::optional<Tensor>& key_index) {
-  AttentionArguments args = attention_arguments(layer);
-  args.key_index = key_index;
+                                      const ScoreRules& rules, const std::optional<Tensor>& key_index) {
+  AttentionArguments args = attention_arguments(layer, rules, {key_index});
   args.q_offsets = tokens.q_offsets;
   args.kv_lens = tokens.kv_lens;
   if (args.scale) return args;
@@ -201,26 +200,24 @@ Tensor attend_heads(const Heads& heads, AttentionArguments args, double dropout_
 Tensor latent_attend_composite(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
                                const std::optional<Tensor>& kv_b, SymInt v_dim, c10::string_view path,
                                const LatentCacheArguments& cache, const LayerArguments& layer,
-                               const std::optional<Tensor>& key_index) {
+                               const std::optional<Tensor>& key_index, const ScoreRules& rules) {
   check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
-  const PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer, key_index);
+  const PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer, rules, key_index);
   const Heads heads = make_heads(tokens, kv_b, v_dim, path);
-  return attend_heads(heads, operator_arguments(query, tokens, layer, key_index), layer.dropout_p, kv_b, v_dim);
+  return attend_heads(heads, operator_arguments(query, tokens, layer, rules, key_index), rules.dropout_p, kv_b, v_dim);
 }
 
-std::tuple<Tensor, Tensor> latent_attend_with_weights_composite(const Tensor& query, const Tensor& latent,
-                                                                const Tensor& k_rope, const std::optional<Tensor>& kv_b,
-                                                                SymInt v_dim, c10::string_view path,
-                                                                const LatentCacheArguments& cache,
-                                                                const LayerArguments& layer,
-                                                                const std::optional<Tensor>& key_index, bool at_names) {
+std::tuple<Tensor, Tensor> latent_attend_with_weights_composite(
+    const Tensor& query, const Tensor& latent, const Tensor& k_rope, const std::optional<Tensor>& kv_b, SymInt v_dim,
+    c10::string_view path, const LatentCacheArguments& cache, const LayerArguments& layer,
+    const std::optional<Tensor>& key_index, const ScoreRules& rules, bool at_names) {
   check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
   check_at_names(at_names, key_index);
-  PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer, key_index);
+  PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer, rules, key_index);
   trim_to_longest(tokens, layer.mask);
   const Heads heads = make_heads(tokens, kv_b, v_dim, path);
-  const AttentionArguments args = operator_arguments(query, tokens, layer, key_index);
-  return {attend_heads(heads, args, layer.dropout_p, kv_b, v_dim),
+  const AttentionArguments args = operator_arguments(query, tokens, layer, rules, key_index);
+  return {attend_heads(heads, args, rules.dropout_p, kv_b, v_dim),
           probabilities(heads.query, heads.key, args, at_names)};
 }
 
@@ -229,8 +226,9 @@ std::tuple<Tensor, Tensor> latent_attend_with_weights_composite(const Tensor& qu
 std::tuple<Tensor, Tensor, Tensor, Tensor> latent_append_composite(const Tensor& query, const Tensor& latent,
                                                                    const Tensor& k_rope,
                                                                    const LatentCacheArguments& cache,
-                                                                   const LayerArguments& layer) {
-  const PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer);
+                                                                   const LayerArguments& layer,
+                                                                   const ScoreRules& rules) {
+  const PlacedLatents tokens = place_latents(query, latent, k_rope, cache, layer, rules);
   const auto options = at::TensorOptions(at::kLong).device(query.device());
   const SymInt batch = query.sym_size(0);
   const Tensor past = tokens.q_offsets ? *tokens.q_offsets : at::zeros_symint({batch}, options);
@@ -263,8 +261,10 @@ LatentCacheArguments latent_cache_arguments(const std::optional<CacheTensors>& c
 
 }  // namespace
 
-Tensor latent_attend(const Tensor& query, const Tensor& latent, const Tensor& k_rope, const std::optional<Tensor>& kv_b,
-                     int64_t v_dim, const std::string& path, const LatentAttendOptions& options) {
+Tensor latent_attend(const Tensor& unscaled, const Tensor& latent, const Tensor& k_rope,
+                     const std::optional<Tensor>& kv_b, int64_t v_dim, const std::string& path,
+                     const LatentAttendOptions& options) {
+  const Tensor query = scale_queries(unscaled, options.query_scale);
   if (const auto* over = spread()) {
     check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
     ATTNPACK_CHECK(!options.key_index, "key_index: got some under context_parallel, which knows none; leave it out");
@@ -272,7 +272,7 @@ Tensor latent_attend(const Tensor& query, const Tensor& latent, const Tensor& k_
   }
   static const DispatchedOp<decltype(latent_attend_composite)> op("attnpack::latent_attend");
   return op(query, latent, k_rope, kv_b, v_dim, path, latent_cache_arguments(options.cache), layer_arguments(options),
-            options.key_index);
+            options.key_index, options);
 }
 
 std::tuple<Tensor, Tensor> latent_attend_with_weights(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
@@ -281,8 +281,8 @@ std::tuple<Tensor, Tensor> latent_attend_with_weights(const Tensor& query, const
                                                       bool at_names) {
   refuse_spread("weights are asked for", "ask one process for them");
   static const DispatchedOp<decltype(latent_attend_with_weights_composite)> op("attnpack::latent_attend_with_weights");
-  return op(query, latent, k_rope, kv_b, v_dim, path, latent_cache_arguments(options.cache), layer_arguments(options),
-            options.key_index, at_names);
+  return op(scale_queries(query, options.query_scale), latent, k_rope, kv_b, v_dim, path,
+            latent_cache_arguments(options.cache), layer_arguments(options), options.key_index, options, at_names);
 }
 
 std::tuple<Tensor, Tensor, Tensor> latent_project(const Tensor& query, const Tensor& latent, const Tensor& k_rope,
@@ -316,13 +316,14 @@ std::tuple<Tensor, Tensor, Tensor> latent_heads(const Tensor& query, const Tenso
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def(
       "latent_attend(Tensor query, Tensor latent, Tensor k_rope, Tensor? kv_b, SymInt v_dim, str "
-      "path, " ATTNPACK_LATENT_SCHEMA ", Tensor? key_index=None) -> Tensor",
+      "path, " ATTNPACK_LATENT_SCHEMA ", Tensor? key_index=None" ATTNPACK_RULES_SCHEMA ") -> Tensor",
       attnpack::from_schema<attnpack::latent_attend_composite>);
   m.def(
       "latent_attend_with_weights(Tensor query, Tensor latent, Tensor k_rope, Tensor? kv_b, SymInt v_dim, str "
-      "path, " ATTNPACK_LATENT_SCHEMA ", Tensor? key_index=None, bool at_names=False) -> (Tensor, Tensor)",
+      "path, " ATTNPACK_LATENT_SCHEMA ", Tensor? key_index=None" ATTNPACK_RULES_SCHEMA
+      ", bool at_names=False) -> (Tensor, Tensor)",
       attnpack::from_schema<attnpack::latent_attend_with_weights_composite>);
-  m.def("latent_append(Tensor query, Tensor latent, Tensor k_rope, " ATTNPACK_LATENT_SCHEMA
+  m.def("latent_append(Tensor query, Tensor latent, Tensor k_rope, " ATTNPACK_LATENT_SCHEMA ATTNPACK_RULES_SCHEMA
         ") -> (Tensor, Tensor, Tensor, Tensor)",
         attnpack::from_schema<attnpack::latent_append_composite>);
   m.def(

@@ -10,7 +10,7 @@
 
 namespace attnpack {
 
-// A type of its own, so that a window, softcap, sinks, ALiBi or head map cannot be given: latent attention has none.
+// All rules but a head map: all heads read the same latents.
 struct LatentAttendOptions : LayerInputs {
   // The keys that each query may attend, by their positions (with a cache: of the cache), as in the operator.
   std::optional<at::Tensor> key_index = std::nullopt;  // [B, 1, L, n]

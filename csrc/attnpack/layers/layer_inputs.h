@@ -3,14 +3,16 @@
 #include <ATen/core/Tensor.h>
 
 #include <attnpack/ops/kv_cache.h>
+#include <attnpack/ops/score_rules.h>
 #include <attnpack/rope/scaling.h>
 
 #include <optional>
 
 namespace attnpack {
 
-// The inputs of a layer's function other than its projected tensors.
-struct LayerInputs {
+// The inputs of a layer's function other than its projected tensors. The default of scale is 1 / sqrt of the query's
+// last dim.
+struct LayerInputs : ScoreRules {
   std::optional<RopeSettings> rope;
   // Positions of the new tokens for RoPE only, int64 [L] or [B, L]; default: after the cache, else 0..L-1.
   std::optional<at::Tensor> positions;
@@ -18,12 +20,8 @@ struct LayerInputs {
   bool cross = false;
   std::optional<CacheTensors> cache;
   std::optional<at::Tensor> mask;
-  bool causal = false;
   // Valid new tokens (cross: valid context keys) of each sequence, [B].
   std::optional<at::Tensor> kv_lens;
-  double dropout_p = 0.0;
-  // Default 1 / sqrt of the query's last dim.
-  std::optional<double> scale;
 };
 
 }  // namespace attnpack

@@ -179,22 +179,22 @@ Tensor select_keys_composite(const Tensor& query, const Tensor& key, const Tenso
 Tensor narrowed_to_none(const Tensor& x) { return x.narrow(3, 0, 0); }
 
 Tensor index_keys_composite(const Tensor& query, const Tensor& key, const Tensor& weights, SymInt top_k,
-                            SymInt local_keys, const LatentCacheArguments& cache, const LayerArguments& layer) {
-  check_indexer(query, key, weights, {layer.causal, std::nullopt, layer.kv_lens, layer.mask});
+                            SymInt local_keys, const LatentCacheArguments& cache, const LayerArguments& layer,
+                            bool causal) {
+  check_indexer(query, key, weights, {causal, std::nullopt, layer.kv_lens, layer.mask});
   check_count(top_k, local_keys);
   ATTNPACK_CHECK(key.sym_size(2) == query.sym_size(2), "key has length ", key.sym_size(2), ", query ",
                  query.sym_size(2), ": the indexer reads its own tokens");
   ATTNPACK_CHECK(!cache.latents || cache.lengths, "cache has no lengths: pass both of its tensors");
   LayerArguments plain = layer;
   plain.mask = std::nullopt;
-  plain.dropout_p = 0;
   const auto held =
       cache.latents ? std::make_optional(CacheTensors{*cache.latents, cache.latents->narrow(-1, 0, 0), *cache.lengths})
                     : std::nullopt;
   const PlacedTokens tokens = place_tokens({query.detach(), key.detach(), narrowed_to_none(key.detach())}, held, plain,
                                            [](const Tensor&, const Tensor&, const std::optional<Tensor>&) {});
   return select_keys_composite(tokens.query, tokens.key, weights, top_k,
-                               {layer.causal, tokens.q_offsets, tokens.kv_lens, layer.mask}, local_keys);
+                               {causal, tokens.q_offsets, tokens.kv_lens, layer.mask}, local_keys);
 }
 
 // [B, 1, L, keys], true where a key is named
@@ -254,8 +254,8 @@ Tensor loss_scores(const Tensor& query, const Tensor& key, const Tensor& weights
 
 Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tensor& weights,
                               const Tensor& probabilities, const std::optional<Tensor>& key_index,
-                              const LayerArguments& layer, bool at_names) {
-  const PlaceArguments place{layer.causal, std::nullopt, layer.kv_lens, layer.mask};
+                              const LayerArguments& layer, bool causal, bool at_names) {
+  const PlaceArguments place{causal, std::nullopt, layer.kv_lens, layer.mask};
   check_indexer(query, key, weights, place);
   check_loss(query, key, probabilities, key_index, at_names);
   if (layer.positions) check_dense("positions", *layer.positions);
@@ -374,13 +374,14 @@ Tensor index_keys(const IndexerTokens& tokens, int64_t top_k, int64_t local_keys
   static const DispatchedOp<decltype(index_keys_composite)> op("attnpack::index_keys");
   LatentCacheArguments cache;
   if (inputs.cache) cache = {inputs.cache->key, inputs.cache->lengths};
-  return op(tokens.query, tokens.key, tokens.weights, top_k, local_keys, cache, layer_arguments(inputs));
+  return op(tokens.query, tokens.key, tokens.weights, top_k, local_keys, cache, layer_arguments(inputs), inputs.causal);
 }
 
 Tensor indexer_loss(const IndexerTokens& tokens, const Tensor& probabilities, const std::optional<Tensor>& key_index,
                     const LayerInputs& inputs, bool at_names) {
   static const DispatchedOp<decltype(indexer_loss_composite)> op("attnpack::indexer_loss");
-  return op(tokens.query, tokens.key, tokens.weights, probabilities, key_index, layer_arguments(inputs), at_names);
+  return op(tokens.query, tokens.key, tokens.weights, probabilities, key_index, layer_arguments(inputs), inputs.causal,
+            at_names);
 }
 
 void check_blocks(const BlockOptions& o, bool causal) {
@@ -402,11 +403,11 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
         from_schema<select_keys_composite>);
   m.def(
       "index_keys(Tensor query, Tensor key, Tensor weights, SymInt top_k, SymInt "
-      "local_keys, " ATTNPACK_LATENT_CACHE_SCHEMA ", " ATTNPACK_LAYER_SCHEMA ") -> Tensor",
+      "local_keys, " ATTNPACK_LATENT_CACHE_SCHEMA ", " ATTNPACK_LAYER_SCHEMA ", bool causal=False) -> Tensor",
       from_schema<index_keys_composite>);
   m.def(
       "indexer_loss(Tensor query, Tensor key, Tensor weights, Tensor probabilities, Tensor? "
-      "key_index, " ATTNPACK_LAYER_SCHEMA ", bool at_names=False) -> Tensor",
+      "key_index, " ATTNPACK_LAYER_SCHEMA ", bool causal=False, bool at_names=False) -> Tensor",
       from_schema<indexer_loss_composite>);
   m.def(
       "select_blocks(Tensor query, Tensor key, SymInt block, SymInt top_blocks, SymInt local_blocks, str "

@@ -7,6 +7,7 @@
 #include <attnpack/cache/dynamic_cache.h>
 #include <attnpack/layers/attend.h>
 #include <attnpack/layers/gate_heads.h>
+#include <attnpack/layers/query_factors.h>
 #include <attnpack/modules/leaf.h>
 #include <attnpack/modules/part.h>
 

@@ -38,6 +38,7 @@ void GroupedAttentionImpl<Derived, sharing>::reset() {
   check_heads(o.num_heads(), o.num_kv_heads(), o.head_map());
   check_size("q_lora_rank", o.q_lora_rank().value_or(1));
   check_gate_options(o.gate(), o.gate_activation());
+  check_query_scale_options(o.query_scale());
   ATTNPACK_CHECK(
       !o.keys_as_values() || o.vdim().value_or(o.kdim().value_or(o.embed_dim())) == o.kdim().value_or(o.embed_dim()),
       "vdim: got ", o.vdim().value_or(0), ", want that of the keys, because with keys_as_values they are the ",

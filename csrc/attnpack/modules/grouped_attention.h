@@ -67,6 +67,8 @@ struct GroupedOptions {
   TORCH_ARG(RotaryEmbedding, rope) = nullptr;
   // Default 1 / sqrt(head_dim).
   TORCH_ARG(std::optional<double>, scale);
+  // The scores of a query grow with its position (layers/query_factors.h).
+  TORCH_ARG(std::optional<QueryScale>, query_scale);
   TORCH_ARG(Factory, factory);
 
  public:
@@ -94,6 +96,7 @@ struct GroupedOptions {
     visit("gate_activation", self.gate_activation_);
     visit("rope", self.rope_);
     visit("scale", self.scale_);
+    visit("query_scale", self.query_scale_);
     visit("factory", self.factory_);
   }
 };

@@ -36,6 +36,7 @@ void LatentAttentionImpl<Derived, Options>::reset() {
   ATTNPACK_CHECK(o.path() == "auto" || o.path() == "expanded" || o.path() == "absorbed", "path: got '", o.path(),
                  "', want 'auto', 'expanded' or 'absorbed'");
   check_gate_options(o.gate(), o.gate_activation());
+  if constexpr (requires { o.query_scale(); }) check_query_scale_options(o.query_scale());
   ATTNPACK_CHECK(
       !o.folded() || o.gate() != "element",
       "gate: got 'element' for a folded layer, which never makes the numbers that it gates; take 'head', or a "
@@ -153,14 +154,16 @@ std::tuple<at::Tensor, at::Tensor> LatentAttentionImpl<Derived, Options>::attend
 template <typename Derived, typename Options>
 at::Tensor LatentAttentionImpl<Derived, Options>::forward(const at::Tensor& x, const AttentionInputs& inputs) {
   check_call(x, inputs);
-  return attend_over(x, heads(x, inputs, query_latent(x)), inputs.cache(), settings(inputs));
+  return attend_over(x, heads(x, inputs, query_latent(x)), inputs.cache(),
+                     with_query_scale(options, x, inputs, settings(inputs)));
 }
 
 template <typename Derived, typename Options>
 std::tuple<at::Tensor, at::Tensor> LatentAttentionImpl<Derived, Options>::forward_with_weights(
     const at::Tensor& x, const AttentionInputs& inputs) {
   check_call(x, inputs);
-  return attend_over_with_weights(x, heads(x, inputs, query_latent(x)), inputs.cache(), settings(inputs));
+  return attend_over_with_weights(x, heads(x, inputs, query_latent(x)), inputs.cache(),
+                                  with_query_scale(options, x, inputs, settings(inputs)));
 }
 
 template <typename Derived, typename Options>

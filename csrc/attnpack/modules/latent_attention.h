@@ -40,6 +40,8 @@ struct MultiHeadLatentAttentionOptions {
   TORCH_ARG(bool, causal) = false;
   // Default 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim). Either is multiplied by the rope's softmax factor.
   TORCH_ARG(std::optional<double>, scale);
+  // The scores of a query grow with its position (layers/query_factors.h).
+  TORCH_ARG(std::optional<QueryScale>, query_scale);
   // "auto", "expanded" or "absorbed": see layers/latent_attend.h.
   TORCH_ARG(std::string, path) = "auto";
   // The form that fold() gives: W_UK lies in the query projection and W_UV in o_proj, and there is no kv_b_proj.
@@ -65,6 +67,7 @@ struct MultiHeadLatentAttentionOptions {
     visit("dropout", self.dropout_);
     visit("causal", self.causal_);
     visit("scale", self.scale_);
+    visit("query_scale", self.query_scale_);
     visit("path", self.path_);
     visit("folded", self.folded_);
     visit("gate", self.gate_);

@@ -5,6 +5,7 @@
 #include <attnpack/ops/attention.h>
 #include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/schema.h>
+#include <attnpack/ops/query_scale.h>
 
 namespace attnpack {
 
@@ -42,20 +43,12 @@ AttentionArguments make_arguments(const Tensor& query, const Tensor& key, const 
   check_dense("key", key);
   if (o.mask()) check_dense("mask", *o.mask());
   if (o.key_index()) check_dense("key_index", *o.key_index());
-  AttentionArguments r{.mask = o.mask(),
-                       .causal = o.causal(),
-                       .window_left = o.window()[0],
-                       .window_right = o.window()[1],
-                       .kv_lens = o.kv_lens(),
-                       .softcap = o.softcap(),
-                       .sinks = o.sinks(),
-                       .alibi_slopes = o.alibi_slopes(),
-                       .dropout_p = o.dropout_p(),
-                       .dropout_seed = dropout_seed(o.dropout_p(), query.device()),
-                       .scale = o.scale(),
-                       .key_index = o.key_index(),
-                       .key_block = o.key_block()};
-  if (o.head_map()) r.head_map = *o.head_map();
+  AttentionArguments r{o.rules()};
+  r.mask = o.mask();
+  r.kv_lens = o.kv_lens();
+  r.dropout_seed = dropout_seed(o.dropout_p(), query.device());
+  r.key_index = o.key_index();
+  r.key_block = o.key_block();
   if (const auto* number = std::get_if<int64_t>(&o.q_offset())) {
     r.q_offset = *number;
   } else if (const auto* tensor = std::get_if<Tensor>(&o.q_offset())) {
@@ -75,7 +68,7 @@ AttentionResult attention_with_lse(const Tensor& query, const Tensor& key, const
                                    const AttentionOptions& options) {
   const auto args = make_arguments(query, key, options);
   check_dense("value", value);
-  return attention_op(query, key, value, args);
+  return attention_op(scale_queries(query, options.query_scale()), key, value, args);
 }
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const AttentionOptions& options) {
@@ -85,7 +78,7 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
 Tensor attention_scores(const Tensor& query, const Tensor& key, const AttentionOptions& options,
                         const std::string& stage) {
   static const DispatchedOp<decltype(scores_formula)> op("attnpack::attention_scores");
-  return op(query, key, make_arguments(query, key, options), stage);
+  return op(scale_queries(query, options.query_scale()), key, make_arguments(query, key, options), stage);
 }
 
 }  // namespace attnpack

@@ -3,44 +3,28 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/api/include/torch/arg.h>
 
-#include <array>
+#include <attnpack/ops/score_rules.h>
+
 #include <optional>
 #include <string>
 #include <tuple>
 #include <variant>
-#include <vector>
 
 namespace attnpack {
 
 // A q_offset for which the last query row stands at the last valid key (bottom-right causality).
 struct End {};
 using QOffset = std::variant<int64_t, at::Tensor, End>;
-using Window = std::array<int64_t, 2>;  // {left, right}, inclusive, -1 = unbounded
 
-// The options of the operator. B: batch. Hq, Hkv: query heads and kv heads.
-struct AttentionOptions {
+// The options of the operator, with the rules of score_rules.h. B: batch. Hq, Hkv: query heads and kv heads.
+struct AttentionOptions : WithScoreRules<AttentionOptions> {
   // bool (true = may attend) or additive float, broadcastable to [B, Hq, Lq, Lkv], right-aligned.
   TORCH_ARG(std::optional<at::Tensor>, mask);
-  // Keep keys j <= i + q_offset.
-  TORCH_ARG(bool, causal) = false;
-  // Position of query row 0: an int, an integer tensor [B], or End{} (valid keys - Lq).
+  // Position of query row 0, from which causality, window and ALiBi count: an int, an integer tensor [B], or End{}
+  // (valid keys - Lq).
   TORCH_ARG(QOffset, q_offset) = int64_t { 0 };
-  // Keep keys pos - left <= j <= pos + right.
-  TORCH_ARG(Window, window) = { -1, -1 };
   // Valid keys of each sequence, integer tensor [B].
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);
-  // c > 0: scores become c * tanh(score / c).
-  TORCH_ARG(double, softcap) = 0.0;
-  // One logit per query head that joins the softmax denominator only, [Hq].
-  TORCH_ARG(std::optional<at::Tensor>, sinks);
-  // Adds -slope * |pos - j|, [Hq].
-  TORCH_ARG(std::optional<at::Tensor>, alibi_slopes);
-  // kv head read by each query head, Hq ints; default h / (Hq / Hkv).
-  TORCH_ARG(std::optional<std::vector<int64_t>>, head_map);
-  // Dropout on the probabilities.
-  TORCH_ARG(double, dropout_p) = 0.0;
-  // Default 1 / sqrt(D).
-  TORCH_ARG(std::optional<double>, scale);
   // The keys that each row may attend, int32 or int64 [B, 1 or Hkv, Lq, n]: numbers of keys, or of blocks of key_block
   // keys, in any order. -1 names none, and a number named twice counts once. All other rules still apply. Keys that a
   // row does not name are not read for it: work and memory grow with n * key_block. Each row has the bits of a call

@@ -5,6 +5,7 @@
 #include <attnpack/ops/attention_varlen.h>
 #include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/detail/varlen_arguments.h>
+#include <attnpack/ops/query_scale.h>
 
 namespace attnpack {
 
@@ -31,24 +32,16 @@ AttentionResult attention_varlen_with_lse(const Tensor& query, const Tensor& key
   if (o.cu_seqlens_k()) check_dense("cu_seqlens_k", *o.cu_seqlens_k());
   if (o.block_table()) check_dense("block_table", *o.block_table());
   if (o.kv_lens()) check_dense("kv_lens", *o.kv_lens());
-  VarlenArguments args{.cu_seqlens_k = o.cu_seqlens_k(),
-                       .max_seqlen_q = o.max_seqlen_q(),
-                       .max_seqlen_k = o.max_seqlen_k(),
-                       .block_table = o.block_table(),
-                       .kv_lens = o.kv_lens(),
-                       .causal = o.causal(),
-                       .window_left = o.window()[0],
-                       .window_right = o.window()[1],
-                       .softcap = o.softcap(),
-                       .sinks = o.sinks(),
-                       .alibi_slopes = o.alibi_slopes(),
-                       .dropout_p = o.dropout_p(),
-                       .dropout_seed = dropout_seed(o.dropout_p(), query.device()),
-                       .scale = o.scale()};
-  if (o.head_map()) args.head_map = *o.head_map();
+  VarlenArguments args{o.rules()};
+  args.cu_seqlens_k = o.cu_seqlens_k();
+  args.max_seqlen_q = o.max_seqlen_q();
+  args.max_seqlen_k = o.max_seqlen_k();
+  args.block_table = o.block_table();
+  args.kv_lens = o.kv_lens();
+  args.dropout_seed = dropout_seed(o.dropout_p(), query.device());
   if (const auto* number = std::get_if<int64_t>(&o.q_offset())) args.q_offset = *number;
   if (const auto* tensor = std::get_if<Tensor>(&o.q_offset())) args.q_offsets = *tensor;
-  return attention_varlen_op(query, key, value, cu_seqlens_q, args);
+  return attention_varlen_op(scale_queries(query, o.query_scale()), key, value, cu_seqlens_q, args);
 }
 
 Tensor attention_varlen(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,
@@ -64,5 +57,5 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def(
       "attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor "
       "out, Tensor lse, Tensor cu_seqlens_q, " ATTNPACK_VARLEN_SCHEMA
-      ", bool sinks_gradient) -> (Tensor, Tensor, Tensor, Tensor)");
+      ", bool sinks_gradient=False) -> (Tensor, Tensor, Tensor, Tensor)");
 }

@@ -4,8 +4,8 @@
 
 namespace attnpack {
 
-// The options of attention_varlen. B: number of sequences. Hq: query heads.
-struct VarlenOptions {
+// The options of attention_varlen, with the rules of score_rules.h. B: number of sequences.
+struct VarlenOptions : WithScoreRules<VarlenOptions> {
   // Where the keys of each sequence begin and the last one ends, int32 or int64 [B + 1]; default cu_seqlens_q.
   TORCH_ARG(std::optional<at::Tensor>, cu_seqlens_k);
   // Hints: the longest query and key sequence. Nothing is read by them.
@@ -17,18 +17,8 @@ struct VarlenOptions {
   // of block_table after those that kv_lens needs. Pools have no gradients.
   TORCH_ARG(std::optional<at::Tensor>, block_table);
   TORCH_ARG(std::optional<at::Tensor>, kv_lens);
-  // Keep keys j <= i + q_offset.
-  TORCH_ARG(bool, causal) = false;
   // Position of each sequence's query row 0: End{} (its keys - its queries), an int, or an integer tensor [B].
   TORCH_ARG(QOffset, q_offset) = End {};
-  // As in AttentionOptions.
-  TORCH_ARG(Window, window) = { -1, -1 };
-  TORCH_ARG(double, softcap) = 0.0;
-  TORCH_ARG(std::optional<at::Tensor>, sinks);
-  TORCH_ARG(std::optional<at::Tensor>, alibi_slopes);
-  TORCH_ARG(std::optional<std::vector<int64_t>>, head_map);
-  TORCH_ARG(double, dropout_p) = 0.0;
-  TORCH_ARG(std::optional<double>, scale);
 };
 
 // Attention of packed sequences without padding. Sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1],

@@ -11,6 +11,7 @@ import threading
 import torch
 from torch import Tensor
 
+from ..ops import flat_rules
 from ..varlen import attend_packed
 
 _lock = threading.Lock()
@@ -151,9 +152,8 @@ def _varlen_attn_backward(grad_out, query, key, value, out, lse, cu_seq_q, cu_se
     if query.dtype == torch.float64:  # torch's lse is fp32
         lse = attend_packed(query, key, value, cu_seq_q, cu_seq_k, scale=scale, return_lse=True, **window)[1]
     grads = torch.ops.attnpack.attention_varlen_backward(
-        grad_out, None, query, key, value, out, lse, cu_seq_q, cu_seq_k, None, None, None, None, window["causal"],
-        None, None, *window["window"], 0.0, None, None, None, 0.0, None, scale, False,
-    )  # fmt: skip
+        grad_out, None, query, key, value, out, lse, cu_seq_q, cu_seq_k, **flat_rules(query, window)[1], scale=scale
+    )
     return tuple(_in_layout_of(x, grad) for x, grad in zip((query, key, value), grads[:3], strict=True))
 
 

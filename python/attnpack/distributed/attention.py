@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -29,9 +29,7 @@ def _ring(*arguments: Any) -> tuple[Tensor, Tensor]:
 class SplitRules(signatures.Rules, total=False):
     """Keywords of `attention`."""
 
-    group: Group
-    method: str
-    layout: str
+    kv_lens: Tensor | None
 
 
 METHODS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -43,13 +41,17 @@ METHODS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 @overload
 def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False,
+              group: Group = None, method: str = "allgather", layout: str = "contiguous",
               **rules: Unpack[SplitRules]) -> Tensor: ...  # fmt: skip
 @overload
 def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True],
+              group: Group = None, method: str = "allgather", layout: str = "contiguous",
               **rules: Unpack[SplitRules]) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool,
+              group: Group = None, method: str = "allgather", layout: str = "contiguous",
               **rules: Unpack[SplitRules]) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@signatures.spelled_out(SplitRules)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -58,16 +60,8 @@ def attention(
     group: Group = None,
     method: str = "allgather",
     layout: str = "contiguous",
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    head_map: Sequence[int] | None = None,
-    scale: float | None = None,
-    kv_lens: Tensor | None = None,
     return_lse: bool = False,
-    **refused: Any,
+    **rules: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attnpack.attention` over a sequence of which each rank holds a part; differentiable.
 
@@ -93,7 +87,9 @@ def attention(
             where one rank alone gives such an argument, the others wait for it until the group's timeout.
         RuntimeError: another process died, or did not come within the group's timeout.
     """
-    refuse(refused)
+    query_scale = rules.pop("query_scale", None)
+    of_parts = {name: rules.pop(name) for name in Rules.__dataclass_fields__ if name in rules}
+    refuse(rules)
     check_method(method)
     check_layout(layout)
     _check_kinds(query=query, key=key, value=value)
@@ -101,11 +97,11 @@ def attention(
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    head_map = None if head_map is None else tuple(head_map)
-    window = tuple(window) if isinstance(window, list) else window
-    rules = Rules(causal, window, softcap, sinks, alibi_slopes, head_map, scale, kv_lens)
-    agree_on(query, key, value, rules, group, method, layout)
-    out, lse = METHODS[method](query, key, value, rules, group, layout)
+    if query_scale is not None:
+        query = torch.ops.attnpack.scale_queries(query, query_scale)
+    placed = Rules(**of_parts)
+    agree_on(query, key, value, placed, group, method, layout)
+    out, lse = METHODS[method](query, key, value, placed, group, layout)
     return (out, lse) if return_lse else out
 
 
@@ -151,11 +147,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, rules: Rules, group: dist.
                 "sequence: give the valid keys of all ranks together"
             )
     local = None if lens is None else lens.clamp(0, key.size(2))
-    ops.attention(
-        query.detach()[:, :, :0] if query.dim() == 4 else query, key.detach(), value.detach(), causal=rules.causal,
-        window=rules.window, kv_lens=local, softcap=rules.softcap, sinks=rules.sinks,
-        alibi_slopes=rules.alibi_slopes, head_map=rules.head_map, scale=rules.scale,
-    )  # fmt: skip
+    rows = query.detach()[:, :, :0] if query.dim() == 4 else query
+    ops.attention(rows, key.detach(), value.detach(), **(vars(rules) | {"kv_lens": local}))
 
 
 def agree_on(
@@ -171,8 +164,7 @@ def agree_on(
     held = None if lens is None or lens.device.type != "cpu" else hash_of(str(lens.tolist()).encode())
     agree(
         "attention", group, query.device, error=failed, query=query, key=key, value=value, method=method, layout=layout,
-        causal=rules.causal, window=rules.window, softcap=rules.softcap, scale=rules.scale, sinks=rules.sinks,
-        alibi_slopes=rules.alibi_slopes, head_map=rules.head_map, kv_lens=lens, lens=held,
+        **vars(rules), lens=held,
     )  # fmt: skip
     if failed is not None:
         raise failed

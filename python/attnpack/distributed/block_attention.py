@@ -28,6 +28,12 @@ class Rules:
     scale: float | None = None
     kv_lens: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        """Lists, which callers may change, become tuples."""
+        for name in ("window", "head_map"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+
     def of_heads(self, heads: Sequence[int], head_map: tuple[int, ...] | None) -> Rules:
         """These rules for some query heads, with the map of their kv heads."""
         index = slice(heads[0], heads[-1] + 1) if heads else slice(0)
@@ -46,21 +52,8 @@ class Rules:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: range, keys: range) -> tuple[Tensor, Tensor]:
         """(out [B, Hq, rows, Dv], lse [B, Hq, rows]) of query rows over keys at their positions."""
-        return ops.attention(
-            query,
-            key,
-            value,
-            causal=self.causal,
-            q_offset=rows.start - keys.start,
-            window=self.window,
-            kv_lens=self._lens(keys),
-            softcap=self.softcap,
-            sinks=self.sinks,
-            alibi_slopes=self.alibi_slopes,
-            head_map=self.head_map,
-            scale=self.scale,
-            return_lse=True,
-        )
+        place = {"q_offset": rows.start - keys.start, "kv_lens": self._lens(keys)}
+        return ops.attention(query, key, value, **(vars(self) | place), return_lse=True)
 
     def attend_backward(
         self, grads: tuple[Tensor, Tensor | None], heads: tuple[Tensor, ...], rows: range, keys: range
@@ -76,12 +69,11 @@ class Rules:
         """By the CPU's kernel, which takes what all keys of a row share from out and lse where sinks are given. So
         there are always some: a sink of -inf has no share of its own."""
         sinks = heads[0].new_full((heads[0].size(1),), -math.inf) if self.sinks is None else self.sinks
-        head_map = None if self.head_map is None else list(self.head_map)
+        place = {"q_offset": rows.start - keys.start, "kv_lens": self._lens(keys)}
+        _, flat = ops.flat_rules(heads[0], vars(self) | place | {"sinks": sinks})
         query, key, value, _, grad_sinks = torch.ops.attnpack.attention_backward(
-            *grads, *heads, None, self.causal, rows.start - keys.start, None, *self.window, self._lens(keys),
-            self.softcap, sinks, self.alibi_slopes, head_map, 0.0, None, self.scale,
-            sinks_gradient=self.sinks is not None,
-        )  # fmt: skip
+            *grads, *heads, **flat, sinks_gradient=self.sinks is not None
+        )
         return query, key, value, grad_sinks
 
     @torch.enable_grad()

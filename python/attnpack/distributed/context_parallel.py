@@ -76,6 +76,11 @@ def rotated(module: nn.Module, x: Tensor, places: Tensor) -> Tensor:
     return x if module.rope is None else module.rope(x, places)
 
 
+def scaled(module: nn.Module, query: Tensor, positions: Tensor | None, past: Tensor | None) -> Tensor:
+    """The queries [B, H, L, D] times the factors of the module's query_scale."""
+    return ops.flat_rules(query, {"query_scale": module._query_scale(query, positions, past)})[0]
+
+
 class ContextParallel(Spread):
     """How modules attend under `context_parallel`."""
 
@@ -94,6 +99,7 @@ class ContextParallel(Spread):
             layout=self.layout,
             causal=inputs["causal"],
             kv_lens=inputs["kv_lens"],
+            query_scale=module._query_scale(query, inputs["positions"], None),
             **settings_of(module, query),
         )
         return out.transpose(1, 2).flatten(2)
@@ -102,6 +108,7 @@ class ContextParallel(Spread):
         """The latents travel, and each rank expands them; other methods than "allgather" take expanded heads."""
         self._check(module, inputs)
         rows, keys = self._places(query, latent.size(1), inputs)
+        query = scaled(module, query, inputs["positions"], None)
         query, latents = rotate_latents(module, query, latent, k_rope, rows, keys)
         rules = Rules(causal=inputs["causal"], scale=module.softmax_scale, kv_lens=inputs["kv_lens"])
         if self.method == "allgather":

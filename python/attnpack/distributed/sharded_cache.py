@@ -19,7 +19,7 @@ from ..nn.linear import plain_weight
 from ..nn.spread import Spread
 from .agreement import agree
 from .collectives import Group, all_gather, as_group
-from .context_parallel import expand, refuse_inputs, rotate_latents, rotated, settings_of
+from .context_parallel import expand, refuse_inputs, rotate_latents, rotated, scaled, settings_of
 from .generate import generate
 
 _KINDS = (DynamicCache, LatentCache, StaticCache)
@@ -116,6 +116,7 @@ class ShardedCache(KVCache, Spread):
         past, new = self._begin(module, inputs, query=query, key=key, value=value)
         places = self._places(past, query, inputs)
         query, key = rotated(module, query, places), rotated(module, key, places)
+        query = scaled(module, query, places, past)
         settings = settings_of(module, query)
         with self.inner.all_or_none():
             own, lens = self._own(past, new, key, value)
@@ -130,6 +131,7 @@ class ShardedCache(KVCache, Spread):
         """One token reads the latents as they are; more expand those of this rank."""
         past, new = self._begin(module, inputs, query=query, latent=latent)
         places = self._places(past, query, inputs)
+        query = scaled(module, query, places, past)
         query, latents = rotate_latents(module, query, latent, k_rope, places, places)
         width = module.kv_lora_rank
         with self.inner.all_or_none():

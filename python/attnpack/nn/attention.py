@@ -43,6 +43,7 @@ class AttentionSettings(TypedDict, total=False):
     gate_activation: str
     rope: RotaryEmbedding | None
     scale: float | None
+    query_scale: dict[str, Any] | None
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -108,6 +109,11 @@ class GroupedQueryAttention(ContextAttention):
         gate_activation: f, "sigmoid" or "softplus".
         rope: a RotaryEmbedding, or None for no rotation.
         scale: factor on the scores; default 1 / sqrt(head_dim).
+        query_scale: a factor on the scores that grows with the query's position p. dict(type="llama4", floor_scale=,
+            attn_scale=): log1p(floor((p + 1) / floor_scale)) * attn_scale + 1 (Llama 4's layers without RoPE), where p
+            counts the tokens before in the cache. dict(type="log", llama_4_scaling_beta=,
+            original_max_position_embeddings=n): 1 + beta * log(1 + floor(p / n)) (Ministral 3), where p is the position
+            that RoPE takes. See `attention`.
         dropout: on the probabilities, in training only.
         window: (left, right), how many keys before and after its own position each token sees; -1 for all, None for
             no window. A sliding window of W tokens, the token itself included, is (W - 1, 0).
@@ -146,6 +152,7 @@ class GroupedQueryAttention(ContextAttention):
         gate_activation: str = "sigmoid",
         rope: RotaryEmbedding | None = None,
         scale: float | None = None,
+        query_scale: dict[str, Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

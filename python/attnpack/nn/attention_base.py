@@ -20,7 +20,7 @@ from ..signatures import ContextInputs, types_of
 from .linear import project, project_all
 from .native import NativeModule
 from .rope import RotaryEmbedding, rotate_rows
-from .spread import check_mask_share, grouped_share, refuse_spread, spread
+from .spread import check_mask_share, grouped_share, positions_here, refuse_spread, spread
 
 
 class NativeAttention(NativeModule):
@@ -33,6 +33,7 @@ class NativeAttention(NativeModule):
     _slopes: tuple[float, ...]
     dropout: float = 0.0
     scale: float | None = None
+    query_scale: dict[str, Any] | None = None
     head_map: tuple[int, ...] | None = None
     rope: RotaryEmbedding | None
 
@@ -67,6 +68,8 @@ class NativeAttention(NativeModule):
                 cache.store(key, value, kv_lens)
             elif isinstance(cache, CrossCache) and kv_lens is None:
                 kv_lens = cache.lengths
+            past = cache.lengths if appends and cache.lengths.size(0) == query.size(0) else None
+            query_scale = self._query_scale(query, inputs.get("positions"), past)
             result = ops.attend(
                 query,
                 key,
@@ -75,6 +78,7 @@ class NativeAttention(NativeModule):
                 cache=cache.reserve(key, value, kv_lens) if appends else None,
                 kv_lens=kv_lens,
                 need_weights=need_weights,
+                query_scale=query_scale,
                 **self._settings(query),
                 **inputs,
             )
@@ -114,6 +118,7 @@ class NativeAttention(NativeModule):
             source.offsets(),
             causal=causal,
             q_offset=0,
+            query_scale=self._packed_query_scale(x, positions),
             **self._settings(query),
         )
         return nested.like(self._output(out.flatten(1).unsqueeze(0), packed)[0], x)
@@ -129,6 +134,22 @@ class NativeAttention(NativeModule):
             "dropout_p": self.dropout if self.training else 0.0,
             "scale": self.scale,
         }
+
+    def _query_scale(self, query: Tensor, positions: Tensor | None, past: Tensor | None) -> Tensor | None:
+        """The factors of the queries [B, H, L, D], fp32 [L] or [B, L]: of `positions`, or of those after the `past`
+        [B] ones."""
+        if self.query_scale is None:
+            return None
+        steps = positions_here(query.size(2), query.device)
+        counted = steps if past is None else past.to(query.device).unsqueeze(1) + steps
+        return torch.ops.attnpack.query_factors(counted, positions, **self.query_scale)
+
+    def _packed_query_scale(self, x: Tensor, positions: Tensor | None) -> Tensor | None:
+        """The factors [T] of the rows of a nested tensor."""
+        if self.query_scale is None:
+            return None
+        given = None if positions is None else nested.positions_of(x, positions)[0]
+        return torch.ops.attnpack.query_factors(nested.positions_of(x)[0], given, **self.query_scale)
 
     def _output(self, joined: Tensor, x: Tensor | None) -> Tensor:
         """The output of the module from the joined heads [B, L, Hq * D] and its input x [B, L, embed_dim]."""
@@ -296,10 +317,12 @@ class ContextAttention(NativeAttention):
         key, value, lengths = kv_from.shared(x, inputs["kv_lens"], self.num_kv_heads, self.head_dim, value_dim)
         query = self._queries(x, key)
         check_mask_share(self, inputs["mask"], query.size(1))
+        settings = self._settings(query)
+        if self.query_scale is not None:
+            counted = query.size(2) if inputs["kv_lens"] is None else inputs["kv_lens"]
+            settings["query_scale"] = self._query_scale(query, inputs["positions"], lengths - counted)
         rope = None if self.rope is None else self.rope.settings
-        result = attend_shared(
-            query, key, value, lengths, rope=rope, need_weights=need_weights, **self._settings(query), **inputs
-        )
+        result = attend_shared(query, key, value, lengths, rope=rope, need_weights=need_weights, **settings, **inputs)
         return self._outputs(result, need_weights, x)
 
     def _forward_nested(

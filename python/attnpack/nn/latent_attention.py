@@ -54,6 +54,7 @@ class MultiHeadLatentAttention(NativeAttention):
         dropout: on the probabilities, in training only.
         causal: each token sees itself and the tokens before it.
         scale: factor on the scores; default 1 / sqrt(N + R).
+        query_scale: as in GroupedQueryAttention (Mistral 4).
         gate, gate_activation: as in GroupedQueryAttention; "element" has one factor per number of the values.
         path: "auto", "expanded" or "absorbed"; an attribute that may be set later.
         folded: the query projection contains W_UK and o_proj contains W_UV, so there is no kv_b_proj; see `fold`.
@@ -77,6 +78,7 @@ class MultiHeadLatentAttention(NativeAttention):
         dropout: float = 0.0,
         causal: bool = False,
         scale: float | None = None,
+        query_scale: dict[str, Any] | None = None,
         path: str = "auto",
         folded: bool = False,
         gate: str | None = None,
@@ -202,6 +204,8 @@ class MultiHeadLatentAttention(NativeAttention):
                 )
             inputs |= {"cache": cache, "need_weights": need_weights}
             return self._output(over.attend_latents(self, query, latent, k_rope, **inputs), x)
+        past = None if cache is None or cache.lengths.size(0) != x.size(0) else cache.lengths
+        inputs["query_scale"] = self._query_scale(query, inputs["positions"], past)
         room = None if cache is None else cache.reserve_latents(joined, self.kv_lora_rank)
         inputs |= {"cache": room, "key_index": key_index, "dropout_p": self.dropout if self.training else 0.0}
         result = self._attend_heads(query, latent, k_rope, need_weights, **inputs)
@@ -272,6 +276,7 @@ class MultiHeadLatentAttention(NativeAttention):
             q_offset=0,
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
+            query_scale=self._packed_query_scale(x, positions),
         )
         return nested.like(self._output(out.flatten(1).unsqueeze(0), packed)[0], x)
 
@@ -365,7 +370,7 @@ class MultiHeadLatentAttention(NativeAttention):
             latents = latents[:, :, : int(lens.max())]
         key, value = self._expand(latents, query.size(1))
         scores = {"causal": settings["causal"], "q_offset": past, "kv_lens": lens, "scale": settings["scale"]}
-        scores["key_index"] = settings["key_index"]
+        scores |= {name: settings.get(name) for name in ("key_index", "query_scale")}
         out = ops.attention(query, key, value, settings["mask"], dropout_p=settings["dropout_p"], **scores)
         joined = out.transpose(1, 2).flatten(2)
         if not need_weights:

@@ -99,28 +99,23 @@ TEST_CASE("composed attention and its gradients are the CPU's") {
                value = at::randn({2, 2, 7, 3}, options).requires_grad_(),
                mask = at::randn({4, 5, 7}, options).requires_grad_(), sinks = at::randn({4}, options).requires_grad_(),
                slopes = at::rand({4}, options), lens = at::tensor({7, 4}, at::kLong);
-  const auto [out, lse] = attention_with_lse(query, key, value,
-                                             AttentionOptions()
-                                                 .mask(mask)
-                                                 .causal(true)
-                                                 .q_offset(2)
-                                                 .window({4, -1})
-                                                 .kv_lens(lens)
-                                                 .softcap(1.5)
-                                                 .sinks(sinks)
-                                                 .alibi_slopes(slopes)
-                                                 .scale(0.7));
+  const auto options_of_call = AttentionOptions()
+                                   .mask(mask)
+                                   .causal(true)
+                                   .q_offset(2)
+                                   .window({4, -1})
+                                   .kv_lens(lens)
+                                   .softcap(1.5)
+                                   .sinks(sinks)
+                                   .alibi_slopes(slopes)
+                                   .scale(0.7);
+  const auto [out, lse] = attention_with_lse(query, key, value, options_of_call);
   const Tensor grad_out = at::randn_like(out), grad_lse = at::randn_like(lse);
   const auto wanted = torch::autograd::grad({out, lse}, {query, key, value, mask, sinks}, {grad_out, grad_lse});
-  const AttentionArguments args{.mask = mask,
-                                .causal = true,
-                                .q_offset = 2,
-                                .window_left = 4,
-                                .kv_lens = lens,
-                                .softcap = 1.5,
-                                .sinks = sinks,
-                                .alibi_slopes = slopes,
-                                .scale = 0.7};
+  AttentionArguments args{options_of_call.rules()};
+  args.mask = mask;
+  args.q_offset = 2;
+  args.kv_lens = lens;
   const auto [o, l] = attention_composed(query, key, value, args);
   CHECK(close(o, out));
   CHECK(close(l, lse));

@@ -21,6 +21,13 @@ using namespace attnpack;
 
 namespace {
 
+AttentionArguments causal_from(int64_t q_offset) {
+  AttentionArguments args;
+  args.causal = true;
+  args.q_offset = q_offset;
+  return args;
+}
+
 // The CUDA ops in place of the CPU's, for as long as it lives.
 class CudaOpsOnCpu {
  public:
@@ -138,7 +145,7 @@ TEST_CASE("attention and its gradients are the CPU's") {
     for (const bool all : {false, true}) {
       const Tensor query = draw({2, 20, 4, 64}, dtype).transpose(1, 2), key = draw({2, 2, 70, 64}, dtype),
                    value = draw({2, 2, 70, 40}, dtype), grad_out = draw({2, 4, 20, 40}, dtype);
-      AttentionArguments args{.causal = true, .q_offset = 50};
+      AttentionArguments args = causal_from(50);
       if (all) {
         args.mask = mask;
         args.q_offsets = offsets;
@@ -180,14 +187,14 @@ TEST_CASE("named keys and their gradients are the CPU's") {
         // Keys of a cache with room for more, values as a projection gives them.
         const Tensor key = draw({2, 2, 50, 64}, at::kFloat).narrow(2, 0, 43),
                      value = draw({2, 43, 2, 40}, at::kFloat).transpose(1, 2);
-        AttentionArguments args{.causal = true, .q_offset = 30};
+        AttentionArguments args = causal_from(30);
         const int64_t blocks = count_blocks(43, block);
         args.key_index = at::randint(-1, blocks, {2, index_heads, 3, 12}, at::kInt);
         args.key_index->select(2, 1).fill_(-1);
         args.key_block = block;
         if (all) {
           args.mask = at::randn({4, 1, 43}).masked_fill(at::rand({4, 1, 43}) < 0.2, -INFINITY);
-          args.window_left = 25;
+          args.window[0] = 25;
           args.kv_lens = at::tensor({43, 20}, at::kLong);
           args.sinks = at::randn({4});
           args.alibi_slopes = at::rand({4});
@@ -303,7 +310,11 @@ TEST_CASE("pages are written and read as on the CPU, without waiting") {
     // No bit depends on where the pages lie.
     const Tensor order = at::randperm(pages, at::kLong), inverse = order.argsort();
     const Tensor moved_table = inverse.index({table.to(at::kLong)}).to(at::kInt);
-    VarlenArguments args{.max_seqlen_q = length, .block_table = table, .kv_lens = lens, .causal = true};
+    VarlenArguments args;
+    args.max_seqlen_q = length;
+    args.block_table = table;
+    args.kv_lens = lens;
+    args.causal = true;
     const Tensor rows = query.transpose(1, 2).flatten(0, 1),
                  ends = at::tensor({int64_t{0}, length, 2 * length}, at::kLong);
     const Tensor out = std::get<0>(attention_varlen_cuda(rows, keys, values, ends, args));
@@ -357,7 +368,9 @@ TEST_CASE("quantised rows are the CPU's bytes, and decode reads them as the numb
         const Tensor query = draw({2, 4, 2, dim}, dtype), key = draw({2, 2, capacity, dim}, dtype),
                      value = draw({2, 2, capacity, v_dim}, dtype);
         Tensor key_rows = quantize_rows(key, bits), value_rows = quantize_rows(value, bits);
-        const AttentionArguments args{.causal = true, .q_offsets = lens - 2, .kv_lens = lens};
+        AttentionArguments args = causal_from(0);
+        args.q_offsets = lens - 2;
+        args.kv_lens = lens;
         const auto exact = [&](const Tensor& rows, int64_t width) {
           return dequantize_rows(rows, bits, width, at::kDouble);
         };
@@ -385,7 +398,7 @@ TEST_CASE("a quantised value that is not finite reaches the rows that see it alo
   const Tensor query = draw({1, 1, 4, 64}), x = draw({1, 1, 70, 64});
   Tensor value = x.clone();
   value[0][0][67][3] = NAN;
-  const AttentionArguments args{.causal = true, .q_offset = 66};
+  const AttentionArguments args = causal_from(66);
   const Tensor rows = quantize_rows(x, 8);
   const auto out = std::get<0>(attention_quantized_cuda(query, rows, quantize_rows(value, 8), 8, 64, args));
   const auto clean = std::get<0>(attention_quantized_cuda(query, rows, rows, 8, 64, args));

@@ -130,12 +130,24 @@ TEST_CASE("wrong latent arguments are named") {
   REQUIRE(complains("value_context", [&] { layer->forward(x, AttentionInputs(x).value_context(x)); }));
 }
 
-TEST_CASE("a window, softcap, sinks, ALiBi or head map does not compile with latent attention") {
-  static_assert(!std::is_convertible_v<AttendOptions, LatentAttendOptions>);
-  const auto query = torch::randn({1, 3, 4, 11}), latent = torch::randn({1, 4, 10}), k_rope = torch::randn({1, 4, 6});
+TEST_CASE("latent attention takes all rules but a head map") {
+  torch::manual_seed(0);
+  const auto query = torch::randn({1, 3, 4, 11}), latent = torch::randn({1, 4, 10}), k_rope = torch::randn({1, 4, 6}),
+             kv_b = torch::randn({3 * 12, 10});
   LatentAttendOptions options;
   options.causal = true;
-  REQUIRE(latent_attend(query, latent, k_rope, torch::randn({3 * 12, 10}), 7, "auto", options).size(2) == 21);
+  options.window = {1, -1};
+  options.softcap = 2;
+  options.sinks = torch::randn({3});
+  options.alibi_slopes = torch::rand({3});
+  options.query_scale = torch::rand({4}) + 1;
+  const auto [q, k, v] = latent_project(query, latent, k_rope, kv_b, 7, "expanded", options);
+  const auto expected = attention(q, k, v, AttentionOptions().rules(options)).transpose(1, 2).flatten(2);
+  for (const char* path : {"expanded", "absorbed"})
+    CHECK(at::allclose(latent_attend(query, latent, k_rope, kv_b, 7, path, options), expected, 1e-4, 1e-4));
+  options.head_map = std::vector<int64_t>{0, 0, 0};
+  REQUIRE(complains("head_map is given, latent attention wants none",
+                    [&] { latent_attend(query, latent, k_rope, kv_b, 7, "auto", options); }));
 }
 
 TEST_CASE("a layer with rotary dims and no rope says that it does not rotate them") {

@@ -38,17 +38,10 @@ PieceGradients backward_by_kernel(const RowsBefore& before, const at::Tensor& ke
                                   const AttentionOptions& rules, const Piece& rows, const Piece& keys) {
   // The kernel takes the shares of a row from out and lse where it is given sinks. One of -inf has no share of its own.
   const auto none = -std::numeric_limits<double>::infinity();
-  AttentionArguments args{
-      .causal = rules.causal(),
-      .q_offset = rows.start - keys.start,
-      .window_left = rules.window()[0],
-      .window_right = rules.window()[1],
-      .kv_lens = lens_of(rules, keys),
-      .softcap = rules.softcap(),
-      .sinks = rules.sinks() ? *rules.sinks() : at::full({before.query.size(1)}, none, before.query.options()),
-      .alibi_slopes = rules.alibi_slopes(),
-      .scale = rules.scale()};
-  if (rules.head_map()) args.head_map = *rules.head_map();
+  AttentionArguments args{rules.rules()};
+  args.q_offset = rows.start - keys.start;
+  args.kv_lens = lens_of(rules, keys);
+  if (!args.sinks) args.sinks = at::full({before.query.size(1)}, none, before.query.options());
   const auto [query_grad, key_grad, value_grad, mask_grad, sinks_grad] =
       attention_backward_op(before.grad_out, before.grad_lse, before.query, key, value, before.out, before.lse, args,
                             /*mask_gradient=*/false, /*sinks_gradient=*/rules.sinks().has_value());

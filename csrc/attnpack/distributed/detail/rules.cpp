@@ -2,8 +2,6 @@
 
 #include <attnpack/core/check.h>
 
-#include <sstream>
-
 namespace attnpack::distributed {
 
 void refuse_unshared(const AttentionOptions& o) {
@@ -22,22 +20,26 @@ void refuse_unshared(const AttentionOptions& o) {
                  "gives them: leave it out");
 }
 
+namespace {
+
+// A rule as the ranks compare it: a number, or the shape and dtype of a tensor.
+template <class T>
+std::string text(const T& rule) {
+  return c10::str(rule);
+}
+std::string text(const Window& window) { return c10::str(window[0], ", ", window[1]); }
+std::string text(const std::optional<double>& number) { return number ? c10::str(*number) : "none"; }
+std::string text(const std::optional<at::Tensor>& tensor) { return shown(tensor); }
+std::string text(const HeadMap& map) { return map ? c10::Join(" ", *map) : "none"; }
+
+}  // namespace
+
 std::vector<std::pair<std::string, std::string>> said_of(const AttentionOptions& o) {
-  const auto text = [](const auto& value) {
-    std::ostringstream stream;
-    stream << value;
-    return stream.str();
-  };
-  std::string map;
-  for (const auto head : o.head_map().value_or(std::vector<int64_t>())) map += std::to_string(head) + " ";
-  return {{"causal", text(o.causal())},
-          {"window", text(o.window()[0]) + ", " + text(o.window()[1])},
-          {"softcap", text(o.softcap())},
-          {"scale", o.scale() ? text(*o.scale()) : "none"},
-          {"sinks", shown(o.sinks())},
-          {"alibi_slopes", shown(o.alibi_slopes())},
-          {"head_map", map},
-          {"kv_lens", o.kv_lens() && o.kv_lens()->is_cpu() ? text(*o.kv_lens()) : shown(o.kv_lens())}};
+  std::vector<std::pair<std::string, std::string>> said;
+  ScoreRules::for_each_rule(o.rules(),
+                            [&](const char* name, const auto& rule) { said.emplace_back(name, text(rule)); });
+  said.emplace_back("kv_lens", o.kv_lens() && o.kv_lens()->is_cpu() ? c10::str(*o.kv_lens()) : text(o.kv_lens()));
+  return said;
 }
 
 void agree_on(const std::string& what, const Group& group, at::Device device,

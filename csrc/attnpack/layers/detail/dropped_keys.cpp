@@ -14,10 +14,10 @@ namespace attnpack {
 using c10::SymInt;
 
 void check_window_fits(const CacheTensors& cache, const AttentionArguments& args) {
-  const bool sees_later = !args.causal || args.window_right > 0;
-  ATTNPACK_CHECK(!sees_later && args.window_left >= 0 && args.window_left <= cache.window,
+  const bool sees_later = !args.causal || args.window[1] > 0;
+  ATTNPACK_CHECK(!sees_later && args.window[0] >= 0 && args.window[0] <= cache.window,
                  "cache: got a SlidingWindowCache of window (", cache.window, ", 0) for attention with window (",
-                 args.window_left, ", ", args.window_right, ") and causal = ", args.causal ? "true" : "false",
+                 args.window[0], ", ", args.window[1], ") and causal = ", args.causal ? "true" : "false",
                  ", want causal attention whose window is (left, 0) with 0 <= left <= ", cache.window,
                  "; use a DynamicCache or StaticCache, or make the cache with the module's window");
 }
@@ -49,9 +49,9 @@ struct FirstKeys {
 FirstKeys first_keys(const PlacedTokens& tokens, const CacheTensors& cache, AttentionArguments args) {
   const SymInt slots = tokens.key.sym_size(2), count = slots < cache.keep_first ? slots : SymInt(cache.keep_first);
   args.mask = mask_from(args.mask, 0, count);
-  args.q_offsets = *tokens.q_offsets + *cache.dropped - (args.window_left + 1);
+  args.q_offsets = *tokens.q_offsets + *cache.dropped - (args.window[0] + 1);
   args.kv_lens = tokens.kv_lens->clamp_max(cache.keep_first);
-  args.window_left = args.window_right = -1;
+  args.window[0] = args.window[1] = -1;
   args.sinks = std::nullopt;  // they join the sum once
   return {tokens.key.narrow_symint(2, 0, count), tokens.value.narrow_symint(2, 0, count), std::move(args)};
 }
@@ -60,7 +60,7 @@ AttentionResult attend_first(const PlacedTokens& tokens, const CacheTensors& cac
   const FirstKeys first = first_keys(tokens, cache, args);
   auto [out, lse] = attention_op(tokens.query, first.key, first.value, first.args);
   // These queries stand left + 1 positions earlier, so ALiBi has lowered each score by slope * (left + 1) too little.
-  if (args.alibi_slopes) lse = lse - (args.alibi_slopes->to(lse.scalar_type()) * (args.window_left + 1)).view({-1, 1});
+  if (args.alibi_slopes) lse = lse - (args.alibi_slopes->to(lse.scalar_type()) * (args.window[0] + 1)).view({-1, 1});
   return {out, lse};
 }
 

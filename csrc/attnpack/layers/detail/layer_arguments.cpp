@@ -5,13 +5,8 @@
 namespace attnpack {
 
 LayerArguments layer_arguments(const LayerInputs& inputs) {
-  LayerArguments r{.positions = inputs.positions,
-                   .cross = inputs.cross,
-                   .mask = inputs.mask,
-                   .causal = inputs.causal,
-                   .kv_lens = inputs.kv_lens,
-                   .dropout_p = inputs.dropout_p,
-                   .scale = inputs.scale};
+  LayerArguments r{
+      .positions = inputs.positions, .cross = inputs.cross, .mask = inputs.mask, .kv_lens = inputs.kv_lens};
   if (inputs.rope) {
     const RopeSettings& rope = *inputs.rope;
     r.rope = {.inv_freq = rope.inv_freq,
@@ -25,22 +20,10 @@ LayerArguments layer_arguments(const LayerInputs& inputs) {
   return r;
 }
 
-ScoreArguments score_arguments(const AttendOptions& options) {
-  ScoreArguments r{.window_left = options.window[0],
-                   .window_right = options.window[1],
-                   .softcap = options.softcap,
-                   .sinks = options.sinks,
-                   .alibi_slopes = options.alibi_slopes,
-                   .key_index = options.key_index,
-                   .key_block = options.key_block};
-  if (options.head_map) r.head_map = *options.head_map;
-  if (options.blocks) {
-    r.key_block = options.blocks->block;
-    r.top_blocks = options.blocks->top_blocks;
-    r.local_blocks = options.blocks->local_blocks;
-    r.scorer = options.blocks->scorer;
-  }
-  return r;
+KeyChoice key_choice(const AttendOptions& options) {
+  if (!options.blocks) return {options.key_index, options.key_block};
+  const BlockOptions& blocks = *options.blocks;
+  return {options.key_index, blocks.block, blocks.top_blocks, blocks.local_blocks, blocks.scorer};
 }
 
 // The softmax factor is in the scale already.
@@ -54,19 +37,15 @@ std::optional<RopeSettings> rope_settings(const RopeArguments& rope) {
   return r;
 }
 
-AttentionArguments attention_arguments(const LayerArguments& layer, const ScoreArguments& score) {
-  return {.mask = layer.mask,
-          .causal = layer.causal,
-          .window_left = score.window_left,
-          .window_right = score.window_right,
-          .kv_lens = layer.kv_lens,
-          .softcap = score.softcap,
-          .sinks = score.sinks,
-          .alibi_slopes = score.alibi_slopes,
-          .head_map = score.head_map,
-          .scale = layer.scale,
-          .key_index = score.key_index,
-          .key_block = score.top_blocks == 0 ? score.key_block : 1};
+AttentionArguments attention_arguments(const LayerArguments& layer, const ScoreRules& rules, const KeyChoice& choice) {
+  check_dropout(rules.dropout_p);
+  AttentionArguments r{rules};
+  r.dropout_p = 0;
+  r.mask = layer.mask;
+  r.kv_lens = layer.kv_lens;
+  r.key_index = choice.key_index;
+  r.key_block = choice.top_blocks == 0 ? choice.key_block : 1;
+  return r;
 }
 
 Tensor probabilities(const Tensor& query, const Tensor& key, const AttentionArguments& args, bool at_names) {

@@ -26,25 +26,21 @@ struct RopeArguments {
   auto members() const { return std::tie(inv_freq, factor, interleaved, long_inv_freq, growth, trained_len, raw_keys); }
 };
 
-// LayerInputs without the cache, because the cache's tensors differ by family.
+// LayerInputs without the rules and the cache, because the cache's tensors differ by family.
 struct LayerArguments {
   RopeArguments rope = {};
   std::optional<Tensor> positions = {};  // [L] or [B, L]
   bool cross = false;
   std::optional<Tensor> mask = {};
-  bool causal = false;
   std::optional<Tensor> kv_lens = {};  // [B]
-  double dropout_p = 0.0;
-  std::optional<double> scale = {};
 
-  auto members() const {
-    return std::tuple_cat(rope.members(), std::tie(positions, cross, mask, causal, kv_lens, dropout_p, scale));
-  }
+  auto members() const { return std::tuple_cat(rope.members(), std::tie(positions, cross, mask, kv_lens)); }
 };
-#define ATTNPACK_LAYER_SCHEMA                                                                                 \
-  "float[]? rope_inv_freq, float rope_factor, bool rope_interleaved, float[]? rope_long_inv_freq, float "     \
-  "rope_growth, int rope_trained_len, bool rope_raw_keys, Tensor? positions, bool cross, Tensor? mask, bool " \
-  "causal, Tensor? kv_lens, float dropout_p, float? scale"
+// What follows them has a default too.
+#define ATTNPACK_LAYER_SCHEMA                                                                                     \
+  "float[]? rope_inv_freq=None, float rope_factor=1.0, bool rope_interleaved=False, float[]? rope_long_inv_freq=" \
+  "None, float rope_growth=0.0, int rope_trained_len=0, bool rope_raw_keys=False, Tensor? positions=None, bool "  \
+  "cross=False, Tensor? mask=None, Tensor? kv_lens=None"
 
 struct CacheArguments {
   std::optional<Tensor> key = {}, value = {}, lengths = {}, dropped = {};
@@ -59,48 +55,39 @@ struct CacheArguments {
   }
 };
 #define ATTNPACK_CACHE_SCHEMA                                                                                        \
-  "Tensor(a!)? cache_key, Tensor(b!)? cache_value, Tensor(c!)? cache_lengths, Tensor? cache_dropped, int "           \
-  "cache_window, int cache_keep_first, int cache_bits, Tensor(d!)? cache_exact_key, Tensor(e!)? cache_exact_value, " \
-  "Tensor? cache_block_table, Tensor(f!)? cache_block_sums"
+  "Tensor(a!)? cache_key=None, Tensor(b!)? cache_value=None, Tensor(c!)? cache_lengths=None, Tensor? cache_dropped=" \
+  "None, int cache_window=-1, int cache_keep_first=0, int cache_bits=0, Tensor(d!)? cache_exact_key=None, Tensor(e!" \
+  ")? cache_exact_value=None, Tensor? cache_block_table=None, Tensor(f!)? cache_block_sums=None"
 
 struct LatentCacheArguments {
   std::optional<Tensor> latents = {}, lengths = {};
 
   auto members() const { return std::tie(latents, lengths); }
 };
-#define ATTNPACK_LATENT_CACHE_SCHEMA "Tensor(a!)? cache_latents, Tensor(b!)? cache_lengths"
+#define ATTNPACK_LATENT_CACHE_SCHEMA "Tensor(a!)? cache_latents=None, Tensor(b!)? cache_lengths=None"
 
-// The arguments that attention over heads of keys has, but not latent attention.
-struct ScoreArguments {
-  int64_t window_left = -1;
-  int64_t window_right = -1;
-  double softcap = 0.0;
-  std::optional<Tensor> sinks = {};         // [Hq]
-  std::optional<Tensor> alibi_slopes = {};  // [Hq]
-  at::OptionalIntArrayRef head_map = {};
+// The keys that queries name, or that are chosen for them.
+struct KeyChoice {
   std::optional<Tensor> key_index = {};  // [B, 1 or Hkv, L, n]
   int64_t key_block = 1;
   int64_t top_blocks = 0;  // above 0: blocks are chosen, by the scorer
   int64_t local_blocks = 0;
   c10::string_view scorer = "mean";
 
-  auto members() const {
-    return std::tie(window_left, window_right, softcap, sinks, alibi_slopes, head_map, key_index, key_block, top_blocks,
-                    local_blocks, scorer);
-  }
+  auto members() const { return std::tie(key_index, key_block, top_blocks, local_blocks, scorer); }
   bool names_keys() const { return key_index || top_blocks != 0; }
 };
-// key_index has a default, so every argument after it has one too.
-#define ATTNPACK_SCORE_SCHEMA                                                                                \
-  "int window_left, int window_right, float softcap, Tensor? sinks, Tensor? alibi_slopes, int[]? head_map, " \
+#define ATTNPACK_KEY_CHOICE_SCHEMA \
   "Tensor? key_index=None, int key_block=1, int top_blocks=0, int local_blocks=0, str scorer=\"mean\""
 
 LayerArguments layer_arguments(const LayerInputs& inputs);
-ScoreArguments score_arguments(const AttendOptions& options);
+KeyChoice key_choice(const AttendOptions& options);
 std::optional<RopeSettings> rope_settings(const RopeArguments& rope);
 
-// The operator's arguments, without dropout and without those that the cache decides.
-AttentionArguments attention_arguments(const LayerArguments& layer, const ScoreArguments& score = {});
+// The operator's arguments, without those that the cache decides. Dropout is checked here, and joins after everything
+// else is checked.
+AttentionArguments attention_arguments(const LayerArguments& layer, const ScoreRules& rules,
+                                       const KeyChoice& choice = {});
 
 // The probabilities that a layer returns: of all keys, or at_names those of the keys of key_index alone.
 Tensor probabilities(const Tensor& query, const Tensor& key, const AttentionArguments& args, bool at_names);

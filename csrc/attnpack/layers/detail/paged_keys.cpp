@@ -16,18 +16,6 @@ using c10::SymInt;
 
 namespace {
 
-VarlenArguments varlen_arguments(const CacheTensors& cache, const LayerArguments& layer, const ScoreArguments& score) {
-  return {.block_table = cache.block_table,
-          .causal = layer.causal,
-          .window_left = score.window_left,
-          .window_right = score.window_right,
-          .softcap = score.softcap,
-          .sinks = score.sinks,
-          .alibi_slopes = score.alibi_slopes,
-          .head_map = score.head_map,
-          .scale = layer.scale};
-}
-
 // [B, H, L, D] -> [B * L, H, D]
 Tensor rows_of_tokens(const Tensor& x) { return x.transpose(1, 2).flatten(0, 1); }
 
@@ -37,17 +25,18 @@ void check_no_context(const LayerArguments& layer) {
 
 }  // namespace
 
-bool reads_pages(const LayerTokens& tokens, const LayerArguments& layer, const ScoreArguments& score) {
+bool reads_pages(const LayerTokens& tokens, const LayerArguments& layer, const KeyChoice& choice,
+                 const ScoreRules& rules) {
   const auto differentiated = [](const Tensor& x) {
     return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
   };
-  return !layer.mask && !score.names_keys() && layer.dropout_p == 0 && !layer.rope.raw_keys &&
+  return !layer.mask && !choice.names_keys() && rules.dropout_p == 0 && !layer.rope.raw_keys &&
          !differentiated(tokens.query) && !differentiated(tokens.key) && !differentiated(tokens.value) &&
-         !(score.sinks && differentiated(*score.sinks));
+         !(rules.sinks && differentiated(*rules.sinks));
 }
 
 Tensor attend_pages(const LayerTokens& tokens, const CacheTensors& cache, const LayerArguments& layer,
-                    const ScoreArguments& score) {
+                    const ScoreRules& rules) {
   check_no_context(layer);
   const auto& [query, key, value] = tokens;
   check_kv_cache_append_paged(cache.key, cache.value, *cache.block_table, cache.lengths, key, value, layer.kv_lens,
@@ -57,7 +46,8 @@ Tensor attend_pages(const LayerTokens& tokens, const CacheTensors& cache, const 
   const SymInt batch = query.sym_size(0), length = query.sym_size(2);
   const Tensor ends = at::arange(batch + 1, at::kLong) * length;  // on the CPU: there reading it waits for nothing
   const Tensor past = cache.lengths.clone();
-  VarlenArguments args = varlen_arguments(cache, layer, score);
+  VarlenArguments args{rules};
+  args.block_table = cache.block_table;
   args.q_offsets = past;
   args.kv_lens = cache.lengths;
   args.max_seqlen_q = length;

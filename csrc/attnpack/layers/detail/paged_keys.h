@@ -15,11 +15,12 @@ struct LayerTokens {
 
 // Whether attend_pages can serve the call: it takes no mask, no named keys, no dropout, no gradients and no keys
 // that are stored before rotation.
-bool reads_pages(const LayerTokens& tokens, const LayerArguments& layer, const ScoreArguments& score);
+bool reads_pages(const LayerTokens& tokens, const LayerArguments& layer, const KeyChoice& choice,
+                 const ScoreRules& rules);
 
 // Rotates, appends to the pages, and attends to them where they are: out [B, L, Hq * Dv].
 Tensor attend_pages(const LayerTokens& tokens, const CacheTensors& cache, const LayerArguments& layer,
-                    const ScoreArguments& score);
+                    const ScoreRules& rules);
 
 // For the other calls: runs `call` on a copy of the pages in one piece, with room for the new tokens, and stores in the
 // pages what it has appended.

@@ -117,7 +117,6 @@ std::tuple<Tensor, Tensor> rotate_tokens(const NewTokens& tokens, const std::opt
 PlacedTokens place_tokens(
     const NewTokens& tokens, const std::optional<CacheTensors>& cache, const LayerArguments& args,
     c10::function_ref<void(const Tensor& key, const Tensor& value, const std::optional<Tensor>& kv_lens)> check) {
-  check_dropout(args.dropout_p);
   std::optional<RopeSettings> rope = rope_settings(args.rope);
   if (tokens.rotated_dims && *tokens.rotated_dims == 0) rope.reset();
   if (!cache) {
@@ -156,7 +155,6 @@ PlacedTokens place_tokens(
 
 PlacedTokens place_queries(const Tensor& query, const CacheTensors& cache, const LayerArguments& args,
                            c10::function_ref<void(const Tensor& key, const Tensor& value)> check) {
-  check_dropout(args.dropout_p);
   ATTNPACK_CHECK(!args.cross, "kv_from is given together with a context: leave one of them out");
   const auto rope = rope_settings(args.rope);
   const ReadableCache readable = readable_under(cache, args.mask);

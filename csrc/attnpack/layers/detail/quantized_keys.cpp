@@ -67,12 +67,12 @@ std::vector<Part> parts_of(const Stored& stored, const CacheTensors& cache, cons
     if (covers_positions(args.mask)) last.mask = mask_of_slots(*args.mask, slots);
     last.q_offsets = stored.past - *cache.dropped;
     last.kv_lens = stored.lengths - *cache.dropped;
-    last.window_left = args.window_left < 0 ? shift - 1 : std::min(args.window_left, shift - 1);
+    last.window[0] = args.window[0] < 0 ? shift - 1 : std::min(args.window[0], shift - 1);
     add(stored.exact_key, stored.exact_value, 0, std::move(last), 0, positions_of_slots(slots));
   }
   AttentionArguments before = args;  // of the queries at p - e
-  before.window_left = args.window_left < 0 ? -1 : args.window_left - shift;
-  if (args.window_left >= 0 && before.window_left < 0) return parts;
+  before.window[0] = args.window[0] < 0 ? -1 : args.window[0] - shift;
+  if (args.window[0] >= 0 && before.window[0] < 0) return parts;
   if (keep > 0) {
     AttentionArguments first = before;
     const SymInt count = keep.min(readable);
@@ -142,10 +142,10 @@ void check_layer(const CacheTensors& cache, const LayerArguments& layer, const A
   ATTNPACK_CHECK(!rope || !rope->raw_keys,
                  "cache: got a QuantizedCache for RoPE that rotates all stored keys at each call, want one that stores "
                  "them as they are; use a DynamicCache or StaticCache");
-  ATTNPACK_CHECK(!cache.exact_key || (args.causal && args.window_right <= 0),
+  ATTNPACK_CHECK(!cache.exact_key || (args.causal && args.window[1] <= 0),
                  "cache: got a QuantizedCache with exact_first = ", cache.keep_first,
-                 " and exact_last = ", cache.window + 1, " for attention with window (", args.window_left, ", ",
-                 args.window_right, ") and causal = ", args.causal ? "true" : "false",
+                 " and exact_last = ", cache.window + 1, " for attention with window (", args.window[0], ", ",
+                 args.window[1], ") and causal = ", args.causal ? "true" : "false",
                  ", want causal attention; leave both out, or use a DynamicCache");
 }
 
@@ -153,10 +153,9 @@ void check_layer(const CacheTensors& cache, const LayerArguments& layer, const A
 
 std::tuple<Tensor, Tensor> attend_quantized(const Tensor& query, const Tensor& key, const Tensor& value,
                                             const CacheTensors& cache, const LayerArguments& layer,
-                                            const ScoreArguments& score, bool need_weights) {
-  check_dropout(layer.dropout_p);
+                                            const ScoreRules& rules, bool need_weights) {
   const auto rope = rope_settings(layer.rope);
-  AttentionArguments args = attention_arguments(layer, score);
+  AttentionArguments args = attention_arguments(layer, rules);
   args.kv_lens = std::nullopt;
   check_layer(cache, layer, args, rope);
   const Tensor past = cache.lengths.clone();
@@ -198,8 +197,8 @@ std::tuple<Tensor, Tensor> attend_quantized(const Tensor& query, const Tensor& k
       stored.exact_value = with_new_rows(*cache.exact_value, value, past - *cache.dropped, layer.kv_lens);
     }
   }
-  args.dropout_p = layer.dropout_p;
-  args.dropout_seed = dropout_seed(layer.dropout_p, q.device());
+  args.dropout_p = rules.dropout_p;
+  args.dropout_seed = dropout_seed(rules.dropout_p, q.device());
   const auto parts = parts_of(stored, cache, args, v_head_dim);
   const Tensor weights = need_weights ? probabilities(q, parts, readable) : Tensor();
   return {std::get<0>(attend_parts(q, parts)), weights};

@@ -13,6 +13,6 @@ std::tuple<Tensor, Tensor> attend_quantized(const Tensor& query,  // [B, Hq, L, 
                                             const Tensor& key,    // [B, Hkv, L, D], before rotation
                                             const Tensor& value,  // [B, Hkv, L, Dv]
                                             const CacheTensors& cache, const LayerArguments& layer,
-                                            const ScoreArguments& score, bool need_weights);
+                                            const ScoreRules& rules, bool need_weights);
 
 }  // namespace attnpack

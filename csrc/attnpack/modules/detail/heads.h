@@ -2,6 +2,7 @@
 
 #include <attnpack/cache/cross_cache.h>
 #include <attnpack/core/check.h>
+#include <attnpack/layers/query_factors.h>
 #include <attnpack/layers/spread.h>
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/detail/checks.h>
@@ -89,6 +90,15 @@ auto with_cache(const std::shared_ptr<KVCache>& cache, const at::Tensor& key, co
       call);
 }
 
+// The positions of x's tokens after those of the cache.
+inline at::Tensor counted_positions(const at::Tensor& x, const AttentionInputs& inputs) {
+  const auto& source = inputs.kv_from() ? inputs.kv_from() : inputs.cache();
+  auto past = source && !cross_cache(inputs) ? past_lengths(source->lengths(), x) : std::nullopt;
+  if (past && inputs.kv_from())  // it holds these tokens already
+    past = inputs.kv_lens() ? *past - *inputs.kv_lens() : *past - at::Scalar(x.size(1));
+  return token_positions(x, std::nullopt, past);
+}
+
 // Raises for a rope of more dims than `most`, which the words show.
 inline void check_rope_dim(const RotaryEmbedding& rope, int64_t most, const std::string& words) {
   ATTNPACK_CHECK(rope->options.dim() <= most, "rope: got dim ", rope->options.dim(), ", want at most ", words);
@@ -107,17 +117,28 @@ AttendOptions attend_options(const Options& o, const AttentionInputs& inputs, bo
   return r;
 }
 
+// The settings of a call of x, with the factors of its queries where the module has a query_scale.
+template <typename Options, typename Settings>
+Settings with_query_scale(const Options& o, const at::Tensor& x, const AttentionInputs& inputs, Settings settings) {
+  if constexpr (requires { o.query_scale(); }) {
+    if (o.query_scale()) {
+      settings.query_scale = query_factors(counted_positions(x, inputs), inputs.positions(), *o.query_scale());
+    }
+  }
+  return settings;
+}
+
 // A call of a module over its own keys or those of kv_from. The module's private queries(), heads(), settings(),
 // shared_settings() and output() are its steps.
 struct AttentionSteps {
   template <typename Module>
   static at::Tensor forward(Module& m, const at::Tensor& x, const AttentionInputs& inputs) {
     if (inputs.kv_from()) {
-      const auto settings = m.shared_settings(x, inputs);
+      const auto settings = with_query_scale(m.options, x, inputs, m.shared_settings(x, inputs));
       return m.output(attend_shared(m.queries(x), settings), x);
     }
     auto [q, k, v] = m.heads(x, inputs);
-    return with_cache(inputs.cache(), k, v, m.settings(inputs),
+    return with_cache(inputs.cache(), k, v, with_query_scale(m.options, x, inputs, m.settings(inputs)),
                       [&, &q = q, &k = k, &v = v](const AttendOptions& o) { return m.output(attend(q, k, v, o), x); });
   }
 
@@ -125,12 +146,12 @@ struct AttentionSteps {
   static std::tuple<at::Tensor, at::Tensor> forward_with_weights(Module& m, const at::Tensor& x,
                                                                  const AttentionInputs& inputs) {
     if (inputs.kv_from()) {
-      const auto settings = m.shared_settings(x, inputs);
+      const auto settings = with_query_scale(m.options, x, inputs, m.shared_settings(x, inputs));
       const auto [out, weights] = attend_shared_with_weights(m.queries(x), settings);
       return {m.output(out, x), weights};
     }
     auto [q, k, v] = m.heads(x, inputs);
-    return with_cache(inputs.cache(), k, v, m.settings(inputs),
+    return with_cache(inputs.cache(), k, v, with_query_scale(m.options, x, inputs, m.settings(inputs)),
                       [&, &q = q, &k = k, &v = v](const AttendOptions& o) -> std::tuple<at::Tensor, at::Tensor> {
                         auto [out, weights] = attend_with_weights(q, k, v, o);
                         return {m.output(out, x), weights};

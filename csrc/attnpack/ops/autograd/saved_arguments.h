@@ -20,7 +20,6 @@ class SavedArguments {
       saved_.emplace_back(tensor ? torch::autograd::SavedVariable(*tensor, false) : torch::autograd::SavedVariable());
       tensor = std::nullopt;
     });
-    if (args.head_map) args_.head_map = head_map_ = args.head_map->vec();
   }
 
   Args unpack() const {
@@ -38,14 +37,13 @@ class SavedArguments {
   }
 
  private:
-  // members() gives constant references, and these arguments are ours.
   template <class F>
   static void for_each_tensor(Args& args, const F& f) {
     std::apply(
         [&](const auto&... member) {
           const auto visit = [&](const auto& x) {
             if constexpr (std::is_same_v<std::decay_t<decltype(x)>, std::optional<at::Tensor>>)
-              f(const_cast<std::optional<at::Tensor>&>(x));
+              f(detail::writable(x));
           };
           (visit(member), ...);
         },
@@ -53,7 +51,6 @@ class SavedArguments {
   }
 
   Args args_;
-  std::vector<int64_t> head_map_;
   std::vector<torch::autograd::SavedVariable> saved_;
 };
 

@@ -54,7 +54,6 @@ AttentionResult attention_batched(const Tensor& query, const Tensor& key, const 
                           arguments_of_sample(call, n));
     });
   FoldedAttention one = fold_attention(level, call, fold, /*gradients=*/false, false);
-  if (!one.head_map.empty()) one.args.head_map = one.head_map;
   const auto [out, lse] = attention_op(one.query, one.key, one.value, one.args);
   const auto hidden = [&](const Tensor& x) { return level.wrap(unfold_samples(x, fold, level.samples())); };
   return {hidden(out), hidden(lse)};
@@ -79,7 +78,6 @@ AttentionGradients attention_backward_batched(const Tensor& grad_out, const std:
                                    arguments_of_sample(call, n), mask_gradient, sinks_gradient);
     });
   FoldedAttention one = fold_attention(level, call, fold, /*gradients=*/true, mask_gradient);
-  if (!one.head_map.empty()) one.args.head_map = one.head_map;
   const auto folded = [&](const Sampled& x) { return fold_samples(level.with_samples(x), fold); };
   const auto [d_query, d_key, d_value, d_mask, d_sinks] =
       attention_backward_op(folded(d_out), d_lse ? std::make_optional(folded(*d_lse)) : std::nullopt, one.query,

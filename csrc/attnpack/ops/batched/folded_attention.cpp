@@ -65,7 +65,7 @@ Tensor unfold_samples(const Tensor& x, Fold fold, const c10::SymInt& samples) {
 
 FoldedAttention fold_attention(const VmapLevel& level, const SampledAttention& call, Fold fold, bool gradients,
                                bool mask_gradient) {
-  FoldedAttention r{.args = call.args};
+  FoldedAttention r{.query = {}, .key = {}, .value = {}, .args = call.args};
   const auto folded = [&](const Sampled& x) { return fold_samples(level.with_samples(x), fold); };
   const bool shared_keys = fold == Fold::kHeads && !gradients && !call.key.batched && !call.value.batched;
   r.query = folded(call.query);
@@ -90,9 +90,10 @@ FoldedAttention fold_attention(const VmapLevel& level, const SampledAttention& c
   if (fold == Fold::kHeads && (shared_keys || call.args.head_map)) {
     const auto number = [](const c10::SymInt& x) { return x.guard_int(__FILE__, __LINE__); };
     const int64_t heads = number(call.num_heads()), kv_heads = number(call.num_kv_heads());
+    std::vector<int64_t>& map = r.args.head_map.emplace();
     for (int64_t n = 0; n < number(level.samples()); ++n)
       for (int64_t h = 0; h < heads; ++h)
-        r.head_map.push_back(kv_head_of(call.args, h, heads, kv_heads) + (shared_keys ? 0 : n * kv_heads));
+        map.push_back(kv_head_of(call.args, h, heads, kv_heads) + (shared_keys ? 0 : n * kv_heads));
   }
   return r;
 }

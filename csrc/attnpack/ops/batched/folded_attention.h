@@ -1,7 +1,5 @@
 #pragma once
 
-#include <vector>
-
 #include <attnpack/ops/batched/vmap_level.h>
 #include <attnpack/ops/detail/attention_arguments.h>
 
@@ -32,7 +30,6 @@ struct SampledAttention {
 struct FoldedAttention {
   Tensor query, key, value;
   AttentionArguments args;
-  std::vector<int64_t> head_map;
 };
 
 FoldedAttention fold_attention(const VmapLevel& level, const SampledAttention& call, Fold fold, bool gradients,

@@ -38,7 +38,7 @@ std::vector<AttentionParams> make_calls(const AttentionParams& all, const std::v
     AttentionParams& p = calls.emplace_back(all);
     p.q_len = s.q_len;
     p.kv_len = s.kv_len;
-    p.q_offset = near_offset(s.q_offset, args.window_left, args.window_right);
+    p.q_offset = near_offset(s.q_offset, args.window[0], args.window[1]);
     p.query = row_at(all.query, all.query_strides, s.first_query, element_size);
     p.key = row_at(all.key, all.key_strides, s.first_key, element_size);
     p.value = row_at(all.value, all.value_strides, s.first_key, element_size);

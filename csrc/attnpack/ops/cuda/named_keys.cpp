@@ -56,8 +56,10 @@ class NamedRows {
 
   // The arguments of the call. Its mask says which of the gathered keys count, and holds what depends on their places.
   AttentionArguments arguments(int64_t num_heads, at::ScalarType accumulation) const {
-    AttentionArguments r{
-        .softcap = args_.softcap, .sinks = args_.sinks, .head_map = args_.head_map, .scale = args_.scale};
+    AttentionArguments r{static_cast<const ScoreRules&>(args_)};
+    r.causal = false;
+    r.window = kNoWindow;
+    r.alibi_slopes = std::nullopt;
     Tensor mask = of_heads(named_, num_heads);
     std::optional<Tensor> added;
     if (args_.alibi_slopes)

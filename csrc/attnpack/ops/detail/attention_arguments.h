@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
 
+#include <attnpack/ops/score_rules.h>
+
 #include <optional>
 #include <tuple>
 
@@ -11,27 +13,18 @@ namespace attnpack {
 using at::Tensor;
 
 // The arguments that follow query, key and value in every schema of the family.
-struct AttentionArguments {
-  std::optional<Tensor> mask = {};  // bool or float, broadcasts to [B, Hq, Lq, Lkv]
-  bool causal = false;
-  c10::SymInt q_offset = 0;              // position of query row 0; "end" is a number here
-  std::optional<Tensor> q_offsets = {};  // [B], instead of q_offset
-  int64_t window_left = -1;              // -1: unbounded
-  int64_t window_right = -1;
+struct AttentionArguments : ScoreRules {
+  std::optional<Tensor> mask = {};          // bool or float, broadcasts to [B, Hq, Lq, Lkv]
+  c10::SymInt q_offset = 0;                 // position of query row 0; "end" is a number here
+  std::optional<Tensor> q_offsets = {};     // [B], instead of q_offset
   std::optional<Tensor> kv_lens = {};       // [B]
-  double softcap = 0.0;                     // 0: none
-  std::optional<Tensor> sinks = {};         // [Hq]
-  std::optional<Tensor> alibi_slopes = {};  // [Hq]
-  at::OptionalIntArrayRef head_map = {};    // Hq numbers, which live elsewhere
-  double dropout_p = 0.0;
   std::optional<Tensor> dropout_seed = {};  // [1] int64, drawn outside the op
-  std::optional<double> scale = {};         // default 1 / sqrt(D)
   std::optional<Tensor> key_index = {};     // [B, 1 or Hkv, Lq, n]: the blocks of keys that each row may attend
   int64_t key_block = 1;                    // how many keys a block has
 
   auto members() const {
-    return std::tie(mask, causal, q_offset, q_offsets, window_left, window_right, kv_lens, softcap, sinks, alibi_slopes,
-                    head_map, dropout_p, dropout_seed, scale, key_index, key_block);
+    return std::tuple_cat(std::tie(mask, q_offset, q_offsets, kv_lens, dropout_seed, key_index, key_block),
+                          ScoreRules::members());
   }
 };
 
@@ -41,10 +34,9 @@ inline int64_t kv_head_of(const AttentionArguments& args, int64_t head, int64_t 
 }
 
 // The same arguments in a schema. What follows them has a default too.
-#define ATTNPACK_ATTENTION_SCHEMA                                                                              \
-  "Tensor? mask, bool causal, SymInt q_offset, Tensor? q_offsets, int window_left, int window_right, Tensor? " \
-  "kv_lens, float softcap, Tensor? sinks, Tensor? alibi_slopes, int[]? head_map, float dropout_p, Tensor? "    \
-  "dropout_seed, float? scale, Tensor? key_index=None, int key_block=1"
+#define ATTNPACK_ATTENTION_SCHEMA                                                                            \
+  "Tensor? mask=None, SymInt q_offset=0, Tensor? q_offsets=None, Tensor? kv_lens=None, Tensor? dropout_seed" \
+  "=None, Tensor? key_index=None, int key_block=1" ATTNPACK_RULES_SCHEMA
 
 // AttentionResult: out and lse. AttentionGradients: those of query, key, value, mask, sinks; empty where they were not
 // asked for.

@@ -71,7 +71,7 @@ void check_key_index(const Tensor& query, const Tensor& key, const AttentionArgu
                  ", n]: .unsqueeze(1) adds the dimension of the heads, .expand() repeats a row");
 }
 
-void check_kv_heads(const Tensor& query, const Tensor& key, at::OptionalIntArrayRef head_map) {
+void check_kv_heads(const Tensor& query, const Tensor& key, const HeadMap& head_map) {
   const c10::SymInt num_heads = query.sym_size(1), num_kv_heads = key.sym_size(1);
   ATTNPACK_CHECK(num_kv_heads > 0 || num_heads == 0, "key has 0 heads, query ", num_heads,
                  ": pass key and value with at least one head for them to read");
@@ -126,8 +126,8 @@ void check_attention(const Tensor& query, const Tensor& key, const Tensor& value
   check_key_index(query, key, args);
   check_per_sequence("kv_lens", args.kv_lens, query);  // first: q_offset "end" was made from it
   check_per_sequence("q_offset", args.q_offsets, query);
-  ATTNPACK_CHECK(args.window_left >= -1 && args.window_right >= -1, "window is (", args.window_left, ", ",
-                 args.window_right, "), wants numbers >= 0, or -1 for unbounded");
+  ATTNPACK_CHECK(args.window[0] >= -1 && args.window[1] >= -1, "window is (", args.window[0], ", ", args.window[1],
+                 "), wants numbers >= 0, or -1 for unbounded");
   ATTNPACK_CHECK(args.softcap >= 0 && std::isfinite(args.softcap), "softcap is ", args.softcap,
                  ", wants a finite number > 0, or 0 for none");
   const double most = greatest_scale(accumulation_type(dtype));

@@ -19,7 +19,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 int64_t known_size(const Tensor& x, int64_t dim) { return x.sym_size(dim).guard_int(__FILE__, __LINE__); }
 
 // [B, Hkv, L, D] -> [B, Hq, L, D], the kv head of every query head.
-Tensor expand_heads(const Tensor& x, int64_t num_heads, at::OptionalIntArrayRef head_map) {
+Tensor expand_heads(const Tensor& x, int64_t num_heads, const HeadMap& head_map) {
   if (head_map) {
     std::vector<Tensor> heads;
     for (int64_t kv_head : *head_map) heads.push_back(x.select(1, kv_head));
@@ -36,7 +36,7 @@ Tensor product(const Tensor& a, const Tensor& b) {
 }
 
 // The transpose of expand_heads: the sum of what the query heads of a kv head give it.
-Tensor sum_heads(const Tensor& x, const c10::SymInt& num_kv_heads, at::OptionalIntArrayRef head_map) {
+Tensor sum_heads(const Tensor& x, const c10::SymInt& num_kv_heads, const HeadMap& head_map) {
   const auto sizes = x.sym_sizes();
   if (head_map) {
     std::vector<Tensor> sums(num_kv_heads.guard_int(__FILE__, __LINE__), x.narrow(1, 0, 0).sum(1));
@@ -148,9 +148,7 @@ Tensor named_probabilities(const Tensor& query, const Tensor& key, const Attenti
     AttentionArguments here = args;
     if (args.mask) here.mask = of_rows(*args.mask);
     here.key_index = of_rows(*args.key_index);
-    const auto moved = [&](const auto& offset) {
-      return near_offset(offset, args.window_left, args.window_right) + first;
-    };
+    const auto moved = [&](const auto& offset) { return near_offset(offset, args.window[0], args.window[1]) + first; };
     if (args.q_offsets)
       here.q_offsets = moved(args.q_offsets->to(at::kLong));
     else
@@ -164,7 +162,7 @@ Tensor named_probabilities(const Tensor& query, const Tensor& key, const Attenti
 
 Tensor row_positions(const Tensor& query, const AttentionArguments& args) {
   const Tensor row = at::arange(query.sym_size(2), at::TensorOptions(at::kLong).device(query.device())).unsqueeze(-1);
-  const auto near = [&](const auto& offset) { return near_offset(offset, args.window_left, args.window_right); };
+  const auto near = [&](const auto& offset) { return near_offset(offset, args.window[0], args.window[1]); };
   return args.q_offsets ? row + near(args.q_offsets->to(at::kLong)).view({-1, 1, 1, 1}) : row + near(args.q_offset);
 }
 
@@ -172,8 +170,8 @@ std::optional<Tensor> allowed_by_range(const Tensor& position, const Tensor& col
   std::optional<Tensor> allowed;
   const auto keep = [&](const Tensor& condition) { allowed = allowed ? *allowed & condition : condition; };
   if (args.causal) keep(column <= position);
-  if (args.window_left >= 0) keep(position - column <= near_window(args.window_left));
-  if (args.window_right >= 0) keep(column - position <= near_window(args.window_right));
+  if (args.window[0] >= 0) keep(position - column <= near_window(args.window[0]));
+  if (args.window[1] >= 0) keep(column - position <= near_window(args.window[1]));
   if (args.kv_lens) keep(column < args.kv_lens->to(at::kLong).view({-1, 1, 1, 1}));
   return allowed;
 }

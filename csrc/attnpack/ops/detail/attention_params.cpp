@@ -52,8 +52,8 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
   p.scale = args.scale ? *args.scale : p.head_dim > 0 ? 1.0 / std::sqrt(static_cast<double>(p.head_dim)) : 1.0;
   p.softcap = usable_softcap(args.softcap, accumulation_type(query.scalar_type()));
   p.causal = args.causal;
-  p.window_left = near_window(args.window_left);
-  p.window_right = near_window(args.window_right);
+  p.window_left = near_window(args.window[0]);
+  p.window_right = near_window(args.window[1]);
   if (args.dropout_p > 0 && !args.dropout_seed->is_cpu()) {  // reading it here would wait for the device
     r.dropout_seed = *args.dropout_seed;
     p.dropout_seed_at = r.dropout_seed.const_data_ptr<int64_t>();
@@ -62,7 +62,7 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
     set_dropout(p, args.dropout_p, static_cast<uint64_t>(args.dropout_seed->item<int64_t>()));
   }
   if (args.head_map) {
-    r.groups = group_heads(args.head_map->vec(), p.num_kv_heads);
+    r.groups = group_heads(*args.head_map, p.num_kv_heads);
     p.group_start = r.groups.start.data();
     p.group_heads = r.groups.heads.data();
   }
@@ -72,12 +72,12 @@ PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, cons
     p.mask_dtype = kernel_dtype(r.mask.scalar_type());
     p.mask_strides = kernel_strides(r.mask);
   }
-  p.q_offset = near_offset(args.q_offset.expect_int(), args.window_left, args.window_right);
+  p.q_offset = near_offset(args.q_offset.expect_int(), args.window[0], args.window[1]);
   if (args.q_offsets) {
     r.q_offsets = args.q_offsets->to(at::kLong);
     // first_position does the rest. On CUDA a call of its own would cost as much as the kernel.
-    if (r.q_offsets.is_cpu() || std::max(args.window_left, args.window_right) > kFar)
-      r.q_offsets = near_offset(r.q_offsets, args.window_left, args.window_right);
+    if (r.q_offsets.is_cpu() || std::max(args.window[0], args.window[1]) > kFar)
+      r.q_offsets = near_offset(r.q_offsets, args.window[0], args.window[1]);
     r.q_offsets = r.q_offsets.contiguous();
     p.q_offsets = r.q_offsets.const_data_ptr<int64_t>();
   }

@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <attnpack/core/padded.h>
+#include <attnpack/ops/score_rules.h>
 
 #include <optional>
 #include <tuple>
@@ -11,7 +12,7 @@
 #include <utility>
 
 // The dispatcher knows flat signatures; our functions take structs of arguments. A struct of arguments is an aggregate
-// with `members()`: a tie of its members, in the order of their declaration and of the schema.
+// with `members()`: a tie of its members, in the order of the schema.
 namespace attnpack {
 
 template <class T>
@@ -24,8 +25,37 @@ struct Types {};
 
 // A member's type in a flat signature.
 template <class T>
-using Parameter =
-    std::conditional_t<std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>>, const T&, T>;
+struct ParameterOf {
+  using type =
+      std::conditional_t<std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>>, const T&, T>;
+};
+template <>
+struct ParameterOf<HeadMap> {
+  using type = at::OptionalIntArrayRef;
+};
+template <class T>
+using Parameter = typename ParameterOf<T>::type;
+
+// A member as a flat argument, and the reverse.
+template <class T>
+const T& to_flat(const T& member) {
+  return member;
+}
+inline at::OptionalIntArrayRef to_flat(const HeadMap& map) {
+  return map ? at::OptionalIntArrayRef(*map) : at::OptionalIntArrayRef();
+}
+template <class T, class F>
+void from_flat(T& member, const F& flat) {
+  if constexpr (std::is_same_v<T, HeadMap>)
+    member = flat ? HeadMap(flat->vec()) : HeadMap();
+  else
+    member = flat;
+}
+// The members of a struct of ours, to be written: members() gives constant references.
+template <class T>
+T& writable(const T& member) {
+  return const_cast<T&>(member);
+}
 
 template <class T>
 struct Flat {
@@ -65,7 +95,10 @@ template <class T, size_t Begin, class Tuple>
 decltype(auto) take_argument(const Tuple& flat) {
   if constexpr (ArgumentStruct<T>)
     return [&]<size_t... I>(std::index_sequence<I...>) {
-      return std::remove_cvref_t<T>{std::get<Begin + I>(flat)...};
+      std::remove_cvref_t<T> argument;
+      const auto members = std::as_const(argument).members();
+      (from_flat(writable(std::get<I>(members)), std::get<Begin + I>(flat)), ...);
+      return argument;
     }(std::make_index_sequence<kWidth<T>>());
   else
     return std::get<Begin>(flat);
@@ -155,7 +188,7 @@ class DispatchedOp<Result(Argument...)> {
         [this](const auto&... flat) {
           size_t index = 0;
           (detail::check_flat_argument(op_, index++, flat), ...);
-          return op_.call(flat...);
+          return op_.call(detail::to_flat(flat)...);
         },
         std::tuple_cat(detail::spread_argument(arguments)...));
   }

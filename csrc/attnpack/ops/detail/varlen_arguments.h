@@ -7,35 +7,28 @@
 namespace attnpack {
 
 // The arguments that follow query, key, value and cu_seqlens_q in the schemas of packed sequences.
-struct VarlenArguments {
+struct VarlenArguments : ScoreRules {
   std::optional<Tensor> cu_seqlens_k = {};       // [B + 1]; default cu_seqlens_q
   std::optional<c10::SymInt> max_seqlen_q = {};  // hints
   std::optional<c10::SymInt> max_seqlen_k = {};
-  std::optional<Tensor> block_table = {};  // int32 [B, max_pages]: key and value are pools of pages
-  std::optional<Tensor> kv_lens = {};      // [B]: the keys of each sequence, where they are in pages
-  bool causal = false;
+  std::optional<Tensor> block_table = {};    // int32 [B, max_pages]: key and value are pools of pages
+  std::optional<Tensor> kv_lens = {};        // [B]: the keys of each sequence, where they are in pages
   std::optional<c10::SymInt> q_offset = {};  // of every sequence; default: its keys - its queries
   std::optional<Tensor> q_offsets = {};      // [B], instead of q_offset
-  int64_t window_left = -1;
-  int64_t window_right = -1;
-  double softcap = 0.0;
-  std::optional<Tensor> sinks = {};         // [Hq]
-  std::optional<Tensor> alibi_slopes = {};  // [Hq]
-  at::OptionalIntArrayRef head_map = {};
-  double dropout_p = 0.0;
   std::optional<Tensor> dropout_seed = {};
-  std::optional<double> scale = {};
 
   auto members() const {
-    return std::tie(cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, kv_lens, causal, q_offset, q_offsets,
-                    window_left, window_right, softcap, sinks, alibi_slopes, head_map, dropout_p, dropout_seed, scale);
+    return std::tuple_cat(
+        std::tie(cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, kv_lens, q_offset, q_offsets, dropout_seed),
+        ScoreRules::members());
   }
 };
 
-#define ATTNPACK_VARLEN_SCHEMA                                                                                     \
-  "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? block_table, Tensor? kv_lens, bool "  \
-  "causal, SymInt? q_offset, Tensor? q_offsets, int window_left, int window_right, float softcap, Tensor? sinks, " \
-  "Tensor? alibi_slopes, int[]? head_map, float dropout_p, Tensor? dropout_seed, float? scale"
+// What follows them has a default too.
+#define ATTNPACK_VARLEN_SCHEMA                                                                                  \
+  "Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? block_table=None, " \
+  "Tensor? kv_lens=None, SymInt? q_offset=None, Tensor? q_offsets=None, Tensor? "                               \
+  "dropout_seed=None" ATTNPACK_RULES_SCHEMA
 
 // Those of query, key, value and sinks; the last empty if it was not asked for.
 using VarlenGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;

@@ -67,16 +67,9 @@ std::vector<Sequence> read_sequences(const Tensor& query, const Tensor& key, con
 }
 
 AttentionArguments shared_arguments(const VarlenArguments& args) {
-  return {.causal = args.causal,
-          .window_left = args.window_left,
-          .window_right = args.window_right,
-          .softcap = args.softcap,
-          .sinks = args.sinks,
-          .alibi_slopes = args.alibi_slopes,
-          .head_map = args.head_map,
-          .dropout_p = args.dropout_p,
-          .dropout_seed = args.dropout_seed,
-          .scale = args.scale};
+  AttentionArguments r{args};
+  r.dropout_seed = args.dropout_seed;
+  return r;
 }
 
 AttentionArguments sequence_arguments(const VarlenArguments& args, const Sequence& sequence, int64_t b) {

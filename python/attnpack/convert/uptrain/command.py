@@ -225,7 +225,7 @@ def _load_state(work: Distillation, path: Path, about: dict[str, Any]) -> dict[s
 def _write_weights(checkpoint: HfCheckpoint, state: dict[str, Tensor]) -> None:
     """Writes the weights as model.safetensors, which appears whole, and then removes the old shards."""
     path = checkpoint.path / "model.safetensors"
-    dtypes = {name: file.dtype(name) for name, file in checkpoint.files.items()}
+    dtypes = {name: checkpoint.dtype(name) for name in checkpoint.files}
     with whole_file(path) as partial:
         writer = SafetensorsWriter(partial, {name: (tuple(state[name].shape), dtype) for name, dtype in dtypes.items()})
         for name, dtype in dtypes.items():

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace attnpack {
+
+// The queries times the factor of each position, which multiplies their scores as it multiplies them; differentiable.
+// Computed in fp32 at least, rounded once to query's dtype. Without factors the query itself.
+at::Tensor scale_queries(const at::Tensor& query,                        // [B, H, L, D], or packed [T, H, D]
+                         const std::optional<at::Tensor>& query_scale);  // [L] or [B, L], or packed [T]
+
+}  // namespace attnpack
