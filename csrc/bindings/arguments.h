@@ -21,8 +21,8 @@ namespace attnpack {
 
 using Names = std::vector<std::string>;
 
-// A wrong argument as an error message shows it: `'yes' (str)`; of a module or tensor the type alone, because its text
-// is long.
+// A wrong argument as an error message shows it: `'yes' (str)`; for a module or tensor only the type, because its
+// text is long.
 std::string shown(const py::handle& argument);
 
 // "a module", "an attention module"
@@ -205,7 +205,7 @@ Names option_names(const Options& options) {
 
 // Options from the arguments of a constructor. Sizes are the types of the arguments that Options' constructor takes,
 // which are required as the keywords `required` are; `positional` says how many arguments may be given without their
-// names, default the sizes alone.
+// names, by default only the sizes.
 template <typename Options, typename... Sizes>
 Options options_of_call(const char* function, const py::args& args, const py::kwargs& kwargs,
                         size_t positional = sizeof...(Sizes), const Names& required = {}) {
@@ -277,7 +277,7 @@ struct Held<c10::ArrayRef<T>> {
 using PlainCall = std::function<py::object(PyObject* const* arguments, size_t count)>;
 void add_plain_function(py::module_& m, const char* name, PlainCall call);
 
-// Defines a function of the native side, which takes its arguments by place alone: attnpack.ops gives them their names
+// Defines a function of the native side, which takes its arguments only by place: attnpack.ops gives them their names
 // and defaults. It runs without the GIL unless it takes or gives Python's objects.
 template <typename Result, typename... Values>
 void define(py::module_& m, const char* name, Result (*function)(Values...), const Names& names) {

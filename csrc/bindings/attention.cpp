@@ -101,7 +101,7 @@ void bind_projected(py::module_& m) {
   });
 }
 
-// Of a module whose queries read the keys that a selector names.
+// Binds a module whose queries read the keys that a selector names.
 template <typename Impl, typename Options, typename... Sizes>
 py::class_<Impl, torch::nn::Module, std::shared_ptr<Impl>> bind_selecting(py::module_& m, const char* name,
                                                                           const char* doc, const Names& required) {

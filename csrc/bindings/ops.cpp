@@ -65,7 +65,7 @@ void visit_rules(const Visit& visit, ScoreRules& rules) {
   ScoreRules::for_each_rule(rules, visit);
 }
 
-// What the operator takes beside the tensors and the rules.
+// The operator's arguments beside the tensors and the rules.
 struct OperatorSettings {
   OptionalTensor mask, kv_lens, key_index;
   QOffset q_offset = int64_t{0};
@@ -164,7 +164,7 @@ using Cache = std::optional<std::tuple<Tensor, Tensor, Tensor, OptionalTensor, i
                                        OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>>;
 using LatentTensors = std::tuple<Tensor, Tensor>;
 
-// What every layer's function takes beside its tensors and its cache.
+// The arguments of every layer's function beside its tensors and its cache.
 template <class Visit>
 void visit_inputs(const Visit& visit, const RopeSettings*& rope, LayerInputs& inputs) {
   visit("rope", rope);
@@ -185,7 +185,7 @@ LayerInputs to_inputs(const RopeSettings* rope, const OptionalTensor& positions,
   return r;
 }
 
-// at_names changes the weights alone.
+// at_names changes only the weights.
 void check_weights(bool need_weights, bool at_names) {
   ATTNPACK_CHECK(need_weights || !at_names, "at_names: got True without need_weights, which asks for the ",
                  "probabilities that it means; set both, or leave it out");

@@ -105,7 +105,7 @@ bool is_unpatched() {
   return !py::cast<bool>(py::bool_(linear.has_global_hook())) && !is_seen_by_mode();
 }
 
-// Whether a call of layer is torch's linear alone: no other type, no forward of its own, no hooks.
+// Whether a call of layer runs only torch's linear: no other type, no forward of its own, no hooks.
 bool is_plain(const py::handle& layer) { return is_linear(layer) && !is_watched(layer) && is_unpatched(); }
 
 // Borrowed; null where the layer lacks it.

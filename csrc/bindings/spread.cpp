@@ -7,7 +7,7 @@ namespace attnpack {
 
 namespace {
 
-// Modules of C++ would attend over their own part of a sequence alone: they do not know Python's ranks.
+// Modules of C++ would attend only over their own part of a sequence: they do not know Python's ranks.
 class SpreadByPython : public Spread {
  public:
   at::Tensor attend(const at::Tensor&, const at::Tensor&, const at::Tensor&, const AttendOptions&) const override {
@@ -22,7 +22,7 @@ class SpreadByPython : public Spread {
  private:
   [[noreturn]] static void refuse() {
     ATTNPACK_CHECK(false,
-                   "a module of attnpack.cpp runs under context_parallel, which spreads the modules of Python alone: "
+                   "a module of attnpack.cpp runs under context_parallel, which spreads only modules of Python: "
                    "take the class of the same name in attnpack (from_cpp() gives the module)");
   }
 };

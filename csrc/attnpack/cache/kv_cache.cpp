@@ -40,7 +40,7 @@ c10::SymInt KVCache::sym_nbytes_allocated() const {
 void KVCache::restore(const CacheState& state) {
   const auto& parts = state.tensors;
   ATTNPACK_CHECK(parts.size() == 1 || parts.size() == 3 || parts.size() == 4, "tensors: got ", parts.size(),
-                 ", want lengths alone, or lengths, key and value, and dropped");
+                 ", want only lengths, or lengths, key and value, and dropped");
   tensors_.lengths = parts[0];
   tensors_.key = parts.size() > 1 ? parts[1] : at::Tensor();
   tensors_.value = parts.size() > 1 ? parts[2] : at::Tensor();

@@ -19,7 +19,7 @@ struct CacheState {
   std::vector<c10::SymInt> numbers;  // what the cache knows beside its tensors
 };
 
-// A cache before a call. Of the state's tensors a call writes into lengths, and after them into key and value.
+// A cache before a call. The call changes lengths, and the rows of key and value after the held positions.
 struct CacheBefore {
   CacheState state;
   at::Tensor lengths;  // [B], a copy
@@ -27,9 +27,9 @@ struct CacheBefore {
 
 // Keys and values of one attention layer. A cache is a value handed to forward, never a buffer of a module.
 //
-// A call asks for room with reserve, lets attend write into it, and counts the new positions with commit. Where the
-// call raises, take_back forgets what it did. What a failed call did is to be undone exactly: reserve and commit leave
-// the held positions of the state's tensors as they are, and put new tensors in their place where positions move.
+// A call asks for room with reserve, lets attend write into it, and counts the new positions with commit. If the
+// call raises, take_back restores the state before it exactly. So reserve and commit do not overwrite held positions:
+// where positions move, they put new tensors in place of the old ones.
 //
 // Lengths that torch.compile does not know while it traces a call are c10::SymInt, as in torch: sym_len() beside len().
 //
@@ -42,7 +42,7 @@ class KVCache {
   // Tensors with room for key.size(2) more positions; raises where key or value do not fit the cache.
   virtual CacheTensors reserve(const at::Tensor& key,         // [B, Hkv, L, D]
                                const at::Tensor& value) = 0;  // [B, Hkv, L, Dv]
-  // The same with room for new_lens [B] of the new positions alone, where the cache can tell.
+  // The same with room for only new_lens [B] of the new positions, if the cache can count them.
   virtual CacheTensors reserve_valid(const at::Tensor& key, const at::Tensor& value,
                                      const std::optional<at::Tensor>& new_lens);
   // The same for latent attention. Its keys and values are one: they are stored as keys, with values of no width.

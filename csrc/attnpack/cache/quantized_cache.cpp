@@ -163,7 +163,7 @@ void QuantizedCache::restore(const CacheState& state) {
   const auto& parts = state.tensors;
   const auto& numbers = numbers_of(state, 9);
   ATTNPACK_CHECK(parts.size() == 1 || parts.size() == (keeps_exact() ? 6 : 3), "tensors: got ", parts.size(),
-                 ", want lengths alone, or lengths, keys and values",
+                 ", want only lengths, or lengths, keys and values",
                  keeps_exact() ? ", and dropped, keys and values" : "", " for a QuantizedCache");
   const auto dtype = numbers[6].guard_int(__FILE__, __LINE__);
   ATTNPACK_CHECK(dtype >= 0 && dtype < static_cast<int64_t>(at::ScalarType::NumOptions), "dtype: got the number ",

@@ -137,7 +137,7 @@ CacheState SlidingWindowCache::state() const {
 void SlidingWindowCache::restore(const CacheState& state) {
   const auto parts = state.tensors.size();
   ATTNPACK_CHECK(parts == 1 || parts == 4, "tensors: got ", parts,
-                 ", want lengths alone, or lengths, key, value and dropped for a SlidingWindowCache");
+                 ", want only lengths, or lengths, key, value and dropped for a SlidingWindowCache");
   KVCache::restore(state);
   used_ = numbers_of(state, 3)[2];
 }

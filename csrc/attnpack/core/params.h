@@ -46,7 +46,7 @@ struct AttentionParams {
   // of a page. On the CPU the batch is one sequence.
   const int32_t* block_table;  // a page for each page_size of the kv_len keys; anything may follow
   int64_t page_size, num_pages, table_stride;
-  NamedKeys named;         // the CPU alone
+  NamedKeys named;         // only for the CPU
   int64_t quantized_bits;  // 8 or 4: key and value are quantised rows (core/quantized.h), strides in bytes; 0: numbers
 
   void* out;  // [batch, num_heads, q_len, v_head_dim]

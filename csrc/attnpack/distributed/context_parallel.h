@@ -15,7 +15,7 @@ struct ContextParallelOptions {
   TORCH_ARG(Layout, layout) = Layout::kContiguous;
 };
 
-// While it lives, the attention modules of this thread attend over sequences of which each rank holds a part
+// While it lives, the attention modules of this thread attend over sequences that are sharded over the ranks
 // (context parallelism):
 //
 //   const ContextParallel scope(group, ContextParallelOptions().layout(Layout::kZigzag));

@@ -12,7 +12,7 @@ class ShardedCache {
  public:
   explicit ShardedCache(Group group);
 
-  // Appends the new keys and values, of which this rank keeps its own, and attends over those of all ranks: one
+  // Appends this rank's share of the new keys and values, and attends over those of all ranks: one
   // collective of the queries' rows. The queries stand after the positions that were held before. Raises for mask,
   // dropout_p, q_offset and kv_lens, and on all ranks where arguments differ between them; the cache is then as it was.
   at::Tensor attend(const at::Tensor& query,                // [B, Hq, L, D], rotated

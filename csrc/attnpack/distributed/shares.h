@@ -24,8 +24,8 @@ class TensorShares {
   TensorShares(Group group, std::map<std::string, Share> shares)
       : group_(std::move(group)), shares_(std::move(shares)) {}
 
-  // This rank's part of the state dict of one process, for load_state_dict. Nothing is sent. Of tensors that are
-  // mapped from a file (load_safetensors) only this part is read. Raises for a tensor of another length.
+  // This rank's part of the state dict of one process, for load_state_dict. Nothing is sent. Tensors that are
+  // mapped from a file (load_safetensors) are read only in this part. Raises for a tensor of another length.
   StateDict part_of(const StateDict& whole) const;
 
   // The state dict of one process, from those of all ranks, which call this together: on each of them, bit for bit what

@@ -38,15 +38,15 @@ void check_heads(const char* name, int64_t num_heads, double dropout, const Grou
   check_dropout(dropout);
 }
 
-// Raises for a parameter of which no share is known: a new part of a module would be shared wrongly.
+// Raises for a parameter that has no known share: a new part of a module would be sharded wrongly.
 void check_known(const char* name, const torch::nn::Module& module, const std::unordered_set<std::string>& known) {
   for (const auto& parameter : module.named_parameters()) {
     ATTNPACK_CHECK(known.count(parameter.key().substr(0, parameter.key().find('.'))), name, " has a parameter '",
-                   parameter.key(), "', of which tensor_parallel knows no share: leave this module out");
+                   parameter.key(), "', which tensor_parallel does not know how to shard: leave this module out");
   }
 }
 
-// Raises for a norm over all heads, of which a rank has a share.
+// Raises for a norm over all heads: a rank has only a share of them.
 template <typename Attention>
 void check_grouped(const Attention& module, const Group& group) {
   const auto& o = module.options;

@@ -9,10 +9,10 @@ namespace attnpack::distributed {
 // Shares a module out over the ranks of a group, in place (Shoeybi et al. 2019). It may be any module of attnpack that
 // holds attention or feed-forwards, CausalLM included, with the same weights on all ranks. Each rank then has a share
 // of the query heads, the kv heads that these read, and a share of the hidden numbers and of the vocabulary: rows of
-// the embedding and of the head. Its KV cache holds its kv heads alone. Norms and the table of learned positions stay
-// whole. Inputs and outputs are those of one process, the same on all ranks, logits too; so are the gradients of what
-// is whole, and those of kv heads that several ranks hold are summed. A weight in two places stays one. generate gives
-// all ranks the tokens that rank 0 chooses; its callback must answer alike on all of them.
+// the embedding and of the head. Its KV cache holds only its own kv heads. Norms and the table of learned positions
+// stay whole. Inputs and outputs are those of one process, the same on all ranks, logits too; so are the gradients of
+// what is whole, and those of kv heads that several ranks hold are summed. A weight in two places stays one. generate
+// gives all ranks the tokens that rank 0 chooses; its callback must answer alike on all of them.
 //
 // Parameters have the shapes of this rank's share, so make the optimiser after this call. The result loads a checkpoint
 // of one process into them, and gives one back: load_state_dict(module, shares.part_of(load_safetensors(path))) and

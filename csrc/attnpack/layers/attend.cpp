@@ -52,7 +52,7 @@ void check_named_keys(const std::optional<CacheTensors>& cache, const LayerArgum
   // they are read have no sums to keep.
   ATTNPACK_CHECK(
       !sums || (choice.top_blocks > 0 && choice.scorer == "mean" && !layer.rope.raw_keys && !cache->block_table),
-      "cache_block_sums: got some for a call that does not choose blocks of stored keys by their mean; use a "
+      "cache_block_sums: got some, but only a call that chooses blocks of stored keys by their mean takes them; use a "
       "DynamicCache");
   if (!choice.names_keys()) return;
   ATTNPACK_CHECK(!cache || (!cache->bits && !cache->dropped), "cache: got a ",
@@ -226,7 +226,8 @@ CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
 Tensor attend(const Tensor& unscaled, const Tensor& key, const Tensor& value, const AttendOptions& options) {
   const Tensor query = scale_queries(unscaled, options.query_scale);
   if (const auto* over = spread()) {
-    ATTNPACK_CHECK(!options.key_index, "key_index: got some under context_parallel, which knows none; leave it out");
+    ATTNPACK_CHECK(!options.key_index,
+                   "key_index: got one for a sequence on several processes, where it is not supported; leave it out");
     return over->attend(query, key, value, options);
   }
   static const DispatchedOp<decltype(attend_composite)> op("attnpack::attend");

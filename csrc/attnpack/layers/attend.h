@@ -25,7 +25,7 @@ at::Tensor attend(const at::Tensor& query,             // [B, Hq, L, D], before 
                   const at::Tensor& value,             // [B, Hkv, Lkv, Dv]
                   const AttendOptions& options = {});  // -> [B, L, Hq * Dv]
 
-// The same, and the probabilities before dropout, [B, Hq, L, keys]; at_names: those at the keys of key_index alone, as
+// The same, and the probabilities before dropout, [B, Hq, L, keys]; at_names: only those at the keys of key_index, as
 // stage "named" of attention_scores gives them.
 std::tuple<at::Tensor, at::Tensor> attend_with_weights(const at::Tensor& query, const at::Tensor& key,
                                                        const at::Tensor& value, const AttendOptions& options = {},

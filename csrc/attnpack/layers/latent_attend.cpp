@@ -89,8 +89,8 @@ struct PlacedLatents : PlacedTokens {
   Tensor rotated() const { return query.narrow_symint(3, query.sym_size(3) - rotated_dim, rotated_dim); }
 };
 
-// place_tokens for a cache whose latents are bytes (ops/detail/latent_rows.h). What is to be read is expanded. The new
-// latents are read as they are stored; gradients flow through them as if they were exact.
+// place_tokens for a cache whose latents are bytes (ops/detail/latent_rows.h). It expands the latents that attention
+// reads. New latents are read as they are stored; gradients flow through them as if they were exact.
 PlacedTokens place_rows(const NewTokens& tokens, const CacheTensors& cache, const SymInt& latent_dim,
                         const LayerArguments& layer,
                         c10::function_ref<void(const Tensor&, const Tensor&, const std::optional<Tensor>&)> check) {
@@ -267,7 +267,8 @@ Tensor latent_attend(const Tensor& unscaled, const Tensor& latent, const Tensor&
   const Tensor query = scale_queries(unscaled, options.query_scale);
   if (const auto* over = spread()) {
     check_up_projection(query, latent, k_rope, kv_b, v_dim, path);
-    ATTNPACK_CHECK(!options.key_index, "key_index: got some under context_parallel, which knows none; leave it out");
+    ATTNPACK_CHECK(!options.key_index,
+                   "key_index: got one for a sequence on several processes, where it is not supported; leave it out");
     return over->latent_attend(query, latent, k_rope, kv_b, v_dim, options);
   }
   static const DispatchedOp<decltype(latent_attend_composite)> op("attnpack::latent_attend");

@@ -18,7 +18,7 @@ struct LatentAttendOptions : LayerInputs {
 
 // Latent attention after its projections: rotate, append the latents to the cache, attend by one of two equal paths,
 // join the heads. `path`: "expanded" makes keys and values of all latents (kv_b); "absorbed" folds W_UK into the
-// queries and W_UV into the outputs, and reads the latents alone; "auto" takes the cheaper path (absorbed_is_cheaper).
+// queries and W_UV into the outputs, and reads only the latents; "auto" takes the cheaper path (absorbed_is_cheaper).
 // Without kv_b, query and output are in the latent space already. scale is that of the scores, by default 1 / sqrt(N +
 // R). The cache's key holds the latents; its value has no width.
 at::Tensor latent_attend(const at::Tensor& query,                // [B, H, L, N + R], before rotation; the last R rotate

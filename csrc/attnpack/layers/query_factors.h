@@ -8,10 +8,9 @@
 
 namespace attnpack {
 
-// How the scores of a query grow with its position p, a dict as in Hugging Face configs. Of type
+// How the scores of a query grow with its position p, a dict as in Hugging Face configs. Its types:
 //   "llama4": log1p(floor((p + 1) / floor_scale)) * attn_scale + 1 (Llama 4, on its layers without RoPE; Nakanishi
-//   2025,
-//             arXiv 2501.19399); p counts the tokens of the cache, whatever positions say,
+//             2025, arXiv 2501.19399); p counts the tokens of the cache, whatever positions say,
 //   "log":    1 + llama_4_scaling_beta * log(1 + floor(p / original_max_position_embeddings)) (Ministral 3, Mistral 4);
 //             p is the position that RoPE takes.
 struct QueryScale {

@@ -20,7 +20,7 @@ struct RouteOptions {
 };
 
 // Weights [..., top_k] and int64 numbers [..., top_k] of the experts of each token. `correction` [experts] is added to
-// the scores for the choice alone (DeepSeek-V3); it gets no gradient.
+// the scores only for the choice (DeepSeek-V3), and gets no gradient.
 std::tuple<at::Tensor, at::Tensor> route_experts(const at::Tensor& logits,  // [..., experts], fp32 or fp64
                                                  const std::optional<at::Tensor>& correction,
                                                  const RouteOptions& options);

@@ -92,8 +92,8 @@ Tensor hide(const Tensor& scores, const Tensor& query, const PlaceArguments& pla
   return hide(scores, count_from_zero(scores.sym_size(3), scores), query, place);
 }
 
-// What a mask adds to the scores of `keys` keys, [B or 1, kv_heads or 1, L or 1, keys or 1]: of the query heads that
-// share a choice, the one that may attend most.
+// The numbers that a mask adds to the scores of `keys` keys, [B or 1, kv_heads or 1, L or 1, keys or 1]. Query heads
+// that share a choice use their maximum.
 Tensor bias_of(const Tensor& mask, const SymInt& kv_heads, const SymInt& keys, at::ScalarType wide) {
   Tensor bias = mask.detach();
   bias = mask.scalar_type() == at::kBool
@@ -116,7 +116,7 @@ Tensor block_maxima(const Tensor& x, const SymInt& blocks, const SymInt& block) 
       .amax(-1);
 }
 
-// What `select` gives for the rows of query, [B, heads, L, n], some rows at a time: select(rows, place, first row).
+// Calls select(rows, place, first row) for some rows of query at a time, and joins the results: [B, heads, L, n].
 template <typename Select>
 Tensor in_pieces(const Tensor& query, const SymInt& keys, const PlaceArguments& place, const Select& select) {
   return in_row_pieces(query, keys, [&](const Tensor& rows, int64_t first) {
@@ -219,11 +219,12 @@ void check_loss(const Tensor& query, const Tensor& key, const Tensor& probabilit
                  ", wants int32 or int64 [", batch, ", 1, ", length, ", n]");
   check_at_names(at_names, key_index);
   const SymInt width = at_names ? key_index->sym_size(3) : keys;
-  ATTNPACK_CHECK(probabilities.dim() == 4 && probabilities.is_floating_point() && probabilities.sym_size(0) == batch &&
-                     probabilities.sym_size(2) == length && probabilities.sym_size(3) == width,
-                 "probabilities has shape ", probabilities.sym_sizes(), " and dtype ", probabilities.scalar_type(),
-                 ", wants floating numbers [", batch, ", num_heads, ", length, ", ", width, "], one for each ",
-                 at_names ? "name of key_index" : "key (those of the names of key_index alone want at_names=True)");
+  ATTNPACK_CHECK(
+      probabilities.dim() == 4 && probabilities.is_floating_point() && probabilities.sym_size(0) == batch &&
+          probabilities.sym_size(2) == length && probabilities.sym_size(3) == width,
+      "probabilities has shape ", probabilities.sym_sizes(), " and dtype ", probabilities.scalar_type(),
+      ", wants floating numbers [", batch, ", num_heads, ", length, ", ", width, "], one for each ",
+      at_names ? "name of key_index" : "key (probabilities at only the keys of key_index want at_names=True)");
   if (key_index && key_index->is_cpu() && !at::isTensorSubclassLike(*key_index))
     check_key_index_values(*key_index, /*key_block=*/1, keys.guard_int(__FILE__, __LINE__));
 }
@@ -237,7 +238,7 @@ Tensor named_products(const Tensor& query, const Tensor& key, const Tensor& name
   return products.squeeze(2).unflatten_symint(0, {batch, length}).transpose(1, 2);
 }
 
-// The scores I, [B, 1, L, Lkv]; of the keys with the numbers `names` alone [B, 1, L, n].
+// The scores I, [B, 1, L, Lkv]; with `names` only those of the keys with these numbers, [B, 1, L, n].
 Tensor loss_scores(const Tensor& query, const Tensor& key, const Tensor& weights, const PlaceArguments& place,
                    const std::optional<Tensor>& names = std::nullopt) {
   const SymInt keys = key.sym_size(2);

@@ -14,13 +14,13 @@ struct SelectionPlace {
   bool causal = false;
   std::optional<at::Tensor> q_offsets;  // [B] int64, position of query row 0; default 0
   std::optional<at::Tensor> kv_lens;    // [B], valid keys; default all
-  // bool (true = may attend) or floating, broadcastable to [B, Hq, L, keys]: it is added to the scores, of the query
-  // heads that share a choice the largest. Of a block of keys the largest number counts.
+  // bool (true = may attend) or floating, broadcastable to [B, Hq, L, keys]. Added to the
+  // scores. Query heads that share a choice, and keys of one block, use its maximum.
   std::optional<at::Tensor> mask;
 };
 
 // The numbers of the keys that each query attends, as the operator takes them (key_index): int32, -1 for none, the best
-// first, of equal scores the lower number. No gradient flows through a choice.
+// first, and among equal scores the lower number first. No gradient flows through a choice.
 
 // DeepSeek-V3.2's lightning indexer: the top_k keys by sum_h weights_h * relu(query_h key). The local_keys up to the
 // query's own position are among them in any case.
@@ -44,9 +44,10 @@ at::Tensor index_keys(const IndexerTokens& tokens, int64_t top_k, int64_t local_
 
 // The loss that trains an indexer (DeepSeek-V3.2 2025, section 2.1): the mean of KL(p || softmax(I)) over the valid
 // queries. p is the sum over the heads of the probabilities, divided by its own sum, and I = sum_h weights_h
-// relu(query_h key) / sqrt(H D). With key_index, I covers the keys named there alone, and the probabilities are those
-// of attention over them. With at_names too, they stand at the names alone, in their order, and memory grows with n: of
-// equal names in a row the first counts. The mask of inputs is added to I. No gradient flows into the probabilities.
+// relu(query_h key) / sqrt(H D). With key_index, I covers only the keys named there, and the probabilities are those
+// of attention over them. With at_names too, they stand only at the names, in their order, and memory grows with n. If
+// a row names a key twice, the first place counts. The mask of inputs is added to I. No gradient flows into the
+// probabilities.
 at::Tensor indexer_loss(const IndexerTokens& tokens,
                         const at::Tensor& probabilities,             // [B, Hq, L, L], with at_names [B, Hq, L, n]
                         const std::optional<at::Tensor>& key_index,  // [B, 1, L, n]

@@ -11,7 +11,7 @@ namespace attnpack {
 struct GenerateOptions {
   explicit GenerateOptions(int64_t max_new_tokens) : max_new_tokens_(max_new_tokens) {}
   TORCH_ARG(int64_t, max_new_tokens);
-  // "dynamic", "static" (allocated at once), "sliding" (memory of the window alone for layers with a window, "dynamic"
+  // "dynamic", "static" (allocated at once), "sliding" (for layers with a window only the window's memory, "dynamic"
   // for the others), "paged" (allocated at once, in pages of 16 that several answers to a prompt share), "int8" and
   // "int4" (QuantizedCaches; int4 with exact_first 4 and exact_last 128), or "none":
   // everything is computed anew for each token.

@@ -38,8 +38,8 @@ struct AttentionInputs {
   // The cache of another layer, which has appended these tokens' keys and values: this layer reads them, and appends
   // nothing (Brandon et al. 2024, arXiv 2405.12981). No gradient reaches the layer that filled it.
   TORCH_ARG(std::shared_ptr<KVCache>, kv_from);
-  // SparseAttention and SparseLatentAttention alone: a LatentCache, or a StaticCache of one head, for the keys of their
-  // indexer, beside cache.
+  // Only for SparseAttention and SparseLatentAttention: a LatentCache, or a StaticCache of one head, for the keys of
+  // their indexer, beside cache.
   TORCH_ARG(std::shared_ptr<KVCache>, index_cache);
   // The numbers of the keys that each query may attend, [B, 1 or Hkv, L, n], as in the operator; with a cache they are
   // positions of the cache. For multi-head, grouped-query, multi-query and latent attention; the others refuse it.
@@ -72,8 +72,8 @@ class AttentionModule : public PartInterface {
   // The same, and the probabilities before dropout, [B, Hq, L, keys]
   virtual std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
                                                                   const AttentionInputs& inputs = {}) = 0;
-  // q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, Dv] as they enter the operator. Of the inputs it reads
-  // context, value_context and positions.
+  // q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, Dv] as they enter the operator. Reads context,
+  // value_context and positions of inputs.
   virtual std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
                                                                  const AttentionInputs& inputs = {}) = 0;
   virtual int64_t embed_dim() const = 0;

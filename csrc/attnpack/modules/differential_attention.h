@@ -22,9 +22,9 @@ struct DifferentialAttentionOptions {
   TORCH_ARG(int64_t, version) = 2;
   // Default embed_dim / num_heads.
   TORCH_ARG(std::optional<int64_t>, head_dim);
-  // Version 1 alone: the first value of lambda, 0.8 - 0.6 exp(-0.3 layer) in the paper; default 0.8.
+  // Only for version 1: the first value of lambda, 0.8 - 0.6 exp(-0.3 layer) in the paper; default 0.8.
   TORCH_ARG(std::optional<double>, lambda_init);
-  // Version 1 alone: eps of the norm on the differences; default 1e-5.
+  // Only for version 1: eps of the norm on the differences; default 1e-5.
   TORCH_ARG(std::optional<double>, eps);
   TORCH_ARG(bool, bias) = false;
   // Default: as bias.

@@ -102,7 +102,7 @@ struct GroupedOptions {
 };
 
 // Projections, then attend: multi-head (Vaswani et al. 2017), grouped-query (Ainslie et al. 2023) and multi-query
-// attention (Shazeer 2019) differ in num_kv_heads alone.
+// attention (Shazeer 2019) differ only in num_kv_heads.
 template <typename Derived, Sharing sharing>
 class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule {
  public:
@@ -267,8 +267,8 @@ class SparseAttentionImpl : public LeafModule<SparseAttentionImpl>, public Atten
   std::tuple<at::Tensor, at::Tensor, at::Tensor> project(const at::Tensor& x,
                                                          const AttentionInputs& inputs = {}) override;
   // attnpack::indexer_loss for x: against attention over all keys, or, if sparse, over those that the indexer names, in
-  // memory that grows with their number. Gradients flow into the indexer alone. Of the inputs it reads mask, causal,
-  // positions and kv_lens.
+  // memory that grows with their number. Gradients flow only into the indexer. It reads mask, causal, positions and
+  // kv_lens of inputs.
   at::Tensor indexer_loss(const at::Tensor& x, bool sparse = false, const AttentionInputs& inputs = {});
   int64_t embed_dim() const override { return options.embed_dim(); }
   bool rotates() const override { return !rope.is_empty(); }

@@ -135,7 +135,7 @@ struct SparseLatentAttentionOptions {
   }
 };
 
-// What the modules of latent attention have in common.
+// The parts that all modules of latent attention share.
 template <typename Derived, typename Options>
 class LatentAttentionImpl : public torch::nn::Cloneable<Derived>, public AttentionModule {
  public:
@@ -174,7 +174,7 @@ class LatentAttentionImpl : public torch::nn::Cloneable<Derived>, public Attenti
   explicit LatentAttentionImpl(Options given) : options(std::move(given)) {}
 
   void check_call(const at::Tensor& x, const AttentionInputs& inputs) const;
-  // What the queries are made of, [B, L, q_lora_rank] after its norm; without q_lora_rank x itself.
+  // The input of the query projection: the latent after its norm, [B, L, q_lora_rank]; without q_lora_rank x itself.
   at::Tensor query_latent(const at::Tensor& x);
   Projected heads(const at::Tensor& x, const AttentionInputs& inputs, const at::Tensor& low);
   LatentAttendOptions settings(const AttentionInputs& inputs) const;
@@ -197,8 +197,8 @@ class LatentAttentionImpl : public torch::nn::Cloneable<Derived>, public Attenti
            const LatentAttendOptions& settings, const Call& call);
 };
 
-// Keys and values are made of one latent per token, which alone is cached (DeepSeek-V2, 2024). Parameter names, shapes
-// and row order are those of DeepSeek's checkpoints.
+// Keys and values are made of one latent per token, and the cache holds only the latents (DeepSeek-V2, 2024). Parameter
+// names, shapes and row order are those of DeepSeek's checkpoints.
 class MultiHeadLatentAttentionImpl
     : public LatentAttentionImpl<MultiHeadLatentAttentionImpl, MultiHeadLatentAttentionOptions> {
  public:
@@ -241,8 +241,8 @@ class SparseLatentAttentionImpl : public LatentAttentionImpl<SparseLatentAttenti
   std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
                                                           const AttentionInputs& inputs = {}) override;
   // attnpack::indexer_loss for x: against attention over all keys, or, if sparse, over those that the indexer names, in
-  // memory that grows with their number. Gradients flow into the indexer alone. Of the inputs it reads mask, causal,
-  // positions and kv_lens.
+  // memory that grows with their number. Gradients flow only into the indexer. It reads mask, causal, positions and
+  // kv_lens of inputs.
   at::Tensor indexer_loss(const at::Tensor& x, bool sparse = false, const AttentionInputs& inputs = {});
 
   void reset() override;

@@ -27,7 +27,7 @@ struct LinearOptions {
   }
 };
 
-// What a layer does of which several processes hold a part each (distributed/tensor_parallel.h).
+// How a linear layer runs when its weight is sharded over processes (distributed/tensor_parallel.h).
 class LinearShare {
  public:
   virtual ~LinearShare() = default;
@@ -75,8 +75,8 @@ struct EmbeddingOptions {
   }
 };
 
-// What a table does of which several processes hold some rows each (distributed/tensor_parallel.h). `own` are the rows
-// of this process.
+// How an embedding runs when its rows are sharded over processes (distributed/tensor_parallel.h). `own` are the rows of
+// this process.
 class EmbeddingShare {
  public:
   virtual ~EmbeddingShare() = default;

@@ -50,7 +50,7 @@ LayerInputs SparseLatentAttentionImpl::index_inputs(const LatentAttendOptions& s
 template <typename Call>
 auto SparseLatentAttentionImpl::select(const at::Tensor& x, const AttentionInputs& inputs, const Call& call) {
   check_selects(inputs, kName, "a LatentCache");
-  ATTNPACK_CHECK(!inputs.key_index(), "key_index: got some, but the indexer of ", kName,
+  ATTNPACK_CHECK(!inputs.key_index(), "key_index: got one, but the indexer of ", kName,
                  " names the keys; leave it out, or take MultiHeadLatentAttention");
   check_index_cache<LatentCache>(inputs, "LatentCache");
   auto own = inputs;

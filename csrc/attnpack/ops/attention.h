@@ -47,9 +47,9 @@ std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query, c
                                                       const at::Tensor& value, const AttentionOptions& options = {});
 
 // The scores themselves, [B, Hq, Lq, Lkv], for plots, tests and study: stage "scaled", "capped" (all keys), "masked"
-// (-inf where excluded) or "probs" (before dropout). Stage "named" gives the probabilities at the keys of key_index
-// alone, [B, Hq, Lq, n * key_block] in its order: 0 for -1, and after the first place of a number that stands twice.
-// It holds the scores of some rows at a time.
+// (-inf where excluded) or "probs" (before dropout). Stage "named" gives the probabilities at only the keys of
+// key_index, [B, Hq, Lq, n * key_block] in its order: 0 for -1, and after the first place of a number that stands
+// twice. It holds the scores of some rows at a time.
 at::Tensor attention_scores(const at::Tensor& query, const at::Tensor& key, const AttentionOptions& options = {},
                             const std::string& stage = "probs");
 

@@ -22,7 +22,7 @@ struct VarlenOptions : WithScoreRules<VarlenOptions> {
 };
 
 // Attention of packed sequences without padding. Sequence b has the query rows cu_seqlens_q[b] to cu_seqlens_q[b + 1],
-// and attends its own keys alone. Its results are those of one `attention` call. The work is the sum over the
+// and attends only its own keys. Its results are those of one `attention` call. The work is the sum over the
 // sequences. Causality and window are bottom-right by default: query row i of a sequence stands at i + keys - queries.
 // On CUDA each sequence is one call of `attention`; pages are one call where all sequences have the same few queries.
 // Errors: c10::Error that names the argument.

@@ -33,7 +33,7 @@ Tensor key_products(const Tensor& query, const Tensor& key) {
   return op(query.detach(), key.detach());
 }
 
-// The rows of a group are rows of one matrix: matmul alone would copy the keys for each head.
+// The rows of a group are rows of one matrix: a plain matmul would copy the keys for each head.
 Tensor key_products_formula(const Tensor& query, const Tensor& key) {
   check_key_products(query, key);
   // Autocast would round the products.

@@ -13,18 +13,18 @@ struct CacheTensors {
   at::Tensor key;      // [B, Hkv, capacity, D]; for latent attention [B, 1, capacity, kv_lora_rank + rope]
   at::Tensor value;    // [B, Hkv, capacity, Dv]; for latent attention Dv = 0
   at::Tensor lengths;  // [B] int64: how many positions are held; a call adds to them
-  // Of a cache that forgets positions (ops/detail/kv_window.h): how many of each sequence it has dropped, [B] int64.
+  // For a cache that forgets positions (ops/detail/kv_window.h): how many of each sequence it has dropped, [B] int64.
   std::optional<at::Tensor> dropped = std::nullopt;
-  int64_t window = -1;     // it keeps at least this many positions before each that is to come; -1: all of them
-  int64_t keep_first = 0;  // and the first keep_first ones
-  // Of a cache of quantised rows (ops/quantize.h): key and value are such rows. Positions that are kept as they were
+  int64_t window = -1;     // number of past positions that stay readable; -1: all
+  int64_t keep_first = 0;  // number of first positions that stay readable too
+  // For a cache of quantised rows (ops/quantize.h): key and value are such rows. Positions that are kept as they were
   // stand in slots beside them, and dropped, window and keep_first are those of the slots.
   int64_t bits = 0;
   std::optional<at::Tensor> exact_key = std::nullopt;    // [B, Hkv, slots, D], written
   std::optional<at::Tensor> exact_value = std::nullopt;  // [B, Hkv, slots, Dv], written
-  // Of a cache in pages, [B, max_pages] int32 (ops/kv_cache_paged.h); key and value are pools then.
+  // For a cache in pages, [B, max_pages] int32 (ops/kv_cache_paged.h); key and value are pools then.
   std::optional<at::Tensor> block_table = std::nullopt;
-  // Of a SparseCache: the sums of each block of keys, [B, Hkv, blocks, D] in fp32 at least. A call that chooses blocks
+  // For a SparseCache: the sums of each block of keys, [B, Hkv, blocks, D] in fp32 at least. A call that chooses blocks
   // by their mean brings them up to date.
   std::optional<at::Tensor> block_sums = std::nullopt;
 };

@@ -40,7 +40,7 @@ struct PageRun {
   int64_t sequence, first;  // the first new row, of the sequence in [B, Hkv, L, D], of all in [T, Hkv, D]
   int64_t page, row, count;
 };
-// What an append writes: the runs, and how many rows each sequence gets.
+// The places that an append writes: the runs, and how many rows each sequence gets.
 struct PagedPlaces {
   std::vector<PageRun> runs;
   std::vector<int64_t> counts;

@@ -35,7 +35,7 @@ States merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, cons
   // A part without keys has weight 0, whatever it holds, even if both parts are empty.
   const auto share = [&](const Tensor& out, const Tensor& part) {
     const Tensor none = part == kEmpty;
-    // exp has the gradient 0 at -inf alone: its argument must not overflow, not even where the weight is 0.
+    // exp has the gradient 0 only at -inf: its argument must not overflow, not even where the weight is 0.
     const Tensor weight = (part.masked_fill(none, 0) - lse).masked_fill(none, kEmpty).exp();
     return out.to(lse.scalar_type()).masked_fill(none.unsqueeze(-1), 0) * weight.unsqueeze(-1);
   };

@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor> rotate_new(const Tensor& query, const Tensor& key, co
                                        : count(query);
   std::optional<Tensor> lengths;  // of the queries' sequence
   if (rope.by_length() && !place.positions && !place.cross) {
-    // A sum of ones is the length also where tracing knows it by a symbol alone.
+    // A sum of ones is the length also where tracing knows the length only as a symbol.
     lengths = place.new_lens;
     if (place.past) lengths = *place.past + (lengths ? lengths->to(at::kLong) : at::ones_like(count(query)).sum());
   }

@@ -1,4 +1,4 @@
-// Context parallelism: attention and modules over a sequence of which each rank, a thread here, holds a part.
+// Context parallelism: attention and modules over a sequence that is sharded over the ranks, here threads.
 #include <ATen/autocast_mode.h>
 #include <attnpack/cache/dynamic_cache.h>
 #include <attnpack/distributed/detail/pieces.h>

@@ -85,7 +85,7 @@ TEST_CASE("latent attention over named keys") {
   const auto named = grouped->forward(x, AttentionInputs().key_index(index));
   REQUIRE(close(named, grouped->forward(x, AttentionInputs().mask(mask))));
   SelfAttention single(24, 8);
-  REQUIRE(complains("key_index: got some, which of the modules multi-head",
+  REQUIRE(complains("key_index: got one, but only multi-head, grouped-query, multi-query and latent attention take it",
                     [&] { single->forward(x, AttentionInputs().key_index(index)); }));
 }
 
@@ -184,7 +184,7 @@ TEST_CASE("sparse latent attention names what is wrong") {
   REQUIRE(cache->len() == 0);
   REQUIRE(complains("context: got one", [&] { layer->forward(x, AttentionInputs(x)); }));
   REQUIRE(complains("kv_from: got one", [&] { layer->forward(x, AttentionInputs().kv_from(cache)); }));
-  REQUIRE(complains("key_index: got some, but the indexer",
+  REQUIRE(complains("key_index: got one, but the indexer",
                     [&] { layer->forward(x, AttentionInputs().key_index(torch::zeros({2, 1, 5, 1}, at::kLong))); }));
 }
 

@@ -63,7 +63,7 @@ std::shared_ptr<KVCache> HeldCache::make() const {
   ATTNPACK_CHECK(cache, "kind: got ", kind, ", want a class of caches");
   const bool index_first = (kind == "SparseCache" || kind == "LatentCache") && tensors.size() == 2;
   ATTNPACK_CHECK(tensors.size() >= 3 || (kind != "StaticCache" && tensors.size() < 2) || index_first, "tensors: got ",
-                 tensors.size(), ", want lengths, key and value, or lengths alone for a cache that grows");
+                 tensors.size(), ", want lengths, key and value, or only lengths for a cache that grows");
   if (!tensors.empty()) cache->restore({tensors.vec(), numbers.vec()});
   return cache;
 }

@@ -35,7 +35,7 @@ Changed cache_crop(const HeldCache& held, c10::SymInt n);
 Changed cache_reorder(const HeldCache& held, const at::Tensor& index);
 Changed cache_clone(const HeldCache& held);
 
-// Of a CrossCache.
+// For a CrossCache.
 Changed cache_store(const HeldCache& held, const at::Tensor& key, const at::Tensor& value,
                     const std::optional<at::Tensor>& kv_lens);
 void cache_check_call(const HeldCache& held, const at::Tensor& x, const std::optional<at::Tensor>& context);
@@ -50,12 +50,12 @@ Tensors cache_views(const HeldCache& held);
 Tensors cache_shared(const HeldCache& held, const at::Tensor& x, const std::optional<at::Tensor>& new_lens,
                      int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim);
 
-// Of a SparseCache or a LatentCache.
+// For a SparseCache or a LatentCache.
 Room cache_reserve_index(const HeldCache& held, const at::Tensor& key);
-// Of a SparseCache.
+// For a SparseCache.
 Changed cache_keep_sums(const HeldCache& held, int64_t block, c10::SymInt new_len);
 
-// Of a PagedCache.
+// For a PagedCache.
 Changed cache_fork(const HeldCache& held, const at::Tensor& index);
 Changed cache_release(const HeldCache& held, const at::Tensor& rows);
 // The end of take_back: gives back the pages after the held positions.

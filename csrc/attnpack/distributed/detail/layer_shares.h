@@ -7,7 +7,7 @@
 
 namespace attnpack::distributed {
 
-// What layers do of which each rank of a group holds a part.
+// How layers run when their weights are sharded over the ranks of a group.
 
 // A layer whose outputs the ranks share: each of them gives a part of the gradient of its input. One that compares says
 // so where the ranks' inputs have other shapes, at which gloo would end the process.

@@ -7,7 +7,7 @@
 
 namespace attnpack::distributed {
 
-// The ways of attention over a sequence of which each rank holds a part: (out [B, Hq, n, Dv], lse [B, Hq, n]) of this
+// The ways of attention over a sequence that is sharded over the ranks: (out [B, Hq, n, Dv], lse [B, Hq, n]) of this
 // rank's n rows. The arguments are judged already, and all ranks have agreed on them. rules.kv_lens are those of the
 // whole sequences.
 

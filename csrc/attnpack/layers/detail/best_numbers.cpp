@@ -56,7 +56,7 @@ Tensor best_on_cpu(const Tensor& given, int64_t n) {
 Tensor best_numbers_formula(const Tensor& scores, const SymInt& n) {
   const SymInt keys = scores.sym_size(-1);
   if (keys == 0) return scores.to(at::kInt);
-  // Of equal scores topk alone would take others where there are more keys, and relu makes many scores 0.
+  // topk breaks ties differently when there are more keys, and relu makes many ties at 0.
   const Tensor least = std::get<0>(scores.topk_symint(n, -1)).narrow_symint(-1, n - 1, 1);
   const Tensor above = scores > least, equal = scores == least;
   const Tensor room = above.sum(-1, /*keepdim=*/true).neg() + at::Scalar(n);

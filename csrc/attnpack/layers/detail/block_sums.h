@@ -5,7 +5,7 @@
 
 #include <optional>
 
-// Sums of blocks of keys, of which "mean" (select_keys.h) makes its scores: in fp32, fp64 of fp64 keys.
+// Sums of blocks of keys, from which "mean" (select_keys.h) makes its scores: in fp32, or fp64 for fp64 keys.
 namespace attnpack {
 
 // The sum of each block's valid keys. Blocks without a valid key are unspecified. All keys are read once where they

@@ -11,7 +11,7 @@ namespace attnpack {
 // head that are not rotated, that are rotated, and of its values. C: kv_lora_rank. For each head kv_b [H * (N + V), C]
 // holds W_UK [N, C] and W_UV [V, C].
 
-// W_UK^T q of every head, so that scores need the latents alone.
+// W_UK^T q of every head, so that scores need only the latents.
 at::Tensor fold_query(const at::Tensor& query,  // [B, H, L, N]
                       const at::Tensor& kv_b);  // [H * (N + V), C] -> [B, H, L, C]
 

@@ -36,7 +36,7 @@ struct LayerArguments {
 
   auto members() const { return std::tuple_cat(rope.members(), std::tie(positions, cross, mask, kv_lens)); }
 };
-// What follows them has a default too.
+// The arguments after them need defaults too.
 #define ATTNPACK_LAYER_SCHEMA                                                                                     \
   "float[]? rope_inv_freq=None, float rope_factor=1.0, bool rope_interleaved=False, float[]? rope_long_inv_freq=" \
   "None, float rope_growth=0.0, int rope_trained_len=0, bool rope_raw_keys=False, Tensor? positions=None, bool "  \
@@ -89,7 +89,7 @@ std::optional<RopeSettings> rope_settings(const RopeArguments& rope);
 AttentionArguments attention_arguments(const LayerArguments& layer, const ScoreRules& rules,
                                        const KeyChoice& choice = {});
 
-// The probabilities that a layer returns: of all keys, or at_names those of the keys of key_index alone.
+// The probabilities that a layer returns: of all keys, or with at_names only those of the keys of key_index.
 Tensor probabilities(const Tensor& query, const Tensor& key, const AttentionArguments& args, bool at_names);
 // Raises for names that no key_index gives.
 void check_at_names(bool at_names, const std::optional<Tensor>& key_index);

@@ -13,7 +13,7 @@ inline bool covers_positions(const std::optional<at::Tensor>& mask) {
   return mask && mask->dim() > 0 && !is_one(mask->sym_size(-1));
 }
 
-// Of the mask over all positions, that over `count` positions from `first` on.
+// Columns [first, first + count) of the mask.
 inline std::optional<at::Tensor> mask_from(const std::optional<at::Tensor>& mask, const c10::SymInt& first,
                                            const c10::SymInt& count) {
   return covers_positions(mask) ? mask->narrow_symint(-1, first, count) : mask;

@@ -27,7 +27,7 @@ struct NewTokens {
 };
 
 // Rotates, and appends to the cache if there is one. `check` judges the keys and values that attention is to read, with
-// their kv_lens. Everything is checked before the cache is written. Gradients flow into the new rows alone.
+// their kv_lens. Everything is checked before the cache is written. Gradients flow only into the new rows.
 PlacedTokens place_tokens(
     const NewTokens& tokens, const std::optional<CacheTensors>& cache, const LayerArguments& args,
     c10::function_ref<void(const Tensor& key, const Tensor& value, const std::optional<Tensor>& kv_lens)> check);

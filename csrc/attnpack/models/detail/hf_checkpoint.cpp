@@ -131,7 +131,8 @@ void HfCheckpoint::read(const std::string& name, const at::Tensor& out) const {
   out.copy_(part_of(source, [&](const std::string& stored) { return files_.at(stored)->map(stored); }));
 }
 
-// As transformers does: a stored head that differs from the embedding is the head, and a head alone is both.
+// As transformers does: a stored head that differs from the embedding is the head, and a head without an embedding is
+// both.
 void HfCheckpoint::find_tied_head() {
   const auto head = sources_.find(kHead), embedding = sources_.find(kEmbedding);
   if (head == sources_.end()) return;

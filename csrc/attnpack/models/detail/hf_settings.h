@@ -51,7 +51,7 @@ class HfSettings {
   void check_word(const char* name, std::string_view word) const;
   // The value of the setting `name`, which must be a number above 0.
   double as_number(const std::string& name, const Json& value) const;
-  // What Python takes as true: neither absent nor false, 0 or empty.
+  // Whether Python takes the value as true: it is neither absent nor false, 0 or empty.
   bool is_set(const char* name) const;
   // A switch; raises for what is neither true nor false.
   bool is_on(const char* name, bool usual = false) const;

@@ -147,13 +147,13 @@ void check_no_index_cache(bool index_cache) {
 
 void check_no_key_index(bool key_index) {
   ATTNPACK_CHECK(!key_index,
-                 "key_index: got some, which of the modules multi-head, grouped-query, multi-query and latent ",
-                 "attention take; leave it out, or call attnpack::attention");
+                 "key_index: got one, but only multi-head, grouped-query, multi-query and latent attention take it; ",
+                 "leave it out, or call attnpack::attention");
 }
 
 void check_no_key_block(int64_t key_block) {
-  ATTNPACK_CHECK(key_block == 1, "key_block: got ", key_block, ", which of the modules multi-head, grouped-query and ",
-                 "multi-query attention take; leave it out, and name single keys");
+  ATTNPACK_CHECK(key_block == 1, "key_block: got ", key_block, ", but only multi-head, grouped-query and multi-query ",
+                 "attention take blocks; leave it out, and name single keys");
 }
 
 void check_no_kv_from(const char* module, bool kv_from) {

@@ -127,7 +127,7 @@ void check_cross_attention(bool has_cross_attention, bool context);
 void check_cross_cache(bool is_cross_cache, bool given, bool has_cross_attention);
 void check_self_cache(bool is_cross_cache);
 
-// Refuses a block's cache beside cross-attention that counts distances, which holds for the whole target alone.
+// Refuses a cache for a block whose cross-attention counts distances: these are right only for the whole target.
 void check_cross_distances(bool counts_distances, bool cache);
 
 // Refuses a CrossCache for attention over keys that are given.

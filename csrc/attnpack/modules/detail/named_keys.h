@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-// Of the modules whose queries read the keys that a selector names. Holder is the cache that holds an indexer's keys
-// too, `holder` its name.
+// Checks and calls of the modules whose queries read the keys that a selector names. Holder is the cache that holds an
+// indexer's keys too, `holder` its name.
 namespace attnpack {
 
 // Raises for inputs that such a module does not have, and where a process has not all keys.

@@ -8,8 +8,8 @@
 namespace attnpack {
 namespace {
 
-// Casts query, key and value to autocast's dtype; of keys in pages the query alone, because a pool would be copied at
-// each call. sinks and slopes stay as they are, because they are read in fp32.
+// Casts query, key and value to autocast's dtype. With keys in pages it casts only the query, because a pool would be
+// copied at each call. sinks and slopes stay as they are, because they are read in fp32.
 template <c10::DispatchKey Key, c10::DeviceType Device>
 AttentionResult attention_varlen_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
                                           const Tensor& cu_seqlens_q, const VarlenArguments& args) {

@@ -11,8 +11,8 @@
 
 // Cuts attention calls into units of work. No headers of torch: for_each(order, count, work, scratch_bytes, unit) hands
 // the units 0 .. count - 1 to the threads, and calls unit(index, scratch). for_each.count() is the number of threads.
-// It counts for the caller alone. The calls of a list share dtype, heads, head dims and batch. Their units run in one
-// loop, so that short sequences fill all threads.
+// Only the caller asks for it, because a worker may get another number. The calls of a list share dtype, heads, head
+// dims and batch. Their units run in one loop, so that short sequences fill all threads.
 namespace attnpack {
 
 // The unit that a thread takes next. kInTurn: the first one that is left. kNeighbours: neighbours, one after the other,

@@ -42,7 +42,7 @@ bool countable(const Tensor& query, int64_t kv_len) {
 
 namespace {
 
-// Reading kv_lens waits for the device. So kernels clamp the lengths, and calls check them with ATTNPACK_CHECK=1 alone.
+// Reading kv_lens waits for the device. So kernels clamp the lengths, and calls check them only with ATTNPACK_CHECK=1.
 void check_lengths_if_asked(const std::optional<Tensor>& kv_lens, int64_t kv_len) {
   if (!kv_lens || !checks_numbers()) return;
   const Tensor lens = kv_lens->to(at::kCPU, at::kLong).contiguous();

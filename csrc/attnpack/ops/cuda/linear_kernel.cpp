@@ -13,7 +13,7 @@ using at::Tensor;
 // More rows read the weight more than once.
 constexpr int64_t kFewCudaRows = 2;
 
-// Until a GPU has shown where our kernel is faster than torch's, it runs on request alone:
+// Until a GPU has shown where our kernel is faster than torch's, it runs only on request:
 // ATTNPACK_CUDA_LINEAR=attnpack.
 bool takes_own_kernel() {
   const char* named = std::getenv("ATTNPACK_CUDA_LINEAR");

@@ -26,7 +26,7 @@ class NamedRows {
                 .flatten(-2);  // [B, heads, rows, names * key_block]
     const Tensor position = rows_of(row_positions(query, args));
     if (const auto allowed = allowed_by_range(position, keys_, args)) keys_ = at::where(*allowed, keys_, last);
-    // In rising order, each once. What is not allowed comes last, as the key after all others.
+    // In rising order, each once. Keys that are not allowed come last, as the key after all others.
     keys_ = std::get<0>(keys_.clamp_max(kv_len_).sort(-1));
     const Tensor again = at::constant_pad_nd(keys_.slice(-1, 1) == keys_.slice(-1, 0, -1), {1, 0}, 0);
     keys_ = keys_.masked_fill(again, kv_len_);
@@ -37,13 +37,13 @@ class NamedRows {
 
   // x [B, heads, Lq, width] as [B * rows, heads, 1, width].
   Tensor as_batch(const Tensor& x) const { return rows_of(x).transpose(1, 2).flatten(0, 1).unsqueeze(2); }
-  // The reverse, for the rows alone: [B, heads, rows, width].
+  // The reverse, for only the rows of this piece: [B, heads, rows, width].
   Tensor as_rows(const Tensor& x) const {
     return x.squeeze(2).unflatten(0, {query_.size(0), rows_.end - rows_.begin}).transpose(1, 2);
   }
 
-  // The named rows of x, keys or values [B, Hkv, Lkv, width], as [B * rows, Hkv, keys, width]. Of a cache or of a
-  // projection, whose heads do not lie one after the other, no more is copied than these.
+  // The named rows of x, keys or values [B, Hkv, Lkv, width], as [B * rows, Hkv, keys, width]. Only these
+  // rows are copied, also from a cache or a projection, whose heads do not lie one after the other.
   Tensor gathered(const Tensor& x) const {
     const Tensor batch = at::arange(x.size(0), keys_.options()).view({-1, 1, 1, 1});
     const Tensor head = at::arange(x.size(1), keys_.options()).view({-1, 1});

@@ -33,7 +33,7 @@ inline int64_t kv_head_of(const AttentionArguments& args, int64_t head, int64_t 
   return args.head_map ? (*args.head_map)[head] : head / (num_heads / num_kv_heads);
 }
 
-// The same arguments in a schema. What follows them has a default too.
+// The same arguments in a schema. The arguments after them need defaults too.
 #define ATTNPACK_ATTENTION_SCHEMA                                                                            \
   "Tensor? mask=None, SymInt q_offset=0, Tensor? q_offsets=None, Tensor? kv_lens=None, Tensor? dropout_seed" \
   "=None, Tensor? key_index=None, int key_block=1" ATTNPACK_RULES_SCHEMA

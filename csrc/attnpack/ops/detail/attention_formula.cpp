@@ -136,7 +136,7 @@ std::tuple<Tensor, Tensor> softmax(const Tensor& scores, const std::optional<Ten
   return {shifted.exp().masked_fill(excluded, 0), lse};
 }
 
-// The probabilities at the named keys alone, [B, Hq, Lq, names * key_block].
+// The probabilities at only the named keys, [B, Hq, Lq, names * key_block].
 Tensor named_probabilities(const Tensor& query, const Tensor& key, const AttentionArguments& args) {
   const auto of_heads = [&](const Tensor& x) {
     return known_size(x, 1) == 1 ? x : expand_heads(x, known_size(query, 1), args.head_map);

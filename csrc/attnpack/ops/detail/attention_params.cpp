@@ -144,7 +144,7 @@ PreparedBackward prepare_backward(const PreparedAttention& forward, const Tensor
 }
 
 Tensor sink_terms(const Tensor& sinks, const Tensor& lse, const Tensor& delta) {
-  // The sink's probability exp(sink - lse) stands in the denominator alone. So its score has the gradient -P_sink * D.
+  // The sink's probability exp(sink - lse) stands only in the denominator. So its score has the gradient -P_sink * D.
   // In a row without keys lse is the sink itself, finite or not.
   const Tensor sink = sinks.to(delta.scalar_type()).view({-1, 1});
   const Tensor probability =

@@ -6,7 +6,7 @@
 namespace attnpack {
 
 // Attention over quantised keys and values (ops/quantize.h). On the CPU few rows read them as they are stored, widened
-// in registers; else they are expanded for the time of the call. Gradients flow into query, mask and sinks alone.
+// in registers; else they are expanded for the time of the call. Gradients flow only into query, mask and sinks.
 AttentionResult attention_quantized(const at::Tensor& query,  // [B, Hq, Lq, D]
                                     const at::Tensor& key,    // [B, Hkv, Lkv, bytes of D numbers] uint8
                                     const at::Tensor& value,  // [B, Hkv, Lkv, bytes of Dv numbers] uint8

@@ -4,7 +4,7 @@
 #include <c10/core/SymInt.h>
 
 // Latents as bytes: c quantised to 8 bits (ops/quantize.h), then the rotated k_rope as it is. 4 bits are not offered:
-// rotated latents lose more than plain ones (mlx-lm#1555), and the rotated part is what positions are told apart by.
+// rotated latents lose more than plain ones (mlx-lm#1555), and only the rotated part tells one position from another.
 namespace attnpack {
 
 constexpr int64_t kLatentBits = 8;

@@ -64,8 +64,8 @@ const Least& least_of_float() {
 }
 constexpr Least kBiasedBFloat16{1 << 14, 1, 16};  // at::linear is oneDNN too, but copies the bias into each row first
 
-// The most rows that our own kernel takes. More than 16 are faster by it than by oneDNN on Zen 5 alone, as far as has
-// been measured (PERFORMANCE.md).
+// The most rows that our own kernel takes. For more than 16 rows it was measured faster than oneDNN
+// only on Zen 5 (PERFORMANCE.md).
 int64_t most_few_rows(at::ScalarType dtype) {
   if (!is_slow_with_mkl()) return 16;
   return dtype == at::kBFloat16 ? 32 : dtype == at::kFloat ? 24 : 16;

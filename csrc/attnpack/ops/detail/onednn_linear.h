@@ -10,7 +10,7 @@
 namespace attnpack {
 
 // Which kernel linear layers take, for any number of rows. kTable: our own for few rows, and for many rows the faster
-// one by the CPU, the dtype and the number of multiply-adds alone. So a program gives the same bits in each run.
+// one, chosen only by the CPU, the dtype and the number of multiply-adds. So a program gives the same bits in each run.
 enum class LinearKernel { kTable, kTorch, kOneDnn };
 
 // The kernel that the environment variable ATTNPACK_LINEAR names ("torch" or "onednn"), or kTable.

@@ -10,7 +10,7 @@
 namespace attnpack {
 
 void check_rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
-// The plain differentiable formula, by ATen alone.
+// The plain differentiable formula, of ATen ops only.
 at::Tensor rope_formula(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, bool interleaved);
 
 // x as [B, H, L, D]: its leading dimensions become exactly two. The result is a view if x has up to four dimensions.

@@ -21,8 +21,8 @@ inline Tensor rows_of(const Tensor& x, int64_t first, const c10::SymInt& rows) {
   return x.dim() >= 2 && !is_one(x.sym_size(-2)) ? x.narrow_symint(-2, first, rows) : x;
 }
 
-// What `call` gives for the rows of query [B, H, L, D], which read `keys` keys: call(rows of query, first row), [B,
-// heads, rows, n], joined. A graph is to hold for other lengths, so it takes all rows at once.
+// Calls call(rows of query, first row) -> [B, heads, rows, n] for some rows of query [B, H, L, D] at a time, which read
+// `keys` keys, and joins the results. A graph is to hold for other lengths, so it takes all rows at once.
 template <typename Call>
 Tensor in_row_pieces(const Tensor& query, const c10::SymInt& keys, const Call& call) {
   const auto batch = query.sym_size(0).maybe_as_int(), heads = query.sym_size(1).maybe_as_int();

@@ -113,8 +113,8 @@ auto spread_argument(const T& argument) {
     return std::tie(argument);
 }
 
-// Raises for an undefined tensor. The dispatcher alone would not say which argument it is, or give kernels a tensor
-// without a shape.
+// Raises for an undefined tensor. The dispatcher itself would raise without the argument's name, or give kernels a
+// tensor without a shape.
 template <class T>
 void check_flat_argument(const c10::OperatorHandle& op, size_t index, const T& argument) {
   const auto name = [&] { return op.schema().arguments()[index].name(); };

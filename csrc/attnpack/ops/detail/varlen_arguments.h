@@ -24,7 +24,7 @@ struct VarlenArguments : ScoreRules {
   }
 };
 
-// What follows them has a default too.
+// The arguments after them need defaults too.
 #define ATTNPACK_VARLEN_SCHEMA                                                                                  \
   "Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? block_table=None, " \
   "Tensor? kv_lens=None, SymInt? q_offset=None, Tensor? q_offsets=None, Tensor? "                               \

@@ -17,7 +17,7 @@ class File {
   uint64_t size() const { return size_; }
   // Fills out[0..size). Raises a c10::ValueError if the file ends before.
   void read_at(uint64_t offset, void* out, uint64_t size) const;
-  // The whole file, mapped for as long as the pointer lives. Writes to it change this process's copy of a page alone.
+  // The whole file, mapped for as long as the pointer lives. Writes to it change only this process's copy of a page.
   std::shared_ptr<char> map() const;
 
  private:

@@ -30,7 +30,8 @@ struct Json::Member {
 };
 
 inline constexpr int64_t kLongestJson = 100'000'000;  // bytes, the limit of Rust's safetensors for a header
-// Of "[{:,", which limit the number of values; a vocabulary of 262,144 tokens has 2.1 million.
+// The most [ { : and , in the text, an upper bound on the number of values; a vocabulary of 262,144 tokens has 2.1
+// million.
 inline constexpr int64_t kMostJsonMarks = 6'000'000;
 
 // The value in the text. Takes what Rust's serde_json takes, but for names that stand twice in an object. Raises a

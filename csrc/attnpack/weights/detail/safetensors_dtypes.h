@@ -38,7 +38,7 @@ inline constexpr StoredDtype kStoredDtypes[] = {
     {"F6_E2M3", 6, std::nullopt},
     {"F6_E3M2", 6, std::nullopt},
 };
-// The first of the table are those that a model's weights may have.
+// A model's weights may have only the first kWeightDtypes of the table.
 inline constexpr int kWeightDtypes = 4;
 
 }  // namespace attnpack

@@ -4,7 +4,7 @@
 
 #include <array>
 
-// Weights in few bits, of which each block has one scale, as fp32 numbers.
+// Weights in few bits, with one scale for each block, as fp32 numbers.
 namespace attnpack {
 
 // values [n, m] of FP8; scales [ceil(n / block[0]), ceil(m / block[1])], one for each block of so many rows and

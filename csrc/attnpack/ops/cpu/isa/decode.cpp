@@ -46,7 +46,7 @@ struct DecodeScratch {
   E *query, *query_panels, *weights, *keys, *values;
   const S **key_list, **value_list;
   std::conditional_t<Bits && kIntegerProducts, IntegerScratch, NoScratch> integers;
-  // With `streamed`, for rows that stream the keys alone: at most kMostStreamed.
+  // With `streamed`, only for rows that stream the keys: at most kMostStreamed.
   DecodeScratch(const AttentionParams& p, Arena& arena, bool streamed = false) : integers(p, arena) {
     constexpr int64_t kScores = larger(kTileQueryRows * kBlock, kMostStreamed * kStreamBlock);
     const int64_t rows = streamed ? kMostStreamed + kSharing : kTileQueryRows, packed = streamed ? 0 : 1;
@@ -154,7 +154,7 @@ class DecodeRange {
   using Operands = DecodeOperands<S, A, Bits>;
   using E = typename Operands::Element;
 
-  // With quantised keys one type stands for queries of bf16 and fp16, which are told apart here. Queries of 4 bits have
+  // With quantised keys one type stands for queries of bf16 and fp16; here the code asks which. Queries of 4 bits have
   // been rotated: they are floats, whatever their dtype was.
   void pack_query_row(int64_t r) {
     const auto pack_as = [&](auto storage) {

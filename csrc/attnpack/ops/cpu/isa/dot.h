@@ -29,7 +29,7 @@ struct Stream {
   int64_t ahead;
   bool again = false;
 };
-// GCC's hint for how long to keep memory that is read once: 3 keeps it in all caches, 0 in L1 alone. 0 leaves L2 to the
+// GCC's hint for how long to keep memory that is read once: 3 keeps it in all caches, 0 only in L1. 0 leaves L2 to the
 // data of the next layer (gain: PERFORMANCE.md). AMD's processors then find such memory in L3 the next time, others may
 // not. By default only AMD's processors multiply pairs, so 0 is set there.
 constexpr int kOnce = kPairProducts ? 0 : 3;

@@ -48,7 +48,7 @@ struct Kernels {
   void (*read_through)(const float* data, int64_t count, float* sink);
 };
 
-// How work is cut, from one sequence's shapes alone.
+// How work is cut. This depends only on the shapes of one sequence.
 constexpr int64_t kTileQueryRows = 96;  // rows of a prefill or backward tile
 constexpr int64_t kDecodeRows = 192;    // most rows of a kv head that stream the keys; packing the keys would cost more
 constexpr int64_t kShortKeys = 512;     // most keys that are packed for fewer rows: for more than kShortRows,

@@ -18,7 +18,7 @@ constexpr int64_t kMostTogether = kRegisters == 32 ? 8 : kRowsAtOnce;
 int64_t rows_together(int64_t rows) { return rows >= kMostTogether ? kMostTogether : smaller(rows, kRowsAtOnce); }
 
 // The weights of a block that several groups of input rows read in turn. Each group prefetches its share of the next
-// block into L2, so that memory is read all the time, and not by the first group alone (gain: PERFORMANCE.md).
+// block into L2, so that memory is read all the time, and not only by the first group (gain: PERFORMANCE.md).
 constexpr Stream kNextBlock{0, true};
 template <class S>
 struct SharedRows {

@@ -180,7 +180,7 @@ class PrefillTiles {
                accumulate, kDepth, fetch_next);
   }
 
-  // Of the tile's products, or a little less than there are.
+  // A lower bound on the products in this tile.
   int64_t register_tiles(const RowTile& tile) const {
     const auto parts = [](int64_t columns, int64_t depth) {
       return padded<A>(columns) / kPanel<A> * ((depth + kDepth - 1) / kDepth);

@@ -44,7 +44,7 @@ inline S* at(void* base, const Strides& s, int64_t b, int64_t head, int64_t row)
   return static_cast<S*>(base) + b * s.batch + head * s.head + row * s.row;
 }
 
-// Hands out aligned pieces of a scratch buffer. With a null base it counts the bytes alone.
+// Hands out aligned pieces of a scratch buffer. With a null base it only counts the bytes.
 class Arena {
  public:
   explicit Arena(void* base) : next_(reinterpret_cast<uintptr_t>(base)) {}

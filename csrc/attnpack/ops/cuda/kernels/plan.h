@@ -6,7 +6,7 @@
 #include <attnpack/core/quantized.h>
 #include <attnpack/ops/cuda/kernels/index.h>
 
-// Decides which kernel takes a call, and how the call is cut into blocks: by shapes, layout and device alone.
+// Decides which kernel takes a call, and how the call is cut into blocks, from only the shapes, layout and device.
 namespace attnpack::cuda {
 
 // Whether scores need a scale above 0 and nothing else but the row's range.

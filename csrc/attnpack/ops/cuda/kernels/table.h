@@ -5,9 +5,9 @@
 #include <attnpack/ops/cuda/kernels/plan.h>
 
 // The table of functions that libattnpack_cuda offers. That library knows nothing of torch: it reads params structs,
-// pointers and a stream. So nvcc alone compiles it, and it fits every torch. Loading it sets the table and asks no
-// device for anything. Without it, or where the driver or the device is too old for it, CUDA tensors run through
-// compositions of ATen ops.
+// pointers and a stream. So nvcc compiles it without torch's headers, and it fits every torch. Loading it sets the
+// table and asks no device for anything. Without it, or where the driver or the device is too old for it, CUDA tensors
+// run through compositions of ATen ops.
 namespace attnpack {
 
 // Writes new keys and values after the positions that a cache holds, rotates keys and queries on the way if `rotates`,
