@@ -1,4 +1,4 @@
-"""What type checkers and editors know of attnpack.cpp, whose classes pybind11 makes.
+"""The types of attnpack.cpp, whose classes pybind11 makes, for type checkers and editors.
 
 The constructors take the arguments of the Python classes of the same names, with modules of attnpack.cpp for modules,
 and check them when they are called.

@@ -72,7 +72,7 @@ def check_positions(positions: Tensor | None, query: Tensor) -> None:
 def check_lengths(name: str, lengths: Tensor | None, x: Tensor) -> None:
     """Checks that lengths, if given, are int32 or int64, one for each sequence of x [B, L, ...], and from 0 to L.
 
-    Values are checked on the CPU alone: reading them on another device would wait for it.
+    Values are checked only on the CPU: reading them on another device would wait for it.
     """
     if lengths is not None and not _is_compiling():
         checks.lengths(name, lengths, x)

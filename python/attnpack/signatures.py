@@ -87,7 +87,7 @@ def spelled_out(rules: type, **defaults: Any) -> Callable[[Function], Function]:
 
 
 class Inputs(TypedDict, Generic[Cache], total=False):
-    """Of the forward of every attention layer."""
+    """Keywords of the forward of every attention layer."""
 
     mask: Tensor | None
     causal: bool | None
@@ -97,26 +97,26 @@ class Inputs(TypedDict, Generic[Cache], total=False):
 
 
 class SharedInputs(Inputs[Cache], total=False):
-    """Of a forward that may read the cache of another layer."""
+    """Keywords of a forward that may read the cache of another layer."""
 
     kv_from: Cache | None
 
 
 class LatentInputs(SharedInputs[Cache], total=False):
-    """Of a forward that takes a context, and the keys that each query may attend."""
+    """Keywords of a forward that takes a context, and the keys that each query may attend."""
 
     value_context: Tensor | None
     key_index: Tensor | None
 
 
 class ContextInputs(LatentInputs[Cache], total=False):
-    """Of a forward that takes blocks of keys too."""
+    """Keywords of a forward that takes blocks of keys too."""
 
     key_block: int
 
 
 class Loop(TypedDict, Generic[Cache], total=False):
-    """Of generate, beside `max_new_tokens`. Cache: the ModelCache."""
+    """Keywords of `generate` beside `max_new_tokens`. Cache: the class of the ModelCache."""
 
     cache: str | Cache
     num_return_sequences: int

@@ -186,7 +186,7 @@ def from_one_process():
 
 
 WRONG = {"projection": divided_alone, "generate": generated}
-SAYS = {"projection": "fully_shard divides a linear layer alone", "generate": "generate: got a "}
+SAYS = {"projection": "fully_shard divides a single linear layer", "generate": "generate: got a "}
 
 
 def program(only=None):

@@ -29,8 +29,8 @@ REFUSED = {
     "sinks": "sinks: got it for 4 heads, but the projections give 2",
     "alibi": "alibi: got it for 4 heads, but the projections give 2",
     "head map": "head_map: got it for 4 heads, but the projections give 2",
-    "norms": "q_norm.weight: its gradient would be that of this rank's heads alone",
-    "latent with gradients": "kv_a_proj_with_mqa.weight: its gradient would be that of this rank's heads alone",
+    "norms": "q_norm.weight: its gradient would be that of only this rank's heads",
+    "latent with gradients": "kv_a_proj_with_mqa.weight: its gradient would be that of only this rank's heads",
     "latent, queries alone": r"kv_b has shape \[36, 10\]",
     "latent, latents alone": "kv_b_proj gives width 18, want 4 heads of 9 dims",
 }

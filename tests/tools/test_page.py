@@ -267,7 +267,7 @@ def test_the_command_writes_a_page(tmp_path, capsys):
     capsys.readouterr()
     for arguments, said in (
         (["x", "--layer", "30"], "--layer: got 30, want 0 to 29, the model's layers"),
-        (["x", "--out", "x.png"], "--out: got 'x.png' beside --html, which writes a page alone; leave one out"),
+        (["x", "--out", "x.png"], "--out: got 'x.png' beside --html, which writes only a page; leave one out"),
         (["x " * 300], "text: got 301 tokens, want at most 256; give a shorter one"),
     ):
         assert cli.main(["plot", "attention", *arguments, "--html", str(out)]) == 2

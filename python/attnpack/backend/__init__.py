@@ -143,15 +143,15 @@ def _on_change(name: str, op: Any, enabled: bool) -> None:
         config.cache_key_tag += tag
     else:
         config.cache_key_tag = config.cache_key_tag.replace(tag, "", 1)
-    # While torch traces, it keeps the kernels that it found for each op. Dynamo has no guard for this state. Graphs on
-    # disk are told apart by the tag.
+    # While torch traces, it keeps the kernels that it found for each op. Dynamo has no guard for this state. The
+    # tag separates graphs on disk.
     op._dispatch_cache.clear()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
 
 def _takes(*tensors: Tensor | None) -> bool:
-    """Whether the operators may take these tensors, of which some are no plain ones. A tracer's are welcome. Exported
+    """Whether the operators may take these tensors, some of which are no plain ones. A tracer's are welcome. Exported
     graphs stay portable, and tensors of other classes bring their own rules for torch's function."""
     if torch.compiler.is_exporting():
         return False

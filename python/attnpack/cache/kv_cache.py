@@ -29,9 +29,9 @@ class KVCache:
     _kind: str
     """Class of the native cache."""
     _tensors: list[Tensor]
-    """`lengths`, then key and value if there are any, then what the kind has beside them."""
+    """`lengths`, then key and value if there are any, then the tensors of the kind."""
     _numbers: list[int]
-    """What the native cache knows beside its tensors."""
+    """The numbers that the native cache keeps beside its tensors."""
 
     def _ask(self, rule: str, *arguments: Any) -> Any:
         return _native("cache_" + rule)(self._kind, self._tensors, self._numbers, *arguments)
@@ -126,7 +126,7 @@ class KVCache:
         return _AllOrNone([self])
 
     def _taken_back(self) -> None:
-        """What is to be done when the former state is there again."""
+        """Runs when the former state is there again."""
 
     def clone(self) -> KVCache:
         """A deep copy."""

@@ -28,8 +28,8 @@ class SparseCache(DynamicCache):
         return CacheTensors(*room[:3], block_sums=room[3] if len(room) > 3 else None)
 
     def reserve_index(self, key: Tensor) -> tuple[Tensor, Tensor]:
-        """(keys, lengths) with room for new keys [B, 1, L, D] of an indexer. The next append must bring the keys and
-        values of these positions, and it alone counts them: `lengths` is a copy."""
+        """(keys, lengths) with room for new keys [B, 1, L, D] of an indexer; `lengths` is a copy. The next append must
+        bring the keys and values of these positions, and counts them."""
         self._tensors, self._numbers, (keys, _, lengths) = self._ask("reserve_index", key)
         return keys, lengths
 
@@ -40,9 +40,9 @@ class SparseCache(DynamicCache):
 
     @property
     def index(self) -> Tensor | None:
-        """What the selector keeps, a view: the indexer's keys [B, 1, len, D], or the sums [B, Hkv, blocks, D] of blocks
-        of keys, in fp32 at least; None where it keeps nothing. What stands after the end of a sequence is unspecified,
-        and so is the sum of a block that is not whole."""
+        """The selector's state, a view: the indexer's keys [B, 1, len, D], or the sums [B, Hkv, blocks, D] of blocks
+        of keys, in fp32 at least; None where it keeps nothing. Entries after the end of a sequence are unspecified, and
+        so is the sum of a block that is not whole."""
         if len(self._tensors) < 4:
             return None
         held = len(self)

@@ -40,7 +40,7 @@ make_dict.fromkeys = dict.fromkeys
 
 
 def chat_environment():
-    """What chat templates find in transformers, within Jinja's sandbox."""
+    """The environment that chat templates find in transformers, within Jinja's sandbox."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols

@@ -65,7 +65,7 @@ def from_torch(module: nn.Module) -> _Like:
         return _stack_like(Decoder, module)
     if isinstance(module, nn.Transformer):
         made = EncoderDecoder(from_torch(module.encoder), from_torch(module.decoder))
-        made.training = module.training  # of this module alone: its parts have their own
+        made.training = module.training  # only of this module: its parts have their own
         return made
     if isinstance(module, nn.MultiheadAttention):
         made, state = _attention_like(module), _attention_state(module)

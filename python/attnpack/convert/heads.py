@@ -163,7 +163,7 @@ def convert_layer(function: Callable[..., Any], layer: Any, **arguments: Any) ->
 
 def _twin_of(layer: GroupedQueryAttention) -> Any:
     """The layer as conversion reads it. `cpp()` refuses hooks, norms of queries and keys that are not its own, and a
-    bias that one projection has alone. This twin passes over hooks and norms, and the missing biases are zeros."""
+    bias that only one projection has. This twin passes over hooks and norms, and the missing biases are zeros."""
     if layer.q_proj is None or layer.v_proj is None:
         return layer._twin()  # which conversion refuses by the name of its option
     layer_weights(layer)

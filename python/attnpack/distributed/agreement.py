@@ -16,7 +16,7 @@ _SEPARATOR = "\n"
 
 
 def shown(value: Any) -> str:
-    """What ranks must agree on: shape and dtype of a tensor, and whether it wants a gradient; other values as such."""
+    """The text on which ranks must agree: a tensor's shape, dtype and whether it wants a gradient; else the value."""
     if isinstance(value, Tensor):
         wants = ", with gradient" if value.requires_grad and torch.is_grad_enabled() else ""
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{wants}"
@@ -37,7 +37,7 @@ def agree(what: str, group: dist.ProcessGroup, device: torch.device, /, **values
     """Raises ValueError, on every rank, unless all ranks give the same values for the call `what`.
 
     On the CPU this is one small collective, which ATTNPACK_CHECK=0 leaves out. On other devices it waits for the
-    device, so it runs under ATTNPACK_CHECK=1 alone; while a graph is traced it does not run.
+    device, so it runs only under ATTNPACK_CHECK=1; while a graph is traced it does not run.
     """
     if group.size() == 1 or torch.compiler.is_compiling():
         return

@@ -63,7 +63,7 @@ def attention(
     return_lse: bool = False,
     **rules: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attnpack.attention` over a sequence of which each rank holds a part; differentiable.
+    """`attnpack.attention` over a sequence that is sharded over the ranks; differentiable.
 
     Args:
         query: [B, Hq, Lq / ranks, D], key: [B, Hkv, Lkv / ranks, D], value: [B, Hkv, Lkv / ranks, Dv], this rank's
@@ -84,7 +84,7 @@ def attention(
     Raises:
         ValueError: a tensor or a rule does not fit on one of the ranks, or differs between them: all ranks raise. Mask,
             dropout_p, q_offset, and a method or layout that does not exist are refused before the ranks compare:
-            where one rank alone gives such an argument, the others wait for it until the group's timeout.
+            where only one rank gives such an argument, the others wait for it until the group's timeout.
         RuntimeError: another process died, or did not come within the group's timeout.
     """
     query_scale = rules.pop("query_scale", None)

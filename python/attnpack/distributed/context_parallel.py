@@ -22,7 +22,7 @@ from .layouts import check_layout, positions
 
 @contextmanager
 def context_parallel(group: Group = None, *, method: str = "allgather", layout: str = "contiguous") -> Iterator[None]:
-    """A context in which attention modules of attnpack attend over a sequence of which each rank holds a part.
+    """A context in which attention modules of attnpack attend over a sequence that is sharded over the ranks.
 
     x [B, L / ranks, E] and a context are parts as `shard_sequence` deals them out; kv_lens and lengths are those of the
     whole sequences, and positions for RoPE those of the rows in them. Outputs are this rank's rows. Gradients of the
@@ -47,7 +47,7 @@ def refuse_inputs(module: nn.Module, place: str, **given: Any) -> None:
         "mask": "each rank would need its part of it: use causal, window or kv_lens",
         "need_weights": "no rank has all scores: ask one process for them",
         "cache": "prefill and decode with attnpack.distributed.ShardedCache, outside",
-        "cross": "a ShardedCache holds the keys of self-attention alone: use a CrossCache",
+        "cross": "a ShardedCache holds only keys of self-attention: use a CrossCache",
     }
     for name, value in given.items():
         if value is not None and value is not False:

@@ -168,7 +168,7 @@ def _groups_of(model: CausalLM | EncoderDecoder, cache: str | ModelCache) -> lis
         if mesh.ndim > 1:
             raise ValueError(
                 f"attnpack: generate: got a {type(model).__name__} whose weights fully_shard has divided too, want "
-                "tensor_parallel alone: save its state dict, and load it into a model for generation"
+                "only tensor_parallel: save its state dict, and load it into a model for generation"
             )
         groups.append(mesh.get_group())
     if isinstance(cache, ModelCache) and isinstance(cache.layers[0], Spread):

@@ -58,8 +58,8 @@ def plan_of(module: nn.Module, ranks: int, rank: int) -> Plan | None:
             for name in dict(module.named_parameters()):
                 if name not in made.parameters:
                     raise ValueError(
-                        f"attnpack: {type(module).__name__} has a parameter {name!r}, of which tensor parallelism "
-                        "knows no share: call tensor_parallel before layers are wrapped, or leave this module out"
+                        f"attnpack: {type(module).__name__} has a parameter {name!r}, which tensor_parallel "
+                        "does not know how to shard: call it before layers are wrapped, or leave this module out"
                     )
             return made
     return None

@@ -30,7 +30,7 @@ def tensor_parallel(module: Module, mesh: DeviceMesh) -> Module:
     v, gate, up, of the embedding and the head, columns of o and down. Each rank keeps its share of them, with the
     weights of rank 0. A weight that stands in two places stays one. Where kv heads do not divide among the ranks,
     k_proj and v_proj stay whole: a rank computes the kv heads that its query heads read, and the gradients are summed.
-    Inputs and outputs are those of one process, the same on all ranks; a KV cache holds this rank's kv heads alone, so
+    Inputs and outputs are those of one process, the same on all ranks; a KV cache holds only this rank's kv heads, so
     make a StaticCache for those. `load_state_dict` takes DTensors, or whole tensors that all ranks have alike.
 
     Args:

@@ -69,7 +69,7 @@ class Unit:
     def _local(self, parameter: Tensor, share: Share) -> Tensor | None:
         if self._later(parameter):
             raise ValueError(
-                "attnpack: fully_shard divides a linear layer alone, whose weight the module around it reads: call "
+                "attnpack: fully_shard divides a single linear layer, whose weight the module around it reads: call "
                 "fully_shard on that module (attention, a feed-forward) or on its block"
             )
         if share.added_last:

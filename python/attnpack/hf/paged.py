@@ -1,4 +1,4 @@
-"""Continuous batching: the requests of transformers' `generate_batch` on the operator, each with its own keys alone.
+"""Continuous batching: transformers' `generate_batch` on the operator. Each request reads only its own keys.
 
 T new tokens of all requests, S keys of all requests, R requests, Hq query heads, Hkv KV heads, D head_dim.
 """

@@ -58,8 +58,7 @@ class NativeAttention(NativeModule):
             if over is not None:
                 if inputs.get("key_index") is not None or inputs.get("key_block", 1) != 1:
                     raise ValueError(
-                        "attnpack: key_index: got some for a call that is spread over processes, which knows none; "
-                        "leave it out"
+                        "attnpack: key_index: got one, which is not done over several processes; leave it out"
                     )
                 inputs |= {"cache": cache, "kv_lens": kv_lens, "need_weights": need_weights}
                 return self._output(over.attend(self, query, key, value, **inputs), x)
@@ -246,7 +245,7 @@ class ContextAttention(NativeAttention):
                 refuse it.
             key_block: key_index names blocks of so many keys. Block 0 begins at key 0.
             need_weights: also return the probabilities before dropout; under tensor parallelism those of this rank's
-                heads alone.
+                heads.
 
         Returns:
             out [B, L, embed_dim] (for SelfAttention [B, L, head_dim]), or (out, weights [B, Hq, L, keys]).
@@ -342,7 +341,7 @@ class ContextAttention(NativeAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(q [B, Hq, L, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, D]), rotated, as the operator gets them.
 
-        Under tensor parallelism they are those of this rank's heads alone.
+        Under tensor parallelism they are those of this rank's heads.
         """
         self._check(x, context, None, None)
         query, key, value = self._heads(x, context, None)

@@ -203,8 +203,8 @@ class DecoderBlock(Block):
         layout: other places of the norms, in place of pre_norm; not together with cross_attention.
             "sandwich": x + norm(f(norm(x))), with children pre_feedforward_layernorm and post_feedforward_layernorm too
             (Gemma 2). "output": x + norm(f(x)), children post_attention_layernorm and post_feedforward_layernorm (OLMo
-            2). "parallel": x + attention(norm(x)) + feed_forward(norm(x)) with input_layernorm alone (Falcon-7B), or
-            with post_attention_layernorm before the feed-forward for "parallel_two" (Falcon-40B).
+            2). "parallel": x + attention(norm(x)) + feed_forward(norm(x)) with one norm, input_layernorm (Falcon-7B),
+            or with post_attention_layernorm before the feed-forward for "parallel_two" (Falcon-40B).
         cross_attention: an attention module that reads the context; children cross_attn, cross_attention_layernorm.
     """
 

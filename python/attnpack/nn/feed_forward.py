@@ -123,8 +123,9 @@ class MixtureOfExperts(NativeModule):
         scaling: factor on the weights of the experts.
         num_groups, top_groups: experts in groups of equal size; the experts outside the best groups drop out
             (DeepSeek). A group is as good as its best expert for "softmax", as its two best together for "sigmoid".
-        correction: the choice, and it alone, adds a parameter gate.e_score_correction_bias [num_experts] to the scores.
-            It is 0 at first and frozen: a rule that balances the load sets it (DeepSeek-V3, 2024, section 2.1.2).
+        correction: a parameter gate.e_score_correction_bias [num_experts] is added to the scores for the choice, but
+            not for the weights. It is 0 at first and frozen: a rule that balances the load sets it (DeepSeek-V3, 2024,
+            section 2.1.2).
         gate_bias: a bias on the gate's logits.
         activation, bias: of the experts, as in FeedForward.
         shared_dim: width inside an expert for all tokens; None for no such expert.

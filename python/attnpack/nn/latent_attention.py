@@ -27,7 +27,7 @@ _NORM_EPS = 1e-6
 
 
 class MultiHeadLatentAttention(NativeAttention):
-    """One latent per token gives keys and values, and the cache holds the latents alone. Parameter names, shapes and
+    """One latent per token gives keys and values, and the cache holds only the latents. Parameter names, shapes and
     row order are those of DeepSeek-V2 and V3 checkpoints.
 
     Children: q_proj, or q_a_proj, q_a_layernorm, q_b_proj; kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj. Rows
@@ -35,7 +35,7 @@ class MultiHeadLatentAttention(NativeAttention):
     Rows of a head in kv_b_proj: N of W_UK, then V of W_UV.
 
     Two paths give the same numbers. "expanded" computes keys and values from all latents, and attends. "absorbed" folds
-    W_UK into the queries and W_UV into the outputs. It reads the latents alone, as one kv head of C + R dims, whose
+    W_UK into the queries and W_UV into the outputs. It reads only the latents, as one kv head of C + R dims, whose
     first C dims are the values too. L queries over K keys cost, in multiply-adds per head,
     K C (N + V) + L K (N + R + V) expanded and L C (N + V) + L K (2 C + R) absorbed. So "auto" takes the absorbed path
     if (K - L) C (N + V) > L K (2 C - N - V), which holds in decoding, but not in prefill or training. If kv_b_proj was
@@ -198,10 +198,7 @@ class MultiHeadLatentAttention(NativeAttention):
         over = spread(cache)
         if over is not None:
             if key_index is not None:
-                raise ValueError(
-                    "attnpack: key_index: got some for a call that is spread over processes, which knows none; leave "
-                    "it out"
-                )
+                raise ValueError("attnpack: key_index: got one, which is not done over several processes; leave it out")
             inputs |= {"cache": cache, "need_weights": need_weights}
             return self._output(over.attend_latents(self, query, latent, k_rope, **inputs), x)
         past = None if cache is None or cache.lengths.size(0) != x.size(0) else cache.lengths
@@ -235,7 +232,7 @@ class MultiHeadLatentAttention(NativeAttention):
 
         Shapes on the expanded path: [B, H, L, N + R], [B, H, Lkv, N + R], [B, H, Lkv, V]. Shapes with path "absorbed"
         and for a folded layer: [B, H, L, C + R], [B, 1, Lkv, C + R], [B, 1, Lkv, C]. Under tensor
-        parallelism H is this rank's heads alone.
+        parallelism H is the number of this rank's heads.
         """
         self._check(x, context, None, None)
         query, latent, k_rope, _ = self._latents(x, context)
@@ -330,7 +327,7 @@ class MultiHeadLatentAttention(NativeAttention):
         check_inputs(x, context, None, cache, query, latents, latents)
 
     def _low(self, x: Tensor) -> Tensor:
-        """What the queries are projected from: their latent after its norm, or x itself."""
+        """The input of the query projection: the latent after its norm, or x itself."""
         return x if self.q_a_proj is None else query_latent(self, x)
 
     def _latents(

@@ -19,7 +19,7 @@ from .. import _C, errors
 
 
 class Spread:
-    """What attends in place of a module's own op."""
+    """Attends in place of a module's own op."""
 
     def attend(
         self,
@@ -87,7 +87,7 @@ def _sequence() -> Spread | None:
 
 
 def spread(cache: object) -> Spread | None:
-    """What attends over `cache`, or over a sequence without one; None if this process has all keys."""
+    """The object that attends over `cache`, or over a sequence without one; None if this process has all keys."""
     return cache if isinstance(cache, Spread) else _sequence()
 
 
@@ -181,6 +181,6 @@ def _refuse_partial_gradient(name: str, tensor: Tensor) -> None:
     ranks' gradients."""
     if torch.is_grad_enabled() and tensor.requires_grad and type(tensor) in (Tensor, nn.Parameter):
         raise ValueError(
-            f"attnpack: {name}: its gradient would be that of this rank's heads alone, want that of all: call the "
+            f"attnpack: {name}: its gradient would be that of only this rank's heads, want that of all: call the "
             "layer under torch.no_grad(), or leave it whole"
         )

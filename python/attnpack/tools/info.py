@@ -61,7 +61,7 @@ def collect_info(failure: str = "") -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Prints the CMake prefix alone (`--cmake-prefix`) or everything, as JSON (`--json`) or as text."""
+    """Prints only the CMake prefix (`--cmake-prefix`), or everything, as JSON (`--json`) or as text."""
     if args.cmake_prefix:
         print(json.dumps({"cmake_prefix": str(PACKAGE)}) if args.json else PACKAGE)
     else:

@@ -12,7 +12,7 @@ HALVES, ONCE, IN_TURN = "halves", "once", "in turn"
 
 
 class Grouped(NamedTuple):
-    """What a layer with q_proj, k_proj, v_proj and o_proj has beside Llama's. Its window is in its mask."""
+    """How a layer with q_proj, k_proj, v_proj and o_proj differs from Llama's. Its window is in its mask."""
 
     gate: str = ""
     """The child that gives the gate of the heads' outputs; "q_proj" gives each head's queries and then its gate."""
@@ -30,7 +30,7 @@ class Grouped(NamedTuple):
 
 
 class Latent(NamedTuple):
-    """What a layer of latent attention has beside DeepSeek-V3's."""
+    """How a layer of latent attention differs from DeepSeek-V3's."""
 
     gate: str = ""
     interleaved: bool | None = None

@@ -18,7 +18,7 @@ from ..rope import RotaryEmbedding
 
 
 class _Sizes(NamedTuple):
-    """What the parts of a layer are made of."""
+    """The sizes of a layer's parts."""
 
     embed_dim: int
     q_lora_rank: int

@@ -26,7 +26,7 @@ class SparseAttention(ContextAttention):
     and index_weights_proj. Its choice has no gradient, so `indexer_loss` trains it. With "mean" (MoBA, Lu et al. 2025,
     arXiv 2502.13189) or "max" there is nothing to train: a query attends the top_k blocks of keys of the best mean, or
     of the greatest product. Each kv head chooses for its query heads. (MiniMax-M3 takes the greatest product too, but
-    of projections for this alone: `layer_ops.select_blocks` and a GroupedQueryAttention make its layer.)
+    of projections of their own: `layer_ops.select_blocks` and a GroupedQueryAttention make its layer.)
 
     Where all keys are selected, the call is that of GroupedQueryAttention. Children q_proj, k_proj, v_proj, o_proj.
 
@@ -121,7 +121,7 @@ class SparseAttention(ContextAttention):
             causal: default the module's own setting.
             cache: the call first appends the new keys and values. A SparseCache holds what the selector needs too, so
                 that a step does not read all keys to choose among them (but for "max"). A SlidingWindowCache, a
-                QuantizedCache and a CrossCache are refused. Of a PagedCache each call copies the pages.
+                QuantizedCache and a CrossCache are refused. With a PagedCache each call copies the pages.
             index_cache: a LatentCache for the indexer's keys beside a cache that is no SparseCache, index_head_dim
                 numbers per position; or a StaticCache of one head with v_head_dim 0.
             positions: int64 [L] or [B, L], for RoPE only; default the positions after the cached ones, or 0..L-1.
@@ -172,11 +172,11 @@ class SparseAttention(ContextAttention):
 
         Queries of padding, and those that may attend no key, do not count.
         p is the attention's probabilities, summed over the heads and divided by their sum; I are the indexer's scores.
-        Gradients flow into the indexer alone, whose parameters have names that begin with `index_`.
+        Gradients flow only into the indexer, whose parameters have names that begin with `index_`.
 
         Args:
             x: [B, L, embed_dim].
-            sparse: p is that of attention over the keys that the indexer names, and I covers these alone: for the time
+            sparse: p is that of attention over the keys that the indexer names, and I covers only these: for the time
                 when the model is trained on its own choice. Otherwise both are over all keys: for warming up. Memory
                 grows with x.size(1) * top_k then, and otherwise, as in a compiled graph, with the square of x.size(1).
             mask, causal, positions, kv_lens: as in forward.

@@ -164,7 +164,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         positions: Tensor | None = None,
         kv_lens: Tensor | None = None,
     ) -> Tensor:
-        """SparseAttention.indexer_loss for this layer. Gradients flow into `indexer` alone."""
+        """SparseAttention.indexer_loss for this layer. Gradients flow only into `indexer`."""
         self._check_call(x, None)
         check_flag("sparse", sparse)
         causal = self.causal if causal is None else causal

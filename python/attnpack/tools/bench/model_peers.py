@@ -1,4 +1,4 @@
-"""What `attnpack bench model` compares: attnpack's `generate` and those of other libraries, on the same weights.
+"""The contenders of `attnpack bench model`: attnpack's `generate` and those of other libraries, on the same weights.
 
 A contender is a function of a row and its prompts [batch, prompt], which gives a `Timed`. All give greedy tokens, and
 have torch's number of threads. transformers and transformers + attnpack run on the very tensors of attnpack's model.
@@ -118,7 +118,7 @@ class Transformers:
 
 
 class _Streamer:
-    """What transformers calls with each new token."""
+    """The object that transformers calls with each new token."""
 
     def __init__(self, callback: Callable) -> None:
         self.put = callback

@@ -18,7 +18,7 @@ class Sizes(NamedTuple):
     kv_heads: int
     head_dim: int
     body: int  # parameters that each token of a prompt meets
-    head: int  # parameters of the map from states to logits; a prompt's last token alone meets them
+    head: int  # parameters of the map from states to logits; only a prompt's last token meets them
 
     @classmethod
     def of(cls, model: CausalLM) -> Sizes:
@@ -68,7 +68,7 @@ class Row:
         return self.batch * self.prompt / seconds if self.kind == "prefill" else seconds * 1e3
 
     def flops(self, sizes: Sizes) -> float:
-        """Of a prefill, or of a step in the middle of the new tokens."""
+        """The operations of a prefill, or of a step in the middle of the new tokens."""
         if self.kind == "prefill":
             pairs = self.prompt * (self.prompt + 1) // 2
             return sizes.flops(self.batch * self.prompt, self.batch * pairs, self.batch)

@@ -86,7 +86,7 @@ def run_masking(q: Tensor, k: Tensor, say: Callable[[str], None]) -> None:
 
 
 def fold(texts: list[str]) -> list[str]:
-    """The texts of `run_mqa` with the first line alone of the tensor of ones, and the first and last step alone of each
+    """The texts of `run_mqa` with only the first line of the tensor of ones, and only the first and last step of each
     run of steps."""
     kept: list[str] = []
     step: list[list[str]] = []  # the steps of a run so far: each the texts from its rule on

@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> None:
     if getattr(args, "html", None):
         check_picture(args.html, "--html", (".html",))
         if args.out is not None:
-            raise ValueError(f"--out: got {str(args.out)!r} beside --html, which writes a page alone; leave one out")
+            raise ValueError(f"--out: got {str(args.out)!r} beside --html, which writes only a page; leave one out")
         figures = _page(args)
         size = f"{args.html.stat().st_size / 2**20:.1f} MiB"
         print(json.dumps({"page": str(args.html), **figures}) if args.json else f"wrote {args.html}, {size}")

@@ -1,4 +1,4 @@
-"""What the heads of a model do with a sequence: the weights of each layer, its mask, and the parts of its scores.
+"""Reads what a model's heads do with a sequence: the weights of each layer, its mask, and the parts of its scores.
 
 H query heads, Hkv key-value heads, L tokens, D numbers of a query.
 """
@@ -180,7 +180,7 @@ def heads(
 
 
 def _without_scores(number: int, weights: Tensor, num_kv_heads: int) -> Heads:  # [H, L, L]
-    """The heads of a call of which the weights alone are known: a weight of 0 counts as hidden."""
+    """The heads of a call whose weights are known, but not its scores: a weight of 0 counts as hidden."""
     hidden, kv = weights == 0, _consecutive(len(weights), num_kv_heads)
     says = _in_words(hidden, (-1, -1), False)
     return Heads(number, weights, _shared(hidden), says, kv, None, None, 1.0, 0.0, None, None, None, False)

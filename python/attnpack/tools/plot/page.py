@@ -82,7 +82,7 @@ def attention_page(
 
 
 def _states(model: nn.Module, ids: Sequence[int] | Tensor) -> Tensor:
-    """What the forward takes, [1, L] or [1, L, E]."""
+    """The input of the forward, [1, L] or [1, L, E]."""
     if isinstance(ids, Sequence | range) and not isinstance(ids, str) and all(isinstance(each, int) for each in ids):
         x = torch.tensor([list(ids)])
     elif isinstance(ids, Tensor) and ids.dim() > 0:
