@@ -1,5 +1,5 @@
-"""What the kinds of KV cache store, and what rounding does to a model: SmolLM2-135M on a text, in chunks, with each
-kind of cache beside an exact one. With llama-cpp-python installed, llama.cpp's q8_0 and q4_0 caches on the same tokens.
+"""The memory of each kind of KV cache, and the error of its rounding: SmolLM2-135M on a text, in chunks, with each kind
+of cache beside an exact one. With llama-cpp-python installed, llama.cpp's q8_0 and q4_0 caches on the same tokens.
 
     python benchmarks/cache_error.py [--tokens N] [--chunk N]
 

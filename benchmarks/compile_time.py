@@ -1,4 +1,4 @@
-"""What each header costs a program in C++ that includes it alone: processor seconds and peak memory of the compiler.
+"""The cost of each header for a C++ program that includes no other: processor seconds and peak memory of the compiler.
 
     python benchmarks/compile_time.py [--compiler g++] [--rounds N]
 

@@ -1,8 +1,8 @@
-"""What several processes cost: seconds, bytes sent and memory of a rank, for 1, 2 and 4 gloo processes of one thread.
+"""Costs of several processes: seconds, bytes sent and memory of a rank, for 1, 2 and 4 gloo processes of one thread.
 
 "context": causal attention over one sequence, forward and backward, by each method of `attnpack.distributed.attention`.
 "overlap": the ring, which sends while it computes, and the same ring that waits for each transfer first, in turns, and
-its transfers alone. "decode": one step of a layer over a ShardedCache. "model": a training step of a small CausalLM
+only its transfers. "decode": one step of a layer over a ShardedCache. "model": a training step of a small CausalLM
 under tensor_parallel. Times are the slowest rank's median over the rounds. "model s" is the cost model of
 docs/distributed.md, from the speed of one process and of an all-gather, measured in the same run; processes share the
 cores.
@@ -96,7 +96,7 @@ def waiting(x: torch.Tensor, group: dist.ProcessGroup):
 
 
 def transfers(both: torch.Tensor, ranks: int) -> None:
-    """What a ring sends, forward and backward, of keys and values and their gradients."""
+    """Sends as a ring does, forward and backward: keys and values and their gradients."""
     for _ in range(3 * ranks - 2):
         PASS_ON(both, dist.group.WORLD)()
 

@@ -110,7 +110,7 @@ def train_model(
 
     With anneal the learning rate has a warm-up and a cosine down to a tenth, as in pre-training. Without it the rate is
     a constant tenth, as uptraining continues from that end. at: functions by number of step; each is called before its
-    step, and the one for `steps` after the last step. Batches depend on the seed alone, so all variants read the same
+    step, and the one for `steps` after the last step. Batches depend only on the seed, so all variants read the same
     text.
     """
     generator = torch.Generator().manual_seed(seed)

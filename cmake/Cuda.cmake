@@ -34,7 +34,7 @@ if(ATTNPACK_HAS_CUDA)
     list(APPEND nvcc_flags -gencode arch=compute_${architecture},code=sm_${architecture}
                            -gencode arch=compute_${architecture},code=compute_${architecture})
   endforeach()
-  # The kernels of sm90/ use instructions that sm_90a alone has. Without architecture 90 they are compiled, and never run.
+  # The kernels of sm90/ use instructions that only sm_90a has. Without architecture 90 they are compiled, and never run.
   set(sm90_flags -std=c++20 -O3 -Xcompiler -fPIC -ccbin ${CMAKE_CXX_COMPILER} -gencode arch=compute_90a,code=sm_90a)
   file(GLOB cuda_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/*.cu
        ${CMAKE_CURRENT_SOURCE_DIR}/csrc/attnpack/ops/cuda/kernels/sm90/*.cu)

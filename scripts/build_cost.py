@@ -27,7 +27,7 @@ int main() { return static_cast<int>(torch::ones({2, 3}).numel()) - 6; }
 
 
 def cpu_seconds() -> float:
-    """Of all children that have ended, with theirs."""
+    """The CPU seconds of all children that have ended, with theirs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

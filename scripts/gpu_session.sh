@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The first hour on a machine with a GPU, nvcc, a compiler, cmake, a CUDA torch and pytest. Downloads nothing. Builds in
-# place, for this machine's GPU alone, then runs the named steps, each in less than ten minutes; results go to $OUT.
+# place, only for this machine's GPU, then runs the named steps, each in less than ten minutes; results go to $OUT.
 # Without a name: all of them, in this order. The order is that of doubt: first whether a kernel starts at all, then
 # whether numbers are right, then races, then speed beside other libraries.
 #   gpu_session.sh [build] [smoke] [test] [resources] [sanitize] [large] [bench-prefill] [bench-train] [bench-decode]
@@ -45,7 +45,7 @@ for step in "$@"; do
                count[name " " substr($0, RSTART, RLENGTH)]++ } END { for (each in count) print count[each], each }' |
         sort -k 2 >"$OUT/instructions.txt"
       grep -E " (LDL|STL)" "$OUT/instructions.txt" | head -n 20 || true ;;
-    sanitize) # the smoke script alone: under pytest it would take hours
+    sanitize) # only the smoke script: under pytest it would take hours
       for tool in memcheck racecheck synccheck initcheck; do
         say "$tool"
         limit=140 PYTORCH_NO_CUDA_MEMORY_CACHING=1 checked compute-sanitizer --tool "$tool" --error-exitcode 9 \

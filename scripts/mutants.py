@@ -49,7 +49,7 @@ class Mutant:
 
     @property
     def number(self) -> int:
-        """Number of the switch. It depends on the name alone, so that a new mutant does not rebuild the others."""
+        """Number of the switch. It depends only on the name, so that a new mutant does not rebuild the others."""
         return zlib.crc32(self.name.encode())
 
     @property

@@ -30,7 +30,7 @@ def execute_script(script: Path) -> nbformat.NotebookNode:
 def main() -> None:
     for script in [Path(name) for name in sys.argv[1:]] or sorted(FOLDER.glob("*.py")):
         notebook = execute_script(script)
-        # Cell ids are the same each time, so that a second run changes the outputs alone.
+        # Cell ids are the same each time, so that a second run changes only the outputs.
         for number, cell in enumerate(notebook.cells):
             cell.id = f"cell-{number}"
         notebook.metadata["jupytext"]["formats"] = "ipynb,py:percent"

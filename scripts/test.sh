@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up, builds and runs every test: pytest (with the C++ consumer and the README's snippets) and ctest.
 #   --long       run the tests that take minutes too
-#   --sanitize   run the kernels alone, under the address, undefined-behaviour and thread sanitizers
+#   --sanitize   run only the kernels, under the address, undefined-behaviour and thread sanitizers
 # Further arguments go to pytest. Skips are printed; a skip that tests/allowed_skips.txt does not list is a failure.
 # Style and the pages come first, because they take seconds and fail most often. The last lines say how long each part took.
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""What the site adds to Sphinx: sections of the README, C++ headers, formulas as MathML, and docstrings as plain text
+"""The site's additions to Sphinx: sections of the README, C++ headers, formulas as MathML, and docstrings as plain text
 with back-ticks."""
 
 from types import FunctionType

@@ -1,4 +1,4 @@
-// One model on several processes, in C++ alone. Each process is started by itself, with its rank:
+// One model on several processes, in C++ without Python. Each process is started by itself, with its rank:
 //
 //   distributed 0 2 /tmp/store & distributed 1 2 /tmp/store
 //

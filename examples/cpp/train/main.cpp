@@ -1,4 +1,4 @@
-// Trains a small language model in C++ alone, and writes it as a Hugging Face directory:
+// Trains a small language model in C++ without Python, and writes it as a Hugging Face directory:
 //
 //   train DIRECTORY
 //

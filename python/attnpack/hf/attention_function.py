@@ -123,8 +123,8 @@ def _attend_packed(
     sinks: Tensor | None,  # [Hq]
     scale: float | None,
 ) -> Tensor | None:
-    """The output [B, L, Hq, Dv] by `attention_varlen`, which computes scores only within each sequence; None where it cannot
-    take the call."""
+    """The output [B, L, Hq, Dv] by `attention_varlen`, which computes scores only within each sequence; None where it
+    cannot take the call."""
     rows, length = query.size(0), query.size(2)
     limits = ranges.kv_lens is None and ranges.key_mask is None
     if torch.compiler.is_compiling() or not limits or isinstance(ranges.q_offset, Tensor) or ranges.q_offset != 0:
