@@ -38,7 +38,7 @@ def reset_peak() -> None:
 
 
 def peak_memory() -> float:
-    """Of this process since reset_peak, in GB."""
+    """The peak of this process since reset_peak, in GB."""
     status = Path("/proc/self/status")
     held = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.exists() else None
     return int(held[1]) * 1024 / 1e9 if held else 0.0

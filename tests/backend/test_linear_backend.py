@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.onednn
-WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"  # oneDNN gets bf16 there alone
+WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"  # oneDNN gets bf16 only there
 SUBCLASS = "a tensor is of a class of its own, or a graph is exported"
 
 

@@ -99,7 +99,7 @@ def test_calls_that_need_the_keys_in_one_piece(kind, ragged):
     caches = attnpack.DynamicCache(), paged_cache()
     with torch.set_grad_enabled(kind == "gradients"):
         for n in STEPS:
-            short = kind == "short mask"  # no sequence gets all tokens, and the mask covers the valid ones alone
+            short = kind == "short mask"  # no sequence gets all tokens, and the mask covers only the valid ones
             x, lens = torch.randn(2, n, 24), [n - short, max(n - 3, 0)] if ragged else [n - short] * 2
             results = []
             for cache in caches:

@@ -13,7 +13,7 @@ EXACT = [(0, 0), (4, 0), (0, 1), (0, 6), (3, 6), (3, 100), (100, 2)]
 
 
 def rounded(x, bits):
-    """What the cache holds of these rows."""
+    """The cache's numbers for these rows."""
     return dequantize_rows(quantize_rows(x, bits), bits, x.size(-1), x.dtype)
 
 
@@ -156,7 +156,7 @@ def test_bytes():
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (3, 6)])
 @torch.no_grad()
 def test_crop_with_exact_positions(first, last):
-    """What is exact after it may be more or less than before it, but each number is the exact or the rounded one."""
+    """More or fewer positions may be exact after it, but each number is the exact or the rounded one."""
     torch.manual_seed(0)
     q, k, v = draw(2, 2, 900)
     cache = attnpack.QuantizedCache(8, exact_first=first, exact_last=last)

@@ -118,7 +118,7 @@ class Machine:
         return tuple(torch.randn(batch, self.heads, length, d, generator=self.random) for d in (dim, self.v_dim))
 
     def write(self, key, value, new_lens):
-        """What a module does: reserve, attend, commit."""
+        """Does as a module: reserve, attend, commit."""
         with self.cache.all_or_none():
             if self.kind.indexed:
                 self.write_index(key[:, :1], new_lens)
@@ -281,7 +281,7 @@ class Machine:
         assert same.all()
 
     def check_beside(self, most):
-        """What a selector keeps of each position or whole block. Returns its bytes."""
+        """Checks a selector's state for each position or whole block. Returns its bytes."""
         sums, index = self.kind.sums, getattr(self.cache, "index", None)
         if not sums and not self.kind.indexed:
             assert index is None

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 TEXT = torch.randint(SIZES["vocab_size"], (2, 20), generator=torch.Generator().manual_seed(1))
 EACH = pytest.mark.parametrize("name", FAMILIES)
 
-# Settings of which transformers' classes write a value, and that change nothing of what a loaded model computes.
+# Settings that transformers' classes write, and that do not change the results of a loaded model.
 HARMLESS = {
     "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "initializer_range", "use_cache",
     "transformers_version", "output_router_logits", "router_aux_loss_coef", "pretraining_tp", "resid_pdrop",
@@ -23,7 +23,7 @@ HARMLESS = {
     "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "num_nextn_predict_layers",
     "tie_word_embeddings",  # where the file has a head of its own: test_partial_checkpoints.py
 }  # fmt: skip
-# What follows from other settings in a family, or is not read by transformers either.
+# Settings that follow from others in a family, or that transformers does not read either.
 UNUSED = {
     "gemma3": {"_sliding_window_pattern"},  # layer_types say it
     "starcoder2": {"attention_dropout"},

@@ -67,7 +67,7 @@ def test_a_source_that_does_not_compile_stops_the_check(tmp_path):
     assert process.returncode == 1 and "a kernel did not compile" in process.text and "unused" in process.text
 
 
-# cmake/Cuda.cmake alone, with a stand-in for nvcc that knows the architectures of a test.
+# Only cmake/Cuda.cmake, with a stand-in for nvcc that knows the architectures of a test.
 PROJECT = """
 cmake_minimum_required(VERSION 3.22)
 project(architectures NONE)

@@ -147,7 +147,7 @@ def saved(folder):
 
 
 def resume(model, folder):
-    """What a killed run does: reads the checkpoint, and goes on with the step that was lost."""
+    """Does as a run after a kill: reads the checkpoint, and goes on with the step that was lost."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

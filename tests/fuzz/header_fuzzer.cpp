@@ -1,5 +1,5 @@
 // A target of libFuzzer, which scripts/fuzz_header.sh builds and runs: any bytes as the header of a safetensors file.
-// What is accepted must be what the checks promise; what is refused must be a sentence about the file.
+// An accepted header must be as the checks promise; a refusal must be a sentence about the file.
 #include <cstdlib>
 #include <string_view>
 

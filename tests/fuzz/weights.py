@@ -21,7 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 MEMORY = 1 << 30  # that reading files may add
-# What Rust's reader takes, and load_safetensors has no tensor for.
+# Reasons by which load_safetensors refuses a file that Rust's reader takes.
 _NO_TENSOR = ("which torch does not have", "is empty, and its other sizes are too large")
 _LETTERS = '{}[]",:0123456789eE+-. \n\\utruefalsnF\x00\x7f\u00e9'
 
@@ -90,7 +90,7 @@ def damaged(seed: int) -> bytes:
 
 
 def judge(data: bytes, path: Path) -> tuple[str, bool]:
-    """What is wrong, or "", and whether Rust's reader takes the file."""
+    """The fault, or "", and whether Rust's reader takes the file."""
     import safetensors
     from attnpack.checkpoints.safetensors import SafetensorsFile, load_safetensors
 

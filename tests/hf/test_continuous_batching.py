@@ -1,4 +1,4 @@
-"""transformers' generate_batch on the operator: tokens of one request at a time, and work of the requests alone."""
+"""transformers' generate_batch on the operator: tokens of one request at a time, and work only for the requests."""
 
 import random
 
@@ -52,7 +52,7 @@ def alone(model, requests):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What each call of the operator got: shape of keys, whether they stand in pages, and the soft cap."""
+    """The arguments of each call of the operator: shape of keys, whether they stand in pages, and the soft cap."""
     seen = []
 
     def attend(query, key, value, cu_seqlens_q, cu_seqlens_k=None, **others):

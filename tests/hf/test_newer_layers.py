@@ -44,7 +44,7 @@ def test_generate_is_equal(pair, kind):
 
 
 def test_gradients_are_equal(pair):
-    """Of each parameter, which has its name still. An indexer's parameters have none."""
+    """For each parameter, which has its name still. An indexer's parameters have none."""
     family, theirs, ours = pair
     for model, name in ((theirs, "eager"), (ours, "attnpack")):
         backward(model, family, name)

@@ -57,7 +57,7 @@ def test_sequences_do_not_see_each_other(case, packed, positions, use_cache):
     torch.testing.assert_close(found, alone, **FP32)
 
 
-# transformers' sdpa reads position_ids alone, and takes no soft cap.
+# transformers' sdpa reads only position_ids, and takes no soft cap.
 @pytest.mark.parametrize(
     "said, family, implementation",
     [

@@ -1,7 +1,7 @@
 """Models that select keys for each query and hand them over: they run sparse, and their results are eager's.
 
-Of transformers 5.23: deepseek_v32, glm_moe_dsa, hy_v4, axk2, mistral_large4, dots3_note hand over `indices`, and
-minimax_m3_vl `block_indices`. glm5_next, deepseek_v4 and qwen4_exp build a mask of their own, and hand over that alone:
+In transformers 5.23 deepseek_v32, glm_moe_dsa, hy_v4, axk2, mistral_large4, dots3_note hand over `indices`, and
+minimax_m3_vl `block_indices`. glm5_next, deepseek_v4 and qwen4_exp build a mask of their own, and hand over only that:
 they run dense.
 """
 

@@ -21,7 +21,7 @@ def heads(x, num_heads):
 
 
 def plain(module, x, context=None, *, positions=None, **arguments):
-    """A family module's forward in plain PyTorch, from its parameters alone."""
+    """A family module's forward in plain PyTorch, from only its parameters."""
     source = x if context is None else context
     q = heads(F.linear(x, module.q_proj.weight, module.q_proj.bias), module.num_heads)
     k = heads(F.linear(source, module.k_proj.weight, module.k_proj.bias), module.num_kv_heads)

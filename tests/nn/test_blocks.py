@@ -166,7 +166,7 @@ def test_decoder_reads_its_context_by_length_and_mask(m):
 
 @pytest.mark.parametrize("m", [attnpack, attnpack.cpp], ids=["python", "cpp"])
 def test_padding_of_source_and_target_is_not_read(m):
-    """A padded pair of sequences gives what the sequences give alone, and the cache keeps their tokens alone."""
+    """A padded pair of sequences gives what the sequences give alone, and the cache keeps only their tokens."""
     torch.manual_seed(0)
     attention, feed_forward, cross = parts(cross=True)
     module = attnpack.EncoderDecoder(

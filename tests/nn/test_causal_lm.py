@@ -197,7 +197,7 @@ def test_top_p_that_the_likeliest_tokens_hold_exactly():
 
 
 def test_tokens_that_tie_with_the_last_of_the_top_k_stay():
-    """Of four equally likely tokens and one less likely, top_k=2 keeps the four, as in transformers."""
+    """With four equally likely tokens and one less likely, top_k=2 keeps the four, as in transformers."""
     model = attnpack.CausalLM(5, 8, 1, 1).eval()
     ids = torch.zeros(200, 1, dtype=torch.int64)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 
 def formula(module, x, context=None, causal=True, kv_lens=None):
-    """The layer by DeepSeek-V2's equations, head by head, in the dtype of x, from its parameters alone."""
+    """The layer by DeepSeek-V2's equations, head by head, in the dtype of x, from only its parameters."""
     m, source = module, x if context is None else context
 
     def normed(t, norm):

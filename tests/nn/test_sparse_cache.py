@@ -27,7 +27,7 @@ def make(selector, dtype=torch.float64, **settings):
 
 
 def called(module, language):
-    """What to call, and the classes of its caches."""
+    """The module to call, and the classes of its caches."""
     return (module, attnpack) if language == "python" else (module.cpp(), attnpack.cpp)
 
 
@@ -92,7 +92,7 @@ def test_a_sparse_cache_has_the_bits_of_other_caches(selector, language, dtype):
 
 
 def test_a_step_by_sums_does_not_read_the_keys_of_other_blocks():
-    """The selection takes the sums, whatever the keys are; attention reads the chosen blocks alone."""
+    """The selection takes the sums, whatever the keys are; attention reads only the chosen blocks."""
     module = make("mean", top_k=2)
     cache = attnpack.SparseCache()
     with torch.no_grad():

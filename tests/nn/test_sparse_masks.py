@@ -162,7 +162,7 @@ def test_the_loss_is_exact_under_autocast(kind):
     ("kind", "sparse"), [long("indexer", False), ("indexer", True), long("latent", False), long("latent", True)]
 )
 def test_the_loss_as_one_graph(kind, sparse):
-    """Of 4 tokens the indexer names all, which a graph does not see."""
+    """With 4 tokens the indexer names all, which a graph does not see."""
     module = make(kind)
     compiled = torch.compile(lambda x: module.indexer_loss(x, sparse=sparse), fullgraph=True, backend="aot_eager")
     own = [p for name, p in module.named_parameters() if name.startswith("index")]

@@ -63,7 +63,7 @@ def test_excluded_keys_are_not_read(case, dtype):
         query, packed(key.masked_fill(excluded, NAN)), packed(value.masked_fill(excluded, INF)), mask, **settings
     )
     assert torch.equal(got, wanted)
-    key[:, 0, 150] = NAN  # of one head alone
+    key[:, 0, 150] = NAN  # of only one head
     wanted = attnpack.attention(query, key, value, **settings)
     assert wanted.isnan().any() and not wanted.isnan().all()
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""The loss of an indexer from the probabilities at the named keys alone: against all keys, in memory, its errors."""
+"""The loss of an indexer from the probabilities at only the named keys: against all keys, in memory, its errors."""
 
 import attnpack
 import pytest

@@ -119,7 +119,7 @@ def test_each_row_has_the_bits_of_a_call_over_its_gathered_keys(dtype, lengths, 
     for name in ("out", "lse", "grad of query"):
         assert torch.equal(got[name], expected[name]), name
     for name in ("grad of key", "grad of value"):
-        if dtype.itemsize > 2:  # else each row's part is rounded in the calls alone, and not in the one call
+        if dtype.itemsize > 2:  # else each row's part is rounded only in the calls, and not in the one call
             assert torch.equal(got[name], expected[name]), name
         else:
             assert_close(got[name].float(), expected[name], atol=0.05, rtol=0.05)

@@ -50,7 +50,7 @@ def test_against_fp64_with_any_number_of_threads(case, rules, dtype):
 
 @pytest.mark.parametrize("length", [4500, 8500])
 def test_nan_in_excluded_keys_reaches_no_row(length):
-    """Of the rows that one unit takes, the first ones exclude the last keys, and some see none at all."""
+    """The first rows that one unit takes exclude the last keys, and some see none at all."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 1, n, 16) for n in (900, length, length))
     clean = attention(query, key, value, causal=True, q_offset=length - 905)

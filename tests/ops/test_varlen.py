@@ -177,7 +177,7 @@ def test_views_of_packed_projections():
 
 
 def test_what_is_not_attended_is_not_read():
-    """NaN in one sequence reaches that sequence alone."""
+    """NaN in one sequence reaches only that sequence."""
     *tensors, cu_q, cu_k, _ = make([(5, 5), (200, 200), (1, 7)])
     clean = attention_varlen(*tensors, cu_q, cu_k)
     for x in tensors[1:]:

@@ -96,7 +96,7 @@ TAKE_IN = {
 
 @pytest.mark.parametrize("way", TAKE_IN)
 def test_a_program_takes_the_sources_in(tmp_path, way):
-    """The library alone, under the name of find_package; the program's warnings do not apply to its headers."""
+    """Only the library, under the name of find_package; the program's warnings do not apply to its headers."""
     (tmp_path / "main.cpp").write_text("#include <attnpack/attnpack.h>\nint main() {}\n")
     (tmp_path / "CMakeLists.txt").write_text(
         f"""cmake_minimum_required(VERSION 3.22)

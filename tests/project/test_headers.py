@@ -108,7 +108,7 @@ def test_the_forward_header_names_every_class():
 
 
 def test_every_public_class_and_function_has_a_comment():
-    """What stands in a header without a comment of its own is an option's struct, or a holder of a commented class; the
+    """Things without a comment of their own in a header are an option's struct, or a holder of a commented class; the
     names of fwd.h have theirs in their own headers."""
     silent = []
     for header in set(HEADERS) - {Path("fwd.h")}:

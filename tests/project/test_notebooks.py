@@ -93,7 +93,7 @@ def test_the_reading_order_is_that_of_the_links():
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_teaches(script):
-    """What it needs, links, a summary, and three exercises, whose solutions run and print three answers."""
+    """Has its requirements, links, a summary, and three exercises, whose solutions run and print three answers."""
     text = script.read_text()
     for words in ("*You need*", "*You learn*", "*Runs in*", "[glossary](../docs/notebooks.md)", "# ## Summary"):
         assert words in text, words

@@ -60,7 +60,7 @@ def test_wheel_runs_in_python(wheel):
 
 
 def test_cpp_program_against_the_wheel(wheel, tmp_path):
-    """The example finds the operator by name although it is linked against the library alone."""
+    """The example finds the operator by name although it is linked only against the library."""
     prefix = run_python(
         "import sys; from attnpack.tools.cli import main; sys.exit(main(['info', '--cmake-prefix']))", first=wheel
     )

@@ -76,7 +76,7 @@ def _array(value: Tensor) -> np.ndarray:
 
 
 def _changed(arch: str, config: Any, key: str, value: Tensor) -> Tensor:
-    """What the converter makes of a tensor."""
+    """A tensor as the converter writes it."""
     heads, width = config.num_attention_heads, config.hidden_size
     if arch == "gpt2" and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         return value.T

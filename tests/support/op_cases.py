@@ -103,13 +103,13 @@ class Inputs:
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Normal numbers that depend on shape and seed alone."""
+    """Normal numbers that depend only on shape and seed."""
     generator = torch.Generator().manual_seed(seed + 1000 * sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """x with other strides, and NaN between its elements; expanded and repeated ones hold the numbers of index 0 alone.
+    """x with other strides, and NaN between its elements; expanded and repeated ones hold only the numbers of index 0.
 
     "contiguous", "reversed", "stepped" and "repeated" are for any shape, the others for [B, H, L, D].
     """

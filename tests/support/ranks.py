@@ -33,7 +33,7 @@ class Ranks:
             process.start()
 
     def run(self, program: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What `program(*arguments)` returns on each rank."""
+        """The result of `program(*arguments)` on each rank."""
         results = self.run_where_some_die(program, *arguments)
         for result in results:
             if isinstance(result, Failure):

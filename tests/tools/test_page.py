@@ -153,7 +153,7 @@ def test_latent_attention_has_a_page():
 
 
 def chromium(folder, page, *options, where="", script=""):
-    """What headless Chromium prints for the page, opened at `where`, after `script` ran in it."""
+    """The output of headless Chromium for the page, opened at `where`, after `script` ran in it."""
     file = folder / "page.html"
     file.write_text(str(page).replace("</body>", f"<script>{script}</script></body>"))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]

@@ -1,4 +1,4 @@
-"""What the page reads of models: the masks that they have, their scores, and models of transformers."""
+"""The page's reading of models: the masks that they have, their scores, and models of transformers."""
 
 import attnpack
 import pytest

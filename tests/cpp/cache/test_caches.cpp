@@ -1,4 +1,4 @@
-// Caches alone: the tensors that a copy shares, and the state after a failure.
+// Caches without modules: the tensors that a copy shares, and the state after a failure.
 #include <torch/torch.h>
 
 #include "catch.h"

@@ -123,7 +123,7 @@ TEST_CASE("a failed append changes nothing and keeps no page") {
   REQUIRE(cache->free_pages() == 3);
 }
 
-TEST_CASE("ragged tokens take the pages of the valid ones alone") {
+TEST_CASE("ragged tokens take only the pages of the valid ones") {
   torch::NoGradGuard no_grad;
   auto layer = layer_with_rope();
   const auto cache = std::make_shared<PagedCache>(options_for(2, 5));

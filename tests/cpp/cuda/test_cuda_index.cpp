@@ -95,7 +95,7 @@ TEST_CASE("matrices load as the operands' fragments") {
   EmulatedBlock(32, 1).run(body);
 }
 
-TEST_CASE("splits cover every key once and follow shapes alone") {
+TEST_CASE("splits cover every key once and follow only shapes") {
   for (int64_t kv_len : {0, 1, 63, 64, 65, 255, 256, 257, 1000, 4096, 65536, 1000003})
     for (int64_t blocks : {1, 2, 8, 100, 132, 5000})
       for (int64_t at_once : {1, 108, 132, 264}) {

@@ -392,7 +392,7 @@ TEST_CASE("quantised rows are the CPU's bytes, and decode reads them as the numb
   }
 }
 
-TEST_CASE("a quantised value that is not finite reaches the rows that see it alone") {
+TEST_CASE("a quantised value that is not finite reaches only the rows that see it") {
   torch::manual_seed(5);
   const cuda::EmulatedKernels kernels;
   const Tensor query = draw({1, 1, 4, 64}), x = draw({1, 1, 70, 64});

@@ -81,7 +81,7 @@ TEST_CASE("LoRA: a projection's weight may be any tensor, and gradients reach wh
   REQUIRE(at::equal(layer->forward(x), before));
 }
 
-TEST_CASE("dropout acts in training alone") {
+TEST_CASE("dropout acts only in training") {
   torch::manual_seed(0);
   const auto x = torch::randn({2, 5, 24});
   EncoderBlock block(

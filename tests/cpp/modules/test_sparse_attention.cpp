@@ -198,7 +198,7 @@ TEST_CASE("sparse attention over all keys is grouped-query attention") {
   REQUIRE(at::equal(layer->forward(x), grouped->forward(x)));
 }
 
-TEST_CASE("the indexer's loss trains the indexer alone") {
+TEST_CASE("the indexer's loss trains only the indexer") {
   torch::manual_seed(0);
   const auto x = torch::randn({2, 9, 24});
   SparseAttention layer(options(3).index_heads(2).index_head_dim(8));

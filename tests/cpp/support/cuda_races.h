@@ -21,12 +21,12 @@ void AnnotateIgnoreWritesBegin(const char* file, int line);
 void AnnotateIgnoreWritesEnd(const char* file, int line);
 }
 
-// Of the emulator itself, which fibers and scheduler share.
+// The emulator's own state, which fibers and scheduler share.
 #define ATTNPACK_UNSEEN __attribute__((no_sanitize("thread"), noinline))
 
 namespace attnpack::cuda {
 
-// What a fiber, or the scheduler, does while it lives is no access of the kernels.
+// While it lives, accesses by a fiber or the scheduler do not count as the kernels'.
 struct Unseen {
   ATTNPACK_UNSEEN Unseen() {
     AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
