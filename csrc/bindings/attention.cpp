@@ -12,7 +12,7 @@ namespace attnpack {
 
 namespace {
 
-// The inputs of forward after its tensors; of the options, not those that `skipped` names.
+// The inputs of forward after its tensors, without the options that `skipped` names.
 std::pair<AttentionInputs, bool> read_inputs(Arguments& arguments, std::initializer_list<const char*> skipped = {
                                                                        "index_cache", "key_index", "key_block"}) {
   AttentionInputs inputs;

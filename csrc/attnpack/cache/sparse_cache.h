@@ -6,7 +6,8 @@ namespace attnpack {
 
 // The keys and values of SparseAttention, and what its selector keeps beside them: the keys of an indexer, one a
 // position, or the sums of blocks of keys, so that a step reads these and not all keys. Grows as DynamicCache does.
-// index() gives it: the sums are [B, Hkv, blocks, D], of the blocks with a position; undefined where it keeps nothing.
+// index() gives the keys or sums: the sums are [B, Hkv, blocks, D], of the blocks with a position; undefined if the
+// cache keeps nothing.
 //
 // A sum counts where its block is whole; the block in which a sequence ends is summed anew in each call. So crop and a
 // failed call leave nothing stale.

@@ -14,7 +14,7 @@ namespace attnpack::distributed {
 at::Tensor all_reduce(const at::Tensor& x, const Group& group);
 // The x of all ranks, one after the other: [n, ...] -> [ranks * n, ...]. No gradient.
 at::Tensor all_gather(const at::Tensor& x, const Group& group);
-// The x of rank 0, of the same shape, on all of them. No gradient.
+// Rank 0's x, on all ranks. All give an x of this shape. No gradient.
 at::Tensor from_first(const at::Tensor& x, const Group& group);
 
 // Begins to send x to the next rank; the function returned waits for the x of the rank before, of the same shape. The

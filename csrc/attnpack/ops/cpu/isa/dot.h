@@ -48,7 +48,7 @@ struct Ahead {
   int64_t rows, columns;
 };
 
-// The distance for rows of `columns` numbers, of which `neighbours` are read side by side. At most `most` rows.
+// The distance for rows of `columns` numbers when `neighbours` rows are read side by side. At most `most` rows.
 template <Stream stream, class S>
 Ahead prefetch_distance(int64_t columns, int64_t neighbours, int64_t most) {
   constexpr int64_t kFit = stream.ahead / sizeof(S);
