@@ -44,8 +44,7 @@ from .nn.projected_attention import ProjectedAttention
 from .nn.rope import RotaryEmbedding
 from .nn.sparse import CompressedAttention, SparseAttention, SparseLatentAttention
 from .nn.stack import Decoder, Encoder, EncoderDecoder
-from .ops import apply_rope, attention, attention_scores, merge_states
-from .varlen import attention_varlen
+from .ops import apply_rope, attention, attention_scores, attention_varlen, merge_states
 
 __all__ = [
     "CausalLM",

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from .errors import DTYPES, values_of, wrong_kind
-from .ops import apply_rope, attention
+from .ops import apply_rope, attention, attention_varlen
 from .signatures import with_lse, with_probs
-from .varlen import attention_varlen
 
 __all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
            "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",

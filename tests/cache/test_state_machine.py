@@ -8,7 +8,7 @@ from collections.abc import Callable
 import attnpack
 import pytest
 import torch
-from attnpack.layer_ops import index_keys
+from attnpack.ops import index_keys
 from marks import long
 from torch_threads import threads
 

@@ -6,7 +6,7 @@ import attnpack
 import pytest
 import torch
 from attnpack import reference
-from attnpack.layer_ops import gate_heads
+from attnpack.ops import gate_heads
 from module_cases import EMBED, LATENT
 from torch import nn
 from torch.library import opcheck

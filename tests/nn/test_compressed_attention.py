@@ -4,7 +4,7 @@ import attnpack
 import pytest
 import torch
 from attnpack import reference
-from attnpack.layer_ops import attend_entries, compress_tokens, name_entries, project_groups
+from attnpack.ops import attend_entries, compress_tokens, name_entries, project_groups
 from entries import attended
 from module_cases import YARN
 from torch.library import opcheck

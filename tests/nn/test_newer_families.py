@@ -7,7 +7,7 @@ import attnpack
 import pytest
 import torch
 import transformers
-from attnpack.layer_ops import select_blocks
+from attnpack.ops import select_blocks
 from torch.testing import assert_close
 from transformers import DynamicCache as HfCache
 

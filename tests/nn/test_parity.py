@@ -6,7 +6,7 @@ import pickle
 import attnpack
 import pytest
 import torch
-from attnpack.layer_ops import select_blocks
+from attnpack.ops import select_blocks
 from module_cases import CASES, EMBED, make_case
 from processes import run_python
 

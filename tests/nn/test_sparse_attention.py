@@ -4,7 +4,7 @@ import attnpack
 import pytest
 import torch
 from attnpack import reference
-from attnpack.layer_ops import select_blocks, select_keys
+from attnpack.ops import select_blocks, select_keys
 from marks import some_long
 from module_cases import EMBED
 from torch.testing import assert_close

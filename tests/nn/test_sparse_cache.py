@@ -4,7 +4,7 @@ the keys."""
 import attnpack
 import pytest
 import torch
-from attnpack.layer_ops import select_blocks
+from attnpack.ops import select_blocks
 from marks import some_long
 from module_cases import EMBED
 from torch.testing import assert_close

@@ -6,8 +6,8 @@ import pytest
 import torch
 from attnpack import reference
 from attnpack.distributed.shares import plan_of
-from attnpack.layer_ops import select_keys
 from attnpack.nn.spread import Spread, spread_sequence
+from attnpack.ops import select_keys
 from module_cases import YARN
 from torch.testing import assert_close
 from transformers import DeepseekV32Config

@@ -5,7 +5,7 @@ import copy
 import attnpack
 import pytest
 import torch
-from attnpack.layer_ops import select_blocks, select_keys
+from attnpack.ops import select_blocks, select_keys
 from marks import long
 from module_cases import EMBED
 from torch.testing import assert_close

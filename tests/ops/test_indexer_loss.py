@@ -4,7 +4,7 @@ import attnpack
 import pytest
 import torch
 from attnpack import attention_scores, reference
-from attnpack.layer_ops import indexer_loss
+from attnpack.ops import indexer_loss
 from marks import long
 from processes import run_python
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -191,7 +191,7 @@ def peak_of_training(made, step):
     """By how many KiB a step with 4,096 tokens raises a process's peak memory over that of a step with 256."""
     code = f"""
 import resource, torch, attnpack
-from attnpack.layer_ops import indexer_loss
+from attnpack.ops import indexer_loss
 torch.set_num_threads(2)
 def peak(length):
     {made}

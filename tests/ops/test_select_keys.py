@@ -3,7 +3,7 @@
 import attnpack
 import pytest
 import torch
-from attnpack.layer_ops import indexer_loss, select_blocks, select_keys
+from attnpack.ops import indexer_loss, select_blocks, select_keys
 from torch.library import opcheck
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32 import modeling_deepseek_v32

@@ -314,7 +314,7 @@ def test_offsets_of_the_op(offset):
     """q_offset as `attention` takes it, which nested tensors need."""
     q, k, v, cu_q, cu_k, _ = make([(3, 3), (9, 4)])
     given = torch.tensor([1, -1]) if offset == "tensor" else offset
-    out = attnpack.varlen.attend_packed(q, k, v, cu_q, cu_k, causal=True, q_offset=given)
+    out = attnpack.ops.attend_packed(q, k, v, cu_q, cu_k, causal=True, q_offset=given)
     pieces = []
     for n, (a, b, c, d) in enumerate([(0, 3, 0, 3), (3, 12, 3, 7)]):
         heads = [x.transpose(0, 1).unsqueeze(0) for x in (q[a:b], k[c:d], v[c:d])]

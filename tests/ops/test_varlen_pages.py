@@ -304,10 +304,10 @@ def test_offsets_of_the_op(offset):
     packed, pooled, paged, _ = make([(3, 20), (9, 4)])
     given = torch.tensor([1, -1]) if offset == "tensor" else offset
     settings = {"causal": True, "q_offset": given}
-    got = attnpack.varlen.attend_packed(*pooled, **paged, **settings)
-    assert_same_bits([got], [attnpack.varlen.attend_packed(*packed, **settings)])
+    got = attnpack.ops.attend_packed(*pooled, **paged, **settings)
+    assert_same_bits([got], [attnpack.ops.attend_packed(*packed, **settings)])
     with pytest.raises(ValueError, match=r"q_offset has shape \[3\], wants \[sequences\] = \[2\]"):
-        attnpack.varlen.attend_packed(*pooled, **paged, causal=True, q_offset=torch.zeros(3).long())
+        attnpack.ops.attend_packed(*pooled, **paged, causal=True, q_offset=torch.zeros(3).long())
 
 
 def test_flops():

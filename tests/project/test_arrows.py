@@ -51,18 +51,19 @@ OF_A_FILE = {
 
 # folder of python/attnpack -> the folders that its modules may import; "." is the package's own modules
 IMPORTS = {
-    ".": [],
-    "backend": ["."],
-    "cache": ["."],
-    "nn": [".", "cache"],
-    "nn/sparse": [".", "cache", "nn"],
+    ".": ["ops"],
+    "ops": ["."],
+    "backend": [".", "ops"],
+    "cache": [".", "ops"],
+    "nn": [".", "ops", "cache"],
+    "nn/sparse": [".", "ops", "cache", "nn"],
     "checkpoints": [".", "nn"],
     "convert": [".", "nn", "checkpoints", "convert/checkpoint", "convert/uptrain"],
     "convert/checkpoint": [".", "nn", "checkpoints", "convert"],
     "convert/uptrain": [".", "nn", "checkpoints", "convert", "convert/checkpoint"],
-    "distributed": [".", "cache", "nn"],
-    "hf": [".", "nn", "hf/layers"],
-    "hf/layers": [".", "cache", "nn", "hf"],
+    "distributed": [".", "ops", "cache", "nn"],
+    "hf": [".", "ops", "nn", "hf/layers"],
+    "hf/layers": [".", "ops", "cache", "nn", "hf"],
     "tools": None,  # the command line: everything
     "tools/bench": None,
     "tools/demo": None,

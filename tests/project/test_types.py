@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 STUB = ROOT / "python/attnpack/cpp.pyi"
 SHOWN = ["attnpack", "attnpack.cpp", "attnpack.backend", "attnpack.convert", "attnpack.checkpoints"]
 SHOWN += ["attnpack.flash", "attnpack.distributed"]
-ANNOTATED = [*SHOWN, "attnpack.hf", "attnpack.onnx", "attnpack.layer_ops", "attnpack.reference"]
+ANNOTATED = [*SHOWN, "attnpack.hf", "attnpack.onnx", "attnpack.ops", "attnpack.layer_ops", "attnpack.reference"]
 ANNOTATED += ["attnpack.tools.plot.page", "attnpack.tools.plot.attention", "attnpack.tools.plot.schematic"]
 
 

@@ -6,7 +6,7 @@ from typing import assert_type
 import attnpack
 import attnpack.distributed
 import torch
-from attnpack import convert, cpp, flash, layer_ops, reference
+from attnpack import convert, cpp, flash, ops, reference
 from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
@@ -26,7 +26,7 @@ assert_type(attnpack.distributed.attention(x, x, x, method="ring"), Tensor)
 assert_type(attnpack.distributed.attention(x, x, x, return_lse=True), tuple[Tensor, Tensor])
 assert_type(reference.attention(x, x, x, causal=True), Tensor)
 assert_type(reference.attention(x, x, x, return_lse=True), tuple[Tensor, Tensor])
-assert_type(layer_ops.attend_shared(x, x, x, x, need_weights=True), tuple[Tensor, Tensor])
+assert_type(ops.attend_shared(x, x, x, x, need_weights=True), tuple[Tensor, Tensor])
 assert_type(flash.flash_attn_func(x, x, x, 0.0, None, True), Tensor)
 assert_type(flash.flash_attn_func(x, x, x, return_attn_probs=True), tuple[Tensor, Tensor, Tensor])
 assert_type(flash.flash_attn_func(x, x, x, return_attn_probs=flag), Tensor | tuple[Tensor, Tensor, Tensor])

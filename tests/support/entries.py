@@ -5,7 +5,7 @@ from attnpack import reference
 
 
 def attended(query, key, entries, named, sinks, window, *, cos, sin, interleaved, rate):
-    """`layer_ops.attend_entries` by one dense mask over tokens and entries."""
+    """`ops.attend_entries` by one dense mask over tokens and entries."""
     length, count, plain = query.size(2), entries.size(2), query.size(3) - 2 * cos.size(1)
 
     def turned(x, cos, sin):

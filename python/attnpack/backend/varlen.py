@@ -11,8 +11,7 @@ import threading
 import torch
 from torch import Tensor
 
-from ..ops import flat_rules
-from ..varlen import attend_packed
+from ..ops import attend_packed, flat_rules
 
 _lock = threading.Lock()
 _held = 0

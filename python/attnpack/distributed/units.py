@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import nested
+from ..ops import nested
 from .agreement import agree, state_of_draws
 from .collectives import Copied, Gathered, Summed
 from .shares import Plan, Share, rows_of, select_rows, tensor_of

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from ..ops import attention, attention_scores
-from ..varlen import attention_varlen
+from ..ops import attention, attention_scores, attention_varlen
 from .arguments import REFUSED_BY_PAGES, refuse_arguments, refuse_parts
 from .masks import LazyMask, Ranges
 from .packed import ends_of, named_sequences, same_sequence

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from ..varlen import attention_varlen
+from ..ops import attention_varlen
 
 PAGED_ARGUMENTS = ("cache", "read_index", "write_index", "cu_seq_lens_q", "cu_seq_lens_k")
 _MANAGER = continuous_api.ContinuousBatchingManager

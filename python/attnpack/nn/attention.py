@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from .. import cpp
 from .._C import checks
-from ..layer_ops import pair_values, subtract_halves, subtract_pairs
-from ..ops import alibi_slopes
+from ..ops import alibi_slopes, pair_values, subtract_halves, subtract_pairs
 from .attention_base import ContextAttention, split_heads
 from .linear import low_rank, project
 from .norm import RMSNorm, rms_norm

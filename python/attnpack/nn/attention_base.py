@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from .. import nested, ops, varlen
+from .. import ops
 from .._C import checks, linear_layers
 from ..cache import CrossCache, DynamicCache, KVCache, check_kind, unchanged_on_error
 from ..errors import check_input, check_inputs, check_positions, reject_keywords, wrong_kind
-from ..layer_ops import attend_shared, gate_heads
+from ..ops import attend_shared, gate_heads, nested
 from ..signatures import ContextInputs, types_of
 from .linear import project, project_all
 from .native import NativeModule
@@ -111,7 +111,7 @@ class NativeAttention(NativeModule):
         if self.rope is not None:
             query = rotate_rows(self.rope, query, *nested.positions_of(x, positions))
             key = rotate_rows(self.rope, key, *nested.positions_of(source, positions if context is None else None))
-        out = varlen.attend_packed(
+        out = ops.attend_packed(
             *(heads[0].transpose(0, 1) for heads in (query, key, value)),
             x.offsets(),
             source.offsets(),

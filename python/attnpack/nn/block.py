@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import cpp, nested
+from .. import cpp
 from .._C import checks
 from ..cache import CrossCache, KVCache, ModelCache
 from ..errors import check_input, reject_keywords, wrong_kind
+from ..ops import nested
 from .attention_base import NativeAttention
 from .feed_forward import FeedForward
 from .linear import is_offloaded

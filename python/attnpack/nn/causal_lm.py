@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import cpp, nested
+from .. import cpp
 from ..cache import ModelCache, check_kind
 from ..errors import MODEL_CACHE, check_ids, reject_keywords
-from ..ops import sinusoidal_positions
+from ..ops import nested, sinusoidal_positions
 from .attention import GroupedQueryAttention
 from .block import DecoderBlock
 from .feed_forward import FeedForward, MixtureOfExperts

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import cpp, nested
+from .. import cpp
 from ..errors import check_tokens
+from ..ops import nested
 from .linear import project, project_all
 from .native import NativeModule, dropped
 

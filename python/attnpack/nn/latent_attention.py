@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from .. import _C, cpp, nested, ops, varlen
+from .. import _C, cpp, ops
 from .._C import checks
 from ..cache import KVCache, LatentCache, check_kind, unchanged_on_error
 from ..errors import check_inputs, reject_keywords
+from ..ops import nested
 from ..signatures import LatentInputs, types_of
 from .attention_base import NativeAttention, packed_inputs, split_heads
 from .linear import plain_weight, project, query_latent
@@ -265,7 +266,7 @@ class MultiHeadLatentAttention(NativeAttention):
             place = nested.positions_of(source, positions if context is None else None)
             k_rope = rotate_rows(self.rope, k_rope.unsqueeze(1), *place)[:, 0]
         heads = self._expanded(query, latent, k_rope)
-        out = varlen.attend_packed(
+        out = ops.attend_packed(
             *(each[0].transpose(0, 1) for each in heads),
             x.offsets(),
             source.offsets(),

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import cpp, nested, ops
+from .. import cpp, ops
 from .._C import checks
 from ..errors import check_dtype, check_tokens
+from ..ops import nested
 from .native import NativeModule
 
 

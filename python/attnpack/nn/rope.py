@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _C, cpp, nested, ops
+from .. import _C, cpp, ops
+from ..ops import nested
 from .native import NativeModule
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import cpp, nested
+from .. import cpp
 from .._C import checks
 from ..cache import CrossCache, ModelCache, check_kind, unchanged_on_error
 from ..errors import (
@@ -20,6 +20,7 @@ from ..errors import (
     with_article,
     wrong_kind,
 )
+from ..ops import nested
 from .block import Block, DecoderBlock, EncoderBlock, positions_after
 from .kept_twin import generate_by_twin
 from .linear import is_offloaded

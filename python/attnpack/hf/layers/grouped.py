@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layer_ops import gate_heads
 from ...nn.attention import GroupedQueryAttention
 from ...nn.attention_base import split_heads
 from ...nn.linear import project, project_all
+from ...ops import gate_heads
 from ..attention_function import attention_forward
 from ..paged import is_paged
 from .adopted import Adopted, cache_of_call, eps_of, rotated

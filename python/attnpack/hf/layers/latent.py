@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...layer_ops import gate_heads
 from ...nn.latent_attention import MultiHeadLatentAttention
 from ...nn.linear import is_watched, plain_weight, project
+from ...ops import gate_heads
 from ..arguments import REFUSED_BY_LATENT, refuse_arguments
 from ..attention_function import are_recorded, attention_forward, causal_without_mask, restricted, split_mask
 from ..packed import named_sequences, same_sequence

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import cpp, layer_ops, ops
+from ... import cpp, ops
 from ..._C import checks
 from ...errors import check_input, wrong_kind
 from ..attention_base import split_heads
@@ -56,7 +56,7 @@ class _Compressor(NativeModule):
     def _entries(self, x: Tensor) -> Tensor:
         """[B, L, embed_dim] -> [B, 1, L / rate, dim]"""
         value, gate = project(self.kv_proj, x), project(self.gate_proj, x)
-        return self.kv_norm(layer_ops.compress_tokens(value, gate, self.position_bias, self.overlap)).unsqueeze(1)
+        return self.kv_norm(ops.compress_tokens(value, gate, self.position_bias, self.overlap)).unsqueeze(1)
 
 
 class EntryIndexer(_Compressor):
@@ -72,7 +72,7 @@ class EntryIndexer(_Compressor):
     def forward(self, low: Tensor, x: Tensor, **rotation: Any) -> Tensor:
         """low [B, L, q_lora_rank], x [B, L, embed_dim] -> int32 [B, 1, L, min(top_k, entries)], -1 for none"""
         query = split_heads(project(self.q_b_proj, low), self.num_heads)
-        return layer_ops.name_entries(query, self._entries(x), self.scorer(x), self.top_k, **rotation)
+        return ops.name_entries(query, self._entries(x), self.scorer(x), self.top_k, **rotation)
 
 
 class TokenCompressor(_Compressor):
@@ -183,10 +183,10 @@ class CompressedAttention(NativeModule):
                 with torch.no_grad():
                     named = self.compressor.indexer(low, x, **rotation)
         key = self.kv_norm(project(self.kv_proj, x)).unsqueeze(1)
-        joined = layer_ops.attend_entries(
+        joined = ops.attend_entries(
             query, key, entries, named, self.sinks, window=self.window, scale=self.scale, **rotation
         )
-        return project(self.o_b_proj, layer_ops.project_groups(joined, self.o_a_proj.weight, self.o_groups))
+        return project(self.o_b_proj, ops.project_groups(joined, self.o_a_proj.weight, self.o_groups))
 
     def _make_cpp(self, device: str | None, dtype: torch.dtype | None = None) -> Any:
         if not isinstance(self.rope, RotaryEmbedding):

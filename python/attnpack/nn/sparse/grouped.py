@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ... import cpp, ops
 from ...cache import KVCache, SparseCache, unchanged_on_error
 from ...errors import check_input, reject_keywords
-from ...layer_ops import indexer_loss
+from ...ops import indexer_loss
 from ...signatures import Inputs, types_of
 from ..attention_base import ContextAttention, split_heads
 from ..linear import project
@@ -26,7 +26,7 @@ class SparseAttention(ContextAttention):
     and index_weights_proj. Its choice has no gradient, so `indexer_loss` trains it. With "mean" (MoBA, Lu et al. 2025,
     arXiv 2502.13189) or "max" there is nothing to train: a query attends the top_k blocks of keys of the best mean, or
     of the greatest product. Each kv head chooses for its query heads. (MiniMax-M3 takes the greatest product too, but
-    of projections of their own: `layer_ops.select_blocks` and a GroupedQueryAttention make its layer.)
+    of projections of their own: `ops.select_blocks` and a GroupedQueryAttention make its layer.)
 
     Where all keys are selected, the call is that of GroupedQueryAttention. Children q_proj, k_proj, v_proj, o_proj.
 
@@ -116,7 +116,7 @@ class SparseAttention(ContextAttention):
         """Attention of x [B, L, embed_dim] over the keys of x, and those of the cache, that the selector names.
 
         Args:
-            mask: as in GroupedQueryAttention. The selector adds it to its scores, as `layer_ops.select_keys` says.
+            mask: as in GroupedQueryAttention. The selector adds it to its scores, as `ops.select_keys` says.
                 Blocks begin at key 0, so padding on the left moves their bounds.
             causal: default the module's own setting.
             cache: the call first appends the new keys and values. A SparseCache holds what the selector needs too, so

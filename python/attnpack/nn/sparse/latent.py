@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ... import _C, cpp
 from ...cache import KVCache, LatentCache, unchanged_on_error
 from ...errors import reject_keywords
-from ...layer_ops import indexer_loss
+from ...ops import indexer_loss
 from ...signatures import Inputs, types_of
 from ..attention_base import split_heads
 from ..latent_attention import MultiHeadLatentAttention
@@ -130,7 +130,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
         """Attention of x [B, L, embed_dim] over the keys of x, and those of the cache, that the indexer names.
 
         Args:
-            mask: as in GroupedQueryAttention. The indexer adds it to its scores, as `layer_ops.select_keys` says.
+            mask: as in GroupedQueryAttention. The indexer adds it to its scores, as `ops.select_keys` says.
             cache: the call first appends the new latents. A LatentCache holds the indexer's keys too.
             index_cache: a LatentCache for the indexer's keys beside a cache that is no LatentCache, index_head_dim
                 numbers per position; or a StaticCache of one head with v_head_dim 0.

@@ -7,10 +7,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ... import nested
 from ...cache import CrossCache, KVCache, LatentCache, SparseCache, StaticCache, check_kind
 from ...errors import wrong_kind
-from ...layer_ops import index_keys
+from ...ops import index_keys, nested
 from ..spread import refuse_spread, spread
 
 IndexCache = LatentCache | StaticCache | None

@@ -1,7 +1,7 @@
 """Jagged nested tensors: batches of sequences of several lengths, without padding.
 
 A nested tensor [B, L*, ...] holds its sequences one after the other in one tensor, `values` [T, ...]. Sequence b has
-the rows offsets[b] to offsets[b + 1], which is what `varlen.attend_packed` takes.
+the rows offsets[b] to offsets[b + 1], which is what `attend_packed` takes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import values_of
-from .varlen import attend_packed
+from ..errors import values_of
+from .packed import attend_packed
 
 
 def is_nested(x: object) -> bool:

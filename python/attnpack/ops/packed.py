@@ -7,10 +7,10 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from . import _C
-from ._C import checks
-from .ops import draw_seed, flat_rules
-from .signatures import PackedRules, spelled_out
+from .. import _C
+from .._C import checks
+from ..signatures import PackedRules, spelled_out
+from .operator import draw_seed, flat_rules
 
 
 @overload

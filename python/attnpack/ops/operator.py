@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import torch
 from torch import Tensor
 
-from . import _C
-from .signatures import AttentionRules, Rules, ScoresRules, spelled_out
+from .. import _C
+from ..signatures import AttentionRules, Rules, ScoresRules, spelled_out
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -364,7 +364,7 @@ def attend(
             CacheTensors say more.
         kv_lens: [B], the number of valid new tokens of each sequence (with cross: of valid context keys).
         key_index, key_block: as in `attention`; with a cache they name positions of the cache.
-        top_blocks, local_blocks, scorer: with top_blocks above 0, `layer_ops.select_blocks` chooses that many blocks of
+        top_blocks, local_blocks, scorer: with top_blocks above 0, `select_blocks` chooses that many blocks of
             key_block keys for each query, by the rotated queries and all keys.
         at_names: the probabilities are those at the keys of key_index alone, as stage "named" of `attention_scores`
             gives them.
