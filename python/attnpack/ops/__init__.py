@@ -1,51 +1,38 @@
 """The operators as Python functions. They call C++ through pybind in eager mode, and ``torch.ops`` while compiling."""
 
-from .operator import (
+from .basic import dequantize_rows, linear, linears, quantize_rows, rms_norm
+from .entries import attend_entries, compress_tokens, name_entries, project_groups
+from .layers import (
     AttendRules,
     CacheTensors,
     LatentRules,
     LayerRules,
+    SharedRules,
+    attend,
+    attend_shared,
+    flat_layer,
+    gate_heads,
+    latent_append,
+    latent_attend,
+    pair_values,
+    subtract_halves,
+    subtract_pairs,
+)
+from .operator import attention, attention_scores, merge_states
+from .packed import attend_packed, attention_varlen
+from .positions import (
     Rope,
     alibi_slopes,
     apply_rope,
-    attend,
-    attention,
-    attention_scores,
-    dequantize_rows,
-    draw_seed,
-    flat_layer,
     flat_rope,
-    flat_rules,
-    latent_append,
-    latent_attend,
-    linear,
-    linears,
-    merge_states,
     native_rope,
-    quantize_rows,
-    rms_norm,
     rope_table,
     rope_table_by_length,
     sinusoidal_positions,
     with_native_rope,
 )
-from .packed import attend_packed, attention_varlen
-from .selection import (
-    SharedRules,
-    attend_entries,
-    attend_shared,
-    compress_tokens,
-    gate_heads,
-    index_keys,
-    indexer_loss,
-    name_entries,
-    pair_values,
-    project_groups,
-    select_blocks,
-    select_keys,
-    subtract_halves,
-    subtract_pairs,
-)
+from .rules import draw_seed, flat_rules
+from .selection import index_keys, indexer_loss, select_blocks, select_keys
 
 __all__ = [
     "AttendRules",

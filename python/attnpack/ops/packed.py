@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _C
 from .._C import checks
 from ..signatures import PackedRules, spelled_out
-from .operator import draw_seed, flat_rules
+from .rules import draw_seed, flat_rules
 
 
 @overload
