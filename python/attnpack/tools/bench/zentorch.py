@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...errors import DTYPES
 from .model_rows import Row
+from .model_timed import Timed
 
 WARM_UPS = 3  # calls of a new row that are not timed: the first ones compile
 
@@ -34,8 +35,6 @@ class Zentorch:
 
     def run(self, row: Row, ids: Tensor):
         """A Timed of the row on its prompts [batch, prompt]."""
-        from .model_peers import Timed
-
         self._pipe.send((row, ids.tolist()))
         seconds, tokens = self._receive()
         return Timed(seconds, torch.tensor(tokens))
@@ -81,7 +80,7 @@ def _make_runner(dtype: str):
 
     from ... import CausalLM
     from ...checkpoints import smollm2_path
-    from .model_peers import Transformers, make_transformers
+    from .transformers import Transformers, make_transformers
 
     model = make_transformers(CausalLM.from_gguf(smollm2_path(), dtype=DTYPES[dtype]))
     fill = model.forward
