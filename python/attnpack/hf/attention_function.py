@@ -10,10 +10,10 @@ from transformers.utils.output_capturing import _active_collector
 
 from ..ops import attention, attention_scores, attention_varlen
 from .arguments import REFUSED_BY_PAGES, refuse_arguments, refuse_parts
+from .calls import Call, calls_seen
 from .masks import LazyMask, Ranges
 from .packed import ends_of, named_sequences, same_sequence
 from .paged import attend_paged, is_paged
-from .recording import Call, calls_seen
 
 _NO_RANGES = Ranges(causal=False, window=(-1, -1), q_offset=0, kv_lens=None, key_mask=None)
 

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import AttentionInterface
 
-
-class Call(NamedTuple):
-    """One call of `attention_forward`, as `attnpack.attention_scores` takes it, and its probabilities."""
-
-    module: nn.Module
-    query: Tensor  # [B, Hq, Lq, D]
-    key: Tensor  # [B, Hkv, Lkv, D]
-    mask: Tensor | None
-    settings: dict[str, Any]
-    weights: Tensor  # [B, Hq, Lq, Lkv]
-
-
-calls_seen: ContextVar[list[Call] | None] = ContextVar("calls_seen", default=None)
-"""Where `attention_forward` notes its calls, or None."""
+from . import NAME, register, unregister
+from .calls import Call, calls_seen
 
 
 @contextmanager
 def recording(model: Any) -> Iterator[list[Call]]:
     """Inside, the model runs on attnpack, and the list that this gives gets each call of its attention. After that the
     model has the attn_implementation of before."""
-    from . import NAME, register, unregister
-
     known = NAME in AttentionInterface._global_mapping
     before = [(config, config._attn_implementation_internal) for config in _configs(model)]
     token = calls_seen.set([])
