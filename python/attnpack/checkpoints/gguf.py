@@ -13,6 +13,7 @@ from .._C import checkpoints
 from ..file_errors import brief
 from .gguf_families import ARCHITECTURES
 from .gguf_file import GgufFile
+from .gguf_settings import GgufSettings
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -75,14 +76,12 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(GgufSettings):
     """A GGUF file seen as a CausalLM: `config` (its keywords), `shapes` by state_dict name, `read(name, out)`."""
 
     def __init__(self, path: str | os.PathLike, max_positions: int | None = None) -> None:
-        self.file = GgufFile(path)
-        self.path = self.file.path
+        super().__init__(GgufFile(path))
         self.file.check_model()
-        self.arch = self.file.metadata.get("general.architecture")
         if self.arch not in ARCHITECTURES:
             raise ValueError(
                 f"{self.path}: architecture {brief(repr(self.arch))} is not supported; from_gguf reads "
@@ -174,48 +173,6 @@ class GgufCheckpoint:
             )
         rows = math.prod(shape[1:-1])
         return {target.replace("*", str(e)): Piece(name, e * rows, shape[1:]) for e in range(shape[0])}
-
-    def setting(self, key: str, default: Any = None) -> Any:
-        """The metadata of the file's architecture."""
-        return self.file.metadata.get(f"{self.arch}.{key}", default)
-
-    def refuse(self, *keys: str, usual: tuple[Any, ...] = ()) -> None:
-        """Raises where a setting changes the mathematics in a way that CausalLM does not have."""
-        for key in keys:
-            if (value := self.setting(key)) and value not in usual:
-                raise ValueError(f"{self.path}: {self.arch}.{key} = {brief(repr(value))} is not supported yet")
-
-    def _required_setting(self, key: str) -> Any:
-        if not (value := self.setting(key)):
-            raise ValueError(f"{self.path}: metadata lacks {self.arch}.{key}, or it is 0; the file is damaged")
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        """A setting that is an int of at least 1. Without a default it must be there."""
-        value = self._required_setting(key) if default is None else self.setting(key, default)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{self.path}: {self.arch}.{key} is {brief(repr(value))}, wants an int of at least 1")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A setting that is a number above 0. Without a default it must be there."""
-        value = self._required_setting(key) if default is None else self.setting(key, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ValueError(f"{self.path}: {self.arch}.{key} is {brief(repr(value))}, wants a number above 0")
-        return float(value)
-
-    def vector(self, name: str, length: int) -> list[float] | None:
-        """The numbers of a tensor of that length; None if the file has no such tensor."""
-        if name not in self.file.tensors:
-            return None
-        shape = self.file.tensors[name].shape
-        if shape != (length,):
-            raise ValueError(
-                f"{self.path}: {name} has shape {list(shape)}, RoPE over {2 * length} dims asks for {[length]}"
-            )
-        values = torch.empty(shape, device="cpu")
-        self.file.read(name, values)
-        return values.tolist()
 
     def _checked_sizes(self) -> dict[str, int]:
         if any(isinstance(self.setting(f"attention.{key}"), list) for key in ("head_count", "head_count_kv")):
@@ -312,7 +269,7 @@ class GgufCheckpoint:
             )
         names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
         given = {ours: self.setting(f"rope.scaling.{theirs}") for ours, theirs in names.items()}
-        trained = self.setting("rope.scaling.original_context_length") or self._required_setting("context_length")
+        trained = self.setting("rope.scaling.original_context_length") or self.required_setting("context_length")
         return {
             "rope_type": "yarn",
             "factor": factor,

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .gguf import GgufCheckpoint
+from .gguf_settings import GgufSettings
 
 _LLAMA = {
     "attn_norm": "input_layernorm",
@@ -47,7 +46,7 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 class Architecture:
     """A GGUF architecture. `options(file, config)` gives the keywords of CausalLM beside Llama's."""
 
-    options: Callable[[GgufCheckpoint, Mapping[str, Any]], dict[str, Any]] = lambda file, config: {}
+    options: Callable[[GgufSettings, Mapping[str, Any]], dict[str, Any]] = lambda file, config: {}
     names: Mapping[str, str] = field(default_factory=dict)
     """State dict names of a layer's tensors beside Llama's; `*` stands for the number of an expert."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -68,17 +67,17 @@ class Architecture:
         return {**_LLAMA, **self.names}
 
 
-def _windows(file: GgufCheckpoint, width: int, period: int) -> list[dict[str, Any]]:
+def _windows(file: GgufSettings, width: int, period: int) -> list[dict[str, Any]]:
     """Settings by layer: the last of each `period` layers sees all tokens, the others the last `width`."""
     layers = range(file.size("block_count"))
     return [{"window": (-1, -1) if i % period == period - 1 else (width - 1, 0)} for i in layers]
 
 
-def _period(file: GgufCheckpoint, usual: int) -> int:
+def _period(file: GgufSettings, usual: int) -> int:
     return file.size("attention.sliding_window_pattern", usual)
 
 
-def _gemma(file: GgufCheckpoint, config: Mapping[str, Any], largest: int) -> dict[str, Any]:
+def _gemma(file: GgufSettings, config: Mapping[str, Any], largest: int) -> dict[str, Any]:
     """Norms are stored as 1 + weight. The largest model, with that many layers, scales by the mean width of a head."""
     wide = config["num_layers"] == largest
     scale = (config["embed_dim"] // config["num_heads"] if wide else config["head_dim"]) ** -0.5
@@ -90,7 +89,7 @@ def _gemma(file: GgufCheckpoint, config: Mapping[str, Any], largest: int) -> dic
     }
 
 
-def _gemma2(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     options = _gemma(file, config, largest=46)
     options["scores"]["softcap"] = file.number("attn_logit_softcapping", 50.0)
     return options | {
@@ -99,7 +98,7 @@ def _gemma2(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma3(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     options = _gemma(file, config, largest=62)
     if file.setting("final_logit_softcapping"):
         options["final_softcap"] = file.number("final_logit_softcapping")
@@ -113,7 +112,7 @@ def _gemma3(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _phi3(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+def _phi3(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     rotated = file.size("rope.dimension_count", config["head_dim"])
     options: dict[str, Any] = {} if rotated == config["head_dim"] else {"scores": {"rope_dim": rotated}}
     factors = {length: file.vector(f"rope_factors_{length}.weight", rotated // 2) for length in ("short", "long")}
@@ -130,7 +129,7 @@ def _phi3(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _falcon(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+def _falcon(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     if (parallel := file.setting("use_parallel_residual", True)) is not True:
         raise ValueError(
             f"{file.path}: {file.arch}.use_parallel_residual is {parallel!r:.80}, wants True or no such key"
@@ -139,11 +138,11 @@ def _falcon(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"layout": "parallel_two" if two else "parallel", "activation": "gelu"}
 
 
-def _learned(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+def _learned(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"position_embedding": "learned", "activation": "gelu_tanh"}
 
 
-def _plain_experts(file: GgufCheckpoint, normalize: bool, **more: Any) -> dict[str, Any]:
+def _plain_experts(file: GgufSettings, normalize: bool, **more: Any) -> dict[str, Any]:
     file.refuse("expert_shared_count", "expert_group_count", "expert_group_used_count", usual=(0, 1))
     file.refuse("expert_weights_scale", usual=(0.0, 1.0))
     file.refuse("expert_gating_func", usual=(1, 3))  # softmax, of all experts or of those chosen
@@ -152,7 +151,7 @@ def _plain_experts(file: GgufCheckpoint, normalize: bool, **more: Any) -> dict[s
     return _experts(file, normalize, **more)
 
 
-def _experts(file: GgufCheckpoint, normalize: bool, **more: Any) -> dict[str, Any]:
+def _experts(file: GgufSettings, normalize: bool, **more: Any) -> dict[str, Any]:
     used = file.size("expert_used_count")
     return {
         "hidden_dim": file.size("expert_feed_forward_length", file.size("feed_forward_length") // used),
@@ -163,7 +162,7 @@ def _experts(file: GgufCheckpoint, normalize: bool, **more: Any) -> dict[str, An
     }
 
 
-def _gpt_oss(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt_oss(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     more = {"gate_bias": True, "bias": True, "activation": "clamped_swiglu"}
     options: dict[str, Any] = {
         "scores": {"sinks": True},
@@ -176,12 +175,12 @@ def _gpt_oss(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _olmo2(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+def _olmo2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     file.refuse("attention.sliding_window")  # of OLMo 3
     return {"layout": "output", "qk_norm": {"all_heads": True, "eps": config["eps"]}}
 
 
-def _deepseek2(file: GgufCheckpoint, config: Mapping[str, Any]) -> dict[str, Any]:
+def _deepseek2(file: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSeek-V2 and V3. Files with attn_k_b and attn_v_b give the widths of the absorbed heads as key_length and
     value_length, and those of the heads themselves as key_length_mla and value_length_mla."""
     rotated, key_dim = file.size("rope.dimension_count"), file.size("attention.key_length_mla", config["head_dim"])
