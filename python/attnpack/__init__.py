@@ -3,7 +3,7 @@
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from . import _load
+from . import _load, installation
 
 if TYPE_CHECKING:
     from . import checkpoints as checkpoints
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 try:
     _load.load()
 except ImportError as error:
-    _load.end_command(error)
+    installation.end_command(error)
     raise
 __version__ = _load.build_record()["version"]
 

@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import platform
-import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -95,20 +94,3 @@ def why_no_cuda() -> str:
 
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
-
-
-def end_command(error: ImportError) -> None:
-    """Ends the process if it is the command `attnpack`, and returns if it is not.
-
-    The user sees a sentence instead of a traceback; `attnpack info` shows its table of what is loaded and why not.
-    """
-    module = sys.argv[0] == "-m" and sys.orig_argv[1:3] == ["-m", "attnpack"]
-    if not module and Path(sys.argv[0]).name != "attnpack":
-        return
-    if sys.argv[1:2] == ["info"] and "torch" in sys.modules:
-        from .tools import info
-
-        info.print_info(info.collect_info(str(error)), as_json="--json" in sys.argv)
-    else:
-        print(f"attnpack: {error}", file=sys.stderr)
-    raise SystemExit(2)

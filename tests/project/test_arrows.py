@@ -69,8 +69,8 @@ IMPORTS = {
     "tools/demo": None,
     "tools/plot": None,
 }
-# imported inside a function: a model's readers, and `attnpack info` if loading fails
-AT_CALL = {"nn": ["checkpoints"], ".": ["tools"]}
+# imported inside a function: a model's readers, and what `attnpack info` shows
+AT_CALL = {"nn": ["checkpoints"], ".": ["backend"]}
 FRONT = {"__init__.py", "__main__.py"}  # these may import from all folders
 
 

@@ -1,63 +1,10 @@
-"""`attnpack info`: the parts that are installed and loaded, and why others are not; for bug reports."""
+"""`attnpack info`: the table of the installation, or the path for CMake."""
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-import torch
-
-from .._load import CUDA_LIBRARY, LIBRARY, PACKAGE, build_record, loaded_copies, why_no_cuda
-from ..extras import TESTED, install_command
-
-# optional package: the extra that installs it
-_OPTIONAL = {
-    "gguf": "gguf",
-    "tokenizers": "tokenizers",
-    "transformers": "hf",
-    "safetensors": "hf",
-    "matplotlib": "demo",
-    "tqdm": "demo",
-}
-
-
-def collect_info(failure: str = "") -> dict[str, Any]:
-    """Versions, instruction set, threads, libraries and optional packages, as plain values for JSON. `failure` is the
-    reason if the native code could not be loaded."""
-    try:
-        build = build_record()
-    except ImportError:
-        build = dict.fromkeys(("version", "torch", "pybind11", "compiler", "build_type"), "nothing is built")
-    return {
-        "attnpack": build["version"],
-        "torch": {"running": torch.__version__, "built_for": build["torch"]},
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "pybind11": build["pybind11"],
-        "compiler": f"{build['compiler']}, {build['build_type']}",
-        "instruction_set": {
-            "chosen": None if failure else _native().isa(),
-            "built": build.get("instruction_sets", "none").split(";"),
-        },
-        "linear": None if failure else _native().linear_kernels(),
-        "threads": torch.get_num_threads(),
-        "cuda_devices": [] if failure else _cuda_devices(),
-        "replaced": [] if failure else _replaced(),
-        "libraries": {
-            "attnpack._C": {"loaded": False, "why": failure} if failure else _loaded(_native().__file__),
-            "libattnpack.so": _loaded(str(LIBRARY)) if _is_mapped(LIBRARY) else {"loaded": False, "why": failure},
-            "libattnpack_cuda.so": _loaded(str(CUDA_LIBRARY))
-            if _is_mapped(CUDA_LIBRARY)
-            else {"loaded": False, "why": why_no_cuda()},
-        },
-        "optional": {name: _optional(name, extra) for name, extra in _OPTIONAL.items()},
-        "tested": {name: list(releases) for name, releases in TESTED.items()},
-        "cmake_prefix": str(PACKAGE),
-    }
+from .._load import PACKAGE
+from ..installation import collect_info, print_info
 
 
 def main(args: argparse.Namespace) -> None:
@@ -66,67 +13,3 @@ def main(args: argparse.Namespace) -> None:
         print(json.dumps({"cmake_prefix": str(PACKAGE)}) if args.json else PACKAGE)
     else:
         print_info(collect_info(), args.json)
-
-
-def print_info(info: dict[str, Any], as_json: bool) -> None:
-    print(json.dumps(info, indent=2) if as_json else "\n".join(_lines(info)))
-
-
-def _native() -> ModuleType:
-    from .. import _C
-
-    return _C
-
-
-def _replaced() -> list[str]:
-    """The functions of torch that run on the operator in this process (attnpack.backend)."""
-    from ..backend import report
-
-    return [name for name, state in report().items() if state["enabled"]]
-
-
-def _cuda_devices() -> list[dict[str, Any]]:
-    """The CUDA devices, and whether our kernels run there or a composition of ATen ops."""
-    return [
-        {"name": torch.cuda.get_device_name(i), "kernels": _native().cuda_kernels_run(i)}
-        for i in range(torch.cuda.device_count())
-    ]
-
-
-def _loaded(path: str) -> dict[str, Any]:
-    return {"loaded": True, "path": path}
-
-
-def _is_mapped(library: Path) -> bool:
-    return library.exists() and any(os.path.samefile(path, library) for path in loaded_copies(library.name))
-
-
-def _lines(info: dict[str, Any]) -> list[str]:
-    isa = info["instruction_set"]
-    rows = [
-        ("attnpack", info["attnpack"]),
-        ("torch", f"{info['torch']['running']}, built for {info['torch']['built_for']}"),
-        ("python", f"{info['python']} on {info['platform']}"),
-        ("pybind11", f"{info['pybind11']}, torch's bundled headers"),
-        ("compiler", info["compiler"]),
-        ("instruction set", f"{isa['chosen'] or 'none'}, of {', '.join(isa['built'])}"),
-        ("linear layers", info["linear"] or "none"),
-        ("threads", info["threads"]),
-        ("replaced", ", ".join(info["replaced"]) or "nothing of torch: attnpack.backend.enable() does it"),
-    ]
-    for i, device in enumerate(info["cuda_devices"]):
-        here = "attnpack's kernels run" if device["kernels"] else "ATen runs: no kernel fits device and driver"
-        rows.append((f"cuda:{i}", f"{device['name']}: {here}"))
-    for name, library in info["libraries"].items():
-        rows.append((name, library["path"] if library["loaded"] else f"not loaded: {library['why']}"))
-    rows += info["optional"].items()
-    rows.append(("tested with", "; ".join(f"{name} {', '.join(found)}" for name, found in info["tested"].items())))
-    rows.append(("find_package", f"CMAKE_PREFIX_PATH={info['cmake_prefix']}"))
-    return [f"{name:<20} {value}" for name, value in rows]
-
-
-def _optional(name: str, extra: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return f"not installed: {install_command(extra)}"
