@@ -3,10 +3,12 @@
 import ast
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from processes import ROOT
 
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "python/attnpack"
+NATIVE = PACKAGE / "_C"
 
 # folder of csrc/attnpack -> the folders that its files may include; its own is always allowed
 BACKENDS = ("ops/autograd", "ops/autocast", "ops/batched", "ops/lazy", "ops/meta", "ops/cpu", "ops/cuda")
@@ -117,44 +119,83 @@ def test_what_is_private_is_not_reached_from_the_umbrella():
     assert sorted(name for name in headers - seen if not private.match(name)) == [], "public, but not in attnpack.h"
 
 
+class Import(NamedTuple):
+    module: Path
+    target: Path  # a module, or a package's __init__.py
+    in_function: bool
+    for_types: bool  # under `if TYPE_CHECKING`
+
+
 def imports():
-    """(module, imported folder, whether inside a function) of every import of ours."""
+    """Every import of ours, but for that of the native code."""
     for file in sorted(PACKAGE.rglob("*.py")):
-        name = file.relative_to(PACKAGE)
         tree = ast.parse(file.read_text())
-        inside = {
-            id(node)
-            for function in ast.walk(tree)
-            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-            for node in ast.walk(function)
-        }
+        in_function = inside(tree, lambda node: isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        for_types = inside(tree, lambda node: isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
         for node in ast.walk(tree):
-            if not isinstance(node, ast.ImportFrom) or not node.level:
-                continue
-            base = PACKAGE.joinpath(*name.parts[:-1])
-            for _ in range(node.level - 1):
-                base = base.parent
-            base = base.joinpath(*(node.module or "").split("."))
-            for alias in node.names:
-                target = base / alias.name if base.is_dir() and is_ours(base / alias.name) else base
-                where = target if target.is_dir() else target.parent
-                yield str(name), str(where.relative_to(PACKAGE)), id(node) in inside
+            for target in imported(file, node):
+                yield Import(file, target, node in in_function, node in for_types)
 
 
-def is_ours(path: Path) -> bool:
-    return path.is_dir() or path.with_suffix(".py").exists()
+def inside(tree: ast.Module, chosen) -> set[ast.AST]:
+    return {node for outer in ast.walk(tree) if chosen(outer) for node in ast.walk(outer)}
+
+
+def imported(file: Path, node: ast.AST):
+    """The modules of ours that a statement imports."""
+    if isinstance(node, ast.Import):
+        paths = [PACKAGE.parent.joinpath(*alias.name.split(".")) for alias in node.names]
+        yield from (module for path in paths if (module := module_at(path)))
+    elif isinstance(node, ast.ImportFrom):
+        base = file.parents[node.level - 1] if node.level else PACKAGE.parent
+        base = base.joinpath(*(node.module or "").split("."))
+        for alias in node.names:
+            module = module_at(base / alias.name) or module_at(base)
+            if module and base / alias.name != NATIVE:
+                yield module
+
+
+def module_at(path: Path) -> Path | None:
+    files = path.with_suffix(".py"), path / "__init__.py"
+    return next((file for file in files if file.exists()), None)
+
+
+def name_of(module: Path) -> str:
+    return str(module.relative_to(PACKAGE))
 
 
 def test_imports():
     wrong = []
-    for name, target, inside in imports():
+    for module, target, in_function, _ in imports():
+        name, where = name_of(module), folder(name_of(target))
         allowed = IMPORTS[folder(name)]
         if name in FRONT or allowed is None:
             continue
-        allowed = [folder(name), *allowed, *(AT_CALL.get(folder(name), []) if inside else [])]
-        if target not in allowed:
-            wrong.append(f"{name} -> {target}")
+        allowed = [folder(name), *allowed, *(AT_CALL.get(folder(name), []) if in_function else [])]
+        if where not in allowed:
+            wrong.append(f"{name} -> {where}")
     assert not wrong
+
+
+def test_no_circles():
+    """No module needs itself, not even when a function runs. Types alone may name what needs them."""
+    arrows: dict[str, set[str]] = {}
+    for module, target, _, for_types in imports():
+        if not for_types:
+            arrows.setdefault(name_of(module), set()).add(name_of(target))
+    below = {module: reached_from(module, arrows) for module in arrows}
+    circles = {frozenset(each for each in below[a] if a in below.get(each, ())) for a in below if a in below[a]}
+    assert len(arrows) > 100, "the pattern finds too little"
+    assert sorted(sorted(circle) for circle in circles) == []
+
+
+def reached_from(module: str, arrows: dict[str, set[str]]) -> set[str]:
+    seen, left = set(), [module]
+    while left:
+        new = arrows.get(left.pop(), set()) - seen
+        seen |= new
+        left += new
+    return seen
 
 
 def test_tests_share_helpers_through_support():
