@@ -25,10 +25,10 @@ inline Vec<T> largest_score(const T* s, int64_t count) {
   return Larger()(Larger()(top[0], top[1]), Larger()(top[2], top[3]));
 }
 
-// Turns `Count` vectors of scores into exp(scale * score - max), and -inf into -0.0. Adds them to total. Coarse: for
-// numbers that are stored in 16 bit. Bounded: to 1 at most, for scores whose max comes from other roundings.
+// Turns `Count` vectors of scores into exp(scale * score - max), and -inf into -0.0. Adds each to its total. Coarse:
+// for numbers that are stored in 16 bit. Bounded: to 1 at most, for scores whose max comes from other roundings.
 template <bool Coarse, bool Bounded, int Count, class T>
-inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
+inline void exponentials(T* s, T scale, T max, Vec<T>* totals) {
   Vec<T> x[Count];
 #pragma GCC unroll 4
   for (int i = 0; i < Count; ++i) {
@@ -42,19 +42,21 @@ inline void exponentials(T* s, T scale, T max, Vec<T>& total) {
 #pragma GCC unroll 4
   for (int i = 0; i < Count; ++i) {
     x[i] = load<T>(s + i * kLanes<T>) == T(-kInfinity) ? broadcast(T(-0.0)) : x[i];
-    total += x[i];
+    totals[i] += x[i];
     store<T>(s + i * kLanes<T>, x[i]);
   }
 }
 
-// The same for a row of count scores, whole vectors; returns their sum, lane by lane.
+// The same for a row of count scores, whole vectors; returns their sum, lane by lane. Four sums, because equal numbers
+// err alike as they join one. Each vector joins that of its place, so excluded ones at the end change no bit.
 template <bool Coarse, bool Bounded = false, class T>
 inline Vec<T> exponentials_of_row(T* s, int64_t count, T scale, T max) {
-  Vec<T> total{};
+  Vec<T> totals[4] = {};
   int64_t j = 0;
-  for (; j + 4 * kLanes<T> <= count; j += 4 * kLanes<T>) exponentials<Coarse, Bounded, 4>(s + j, scale, max, total);
-  for (; j < count; j += kLanes<T>) exponentials<Coarse, Bounded, 1>(s + j, scale, max, total);
-  return total;
+  for (; j + 4 * kLanes<T> <= count; j += 4 * kLanes<T>) exponentials<Coarse, Bounded, 4>(s + j, scale, max, totals);
+  Vec<T> sums[4] = {totals[0], totals[1], totals[2], totals[3]};  // in memory; totals are in registers
+  for (Vec<T>* sum = sums; j < count; j += kLanes<T>) exponentials<Coarse, Bounded, 1>(s + j, scale, max, sum++);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // The factors of results so far when maxima are raised; 1 where nothing is there yet that could be rescaled.
