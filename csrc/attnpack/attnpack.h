@@ -48,6 +48,7 @@
 #include <attnpack/ops/merge_states.h>
 #include <attnpack/ops/null.h>
 #include <attnpack/ops/quantize.h>
+#include <attnpack/ops/query_scale.h>
 #include <attnpack/ops/register.h>
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>

@@ -45,6 +45,7 @@ def read(text: str) -> list[Paragraph]:
 def _declarations(text: str) -> list[str]:
     """The lines without the preprocessor's, those that open and close namespaces, and unnamed namespaces."""
     kept, hidden = [], 0
+    text = re.sub(r"^#.*(?:(?<=\\)\n.*)*", "#", text, flags=re.M)  # a macro of several lines is one
     for line in text.splitlines():
         if hidden or re.match(r"namespace( detail)? \{", line):
             hidden += _opens(line)

@@ -1,7 +1,7 @@
 """Arguments of the ops under torch.ops.attnpack by their schemas."""
 
 import torch
-from attnpack import ops
+from attnpack.ops.operator import flat_arguments
 
 
 def in_order(name: str, *placed, **named) -> list:
@@ -14,5 +14,5 @@ def in_order(name: str, *placed, **named) -> list:
 
 def operator_keywords(query, key, mask, settings) -> dict:
     """The settings of `attention` as keywords of the op."""
-    _, flat = ops._flat_arguments(query, key, settings)
+    _, flat = flat_arguments(query, key, settings)
     return {"mask": mask, **flat}

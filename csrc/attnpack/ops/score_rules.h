@@ -5,6 +5,7 @@
 #include <array>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -45,17 +46,7 @@ using HeadMap = std::optional<std::vector<int64_t>>;
 #define ATTNPACK_RULE_TEXT(type, name, value, text) ", " text
 #define ATTNPACK_RULES_SCHEMA ATTNPACK_SCORE_RULES(ATTNPACK_RULE_TEXT)
 
-namespace detail {
-
-// A rule as the arguments of a schema.
-template <class T>
-auto tie_rule(const T& rule) {
-  return std::tie(rule);
-}
-inline auto tie_rule(const Window& window) { return std::tie(window[0], window[1]); }
-
-}  // namespace detail
-
+// A value of each rule. Options and the arguments of operators and layers have them as a base or a member.
 struct ScoreRules {
 #define ATTNPACK_RULE_MEMBER(type, name, value, text) type name = value;
   ATTNPACK_SCORE_RULES(ATTNPACK_RULE_MEMBER)
@@ -73,7 +64,13 @@ struct ScoreRules {
 
   // As ops/detail/schema.h wants them: in the order of the schema.
   auto members() const {
-#define ATTNPACK_TIE_RULE(type, name, value, text) detail::tie_rule(name),
+    const auto tie_rule = []<class T>(const T& rule) {
+      if constexpr (std::is_same_v<T, Window>)
+        return std::tie(rule[0], rule[1]);
+      else
+        return std::tie(rule);
+    };
+#define ATTNPACK_TIE_RULE(type, name, value, text) tie_rule(name),
     return [](auto&&... ties) { return std::tuple_cat(ties...); }(ATTNPACK_SCORE_RULES(ATTNPACK_TIE_RULE) std::tie());
 #undef ATTNPACK_TIE_RULE
   }

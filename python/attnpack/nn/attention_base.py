@@ -67,8 +67,10 @@ class NativeAttention(NativeModule):
                 cache.store(key, value, kv_lens)
             elif isinstance(cache, CrossCache) and kv_lens is None:
                 kv_lens = cache.lengths
-            past = cache.lengths if appends and cache.lengths.size(0) == query.size(0) else None
-            query_scale = self._query_scale(query, inputs.get("positions"), past)
+            settings = self._settings(query)
+            if self.query_scale is not None:
+                past = cache.lengths if appends and cache.lengths.size(0) == query.size(0) else None
+                settings["query_scale"] = self._query_scale(query, inputs.get("positions"), past)
             result = ops.attend(
                 query,
                 key,
@@ -77,8 +79,7 @@ class NativeAttention(NativeModule):
                 cache=cache.reserve(key, value, kv_lens) if appends else None,
                 kv_lens=kv_lens,
                 need_weights=need_weights,
-                query_scale=query_scale,
-                **self._settings(query),
+                **settings,
                 **inputs,
             )
             if appends:

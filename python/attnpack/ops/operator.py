@@ -71,13 +71,13 @@ def attention(
     if getattr(query, "is_nested", False):
         return nested.attention(query, key, value, mask, return_lse, rules)
     if _is_compiling():
-        query, flat = _flat_arguments(query, key, rules)
+        query, flat = flat_arguments(query, key, rules)
         result = torch.ops.attnpack.attention(query, key, value, mask, **flat)
         return result if return_lse else result[0]
     return _C.attention(query, key, value, mask, return_lse=return_lse, **rules)
 
 
-def _flat_arguments(query: Tensor, key: Tensor, rules: Any) -> tuple[Tensor, dict[str, Any]]:
+def flat_arguments(query: Tensor, key: Tensor, rules: Any) -> tuple[Tensor, dict[str, Any]]:
     """`flat_rules` of `attention`: resolves "end" too, and draws the seed of dropout."""
     q_offset, kv_lens = rules.get("q_offset", 0), rules.get("kv_lens")
     query, flat = flat_rules(query, rules)
@@ -105,7 +105,7 @@ def attention_scores(query: Tensor, key: Tensor, mask: Tensor | None = None, **r
     "named" holds those of some rows at a time.
     """
     if _is_compiling():
-        query, flat = _flat_arguments(query, key, rules)
+        query, flat = flat_arguments(query, key, rules)
         return torch.ops.attnpack.attention_scores(query, key, mask, **flat)
     return _C.attention_scores(query, key, mask, **rules)
 

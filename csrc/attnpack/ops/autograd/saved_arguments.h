@@ -42,8 +42,7 @@ class SavedArguments {
     std::apply(
         [&](const auto&... member) {
           const auto visit = [&](const auto& x) {
-            if constexpr (std::is_same_v<std::decay_t<decltype(x)>, std::optional<at::Tensor>>)
-              f(detail::writable(x));
+            if constexpr (std::is_same_v<std::decay_t<decltype(x)>, std::optional<at::Tensor>>) f(detail::writable(x));
           };
           (visit(member), ...);
         },
