@@ -35,5 +35,5 @@ nb_execution_mode = "off"  # pages show the outputs that the notebooks store
 default_role = "py:obj"  # docstrings write names in single back-ticks
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
+
 napoleon_use_rtype = False

@@ -463,6 +463,36 @@ def merge_states(pick: Random) -> Call:
     return "merge_states", states, right
 
 
+def scale_queries(pick: Random) -> Call:
+    batch, heads, length = (pick.randint(0, 3) for _ in range(3))
+    packed, dtype = pick.random() < 0.3, pick.choice(DTYPES)
+    query = draw(length, heads, 6, dtype=dtype) if packed else draw(batch, heads, length, 6, dtype=dtype)
+    scale = draw(*([length] if packed else pick.choice([[length], [batch, length]])), dtype=pick.choice(DTYPES), seed=1)
+    shape = (length, 1, 1) if packed else (-1, 1, length, 1) if scale.dim() == 2 else (length, 1)
+
+    def right(result):
+        assert result.dtype == dtype
+        assert_close(result.double(), query.double() * scale.double().view(shape), atol=2e-2, rtol=1e-2)
+
+    return "scale_queries", [query, scale], right
+
+
+def query_factors(pick: Random) -> Call:
+    counted = torch.tensor([pick.randint(0, 99) for _ in range(pick.randint(0, 4))], dtype=torch.int64)
+    given = pick.choice([None, counted + 7])
+    size, growth = pick.choice([1.0, 8.0]), pick.choice([0.1, 1.0])
+    if pick.random() < 0.5:
+        places, numbers = counted + 1, {"type": "llama4", "floor_scale": size, "attn_scale": growth}
+    else:
+        numbers = {"type": "log", "original_max_position_embeddings": size, "llama_4_scaling_beta": growth}
+        places = counted if given is None else given
+
+    def right(result):
+        assert_close(result, 1 + growth * (1 + (places / size).floor()).log())
+
+    return "query_factors", in_order("query_factors", counted, given, **numbers), right
+
+
 def null(pick: Random) -> Call:
     x = draw(*[pick.randint(0, 3) for _ in range(pick.randint(0, 3))])
     return "null", [x], lambda result: assert_close(result, x)
@@ -473,5 +503,5 @@ MAKERS: list[Callable[[Random], Call]] = [
     append, append_paged, lambda pick: append(pick, rotated=True), cache_rule, paged_rule, kv_window, static_cache,
     sliding_window_cache, quantized_cache, paged_cache, attend, attend_quantized, latent, latent_expand, apply_rope,
     rope_table, linear, rms_norm, quantize_rows, dequantize_rows, attention_quantized, merge_states,
-    null, *layer_calls.MAKERS, *entry_calls.MAKERS,
+    scale_queries, query_factors, null, *layer_calls.MAKERS, *entry_calls.MAKERS,
 ]  # fmt: skip

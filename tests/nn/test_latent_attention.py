@@ -344,11 +344,11 @@ def test_opcheck(path, cached):
     draw = torch.randn
     query, latent, k_rope, kv_b = draw(2, 3, 4, 7), draw(2, 4, 5), draw(2, 4, 2), draw(3 * (5 + 6), 5)
     cache = (draw(2, 1, 9, 7), torch.tensor([2, 5])) if cached else (None, None)
-    place = (*cache, [0.5], 1.0, True, None, 0.0, 1, False, None, False, None, True, None, 0.0, 0.3)
+    place = {"rope_inv_freq": [0.5], "rope_interleaved": True, "causal": True, "scale": 0.3}
     for op in (ops.latent_attend.default, ops.latent_attend_with_weights.default):
-        torch.library.opcheck(op, (query, latent, k_rope, kv_b, 6, path, *place))
+        torch.library.opcheck(op, (query, latent, k_rope, kv_b, 6, path, *cache), place)
     if path == "auto":
-        torch.library.opcheck(ops.latent_append.default, (query, latent, k_rope, *place))
+        torch.library.opcheck(ops.latent_append.default, (query, latent, k_rope, *cache), place)
         torch.library.opcheck(ops.latent_expand.default, (draw(2, 1, 4, 7), draw(2, 4, 33), 5, 3, 6))
 
 

@@ -86,7 +86,7 @@ def test_queries_over_the_cache_of_another_layer():
         first(part, cache=cache)
         got = second(part, kv_from=cache)
     assert_close(got, first(x)[:, -1:], atol=1e-9, rtol=1e-9)
-    assert torch.equal(second.cpp()(x[:, -1:], kv_from=first_cache(first, x)), got)
+    assert_close(second.cpp()(x[:, -1:], kv_from=first_cache(first, x)), got, atol=1e-9, rtol=1e-9)
 
 
 def first_cache(layer, x):
@@ -145,6 +145,24 @@ def test_as_ministral_3():
     assert_close(layer(x, positions=positions), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_as_mistral_4():
+    transformers = pytest.importorskip("transformers")
+    mistral4 = pytest.importorskip("transformers.models.mistral4.modeling_mistral4")
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.5}
+    config = transformers.Mistral4Config(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=1, q_lora_rank=20, **LATENT,
+        rope_parameters=rope | {"original_max_position_embeddings": 3}, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = mistral4.Mistral4Attention(config, 0).double()
+    layer = latent(LOG, q_lora_rank=20)
+    layer.load_state_dict(theirs.state_dict())
+    config.head_dim = LATENT["qk_rope_head_dim"]  # of the rotation
+    x, positions = draw(1, 9, 32, dtype=torch.float64), torch.arange(2, 11).unsqueeze(0)
+    angles = mistral4.Mistral4RotaryEmbedding(config)(x, positions)
+    mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    assert_close(layer(x, positions=positions), theirs(x, angles, mask, positions)[0], atol=1e-5, rtol=1e-5)
+
+
 def test_as_llama_4_without_rope():
     transformers = pytest.importorskip("transformers")
     llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4")
@@ -160,6 +178,14 @@ def test_as_llama_4_without_rope():
     mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     expected = theirs(x, None, mask)[0]
     assert_close(layer(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_position_below_0_counts_as_0():
+    layer, x = grouped(LOG), draw(1, 3, 32, dtype=torch.float64)
+    query, key, value = layer.project(x, positions=torch.tensor([-4, -1, 0]))
+    out = reference.attention(query, key, value, causal=True)
+    expected = layer.o_proj(out.transpose(1, 2).flatten(2))
+    assert_close(layer(x, positions=torch.tensor([-4, -1, 0])), expected, atol=1e-6, rtol=1e-6)
 
 
 WRONG = {

@@ -28,9 +28,9 @@ void check_query_scale_options(const std::optional<QueryScale>& scale) {
 
 at::Tensor query_factors(const at::Tensor& counted, const std::optional<at::Tensor>& given, const QueryScale& scale) {
   check_query_scale_options(scale);
-  // 1 + growth * log(1 + floor(p / size))
+  // 1 + growth * log(1 + floor(p / size)); a position below 0, as some paddings have, counts as 0
   const auto grown = [](const at::Tensor& p, double size, double growth) {
-    return p.to(at::kDouble).div(size).floor().log1p().mul(growth).add(1).to(at::kFloat);
+    return p.to(at::kDouble).div(size).floor().clamp_min(0).log1p().mul(growth).add(1).to(at::kFloat);
   };
   if (scale.type() == "llama4") return grown(counted.add(1), *scale.floor_scale(), *scale.attn_scale());
   return grown(given.value_or(counted), *scale.original_max_position_embeddings(), *scale.llama_4_scaling_beta());
@@ -57,7 +57,7 @@ at::Tensor query_factors_of(const at::Tensor& counted, const std::optional<at::T
 
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def(
-      "query_factors(Tensor counted, Tensor? given, *, str type, float? floor_scale=None, float? attn_scale=None, "
+      "query_factors(Tensor counted, Tensor? given, str type, float? floor_scale=None, float? attn_scale=None, "
       "float? "
       "llama_4_scaling_beta=None, float? original_max_position_embeddings=None) -> Tensor",
       &attnpack::query_factors_of);

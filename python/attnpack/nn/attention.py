@@ -110,7 +110,7 @@ class GroupedQueryAttention(ContextAttention):
         scale: factor on the scores; default 1 / sqrt(head_dim).
         query_scale: a factor on the scores that grows with the query's position p. dict(type="llama4", floor_scale=,
             attn_scale=): log1p(floor((p + 1) / floor_scale)) * attn_scale + 1 (Llama 4's layers without RoPE), where p
-            counts the tokens before in the cache. dict(type="log", llama_4_scaling_beta=,
+            counts the tokens before in the cache (in cross-attention from 0). dict(type="log", llama_4_scaling_beta=,
             original_max_position_embeddings=n): 1 + beta * log(1 + floor(p / n)) (Ministral 3), where p is the position
             that RoPE takes. See `attention`.
         dropout: on the probabilities, in training only.

@@ -49,7 +49,8 @@ def attention(
         dropout_p: dropout on the probabilities; the seed comes from torch's generator.
         scale: default 1 / sqrt(D).
         query_scale: float [Lq] or [B, Lq], a factor on the scaled scores of each query row, before the soft cap; it
-            gets a gradient. The queries are multiplied by it, and rounded once. (Llama 4 and Mistral 4 have such.)
+            gets a gradient. The queries are multiplied by it, and rounded once to their dtype: in float16 the products
+            must stay below 65504. (Llama 4 and Mistral 4 have such factors.)
         key_index: int32 or int64 [B, 1 or Hkv, Lq, n], the keys that each row may attend, in any order. -1 names none,
             and a key named twice counts once. All other rules still apply to the named keys. No other key is read: work
             and memory grow with n * key_block, not with Lkv (on CUDA the named keys are copied). On the CPU a number
