@@ -199,67 +199,59 @@ std::optional<RotaryEmbedding> Reader<RotaryEmbedding>::read(const py::handle& v
 
 namespace {
 
-// A function of the module: its closure lies in a capsule, as does its definition, which Python keeps no copy of.
-template <class Call>
-struct FastFunction {
+// A plain function of the module: its closure lies in a capsule, as does its definition, which Python keeps no copy of.
+struct PlainFunction {
   std::string name;
-  Call call;
+  PlainCall call;
   PyMethodDef definition;
 };
 
-template <class Call, class... Given>
-PyObject* call_function(PyObject* self, const Given&... given) {
+PyObject* call_plain(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   try {
-    const auto* function = static_cast<FastFunction<Call>*>(PyCapsule_GetPointer(self, nullptr));
-    if constexpr (std::is_same_v<Call, KeywordCall>)
-      return function->call(GivenArguments(function->name.c_str(), given...)).release().ptr();
-    else
-      return function->call(given...).release().ptr();
+    const auto* function = static_cast<PlainFunction*>(PyCapsule_GetPointer(self, nullptr));
+    return function->call(arguments, static_cast<size_t>(count)).release().ptr();
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
   }
 }
 
-PyObject* call_plain(PyObject* self, PyObject* const* values, Py_ssize_t count) {
-  return call_function<PlainCall>(self, values, static_cast<size_t>(count));
-}
-PyObject* call_with_keywords(PyObject* self, PyObject* const* values, Py_ssize_t placed, PyObject* names) {
-  return call_function<KeywordCall>(self, values, static_cast<size_t>(placed), names);
-}
-
-template <class Call, class Entry>
-void add_function(py::module_& m, const char* name, Call call, Entry entry, int flags) {
-  auto* function = new FastFunction<Call>{name, std::move(call), {}};
-  function->definition = {function->name.c_str(), reinterpret_cast<PyCFunction>(entry), flags, nullptr};
-  const py::capsule self(function, [](void* held) { delete static_cast<FastFunction<Call>*>(held); });
-  m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&function->definition, self.ptr())));
-}
-
 }  // namespace
 
 void add_plain_function(py::module_& m, const char* name, PlainCall call) {
-  add_function(m, name, std::move(call), &call_plain, METH_FASTCALL);
+  auto* function = new PlainFunction{name, std::move(call), {}};
+  function->definition = {function->name.c_str(), reinterpret_cast<PyCFunction>(&call_plain), METH_FASTCALL, nullptr};
+  const py::capsule self(function, [](void* held) { delete static_cast<PlainFunction*>(held); });
+  m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&function->definition, self.ptr())));
 }
 
-void add_keyword_function(py::module_& m, const char* name, KeywordCall call) {
-  add_function(m, name, std::move(call), &call_with_keywords, METH_FASTCALL | METH_KEYWORDS);
+void add_keyword_function(py::module_& m, const char* name, size_t placed, KeywordCall call) {
+  add_plain_function(m, name, [=](PyObject* const* values, size_t count) {
+    TORCH_CHECK_TYPE(count == placed + 1 && PyDict_Check(values[placed]), "attnpack: ", name, "() takes ", placed,
+                     " arguments by place, and a dict of the others");
+    return call(GivenArguments(name, values, placed));
+  });
 }
 
-std::string_view GivenArguments::name(size_t i) const {
-  Py_ssize_t size = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(PyTuple_GET_ITEM(names_, i), &size);
-  if (!text) throw py::error_already_set();
-  return {text, static_cast<size_t>(size)};
+size_t InternedNames::find(PyObject* name) const {
+  for (size_t i = 0; i < names_.size(); ++i)
+    if (names_[i] == name) return i;
+  for (size_t i = 0; i < names_.size(); ++i)
+    if (PyUnicode_Check(name) && PyUnicode_Compare(names_[i], name) == 0) return i;
+  return kNone;
 }
 
-void GivenArguments::check_placed(size_t placeable) const {
-  TORCH_CHECK_TYPE(placed_ <= placeable, "attnpack: ", function_, "() got ", placed_,
-                   " arguments without names, takes ", placeable, " at most: give the others by name");
+Names InternedNames::all() const {
+  Names all;
+  for (PyObject* name : names_) all.push_back(py::handle(name).cast<std::string>());
+  return all;
 }
 
-void GivenArguments::raise_missing(const char* parameter) const {
-  TORCH_CHECK_TYPE(false, "attnpack: ", function_, "() lacks the argument ", parameter);
+GivenArguments::GivenArguments(const char* function, PyObject* const* values, size_t placed)
+    : function_(function), values_(values), placed_(placed) {}
+
+void GivenArguments::raise_unknown(PyObject* name, const Names& taken) const {
+  raise_unexpected_keyword(function_, py::str(name).cast<std::string>(), taken, "the tensors of a cache");
 }
 
 void GivenArguments::raise_twice(const char* parameter) const {

@@ -59,7 +59,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// The parameters of a family of functions, for GivenArguments::read. Tensors are required.
+// The parameters of a family of functions, for GivenArguments::read.
 template <class Visit>
 void visit_rules(const Visit& visit, ScoreRules& rules) {
   ScoreRules::for_each_rule(rules, visit);
@@ -102,13 +102,13 @@ py::object attention_py(const GivenArguments& given) {
   Tensor query, key, value;
   OperatorSettings settings;
   bool return_lse = false;
-  given.read(3, 4, [&](const auto& visit) {
+  given.read([&](const auto& visit) {
     visit("query", query);
     visit("key", key);
     visit("value", value);
     visit("mask", settings.mask);
-    settings.visit(visit);
     visit("return_lse", return_lse);
+    settings.visit(visit);
   });
   return with_lse(return_lse, [&] { return attention_with_lse(query, key, value, settings.options()); });
 }
@@ -117,7 +117,7 @@ py::object attention_scores_py(const GivenArguments& given) {
   Tensor query, key;
   OperatorSettings settings;
   std::string stage = "probs";
-  given.read(2, 3, [&](const auto& visit) {
+  given.read([&](const auto& visit) {
     visit("query", query);
     visit("key", key);
     visit("mask", settings.mask);
@@ -134,19 +134,19 @@ py::object attention_varlen_py(const GivenArguments& given) {
   QOffset q_offset = End{};
   ScoreRules rules;
   bool return_lse = false;
-  given.read(4, 5, [&](const auto& visit) {
+  given.read([&](const auto& visit) {
     visit("query", query);
     visit("key", key);
     visit("value", value);
     visit("cu_seqlens_q", cu_seqlens_q);
     visit("cu_seqlens_k", cu_seqlens_k);
+    visit("return_lse", return_lse);
     visit("max_seqlen_q", max_seqlen_q);
     visit("max_seqlen_k", max_seqlen_k);
     visit("block_table", block_table);
     visit("kv_lens", kv_lens);
     visit("q_offset", q_offset);
     visit_rules(visit, rules);
-    visit("return_lse", return_lse);
   });
   const VarlenOptions options = VarlenOptions()
                                     .rules(rules)
@@ -198,10 +198,11 @@ py::object attend_py(const GivenArguments& given) {
   Cache cache;
   BlockOptions blocks{1, 0, 0, "mean"};
   bool need_weights = false, at_names = false;
-  given.read(3, 3, [&](const auto& visit) {
+  given.read([&](const auto& visit) {
     visit("query", query);
     visit("key", key);
     visit("value", value);
+    visit("need_weights", need_weights);
     visit_inputs(visit, rope, options);
     visit("cache", cache);
     visit("key_index", options.key_index);
@@ -210,7 +211,6 @@ py::object attend_py(const GivenArguments& given) {
     visit("local_blocks", blocks.local_blocks);
     visit("scorer", blocks.scorer);
     visit_rules(visit, options);
-    visit("need_weights", need_weights);
     visit("at_names", at_names);
   });
   check_weights(need_weights, at_names);
@@ -229,16 +229,16 @@ py::object attend_shared_py(const GivenArguments& given) {
   AttendOptions options;
   const RopeSettings* rope = nullptr;
   bool need_weights = false;
-  given.read(4, 4, [&](const auto& visit) {
+  given.read([&](const auto& visit) {
     visit("query", query);
     visit("key", held.key);
     visit("value", held.value);
     visit("lengths", held.lengths);
+    visit("need_weights", need_weights);
     visit_inputs(visit, rope, options);
     visit("key_index", options.key_index);
     visit("key_block", options.key_block);
     visit_rules(visit, options);
-    visit("need_weights", need_weights);
   });
   if (rope) options.rope = *rope;
   options.cache = held;
@@ -289,18 +289,18 @@ py::object latent_attend_py(const GivenArguments& given) {
   const RopeSettings* rope = nullptr;
   std::optional<LatentTensors> cache;
   bool need_weights = false, at_names = false;
-  given.read(6, 6, [&](const auto& visit) {
+  given.read([&](const auto& visit) {
     visit("query", query);
     visit("latent", latent);
     visit("k_rope", k_rope);
     visit("kv_b", kv_b);
     visit("v_dim", v_dim);
     visit("path", path);
+    visit("need_weights", need_weights);
     visit_inputs(visit, rope, options);
     visit("cache", cache);
     visit("key_index", options.key_index);
     visit_rules(visit, options);
-    visit("need_weights", need_weights);
     visit("at_names", at_names);
   });
   check_weights(need_weights, at_names);
@@ -360,12 +360,12 @@ void bind_rope_settings(py::module_& m) {
 void register_ops(py::module_& m) {
   bind_rope_settings(m);
   m.def("default_rules", &default_rules, "The rules of every operator, each with its default.");
-  add_keyword_function(m, "attention", &attention_py);
-  add_keyword_function(m, "attention_varlen", &attention_varlen_py);
-  add_keyword_function(m, "attention_scores", &attention_scores_py);
-  add_keyword_function(m, "attend", &attend_py);
-  add_keyword_function(m, "attend_shared", &attend_shared_py);
-  add_keyword_function(m, "latent_attend", &latent_attend_py);
+  add_keyword_function(m, "attention", 5, &attention_py);
+  add_keyword_function(m, "attention_varlen", 6, &attention_varlen_py);
+  add_keyword_function(m, "attention_scores", 3, &attention_scores_py);
+  add_keyword_function(m, "attend", 4, &attend_py);
+  add_keyword_function(m, "attend_shared", 5, &attend_shared_py);
+  add_keyword_function(m, "latent_attend", 7, &latent_attend_py);
   define(m, "gate_heads", &gate_heads, {"joined", "gate", "num_heads", "activation"});
   define(m, "pair_values", &pair_values, {"value"});
   define(m, "subtract_halves", &subtract_halves_py,

@@ -67,21 +67,16 @@ class NativeAttention(NativeModule):
                 cache.store(key, value, kv_lens)
             elif isinstance(cache, CrossCache) and kv_lens is None:
                 kv_lens = cache.lengths
-            settings = self._settings(query)
+            rules = self._settings(query) | inputs
+            rules["kv_lens"] = kv_lens
+            if self.rope is not None:
+                rules["rope"] = self.rope.settings
             if self.query_scale is not None:
                 past = cache.lengths if appends and cache.lengths.size(0) == query.size(0) else None
-                settings["query_scale"] = self._query_scale(query, inputs.get("positions"), past)
-            result = ops.attend(
-                query,
-                key,
-                value,
-                rope=None if self.rope is None else self.rope.settings,
-                cache=cache.reserve(key, value, kv_lens) if appends else None,
-                kv_lens=kv_lens,
-                need_weights=need_weights,
-                **settings,
-                **inputs,
-            )
+                rules["query_scale"] = self._query_scale(query, inputs.get("positions"), past)
+            if appends:
+                rules["cache"] = cache.reserve(key, value, kv_lens)
+            result = ops.attend_by(rules, query, key, value, need_weights)
             if appends:
                 cache.commit(key.size(2), kv_lens)
             return self._outputs(result, need_weights, x)

@@ -218,9 +218,8 @@ class MultiHeadLatentAttention(NativeAttention):
         settings |= {"rope": None if self.rope is None else self.rope.settings, "scale": self.softmax_scale}
         weight = None if self.folded else plain_weight(self.kv_b_proj)
         if self.folded or weight is not None:
-            return ops.latent_attend(
-                query, latent, k_rope, weight, self.v_head_dim, self.path, **settings, need_weights=need_weights
-            )
+            tokens = query, latent, k_rope, weight, self.v_head_dim, self.path
+            return ops.latent_attend_by(settings, tokens, need_weights)
         return self._attend_replaced(query, latent, k_rope, settings, need_weights)
 
     def new_cache(self) -> LatentCache:

@@ -108,11 +108,18 @@ def attend(
     Returns:
         out [B, L, Hq * Dv], or (out, probabilities before dropout [B, Hq, L, keys]) with need_weights.
     """
+    cache = rules.get("cache")
+    if isinstance(cache, tuple) and len(cache) == 3:
+        rules["cache"] = CacheTensors(*cache)
+    return attend_by(rules, query, key, value, need_weights)
+
+
+def attend_by(
+    rules: Any, query: Tensor, key: Tensor, value: Tensor, need_weights: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attend` with its keywords in one dict: Python takes 0.2 us for each keyword that it collects in `**rules`."""
     if not _is_compiling():
-        cache = rules.get("cache")
-        if isinstance(cache, tuple) and len(cache) == 3:
-            rules["cache"] = CacheTensors(*cache)
-        return _C.attend(query, key, value, need_weights=need_weights, **with_native_rope(rules))
+        return _C.attend(query, key, value, need_weights, with_native_rope(rules))
     query, flat = flat_layer(query, rules)
     held = CacheTensors(*(rules.get("cache") or (None, None, None)))
     flat |= {f"cache_{name}": part for name, part in zip(CacheTensors._fields, held, strict=True)}
@@ -146,7 +153,7 @@ def attend_shared(
     The other arguments and the result are those of `attend`.
     """
     if not _is_compiling():
-        return _C.attend_shared(query, key, value, lengths, need_weights=need_weights, **with_native_rope(rules))
+        return _C.attend_shared(query, key, value, lengths, need_weights, with_native_rope(rules))
     op = torch.ops.attnpack.attend_shared_with_weights if need_weights else torch.ops.attnpack.attend_shared
     query, flat = flat_layer(query, rules)
     return op(query, key, value, lengths, **flat)
@@ -179,16 +186,20 @@ def latent_attend(
     Returns:
         out [B, L, H * V] (H * C without kv_b), or (out, probabilities before dropout [B, H, L, keys]).
     """
+    return latent_attend_by(rules, (query, latent, k_rope, kv_b, v_dim, path), need_weights)
+
+
+def latent_attend_by(rules: Any, tokens: tuple, need_weights: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """`latent_attend` with its keywords in one dict, as `attend_by`."""
     if not _is_compiling():
-        given = with_native_rope(rules)
-        return _C.latent_attend(query, latent, k_rope, kv_b, v_dim, path, need_weights=need_weights, **given)
+        return _C.latent_attend(*tokens, need_weights, with_native_rope(rules))
+    query, *others = tokens
     query, flat = flat_layer(query, rules)
     flat["cache_latents"], flat["cache_lengths"] = rules.get("cache") or (None, None)
-    tokens = query, latent, k_rope, kv_b, v_dim, path
     if not need_weights:
         flat.pop("at_names", None)
-        return torch.ops.attnpack.latent_attend(*tokens, **flat)
-    return torch.ops.attnpack.latent_attend_with_weights(*tokens, **flat)
+        return torch.ops.attnpack.latent_attend(query, *others, **flat)
+    return torch.ops.attnpack.latent_attend_with_weights(query, *others, **flat)
 
 
 def latent_append(

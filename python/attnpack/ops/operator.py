@@ -75,7 +75,7 @@ def attention(
         query, flat = flat_arguments(query, key, rules)
         result = torch.ops.attnpack.attention(query, key, value, mask, **flat)
         return result if return_lse else result[0]
-    return _C.attention(query, key, value, mask, return_lse=return_lse, **rules)
+    return _C.attention(query, key, value, mask, return_lse, rules)
 
 
 def flat_arguments(query: Tensor, key: Tensor, rules: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -108,7 +108,7 @@ def attention_scores(query: Tensor, key: Tensor, mask: Tensor | None = None, **r
     if _is_compiling():
         query, flat = flat_arguments(query, key, rules)
         return torch.ops.attnpack.attention_scores(query, key, mask, **flat)
-    return _C.attention_scores(query, key, mask, **rules)
+    return _C.attention_scores(query, key, mask, rules)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,7 @@ def attend_packed(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention_varlen`, with q_offset as in `attention`, by default "end"."""
     if not torch.compiler.is_compiling():
-        return _C.attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse, **rules)
+        return _C.attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse, rules)
     query, flat = flat_rules(query, rules)
     q_offset = flat.pop("q_offset", "end")
     if isinstance(q_offset, Tensor):
