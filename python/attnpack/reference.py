@@ -184,7 +184,7 @@ def _scaled_dot(query, key, allowed, scales: tuple[float | None, Tensor | None])
     scale, query_scale = scales
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
     if query_scale is not None:
-        scale = scale * query_scale.to(query.dtype).view(-1, 1, query.shape[2], 1)
+        scale = scale * query_scale.to(query.dtype).unsqueeze(-2).unsqueeze(-1)  # [1, Lq, 1] or [B, 1, Lq, 1]
     if query.isfinite().all() and key.isfinite().all():
         return query @ key.transpose(-2, -1) * scale
     pairs = allowed.unsqueeze(-1)  # [B, Hq, Lq, Lkv, 1]

@@ -468,7 +468,7 @@ def scale_queries(pick: Random) -> Call:
     packed, dtype = pick.random() < 0.3, pick.choice(DTYPES)
     query = draw(length, heads, 6, dtype=dtype) if packed else draw(batch, heads, length, 6, dtype=dtype)
     scale = draw(*([length] if packed else pick.choice([[length], [batch, length]])), dtype=pick.choice(DTYPES), seed=1)
-    shape = (length, 1, 1) if packed else (-1, 1, length, 1) if scale.dim() == 2 else (length, 1)
+    shape = (length, 1, 1) if packed else (batch, 1, length, 1) if scale.dim() == 2 else (length, 1)
 
     def right(result):
         assert result.dtype == dtype
