@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[1]
 KINDS = {".py", ".cpp", ".cu", ".cuh", ".h"}
 MOST_FILES, MOST_LINES = 16, 300
 STRONG = re.compile(
-    r"\b(?:raises?|refused?|never|always|every|only|cannot|nothing|at most|exact(?:ly)?|bitwise)\b", re.I
+    r"\b(?:raises?|refused?|never|always|every|(?<!-)only|cannot|nothing)\b"
+    r"|\b(?:at most|exact(?:ly)?|bitwise|same bits)\b|Error:",
+    re.I,
 )
 
 

@@ -233,10 +233,10 @@ void add_keyword_function(py::module_& m, const char* name, size_t placed, Keywo
   });
 }
 
-size_t InternedNames::find(PyObject* name) const {
-  for (size_t i = 0; i < names_.size(); ++i)
+size_t InternedNames::find(PyObject* name, size_t first) const {
+  for (size_t i = first; i < names_.size(); ++i)
     if (names_[i] == name) return i;
-  for (size_t i = 0; i < names_.size(); ++i)
+  for (size_t i = first; i < names_.size(); ++i)
     if (PyUnicode_Check(name) && PyUnicode_Compare(names_[i], name) == 0) return i;
   return kNone;
 }
@@ -252,11 +252,6 @@ GivenArguments::GivenArguments(const char* function, PyObject* const* values, si
 
 void GivenArguments::raise_unknown(PyObject* name, const Names& taken) const {
   raise_unexpected_keyword(function_, py::str(name).cast<std::string>(), taken, "the tensors of a cache");
-}
-
-void GivenArguments::raise_twice(const char* parameter) const {
-  TORCH_CHECK_TYPE(false, "attnpack: ", function_, "() got ", parameter,
-                   " twice, by place and by name: leave one of them out");
 }
 
 void add_named_function(py::module_& m, const char* name, const Names& names, NamedCall call) {

@@ -2,8 +2,6 @@
 
 #include <bindings/arguments.h>
 
-#include <attnpack/ops/score_rules.h>
-
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -20,8 +18,8 @@ class InternedNames {
     members([&](const char* name, const auto&) { names_.push_back(PyUnicode_InternFromString(name)); });
   }
   static constexpr size_t kNone = SIZE_MAX;
-  // The place of a name, or kNone.
-  size_t find(PyObject* name) const;
+  // The place of a name from place `first` on, or kNone.
+  size_t find(PyObject* name, size_t first) const;
   Names all() const;
 
  private:
@@ -39,29 +37,24 @@ class GivenArguments {
   template <class Members>
   void read(const Members& members) const {
     static const InternedNames names(members);
-    uint64_t given = 0;
-    for (size_t i = 0; i < placed_; ++i) read_one(members, i, values_[i], given);
+    for (size_t i = 0; i < placed_; ++i) read_one(members, i, values_[i]);
     PyObject *name = nullptr, *value = nullptr;
     for (Py_ssize_t next = 0; PyDict_Next(values_[placed_], &next, &name, &value);) {
-      const size_t place = names.find(name);
+      const size_t place = names.find(name, placed_);
       if (place == InternedNames::kNone) raise_unknown(name, names.all());
-      read_one(members, place, value, given);
+      read_one(members, place, value);
     }
   }
 
  private:
   template <class Members>
-  void read_one(const Members& members, size_t place, PyObject* value, uint64_t& given) const {
+  void read_one(const Members& members, size_t place, PyObject* value) const {
     size_t index = 0;
     members([&]<class T>(const char* parameter, T& variable) {
-      if (index++ != place) return;
-      if (given >> place & 1) raise_twice(parameter);
-      given |= uint64_t{1} << place;
-      variable = read_value<T>(parameter, value, parameter);
+      if (index++ == place) variable = read_value<T>(parameter, value, parameter);
     });
   }
   [[noreturn]] void raise_unknown(PyObject* name, const Names& taken) const;
-  [[noreturn]] void raise_twice(const char* parameter) const;
 
   const char* function_;
   PyObject* const* values_;

@@ -19,6 +19,7 @@
 #include <attnpack/ops/quantize.h>
 #include <attnpack/ops/rms_norm.h>
 #include <attnpack/ops/rope.h>
+#include <attnpack/ops/score_rules.h>
 #include <attnpack/rope/sinusoidal.h>
 #include <bindings/rope_scaling.h>
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import tempfile
-import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,9 @@ import torch
 import transformers
 from families import FAMILIES, SIZES, Family
 
-TEXT = torch.randint(SIZES["vocab_size"], (2, 20), generator=torch.Generator().manual_seed(1))
+from fuzz import loaded
+from fuzz.loaded import TEXT, Outcome, compare_logits
+
 BASES = FAMILIES | {
     "mistral": Family("MistralConfig", SIZES | {"sliding_window": 6}, {}),
     "qwen2": Family("Qwen2Config", SIZES, {}),
@@ -134,8 +133,7 @@ def make_model(name: str, settings: dict[str, Any]) -> Any:
     return model if logits.isfinite().all() else None
 
 
-def compare(name: str, settings: dict[str, Any], folder: Path) -> tuple[str, str]:
-    """("equal", "refused" or "no model", what is wrong or "")"""
+def compare(name: str, settings: dict[str, Any], folder: Path) -> Outcome:
     import attnpack
 
     model = make_model(name, settings)
@@ -152,38 +150,13 @@ def compare(name: str, settings: dict[str, Any], folder: Path) -> tuple[str, str
     again = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
     with torch.no_grad():
         wanted = again(TEXT).logits
-    try:
-        ours = attnpack.CausalLM.from_hf(directory)
-    except ValueError as error:
-        said = str(error)
-        return "refused", "" if "attnpack" in said or str(directory) in said else f"{changed}: {said}"
-    except Exception as error:
-        return "refused", f"{changed}: {type(error).__name__}: {error}"
-    with torch.no_grad():
-        difference = float((ours(TEXT) - wanted).abs().max())
-    if difference <= 2e-4 * max(1.0, float(wanted.abs().max())):
-        return "equal", ""
-    return "equal", f"{changed}: logits differ by {difference:.3g} of {float(wanted.abs().max()):.3g}"
+    return compare_logits(attnpack.CausalLM.from_hf, directory, wanted, changed)
 
 
 def run(seed: int, count: int, seconds: float) -> tuple[dict[str, int], list[str]]:
-    """How many came out how, and what is wrong, of `count` seeds from `seed` on, or until the time is up."""
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    counts, wrong, end = {"equal": 0, "refused": 0, "no model": 0}, [], time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number in range(seed, seed + count):
-            outcome, complaint = compare(*drawn(number), Path(folder))
-            counts[outcome] += 1
-            if complaint:
-                wrong.append(f"seed {number}: {complaint}")
-            if time.monotonic() > end:
-                break
-    return counts, wrong
+    """As `loaded.run`."""
+    return loaded.run(lambda number, folder: compare(*drawn(number), folder), seed, count, seconds)
 
 
 def main(seed: int, seconds: float) -> int:
-    counts, wrong = run(seed, 10**9 if seconds else 1, seconds)
-    print(*wrong, f"configs: {counts} from seed {seed}", sep="\n")
-    return len(wrong)
+    return loaded.report("configs", seed, run(seed, 10**9 if seconds else 1, seconds))

@@ -9,9 +9,6 @@ the key changes nothing.
 from __future__ import annotations
 
 import random
-import tempfile
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +18,9 @@ import gguf_models
 import torch
 import transformers
 
-TEXT = torch.randint(96, (2, 20), generator=torch.Generator().manual_seed(1))
+from fuzz import loaded
+from fuzz.loaded import TEXT, Outcome, compare_logits
+
 TOKENS = {"vocab_size": 96, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 KINDS = ["sliding_attention", "full_attention"]
 
@@ -403,8 +402,7 @@ def make_model(file: Drawn) -> Any:
     return model if logits.isfinite().all() else None
 
 
-def compare(name: str, file: Drawn, foreign: dict[str, Any], path: Path) -> tuple[str, str]:
-    """("equal", "refused" or "no model", what is wrong or "")"""
+def compare(name: str, file: Drawn, foreign: dict[str, Any], path: Path) -> Outcome:
     import attnpack
 
     model = make_model(file)
@@ -415,39 +413,16 @@ def compare(name: str, file: Drawn, foreign: dict[str, Any], path: Path) -> tupl
         wanted = model(TEXT).logits
         tensors = gguf_models.tensors_of(model, file.arch, file.absorbed)
     gguf_models.write(path, file.arch, file.metadata | foreign, tensors)
-    try:
-        ours = attnpack.CausalLM.from_gguf(path)
-    except ValueError as error:
-        said = str(error)
-        return "refused", "" if "attnpack" in said or str(path) in said else f"{what}: {said}"
-    except Exception as error:
-        return "refused", f"{what}: {type(error).__name__}: {error}"
-    with torch.no_grad():
-        difference = float((ours(TEXT) - wanted).abs().max())
-    if not may_change_nothing(foreign, file):
-        return "equal", f"{what}: the key is ignored"
-    if difference <= 2e-4 * max(1.0, float(wanted.abs().max())):
-        return "equal", ""
-    return "equal", f"{what}: logits differ by {difference:.3g} of {float(wanted.abs().max()):.3g}"
+    outcome, wrong = compare_logits(attnpack.CausalLM.from_gguf, path, wanted, what)
+    if outcome == "equal" and not may_change_nothing(foreign, file):
+        return outcome, f"{what}: the key is ignored"
+    return outcome, wrong
 
 
 def run(seed: int, count: int, seconds: float) -> tuple[dict[str, int], list[str]]:
-    """How many came out how, and what is wrong, of `count` seeds from `seed` on, or until the time is up."""
-    transformers.logging.set_verbosity_error()
-    counts, wrong, end = {"equal": 0, "refused": 0, "no model": 0}, [], time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number in range(seed, seed + count):
-            outcome, complaint = compare(*drawn(number), Path(folder) / "model.gguf")
-            counts[outcome] += 1
-            if complaint:
-                wrong.append(f"seed {number}: {complaint}")
-            if time.monotonic() > end:
-                break
-    return counts, wrong
+    """As `loaded.run`."""
+    return loaded.run(lambda number, folder: compare(*drawn(number), folder / "model.gguf"), seed, count, seconds)
 
 
 def main(seed: int, seconds: float) -> int:
-    counts, wrong = run(seed, 10**9 if seconds else 1, seconds)
-    print(*wrong, f"ggufs: {counts} from seed {seed}", sep="\n")
-    return len(wrong)
+    return loaded.report("ggufs", seed, run(seed, 10**9 if seconds else 1, seconds))

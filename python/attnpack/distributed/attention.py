@@ -97,8 +97,7 @@ def attention(
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    if query_scale is not None:
-        query = torch.ops.attnpack.scale_queries(query, query_scale)
+    query = ops.scale_queries(query, query_scale)
     placed = Rules(**of_parts)
     agree_on(query, key, value, placed, group, method, layout)
     out, lse = METHODS[method](query, key, value, placed, group, layout)

@@ -78,7 +78,7 @@ def rotated(module: nn.Module, x: Tensor, places: Tensor) -> Tensor:
 
 def scaled(module: nn.Module, query: Tensor, positions: Tensor | None, past: Tensor | None) -> Tensor:
     """The queries [B, H, L, D] times the factors of the module's query_scale."""
-    return ops.flat_rules(query, {"query_scale": module._query_scale(query, positions, past)})[0]
+    return ops.scale_queries(query, module._query_scale(query, positions, past))
 
 
 class ContextParallel(Spread):

@@ -5,7 +5,7 @@ B batch, L / Lkv lengths of x and context, Hq / Hkv query / kv heads, D head_dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
@@ -67,13 +67,11 @@ class NativeAttention(NativeModule):
                 cache.store(key, value, kv_lens)
             elif isinstance(cache, CrossCache) and kv_lens is None:
                 kv_lens = cache.lengths
-            rules = self._settings(query) | inputs
-            rules["kv_lens"] = kv_lens
-            if self.rope is not None:
-                rules["rope"] = self.rope.settings
-            if self.query_scale is not None:
-                past = cache.lengths if appends and cache.lengths.size(0) == query.size(0) else None
-                rules["query_scale"] = self._query_scale(query, inputs.get("positions"), past)
+
+            def past() -> Tensor | None:
+                return cache.lengths if appends and cache.lengths.size(0) == query.size(0) else None
+
+            rules = self._rules(query, past, inputs | {"kv_lens": kv_lens})
             if appends:
                 rules["cache"] = cache.reserve(key, value, kv_lens)
             result = ops.attend_by(rules, query, key, value, need_weights)
@@ -129,6 +127,16 @@ class NativeAttention(NativeModule):
             "dropout_p": self.dropout if self.training else 0.0,
             "scale": self.scale,
         }
+
+    def _rules(self, query: Tensor, past: Callable[[], Tensor | None], inputs: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of a layer's op, beside its cache. past() is the number [B] of positions before the queries,
+        for which few modules ask."""
+        rules = self._settings(query) | inputs
+        if self.rope is not None:
+            rules["rope"] = self.rope.settings
+        if self.query_scale is not None:
+            rules["query_scale"] = self._query_scale(query, inputs.get("positions"), past())
+        return rules
 
     def _query_scale(self, query: Tensor, positions: Tensor | None, past: Tensor | None) -> Tensor | None:
         """The factors of the queries [B, H, L, D], fp32 [L] or [B, L]: of `positions`, or of those after the `past`
@@ -312,12 +320,12 @@ class ContextAttention(NativeAttention):
         key, value, lengths = kv_from.shared(x, inputs["kv_lens"], self.num_kv_heads, self.head_dim, value_dim)
         query = self._queries(x, key)
         check_mask_share(self, inputs["mask"], query.size(1))
-        settings = self._settings(query)
-        if self.query_scale is not None:
-            counted = query.size(2) if inputs["kv_lens"] is None else inputs["kv_lens"]
-            settings["query_scale"] = self._query_scale(query, inputs["positions"], lengths - counted)
-        rope = None if self.rope is None else self.rope.settings
-        result = attend_shared(query, key, value, lengths, rope=rope, need_weights=need_weights, **settings, **inputs)
+
+        def past() -> Tensor:
+            return lengths - (query.size(2) if inputs["kv_lens"] is None else inputs["kv_lens"])
+
+        rules = self._rules(query, past, inputs)
+        result = attend_shared(query, key, value, lengths, need_weights=need_weights, **rules)
         return self._outputs(result, need_weights, x)
 
     def _forward_nested(

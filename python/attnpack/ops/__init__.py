@@ -33,7 +33,7 @@ from .positions import (
     sinusoidal_positions,
     with_native_rope,
 )
-from .rules import draw_seed, flat_rules
+from .rules import draw_seed, flat_rules, scale_queries
 from .selection import index_keys, indexer_loss, select_blocks, select_keys
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "rms_norm",
     "rope_table",
     "rope_table_by_length",
+    "scale_queries",
     "select_blocks",
     "select_keys",
     "sinusoidal_positions",

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 
+def scale_queries(query: Tensor, query_scale: Tensor | None) -> Tensor:
+    """The query times the factors of its rows, if there are any."""
+    return query if query_scale is None else torch.ops.attnpack.scale_queries(query, query_scale)
+
+
 def flat_rules(query: Tensor, rules: Any) -> tuple[Tensor, dict[str, Any]]:
     """The query, and keywords among which the rules are, as the ops under torch.ops take them: queries are scaled, and
     the window is two numbers."""
     flat = dict(rules)
-    query_scale = flat.pop("query_scale", None)
-    if query_scale is not None:
-        query = torch.ops.attnpack.scale_queries(query, query_scale)
+    query = scale_queries(query, flat.pop("query_scale", None))
     window = flat.pop("window", (-1, -1))
     if len(window) != 2:
         raise TypeError(f"attnpack: window is {window}, wants two ints (left, right), -1 for unbounded")

@@ -51,7 +51,7 @@ FirstKeys first_keys(const PlacedTokens& tokens, const CacheTensors& cache, Atte
   args.mask = mask_from(args.mask, 0, count);
   args.q_offsets = *tokens.q_offsets + *cache.dropped - (args.window[0] + 1);
   args.kv_lens = tokens.kv_lens->clamp_max(cache.keep_first);
-  args.window[0] = args.window[1] = -1;
+  args.window = kNoWindow;
   args.sinks = std::nullopt;  // they join the sum once
   return {tokens.key.narrow_symint(2, 0, count), tokens.value.narrow_symint(2, 0, count), std::move(args)};
 }
