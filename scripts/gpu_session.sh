@@ -56,7 +56,7 @@ for step in "$@"; do
       checked "$python" -m attnpack bench "${step#bench-}" --device cuda --dtypes bf16 --json \
         --peers sdpa flash cudnn efficient flex flash_attn flashinfer >"$OUT/$step.json"
       head -c 3000 "$OUT/$step.json" ;;
-    profile) # of prefill: PERFORMANCE.md has the shares of the last run
+    profile) # of prefill: PERFORMANCE.md says what such a run showed, under "Kernels for all devices"
       checked ncu --set full --kernel-name regex:prefill_kernel --launch-count 1 "$python" -c "
 import torch, attnpack
 query, key, value = (torch.randn(1, heads, 8192, 128, device='cuda', dtype=torch.bfloat16) for heads in (32, 8, 8))
