@@ -4,7 +4,8 @@ file that includes <torch/torch.h>, a unit that does not depend on the machine.
     python scripts/build_cost.py [--jobs N] [--json]
 
 Builds a copy of the working tree in a temporary folder, with all instruction sets and without a compiler cache, by
-`setup.py build_ext --inplace`. It needs torch, setuptools, ninja and cmake, and no package index."""
+`setup.py build_ext --inplace`. It needs torch, setuptools, ninja, cmake and nlohmann/json, and no
+package index."""
 
 import argparse
 import json

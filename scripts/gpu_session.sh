@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The first hour on a machine with a GPU, nvcc, a compiler, cmake, a CUDA torch and pytest. Downloads nothing. Builds in
-# place, only for this machine's GPU, then runs the named steps, each in less than ten minutes; results go to $OUT.
+# The first hour on a machine with a GPU, nvcc, a compiler, cmake, a CUDA torch, nlohmann/json and pytest. Downloads
+# nothing: CMAKE_ARGS=-DATTNPACK_JSON_DIR=... names headers of nlohmann/json that were brought along. Builds in place, only for this machine's GPU, then runs the named steps, each in less than ten minutes; results go to $OUT.
 # Without a name: all of them, in this order. The order is that of doubt: first whether a kernel starts at all, then
 # whether numbers are right, then races, then speed beside other libraries.
 #   gpu_session.sh [build] [smoke] [test] [resources] [sanitize] [large] [bench-prefill] [bench-train] [bench-decode]
@@ -18,7 +18,7 @@ say "build for sm_$capability"
 {
   cmake -S . -B build/gpu $(command -v ninja >/dev/null && echo -G Ninja) -DCMAKE_BUILD_TYPE=Release \
     -DPython_EXECUTABLE="$(command -v "$python")" -DCMAKE_INSTALL_PREFIX=python/attnpack -DATTNPACK_CUDA=ON \
-    -DATTNPACK_CUDA_ARCHITECTURES="${ARCHITECTURES:-$capability}" &&
+    -DATTNPACK_CUDA_ARCHITECTURES="${ARCHITECTURES:-$capability}" ${CMAKE_ARGS:-} &&
     cmake --build build/gpu --parallel "$(nproc)" && cmake --install build/gpu
 } >"$OUT/build.log" 2>&1 || { tail -n 40 "$OUT/build.log"; stop "the build failed."; }
 "$python" -m attnpack info | tee "$OUT/info.txt"

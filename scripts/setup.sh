@@ -113,7 +113,7 @@ need_torch() {
 }
 
 need_build_tools() {
-  local tools=("setuptools>=77")
+  local tools=("setuptools>=77" nlohmann-json)
   has_cmake || tools+=(cmake)
   command -v ninja >/dev/null || tools+=(ninja)
   python -m pip install -q "${tools[@]}"

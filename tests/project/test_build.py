@@ -70,11 +70,12 @@ def test_says_which_header_threads_need(tmp_path):
         assert "clang++ finds no omp.h, which the library's threads need: install it" in configured.text
 
 
-def test_names_pybind11_and_catch2(tmp_path):
+def test_names_what_it_found(tmp_path):
     python = [f"-DPython_EXECUTABLE={sys.executable}", f"-DATTNPACK_TORCH_DIR={TORCH_DIR}"]
     configured = configure(tmp_path / "b", *python, "-DATTNPACK_TESTS=ON")
     assert configured.returncode == 0, configured.text
     assert f"pybind11 {build_record()['pybind11']}: torch's bundled headers" in configured.text
+    assert re.search(r"nlohmann/json: /", configured.text)
     assert re.search(r"Catch2 [23]\.\d+\.\d+: /", configured.text)
 
 
@@ -84,6 +85,26 @@ def test_needs_no_python_for_cpp_alone(tmp_path):
     configured = configure(tmp_path / "b", *arguments, env=without_python(tmp_path / "bin"))
     assert configured.returncode == 0, configured.text
     assert "pybind11" not in configured.text and "Python" not in configured.text
+
+
+def test_finds_nlohmann_json_beside_torch(tmp_path):
+    """Where pip puts it. Only where nothing holds it is it named, with what installs it."""
+    (tmp_path / "torch").symlink_to(TORCH_DIR)
+    arguments = ["-DATTNPACK_PYTHON=OFF", "-DCMAKE_DISABLE_FIND_PACKAGE_nlohmann_json=ON"]
+    arguments += [f"-DATTNPACK_TORCH_DIR={tmp_path / 'torch'}"]
+    stopped = configure(tmp_path / "b", *arguments)
+    assert stopped.returncode != 0
+    assert "attnpack: no nlohmann/json.hpp found" in stopped.text
+    assert "Install it (pip install nlohmann-json, or apt-get install nlohmann-json3-dev)" in stopped.text
+    header = tmp_path / "nlohmann_json/include/nlohmann/json.hpp"
+    header.parent.mkdir(parents=True)
+    header.write_text("#pragma once\n")
+    found = configure(tmp_path / "b", *arguments)
+    assert found.returncode == 0, found.text
+    assert f"nlohmann/json: {tmp_path / 'b/nlohmann_json'}" in found.text
+    header.unlink()  # as after pip's build, whose environment is gone
+    again = configure(tmp_path / "b", *arguments)
+    assert again.returncode == 0, again.text
 
 
 TAKE_IN = {

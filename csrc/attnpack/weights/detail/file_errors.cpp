@@ -78,14 +78,4 @@ std::string reason_of(const std::exception& error) {
   return words.substr(0, kLongestReason);
 }
 
-void check_utf8(std::string_view text) {
-  for (size_t at = 0; at < text.size();) {
-    const auto from = at;
-    if (next_character(text, at) != 0xffffffff) continue;
-    std::string byte;
-    append_hex(byte, "0x", static_cast<unsigned char>(text[from]), 2);
-    refuse_unless(false, "can't decode byte ", byte, " at byte ", from, ": the text is no UTF-8");
-  }
-}
-
 }  // namespace attnpack

@@ -38,7 +38,4 @@ auto naming(const std::string& path, const char* failed, const char* fix, const 
   }
 }
 
-// Raises unless the UTF-8 is whole.
-void check_utf8(std::string_view text);
-
 }  // namespace attnpack

@@ -1,76 +1,81 @@
 #include <attnpack/weights/detail/json.h>
 
 #include <algorithm>
-#include <charconv>
+#include <limits>
+
+#include <nlohmann/json.hpp>
 
 #include <attnpack/weights/detail/file_errors.h>
-#include <attnpack/weights/detail/json_number.h>
-#include <attnpack/weights/detail/utf8.h>
 
 namespace attnpack {
 
 namespace {
 
-constexpr int kDeepest = 127;  // objects and lists in each other, as in serde_json
+constexpr size_t kDeepest = 127;  // objects and lists in each other, as in serde_json
+constexpr int kTooLarge = 406;    // the library's number of that error
 
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
-
-class Parser {
+// Builds a value from what nlohmann's parser reads, and refuses what only the parser would take.
+class JsonBuilder final : public nlohmann::json_sax<nlohmann::json> {
  public:
-  explicit Parser(std::string_view text) : begin_(text.data()), at_(begin_), end_(begin_ + text.size()) {}
+  Json result;
 
-  Json parse() {
-    auto result = read_value(0);
-    skip_spaces();
-    want(at_ == end_, "Extra data");
-    return result;
+  bool null() override { return add({}); }
+  bool boolean(bool value) override { return add({value}); }
+  // A number with a minus: -0 is a double, as in serde_json.
+  bool number_integer(int64_t number) override { return number == 0 ? add({-0.0}) : add({number}); }
+  bool number_unsigned(uint64_t number) override {
+    const bool fits = number <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+    return fits ? add({static_cast<int64_t>(number)}) : add({number});
+  }
+  bool number_float(double number, const std::string&) override { return add({number}); }
+  bool string(std::string& text) override { return add({std::move(text)}); }
+  bool binary(nlohmann::json::binary_t&) override { return false; }  // in other formats than JSON's text
+
+  bool start_object(size_t) override { return open({Json::Object()}); }
+  bool key(std::string& name) override {
+    std::get<Json::Object>(open_.back()->value).push_back({std::move(name), {}});
+    return true;
+  }
+  bool end_object() override {
+    check_names(std::get<Json::Object>(open_.back()->value));
+    return close();
+  }
+  bool start_array(size_t) override { return open({Json::List()}); }
+  bool end_array() override { return close(); }
+
+  bool parse_error(size_t, const std::string& last, const nlohmann::json::exception& error) override {
+    refuse_unless(error.id != kTooLarge, "the number ", brief(last), " is too large");
+    // "[json.exception.parse_error.101] parse error at line 1, column 2: syntax error while parsing value - invalid
+    // literal; last read: 'N'"
+    const std::string_view words = error.what(), last_read = "; last read: ";
+    const auto begin = words.find("] ") + 2, end = words.find(last_read);
+    refuse_unless(end == words.npos, words.substr(begin, end - begin), last_read, brief(last));
+    refuse_unless(false, words.substr(begin));
+    return false;
   }
 
  private:
-  void want(bool condition, const char* words) const { refuse_unless(condition, words, " at byte ", at_ - begin_); }
-  void skip_spaces() {
-    while (at_ < end_ && (*at_ == ' ' || *at_ == '\n' || *at_ == '\t' || *at_ == '\r')) ++at_;
+  // Where the next value stands. It stays there while it is open: what holds it grows only after it.
+  Json& place() {
+    if (open_.empty()) return result;
+    auto& holder = open_.back()->value;
+    if (auto* object = std::get_if<Json::Object>(&holder)) return object->back().value;
+    return std::get<Json::List>(holder).emplace_back();
   }
-  bool take(char c) {
-    if (at_ == end_ || *at_ != c) return false;
-    ++at_;
+  bool add(Json value) {
+    place() = std::move(value);
     return true;
   }
-  bool take(std::string_view word) {
-    if (std::string_view(at_, end_ - at_).substr(0, word.size()) != word) return false;
-    at_ += word.size();
+  bool open(Json value) {
+    refuse_unless(open_.size() < kDeepest, "values more than ", kDeepest, " deep in each other");
+    auto& opened = place();
+    opened = std::move(value);
+    open_.push_back(&opened);
     return true;
   }
-
-  Json read_value(int depth) {
-    skip_spaces();
-    if (take('{')) return {read_object(depth + 1)};
-    if (take('[')) return {read_list(depth + 1)};
-    if (take('"')) return {read_text()};
-    if (take("true")) return {true};
-    if (take("false")) return {false};
-    if (take("null")) return {};
-    for (const auto* word : {"NaN", "Infinity", "-Infinity"}) refuse_unless(!take(word), word, " is no JSON number");
-    return read_number();
-  }
-
-  Json::Object read_object(int depth) {
-    refuse_unless(depth <= kDeepest, "values more than ", kDeepest, " deep in each other");
-    Json::Object object;
-    skip_spaces();
-    if (take('}')) return object;
-    do {
-      skip_spaces();
-      want(take('"'), "Expecting a name in double quotes");
-      auto name = read_text();
-      skip_spaces();
-      want(take(':'), "Expecting ':'");
-      object.push_back({std::move(name), read_value(depth)});
-      skip_spaces();
-    } while (take(','));
-    want(take('}'), "Expecting ',' or '}'");
-    check_names(object);
-    return object;
+  bool close() {
+    open_.pop_back();
+    return true;
   }
 
   static void check_names(const Json::Object& object) {
@@ -81,78 +86,7 @@ class Parser {
     refuse_unless(twice == names.end(), brief(twice == names.end() ? "" : *twice), " is in an object twice");
   }
 
-  Json::List read_list(int depth) {
-    refuse_unless(depth <= kDeepest, "values more than ", kDeepest, " deep in each other");
-    Json::List list;
-    skip_spaces();
-    if (take(']')) return list;
-    do {
-      list.push_back(read_value(depth));
-      skip_spaces();
-    } while (take(','));
-    want(take(']'), "Expecting ',' or ']'");
-    return list;
-  }
-
-  std::string read_text() {
-    std::string text;
-    for (;;) {
-      const auto* from = at_;
-      while (at_ < end_ && *at_ != '"' && *at_ != '\\' && static_cast<unsigned char>(*at_) >= 0x20) ++at_;
-      text.append(from, at_);
-      if (take('"')) return text;
-      want(take('\\'), at_ == end_ ? "Expecting the end of a text" : "a control character in a text");
-      append_escaped(text);
-    }
-  }
-
-  void append_escaped(std::string& text) {
-    static constexpr char kMarks[] = "\"\\/bfnrt", kMeant[] = "\"\\/\b\f\n\r\t";
-    want(at_ < end_, "Expecting the end of a text");
-    if (take('u')) return append_utf8(text, read_code_point());
-    const auto* found = std::find(kMarks, kMarks + 8, *at_);
-    want(found != kMarks + 8, "an unknown escape");
-    text += kMeant[found - kMarks];
-    ++at_;
-  }
-
-  uint32_t read_code_point() {
-    const auto high = read_hex();
-    if (high < 0xd800 || high > 0xdfff) return high;
-    const auto low = high < 0xdc00 && take("\\u") ? read_hex() : 0;
-    want(low >= 0xdc00 && low <= 0xdfff, "half a character, surrogates not allowed");
-    return 0x10000 + ((high - 0xd800) << 10) + (low - 0xdc00);
-  }
-
-  uint32_t read_hex() {
-    uint32_t code = 0;
-    const auto* until = at_ + std::min<ptrdiff_t>(4, end_ - at_);
-    const auto ended = std::from_chars(at_, until, code, 16);
-    want(ended.ec == std::errc() && ended.ptr == at_ + 4, "Expecting four hexadecimal digits");
-    at_ = until;
-    return code;
-  }
-
-  Json read_number() {
-    const auto* from = at_;
-    const auto skip_digits = [&](const char* words) {
-      want(at_ < end_ && is_digit(*at_), words);
-      while (at_ < end_ && is_digit(*at_)) ++at_;
-    };
-    take('-');
-    if (!take('0')) skip_digits("Expecting value");
-    bool whole = true;
-    if (take('.')) whole = false, skip_digits("Expecting a digit");
-    if (take('e') || take('E')) {
-      whole = false;
-      if (!take('+')) take('-');
-      skip_digits("Expecting a digit");
-    }
-    const std::string_view text(from, at_ - from);
-    return whole ? read_json_integer(text) : Json{read_json_double(text)};
-  }
-
-  const char *begin_, *at_, *end_;
+  std::vector<Json*> open_;  // the objects and lists around the next value
 };
 
 }  // namespace
@@ -172,9 +106,13 @@ void check_json_values(std::string_view text, int64_t most) {
 
 Json parse_json(std::string_view text, int64_t most) {
   check_json_values(text, most);
-  check_utf8(text);
+  // The parser skips a BOM, and takes a 0 for the end.
   refuse_unless(text.substr(0, 3) != "\xef\xbb\xbf", "it begins with a BOM, where JSON has none");
-  return Parser(text).parse();
+  const auto zero = text.find('\0');
+  refuse_unless(zero == text.npos, "byte ", zero, " is 0, which JSON has not");
+  JsonBuilder builder;
+  nlohmann::json::sax_parse(text.data(), text.data() + text.size(), &builder);
+  return std::move(builder.result);
 }
 
 }  // namespace attnpack

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <string_view>
 
 namespace attnpack {
@@ -24,15 +23,6 @@ inline uint32_t next_character(std::string_view text, size_t& at) {
   if (code < kLeast[more - 1] || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff)) return kNone;
   at += more;
   return code;
-}
-
-inline void append_utf8(std::string& text, uint32_t code) {
-  const auto add = [&](uint32_t bits) { text += static_cast<char>(bits); };
-  if (code < 0x80) return add(code);
-  const int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
-  constexpr uint32_t kFirst[] = {0xc0, 0xe0, 0xf0};
-  add(kFirst[more - 1] | code >> (6 * more));
-  for (int i = more - 1; i >= 0; --i) add(0x80 | (code >> (6 * i) & 0x3f));
 }
 
 }  // namespace attnpack
