@@ -20,17 +20,17 @@ bool norms_values(const Options& o) {
 
 }  // namespace
 
-template <typename Derived, Sharing sharing>
-void GroupedAttentionImpl<Derived, sharing>::reset() {
+template <typename Derived, HeadLayout layout>
+void GroupedAttentionImpl<Derived, layout>::reset() {
   const auto& o = options;
   check_settings(o.window(), o.softcap(), o.dropout(), o.scale());
   check_size("embed_dim", o.embed_dim());
   check_size("kdim", o.kdim().value_or(1));
   check_size("vdim", o.vdim().value_or(1));
   const auto head_dim = resolve_head_dim(o.embed_dim(), o.num_heads(), o.head_dim());
-  if (sharing != Sharing::kGrouped) {
-    const char* name = sharing == Sharing::kAll ? "MultiQueryAttention" : "MultiHeadAttention";
-    const auto own = sharing == Sharing::kAll ? 1 : o.num_heads();
+  if (layout != HeadLayout::kGroupedQuery) {
+    const char* name = layout == HeadLayout::kMultiQuery ? "MultiQueryAttention" : "MultiHeadAttention";
+    const auto own = layout == HeadLayout::kMultiQuery ? 1 : o.num_heads();
     ATTNPACK_CHECK(o.num_kv_heads() == own, "num_kv_heads: got ", o.num_kv_heads(), ", ", name, " has ", own,
                    "; use GroupedQueryAttention");
     ATTNPACK_CHECK(!o.head_map(), "head_map: got one, ", name, " has none; use GroupedQueryAttention");
@@ -85,33 +85,33 @@ void GroupedAttentionImpl<Derived, sharing>::reset() {
   }
 }
 
-template <typename Derived, Sharing sharing>
-at::Tensor GroupedAttentionImpl<Derived, sharing>::split(const at::Tensor& x, int64_t heads, RMSNorm& norm) const {
+template <typename Derived, HeadLayout layout>
+at::Tensor GroupedAttentionImpl<Derived, layout>::split(const at::Tensor& x, int64_t heads, RMSNorm& norm) const {
   const bool whole = norm && options.qk_norm().all_heads();
   const auto parts = split_heads(whole ? norm(x) : x, heads, *options.head_dim());
   return norm && !whole ? norm(parts) : parts;
 }
 
-template <typename Derived, Sharing sharing>
-at::Tensor GroupedAttentionImpl<Derived, sharing>::queries(const at::Tensor& x) {
+template <typename Derived, HeadLayout layout>
+at::Tensor GroupedAttentionImpl<Derived, layout>::queries(const at::Tensor& x) {
   return split(q_proj ? q_proj(x) : low_rank(q_a_proj, q_a_layernorm, q_b_proj, x), options.num_heads(), q_norm);
 }
 
-template <typename Derived, Sharing sharing>
-at::Tensor GroupedAttentionImpl<Derived, sharing>::values(const at::Tensor& x) const {
+template <typename Derived, HeadLayout layout>
+at::Tensor GroupedAttentionImpl<Derived, layout>::values(const at::Tensor& x) const {
   const auto parts = split_heads(x, options.num_kv_heads(), *options.head_dim());
   if (!norms_values(options)) return parts;
   return rms_norm(parts, at::ones({*options.head_dim()}, parts.options().requires_grad(false)),
                   options.qk_norm().eps());
 }
 
-template <typename Derived, Sharing sharing>
-at::Tensor GroupedAttentionImpl<Derived, sharing>::output(const at::Tensor& joined, const at::Tensor& x) {
+template <typename Derived, HeadLayout layout>
+at::Tensor GroupedAttentionImpl<Derived, layout>::output(const at::Tensor& joined, const at::Tensor& x) {
   return o_proj(gated(joined, x, gate_proj, options.num_heads(), options.gate_activation()));
 }
 
-template <typename Derived, Sharing sharing>
-std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::heads(
+template <typename Derived, HeadLayout layout>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, layout>::heads(
     const at::Tensor& x, const AttentionInputs& inputs) {
   const auto& context = inputs.context() ? *inputs.context() : x;
   const auto& value_context = inputs.value_context() ? *inputs.value_context() : context;
@@ -138,17 +138,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sha
   return {queries(x), split(key, options.num_kv_heads(), k_norm), values(v_proj ? v_proj(value_context) : key)};
 }
 
-template <typename Derived, Sharing sharing>
-AttendOptions GroupedAttentionImpl<Derived, sharing>::shared_settings(const at::Tensor& x,
-                                                                      const AttentionInputs& inputs) const {
+template <typename Derived, HeadLayout layout>
+AttendOptions GroupedAttentionImpl<Derived, layout>::shared_settings(const at::Tensor& x,
+                                                                     const AttentionInputs& inputs) const {
   check_input("x", x, options.embed_dim(), reads_x()->weight);
   auto result = settings(inputs);
   result.cache = keys_of_kv_from(inputs, x, options.num_kv_heads(), *options.head_dim(), *options.head_dim());
   return result;
 }
 
-template <typename Derived, Sharing sharing>
-AttendOptions GroupedAttentionImpl<Derived, sharing>::settings(const AttentionInputs& inputs) const {
+template <typename Derived, HeadLayout layout>
+AttendOptions GroupedAttentionImpl<Derived, layout>::settings(const AttentionInputs& inputs) const {
   auto others = inputs;
   others.key_index(std::nullopt).key_block(1);
   auto result = attend_options(options, others, this->is_training(), rope);
@@ -160,30 +160,30 @@ AttendOptions GroupedAttentionImpl<Derived, sharing>::settings(const AttentionIn
   return result;
 }
 
-template <typename Derived, Sharing sharing>
-at::Tensor GroupedAttentionImpl<Derived, sharing>::forward(const at::Tensor& x, const AttentionInputs& inputs) {
+template <typename Derived, HeadLayout layout>
+at::Tensor GroupedAttentionImpl<Derived, layout>::forward(const at::Tensor& x, const AttentionInputs& inputs) {
   return AttentionSteps::forward(*this, x, inputs);
 }
 
-template <typename Derived, Sharing sharing>
-std::tuple<at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::forward_with_weights(
+template <typename Derived, HeadLayout layout>
+std::tuple<at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, layout>::forward_with_weights(
     const at::Tensor& x, const AttentionInputs& inputs) {
   return AttentionSteps::forward_with_weights(*this, x, inputs);
 }
 
-template <typename Derived, Sharing sharing>
-std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, sharing>::project(
+template <typename Derived, HeadLayout layout>
+std::tuple<at::Tensor, at::Tensor, at::Tensor> GroupedAttentionImpl<Derived, layout>::project(
     const at::Tensor& x, const AttentionInputs& inputs) {
   return AttentionSteps::project(*this, x, inputs);
 }
 
-template <typename Derived, Sharing sharing>
-void GroupedAttentionImpl<Derived, sharing>::print(std::ostream& stream, const char* name) const {
+template <typename Derived, HeadLayout layout>
+void GroupedAttentionImpl<Derived, layout>::print(std::ostream& stream, const char* name) const {
   print_options(stream, name, options);
 }
 
-template class GroupedAttentionImpl<MultiHeadAttentionImpl, Sharing::kNone>;
-template class GroupedAttentionImpl<GroupedQueryAttentionImpl, Sharing::kGrouped>;
-template class GroupedAttentionImpl<MultiQueryAttentionImpl, Sharing::kAll>;
+template class GroupedAttentionImpl<MultiHeadAttentionImpl, HeadLayout::kMultiHead>;
+template class GroupedAttentionImpl<GroupedQueryAttentionImpl, HeadLayout::kGroupedQuery>;
+template class GroupedAttentionImpl<MultiQueryAttentionImpl, HeadLayout::kMultiQuery>;
 
 }  // namespace attnpack

@@ -14,19 +14,20 @@
 
 namespace attnpack {
 
-// How many kv heads the query heads share: one each, num_kv_heads, or one for all.
-enum class Sharing { kNone, kGrouped, kAll };
+// How query heads read kv heads: each its own, in groups of which there are num_kv_heads, or all the same one.
+enum class HeadLayout { kMultiHead, kGroupedQuery, kMultiQuery };
 
 // Options of the family; MultiHeadAttentionOptions and the other two below are the names to use.
-template <Sharing sharing>
+template <HeadLayout layout>
 struct GroupedOptions {
   GroupedOptions(int64_t embed_dim, int64_t num_heads)
-      : embed_dim_(embed_dim), num_heads_(num_heads), num_kv_heads_(sharing == Sharing::kAll ? 1 : num_heads) {
-    static_assert(sharing != Sharing::kGrouped, "GroupedQueryAttentionOptions(embed_dim, num_heads, num_kv_heads)");
+      : embed_dim_(embed_dim), num_heads_(num_heads), num_kv_heads_(layout == HeadLayout::kMultiQuery ? 1 : num_heads) {
+    static_assert(layout != HeadLayout::kGroupedQuery,
+                  "GroupedQueryAttentionOptions(embed_dim, num_heads, num_kv_heads)");
   }
   GroupedOptions(int64_t embed_dim, int64_t num_heads, int64_t num_kv_heads)
       : embed_dim_(embed_dim), num_heads_(num_heads), num_kv_heads_(num_kv_heads) {
-    static_assert(sharing == Sharing::kGrouped, "only GroupedQueryAttentionOptions takes num_kv_heads");
+    static_assert(layout == HeadLayout::kGroupedQuery, "only GroupedQueryAttentionOptions takes num_kv_heads");
   }
   TORCH_ARG(int64_t, embed_dim);
   TORCH_ARG(int64_t, num_heads);
@@ -76,7 +77,7 @@ struct GroupedOptions {
   static void for_each_option(Self& self, const Visit& visit) {
     visit("embed_dim", self.embed_dim_);
     visit("num_heads", self.num_heads_);
-    if constexpr (sharing == Sharing::kGrouped) visit("num_kv_heads", self.num_kv_heads_);
+    if constexpr (layout == HeadLayout::kGroupedQuery) visit("num_kv_heads", self.num_kv_heads_);
     visit("head_map", self.head_map_);
     visit("head_dim", self.head_dim_);
     visit("kdim", self.kdim_);
@@ -103,10 +104,10 @@ struct GroupedOptions {
 
 // Projections, then attend: multi-head (Vaswani et al. 2017), grouped-query (Ainslie et al. 2023) and multi-query
 // attention (Shazeer 2019) differ only in num_kv_heads.
-template <typename Derived, Sharing sharing>
+template <typename Derived, HeadLayout layout>
 class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule {
  public:
-  explicit GroupedAttentionImpl(GroupedOptions<sharing> given) : options(std::move(given)) { reset(); }
+  explicit GroupedAttentionImpl(GroupedOptions<layout> given) : options(std::move(given)) { reset(); }
 
   at::Tensor forward(const at::Tensor& x, const AttentionInputs& inputs = {}) override;
   std::tuple<at::Tensor, at::Tensor> forward_with_weights(const at::Tensor& x,
@@ -123,7 +124,7 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
   void reset() override;
   void bind_members() { sinks = options.sinks() ? this->parameters_["sinks"] : at::Tensor(); }
 
-  GroupedOptions<sharing> options;
+  GroupedOptions<layout> options;
   Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr}, gate_proj{nullptr};
   Linear q_a_proj{nullptr}, q_b_proj{nullptr};  // with q_lora_rank, in the place of q_proj
   RMSNorm q_a_layernorm{nullptr};
@@ -158,13 +159,13 @@ class GroupedAttentionImpl : public LeafModule<Derived>, public AttentionModule 
   AttendOptions settings(const AttentionInputs& inputs) const;
 };
 
-using MultiHeadAttentionOptions = GroupedOptions<Sharing::kNone>;
-using GroupedQueryAttentionOptions = GroupedOptions<Sharing::kGrouped>;
-using MultiQueryAttentionOptions = GroupedOptions<Sharing::kAll>;
+using MultiHeadAttentionOptions = GroupedOptions<HeadLayout::kMultiHead>;
+using GroupedQueryAttentionOptions = GroupedOptions<HeadLayout::kGroupedQuery>;
+using MultiQueryAttentionOptions = GroupedOptions<HeadLayout::kMultiQuery>;
 
 // Multi-head attention, a kv head for each query head (Vaswani et al. 2017). Parameters q_proj, k_proj, v_proj
 // [num_heads * D, width of the input], o_proj [embed_dim, num_heads * D].
-class MultiHeadAttentionImpl : public GroupedAttentionImpl<MultiHeadAttentionImpl, Sharing::kNone> {
+class MultiHeadAttentionImpl : public GroupedAttentionImpl<MultiHeadAttentionImpl, HeadLayout::kMultiHead> {
  public:
   using GroupedAttentionImpl::GroupedAttentionImpl;
   MultiHeadAttentionImpl(int64_t embed_dim, int64_t num_heads)
@@ -174,7 +175,7 @@ class MultiHeadAttentionImpl : public GroupedAttentionImpl<MultiHeadAttentionImp
 TORCH_MODULE(MultiHeadAttention);
 
 // Groups of query heads share a kv head (Ainslie et al. 2023): k_proj and v_proj have num_kv_heads * D rows.
-class GroupedQueryAttentionImpl : public GroupedAttentionImpl<GroupedQueryAttentionImpl, Sharing::kGrouped> {
+class GroupedQueryAttentionImpl : public GroupedAttentionImpl<GroupedQueryAttentionImpl, HeadLayout::kGroupedQuery> {
  public:
   using GroupedAttentionImpl::GroupedAttentionImpl;
   GroupedQueryAttentionImpl(int64_t embed_dim, int64_t num_heads, int64_t num_kv_heads)
@@ -184,7 +185,7 @@ class GroupedQueryAttentionImpl : public GroupedAttentionImpl<GroupedQueryAttent
 TORCH_MODULE(GroupedQueryAttention);
 
 // All query heads share one kv head (Shazeer 2019): k_proj and v_proj have D rows.
-class MultiQueryAttentionImpl : public GroupedAttentionImpl<MultiQueryAttentionImpl, Sharing::kAll> {
+class MultiQueryAttentionImpl : public GroupedAttentionImpl<MultiQueryAttentionImpl, HeadLayout::kMultiQuery> {
  public:
   using GroupedAttentionImpl::GroupedAttentionImpl;
   MultiQueryAttentionImpl(int64_t embed_dim, int64_t num_heads)
