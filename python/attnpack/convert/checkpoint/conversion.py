@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...atomic_write import atomic_directory
 from ...checkpoints.companions import write_companions
 from ...checkpoints.writer import SafetensorsWriter, write_json
 from ...file_errors import naming
 from ...progress import progress
-from ...whole import whole_directory
 from ..weights import Groups, LayerWeights, merge_kv_heads
 from .sources import Attention, DecoderOnly, Source, open_source
 from .streams import Streams, load_tokens
@@ -71,7 +71,7 @@ def convert_checkpoint(source: Path, out: Path, request: Request) -> ConversionR
         raise ValueError(f"{out}: lies in {source}, which stays as it is; choose a place outside of it")
     _check_kv_heads(checkpoint, request.kv_heads)
     streams = _make_streams(checkpoint, request, notes)
-    with whole_directory(out) as folder:
+    with atomic_directory(out) as folder:
         writer = _Writer(checkpoint, folder, request.kv_heads)
         if note := write_companions(source, folder):
             notes.append(note)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...atomic_write import atomic_file
 from ...checkpoints import load
 from ...checkpoints.hf_directory import HfCheckpoint
 from ...checkpoints.strict_json import read_json
@@ -22,7 +23,6 @@ from ...checkpoints.writer import SafetensorsWriter, write_json
 from ...file_errors import naming
 from ...nn.causal_lm import CausalLM
 from ...progress import seconds_bar
-from ...whole import whole_file
 from ..checkpoint.conversion import RECORD
 from ..checkpoint.streams import load_text, text_name
 from .distill import Distillation, perplexity
@@ -204,7 +204,7 @@ def _identity(args: argparse.Namespace, teacher: Path, checkpoint: HfCheckpoint,
 
 def _save_state(work: Distillation, path: Path, about: dict[str, Any], figures: dict[str, float]) -> None:
     # Given a name, torch.save hides the error of a full disk; given an open file, it does not.
-    with whole_file(path) as partial, partial.open("xb") as file:
+    with atomic_file(path) as partial, partial.open("xb") as file:
         torch.save({"about": about, "figures": figures, "work": work.state()}, file)
 
 
@@ -226,7 +226,7 @@ def _write_weights(checkpoint: HfCheckpoint, state: dict[str, Tensor]) -> None:
     """Writes the weights as model.safetensors, which appears whole, and then removes the old shards."""
     path = checkpoint.path / "model.safetensors"
     dtypes = {name: checkpoint.dtype(name) for name in checkpoint.files}
-    with whole_file(path) as partial:
+    with atomic_file(path) as partial:
         writer = SafetensorsWriter(partial, {name: (tuple(state[name].shape), dtype) for name, dtype in dtypes.items()})
         for name, dtype in dtypes.items():
             writer.write_tensor(name, state[name].to(dtype))
@@ -240,5 +240,5 @@ def _write_weights(checkpoint: HfCheckpoint, state: dict[str, Tensor]) -> None:
 def _write_record(directory: Path, report: UptrainReport) -> None:
     path = directory / RECORD
     record = read_json(path) if path.is_file() else {"source": report.teacher}
-    with whole_file(path) as partial:
+    with atomic_file(path) as partial:
         write_json(partial, record | {"uptrained": [*record.get("uptrained", []), asdict(report)]})

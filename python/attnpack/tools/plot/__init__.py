@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...atomic_write import atomic_file, check_writable
 from ...file_errors import naming
-from ...whole import check_writable, whole_file
 from .memory import MODELS, draw_kv_memory, kv_bytes, model_kv_bytes
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def save(figure: Figure, path: str | Path) -> None:
     """Writes the figure as PNG or SVG, by the ending of the name; raises the errors of `check_picture`."""
     check_picture(path)
     path = Path(path)
-    with whole_file(path) as partial, partial.open("xb") as file:
+    with atomic_file(path) as partial, partial.open("xb") as file:
         figure.savefig(file, format=path.suffix[1:].lower())
 
 

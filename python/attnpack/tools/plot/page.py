@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...atomic_write import atomic_file
 from ...errors import wrong_kind
-from ...whole import whole_file
 from .heads import MODELS, Heads, heads_of, number_range
 
 MOST_TOKENS = 256
@@ -37,7 +37,7 @@ class AttentionPage(NamedTuple):
 
     def save(self, path: str | Path) -> None:
         """Writes the page to `path`, whole or not at all."""
-        with whole_file(Path(path)) as partial:
+        with atomic_file(Path(path)) as partial:
             partial.write_text(self.text, encoding="utf-8")
 
 

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from ...whole import whole_file
+from ...atomic_write import atomic_file
 
 # Okabe and Ito's colours, lighter where text stands on them.
 QUERY, KEY, LATENT, NEW, PLAIN = "#9fd0ee", "#f4b183", "#8fd3bd", "#e8b4d2", "#eeeeee"
@@ -40,7 +40,7 @@ class Drawing(NamedTuple):
 
     def save(self, path: str | Path) -> None:
         """Writes the SVG to `path`, whole or not at all."""
-        with whole_file(Path(path)) as partial:
+        with atomic_file(Path(path)) as partial:
             partial.write_text(str(self), encoding="utf-8")
 
 

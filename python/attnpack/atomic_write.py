@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Yields the name of a file that the block makes (mode "x"). The file replaces `path` when the block ends without
     an error, and is removed otherwise.
 
@@ -30,7 +30,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole_directory(out: Path) -> Iterator[Path]:
+def atomic_directory(out: Path) -> Iterator[Path]:
     """Yields a folder next to `out` to write into. The folder becomes `out` when the block ends without an error, and
     is removed otherwise.
 
@@ -63,7 +63,7 @@ def partial_of(path: Path) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Raises OSError if `whole_file` could not make its file. It tries: permissions mislead for root and in /proc."""
+    """Raises OSError if `atomic_file` could not make its file. It tries: permissions mislead for root and in /proc."""
     partial = partial_of(path)
     partial.unlink(missing_ok=True)
     partial.open("xb").close()

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from attnpack.atomic_write import atomic_directory, atomic_file, check_writable
 from attnpack.checkpoints.writer import SafetensorsWriter, write_json
 from attnpack.convert.uptrain import command as uptrain
 from attnpack.tools import plot
-from attnpack.whole import check_writable, whole_directory, whole_file
 from processes import run_python
 from uptrain_cases import arguments, convert_tiny
 
@@ -28,14 +28,14 @@ def theirs(tmp_path):
 def test_a_link_in_the_place_of_a_partial_directory_is_refused(theirs, tmp_path):
     (tmp_path / ".out.partial").symlink_to(theirs)
     with pytest.raises(ValueError, match=r"\.out\.partial: is in the way and not a folder of yours"):
-        with whole_directory(tmp_path / "out"):
+        with atomic_directory(tmp_path / "out"):
             pytest.fail("it wrote")
     assert not (tmp_path / "out").exists() and not (tmp_path / "out").is_symlink()
 
 
 def test_a_file_in_the_place_of_a_partial_directory_is_refused(tmp_path):
     (tmp_path / ".out.partial").touch()
-    with pytest.raises(ValueError, match="is in the way"), whole_directory(tmp_path / "out"):
+    with pytest.raises(ValueError, match="is in the way"), atomic_directory(tmp_path / "out"):
         pytest.fail("it wrote")
 
 
@@ -45,7 +45,7 @@ def test_what_a_killed_run_left_goes_and_what_its_links_name_stays(theirs, tmp_p
     (partial / "folder" / "link").symlink_to(theirs)
     (partial / "link").symlink_to(theirs)
     (partial / "file").touch()
-    with whole_directory(tmp_path / "out") as folder:
+    with atomic_directory(tmp_path / "out") as folder:
         (folder / "new").touch()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"] and not partial.exists()
 
@@ -57,14 +57,14 @@ def test_what_another_run_has_just_finished_stays(tmp_path, monkeypatch):
         (tmp_path / ".out.partial" / "file").touch()
         (tmp_path / ".out.partial").rename(tmp_path / "out")
 
-    monkeypatch.setattr("attnpack.whole.fcntl.flock", finish)
-    with pytest.raises(ValueError, match="out: another process is writing it"), whole_directory(tmp_path / "out"):
+    monkeypatch.setattr("attnpack.atomic_write.fcntl.flock", finish)
+    with pytest.raises(ValueError, match="out: another process is writing it"), atomic_directory(tmp_path / "out"):
         pytest.fail("it wrote")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
 
 
 def test_a_failed_directory_leaves_nothing(tmp_path):
-    with pytest.raises(KeyError), whole_directory(tmp_path / "out") as folder:
+    with pytest.raises(KeyError), atomic_directory(tmp_path / "out") as folder:
         (folder / "new").touch()
         raise KeyError
     assert not list(tmp_path.iterdir())
@@ -73,7 +73,7 @@ def test_a_failed_directory_leaves_nothing(tmp_path):
 @pytest.mark.parametrize("name", ["out.pt", ".out.pt.partial"])
 def test_a_link_in_the_place_of_a_file_is_replaced(name, theirs, tmp_path):
     (tmp_path / name).symlink_to(theirs / "file")
-    with whole_file(tmp_path / "out.pt") as partial, partial.open("x") as file:
+    with atomic_file(tmp_path / "out.pt") as partial, partial.open("x") as file:
         file.write("ours")
     assert (tmp_path / "out.pt").read_text() == "ours" and not (tmp_path / "out.pt").is_symlink()
     assert not (tmp_path / ".out.pt.partial").is_symlink()
