@@ -85,8 +85,8 @@ def _attention(query, key, value, mask=None, q_offset=0, q_offsets=None, kv_lens
     left_to_node = causal and places.begin_at_zero
     allowed = places.allowed(causal and not left_to_node, window_left, window_right, kv_lens)
     if key_index is not None:
-        named = _named_keys(op, key, key_index, key_block, every_head if kv_heads > 1 else None)
-        allowed = named if allowed is None else op.And(allowed, named)
+        selected = _selected_keys(op, key, key_index, key_block, every_head if kv_heads > 1 else None)
+        allowed = selected if allowed is None else op.And(allowed, selected)
     mask, bias = (mask, None) if mask is None or mask.dtype == BOOL else (None, mask)
     if mask is not None:
         allowed = mask if allowed is None else op.And(allowed, mask)
@@ -135,16 +135,16 @@ def _refuse_packed(query, key, value, cu_seqlens_q, cu_seqlens_k=None, max_seqle
     )
 
 
-def _named_keys(op, key, key_index, key_block, every_head):
+def _selected_keys(op, key, key_index, key_block, every_head):
     """Whether a row names a key, a bool mask [B, 1 or Hq, Lq, Lkv]."""
     last = op.Constant(value_ints=[-1])
     columns = op.Range(op.Constant(value_int=0), op.Squeeze(op.Shape(key, start=2, end=3)), op.Constant(value_int=1))
     blocks = op.Div(columns, op.Constant(value_int=key_block))
     same = op.Equal(op.Unsqueeze(op.Cast(key_index, to=INT64), last), blocks)  # [B, 1 or Hkv, Lq, n, Lkv]
-    named = op.Cast(op.ReduceMax(op.Cast(same, to=FLOAT), op.Constant(value_ints=[-2]), keepdims=0), to=BOOL)
+    selected = op.Cast(op.ReduceMax(op.Cast(same, to=FLOAT), op.Constant(value_ints=[-2]), keepdims=0), to=BOOL)
     if every_head is None or key_index.shape[1] == 1:
-        return named
-    return op.Gather(named, op.Constant(value_ints=every_head), axis=1)
+        return selected
+    return op.Gather(selected, op.Constant(value_ints=every_head), axis=1)
 
 
 class _Places:

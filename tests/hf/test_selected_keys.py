@@ -109,7 +109,7 @@ def test_the_family_runs_sparse_and_equals_eager(family, calls):
 def test_these_models_show_a_selection_that_is_ignored(family, monkeypatch):
     model = model_of(family)
     expected = outputs(model, family, "eager", padding("none"))
-    monkeypatch.setattr(attention_function, "_named_keys", lambda *_: {})
+    monkeypatch.setattr(attention_function, "_selected_keys", lambda *_: {})
     found = outputs(model, family, "attnpack", padding("none"))
     assert (found - expected).abs().max() > 100 * FP32["atol"]
 

@@ -21,11 +21,11 @@ struct Strides {
   int64_t batch = 0, head = 0, row = 0, column = 1;
 };
 
-// Keys that a row names (key_index). Such a call is one row of a larger one. Its keys are the named ones that
+// Keys that a row names (key_index). Such a call is one row of a larger one. Its keys are the selected ones that
 // causality, window and kv_lens leave, in rising order, without the others: key j stands in row (skipped + j) %
 // page_size of page block_table[(skipped + j) / page_size], where the pages are the blocks of key_block keys of the
 // sequence.
-struct NamedKeys {
+struct SelectedKeys {
   bool given;
   int64_t skipped;         // keys of the first page that are left out
   int64_t num_kv_heads;    // of the whole call, whose keys are cut alike
@@ -46,7 +46,7 @@ struct AttentionParams {
   // of a page. On the CPU the batch is one sequence.
   const int32_t* block_table;  // a page for each page_size of the kv_len keys; anything may follow
   int64_t page_size, num_pages, table_stride;
-  NamedKeys named;         // only for the CPU
+  SelectedKeys selected;   // only for the CPU
   int64_t quantized_bits;  // 8 or 4: key and value are quantised rows (core/quantized.h), strides in bytes; 0: numbers
 
   void* out;  // [batch, num_heads, q_len, v_head_dim]
@@ -174,14 +174,14 @@ ATTNPACK_HD static inline Range seen_keys(const AttentionParams& p, int64_t b) {
 
 // The number of key j of a call in its sequence.
 ATTNPACK_HD static inline int64_t key_number(const AttentionParams& p, int64_t j) {
-  if (!p.named.given) return j;
-  const int64_t row = p.named.skipped + j;
+  if (!p.selected.given) return j;
+  const int64_t row = p.selected.skipped + j;
   return p.block_table[row / p.page_size] * p.page_size + row % p.page_size;
 }
 
 // The place of the score of key 0 among all scores [batch, num_heads, q_len, kv_len].
 ATTNPACK_HD static inline uint64_t first_score(const AttentionParams& p, int64_t b, int64_t head, int64_t query) {
-  if (p.named.given) return static_cast<uint64_t>(p.named.first_score) + head * p.named.scores_of_head;
+  if (p.selected.given) return static_cast<uint64_t>(p.selected.first_score) + head * p.selected.scores_of_head;
   return ((static_cast<uint64_t>(b) * p.num_heads + head) * p.q_len + query) * p.kv_len;
 }
 

@@ -45,8 +45,8 @@ void check_room_for_sums(const Tensor& sums, const Tensor& key, const c10::SymIn
                  ", wants one block more than the ", blocks, " of the keys");
 }
 
-void check_named_keys(const std::optional<CacheTensors>& cache, const LayerArguments& layer, bool causal,
-                      const KeyChoice& choice) {
+void check_selected_keys(const std::optional<CacheTensors>& cache, const LayerArguments& layer, bool causal,
+                         const KeyChoice& choice) {
   const bool sums = cache && cache->block_sums;
   // A call that does not choose blocks by their mean would leave the sums behind the keys. Keys that are rotated when
   // they are read have no sums to keep.
@@ -158,7 +158,7 @@ std::tuple<Tensor, Tensor> attend_keys_with_weights(const Tensor& query, const T
 Tensor attend_composite(const Tensor& query, const Tensor& key, const Tensor& value, const CacheArguments& held,
                         const LayerArguments& layer, const KeyChoice& choice, const ScoreRules& rules) {
   const auto cache = cache_tensors(held);
-  check_named_keys(cache, layer, rules.causal, choice);
+  check_selected_keys(cache, layer, rules.causal, choice);
   if (!cache || !cache->block_table) return attend_keys(query, key, value, cache, layer, choice, rules);
   const LayerTokens tokens{query, key, value};
   if (reads_pages(tokens, layer, choice, rules)) return attend_pages(tokens, *cache, layer, rules);
@@ -173,7 +173,7 @@ std::tuple<Tensor, Tensor> attend_with_weights_composite(const Tensor& query, co
                                                          const KeyChoice& choice, const ScoreRules& rules,
                                                          bool at_names) {
   const auto cache = cache_tensors(held);
-  check_named_keys(cache, layer, rules.causal, choice);
+  check_selected_keys(cache, layer, rules.causal, choice);
   check_at_names(at_names, choice.key_index);
   if (!cache || !cache->block_table)
     return attend_keys_with_weights(query, key, value, cache, layer, choice, rules, at_names);
@@ -189,7 +189,7 @@ std::pair<PlacedTokens, AttentionArguments> place_shared(const Tensor& query, co
                                                          const Tensor& lengths, const LayerArguments& layer,
                                                          const KeyChoice& choice, const ScoreRules& rules) {
   AttentionArguments args = attention_arguments(layer, rules, choice);
-  check_named_keys(std::nullopt, layer, rules.causal, choice);
+  check_selected_keys(std::nullopt, layer, rules.causal, choice);
   const PlacedTokens tokens = place_queries(query, {key, value, lengths}, layer, [&](const Tensor& k, const Tensor& v) {
     check_attention(query, k, v, args);
   });

@@ -12,9 +12,9 @@
 #include <attnpack/layers/detail/place_tokens.h>
 #include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/layout.h>
-#include <attnpack/ops/detail/named_columns.h>
 #include <attnpack/ops/detail/row_pieces.h>
 #include <attnpack/ops/detail/schema.h>
+#include <attnpack/ops/detail/selected_columns.h>
 #include <attnpack/ops/detail/unknown_sizes.h>
 #include <attnpack/ops/key_products.h>
 
@@ -197,8 +197,8 @@ Tensor index_keys_composite(const Tensor& query, const Tensor& key, const Tensor
                                {causal, tokens.q_offsets, tokens.kv_lens, layer.mask}, local_keys);
 }
 
-// [B, 1, L, keys], true where a key is named
-Tensor named(const Tensor& key_index, const SymInt& keys) {
+// [B, 1, L, keys], true where key_index has a key
+Tensor mask_of_index(const Tensor& key_index, const SymInt& keys) {
   const Tensor index = key_index.to(at::kLong);
   auto shape = index.sym_sizes().vec();
   shape.back() = keys + 1;  // the last for -1
@@ -230,7 +230,7 @@ void check_loss(const Tensor& query, const Tensor& key, const Tensor& probabilit
 }
 
 // The products [B, H, L, n] of queries with the keys that each row names: a row is a sequence of a call over its keys.
-Tensor named_products(const Tensor& query, const Tensor& key, const Tensor& names) {
+Tensor selected_products(const Tensor& query, const Tensor& key, const Tensor& names) {
   const SymInt batch = query.sym_size(0), length = query.sym_size(2);
   const Tensor keys = at::index(key.squeeze(1), {count_from_zero(batch, key).view({-1, 1, 1}), names.squeeze(1)});
   const Tensor rows = query.transpose(1, 2).flatten(0, 1).unsqueeze(2);
@@ -243,7 +243,7 @@ Tensor loss_scores(const Tensor& query, const Tensor& key, const Tensor& weights
                    const std::optional<Tensor>& names = std::nullopt) {
   const SymInt keys = key.sym_size(2);
   const double size = static_cast<double>((query.sym_size(1) * query.sym_size(3)).guard_int(__FILE__, __LINE__));
-  const Tensor products = names ? named_products(query, key, *names) : key_products_formula(query, key);
+  const Tensor products = names ? selected_products(query, key, *names) : key_products_formula(query, key);
   Tensor scores = score_keys(products, weights) / std::sqrt(size);
   if (place.mask) {
     const Tensor bias = bias_of(*place.mask, 1, keys, scores.scalar_type());
@@ -264,13 +264,13 @@ Tensor indexer_loss_composite(const Tensor& query, const Tensor& key, const Tens
                                     {layer.positions, layer.cross, std::nullopt, layer.kv_lens});
   Tensor scores, sum = probabilities.detach().to(accumulation_type(query)).sum(1, /*keepdim=*/true), hidden;
   if (at_names) {
-    const NamedColumns names = named_columns(*key_index, /*key_block=*/1, key.sym_size(2));
+    const SelectedColumns names = selected_columns(*key_index, /*key_block=*/1, key.sym_size(2));
     scores = loss_scores(q, k, weights, place, names.keys);
     hidden = names.counted.logical_not();
     sum = sum.masked_fill(hidden, 0);
   } else {
     scores = loss_scores(q, k, weights, place);
-    if (key_index) hidden = named(*key_index, key.sym_size(2)).logical_not();
+    if (key_index) hidden = mask_of_index(*key_index, key.sym_size(2)).logical_not();
   }
   if (hidden.defined()) scores = scores.masked_fill(hidden, -kInf);
   const Tensor total = sum.sum(-1, /*keepdim=*/true);

@@ -297,7 +297,8 @@ class SparseAttentionImpl : public LeafModule<SparseAttentionImpl>, public Atten
   AttendOptions settings(const AttentionInputs& inputs) const;
   bool keeps_sums() const;  // of the keys of blocks, in a SparseCache: of keys that are stored as they are read
   // The keys that the indexer names, unless it names all. Its keys go into the caches, if there are any.
-  std::optional<at::Tensor> named(const at::Tensor& x, const AttentionInputs& of_call, const LayerInputs& settings);
+  std::optional<at::Tensor> selected_keys(const at::Tensor& x, const AttentionInputs& of_call,
+                                          const LayerInputs& settings);
   // call(q, k, v, settings) with both caches.
   template <typename Call>
   auto run(const at::Tensor& x, const AttentionInputs& inputs, const Call& call);

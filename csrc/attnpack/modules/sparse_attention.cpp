@@ -5,8 +5,8 @@
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
-#include <attnpack/modules/detail/named_keys.h>
 #include <attnpack/modules/detail/print_options.h>
+#include <attnpack/modules/detail/selected_keys.h>
 #include <attnpack/modules/grouped_attention.h>
 
 namespace attnpack {
@@ -93,8 +93,8 @@ AttendOptions SparseAttentionImpl::settings(const AttentionInputs& inputs) const
   return r;
 }
 
-std::optional<at::Tensor> SparseAttentionImpl::named(const at::Tensor& x, const AttentionInputs& of_call,
-                                                     const LayerInputs& settings) {
+std::optional<at::Tensor> SparseAttentionImpl::selected_keys(const at::Tensor& x, const AttentionInputs& of_call,
+                                                             const LayerInputs& settings) {
   const at::NoGradGuard no_grad;
   return name_keys<SparseCache>(indexer(x), *options.top_k(), *options.num_local(), of_call, settings);
 }
@@ -106,7 +106,7 @@ auto SparseAttentionImpl::run(const at::Tensor& x, const AttentionInputs& inputs
   const auto sparse = std::dynamic_pointer_cast<SparseCache>(inputs.cache());
   return all_or_none(caches_of_selection<SparseCache>(inputs), [&] {
     auto options_of_call = settings(inputs);
-    if (indexes()) options_of_call.key_index = named(x, inputs, options_of_call);
+    if (indexes()) options_of_call.key_index = selected_keys(x, inputs, options_of_call);
     if (sparse && keeps_sums()) sparse->keep_sums(*options.key_block(), x.sym_size(1));
     const auto [q, k, v] = heads(x);
     return with_cache(inputs.cache(), k, v, options_of_call,
@@ -153,7 +153,7 @@ at::Tensor SparseAttentionImpl::indexer_loss(const at::Tensor& x, bool sparse, c
   at::Tensor probabilities;
   {
     const at::NoGradGuard no_grad;
-    if (sparse) of_call.key_index = named(x, {}, of_call);
+    if (sparse) of_call.key_index = selected_keys(x, {}, of_call);
     const auto [q, k, v] = heads(x);
     probabilities = std::get<1>(attend_with_weights(q, k, v, of_call, /*at_names=*/of_call.key_index.has_value()));
   }

@@ -4,7 +4,7 @@
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
-#include <attnpack/modules/detail/named_keys.h>
+#include <attnpack/modules/detail/selected_keys.h>
 #include <attnpack/modules/latent_attention.h>
 
 namespace attnpack {

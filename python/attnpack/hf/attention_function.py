@@ -65,7 +65,7 @@ def attention_forward(
         return attend_paged(module, query, key, value, others, scale=scaling, softcap=softcap, sinks=s_aux), None
     refuse_arguments(others)
     packed = named_sequences(others, query, key)
-    named = _named_keys(module, key, indices, block_indices)
+    selected = _selected_keys(module, key, indices, block_indices)
     if attention_mask is None:
         ranges, mask = _NO_RANGES._replace(causal=causal_without_mask(module, is_causal, query.size(2))), None
     else:
@@ -78,13 +78,13 @@ def attention_forward(
             "attnpack: block_indices: got blocks that the model selected for packed sequences; it counts them from the "
             "first token of all, and not of each sequence, so it may select another's; call it once per sequence"
         )
-    if packed is not None and named:
+    if packed is not None and selected:
         raise ValueError(
             "attnpack: indices: got keys that the model selected for packed sequences, which may be those of another "
             "sequence; leave cu_seq_lens and seq_idx out and pass position_ids with use_cache=False"
         )
     if sequences:
-        plain = not named and position_bias is None and mask is None and not weights_wanted and seen is None
+        plain = not selected and position_bias is None and mask is None and not weights_wanted and seen is None
         out = _attend_packed(query, key, value, sequences, ranges, dropout, softcap, s_aux, scaling) if plain else None
         if out is not None:
             return out, None
@@ -102,7 +102,7 @@ def attention_forward(
         "softcap": softcap or 0.0,
         "sinks": s_aux,
         "scale": scaling,
-        **named,
+        **selected,
     }
     out = attention(query, key, value, mask, dropout_p=dropout, **settings)
     weights = attention_scores(query, key, mask, **settings) if weights_wanted or seen is not None else None
@@ -177,7 +177,7 @@ def restricted(
     return allowed & mask if mask.dtype == torch.bool else torch.where(allowed, mask, -torch.inf)
 
 
-def _named_keys(
+def _selected_keys(
     module: nn.Module,
     key: Tensor,  # [B, Hkv, Lkv, D]
     indices: Tensor | None,  # [B, Lq, n]

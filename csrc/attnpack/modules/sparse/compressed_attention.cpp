@@ -125,16 +125,16 @@ at::Tensor CompressedAttentionImpl::forward(const at::Tensor& x) {
   const auto low = q_a_norm(q_a_proj(x));
   const auto heads = split_heads(q_b_proj(low), o.num_heads(), *o.head_dim());
   const auto query = rms_norm(heads, at::ones({*o.head_dim()}, heads.options()), o.eps());
-  std::optional<at::Tensor> entries, named;
+  std::optional<at::Tensor> entries, selected;
   if (compressor) {
     entries = compressor->forward(x).unsqueeze(1);
     if (compressor->indexer) {
       const at::NoGradGuard no_grad;
-      named = compressor->indexer->forward(low, x, rotation);
+      selected = compressor->indexer->forward(low, x, rotation);
     }
   }
-  const auto joined =
-      attend_entries(query, kv_norm(kv_proj(x)).unsqueeze(1), entries, named, sinks, o.window(), o.scale(), rotation);
+  const auto joined = attend_entries(query, kv_norm(kv_proj(x)).unsqueeze(1), entries, selected, sinks, o.window(),
+                                     o.scale(), rotation);
   return o_b_proj(project_groups(joined, o_a_proj->weight, o.o_groups()));
 }
 

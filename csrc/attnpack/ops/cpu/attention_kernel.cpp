@@ -2,7 +2,7 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/cpu/isa.h>
-#include <attnpack/ops/cpu/named_keys.h>
+#include <attnpack/ops/cpu/selected_keys.h>
 #include <attnpack/ops/cpu/sums.h>
 #include <attnpack/ops/cpu/torch_threads.h>
 #include <attnpack/ops/cpu/work_units.h>
@@ -16,7 +16,7 @@ AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tens
                               const AttentionArguments& args) {
   check_attention(query, key, value, args);
   PreparedAttention prepared = prepare_attention(query, key, value, args);
-  if (args.key_index) return attend_named_keys(prepared, query, args);
+  if (args.key_index) return attend_selected_keys(prepared, query, args);
   const AttentionResult result = make_outputs(prepared, query);
   run_forward(kernels_in_use(), {&prepared.params, 1}, kTorchThreads);
   return result;
@@ -43,7 +43,7 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::opt
   check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, args, mask_gradient, sinks_gradient);
   const PreparedAttention prepared = prepare_attention(query, key, value, args);
   PreparedBackward r = prepare_backward(prepared, grad_out, grad_lse, query, key, value, out, lse, mask_gradient);
-  args.key_index ? differentiate_named_keys(r, query, args) : differentiate_all_keys(r);
+  args.key_index ? differentiate_selected_keys(r, query, args) : differentiate_all_keys(r);
   Tensor grad_mask = at::empty({0}, query.options()), grad_sinks = at::empty({0}, query.options());
   if (mask_gradient)
     grad_mask = (args.mask->numel() == 1 ? sum_in_order(r.grad_scores).view(args.mask->sizes())

@@ -2,9 +2,9 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/cuda/composition.h>
-#include <attnpack/ops/cuda/named_keys.h>
 #include <attnpack/ops/cuda/ops.h>
 #include <attnpack/ops/cuda/run_attention.h>
+#include <attnpack/ops/cuda/selected_keys.h>
 #include <attnpack/ops/detail/schema.h>
 
 namespace attnpack {
@@ -55,7 +55,7 @@ AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Ten
                                const AttentionArguments& args) {
   check_attention(query, key, value, args);
   check_lengths_if_asked(args.kv_lens, key.size(2));
-  if (args.key_index) return attend_named_keys_cuda(query, key, value, args);
+  if (args.key_index) return attend_selected_keys_cuda(query, key, value, args);
   const CudaKernels* kernels = cuda_kernels(query.device().index());
   if (!kernels || !countable(query, key.size(2))) return attention_composed(query, key, value, args);
   CudaAttention call = prepare_cuda_attention(query, key, value, args);
@@ -68,8 +68,8 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const std::op
                                            bool mask_gradient, bool sinks_gradient) {
   check_attention_backward(grad_out, grad_lse, query, key, value, out, lse, args, mask_gradient, sinks_gradient);
   if (args.key_index)
-    return differentiate_named_keys_cuda(grad_out, grad_lse, query, key, value, out, lse, args, mask_gradient,
-                                         sinks_gradient);
+    return differentiate_selected_keys_cuda(grad_out, grad_lse, query, key, value, out, lse, args, mask_gradient,
+                                            sinks_gradient);
   const CudaKernels* kernels = cuda_kernels(query.device().index());
   if (!kernels || !countable(query, key.size(2)))
     return attention_backward_composed(grad_out, grad_lse, query, key, value, args, mask_gradient, sinks_gradient);

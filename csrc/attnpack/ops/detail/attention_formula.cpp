@@ -5,8 +5,8 @@
 #include <attnpack/ops/detail/attention_arguments.h>
 #include <attnpack/ops/detail/extremes.h>
 #include <attnpack/ops/detail/layout.h>
-#include <attnpack/ops/detail/named_columns.h>
 #include <attnpack/ops/detail/row_pieces.h>
+#include <attnpack/ops/detail/selected_columns.h>
 #include <attnpack/ops/detail/unknown_sizes.h>
 #include <attnpack/ops/softcap.h>
 
@@ -77,7 +77,7 @@ Tensor dropout_factors(const Tensor& probs, const AttentionArguments& args) {
 Tensor finite_part(const Tensor& x) { return x.masked_fill(x.isfinite().logical_not(), 0); }
 
 // Whether key_index names a key to a query, [B, 1 or Hq, Lq, Lkv].
-Tensor named_keys(const Tensor& query, const Tensor& key, const AttentionArguments& args) {
+Tensor selected_keys(const Tensor& query, const Tensor& key, const AttentionArguments& args) {
   const c10::SymInt kv_len = key.sym_size(2), blocks = count_blocks(kv_len, args.key_block);
   if (args.key_index->is_cpu() && !at::isTensorSubclassLike(*args.key_index))
     check_key_index_values(*args.key_index, args.key_block, known_size(key, 2));
@@ -85,11 +85,11 @@ Tensor named_keys(const Tensor& query, const Tensor& key, const AttentionArgumen
   // One more block stands for none.
   const Tensor place = at::where((index < 0) | (index >= blocks), at::full_symint({}, blocks, index.options()), index);
   const auto sizes = index.sym_sizes();
-  Tensor named = at::zeros_symint({sizes[0], sizes[1], sizes[2], blocks + 1}, index.options().dtype(at::kBool));
-  named = named.scatter(-1, place, true).narrow_symint(-1, 0, blocks);
+  Tensor selected = at::zeros_symint({sizes[0], sizes[1], sizes[2], blocks + 1}, index.options().dtype(at::kBool));
+  selected = selected.scatter(-1, place, true).narrow_symint(-1, 0, blocks);
   if (args.key_block > 1)
-    named = named.index_select(-1, at::arange(kv_len, index.options()).floor_divide(args.key_block));
-  return known_size(named, 1) == 1 ? named : expand_heads(named, known_size(query, 1), args.head_map);
+    selected = selected.index_select(-1, at::arange(kv_len, index.options()).floor_divide(args.key_block));
+  return known_size(selected, 1) == 1 ? selected : expand_heads(selected, known_size(query, 1), args.head_map);
 }
 
 Tensor masked_scores(const Tensor& query, const Tensor& key, const AttentionArguments& args, c10::string_view stage) {
@@ -115,7 +115,7 @@ Tensor masked_scores(const Tensor& query, const Tensor& key, const AttentionArgu
     const Tensor added = args.mask->to(accumulation);
     scores = (scores + added).masked_fill(added == -kInfinity, -kInfinity);
   }
-  if (args.key_index) scores = scores.masked_fill(named_keys(query, key, args).logical_not(), -kInfinity);
+  if (args.key_index) scores = scores.masked_fill(selected_keys(query, key, args).logical_not(), -kInfinity);
   return allowed ? scores.masked_fill(allowed->logical_not(), -kInfinity) : scores;
 }
 
@@ -136,12 +136,12 @@ std::tuple<Tensor, Tensor> softmax(const Tensor& scores, const std::optional<Ten
   return {shifted.exp().masked_fill(excluded, 0), lse};
 }
 
-// The probabilities at only the named keys, [B, Hq, Lq, names * key_block].
-Tensor named_probabilities(const Tensor& query, const Tensor& key, const AttentionArguments& args) {
+// The probabilities at only the selected keys, [B, Hq, Lq, names * key_block].
+Tensor selected_probabilities(const Tensor& query, const Tensor& key, const AttentionArguments& args) {
   const auto of_heads = [&](const Tensor& x) {
     return known_size(x, 1) == 1 ? x : expand_heads(x, known_size(query, 1), args.head_map);
   };
-  const auto names = named_columns(*args.key_index, args.key_block, key.sym_size(2));
+  const auto names = selected_columns(*args.key_index, args.key_block, key.sym_size(2));
   const Tensor keys = of_heads(names.keys), hidden = of_heads(names.counted).logical_not();
   return in_row_pieces(query, key.sym_size(2), [&](const Tensor& rows, int64_t first) {
     const auto of_rows = [&](const Tensor& x) { return rows_of(x, first, rows.sym_size(2)); };
@@ -189,7 +189,7 @@ Tensor scores_formula(const Tensor& query, const Tensor& key, const AttentionArg
                  "stage is '", stage, "', wants 'scaled', 'capped', 'masked', 'probs' or 'named'");
   ATTNPACK_CHECK(stage != "named" || args.key_index, "stage is 'named' without key_index, wants the keys by their ",
                  "numbers: give key_index, or take 'probs'");
-  if (stage == "named") return named_probabilities(query, key, args);
+  if (stage == "named") return selected_probabilities(query, key, args);
   const Tensor scores = masked_scores(query, key, args, stage);
   return stage == "probs" ? std::get<0>(softmax(scores, args.sinks)) : scores;
 }

@@ -67,7 +67,7 @@ inline int64_t most_tiles_together(const AttentionParams& p) { return p.kv_len >
 // first range of a thread begins with reads that nothing has prefetched. But a long sequence has at least some 64
 // ranges in all its kv heads together.
 inline int64_t range_keys(const AttentionParams& p, int64_t keys) {
-  const int64_t kv_heads = p.named.given ? p.named.num_kv_heads : p.num_kv_heads;
+  const int64_t kv_heads = p.selected.given ? p.selected.num_kv_heads : p.num_kv_heads;
   const int64_t share = kv_heads * keys / 64 / 512 * 512;
   return share < 512 ? 512 : share < 2048 ? share : 2048;
 }
@@ -77,7 +77,7 @@ inline int64_t range_keys(const AttentionParams& p, int64_t keys) {
 constexpr int64_t kHeadsInTurn = 8;
 inline int64_t heads_in_turn(const AttentionParams& p) {
   const auto side_by_side = [&](const Strides& s) { return s.head < (p.block_table ? s.batch : s.row); };
-  if (p.quantized_bits || p.named.given || !side_by_side(p.key_strides) || !side_by_side(p.value_strides)) return 1;
+  if (p.quantized_bits || p.selected.given || !side_by_side(p.key_strides) || !side_by_side(p.value_strides)) return 1;
   return p.num_kv_heads < kHeadsInTurn ? p.num_kv_heads : kHeadsInTurn;
 }
 

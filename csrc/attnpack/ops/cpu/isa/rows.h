@@ -59,7 +59,7 @@ inline int64_t list_length(const AttentionParams& p, int64_t count) {
 }
 
 // The row of the pages, one after the other, that holds key j.
-inline int64_t row_of_pages(const AttentionParams& p, int64_t j) { return p.named.skipped + j; }
+inline int64_t row_of_pages(const AttentionParams& p, int64_t j) { return p.selected.skipped + j; }
 
 // Whether the rows of keys [begin, end), at least one, follow each other without gaps, and those of their values too.
 inline bool rows_follow(const AttentionParams& p, int64_t begin, int64_t end) {

@@ -45,7 +45,7 @@ inline bool is_plain(S m) {
 template <class M, class F>
 inline void with_mask_row(const AttentionParams& p, const M* row, int64_t begin, int64_t count, F&& f) {
   const int64_t stride = p.mask_strides.column;
-  if (!p.named.given) return f(row + begin * stride, stride, int64_t{0}, count);
+  if (!p.selected.given) return f(row + begin * stride, stride, int64_t{0}, count);
   constexpr int64_t kPiece = 64;
   M piece[kPiece];
   for (int64_t j = 0; j < count; j += kPiece) {

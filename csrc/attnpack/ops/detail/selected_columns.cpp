@@ -1,4 +1,4 @@
-#include <attnpack/ops/detail/named_columns.h>
+#include <attnpack/ops/detail/selected_columns.h>
 
 #include <ATen/ATen.h>
 
@@ -6,7 +6,7 @@
 
 namespace attnpack {
 
-NamedColumns named_columns(const Tensor& key_index, int64_t key_block, const c10::SymInt& kv_len) {
+SelectedColumns selected_columns(const Tensor& key_index, int64_t key_block, const c10::SymInt& kv_len) {
   const Tensor index = key_index.to(at::kLong);
   const auto [sorted, order] = index.sort(/*stable=*/std::optional<bool>(true), -1, /*descending=*/false);
   const auto names = index.sym_size(-1);

@@ -1,4 +1,4 @@
-#include <attnpack/ops/cpu/named_keys.h>
+#include <attnpack/ops/cpu/selected_keys.h>
 
 #include <ATen/ATen.h>
 
@@ -43,7 +43,7 @@ Tensor by_rows(const Tensor& x) { return x.transpose(1, 2).contiguous(); }
 
 }  // namespace
 
-NamedCalls::NamedCalls(const AttentionParams& all, const AttentionArguments& args, int64_t element_size)
+SelectedCalls::SelectedCalls(const AttentionParams& all, const AttentionArguments& args, int64_t element_size)
     : all_(all),
       key_block_(args.key_block),
       index_heads_(args.key_index->size(1)),
@@ -78,12 +78,12 @@ NamedCalls::NamedCalls(const AttentionParams& all, const AttentionArguments& arg
   }
 }
 
-NamedCalls::Row NamedCalls::row(int64_t index) const {
+SelectedCalls::Row SelectedCalls::row(int64_t index) const {
   const int64_t head = index / all_.q_len, b = head / all_.num_kv_heads, query = index % all_.q_len;
   return {b, head % all_.num_kv_heads, query, (b * all_.q_len + query) * all_.num_heads};
 }
 
-AttentionParams NamedCalls::call(const Row& row, void* lse) const {
+AttentionParams SelectedCalls::call(const Row& row, void* lse) const {
   const auto& [b, kv_head, query, place] = row;
   const int64_t list_row = (b * index_heads_ + (index_heads_ > 1 ? kv_head : 0)) * all_.q_len + query;
   const int32_t *list = lists_.const_data_ptr<int32_t>() + list_row * names_, *end = list + counts_[list_row];
@@ -92,16 +92,16 @@ AttentionParams NamedCalls::call(const Row& row, void* lse) const {
   list = std::lower_bound(list, end, keys.begin / key_block_);
   end = keys.empty() ? list : std::lower_bound(list, end, count_blocks(keys.end, key_block_));
   AttentionParams p = all_;
-  p.named = {.given = true,
-             .num_kv_heads = all_.num_kv_heads,
-             .first_score = (b * all_.num_heads * all_.q_len + query) * all_.kv_len,
-             .scores_of_head = all_.q_len * all_.kv_len};
+  p.selected = {.given = true,
+                .num_kv_heads = all_.num_kv_heads,
+                .first_score = (b * all_.num_heads * all_.q_len + query) * all_.kv_len,
+                .scores_of_head = all_.q_len * all_.kv_len};
   p.batch = p.num_kv_heads = p.q_len = 1;
   p.kv_len = 0;
   if (list < end) {
-    p.named.skipped = std::max<int64_t>(keys.begin - *list * key_block_, 0);
+    p.selected.skipped = std::max<int64_t>(keys.begin - *list * key_block_, 0);
     const int64_t left_out = std::max<int64_t>((end[-1] + int64_t{1}) * key_block_ - keys.end, 0);
-    p.kv_len = (end - list) * key_block_ - p.named.skipped - left_out;
+    p.kv_len = (end - list) * key_block_ - p.selected.skipped - left_out;
   }
   p.block_table = list;
   p.page_size = key_block_;
@@ -129,17 +129,17 @@ AttentionParams NamedCalls::call(const Row& row, void* lse) const {
   return p;
 }
 
-AttentionResult attend_named_keys(PreparedAttention& prepared, const Tensor& query, const AttentionArguments& args) {
+AttentionResult attend_selected_keys(PreparedAttention& prepared, const Tensor& query, const AttentionArguments& args) {
   const AttentionResult result = make_outputs(prepared, query);
   const Tensor& lse = std::get<1>(result);
   const AttentionParams& all = prepared.params;
   const Tensor rows = all.q_len == 1 ? lse : at::empty({all.batch, all.q_len, all.num_heads}, lse.options());
-  const NamedCalls named(all, args, query.element_size());
+  const SelectedCalls selected(all, args, query.element_size());
   std::vector<AttentionParams> calls;
-  for (int64_t i = 0; i < named.count();) {
+  for (int64_t i = 0; i < selected.count();) {
     calls.clear();
-    for (; i < named.count() && static_cast<int64_t>(calls.size()) < kMostCalls; ++i)
-      calls.push_back(named.call(named.row(i), rows.mutable_data_ptr()));
+    for (; i < selected.count() && static_cast<int64_t>(calls.size()) < kMostCalls; ++i)
+      calls.push_back(selected.call(selected.row(i), rows.mutable_data_ptr()));
     run_forward(kernels_in_use(), calls, kTorchThreads);
   }
   if (all.q_len != 1) lse.copy_(rows.transpose(1, 2));
@@ -151,7 +151,7 @@ namespace {
 // Rows whose gradients of keys and values wait to be added up. The numbers stay where they are for the next rows.
 struct WaitingRows {
   struct Waiting {
-    NamedCalls::Row row;
+    SelectedCalls::Row row;
     int64_t first_key;
   };
   std::vector<Waiting> rows;
@@ -168,13 +168,13 @@ void make_room(Tensor& x, int64_t size, const at::TensorOptions& options) {
 // to[number of a key] += from[key] for the keys of a call whose block is in the part.
 template <class A>
 void add_key_gradients(const AttentionParams& p, Range part, int64_t width, const A* from, A* to) {
-  const int64_t last_row = p.named.skipped + p.kv_len;
+  const int64_t last_row = p.selected.skipped + p.kv_len;
   const int32_t* const end = p.block_table + count_blocks(last_row, p.page_size);
   const int32_t* block = std::lower_bound(p.block_table, end, part.begin);
   for (; block < end && *block < part.end; ++block) {
-    const int64_t first = (block - p.block_table) * p.page_size, begin = std::max(first, p.named.skipped);
+    const int64_t first = (block - p.block_table) * p.page_size, begin = std::max(first, p.selected.skipped);
     const int64_t rows = std::min(first + p.page_size, last_row) - begin;
-    const A* x = from + (begin - p.named.skipped) * width;
+    const A* x = from + (begin - p.selected.skipped) * width;
     A* sum = to + (*block * p.page_size + begin - first) * width;
     for (int64_t i = 0; i < rows * width; ++i) sum[i] += x[i];
   }
@@ -182,22 +182,22 @@ void add_key_gradients(const AttentionParams& p, Range part, int64_t width, cons
 
 }  // namespace
 
-void differentiate_named_keys(PreparedBackward& prepared, const Tensor& query, const AttentionArguments& args) {
+void differentiate_selected_keys(PreparedBackward& prepared, const Tensor& query, const AttentionArguments& args) {
   AttentionBackwardParams& bp = prepared.params;
   const AttentionParams& all = bp.forward;
   const auto options = prepared.delta.options();
   const int64_t size = prepared.delta.element_size(), width = all.head_dim + all.v_head_dim;
   const Tensor lse = by_rows(prepared.lse), delta = by_rows(prepared.delta);
   const Tensor grad_lse = prepared.grad_lse.defined() ? by_rows(prepared.grad_lse) : Tensor();
-  const NamedCalls named(all, args, query.element_size());
+  const SelectedCalls selected(all, args, query.element_size());
   // The rows add to these one after the other, so that each sum has one order.
   const Tensor grad_key = at::zeros({all.batch, all.num_kv_heads, all.kv_len, all.head_dim}, options);
   const Tensor grad_value = at::zeros({all.batch, all.num_kv_heads, all.kv_len, all.v_head_dim}, options);
   prepared.grad_query.zero_();  // of rows without keys
   WaitingRows waiting;
-  const auto add_row = [&](const NamedCalls::Row& row) {
+  const auto add_row = [&](const SelectedCalls::Row& row) {
     AttentionBackwardParams& call = waiting.calls.emplace_back(bp);
-    call.forward = named.call(row, lse.data_ptr());
+    call.forward = selected.call(row, lse.data_ptr());
     const auto at_row = [&](auto* base, const Strides& s) {
       return moved(base, row.b * s.batch + row.query * s.row, query.element_size());
     };
@@ -235,7 +235,7 @@ void differentiate_named_keys(PreparedBackward& prepared, const Tensor& query, c
     const auto add_part = [&](int64_t part, void*) {
       const Range range{blocks * part / kAddedParts, blocks * (part + 1) / kAddedParts};
       for (size_t i = 0; i < waiting.calls.size(); ++i) {
-        const NamedCalls::Row& row = waiting.rows[i].row;
+        const SelectedCalls::Row& row = waiting.rows[i].row;
         const int64_t first = (row.b * all.num_kv_heads + row.kv_head) * all.kv_len;
         const auto add = [&](const void* from, const Tensor& to, int64_t columns) {
           if (size == sizeof(double))
@@ -254,10 +254,10 @@ void differentiate_named_keys(PreparedBackward& prepared, const Tensor& query, c
     waiting.calls.clear();
     waiting.keys = waiting.query_rows = waiting.tiles = 0;
   };
-  for (int64_t i = 0; i < named.count(); ++i) {
-    add_row(named.row(i));
+  for (int64_t i = 0; i < selected.count(); ++i) {
+    add_row(selected.row(i));
     if (static_cast<int64_t>(waiting.calls.size()) == kMostCalls || waiting.keys * width * size >= kWaitingBytes ||
-        i + 1 == named.count())
+        i + 1 == selected.count())
       run_rows();
   }
   prepared.grad_key.copy_(grad_key);

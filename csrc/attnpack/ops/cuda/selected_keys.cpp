@@ -1,4 +1,4 @@
-#include <attnpack/ops/cuda/named_keys.h>
+#include <attnpack/ops/cuda/selected_keys.h>
 
 #include <ATen/ATen.h>
 
@@ -14,9 +14,9 @@ namespace {
 constexpr int64_t kCopiedBytes = 64 << 20;
 
 // Rows [begin, end) of the sequences, as the batch [batch * rows] of a call.
-class NamedRows {
+class SelectedRows {
  public:
-  NamedRows(const Tensor& query, const Tensor& key, const AttentionArguments& args, Range rows)
+  SelectedRows(const Tensor& query, const Tensor& key, const AttentionArguments& args, Range rows)
       : query_(query), args_(args), rows_(rows), kv_len_(key.size(2)) {
     const Tensor index = rows_of(*args.key_index);
     const Tensor in_block = at::arange(args.key_block, index.options().dtype(at::kLong));
@@ -30,7 +30,7 @@ class NamedRows {
     keys_ = std::get<0>(keys_.clamp_max(kv_len_).sort(-1));
     const Tensor again = at::constant_pad_nd(keys_.slice(-1, 1) == keys_.slice(-1, 0, -1), {1, 0}, 0);
     keys_ = keys_.masked_fill(again, kv_len_);
-    named_ = keys_ < kv_len_;
+    selected_ = keys_ < kv_len_;
     keys_ = keys_.clamp_max(kv_len_ - 1);
     position_ = position;
   }
@@ -42,7 +42,7 @@ class NamedRows {
     return x.squeeze(2).unflatten(0, {query_.size(0), rows_.end - rows_.begin}).transpose(1, 2);
   }
 
-  // The named rows of x, keys or values [B, Hkv, Lkv, width], as [B * rows, Hkv, keys, width]. Only these
+  // The selected rows of x, keys or values [B, Hkv, Lkv, width], as [B * rows, Hkv, keys, width]. Only these
   // rows are copied, also from a cache or a projection, whose heads do not lie one after the other.
   Tensor gathered(const Tensor& x) const {
     const Tensor batch = at::arange(x.size(0), keys_.options()).view({-1, 1, 1, 1});
@@ -60,7 +60,7 @@ class NamedRows {
     r.causal = false;
     r.window = kNoWindow;
     r.alibi_slopes = std::nullopt;
-    Tensor mask = of_heads(named_, num_heads);
+    Tensor mask = of_heads(selected_, num_heads);
     std::optional<Tensor> added;
     if (args_.alibi_slopes)
       added = args_.alibi_slopes->detach().to(accumulation).view({1, -1, 1, 1}) *
@@ -79,7 +79,7 @@ class NamedRows {
 
   // sum [B, Hq, Lq, Lkv] += the gradient of the call's mask.
   void add_mask_gradient(const Tensor& sum, const Tensor& gradient) const {
-    const Tensor terms = as_rows(gradient).masked_fill(of_heads(named_, sum.size(1)).logical_not(), 0);
+    const Tensor terms = as_rows(gradient).masked_fill(of_heads(selected_, sum.size(1)).logical_not(), 0);
     rows_of(sum).scatter_add_(-1, of_heads(keys_, sum.size(1)).expand_as(terms), terms);
   }
 
@@ -108,7 +108,7 @@ class NamedRows {
   const AttentionArguments& args_;
   Range rows_;
   int64_t kv_len_;
-  Tensor keys_, named_;  // [B, 1 or Hkv, rows, keys]: their numbers, and whether they count
+  Tensor keys_, selected_;  // [B, 1 or Hkv, rows, keys]: their numbers, and whether they count
   Tensor position_;
 };
 
@@ -129,8 +129,8 @@ bool takes_formula(const Tensor& query, const Tensor& key, const AttentionArgume
 
 }  // namespace
 
-AttentionResult attend_named_keys_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
-                                       const AttentionArguments& args) {
+AttentionResult attend_selected_keys_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
+                                          const AttentionArguments& args) {
   if (checks_numbers()) check_key_index_values(*args.key_index, args.key_block, key.size(2));
   if (takes_formula(query, key, args)) return attention_formula(query, key, value, args);
   const auto accumulation = accumulation_type(query.scalar_type());
@@ -138,19 +138,20 @@ AttentionResult attend_named_keys_cuda(const Tensor& query, const Tensor& key, c
       empty_laid_as(query, {query.size(0), query.size(1), query.size(2), value.size(3)}, query.options());
   const Tensor lse = at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(accumulation));
   for_each_piece(query, key, value, args, [&](Range rows) {
-    const NamedRows named(query, key, args, rows);
-    const auto [o, l] = attention_cuda(named.as_batch(query), named.gathered(key), named.gathered(value),
-                                       named.arguments(query.size(1), accumulation));
-    out.slice(2, rows.begin, rows.end).copy_(named.as_rows(o));
-    lse.slice(2, rows.begin, rows.end).copy_(named.as_rows(l.unsqueeze(-1)).squeeze(-1));
+    const SelectedRows selected(query, key, args, rows);
+    const auto [o, l] = attention_cuda(selected.as_batch(query), selected.gathered(key), selected.gathered(value),
+                                       selected.arguments(query.size(1), accumulation));
+    out.slice(2, rows.begin, rows.end).copy_(selected.as_rows(o));
+    lse.slice(2, rows.begin, rows.end).copy_(selected.as_rows(l.unsqueeze(-1)).squeeze(-1));
   });
   return {out, lse};
 }
 
-AttentionGradients differentiate_named_keys_cuda(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
-                                                 const Tensor& query, const Tensor& key, const Tensor& value,
-                                                 const Tensor& out, const Tensor& lse, const AttentionArguments& args,
-                                                 bool mask_gradient, bool sinks_gradient) {
+AttentionGradients differentiate_selected_keys_cuda(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
+                                                    const Tensor& query, const Tensor& key, const Tensor& value,
+                                                    const Tensor& out, const Tensor& lse,
+                                                    const AttentionArguments& args, bool mask_gradient,
+                                                    bool sinks_gradient) {
   if (takes_formula(query, key, args))
     return attention_backward_formula(grad_out, grad_lse, query, key, value, args, mask_gradient, sinks_gradient);
   const auto accumulation = accumulation_type(query.scalar_type());
@@ -161,16 +162,16 @@ AttentionGradients differentiate_named_keys_cuda(const Tensor& grad_out, const s
     grad_mask = at::zeros({query.size(0), query.size(1), query.size(2), key.size(2)}, grad_keys.options());
   if (sinks_gradient) grad_sinks = sums(*args.sinks);
   for_each_piece(query, key, value, args, [&](Range rows) {
-    const NamedRows named(query, key, args, rows);
-    const auto per_row = [&](const Tensor& x) { return named.as_batch(x.unsqueeze(-1)).squeeze(-1); };
+    const SelectedRows selected(query, key, args, rows);
+    const auto per_row = [&](const Tensor& x) { return selected.as_batch(x.unsqueeze(-1)).squeeze(-1); };
     const auto [q, k, v, m, s] = attention_backward_cuda(
-        named.as_batch(grad_out), grad_lse ? std::make_optional(per_row(*grad_lse)) : std::nullopt,
-        named.as_batch(query), named.gathered(key), named.gathered(value), named.as_batch(out), per_row(lse),
-        named.arguments(query.size(1), accumulation), mask_gradient, sinks_gradient);
-    grad_query.slice(2, rows.begin, rows.end).copy_(named.as_rows(q));
-    named.add_gradients(grad_keys, k);
-    named.add_gradients(grad_values, v);
-    if (mask_gradient) named.add_mask_gradient(grad_mask, m);
+        selected.as_batch(grad_out), grad_lse ? std::make_optional(per_row(*grad_lse)) : std::nullopt,
+        selected.as_batch(query), selected.gathered(key), selected.gathered(value), selected.as_batch(out),
+        per_row(lse), selected.arguments(query.size(1), accumulation), mask_gradient, sinks_gradient);
+    grad_query.slice(2, rows.begin, rows.end).copy_(selected.as_rows(q));
+    selected.add_gradients(grad_keys, k);
+    selected.add_gradients(grad_values, v);
+    if (mask_gradient) selected.add_mask_gradient(grad_mask, m);
     if (sinks_gradient) grad_sinks.add_(s);
   });
   if (mask_gradient) grad_mask = grad_mask.sum_to_size(args.mask->sizes()).to(args.mask->scalar_type());

@@ -67,9 +67,9 @@ std::optional<at::Tensor> name_keys(const IndexerTokens& tokens, int64_t top_k, 
     inputs.cache = holder->reserve_index(tokens.key);
   }
   const auto keys = inputs.cache ? inputs.cache->key.sym_size(2) : length;
-  const auto named = index_keys(tokens, top_k, num_local, inputs);
+  const auto selected = index_keys(tokens, top_k, num_local, inputs);
   if (index_cache) index_cache->commit(length, inputs.kv_lens);
-  return named.sym_size(3) < keys ? std::make_optional(named) : std::nullopt;
+  return selected.sym_size(3) < keys ? std::make_optional(selected) : std::nullopt;
 }
 
 }  // namespace attnpack

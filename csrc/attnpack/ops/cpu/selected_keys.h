@@ -7,13 +7,13 @@
 #include <attnpack/ops/detail/attention_params.h>
 
 // Attention over the keys that each row names (key_index). Each row of a kv head is a call of its own for the kernels,
-// whose keys lie in pages: the named blocks, sorted, each once (NamedKeys in core/params.h).
+// whose keys lie in pages: the selected blocks, sorted, each once (SelectedKeys in core/params.h).
 namespace attnpack {
 
-class NamedCalls {
+class SelectedCalls {
  public:
   // all: the prepared call over all keys; args: checked. Both outlive this object. Raises for a number out of range.
-  NamedCalls(const AttentionParams& all, const AttentionArguments& args, int64_t element_size);
+  SelectedCalls(const AttentionParams& all, const AttentionArguments& args, int64_t element_size);
 
   // The rows of the kv heads, those of a kv head one after the other.
   int64_t count() const { return all_.batch * all_.num_kv_heads * all_.q_len; }
@@ -37,9 +37,9 @@ class NamedCalls {
 };
 
 // The results of a prepared call with key_index.
-AttentionResult attend_named_keys(PreparedAttention& prepared, const Tensor& query, const AttentionArguments& args);
+AttentionResult attend_selected_keys(PreparedAttention& prepared, const Tensor& query, const AttentionArguments& args);
 
 // The gradients of query, key and value of a prepared backward call with key_index; and grad_scores, if it is there.
-void differentiate_named_keys(PreparedBackward& prepared, const Tensor& query, const AttentionArguments& args);
+void differentiate_selected_keys(PreparedBackward& prepared, const Tensor& query, const AttentionArguments& args);
 
 }  // namespace attnpack
