@@ -26,13 +26,13 @@ OptionalTensor as_optional_tensor(const char* name, const py::object& value) {
   return read_value<OptionalTensor>(name, value, name);
 }
 
-std::string rows_of(int64_t width) { return c10::str("a tensor [batch, length, ", width, "]", kMakeTensor); }
+std::string wanted_input(int64_t width) { return c10::str("a tensor [batch, length, ", width, "]", kMakeTensor); }
 
 // The weight whose dtype and device an input must have. A module in place of the plain linear may want others.
 at::Tensor weight_of(const py::object& projection) { return linear_weight(projection).value_or(at::Tensor()); }
 
 void check_input_py(const std::string& name, const py::object& tensor, int64_t width, const py::object& projection) {
-  check_input(name.c_str(), as_tensor(name.c_str(), tensor, [&] { return rows_of(width); }), width,
+  check_input(name.c_str(), as_tensor(name.c_str(), tensor, [&] { return wanted_input(width); }), width,
               weight_of(projection));
 }
 
@@ -44,7 +44,7 @@ void check_tokens_py(const std::string& name, const py::object& tensor, int64_t 
 void check_inputs_py(const py::object& x, const OptionalTensor& context, const OptionalTensor& value_context,
                      bool cache, int64_t q_width, const py::object& q_proj, int64_t k_width, const py::object& k_proj,
                      int64_t v_width, const py::object& v_proj) {
-  check_inputs(as_tensor("x", x, [&] { return rows_of(q_width); }), context, value_context, cache,
+  check_inputs(as_tensor("x", x, [&] { return wanted_input(q_width); }), context, value_context, cache,
                {q_width, weight_of(q_proj)}, {k_width, weight_of(k_proj)}, {v_width, weight_of(v_proj)});
 }
 

@@ -78,7 +78,7 @@ Reason read_batch(const Tensor& query, const Tensor& key, const Tensor& value, b
   return same_size(sizes.heads, -1) ? Reason::kHeads : Reason::kNone;
 }
 
-Reason check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, const Sizes& sizes) {
+Reason reason_against_mask(const Tensor& mask, const Tensor& query, const Tensor& key, const Sizes& sizes) {
   const auto dtype = mask.scalar_type();
   if (mask.layout() != at::kStrided || mask.device() != query.device()) return Reason::kMask;
   if (dtype != at::kBool && dtype != at::kFloat && dtype != query.scalar_type()) return Reason::kMask;
@@ -115,7 +115,7 @@ Reason why_not(const Tensor& query, const Tensor& key, const Tensor& value, cons
   if (const Reason reason = read_batch(query, key, value, enable_gqa, sizes); reason != Reason::kNone) return reason;
   if (mask) {
     if (is_causal) return Reason::kMask;
-    if (const Reason reason = check_mask(*mask, query, key, sizes); reason != Reason::kNone) return reason;
+    if (const Reason reason = reason_against_mask(*mask, query, key, sizes); reason != Reason::kNone) return reason;
   }
   if (!(dropout_p >= 0 && dropout_p < 1)) return Reason::kDropout;
   if (scale && !std::isfinite(*scale)) return Reason::kScale;

@@ -42,7 +42,7 @@ void check_numbers(const char* name, const std::optional<Tensor>& numbers, const
                  ", wants int32 or int64 [batch] = [", query.sym_size(0), "]");
 }
 
-void check_mask(const Tensor& mask, const Tensor& query) {
+void check_mask_of_choice(const Tensor& mask, const Tensor& query) {
   check_dense("mask", mask);
   const auto fits = [&](int64_t from_last, const SymInt& size) {
     const int64_t d = mask.dim() - from_last;
@@ -70,7 +70,7 @@ void check_query_and_key(const Tensor& query, const Tensor& key, const PlaceArgu
                  ": move one of them with .to()");
   check_numbers("q_offsets", place.q_offsets, query);
   check_numbers("kv_lens", place.kv_lens, query);
-  if (place.mask) check_mask(*place.mask, query);
+  if (place.mask) check_mask_of_choice(*place.mask, query);
 }
 
 // [B or 1, 1, L, 1], the position of each query
@@ -125,7 +125,7 @@ Tensor in_pieces(const Tensor& query, const SymInt& keys, const PlaceArguments& 
     const Tensor offsets =
         place.q_offsets ? place.q_offsets->to(at::kLong) : at::zeros({query.size(0)}, query.options().dtype(at::kLong));
     of_piece.q_offsets = offsets + first;
-    if (place.mask) of_piece.mask = rows_of(*place.mask, first, rows.sym_size(2));
+    if (place.mask) of_piece.mask = narrow_rows(*place.mask, first, rows.sym_size(2));
     return select(rows, of_piece, first);
   });
 }

@@ -18,13 +18,13 @@ class SelectedRows {
  public:
   SelectedRows(const Tensor& query, const Tensor& key, const AttentionArguments& args, Range rows)
       : query_(query), args_(args), rows_(rows), kv_len_(key.size(2)) {
-    const Tensor index = rows_of(*args.key_index);
+    const Tensor index = rows_of_piece(*args.key_index);
     const Tensor in_block = at::arange(args.key_block, index.options().dtype(at::kLong));
     const Tensor blocks = index.to(at::kLong).unsqueeze(-1), last = blocks.new_full({}, kv_len_);
     keys_ = at::where((blocks >= 0) & (blocks < count_blocks(kv_len_, args.key_block)),
                       blocks * args.key_block + in_block, last)
                 .flatten(-2);  // [B, heads, rows, names * key_block]
-    const Tensor position = rows_of(row_positions(query, args));
+    const Tensor position = rows_of_piece(row_positions(query, args));
     if (const auto allowed = allowed_by_range(position, keys_, args)) keys_ = at::where(*allowed, keys_, last);
     // In rising order, each once. Keys that are not allowed come last, as the key after all others.
     keys_ = std::get<0>(keys_.clamp_max(kv_len_).sort(-1));
@@ -36,7 +36,7 @@ class SelectedRows {
   }
 
   // x [B, heads, Lq, width] as [B * rows, heads, 1, width].
-  Tensor as_batch(const Tensor& x) const { return rows_of(x).transpose(1, 2).flatten(0, 1).unsqueeze(2); }
+  Tensor as_batch(const Tensor& x) const { return rows_of_piece(x).transpose(1, 2).flatten(0, 1).unsqueeze(2); }
   // The reverse, for only the rows of this piece: [B, heads, rows, width].
   Tensor as_rows(const Tensor& x) const {
     return x.squeeze(2).unflatten(0, {query_.size(0), rows_.end - rows_.begin}).transpose(1, 2);
@@ -80,11 +80,11 @@ class SelectedRows {
   // sum [B, Hq, Lq, Lkv] += the gradient of the call's mask.
   void add_mask_gradient(const Tensor& sum, const Tensor& gradient) const {
     const Tensor terms = as_rows(gradient).masked_fill(of_heads(selected_, sum.size(1)).logical_not(), 0);
-    rows_of(sum).scatter_add_(-1, of_heads(keys_, sum.size(1)).expand_as(terms), terms);
+    rows_of_piece(sum).scatter_add_(-1, of_heads(keys_, sum.size(1)).expand_as(terms), terms);
   }
 
  private:
-  Tensor rows_of(const Tensor& x) const {
+  Tensor rows_of_piece(const Tensor& x) const {
     return x.size(-2) == query_.size(2) ? x.narrow(-2, rows_.begin, rows_.end - rows_.begin) : x;
   }
   // x [B, Hkv, ...] for the query heads; x itself if all share it.
@@ -95,7 +95,7 @@ class SelectedRows {
     return x.index_select(1, at::tensor(map, at::kLong).to(query_.device()));
   }
   Tensor mask_at_keys(const Tensor& mask, int64_t num_heads) const {
-    const Tensor whole = rows_of(mask.expand({query_.size(0), num_heads, query_.size(2), kv_len_}));
+    const Tensor whole = rows_of_piece(mask.expand({query_.size(0), num_heads, query_.size(2), kv_len_}));
     return whole.gather(-1, of_heads(keys_, num_heads).expand({-1, num_heads, -1, -1}));
   }
   // Where the keys stand in x [B * Hkv * Lkv, width], in the order [B, rows, Hkv, keys].

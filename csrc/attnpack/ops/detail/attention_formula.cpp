@@ -144,7 +144,7 @@ Tensor selected_probabilities(const Tensor& query, const Tensor& key, const Atte
   const auto names = selected_columns(*args.key_index, args.key_block, key.sym_size(2));
   const Tensor keys = of_heads(names.keys), hidden = of_heads(names.counted).logical_not();
   return in_row_pieces(query, key.sym_size(2), [&](const Tensor& rows, int64_t first) {
-    const auto of_rows = [&](const Tensor& x) { return rows_of(x, first, rows.sym_size(2)); };
+    const auto of_rows = [&](const Tensor& x) { return narrow_rows(x, first, rows.sym_size(2)); };
     AttentionArguments here = args;
     if (args.mask) here.mask = of_rows(*args.mask);
     here.key_index = of_rows(*args.key_index);

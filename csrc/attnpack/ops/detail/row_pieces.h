@@ -17,7 +17,7 @@ using at::Tensor;
 constexpr int64_t kPieceBytes = int64_t{1} << 22;
 
 // The rows of x [..., length or 1, n] that begin at `first`.
-inline Tensor rows_of(const Tensor& x, int64_t first, const c10::SymInt& rows) {
+inline Tensor narrow_rows(const Tensor& x, int64_t first, const c10::SymInt& rows) {
   return x.dim() >= 2 && !is_one(x.sym_size(-2)) ? x.narrow_symint(-2, first, rows) : x;
 }
 

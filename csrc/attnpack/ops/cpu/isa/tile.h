@@ -159,7 +159,7 @@ inline void for_each_part(const RowTile& tile, int64_t begin, int64_t most, F&& 
 // each, with keys counted from begin. No other rows see them. Runs that no row sees are left out.
 template <class F>
 inline void for_each_key_part(const RowTile& tile, int64_t begin, int64_t count, F&& f) {
-  const auto rows_of = [&](Range keys) {
+  const auto rows_that_see = [&](Range keys) {
     Range rows{tile.count, 0};
     for (int64_t r = 0; r < tile.count; ++r)
       if (tile.rows[r].keys.begin < begin + keys.end && tile.rows[r].keys.end > begin + keys.begin)
@@ -172,7 +172,7 @@ inline void for_each_key_part(const RowTile& tile, int64_t begin, int64_t count,
   const int64_t step = whole ? count : 2 * kPart;
   Range keys{0, 0}, rows{0, 0};
   for (int64_t first = 0; first < count; first += step) {
-    const Range more{first, smaller(first + step, count)}, seen = rows_of(more);
+    const Range more{first, smaller(first + step, count)}, seen = rows_that_see(more);
     if (seen.begin != rows.begin || seen.end != rows.end) {
       if (!rows.empty()) f(keys, rows);
       keys.begin = first, rows = seen;
