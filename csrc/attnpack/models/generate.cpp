@@ -122,19 +122,19 @@ struct Model {
   std::function<void(const at::Tensor& index)> pick_rows;
   std::shared_ptr<const EmbeddingShare> share;  // of the embeddings, where several processes share the model
   // The length past which all states change. A sequence that passes it fills the cache anew.
-  std::optional<int64_t> turn = std::nullopt;
+  std::optional<int64_t> switch_length = std::nullopt;
 };
 
 // The trained length of LongRoPE, past which it has other frequencies. The cached keys of deeper layers come from
 // states of the old ones. None for other models.
-std::optional<int64_t> turn_of(const CausalLMOptions& o) {
+std::optional<int64_t> switch_length_of(const CausalLMOptions& o) {
   const auto of = [&](const std::optional<RopeScaling>& scaling) {
-    const bool turns = scaling && scaling->rope_type() == "longrope";
-    return turns ? std::optional(scaling->original_max_position_embeddings().value_or(o.max_positions()))
-                 : std::nullopt;
+    const bool switches = scaling && scaling->rope_type() == "longrope";
+    return switches ? std::optional(scaling->original_max_position_embeddings().value_or(o.max_positions()))
+                    : std::nullopt;
   };
   for (const auto& layer : o.layer_settings())
-    if (const auto turn = of(layer.rope_scaling())) return turn;
+    if (const auto length = of(layer.rope_scaling())) return length;
   return of(o.rope_scaling());
 }
 
@@ -160,13 +160,13 @@ class Stepper {
   }
 
   at::Tensor next(const at::Tensor& tokens) {  // [B] -> [B, E]
-    if (cache_ && !model_.turn) return of_new(tokens);
+    if (cache_ && !model_.switch_length) return of_new(tokens);
     ids_ = at::cat({ids_, tokens.unsqueeze(1)}, 1);
     // Padding stands between a short prompt and its new tokens. So each new token goes where its row ends.
     if (ragged_) ids_.scatter_(1, lengths_.unsqueeze(1), tokens.unsqueeze(1));
     lengths_ = lengths_ + 1;
     if (cache_) {
-      if (!lengths_.eq(*model_.turn + 1).any().item<bool>()) return of_new(tokens);
+      if (!lengths_.eq(*model_.switch_length + 1).any().item<bool>()) return of_new(tokens);
       cache_->reset();
     }
     return prompt();
@@ -250,7 +250,7 @@ at::Tensor generate(CausalLMImpl& model, const at::Tensor& prompt, const Generat
       [](const at::Tensor&) {},
       model.model->embed_tokens->share,
       // A given cache may hold what came before the ids, which nobody could compute anew.
-      options.model_cache() ? std::nullopt : turn_of(model.options),
+      options.model_cache() ? std::nullopt : switch_length_of(model.options),
   };
   Stepper stepper(loop_model, make_cache(model, ids, lengths, options), ids, lengths, options.lengths().has_value());
   return answer(loop_model, std::move(stepper), ids, options);

@@ -42,8 +42,8 @@ Tensor rope_formula(const Tensor& x, const Tensor& cos, const Tensor& sin, bool 
   const int64_t pair = interleaved ? -1 : -2;
   const auto pairs = interleaved ? rotated.unflatten_symint(-1, {half, 2}) : rotated.unflatten_symint(-1, {2, half});
   const Tensor first = pairs.select(pair, 0), second = pairs.select(pair, 1);
-  const Tensor turned = at::stack({first * c - second * s, second * c + first * s}, pair).flatten(-2);
-  return at::cat({turned.to(x.scalar_type()), x.narrow_symint(-1, 2 * half, x.sym_size(-1) - 2 * half)}, -1);
+  const Tensor out = at::stack({first * c - second * s, second * c + first * s}, pair).flatten(-2);
+  return at::cat({out.to(x.scalar_type()), x.narrow_symint(-1, 2 * half, x.sym_size(-1) - 2 * half)}, -1);
 }
 
 Tensor apply_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {

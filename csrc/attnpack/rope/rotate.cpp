@@ -27,7 +27,7 @@ Table table_at(const RopeSettings& rope, const Tensor& positions, const std::opt
   return {cos, sin};
 }
 
-Tensor turn(const Tensor& x, const RopeSettings& rope, const Table& table) {
+Tensor rotate_by(const Tensor& x, const RopeSettings& rope, const Table& table) {
   return apply_rope(x, table.cos, table.sin, rope.interleaved);
 }
 
@@ -46,7 +46,7 @@ void check_positions(const std::optional<Tensor>& positions, const Tensor& query
 
 Tensor rotate_at(const Tensor& x, const RopeSettings& rope, const Tensor& positions,
                  const std::optional<Tensor>& lengths) {
-  return turn(x, rope, table_at(rope, positions, lengths));
+  return rotate_by(x, rope, table_at(rope, positions, lengths));
 }
 
 std::tuple<Tensor, Tensor> rotate_new(const Tensor& query, const Tensor& key, const RopeSettings& rope,
@@ -67,9 +67,9 @@ std::tuple<Tensor, Tensor> rotate_new(const Tensor& query, const Tensor& key, co
     if (place.past) lengths = *place.past + (lengths ? lengths->to(at::kLong) : at::ones_like(count(query)).sum());
   }
   const Table table = table_at(rope, where, lengths);
-  const Tensor rotated = turn(query, rope, table);
+  const Tensor rotated = rotate_by(query, rope, table);
   if (raw) return {rotated, key};
-  if (!place.cross) return {rotated, turn(key, rope, table)};
+  if (!place.cross) return {rotated, rotate_by(key, rope, table)};
   return {rotated, rotate_at(key, rope, place.keys_at ? *place.keys_at : count(key), place.new_lens)};
 }
 

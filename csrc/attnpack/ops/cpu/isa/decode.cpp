@@ -121,7 +121,7 @@ class DecodeRange {
     with_rows(smaller(tile_.count, kRowsAtOnce),
               [&](auto rows) { multiply<rows>(0, tile_.count - rows, keys, done, count); });
   }
-  void weigh(int64_t begin, int64_t count) {
+  void compute_piece_weights(int64_t begin, int64_t count) {
     compute_weights(p_, b_, tile_, state_, weights_, 0, tile_.count, begin, count);
   }
   template <class Rows>
@@ -453,7 +453,7 @@ class HeadsInTurn {
           list_next(p_.value, p_.value_strides, begin, smaller(added, count));
         for_each_head([&](Head& head, int64_t i) { head.multiply_piece(rows(p_.key_strides, i, some), j, some); });
       }
-      for_each_head([&](Head& head, int64_t) { head.weigh(begin, count); });
+      for_each_head([&](Head& head, int64_t) { head.compute_piece_weights(begin, count); });
       for (int64_t j = 0; j < count; j += added) {
         const int64_t some = smaller(added, count - j);
         list_rows_of_heads(p_.value, p_.value_strides, begin + j, some);

@@ -26,13 +26,13 @@ struct FarMemory {
     for (left += bytes; left > 0; left -= kLine) {
       __builtin_prefetch(next, 0, kOnce);
       next += kLine;
-      if (__builtin_expect(next >= end, 0)) turn();
+      if (__builtin_expect(next >= end, 0)) swap_blocks();
     }
   }
   static constexpr int64_t kStreamedKeys = 256;  // keys of a block
 
  private:
-  void turn() {
+  void swap_blocks() {
     const unsigned char* const begin = other;
     const int64_t beyond = next - end, bytes = other_block;
     other = end;
