@@ -35,8 +35,10 @@ def theirs(program: Path, model: Path, kind: str, tokens: int, options: list[str
     """Seconds of one test of llama-bench, which warms up first and leaves out the time of loading."""
     sizes = (tokens, 0) if kind == "prefill" else (0, tokens)
     command = [program, "-m", model, "-p", sizes[0], "-n", sizes[1], "-t", torch.get_num_threads(), "-r", 1]
-    said = subprocess.run([*map(str, command), *options, "-o", "json"], check=True, text=True, stdout=subprocess.PIPE)
-    (test,) = json.loads(said.stdout)
+    printed = subprocess.run(
+        [*map(str, command), *options, "-o", "json"], check=True, text=True, stdout=subprocess.PIPE
+    )
+    (test,) = json.loads(printed.stdout)
     return test["avg_ns"] / 1e9
 
 

@@ -35,8 +35,8 @@ def has_cmake() -> bool:
     """Whether the PATH holds a cmake that is new enough for CMakeLists.txt."""
     if shutil.which("cmake") is None:
         return False
-    said = subprocess.run(["cmake", "--version"], text=True, stdout=subprocess.PIPE).stdout
-    return tuple(map(int, re.search(r"(\d+)\.(\d+)", said).groups())) >= (3, 22)
+    printed = subprocess.run(["cmake", "--version"], text=True, stdout=subprocess.PIPE).stdout
+    return tuple(map(int, re.search(r"(\d+)\.(\d+)", printed).groups())) >= (3, 22)
 
 
 def get_requires_for_build_wheel(config_settings=None):

@@ -42,5 +42,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     words = str(error).strip().split("\n")[0].removeprefix("attnpack: ")
-    said = words and (isinstance(error, ValueError | RuntimeError) or str(error).startswith("attnpack: "))
-    return words[:500] if said else ": ".join(filter(None, (type(error).__name__, words[:200])))
+    explains_itself = words and (isinstance(error, ValueError | RuntimeError) or str(error).startswith("attnpack: "))
+    return words[:500] if explains_itself else ": ".join(filter(None, (type(error).__name__, words[:200])))

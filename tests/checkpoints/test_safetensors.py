@@ -140,9 +140,9 @@ def test_a_header_longer_than_the_file_or_than_rust_takes(tmp_path):
 def compare(seed: int, count: int, capsys) -> None:
     """Whether Rust and attnpack accept the same damaged files, and give the same tensors of them."""
     failures = weights.compare(seed, count)
-    said = capsys.readouterr().out
-    assert failures == 0, said
-    read, _, taken = re.search(r"weights: (\d+) files from seed (\d+), (\d+) of them", said).groups()
+    printed = capsys.readouterr().out
+    assert failures == 0, printed
+    read, _, taken = re.search(r"weights: (\d+) files from seed (\d+), (\d+) of them", printed).groups()
     assert int(read) == count
     assert count / 20 < int(taken) < count * 3 / 4, "the lies test little"
 

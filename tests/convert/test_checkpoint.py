@@ -55,10 +55,10 @@ def run(*arguments) -> int:
 def refused(capsys, tmp_path, arguments, *words) -> None:
     before = sorted(tmp_path.iterdir())
     assert run(*arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("attnpack convert: ") and said.err.count("\n") == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("attnpack convert: ") and printed.err.count("\n") == 1
     for word in words:
-        assert word in said.err, said.err
+        assert word in printed.err, printed.err
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -159,9 +159,9 @@ def test_aligned_without_a_text_warns(llama, tmp_path, capsys):
     out = iter(tmp_path / str(i) for i in range(9))
     two, none = ("--kv-heads", 2), ("--tokens", 0)
     for given in (two, (*two, *none)):  # neither a tokenizer nor tokens
-        (said,) = warnings_of(capsys, llama[1], next(out), *given)
-        assert "can be worse than mean" in said
-        assert said.endswith("give --tokens 2048 and a checkpoint with its tokenizer, or take --method mean")
+        (warning,) = warnings_of(capsys, llama[1], next(out), *given)
+        assert "can be worse than mean" in warning
+        assert warning.endswith("give --tokens 2048 and a checkpoint with its tokenizer, or take --method mean")
     write_tokenizer(llama[1])
     assert len(warnings_of(capsys, llama[1], next(out), *two, *none)) == 1
     assert not warnings_of(capsys, llama[1], next(out), *two, "--tokens", 100)
@@ -171,8 +171,8 @@ def test_aligned_without_a_text_warns(llama, tmp_path, capsys):
 
 
 def test_aligned_of_an_encoder_decoder_warns(t5gemma, tmp_path, capsys):
-    (said,) = warnings_of(capsys, t5gemma[1], tmp_path / "out", "--kv-heads", 2)
-    assert "can be worse than mean" in said and said.endswith("16,080): take --method mean")
+    (warning,) = warnings_of(capsys, t5gemma[1], tmp_path / "out", "--kv-heads", 2)
+    assert "can be worse than mean" in warning and warning.endswith("16,080): take --method mean")
     assert not warnings_of(capsys, t5gemma[1], tmp_path / "mean", "--kv-heads", 2, "--method", "mean")
 
 
@@ -198,9 +198,9 @@ def test_advice_comes_where_it_got_worse(llama, tmp_path, capsys):
     write_tokenizer(llama[1])
     for name, heads in (("worse", 1), ("same", 4)):
         assert run(llama[1], tmp_path / name, "--kv-heads", heads, "--tokens", 100) == 0
-        said = capsys.readouterr().out
-        before, after = (float(x) for x in said.split("at a time: ")[1].split("\n")[0].split(" -> "))
-        assert ("attnpack uptrain" in said) == (after > before)
+        printed = capsys.readouterr().out
+        before, after = (float(x) for x in printed.split("at a time: ")[1].split("\n")[0].split(" -> "))
+        assert ("attnpack uptrain" in printed) == (after > before)
 
 
 def nan(tensors):

@@ -66,7 +66,7 @@ def test_a_stopped_training_goes_on(number, converted, capsys):
     before = weights(converted)
     command = [sys.executable, "-c", SLOW, *arguments(converted), "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        said = [process.stdout.readline() for _ in range(2)]
+        printed = [process.stdout.readline() for _ in range(2)]
         while not (converted / STATE).is_file() and process.poll() is None:
             try:
                 process.wait(0.2)
@@ -78,8 +78,8 @@ def test_a_stopped_training_goes_on(number, converted, capsys):
             process.wait(timeout=60)
         finally:
             process.kill()
-    assert said[0].startswith("loads and measures, trains for 60.0 minutes") and re.search(
-        r"steps in the (59|60)\.\d minutes", said[1]
+    assert printed[0].startswith("loads and measures, trains for 60.0 minutes") and re.search(
+        r"steps in the (59|60)\.\d minutes", printed[1]
     )
     assert (converted / STATE).is_file()
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(converted).items())
@@ -117,8 +117,8 @@ def test_what_became_worse_is_not_written(converted, capsys):
     before = weights(converted)
     worse = [*arguments(converted), "--learning-rate", "0.9", "--minutes", "0.01"]
     assert cli.main(worse) == 0
-    said = capsys.readouterr().out
-    assert "That is worse than before, so" in said and "seconds left" in said
+    printed = capsys.readouterr().out
+    assert "That is worse than before, so" in printed and "seconds left" in printed
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(converted).items())
     assert cli.main([*worse, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -147,8 +147,8 @@ def test_what_does_not_fit_is_one_sentence(damage, words, converted, capsys):
     before = {path.name: path.stat().st_mtime_ns for path in converted.iterdir()}
     capsys.readouterr()
     assert cli.main(arguments(converted)) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("attnpack uptrain: ") and said.err.count("\n") == 1 and words in said.err
+    printed = capsys.readouterr()
+    assert printed.err.startswith("attnpack uptrain: ") and printed.err.count("\n") == 1 and words in printed.err
     assert {path.name: path.stat().st_mtime_ns for path in converted.iterdir()} == before
 
 

@@ -35,12 +35,12 @@ std::vector<LayerSettings>& layers_of(CausalLMOptions& options) {
 }
 
 std::string activation(const HfSettings& config, const char* usual, const std::map<std::string, const char*>& known) {
-  const auto& said = config.get("hidden_act");
-  const auto* word = said.as<std::string>();
-  const auto found = known.find(said.is_null() ? usual : word ? *word : "");
+  const auto& value = config.get("hidden_act");
+  const auto* word = value.as<std::string>();
+  const auto found = known.find(value.is_null() ? usual : word ? *word : "");
   std::string names;
   for (const auto& [name, ours] : known) names += (names.empty() ? "" : ", ") + in_quotes(name);
-  config.check(found != known.end(), config.called("hidden_act"), " ", brief(shown(said)),
+  config.check(found != known.end(), config.called("hidden_act"), " ", brief(shown(value)),
                " in config.json is not supported; readable are ", names);
   return found->second;
 }
@@ -102,8 +102,8 @@ std::string plain_activation(const HfSettings& config, const char* usual) {
 }
 
 void check_silu(const HfSettings& config) {
-  const auto& said = config.get("hidden_act");
-  config.check(said.is_null() || config.is_word("hidden_act", "silu"), "hidden_act ", brief(shown(said)),
+  const auto& value = config.get("hidden_act");
+  config.check(value.is_null() || config.is_word("hidden_act", "silu"), "hidden_act ", brief(shown(value)),
                " in config.json is not supported; it must be 'silu'");
 }
 

@@ -39,9 +39,9 @@ bool read_setting(const Json& value, int64_t& option) {
   return number;
 }
 bool read_setting(const Json& value, bool& option) {
-  const auto* said = value.as<bool>();
-  if (said) option = *said;
-  return said;
+  const auto* flag = value.as<bool>();
+  if (flag) option = *flag;
+  return flag;
 }
 bool read_setting(const Json& value, std::string& option) {
   const auto* word = value.as<std::string>();
@@ -124,10 +124,10 @@ HfRope read_rope_of(const HfSettings& config, const char* source, const Json& ro
   const auto& given = first_set({&item(rope, "rope_type"), &item(rope, "type"), &kDefault});
   const auto* word = given.as<std::string>();
   const bool older = phi3 && word && (*word == "su" || *word == "yarn");  // names of longrope there
-  const auto& said = older ? kLongrope : given;
-  const auto* kind = said.as<std::string>();
+  const auto& type = older ? kLongrope : given;
+  const auto* kind = type.as<std::string>();
   if (kind && *kind == "default") return {base, std::nullopt};
-  config.check(kind && contains(kRopeTypes, *kind), "rope_type ", brief(shown(said)),
+  config.check(kind && contains(kRopeTypes, *kind), "rope_type ", brief(shown(type)),
                " in config.json is not supported; from_hf knows 'default', 'linear', 'dynamic', 'yarn', 'llama3', "
                "'longrope'");
   if (*kind == "linear") {
@@ -202,13 +202,13 @@ HfRopeByKind hf_rope_by_kind(const HfSettings& config) {
 
 double hf_rotated_part(const HfSettings& config) {
   static const Json kAll{1.0};
-  const Json* said = &config.get("partial_rotary_factor");
+  const Json* value = &config.get("partial_rotary_factor");
   for (const char* source : {"rope_scaling", "rope_parameters"}) {
     const auto& part = item(config.get(source), "partial_rotary_factor");
-    if (!part.is_null()) said = &part;
+    if (!part.is_null()) value = &part;
   }
-  const auto part = config.as_number("partial_rotary_factor", said->is_null() ? kAll : *said);
-  config.check(part <= 1, "partial_rotary_factor in config.json is ", brief(shown(*said)), ", wants 1 at most");
+  const auto part = config.as_number("partial_rotary_factor", value->is_null() ? kAll : *value);
+  config.check(part <= 1, "partial_rotary_factor in config.json is ", brief(shown(*value)), ", wants 1 at most");
   return part;
 }
 

@@ -79,8 +79,8 @@ std::vector<int64_t> HfSettings::list_of_ints(const char* name) const {
 }
 
 bool HfSettings::is_word(const char* name, std::string_view word) const {
-  const auto* said = get(name).as<std::string>();
-  return said && *said == word;
+  const auto* value = get(name).as<std::string>();
+  return value && *value == word;
 }
 
 void HfSettings::check_word(const char* name, std::string_view word) const {

@@ -44,9 +44,9 @@ std::shared_ptr<SafetensorsFile> open_shard(const std::string& path, const std::
                   kGetAgain);
   }
   for (const auto& [name, tensor] : file->tensors()) {
-    const auto said = places.find(name);
-    refuse_unless(said != places.end(), index, ": does not name ", brief(name), " of ", brief(shard), "; ", kGetAgain);
-    refuse_unless(said->second == shard, index, ": says that ", brief(name), " is in ", brief(said->second), ", but ",
+    const auto place = places.find(name);
+    refuse_unless(place != places.end(), index, ": does not name ", brief(name), " of ", brief(shard), "; ", kGetAgain);
+    refuse_unless(place->second == shard, index, ": says that ", brief(name), " is in ", brief(place->second), ", but ",
                   brief(shard), " has it; ", kGetAgain);
   }
   return file;

@@ -79,8 +79,10 @@ def convert_checkpoint(source: Path, out: Path, request: Request) -> ConversionR
         perplexities = streams.perplexities(checkpoint.read)
         writer.close()
         write_json(folder / "config.json", _with_dtype(checkpoint.config_json(request.kv_heads), request))
-        said = {"notes": notes, "warnings": _warnings(checkpoint, request, streams)}
-        report = _make_report(checkpoint, out, request, streams.tokens, perplexities, said, time.monotonic() - started)
+        remarks = {"notes": notes, "warnings": _warnings(checkpoint, request, streams)}
+        report = _make_report(
+            checkpoint, out, request, streams.tokens, perplexities, remarks, time.monotonic() - started
+        )
         write_json(folder / RECORD, asdict(report) | {"source": str(source.absolute())})
     return report
 
@@ -211,7 +213,7 @@ def _make_report(
     request: Request,
     tokens: int,
     perplexities: tuple[float | None, float | None],
-    said: dict[str, list[str]],
+    remarks: dict[str, list[str]],
     seconds: float,
 ) -> ConversionReport:
     config = source.config
@@ -230,6 +232,6 @@ def _make_report(
         tokens=tokens,
         perplexity_before=perplexities[0],
         perplexity=perplexities[1],
-        **said,
+        **remarks,
         seconds=round(seconds, 2),
     )

@@ -125,5 +125,5 @@ def make_contenders(
 
 def reason(error: Exception) -> str:
     """One line that says why a peer is left out."""
-    said = (str(error).splitlines() or [""])[0]
-    return said if isinstance(error, LeftOut) else f"{type(error).__name__}: {said}"
+    line = (str(error).splitlines() or [""])[0]
+    return line if isinstance(error, LeftOut) else f"{type(error).__name__}: {line}"
