@@ -56,24 +56,24 @@ TorchLinear& torch_linear() {
 
 constexpr std::array kHooks{"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"};
 
-py::object own_dict(const py::handle& module) {
+py::object attributes_of(const py::handle& module) {
   static const Name name("__dict__");
   return attribute(module, name);
 }
 
 // Whether the module has hooks or a forward of its own, so that a call does more than its class says.
-bool is_watched_dict(const py::handle& own) {
+bool is_watched_dict(const py::handle& attributes) {
   static const Name forward("forward");
   static const std::array hooks{Name(kHooks[0]), Name(kHooks[1]), Name(kHooks[2]), Name(kHooks[3])};
-  if (item(own, forward).ptr()) return true;
+  if (item(attributes, forward).ptr()) return true;
   for (const Name& name : hooks) {
-    const auto held = item(own, name);
+    const auto held = item(attributes, name);
     if (held && PyObject_IsTrue(held.ptr()) != 0) return true;
   }
   return false;
 }
 
-bool is_watched(const py::handle& module) { return is_watched_dict(own_dict(module)); }
+bool is_watched(const py::handle& module) { return is_watched_dict(attributes_of(module)); }
 
 bool is_linear(const py::handle& layer) {
   return reinterpret_cast<PyObject*>(Py_TYPE(layer.ptr())) == torch_linear().type.ptr();
@@ -109,9 +109,9 @@ bool is_unpatched() {
 bool is_plain(const py::handle& layer) { return is_linear(layer) && !is_watched(layer) && is_unpatched(); }
 
 // Borrowed; null where the layer lacks it.
-py::handle parameter(const py::handle& own, const Name& name) {
+py::handle parameter(const py::handle& attributes, const Name& name) {
   static const Name parameters("_parameters");
-  const auto held = item(own, parameters);
+  const auto held = item(attributes, parameters);
   return held ? item(held, name) : nullptr;
 }
 
@@ -130,9 +130,10 @@ py::object project(const py::object& layers, const py::object& x) {
   for (const auto& layer : py::reinterpret_borrow<py::sequence>(layers)) {
     static const Name bias_name("bias");
     if (!is_linear(layer)) return py::none();
-    const auto own = own_dict(layer);
-    const auto weight = parameter(own, weight_name()), bias = parameter(own, bias_name);
-    if (is_watched_dict(own) || !is_exact(weight) || !bias || !(bias.is_none() || is_exact(bias))) return py::none();
+    const auto attributes = attributes_of(layer);
+    const auto weight = parameter(attributes, weight_name()), bias = parameter(attributes, bias_name);
+    if (is_watched_dict(attributes) || !is_exact(weight) || !bias || !(bias.is_none() || is_exact(bias)))
+      return py::none();
     weights.push_back(THPVariable_Unpack(weight.ptr()));
     if (!bias.is_none()) biases.push_back(THPVariable_Unpack(bias.ptr()));
   }
@@ -154,8 +155,8 @@ Tensor split_heads_py(const Tensor& x, int64_t num_heads) {
 std::optional<Tensor> linear_weight(const py::handle& layer) {
   // A hook of accelerate brings the weight when the layer is called: until then it is on the device "meta".
   static const Name offload("_hf_hook");
-  if (!is_linear(layer) || item(own_dict(layer), offload)) return std::nullopt;
-  const auto weight = parameter(own_dict(layer), weight_name());
+  if (!is_linear(layer) || item(attributes_of(layer), offload)) return std::nullopt;
+  const auto weight = parameter(attributes_of(layer), weight_name());
   return weight && THPVariable_Check(weight.ptr()) ? std::make_optional(THPVariable_Unpack(weight.ptr()))
                                                    : std::nullopt;
 }

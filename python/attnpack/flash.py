@@ -236,8 +236,10 @@ def _attend_cache(q, k_cache, v_cache, ends, rows, pads, slopes, settings):
     lses = [q.new_empty(0, q.size(2), q.size(1), dtype=kind)]
     for b, (row, pad, end) in enumerate(zip(rows, pads, ends, strict=True)):
         keys = [x[row : row + 1, :, pad:end] for x in heads[1:]]
-        own = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
-        out, lse = attention(heads[0][b : b + 1], *keys, alibi_slopes=own, q_offset="end", return_lse=True, **settings)
+        row_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+        out, lse = attention(
+            heads[0][b : b + 1], *keys, alibi_slopes=row_slopes, q_offset="end", return_lse=True, **settings
+        )
         outs.append(out.transpose(1, 2))
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
@@ -269,9 +271,9 @@ def _attend_pages(q, k_pool, v_pool, ends, table, lens, slopes, **settings):
     outs, lses = ([x] for x in none)
     for b, slope in enumerate(slopes):
         first, last = ends[b : b + 2].tolist()
-        own = {"block_table": table[b : b + 1], "kv_lens": lens[b : b + 1], "alibi_slopes": slope}
+        of_row = {"block_table": table[b : b + 1], "kv_lens": lens[b : b + 1], "alibi_slopes": slope}
         one = torch.tensor([0, last - first], dtype=torch.int32, device="cpu")
-        out, lse = attention_varlen(q[first:last], k_pool, v_pool, one, **own, return_lse=True, **settings)
+        out, lse = attention_varlen(q[first:last], k_pool, v_pool, one, **of_row, return_lse=True, **settings)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses, 1)
@@ -286,8 +288,10 @@ def _attend(q, k, v, slopes, **settings):
     results = []
     for b, slope in enumerate(slopes):
         rows = (x[b : b + 1] for x in (q, k, v))
-        own = None if lens is None else lens[b : b + 1]
-        results.append(attention(*rows, alibi_slopes=slope, q_offset="end", kv_lens=own, return_lse=True, **settings))
+        row_lens = None if lens is None else lens[b : b + 1]
+        results.append(
+            attention(*rows, alibi_slopes=slope, q_offset="end", kv_lens=row_lens, return_lse=True, **settings)
+        )
     return tuple(torch.cat(part) for part in zip(*results, strict=True))
 
 

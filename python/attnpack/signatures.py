@@ -77,9 +77,9 @@ def spelled_out(rules: type, **defaults: Any) -> Callable[[Function], Function]:
             inspect.Parameter(name, kind, default=given.get(name), annotation=getattr(hint, "__forward_arg__", hint))
             for name, hint in rules.__annotations__.items()
         ]
-        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not hidden]
-        placed = [parameter for parameter in own if parameter.kind is not kind]
-        named = [parameter for parameter in own if parameter.kind is kind]
+        visible = [parameter for parameter in signature.parameters.values() if parameter.kind is not hidden]
+        placed = [parameter for parameter in visible if parameter.kind is not kind]
+        named = [parameter for parameter in visible if parameter.kind is kind]
         function.__signature__ = signature.replace(parameters=[*placed, *keywords, *named])
         return function
 

@@ -77,15 +77,15 @@ CausalLM to_gqa(const CausalLM& model, int64_t num_kv_heads, const ToGqaOptions&
       const auto found = state.find(name(rest));
       return found == state.end() ? at::Tensor() : found->second;
     };
-    const auto own = for_layer(options, layer);
+    const auto layer_options = for_layer(options, layer);
     const auto merged =
         merge_kv_heads({find("q_proj.weight"), find("k_proj.weight"), find("v_proj.weight"), find("o_proj.weight"),
                         find("q_proj.bias"), find("k_proj.bias"), find("v_proj.bias")},
                        MergeOptions(source.num_heads(), *source.num_kv_heads(), num_kv_heads)
-                           .method(own.method())
-                           .window(own.window())
-                           .groups(own.groups())
-                           .seed(own.seed())
+                           .method(layer_options.method())
+                           .window(layer_options.window())
+                           .groups(layer_options.groups())
+                           .seed(layer_options.seed())
                            .rope_dim(layers[layer].rope() ? scores.rope_dim().value_or(*source.head_dim()) : 0)
                            .interleaved(source.rope_interleaved())
                            .key_norm(bool(source.qk_norm()))

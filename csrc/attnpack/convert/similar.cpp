@@ -15,8 +15,8 @@ namespace {
 at::Tensor pair_distances(const at::Tensor& heads, const at::Tensor& moment) {  // [H, D, E], [E, E]
   const auto read = at::matmul(heads, moment).flatten(1), flat = heads.flatten(1);
   const auto gram = at::matmul(flat, read.t());  // sum over D of E[y_i y_j]
-  const auto own = gram.diagonal();
-  return (own.unsqueeze(0) + own.unsqueeze(1) - gram - gram.t()) / own.mean().clamp_min(1e-300);
+  const auto squares = gram.diagonal();
+  return (squares.unsqueeze(0) + squares.unsqueeze(1) - gram - gram.t()) / squares.mean().clamp_min(1e-300);
 }
 
 class Partition {

@@ -344,15 +344,15 @@ Tensor select_blocks_composite(const Tensor& query, const Tensor& key, SymInt bl
     if (!mean) scores = block_maxima(bias.defined() ? scores + bias.unsqueeze(2) : scores, blocks, block);
     // Summed before anything is hidden: -inf of one head would hide the block from the others, which see the same.
     scores = scores.sum(2);
-    const Tensor own = positions_of(rows, here).floor_divide(at::Scalar(block));
-    Tensor hidden = here.causal ? empty.logical_or(numbers > own) : empty;
+    const Tensor current = positions_of(rows, here).floor_divide(at::Scalar(block));
+    Tensor hidden = here.causal ? empty.logical_or(numbers > current) : empty;
     if (bias.defined()) {
       // A key that the mask leaves, but that lies after the query or in padding, opens no block.
       if (!is_one(bias.sym_size(3))) bias = block_maxima(hide(bias, rows, here), blocks, block);
       if (mean) scores = scores + bias;
       hidden = hidden.logical_or(bias == -kInf);
     }
-    scores = scores.masked_fill((numbers <= own).logical_and(numbers > own - at::Scalar(local_blocks)), kInf);
+    scores = scores.masked_fill((numbers <= current).logical_and(numbers > current - at::Scalar(local_blocks)), kInf);
     return best_numbers(scores.masked_fill(hidden, -kInf), top_blocks.min(blocks));
   });
 }

@@ -30,8 +30,8 @@ void GroupedAttentionImpl<Derived, layout>::reset() {
   const auto head_dim = resolve_head_dim(o.embed_dim(), o.num_heads(), o.head_dim());
   if (layout != HeadLayout::kGroupedQuery) {
     const char* name = layout == HeadLayout::kMultiQuery ? "MultiQueryAttention" : "MultiHeadAttention";
-    const auto own = layout == HeadLayout::kMultiQuery ? 1 : o.num_heads();
-    ATTNPACK_CHECK(o.num_kv_heads() == own, "num_kv_heads: got ", o.num_kv_heads(), ", ", name, " has ", own,
+    const auto wanted = layout == HeadLayout::kMultiQuery ? 1 : o.num_heads();
+    ATTNPACK_CHECK(o.num_kv_heads() == wanted, "num_kv_heads: got ", o.num_kv_heads(), ", ", name, " has ", wanted,
                    "; use GroupedQueryAttention");
     ATTNPACK_CHECK(!o.head_map(), "head_map: got one, ", name, " has none; use GroupedQueryAttention");
   }

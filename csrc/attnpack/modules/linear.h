@@ -75,15 +75,15 @@ struct EmbeddingOptions {
   }
 };
 
-// How an embedding runs when its rows are sharded over processes (distributed/tensor_parallel.h). `own` are the rows of
-// this process.
+// How an embedding runs when its rows are sharded over processes (distributed/tensor_parallel.h). `local` are the rows
+// of this process.
 class EmbeddingShare {
  public:
   virtual ~EmbeddingShare() = default;
   // The rows of ids, as EmbeddingImpl::look_up.
-  virtual at::Tensor look_up(const char* name, const at::Tensor& ids, const at::Tensor& own) const = 0;
+  virtual at::Tensor look_up(const char* name, const at::Tensor& ids, const at::Tensor& local) const = 0;
   // x times all rows, as EmbeddingImpl::logits.
-  virtual at::Tensor logits(const at::Tensor& x, const at::Tensor& own) const = 0;
+  virtual at::Tensor logits(const at::Tensor& x, const at::Tensor& local) const = 0;
   // The tokens that one process has chosen, on all of them.
   virtual at::Tensor agreed(const at::Tensor& tokens) const = 0;
 };

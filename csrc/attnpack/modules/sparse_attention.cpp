@@ -86,9 +86,9 @@ IndexerTokens SparseAttentionImpl::indexer(const at::Tensor& x) {
 }
 
 AttendOptions SparseAttentionImpl::settings(const AttentionInputs& inputs) const {
-  auto own = inputs;
-  own.index_cache(nullptr);
-  auto r = attend_options(options, own, is_training(), rope);
+  auto without_index = inputs;
+  without_index.index_cache(nullptr);
+  auto r = attend_options(options, without_index, is_training(), rope);
   if (!indexes()) r.blocks = {*options.key_block(), *options.top_k(), *options.num_local(), options.selector()};
   return r;
 }

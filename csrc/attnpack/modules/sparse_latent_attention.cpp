@@ -53,18 +53,18 @@ auto SparseLatentAttentionImpl::select(const at::Tensor& x, const AttentionInput
   ATTNPACK_CHECK(!inputs.key_index(), "key_index: got one, but the indexer of ", kName,
                  " names the keys; leave it out, or take MultiHeadLatentAttention");
   check_index_cache<LatentCache>(inputs, "LatentCache");
-  auto own = inputs;
-  own.index_cache(nullptr);
-  check_call(x, own);
+  auto without_index = inputs;
+  without_index.index_cache(nullptr);
+  check_call(x, without_index);
   return all_or_none(caches_of_selection<LatentCache>(inputs), [&] {
-    auto settings_of_call = settings(own);
+    auto settings_of_call = settings(without_index);
     const auto low = query_latent(x);
     {
       const at::NoGradGuard no_grad;
       settings_of_call.key_index =
           name_keys<LatentCache>(indexer(low, x), *options.top_k(), 0, inputs, index_inputs(settings_of_call));
     }
-    return call(heads(x, own, low), settings_of_call);
+    return call(heads(x, without_index, low), settings_of_call);
   });
 }
 

@@ -84,16 +84,16 @@ at::Tensor DecoderImpl::run(const char* name, const at::Tensor& x, const Decoder
   const auto run_layers = [&] {
     auto h = embed(name, x, inputs.positions(), cache ? past_lengths(cache->lengths(), x) : std::nullopt);
     for (size_t i = 0; i < layers->size(); ++i) {
-      auto own = DecoderBlockInputs()
-                     .context(inputs.context())
-                     .mask(inputs.mask())
-                     .positions(inputs.positions())
-                     .kv_lens(inputs.kv_lens())
-                     .context_mask(inputs.context_mask())
-                     .context_lens(inputs.context_lens());
-      if (cache) own.cache(cache->layers()[i]);
-      if (cross_cache) own.cross_cache(cross_cache->layers()[i]);
-      h = block(i).forward(h, own);
+      auto block_inputs = DecoderBlockInputs()
+                              .context(inputs.context())
+                              .mask(inputs.mask())
+                              .positions(inputs.positions())
+                              .kv_lens(inputs.kv_lens())
+                              .context_mask(inputs.context_mask())
+                              .context_lens(inputs.context_lens());
+      if (cache) block_inputs.cache(cache->layers()[i]);
+      if (cross_cache) block_inputs.cross_cache(cross_cache->layers()[i]);
+      h = block(i).forward(h, block_inputs);
     }
     return finish(h);
   };
@@ -138,16 +138,16 @@ at::Tensor EncoderDecoderImpl::encode(const at::Tensor& source, const std::optio
 at::Tensor EncoderDecoderImpl::decode(const at::Tensor& context, const at::Tensor& target,
                                       const EncoderDecoderInputs& inputs) {
   check_lengths("target_lens", inputs.target_lens(), target);
-  auto own = DecoderInputs()
-                 .context_lens(inputs.source_lens())
-                 .kv_lens(inputs.target_lens())
-                 .cache(inputs.cache())
-                 .cross_cache(inputs.cross_cache());
+  auto decoder_inputs = DecoderInputs()
+                            .context_lens(inputs.source_lens())
+                            .kv_lens(inputs.target_lens())
+                            .cache(inputs.cache())
+                            .cross_cache(inputs.cross_cache());
   if (!holds_context(inputs)) {
     ATTNPACK_CHECK(context.defined(), "context: got none, but no cross_cache holds it; give what encode returns");
-    own.context(context);
+    decoder_inputs.context(context);
   }
-  return decoder->run("target", target, own);
+  return decoder->run("target", target, decoder_inputs);
 }
 
 std::shared_ptr<ModelCache> EncoderDecoderImpl::new_cross_cache() const {

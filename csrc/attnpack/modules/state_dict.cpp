@@ -15,14 +15,14 @@ namespace attnpack {
 
 namespace {
 
-// Checks that `given` can replace `own`.
-void check_tensor(const std::string& name, const at::Tensor& own, const at::Tensor& given) {
-  ATTNPACK_CHECK(given.defined(), "state dict: got an undefined tensor as ", name, ", want one of shape ", own.sizes(),
-                 ": leave the name out");
-  ATTNPACK_CHECK(given.sizes() == own.sizes(), "state dict: got ", name, " of shape ", given.sizes(), ", want ",
-                 own.sizes());
-  ATTNPACK_CHECK(!given.is_complex() || own.is_complex(), "state dict: got ", name, " of dtype ", given.scalar_type(),
-                 ", want real numbers: at::real and at::imag give the two parts");
+// Checks that `given` can replace `current`.
+void check_tensor(const std::string& name, const at::Tensor& current, const at::Tensor& given) {
+  ATTNPACK_CHECK(given.defined(), "state dict: got an undefined tensor as ", name, ", want one of shape ",
+                 current.sizes(), ": leave the name out");
+  ATTNPACK_CHECK(given.sizes() == current.sizes(), "state dict: got ", name, " of shape ", given.sizes(), ", want ",
+                 current.sizes());
+  ATTNPACK_CHECK(!given.is_complex() || current.is_complex(), "state dict: got ", name, " of dtype ",
+                 given.scalar_type(), ", want real numbers: at::real and at::imag give the two parts");
   ATTNPACK_CHECK(!given.is_quantized(), "state dict: got ", name, " of dtype ", given.scalar_type(),
                  ", want plain numbers: call .dequantize() on it");
   ATTNPACK_CHECK(given.layout() == at::kStrided, "state dict: got ", name, " in layout ", given.layout(),
@@ -38,9 +38,9 @@ std::string listed(const char* what, const std::vector<std::string>& names) {
 
 // Finds the names that the module lacks and the names that it does not know. Raises on tensors that do not fit, and
 // with strict on such names.
-LoadResult compare(const StateDict& own, const StateDict& given, bool strict) {
+LoadResult compare(const StateDict& current, const StateDict& given, bool strict) {
   LoadResult result;
-  for (const auto& [name, tensor] : own) {
+  for (const auto& [name, tensor] : current) {
     const auto found = given.find(name);
     if (found == given.end()) {
       result.missing.push_back(name);
@@ -49,7 +49,7 @@ LoadResult compare(const StateDict& own, const StateDict& given, bool strict) {
     }
   }
   for (const auto& [name, tensor] : given) {
-    if (!own.count(name)) result.unexpected.push_back(name);
+    if (!current.count(name)) result.unexpected.push_back(name);
   }
   const std::string missing = listed("missing", result.missing), unexpected = listed("unexpected", result.unexpected);
   ATTNPACK_CHECK(!strict || (missing.empty() && unexpected.empty()), "state dict: ", missing,
@@ -71,8 +71,8 @@ struct Memory {
 };
 
 // Whether a write to any of the module's tensors may change x.
-bool shares_memory(const at::Tensor& x, const StateDict& own) {
-  return std::any_of(own.begin(), own.end(),
+bool shares_memory(const at::Tensor& x, const StateDict& current) {
+  return std::any_of(current.begin(), current.end(),
                      [memory = Memory(x)](const auto& item) { return memory.overlaps(Memory(item.second)); });
 }
 
@@ -82,24 +82,25 @@ void check_own_elements(const std::string& name, const at::Tensor& x, const char
                  ", want memory of its own for each element: call .contiguous() on what was expanded");
 }
 
-// A tensor that copy_ into `own` cannot fail for, and that no write to the module changes. Plain numbers in memory of
-// their own stay as they are. Anything else is copied here, where nothing has been written yet.
-at::Tensor readable(const std::string& name, const at::Tensor& own, const at::Tensor& given, const StateDict& all) {
+// A tensor that copy_ into `current` cannot fail for, and that no write to the module changes. Plain numbers in memory
+// of their own stay as they are. Anything else is copied here, where nothing has been written yet.
+at::Tensor readable(const std::string& name, const at::Tensor& current, const at::Tensor& given, const StateDict& all) {
   ATTNPACK_CHECK(!given.is_meta(), "state dict: got ", name, " on meta, where a tensor has no numbers, want it on ",
-                 own.device(), ": read it first");
-  ATTNPACK_CHECK(!own.is_meta(), "state dict: the module's ", name,
+                 current.device(), ": read it first");
+  ATTNPACK_CHECK(!current.is_meta(), "state dict: the module's ", name,
                  " is on meta, where nothing can be copied to: use assign_state_dict");
-  check_own_elements(name, own, "the module's ");
-  const bool plain = !at::isTensorSubclassLike(given) && (given.is_same(own) || !shares_memory(given, all));
-  return plain ? given : at::empty_like(own).copy_(given);
+  check_own_elements(name, current, "the module's ");
+  const bool plain = !at::isTensorSubclassLike(given) && (given.is_same(current) || !shares_memory(given, all));
+  return plain ? given : at::empty_like(current).copy_(given);
 }
 
-// The tensor itself if it has the requires_grad of `own`, else a tensor on its storage.
-at::Tensor assignable(const std::string& name, const at::Tensor& own, const at::Tensor& given) {
-  ATTNPACK_CHECK(given.is_floating_point() || !own.is_floating_point(), "state dict: got ", name, " of dtype ",
-                 given.scalar_type(), ", want a floating one as ", own.scalar_type(), ": convert it with .to()");
+// The tensor itself if it has the requires_grad of `current`, else a tensor on its storage.
+at::Tensor assignable(const std::string& name, const at::Tensor& current, const at::Tensor& given) {
+  ATTNPACK_CHECK(given.is_floating_point() || !current.is_floating_point(), "state dict: got ", name, " of dtype ",
+                 given.scalar_type(), ", want a floating one as ", current.scalar_type(), ": convert it with .to()");
   check_own_elements(name, given, "the given ");
-  return given.requires_grad() == own.requires_grad() ? given : given.detach().requires_grad_(own.requires_grad());
+  return given.requires_grad() == current.requires_grad() ? given
+                                                          : given.detach().requires_grad_(current.requires_grad());
 }
 
 using Modules = torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>>;
@@ -150,20 +151,20 @@ void copy_requires_grad(const torch::nn::Module& from, torch::nn::Module& to) {
 
 LoadResult load_state_dict(torch::nn::Module& module, const StateDict& tensors, bool strict) {
   at::NoGradGuard no_grad;
-  const auto own = state_dict(module);
-  const auto result = compare(own, tensors, strict);
+  const auto current = state_dict(module);
+  const auto result = compare(current, tensors, strict);
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  for (const auto& [name, tensor] : own) {
+  for (const auto& [name, tensor] : current) {
     if (const auto found = tensors.find(name); found != tensors.end())
-      copies.emplace_back(tensor, readable(name, tensor, found->second, own));
+      copies.emplace_back(tensor, readable(name, tensor, found->second, current));
   }
   for (const auto& [tensor, given] : copies) tensor.copy_(given);
   return result;
 }
 
 LoadResult assign_state_dict(torch::nn::Module& module, const StateDict& tensors, bool strict) {
-  const auto own = state_dict(module);
-  const auto result = compare(own, tensors, strict);
+  const auto current = state_dict(module);
+  const auto result = compare(current, tensors, strict);
   const auto modules = module.named_modules();
   struct Place {
     ParameterOwner* owner;
@@ -173,8 +174,8 @@ LoadResult assign_state_dict(torch::nn::Module& module, const StateDict& tensors
   std::vector<Place> places;
   std::unordered_map<const c10::TensorImpl*, at::Tensor> values;  // by what is held: one tensor may have several places
   for (const auto& [name, tensor] : tensors) {
-    const auto held = own.find(name);
-    if (held == own.end()) continue;
+    const auto held = current.find(name);
+    if (held == current.end()) continue;
     const auto [owner, parameter] = owner_of(modules, name);
     ATTNPACK_CHECK(owner, "state dict: ", name, " belongs to a module that is not attnpack's; use load_state_dict");
     places.push_back({owner, parameter, held->second.unsafeGetTensorImpl()});

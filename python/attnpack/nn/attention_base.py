@@ -265,8 +265,8 @@ class ContextAttention(NativeAttention):
         reject_keywords(unknown)
         if nested.is_nested(x):
             nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, kv_from=kv_from, need_weights=need_weights, **named)
-            own = self.causal and context is None
-            return self._forward_nested(x, context, value_context, positions, own if causal is None else causal)
+            of_module = self.causal and context is None
+            return self._forward_nested(x, context, value_context, positions, of_module if causal is None else causal)
         if kv_from is not None:
             if context is not None or value_context is not None or cache is not None:
                 checks.kv_from(context is not None or value_context is not None, cache is not None)

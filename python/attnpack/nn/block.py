@@ -99,8 +99,8 @@ class Block(NativeModule):
 
     def _live_config(self) -> dict[str, Any]:
         norms = (getattr(self, name, None) for name in _NORMS)
-        own = {"pre_norm": self.pre_norm, "dropout": self.dropout}
-        return {**own, **norm_settings(norm for norm in norms if norm is not None)}
+        options = {"pre_norm": self.pre_norm, "dropout": self.dropout}
+        return {**options, **norm_settings(norm for norm in norms if norm is not None)}
 
     @classmethod
     def _arguments(cls, twin: Any) -> dict[str, Any]:

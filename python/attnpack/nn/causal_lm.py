@@ -138,10 +138,10 @@ class CausalLM(NativeModule):
         if self.latent is not None:
             return MultiHeadLatentAttention(self.embed_dim, self.num_heads, **self.latent, **shared)
         scores = {name: value for name, value in (self.scores or {}).items() if name != "rope_dim"}
-        own = {name: getattr(self, name) for name in ("head_dim", "out_bias", "qk_norm")}
+        heads = {name: getattr(self, name) for name in ("head_dim", "out_bias", "qk_norm")}
         window = settings["window"] and tuple(settings["window"])
         return GroupedQueryAttention(
-            self.embed_dim, self.num_heads, self.num_kv_heads, window=window, **own, **scores, **shared
+            self.embed_dim, self.num_heads, self.num_kv_heads, window=window, **heads, **scores, **shared
         )
 
     def _rope(self, settings: dict[str, Any]) -> RotaryEmbedding | None:
@@ -304,10 +304,10 @@ class CausalLM(NativeModule):
 
 def _parts(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
     """Type and plain attributes (causal, scale, eps ...) of each module of attnpack in the model."""
-    own = (child for child in model.modules() if isinstance(child, NativeModule))
+    native = (child for child in model.modules() if isinstance(child, NativeModule))
     return [
         (type(child).__name__, {k: v for k, v in vars(child).items() if not k.startswith("_") and k != "training"})
-        for child in own
+        for child in native
     ]
 
 

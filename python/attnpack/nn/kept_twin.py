@@ -67,17 +67,17 @@ def _settings_of(model: nn.Module, parameters: dict[str, Tensor]) -> list[Any]:
     found: list[Any] = []
 
     def visit(module: nn.Module, prefix: str) -> None:
-        kind, own = type(module), vars(module)
-        own_parameters, children = own["_parameters"], own["_modules"]
+        kind, attributes = type(module), vars(module)
+        of_module, children = attributes["_parameters"], attributes["_modules"]
         watched = is_watched(module) and object()  # which is like no other
         found.extend((kind, kind.forward, watched))
-        for names in (own, own_parameters, children):
+        for names in (attributes, of_module, children):
             found.extend(names)
         if kind is not nn.Linear:
-            for name, value in own.items():
+            for name, value in attributes.items():
                 if name[0] != "_":
                     found.append(value if type(value) in _VALUES else _frozen(value))
-        for name, parameter in own_parameters.items():
+        for name, parameter in of_module.items():
             if parameter is not None:
                 parameters[prefix + name] = parameter
         for name, child in children.items():

@@ -171,8 +171,8 @@ class MultiHeadLatentAttention(NativeAttention):
             checks.no_kv_from("MultiHeadLatentAttention", True)
         if nested.is_nested(x):
             nested.refuse(mask=mask, cache=cache, kv_lens=kv_lens, key_index=key_index, need_weights=need_weights)
-            own = self.causal and context is None
-            return self._forward_nested(x, context, value_context, positions, own if causal is None else causal)
+            of_module = self.causal and context is None
+            return self._forward_nested(x, context, value_context, positions, of_module if causal is None else causal)
         self._check(x, context, value_context, cache)
         check_kind(cache, KVCache, type(self).__name__, "a LatentCache, one per layer")
         inputs = {"positions": positions, "cross": context is not None, "mask": mask, "kv_lens": kv_lens}

@@ -22,8 +22,8 @@ class OtherWork:
         begin, now = self._begin, _times()
         if begin is None or now is None or now[0] <= begin[0]:
             return None
-        seconds, busy, own = (b - a for a, b in zip(begin, now, strict=True))
-        return max(0.0, (busy - own) / seconds)
+        seconds, busy, ours = (b - a for a, b in zip(begin, now, strict=True))
+        return max(0.0, (busy - ours) / seconds)
 
     def warning(self) -> str:
         """A sentence for times that others disturbed, or ""."""
@@ -44,6 +44,6 @@ def _times() -> tuple[float, float, float] | None:
     except (OSError, ValueError, AttributeError):
         return None
     busy = sum(count for column, count in enumerate(ticks) if column not in _IDLE)
-    own = os.times()
-    mine = own.user + own.system + own.children_user + own.children_system
+    times = os.times()
+    mine = times.user + times.system + times.children_user + times.children_system
     return time.monotonic(), busy / ticks_per_second, mine

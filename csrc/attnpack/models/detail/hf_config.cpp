@@ -20,11 +20,11 @@ constexpr Unsupported kUnsupported[] = {
     {"partial_rotary_factor", 1},  {"use_bidirectional_attention", 0}, {"is_causal", 1},
 };
 
-// own: the settings that the family honours.
-void check_supported(const HfSettings& config, const std::set<std::string_view>& own) {
+// honoured: the settings that the family reads.
+void check_supported(const HfSettings& config, const std::set<std::string_view>& honoured) {
   for (const auto& [name, off] : kUnsupported) {
     const auto& value = config.get(name);
-    if (own.count(name)) continue;
+    if (honoured.count(name)) continue;
     config.check(value.is_null() || (off && number_in(value) == off), name, " = ", brief(shown(value)),
                  " in config.json is not supported yet");
   }

@@ -169,8 +169,8 @@ std::vector<HfPart> gpt_oss_parts(const std::string& name, const CausalLMOptions
   const auto add = [&](int64_t expert, const char* ours, int64_t first, int64_t step) {
     const auto cut = [=](const Tensor& x) {
       TORCH_CHECK_VALUE(x.dim() > 1 && x.size(0) == count, "it holds other than ", count, " experts");
-      const Tensor own = is_bias || is_packed ? x.select(0, expert) : x.select(0, expert).t();
-      return own.slice(0, first, std::nullopt, step);
+      const Tensor matrix = is_bias || is_packed ? x.select(0, expert) : x.select(0, expert).t();
+      return matrix.slice(0, first, std::nullopt, step);
     };
     parts.push_back({c10::str(place.layer, "mlp.experts.", expert, ".", ours, is_bias ? ".bias" : ".weight"), cut});
   };

@@ -31,8 +31,8 @@ bool is_harmless(const std::string& name) {
 }  // namespace
 
 const char* HfSettings::called(const char* name) const {
-  for (const auto& [usual, own, takes_usual] : aliases_)
-    if (std::string_view(usual) == name && (!takes_usual || config_.find(own) || !config_.find(name))) return own;
+  for (const auto& [usual, theirs, takes_usual] : aliases_)
+    if (std::string_view(usual) == name && (!takes_usual || config_.find(theirs) || !config_.find(name))) return theirs;
   return name;
 }
 

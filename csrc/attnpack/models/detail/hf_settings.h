@@ -16,7 +16,7 @@ namespace attnpack {
 // A family's own name of a setting that others have too. Some families take the usual name where their own is absent
 // (transformers' attribute_map); the others ignore it.
 struct HfAlias {
-  const char *usual, *own;
+  const char *usual, *theirs;
   bool takes_usual = false;
 };
 using HfAliases = std::vector<HfAlias>;

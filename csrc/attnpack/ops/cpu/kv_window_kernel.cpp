@@ -24,9 +24,9 @@ void copy_kept(const Tensor& from, const Tensor& to, const int64_t* slots, const
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b = i / heads, first = std::min(keep_first, slots[b]), rest = slots[b] - moved[b] - first;
       const char* head = source + i * from.size(2) * row;
-      char* own = target + i * to.size(2) * row;
-      std::memcpy(own, head, first * row);
-      std::memcpy(own + first * row, head + (first + moved[b]) * row, rest * row);
+      char* to_head = target + i * to.size(2) * row;
+      std::memcpy(to_head, head, first * row);
+      std::memcpy(to_head + first * row, head + (first + moved[b]) * row, rest * row);
     }
   });
 }

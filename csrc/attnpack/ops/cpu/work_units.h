@@ -127,13 +127,13 @@ void run_prefill(const Kernels& kernels, Calls calls, ForEach&& for_each) {
     const int64_t tiles = tiles_of(call, t), of_head = units_of_head(t, tiles), step = tiles * kTileQueryRows;
     const int64_t b = index / of_head / p.num_kv_heads, kv_head = index / of_head % p.num_kv_heads;
     if (streams_keys(p, t, b)) return;
-    void* const own = static_cast<char*>(scratch) + kHeader;
+    void* const memory = static_cast<char*>(scratch) + kHeader;
     int64_t& last_call = *static_cast<int64_t*>(scratch);
-    if (last_call != static_cast<int64_t>(call) + 1) *static_cast<int64_t*>(own) = 0;
+    if (last_call != static_cast<int64_t>(call) + 1) *static_cast<int64_t*>(memory) = 0;
     last_call = static_cast<int64_t>(call) + 1;
     const int64_t begin = (of_head - 1 - index % of_head) * step;
     const Range rows{begin, std::min(begin + step, group_size(p, kv_head) * p.q_len)};
-    if (!rows.empty()) kernels.prefill(p, b, kv_head, rows, own);
+    if (!rows.empty()) kernels.prefill(p, b, kv_head, rows, memory);
   });
 }
 

@@ -187,8 +187,8 @@ class _Writer:
         }
 
         def shape(name: str) -> tuple[int, ...]:
-            own = source.shapes[name]
-            return (rows.get(name.rpartition(".")[0], own[0]), *own[1:])
+            sizes = source.shapes[name]
+            return (rows.get(name.rpartition(".")[0], sizes[0]), *sizes[1:])
 
         for file, names in source.by_file().items():
             described = {name: (shape(name), source.dtype(name)) for name in names}

@@ -140,9 +140,9 @@ inline void dot_products(const typename Operands::Element* x, int64_t ldx, const
       const S *row[kNeighbours], *far[kNeighbours];
 #pragma GCC unroll 2
       for (int n = 0; n < kNeighbours; ++n) {
-        const int64_t own = first + n < count ? first + n : first;
-        row[n] = w[own];
-        far[n] = w.ahead(own + ahead.rows) + ahead.columns;
+        const int64_t place = first + n < count ? first + n : first;
+        row[n] = w[place];
+        far[n] = w.ahead(place + ahead.rows) + ahead.columns;
       }
       if (whole)
         row_products<Operands, Rows, kNeighbours, stream, A>(x, ldx, row, far, dim, sum + i, kFolded);

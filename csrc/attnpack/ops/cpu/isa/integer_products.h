@@ -136,16 +136,16 @@ class IntegerLayout {
 #pragma GCC unroll 4
           for (int lane = 0; lane < 4; ++lane) {
             const Piece n = piece_at(c, lane, half);
-            const __m128i own =
+            const __m128i piece =
                 _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << n.count) - 1), parts[part] + n.first);
-            lanes = _mm512_mask_broadcast_i32x4(lanes, static_cast<__mmask16>(15 << 4 * lane), own);
+            lanes = _mm512_mask_broadcast_i32x4(lanes, static_cast<__mmask16>(15 << 4 * lane), piece);
           }
           sum = byte_products(sum, _mm512_set1_epi8(1), lanes);
-          signed char* const own = to + 128 + half * 512 + part * 64;
-          _mm512_store_si512(own, _mm512_shuffle_epi32(lanes, _MM_PERM_AAAA));
-          _mm512_store_si512(own + 128, _mm512_shuffle_epi32(lanes, _MM_PERM_BBBB));
-          _mm512_store_si512(own + 256, _mm512_shuffle_epi32(lanes, _MM_PERM_CCCC));
-          _mm512_store_si512(own + 384, _mm512_shuffle_epi32(lanes, _MM_PERM_DDDD));
+          signed char* const copies = to + 128 + half * 512 + part * 64;
+          _mm512_store_si512(copies, _mm512_shuffle_epi32(lanes, _MM_PERM_AAAA));
+          _mm512_store_si512(copies + 128, _mm512_shuffle_epi32(lanes, _MM_PERM_BBBB));
+          _mm512_store_si512(copies + 256, _mm512_shuffle_epi32(lanes, _MM_PERM_CCCC));
+          _mm512_store_si512(copies + 384, _mm512_shuffle_epi32(lanes, _MM_PERM_DDDD));
         }
         sum = _mm512_add_epi32(sum, _mm512_shuffle_epi32(sum, _MM_PERM_BADC));
         sum = _mm512_add_epi32(sum, _mm512_shuffle_epi32(sum, _MM_PERM_CDAB));
@@ -306,9 +306,9 @@ class IntegerLayout {
         }
       } else {
         for (int64_t j = 0; j < kIntegerKeys; ++j) {
-          uint16_t own[4] = {};
-          for (int64_t b = 0; b < some; ++b) __builtin_memcpy(own + b, from + j * rows.stride + 2 * b, 2);
-          __builtin_memcpy(words + j * sizeof(Word), own, sizeof(Word));
+          uint16_t word[4] = {};
+          for (int64_t b = 0; b < some; ++b) __builtin_memcpy(word + b, from + j * rows.stride + 2 * b, 2);
+          __builtin_memcpy(words + j * sizeof(Word), word, sizeof(Word));
         }
       }
     }
@@ -366,8 +366,8 @@ class IntegerLayout {
     const unsigned char* row = keys.first;
     const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(kPlaces.scale[is_odd(c)]));
     const auto scales = [&](int64_t key) __attribute__((always_inline)) {
-      const __m256i own = _mm256_loadu_si256(static_cast<const __m256i*>(words_of(words, key)));
-      return _mm512_cvtph_ps(_mm256_permutexvar_epi16(order, own));
+      const __m256i stored = _mm256_loadu_si256(static_cast<const __m256i*>(words_of(words, key)));
+      return _mm512_cvtph_ps(_mm256_permutexvar_epi16(order, stored));
     };
 #pragma GCC unroll 1
     for (int u = 0; u < kUnits; u += 2, row += 2 * kKeys * stride, products += 32) {
@@ -421,14 +421,14 @@ class IntegerLayout {
     for (int64_t g = 0; g < groups_; ++g)
 #pragma GCC unroll 4
       for (int64_t j = 0; j < kIntegerKeys; j += 16) {
-        const uint64_t* own = w.words + g * kIntegerKeys;
+        const uint64_t* words = w.words + g * kIntegerKeys;
         float* to = w.scales + g * Group * kIntegerKeys + j;
-        const Bytes x = _mm512_loadu_si512(words_of(own, j));
+        const Bytes x = _mm512_loadu_si512(words_of(words, j));
         if constexpr (Group == 2) {
           _mm512_store_ps(to, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(x)));
           _mm512_store_ps(to + kIntegerKeys, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16))));
         } else {
-          const Bytes y = _mm512_loadu_si512(words_of(own, j + 8));
+          const Bytes y = _mm512_loadu_si512(words_of(words, j + 8));
 #pragma GCC unroll 4
           for (int b = 0; b < 4; ++b) {
             const __m128i few = _mm512_cvtepi64_epi16(_mm512_srli_epi64(x, 16 * b)),

@@ -52,8 +52,8 @@ template <int Bits>
       to[v] = __builtin_convertvector(widen_bytes<int8_t>(codes + v * kWidth), Vec<float>);
     } else {
       const auto both = widen_bytes<uint8_t>(codes + v * kWidth % kHalfBlock);
-      const auto own = v * kWidth < kHalfBlock ? both & 15 : both >> 4;
-      to[v] = __builtin_convertvector(own, Vec<float>) - 8.0f;
+      const auto half = v * kWidth < kHalfBlock ? both & 15 : both >> 4;
+      to[v] = __builtin_convertvector(half, Vec<float>) - 8.0f;
     }
   }
 }
@@ -113,10 +113,10 @@ void dot_products(const float* x, int64_t ldx, const QuantizedRows<Bits>& w, int
         const Vec<float> scale = broadcast(read_block<Bits>(row, dim, b, numbers));
 #pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r) {
-          const float* own = x + r * ldx + b * kQuantizedBlock;
-          Vec<float> part = load<float>(own) * numbers[0];
+          const float* block = x + r * ldx + b * kQuantizedBlock;
+          Vec<float> part = load<float>(block) * numbers[0];
 #pragma GCC unroll 8
-          for (int v = 1; v < kBlockVectors; ++v) part += load<float>(own + v * kLanes<float>) * numbers[v];
+          for (int v = 1; v < kBlockVectors; ++v) part += load<float>(block + v * kLanes<float>) * numbers[v];
           parts[r] += part * scale;
         }
       }

@@ -301,8 +301,8 @@ class ForwardTile {
     const float multiplier = multiplier_of<Kind>(p_);
 #pragma unroll
     for (int w = 0; w < KeyWarps; ++w) {
-      const float own = shared_.end.max[w][row];
-      factor[w] = own == top ? 1.f : power_of_two((own - top) * multiplier);
+      const float maximum = shared_.end.max[w][row];
+      factor[w] = maximum == top ? 1.f : power_of_two((maximum - top) * multiplier);
     }
     return top;
   }

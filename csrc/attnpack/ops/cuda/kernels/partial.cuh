@@ -91,10 +91,10 @@ ATTNPACK_DEVICE_CALL void add_broken(float* tile, int stride, const BrokenOwners
       broken |= static_cast<uint32_t>(ballot(mine) != 0) << k;
     }
     if (!broken) continue;
-    const bool own = broken >> lane & 1;
-    const auto prepared = sees.prepare(begin + (own ? lane : 0));
+    const bool is_broken = broken >> lane & 1;
+    const auto prepared = sees.prepare(begin + (is_broken ? lane : 0));
     for (int owner = owners.first; owner < owners.end; owner += owners.step) {
-      uint32_t seen = ballot(own && sees(owner, prepared));
+      uint32_t seen = ballot(is_broken && sees(owner, prepared));
       if (!seen || !is_open(owner)) continue;
       for (int k = 0; seen; ++k, seen >>= 1)
         if (seen & 1)
@@ -164,8 +164,8 @@ ATTNPACK_DEVICE void merge_parts(const AttentionParams& p, const ForwardPlan& pl
   const Row row = make_row(p, b, kv_head, row_index);
   const auto part = [&](int64_t i) { return partial_row<A>(p, plan, workspace, head, i, row_index); };
   const int thread = thread_id(), warp = thread / kWarp;
-  const bool own = thread < plan.parts;
-  const Softmax<A> mine = own ? Softmax<A>{part(thread)[0], part(thread)[1]} : Softmax<A>{-infinity<A>(), 0};
+  const bool has_part = thread < plan.parts;
+  const Softmax<A> mine = has_part ? Softmax<A>{part(thread)[0], part(thread)[1]} : Softmax<A>{-infinity<A>(), 0};
   const A top = warp_max(mine.max);
   if (thread % kWarp == 0) shared.max[warp] = top;
   sync_block();

@@ -118,9 +118,9 @@ struct LaneRows {
 
 // table: the 16 rows.
 ATTNPACK_DEVICE LaneRows lane_rows_of(const Row* table) {
-  const Row* own = table + thread_id() % kWarp / 4;
-  return {own, own[0].begin > own[8].begin ? own[0].begin : own[8].begin,
-          own[0].end < own[8].end ? own[0].end : own[8].end};
+  const Row* first = table + thread_id() % kWarp / 4;
+  return {first, first[0].begin > first[8].begin ? first[0].begin : first[8].begin,
+          first[0].end < first[8].end ? first[0].end : first[8].end};
 }
 
 template <class M>

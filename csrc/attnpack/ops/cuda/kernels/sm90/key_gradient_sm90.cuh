@@ -159,8 +159,8 @@ class WarpgroupKeyGradient : WarpgroupBackward<S, Width> {
       for (int i = 0; i < 4; ++i) {
         const Other& row = rows[8 * j + lane_ % 4 * 2 + (i & 1)];
         const float probability = power_of_two(s[j][i] * multiplier - row.lse);
-        const int32_t own = key + (i >> 1) * 8;
-        s[j][i] = inside || (own >= row.begin && own < row.end) ? probability : -0.f;
+        const int32_t key_of_score = key + (i >> 1) * 8;
+        s[j][i] = inside || (key_of_score >= row.begin && key_of_score < row.end) ? probability : -0.f;
       }
   }
   // g = dS / scale = P (dP - delta).
