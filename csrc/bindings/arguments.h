@@ -265,11 +265,11 @@ py::object object_of(const Call& call) {
 
 // The type that holds an argument of a function while the function runs.
 template <typename T>
-struct Held {
+struct OwningType {
   using type = T;
 };
 template <typename T>
-struct Held<c10::ArrayRef<T>> {
+struct OwningType<c10::ArrayRef<T>> {
   using type = std::vector<T>;
 };
 
@@ -291,8 +291,8 @@ void define(py::module_& m, const char* name, Result (*function)(Values...), con
       const auto at = i++;
       return read_value<typename decltype(held)::type>(names[at], arguments[at], names[at]);
     };
-    std::tuple<typename Held<std::decay_t<Values>>::type...> values{
-        read(Held<std::decay_t<Values>>())...};  // in this order
+    std::tuple<typename OwningType<std::decay_t<Values>>::type...> values{
+        read(OwningType<std::decay_t<Values>>())...};  // in this order
     const auto call = [&] { return std::apply(function, values); };
     if constexpr (needs_gil || std::is_void_v<Result>)
       return object_of(call);
