@@ -47,6 +47,7 @@
 #include <attnpack/ops/linear.h>
 #include <attnpack/ops/merge_states.h>
 #include <attnpack/ops/null.h>
+#include <attnpack/ops/option_list.h>
 #include <attnpack/ops/quantize.h>
 #include <attnpack/ops/query_scale.h>
 #include <attnpack/ops/register.h>

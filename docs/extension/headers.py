@@ -12,6 +12,12 @@ NAME = re.compile(
 )
 
 
+# A list of members, #define LIST(X) /* comment */ X(type, name, default, "..."), and what stands for it in a struct.
+LIST = re.compile(r"^#define (\w+)\(X\)((?:.*\\\n)+.*)", re.M)
+ENTRY = re.compile(r'/\*( .*?) \*/|X\(([^,]+), (\w+), ([^,]+), "')
+MEMBERS = re.compile(r"^( +)(\w+)\(\w+_MEMBER\)$", re.M)
+
+
 class Paragraph(NamedTuple):
     """Lines of a header without an empty line outside of braces."""
 
@@ -45,6 +51,8 @@ def read(text: str) -> list[Paragraph]:
 def _declarations(text: str) -> list[str]:
     """The lines without the preprocessor's, those that open and close namespaces, and unnamed namespaces."""
     kept, hidden = [], 0
+    lists = {name: ENTRY.findall(body) for name, body in LIST.findall(text)}
+    text = MEMBERS.sub(lambda found: _members(found[1], lists[found[2]]), text)
     text = re.sub(r"^#.*(?:(?<=\\)\n.*)*", "#", text, flags=re.M)  # a macro of several lines is one
     for line in text.splitlines():
         if hidden or re.match(r"namespace( detail)? \{", line):
@@ -54,6 +62,12 @@ def _declarations(text: str) -> list[str]:
         else:
             kept.append(line)
     return kept
+
+
+def _members(indent: str, entries: list[tuple[str, str, str, str]]) -> str:
+    """The members of a list as if the struct declared them."""
+    lines = [f"//{comment}" if comment else f"{kind} {name} = {value};" for comment, kind, name, value in entries]
+    return "\n".join(indent + line for line in lines)
 
 
 def _opens(line: str) -> int:
@@ -69,20 +83,15 @@ def _paragraph(lines: list[str]) -> Paragraph:
 
 
 def _visible(lines: list[str]) -> list[str]:
-    """The lines without the private and protected parts of classes, and without the visitors of options."""
-    kept, hidden, depth, visitor = [], False, 0, None  # visitor: the depth at which one began
+    """The lines without the private and protected parts of classes."""
+    kept, hidden = [], False
     for line in lines:
         if label := re.fullmatch(r" +(public|protected|private):", line):
             hidden = label[1] != "public"
         elif line.startswith("}"):
             hidden = False
-        if "typename Self, typename Visit" in line:
-            visitor = depth
-        if not hidden and visitor is None:
+        if not hidden:
             kept.append(line)
-        depth += _opens(line)
-        if visitor == depth and line.strip() == "}":
-            visitor = None
     return _tidy(kept)
 
 

@@ -207,16 +207,15 @@ namespace attnpack {
 at::Tensor pool(const at::Tensor& weight,  // [H * D, E]
                 int64_t heads = {});
 
+#define X_PARTS(X)                         \\
+  /* How many positions. */                \\
+  X(int64_t, held, 0, "int cache_held=0")  \\
+  X(std::optional<at::Tensor>, dropped, std::nullopt, "Tensor? cache_dropped=None")
+
 class Cache : public Base {
  public:
   int64_t len() const { return 1; }
-
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    if (visit) {
-      visit("x", self.x_);
-    }
-  }
+  X_PARTS(X_MEMBER)
   int64_t last() const;
 
  protected:
@@ -239,7 +238,9 @@ def test_reads_headers():
     assert alone == ([], "Alone.", "")
     assert pool.names == ["pool"] and pool.comment == "What it does." and "// [H * D, E]" in pool.code
     assert cache.names == ["Cache"] and "len()" in cache.code and "last()" in cache.code
-    assert "hidden_" not in cache.code and "Visit" not in cache.code and "self.x_" not in cache.code
+    assert "hidden_" not in cache.code
+    assert "  // How many positions.\n  int64_t held = 0;\n" in cache.code
+    assert "  std::optional<at::Tensor> dropped = std::nullopt;\n  int64_t last()" in cache.code
     assert cache.code.endswith("};\nTORCH_MODULE(Cache);")
     assert groups.names == ["Groups"]
 

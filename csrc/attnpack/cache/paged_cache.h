@@ -1,33 +1,20 @@
 #pragma once
 
-#include <torch/csrc/api/include/torch/arg.h>
-
 #include <attnpack/cache/kv_cache.h>
+#include <attnpack/ops/option_list.h>
 
 namespace attnpack {
 
-struct PagedCacheOptions {
+struct PagedCacheOptions : OptionList<PagedCacheOptions> {
   PagedCacheOptions(int64_t batch, int64_t num_kv_heads, int64_t head_dim, int64_t num_pages)
       : batch_(batch), num_kv_heads_(num_kv_heads), head_dim_(head_dim), num_pages_(num_pages) {}
-  TORCH_ARG(int64_t, batch);
-  TORCH_ARG(int64_t, num_kv_heads);
-  TORCH_ARG(int64_t, head_dim);
-  TORCH_ARG(int64_t, num_pages);                  // of the pool, which all sequences share
-  TORCH_ARG(int64_t, page_size) = 16;             // positions of a page
-  TORCH_ARG(std::optional<int64_t>, v_head_dim);  // default head_dim
-  TORCH_ARG(at::TensorOptions, tensor);           // dtype and device
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("batch", self.batch_);
-    visit("num_kv_heads", self.num_kv_heads_);
-    visit("head_dim", self.head_dim_);
-    visit("num_pages", self.num_pages_);
-    visit("page_size", self.page_size_);
-    visit("v_head_dim", self.v_head_dim_);
-    visit("tensor", self.tensor_);
-  }
+  ATTNPACK_OPTION(int64_t, batch);
+  ATTNPACK_OPTION(int64_t, num_kv_heads);
+  ATTNPACK_OPTION(int64_t, head_dim);
+  ATTNPACK_OPTION(int64_t, num_pages);                  // of the pool, which all sequences share
+  ATTNPACK_OPTION(int64_t, page_size) = 16;             // positions of a page
+  ATTNPACK_OPTION(std::optional<int64_t>, v_head_dim);  // default head_dim
+  ATTNPACK_OPTION(at::TensorOptions, tensor);           // dtype and device
 };
 
 // Keys and values in pages of a pool that is allocated once (PagedAttention, Kwon et al. 2023). A sequence takes pages

@@ -1,25 +1,16 @@
 #pragma once
 
-#include <torch/csrc/api/include/torch/arg.h>
-
 #include <attnpack/cache/dynamic_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
+#include <attnpack/ops/option_list.h>
 
 namespace attnpack {
 
-struct QuantizedCacheOptions {
+struct QuantizedCacheOptions : OptionList<QuantizedCacheOptions> {
   /* implicit */ QuantizedCacheOptions(int64_t bits) : bits_(bits) {}
-  TORCH_ARG(int64_t, bits);             // 8 or 4
-  TORCH_ARG(int64_t, exact_first) = 0;  // how many first positions are kept in the module's dtype too
-  TORCH_ARG(int64_t, exact_last) = 0;   // of how many positions, its own and those before it, a query sees them so
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("bits", self.bits_);
-    visit("exact_first", self.exact_first_);
-    visit("exact_last", self.exact_last_);
-  }
+  ATTNPACK_OPTION(int64_t, bits);             // 8 or 4
+  ATTNPACK_OPTION(int64_t, exact_first) = 0;  // how many first positions are kept in the module's dtype too
+  ATTNPACK_OPTION(int64_t, exact_last) = 0;  // of how many positions, its own and those before it, a query sees them so
 };
 
 // Keeps keys and values as integers of 8 or 4 bits with a scale per 32 numbers: 8.5 or 4.5 bits per number

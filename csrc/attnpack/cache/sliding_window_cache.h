@@ -1,26 +1,18 @@
 #pragma once
 
-#include <torch/csrc/api/include/torch/arg.h>
-
 #include <attnpack/cache/kv_cache.h>
 #include <attnpack/ops/attention.h>
+#include <attnpack/ops/option_list.h>
 
 namespace attnpack {
 
-struct SlidingWindowCacheOptions {
+struct SlidingWindowCacheOptions : OptionList<SlidingWindowCacheOptions> {
   // How many positions before its own a later position sees.
   /* implicit */ SlidingWindowCacheOptions(int64_t left) : window_{left, 0} {}
   // The same as the operator's window, (left, 0).
   /* implicit */ SlidingWindowCacheOptions(Window window) : window_(window) {}
-  TORCH_ARG(Window, window);
-  TORCH_ARG(int64_t, keep_first) = 0;  // how many first positions stay, and are seen by all later ones
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("window", self.window_);
-    visit("keep_first", self.keep_first_);
-  }
+  ATTNPACK_OPTION(Window, window);
+  ATTNPACK_OPTION(int64_t, keep_first) = 0;  // how many first positions stay, and are seen by all later ones
 };
 
 // Keeps what a causal window (left, 0) leaves to the positions to come, so that its memory is the same for any length:

@@ -1,31 +1,19 @@
 #pragma once
 
-#include <torch/csrc/api/include/torch/arg.h>
-
 #include <attnpack/cache/kv_cache.h>
+#include <attnpack/ops/option_list.h>
 
 namespace attnpack {
 
-struct StaticCacheOptions {
+struct StaticCacheOptions : OptionList<StaticCacheOptions> {
   StaticCacheOptions(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64_t head_dim)
       : batch_(batch), num_kv_heads_(num_kv_heads), max_len_(max_len), head_dim_(head_dim) {}
-  TORCH_ARG(int64_t, batch);
-  TORCH_ARG(int64_t, num_kv_heads);
-  TORCH_ARG(int64_t, max_len);
-  TORCH_ARG(int64_t, head_dim);
-  TORCH_ARG(std::optional<int64_t>, v_head_dim);  // default head_dim; 0 for latent attention
-  TORCH_ARG(at::TensorOptions, tensor);           // dtype and device
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("batch", self.batch_);
-    visit("num_kv_heads", self.num_kv_heads_);
-    visit("max_len", self.max_len_);
-    visit("head_dim", self.head_dim_);
-    visit("v_head_dim", self.v_head_dim_);
-    visit("tensor", self.tensor_);
-  }
+  ATTNPACK_OPTION(int64_t, batch);
+  ATTNPACK_OPTION(int64_t, num_kv_heads);
+  ATTNPACK_OPTION(int64_t, max_len);
+  ATTNPACK_OPTION(int64_t, head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, v_head_dim);  // default head_dim; 0 for latent attention
+  ATTNPACK_OPTION(at::TensorOptions, tensor);           // dtype and device
 };
 
 // Room for max_len positions, allocated once; an append past it raises.

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/api/include/torch/arg.h>
+#include <attnpack/ops/option_list.h>
 
 #include <optional>
 #include <string>
@@ -13,22 +13,12 @@ namespace attnpack {
 //             2025, arXiv 2501.19399); p counts the tokens of the cache, whatever positions say,
 //   "log":    1 + llama_4_scaling_beta * log(1 + floor(p / original_max_position_embeddings)) (Ministral 3, Mistral 4);
 //             p is the position that RoPE takes.
-struct QueryScale {
-  TORCH_ARG(std::string, type);
-  TORCH_ARG(std::optional<double>, floor_scale);
-  TORCH_ARG(std::optional<double>, attn_scale);
-  TORCH_ARG(std::optional<double>, llama_4_scaling_beta);
-  TORCH_ARG(std::optional<double>, original_max_position_embeddings);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("type", self.type_);
-    visit("floor_scale", self.floor_scale_);
-    visit("attn_scale", self.attn_scale_);
-    visit("llama_4_scaling_beta", self.llama_4_scaling_beta_);
-    visit("original_max_position_embeddings", self.original_max_position_embeddings_);
-  }
+struct QueryScale : OptionList<QueryScale> {
+  ATTNPACK_OPTION(std::string, type);
+  ATTNPACK_OPTION(std::optional<double>, floor_scale);
+  ATTNPACK_OPTION(std::optional<double>, attn_scale);
+  ATTNPACK_OPTION(std::optional<double>, llama_4_scaling_beta);
+  ATTNPACK_OPTION(std::optional<double>, original_max_position_embeddings);
 };
 
 // Raises for an unknown type, and for a number that is missing or that its type does not have.

@@ -7,144 +7,80 @@
 #include <attnpack/modules/mixture_of_experts.h>
 #include <attnpack/modules/rotary_embedding.h>
 #include <attnpack/modules/stack.h>
+#include <attnpack/ops/option_list.h>
 
 namespace attnpack {
 
 // A layer's own settings. A setting that is not given is that of the model's options.
-struct LayerSettings {
-  TORCH_ARG(std::optional<Window>, window);  // {-1, -1} for none
-  TORCH_ARG(std::optional<double>, rope_base);
-  TORCH_ARG(std::optional<RopeScaling>, rope_scaling);
-  TORCH_ARG(bool, rope) = true;     // false: no rotation in this layer
-  TORCH_ARG(bool, experts) = true;  // false: the plain feed-forward in a model with experts
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("window", self.window_);
-    visit("rope_base", self.rope_base_);
-    visit("rope_scaling", self.rope_scaling_);
-    visit("rope", self.rope_);
-    visit("experts", self.experts_);
-  }
+struct LayerSettings : OptionList<LayerSettings> {
+  ATTNPACK_OPTION(std::optional<Window>, window);  // {-1, -1} for none
+  ATTNPACK_OPTION(std::optional<double>, rope_base);
+  ATTNPACK_OPTION(std::optional<RopeScaling>, rope_scaling);
+  ATTNPACK_OPTION(bool, rope) = true;     // false: no rotation in this layer
+  ATTNPACK_OPTION(bool, experts) = true;  // false: the plain feed-forward in a model with experts
 };
 
 // Further options of all attention layers, as in GroupedQueryAttentionOptions.
-struct ScoreSettings {
-  TORCH_ARG(double, softcap) = 0.0;
-  TORCH_ARG(bool, sinks) = false;
-  TORCH_ARG(bool, alibi) = false;
-  TORCH_ARG(std::optional<double>, scale);
-  TORCH_ARG(std::optional<int64_t>, rope_dim);  // the first dims of a head that rotate; default all
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("softcap", self.softcap_);
-    visit("sinks", self.sinks_);
-    visit("alibi", self.alibi_);
-    visit("scale", self.scale_);
-    visit("rope_dim", self.rope_dim_);
-  }
+struct ScoreSettings : OptionList<ScoreSettings> {
+  ATTNPACK_OPTION(double, softcap) = 0.0;
+  ATTNPACK_OPTION(bool, sinks) = false;
+  ATTNPACK_OPTION(bool, alibi) = false;
+  ATTNPACK_OPTION(std::optional<double>, scale);
+  ATTNPACK_OPTION(std::optional<int64_t>, rope_dim);  // the first dims of a head that rotate; default all
 };
 
-struct CausalLMOptions {
+struct CausalLMOptions : OptionList<CausalLMOptions> {
   CausalLMOptions(int64_t vocab_size, int64_t embed_dim, int64_t num_layers, int64_t num_heads)
       : vocab_size_(vocab_size), embed_dim_(embed_dim), num_layers_(num_layers), num_heads_(num_heads) {}
-  TORCH_ARG(int64_t, vocab_size);
-  TORCH_ARG(int64_t, embed_dim);
-  TORCH_ARG(int64_t, num_layers);
-  TORCH_ARG(int64_t, num_heads);
-  TORCH_ARG(std::optional<int64_t>, num_kv_heads);  // default num_heads
-  TORCH_ARG(std::optional<int64_t>, head_dim);      // default embed_dim / num_heads
-  TORCH_ARG(std::optional<int64_t>, hidden_dim);    // width of the feed-forward; default 4 * embed_dim
-  TORCH_ARG(int64_t, max_positions) = 2048;
-  TORCH_ARG(double, rope_base) = 10000.0;
-  TORCH_ARG(std::optional<RopeScaling>, rope_scaling);
-  TORCH_ARG(bool, rope_interleaved) = false;
+  ATTNPACK_OPTION(int64_t, vocab_size);
+  ATTNPACK_OPTION(int64_t, embed_dim);
+  ATTNPACK_OPTION(int64_t, num_layers);
+  ATTNPACK_OPTION(int64_t, num_heads);
+  ATTNPACK_OPTION(std::optional<int64_t>, num_kv_heads);  // default num_heads
+  ATTNPACK_OPTION(std::optional<int64_t>, head_dim);      // default embed_dim / num_heads
+  ATTNPACK_OPTION(std::optional<int64_t>, hidden_dim);    // width of the feed-forward; default 4 * embed_dim
+  ATTNPACK_OPTION(int64_t, max_positions) = 2048;
+  ATTNPACK_OPTION(double, rope_base) = 10000.0;
+  ATTNPACK_OPTION(std::optional<RopeScaling>, rope_scaling);
+  ATTNPACK_OPTION(bool, rope_interleaved) = false;
   // Latent attention in every layer. These options give its ranks, head dims, path and latent_norm; the rest comes from
   // the model's options. num_kv_heads, head_dim, qk_norm, window and out_bias do not apply to it. bias means what it
   // means in MultiHeadLatentAttention.
-  TORCH_ARG(std::optional<MultiHeadLatentAttentionOptions>, latent);
-  TORCH_ARG(double, eps) = 1e-6;
-  TORCH_ARG(bool, tie_embeddings) = false;
-  TORCH_ARG(double, init_std) = 0.02;  // standard deviation of the new embedding, as in Llama and GPT-2
-  TORCH_ARG(QkNorm, qk_norm);
-  TORCH_ARG(std::optional<Window>, window);  // the window of every layer; "W tokens, its own included" is {W - 1, 0}
-  TORCH_ARG(bool, bias) = false;             // biases on q, k and v
-  TORCH_ARG(std::optional<bool>, out_bias);  // default: as bias
-  TORCH_ARG(bool, mlp_bias) = false;
-  TORCH_ARG(std::string, activation) = "swiglu";  // of the feed-forwards
-  TORCH_ARG(std::string, norm) = "rms";           // kind and places of the norms, as in DecoderBlockOptions
-  TORCH_ARG(std::optional<std::string>, layout);
+  ATTNPACK_OPTION(std::optional<MultiHeadLatentAttentionOptions>, latent);
+  ATTNPACK_OPTION(double, eps) = 1e-6;
+  ATTNPACK_OPTION(bool, tie_embeddings) = false;
+  ATTNPACK_OPTION(double, init_std) = 0.02;  // standard deviation of the new embedding, as in Llama and GPT-2
+  ATTNPACK_OPTION(QkNorm, qk_norm);
+  ATTNPACK_OPTION(std::optional<Window>,
+                  window);              // the window of every layer; "W tokens, its own included" is {W - 1, 0}
+  ATTNPACK_OPTION(bool, bias) = false;  // biases on q, k and v
+  ATTNPACK_OPTION(std::optional<bool>, out_bias);  // default: as bias
+  ATTNPACK_OPTION(bool, mlp_bias) = false;
+  ATTNPACK_OPTION(std::string, activation) = "swiglu";  // of the feed-forwards
+  ATTNPACK_OPTION(std::string, norm) = "rms";           // kind and places of the norms, as in DecoderBlockOptions
+  ATTNPACK_OPTION(std::optional<std::string>, layout);
   // "rope"; "learned", a table of max_positions rows that is added to the embeddings; "sinusoidal", the same with the
   // fixed rows of sinusoidal_positions; or "none".
-  TORCH_ARG(std::string, position_embedding) = "rope";
-  TORCH_ARG(double, embed_scale) = 1.0;    // factor on the embeddings
-  TORCH_ARG(double, final_softcap) = 0.0;  // c > 0: logits become c * tanh(logit / c)
+  ATTNPACK_OPTION(std::string, position_embedding) = "rope";
+  ATTNPACK_OPTION(double, embed_scale) = 1.0;    // factor on the embeddings
+  ATTNPACK_OPTION(double, final_softcap) = 0.0;  // c > 0: logits become c * tanh(logit / c)
   // In training: dropout of the embeddings and of what each block adds, and that of the probabilities.
-  TORCH_ARG(double, dropout) = 0.0;
-  TORCH_ARG(double, attention_dropout) = 0.0;
-  TORCH_ARG(std::optional<ScoreSettings>, scores);
+  ATTNPACK_OPTION(double, dropout) = 0.0;
+  ATTNPACK_OPTION(double, attention_dropout) = 0.0;
+  ATTNPACK_OPTION(std::optional<ScoreSettings>, scores);
   // A MixtureOfExperts in place of each feed-forward; its embed_dim is the model's.
-  TORCH_ARG(std::optional<MixtureOfExpertsOptions>, experts);
+  ATTNPACK_OPTION(std::optional<MixtureOfExpertsOptions>, experts);
   // One for each layer, where layers differ.
-  TORCH_ARG(std::vector<LayerSettings>, layer_settings);
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("vocab_size", self.vocab_size_);
-    visit("embed_dim", self.embed_dim_);
-    visit("num_layers", self.num_layers_);
-    visit("num_heads", self.num_heads_);
-    visit("num_kv_heads", self.num_kv_heads_);
-    visit("head_dim", self.head_dim_);
-    visit("hidden_dim", self.hidden_dim_);
-    visit("max_positions", self.max_positions_);
-    visit("rope_base", self.rope_base_);
-    visit("rope_scaling", self.rope_scaling_);
-    visit("rope_interleaved", self.rope_interleaved_);
-    visit("latent", self.latent_);
-    visit("eps", self.eps_);
-    visit("tie_embeddings", self.tie_embeddings_);
-    visit("init_std", self.init_std_);
-    visit("qk_norm", self.qk_norm_);
-    visit("window", self.window_);
-    visit("bias", self.bias_);
-    visit("out_bias", self.out_bias_);
-    visit("mlp_bias", self.mlp_bias_);
-    visit("activation", self.activation_);
-    visit("norm", self.norm_);
-    visit("layout", self.layout_);
-    visit("position_embedding", self.position_embedding_);
-    visit("embed_scale", self.embed_scale_);
-    visit("final_softcap", self.final_softcap_);
-    visit("dropout", self.dropout_);
-    visit("attention_dropout", self.attention_dropout_);
-    visit("scores", self.scores_);
-    visit("experts", self.experts_);
-    visit("layer_settings", self.layer_settings_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(std::vector<LayerSettings>, layer_settings);
+  ATTNPACK_OPTION(Factory, factory);
 };
 
 // The inputs of CausalLM::forward beside ids.
-struct CausalLMInputs {
-  TORCH_ARG(std::shared_ptr<ModelCache>, cache);
-  TORCH_ARG(std::optional<at::Tensor>, mask);       // broadcastable to [B, Hq, L, keys], on top of causality
-  TORCH_ARG(std::optional<at::Tensor>, positions);  // int64 [L] or [B, L], for RoPE
-  TORCH_ARG(std::optional<at::Tensor>, lengths);    // valid tokens of each right-padded row of ids, [B]
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("cache", self.cache_);
-    visit("mask", self.mask_);
-    visit("positions", self.positions_);
-    visit("lengths", self.lengths_);
-  }
+struct CausalLMInputs : OptionList<CausalLMInputs> {
+  ATTNPACK_OPTION(std::shared_ptr<ModelCache>, cache);
+  ATTNPACK_OPTION(std::optional<at::Tensor>, mask);       // broadcastable to [B, Hq, L, keys], on top of causality
+  ATTNPACK_OPTION(std::optional<at::Tensor>, positions);  // int64 [L] or [B, L], for RoPE
+  ATTNPACK_OPTION(std::optional<at::Tensor>, lengths);    // valid tokens of each right-padded row of ids, [B]
 };
 
 // A decoder-only language model with the layers and names of Llama (Touvron et al. 2023), and those of its relatives by

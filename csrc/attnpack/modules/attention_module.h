@@ -10,6 +10,7 @@
 #include <attnpack/layers/query_factors.h>
 #include <attnpack/modules/leaf.h>
 #include <attnpack/modules/part.h>
+#include <attnpack/ops/option_list.h>
 
 #include <memory>
 #include <optional>
@@ -18,50 +19,34 @@
 namespace attnpack {
 
 // The inputs of an attention module's forward beside x.
-struct AttentionInputs {
+struct AttentionInputs : OptionList<AttentionInputs> {
   AttentionInputs() = default;
   /* implicit */ AttentionInputs(at::Tensor context) : context_(std::move(context)) {}
 
   // Keys and values come from here (cross-attention), [B, Lkv, kdim]; value_context [B, Lkv, vdim] defaults to it.
-  TORCH_ARG(std::optional<at::Tensor>, context);
-  TORCH_ARG(std::optional<at::Tensor>, value_context);
+  ATTNPACK_OPTION(std::optional<at::Tensor>, context);
+  ATTNPACK_OPTION(std::optional<at::Tensor>, value_context);
   // bool (true = may attend) or additive float, broadcastable to [B, Hq, L, keys]; with a cache: all keys in it.
-  TORCH_ARG(std::optional<at::Tensor>, mask);
+  ATTNPACK_OPTION(std::optional<at::Tensor>, mask);
   // Default: the module's own setting; with context false.
-  TORCH_ARG(std::optional<bool>, causal);
+  ATTNPACK_OPTION(std::optional<bool>, causal);
   // New keys and values are appended to it first. The queries stand after the positions that it held before.
-  TORCH_ARG(std::shared_ptr<KVCache>, cache);
+  ATTNPACK_OPTION(std::shared_ptr<KVCache>, cache);
   // For RoPE only, int64 [L] or [B, L]; default: after the cache, else 0..L-1.
-  TORCH_ARG(std::optional<at::Tensor>, positions);
+  ATTNPACK_OPTION(std::optional<at::Tensor>, positions);
   // Valid new tokens (with context: valid context keys) of each sequence, [B].
-  TORCH_ARG(std::optional<at::Tensor>, kv_lens);
+  ATTNPACK_OPTION(std::optional<at::Tensor>, kv_lens);
   // The cache of another layer, which has appended these tokens' keys and values: this layer reads them, and appends
   // nothing (Brandon et al. 2024, arXiv 2405.12981). No gradient reaches the layer that filled it.
-  TORCH_ARG(std::shared_ptr<KVCache>, kv_from);
+  ATTNPACK_OPTION(std::shared_ptr<KVCache>, kv_from);
   // Only for SparseAttention and SparseLatentAttention: a LatentCache, or a StaticCache of one head, for the keys of
   // their indexer, beside cache.
-  TORCH_ARG(std::shared_ptr<KVCache>, index_cache);
+  ATTNPACK_OPTION(std::shared_ptr<KVCache>, index_cache);
   // The numbers of the keys that each query may attend, [B, 1 or Hkv, L, n], as in the operator; with a cache they are
   // positions of the cache. For multi-head, grouped-query, multi-query and latent attention; the others refuse it.
-  TORCH_ARG(std::optional<at::Tensor>, key_index);
+  ATTNPACK_OPTION(std::optional<at::Tensor>, key_index);
   // key_index names blocks of so many keys. For multi-head, grouped-query and multi-query attention.
-  TORCH_ARG(int64_t, key_block) = 1;
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("context", self.context_);
-    visit("value_context", self.value_context_);
-    visit("mask", self.mask_);
-    visit("causal", self.causal_);
-    visit("cache", self.cache_);
-    visit("positions", self.positions_);
-    visit("kv_lens", self.kv_lens_);
-    visit("kv_from", self.kv_from_);
-    visit("index_cache", self.index_cache_);
-    visit("key_index", self.key_index_);
-    visit("key_block", self.key_block_);
-  }
+  ATTNPACK_OPTION(int64_t, key_block) = 1;
 };
 
 // The interface of an attention layer, as blocks use it.

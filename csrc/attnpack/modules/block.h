@@ -2,6 +2,7 @@
 
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/part.h>
+#include <attnpack/ops/option_list.h>
 
 #include <functional>
 #include <string>
@@ -9,72 +10,40 @@
 namespace attnpack {
 
 // The inputs of an encoder's forward (block or stack) beside x.
-struct EncoderInputs {
-  TORCH_ARG(std::optional<at::Tensor>, mask);       // broadcastable to [B, Hq, L, L]
-  TORCH_ARG(std::optional<at::Tensor>, positions);  // int64 [L] or [B, L], for RoPE
-  TORCH_ARG(std::optional<at::Tensor>, kv_lens);    // valid tokens of each sequence, [B]
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("mask", self.mask_);
-    visit("positions", self.positions_);
-    visit("kv_lens", self.kv_lens_);
-  }
+struct EncoderInputs : OptionList<EncoderInputs> {
+  ATTNPACK_OPTION(std::optional<at::Tensor>, mask);       // broadcastable to [B, Hq, L, L]
+  ATTNPACK_OPTION(std::optional<at::Tensor>, positions);  // int64 [L] or [B, L], for RoPE
+  ATTNPACK_OPTION(std::optional<at::Tensor>, kv_lens);    // valid tokens of each sequence, [B]
 };
 
 // The same for a decoder; Cache is KVCache for a block, ModelCache for a stack.
 template <typename Cache>
-struct DecoderInputsOf {
+struct DecoderInputsOf : OptionList<DecoderInputsOf<Cache>> {
   DecoderInputsOf() = default;
   /* implicit */ DecoderInputsOf(at::Tensor context) : context_(std::move(context)) {}
 
-  TORCH_ARG(std::optional<at::Tensor>, context);       // read by cross-attention, [B, Lc, E]
-  TORCH_ARG(std::optional<at::Tensor>, mask);          // broadcastable to [B, Hq, L, keys], on top of causality
-  TORCH_ARG(std::shared_ptr<Cache>, cache);            // self-attention's cache
-  TORCH_ARG(std::optional<at::Tensor>, positions);     // int64 [L] or [B, L], for RoPE
-  TORCH_ARG(std::optional<at::Tensor>, kv_lens);       // valid new tokens of each sequence, [B]
-  TORCH_ARG(std::optional<at::Tensor>, context_mask);  // broadcastable to [B, Hq, L, Lc]
-  TORCH_ARG(std::optional<at::Tensor>, context_lens);  // valid context tokens of each sequence, [B]
+  ATTNPACK_OPTION(std::optional<at::Tensor>, context);       // read by cross-attention, [B, Lc, E]
+  ATTNPACK_OPTION(std::optional<at::Tensor>, mask);          // broadcastable to [B, Hq, L, keys], on top of causality
+  ATTNPACK_OPTION(std::shared_ptr<Cache>, cache);            // self-attention's cache
+  ATTNPACK_OPTION(std::optional<at::Tensor>, positions);     // int64 [L] or [B, L], for RoPE
+  ATTNPACK_OPTION(std::optional<at::Tensor>, kv_lens);       // valid new tokens of each sequence, [B]
+  ATTNPACK_OPTION(std::optional<at::Tensor>, context_mask);  // broadcastable to [B, Hq, L, Lc]
+  ATTNPACK_OPTION(std::optional<at::Tensor>, context_lens);  // valid context tokens of each sequence, [B]
   // cross-attention's: a CrossCache, for a stack a ModelCache of them. Where it is filled, the context is not read.
-  TORCH_ARG(std::shared_ptr<Cache>, cross_cache);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("context", self.context_);
-    visit("mask", self.mask_);
-    visit("cache", self.cache_);
-    visit("positions", self.positions_);
-    visit("kv_lens", self.kv_lens_);
-    visit("context_mask", self.context_mask_);
-    visit("context_lens", self.context_lens_);
-    visit("cross_cache", self.cross_cache_);
-  }
+  ATTNPACK_OPTION(std::shared_ptr<Cache>, cross_cache);
 };
 using DecoderBlockInputs = DecoderInputsOf<KVCache>;
 
-struct EncoderBlockOptions {
+struct EncoderBlockOptions : OptionList<EncoderBlockOptions> {
   EncoderBlockOptions(Part<AttentionModule> attention, Part<TokenModule> feed_forward)
       : attention_(std::move(attention)), feed_forward_(std::move(feed_forward)) {}
-  TORCH_ARG(Part<AttentionModule>, attention);
-  TORCH_ARG(Part<TokenModule>, feed_forward);
-  TORCH_ARG(std::string, norm) = "rms";  // or "layer"
+  ATTNPACK_OPTION(Part<AttentionModule>, attention);
+  ATTNPACK_OPTION(Part<TokenModule>, feed_forward);
+  ATTNPACK_OPTION(std::string, norm) = "rms";  // or "layer"
   // x + f(norm(x)); false: norm(x + f(x)), as in Vaswani et al. 2017.
-  TORCH_ARG(bool, pre_norm) = true;
-  TORCH_ARG(double, eps) = 1e-6;
-  TORCH_ARG(double, dropout) = 0.0;  // of what attention and feed-forward add to x, in training
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("attention", self.attention_);
-    visit("feed_forward", self.feed_forward_);
-    visit("norm", self.norm_);
-    visit("pre_norm", self.pre_norm_);
-    visit("eps", self.eps_);
-    visit("dropout", self.dropout_);
-  }
+  ATTNPACK_OPTION(bool, pre_norm) = true;
+  ATTNPACK_OPTION(double, eps) = 1e-6;
+  ATTNPACK_OPTION(double, dropout) = 0.0;  // of what attention and feed-forward add to x, in training
 };
 
 // Self-attention (causal if the attention module is), then the feed-forward, each with a norm and a residual.
@@ -105,33 +74,20 @@ class EncoderBlockImpl : public Container<EncoderBlockImpl> {
 };
 TORCH_MODULE(EncoderBlock);
 
-struct DecoderBlockOptions {
+struct DecoderBlockOptions : OptionList<DecoderBlockOptions> {
   DecoderBlockOptions(Part<AttentionModule> attention, Part<TokenModule> feed_forward)
       : attention_(std::move(attention)), feed_forward_(std::move(feed_forward)) {}
-  TORCH_ARG(Part<AttentionModule>, attention);
-  TORCH_ARG(Part<TokenModule>, feed_forward);
-  TORCH_ARG(std::string, norm) = "rms";  // or "layer"
-  TORCH_ARG(bool, pre_norm) = true;      // as in EncoderBlockOptions
+  ATTNPACK_OPTION(Part<AttentionModule>, attention);
+  ATTNPACK_OPTION(Part<TokenModule>, feed_forward);
+  ATTNPACK_OPTION(std::string, norm) = "rms";  // or "layer"
+  ATTNPACK_OPTION(bool, pre_norm) = true;      // as in EncoderBlockOptions
   // Other places of the norms, in place of pre_norm; not together with cross-attention:
   // "sandwich": x + norm(f(norm(x))) (Gemma 2); "output": x + norm(f(x)) (OLMo 2);
   // "parallel": x + attention(norm(x)) + feed_forward(norm(x)) with one norm (Falcon-7B), "parallel_two" with two.
-  TORCH_ARG(std::optional<std::string>, layout);
-  TORCH_ARG(Part<AttentionModule>, cross_attention);
-  TORCH_ARG(double, eps) = 1e-6;
-  TORCH_ARG(double, dropout) = 0.0;  // of what attention and feed-forward add to x, in training
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("attention", self.attention_);
-    visit("feed_forward", self.feed_forward_);
-    visit("norm", self.norm_);
-    visit("pre_norm", self.pre_norm_);
-    visit("layout", self.layout_);
-    visit("cross_attention", self.cross_attention_);
-    visit("eps", self.eps_);
-    visit("dropout", self.dropout_);
-  }
+  ATTNPACK_OPTION(std::optional<std::string>, layout);
+  ATTNPACK_OPTION(Part<AttentionModule>, cross_attention);
+  ATTNPACK_OPTION(double, eps) = 1e-6;
+  ATTNPACK_OPTION(double, dropout) = 0.0;  // of what attention and feed-forward add to x, in training
 };
 
 // Self-attention, which is causal whatever the module's own setting says. Then cross-attention to the whole context, if

@@ -6,59 +6,39 @@
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/rotary_embedding.h>
+#include <attnpack/ops/option_list.h>
 
 #include <optional>
 
 namespace attnpack {
 
-struct DifferentialAttentionOptions {
+struct DifferentialAttentionOptions : OptionList<DifferentialAttentionOptions> {
   DifferentialAttentionOptions(int64_t embed_dim, int64_t num_heads, int64_t num_kv_heads)
       : embed_dim_(embed_dim), num_heads_(num_heads), num_kv_heads_(num_kv_heads) {}
-  TORCH_ARG(int64_t, embed_dim);
+  ATTNPACK_OPTION(int64_t, embed_dim);
   // As the published code counts them: query heads of version 1, outputs of version 2, which has two query heads each.
-  TORCH_ARG(int64_t, num_heads);
-  TORCH_ARG(int64_t, num_kv_heads);
+  ATTNPACK_OPTION(int64_t, num_heads);
+  ATTNPACK_OPTION(int64_t, num_kv_heads);
   // 1 (Ye et al. 2024, arXiv 2410.05258; DiffLlama) or 2 (Ye et al. 2026).
-  TORCH_ARG(int64_t, version) = 2;
+  ATTNPACK_OPTION(int64_t, version) = 2;
   // Default embed_dim / num_heads.
-  TORCH_ARG(std::optional<int64_t>, head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, head_dim);
   // Only for version 1: the first value of lambda, 0.8 - 0.6 exp(-0.3 layer) in the paper; default 0.8.
-  TORCH_ARG(std::optional<double>, lambda_init);
+  ATTNPACK_OPTION(std::optional<double>, lambda_init);
   // Only for version 1: eps of the norm on the differences; default 1e-5.
-  TORCH_ARG(std::optional<double>, eps);
-  TORCH_ARG(bool, bias) = false;
+  ATTNPACK_OPTION(std::optional<double>, eps);
+  ATTNPACK_OPTION(bool, bias) = false;
   // Default: as bias.
-  TORCH_ARG(std::optional<bool>, out_bias);
+  ATTNPACK_OPTION(std::optional<bool>, out_bias);
   // Dropout of the probabilities of each query head, in training.
-  TORCH_ARG(double, dropout) = 0.0;
-  TORCH_ARG(bool, causal) = false;
-  TORCH_ARG(std::optional<Window>, window);
-  TORCH_ARG(double, softcap) = 0.0;
-  TORCH_ARG(RotaryEmbedding, rope) = nullptr;
+  ATTNPACK_OPTION(double, dropout) = 0.0;
+  ATTNPACK_OPTION(bool, causal) = false;
+  ATTNPACK_OPTION(std::optional<Window>, window);
+  ATTNPACK_OPTION(double, softcap) = 0.0;
+  ATTNPACK_OPTION(RotaryEmbedding, rope) = nullptr;
   // Default 1 / sqrt(head_dim).
-  TORCH_ARG(std::optional<double>, scale);
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("embed_dim", self.embed_dim_);
-    visit("num_heads", self.num_heads_);
-    visit("num_kv_heads", self.num_kv_heads_);
-    visit("version", self.version_);
-    visit("head_dim", self.head_dim_);
-    visit("lambda_init", self.lambda_init_);
-    visit("eps", self.eps_);
-    visit("bias", self.bias_);
-    visit("out_bias", self.out_bias_);
-    visit("dropout", self.dropout_);
-    visit("causal", self.causal_);
-    visit("window", self.window_);
-    visit("softcap", self.softcap_);
-    visit("rope", self.rope_);
-    visit("scale", self.scale_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(std::optional<double>, scale);
+  ATTNPACK_OPTION(Factory, factory);
 };
 
 // The difference of two softmaxes over the same values, in one call of the operator (layers/differential.h). Version 1:

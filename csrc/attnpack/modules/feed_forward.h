@@ -2,31 +2,21 @@
 
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/part.h>
+#include <attnpack/ops/option_list.h>
 
 #include <string>
 
 namespace attnpack {
 
-struct FeedForwardOptions {
+struct FeedForwardOptions : OptionList<FeedForwardOptions> {
   FeedForwardOptions(int64_t embed_dim, int64_t hidden_dim) : embed_dim_(embed_dim), hidden_dim_(hidden_dim) {}
-  TORCH_ARG(int64_t, embed_dim);
-  TORCH_ARG(int64_t, hidden_dim);
+  ATTNPACK_OPTION(int64_t, embed_dim);
+  ATTNPACK_OPTION(int64_t, hidden_dim);
   // With a gate "swiglu", "geglu", "geglu_tanh" or "clamped_swiglu", without one "gelu", "gelu_tanh" or "relu".
-  TORCH_ARG(std::string, activation) = "swiglu";
-  TORCH_ARG(bool, bias) = false;
-  TORCH_ARG(double, dropout) = 0.0;  // of what goes into down, in training
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("embed_dim", self.embed_dim_);
-    visit("hidden_dim", self.hidden_dim_);
-    visit("activation", self.activation_);
-    visit("bias", self.bias_);
-    visit("dropout", self.dropout_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(std::string, activation) = "swiglu";
+  ATTNPACK_OPTION(bool, bias) = false;
+  ATTNPACK_OPTION(double, dropout) = 0.0;  // of what goes into down, in training
+  ATTNPACK_OPTION(Factory, factory);
 };
 
 // With a gate down(f(gate(x)) * up(x)) (Shazeer 2020), where f is silu for "swiglu", the exact gelu for "geglu" and its

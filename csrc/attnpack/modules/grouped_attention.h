@@ -7,6 +7,7 @@
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/norm.h>
 #include <attnpack/modules/rotary_embedding.h>
+#include <attnpack/ops/option_list.h>
 
 #include <optional>
 #include <string>
@@ -19,7 +20,7 @@ enum class HeadLayout { kMultiHead, kGroupedQuery, kMultiQuery };
 
 // Options of the family; MultiHeadAttentionOptions and the other two below are the names to use.
 template <HeadLayout layout>
-struct GroupedOptions {
+struct GroupedOptions : OptionList<GroupedOptions<layout>> {
   GroupedOptions(int64_t embed_dim, int64_t num_heads)
       : embed_dim_(embed_dim), num_heads_(num_heads), num_kv_heads_(layout == HeadLayout::kMultiQuery ? 1 : num_heads) {
     static_assert(layout != HeadLayout::kGroupedQuery,
@@ -29,77 +30,48 @@ struct GroupedOptions {
       : embed_dim_(embed_dim), num_heads_(num_heads), num_kv_heads_(num_kv_heads) {
     static_assert(layout == HeadLayout::kGroupedQuery, "only GroupedQueryAttentionOptions takes num_kv_heads");
   }
-  TORCH_ARG(int64_t, embed_dim);
-  TORCH_ARG(int64_t, num_heads);
-  TORCH_ARG(int64_t, num_kv_heads);
+  ATTNPACK_OPTION(int64_t, embed_dim);
+  ATTNPACK_OPTION(int64_t, num_heads);
+  ATTNPACK_OPTION_IF(layout == HeadLayout::kGroupedQuery, int64_t, num_kv_heads);
   // kv head read by each query head, for uneven groups; default: consecutive heads share one.
-  TORCH_ARG(std::optional<std::vector<int64_t>>, head_map);
+  ATTNPACK_OPTION(std::optional<std::vector<int64_t>>, head_map);
   // Default embed_dim / num_heads.
-  TORCH_ARG(std::optional<int64_t>, head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, head_dim);
   // Widths of context and value_context; default embed_dim.
-  TORCH_ARG(std::optional<int64_t>, kdim);
-  TORCH_ARG(std::optional<int64_t>, vdim);
-  TORCH_ARG(bool, bias) = false;
+  ATTNPACK_OPTION(std::optional<int64_t>, kdim);
+  ATTNPACK_OPTION(std::optional<int64_t>, vdim);
+  ATTNPACK_OPTION(bool, bias) = false;
   // Default: as bias.
-  TORCH_ARG(std::optional<bool>, out_bias);
+  ATTNPACK_OPTION(std::optional<bool>, out_bias);
   // Dropout of the probabilities, in training.
-  TORCH_ARG(double, dropout) = 0.0;
-  TORCH_ARG(bool, causal) = false;
+  ATTNPACK_OPTION(double, dropout) = 0.0;
+  ATTNPACK_OPTION(bool, causal) = false;
   // How many keys before and after its own position each token sees, -1 for all.
-  TORCH_ARG(std::optional<Window>, window);
+  ATTNPACK_OPTION(std::optional<Window>, window);
   // c > 0: scores become c * tanh(score / c).
-  TORCH_ARG(double, softcap) = 0.0;
+  ATTNPACK_OPTION(double, softcap) = 0.0;
   // A learned logit per head that joins the softmax denominator only; parameter sinks [num_heads], 0 at first.
-  TORCH_ARG(bool, sinks) = false;
+  ATTNPACK_OPTION(bool, sinks) = false;
   // Scores fall by alibi_slopes * distance (layers/alibi.h).
-  TORCH_ARG(bool, alibi) = false;
+  ATTNPACK_OPTION(bool, alibi) = false;
   // RMSNorm on q and k before RoPE: true, over head_dim with eps 1e-6, or a QkNorm.
-  TORCH_ARG(QkNorm, qk_norm);
+  ATTNPACK_OPTION(QkNorm, qk_norm);
   // There is no v_proj: the values are the projected keys, before rotation. With qk_norm they are normed without
   // weights (Gemma 4).
-  TORCH_ARG(bool, keys_as_values) = false;
+  ATTNPACK_OPTION(bool, keys_as_values) = false;
   // Queries come of a latent of this width: q_a_proj, q_a_layernorm (eps 1e-6) and q_b_proj stand in the place of
   // q_proj (multi-matrix factorisation attention, Hu et al. 2024, arXiv 2412.19255). bias is then on q_a_proj.
-  TORCH_ARG(std::optional<int64_t>, q_lora_rank);
+  ATTNPACK_OPTION(std::optional<int64_t>, q_lora_rank);
   // gate_proj(x) through gate_activation is a factor on the outputs before o_proj: "head", one per head, or "element",
   // one per number (layers/gate_heads.h). gate_proj has no bias.
-  TORCH_ARG(std::optional<std::string>, gate);
-  TORCH_ARG(std::string, gate_activation) = "sigmoid";
-  TORCH_ARG(RotaryEmbedding, rope) = nullptr;
+  ATTNPACK_OPTION(std::optional<std::string>, gate);
+  ATTNPACK_OPTION(std::string, gate_activation) = "sigmoid";
+  ATTNPACK_OPTION(RotaryEmbedding, rope) = nullptr;
   // Default 1 / sqrt(head_dim).
-  TORCH_ARG(std::optional<double>, scale);
+  ATTNPACK_OPTION(std::optional<double>, scale);
   // The scores of a query grow with its position (layers/query_factors.h).
-  TORCH_ARG(std::optional<QueryScale>, query_scale);
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("embed_dim", self.embed_dim_);
-    visit("num_heads", self.num_heads_);
-    if constexpr (layout == HeadLayout::kGroupedQuery) visit("num_kv_heads", self.num_kv_heads_);
-    visit("head_map", self.head_map_);
-    visit("head_dim", self.head_dim_);
-    visit("kdim", self.kdim_);
-    visit("vdim", self.vdim_);
-    visit("bias", self.bias_);
-    visit("out_bias", self.out_bias_);
-    visit("dropout", self.dropout_);
-    visit("causal", self.causal_);
-    visit("window", self.window_);
-    visit("softcap", self.softcap_);
-    visit("sinks", self.sinks_);
-    visit("alibi", self.alibi_);
-    visit("qk_norm", self.qk_norm_);
-    visit("keys_as_values", self.keys_as_values_);
-    visit("q_lora_rank", self.q_lora_rank_);
-    visit("gate", self.gate_);
-    visit("gate_activation", self.gate_activation_);
-    visit("rope", self.rope_);
-    visit("scale", self.scale_);
-    visit("query_scale", self.query_scale_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(std::optional<QueryScale>, query_scale);
+  ATTNPACK_OPTION(Factory, factory);
 };
 
 // Projections, then attend: multi-head (Vaswani et al. 2017), grouped-query (Ainslie et al. 2023) and multi-query
@@ -194,61 +166,38 @@ class MultiQueryAttentionImpl : public GroupedAttentionImpl<MultiQueryAttentionI
 };
 TORCH_MODULE(MultiQueryAttention);
 
-struct SparseAttentionOptions {
+struct SparseAttentionOptions : OptionList<SparseAttentionOptions> {
   SparseAttentionOptions(int64_t embed_dim, int64_t num_heads, int64_t num_kv_heads)
       : embed_dim_(embed_dim), num_heads_(num_heads), num_kv_heads_(num_kv_heads) {}
-  TORCH_ARG(int64_t, embed_dim);
-  TORCH_ARG(int64_t, num_heads);
-  TORCH_ARG(int64_t, num_kv_heads);
+  ATTNPACK_OPTION(int64_t, embed_dim);
+  ATTNPACK_OPTION(int64_t, num_heads);
+  ATTNPACK_OPTION(int64_t, num_kv_heads);
   // Who names the keys of a query: "indexer" (DeepSeek-V3.2), or the score of a block of keys, by their "mean" (MoBA)
   // or "max".
-  TORCH_ARG(std::string, selector) = "indexer";
+  ATTNPACK_OPTION(std::string, selector) = "indexer";
   // How many keys ("indexer") or blocks a query attends; required.
-  TORCH_ARG(std::optional<int64_t>, top_k);
+  ATTNPACK_OPTION(std::optional<int64_t>, top_k);
   // Keys of a block, for "mean" and "max"; default 64.
-  TORCH_ARG(std::optional<int64_t>, key_block);
+  ATTNPACK_OPTION(std::optional<int64_t>, key_block);
   // How many of the newest keys or blocks are among the top_k in any case; default 0 keys, 1 block.
-  TORCH_ARG(std::optional<int64_t>, num_local);
+  ATTNPACK_OPTION(std::optional<int64_t>, num_local);
   // Heads of the indexer, and their width; default num_heads and head_dim.
-  TORCH_ARG(std::optional<int64_t>, index_heads);
-  TORCH_ARG(std::optional<int64_t>, index_head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, index_heads);
+  ATTNPACK_OPTION(std::optional<int64_t>, index_head_dim);
   // Default embed_dim / num_heads.
-  TORCH_ARG(std::optional<int64_t>, head_dim);
-  TORCH_ARG(bool, bias) = false;
+  ATTNPACK_OPTION(std::optional<int64_t>, head_dim);
+  ATTNPACK_OPTION(bool, bias) = false;
   // Default: as bias.
-  TORCH_ARG(std::optional<bool>, out_bias);
+  ATTNPACK_OPTION(std::optional<bool>, out_bias);
   // Dropout of the probabilities, in training.
-  TORCH_ARG(double, dropout) = 0.0;
-  TORCH_ARG(bool, causal) = false;
-  TORCH_ARG(double, softcap) = 0.0;
+  ATTNPACK_OPTION(double, dropout) = 0.0;
+  ATTNPACK_OPTION(bool, causal) = false;
+  ATTNPACK_OPTION(double, softcap) = 0.0;
   // Rotates the indexer's queries and keys too, their first dims.
-  TORCH_ARG(RotaryEmbedding, rope) = nullptr;
+  ATTNPACK_OPTION(RotaryEmbedding, rope) = nullptr;
   // Default 1 / sqrt(head_dim).
-  TORCH_ARG(std::optional<double>, scale);
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("embed_dim", self.embed_dim_);
-    visit("num_heads", self.num_heads_);
-    visit("num_kv_heads", self.num_kv_heads_);
-    visit("selector", self.selector_);
-    visit("top_k", self.top_k_);
-    visit("key_block", self.key_block_);
-    visit("num_local", self.num_local_);
-    visit("index_heads", self.index_heads_);
-    visit("index_head_dim", self.index_head_dim_);
-    visit("head_dim", self.head_dim_);
-    visit("bias", self.bias_);
-    visit("out_bias", self.out_bias_);
-    visit("dropout", self.dropout_);
-    visit("causal", self.causal_);
-    visit("softcap", self.softcap_);
-    visit("rope", self.rope_);
-    visit("scale", self.scale_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(std::optional<double>, scale);
+  ATTNPACK_OPTION(Factory, factory);
 };
 
 // Grouped-query attention in which a query reads the keys that a selector names, and no others (layers/select_keys.h).

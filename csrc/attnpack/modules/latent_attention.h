@@ -9,6 +9,7 @@
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/norm.h>
 #include <attnpack/modules/rotary_embedding.h>
+#include <attnpack/ops/option_list.h>
 
 #include <memory>
 #include <optional>
@@ -16,123 +17,72 @@
 
 namespace attnpack {
 
-struct MultiHeadLatentAttentionOptions {
+struct MultiHeadLatentAttentionOptions : OptionList<MultiHeadLatentAttentionOptions> {
   MultiHeadLatentAttentionOptions(int64_t embed_dim, int64_t num_heads)
       : embed_dim_(embed_dim), num_heads_(num_heads) {}
-  TORCH_ARG(int64_t, embed_dim);
-  TORCH_ARG(int64_t, num_heads);
+  ATTNPACK_OPTION(int64_t, embed_dim);
+  ATTNPACK_OPTION(int64_t, num_heads);
   // Width of the latents that are cached. Required, as are qk_nope_head_dim, qk_rope_head_dim and v_head_dim.
-  TORCH_ARG(std::optional<int64_t>, kv_lora_rank);
+  ATTNPACK_OPTION(std::optional<int64_t>, kv_lora_rank);
   // Width of the queries' latent; none: queries are projected directly.
-  TORCH_ARG(std::optional<int64_t>, q_lora_rank);
+  ATTNPACK_OPTION(std::optional<int64_t>, q_lora_rank);
   // Dims of a head that are not rotated, and dims that are. 0 rotated dims are legal.
-  TORCH_ARG(std::optional<int64_t>, qk_nope_head_dim);
-  TORCH_ARG(std::optional<int64_t>, qk_rope_head_dim);
-  TORCH_ARG(std::optional<int64_t>, v_head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, qk_nope_head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, qk_rope_head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, v_head_dim);
   // Rotates the rotated dims; DeepSeek's is interleaved. Without it no dim is rotated, and pretty_print says so.
-  TORCH_ARG(RotaryEmbedding, rope) = nullptr;
+  ATTNPACK_OPTION(RotaryEmbedding, rope) = nullptr;
   // RMSNorm on both latents, eps 1e-6.
-  TORCH_ARG(bool, latent_norm) = true;
+  ATTNPACK_OPTION(bool, latent_norm) = true;
   // Biases on q_a_proj, kv_a_proj_with_mqa and o_proj.
-  TORCH_ARG(bool, bias) = false;
+  ATTNPACK_OPTION(bool, bias) = false;
   // Dropout of the probabilities, in training.
-  TORCH_ARG(double, dropout) = 0.0;
-  TORCH_ARG(bool, causal) = false;
+  ATTNPACK_OPTION(double, dropout) = 0.0;
+  ATTNPACK_OPTION(bool, causal) = false;
   // Default 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim). Either is multiplied by the rope's softmax factor.
-  TORCH_ARG(std::optional<double>, scale);
+  ATTNPACK_OPTION(std::optional<double>, scale);
   // The scores of a query grow with its position (layers/query_factors.h).
-  TORCH_ARG(std::optional<QueryScale>, query_scale);
+  ATTNPACK_OPTION(std::optional<QueryScale>, query_scale);
   // "auto", "expanded" or "absorbed": see layers/latent_attend.h.
-  TORCH_ARG(std::string, path) = "auto";
+  ATTNPACK_OPTION(std::string, path) = "auto";
   // The form that fold() gives: W_UK lies in the query projection and W_UV in o_proj, and there is no kv_b_proj.
-  TORCH_ARG(bool, folded) = false;
+  ATTNPACK_OPTION(bool, folded) = false;
   // As in GroupedOptions; "element" has one factor per number of the values.
-  TORCH_ARG(std::optional<std::string>, gate);
-  TORCH_ARG(std::string, gate_activation) = "sigmoid";
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("embed_dim", self.embed_dim_);
-    visit("num_heads", self.num_heads_);
-    visit("kv_lora_rank", self.kv_lora_rank_);
-    visit("q_lora_rank", self.q_lora_rank_);
-    visit("qk_nope_head_dim", self.qk_nope_head_dim_);
-    visit("qk_rope_head_dim", self.qk_rope_head_dim_);
-    visit("v_head_dim", self.v_head_dim_);
-    visit("rope", self.rope_);
-    visit("latent_norm", self.latent_norm_);
-    visit("bias", self.bias_);
-    visit("dropout", self.dropout_);
-    visit("causal", self.causal_);
-    visit("scale", self.scale_);
-    visit("query_scale", self.query_scale_);
-    visit("path", self.path_);
-    visit("folded", self.folded_);
-    visit("gate", self.gate_);
-    visit("gate_activation", self.gate_activation_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(std::optional<std::string>, gate);
+  ATTNPACK_OPTION(std::string, gate_activation) = "sigmoid";
+  ATTNPACK_OPTION(Factory, factory);
 };
 
-struct SparseLatentAttentionOptions {
+struct SparseLatentAttentionOptions : OptionList<SparseLatentAttentionOptions> {
   SparseLatentAttentionOptions(int64_t embed_dim, int64_t num_heads) : embed_dim_(embed_dim), num_heads_(num_heads) {}
-  TORCH_ARG(int64_t, embed_dim);
-  TORCH_ARG(int64_t, num_heads);
+  ATTNPACK_OPTION(int64_t, embed_dim);
+  ATTNPACK_OPTION(int64_t, num_heads);
   // How many keys a query attends. Required, as are q_lora_rank and those that MultiHeadLatentAttentionOptions
   // requires.
-  TORCH_ARG(std::optional<int64_t>, top_k);
+  ATTNPACK_OPTION(std::optional<int64_t>, top_k);
   // Heads of the indexer, and their width; default num_heads and qk_nope_head_dim + qk_rope_head_dim.
-  TORCH_ARG(std::optional<int64_t>, index_heads);
-  TORCH_ARG(std::optional<int64_t>, index_head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, index_heads);
+  ATTNPACK_OPTION(std::optional<int64_t>, index_head_dim);
   // Whether the indexer rotates pairs (2 i, 2 i + 1), as GLM-5's, or (i, i + dim / 2), as DeepSeek's.
-  TORCH_ARG(bool, index_interleaved) = false;
+  ATTNPACK_OPTION(bool, index_interleaved) = false;
   // As in MultiHeadLatentAttentionOptions. The indexer reads the queries' latent too.
-  TORCH_ARG(std::optional<int64_t>, kv_lora_rank);
-  TORCH_ARG(std::optional<int64_t>, q_lora_rank);
-  TORCH_ARG(std::optional<int64_t>, qk_nope_head_dim);
-  TORCH_ARG(std::optional<int64_t>, qk_rope_head_dim);
-  TORCH_ARG(std::optional<int64_t>, v_head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, kv_lora_rank);
+  ATTNPACK_OPTION(std::optional<int64_t>, q_lora_rank);
+  ATTNPACK_OPTION(std::optional<int64_t>, qk_nope_head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, qk_rope_head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, v_head_dim);
   // Rotates the first dims of the indexer's heads too, there in the pairs of index_interleaved.
-  TORCH_ARG(RotaryEmbedding, rope) = nullptr;
-  TORCH_ARG(bool, latent_norm) = true;
-  TORCH_ARG(bool, bias) = false;
-  TORCH_ARG(double, dropout) = 0.0;
-  TORCH_ARG(bool, causal) = false;
-  TORCH_ARG(std::optional<double>, scale);
-  TORCH_ARG(std::string, path) = "auto";
-  TORCH_ARG(bool, folded) = false;
-  TORCH_ARG(std::optional<std::string>, gate);
-  TORCH_ARG(std::string, gate_activation) = "sigmoid";
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("embed_dim", self.embed_dim_);
-    visit("num_heads", self.num_heads_);
-    visit("top_k", self.top_k_);
-    visit("index_heads", self.index_heads_);
-    visit("index_head_dim", self.index_head_dim_);
-    visit("index_interleaved", self.index_interleaved_);
-    visit("kv_lora_rank", self.kv_lora_rank_);
-    visit("q_lora_rank", self.q_lora_rank_);
-    visit("qk_nope_head_dim", self.qk_nope_head_dim_);
-    visit("qk_rope_head_dim", self.qk_rope_head_dim_);
-    visit("v_head_dim", self.v_head_dim_);
-    visit("rope", self.rope_);
-    visit("latent_norm", self.latent_norm_);
-    visit("bias", self.bias_);
-    visit("dropout", self.dropout_);
-    visit("causal", self.causal_);
-    visit("scale", self.scale_);
-    visit("path", self.path_);
-    visit("folded", self.folded_);
-    visit("gate", self.gate_);
-    visit("gate_activation", self.gate_activation_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(RotaryEmbedding, rope) = nullptr;
+  ATTNPACK_OPTION(bool, latent_norm) = true;
+  ATTNPACK_OPTION(bool, bias) = false;
+  ATTNPACK_OPTION(double, dropout) = 0.0;
+  ATTNPACK_OPTION(bool, causal) = false;
+  ATTNPACK_OPTION(std::optional<double>, scale);
+  ATTNPACK_OPTION(std::string, path) = "auto";
+  ATTNPACK_OPTION(bool, folded) = false;
+  ATTNPACK_OPTION(std::optional<std::string>, gate);
+  ATTNPACK_OPTION(std::string, gate_activation) = "sigmoid";
+  ATTNPACK_OPTION(Factory, factory);
 };
 
 // The parts that all modules of latent attention share.

@@ -3,6 +3,7 @@
 #include <torch/nn/pimpl.h>
 
 #include <attnpack/modules/leaf.h>
+#include <attnpack/ops/option_list.h>
 
 #include <initializer_list>
 #include <memory>
@@ -10,21 +11,12 @@
 
 namespace attnpack {
 
-struct LinearOptions {
+struct LinearOptions : OptionList<LinearOptions> {
   LinearOptions(int64_t in_features, int64_t out_features) : in_features_(in_features), out_features_(out_features) {}
-  TORCH_ARG(int64_t, in_features);
-  TORCH_ARG(int64_t, out_features);
-  TORCH_ARG(bool, bias) = false;
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("in_features", self.in_features_);
-    visit("out_features", self.out_features_);
-    visit("bias", self.bias_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(int64_t, in_features);
+  ATTNPACK_OPTION(int64_t, out_features);
+  ATTNPACK_OPTION(bool, bias) = false;
+  ATTNPACK_OPTION(Factory, factory);
 };
 
 // How a linear layer runs when its weight is sharded over processes (distributed/tensor_parallel.h).
@@ -60,19 +52,11 @@ TORCH_MODULE(Linear);
 // The result of each layer for x. The weights are streamed in one go. x enters the share of the first layer for all.
 std::vector<at::Tensor> forward_all(const at::Tensor& x, std::initializer_list<const LinearImpl*> layers);
 
-struct EmbeddingOptions {
+struct EmbeddingOptions : OptionList<EmbeddingOptions> {
   EmbeddingOptions(int64_t vocab_size, int64_t embed_dim) : vocab_size_(vocab_size), embed_dim_(embed_dim) {}
-  TORCH_ARG(int64_t, vocab_size);
-  TORCH_ARG(int64_t, embed_dim);
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("vocab_size", self.vocab_size_);
-    visit("embed_dim", self.embed_dim_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(int64_t, vocab_size);
+  ATTNPACK_OPTION(int64_t, embed_dim);
+  ATTNPACK_OPTION(Factory, factory);
 };
 
 // How an embedding runs when its rows are sharded over processes (distributed/tensor_parallel.h). `local` are the rows

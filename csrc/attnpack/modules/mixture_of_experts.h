@@ -6,6 +6,7 @@
 #include <attnpack/layers/route_experts.h>
 #include <attnpack/modules/feed_forward.h>
 #include <attnpack/modules/leaf.h>
+#include <attnpack/ops/option_list.h>
 
 #include <optional>
 #include <string>
@@ -13,46 +14,26 @@
 
 namespace attnpack {
 
-struct MixtureOfExpertsOptions {
+struct MixtureOfExpertsOptions : OptionList<MixtureOfExpertsOptions> {
   MixtureOfExpertsOptions(int64_t embed_dim, int64_t hidden_dim, int64_t num_experts, int64_t top_k)
       : embed_dim_(embed_dim), hidden_dim_(hidden_dim), num_experts_(num_experts), top_k_(top_k) {}
-  TORCH_ARG(int64_t, embed_dim);
-  TORCH_ARG(int64_t, hidden_dim);   // width inside each expert
-  TORCH_ARG(int64_t, num_experts);  // of which each token takes top_k
-  TORCH_ARG(int64_t, top_k);
-  TORCH_ARG(std::string, scores) = "softmax";  // these five: see RouteOptions
-  TORCH_ARG(bool, normalize) = false;
-  TORCH_ARG(double, scaling) = 1.0;
-  TORCH_ARG(int64_t, num_groups) = 1;
-  TORCH_ARG(int64_t, top_groups) = 1;
+  ATTNPACK_OPTION(int64_t, embed_dim);
+  ATTNPACK_OPTION(int64_t, hidden_dim);   // width inside each expert
+  ATTNPACK_OPTION(int64_t, num_experts);  // of which each token takes top_k
+  ATTNPACK_OPTION(int64_t, top_k);
+  ATTNPACK_OPTION(std::string, scores) = "softmax";  // these five: see RouteOptions
+  ATTNPACK_OPTION(bool, normalize) = false;
+  ATTNPACK_OPTION(double, scaling) = 1.0;
+  ATTNPACK_OPTION(int64_t, num_groups) = 1;
+  ATTNPACK_OPTION(int64_t, top_groups) = 1;
   // Parameter gate.e_score_correction_bias [num_experts], 0 at first and frozen: it is set by a rule that balances the
   // load of the experts (DeepSeek-V3, 2024, section 2.1.2), and not by gradients.
-  TORCH_ARG(bool, correction) = false;
-  TORCH_ARG(bool, gate_bias) = false;
-  TORCH_ARG(std::string, activation) = "swiglu";  // of the experts, as in FeedForward
-  TORCH_ARG(bool, bias) = false;                  // of the experts
-  TORCH_ARG(std::optional<int64_t>, shared_dim);  // width inside an expert for all tokens; none: no such expert
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("embed_dim", self.embed_dim_);
-    visit("hidden_dim", self.hidden_dim_);
-    visit("num_experts", self.num_experts_);
-    visit("top_k", self.top_k_);
-    visit("scores", self.scores_);
-    visit("normalize", self.normalize_);
-    visit("scaling", self.scaling_);
-    visit("num_groups", self.num_groups_);
-    visit("top_groups", self.top_groups_);
-    visit("correction", self.correction_);
-    visit("gate_bias", self.gate_bias_);
-    visit("activation", self.activation_);
-    visit("bias", self.bias_);
-    visit("shared_dim", self.shared_dim_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(bool, correction) = false;
+  ATTNPACK_OPTION(bool, gate_bias) = false;
+  ATTNPACK_OPTION(std::string, activation) = "swiglu";  // of the experts, as in FeedForward
+  ATTNPACK_OPTION(bool, bias) = false;                  // of the experts
+  ATTNPACK_OPTION(std::optional<int64_t>, shared_dim);  // width inside an expert for all tokens; none: no such expert
+  ATTNPACK_OPTION(Factory, factory);
 };
 
 // Chooses experts for each token: a linear layer in fp32 (fp64 for fp64), then route_experts.

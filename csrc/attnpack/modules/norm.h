@@ -4,42 +4,26 @@
 
 #include <attnpack/modules/leaf.h>
 #include <attnpack/modules/part.h>
+#include <attnpack/ops/option_list.h>
 
 #include <string>
 
 namespace attnpack {
 
-struct NormOptions {
+struct NormOptions : OptionList<NormOptions> {
   explicit NormOptions(int64_t dim) : dim_(dim) {}
-  TORCH_ARG(int64_t, dim);
-  TORCH_ARG(double, eps) = 1e-6;
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("dim", self.dim_);
-    visit("eps", self.eps_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(int64_t, dim);
+  ATTNPACK_OPTION(double, eps) = 1e-6;
+  ATTNPACK_OPTION(Factory, factory);
 };
 using LayerNormOptions = NormOptions;
 
-struct RMSNormOptions {
+struct RMSNormOptions : OptionList<RMSNormOptions> {
   explicit RMSNormOptions(int64_t dim) : dim_(dim) {}
-  TORCH_ARG(int64_t, dim);
-  TORCH_ARG(double, eps) = 1e-6;
-  TORCH_ARG(bool, plus_one) = false;  // multiply by 1 + weight, as Gemma does; weight is 0 at first
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("dim", self.dim_);
-    visit("eps", self.eps_);
-    visit("plus_one", self.plus_one_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(int64_t, dim);
+  ATTNPACK_OPTION(double, eps) = 1e-6;
+  ATTNPACK_OPTION(bool, plus_one) = false;  // multiply by 1 + weight, as Gemma does; weight is 0 at first
+  ATTNPACK_OPTION(Factory, factory);
 };
 
 // x / sqrt(mean(x^2) + eps) * weight over the last dim. (Zhang and Sennrich 2019.)
@@ -61,26 +45,16 @@ class RMSNormImpl : public LeafModule<RMSNormImpl>, public TokenModule {
 TORCH_MODULE(RMSNorm);
 
 // RMSNorm on q and k before RoPE: over head_dim (Qwen 3), or over all heads (OLMo 2).
-struct QkNorm {
+struct QkNorm : OptionList<QkNorm> {
   QkNorm() = default;
   /* implicit */ QkNorm(bool on) : on_(on) {}
   explicit operator bool() const { return on_; }
-  TORCH_ARG(bool, on) = false;
-  TORCH_ARG(bool, all_heads) = false;
-  TORCH_ARG(bool, plus_one) = false;  // as in RMSNormOptions
-  TORCH_ARG(double, eps) = 1e-6;
+  ATTNPACK_OPTION(bool, on) = false;
+  ATTNPACK_OPTION(bool, all_heads) = false;
+  ATTNPACK_OPTION(bool, plus_one) = false;  // as in RMSNormOptions
+  ATTNPACK_OPTION(double, eps) = 1e-6;
   // RMSNorm without weights on the values too (Gemma 4); default: where keys are the values.
-  TORCH_ARG(std::optional<bool>, values);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("on", self.on_);
-    visit("all_heads", self.all_heads_);
-    visit("plus_one", self.plus_one_);
-    visit("eps", self.eps_);
-    visit("values", self.values_);
-  }
+  ATTNPACK_OPTION(std::optional<bool>, values);
 };
 
 // (x - mean) / sqrt(variance + eps) * weight + bias over the last dim. (Ba et al. 2016.)

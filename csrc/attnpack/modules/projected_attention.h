@@ -5,38 +5,24 @@
 
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/rotary_embedding.h>
+#include <attnpack/ops/option_list.h>
 
 namespace attnpack {
 
-struct ProjectedAttentionOptions {
+struct ProjectedAttentionOptions : OptionList<ProjectedAttentionOptions> {
   ProjectedAttentionOptions(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim)
       : num_heads_(num_heads), num_kv_heads_(num_kv_heads), head_dim_(head_dim) {}
-  TORCH_ARG(int64_t, num_heads);
-  TORCH_ARG(int64_t, num_kv_heads);
-  TORCH_ARG(int64_t, head_dim);
+  ATTNPACK_OPTION(int64_t, num_heads);
+  ATTNPACK_OPTION(int64_t, num_kv_heads);
+  ATTNPACK_OPTION(int64_t, head_dim);
   // kv head read by each query head, for uneven groups; default: consecutive heads share one.
-  TORCH_ARG(std::optional<std::vector<int64_t>>, head_map);
-  TORCH_ARG(double, dropout) = 0.0;
-  TORCH_ARG(bool, causal) = false;
-  TORCH_ARG(std::optional<Window>, window);
-  TORCH_ARG(double, softcap) = 0.0;
-  TORCH_ARG(RotaryEmbedding, rope) = nullptr;
-  TORCH_ARG(std::optional<double>, scale);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("num_heads", self.num_heads_);
-    visit("num_kv_heads", self.num_kv_heads_);
-    visit("head_dim", self.head_dim_);
-    visit("head_map", self.head_map_);
-    visit("dropout", self.dropout_);
-    visit("causal", self.causal_);
-    visit("window", self.window_);
-    visit("softcap", self.softcap_);
-    visit("rope", self.rope_);
-    visit("scale", self.scale_);
-  }
+  ATTNPACK_OPTION(std::optional<std::vector<int64_t>>, head_map);
+  ATTNPACK_OPTION(double, dropout) = 0.0;
+  ATTNPACK_OPTION(bool, causal) = false;
+  ATTNPACK_OPTION(std::optional<Window>, window);
+  ATTNPACK_OPTION(double, softcap) = 0.0;
+  ATTNPACK_OPTION(RotaryEmbedding, rope) = nullptr;
+  ATTNPACK_OPTION(std::optional<double>, scale);
 };
 
 // Attention over q, k and v that somebody else projected; no parameters.

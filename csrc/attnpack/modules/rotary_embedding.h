@@ -5,32 +5,22 @@
 #include <torch/nn/modules/container/any_value.h>
 #include <torch/nn/pimpl.h>
 
+#include <attnpack/ops/option_list.h>
 #include <attnpack/rope/rotate.h>
 
 #include <optional>
 
 namespace attnpack {
 
-struct RotaryEmbeddingOptions {
+struct RotaryEmbeddingOptions : OptionList<RotaryEmbeddingOptions> {
   explicit RotaryEmbeddingOptions(int64_t dim) : dim_(dim) {}
-  TORCH_ARG(int64_t, dim);  // rotated dims of a head, even; the rest of the head passes through
-  TORCH_ARG(double, base) = 10000.0;
-  TORCH_ARG(int64_t, max_positions) = 2048;  // length of training; positions past it are legal
-  TORCH_ARG(std::optional<RopeScaling>, scaling);
-  TORCH_ARG(bool, interleaved) = false;  // pairs (2i, 2i + 1) instead of (i, i + dim/2)
+  ATTNPACK_OPTION(int64_t, dim);  // rotated dims of a head, even; the rest of the head passes through
+  ATTNPACK_OPTION(double, base) = 10000.0;
+  ATTNPACK_OPTION(int64_t, max_positions) = 2048;  // length of training; positions past it are legal
+  ATTNPACK_OPTION(std::optional<RopeScaling>, scaling);
+  ATTNPACK_OPTION(bool, interleaved) = false;  // pairs (2i, 2i + 1) instead of (i, i + dim/2)
   // Caches hold keys before rotation; default where frequencies follow the length (dynamic, longrope).
-  TORCH_ARG(std::optional<bool>, raw_keys);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("dim", self.dim_);
-    visit("base", self.base_);
-    visit("max_positions", self.max_positions_);
-    visit("scaling", self.scaling_);
-    visit("interleaved", self.interleaved_);
-    visit("raw_keys", self.raw_keys_);
-  }
+  ATTNPACK_OPTION(std::optional<bool>, raw_keys);
 };
 
 // Rotary position embedding. Holds numbers, no tensors: nothing to save, nothing that .to(bfloat16) could round.

@@ -4,27 +4,18 @@
 
 #include <attnpack/modules/attention_module.h>
 #include <attnpack/modules/linear.h>
+#include <attnpack/ops/option_list.h>
 
 namespace attnpack {
 
-struct SelfAttentionOptions {
+struct SelfAttentionOptions : OptionList<SelfAttentionOptions> {
   explicit SelfAttentionOptions(int64_t embed_dim) : embed_dim_(embed_dim) {}
   SelfAttentionOptions(int64_t embed_dim, int64_t head_dim) : embed_dim_(embed_dim), head_dim_(head_dim) {}
-  TORCH_ARG(int64_t, embed_dim);
-  TORCH_ARG(std::optional<int64_t>, head_dim);  // default embed_dim
-  TORCH_ARG(bool, bias) = false;
-  TORCH_ARG(bool, causal) = false;
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("embed_dim", self.embed_dim_);
-    visit("head_dim", self.head_dim_);
-    visit("bias", self.bias_);
-    visit("causal", self.causal_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(int64_t, embed_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, head_dim);  // default embed_dim
+  ATTNPACK_OPTION(bool, bias) = false;
+  ATTNPACK_OPTION(bool, causal) = false;
+  ATTNPACK_OPTION(Factory, factory);
 };
 
 // One head and no output projection: x [B, L, E] -> [B, L, head_dim]. (Vaswani et al. 2017, section 3.2.1.)

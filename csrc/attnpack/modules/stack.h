@@ -5,6 +5,7 @@
 #include <attnpack/cache/model_cache.h>
 #include <attnpack/modules/block.h>
 #include <attnpack/modules/linear.h>
+#include <attnpack/ops/option_list.h>
 
 #include <string>
 #include <vector>
@@ -15,29 +16,17 @@ using DecoderInputs = DecoderInputsOf<ModelCache>;
 
 // The options of a stack: blocks of one kind, and the parts before and after them.
 template <typename Block>
-struct StackOptions {
+struct StackOptions : OptionList<StackOptions<Block>> {
   explicit StackOptions(std::vector<Block> layers) : layers_(std::move(layers)) {}
-  TORCH_ARG(std::vector<Block>, layers);
-  TORCH_ARG(std::string, norm) = "rms";  // after the last block: "rms", "layer" or "none"
-  TORCH_ARG(double, eps) = 1e-6;
-  TORCH_ARG(Embedding, embed_tokens) = nullptr;  // with it the stack takes token ids [B, L]
-  TORCH_ARG(double, embed_scale) = 1.0;          // factor on the embeddings, rounded to their dtype (Gemma)
+  ATTNPACK_OPTION(std::vector<Block>, layers);
+  ATTNPACK_OPTION(std::string, norm) = "rms";  // after the last block: "rms", "layer" or "none"
+  ATTNPACK_OPTION(double, eps) = 1e-6;
+  ATTNPACK_OPTION(Embedding, embed_tokens) = nullptr;  // with it the stack takes token ids [B, L]
+  ATTNPACK_OPTION(double, embed_scale) = 1.0;          // factor on the embeddings, rounded to their dtype (Gemma)
   // Row p is added to what stands at position p: learned positions (GPT-2), or the fixed ones of
   // sinusoidal_positions (rope/sinusoidal.h).
-  TORCH_ARG(Embedding, embed_positions) = nullptr;
-  TORCH_ARG(double, dropout) = 0.0;  // of the states before the first block, in training
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("layers", self.layers_);
-    visit("norm", self.norm_);
-    visit("eps", self.eps_);
-    visit("embed_tokens", self.embed_tokens_);
-    visit("embed_scale", self.embed_scale_);
-    visit("embed_positions", self.embed_positions_);
-    visit("dropout", self.dropout_);
-  }
+  ATTNPACK_OPTION(Embedding, embed_positions) = nullptr;
+  ATTNPACK_OPTION(double, dropout) = 0.0;  // of the states before the first block, in training
 };
 using EncoderOptions = StackOptions<EncoderBlock>;
 using DecoderOptions = StackOptions<DecoderBlock>;
@@ -112,21 +101,12 @@ class DecoderImpl : public StackImpl<DecoderImpl, DecoderBlock> {
 TORCH_MODULE(Decoder);
 
 // The inputs of EncoderDecoder::forward beside source and target.
-struct EncoderDecoderInputs {
-  TORCH_ARG(std::optional<at::Tensor>, source_lens);  // valid source tokens of each sequence, [B]
-  TORCH_ARG(std::optional<at::Tensor>, target_lens);  // valid new target tokens of each sequence, [B]
-  TORCH_ARG(std::shared_ptr<ModelCache>, cache);      // the cache of the decoder's self-attention
+struct EncoderDecoderInputs : OptionList<EncoderDecoderInputs> {
+  ATTNPACK_OPTION(std::optional<at::Tensor>, source_lens);  // valid source tokens of each sequence, [B]
+  ATTNPACK_OPTION(std::optional<at::Tensor>, target_lens);  // valid new target tokens of each sequence, [B]
+  ATTNPACK_OPTION(std::shared_ptr<ModelCache>, cache);      // the cache of the decoder's self-attention
   // CrossCaches. Where they are filled, the encoder does not run, and the source may be undefined.
-  TORCH_ARG(std::shared_ptr<ModelCache>, cross_cache);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("source_lens", self.source_lens_);
-    visit("target_lens", self.target_lens_);
-    visit("cache", self.cache_);
-    visit("cross_cache", self.cross_cache_);
-  }
+  ATTNPACK_OPTION(std::shared_ptr<ModelCache>, cross_cache);
 };
 
 // The encoder reads the source, the decoder writes the target with the encoder's output as context.

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <torch/csrc/api/include/torch/arg.h>
+#include <attnpack/ops/option_list.h>
 
 #include <cstdint>
 #include <optional>
@@ -10,50 +10,32 @@
 namespace attnpack {
 
 // How positions are stretched. The names are those of the "rope_scaling" dict of Hugging Face configs.
-struct RopeScaling {
+struct RopeScaling : OptionList<RopeScaling> {
   // default, linear, ntk, dynamic, yarn, llama3 or longrope
-  TORCH_ARG(std::string, rope_type) = "default";
+  ATTNPACK_OPTION(std::string, rope_type) = "default";
   // The new length as a multiple of the trained length. Without it longrope takes max_positions /
   // original_max_position_embeddings.
-  TORCH_ARG(std::optional<double>, factor);
+  ATTNPACK_OPTION(std::optional<double>, factor);
   // The trained length; default max_positions.
-  TORCH_ARG(std::optional<int64_t>, original_max_position_embeddings);
+  ATTNPACK_OPTION(std::optional<int64_t>, original_max_position_embeddings);
   // The factor on cos and sin (yarn, longrope); default: as their papers have it.
-  TORCH_ARG(std::optional<double>, attention_factor);
+  ATTNPACK_OPTION(std::optional<double>, attention_factor);
   // yarn: pairs that turn beta_fast times or more in the trained length stay. Pairs that turn beta_slow times or fewer
   // stretch.
-  TORCH_ARG(double, beta_fast) = 32.0;
-  TORCH_ARG(double, beta_slow) = 1.0;
+  ATTNPACK_OPTION(double, beta_fast) = 32.0;
+  ATTNPACK_OPTION(double, beta_slow) = 1.0;
   // yarn: the ramp between those pairs begins and ends at whole pairs.
-  TORCH_ARG(bool, truncate) = true;
+  ATTNPACK_OPTION(bool, truncate) = true;
   // yarn, as in DeepSeek: cos and sin are multiplied by m(factor, mscale) / m(factor, mscale_all_dim), and latent
   // attention's scale by m(factor, mscale_all_dim)^2, where m(s, a) = 0.1 a ln s + 1. 0 means not set.
-  TORCH_ARG(double, mscale) = 0.0;
-  TORCH_ARG(double, mscale_all_dim) = 0.0;
+  ATTNPACK_OPTION(double, mscale) = 0.0;
+  ATTNPACK_OPTION(double, mscale_all_dim) = 0.0;
   // llama3: wavelengths above original / low_freq_factor stretch, those below original / high_freq_factor stay.
-  TORCH_ARG(double, low_freq_factor) = 1.0;
-  TORCH_ARG(double, high_freq_factor) = 4.0;
+  ATTNPACK_OPTION(double, low_freq_factor) = 1.0;
+  ATTNPACK_OPTION(double, high_freq_factor) = 4.0;
   // longrope: divisors of each of the dim / 2 frequencies, up to the trained length and past it.
-  TORCH_ARG(std::vector<double>, short_factor);
-  TORCH_ARG(std::vector<double>, long_factor);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("rope_type", self.rope_type_);
-    visit("factor", self.factor_);
-    visit("original_max_position_embeddings", self.original_max_position_embeddings_);
-    visit("attention_factor", self.attention_factor_);
-    visit("beta_fast", self.beta_fast_);
-    visit("beta_slow", self.beta_slow_);
-    visit("truncate", self.truncate_);
-    visit("mscale", self.mscale_);
-    visit("mscale_all_dim", self.mscale_all_dim_);
-    visit("low_freq_factor", self.low_freq_factor_);
-    visit("high_freq_factor", self.high_freq_factor_);
-    visit("short_factor", self.short_factor_);
-    visit("long_factor", self.long_factor_);
-  }
+  ATTNPACK_OPTION(std::vector<double>, short_factor);
+  ATTNPACK_OPTION(std::vector<double>, long_factor);
 };
 
 // How queries and keys are rotated.

@@ -7,58 +7,39 @@
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/norm.h>
 #include <attnpack/modules/rotary_embedding.h>
+#include <attnpack/ops/option_list.h>
 
 #include <optional>
 
 namespace attnpack {
 
-struct CompressedAttentionOptions {
+struct CompressedAttentionOptions : OptionList<CompressedAttentionOptions> {
   CompressedAttentionOptions(int64_t embed_dim, int64_t num_heads) : embed_dim_(embed_dim), num_heads_(num_heads) {}
-  TORCH_ARG(int64_t, embed_dim);
-  TORCH_ARG(int64_t, num_heads);
+  ATTNPACK_OPTION(int64_t, embed_dim);
+  ATTNPACK_OPTION(int64_t, num_heads);
   // Required, as are q_lora_rank, o_lora_rank and rope.
-  TORCH_ARG(std::optional<int64_t>, head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, head_dim);
   // Widths of the queries' latent, and of what each group of heads is projected to.
-  TORCH_ARG(std::optional<int64_t>, q_lora_rank);
-  TORCH_ARG(std::optional<int64_t>, o_lora_rank);
+  ATTNPACK_OPTION(std::optional<int64_t>, q_lora_rank);
+  ATTNPACK_OPTION(std::optional<int64_t>, o_lora_rank);
   // How many groups of heads the output projection has.
-  TORCH_ARG(int64_t, o_groups) = 1;
+  ATTNPACK_OPTION(int64_t, o_groups) = 1;
   // A token sees so many tokens: itself, and those right before it.
-  TORCH_ARG(int64_t, window) = 128;
+  ATTNPACK_OPTION(int64_t, window) = 128;
   // Tokens of an entry; default: there are no entries.
-  TORCH_ARG(std::optional<int64_t>, compress_rate);
+  ATTNPACK_OPTION(std::optional<int64_t>, compress_rate);
   // How many entries an indexer names for each query (compressed sparse attention); default all (heavily compressed).
-  TORCH_ARG(std::optional<int64_t>, top_k);
+  ATTNPACK_OPTION(std::optional<int64_t>, top_k);
   // Heads of the indexer, and their width; default num_heads and head_dim.
-  TORCH_ARG(std::optional<int64_t>, index_heads);
-  TORCH_ARG(std::optional<int64_t>, index_head_dim);
+  ATTNPACK_OPTION(std::optional<int64_t>, index_heads);
+  ATTNPACK_OPTION(std::optional<int64_t>, index_head_dim);
   // Rotates the last dims of queries, keys and entries, and of the outputs back.
-  TORCH_ARG(RotaryEmbedding, rope) = nullptr;
+  ATTNPACK_OPTION(RotaryEmbedding, rope) = nullptr;
   // All norms of the layer take this eps.
-  TORCH_ARG(double, eps) = 1e-6;
+  ATTNPACK_OPTION(double, eps) = 1e-6;
   // Default 1 / sqrt(head_dim).
-  TORCH_ARG(std::optional<double>, scale);
-  TORCH_ARG(Factory, factory);
-
- public:
-  template <typename Self, typename Visit>
-  static void for_each_option(Self& self, const Visit& visit) {
-    visit("embed_dim", self.embed_dim_);
-    visit("num_heads", self.num_heads_);
-    visit("head_dim", self.head_dim_);
-    visit("q_lora_rank", self.q_lora_rank_);
-    visit("o_lora_rank", self.o_lora_rank_);
-    visit("o_groups", self.o_groups_);
-    visit("window", self.window_);
-    visit("compress_rate", self.compress_rate_);
-    visit("top_k", self.top_k_);
-    visit("index_heads", self.index_heads_);
-    visit("index_head_dim", self.index_head_dim_);
-    visit("rope", self.rope_);
-    visit("eps", self.eps_);
-    visit("scale", self.scale_);
-    visit("factory", self.factory_);
-  }
+  ATTNPACK_OPTION(std::optional<double>, scale);
+  ATTNPACK_OPTION(Factory, factory);
 };
 
 // The weights of an indexer's heads.
