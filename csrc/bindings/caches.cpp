@@ -94,6 +94,7 @@ void bind_rules(py::module_& m) {
   bind_rule(m, "cache_len", &cache_len);
   bind_rule(m, "cache_nbytes", &cache_nbytes);
   bind_rule(m, "cache_nbytes_allocated", &cache_nbytes_allocated);
+  bind_rule(m, "cache_part", &cache_part);
   bind_rule(m, "cache_views", &cache_views);
   bind_rule(m, "cache_shared", &cache_shared);
   bind_rule(
@@ -116,6 +117,7 @@ void bind_rules(py::module_& m) {
          {"batch", "num_kv_heads", "head_dim", "page_size", "num_pages", "v_head_dim", "dtype", "device"});
   define(m, "static_cache", &static_cache_py,
          {"batch", "num_kv_heads", "max_len", "head_dim", "v_head_dim", "dtype", "device"});
+  m.def("room_names", &room_names);
   // A cache of Python lends its tensors to the C++ loop, and takes over those that the loop leaves.
   m.def("lend_cache", [](std::string_view kind, const std::vector<at::Tensor>& tensors, c10::SymIntArrayRef numbers) {
     return HeldCache{kind, tensors, numbers}.make();

@@ -17,6 +17,7 @@ class InternedNames {
   explicit InternedNames(const Members& members) {
     members([&](const char* name, const auto&) { names_.push_back(PyUnicode_InternFromString(name)); });
   }
+  PyObject* operator[](size_t place) const { return names_[place]; }
   static constexpr size_t kNone = SIZE_MAX;
   // The place of a name from place `first` on, or kNone.
   size_t find(PyObject* name, size_t first) const;

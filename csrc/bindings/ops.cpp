@@ -38,6 +38,27 @@ struct Reader<std::optional<std::tuple<at::Tensor, at::Tensor>>> {
   static std::string wanted(const std::string&) { return "the tensors (latents, lengths), or None"; }
 };
 
+// The fields of Python's CacheTensors, by name.
+template <>
+struct Reader<CacheTensors> {
+  static std::optional<CacheTensors> read(const py::handle& value) {
+    static const InternedNames names([](const auto& visit) { CacheTensors::for_each_member(CacheTensors(), visit); });
+    PyObject* const given = value.ptr();
+    CacheTensors cache;
+    bool fits = true;
+    size_t i = 0;
+    CacheTensors::for_each_member(cache, [&]<class T>(const char*, T& member) {
+      const auto field = py::reinterpret_steal<py::object>(PyObject_GetAttr(given, names[i++]));
+      if (!field) PyErr_Clear();
+      auto read = field ? Reader<T>::read(field) : std::nullopt;
+      fits = fits && read;
+      if (read) member = std::move(*read);
+    });
+    return fits ? std::make_optional(std::move(cache)) : std::nullopt;
+  }
+  static std::string wanted(const std::string& name) { return wanted_by_name(name, /*or_none=*/true); }
+};
+
 // int, tensor [B] or "end".
 template <>
 struct Reader<QOffset> {
@@ -160,9 +181,6 @@ py::object attention_varlen_py(const GivenArguments& given) {
   return with_lse(return_lse, [&] { return attention_varlen_with_lse(query, key, value, cu_seqlens_q, options); });
 }
 
-// The members of CacheTensors.
-using Cache = std::optional<std::tuple<Tensor, Tensor, Tensor, OptionalTensor, int64_t, int64_t, int64_t,
-                                       OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>>;
 using LatentTensors = std::tuple<Tensor, Tensor>;
 
 // The arguments of every layer's function beside its tensors and its cache.
@@ -196,7 +214,6 @@ py::object attend_py(const GivenArguments& given) {
   Tensor query, key, value;
   AttendOptions options;
   const RopeSettings* rope = nullptr;
-  Cache cache;
   BlockOptions blocks{1, 0, 0, "mean"};
   bool need_weights = false, at_names = false;
   given.read([&](const auto& visit) {
@@ -205,7 +222,7 @@ py::object attend_py(const GivenArguments& given) {
     visit("value", value);
     visit("need_weights", need_weights);
     visit_inputs(visit, rope, options);
-    visit("cache", cache);
+    visit("cache", options.cache);
     visit("key_index", options.key_index);
     visit("key_block", options.key_block);
     visit("top_blocks", blocks.top_blocks);
@@ -216,7 +233,6 @@ py::object attend_py(const GivenArguments& given) {
   });
   check_weights(need_weights, at_names);
   if (rope) options.rope = *rope;
-  if (cache) options.cache = std::apply([](auto... part) { return CacheTensors{part...}; }, *cache);
   blocks.block = options.key_block;
   if (blocks.top_blocks != 0) options.blocks = blocks;
   if (need_weights)

@@ -501,3 +501,37 @@ def test_a_static_cache_reorders_what_it_holds():
         assert room[:, :, 6:].isnan().all()
     cache.reorder(torch.arange(3))
     assert cache.lengths.tolist() == [4, 6, 6]
+
+
+def test_the_fields_of_a_room_have_the_same_names_in_both_languages():
+    """A field that the native caches do not give would have its default, whatever the cache holds."""
+    fields = attnpack.ops.CacheTensors._fields
+    assert sorted(attnpack._C.cpp.room_names()) == sorted(fields)
+    flat = [argument.name for argument in torch.ops.attnpack.attend.default._schema.arguments]
+    assert [name for name in flat if name.startswith("cache_")] == [f"cache_{name}" for name in fields]
+
+
+PARTS = {
+    "LatentCache": {"kv_lora_rank": 0, "index": None},
+    "SparseCache": {"block": 0, "index": None},
+    "StaticCache": {"max_len": 7},
+    "SlidingWindowCache": {"window": 3, "keep_first": 1},
+    "QuantizedCache": {"bits": 8, "exact_first": 2, "exact_last": 5, "kv_lora_rank": 0},
+    "PagedCache": {"page_size": 4, "num_pages": 6, "free_pages": 6},
+}
+MADE = {
+    "LatentCache": attnpack.LatentCache,
+    "SparseCache": attnpack.SparseCache,
+    "StaticCache": lambda: attnpack.StaticCache(1, 2, 7, 8),
+    "SlidingWindowCache": lambda: attnpack.SlidingWindowCache(3, keep_first=1),
+    "QuantizedCache": lambda: attnpack.QuantizedCache(8, exact_first=2, exact_last=5),
+    "PagedCache": lambda: attnpack.PagedCache(1, 2, 8, page_size=4, num_pages=6),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_are_asked_by_name(kind):
+    cache = MADE[kind]()
+    assert {name: cache._part(name) for name in PARTS[kind]} == PARTS[kind]
+    with pytest.raises(ValueError, match=f"name: got lengthy, want something that a {kind} has"):
+        cache._part("lengthy")

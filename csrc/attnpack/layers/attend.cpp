@@ -17,6 +17,14 @@
 namespace attnpack {
 namespace {
 
+template <class Member, class Argument>
+Member as_member(const Argument& argument) {
+  if constexpr (std::is_same_v<Member, Argument>)
+    return argument;
+  else
+    return *argument;
+}
+
 std::optional<CacheTensors> cache_tensors(const CacheArguments& cache) {
   if (!cache.key) return std::nullopt;
   ATTNPACK_CHECK(cache.value && cache.lengths, "cache has no value or no lengths: pass all of its tensors");
@@ -30,9 +38,9 @@ std::optional<CacheTensors> cache_tensors(const CacheArguments& cache) {
                  ", cache_keep_first ", cache.keep_first, ", each wants at most ", kMost);
   ATTNPACK_CHECK(cache.dropped || cache.keep_first == 0, "cache_keep_first: got ", cache.keep_first,
                  " without cache_dropped, wants 0 for a cache that drops nothing");
-  return CacheTensors{*cache.key,        *cache.value,      *cache.lengths,  cache.dropped,
-                      cache.window,      cache.keep_first,  cache.bits,      cache.exact_key,
-                      cache.exact_value, cache.block_table, cache.block_sums};
+#define ATTNPACK_AS_MEMBER(type, name, value, text) as_member<type>(cache.name),
+  return CacheTensors{ATTNPACK_CACHE_TENSORS(ATTNPACK_AS_MEMBER)};
+#undef ATTNPACK_AS_MEMBER
 }
 
 BlockOptions block_options(const KeyChoice& choice) {
@@ -216,8 +224,9 @@ std::tuple<Tensor, Tensor> attend_shared_with_weights_composite(const Tensor& qu
 
 CacheArguments cache_arguments(const std::optional<CacheTensors>& cache) {
   if (!cache) return {};
-  return {cache->key,  cache->value,     cache->lengths,     cache->dropped,     cache->window,    cache->keep_first,
-          cache->bits, cache->exact_key, cache->exact_value, cache->block_table, cache->block_sums};
+#define ATTNPACK_AS_ARGUMENT(type, name, value, text) cache->name,
+  return {ATTNPACK_CACHE_TENSORS(ATTNPACK_AS_ARGUMENT)};
+#undef ATTNPACK_AS_ARGUMENT
 }
 
 }  // namespace
@@ -263,8 +272,8 @@ std::tuple<Tensor, Tensor> rotate(const Tensor& query, const Tensor& key, const 
 
 }  // namespace attnpack
 
-#define ATTNPACK_ATTEND_SCHEMA                                                                 \
-  "(Tensor query, Tensor key, Tensor value, " ATTNPACK_CACHE_SCHEMA ", " ATTNPACK_LAYER_SCHEMA \
+#define ATTNPACK_ATTEND_SCHEMA                                                               \
+  "(Tensor query, Tensor key, Tensor value" ATTNPACK_CACHE_SCHEMA ", " ATTNPACK_LAYER_SCHEMA \
   ", " ATTNPACK_KEY_CHOICE_SCHEMA ATTNPACK_RULES_SCHEMA
 
 #define ATTNPACK_ATTEND_SHARED_SCHEMA                                               \

@@ -8,25 +8,48 @@
 
 namespace attnpack {
 
-// The tensors of one layer's KV cache, as the ops take them.
+// The tensors of one layer's KV cache, as the ops take them, and the numbers beside them. This is their only list: the
+// members of CacheTensors, the arguments of the layer ops, their schema, and the fields that Python's caches read
+// follow from it. X(type, name, default, text in a schema).
+#define ATTNPACK_CACHE_TENSORS(X)                                                                                    \
+  /* [B, Hkv, capacity, D]; for latent attention [B, 1, capacity, kv_lora_rank + rope]. */                           \
+  X(at::Tensor, key, {}, "Tensor(a!)? cache_key=None")                                                               \
+  /* [B, Hkv, capacity, Dv]; for latent attention Dv = 0. */                                                         \
+  X(at::Tensor, value, {}, "Tensor(b!)? cache_value=None")                                                           \
+  /* [B] int64: how many positions are held; a call adds to them. */                                                 \
+  X(at::Tensor, lengths, {}, "Tensor(c!)? cache_lengths=None")                                                       \
+  /* For a cache that forgets positions (ops/detail/kv_window.h): how many of each sequence it has dropped, [B] */   \
+  /* int64. */                                                                                                       \
+  X(std::optional<at::Tensor>, dropped, std::nullopt, "Tensor? cache_dropped=None")                                  \
+  /* Number of past positions that stay readable; -1: all. */                                                        \
+  X(int64_t, window, -1, "int cache_window=-1")                                                                      \
+  /* Number of first positions that stay readable too. */                                                            \
+  X(int64_t, keep_first, 0, "int cache_keep_first=0")                                                                \
+  /* For a cache of quantised rows (ops/quantize.h): key and value are such rows. Positions that are kept as they */ \
+  /* were stand in slots beside them, and dropped, window and keep_first are those of the slots. */                  \
+  X(int64_t, bits, 0, "int cache_bits=0")                                                                            \
+  /* [B, Hkv, slots, D], written. */                                                                                 \
+  X(std::optional<at::Tensor>, exact_key, std::nullopt, "Tensor(d!)? cache_exact_key=None")                          \
+  /* [B, Hkv, slots, Dv], written. */                                                                                \
+  X(std::optional<at::Tensor>, exact_value, std::nullopt, "Tensor(e!)? cache_exact_value=None")                      \
+  /* For a cache in pages, [B, max_pages] int32 (ops/kv_cache_paged.h); key and value are pools then. */             \
+  X(std::optional<at::Tensor>, block_table, std::nullopt, "Tensor? cache_block_table=None")                          \
+  /* For a SparseCache: the sums of each block of keys, [B, Hkv, blocks, D] in fp32 at least. A call that chooses */ \
+  /* blocks by their mean brings them up to date. */                                                                 \
+  X(std::optional<at::Tensor>, block_sums, std::nullopt, "Tensor(f!)? cache_block_sums=None")
+
 struct CacheTensors {
-  at::Tensor key;      // [B, Hkv, capacity, D]; for latent attention [B, 1, capacity, kv_lora_rank + rope]
-  at::Tensor value;    // [B, Hkv, capacity, Dv]; for latent attention Dv = 0
-  at::Tensor lengths;  // [B] int64: how many positions are held; a call adds to them
-  // For a cache that forgets positions (ops/detail/kv_window.h): how many of each sequence it has dropped, [B] int64.
-  std::optional<at::Tensor> dropped = std::nullopt;
-  int64_t window = -1;     // number of past positions that stay readable; -1: all
-  int64_t keep_first = 0;  // number of first positions that stay readable too
-  // For a cache of quantised rows (ops/quantize.h): key and value are such rows. Positions that are kept as they were
-  // stand in slots beside them, and dropped, window and keep_first are those of the slots.
-  int64_t bits = 0;
-  std::optional<at::Tensor> exact_key = std::nullopt;    // [B, Hkv, slots, D], written
-  std::optional<at::Tensor> exact_value = std::nullopt;  // [B, Hkv, slots, Dv], written
-  // For a cache in pages, [B, max_pages] int32 (ops/kv_cache_paged.h); key and value are pools then.
-  std::optional<at::Tensor> block_table = std::nullopt;
-  // For a SparseCache: the sums of each block of keys, [B, Hkv, blocks, D] in fp32 at least. A call that chooses blocks
-  // by their mean brings them up to date.
-  std::optional<at::Tensor> block_sums = std::nullopt;
+#define ATTNPACK_CACHE_MEMBER(type, name, value, text) type name = value;
+  ATTNPACK_CACHE_TENSORS(ATTNPACK_CACHE_MEMBER)
+#undef ATTNPACK_CACHE_MEMBER
+
+  // Calls f(name, member) with each member.
+  template <class Self, class F>
+  static void for_each_member(Self&& self, F&& f) {
+#define ATTNPACK_VISIT_NAMED(type, name, value, text) f(#name, self.name);
+    ATTNPACK_CACHE_TENSORS(ATTNPACK_VISIT_NAMED)
+#undef ATTNPACK_VISIT_NAMED
+  }
 };
 
 // The number of positions of the longest sequence; 0 if there is no sequence. It reads lengths: for a tensor on another

@@ -21,6 +21,9 @@ from .. import _C, cpp
 from ..errors import with_article, wrong_kind
 from ..ops import CacheTensors
 
+# Where a native cache gives each field of CacheTensors, by the names that it says.
+_PLACES = [_C.cpp.room_names().index(field) for field in CacheTensors._fields]
+
 
 class KVCache:
     """Base class of the caches of one layer. It holds the state of a native cache, and each call asks such a cache. Not
@@ -29,7 +32,7 @@ class KVCache:
     _kind: str
     """Class of the native cache."""
     _tensors: list[Tensor]
-    """`lengths`, then key and value if there are any, then the tensors of the kind."""
+    """The tensors of the native cache. `lengths` is the first. Only the native cache knows the others: ask `_part`."""
     _numbers: list[int]
     """The numbers that the native cache keeps beside its tensors."""
 
@@ -39,20 +42,30 @@ class KVCache:
     def _change(self, rule: str, *arguments: Any) -> None:
         self._tensors, self._numbers = self._ask(rule, *arguments)
 
+    def _room(self, rule: str, *arguments: Any) -> CacheTensors:
+        """Asks a rule that makes room."""
+        self._tensors, self._numbers, tensors, numbers = self._ask(rule, *arguments)
+        given = *tensors, *numbers
+        return CacheTensors(*[given[place] for place in _PLACES])
+
+    def _part(self, name: str) -> Any:
+        """What the native cache calls so: a tensor or a number; None where it holds none yet."""
+        tensors, numbers = self._ask("part", name)
+        return (*tensors, *numbers, None)[0]
+
     def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
         """Tensors with room for the new key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of which new_lens [B] are valid;
         a ValueError if they do not fit the cache."""
         check_lens(new_lens)
-        self._tensors, self._numbers, room = self._ask("reserve", key, value, new_lens)
-        return CacheTensors(*room)
+        return self._room("reserve", key, value, new_lens)
 
     def reserve_latents(self, latents: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
         """(latents, lengths) with room for the new latents [B, 1, L, kv_lora_rank + rope] of latent attention.
 
         A latent is key and value at once: it is stored as a key, and the values have width 0.
         """
-        self._tensors, self._numbers, (keys, _, lengths) = self._ask("reserve_latents", latents, kv_lora_rank)
-        return keys, lengths
+        room = self._room("reserve_latents", latents, kv_lora_rank)
+        return room.key, room.lengths
 
     def commit(self, new_len: int, new_lens: Tensor | None) -> None:
         """Counts the positions that the op wrote: `new_len` of each sequence, or the valid ones, `new_lens` [B]."""
@@ -190,7 +203,7 @@ class StaticCache(KVCache):
 
     @property
     def max_len(self) -> int:
-        return self._tensors[1].size(2)
+        return self._part("max_len")
 
 
 class ModelCache:

@@ -28,18 +28,18 @@ class LatentCache(DynamicCache):
     @property
     def kv_lora_rank(self) -> int:
         """C; 0 before the first append."""
-        return self._numbers[1]
+        return self._part("kv_lora_rank")
 
     def reserve_index(self, key: Tensor) -> tuple[Tensor, Tensor]:
         """(keys, lengths) with room for new keys [B, 1, L, D] of an indexer, as that of a SparseCache. The next append
         must bring the latents of these positions."""
-        self._tensors, self._numbers, (keys, _, lengths) = self._ask("reserve_index", key)
-        return keys, lengths
+        room = self._room("reserve_index", key)
+        return room.key, room.lengths
 
     @property
     def index(self) -> Tensor | None:
         """The keys of the indexer of a SparseLatentAttention, [B, 1, len, D], a view; None without an indexer."""
-        return self._tensors[3].narrow(2, 0, len(self)) if len(self._tensors) > 3 else None
+        return self._part("index")
 
     @property
     def c(self) -> Tensor | None:

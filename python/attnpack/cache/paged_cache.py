@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from ..ops import CacheTensors
 from .kv_cache import KVCache
 
 # torch.compiler.disable would import torch._dynamo with attnpack, which takes a second. Torch's own form of it waits
@@ -69,10 +68,6 @@ class PagedCache(KVCache):
         self.__dict__.update(state)
         self._change("clone")
 
-    def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
-        *tensors, block_table = super().reserve(key, value, new_lens)[:4]
-        return CacheTensors(*tensors, block_table=block_table)
-
     def fork(self, index: Tensor | Sequence[int]) -> PagedCache:
         """A cache of len(index) sequences on the same pool; sequence i holds what sequence index[i] holds here.
 
@@ -93,27 +88,27 @@ class PagedCache(KVCache):
     @property
     def block_table(self) -> Tensor:
         """The pages of each sequence in order, then -1; int32 [B, num_pages] on the CPU."""
-        return self._tensors[3]
+        return self._part("block_table")
 
     @property
     def k_pool(self) -> Tensor:
         """Keys [num_pages, page_size, Hkv, D]."""
-        return self._tensors[1]
+        return self._part("k_pool")
 
     @property
     def v_pool(self) -> Tensor:
         """Values [num_pages, page_size, Hkv, Dv]."""
-        return self._tensors[2]
+        return self._part("v_pool")
 
     @property
     def page_size(self) -> int:
-        return self.k_pool.size(1)
+        return self._part("page_size")
 
     @property
     def num_pages(self) -> int:
-        return self.k_pool.size(0)
+        return self._part("num_pages")
 
     @property
     def free_pages(self) -> int:
         """How many pages of the pool no sequence of any cache holds."""
-        return int((self._tensors[4] == 0).sum())
+        return self._part("free_pages")

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from ..ops import CacheTensors
-from .kv_cache import KVCache, _native, check_lens
+from .kv_cache import KVCache, _native
 
 
 class QuantizedCache(KVCache):
@@ -36,27 +31,19 @@ class QuantizedCache(KVCache):
     def __init__(self, bits: int, *, exact_first: int = 0, exact_last: int = 0) -> None:
         self._tensors, self._numbers = _native("quantized_cache")(bits, exact_first, exact_last)
 
-    def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
-        check_lens(new_lens)
-        self._tensors, self._numbers, room = self._ask("reserve", key, value, new_lens)
-        named: dict[str, Any] = dict(
-            zip(("key", "value", "lengths", "dropped", "exact_key", "exact_value"), room, strict=False)
-        )
-        return CacheTensors(**named, bits=self.bits, window=self.exact_last - 1, keep_first=self.exact_first)
-
     @property
     def bits(self) -> int:
-        return self._numbers[0]
+        return self._part("bits")
 
     @property
     def exact_first(self) -> int:
-        return self._numbers[1]
+        return self._part("exact_first")
 
     @property
     def exact_last(self) -> int:
-        return self._numbers[2]
+        return self._part("exact_last")
 
     @property
     def kv_lora_rank(self) -> int:
         """C of the latents that the cache holds; 0 for keys and values."""
-        return self._numbers[8]
+        return self._part("kv_lora_rank")

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from ..ops import CacheTensors
 from .kv_cache import KVCache
 
 
@@ -42,18 +41,15 @@ class SlidingWindowCache(KVCache):
         else:
             self._tensors, self._numbers = _C.cpp.sliding_window_cache(window, keep_first)
 
-    def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
-        return super().reserve(key, value, new_lens)._replace(window=self.window[0], keep_first=self.keep_first)
-
     @property
     def window(self) -> tuple[int, int]:
-        return self._numbers[0], 0
+        return self._part("window"), 0
 
     @property
     def keep_first(self) -> int:
-        return self._numbers[1]
+        return self._part("keep_first")
 
     @property
     def dropped(self) -> Tensor:
         """How many positions of each sequence are no longer stored, int64 [B]."""
-        return self._tensors[3] if len(self._tensors) > 3 else self.lengths
+        return self._part("dropped")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..ops import CacheTensors
 from .kv_cache import DynamicCache
 
 
@@ -23,15 +22,11 @@ class SparseCache(DynamicCache):
 
     _kind = "SparseCache"
 
-    def reserve(self, key: Tensor, value: Tensor, new_lens: Tensor | None = None) -> CacheTensors:
-        self._tensors, self._numbers, room = self._ask("reserve", key, value, new_lens)
-        return CacheTensors(*room[:3], block_sums=room[3] if len(room) > 3 else None)
-
     def reserve_index(self, key: Tensor) -> tuple[Tensor, Tensor]:
         """(keys, lengths) with room for new keys [B, 1, L, D] of an indexer; `lengths` is a copy. The next append must
         bring the keys and values of these positions, and counts them."""
-        self._tensors, self._numbers, (keys, _, lengths) = self._ask("reserve_index", key)
-        return keys, lengths
+        room = self._room("reserve_index", key)
+        return room.key, room.lengths
 
     def keep_sums(self, block: int, new_len: int) -> None:
         """Lets the next append, of new_len positions, bring the sums of blocks of `block` keys up to date: `reserve`
@@ -43,12 +38,9 @@ class SparseCache(DynamicCache):
         """The selector's state, a view: the indexer's keys [B, 1, len, D], or the sums [B, Hkv, blocks, D] of blocks
         of keys, in fp32 at least; None where it keeps nothing. Entries after the end of a sequence are unspecified, and
         so is the sum of a block that is not whole."""
-        if len(self._tensors) < 4:
-            return None
-        held = len(self)
-        return self._tensors[3].narrow(2, 0, -(-held // self.block) if self.block else held)
+        return self._part("index")
 
     @property
     def block(self) -> int:
         """Keys of a block of the sums; 0: `index` holds an indexer's keys, or nothing."""
-        return self._numbers[1]
+        return self._part("block")

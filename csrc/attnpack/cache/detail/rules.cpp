@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <type_traits>
+
 #include <attnpack/cache/cross_cache.h>
 #include <attnpack/cache/latent_cache.h>
 #include <attnpack/cache/paged_cache.h>
@@ -32,12 +34,45 @@ Changed changed(const HeldCache& held, const Change& change) {
 }
 
 Room with_state(const KVCache& cache, const CacheTensors& room) {
-  Tensors tensors{room.key, room.value, room.lengths};
-  if (room.dropped) tensors.push_back(*room.dropped);
-  if (room.exact_key) tensors.insert(tensors.end(), {*room.exact_key, *room.exact_value});
-  if (room.block_table) tensors.push_back(*room.block_table);
-  if (room.block_sums) tensors.push_back(*room.block_sums);
-  return std::tuple_cat(state_of(cache), std::make_tuple(std::move(tensors)));
+  OptionalTensors tensors;
+  Numbers numbers;
+  CacheTensors::for_each_member(room, [&]<class T>(const char*, const T& member) {
+    if constexpr (std::is_integral_v<T>)
+      numbers.emplace_back(member);
+    else
+      tensors.emplace_back(member);
+  });
+  return std::tuple_cat(state_of(cache), std::make_tuple(std::move(tensors), std::move(numbers)));
+}
+
+// Calls show(name, value) with all that a kind of cache has beside keys, values and lengths.
+template <typename Show>
+void show_parts(const KVCache& cache, const Show& show) {
+  if (const auto* held = dynamic_cast<const LatentCache*>(&cache)) {
+    show("kv_lora_rank", held->kv_lora_rank());
+    show("index", held->index());
+  } else if (const auto* held = dynamic_cast<const SparseCache*>(&cache)) {
+    show("block", held->block());
+    show("index", held->index());
+  } else if (const auto* held = dynamic_cast<const StaticCache*>(&cache)) {
+    show("max_len", *held->capacity());
+  } else if (const auto* held = dynamic_cast<const SlidingWindowCache*>(&cache)) {
+    show("window", held->window());
+    show("keep_first", held->keep_first());
+    show("dropped", held->dropped());
+  } else if (const auto* held = dynamic_cast<const QuantizedCache*>(&cache)) {
+    show("bits", held->bits());
+    show("exact_first", held->exact_first());
+    show("exact_last", held->exact_last());
+    show("kv_lora_rank", held->kv_lora_rank());
+  } else if (const auto* held = dynamic_cast<const PagedCache*>(&cache)) {
+    show("block_table", held->block_table());
+    show("k_pool", held->k_pool());
+    show("v_pool", held->v_pool());
+    show("page_size", held->page_size());
+    show("num_pages", held->num_pages());
+    show("free_pages", held->free_pages());
+  }
 }
 
 }  // namespace
@@ -156,6 +191,31 @@ Numbers cache_nbytes(const HeldCache& held) { return {held.make()->sym_nbytes()}
 
 Numbers cache_nbytes_allocated(const HeldCache& held) { return {held.make()->sym_nbytes_allocated()}; }
 
+std::vector<std::string> room_names() {
+  std::vector<std::string> names, numbers;
+  CacheTensors::for_each_member(CacheTensors(), [&]<class T>(const char* name, const T&) {
+    (std::is_integral_v<T> ? numbers : names).emplace_back(name);
+  });
+  names.insert(names.end(), numbers.begin(), numbers.end());
+  return names;
+}
+
+Changed cache_part(const HeldCache& held, std::string_view name) {
+  Changed part;
+  bool known = false;
+  show_parts(*held.make(), [&]<class T>(const char* shown, const T& value) {
+    if (name != shown) return;
+    known = true;
+    if constexpr (std::is_same_v<T, Tensor>) {
+      if (value.defined()) std::get<Tensors>(part).push_back(value);
+    } else {
+      std::get<Numbers>(part).emplace_back(value);
+    }
+  });
+  ATTNPACK_CHECK(known, "name: got ", name, ", want something that a ", held.kind, " has");
+  return part;
+}
+
 Tensors cache_views(const HeldCache& held) {
   const auto cache = held.make();
   const auto key = cache->k();
@@ -210,16 +270,15 @@ Tensors static_cache(int64_t batch, int64_t num_kv_heads, int64_t max_len, int64
 
 #define ATTNPACK_STATE "(str kind, Tensor(a!)[] tensors, SymInt[] numbers"
 #define ATTNPACK_CHANGED ") -> (Tensor(a!)[], SymInt[]"
+#define ATTNPACK_ROOM ATTNPACK_CHANGED ", Tensor(a!)?[], SymInt[])"
 
 TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   using namespace attnpack;
-  m.def("cache_reserve" ATTNPACK_STATE ", Tensor key, Tensor value, Tensor? new_lens" ATTNPACK_CHANGED
-        ", Tensor(a!)[])",
+  m.def("cache_reserve" ATTNPACK_STATE ", Tensor key, Tensor value, Tensor? new_lens" ATTNPACK_ROOM,
         from_schema<cache_reserve>);
-  m.def("cache_reserve_latents" ATTNPACK_STATE ", Tensor latents, int kv_lora_rank" ATTNPACK_CHANGED ", Tensor(a!)[])",
+  m.def("cache_reserve_latents" ATTNPACK_STATE ", Tensor latents, int kv_lora_rank" ATTNPACK_ROOM,
         from_schema<cache_reserve_latents>);
-  m.def("cache_reserve_index" ATTNPACK_STATE ", Tensor key" ATTNPACK_CHANGED ", Tensor(a!)[])",
-        from_schema<cache_reserve_index>);
+  m.def("cache_reserve_index" ATTNPACK_STATE ", Tensor key" ATTNPACK_ROOM, from_schema<cache_reserve_index>);
   m.def("cache_keep_sums" ATTNPACK_STATE ", int block, SymInt new_len" ATTNPACK_CHANGED ")",
         from_schema<cache_keep_sums>);
   m.def("cache_commit" ATTNPACK_STATE ", SymInt new_len, Tensor? new_lens" ATTNPACK_CHANGED ")",
@@ -239,6 +298,8 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
   m.def("cache_nbytes(str kind, Tensor[] tensors, SymInt[] numbers) -> SymInt[]", from_schema<cache_nbytes>);
   m.def("cache_nbytes_allocated(str kind, Tensor[] tensors, SymInt[] numbers) -> SymInt[]",
         from_schema<cache_nbytes_allocated>);
+  m.def("cache_part(str kind, Tensor(a)[] tensors, SymInt[] numbers, str name) -> (Tensor(a)[], SymInt[])",
+        from_schema<cache_part>);
   m.def("cache_views(str kind, Tensor(a)[] tensors, SymInt[] numbers) -> Tensor(a)[]", from_schema<cache_views>);
   m.def(
       "cache_shared(str kind, Tensor(a)[] tensors, SymInt[] numbers, Tensor x, Tensor? new_lens, int num_kv_heads, int "

@@ -4,8 +4,11 @@
 
 #include <attnpack/cache/kv_cache.h>
 
+#include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 // The rules of a cache, as functions of its class and its state. They are the ops attnpack::cache_<rule>, so that
 // torch.compile traces them; eager calls come through pybind.
@@ -23,8 +26,13 @@ struct HeldCache {
 
 using Tensors = std::vector<at::Tensor>;
 using Numbers = std::vector<c10::SymInt>;
-using Changed = std::tuple<Tensors, Numbers>;        // the new state
-using Room = std::tuple<Tensors, Numbers, Tensors>;  // and the tensors of the room, in the order of CacheTensors
+using OptionalTensors = std::vector<std::optional<at::Tensor>>;
+using Changed = std::tuple<Tensors, Numbers>;  // the new state
+// The new state, and the CacheTensors of the room: its tensors, and then its numbers, because an op gives lists of one
+// type.
+using Room = std::tuple<Tensors, Numbers, OptionalTensors, Numbers>;
+// The names of these tensors and numbers, in this order.
+std::vector<std::string> room_names();
 
 Room cache_reserve(const HeldCache& held, const at::Tensor& key, const at::Tensor& value,
                    const std::optional<at::Tensor>& new_lens);
@@ -44,6 +52,8 @@ void cache_check_call(const HeldCache& held, const at::Tensor& x, const std::opt
 Numbers cache_len(const HeldCache& held);
 Numbers cache_nbytes(const HeldCache& held);
 Numbers cache_nbytes_allocated(const HeldCache& held);
+// What a kind of cache has under a name: one tensor or one number, or nothing where it holds none yet.
+Changed cache_part(const HeldCache& held, std::string_view name);
 // k and v; nothing before the first append of a cache that grows.
 Tensors cache_views(const HeldCache& held);
 // Key, value and lengths (shared_keys).

@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <tuple>
+#include <type_traits>
 
 #include <attnpack/layers/attend.h>
 #include <attnpack/ops/detail/attention_arguments.h>
@@ -42,22 +43,23 @@ struct LayerArguments {
   "None, float rope_growth=0.0, int rope_trained_len=0, bool rope_raw_keys=False, Tensor? positions=None, bool "  \
   "cross=False, Tensor? mask=None, Tensor? kv_lens=None"
 
+// CacheTensors, or nothing where there is no cache.
 struct CacheArguments {
-  std::optional<Tensor> key = {}, value = {}, lengths = {}, dropped = {};
-  int64_t window = -1;
-  int64_t keep_first = 0;
-  int64_t bits = 0;
-  std::optional<Tensor> exact_key = {}, exact_value = {}, block_table = {}, block_sums = {};
+  template <class T>
+  using Argument = std::conditional_t<std::is_same_v<T, Tensor>, std::optional<Tensor>, T>;
+#define ATTNPACK_CACHE_ARGUMENT(type, name, value, text) Argument<type> name = value;
+  ATTNPACK_CACHE_TENSORS(ATTNPACK_CACHE_ARGUMENT)
+#undef ATTNPACK_CACHE_ARGUMENT
 
   auto members() const {
-    return std::tie(key, value, lengths, dropped, window, keep_first, bits, exact_key, exact_value, block_table,
-                    block_sums);
+#define ATTNPACK_TIE_MEMBER(type, name, value, text) std::tie(name),
+    return std::tuple_cat(ATTNPACK_CACHE_TENSORS(ATTNPACK_TIE_MEMBER) std::tie());
+#undef ATTNPACK_TIE_MEMBER
   }
 };
-#define ATTNPACK_CACHE_SCHEMA                                                                                        \
-  "Tensor(a!)? cache_key=None, Tensor(b!)? cache_value=None, Tensor(c!)? cache_lengths=None, Tensor? cache_dropped=" \
-  "None, int cache_window=-1, int cache_keep_first=0, int cache_bits=0, Tensor(d!)? cache_exact_key=None, Tensor(e!" \
-  ")? cache_exact_value=None, Tensor? cache_block_table=None, Tensor(f!)? cache_block_sums=None"
+// The text of the arguments, which follow others in a schema.
+#define ATTNPACK_CACHE_TEXT(type, name, value, text) ", " text
+#define ATTNPACK_CACHE_SCHEMA ATTNPACK_CACHE_TENSORS(ATTNPACK_CACHE_TEXT)
 
 struct LatentCacheArguments {
   std::optional<Tensor> latents = {}, lengths = {};
