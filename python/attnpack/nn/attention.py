@@ -58,6 +58,9 @@ class SelfAttention(ContextAttention):
     """
 
     _cpp_class = cpp.SelfAttention
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
 
     def __init__(
         self,
@@ -71,11 +74,9 @@ class SelfAttention(ContextAttention):
     ) -> None:
         super().__init__()
         self.rope = None
-        self._configure(locals())
+        self._make_children(self._configure(locals()), device, dtype)
         self.kdim = self.vdim = embed_dim
         self.num_heads = self.num_kv_heads = 1
-        for name in ("q_proj", "k_proj", "v_proj"):
-            setattr(self, name, nn.Linear(embed_dim, self.head_dim, bias=bias, device=device, dtype=dtype))
 
     def _attend_shared(self, *_: Any, **__: Any) -> Any:
         checks.no_kv_from("SelfAttention", True)
@@ -125,6 +126,16 @@ class GroupedQueryAttention(ContextAttention):
     _cpp_class = cpp.GroupedQueryAttention
     _names_keys = True
     _no_attributes = frozenset({"sinks"})  # the name of the parameter
+    q_proj: nn.Linear | None
+    q_a_proj: nn.Linear | None
+    q_a_layernorm: RMSNorm | None
+    q_b_proj: nn.Linear | None
+    k_proj: nn.Linear
+    v_proj: nn.Linear | None
+    o_proj: nn.Linear
+    gate_proj: nn.Linear | None
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
 
     def __init__(
         self,
@@ -157,36 +168,15 @@ class GroupedQueryAttention(ContextAttention):
     ) -> None:
         super().__init__()
         self.rope = rope
-        self._configure(locals())
+        twin = self._configure(locals())
         self.num_kv_heads = num_kv_heads
         self.head_map = None if head_map is None else tuple(head_map)
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = self.kdim if keys_as_values else embed_dim if vdim is None else vdim
         self._slopes = alibi_slopes(num_heads)
-
-        factory = {"device": device, "dtype": dtype}
-        width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
-
-        def linear(inputs: int, outputs: int, bias: bool = bias) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=bias, **factory)
-
-        low = q_lora_rank is not None
-        self.q_proj = None if low else linear(embed_dim, width)
-        self.q_a_proj = linear(embed_dim, q_lora_rank) if low else None
-        self.q_a_layernorm = RMSNorm(q_lora_rank, eps=_LATENT_EPS, **factory) if low else None
-        self.q_b_proj = linear(q_lora_rank, width, False) if low else None
-        self.k_proj = linear(self.kdim, kv_width)
-        self.v_proj = None if keys_as_values else linear(self.vdim, kv_width)
-        self.o_proj = linear(width, embed_dim, bias if out_bias is None else out_bias)
-        self.gate_proj = None if gate is None else linear(embed_dim, num_heads if gate == "head" else width, False)
-        self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
-        self.q_norm = self._norm(num_heads, factory) if qk_norm is not False else None
-        self.k_norm = self._norm(num_kv_heads, factory) if qk_norm is not False else None
-
-    def _norm(self, heads: int, factory: dict[str, Any]) -> RMSNorm:
-        settings = self._norm_settings()
-        dim = self.head_dim * (heads if settings["all_heads"] else 1)
-        return RMSNorm(dim, eps=settings["eps"], plus_one=settings["plus_one"], **factory)
+        first = torch.zeros(num_heads, device=device, dtype=dtype) if sinks else None
+        self.register_parameter("sinks", None if first is None else nn.Parameter(first))
+        self._make_children(twin, device, dtype)
 
     def _norm_settings(self) -> dict[str, Any]:
         return _QK_NORM | self.qk_norm if isinstance(self.qk_norm, dict) else _QK_NORM
@@ -311,6 +301,11 @@ class DifferentialAttention(ContextAttention):
     """
 
     _cpp_class = cpp.DifferentialAttention
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    lambda_proj: nn.Linear | None
 
     def __init__(
         self,
@@ -335,18 +330,11 @@ class DifferentialAttention(ContextAttention):
     ) -> None:
         super().__init__()
         self.rope = rope
-        self._configure(locals())
+        self._make_children(self._configure(locals()), device, dtype)
         self.kdim = self.vdim = embed_dim
-        factory = {"device": device, "dtype": dtype}
-        width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(embed_dim, self.query_heads * self.head_dim, bias=bias, **factory)
-        self.k_proj = nn.Linear(embed_dim, kv_width, bias=bias, **factory)
-        self.v_proj = nn.Linear(embed_dim, kv_width, bias=bias, **factory)
-        self.o_proj = nn.Linear(width, embed_dim, bias=bias if out_bias is None else out_bias, **factory)
-        self.lambda_proj = nn.Linear(embed_dim, num_heads, bias=False, **factory) if version == 2 else None
         if version == 1:
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-                values = torch.empty(self.head_dim, **factory)
+                values = torch.empty(self.head_dim, device=device, dtype=dtype)
                 setattr(self, name, nn.Parameter(values if values.is_meta else values.normal_(0, _LAMBDA_DEVIATION)))
 
     @property

@@ -30,6 +30,9 @@ class FeedForward(NativeModule):
     """
 
     _cpp_class = cpp.FeedForward
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
 
     def __init__(
         self,
@@ -43,11 +46,7 @@ class FeedForward(NativeModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._configure(locals())
-        if activation in _GATED:
-            self.gate_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self._make_children(self._configure(locals()), device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., embed_dim] -> [..., embed_dim]"""

@@ -62,6 +62,15 @@ class MultiHeadLatentAttention(NativeAttention):
     """
 
     _cpp_class = cpp.MultiHeadLatentAttention
+    q_proj: nn.Linear | None
+    q_a_proj: nn.Linear | None
+    q_a_layernorm: RMSNorm | None
+    q_b_proj: nn.Linear | None
+    kv_a_proj_with_mqa: nn.Linear
+    kv_a_layernorm: RMSNorm | None
+    kv_b_proj: nn.Linear | None
+    o_proj: nn.Linear
+    gate_proj: nn.Linear | None
 
     def __init__(
         self,
@@ -89,31 +98,7 @@ class MultiHeadLatentAttention(NativeAttention):
     ) -> None:
         super().__init__()
         self.rope = rope
-        self._configure(locals())
-        self._make_children(device, dtype)
-
-    def _make_children(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        factory = {"device": device, "dtype": dtype}
-
-        def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=bias, **factory)
-
-        def norm(dim: int) -> RMSNorm | None:
-            return RMSNorm(dim, eps=_NORM_EPS, **factory) if self.latent_norm else None
-
-        embed_dim, heads, low, latent = self.embed_dim, self.num_heads, self.q_lora_rank, self.kv_lora_rank
-        nope, rotated, values = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
-        width = heads * ((latent if self.folded else nope) + rotated)
-        self.q_proj = linear(embed_dim, width) if low is None else None
-        self.q_a_proj = None if low is None else linear(embed_dim, low, self.bias)
-        self.q_a_layernorm = None if low is None else norm(low)
-        self.q_b_proj = None if low is None else linear(low, width)
-        self.kv_a_proj_with_mqa = linear(embed_dim, latent + rotated, self.bias)
-        self.kv_a_layernorm = norm(latent)
-        self.kv_b_proj = None if self.folded else linear(latent, heads * (nope + values))
-        self.o_proj = linear(heads * (latent if self.folded else values), embed_dim, self.bias)
-        gates = heads * (1 if self.gate == "head" else values)
-        self.gate_proj = None if self.gate is None else linear(embed_dim, gates)
+        self._make_children(self._configure(locals()), device, dtype)
 
     @property
     def softmax_scale(self) -> float:

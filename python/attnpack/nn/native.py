@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import get_annotations
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from .. import cpp
 from .._C import checks, linear_layers
 from ..errors import wrong_kind
 from ..signatures import HasForward, HasTwin, P, Result, Twin
@@ -58,6 +62,20 @@ class NativeModule(nn.Module):
         for name in self._config.keys() - self._no_attributes:
             setattr(self, name, self._config[name])
         return twin
+
+    def _make_children(self, twin: Any, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Makes the children that the twin of `_configure` has, in its order, each initialised as its class does.
+
+        A child that the class declares, as an annotation that allows None, and that the twin has not, is None. Children
+        whose class is known only to C++ are left to the constructor.
+        """
+        for name, part in twin.named_children().items():
+            if not hasattr(self, name) and (make := _maker_of(part)):
+                setattr(self, name, make(device=device, dtype=dtype))
+        ours = (kind for kind in type(self).__mro__ if kind.__module__.startswith(__package__))
+        for name, hint in chain.from_iterable(get_annotations(kind).items() for kind in ours):
+            if hint.endswith("| None") and not hasattr(self, name):
+                setattr(self, name, None)
 
     def _live_config(self) -> dict[str, Any]:
         """The twin's options with later changes: after `module.scale = 2` the twin's scale is 2 too."""
@@ -127,6 +145,20 @@ def dropped(x: Tensor, module: nn.Module) -> Tensor:
 
 
 _BY_TWIN: dict[type, type[NativeModule]] = {}
+
+# Torch's layers by their twin; they take its options as arguments.
+_TORCH_LAYERS: dict[type, Callable[..., nn.Module]] = {
+    cpp.Linear: nn.Linear,
+    cpp.LayerNorm: lambda dim, **settings: nn.LayerNorm(dim, **settings),
+}
+
+
+def _maker_of(twin: Any) -> Callable[..., nn.Module] | None:
+    """What makes a layer like the twin, given device and dtype; None if Python has no class for it."""
+    if type(twin) in _TORCH_LAYERS:
+        return partial(_TORCH_LAYERS[type(twin)], **twin.options())
+    kind = _BY_TWIN.get(type(twin))
+    return partial(kind, **kind._arguments(twin)) if kind else None
 
 
 def give_parameters(twin: Any, parameters: Mapping[str, Tensor], strict: bool = True) -> Any:

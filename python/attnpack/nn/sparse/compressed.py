@@ -118,6 +118,13 @@ class CompressedAttention(NativeModule):
     """
 
     _cpp_class = cpp.CompressedAttention
+    q_a_proj: nn.Linear
+    q_a_norm: RMSNorm
+    q_b_proj: nn.Linear
+    kv_proj: nn.Linear
+    kv_norm: RMSNorm
+    o_a_proj: nn.Linear
+    o_b_proj: nn.Linear
 
     def __init__(
         self,
@@ -141,20 +148,9 @@ class CompressedAttention(NativeModule):
     ) -> None:
         super().__init__()
         self.rope = rope
-        self._configure(locals())
+        self._make_children(self._configure(locals()), device, dtype)
         factory = {"device": device, "dtype": dtype}
         sizes = _Sizes(embed_dim, q_lora_rank, self._rate, eps, factory)
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, **factory)
-
-        self.q_a_proj = linear(embed_dim, q_lora_rank)
-        self.q_a_norm = RMSNorm(q_lora_rank, eps=eps, **factory)
-        self.q_b_proj = linear(q_lora_rank, num_heads * head_dim)
-        self.kv_proj = linear(embed_dim, head_dim)
-        self.kv_norm = RMSNorm(head_dim, eps=eps, **factory)
-        self.o_a_proj = linear(num_heads * head_dim // o_groups, o_groups * o_lora_rank)
-        self.o_b_proj = linear(o_groups * o_lora_rank, embed_dim)
         self.compressor = None
         if compress_rate is not None:
             chosen = (self.index_head_dim, self.index_heads, top_k)

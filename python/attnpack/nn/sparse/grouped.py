@@ -15,7 +15,7 @@ from ...signatures import Inputs, types_of
 from ..attention_base import ContextAttention, split_heads
 from ..linear import project
 from ..rope import RotaryEmbedding
-from .selection import NORM_EPS, IndexCache, check_flag, check_index_cache, check_norm, check_selects, name_keys, refuse
+from .selection import IndexCache, check_flag, check_index_cache, check_norm, check_selects, name_keys, refuse
 
 
 class SparseAttention(ContextAttention):
@@ -47,6 +47,14 @@ class SparseAttention(ContextAttention):
     """
 
     _cpp_class = cpp.SparseAttention
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    index_q_proj: nn.Linear
+    index_k_proj: nn.Linear
+    index_k_norm: nn.LayerNorm
+    index_weights_proj: nn.Linear
 
     def __init__(
         self,
@@ -73,23 +81,8 @@ class SparseAttention(ContextAttention):
     ) -> None:
         super().__init__()
         self.rope = rope
-        self._configure(locals())
+        self._make_children(self._configure(locals()), device, dtype)
         self.kdim = self.vdim = embed_dim
-        factory = {"device": device, "dtype": dtype}
-
-        def linear(outputs: int, bias: bool = False, inputs: int = embed_dim) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=bias, **factory)
-
-        width = num_heads * self.head_dim
-        self.q_proj = linear(width, bias)
-        self.k_proj = linear(num_kv_heads * self.head_dim, bias)
-        self.v_proj = linear(num_kv_heads * self.head_dim, bias)
-        self.o_proj = linear(embed_dim, bias if out_bias is None else out_bias, width)
-        if self._indexes:
-            self.index_q_proj = linear(self.index_heads * self.index_head_dim)
-            self.index_k_proj = linear(self.index_head_dim)
-            self.index_k_norm = nn.LayerNorm(self.index_head_dim, eps=NORM_EPS, **factory)
-            self.index_weights_proj = linear(self.index_heads)
 
     @overload
     def forward(self, x: Tensor, *, index_cache: IndexCache = None, need_weights: Literal[False] = False,

@@ -100,8 +100,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
     ) -> None:
         nn.Module.__init__(self)
         self.rope = rope
-        self._configure(locals())
-        self._make_children(device, dtype)
+        self._make_children(self._configure(locals()), device, dtype)
         sizes = embed_dim, q_lora_rank, self.index_heads, self.index_head_dim
         self.indexer = LightningIndexer(*sizes, device, dtype)
 
