@@ -18,7 +18,7 @@ HEADERS = [
     "attnpack/ops/attention.h",
     "attnpack/cache/dynamic_cache.h",
     "attnpack/weights/safetensors.h",
-    "attnpack/modules/grouped_attention.h",
+    "attnpack/modules/attention/grouped_attention.h",
     "attnpack/modules/stack.h",
     "attnpack/models/generate.h",
     "torch/torch.h",

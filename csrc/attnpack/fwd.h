@@ -2,7 +2,7 @@
 
 // Only names, without any header of torch: for headers that hold or pass attnpack's classes by pointer or reference. A
 // member std::shared_ptr<attnpack::MultiHeadAttentionImpl> needs no more. The file that makes or calls the module
-// includes the module's own header (modules/grouped_attention.h), which costs less than attnpack.h:
+// includes the module's own header (modules/attention/grouped_attention.h), which costs less than attnpack.h:
 // benchmarks/compile_time.py prints what each costs. MultiHeadAttentionOptions and its two relatives are no classes of
 // their own and stand only in their header.
 

@@ -1,9 +1,11 @@
-#include <attnpack/modules/differential_attention.h>
-#include <attnpack/modules/grouped_attention.h>
-#include <attnpack/modules/latent_attention.h>
-#include <attnpack/modules/projected_attention.h>
-#include <attnpack/modules/self_attention.h>
-#include <attnpack/modules/sparse/compressed_attention.h>
+#include <attnpack/modules/attention/compressed_attention.h>
+#include <attnpack/modules/attention/differential_attention.h>
+#include <attnpack/modules/attention/grouped_attention.h>
+#include <attnpack/modules/attention/latent_attention.h>
+#include <attnpack/modules/attention/projected_attention.h>
+#include <attnpack/modules/attention/self_attention.h>
+#include <attnpack/modules/attention/sparse_attention.h>
+#include <attnpack/modules/attention/sparse_latent_attention.h>
 #include <bindings/common.h>
 #include <bindings/option_dicts.h>
 #include <bindings/register.h>

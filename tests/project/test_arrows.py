@@ -33,21 +33,26 @@ INCLUDES = {
     "weights/detail": ["core"],
     "modules": ["core", "ops", "rope", "layers", "layers/detail", "cache", "weights", "modules/detail"],
     "modules/detail": ["core", "layers", "cache", "modules"],
-    "modules/sparse": ["core", "ops", "rope", "layers", "modules", "modules/detail"],
+    "modules/attention": [
+        *("core", "ops", "rope", "layers", "layers/detail", "cache", "modules", "modules/detail"),
+    ],
     "models": [
-        *("core", "ops", "rope", "layers", "cache", "modules", "modules/detail", "weights/detail", "models/detail"),
+        *("core", "ops", "rope", "layers", "cache", "modules", "modules/attention", "modules/detail"),
+        *("weights/detail", "models/detail"),
     ],
     "models/detail": ["core", "modules", "weights/detail", "models"],
-    "distributed": ["core", "ops", "layers", "cache", "modules", "models", "distributed/detail"],
+    "distributed": [
+        *("core", "ops", "layers", "cache", "modules", "modules/attention", "models", "distributed/detail"),
+    ],
     "distributed/detail": ["core", "ops", "ops/detail", "modules", "modules/detail", "distributed"],
     "convert": ["core", "convert/detail"],
     "convert/detail": ["core", "convert"],
 }
 # these put converted tensors into modules, and one tells the version, which stands beside all folders
 OF_A_FILE = {
-    "convert/modules": ["modules"],
+    "convert/modules": ["modules", "modules/attention"],
     "convert/models": ["modules", "models"],
-    "convert/from_torch": ["modules"],
+    "convert/from_torch": ["modules", "modules/attention"],
     "ops/library": ["."],
 }
 

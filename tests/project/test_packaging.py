@@ -91,7 +91,7 @@ def test_pkg_config_gives_the_flags_of_a_program(wheel, tmp_path, compiler):
     assert flags.returncode == 0, flags.text
     source = tmp_path / "main.cpp"
     source.write_text(
-        """#include <attnpack/modules/grouped_attention.h>
+        """#include <attnpack/modules/attention/grouped_attention.h>
         #include <attnpack/ops/library.h>
         #include <ATen/ATen.h>
         #include <iostream>

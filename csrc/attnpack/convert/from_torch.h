@@ -1,7 +1,7 @@
 #pragma once
 
+#include <attnpack/modules/attention/grouped_attention.h>
 #include <attnpack/modules/block.h>
-#include <attnpack/modules/grouped_attention.h>
 #include <attnpack/modules/stack.h>
 
 namespace torch::nn {

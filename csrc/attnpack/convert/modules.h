@@ -1,8 +1,8 @@
 #pragma once
 
 #include <attnpack/convert/merge_heads.h>
-#include <attnpack/modules/grouped_attention.h>
-#include <attnpack/modules/latent_attention.h>
+#include <attnpack/modules/attention/grouped_attention.h>
+#include <attnpack/modules/attention/latent_attention.h>
 
 namespace attnpack::convert {
 

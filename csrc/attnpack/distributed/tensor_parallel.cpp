@@ -4,10 +4,10 @@
 #include <attnpack/distributed/detail/heads.h>
 #include <attnpack/distributed/detail/sharing.h>
 #include <attnpack/models/causal_lm.h>
+#include <attnpack/modules/attention/grouped_attention.h>
+#include <attnpack/modules/attention/latent_attention.h>
 #include <attnpack/modules/block.h>
 #include <attnpack/modules/feed_forward.h>
-#include <attnpack/modules/grouped_attention.h>
-#include <attnpack/modules/latent_attention.h>
 #include <attnpack/modules/norm.h>
 #include <attnpack/modules/stack.h>
 

@@ -7,10 +7,10 @@
 #include <attnpack/cache/paged_cache.h>
 #include <attnpack/cache/sliding_window_cache.h>
 #include <attnpack/core/padded.h>
+#include <attnpack/modules/attention/grouped_attention.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/print_options.h>
 #include <attnpack/modules/feed_forward.h>
-#include <attnpack/modules/grouped_attention.h>
 #include <attnpack/ops/softcap.h>
 #include <attnpack/rope/sinusoidal.h>
 

@@ -1,8 +1,8 @@
 #pragma once
 
 #include <attnpack/cache/quantized_cache.h>
-#include <attnpack/modules/grouped_attention.h>
-#include <attnpack/modules/latent_attention.h>
+#include <attnpack/modules/attention/grouped_attention.h>
+#include <attnpack/modules/attention/latent_attention.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/mixture_of_experts.h>
 #include <attnpack/modules/rotary_embedding.h>

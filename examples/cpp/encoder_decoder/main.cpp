@@ -1,8 +1,8 @@
 // An encoder-decoder learns to write its source backwards. Then generate writes new sources token by token: the encoder
 // runs once for each batch, a CrossCache keeps its keys and values, and a DynamicCache those of the target.
 #include <attnpack/models/generate.h>
+#include <attnpack/modules/attention/grouped_attention.h>
 #include <attnpack/modules/feed_forward.h>
-#include <attnpack/modules/grouped_attention.h>
 #include <attnpack/modules/linear.h>
 #include <attnpack/modules/rotary_embedding.h>
 #include <attnpack/modules/stack.h>

@@ -1,7 +1,7 @@
 // The lines of the notebook on multi-query attention, from C++: V1 without cache and mask, V2 with a cache, V3 with a
 // cache and a causal mask, then the mask itself. With the same seed they are those of `attnpack demo --all-lines`.
 #include <attnpack/cache/dynamic_cache.h>
-#include <attnpack/modules/grouped_attention.h>
+#include <attnpack/modules/attention/grouped_attention.h>
 #include <attnpack/modules/state_dict.h>
 #include <attnpack/ops/attention.h>
 

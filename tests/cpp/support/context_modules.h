@@ -4,12 +4,12 @@
 #include <attnpack/distributed/context_parallel.h>
 #include <attnpack/distributed/tensor_parallel.h>
 #include <attnpack/models/causal_lm.h>
+#include <attnpack/modules/attention/differential_attention.h>
+#include <attnpack/modules/attention/grouped_attention.h>
+#include <attnpack/modules/attention/latent_attention.h>
+#include <attnpack/modules/attention/self_attention.h>
 #include <attnpack/modules/block.h>
-#include <attnpack/modules/differential_attention.h>
 #include <attnpack/modules/feed_forward.h>
-#include <attnpack/modules/grouped_attention.h>
-#include <attnpack/modules/latent_attention.h>
-#include <attnpack/modules/self_attention.h>
 
 #include "context_cases.h"
 

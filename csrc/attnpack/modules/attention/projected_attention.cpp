@@ -1,4 +1,4 @@
-#include <attnpack/modules/projected_attention.h>
+#include <attnpack/modules/attention/projected_attention.h>
 
 #include <attnpack/core/check.h>
 #include <attnpack/modules/detail/checks.h>

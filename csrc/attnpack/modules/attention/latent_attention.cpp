@@ -1,10 +1,11 @@
-#include <attnpack/modules/latent_attention.h>
+#include <attnpack/modules/attention/latent_attention.h>
 
 #include <cmath>
 
 #include <attnpack/core/check.h>
 #include <attnpack/layers/detail/latent_algebra.h>
 #include <attnpack/layers/latent_attend.h>
+#include <attnpack/modules/attention/sparse_latent_attention.h>
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
 #include <attnpack/modules/detail/print_options.h>

@@ -1,3 +1,5 @@
+#include <attnpack/modules/attention/sparse_latent_attention.h>
+
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
@@ -5,7 +7,6 @@
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
 #include <attnpack/modules/detail/selected_keys.h>
-#include <attnpack/modules/latent_attention.h>
 
 namespace attnpack {
 

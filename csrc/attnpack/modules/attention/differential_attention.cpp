@@ -1,4 +1,4 @@
-#include <attnpack/modules/differential_attention.h>
+#include <attnpack/modules/attention/differential_attention.h>
 
 #include <torch/nn/init.h>
 

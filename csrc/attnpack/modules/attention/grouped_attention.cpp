@@ -1,4 +1,4 @@
-#include <attnpack/modules/grouped_attention.h>
+#include <attnpack/modules/attention/grouped_attention.h>
 
 #include <ATen/ATen.h>
 

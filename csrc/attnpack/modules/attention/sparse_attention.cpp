@@ -1,3 +1,5 @@
+#include <attnpack/modules/attention/sparse_attention.h>
+
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
@@ -7,7 +9,6 @@
 #include <attnpack/modules/detail/heads.h>
 #include <attnpack/modules/detail/print_options.h>
 #include <attnpack/modules/detail/selected_keys.h>
-#include <attnpack/modules/grouped_attention.h>
 
 namespace attnpack {
 

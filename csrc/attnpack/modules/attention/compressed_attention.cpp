@@ -1,4 +1,4 @@
-#include <attnpack/modules/sparse/compressed_attention.h>
+#include <attnpack/modules/attention/compressed_attention.h>
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>

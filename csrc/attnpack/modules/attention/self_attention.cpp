@@ -1,4 +1,4 @@
-#include <attnpack/modules/self_attention.h>
+#include <attnpack/modules/attention/self_attention.h>
 
 #include <attnpack/modules/detail/checks.h>
 #include <attnpack/modules/detail/heads.h>
