@@ -29,20 +29,22 @@ from .cache import (
     StaticCache,
 )
 from .nn.attention import (
+    CompressedAttention,
     DifferentialAttention,
     GroupedQueryAttention,
     MultiHeadAttention,
+    MultiHeadLatentAttention,
     MultiQueryAttention,
+    ProjectedAttention,
     SelfAttention,
+    SparseAttention,
+    SparseLatentAttention,
 )
 from .nn.block import DecoderBlock, EncoderBlock
 from .nn.causal_lm import CausalLM
 from .nn.feed_forward import FeedForward, MixtureOfExperts
-from .nn.latent_attention import MultiHeadLatentAttention
 from .nn.norm import RMSNorm
-from .nn.projected_attention import ProjectedAttention
 from .nn.rope import RotaryEmbedding
-from .nn.sparse import CompressedAttention, SparseAttention, SparseLatentAttention
 from .nn.stack import Decoder, Encoder, EncoderDecoder
 from .ops import apply_rope, attention, attention_scores, attention_varlen, merge_states
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from .. import _C, cpp
 from ..errors import wrong_kind
-from ..nn.attention import GroupedQueryAttention
-from ..nn.latent_attention import MultiHeadLatentAttention
+from ..nn.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from .heads import CPP_KINDS, convert_layer, layer_error
 from .weights import calibration_rows
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from .. import _C
 from ..cache import DynamicCache, LatentCache, ModelCache, StaticCache
 from ..errors import check_ids, check_lengths, check_size
+from ..nn.attention import MultiHeadLatentAttention
 from ..nn.causal_lm import CausalLM
-from ..nn.latent_attention import MultiHeadLatentAttention
 from ..nn.linear import linear
 from ..nn.spread import Spread
 from ..nn.stack import Decoder, EncoderDecoder

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ..nn.attention import GroupedQueryAttention
+from ..nn.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from ..nn.feed_forward import FeedForward
-from ..nn.latent_attention import MultiHeadLatentAttention
 from .ulysses import kv_heads_of, share_of_heads
 
 COLUMNS, ROWS, WHOLE = Shard(0), Shard(1), Replicate()  # of a linear layer's outputs and inputs

@@ -13,7 +13,7 @@ from .._C import checks
 from ..cache import CrossCache, KVCache, ModelCache
 from ..errors import check_input, reject_keywords, wrong_kind
 from ..ops import nested
-from .attention_base import NativeAttention
+from .attention.base import NativeAttention
 from .feed_forward import FeedForward
 from .linear import is_offloaded
 from .native import NativeModule, dropped

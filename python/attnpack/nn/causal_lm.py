@@ -14,11 +14,10 @@ from .. import cpp
 from ..cache import ModelCache, check_kind
 from ..errors import MODEL_CACHE, check_ids, reject_keywords
 from ..ops import nested, sinusoidal_positions
-from .attention import GroupedQueryAttention
+from .attention import GroupedQueryAttention, MultiHeadLatentAttention
 from .block import DecoderBlock
 from .feed_forward import FeedForward, MixtureOfExperts
 from .kept_twin import generate_by_twin
-from .latent_attention import MultiHeadLatentAttention
 from .linear import linear, project
 from .native import NativeModule
 from .rope import RotaryEmbedding

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.attention import GroupedQueryAttention
-from ...nn.attention_base import split_heads
+from ...nn.attention.base import split_heads
 from ...nn.linear import project, project_all
 from ...ops import gate_heads
 from ..attention_function import attention_forward

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...nn.latent_attention import MultiHeadLatentAttention
+from ...nn.attention import MultiHeadLatentAttention
 from ...nn.linear import is_watched, plain_weight, project
 from ...ops import gate_heads
 from ..arguments import REFUSED_BY_LATENT, refuse_arguments

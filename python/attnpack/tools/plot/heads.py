@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...nn.attention_base import NativeAttention
-from ...nn.latent_attention import MultiHeadLatentAttention
-from ...nn.projected_attention import ProjectedAttention
-from ...nn.sparse import SparseAttention, SparseLatentAttention
+from ...nn.attention import MultiHeadLatentAttention, ProjectedAttention, SparseAttention, SparseLatentAttention
+from ...nn.attention.base import NativeAttention
 from ...ops import attention_scores
 
 MODELS = (

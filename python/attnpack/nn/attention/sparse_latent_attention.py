@@ -12,11 +12,11 @@ from ...cache import KVCache, LatentCache, unchanged_on_error
 from ...errors import reject_keywords
 from ...ops import indexer_loss
 from ...signatures import Inputs, types_of
-from ..attention_base import split_heads
-from ..latent_attention import MultiHeadLatentAttention
 from ..linear import project
 from ..native import NativeModule
 from ..rope import RopeSettings, RotaryEmbedding
+from .base import split_heads
+from .latent_attention import MultiHeadLatentAttention
 from .selection import NORM_EPS, IndexCache, check_flag, check_index_cache, check_norm, check_selects, name_keys
 
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from .. import _C, cpp, ops
-from .._C import checks
-from ..cache import KVCache, LatentCache, check_kind, unchanged_on_error
-from ..errors import check_inputs, reject_keywords
-from ..ops import nested
-from ..signatures import LatentInputs, types_of
-from .attention_base import NativeAttention, packed_inputs, split_heads
-from .linear import plain_weight, project, query_latent
-from .norm import RMSNorm
-from .rope import RotaryEmbedding, rotate_rows
-from .spread import check_mask_share, latent_share, refuse_spread, spread
+from ... import _C, cpp, ops
+from ..._C import checks
+from ...cache import KVCache, LatentCache, check_kind, unchanged_on_error
+from ...errors import check_inputs, reject_keywords
+from ...ops import nested
+from ...signatures import LatentInputs, types_of
+from ..linear import plain_weight, project, query_latent
+from ..norm import RMSNorm
+from ..rope import RotaryEmbedding, rotate_rows
+from ..spread import check_mask_share, latent_share, refuse_spread, spread
+from .base import NativeAttention, packed_inputs, split_heads
 
 _NORM_EPS = 1e-6
 

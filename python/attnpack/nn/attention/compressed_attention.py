@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ... import cpp, ops
 from ..._C import checks
 from ...errors import check_input, wrong_kind
-from ..attention_base import split_heads
 from ..linear import project
 from ..native import NativeModule
 from ..norm import RMSNorm, rms_norm
 from ..rope import RotaryEmbedding
+from .base import split_heads
 
 
 class _Sizes(NamedTuple):

@@ -12,9 +12,9 @@ from ...cache import KVCache, SparseCache, unchanged_on_error
 from ...errors import check_input, reject_keywords
 from ...ops import indexer_loss
 from ...signatures import Inputs, types_of
-from ..attention_base import ContextAttention, split_heads
 from ..linear import project
 from ..rope import RotaryEmbedding
+from .base import ContextAttention, split_heads
 from .selection import IndexCache, check_flag, check_index_cache, check_norm, check_selects, name_keys, refuse
 
 

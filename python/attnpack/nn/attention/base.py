@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from .._C import checks, linear_layers
-from ..cache import CrossCache, DynamicCache, KVCache, check_kind, unchanged_on_error
-from ..errors import check_input, check_inputs, check_positions, reject_keywords, wrong_kind
-from ..ops import attend_shared, gate_heads, nested
-from ..signatures import ContextInputs, types_of
-from .linear import project, project_all
-from .native import NativeModule
-from .rope import RotaryEmbedding, rotate_rows
-from .spread import check_mask_share, grouped_share, positions_here, refuse_spread, spread
+from ... import ops
+from ..._C import checks, linear_layers
+from ...cache import CrossCache, DynamicCache, KVCache, check_kind, unchanged_on_error
+from ...errors import check_input, check_inputs, check_positions, reject_keywords, wrong_kind
+from ...ops import attend_shared, gate_heads, nested
+from ...signatures import ContextInputs, types_of
+from ..linear import project, project_all
+from ..native import NativeModule
+from ..rope import RotaryEmbedding, rotate_rows
+from ..spread import check_mask_share, grouped_share, positions_here, refuse_spread, spread
 
 
 class NativeAttention(NativeModule):

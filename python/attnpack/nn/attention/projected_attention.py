@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from .. import cpp
-from .._C import checks
-from ..cache import CrossCache, KVCache
-from ..errors import check_input, reject_keywords
-from ..ops import nested
-from ..signatures import SharedInputs, types_of
-from .attention_base import NativeAttention, packed_inputs, split_heads
-from .rope import RotaryEmbedding
+from ... import cpp
+from ..._C import checks
+from ...cache import CrossCache, KVCache
+from ...errors import check_input, reject_keywords
+from ...ops import nested
+from ...signatures import SharedInputs, types_of
+from ..rope import RotaryEmbedding
+from .base import NativeAttention, packed_inputs, split_heads
 
 
 class ProjectedAttention(NativeAttention):
