@@ -1,21 +1,10 @@
 #include <attnpack/distributed/attention.h>
 
-#include <ATen/autocast_mode.h>
 #include <attnpack/core/padded.h>
-#include <attnpack/distributed/detail/judge.h>
+#include <attnpack/distributed/detail/validate.h>
 #include <attnpack/ops/query_scale.h>
 
 namespace attnpack::distributed {
-
-namespace {
-
-// x in autocast's dtype where autocast is on: what travels, and what backward sees, has one dtype.
-at::Tensor cast(const at::Tensor& x, at::DeviceType device) {
-  const bool on = at::autocast::is_autocast_enabled(device) && x.is_floating_point();
-  return on ? x.to(at::autocast::get_autocast_dtype(device)) : x;
-}
-
-}  // namespace
 
 std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query, const at::Tensor& key,
                                                       const at::Tensor& value, const Group& group,
@@ -23,9 +12,7 @@ std::tuple<at::Tensor, at::Tensor> attention_with_lse(const at::Tensor& query, c
   check_defined("query", query);
   check_defined("key", key);
   check_defined("value", value);
-  const auto device = query.device().type();
-  const auto q = cast(scale_queries(query, options.query_scale()), device), k = cast(key, device),
-             v = cast(value, device);
+  const auto q = in_autocast(scale_queries(query, options.query_scale())), k = in_autocast(key), v = in_autocast(value);
   auto rules = options;
   rules.query_scale(std::nullopt);  // done
   agree_on_attention(q, k, v, group, rules, layout, method);

@@ -11,9 +11,9 @@ namespace attnpack::distributed {
 // Liu et al. 2023). Keys and values have as many heads on the way as they have in the tensors, not as the queries.
 enum class Method { kAllGather, kUlysses, kRing };
 
-// attnpack::attention over a sequence that is sharded over the ranks, as shard_sequence deals it out; differentiable
-// once. Rows and keys have their positions in the whole sequence; kv_lens are those of the whole sequences. The
-// gradients of sinks are this rank's share: their sum over the ranks is that of one process.
+// attnpack::attention over a sequence that is sharded over the ranks, as shard_sequence deals it out; differentiable,
+// twice but for kRing. Rows and keys have their positions in the whole sequence; kv_lens are those of the whole
+// sequences. The gradients of sinks are this rank's share: their sum over the ranks is that of one process.
 //
 // Raises for what is not done over several processes (mask, dropout_p, q_offset, key_index), and on all ranks where an
 // argument does not fit on one of them or differs between them.

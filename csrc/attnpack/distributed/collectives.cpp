@@ -1,6 +1,9 @@
 #include <attnpack/distributed/collectives.h>
 
-#include <attnpack/distributed/detail/first_derivative.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <attnpack/distributed/detail/group_names.h>
+#include <attnpack/distributed/detail/sizes.h>
 #include <attnpack/distributed/detail/words.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -26,39 +29,43 @@ auto explained(const Group& group, const Run& run) {
   }
 }
 
-template <typename Start>
-void finish(const Group& group, const Start& start) {
-  explained(group, [&] { start()->wait(); });
+// Starts a collective, an op of _c10d_functional: torch.compile and dispatch modes see it. The type of the group's name
+// in their schemas differs between releases of torch, so the call is boxed.
+template <typename... Argument>
+at::Tensor start(const char* name, const Group& group, const at::Tensor& x, Argument... arguments) {
+  const at::NoGradGuard no_grad;
+  return explained(group, [&] {
+    torch::jit::Stack stack;
+    torch::jit::push(stack, x.detach().contiguous(), std::move(arguments)..., name_of(group));
+    c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(stack);
+    return stack.front().toTensor();
+  });
 }
 
-// [ranks * n, ...] as ranks tensors [n, ...], views.
-std::vector<at::Tensor> parts_of(const at::Tensor& whole, int64_t ranks) {
-  return whole.unflatten(0, {ranks, whole.size(0) / ranks}).unbind(0);
+at::Tensor wait(const at::Tensor& started, const Group& group) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("_c10d_functional::wait_tensor", "")
+                             .typed<at::Tensor(const at::Tensor&)>();
+  const at::NoGradGuard no_grad;
+  return explained(group, [&] { return op.call(started); });
 }
 
-// The sum over the ranks of this rank's part of x [ranks * n, ...].
-at::Tensor reduce_scatter(const at::Tensor& x, const Group& group) {
-  const int64_t ranks = group->getSize();
-  std::vector<std::vector<at::Tensor>> inputs{parts_of(x.contiguous(), ranks)};
-  std::vector<at::Tensor> sum{at::empty_like(inputs[0][0])};
-  finish(group, [&] { return group->reduce_scatter(sum, inputs); });
-  return sum[0];
-}
+const std::string kSum = "sum";
 
 using Counts = std::vector<int64_t>;
 
 // Begins to send send[r] numbers of x [n] to each rank r; the function returned waits for receive[r] numbers of each.
 std::function<at::Tensor()> begin_exchange(const at::Tensor& x, Counts receive, Counts send, const Group& group) {
-  const at::NoGradGuard no_grad;
-  auto out = at::empty({std::accumulate(receive.begin(), receive.end(), int64_t{0})}, x.options());
-  if (out.numel() + x.numel() == 0) return [out] { return out; };
-  auto in = x.detach().contiguous();
-  auto work =
-      explained(group, [&] { return group->getBackend(x.device().type())->alltoall_base(out, in, receive, send); });
-  return [=] {
-    explained(group, [&] { work->wait(); });
-    return out;
-  };
+  const auto arriving = std::accumulate(receive.begin(), receive.end(), int64_t{0});
+  if (arriving + count_of(x) == 0) return [x] { return x.detach(); };  // no rank has anything for another one
+  const auto started = start("_c10d_functional::all_to_all_single", group, x, std::move(receive), std::move(send));
+  return [=] { return wait(started, group); };
+}
+
+// Backward calls functions that have a derivative themselves, so that second derivatives are right.
+
+Group group_of(const AutogradContext* context) {
+  return context->saved_data.at("group").toCustomClass<c10d::ProcessGroup>();
 }
 
 struct Copied : torch::autograd::Function<Copied> {
@@ -67,16 +74,24 @@ struct Copied : torch::autograd::Function<Copied> {
     return x.view_as(x);
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    check_first_derivative();
-    return {all_reduce(grads[0], context->saved_data["group"].toCustomClass<c10d::ProcessGroup>()), {}};
+    const auto group = group_of(context);
+    return {summed(copied(grads[0], group), group), {}};
   }
 };
 
 struct Summed : torch::autograd::Function<Summed> {
   static at::Tensor forward(AutogradContext*, const at::Tensor& x, const Group& group) { return all_reduce(x, group); }
-  static variable_list backward(AutogradContext*, variable_list grads) {
-    check_first_derivative();
-    return {grads[0], {}};
+  static variable_list backward(AutogradContext*, variable_list grads) { return {grads[0], {}}; }
+};
+
+// The sum over the ranks of this rank's part of x [ranks * n, ...].
+struct Scattered : torch::autograd::Function<Scattered> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const Group& group) {
+    context->saved_data["group"] = group;
+    return wait(start("_c10d_functional::reduce_scatter_tensor", group, x, kSum, int64_t{group->getSize()}), group);
+  }
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    return {gathered(grads[0], group_of(context), /*alike=*/false), {}};
   }
 };
 
@@ -87,10 +102,10 @@ struct Gathered : torch::autograd::Function<Gathered> {
     return all_gather(x, group);
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    check_first_derivative();
-    const auto group = context->saved_data["group"].toCustomClass<c10d::ProcessGroup>();
-    const auto own = context->saved_data["alike"].toBool() ? parts_of(grads[0], group->getSize())[group->getRank()]
-                                                           : reduce_scatter(grads[0], group);
+    const auto group = group_of(context);
+    const auto length = size_of(grads[0], 0) / group->getSize();
+    const auto own = context->saved_data["alike"].toBool() ? grads[0].narrow(0, group->getRank() * length, length)
+                                                           : Scattered::apply(grads[0], group);
     return {own, {}, {}};
   }
 };
@@ -104,47 +119,32 @@ struct Exchanged : torch::autograd::Function<Exchanged> {
     return begin_exchange(x, receive, send, group)();
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    check_first_derivative();
-    auto& saved = context->saved_data;
-    const auto group = saved["group"].toCustomClass<c10d::ProcessGroup>();
-    return {begin_exchange(grads[0], saved["send"].toIntVector(), saved["receive"].toIntVector(), group)(), {}, {}, {}};
+    const auto& saved = context->saved_data;
+    const auto receive = saved.at("receive").toIntVector(), send = saved.at("send").toIntVector();
+    return {exchanged(grads[0], send, receive, group_of(context)), {}, {}, {}};
   }
 };
 
 }  // namespace
 
 at::Tensor all_reduce(const at::Tensor& x, const Group& group) {
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> sum{x.clone(at::MemoryFormat::Contiguous)};
-  finish(group, [&] { return group->allreduce(sum); });
-  return sum[0];
+  return wait(start("_c10d_functional::all_reduce", group, x, kSum), group);
 }
 
 at::Tensor all_gather(const at::Tensor& x, const Group& group) {
-  const at::NoGradGuard no_grad;
-  const int64_t ranks = group->getSize();
-  auto sizes = x.sizes().vec();
-  sizes[0] *= ranks;
-  const auto whole = at::empty(sizes, x.options());
-  std::vector<std::vector<at::Tensor>> outputs{parts_of(whole, ranks)};
-  std::vector<at::Tensor> input{x.detach().contiguous()};
-  finish(group, [&] { return group->allgather(outputs, input); });
-  return whole;
+  return wait(start("_c10d_functional::all_gather_into_tensor", group, x, int64_t{group->getSize()}), group);
 }
 
 at::Tensor from_first(const at::Tensor& x, const Group& group) {
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> sent{x.clone(at::MemoryFormat::Contiguous)};
-  finish(group, [&] { return group->broadcast(sent); });  // from rank 0 by default
-  return sent[0];
+  return wait(start("_c10d_functional::broadcast", group, x, int64_t{0}), group);
 }
 
 std::function<at::Tensor()> pass_on(const at::Tensor& x, const Group& group) {
   const int64_t ranks = group->getSize(), rank = group->getRank();
   Counts receive(ranks, 0), send(ranks, 0);
-  receive[(rank + ranks - 1) % ranks] = send[(rank + 1) % ranks] = x.numel();
-  return [coming = begin_exchange(x.reshape(-1), receive, send, group), sizes = x.sizes().vec()] {
-    return coming().view(sizes);
+  receive[(rank + ranks - 1) % ranks] = send[(rank + 1) % ranks] = count_of(x);
+  return [coming = begin_exchange(x.reshape(-1), receive, send, group), sizes = x.sym_sizes().vec()] {
+    return coming().view_symint(sizes);
   };
 }
 

@@ -8,7 +8,7 @@
 namespace attnpack::distributed {
 
 // Collectives of a group. Every process calls them in the same order, also in backward. An error of the backend comes
-// as a sentence that names the rank. Derivatives are first ones: backward with create_graph raises.
+// as a sentence that names the rank.
 
 // The sum of the x of all ranks, on each of them. No gradient.
 at::Tensor all_reduce(const at::Tensor& x, const Group& group);

@@ -1,8 +1,9 @@
 #include <attnpack/distributed/context_parallel.h>
 
 #include <attnpack/core/check.h>
-#include <attnpack/distributed/detail/judge.h>
+#include <attnpack/distributed/detail/gather_sequence.h>
 #include <attnpack/distributed/detail/methods.h>
+#include <attnpack/distributed/detail/validate.h>
 #include <attnpack/layers/attend.h>
 #include <attnpack/layers/latent_attend.h>
 
@@ -17,7 +18,7 @@ AttentionOptions rules_of(const LayerInputs& o) {
   return AttentionOptions().rules(o).query_scale(std::nullopt).mask(o.mask).kv_lens(o.kv_lens);
 }
 
-// Refuses what the operator's judge does not know of.
+// Refuses what the operator's checks do not know of.
 void refuse_inputs(const LayerInputs& o, int64_t length) {
   ATTNPACK_CHECK(!o.cache, "cache: got one under ContextParallel, want none: prefill and decode with a ShardedCache");
   ATTNPACK_CHECK(!o.rope || !o.rope->by_length(),
@@ -56,7 +57,7 @@ class SpreadSequence : public Spread {
       return latent_heads(q, all, k_rope.size(-1), kv_b, v_dim, "expanded", kv_lens);
     };
     if (options_.method() == Method::kAllGather) {  // latents travel, and each rank expands them
-      const auto whole = unshard_sequence(latents, group_, 2, options_.layout(), /*alike=*/false);
+      const auto whole = gather_sequence(latents, group_, 2, options_.layout(), /*alike=*/false);
       const auto [all_q, key, value] = heads(whole, o.kv_lens);
       return join_heads(std::get<0>(attend_rows(all_q, key, value, rules, group_, options_.layout())));
     }

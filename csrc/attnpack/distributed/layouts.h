@@ -19,10 +19,10 @@ struct Piece {
 std::vector<Piece> pieces(Layout layout, int64_t length, int64_t ranks, int64_t rank, const char* name = "x");
 
 // The positions in the whole sequence of this rank's `length` rows, int64 [length]: what RoPE wants.
-at::Tensor positions(Layout layout, int64_t length, const Group& group);
+at::Tensor positions(Layout layout, int64_t length, const Group& group, at::Device device = at::kCPU);
 
 // The positions in the whole sequence of the rows of all ranks, `length` each, rank after rank: int64 [ranks * length].
-at::Tensor rank_order(Layout layout, int64_t length, int64_t ranks);
+at::Tensor rank_order(Layout layout, int64_t length, int64_t ranks, at::Device device = at::kCPU);
 
 // The whole sequence along `dim`, from the parts of the ranks one after the other.
 at::Tensor in_order(const at::Tensor& x, int64_t dim, Layout layout, int64_t ranks);
@@ -33,7 +33,8 @@ at::Tensor shard_sequence(const at::Tensor& x, const Group& group, int64_t dim =
                           Layout layout = Layout::kContiguous);
 
 // The whole sequence on every rank, from the parts of all. Where `alike`, each rank computes the same from it, and
-// backward takes the part of this rank; else it takes the sum over the ranks.
+// backward takes the part of this rank; else it takes the sum over the ranks. On the CPU it raises on every rank where
+// parts differ in shape or dtype.
 at::Tensor unshard_sequence(const at::Tensor& x, const Group& group, int64_t dim = 1,
                             Layout layout = Layout::kContiguous, bool alike = true);
 

@@ -67,7 +67,7 @@ StateDict TensorShares::whole_of(const StateDict& part) const {
     auto sizes = tensor.sizes().vec();
     if (static_cast<int64_t>(sizes.size()) > found->second.dim) sizes[found->second.dim] = found->second.size;
     std::ostringstream text;
-    text << tensor.dtype() << " " << at::IntArrayRef(sizes);
+    text << c10::getDtypeNames(tensor.scalar_type()).first << " " << at::IntArrayRef(sizes);
     const auto [first, is_new] = names.emplace(tensor.unsafeGetTensorImpl(), name);
     if (!is_new) text << ", the tensor of " << first->second;
     said.emplace_back(name, text.str());

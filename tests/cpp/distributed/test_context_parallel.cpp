@@ -206,7 +206,7 @@ TEST_CASE("what modules do not do over parts of a sequence is an error on all ra
           }),
           "positions: got [3], want 4");
   all_say(said([](Layer& layer, const at::Tensor& x, int rank) { layer(x.narrow(1, 0, 4 - rank)); }),
-          "different arguments: rank 0 has query float [2, 8, 4, 6]");
+          "different arguments: rank 0 has query float32 [2, 8, 4, 6]");
   all_say(said([](Layer& layer, const at::Tensor& x, int) { layer(x.narrow(1, 0, 3)); },
                ContextParallelOptions().layout(Layout::kZigzag)),
           "query: got 3 positions on a rank, want an even number");
@@ -250,16 +250,37 @@ TEST_CASE("after an error, and after its scope, a module is that of one process"
   CHECK(results == Results(2, "near"));
 }
 
-TEST_CASE("second derivatives over several processes are refused") {
+TEST_CASE("second derivatives are those of one process, and a ring refuses them") {
+  // The gradients of a gradient's square.
+  const auto second = [](const auto& attend, const std::vector<at::Tensor>& given) {
+    std::vector<at::Tensor> leaves;
+    for (const auto& x : given) leaves.push_back(x.clone().requires_grad_());
+    at::Tensor sum = at::zeros({});
+    for (const auto& grad : torch::autograd::grad({attend(leaves).square().sum()}, leaves, {}, /*retain_graph=*/true,
+                                                  /*create_graph=*/true))
+      sum = sum + grad.square().sum();
+    return torch::autograd::grad({sum}, leaves);
+  };
   for (const auto& [method, name] : context_cases::methods()) {
-    all_say(on_ranks(2,
-                     [method = method](const Group& group) -> std::string {
-                       const auto x = draw({1, 2, 4, 8}, 1).requires_grad_();
-                       const auto out = parallel::attention(x, x, x, group, {}, Layout::kContiguous, method);
-                       torch::autograd::grad({out.sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true);
-                       return "no error";
-                     }),
-            "create_graph: got true for a backward over several processes");
+    const auto results = on_ranks(2, [&, method = method](const Group& group) -> std::string {
+      const auto options = AttentionOptions().causal(true);
+      const std::vector<at::Tensor> whole{draw({1, 4, 8, 8}, 1), draw({1, 2, 8, 8}, 2), draw({1, 2, 8, 8}, 3)};
+      std::vector<at::Tensor> own;
+      for (const auto& x : whole) own.push_back(parallel::shard_sequence(x, group, 2));
+      const auto got = second(
+          [&](const auto& x) {
+            return parallel::attention(x[0], x[1], x[2], group, options, Layout::kContiguous, method);
+          },
+          own);
+      const auto wanted = second([&](const auto& x) { return attention(x[0], x[1], x[2], options); }, whole);
+      std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
+      for (size_t i = 0; i < got.size(); ++i) pairs.emplace_back(got[i], parallel::shard_sequence(wanted[i], group, 2));
+      return ranks::compared(pairs);
+    });
+    if (method == Method::kRing)
+      all_say(results, "create_graph: got true for the backward of a ring over several processes");
+    else
+      CHECK(results == Results(2, "near"));
   }
 }
 
@@ -307,7 +328,7 @@ TEST_CASE("a checkpoint that does not fit shared modules is an error on all rank
     CHECK(
         contains(text, "got down_proj.weight of shape [8, 3], want 6 along dim 1, the length of the parameter of one"));
     CHECK(contains(text, "got down_proj.weight of shape [8, 6], want 3 along dim 1, the length of this rank's part"));
-    CHECK(contains(text, "a state dict different arguments: rank 0 has down_proj.weight float [8, 6]; "));
+    CHECK(contains(text, "a state dict different arguments: rank 0 has down_proj.weight float32 [8, 6]; "));
     CHECK(contains(text, "rank 1 has none of these"));
   }
 }

@@ -60,8 +60,9 @@ TEST_CASE("what is not done, and what differs between ranks, is an error on all 
           2, [&](const Group& g) { return call(g, AttentionOptions().key_index(at::zeros({1, 1, 4, 2}, at::kLong))); }),
       "key_index: got a tensor [1, 1, 4, 2], which is not done over several processes");
   all_say(on_ranks(2, [&](const Group& g) { return call(g, {}, 4 + g->getRank()); }),
-          "different arguments: rank 0 has query float [1, 2, 4, 8]; key float [1, 2, 4, 8]; value float [1, 2, 4, 8], "
-          "rank 1 has query float [1, 2, 5, 8]; ");
+          "different arguments: rank 0 has query float32 [1, 2, 4, 8]; key float32 [1, 2, 4, 8]; value float32 [1, 2, "
+          "4, 8], "
+          "rank 1 has query float32 [1, 2, 5, 8]; ");
   all_say(on_ranks(2, [&](const Group& g) { return call(g, AttentionOptions().causal(g->getRank() == 1)); }),
           "different arguments: rank 0 has causal 0, rank 1 has causal 1, want the same on all ranks");
   const auto one_wrong = on_ranks(2, [&](const Group& g) {
@@ -85,7 +86,7 @@ TEST_CASE("inputs of a shared module whose shapes differ between ranks are an er
     return "no error";
   });
   for (const auto& result : results)
-    CHECK(contains(result, "give a module different arguments: rank 0 has x float [1, 3, 8]"));
+    CHECK(contains(result, "give a module different arguments: rank 0 has x float32 [1, 3, 8]"));
 }
 
 TEST_CASE("a rank that does not come gives the others a sentence within the timeout") {
@@ -243,7 +244,7 @@ TEST_CASE("ids outside a shared vocabulary, and ids that differ between ranks, a
   const auto one = said([](int rank) { return at::full({1, 2}, 19 * rank, at::kLong); });
   for (const auto& result : one) CHECK(contains(result, "ids holds 19"));
   for (const auto& result : said([](int rank) { return at::zeros({1, 2 + rank}, at::kLong); }))
-    CHECK(contains(result, "give a model different arguments: rank 0 has ids long int [1, 2]"));
+    CHECK(contains(result, "give a model different arguments: rank 0 has ids int64 [1, 2]"));
 }
 
 TEST_CASE("modules that cannot be shared are refused, and left as they are") {

@@ -18,15 +18,15 @@ class CountedBackend : public c10d::Backend {
   Work allreduce(std::vector<at::Tensor>& x, const c10d::AllreduceOptions& o) override {
     throw std::runtime_error("not counted");
   }
-  Work allgather(std::vector<std::vector<at::Tensor>>& out, std::vector<at::Tensor>& in,
-                 const c10d::AllgatherOptions& o) override {
+  Work allgather_into_tensor_coalesced(std::vector<at::Tensor>& out, std::vector<at::Tensor>& in,
+                                       const c10d::AllgatherOptions& o) override {
     if (in[0].scalar_type() != at::kByte) add(in[0].nbytes() * (getSize() - 1));
-    return inner_->allgather(out, in, o);
+    return inner_->allgather_into_tensor_coalesced(out, in, o);
   }
-  Work reduce_scatter(std::vector<at::Tensor>& out, std::vector<std::vector<at::Tensor>>& in,
-                      const c10d::ReduceScatterOptions& o) override {
-    add(in[0][0].nbytes() * (getSize() - 1));
-    return inner_->reduce_scatter(out, in, o);
+  Work reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& out, std::vector<at::Tensor>& in,
+                                       const c10d::ReduceScatterOptions& o) override {
+    add(out[0].nbytes() * (getSize() - 1));
+    return inner_->reduce_scatter_tensor_coalesced(out, in, o);
   }
   Work alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& receive, std::vector<int64_t>& send,
                      const c10d::AllToAllOptions& o) override {

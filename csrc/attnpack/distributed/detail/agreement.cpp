@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <functional>
 #include <sstream>
 
 namespace attnpack::distributed {
@@ -17,8 +16,8 @@ constexpr int64_t kWidth = 512;
 // A row of bytes with as much of the text as goes in, and a number of all of it.
 at::Tensor row_of(const std::string& text) {
   const auto row = at::zeros({1, kWidth}, at::kByte);
-  const auto number = std::to_string(std::hash<std::string>()(text));
-  auto head = text.substr(0, kWidth - number.size() - 1);
+  const auto number = std::to_string(hash_of(text));
+  const auto head = text.substr(0, kWidth - number.size() - 1);
   std::copy(head.begin(), head.end(), row.data_ptr<uint8_t>());
   std::copy(number.begin(), number.end(), row.data_ptr<uint8_t>() + kWidth - number.size());
   return row;
@@ -50,21 +49,31 @@ std::string without(const std::vector<std::string>& parts, const std::vector<std
 
 }  // namespace
 
+bool compares(const Group& group, at::Device device) {
+  const char* variable = std::getenv("ATTNPACK_CHECK");
+  const std::string asked = variable ? variable : "";
+  return group->getSize() > 1 && asked != "0" && (device.is_cpu() || asked == "1");
+}
+
 std::string shown(const std::optional<at::Tensor>& tensor) {
   if (!tensor || !tensor->defined()) return "none";
   std::ostringstream text;
-  text << tensor->dtype() << " " << tensor->sizes();
+  text << c10::getDtypeNames(tensor->scalar_type()).first << " " << tensor->sizes();
   if (tensor->requires_grad() && at::GradMode::is_enabled()) text << ", with gradient";
   return text.str();
 }
 
+uint64_t hash_of(std::string_view bytes) {
+  uint64_t hash = 14695981039346656037u;
+  for (const unsigned char byte : bytes) hash = (hash ^ byte) * 1099511628211u;
+  return hash;
+}
+
 void agree(const std::string& what, const Group& group, at::Device device,
            const std::vector<std::pair<std::string, std::string>>& said) {
-  const char* variable = std::getenv("ATTNPACK_CHECK");
-  const std::string asked = variable ? variable : "";
-  if (group->getSize() == 1 || asked == "0" || (!device.is_cpu() && asked != "1")) return;
-  std::string text;
-  for (const auto& [name, value] : said) text += (text.empty() ? "" : kBetween) + name + " " + value;
+  if (!compares(group, device)) return;
+  auto text = what;
+  for (const auto& [name, value] : said) text += kBetween + name + " " + value;
   const auto rows = all_gather(row_of(text).to(device), group).cpu();
   const auto differing = rows.ne(rows[0]).any(1).nonzero().flatten();
   if (differing.numel() == 0) return;

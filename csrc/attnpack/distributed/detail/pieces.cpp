@@ -1,5 +1,6 @@
 #include <attnpack/distributed/detail/pieces.h>
 
+#include <attnpack/distributed/detail/sizes.h>
 #include <attnpack/ops/detail/attention_arguments.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -41,7 +42,7 @@ PieceGradients backward_by_kernel(const RowsBefore& before, const at::Tensor& ke
   AttentionArguments args{rules.rules()};
   args.q_offset = rows.start - keys.start;
   args.kv_lens = lens_of(rules, keys);
-  if (!args.sinks) args.sinks = at::full({before.query.size(1)}, none, before.query.options());
+  if (!args.sinks) args.sinks = at::full({size_of(before.query, 1)}, none, before.query.options());
   const auto [query_grad, key_grad, value_grad, mask_grad, sinks_grad] =
       attention_backward_op(before.grad_out, before.grad_lse, before.query, key, value, before.out, before.lse, args,
                             /*mask_gradient=*/false, /*sinks_gradient=*/rules.sinks().has_value());

@@ -1,7 +1,9 @@
+#include <ATen/core/grad_mode.h>
+#include <attnpack/core/check.h>
 #include <attnpack/distributed/collectives.h>
-#include <attnpack/distributed/detail/first_derivative.h>
 #include <attnpack/distributed/detail/methods.h>
 #include <attnpack/distributed/detail/pieces.h>
+#include <attnpack/distributed/detail/sizes.h>
 #include <attnpack/ops/merge_states.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -95,11 +97,11 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     const auto exact = at::promote_types(query.scalar_type(), at::kFloat);
     std::vector<std::optional<std::tuple<at::Tensor, at::Tensor>>> states(2);
     ring->rounds(at::cat({key, value}, -1), [&](int64_t source, const at::Tensor& both) {
-      for (const auto& pair : ring->pairs(source, query.size(2), key.size(2))) {
+      for (const auto& pair : ring->pairs(source, size_of(query, 2), size_of(key, 2))) {
         const auto kv = pair.keys.of(both);
-        const auto [out, lse] = attend_piece(pair.rows.of(query), kv.narrow(-1, 0, key.size(-1)),
-                                             kv.narrow(-1, key.size(-1), value.size(-1)), ring->rules_of(pair, sinks),
-                                             pair.rows.piece, pair.keys.piece);
+        const auto [out, lse] = attend_piece(pair.rows.of(query), kv.narrow(-1, 0, size_of(key, -1)),
+                                             kv.narrow(-1, size_of(key, -1), size_of(value, -1)),
+                                             ring->rules_of(pair, sinks), pair.rows.piece, pair.keys.piece);
         auto& state = states[pair.number];
         state = state ? merge_states(std::get<0>(*state), std::get<1>(*state), out.to(exact), lse)
                       : std::make_tuple(out.to(exact), lse);
@@ -119,7 +121,9 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    check_first_derivative();
+    ATTNPACK_CHECK(!at::GradMode::is_enabled(),
+                   "create_graph: got true for the backward of a ring over several processes, want false: second "
+                   "derivatives are not done there; take the method 'allgather' or 'ulysses'");
     const auto saved = context->get_saved_variables();
     const auto &query = saved[0], &key = saved[1], &value = saved[2], &sinks = saved[3], &out = saved[4],
                &lse = saved[5];
@@ -132,12 +136,12 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     std::function<at::Tensor()> arriving;
     ring->rounds(at::cat({key, value}, -1), [&](int64_t source, const at::Tensor& both) {
       const auto grad_both = zeros(both);
-      for (const auto& pair : ring->pairs(source, query.size(2), key.size(2))) {
+      for (const auto& pair : ring->pairs(source, size_of(query, 2), size_of(key, 2))) {
         const auto kv = pair.keys.of(both);
         const RowsBefore before{pair.rows.of(query), pair.rows.of(out), pair.rows.of(lse), pair.rows.of(grad_out),
                                 grads[1].defined() ? std::optional(pair.rows.of(grads[1])) : std::nullopt};
         const auto part = (query.is_cpu() ? backward_by_kernel : backward_by_join)(
-            before, kv.narrow(-1, 0, key.size(-1)), kv.narrow(-1, key.size(-1), value.size(-1)),
+            before, kv.narrow(-1, 0, size_of(key, -1)), kv.narrow(-1, size_of(key, -1), size_of(value, -1)),
             ring->rules_of(pair, sinks), pair.rows.piece, pair.keys.piece);
         pair.rows.of(grad_query).add_(part.query);
         pair.keys.of(grad_both).add_(at::cat({part.key, part.value}, -1));
@@ -148,8 +152,8 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
     });
     const auto grad_both = arriving().to(key.scalar_type());
     return {grad_query.to(query.scalar_type()),
-            grad_both.narrow(-1, 0, key.size(-1)),
-            grad_both.narrow(-1, key.size(-1), value.size(-1)),
+            grad_both.narrow(-1, 0, size_of(key, -1)),
+            grad_both.narrow(-1, size_of(key, -1), size_of(value, -1)),
             grad_sinks,
             {}};
   }

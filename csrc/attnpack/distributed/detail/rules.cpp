@@ -32,30 +32,33 @@ std::string text(const std::optional<double>& number) { return number ? c10::str
 std::string text(const std::optional<at::Tensor>& tensor) { return shown(tensor); }
 std::string text(const HeadMap& map) { return map ? c10::Join(" ", *map) : "none"; }
 
+// Lengths on the CPU as the ranks compare them: the numbers too.
+std::string numbers(const std::optional<at::Tensor>& lens) {
+  if (!lens || !lens->is_cpu()) return text(lens);
+  const auto values = lens->to(at::kLong).contiguous();
+  return c10::str(text(lens), " ", at::IntArrayRef(values.const_data_ptr<int64_t>(), values.numel()));
+}
+
 }  // namespace
 
 std::vector<std::pair<std::string, std::string>> said_of(const AttentionOptions& o) {
   std::vector<std::pair<std::string, std::string>> said;
   ScoreRules::for_each_rule(o.rules(),
                             [&](const char* name, const auto& rule) { said.emplace_back(name, text(rule)); });
-  said.emplace_back("kv_lens", o.kv_lens() && o.kv_lens()->is_cpu() ? c10::str(*o.kv_lens()) : text(o.kv_lens()));
+  said.emplace_back("kv_lens", numbers(o.kv_lens()));
   return said;
 }
 
 void agree_on(const std::string& what, const Group& group, at::Device device,
-              std::vector<std::pair<std::string, std::string>> said, const std::function<void()>& judge) {
+              std::vector<std::pair<std::string, std::string>> said, const std::function<void()>& validate) {
   std::exception_ptr failed;
   try {
-    judge();
+    validate();
   } catch (const c10::Error& error) {
     failed = std::current_exception();
     said.insert(said.begin(), {"error", error.what_without_backtrace()});
   }
-  try {
-    agree(what, group, device, said);
-  } catch (const c10::ValueError&) {
-    if (!failed) throw;
-  }
+  agree(what, group, device, said);
   if (failed) std::rethrow_exception(failed);
 }
 

@@ -13,9 +13,9 @@ void refuse_unshared(const AttentionOptions& options);
 // Options as ranks compare them.
 std::vector<std::pair<std::string, std::string>> said_of(const AttentionOptions& options);
 
-// Raises on every rank, unless `judge` passes on all of them and they say the same. The rank whose judge failed raises
-// its error.
+// Raises on every rank, unless `validate` passes on all of them and they say the same. An error of it is among what a
+// rank says; where all have it, each raises its own.
 void agree_on(const std::string& what, const Group& group, at::Device device,
-              std::vector<std::pair<std::string, std::string>> said, const std::function<void()>& judge);
+              std::vector<std::pair<std::string, std::string>> said, const std::function<void()>& validate);
 
 }  // namespace attnpack::distributed

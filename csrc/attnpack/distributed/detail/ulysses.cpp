@@ -1,6 +1,7 @@
 #include <attnpack/distributed/collectives.h>
 #include <attnpack/distributed/detail/heads.h>
 #include <attnpack/distributed/detail/methods.h>
+#include <attnpack/distributed/detail/sizes.h>
 
 #include <numeric>
 
@@ -10,7 +11,7 @@ namespace {
 
 using Shape = std::vector<int64_t>;
 
-int64_t size_of(const Shape& shape) {
+int64_t numel_of(const Shape& shape) {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
 }
 
@@ -30,13 +31,13 @@ std::vector<std::vector<at::Tensor>> trade(const std::vector<std::vector<at::Ten
   for (const auto& each : tensors) {
     auto& count = send.emplace_back(0);
     for (const auto& x : each) {
-      count += x.numel();
+      count += count_of(x);
       flat.push_back(x.reshape(-1));
     }
   }
   for (const auto& each : shapes) {
     auto& count = receive.emplace_back(0);
-    for (const auto& shape : each) count += sizes.emplace_back(size_of(shape));
+    for (const auto& shape : each) count += sizes.emplace_back(numel_of(shape));
   }
   const auto cut = exchanged(at::cat(flat), receive, send, group).split_with_sizes(sizes);
   std::vector<std::vector<at::Tensor>> got;
@@ -58,19 +59,19 @@ std::tuple<at::Tensor, at::Tensor> attend_ulysses(const at::Tensor& query, const
                                                   const at::Tensor& value, const AttentionOptions& rules,
                                                   const Group& group, Layout layout) {
   const int64_t ranks = group->getSize(), rank = group->getRank();
-  const auto batch = query.size(0), heads = query.size(1), rows = query.size(2);
+  const auto batch = size_of(query, 0), heads = size_of(query, 1), rows = size_of(query, 2);
   std::vector<Share> shares;
   std::vector<ReadHeads> read;
   std::vector<std::vector<at::Tensor>> parts;
   for (int64_t r = 0; r < ranks; ++r) {
     const auto share = shares.emplace_back(share_of(heads, ranks, r));
-    const auto& own = read.emplace_back(kv_heads_of(share, heads, key.size(1), rules.head_map())).heads;
+    const auto& own = read.emplace_back(kv_heads_of(share, heads, size_of(key, 1), rules.head_map())).heads;
     parts.push_back({query.narrow(1, share.first, share.count), select(key, own), select(value, own)});
   }
   const auto kv_heads = static_cast<int64_t>(read[rank].heads.size());
-  const std::vector<Shape> wanted{{batch, shares[rank].count, rows, query.size(3)},
-                                  {batch, kv_heads, key.size(2), key.size(3)},
-                                  {batch, kv_heads, value.size(2), value.size(3)}};
+  const std::vector<Shape> wanted{{batch, shares[rank].count, rows, size_of(query, 3)},
+                                  {batch, kv_heads, size_of(key, 2), size_of(key, 3)},
+                                  {batch, kv_heads, size_of(value, 2), size_of(value, 3)}};
   const auto got = trade(parts, std::vector<std::vector<Shape>>(ranks, wanted), group);
   std::vector<at::Tensor> whole;
   for (size_t i = 0; i < wanted.size(); ++i) {
@@ -83,14 +84,14 @@ std::tuple<at::Tensor, at::Tensor> attend_ulysses(const at::Tensor& query, const
   own.head_map(read[rank].map).sinks(cut(rules.sinks(), shares[rank]));
   own.alibi_slopes(cut(rules.alibi_slopes(), shares[rank]));
   const auto [out, lse] = attnpack::attention_with_lse(whole[0], whole[1], whole[2], own);
-  const auto back = [&, order = rank_order(layout, rows, ranks).to(query.device())](const at::Tensor& x) {
+  const auto back = [&, order = rank_order(layout, rows, ranks, query.device())](const at::Tensor& x) {
     const auto dealt = layout == Layout::kContiguous ? x : x.index_select(2, order);
     std::vector<std::vector<at::Tensor>> given;
     for (int64_t r = 0; r < ranks; ++r) given.push_back({dealt.narrow(2, r * rows, rows)});
     std::vector<std::vector<Shape>> shapes;
     for (const auto& share : shares) {
       Shape shape{batch, share.count, rows};
-      if (x.dim() == 4) shape.push_back(x.size(3));
+      if (x.dim() == 4) shape.push_back(size_of(x, 3));
       shapes.push_back({shape});
     }
     std::vector<at::Tensor> each;
