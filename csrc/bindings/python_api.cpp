@@ -21,4 +21,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   attnpack::register_checkpoints(checkpoints);
   auto spread = m.def_submodule("spread", "Python's context_parallel, as the modules of C++ see it.");
   attnpack::register_spread(spread);
+#ifdef ATTNPACK_DISTRIBUTED
+  auto distributed = m.def_submodule("distributed", "Attention by several processes.");
+  attnpack::register_distributed(distributed);
+#endif
 }

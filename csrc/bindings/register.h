@@ -17,5 +17,6 @@ void register_plain_linear(py::module_& m);
 void register_backend(py::module_& m);
 void register_checkpoints(py::module_& m);
 void register_spread(py::module_& m);
+void register_distributed(py::module_& m);
 
 }  // namespace attnpack

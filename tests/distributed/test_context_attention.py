@@ -7,7 +7,6 @@ import attnpack.distributed as parallel
 import pytest
 import torch
 import torch.distributed as dist
-from attnpack.distributed.block_attention import Rules
 from marks import long
 from op_cases import draw
 from ranks import run_checks, unequal
@@ -228,21 +227,6 @@ def test_ranks_that_differ_are_told_so(outcomes, name):
 
 def test_a_sequence_comes_back(outcomes):
     assert all(rank["round trip"] == [(True, True), (True, True)] for rank in outcomes)
-
-
-def test_the_gradient_of_a_part_is_the_same_by_the_kernel_and_by_the_join():
-    """The second way is for devices whose kernels need not take the shares of a row from out and lse."""
-    for rules in (Rules(causal=True, sinks=draw(4)), Rules(window=(5, 2), softcap=1.5, kv_lens=torch.tensor([3, 20]))):
-        query, key, value, grad_out, grad_lse = tensors(4, 2, torch.float32)
-        rows, keys = range(LENGTH), range(8, 24)
-        out, lse = rules.attend(query, key, value, rows, range(LENGTH))
-        part = (query, key[:, :, 8:24], value[:, :, 8:24], out, lse)
-        for grads in ((grad_out, torch.where(lse.isfinite(), grad_lse, 0)), (grad_out, None)):
-            by_kernel = rules.backward_of_kernel(grads, part, rows, keys)
-            by_parts = rules.backward_of_parts(grads, part, rows, keys)
-            for one, other in zip(by_kernel[:4], by_parts, strict=True):
-                if other is not None:
-                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 FEW = [f"{method}, zigzag, {name}" for method in METHODS for name in ("all at once", "one kv head", "uneven")]

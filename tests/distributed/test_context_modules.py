@@ -432,7 +432,10 @@ def program(only=None):
         "context checkpointed": lambda: checkpointed(False),
         "context checkpointed, reentrant": lambda: checkpointed(True),
         **{f"context learned {way[1]}": lambda way=way: learned_positions(way[1]) for way in WAYS[:2]},
-        **{f"context compiled {method}": lambda method=method: compiled(method) for method in ("ulysses", "ring")},
+        **{
+            f"context compiled {method}": lambda method=method: compiled(method)
+            for method in ("allgather", "ulysses", "ring")
+        },
         "changes": changes,
     }
     for name, make in CACHED.items():

@@ -10,8 +10,7 @@ import attnpack.distributed as parallel
 import pytest
 import torch
 import torch.distributed as dist
-from attnpack.distributed.attention import agree_on
-from attnpack.distributed.block_attention import Rules
+from attnpack import _C
 from marks import long
 from op_cases import draw
 from ranks import Ranks
@@ -42,7 +41,8 @@ def absent(what):
     leaves = dist.get_rank() == RANKS - 1
     if what in METHODS:
         if leaves:
-            return agree_on(*heads(), Rules(causal=True), group, what, "zigzag")
+            rules = {"causal": True}
+            return _C.distributed.agree_on_attention(*heads(), group.group_name, what, "zigzag", rules)
         return outcome(lambda: parallel.attention(*heads(), group=group, method=what, layout="zigzag", causal=True))
     if what.startswith("backward"):
         method = what.removeprefix("backward ")

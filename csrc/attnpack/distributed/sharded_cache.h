@@ -28,8 +28,6 @@ class ShardedCache {
  private:
   // Writes the positions of this rank; its keys and values [B, Hkv, K, D] then.
   std::pair<at::Tensor, at::Tensor> append(const at::Tensor& key, const at::Tensor& value);
-  // The mask of the positions, with ALiBi's bias, [1, 1 or Hq, L, K]; none where the rows see all keys.
-  std::optional<at::Tensor> mask(const at::Tensor& query, int64_t num_keys, const AttentionOptions& options) const;
 
   Group group_;
   std::shared_ptr<DynamicCache> held_;

@@ -10,14 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import ops
+from .. import _C, ops
 from ..nn.linear import plain_weight
 from ..nn.spread import Spread, spread_sequence
-from .attention import METHODS, agree_on, attention, check_method
-from .block_attention import Rules
+from .attention import attention
 from .collectives import Group, as_group
-from .gathered import attend_rows, gather_sequence
-from .layouts import check_layout, positions
 
 
 @contextmanager
@@ -35,8 +32,8 @@ def context_parallel(group: Group = None, *, method: str = "allgather", layout: 
     Raises ValueError in modules for what is not done: a mask, a cache, need_weights, dropout in training, nested
     tensors, RoPE whose frequencies follow the length, modules of `attnpack.cpp`, models of transformers.
     """
-    check_method(method)
-    check_layout(layout)
+    if not torch.compiler.is_compiling():
+        _C.distributed.check_names(method, layout)
     with spread_sequence(ContextParallel(as_group(group), method, layout)):
         yield
 
@@ -110,21 +107,24 @@ class ContextParallel(Spread):
         rows, keys = self._places(query, latent.size(1), inputs)
         query = scaled(module, query, inputs["positions"], None)
         query, latents = rotate_latents(module, query, latent, k_rope, rows, keys)
-        rules = Rules(causal=inputs["causal"], scale=module.softmax_scale, kv_lens=inputs["kv_lens"])
+        rules = {"causal": inputs["causal"], "scale": module.softmax_scale, "kv_lens": inputs["kv_lens"]}
         if self.method == "allgather":
-            like = latents[..., :1].detach()  # heads that the latents will give, without their memory
-            key, value = (like.expand(-1, query.size(1), -1, width) for width in (query.size(-1), 1))
-            agree_on(query, key, value, rules, self.group, self.method, self.layout)
-            whole = gather_sequence(latents, self.group, self.layout)
-            out, _ = attend_rows(query, *expand(module, whole, query.size(1)), rules, self.group, self.layout)
+            name = self.group.group_name
+            if not torch.compiler.is_compiling():
+                like = latents[..., :1].detach()  # heads that the latents will give, without their memory
+                key, value = (like.expand(-1, query.size(1), -1, width) for width in (query.size(-1), 1))
+                _C.distributed.agree_on_attention(query, key, value, name, self.method, self.layout, rules)
+            whole = torch.ops.attnpack.unshard_sequence(latents, name, 2, self.layout, False)
+            heads = query, *expand(module, whole, query.size(1))
+            out, _ = torch.ops.attnpack.context_attention_rows(*heads, name, self.layout, **rules)
         else:
             heads = query, *expand(module, latents, query.size(1))
-            agree_on(*heads, rules, self.group, self.method, self.layout)
-            out, _ = METHODS[self.method](*heads, rules, self.group, self.layout)
+            out = attention(*heads, group=self.group, method=self.method, layout=self.layout, **rules)
         return out.transpose(1, 2).flatten(2)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        return positions(self.layout, length, self.group.size(), self.group.rank(), device)
+        rows = torch.empty(length, device=device)
+        return torch.ops.attnpack.sequence_positions(rows, self.group.group_name, self.layout)
 
     def _check(self, module: nn.Module, inputs: dict[str, Any]) -> None:
         names = ("mask", "need_weights", "cache")

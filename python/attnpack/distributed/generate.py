@@ -19,7 +19,7 @@ from ..nn.linear import linear
 from ..nn.spread import Spread
 from ..nn.stack import Decoder, EncoderDecoder
 from .agreement import Numbers, agree
-from .collectives import explained
+from .collectives import from_first
 from .shares import COLUMNS, plan_of, tensor_of
 from .units import gather_last
 
@@ -155,8 +155,7 @@ def _chosen(choose: Callable[[Tensor], Tensor], logits: Tensor, groups: Sequence
     if all(group.rank() == 0 for group in groups):
         tokens = choose(logits)
     for group in groups:
-        with explained(group):
-            dist.broadcast(tokens, group=group, group_src=0)
+        tokens = from_first(tokens, group)
     return tokens
 
 

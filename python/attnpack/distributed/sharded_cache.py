@@ -18,7 +18,7 @@ from ..errors import wrong_kind
 from ..nn.linear import plain_weight
 from ..nn.spread import Spread
 from .agreement import agree
-from .collectives import Group, all_gather, as_group
+from .collectives import Group, as_group
 from .context_parallel import expand, refuse_inputs, rotate_latents, rotated, scaled, settings_of
 from .generate import generate
 
@@ -211,61 +211,8 @@ class ShardedCache(KVCache, Spread):
         longest = int(self.inner.lengths.max()) if lens.numel() else 0
         return key[:, :, :longest], value[:, :, :longest]
 
-    def _joined(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        past: Tensor,
-        *,
-        causal: bool,
-        window: tuple[int, int] = (-1, -1),
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        **settings: Any,
-    ) -> Tensor:
+    def _joined(self, query: Tensor, key: Tensor, value: Tensor, past: Tensor, **settings: Any) -> Tensor:
         """out [B, Hq, L, Dv] over the keys of all ranks."""
-        rank = self.group.rank()
-        mask = self._mask(query, key, past, causal, window, alibi_slopes)
-        settings |= {"sinks": sinks if rank == 0 else None, "kv_lens": self.inner.lengths}
-        out, lse = ops.attention(query, key, value, mask, return_lse=True, **settings)
-        exact = lse.dtype
-        parts = all_gather(torch.cat([out.to(exact), lse.unsqueeze(-1)], -1).unsqueeze(0), self.group)
-        states = [(part[..., :-1], part[..., -1].contiguous()) for part in parts]
-        joined = states[0]
-        for state in states[1:]:
-            joined = ops.merge_states(*joined, *state)
-        return joined[0].to(out.dtype)
-
-    def _mask(
-        self,
-        query: Tensor,
-        key: Tensor,
-        past: Tensor,
-        causal: bool,
-        window: tuple[int, int],
-        alibi_slopes: Tensor | None,
-    ) -> Tensor | None:
-        """The mask of the positions, [B or 1, 1, L, K], or with ALiBi's bias, [B or 1, Hq, L, K]. None where one new
-        token sees all keys."""
-        left, right = window
-        length = query.size(2)
-        if alibi_slopes is None and left < 0 and (right < 0 or length == 1) and (length == 1 or not causal):
-            return None
-        if bool((past == past[:1]).all()):
-            past = past[:1]
-        rows = past.view(-1, 1, 1, 1) + torch.arange(length, device=past.device).view(-1, 1)
-        keys = torch.arange(key.size(2), device=past.device) * self.group.size() + self.group.rank()
-        ahead = keys - rows
-        allowed = torch.ones_like(ahead, dtype=torch.bool)
-        if causal:
-            allowed &= ahead <= 0
-        if left >= 0:
-            allowed &= ahead >= -left
-        if right >= 0:
-            allowed &= ahead <= right
-        if alibi_slopes is None:
-            return allowed
-        exact = torch.promote_types(query.dtype, torch.float32)
-        bias = -alibi_slopes.to(exact).view(-1, 1, 1) * ahead.abs()
-        return bias.masked_fill(~allowed, -torch.inf)
+        _, flat = ops.flat_rules(query, settings)
+        name = self.group.group_name
+        return torch.ops.attnpack.attend_sharded_keys(query, key, value, past, name, self.inner.lengths, **flat)

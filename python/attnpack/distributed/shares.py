@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from .. import _C
 from ..nn.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from ..nn.feed_forward import FeedForward
-from .ulysses import kv_heads_of, share_of_heads
 
 COLUMNS, ROWS, WHOLE = Shard(0), Shard(1), Replicate()  # of a linear layer's outputs and inputs
 
@@ -83,7 +83,7 @@ def _heads_of_rank(module: nn.Module, ranks: int, rank: int) -> range:
             f"attnpack: num_heads: got {module.num_heads} heads of {type(module).__name__} for {ranks} ranks, want a "
             "number that the ranks divide: take a mesh of fewer ranks"
         )
-    return share_of_heads(module.num_heads, ranks, rank)
+    return range(*_C.distributed.share_of(module.num_heads, ranks, rank))
 
 
 def _grouped(module: GroupedQueryAttention, ranks: int, rank: int) -> Plan:
@@ -93,10 +93,9 @@ def _grouped(module: GroupedQueryAttention, ranks: int, rank: int) -> Plan:
             f"attnpack: qk_norm: got a norm over all {module.num_heads} heads, of which a rank has a share, want one "
             "over head_dim: share this model's batch or sequences instead (FSDP2, context_parallel)"
         )
-    head_map = module.head_map or tuple(head // (module.num_heads // kv_heads) for head in range(module.num_heads))
-    read, own_map = kv_heads_of(heads, head_map)
+    read, own_map = _C.distributed.kv_heads_of(heads.start, heads.stop, module.num_heads, kv_heads, module.head_map)
     if module.head_map is None and kv_heads % ranks == 0:
-        kv, own_map = Share(COLUMNS), None
+        kv = Share(COLUMNS)
     else:
         kv = Share(summed=True, rows=tuple(head * dim + i for head in read for i in range(dim)))
     return Plan(

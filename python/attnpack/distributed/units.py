@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ops import nested
 from .agreement import agree, state_of_draws
-from .collectives import Copied, Gathered, Summed
+from .collectives import copied, gathered, summed
 from .shares import Plan, Share, rows_of, select_rows, tensor_of
 
 
@@ -76,7 +76,7 @@ class Unit:
             return None
         local = tensor_of(parameter)
         if share.summed:
-            local = Copied.apply(local, self.group)
+            local = copied(local, self.group)
         return local if share.rows is None else select_rows(local, share.rows)
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
@@ -127,14 +127,14 @@ class SharedUnit(Unit):
 
     def output(self, module: nn.Module, output: Any) -> Any:
         joined = output[0] if isinstance(output, tuple) else output
-        joined = Summed.apply(joined, self.group)
+        joined = summed(joined, self.group)
         for name, share in self.parameters.items():
             owner, own = _owner(module, name)
             if share.added_last and owner is not None and owner._parameters.get(own) is not None:
                 joined = joined + tensor_of(owner._parameters[own])
         if not isinstance(output, tuple):
             return joined
-        weights = Gathered.apply(output[1].transpose(0, 1), self.group, True)
+        weights = gathered(output[1].transpose(0, 1), self.group)
         return joined, weights.transpose(0, 1)
 
     def _copied(self, x: Any) -> Any:
@@ -144,7 +144,7 @@ class SharedUnit(Unit):
                 "lengths"
             )
         floating = isinstance(x, Tensor) and x.is_floating_point()
-        return Copied.apply(x, self.group) if floating and x.requires_grad else x
+        return copied(x, self.group) if floating and x.requires_grad else x
 
     def _mask(self, mask: Any) -> Any:
         heads, mask = self.plan.heads, self._copied(mask)
@@ -187,7 +187,7 @@ class EmbeddingUnit(Unit):
                 self._foreign.pop()
 
     def output(self, module: nn.Module, output: Tensor) -> Tensor:
-        return Summed.apply(output.masked_fill(self._foreign[-1].unsqueeze(-1), 0), self.group)
+        return summed(output.masked_fill(self._foreign[-1].unsqueeze(-1), 0), self.group)
 
 
 class HeadUnit(Unit):
@@ -195,7 +195,7 @@ class HeadUnit(Unit):
 
     def inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         x = args[0] if args else kwargs["input"]
-        return (Copied.apply(x, self.group),), {}
+        return (copied(x, self.group),), {}
 
     def output(self, module: nn.Module, output: Tensor) -> Tensor:
         return gather_last(output, module.out_features, self.group)
@@ -220,7 +220,7 @@ class ModelUnit(Unit):
 
     def hidden(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """The states that the head reads: each rank gives a part of their gradient."""
-        return Copied.apply(output, self.group) if self._held else output
+        return copied(output, self.group) if self._held else output
 
     def output(self, module: nn.Module, output: Tensor) -> Tensor:
         return gather_last(output, self.size, self.group) if self.joins else output
@@ -230,7 +230,7 @@ def gather_last(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
     """[..., n] of all ranks as [..., size], where DTensors divide the last dim."""
     longest = len(rows_of(size, group.size(), 0))
     padded = F.pad(x, (0, longest - x.size(-1)))
-    whole = Gathered.apply(padded.movedim(-1, 0), group, True)
+    whole = gathered(padded.movedim(-1, 0), group)
     return whole.narrow(0, 0, size).movedim(0, -1).contiguous()
 
 

@@ -1,0 +1,56 @@
+#include <attnpack/distributed/detail/sharded_keys.h>
+
+#include <attnpack/distributed/collectives.h>
+#include <attnpack/ops/merge_states.h>
+
+#include <limits>
+
+namespace attnpack::distributed {
+
+namespace {
+
+// The mask of the positions, [B or 1, 1, L, K], or with ALiBi's bias, [B or 1, Hq, L, K]; none where one new token sees
+// all keys.
+std::optional<at::Tensor> mask_of(const at::Tensor& query, int64_t num_keys, const at::Tensor& past,
+                                  const AttentionOptions& options, const Group& group) {
+  const auto [left, right] = options.window();
+  const auto& slopes = options.alibi_slopes();
+  const auto length = query.size(2);
+  if (!slopes && left < 0 && (length == 1 || (right < 0 && !options.causal()))) return std::nullopt;
+  const auto first = past.slice(0, 0, 1);
+  const auto starts = past.eq(first).all().item<bool>() ? first : past;
+  const auto place = query.options().dtype(at::kLong);
+  const auto rows = starts.view({-1, 1, 1, 1}) + at::arange(length, place).view({-1, 1});
+  const auto keys = at::arange(num_keys, place) * group->getSize() + int64_t{group->getRank()};
+  const auto ahead = keys - rows;
+  auto allowed = at::ones_like(ahead, at::kBool);
+  if (options.causal()) allowed = allowed.logical_and(ahead <= 0);
+  if (left >= 0) allowed = allowed.logical_and(ahead >= -left);
+  if (right >= 0) allowed = allowed.logical_and(ahead <= right);
+  if (!slopes) return allowed;
+  const auto exact = at::promote_types(query.scalar_type(), at::kFloat);
+  const auto bias = -slopes->to(exact).view({-1, 1, 1}) * ahead.abs();
+  return bias.masked_fill(allowed.logical_not(), -std::numeric_limits<double>::infinity());
+}
+
+}  // namespace
+
+at::Tensor attend_sharded_keys(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                               const at::Tensor& past, const std::optional<at::Tensor>& kv_lens,
+                               const AttentionOptions& options, const Group& group) {
+  const at::NoGradGuard no_grad;
+  auto own = options;
+  own.causal(false).window(kNoWindow).alibi_slopes(std::nullopt).kv_lens(kv_lens);
+  own.mask(mask_of(query, key.size(2), past, options, group));
+  if (group->getRank() != 0) own.sinks(std::nullopt);  // a logit joins once
+  const auto [out, lse] = attnpack::attention_with_lse(query, key, value, own);
+  const auto parts = all_gather(at::cat({out.to(lse.dtype()), lse.unsqueeze(-1)}, -1).unsqueeze(0), group);
+  const auto out_of = [&](int64_t rank) { return parts[rank].narrow(-1, 0, value.size(-1)); };
+  const auto lse_of = [&](int64_t rank) { return parts[rank].select(-1, value.size(-1)).contiguous(); };
+  auto joined = std::make_tuple(out_of(0), lse_of(0));
+  for (int64_t rank = 1; rank < group->getSize(); ++rank)
+    joined = merge_states(std::get<0>(joined), std::get<1>(joined), out_of(rank), lse_of(rank));
+  return std::get<0>(joined).to(out.dtype());
+}
+
+}  // namespace attnpack::distributed
