@@ -2,7 +2,7 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/distributed/detail/heads.h>
-#include <attnpack/distributed/detail/sharing.h>
+#include <attnpack/distributed/detail/shard_group.h>
 #include <attnpack/models/causal_lm.h>
 #include <attnpack/modules/attention/grouped_attention.h>
 #include <attnpack/modules/attention/latent_attention.h>
@@ -59,28 +59,27 @@ void check_grouped(const Attention& module, const Group& group) {
                  "the layer whole");
 }
 
-void sum_gradient(const RMSNorm& norm, Sharing& sharing) {
-  if (norm) sharing.sum_gradient(norm->weight);
+void sum_gradient(const RMSNorm& norm, ShardGroup& shards) {
+  if (norm) shards.sum_gradient(norm->weight);
 }
 
 // Queries of the heads, straight from x or by a low rank, and the gate's factors.
 template <typename Attention>
-void share_queries(Attention& module, int64_t heads, Sharing& sharing) {
+void share_queries(Attention& module, int64_t heads, ShardGroup& shards) {
   const auto keep = [&](const Linear& layer) {
-    if (layer)
-      sharing.keep_outputs(layer, rows_of_share(heads, layer->options.out_features() / heads, sharing.group()));
+    if (layer) shards.keep_outputs(layer, rows_of_share(heads, layer->options.out_features() / heads, shards.group()));
   };
   for (const auto* layer : {&module.q_proj, &module.q_b_proj, &module.gate_proj}) keep(*layer);
-  for (const auto* layer : {&module.q_proj, &module.q_a_proj, &module.gate_proj}) sharing.reads_whole(*layer);
-  sharing.sum_gradients(module.q_a_proj);
-  sum_gradient(module.q_a_layernorm, sharing);
+  for (const auto* layer : {&module.q_proj, &module.q_a_proj, &module.gate_proj}) shards.reads_whole(*layer);
+  shards.sum_gradients(module.q_a_proj);
+  sum_gradient(module.q_a_layernorm, shards);
 }
 
 template <typename Attention>
-void share_grouped(Attention* found, Sharing& sharing) {
+void share_grouped(Attention* found, ShardGroup& shards) {
   if (!found) return;
   auto& module = *found;
-  const auto& group = sharing.group();
+  const auto& group = shards.group();
   check_grouped(module, group);
   const auto& o = module.options;
   const auto dim = *o.head_dim(), kv_heads = o.num_kv_heads(), heads = o.num_heads();
@@ -89,57 +88,57 @@ void share_grouped(Attention* found, Sharing& sharing) {
   for (int64_t rank = 0; rank < ranks; ++rank)
     read.push_back(kv_heads_of(share_of(heads, ranks, rank), heads, kv_heads, o.head_map()).heads);
 
-  share_queries(module, heads, sharing);
-  sharing.keep_inputs(module.o_proj, rows_of_share(heads, dim, group));
+  share_queries(module, heads, shards);
+  shards.keep_inputs(module.o_proj, rows_of_share(heads, dim, group));
   const auto kv_rows = rows_of(read, kv_heads, dim);
   const bool divides = !o.head_map() && kv_heads % ranks == 0;
   for (const auto* layer : {&module.k_proj, &module.v_proj}) {
-    sharing.keep_outputs(*layer, kv_rows);
-    sharing.reads_whole(*layer);
-    if (!divides) sharing.sum_gradients(*layer, kv_rows);
+    shards.keep_outputs(*layer, kv_rows);
+    shards.reads_whole(*layer);
+    if (!divides) shards.sum_gradients(*layer, kv_rows);
   }
-  for (const auto* norm : {&module.q_norm, &module.k_norm}) sum_gradient(*norm, sharing);
-  if (o.sinks()) sharing.keep(module, "sinks", module.sinks, 0, rows_of_share(heads, 1, group));
+  for (const auto* norm : {&module.q_norm, &module.k_norm}) sum_gradient(*norm, shards);
+  if (o.sinks()) shards.keep(module, "sinks", module.sinks, 0, rows_of_share(heads, 1, group));
   const auto share = share_of(heads, ranks, group->getRank());
-  sharing.then([&module, share, own = kv_heads_of(share, heads, kv_heads, o.head_map())] {
+  shards.then([&module, share, own = kv_heads_of(share, heads, kv_heads, o.head_map())] {
     const auto slopes = module.slopes.begin() + share.first;
     module.slopes = std::vector<double>(slopes, slopes + share.count);
     module.options.num_heads(share.count).num_kv_heads(static_cast<int64_t>(own.heads.size())).head_map(own.map);
   });
 }
 
-void share_latent(MultiHeadLatentAttentionImpl* found, Sharing& sharing) {
+void share_latent(MultiHeadLatentAttentionImpl* found, ShardGroup& shards) {
   if (!found) return;
   auto& module = *found;
-  const auto& group = sharing.group();
+  const auto& group = shards.group();
   const auto heads = module.options.num_heads();
   check_heads("MultiHeadLatentAttention", heads, module.options.dropout(), group);
   check_known("MultiHeadLatentAttention", module,
               {"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
                "o_proj", "gate_proj"});
-  share_queries(module, heads, sharing);
+  share_queries(module, heads, shards);
   if (const auto& layer = module.kv_b_proj)
-    sharing.keep_outputs(layer, rows_of_share(heads, layer->options.out_features() / heads, group));
-  sharing.keep_inputs(module.o_proj, rows_of_share(heads, module.o_proj->options.in_features() / heads, group));
-  sharing.reads_whole(module.kv_a_proj_with_mqa);
-  sharing.sum_gradients(module.kv_a_proj_with_mqa);
-  sum_gradient(module.kv_a_layernorm, sharing);
-  sharing.then([&module, count = share_of(heads, group->getSize(), group->getRank()).count] {
+    shards.keep_outputs(layer, rows_of_share(heads, layer->options.out_features() / heads, group));
+  shards.keep_inputs(module.o_proj, rows_of_share(heads, module.o_proj->options.in_features() / heads, group));
+  shards.reads_whole(module.kv_a_proj_with_mqa);
+  shards.sum_gradients(module.kv_a_proj_with_mqa);
+  sum_gradient(module.kv_a_layernorm, shards);
+  shards.then([&module, count = share_of(heads, group->getSize(), group->getRank()).count] {
     module.options.num_heads(count);
   });
 }
 
-void share_feed_forward(FeedForwardImpl* module, Sharing& sharing) {
+void share_feed_forward(FeedForwardImpl* module, ShardGroup& shards) {
   if (!module) return;
   check_known("FeedForward", *module, {"gate_proj", "up_proj", "down_proj"});
   check_dropout(module->options.dropout());
-  const auto rows = rows_of_share(module->options.hidden_dim(), 1, sharing.group());
+  const auto rows = rows_of_share(module->options.hidden_dim(), 1, shards.group());
   for (const auto* layer : {&module->gate_proj, &module->up_proj}) {
-    sharing.keep_outputs(*layer, rows);
-    sharing.reads_whole(*layer);
+    shards.keep_outputs(*layer, rows);
+    shards.reads_whole(*layer);
   }
-  sharing.keep_inputs(module->down_proj, rows);
-  sharing.then([module, count = sharing.count(rows)] { module->options.hidden_dim(count); });
+  shards.keep_inputs(module->down_proj, rows);
+  shards.then([module, count = shards.count(rows)] { module->options.hidden_dim(count); });
 }
 
 // The table of tokens that a stack reads. Its table of positions stays whole.
@@ -149,11 +148,11 @@ EmbeddingImpl* tokens_of(const torch::nn::Module& module) {
   return stack && stack->embed_tokens ? stack->embed_tokens.operator->() : nullptr;
 }
 
-void share_model(CausalLMImpl* model, Sharing& sharing) {
+void share_model(CausalLMImpl* model, ShardGroup& shards) {
   if (!model) return;
-  if (model->lm_head) sharing.keep_head(model->lm_head);
+  if (model->lm_head) shards.keep_head(model->lm_head);
   if (model->options.latent()) return;
-  sharing.then([model] {  // its caches hold this rank's kv heads
+  shards.then([model] {  // its caches hold this rank's kv heads
     for (const auto& part : model->modules())
       if (const auto* attention = part->as<GroupedQueryAttentionImpl>())
         model->options.num_kv_heads(attention->options.num_kv_heads());
@@ -164,20 +163,20 @@ void share_model(CausalLMImpl* model, Sharing& sharing) {
 
 TensorShares tensor_parallel(torch::nn::Module& module, const Group& group) {
   std::unordered_set<const torch::nn::Module*> seen;
-  Sharing sharing(group);
+  ShardGroup shards(group);
   for (const auto& child : module.modules()) {
     if (!seen.insert(child.get()).second) continue;
     for (auto* table : {tokens_of<EncoderImpl>(*child), tokens_of<DecoderImpl>(*child)})
-      if (table && seen.insert(table).second) sharing.keep_table(*table);
+      if (table && seen.insert(table).second) shards.keep_table(*table);
     check_dropout_of<EncoderImpl, DecoderImpl, EncoderBlockImpl, DecoderBlockImpl>(*child);
-    share_grouped(child->as<GroupedQueryAttentionImpl>(), sharing);
-    share_grouped(child->as<MultiHeadAttentionImpl>(), sharing);
-    share_grouped(child->as<MultiQueryAttentionImpl>(), sharing);
-    share_latent(child->as<MultiHeadLatentAttentionImpl>(), sharing);
-    share_feed_forward(child->as<FeedForwardImpl>(), sharing);
-    share_model(child->as<CausalLMImpl>(), sharing);
+    share_grouped(child->as<GroupedQueryAttentionImpl>(), shards);
+    share_grouped(child->as<MultiHeadAttentionImpl>(), shards);
+    share_grouped(child->as<MultiQueryAttentionImpl>(), shards);
+    share_latent(child->as<MultiHeadLatentAttentionImpl>(), shards);
+    share_feed_forward(child->as<FeedForwardImpl>(), shards);
+    share_model(child->as<CausalLMImpl>(), shards);
   }
-  return sharing.apply(module);
+  return shards.apply(module);
 }
 
 }  // namespace attnpack::distributed

@@ -24,9 +24,9 @@ RankRows rows_of_share(int64_t size, int64_t dim, const Group& group);
 
 // How the parameters of a module are shared out. Everything is planned first, and done at the end, so that what cannot
 // be shared is refused before anything changes.
-class Sharing {
+class ShardGroup {
  public:
-  explicit Sharing(Group group) : group_(std::move(group)) {}
+  explicit ShardGroup(Group group) : group_(std::move(group)) {}
 
   const Group& group() const { return group_; }
   int64_t count(const RankRows& rows) const { return own(rows).numel(); }

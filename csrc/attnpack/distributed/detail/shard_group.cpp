@@ -1,4 +1,4 @@
-#include <attnpack/distributed/detail/sharing.h>
+#include <attnpack/distributed/detail/shard_group.h>
 
 #include <attnpack/core/check.h>
 #include <attnpack/distributed/collectives.h>
@@ -25,19 +25,19 @@ RankRows rows_of_share(int64_t size, int64_t dim, const Group& group) {
   return rows;
 }
 
-void Sharing::keep(ParameterOwner& owner, const std::string& name, const at::Tensor& whole, int64_t dim,
-                   RankRows rows) {
+void ShardGroup::keep(ParameterOwner& owner, const std::string& name, const at::Tensor& whole, int64_t dim,
+                      RankRows rows) {
   places_.push_back({&owner, name, whole, {dim, rows.size, std::move(rows.of)}});
 }
 
-void Sharing::keep_outputs(Linear layer, const RankRows& rows) {
+void ShardGroup::keep_outputs(Linear layer, const RankRows& rows) {
   if (!layer) return;
   keep(*layer, "weight", layer->weight, 0, rows);
   if (layer->bias.defined()) keep(*layer, "bias", layer->bias, 0, rows);
   then([layer, count = count(rows)]() mutable { layer->options.out_features(count); });
 }
 
-void Sharing::keep_inputs(Linear layer, const RankRows& rows) {
+void ShardGroup::keep_inputs(Linear layer, const RankRows& rows) {
   keep(*layer, "weight", layer->weight, 1, rows);
   then([layer, count = count(rows), share = shared_inputs(group_)]() mutable {
     layer->options.in_features(count);
@@ -45,18 +45,18 @@ void Sharing::keep_inputs(Linear layer, const RankRows& rows) {
   });
 }
 
-void Sharing::reads_whole(Linear layer) {
+void ShardGroup::reads_whole(Linear layer) {
   if (!layer) return;
   then([layer, share = shared_outputs(group_, std::exchange(compares_, false))]() mutable { layer->share = share; });
 }
 
-void Sharing::keep_head(Linear layer) {
+void ShardGroup::keep_head(Linear layer) {
   const auto vocab_size = layer->options.out_features();
   keep_outputs(layer, rows_of_share(vocab_size, 1, group_));
   then([layer, share = shared_head(group_, vocab_size)]() mutable { layer->share = share; });
 }
 
-void Sharing::keep_table(EmbeddingImpl& table) {
+void ShardGroup::keep_table(EmbeddingImpl& table) {
   const auto vocab_size = table.options.vocab_size();
   const auto rows = rows_of_share(vocab_size, 1, group_);
   keep(table, "weight", table.weight, 0, rows);
@@ -67,7 +67,7 @@ void Sharing::keep_table(EmbeddingImpl& table) {
   compares_ = false;  // the table does
 }
 
-void Sharing::sum_gradients(Linear layer, std::optional<RankRows> rows) {
+void ShardGroup::sum_gradients(Linear layer, std::optional<RankRows> rows) {
   if (!layer) return;
   then([this, layer, rows = std::move(rows)] {  // of the parameters that the layer has then
     hook(layer->weight, rows);
@@ -75,11 +75,11 @@ void Sharing::sum_gradients(Linear layer, std::optional<RankRows> rows) {
   });
 }
 
-void Sharing::sum_gradient(const at::Tensor& parameter) {
+void ShardGroup::sum_gradient(const at::Tensor& parameter) {
   then([this, parameter] { hook(parameter, std::nullopt); });
 }
 
-void Sharing::hook(const at::Tensor& parameter, const std::optional<RankRows>& rows) {
+void ShardGroup::hook(const at::Tensor& parameter, const std::optional<RankRows>& rows) {
   if (!parameter.defined() || !hooked_.insert(parameter.unsafeGetTensorImpl()).second) return;
   const bool wanted = parameter.requires_grad();
   parameter.set_requires_grad(true);  // a hook needs it, also that of a parameter which is frozen for now
@@ -104,7 +104,7 @@ bool same(const TensorShares::Share& a, const TensorShares::Share& b) {
 
 }  // namespace
 
-void Sharing::check_ties(const torch::nn::Module& module) const {
+void ShardGroup::check_ties(const torch::nn::Module& module) const {
   std::unordered_map<const at::TensorImpl*, int64_t> others;  // places of a tensor that are not planned
   std::unordered_set<const torch::nn::Module*> seen;
   for (const auto& child : module.modules()) {
@@ -126,7 +126,7 @@ void Sharing::check_ties(const torch::nn::Module& module) const {
   }
 }
 
-TensorShares Sharing::apply(torch::nn::Module& module) {
+TensorShares ShardGroup::apply(torch::nn::Module& module) {
   check_ties(module);
   const at::NoGradGuard no_grad;
   std::unordered_map<const at::TensorImpl*, at::Tensor> parts;  // a weight in two places stays one
