@@ -128,7 +128,7 @@ REFUSED = {
     "one page twice": ({"do": own_page_twice, "x": new(5)}, r"block_table gives row 0 of page \d+ to .* 0 and 0: seq"),
     "lengths below 0": ({"held": (-1, 5)}, r"lengths\[0\] is -1, wants 0 to 16, the positions"),
     "lengths beyond": ({"held": (2, 17)}, r"lengths\[1\] is 17, wants 0 to 16"),
-    "too many new": ({"counts": [0, 4]}, r"new_lens\[1\] is 4, wants 0 to the number of new rows, 3"),
+    "too many new": ({"counts": [0, 4]}, r"new_lens\[1\] is 4, wants 0 to the number of new tokens, 3"),
     "negative new": ({"counts": [-1, 0]}, r"new_lens\[0\] is -1, wants 0 to"),
     "counts of another batch": ({"counts": [1]}, r"new_lens has shape \[1\] .*wants int32 or int64 \[batch\] = \[2\]"),
     "float counts": ({"counts": [1.0, 2.0]}, "new_lens has shape .* dtype Float"),

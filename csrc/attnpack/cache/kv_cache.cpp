@@ -102,14 +102,14 @@ CacheTensors shared_keys(const KVCache& cache, const at::Tensor& x, const std::o
   ATTNPACK_CHECK(key.sym_size(0) == batch, "kv_from: got a cache of batch ", key.sym_size(0), ", want ", batch,
                  " as in x");
   const auto readable = [](const at::Tensor& t) { return t.is_cpu() && !at::isTensorSubclassLike(t); };
+  if (new_lens) check_new_lens(*new_lens, batch);
   if (!readable(held.lengths) || !readable(x) || (new_lens && !readable(*new_lens))) return held;
   const auto lengths = held.lengths.contiguous();
   const auto added = new_lens ? new_lens->to(at::kLong).contiguous() : at::Tensor();
-  ATTNPACK_CHECK(!new_lens || (added.dim() == 1 && added.size(0) == batch), "kv_lens has shape ", new_lens->sizes(),
-                 ", wants [batch] = [", batch, "]");
   for (int64_t b = 0; b < lengths.numel(); ++b) {
     const auto most = lengths.const_data_ptr<int64_t>()[b];
     const auto own = new_lens ? added.const_data_ptr<int64_t>()[b] : x.size(1);
+    check_new_len(b, own, x.size(1));
     ATTNPACK_CHECK(most >= own, "kv_from: holds ", most, " positions of sequence ", b, ", but x has ", own,
                    " new tokens there, whose keys it should hold too; call the layer that fills it first");
   }

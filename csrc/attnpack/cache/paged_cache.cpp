@@ -25,15 +25,9 @@ std::vector<int64_t> read_lengths(const Tensor& lengths) {
 // How many of the new positions of each sequence are valid.
 std::vector<int64_t> read_counts(const std::optional<Tensor>& new_lens, int64_t batch, int64_t length) {
   if (!new_lens) return std::vector<int64_t>(batch, length);
-  check_defined("kv_lens", *new_lens);
-  ATTNPACK_CHECK(
-      new_lens->dim() == 1 && new_lens->size(0) == batch && at::isIntegralType(new_lens->scalar_type(), false),
-      "kv_lens has shape ", new_lens->sizes(), " and dtype ", new_lens->scalar_type(),
-      ", wants int32 or int64 [batch]: the valid new tokens of each sequence");
+  check_new_lens(*new_lens, batch);
   auto counts = read_lengths(*new_lens);
-  for (size_t b = 0; b < counts.size(); ++b)
-    ATTNPACK_CHECK(counts[b] >= 0 && counts[b] <= length, "kv_lens[", b, "] is ", counts[b],
-                   ", wants 0 to the number of new tokens, ", length);
+  for (size_t b = 0; b < counts.size(); ++b) check_new_len(static_cast<int64_t>(b), counts[b], length);
   return counts;
 }
 

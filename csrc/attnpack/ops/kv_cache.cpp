@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include <attnpack/core/check.h>
+#include <attnpack/ops/detail/layout.h>
 #include <attnpack/ops/detail/schema.h>
 #include <attnpack/ops/kv_cache.h>
 
@@ -32,6 +33,18 @@ c10::SymInt longest_length(const Tensor& lengths, const c10::SymInt& capacity) {
 void check_length(int64_t b, int64_t held, int64_t capacity) {
   ATTNPACK_CHECK(held >= 0 && held <= capacity, "the cache's lengths[", b, "] is ", held, ", wants 0 to its ", capacity,
                  " positions: call reset() on the cache");
+}
+
+void check_new_lens(const Tensor& new_lens, const c10::SymInt& batch, const char* name) {
+  check_defined(name, new_lens);
+  ATTNPACK_CHECK(new_lens.dim() == 1 && new_lens.sym_size(0) == batch && is_int32_or_int64(new_lens), name,
+                 " has shape ", new_lens.sym_sizes(), " and dtype ", new_lens.scalar_type(),
+                 ", wants int32 or int64 [batch] = [", batch, "]: the valid new tokens of each sequence");
+}
+
+void check_new_len(int64_t b, int64_t count, int64_t most, const char* name) {
+  ATTNPACK_CHECK(count >= 0 && count <= most, name, "[", b, "] is ", count, ", wants 0 to the number of new tokens, ",
+                 most);
 }
 
 void check_dropped(const Tensor& lengths, const Tensor& dropped) {
@@ -74,10 +87,7 @@ void check_kv_cache_append(const Tensor& cache_key, const Tensor& cache_value, c
   if (dropped) check_dropped(lengths, *dropped);
   if (!new_lens) return;
   check_device("kv_lens is on ", *new_lens);
-  ATTNPACK_CHECK(new_lens->dim() == 1 && new_lens->sym_size(0) == key.sym_size(0) &&
-                     (new_lens->scalar_type() == at::kLong || new_lens->scalar_type() == at::kInt),
-                 "kv_lens has shape ", new_lens->sym_sizes(), " and dtype ", new_lens->scalar_type(),
-                 ", wants int32 or int64 [batch]: the valid new tokens of each sequence");
+  check_new_lens(*new_lens, key.sym_size(0));
 }
 
 namespace {

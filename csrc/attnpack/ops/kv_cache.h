@@ -18,8 +18,8 @@ namespace attnpack {
   X(at::Tensor, value, {}, "Tensor(b!)? cache_value=None")                                                           \
   /* [B] int64: how many positions are held; a call adds to them. */                                                 \
   X(at::Tensor, lengths, {}, "Tensor(c!)? cache_lengths=None")                                                       \
-  /* For a cache that forgets positions (ops/detail/kv_window.h): how many of each sequence it has dropped, [B] */   \
-  /* int64. */                                                                                                       \
+  /* For a cache that forgets positions (ops/detail/kv_window.h), [B] int64: how many of each sequence it has */     \
+  /* dropped. */                                                                                                     \
   X(std::optional<at::Tensor>, dropped, std::nullopt, "Tensor? cache_dropped=None")                                  \
   /* Number of past positions that stay readable; -1: all. */                                                        \
   X(int64_t, window, -1, "int cache_window=-1")                                                                      \
@@ -59,6 +59,12 @@ c10::SymInt longest_length(const at::Tensor& lengths,     // [B] int64
 
 // Raises unless sequence b of a cache with `capacity` positions can hold `held` of them.
 void check_length(int64_t b, int64_t held, int64_t capacity);
+
+// Raises unless new_lens, how many new tokens of each sequence are valid, is int32 or int64 [batch].
+void check_new_lens(const at::Tensor& new_lens, const c10::SymInt& batch, const char* name = "kv_lens");
+
+// Raises unless `count` of the `most` new tokens of sequence b can be valid.
+void check_new_len(int64_t b, int64_t count, int64_t most, const char* name = "kv_lens");
 
 // Writes the new keys and values after the positions that each sequence of the cache holds, and adds to lengths.
 // Checks everything before the first write. Values are stored detached.

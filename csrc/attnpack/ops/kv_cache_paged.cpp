@@ -70,10 +70,7 @@ void check_kv_cache_append_paged(const Tensor& key_pool, const Tensor& value_poo
   } else {
     ATTNPACK_CHECK(key.sym_size(0) == batch, "key has batch ", key.sym_size(0), ", block_table ", batch,
                    " rows: they must agree");
-    ATTNPACK_CHECK(
-        !new_lens || (new_lens->dim() == 1 && new_lens->sym_size(0) == batch && is_int32_or_int64(*new_lens)),
-        "new_lens has shape ", new_lens->sym_sizes(), " and dtype ", new_lens->scalar_type(),
-        ", wants int32 or int64 [batch] = [", batch, "]: the valid new rows of each sequence");
+    if (new_lens) check_new_lens(*new_lens, batch, "new_lens");
   }
 }
 
@@ -96,8 +93,7 @@ PagedPlaces find_paged_places(const Tensor& key_pool, const Tensor& value_pool, 
     const int64_t count = cu_seqlens ? numbers[b + 1] - numbers[b] : numbers[b];
     ATTNPACK_CHECK(!cu_seqlens || count >= 0, "cu_seqlens[", b + 1, "] is ", numbers[b] + count, " after ", numbers[b],
                    ", wants numbers that never fall");
-    ATTNPACK_CHECK(cu_seqlens || (count >= 0 && count <= key.size(2)), "new_lens[", b, "] is ", count,
-                   ", wants 0 to the number of new rows, ", key.size(2));
+    if (!cu_seqlens) check_new_len(static_cast<int64_t>(b), count, key.size(2), "new_lens");
     ATTNPACK_CHECK(held[b] >= 0 && held[b] <= most, "lengths[", b, "] is ", held[b], ", wants 0 to ", most,
                    ", the positions that a row of block_table holds");
     ATTNPACK_CHECK(count <= most - held[b], "block_table is full: sequence ", b, " holds ", held[b], " of ", most,

@@ -61,15 +61,17 @@ Tensor rotate_stored(const Tensor& key, const CacheTensors& cache, const Tensor&
   return at::cat({fixed, rotate_cached(raw, lengths, rope, positions)}, -1);
 }
 
-void check_new_lens(const Tensor& query, const Tensor& lengths, const std::optional<Tensor>& new_lens) {
+// For queries over a cache that has their tokens already. Of tensors elsewhere than on the CPU no number is read,
+// because that would wait for the device.
+void check_shared_lengths(const Tensor& query, const Tensor& lengths, const std::optional<Tensor>& new_lens) {
   ATTNPACK_CHECK(lengths.dim() == 1 && lengths.scalar_type() == at::kLong && lengths.sym_size(0) == query.sym_size(0),
                  "lengths has shape ", lengths.sym_sizes(), " and dtype ", lengths.scalar_type(),
                  ", wants int64 [batch] = [", query.sym_size(0), "]");
   if (!new_lens) return;
-  ATTNPACK_CHECK(new_lens->dim() == 1 && new_lens->sym_size(0) == query.sym_size(0) &&
-                     (new_lens->scalar_type() == at::kLong || new_lens->scalar_type() == at::kInt),
-                 "kv_lens has shape ", new_lens->sym_sizes(), " and dtype ", new_lens->scalar_type(),
-                 ", wants int32 or int64 [batch] = [", query.sym_size(0), "]");
+  check_new_lens(*new_lens, query.sym_size(0));
+  if (!new_lens->is_cpu() || at::isTensorSubclassLike(*new_lens)) return;
+  const Tensor counts = new_lens->to(at::kLong).contiguous();
+  for (int64_t b = 0; b < counts.numel(); ++b) check_new_len(b, counts.const_data_ptr<int64_t>()[b], query.size(2));
 }
 
 }  // namespace
@@ -159,7 +161,7 @@ PlacedTokens place_queries(const Tensor& query, const CacheTensors& cache, const
   const auto rope = rope_settings(args.rope);
   const ReadableCache readable = readable_under(cache, args.mask);
   check(readable.key, readable.value);
-  check_new_lens(query, cache.lengths, args.kv_lens);
+  check_shared_lengths(query, cache.lengths, args.kv_lens);
   const Tensor counted =
       args.kv_lens ? args.kv_lens->to(at::kLong) : at::ones_symint({query.sym_size(2)}, cache.lengths.options()).sum();
   const Tensor past = cache.lengths - counted, lengths = cache.lengths.clone();

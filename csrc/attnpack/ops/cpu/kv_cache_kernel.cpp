@@ -51,8 +51,7 @@ NewPlaces find_places(const Tensor& cache_key, const Tensor& cache_value, const 
   for (int64_t b = 0; b < key.size(0); ++b) {
     const int64_t held = lengths.const_data_ptr<int64_t>()[b * lengths.stride(0)];
     const int64_t count = new_lens ? counts.const_data_ptr<int64_t>()[b] : all;
-    ATTNPACK_CHECK(count >= 0 && count <= all, "kv_lens[", b, "] is ", count, ", wants 0 to the number of new tokens, ",
-                   all);
+    check_new_len(b, count, all);
     const int64_t gone = dropped ? dropped->const_data_ptr<int64_t>()[b * dropped->stride(0)] : 0;
     ATTNPACK_CHECK(gone >= 0 && gone <= std::max<int64_t>(held, 0), "the cache's dropped[", b, "] is ", gone,
                    ", wants 0 to its length ", held, ": call reset() on the cache");
