@@ -8,9 +8,8 @@
 
 namespace attnpack {
 
-// The tensors of one layer's KV cache, as the ops take them, and the numbers beside them. This is their only list: the
-// members of CacheTensors, the arguments of the layer ops, their schema, and the fields that Python's caches read
-// follow from it. X(type, name, default, text in a schema).
+// The members of CacheTensors. This is their only list: the arguments of the layer ops, their schema, and the fields
+// that Python's caches read follow from it. X(type, name, default, text in a schema).
 #define ATTNPACK_CACHE_TENSORS(X)                                                                                    \
   /* [B, Hkv, capacity, D]; for latent attention [B, 1, capacity, kv_lora_rank + rope]. */                           \
   X(at::Tensor, key, {}, "Tensor(a!)? cache_key=None")                                                               \
@@ -38,6 +37,7 @@ namespace attnpack {
   /* blocks by their mean brings them up to date. */                                                                 \
   X(std::optional<at::Tensor>, block_sums, std::nullopt, "Tensor(f!)? cache_block_sums=None")
 
+// The tensors of one layer's KV cache, as the ops take them, and the numbers beside them.
 struct CacheTensors {
 #define ATTNPACK_CACHE_MEMBER(type, name, value, text) type name = value;
   ATTNPACK_CACHE_TENSORS(ATTNPACK_CACHE_MEMBER)
