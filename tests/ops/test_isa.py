@@ -1,7 +1,6 @@
 """All instruction sets of this CPU give the same results; each runs in its own process."""
 
 import os
-import sys
 from pathlib import Path
 
 import attnpack._C
@@ -26,11 +25,8 @@ PRESENT = [name for name, needs in NEEDS.items() if needs <= FLAGS and name in B
 
 
 def run_with(isa: str, code: str):
-    environment = os.environ | {
-        "ATTNPACK_ISA": isa,
-        "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parents[1] / 'support'}",
-    }
-    return run_program(sys.executable, "-c", code, env=environment, cwd="/")
+    support = str(Path(__file__).parents[1] / "support")
+    return run_python(f"import sys; sys.path.append({support!r})\n{code}", ATTNPACK_ISA=isa)
 
 
 GRID = """

@@ -4,12 +4,11 @@ import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 from attnpack._load import LIBRARY, PACKAGE, build_record
-from processes import ROOT, run_program, run_python
+from processes import ROOT, run_attnpack, run_program, run_python
 
 BUILD = Path(os.environ.get("ATTNPACK_BUILD_DIR", ROOT / "build"))
 ATTEND = "q = torch.ones(1, 2, 300, 64); torch.ops.attnpack.null(q); attnpack.attention(q, q, q)"
@@ -51,10 +50,10 @@ def test_built_for_another_version(tmp_path, name, other):
 
 
 def test_the_command_line_of_a_misfit_says_so_without_a_traceback(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(copy_package(tmp_path, torch="2.99.0"))}
+    first = copy_package(tmp_path, torch="2.99.0")
 
     def command(*arguments):
-        process = run_program(sys.executable, "-m", "attnpack", *arguments, env=environment, cwd="/")
+        process = run_attnpack(*arguments, first=first)
         assert process.returncode == 2 and "Traceback" not in process.text
         return process
 

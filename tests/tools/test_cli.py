@@ -13,6 +13,7 @@ import attnpack
 import pytest
 from attnpack.tools import cli
 from fuzz import lies
+from processes import run_attnpack
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
@@ -21,6 +22,8 @@ COMMANDS = ["demo", "info", "generate", "convert", "uptrain", "bench", "plot"]
 
 
 def run(*arguments, **environment):
+    if not environment:
+        return run_attnpack(*arguments)
     command = [sys.executable, "-m", "attnpack", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
