@@ -302,6 +302,7 @@ OF_UNKNOWN_LENGTH = {
     "causal": lambda y: attention(y, y, y, causal=True, window=(3, 0), return_lse=True),
     "mask": lambda y: attention(y, y, y, torch.ones(y.size(2), y.size(2), dtype=torch.bool).tril()),
     "a batch": lambda y: attention(*(y.transpose(0, 2),) * 3),
+    "probabilities": lambda y: attention_scores(y, y, causal=True, window=(3, 0)),
     "rope": lambda y: apply_rope(y, *(t.expand(y.size(2), 4) for t in torch.ones(2, 1, 4))),
 }
 

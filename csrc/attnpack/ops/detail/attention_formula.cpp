@@ -129,8 +129,12 @@ std::tuple<Tensor, Tensor> softmax(const Tensor& scores, const std::optional<Ten
   }
   if (is_below_one(all.sym_size(-1)))
     return {scores, at::full_symint(scores.sym_sizes().slice(0, 3), -kInfinity, scores.options())};
-  const Tensor lse = at::logsumexp(all, {-1});
   const Tensor empty = (all == -kInfinity).all(-1);
+  // As at::logsumexp, which asks whether there are rows: a size that depends on data does not say.
+  Tensor top = all.detach().amax(-1, true);
+  top = top.masked_fill(top.abs() == kInfinity, 0);
+  const Tensor sum = (all - top).exp().sum(-1).masked_fill(empty, 1);
+  const Tensor lse = (sum.log() + top.squeeze(-1)).masked_fill(empty, -kInfinity);
   const Tensor excluded = scores == -kInfinity;
   const Tensor shifted = scores.masked_fill(excluded, 0) - lse.masked_fill(empty, 0).unsqueeze(-1);
   return {shifted.exp().masked_fill(excluded, 0), lse};
