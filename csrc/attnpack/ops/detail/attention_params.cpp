@@ -1,4 +1,6 @@
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <attnpack/core/check.h>
 #include <attnpack/core/dropout.h>
@@ -26,7 +28,20 @@ DType kernel_dtype(at::ScalarType dtype) {
 
 Strides kernel_strides(const Tensor& t) { return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)}; }
 
-Tensor unit_last_stride(const Tensor& t) { return t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous(); }
+Tensor unit_last_stride(const Tensor& t) {
+  if (t.size(3) <= 1 || t.stride(3) == 1) return t;
+  if (!t.is_cpu() || t.stride(2) != 1) return t.contiguous();
+  // Rows that are stored as columns. Torch transposes a matrix in blocks, but a batch of them number by number.
+  const Tensor rows = at::empty(t.sizes(), t.options());
+  at::parallel_for(0, t.size(0) * t.size(1), 1, [&](int64_t begin, int64_t end) {
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t b = i / t.size(1), head = i % t.size(1);
+      rows.select(0, b).select(0, head).copy_(t.select(0, b).select(0, head));
+    }
+  });
+  return rows;
+}
 
 PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const AttentionArguments& args) {
