@@ -7,6 +7,7 @@ import pickle
 import attnpack
 import pytest
 import torch
+from attnpack.tools.memory import peak_bytes
 
 LAYER = {
     "dynamic": attnpack.DynamicCache,
@@ -48,6 +49,15 @@ def layer_for(kind):
 def content(cache):
     index = getattr(cache, "index", None)
     return cache.k, cache.v, cache.lengths, *([] if index is None else [index])
+
+
+@torch.no_grad()
+def test_a_clone_copies_what_is_held_and_not_the_room():
+    cache, copies = attnpack.StaticCache(2, 2, 500_000, 6), []  # 96 MB
+    layer_for("static")(torch.randn(2, 3, 24), cache=cache)
+    grown = peak_bytes(lambda: copies.append(cache.clone()))
+    assert grown is None or grown < 10e6
+    assert torch.equal(copies[0].k, cache.k) and torch.equal(copies[0].v, cache.v) and len(copies[0]) == 3
 
 
 @layer_ways

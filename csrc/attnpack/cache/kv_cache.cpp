@@ -161,8 +161,21 @@ CacheTensors KVCache::copy_tensors(const CacheTensors& tensors) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   const auto copy = [](const at::Tensor& t) { return t.defined() ? t.clone() : t; };
+  // Lengths that can be read for nothing say which positions are held. A window's lie anywhere in its room.
+  const auto& lengths = tensors.lengths;
+  const bool known = tensors.key.defined() && tensors.key.dim() == 4 && !tensors.dropped && !tensors.block_table &&
+                     lengths.is_cpu() && !at::isTensorSubclassLike(lengths) && !at::isTensorSubclassLike(tensors.key);
+  const auto copy_held = [&](const at::Tensor& t) {
+    if (!known || !t.defined()) return copy(t);
+    const auto held = longest_length(lengths, t.sym_size(2));
+    at::Tensor result = at::empty_like(t);
+    result.narrow_symint(2, 0, held).copy_(t.narrow_symint(2, 0, held));
+    return result;
+  };
   CacheTensors result = tensors;
-  for (auto* tensor : {&result.key, &result.value, &result.lengths}) *tensor = copy(*tensor);
+  result.key = copy_held(tensors.key);
+  result.value = copy_held(tensors.value);
+  result.lengths = copy(lengths);
   if (result.dropped) result.dropped = copy(*result.dropped);
   return result;
 }
