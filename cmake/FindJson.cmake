@@ -1,6 +1,15 @@
 # Finds nlohmann/json, headers that only the build needs, as the target nlohmann_json::nlohmann_json: that of the program
-# around, else what ATTNPACK_JSON_DIR names, else a package for CMake (Debian's, conda's), else PyPI's, beside torch or
-# where Python finds it.
+# around, else what ATTNPACK_JSON_DIR names, else a package for CMake (Debian's, conda's), else PyPI's: beside torch, where
+# Python finds it, or from the package index.
+
+# attnpack_copy_json(folder of the package nlohmann-json)
+function(attnpack_copy_json)
+  file(GLOB_RECURSE headers RELATIVE "${ARGV0}/include" "${ARGV0}/include/nlohmann/*.hpp")
+  foreach(header ${headers})
+    configure_file(${ARGV0}/include/${header} ${attnpack_json_dir}/${header} COPYONLY)
+  endforeach()
+endfunction()
+
 if(NOT TARGET nlohmann_json::nlohmann_json AND NOT ATTNPACK_JSON_DIR)
   find_package(nlohmann_json 3.10 QUIET)
 endif()
@@ -17,12 +26,14 @@ if(NOT TARGET nlohmann_json::nlohmann_json)
         OUTPUT_VARIABLE attnpack_json_package OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
     endif()
     get_filename_component(attnpack_site_packages ${ATTNPACK_TORCH_DIR} DIRECTORY)
-    foreach(package ${attnpack_site_packages}/nlohmann_json ${attnpack_json_package})
-      file(GLOB_RECURSE headers RELATIVE ${package}/include ${package}/include/nlohmann/*.hpp)
-      foreach(header ${headers})
-        configure_file(${package}/include/${header} ${attnpack_json_dir}/${header} COPYONLY)
-      endforeach()
-    endforeach()
+    attnpack_copy_json(${attnpack_site_packages}/nlohmann_json)
+    attnpack_copy_json(${attnpack_json_package})
+    if(NOT EXISTS ${attnpack_json_dir}/nlohmann/json.hpp AND Python_EXECUTABLE)
+      message(STATUS "nlohmann/json: asking the package index")
+      execute_process(COMMAND ${Python_EXECUTABLE} -m pip install --quiet --disable-pip-version-check --no-deps
+                              --target ${PROJECT_BINARY_DIR}/packages nlohmann-json OUTPUT_QUIET ERROR_QUIET)
+      attnpack_copy_json(${PROJECT_BINARY_DIR}/packages/nlohmann_json)
+    endif()
   endif()
   if(NOT EXISTS "${attnpack_json_dir}/nlohmann/json.hpp")
     message(FATAL_ERROR "attnpack: no nlohmann/json.hpp found (ATTNPACK_JSON_DIR is '${ATTNPACK_JSON_DIR}'). Install it "
