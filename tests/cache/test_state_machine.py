@@ -13,7 +13,7 @@ from marks import long
 from torch_threads import threads
 
 BATCH, HEADS, DIM, V_DIM, ROOM, RANK = 3, 2, 2, 3, 700, 2
-SEQUENCES, LONG_SEQUENCES, STEPS = 120, 700, 14
+SEQUENCES, LONG_SEQUENCES, STEPS = 60, 700, 14
 
 
 def all_positions(cache, b, length):

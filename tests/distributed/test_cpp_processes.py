@@ -10,10 +10,10 @@ import subprocess
 
 import pytest
 from cpp_programs import cpp_program
-from marks import long
 
 
-@pytest.mark.parametrize("ranks", [2, long(4)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_give_the_numbers_of_one(tmp_path, ranks):
     program = cpp_program("processes")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attnpack import reference
+from marks import some_long
 from module_cases import CASES, EMBED, make_case
 from torch import nn
 
-attending = pytest.mark.parametrize("case", [case for case in CASES if case.attends], ids=lambda case: case.name)
+ATTENDING = [case for case in CASES if case.attends]
+attending = pytest.mark.parametrize("case", ATTENDING, ids=lambda case: case.name)
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -354,7 +356,7 @@ def test_norms_of_queries_and_keys_that_cpp_does_not_have(name, norm):
         module.cpp()
 
 
-@attending
+@pytest.mark.parametrize("case", some_long(ATTENDING, ATTENDING[::2]), ids=lambda case: case.name)
 def test_compiles_whole_and_settles(case):
     """There is one graph, and no further one after the second length."""
     module, inputs = make_case(case)

@@ -336,7 +336,7 @@ def test_dynamic_rope_by_steps_equals_a_full_recompute(raw_keys):
 
 @pytest.mark.parametrize(
     ("path", "cached"),
-    [(path, cached) if path == "auto" else long(path, cached) for path in ("auto", *PATHS) for cached in (False, True)],
+    [("auto", True), long("auto", False), *(long(path, cached) for path in PATHS for cached in (False, True))],
 )
 def test_opcheck(path, cached):
     """The ops of the layer; all but latent_expand may write a cache."""

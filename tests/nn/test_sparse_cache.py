@@ -5,7 +5,6 @@ import attnpack
 import pytest
 import torch
 from attnpack.ops import select_blocks
-from marks import some_long
 from module_cases import EMBED
 from torch.testing import assert_close
 
@@ -121,7 +120,8 @@ def test_gradients_with_a_cache(selector):
     assert cache.index is None or not cache.index.requires_grad
 
 
-@pytest.mark.parametrize("selector", some_long(SELECTORS, ["indexer"]))
+@pytest.mark.long
+@pytest.mark.parametrize("selector", SELECTORS)
 @torch.no_grad()
 def test_compiled(selector):
     module = make(selector, torch.float32)

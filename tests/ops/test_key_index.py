@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attnpack import attention, attention_scores, reference
-from marks import long
+from marks import grid, long
 from op_cases import (
     AXES,
     DTYPES,
@@ -108,10 +108,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("names", NAMES)
-@pytest.mark.parametrize("lengths", [(1, 40), (3, 1300), (40, 70)], ids=["few keys", "decode", "prefill"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@grid(4, dtype=DTYPES, lengths=[(1, 40), (3, 1300), (40, 70)], names=NAMES, rules=RULES)
 def test_each_row_has_the_bits_of_a_call_over_its_gathered_keys(dtype, lengths, names, rules):
     inputs = make_inputs(dtype, "gqa", lengths, (24, 17), names=names, **RULES[rules])
     expected = rows_alone(inputs)
@@ -209,9 +206,7 @@ NAMED_RULES = [
 ]
 
 
-@pytest.mark.parametrize("length", [7, 1200])
-@pytest.mark.parametrize("rules", NAMED_RULES, ids=str)
-@pytest.mark.parametrize("names", NAMES)
+@grid(2, names=NAMES, rules=NAMED_RULES, length=[7, 1200])
 def test_probabilities_at_the_names_alone(names, rules, length):
     """The scores of 1,200 rows take more than a piece: each of them has the numbers that it has among 7."""
     if rules["positions"].get("q_offset") == 140:  # so that the last 7 rows stand among the keys

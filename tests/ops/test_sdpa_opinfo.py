@@ -3,10 +3,10 @@
 import warnings
 from functools import cache
 
-import pytest
 import torch
 import torch.nn.functional as F
 from attnpack import attention, reference
+from marks import grid
 from op_cases import check, draw
 from torch.testing import assert_close
 
@@ -68,8 +68,7 @@ def results(attend, tensors: dict, settings: dict) -> dict[str, torch.Tensor]:
     return {"out": out.detach()} | {f"grad of {name}": grad for name, grad in zip(tensors, grads, strict=True)}
 
 
-@pytest.mark.parametrize("index", range(NUM_SAMPLES))
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@grid(2, dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16], index=range(NUM_SAMPLES))
 def test_sample(dtype, index):
     sample = samples(dtype)[index]
     tensors = dict(zip(("query", "key", "value"), (sample.input, *sample.args), strict=True))

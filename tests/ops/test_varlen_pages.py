@@ -6,6 +6,7 @@ import attnpack
 import pytest
 import torch
 from attnpack import attention_varlen, reference
+from marks import grid
 from op_cases import DTYPES, HEADS, draw
 from pages import GARBAGE, LAYOUTS, make_table, pages_of, put_into_pages
 from torch.testing import assert_close
@@ -64,9 +65,7 @@ def check_same_bits(*args, **kwargs):
     assert_same_bits(attention_varlen(*pooled, return_lse=True, **paged, **made), expected)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@grid(3, dtype=DTYPES, lengths=LENGTHS, page_size=PAGE_SIZES)
 def test_bits_of_packed_keys(dtype, lengths, page_size):
     turn = PAGE_SIZES.index(page_size) + list(LENGTHS).index(lengths) + DTYPES.index(dtype)
     for n, settings in enumerate(SETTINGS.values()):

@@ -9,6 +9,7 @@ from cpp_programs import cpp_program
 from processes import ROOT, run_program
 from torch.testing import assert_close
 
+pytestmark = pytest.mark.long
 EXAMPLE = ROOT / "examples/cpp/aoti"
 
 
@@ -19,7 +20,6 @@ def load_export():
     return module
 
 
-@pytest.mark.long
 def test_the_example(tmp_path):
     process = run_program(sys.executable, EXAMPLE / "export.py", tmp_path / "layer.pt2", tmp_path / "inputs.pt")
     assert process.returncode == 0, process.text

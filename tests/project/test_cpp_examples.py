@@ -10,6 +10,7 @@ import pytest
 import torch
 from attnpack.tools.demo.mqa import run_mqa
 from cpp_programs import cpp_program
+from marks import long
 from processes import ROOT, run_program
 
 PREFIX = Path(attnpack.__file__).parent
@@ -81,6 +82,7 @@ def test_the_multi_query_program_prints_the_lines_of_the_demo():
     assert len(lines) > 150 and lines == wanted[: len(lines)]
 
 
+@pytest.mark.long
 def test_an_encoder_decoder_learns_to_write_backwards():
     process = run_program(cpp_program("encoder_decoder"), env={"OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, process.text
@@ -89,6 +91,7 @@ def test_an_encoder_decoder_learns_to_write_backwards():
     assert float(lines[-1].split()[1]) > 99
 
 
+@pytest.mark.long
 def test_threads_share_a_model(trained):
     program = cpp_program("serve_threads")
     for arguments in ((), (trained[0],)):
@@ -101,7 +104,7 @@ def distributed() -> Path:
     return cpp_program("distributed")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, long(4)])
 def test_processes_find_each_other_through_a_file_and_give_the_numbers_of_one(distributed, tmp_path, ranks):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     lines = [[distributed, str(rank), str(ranks), tmp_path / "store"] for rank in range(ranks)]

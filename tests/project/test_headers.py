@@ -74,22 +74,18 @@ def test_headers_reach_what_their_macro_needs():
     assert not [header for header in users if "torch/nn/modules/common.h" not in reached(header)]
 
 
-@pytest.mark.parametrize("compiler", ["g++", pytest.param("clang++", marks=needs("clang++"))])
+@pytest.mark.parametrize("compiler", ["g++", pytest.param("clang++", marks=[needs("clang++"), pytest.mark.long])])
 def test_headers_without_torch_alone(folder, compiler):
     plain = [header for header in HEADERS if not any(re.match("torch/|ATen/|c10/", name) for name in reached(header))]
     assert len(plain) > 3
     assert not complaints(folder, plain, compiler)
 
 
-def test_the_umbrella_compiles_without_warnings(folder):
-    """It includes every public header (test_arrows.py)."""
-    assert not complaints(folder, [Path("attnpack.h")])
-
-
 @needs("clang++")
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_umbrella_compiles_with_clang(folder):
+    """test_packaging.py compiles it with g++."""
     assert not complaints(folder, [Path("attnpack.h")], "clang++")
 
 

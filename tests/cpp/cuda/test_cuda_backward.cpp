@@ -202,7 +202,8 @@ TEST_CASE("exact backward") {
 
 TEST_CASE("backward on tensor cores") {
   int seed = 450;
-  for (const Settings& on : grid()) check<BFloat16>({2, 2, 2, 33, 100, 64, 40}, on, ++seed, On::kTensorCores);
+  for (const Settings& on : grid())
+    check<BFloat16>({2, kv_heads_of(on), 2, 33, 100, 64, 40}, on, ++seed, On::kTensorCores);
   for (const Settings& on : {grid()[1], grid()[6]})
     check<Float16>({1, 2, 2, 40, 100, 104, 128}, on, ++seed, On::kTensorCores);
   check<BFloat16>({1, 1, 1, 130, 130, 64, 64}, {.window = true}, ++seed, On::kTensorCores);
@@ -220,7 +221,7 @@ TEST_CASE("the numbers of excluded pairs change no bit of a gradient on tensor c
 TEST_CASE("backward on sm_90") {
   int seed = 600;
   for (const Settings& on : {grid()[0], grid()[1], grid()[2], grid()[3], grid()[7], grid()[8]})
-    check<BFloat16>({2, 2, 2, 70, 150, 64, 40}, on, ++seed, On::kSm90);
+    check<BFloat16>({2, kv_heads_of(on), 2, 70, 150, 64, 40}, on, ++seed, On::kSm90);
   check<Float16>({1, 1, 2, 140, 150, 104, 128}, {.causal = true, .sinks = true}, ++seed, On::kSm90);
   check<BFloat16>({1, 1, 1, 130, 130, 64, 64}, {.causal = true, .poison = true}, ++seed, On::kSm90);
   const Device hopper{1, 227 * 1024, true};

@@ -116,7 +116,7 @@ TEST_CASE("exact forward") {
 TEST_CASE("prefill on tensor cores") {
   int seed = 100;
   for (const Settings& on : grid())
-    check<BFloat16>({2, 3, 2, 41, 150, 64, 64}, on, ForwardKernel::kPrefill, ++seed, {1, 227 * 1024});
+    check<BFloat16>({2, kv_heads_of(on), 2, 41, 150, 64, 64}, on, ForwardKernel::kPrefill, ++seed, {1, 227 * 1024});
   for (const Settings& on : {grid()[1], grid()[10]})
     check<Float16>({1, 1, 2, 70, 130, 128, 104}, on, ForwardKernel::kPrefill, ++seed);
   check<BFloat16>({1, 1, 1, 65, 100, 192, 128}, {.causal = true}, ForwardKernel::kPrefill, ++seed);
@@ -126,7 +126,8 @@ TEST_CASE("prefill on tensor cores") {
 TEST_CASE("prefill on sm_90") {
   const Device one{1, 227 * 1024, true}, eight{8, 227 * 1024, true};
   int seed = 100;
-  for (const Settings& on : grid()) check<BFloat16>({2, 3, 2, 41, 150, 64, 64}, on, ForwardKernel::kSm90, ++seed, one);
+  for (const Settings& on : grid())
+    check<BFloat16>({2, kv_heads_of(on), 2, 41, 150, 64, 64}, on, ForwardKernel::kSm90, ++seed, one);
   for (const Settings& on : {grid()[1], grid()[10]}) {
     check<Float16>({1, 1, 2, 70, 300, 128, 104}, on, ForwardKernel::kSm90, ++seed, one);
     check<BFloat16>({1, 1, 1, 130, 200, 192, 256}, on, ForwardKernel::kSm90, ++seed, one);
@@ -143,7 +144,8 @@ TEST_CASE("prefill on sm_90") {
 
 TEST_CASE("decode on tensor cores") {
   int seed = 200;
-  for (const Settings& on : grid()) check<BFloat16>({2, 3, 2, 2, 700, 64, 64}, on, ForwardKernel::kDecode, ++seed);
+  for (const Settings& on : grid())
+    check<BFloat16>({2, kv_heads_of(on), 2, 2, 700, 64, 64}, on, ForwardKernel::kDecode, ++seed);
   check<Float16>({1, 2, 5, 3, 300, 128, 128}, {.causal = true}, ForwardKernel::kDecode, ++seed);
   check<Float16>({1, 1, 16, 1, 1200, 256, 200}, {.lens = true, .poison = true}, ForwardKernel::kDecode, ++seed);
   check<Float16>({1, 1, 3, 2, 600, 256, 256}, {.past = true}, {}, ++seed);  // parts without keys; rows of two

@@ -283,6 +283,9 @@ double unit() {
 }
 
 // How many problems a test draws: `usual`, or the number in ATTNPACK_DRAWS.
+// One kv head, unless a map chooses among them: the emulator takes a second for each.
+inline int64_t kv_heads_of(const Settings& on) { return on.map ? 3 : 1; }
+
 inline int drawn_problems(int usual) {
   const char* wanted = std::getenv("ATTNPACK_DRAWS");
   return wanted ? std::atoi(wanted) : usual;
