@@ -26,14 +26,15 @@ std::string in_quotes(std::string_view text);
 // The text of an exception, without the stack of a c10::Error.
 std::string reason_of(const std::exception& error);
 
-// Calls `call`. An error that does not name `path` becomes a c10::ValueError "PATH: FAILED (the error); FIX".
+// Calls `call`. An error that does not begin with `path` becomes a c10::ValueError "PATH: FAILED (the error); FIX". The
+// path may also stand in what the error quotes from the file.
 template <typename Call>
 auto naming(const std::string& path, const char* failed, const char* fix, const Call& call) {
   try {
     return call();
   } catch (const std::exception& error) {
     const auto reason = reason_of(error);
-    if (dynamic_cast<const c10::ValueError*>(&error) && reason.find(path) != std::string::npos) throw;
+    if (dynamic_cast<const c10::ValueError*>(&error) && reason.starts_with(path)) throw;
     TORCH_CHECK_VALUE(false, path, ": ", failed, " (", reason, "); ", fix);
   }
 }
