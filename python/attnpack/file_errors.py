@@ -11,7 +11,7 @@ _LONGEST = 80  # characters that an error sentence quotes from a file
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike, failed: str, fix: str) -> Iterator[None]:
-    """Turns an error of the block that does not name `path` into a ValueError "PATH: FAILED (the error); FIX".
+    """Turns an error of the block that does not begin with `path` into a ValueError "PATH: FAILED (the error); FIX".
 
     ImportError passes: a missing package is not the file's fault. The panic of a package in Rust is turned as well: it
     is a BaseException, but no Exception.
@@ -21,7 +21,7 @@ def naming(path: str | os.PathLike, failed: str, fix: str) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, ImportError) or not (isinstance(error, Exception) or _is_panic(error)):
             raise
-        if isinstance(error, ValueError) and str(path) in str(error):
+        if isinstance(error, ValueError) and str(error).removeprefix("attnpack: ").startswith(str(path)):
             raise
         raise ValueError(f"{path}: {failed} ({_reason(error)}); {fix}") from error
 
