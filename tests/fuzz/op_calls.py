@@ -227,6 +227,9 @@ def cache_rule(pick: Random) -> Call:
         rules["cache_check_call"] = [draw(batch, 1, 4), pick.choice([None, draw(batch, key.size(2), 4)])]
     if kind == "SlidingWindowCache":
         del rules["cache_shared"]
+    parts = {"StaticCache": ["max_len"], "SlidingWindowCache": ["window", "dropped"], "LatentCache": ["kv_lora_rank"]}
+    if kind in parts:
+        rules["cache_part"] = [pick.choice(parts[kind])]
     name = pick.choice(list(rules))
     return name, [kind, [lengths, key, value, *dropped], numbers, *rules[name]], NO_CHECK
 

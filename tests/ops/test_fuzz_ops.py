@@ -23,8 +23,10 @@ def test_a_few_seconds_of_ops():
 
 def test_every_op_is_called():
     drawn = {make(random.Random(seed))[0] for make in op_calls.MAKERS for seed in range(200)}
-    ops = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("attnpack::")}
-    assert drawn == {name.removeprefix("attnpack::") for name in ops}
+    ops = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("attnpack::")]
+    # tests/distributed calls those of several processes.
+    alone = [op.name for op in ops if not any(argument.name == "group_name" for argument in op.arguments)]
+    assert drawn == {name.removeprefix("attnpack::") for name in alone}
 
 
 @pytest.mark.long
