@@ -67,7 +67,7 @@ def graphs_of(call, make, inputs, backend):
     [
         (grouped_layer, attnpack.DynamicCache),
         (latent_layer, attnpack.LatentCache),
-        (sparse_layer, attnpack.SparseCache),
+        long(sparse_layer, attnpack.SparseCache),
         long(sparse_latent_layer, attnpack.LatentCache),
     ],
 )

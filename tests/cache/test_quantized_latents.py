@@ -151,6 +151,7 @@ def test_the_cpp_module_gives_the_same_bits(folded):
     assert torch.equal(python, native)
 
 
+@pytest.mark.long
 def test_a_compiled_layer_gives_the_same():
     module, x = layer(), torch.randn(2, sum(CHUNKS), EMBED)
     torch._dynamo.reset()

@@ -108,8 +108,9 @@ with attnpack.backend.enable("linear"):
 
 if not _C.linear_kernels().startswith("oneDNN"):  # elsewhere these tests run as they are
 
+    @pytest.mark.long
     def test_with_onednn_pinned():
-        """The tests marked onednn, which conftest.py leaves out where the table names torch's linear."""
+        """The tests marked onednn, which conftest.py leaves out where the table names torch's linear: for a minute."""
         marked = "pytestmark = pytest.mark.onednn\n"
         files = [file for file in (ROOT / "tests").glob("*/test_*.py") if marked in file.read_text()]
         environment = os.environ | {"ATTNPACK_LINEAR": "onednn"}
