@@ -9,7 +9,8 @@ namespace attnpack {
 
 bool is_transformed(at::TensorList tensors) {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         std::any_of(tensors.begin(), tensors.end(), torch::autograd::isFwGradDefined);
+         std::any_of(tensors.begin(), tensors.end(),
+                     [](const at::Tensor& x) { return torch::autograd::isFwGradDefined(x); });
 }
 
 ReplaceableFunction::ReplaceableFunction(void (*register_kernels)(Registrations&), std::vector<const char*> reasons)
