@@ -11,7 +11,7 @@ from op_cases import check, draw
 from torch_threads import threads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CASES_A_DTYPE = 60
+CASES_A_DTYPE = 120
 NAMES = ("out", "grad of query", "grad of key", "grad of value")
 
 
