@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The first hour on a machine with a GPU, nvcc, a compiler, cmake, a CUDA torch, nlohmann/json and pytest. Downloads
-# nothing: CMAKE_ARGS=-DATTNPACK_JSON_DIR=... names headers of nlohmann/json that were brought along. Builds in place, only for this machine's GPU, then runs the named steps, each in less than ten minutes; results go to $OUT.
+# nothing: CMAKE_ARGS=-DATTNPACK_JSON_DIR=... names headers of nlohmann/json that were brought along. Builds in place,
+# only for this machine's GPU, then runs the named steps, each in less than ten minutes; results go to $OUT.
 # Without a name: all of them, in this order. The order is that of doubt: first whether a kernel starts at all, then
 # whether numbers are right, then races, then speed beside other libraries.
 #   gpu_session.sh [build] [smoke] [test] [resources] [sanitize] [large] [bench-prefill] [bench-train] [bench-decode]

@@ -70,7 +70,7 @@ def test_errors_name_the_file(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=f"^{path}: {words}"):
             read_json(path)
-    path.write_text(f'["{path}')  # in the error, as what was read last
+    path.write_text(f'["{path}')  # the error quotes it as the last text that was read
     with pytest.raises(ValueError, match=f"^{path}: cannot be read as JSON .parse error at line 1, column "):
         read_json(path)
     with pytest.raises(ValueError, match=f"^{tmp_path / 'none'}: cannot be read as JSON .No such file or directory"):
