@@ -157,25 +157,24 @@ at::Tensor cache_zeros(c10::SymIntArrayRef sizes, const at::TensorOptions& optio
   return at::zeros_symint(sizes, options);
 }
 
+std::optional<c10::SymInt> KVCache::known_length(const at::Tensor& lengths, const c10::SymInt& capacity) {
+  if (!lengths.is_cpu() || at::isTensorSubclassLike(lengths)) return std::nullopt;
+  return longest_length(lengths, capacity);
+}
+
 CacheTensors KVCache::copy_tensors(const CacheTensors& tensors) {
   c10::InferenceMode normal(false);
   at::NoGradGuard no_grad;
   const auto copy = [](const at::Tensor& t) { return t.defined() ? t.clone() : t; };
-  // Lengths that can be read for nothing say which positions are held. A window's lie anywhere in its room.
-  const auto& lengths = tensors.lengths;
-  const bool known = tensors.key.defined() && tensors.key.dim() == 4 && !tensors.dropped && !tensors.block_table &&
-                     lengths.is_cpu() && !at::isTensorSubclassLike(lengths) && !at::isTensorSubclassLike(tensors.key);
-  const auto copy_held = [&](const at::Tensor& t) {
-    if (!known || !t.defined()) return copy(t);
-    const auto held = longest_length(lengths, t.sym_size(2));
-    at::Tensor result = at::empty_like(t);
-    result.narrow_symint(2, 0, held).copy_(t.narrow_symint(2, 0, held));
-    return result;
-  };
   CacheTensors result = tensors;
-  result.key = copy_held(tensors.key);
-  result.value = copy_held(tensors.value);
-  result.lengths = copy(lengths);
+  std::optional<c10::SymInt> held;  // the first positions of the room, if only these are held
+  if (tensors.key.defined() && !tensors.dropped) held = known_length(tensors.lengths, tensors.key.sym_size(2));
+  for (auto* room : {&result.key, &result.value}) {
+    const at::Tensor from = *room;
+    *room = held ? at::empty_like(from) : copy(from);
+    if (held) room->narrow_symint(2, 0, *held).copy_(from.narrow_symint(2, 0, *held));
+  }
+  result.lengths = copy(tensors.lengths);
   if (result.dropped) result.dropped = copy(*result.dropped);
   return result;
 }

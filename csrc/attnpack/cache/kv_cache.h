@@ -103,6 +103,9 @@ class KVCache {
     return copy;
   }
 
+  // longest_length where it can be read for nothing: not from another device, and not while a graph is traced.
+  static std::optional<c10::SymInt> known_length(const at::Tensor& lengths, const c10::SymInt& capacity);
+
   // The numbers of a state that has `count` of them.
   static const std::vector<c10::SymInt>& numbers_of(const CacheState& state, size_t count);
 

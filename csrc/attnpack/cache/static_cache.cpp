@@ -44,13 +44,13 @@ void StaticCache::crop(const c10::SymInt& n) {
 void StaticCache::reorder(const at::Tensor& index) {
   const auto rows = check_index(index, lengths(), /*same_batch=*/true);
   at::NoGradGuard no_grad;
-  // Lengths that can be read for nothing say which positions are held: the room behind them stays as it is.
+  // The room behind the held positions stays as it is.
   auto held_keys = tensors_.key, held_values = tensors_.value;
-  if (tensors_.lengths.is_cpu() && !at::isTensorSubclassLike(tensors_.lengths) && !at::isTensorSubclassLike(rows)) {
-    const auto longest = longest_length(tensors_.lengths, tensors_.key.sym_size(2));
-    if (longest == 0 || rows.equal(at::arange(rows.size(0), rows.options()))) return;
-    held_keys = held_keys.narrow_symint(2, 0, longest);
-    held_values = held_values.narrow_symint(2, 0, longest);
+  const auto longest = known_length(tensors_.lengths, tensors_.key.sym_size(2));
+  if (longest && !at::isTensorSubclassLike(rows)) {
+    if (*longest == 0 || rows.equal(at::arange(rows.size(0), rows.options()))) return;
+    held_keys = held_keys.narrow_symint(2, 0, *longest);
+    held_values = held_values.narrow_symint(2, 0, *longest);
   }
   // A compiler fuses a copy in place with the selection, and then reads rows that it has written. An op keeps both
   // apart.

@@ -45,33 +45,34 @@ Room with_state(const KVCache& cache, const CacheTensors& room) {
   return std::tuple_cat(state_of(cache), std::make_tuple(std::move(tensors), std::move(numbers)));
 }
 
-// Calls show(name, value) with all that a kind of cache has beside keys, values and lengths.
+// Calls show(name, read) with all that a kind of cache has beside keys, values and lengths. Some of it takes time to
+// read: the free pages, or an index, which asks for the length.
 template <typename Show>
 void show_parts(const KVCache& cache, const Show& show) {
   if (const auto* held = dynamic_cast<const LatentCache*>(&cache)) {
-    show("kv_lora_rank", held->kv_lora_rank());
-    show("index", held->index());
+    show("kv_lora_rank", [&] { return held->kv_lora_rank(); });
+    show("index", [&] { return held->index(); });
   } else if (const auto* held = dynamic_cast<const SparseCache*>(&cache)) {
-    show("block", held->block());
-    show("index", held->index());
+    show("block", [&] { return held->block(); });
+    show("index", [&] { return held->index(); });
   } else if (const auto* held = dynamic_cast<const StaticCache*>(&cache)) {
-    show("max_len", *held->capacity());
+    show("max_len", [&] { return *held->capacity(); });
   } else if (const auto* held = dynamic_cast<const SlidingWindowCache*>(&cache)) {
-    show("window", held->window());
-    show("keep_first", held->keep_first());
-    show("dropped", held->dropped());
+    show("window", [&] { return held->window(); });
+    show("keep_first", [&] { return held->keep_first(); });
+    show("dropped", [&] { return held->dropped(); });
   } else if (const auto* held = dynamic_cast<const QuantizedCache*>(&cache)) {
-    show("bits", held->bits());
-    show("exact_first", held->exact_first());
-    show("exact_last", held->exact_last());
-    show("kv_lora_rank", held->kv_lora_rank());
+    show("bits", [&] { return held->bits(); });
+    show("exact_first", [&] { return held->exact_first(); });
+    show("exact_last", [&] { return held->exact_last(); });
+    show("kv_lora_rank", [&] { return held->kv_lora_rank(); });
   } else if (const auto* held = dynamic_cast<const PagedCache*>(&cache)) {
-    show("block_table", held->block_table());
-    show("k_pool", held->k_pool());
-    show("v_pool", held->v_pool());
-    show("page_size", held->page_size());
-    show("num_pages", held->num_pages());
-    show("free_pages", held->free_pages());
+    show("block_table", [&] { return held->block_table(); });
+    show("k_pool", [&] { return held->k_pool(); });
+    show("v_pool", [&] { return held->v_pool(); });
+    show("page_size", [&] { return held->page_size(); });
+    show("num_pages", [&] { return held->num_pages(); });
+    show("free_pages", [&] { return held->free_pages(); });
   }
 }
 
@@ -203,10 +204,11 @@ std::vector<std::string> room_names() {
 Changed cache_part(const HeldCache& held, std::string_view name) {
   Changed part;
   bool known = false;
-  show_parts(*held.make(), [&]<class T>(const char* shown, const T& value) {
+  show_parts(*held.make(), [&](const char* shown, const auto& read) {
     if (name != shown) return;
     known = true;
-    if constexpr (std::is_same_v<T, Tensor>) {
+    const auto value = read();
+    if constexpr (std::is_same_v<decltype(value), const Tensor>) {
       if (value.defined()) std::get<Tensors>(part).push_back(value);
     } else {
       std::get<Numbers>(part).emplace_back(value);

@@ -52,7 +52,7 @@ void cache_check_call(const HeldCache& held, const at::Tensor& x, const std::opt
 Numbers cache_len(const HeldCache& held);
 Numbers cache_nbytes(const HeldCache& held);
 Numbers cache_nbytes_allocated(const HeldCache& held);
-// What a kind of cache has under a name: one tensor or one number, or nothing where it holds none yet.
+// The tensor or the number of that name which a kind of cache has; empty lists if the cache holds none yet.
 Changed cache_part(const HeldCache& held, std::string_view name);
 // k and v; nothing before the first append of a cache that grows.
 Tensors cache_views(const HeldCache& held);

@@ -10,8 +10,8 @@
 #include <attnpack/ops/detail/schema.h>
 #include <torch/library.h>
 
-// What several processes compute, as composite ops: a group is its name there, which a graph can hold. The ranks do not
-// compare their arguments here.
+// The functions of several processes as composite ops. They take a group by its name, because a graph can hold a name.
+// They do not compare the arguments of the ranks.
 namespace attnpack::distributed {
 
 namespace {
@@ -87,7 +87,7 @@ TORCH_LIBRARY_FRAGMENT(attnpack, m) {
       "Tensor? kv_lens=None" ATTNPACK_RULES_SCHEMA ") -> Tensor",
       attnpack::from_schema<attend_sharded_keys_op>);
   m.def("shard_sequence(Tensor x, str group_name, int dim, str layout) -> Tensor", shard_sequence_op);
-  // Of this rank's rows [length, ...].
+  // The positions of this rank's rows [length, ...] in the whole sequence.
   m.def("sequence_positions(Tensor rows, str group_name, str layout) -> Tensor", sequence_positions_op);
   m.def("unshard_sequence(Tensor x, str group_name, int dim, str layout, bool alike) -> Tensor", unshard_sequence_op);
   m.def("copy_to_ranks(Tensor x, str group_name) -> Tensor", copy_to_ranks_op);

@@ -34,7 +34,7 @@ Tensor unit_last_stride(const Tensor& t) {
   // Rows that are stored as columns. Torch transposes a matrix in blocks, but a batch of them number by number.
   const Tensor rows = at::empty(t.sizes(), t.options());
   at::parallel_for(0, t.size(0) * t.size(1), 1, [&](int64_t begin, int64_t end) {
-    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b = i / t.size(1), head = i % t.size(1);
       rows.select(0, b).select(0, head).copy_(t.select(0, b).select(0, head));
