@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
+#include <torch/headeronly/version.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -150,13 +151,19 @@ Tensor with_fitting_dims(const Tensor& mask, const Sizes& sizes) {
                     sizes.batch_dims());
 }
 
-// Whether torch's fused kernel would run, which broadcasts nothing.
+// torch's fused kernel broadcasts no batch, and from 2.14 on a single kv head.
+constexpr bool kFusesOneKvHead = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14;
+
+// Whether torch's fused kernel would run.
 bool torch_would_fuse(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
                       double dropout_p, bool enable_gqa) {
   const bool same_batch = query.dim() == 4 && same_size(query.sym_size(0), key.sym_size(0)) &&
                           same_size(query.sym_size(0), value.sym_size(0));
-  const bool same_heads = same_batch && (enable_gqa || (same_size(query.sym_size(1), key.sym_size(1)) &&
-                                                        same_size(query.sym_size(1), value.sym_size(1))));
+  const bool same_heads =
+      same_batch &&
+      (enable_gqa ||
+       (same_size(query.sym_size(1), key.sym_size(1)) && same_size(query.sym_size(1), value.sym_size(1))) ||
+       (kFusesOneKvHead && is_one(key.sym_size(1)) && is_one(value.sym_size(1))));
   const auto dense = [](const Tensor& t) { return is_one(t.sym_stride(-1)); };
   return same_heads && dense(query) && dense(key) && dense(value) &&
          same_size(value.sym_size(-1), query.sym_size(-1)) && dropout_p == 0 && !(mask && mask->requires_grad()) &&
