@@ -6,7 +6,7 @@ set(config_dir share/cmake/attnpack)
 
 install(TARGETS attnpack EXPORT attnpackTargets LIBRARY DESTINATION lib)
 install(DIRECTORY csrc/attnpack DESTINATION include FILES_MATCHING PATTERN "*.h"
-        REGEX "/(core|detail|ops/(cpu|cuda|meta|autograd|autocast|batched|lazy))$" EXCLUDE)
+        REGEX "/(core|threads|detail|ops/(cpu|cuda|meta|autograd|autocast|batched|lazy))$" EXCLUDE)
 install(EXPORT attnpackTargets NAMESPACE attnpack:: DESTINATION ${config_dir})
 configure_package_config_file(cmake/attnpackConfig.cmake.in attnpackConfig.cmake INSTALL_DESTINATION ${config_dir}
                               NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)

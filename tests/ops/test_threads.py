@@ -1,5 +1,5 @@
-"""Eight Python threads call at once, with different shapes; each gets bitwise the result of one thread. And threads of
-a process that never chose their number."""
+"""Eight Python threads call at once, with different shapes; each gets bitwise the result of one thread. And processes
+that never chose a number of threads, fork, have one core for many threads, or end while helpers are awake."""
 
 import random
 import threading
@@ -88,7 +88,8 @@ def test_errors_in_some_threads_leave_the_others_alone(gradients):
     in_threads(work)
 
 
-DEFAULT_THREADS = """
+CALLS_OF_ALL_THREADS = """
+import os, sys
 import attnpack, torch
 
 def calls():
@@ -99,14 +100,46 @@ def calls():
             key, value = torch.randn(2, 1, keys, kv_heads, width, dtype=dtype).transpose(2, 3)
             yield attnpack.attention(query, key, value)
 
-found = [list(calls()) for _ in range(3)]
-torch.set_num_threads(1)
-for wanted, *results in zip(calls(), *found, strict=True):
-    assert all(torch.equal(result, wanted) for result in results)
+def check(found):
+    torch.set_num_threads(1)
+    for wanted, *results in zip(calls(), *found, strict=True):
+        assert all(torch.equal(result, wanted) for result in results)
 """
 
+PROCESSES = {
+    # OpenMP's workers may then report another number than the caller does, so no unit may ask for it.
+    "nobody set the number of threads": "check([list(calls()) for _ in range(3)])",
+    "more threads than cores": "torch.set_num_threads(9); check([list(calls()) for _ in range(3)])",
+    "one core": """
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+torch.set_num_threads(4)
+check([list(calls()) for _ in range(3)])
+""",
+    "another number from call to call": """
+found = []
+for threads in (4, 1, 3, 2):
+    torch.set_num_threads(threads)
+    found.append(list(calls()))
+check(found)
+""",
+    "the child of a fork": """
+torch.set_num_threads(3)
+before = list(calls())
+child = os.fork()
+if child == 0:
+    try:
+        found = list(calls())
+        os._exit(0 if all(map(torch.equal, before, found)) else 1)
+    finally:
+        os._exit(2)
+assert os.waitpid(child, 0)[1] == 0
+check([before, list(calls())])
+""",
+    "the end, while helpers are awake": "check([list(calls())]); torch.set_num_threads(9); list(calls()); sys.exit()",
+}
 
-def test_calls_before_anybody_set_the_number_of_threads():
-    """OpenMP's workers may then report another number than the caller does, so no unit may ask for it."""
-    process = run_python(DEFAULT_THREADS)
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_processes(name):
+    process = run_python(CALLS_OF_ALL_THREADS + PROCESSES[name])
     assert process.returncode == 0, process.stderr

@@ -15,6 +15,7 @@ import headers as headers_of_docs  # noqa: E402
 
 PRIVATE = {
     "core",
+    "threads",
     "detail",
     "cpu",
     "cuda",

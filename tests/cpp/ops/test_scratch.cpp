@@ -8,7 +8,7 @@
 #include <new>
 #include <vector>
 
-#include <attnpack/ops/cpu/scratch.h>
+#include <attnpack/threads/scratch.h>
 
 namespace attnpack {
 

@@ -1,13 +1,14 @@
 #include <attnpack/layers/detail/best_numbers.h>
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
+
+#include <attnpack/threads/threads.h>
 
 namespace attnpack {
 
@@ -45,7 +46,7 @@ Tensor best_on_cpu(const Tensor& given, int64_t n) {
   const auto* from = scores.const_data_ptr<T>();
   auto* to = out.mutable_data_ptr<int32_t>();
   constexpr int64_t kSerial = 1 << 14;  // numbers that one thread is as fast with
-  at::parallel_for(0, scores.numel() / keys, std::max<int64_t>(kSerial / keys, 1), [&](int64_t begin, int64_t end) {
+  for_each_range(scores.numel() / keys, std::max<int64_t>(kSerial / keys, 1), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) best_of_row(from + row * keys, keys, n, to + row * n);
   });
   return out;

@@ -2,9 +2,9 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/cpu/loop_threads.h>
 #include <attnpack/ops/cpu/selected_keys.h>
 #include <attnpack/ops/cpu/sums.h>
-#include <attnpack/ops/cpu/torch_threads.h>
 #include <attnpack/ops/cpu/work_units.h>
 #include <attnpack/ops/detail/attention_params.h>
 #include <attnpack/ops/detail/schema.h>
@@ -18,7 +18,7 @@ AttentionResult attention_cpu(const Tensor& query, const Tensor& key, const Tens
   PreparedAttention prepared = prepare_attention(query, key, value, args);
   if (args.key_index) return attend_selected_keys(prepared, query, args);
   const AttentionResult result = make_outputs(prepared, query);
-  run_forward(kernels_in_use(), {&prepared.params, 1}, kTorchThreads);
+  run_forward(kernels_in_use(), {&prepared.params, 1}, kLoopThreads);
   return result;
 }
 
@@ -33,7 +33,7 @@ void differentiate_all_keys(PreparedBackward& r) {
   bp.grad_query_sums = sums.mutable_data_ptr();
   bp.blocks_done = done.mutable_data_ptr<int32_t>();
   bp.tiles = t.tiles;
-  run_backward(kernels_in_use(), {&bp, 1}, kTorchThreads);
+  run_backward(kernels_in_use(), {&bp, 1}, kLoopThreads);
 }
 
 AttentionGradients attention_backward_cpu(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,

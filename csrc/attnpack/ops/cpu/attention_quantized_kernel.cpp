@@ -3,7 +3,7 @@
 
 #include <attnpack/core/quantized.h>
 #include <attnpack/ops/cpu/isa.h>
-#include <attnpack/ops/cpu/torch_threads.h>
+#include <attnpack/ops/cpu/loop_threads.h>
 #include <attnpack/ops/cpu/work_units.h>
 #include <attnpack/ops/detail/attention_params.h>
 #include <attnpack/ops/detail/attention_quantized.h>
@@ -47,7 +47,7 @@ AttentionResult attention_quantized_cpu(const Tensor& query, const Tensor& key, 
   p.quantized_bits = bits;
   auto [out, lse] = make_outputs(prepared, rows);
   p.dtype = kernel_dtype(query.scalar_type());  // rotated rows are floats, and need be no more exact than the query
-  run_forward(kernels_in_use(), {&p, 1}, kTorchThreads);
+  run_forward(kernels_in_use(), {&p, 1}, kLoopThreads);
   if (!rotated) return {out, lse};
   rotate_rows_(out);
   return {empty_laid_as(query, out.sym_sizes(), query.options()).copy_(out), lse};

@@ -5,8 +5,8 @@
 
 #include <attnpack/core/dropout.h>
 #include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/cpu/loop_threads.h>
 #include <attnpack/ops/cpu/sums.h>
-#include <attnpack/ops/cpu/torch_threads.h>
 #include <attnpack/ops/detail/attention_params.h>
 #include <attnpack/ops/detail/extremes.h>
 #include <attnpack/ops/detail/schema.h>
@@ -90,7 +90,7 @@ AttentionResult attention_varlen_cpu(const Tensor& query, const Tensor& key, con
   }
   const auto [out, lse] = make_outputs(prepared, one_batch(query));
   run_forward(kernels_in_use(), make_calls(prepared.params, sequences, args, query.element_size(), lse.element_size()),
-              kTorchThreads);
+              kLoopThreads);
   const Tensor rows = sequences.size() == 1 ? lse : rearranged(lse, sequences, Direction::kToRows);
   return {packed_rows(out), rows.squeeze(0)};
 }
@@ -152,7 +152,7 @@ VarlenGradients attention_varlen_backward_cpu(const Tensor& grad_out, const std:
   make_backward_calls(calls, all, sequences, delta_pieces, grad_lse_pieces, query.element_size());
   for (const Sequence& s : sequences)
     if (key.size(1) * s.kv_len == 0) r.grad_query.narrow(2, s.first_query, s.q_len).zero_();
-  run_backward(kernels_in_use(), calls.calls, kTorchThreads);
+  run_backward(kernels_in_use(), calls.calls, kLoopThreads);
   Tensor grad_sinks = at::empty({0}, query.options());
   if (sinks_gradient) grad_sinks = sinks_gradient_in_order(*args.sinks, all_lse, r.delta);
   return {packed_rows(r.grad_query), packed_rows(r.grad_key), packed_rows(r.grad_value), grad_sinks};

@@ -2,10 +2,10 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/cpu/isa.h>
-#include <attnpack/ops/cpu/threads.h>
 #include <attnpack/ops/detail/attention_params.h>
 #include <attnpack/ops/key_products.h>
 #include <attnpack/ops/linear.h>
+#include <attnpack/threads/threads.h>
 
 namespace attnpack {
 namespace {

@@ -1,6 +1,5 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
@@ -11,6 +10,7 @@
 #include <attnpack/core/check.h>
 #include <attnpack/ops/cpu/rope_rows.h>
 #include <attnpack/ops/kv_cache.h>
+#include <attnpack/threads/threads.h>
 
 namespace attnpack {
 namespace {
@@ -106,7 +106,7 @@ Tensor kv_cache_append_rotated_cpu(const Tensor& cache_key, const Tensor& cache_
   const int64_t new_positions = key.size(2), half = static_cast<int64_t>(inv_freq.size());
   const int64_t grain = 16384 / std::max<int64_t>(1, (query.size(1) + key.size(1)) * key.size(3)) + 1;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, key.scalar_type(), "kv_cache_append_rotated_", [&] {
-    at::parallel_for(0, key.size(0) * new_positions, grain, [&](int64_t begin, int64_t end) {
+    for_each_range(key.size(0) * new_positions, grain, [&](int64_t begin, int64_t end) {
       std::vector<float> cos(half), sin(half);
       for (int64_t i = begin; i < end; ++i) {
         const int64_t b = i / new_positions, l = i % new_positions;

@@ -1,5 +1,4 @@
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -8,6 +7,7 @@
 #include <attnpack/core/check.h>
 #include <attnpack/ops/detail/kv_window.h>
 #include <attnpack/ops/kv_cache.h>
+#include <attnpack/threads/threads.h>
 
 namespace attnpack {
 namespace {
@@ -20,7 +20,7 @@ void copy_kept(const Tensor& from, const Tensor& to, const int64_t* slots, const
   const auto* source = static_cast<const char*>(from.const_data_ptr());
   auto* target = static_cast<char*>(to.mutable_data_ptr());
   const int64_t grain = std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(1, to.size(2) * row));
-  at::parallel_for(0, from.size(0) * heads, grain, [&](int64_t begin, int64_t end) {
+  for_each_range(from.size(0) * heads, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b = i / heads, first = std::min(keep_first, slots[b]), rest = slots[b] - moved[b] - first;
       const char* head = source + i * from.size(2) * row;

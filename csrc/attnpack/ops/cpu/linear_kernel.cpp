@@ -5,10 +5,10 @@
 #include <utility>
 
 #include <attnpack/ops/cpu/isa.h>
-#include <attnpack/ops/cpu/threads.h>
 #include <attnpack/ops/detail/linear_params.h>
 #include <attnpack/ops/detail/onednn_linear.h>
 #include <attnpack/ops/linear.h>
+#include <attnpack/threads/threads.h>
 
 namespace attnpack {
 namespace {
@@ -18,7 +18,7 @@ using at::Tensor;
 // The number of outputs of a unit. It is small, so that all threads end together, and smaller if some would have none.
 constexpr int64_t kFewestOutputs = 4, kOutputs = 16, kMostOutputs = 64;
 int64_t outputs_of_unit(int64_t outputs) {
-  const int64_t threads = at::get_num_threads(), share = outputs / threads / kFewestOutputs * kFewestOutputs;
+  const int64_t threads = loop_threads(), share = outputs / threads / kFewestOutputs * kFewestOutputs;
   if (share < kOutputs) return std::max(share, kFewestOutputs);
   return std::clamp(outputs / (8 * threads) / kOutputs * kOutputs, kOutputs, kMostOutputs);
 }

@@ -1,7 +1,6 @@
 #include <attnpack/ops/cpu/machine_speed.h>
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include <attnpack/ops/cpu/isa.h>
+#include <attnpack/threads/threads.h>
 
 namespace attnpack {
 namespace {
@@ -19,12 +19,10 @@ constexpr int kTries = 5;
 // The work per second of do_work(thread), which all threads run at once. do_work returns how much it did.
 template <class F>
 double work_per_second(F&& do_work) {
-  const int64_t threads = at::get_num_threads();
+  const int64_t threads = loop_threads();
   std::vector<double> work(threads, 0.0);
   const auto start = std::chrono::steady_clock::now();
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) work[t] = do_work(t);
-  });
+  for_each_range(threads, 1, [&](int64_t t, int64_t) { work[t] = do_work(t); });
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return std::accumulate(work.begin(), work.end(), 0.0) / seconds;
 }
@@ -50,8 +48,8 @@ int64_t last_level_cache_bytes() {
 
 double read_bytes_per_second(const at::Tensor& data) {
   const float* from = data.const_data_ptr<float>();
-  const int64_t share = data.numel() / at::get_num_threads();
-  std::vector<float> sink(at::get_num_threads() * kApart);
+  const int64_t share = data.numel() / loop_threads();
+  std::vector<float> sink(loop_threads() * kApart);
   return work_per_second([&](int64_t t) {
     kernels_in_use().read_through(from + t * share, share, &sink[t * kApart]);
     return static_cast<double>(share) * sizeof(float);
@@ -60,7 +58,7 @@ double read_bytes_per_second(const at::Tensor& data) {
 
 Limits measure_limits() {
   const auto& kernels = kernels_in_use();
-  std::vector<float> sink(at::get_num_threads() * kApart);
+  std::vector<float> sink(loop_threads() * kApart);
   const auto flops_of = [&](double (*multiply_adds)(int64_t, float*)) {
     return 2 * best_of_tries([&] {
              return work_per_second([&](int64_t t) { return multiply_adds(1 << 20, &sink[t * kApart]); });

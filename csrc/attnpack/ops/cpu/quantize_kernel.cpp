@@ -3,9 +3,9 @@
 
 #include <attnpack/core/quantized.h>
 #include <attnpack/ops/cpu/isa.h>
-#include <attnpack/ops/cpu/threads.h>
 #include <attnpack/ops/detail/attention_params.h>
 #include <attnpack/ops/quantize.h>
+#include <attnpack/threads/threads.h>
 
 namespace attnpack {
 namespace {

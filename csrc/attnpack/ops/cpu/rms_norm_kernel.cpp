@@ -2,9 +2,9 @@
 #include <torch/library.h>
 
 #include <attnpack/ops/cpu/isa.h>
-#include <attnpack/ops/cpu/threads.h>
 #include <attnpack/ops/detail/attention_params.h>
 #include <attnpack/ops/rms_norm.h>
+#include <attnpack/threads/threads.h>
 
 namespace attnpack {
 namespace {

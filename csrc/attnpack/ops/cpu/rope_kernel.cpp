@@ -1,11 +1,11 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/cpu/rope_rows.h>
 #include <attnpack/ops/detail/rope_args.h>
+#include <attnpack/threads/threads.h>
 
 #include <algorithm>
 #include <cmath>
@@ -20,8 +20,8 @@ using at::Tensor;
 template <class T, class Table>
 void rotate_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out) {
   const int64_t heads = x.size(1), length = x.size(2), dim = x.size(3), half = cos.size(3);
-  at::parallel_for(
-      0, x.size(0) * heads * length, std::max<int64_t>(1, 16384 / std::max<int64_t>(dim, 1)),
+  for_each_range(
+      x.size(0) * heads * length, std::max<int64_t>(1, 16384 / std::max<int64_t>(dim, 1)),
       [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
           const int64_t b = row / length / heads, h = row / length % heads, l = row % length;
@@ -58,7 +58,7 @@ Tensor apply_rope_cpu(const Tensor& x, const Tensor& cos, const Tensor& sin, boo
 void fill_table(const int64_t* position, int64_t count, at::ArrayRef<double> inv_freq, double factor, float* cos,
                 float* sin) {
   const int64_t half = static_cast<int64_t>(inv_freq.size());
-  at::parallel_for(0, count, 64, [&](int64_t begin, int64_t end) {
+  for_each_range(count, 64, [&](int64_t begin, int64_t end) {
     for (int64_t l = begin; l < end; ++l) fill_angles(position[l], inv_freq, factor, cos + l * half, sin + l * half);
   });
 }

@@ -6,8 +6,8 @@
 
 #include <attnpack/core/check.h>
 #include <attnpack/ops/cpu/isa.h>
+#include <attnpack/ops/cpu/loop_threads.h>
 #include <attnpack/ops/cpu/name_lists.h>
-#include <attnpack/ops/cpu/torch_threads.h>
 
 namespace attnpack {
 namespace {
@@ -140,7 +140,7 @@ AttentionResult attend_selected_keys(PreparedAttention& prepared, const Tensor& 
     calls.clear();
     for (; i < selected.count() && static_cast<int64_t>(calls.size()) < kMostCalls; ++i)
       calls.push_back(selected.call(selected.row(i), rows.mutable_data_ptr()));
-    run_forward(kernels_in_use(), calls, kTorchThreads);
+    run_forward(kernels_in_use(), calls, kLoopThreads);
   }
   if (all.q_len != 1) lse.copy_(rows.transpose(1, 2));
   return result;
@@ -230,7 +230,7 @@ void differentiate_selected_keys(PreparedBackward& prepared, const Tensor& query
       query_rows += tile_rows(call.forward).rows;
       tiles += call.tiles;
     }
-    run_backward(kernels_in_use(), waiting.calls, kTorchThreads);
+    run_backward(kernels_in_use(), waiting.calls, kLoopThreads);
     const int64_t blocks = count_blocks(all.kv_len, args.key_block);
     const auto add_part = [&](int64_t part, void*) {
       const Range range{blocks * part / kAddedParts, blocks * (part + 1) / kAddedParts};

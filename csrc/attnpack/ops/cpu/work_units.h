@@ -7,7 +7,7 @@
 #include <vector>
 
 #include <attnpack/ops/cpu/isa/kernels.h>
-#include <attnpack/ops/cpu/scratch.h>
+#include <attnpack/threads/scratch.h>
 
 // Cuts attention calls into units of work. No headers of torch: for_each(order, count, work, scratch_bytes, unit) hands
 // the units 0 .. count - 1 to the threads, and calls unit(index, scratch). for_each.count() is the number of threads.

@@ -1,10 +1,9 @@
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <attnpack/core/check.h>
 #include <attnpack/core/dropout.h>
 #include <attnpack/ops/detail/attention_params.h>
+#include <attnpack/ops/detail/contiguous_rows.h>
 #include <attnpack/ops/detail/extremes.h>
 
 namespace attnpack {
@@ -30,17 +29,7 @@ Strides kernel_strides(const Tensor& t) { return {t.stride(0), t.stride(1), t.st
 
 Tensor unit_last_stride(const Tensor& t) {
   if (t.size(3) <= 1 || t.stride(3) == 1) return t;
-  if (!t.is_cpu() || t.stride(2) != 1) return t.contiguous();
-  // Rows that are stored as columns. Torch transposes a matrix in blocks, but a batch of them number by number.
-  const Tensor rows = at::empty(t.sizes(), t.options());
-  at::parallel_for(0, t.size(0) * t.size(1), 1, [&](int64_t begin, int64_t end) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t b = i / t.size(1), head = i % t.size(1);
-      rows.select(0, b).select(0, head).copy_(t.select(0, b).select(0, head));
-    }
-  });
-  return rows;
+  return t.is_cpu() && t.stride(2) == 1 ? contiguous_rows(t) : t.contiguous();
 }
 
 PreparedAttention prepare_attention(const Tensor& query, const Tensor& key, const Tensor& value,

@@ -1,7 +1,6 @@
 #include <attnpack/ops/detail/onednn_linear.h>
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -15,6 +14,7 @@
 #include <string_view>
 
 #include <attnpack/core/check.h>
+#include <attnpack/ops/detail/contiguous_rows.h>
 #include <attnpack/ops/detail/linear_params.h>
 
 namespace attnpack {
@@ -112,26 +112,8 @@ Tensor as_matrix(const Tensor& x) {
   return is_matrix(rows) ? rows : rows.contiguous();
 }
 
-// A matrix with contiguous rows. Each thread transposes blocks through memory of its own, because columns that lie
-// powers of two apart share few lines of the cache: at::contiguous takes up to eight times as long.
 Tensor with_contiguous_rows(const Tensor& x) {
-  if (x.is_contiguous() || x.scalar_type() != at::kFloat || x.stride(0) != 1) return x.contiguous();
-  constexpr int64_t kSide = 64, kPadded = kSide + 16;
-  const int64_t rows = x.size(0), columns = x.size(1), apart = x.stride(1), across = (columns + kSide - 1) / kSide;
-  const Tensor out = at::empty({rows, columns}, x.options());
-  const float* from = x.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
-  at::parallel_for(0, (rows + kSide - 1) / kSide * across, 1, [&](int64_t begin, int64_t end) {
-    float block[kSide * kPadded];
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = i / across * kSide, column = i % across * kSide;
-      const int64_t some = std::min(kSide, rows - row), wide = std::min(kSide, columns - column);
-      for (int64_t c = 0; c < wide; ++c) std::copy_n(from + (column + c) * apart + row, some, block + c * kPadded);
-      for (int64_t r = 0; r < some; ++r)
-        for (int64_t c = 0; c < wide; ++c) to[(row + r) * columns + column + c] = block[c * kPadded + r];
-    }
-  });
-  return out;
+  return x.is_contiguous() || x.scalar_type() != at::kFloat || x.stride(0) != 1 ? x.contiguous() : contiguous_rows(x);
 }
 
 }  // namespace
